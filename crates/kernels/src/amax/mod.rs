@@ -1,0 +1,43 @@
+//! The largest magnitude of a matrix, of its rows and of its columns. **Exact.**
+
+use crate::input::check_len;
+use crate::{Implementation, Input, Result};
+use nvfp4_spec::{Edge, GlobalScale, matrix};
+
+/// Which maxima to compute; all are found in one pass over the matrix.
+#[derive(Debug, Default)]
+pub struct Wanted<'a> {
+    /// The maximum over everything.
+    pub tensor: Option<&'a mut f32>,
+    /// One per row.
+    pub rows: Option<&'a mut [f32]>,
+    /// One per column.
+    pub cols: Option<&'a mut [f32]>,
+}
+
+/// Computes the maxima that are wanted. NaN is invisible in the kernel edge and wins in the reference edge.
+pub fn amax(implementation: Implementation, x: &Input<'_>, edge: Edge, wanted: Wanted<'_>) -> Result<()> {
+    if let Some(rows) = &wanted.rows {
+        check_len("row amax", x.rows(), rows.len())?;
+    }
+    if let Some(cols) = &wanted.cols {
+        check_len("column amax", x.cols(), cols.len())?;
+    }
+    match implementation {
+        Implementation::Scalar => scalar(x, edge, wanted),
+    }
+    Ok(())
+}
+
+fn scalar(x: &Input<'_>, edge: Edge, wanted: Wanted<'_>) {
+    let matrix = x.to_matrix();
+    if let Some(tensor) = wanted.tensor {
+        *tensor = matrix::amax(&matrix, GlobalScale::PerTensor, edge)[0];
+    }
+    if let Some(rows) = wanted.rows {
+        rows.copy_from_slice(&matrix::amax(&matrix, GlobalScale::PerRow, edge));
+    }
+    if let Some(cols) = wanted.cols {
+        cols.copy_from_slice(&matrix::amax(&matrix.transpose(), GlobalScale::PerRow, edge));
+    }
+}

@@ -1,0 +1,25 @@
+//! Products of quantized matrices. **Exact** on the CPU.
+
+use crate::input::check_len;
+use crate::{Error, Implementation, Result};
+use nvfp4_spec::Element;
+use nvfp4_spec::gemm as spec;
+use nvfp4_spec::matrix::View;
+
+pub use spec::{Accumulate, Epilogue, Product};
+
+/// `out = α·A·Bᵀ (+ bias) (+ β·C)`; `out` is `a.rows` × `b.rows`, row-major.
+pub fn gemm<T: Element>(
+    implementation: Implementation,
+    a: &View<'_>,
+    b: &View<'_>,
+    product: &Product<'_, T>,
+    out: &mut [T],
+) -> Result<()> {
+    let outputs = a.rows.checked_mul(b.rows).ok_or(Error::TooLarge { rows: a.rows, cols: b.rows })?;
+    check_len("output", outputs, out.len())?;
+    match implementation {
+        Implementation::Scalar => out.copy_from_slice(&spec::gemm(a, b, product)?),
+    }
+    Ok(())
+}

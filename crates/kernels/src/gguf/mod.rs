@@ -1,0 +1,43 @@
+//! Codes and scales to GGUF's 36-byte blocks and back. **Exact.**
+
+use crate::input::check_len;
+use crate::{Implementation, Result};
+use nvfp4_spec::gguf as spec;
+
+/// Packs linear codes and scales of a `rows` × `cols` matrix; `cols` must be a multiple of 64.
+pub fn pack(
+    implementation: Implementation,
+    codes: &[u8],
+    scales: &[u8],
+    rows: usize,
+    cols: usize,
+    packed: &mut [u8],
+) -> Result<()> {
+    check_len("GGUF data", spec::packed_len(rows, cols)?, packed.len())?;
+    match implementation {
+        Implementation::Scalar => packed.copy_from_slice(&spec::pack(codes, scales, rows, cols)?),
+    }
+    Ok(())
+}
+
+/// Unpacks GGUF blocks into linear codes and scales.
+pub fn unpack(
+    implementation: Implementation,
+    packed: &[u8],
+    rows: usize,
+    cols: usize,
+    codes: &mut [u8],
+    scales: &mut [u8],
+) -> Result<()> {
+    check_len("GGUF data", spec::packed_len(rows, cols)?, packed.len())?;
+    check_len("codes", rows * cols / 2, codes.len())?;
+    check_len("scales", rows * cols / nvfp4_spec::BLOCK, scales.len())?;
+    match implementation {
+        Implementation::Scalar => {
+            let (unpacked_codes, unpacked_scales) = spec::unpack(packed, rows, cols)?;
+            codes.copy_from_slice(&unpacked_codes);
+            scales.copy_from_slice(&unpacked_scales);
+        }
+    }
+    Ok(())
+}

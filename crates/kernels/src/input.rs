@@ -1,0 +1,165 @@
+//! Borrowed matrices of the three element types.
+
+use half::{bf16, f16};
+use nvfp4_spec::matrix::Matrix;
+use nvfp4_spec::{Element, Error, Result};
+
+/// Elements in memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Values<'a> {
+    /// binary32.
+    F32(&'a [f32]),
+    /// bfloat16.
+    Bf16(&'a [bf16]),
+    /// binary16.
+    F16(&'a [f16]),
+}
+
+impl Values<'_> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Values::F32(x) => x.len(),
+            Values::Bf16(x) => x.len(),
+            Values::F16(x) => x.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A borrowed row-major matrix whose rows may be further apart than they are long.
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a> {
+    values: Values<'a>,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+impl<'a> Input<'a> {
+    /// A contiguous matrix: `values` has `rows · cols` elements.
+    pub fn new(values: Values<'a>, rows: usize, cols: usize) -> Result<Self> {
+        let expected = rows.checked_mul(cols).ok_or(Error::TooLarge { rows, cols })?;
+        if values.len() != expected {
+            return Err(Error::Length { what: "input", expected, got: values.len() });
+        }
+        Ok(Input { values, rows, cols, stride: cols })
+    }
+
+    /// A matrix whose row `r` starts at element `r · stride`; the last row may end the slice.
+    pub fn strided(values: Values<'a>, rows: usize, cols: usize, stride: usize) -> Result<Self> {
+        if stride < cols {
+            return Err(Error::Length {
+                what: "row stride (at least the number of columns)",
+                expected: cols,
+                got: stride,
+            });
+        }
+        let needed = match rows {
+            0 => 0,
+            _ => (rows - 1)
+                .checked_mul(stride)
+                .and_then(|x| x.checked_add(cols))
+                .ok_or(Error::TooLarge { rows, cols })?,
+        };
+        if values.len() < needed {
+            return Err(Error::Length { what: "input (at least)", expected: needed, got: values.len() });
+        }
+        Ok(Input { values, rows, cols, stride })
+    }
+
+    /// The elements, gaps between rows included.
+    pub fn values(&self) -> Values<'a> {
+        self.values
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Distance between the starts of two rows, in elements.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// The matrix in binary32, contiguous.
+    pub fn to_matrix(&self) -> Matrix {
+        let gather = |x: &dyn Fn(usize) -> f32| -> Vec<f32> {
+            (0..self.rows).flat_map(|r| (0..self.cols).map(move |c| x(r * self.stride + c))).collect()
+        };
+        let data = match self.values {
+            Values::F32(x) => gather(&|i| x[i]),
+            Values::Bf16(x) => gather(&|i| Element::to_f32(x[i])),
+            Values::F16(x) => gather(&|i| Element::to_f32(x[i])),
+        };
+        Matrix::new(self.rows, self.cols, &data).expect("the lengths were checked when the input was made")
+    }
+}
+
+/// Where decoded elements go.
+#[derive(Debug)]
+pub enum Destination<'a> {
+    /// As binary32.
+    F32(&'a mut [f32]),
+    /// As bfloat16.
+    Bf16(&'a mut [bf16]),
+    /// As binary16.
+    F16(&'a mut [f16]),
+}
+
+impl Destination<'_> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Destination::F32(x) => x.len(),
+            Destination::Bf16(x) => x.len(),
+            Destination::F16(x) => x.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Checks the length of a caller's buffer.
+pub(crate) fn check_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
+    if expected == got { Ok(()) } else { Err(Error::Length { what, expected, got }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_strided_input_reads_only_its_rows() {
+        let values: Vec<f32> = (0..11).map(|i| i as f32).collect();
+        let input = Input::strided(Values::F32(&values), 3, 3, 4).unwrap();
+        assert_eq!(input.to_matrix().data(), [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0, 9.0, 10.0]);
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_errors() {
+        let values = Values::F32(&[0.0; 10]);
+        let message = |r: Result<Input>| r.unwrap_err().to_string();
+        assert_eq!(message(Input::new(values, 3, 4)), "input: expected length 12, got 10");
+        assert_eq!(message(Input::strided(values, 3, 3, 4)), "input (at least): expected length 11, got 10");
+        assert_eq!(
+            message(Input::strided(values, 3, 3, 2)),
+            "row stride (at least the number of columns): expected length 3, got 2"
+        );
+        assert!(Input::new(values, usize::MAX, 2).is_err());
+        assert!(Input::strided(values, usize::MAX, 0, usize::MAX).is_err());
+    }
+}

@@ -1,0 +1,18 @@
+//! The same numbers as [`nvfp4_spec`], as operations on borrowed memory.
+//!
+//! One folder per operation, holding its entry point and, side by side, the versions that this machine may run. An entry
+//! point checks shapes and lengths, then hands over to the [`Implementation`] asked for; all of them give the same bits.
+//! This crate knows shapes, strides and buffers; it knows nothing of layers or recipes.
+
+pub mod amax;
+pub mod dequantize;
+pub mod gemm;
+pub mod gguf;
+mod implementation;
+mod input;
+pub mod quantize;
+pub mod swizzle;
+
+pub use implementation::Implementation;
+pub use input::{Destination, Input, Values};
+pub use nvfp4_spec::{Error, Result};

@@ -1,0 +1,102 @@
+//! Quantization of a matrix in its row direction, its column direction, or both. **Exact.**
+//!
+//! The column direction is the quantization of the transposed matrix; see [`nvfp4_spec::matrix`].
+
+mod scalar;
+
+use crate::input::check_len;
+use crate::{Error, Implementation, Input, Result};
+use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::stochastic::Random;
+use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1, swizzle};
+
+/// How scale bytes are laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Layout {
+    /// Row-major, unpadded.
+    #[default]
+    Linear,
+    /// In tiles of 128 × 4, zero-padded; see [`nvfp4_spec::swizzle`].
+    Swizzled,
+}
+
+impl Layout {
+    /// Bytes that the scales of a quantized matrix of `rows` rows of `cols` elements take.
+    pub fn scale_len(self, rows: usize, cols: usize) -> Result<usize> {
+        let blocks = cols.div_ceil(BLOCK);
+        match self {
+            Layout::Linear => rows.checked_mul(blocks).ok_or(Error::TooLarge { rows, cols }),
+            Layout::Swizzled => swizzle::len(rows, blocks),
+        }
+    }
+}
+
+/// Where the amax of a direction comes from: one value, or one per row of that direction.
+#[derive(Debug)]
+pub enum Amax<'a> {
+    /// The caller knows it. Values beyond it saturate.
+    Given(&'a [f32]),
+    /// It is computed and left here.
+    Compute(&'a mut [f32]),
+}
+
+impl Amax<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Amax::Given(amax) => amax.len(),
+            Amax::Compute(amax) => amax.len(),
+        }
+    }
+}
+
+/// What to write for one direction.
+#[derive(Debug)]
+pub struct Direction<'a> {
+    /// Tile, global scale, scale rule, edge.
+    pub mode: Mode,
+    /// How values become codes.
+    pub rounding: Rounding<Random<'a>>,
+    /// The Hadamard transform along the direction's rows, before everything else.
+    pub transform: Option<Signs>,
+    /// How scales are laid out.
+    pub layout: Layout,
+    /// Where the amax comes from.
+    pub amax: Amax<'a>,
+    /// `rows · ceil(cols/2)` bytes.
+    pub codes: &'a mut [u8],
+    /// [`Layout::scale_len`] bytes.
+    pub scales: &'a mut [u8],
+}
+
+impl Direction<'_> {
+    /// Checks settings and lengths for a direction of `rows` rows of `cols` elements.
+    fn check(&self, rows: usize, cols: usize) -> Result<()> {
+        self.mode.check(&self.rounding)?;
+        if self.transform.is_some() && !cols.is_multiple_of(BLOCK) {
+            let what = "the dimension that the Hadamard transform runs along";
+            return Err(Error::Multiple { what, of: BLOCK, got: cols });
+        }
+        let code_len = rows.checked_mul(e2m1::packed_len(cols)).ok_or(Error::TooLarge { rows, cols })?;
+        check_len("codes", code_len, self.codes.len())?;
+        check_len("scales", self.layout.scale_len(rows, cols)?, self.scales.len())?;
+        check_len("amax", self.mode.global.count(rows), self.amax.len())
+    }
+}
+
+/// Quantizes `x` in the directions that are given.
+pub fn quantize(
+    implementation: Implementation,
+    x: &Input<'_>,
+    row: Option<Direction<'_>>,
+    col: Option<Direction<'_>>,
+) -> Result<()> {
+    if let Some(row) = &row {
+        row.check(x.rows(), x.cols())?;
+    }
+    if let Some(col) = &col {
+        col.check(x.cols(), x.rows())?;
+    }
+    match implementation {
+        Implementation::Scalar => scalar::quantize(x, row, col),
+    }
+}

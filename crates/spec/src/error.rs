@@ -1,0 +1,91 @@
+//! What can be wrong with a call.
+
+use std::fmt;
+
+/// The result of a checked rule.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What a caller got wrong, with what was expected.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Error {
+    /// A slice does not have the length that the shape asks for.
+    Length {
+        /// Which slice.
+        what: &'static str,
+        /// The length that fits.
+        expected: usize,
+        /// The length it has.
+        got: usize,
+    },
+    /// A dimension must be a multiple of something.
+    Multiple {
+        /// Which dimension.
+        what: &'static str,
+        /// What it must be a multiple of.
+        of: usize,
+        /// Its value.
+        got: usize,
+    },
+    /// Two dimensions that must be equal are not.
+    Mismatch {
+        /// Which dimension.
+        what: &'static str,
+        /// The value on the left.
+        left: usize,
+        /// The value on the right.
+        right: usize,
+    },
+    /// The number of elements does not fit the address space.
+    TooLarge {
+        /// Rows asked for.
+        rows: usize,
+        /// Columns asked for.
+        cols: usize,
+    },
+    /// Two settings that have no meaning together; the text names the fix.
+    Combination(&'static str),
+    /// A given amax is negative.
+    NegativeAmax {
+        /// Its position.
+        index: usize,
+        /// Its value.
+        value: f32,
+    },
+    /// A block scale that a layout cannot hold.
+    ScaleByte {
+        /// Its position.
+        index: usize,
+        /// The byte.
+        byte: u8,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Length { what, expected, got } => write!(f, "{what}: expected length {expected}, got {got}"),
+            Error::Multiple { what, of, got } => write!(f, "{what}: expected a multiple of {of}, got {got}"),
+            Error::Mismatch { what, left, right } => write!(f, "{what}: the left side has {left}, the right {right}"),
+            Error::TooLarge { rows, cols } => write!(f, "a matrix of {rows} × {cols} elements is too large"),
+            Error::Combination(why) => f.write_str(why),
+            Error::NegativeAmax { index, value } => {
+                write!(f, "amax: expected a magnitude, got {value} at index {index}")
+            }
+            Error::ScaleByte { index, byte } => {
+                write!(f, "scales: expected a finite non-negative E4M3 byte, got {byte:#04x} at index {index}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// Checks the length of a slice.
+pub(crate) fn check_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
+    if expected == got { Ok(()) } else { Err(Error::Length { what, expected, got }) }
+}
+
+/// `rows · cols`, or an error where it overflows.
+pub(crate) fn area(rows: usize, cols: usize) -> Result<usize> {
+    rows.checked_mul(cols).ok_or(Error::TooLarge { rows, cols })
+}

@@ -1,0 +1,324 @@
+//! Products of quantized matrices: `y = α·A·Bᵀ (+ bias) (+ β·C)`, both operands with blocks along K.
+//! Source: numerics §0, §9, §9.1.
+//!
+//! A product has two parts, each with two rules: how the terms of the sum are accumulated ([`Accumulate`]), and in what
+//! order the global scales, α, the bias and β·C are applied ([`Epilogue`]).
+//!
+//! A block's term is exact: 16 products of E2M1 values are a multiple of 1/4, two E4M3 scales a multiple of 2⁻¹⁸, so the
+//! term is a multiple of 2⁻²⁰ with at most 20 significant bits. A K that is no multiple of 16 ends in zeros.
+
+use crate::error::{area, check_len};
+use crate::matrix::View;
+use crate::{BLOCK, Element, Error, GlobalScale, Result, e2m1, e4m3};
+
+/// How the block terms are summed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Accumulate {
+    /// Exactly, then rounded once: independent of any order.
+    #[default]
+    Exact,
+    /// In binary32, block after block, one rounding each (numerics §9).
+    Reference,
+}
+
+/// In what order the factors are applied. Each step is one rounding in binary32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Epilogue {
+    /// numerics §9: `y = fl(fl(fl(amaxA·amaxB) / 36·EA·EB) · acc)`, `·α`, `+ bias`, `+ fl(β·C)`, cast.
+    Folded,
+    /// numerics §9.1: `g = fl(fl(1/(36·EA·EB)) · acc)`; then `fl(g · fl(amaxA·amaxB))` if a side has a single amax, or
+    /// `fl(fl(g · amaxA) · amaxB)` if both are per row; then `·α`, `+ bias`, cast, and `+ β·C` in the output type.
+    RowScaled,
+}
+
+impl Epilogue {
+    /// The epilogue that products use: row-scaled if either operand is.
+    pub fn of(a: &View<'_>, b: &View<'_>) -> Self {
+        match (a.global, b.global) {
+            (GlobalScale::PerTensor, GlobalScale::PerTensor) => Epilogue::Folded,
+            _ => Epilogue::RowScaled,
+        }
+    }
+}
+
+/// Everything about a product but its operands.
+#[derive(Clone, Copy, Debug)]
+pub struct Product<'a, T> {
+    /// How the terms are summed.
+    pub accumulate: Accumulate,
+    /// In what order the factors are applied; `None` picks [`Epilogue::of`] the operands.
+    pub epilogue: Option<Epilogue>,
+    /// The caller's factor α.
+    pub alpha: f32,
+    /// One value per output column.
+    pub bias: Option<&'a [f32]>,
+    /// The matrix C and its factor β. A β of 0 leaves C unread, as in BLAS.
+    pub add: Option<(&'a [T], f32)>,
+}
+
+impl<T> Default for Product<'_, T> {
+    fn default() -> Self {
+        Product { accumulate: Accumulate::Exact, epilogue: None, alpha: 1.0, bias: None, add: None }
+    }
+}
+
+/// The product of `a` [M, K] and `b` [N, K], transposed: [M, N], row-major.
+///
+/// A block scale that is NaN makes every output it takes part in NaN.
+pub fn gemm<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<Vec<T>> {
+    check(a, b, product)?;
+    let (rows_a, rows_b) = (IntegerRows::new(a), IntegerRows::new(b));
+    let epilogue = product.epilogue.unwrap_or(Epilogue::of(a, b));
+    let mut out = Vec::with_capacity(a.rows * b.rows);
+    for i in 0..a.rows {
+        for j in 0..b.rows {
+            let terms = rows_a.terms(i, &rows_b, j);
+            let sum = match product.accumulate {
+                Accumulate::Exact => sum_exact(terms),
+                Accumulate::Reference => sum_reference(terms),
+            };
+            let c = product.add.filter(|&(_, beta)| beta != 0.0).map(|(c, beta)| (c[i * b.rows + j], beta));
+            let bias = product.bias.map(|bias| bias[j]);
+            out.push(match epilogue {
+                Epilogue::Folded => folded(sum, (a, i), (b, j), product.alpha, bias, c),
+                Epilogue::RowScaled => row_scaled(sum, (a, i), (b, j), product.alpha, bias, c),
+            });
+        }
+    }
+    Ok(out)
+}
+
+fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<()> {
+    a.check()?;
+    b.check()?;
+    if a.cols != b.cols {
+        return Err(Error::Mismatch { what: "K, the length that a product sums over", left: a.cols, right: b.cols });
+    }
+    let outputs = area(a.rows, b.rows)?;
+    if let Some(bias) = product.bias {
+        check_len("bias", b.rows, bias.len())?;
+    }
+    if let Some((c, _)) = product.add {
+        check_len("C", outputs, c.len())?;
+    }
+    Ok(())
+}
+
+/// The units that block terms are counted in.
+pub const TERM_UNIT: f32 = 1.0 / (1 << 20) as f32;
+
+/// A matrix's codes doubled and its scales in units of 2⁻⁹, as integers; `None` is a NaN scale.
+struct IntegerRows {
+    blocks: usize,
+    codes: Vec<[i64; BLOCK]>,
+    scales: Vec<Option<i64>>,
+}
+
+impl IntegerRows {
+    fn new(q: &View<'_>) -> Self {
+        let blocks = q.cols.div_ceil(BLOCK);
+        let codes = (0..q.rows * blocks)
+            .map(|index| {
+                let (row, first) = (q.code_row(index / blocks), index % blocks * BLOCK);
+                std::array::from_fn(|i| match first + i < q.cols {
+                    true => (2.0 * e2m1::decode(e2m1::code_at(row, first + i))) as i64,
+                    false => 0,
+                })
+            })
+            .collect();
+        IntegerRows { blocks, codes, scales: q.scales.iter().map(|&s| e4m3::decode_units(s)).collect() }
+    }
+
+    /// The block terms of output (i, j) in units of 2⁻²⁰, in order; each is below 2⁴⁷ in magnitude.
+    fn terms(&self, i: usize, other: &Self, j: usize) -> impl Iterator<Item = Option<i64>> {
+        (0..self.blocks).map(move |k| {
+            let (p, q) = (i * self.blocks + k, j * self.blocks + k);
+            let dot: i64 = self.codes[p].iter().zip(&other.codes[q]).map(|(x, y)| x * y).sum();
+            Some(dot * self.scales[p]? * other.scales[q]?)
+        })
+    }
+}
+
+/// The sum rounded once to binary32.
+///
+/// A term is at most 16·12² · (448·512)² < 2⁴⁷ in magnitude, so 2¹⁶ of them (K = 2²⁰) fit an `i64`; longer sums are
+/// carried in an `i128`.
+fn sum_exact(terms: impl Iterator<Item = Option<i64>>) -> f32 {
+    let (mut total, mut partial) = (0i128, 0i64);
+    for (k, term) in terms.enumerate() {
+        let Some(term) = term else { return f32::NAN };
+        partial += term;
+        if k % (1 << 16) == (1 << 16) - 1 {
+            total += i128::from(partial);
+            partial = 0;
+        }
+    }
+    // An integer converts with one rounding to nearest even; the power of two is exact.
+    (total + i128::from(partial)) as f32 * TERM_UNIT
+}
+
+/// `acc = +0`, then `acc = fl(acc + term)` for every block in order.
+fn sum_reference(terms: impl Iterator<Item = Option<i64>>) -> f32 {
+    // A term has at most 20 significant bits, so its conversion is exact.
+    terms.fold(0.0, |acc, term| acc + term.map_or(f32::NAN, |t| t as f32 * TERM_UNIT))
+}
+
+/// `36·EA·EB`, exact: 7225344, 4128768 or 2359296.
+fn scale_product(a: &View<'_>, b: &View<'_>) -> f32 {
+    a.bound.six_e() * b.bound.six_e()
+}
+
+/// [`Epilogue::Folded`].
+fn folded<T: Element>(
+    sum: f32,
+    (a, i): (&View<'_>, usize),
+    (b, j): (&View<'_>, usize),
+    alpha: f32,
+    bias: Option<f32>,
+    c: Option<(T, f32)>,
+) -> T {
+    let global = a.row_amax(i) * b.row_amax(j) / scale_product(a, b);
+    let mut y = global * sum * alpha;
+    if let Some(bias) = bias {
+        y += bias;
+    }
+    if let Some((c, beta)) = c {
+        y += beta * c.to_f32();
+    }
+    T::from_f32(y)
+}
+
+/// [`Epilogue::RowScaled`].
+fn row_scaled<T: Element>(
+    sum: f32,
+    (a, i): (&View<'_>, usize),
+    (b, j): (&View<'_>, usize),
+    alpha: f32,
+    bias: Option<f32>,
+    c: Option<(T, f32)>,
+) -> T {
+    let g = 1.0 / scale_product(a, b) * sum;
+    let scaled = match (a.global, b.global) {
+        (GlobalScale::PerRow, GlobalScale::PerRow) => g * a.row_amax(i) * b.row_amax(j),
+        _ => g * (a.row_amax(i) * b.row_amax(j)),
+    };
+    let mut y = scaled * alpha;
+    if let Some(bias) = bias {
+        y += bias;
+    }
+    let y = T::from_f32(y);
+    match c {
+        None => y,
+        // In the output type: β·C is rounded to it, and so is the sum.
+        Some((c, beta)) => T::from_f32(y.to_f32() + T::from_f32(beta * c.to_f32()).to_f32()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::matrix::{self, Matrix, Quantized};
+    use crate::{Mode, Rounding};
+    use half::bf16;
+
+    fn quantized(rows: usize, cols: usize, global: GlobalScale) -> Quantized {
+        let data: Vec<f32> = (0..rows * cols).map(|i| ((i * 7919) % 257) as f32 / 16.0 - 8.0).collect();
+        let x = Matrix::new(rows, cols, &data).unwrap();
+        let mode = Mode { global, ..Mode::default() };
+        matrix::quantize(&x, &matrix::amax(&x, global, mode.edge), &mode, Rounding::NearestEven).unwrap()
+    }
+
+    #[test]
+    fn equals_the_product_of_the_decoded_values_in_f64() {
+        for global in [GlobalScale::PerTensor, GlobalScale::PerRow] {
+            let (a, b) = (quantized(3, 50, global), quantized(5, 50, GlobalScale::PerTensor));
+            let y = gemm::<f32>(&a.view(), &b.view(), &Product::default()).unwrap();
+            let decode = |q: &Quantized| matrix::dequantize::<f32>(&q.view()).unwrap();
+            let (da, db) = (decode(&a), decode(&b));
+            for (i, j) in (0..3).flat_map(|i| (0..5).map(move |j| (i, j))) {
+                let products = (0..50).map(|k| f64::from(da[i * 50 + k]) * f64::from(db[j * 50 + k]));
+                let (exact, magnitude) = products.fold((0.0, 0.0), |(s, m), p| (s + p, m + p.abs()));
+                // Each decoded value carries 3 roundings, the product a handful more.
+                assert!((f64::from(y[i * 5 + j]) - exact).abs() <= magnitude * 12.0 * 2f64.powi(-24));
+            }
+        }
+    }
+
+    #[test]
+    fn a_nan_scale_makes_its_outputs_nan() {
+        let (mut a, b) = (quantized(2, 32, GlobalScale::PerTensor), quantized(2, 32, GlobalScale::PerTensor));
+        a.scales[3] = 0x7F;
+        for accumulate in [Accumulate::Exact, Accumulate::Reference] {
+            let product = Product { accumulate, ..Product::default() };
+            let y = gemm::<f32>(&a.view(), &b.view(), &product).unwrap();
+            assert_eq!(y.map_nan(), [false, false, true, true]);
+        }
+    }
+
+    trait MapNan {
+        fn map_nan(&self) -> Vec<bool>;
+    }
+    impl MapNan for Vec<f32> {
+        fn map_nan(&self) -> Vec<bool> {
+            self.iter().map(|x| x.is_nan()).collect()
+        }
+    }
+
+    #[test]
+    fn alpha_bias_and_c_in_the_order_of_each_epilogue() {
+        let (a, b) = (quantized(2, 64, GlobalScale::PerRow), quantized(3, 64, GlobalScale::PerTensor));
+        let (bias, c) = ([0.5, -1.0, 2.0], [bf16::from_f32(3.25); 6]);
+        let plain = gemm::<f32>(&a.view(), &b.view(), &Product::default()).unwrap();
+        let add = Some((&c[..], 0.3));
+        let y = gemm(&a.view(), &b.view(), &Product { alpha: 1.7, bias: Some(&bias), add, ..Product::default() });
+        let expected: Vec<bf16> = (0..6)
+            .map(|i| {
+                let y = bf16::from_f32(plain[i] * 1.7 + bias[i % 3]);
+                bf16::from_f32(y.to_f32() + bf16::from_f32(0.3 * 3.25).to_f32())
+            })
+            .collect();
+        assert_eq!(y.unwrap(), expected);
+
+        let folded = Product { epilogue: Some(Epilogue::Folded), ..Product::default() };
+        let plain = gemm::<f32>(&a.view(), &b.view(), &folded).unwrap();
+        let y = gemm(&a.view(), &b.view(), &Product { alpha: 1.7, bias: Some(&bias), add, ..folded.cast() });
+        let expected: Vec<bf16> =
+            (0..6).map(|i| bf16::from_f32(plain[i] * 1.7 + bias[i % 3] + 0.3f32 * 3.25)).collect();
+        assert_eq!(y.unwrap(), expected);
+    }
+
+    impl Product<'_, f32> {
+        /// The same choices for another output type.
+        fn cast<T>(&self) -> Product<'static, T> {
+            Product { accumulate: self.accumulate, epilogue: self.epilogue, ..Product::default() }
+        }
+    }
+
+    #[test]
+    fn beta_zero_leaves_c_unread() {
+        let (a, b) = (quantized(2, 16, GlobalScale::PerTensor), quantized(2, 16, GlobalScale::PerTensor));
+        let add = Some((&[f32::NAN; 4][..], 0.0));
+        let y = gemm(&a.view(), &b.view(), &Product { add, ..Product::default() });
+        assert_eq!(y, gemm(&a.view(), &b.view(), &Product::default()));
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_errors() {
+        let (a, b) = (quantized(2, 32, GlobalScale::PerTensor), quantized(3, 48, GlobalScale::PerTensor));
+        let message = |product| gemm::<f32>(&a.view(), &a.view(), &product).unwrap_err().to_string();
+        assert_eq!(
+            gemm::<f32>(&a.view(), &b.view(), &Product::default()).unwrap_err().to_string(),
+            "K, the length that a product sums over: the left side has 32, the right 48"
+        );
+        assert_eq!(message(Product { bias: Some(&[0.0]), ..Product::default() }), "bias: expected length 2, got 1");
+        assert_eq!(message(Product { add: Some((&[0.0], 1.0)), ..Product::default() }), "C: expected length 4, got 1");
+    }
+
+    #[test]
+    fn empty_operands_give_empty_or_zero_products() {
+        let (none, some) = (quantized(0, 32, GlobalScale::PerTensor), quantized(2, 32, GlobalScale::PerTensor));
+        assert_eq!(gemm::<f32>(&none.view(), &some.view(), &Product::default()), Ok(vec![]));
+        let empty_k = quantized(2, 0, GlobalScale::PerRow);
+        assert_eq!(gemm::<f32>(&empty_k.view(), &empty_k.view(), &Product::default()), Ok(vec![0.0; 4]));
+    }
+}

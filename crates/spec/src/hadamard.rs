@@ -1,0 +1,85 @@
+//! The 16-point randomized Hadamard transform: it spreads an outlier over its group before quantization, and cancels in
+//! a product of two operands transformed alike. Source: numerics §0, §6.
+
+use crate::matrix::Matrix;
+use crate::{BLOCK, Error, Result};
+use half::bf16;
+
+/// Which elements of a group change sign before the transform: bit `i` set means element `i` is negated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Signs(pub u16);
+
+impl Signs {
+    /// TransformerEngine's fixed sign vector, + + + − + − − − − − − + − + − −.
+    pub const FIXED: Signs = Signs(0xD7E8);
+    /// No sign changes.
+    pub const NONE: Signs = Signs(0);
+
+    /// Whether element `i` is negated.
+    pub const fn negates(self, i: usize) -> bool {
+        self.0 >> i & 1 == 1
+    }
+}
+
+/// Transforms 16 values and rounds them to bf16: `out[j] = Σᵢ v[i]·g[i]·(−1)^popcount(i & j) / 4`.
+///
+/// The order of additions is the fast butterfly in binary32: signs, then stages of distance 1, 2, 4, 8 (`a + b`,
+/// `a − b`), then × 0.25, then one rounding to bf16. Infinities and NaN go the way of IEEE arithmetic. Returned in
+/// binary32, exactly.
+pub fn transform(mut v: [f32; BLOCK], signs: Signs) -> [f32; BLOCK] {
+    for (i, x) in v.iter_mut().enumerate() {
+        if signs.negates(i) {
+            *x = -*x;
+        }
+    }
+    for distance in [1, 2, 4, 8] {
+        for i in (0..BLOCK).filter(|i| i & distance == 0) {
+            let (a, b) = (v[i], v[i + distance]);
+            (v[i], v[i + distance]) = (a + b, a - b);
+        }
+    }
+    v.map(|x| bf16::from_f32(x * 0.25).to_f32())
+}
+
+/// Transforms every group of 16 along a matrix's rows, whose length must be a multiple of 16.
+pub fn transform_matrix(x: &Matrix, signs: Signs) -> Result<Matrix> {
+    if !x.cols().is_multiple_of(BLOCK) {
+        let what = "the dimension that the Hadamard transform runs along";
+        return Err(Error::Multiple { what, of: BLOCK, got: x.cols() });
+    }
+    let groups = x.data().as_chunks::<BLOCK>().0;
+    let data: Vec<f32> = groups.iter().flat_map(|&group| transform(group, signs)).collect();
+    Matrix::new(x.rows(), x.cols(), &data)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unit_vectors_give_the_rows_of_the_matrix() {
+        for signs in [Signs::FIXED, Signs::NONE, Signs(0x0001)] {
+            for i in 0..BLOCK {
+                let unit = std::array::from_fn(|k| f32::from(u8::from(k == i)));
+                let sign = if signs.negates(i) { -0.25 } else { 0.25 };
+                let expected = std::array::from_fn(|j| if (i & j).count_ones() % 2 == 0 { sign } else { -sign });
+                assert_eq!(transform(unit, signs), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn twice_without_signs_is_the_identity() {
+        let v = std::array::from_fn(|i| i as f32 - 5.0);
+        assert_eq!(transform(transform(v, Signs::NONE), Signs::NONE), v);
+    }
+
+    #[test]
+    fn a_ragged_row_is_refused() {
+        let error = transform_matrix(&Matrix::new(1, 24, &[0.0f32; 24]).unwrap(), Signs::FIXED).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the dimension that the Hadamard transform runs along: expected a multiple of 16, got 24"
+        );
+    }
+}

@@ -1,0 +1,51 @@
+//! What the NVFP4 numbers are.
+//!
+//! This crate is the textbook: every numeric rule of the format is written here once, in scalar, safe Rust that
+//! follows the sentence it implements. The fast implementations are twins of these functions and must give the same
+//! bits. Nothing here is tuned; read it in this order:
+//!
+//! 1. [`mode`]: the choices (tile, global scale, scale rule, rounding, edge);
+//! 2. [`e2m1`] and [`e4m3`]: the two small number formats;
+//! 3. [`scale`]: the global scale and the block scale;
+//! 4. [`block`]: a tile becomes one scale byte and its codes;
+//! 5. [`four_over_six`]: choosing between two scales per block;
+//! 6. [`philox`] and [`stochastic`]: randomness by position, and rounding with it;
+//! 7. [`hadamard`]: the randomized Hadamard transform;
+//! 8. [`matrix`]: whole matrices, both directions, and back;
+//! 9. [`gemm`]: products of quantized matrices;
+//! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
+//! 11. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output.
+//!
+//! # Notation
+//!
+//! `fl(…)` is one IEEE-754 binary32 operation, rounded to nearest even, subnormals kept. Rust's `f32` operators are
+//! exactly that and are never contracted, so an expression here has one rounding per operator, in the order written.
+//! The order is part of the rule. "numerics §n" names a section of the rules this crate was written from, which
+//! describe TransformerEngine (commit d0067d0da6cb).
+
+#![forbid(unsafe_code)]
+
+pub mod block;
+pub mod e2m1;
+pub mod e4m3;
+mod element;
+mod error;
+pub mod fast_math;
+pub mod four_over_six;
+pub mod gemm;
+pub mod gguf;
+pub mod hadamard;
+pub mod matrix;
+pub mod mode;
+pub mod philox;
+pub mod scale;
+pub mod stochastic;
+pub mod swizzle;
+pub mod upstream;
+
+pub use element::Element;
+pub use error::{Error, Result};
+pub use mode::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile};
+
+/// Number of consecutive elements that share one block scale.
+pub const BLOCK: usize = 16;

@@ -1,0 +1,181 @@
+//! The choices that say how a matrix becomes NVFP4. Each is an enum; together they are a [`Mode`].
+
+use crate::{Error, Result};
+
+/// Which elements share a block scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Tile {
+    /// 16 consecutive elements of a row.
+    #[default]
+    Row16,
+    /// A square of 16 × 16 elements; each of its rows stores a copy of the same scale byte.
+    Square16,
+}
+
+impl Tile {
+    /// Number of rows of a tile: 1 or 16.
+    pub const fn height(self) -> usize {
+        match self {
+            Tile::Row16 => 1,
+            Tile::Square16 => 16,
+        }
+    }
+}
+
+/// What the 32-bit scale belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum GlobalScale {
+    /// One value for the whole matrix.
+    #[default]
+    PerTensor,
+    /// One value per row of the quantized matrix ("row-scaled", per token). In the column direction a row is a
+    /// column of the original.
+    PerRow,
+}
+
+impl GlobalScale {
+    /// How many amax values a matrix of `rows` rows has.
+    pub const fn count(self, rows: usize) -> usize {
+        match self {
+            GlobalScale::PerTensor => 1,
+            GlobalScale::PerRow => rows,
+        }
+    }
+}
+
+/// The largest block scale that the global scale aims at. The E4M3 cast itself saturates at 448 in both cases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Bound {
+    /// 448, the largest E4M3 value.
+    #[default]
+    E448,
+    /// 256: leaves room for the 4over6 candidate, which is 1.5 times larger.
+    E256,
+}
+
+impl Bound {
+    /// The bound `E` as a number.
+    pub const fn value(self) -> f32 {
+        match self {
+            Bound::E448 => 448.0,
+            Bound::E256 => 256.0,
+        }
+    }
+
+    /// `6·E`, exact: 2688 or 1536. A tensor's amax is mapped to this value.
+    pub const fn six_e(self) -> f32 {
+        6.0 * self.value()
+    }
+}
+
+/// What 4over6 minimises.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Metric {
+    /// Sum of absolute errors.
+    #[default]
+    Mae,
+    /// Sum of squared errors.
+    Mse,
+}
+
+/// How 4over6 computes an element's error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum ErrorPath {
+    /// In the units of the input, with a true division per element (numerics §5.2).
+    #[default]
+    Strict,
+    /// In the units of code × scale (numerics §5.3): another rule, which rarely decides otherwise.
+    Fast,
+}
+
+/// How a block's scale is chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum ScaleRule {
+    /// The block's largest magnitude maps to 6, the bound is 448 (numerics §3).
+    #[default]
+    Six,
+    /// Map the block's largest magnitude to 6 or to 4, whichever gives the smaller error (numerics §5).
+    FourOverSix {
+        /// What is minimised.
+        metric: Metric,
+        /// How errors are computed.
+        error: ErrorPath,
+        /// The bound in the global scale.
+        bound: Bound,
+    },
+}
+
+impl ScaleRule {
+    /// The bound in the global scale.
+    pub const fn bound(self) -> Bound {
+        match self {
+            ScaleRule::Six => Bound::E448,
+            ScaleRule::FourOverSix { bound, .. } => bound,
+        }
+    }
+}
+
+/// How a scaled value becomes a code. The payload is where the random bits come from: a stream or bytes for a
+/// matrix, sixteen bytes per row for a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Rounding<R> {
+    /// To the nearest code, ties to the even one.
+    #[default]
+    NearestEven,
+    /// Up or down with a probability given by the position between the neighbours (numerics §7.3).
+    Stochastic(R),
+}
+
+/// What NaN and −0 become (numerics §1.4). Everything else is the same in both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Edge {
+    /// As TransformerEngine's CUDA kernels: −0 keeps its sign, NaN becomes +6 and is invisible to every amax.
+    #[default]
+    Kernel,
+    /// As TransformerEngine's Python reference: −0 and NaN become code 0, and NaN takes over the amax.
+    Reference,
+}
+
+impl Edge {
+    /// `min(x, f32::MAX)`, the guard against infinite scales. NaN becomes `f32::MAX` in the kernel edge (C's `fminf`)
+    /// and stays NaN in the reference edge.
+    pub fn min_with_max(self, x: f32) -> f32 {
+        match self {
+            Edge::Kernel => x.min(f32::MAX),
+            Edge::Reference if x.is_nan() => x,
+            Edge::Reference => x.min(f32::MAX),
+        }
+    }
+}
+
+/// How a matrix is quantized in one direction, rounding aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub struct Mode {
+    /// Which elements share a block scale.
+    pub tile: Tile,
+    /// What the 32-bit scale belongs to.
+    pub global: GlobalScale,
+    /// How a block's scale is chosen.
+    pub rule: ScaleRule,
+    /// What NaN and −0 become.
+    pub edge: Edge,
+}
+
+impl Mode {
+    /// Refuses the combinations that have no meaning, whatever the randomness.
+    pub fn check<R>(&self, rounding: &Rounding<R>) -> Result<()> {
+        if self.tile == Tile::Square16 && self.global == GlobalScale::PerRow {
+            return Err(Error::Combination(
+                "16×16 tiles with a per-row global scale: a tile spans 16 rows but has one block scale; \
+                 use 1×16 tiles or a per-tensor global scale",
+            ));
+        }
+        if matches!(self.rule, ScaleRule::FourOverSix { .. }) && matches!(rounding, Rounding::Stochastic(_)) {
+            return Err(Error::Combination(
+                "4over6 with stochastic rounding: the error to minimise would be random; \
+                 use nearest-even rounding or the rule `Six`",
+            ));
+        }
+        Ok(())
+    }
+}

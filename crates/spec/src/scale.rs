@@ -1,0 +1,115 @@
+//! Scales: from an amax to the global scale, from a block to its scale byte, and from both to the factor that the
+//! block's elements are multiplied by. Source: numerics §2, §3.
+//!
+//! The order of operations is the rule: `(bm/6)·enc`, `(bm·enc)·r6` and `bm·(enc·r6)` are three different numbers.
+
+use crate::{Bound, Edge, e4m3};
+
+/// `fl(1/6)`, bits 0x3E2AAAAB.
+pub const SIXTH: f32 = 1.0 / 6.0;
+
+/// The bits of the magnitude of `x` as amax sees them: an integer whose order is the order of magnitudes.
+///
+/// NaN counts as 0 in the kernel edge and is larger than everything in the reference edge.
+pub fn magnitude_bits(x: f32, edge: Edge) -> u32 {
+    let bits = x.to_bits() & 0x7FFF_FFFF;
+    if bits > 0x7F80_0000 && edge == Edge::Kernel { 0 } else { bits }
+}
+
+/// The largest magnitude of some values, 0 if there are none. An integer maximum, hence the same in any order.
+pub fn amax<'a>(values: impl IntoIterator<Item = &'a f32>, edge: Edge) -> f32 {
+    f32::from_bits(values.into_iter().map(|&x| magnitude_bits(x, edge)).max().unwrap_or(0))
+}
+
+/// A tensor's or a row's global scale.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Global {
+    /// The largest magnitude.
+    pub amax: f32,
+    /// What block scale the amax is mapped to.
+    pub bound: Bound,
+    /// What values are multiplied by before blocks are scaled: about `6E/amax`.
+    pub encode: f32,
+    /// `fl(1/encode)`. It may be subnormal (2⁻¹²⁸ for an encode scale of `f32::MAX`).
+    pub decode: f32,
+}
+
+impl Global {
+    /// `enc = min(fl(6E/amax), f32::MAX)`; 1 where the amax is 0 or ∞.
+    ///
+    /// The reference edge keeps `f32::MAX` for an amax of 0, which shows only when a caller gives an amax of 0 for a
+    /// tensor that is not zero. A NaN amax gives `f32::MAX` in the kernel edge, NaN in the reference edge.
+    pub fn new(amax: f32, bound: Bound, edge: Edge) -> Self {
+        let guarded = edge.min_with_max(bound.six_e() / amax);
+        let encode = match (amax == 0.0, edge) {
+            (true, Edge::Kernel) => 1.0,
+            (true, Edge::Reference) => f32::MAX,
+            (false, _) if guarded == 0.0 => 1.0,
+            (false, _) => guarded,
+        };
+        Global { amax, bound, encode, decode: 1.0 / encode }
+    }
+}
+
+/// The scale byte of a block whose largest magnitude is `block_amax`, by the rule "six": with
+/// `mult = fl(enc · fl(1/6))`, the byte is `E4M3(min(fl(bm · mult), 448))`.
+///
+/// A non-zero block may underflow to the byte 0; it keeps its saturated codes and decodes to zero.
+pub fn block_scale(block_amax: f32, global: &Global, edge: Edge) -> u8 {
+    let multiplier = global.encode * SIXTH;
+    e4m3::encode(edge.min_with_max(block_amax * multiplier))
+}
+
+/// What the elements of a block are multiplied by: `min(fl(1/fl(value(S) · dec)), f32::MAX)`.
+///
+/// A scale byte of 0, or a product that underflows to 0, gives `f32::MAX`.
+pub fn inverse_scale(scale: u8, global: &Global, edge: Edge) -> f32 {
+    edge.min_with_max(1.0 / (e4m3::decode(scale) * global.decode))
+}
+
+/// What a block's code values are multiplied by to decode them: `fl(fl(value(S) · amax) · fl(1/6E))`
+/// (numerics §8). One more rounding, of `code value · factor`, gives the element.
+pub fn decode_factor(scale: u8, amax: f32, bound: Bound) -> f32 {
+    e4m3::decode(scale) * amax * (1.0 / bound.six_e())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn constants_have_the_published_bits() {
+        assert_eq!(SIXTH.to_bits(), 0x3E2A_AAAB);
+        assert_eq!((1.0 / Bound::E448.six_e()).to_bits(), 0x39C3_0C31);
+        assert_eq!((1.0 / Bound::E256.six_e()).to_bits(), 0x3A2A_AAAB);
+    }
+
+    #[test]
+    fn extreme_amax_values() {
+        let encode = |amax, edge| Global::new(amax, Bound::E448, edge).encode;
+        for edge in [Edge::Kernel, Edge::Reference] {
+            assert_eq!(encode(f32::INFINITY, edge), 1.0);
+            assert_eq!(encode(1e-40, edge), f32::MAX);
+            assert_eq!(Global::new(1e-40, Bound::E448, edge).decode, 2f32.powi(-128));
+            assert_eq!(encode(2688.0, edge), 1.0);
+        }
+        assert_eq!([encode(0.0, Edge::Kernel), encode(0.0, Edge::Reference)], [1.0, f32::MAX]);
+        assert_eq!(encode(f32::NAN, Edge::Kernel), f32::MAX);
+        assert!(encode(f32::NAN, Edge::Reference).is_nan());
+    }
+
+    #[test]
+    fn nan_is_invisible_to_amax_only_in_the_kernel_edge() {
+        let values = [1.0, f32::NAN, -3.0];
+        assert_eq!(amax(&values, Edge::Kernel), 3.0);
+        assert!(amax(&values, Edge::Reference).is_nan());
+        assert_eq!(amax(&[], Edge::Kernel), 0.0);
+    }
+
+    #[test]
+    fn a_zero_scale_byte_multiplies_by_the_largest_float() {
+        let global = Global::new(1.0, Bound::E448, Edge::Kernel);
+        assert_eq!(block_scale(1e-9, &global, Edge::Kernel), 0);
+        assert_eq!(inverse_scale(0, &global, Edge::Kernel), f32::MAX);
+    }
+}
