@@ -1,2 +1,29 @@
-//! The nvfp4 command line.
-fn main() {}
+//! The `nvfp4` command line: one file or folder per subcommand.
+
+mod conformance;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// NVFP4: quantize, multiply and check, exact to the bit.
+#[derive(Parser)]
+#[command(version, about, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Conformance(conformance::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Conformance(args) => conformance::run(&args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}

@@ -1,0 +1,77 @@
+//! `nvfp4 conformance DIR`: runs every golden case through every implementation on this machine and compares bits.
+
+mod case;
+mod gemm;
+mod quantize;
+mod report;
+mod table;
+
+use anyhow::{Context, Result, bail};
+use case::Case;
+use nvfp4_kernels::Implementation;
+use report::{Differences, Report};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Check every golden case in a folder, bit for bit.
+///
+/// Each `.safetensors` file of the folder is one case; its metadata says what kind. Cases run through every
+/// implementation on this machine, in both edges (what NaN and −0 become). Exits with 1 on any mismatch.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder that holds the golden cases.
+    dir: PathBuf,
+    /// Run only this implementation: scalar, avx2 or cuda. Default: all that this machine has.
+    #[arg(long, value_name = "NAME")]
+    implementation: Option<Implementation>,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let implementations = args.implementation.map_or_else(Implementation::available, |one| vec![one]);
+    let mut report = Report::new();
+    for path in golden_files(&args.dir)? {
+        let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
+        match check_file(&path, &implementations) {
+            Ok((label, differences)) => report.add(&name, label, differences),
+            Err(error) => report.fail(&name, &error),
+        }
+    }
+    let names: Vec<String> = implementations.iter().map(Implementation::to_string).collect();
+    println!("implementations: {}; edges: kernel, reference", names.join(", "));
+    print!("{report}");
+    Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn golden_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read the folder {}", dir.display()))?;
+    let mut files = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            files.push(path);
+        }
+    }
+    if files.is_empty() {
+        bail!("{} holds no .safetensors file", dir.display());
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// The label of a case (its kind and mode) and where it differs.
+fn check_file(path: &Path, implementations: &[Implementation]) -> Result<(String, Differences)> {
+    let case = Case::read(path)?;
+    let mut differences = Differences::default();
+    let label = match case.meta("kind")? {
+        "quantize" => quantize::check(&case, implementations, &mut differences)?,
+        "rht" => quantize::check_hadamard(&case, implementations, &mut differences)?,
+        "fastmath" => quantize::check_fast_math(&case, &mut differences)?,
+        "sr" => quantize::check_stochastic(&case, &mut differences)?,
+        "qgemm" => gemm::check(&case, implementations, &mut differences)?,
+        "row_scaled_gemm" => gemm::check_row_scaled(&case, implementations, &mut differences)?,
+        "swizzle" => table::check_swizzle(&case, implementations, &mut differences)?,
+        "table" => table::check(&case, &mut differences)?,
+        kind => bail!("unknown kind of case '{kind}'"),
+    };
+    Ok((label, differences))
+}

@@ -1,0 +1,178 @@
+//! `nvfp4 conformance` as a user runs it: all golden cases, and what it says of cases that are wrong.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden")
+}
+
+fn conformance(args: &[&str], dir: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_nvfp4")).arg("conformance").args(args).arg(dir).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// A folder with one file in it, and what `conformance` says of it.
+fn run_on(test: &str, name: &str, bytes: &[u8]) -> (Option<i32>, String) {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(test);
+    std::fs::create_dir_all(&dir).unwrap();
+    std::fs::write(dir.join(name), bytes).unwrap();
+    let output = conformance(&[], &dir);
+    (output.status.code(), stdout(&output))
+}
+
+fn read(name: &str) -> Vec<u8> {
+    std::fs::read(golden().join(name)).unwrap()
+}
+
+const CASE: &str = "quantize__tensor1d__f32__has_nan__32x64__s45000.safetensors";
+
+/// The case with its string metadata changed.
+fn with_metadata(name: &str, change: impl Fn(&mut HashMap<String, String>)) -> Vec<u8> {
+    let bytes = read(name);
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let mut metadata = header.metadata().clone().unwrap();
+    change(&mut metadata);
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    safetensors::serialize(file.iter(), Some(metadata)).unwrap()
+}
+
+#[test]
+fn all_golden_cases_match() {
+    let output = conformance(&[], &golden());
+    assert!(stdout(&output).ends_with("\n711 cases, 0 mismatches\n"), "{}", stdout(&output));
+    assert!(stdout(&output).contains("\nquantize tensor1d 4over6 MAE strict 448: 18 cases, 0 mismatches\n"));
+    assert!(output.status.success());
+}
+
+#[test]
+fn the_scalar_implementation_alone_matches() {
+    let output = conformance(&["--implementation", "scalar"], &golden());
+    assert!(stdout(&output).ends_with("\n711 cases, 0 mismatches\n"));
+    assert!(stdout(&output).starts_with("implementations: scalar; "));
+}
+
+#[test]
+fn an_unknown_implementation_is_refused_with_the_known_ones() {
+    let output = conformance(&["--implementation", "abacus"], &golden());
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(message.contains("'abacus'; available: scalar"), "{message}");
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn a_wrong_byte_is_named_by_file_tensor_index_and_values() {
+    let mut bytes = read(CASE);
+    let (n, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let (start, _) = header.info("data_kernel").unwrap().data_offsets;
+    let position = 8 + n + start + 5;
+    let expected = bytes[position];
+    bytes[position] ^= 1;
+    let (code, text) = run_on("wrong-byte", CASE, &bytes);
+    assert_eq!(code, Some(1));
+    let line = format!(
+        "mismatch: {CASE}: scalar kernel edge: data_kernel[5]: expected {:#04x}, got {expected:#04x}\n",
+        expected ^ 1
+    );
+    assert!(text.contains(&line), "{text}");
+    assert!(text.ends_with("\n1 case, 1 mismatch\n"));
+}
+
+#[test]
+fn an_unknown_kind_is_an_error_not_a_skip() {
+    let bytes = with_metadata(CASE, |m| drop(m.insert("kind".into(), "poem".into())));
+    let (code, text) = run_on("unknown-kind", "x.safetensors", &bytes);
+    assert_eq!(code, Some(1));
+    assert!(text.contains("error: x.safetensors: unknown kind of case 'poem'"), "{text}");
+    assert!(text.ends_with("0 cases, 0 mismatches, 1 file could not be run\n"));
+}
+
+#[test]
+fn missing_or_senseless_metadata_is_an_error() {
+    let bytes = with_metadata(CASE, |m| drop(m.remove("scaling")));
+    let (code, text) = run_on("missing-metadata", "x.safetensors", &bytes);
+    assert_eq!(code, Some(1));
+    assert!(text.contains("metadata 'scaling' is missing"), "{text}");
+    let bytes = with_metadata(CASE, |m| drop(m.insert("scaling".into(), "tensor3d".into())));
+    let (_, text) = run_on("senseless-metadata", "x.safetensors", &bytes);
+    assert!(text.contains("metadata 'scaling': expected one of tensor1d, row1d, tensor2d, got 'tensor3d'"), "{text}");
+}
+
+#[test]
+fn truncated_files_are_errors_at_every_length() {
+    let bytes = read("swizzle__16x16.safetensors");
+    for len in [0, 1, 7, 8, 9, 100, bytes.len() / 2, bytes.len() - 1] {
+        let (code, text) = run_on("truncated", "x.safetensors", &bytes[..len]);
+        assert_eq!(code, Some(1), "{len} bytes");
+        assert!(text.contains("error: x.safetensors: not a valid safetensors file"), "{len} bytes: {text}");
+    }
+}
+
+#[test]
+fn hostile_headers_are_errors() {
+    let file = |header: &str| {
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes
+    };
+    let huge = 1u64 << 62;
+    let cases = [
+        ("length", [&u64::MAX.to_le_bytes()[..], b"{}"].concat()),
+        ("json", file("{\"input\": ")),
+        ("offsets", file(r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[4,0]}}"#)),
+        ("beyond", file(r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#)),
+        ("overflow", file(&format!(r#"{{"a":{{"dtype":"F32","shape":[{huge},{huge}],"data_offsets":[0,4]}}}}"#))),
+        ("empty-huge", file(&format!(r#"{{"a":{{"dtype":"F32","shape":[{huge},0],"data_offsets":[0,0]}}}}"#))),
+        ("no-metadata", file("{}")),
+    ];
+    for (name, bytes) in cases {
+        let (code, text) = run_on(&format!("hostile-{name}"), "x.safetensors", &bytes);
+        assert_eq!(code, Some(1), "{name}: {text}");
+        assert!(text.contains("error: x.safetensors: "), "{name}: {text}");
+    }
+}
+
+/// Swaps tensors for others of another shape or type, one at a time: never a panic, never a pass.
+#[test]
+fn tensors_of_the_wrong_shape_or_type_are_errors_or_mismatches() {
+    let dir = golden();
+    let mut kinds = HashMap::new();
+    for entry in std::fs::read_dir(&dir).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if let Some((kind, _)) = name.split_once("__") {
+            let key = if kind == "table" { name.clone() } else { kind.to_string() };
+            kinds.entry(key).or_insert(name);
+        }
+    }
+    for name in kinds.values() {
+        let bytes = read(name);
+        let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for victim in file.names() {
+            let replacement =
+                safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![3, 1], &[1, 2, 3]).unwrap();
+            let tensors: Vec<_> =
+                file.iter().map(|(n, view)| (n, if n == victim { replacement.clone() } else { view })).collect();
+            let changed = safetensors::serialize(tensors, header.metadata().clone()).unwrap();
+            let (code, text) = run_on("wrong-tensor", "x.safetensors", &changed);
+            assert_eq!(code, Some(1), "{name} {victim}: {text}");
+            assert!(text.contains("x.safetensors: "), "{name} {victim}: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_folder_without_cases_or_no_folder_is_an_error() {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("empty");
+    std::fs::create_dir_all(&dir).unwrap();
+    for (dir, message) in [(dir.clone(), "holds no .safetensors file"), (dir.join("nowhere"), "cannot read the folder")]
+    {
+        let output = conformance(&[], &dir);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(String::from_utf8(output.stderr).unwrap().contains(message));
+    }
+}
