@@ -5,6 +5,7 @@ use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Destination, Error, Implementation, Input, Result, Values, amax, dequantize, gemm, gguf, swizzle};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
+use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{Bound, Edge, GlobalScale, Mode, Rounding, Tile};
 
 const IMPLEMENTATION: Implementation = Implementation::Scalar;
@@ -95,9 +96,9 @@ const VIEW: View<'static> = View {
     cols: 32,
     codes: &[0; 16],
     scales: &[0; 2],
-    amax: &[1.0],
+    stored: &[1.0],
     global: GlobalScale::PerTensor,
-    bound: Bound::E448,
+    unit: Unit::Amax(Bound::E448),
 };
 
 #[test]
@@ -106,7 +107,7 @@ fn dequantize_checks_both_sides() {
     assert_eq!(run(VIEW, 32), Ok(()));
     assert_eq!(message(run(VIEW, 31)), "output: expected length 32, got 31");
     assert_eq!(message(run(View { scales: &[0], ..VIEW }, 32)), "scales: expected length 2, got 1");
-    assert_eq!(message(run(View { amax: &[], ..VIEW }, 32)), "amax: expected length 1, got 0");
+    assert_eq!(message(run(View { stored: &[], ..VIEW }, 32)), "global scale: expected length 1, got 0");
     let huge = View { rows: usize::MAX, ..VIEW };
     assert!(matches!(run(huge, 32), Err(Error::TooLarge { .. })));
 }

@@ -1,10 +1,10 @@
-//! A tile becomes one scale byte and its codes. Read [`scale`](crate::scale) first.
+//! A tile becomes one scale byte and its codes. Read [`scale`](mod@crate::scale) first.
 //!
 //! A tile is `H` rows of 16 elements: one row in 1×16 mode, sixteen in 16×16 mode. Elements outside the matrix are
 //! zeros. Source: numerics §3, §4.
 
 use crate::scale::{Global, amax, block_scale, inverse_scale};
-use crate::{BLOCK, Edge, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
+use crate::{BLOCK, Edge, Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, profile, stochastic};
 
 /// `H` rows of 16 values.
 pub type Rows<T, const H: usize> = [[T; BLOCK]; H];
@@ -21,19 +21,31 @@ pub struct Quantized<const H: usize> {
     pub codes: Rows<u8, H>,
 }
 
-/// Quantizes a tile by a scale rule.
+/// Quantizes a tile whose tensor or row has this amax; `precision` is the type its elements came in, which one profile
+/// asks for.
 ///
-/// 4over6 always rounds to nearest; [`Mode::check`](crate::Mode::check) refuses it with stochastic rounding.
+/// 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic rounding.
 pub fn quantize<const H: usize>(
     tile: &Rows<f32, H>,
-    global: &Global,
-    rule: ScaleRule,
-    edge: Edge,
+    amax: f32,
+    mode: &Mode,
+    precision: Precision,
     rounding: TileRounding<'_, H>,
 ) -> Quantized<H> {
-    match rule {
-        ScaleRule::Six => six(tile, global, edge, rounding),
-        ScaleRule::FourOverSix { metric, error, .. } => four_over_six::quantize(tile, global, metric, error, edge),
+    let stored = mode.profile.stored(amax, precision);
+    match mode.profile {
+        Profile::TransformerEngine => {
+            let global = Global::new(amax, mode.rule.bound(), mode.edge);
+            match mode.rule {
+                ScaleRule::Six => six(tile, &global, mode.edge, rounding),
+                ScaleRule::FourOverSix { metric, error, .. } => {
+                    four_over_six::quantize(tile, &global, metric, error, mode.edge)
+                }
+            }
+        }
+        Profile::ModelOpt => profile::model_opt(tile, stored, rounding),
+        Profile::LlmCompressor => profile::llm_compressor(tile, stored, precision, rounding),
+        Profile::TorchAo => profile::torch_ao(tile, stored, rounding),
     }
 }
 
@@ -48,23 +60,20 @@ pub fn six<const H: usize>(
     rounding: TileRounding<'_, H>,
 ) -> Quantized<H> {
     let scale = block_scale(amax(tile.as_flattened(), edge), global, edge);
-    Quantized { scale, codes: encode(tile, inverse_scale(scale, global, edge), edge, rounding) }
+    Quantized { scale, codes: encode(&multiply(tile, inverse_scale(scale, global, edge)), edge, rounding) }
 }
 
-/// The codes of a tile: each element is multiplied by `inverse` (one rounding), then rounded to E2M1.
-pub fn encode<const H: usize>(
-    tile: &Rows<f32, H>,
-    inverse: f32,
-    edge: Edge,
-    rounding: TileRounding<'_, H>,
-) -> Rows<u8, H> {
+/// Every element times `inverse`, one rounding each.
+pub fn multiply<const H: usize>(tile: &Rows<f32, H>, inverse: f32) -> Rows<f32, H> {
+    tile.map(|row| row.map(|x| x * inverse))
+}
+
+/// The codes of a tile of scaled values.
+pub fn encode<const H: usize>(scaled: &Rows<f32, H>, edge: Edge, rounding: TileRounding<'_, H>) -> Rows<u8, H> {
     std::array::from_fn(|r| {
-        std::array::from_fn(|i| {
-            let y = tile[r][i] * inverse;
-            match rounding {
-                Rounding::NearestEven => e2m1::encode(y, edge),
-                Rounding::Stochastic(random) => stochastic::encode(y, random[r][i], edge),
-            }
+        std::array::from_fn(|i| match rounding {
+            Rounding::NearestEven => e2m1::encode(scaled[r][i], edge),
+            Rounding::Stochastic(random) => stochastic::encode(scaled[r][i], random[r][i], edge),
         })
     })
 }

@@ -5,7 +5,9 @@ use half::{bf16, f16};
 /// An input or output type: `f32`, `bf16` or `f16`.
 ///
 /// Going to binary32 is exact. Coming back is one rounding to nearest even; NaN stays NaN and overflow becomes ∞.
-pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
+pub trait Element: Copy + Default + PartialEq + Send + Sync + std::fmt::Debug + 'static {
+    /// Which of the three types this is.
+    const PRECISION: Precision;
     /// The same value in binary32.
     fn to_f32(self) -> f32;
     /// The nearest value of this type.
@@ -13,6 +15,7 @@ pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
 }
 
 impl Element for f32 {
+    const PRECISION: Precision = Precision::F32;
     fn to_f32(self) -> f32 {
         self
     }
@@ -22,6 +25,7 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
+    const PRECISION: Precision = Precision::Bf16;
     fn to_f32(self) -> f32 {
         bf16::to_f32(self)
     }
@@ -31,10 +35,43 @@ impl Element for bf16 {
 }
 
 impl Element for f16 {
+    const PRECISION: Precision = Precision::F16;
     fn to_f32(self) -> f32 {
         f16::to_f32(self)
     }
     fn from_f32(x: f32) -> Self {
         f16::from_f32(x)
+    }
+}
+
+/// An element type as a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Precision {
+    /// binary32.
+    #[default]
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// binary16.
+    F16,
+}
+
+impl Precision {
+    /// `x` rounded to this type, in binary32.
+    pub fn round(self, x: f32) -> f32 {
+        match self {
+            Precision::F32 => x,
+            Precision::Bf16 => bf16::from_f32(x).to_f32(),
+            Precision::F16 => f16::from_f32(x).to_f32(),
+        }
+    }
+
+    /// The smallest positive normal value of this type.
+    pub fn min_normal(self) -> f32 {
+        match self {
+            Precision::F32 => f32::MIN_POSITIVE,
+            Precision::Bf16 => bf16::MIN_POSITIVE.to_f32(),
+            Precision::F16 => f16::MIN_POSITIVE.to_f32(),
+        }
     }
 }

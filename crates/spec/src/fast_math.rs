@@ -12,5 +12,5 @@ pub fn quantize(row: &[f32; BLOCK], global: &Global, edge: Edge) -> Quantized<1>
     let scale = block_scale(amax(row, edge), global, edge);
     let inverse = bf16::from_f32((global.encode / e4m3::decode(scale)).min(bf16::MAX.to_f32())).to_f32();
     let products = row.map(|x| x.mul_add(inverse, 0.0));
-    Quantized { scale, codes: block::encode(&[products], 1.0, edge, Rounding::NearestEven) }
+    Quantized { scale, codes: block::encode(&[products], edge, Rounding::NearestEven) }
 }

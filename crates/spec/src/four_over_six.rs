@@ -15,8 +15,8 @@ pub fn quantize<const H: usize>(
     edge: Edge,
 ) -> Quantized<H> {
     let [six, four] = candidate_scales(amax(tile.as_flattened(), edge), global, edge).map(|scale| {
-        let inverse = inverse_scale(scale, global, edge);
-        Quantized { scale, codes: block::encode(tile, inverse, edge, Rounding::NearestEven) }
+        let scaled = block::multiply(tile, inverse_scale(scale, global, edge));
+        Quantized { scale, codes: block::encode(&scaled, edge, Rounding::NearestEven) }
     });
     let total = |candidate: &Quantized<H>| tile_error(tile, candidate, global, metric, error);
     if total(&four) < total(&six) { four } else { six }

@@ -22,6 +22,9 @@ pub enum Accumulate {
 }
 
 /// In what order the factors are applied. Each step is one rounding in binary32.
+///
+/// Written for operands that store an amax. One that stores a multiplier `g` has `g` in the place of amax and 1 in the
+/// place of 6E; a divisor `g` has 1 and `g`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// numerics §9: `y = fl(fl(fl(amaxA·amaxB) / 36·EA·EB) · acc)`, `·α`, `+ bias`, `+ fl(β·C)`, cast.
@@ -69,6 +72,7 @@ pub fn gemm<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) ->
     check(a, b, product)?;
     let (rows_a, rows_b) = (IntegerRows::new(a), IntegerRows::new(b));
     let epilogue = product.epilogue.unwrap_or(Epilogue::of(a, b));
+    let both_per_row = a.global == GlobalScale::PerRow && b.global == GlobalScale::PerRow;
     let mut out = Vec::with_capacity(a.rows * b.rows);
     for i in 0..a.rows {
         for j in 0..b.rows {
@@ -79,9 +83,10 @@ pub fn gemm<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) ->
             };
             let c = product.add.filter(|&(_, beta)| beta != 0.0).map(|(c, beta)| (c[i * b.rows + j], beta));
             let bias = product.bias.map(|bias| bias[j]);
+            let fractions = fractions((a, i), (b, j));
             out.push(match epilogue {
-                Epilogue::Folded => folded(sum, (a, i), (b, j), product.alpha, bias, c),
-                Epilogue::RowScaled => row_scaled(sum, (a, i), (b, j), product.alpha, bias, c),
+                Epilogue::Folded => folded(sum, fractions, product.alpha, bias, c),
+                Epilogue::RowScaled => row_scaled(sum, fractions, both_per_row, product.alpha, bias, c),
             });
         }
     }
@@ -163,22 +168,23 @@ fn sum_reference(terms: impl Iterator<Item = Option<i64>>) -> f32 {
     terms.fold(0.0, |acc, term| acc + term.map_or(f32::NAN, |t| t as f32 * TERM_UNIT))
 }
 
-/// `36·EA·EB`, exact: 7225344, 4128768 or 2359296.
-fn scale_product(a: &View<'_>, b: &View<'_>) -> f32 {
-    a.bound.six_e() * b.bound.six_e()
+/// The global scale of output (i, j) as a fraction: numerators of both sides and the product of the denominators, which
+/// is exact for amaxes: 36·EA·EB = 7225344, 4128768 or 2359296.
+fn fractions((a, i): (&View<'_>, usize), (b, j): (&View<'_>, usize)) -> (f32, f32, f32) {
+    let (na, da) = a.unit.fraction(a.row_stored(i));
+    let (nb, db) = b.unit.fraction(b.row_stored(j));
+    (na, nb, da * db)
 }
 
 /// [`Epilogue::Folded`].
 fn folded<T: Element>(
     sum: f32,
-    (a, i): (&View<'_>, usize),
-    (b, j): (&View<'_>, usize),
+    (na, nb, denominator): (f32, f32, f32),
     alpha: f32,
     bias: Option<f32>,
     c: Option<(T, f32)>,
 ) -> T {
-    let global = a.row_amax(i) * b.row_amax(j) / scale_product(a, b);
-    let mut y = global * sum * alpha;
+    let mut y = na * nb / denominator * sum * alpha;
     if let Some(bias) = bias {
         y += bias;
     }
@@ -191,17 +197,14 @@ fn folded<T: Element>(
 /// [`Epilogue::RowScaled`].
 fn row_scaled<T: Element>(
     sum: f32,
-    (a, i): (&View<'_>, usize),
-    (b, j): (&View<'_>, usize),
+    (na, nb, denominator): (f32, f32, f32),
+    both_per_row: bool,
     alpha: f32,
     bias: Option<f32>,
     c: Option<(T, f32)>,
 ) -> T {
-    let g = 1.0 / scale_product(a, b) * sum;
-    let scaled = match (a.global, b.global) {
-        (GlobalScale::PerRow, GlobalScale::PerRow) => g * a.row_amax(i) * b.row_amax(j),
-        _ => g * (a.row_amax(i) * b.row_amax(j)),
-    };
+    let g = 1.0 / denominator * sum;
+    let scaled = if both_per_row { g * na * nb } else { g * (na * nb) };
     let mut y = scaled * alpha;
     if let Some(bias) = bias {
         y += bias;

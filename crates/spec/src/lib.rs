@@ -14,7 +14,8 @@
 //! 8. [`matrix`]: whole matrices, both directions, and back;
 //! 9. [`gemm`]: products of quantized matrices;
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
-//! 11. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output.
+//! 11. [`profile`]: the same steps in the arithmetic of other producers;
+//! 12. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output.
 //!
 //! # Notation
 //!
@@ -38,14 +39,16 @@ pub mod hadamard;
 pub mod matrix;
 pub mod mode;
 pub mod philox;
+pub mod profile;
 pub mod scale;
 pub mod stochastic;
 pub mod swizzle;
 pub mod upstream;
 
-pub use element::Element;
+pub use element::{Element, Precision};
 pub use error::{Error, Result};
 pub use mode::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile};
+pub use profile::Profile;
 
 /// Number of consecutive elements that share one block scale.
 pub const BLOCK: usize = 16;

@@ -1,4 +1,4 @@
-//! Whole matrices: amax, both directions, ragged shapes, and back. Read [`block`](crate::block) first.
+//! Whole matrices: amax, both directions, ragged shapes, and back. Read [`block`] first.
 //! Source: numerics §2, §4, §8.
 //!
 //! The row direction quantizes the matrix as it is, with blocks along its rows. The column direction quantizes the
@@ -12,15 +12,18 @@
 use crate::block::{self, Quantized as QuantizedTile, Rows, TileRounding};
 use crate::error::{area, check_len};
 use crate::hadamard::{Signs, transform_matrix};
-use crate::scale::{self, Global, decode_factor};
+use crate::scale::{self, Global, Unit};
 use crate::stochastic::Random;
-use crate::{BLOCK, Bound, Edge, Element, Error, GlobalScale, Mode, Result, Rounding, Tile, e2m1};
+use crate::{
+    BLOCK, Bound, Edge, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Tile, e2m1, fast_math,
+};
 
 /// A row-major matrix of binary32 values.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Matrix {
     rows: usize,
     cols: usize,
+    precision: Precision,
     data: Vec<f32>,
 }
 
@@ -28,7 +31,7 @@ impl Matrix {
     /// A matrix over `data`, which must have `rows · cols` values; 16-bit types are converted exactly.
     pub fn new<T: Element>(rows: usize, cols: usize, data: &[T]) -> Result<Self> {
         check_len("matrix", area(rows, cols)?, data.len())?;
-        Ok(Matrix { rows, cols, data: data.iter().map(|x| x.to_f32()).collect() })
+        Ok(Matrix { rows, cols, precision: T::PRECISION, data: data.iter().map(|x| x.to_f32()).collect() })
     }
 
     /// Number of rows.
@@ -39,6 +42,11 @@ impl Matrix {
     /// Number of columns.
     pub fn cols(&self) -> usize {
         self.cols
+    }
+
+    /// The type that the values came in.
+    pub fn precision(&self) -> Precision {
+        self.precision
     }
 
     /// The values, row by row.
@@ -54,7 +62,7 @@ impl Matrix {
     /// The transposed matrix.
     pub fn transpose(&self) -> Self {
         let data = (0..self.cols).flat_map(|c| (0..self.rows).map(move |r| self.data[r * self.cols + c])).collect();
-        Matrix { rows: self.cols, cols: self.rows, data }
+        Matrix { rows: self.cols, cols: self.rows, precision: self.precision, data }
     }
 
     /// The tile whose first element is (`r`, `c`), zeros where it reaches beyond the matrix.
@@ -96,12 +104,12 @@ pub struct Quantized {
     pub codes: Vec<u8>,
     /// Scale bytes, `rows` × `ceil(cols/16)`.
     pub scales: Vec<u8>,
-    /// One amax, or one per row.
-    pub amax: Vec<f32>,
-    /// What the amax belongs to.
+    /// The stored 32-bit numbers: one, or one per row.
+    pub stored: Vec<f32>,
+    /// What a stored number belongs to.
     pub global: GlobalScale,
-    /// The bound in the global scale.
-    pub bound: Bound,
+    /// What a stored number means.
+    pub unit: Unit,
 }
 
 impl Quantized {
@@ -112,9 +120,9 @@ impl Quantized {
             cols: self.cols,
             codes: &self.codes,
             scales: &self.scales,
-            amax: &self.amax,
+            stored: &self.stored,
             global: self.global,
-            bound: self.bound,
+            unit: self.unit,
         }
     }
 }
@@ -130,12 +138,12 @@ pub struct View<'a> {
     pub codes: &'a [u8],
     /// Scale bytes, `rows` × `ceil(cols/16)`.
     pub scales: &'a [u8],
-    /// One amax, or one per row.
-    pub amax: &'a [f32],
-    /// What the amax belongs to.
+    /// The stored 32-bit numbers: one, or one per row.
+    pub stored: &'a [f32],
+    /// What a stored number belongs to.
     pub global: GlobalScale,
-    /// The bound in the global scale.
-    pub bound: Bound,
+    /// What a stored number means.
+    pub unit: Unit,
 }
 
 impl<'a> View<'a> {
@@ -144,7 +152,7 @@ impl<'a> View<'a> {
         area(self.rows, self.cols)?;
         check_len("codes", area(self.rows, e2m1::packed_len(self.cols))?, self.codes.len())?;
         check_len("scales", area(self.rows, self.cols.div_ceil(BLOCK))?, self.scales.len())?;
-        check_len("amax", self.global.count(self.rows), self.amax.len())
+        check_len("global scale", self.global.count(self.rows), self.stored.len())
     }
 
     /// The packed codes of a row.
@@ -159,11 +167,11 @@ impl<'a> View<'a> {
         &self.scales[r * blocks..][..blocks]
     }
 
-    /// The amax that row `r` was scaled by.
-    pub fn row_amax(&self, r: usize) -> f32 {
+    /// The stored number that row `r` was scaled by.
+    pub fn row_stored(&self, r: usize) -> f32 {
         match self.global {
-            GlobalScale::PerTensor => self.amax[0],
-            GlobalScale::PerRow => self.amax[r],
+            GlobalScale::PerTensor => self.stored[0],
+            GlobalScale::PerRow => self.stored[r],
         }
     }
 }
@@ -175,19 +183,19 @@ pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random
     mode.check(&rounding)?;
     check_randomness(x, &rounding)?;
     match mode.tile {
-        Tile::Row16 => quantize_tiles::<1>(x, amax, mode, rounding, |tile, global, rounding| {
-            block::quantize(tile, global, mode.rule, mode.edge, rounding)
+        Tile::Row16 => quantize_tiles::<1>(x, amax, mode, rounding, |tile, amax, rounding| {
+            block::quantize(tile, amax, mode, x.precision, rounding)
         }),
-        Tile::Square16 => quantize_tiles::<16>(x, amax, mode, rounding, |tile, global, rounding| {
-            block::quantize(tile, global, mode.rule, mode.edge, rounding)
+        Tile::Square16 => quantize_tiles::<16>(x, amax, mode, rounding, |tile, amax, rounding| {
+            block::quantize(tile, amax, mode, x.precision, rounding)
         }),
     }
 }
 
-/// Quantizes a bf16 matrix along its rows by [`fast_math`](crate::fast_math).
+/// Quantizes a bf16 matrix along its rows by [`fast_math`].
 pub fn quantize_fast_math(x: &Matrix, amax: &[f32], mode: &Mode) -> Result<Quantized> {
-    quantize_tiles::<1>(x, amax, mode, Rounding::NearestEven, |tile, global, _| {
-        crate::fast_math::quantize(&tile[0], global, mode.edge)
+    quantize_tiles::<1>(x, amax, mode, Rounding::NearestEven, |tile, amax, _| {
+        fast_math::quantize(&tile[0], &Global::new(amax, Bound::E448, mode.edge), mode.edge)
     })
 }
 
@@ -207,18 +215,17 @@ fn quantize_tiles<const H: usize>(
     amax: &[f32],
     mode: &Mode,
     rounding: Rounding<Random<'_>>,
-    quantize_tile: impl Fn(&Rows<f32, H>, &Global, TileRounding<'_, H>) -> QuantizedTile<H>,
+    quantize_tile: impl Fn(&Rows<f32, H>, f32, TileRounding<'_, H>) -> QuantizedTile<H>,
 ) -> Result<Quantized> {
     check_len("amax", mode.global.count(x.rows), amax.len())?;
     if let Some(index) = amax.iter().position(|&a| a < 0.0) {
         return Err(Error::NegativeAmax { index, value: amax[index] });
     }
-    let bound = mode.rule.bound();
     let (bytes, blocks) = (e2m1::packed_len(x.cols), x.cols.div_ceil(BLOCK));
     let mut codes = vec![0; x.rows * bytes];
     let mut scales = vec![0; x.rows * blocks];
     for r in (0..x.rows).step_by(H) {
-        let global = Global::new(if mode.global == GlobalScale::PerRow { amax[r] } else { amax[0] }, bound, mode.edge);
+        let amax = if mode.global == GlobalScale::PerRow { amax[r] } else { amax[0] };
         for b in 0..blocks {
             let random = match rounding {
                 Rounding::NearestEven => None,
@@ -227,7 +234,7 @@ fn quantize_tiles<const H: usize>(
                 })),
             };
             let tile_rounding = random.as_ref().map_or(Rounding::NearestEven, Rounding::Stochastic);
-            let tile = quantize_tile(&x.tile(r, b * BLOCK), &global, tile_rounding);
+            let tile = quantize_tile(&x.tile(r, b * BLOCK), amax, tile_rounding);
             for (row, tile_codes) in (r..x.rows).zip(&tile.codes) {
                 scales[row * blocks + b] = tile.scale;
                 let width = BLOCK.min(x.cols - b * BLOCK);
@@ -238,10 +245,12 @@ fn quantize_tiles<const H: usize>(
             }
         }
     }
-    Ok(Quantized { rows: x.rows, cols: x.cols, codes, scales, amax: amax.to_vec(), global: mode.global, bound })
+    let stored = amax.iter().map(|&a| mode.profile.stored(a, x.precision)).collect();
+    let unit = mode.profile.unit(mode.rule.bound());
+    Ok(Quantized { rows: x.rows, cols: x.cols, codes, scales, stored, global: mode.global, unit })
 }
 
-/// Decodes a matrix: `fl(code value · f)` with [`decode_factor`] `f`, then one rounding to the output type.
+/// Decodes a matrix: `fl(code value · f)` with [`Unit::decode_factor`] `f`, then one rounding to the output type.
 ///
 /// A block whose scale is 0 decodes to zeros with the signs of its codes; a NaN scale decodes to NaN.
 pub fn dequantize<T: Element>(q: &View<'_>) -> Result<Vec<T>> {
@@ -250,7 +259,7 @@ pub fn dequantize<T: Element>(q: &View<'_>) -> Result<Vec<T>> {
     for r in 0..q.rows {
         let (codes, scales) = (q.code_row(r), q.scale_row(r));
         out.extend((0..q.cols).map(|c| {
-            let factor = decode_factor(scales[c / BLOCK], q.row_amax(r), q.bound);
+            let factor = q.unit.decode_factor(scales[c / BLOCK], q.row_stored(r));
             T::from_f32(e2m1::decode(e2m1::code_at(codes, c)) * factor)
         }));
     }
@@ -269,7 +278,7 @@ mod tests {
     }
 
     fn quantize_all(x: &Matrix, mode: &Mode) -> Result<Quantized> {
-        quantize(x, &amax(x, mode.global, mode.edge), mode, Rounding::NearestEven)
+        quantize(x, &amax(x, mode.global, mode.amax_edge()), mode, Rounding::NearestEven)
     }
 
     #[test]
@@ -303,7 +312,7 @@ mod tests {
             for tile in [Tile::Row16, Tile::Square16] {
                 let mode = Mode { tile, ..Mode::default() };
                 let q = quantize_all(&ramp(rows, cols), &mode).unwrap();
-                assert!(q.codes.is_empty() && q.scales.is_empty() && q.amax == [0.0]);
+                assert!(q.codes.is_empty() && q.scales.is_empty() && q.stored == [0.0]);
                 assert_eq!(dequantize::<f32>(&q.view()), Ok(vec![]));
             }
             assert_eq!(columns(&ramp(rows, cols), None).unwrap().rows(), cols);

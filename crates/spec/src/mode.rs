@@ -1,6 +1,6 @@
 //! The choices that say how a matrix becomes NVFP4. Each is an enum; together they are a [`Mode`].
 
-use crate::{Error, Result};
+use crate::{Error, Profile, Result};
 
 /// Which elements share a block scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -159,6 +159,8 @@ pub struct Mode {
     pub rule: ScaleRule,
     /// What NaN and −0 become.
     pub edge: Edge,
+    /// Whose arithmetic.
+    pub profile: Profile,
 }
 
 impl Mode {
@@ -176,6 +178,25 @@ impl Mode {
                  use nearest-even rounding or the rule `Six`",
             ));
         }
+        if self.profile != Profile::TransformerEngine {
+            if matches!(self.rule, ScaleRule::FourOverSix { .. }) {
+                return Err(Error::Combination(
+                    "4over6 with another producer's profile: only TransformerEngine has the rule; \
+                     use the profile `TransformerEngine` or the rule `Six`",
+                ));
+            }
+            if self.edge != Edge::Kernel {
+                return Err(Error::Combination(
+                    "the edge `Reference` with another producer's profile: it decides NaN and −0 itself; \
+                     leave the edge at `Kernel` or use the profile `TransformerEngine`",
+                ));
+            }
+        }
         Ok(())
+    }
+
+    /// How amax treats NaN in this mode.
+    pub fn amax_edge(&self) -> Edge {
+        self.profile.amax_edge(self.edge)
     }
 }

@@ -67,10 +67,37 @@ pub fn inverse_scale(scale: u8, global: &Global, edge: Edge) -> f32 {
     edge.min_with_max(1.0 / (e4m3::decode(scale) * global.decode))
 }
 
-/// What a block's code values are multiplied by to decode them: `fl(fl(value(S) · amax) · fl(1/6E))`
-/// (numerics §8). One more rounding, of `code value · factor`, gives the element.
-pub fn decode_factor(scale: u8, amax: f32, bound: Bound) -> f32 {
-    e4m3::decode(scale) * amax * (1.0 / bound.six_e())
+/// What the stored 32-bit number of a tensor or row means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Unit {
+    /// The largest magnitude; values are `code · scale · amax / 6E`.
+    Amax(Bound),
+    /// Values are `code · scale · g`.
+    Multiplier,
+    /// Values are `code · scale / g`.
+    Divisor,
+}
+
+impl Unit {
+    /// The stored number as a fraction (numerator, denominator): what a block's value is multiplied by.
+    pub fn fraction(self, stored: f32) -> (f32, f32) {
+        match self {
+            Unit::Amax(bound) => (stored, bound.six_e()),
+            Unit::Multiplier => (stored, 1.0),
+            Unit::Divisor => (1.0, stored),
+        }
+    }
+
+    /// What a block's code values are multiplied by to decode them: `fl(fl(value(S) · amax) · fl(1/6E))` (numerics §8),
+    /// `fl(value(S) · g)` or `fl(value(S) / g)`. One more rounding, of `code value · factor`, gives the element.
+    pub fn decode_factor(self, scale: u8, stored: f32) -> f32 {
+        let scale = e4m3::decode(scale);
+        match self {
+            Unit::Amax(bound) => scale * stored * (1.0 / bound.six_e()),
+            Unit::Multiplier => scale * stored,
+            Unit::Divisor => scale / stored,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
 //! The orders in which two of TransformerEngine's kernels hand out random words. They exist to reproduce its stochastic
-//! rounding; our own stream ([`stochastic`](crate::stochastic)) goes by position. Source: numerics §7.1, §7.2.
+//! rounding; our own stream ([`crate::stochastic`]) goes by position. Source: numerics §7.1, §7.2.
 
 use crate::BLOCK;
 use crate::philox::{philox4x32, words};

@@ -5,7 +5,7 @@ use nvfp4_spec::block::{self, Rows};
 use nvfp4_spec::four_over_six::{self, candidate_scales, tile_error};
 use nvfp4_spec::gemm::{Accumulate, Product, gemm};
 use nvfp4_spec::matrix::{Matrix, Quantized, amax, columns, dequantize, quantize};
-use nvfp4_spec::scale::{self, Global, inverse_scale};
+use nvfp4_spec::scale::{self, Global, Unit, inverse_scale};
 use nvfp4_spec::{BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule};
 use nvfp4_spec::{e2m1, e4m3, gguf, philox::philox4x32, stochastic, swizzle};
 use proptest::collection::vec;
@@ -153,7 +153,7 @@ proptest! {
         let (x, mode) = (scaled(&x, exponent), Mode { edge, global, ..Mode::default() });
         let first = quantize(&x, &amax(&x, global, edge), &mode, Rounding::NearestEven).unwrap();
         let decoded = Matrix::new(x.rows(), x.cols(), &dequantize::<f32>(&first.view()).unwrap()).unwrap();
-        let second = quantize(&decoded, &first.amax, &mode, Rounding::NearestEven).unwrap();
+        let second = quantize(&decoded, &first.stored, &mode, Rounding::NearestEven).unwrap();
         for (r, c) in (0..x.rows()).flat_map(|r| (0..x.cols()).map(move |c| (r, c))) {
             let scales = [&first, &second].map(|q| q.view().scale_row(r)[c / BLOCK]);
             let codes = [&first, &second].map(|q| e2m1::code_at(q.view().code_row(r), c));
@@ -186,7 +186,7 @@ proptest! {
         let mode = Mode { rule, edge, ..Mode::default() };
         let quantize = |x: &Matrix| quantize(x, &amax(x, mode.global, edge), &mode, Rounding::NearestEven).unwrap();
         let (p, q) = (quantize(&x), quantize(&scaled(&x, exponent)));
-        prop_assert_eq!(q.amax[0], p.amax[0] * 2f32.powi(exponent));
+        prop_assert_eq!(q.stored[0], p.stored[0] * 2f32.powi(exponent));
         prop_assert_eq!((q.codes, q.scales), (p.codes, p.scales));
     }
 
@@ -198,7 +198,15 @@ proptest! {
 
 /// An operand whose global factor is 1.
 fn operand(rows: usize, cols: usize, codes: Vec<u8>, scales: Vec<u8>, bound: Bound) -> Quantized {
-    Quantized { rows, cols, codes, scales, amax: vec![bound.six_e()], global: GlobalScale::PerTensor, bound }
+    Quantized {
+        rows,
+        cols,
+        codes,
+        scales,
+        stored: vec![bound.six_e()],
+        global: GlobalScale::PerTensor,
+        unit: Unit::Amax(bound),
+    }
 }
 
 /// A pair of operands of random bytes. With an odd K the last high nibbles are random too, and nobody may look at them.
@@ -249,7 +257,7 @@ fn a_long_sum_is_exact_to_the_last_unit() {
 fn check_choice<const H: usize>(tile: &Rows<f32, H>, global: &Global, metric: Metric, error: ErrorPath, edge: Edge) {
     let candidates = candidate_scales(scale::amax(tile.as_flattened(), edge), global, edge).map(|scale| {
         let inverse = inverse_scale(scale, global, edge);
-        block::Quantized { scale, codes: block::encode(tile, inverse, edge, Rounding::NearestEven) }
+        block::Quantized { scale, codes: block::encode(&block::multiply(tile, inverse), edge, Rounding::NearestEven) }
     });
     let chosen = four_over_six::quantize(tile, global, metric, error, edge);
     let total = |q| tile_error(tile, q, global, metric, error);

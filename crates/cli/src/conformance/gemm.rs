@@ -10,6 +10,7 @@ use nvfp4_kernels::quantize::quantize;
 use nvfp4_kernels::{Implementation, Input};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
+use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{Edge, Element, ErrorPath, GlobalScale, Metric, Mode, ScaleRule, Tile};
 
 pub fn check(case: &Case, implementations: &[Implementation], differences: &mut Differences) -> Result<String> {
@@ -42,7 +43,7 @@ pub fn check_row_scaled(
     // The product with every amax replaced by 1.
     let expected = case.f32s("gemm_fp32")?;
     let (left, right) =
-        (View { amax: &vec![1.0; x.amax.len()], ..x.view() }, View { amax: &vec![1.0; w.amax.len()], ..w.view() });
+        (View { stored: &vec![1.0; x.amax.len()], ..x.view() }, View { stored: &vec![1.0; w.amax.len()], ..w.view() });
     let product =
         Product { accumulate: Accumulate::Reference, epilogue: Some(Epilogue::RowScaled), ..Product::default() };
     for &implementation in implementations {
@@ -89,7 +90,7 @@ impl<'a> Operand<'a> {
 
     fn view(&self) -> View<'_> {
         let Operand { rows, k, codes, scales, ref amax, global, bound } = *self;
-        View { rows, cols: k, codes, scales, amax, global, bound }
+        View { rows, cols: k, codes, scales, stored: amax, global, unit: Unit::Amax(bound) }
     }
 }
 
@@ -119,7 +120,7 @@ fn check_operand(
         },
     };
     let tile = if case.flag(&meta("two_d"))? { Tile::Square16 } else { Tile::Row16 };
-    let mode = Mode { tile, global: recorded.global, rule, edge: Edge::Reference };
+    let mode = Mode { tile, global: recorded.global, rule, edge: Edge::Reference, ..Mode::default() };
     let transform = case.flag(&meta("rht"))?.then_some(Signs::FIXED);
     let (rows, cols) = case.shape2(input)?;
     let elements = case.elements(input)?;

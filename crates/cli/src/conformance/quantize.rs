@@ -8,6 +8,7 @@ use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Destination, Implementation, Input, dequantize};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::{self, Matrix, Quantized, View};
+use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::{BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, e2m1, upstream};
 
@@ -16,7 +17,13 @@ const EDGES: [Edge; 2] = [Edge::Kernel, Edge::Reference];
 pub fn check(case: &Case, implementations: &[Implementation], differences: &mut Differences) -> Result<String> {
     let (tile, global) = scaling(case)?;
     let rule = scale_rule(case)?;
-    check_directions(case, implementations, differences, |edge| Mode { tile, global, rule, edge }, None)?;
+    check_directions(
+        case,
+        implementations,
+        differences,
+        |edge| Mode { tile, global, rule, edge, ..Mode::default() },
+        None,
+    )?;
     let rule_name = match rule {
         ScaleRule::Six => "six".to_string(),
         ScaleRule::FourOverSix { error, bound, .. } => {
@@ -40,7 +47,13 @@ pub fn check_hadamard(
     let Elements::Bf16(expected) = case.elements("rht_t")? else { bail!("tensor 'rht_t': expected BF16") };
     let got: Vec<bf16> = transformed.data().iter().map(|&x| bf16::from_f32(x)).collect();
     differences.compare("rht_t", &expected, &got);
-    check_directions(case, implementations, differences, |edge| Mode { tile, global, rule, edge }, Some(signs))?;
+    check_directions(
+        case,
+        implementations,
+        differences,
+        |edge| Mode { tile, global, rule, edge, ..Mode::default() },
+        Some(signs),
+    )?;
     Ok(format!("rht {} {name}", case.meta("scaling")?))
 }
 
@@ -221,9 +234,9 @@ fn check_dequantize(
         cols,
         codes: case.bytes(&tensor("data"))?,
         scales: scales.get(..rows * cols.div_ceil(BLOCK)).unwrap_or(scales),
-        amax: &amax,
+        stored: &amax,
         global: mode.global,
-        bound: mode.rule.bound(),
+        unit: Unit::Amax(mode.rule.bound()),
     };
     let mut got = vec![0.0; rows * cols];
     dequantize::dequantize(implementation, &view, Destination::F32(&mut got))?;
