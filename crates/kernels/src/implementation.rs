@@ -12,6 +12,11 @@ pub enum Implementation {
 }
 
 impl Implementation {
+    /// The fastest implementation that this machine can run.
+    pub fn best() -> Self {
+        Implementation::Scalar
+    }
+
     /// Every implementation that this machine can run, the plainest first.
     pub fn available() -> Vec<Self> {
         vec![Implementation::Scalar]

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use nvfp4_spec::matrix::Matrix;
-use nvfp4_spec::{Element, Error, Result};
+use nvfp4_spec::{Element, Error, Precision, Result};
 
 /// Elements in memory.
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +15,43 @@ pub enum Values<'a> {
     F16(&'a [f16]),
 }
 
+impl<'a> From<&'a [f32]> for Values<'a> {
+    fn from(values: &'a [f32]) -> Self {
+        Values::F32(values)
+    }
+}
+
+impl<'a> From<&'a [bf16]> for Values<'a> {
+    fn from(values: &'a [bf16]) -> Self {
+        Values::Bf16(values)
+    }
+}
+
+impl<'a> From<&'a [f16]> for Values<'a> {
+    fn from(values: &'a [f16]) -> Self {
+        Values::F16(values)
+    }
+}
+
 impl Values<'_> {
+    /// The type of the elements.
+    pub fn precision(&self) -> Precision {
+        match self {
+            Values::F32(_) => Precision::F32,
+            Values::Bf16(_) => Precision::Bf16,
+            Values::F16(_) => Precision::F16,
+        }
+    }
+
+    /// Element `i` in binary32.
+    pub fn get(&self, i: usize) -> f32 {
+        match self {
+            Values::F32(x) => x[i],
+            Values::Bf16(x) => x[i].to_f32(),
+            Values::F16(x) => x[i].to_f32(),
+        }
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         match self {
@@ -94,42 +130,17 @@ impl<'a> Input<'a> {
 
     /// The matrix in binary32, contiguous.
     pub fn to_matrix(&self) -> Matrix {
-        let gather = |x: &dyn Fn(usize) -> f32| -> Vec<f32> {
-            (0..self.rows).flat_map(|r| (0..self.cols).map(move |c| x(r * self.stride + c))).collect()
-        };
-        let data = match self.values {
-            Values::F32(x) => gather(&|i| x[i]),
-            Values::Bf16(x) => gather(&|i| Element::to_f32(x[i])),
-            Values::F16(x) => gather(&|i| Element::to_f32(x[i])),
-        };
-        Matrix::new(self.rows, self.cols, &data).expect("the lengths were checked when the input was made")
-    }
-}
-
-/// Where decoded elements go.
-#[derive(Debug)]
-pub enum Destination<'a> {
-    /// As binary32.
-    F32(&'a mut [f32]),
-    /// As bfloat16.
-    Bf16(&'a mut [bf16]),
-    /// As binary16.
-    F16(&'a mut [f16]),
-}
-
-impl Destination<'_> {
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        match self {
-            Destination::F32(x) => x.len(),
-            Destination::Bf16(x) => x.len(),
-            Destination::F16(x) => x.len(),
+        match self.values {
+            Values::F32(x) => self.gather(x),
+            Values::Bf16(x) => self.gather(x),
+            Values::F16(x) => self.gather(x),
         }
     }
 
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    fn gather<T: Element>(&self, x: &[T]) -> Matrix {
+        let rows = (0..self.rows).flat_map(|r| &x[r * self.stride..][..self.cols]);
+        let data: Vec<T> = rows.copied().collect();
+        Matrix::new(self.rows, self.cols, &data).expect("the lengths were checked when the input was made")
     }
 }
 

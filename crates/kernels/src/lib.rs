@@ -14,5 +14,5 @@ pub mod quantize;
 pub mod swizzle;
 
 pub use implementation::Implementation;
-pub use input::{Destination, Input, Values};
+pub use input::{Input, Values};
 pub use nvfp4_spec::{Error, Result};

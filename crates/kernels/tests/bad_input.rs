@@ -2,7 +2,7 @@
 //! anything is written.
 
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
-use nvfp4_kernels::{Destination, Error, Implementation, Input, Result, Values, amax, dequantize, gemm, gguf, swizzle};
+use nvfp4_kernels::{Error, Implementation, Input, Result, Values, amax, dequantize, gemm, gguf, swizzle};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit;
@@ -103,7 +103,7 @@ const VIEW: View<'static> = View {
 
 #[test]
 fn dequantize_checks_both_sides() {
-    let run = |view: View, len| dequantize::dequantize(IMPLEMENTATION, &view, Destination::F32(&mut vec![0.0; len]));
+    let run = |view: View, len| dequantize::dequantize::<f32>(IMPLEMENTATION, &view, &mut vec![0.0; len]);
     assert_eq!(run(VIEW, 32), Ok(()));
     assert_eq!(message(run(VIEW, 31)), "output: expected length 32, got 31");
     assert_eq!(message(run(View { scales: &[0], ..VIEW }, 32)), "scales: expected length 2, got 1");

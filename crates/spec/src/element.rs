@@ -2,10 +2,18 @@
 
 use half::{bf16, f16};
 
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for half::bf16 {}
+    impl Sealed for half::f16 {}
+}
+
 /// An input or output type: `f32`, `bf16` or `f16`.
 ///
-/// Going to binary32 is exact. Coming back is one rounding to nearest even; NaN stays NaN and overflow becomes ∞.
-pub trait Element: Copy + Default + PartialEq + Send + Sync + std::fmt::Debug + 'static {
+/// Going to binary32 is exact. Coming back is one rounding to nearest even; NaN stays NaN and overflow becomes ∞. The
+/// trait is sealed: [`Element::PRECISION`] tells the type.
+pub trait Element: sealed::Sealed + Copy + Default + PartialEq + Send + Sync + std::fmt::Debug + 'static {
     /// Which of the three types this is.
     const PRECISION: Precision;
     /// The same value in binary32.

@@ -41,14 +41,14 @@ pub fn transform(mut v: [f32; BLOCK], signs: Signs) -> [f32; BLOCK] {
     v.map(|x| bf16::from_f32(x * 0.25).to_f32())
 }
 
-/// Transforms every group of 16 along a matrix's rows, whose length must be a multiple of 16.
+/// Transforms every group of 16 along a matrix's rows, whose length must be a multiple of 16. The result is a bf16 matrix.
 pub fn transform_matrix(x: &Matrix, signs: Signs) -> Result<Matrix> {
     if !x.cols().is_multiple_of(BLOCK) {
         let what = "the dimension that the Hadamard transform runs along";
         return Err(Error::Multiple { what, of: BLOCK, got: x.cols() });
     }
     let groups = x.data().as_chunks::<BLOCK>().0;
-    let data: Vec<f32> = groups.iter().flat_map(|&group| transform(group, signs)).collect();
+    let data: Vec<bf16> = groups.iter().flat_map(|&group| transform(group, signs)).map(bf16::from_f32).collect();
     Matrix::new(x.rows(), x.cols(), &data)
 }
 

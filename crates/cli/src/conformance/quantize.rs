@@ -5,7 +5,7 @@ use super::report::Differences;
 use anyhow::{Result, bail};
 use half::bf16;
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
-use nvfp4_kernels::{Destination, Implementation, Input, dequantize};
+use nvfp4_kernels::{Implementation, Input, dequantize};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::{self, Matrix, Quantized, View};
 use nvfp4_spec::scale::Unit;
@@ -239,7 +239,7 @@ fn check_dequantize(
         unit: Unit::Amax(mode.rule.bound()),
     };
     let mut got = vec![0.0; rows * cols];
-    dequantize::dequantize(implementation, &view, Destination::F32(&mut got))?;
+    dequantize::dequantize(implementation, &view, &mut got)?;
     let expected = case.f32s(&tensor("dequant"))?;
     differences.compare(&format!("{implementation}: {}", tensor("dequant")), &expected, &got);
     Ok(())

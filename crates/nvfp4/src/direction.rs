@@ -1,0 +1,217 @@
+//! One direction of a quantized tensor: everything that a consumer needs, so that nothing can be lost on the way.
+
+use crate::{Layout, Result, Unit};
+use nvfp4_kernels::{Implementation, dequantize, swizzle};
+use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::matrix::View;
+use nvfp4_spec::{BLOCK, Bound, Element, GlobalScale, e2m1};
+use std::borrow::Cow;
+
+/// The stored 32-bit scale.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Global {
+    /// One number.
+    PerTensor(f32),
+    /// One number per row.
+    PerRow(Vec<f32>),
+}
+
+impl Global {
+    /// What the numbers belong to.
+    pub fn scope(&self) -> GlobalScale {
+        match self {
+            Global::PerTensor(_) => GlobalScale::PerTensor,
+            Global::PerRow(_) => GlobalScale::PerRow,
+        }
+    }
+
+    /// The numbers.
+    pub fn values(&self) -> &[f32] {
+        match self {
+            Global::PerTensor(value) => std::slice::from_ref(value),
+            Global::PerRow(values) => values,
+        }
+    }
+
+    pub(crate) fn from_values(scope: GlobalScale, values: Vec<f32>) -> Self {
+        match scope {
+            GlobalScale::PerTensor => Global::PerTensor(values[0]),
+            GlobalScale::PerRow => Global::PerRow(values),
+        }
+    }
+}
+
+/// A matrix quantized along its rows. For a tensor's column direction that matrix is the transposed one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Direction {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) codes: Vec<u8>,
+    pub(crate) scales: Vec<u8>,
+    pub(crate) global: Global,
+    pub(crate) unit: Unit,
+    pub(crate) rotation: Option<Signs>,
+    pub(crate) layout: Layout,
+}
+
+impl Direction {
+    /// A direction over existing bytes, every length checked.
+    #[allow(clippy::too_many_arguments)] // each is a field; a second struct of the same fields would say no more
+    pub fn from_parts(
+        rows: usize,
+        cols: usize,
+        codes: Vec<u8>,
+        scales: Vec<u8>,
+        global: Global,
+        unit: Unit,
+        rotation: Option<Signs>,
+        layout: Layout,
+    ) -> Result<Self> {
+        let check = |what, expected: usize, got: usize| match expected == got {
+            true => Ok(()),
+            false => Err(nvfp4_spec::Error::Length { what, expected, got }),
+        };
+        let too_large = nvfp4_spec::Error::TooLarge { rows, cols };
+        check("codes", rows.checked_mul(e2m1::packed_len(cols)).ok_or(too_large)?, codes.len())?;
+        check("scales", layout.scale_len(rows, cols)?, scales.len())?;
+        check("global scale", global.scope().count(rows), global.values().len())?;
+        Ok(Direction { rows, cols, codes, scales, global, unit, rotation, layout })
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of elements of a row.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Packed codes, `rows` × `ceil(cols/2)`, the even element in the low nibble.
+    pub fn codes(&self) -> &[u8] {
+        &self.codes
+    }
+
+    /// E4M3 scale bytes in the [`Layout`] of this direction.
+    pub fn scales(&self) -> &[u8] {
+        &self.scales
+    }
+
+    /// The stored 32-bit scale.
+    pub fn global(&self) -> &Global {
+        &self.global
+    }
+
+    /// What the stored 32-bit scale means.
+    pub fn unit(&self) -> Unit {
+        self.unit
+    }
+
+    /// The bound in the global scale; `None` where no amax is stored.
+    pub fn bound(&self) -> Option<Bound> {
+        match self.unit {
+            Unit::Amax(bound) => Some(bound),
+            Unit::Multiplier | Unit::Divisor => None,
+        }
+    }
+
+    /// The signs of the Hadamard transform that the values went through.
+    pub fn rotation(&self) -> Option<Signs> {
+        self.rotation
+    }
+
+    /// How the scales are laid out.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Bytes that codes, scales and global scale take.
+    pub fn byte_len(&self) -> usize {
+        self.codes.len() + self.scales.len() + 4 * self.global.values().len()
+    }
+
+    /// The same direction with its scales in another layout.
+    pub fn with_layout(mut self, layout: Layout) -> Result<Self> {
+        if layout != self.layout {
+            let (rows, blocks) = (self.rows, self.cols.div_ceil(BLOCK));
+            let mut scales = vec![0; layout.scale_len(rows, self.cols)?];
+            match layout {
+                Layout::Linear => swizzle::unswizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?,
+                Layout::Swizzled => swizzle::swizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?,
+            }
+            (self.scales, self.layout) = (scales, layout);
+        }
+        Ok(self)
+    }
+
+    /// The scale bytes row by row, whatever the layout.
+    pub fn linear_scales(&self) -> Result<Cow<'_, [u8]>> {
+        match self.layout {
+            Layout::Linear => Ok(Cow::Borrowed(&self.scales)),
+            Layout::Swizzled => {
+                let (rows, blocks) = (self.rows, self.cols.div_ceil(BLOCK));
+                let mut scales = vec![0; rows * blocks];
+                swizzle::unswizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?;
+                Ok(Cow::Owned(scales))
+            }
+        }
+    }
+
+    /// A view for the kernels, with scales from [`Direction::linear_scales`].
+    pub(crate) fn view<'a>(&'a self, scales: &'a [u8]) -> View<'a> {
+        View {
+            rows: self.rows,
+            cols: self.cols,
+            codes: &self.codes,
+            scales,
+            stored: self.global.values(),
+            global: self.global.scope(),
+            unit: self.unit,
+        }
+    }
+
+    /// The decoded matrix, still transposed and rotated if this is a transformed column direction.
+    pub fn dequantize<T: Element>(&self) -> Result<Vec<T>> {
+        let scales = self.linear_scales()?;
+        let view = self.view(&scales);
+        let mut out = vec![T::default(); self.rows * self.cols];
+        dequantize::dequantize(Implementation::best(), &view, &mut out)?;
+        Ok(out)
+    }
+
+    /// Rows `start..end`, which keep their bytes.
+    pub(crate) fn slice_rows(&self, start: usize, end: usize) -> Result<Self> {
+        let (bytes, blocks) = (e2m1::packed_len(self.cols), self.cols.div_ceil(BLOCK));
+        let global = match &self.global {
+            Global::PerTensor(value) => Global::PerTensor(*value),
+            Global::PerRow(values) => Global::PerRow(values[start..end].to_vec()),
+        };
+        let linear = Direction {
+            rows: end - start,
+            codes: self.codes[start * bytes..end * bytes].to_vec(),
+            scales: self.linear_scales()?[start * blocks..end * blocks].to_vec(),
+            global,
+            layout: Layout::Linear,
+            ..*self
+        };
+        linear.with_layout(self.layout)
+    }
+
+    /// Elements `start..end` of every row; both ends at multiples of 16 or at the end.
+    pub(crate) fn slice_cols(&self, start: usize, end: usize) -> Result<Self> {
+        let (bytes, blocks) = (e2m1::packed_len(self.cols), self.cols.div_ceil(BLOCK));
+        let cut = |data: &[u8], width: usize, from: usize, to: usize| -> Vec<u8> {
+            (0..self.rows).flat_map(|r| &data[r * width + from..r * width + to]).copied().collect()
+        };
+        let linear = Direction {
+            cols: end - start,
+            codes: cut(&self.codes, bytes, start / 2, end.div_ceil(2)),
+            scales: cut(&self.linear_scales()?, blocks, start / BLOCK, end.div_ceil(BLOCK)),
+            global: self.global.clone(),
+            layout: Layout::Linear,
+            ..*self
+        };
+        linear.with_layout(self.layout)
+    }
+}

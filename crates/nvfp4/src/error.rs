@@ -1,0 +1,141 @@
+//! What can go wrong, and what to change.
+
+use crate::Side;
+
+/// The result of a library call.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Everything that a caller or a file can get wrong.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A length, a shape or a combination that the rules refuse.
+    #[error(transparent)]
+    Rule(#[from] nvfp4_spec::Error),
+
+    /// A shape does not fit the values it is given for.
+    #[error("the shape {shape:?} with strides {strides:?} needs {needed} elements, got {got}")]
+    Shape {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The distance between neighbours of each dimension, in elements.
+        strides: Vec<usize>,
+        /// How many elements it reaches over.
+        needed: usize,
+        /// How many there are.
+        got: usize,
+    },
+
+    /// Shape and strides differ in rank, or the shape overflows.
+    #[error("the shape {shape:?} with strides {strides:?} is not a tensor's")]
+    Strides {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The strides.
+        strides: Vec<usize>,
+    },
+
+    /// An update with a tensor of another shape.
+    #[error("expected the shape {expected:?}, got {got:?}")]
+    OtherShape {
+        /// The shape that fits.
+        expected: Vec<usize>,
+        /// The shape it has.
+        got: Vec<usize>,
+    },
+
+    /// The Hadamard transform without the direction that it acts on.
+    #[error(
+        "the Hadamard transform acts on the column direction, which is not asked for; \
+         use `Directions::Column` or `Directions::Both`, or `Transform::None`"
+    )]
+    TransformWithoutColumn,
+
+    /// Stochastic rounding without random numbers.
+    #[error("stochastic rounding needs randomness: pass `Options {{ randomness: Some(generator.draw()?), .. }}`")]
+    NoRandomness,
+
+    /// Random numbers that nothing uses.
+    #[error("randomness was given, but the quantizer rounds to nearest; use `Rounding::Stochastic` or drop it")]
+    UnusedRandomness,
+
+    /// A direction that the tensor does not hold, or that the quantizer does not produce.
+    #[error("there is no {0} direction; quantize again with it")]
+    MissingDirection(Side),
+
+    /// A value that the finite policy refuses.
+    #[error("input: expected finite values, got {value} at index {index:?}")]
+    NotFinite {
+        /// Where, in the input's shape.
+        index: Vec<usize>,
+        /// NaN or an infinity.
+        value: f32,
+    },
+
+    /// Operands that were rotated differently, so that the rotations do not cancel.
+    #[error(
+        "matmul: the left operand's Hadamard signs are {left:?}, the right operand's {right:?}; \
+         quantize both with the same transform"
+    )]
+    Rotation {
+        /// Signs of the left operand; `None` for no transform.
+        left: Option<nvfp4_spec::hadamard::Signs>,
+        /// Signs of the right operand.
+        right: Option<nvfp4_spec::hadamard::Signs>,
+    },
+
+    /// A row slice that would cut a block of the column direction.
+    #[error(
+        "rows {start}..{end} cut a block of the column direction; \
+         slice at multiples of 16 or drop that direction first"
+    )]
+    CutsBlock {
+        /// First row.
+        start: usize,
+        /// One past the last row.
+        end: usize,
+    },
+
+    /// A row slice outside the tensor.
+    #[error("rows {start}..{end} are outside the tensor's {rows} rows")]
+    OutOfRange {
+        /// First row.
+        start: usize,
+        /// One past the last row.
+        end: usize,
+        /// How many there are.
+        rows: usize,
+    },
+
+    /// A generator that has handed out all its offsets.
+    #[error("the generator has handed out all its offsets; start one with another seed")]
+    Exhausted,
+
+    /// A generator state that no generator has.
+    #[error("not a generator's state: expected start ≤ offset ≤ end, got {start}, {offset}, {end}")]
+    GeneratorState {
+        /// First offset.
+        start: u64,
+        /// Next offset.
+        offset: u64,
+        /// One past the last offset.
+        end: u64,
+    },
+
+    /// A file that cannot be read or written.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+
+    /// A file that is not valid safetensors.
+    #[error("not a valid safetensors file: {0}")]
+    Safetensors(#[from] safetensors::SafeTensorError),
+
+    /// A safetensors file that does not hold what it must.
+    #[error("{0}")]
+    Format(String),
+}

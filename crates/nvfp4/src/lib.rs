@@ -1,0 +1,49 @@
+//! NVFP4 tensors: quantize, decode, multiply and store, exact to the bit.
+//!
+//! A [`Quantizer`] is a checked set of choices; it turns a [`TensorRef`] (borrowed values of any rank and stride, in
+//! `f32`, `bf16` or `f16`) into a [`QuantTensor`], whose directions own everything needed to use them.
+//!
+//! ```
+//! use nvfp4::{GlobalScale, Quantizer, Side, TensorRef};
+//!
+//! # fn main() -> nvfp4::Result<()> {
+//! let x: Vec<f32> = (0..32 * 64).map(|i| (i as f32 * 0.1).sin()).collect();
+//! let w: Vec<f32> = (0..48 * 64).map(|i| (i as f32 * 0.2).cos()).collect();
+//!
+//! let per_token = Quantizer::builder().global_scale(GlobalScale::PerRow).build()?;
+//! let x = per_token.quantize(&TensorRef::new(&x[..], &[32, 64])?)?;
+//! let w = Quantizer::default().quantize(&TensorRef::new(&w[..], &[48, 64])?)?;
+//!
+//! let y: Vec<f32> = x.matmul(&w)?; // [32, 48], correctly rounded before the scales
+//! let back: Vec<f32> = x.dequantize(Side::Row)?;
+//! assert_eq!((y.len(), back.len()), (32 * 48, 32 * 64));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! What the numbers are is written in [`nvfp4_spec`]; how they are computed, in [`nvfp4_kernels`].
+
+#![forbid(unsafe_code)]
+
+mod direction;
+mod error;
+mod generator;
+mod matmul;
+mod quantizer;
+mod storage;
+mod tensor;
+mod tensor_ref;
+
+pub use direction::{Direction, Global};
+pub use error::{Error, Result};
+pub use generator::{Generator, Randomness};
+pub use matmul::{Accumulate, Epilogue, Product, matmul};
+pub use nvfp4_kernels::quantize::Layout;
+pub use nvfp4_kernels::{Implementation, Values};
+pub use nvfp4_spec::hadamard::Signs;
+pub use nvfp4_spec::scale::Unit;
+pub use nvfp4_spec::{Bound, Edge, Element, ErrorPath, GlobalScale, Metric, Precision, Profile, ScaleRule, Tile};
+pub use quantizer::{Directions, Finite, Options, Quantizer, QuantizerBuilder, Rounding, Transform};
+pub use storage::{load, save};
+pub use tensor::{QuantTensor, Side, Update};
+pub use tensor_ref::TensorRef;

@@ -1,0 +1,219 @@
+//! Every operation of a quantized tensor, and what it refuses.
+
+use half::{bf16, f16};
+use nvfp4::*;
+use nvfp4_spec::Element;
+
+const ROWS: usize = 48;
+const COLS: usize = 64;
+
+fn values(seed: usize) -> Vec<f32> {
+    (0..ROWS * COLS).map(|i| ((i * 7919 + seed * 104729) % 2003) as f32 / 64.0 - 15.0).collect()
+}
+
+fn quantize(quantizer: &Quantizer, seed: usize) -> QuantTensor {
+    quantizer.quantize(&TensorRef::new(&values(seed)[..], &[ROWS, COLS]).unwrap()).unwrap()
+}
+
+fn both() -> Quantizer {
+    Quantizer::builder().directions(Directions::Both).build().unwrap()
+}
+
+fn per_row() -> Quantizer {
+    both().settings().global_scale(GlobalScale::PerRow).build().unwrap()
+}
+
+#[test]
+fn dequantize_gives_each_direction_in_each_type() {
+    let q = quantize(&both(), 1);
+    let row = q.dequantize::<f32>(Side::Row).unwrap();
+    let col = q.dequantize::<f32>(Side::Column).unwrap();
+    let x = values(1);
+    let largest = x.iter().fold(0f32, |m, x| m.max(x.abs()));
+    for (r, c) in (0..ROWS).flat_map(|r| (0..COLS).map(move |c| (r, c))) {
+        let i = r * COLS + c;
+        // A code is within 1/6 of its block's largest magnitude, plus the rounding of the scale by 1/16.
+        assert!((row[i] - x[i]).abs() <= largest / 4.0 && (col[c * ROWS + r] - x[i]).abs() <= largest / 4.0);
+    }
+    let as_bf16: Vec<bf16> = row.iter().map(|&x| Element::from_f32(x)).collect();
+    let as_f16: Vec<f16> = row.iter().map(|&x| Element::from_f32(x)).collect();
+    assert_eq!(q.dequantize::<bf16>(Side::Row).unwrap(), as_bf16);
+    assert_eq!(q.dequantize::<f16>(Side::Row).unwrap(), as_f16);
+    let row_only = quantize(&Quantizer::default(), 1);
+    let message = row_only.dequantize::<f32>(Side::Column).unwrap_err().to_string();
+    assert_eq!(message, "there is no column direction; quantize again with it");
+}
+
+#[test]
+fn update_in_place_equals_a_fresh_quantization() {
+    for quantizer in [both(), per_row(), both().settings().layout(Layout::Swizzled).build().unwrap()] {
+        let mut q = quantize(&both(), 1);
+        let x = values(2);
+        let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+        q.update_in_place(&quantizer, &x, &Options::default(), Update::Apply).unwrap();
+        assert_eq!(q, quantize(&quantizer, 2));
+    }
+}
+
+#[test]
+fn a_skipped_update_changes_nothing() {
+    let (mut q, x) = (quantize(&both(), 1), values(2));
+    let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    q.update_in_place(&both(), &x, &Options::default(), Update::Skip).unwrap();
+    assert_eq!(q, quantize(&both(), 1));
+}
+
+#[test]
+fn an_update_writes_only_the_directions_that_are_there() {
+    let (mut q, x) = (quantize(&both(), 1), values(2));
+    q.keep(Directions::Column).unwrap();
+    let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    q.update_in_place(&both(), &x, &Options::default(), Update::Apply).unwrap();
+    assert_eq!((q.row(), q.col()), (None, quantize(&both(), 2).col()));
+}
+
+#[test]
+fn a_refused_update_changes_nothing() {
+    let mut q = quantize(&both(), 1);
+    let mut x = values(2);
+    let other = TensorRef::new(&x[..], &[COLS, ROWS]).unwrap();
+    let error = q.update_in_place(&both(), &other, &Options::default(), Update::Apply).unwrap_err();
+    assert_eq!(error.to_string(), "expected the shape [48, 64], got [64, 48]");
+    let same = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    let error = q.update_in_place(&Quantizer::default(), &same, &Options::default(), Update::Apply).unwrap_err();
+    assert!(matches!(error, Error::MissingDirection(Side::Column)));
+    let wrong_amax = Options { col_amax: Some(&[1.0, 2.0]), ..Options::default() };
+    assert!(q.update_in_place(&both(), &same, &wrong_amax, Update::Apply).is_err());
+    x[5] = f32::NAN;
+    let strict = both().settings().check_finite().build().unwrap();
+    let nan = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    assert!(q.update_in_place(&strict, &nan, &Options::default(), Update::Apply).is_err());
+    assert_eq!(q, quantize(&both(), 1));
+}
+
+#[test]
+fn keep_drops_a_direction_and_refuses_one_that_is_gone() {
+    let mut q = quantize(&both(), 1);
+    q.keep(Directions::Both).unwrap();
+    q.keep(Directions::Row).unwrap();
+    assert_eq!((q.row(), q.col()), (quantize(&both(), 1).row(), None));
+    for gone in [Directions::Column, Directions::Both] {
+        assert!(matches!(q.keep(gone), Err(Error::MissingDirection(Side::Column))));
+        assert!(q.row().is_some(), "a refused request changes nothing");
+    }
+}
+
+#[test]
+fn a_row_slice_has_the_bytes_of_the_whole() {
+    for layout in [Layout::Linear, Layout::Swizzled] {
+        let quantizer = per_row().settings().layout(layout).build().unwrap();
+        let whole = quantize(&quantizer, 1);
+        let slice = whole.slice_rows(16, 48).unwrap();
+        assert_eq!(slice.shape(), [32, COLS]);
+        // With per-row scales the slice of the row direction equals the quantization of the slice.
+        let x = values(1);
+        let part = quantizer.quantize(&TensorRef::new(&x[16 * COLS..], &[32, COLS]).unwrap()).unwrap();
+        assert_eq!(slice.row(), part.row());
+        let decoded: Vec<f32> = whole.dequantize(Side::Column).unwrap();
+        let expected: Vec<f32> = decoded.chunks(ROWS).flat_map(|row| &row[16..]).copied().collect();
+        assert_eq!(slice.dequantize::<f32>(Side::Column).unwrap(), expected);
+    }
+}
+
+#[test]
+fn row_slices_between_blocks_need_the_row_direction_alone() {
+    let mut q = quantize(&both(), 1);
+    let message = q.slice_rows(3, 9).unwrap_err().to_string();
+    assert!(message.starts_with("rows 3..9 cut a block of the column direction"), "{message}");
+    q.keep(Directions::Row).unwrap();
+    assert_eq!(
+        q.slice_rows(3, 9).unwrap().dequantize::<f32>(Side::Row).unwrap(),
+        q.dequantize::<f32>(Side::Row).unwrap()[3 * COLS..9 * COLS]
+    );
+    assert!(q.slice_rows(5, 5).unwrap().row().unwrap().codes().is_empty());
+    assert_eq!(q.slice_rows(40, 49).unwrap_err().to_string(), "rows 40..49 are outside the tensor's 48 rows");
+    assert!(matches!(q.slice_rows(9, 3), Err(Error::OutOfRange { .. })));
+}
+
+#[test]
+fn a_clone_has_the_same_bytes_and_its_own_memory() {
+    let (q, mut clone) = (quantize(&both(), 1), quantize(&both(), 1).clone());
+    assert_eq!(clone, q);
+    let x = values(2);
+    let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    clone.update_in_place(&both(), &x, &Options::default(), Update::Apply).unwrap();
+    assert_eq!(q, quantize(&both(), 1));
+}
+
+#[test]
+fn the_three_products_of_a_linear_layer_use_the_right_directions() {
+    let (x, w, dy) = (quantize(&both(), 1), quantize(&both(), 2), quantize(&both(), 3));
+    // x and w are [48, 64]; dy is the gradient of y = x·wᵀ, [48, 48].
+    let dy = both().quantize(&TensorRef::new(&dy.dequantize::<f32>(Side::Row).unwrap()[..48 * 48], &[48, 48]).unwrap());
+    let dy = dy.unwrap();
+    let decode = |d: &Direction| d.dequantize::<f32>().unwrap();
+    let check = |a: &Direction, b: &Direction| {
+        let y: Vec<f32> = matmul(a, b, &Product::default()).unwrap();
+        let (da, db, k) = (decode(a), decode(b), a.cols());
+        for (i, j) in (0..a.rows()).flat_map(|i| (0..b.rows()).map(move |j| (i, j))) {
+            let terms = (0..k).map(|p| f64::from(da[i * k + p]) * f64::from(db[j * k + p]));
+            let (sum, magnitude) = terms.fold((0.0, 0.0), |(s, m), t| (s + t, m + t.abs()));
+            assert!((f64::from(y[i * b.rows() + j]) - sum).abs() <= 12.0 * 2f64.powi(-24) * magnitude);
+        }
+        y.len()
+    };
+    let (row, col) = (Side::Row, Side::Column);
+    assert_eq!(check(x.direction(row).unwrap(), w.direction(row).unwrap()), 48 * 48, "forward");
+    assert_eq!(check(dy.direction(row).unwrap(), w.direction(col).unwrap()), 48 * 64, "input gradient");
+    assert_eq!(check(dy.direction(col).unwrap(), x.direction(col).unwrap()), 48 * 64, "weight gradient");
+    assert_eq!(x.matmul::<f32>(&w).unwrap().len(), 48 * 48);
+}
+
+#[test]
+fn products_keep_per_row_scales_and_mix_profiles() {
+    let (x, w) = (quantize(&per_row(), 1), quantize(&both(), 2));
+    let exact = |a: &QuantTensor, b: &QuantTensor| -> f64 {
+        let (a, b) = (a.dequantize::<f32>(Side::Row).unwrap(), b.dequantize::<f32>(Side::Row).unwrap());
+        (0..COLS).map(|k| f64::from(a[k]) * f64::from(b[k])).sum()
+    };
+    for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
+        let other = quantize(&Quantizer::builder().profile(profile).build().unwrap(), 2);
+        for (a, b) in [(&x, &w), (&x, &other), (&other, &x), (&other, &w), (&other, &other)] {
+            let (y, expected) = (f64::from(a.matmul::<f32>(b).unwrap()[0]), exact(a, b));
+            assert!((y - expected).abs() <= 1e-5 * expected.abs().max(100.0), "{profile:?}: {y} {expected}");
+        }
+    }
+}
+
+#[test]
+fn matmul_refuses_other_lengths_and_other_rotations() {
+    let (q, rotated) = (quantize(&both(), 1), both().settings().transform(Transform::FixedSigns).build().unwrap());
+    let rotated = quantize(&rotated, 1);
+    let product = Product::<f32>::default();
+    let message = |a: &Direction, b: &Direction| matmul(a, b, &product).unwrap_err().to_string();
+    assert_eq!(
+        message(q.row().unwrap(), q.col().unwrap()),
+        "K, the length that a product sums over: the left side has 64, the right 48"
+    );
+    assert!(message(q.col().unwrap(), rotated.col().unwrap()).contains("quantize both with the same transform"));
+    assert!(matmul(rotated.col().unwrap(), rotated.col().unwrap(), &product).is_ok());
+}
+
+#[test]
+fn tensors_are_made_from_parts_only_where_they_fit() {
+    let q = quantize(&both(), 1);
+    let (row, col) = (q.row().cloned(), q.col().cloned());
+    assert_eq!(QuantTensor::from_parts(&[ROWS, COLS], row.clone(), col.clone()).unwrap(), q);
+    let message = QuantTensor::from_parts(&[ROWS, COLS], col, None).unwrap_err().to_string();
+    assert_eq!(message, "expected the shape [48, 64], got [64, 48]");
+    assert!(QuantTensor::from_parts(&[usize::MAX, 2, 0], row, None).is_err());
+    let unit = Unit::Amax(Bound::E448);
+    let part = |codes, scales, global| {
+        Direction::from_parts(2, 32, vec![0; codes], vec![0; scales], global, unit, None, Layout::Linear)
+    };
+    assert!(part(32, 4, Global::PerTensor(1.0)).is_ok());
+    let message = |r: Result<Direction>| r.unwrap_err().to_string();
+    assert_eq!(message(part(31, 4, Global::PerTensor(1.0))), "codes: expected length 32, got 31");
+    assert_eq!(message(part(32, 5, Global::PerTensor(1.0))), "scales: expected length 4, got 5");
+    assert_eq!(message(part(32, 4, Global::PerRow(vec![1.0]))), "global scale: expected length 2, got 1");
+}
