@@ -1,6 +1,7 @@
 //! The `nvfp4` command line: one file or folder per subcommand.
 
 mod conformance;
+mod demo;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -15,11 +16,13 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Demo(demo::Args),
     Conformance(conformance::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Demo(args) => demo::run(&args),
         Command::Conformance(args) => conformance::run(&args),
     };
     result.unwrap_or_else(|error| {

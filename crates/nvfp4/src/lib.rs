@@ -47,3 +47,8 @@ pub use quantizer::{Directions, Finite, Options, Quantizer, QuantizerBuilder, Ro
 pub use storage::{load, save};
 pub use tensor::{QuantTensor, Side, Update};
 pub use tensor_ref::TensorRef;
+
+/// Runs the README's example.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -209,6 +209,11 @@ impl Quantizer {
         self.settings.directions
     }
 
+    /// How values become codes; stochastic rounding needs randomness with every call.
+    pub fn rounding(&self) -> Rounding {
+        self.settings.rounding
+    }
+
     /// Quantizes a tensor, rounding to nearest.
     pub fn quantize(&self, x: &TensorRef<'_>) -> Result<QuantTensor> {
         self.quantize_with(x, &Options::default())

@@ -4,11 +4,13 @@
 //! |---|---|---|---|
 //! | TransformerEngine | `amax` | [`scale`](mod@crate::scale) | `fl(x · inv)` |
 //! | ModelOpt 0.47 | `fl(amax/2688)`, a multiplier | `fl(bm / fl(6g))`, 0 → 1, at least 2⁻⁹ | `fl(x / fl(S·g))` |
-//! | llm-compressor 0.14 | `2688/amax` in the input's type, a divisor | `fl(g · bm/6)`, `bm/6` in the input's type; byte 0 → 0x20 | `fl(x / fl(S/g))` |
+//! | llm-compressor 0.14 | `2688 · (1/amax)`, both steps in the input's type, a divisor | `fl(g · bm/6)`, `bm/6` in the input's type; byte 0 → 0x20 | `fl(x / fl(S/g))` |
 //! | torchao 0.18 | `fl(amax/2688)`, a multiplier | `fl(fl(bm/6) / g)`, at least 2⁻⁶ | `fl(x · fl(fl(1/g)/S))` |
 //!
 //! All round scale bytes and codes to nearest even and saturate at 448 and 6. In the last three NaN takes over the amax,
-//! as in [`Edge::Reference`]; ModelOpt and llm-compressor write code 0 for −0, torchao code 8.
+//! as in [`Edge::Reference`]; ModelOpt and llm-compressor write code 0 for −0, torchao code 8. An element that is NaN after
+//! scaling becomes code 7 in ModelOpt; the other two have no rule for it (their code depends on the NaN's bits and on the
+//! vector instructions at hand), and here it becomes 0 for llm-compressor and 7 for torchao.
 //!
 //! Where a producer writes NaN for a tensor of zeros (ModelOpt, torchao), `g` is 1 here: the scales are finite and the
 //! tensor decodes to zeros.
@@ -55,10 +57,14 @@ impl Profile {
                 0.0 => 1.0,
                 g => g,
             },
-            Profile::LlmCompressor => match precision.round(SIX_E / amax.max(precision.min_normal())) {
-                g if g.is_finite() => g,
-                _ => 1.0,
-            },
+            Profile::LlmCompressor => {
+                // Its source divides a number by a tensor, which torch computes as the tensor's reciprocal times the number.
+                let reciprocal = precision.round(1.0 / amax.max(precision.min_normal()));
+                match precision.round(reciprocal * SIX_E) {
+                    g if g.is_finite() => g,
+                    _ => 1.0,
+                }
+            }
         }
     }
 
@@ -181,7 +187,9 @@ mod tests {
         // 2688/0.0903 is 29756.9; the producer's file holds 29696, the nearest bf16.
         let amax = 0.09033203;
         assert_eq!(Profile::LlmCompressor.stored(amax, Precision::Bf16), 29696.0);
-        assert_eq!(Profile::LlmCompressor.stored(amax, Precision::F32), 2688.0 / amax);
+        assert_eq!(Profile::LlmCompressor.stored(amax, Precision::F32), 1.0 / amax * 2688.0);
+        // A case where a division would give 1696.
+        assert_eq!(Profile::LlmCompressor.stored(1.5859375, Precision::Bf16), 1688.0);
         assert_eq!(Profile::LlmCompressor.stored(0.03, Precision::F16), 1.0, "the quotient overflows f16");
     }
 
