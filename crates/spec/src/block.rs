@@ -3,8 +3,9 @@
 //! A tile is `H` rows of 16 elements: one row in 1×16 mode, sixteen in 16×16 mode. Elements outside the matrix are
 //! zeros. Source: numerics §3, §4.
 
-use crate::scale::{Global, amax, block_scale, inverse_scale};
-use crate::{BLOCK, Edge, Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, profile, stochastic};
+use crate::profile::Factor;
+use crate::scale::{Global, amax};
+use crate::{BLOCK, Edge, Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
 
 /// `H` rows of 16 values.
 pub type Rows<T, const H: usize> = [[T; BLOCK]; H];
@@ -21,71 +22,83 @@ pub struct Quantized<const H: usize> {
     pub codes: Rows<u8, H>,
 }
 
-/// Quantizes a tile whose tensor or row has this amax; `precision` is the type its elements came in, which one profile
-/// asks for.
-///
-/// 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic rounding.
-pub fn quantize<const H: usize>(
-    tile: &Rows<f32, H>,
-    amax: f32,
-    mode: &Mode,
-    precision: Precision,
-    rounding: TileRounding<'_, H>,
-) -> Quantized<H> {
-    let stored = mode.profile.stored(amax, precision);
-    match mode.profile {
-        Profile::TransformerEngine => {
-            let global = Global::new(amax, mode.rule.bound(), mode.edge);
-            match mode.rule {
-                ScaleRule::Six => six(tile, &global, mode.edge, rounding),
-                ScaleRule::FourOverSix { metric, error, .. } => {
-                    four_over_six::quantize(tile, &global, metric, error, mode.edge)
-                }
-            }
+/// How the blocks of a tensor or row are scaled: everything that depends on its amax.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scaling {
+    /// The global scale.
+    pub global: Global,
+    /// The choices.
+    pub mode: Mode,
+    /// The type that elements came in, which one profile asks for.
+    pub precision: Precision,
+}
+
+impl Scaling {
+    /// The scaling of a tensor or row with this amax.
+    pub fn new(amax: f32, mode: &Mode, precision: Precision) -> Self {
+        Scaling { global: Global::new(amax, mode.rule.bound(), mode.edge), mode: *mode, precision }
+    }
+
+    /// The scale byte of a block with this largest magnitude, by the rule "six".
+    pub fn block_scale(&self, block_amax: f32) -> u8 {
+        self.mode.profile.block_scale(block_amax, &self.global, self.precision, self.mode.edge)
+    }
+
+    /// How the elements of a block with this scale byte are scaled.
+    pub fn factor(&self, scale: u8) -> Factor {
+        self.mode.profile.factor(scale, &self.global, self.precision, self.mode.edge)
+    }
+
+    /// The code of a scaled element, rounded to nearest or with a random byte.
+    pub fn code(&self, y: f32, random: Option<u8>) -> u8 {
+        if y.is_nan() && self.mode.profile == Profile::ModelOpt {
+            return 7;
         }
-        Profile::ModelOpt => profile::model_opt(tile, stored, rounding),
-        Profile::LlmCompressor => profile::llm_compressor(tile, stored, precision, rounding),
-        Profile::TorchAo => profile::torch_ao(tile, stored, rounding),
+        let edge = self.mode.profile.code_edge(self.mode.edge);
+        random.map_or_else(|| e2m1::encode(y, edge), |r| stochastic::encode(y, r, edge))
+    }
+}
+
+/// Quantizes a tile. 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic rounding.
+pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
+    match scaling.mode.rule {
+        ScaleRule::Six => six(tile, scaling, rounding),
+        ScaleRule::FourOverSix { metric, error, .. } => {
+            four_over_six::quantize(tile, &scaling.global, metric, error, scaling.mode.edge)
+        }
     }
 }
 
 /// The rule "six": the tile's largest magnitude is mapped to 6.
 ///
-/// A tile of zeros gives scale 0 and codes 0. A non-zero tile whose scale byte underflows to 0 is not zeroed: its
-/// elements are multiplied by `f32::MAX` and mostly saturate.
-pub fn six<const H: usize>(
-    tile: &Rows<f32, H>,
-    global: &Global,
-    edge: Edge,
-    rounding: TileRounding<'_, H>,
-) -> Quantized<H> {
-    let scale = block_scale(amax(tile.as_flattened(), edge), global, edge);
-    Quantized { scale, codes: encode(&multiply(tile, inverse_scale(scale, global, edge)), edge, rounding) }
-}
-
-/// Every element times `inverse`, one rounding each.
-pub fn multiply<const H: usize>(tile: &Rows<f32, H>, inverse: f32) -> Rows<f32, H> {
-    tile.map(|row| row.map(|x| x * inverse))
-}
-
-/// The codes of a tile of scaled values.
-pub fn encode<const H: usize>(scaled: &Rows<f32, H>, edge: Edge, rounding: TileRounding<'_, H>) -> Rows<u8, H> {
-    std::array::from_fn(|r| {
-        std::array::from_fn(|i| match rounding {
-            Rounding::NearestEven => e2m1::encode(scaled[r][i], edge),
-            Rounding::Stochastic(random) => stochastic::encode(scaled[r][i], random[r][i], edge),
+/// In the TransformerEngine profile a tile of zeros gives scale 0 and codes 0, and a non-zero tile whose scale byte
+/// underflows to 0 is not zeroed: its elements are multiplied by `f32::MAX` and mostly saturate.
+pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
+    let scale = scaling.block_scale(amax(tile.as_flattened(), scaling.mode.amax_edge()));
+    let factor = scaling.factor(scale);
+    let codes = std::array::from_fn(|r| {
+        std::array::from_fn(|i| {
+            let random = match rounding {
+                Rounding::NearestEven => None,
+                Rounding::Stochastic(random) => Some(random[r][i]),
+            };
+            scaling.code(factor.apply(tile[r][i]), random)
         })
-    })
+    });
+    Quantized { scale, codes }
+}
+
+/// The codes of a tile whose elements are multiplied by `inverse` and rounded to nearest.
+pub fn encode<const H: usize>(tile: &Rows<f32, H>, inverse: f32, edge: Edge) -> Rows<u8, H> {
+    tile.map(|row| row.map(|x| e2m1::encode(x * inverse, edge)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Bound;
 
     fn quantize_row(row: [f32; 16], tensor_amax: f32) -> Quantized<1> {
-        let global = Global::new(tensor_amax, Bound::E448, Edge::Kernel);
-        six(&[row], &global, Edge::Kernel, Rounding::NearestEven)
+        six(&[row], &Scaling::new(tensor_amax, &Mode::default(), Precision::F32), Rounding::NearestEven)
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use crate::block::{self, Quantized};
 use crate::scale::{Global, amax, block_scale};
-use crate::{BLOCK, Edge, Rounding, e4m3};
+use crate::{BLOCK, Edge, e4m3};
 use half::bf16;
 
 /// Quantizes a block of bf16 values. The scale byte is that of the rule "six"; the elements are multiplied by
@@ -12,5 +12,5 @@ pub fn quantize(row: &[f32; BLOCK], global: &Global, edge: Edge) -> Quantized<1>
     let scale = block_scale(amax(row, edge), global, edge);
     let inverse = bf16::from_f32((global.encode / e4m3::decode(scale)).min(bf16::MAX.to_f32())).to_f32();
     let products = row.map(|x| x.mul_add(inverse, 0.0));
-    Quantized { scale, codes: block::encode(&[products], edge, Rounding::NearestEven) }
+    Quantized { scale, codes: block::encode(&[products], 1.0, edge) }
 }

@@ -3,7 +3,7 @@
 
 use crate::block::{self, Quantized, Rows};
 use crate::scale::{Global, amax, inverse_scale};
-use crate::{BLOCK, Edge, ErrorPath, Metric, Rounding, e2m1, e4m3};
+use crate::{BLOCK, Edge, ErrorPath, Metric, e2m1, e4m3};
 
 /// Quantizes a tile both ways and keeps the better one. Mapping to 4 wins only if its error is strictly smaller: ties
 /// and errors that are NaN choose 6.
@@ -14,10 +14,8 @@ pub fn quantize<const H: usize>(
     error: ErrorPath,
     edge: Edge,
 ) -> Quantized<H> {
-    let [six, four] = candidate_scales(amax(tile.as_flattened(), edge), global, edge).map(|scale| {
-        let scaled = block::multiply(tile, inverse_scale(scale, global, edge));
-        Quantized { scale, codes: block::encode(&scaled, edge, Rounding::NearestEven) }
-    });
+    let [six, four] = candidate_scales(amax(tile.as_flattened(), edge), global, edge)
+        .map(|scale| Quantized { scale, codes: block::encode(tile, inverse_scale(scale, global, edge), edge) });
     let total = |candidate: &Quantized<H>| tile_error(tile, candidate, global, metric, error);
     if total(&four) < total(&six) { four } else { six }
 }

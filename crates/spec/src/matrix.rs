@@ -9,14 +9,12 @@
 //! beyond the matrix its missing elements are zeros, and nothing of them is stored: with an odd `C` the last high nibble
 //! is 0. A matrix with no rows or no columns is valid and has no codes and no scales.
 
-use crate::block::{self, Quantized as QuantizedTile, Rows, TileRounding};
+use crate::block::{self, Quantized as QuantizedTile, Rows, Scaling, TileRounding};
 use crate::error::{area, check_len};
 use crate::hadamard::{Signs, transform_matrix};
-use crate::scale::{self, Global, Unit};
+use crate::scale::{self, Unit};
 use crate::stochastic::Random;
-use crate::{
-    BLOCK, Bound, Edge, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Tile, e2m1, fast_math,
-};
+use crate::{BLOCK, Edge, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Tile, e2m1, fast_math};
 
 /// A row-major matrix of binary32 values.
 #[derive(Clone, Debug, PartialEq)]
@@ -183,19 +181,15 @@ pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random
     mode.check(&rounding)?;
     check_randomness(x, &rounding)?;
     match mode.tile {
-        Tile::Row16 => quantize_tiles::<1>(x, amax, mode, rounding, |tile, amax, rounding| {
-            block::quantize(tile, amax, mode, x.precision, rounding)
-        }),
-        Tile::Square16 => quantize_tiles::<16>(x, amax, mode, rounding, |tile, amax, rounding| {
-            block::quantize(tile, amax, mode, x.precision, rounding)
-        }),
+        Tile::Row16 => quantize_tiles::<1>(x, amax, mode, rounding, block::quantize),
+        Tile::Square16 => quantize_tiles::<16>(x, amax, mode, rounding, block::quantize),
     }
 }
 
 /// Quantizes a bf16 matrix along its rows by [`fast_math`].
 pub fn quantize_fast_math(x: &Matrix, amax: &[f32], mode: &Mode) -> Result<Quantized> {
-    quantize_tiles::<1>(x, amax, mode, Rounding::NearestEven, |tile, amax, _| {
-        fast_math::quantize(&tile[0], &Global::new(amax, Bound::E448, mode.edge), mode.edge)
+    quantize_tiles::<1>(x, amax, mode, Rounding::NearestEven, |tile, scaling, _| {
+        fast_math::quantize(&tile[0], &scaling.global, mode.edge)
     })
 }
 
@@ -215,7 +209,7 @@ fn quantize_tiles<const H: usize>(
     amax: &[f32],
     mode: &Mode,
     rounding: Rounding<Random<'_>>,
-    quantize_tile: impl Fn(&Rows<f32, H>, f32, TileRounding<'_, H>) -> QuantizedTile<H>,
+    quantize_tile: impl Fn(&Rows<f32, H>, &Scaling, TileRounding<'_, H>) -> QuantizedTile<H>,
 ) -> Result<Quantized> {
     check_len("amax", mode.global.count(x.rows), amax.len())?;
     if let Some(index) = amax.iter().position(|&a| a < 0.0) {
@@ -226,6 +220,7 @@ fn quantize_tiles<const H: usize>(
     let mut scales = vec![0; x.rows * blocks];
     for r in (0..x.rows).step_by(H) {
         let amax = if mode.global == GlobalScale::PerRow { amax[r] } else { amax[0] };
+        let scaling = Scaling::new(amax, mode, x.precision);
         for b in 0..blocks {
             let random = match rounding {
                 Rounding::NearestEven => None,
@@ -234,7 +229,7 @@ fn quantize_tiles<const H: usize>(
                 })),
             };
             let tile_rounding = random.as_ref().map_or(Rounding::NearestEven, Rounding::Stochastic);
-            let tile = quantize_tile(&x.tile(r, b * BLOCK), amax, tile_rounding);
+            let tile = quantize_tile(&x.tile(r, b * BLOCK), &scaling, tile_rounding);
             for (row, tile_codes) in (r..x.rows).zip(&tile.codes) {
                 scales[row * blocks + b] = tile.scale;
                 let width = BLOCK.min(x.cols - b * BLOCK);
@@ -270,7 +265,7 @@ pub fn dequantize<T: Element>(q: &View<'_>) -> Result<Vec<T>> {
 mod tests {
     use super::*;
     use crate::stochastic::Stream;
-    use crate::{ErrorPath, Metric, ScaleRule};
+    use crate::{Bound, ErrorPath, Metric, ScaleRule};
 
     fn ramp(rows: usize, cols: usize) -> Matrix {
         let data: Vec<f32> = (0..rows * cols).map(|i| (i * 37 % 101) as f32 - 50.0).collect();

@@ -15,8 +15,7 @@
 //! Where a producer writes NaN for a tensor of zeros (ModelOpt, torchao), `g` is 1 here: the scales are finite and the
 //! tensor decodes to zeros.
 
-use crate::block::{self, Quantized, Rows, TileRounding};
-use crate::scale::{Unit, amax};
+use crate::scale::{self, Global, Unit};
 use crate::{Bound, Edge, Precision, e4m3};
 
 /// Whose bytes are written.
@@ -38,6 +37,25 @@ const SIX_E: f32 = Bound::E448.six_e();
 
 /// The scale byte that llm-compressor writes for a block whose scale rounds to 0: 0.125.
 const LLM_COMPRESSOR_ZERO: u8 = 0x20;
+
+/// What is done to an element before it is rounded to a code: one binary32 operation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Factor {
+    /// `fl(x · f)`.
+    Multiply(f32),
+    /// `fl(x / f)`.
+    Divide(f32),
+}
+
+impl Factor {
+    /// The scaled element.
+    pub fn apply(self, x: f32) -> f32 {
+        match self {
+            Factor::Multiply(f) => x * f,
+            Factor::Divide(f) => x / f,
+        }
+    }
+}
 
 impl Profile {
     /// What the stored 32-bit number means.
@@ -68,6 +86,45 @@ impl Profile {
         }
     }
 
+    /// The scale byte of a block, where the stored number is `g` and elements came in this type.
+    ///
+    /// TransformerEngine's is [`scale::block_scale`](crate::scale::block_scale).
+    pub(crate) fn block_scale(self, block_amax: f32, global: &Global, precision: Precision, edge: Edge) -> u8 {
+        let g = self.stored(global.amax, precision);
+        match self {
+            Profile::TransformerEngine => scale::block_scale(block_amax, global, edge),
+            Profile::ModelOpt => match block_amax / (6.0 * g) {
+                0.0 => e4m3::encode(1.0),
+                s => e4m3::encode(at_least(e4m3::MIN_POSITIVE, s)),
+            },
+            Profile::LlmCompressor => match e4m3::encode(g * precision.round(block_amax / 6.0)) {
+                0 => LLM_COMPRESSOR_ZERO,
+                byte => byte,
+            },
+            Profile::TorchAo => e4m3::encode(at_least(e4m3::MIN_NORMAL, block_amax / 6.0 / g)),
+        }
+    }
+
+    /// How the elements of a block with this scale byte are scaled.
+    pub(crate) fn factor(self, byte: u8, global: &Global, precision: Precision, edge: Edge) -> Factor {
+        let (g, scale) = (self.stored(global.amax, precision), e4m3::decode(byte));
+        match self {
+            Profile::TransformerEngine => Factor::Multiply(scale::inverse_scale(byte, global, edge)),
+            Profile::ModelOpt => Factor::Divide(scale * g),
+            Profile::LlmCompressor => Factor::Divide(scale / g),
+            Profile::TorchAo => Factor::Multiply(1.0 / g / scale),
+        }
+    }
+
+    /// What −0 becomes as a code, and NaN outside ModelOpt.
+    pub fn code_edge(self, edge: Edge) -> Edge {
+        match self {
+            Profile::TransformerEngine => edge,
+            Profile::ModelOpt | Profile::LlmCompressor => Edge::Reference,
+            Profile::TorchAo => Edge::Kernel,
+        }
+    }
+
     /// How amax treats NaN: TransformerEngine has a choice, the others let NaN win.
     pub fn amax_edge(self, edge: Edge) -> Edge {
         match self {
@@ -75,50 +132,6 @@ impl Profile {
             Profile::ModelOpt | Profile::LlmCompressor | Profile::TorchAo => Edge::Reference,
         }
     }
-}
-
-/// Quantizes a tile as ModelOpt does. Unlike elsewhere NaN becomes code 7 while −0 becomes code 0.
-pub fn model_opt<const H: usize>(tile: &Rows<f32, H>, g: f32, rounding: TileRounding<'_, H>) -> Quantized<H> {
-    let requested = match amax(tile.as_flattened(), Edge::Reference) / (6.0 * g) {
-        0.0 => 1.0,
-        s => s,
-    };
-    let scale = e4m3::encode(at_least(e4m3::MIN_POSITIVE, requested));
-    let divisor = e4m3::decode(scale) * g;
-    let scaled = tile.map(|row| row.map(|x| x / divisor));
-    let mut codes = block::encode(&scaled, Edge::Reference, rounding);
-    for (code, y) in codes.as_flattened_mut().iter_mut().zip(scaled.as_flattened()) {
-        if y.is_nan() {
-            *code = 7;
-        }
-    }
-    Quantized { scale, codes }
-}
-
-/// Quantizes a tile as llm-compressor does.
-pub fn llm_compressor<const H: usize>(
-    tile: &Rows<f32, H>,
-    g: f32,
-    precision: Precision,
-    rounding: TileRounding<'_, H>,
-) -> Quantized<H> {
-    let local = precision.round(amax(tile.as_flattened(), Edge::Reference) / 6.0);
-    let scale = match e4m3::encode(g * local) {
-        0 => LLM_COMPRESSOR_ZERO,
-        byte => byte,
-    };
-    let divisor = e4m3::decode(scale) / g;
-    let scaled = tile.map(|row| row.map(|x| x / divisor));
-    Quantized { scale, codes: block::encode(&scaled, Edge::Reference, rounding) }
-}
-
-/// Quantizes a tile as torchao does.
-pub fn torch_ao<const H: usize>(tile: &Rows<f32, H>, g: f32, rounding: TileRounding<'_, H>) -> Quantized<H> {
-    let requested = amax(tile.as_flattened(), Edge::Reference) / 6.0 / g;
-    let scale = e4m3::encode(at_least(e4m3::MIN_NORMAL, requested));
-    let factor = 1.0 / g / e4m3::decode(scale);
-    let scaled = tile.map(|row| row.map(|x| x * factor));
-    Quantized { scale, codes: block::encode(&scaled, Edge::Kernel, rounding) }
 }
 
 /// `max(x, least)`; NaN stays NaN, as in torch's `clamp`.
@@ -129,21 +142,16 @@ fn at_least(least: f32, x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Rounding;
+    use crate::block::{self, Quantized, Scaling};
+    use crate::{Mode, Rounding};
 
     const GRID: [f32; 16] =
         [6.0, 5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -6.0];
     const CODES: [u8; 16] = [7, 6, 6, 4, 4, 2, 2, 0, 8, 10, 10, 12, 12, 14, 14, 15];
 
-    /// Every profile's tile rule at the stored number for `amax`.
     fn quantize(profile: Profile, row: [f32; 16], amax: f32, precision: Precision) -> Quantized<1> {
-        let (tile, g, nearest) = ([row], profile.stored(amax, precision), Rounding::NearestEven);
-        match profile {
-            Profile::TransformerEngine => unreachable!("has its own tests"),
-            Profile::ModelOpt => model_opt(&tile, g, nearest),
-            Profile::LlmCompressor => llm_compressor(&tile, g, precision, nearest),
-            Profile::TorchAo => torch_ao(&tile, g, nearest),
-        }
+        let scaling = Scaling::new(amax, &Mode { profile, ..Mode::default() }, precision);
+        block::quantize(&[row], &scaling, Rounding::NearestEven)
     }
 
     const OTHERS: [Profile; 3] = [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo];

@@ -257,7 +257,7 @@ fn a_long_sum_is_exact_to_the_last_unit() {
 fn check_choice<const H: usize>(tile: &Rows<f32, H>, global: &Global, metric: Metric, error: ErrorPath, edge: Edge) {
     let candidates = candidate_scales(scale::amax(tile.as_flattened(), edge), global, edge).map(|scale| {
         let inverse = inverse_scale(scale, global, edge);
-        block::Quantized { scale, codes: block::encode(&block::multiply(tile, inverse), edge, Rounding::NearestEven) }
+        block::Quantized { scale, codes: block::encode(tile, inverse, edge) }
     });
     let chosen = four_over_six::quantize(tile, global, metric, error, edge);
     let total = |q| tile_error(tile, q, global, metric, error);
