@@ -118,7 +118,7 @@ fn measure(x: &[bf16], rows: usize, cols: usize, seed: u64, quantizer: Quantizer
 }
 
 /// Standard normal values (Box–Muller over Philox), one in 1000 of them 20 times larger.
-fn generate(rows: usize, cols: usize, seed: u64) -> Vec<bf16> {
+pub fn generate(rows: usize, cols: usize, seed: u64) -> Vec<bf16> {
     let uniform = |word: u32| (f64::from(word) + 0.5) / 4294967296.0;
     (0..rows * cols)
         .map(|i| {

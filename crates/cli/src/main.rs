@@ -1,5 +1,6 @@
 //! The `nvfp4` command line: one file or folder per subcommand.
 
+mod bench;
 mod conformance;
 mod demo;
 
@@ -18,11 +19,13 @@ struct Cli {
 enum Command {
     Demo(demo::Args),
     Conformance(conformance::Args),
+    Bench(bench::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Conformance(args) => conformance::run(&args),
     };
     result.unwrap_or_else(|error| {

@@ -1,5 +1,7 @@
 //! Which version of an operation runs.
 
+#[cfg(target_arch = "x86_64")]
+use crate::avx2::Avx2;
 use std::fmt;
 use std::str::FromStr;
 
@@ -9,17 +11,23 @@ use std::str::FromStr;
 pub enum Implementation {
     /// The rules as `spec` writes them.
     Scalar,
+    /// AVX2, FMA and F16C, on all threads of the current rayon pool.
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
 }
 
 impl Implementation {
     /// The fastest implementation that this machine can run.
     pub fn best() -> Self {
-        Implementation::Scalar
+        Self::available().pop().expect("the scalar implementation is always available")
     }
 
     /// Every implementation that this machine can run, the plainest first.
     pub fn available() -> Vec<Self> {
-        vec![Implementation::Scalar]
+        let mut all = vec![Implementation::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        all.extend(Avx2::detect().map(Implementation::Avx2));
+        all
     }
 }
 
@@ -27,6 +35,8 @@ impl fmt::Display for Implementation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Implementation::Scalar => "scalar",
+            #[cfg(target_arch = "x86_64")]
+            Implementation::Avx2(_) => "avx2",
         })
     }
 }

@@ -5,6 +5,8 @@
 //! This crate knows shapes, strides and buffers; it knows nothing of layers or recipes.
 
 pub mod amax;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 pub mod dequantize;
 pub mod gemm;
 pub mod gguf;
@@ -13,6 +15,8 @@ mod input;
 pub mod quantize;
 pub mod swizzle;
 
+#[cfg(target_arch = "x86_64")]
+pub use avx2::Avx2;
 pub use implementation::Implementation;
 pub use input::{Input, Values};
 pub use nvfp4_spec::{Error, Result};

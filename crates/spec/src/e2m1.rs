@@ -12,6 +12,10 @@ pub const SIGN: u8 = 8;
 /// The largest value, 6.
 pub const MAX: f32 = 6.0;
 
+/// The smallest magnitudes that round to the codes 1…7: the midpoints, or what follows them where a tie goes down.
+pub const FIRSTS: [f32; 7] =
+    [0.25f32.next_up(), 0.75, 1.25f32.next_up(), 1.75, 2.5f32.next_up(), 3.5, 5.0f32.next_up()];
+
 /// The code nearest to `x`; a tie goes to the even code.
 ///
 /// Anything beyond ±5, infinities included, becomes ±6. A negative value that rounds to zero gives code 8 (−0). The
@@ -104,6 +108,13 @@ mod tests {
         assert_eq!([encode(f32::NAN, Edge::Reference), encode(-f32::NAN, Edge::Reference)], [0, 0]);
         assert_eq!([encode(-1e-40, Edge::Kernel), encode(-1e-40, Edge::Reference)], [8, 8]);
         assert_eq!([encode(f32::INFINITY, Edge::Kernel), encode(f32::NEG_INFINITY, Edge::Reference)], [7, 15]);
+    }
+
+    #[test]
+    fn codes_begin_at_their_firsts() {
+        for (code, first) in (1..).zip(FIRSTS) {
+            assert_eq!([encode(first.next_down(), Edge::Kernel), encode(first, Edge::Kernel)], [code - 1, code]);
+        }
     }
 
     /// An independent statement of "nearest, ties to even": the closest value in f64, the even code among equals.

@@ -1,5 +1,8 @@
 //! The largest magnitude of a matrix, of its rows and of its columns. **Exact.**
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};
 use nvfp4_spec::{Edge, GlobalScale, matrix};
@@ -25,6 +28,8 @@ pub fn amax(implementation: Implementation, x: &Input<'_>, edge: Edge, wanted: W
     }
     match implementation {
         Implementation::Scalar => scalar(x, edge, wanted),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2(token) => avx2::amax(token, x, edge, wanted),
     }
     Ok(())
 }

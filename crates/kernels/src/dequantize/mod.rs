@@ -12,6 +12,8 @@ pub fn dequantize<T: Element>(implementation: Implementation, q: &View<'_>, out:
     check_len("output", rows.checked_mul(cols).ok_or(Error::TooLarge { rows, cols })?, out.len())?;
     match implementation {
         Implementation::Scalar => out.copy_from_slice(&matrix::dequantize(q)?),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2(_) => out.copy_from_slice(&matrix::dequantize(q)?),
     }
     Ok(())
 }

@@ -20,6 +20,8 @@ pub fn gemm<T: Element>(
     check_len("output", outputs, out.len())?;
     match implementation {
         Implementation::Scalar => out.copy_from_slice(&spec::gemm(a, b, product)?),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2(_) => out.copy_from_slice(&spec::gemm(a, b, product)?),
     }
     Ok(())
 }

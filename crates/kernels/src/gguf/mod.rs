@@ -15,7 +15,7 @@ pub fn pack(
 ) -> Result<()> {
     check_len("GGUF data", spec::packed_len(rows, cols)?, packed.len())?;
     match implementation {
-        Implementation::Scalar => packed.copy_from_slice(&spec::pack(codes, scales, rows, cols)?),
+        _ => packed.copy_from_slice(&spec::pack(codes, scales, rows, cols)?),
     }
     Ok(())
 }
@@ -33,7 +33,7 @@ pub fn unpack(
     check_len("codes", rows * cols / 2, codes.len())?;
     check_len("scales", rows * cols / nvfp4_spec::BLOCK, scales.len())?;
     match implementation {
-        Implementation::Scalar => {
+        _ => {
             let (unpacked_codes, unpacked_scales) = spec::unpack(packed, rows, cols)?;
             codes.copy_from_slice(&unpacked_codes);
             scales.copy_from_slice(&unpacked_scales);

@@ -2,6 +2,8 @@
 //!
 //! The column direction is the quantization of the transposed matrix; see [`nvfp4_spec::matrix`].
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod scalar;
 
 use crate::input::check_len;
@@ -79,7 +81,18 @@ impl Direction<'_> {
         let code_len = rows.checked_mul(e2m1::packed_len(cols)).ok_or(Error::TooLarge { rows, cols })?;
         check_len("codes", code_len, self.codes.len())?;
         check_len("scales", self.layout.scale_len(rows, cols)?, self.scales.len())?;
-        check_len("amax", self.mode.global.count(rows), self.amax.len())
+        check_len("amax", self.mode.global.count(rows), self.amax.len())?;
+        if let Amax::Given(amax) = self.amax
+            && let Some(index) = amax.iter().position(|&a| a < 0.0)
+        {
+            return Err(Error::NegativeAmax { index, value: amax[index] });
+        }
+        if let Rounding::Stochastic(Random::Bytes(bytes)) = self.rounding {
+            let expected = Layout::Linear.scale_len(rows, cols)?.checked_mul(BLOCK);
+            let expected = expected.ok_or(Error::TooLarge { rows, cols })?;
+            check_len("random bytes (16 per block)", expected, bytes.len())?;
+        }
+        Ok(())
     }
 }
 
@@ -98,5 +111,7 @@ pub fn quantize(
     }
     match implementation {
         Implementation::Scalar => scalar::quantize(x, row, col),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2(token) => avx2::quantize(token, x, row, col).map(drop),
     }
 }

@@ -14,7 +14,7 @@ pub fn swizzle(
 ) -> Result<()> {
     check_len("swizzled scales", spec::len(rows, cols)?, swizzled.len())?;
     match implementation {
-        Implementation::Scalar => swizzled.copy_from_slice(&spec::swizzle(scales, rows, cols)?),
+        _ => swizzled.copy_from_slice(&spec::swizzle(scales, rows, cols)?),
     }
     Ok(())
 }
@@ -30,7 +30,7 @@ pub fn unswizzle(
     spec::len(rows, cols)?;
     check_len("scales", rows * cols, scales.len())?;
     match implementation {
-        Implementation::Scalar => scales.copy_from_slice(&spec::unswizzle(swizzled, rows, cols)?),
+        _ => scales.copy_from_slice(&spec::unswizzle(swizzled, rows, cols)?),
     }
     Ok(())
 }

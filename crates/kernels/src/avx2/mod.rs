@@ -1,0 +1,242 @@
+//! What the AVX2 twins share: the token that proves the CPU has the instructions, and blocks of 16 elements in registers.
+//!
+//! Functions here and in the `avx2` files carry `#[target_feature]`, so the compiler lets them use the instructions safely
+//! and lets only each other, or an `unsafe` block that holds a token, call them.
+
+pub(crate) mod philox;
+
+use nvfp4_spec::{BLOCK, Edge, Element, Precision};
+use std::arch::x86_64::*;
+
+/// Proof that this CPU has AVX2, FMA and F16C.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Avx2(());
+
+impl Avx2 {
+    /// The token, if the CPU has the instructions.
+    pub fn detect() -> Option<Self> {
+        let has_all =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        has_all.then_some(Avx2(()))
+    }
+}
+
+/// The bits of 16 elements. 16-bit types fill `lo`; `hi` is then unused. `f32` has elements 0–7 in `lo`, 8–15 in `hi`.
+#[derive(Clone, Copy)]
+pub(crate) struct Block {
+    lo: __m256i,
+    hi: __m256i,
+}
+
+/// The bits of +∞: magnitudes above it are NaN.
+pub(crate) const fn infinity_bits(precision: Precision) -> u32 {
+    match precision {
+        Precision::F32 => 0x7F80_0000,
+        Precision::Bf16 => 0x7F80,
+        Precision::F16 => 0x7C00,
+    }
+}
+
+/// A magnitude's bits as a value.
+pub(crate) fn value_of(bits: u32, precision: Precision) -> f32 {
+    match precision {
+        Precision::F32 => f32::from_bits(bits),
+        Precision::Bf16 => half::bf16::from_bits(bits as u16).to_f32(),
+        Precision::F16 => half::f16::from_bits(bits as u16).to_f32(),
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn load<T: Element>(x: &[T; BLOCK]) -> Block {
+    let p = x.as_ptr().cast::<__m256i>();
+    match T::PRECISION {
+        Precision::F32 => Block {
+            // SAFETY: 16 elements of 4 bytes are two vectors; this is the first.
+            lo: unsafe { _mm256_loadu_si256(p) },
+            // SAFETY: as above; this is the second.
+            hi: unsafe { _mm256_loadu_si256(p.add(1)) },
+        },
+        Precision::Bf16 | Precision::F16 => {
+            // SAFETY: 16 elements of 2 bytes are one vector.
+            let lo = unsafe { _mm256_loadu_si256(p) };
+            Block { lo, hi: lo }
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn store<T: Element>(block: Block, out: &mut [T; BLOCK]) {
+    let p = out.as_mut_ptr().cast::<__m256i>();
+    // SAFETY: 16 elements are at least one vector of plain bits, valid for every element type.
+    unsafe { _mm256_storeu_si256(p, block.lo) };
+    if T::PRECISION == Precision::F32 {
+        // SAFETY: 16 elements of 4 bytes are two vectors; this is the second.
+        unsafe { _mm256_storeu_si256(p.add(1), block.hi) };
+    }
+}
+
+/// A block of zeros.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn zero() -> Block {
+    Block { lo: _mm256_setzero_si256(), hi: _mm256_setzero_si256() }
+}
+
+/// The magnitudes' bits.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn abs<T: Element>(b: Block) -> Block {
+    match T::PRECISION {
+        Precision::F32 => {
+            let mask = _mm256_set1_epi32(0x7FFF_FFFF);
+            Block { lo: _mm256_and_si256(b.lo, mask), hi: _mm256_and_si256(b.hi, mask) }
+        }
+        Precision::Bf16 | Precision::F16 => {
+            let lo = _mm256_and_si256(b.lo, _mm256_set1_epi16(0x7FFF));
+            Block { lo, hi: lo }
+        }
+    }
+}
+
+/// The magnitudes' bits as amax sees them: NaN is 0 in the kernel edge. Twin of `scale::magnitude_bits`.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn magnitudes<T: Element>(b: Block, edge: Edge) -> Block {
+    let a = abs::<T>(b);
+    if edge == Edge::Reference {
+        return a;
+    }
+    let infinity = infinity_bits(T::PRECISION);
+    match T::PRECISION {
+        Precision::F32 => {
+            let limit = _mm256_set1_epi32(infinity as i32);
+            let visible = |x| _mm256_andnot_si256(_mm256_cmpgt_epi32(x, limit), x);
+            Block { lo: visible(a.lo), hi: visible(a.hi) }
+        }
+        Precision::Bf16 | Precision::F16 => {
+            let limit = _mm256_set1_epi16(infinity as i16);
+            let lo = _mm256_andnot_si256(_mm256_cmpgt_epi16(a.lo, limit), a.lo);
+            Block { lo, hi: lo }
+        }
+    }
+}
+
+/// The larger of two magnitudes, element by element.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn max<T: Element>(a: Block, b: Block) -> Block {
+    match T::PRECISION {
+        Precision::F32 => Block { lo: _mm256_max_epi32(a.lo, b.lo), hi: _mm256_max_epi32(a.hi, b.hi) },
+        Precision::Bf16 | Precision::F16 => {
+            let lo = _mm256_max_epu16(a.lo, b.lo);
+            Block { lo, hi: lo }
+        }
+    }
+}
+
+/// The largest magnitude's bits.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn largest<T: Element>(a: Block) -> u32 {
+    match T::PRECISION {
+        Precision::F32 => {
+            let m = _mm256_max_epi32(a.lo, a.hi);
+            let m = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256::<1>(m));
+            let m = _mm_max_epi32(m, _mm_shuffle_epi32::<0b01_00_11_10>(m));
+            let m = _mm_max_epi32(m, _mm_shuffle_epi32::<0b10_11_00_01>(m));
+            _mm_cvtsi128_si32(m) as u32
+        }
+        Precision::Bf16 | Precision::F16 => {
+            // The only horizontal instruction is a minimum, so it looks at the complements.
+            let m = _mm_max_epu16(_mm256_castsi256_si128(a.lo), _mm256_extracti128_si256::<1>(a.lo));
+            let least = _mm_minpos_epu16(_mm_xor_si128(m, _mm_set1_epi16(-1)));
+            !_mm_cvtsi128_si32(least) as u32 & 0xFFFF
+        }
+    }
+}
+
+/// The elements in binary32: 0–7, then 8–15.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn widen<T: Element>(b: Block) -> [__m256; 2] {
+    match T::PRECISION {
+        Precision::F32 => [_mm256_castsi256_ps(b.lo), _mm256_castsi256_ps(b.hi)],
+        Precision::Bf16 => {
+            let shift = |x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(x)));
+            [shift(_mm256_castsi256_si128(b.lo)), shift(_mm256_extracti128_si256::<1>(b.lo))]
+        }
+        Precision::F16 => {
+            [_mm256_cvtph_ps(_mm256_castsi256_si128(b.lo)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(b.lo))]
+        }
+    }
+}
+
+/// 16 words with the elements' signs in bit 3, everything else clear: the sign bits of E2M1 codes.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn code_signs<T: Element>(b: Block) -> __m256i {
+    let words = match T::PRECISION {
+        Precision::F32 => narrow(b.lo, b.hi),
+        Precision::Bf16 | Precision::F16 => b.lo,
+    };
+    _mm256_and_si256(_mm256_srli_epi16::<12>(words), _mm256_set1_epi16(8))
+}
+
+/// 16 doublewords, 0–7 and 8–15, as 16 words in order, saturated with their signs.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn narrow(lo: __m256i, hi: __m256i) -> __m256i {
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(lo, hi))
+}
+
+/// Minus the number of cuts that each magnitude exceeds, as 16 words. A cut is a vector of equal magnitudes.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn count_above<T: Element>(a: Block, cuts: &[__m256i]) -> __m256i {
+    match T::PRECISION {
+        Precision::F32 => {
+            let mut sums = [_mm256_setzero_si256(); 2];
+            for &cut in cuts {
+                sums[0] = _mm256_add_epi32(sums[0], _mm256_cmpgt_epi32(a.lo, cut));
+                sums[1] = _mm256_add_epi32(sums[1], _mm256_cmpgt_epi32(a.hi, cut));
+            }
+            narrow(sums[0], sums[1])
+        }
+        Precision::Bf16 | Precision::F16 => {
+            let mut sum = _mm256_setzero_si256();
+            for &cut in cuts {
+                sum = _mm256_add_epi16(sum, _mm256_cmpgt_epi16(a.lo, cut));
+            }
+            sum
+        }
+    }
+}
+
+/// A magnitude's bits in every element.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn splat(bits: u32, precision: Precision) -> __m256i {
+    match precision {
+        Precision::F32 => _mm256_set1_epi32(bits as i32),
+        Precision::Bf16 | Precision::F16 => _mm256_set1_epi16(bits as i16),
+    }
+}
+
+/// The bits of 16 bf16 values nearest to 16 binary32 values, as a block; NaN stays NaN.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn round_to_bf16(x: [__m256; 2]) -> Block {
+    let round = |x: __m256| {
+        let bits = _mm256_castps_si256(x);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+        _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan))
+    };
+    let words = _mm256_packus_epi32(round(x[0]), round(x[1]));
+    let lo = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+    Block { lo, hi: lo }
+}

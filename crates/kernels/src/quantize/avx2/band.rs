@@ -1,0 +1,250 @@
+//! A band is quantized in three sweeps over data that sits in cache: the largest magnitude of every tile, the scale bytes,
+//! the codes. What the sweeps cannot decide exactly (NaN in a tile, a factor that is not a positive number, a 4over6 choice
+//! within its error bound) is left to the rules of `spec`, tile by tile, at the end.
+
+use super::cuts::Table;
+use super::encode::{self, KEEP, e4m3_bytes, store_bytes, values_of};
+use super::four_over_six;
+use crate::avx2::{Avx2, abs, infinity_bits, largest, load, max, philox, value_of};
+use nvfp4_spec::block::{self, Rows, Scaling};
+use nvfp4_spec::scale::SIXTH;
+use nvfp4_spec::stochastic::Random;
+use nvfp4_spec::{BLOCK, Edge, Element, Profile, Rounding, ScaleRule, e2m1};
+use std::arch::x86_64::*;
+
+/// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix are zeros.
+pub(super) struct Band<'a, T> {
+    pub data: &'a [T],
+    /// Distance between rows.
+    pub stride: usize,
+    /// 1 or 16.
+    pub height: usize,
+    /// Blocks of a row.
+    pub blocks: usize,
+}
+
+impl<'a, T: Element> Band<'a, T> {
+    #[inline]
+    fn row(&self, r: usize) -> &'a [[T; BLOCK]] {
+        self.data[r * self.stride..][..self.blocks * BLOCK].as_chunks::<BLOCK>().0
+    }
+
+    fn tile<const H: usize>(&self, b: usize) -> Rows<f32, H> {
+        std::array::from_fn(|r| self.row(r)[b].map(|x| x.to_f32()))
+    }
+}
+
+/// Where a band's bytes go: row `r` starts at `r` strides.
+pub(super) struct Output<'a> {
+    pub codes: &'a mut [u8],
+    pub code_stride: usize,
+    pub scales: &'a mut [u8],
+    pub scale_stride: usize,
+}
+
+/// Where a band's random bytes come from.
+#[derive(Clone, Copy)]
+pub(super) struct Draw<'a> {
+    pub rounding: Rounding<Random<'a>>,
+    /// Index of the band's first block in its direction.
+    pub first: usize,
+    /// Blocks between two rows of the direction.
+    pub pitch: usize,
+}
+
+/// What a thread keeps between bands.
+pub(super) struct Worker {
+    table: Table,
+    /// Bits of the tiles' largest magnitudes.
+    magnitudes: Vec<u32>,
+    pub(super) scales: Vec<u8>,
+    random: Vec<[u8; BLOCK]>,
+    /// Tiles that the rules decide.
+    undecided: Vec<usize>,
+}
+
+impl Worker {
+    pub fn new(_: Avx2, scaling: &Scaling) -> Self {
+        Worker {
+            // SAFETY: an Avx2 token is only made after detection.
+            table: unsafe { Table::new(scaling) },
+            magnitudes: Vec::new(),
+            scales: Vec::new(),
+            random: Vec::new(),
+            undecided: Vec::new(),
+        }
+    }
+
+    /// Quantizes a band whose tensor or row has this scaling.
+    pub fn quantize<T: Element>(
+        &mut self,
+        _: Avx2,
+        scaling: &Scaling,
+        band: &Band<'_, T>,
+        draw: Draw<'_>,
+        out: &mut Output<'_>,
+    ) {
+        self.table.set(scaling);
+        // SAFETY: an Avx2 token is only made after detection.
+        unsafe { self.run(band, draw, out) }
+    }
+
+    /// How many tiles of the last band were left to the rules.
+    pub fn undecided(&self) -> usize {
+        self.undecided.len()
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn run<T: Element>(&mut self, band: &Band<'_, T>, draw: Draw<'_>, out: &mut Output<'_>) {
+        let mode = self.table.scaling().mode;
+        self.undecided.clear();
+        self.find_magnitudes(band);
+        self.choose_scales(band);
+        for b in 0..band.blocks {
+            if !self.table.prepare(self.scales[b]) {
+                self.undecided.push(b);
+            }
+        }
+        let keep = mode.profile.code_edge(mode.edge) == Edge::Kernel;
+        let divide = matches!(mode.profile, Profile::ModelOpt | Profile::LlmCompressor);
+        for r in 0..band.height {
+            let codes = &mut out.codes[r * out.code_stride..][..band.blocks * BLOCK / 2];
+            out.scales[r * out.scale_stride..][..band.blocks].copy_from_slice(&self.scales[..band.blocks]);
+            let (row, scales, table) = (band.row(r), &self.scales, &self.table);
+            match draw.rounding {
+                Rounding::NearestEven if keep => encode::nearest::<T, KEEP>(row, scales, table, codes),
+                Rounding::NearestEven => encode::nearest::<T, { !KEEP }>(row, scales, table, codes),
+                Rounding::Stochastic(random) => {
+                    let first = draw.first + r * draw.pitch;
+                    fill_random(&mut self.random, random, first, band.blocks);
+                    let random = &self.random;
+                    match (keep, divide) {
+                        (true, false) => encode::stochastic::<T, KEEP, false>(row, scales, random, table, codes),
+                        (true, true) => encode::stochastic::<T, KEEP, true>(row, scales, random, table, codes),
+                        (false, false) => encode::stochastic::<T, { !KEEP }, false>(row, scales, random, table, codes),
+                        (false, true) => encode::stochastic::<T, { !KEEP }, true>(row, scales, random, table, codes),
+                    }
+                }
+            }
+        }
+        for i in 0..self.undecided.len() {
+            match band.height {
+                1 => self.decide::<T, 1>(self.undecided[i], band, draw, out),
+                _ => self.decide::<T, 16>(self.undecided[i], band, draw, out),
+            }
+        }
+    }
+
+    /// The bits of each tile's largest magnitude. A tile with NaN is undecided.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn find_magnitudes<T: Element>(&mut self, band: &Band<'_, T>) {
+        self.magnitudes.clear();
+        let infinity = infinity_bits(T::PRECISION);
+        let mut note = |b: usize, bits: u32| {
+            let nan = bits > infinity;
+            if nan {
+                self.undecided.push(b);
+            }
+            self.magnitudes.push(if nan { 0 } else { bits });
+        };
+        if band.height == 1 {
+            for (b, x) in band.row(0).iter().enumerate() {
+                note(b, largest::<T>(abs::<T>(load(x))));
+            }
+        } else {
+            for b in 0..band.blocks {
+                let mut m = abs::<T>(load(&band.row(0)[b]));
+                for r in 1..band.height {
+                    m = max::<T>(m, abs::<T>(load(&band.row(r)[b])));
+                }
+                note(b, largest::<T>(m));
+            }
+        }
+        // Whole vectors of eight, for what follows.
+        self.magnitudes.resize(band.blocks.next_multiple_of(8), 0);
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn choose_scales<T: Element>(&mut self, band: &Band<'_, T>) {
+        let scaling = *self.table.scaling();
+        self.scales.resize(self.magnitudes.len(), 0);
+        let eights = self.magnitudes.as_chunks::<8>().0.iter().zip(self.scales.as_chunks_mut::<8>().0);
+        match (scaling.mode.rule, scaling.mode.profile) {
+            (ScaleRule::Six, Profile::TransformerEngine) => {
+                // Twin of `scale::block_scale`.
+                let multiplier = _mm256_set1_ps(scaling.global.encode * SIXTH);
+                for (bits, scales) in eights {
+                    store_bytes(e4m3_bytes(_mm256_mul_ps(values_of(bits, T::PRECISION), multiplier)), scales);
+                }
+            }
+            (ScaleRule::Six, _) => {
+                for (bits, scales) in eights {
+                    *scales = bits.map(|b| scaling.block_scale(value_of(b, T::PRECISION)));
+                }
+            }
+            (ScaleRule::FourOverSix { metric, error, .. }, _) => {
+                let mut four = [0; 8];
+                for (i, (bits, six)) in eights.enumerate() {
+                    let amax = values_of(bits, T::PRECISION);
+                    four_over_six::candidates(amax, scaling.global.encode, six, &mut four);
+                    for (j, (six, &four)) in six.iter_mut().zip(&four).enumerate() {
+                        let b = 8 * i + j;
+                        if *six == four || b >= band.blocks {
+                            continue; // equal candidates tie, and a tie is six
+                        }
+                        let candidates = four_over_six::Candidates::new(&mut self.table, [*six, four], error);
+                        let amax = value_of(bits[j], T::PRECISION);
+                        let rows = (0..band.height).map(|r| &band.row(r)[b]);
+                        match candidates.and_then(|c| c.choose::<T>(amax, rows, metric, error)) {
+                            Some(scale) => *six = scale,
+                            None => self.undecided.push(b),
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// A tile by the rules as written.
+    #[cold]
+    fn decide<T: Element, const H: usize>(&self, b: usize, band: &Band<'_, T>, draw: Draw<'_>, out: &mut Output<'_>) {
+        let random: Rows<u8, H>;
+        let rounding = match draw.rounding {
+            Rounding::NearestEven => Rounding::NearestEven,
+            Rounding::Stochastic(source) => {
+                random = std::array::from_fn(|r| random_block(source, draw.first + r * draw.pitch + b));
+                Rounding::Stochastic(&random)
+            }
+        };
+        let q = block::quantize(&band.tile::<H>(b), self.table.scaling(), rounding);
+        for (r, codes) in q.codes.iter().enumerate() {
+            out.scales[r * out.scale_stride + b] = q.scale;
+            let bytes = &mut out.codes[r * out.code_stride + b * BLOCK / 2..][..BLOCK / 2];
+            for (byte, pair) in bytes.iter_mut().zip(codes.as_chunks::<2>().0) {
+                *byte = e2m1::pack(pair[0], pair[1]);
+            }
+        }
+    }
+}
+
+/// The random bytes of `blocks` blocks from `first` on.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fill_random(out: &mut Vec<[u8; BLOCK]>, random: Random<'_>, first: usize, blocks: usize) {
+    out.resize(blocks, [0; BLOCK]);
+    match random {
+        Random::Stream(stream) => philox::fill(&stream, first as u64, &mut out[..blocks]),
+        Random::Bytes(_) => {
+            for (i, block) in out.iter_mut().enumerate() {
+                *block = random_block(random, first + i);
+            }
+        }
+    }
+}
+
+/// The bytes of a block; a square tile may reach beyond the matrix, where they do not matter.
+fn random_block(random: Random<'_>, index: usize) -> [u8; BLOCK] {
+    match random {
+        Random::Bytes(bytes) if (index + 1) * BLOCK > bytes.len() => [0; BLOCK],
+        random => random.block(index),
+    }
+}

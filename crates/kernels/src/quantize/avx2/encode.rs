@@ -1,0 +1,153 @@
+//! From scaled elements to packed codes. Twins of [`nvfp4_spec::e2m1::encode`] and [`nvfp4_spec::stochastic::encode`].
+
+use super::cuts::{Entry, Table};
+use crate::avx2::{Block, abs, code_signs, count_above, load, narrow, widen};
+use nvfp4_spec::{BLOCK, Element, Precision};
+use std::arch::x86_64::*;
+
+/// Whether −0 keeps its sign, as a constant.
+pub(super) const KEEP: bool = true;
+
+/// The codes of a row of blocks, rounded to nearest, 8 bytes each.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn nearest<T: Element, const KEEP_ZERO_SIGN: bool>(
+    row: &[[T; BLOCK]],
+    scales: &[u8],
+    table: &Table,
+    out: &mut [u8],
+) {
+    for_each_four(row, out, |b| code_words::<T, KEEP_ZERO_SIGN>(load(&row[b]), table.entry(scales[b])));
+}
+
+/// The codes of a row of blocks, rounded with 16 random bytes per block.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn stochastic<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: bool>(
+    row: &[[T; BLOCK]],
+    scales: &[u8],
+    random: &[[u8; BLOCK]],
+    table: &Table,
+    out: &mut [u8],
+) {
+    for_each_four(row, out, |b| {
+        stochastic_words::<T, KEEP_ZERO_SIGN, DIVIDE>(load(&row[b]), table.entry(scales[b]).factor, &random[b])
+    });
+}
+
+/// Packs the codes of four blocks at a time.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn for_each_four<T>(row: &[[T; BLOCK]], out: &mut [u8], words: impl Fn(usize) -> __m256i) {
+    let (fours, rest) = out.as_chunks_mut::<32>();
+    for (i, four) in fours.iter_mut().enumerate() {
+        let packed = pack([words(4 * i), words(4 * i + 1), words(4 * i + 2), words(4 * i + 3)]);
+        // SAFETY: the destination is an array of 32 bytes.
+        unsafe { _mm256_storeu_si256(four.as_mut_ptr().cast(), packed) };
+    }
+    if !rest.is_empty() {
+        let first = 4 * fours.len();
+        let at = |j: usize| if first + j < row.len() { words(first + j) } else { _mm256_setzero_si256() };
+        let packed = pack([at(0), at(1), at(2), at(3)]);
+        let mut bytes = [0u8; 32];
+        // SAFETY: the destination is an array of 32 bytes.
+        unsafe { _mm256_storeu_si256(bytes.as_mut_ptr().cast(), packed) };
+        rest.copy_from_slice(&bytes[..rest.len()]);
+    }
+}
+
+/// 16 codes as words: the number of cuts below the magnitude, and the sign.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn code_words<T: Element, const KEEP_ZERO_SIGN: bool>(x: Block, entry: &Entry) -> __m256i {
+    let a = abs::<T>(x);
+    let mut signs = code_signs::<T>(x);
+    if !KEEP_ZERO_SIGN {
+        signs = _mm256_and_si256(signs, count_above::<T>(a, &entry.cuts[7..]));
+    }
+    _mm256_sub_epi16(signs, count_above::<T>(a, &entry.cuts[..7]))
+}
+
+/// 16 codes as words, rounded stochastically.
+///
+/// With `e` the power of two at or below max(|y|, 1), the grid step at |y| is e/2, so `u·step = r·(e/512)`; beyond 8, where
+/// the rule's step stays 2, everything saturates. The grid at `t` is what is left of `t` when all mantissa bits but one are
+/// dropped; below 1 the only grid point other than 0 is 0.5.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn stochastic_words<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: bool>(
+    x: Block,
+    factor: f32,
+    random: &[u8; BLOCK],
+) -> __m256i {
+    // SAFETY: the source is an array of 16 bytes.
+    let random = unsafe { _mm_loadu_si128(random.as_ptr().cast()) };
+    let r = [_mm256_cvtepu8_epi32(random), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(random))];
+    let a = widen::<T>(abs::<T>(x));
+    let factor = _mm256_set1_ps(factor);
+    let mut codes = [_mm256_setzero_si256(); 2];
+    let mut nonzero = [_mm256_setzero_si256(); 2];
+    for half in 0..2 {
+        let y = if DIVIDE { _mm256_div_ps(a[half], factor) } else { _mm256_mul_ps(a[half], factor) };
+        let one = _mm256_set1_epi32(0x3F80_0000);
+        let exponent = _mm256_and_si256(_mm256_castps_si256(y), _mm256_set1_epi32(0x7F80_0000));
+        let step = _mm256_sub_epi32(_mm256_max_epi32(exponent, one), _mm256_set1_epi32(9 << 23));
+        let t = _mm256_fmadd_ps(_mm256_cvtepi32_ps(r[half]), _mm256_castsi256_ps(step), y);
+        let from_one = _mm256_sub_epi32(_mm256_srli_epi32::<22>(_mm256_castps_si256(t)), _mm256_set1_epi32(252));
+        let from_half = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GE_OQ>(t, _mm256_set1_ps(0.5)));
+        let code = _mm256_max_epi32(from_one, _mm256_srli_epi32::<31>(from_half));
+        codes[half] = _mm256_min_epi32(code, _mm256_set1_epi32(7));
+        nonzero[half] = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(y, _mm256_setzero_ps()));
+    }
+    let mut signs = code_signs::<T>(x);
+    if !KEEP_ZERO_SIGN {
+        signs = _mm256_and_si256(signs, narrow(nonzero[0], nonzero[1]));
+    }
+    _mm256_or_si256(signs, narrow(codes[0], codes[1]))
+}
+
+/// The codes of four blocks, 16 words each, as 32 bytes: the even element in the low nibble.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn pack(words: [__m256i; 4]) -> __m256i {
+    let weights = _mm256_set1_epi16(0x1001);
+    let pair = |a, b| _mm256_maddubs_epi16(_mm256_packus_epi16(a, b), weights);
+    let bytes = _mm256_packus_epi16(pair(words[0], words[1]), pair(words[2], words[3]));
+    // The packs work on halves of registers, so the halves of the blocks come out interleaved.
+    _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
+}
+
+/// The bytes nearest to eight non-negative values. Twin of [`nvfp4_spec::e4m3::encode`]: adding a power of two that leaves
+/// three mantissa bits (or, below 2⁻⁶, units of 2⁻⁹) makes the addition round to nearest even.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(super) fn e4m3_bytes(x: __m256) -> __m256i {
+    let x = _mm256_min_ps(x, _mm256_set1_ps(nvfp4_spec::e4m3::MAX));
+    let smallest = _mm256_set1_epi32(121 << 23); // 2⁻⁶, the smallest normal value
+    let exponent = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7F80_0000));
+    let exponent = _mm256_max_epi32(exponent, smallest);
+    let magic = _mm256_add_epi32(exponent, _mm256_set1_epi32(20 << 23));
+    let sum = _mm256_castps_si256(_mm256_add_ps(x, _mm256_castsi256_ps(magic)));
+    let steps = _mm256_sub_epi32(sum, magic);
+    _mm256_add_epi32(steps, _mm256_srli_epi32::<20>(_mm256_sub_epi32(exponent, smallest)))
+}
+
+/// Writes the low bytes of eight doublewords.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(super) fn store_bytes(x: __m256i, out: &mut [u8; 8]) {
+    let words = narrow(x, x);
+    let bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_castsi256_si128(words));
+    *out = _mm_cvtsi128_si64(bytes).to_le_bytes();
+}
+
+/// The bits of a block's largest magnitude are those of a 16-bit or 32-bit type; eight of them as values.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(super) fn values_of(bits: &[u32; 8], precision: Precision) -> __m256 {
+    // SAFETY: the source is an array of 8 doublewords.
+    let bits = unsafe { _mm256_loadu_si256(bits.as_ptr().cast()) };
+    match precision {
+        Precision::F32 => _mm256_castsi256_ps(bits),
+        Precision::Bf16 => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)),
+        Precision::F16 => _mm256_cvtph_ps(_mm256_castsi256_si128(narrow(bits, bits))),
+    }
+}
