@@ -25,16 +25,22 @@ pub fn packed_len(rows: usize, cols: usize) -> Result<usize> {
     area(blocks(rows, cols)?, BLOCK_BYTES)
 }
 
-/// Packs codes and scales into GGUF blocks. The same numbers in another order: the block scales must be finite and
-/// non-negative, because GGUF reads a NaN as 0 and has no sign.
-pub fn pack(codes: &[u8], scales: &[u8], rows: usize, cols: usize) -> Result<Vec<u8>> {
+/// Checks that codes and scales have the lengths of a `rows` × `cols` matrix, and that GGUF can hold the scales.
+pub fn check(codes: &[u8], scales: &[u8], rows: usize, cols: usize) -> Result<()> {
     let blocks = blocks(rows, cols)?;
     check_len("codes", blocks * BLOCK_ELEMENTS / 2, codes.len())?;
     check_len("scales", blocks * SCALES, scales.len())?;
-    if let Some(index) = scales.iter().position(|&s| s >= e4m3::NAN_BYTE) {
-        return Err(Error::ScaleByte { index, byte: scales[index] });
+    match scales.iter().position(|&s| s >= e4m3::NAN_BYTE) {
+        Some(index) => Err(Error::ScaleByte { index, byte: scales[index] }),
+        None => Ok(()),
     }
-    let mut out = Vec::with_capacity(blocks * BLOCK_BYTES);
+}
+
+/// Packs codes and scales into GGUF blocks. The same numbers in another order: the block scales must be finite and
+/// non-negative, because GGUF reads a NaN as 0 and has no sign.
+pub fn pack(codes: &[u8], scales: &[u8], rows: usize, cols: usize) -> Result<Vec<u8>> {
+    check(codes, scales, rows, cols)?;
+    let mut out = Vec::with_capacity(packed_len(rows, cols)?);
     for (codes, scales) in codes.chunks_exact(BLOCK_ELEMENTS / 2).zip(scales.chunks_exact(SCALES)) {
         out.extend_from_slice(scales);
         for sub_block in codes.chunks_exact(BLOCK / 2) {

@@ -214,16 +214,6 @@ pub(crate) fn count_above<T: Element>(a: Block, cuts: &[__m256i]) -> __m256i {
     }
 }
 
-/// A magnitude's bits in every element.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-pub(crate) fn splat(bits: u32, precision: Precision) -> __m256i {
-    match precision {
-        Precision::F32 => _mm256_set1_epi32(bits as i32),
-        Precision::Bf16 | Precision::F16 => _mm256_set1_epi16(bits as i16),
-    }
-}
-
 /// The bits of 16 bf16 values nearest to 16 binary32 values, as a block; NaN stays NaN.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]

@@ -21,18 +21,21 @@ pub(crate) fn fill(stream: &Stream, first: u64, out: &mut [[u8; BLOCK]]) {
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn eight_blocks(stream: &Stream, first: u64, out: &mut [[u8; BLOCK]; 8]) {
-    let index: [[u32; 2]; 8] =
-        std::array::from_fn(|i| words(stream.first_block.wrapping_add(first).wrapping_add(i as u64)));
-    let lanes = |half: usize| {
-        let w = index.map(|words| words[half] as i32);
-        _mm256_setr_epi32(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7])
-    };
-    let offset = words(stream.offset).map(|w| _mm256_set1_epi32(w as i32));
-    let mut c = [lanes(0), lanes(1), offset[0], offset[1]];
+    let start = stream.first_block.wrapping_add(first);
+    let mut lanes = [[0u32; 8]; 2];
+    for i in 0..8 {
+        [lanes[0][i], lanes[1][i]] = words(start.wrapping_add(i as u64));
+    }
+    // SAFETY: the source is an array of 8 doublewords.
+    let low = unsafe { _mm256_loadu_si256(lanes[0].as_ptr().cast()) };
+    // SAFETY: the source is an array of 8 doublewords.
+    let high = unsafe { _mm256_loadu_si256(lanes[1].as_ptr().cast()) };
+    let offset = words(stream.offset);
+    let mut c = [low, high, _mm256_set1_epi32(offset[0] as i32), _mm256_set1_epi32(offset[1] as i32)];
     let mut key = words(stream.seed);
     for _ in 0..ROUNDS {
         let ([low0, high0], [low1, high1]) = (multiply(c[0], MULTIPLIERS[0]), multiply(c[2], MULTIPLIERS[1]));
-        let k = key.map(|k| _mm256_set1_epi32(k as i32));
+        let k = [_mm256_set1_epi32(key[0] as i32), _mm256_set1_epi32(key[1] as i32)];
         c = [
             _mm256_xor_si256(_mm256_xor_si256(high1, c[1]), k[0]),
             low1,

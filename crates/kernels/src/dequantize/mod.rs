@@ -1,5 +1,8 @@
 //! From codes and scales back to values. **Exact.**
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+
 use crate::input::check_len;
 use crate::{Error, Implementation, Result};
 use nvfp4_spec::Element;
@@ -13,7 +16,7 @@ pub fn dequantize<T: Element>(implementation: Implementation, q: &View<'_>, out:
     match implementation {
         Implementation::Scalar => out.copy_from_slice(&matrix::dequantize(q)?),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) => out.copy_from_slice(&matrix::dequantize(q)?),
+        Implementation::Avx2(token) => avx2::dequantize(token, q, out),
     }
     Ok(())
 }

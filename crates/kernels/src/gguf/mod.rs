@@ -1,5 +1,8 @@
 //! Codes and scales to GGUF's 36-byte blocks and back. **Exact.**
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+
 use crate::input::check_len;
 use crate::{Implementation, Result};
 use nvfp4_spec::gguf as spec;
@@ -14,8 +17,11 @@ pub fn pack(
     packed: &mut [u8],
 ) -> Result<()> {
     check_len("GGUF data", spec::packed_len(rows, cols)?, packed.len())?;
+    spec::check(codes, scales, rows, cols)?;
     match implementation {
-        _ => packed.copy_from_slice(&spec::pack(codes, scales, rows, cols)?),
+        Implementation::Scalar => packed.copy_from_slice(&spec::pack(codes, scales, rows, cols)?),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2(token) => avx2::pack(token, codes, scales, packed),
     }
     Ok(())
 }
@@ -33,11 +39,13 @@ pub fn unpack(
     check_len("codes", rows * cols / 2, codes.len())?;
     check_len("scales", rows * cols / nvfp4_spec::BLOCK, scales.len())?;
     match implementation {
-        _ => {
+        Implementation::Scalar => {
             let (unpacked_codes, unpacked_scales) = spec::unpack(packed, rows, cols)?;
             codes.copy_from_slice(&unpacked_codes);
             scales.copy_from_slice(&unpacked_scales);
         }
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2(token) => avx2::unpack(token, packed, codes, scales),
     }
     Ok(())
 }

@@ -4,12 +4,12 @@
 
 use super::cuts::Table;
 use super::encode::{self, KEEP, e4m3_bytes, store_bytes, values_of};
-use super::four_over_six;
+use super::four_over_six::{self, Tiles};
 use crate::avx2::{Avx2, abs, infinity_bits, largest, load, max, philox, value_of};
 use nvfp4_spec::block::{self, Rows, Scaling};
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{BLOCK, Edge, Element, Profile, Rounding, ScaleRule, e2m1};
+use nvfp4_spec::{BLOCK, Edge, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, e2m1};
 use std::arch::x86_64::*;
 
 /// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix are zeros.
@@ -138,30 +138,27 @@ impl Worker {
     /// The bits of each tile's largest magnitude. A tile with NaN is undecided.
     #[target_feature(enable = "avx2,fma,f16c")]
     fn find_magnitudes<T: Element>(&mut self, band: &Band<'_, T>) {
-        self.magnitudes.clear();
-        let infinity = infinity_bits(T::PRECISION);
-        let mut note = |b: usize, bits: u32| {
-            let nan = bits > infinity;
-            if nan {
-                self.undecided.push(b);
-            }
-            self.magnitudes.push(if nan { 0 } else { bits });
-        };
-        if band.height == 1 {
-            for (b, x) in band.row(0).iter().enumerate() {
-                note(b, largest::<T>(abs::<T>(load(x))));
-            }
-        } else {
-            for b in 0..band.blocks {
-                let mut m = abs::<T>(load(&band.row(0)[b]));
-                for r in 1..band.height {
-                    m = max::<T>(m, abs::<T>(load(&band.row(r)[b])));
-                }
-                note(b, largest::<T>(m));
-            }
-        }
         // Whole vectors of eight, for what follows.
         self.magnitudes.resize(band.blocks.next_multiple_of(8), 0);
+        self.magnitudes[band.blocks..].fill(0);
+        let magnitudes = &mut self.magnitudes[..band.blocks];
+        let mut largest_of_all = 0;
+        for (b, (bits, x)) in magnitudes.iter_mut().zip(band.row(0)).enumerate() {
+            let mut m = abs::<T>(load(x));
+            for r in 1..band.height {
+                m = max::<T>(m, abs::<T>(load(&band.row(r)[b])));
+            }
+            *bits = largest::<T>(m);
+            largest_of_all = largest_of_all.max(*bits);
+        }
+        if largest_of_all > infinity_bits(T::PRECISION) {
+            for (b, bits) in magnitudes.iter_mut().enumerate() {
+                if *bits > infinity_bits(T::PRECISION) {
+                    *bits = 0;
+                    self.undecided.push(b);
+                }
+            }
+        }
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]
@@ -182,25 +179,28 @@ impl Worker {
                     *scales = bits.map(|b| scaling.block_scale(value_of(b, T::PRECISION)));
                 }
             }
-            (ScaleRule::FourOverSix { metric, error, .. }, _) => {
-                let mut four = [0; 8];
-                for (i, (bits, six)) in eights.enumerate() {
-                    let amax = values_of(bits, T::PRECISION);
-                    four_over_six::candidates(amax, scaling.global.encode, six, &mut four);
-                    for (j, (six, &four)) in six.iter_mut().zip(&four).enumerate() {
-                        let b = 8 * i + j;
-                        if *six == four || b >= band.blocks {
-                            continue; // equal candidates tie, and a tie is six
-                        }
-                        let candidates = four_over_six::Candidates::new(&mut self.table, [*six, four], error);
-                        let amax = value_of(bits[j], T::PRECISION);
-                        let rows = (0..band.height).map(|r| &band.row(r)[b]);
-                        match candidates.and_then(|c| c.choose::<T>(amax, rows, metric, error)) {
-                            Some(scale) => *six = scale,
-                            None => self.undecided.push(b),
-                        }
-                    }
-                }
+            (ScaleRule::FourOverSix { metric, error, .. }, _) => match (metric, error) {
+                (Metric::Mae, ErrorPath::Strict) => self.choose_four_over_six::<T, true, false>(band),
+                (Metric::Mae, ErrorPath::Fast) => self.choose_four_over_six::<T, true, true>(band),
+                (Metric::Mse, ErrorPath::Strict) => self.choose_four_over_six::<T, false, false>(band),
+                (Metric::Mse, ErrorPath::Fast) => self.choose_four_over_six::<T, false, true>(band),
+            },
+        }
+    }
+
+    /// The better of two scales for every tile; a tile that the filter cannot tell is undecided.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn choose_four_over_six<T: Element, const MAE: bool, const SCALED: bool>(&mut self, band: &Band<'_, T>) {
+        let global = self.table.scaling().global;
+        for (i, bits) in self.magnitudes.as_chunks::<8>().0.iter().enumerate() {
+            let (stride, height, count) = (band.stride, band.height, 8.min(band.blocks - 8 * i));
+            let tiles = Tiles { data: &band.data[8 * i * BLOCK..], stride, height, count };
+            let choices = four_over_six::choose::<T, MAE, SCALED>(&global, values_of(bits, T::PRECISION), &tiles);
+            store_bytes(choices.scales, &mut self.scales.as_chunks_mut::<8>().0[i]);
+            let mut undecided = choices.undecided;
+            while undecided != 0 {
+                self.undecided.push(8 * i + undecided.trailing_zeros() as usize);
+                undecided &= undecided - 1;
             }
         }
     }

@@ -1,116 +1,228 @@
 //! Columns of a panel as rows: the transposed input, Hadamard-transformed if asked. Twin of [`nvfp4_spec::matrix::columns`].
 
-use crate::avx2::{Block, load, round_to_bf16, store, widen};
+use crate::avx2::{load, round_to_bf16, store, widen};
 use half::bf16;
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{BLOCK, Element, Precision};
 use std::arch::x86_64::*;
 
-/// Writes `cols` columns of `rows` rows as rows of `pitch` elements, zeros behind the last. `x` starts at the first element and
-/// has rows `stride` apart.
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn transpose<T: Element>(x: &[T], stride: usize, rows: usize, cols: usize, pitch: usize, out: &mut [T]) {
-    for r in (0..rows).step_by(8) {
-        for c in (0..cols).step_by(8) {
-            if r + 8 <= rows && c + 8 <= cols {
-                let from =
-                    std::array::from_fn(|i| x[(r + i) * stride + c..].first_chunk().expect("8 columns are left"));
-                let to = transpose_8x8::<T>(from);
-                for (i, row) in to.iter().enumerate() {
-                    out[(c + i) * pitch + r..][..8].copy_from_slice(row);
+/// A piece of a matrix: `rows` × `cols` elements, rows `stride` apart.
+#[derive(Clone, Copy)]
+pub(super) struct Piece<'a, T> {
+    pub data: &'a [T],
+    pub stride: usize,
+    pub rows: usize,
+    pub cols: usize,
+}
+
+impl<'a, T: Element> Piece<'a, T> {
+    /// Hands the squares of 16 × 16 elements to `visit`, with the position of their first element. A ragged one comes as a copy,
+    /// padded with zeros.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    fn for_each_square(&self, mut visit: impl FnMut(usize, usize, &[T], usize)) {
+        for r in (0..self.rows).step_by(BLOCK) {
+            for c in (0..self.cols).step_by(BLOCK) {
+                let (height, width) = (BLOCK.min(self.rows - r), BLOCK.min(self.cols - c));
+                if height == BLOCK && width == BLOCK {
+                    visit(r, c, &self.data[r * self.stride + c..], self.stride);
+                    continue;
                 }
-            } else {
-                for (i, j) in (r..rows.min(r + 8)).flat_map(|i| (c..cols.min(c + 8)).map(move |j| (i, j))) {
-                    out[j * pitch + i] = x[i * stride + j];
+                let mut padded = [T::default(); BLOCK * BLOCK];
+                for i in 0..height {
+                    let row = &self.data[(r + i) * self.stride + c..][..width];
+                    padded[i * BLOCK..][..width].copy_from_slice(row);
                 }
+                visit(r, c, &padded, BLOCK);
             }
         }
-    }
-    for row in out.chunks_exact_mut(pitch).take(cols) {
-        row[rows..].fill(T::default());
     }
 }
 
+/// Writes the columns as rows of `pitch` elements, zeros behind the last. `pitch` is the number of rows rounded up to 16, and
+/// `out` has room for the number of columns rounded up to 16.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn transpose<T: Element>(x: &Piece<'_, T>, pitch: usize, out: &mut [T]) {
+    x.for_each_square(|r, c, square, stride| transpose_square(square, stride, pitch, &mut out[c * pitch + r..]));
+}
+
+/// The same for the transformed columns.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn transpose_hadamard<T: Element>(x: &Piece<'_, T>, signs: Signs, pitch: usize, out: &mut [bf16]) {
+    let flips = flips(signs);
+    let mut rows = [[bf16::ZERO; BLOCK]; BLOCK];
+    x.for_each_square(|r, c, square, stride| {
+        let left = hadamard::<T, 0>(square, stride, &flips);
+        let right = hadamard::<T, 1>(square, stride, &flips);
+        let quarter = _mm256_set1_ps(0.25);
+        for j in 0..BLOCK {
+            let halves = [_mm256_mul_ps(left[j], quarter), _mm256_mul_ps(right[j], quarter)];
+            store(round_to_bf16(halves), &mut rows[j]);
+        }
+        transpose_square(rows.as_flattened(), BLOCK, pitch, &mut out[c * pitch + r..]);
+    });
+}
+
+/// The largest magnitudes of the transformed columns, before they are rounded to bf16, joined with those in `maxima` (one per
+/// column, rounded up to 16). NaN is passed over; the result says whether there was one.
+///
+/// Rounding is monotone, so the largest rounded magnitude is the largest one, rounded; that is left to the caller.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn hadamard_maxima<T: Element>(x: &Piece<'_, T>, signs: Signs, maxima: &mut [f32]) -> bool {
+    let flips = flips(signs);
+    let mut nan = false;
+    x.for_each_square(|_, c, square, stride| {
+        let (left, right) = maxima[c..][..BLOCK].split_at_mut(8);
+        nan |= join(hadamard::<T, 0>(square, stride, &flips), left);
+        nan |= join(hadamard::<T, 1>(square, stride, &flips), right);
+    });
+    nan
+}
+
+/// Joins the magnitudes of 16 transformed rows with the maxima of their eight columns; whether one was NaN.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn transpose_8x8<T: Element>(rows: [&[T; 8]; 8]) -> [[T; 8]; 8] {
-    let mut out = [[T::default(); 8]; 8];
+fn join(rows: [__m256; BLOCK], maxima: &mut [f32]) -> bool {
+    let maxima: &mut [f32; 8] = maxima.try_into().expect("eight columns");
+    // SAFETY: the source is an array of 8 floats.
+    let mut m = unsafe { _mm256_loadu_ps(maxima.as_ptr()) };
+    let mut unordered = _mm256_setzero_ps();
+    for x in rows {
+        let x = _mm256_andnot_ps(_mm256_set1_ps(-0.0), _mm256_mul_ps(x, _mm256_set1_ps(0.25)));
+        unordered = _mm256_or_ps(unordered, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+        // The second operand is what comes out where one is NaN.
+        m = _mm256_max_ps(x, m);
+    }
+    // SAFETY: the destination is an array of 8 floats.
+    unsafe { _mm256_storeu_ps(maxima.as_mut_ptr(), m) };
+    _mm256_movemask_ps(unordered) != 0
+}
+
+/// The butterflies of eight columns of a square, the left (0) or the right (1) ones, before the factor 1/4. Twin of
+/// [`nvfp4_spec::hadamard::transform`]: the same additions in the same order, a row per vector.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn hadamard<T: Element, const HALF: usize>(square: &[T], stride: usize, flips: &[f32; BLOCK]) -> [__m256; BLOCK] {
+    let mut v = [_mm256_setzero_ps(); BLOCK];
+    for i in 0..BLOCK {
+        let row = square[i * stride..].first_chunk().expect("a square has 16 columns");
+        v[i] = _mm256_xor_ps(widen::<T>(load(row))[HALF], _mm256_set1_ps(flips[i]));
+    }
+    stage::<1>(&mut v);
+    stage::<2>(&mut v);
+    stage::<4>(&mut v);
+    stage::<8>(&mut v);
+    v
+}
+
+/// One stage of butterflies. The distance is a constant so that the loop unrolls and the vectors stay in registers.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn stage<const DISTANCE: usize>(v: &mut [__m256; BLOCK]) {
+    for i in 0..BLOCK {
+        if i & DISTANCE == 0 {
+            let (a, b) = (v[i], v[i + DISTANCE]);
+            v[i] = _mm256_add_ps(a, b);
+            v[i + DISTANCE] = _mm256_sub_ps(a, b);
+        }
+    }
+}
+
+/// −0 for the elements that change sign, +0 for the others.
+fn flips(signs: Signs) -> [f32; BLOCK] {
+    std::array::from_fn(|i| if signs.negates(i) { -0.0 } else { 0.0 })
+}
+
+/// Transposes 16 × 16 elements.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn transpose_square<T: Element>(x: &[T], stride: usize, pitch: usize, out: &mut [T]) {
     match T::PRECISION {
         Precision::F32 => {
-            // SAFETY: eight elements of 4 bytes are one vector.
-            let r = rows.map(|row| unsafe { _mm256_loadu_ps(row.as_ptr().cast()) });
-            let pair = |i: usize| [_mm256_unpacklo_ps(r[i], r[i + 1]), _mm256_unpackhi_ps(r[i], r[i + 1])];
-            let (p0, p2, p4, p6) = (pair(0), pair(2), pair(4), pair(6));
-            let quad = |a: [__m256; 2], b: [__m256; 2]| {
-                [
-                    _mm256_shuffle_ps::<0b01_00_01_00>(a[0], b[0]),
-                    _mm256_shuffle_ps::<0b11_10_11_10>(a[0], b[0]),
-                    _mm256_shuffle_ps::<0b01_00_01_00>(a[1], b[1]),
-                    _mm256_shuffle_ps::<0b11_10_11_10>(a[1], b[1]),
-                ]
-            };
-            let (top, bottom) = (quad(p0, p2), quad(p4, p6));
-            for i in 0..4 {
-                let (low, high) = (
-                    _mm256_permute2f128_ps::<0x20>(top[i], bottom[i]),
-                    _mm256_permute2f128_ps::<0x31>(top[i], bottom[i]),
-                );
-                // SAFETY: eight elements of 4 bytes are one vector.
-                unsafe { _mm256_storeu_ps(out[i].as_mut_ptr().cast(), low) };
-                // SAFETY: eight elements of 4 bytes are one vector.
-                unsafe { _mm256_storeu_ps(out[i + 4].as_mut_ptr().cast(), high) };
+            for (r, c) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
+                transpose_8x8(&x[r * stride + c..], stride, pitch, &mut out[c * pitch + r..]);
             }
         }
         Precision::Bf16 | Precision::F16 => {
-            // SAFETY: eight elements of 2 bytes are half a vector.
-            let r = rows.map(|row| unsafe { _mm_loadu_si128(row.as_ptr().cast()) });
-            let pair = |i: usize| [_mm_unpacklo_epi16(r[i], r[i + 1]), _mm_unpackhi_epi16(r[i], r[i + 1])];
-            let (p0, p2, p4, p6) = (pair(0), pair(2), pair(4), pair(6));
-            for half in 0..2 {
-                let top = [_mm_unpacklo_epi32(p0[half], p2[half]), _mm_unpackhi_epi32(p0[half], p2[half])];
-                let bottom = [_mm_unpacklo_epi32(p4[half], p6[half]), _mm_unpackhi_epi32(p4[half], p6[half])];
-                for i in 0..2 {
-                    let (even, odd) = (_mm_unpacklo_epi64(top[i], bottom[i]), _mm_unpackhi_epi64(top[i], bottom[i]));
-                    // SAFETY: eight elements of 2 bytes are half a vector.
-                    unsafe { _mm_storeu_si128(out[4 * half + 2 * i].as_mut_ptr().cast(), even) };
-                    // SAFETY: eight elements of 2 bytes are half a vector.
-                    unsafe { _mm_storeu_si128(out[4 * half + 2 * i + 1].as_mut_ptr().cast(), odd) };
-                }
+            let upper = half_columns(x, stride);
+            let lower = half_columns(&x[8 * stride..], stride);
+            for k in 0..8 {
+                let left = _mm256_permute2x128_si256::<0x20>(upper[k], lower[k]);
+                let right = _mm256_permute2x128_si256::<0x31>(upper[k], lower[k]);
+                store_vector(left, &mut out[k * pitch..][..BLOCK]);
+                store_vector(right, &mut out[(8 + k) * pitch..][..BLOCK]);
             }
+        }
+    }
+}
+
+/// Eight rows of 16 two-byte elements as columns: vector `k` holds column `k` in its low half and column `8 + k` in its high.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn half_columns<T: Element>(x: &[T], stride: usize) -> [__m256i; 8] {
+    let mut r = [_mm256_setzero_si256(); 8];
+    for (i, row) in r.iter_mut().enumerate() {
+        *row = load_vector(&x[i * stride..][..BLOCK]);
+    }
+    let mut pairs = r;
+    for i in 0..4 {
+        pairs[i] = _mm256_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+        pairs[i + 4] = _mm256_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+    }
+    // pairs[0..4] hold columns 0–3 of rows (0,1), (2,3), (4,5), (6,7); pairs[4..8] columns 4–7.
+    let mut out = r;
+    for half in 0..2 {
+        let p = &pairs[4 * half..];
+        let top = [_mm256_unpacklo_epi32(p[0], p[1]), _mm256_unpackhi_epi32(p[0], p[1])];
+        let bottom = [_mm256_unpacklo_epi32(p[2], p[3]), _mm256_unpackhi_epi32(p[2], p[3])];
+        for i in 0..2 {
+            out[4 * half + 2 * i] = _mm256_unpacklo_epi64(top[i], bottom[i]);
+            out[4 * half + 2 * i + 1] = _mm256_unpackhi_epi64(top[i], bottom[i]);
         }
     }
     out
 }
 
-/// Transforms groups of 16. Twin of [`nvfp4_spec::hadamard::transform`]: the same additions, eight lanes at a time.
+/// Transposes 8 × 8 four-byte elements.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn hadamard<T: Element>(groups: &[[T; BLOCK]], signs: Signs, out: &mut [[bf16; BLOCK]]) {
-    let flips: [__m256; 2] = std::array::from_fn(|half| {
-        let f: [f32; 8] = std::array::from_fn(|i| if signs.negates(8 * half + i) { -0.0 } else { 0.0 });
-        // SAFETY: the source is an array of 8 floats.
-        unsafe { _mm256_loadu_ps(f.as_ptr()) }
-    });
-    for (group, out) in groups.iter().zip(out) {
-        store(transform::<T>(load(group), flips), out);
+#[inline]
+fn transpose_8x8<T: Element>(x: &[T], stride: usize, pitch: usize, out: &mut [T]) {
+    let mut r = [_mm256_setzero_si256(); 8];
+    for (i, row) in r.iter_mut().enumerate() {
+        *row = load_vector(&x[i * stride..][..8]);
+    }
+    let mut quads = r;
+    for half in 0..2 {
+        let r = &r[4 * half..];
+        let (a, b) = (_mm256_unpacklo_epi32(r[0], r[1]), _mm256_unpackhi_epi32(r[0], r[1]));
+        let (c, d) = (_mm256_unpacklo_epi32(r[2], r[3]), _mm256_unpackhi_epi32(r[2], r[3]));
+        quads[4 * half] = _mm256_unpacklo_epi64(a, c);
+        quads[4 * half + 1] = _mm256_unpackhi_epi64(a, c);
+        quads[4 * half + 2] = _mm256_unpacklo_epi64(b, d);
+        quads[4 * half + 3] = _mm256_unpackhi_epi64(b, d);
+    }
+    for i in 0..4 {
+        let low = _mm256_permute2x128_si256::<0x20>(quads[i], quads[i + 4]);
+        let high = _mm256_permute2x128_si256::<0x31>(quads[i], quads[i + 4]);
+        store_vector(low, &mut out[i * pitch..][..8]);
+        store_vector(high, &mut out[(4 + i) * pitch..][..8]);
     }
 }
 
+/// Loads elements that fill a vector.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn transform<T: Element>(group: Block, flips: [__m256; 2]) -> Block {
-    let x = widen::<T>(group);
-    // In a lane whose index has the stage's bit set the result is (other − own), elsewhere (own + other).
-    let stage = |v: __m256, other: __m256, negate: __m256| _mm256_add_ps(other, _mm256_xor_ps(v, negate));
-    let by_one = _mm256_setr_ps(0.0, -0.0, 0.0, -0.0, 0.0, -0.0, 0.0, -0.0);
-    let by_two = _mm256_setr_ps(0.0, 0.0, -0.0, -0.0, 0.0, 0.0, -0.0, -0.0);
-    let by_four = _mm256_setr_ps(0.0, 0.0, 0.0, 0.0, -0.0, -0.0, -0.0, -0.0);
-    let half = |v: __m256, flips: __m256| {
-        let v = _mm256_xor_ps(v, flips);
-        let v = stage(v, _mm256_permute_ps::<0b10_11_00_01>(v), by_one);
-        let v = stage(v, _mm256_permute_ps::<0b01_00_11_10>(v), by_two);
-        stage(v, _mm256_permute2f128_ps::<0x01>(v, v), by_four)
-    };
-    let (a, b) = (half(x[0], flips[0]), half(x[1], flips[1]));
-    let quarter = _mm256_set1_ps(0.25);
-    round_to_bf16([_mm256_mul_ps(_mm256_add_ps(a, b), quarter), _mm256_mul_ps(_mm256_sub_ps(a, b), quarter)])
+fn load_vector<T: Element>(x: &[T]) -> __m256i {
+    assert_eq!(size_of_val(x), size_of::<__m256i>());
+    // SAFETY: the slice is as large as a vector.
+    unsafe { _mm256_loadu_si256(x.as_ptr().cast()) }
+}
+
+/// Stores elements that fill a vector.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn store_vector<T: Element>(x: __m256i, out: &mut [T]) {
+    assert_eq!(size_of_val(out), size_of::<__m256i>());
+    // SAFETY: the slice is as large as a vector, and any bits are elements.
+    unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), x) };
 }

@@ -6,10 +6,10 @@
 //! element's magnitude, compared as an integer, lies above. Cuts are found with the rule's own operations and kept per scale
 //! byte; a tensor or a row uses a few dozen of the 127.
 
-use crate::avx2::{infinity_bits, splat, value_of};
+use crate::avx2::{infinity_bits, narrow, value_of};
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::profile::Factor;
-use nvfp4_spec::{Precision, e2m1, e4m3};
+use nvfp4_spec::{Precision, e2m1};
 use std::arch::x86_64::*;
 
 /// What is known of a scale byte.
@@ -63,13 +63,20 @@ impl Table {
         &self.entries[usize::from(scale & 127)]
     }
 
-    /// Makes the entry of a scale byte; `false` if there is none, because the factor is 0, infinite or NaN.
+    /// Makes sure of the entry of a scale byte; `false` if there is none, because the factor is 0, infinite or NaN.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
     pub fn prepare(&mut self, scale: u8) -> bool {
-        let index = usize::from(scale & 127);
+        self.states[usize::from(scale & 127)] == State::Ready || self.fill(scale & 127)
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline(never)]
+    fn fill(&mut self, scale: u8) -> bool {
+        let index = usize::from(scale);
         if self.states[index] == State::Empty {
             self.states[index] = match self.scaling.factor(scale) {
+                // NaN's byte has a NaN factor, so it is irregular too.
                 Factor::Multiply(f) | Factor::Divide(f) if !(f > 0.0 && f.is_finite()) => State::Irregular,
                 factor => {
                     self.entries[index] = make(factor, self.scaling.precision);
@@ -77,46 +84,74 @@ impl Table {
                 }
             };
         }
-        self.states[index] == State::Ready && scale <= e4m3::MAX_BYTE
+        self.states[index] == State::Ready
     }
 }
 
+/// Finds the eight cuts side by side: a guess by division, then steps of one until the rule's own operation says that a
+/// magnitude is the last below. Where that takes more than a few steps (the factor or the magnitude is subnormal),
+/// bisection does it.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn make(factor: Factor, precision: Precision) -> Entry {
-    let cut = |first: f32| splat(last_below(first, factor, precision), precision);
-    let mut cuts = [_mm256_setzero_si256(); 8];
-    for (cut_at, first) in cuts.iter_mut().zip(e2m1::FIRSTS) {
-        *cut_at = cut(first);
+    let [f0, f1, f2, f3, f4, f5, f6] = e2m1::FIRSTS;
+    let firsts = _mm256_setr_ps(f0, f1, f2, f3, f4, f5, f6, f32::from_bits(1));
+    let (f, multiplies) = match factor {
+        Factor::Multiply(f) => (f, true),
+        Factor::Divide(f) => (f, false),
+    };
+    let by = _mm256_set1_ps(f);
+    let below = |bits: __m256i| {
+        let value = match precision {
+            Precision::F32 => _mm256_castsi256_ps(bits),
+            Precision::Bf16 => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)),
+            Precision::F16 => _mm256_cvtph_ps(_mm256_castsi256_si128(narrow(bits, bits))),
+        };
+        let scaled = if multiplies { _mm256_mul_ps(value, by) } else { _mm256_div_ps(value, by) };
+        _mm256_castps_si256(_mm256_cmp_ps::<_CMP_LT_OQ>(scaled, firsts))
+    };
+    let guess = if multiplies { _mm256_div_ps(firsts, by) } else { _mm256_mul_ps(firsts, by) };
+    let guess = match precision {
+        Precision::F32 => _mm256_castps_si256(guess),
+        Precision::Bf16 => _mm256_srli_epi32::<16>(_mm256_castps_si256(guess)),
+        Precision::F16 => _mm256_cvtepu16_epi32(_mm256_cvtps_ph::<_MM_FROUND_TO_ZERO>(guess)),
+    };
+    let one = _mm256_set1_epi32(1);
+    let mut bits = _mm256_min_epi32(guess, _mm256_set1_epi32(infinity_bits(precision) as i32 - 1));
+    let mut found = false;
+    for _ in 0..4 {
+        // A mask is −1 where true.
+        let (here, next) = (below(bits), below(_mm256_add_epi32(bits, one)));
+        found = _mm256_movemask_epi8(_mm256_andnot_si256(next, here)) == -1;
+        if found {
+            break;
+        }
+        let up = _mm256_and_si256(here, next);
+        bits = _mm256_sub_epi32(_mm256_sub_epi32(bits, up), _mm256_add_epi32(here, one));
     }
-    cuts[7] = cut(f32::from_bits(1));
-    let (Factor::Multiply(factor) | Factor::Divide(factor)) = factor;
-    Entry { factor, cuts }
+    if !found {
+        let mut exact = [0; 8];
+        for (bits, first) in exact.iter_mut().zip(e2m1::FIRSTS.into_iter().chain([f32::from_bits(1)])) {
+            *bits = last_below(first, factor, precision);
+        }
+        // SAFETY: the source is an array of 8 doublewords.
+        bits = unsafe { _mm256_loadu_si256(exact.as_ptr().cast()) };
+    }
+    if precision != Precision::F32 {
+        bits = _mm256_or_si256(bits, _mm256_slli_epi32::<16>(bits));
+    }
+    let mut cuts = [_mm256_setzero_si256(); 8];
+    for (k, cut) in cuts.iter_mut().enumerate() {
+        *cut = _mm256_permutevar8x32_epi32(bits, _mm256_set1_epi32(k as i32));
+    }
+    Entry { factor: f, cuts }
 }
 
-/// The bits of the largest magnitude that scales to less than `first`, at most those of +∞. The guess is a step or two off;
-/// where it is further off (the factor or the magnitude is subnormal), bisection takes over.
+/// The bits of the largest magnitude that scales to less than `first`, by bisection.
+#[cold]
 fn last_below(first: f32, factor: Factor, precision: Precision) -> u32 {
     let below = |bits: u32| factor.apply(value_of(bits, precision)) < first;
-    let infinity = infinity_bits(precision);
-    let guess = match factor {
-        Factor::Multiply(f) => first / f,
-        Factor::Divide(f) => first * f,
-    };
-    let mut bits = match precision {
-        Precision::F32 => guess.to_bits(),
-        Precision::Bf16 => guess.to_bits() >> 16,
-        Precision::F16 => u32::from(half::f16::from_f32(guess).to_bits()),
-    }
-    .min(infinity - 1);
-    for _ in 0..4 {
-        match (below(bits), bits < infinity && below(bits + 1)) {
-            (true, false) => return bits,
-            (true, true) => bits += 1,
-            // Zero scales to zero, which is below everything.
-            (false, _) => bits -= 1,
-        }
-    }
-    let (mut low, mut high) = (0, infinity); // `low` scales to below `first`; +∞ scales to +∞, which does not
+    // Zero scales to zero, which is below everything; +∞ scales to +∞, which is not.
+    let (mut low, mut high) = (0, infinity_bits(precision));
     while high - low > 1 {
         let middle = low + (high - low) / 2;
         if below(middle) {
@@ -131,11 +166,14 @@ fn last_below(first: f32, factor: Factor, precision: Precision) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nvfp4_spec::{Mode, Profile};
+    use nvfp4_spec::{Mode, Profile, e4m3};
 
     /// Cuts of every scale byte at amaxes over the whole range, against the rules on both sides of each cut.
     #[test]
     fn codes_change_exactly_at_the_cuts() {
+        if crate::avx2::Avx2::detect().is_none() {
+            return;
+        }
         let amaxes =
             [1e-45, 1e-40, 1e-38, 7.9e-36, 1e-20, 0.37, 1.0, 448.0, 2688.0, 1e20, 3e38, f32::MAX, f32::INFINITY];
         for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
@@ -155,13 +193,17 @@ mod tests {
         if !(f > 0.0 && f.is_finite()) {
             return;
         }
-        let code = |bits| scaling.code(factor.apply(value_of(bits, scaling.precision)), None) & 7;
-        for (below, first) in (0..).zip(e2m1::FIRSTS) {
-            let cut = last_below(first, factor, scaling.precision);
-            assert!(code(cut) <= below, "{factor:?} {cut:#x}");
-            if cut < infinity_bits(scaling.precision) {
-                assert!(code(cut + 1) > below, "{factor:?} {cut:#x}");
-            }
+        let precision = scaling.precision;
+        // SAFETY: the caller has looked for AVX2.
+        let entry = unsafe { make(factor, precision) };
+        // SAFETY: a vector is eight doublewords of plain bits.
+        let lanes: [[u32; 8]; 8] = unsafe { std::mem::transmute(entry.cuts) };
+        let cuts = lanes.map(|lane| if precision == Precision::F32 { lane[0] } else { lane[0] & 0xFFFF });
+        let scaled = |bits| factor.apply(value_of(bits, precision));
+        let code = |bits| scaling.code(scaled(bits), None) & 7;
+        for (below, &cut) in (0..7).zip(&cuts) {
+            assert!(code(cut) <= below && code(cut + 1) > below, "{factor:?} {precision:?} {cut:#x}");
         }
+        assert!(scaled(cuts[7]) == 0.0 && scaled(cuts[7] + 1) > 0.0, "{factor:?} {precision:?}");
     }
 }

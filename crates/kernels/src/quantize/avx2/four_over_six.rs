@@ -2,7 +2,7 @@
 //!
 //! Only the choice must equal the rule's; the errors themselves are stored nowhere. Both errors are computed in vectors, in
 //! another order and without the rule's divisions, and compared with a bound on how far they and the rule's own sums can be
-//! apart. Where the bound does not separate the candidates, the rule decides ([`Candidates::choose`] returns `None`).
+//! apart. Where the bound does not separate the candidates the choice is undecided, and the rule makes it.
 //!
 //! # The bound
 //!
@@ -28,123 +28,142 @@
 //! The candidates are separated if their filtered errors differ by more than both bounds together; evaluating that
 //! comparison in binary32 costs a few u·Ê, which the 64 leaves room for (58 are used).
 
-use super::cuts::Table;
-use super::encode::{e4m3_bytes, store_bytes};
+use super::encode::e4m3_bytes;
 use crate::avx2::{abs, load, widen};
-use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, e4m3};
+use nvfp4_spec::scale::Global;
+use nvfp4_spec::{BLOCK, Element};
 use std::arch::x86_64::*;
 
-/// The scale bytes of eight blocks. Twin of `four_over_six::candidate_scales`: a true division by 6 first.
+/// Eight neighbouring tiles of a band: `height` rows, `stride` elements apart, tile `j` at element `16·j`. `count` of them
+/// exist.
+pub(super) struct Tiles<'a, T> {
+    pub data: &'a [T],
+    pub stride: usize,
+    pub height: usize,
+    pub count: usize,
+}
+
+/// The choices for eight tiles.
+pub(super) struct Choices {
+    /// The scale bytes, one per doubleword.
+    pub scales: __m256i,
+    /// Bit `j` is set if the filter cannot tell for tile `j`.
+    pub undecided: i32,
+}
+
+/// Chooses between six and four for eight tiles whose largest magnitudes are `amax`. `SCALED` is the fast error path, whose
+/// elements are multiplied by the encode scale.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(super) fn candidates(amax: __m256, encode: f32, six: &mut [u8; 8], four: &mut [u8; 8]) {
-    let base = _mm256_mul_ps(_mm256_div_ps(amax, _mm256_set1_ps(6.0)), _mm256_set1_ps(encode));
-    store_bytes(e4m3_bytes(base), six);
-    store_bytes(e4m3_bytes(_mm256_mul_ps(base, _mm256_set1_ps(1.5))), four);
+pub(super) fn choose<T: Element, const MAE: bool, const SCALED: bool>(
+    global: &Global,
+    amax: __m256,
+    tiles: &Tiles<'_, T>,
+) -> Choices {
+    // Twin of `four_over_six::candidate_scales`: a true division by 6 first.
+    let base = _mm256_mul_ps(_mm256_div_ps(amax, _mm256_set1_ps(6.0)), _mm256_set1_ps(global.encode));
+    let scales = [e4m3_bytes(base), e4m3_bytes(_mm256_mul_ps(base, _mm256_set1_ps(1.5)))];
+    let unit = if SCALED { 1.0 } else { global.amax * (1.0 / global.bound.six_e()) };
+
+    let mut filtered = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+    let (mut inverse, mut decode) = ([[0f32; 8]; 2], [[0f32; 8]; 2]);
+    let mut factors = [_mm256_setzero_ps(); 2];
+    for c in 0..2 {
+        // The value of a normal E4M3 byte: its bits, shifted into place and with the exponent's bias exchanged.
+        let bits = _mm256_add_epi32(_mm256_slli_epi32::<20>(scales[c]), _mm256_set1_epi32(120 << 23));
+        let value = _mm256_castsi256_ps(bits);
+        // Twin of `scale::inverse_scale`; what it guards against is outside the range that is filtered.
+        let inv = _mm256_div_ps(_mm256_set1_ps(1.0), _mm256_mul_ps(value, _mm256_set1_ps(global.decode)));
+        let f = _mm256_mul_ps(value, _mm256_set1_ps(unit));
+        let normal = _mm256_cmpgt_epi32(scales[c], _mm256_set1_epi32(7));
+        let within = _mm256_and_ps(
+            _mm256_cmp_ps::<_CMP_GE_OQ>(f, _mm256_set1_ps(RANGE[0])),
+            _mm256_cmp_ps::<_CMP_LE_OQ>(f, _mm256_set1_ps(RANGE[1])),
+        );
+        let small = _mm256_cmp_ps::<_CMP_LE_OQ>(_mm256_mul_ps(amax, inv), _mm256_set1_ps(7.0));
+        let holds = _mm256_and_ps(_mm256_and_ps(within, small), _mm256_castsi256_ps(normal));
+        filtered = _mm256_and_ps(filtered, holds);
+        factors[c] = f;
+        // SAFETY: the destination is an array of 8 floats.
+        unsafe { _mm256_storeu_ps(inverse[c].as_mut_ptr(), inv) };
+        // SAFETY: the destination is an array of 8 floats.
+        unsafe { _mm256_storeu_ps(decode[c].as_mut_ptr(), f) };
+    }
+
+    let mut sums = [[0f32; 4]; 8];
+    for j in 0..tiles.count {
+        let (inverse, decode) = ([inverse[0][j], inverse[1][j]], [decode[0][j], decode[1][j]]);
+        let sum = errors::<T, MAE, SCALED>(tiles, j, inverse, decode, global.encode);
+        // SAFETY: the destination is an array of 4 floats.
+        unsafe { _mm_storeu_ps(sums[j].as_mut_ptr(), sum) };
+    }
+    let [six, four] = add_up(&sums);
+
+    let mut bound = _mm256_mul_ps(_mm256_set1_ps(64.0), _mm256_add_ps(six, four));
+    let weight = (if MAE { 32.0 } else { 68.0 }) * (tiles.height * BLOCK) as f32;
+    for f in factors {
+        let f = if MAE { f } else { _mm256_mul_ps(f, f) };
+        bound = _mm256_fmadd_ps(f, _mm256_set1_ps(weight), bound);
+    }
+    let bound = _mm256_mul_ps(bound, _mm256_set1_ps(f32::EPSILON / 2.0));
+    let difference = _mm256_sub_ps(four, six);
+    let four_wins = _mm256_cmp_ps::<_CMP_LT_OQ>(difference, _mm256_sub_ps(_mm256_setzero_ps(), bound));
+    let six_wins = _mm256_cmp_ps::<_CMP_GT_OQ>(difference, bound);
+    let decided = _mm256_and_ps(filtered, _mm256_or_ps(four_wins, six_wins));
+    // Equal scale bytes tie, and a tie is six.
+    let equal = _mm256_castsi256_ps(_mm256_cmpeq_epi32(scales[0], scales[1]));
+    Choices {
+        scales: _mm256_blendv_epi8(scales[0], scales[1], _mm256_castps_si256(four_wins)),
+        undecided: !_mm256_movemask_ps(_mm256_or_ps(decided, equal)) & ((1 << tiles.count) - 1),
+    }
 }
 
-/// A tile's two scale bytes, six then four, with what the elements are multiplied by and what codes decode with.
-pub(super) struct Candidates {
-    scales: [u8; 2],
+/// The smallest and the largest decode factor for which the bound holds: 2⁻⁵⁰ and 2⁵⁰.
+const RANGE: [f32; 2] = [f32::from_bits((127 - 50) << 23), f32::from_bits((127 + 50) << 23)];
+
+/// The filtered errors of tile `j` in four parts: six, six, four, four.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn errors<T: Element, const MAE: bool, const SCALED: bool>(
+    tiles: &Tiles<'_, T>,
+    j: usize,
     inverse: [f32; 2],
     decode: [f32; 2],
-    /// What elements are multiplied by before they are compared with decoded codes.
-    multiplier: f32,
-}
-
-impl Candidates {
-    /// `None` if a candidate is outside the range in which the bound holds.
-    #[target_feature(enable = "avx2,fma,f16c")]
-    #[inline]
-    pub fn new(table: &mut Table, scales: [u8; 2], error: ErrorPath) -> Option<Self> {
-        let global = table.scaling().global;
-        let normal = e4m3::encode(e4m3::MIN_NORMAL)..=e4m3::MAX_BYTE;
-        if !scales.iter().all(|&s| normal.contains(&s) && table.prepare(s)) {
-            return None;
-        }
-        let (unit, multiplier) = match error {
-            ErrorPath::Strict => (global.amax * (1.0 / global.bound.six_e()), 1.0),
-            ErrorPath::Fast => (1.0, global.encode),
-        };
-        let decode = scales.map(|s| e4m3_value(s) * unit);
-        let in_range = |f: &f32| (2f32.powi(-50)..=2f32.powi(50)).contains(f);
-        let inverse = scales.map(|s| table.entry(s).factor);
-        decode.iter().all(in_range).then_some(Candidates { scales, inverse, decode, multiplier })
-    }
-
-    /// The scale byte that the rule chooses, or `None` if the filter cannot tell.
-    #[target_feature(enable = "avx2,fma,f16c")]
-    #[inline]
-    pub fn choose<'a, T: Element>(
-        &self,
-        amax: f32,
-        rows: impl Iterator<Item = &'a [T; BLOCK]>,
-        metric: Metric,
-        error: ErrorPath,
-    ) -> Option<u8> {
-        // Written so that NaN is refused too.
-        if !self.inverse.iter().all(|inverse| amax * inverse <= 7.0) {
-            return None;
-        }
-        let (errors, count) = match (metric, error) {
-            (Metric::Mae, ErrorPath::Strict) => self.errors::<T, true, false>(rows),
-            (Metric::Mae, ErrorPath::Fast) => self.errors::<T, true, true>(rows),
-            (Metric::Mse, ErrorPath::Strict) => self.errors::<T, false, false>(rows),
-            (Metric::Mse, ErrorPath::Fast) => self.errors::<T, false, true>(rows),
-        };
-        let unit = f32::EPSILON / 2.0;
-        let bound = |c: usize| {
-            let f = self.decode[c];
-            let elements = match metric {
-                Metric::Mae => 32.0 * f,
-                Metric::Mse => 68.0 * f * f,
-            };
-            unit * (elements * (count * BLOCK) as f32 + 64.0 * errors[c])
-        };
-        let bound = bound(0) + bound(1);
-        let difference = errors[1] - errors[0];
-        if difference < -bound {
-            Some(self.scales[1])
-        } else if difference > bound {
-            Some(self.scales[0])
-        } else {
-            None
-        }
-    }
-
-    /// The filtered errors of both candidates, and the number of rows.
-    #[target_feature(enable = "avx2,fma,f16c")]
-    #[inline]
-    fn errors<'a, T: Element, const MAE: bool, const SCALED: bool>(
-        &self,
-        rows: impl Iterator<Item = &'a [T; BLOCK]>,
-    ) -> ([f32; 2], usize) {
-        let inverse = self.inverse.map(|x| _mm256_set1_ps(x));
-        let decode = self.decode.map(|x| _mm256_set1_ps(x));
-        let multiplier = _mm256_set1_ps(self.multiplier);
-        let mut sums = [_mm256_setzero_ps(); 2];
-        let mut count = 0;
-        for row in rows {
-            count += 1;
-            for x in widen::<T>(abs::<T>(load(row))) {
-                let compared = if SCALED { _mm256_mul_ps(x, multiplier) } else { x };
-                for c in 0..2 {
-                    let q = round_to_grid(_mm256_mul_ps(x, inverse[c]));
-                    let e = _mm256_fmsub_ps(q, decode[c], compared);
-                    sums[c] = if MAE {
-                        _mm256_add_ps(sums[c], _mm256_andnot_ps(_mm256_set1_ps(-0.0), e))
-                    } else {
-                        _mm256_fmadd_ps(e, e, sums[c])
-                    };
-                }
+    encode: f32,
+) -> __m128 {
+    let inverse = [_mm256_set1_ps(inverse[0]), _mm256_set1_ps(inverse[1])];
+    let decode = [_mm256_set1_ps(decode[0]), _mm256_set1_ps(decode[1])];
+    let mut sums = [_mm256_setzero_ps(); 2];
+    for r in 0..tiles.height {
+        let row = tiles.data[r * tiles.stride + j * BLOCK..].first_chunk().expect("a tile's rows have 16 elements");
+        let x = widen::<T>(abs::<T>(load(row)));
+        for half in 0..2 {
+            let compared = if SCALED { _mm256_mul_ps(x[half], _mm256_set1_ps(encode)) } else { x[half] };
+            for c in 0..2 {
+                let q = round_to_grid(_mm256_mul_ps(x[half], inverse[c]));
+                let e = _mm256_fmsub_ps(q, decode[c], compared);
+                sums[c] = if MAE {
+                    _mm256_add_ps(sums[c], _mm256_andnot_ps(_mm256_set1_ps(-0.0), e))
+                } else {
+                    _mm256_fmadd_ps(e, e, sums[c])
+                };
             }
         }
-        let s = _mm256_hadd_ps(sums[0], sums[1]);
-        let s = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps::<1>(s));
-        let s = _mm_hadd_ps(s, s);
-        let both = _mm_cvtsi128_si64(_mm_castps_si128(s)) as u64;
-        ([f32::from_bits(both as u32), f32::from_bits((both >> 32) as u32)], count)
     }
+    let s = _mm256_hadd_ps(sums[0], sums[1]);
+    _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps::<1>(s))
+}
+
+/// The errors of eight tiles: all of six, all of four.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn add_up(sums: &[[f32; 4]; 8]) -> [__m256; 2] {
+    // SAFETY: the source is an array of 4 floats.
+    let part = |j: usize| unsafe { _mm_loadu_ps(sums[j].as_ptr()) };
+    let pair = |j: usize| _mm256_set_m128(part(j + 4), part(j));
+    // Tile by tile: six, four, six, four; low halves tiles 0–3, high halves 4–7.
+    let (a, b) = (_mm256_hadd_ps(pair(0), pair(1)), _mm256_hadd_ps(pair(2), pair(3)));
+    [_mm256_shuffle_ps::<0b10_00_10_00>(a, b), _mm256_shuffle_ps::<0b11_01_11_01>(a, b)]
 }
 
 /// The E2M1 magnitude nearest to `y`, 0 ≤ y ≤ 7. Adding a power of two that leaves one mantissa bit (below 1: units of 0.5)
@@ -157,9 +176,4 @@ fn round_to_grid(y: __m256) -> __m256 {
     let exponent = _mm256_max_epi32(exponent, _mm256_set1_epi32(0x3F80_0000));
     let magic = _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(22 << 23)));
     _mm256_sub_ps(_mm256_add_ps(y, magic), magic)
-}
-
-/// The value of a normal, positive E4M3 byte: its bits, shifted into place and with the exponent's bias exchanged.
-fn e4m3_value(byte: u8) -> f32 {
-    f32::from_bits((u32::from(byte) << 20) + (120 << 23))
 }

@@ -1,9 +1,9 @@
 //! Quantization with AVX2, on all threads. Read [`band`] for how a row of tiles is quantized and [`cuts`] for how elements
 //! become codes without arithmetic; this file cuts a matrix into panels and hands them out.
 //!
-//! A panel is a few rows. For the row direction its rows are bands as they lie; for the column direction it is transposed in
-//! small pieces, which are then bands themselves. If both are wanted the panel is worked through in chunks of columns that
-//! stay in cache, so that memory is read once.
+//! A panel is a few rows. For the row direction alone its rows are bands as they lie. For the column direction the panel is
+//! worked through in chunks of columns, 16 rows at a time: they are bands if the row direction is wanted too, and are
+//! transposed into a buffer that stays in cache, whose rows are then bands for the column direction. Memory is read once.
 
 mod band;
 mod column;
@@ -14,22 +14,24 @@ mod four_over_six;
 use super::{Amax, Direction, Layout};
 use crate::amax::{self, Wanted};
 use crate::avx2::{Avx2, value_of};
-use crate::{Implementation, Input, Result, Values};
+use crate::{Implementation, Input, Result, Values, swizzle};
 use band::{Band, Draw, Output, Worker};
+use column::Piece;
 use half::bf16;
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode, Precision, Rounding, e2m1, swizzle};
+use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode, Precision, Rounding, e2m1};
 use rayon::prelude::*;
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Rows of a panel where the column direction is wanted: a cache line of codes per column.
-const PANEL: usize = 128;
-/// Columns that are worked through at a time where both directions are wanted.
+/// Rows of a panel where the column direction is wanted: two cache lines of codes per column.
+const PANEL: usize = 256;
+/// Columns that are worked through at a time where the column direction is wanted.
 const CHUNK: usize = 512;
 /// Columns that are transposed at a time.
-const COLUMNS: usize = 64;
+const COLUMNS: usize = 32;
 /// Elements of a panel where only the row direction is wanted.
 const ROW_TASK: usize = 1 << 17;
 /// Blocks of a band of square tiles at a time: 16 rows of this many stay in the first-level cache.
@@ -75,8 +77,8 @@ enum Known<'a> {
 impl<T: Element> Job<'_, T> {
     fn run<'a>(&self, row: Option<Direction<'a>>, col: Option<Direction<'a>>) -> Result<usize> {
         let (rows, cols) = (self.x.rows(), self.x.cols());
-        let mut row = row.map(|d| Target::new(d, rows, cols));
-        let mut col = col.map(|d| Target::new(d, cols, rows));
+        let mut row = row.map(|d| Target::new(self.token, d, rows, cols));
+        let mut col = col.map(|d| Target::new(self.token, d, cols, rows));
         self.find_amaxes(&mut row, &mut col)?;
         let undecided = AtomicUsize::new(0);
         let height = if col.is_some() { PANEL } else { ROW_TASK.div_ceil(cols).next_multiple_of(BLOCK) };
@@ -147,27 +149,29 @@ impl<T: Element> Job<'_, T> {
     /// The amax of the transformed columns: of the whole, or of each column.
     fn transformed_amax(&self, signs: Signs, mode: &Mode) -> Vec<f32> {
         let (rows, cols) = (self.x.rows(), self.x.cols());
-        let maxima = (0..rows.div_ceil(PANEL))
+        let empty = || (vec![0f32; cols.next_multiple_of(BLOCK)], false);
+        let (maxima, nan) = (0..rows.div_ceil(PANEL))
             .into_par_iter()
-            .map_init(Scratch::<T>::new, |scratch, p| {
+            .map(|p| {
                 let range = (p * PANEL, rows.min((p + 1) * PANEL));
-                let mut maxima = vec![0; cols];
-                for c in (0..cols).step_by(COLUMNS) {
-                    let n = COLUMNS.min(cols - c);
-                    let pitch = scratch.transpose(self, range, c, n, Some(signs));
-                    for (m, column) in maxima[c..].iter_mut().zip(scratch.transformed.chunks_exact(pitch)).take(n) {
-                        // SAFETY: an Avx2 token is only made after detection.
-                        *m = unsafe { amax::avx2::row_amax(self.token, column, mode.amax_edge(), &mut []) };
-                    }
-                }
-                maxima
+                let (mut maxima, _) = empty();
+                // SAFETY: an Avx2 token is only made after detection.
+                let nan = unsafe { column::hadamard_maxima(&self.piece(range, (0, cols)), signs, &mut maxima) };
+                (maxima, nan)
             })
-            .reduce(|| vec![0; cols], |a, b| a.into_iter().zip(b).map(|(a, b)| a.max(b)).collect());
-        let values = maxima.into_iter().map(|bits| value_of(bits, Precision::Bf16));
+            .reduce(empty, |(mut a, m), (b, n)| {
+                a.iter_mut().zip(b).for_each(|(a, b)| *a = a.max(b));
+                (a, m | n)
+            });
+        if nan && mode.amax_edge() == Edge::Reference {
+            // Which maxima are NaN was not kept; the rules tell.
+            let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs)).expect("rows were checked");
+            return nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge());
+        }
+        let values = maxima[..cols].iter().map(|&m| Precision::Bf16.round(m));
         match mode.global {
             GlobalScale::PerRow => values.collect(),
-            // A NaN is the largest of all bits, and stays so as a value's bits.
-            GlobalScale::PerTensor => vec![f32::from_bits(values.map(f32::to_bits).max().unwrap_or(0))],
+            GlobalScale::PerTensor => vec![values.fold(0.0, f32::max)],
         }
     }
 
@@ -180,128 +184,155 @@ impl<T: Element> Job<'_, T> {
         undecided: &AtomicUsize,
     ) {
         let cols = self.x.cols();
-        let chunk = if col.is_some() { CHUNK } else { cols };
         let mut row = row;
         let mut left = 0;
-        for c in (0..cols).step_by(chunk) {
-            let width = chunk.min(cols - c);
+        let Some(context) = col else {
             if let Some((context, part)) = &mut row {
-                left += self.rows(scratch, (first, end), (c, width), context, part);
+                let piece = self.piece((first, end), (0, cols));
+                left += self.rows(&mut scratch.row_worker, &piece, (first, 0), context, &mut part.from_row(0));
             }
-            if let Some(context) = col {
-                for sub in (c..c + width).step_by(COLUMNS) {
-                    left += self.columns(scratch, (first, end), (sub, COLUMNS.min(c + width - sub)), context);
+            undecided.fetch_add(left, Ordering::Relaxed);
+            return;
+        };
+        let Scratch { row_worker, plain, transformed, output } = scratch;
+        let pitch = (end - first).next_multiple_of(BLOCK);
+        for c in (0..cols).step_by(CHUNK) {
+            let width = CHUNK.min(cols - c);
+            let room = width.next_multiple_of(BLOCK) * pitch;
+            match context.transform {
+                None => plain.resize(room, T::default()),
+                Some(_) => transformed.resize(room, bf16::ZERO),
+            }
+            for r in (first..end).step_by(BLOCK) {
+                self.prefetch((r + BLOCK, end), c, width);
+                let piece = self.piece((r, end.min(r + BLOCK)), (c, width));
+                if let Some((context, part)) = &mut row {
+                    left += self.rows(row_worker, &piece, (r, c), context, &mut part.from_row(r - first));
                 }
+                match context.transform {
+                    // SAFETY: an Avx2 token is only made after detection.
+                    None => unsafe { column::transpose(&piece, pitch, &mut plain[r - first..]) },
+                    // SAFETY: an Avx2 token is only made after detection.
+                    Some(signs) => unsafe {
+                        column::transpose_hadamard(&piece, signs, pitch, &mut transformed[r - first..])
+                    },
+                }
+            }
+            for sub in (0..width).step_by(COLUMNS) {
+                let (shape, at) = ((end - first, COLUMNS.min(width - sub)), (first, c + sub));
+                left += match context.transform {
+                    None => self.columns(output, &plain[sub * pitch..], shape, at, context),
+                    Some(_) => self.columns(output, &transformed[sub * pitch..], shape, at, context),
+                };
             }
         }
         undecided.fetch_add(left, Ordering::Relaxed);
     }
 
-    /// Quantizes columns `c..c + width` of some rows along the rows.
+    /// Rows `first..end` of columns `c..c + width`.
+    fn piece(&self, (first, end): (usize, usize), (c, width): (usize, usize)) -> Piece<'_, T> {
+        let stride = self.x.stride();
+        Piece { data: &self.values[first * stride + c..], stride, rows: end - first, cols: width }
+    }
+
+    /// Asks for 16 rows of a chunk. The hardware does not see that the rows of a panel go together; without this, half of the
+    /// time is spent waiting for memory.
+    fn prefetch(&self, (first, end): (usize, usize), c: usize, width: usize) {
+        for r in first..end.min(first + BLOCK) {
+            for line in self.values[r * self.x.stride() + c..][..width].chunks(64 / size_of::<T>()) {
+                // SAFETY: a prefetch is harmless wherever it points, and this one points into the matrix.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+            }
+        }
+    }
+
+    /// Quantizes a piece along its rows; `at` is the position of its first element.
     fn rows(
         &self,
-        scratch: &mut Scratch<T>,
-        (first, end): (usize, usize),
-        (c, width): (usize, usize),
+        worker: &mut Option<Worker>,
+        x: &Piece<'_, T>,
+        (first, c): (usize, usize),
         context: &RowContext<'_>,
         part: &mut RowPart<'_>,
     ) -> usize {
-        let (stride, height) = (self.x.stride(), context.mode.tile.height());
+        let height = context.mode.tile.height();
         let (bytes, blocks) = (e2m1::packed_len(self.x.cols()), self.x.cols().div_ceil(BLOCK));
+        let all = x.cols.div_ceil(BLOCK);
+        let step = if height == 1 { all } else { SQUARE_BLOCKS };
         let mut left = 0;
-        for r in (first..end).step_by(height) {
+        for r in (0..x.rows).step_by(height) {
             let amax = match &mut part.amax {
                 Some(out) => {
+                    let row = &x.data[r * x.stride..][..x.cols];
                     // SAFETY: an Avx2 token is only made after detection.
-                    let bits = unsafe {
-                        let row = &self.values[r * stride..][..self.x.cols()];
-                        amax::avx2::row_amax(self.token, row, context.mode.amax_edge(), &mut [])
-                    };
-                    out[r - first] = value_of(bits, T::PRECISION);
-                    out[r - first]
+                    let bits = unsafe { amax::avx2::row_amax(self.token, row, context.mode.amax_edge(), &mut []) };
+                    out[r] = value_of(bits, T::PRECISION);
+                    out[r]
                 }
-                None => context.amax[if context.mode.global == GlobalScale::PerRow { r } else { 0 }],
+                None => context.amax[if context.mode.global == GlobalScale::PerRow { first + r } else { 0 }],
             };
             let scaling = Scaling::new(amax, &context.mode, T::PRECISION);
-            let worker = scratch.row_worker.get_or_insert_with(|| Worker::new(self.token, &scaling));
-            let real = height.min(end - r);
-            let step = if height == 1 { width / BLOCK } else { SQUARE_BLOCKS };
-            let whole = if real == height { width / BLOCK } else { 0 };
-            for b in (0..width.div_ceil(BLOCK)).step_by(step.max(1)) {
-                let at = c + b * BLOCK;
-                let draw = Draw { rounding: context.rounding, first: r * blocks + at / BLOCK, pitch: blocks };
-                let (code_at, scale_at) = ((r - first) * bytes + at / 2, (r - first) * blocks + at / BLOCK);
-                let (codes, scales) = (&mut part.codes[code_at..], &mut part.scales[scale_at..]);
-                // Whole tiles inside the matrix are quantized where they lie, others from a padded copy.
-                let inside = step.min(whole.saturating_sub(b));
-                if inside > 0 {
-                    let band = Band { data: &self.values[r * stride + at..], stride, height, blocks: inside };
-                    let mut out = Output { codes, code_stride: bytes, scales, scale_stride: blocks };
-                    worker.quantize(self.token, &scaling, &band, draw, &mut out);
-                    left += worker.undecided();
+            let worker = worker.get_or_insert_with(|| Worker::new(self.token, &scaling));
+            let inside = if r + height <= x.rows { x.cols / BLOCK } else { 0 };
+            let draw = |b: usize| Draw {
+                rounding: context.rounding,
+                first: (first + r) * blocks + c / BLOCK + b,
+                pitch: blocks,
+            };
+            let (code_at, scale_at) = (r * bytes + c / 2, r * blocks + c / BLOCK);
+            // Whole tiles are quantized where they lie.
+            for b in (0..inside).step_by(step) {
+                let band = Band {
+                    data: &x.data[r * x.stride + b * BLOCK..],
+                    stride: x.stride,
+                    height,
+                    blocks: step.min(inside - b),
+                };
+                let mut out = Output {
+                    codes: &mut part.codes[code_at + b * BLOCK / 2..],
+                    code_stride: bytes,
+                    scales: &mut part.scales[scale_at + b..],
+                    scale_stride: blocks,
+                };
+                worker.quantize(self.token, &scaling, &band, draw(b), &mut out);
+                left += worker.undecided();
+            }
+            // Tiles that reach beyond the matrix are quantized from a padded copy.
+            for b in inside..all {
+                let (real, width) = (height.min(x.rows - r), BLOCK.min(x.cols - b * BLOCK));
+                let mut tile = [T::default(); BLOCK * BLOCK];
+                for k in 0..real {
+                    let row = &x.data[(r + k) * x.stride + b * BLOCK..][..width];
+                    tile[k * BLOCK..][..width].copy_from_slice(row);
                 }
-                let padded = step.max(1).min(width.div_ceil(BLOCK) - b) - inside;
-                for i in (inside..inside + padded).map(|i| i * BLOCK) {
-                    let n = BLOCK.min(c + width - (at + i));
-                    let mut tile = [T::default(); BLOCK * BLOCK];
-                    for k in 0..real {
-                        let from = &self.values[(r + k) * stride + at + i..][..n];
-                        tile[k * BLOCK..][..n].copy_from_slice(from);
-                    }
-                    let (mut tile_codes, mut tile_scales) = ([0; BLOCK * BLOCK / 2], [0; BLOCK]);
-                    let band = Band { data: &tile, stride: BLOCK, height, blocks: 1 };
-                    let mut out = Output {
-                        codes: &mut tile_codes,
-                        code_stride: BLOCK / 2,
-                        scales: &mut tile_scales,
-                        scale_stride: 1,
-                    };
-                    let draw = Draw { first: draw.first + i / BLOCK, ..draw };
-                    worker.quantize(self.token, &scaling, &band, draw, &mut out);
-                    left += worker.undecided();
-                    for k in 0..real {
-                        let (code_at, scale_at) =
-                            ((r + k - first) * bytes + (at + i) / 2, (r + k - first) * blocks + (at + i) / BLOCK);
-                        let len = n.div_ceil(2);
-                        part.codes[code_at..][..len].copy_from_slice(&tile_codes[k * BLOCK / 2..][..len]);
-                        part.scales[scale_at] = tile_scales[k];
-                    }
+                let (mut codes, mut scales) = ([0; BLOCK * BLOCK / 2], [0; BLOCK]);
+                let band = Band { data: &tile, stride: BLOCK, height, blocks: 1 };
+                let mut out =
+                    Output { codes: &mut codes, code_stride: BLOCK / 2, scales: &mut scales, scale_stride: 1 };
+                worker.quantize(self.token, &scaling, &band, draw(b), &mut out);
+                left += worker.undecided();
+                for k in 0..real {
+                    let (code_at, len) = (code_at + k * bytes + b * BLOCK / 2, width.div_ceil(2));
+                    part.codes[code_at..][..len].copy_from_slice(&codes[k * BLOCK / 2..][..len]);
+                    part.scales[scale_at + k * blocks + b] = scales[k];
                 }
             }
         }
         left
     }
 
-    /// Quantizes `n` columns of a panel along the columns.
-    fn columns(
+    /// Quantizes transposed columns, `n` of them with `rows` elements each; the first element is at (`first`, `c`).
+    fn columns<U: Element>(
         &self,
-        scratch: &mut Scratch<T>,
-        range: (usize, usize),
-        (c, n): (usize, usize),
-        context: &ColContext<'_>,
-    ) -> usize {
-        let pitch = scratch.transpose(self, range, c, n, context.transform);
-        let Scratch { plain, transformed, codes, scales, col_worker, .. } = scratch;
-        match context.transform {
-            None => self.quantize_columns(plain, pitch, range, (c, n), context, codes, scales, col_worker),
-            Some(_) => self.quantize_columns(transformed, pitch, range, (c, n), context, codes, scales, col_worker),
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)] // the scratch buffers, borrowed one by one
-    fn quantize_columns<U: Element>(
-        &self,
+        scratch: &mut ColumnOutput,
         data: &[U],
-        pitch: usize,
-        (first, end): (usize, usize),
-        (c, n): (usize, usize),
+        (rows, n): (usize, usize),
+        (first, c): (usize, usize),
         context: &ColContext<'_>,
-        codes: &mut Vec<u8>,
-        scales: &mut Vec<u8>,
-        worker: &mut Option<Worker>,
     ) -> usize {
-        let (rows, nb) = (self.x.rows(), pitch / BLOCK);
-        let (bytes, blocks) = (e2m1::packed_len(rows), rows.div_ceil(BLOCK));
+        let ColumnOutput { codes, scales, worker } = scratch;
+        let (nb, pitch) = (rows.div_ceil(BLOCK), rows.next_multiple_of(BLOCK));
+        let (bytes, blocks) = (e2m1::packed_len(self.x.rows()), self.x.rows().div_ceil(BLOCK));
         let height = context.mode.tile.height();
         let padded = n.next_multiple_of(height);
         codes.resize(padded * pitch / 2, 0);
@@ -310,16 +341,14 @@ impl<T: Element> Job<'_, T> {
         let one_run = context.mode.global == GlobalScale::PerTensor
             && height == 1
             && matches!(context.rounding, Rounding::NearestEven);
-        let step = if one_run { n } else { height };
+        let (step, run) = if one_run { (n, n * nb) } else { (height, nb) };
         let mut left = 0;
         for i in (0..padded).step_by(step) {
             let amax = context.amax[if context.mode.global == GlobalScale::PerRow { c + i } else { 0 }];
             let scaling = Scaling::new(amax, &context.mode, U::PRECISION);
             let worker = worker.get_or_insert_with(|| Worker::new(self.token, &scaling));
-            let run = if one_run { n * nb } else { nb };
             let band = Band { data: &data[i * pitch..], stride: pitch, height, blocks: run };
-            let first = (c + i) * blocks + first / BLOCK;
-            let draw = Draw { rounding: context.rounding, first, pitch: blocks };
+            let draw = Draw { rounding: context.rounding, first: (c + i) * blocks + first / BLOCK, pitch: blocks };
             let mut out = Output {
                 codes: &mut codes[i * pitch / 2..],
                 code_stride: pitch / 2,
@@ -330,7 +359,7 @@ impl<T: Element> Job<'_, T> {
             left += worker.undecided();
         }
         for i in 0..n {
-            let len = (end - first).div_ceil(2);
+            let len = rows.div_ceil(2);
             context.codes.write((c + i) * bytes + first / 2, &codes[i * pitch / 2..][..len]);
             context.scales.write((c + i) * blocks + first / BLOCK, &scales[i * nb..][..nb]);
         }
@@ -340,6 +369,7 @@ impl<T: Element> Job<'_, T> {
 
 /// A direction's settings, its amaxes and its buffers, scales in linear layout.
 struct Target<'a> {
+    token: Avx2,
     mode: Mode,
     rounding: Rounding<Random<'a>>,
     transform: Option<Signs>,
@@ -355,7 +385,7 @@ struct Target<'a> {
 }
 
 impl<'a> Target<'a> {
-    fn new(d: Direction<'a>, rows: usize, cols: usize) -> Self {
+    fn new(token: Avx2, d: Direction<'a>, rows: usize, cols: usize) -> Self {
         let (amax, amax_out) = match d.amax {
             Amax::Given(amax) => (Known::Values(amax.to_vec()), None),
             Amax::Compute(out) => (Known::Values(Vec::new()), Some(out)),
@@ -363,6 +393,7 @@ impl<'a> Target<'a> {
         let blocks = cols.div_ceil(BLOCK);
         let linear = (d.layout == Layout::Swizzled).then(|| vec![0; rows * blocks]);
         Target {
+            token,
             mode: d.mode,
             rounding: d.rounding,
             transform: d.transform,
@@ -406,6 +437,8 @@ impl<'a> Target<'a> {
                     codes: codes.next().expect("a panel has rows"),
                     scales: scales.next().expect("a panel has rows"),
                     amax: on_the_way.as_mut().map(|chunks| chunks.next().expect("a panel has rows")),
+                    bytes: self.bytes,
+                    blocks: self.blocks,
                 })
             })
             .collect();
@@ -427,8 +460,7 @@ impl<'a> Target<'a> {
 
     fn finish(self) -> Result<()> {
         if let Some(linear) = self.linear {
-            let swizzled = swizzle::swizzle(&linear, self.rows, self.blocks)?;
-            self.scales.copy_from_slice(&swizzled);
+            swizzle::swizzle(Implementation::Avx2(self.token), &linear, self.rows, self.blocks, self.scales)?;
         }
         Ok(())
     }
@@ -445,6 +477,21 @@ struct RowPart<'a> {
     scales: &'a mut [u8],
     /// Row amaxes that are found on the way.
     amax: Option<&'a mut [f32]>,
+    /// Bytes of codes and of scales per row.
+    bytes: usize,
+    blocks: usize,
+}
+
+impl RowPart<'_> {
+    /// The part from its row `r` on.
+    fn from_row(&mut self, r: usize) -> RowPart<'_> {
+        RowPart {
+            codes: &mut self.codes[r * self.bytes..],
+            scales: &mut self.scales[r * self.blocks..],
+            amax: self.amax.as_deref_mut().map(|amax| &mut amax[r..]),
+            ..*self
+        }
+    }
 }
 
 struct ColContext<'a> {
@@ -482,48 +529,20 @@ impl<'a> Scatter<'a> {
 /// What a thread keeps between panels.
 struct Scratch<T> {
     row_worker: Option<Worker>,
-    col_worker: Option<Worker>,
     plain: Vec<T>,
     transformed: Vec<bf16>,
+    output: ColumnOutput,
+}
+
+struct ColumnOutput {
     codes: Vec<u8>,
     scales: Vec<u8>,
+    worker: Option<Worker>,
 }
 
 impl<T: Element> Scratch<T> {
     fn new() -> Self {
-        Scratch {
-            row_worker: None,
-            col_worker: None,
-            plain: Vec::new(),
-            transformed: Vec::new(),
-            codes: Vec::new(),
-            scales: Vec::new(),
-        }
-    }
-
-    /// Columns `c..c + n` of a panel as rows of the returned length, in `transformed` if there is a transform, else in `plain`.
-    /// Columns up to a multiple of 16 are zeros.
-    fn transpose(
-        &mut self,
-        job: &Job<'_, T>,
-        (first, end): (usize, usize),
-        c: usize,
-        n: usize,
-        transform: Option<Signs>,
-    ) -> usize {
-        let (rows, stride) = (end - first, job.x.stride());
-        let pitch = rows.next_multiple_of(BLOCK);
-        let padded = n.next_multiple_of(BLOCK);
-        self.plain.resize(padded * pitch, T::default());
-        self.plain[n * pitch..].fill(T::default());
-        // SAFETY: an Avx2 token is only made after detection.
-        unsafe { column::transpose(&job.values[first * stride + c..], stride, rows, n, pitch, &mut self.plain) };
-        if let Some(signs) = transform {
-            self.transformed.resize(padded * pitch, bf16::ZERO);
-            let groups = self.plain.as_chunks::<BLOCK>().0;
-            // SAFETY: an Avx2 token is only made after detection.
-            unsafe { column::hadamard(groups, signs, self.transformed.as_chunks_mut::<BLOCK>().0) };
-        }
-        pitch
+        let output = ColumnOutput { codes: Vec::new(), scales: Vec::new(), worker: None };
+        Scratch { row_worker: None, plain: Vec::new(), transformed: Vec::new(), output }
     }
 }

@@ -1,0 +1,132 @@
+//! Every implementation that this machine has, against the scalar one, bit for bit: all modes, all input types, awkward shapes,
+//! strides and values. A test is a line of intent; the runner owns loops and messages.
+
+mod runner;
+
+use nvfp4_spec::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Precision, Profile, ScaleRule, Tile};
+use runner::{Case, Fill, Runner};
+
+fn rules() -> Vec<ScaleRule> {
+    let mut rules = vec![ScaleRule::Six];
+    for metric in [Metric::Mae, Metric::Mse] {
+        for error in [ErrorPath::Strict, ErrorPath::Fast] {
+            rules.extend([Bound::E448, Bound::E256].map(|bound| ScaleRule::FourOverSix { metric, error, bound }));
+        }
+    }
+    rules
+}
+
+/// Every legal mode of every profile.
+fn modes() -> Vec<Mode> {
+    let mut modes = Vec::new();
+    for (tile, global) in [
+        (Tile::Row16, GlobalScale::PerTensor),
+        (Tile::Row16, GlobalScale::PerRow),
+        (Tile::Square16, GlobalScale::PerTensor),
+    ] {
+        for edge in [Edge::Kernel, Edge::Reference] {
+            modes.extend(rules().into_iter().map(|rule| Mode { tile, global, rule, edge, ..Mode::default() }));
+        }
+        for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
+            modes.push(Mode { tile, global, profile, ..Mode::default() });
+        }
+    }
+    modes
+}
+
+const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
+
+#[test]
+fn every_mode_on_every_kind_of_values() {
+    for mode in modes() {
+        for fill in Fill::ALL {
+            for precision in PRECISIONS {
+                Runner::new(Case { mode, precision, fill, ..Case::new(48, 80) }).check();
+            }
+        }
+    }
+}
+
+#[test]
+fn every_row_length_from_16_to_544() {
+    for cols in (16..=544).step_by(16) {
+        for (tile, rows) in [(Tile::Row16, 3), (Tile::Square16, 16)] {
+            let mode = Mode { tile, ..Mode::default() };
+            Runner::new(Case { mode, ..Case::new(rows, cols) }).check();
+            // The same numbers as rows: every length of the column direction.
+            Runner::new(Case { mode, ..Case::new(cols, rows) }).check();
+        }
+    }
+}
+
+#[test]
+fn ragged_and_odd_shapes_in_every_mode() {
+    let shapes = [(1, 1), (1, 15), (2, 17), (5, 33), (16, 31), (17, 16), (31, 47), (33, 18), (130, 19), (19, 530)];
+    for mode in modes() {
+        for (i, (rows, cols)) in shapes.into_iter().enumerate() {
+            Runner::new(Case { mode, precision: PRECISIONS[i % 3], ..Case::new(rows, cols) }).check();
+        }
+    }
+}
+
+#[test]
+fn shapes_of_several_panels_and_chunks() {
+    for (rows, cols) in [(600, 48), (272, 1056), (48, 1200), (520, 530)] {
+        for (tile, global) in [
+            (Tile::Row16, GlobalScale::PerTensor),
+            (Tile::Row16, GlobalScale::PerRow),
+            (Tile::Square16, GlobalScale::PerTensor),
+        ] {
+            Runner::new(Case { mode: Mode { tile, global, ..Mode::default() }, ..Case::new(rows, cols) }).check();
+        }
+    }
+}
+
+#[test]
+fn rows_further_apart_than_long_and_starting_anywhere() {
+    for offset in 0..9 {
+        for precision in PRECISIONS {
+            Runner::new(Case { precision, offset, gap: 2 * offset + 1, ..Case::new(35, 70) }).check();
+        }
+    }
+}
+
+#[test]
+fn amaxes_that_are_given_and_wrong() {
+    for mode in modes() {
+        for amax in [0.0, 1e-45, 1e-30, 0.01, 1e30, f32::MAX, f32::INFINITY, f32::NAN] {
+            Runner::new(Case { mode, amax: Some(amax), fill: Fill::Wide, ..Case::new(32, 48) }).check();
+        }
+    }
+}
+
+#[test]
+fn the_number_of_threads_does_not_matter() {
+    for threads in [1, 2, 3, 7] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| Runner::new(Case::new(700, 700)).check());
+    }
+}
+
+#[test]
+fn scales_swizzled_on_the_way() {
+    for (rows, cols) in [(16, 16), (130, 100), (300, 1040)] {
+        Runner::new(Case { swizzled: true, ..Case::new(rows, cols) }).check();
+    }
+}
+
+#[test]
+fn layouts_there_and_back() {
+    runner::check_layouts();
+}
+
+#[test]
+fn amax_of_tensor_rows_and_columns() {
+    for fill in Fill::ALL {
+        for precision in PRECISIONS {
+            for (rows, cols) in [(1, 1), (3, 17), (64, 64), (600, 530)] {
+                runner::check_amax(&Case { precision, fill, ..Case::new(rows, cols) });
+            }
+        }
+    }
+}
