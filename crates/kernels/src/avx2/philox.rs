@@ -23,8 +23,9 @@ pub(crate) fn fill(stream: &Stream, first: u64, out: &mut [[u8; BLOCK]]) {
 fn eight_blocks(stream: &Stream, first: u64, out: &mut [[u8; BLOCK]; 8]) {
     let start = stream.first_block.wrapping_add(first);
     let mut lanes = [[0u32; 8]; 2];
-    for i in 0..8 {
-        [lanes[0][i], lanes[1][i]] = words(start.wrapping_add(i as u64));
+    let [low, high] = &mut lanes;
+    for (i, (low, high)) in low.iter_mut().zip(high).enumerate() {
+        [*low, *high] = words(start.wrapping_add(i as u64));
     }
     // SAFETY: the source is an array of 8 doublewords.
     let low = unsafe { _mm256_loadu_si256(lanes[0].as_ptr().cast()) };

@@ -40,7 +40,7 @@ impl Fill {
             },
             Fill::Special => match c % 64 {
                 0 => f32::NAN * sign,
-                1 if row % 3 == 0 => f32::INFINITY * sign,
+                1 if row.is_multiple_of(3) => f32::INFINITY * sign,
                 2 => -0.0,
                 3 => 1e-40 * sign,
                 4 if row % 3 == 1 => f32::MAX * sign,

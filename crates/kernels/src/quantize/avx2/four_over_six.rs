@@ -137,10 +137,10 @@ fn errors<T: Element, const MAE: bool, const SCALED: bool>(
     for r in 0..tiles.height {
         let row = tiles.data[r * tiles.stride + j * BLOCK..].first_chunk().expect("a tile's rows have 16 elements");
         let x = widen::<T>(abs::<T>(load(row)));
-        for half in 0..2 {
-            let compared = if SCALED { _mm256_mul_ps(x[half], _mm256_set1_ps(encode)) } else { x[half] };
+        for x in x {
+            let compared = if SCALED { _mm256_mul_ps(x, _mm256_set1_ps(encode)) } else { x };
             for c in 0..2 {
-                let q = round_to_grid(_mm256_mul_ps(x[half], inverse[c]));
+                let q = round_to_grid(_mm256_mul_ps(x, inverse[c]));
                 let e = _mm256_fmsub_ps(q, decode[c], compared);
                 sums[c] = if MAE {
                     _mm256_add_ps(sums[c], _mm256_andnot_ps(_mm256_set1_ps(-0.0), e))
