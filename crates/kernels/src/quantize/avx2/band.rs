@@ -5,7 +5,7 @@
 use super::cuts::Table;
 use super::encode::{self, KEEP, e4m3_bytes, store_bytes, values_of};
 use super::four_over_six::{self, Tiles};
-use crate::avx2::{Avx2, abs, infinity_bits, largest, load, max, philox, value_of};
+use crate::avx2::{Avx2, abs, infinity_bits, largest, load, max, philox, value_of, zero};
 use nvfp4_spec::block::{self, Rows, Scaling};
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::stochastic::Random;
@@ -84,9 +84,11 @@ impl Worker {
         draw: Draw<'_>,
         out: &mut Output<'_>,
     ) {
-        self.table.set(scaling);
         // SAFETY: an Avx2 token is only made after detection.
-        unsafe { self.run(band, draw, out) }
+        unsafe {
+            self.table.set(scaling);
+            self.run(band, draw, out);
+        }
     }
 
     /// How many tiles of the last band were left to the rules.
@@ -100,9 +102,11 @@ impl Worker {
         self.undecided.clear();
         self.find_magnitudes(band);
         self.choose_scales(band);
-        for b in 0..band.blocks {
-            if !self.table.prepare(self.scales[b]) {
-                self.undecided.push(b);
+        if !self.table.is_complete() {
+            for b in 0..band.blocks {
+                if !self.table.prepare(self.scales[b]) {
+                    self.undecided.push(b);
+                }
             }
         }
         let keep = mode.profile.code_edge(mode.edge) == Edge::Kernel;
@@ -142,16 +146,16 @@ impl Worker {
         self.magnitudes.resize(band.blocks.next_multiple_of(8), 0);
         self.magnitudes[band.blocks..].fill(0);
         let magnitudes = &mut self.magnitudes[..band.blocks];
-        let mut largest_of_all = 0;
+        let mut all = zero();
         for (b, (bits, x)) in magnitudes.iter_mut().zip(band.row(0)).enumerate() {
             let mut m = abs::<T>(load(x));
             for r in 1..band.height {
                 m = max::<T>(m, abs::<T>(load(&band.row(r)[b])));
             }
+            all = max::<T>(all, m);
             *bits = largest::<T>(m);
-            largest_of_all = largest_of_all.max(*bits);
         }
-        if largest_of_all > infinity_bits(T::PRECISION) {
+        if largest::<T>(all) > infinity_bits(T::PRECISION) {
             for (b, bits) in magnitudes.iter_mut().enumerate() {
                 if *bits > infinity_bits(T::PRECISION) {
                     *bits = 0;

@@ -9,7 +9,7 @@
 use crate::avx2::{infinity_bits, narrow, value_of};
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::profile::Factor;
-use nvfp4_spec::{Precision, e2m1};
+use nvfp4_spec::{GlobalScale, Precision, e2m1, e4m3};
 use std::arch::x86_64::*;
 
 /// What is known of a scale byte.
@@ -35,6 +35,7 @@ pub(super) struct Entry {
 pub(super) struct Table {
     scaling: Scaling,
     states: [State; 128],
+    complete: bool,
     entries: Vec<Entry>,
 }
 
@@ -42,19 +43,35 @@ impl Table {
     #[target_feature(enable = "avx2,fma,f16c")]
     pub fn new(scaling: &Scaling) -> Self {
         let empty = Entry { factor: 0.0, cuts: [_mm256_setzero_si256(); 8] };
-        Table { scaling: *scaling, states: [State::Empty; 128], entries: vec![empty; 128] }
+        Table { scaling: *scaling, states: [State::Empty; 128], complete: false, entries: vec![empty; 128] }
     }
 
     pub fn scaling(&self) -> &Scaling {
         &self.scaling
     }
 
-    /// Turns to another row. The entries of the same scaling are kept.
+    /// Turns to another tensor or row. The entries of the same amax are kept.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
     pub fn set(&mut self, scaling: &Scaling) {
         if self.scaling.global.amax.to_bits() != scaling.global.amax.to_bits() {
             self.scaling = *scaling;
             self.states = [State::Empty; 128];
+            self.complete = false;
         }
+        // One amax serves a whole tensor: worth knowing all bytes, so that no block has to ask.
+        if self.states[0] == State::Empty && scaling.mode.global == GlobalScale::PerTensor {
+            self.complete = true;
+            for scale in 0..=e4m3::MAX_BYTE {
+                self.complete &= self.fill(scale);
+            }
+        }
+    }
+
+    /// Whether every finite scale byte has an entry.
+    #[inline]
+    pub fn is_complete(&self) -> bool {
+        self.complete
     }
 
     /// The entry of a scale byte that [`Table::prepare`] called regular.
@@ -166,7 +183,7 @@ fn last_below(first: f32, factor: Factor, precision: Precision) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nvfp4_spec::{Mode, Profile, e4m3};
+    use nvfp4_spec::{Mode, Profile};
 
     /// Cuts of every scale byte at amaxes over the whole range, against the rules on both sides of each cut.
     #[test]
