@@ -79,7 +79,18 @@ impl Direction<'_> {
         let code_len = rows.checked_mul(e2m1::packed_len(cols)).ok_or(Error::TooLarge { rows, cols })?;
         check_len("codes", code_len, self.codes.len())?;
         check_len("scales", self.layout.scale_len(rows, cols)?, self.scales.len())?;
-        check_len("amax", self.mode.global.count(rows), self.amax.len())
+        check_len("amax", self.mode.global.count(rows), self.amax.len())?;
+        if let Amax::Given(amax) = self.amax
+            && let Some(index) = amax.iter().position(|&a| a < 0.0)
+        {
+            return Err(Error::NegativeAmax { index, value: amax[index] });
+        }
+        if let Rounding::Stochastic(Random::Bytes(bytes)) = self.rounding {
+            let expected = Layout::Linear.scale_len(rows, cols)?.checked_mul(BLOCK);
+            let expected = expected.ok_or(Error::TooLarge { rows, cols })?;
+            check_len("random bytes (16 per block)", expected, bytes.len())?;
+        }
+        Ok(())
     }
 }
 
