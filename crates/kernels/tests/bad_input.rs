@@ -108,7 +108,7 @@ fn the_hadamard_transform_needs_a_multiple_of_16() {
 
 #[test]
 fn empty_matrices_quantize_to_nothing() {
-    for (rows, cols) in [(0, 0), (0, 40), (40, 0)] {
+    for (rows, cols) in [(0, 0), (0, 40), (40, 0), (1 << 62, 0), (0, 1 << 62)] {
         let input = Input::new(Values::F32(&[]), rows, cols).unwrap();
         let mut amax = [7.0];
         let row = Direction {

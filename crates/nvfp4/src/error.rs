@@ -26,8 +26,15 @@ pub enum Error {
         got: usize,
     },
 
-    /// Shape and strides differ in rank, or the shape overflows.
-    #[error("the shape {shape:?} with strides {strides:?} is not a tensor's")]
+    /// A shape whose elements, or whose rows, cannot be counted.
+    #[error("the shape {shape:?} has more elements than an address can count")]
+    Overflow {
+        /// The shape.
+        shape: Vec<usize>,
+    },
+
+    /// Shape and strides differ in rank.
+    #[error("expected a stride for each dimension of the shape {shape:?}, got {strides:?}")]
     Strides {
         /// The shape.
         shape: Vec<usize>,

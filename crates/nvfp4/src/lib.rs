@@ -30,6 +30,7 @@ mod error;
 mod generator;
 mod matmul;
 mod quantizer;
+mod shape;
 mod storage;
 mod tensor;
 mod tensor_ref;

@@ -2,6 +2,7 @@
 
 use crate::{Direction, Element, Error, QuantTensor, Result, Side};
 use nvfp4_kernels::{Implementation, gemm};
+use nvfp4_spec::{area, zeros};
 
 pub use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product};
 
@@ -14,8 +15,7 @@ pub fn matmul<T: Element>(a: &Direction, b: &Direction, product: &Product<'_, T>
         return Err(Error::Rotation { left: a.rotation, right: b.rotation });
     }
     let (a_scales, b_scales) = (a.linear_scales()?, b.linear_scales()?);
-    let outputs = a.rows.checked_mul(b.rows).ok_or(nvfp4_spec::Error::TooLarge { rows: a.rows, cols: b.rows })?;
-    let mut out = vec![T::default(); outputs];
+    let mut out = zeros(area(a.rows, b.rows)?, a.rows, b.rows)?;
     gemm::gemm(Implementation::best(), &a.view(&a_scales), &b.view(&b_scales), product, &mut out)?;
     Ok(out)
 }

@@ -5,7 +5,7 @@
 //! `version = 1` and, under `tensors`, a JSON object that gives each tensor's shape and each direction's unit, bound,
 //! rotation and layout. The format is ours; checkpoints for other programs are written elsewhere.
 
-use crate::{Bound, Direction, Error, Global, Layout, QuantTensor, Result, Signs, Unit};
+use crate::{Bound, Direction, Error, Global, Layout, QuantTensor, Result, Signs, Unit, shape};
 use nvfp4_spec::BLOCK;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -165,9 +165,7 @@ pub fn load(path: &Path) -> Result<BTreeMap<String, QuantTensor>> {
 }
 
 fn read_tensor(file: &SafeTensors<'_>, name: &str, entry: &TensorEntry) -> Result<QuantTensor> {
-    let too_large = || Error::Format(format!("tensor '{name}': the shape {:?} is too large", entry.shape));
-    let (cols, leading) = entry.shape.split_last().map_or((1, &[][..]), |(&cols, leading)| (cols, leading));
-    let rows = leading.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or_else(too_large)?;
+    let (rows, cols) = shape::flatten(&entry.shape).map_err(|e| Error::Format(format!("tensor '{name}': {e}")))?;
     let read = |side, rows, cols, entry: &Option<DirectionEntry>| {
         entry.as_ref().map(|e| read_direction(file, &format!("{name}.{side}"), rows, cols, e)).transpose()
     };

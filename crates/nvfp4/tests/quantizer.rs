@@ -132,7 +132,7 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
             assert_eq!(direction.is_some(), settings.directions.has(side));
             let Some(direction) = direction else { continue };
             let rule = if stochastic { Rule::Stochastic(Random::Stream(stream)) } else { Rule::NearestEven };
-            let amax = matrix::amax(&x, settings.mode.global, settings.mode.amax_edge());
+            let amax = matrix::amax(&x, settings.mode.global, settings.mode.amax_edge()).unwrap();
             let expected = matrix::quantize(&x, &amax, &settings.mode, rule).unwrap();
             assert_eq!((direction.codes(), direction.scales()), (&expected.codes[..], &expected.scales[..]));
             assert_eq!(direction.global().values(), expected.stored);
@@ -197,8 +197,37 @@ fn empty_tensors_are_valid() {
         assert_eq!(q.row().unwrap().global().values().len(), shape[0]);
         assert_eq!(q.dequantize::<f32>(Side::Row).unwrap(), [0.0f32; 0]);
     }
-    let endless = TensorRef::new(&[0.0f32; 0][..], &[usize::MAX, 0]).unwrap();
-    assert!(matches!(quantizer.quantize(&endless), Err(Error::Rule(_))));
+}
+
+#[test]
+fn a_huge_dimension_without_elements_takes_no_time_and_no_memory() {
+    for shape in [[1 << 62, 0], [0, 1 << 62]] {
+        let x = TensorRef::new(&[0.0f32; 0][..], &shape).unwrap();
+        for layout in [Layout::Linear, Layout::Swizzled] {
+            let both = Quantizer::builder().directions(Directions::Both).layout(layout).check_finite();
+            let mut q = both.build().unwrap().quantize(&x).unwrap();
+            q.update_in_place(&both.build().unwrap(), &x, &Options::default(), Update::Apply).unwrap();
+            for side in [Side::Row, Side::Column] {
+                assert_eq!(q.dequantize::<f32>(side).unwrap(), [0.0f32; 0]);
+            }
+            for (start, end) in [(0, shape[0]), (shape[0] / 2, shape[0] / 2)] {
+                assert_eq!(q.slice_rows(start, end).unwrap().rows(), end - start);
+            }
+        }
+        let per_row = Quantizer::builder().global_scale(GlobalScale::PerRow).directions(Directions::Both).build();
+        let message = per_row.unwrap().quantize(&x).unwrap_err().to_string();
+        assert_eq!(message, format!("a matrix of {} × 0 elements is too large", 1u64 << 62), "a global scale per row");
+    }
+}
+
+#[test]
+fn a_repeated_value_that_claims_too_many_elements_is_refused() {
+    let x = TensorRef::strided(&[1f32][..], &[1 << 30, 1 << 30], &[0, 0]).unwrap();
+    for directions in DIRECTIONS {
+        let quantizer = Quantizer::builder().directions(directions).check_finite().build().unwrap();
+        let message = quantizer.quantize(&x).unwrap_err().to_string();
+        assert_eq!(message, "a matrix of 1073741824 × 1073741824 elements is too large");
+    }
 }
 
 #[test]

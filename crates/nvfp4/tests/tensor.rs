@@ -121,6 +121,32 @@ fn a_row_slice_has_the_bytes_of_the_whole() {
 }
 
 #[test]
+fn a_slice_at_a_ragged_end_has_consistent_directions() {
+    let x = &values(1)[..17 * 20];
+    let x = TensorRef::new(x, &[17, 20]).unwrap();
+    for layout in [Layout::Linear, Layout::Swizzled] {
+        for global in [GlobalScale::PerTensor, GlobalScale::PerRow] {
+            let quantizer = both().settings().layout(layout).global_scale(global).build().unwrap();
+            let whole = quantizer.quantize(&x).unwrap();
+            let column: Vec<f32> = whole.dequantize(Side::Column).unwrap();
+            for (start, end) in [(17, 17), (16, 17), (16, 16), (0, 17), (0, 0)] {
+                let slice = whole.slice_rows(start, end).unwrap();
+                let parts = QuantTensor::from_parts(&[end - start, 20], slice.row().cloned(), slice.col().cloned());
+                assert_eq!(parts.unwrap(), slice);
+                for d in [slice.row().unwrap(), slice.col().unwrap()] {
+                    let (codes, scales, global) = (d.codes().to_vec(), d.scales().to_vec(), d.global().clone());
+                    let checked =
+                        Direction::from_parts(d.rows(), d.cols(), codes, scales, global, d.unit(), None, d.layout());
+                    assert_eq!(&checked.unwrap(), d, "rows {start}..{end}, {layout:?}");
+                }
+                let expected: Vec<f32> = column.chunks(17).flat_map(|c| &c[start..end]).copied().collect();
+                assert_eq!(slice.dequantize::<f32>(Side::Column).unwrap(), expected);
+            }
+        }
+    }
+}
+
+#[test]
 fn row_slices_between_blocks_need_the_row_direction_alone() {
     let mut q = quantize(&both(), 1);
     let message = q.slice_rows(3, 9).unwrap_err().to_string();
@@ -197,6 +223,18 @@ fn matmul_refuses_other_lengths_and_other_rotations() {
     );
     assert!(message(q.col().unwrap(), rotated.col().unwrap()).contains("quantize both with the same transform"));
     assert!(matmul(rotated.col().unwrap(), rotated.col().unwrap(), &product).is_ok());
+}
+
+#[test]
+fn products_of_operands_without_elements_are_empty_or_too_large() {
+    let empty = |rows| {
+        let x = TensorRef::new(&[0f32; 0][..], &[rows, 0]).unwrap();
+        Quantizer::default().quantize(&x).unwrap()
+    };
+    assert_eq!(empty(1 << 62).matmul::<f32>(&empty(0)).unwrap(), [0f32; 0]);
+    assert_eq!(empty(2).matmul::<f32>(&empty(3)).unwrap(), [0f32; 6]);
+    let message = empty(1 << 31).matmul::<f32>(&empty(1 << 31)).unwrap_err().to_string();
+    assert_eq!(message, "a matrix of 2147483648 × 2147483648 elements is too large");
 }
 
 #[test]

@@ -35,7 +35,7 @@ pub enum Error {
         /// The value on the right.
         right: usize,
     },
-    /// The number of elements does not fit the address space.
+    /// The number of elements does not fit the address space, or there is no memory for them.
     TooLarge {
         /// Rows asked for.
         rows: usize,
@@ -80,12 +80,23 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Checks the length of a slice.
-pub(crate) fn check_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
+/// Checks the length of a slice; the error names it as `what`.
+pub fn check_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::Length { what, expected, got }) }
 }
 
 /// `rows · cols`, or an error where it overflows.
-pub(crate) fn area(rows: usize, cols: usize) -> Result<usize> {
+pub fn area(rows: usize, cols: usize) -> Result<usize> {
     rows.checked_mul(cols).ok_or(Error::TooLarge { rows, cols })
+}
+
+/// `len` zeros, which a matrix of `rows` × `cols` asks for, or an error where there is no memory for them.
+///
+/// A shape is only a claim: a matrix without columns may have any number of rows, and a repeated row any number of
+/// copies. What is allocated for a shape, and not for elements that are there already, is allocated here.
+pub fn zeros<T: Copy + Default>(len: usize, rows: usize, cols: usize) -> Result<Vec<T>> {
+    let mut values = Vec::new();
+    values.try_reserve_exact(len).map_err(|_| Error::TooLarge { rows, cols })?;
+    values.resize(len, T::default());
+    Ok(values)
 }

@@ -7,9 +7,8 @@
 //! A block's term is exact: 16 products of E2M1 values are a multiple of 1/4, two E4M3 scales a multiple of 2⁻¹⁸, so the
 //! term is a multiple of 2⁻²⁰ with at most 20 significant bits. A K that is no multiple of 16 ends in zeros.
 
-use crate::error::{area, check_len};
 use crate::matrix::View;
-use crate::{BLOCK, Element, Error, GlobalScale, Result, e2m1, e4m3};
+use crate::{BLOCK, Element, Error, GlobalScale, Result, area, check_len, e2m1, e4m3, zeros};
 
 /// How the block terms are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -69,13 +68,15 @@ impl<T> Default for Product<'_, T> {
 ///
 /// A block scale that is NaN makes every output it takes part in NaN.
 pub fn gemm<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<Vec<T>> {
-    check(a, b, product)?;
+    let mut out: Vec<T> = zeros(check(a, b, product)?, a.rows, b.rows)?;
+    if out.is_empty() {
+        return Ok(out);
+    }
     let (rows_a, rows_b) = (IntegerRows::new(a), IntegerRows::new(b));
     let epilogue = product.epilogue.unwrap_or(Epilogue::of(a, b));
     let both_per_row = a.global == GlobalScale::PerRow && b.global == GlobalScale::PerRow;
-    let mut out = Vec::with_capacity(a.rows * b.rows);
-    for i in 0..a.rows {
-        for j in 0..b.rows {
+    for (i, row) in out.chunks_exact_mut(b.rows).enumerate() {
+        for (j, y) in row.iter_mut().enumerate() {
             let terms = rows_a.terms(i, &rows_b, j);
             let sum = match product.accumulate {
                 Accumulate::Exact => sum_exact(terms),
@@ -84,16 +85,17 @@ pub fn gemm<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) ->
             let c = product.add.filter(|&(_, beta)| beta != 0.0).map(|(c, beta)| (c[i * b.rows + j], beta));
             let bias = product.bias.map(|bias| bias[j]);
             let fractions = fractions((a, i), (b, j));
-            out.push(match epilogue {
+            *y = match epilogue {
                 Epilogue::Folded => folded(sum, fractions, product.alpha, bias, c),
                 Epilogue::RowScaled => row_scaled(sum, fractions, both_per_row, product.alpha, bias, c),
-            });
+            };
         }
     }
     Ok(out)
 }
 
-fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<()> {
+/// The number of outputs, if everything fits.
+fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<usize> {
     a.check()?;
     b.check()?;
     if a.cols != b.cols {
@@ -106,7 +108,7 @@ fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<()> 
     if let Some((c, _)) = product.add {
         check_len("C", outputs, c.len())?;
     }
-    Ok(())
+    Ok(outputs)
 }
 
 /// The units that block terms are counted in.
@@ -228,7 +230,7 @@ mod tests {
         let data: Vec<f32> = (0..rows * cols).map(|i| ((i * 7919) % 257) as f32 / 16.0 - 8.0).collect();
         let x = Matrix::new(rows, cols, &data).unwrap();
         let mode = Mode { global, ..Mode::default() };
-        matrix::quantize(&x, &matrix::amax(&x, global, mode.edge), &mode, Rounding::NearestEven).unwrap()
+        matrix::quantize(&x, &matrix::amax(&x, global, mode.edge).unwrap(), &mode, Rounding::NearestEven).unwrap()
     }
 
     #[test]
@@ -323,5 +325,14 @@ mod tests {
         assert_eq!(gemm::<f32>(&none.view(), &some.view(), &Product::default()), Ok(vec![]));
         let empty_k = quantized(2, 0, GlobalScale::PerRow);
         assert_eq!(gemm::<f32>(&empty_k.view(), &empty_k.view(), &Product::default()), Ok(vec![0.0; 4]));
+    }
+
+    #[test]
+    fn operands_without_elements_may_claim_any_number_of_rows() {
+        let operand = |rows| Quantized { rows, ..quantized(0, 0, GlobalScale::PerTensor) };
+        let product = |a, b| gemm::<f32>(&operand(a).view(), &operand(b).view(), &Product::default());
+        assert_eq!([product(1 << 62, 0), product(0, 1 << 62)], [Ok(vec![]), Ok(vec![])]);
+        assert_eq!(product(1 << 30, 1 << 30), Err(Error::TooLarge { rows: 1 << 30, cols: 1 << 30 }));
+        assert_eq!(product(1 << 62, 4), Err(Error::TooLarge { rows: 1 << 62, cols: 4 }));
     }
 }

@@ -46,7 +46,7 @@ pub mod swizzle;
 pub mod upstream;
 
 pub use element::{Element, Precision};
-pub use error::{Error, Result};
+pub use error::{Error, Result, area, check_len, zeros};
 pub use mode::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile};
 pub use profile::Profile;
 

@@ -263,7 +263,9 @@ pub fn check_stochastic(case: &Case, differences: &mut Differences) -> Result<St
     )?;
     let [seed, offset] = case.u64s("rng_state")?[..] else { bail!("tensor 'rng_state': expected two values") };
     let (rows, cols) = case.shape2("input")?;
-    let random = upstream::random_bytes(kernel, rows, cols, seed, offset, case.flag("columnwise")?);
+    let directions =
+        case.choice("columnwise", &[("True", upstream::Directions::Both), ("False", upstream::Directions::Row)])?;
+    let random = upstream::random_bytes(kernel, rows, cols, seed, offset, directions)?;
     check_spec(case, differences, &mode, |x, amax, suffix| {
         let bytes = if suffix.is_empty() { &random.row } else { &random.col };
         Ok(matrix::quantize(x, amax, &mode, Rounding::Stochastic(Random::Bytes(bytes)))?)
@@ -281,7 +283,7 @@ fn check_spec(
     let x = case.matrix("input")?;
     for (suffix, x) in [("", x.clone()), ("_t", x.transpose())] {
         if suffix.is_empty() || case.has(&format!("data{suffix}")) {
-            let amax = matrix::amax(&x, mode.global, mode.edge);
+            let amax = matrix::amax(&x, mode.global, mode.edge)?;
             let q = quantize(&x, &amax, suffix)?;
             let got = Buffers { codes: q.codes, scales: q.scales, amax };
             compare(case, differences, "spec: ", suffix, &got, (x.rows(), x.cols()), mode)?;
