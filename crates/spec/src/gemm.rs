@@ -23,7 +23,7 @@ pub enum Accumulate {
 /// In what order the factors are applied. Each step is one rounding in binary32.
 ///
 /// Written for operands that store an amax. One that stores a multiplier `g` has `g` in the place of amax and 1 in the
-/// place of 6E; a divisor `g` has 1 and `g`.
+/// place of 6E; a divisor `g` has `fl(1/g)` and 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// numerics §9: `y = fl(fl(fl(amaxA·amaxB) / 36·EA·EB) · acc)`, `·α`, `+ bias`, `+ fl(β·C)`, cast.
@@ -223,7 +223,7 @@ fn row_scaled<T: Element>(
 mod tests {
     use super::*;
     use crate::matrix::{self, Matrix, Quantized};
-    use crate::{Mode, Rounding};
+    use crate::{Edge, Mode, Rounding};
     use half::bf16;
 
     fn quantized(rows: usize, cols: usize, global: GlobalScale) -> Quantized {
@@ -296,6 +296,30 @@ mod tests {
         /// The same choices for another output type.
         fn cast<T>(&self) -> Product<'static, T> {
             Product { accumulate: self.accumulate, epilogue: self.epilogue, ..Product::default() }
+        }
+    }
+
+    #[test]
+    fn two_divisors_of_tiny_tensors_do_not_overflow() {
+        // The divisors are 2688/7e-17 = 3.8e19 each, their product would be 1.5e39.
+        let mode = Mode { profile: crate::Profile::LlmCompressor, ..Mode::default() };
+        let operand = |rows: usize, global| {
+            let data: Vec<f32> = (0..rows * 32).map(|i| 7e-17 * ((i * 31 % 15) as f32 - 7.0) / 7.0).collect();
+            let x = Matrix::new(rows, 32, &data).unwrap();
+            let mode = Mode { global, ..mode };
+            matrix::quantize(&x, &matrix::amax(&x, global, Edge::Reference).unwrap(), &mode, Rounding::NearestEven)
+        };
+        for global in [GlobalScale::PerTensor, GlobalScale::PerRow] {
+            let (a, b) = (operand(2, global).unwrap(), operand(3, global).unwrap());
+            let y = gemm::<f32>(&a.view(), &b.view(), &Product::default()).unwrap();
+            let decode = |q: &Quantized| matrix::dequantize::<f32>(&q.view()).unwrap();
+            let (da, db) = (decode(&a), decode(&b));
+            for (i, j) in (0..2).flat_map(|i| (0..3).map(move |j| (i, j))) {
+                let exact: f64 = (0..32).map(|k| f64::from(da[i * 32 + k]) * f64::from(db[j * 32 + k])).sum();
+                let got = f64::from(y[i * 3 + j]);
+                // The product of two factors of 2.6e-20 is subnormal, with 19 bits.
+                assert!(exact.abs() > 1e-33 && (got - exact).abs() <= exact.abs() * 1e-5, "{got:e} {exact:e}");
+            }
         }
     }
 

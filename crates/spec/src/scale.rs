@@ -79,12 +79,15 @@ pub enum Unit {
 }
 
 impl Unit {
-    /// The stored number as a fraction (numerator, denominator): what a block's value is multiplied by.
+    /// The stored number as a fraction (numerator, denominator): what a block's value is multiplied by in a product.
+    ///
+    /// A divisor is inverted, one rounding: as a denominator, two of them (2688/amax each) would overflow for amaxes
+    /// below about 1.5·10⁻¹⁶.
     pub fn fraction(self, stored: f32) -> (f32, f32) {
         match self {
             Unit::Amax(bound) => (stored, bound.six_e()),
             Unit::Multiplier => (stored, 1.0),
-            Unit::Divisor => (1.0, stored),
+            Unit::Divisor => (1.0 / stored, 1.0),
         }
     }
 
@@ -117,7 +120,7 @@ mod tests {
         for edge in [Edge::Kernel, Edge::Reference] {
             assert_eq!(encode(f32::INFINITY, edge), 1.0);
             assert_eq!(encode(1e-40, edge), f32::MAX);
-            assert_eq!(Global::new(1e-40, Bound::E448, edge).decode, 2f32.powi(-128));
+            assert_eq!(Global::new(1e-40, Bound::E448, edge).decode.to_bits(), 1 << 21, "2⁻¹²⁸, a subnormal");
             assert_eq!(encode(2688.0, edge), 1.0);
         }
         assert_eq!([encode(0.0, Edge::Kernel), encode(0.0, Edge::Reference)], [1.0, f32::MAX]);
