@@ -164,7 +164,7 @@ fn gemm_checks_operands_and_output() {
     assert_eq!(run(VIEW, 1), Ok(()));
     assert_eq!(message(run(VIEW, 2)), "output: expected length 1, got 2");
     let shorter = View { cols: 16, codes: &[0; 8], scales: &[0; 1], ..VIEW };
-    assert_eq!(message(run(shorter, 1)), "K, the length that a product sums over: the left side has 32, the right 16");
+    assert_eq!(message(run(shorter, 1)), "matmul: expected K = 32, got K = 16");
 }
 
 #[test]

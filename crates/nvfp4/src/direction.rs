@@ -168,10 +168,15 @@ impl Direction {
 
     /// The decoded matrix, still transposed and rotated if this is a transformed column direction.
     pub fn dequantize<T: Element>(&self) -> Result<Vec<T>> {
+        self.dequantize_with(Implementation::best())
+    }
+
+    /// The decoded matrix, computed by the implementation asked for. All give the same bits.
+    pub fn dequantize_with<T: Element>(&self, implementation: Implementation) -> Result<Vec<T>> {
         let scales = self.linear_scales()?;
         let view = self.view(&scales);
         let mut out = zeros(area(self.rows, self.cols)?, self.rows, self.cols)?;
-        dequantize::dequantize(Implementation::best(), &view, &mut out)?;
+        dequantize::dequantize(implementation, &view, &mut out)?;
         Ok(out)
     }
 

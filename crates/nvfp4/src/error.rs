@@ -66,15 +66,37 @@ pub enum Error {
     #[error("randomness was given, but the quantizer rounds to nearest; use `Rounding::Stochastic` or drop it")]
     UnusedRandomness,
 
-    /// A direction that the tensor does not hold, or that the quantizer does not produce.
+    /// The amax of a direction that is not written.
+    #[error("an amax was given for the {0} direction, which is not written; ask for that direction or drop the amax")]
+    UnusedAmax(Side),
+
+    /// A direction that the tensor does not hold.
     #[error("there is no {0} direction; quantize again with it")]
     MissingDirection(Side),
+
+    /// A direction of the tensor that an update cannot write.
+    #[error(
+        "the tensor holds a {0} direction, which the quantizer does not produce; \
+         use a quantizer with `Directions::Both`, or drop the direction with `keep`"
+    )]
+    NotProduced(Side),
 
     /// A value that the finite policy refuses.
     #[error("input: expected finite values, got {value} at index {index:?}")]
     NotFinite {
         /// Where, in the input's shape.
         index: Vec<usize>,
+        /// NaN or an infinity.
+        value: f32,
+    },
+
+    /// A given amax that the finite policy refuses.
+    #[error("the {side} direction's amax: expected finite values, got {value} at index {index}")]
+    AmaxNotFinite {
+        /// Which direction's.
+        side: Side,
+        /// Its position.
+        index: usize,
         /// NaN or an infinity.
         value: f32,
     },

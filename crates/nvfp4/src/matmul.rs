@@ -11,12 +11,22 @@ pub use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product};
 /// The three products of a linear layer are `x.row · w.row`, `dy.row · w.col` and `dy.col · x.col`. Operands whose Hadamard
 /// transforms differ are refused: only equal rotations cancel.
 pub fn matmul<T: Element>(a: &Direction, b: &Direction, product: &Product<'_, T>) -> Result<Vec<T>> {
+    matmul_with(Implementation::best(), a, b, product)
+}
+
+/// [`matmul`] by the implementation asked for. All give the same bits.
+pub fn matmul_with<T: Element>(
+    implementation: Implementation,
+    a: &Direction,
+    b: &Direction,
+    product: &Product<'_, T>,
+) -> Result<Vec<T>> {
     if a.rotation != b.rotation {
         return Err(Error::Rotation { left: a.rotation, right: b.rotation });
     }
     let (a_scales, b_scales) = (a.linear_scales()?, b.linear_scales()?);
     let mut out = zeros(area(a.rows, b.rows)?, a.rows, b.rows)?;
-    gemm::gemm(Implementation::best(), &a.view(&a_scales), &b.view(&b_scales), product, &mut out)?;
+    gemm::gemm(implementation, &a.view(&a_scales), &b.view(&b_scales), product, &mut out)?;
     Ok(out)
 }
 

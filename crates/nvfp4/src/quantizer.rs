@@ -47,7 +47,7 @@ pub enum Directions {
     Row,
     /// Blocks along the columns: the transposed matrix.
     Column,
-    /// Both, from one read of the input.
+    /// Both, from the same values: the column direction is never made from the row direction's codes.
     Both,
 }
 
@@ -67,7 +67,7 @@ pub enum Finite {
     /// Keep the profile's behaviour.
     #[default]
     Keep,
-    /// Refuse the tensor, naming the index of the first bad value.
+    /// Refuse the tensor, naming the index of the first bad value; and a given amax that is not finite.
     Refuse,
 }
 
@@ -185,9 +185,14 @@ pub struct Options<'a> {
     /// Random numbers, for stochastic rounding.
     pub randomness: Option<Randomness<'a>>,
     /// The amax of the row direction if it is known: one value, or one per row. Values beyond it saturate.
+    ///
+    /// A negative one is refused, and so is one for a direction that is not written. NaN and ∞ are refused by a
+    /// quantizer that checks for finite values, and otherwise taken as they are. In the kernel edge NaN gives an encode
+    /// scale of `f32::MAX`, so that almost every value saturates, and decodes to NaN; ∞ gives an encode scale of 1 and
+    /// decodes to ∞ or NaN.
     pub row_amax: Option<&'a [f32]>,
-    /// The amax of the column direction if it is known: one value, or one per column. With the Hadamard transform it is
-    /// the amax after the transform.
+    /// The amax of the column direction if it is known: one value, or one per column, under the same rules. With the
+    /// Hadamard transform it is the amax after the transform.
     pub col_amax: Option<&'a [f32]>,
     /// How to compute; the default is the fastest that the machine has. All give the same bits.
     pub implementation: Option<Implementation>,
@@ -254,6 +259,8 @@ impl Quantizer {
         col: Option<&mut Direction>,
     ) -> Result<()> {
         let randomness = self.randomness(options)?;
+        self.check_amax(Side::Row, row.is_some(), options.row_amax)?;
+        self.check_amax(Side::Column, col.is_some(), options.col_amax)?;
         let (rule, signs) = (Rule::NearestEven, self.settings.transform.signs());
         let mut row = row
             .map(|d| Writer::new(d, self, options.row_amax, randomness.map_or(rule, |r| r.row()), None))
@@ -274,6 +281,19 @@ impl Quantizer {
         })?;
         [row, col].into_iter().flatten().for_each(|writer| writer.finish(x));
         Ok(())
+    }
+
+    fn check_amax(&self, side: Side, written: bool, amax: Option<&[f32]>) -> Result<()> {
+        let Some(amax) = amax else { return Ok(()) };
+        if !written {
+            return Err(Error::UnusedAmax(side));
+        }
+        match amax.iter().position(|a| !a.is_finite()) {
+            Some(index) if self.settings.finite == Finite::Refuse => {
+                Err(Error::AmaxNotFinite { side, index, value: amax[index] })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn randomness<'a>(&self, options: &Options<'a>) -> Result<Option<Randomness<'a>>> {

@@ -116,7 +116,7 @@ impl QuantTensor {
         }
         for (direction, side) in [(&self.row, Side::Row), (&self.col, Side::Column)] {
             if direction.is_some() && !quantizer.directions().has(side) {
-                return Err(Error::MissingDirection(side));
+                return Err(Error::NotProduced(side));
             }
         }
         match update {

@@ -243,6 +243,54 @@ fn a_known_amax_is_used_and_its_length_checked() {
 }
 
 #[test]
+fn an_amax_for_a_direction_that_is_not_written_is_refused() {
+    let x = [1.0f32; 256];
+    let x = TensorRef::new(&x[..], &[16, 16]).unwrap();
+    let row_amax = Options { row_amax: Some(&[2.0]), ..Options::default() };
+    let col_amax = Options { col_amax: Some(&[2.0]), ..Options::default() };
+    let quantize = |directions, options| {
+        let quantizer = Quantizer::builder().directions(directions).build().unwrap();
+        quantizer.quantize_with(&x, options)
+    };
+    assert_eq!(
+        quantize(Directions::Row, &col_amax).unwrap_err().to_string(),
+        "an amax was given for the column direction, which is not written; ask for that direction or drop the amax"
+    );
+    assert!(matches!(quantize(Directions::Column, &row_amax), Err(Error::UnusedAmax(Side::Row))));
+    for (directions, options) in
+        [(Directions::Row, &row_amax), (Directions::Column, &col_amax), (Directions::Both, &row_amax)]
+    {
+        assert!(quantize(directions, options).is_ok());
+    }
+    // An update writes the directions that the tensor holds.
+    let mut q = quantize(Directions::Both, &row_amax).unwrap();
+    q.keep(Directions::Column).unwrap();
+    let both = Quantizer::builder().directions(Directions::Both).build().unwrap();
+    let refused = q.update_in_place(&both, &x, &row_amax, Update::Apply);
+    assert!(matches!(refused, Err(Error::UnusedAmax(Side::Row))));
+}
+
+#[test]
+fn a_given_amax_that_is_not_finite_is_refused_only_by_check_finite() {
+    let x = [1.0f32; 512];
+    let x = TensorRef::new(&x[..], &[16, 32]).unwrap();
+    let both = Quantizer::builder().directions(Directions::Both).global_scale(GlobalScale::PerRow);
+    let mut amax = [1.0; 32];
+    amax[7] = f32::NAN;
+    let options = Options { col_amax: Some(&amax), ..Options::default() };
+    assert_eq!(
+        both.check_finite().build().unwrap().quantize_with(&x, &options).unwrap_err().to_string(),
+        "the column direction's amax: expected finite values, got NaN at index 7"
+    );
+    let kept = both.build().unwrap().quantize_with(&x, &options).unwrap();
+    let decoded: Vec<f32> = kept.dequantize(Side::Column).unwrap();
+    assert!((0..512).all(|i| decoded[i].is_nan() == (i / 16 == 7)), "column 7 alone is NaN");
+    let infinite = Options { row_amax: Some(&[f32::INFINITY; 16]), ..Options::default() };
+    let refused = both.check_finite().build().unwrap().quantize_with(&x, &infinite);
+    assert!(matches!(refused, Err(Error::AmaxNotFinite { side: Side::Row, index: 0, .. })));
+}
+
+#[test]
 fn stochastic_rounding_takes_randomness_and_nearest_rounding_refuses_it() {
     let x = values();
     let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();

@@ -81,7 +81,11 @@ fn a_refused_update_changes_nothing() {
     assert_eq!(error.to_string(), "expected the shape [48, 64], got [64, 48]");
     let same = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
     let error = q.update_in_place(&Quantizer::default(), &same, &Options::default(), Update::Apply).unwrap_err();
-    assert!(matches!(error, Error::MissingDirection(Side::Column)));
+    assert_eq!(
+        error.to_string(),
+        "the tensor holds a column direction, which the quantizer does not produce; \
+         use a quantizer with `Directions::Both`, or drop the direction with `keep`"
+    );
     let wrong_amax = Options { col_amax: Some(&[1.0, 2.0]), ..Options::default() };
     assert!(q.update_in_place(&both(), &same, &wrong_amax, Update::Apply).is_err());
     x[5] = f32::NAN;
@@ -89,6 +93,22 @@ fn a_refused_update_changes_nothing() {
     let nan = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
     assert!(q.update_in_place(&strict, &nan, &Options::default(), Update::Apply).is_err());
     assert_eq!(q, quantize(&both(), 1));
+}
+
+#[test]
+fn an_update_needs_a_quantizer_that_produces_the_row_direction_too() {
+    let mut q = quantize(&both(), 1);
+    let column = Quantizer::builder().directions(Directions::Column).build().unwrap();
+    let x = values(2);
+    let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    for update in [Update::Apply, Update::Skip] {
+        let error = q.update_in_place(&column, &x, &Options::default(), update).unwrap_err();
+        assert!(matches!(error, Error::NotProduced(Side::Row)), "{error}");
+        assert_eq!(q, quantize(&both(), 1));
+    }
+    q.keep(Directions::Column).unwrap();
+    q.update_in_place(&column, &x, &Options::default(), Update::Apply).unwrap();
+    assert_eq!(q.col(), quantize(&both(), 2).col());
 }
 
 #[test]
@@ -217,12 +237,20 @@ fn matmul_refuses_other_lengths_and_other_rotations() {
     let rotated = quantize(&rotated, 1);
     let product = Product::<f32>::default();
     let message = |a: &Direction, b: &Direction| matmul(a, b, &product).unwrap_err().to_string();
-    assert_eq!(
-        message(q.row().unwrap(), q.col().unwrap()),
-        "K, the length that a product sums over: the left side has 64, the right 48"
-    );
+    assert_eq!(message(q.row().unwrap(), q.col().unwrap()), "matmul: expected K = 64, got K = 48");
     assert!(message(q.col().unwrap(), rotated.col().unwrap()).contains("quantize both with the same transform"));
     assert!(matmul(rotated.col().unwrap(), rotated.col().unwrap(), &product).is_ok());
+}
+
+#[test]
+fn every_implementation_decodes_and_multiplies_alike() {
+    let (x, w) = (quantize(&per_row(), 1), quantize(&both(), 2));
+    let (x, w) = (x.direction(Side::Row).unwrap(), w.direction(Side::Row).unwrap());
+    for implementation in Implementation::available() {
+        assert_eq!(x.dequantize_with::<f32>(implementation).unwrap(), x.dequantize::<f32>().unwrap());
+        let product = Product::<f32>::default();
+        assert_eq!(matmul_with(implementation, x, w, &product).unwrap(), matmul(x, w, &product).unwrap());
+    }
 }
 
 #[test]

@@ -26,14 +26,12 @@ pub enum Error {
         /// Its value.
         got: usize,
     },
-    /// Two dimensions that must be equal are not.
-    Mismatch {
-        /// Which dimension.
-        what: &'static str,
-        /// The value on the left.
-        left: usize,
-        /// The value on the right.
-        right: usize,
+    /// The operands of a product differ in K, the length that it sums over.
+    InnerLength {
+        /// K of the left operand.
+        expected: usize,
+        /// K of the right operand.
+        got: usize,
     },
     /// The number of elements does not fit the address space, or there is no memory for them.
     TooLarge {
@@ -65,7 +63,7 @@ impl fmt::Display for Error {
         match self {
             Error::Length { what, expected, got } => write!(f, "{what}: expected length {expected}, got {got}"),
             Error::Multiple { what, of, got } => write!(f, "{what}: expected a multiple of {of}, got {got}"),
-            Error::Mismatch { what, left, right } => write!(f, "{what}: the left side has {left}, the right {right}"),
+            Error::InnerLength { expected, got } => write!(f, "matmul: expected K = {expected}, got K = {got}"),
             Error::TooLarge { rows, cols } => write!(f, "a matrix of {rows} × {cols} elements is too large"),
             Error::Combination(why) => f.write_str(why),
             Error::NegativeAmax { index, value } => {

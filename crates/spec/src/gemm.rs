@@ -99,7 +99,7 @@ fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<usiz
     a.check()?;
     b.check()?;
     if a.cols != b.cols {
-        return Err(Error::Mismatch { what: "K, the length that a product sums over", left: a.cols, right: b.cols });
+        return Err(Error::InnerLength { expected: a.cols, got: b.cols });
     }
     let outputs = area(a.rows, b.rows)?;
     if let Some(bias) = product.bias {
@@ -337,7 +337,7 @@ mod tests {
         let message = |product| gemm::<f32>(&a.view(), &a.view(), &product).unwrap_err().to_string();
         assert_eq!(
             gemm::<f32>(&a.view(), &b.view(), &Product::default()).unwrap_err().to_string(),
-            "K, the length that a product sums over: the left side has 32, the right 48"
+            "matmul: expected K = 32, got K = 48"
         );
         assert_eq!(message(Product { bias: Some(&[0.0]), ..Product::default() }), "bias: expected length 2, got 1");
         assert_eq!(message(Product { add: Some((&[0.0], 1.0)), ..Product::default() }), "C: expected length 4, got 1");

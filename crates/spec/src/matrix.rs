@@ -197,10 +197,11 @@ pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random
     }
 }
 
-/// Quantizes a bf16 matrix along its rows by [`fast_math`].
-pub fn quantize_fast_math(x: &Matrix, amax: &[f32], mode: &Mode) -> Result<Quantized> {
-    quantize_tiles::<1>(x, amax, mode, Rounding::NearestEven, |tile, scaling, _| {
-        fast_math::quantize(&tile[0], &scaling.global, mode.edge)
+/// Quantizes a bf16 matrix along its rows by [`fast_math`], which has 1×16 tiles, the rule "six" and rounds to nearest.
+pub fn quantize_fast_math(x: &Matrix, amax: &[f32], global: GlobalScale, edge: Edge) -> Result<Quantized> {
+    let mode = Mode { global, edge, ..Mode::default() };
+    quantize_tiles::<1>(x, amax, &mode, Rounding::NearestEven, |tile, scaling, _| {
+        fast_math::quantize(&tile[0], &scaling.global, edge)
     })
 }
 
@@ -380,6 +381,17 @@ mod tests {
         let random = Rounding::Stochastic(Random::Stream(Stream::row(0, 0)));
         let mode = Mode { rule, ..Mode::default() };
         assert!(matches!(quantize(&x, &[1.0], &mode, random), Err(Error::Combination(_))));
+    }
+
+    #[test]
+    fn a_given_amax_of_nan_saturates_and_decodes_to_nan() {
+        for (edge, scale, code) in [(Edge::Kernel, 0x7E, 7), (Edge::Reference, 0x7F, 0)] {
+            let mode = Mode { edge, ..Mode::default() };
+            let x = Matrix::new(1, 16, &[1.0f32; 16]).unwrap();
+            let q = quantize(&x, &[f32::NAN], &mode, Rounding::NearestEven).unwrap();
+            assert_eq!((&q.scales[..], &q.codes[..]), (&[scale][..], &[code << 4 | code; 8][..]));
+            assert!(dequantize::<f32>(&q.view()).unwrap().iter().all(|x| x.is_nan()));
+        }
     }
 
     #[test]

@@ -38,7 +38,9 @@ impl Global {
     /// `enc = min(fl(6E/amax), f32::MAX)`; 1 where the amax is 0 or ∞.
     ///
     /// The reference edge keeps `f32::MAX` for an amax of 0, which shows only when a caller gives an amax of 0 for a
-    /// tensor that is not zero. A NaN amax gives `f32::MAX` in the kernel edge, NaN in the reference edge.
+    /// tensor that is not zero. A NaN amax gives NaN in the reference edge and `f32::MAX` in the kernel edge, where no
+    /// computed amax is NaN and only a caller can give one: almost every value saturates, and since the NaN is what is
+    /// stored, all of it decodes to NaN.
     pub fn new(amax: f32, bound: Bound, edge: Edge) -> Self {
         let guarded = edge.min_with_max(bound.six_e() / amax);
         let encode = match (amax == 0.0, edge) {

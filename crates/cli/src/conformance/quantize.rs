@@ -247,9 +247,11 @@ fn check_dequantize(
 
 /// TransformerEngine's fast-math variant, which only the spec has.
 pub fn check_fast_math(case: &Case, differences: &mut Differences) -> Result<String> {
-    let (tile, global) = scaling(case)?;
-    let mode = Mode { tile, global, ..Mode::default() };
-    check_spec(case, differences, &mode, |x, amax, _| Ok(matrix::quantize_fast_math(x, amax, &mode)?))?;
+    let (Tile::Row16, global) = scaling(case)? else { bail!("metadata 'scaling': fast math has 1×16 tiles only") };
+    let mode = Mode { global, ..Mode::default() };
+    check_spec(case, differences, &mode, |x, amax, _| {
+        Ok(matrix::quantize_fast_math(x, amax, mode.global, mode.edge)?)
+    })?;
     Ok(format!("fastmath {} (spec)", case.meta("scaling")?))
 }
 

@@ -5,7 +5,7 @@ use crate::{Implementation, Input, Result};
 use nvfp4_spec::matrix::Matrix;
 use nvfp4_spec::{Edge, scale};
 
-/// Which maxima to compute; all are found in one pass over the matrix.
+/// Which maxima to compute, any of them in one call.
 #[derive(Debug, Default)]
 pub struct Wanted<'a> {
     /// The maximum over everything.
