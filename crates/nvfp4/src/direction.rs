@@ -55,7 +55,8 @@ pub struct Direction {
 }
 
 impl Direction {
-    /// A direction over existing bytes, every length checked.
+    /// A direction over existing bytes. Lengths are checked, an amax must not be negative, and a rotation needs rows of a
+    /// multiple of 16 elements.
     #[allow(clippy::too_many_arguments)] // each is a field; a second struct of the same fields would say no more
     pub fn from_parts(
         rows: usize,
@@ -70,6 +71,13 @@ impl Direction {
         check_len("codes", area(rows, e2m1::packed_len(cols))?, codes.len())?;
         check_len("scales", layout.scale_len(rows, cols)?, scales.len())?;
         check_len("global scale", global.scope().count(rows), global.values().len())?;
+        if let (Unit::Amax(_), Some(index)) = (unit, global.values().iter().position(|&a| a < 0.0)) {
+            return Err(nvfp4_spec::Error::NegativeAmax { index, value: global.values()[index] }.into());
+        }
+        if rotation.is_some() && !cols.is_multiple_of(BLOCK) {
+            let what = "the dimension that the Hadamard transform runs along";
+            return Err(nvfp4_spec::Error::Multiple { what, of: BLOCK, got: cols }.into());
+        }
         Ok(Direction { rows, cols, codes, scales, global, unit, rotation, layout })
     }
 

@@ -42,6 +42,14 @@ pub enum Error {
         strides: Vec<usize>,
     },
 
+    /// A tensor without directions.
+    #[error("a tensor needs a row direction, a column direction or both")]
+    NoDirection,
+
+    /// A row direction that claims a Hadamard transform.
+    #[error("the row direction has Hadamard signs, but the transform acts on the column direction; leave them out")]
+    RotatedRow,
+
     /// An update with a tensor of another shape.
     #[error("expected the shape {expected:?}, got {got:?}")]
     OtherShape {
@@ -161,10 +169,20 @@ pub enum Error {
     },
 
     /// A file that is not valid safetensors.
-    #[error("not a valid safetensors file: {0}")]
-    Safetensors(#[from] safetensors::SafeTensorError),
+    #[error("{path}: not a valid safetensors file: {source}")]
+    Safetensors {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        source: safetensors::SafeTensorError,
+    },
 
     /// A safetensors file that does not hold what it must.
-    #[error("{0}")]
-    Format(String),
+    #[error("{path}: {reason}")]
+    Format {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What was expected; it names the tensor.
+        reason: String,
+    },
 }

@@ -28,6 +28,7 @@
 mod direction;
 mod error;
 mod generator;
+mod json;
 mod matmul;
 mod quantizer;
 mod shape;

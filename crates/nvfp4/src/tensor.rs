@@ -43,8 +43,8 @@ pub struct QuantTensor {
 }
 
 impl QuantTensor {
-    /// A tensor over existing directions. The row direction must be [rows, cols] of the flattened shape, the column
-    /// direction [cols, rows].
+    /// A tensor over existing directions, at least one. The row direction must be [rows, cols] of the flattened shape and
+    /// not rotated, the column direction [cols, rows].
     pub fn from_parts(shape: &[usize], row: Option<Direction>, col: Option<Direction>) -> Result<Self> {
         let (rows, cols) = shape::flatten(shape)?;
         let tensor = QuantTensor { shape: shape.to_vec(), row, col };
@@ -54,6 +54,12 @@ impl QuantTensor {
             {
                 return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![d.rows, d.cols] });
             }
+        }
+        if tensor.row.is_none() && tensor.col.is_none() {
+            return Err(Error::NoDirection);
+        }
+        if tensor.row.as_ref().is_some_and(|d| d.rotation.is_some()) {
+            return Err(Error::RotatedRow);
         }
         Ok(tensor)
     }

@@ -273,6 +273,7 @@ fn tensors_are_made_from_parts_only_where_they_fit() {
     let message = QuantTensor::from_parts(&[ROWS, COLS], col, None).unwrap_err().to_string();
     assert_eq!(message, "expected the shape [48, 64], got [64, 48]");
     assert!(QuantTensor::from_parts(&[usize::MAX, 2, 0], row, None).is_err());
+    assert!(matches!(QuantTensor::from_parts(&[ROWS, COLS], None, None), Err(Error::NoDirection)));
     let unit = Unit::Amax(Bound::E448);
     let part = |codes, scales, global| {
         Direction::from_parts(2, 32, vec![0; codes], vec![0; scales], global, unit, None, Layout::Linear)
@@ -282,4 +283,15 @@ fn tensors_are_made_from_parts_only_where_they_fit() {
     assert_eq!(message(part(31, 4, Global::PerTensor(1.0))), "codes: expected length 32, got 31");
     assert_eq!(message(part(32, 5, Global::PerTensor(1.0))), "scales: expected length 4, got 5");
     assert_eq!(message(part(32, 4, Global::PerRow(vec![1.0]))), "global scale: expected length 2, got 1");
+    let negative = Global::PerRow(vec![1.0, -0.5]);
+    assert_eq!(message(part(32, 4, negative)), "amax: expected a magnitude, got -0.5 at index 1");
+    let rotated = |cols: usize| {
+        let (codes, scales) = (vec![0; 2 * cols.div_ceil(2)], vec![0; 2 * cols.div_ceil(16)]);
+        let (global, signs) = (Global::PerTensor(1.0), Some(Signs::FIXED));
+        Direction::from_parts(2, cols, codes, scales, global, unit, signs, Layout::Linear)
+    };
+    let rows = QuantTensor::from_parts(&[2, 32], Some(rotated(32).unwrap()), None);
+    assert!(matches!(rows, Err(Error::RotatedRow)));
+    assert!(QuantTensor::from_parts(&[32, 2], None, Some(rotated(32).unwrap())).is_ok());
+    assert!(message(rotated(24)).ends_with("expected a multiple of 16, got 24"));
 }
