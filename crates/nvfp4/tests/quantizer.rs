@@ -146,6 +146,58 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
     assert_eq!(accepted + refused, 9 * 4 * 8 * 6 * 3);
 }
 
+const FOUR_OVER_SIX: ScaleRule =
+    ScaleRule::FourOverSix { metric: Metric::Mae, error: ErrorPath::Strict, bound: Bound::E256 };
+
+fn refusal(builder: QuantizerBuilder) -> String {
+    builder.build().unwrap_err().to_string()
+}
+
+#[test]
+fn square_tiles_refuse_a_scale_per_row() {
+    assert_eq!(
+        refusal(Quantizer::builder().tile(Tile::Square16).global_scale(GlobalScale::PerRow)),
+        "16×16 tiles with a per-row global scale: a tile spans 16 rows but has one block scale; \
+         use 1×16 tiles or a per-tensor global scale"
+    );
+}
+
+#[test]
+fn four_over_six_refuses_stochastic_rounding() {
+    assert_eq!(
+        refusal(Quantizer::builder().scale_rule(FOUR_OVER_SIX).rounding(Rounding::Stochastic)),
+        "4over6 with stochastic rounding: the error to minimise would be random; \
+         use nearest-even rounding or the rule `Six`"
+    );
+}
+
+#[test]
+fn four_over_six_refuses_other_producers() {
+    assert_eq!(
+        refusal(Quantizer::builder().scale_rule(FOUR_OVER_SIX).profile(Profile::ModelOpt)),
+        "4over6 with another producer's profile: only TransformerEngine has the rule; \
+         use the profile `TransformerEngine` or the rule `Six`"
+    );
+}
+
+#[test]
+fn other_producers_refuse_the_reference_edge() {
+    assert_eq!(
+        refusal(Quantizer::builder().edge(Edge::Reference).profile(Profile::TorchAo)),
+        "the edge `Reference` with another producer's profile: it decides NaN and −0 itself; \
+         leave the edge at `Kernel` or use the profile `TransformerEngine`"
+    );
+}
+
+#[test]
+fn the_hadamard_transform_refuses_the_row_direction_alone() {
+    assert_eq!(
+        refusal(Quantizer::builder().transform(Transform::FixedSigns)),
+        "the Hadamard transform acts on the column direction, which is not asked for; \
+         use `Directions::Column` or `Directions::Both`, or `Transform::None`"
+    );
+}
+
 #[test]
 fn the_three_input_types_are_converted_exactly() {
     let x: Vec<f32> = values().iter().map(|&x| f16::from_f32(bf16::from_f32(x / 64.0).to_f32()).to_f32()).collect();

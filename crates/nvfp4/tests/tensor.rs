@@ -182,6 +182,21 @@ fn row_slices_between_blocks_need_the_row_direction_alone() {
 }
 
 #[test]
+fn byte_len_counts_codes_scales_and_global_scales() {
+    let x = &values(1)[..35 * 19];
+    let x = TensorRef::new(x, &[5, 7, 19]).unwrap();
+    let quantize = |builder: QuantizerBuilder| builder.build().unwrap().quantize(&x).unwrap();
+    // 35 rows of 10 bytes of codes and 2 scales; 19 columns of 18 bytes of codes and 3 scales.
+    let both = Quantizer::builder().directions(Directions::Both);
+    let q = quantize(both);
+    assert_eq!([q.row().unwrap().byte_len(), q.col().unwrap().byte_len()], [35 * 12 + 4, 19 * 21 + 4]);
+    assert_eq!(q.byte_len(), 35 * 12 + 4 + 19 * 21 + 4);
+    assert_eq!(quantize(both.global_scale(GlobalScale::PerRow)).byte_len(), 35 * 16 + 19 * 25);
+    assert_eq!(quantize(Quantizer::builder()).byte_len(), 35 * 12 + 4);
+    assert_eq!(quantize(Quantizer::builder().layout(Layout::Swizzled)).byte_len(), 35 * 10 + 512 + 4);
+}
+
+#[test]
 fn a_clone_has_the_same_bytes_and_its_own_memory() {
     let (q, mut clone) = (quantize(&both(), 1), quantize(&both(), 1).clone());
     assert_eq!(clone, q);
@@ -228,6 +243,24 @@ fn products_keep_per_row_scales_and_mix_profiles() {
             let (y, expected) = (f64::from(a.matmul::<f32>(b).unwrap()[0]), exact(a, b));
             assert!((y - expected).abs() <= 1e-5 * expected.abs().max(100.0), "{profile:?}: {y} {expected}");
         }
+    }
+}
+
+#[test]
+fn products_use_the_row_scaled_epilogue_if_either_side_has_a_scale_per_row() {
+    let (rows, tensor) = (quantize(&per_row(), 1), quantize(&both(), 2));
+    for (a, b, default, other) in [
+        (&rows, &tensor, Epilogue::RowScaled, Epilogue::Folded),
+        (&tensor, &rows, Epilogue::RowScaled, Epilogue::Folded),
+        (&rows, &rows, Epilogue::RowScaled, Epilogue::Folded),
+        (&tensor, &tensor, Epilogue::Folded, Epilogue::RowScaled),
+    ] {
+        let with = |epilogue| {
+            let product = Product { epilogue: Some(epilogue), ..Product::<f32>::default() };
+            matmul(a.row().unwrap(), b.row().unwrap(), &product).unwrap()
+        };
+        assert_eq!(a.matmul::<f32>(b).unwrap(), with(default));
+        assert_ne!(with(default), with(other), "the two epilogues round differently somewhere");
     }
 }
 

@@ -299,6 +299,16 @@ mod tests {
         }
     }
 
+    /// 1 + β·C, where β·C is just above half an ulp of bf16 at 1: rounded to bf16 first, it is exactly half.
+    #[test]
+    fn beta_times_c_is_rounded_to_the_output_type_in_the_row_scaled_epilogue_only() {
+        let (zero, half_ulp) = (quantized(1, 0, GlobalScale::PerTensor), 1.0 / 256.0);
+        let add = Some((&[bf16::ONE][..], half_ulp * (1.0 + 1.0 / 512.0)));
+        let product = |epilogue| Product { epilogue: Some(epilogue), bias: Some(&[1.0]), add, ..Product::default() };
+        let y = |epilogue| gemm::<bf16>(&zero.view(), &zero.view(), &product(epilogue)).unwrap()[0].to_f32();
+        assert_eq!([y(Epilogue::RowScaled), y(Epilogue::Folded)], [1.0, 1.0 + 2.0 * half_ulp]);
+    }
+
     #[test]
     fn two_divisors_of_tiny_tensors_do_not_overflow() {
         // The divisors are 2688/7e-17 = 3.8e19 each, their product would be 1.5e39.
