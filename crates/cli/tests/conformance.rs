@@ -121,6 +121,22 @@ fn missing_or_senseless_metadata_is_an_error() {
 }
 
 #[test]
+fn a_case_that_does_not_record_an_amax_is_an_error() {
+    for name in [CASE, "rht__sign__bf16__outliers__16x16__s50008.safetensors"] {
+        let bytes = read(name);
+        let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for victim in ["amax", "amax_t"] {
+            let tensors = file.iter().filter(|(tensor, _)| *tensor != victim);
+            let changed = safetensors::serialize(tensors, header.metadata().clone()).unwrap();
+            let (code, text) = run_on("no-amax", "x.safetensors", &changed);
+            assert_eq!(code, Some(1), "{name}");
+            assert!(text.contains(&format!("error: x.safetensors: tensor '{victim}' is missing")), "{name}: {text}");
+        }
+    }
+}
+
+#[test]
 fn truncated_files_are_errors_at_every_length() {
     let bytes = read("swizzle__16x16.safetensors");
     for len in [0, 1, 7, 8, 9, 100, bytes.len() / 2, bytes.len() - 1] {
