@@ -1,12 +1,17 @@
 //! `nvfp4 demo`: quantizes a generated matrix in every mode and prints what it costs.
 
+use crate::until_closed;
 use anyhow::{Result, ensure};
 use half::bf16;
 use nvfp4::*;
 use nvfp4_spec::matrix::{self, Matrix};
 use nvfp4_spec::philox::{philox4x32, words};
+use std::io::{Write, stdout};
 use std::process::ExitCode;
 use std::time::Instant;
+
+/// The largest matrix; with its transformed and decoded copies it takes about 5 GB.
+const MAX_ELEMENTS: usize = 1 << 28;
 
 /// Quantize a generated matrix in every mode and print error, size and time.
 ///
@@ -28,24 +33,35 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let Args { rows, cols, seed } = *args;
     ensure!(rows > 0 && cols > 0, "--rows and --cols must be at least 1");
     ensure!(rows.is_multiple_of(16), "--rows: the Hadamard transform needs a multiple of 16, got {rows}");
+    ensure!(
+        rows.checked_mul(cols).is_some_and(|n| n <= MAX_ELEMENTS),
+        "--rows and --cols: expected at most {MAX_ELEMENTS} elements, got {rows} × {cols}"
+    );
+    until_closed(print_table(&mut stdout().lock(), rows, cols, seed))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print_table(out: &mut impl Write, rows: usize, cols: usize, seed: u64) -> Result<()> {
     let x = generate(rows, cols, seed);
-    println!("{rows} × {cols} bf16, standard normal with 1 outlier in 1000 (× 20), seed {seed}\n");
-    println!("{:<44} {:>8} {:>9} {:>10} {:>10}", "mode", "relerr", "SQNR dB", "bits/value", "time ms");
+    writeln!(out, "{rows} × {cols} bf16, standard normal with 1 outlier in 1000 (× 20), seed {seed}\n")?;
+    writeln!(out, "{:<44} {:>8} {:>9} {:>10} {:>10}", "mode", "relerr", "SQNR dB", "bits/value", "time ms")?;
     for (name, builder, side) in modes() {
         let row = measure(&x, rows, cols, seed, builder.build()?, side)?;
-        println!(
+        writeln!(
+            out,
             "{name:<44} {:>8.4} {:>9.2} {:>10.3} {:>10.2}",
             row.relative_error,
             -20.0 * row.relative_error.log10(),
             row.bits,
             row.milliseconds
-        );
+        )?;
     }
-    println!(
+    writeln!(
+        out,
         "\nrelerr is the norm of the error over the norm of the values, SQNR the same in decibels; time is one quantization"
-    );
-    println!("with the amax computed. The Hadamard rows are measured on the transformed values.");
-    Ok(ExitCode::SUCCESS)
+    )?;
+    writeln!(out, "with the amax computed. The Hadamard rows are measured on the transformed values.")?;
+    Ok(())
 }
 
 fn modes() -> Vec<(&'static str, QuantizerBuilder, Side)> {

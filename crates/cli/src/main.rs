@@ -4,7 +4,9 @@ mod bench;
 mod conformance;
 mod demo;
 
+use anyhow::Result;
 use clap::{Parser, Subcommand};
+use std::io;
 use std::process::ExitCode;
 
 /// NVFP4: quantize, multiply and check, exact to the bit.
@@ -31,5 +33,14 @@ fn main() -> ExitCode {
     result.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");
         ExitCode::FAILURE
+    })
+}
+
+/// The result of writing to standard output. A reader that closes the pipe early (`nvfp4 demo | head`) has all that it
+/// wants: that is no error.
+fn until_closed(written: Result<()>) -> Result<()> {
+    written.or_else(|error| match error.downcast_ref::<io::Error>() {
+        Some(io) if io.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        _ => Err(error),
     })
 }

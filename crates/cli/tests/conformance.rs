@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden")
@@ -56,6 +56,24 @@ fn the_scalar_implementation_alone_matches() {
     assert!(stdout(&output).starts_with("implementations: scalar; "));
 }
 
+/// The exit code and the error text of a run whose output nobody reads.
+fn unread(dir: &Path) -> (Option<i32>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+    let mut child = command.arg("conformance").arg(dir).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn a_reader_that_closes_the_pipe_early_changes_nothing() {
+    assert_eq!(unread(&golden()), (Some(0), String::new()));
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("unread");
+    std::fs::create_dir_all(&dir).unwrap();
+    std::fs::write(dir.join("x.safetensors"), b"").unwrap();
+    assert_eq!(unread(&dir), (Some(1), String::new()), "a case that cannot run fails, read or unread");
+}
+
 #[test]
 fn an_unknown_implementation_is_refused_with_the_known_ones() {
     let output = conformance(&["--implementation", "abacus"], &golden());
@@ -100,6 +118,22 @@ fn missing_or_senseless_metadata_is_an_error() {
     let bytes = with_metadata(CASE, |m| drop(m.insert("scaling".into(), "tensor3d".into())));
     let (_, text) = run_on("senseless-metadata", "x.safetensors", &bytes);
     assert!(text.contains("metadata 'scaling': expected one of tensor1d, row1d, tensor2d, got 'tensor3d'"), "{text}");
+}
+
+#[test]
+fn a_case_that_does_not_record_an_amax_is_an_error() {
+    for name in [CASE, "rht__sign__bf16__outliers__16x16__s50008.safetensors"] {
+        let bytes = read(name);
+        let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for victim in ["amax", "amax_t"] {
+            let tensors = file.iter().filter(|(tensor, _)| *tensor != victim);
+            let changed = safetensors::serialize(tensors, header.metadata().clone()).unwrap();
+            let (code, text) = run_on("no-amax", "x.safetensors", &changed);
+            assert_eq!(code, Some(1), "{name}");
+            assert!(text.contains(&format!("error: x.safetensors: tensor '{victim}' is missing")), "{name}: {text}");
+        }
+    }
 }
 
 #[test]

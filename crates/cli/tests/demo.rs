@@ -1,6 +1,6 @@
 //! `nvfp4 demo` as a new user runs it.
 
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 fn demo(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_nvfp4")).arg("demo").args(args).output().unwrap()
@@ -21,11 +21,26 @@ fn prints_a_row_per_mode_with_sensible_figures() {
 }
 
 #[test]
+fn a_reader_that_closes_the_pipe_early_is_no_error() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+        .args(["demo", "--rows", "64", "--cols", "64"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), String::from_utf8(output.stderr).unwrap()), (Some(0), String::new()));
+}
+
+#[test]
 fn sizes_that_do_not_work_are_errors() {
     for (args, message) in [
         (["--rows", "0"], "--rows and --cols must be at least 1"),
         (["--rows", "40"], "--rows: the Hadamard transform needs a multiple of 16, got 40"),
         (["--rows", "many"], "invalid value 'many'"),
+        (["--cols", "262145"], "--rows and --cols: expected at most 268435456 elements, got 1024 × 262145"),
+        (["--cols", "18446744073709551615"], "elements, got 1024 × 18446744073709551615"),
     ] {
         let output = demo(&args);
         assert!(!output.status.success());

@@ -2,7 +2,9 @@
 
 use half::{bf16, f16};
 use nvfp4_spec::matrix::Matrix;
-use nvfp4_spec::{Element, Error, Precision, Result};
+use nvfp4_spec::{Element, Error, Precision, Result, area};
+
+pub(crate) use nvfp4_spec::check_len;
 
 /// Elements in memory.
 #[derive(Clone, Copy, Debug)]
@@ -79,10 +81,7 @@ pub struct Input<'a> {
 impl<'a> Input<'a> {
     /// A contiguous matrix: `values` has `rows · cols` elements.
     pub fn new(values: Values<'a>, rows: usize, cols: usize) -> Result<Self> {
-        let expected = rows.checked_mul(cols).ok_or(Error::TooLarge { rows, cols })?;
-        if values.len() != expected {
-            return Err(Error::Length { what: "input", expected, got: values.len() });
-        }
+        check_len("input", area(rows, cols)?, values.len())?;
         Ok(Input { values, rows, cols, stride: cols })
     }
 
@@ -138,15 +137,13 @@ impl<'a> Input<'a> {
     }
 
     fn gather<T: Element>(&self, x: &[T]) -> Matrix {
-        let rows = (0..self.rows).flat_map(|r| &x[r * self.stride..][..self.cols]);
-        let data: Vec<T> = rows.copied().collect();
+        let data: Vec<T> = match self.cols {
+            // Without columns there may be any number of rows.
+            0 => Vec::new(),
+            _ => (0..self.rows).flat_map(|r| &x[r * self.stride..][..self.cols]).copied().collect(),
+        };
         Matrix::new(self.rows, self.cols, &data).expect("the lengths were checked when the input was made")
     }
-}
-
-/// Checks the length of a caller's buffer.
-pub(crate) fn check_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
-    if expected == got { Ok(()) } else { Err(Error::Length { what, expected, got }) }
 }
 
 #[cfg(test)]
@@ -158,6 +155,14 @@ mod tests {
         let values: Vec<f32> = (0..11).map(|i| i as f32).collect();
         let input = Input::strided(Values::F32(&values), 3, 3, 4).unwrap();
         assert_eq!(input.to_matrix().data(), [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0, 9.0, 10.0]);
+    }
+
+    #[test]
+    fn an_input_without_columns_may_claim_any_number_of_rows() {
+        for (rows, cols) in [(1 << 62, 0), (usize::MAX, 0), (0, usize::MAX)] {
+            let matrix = Input::new(Values::F32(&[]), rows, cols).unwrap().to_matrix();
+            assert_eq!((matrix.rows(), matrix.cols(), matrix.data().len()), (rows, cols, 0));
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ use nvfp4_kernels::{Error, Implementation, Input, Result, Values, amax, dequanti
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit;
+use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::{Bound, Edge, GlobalScale, Mode, Rounding, Tile};
 
 const IMPLEMENTATION: Implementation = Implementation::Scalar;
@@ -36,6 +37,50 @@ fn quantize_checks_every_buffer() {
     assert_eq!(message(quantize_into(64, 8, 1, per_row, linear)), "amax: expected length 4, got 1");
 }
 
+/// Quantizes a 4 × 32 matrix in both directions with a setting for one of them, which every implementation must refuse
+/// before it writes to either.
+fn refused(amax: [&[f32]; 2], rounding: [Rounding<Random<'_>>; 2], mode: Mode) -> Error {
+    let x = [1.0; 128];
+    let input = Input::new(Values::F32(&x), 4, 32).unwrap();
+    let run = |implementation| {
+        let (mut row, mut col) = (([0xA5; 64], [0xA5; 8]), ([0xA5; 64], [0xA5; 32]));
+        let direction = |i: usize, codes, scales| {
+            let amax = Amax::Given(amax[i]);
+            Direction { mode, rounding: rounding[i], transform: None, layout: Layout::Linear, amax, codes, scales }
+        };
+        let (first, second) = (direction(0, &mut row.0, &mut row.1), direction(1, &mut col.0, &mut col.1));
+        let error = quantize(implementation, &input, Some(first), Some(second)).unwrap_err();
+        assert_eq!((row, col), (([0xA5; 64], [0xA5; 8]), ([0xA5; 64], [0xA5; 32])), "{implementation}");
+        error
+    };
+    let errors: Vec<Error> = Implementation::available().into_iter().map(run).collect();
+    assert!(errors.iter().all(|error| *error == errors[0]));
+    errors[0].clone()
+}
+
+#[test]
+fn a_negative_amax_is_refused_before_anything_is_written() {
+    let (nearest, per_row) = ([Rounding::NearestEven; 2], Mode { global: GlobalScale::PerRow, ..Mode::default() });
+    let negative = refused([&[-2.0], &[1.0]], nearest, Mode::default());
+    assert_eq!(negative.to_string(), "amax: expected a magnitude, got -2 at index 0");
+    let mut columns = [1.0; 32];
+    columns[30] = f32::NEG_INFINITY;
+    let negative = refused([&[1.0; 4], &columns], nearest, per_row);
+    assert_eq!(negative, Error::NegativeAmax { index: 30, value: f32::NEG_INFINITY });
+}
+
+#[test]
+fn random_bytes_of_another_length_are_refused_before_anything_is_written() {
+    let bytes = |len| Rounding::Stochastic(Random::Bytes(&[7; 1024][..len]));
+    // 4 rows of 2 blocks, 32 columns of 1 block.
+    for (rounding, expected, got) in
+        [([bytes(127), bytes(512)], 128, 127), ([bytes(128), bytes(513)], 512, 513), ([bytes(0), bytes(512)], 128, 0)]
+    {
+        let error = refused([&[1.0], &[1.0]], rounding, Mode::default());
+        assert_eq!(error, Error::Length { what: "random bytes (16 per block)", expected, got });
+    }
+}
+
 #[test]
 fn quantize_refuses_meaningless_modes() {
     let mode = Mode { tile: Tile::Square16, global: GlobalScale::PerRow, ..Mode::default() };
@@ -63,7 +108,7 @@ fn the_hadamard_transform_needs_a_multiple_of_16() {
 
 #[test]
 fn empty_matrices_quantize_to_nothing() {
-    for (rows, cols) in [(0, 0), (0, 40), (40, 0)] {
+    for (rows, cols) in [(0, 0), (0, 40), (40, 0), (1 << 62, 0), (0, 1 << 62)] {
         let input = Input::new(Values::F32(&[]), rows, cols).unwrap();
         let mut amax = [7.0];
         let row = Direction {
@@ -119,7 +164,7 @@ fn gemm_checks_operands_and_output() {
     assert_eq!(run(VIEW, 1), Ok(()));
     assert_eq!(message(run(VIEW, 2)), "output: expected length 1, got 2");
     let shorter = View { cols: 16, codes: &[0; 8], scales: &[0; 1], ..VIEW };
-    assert_eq!(message(run(shorter, 1)), "K, the length that a product sums over: the left side has 32, the right 16");
+    assert_eq!(message(run(shorter, 1)), "matmul: expected K = 32, got K = 16");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use crate::{Layout, Result, Unit};
 use nvfp4_kernels::{Implementation, dequantize, swizzle};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
-use nvfp4_spec::{BLOCK, Bound, Element, GlobalScale, e2m1};
+use nvfp4_spec::{BLOCK, Bound, Element, GlobalScale, area, check_len, e2m1, zeros};
 use std::borrow::Cow;
 
 /// The stored 32-bit scale.
@@ -55,7 +55,8 @@ pub struct Direction {
 }
 
 impl Direction {
-    /// A direction over existing bytes, every length checked.
+    /// A direction over existing bytes. Lengths are checked, an amax must not be negative, and a rotation needs rows of a
+    /// multiple of 16 elements.
     #[allow(clippy::too_many_arguments)] // each is a field; a second struct of the same fields would say no more
     pub fn from_parts(
         rows: usize,
@@ -67,14 +68,16 @@ impl Direction {
         rotation: Option<Signs>,
         layout: Layout,
     ) -> Result<Self> {
-        let check = |what, expected: usize, got: usize| match expected == got {
-            true => Ok(()),
-            false => Err(nvfp4_spec::Error::Length { what, expected, got }),
-        };
-        let too_large = nvfp4_spec::Error::TooLarge { rows, cols };
-        check("codes", rows.checked_mul(e2m1::packed_len(cols)).ok_or(too_large)?, codes.len())?;
-        check("scales", layout.scale_len(rows, cols)?, scales.len())?;
-        check("global scale", global.scope().count(rows), global.values().len())?;
+        check_len("codes", area(rows, e2m1::packed_len(cols))?, codes.len())?;
+        check_len("scales", layout.scale_len(rows, cols)?, scales.len())?;
+        check_len("global scale", global.scope().count(rows), global.values().len())?;
+        if let (Unit::Amax(_), Some(index)) = (unit, global.values().iter().position(|&a| a < 0.0)) {
+            return Err(nvfp4_spec::Error::NegativeAmax { index, value: global.values()[index] }.into());
+        }
+        if rotation.is_some() && !cols.is_multiple_of(BLOCK) {
+            let what = "the dimension that the Hadamard transform runs along";
+            return Err(nvfp4_spec::Error::Multiple { what, of: BLOCK, got: cols }.into());
+        }
         Ok(Direction { rows, cols, codes, scales, global, unit, rotation, layout })
     }
 
@@ -135,7 +138,7 @@ impl Direction {
     pub fn with_layout(mut self, layout: Layout) -> Result<Self> {
         if layout != self.layout {
             let (rows, blocks) = (self.rows, self.cols.div_ceil(BLOCK));
-            let mut scales = vec![0; layout.scale_len(rows, self.cols)?];
+            let mut scales = zeros(layout.scale_len(rows, self.cols)?, rows, self.cols)?;
             match layout {
                 Layout::Linear => swizzle::unswizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?,
                 Layout::Swizzled => swizzle::swizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?,
@@ -173,10 +176,15 @@ impl Direction {
 
     /// The decoded matrix, still transposed and rotated if this is a transformed column direction.
     pub fn dequantize<T: Element>(&self) -> Result<Vec<T>> {
+        self.dequantize_with(Implementation::best())
+    }
+
+    /// The decoded matrix, computed by the implementation asked for. All give the same bits.
+    pub fn dequantize_with<T: Element>(&self, implementation: Implementation) -> Result<Vec<T>> {
         let scales = self.linear_scales()?;
         let view = self.view(&scales);
-        let mut out = vec![T::default(); self.rows * self.cols];
-        dequantize::dequantize(Implementation::best(), &view, &mut out)?;
+        let mut out = zeros(area(self.rows, self.cols)?, self.rows, self.cols)?;
+        dequantize::dequantize(implementation, &view, &mut out)?;
         Ok(out)
     }
 
@@ -202,12 +210,13 @@ impl Direction {
     pub(crate) fn slice_cols(&self, start: usize, end: usize) -> Result<Self> {
         let (bytes, blocks) = (e2m1::packed_len(self.cols), self.cols.div_ceil(BLOCK));
         let cut = |data: &[u8], width: usize, from: usize, to: usize| -> Vec<u8> {
-            (0..self.rows).flat_map(|r| &data[r * width + from..r * width + to]).copied().collect()
+            // `chunks_exact` takes no width of 0, and a direction without bytes may claim any number of rows.
+            data.chunks_exact(width.max(1)).flat_map(|row| &row[from..to]).copied().collect()
         };
         let linear = Direction {
             cols: end - start,
-            codes: cut(&self.codes, bytes, start / 2, end.div_ceil(2)),
-            scales: cut(&self.linear_scales()?, blocks, start / BLOCK, end.div_ceil(BLOCK)),
+            codes: cut(&self.codes, bytes, start.div_ceil(2), end.div_ceil(2)),
+            scales: cut(&self.linear_scales()?, blocks, start.div_ceil(BLOCK), end.div_ceil(BLOCK)),
             global: self.global.clone(),
             layout: Layout::Linear,
             ..*self

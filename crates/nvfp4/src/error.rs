@@ -26,14 +26,29 @@ pub enum Error {
         got: usize,
     },
 
-    /// Shape and strides differ in rank, or the shape overflows.
-    #[error("the shape {shape:?} with strides {strides:?} is not a tensor's")]
+    /// A shape whose elements, or whose rows, cannot be counted.
+    #[error("the shape {shape:?} has more elements than an address can count")]
+    Overflow {
+        /// The shape.
+        shape: Vec<usize>,
+    },
+
+    /// Shape and strides differ in rank.
+    #[error("expected a stride for each dimension of the shape {shape:?}, got {strides:?}")]
     Strides {
         /// The shape.
         shape: Vec<usize>,
         /// The strides.
         strides: Vec<usize>,
     },
+
+    /// A tensor without directions.
+    #[error("a tensor needs a row direction, a column direction or both")]
+    NoDirection,
+
+    /// A row direction that claims a Hadamard transform.
+    #[error("the row direction has Hadamard signs, but the transform acts on the column direction; leave them out")]
+    RotatedRow,
 
     /// An update with a tensor of another shape.
     #[error("expected the shape {expected:?}, got {got:?}")]
@@ -59,15 +74,37 @@ pub enum Error {
     #[error("randomness was given, but the quantizer rounds to nearest; use `Rounding::Stochastic` or drop it")]
     UnusedRandomness,
 
-    /// A direction that the tensor does not hold, or that the quantizer does not produce.
+    /// The amax of a direction that is not written.
+    #[error("an amax was given for the {0} direction, which is not written; ask for that direction or drop the amax")]
+    UnusedAmax(Side),
+
+    /// A direction that the tensor does not hold.
     #[error("there is no {0} direction; quantize again with it")]
     MissingDirection(Side),
+
+    /// A direction of the tensor that an update cannot write.
+    #[error(
+        "the tensor holds a {0} direction, which the quantizer does not produce; \
+         use a quantizer with `Directions::Both`, or drop the direction with `keep`"
+    )]
+    NotProduced(Side),
 
     /// A value that the finite policy refuses.
     #[error("input: expected finite values, got {value} at index {index:?}")]
     NotFinite {
         /// Where, in the input's shape.
         index: Vec<usize>,
+        /// NaN or an infinity.
+        value: f32,
+    },
+
+    /// A given amax that the finite policy refuses.
+    #[error("the {side} direction's amax: expected finite values, got {value} at index {index}")]
+    AmaxNotFinite {
+        /// Which direction's.
+        side: Side,
+        /// Its position.
+        index: usize,
         /// NaN or an infinity.
         value: f32,
     },
@@ -132,10 +169,20 @@ pub enum Error {
     },
 
     /// A file that is not valid safetensors.
-    #[error("not a valid safetensors file: {0}")]
-    Safetensors(#[from] safetensors::SafeTensorError),
+    #[error("{path}: not a valid safetensors file: {source}")]
+    Safetensors {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        source: safetensors::SafeTensorError,
+    },
 
     /// A safetensors file that does not hold what it must.
-    #[error("{0}")]
-    Format(String),
+    #[error("{path}: {reason}")]
+    Format {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What was expected; it names the tensor.
+        reason: String,
+    },
 }

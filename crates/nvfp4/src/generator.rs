@@ -104,11 +104,20 @@ impl Generator {
     }
 
     /// Splits the offsets that are left evenly among workers, whose draws never overlap. Worker `i` of `n` gets the same
-    /// share whenever the same state is split by `n`.
-    pub fn split(self, workers: usize) -> Vec<Generator> {
+    /// share whenever the same state is split by `n`; with more workers than offsets every share is empty.
+    ///
+    /// ```
+    /// use nvfp4::Generator;
+    ///
+    /// let third = Generator::new(42).split(8).nth(2).expect("one of eight");
+    /// assert_eq!(third.state()[1], u64::MAX / 8 * 2);
+    /// ```
+    pub fn split(self, workers: usize) -> impl ExactSizeIterator<Item = Generator> {
         let share = (self.end - self.offset).checked_div(workers as u64).unwrap_or(0);
-        let starts = (0..workers as u64).map(|i| self.offset + i * share);
-        starts.map(|start| Generator { seed: self.seed, start, offset: start, end: start + share }).collect()
+        (0..workers).map(move |i| {
+            let start = self.offset + i as u64 * share;
+            Generator { seed: self.seed, start, offset: start, end: start + share }
+        })
     }
 }
 
@@ -146,12 +155,30 @@ mod tests {
 
     #[test]
     fn workers_have_disjoint_shares() {
-        let mut workers = Generator::new(3).split(3);
+        let mut workers: Vec<Generator> = Generator::new(3).split(3).collect();
         let first: Vec<u64> = workers.iter_mut().map(|w| offset(w.draw().unwrap())).collect();
         let share = u64::MAX / 3;
         assert_eq!(first, [0, share, 2 * share]);
         assert!(workers.windows(2).all(|w| w[0].end <= w[1].start));
-        assert!(Generator::new(3).split(0).is_empty());
+        assert_eq!(Generator::new(3).split(0).len(), 0);
+    }
+
+    #[test]
+    fn a_used_generator_splits_what_it_has_left() {
+        let mut generator = Generator::from_state([3, 10, 10, 34]).unwrap();
+        generator.draw().unwrap();
+        generator.draw().unwrap();
+        let states: Vec<[u64; 4]> = generator.clone().split(3).map(|worker| worker.state()).collect();
+        assert_eq!(states, [[3, 14, 14, 20], [3, 20, 20, 26], [3, 26, 26, 32]]);
+        assert!(generator.split(3).all(|worker| worker.consumed() == 0));
+    }
+
+    #[test]
+    fn any_number_of_workers_may_be_asked_for() {
+        let mut workers = Generator::new(3).split(usize::MAX);
+        assert_eq!(workers.len(), usize::MAX);
+        assert_eq!(workers.next().unwrap().state(), [3, 0, 0, 1]);
+        assert!(matches!(workers.next().unwrap().draw(), Err(Error::Exhausted)), "one offset is no draw");
     }
 
     #[test]

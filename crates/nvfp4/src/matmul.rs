@@ -2,6 +2,7 @@
 
 use crate::{Direction, Element, Error, QuantTensor, Result, Side};
 use nvfp4_kernels::{Implementation, gemm};
+use nvfp4_spec::{area, zeros};
 
 pub use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product};
 
@@ -10,13 +11,22 @@ pub use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product};
 /// The three products of a linear layer are `x.row · w.row`, `dy.row · w.col` and `dy.col · x.col`. Operands whose Hadamard
 /// transforms differ are refused: only equal rotations cancel.
 pub fn matmul<T: Element>(a: &Direction, b: &Direction, product: &Product<'_, T>) -> Result<Vec<T>> {
+    matmul_with(Implementation::best(), a, b, product)
+}
+
+/// [`matmul`] by the implementation asked for. All give the same bits.
+pub fn matmul_with<T: Element>(
+    implementation: Implementation,
+    a: &Direction,
+    b: &Direction,
+    product: &Product<'_, T>,
+) -> Result<Vec<T>> {
     if a.rotation != b.rotation {
         return Err(Error::Rotation { left: a.rotation, right: b.rotation });
     }
     let (a_scales, b_scales) = (a.linear_scales()?, b.linear_scales()?);
-    let outputs = a.rows.checked_mul(b.rows).ok_or(nvfp4_spec::Error::TooLarge { rows: a.rows, cols: b.rows })?;
-    let mut out = vec![T::default(); outputs];
-    gemm::gemm(Implementation::best(), &a.view(&a_scales), &b.view(&b_scales), product, &mut out)?;
+    let mut out = zeros(area(a.rows, b.rows)?, a.rows, b.rows)?;
+    gemm::gemm(implementation, &a.view(&a_scales), &b.view(&b_scales), product, &mut out)?;
     Ok(out)
 }
 

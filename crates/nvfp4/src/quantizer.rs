@@ -5,7 +5,7 @@ use crate::{Error, QuantTensor, Randomness, Result, Side, TensorRef};
 use nvfp4_kernels::quantize::{self as kernel, Amax, Layout};
 use nvfp4_kernels::{Implementation, Input};
 use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{Edge, GlobalScale, Mode, Profile, Rounding as Rule, ScaleRule, Tile, e2m1};
+use nvfp4_spec::{Edge, GlobalScale, Mode, Profile, Rounding as Rule, ScaleRule, Tile, area, e2m1, zeros};
 
 /// How a scaled value becomes a code. Random numbers are passed with each call: see [`Options`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -47,7 +47,7 @@ pub enum Directions {
     Row,
     /// Blocks along the columns: the transposed matrix.
     Column,
-    /// Both, from one read of the input.
+    /// Both, from the same values: the column direction is never made from the row direction's codes.
     Both,
 }
 
@@ -67,7 +67,7 @@ pub enum Finite {
     /// Keep the profile's behaviour.
     #[default]
     Keep,
-    /// Refuse the tensor, naming the index of the first bad value.
+    /// Refuse the tensor, naming the index of the first bad value; and a given amax that is not finite.
     Refuse,
 }
 
@@ -185,9 +185,14 @@ pub struct Options<'a> {
     /// Random numbers, for stochastic rounding.
     pub randomness: Option<Randomness<'a>>,
     /// The amax of the row direction if it is known: one value, or one per row. Values beyond it saturate.
+    ///
+    /// A negative one is refused, and so is one for a direction that is not written. NaN and ∞ are refused by a
+    /// quantizer that checks for finite values, and otherwise taken as they are. In the kernel edge NaN gives an encode
+    /// scale of `f32::MAX`, so that almost every value saturates, and decodes to NaN; ∞ gives an encode scale of 1 and
+    /// decodes to ∞ or NaN.
     pub row_amax: Option<&'a [f32]>,
-    /// The amax of the column direction if it is known: one value, or one per column. With the Hadamard transform it is
-    /// the amax after the transform.
+    /// The amax of the column direction if it is known: one value, or one per column, under the same rules. With the
+    /// Hadamard transform it is the amax after the transform.
     pub col_amax: Option<&'a [f32]>,
     /// How to compute; the default is the fastest that the machine has. All give the same bits.
     pub implementation: Option<Implementation>,
@@ -254,11 +259,8 @@ impl Quantizer {
         col: Option<&mut Direction>,
     ) -> Result<()> {
         let randomness = self.randomness(options)?;
-        if self.settings.finite == Finite::Refuse
-            && let Some((index, value)) = x.first_not_finite()
-        {
-            return Err(Error::NotFinite { index, value });
-        }
+        self.check_amax(Side::Row, row.is_some(), options.row_amax)?;
+        self.check_amax(Side::Column, col.is_some(), options.col_amax)?;
         let (rule, signs) = (Rule::NearestEven, self.settings.transform.signs());
         let mut row = row
             .map(|d| Writer::new(d, self, options.row_amax, randomness.map_or(rule, |r| r.row()), None))
@@ -266,18 +268,32 @@ impl Quantizer {
         let mut col = col
             .map(|d| Writer::new(d, self, options.col_amax, randomness.map_or(rule, |r| r.col()), signs))
             .transpose()?;
-        let result = x.with_input(|input: &Input<'_>| {
+        // Memory first: a tensor that is too large to quantize may be too large to look at.
+        if self.settings.finite == Finite::Refuse
+            && let Some((index, value)) = x.first_not_finite()
+        {
+            return Err(Error::NotFinite { index, value });
+        }
+        x.with_input(|input: &Input<'_>| {
             let implementation = options.implementation.unwrap_or_else(Implementation::best);
             let (row, col) = (row.as_mut().map(Writer::target), col.as_mut().map(Writer::target));
             Ok(kernel::quantize(implementation, input, row, col)?)
-        });
-        for writer in [row, col].into_iter().flatten() {
-            match result {
-                Ok(()) => writer.finish(x),
-                Err(_) => writer.cancel(),
-            }
+        })?;
+        [row, col].into_iter().flatten().for_each(|writer| writer.finish(x));
+        Ok(())
+    }
+
+    fn check_amax(&self, side: Side, written: bool, amax: Option<&[f32]>) -> Result<()> {
+        let Some(amax) = amax else { return Ok(()) };
+        if !written {
+            return Err(Error::UnusedAmax(side));
         }
-        result
+        match amax.iter().position(|a| !a.is_finite()) {
+            Some(index) if self.settings.finite == Finite::Refuse => {
+                Err(Error::AmaxNotFinite { side, index, value: amax[index] })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn randomness<'a>(&self, options: &Options<'a>) -> Result<Option<Randomness<'a>>> {
@@ -289,18 +305,22 @@ impl Quantizer {
     }
 }
 
-/// A direction being written. Its buffers are borrowed from the direction where they have the right length, and handed back
-/// untouched if the kernel refuses: it checks everything before it writes.
+/// A direction being written. Buffers of the right length are reused; others are made new and put in its place at the end.
+/// The kernel checks everything before it writes, so a refusal leaves the direction as it was.
 struct Writer<'a> {
     direction: &'a mut Direction,
-    codes: Vec<u8>,
-    scales: Vec<u8>,
+    fresh: Option<Buffers>,
     amax: Vec<f32>,
     given: Option<&'a [f32]>,
     mode: Mode,
     rounding: Rule<nvfp4_spec::stochastic::Random<'a>>,
     transform: Option<Signs>,
     layout: Layout,
+}
+
+struct Buffers {
+    codes: Vec<u8>,
+    scales: Vec<u8>,
 }
 
 impl<'a> Writer<'a> {
@@ -313,20 +333,20 @@ impl<'a> Writer<'a> {
     ) -> Result<Self> {
         let QuantizerBuilder { mode, layout, .. } = quantizer.settings;
         let (rows, cols) = (direction.rows, direction.cols);
-        // A tensor without columns may claim any number of rows.
-        let mut amax = Vec::new();
-        let count = mode.global.count(rows);
-        amax.try_reserve_exact(count).map_err(|_| nvfp4_spec::Error::TooLarge { rows, cols })?;
-        amax.resize(count, 0.0);
-        let (code_len, scale_len) = (rows * e2m1::packed_len(cols), layout.scale_len(rows, cols)?);
-        let (codes, scales) = match direction.codes.len() == code_len && direction.scales.len() == scale_len {
-            true => (std::mem::take(&mut direction.codes), std::mem::take(&mut direction.scales)),
-            false => (vec![0; code_len], vec![0; scale_len]),
+        let amax = zeros(mode.global.count(rows), rows, cols)?;
+        let (code_len, scale_len) = (area(rows, e2m1::packed_len(cols))?, layout.scale_len(rows, cols)?);
+        let fresh = match direction.codes.len() == code_len && direction.scales.len() == scale_len {
+            true => None,
+            false => Some(Buffers { codes: zeros(code_len, rows, cols)?, scales: zeros(scale_len, rows, cols)? }),
         };
-        Ok(Writer { direction, codes, scales, amax, given, mode, rounding, transform, layout })
+        Ok(Writer { direction, fresh, amax, given, mode, rounding, transform, layout })
     }
 
     fn target(&mut self) -> kernel::Direction<'_> {
+        let (codes, scales) = match &mut self.fresh {
+            Some(fresh) => (&mut fresh.codes, &mut fresh.scales),
+            None => (&mut self.direction.codes, &mut self.direction.scales),
+        };
         kernel::Direction {
             mode: self.mode,
             rounding: self.rounding,
@@ -336,14 +356,8 @@ impl<'a> Writer<'a> {
                 Some(amax) => Amax::Given(amax),
                 None => Amax::Compute(&mut self.amax),
             },
-            codes: &mut self.codes,
-            scales: &mut self.scales,
-        }
-    }
-
-    fn cancel(self) {
-        if self.direction.codes.is_empty() && self.direction.scales.is_empty() {
-            (self.direction.codes, self.direction.scales) = (self.codes, self.scales);
+            codes,
+            scales,
         }
     }
 
@@ -356,8 +370,9 @@ impl<'a> Writer<'a> {
         let amax = self.given.map_or(self.amax, <[f32]>::to_vec);
         let stored = amax.iter().map(|&a| self.mode.profile.stored(a, precision)).collect();
         let direction = self.direction;
-        direction.codes = self.codes;
-        direction.scales = self.scales;
+        if let Some(fresh) = self.fresh {
+            (direction.codes, direction.scales) = (fresh.codes, fresh.scales);
+        }
         direction.global = Global::from_values(self.mode.global, stored);
         direction.unit = self.mode.profile.unit(self.mode.rule.bound());
         direction.rotation = self.transform;

@@ -1,7 +1,7 @@
 //! A quantized tensor: a shape and one or two directions.
 
 use crate::direction::Direction;
-use crate::{Directions, Element, Error, Layout, Options, Quantizer, Result, TensorRef};
+use crate::{Directions, Element, Error, Layout, Options, Quantizer, Result, TensorRef, shape};
 use nvfp4_spec::BLOCK;
 use std::fmt;
 
@@ -43,21 +43,23 @@ pub struct QuantTensor {
 }
 
 impl QuantTensor {
-    /// A tensor over existing directions. The row direction must be [rows, cols] of the flattened shape, the column
-    /// direction [cols, rows].
+    /// A tensor over existing directions, at least one. The row direction must be [rows, cols] of the flattened shape and
+    /// not rotated, the column direction [cols, rows].
     pub fn from_parts(shape: &[usize], row: Option<Direction>, col: Option<Direction>) -> Result<Self> {
-        let elements = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
-        if elements.is_none() {
-            return Err(Error::Strides { shape: shape.to_vec(), strides: vec![] });
-        }
+        let (rows, cols) = shape::flatten(shape)?;
         let tensor = QuantTensor { shape: shape.to_vec(), row, col };
-        let (rows, cols) = (tensor.rows(), tensor.cols());
         for (direction, expected) in [(&tensor.row, [rows, cols]), (&tensor.col, [cols, rows])] {
             if let Some(d) = direction
                 && [d.rows, d.cols] != expected
             {
                 return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![d.rows, d.cols] });
             }
+        }
+        if tensor.row.is_none() && tensor.col.is_none() {
+            return Err(Error::NoDirection);
+        }
+        if tensor.row.as_ref().is_some_and(|d| d.rotation.is_some()) {
+            return Err(Error::RotatedRow);
         }
         Ok(tensor)
     }
@@ -69,12 +71,12 @@ impl QuantTensor {
 
     /// Number of rows: the product of all dimensions but the last.
     pub fn rows(&self) -> usize {
-        self.shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
+        shape::flattened(&self.shape).0
     }
 
     /// Number of columns: the last dimension.
     pub fn cols(&self) -> usize {
-        self.shape.last().copied().unwrap_or(1)
+        shape::flattened(&self.shape).1
     }
 
     /// The row direction, if the tensor holds it.
@@ -120,7 +122,7 @@ impl QuantTensor {
         }
         for (direction, side) in [(&self.row, Side::Row), (&self.col, Side::Column)] {
             if direction.is_some() && !quantizer.directions().has(side) {
-                return Err(Error::MissingDirection(side));
+                return Err(Error::NotProduced(side));
             }
         }
         match update {

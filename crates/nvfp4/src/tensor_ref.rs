@@ -1,11 +1,13 @@
 //! Borrowed tensors of any rank and stride.
 
-use crate::{Error, Result, Values};
-use half::{bf16, f16};
+use crate::{Element, Error, Result, Values, shape};
 use nvfp4_kernels::Input;
+use nvfp4_spec::zeros;
 
 /// Borrowed values with a shape. The last dimension is the one that blocks run along in the row direction; all others
 /// are flattened into rows.
+///
+/// A tensor without elements may have any other dimensions, as long as its rows can be counted.
 #[derive(Clone, Debug)]
 pub struct TensorRef<'a> {
     values: Values<'a>,
@@ -17,35 +19,31 @@ impl<'a> TensorRef<'a> {
     /// A contiguous row-major tensor. A shape without dimensions is a single value.
     pub fn new(values: impl Into<Values<'a>>, shape: &[usize]) -> Result<Self> {
         let values = values.into();
+        let (rows, cols) = shape::flatten(shape)?;
         let mut strides = vec![1usize; shape.len()];
-        for d in (0..shape.len().saturating_sub(1)).rev() {
-            strides[d] = strides[d + 1]
-                .checked_mul(shape[d + 1])
-                .ok_or_else(|| Error::Strides { shape: shape.to_vec(), strides: vec![] })?;
+        for d in (1..shape.len()).rev() {
+            // Overflows only where there are no elements, and then strides say nothing.
+            strides[d - 1] = strides[d].saturating_mul(shape[d]);
         }
-        let tensor = Self::strided(values, shape, &strides)?;
-        let needed: usize = shape.iter().product();
-        if values.len() != needed {
-            return Err(Error::Shape { shape: shape.to_vec(), strides, needed, got: values.len() });
+        if values.len() != rows * cols {
+            let shape = shape.to_vec();
+            return Err(Error::Shape { shape, strides, needed: rows * cols, got: values.len() });
         }
-        Ok(tensor)
+        Ok(TensorRef { values, shape: shape.to_vec(), strides })
     }
 
     /// A tensor whose neighbours along dimension `d` are `strides[d]` elements apart. A stride of 0 repeats.
     pub fn strided(values: impl Into<Values<'a>>, shape: &[usize], strides: &[usize]) -> Result<Self> {
         let values = values.into();
-        let refuse = || Error::Strides { shape: shape.to_vec(), strides: strides.to_vec() };
         if shape.len() != strides.len() {
-            return Err(refuse());
+            return Err(Error::Strides { shape: shape.to_vec(), strides: strides.to_vec() });
         }
-        let elements = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or_else(refuse)?;
-        let needed = match elements {
+        let (rows, cols) = shape::flatten(shape)?;
+        let reach = |n: usize, (&d, &s): (&usize, &usize)| n.checked_add((d - 1).checked_mul(s)?);
+        let needed = match rows * cols {
             0 => 0,
-            _ => shape
-                .iter()
-                .zip(strides)
-                .try_fold(1usize, |n, (&d, &s)| n.checked_add((d - 1).checked_mul(s)?))
-                .ok_or_else(refuse)?,
+            // Where the reach overflows, no slice is long enough.
+            _ => shape.iter().zip(strides).try_fold(1, reach).unwrap_or(usize::MAX),
         };
         if values.len() < needed {
             let (shape, strides) = (shape.to_vec(), strides.to_vec());
@@ -66,63 +64,86 @@ impl<'a> TensorRef<'a> {
 
     /// Number of rows: the product of all dimensions but the last.
     pub fn rows(&self) -> usize {
-        self.shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
+        shape::flattened(&self.shape).0
     }
 
     /// Number of columns: the last dimension.
     pub fn cols(&self) -> usize {
-        self.shape.last().copied().unwrap_or(1)
+        shape::flattened(&self.shape).1
     }
 
     /// Index of the first value that is NaN or infinite, in row-major order of the shape, and the value.
     pub fn first_not_finite(&self) -> Option<(Vec<usize>, f32)> {
-        let elements = self.rows() * self.cols();
-        (0..elements).find_map(|i| {
-            let value = self.values.get(self.position(i));
-            (!value.is_finite()).then(|| (self.index(i), value))
+        match self.values {
+            Values::F32(x) => self.find(x, |x| !x.is_finite()),
+            Values::Bf16(x) => self.find(x, |x| !x.is_finite()),
+            Values::F16(x) => self.find(x, |x| !x.is_finite()),
+        }
+    }
+
+    /// Index and value of the first element with a property.
+    fn find<T: Element>(&self, x: &[T], wanted: impl Fn(&T) -> bool) -> Option<(Vec<usize>, f32)> {
+        // Along a repeated dimension the first element stands for all.
+        let once = |(&size, &stride): (&usize, &usize)| if stride == 0 { size.min(1) } else { size };
+        let shape: Vec<usize> = self.shape.iter().zip(&self.strides).map(once).collect();
+        let (rows, cols) = shape::flattened(&shape);
+        (0..if cols == 0 { 0 } else { rows }).find_map(|r| {
+            let (start, step) = self.row_at(&shape, r);
+            let c = match step {
+                // Looking at all of a row is faster than stopping at the first; few rows have one.
+                1 => {
+                    let row = &x[start..][..cols];
+                    row.iter().fold(false, |any, x| any | wanted(x)).then(|| row.iter().position(&wanted))?
+                }
+                _ => (0..cols).position(|c| wanted(&x[start + c * step])),
+            }?;
+            Some((index_of(&shape, r * cols + c), x[start + c * step].to_f32()))
         })
     }
 
-    /// The index of the `i`-th element in row-major order.
-    fn index(&self, mut i: usize) -> Vec<usize> {
-        let mut index = vec![0; self.shape.len()];
-        for (d, &size) in self.shape.iter().enumerate().rev() {
-            (index[d], i) = (i % size, i / size);
+    /// Where row `r` of a tensor of this shape and our strides starts, and how far apart its elements are.
+    fn row_at(&self, shape: &[usize], mut r: usize) -> (usize, usize) {
+        let (Some((_, leading)), Some((&step, strides))) = (shape.split_last(), self.strides.split_last()) else {
+            return (0, 1);
+        };
+        let mut start = 0;
+        for (&size, &stride) in leading.iter().zip(strides).rev() {
+            start += r % size * stride;
+            r /= size;
         }
-        index
-    }
-
-    /// Where the `i`-th element in row-major order lies.
-    fn position(&self, i: usize) -> usize {
-        self.index(i).iter().zip(&self.strides).map(|(i, s)| i * s).sum()
+        (start, step)
     }
 
     /// Hands the tensor as a matrix to `use_input`: without a copy where rows are contiguous and evenly spaced.
     pub(crate) fn with_input<R>(&self, use_input: impl FnOnce(&Input<'_>) -> Result<R>) -> Result<R> {
-        let (rows, cols) = (self.rows(), self.cols());
+        let (rows, cols) = shape::flattened(&self.shape);
         if let Some(stride) = self.row_stride() {
             return use_input(&Input::strided(self.values, rows, cols, stride)?);
         }
-        let positions = (0..rows * cols).map(|i| self.position(i));
         match self.values {
-            Values::F32(x) => {
-                let x: Vec<f32> = positions.map(|p| x[p]).collect();
-                use_input(&Input::new(Values::F32(&x), rows, cols)?)
-            }
-            Values::Bf16(x) => {
-                let x: Vec<bf16> = positions.map(|p| x[p]).collect();
-                use_input(&Input::new(Values::Bf16(&x), rows, cols)?)
-            }
-            Values::F16(x) => {
-                let x: Vec<f16> = positions.map(|p| x[p]).collect();
-                use_input(&Input::new(Values::F16(&x), rows, cols)?)
+            Values::F32(x) => use_input(&Input::new(Values::F32(&self.gather(x)?), rows, cols)?),
+            Values::Bf16(x) => use_input(&Input::new(Values::Bf16(&self.gather(x)?), rows, cols)?),
+            Values::F16(x) => use_input(&Input::new(Values::F16(&self.gather(x)?), rows, cols)?),
+        }
+    }
+
+    /// A contiguous copy of a tensor that has elements.
+    fn gather<T: Element>(&self, x: &[T]) -> Result<Vec<T>> {
+        let (rows, cols) = shape::flattened(&self.shape);
+        let mut copy = zeros(rows * cols, rows, cols)?;
+        for (r, row) in copy.chunks_exact_mut(cols).enumerate() {
+            let (start, step) = self.row_at(&self.shape, r);
+            match step {
+                1 => row.copy_from_slice(&x[start..][..cols]),
+                _ => row.iter_mut().enumerate().for_each(|(c, value)| *value = x[start + c * step]),
             }
         }
+        Ok(copy)
     }
 
     /// The distance between rows, if rows are contiguous, evenly spaced and do not overlap.
     fn row_stride(&self) -> Option<usize> {
-        let (rows, cols) = (self.rows(), self.cols());
+        let (rows, cols) = shape::flattened(&self.shape);
         if rows == 0 || cols == 0 {
             return Some(cols);
         }
@@ -143,9 +164,19 @@ impl<'a> TensorRef<'a> {
     }
 }
 
+/// The index of the `i`-th element in row-major order.
+fn index_of(shape: &[usize], mut i: usize) -> Vec<usize> {
+    let mut index = vec![0; shape.len()];
+    for (d, &size) in shape.iter().enumerate().rev() {
+        (index[d], i) = (i % size, i / size);
+    }
+    index
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::f16;
 
     fn gathered(tensor: &TensorRef<'_>) -> Vec<f32> {
         tensor.with_input(|input| Ok(input.to_matrix().data().to_vec())).unwrap()
@@ -191,12 +222,42 @@ mod tests {
         );
         assert_eq!(
             message(TensorRef::strided(&values[..], &[2, 4], &[1])),
-            "the shape [2, 4] with strides [1] is not a tensor's"
+            "expected a stride for each dimension of the shape [2, 4], got [1]"
         );
-        let huge = usize::MAX;
-        assert!(TensorRef::new(&values[..], &[huge, huge]).is_err());
-        assert!(TensorRef::new(&values[..], &[0, huge, huge]).is_err());
-        assert!(TensorRef::strided(&values[..], &[2, 2], &[huge, 1]).is_err());
+        const MAX: usize = usize::MAX;
+        assert_eq!(
+            message(TensorRef::new(&values[..], &[MAX, MAX])),
+            format!("the shape [{MAX}, {MAX}] has more elements than an address can count")
+        );
+        assert!(TensorRef::strided(&values[..], &[2, 2], &[MAX, 1]).is_err());
+    }
+
+    #[test]
+    fn contiguous_and_strided_tensors_agree_on_what_a_shape_may_be() {
+        const MAX: usize = usize::MAX;
+        let none = &[0f32; 0][..];
+        for shape in [&[0, MAX, 2][..], &[MAX, 0, 2], &[MAX, 0], &[0, MAX], &[1 << 62, 0]] {
+            for tensor in [TensorRef::new(none, shape), TensorRef::strided(none, shape, &vec![1; shape.len()])] {
+                let tensor = tensor.unwrap();
+                assert_eq!((gathered(&tensor), tensor.first_not_finite()), (vec![], None), "{shape:?}");
+            }
+        }
+        for shape in [&[MAX, 2, 0][..], &[MAX, 2], &[2, MAX, 3]] {
+            for tensor in [TensorRef::new(none, shape), TensorRef::strided(none, shape, &vec![0; shape.len()])] {
+                assert!(matches!(tensor, Err(Error::Overflow { .. })), "{shape:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_repeated_value_may_claim_more_elements_than_memory_holds() {
+        for (shape, strides) in [([1 << 30, 1 << 30], [0, 0]), ([1 << 60, 1], [0, 1]), ([1, 1 << 60], [1, 0])] {
+            let tensor = TensorRef::strided(&[f32::NAN][..], &shape, &strides).unwrap();
+            let refused = tensor.with_input(|_| Ok(())).unwrap_err().to_string();
+            assert_eq!(refused, format!("a matrix of {} × {} elements is too large", shape[0], shape[1]));
+            assert!(matches!(tensor.first_not_finite(), Some((index, nan)) if index == [0, 0] && nan.is_nan()));
+            assert_eq!(TensorRef::strided(&[1f32][..], &shape, &strides).unwrap().first_not_finite(), None);
+        }
     }
 
     #[test]
@@ -206,5 +267,12 @@ mod tests {
         let tensor = TensorRef::new(&values[..], &[2, 3, 4]).unwrap();
         assert_eq!(tensor.first_not_finite(), Some((vec![1, 1, 1], f32::NEG_INFINITY)));
         assert!(TensorRef::new(&values[..16], &[16]).unwrap().first_not_finite().is_none());
+        let transposed = TensorRef::strided(&values[..], &[4, 6], &[1, 4]).unwrap();
+        assert_eq!(transposed.first_not_finite().map(|(index, _)| index), Some(vec![0, 5]), "NaN at 20 = 5 · 4");
+        let repeated = TensorRef::strided(&values[12..], &[3, 5, 2, 4], &[0, 2, 0, 1]).unwrap();
+        assert_eq!(repeated.first_not_finite(), Some((vec![0, 1, 0, 3], f32::NEG_INFINITY)));
+        let halves = values.map(f16::from_f32);
+        let tensor = TensorRef::new(&halves[..], &[24]).unwrap();
+        assert_eq!(tensor.first_not_finite(), Some((vec![17], f32::NEG_INFINITY)));
     }
 }

@@ -132,7 +132,7 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
             assert_eq!(direction.is_some(), settings.directions.has(side));
             let Some(direction) = direction else { continue };
             let rule = if stochastic { Rule::Stochastic(Random::Stream(stream)) } else { Rule::NearestEven };
-            let amax = matrix::amax(&x, settings.mode.global, settings.mode.amax_edge());
+            let amax = matrix::amax(&x, settings.mode.global, settings.mode.amax_edge()).unwrap();
             let expected = matrix::quantize(&x, &amax, &settings.mode, rule).unwrap();
             assert_eq!((direction.codes(), direction.scales()), (&expected.codes[..], &expected.scales[..]));
             assert_eq!(direction.global().values(), expected.stored);
@@ -144,6 +144,58 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
     // 2 roundings and 8 variants of 4over6; three other producers: one edge, the rule six, 2 roundings.
     assert_eq!(accepted, 3 * 7 * (2 * (2 + 8) + 3 * 2));
     assert_eq!(accepted + refused, 9 * 4 * 8 * 6 * 3);
+}
+
+const FOUR_OVER_SIX: ScaleRule =
+    ScaleRule::FourOverSix { metric: Metric::Mae, error: ErrorPath::Strict, bound: Bound::E256 };
+
+fn refusal(builder: QuantizerBuilder) -> String {
+    builder.build().unwrap_err().to_string()
+}
+
+#[test]
+fn square_tiles_refuse_a_scale_per_row() {
+    assert_eq!(
+        refusal(Quantizer::builder().tile(Tile::Square16).global_scale(GlobalScale::PerRow)),
+        "16×16 tiles with a per-row global scale: a tile spans 16 rows but has one block scale; \
+         use 1×16 tiles or a per-tensor global scale"
+    );
+}
+
+#[test]
+fn four_over_six_refuses_stochastic_rounding() {
+    assert_eq!(
+        refusal(Quantizer::builder().scale_rule(FOUR_OVER_SIX).rounding(Rounding::Stochastic)),
+        "4over6 with stochastic rounding: the error to minimise would be random; \
+         use nearest-even rounding or the rule `Six`"
+    );
+}
+
+#[test]
+fn four_over_six_refuses_other_producers() {
+    assert_eq!(
+        refusal(Quantizer::builder().scale_rule(FOUR_OVER_SIX).profile(Profile::ModelOpt)),
+        "4over6 with another producer's profile: only TransformerEngine has the rule; \
+         use the profile `TransformerEngine` or the rule `Six`"
+    );
+}
+
+#[test]
+fn other_producers_refuse_the_reference_edge() {
+    assert_eq!(
+        refusal(Quantizer::builder().edge(Edge::Reference).profile(Profile::TorchAo)),
+        "the edge `Reference` with another producer's profile: it decides NaN and −0 itself; \
+         leave the edge at `Kernel` or use the profile `TransformerEngine`"
+    );
+}
+
+#[test]
+fn the_hadamard_transform_refuses_the_row_direction_alone() {
+    assert_eq!(
+        refusal(Quantizer::builder().transform(Transform::FixedSigns)),
+        "the Hadamard transform acts on the column direction, which is not asked for; \
+         use `Directions::Column` or `Directions::Both`, or `Transform::None`"
+    );
 }
 
 #[test]
@@ -197,8 +249,37 @@ fn empty_tensors_are_valid() {
         assert_eq!(q.row().unwrap().global().values().len(), shape[0]);
         assert_eq!(q.dequantize::<f32>(Side::Row).unwrap(), [0.0f32; 0]);
     }
-    let endless = TensorRef::new(&[0.0f32; 0][..], &[usize::MAX, 0]).unwrap();
-    assert!(matches!(quantizer.quantize(&endless), Err(Error::Rule(_))));
+}
+
+#[test]
+fn a_huge_dimension_without_elements_takes_no_time_and_no_memory() {
+    for shape in [[1 << 62, 0], [0, 1 << 62]] {
+        let x = TensorRef::new(&[0.0f32; 0][..], &shape).unwrap();
+        for layout in [Layout::Linear, Layout::Swizzled] {
+            let both = Quantizer::builder().directions(Directions::Both).layout(layout).check_finite();
+            let mut q = both.build().unwrap().quantize(&x).unwrap();
+            q.update_in_place(&both.build().unwrap(), &x, &Options::default(), Update::Apply).unwrap();
+            for side in [Side::Row, Side::Column] {
+                assert_eq!(q.dequantize::<f32>(side).unwrap(), [0.0f32; 0]);
+            }
+            for (start, end) in [(0, shape[0]), (shape[0] / 2, shape[0] / 2)] {
+                assert_eq!(q.slice_rows(start, end).unwrap().rows(), end - start);
+            }
+        }
+        let per_row = Quantizer::builder().global_scale(GlobalScale::PerRow).directions(Directions::Both).build();
+        let message = per_row.unwrap().quantize(&x).unwrap_err().to_string();
+        assert_eq!(message, format!("a matrix of {} × 0 elements is too large", 1u64 << 62), "a global scale per row");
+    }
+}
+
+#[test]
+fn a_repeated_value_that_claims_too_many_elements_is_refused() {
+    let x = TensorRef::strided(&[1f32][..], &[1 << 30, 1 << 30], &[0, 0]).unwrap();
+    for directions in DIRECTIONS {
+        let quantizer = Quantizer::builder().directions(directions).check_finite().build().unwrap();
+        let message = quantizer.quantize(&x).unwrap_err().to_string();
+        assert_eq!(message, "a matrix of 1073741824 × 1073741824 elements is too large");
+    }
 }
 
 #[test]
@@ -211,6 +292,54 @@ fn a_known_amax_is_used_and_its_length_checked() {
     let message = |amax| Quantizer::default().quantize_with(&x, &with(amax)).unwrap_err().to_string();
     assert_eq!(message(&[1.0; 4]), "amax: expected length 1, got 4");
     assert_eq!(message(&[-1.0]), "amax: expected a magnitude, got -1 at index 0");
+}
+
+#[test]
+fn an_amax_for_a_direction_that_is_not_written_is_refused() {
+    let x = [1.0f32; 256];
+    let x = TensorRef::new(&x[..], &[16, 16]).unwrap();
+    let row_amax = Options { row_amax: Some(&[2.0]), ..Options::default() };
+    let col_amax = Options { col_amax: Some(&[2.0]), ..Options::default() };
+    let quantize = |directions, options| {
+        let quantizer = Quantizer::builder().directions(directions).build().unwrap();
+        quantizer.quantize_with(&x, options)
+    };
+    assert_eq!(
+        quantize(Directions::Row, &col_amax).unwrap_err().to_string(),
+        "an amax was given for the column direction, which is not written; ask for that direction or drop the amax"
+    );
+    assert!(matches!(quantize(Directions::Column, &row_amax), Err(Error::UnusedAmax(Side::Row))));
+    for (directions, options) in
+        [(Directions::Row, &row_amax), (Directions::Column, &col_amax), (Directions::Both, &row_amax)]
+    {
+        assert!(quantize(directions, options).is_ok());
+    }
+    // An update writes the directions that the tensor holds.
+    let mut q = quantize(Directions::Both, &row_amax).unwrap();
+    q.keep(Directions::Column).unwrap();
+    let both = Quantizer::builder().directions(Directions::Both).build().unwrap();
+    let refused = q.update_in_place(&both, &x, &row_amax, Update::Apply);
+    assert!(matches!(refused, Err(Error::UnusedAmax(Side::Row))));
+}
+
+#[test]
+fn a_given_amax_that_is_not_finite_is_refused_only_by_check_finite() {
+    let x = [1.0f32; 512];
+    let x = TensorRef::new(&x[..], &[16, 32]).unwrap();
+    let both = Quantizer::builder().directions(Directions::Both).global_scale(GlobalScale::PerRow);
+    let mut amax = [1.0; 32];
+    amax[7] = f32::NAN;
+    let options = Options { col_amax: Some(&amax), ..Options::default() };
+    assert_eq!(
+        both.check_finite().build().unwrap().quantize_with(&x, &options).unwrap_err().to_string(),
+        "the column direction's amax: expected finite values, got NaN at index 7"
+    );
+    let kept = both.build().unwrap().quantize_with(&x, &options).unwrap();
+    let decoded: Vec<f32> = kept.dequantize(Side::Column).unwrap();
+    assert!((0..512).all(|i| decoded[i].is_nan() == (i / 16 == 7)), "column 7 alone is NaN");
+    let infinite = Options { row_amax: Some(&[f32::INFINITY; 16]), ..Options::default() };
+    let refused = both.check_finite().build().unwrap().quantize_with(&x, &infinite);
+    assert!(matches!(refused, Err(Error::AmaxNotFinite { side: Side::Row, index: 0, .. })));
 }
 
 #[test]

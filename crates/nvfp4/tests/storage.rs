@@ -1,8 +1,10 @@
 //! Saving and loading, and files that are not what they claim.
 
 use nvfp4::*;
-use std::collections::HashMap;
-use std::path::PathBuf;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
 
 fn path(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("storage-{name}.safetensors"))
@@ -39,43 +41,194 @@ fn every_kind_of_tensor_survives_the_round_trip() {
 }
 
 #[test]
+fn a_huge_dimension_without_elements_survives_the_round_trip() {
+    let path = path("huge");
+    let both = Quantizer::builder().directions(Directions::Both).build().unwrap();
+    for shape in [[1 << 62, 0], [0, 1 << 62]] {
+        let q = both.quantize(&TensorRef::new(&[0f32; 0][..], &shape).unwrap()).unwrap();
+        save(&path, [("w", &q)]).unwrap();
+        let loaded = load(&path).unwrap().remove("w").unwrap();
+        assert_eq!(loaded, q);
+        for side in [Side::Row, Side::Column] {
+            assert_eq!(loaded.dequantize::<f32>(side).unwrap(), [0f32; 0]);
+        }
+    }
+}
+
+#[test]
 fn two_tensors_of_one_name_are_refused() {
     let tensors = tensors();
     let twice = [("a", &tensors[0].1), ("a", &tensors[1].1)];
-    assert_eq!(save(&path("twice"), twice).unwrap_err().to_string(), "two tensors are named 'a'");
+    let path = path("twice");
+    let message = save(&path, twice).unwrap_err().to_string();
+    assert_eq!(message, format!("{}: two tensors are named 'a'", path.display()));
 }
 
-/// Loads a file whose metadata was changed.
-fn load_with(name: &str, change: impl Fn(&mut HashMap<String, String>)) -> String {
-    let (path, tensors) = (path(name), tensors());
-    save(&path, [("w", &tensors[2].1)]).unwrap();
+/// A file in parts, to be changed and written again.
+struct Parts {
+    metadata: HashMap<String, String>,
+    tensors: BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>,
+}
+
+/// What `load` says of a file that was changed, without the path that it begins with.
+fn load_changed(name: &str, tensor: &QuantTensor, change: impl Fn(&mut Parts)) -> String {
+    let path = path(name);
+    save(&path, [("w", tensor)]).unwrap();
     let bytes = std::fs::read(&path).unwrap();
-    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-    let mut metadata = header.metadata().clone().unwrap();
-    change(&mut metadata);
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    std::fs::write(&path, safetensors::serialize(file.iter(), Some(metadata)).unwrap()).unwrap();
-    load(&path).unwrap_err().to_string()
+    let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let part = |(name, view): (&str, TensorView<'_>)| {
+        (name.to_string(), (view.dtype(), view.shape().to_vec(), view.data().to_vec()))
+    };
+    let mut parts = Parts { metadata: header.metadata().clone().unwrap(), tensors: file.iter().map(part).collect() };
+    change(&mut parts);
+    let views = parts
+        .tensors
+        .iter()
+        .map(|(name, (dtype, shape, data))| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(&path, safetensors::serialize(views, Some(parts.metadata)).unwrap()).unwrap();
+    reason(&path)
+}
+
+/// The error of loading a file, which must begin with its path.
+fn reason(path: &Path) -> String {
+    let message = load(path).unwrap_err().to_string();
+    message.strip_prefix(&format!("{}: ", path.display())).unwrap_or_else(|| panic!("{message}")).to_string()
+}
+
+/// A tensor of [2, 16, 40] with a scale per row and column, and a rotated column direction.
+fn rotated() -> QuantTensor {
+    tensors().remove(2).1
 }
 
 #[test]
 fn other_formats_and_versions_are_refused() {
-    let set = |key: &'static str, value: &'static str| {
-        move |m: &mut HashMap<String, String>| drop(m.insert(key.to_string(), value.to_string()))
+    let load_with = |name: &str, key: &str, value: &str| {
+        load_changed(name, &rotated(), |parts| drop(parts.metadata.insert(key.to_string(), value.to_string())))
     };
-    assert_eq!(load_with("version", set("version", "2")), "expected format version 1, got 2");
-    assert_eq!(load_with("format", set("format", "pt")), "expected the format 'nvfp4', got 'pt'");
-    assert_eq!(load_with("none", HashMap::clear), "expected the format 'nvfp4', got 'none'");
-    assert!(load_with("json", set("tensors", "{")).starts_with("metadata 'tensors': EOF while parsing"));
+    assert_eq!(load_with("version", "version", "2"), "expected format version 1, got 2");
+    assert_eq!(load_with("format", "format", "pt"), "expected the format 'nvfp4', got 'pt'");
+    let none = load_changed("none", &rotated(), |parts| parts.metadata.clear());
+    assert_eq!(none, "expected the format 'nvfp4', got 'none'");
+    assert!(load_with("json", "tensors", "{").starts_with("metadata 'tensors': EOF while parsing"));
     let missing = r#"{"v":{"shape":[2,16,40],"row":{"unit":"amax448","layout":"linear"}}}"#;
-    assert_eq!(load_with("missing", set("tensors", missing)), "tensor 'v.row.global' is missing");
+    assert_eq!(load_with("missing", "tensors", missing), "tensor 'v.row.codes' is missing");
     let unknown = r#"{"w":{"shape":[2,16,40],"row":{"unit":"furlong","layout":"linear"}}}"#;
-    assert!(load_with("unknown", set("tensors", unknown)).contains("unknown variant `furlong`"));
-    let other_shape = r#"{"w":{"shape":[2,16,44],"row":{"unit":"amax448","layout":"linear"}}}"#;
-    assert_eq!(load_with("shape", set("tensors", other_shape)), "codes: expected length 704, got 640");
+    assert!(load_with("unknown", "tensors", unknown).contains("unknown variant `furlong`"));
+    let extra = r#"{"w":{"shape":[2,16,40],"colour":"red"}}"#;
+    assert!(load_with("extra", "tensors", extra).contains("unknown field `colour`"));
     let huge = format!(r#"{{"w":{{"shape":[{0},{0},1],"row":{{"unit":"amax448","layout":"linear"}}}}}}"#, u64::MAX);
-    let huge: &'static str = huge.leak();
-    assert!(load_with("huge", set("tensors", huge)).contains("is too large"));
+    let huge = load_with("huge-shape", "tensors", &huge);
+    assert!(
+        huge.starts_with("tensor 'w': the shape [") && huge.ends_with("has more elements than an address can count")
+    );
+}
+
+#[test]
+fn a_tensor_without_directions_is_refused() {
+    let message = load_changed("no-direction", &rotated(), |parts| {
+        parts.metadata.insert("tensors".into(), r#"{"w":{"shape":[2,16,40]}}"#.into());
+    });
+    assert_eq!(message, "tensor 'w': a tensor needs a row direction, a column direction or both");
+}
+
+#[test]
+fn a_rotation_is_refused_where_no_transform_can_have_been() {
+    let entry = |json: &'static str| {
+        load_changed("rotation", &rotated(), move |parts| drop(parts.metadata.insert("tensors".into(), json.into())))
+    };
+    assert_eq!(
+        entry(
+            r#"{"w":{"shape":[32,40],"col":{"unit":"amax448","rotation":1,"layout":"linear"},
+                       "row":{"unit":"amax448","rotation":1,"layout":"linear"}}}"#
+        ),
+        "tensor 'w.row': the dimension that the Hadamard transform runs along: expected a multiple of 16, got 40"
+    );
+    // The transposed tensor: its row direction has 32 elements a row.
+    let turned = load_changed("turned", &rotated(), |parts| {
+        let json = r#"{"w":{"shape":[40,32],"row":{"unit":"amax448","rotation":1,"layout":"linear"}}}"#;
+        parts.metadata.insert("tensors".into(), json.into());
+        for part in ["codes", "scales", "global"] {
+            let column = parts.tensors.remove(&format!("w.col.{part}")).unwrap();
+            parts.tensors.insert(format!("w.row.{part}"), column);
+        }
+    });
+    assert_eq!(
+        turned,
+        "tensor 'w': the row direction has Hadamard signs, but the transform acts on the column direction; leave them out"
+    );
+    let ragged = Quantizer::builder().directions(Directions::Column).build().unwrap();
+    let ragged = ragged.quantize(&TensorRef::new(&[1f32; 18 * 16][..], &[18, 16]).unwrap()).unwrap();
+    let message = load_changed("ragged", &ragged, |parts| {
+        let json = r#"{"w":{"shape":[18,16],"col":{"unit":"amax448","rotation":1,"layout":"linear"}}}"#;
+        parts.metadata.insert("tensors".into(), json.into());
+    });
+    assert_eq!(
+        message,
+        "tensor 'w.col': the dimension that the Hadamard transform runs along: expected a multiple of 16, got 18"
+    );
+}
+
+#[test]
+fn a_tensor_of_another_type_is_refused() {
+    for (part, other, message) in [
+        ("w.row.codes", Dtype::I8, "tensor 'w.row.codes': expected U8, got I8"),
+        ("w.col.scales", Dtype::U8, "tensor 'w.col.scales': expected F8_E4M3, got U8"),
+        ("w.row.global", Dtype::I32, "tensor 'w.row.global': expected F32, got I32"),
+    ] {
+        let got = load_changed("dtype", &rotated(), |parts| parts.tensors.get_mut(part).unwrap().0 = other);
+        assert_eq!(got, message);
+    }
+}
+
+#[test]
+fn a_tensor_of_another_shape_is_refused_even_where_its_length_fits() {
+    let tensors = tensors();
+    let (rows, swizzled, plain) = (&tensors[2].1, &tensors[3].1, &tensors[0].1);
+    for (tensor, part, shape, message) in [
+        (rows, "w.row.codes", vec![640], "tensor 'w.row.codes': expected the shape [32, 20], got [640]"),
+        (rows, "w.row.codes", vec![20, 32], "tensor 'w.row.codes': expected the shape [32, 20], got [20, 32]"),
+        (rows, "w.col.scales", vec![80], "tensor 'w.col.scales': expected the shape [40, 2], got [80]"),
+        (rows, "w.row.global", vec![32, 1], "tensor 'w.row.global': expected the shape [] or [32], got [32, 1]"),
+        (plain, "w.row.global", vec![1], "tensor 'w.row.global': expected the shape [] or [32], got [1]"),
+        (swizzled, "w.row.scales", vec![128, 4], "tensor 'w.row.scales': expected the shape [512], got [128, 4]"),
+    ] {
+        let got = load_changed("part-shape", tensor, |parts| parts.tensors.get_mut(part).unwrap().1 = shape.clone());
+        assert_eq!(got, message);
+    }
+    let other = load_changed("shape", rows, |parts| {
+        let json = r#"{"w":{"shape":[2,16,44],"row":{"unit":"amax448","layout":"linear"}}}"#;
+        parts.metadata.insert("tensors".into(), json.into());
+    });
+    assert_eq!(other, "tensor 'w.row.codes': expected the shape [32, 22], got [32, 20]");
+}
+
+#[test]
+fn a_negative_amax_is_refused() {
+    let message = load_changed("negative", &rotated(), |parts| {
+        parts.tensors.get_mut("w.col.global").unwrap().2[12..16].copy_from_slice(&(-1f32).to_le_bytes());
+    });
+    assert_eq!(message, "tensor 'w.col': amax: expected a magnitude, got -1 at index 3");
+}
+
+#[test]
+fn a_key_that_stands_twice_is_refused() {
+    let entry = r#"{"shape":[2,16,40],"row":{"unit":"amax448","layout":"linear"}}"#;
+    let message = load_changed("twice-tensor", &rotated(), |parts| {
+        parts.metadata.insert("tensors".into(), format!(r#"{{"w":{entry},"w":{entry}}}"#));
+    });
+    assert!(message.starts_with("metadata 'tensors': the key 'w' stands twice in one object"), "{message}");
+    let message = load_changed("twice-field", &rotated(), |parts| {
+        let json = r#"{"w":{"shape":[9],"shape":[2,16,40]}}"#;
+        parts.metadata.insert("tensors".into(), json.into());
+    });
+    assert!(message.starts_with("metadata 'tensors': the key 'shape' stands twice in one object"), "{message}");
+    // The same in the file's own header.
+    let path = path("twice-header");
+    let header =
+        r#"{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#;
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).unwrap();
+    assert!(reason(&path).starts_with("header: the key 'a' stands twice in one object"));
 }
 
 #[test]
@@ -85,7 +238,7 @@ fn truncated_and_absent_files_are_errors() {
     let bytes = std::fs::read(&path).unwrap();
     for len in [0, 4, 8, 60, bytes.len() - 1] {
         std::fs::write(&path, &bytes[..len]).unwrap();
-        let message = load(&path).unwrap_err().to_string();
+        let message = reason(&path);
         assert!(message.starts_with("not a valid safetensors file"), "{len} bytes: {message}");
     }
     assert!(matches!(load(&path.with_extension("nowhere")), Err(Error::Io { .. })));

@@ -81,7 +81,11 @@ fn a_refused_update_changes_nothing() {
     assert_eq!(error.to_string(), "expected the shape [48, 64], got [64, 48]");
     let same = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
     let error = q.update_in_place(&Quantizer::default(), &same, &Options::default(), Update::Apply).unwrap_err();
-    assert!(matches!(error, Error::MissingDirection(Side::Column)));
+    assert_eq!(
+        error.to_string(),
+        "the tensor holds a column direction, which the quantizer does not produce; \
+         use a quantizer with `Directions::Both`, or drop the direction with `keep`"
+    );
     let wrong_amax = Options { col_amax: Some(&[1.0, 2.0]), ..Options::default() };
     assert!(q.update_in_place(&both(), &same, &wrong_amax, Update::Apply).is_err());
     x[5] = f32::NAN;
@@ -89,6 +93,22 @@ fn a_refused_update_changes_nothing() {
     let nan = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
     assert!(q.update_in_place(&strict, &nan, &Options::default(), Update::Apply).is_err());
     assert_eq!(q, quantize(&both(), 1));
+}
+
+#[test]
+fn an_update_needs_a_quantizer_that_produces_the_row_direction_too() {
+    let mut q = quantize(&both(), 1);
+    let column = Quantizer::builder().directions(Directions::Column).build().unwrap();
+    let x = values(2);
+    let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    for update in [Update::Apply, Update::Skip] {
+        let error = q.update_in_place(&column, &x, &Options::default(), update).unwrap_err();
+        assert!(matches!(error, Error::NotProduced(Side::Row)), "{error}");
+        assert_eq!(q, quantize(&both(), 1));
+    }
+    q.keep(Directions::Column).unwrap();
+    q.update_in_place(&column, &x, &Options::default(), Update::Apply).unwrap();
+    assert_eq!(q.col(), quantize(&both(), 2).col());
 }
 
 #[test]
@@ -121,6 +141,32 @@ fn a_row_slice_has_the_bytes_of_the_whole() {
 }
 
 #[test]
+fn a_slice_at_a_ragged_end_has_consistent_directions() {
+    let x = &values(1)[..17 * 20];
+    let x = TensorRef::new(x, &[17, 20]).unwrap();
+    for layout in [Layout::Linear, Layout::Swizzled] {
+        for global in [GlobalScale::PerTensor, GlobalScale::PerRow] {
+            let quantizer = both().settings().layout(layout).global_scale(global).build().unwrap();
+            let whole = quantizer.quantize(&x).unwrap();
+            let column: Vec<f32> = whole.dequantize(Side::Column).unwrap();
+            for (start, end) in [(17, 17), (16, 17), (16, 16), (0, 17), (0, 0)] {
+                let slice = whole.slice_rows(start, end).unwrap();
+                let parts = QuantTensor::from_parts(&[end - start, 20], slice.row().cloned(), slice.col().cloned());
+                assert_eq!(parts.unwrap(), slice);
+                for d in [slice.row().unwrap(), slice.col().unwrap()] {
+                    let (codes, scales, global) = (d.codes().to_vec(), d.scales().to_vec(), d.global().clone());
+                    let checked =
+                        Direction::from_parts(d.rows(), d.cols(), codes, scales, global, d.unit(), None, d.layout());
+                    assert_eq!(&checked.unwrap(), d, "rows {start}..{end}, {layout:?}");
+                }
+                let expected: Vec<f32> = column.chunks(17).flat_map(|c| &c[start..end]).copied().collect();
+                assert_eq!(slice.dequantize::<f32>(Side::Column).unwrap(), expected);
+            }
+        }
+    }
+}
+
+#[test]
 fn row_slices_between_blocks_need_the_row_direction_alone() {
     let mut q = quantize(&both(), 1);
     let message = q.slice_rows(3, 9).unwrap_err().to_string();
@@ -133,6 +179,21 @@ fn row_slices_between_blocks_need_the_row_direction_alone() {
     assert!(q.slice_rows(5, 5).unwrap().row().unwrap().codes().is_empty());
     assert_eq!(q.slice_rows(40, 49).unwrap_err().to_string(), "rows 40..49 are outside the tensor's 48 rows");
     assert!(matches!(q.slice_rows(9, 3), Err(Error::OutOfRange { .. })));
+}
+
+#[test]
+fn byte_len_counts_codes_scales_and_global_scales() {
+    let x = &values(1)[..35 * 19];
+    let x = TensorRef::new(x, &[5, 7, 19]).unwrap();
+    let quantize = |builder: QuantizerBuilder| builder.build().unwrap().quantize(&x).unwrap();
+    // 35 rows of 10 bytes of codes and 2 scales; 19 columns of 18 bytes of codes and 3 scales.
+    let both = Quantizer::builder().directions(Directions::Both);
+    let q = quantize(both);
+    assert_eq!([q.row().unwrap().byte_len(), q.col().unwrap().byte_len()], [35 * 12 + 4, 19 * 21 + 4]);
+    assert_eq!(q.byte_len(), 35 * 12 + 4 + 19 * 21 + 4);
+    assert_eq!(quantize(both.global_scale(GlobalScale::PerRow)).byte_len(), 35 * 16 + 19 * 25);
+    assert_eq!(quantize(Quantizer::builder()).byte_len(), 35 * 12 + 4);
+    assert_eq!(quantize(Quantizer::builder().layout(Layout::Swizzled)).byte_len(), 35 * 10 + 512 + 4);
 }
 
 #[test]
@@ -186,17 +247,55 @@ fn products_keep_per_row_scales_and_mix_profiles() {
 }
 
 #[test]
+fn products_use_the_row_scaled_epilogue_if_either_side_has_a_scale_per_row() {
+    let (rows, tensor) = (quantize(&per_row(), 1), quantize(&both(), 2));
+    for (a, b, default, other) in [
+        (&rows, &tensor, Epilogue::RowScaled, Epilogue::Folded),
+        (&tensor, &rows, Epilogue::RowScaled, Epilogue::Folded),
+        (&rows, &rows, Epilogue::RowScaled, Epilogue::Folded),
+        (&tensor, &tensor, Epilogue::Folded, Epilogue::RowScaled),
+    ] {
+        let with = |epilogue| {
+            let product = Product { epilogue: Some(epilogue), ..Product::<f32>::default() };
+            matmul(a.row().unwrap(), b.row().unwrap(), &product).unwrap()
+        };
+        assert_eq!(a.matmul::<f32>(b).unwrap(), with(default));
+        assert_ne!(with(default), with(other), "the two epilogues round differently somewhere");
+    }
+}
+
+#[test]
 fn matmul_refuses_other_lengths_and_other_rotations() {
     let (q, rotated) = (quantize(&both(), 1), both().settings().transform(Transform::FixedSigns).build().unwrap());
     let rotated = quantize(&rotated, 1);
     let product = Product::<f32>::default();
     let message = |a: &Direction, b: &Direction| matmul(a, b, &product).unwrap_err().to_string();
-    assert_eq!(
-        message(q.row().unwrap(), q.col().unwrap()),
-        "K, the length that a product sums over: the left side has 64, the right 48"
-    );
+    assert_eq!(message(q.row().unwrap(), q.col().unwrap()), "matmul: expected K = 64, got K = 48");
     assert!(message(q.col().unwrap(), rotated.col().unwrap()).contains("quantize both with the same transform"));
     assert!(matmul(rotated.col().unwrap(), rotated.col().unwrap(), &product).is_ok());
+}
+
+#[test]
+fn every_implementation_decodes_and_multiplies_alike() {
+    let (x, w) = (quantize(&per_row(), 1), quantize(&both(), 2));
+    let (x, w) = (x.direction(Side::Row).unwrap(), w.direction(Side::Row).unwrap());
+    for implementation in Implementation::available() {
+        assert_eq!(x.dequantize_with::<f32>(implementation).unwrap(), x.dequantize::<f32>().unwrap());
+        let product = Product::<f32>::default();
+        assert_eq!(matmul_with(implementation, x, w, &product).unwrap(), matmul(x, w, &product).unwrap());
+    }
+}
+
+#[test]
+fn products_of_operands_without_elements_are_empty_or_too_large() {
+    let empty = |rows| {
+        let x = TensorRef::new(&[0f32; 0][..], &[rows, 0]).unwrap();
+        Quantizer::default().quantize(&x).unwrap()
+    };
+    assert_eq!(empty(1 << 62).matmul::<f32>(&empty(0)).unwrap(), [0f32; 0]);
+    assert_eq!(empty(2).matmul::<f32>(&empty(3)).unwrap(), [0f32; 6]);
+    let message = empty(1 << 31).matmul::<f32>(&empty(1 << 31)).unwrap_err().to_string();
+    assert_eq!(message, "a matrix of 2147483648 × 2147483648 elements is too large");
 }
 
 #[test]
@@ -207,6 +306,7 @@ fn tensors_are_made_from_parts_only_where_they_fit() {
     let message = QuantTensor::from_parts(&[ROWS, COLS], col, None).unwrap_err().to_string();
     assert_eq!(message, "expected the shape [48, 64], got [64, 48]");
     assert!(QuantTensor::from_parts(&[usize::MAX, 2, 0], row, None).is_err());
+    assert!(matches!(QuantTensor::from_parts(&[ROWS, COLS], None, None), Err(Error::NoDirection)));
     let unit = Unit::Amax(Bound::E448);
     let part = |codes, scales, global| {
         Direction::from_parts(2, 32, vec![0; codes], vec![0; scales], global, unit, None, Layout::Linear)
@@ -216,4 +316,15 @@ fn tensors_are_made_from_parts_only_where_they_fit() {
     assert_eq!(message(part(31, 4, Global::PerTensor(1.0))), "codes: expected length 32, got 31");
     assert_eq!(message(part(32, 5, Global::PerTensor(1.0))), "scales: expected length 4, got 5");
     assert_eq!(message(part(32, 4, Global::PerRow(vec![1.0]))), "global scale: expected length 2, got 1");
+    let negative = Global::PerRow(vec![1.0, -0.5]);
+    assert_eq!(message(part(32, 4, negative)), "amax: expected a magnitude, got -0.5 at index 1");
+    let rotated = |cols: usize| {
+        let (codes, scales) = (vec![0; 2 * cols.div_ceil(2)], vec![0; 2 * cols.div_ceil(16)]);
+        let (global, signs) = (Global::PerTensor(1.0), Some(Signs::FIXED));
+        Direction::from_parts(2, cols, codes, scales, global, unit, signs, Layout::Linear)
+    };
+    let rows = QuantTensor::from_parts(&[2, 32], Some(rotated(32).unwrap()), None);
+    assert!(matches!(rows, Err(Error::RotatedRow)));
+    assert!(QuantTensor::from_parts(&[32, 2], None, Some(rotated(32).unwrap())).is_ok());
+    assert!(message(rotated(24)).ends_with("expected a multiple of 16, got 24"));
 }

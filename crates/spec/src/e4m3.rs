@@ -33,7 +33,7 @@ pub fn encode(x: f32) -> u8 {
     } else {
         let exponent = (a.to_bits() >> 23) as i32 - 127;
         // 8 ≤ a·2^(3−exponent) < 16, exact. Rounding up to 16 carries into the exponent, as it must.
-        let mantissa = (a * 2f32.powi(3 - exponent)).round_ties_even() as i32;
+        let mantissa = (a * power_of_two(3 - exponent)).round_ties_even() as i32;
         (((exponent + 7) << 3) + (mantissa - 8)) as u8
     };
     if x.is_sign_negative() { magnitude | 0x80 } else { magnitude }
@@ -46,9 +46,14 @@ pub fn decode(byte: u8) -> f32 {
     let magnitude = match (byte & 0x7F, exponent) {
         (NAN_BYTE, _) => f32::NAN,
         (_, 0) => mantissa * MIN_POSITIVE,
-        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+        _ => (8.0 + mantissa) * power_of_two(exponent - 10),
     };
     if byte & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+/// 2ⁿ for −126 ≤ n ≤ 127, from its bits: `powi` may round.
+fn power_of_two(n: i32) -> f32 {
+    f32::from_bits(((n + 127) as u32) << 23)
 }
 
 /// The value in units of 2⁻⁹, or `None` for NaN. Exact, and at most 448·512 in magnitude.

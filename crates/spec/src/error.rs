@@ -26,16 +26,14 @@ pub enum Error {
         /// Its value.
         got: usize,
     },
-    /// Two dimensions that must be equal are not.
-    Mismatch {
-        /// Which dimension.
-        what: &'static str,
-        /// The value on the left.
-        left: usize,
-        /// The value on the right.
-        right: usize,
+    /// The operands of a product differ in K, the length that it sums over.
+    InnerLength {
+        /// K of the left operand.
+        expected: usize,
+        /// K of the right operand.
+        got: usize,
     },
-    /// The number of elements does not fit the address space.
+    /// The number of elements does not fit the address space, or there is no memory for them.
     TooLarge {
         /// Rows asked for.
         rows: usize,
@@ -65,7 +63,7 @@ impl fmt::Display for Error {
         match self {
             Error::Length { what, expected, got } => write!(f, "{what}: expected length {expected}, got {got}"),
             Error::Multiple { what, of, got } => write!(f, "{what}: expected a multiple of {of}, got {got}"),
-            Error::Mismatch { what, left, right } => write!(f, "{what}: the left side has {left}, the right {right}"),
+            Error::InnerLength { expected, got } => write!(f, "matmul: expected K = {expected}, got K = {got}"),
             Error::TooLarge { rows, cols } => write!(f, "a matrix of {rows} × {cols} elements is too large"),
             Error::Combination(why) => f.write_str(why),
             Error::NegativeAmax { index, value } => {
@@ -80,12 +78,23 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Checks the length of a slice.
-pub(crate) fn check_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
+/// Checks the length of a slice; the error names it as `what`.
+pub fn check_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::Length { what, expected, got }) }
 }
 
 /// `rows · cols`, or an error where it overflows.
-pub(crate) fn area(rows: usize, cols: usize) -> Result<usize> {
+pub fn area(rows: usize, cols: usize) -> Result<usize> {
     rows.checked_mul(cols).ok_or(Error::TooLarge { rows, cols })
+}
+
+/// `len` zeros, which a matrix of `rows` × `cols` asks for, or an error where there is no memory for them.
+///
+/// A shape is only a claim: a matrix without columns may have any number of rows, and a repeated row any number of
+/// copies. What is allocated for a shape, and not for elements that are there already, is allocated here.
+pub fn zeros<T: Copy + Default>(len: usize, rows: usize, cols: usize) -> Result<Vec<T>> {
+    let mut values = Vec::new();
+    values.try_reserve_exact(len).map_err(|_| Error::TooLarge { rows, cols })?;
+    values.resize(len, T::default());
+    Ok(values)
 }

@@ -76,8 +76,9 @@ pub fn fast_candidate(code: u8, scale: u8) -> f32 {
 }
 
 /// The rows' errors summed as a tree: with 16 rows `r[j] + r[j+8]` for j < 8, then `+ r[j+4]`, `+ r[j+2]`, `+ r[j+1]`.
-/// One row is its own sum.
+/// One row is its own sum. The number of rows must be a power of two; another one does not compile.
 pub fn sum_rows<const H: usize>(mut rows: [f32; H]) -> f32 {
+    const { assert!(H.is_power_of_two(), "a tree that halves the rows reaches all of them") };
     let mut half = H / 2;
     while half > 0 {
         for j in 0..half {

@@ -7,9 +7,8 @@
 //! A block's term is exact: 16 products of E2M1 values are a multiple of 1/4, two E4M3 scales a multiple of 2⁻¹⁸, so the
 //! term is a multiple of 2⁻²⁰ with at most 20 significant bits. A K that is no multiple of 16 ends in zeros.
 
-use crate::error::{area, check_len};
 use crate::matrix::View;
-use crate::{BLOCK, Element, Error, GlobalScale, Result, e2m1, e4m3};
+use crate::{BLOCK, Element, Error, GlobalScale, Result, area, check_len, e2m1, e4m3, zeros};
 
 /// How the block terms are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -24,7 +23,7 @@ pub enum Accumulate {
 /// In what order the factors are applied. Each step is one rounding in binary32.
 ///
 /// Written for operands that store an amax. One that stores a multiplier `g` has `g` in the place of amax and 1 in the
-/// place of 6E; a divisor `g` has 1 and `g`.
+/// place of 6E; a divisor `g` has `fl(1/g)` and 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// numerics §9: `y = fl(fl(fl(amaxA·amaxB) / 36·EA·EB) · acc)`, `·α`, `+ bias`, `+ fl(β·C)`, cast.
@@ -69,13 +68,15 @@ impl<T> Default for Product<'_, T> {
 ///
 /// A block scale that is NaN makes every output it takes part in NaN.
 pub fn gemm<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<Vec<T>> {
-    check(a, b, product)?;
+    let mut out: Vec<T> = zeros(check(a, b, product)?, a.rows, b.rows)?;
+    if out.is_empty() {
+        return Ok(out);
+    }
     let (rows_a, rows_b) = (IntegerRows::new(a), IntegerRows::new(b));
     let epilogue = product.epilogue.unwrap_or(Epilogue::of(a, b));
     let both_per_row = a.global == GlobalScale::PerRow && b.global == GlobalScale::PerRow;
-    let mut out = Vec::with_capacity(a.rows * b.rows);
-    for i in 0..a.rows {
-        for j in 0..b.rows {
+    for (i, row) in out.chunks_exact_mut(b.rows).enumerate() {
+        for (j, y) in row.iter_mut().enumerate() {
             let terms = rows_a.terms(i, &rows_b, j);
             let sum = match product.accumulate {
                 Accumulate::Exact => sum_exact(terms),
@@ -84,20 +85,21 @@ pub fn gemm<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) ->
             let c = product.add.filter(|&(_, beta)| beta != 0.0).map(|(c, beta)| (c[i * b.rows + j], beta));
             let bias = product.bias.map(|bias| bias[j]);
             let fractions = fractions((a, i), (b, j));
-            out.push(match epilogue {
+            *y = match epilogue {
                 Epilogue::Folded => folded(sum, fractions, product.alpha, bias, c),
                 Epilogue::RowScaled => row_scaled(sum, fractions, both_per_row, product.alpha, bias, c),
-            });
+            };
         }
     }
     Ok(out)
 }
 
-fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<()> {
+/// The number of outputs, if everything fits.
+fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<usize> {
     a.check()?;
     b.check()?;
     if a.cols != b.cols {
-        return Err(Error::Mismatch { what: "K, the length that a product sums over", left: a.cols, right: b.cols });
+        return Err(Error::InnerLength { expected: a.cols, got: b.cols });
     }
     let outputs = area(a.rows, b.rows)?;
     if let Some(bias) = product.bias {
@@ -106,7 +108,7 @@ fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<()> 
     if let Some((c, _)) = product.add {
         check_len("C", outputs, c.len())?;
     }
-    Ok(())
+    Ok(outputs)
 }
 
 /// The units that block terms are counted in.
@@ -221,14 +223,14 @@ fn row_scaled<T: Element>(
 mod tests {
     use super::*;
     use crate::matrix::{self, Matrix, Quantized};
-    use crate::{Mode, Rounding};
+    use crate::{Edge, Mode, Rounding};
     use half::bf16;
 
     fn quantized(rows: usize, cols: usize, global: GlobalScale) -> Quantized {
         let data: Vec<f32> = (0..rows * cols).map(|i| ((i * 7919) % 257) as f32 / 16.0 - 8.0).collect();
         let x = Matrix::new(rows, cols, &data).unwrap();
         let mode = Mode { global, ..Mode::default() };
-        matrix::quantize(&x, &matrix::amax(&x, global, mode.edge), &mode, Rounding::NearestEven).unwrap()
+        matrix::quantize(&x, &matrix::amax(&x, global, mode.edge).unwrap(), &mode, Rounding::NearestEven).unwrap()
     }
 
     #[test]
@@ -297,6 +299,40 @@ mod tests {
         }
     }
 
+    /// 1 + β·C, where β·C is just above half an ulp of bf16 at 1: rounded to bf16 first, it is exactly half.
+    #[test]
+    fn beta_times_c_is_rounded_to_the_output_type_in_the_row_scaled_epilogue_only() {
+        let (zero, half_ulp) = (quantized(1, 0, GlobalScale::PerTensor), 1.0 / 256.0);
+        let add = Some((&[bf16::ONE][..], half_ulp * (1.0 + 1.0 / 512.0)));
+        let product = |epilogue| Product { epilogue: Some(epilogue), bias: Some(&[1.0]), add, ..Product::default() };
+        let y = |epilogue| gemm::<bf16>(&zero.view(), &zero.view(), &product(epilogue)).unwrap()[0].to_f32();
+        assert_eq!([y(Epilogue::RowScaled), y(Epilogue::Folded)], [1.0, 1.0 + 2.0 * half_ulp]);
+    }
+
+    #[test]
+    fn two_divisors_of_tiny_tensors_do_not_overflow() {
+        // The divisors are 2688/7e-17 = 3.8e19 each, their product would be 1.5e39.
+        let mode = Mode { profile: crate::Profile::LlmCompressor, ..Mode::default() };
+        let operand = |rows: usize, global| {
+            let data: Vec<f32> = (0..rows * 32).map(|i| 7e-17 * ((i * 31 % 15) as f32 - 7.0) / 7.0).collect();
+            let x = Matrix::new(rows, 32, &data).unwrap();
+            let mode = Mode { global, ..mode };
+            matrix::quantize(&x, &matrix::amax(&x, global, Edge::Reference).unwrap(), &mode, Rounding::NearestEven)
+        };
+        for global in [GlobalScale::PerTensor, GlobalScale::PerRow] {
+            let (a, b) = (operand(2, global).unwrap(), operand(3, global).unwrap());
+            let y = gemm::<f32>(&a.view(), &b.view(), &Product::default()).unwrap();
+            let decode = |q: &Quantized| matrix::dequantize::<f32>(&q.view()).unwrap();
+            let (da, db) = (decode(&a), decode(&b));
+            for (i, j) in (0..2).flat_map(|i| (0..3).map(move |j| (i, j))) {
+                let exact: f64 = (0..32).map(|k| f64::from(da[i * 32 + k]) * f64::from(db[j * 32 + k])).sum();
+                let got = f64::from(y[i * 3 + j]);
+                // The product of two factors of 2.6e-20 is subnormal, with 19 bits.
+                assert!(exact.abs() > 1e-33 && (got - exact).abs() <= exact.abs() * 1e-5, "{got:e} {exact:e}");
+            }
+        }
+    }
+
     #[test]
     fn beta_zero_leaves_c_unread() {
         let (a, b) = (quantized(2, 16, GlobalScale::PerTensor), quantized(2, 16, GlobalScale::PerTensor));
@@ -311,7 +347,7 @@ mod tests {
         let message = |product| gemm::<f32>(&a.view(), &a.view(), &product).unwrap_err().to_string();
         assert_eq!(
             gemm::<f32>(&a.view(), &b.view(), &Product::default()).unwrap_err().to_string(),
-            "K, the length that a product sums over: the left side has 32, the right 48"
+            "matmul: expected K = 32, got K = 48"
         );
         assert_eq!(message(Product { bias: Some(&[0.0]), ..Product::default() }), "bias: expected length 2, got 1");
         assert_eq!(message(Product { add: Some((&[0.0], 1.0)), ..Product::default() }), "C: expected length 4, got 1");
@@ -323,5 +359,14 @@ mod tests {
         assert_eq!(gemm::<f32>(&none.view(), &some.view(), &Product::default()), Ok(vec![]));
         let empty_k = quantized(2, 0, GlobalScale::PerRow);
         assert_eq!(gemm::<f32>(&empty_k.view(), &empty_k.view(), &Product::default()), Ok(vec![0.0; 4]));
+    }
+
+    #[test]
+    fn operands_without_elements_may_claim_any_number_of_rows() {
+        let operand = |rows| Quantized { rows, ..quantized(0, 0, GlobalScale::PerTensor) };
+        let product = |a, b| gemm::<f32>(&operand(a).view(), &operand(b).view(), &Product::default());
+        assert_eq!([product(1 << 62, 0), product(0, 1 << 62)], [Ok(vec![]), Ok(vec![])]);
+        assert_eq!(product(1 << 30, 1 << 30), Err(Error::TooLarge { rows: 1 << 30, cols: 1 << 30 }));
+        assert_eq!(product(1 << 62, 4), Err(Error::TooLarge { rows: 1 << 62, cols: 4 }));
     }
 }

@@ -1,8 +1,7 @@
 //! GGUF's NVFP4 blocks: 64 elements in 36 bytes, 4 scale bytes then 32 bytes of codes. In each 16-element sub-block the
 //! low nibbles hold elements 0…7 and the high nibbles elements 8…15. Source: llama.cpp's `block_nvfp4`.
 
-use crate::error::{area, check_len};
-use crate::{BLOCK, Error, Result, e2m1, e4m3};
+use crate::{BLOCK, Error, Result, area, check_len, e2m1, e4m3};
 
 /// Elements of a GGUF block.
 pub const BLOCK_ELEMENTS: usize = 64;

@@ -68,6 +68,31 @@ mod tests {
         }
     }
 
+    /// An input (all bf16) on which the order of additions shows: stages of distance 8, 4, 2, 1 would give −100.5.
+    #[test]
+    fn near_neighbours_are_added_first() {
+        let v = [
+            0.05444336,
+            -0.0012283325,
+            -0.040527344,
+            0.080078125,
+            2.453125,
+            0.00011205673,
+            -0.049072266,
+            -0.011108398,
+            0.32617188,
+            -16.125,
+            -1.390625,
+            -0.00065612793,
+            -434.0,
+            0.0068969727,
+            -7.9631805e-5,
+            45.75,
+        ];
+        assert!(v.iter().all(|&x| bf16::from_f32(x).to_f32() == x));
+        assert_eq!(transform(v, Signs::FIXED)[8], -101.0);
+    }
+
     #[test]
     fn twice_without_signs_is_the_identity() {
         let v = std::array::from_fn(|i| i as f32 - 5.0);

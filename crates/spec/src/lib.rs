@@ -21,8 +21,8 @@
 //!
 //! `fl(…)` is one IEEE-754 binary32 operation, rounded to nearest even, subnormals kept. Rust's `f32` operators are
 //! exactly that and are never contracted, so an expression here has one rounding per operator, in the order written.
-//! The order is part of the rule. "numerics §n" names a section of the rules this crate was written from, which
-//! describe TransformerEngine (commit d0067d0da6cb).
+//! The order is part of the rule. "numerics §n" names a section of `docs/numerics.md` in this repository: the same rules
+//! in prose and formulas, as TransformerEngine has them (commit d0067d0da6cb).
 
 #![forbid(unsafe_code)]
 
@@ -46,7 +46,7 @@ pub mod swizzle;
 pub mod upstream;
 
 pub use element::{Element, Precision};
-pub use error::{Error, Result};
+pub use error::{Error, Result, area, check_len, zeros};
 pub use mode::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile};
 pub use profile::Profile;
 

@@ -7,14 +7,15 @@
 //!
 //! A quantized row of `C` elements has `ceil(C/2)` bytes of codes and `ceil(C/16)` scale bytes. Where a tile reaches
 //! beyond the matrix its missing elements are zeros, and nothing of them is stored: with an odd `C` the last high nibble
-//! is 0. A matrix with no rows or no columns is valid and has no codes and no scales.
+//! is 0. A matrix with no rows or no columns is valid and has no codes and no scales; its other dimension may be any
+//! number, and no time is spent on it.
 
 use crate::block::{self, Quantized as QuantizedTile, Rows, Scaling, TileRounding};
-use crate::error::{area, check_len};
 use crate::hadamard::{Signs, transform_matrix};
 use crate::scale::{self, Unit};
 use crate::stochastic::Random;
-use crate::{BLOCK, Edge, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Tile, e2m1, fast_math};
+use crate::{BLOCK, Edge, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Tile};
+use crate::{area, check_len, e2m1, fast_math, zeros};
 
 /// A row-major matrix of binary32 values.
 #[derive(Clone, Debug, PartialEq)]
@@ -52,6 +53,11 @@ impl Matrix {
         &self.data
     }
 
+    /// Whether there are no elements, whatever the other dimension claims.
+    pub fn is_empty(&self) -> bool {
+        self.data.is_empty()
+    }
+
     /// One row.
     pub fn row(&self, r: usize) -> &[f32] {
         &self.data[r * self.cols..][..self.cols]
@@ -59,7 +65,8 @@ impl Matrix {
 
     /// The transposed matrix.
     pub fn transpose(&self) -> Self {
-        let data = (0..self.cols).flat_map(|c| (0..self.rows).map(move |r| self.data[r * self.cols + c])).collect();
+        let column = |c| (0..self.rows).map(move |r| self.data[r * self.cols + c]);
+        let data = if self.is_empty() { Vec::new() } else { (0..self.cols).flat_map(column).collect() };
         Matrix { rows: self.cols, cols: self.rows, precision: self.precision, data }
     }
 
@@ -83,12 +90,16 @@ pub fn columns(x: &Matrix, transform: Option<Signs>) -> Result<Matrix> {
     }
 }
 
-/// The amax of the matrix, or of each row. With the Hadamard transform it is taken after the transform.
-pub fn amax(x: &Matrix, global: GlobalScale, edge: Edge) -> Vec<f32> {
+/// The amax of the matrix, or of each row; 0 where there are no elements. With the Hadamard transform it is taken after
+/// the transform.
+pub fn amax(x: &Matrix, global: GlobalScale, edge: Edge) -> Result<Vec<f32>> {
+    let mut amax = zeros(global.count(x.rows), x.rows, x.cols)?;
     match global {
-        GlobalScale::PerTensor => vec![scale::amax(&x.data, edge)],
-        GlobalScale::PerRow => (0..x.rows).map(|r| scale::amax(x.row(r), edge)).collect(),
+        GlobalScale::PerTensor => amax[0] = scale::amax(&x.data, edge),
+        GlobalScale::PerRow if x.is_empty() => {}
+        GlobalScale::PerRow => (0..x.rows).for_each(|r| amax[r] = scale::amax(x.row(r), edge)),
     }
+    Ok(amax)
 }
 
 /// A matrix quantized in one direction.
@@ -186,10 +197,11 @@ pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random
     }
 }
 
-/// Quantizes a bf16 matrix along its rows by [`fast_math`].
-pub fn quantize_fast_math(x: &Matrix, amax: &[f32], mode: &Mode) -> Result<Quantized> {
-    quantize_tiles::<1>(x, amax, mode, Rounding::NearestEven, |tile, scaling, _| {
-        fast_math::quantize(&tile[0], &scaling.global, mode.edge)
+/// Quantizes a bf16 matrix along its rows by [`fast_math`], which has 1×16 tiles, the rule "six" and rounds to nearest.
+pub fn quantize_fast_math(x: &Matrix, amax: &[f32], global: GlobalScale, edge: Edge) -> Result<Quantized> {
+    let mode = Mode { global, edge, ..Mode::default() };
+    quantize_tiles::<1>(x, amax, &mode, Rounding::NearestEven, |tile, scaling, _| {
+        fast_math::quantize(&tile[0], &scaling.global, edge)
     })
 }
 
@@ -218,7 +230,8 @@ fn quantize_tiles<const H: usize>(
     let (bytes, blocks) = (e2m1::packed_len(x.cols), x.cols.div_ceil(BLOCK));
     let mut codes = vec![0; x.rows * bytes];
     let mut scales = vec![0; x.rows * blocks];
-    for r in (0..x.rows).step_by(H) {
+    let rows = if x.is_empty() { 0 } else { x.rows };
+    for r in (0..rows).step_by(H) {
         let amax = if mode.global == GlobalScale::PerRow { amax[r] } else { amax[0] };
         let scaling = Scaling::new(amax, mode, x.precision);
         for b in 0..blocks {
@@ -250,13 +263,16 @@ fn quantize_tiles<const H: usize>(
 /// A block whose scale is 0 decodes to zeros with the signs of its codes; a NaN scale decodes to NaN.
 pub fn dequantize<T: Element>(q: &View<'_>) -> Result<Vec<T>> {
     q.check()?;
-    let mut out = Vec::with_capacity(q.rows * q.cols);
-    for r in 0..q.rows {
+    let mut out: Vec<T> = zeros(area(q.rows, q.cols)?, q.rows, q.cols)?;
+    if out.is_empty() {
+        return Ok(out);
+    }
+    for (r, row) in out.chunks_exact_mut(q.cols).enumerate() {
         let (codes, scales) = (q.code_row(r), q.scale_row(r));
-        out.extend((0..q.cols).map(|c| {
+        for (c, value) in row.iter_mut().enumerate() {
             let factor = q.unit.decode_factor(scales[c / BLOCK], q.row_stored(r));
-            T::from_f32(e2m1::decode(e2m1::code_at(codes, c)) * factor)
-        }));
+            *value = T::from_f32(e2m1::decode(e2m1::code_at(codes, c)) * factor);
+        }
     }
     Ok(out)
 }
@@ -273,7 +289,7 @@ mod tests {
     }
 
     fn quantize_all(x: &Matrix, mode: &Mode) -> Result<Quantized> {
-        quantize(x, &amax(x, mode.global, mode.amax_edge()), mode, Rounding::NearestEven)
+        quantize(x, &amax(x, mode.global, mode.amax_edge())?, mode, Rounding::NearestEven)
     }
 
     #[test]
@@ -315,6 +331,23 @@ mod tests {
     }
 
     #[test]
+    fn a_huge_dimension_without_elements_takes_no_time_and_no_memory() {
+        for (rows, cols) in [(1 << 62, 0), (0, 1 << 62), (usize::MAX, 0), (0, usize::MAX)] {
+            let x = Matrix::new::<f32>(rows, cols, &[]).unwrap();
+            assert_eq!((x.transpose().rows(), x.transpose().cols()), (cols, rows));
+            for tile in [Tile::Row16, Tile::Square16] {
+                let q = quantize_all(&x, &Mode { tile, ..Mode::default() }).unwrap();
+                assert_eq!((q.rows, q.cols, q.codes.len(), q.scales.len()), (rows, cols, 0, 0));
+                assert_eq!(dequantize::<f32>(&q.view()), Ok(vec![]));
+            }
+        }
+        let endless = Matrix::new::<f32>(1 << 62, 0, &[]).unwrap();
+        let error = amax(&endless, GlobalScale::PerRow, Edge::Kernel).unwrap_err();
+        assert_eq!(error, Error::TooLarge { rows: 1 << 62, cols: 0 }, "an amax per row needs memory");
+        assert_eq!(amax(&endless.transpose(), GlobalScale::PerRow, Edge::Kernel), Ok(vec![]));
+    }
+
+    #[test]
     fn lengths_that_do_not_fit_are_errors() {
         let message = |r: Result<Quantized>| r.unwrap_err().to_string();
         assert_eq!(Matrix::new(2, 3, &[0.0f32; 5]).unwrap_err().to_string(), "matrix: expected length 6, got 5");
@@ -348,6 +381,17 @@ mod tests {
         let random = Rounding::Stochastic(Random::Stream(Stream::row(0, 0)));
         let mode = Mode { rule, ..Mode::default() };
         assert!(matches!(quantize(&x, &[1.0], &mode, random), Err(Error::Combination(_))));
+    }
+
+    #[test]
+    fn a_given_amax_of_nan_saturates_and_decodes_to_nan() {
+        for (edge, scale, code) in [(Edge::Kernel, 0x7E, 7), (Edge::Reference, 0x7F, 0)] {
+            let mode = Mode { edge, ..Mode::default() };
+            let x = Matrix::new(1, 16, &[1.0f32; 16]).unwrap();
+            let q = quantize(&x, &[f32::NAN], &mode, Rounding::NearestEven).unwrap();
+            assert_eq!((&q.scales[..], &q.codes[..]), (&[scale][..], &[code << 4 | code; 8][..]));
+            assert!(dequantize::<f32>(&q.view()).unwrap().iter().all(|x| x.is_nan()));
+        }
     }
 
     #[test]

@@ -38,7 +38,9 @@ impl Global {
     /// `enc = min(fl(6E/amax), f32::MAX)`; 1 where the amax is 0 or ∞.
     ///
     /// The reference edge keeps `f32::MAX` for an amax of 0, which shows only when a caller gives an amax of 0 for a
-    /// tensor that is not zero. A NaN amax gives `f32::MAX` in the kernel edge, NaN in the reference edge.
+    /// tensor that is not zero. A NaN amax gives NaN in the reference edge and `f32::MAX` in the kernel edge, where no
+    /// computed amax is NaN and only a caller can give one: almost every value saturates, and since the NaN is what is
+    /// stored, all of it decodes to NaN.
     pub fn new(amax: f32, bound: Bound, edge: Edge) -> Self {
         let guarded = edge.min_with_max(bound.six_e() / amax);
         let encode = match (amax == 0.0, edge) {
@@ -79,12 +81,15 @@ pub enum Unit {
 }
 
 impl Unit {
-    /// The stored number as a fraction (numerator, denominator): what a block's value is multiplied by.
+    /// The stored number as a fraction (numerator, denominator): what a block's value is multiplied by in a product.
+    ///
+    /// A divisor is inverted, one rounding: as a denominator, two of them (2688/amax each) would overflow for amaxes
+    /// below about 1.5·10⁻¹⁶.
     pub fn fraction(self, stored: f32) -> (f32, f32) {
         match self {
             Unit::Amax(bound) => (stored, bound.six_e()),
             Unit::Multiplier => (stored, 1.0),
-            Unit::Divisor => (1.0, stored),
+            Unit::Divisor => (1.0 / stored, 1.0),
         }
     }
 
@@ -117,7 +122,7 @@ mod tests {
         for edge in [Edge::Kernel, Edge::Reference] {
             assert_eq!(encode(f32::INFINITY, edge), 1.0);
             assert_eq!(encode(1e-40, edge), f32::MAX);
-            assert_eq!(Global::new(1e-40, Bound::E448, edge).decode, 2f32.powi(-128));
+            assert_eq!(Global::new(1e-40, Bound::E448, edge).decode.to_bits(), 1 << 21, "2⁻¹²⁸, a subnormal");
             assert_eq!(encode(2688.0, edge), 1.0);
         }
         assert_eq!([encode(0.0, Edge::Kernel), encode(0.0, Edge::Reference)], [1.0, f32::MAX]);

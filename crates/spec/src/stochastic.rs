@@ -103,6 +103,7 @@ pub fn bytes_of(random: [u32; 4]) -> [u8; BLOCK] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::{bf16, f16};
 
     /// How many of the 256 random bytes round `y` away from its lower neighbour.
     fn ups(y: f32) -> usize {
@@ -140,9 +141,51 @@ mod tests {
 
     #[test]
     fn the_addition_may_carry_a_value_up_to_a_grid_point() {
-        let just_below_two = f32::from_bits(2f32.to_bits() - 1);
-        assert_eq!([encode(just_below_two, 0, Edge::Kernel), encode(just_below_two, 1, Edge::Kernel)], [3, 4]);
-        assert_eq!(encode(just_below_two, 255, Edge::Kernel), 4);
+        // Just below 1/256 of a step: by the exact sum no byte would round it up.
+        let y = (0.5f32 / 256.0).next_down();
+        assert_eq!([encode(y, 255, Edge::Kernel), encode(y, 254, Edge::Kernel)], [1, 0]);
+    }
+
+    /// An independent statement, exact in f64 for 16-bit inputs: with the neighbours `lower` and `upper` of |y| and
+    /// f = (|y| − lower)/(upper − lower), the last floor(256·f) of the 256 bytes round up.
+    fn by_neighbours(y: f32, random: u8, edge: Edge) -> u8 {
+        if y.is_nan() {
+            return if edge == Edge::Kernel { 7 } else { 0 };
+        }
+        let a = f64::from(y.abs());
+        let lower = e2m1::MAGNITUDES.iter().rposition(|&m| f64::from(m) <= a).unwrap();
+        let up = e2m1::MAGNITUDES.get(lower + 1).is_some_and(|&upper| {
+            let bottom = f64::from(e2m1::MAGNITUDES[lower]);
+            let count = (256.0 * (a - bottom) / (f64::from(upper) - bottom)).floor();
+            f64::from(random) >= 256.0 - count
+        });
+        let negative = y < 0.0 || edge == Edge::Kernel && y.is_sign_negative();
+        lower as u8 + u8::from(up) + if negative { 8 } else { 0 }
+    }
+
+    #[test]
+    fn every_16_bit_input_goes_to_the_neighbour_that_the_byte_picks() {
+        for bits in 0..=u16::MAX {
+            for y in [bf16::from_bits(bits).to_f32(), f16::from_bits(bits).to_f32()] {
+                for random in [0, 1, 2, 63, 127, 128, 129, 200, 254, 255] {
+                    for edge in [Edge::Kernel, Edge::Reference] {
+                        let expected = by_neighbours(y, random, edge);
+                        assert_eq!(encode(y, random, edge), expected, "{y:e} with {random}, {edge:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// The known answers of numerics §0: seed, offset and block index all have a high word.
+    #[test]
+    fn the_stream_has_its_known_answers() {
+        let (seed, offset, block) = (0x0123_4567_89AB_CDEF, (7 << 32) + 5, (1 << 32) + 3);
+        assert_eq!(u128::from_be_bytes(Stream::row(seed, offset).block(block)), 0x49eeff83_d91d9048_0d58cb7c_616d1830);
+        assert_eq!(
+            u128::from_be_bytes(Stream::column(seed, offset).block(block)),
+            0xd4a6c4d5_189137f4_1f2ade3c_090441f9
+        );
     }
 
     #[test]
@@ -184,15 +227,5 @@ mod tests {
             let bias = (mean(y, Stream::row(11, 4)) - f64::from(y)) * f64::from(y.signum());
             assert!(bias <= noise.into() && bias >= -f64::from(resolution + noise), "{y}: bias {bias}");
         }
-    }
-
-    #[test]
-    fn rows_are_independent() {
-        // Two rows of 4096 elements at position 1/2: the signs of the roundings must be uncorrelated.
-        let stream = Stream::row(5, 0);
-        let ups =
-            |row: u64| (0..256).flat_map(move |b| stream.block(row * 256 + b)).map(|r| i32::from(r >= 128) * 2 - 1);
-        let correlation: i32 = ups(0).zip(ups(1)).map(|(a, b)| a * b).sum();
-        assert!(correlation.abs() < 6 * 64, "6 deviations of a sum of 4096 signs; got {correlation}");
     }
 }

@@ -1,8 +1,7 @@
 //! The layout of block scales that block-scaled tensor cores read: tiles of 128 × 4 scales, 512 contiguous bytes each,
 //! a tile being 32 lines that hold rows r, r+32, r+64, r+96. Source: numerics §10.
 
-use crate::error::{area, check_len};
-use crate::{Error, Result};
+use crate::{Error, Result, area, check_len, zeros};
 
 /// Rows of a tile.
 pub const TILE_ROWS: usize = 128;
@@ -26,7 +25,7 @@ pub const fn offset(r: usize, c: usize, cols: usize) -> usize {
 /// Row-major scales to swizzled ones; the padding is zero.
 pub fn swizzle(scales: &[u8], rows: usize, cols: usize) -> Result<Vec<u8>> {
     check_len("scales", area(rows, cols)?, scales.len())?;
-    let mut swizzled = vec![0; len(rows, cols)?];
+    let mut swizzled = zeros(len(rows, cols)?, rows, cols)?;
     for (i, &scale) in scales.iter().enumerate() {
         swizzled[offset(i / cols, i % cols, cols)] = scale;
     }

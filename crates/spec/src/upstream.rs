@@ -1,9 +1,9 @@
 //! The orders in which two of TransformerEngine's kernels hand out random words. They exist to reproduce its stochastic
 //! rounding; our own stream ([`crate::stochastic`]) goes by position. Source: numerics §7.1, §7.2.
 
-use crate::BLOCK;
 use crate::philox::{philox4x32, words};
 use crate::stochastic::bytes_of;
+use crate::{BLOCK, Result, area, zeros};
 
 /// Which of TransformerEngine's kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -12,6 +12,15 @@ pub enum Kernel {
     VectorBlockwise,
     /// The tuned bf16 1×16 kernel: 128 threads for a chunk of 128 × 128, in four stages of 64 × 64.
     Tuned1d,
+}
+
+/// Which directions a kernel call writes; words for the column direction are drawn only where it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Directions {
+    /// The row direction alone.
+    Row,
+    /// Both.
+    Both,
 }
 
 /// The random bytes of both directions, 16 per block, blocks in row-major order of each direction.
@@ -38,12 +47,26 @@ impl Thread {
     }
 }
 
-/// The bytes that a kernel draws for a `rows` × `cols` matrix. Words are drawn for blocks outside the matrix too.
-pub fn random_bytes(kernel: Kernel, rows: usize, cols: usize, seed: u64, offset: u64, columnwise: bool) -> RandomBytes {
+/// The bytes that a kernel draws for a `rows` × `cols` matrix. Words are drawn for blocks outside the matrix too, but a
+/// matrix without elements draws none.
+pub fn random_bytes(
+    kernel: Kernel,
+    rows: usize,
+    cols: usize,
+    seed: u64,
+    offset: u64,
+    directions: Directions,
+) -> Result<RandomBytes> {
     let mut out = Grid {
-        row: Blocks::new(rows, cols),
-        col: if columnwise { Blocks::new(cols, rows) } else { Blocks::new(0, 0) },
+        row: Blocks::new(rows, cols)?,
+        col: match directions {
+            Directions::Row => Blocks::new(0, 0)?,
+            Directions::Both => Blocks::new(cols, rows)?,
+        },
     };
+    if area(rows, cols)? == 0 {
+        return Ok(RandomBytes { row: out.row.bytes, col: out.col.bytes });
+    }
     let threads = match kernel {
         Kernel::VectorBlockwise => 256,
         Kernel::Tuned1d => 128,
@@ -54,12 +77,12 @@ pub fn random_bytes(kernel: Kernel, rows: usize, cols: usize, seed: u64, offset:
             let subsequence = (tid + threads * (x + y * grid_x)) as u128;
             let mut thread = Thread { counter: (subsequence << 64) + u128::from(offset), seed };
             match kernel {
-                Kernel::VectorBlockwise => vector_blockwise(&mut thread, tid, (y * 128, x * 128), columnwise, &mut out),
-                Kernel::Tuned1d => tuned_1d(&mut thread, tid, (y * 128, x * 128), columnwise, &mut out),
+                Kernel::VectorBlockwise => vector_blockwise(&mut thread, tid, (y * 128, x * 128), directions, &mut out),
+                Kernel::Tuned1d => tuned_1d(&mut thread, tid, (y * 128, x * 128), directions, &mut out),
             }
         }
     }
-    RandomBytes { row: out.row.bytes, col: out.col.bytes }
+    Ok(RandomBytes { row: out.row.bytes, col: out.col.bytes })
 }
 
 struct Grid {
@@ -75,9 +98,9 @@ struct Blocks {
 }
 
 impl Blocks {
-    fn new(rows: usize, cols: usize) -> Self {
+    fn new(rows: usize, cols: usize) -> Result<Self> {
         let blocks = cols.div_ceil(BLOCK);
-        Blocks { rows, blocks, bytes: vec![0; rows * blocks * BLOCK] }
+        Ok(Blocks { rows, blocks, bytes: zeros(area(area(rows, blocks)?, BLOCK)?, rows, cols)? })
     }
 
     fn put(&mut self, row: usize, block: usize, bytes: [u8; BLOCK]) {
@@ -87,18 +110,18 @@ impl Blocks {
     }
 }
 
-fn vector_blockwise(thread: &mut Thread, tid: usize, (r, c): (usize, usize), columnwise: bool, out: &mut Grid) {
+fn vector_blockwise(thread: &mut Thread, tid: usize, (r, c): (usize, usize), directions: Directions, out: &mut Grid) {
     for step in 0..4 {
         out.row.put(r + tid / 8 + 32 * step, c / BLOCK + tid % 8, thread.block());
     }
-    if columnwise {
+    if directions == Directions::Both {
         for (step, k) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             out.col.put(c + 2 * (tid / 8 + 32 * step) + k, r / BLOCK + tid % 8, thread.block());
         }
     }
 }
 
-fn tuned_1d(thread: &mut Thread, tid: usize, (r, c): (usize, usize), columnwise: bool, out: &mut Grid) {
+fn tuned_1d(thread: &mut Thread, tid: usize, (r, c): (usize, usize), directions: Directions, out: &mut Grid) {
     let (warp, lane) = (tid / 32, tid % 32);
     for (r, c) in [(r, c), (r, c + 64), (r + 64, c), (r + 64, c + 64)] {
         for step in 0..2 {
@@ -108,9 +131,43 @@ fn tuned_1d(thread: &mut Thread, tid: usize, (r, c): (usize, usize), columnwise:
             }
             out.row.put(r + tid / 4 + 32 * step, c / BLOCK + tid % 4, bytes);
         }
-        if columnwise {
+        if directions == Directions::Both {
             for k in 0..2 {
                 out.col.put(c + 2 * lane + k, r / BLOCK + (lane / 2 + warp) % 4, thread.block());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Error;
+
+    const KERNELS: [Kernel; 2] = [Kernel::VectorBlockwise, Kernel::Tuned1d];
+
+    #[test]
+    fn every_block_of_a_ragged_matrix_draws_its_own_bytes() {
+        for kernel in KERNELS {
+            let both = random_bytes(kernel, 150, 130, 1, 2, Directions::Both).unwrap();
+            assert_eq!((both.row.len(), both.col.len()), (150 * 9 * BLOCK, 130 * 10 * BLOCK));
+            let blocks: std::collections::HashSet<_> =
+                [both.row, both.col].concat().chunks(BLOCK).map(Vec::from).collect();
+            assert_eq!(blocks.len(), 150 * 9 + 130 * 10);
+            assert!(random_bytes(kernel, 150, 130, 1, 2, Directions::Row).unwrap().col.is_empty());
+        }
+    }
+
+    #[test]
+    fn huge_shapes_draw_nothing_or_are_refused() {
+        for kernel in KERNELS {
+            for (rows, cols) in [(1 << 62, 0), (0, 1 << 62)] {
+                let none = random_bytes(kernel, rows, cols, 0, 0, Directions::Both);
+                assert_eq!(none, Ok(RandomBytes { row: vec![], col: vec![] }));
+            }
+            for (rows, cols) in [(1 << 30, 1 << 31), (1 << 40, 1 << 40)] {
+                let refused = random_bytes(kernel, rows, cols, 0, 0, Directions::Row);
+                assert!(matches!(refused, Err(Error::TooLarge { .. })));
             }
         }
     }

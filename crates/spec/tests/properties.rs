@@ -151,7 +151,7 @@ proptest! {
         global in select(&[GlobalScale::PerTensor, GlobalScale::PerRow][..]),
     ) {
         let (x, mode) = (scaled(&x, exponent), Mode { edge, global, ..Mode::default() });
-        let first = quantize(&x, &amax(&x, global, edge), &mode, Rounding::NearestEven).unwrap();
+        let first = quantize(&x, &amax(&x, global, edge).unwrap(), &mode, Rounding::NearestEven).unwrap();
         let decoded = Matrix::new(x.rows(), x.cols(), &dequantize::<f32>(&first.view()).unwrap()).unwrap();
         let second = quantize(&decoded, &first.stored, &mode, Rounding::NearestEven).unwrap();
         for (r, c) in (0..x.rows()).flat_map(|r| (0..x.cols()).map(move |c| (r, c))) {
@@ -168,7 +168,7 @@ proptest! {
         let mode = Mode { rule, global: GlobalScale::PerRow, ..Mode::default() };
         let bytes = |rows, data: &[f32]| {
             let x = Matrix::new(rows, x.cols(), data).unwrap();
-            let q = quantize(&x, &amax(&x, mode.global, mode.edge), &mode, Rounding::NearestEven).unwrap();
+            let q = quantize(&x, &amax(&x, mode.global, mode.edge).unwrap(), &mode, Rounding::NearestEven).unwrap();
             [q.codes, q.scales]
         };
         for cut in 0..=x.rows() {
@@ -184,7 +184,7 @@ proptest! {
         (x, exponent, rule, edge) in (matrix(), -12..=12, select(&RULES[..]), select(&EDGES[..])),
     ) {
         let mode = Mode { rule, edge, ..Mode::default() };
-        let quantize = |x: &Matrix| quantize(x, &amax(x, mode.global, edge), &mode, Rounding::NearestEven).unwrap();
+        let quantize = |x: &Matrix| quantize(x, &amax(x, mode.global, edge).unwrap(), &mode, Rounding::NearestEven).unwrap();
         let (p, q) = (quantize(&x), quantize(&scaled(&x, exponent)));
         prop_assert_eq!(q.stored[0], p.stored[0] * 2f32.powi(exponent));
         prop_assert_eq!((q.codes, q.scales), (p.codes, p.scales));

@@ -6,10 +6,12 @@ mod quantize;
 mod report;
 mod table;
 
+use crate::until_closed;
 use anyhow::{Context, Result, bail};
 use case::Case;
 use nvfp4_kernels::Implementation;
 use report::{Differences, Report};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -37,8 +39,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     let names: Vec<String> = implementations.iter().map(Implementation::to_string).collect();
-    println!("implementations: {}; edges: kernel, reference", names.join(", "));
-    print!("{report}");
+    let text = format!("implementations: {}; edges: kernel, reference\n{report}", names.join(", "));
+    until_closed(std::io::stdout().write_all(text.as_bytes()).map_err(Into::into))?;
     Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

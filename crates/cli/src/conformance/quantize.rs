@@ -12,7 +12,7 @@ use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::{BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, e2m1, upstream};
 
-const EDGES: [Edge; 2] = [Edge::Kernel, Edge::Reference];
+pub const EDGES: [Edge; 2] = [Edge::Kernel, Edge::Reference];
 
 pub fn check(case: &Case, implementations: &[Implementation], differences: &mut Differences) -> Result<String> {
     let (tile, global) = scaling(case)?;
@@ -105,10 +105,12 @@ fn check_directions(
             quantize(implementation, &input, Some(row.direction(&mode, None)), Some(col.direction(&mode, transform)))?;
             let prefix = format!("{implementation} {}: ", name(edge));
             compare(case, differences, &prefix, "", &row, (rows, cols), &mode)?;
+            compare_amax(case, differences, &prefix, "", &row.amax, &mode)?;
             // No kernel produced this direction, so its record holds in the reference edge only.
             let unrecorded = mode.global == GlobalScale::PerRow && case.meta("kernel_emulated")? != "tuned_1D";
             if edge == Edge::Reference || !unrecorded {
                 compare(case, differences, &prefix, "_t", &col, (cols, rows), &mode)?;
+                compare_amax(case, differences, &prefix, "_t", &col.amax, &mode)?;
             }
         }
         for (suffix, rows, cols) in [("", rows, cols), ("_t", cols, rows)] {
@@ -120,7 +122,7 @@ fn check_directions(
     Ok(())
 }
 
-fn name(edge: Edge) -> &'static str {
+pub fn name(edge: Edge) -> &'static str {
     match edge {
         Edge::Kernel => "kernel edge",
         Edge::Reference => "reference edge",
@@ -158,7 +160,13 @@ impl Buffers {
     }
 }
 
-/// Compares one direction (`suffix` "" or "_t") with what the case records for the mode's edge.
+/// The tensor that records this of a direction (`suffix` "" or "_t") in the mode's edge.
+fn recorded(case: &Case, tensor: &str, suffix: &str, mode: &Mode) -> String {
+    let kernel = format!("{tensor}{suffix}_kernel");
+    if mode.edge == Edge::Kernel && case.has(&kernel) { kernel } else { format!("{tensor}{suffix}") }
+}
+
+/// Compares the codes and scales of a direction with what the case records.
 fn compare(
     case: &Case,
     differences: &mut Differences,
@@ -168,17 +176,10 @@ fn compare(
     (rows, cols): (usize, usize),
     mode: &Mode,
 ) -> Result<()> {
-    let recorded = |tensor: &str| {
-        let kernel = format!("{tensor}{suffix}_kernel");
-        if mode.edge == Edge::Kernel && case.has(&kernel) { kernel } else { format!("{tensor}{suffix}") }
-    };
-    let (data, scale) = (recorded("data"), recorded("scale"));
+    let (data, scale) = (recorded(case, "data", suffix, mode), recorded(case, "scale", suffix, mode));
     differences.compare(&format!("{prefix}{data}"), case.bytes(&data)?, &got.codes);
     let scales = pad_scales(&got.scales, rows, cols, mode.tile, case.shape2(&scale)?.0);
     differences.compare(&format!("{prefix}{scale}"), case.bytes(&scale)?, &scales);
-    if case.has(&format!("amax{suffix}")) {
-        compare_amax(case, differences, prefix, &recorded("amax"), &got.amax, mode)?;
-    }
     Ok(())
 }
 
@@ -198,10 +199,11 @@ fn compare_amax(
     case: &Case,
     differences: &mut Differences,
     prefix: &str,
-    tensor: &str,
+    suffix: &str,
     got: &[f32],
     mode: &Mode,
 ) -> Result<()> {
+    let tensor = &recorded(case, "amax", suffix, mode);
     let mut expected = case.f32s(tensor)?;
     if mode.edge == Edge::Kernel && tensor == "amax_t" && case.has("amax_kernel") {
         match mode.global {
@@ -247,9 +249,11 @@ fn check_dequantize(
 
 /// TransformerEngine's fast-math variant, which only the spec has.
 pub fn check_fast_math(case: &Case, differences: &mut Differences) -> Result<String> {
-    let (tile, global) = scaling(case)?;
-    let mode = Mode { tile, global, ..Mode::default() };
-    check_spec(case, differences, &mode, |x, amax, _| Ok(matrix::quantize_fast_math(x, amax, &mode)?))?;
+    let (Tile::Row16, global) = scaling(case)? else { bail!("metadata 'scaling': fast math has 1×16 tiles only") };
+    let mode = Mode { global, ..Mode::default() };
+    check_spec(case, differences, &mode, |x, amax, _| {
+        Ok(matrix::quantize_fast_math(x, amax, mode.global, mode.edge)?)
+    })?;
     Ok(format!("fastmath {} (spec)", case.meta("scaling")?))
 }
 
@@ -263,7 +267,9 @@ pub fn check_stochastic(case: &Case, differences: &mut Differences) -> Result<St
     )?;
     let [seed, offset] = case.u64s("rng_state")?[..] else { bail!("tensor 'rng_state': expected two values") };
     let (rows, cols) = case.shape2("input")?;
-    let random = upstream::random_bytes(kernel, rows, cols, seed, offset, case.flag("columnwise")?);
+    let directions =
+        case.choice("columnwise", &[("True", upstream::Directions::Both), ("False", upstream::Directions::Row)])?;
+    let random = upstream::random_bytes(kernel, rows, cols, seed, offset, directions)?;
     check_spec(case, differences, &mode, |x, amax, suffix| {
         let bytes = if suffix.is_empty() { &random.row } else { &random.col };
         Ok(matrix::quantize(x, amax, &mode, Rounding::Stochastic(Random::Bytes(bytes)))?)
@@ -281,10 +287,14 @@ fn check_spec(
     let x = case.matrix("input")?;
     for (suffix, x) in [("", x.clone()), ("_t", x.transpose())] {
         if suffix.is_empty() || case.has(&format!("data{suffix}")) {
-            let amax = matrix::amax(&x, mode.global, mode.edge);
+            let amax = matrix::amax(&x, mode.global, mode.edge)?;
             let q = quantize(&x, &amax, suffix)?;
             let got = Buffers { codes: q.codes, scales: q.scales, amax };
             compare(case, differences, "spec: ", suffix, &got, (x.rows(), x.cols()), mode)?;
+            // These kinds record the amax of the row direction, and that of the columns where it is another one.
+            if suffix.is_empty() || case.has("amax_t") {
+                compare_amax(case, differences, "spec: ", suffix, &got.amax, mode)?;
+            }
         }
     }
     Ok(())

@@ -5,9 +5,10 @@ pub(crate) mod avx2;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};
-use nvfp4_spec::{Edge, GlobalScale, matrix};
+use nvfp4_spec::matrix::Matrix;
+use nvfp4_spec::{Edge, scale};
 
-/// Which maxima to compute; all are found in one pass over the matrix.
+/// Which maxima to compute, any of them in one call.
 #[derive(Debug, Default)]
 pub struct Wanted<'a> {
     /// The maximum over everything.
@@ -37,12 +38,15 @@ pub fn amax(implementation: Implementation, x: &Input<'_>, edge: Edge, wanted: W
 fn scalar(x: &Input<'_>, edge: Edge, wanted: Wanted<'_>) {
     let matrix = x.to_matrix();
     if let Some(tensor) = wanted.tensor {
-        *tensor = matrix::amax(&matrix, GlobalScale::PerTensor, edge)[0];
+        *tensor = scale::amax(matrix.data(), edge);
     }
+    let per_row = |matrix: &Matrix, out: &mut [f32]| {
+        out.iter_mut().enumerate().for_each(|(r, amax)| *amax = scale::amax(matrix.row(r), edge));
+    };
     if let Some(rows) = wanted.rows {
-        rows.copy_from_slice(&matrix::amax(&matrix, GlobalScale::PerRow, edge));
+        per_row(&matrix, rows);
     }
     if let Some(cols) = wanted.cols {
-        cols.copy_from_slice(&matrix::amax(&matrix.transpose(), GlobalScale::PerRow, edge));
+        per_row(&matrix.transpose(), cols);
     }
 }
