@@ -11,6 +11,7 @@ use nvfp4_spec::stochastic::{Random, Stream};
 use nvfp4_spec::{Bound, Edge, Element, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, e2m1};
 use rayon::prelude::*;
 use serde::Serialize;
+use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -52,14 +53,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         args.size
     );
     let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
-    pool.install(|| {
+    crate::until_closed(pool.install(|| {
         let implementation = args.implementation.unwrap_or_else(Implementation::best);
         let operations: Vec<&Operation> = OPERATIONS.iter().filter(|o| o.name.contains(&args.filter)).collect();
         ensure!(!operations.is_empty(), "--filter: no operation's name contains '{}'", args.filter);
+        let mut out = std::io::stdout().lock();
         if !args.json {
             let threads = rayon::current_num_threads();
-            println!("{0} × {0} bf16, {implementation}, {threads} threads", args.size);
-            println!("{:<36} {:>9} {:>9} {:>8}", "operation", "ms", "GB/s", "copies");
+            writeln!(out, "{0} × {0} bf16, {implementation}, {threads} threads", args.size)?;
+            writeln!(out, "{:<36} {:>9} {:>9} {:>8}", "operation", "ms", "GB/s", "copies")?;
         }
         let mut bench = Bench::new(args.size, implementation);
         let mut rows = Vec::new();
@@ -67,15 +69,16 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             bench.check(operation).with_context(|| format!("{}: the result is wrong", operation.name))?;
             let row = bench.time(operation)?;
             if !args.json {
-                println!("{:<36} {:>9.3} {:>9.2} {:>8.2}", row.name, row.ms, row.gbps, row.copies);
+                writeln!(out, "{:<36} {:>9.3} {:>9.2} {:>8.2}", row.name, row.ms, row.gbps, row.copies)?;
             }
             rows.push(row);
         }
         if args.json {
-            println!("{}", serde_json::to_string_pretty(&rows)?);
+            writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
         }
-        Ok(ExitCode::SUCCESS)
-    })
+        Ok(())
+    }))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 struct Operation {

@@ -93,8 +93,7 @@ pub fn area(rows: usize, cols: usize) -> Result<usize> {
 /// A shape is only a claim: a matrix without columns may have any number of rows, and a repeated row any number of
 /// copies. What is allocated for a shape, and not for elements that are there already, is allocated here.
 pub fn zeros<T: Copy + Default>(len: usize, rows: usize, cols: usize) -> Result<Vec<T>> {
-    let mut values = Vec::new();
-    values.try_reserve_exact(len).map_err(|_| Error::TooLarge { rows, cols })?;
-    values.resize(len, T::default());
-    Ok(values)
+    // Asked for twice: a reservation can fail politely, and only `vec!` takes zeroed pages from the system as they are.
+    Vec::<T>::new().try_reserve_exact(len).map_err(|_| Error::TooLarge { rows, cols })?;
+    Ok(vec![T::default(); len])
 }

@@ -115,7 +115,7 @@ impl<T: Element> Job<'_, T> {
         {
             match (target.transform, target.mode.global) {
                 (Some(signs), _) => {
-                    let found = self.transformed_amax(signs, &target.mode);
+                    let found = self.transformed_amax(signs, &target.mode)?;
                     target.set_amax(found);
                 }
                 (None, GlobalScale::PerTensor) => tensor = Some((0.0, target.mode.amax_edge())),
@@ -147,7 +147,7 @@ impl<T: Element> Job<'_, T> {
     }
 
     /// The amax of the transformed columns: of the whole, or of each column.
-    fn transformed_amax(&self, signs: Signs, mode: &Mode) -> Vec<f32> {
+    fn transformed_amax(&self, signs: Signs, mode: &Mode) -> Result<Vec<f32>> {
         let (rows, cols) = (self.x.rows(), self.x.cols());
         let empty = || (vec![0f32; cols.next_multiple_of(BLOCK)], false);
         let (maxima, nan) = (0..rows.div_ceil(PANEL))
@@ -165,14 +165,14 @@ impl<T: Element> Job<'_, T> {
             });
         if nan && mode.amax_edge() == Edge::Reference {
             // Which maxima are NaN was not kept; the rules tell.
-            let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs)).expect("rows were checked");
+            let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
             return nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge());
         }
         let values = maxima[..cols].iter().map(|&m| Precision::Bf16.round(m));
-        match mode.global {
+        Ok(match mode.global {
             GlobalScale::PerRow => values.collect(),
             GlobalScale::PerTensor => vec![values.fold(0.0, f32::max)],
-        }
+        })
     }
 
     fn panel(
