@@ -28,6 +28,28 @@ pub(crate) struct Block {
     hi: __m256i,
 }
 
+impl Block {
+    /// A block of a 16-bit type from its words.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    pub fn of_words(words: __m256i) -> Self {
+        Block { lo: words, hi: words }
+    }
+
+    /// The words of a 16-bit type.
+    #[inline]
+    pub fn words(self) -> __m256i {
+        self.lo
+    }
+
+    /// The bits that differ.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    pub fn xor(self, other: Self) -> Self {
+        Block { lo: _mm256_xor_si256(self.lo, other.lo), hi: _mm256_xor_si256(self.hi, other.hi) }
+    }
+}
+
 /// The bits of +∞: magnitudes above it are NaN.
 pub(crate) const fn infinity_bits(precision: Precision) -> u32 {
     match precision {
@@ -157,6 +179,43 @@ pub(crate) fn largest<T: Element>(a: Block) -> u32 {
     }
 }
 
+/// The largest magnitude's bits of each of eight blocks, as doublewords. A tree of unpacks and maxima, three operations a
+/// block where [`largest`] takes eight.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn largest_of_eight<T: Element>(b: [Block; 8]) -> __m256i {
+    let larger = |x, y| match T::PRECISION {
+        Precision::F32 => _mm256_max_epi32(x, y),
+        Precision::Bf16 | Precision::F16 => _mm256_max_epu16(x, y),
+    };
+    // Block i in the low half of pairs[i], block i + 4 in the high half.
+    let mut pairs = [_mm256_setzero_si256(); 4];
+    for (i, pair) in pairs.iter_mut().enumerate() {
+        let (x, y) = match T::PRECISION {
+            Precision::F32 => (larger(b[i].lo, b[i].hi), larger(b[i + 4].lo, b[i + 4].hi)),
+            Precision::Bf16 | Precision::F16 => (b[i].lo, b[i + 4].lo),
+        };
+        *pair = larger(_mm256_permute2x128_si256::<0x20>(x, y), _mm256_permute2x128_si256::<0x31>(x, y));
+    }
+    let halve_words = |x, y| larger(_mm256_unpacklo_epi16(x, y), _mm256_unpackhi_epi16(x, y));
+    let halve_doubles = |x, y| larger(_mm256_unpacklo_epi32(x, y), _mm256_unpackhi_epi32(x, y));
+    let halve_quads = |x, y| larger(_mm256_unpacklo_epi64(x, y), _mm256_unpackhi_epi64(x, y));
+    match T::PRECISION {
+        Precision::F32 => {
+            let (x, y) = (halve_doubles(pairs[0], pairs[1]), halve_doubles(pairs[2], pairs[3]));
+            halve_quads(x, y)
+        }
+        Precision::Bf16 | Precision::F16 => {
+            let (x, y) = (halve_words(pairs[0], pairs[1]), halve_words(pairs[2], pairs[3]));
+            let x = halve_doubles(x, y);
+            let x = larger(x, _mm256_shuffle_epi32::<0b01_00_11_10>(x));
+            // The low quarters of both halves hold four words each.
+            let x = _mm256_permute4x64_epi64::<0b11_01_10_00>(x);
+            _mm256_cvtepu16_epi32(_mm256_castsi256_si128(x))
+        }
+    }
+}
+
 /// The elements in binary32: 0–7, then 8–15.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
@@ -212,21 +271,4 @@ pub(crate) fn count_above<T: Element>(a: Block, cuts: &[__m256i]) -> __m256i {
             sum
         }
     }
-}
-
-/// The bits of 16 bf16 values nearest to 16 binary32 values, as a block; NaN stays NaN.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-pub(crate) fn round_to_bf16(x: [__m256; 2]) -> Block {
-    let round = |x: __m256| {
-        let bits = _mm256_castps_si256(x);
-        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-        let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
-        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
-        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
-        _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan))
-    };
-    let words = _mm256_packus_epi32(round(x[0]), round(x[1]));
-    let lo = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
-    Block { lo, hi: lo }
 }

@@ -5,7 +5,7 @@
 use super::cuts::Table;
 use super::encode::{self, KEEP, e4m3_bytes, store_bytes, values_of};
 use super::four_over_six::{self, Tiles};
-use crate::avx2::{Avx2, abs, infinity_bits, largest, load, max, philox, value_of, zero};
+use crate::avx2::{Avx2, abs, infinity_bits, largest_of_eight, load, max, philox, value_of, zero};
 use nvfp4_spec::block::{self, Rows, Scaling};
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::stochastic::Random;
@@ -144,20 +144,38 @@ impl Worker {
     fn find_magnitudes<T: Element>(&mut self, band: &Band<'_, T>) {
         // Whole vectors of eight, for what follows.
         self.magnitudes.resize(band.blocks.next_multiple_of(8), 0);
-        self.magnitudes[band.blocks..].fill(0);
-        let magnitudes = &mut self.magnitudes[..band.blocks];
-        let mut all = zero();
-        for (b, (bits, x)) in magnitudes.iter_mut().zip(band.row(0)).enumerate() {
-            let mut m = abs::<T>(load(x));
-            for r in 1..band.height {
-                m = max::<T>(m, abs::<T>(load(&band.row(r)[b])));
-            }
-            all = max::<T>(all, m);
-            *bits = largest::<T>(m);
+        let mut all = _mm256_setzero_si256();
+        for (i, out) in self.magnitudes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            let bits = match band.row(0)[8 * i..].first_chunk::<8>() {
+                Some(x) if band.height == 1 => largest_of_eight::<T>([
+                    abs::<T>(load(&x[0])),
+                    abs::<T>(load(&x[1])),
+                    abs::<T>(load(&x[2])),
+                    abs::<T>(load(&x[3])),
+                    abs::<T>(load(&x[4])),
+                    abs::<T>(load(&x[5])),
+                    abs::<T>(load(&x[6])),
+                    abs::<T>(load(&x[7])),
+                ]),
+                _ => {
+                    let mut eight = [zero(); 8];
+                    for (j, m) in eight.iter_mut().enumerate().take(band.blocks - 8 * i) {
+                        for r in 0..band.height {
+                            *m = max::<T>(*m, abs::<T>(load(&band.row(r)[8 * i + j])));
+                        }
+                    }
+                    largest_of_eight::<T>(eight)
+                }
+            };
+            all = _mm256_max_epu32(all, bits);
+            // SAFETY: the destination is an array of 8 doublewords.
+            unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), bits) };
         }
-        if largest::<T>(all) > infinity_bits(T::PRECISION) {
-            for (b, bits) in magnitudes.iter_mut().enumerate() {
-                if *bits > infinity_bits(T::PRECISION) {
+        let infinity = infinity_bits(T::PRECISION);
+        let nan = _mm256_cmpgt_epi32(all, _mm256_set1_epi32(infinity as i32));
+        if _mm256_movemask_epi8(nan) != 0 {
+            for (b, bits) in self.magnitudes.iter_mut().enumerate() {
+                if *bits > infinity {
                     *bits = 0;
                     self.undecided.push(b);
                 }

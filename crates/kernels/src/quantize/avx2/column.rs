@@ -1,6 +1,6 @@
 //! Columns of a panel as rows: the transposed input, Hadamard-transformed if asked. Twin of [`nvfp4_spec::matrix::columns`].
 
-use crate::avx2::{load, round_to_bf16, store, widen};
+use crate::avx2::{Block, load, store, widen, zero};
 use half::bf16;
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{BLOCK, Element, Precision};
@@ -49,70 +49,142 @@ pub(super) fn transpose<T: Element>(x: &Piece<'_, T>, pitch: usize, out: &mut [T
 /// The same for the transformed columns.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn transpose_hadamard<T: Element>(x: &Piece<'_, T>, signs: Signs, pitch: usize, out: &mut [bf16]) {
-    let flips = flips(signs);
+    let flips = flips::<T>(signs);
     let mut rows = [[bf16::ZERO; BLOCK]; BLOCK];
     x.for_each_square(|r, c, square, stride| {
         let left = hadamard::<T, 0>(square, stride, &flips);
         let right = hadamard::<T, 1>(square, stride, &flips);
         let quarter = _mm256_set1_ps(0.25);
+        let mut unordered = _mm256_setzero_ps();
         for j in 0..BLOCK {
-            let halves = [_mm256_mul_ps(left[j], quarter), _mm256_mul_ps(right[j], quarter)];
-            store(round_to_bf16(halves), &mut rows[j]);
+            let (a, b) = (_mm256_mul_ps(left[j], quarter), _mm256_mul_ps(right[j], quarter));
+            unordered = _mm256_or_ps(unordered, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b));
+            store(join_bf16::<T>(round_bits(a), round_bits(b)), &mut rows[j]);
+        }
+        if _mm256_movemask_ps(unordered) != 0 {
+            // Rounding the bits of a NaN may carry into the sign; here it is kept a NaN.
+            for j in 0..BLOCK {
+                let (a, b) = (_mm256_mul_ps(left[j], quarter), _mm256_mul_ps(right[j], quarter));
+                store(join_bf16::<T>(round_or_nan(a), round_or_nan(b)), &mut rows[j]);
+            }
         }
         transpose_square(rows.as_flattened(), BLOCK, pitch, &mut out[c * pitch + r..]);
     });
 }
 
-/// The largest magnitudes of the transformed columns, before they are rounded to bf16, joined with those in `maxima` (one per
-/// column, rounded up to 16). NaN is passed over; the result says whether there was one.
+/// The largest magnitudes of the transformed columns before the factor 1/4 and the rounding to bf16, joined with those in
+/// `maxima`. That of column `c` is at [`maximum_of`] it; there is room for a multiple of 16 columns. NaN is passed over; the
+/// result says whether there was one.
 ///
-/// Rounding is monotone, so the largest rounded magnitude is the largest one, rounded; that is left to the caller.
+/// Factor and rounding are monotone, so the largest result is that of the largest value; they are left to the caller.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn hadamard_maxima<T: Element>(x: &Piece<'_, T>, signs: Signs, maxima: &mut [f32]) -> bool {
-    let flips = flips(signs);
+    let flips = flips::<T>(signs);
     let mut nan = false;
     x.for_each_square(|_, c, square, stride| {
         let (left, right) = maxima[c..][..BLOCK].split_at_mut(8);
-        nan |= join(hadamard::<T, 0>(square, stride, &flips), left);
-        nan |= join(hadamard::<T, 1>(square, stride, &flips), right);
+        nan |= join_maxima(hadamard::<T, 0>(square, stride, &flips), left);
+        nan |= join_maxima(hadamard::<T, 1>(square, stride, &flips), right);
     });
     nan
+}
+
+/// Where [`hadamard_maxima`] keeps the maximum of a column.
+pub(super) fn maximum_of<T: Element>(column: usize) -> usize {
+    let (square, c) = (column / BLOCK * BLOCK, column % BLOCK);
+    match T::PRECISION {
+        Precision::Bf16 => square + c / 2 + c % 2 * 8,
+        Precision::F32 | Precision::F16 => column,
+    }
 }
 
 /// Joins the magnitudes of 16 transformed rows with the maxima of their eight columns; whether one was NaN.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn join(rows: [__m256; BLOCK], maxima: &mut [f32]) -> bool {
+fn join_maxima(rows: [__m256; BLOCK], maxima: &mut [f32]) -> bool {
     let maxima: &mut [f32; 8] = maxima.try_into().expect("eight columns");
     // SAFETY: the source is an array of 8 floats.
     let mut m = unsafe { _mm256_loadu_ps(maxima.as_ptr()) };
     let mut unordered = _mm256_setzero_ps();
-    for x in rows {
-        let x = _mm256_andnot_ps(_mm256_set1_ps(-0.0), _mm256_mul_ps(x, _mm256_set1_ps(0.25)));
-        unordered = _mm256_or_ps(unordered, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
-        // The second operand is what comes out where one is NaN.
-        m = _mm256_max_ps(x, m);
+    for pair in rows.as_chunks::<2>().0 {
+        unordered = _mm256_or_ps(unordered, _mm256_cmp_ps::<_CMP_UNORD_Q>(pair[0], pair[1]));
+        for &x in pair {
+            // The second operand is what comes out where one is NaN.
+            m = _mm256_max_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0), x), m);
+        }
     }
     // SAFETY: the destination is an array of 8 floats.
     unsafe { _mm256_storeu_ps(maxima.as_mut_ptr(), m) };
     _mm256_movemask_ps(unordered) != 0
 }
 
-/// The butterflies of eight columns of a square, the left (0) or the right (1) ones, before the factor 1/4. Twin of
+/// The butterflies of eight columns of a square, one half (0) or the other (1), before the factor 1/4. Twin of
 /// [`nvfp4_spec::hadamard::transform`]: the same additions in the same order, a row per vector.
+///
+/// The halves of bf16 are the even and the odd columns, which become binary32 by a shift or a mask alone.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn hadamard<T: Element, const HALF: usize>(square: &[T], stride: usize, flips: &[f32; BLOCK]) -> [__m256; BLOCK] {
+fn hadamard<T: Element, const HALF: usize>(square: &[T], stride: usize, flips: &[Block; BLOCK]) -> [__m256; BLOCK] {
     let mut v = [_mm256_setzero_ps(); BLOCK];
     for i in 0..BLOCK {
         let row = square[i * stride..].first_chunk().expect("a square has 16 columns");
-        v[i] = _mm256_xor_ps(widen::<T>(load(row))[HALF], _mm256_set1_ps(flips[i]));
+        let x = load::<T>(row).xor(flips[i]);
+        v[i] = match (T::PRECISION, HALF) {
+            (Precision::Bf16, 0) => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x.words())),
+            (Precision::Bf16, _) => {
+                _mm256_castsi256_ps(_mm256_and_si256(x.words(), _mm256_set1_epi32(0xFFFF_0000u32 as i32)))
+            }
+            _ => widen::<T>(x)[HALF],
+        };
     }
     stage::<1>(&mut v);
     stage::<2>(&mut v);
     stage::<4>(&mut v);
     stage::<8>(&mut v);
     v
+}
+
+/// The bits of 16 bf16 values in the high halves of two vectors, halves as in [`hadamard`], as a block.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn join_bf16<T: Element>(a: __m256i, b: __m256i) -> Block {
+    let a = _mm256_srli_epi32::<16>(a);
+    Block::of_words(match T::PRECISION {
+        Precision::Bf16 => _mm256_blend_epi16::<0b1010_1010>(a, b),
+        Precision::F32 | Precision::F16 => {
+            _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(a, _mm256_srli_epi32::<16>(b)))
+        }
+    })
+}
+
+/// Bits whose high half is the nearest bf16 value, ties to even; not for NaN.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn round_bits(x: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(x);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)))
+}
+
+/// The same, and a quiet NaN for NaN.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn round_or_nan(x: __m256) -> __m256i {
+    let quiet = _mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x0040_0000));
+    let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+    _mm256_blendv_epi8(round_bits(x), quiet, nan)
+}
+
+/// The sign bit for the rows that change sign, nothing for the others.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn flips<T: Element>(signs: Signs) -> [Block; BLOCK] {
+    let mut flips = [zero(); BLOCK];
+    for (i, flip) in flips.iter_mut().enumerate() {
+        if signs.negates(i) {
+            *flip = load(&[T::from_f32(-0.0); BLOCK]);
+        }
+    }
+    flips
 }
 
 /// One stage of butterflies. The distance is a constant so that the loop unrolls and the vectors stay in registers.
@@ -126,11 +198,6 @@ fn stage<const DISTANCE: usize>(v: &mut [__m256; BLOCK]) {
             v[i + DISTANCE] = _mm256_sub_ps(a, b);
         }
     }
-}
-
-/// −0 for the elements that change sign, +0 for the others.
-fn flips(signs: Signs) -> [f32; BLOCK] {
-    std::array::from_fn(|i| if signs.negates(i) { -0.0 } else { 0.0 })
 }
 
 /// Transposes 16 × 16 elements.

@@ -21,29 +21,24 @@ enum State {
     Irregular,
 }
 
-/// What the elements of a block with a given scale byte need.
-#[derive(Clone, Copy)]
-pub(super) struct Entry {
-    /// The multiplier or divisor.
-    pub factor: f32,
-    /// Seven cuts for the codes; the eighth is the largest magnitude that scales to zero. A magnitude above a cut is beyond
-    /// it.
-    pub cuts: [__m256i; 8],
-}
+/// Seven cuts for the codes; the eighth is the largest magnitude that scales to zero. Each fills a vector.
+pub(super) type Cuts = [__m256i; 8];
 
 /// The entries of one tensor or row, made when first asked for.
 pub(super) struct Table {
     scaling: Scaling,
     states: [State; 128],
     complete: bool,
-    entries: Vec<Entry>,
+    /// The multipliers or divisors.
+    factors: [f32; 128],
+    cuts: Box<[Cuts; 128]>,
 }
 
 impl Table {
     #[target_feature(enable = "avx2,fma,f16c")]
     pub fn new(scaling: &Scaling) -> Self {
-        let empty = Entry { factor: 0.0, cuts: [_mm256_setzero_si256(); 8] };
-        Table { scaling: *scaling, states: [State::Empty; 128], complete: false, entries: vec![empty; 128] }
+        let cuts = Box::new([[_mm256_setzero_si256(); 8]; 128]);
+        Table { scaling: *scaling, states: [State::Empty; 128], complete: false, factors: [0.0; 128], cuts }
     }
 
     pub fn scaling(&self) -> &Scaling {
@@ -74,10 +69,16 @@ impl Table {
         self.complete
     }
 
-    /// The entry of a scale byte that [`Table::prepare`] called regular.
+    /// The cuts of a scale byte that [`Table::prepare`] has answered `true` for.
     #[inline]
-    pub fn entry(&self, scale: u8) -> &Entry {
-        &self.entries[usize::from(scale & 127)]
+    pub fn cuts(&self, scale: u8) -> &Cuts {
+        &self.cuts[usize::from(scale & 127)]
+    }
+
+    /// Its multiplier or divisor.
+    #[inline]
+    pub fn factor(&self, scale: u8) -> f32 {
+        self.factors[usize::from(scale & 127)]
     }
 
     /// Makes sure of the entry of a scale byte; `false` if there is none, because the factor is 0, infinite or NaN.
@@ -95,8 +96,14 @@ impl Table {
             self.states[index] = match self.scaling.factor(scale) {
                 // NaN's byte has a NaN factor, so it is irregular too.
                 Factor::Multiply(f) | Factor::Divide(f) if !(f > 0.0 && f.is_finite()) => State::Irregular,
-                factor => {
-                    self.entries[index] = make(factor, self.scaling.precision);
+                Factor::Multiply(f) => {
+                    self.factors[index] = f;
+                    make::<true>(f, self.scaling.precision, &mut self.cuts[index]);
+                    State::Ready
+                }
+                Factor::Divide(f) => {
+                    self.factors[index] = f;
+                    make::<false>(f, self.scaling.precision, &mut self.cuts[index]);
                     State::Ready
                 }
             };
@@ -109,13 +116,9 @@ impl Table {
 /// magnitude is the last below. Where that takes more than a few steps (the factor or the magnitude is subnormal),
 /// bisection does it.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn make(factor: Factor, precision: Precision) -> Entry {
+fn make<const MULTIPLY: bool>(f: f32, precision: Precision, cuts: &mut Cuts) {
     let [f0, f1, f2, f3, f4, f5, f6] = e2m1::FIRSTS;
     let firsts = _mm256_setr_ps(f0, f1, f2, f3, f4, f5, f6, f32::from_bits(1));
-    let (f, multiplies) = match factor {
-        Factor::Multiply(f) => (f, true),
-        Factor::Divide(f) => (f, false),
-    };
     let by = _mm256_set1_ps(f);
     let below = |bits: __m256i| {
         let value = match precision {
@@ -123,10 +126,10 @@ fn make(factor: Factor, precision: Precision) -> Entry {
             Precision::Bf16 => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)),
             Precision::F16 => _mm256_cvtph_ps(_mm256_castsi256_si128(narrow(bits, bits))),
         };
-        let scaled = if multiplies { _mm256_mul_ps(value, by) } else { _mm256_div_ps(value, by) };
+        let scaled = if MULTIPLY { _mm256_mul_ps(value, by) } else { _mm256_div_ps(value, by) };
         _mm256_castps_si256(_mm256_cmp_ps::<_CMP_LT_OQ>(scaled, firsts))
     };
-    let guess = if multiplies { _mm256_div_ps(firsts, by) } else { _mm256_mul_ps(firsts, by) };
+    let guess = if MULTIPLY { _mm256_div_ps(firsts, by) } else { _mm256_mul_ps(firsts, by) };
     let guess = match precision {
         Precision::F32 => _mm256_castps_si256(guess),
         Precision::Bf16 => _mm256_srli_epi32::<16>(_mm256_castps_si256(guess)),
@@ -146,6 +149,7 @@ fn make(factor: Factor, precision: Precision) -> Entry {
         bits = _mm256_sub_epi32(_mm256_sub_epi32(bits, up), _mm256_add_epi32(here, one));
     }
     if !found {
+        let factor = if MULTIPLY { Factor::Multiply(f) } else { Factor::Divide(f) };
         let mut exact = [0; 8];
         for (bits, first) in exact.iter_mut().zip(e2m1::FIRSTS.into_iter().chain([f32::from_bits(1)])) {
             *bits = last_below(first, factor, precision);
@@ -156,11 +160,9 @@ fn make(factor: Factor, precision: Precision) -> Entry {
     if precision != Precision::F32 {
         bits = _mm256_or_si256(bits, _mm256_slli_epi32::<16>(bits));
     }
-    let mut cuts = [_mm256_setzero_si256(); 8];
     for (k, cut) in cuts.iter_mut().enumerate() {
         *cut = _mm256_permutevar8x32_epi32(bits, _mm256_set1_epi32(k as i32));
     }
-    Entry { factor: f, cuts }
 }
 
 /// The bits of the largest magnitude that scales to less than `first`, by bisection.
@@ -211,10 +213,16 @@ mod tests {
             return;
         }
         let precision = scaling.precision;
-        // SAFETY: the caller has looked for AVX2.
-        let entry = unsafe { make(factor, precision) };
+        // SAFETY: a vector may hold any bits.
+        let mut vectors: Cuts = unsafe { std::mem::zeroed() };
+        match factor {
+            // SAFETY: the caller has looked for AVX2.
+            Factor::Multiply(f) => unsafe { make::<true>(f, precision, &mut vectors) },
+            // SAFETY: the caller has looked for AVX2.
+            Factor::Divide(f) => unsafe { make::<false>(f, precision, &mut vectors) },
+        }
         // SAFETY: a vector is eight doublewords of plain bits.
-        let lanes: [[u32; 8]; 8] = unsafe { std::mem::transmute(entry.cuts) };
+        let lanes: [[u32; 8]; 8] = unsafe { std::mem::transmute(vectors) };
         let cuts = lanes.map(|lane| if precision == Precision::F32 { lane[0] } else { lane[0] & 0xFFFF });
         let scaled = |bits| factor.apply(value_of(bits, precision));
         let code = |bits| scaling.code(scaled(bits), None) & 7;

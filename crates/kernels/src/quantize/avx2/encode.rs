@@ -1,6 +1,6 @@
 //! From scaled elements to packed codes. Twins of [`nvfp4_spec::e2m1::encode`] and [`nvfp4_spec::stochastic::encode`].
 
-use super::cuts::{Entry, Table};
+use super::cuts::{Cuts, Table};
 use crate::avx2::{Block, abs, code_signs, count_above, load, narrow, widen};
 use nvfp4_spec::{BLOCK, Element, Precision};
 use std::arch::x86_64::*;
@@ -16,7 +16,7 @@ pub(super) fn nearest<T: Element, const KEEP_ZERO_SIGN: bool>(
     table: &Table,
     out: &mut [u8],
 ) {
-    for_each_four(row, out, |b| code_words::<T, KEEP_ZERO_SIGN>(load(&row[b]), table.entry(scales[b])));
+    for_each_four(row, scales, out, |_, x, scale| code_words::<T, KEEP_ZERO_SIGN>(load(x), table.cuts(scale)));
 }
 
 /// The codes of a row of blocks, rounded with 16 random bytes per block.
@@ -28,42 +28,58 @@ pub(super) fn stochastic<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: b
     table: &Table,
     out: &mut [u8],
 ) {
-    for_each_four(row, out, |b| {
-        stochastic_words::<T, KEEP_ZERO_SIGN, DIVIDE>(load(&row[b]), table.entry(scales[b]).factor, &random[b])
+    for_each_four(row, scales, out, |b, x, scale| {
+        stochastic_words::<T, KEEP_ZERO_SIGN, DIVIDE>(load(x), table.factor(scale), &random[b])
     });
 }
 
-/// Packs the codes of four blocks at a time.
+/// Packs the codes of four blocks at a time; `words` gets a block's index, its elements and its scale byte.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn for_each_four<T>(row: &[[T; BLOCK]], out: &mut [u8], words: impl Fn(usize) -> __m256i) {
-    let (fours, rest) = out.as_chunks_mut::<32>();
-    for (i, four) in fours.iter_mut().enumerate() {
-        let packed = pack([words(4 * i), words(4 * i + 1), words(4 * i + 2), words(4 * i + 3)]);
+fn for_each_four<T>(
+    row: &[[T; BLOCK]],
+    scales: &[u8],
+    out: &mut [u8],
+    words: impl Fn(usize, &[T; BLOCK], u8) -> __m256i,
+) {
+    let (row_fours, row_rest) = row.as_chunks::<4>();
+    let (out_fours, out_rest) = out.as_chunks_mut::<32>();
+    let fours = row_fours.iter().zip(scales.as_chunks::<4>().0).zip(out_fours).enumerate();
+    for (i, ((x, s), out)) in fours {
+        // As a number: as an array the bytes would take the way through a vector register.
+        let s = u32::from_le_bytes(*s);
+        let w = [
+            words(4 * i, &x[0], s as u8),
+            words(4 * i + 1, &x[1], (s >> 8) as u8),
+            words(4 * i + 2, &x[2], (s >> 16) as u8),
+            words(4 * i + 3, &x[3], (s >> 24) as u8),
+        ];
         // SAFETY: the destination is an array of 32 bytes.
-        unsafe { _mm256_storeu_si256(four.as_mut_ptr().cast(), packed) };
+        unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), pack(w)) };
     }
-    if !rest.is_empty() {
-        let first = 4 * fours.len();
-        let at = |j: usize| if first + j < row.len() { words(first + j) } else { _mm256_setzero_si256() };
-        let packed = pack([at(0), at(1), at(2), at(3)]);
+    if !row_rest.is_empty() {
+        let first = row.len() - row_rest.len();
+        let mut w = [_mm256_setzero_si256(); 4];
+        for (j, x) in row_rest.iter().enumerate() {
+            w[j] = words(first + j, x, scales[first + j]);
+        }
         let mut bytes = [0u8; 32];
         // SAFETY: the destination is an array of 32 bytes.
-        unsafe { _mm256_storeu_si256(bytes.as_mut_ptr().cast(), packed) };
-        rest.copy_from_slice(&bytes[..rest.len()]);
+        unsafe { _mm256_storeu_si256(bytes.as_mut_ptr().cast(), pack(w)) };
+        out_rest.copy_from_slice(&bytes[..out_rest.len()]);
     }
 }
 
 /// 16 codes as words: the number of cuts below the magnitude, and the sign.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn code_words<T: Element, const KEEP_ZERO_SIGN: bool>(x: Block, entry: &Entry) -> __m256i {
+fn code_words<T: Element, const KEEP_ZERO_SIGN: bool>(x: Block, cuts: &Cuts) -> __m256i {
     let a = abs::<T>(x);
     let mut signs = code_signs::<T>(x);
     if !KEEP_ZERO_SIGN {
-        signs = _mm256_and_si256(signs, count_above::<T>(a, &entry.cuts[7..]));
+        signs = _mm256_and_si256(signs, count_above::<T>(a, &cuts[7..]));
     }
-    _mm256_sub_epi16(signs, count_above::<T>(a, &entry.cuts[..7]))
+    _mm256_sub_epi16(signs, count_above::<T>(a, &cuts[..7]))
 }
 
 /// 16 codes as words, rounded stochastically.

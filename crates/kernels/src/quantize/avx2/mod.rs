@@ -31,7 +31,7 @@ const PANEL: usize = 256;
 /// Columns that are worked through at a time where the column direction is wanted.
 const CHUNK: usize = 512;
 /// Columns that are transposed at a time.
-const COLUMNS: usize = 32;
+const COLUMNS: usize = 64;
 /// Elements of a panel where only the row direction is wanted.
 const ROW_TASK: usize = 1 << 17;
 /// Blocks of a band of square tiles at a time: 16 rows of this many stay in the first-level cache.
@@ -168,7 +168,7 @@ impl<T: Element> Job<'_, T> {
             let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
             return nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge());
         }
-        let values = maxima[..cols].iter().map(|&m| Precision::Bf16.round(m));
+        let values = (0..cols).map(|c| Precision::Bf16.round(0.25 * maxima[column::maximum_of::<T>(c)]));
         Ok(match mode.global {
             GlobalScale::PerRow => values.collect(),
             GlobalScale::PerTensor => vec![values.fold(0.0, f32::max)],
@@ -204,7 +204,10 @@ impl<T: Element> Job<'_, T> {
                 Some(_) => transformed.resize(room, bf16::ZERO),
             }
             for r in (first..end).step_by(BLOCK) {
-                self.prefetch((r + BLOCK, end), c, width);
+                match r + BLOCK < end {
+                    true => self.prefetch((r + BLOCK, end), c, width),
+                    false => self.prefetch((first, end), c + width, CHUNK.min(cols - c - width)),
+                }
                 let piece = self.piece((r, end.min(r + BLOCK)), (c, width));
                 if let Some((context, part)) = &mut row {
                     left += self.rows(row_worker, &piece, (r, c), context, &mut part.rows_from(r - first));
@@ -239,7 +242,7 @@ impl<T: Element> Job<'_, T> {
     /// time is spent waiting for memory.
     fn prefetch(&self, (first, end): (usize, usize), c: usize, width: usize) {
         for r in first..end.min(first + BLOCK) {
-            for line in self.values[r * self.x.stride() + c..][..width].chunks(64 / size_of::<T>()) {
+            for line in self.values[r * self.x.stride()..][c..c + width].chunks(64 / size_of::<T>()) {
                 // SAFETY: a prefetch is harmless wherever it points, and this one points into the matrix.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
             }
