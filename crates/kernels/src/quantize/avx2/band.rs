@@ -86,7 +86,7 @@ impl Worker {
     ) {
         // SAFETY: an Avx2 token is only made after detection.
         unsafe {
-            self.table.set(scaling);
+            self.table.set::<T>(scaling);
             self.run(band, draw, out);
         }
     }
@@ -104,7 +104,7 @@ impl Worker {
         self.choose_scales(band);
         if !self.table.is_complete() {
             for b in 0..band.blocks {
-                if !self.table.prepare(self.scales[b]) {
+                if !self.table.prepare::<T>(self.scales[b]) {
                     self.undecided.push(b);
                 }
             }
@@ -201,23 +201,21 @@ impl Worker {
                     *scales = bits.map(|b| scaling.block_scale(value_of(b, T::PRECISION)));
                 }
             }
-            (ScaleRule::FourOverSix { metric, error, .. }, _) => match (metric, error) {
-                (Metric::Mae, ErrorPath::Strict) => self.choose_four_over_six::<T, true, false>(band),
-                (Metric::Mae, ErrorPath::Fast) => self.choose_four_over_six::<T, true, true>(band),
-                (Metric::Mse, ErrorPath::Strict) => self.choose_four_over_six::<T, false, false>(band),
-                (Metric::Mse, ErrorPath::Fast) => self.choose_four_over_six::<T, false, true>(band),
+            (ScaleRule::FourOverSix { metric, error, .. }, _) => match metric {
+                Metric::Mae => self.choose_four_over_six::<T, true>(band, error),
+                Metric::Mse => self.choose_four_over_six::<T, false>(band, error),
             },
         }
     }
 
     /// The better of two scales for every tile; a tile that the filter cannot tell is undecided.
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn choose_four_over_six<T: Element, const MAE: bool, const SCALED: bool>(&mut self, band: &Band<'_, T>) {
+    fn choose_four_over_six<T: Element, const MAE: bool>(&mut self, band: &Band<'_, T>, error: ErrorPath) {
         let global = self.table.scaling().global;
         for (i, bits) in self.magnitudes.as_chunks::<8>().0.iter().enumerate() {
             let (stride, height, count) = (band.stride, band.height, 8.min(band.blocks - 8 * i));
             let tiles = Tiles { data: &band.data[8 * i * BLOCK..], stride, height, count };
-            let choices = four_over_six::choose::<T, MAE, SCALED>(&global, values_of(bits, T::PRECISION), &tiles);
+            let choices = four_over_six::choose::<T, MAE>(&global, error, values_of(bits, T::PRECISION), &tiles);
             store_bytes(choices.scales, &mut self.scales.as_chunks_mut::<8>().0[i]);
             let mut undecided = choices.undecided;
             while undecided != 0 {

@@ -9,7 +9,7 @@
 use crate::avx2::{infinity_bits, narrow, value_of};
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::profile::Factor;
-use nvfp4_spec::{GlobalScale, Precision, e2m1, e4m3};
+use nvfp4_spec::{Element, GlobalScale, Precision, e2m1, e4m3};
 use std::arch::x86_64::*;
 
 /// What is known of a scale byte.
@@ -48,7 +48,7 @@ impl Table {
     /// Turns to another tensor or row. The entries of the same amax are kept.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
-    pub fn set(&mut self, scaling: &Scaling) {
+    pub fn set<T: Element>(&mut self, scaling: &Scaling) {
         if self.scaling.global.amax.to_bits() != scaling.global.amax.to_bits() {
             self.scaling = *scaling;
             self.states = [State::Empty; 128];
@@ -58,7 +58,7 @@ impl Table {
         if self.states[0] == State::Empty && scaling.mode.global == GlobalScale::PerTensor {
             self.complete = true;
             for scale in 0..=e4m3::MAX_BYTE {
-                self.complete &= self.fill(scale);
+                self.complete &= self.fill::<T>(scale);
             }
         }
     }
@@ -84,13 +84,13 @@ impl Table {
     /// Makes sure of the entry of a scale byte; `false` if there is none, because the factor is 0, infinite or NaN.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
-    pub fn prepare(&mut self, scale: u8) -> bool {
-        self.states[usize::from(scale & 127)] == State::Ready || self.fill(scale & 127)
+    pub fn prepare<T: Element>(&mut self, scale: u8) -> bool {
+        self.states[usize::from(scale & 127)] == State::Ready || self.fill::<T>(scale & 127)
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline(never)]
-    fn fill(&mut self, scale: u8) -> bool {
+    fn fill<T: Element>(&mut self, scale: u8) -> bool {
         let index = usize::from(scale);
         if self.states[index] == State::Empty {
             self.states[index] = match self.scaling.factor(scale) {
@@ -98,12 +98,12 @@ impl Table {
                 Factor::Multiply(f) | Factor::Divide(f) if !(f > 0.0 && f.is_finite()) => State::Irregular,
                 Factor::Multiply(f) => {
                     self.factors[index] = f;
-                    make::<true>(f, self.scaling.precision, &mut self.cuts[index]);
+                    make::<T, true>(f, &mut self.cuts[index]);
                     State::Ready
                 }
                 Factor::Divide(f) => {
                     self.factors[index] = f;
-                    make::<false>(f, self.scaling.precision, &mut self.cuts[index]);
+                    make::<T, false>(f, &mut self.cuts[index]);
                     State::Ready
                 }
             };
@@ -116,7 +116,8 @@ impl Table {
 /// magnitude is the last below. Where that takes more than a few steps (the factor or the magnitude is subnormal),
 /// bisection does it.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn make<const MULTIPLY: bool>(f: f32, precision: Precision, cuts: &mut Cuts) {
+fn make<T: Element, const MULTIPLY: bool>(f: f32, cuts: &mut Cuts) {
+    let precision = T::PRECISION;
     let [f0, f1, f2, f3, f4, f5, f6] = e2m1::FIRSTS;
     let firsts = _mm256_setr_ps(f0, f1, f2, f3, f4, f5, f6, f32::from_bits(1));
     let by = _mm256_set1_ps(f);
@@ -195,19 +196,24 @@ mod tests {
         }
         let amaxes =
             [1e-45, 1e-40, 1e-38, 7.9e-36, 1e-20, 0.37, 1.0, 448.0, 2688.0, 1e20, 3e38, f32::MAX, f32::INFINITY];
-        for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
-            for profile in [Profile::TransformerEngine, Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
-                for amax in amaxes {
-                    let scaling = Scaling::new(amax, &Mode { profile, ..Mode::default() }, precision);
-                    for scale in 0..=e4m3::MAX_BYTE {
-                        check(scaling.factor(scale), &scaling);
-                    }
-                }
+        for profile in [Profile::TransformerEngine, Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
+            for amax in amaxes {
+                let mode = Mode { profile, ..Mode::default() };
+                check_all::<f32>(amax, &mode);
+                check_all::<half::bf16>(amax, &mode);
+                check_all::<half::f16>(amax, &mode);
             }
         }
     }
 
-    fn check(factor: Factor, scaling: &Scaling) {
+    fn check_all<T: Element>(amax: f32, mode: &Mode) {
+        let scaling = Scaling::new(amax, mode, T::PRECISION);
+        for scale in 0..=e4m3::MAX_BYTE {
+            check::<T>(scaling.factor(scale), &scaling);
+        }
+    }
+
+    fn check<T: Element>(factor: Factor, scaling: &Scaling) {
         let (Factor::Multiply(f) | Factor::Divide(f)) = factor;
         if !(f > 0.0 && f.is_finite()) {
             return;
@@ -217,9 +223,9 @@ mod tests {
         let mut vectors: Cuts = unsafe { std::mem::zeroed() };
         match factor {
             // SAFETY: the caller has looked for AVX2.
-            Factor::Multiply(f) => unsafe { make::<true>(f, precision, &mut vectors) },
+            Factor::Multiply(f) => unsafe { make::<T, true>(f, &mut vectors) },
             // SAFETY: the caller has looked for AVX2.
-            Factor::Divide(f) => unsafe { make::<false>(f, precision, &mut vectors) },
+            Factor::Divide(f) => unsafe { make::<T, false>(f, &mut vectors) },
         }
         // SAFETY: a vector is eight doublewords of plain bits.
         let lanes: [[u32; 8]; 8] = unsafe { std::mem::transmute(vectors) };

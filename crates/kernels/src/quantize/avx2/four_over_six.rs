@@ -7,19 +7,19 @@
 //! # The bound
 //!
 //! Let u = 2⁻²⁴, n the number of elements of the tile, and for a candidate with scale value s and codes qᵢ let f = s·A/6E
-//! (strict: A is the amax and xᵢ the element) or f = s (fast: xᵢ stands for `fl(x·enc)`, the rule's own product). The exact
-//! error of an element is eᵢ = qᵢ·f − xᵢ (magnitudes; code and element have the same sign). The codes here are the rule's:
-//! the same product `fl(x·inv)`, rounded to nearest even.
+//! (strict; A is the amax) or f = s/enc (fast). The exact error of an element, in units of the input, is eᵢ = qᵢ·f − xᵢ
+//! (magnitudes; code and element have the same sign). The fast rule computes enc times that, which changes no comparison. The
+//! codes here are the rule's: the same product `fl(x·inv)`, rounded to nearest even.
 //!
 //! A tile is filtered only if both scale bytes are normal E4M3 values, 2⁻⁵⁰ ≤ f ≤ 2⁵⁰ and every scaled element is at most 7.
-//! Then q ≤ 6; |q − fl(x·inv)| ≤ 1; inv is 1/f up to a few roundings, so |eᵢ| ≤ 1.01·f; and no operation overflows or
-//! loses more to underflow than 2⁻¹⁴⁰·f per element, which the slack in the constants covers.
+//! Then q ≤ 6; |q − fl(x·inv)| ≤ 1; inv is 1/f up to a few roundings, so |eᵢ| ≤ 1.01·f and xᵢ ≤ 7.01·f; and no operation
+//! overflows or loses more to underflow than 2⁻¹⁴⁰·f per element, which the slack in the constants covers.
 //!
 //! *The rule*, strict: `t = fl(fl(q·s·A)/6E)` is q·f within 2.01u·q·f, and `fl(t − x)` adds one rounding, so an element's
-//! error is eᵢ within 2.02u·6f + u·|eᵢ|. Its sum of n = 16 rounds 15 times, with 16 rows in a tree 4 times more.
+//! error is eᵢ within 2.02u·6f + u·|eᵢ|. Fast: `fl(x·enc)` is off by u·7.01f and the difference adds one rounding, which is
+//! less. The sum of n = 16 rounds 15 times, with 16 rows in a tree 4 times more.
 //! *The filter*: f̂ carries 3 roundings, `fma(q, f̂, −x)` one, so an element's error is eᵢ within 3.02u·6f + u·|eᵢ|. A lane adds
 //! at most 32 terms and the lanes add up in 3 more steps: 35 roundings.
-//! For the fast path the elements' errors are the same on both sides, and the same bounds hold.
 //!
 //! MAE: the two sums differ by at most u·(5.1·6·n·f + (20 + 36 + 2)·Σ|eᵢ|) < u·(32·n·f + 64·Ê), Ê being the filter's sum.
 //! MSE: squares differ by at most |Δ|·(2·1.01·f + |Δ|), with |Δ| ≤ (12.2 + 1.1)·u·f for the rule and (18.2 + 1.1)·u·f for the
@@ -31,7 +31,7 @@
 use super::encode::e4m3_bytes;
 use crate::avx2::{abs, load, widen};
 use nvfp4_spec::scale::Global;
-use nvfp4_spec::{BLOCK, Element};
+use nvfp4_spec::{BLOCK, Element, ErrorPath};
 use std::arch::x86_64::*;
 
 /// Eight neighbouring tiles of a band: `height` rows, `stride` elements apart, tile `j` at element `16·j`. `count` of them
@@ -51,19 +51,22 @@ pub(super) struct Choices {
     pub undecided: i32,
 }
 
-/// Chooses between six and four for eight tiles whose largest magnitudes are `amax`. `SCALED` is the fast error path, whose
-/// elements are multiplied by the encode scale.
+/// Chooses between six and four for eight tiles whose largest magnitudes are `amax`.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(super) fn choose<T: Element, const MAE: bool, const SCALED: bool>(
+pub(super) fn choose<T: Element, const MAE: bool>(
     global: &Global,
+    error: ErrorPath,
     amax: __m256,
     tiles: &Tiles<'_, T>,
 ) -> Choices {
     // Twin of `four_over_six::candidate_scales`: a true division by 6 first.
     let base = _mm256_mul_ps(_mm256_div_ps(amax, _mm256_set1_ps(6.0)), _mm256_set1_ps(global.encode));
     let scales = [e4m3_bytes(base), e4m3_bytes(_mm256_mul_ps(base, _mm256_set1_ps(1.5)))];
-    let unit = if SCALED { 1.0 } else { global.amax * (1.0 / global.bound.six_e()) };
+    let unit = match error {
+        ErrorPath::Strict => global.amax * (1.0 / global.bound.six_e()),
+        ErrorPath::Fast => global.decode,
+    };
 
     let mut filtered = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
     let (mut inverse, mut decode) = ([[0f32; 8]; 2], [[0f32; 8]; 2]);
@@ -93,7 +96,7 @@ pub(super) fn choose<T: Element, const MAE: bool, const SCALED: bool>(
     let mut sums = [[0f32; 4]; 8];
     for j in 0..tiles.count {
         let (inverse, decode) = ([inverse[0][j], inverse[1][j]], [decode[0][j], decode[1][j]]);
-        let sum = errors::<T, MAE, SCALED>(tiles, j, inverse, decode, global.encode);
+        let sum = errors::<T, MAE>(tiles, j, inverse, decode);
         // SAFETY: the destination is an array of 4 floats.
         unsafe { _mm_storeu_ps(sums[j].as_mut_ptr(), sum) };
     }
@@ -124,13 +127,7 @@ const RANGE: [f32; 2] = [f32::from_bits((127 - 50) << 23), f32::from_bits((127 +
 /// The filtered errors of tile `j` in four parts: six, six, four, four.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn errors<T: Element, const MAE: bool, const SCALED: bool>(
-    tiles: &Tiles<'_, T>,
-    j: usize,
-    inverse: [f32; 2],
-    decode: [f32; 2],
-    encode: f32,
-) -> __m128 {
+fn errors<T: Element, const MAE: bool>(tiles: &Tiles<'_, T>, j: usize, inverse: [f32; 2], decode: [f32; 2]) -> __m128 {
     let inverse = [_mm256_set1_ps(inverse[0]), _mm256_set1_ps(inverse[1])];
     let decode = [_mm256_set1_ps(decode[0]), _mm256_set1_ps(decode[1])];
     let mut sums = [_mm256_setzero_ps(); 2];
@@ -138,10 +135,9 @@ fn errors<T: Element, const MAE: bool, const SCALED: bool>(
         let row = tiles.data[r * tiles.stride + j * BLOCK..].first_chunk().expect("a tile's rows have 16 elements");
         let x = widen::<T>(abs::<T>(load(row)));
         for x in x {
-            let compared = if SCALED { _mm256_mul_ps(x, _mm256_set1_ps(encode)) } else { x };
             for c in 0..2 {
                 let q = round_to_grid(_mm256_mul_ps(x, inverse[c]));
-                let e = _mm256_fmsub_ps(q, decode[c], compared);
+                let e = _mm256_fmsub_ps(q, decode[c], x);
                 sums[c] = if MAE {
                     _mm256_add_ps(sums[c], _mm256_andnot_ps(_mm256_set1_ps(-0.0), e))
                 } else {
