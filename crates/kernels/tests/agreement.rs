@@ -101,6 +101,16 @@ fn amaxes_that_are_given_and_wrong() {
 }
 
 #[test]
+fn directions_that_differ_in_everything() {
+    for fill in [Fill::Normal, Fill::Special] {
+        for (i, mode) in modes().into_iter().enumerate() {
+            let col_mode = Some(modes()[(7 * i + 11) % modes().len()]);
+            Runner::new(Case { mode, col_mode, fill, ..Case::new(48, 80) }).check();
+        }
+    }
+}
+
+#[test]
 fn the_number_of_threads_does_not_matter() {
     for threads in [1, 2, 3, 7] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();

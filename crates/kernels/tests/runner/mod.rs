@@ -65,6 +65,8 @@ pub struct Case {
     pub rows: usize,
     pub cols: usize,
     pub mode: Mode,
+    /// The column direction's mode, if it has one of its own.
+    pub col_mode: Option<Mode>,
     pub precision: Precision,
     pub fill: Fill,
     /// Elements before the first row, and between rows.
@@ -80,6 +82,7 @@ impl Case {
             rows,
             cols,
             mode: Mode::default(),
+            col_mode: None,
             precision: Precision::Bf16,
             fill: Fill::Normal,
             offset: 0,
@@ -152,7 +155,8 @@ impl Runner {
     pub fn check(&self) {
         let plain = Request { row: true, col: true, stochastic: false, transform: None };
         let mut requests = vec![plain, Request { col: false, ..plain }, Request { row: false, ..plain }];
-        if self.case.mode.rule == ScaleRule::Six {
+        let six = |mode: Mode| mode.rule == ScaleRule::Six;
+        if six(self.case.mode) && self.case.col_mode.is_none_or(six) {
             requests.push(Request { stochastic: true, ..plain });
         }
         if self.case.rows.is_multiple_of(16) {
@@ -188,7 +192,9 @@ impl Runner {
     fn quantize(&self, implementation: Implementation, request: Request) -> [Bytes; 2] {
         let Case { rows, cols, amax, .. } = self.case;
         let given = amax.map(|a| vec![a; rows.max(cols)]);
-        let (mut row, mut col) = (self.buffers(rows, cols), self.buffers(cols, rows));
+        let col_mode = self.case.col_mode.unwrap_or(self.case.mode);
+        let mut row = self.buffers(rows, cols, &self.case.mode);
+        let mut col = self.buffers(cols, rows, &col_mode);
         let row_target = request.row.then(|| self.direction(request, &mut row, given.as_deref(), false));
         let col_target = request.col.then(|| self.direction(request, &mut col, given.as_deref(), true));
         quantize(implementation, &self.input(), row_target, col_target).unwrap();
@@ -203,11 +209,11 @@ impl Runner {
         if self.case.swizzled { Layout::Swizzled } else { Layout::Linear }
     }
 
-    fn buffers(&self, rows: usize, cols: usize) -> Buffers {
+    fn buffers(&self, rows: usize, cols: usize, mode: &Mode) -> Buffers {
         Buffers {
             codes: vec![0xA5; rows * e2m1::packed_len(cols)],
             scales: vec![0xA5; self.layout().scale_len(rows, cols).unwrap()],
-            amax: vec![-1.0; self.case.mode.global.count(rows)],
+            amax: vec![-1.0; mode.global.count(rows)],
         }
     }
 
@@ -220,7 +226,7 @@ impl Runner {
     ) -> Direction<'a> {
         let stream = if column { Stream::column(3, 5) } else { Stream::row(3, 5) };
         Direction {
-            mode: self.case.mode,
+            mode: self.case.col_mode.filter(|_| column).unwrap_or(self.case.mode),
             rounding: match request.stochastic {
                 true => Rounding::Stochastic(Random::Stream(stream)),
                 false => Rounding::NearestEven,

@@ -5,26 +5,27 @@
 //! worked through in chunks of columns, 16 rows at a time: they are bands if the row direction is wanted too, and are
 //! transposed into a buffer that stays in cache, whose rows are then bands for the column direction. Memory is read once.
 
+mod amaxes;
 mod band;
 mod column;
 mod cuts;
 mod encode;
 mod four_over_six;
+mod target;
 
-use super::{Amax, Direction, Layout};
-use crate::amax::{self, Wanted};
+use super::Direction;
+use crate::amax;
 use crate::avx2::{Avx2, value_of};
-use crate::{Implementation, Input, Result, Values, swizzle};
+use crate::{Input, Result, Values};
 use band::{Band, Draw, Output, Worker};
 use column::Piece;
 use half::bf16;
 use nvfp4_spec::block::Scaling;
-use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode, Precision, Rounding, e2m1};
+use nvfp4_spec::{BLOCK, Element, GlobalScale, Rounding, e2m1};
 use rayon::prelude::*;
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use target::{ColContext, RowContext, RowPart, Target};
 
 /// Rows of a panel where the column direction is wanted: two cache lines of codes per column.
 const PANEL: usize = 256;
@@ -68,12 +69,6 @@ struct Job<'a, T> {
     x: &'a Input<'a>,
 }
 
-/// The amaxes of a direction: known, or to be found row by row on the way.
-enum Known<'a> {
-    Values(Vec<f32>),
-    OnTheWay(&'a mut [f32]),
-}
-
 impl<T: Element> Job<'_, T> {
     fn run<'a>(&self, row: Option<Direction<'a>>, col: Option<Direction<'a>>) -> Result<usize> {
         let (rows, cols) = (self.x.rows(), self.x.cols());
@@ -95,84 +90,6 @@ impl<T: Element> Job<'_, T> {
             target.finish()?;
         }
         Ok(undecided.into_inner())
-    }
-
-    /// Finds the amaxes that are asked for, in as few passes over the matrix as possible.
-    fn find_amaxes<'a>(&self, row: &mut Option<Target<'a>>, col: &mut Option<Target<'a>>) -> Result<()> {
-        let both = col.is_some();
-        let (mut tensor, mut rows, mut cols) = (None, None, None);
-        if let Some(target) = row
-            && target.wants_amax()
-        {
-            match target.mode.global {
-                GlobalScale::PerTensor => tensor = Some((0.0, target.mode.amax_edge())),
-                GlobalScale::PerRow if both => rows = Some(target.mode.amax_edge()),
-                GlobalScale::PerRow => {} // on the way
-            }
-        }
-        if let Some(target) = col
-            && target.wants_amax()
-        {
-            match (target.transform, target.mode.global) {
-                (Some(signs), _) => {
-                    let found = self.transformed_amax(signs, &target.mode)?;
-                    target.set_amax(found);
-                }
-                (None, GlobalScale::PerTensor) => tensor = Some((0.0, target.mode.amax_edge())),
-                (None, GlobalScale::PerRow) => cols = Some(target.mode.amax_edge()),
-            }
-        }
-        let implementation = Implementation::Avx2(self.token);
-        let mut row_values = vec![0.0; if rows.is_some() { self.x.rows() } else { 0 }];
-        let mut col_values = vec![0.0; if cols.is_some() { self.x.cols() } else { 0 }];
-        for edge in [Edge::Kernel, Edge::Reference] {
-            let wanted = Wanted {
-                tensor: tensor.as_mut().filter(|(_, e)| *e == edge).map(|(value, _)| value),
-                rows: rows.filter(|&e| e == edge).map(|_| &mut row_values[..]),
-                cols: cols.filter(|&e| e == edge).map(|_| &mut col_values[..]),
-            };
-            if wanted.tensor.is_some() || wanted.rows.is_some() || wanted.cols.is_some() {
-                amax::amax(implementation, self.x, edge, wanted)?;
-            }
-        }
-        let tensor = tensor.map(|(value, _)| vec![value]);
-        for (target, found) in [(row.as_mut(), rows.map(|_| row_values)), (col.as_mut(), cols.map(|_| col_values))] {
-            let Some(target) = target.filter(|t| t.wants_amax()) else { continue };
-            let of_tensor = tensor.clone().filter(|_| target.mode.global == GlobalScale::PerTensor);
-            if let Some(values) = found.or(of_tensor) {
-                target.set_amax(values);
-            }
-        }
-        Ok(())
-    }
-
-    /// The amax of the transformed columns: of the whole, or of each column.
-    fn transformed_amax(&self, signs: Signs, mode: &Mode) -> Result<Vec<f32>> {
-        let (rows, cols) = (self.x.rows(), self.x.cols());
-        let empty = || (vec![0f32; cols.next_multiple_of(BLOCK)], false);
-        let (maxima, nan) = (0..rows.div_ceil(PANEL))
-            .into_par_iter()
-            .map(|p| {
-                let range = (p * PANEL, rows.min((p + 1) * PANEL));
-                let (mut maxima, _) = empty();
-                // SAFETY: an Avx2 token is only made after detection.
-                let nan = unsafe { column::hadamard_maxima(&self.piece(range, (0, cols)), signs, &mut maxima) };
-                (maxima, nan)
-            })
-            .reduce(empty, |(mut a, m), (b, n)| {
-                a.iter_mut().zip(b).for_each(|(a, b)| *a = a.max(b));
-                (a, m | n)
-            });
-        if nan && mode.amax_edge() == Edge::Reference {
-            // Which maxima are NaN was not kept; the rules tell.
-            let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
-            return nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge());
-        }
-        let values = (0..cols).map(|c| Precision::Bf16.round(0.25 * maxima[column::maximum_of::<T>(c)]));
-        Ok(match mode.global {
-            GlobalScale::PerRow => values.collect(),
-            GlobalScale::PerTensor => vec![values.fold(0.0, f32::max)],
-        })
     }
 
     fn panel(
@@ -249,7 +166,7 @@ impl<T: Element> Job<'_, T> {
         }
     }
 
-    /// Quantizes a piece along its rows; `at` is the position of its first element.
+    /// Quantizes a piece along its rows; its first element is at (`first`, `c`).
     fn rows(
         &self,
         worker: &mut Option<Worker>,
@@ -370,165 +287,6 @@ impl<T: Element> Job<'_, T> {
     }
 }
 
-/// A direction's settings, its amaxes and its buffers, scales in linear layout.
-struct Target<'a> {
-    token: Avx2,
-    mode: Mode,
-    rounding: Rounding<Random<'a>>,
-    transform: Option<Signs>,
-    rows: usize,
-    blocks: usize,
-    bytes: usize,
-    amax: Known<'a>,
-    amax_out: Option<&'a mut [f32]>,
-    codes: &'a mut [u8],
-    scales: &'a mut [u8],
-    /// Linear scales on their way to the swizzled ones in `scales`.
-    linear: Option<Vec<u8>>,
-}
-
-impl<'a> Target<'a> {
-    fn new(token: Avx2, d: Direction<'a>, rows: usize, cols: usize) -> Self {
-        let (amax, amax_out) = match d.amax {
-            Amax::Given(amax) => (Known::Values(amax.to_vec()), None),
-            Amax::Compute(out) => (Known::Values(Vec::new()), Some(out)),
-        };
-        let blocks = cols.div_ceil(BLOCK);
-        let linear = (d.layout == Layout::Swizzled).then(|| vec![0; rows * blocks]);
-        Target {
-            token,
-            mode: d.mode,
-            rounding: d.rounding,
-            transform: d.transform,
-            rows,
-            blocks,
-            bytes: e2m1::packed_len(cols),
-            amax,
-            amax_out,
-            codes: d.codes,
-            scales: d.scales,
-            linear,
-        }
-    }
-
-    fn wants_amax(&self) -> bool {
-        self.amax_out.is_some()
-    }
-
-    fn set_amax(&mut self, values: Vec<f32>) {
-        if let Some(out) = self.amax_out.take() {
-            out.copy_from_slice(&values);
-        }
-        self.amax = Known::Values(values);
-    }
-
-    /// The row direction in pieces of `height` rows.
-    fn split(&mut self, height: usize, panels: usize) -> (Option<RowContext<'_>>, Vec<Option<RowPart<'_>>>) {
-        if let Some(out) = self.amax_out.take() {
-            self.amax = Known::OnTheWay(out);
-        }
-        let (amax, mut on_the_way) = match &mut self.amax {
-            Known::Values(values) => (&values[..], None),
-            Known::OnTheWay(out) => (&[][..], Some(out.chunks_mut(height))),
-        };
-        let scales = self.linear.as_deref_mut().unwrap_or(self.scales);
-        let mut codes = self.codes.chunks_mut(height * self.bytes);
-        let mut scales = scales.chunks_mut(height * self.blocks);
-        let parts = (0..panels)
-            .map(|_| {
-                Some(RowPart {
-                    codes: codes.next().expect("a panel has rows"),
-                    scales: scales.next().expect("a panel has rows"),
-                    amax: on_the_way.as_mut().map(|chunks| chunks.next().expect("a panel has rows")),
-                    bytes: self.bytes,
-                    blocks: self.blocks,
-                })
-            })
-            .collect();
-        (Some(RowContext { mode: self.mode, rounding: self.rounding, amax }), parts)
-    }
-
-    /// The column direction, written to from all panels.
-    fn scatter(&mut self) -> ColContext<'_> {
-        let Known::Values(amax) = &self.amax else { unreachable!("column amaxes are found beforehand") };
-        ColContext {
-            mode: self.mode,
-            rounding: self.rounding,
-            transform: self.transform,
-            amax,
-            codes: Scatter::new(self.codes),
-            scales: Scatter::new(self.linear.as_deref_mut().unwrap_or(self.scales)),
-        }
-    }
-
-    fn finish(self) -> Result<()> {
-        if let Some(linear) = self.linear {
-            swizzle::swizzle(Implementation::Avx2(self.token), &linear, self.rows, self.blocks, self.scales)?;
-        }
-        Ok(())
-    }
-}
-
-struct RowContext<'a> {
-    mode: Mode,
-    rounding: Rounding<Random<'a>>,
-    amax: &'a [f32],
-}
-
-struct RowPart<'a> {
-    codes: &'a mut [u8],
-    scales: &'a mut [u8],
-    /// Row amaxes that are found on the way.
-    amax: Option<&'a mut [f32]>,
-    /// Bytes of codes and of scales per row.
-    bytes: usize,
-    blocks: usize,
-}
-
-impl RowPart<'_> {
-    /// The part from its row `r` on.
-    fn rows_from(&mut self, r: usize) -> RowPart<'_> {
-        RowPart {
-            codes: &mut self.codes[r * self.bytes..],
-            scales: &mut self.scales[r * self.blocks..],
-            amax: self.amax.as_deref_mut().map(|amax| &mut amax[r..]),
-            ..*self
-        }
-    }
-}
-
-struct ColContext<'a> {
-    mode: Mode,
-    rounding: Rounding<Random<'a>>,
-    transform: Option<Signs>,
-    amax: &'a [f32],
-    codes: Scatter<'a>,
-    scales: Scatter<'a>,
-}
-
-/// A buffer that several threads write disjoint pieces of.
-struct Scatter<'a> {
-    start: *mut u8,
-    len: usize,
-    buffer: std::marker::PhantomData<&'a mut [u8]>,
-}
-
-// SAFETY: every panel writes the bytes of its own rows' blocks only, and no two panels share a block: panels are a multiple
-// of 16 rows high, so that their codes and scales start at whole bytes.
-unsafe impl Sync for Scatter<'_> {}
-
-impl<'a> Scatter<'a> {
-    fn new(buffer: &'a mut [u8]) -> Self {
-        Scatter { start: buffer.as_mut_ptr(), len: buffer.len(), buffer: std::marker::PhantomData }
-    }
-
-    fn write(&self, at: usize, bytes: &[u8]) {
-        assert!(at <= self.len && bytes.len() <= self.len - at, "a panel writes inside the buffer");
-        // SAFETY: the range was checked, and no other thread touches it (see `Sync`).
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) };
-    }
-}
-
 /// What a thread keeps between panels.
 struct Scratch<T> {
     row_worker: Option<Worker>,
@@ -552,8 +310,9 @@ impl<T: Element> Scratch<T> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{Amax, Layout};
     use super::*;
-    use nvfp4_spec::{Bound, ErrorPath, Metric, ScaleRule};
+    use nvfp4_spec::{Bound, ErrorPath, Metric, Mode, ScaleRule};
 
     /// How many blocks of standard normal bf16 data the filter leaves to the rule.
     #[test]

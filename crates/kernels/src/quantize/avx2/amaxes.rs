@@ -1,0 +1,80 @@
+//! The amaxes that a quantization needs before it starts.
+
+use super::target::Target;
+use super::{Job, PANEL, column};
+use crate::amax::{self, Wanted};
+use crate::{Implementation, Result};
+use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode, Precision};
+use rayon::prelude::*;
+
+impl<T: Element> Job<'_, T> {
+    /// Finds the amaxes that are asked for, in one pass over the matrix, or two if the directions treat NaN differently, and one
+    /// more for the Hadamard transform. Row amaxes are left out if only the row direction is wanted: they are found on the way.
+    pub(super) fn find_amaxes<'a>(&self, row: &mut Option<Target<'a>>, col: &mut Option<Target<'a>>) -> Result<()> {
+        if let Some(target) = col
+            && let Some(signs) = target.transform
+            && target.wants_amax()
+        {
+            target.set_amax(self.transformed_amax(signs, &target.mode)?);
+        }
+        let rows_too = col.is_some();
+        for edge in [Edge::Kernel, Edge::Reference] {
+            let wants = |target: &Option<Target<'_>>, global| {
+                target.as_ref().is_some_and(|t| t.wants_amax() && t.mode.amax_edge() == edge && t.mode.global == global)
+            };
+            let of_tensor = wants(row, GlobalScale::PerTensor) || wants(col, GlobalScale::PerTensor);
+            let of_rows = rows_too && wants(row, GlobalScale::PerRow);
+            let of_cols = wants(col, GlobalScale::PerRow);
+            let (mut tensor, mut rows, mut cols) = (0.0, vec![], vec![]);
+            rows.resize(if of_rows { self.x.rows() } else { 0 }, 0.0);
+            cols.resize(if of_cols { self.x.cols() } else { 0 }, 0.0);
+            let wanted = Wanted {
+                tensor: of_tensor.then_some(&mut tensor),
+                rows: of_rows.then_some(&mut rows[..]),
+                cols: of_cols.then_some(&mut cols[..]),
+            };
+            if of_tensor || of_rows || of_cols {
+                amax::amax(Implementation::Avx2(self.token), self.x, edge, wanted)?;
+            }
+            for (target, of_each, values) in [(row.as_mut(), of_rows, rows), (col.as_mut(), of_cols, cols)] {
+                let Some(target) = target.filter(|t| t.wants_amax() && t.mode.amax_edge() == edge) else { continue };
+                match target.mode.global {
+                    GlobalScale::PerTensor => target.set_amax(vec![tensor]),
+                    GlobalScale::PerRow if of_each => target.set_amax(values),
+                    GlobalScale::PerRow => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The amax of the transformed columns: of the whole, or of each column.
+    fn transformed_amax(&self, signs: Signs, mode: &Mode) -> Result<Vec<f32>> {
+        let (rows, cols) = (self.x.rows(), self.x.cols());
+        let empty = || (vec![0f32; cols.next_multiple_of(BLOCK)], false);
+        let (maxima, nan) = (0..rows.div_ceil(PANEL))
+            .into_par_iter()
+            .map(|p| {
+                let range = (p * PANEL, rows.min((p + 1) * PANEL));
+                let (mut maxima, _) = empty();
+                // SAFETY: an Avx2 token is only made after detection.
+                let nan = unsafe { column::hadamard_maxima(&self.piece(range, (0, cols)), signs, &mut maxima) };
+                (maxima, nan)
+            })
+            .reduce(empty, |(mut a, m), (b, n)| {
+                a.iter_mut().zip(b).for_each(|(a, b)| *a = a.max(b));
+                (a, m | n)
+            });
+        if nan && mode.amax_edge() == Edge::Reference {
+            // Which maxima are NaN was not kept; the rules tell.
+            let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
+            return nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge());
+        }
+        let values = (0..cols).map(|c| Precision::Bf16.round(0.25 * maxima[column::maximum_of::<T>(c)]));
+        Ok(match mode.global {
+            GlobalScale::PerRow => values.collect(),
+            GlobalScale::PerTensor => vec![values.fold(0.0, f32::max)],
+        })
+    }
+}

@@ -1,0 +1,173 @@
+//! What is written: a direction's settings, amaxes and buffers, and the pieces of them that panels get.
+
+use crate::avx2::Avx2;
+use crate::quantize::{Amax, Direction, Layout};
+use crate::{Implementation, Result, swizzle};
+use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::stochastic::Random;
+use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1};
+
+/// The amaxes of a direction: known, or to be found row by row on the way.
+enum Known<'a> {
+    Values(Vec<f32>),
+    OnTheWay(&'a mut [f32]),
+}
+
+/// A direction's settings, its amaxes and its buffers, scales in linear layout.
+pub(super) struct Target<'a> {
+    token: Avx2,
+    pub mode: Mode,
+    rounding: Rounding<Random<'a>>,
+    pub transform: Option<Signs>,
+    rows: usize,
+    blocks: usize,
+    bytes: usize,
+    amax: Known<'a>,
+    amax_out: Option<&'a mut [f32]>,
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
+    /// Linear scales on their way to the swizzled ones in `scales`.
+    linear: Option<Vec<u8>>,
+}
+
+impl<'a> Target<'a> {
+    pub fn new(token: Avx2, d: Direction<'a>, rows: usize, cols: usize) -> Self {
+        let (amax, amax_out) = match d.amax {
+            Amax::Given(amax) => (Known::Values(amax.to_vec()), None),
+            Amax::Compute(out) => (Known::Values(Vec::new()), Some(out)),
+        };
+        let blocks = cols.div_ceil(BLOCK);
+        let linear = (d.layout == Layout::Swizzled).then(|| vec![0; rows * blocks]);
+        Target {
+            token,
+            mode: d.mode,
+            rounding: d.rounding,
+            transform: d.transform,
+            rows,
+            blocks,
+            bytes: e2m1::packed_len(cols),
+            amax,
+            amax_out,
+            codes: d.codes,
+            scales: d.scales,
+            linear,
+        }
+    }
+
+    pub fn wants_amax(&self) -> bool {
+        self.amax_out.is_some()
+    }
+
+    pub fn set_amax(&mut self, values: Vec<f32>) {
+        if let Some(out) = self.amax_out.take() {
+            out.copy_from_slice(&values);
+        }
+        self.amax = Known::Values(values);
+    }
+
+    /// The row direction in pieces of `height` rows.
+    pub fn split(&mut self, height: usize, panels: usize) -> (Option<RowContext<'_>>, Vec<Option<RowPart<'_>>>) {
+        if let Some(out) = self.amax_out.take() {
+            self.amax = Known::OnTheWay(out);
+        }
+        let (amax, mut on_the_way) = match &mut self.amax {
+            Known::Values(values) => (&values[..], None),
+            Known::OnTheWay(out) => (&[][..], Some(out.chunks_mut(height))),
+        };
+        let scales = self.linear.as_deref_mut().unwrap_or(self.scales);
+        let mut codes = self.codes.chunks_mut(height * self.bytes);
+        let mut scales = scales.chunks_mut(height * self.blocks);
+        let parts = (0..panels)
+            .map(|_| {
+                Some(RowPart {
+                    codes: codes.next().expect("a panel has rows"),
+                    scales: scales.next().expect("a panel has rows"),
+                    amax: on_the_way.as_mut().map(|chunks| chunks.next().expect("a panel has rows")),
+                    bytes: self.bytes,
+                    blocks: self.blocks,
+                })
+            })
+            .collect();
+        (Some(RowContext { mode: self.mode, rounding: self.rounding, amax }), parts)
+    }
+
+    /// The column direction, written to from all panels.
+    pub fn scatter(&mut self) -> ColContext<'_> {
+        let Known::Values(amax) = &self.amax else { unreachable!("column amaxes are found beforehand") };
+        ColContext {
+            mode: self.mode,
+            rounding: self.rounding,
+            transform: self.transform,
+            amax,
+            codes: Scatter::new(self.codes),
+            scales: Scatter::new(self.linear.as_deref_mut().unwrap_or(self.scales)),
+        }
+    }
+
+    pub fn finish(self) -> Result<()> {
+        if let Some(linear) = self.linear {
+            swizzle::swizzle(Implementation::Avx2(self.token), &linear, self.rows, self.blocks, self.scales)?;
+        }
+        Ok(())
+    }
+}
+
+pub(super) struct RowContext<'a> {
+    pub mode: Mode,
+    pub rounding: Rounding<Random<'a>>,
+    pub amax: &'a [f32],
+}
+
+pub(super) struct RowPart<'a> {
+    pub codes: &'a mut [u8],
+    pub scales: &'a mut [u8],
+    /// Row amaxes that are found on the way.
+    pub amax: Option<&'a mut [f32]>,
+    /// Bytes of codes and of scales per row.
+    pub bytes: usize,
+    pub blocks: usize,
+}
+
+impl RowPart<'_> {
+    /// The part from its row `r` on.
+    pub fn rows_from(&mut self, r: usize) -> RowPart<'_> {
+        RowPart {
+            codes: &mut self.codes[r * self.bytes..],
+            scales: &mut self.scales[r * self.blocks..],
+            amax: self.amax.as_deref_mut().map(|amax| &mut amax[r..]),
+            ..*self
+        }
+    }
+}
+
+pub(super) struct ColContext<'a> {
+    pub mode: Mode,
+    pub rounding: Rounding<Random<'a>>,
+    pub transform: Option<Signs>,
+    pub amax: &'a [f32],
+    pub codes: Scatter<'a>,
+    pub scales: Scatter<'a>,
+}
+
+/// A buffer that several threads write disjoint pieces of.
+pub(super) struct Scatter<'a> {
+    start: *mut u8,
+    len: usize,
+    buffer: std::marker::PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: every panel writes the bytes of its own rows' blocks only, and no two panels share a block: panels are a multiple
+// of 16 rows high, so that their codes and scales start at whole bytes.
+unsafe impl Sync for Scatter<'_> {}
+
+impl<'a> Scatter<'a> {
+    fn new(buffer: &'a mut [u8]) -> Self {
+        Scatter { start: buffer.as_mut_ptr(), len: buffer.len(), buffer: std::marker::PhantomData }
+    }
+
+    pub fn write(&self, at: usize, bytes: &[u8]) {
+        assert!(at <= self.len && bytes.len() <= self.len - at, "a panel writes inside the buffer");
+        // SAFETY: the range was checked, and no other thread touches it (see `Sync`).
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) };
+    }
+}
