@@ -171,7 +171,7 @@ fn blocks_outside_the_filters_range() {
 }
 
 /// 10⁸ random blocks over the eight 1×16 modes, then 10⁶ square tiles: `cargo test --release -p nvfp4-kernels --test four_over_six --
-/// --ignored`. About ten minutes on two cores.
+/// --ignored`. About two minutes on two cores.
 #[test]
 #[ignore = "takes minutes; run it after a change to the filter"]
 fn a_hundred_million_random_blocks() {
