@@ -59,8 +59,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         ensure!(!operations.is_empty(), "--filter: no operation's name contains '{}'", args.filter);
         let mut out = std::io::stdout().lock();
         if !args.json {
-            let threads = rayon::current_num_threads();
-            writeln!(out, "{0} × {0} bf16, {implementation}, {threads} threads", args.size)?;
+            let threads = match rayon::current_num_threads() {
+                1 => "1 thread".to_string(),
+                n => format!("{n} threads"),
+            };
+            writeln!(out, "{0} × {0} bf16, {implementation}, {threads}", args.size)?;
             writeln!(out, "{:<36} {:>9} {:>9} {:>8}", "operation", "ms", "GB/s", "copies")?;
         }
         let mut bench = Bench::new(args.size, implementation);

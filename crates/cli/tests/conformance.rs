@@ -50,28 +50,12 @@ fn all_golden_cases_match() {
 }
 
 #[test]
-fn the_scalar_implementation_alone_matches() {
-    let output = conformance(&["--implementation", "scalar"], &golden());
-    assert!(stdout(&output).ends_with("\n711 cases, 0 mismatches\n"));
-    assert!(stdout(&output).starts_with("implementations: scalar; "));
-}
-
-/// The exit code and the error text of a run whose output nobody reads.
-fn unread(dir: &Path) -> (Option<i32>, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
-    let mut child = command.arg("conformance").arg(dir).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    drop(child.stdout.take());
-    let output = child.wait_with_output().unwrap();
-    (output.status.code(), String::from_utf8(output.stderr).unwrap())
-}
-
-#[test]
-fn a_reader_that_closes_the_pipe_early_changes_nothing() {
-    assert_eq!(unread(&golden()), (Some(0), String::new()));
-    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("unread");
-    std::fs::create_dir_all(&dir).unwrap();
-    std::fs::write(dir.join("x.safetensors"), b"").unwrap();
-    assert_eq!(unread(&dir), (Some(1), String::new()), "a case that cannot run fails, read or unread");
+fn every_implementation_alone_matches() {
+    for implementation in nvfp4_kernels::Implementation::available() {
+        let output = conformance(&["--implementation", &implementation.to_string()], &golden());
+        assert!(stdout(&output).starts_with(&format!("implementations: {implementation}; ")));
+        assert!(stdout(&output).ends_with("\n711 cases, 0 mismatches\n"));
+    }
 }
 
 #[test]
