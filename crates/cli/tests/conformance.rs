@@ -58,6 +58,24 @@ fn every_implementation_alone_matches() {
     }
 }
 
+/// The exit code and the error text of a run whose output nobody reads.
+fn unread(dir: &Path) -> (Option<i32>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+    let mut child = command.arg("conformance").arg(dir).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn a_reader_that_closes_the_pipe_early_changes_nothing() {
+    assert_eq!(unread(&golden()), (Some(0), String::new()));
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("unread");
+    std::fs::create_dir_all(&dir).unwrap();
+    std::fs::write(dir.join("x.safetensors"), b"").unwrap();
+    assert_eq!(unread(&dir), (Some(1), String::new()), "a case that cannot run fails, read or unread");
+}
+
 #[test]
 fn an_unknown_implementation_is_refused_with_the_known_ones() {
     let output = conformance(&["--implementation", "abacus"], &golden());

@@ -3,18 +3,8 @@
 
 mod runner;
 
-use nvfp4_spec::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Precision, Profile, ScaleRule, Tile};
+use nvfp4_spec::{Edge, GlobalScale, Mode, Precision, Profile, ScaleRule, Tile};
 use runner::{Case, Fill, Runner};
-
-fn rules() -> Vec<ScaleRule> {
-    let mut rules = vec![ScaleRule::Six];
-    for metric in [Metric::Mae, Metric::Mse] {
-        for error in [ErrorPath::Strict, ErrorPath::Fast] {
-            rules.extend([Bound::E448, Bound::E256].map(|bound| ScaleRule::FourOverSix { metric, error, bound }));
-        }
-    }
-    rules
-}
 
 /// Every legal mode of every profile.
 fn modes() -> Vec<Mode> {
@@ -25,7 +15,7 @@ fn modes() -> Vec<Mode> {
         (Tile::Square16, GlobalScale::PerTensor),
     ] {
         for edge in [Edge::Kernel, Edge::Reference] {
-            modes.extend(rules().into_iter().map(|rule| Mode { tile, global, rule, edge, ..Mode::default() }));
+            modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, global, rule, edge, ..Mode::default() }));
         }
         for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
             modes.push(Mode { tile, global, profile, ..Mode::default() });

@@ -6,20 +6,12 @@ use nvfp4_spec::block::Rows;
 use nvfp4_spec::four_over_six::{candidate_scales, tile_error};
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::{Global, inverse_scale};
-use nvfp4_spec::{Bound, Edge, ErrorPath, Metric, Mode, Rounding, ScaleRule, Tile, block};
+use nvfp4_spec::{Edge, Mode, Rounding, ScaleRule, Tile, block};
 use rayon::prelude::*;
 
 fn modes(tile: Tile) -> Vec<Mode> {
-    let mut modes = Vec::new();
-    for metric in [Metric::Mae, Metric::Mse] {
-        for error in [ErrorPath::Strict, ErrorPath::Fast] {
-            for bound in [Bound::E448, Bound::E256] {
-                let rule = ScaleRule::FourOverSix { metric, error, bound };
-                modes.push(Mode { tile, rule, ..Mode::default() });
-            }
-        }
-    }
-    modes
+    let rules = ScaleRule::ALL.into_iter().filter(|&rule| rule != ScaleRule::Six);
+    rules.map(|rule| Mode { tile, rule, ..Mode::default() }).collect()
 }
 
 /// A standard normal value.

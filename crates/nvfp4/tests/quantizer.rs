@@ -15,16 +15,6 @@ const EDGES: [Edge; 2] = [Edge::Kernel, Edge::Reference];
 const PROFILES: [Profile; 4] =
     [Profile::TransformerEngine, Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo];
 
-fn rules() -> Vec<ScaleRule> {
-    let mut rules = vec![ScaleRule::Six];
-    for metric in [Metric::Mae, Metric::Mse] {
-        for error in [ErrorPath::Strict, ErrorPath::Fast] {
-            rules.extend([Bound::E448, Bound::E256].map(|bound| ScaleRule::FourOverSix { metric, error, bound }));
-        }
-    }
-    rules
-}
-
 struct Settings {
     mode: Mode,
     rounding: Rounding,
@@ -67,7 +57,7 @@ impl Settings {
 
 fn all_settings() -> Vec<Settings> {
     let mut all = Vec::new();
-    for rule in rules() {
+    for rule in ScaleRule::ALL {
         for (tile, global) in TILES.into_iter().flat_map(|t| GLOBALS.map(|g| (t, g))) {
             for (edge, profile) in EDGES.into_iter().flat_map(|e| PROFILES.map(|p| (e, p))) {
                 for (rounding, transform) in ROUNDINGS.into_iter().flat_map(|r| TRANSFORMS.map(|t| (r, t))) {

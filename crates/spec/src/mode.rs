@@ -106,6 +106,25 @@ pub enum ScaleRule {
 }
 
 impl ScaleRule {
+    /// Every scale rule.
+    pub const ALL: [ScaleRule; 9] = {
+        const fn four_over_six(metric: Metric, error: ErrorPath, bound: Bound) -> ScaleRule {
+            ScaleRule::FourOverSix { metric, error, bound }
+        }
+        use {Bound::*, ErrorPath::*, Metric::*};
+        [
+            ScaleRule::Six,
+            four_over_six(Mae, Strict, E448),
+            four_over_six(Mae, Strict, E256),
+            four_over_six(Mae, Fast, E448),
+            four_over_six(Mae, Fast, E256),
+            four_over_six(Mse, Strict, E448),
+            four_over_six(Mse, Strict, E256),
+            four_over_six(Mse, Fast, E448),
+            four_over_six(Mse, Fast, E256),
+        ]
+    };
+
     /// The bound in the global scale.
     pub const fn bound(self) -> Bound {
         match self {
