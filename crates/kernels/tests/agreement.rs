@@ -54,8 +54,31 @@ fn ragged_and_odd_shapes_in_every_mode() {
     let shapes = [(1, 1), (1, 15), (2, 17), (5, 33), (16, 31), (17, 16), (31, 47), (33, 18), (130, 19), (19, 530)];
     for mode in modes() {
         for (i, (rows, cols)) in shapes.into_iter().enumerate() {
-            Runner::new(Case { mode, precision: PRECISIONS[i % 3], ..Case::new(rows, cols) }).check();
+            let fill = if i % 2 == 0 { Fill::Special } else { Fill::Normal };
+            Runner::new(Case { mode, precision: PRECISIONS[i % 3], fill, ..Case::new(rows, cols) }).check();
         }
+    }
+}
+
+/// Shapes around the sizes of panels, chunks and strips, modes and values, drawn at random; a seed and nothing else.
+#[test]
+fn anything_with_anything() {
+    let modes = modes();
+    for i in 0..150 {
+        let [a, b, c, d] = nvfp4_spec::philox::philox4x32([i, 0, 0, 0], [2026, 11]);
+        let pick = |word: u32, n: usize| word as usize % n;
+        let near = [1, 15, 33, 64, 255, 256, 257, 511, 512, 513, 530];
+        let case = Case {
+            mode: modes[pick(a, modes.len())],
+            col_mode: (a >> 20 & 1 == 1).then(|| modes[pick(b, modes.len())]),
+            precision: PRECISIONS[pick(b >> 8, 3)],
+            fill: Fill::ALL[pick(b >> 16, 6)],
+            offset: pick(c >> 16, 5),
+            gap: pick(c >> 20, 40),
+            swizzled: d >> 30 == 0,
+            ..Case::new(near[pick(c, 11)], near[pick(d, 11)])
+        };
+        Runner::new(case).check();
     }
 }
 

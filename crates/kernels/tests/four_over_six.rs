@@ -6,7 +6,7 @@ use nvfp4_spec::block::Rows;
 use nvfp4_spec::four_over_six::{candidate_scales, tile_error};
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::{Global, inverse_scale};
-use nvfp4_spec::{Edge, Mode, Rounding, ScaleRule, Tile, block};
+use nvfp4_spec::{Edge, ErrorPath, Metric, Mode, Rounding, ScaleRule, Tile, block};
 use rayon::prelude::*;
 
 fn modes(tile: Tile) -> Vec<Mode> {
@@ -127,11 +127,18 @@ fn square_tiles_at_the_edge_of_a_tie() {
 /// The edge of a tie at magnitudes where products and squares underflow, overflow or come close to it.
 #[test]
 fn ties_at_extreme_magnitudes() {
-    for exponent in [-126, -110, -80, -62, -51, -49, -20, 20, 49, 51, 62, 100, 117] {
+    for exponent in [-126, -110, -80, -74, -70, -66, -62, -58, -51, -49, -20, 20, 49, 51, 62, 100, 117] {
         for mode in modes(Tile::Row16) {
-            for seed in 0..4 {
-                near_ties::<1>(&mode, seed, 2f32.powi(exponent));
-            }
+            let flips: usize = (0..8).map(|seed| near_ties::<1>(&mode, seed, 2f32.powi(exponent))).sum();
+            let ScaleRule::FourOverSix { metric, error, .. } = mode.rule else { unreachable!() };
+            // The strict rule's squares vanish or overflow far out, and its products with the amax at the very end; then all
+            // is a tie. The fast rule works in units of the scale, where nothing does.
+            let strict = error == ErrorPath::Strict;
+            let meaningful = match metric {
+                Metric::Mae => !strict || exponent < 117,
+                Metric::Mse => !strict || (-66..=62).contains(&exponent),
+            };
+            assert!(flips > 0 || !meaningful, "{mode:?} at 2^{exponent}");
         }
     }
 }
@@ -168,13 +175,15 @@ fn blocks_outside_the_filters_range() {
 #[ignore = "takes minutes; run it after a change to the filter"]
 fn a_hundred_million_random_blocks() {
     const COLS: usize = 1024;
-    for (tile, rows, matrices) in [(Tile::Row16, 256, 763), (Tile::Square16, 256, 122)] {
+    for (tile, rows, matrices) in [(Tile::Row16, 256, 763), (Tile::Square16, 256, 123)] {
         for (m, mode) in modes(tile).into_iter().enumerate() {
             (0..matrices).into_par_iter().for_each(|seed| {
                 let x: Vec<f32> = (0..rows * COLS).map(|i| normal((m * matrices + seed) as u32, i)).collect();
-                let expected = run(Implementation::Scalar, &x, COLS, &mode, 5.0);
+                // What other rows of the tensor might have as their largest value.
+                let amax = 5.0 * 1.7f32.powi(seed as i32 % 20);
+                let expected = run(Implementation::Scalar, &x, COLS, &mode, amax);
                 for implementation in Implementation::available() {
-                    assert!(run(implementation, &x, COLS, &mode, 5.0) == expected, "{mode:?}, matrix {seed}");
+                    assert!(run(implementation, &x, COLS, &mode, amax) == expected, "{mode:?}, matrix {seed}");
                 }
             });
         }

@@ -1,4 +1,4 @@
-//! From codes and scales back to values. **Exact.**
+//! From codes and scales back to values. **Exact**, but for the sign of a NaN.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

@@ -114,6 +114,17 @@ struct Buffers {
     codes: Vec<u8>,
     scales: Vec<u8>,
     amax: Vec<f32>,
+    blocks: usize,
+}
+
+/// How codes are rounded, and where random bytes come from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Source {
+    Nearest,
+    Stream,
+    /// A stream whose block index runs over the end of 64 bits.
+    LateStream,
+    Bytes,
 }
 
 /// What a run asks for beyond the case.
@@ -121,7 +132,7 @@ struct Buffers {
 struct Request {
     row: bool,
     col: bool,
-    stochastic: bool,
+    rounding: Source,
     transform: Option<Signs>,
 }
 
@@ -153,11 +164,13 @@ impl Runner {
 
     /// Rows, columns and both; nearest and stochastic; with and without the transform; then decoded.
     pub fn check(&self) {
-        let plain = Request { row: true, col: true, stochastic: false, transform: None };
+        let plain = Request { row: true, col: true, rounding: Source::Nearest, transform: None };
         let mut requests = vec![plain, Request { col: false, ..plain }, Request { row: false, ..plain }];
         let six = |mode: Mode| mode.rule == ScaleRule::Six;
         if six(self.case.mode) && self.case.col_mode.is_none_or(six) {
-            requests.push(Request { stochastic: true, ..plain });
+            for rounding in [Source::Stream, Source::LateStream, Source::Bytes] {
+                requests.push(Request { rounding, ..plain });
+            }
         }
         if self.case.rows.is_multiple_of(16) {
             for signs in [Signs::FIXED, Signs(0x0F31)] {
@@ -195,8 +208,9 @@ impl Runner {
         let col_mode = self.case.col_mode.unwrap_or(self.case.mode);
         let mut row = self.buffers(rows, cols, &self.case.mode);
         let mut col = self.buffers(cols, rows, &col_mode);
-        let row_target = request.row.then(|| self.direction(request, &mut row, given.as_deref(), false));
-        let col_target = request.col.then(|| self.direction(request, &mut col, given.as_deref(), true));
+        let random: Vec<u8> = (0..16 * (row.blocks.max(col.blocks))).map(|i| (i * 151 + i / 7) as u8).collect();
+        let row_target = request.row.then(|| self.direction(request, &mut row, given.as_deref(), &random, false));
+        let col_target = request.col.then(|| self.direction(request, &mut col, given.as_deref(), &random, true));
         quantize(implementation, &self.input(), row_target, col_target).unwrap();
         [row, col].map(|b| Bytes {
             codes: b.codes,
@@ -214,6 +228,7 @@ impl Runner {
             codes: vec![0xA5; rows * e2m1::packed_len(cols)],
             scales: vec![0xA5; self.layout().scale_len(rows, cols).unwrap()],
             amax: vec![-1.0; mode.global.count(rows)],
+            blocks: Layout::Linear.scale_len(rows, cols).unwrap(),
         }
     }
 
@@ -222,14 +237,18 @@ impl Runner {
         request: Request,
         buffers: &'a mut Buffers,
         given: Option<&'a [f32]>,
+        random: &'a [u8],
         column: bool,
     ) -> Direction<'a> {
         let stream = if column { Stream::column(3, 5) } else { Stream::row(3, 5) };
+        let late = Stream { first_block: u64::MAX - 5, ..stream };
         Direction {
             mode: self.case.col_mode.filter(|_| column).unwrap_or(self.case.mode),
-            rounding: match request.stochastic {
-                true => Rounding::Stochastic(Random::Stream(stream)),
-                false => Rounding::NearestEven,
+            rounding: match request.rounding {
+                Source::Nearest => Rounding::NearestEven,
+                Source::Stream => Rounding::Stochastic(Random::Stream(stream)),
+                Source::LateStream => Rounding::Stochastic(Random::Stream(late)),
+                Source::Bytes => Rounding::Stochastic(Random::Bytes(&random[..16 * buffers.blocks])),
             },
             transform: request.transform.filter(|_| column),
             layout: self.layout(),

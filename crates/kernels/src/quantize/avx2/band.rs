@@ -52,7 +52,7 @@ pub(super) struct Draw<'a> {
     pub pitch: usize,
 }
 
-/// What a thread keeps between bands.
+/// What a thread keeps between bands of one direction: all of the same mode and type.
 pub(super) struct Worker {
     table: Table,
     /// Bits of the tiles' largest magnitudes.
@@ -85,19 +85,17 @@ impl Worker {
         out: &mut Output<'_>,
     ) {
         // SAFETY: an Avx2 token is only made after detection.
-        unsafe {
-            self.table.set::<T>(scaling);
-            self.run(band, draw, out);
-        }
+        unsafe { self.run(scaling, band, draw, out) }
     }
 
-    /// How many tiles of the last band were left to the rules.
+    /// How many tiles of the last band were left to the rules; one that was so for two reasons counts twice.
     pub fn undecided(&self) -> usize {
         self.undecided.len()
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn run<T: Element>(&mut self, band: &Band<'_, T>, draw: Draw<'_>, out: &mut Output<'_>) {
+    fn run<T: Element>(&mut self, scaling: &Scaling, band: &Band<'_, T>, draw: Draw<'_>, out: &mut Output<'_>) {
+        self.table.set::<T>(scaling);
         let mode = self.table.scaling().mode;
         self.undecided.clear();
         self.find_magnitudes(band);

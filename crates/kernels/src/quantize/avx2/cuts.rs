@@ -45,7 +45,7 @@ impl Table {
         &self.scaling
     }
 
-    /// Turns to another tensor or row. The entries of the same amax are kept.
+    /// Turns to another row of the same mode and type. The entries of the same amax are kept.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
     pub fn set<T: Element>(&mut self, scaling: &Scaling) {

@@ -12,8 +12,10 @@
 //! codes here are the rule's: the same product `fl(x·inv)`, rounded to nearest even.
 //!
 //! A tile is filtered only if both scale bytes are normal E4M3 values, 2⁻⁵⁰ ≤ f ≤ 2⁵⁰ and every scaled element is at most 7.
-//! Then q ≤ 6; |q − fl(x·inv)| ≤ 1; inv is 1/f up to a few roundings, so |eᵢ| ≤ 1.01·f and xᵢ ≤ 7.01·f; and no operation
-//! overflows or loses more to underflow than 2⁻¹⁴⁰·f per element, which the slack in the constants covers.
+//! Then q ≤ 6; |q − fl(x·inv)| ≤ 1; inv is 1/f up to a few roundings, so |eᵢ| ≤ 1.01·f and xᵢ ≤ 7.01·f. Nothing overflows, and
+//! products that are not zero are at least f/2, far from underflow; only the square of a small error may lose up to 2⁻¹⁵⁰, which
+//! is at most 2⁻⁵⁰·f² and lost in the slack of the constants. (A normal scale byte that did not saturate leaves scaled elements
+//! below 6.4, and saturated candidates are equal; the limit of 7 is a guard for the argument.)
 //!
 //! *The rule*, strict: `t = fl(fl(q·s·A)/6E)` is q·f within 2.01u·q·f, and `fl(t − x)` adds one rounding, so an element's
 //! error is eᵢ within 2.02u·6f + u·|eᵢ|. Fast: `fl(x·enc)` is off by u·7.01f and the difference adds one rounding, which is
@@ -23,7 +25,7 @@
 //!
 //! MAE: the two sums differ by at most u·(5.1·6·n·f + (20 + 36 + 2)·Σ|eᵢ|) < u·(32·n·f + 64·Ê), Ê being the filter's sum.
 //! MSE: squares differ by at most |Δ|·(2·1.01·f + |Δ|), with |Δ| ≤ (12.2 + 1.1)·u·f for the rule and (18.2 + 1.1)·u·f for the
-//! filter: together 66·u·f² each; the squares' own rounding is one more per term: u·(68·n·f² + 64·Ê).
+//! filter: together 66·u·f² per element; the squares' own rounding is one more per term: u·(68·n·f² + 64·Ê).
 //!
 //! The candidates are separated if their filtered errors differ by more than both bounds together; evaluating that
 //! comparison in binary32 costs a few u·Ê, which the 64 leaves room for (58 are used).

@@ -233,7 +233,9 @@ impl<T: Element> Job<'_, T> {
                 left += worker.undecided();
                 for k in 0..real {
                     let (code_at, len) = (code_at + k * bytes + b * BLOCK / 2, width.div_ceil(2));
-                    part.codes[code_at..][..len].copy_from_slice(&codes[k * BLOCK / 2..][..len]);
+                    let out = &mut part.codes[code_at..][..len];
+                    out.copy_from_slice(&codes[k * BLOCK / 2..][..len]);
+                    clear_padding(out, width);
                     part.scales[scale_at + k * blocks + b] = scales[k];
                 }
             }
@@ -279,11 +281,23 @@ impl<T: Element> Job<'_, T> {
             left += worker.undecided();
         }
         for i in 0..n {
-            let len = rows.div_ceil(2);
-            context.codes.write((c + i) * bytes + first / 2, &codes[i * pitch / 2..][..len]);
-            context.scales.write((c + i) * blocks + first / BLOCK, &scales[i * nb..][..nb]);
+            let column = &mut codes[i * pitch / 2..][..rows.div_ceil(2)];
+            clear_padding(column, rows);
+            // SAFETY: a panel writes the blocks of its own rows only, and panels start at whole blocks.
+            unsafe { context.codes.write((c + i) * bytes + first / 2, column) };
+            // SAFETY: as above.
+            unsafe { context.scales.write((c + i) * blocks + first / BLOCK, &scales[i * nb..][..nb]) };
         }
         left
+    }
+}
+
+/// The last high nibble of an odd number of codes is 0, whatever the padding was rounded to.
+fn clear_padding(codes: &mut [u8], elements: usize) {
+    if !elements.is_multiple_of(2)
+        && let Some(last) = codes.last_mut()
+    {
+        *last &= 0x0F;
     }
 }
 

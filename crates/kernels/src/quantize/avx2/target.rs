@@ -156,8 +156,7 @@ pub(super) struct Scatter<'a> {
     buffer: std::marker::PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: every panel writes the bytes of its own rows' blocks only, and no two panels share a block: panels are a multiple
-// of 16 rows high, so that their codes and scales start at whole bytes.
+// SAFETY: the buffer is written through `write` alone, whose callers promise disjoint pieces.
 unsafe impl Sync for Scatter<'_> {}
 
 impl<'a> Scatter<'a> {
@@ -165,9 +164,14 @@ impl<'a> Scatter<'a> {
         Scatter { start: buffer.as_mut_ptr(), len: buffer.len(), buffer: std::marker::PhantomData }
     }
 
-    pub fn write(&self, at: usize, bytes: &[u8]) {
+    /// Writes a piece of the buffer.
+    ///
+    /// # Safety
+    ///
+    /// No other thread may write to the same bytes.
+    pub unsafe fn write(&self, at: usize, bytes: &[u8]) {
         assert!(at <= self.len && bytes.len() <= self.len - at, "a panel writes inside the buffer");
-        // SAFETY: the range was checked, and no other thread touches it (see `Sync`).
+        // SAFETY: the range was checked, and the caller keeps other threads away from it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) };
     }
 }
