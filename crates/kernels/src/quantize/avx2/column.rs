@@ -211,25 +211,36 @@ fn transpose_square<T: Element>(x: &[T], stride: usize, pitch: usize, out: &mut 
             }
         }
         Precision::Bf16 | Precision::F16 => {
-            let upper = half_columns(x, stride);
-            let lower = half_columns(&x[8 * stride..], stride);
-            for k in 0..8 {
-                let left = _mm256_permute2x128_si256::<0x20>(upper[k], lower[k]);
-                let right = _mm256_permute2x128_si256::<0x31>(upper[k], lower[k]);
-                store_vector(left, &mut out[k * pitch..][..BLOCK]);
-                store_vector(right, &mut out[(8 + k) * pitch..][..BLOCK]);
+            // One check for all rows, so that the loads and stores below need none.
+            assert!(x.len() >= 15 * stride + BLOCK && out.len() >= 15 * pitch + BLOCK && size_of::<T>() == 2);
+            for c in [0, 8] {
+                // SAFETY: rows 0–15 have 16 elements from their start on.
+                let columns = unsafe { eight_columns(x.as_ptr().add(c).cast(), stride) };
+                for (k, column) in columns.into_iter().enumerate() {
+                    // SAFETY: columns 0–15 have room for 16 elements.
+                    unsafe { _mm256_storeu_si256(out.as_mut_ptr().add((c + k) * pitch).cast(), column) };
+                }
             }
         }
     }
 }
 
-/// Eight rows of 16 two-byte elements as columns: vector `k` holds column `k` in its low half and column `8 + k` in its high.
+/// Sixteen rows of eight two-byte elements as eight columns. Rows `i` and `i + 8` share a vector, so that transposing both halves
+/// as 8 × 8 elements leaves a whole column in each.
+///
+/// # Safety
+///
+/// Eight elements must be readable at `x` and at each of the 15 rows that follow, `stride` elements apart.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn half_columns<T: Element>(x: &[T], stride: usize) -> [__m256i; 8] {
+unsafe fn eight_columns(x: *const u16, stride: usize) -> [__m256i; 8] {
     let mut r = [_mm256_setzero_si256(); 8];
     for (i, row) in r.iter_mut().enumerate() {
-        *row = load_vector(&x[i * stride..][..BLOCK]);
+        // SAFETY: the caller vouches for row i.
+        let low = unsafe { _mm_loadu_si128(x.add(i * stride).cast()) };
+        // SAFETY: the caller vouches for row i + 8.
+        let high = unsafe { _mm_loadu_si128(x.add((i + 8) * stride).cast()) };
+        *row = _mm256_set_m128i(high, low);
     }
     let mut pairs = r;
     for i in 0..4 {
