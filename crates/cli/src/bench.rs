@@ -170,6 +170,8 @@ struct Bench {
     size: usize,
     implementation: Implementation,
     x: Vec<bf16>,
+    /// The amax of `x`, for operations that are given it.
+    amax: [f32; 1],
     copy: Vec<bf16>,
     row: Buffers,
     col: Buffers,
@@ -225,6 +227,7 @@ impl Bench {
         Bench {
             size,
             implementation,
+            amax: [x.iter().fold(0.0, |m, x| x.to_f32().abs().max(m))],
             copy: x.clone(),
             x,
             row: Buffers::new(size, size),
@@ -250,7 +253,7 @@ impl Bench {
                 ensure!(found[0] == found[1], "amax {} instead of {}", found[0], found[1]);
             }
             Kind::Quantize(settings) => {
-                let given = [6.0];
+                let given = self.amax;
                 let run = |implementation| -> Result<[Buffers; 2]> {
                     let (mut row, mut col) = (Buffers::new(rows, cols), Buffers::new(cols, rows));
                     let row_target = settings.row.then(|| row.direction(settings, &given, false));
@@ -295,7 +298,7 @@ impl Bench {
             Kind::DequantizeF32 => self.decoded.resize(self.x.len(), 1.0),
             _ => {}
         }
-        let given = [6.0];
+        let given = self.amax;
         let (mut copies, mut times) = (Vec::new(), Vec::new());
         let start = Instant::now();
         while times.len() < 7 || (start.elapsed() < Duration::from_millis(1500) && times.len() < 101) {

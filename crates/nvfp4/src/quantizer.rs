@@ -362,9 +362,8 @@ impl<'a> Writer<'a> {
     }
 
     fn finish(self, x: &TensorRef<'_>) {
-        // The transform's output is bf16, and so is what its consumer sees.
         let precision = match self.transform {
-            Some(_) => nvfp4_spec::Precision::Bf16,
+            Some(_) => nvfp4_spec::hadamard::PRECISION,
             None => x.values().precision(),
         };
         let amax = self.given.map_or(self.amax, <[f32]>::to_vec);

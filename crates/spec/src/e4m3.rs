@@ -13,6 +13,9 @@ pub const NAN_BYTE: u8 = 0x7F;
 /// The smallest normal value, 2⁻⁶.
 pub const MIN_NORMAL: f32 = 1.0 / 64.0;
 
+/// The byte of the smallest normal value.
+pub const MIN_NORMAL_BYTE: u8 = 0x08;
+
 /// The smallest positive value, 2⁻⁹: every finite value is a multiple of it.
 pub const MIN_POSITIVE: f32 = 1.0 / 512.0;
 

@@ -2,8 +2,14 @@
 //! a product of two operands transformed alike. Source: numerics §0, §6.
 
 use crate::matrix::Matrix;
-use crate::{BLOCK, Error, Result};
+use crate::{BLOCK, Error, Precision, Result};
 use half::bf16;
+
+/// What the sums are multiplied by: 1/√16.
+pub const FACTOR: f32 = 0.25;
+
+/// The type of a transformed matrix.
+pub const PRECISION: Precision = Precision::Bf16;
 
 /// Which elements of a group change sign before the transform: bit `i` set means element `i` is negated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,7 +44,7 @@ pub fn transform(mut v: [f32; BLOCK], signs: Signs) -> [f32; BLOCK] {
             (v[i], v[i + distance]) = (a + b, a - b);
         }
     }
-    v.map(|x| bf16::from_f32(x * 0.25).to_f32())
+    v.map(|x| PRECISION.round(x * FACTOR))
 }
 
 /// Transforms every group of 16 along a matrix's rows, whose length must be a multiple of 16. The result is a bf16 matrix.

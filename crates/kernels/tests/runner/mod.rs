@@ -29,8 +29,7 @@ impl Fill {
 
     fn value(self, i: usize, row: usize) -> f32 {
         let [a, b, c, d] = philox4x32([i as u32, (i >> 32) as u32, 0, self as u32], [7, 11]);
-        let unit = |w: u32| (f64::from(w) + 0.5) / 4294967296.0;
-        let normal = ((-2.0 * unit(a).ln()).sqrt() * (std::f64::consts::TAU * unit(b)).cos()) as f32;
+        let normal = normal(a, b);
         let sign = if d & 1 == 0 { 1.0 } else { -1.0 };
         match self {
             Fill::Normal => normal,
@@ -57,6 +56,12 @@ impl Fill {
             Fill::Zero => 0.0 * sign,
         }
     }
+}
+
+/// A standard normal value from two random words (Box–Muller).
+pub fn normal(a: u32, b: u32) -> f32 {
+    let unit = |w: u32| (f64::from(w) + 0.5) / 4294967296.0;
+    ((-2.0 * unit(a).ln()).sqrt() * (std::f64::consts::TAU * unit(b)).cos()) as f32
 }
 
 /// What to run.

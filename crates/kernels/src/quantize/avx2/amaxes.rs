@@ -4,8 +4,8 @@ use super::target::Target;
 use super::{Job, PANEL, column};
 use crate::amax::{self, Wanted};
 use crate::{Implementation, Result};
-use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode, Precision};
+use nvfp4_spec::hadamard::{FACTOR, PRECISION, Signs};
+use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode};
 use rayon::prelude::*;
 
 impl<T: Element> Job<'_, T> {
@@ -71,7 +71,7 @@ impl<T: Element> Job<'_, T> {
             let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
             return nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge());
         }
-        let values = (0..cols).map(|c| Precision::Bf16.round(0.25 * maxima[column::maximum_of::<T>(c)]));
+        let values = (0..cols).map(|c| PRECISION.round(FACTOR * maxima[column::maximum_of::<T>(c)]));
         Ok(match mode.global {
             GlobalScale::PerRow => values.collect(),
             GlobalScale::PerTensor => vec![values.fold(0.0, f32::max)],

@@ -7,9 +7,10 @@ use super::encode::{self, KEEP, e4m3_bytes, store_bytes, values_of};
 use super::four_over_six::{self, Tiles};
 use crate::avx2::{Avx2, abs, infinity_bits, largest_of_eight, load, max, philox, value_of, zero};
 use nvfp4_spec::block::{self, Rows, Scaling};
+use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{BLOCK, Edge, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, e2m1};
+use nvfp4_spec::{BLOCK, Edge, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, e2m1, e4m3};
 use std::arch::x86_64::*;
 
 /// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix are zeros.
@@ -57,7 +58,7 @@ pub(super) struct Worker {
     table: Table,
     /// Bits of the tiles' largest magnitudes.
     magnitudes: Vec<u32>,
-    pub(super) scales: Vec<u8>,
+    scales: Vec<u8>,
     random: Vec<[u8; BLOCK]>,
     /// Tiles that the rules decide.
     undecided: Vec<usize>,
@@ -108,7 +109,7 @@ impl Worker {
             }
         }
         let keep = mode.profile.code_edge(mode.edge) == Edge::Kernel;
-        let divide = matches!(mode.profile, Profile::ModelOpt | Profile::LlmCompressor);
+        let divide = matches!(scaling.factor(e4m3::MAX_BYTE), Factor::Divide(_));
         for r in 0..band.height {
             let codes = &mut out.codes[r * out.code_stride..][..band.blocks * BLOCK / 2];
             out.scales[r * out.scale_stride..][..band.blocks].copy_from_slice(&self.scales[..band.blocks]);

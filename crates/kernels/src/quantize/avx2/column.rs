@@ -2,7 +2,7 @@
 
 use crate::avx2::{Block, load, store, widen, zero};
 use half::bf16;
-use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::hadamard::{FACTOR, Signs};
 use nvfp4_spec::{BLOCK, Element, Precision};
 use std::arch::x86_64::*;
 
@@ -54,7 +54,7 @@ pub(super) fn transpose_hadamard<T: Element>(x: &Piece<'_, T>, signs: Signs, pit
     x.for_each_square(|r, c, square, stride| {
         let left = hadamard::<T, 0>(square, stride, &flips);
         let right = hadamard::<T, 1>(square, stride, &flips);
-        let quarter = _mm256_set1_ps(0.25);
+        let quarter = _mm256_set1_ps(FACTOR);
         let mut unordered = _mm256_setzero_ps();
         for j in 0..BLOCK {
             let (a, b) = (_mm256_mul_ps(left[j], quarter), _mm256_mul_ps(right[j], quarter));

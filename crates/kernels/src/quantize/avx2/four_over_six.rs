@@ -33,7 +33,7 @@
 use super::encode::e4m3_bytes;
 use crate::avx2::{abs, load, widen};
 use nvfp4_spec::scale::Global;
-use nvfp4_spec::{BLOCK, Element, ErrorPath};
+use nvfp4_spec::{BLOCK, Element, ErrorPath, e4m3};
 use std::arch::x86_64::*;
 
 /// Eight neighbouring tiles of a band: `height` rows, `stride` elements apart, tile `j` at element `16·j`. `count` of them
@@ -80,7 +80,7 @@ pub(super) fn choose<T: Element, const MAE: bool>(
         // Twin of `scale::inverse_scale`; what it guards against is outside the range that is filtered.
         let inv = _mm256_div_ps(_mm256_set1_ps(1.0), _mm256_mul_ps(value, _mm256_set1_ps(global.decode)));
         let f = _mm256_mul_ps(value, _mm256_set1_ps(unit));
-        let normal = _mm256_cmpgt_epi32(scales[c], _mm256_set1_epi32(7));
+        let normal = _mm256_cmpgt_epi32(scales[c], _mm256_set1_epi32(i32::from(e4m3::MIN_NORMAL_BYTE) - 1));
         let within = _mm256_and_ps(
             _mm256_cmp_ps::<_CMP_GE_OQ>(f, _mm256_set1_ps(RANGE[0])),
             _mm256_cmp_ps::<_CMP_LE_OQ>(f, _mm256_set1_ps(RANGE[1])),

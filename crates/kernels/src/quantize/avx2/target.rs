@@ -7,10 +7,11 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1};
 
-/// The amaxes of a direction: known, or to be found row by row on the way.
-enum Known<'a> {
-    Values(Vec<f32>),
-    OnTheWay(&'a mut [f32]),
+/// The amaxes of a direction.
+enum Amaxes<'a> {
+    Known(Vec<f32>),
+    /// To be found, beforehand or row by row on the way, and left here.
+    Wanted(&'a mut [f32]),
 }
 
 /// A direction's settings, its amaxes and its buffers, scales in linear layout.
@@ -22,8 +23,7 @@ pub(super) struct Target<'a> {
     rows: usize,
     blocks: usize,
     bytes: usize,
-    amax: Known<'a>,
-    amax_out: Option<&'a mut [f32]>,
+    amax: Amaxes<'a>,
     codes: &'a mut [u8],
     scales: &'a mut [u8],
     /// Linear scales on their way to the swizzled ones in `scales`.
@@ -32,9 +32,9 @@ pub(super) struct Target<'a> {
 
 impl<'a> Target<'a> {
     pub fn new(token: Avx2, d: Direction<'a>, rows: usize, cols: usize) -> Self {
-        let (amax, amax_out) = match d.amax {
-            Amax::Given(amax) => (Known::Values(amax.to_vec()), None),
-            Amax::Compute(out) => (Known::Values(Vec::new()), Some(out)),
+        let amax = match d.amax {
+            Amax::Given(amax) => Amaxes::Known(amax.to_vec()),
+            Amax::Compute(out) => Amaxes::Wanted(out),
         };
         let blocks = cols.div_ceil(BLOCK);
         let linear = (d.layout == Layout::Swizzled).then(|| vec![0; rows * blocks]);
@@ -47,7 +47,6 @@ impl<'a> Target<'a> {
             blocks,
             bytes: e2m1::packed_len(cols),
             amax,
-            amax_out,
             codes: d.codes,
             scales: d.scales,
             linear,
@@ -55,24 +54,21 @@ impl<'a> Target<'a> {
     }
 
     pub fn wants_amax(&self) -> bool {
-        self.amax_out.is_some()
+        matches!(self.amax, Amaxes::Wanted(_))
     }
 
     pub fn set_amax(&mut self, values: Vec<f32>) {
-        if let Some(out) = self.amax_out.take() {
+        if let Amaxes::Wanted(out) = &mut self.amax {
             out.copy_from_slice(&values);
         }
-        self.amax = Known::Values(values);
+        self.amax = Amaxes::Known(values);
     }
 
     /// The row direction in pieces of `height` rows.
     pub fn split(&mut self, height: usize, panels: usize) -> (Option<RowContext<'_>>, Vec<Option<RowPart<'_>>>) {
-        if let Some(out) = self.amax_out.take() {
-            self.amax = Known::OnTheWay(out);
-        }
         let (amax, mut on_the_way) = match &mut self.amax {
-            Known::Values(values) => (&values[..], None),
-            Known::OnTheWay(out) => (&[][..], Some(out.chunks_mut(height))),
+            Amaxes::Known(values) => (&values[..], None),
+            Amaxes::Wanted(out) => (&[][..], Some(out.chunks_mut(height))),
         };
         let scales = self.linear.as_deref_mut().unwrap_or(self.scales);
         let mut codes = self.codes.chunks_mut(height * self.bytes);
@@ -93,7 +89,7 @@ impl<'a> Target<'a> {
 
     /// The column direction, written to from all panels.
     pub fn scatter(&mut self) -> ColContext<'_> {
-        let Known::Values(amax) = &self.amax else { unreachable!("column amaxes are found beforehand") };
+        let Amaxes::Known(amax) = &self.amax else { unreachable!("column amaxes are found beforehand") };
         ColContext {
             mode: self.mode,
             rounding: self.rounding,
@@ -112,12 +108,14 @@ impl<'a> Target<'a> {
     }
 }
 
+/// What all panels need to know of the row direction.
 pub(super) struct RowContext<'a> {
     pub mode: Mode,
     pub rounding: Rounding<Random<'a>>,
     pub amax: &'a [f32],
 }
 
+/// The rows of the row direction that one panel writes.
 pub(super) struct RowPart<'a> {
     pub codes: &'a mut [u8],
     pub scales: &'a mut [u8],
@@ -140,6 +138,7 @@ impl RowPart<'_> {
     }
 }
 
+/// What all panels need of the column direction, whose buffers they share.
 pub(super) struct ColContext<'a> {
     pub mode: Mode,
     pub rounding: Rounding<Random<'a>>,
