@@ -2,6 +2,8 @@
 
 #[cfg(target_arch = "x86_64")]
 use crate::avx2::Avx2;
+#[cfg(feature = "cuda")]
+use crate::cuda::Device;
 use std::fmt;
 use std::str::FromStr;
 
@@ -14,16 +16,26 @@ pub enum Implementation {
     /// AVX2, FMA and F16C, on all threads of the current rayon pool.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
+    /// A GPU. Operations on host slices copy there and back.
+    #[cfg(feature = "cuda")]
+    Cuda(Device),
 }
 
 impl Implementation {
-    /// The fastest implementation that this machine can run.
+    /// The fastest implementation that works where host slices lie: on the CPU.
     pub fn best() -> Self {
-        Self::available().pop().expect("the scalar implementation is always available")
+        Self::on_cpu().pop().expect("the scalar implementation is always available")
     }
 
-    /// Every implementation that this machine can run, the plainest first.
+    /// Every implementation that this machine can run, the plainest first; the first GPU, if there is one, comes last.
     pub fn available() -> Vec<Self> {
+        let all = Self::on_cpu();
+        #[cfg(feature = "cuda")]
+        let all = all.into_iter().chain(Device::open(0).ok().map(Implementation::Cuda)).collect();
+        all
+    }
+
+    fn on_cpu() -> Vec<Self> {
         let mut all = vec![Implementation::Scalar];
         #[cfg(target_arch = "x86_64")]
         all.extend(Avx2::detect().map(Implementation::Avx2));
@@ -37,6 +49,8 @@ impl fmt::Display for Implementation {
             Implementation::Scalar => "scalar",
             #[cfg(target_arch = "x86_64")]
             Implementation::Avx2(_) => "avx2",
+            #[cfg(feature = "cuda")]
+            Implementation::Cuda(_) => "cuda",
         })
     }
 }
@@ -45,9 +59,45 @@ impl FromStr for Implementation {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        Self::available().into_iter().find(|i| i.to_string() == name).ok_or_else(|| {
+        if name == "cuda" {
+            return cuda();
+        }
+        Self::on_cpu().into_iter().find(|i| i.to_string() == name).ok_or_else(|| {
             let names: Vec<String> = Self::available().iter().map(Self::to_string).collect();
             format!("this machine and build cannot run '{name}'; available: {}", names.join(", "))
         })
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn cuda() -> Result<Implementation, String> {
+    Device::open(0).map(Implementation::Cuda).map_err(|reason| format!("this machine cannot run 'cuda': {reason}"))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda() -> Result<Implementation, String> {
+    Err("this build cannot run 'cuda': build it with the feature `cuda`".to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_available_implementation_is_found_by_its_name() {
+        for implementation in Implementation::available() {
+            assert_eq!(implementation.to_string().parse(), Ok(implementation));
+        }
+        assert!(Implementation::on_cpu().contains(&Implementation::best()));
+    }
+
+    #[test]
+    fn a_missing_implementation_says_why() {
+        let unknown = "abacus".parse::<Implementation>().unwrap_err();
+        assert!(unknown.starts_with("this machine and build cannot run 'abacus'; available: scalar"), "{unknown}");
+        if let Err(reason) = "cuda".parse::<Implementation>() {
+            let which = if cfg!(feature = "cuda") { "this machine" } else { "this build" };
+            assert!(reason.starts_with(&format!("{which} cannot run 'cuda': ")), "{reason}");
+        }
     }
 }

@@ -1,8 +1,9 @@
 //! Borrowed matrices of the three element types.
 
+use crate::Result;
 use half::{bf16, f16};
 use nvfp4_spec::matrix::Matrix;
-use nvfp4_spec::{Element, Error, Precision, Result, area};
+use nvfp4_spec::{Element, Error, Precision, area};
 
 pub(crate) use nvfp4_spec::check_len;
 
@@ -92,7 +93,8 @@ impl<'a> Input<'a> {
                 what: "row stride (at least the number of columns)",
                 expected: cols,
                 got: stride,
-            });
+            }
+            .into());
         }
         let needed = match rows {
             0 => 0,
@@ -102,7 +104,7 @@ impl<'a> Input<'a> {
                 .ok_or(Error::TooLarge { rows, cols })?,
         };
         if values.len() < needed {
-            return Err(Error::Length { what: "input (at least)", expected: needed, got: values.len() });
+            return Err(Error::Length { what: "input (at least)", expected: needed, got: values.len() }.into());
         }
         Ok(Input { values, rows, cols, stride })
     }

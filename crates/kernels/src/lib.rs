@@ -7,7 +7,10 @@
 pub mod amax;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod dequantize;
+mod error;
 pub mod gemm;
 pub mod gguf;
 mod implementation;
@@ -17,6 +20,6 @@ pub mod swizzle;
 
 #[cfg(target_arch = "x86_64")]
 pub use avx2::Avx2;
+pub use error::{Error, Result};
 pub use implementation::Implementation;
 pub use input::{Input, Values};
-pub use nvfp4_spec::{Error, Result};

@@ -7,7 +7,7 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{Bound, Edge, GlobalScale, Mode, Rounding, Tile};
+use nvfp4_spec::{Bound, Edge, Error as Rule, GlobalScale, Mode, Rounding, Tile};
 
 fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
     result.unwrap_err().to_string()
@@ -75,7 +75,7 @@ fn a_negative_amax_is_refused_before_anything_is_written() {
     let mut columns = [1.0; 32];
     columns[30] = f32::NEG_INFINITY;
     let negative = refused([&[1.0; 4], &columns], nearest, per_row);
-    assert_eq!(negative, Error::NegativeAmax { index: 30, value: f32::NEG_INFINITY });
+    assert_eq!(negative, Error::Rule(Rule::NegativeAmax { index: 30, value: f32::NEG_INFINITY }));
 }
 
 #[test]
@@ -86,14 +86,14 @@ fn random_bytes_of_another_length_are_refused_before_anything_is_written() {
         [([bytes(127), bytes(512)], 128, 127), ([bytes(128), bytes(513)], 512, 513), ([bytes(0), bytes(512)], 128, 0)]
     {
         let error = refused([&[1.0], &[1.0]], rounding, Mode::default());
-        assert_eq!(error, Error::Length { what: "random bytes (16 per block)", expected, got });
+        assert_eq!(error, Error::Rule(Rule::Length { what: "random bytes (16 per block)", expected, got }));
     }
 }
 
 #[test]
 fn quantize_refuses_meaningless_modes() {
     let mode = Mode { tile: Tile::Square16, global: GlobalScale::PerRow, ..Mode::default() };
-    assert!(matches!(quantize_into(64, 8, 4, mode, Layout::Linear), Err(Error::Combination(_))));
+    assert!(matches!(quantize_into(64, 8, 4, mode, Layout::Linear), Err(Error::Rule(Rule::Combination(_)))));
 }
 
 #[test]
@@ -173,7 +173,7 @@ fn dequantize_checks_both_sides() {
         assert_eq!(message(run(View { scales: &[0], ..VIEW }, 32)), "scales: expected length 2, got 1");
         assert_eq!(message(run(View { stored: &[], ..VIEW }, 32)), "global scale: expected length 1, got 0");
         let huge = View { rows: usize::MAX, ..VIEW };
-        assert!(matches!(run(huge, 32), Err(Error::TooLarge { .. })));
+        assert!(matches!(run(huge, 32), Err(Error::Rule(Rule::TooLarge { .. }))));
     }
 }
 

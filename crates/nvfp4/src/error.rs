@@ -13,6 +13,11 @@ pub enum Error {
     #[error(transparent)]
     Rule(#[from] nvfp4_spec::Error),
 
+    /// The GPU, its driver or its compiler.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] nvfp4_kernels::cuda::Error),
+
     /// A shape does not fit the values it is given for.
     #[error("the shape {shape:?} with strides {strides:?} needs {needed} elements, got {got}")]
     Shape {
@@ -185,4 +190,14 @@ pub enum Error {
         /// What was expected; it names the tensor.
         reason: String,
     },
+}
+
+impl From<nvfp4_kernels::Error> for Error {
+    fn from(error: nvfp4_kernels::Error) -> Self {
+        match error {
+            nvfp4_kernels::Error::Rule(error) => Error::Rule(error),
+            #[cfg(feature = "cuda")]
+            nvfp4_kernels::Error::Cuda(error) => Error::Cuda(error),
+        }
+    }
 }

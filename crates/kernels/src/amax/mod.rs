@@ -31,6 +31,8 @@ pub fn amax(implementation: Implementation, x: &Input<'_>, edge: Edge, wanted: W
         Implementation::Scalar => scalar(x, edge, wanted),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::amax(token, x, edge, wanted),
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(_device) => todo!("cuda"),
     }
     Ok(())
 }

@@ -4,9 +4,9 @@
 mod avx2;
 
 use crate::input::check_len;
-use crate::{Error, Implementation, Result};
-use nvfp4_spec::Element;
+use crate::{Implementation, Result};
 use nvfp4_spec::matrix::{self, View};
+use nvfp4_spec::{Element, Error};
 
 /// Decodes a quantized matrix with linear scales into a contiguous row-major one.
 pub fn dequantize<T: Element>(implementation: Implementation, q: &View<'_>, out: &mut [T]) -> Result<()> {
@@ -17,6 +17,8 @@ pub fn dequantize<T: Element>(implementation: Implementation, q: &View<'_>, out:
         Implementation::Scalar => out.copy_from_slice(&matrix::dequantize(q)?),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::dequantize(token, q, out),
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(_device) => todo!("cuda"),
     }
     Ok(())
 }

@@ -1,10 +1,10 @@
 //! Products of quantized matrices. **Exact** on the CPU.
 
 use crate::input::check_len;
-use crate::{Error, Implementation, Result};
-use nvfp4_spec::Element;
+use crate::{Implementation, Result};
 use nvfp4_spec::gemm as spec;
 use nvfp4_spec::matrix::View;
+use nvfp4_spec::{Element, Error};
 
 pub use spec::{Accumulate, Epilogue, Product};
 
@@ -22,6 +22,8 @@ pub fn gemm<T: Element>(
         Implementation::Scalar => out.copy_from_slice(&spec::gemm(a, b, product)?),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(_) => out.copy_from_slice(&spec::gemm(a, b, product)?),
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(_) => return gemm(Implementation::best(), a, b, product, out),
     }
     Ok(())
 }

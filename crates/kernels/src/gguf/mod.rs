@@ -22,6 +22,8 @@ pub fn pack(
         Implementation::Scalar => packed.copy_from_slice(&spec::pack(codes, scales, rows, cols)?),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::pack(token, codes, scales, packed),
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(_) => return pack(Implementation::best(), codes, scales, rows, cols, packed),
     }
     Ok(())
 }
@@ -46,6 +48,8 @@ pub fn unpack(
         }
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::unpack(token, packed, codes, scales),
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(_) => return unpack(Implementation::best(), packed, rows, cols, codes, scales),
     }
     Ok(())
 }

@@ -7,10 +7,10 @@ mod avx2;
 mod scalar;
 
 use crate::input::check_len;
-use crate::{Error, Implementation, Input, Result};
+use crate::{Implementation, Input, Result};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1, swizzle};
+use nvfp4_spec::{BLOCK, Error, Mode, Rounding, e2m1, swizzle};
 
 /// How scale bytes are laid out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -26,10 +26,10 @@ impl Layout {
     /// Bytes that the scales of a quantized matrix of `rows` rows of `cols` elements take.
     pub fn scale_len(self, rows: usize, cols: usize) -> Result<usize> {
         let blocks = cols.div_ceil(BLOCK);
-        match self {
-            Layout::Linear => rows.checked_mul(blocks).ok_or(Error::TooLarge { rows, cols }),
-            Layout::Swizzled => swizzle::len(rows, blocks),
-        }
+        Ok(match self {
+            Layout::Linear => rows.checked_mul(blocks).ok_or(Error::TooLarge { rows, cols })?,
+            Layout::Swizzled => swizzle::len(rows, blocks)?,
+        })
     }
 }
 
@@ -76,7 +76,7 @@ impl Direction<'_> {
         self.mode.check(&self.rounding)?;
         if self.transform.is_some() && !cols.is_multiple_of(BLOCK) {
             let what = "the dimension that the Hadamard transform runs along";
-            return Err(Error::Multiple { what, of: BLOCK, got: cols });
+            return Err(Error::Multiple { what, of: BLOCK, got: cols }.into());
         }
         let code_len = rows.checked_mul(e2m1::packed_len(cols)).ok_or(Error::TooLarge { rows, cols })?;
         check_len("codes", code_len, self.codes.len())?;
@@ -85,7 +85,7 @@ impl Direction<'_> {
         if let Amax::Given(amax) = self.amax
             && let Some(index) = amax.iter().position(|&a| a < 0.0)
         {
-            return Err(Error::NegativeAmax { index, value: amax[index] });
+            return Err(Error::NegativeAmax { index, value: amax[index] }.into());
         }
         if let Rounding::Stochastic(Random::Bytes(bytes)) = self.rounding {
             let expected = Layout::Linear.scale_len(rows, cols)?.checked_mul(BLOCK);
@@ -113,5 +113,7 @@ pub fn quantize(
         Implementation::Scalar => scalar::quantize(x, row, col),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::quantize(token, x, row, col).map(drop),
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(_device) => todo!("cuda"),
     }
 }

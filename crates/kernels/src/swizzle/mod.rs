@@ -31,6 +31,8 @@ pub fn swizzle(
                 });
             });
         }
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(_device) => todo!("cuda"),
     }
     Ok(())
 }
@@ -58,6 +60,8 @@ pub fn unswizzle(
                 });
             });
         }
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(_device) => todo!("cuda"),
     }
     Ok(())
 }

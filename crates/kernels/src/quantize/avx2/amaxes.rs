@@ -69,7 +69,7 @@ impl<T: Element> Job<'_, T> {
         if nan && mode.amax_edge() == Edge::Reference {
             // Which maxima are NaN was not kept; the rules tell.
             let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
-            return nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge());
+            return Ok(nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge())?);
         }
         let values = (0..cols).map(|c| PRECISION.round(FACTOR * maxima[column::maximum_of::<T>(c)]));
         Ok(match mode.global {

@@ -1,0 +1,66 @@
+//! The environment variables that the GPU runtime heeds, read in one place.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Folders that the environment names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Environment {
+    /// Where compiled kernels are kept: `NVFP4_CACHE_DIR`, else `$XDG_CACHE_HOME/nvfp4`, else `$HOME/.cache/nvfp4`.
+    /// Without it they are compiled anew in every process.
+    pub cache: Option<PathBuf>,
+    /// Where NVRTC may lie if the dynamic loader does not find it, the likeliest first: the libraries of `CUDA_HOME`,
+    /// `CUDA_PATH` and `/usr/local/cuda`, then those that pip installed into `VIRTUAL_ENV`.
+    pub libraries: Vec<PathBuf>,
+}
+
+impl Environment {
+    /// The environment of this process. A GPU's is read once, when it is opened.
+    pub fn read() -> Self {
+        Self::from_lookup(|name| std::env::var_os(name))
+    }
+
+    fn from_lookup(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let path = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        // A relative folder of these two would follow the working directory; the XDG specification has it ignored.
+        let xdg = || path("XDG_CACHE_HOME").filter(|p| p.is_absolute()).map(|p| p.join("nvfp4"));
+        let home = || path("HOME").filter(|p| p.is_absolute()).map(|p| p.join(".cache/nvfp4"));
+        let cache = path("NVFP4_CACHE_DIR").or_else(xdg).or_else(home);
+
+        let toolkits = [path("CUDA_HOME"), path("CUDA_PATH"), Some(PathBuf::from("/usr/local/cuda"))];
+        let mut libraries: Vec<PathBuf> =
+            toolkits.into_iter().flatten().flat_map(|toolkit| [toolkit.join("lib64"), toolkit.join("lib")]).collect();
+        let pythons = path("VIRTUAL_ENV").and_then(|v| v.join("lib").read_dir().ok()).into_iter().flatten().flatten();
+        for python in pythons {
+            let packages = python.path().join("site-packages/nvidia");
+            libraries.extend(["cu13/lib", "cuda_nvrtc/lib"].map(|folder| packages.join(folder)));
+        }
+        Environment { cache, libraries }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cache(variables: &[(&str, &str)]) -> Option<PathBuf> {
+        Environment::from_lookup(|name| variables.iter().find(|v| v.0 == name).map(|v| v.1.into())).cache
+    }
+
+    #[test]
+    fn the_most_particular_folder_wins_and_empty_ones_do_not_count() {
+        let (own, xdg, home) = (("NVFP4_CACHE_DIR", "/own"), ("XDG_CACHE_HOME", "/xdg"), ("HOME", "/home/me"));
+        assert_eq!(cache(&[own, xdg, home]), Some("/own".into()));
+        assert_eq!(cache(&[xdg, home]), Some("/xdg/nvfp4".into()));
+        assert_eq!(cache(&[home]), Some("/home/me/.cache/nvfp4".into()));
+        assert_eq!(cache(&[("NVFP4_CACHE_DIR", ""), ("XDG_CACHE_HOME", "here"), home]), cache(&[home]));
+        assert_eq!(cache(&[]), None);
+    }
+
+    #[test]
+    fn toolkits_are_searched_in_order() {
+        let environment = Environment::from_lookup(|name| (name == "CUDA_HOME").then(|| "/opt/cuda".into()));
+        let expected = ["/opt/cuda/lib64", "/opt/cuda/lib", "/usr/local/cuda/lib64", "/usr/local/cuda/lib"];
+        assert_eq!(environment.libraries, expected.map(PathBuf::from));
+    }
+}

@@ -1,0 +1,193 @@
+//! What can go wrong on a GPU, and what to change.
+
+use cudarc::driver::sys::{self, CUresult};
+use std::ffi::CStr;
+use std::fmt;
+
+/// The result of a call to a GPU.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// A version of the driver's interface or of NVRTC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    /// Before the point.
+    pub major: u32,
+    /// After the point.
+    pub minor: u32,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// Why a call to a GPU failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Error {
+    /// The driver's library is not on this machine.
+    NoDriver,
+    /// The driver sees no GPU.
+    NoDevice,
+    /// There is no GPU of that number.
+    Ordinal {
+        /// The number asked for.
+        asked: usize,
+        /// How many GPUs there are.
+        count: usize,
+    },
+    /// The driver is older than this build, or than the compiler's output.
+    OldDriver {
+        /// The CUDA version that the driver supports.
+        found: Version,
+        /// The one that is needed.
+        needed: Version,
+    },
+    /// The GPU lacks instructions that every kernel here may use.
+    OldDevice {
+        /// Its name.
+        name: String,
+        /// Its compute capability, before the point.
+        major: u32,
+        /// Its compute capability, after the point.
+        minor: u32,
+    },
+    /// NVRTC is not on this machine.
+    NoCompiler,
+    /// NVRTC is older than this build.
+    OldCompiler {
+        /// Its version.
+        found: Version,
+        /// The one that is needed.
+        needed: Version,
+    },
+    /// NVRTC refused a kernel.
+    Compile {
+        /// Which kernel.
+        kernel: String,
+        /// What NVRTC said.
+        log: String,
+    },
+    /// The GPU has no room.
+    OutOfMemory {
+        /// How much was asked for.
+        bytes: usize,
+    },
+    /// Memory or a stream belongs to another GPU.
+    WrongDevice {
+        /// What it is.
+        what: &'static str,
+        /// The GPU that the operation runs on.
+        expected: usize,
+        /// The GPU it belongs to.
+        got: usize,
+    },
+    /// An address that is not one of GPU memory.
+    NotDeviceMemory {
+        /// What it was given for.
+        what: &'static str,
+    },
+    /// An address that a kernel cannot read from in whole vectors.
+    Misaligned {
+        /// What it was given for.
+        what: &'static str,
+        /// The address.
+        address: u64,
+        /// What it must be a multiple of.
+        need: usize,
+    },
+    /// More blocks than one launch may have.
+    GridTooLarge {
+        /// Which kernel.
+        kernel: &'static str,
+        /// The blocks in x, y and z.
+        grid: [u32; 3],
+    },
+    /// Anything else that the driver or NVRTC answers.
+    Driver {
+        /// The call that failed.
+        call: &'static str,
+        /// What it returned.
+        code: u32,
+        /// What that means.
+        text: String,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::NoDriver => f.write_str(
+                "the CUDA driver library (libcuda) was not found: install the NVIDIA driver, \
+                 or in a container start it with access to the GPU",
+            ),
+            Error::NoDevice => f.write_str(
+                "the CUDA driver sees no GPU: check `nvidia-smi` and that CUDA_VISIBLE_DEVICES does not hide it",
+            ),
+            Error::Ordinal { asked, count } => {
+                write!(f, "GPU {asked} does not exist: this machine has {count}, from 0")
+            }
+            Error::OldDriver { found, needed } => write!(
+                f,
+                "the NVIDIA driver supports CUDA {found} and CUDA {needed} is needed: update the driver, \
+                 or install an NVRTC that is no newer than it"
+            ),
+            Error::OldDevice { name, major, minor } => {
+                write!(f, "{name} has compute capability {major}.{minor}: 8.0 (Ampere) or newer is needed")
+            }
+            Error::NoCompiler => f.write_str(
+                "the CUDA run-time compiler (libnvrtc) was not found: install the CUDA toolkit, or run \
+                 `pip install nvidia-cuda-nvrtc` and add the folder of its libnvrtc.so to LD_LIBRARY_PATH",
+            ),
+            Error::OldCompiler { found, needed } => write!(
+                f,
+                "the CUDA run-time compiler (libnvrtc) found is {found} and {needed} or newer is needed: \
+                 install a newer one and put its folder first in LD_LIBRARY_PATH"
+            ),
+            Error::Compile { kernel, log } => write!(f, "NVRTC cannot compile the kernel '{kernel}':\n{}", log.trim()),
+            Error::OutOfMemory { bytes } => {
+                write!(f, "the GPU has no {bytes} bytes of free memory: free some, or work on smaller pieces")
+            }
+            Error::WrongDevice { what, expected, got } => {
+                write!(f, "{what}: expected GPU {expected}, got GPU {got}: move it there first")
+            }
+            Error::NotDeviceMemory { what } => {
+                write!(f, "{what}: expected the address of GPU memory: copy it to the GPU first")
+            }
+            Error::Misaligned { what, address, need } => {
+                write!(f, "{what}: expected an address that is a multiple of {need}, got {address:#x}")
+            }
+            Error::GridTooLarge { kernel, grid: [x, y, z] } => write!(
+                f,
+                "the kernel '{kernel}' cannot run {x} × {y} × {z} blocks (at most 2147483647 × 65535 × 65535): \
+                 split the matrix"
+            ),
+            Error::Driver { call, code, text } => write!(f, "{call} failed with code {code}: {text}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// What a driver call returned, as a result.
+pub(super) fn check(call: &'static str, code: CUresult) -> Result<()> {
+    match code {
+        CUresult::CUDA_SUCCESS => Ok(()),
+        CUresult::CUDA_ERROR_STUB_LIBRARY => Err(Error::NoDriver),
+        CUresult::CUDA_ERROR_NO_DEVICE => Err(Error::NoDevice),
+        _ => Err(Error::Driver { call, code: code as u32, text: describe(code) }),
+    }
+}
+
+/// The driver's own words for a code.
+fn describe(code: CUresult) -> String {
+    let mut text = std::ptr::null();
+    // SAFETY: the code came from the driver, so the library is loaded; it writes one pointer.
+    let known = unsafe { sys::cuGetErrorString(code, &mut text) } == CUresult::CUDA_SUCCESS && !text.is_null();
+    match known {
+        // SAFETY: on success the driver gives a static string that ends in NUL.
+        true => format!("{} ({code:?})", unsafe { CStr::from_ptr(text) }.to_string_lossy()),
+        false => format!("{code:?}"),
+    }
+}

@@ -1,0 +1,200 @@
+//! Kernels: compiled once, loaded once, launched often.
+
+use super::compile::{Source, compile_cached, compiler_version};
+use super::device::Device;
+use super::error::{Error, Result, check};
+use super::lock;
+use super::stream::Stream;
+use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule, CUresult};
+use std::collections::HashMap;
+use std::ffi::{CString, c_int, c_void};
+use std::sync::{Arc, Mutex};
+use std::{fmt, ptr};
+
+/// Dynamic shared memory that a launch may use without asking for more.
+const SHARED_BY_DEFAULT: u32 = 48 * 1024;
+
+/// A function on a GPU. It stays loaded for as long as the process lives.
+#[derive(Clone, Copy)]
+pub struct Kernel(&'static Loaded);
+
+struct Loaded {
+    device: Device,
+    name: &'static str,
+    function: CUfunction,
+    /// The most dynamic shared memory that was asked for.
+    shared: Mutex<u32>,
+}
+
+// SAFETY: the function is a handle that the driver lets any thread use, several at once.
+unsafe impl Send for Loaded {}
+// SAFETY: as above.
+unsafe impl Sync for Loaded {}
+
+/// The modules loaded on a GPU, by their text. The outer lock is held for a look-up, an inner one while its text is
+/// compiled: threads that ask for the same text wait for one compilation, others do not wait.
+#[derive(Default)]
+pub(super) struct Modules(Mutex<HashMap<String, Arc<Mutex<Option<Module>>>>>);
+
+struct Module {
+    raw: CUmodule,
+    functions: HashMap<String, Kernel>,
+}
+
+// SAFETY: the module is a handle that the driver lets any thread use; the mutex around it lets one at a time.
+unsafe impl Send for Module {}
+
+impl Device {
+    /// The function `function` (declared `extern "C"`) of the kernel text `text`, which messages call `name`.
+    ///
+    /// Compiled and loaded if it is new to this process; a failure is not remembered. A look-up hashes the whole text, so
+    /// keep the result where it is launched often.
+    pub fn kernel(self, name: &'static str, function: &str, text: &str) -> Result<Kernel> {
+        let entry = {
+            let mut modules = lock(&self.0.modules.0);
+            match modules.get(text) {
+                Some(entry) => entry.clone(),
+                None => modules.entry(text.to_string()).or_default().clone(),
+            }
+        };
+        let mut entry = lock(&entry);
+        let module = match &mut *entry {
+            Some(module) => module,
+            empty => empty.insert(Module::load(self, Source { name, text: text.to_string() })?),
+        };
+        if let Some(&kernel) = module.functions.get(function) {
+            return Ok(kernel);
+        }
+        let kernel = module.function(self, name, function)?;
+        module.functions.insert(function.to_string(), kernel);
+        Ok(kernel)
+    }
+}
+
+impl Module {
+    fn load(device: Device, source: Source) -> Result<Module> {
+        let driver = device.driver();
+        let mut image = compile_cached(&device.0.cache, &source, device.capability(), driver)?;
+        // PTX is text that must end in NUL. NVRTC's does; one more does no harm.
+        image.push(0);
+        let _current = device.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: a context is current, the image is whole, and the driver copies it.
+        let code = unsafe { sys::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
+        let compiler = compiler_version()?;
+        let unknown = [CUresult::CUDA_ERROR_INVALID_IMAGE, CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU];
+        if code == CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION || unknown.contains(&code) && compiler > driver {
+            return Err(Error::OldDriver { found: driver, needed: compiler });
+        }
+        check("cuModuleLoadData", code)?;
+        Ok(Module { raw, functions: HashMap::new() })
+    }
+
+    fn function(&self, device: Device, name: &'static str, function: &str) -> Result<Kernel> {
+        let missing = || Error::Compile { kernel: name.to_string(), log: format!("it has no function '{function}'") };
+        let symbol = CString::new(function).map_err(|_| missing())?;
+        let _current = device.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the module is loaded, and the name ends in NUL; the driver writes one handle.
+        match unsafe { sys::cuModuleGetFunction(&mut raw, self.raw, symbol.as_ptr()) } {
+            CUresult::CUDA_ERROR_NOT_FOUND => return Err(missing()),
+            code => check("cuModuleGetFunction", code)?,
+        }
+        let loaded = Loaded { device, name, function: raw, shared: Mutex::new(SHARED_BY_DEFAULT) };
+        Ok(Kernel(Box::leak(Box::new(loaded))))
+    }
+}
+
+impl Kernel {
+    /// Runs `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory each. Does not wait. A grid
+    /// with a zero in it runs nothing.
+    ///
+    /// # Safety
+    ///
+    /// `P` has the layout of the kernel's one parameter, every address in it is of memory on this GPU that the kernel may
+    /// use as it does, and that memory is there, and nobody else uses it against the kernel, until the run has ended.
+    pub unsafe fn launch<P: Copy>(
+        &self,
+        stream: &Stream,
+        grid: [u32; 3],
+        block: u32,
+        shared: u32,
+        params: &P,
+    ) -> Result<()> {
+        let Loaded { device, name, function, .. } = *self.0;
+        device.expect("the stream of a kernel", stream.device().ordinal())?;
+        check_grid(name, grid)?;
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        let _current = device.enter()?;
+        self.allow_shared(shared)?;
+        let ([x, y, z], stream) = (grid, stream.raw().cast());
+        let mut params: [*mut c_void; 1] = [ptr::from_ref(params).cast_mut().cast()];
+        let (params, extra) = (params.as_mut_ptr(), ptr::null_mut());
+        // SAFETY: the driver copies the parameter before it returns; the caller vouches for its layout and addresses.
+        let code = unsafe { sys::cuLaunchKernel(function, x, y, z, block, 1, 1, shared, stream, params, extra) };
+        check("cuLaunchKernel", code)
+    }
+
+    /// How many blocks of this size one multiprocessor runs at a time.
+    pub fn max_blocks_per_sm(&self, block: u32, shared: u32) -> Result<u32> {
+        let _current = self.0.device.enter()?;
+        self.allow_shared(shared)?;
+        let (function, mut blocks): (_, c_int) = (self.0.function, 0);
+        // SAFETY: the function is loaded; the driver writes one number.
+        let code = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut blocks, function, block as c_int, shared as usize)
+        };
+        check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code)?;
+        Ok(blocks as u32)
+    }
+
+    /// The GPU it is loaded on.
+    pub fn device(&self) -> Device {
+        self.0.device
+    }
+
+    /// Asks the driver to let launches have more shared memory than usual. A context must be current.
+    fn allow_shared(&self, shared: u32) -> Result<()> {
+        if shared <= SHARED_BY_DEFAULT {
+            return Ok(());
+        }
+        let mut allowed = lock(&self.0.shared);
+        if shared > *allowed {
+            let which = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is loaded; a value that the GPU does not have is refused.
+            let code = unsafe { sys::cuFuncSetAttribute(self.0.function, which, shared as c_int) };
+            check("cuFuncSetAttribute (dynamic shared memory)", code)?;
+            *allowed = shared;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernel({}, {:?})", self.0.name, self.0.device)
+    }
+}
+
+fn check_grid(kernel: &'static str, grid: [u32; 3]) -> Result<()> {
+    const MOST: [u32; 3] = [i32::MAX as u32, 65535, 65535];
+    let fits = grid.iter().zip(MOST).all(|(&blocks, most)| blocks <= most);
+    if fits { Ok(()) } else { Err(Error::GridTooLarge { kernel, grid }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_grid_may_be_long_but_not_high() {
+        for grid in [[0, 0, 0], [2147483647, 65535, 65535]] {
+            assert_eq!(check_grid("k", grid), Ok(()));
+        }
+        for grid in [[2147483648, 1, 1], [1, 65536, 1], [1, 1, 65536]] {
+            assert_eq!(check_grid("k", grid), Err(Error::GridTooLarge { kernel: "k", grid }));
+        }
+    }
+}

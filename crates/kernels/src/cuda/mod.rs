@@ -1,0 +1,35 @@
+//! What the GPU versions of the operations stand on: devices, memory, streams and kernels compiled at run time.
+//!
+//! Nothing here knows a number format. The driver and NVRTC are loaded when first needed; where they are missing, every
+//! call says so in an [`Error`], and the crate builds and runs without them.
+//!
+//! Read in this order: [`Device`], [`Stream`], [`Buffer`] and its [`Slice`]s, [`Kernel`].
+//!
+//! Each call enters its device's context and leaves the calling thread's current device as it found it, so another
+//! framework in the same process notices nothing.
+
+mod cache;
+mod compile;
+mod device;
+mod doctor;
+mod environment;
+mod error;
+mod kernel;
+mod memory;
+mod stream;
+
+pub use compile::{Source, architecture, compile, compiler_version, supported_architectures};
+pub use device::{Device, Properties};
+pub use doctor::{Cache, Report, doctor};
+pub use environment::Environment;
+pub use error::{Error, Result, Version};
+pub use kernel::Kernel;
+pub use memory::{Buffer, Plain, Slice, SliceMut};
+pub use stream::{Event, Graph, Stream};
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks; a panic elsewhere leaves these maps whole, since each insertion is one call.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
