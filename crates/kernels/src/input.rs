@@ -70,6 +70,23 @@ impl Values<'_> {
     }
 }
 
+/// Checks that `len` elements hold a matrix whose row `r` starts at element `r · stride`.
+pub(crate) fn check_strided(len: usize, rows: usize, cols: usize, stride: usize) -> Result<()> {
+    if stride < cols {
+        return Err(
+            Error::Length { what: "row stride (at least the number of columns)", expected: cols, got: stride }.into()
+        );
+    }
+    let needed = match rows {
+        0 => 0,
+        _ => (rows - 1).checked_mul(stride).and_then(|x| x.checked_add(cols)).ok_or(Error::TooLarge { rows, cols })?,
+    };
+    if len < needed {
+        return Err(Error::Length { what: "input (at least)", expected: needed, got: len }.into());
+    }
+    Ok(())
+}
+
 /// A borrowed row-major matrix whose rows may be further apart than they are long.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a> {
@@ -88,24 +105,7 @@ impl<'a> Input<'a> {
 
     /// A matrix whose row `r` starts at element `r · stride`; the last row may end the slice.
     pub fn strided(values: Values<'a>, rows: usize, cols: usize, stride: usize) -> Result<Self> {
-        if stride < cols {
-            return Err(Error::Length {
-                what: "row stride (at least the number of columns)",
-                expected: cols,
-                got: stride,
-            }
-            .into());
-        }
-        let needed = match rows {
-            0 => 0,
-            _ => (rows - 1)
-                .checked_mul(stride)
-                .and_then(|x| x.checked_add(cols))
-                .ok_or(Error::TooLarge { rows, cols })?,
-        };
-        if values.len() < needed {
-            return Err(Error::Length { what: "input (at least)", expected: needed, got: values.len() }.into());
-        }
+        check_strided(values.len(), rows, cols, stride)?;
         Ok(Input { values, rows, cols, stride })
     }
 

@@ -13,6 +13,7 @@ pub mod dequantize;
 mod error;
 pub mod gemm;
 pub mod gguf;
+pub mod hadamard;
 mod implementation;
 mod input;
 pub mod quantize;

@@ -36,7 +36,7 @@ pub enum Profile {
 const SIX_E: f32 = Bound::E448.six_e();
 
 /// The scale byte that llm-compressor writes for a block whose scale rounds to 0: 0.125.
-const LLM_COMPRESSOR_ZERO: u8 = 0x20;
+pub const LLM_COMPRESSOR_ZERO: u8 = 0x20;
 
 /// What is done to an element before it is rounded to a code: one binary32 operation.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -2,6 +2,8 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};
@@ -32,7 +34,7 @@ pub fn amax(implementation: Implementation, x: &Input<'_>, edge: Edge, wanted: W
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::amax(token, x, edge, wanted),
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_device) => todo!("cuda"),
+        Implementation::Cuda(device) => cuda::on_host(device, x, edge, wanted)?,
     }
     Ok(())
 }

@@ -29,6 +29,7 @@ pub(super) struct Inner {
     pub driver: Version,
     pub cache: DiskCache,
     pub modules: Modules,
+    portable: bool,
 }
 
 // SAFETY: the context is a handle that the driver lets any thread use; the rest is Send and Sync by itself.
@@ -70,13 +71,15 @@ impl Device {
         let device = handle(ordinal)?;
         // SAFETY: the device exists; the driver writes one handle.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) })?;
+        let environment = Environment::read();
         let inner = Inner {
             ordinal,
             context,
             properties,
             driver: driver_version()?,
-            cache: DiskCache::new(Environment::read().cache),
+            cache: DiskCache::new(environment.cache),
             modules: Modules::default(),
+            portable: environment.portable,
         };
         Ok(Device(open.entry(ordinal).or_insert(Box::leak(Box::new(inner)))))
     }
@@ -118,6 +121,11 @@ impl Device {
     /// The CUDA version that its driver supports.
     pub fn driver(self) -> Version {
         self.0.driver
+    }
+
+    /// Whether kernels for it leave its conversion instructions alone; see [`Environment::portable`].
+    pub fn portable(self) -> bool {
+        self.0.portable
     }
 
     /// Bytes of memory that are free, and that there are.

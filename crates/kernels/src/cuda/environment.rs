@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Folders that the environment names.
+/// What the environment says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
     /// Where compiled kernels are kept: `NVFP4_CACHE_DIR`, else `$XDG_CACHE_HOME/nvfp4`, else `$HOME/.cache/nvfp4`.
@@ -12,6 +12,9 @@ pub struct Environment {
     /// Where NVRTC may lie if the dynamic loader does not find it, the likeliest first: the libraries of `CUDA_HOME`,
     /// `CUDA_PATH` and `/usr/local/cuda`, then those that pip installed into `VIRTUAL_ENV`.
     pub libraries: Vec<PathBuf>,
+    /// Whether kernels do in plain arithmetic what a chip has conversion instructions for, as on chips without them:
+    /// `NVFP4_CUDA_PORTABLE`, any value but `0`. For tests; the bits are the same.
+    pub portable: bool,
 }
 
 impl Environment {
@@ -35,7 +38,8 @@ impl Environment {
             let packages = python.path().join("site-packages/nvidia");
             libraries.extend(["cu13/lib", "cuda_nvrtc/lib"].map(|folder| packages.join(folder)));
         }
-        Environment { cache, libraries }
+        let portable = variable("NVFP4_CUDA_PORTABLE").is_some_and(|value| !value.is_empty() && value != "0");
+        Environment { cache, libraries, portable }
     }
 }
 

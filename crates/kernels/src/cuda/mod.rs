@@ -14,18 +14,23 @@ mod device;
 mod doctor;
 mod environment;
 mod error;
+mod input;
 mod kernel;
 mod memory;
 mod stream;
+pub(crate) mod text;
 
 pub use compile::{Source, architecture, compile, compiler_version, supported_architectures};
 pub use device::{Device, Properties};
 pub use doctor::{Cache, Report, doctor};
 pub use environment::Environment;
 pub use error::{Error, Result, Version};
+pub(crate) use input::Uploaded;
+pub use input::{Input, Values};
 pub use kernel::Kernel;
 pub use memory::{Buffer, Plain, Slice, SliceMut};
 pub use stream::{Event, Graph, Stream};
+pub use text::{RULES, constants};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -2,6 +2,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use crate::input::check_len;
 use crate::{Implementation, Result};
@@ -18,7 +20,7 @@ pub fn dequantize<T: Element>(implementation: Implementation, q: &View<'_>, out:
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::dequantize(token, q, out),
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_device) => todo!("cuda"),
+        Implementation::Cuda(device) => cuda::on_host(device, q, out)?,
     }
     Ok(())
 }

@@ -4,6 +4,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod scalar;
 
 use crate::input::check_len;
@@ -71,29 +73,56 @@ pub struct Direction<'a> {
 }
 
 impl Direction<'_> {
-    /// Checks settings and lengths for a direction of `rows` rows of `cols` elements.
+    /// Checks settings, lengths and a given amax for a direction of `rows` rows of `cols` elements.
     fn check(&self, rows: usize, cols: usize) -> Result<()> {
-        self.mode.check(&self.rounding)?;
-        if self.transform.is_some() && !cols.is_multiple_of(BLOCK) {
-            let what = "the dimension that the Hadamard transform runs along";
-            return Err(Error::Multiple { what, of: BLOCK, got: cols }.into());
-        }
-        let code_len = rows.checked_mul(e2m1::packed_len(cols)).ok_or(Error::TooLarge { rows, cols })?;
-        check_len("codes", code_len, self.codes.len())?;
-        check_len("scales", self.layout.scale_len(rows, cols)?, self.scales.len())?;
-        check_len("amax", self.mode.global.count(rows), self.amax.len())?;
+        let random = match self.rounding {
+            Rounding::Stochastic(Random::Bytes(bytes)) => Some(bytes.len()),
+            _ => None,
+        };
+        let lens = Lens { codes: self.codes.len(), scales: self.scales.len(), amax: self.amax.len(), random };
+        check(&self.mode, &self.rounding, self.transform, self.layout, lens, (rows, cols))?;
         if let Amax::Given(amax) = self.amax
             && let Some(index) = amax.iter().position(|&a| a < 0.0)
         {
             return Err(Error::NegativeAmax { index, value: amax[index] }.into());
         }
-        if let Rounding::Stochastic(Random::Bytes(bytes)) = self.rounding {
-            let expected = Layout::Linear.scale_len(rows, cols)?.checked_mul(BLOCK);
-            let expected = expected.ok_or(Error::TooLarge { rows, cols })?;
-            check_len("random bytes (16 per block)", expected, bytes.len())?;
-        }
         Ok(())
     }
+}
+
+/// Lengths of the buffers of a direction, on the host or on a GPU.
+struct Lens {
+    codes: usize,
+    scales: usize,
+    amax: usize,
+    /// Random bytes, where the caller brings them.
+    random: Option<usize>,
+}
+
+/// Checks settings and lengths for a direction of `rows` rows of `cols` elements.
+fn check<R>(
+    mode: &Mode,
+    rounding: &Rounding<R>,
+    transform: Option<Signs>,
+    layout: Layout,
+    lens: Lens,
+    (rows, cols): (usize, usize),
+) -> Result<()> {
+    mode.check(rounding)?;
+    if transform.is_some() && !cols.is_multiple_of(BLOCK) {
+        let what = "the dimension that the Hadamard transform runs along";
+        return Err(Error::Multiple { what, of: BLOCK, got: cols }.into());
+    }
+    let code_len = rows.checked_mul(e2m1::packed_len(cols)).ok_or(Error::TooLarge { rows, cols })?;
+    check_len("codes", code_len, lens.codes)?;
+    check_len("scales", layout.scale_len(rows, cols)?, lens.scales)?;
+    check_len("amax", mode.global.count(rows), lens.amax)?;
+    if let Some(got) = lens.random {
+        let expected = Layout::Linear.scale_len(rows, cols)?.checked_mul(BLOCK);
+        let expected = expected.ok_or(Error::TooLarge { rows, cols })?;
+        check_len("random bytes (16 per block)", expected, got)?;
+    }
+    Ok(())
 }
 
 /// Quantizes `x` in the directions that are given.
@@ -114,6 +143,6 @@ pub fn quantize(
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::quantize(token, x, row, col).map(drop),
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_device) => todo!("cuda"),
+        Implementation::Cuda(device) => cuda::on_host(device, x, row, col),
     }
 }

@@ -1,5 +1,8 @@
 //! Scale bytes from row-major order to the 128 × 4 tiles of block-scaled tensor cores, and back. **Exact.**
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
+
 use crate::input::check_len;
 use crate::{Implementation, Result};
 use nvfp4_spec::swizzle::{self as spec, TILE_COLS, offset};
@@ -32,7 +35,7 @@ pub fn swizzle(
             });
         }
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_device) => todo!("cuda"),
+        Implementation::Cuda(device) => cuda::on_host(device, cuda::Way::ToTiles, scales, rows, cols, swizzled)?,
     }
     Ok(())
 }
@@ -61,7 +64,7 @@ pub fn unswizzle(
             });
         }
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_device) => todo!("cuda"),
+        Implementation::Cuda(device) => cuda::on_host(device, cuda::Way::FromTiles, swizzled, rows, cols, scales)?,
     }
     Ok(())
 }

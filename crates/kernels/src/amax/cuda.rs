@@ -1,0 +1,184 @@
+//! The largest magnitudes on a GPU; `amax.cu` says how.
+
+use crate::cuda::text::{Variants, assemble, precision};
+use crate::cuda::{self, Buffer, Device, Input, SliceMut, Stream, Uploaded};
+use crate::input::check_len;
+use crate::quantize::cuda::BLOCK_TEXT;
+use crate::{Error, Result, input};
+use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::{BLOCK, Edge, Precision};
+
+/// Which maxima to compute, any of them in one pass.
+#[derive(Debug, Default)]
+pub struct Wanted<'a> {
+    /// The maximum over everything: one value.
+    pub tensor: Option<SliceMut<'a, f32>>,
+    /// One per row.
+    pub rows: Option<SliceMut<'a, f32>>,
+    /// One per column.
+    pub cols: Option<SliceMut<'a, f32>>,
+}
+
+/// Computes the maxima that are wanted. NaN is invisible in the kernel edge and wins in the reference edge. Does not wait.
+pub fn amax(stream: &Stream, x: &Input<'_>, edge: Edge, wanted: Wanted<'_>) -> Result<()> {
+    x.check(stream.device())?;
+    run(stream, x, edge, Values::Plain, wanted)
+}
+
+/// Whose maxima.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Values {
+    /// Those of the matrix.
+    Plain,
+    /// Those of the matrix after the Hadamard transform along its rows. Not with `cols`.
+    AlongRows(Signs),
+    /// Those of the matrix after the Hadamard transform along its columns. Not with `rows`.
+    AlongColumns(Signs),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Variant {
+    precision: Precision,
+    edge: Edge,
+    function: Function,
+    tensor: bool,
+    rows: bool,
+    cols: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Function {
+    Plain,
+    AlongRows,
+    AlongColumns,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    x: u64,
+    rows: u64,
+    cols: u64,
+    stride: u64,
+    tensor: u64,
+    row: u64,
+    col: u64,
+    aligned: u32,
+    signs: u32,
+    panel: u32,
+    padding: u32,
+}
+
+/// Rows that a block of threads walks down. More rows mean fewer atomic updates per column.
+const PANEL: usize = 32;
+const PANEL_OF_COLUMNS: usize = 128;
+
+fn source(v: Variant) -> (&'static str, &'static str, String) {
+    let function = match v.function {
+        Function::Plain => "amax",
+        Function::AlongRows => "amax_hadamard_rows",
+        Function::AlongColumns => "amax_hadamard",
+    };
+    let edge = if v.edge == Edge::Kernel { "KERNEL" } else { "REFERENCE" };
+    let settings = format!(
+        "constexpr bool WHOLE = false;\nconstexpr Precision INPUT = {};\nconstexpr Edge EDGE = {edge};\n\
+         constexpr bool WANTED_TENSOR = {}, WANTED_ROWS = {}, WANTED_COLS = {};\n",
+        precision(v.precision),
+        v.tensor,
+        v.rows,
+        v.cols,
+    );
+    ("amax", function, assemble(&settings, &[BLOCK_TEXT, include_str!("amax.cu")]))
+}
+
+/// [`amax`], also after the Hadamard transform; `x` has been checked.
+pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Wanted<'_>) -> Result<()> {
+    static VARIANTS: Variants<Variant> = Variants::new();
+    let Wanted { tensor, rows, cols } = wanted;
+    let mut address = [0; 3];
+    let asked = [("tensor amax", tensor, 1), ("row amax", rows, x.rows()), ("column amax", cols, x.cols())];
+    for ((what, slice, len), address) in asked.into_iter().zip(&mut address) {
+        let Some(mut slice) = slice else { continue };
+        check_len(what, len, slice.len())?;
+        slice.check(stream.device(), what)?;
+        slice.check_aligned(4, what)?;
+        *address = slice.address();
+        stream.fill_bytes(slice.reborrow(), 0)?;
+    }
+    if x.rows() == 0 || x.cols() == 0 || address == [0; 3] {
+        return Ok(());
+    }
+    let variant = Variant {
+        precision: x.values().precision(),
+        edge,
+        function: match values {
+            Values::Plain => Function::Plain,
+            Values::AlongRows(_) => Function::AlongRows,
+            Values::AlongColumns(_) => Function::AlongColumns,
+        },
+        tensor: address[0] != 0,
+        rows: address[1] != 0,
+        cols: address[2] != 0,
+    };
+    let kernel = VARIANTS.get(stream.device(), variant, source)?;
+    let panel = if variant.cols || variant.function == Function::AlongColumns { PANEL_OF_COLUMNS } else { PANEL };
+    let size = x.values().element_size();
+    // Where rows follow each other without a gap and only the maximum of all is asked for, they are one row.
+    let one_row = variant.function == Function::Plain && !variant.rows && !variant.cols && x.stride() == x.cols();
+    let (rows, cols) = if one_row { fold(x.rows() * x.cols()) } else { (x.rows(), x.cols()) };
+    let (threads, units) = match variant.function {
+        Function::Plain => (256, cols.div_ceil(16 / size)),
+        Function::AlongRows => (256, cols.div_ceil(BLOCK)),
+        Function::AlongColumns => (128, cols.div_ceil(if size == 4 { 1 } else { 2 })),
+    };
+    let blocks = rows.div_ceil(panel).checked_mul(units.div_ceil(threads));
+    let too_large = Error::Rule(nvfp4_spec::Error::TooLarge { rows: x.rows(), cols: x.cols() });
+    let blocks = blocks.and_then(|b| u32::try_from(b).ok()).ok_or(too_large)?;
+    let params = Params {
+        x: x.values().address(),
+        rows: rows as u64,
+        cols: cols as u64,
+        stride: if one_row { cols } else { x.stride() } as u64,
+        tensor: address[0],
+        row: address[1],
+        col: address[2],
+        aligned: x.rows_aligned().into(),
+        signs: match values {
+            Values::Plain => 0,
+            Values::AlongRows(signs) | Values::AlongColumns(signs) => signs.0.into(),
+        },
+        panel: panel as u32,
+        padding: 0,
+    };
+    // SAFETY: `Params` is laid out as in amax.cu; every address was checked to be of this GPU's memory, and its length to fit.
+    unsafe { kernel.launch(stream, [blocks, 1, 1], threads as u32, 0, &params) }?;
+    Ok(())
+}
+
+/// A length as a matrix with no gaps whose rows suit the kernel: rows of 6144 elements if that divides it, else one row.
+fn fold(len: usize) -> (usize, usize) {
+    [6144, 4096, 2048].into_iter().find(|c| len.is_multiple_of(*c)).map_or((1, len), |c| (len / c, c))
+}
+
+/// The operation on memory of the host.
+pub(super) fn on_host(device: Device, x: &input::Input<'_>, edge: Edge, wanted: super::Wanted<'_>) -> Result<()> {
+    let stream = Stream::new(device)?;
+    let uploaded = Uploaded::new(&stream, x)?;
+    let room = |len: Option<usize>| len.map(|len| device.alloc::<f32>(len)).transpose();
+    let mut tensor = room(wanted.tensor.is_some().then_some(1))?;
+    let mut rows = room(wanted.rows.as_ref().map(|r| r.len()))?;
+    let mut cols = room(wanted.cols.as_ref().map(|c| c.len()))?;
+    let all = Wanted {
+        tensor: tensor.as_mut().map(Buffer::slice_mut),
+        rows: rows.as_mut().map(Buffer::slice_mut),
+        cols: cols.as_mut().map(Buffer::slice_mut),
+    };
+    amax(&stream, &uploaded.input(), edge, all)?;
+    let back = |from: Option<Buffer<f32>>, to: Option<&mut [f32]>| -> cuda::Result<()> {
+        from.zip(to).map_or(Ok(()), |(from, to)| stream.download(from.slice(), to))
+    };
+    back(tensor, wanted.tensor.map(std::slice::from_mut))?;
+    back(rows, wanted.rows)?;
+    back(cols, wanted.cols)?;
+    Ok(())
+}

@@ -1,0 +1,159 @@
+//! Borrowed matrices in the memory of a GPU.
+
+use super::device::Device;
+use super::memory::Slice;
+use super::stream::Stream;
+use super::{Buffer, Plain};
+use crate::input::{self, check_len, check_strided};
+use crate::{Result, input as host};
+use half::{bf16, f16};
+use nvfp4_spec::{Precision, area};
+
+/// Elements in the memory of a GPU.
+#[derive(Clone, Copy, Debug)]
+pub enum Values<'a> {
+    /// binary32.
+    F32(Slice<'a, f32>),
+    /// bfloat16.
+    Bf16(Slice<'a, bf16>),
+    /// binary16.
+    F16(Slice<'a, f16>),
+}
+
+impl Values<'_> {
+    /// The type of the elements.
+    pub fn precision(&self) -> Precision {
+        match self {
+            Values::F32(_) => Precision::F32,
+            Values::Bf16(_) => Precision::Bf16,
+            Values::F16(_) => Precision::F16,
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Values::F32(x) => x.len(),
+            Values::Bf16(x) => x.len(),
+            Values::F16(x) => x.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Where they begin.
+    pub fn address(&self) -> u64 {
+        match self {
+            Values::F32(x) => x.address(),
+            Values::Bf16(x) => x.address(),
+            Values::F16(x) => x.address(),
+        }
+    }
+
+    /// Bytes of an element.
+    pub(crate) fn element_size(&self) -> usize {
+        match self {
+            Values::F32(_) => 4,
+            Values::Bf16(_) | Values::F16(_) => 2,
+        }
+    }
+}
+
+/// A borrowed row-major matrix whose rows may be further apart than they are long. Twin of [`host::Input`].
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a> {
+    values: Values<'a>,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+impl<'a> Input<'a> {
+    /// A contiguous matrix: `values` has `rows · cols` elements.
+    pub fn new(values: Values<'a>, rows: usize, cols: usize) -> Result<Self> {
+        check_len("input", area(rows, cols)?, values.len())?;
+        Ok(Input { values, rows, cols, stride: cols })
+    }
+
+    /// A matrix whose row `r` starts at element `r · stride`; the last row may end the slice.
+    pub fn strided(values: Values<'a>, rows: usize, cols: usize, stride: usize) -> Result<Self> {
+        check_strided(values.len(), rows, cols, stride)?;
+        Ok(Input { values, rows, cols, stride })
+    }
+
+    /// The elements, gaps between rows included.
+    pub fn values(&self) -> Values<'a> {
+        self.values
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Distance between the starts of two rows, in elements.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// An error unless the elements are memory of `device`, aligned to their size.
+    pub(crate) fn check(&self, device: Device) -> super::Result<()> {
+        fn check<T: Plain>(x: &Slice<'_, T>, device: Device) -> super::Result<()> {
+            x.check(device, "input")?;
+            x.check_aligned(size_of::<T>(), "input")
+        }
+        match &self.values {
+            Values::F32(x) => check(x, device),
+            Values::Bf16(x) => check(x, device),
+            Values::F16(x) => check(x, device),
+        }
+    }
+
+    /// Whether every row starts at a multiple of 16 bytes.
+    pub(crate) fn rows_aligned(&self) -> bool {
+        let pitch = self.stride * self.values.element_size();
+        self.values.address().is_multiple_of(16) && (self.rows <= 1 || pitch.is_multiple_of(16))
+    }
+}
+
+/// A matrix of the host, copied to a GPU.
+pub(crate) struct Uploaded {
+    values: UploadedValues,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+enum UploadedValues {
+    F32(Buffer<f32>),
+    Bf16(Buffer<bf16>),
+    F16(Buffer<f16>),
+}
+
+impl Uploaded {
+    pub fn new(stream: &Stream, x: &host::Input<'_>) -> super::Result<Self> {
+        let values = match x.values() {
+            input::Values::F32(x) => UploadedValues::F32(stream.to_device(x)?),
+            input::Values::Bf16(x) => UploadedValues::Bf16(stream.to_device(x)?),
+            input::Values::F16(x) => UploadedValues::F16(stream.to_device(x)?),
+        };
+        Ok(Uploaded { values, rows: x.rows(), cols: x.cols(), stride: x.stride() })
+    }
+
+    pub fn input(&self) -> Input<'_> {
+        let values = match &self.values {
+            UploadedValues::F32(x) => Values::F32(x.slice()),
+            UploadedValues::Bf16(x) => Values::Bf16(x.slice()),
+            UploadedValues::F16(x) => Values::F16(x.slice()),
+        };
+        Input { values, rows: self.rows, cols: self.cols, stride: self.stride }
+    }
+}

@@ -1,0 +1,98 @@
+//! The text of a kernel: the constants of `spec`, the rules, the settings of one variant, the operation's own files.
+
+use super::device::Device;
+use super::kernel::Kernel;
+use super::{Result, lock};
+use nvfp4_spec::{Bound, Precision, e2m1, e4m3, hadamard, philox, profile, scale};
+use std::collections::HashMap;
+use std::fmt::Write;
+use std::hash::Hash;
+use std::sync::Mutex;
+
+/// The rules of `spec`, to come after [`constants`]. A C++ compiler for the host builds the same text.
+pub const RULES: &str = include_str!("rules.cuh");
+
+/// The constants that [`RULES`] uses, printed from the Rust ones.
+pub fn constants() -> String {
+    // The shortest decimal that reads back as the same binary32 number.
+    let float = |x: f32| format!("{x:e}f");
+    let mut text =
+        "#ifdef __CUDACC__\n#define TABLE static __device__ constexpr\n#else\n#define TABLE static constexpr\n\
+                    #endif\n"
+            .to_string();
+    for (name, value) in [
+        ("E4M3_MAX", e4m3::MAX),
+        ("E4M3_MIN_NORMAL", e4m3::MIN_NORMAL),
+        ("E4M3_MIN_POSITIVE", e4m3::MIN_POSITIVE),
+        ("SIXTH", scale::SIXTH),
+        ("SIX_E_448", Bound::E448.six_e()),
+        ("HADAMARD_FACTOR", hadamard::FACTOR),
+    ] {
+        writeln!(text, "[[maybe_unused]] constexpr float {name} = {};", float(value)).expect("a string takes all");
+    }
+    for (name, value) in [
+        ("E2M1_SIGN", u32::from(e2m1::SIGN)),
+        ("E4M3_NAN_BYTE", e4m3::NAN_BYTE.into()),
+        ("E4M3_MIN_NORMAL_BYTE", e4m3::MIN_NORMAL_BYTE.into()),
+        ("LLM_COMPRESSOR_ZERO", profile::LLM_COMPRESSOR_ZERO.into()),
+        ("PHILOX_ROUNDS", philox::ROUNDS as u32),
+    ] {
+        writeln!(text, "[[maybe_unused]] constexpr unsigned {name} = {value};").expect("a string takes all");
+    }
+    let join = |items: Vec<String>| items.join(", ");
+    let words = |words: [u32; 2]| join(words.iter().map(|w| format!("{w:#x}")).collect());
+    let firsts = join(e2m1::FIRSTS.iter().map(|&x| float(x)).collect());
+    writeln!(text, "TABLE float E2M1_FIRSTS[7] = {{{firsts}}};").expect("a string takes all");
+    for (name, values) in [("PHILOX_MULTIPLIERS", philox::MULTIPLIERS), ("PHILOX_KEY_STEPS", philox::KEY_STEPS)] {
+        writeln!(text, "TABLE unsigned {name}[2] = {{{}}};", words(values)).expect("a string takes all");
+    }
+    text
+}
+
+/// The name of a type of elements in kernel text.
+pub(crate) fn precision(precision: Precision) -> &'static str {
+    match precision {
+        Precision::F32 => "F32",
+        Precision::Bf16 => "BF16",
+        Precision::F16 => "F16",
+    }
+}
+
+/// A whole text: `settings` are declarations that the files rely on.
+pub(crate) fn assemble(settings: &str, files: &[&str]) -> String {
+    let mut text = constants();
+    for part in [RULES, settings].iter().chain(files) {
+        text.push_str(part);
+        text.push('\n');
+    }
+    text
+}
+
+/// The variants of an operation's kernels that were asked for, by their settings `V` and the GPU.
+pub(crate) struct Variants<V>(Mutex<Option<HashMap<(usize, V), Kernel>>>);
+
+impl<V: Copy + Eq + Hash> Variants<V> {
+    pub const fn new() -> Self {
+        Variants(Mutex::new(None))
+    }
+
+    /// The kernel of a variant; `source` gives its name, its function and its text the first time.
+    pub fn get(
+        &self,
+        device: Device,
+        variant: V,
+        source: impl FnOnce(V) -> (&'static str, &'static str, String),
+    ) -> Result<Kernel> {
+        let key = (device.ordinal(), variant);
+        if let Some(&kernel) = lock(&self.0).get_or_insert_default().get(&key) {
+            return Ok(kernel);
+        }
+        let (name, function, mut text) = source(variant);
+        if device.portable() {
+            text.insert_str(0, "#define PORTABLE\n");
+        }
+        let kernel = device.kernel(name, function, &text)?;
+        lock(&self.0).get_or_insert_default().insert(key, kernel);
+        Ok(kernel)
+    }
+}

@@ -1,0 +1,148 @@
+//! Decoding on a GPU; `dequantize.cu` says how.
+
+use crate::cuda::text::{Variants, assemble, precision};
+use crate::cuda::{Device, Plain, Slice, SliceMut, Stream};
+use crate::input::check_len;
+use crate::quantize::Layout;
+use crate::quantize::cuda::{BLOCK_TEXT, divisor};
+use crate::{Error, Result};
+use nvfp4_spec::scale::Unit;
+use nvfp4_spec::{BLOCK, Element, GlobalScale, Precision, area, e2m1, matrix};
+
+/// A borrowed quantized matrix in the memory of a GPU. Twin of [`matrix::View`].
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    /// Number of rows.
+    pub rows: usize,
+    /// Number of elements of a row.
+    pub cols: usize,
+    /// Packed codes, `rows` × `ceil(cols/2)`.
+    pub codes: Slice<'a, u8>,
+    /// Scale bytes, as laid out.
+    pub scales: Slice<'a, u8>,
+    /// How scales are laid out.
+    pub layout: Layout,
+    /// The stored 32-bit numbers: one, or one per row.
+    pub stored: Slice<'a, f32>,
+    /// What a stored number belongs to.
+    pub global: GlobalScale,
+    /// What a stored number means.
+    pub unit: Unit,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    codes: u64,
+    scales: u64,
+    stored: u64,
+    out: u64,
+    rows: u64,
+    cols: u64,
+    per_row: u32,
+    unit: u32,
+    swizzled: u32,
+    aligned: u32,
+    reciprocal: f32,
+    divisor_magic: u32,
+    divisor_shift: u32,
+    padding: u32,
+}
+
+const THREADS: usize = 256;
+/// Halves of blocks that a thread decodes.
+const PER_THREAD: usize = 4;
+
+/// Decodes into a contiguous row-major matrix. Does not wait.
+pub fn dequantize<T: Element + Plain>(stream: &Stream, q: &View<'_>, out: SliceMut<'_, T>) -> Result<()> {
+    static VARIANTS: Variants<Precision> = Variants::new();
+    let (rows, cols, device) = (q.rows, q.cols, stream.device());
+    check_len("codes", area(rows, e2m1::packed_len(cols))?, q.codes.len())?;
+    check_len("scales", q.layout.scale_len(rows, cols)?, q.scales.len())?;
+    check_len("global scale", q.global.count(rows), q.stored.len())?;
+    check_len("output", area(rows, cols)?, out.len())?;
+    q.codes.check(device, "codes")?;
+    q.scales.check(device, "scales")?;
+    q.stored.check(device, "global scale")?;
+    q.stored.check_aligned(4, "global scale")?;
+    out.check(device, "output")?;
+    out.check_aligned(size_of::<T>(), "output")?;
+    let blocks = rows.checked_mul(cols.div_ceil(BLOCK)).filter(|&b| b < 1 << 31);
+    let blocks = blocks.ok_or(Error::Rule(nvfp4_spec::Error::TooLarge { rows, cols }))?;
+    if blocks == 0 {
+        return Ok(());
+    }
+    let aligned = cols.is_multiple_of(BLOCK)
+        && q.layout == Layout::Linear
+        && q.codes.address().is_multiple_of(4)
+        && out.address().is_multiple_of(16);
+    let (mut params_rows, mut params_cols) = (rows, cols);
+    if aligned && q.global == GlobalScale::PerTensor {
+        // Rows that follow each other without a gap are one.
+        (params_rows, params_cols) = (1, rows * cols);
+    }
+    let (unit, reciprocal) = match q.unit {
+        Unit::Amax(bound) => (0, 1.0 / bound.six_e()),
+        Unit::Multiplier => (1, 0.0),
+        Unit::Divisor => (2, 0.0),
+    };
+    let (divisor_magic, divisor_shift) = divisor(cols.div_ceil(BLOCK));
+    let params = Params {
+        codes: q.codes.address(),
+        scales: q.scales.address(),
+        stored: q.stored.address(),
+        out: out.address(),
+        rows: params_rows as u64,
+        cols: params_cols as u64,
+        per_row: (q.global == GlobalScale::PerRow).into(),
+        unit,
+        swizzled: (q.layout == Layout::Swizzled).into(),
+        aligned: aligned.into(),
+        reciprocal,
+        divisor_magic,
+        divisor_shift,
+        padding: 0,
+    };
+    let kernel = VARIANTS.get(device, T::PRECISION, source)?;
+    let groups = (2 * blocks).div_ceil(THREADS * PER_THREAD) as u32;
+    // SAFETY: `Params` is laid out as in dequantize.cu; addresses and lengths were checked.
+    unsafe { kernel.launch(stream, [groups, 1, 1], THREADS as u32, 0, &params) }?;
+    Ok(())
+}
+
+fn source(output: Precision) -> (&'static str, &'static str, String) {
+    let settings = format!("constexpr bool WHOLE = false;\nconstexpr Precision OUTPUT = {};\n", precision(output));
+    ("dequantize", "dequantize", assemble(&settings, &[BLOCK_TEXT, include_str!("dequantize.cu")]))
+}
+
+/// The operation on memory of the host.
+pub(super) fn on_host<T: Element>(device: Device, q: &matrix::View<'_>, out: &mut [T]) -> Result<()> {
+    let stream = Stream::new(device)?;
+    let (codes, scales) = (stream.to_device(q.codes)?, stream.to_device(q.scales)?);
+    let stored = stream.to_device(q.stored)?;
+    let view = View {
+        rows: q.rows,
+        cols: q.cols,
+        codes: codes.slice(),
+        scales: scales.slice(),
+        layout: Layout::Linear,
+        stored: stored.slice(),
+        global: q.global,
+        unit: q.unit,
+    };
+    // Which of the three types `T` is, only its precision tells.
+    match T::PRECISION {
+        Precision::F32 => decode::<f32, T>(&stream, &view, out),
+        Precision::Bf16 => decode::<half::bf16, T>(&stream, &view, out),
+        Precision::F16 => decode::<half::f16, T>(&stream, &view, out),
+    }
+}
+
+fn decode<P: Element + Plain, T: Element>(stream: &Stream, view: &View<'_>, out: &mut [T]) -> Result<()> {
+    let mut buffer = stream.device().alloc::<P>(out.len())?;
+    dequantize(stream, view, buffer.slice_mut())?;
+    for (out, value) in out.iter_mut().zip(stream.to_host(buffer.slice())?) {
+        *out = T::from_f32(value.to_f32());
+    }
+    Ok(())
+}

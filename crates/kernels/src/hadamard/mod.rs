@@ -1,0 +1,49 @@
+//! The 16-point randomized Hadamard transform along the rows of a matrix, alone. **Exact.** Quantization has it built in
+//! ([`quantize`](crate::quantize)); this is for whoever needs the transformed values.
+
+#[cfg(feature = "cuda")]
+pub mod cuda;
+
+use crate::input::check_len;
+use crate::{Implementation, Input, Result};
+use half::bf16;
+use nvfp4_spec::hadamard::{Signs, transform};
+use nvfp4_spec::{BLOCK, Error, area};
+use rayon::prelude::*;
+
+/// Transforms every group of 16 along the rows of `x`, whose number of columns must be a multiple of 16, into a contiguous
+/// matrix of bf16. Twin of [`nvfp4_spec::hadamard::transform_matrix`].
+pub fn hadamard(implementation: Implementation, x: &Input<'_>, signs: Signs, out: &mut [bf16]) -> Result<()> {
+    check(x.rows(), x.cols(), out.len())?;
+    match implementation {
+        Implementation::Scalar => groups(x, signs, out),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2(_) => groups(x, signs, out),
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(device) => cuda::on_host(device, x, signs, out)?,
+    }
+    Ok(())
+}
+
+fn check(rows: usize, cols: usize, out: usize) -> Result<()> {
+    if !cols.is_multiple_of(BLOCK) {
+        let what = "the dimension that the Hadamard transform runs along";
+        return Err(Error::Multiple { what, of: BLOCK, got: cols }.into());
+    }
+    Ok(check_len("output", area(rows, cols)?, out)?)
+}
+
+/// The rule on all threads. The compiler turns its butterflies into vectors by itself.
+fn groups(x: &Input<'_>, signs: Signs, out: &mut [bf16]) {
+    if x.cols() == 0 {
+        return;
+    }
+    let values = x.values();
+    out.par_chunks_exact_mut(x.cols()).enumerate().for_each(|(r, row)| {
+        for (g, group) in row.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let at = r * x.stride() + g * BLOCK;
+            let transformed = transform(std::array::from_fn(|i| values.get(at + i)), signs);
+            *group = transformed.map(bf16::from_f32);
+        }
+    });
+}

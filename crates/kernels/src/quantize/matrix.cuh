@@ -1,0 +1,65 @@
+// The matrix that is quantized: where its blocks lie and how they are loaded. Read block.cuh first.
+//
+// `Row` and `Col` (the settings of the directions) and INPUT (the type of the elements) come before this text.
+
+struct Params {
+    const u8* x;
+    u64 rows, cols, stride;  // stride in elements
+    u32 divisor_magic, divisor_shift;
+    Direction row, col;
+};
+
+constexpr int SIZE = INPUT == F32 ? 4 : 2;
+
+// Elements of one block of a row; missing ones are zero.
+RULE Elements<INPUT> load(const Params& p, u64 row, u32 block, u32 width) {
+    Elements<INPUT> x;
+    const u8* from = p.x + (row * p.stride + (u64)block * BLOCK) * SIZE;
+    constexpr int VECTORS = INPUT == F32 ? 4 : 2;
+    if (WHOLE && width) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            uint4 v = ((const uint4*)from)[i];
+            x.w[4 * i] = v.x, x.w[4 * i + 1] = v.y, x.w[4 * i + 2] = v.z, x.w[4 * i + 3] = v.w;
+        }
+        return x;
+    }
+    if (WHOLE) width = 0;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) {
+        if (INPUT == F32) x.w[i] = i < width ? ((const u32*)from)[i] : 0;
+        else {
+            u32 e = i < width ? ((const u16*)from)[i] : 0;
+            x.w[i / 2] = i % 2 ? x.w[i / 2] | e << 16 : e;
+        }
+    }
+    return x;
+}
+
+// The elements that a direction quantizes, given those of the matrix along it.
+template <class S>
+RULE auto prepared(const Elements<INPUT>& x, u32 signs) {
+    if constexpr (S::TRANSFORM) {
+        float v[BLOCK];
+        unpack(x, v);
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) v[i] = from_bits(to_bits(v[i]) ^ (signs >> i & 1) << 31);
+        return transformed(v);
+    } else {
+        return x;
+    }
+}
+
+// How many elements of a block exist.
+RULE u32 width_at(u32 block, u64 cols) {
+    if (WHOLE) return BLOCK;
+    u64 left = cols - (u64)block * BLOCK;
+    return left < BLOCK ? (u32)left : BLOCK;
+}
+
+template <class S, Precision P>
+RULE void quantize_and_store(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Place& at) {
+    Result r = quantize_block<S>(x, largest, s, d, at);
+    store_codes(d, at, r.codes);
+    store_scale(d, at, r.byte);
+}
