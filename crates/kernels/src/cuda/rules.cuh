@@ -320,7 +320,8 @@ RULE float fast_error(u32 code, u32 byte, float x, const scale::Global& global) 
 }
 
 // The error of one row of a tile, summed in element order.
-RARE float row_error(const float x[BLOCK], u32 byte, const scale::Global& global, Metric metric, ErrorPath path, Edge edge) {
+// By value, so that callers keep their copies in registers.
+RARE float row_error(const float x[BLOCK], u32 byte, scale::Global global, Metric metric, ErrorPath path, Edge edge) {
     float inverse = scale::inverse_scale(byte, global, edge), sum = 0.0f;
     for (int i = 0; i < BLOCK; i++) {
         u32 code = e2m1::encode(x[i] * inverse, edge);

@@ -4,7 +4,7 @@
 // scaled element at most 6.5. All other blocks go by the rules themselves.
 //
 // Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE), S::SQUARE, S::STOCHASTIC,
-// S::TRANSFORM, S::EDGE, S::PROFILE. WHOLE says that all blocks are whole, rows of elements aligned to 16 bytes, rows of codes
+// S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call), S::EDGE, S::PROFILE. WHOLE says that all blocks are whole, rows of elements aligned to 16 bytes, rows of codes
 // to 8, and scales linear. All come before this text.
 
 // Elements of a block as they lie in memory, two of the 16-bit types to a word.
@@ -117,30 +117,33 @@ constexpr Metric METRIC = S::RULE_OF == FOUR_OVER_SIX_MSE ? MSE : MAE;
 struct Scaling {
     scale::Global global;
     float multiplier;  // of the rule "six"
-    float unit;        // what a scale's value is multiplied by to get a code's unit in the error of 4over6
-    bool within;       // whether that unit is in the filter's range for every normal scale
+    bool regular;      // whether the decode scale is so far from underflow and overflow that nothing below comes near them
 };
 
 template <class S>
 RULE Scaling scaling_of(float amax, const Direction& d) {
     scale::Global global = scale::global(amax, d.six_e, S::EDGE);
-    float unit = d.error == STRICT ? amax * (1.0f / d.six_e) : global.decode;
-    return {global, global.encode * SIXTH, unit, unit >= 0x1p-44f && unit <= 0x1p41f};
+    bool regular = global.decode >= 0x1p-44f && global.decode <= 0x1p41f;
+    // 4over6 also multiplies by the amax itself, which a decode scale of 1 may not tell: it stands for 0 and infinity too.
+    if (S::RULE_OF != SIX) regular = regular && amax > 0.0f && amax <= FLOAT_MAX;
+    return {global, global.encode * SIXTH, PLAIN<S> && regular};
 }
 
-// A block's scale byte, and what elements are multiplied by where the block is ordinary.
-struct Scaled {
-    u32 byte;
-    float inverse;
-    bool ordinary;
-};
-
+// A block is ordinary if its scaling is regular and its largest scaled element at most this.
 constexpr float ORDINARY_LIMIT = 6.5f;
 
-// Twin of scale::inverse_scale. A scale of 0 gives infinity, which only zeros and blocks that are not ordinary see.
-RULE float inverse_of(u32 byte, const Scaling& s) {
-    return min_with_max(1.0f / (from_bits(byte << 20) * 0x1p120f * s.global.decode), KERNEL);
+RULE float scale_value(u32 byte) { return from_bits(byte << 20) * 0x1p120f; }
+
+// 1/x to nearest, for x within 2^±100: the hardware's approximation and one step of Newton's method, which is what a division
+// compiles to beside its checks. Zero gives NaN.
+RULE float reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
 }
+
+// Twin of scale::inverse_scale where the scaling is regular. A scale of 0 gives FLOAT_MAX.
+RULE float inverse_of(float value, const Scaling& s) { return fminf(reciprocal(value * s.global.decode), FLOAT_MAX); }
 
 // What counts in an amax of a block with a NaN.
 template <class S>
@@ -159,16 +162,18 @@ RARE float amax_beside_nan(const float x[BLOCK]) {
 constexpr float MAGIC = 12582912.0f;
 constexpr u32 MAGIC_BITS = 0x4B400000;
 
-// The code of 0 ≤ y ≤ 6.5 in the low bits of MAGIC + code. Codes are min(2y, y + 2, y/2 + 4), rounded to nearest even: the
-// three lines meet at the values 2 and 4 where the grid's step changes, and rounding is monotone. Each sum rounds once.
-RULE float nearest_code(float y) {
-    return fminf(fminf(__fmaf_rn(y, 2.0f, MAGIC), __fadd_rn(y, MAGIC + 2.0f)), __fmaf_rn(y, 0.5f, MAGIC + 4.0f));
+// The bits of MAGIC plus the code of 0 ≤ y ≤ 6.5. Codes are min(2y, y + 2, y/2 + 4), rounded to nearest even: the three lines
+// meet at the values 2 and 4 where the grid's step changes, and rounding is monotone. Each sum rounds once. Positive numbers
+// are in the order of their bits, and three integers have their minimum in one instruction.
+RULE u32 nearest_code(float y) {
+    u32 low = to_bits(__fmaf_rn(y, 2.0f, MAGIC)), middle = to_bits(__fadd_rn(y, MAGIC + 2.0f));
+    return min(min(low, middle), to_bits(__fmaf_rn(y, 0.5f, MAGIC + 4.0f)));
 }
 
 // The same lines rounded down, for t = |y| plus its random part; t may exceed 6.
-RULE float floor_code(float t) {
-    float code = fminf(__fmaf_rd(t, 2.0f, MAGIC), __fadd_rd(t, MAGIC + 2.0f));
-    return fminf(code, fminf(__fmaf_rd(t, 0.5f, MAGIC + 4.0f), MAGIC + 7.0f));
+RULE u32 floor_code(float t) {
+    u32 low = to_bits(__fmaf_rd(t, 2.0f, MAGIC)), middle = to_bits(__fadd_rd(t, MAGIC + 2.0f));
+    return min(min(min(low, middle), to_bits(__fmaf_rd(t, 0.5f, MAGIC + 4.0f))), MAGIC_BITS + 7);
 }
 
 // Signs of elements 8h … 8h+7 at the top bits of eight nibbles.
@@ -212,7 +217,7 @@ RULE u64 nearest_codes(const Elements<P>& x, float inverse) {
 #pragma unroll
         for (int i = 7; i >= 0; i--) {
             float y = __fmul_rn(absolute(element(x, 8 * h + i)), inverse);
-            codes = codes * 16 + to_bits(nearest_code(y));
+            codes = codes * 16 + nearest_code(y);
         }
         // The bits of MAGIC came along eight times.
         half[h] = (codes - MAGIC_BITS * 0x11111111u) | sign_bits(x, h);
@@ -235,7 +240,7 @@ RULE u64 stochastic_codes(const Elements<P>& x, float inverse, const philox::Wor
             float e = fmaxf(from_bits(to_bits(y) & 0x7F800000), 1.0f);
             // 2¹⁴ + r/512, by putting the byte below the leading bit.
             float r = __fadd_rn(from_bits(permute(random.w[2 * h + i / 4], 0x46800000, 0x7650 | i % 4)), -16384.0f);
-            codes = codes * 16 + to_bits(floor_code(__fmaf_rn(r, e, y)));
+            codes = codes * 16 + floor_code(__fmaf_rn(r, e, y));
         }
         half[h] = (codes - MAGIC_BITS * 0x11111111u) | sign_bits(x, h);
     }
@@ -259,7 +264,7 @@ RULE float counted(const Elements<P>& x, float largest) {
 
 // Twin of Scaling::code of every element: any block, any profile.
 template <class S>
-RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, const scale::Global& global, Precision p, const philox::Words* random) {
+RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, scale::Global global, Precision p, philox::Words random) {
     profile::Factor factor = profile::factor(byte, global, S::PROFILE, p, S::EDGE);
     constexpr Edge edge = profile::code_edge(S::PROFILE, S::EDGE);
     u64 codes = 0;
@@ -268,7 +273,7 @@ RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, const scale::Global& glob
         float y = profile::apply(factor, x[i]);
         u32 code;
         if (S::PROFILE == MODEL_OPT && is_nan(y)) code = 7;
-        else if (S::STOCHASTIC) code = stochastic::encode(y, random->w[i / 4] >> (8 * (i % 4)) & 255, edge);
+        else if (S::STOCHASTIC) code = stochastic::encode(y, (i < 8 ? i < 4 ? random.w[0] : random.w[1] : i < 12 ? random.w[2] : random.w[3]) >> (8 * (i % 4)) & 255, edge);
         else code = e2m1::encode(y, edge);
         codes |= (u64)code << (4 * i);
     }
@@ -281,61 +286,122 @@ RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, const scale::Global& glob
 // With y = fl(x·inv), the rule's own product, and q its code's value, d = q − y is exact (Sterbenz, or q = 0). The error in
 // units of the input is e = q·f − x = f·d + (f·y − x); inv is 1/f within four roundings and y adds one, so |f·y − x| is at
 // most 5.05u·x ≤ 33u·f. The rule's computed errors are e within 12.2u·f + u·|e|. A lane adds 16 terms, 16 lanes of a square
-// tile add up in 4 more steps, f̂ carries 3 roundings: at most 24 roundings against the rule's 20.
+// tile add up in 4 more steps: at most 22 roundings against the rule's 20.
 // MAE: the sums differ by at most u·(46·n·f + 48·Ê). MSE: |Δ| ≤ 46u·f per element, squares differ by |Δ|·(2.14·f + |Δ|) <
 // 99u·f²; plus one rounding per square: u·(100·n·f² + 50·Ê). Used are 48, 104 and 64.
+// f is the scale's value times a unit that both candidates share, so all is compared in that unit.
 
-// The filtered error of a row of 16 in units of f or f².
+// Adding 1.5·2²²·e to y < 2e rounds it to multiples of e/2, the grid at y; e is the power of two at or below max(y, 1). The sum
+// holds the code: its top ten bits are 299 for e = 1 and two more for each doubling, its low bits count multiples of e/2.
+constexpr float GRID_MAGIC = 6291456.0f;
+RULE float grid_exponent(float y) { return fmaxf(from_bits(to_bits(y) & 0x7F800000), 1.0f); }
+RULE float grid_sum(float y, float e) { return __fmaf_rn(e, GRID_MAGIC, y); }
+RULE float grid_value(float sum, float e) { return __fmaf_rn(e, -GRID_MAGIC, sum); }
+
+// The sums of a row of 16, and its filtered error in units of f or f².
+struct Filtered {
+    float sums[BLOCK], error;
+};
+
 template <Precision P>
-RULE float filtered_error(const Elements<P>& x, float inverse, Metric metric) {
-    float sum[2] = {0.0f, 0.0f};
+RULE Filtered filtered(const Elements<P>& x, float inverse, Metric metric) {
+    Filtered f;
+    float error[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        float y = __fmul_rn(absolute(element(x, i)), inverse);
-        float e = fmaxf(from_bits(to_bits(y) & 0x7F800000), 1.0f);
-        // Adding 1.5·2²²·e rounds y to multiples of e/2, the grid at y.
-        float q = __fmaf_rn(e, -6291456.0f, __fmaf_rn(e, 6291456.0f, y));
-        float d = __fadd_rn(q, -y);
-        sum[i % 2] = metric == MAE ? __fadd_rn(sum[i % 2], absolute(d)) : __fmaf_rn(d, d, sum[i % 2]);
+        float y = __fmul_rn(absolute(element(x, i)), inverse), e = grid_exponent(y);
+        f.sums[i] = grid_sum(y, e);
+        float d = __fadd_rn(grid_value(f.sums[i], e), -y);
+        error[i % 2] = metric == MAE ? __fadd_rn(error[i % 2], absolute(d)) : __fmaf_rn(d, d, error[i % 2]);
     }
-    return __fadd_rn(sum[0], sum[1]);
+    f.error = __fadd_rn(error[0], error[1]);
+    return f;
+}
+
+// The codes of the winner, from its sums.
+template <Precision P>
+RULE u64 codes_of_winner(const Elements<P>& x, const Filtered& six, const Filtered& four, bool four_wins, float inverse) {
+#if HARDWARE_E2M1
+    return nearest_codes(x, inverse);
+#else
+    u32 half[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        u32 codes = 0;
+#pragma unroll
+        for (int i = 7; i >= 0; i--) {
+            u32 sum = to_bits(four_wins ? four.sums[8 * h + i] : six.sums[8 * h + i]), top = sum >> 22;
+            // Without its top bits, which are added again at the bottom: 299 + code.
+            codes = codes * 16 + sum - top * ((1 << 22) - 1);
+        }
+        half[h] = (codes - 299 * 0x11111111u) | sign_bits(x, h);
+    }
+    return both_halves(half[0], half[1]);
+#endif
+}
+
+// Twin of four_over_six::tile_error for one row of an ordinary tile: the rule's operations in the rule's order, with signs left
+// out, which change no error.
+RARE float ordinary_error(const float x[BLOCK], float value, float inverse, scale::Global global, Metric metric,
+                          ErrorPath path) {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < BLOCK; i++) {
+        float a = absolute(x[i]), y = __fmul_rn(a, inverse), e2 = grid_exponent(y);
+        float q = grid_value(grid_sum(y, e2), e2) * value;
+        float e = path == STRICT ? q * global.amax / global.six_e - a : q - a * global.encode;
+        sum = sum + (metric == MAE ? absolute(e) : e * e);
+    }
+    return sum;
 }
 
 struct Candidate {
     u32 byte;
-    float inverse, factor;
+    float value, inverse;
 };
 
 RULE Candidate candidate(u32 byte, const Scaling& s) {
-    float value = from_bits(byte << 20) * 0x1p120f;
-    return {byte, inverse_of(byte, s), value * s.unit};
+    float value = scale_value(byte);
+    return {byte, value, inverse_of(value, s)};
 }
 
-// Whether the argument above covers a tile: normal scales, units within 2^±50 (normal scales are 2⁻⁶ to 448), elements of at
-// most 6.5. The other candidate's scale is not smaller, nor are its elements larger.
-RULE bool covered(const Candidate& six, float largest, const Scaling& s) {
-    return s.within && six.byte >= E4M3_MIN_NORMAL_BYTE && largest * six.inverse <= ORDINARY_LIMIT;
+struct Candidates {
+    Candidate six, four;
+};
+
+// Twin of four_over_six::candidate_scales for a regular scaling. x/6 is a product, corrected by its remainder; where that
+// underflows, both bytes are 0 anyway.
+RULE Candidates candidates(float amax, const Scaling& s) {
+    float sixth = amax * SIXTH;
+    float base = __fmaf_rn(__fmaf_rn(sixth, -6.0f, amax), SIXTH, sixth) * s.global.encode;
+    return {candidate(e4m3::encode(base), s), candidate(e4m3::encode(base * 1.5f), s)};
+}
+
+// Whether the argument above covers a tile: a regular scaling, elements of at most 6.5 (the other candidate's are not larger)
+// and normal scales, or equal ones, which tie.
+RULE bool covered(const Candidates& c, float largest, const Scaling& s) {
+    return s.regular && largest * c.six.inverse <= ORDINARY_LIMIT &&
+           (c.six.byte >= E4M3_MIN_NORMAL_BYTE || c.six.byte == c.four.byte);
 }
 
 enum Choice { SIX_WINS, FOUR_WINS, UNDECIDED };
 
-// The choice between candidates with the filtered errors `six` and `four` (in units of the factor or its square) over a
-// tile of `elements` elements.
-RULE Choice filter(const Candidate& c6, const Candidate& c4, float six, float four, int elements, Metric metric) {
-    float u6 = metric == MAE ? c6.factor : c6.factor * c6.factor, u4 = metric == MAE ? c4.factor : c4.factor * c4.factor;
+// The choice between candidates with the filtered errors `six` and `four` over a tile of `elements` elements. A tie is six.
+RULE Choice filter(const Candidates& c, float six, float four, int elements, Metric metric) {
+    float u6 = metric == MAE ? c.six.value : c.six.value * c.six.value;
+    float u4 = metric == MAE ? c.four.value : c.four.value * c.four.value;
     six = six * u6, four = four * u4;
-    float weight = (metric == MAE ? 48.0f : 104.0f) * elements;
-    float bound = (64.0f * (six + four) + weight * (u6 + u4)) * 0x1p-24f;
+    float bound = (six + four) * 0x40p-24f + (u6 + u4) * ((metric == MAE ? 0x30p-24f : 0x68p-24f) * elements);
     float difference = four - six;
-    return difference < -bound ? FOUR_WINS : difference > bound ? SIX_WINS : UNDECIDED;
+    if (difference < -bound) return FOUR_WINS;
+    return difference > bound || c.six.byte == c.four.byte ? SIX_WINS : UNDECIDED;
 }
 
 // ---- Places ----
 
 // Where a block lies: its row in the direction, its index in the row and in the direction, and how many elements it has.
 struct Place {
-    u64 row, index;
-    u32 block, width;
+    u32 row, index, block, width;
 };
 
 RULE u64 blocks_of(const Direction& d) { return (d.cols + BLOCK - 1) / BLOCK; }
@@ -346,10 +412,10 @@ RULE void store_scale(const Direction& d, const Place& at, u32 byte) {
 
 RULE void store_codes(const Direction& d, const Place& at, u64 codes) {
     if (WHOLE) {
-        ((u64*)d.codes)[at.index] = codes;
+        *(u64*)(d.codes + (u64)at.index * 8) = codes;
         return;
     }
-    u8* out = d.codes + at.row * ((d.cols + 1) / 2) + (u64)at.block * 8;
+    u8* out = d.codes + at.row * ((d.cols + 1) / 2) + at.block * 8ull;
     // Codes of missing elements are zero, also where padding rounds to something else.
     if (at.width < BLOCK) codes &= (1ull << 4 * at.width) - 1;
     for (u32 i = 0; 2 * i < at.width; i++) out[i] = (u8)(codes >> 8 * i);
@@ -358,7 +424,7 @@ RULE void store_codes(const Direction& d, const Place& at, u64 codes) {
 RULE philox::Words random_of(const Direction& d, const Place& at) {
     if (d.random_bytes) {
         philox::Words words;
-        const u8* bytes = d.random_bytes + 16 * at.index;
+        const u8* bytes = d.random_bytes + 16ull * at.index;
         for (int i = 0; i < 4; i++) {
             words.w[i] = bytes[4 * i] | bytes[4 * i + 1] << 8 | bytes[4 * i + 2] << 16 | (u32)bytes[4 * i + 3] << 24;
         }
@@ -370,34 +436,16 @@ RULE philox::Words random_of(const Direction& d, const Place& at) {
 
 // ---- From elements to codes ----
 
-// The codes of a block whose scale is known.
+// The codes of a block whose scale is known, and whether it is ordinary.
 template <class S, Precision P>
-RULE u64 codes_of(const Elements<P>& x, const Scaled& s, const Scaling& scaling, const Direction& d, const Place& at) {
-    philox::Words random;
+RULE u64 codes_of(const Elements<P>& x, u32 byte, float inverse, bool ordinary, const scale::Global& global, const Direction& d,
+                  const Place& at) {
+    philox::Words random = {};
     if (S::STOCHASTIC) random = random_of(d, at);
-    if (PLAIN<S> && s.ordinary) return S::STOCHASTIC ? stochastic_codes(x, s.inverse, random) : nearest_codes(x, s.inverse);
+    if (PLAIN<S> && ordinary) return S::STOCHASTIC ? stochastic_codes(x, inverse, random) : nearest_codes(x, inverse);
     float values[BLOCK];
     unpack(x, values);
-    return codes_by_rule<S>(values, s.byte, scaling.global, P, &random);
-}
-
-// The scale of a tile by the rule "six". `largest` may be NaN; `amax` is what the mode makes of it.
-template <class S>
-RULE Scaled scaled_by_six(float largest, float amax, const Scaling& s, Precision p) {
-    if (PLAIN<S>) {
-        u32 byte = e4m3::encode(min_with_max(amax * s.multiplier, KERNEL));
-        float inverse = inverse_of(byte, s);
-        return {byte, inverse, largest * inverse <= ORDINARY_LIMIT};
-    }
-    return {profile::block_scale(amax, s.global, S::PROFILE, p, S::EDGE), 0.0f, false};
-}
-
-// The choice between the candidates of a 1×16 block by the rule itself.
-template <class S>
-RARE Choice choice_by_rule(const float x[BLOCK], const four_over_six::Pair& bytes, const scale::Global& global, ErrorPath path) {
-    float six = four_over_six::row_error(x, bytes.six, global, METRIC<S>, path, S::EDGE);
-    float four = four_over_six::row_error(x, bytes.four, global, METRIC<S>, path, S::EDGE);
-    return four < six ? FOUR_WINS : SIX_WINS;
+    return codes_by_rule<S>(values, byte, global, P, random);
 }
 
 // What is stored of a 1×16 block.
@@ -406,28 +454,49 @@ struct Result {
     u32 byte;
 };
 
+// A 1×16 block by the rules: any block, any mode. Arguments by value, so that callers keep theirs in registers.
 template <class S, Precision P>
-RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& scaling, const Direction& d, const Place& at) {
-    float amax = counted<S>(x, largest);
+RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Direction& d, Place at) {
+    u32 byte;
+    float amax = amax_beside_nan<S>(x);
+    if (S::RULE_OF == SIX) byte = profile::block_scale(amax, global, S::PROFILE, P, S::EDGE);
+    else {
+        four_over_six::Pair bytes = four_over_six::candidate_scales(amax, global, S::EDGE);
+        float six = four_over_six::row_error(x, bytes.six, global, METRIC<S>, (ErrorPath)d.error, S::EDGE);
+        float four = four_over_six::row_error(x, bytes.four, global, METRIC<S>, (ErrorPath)d.error, S::EDGE);
+        byte = four < six ? bytes.four : bytes.six;
+    }
+    philox::Words random = {};
+    if (S::STOCHASTIC) random = random_of(d, at);
+    return {codes_by_rule<S>(x, byte, global, P, random), byte};
+}
+
+template <class S, Precision P>
+RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Place& at) {
     if (S::RULE_OF == SIX) {
-        Scaled s = scaled_by_six<S>(largest, amax, scaling, P);
-        return {codes_of<S>(x, s, scaling, d, at), s.byte};
+        u32 byte = e4m3::encode(largest * s.multiplier);
+        float inverse = inverse_of(scale_value(byte), s);
+        if (s.regular && largest * inverse <= ORDINARY_LIMIT) {
+            return {codes_of<S>(x, byte, inverse, true, s.global, d, at), byte};
+        }
+    } else {
+        Candidates c = candidates(largest, s);
+        if (covered(c, largest, s)) {
+            Filtered six = filtered(x, c.six.inverse, METRIC<S>), four = filtered(x, c.four.inverse, METRIC<S>);
+            Choice choice = filter(c, six.error, four.error, BLOCK, METRIC<S>);
+            if (choice == UNDECIDED) {
+                float values[BLOCK];
+                unpack(x, values);
+                ErrorPath path = (ErrorPath)d.error;
+                float e6 = ordinary_error(values, c.six.value, c.six.inverse, s.global, METRIC<S>, path);
+                float e4 = ordinary_error(values, c.four.value, c.four.inverse, s.global, METRIC<S>, path);
+                choice = e4 < e6 ? FOUR_WINS : SIX_WINS;
+            }
+            Candidate won = choice == FOUR_WINS ? c.four : c.six;
+            return {codes_of_winner(x, six, four, choice == FOUR_WINS, won.inverse), won.byte};
+        }
     }
-    four_over_six::Pair bytes = four_over_six::candidate_scales(amax, scaling.global, S::EDGE);
-    Candidate six = candidate(bytes.six, scaling), four = candidate(bytes.four, scaling);
-    Choice choice = UNDECIDED;
-    if (PLAIN<S> && covered(six, largest, scaling)) {
-        float e6 = filtered_error(x, six.inverse, METRIC<S>), e4 = filtered_error(x, four.inverse, METRIC<S>);
-        choice = filter(six, four, e6, e4, BLOCK, METRIC<S>);
-    }
-    // Equal bytes tie, and a tie is six.
-    if (bytes.six == bytes.four) choice = SIX_WINS;
-    if (choice == UNDECIDED) {
-        float values[BLOCK];
-        unpack(x, values);
-        choice = choice_by_rule<S>(values, bytes, scaling.global, (ErrorPath)d.error);
-    }
-    Candidate won = choice == FOUR_WINS ? four : six;
-    Scaled s = {won.byte, won.inverse, largest * won.inverse <= ORDINARY_LIMIT};
-    return {codes_of<S>(x, s, scaling, d, at), s.byte};
+    float values[BLOCK];
+    unpack(x, values);
+    return block_by_rule<S, P>(values, s.global, d, at);
 }

@@ -119,7 +119,11 @@ impl Direction<'_> {
             edge: self.mode.edge,
             profile: self.mode.profile,
             stochastic: matches!(self.rounding, Rounding::Stochastic(_)),
-            transform: self.transform.is_some(),
+            transform: match self.transform {
+                None => Transform::None,
+                Some(signs @ (Signs::FIXED | Signs::NONE)) => Transform::Constant(signs),
+                Some(_) => Transform::Passed,
+            },
         }
     }
 
@@ -183,10 +187,23 @@ struct Settings {
     edge: Edge,
     profile: Profile,
     stochastic: bool,
-    transform: bool,
+    transform: Transform,
+}
+
+/// The Hadamard transform as kernels have it: the usual signs are constants, others are passed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Transform {
+    None,
+    Constant(Signs),
+    Passed,
 }
 
 impl Settings {
+    /// Whether memory, and not arithmetic, sets the time.
+    fn is_light(self) -> bool {
+        self.metric.is_none() && !self.stochastic && self.transform == Transform::None
+    }
+
     /// A type with the settings, for a direction that may not be wanted.
     fn text(name: &str, settings: Option<Settings>) -> String {
         let s = settings.unwrap_or(Settings {
@@ -195,7 +212,7 @@ impl Settings {
             edge: Edge::Kernel,
             profile: Profile::TransformerEngine,
             stochastic: false,
-            transform: false,
+            transform: Transform::None,
         });
         let rule = match s.metric {
             None => "SIX",
@@ -214,12 +231,16 @@ impl Settings {
         };
         format!(
             "struct {name} {{\n    static constexpr bool WANTED = {}, SQUARE = {}, STOCHASTIC = {}, TRANSFORM = {};\n    \
-             static constexpr ScaleRule RULE_OF = {rule};\n    static constexpr Edge EDGE = {edge};\n    \
+             static constexpr int SIGNS = {};\n    static constexpr ScaleRule RULE_OF = {rule};\n    static constexpr Edge EDGE = {edge};\n    \
              static constexpr Profile PROFILE = {profile};\n}};\n",
             settings.is_some(),
             s.tile == Tile::Square16,
             s.stochastic,
-            s.transform,
+            s.transform != Transform::None,
+            match s.transform {
+                Transform::Constant(signs) => i32::from(signs.0),
+                Transform::None | Transform::Passed => -1,
+            },
         )
     }
 }
@@ -231,8 +252,12 @@ struct Variant {
     row: Option<Settings>,
     col: Option<Settings>,
     whole: bool,
+    /// Whether the matrix is one row of whole blocks under one amax.
+    flat: bool,
     /// Blocks that a thread has at a time, where that is a choice.
     per_thread: u32,
+    /// The most threads of a group.
+    threads: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -248,11 +273,13 @@ impl Variant {
         const MATRIX: &str = include_str!("matrix.cuh");
         const SQUARES: &str = include_str!("squares.cuh");
         let settings = format!(
-            "constexpr bool WHOLE = {};\n\
-             constexpr Precision INPUT = {};\nconstexpr int PER_THREAD = {}, MIN_BLOCKS = {};\n{}{}",
+            "constexpr bool WHOLE = {}, FLAT = {};\n\
+             constexpr Precision INPUT = {};\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\n{}{}",
             self.whole,
+            self.flat,
             precision(self.precision),
             self.per_thread,
+            self.threads,
             self.min_blocks(),
             Settings::text("Row", self.row),
             Settings::text("Col", self.col),
@@ -268,12 +295,16 @@ impl Variant {
 
     /// How many groups of threads a multiprocessor should hold at a time, which limits registers. Measured; docs/gpu.md.
     fn min_blocks(self) -> u32 {
-        match (self.function, self.precision) {
-            (_, Precision::F32) => 2,
-            (Function::Rows, _) => 6,
-            (Function::WholeRows, _) => 1,
-            (Function::Squares, _) => 4,
-            (Function::Panels, _) => 3,
+        let filtered = self.row.or(self.col).is_some_and(|s| s.metric.is_some());
+        match (self.function, self.precision, filtered) {
+            (Function::WholeRows, ..) => 1,
+            (Function::Panels, Precision::F32, _) => 4,
+            (Function::Panels, _, true) => 4,
+            (Function::Panels, _, false) => 8,
+            (_, Precision::F32, _) => 4,
+            (Function::Rows | Function::Squares, _, true) => 5,
+            (Function::Rows, _, false) if self.per_thread > 1 => 6,
+            (Function::Rows | Function::Squares, _, false) => 8,
         }
     }
 
@@ -317,11 +348,12 @@ struct Params {
     col: DirectionParams,
 }
 
-/// Threads of the kernels but for the one over whole rows.
+/// Threads of a group, but for the kernel over whole rows.
 const THREADS: u32 = 128;
-const PANEL_THREADS: u32 = 256;
-/// Rows and columns of a panel.
-const PANEL: usize = 128;
+/// Rows and columns of a panel, and its tiles of 16×16.
+const HEIGHT: usize = 128;
+const WIDTH: usize = 64;
+const TILES: usize = HEIGHT * WIDTH / (BLOCK * BLOCK);
 /// Blocks of the longest row that is quantized in one pass: 1024 threads with 4 blocks each.
 const LONGEST_ROW: usize = 4096;
 
@@ -460,26 +492,32 @@ pub(crate) fn divisor(d: usize) -> (u32, u32) {
 /// 1×16 blocks along rows, every amax known.
 fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
     let whole = x.rows_aligned() && d.is_whole(x.cols());
-    let per_thread = if x.values().precision() == Precision::F32 { 1 } else { 2 };
+    // Two blocks keep more of memory's requests under way; with more arithmetic, one leaves more registers.
+    let light = d.settings().is_light();
+    let per_thread = if light && x.values().precision() != Precision::F32 { 2 } else { 1 };
     let variant = Variant {
         function: Function::Rows,
         precision: x.values().precision(),
         row: Some(d.settings()),
         col: None,
         whole,
+        // Rows that follow each other without a gap are one.
+        flat: whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols(),
         per_thread,
+        threads: THREADS,
     };
     let kernel = variant.kernel(stream.device())?;
     let mut params = params(x, Some(d), None);
-    if whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols() {
-        // Rows that follow each other without a gap are one.
+    if variant.flat {
         (params.cols, params.rows) = (params.rows * params.cols, 1);
         (params.row.rows, params.row.cols, params.stride) = (1, params.cols, params.cols);
     }
     let groups = (x.rows() * x.cols().div_ceil(BLOCK)).div_ceil((THREADS * per_thread) as usize) as u32;
+    // A few times what runs at once, so that multiprocessors which are done early find more.
     let at_once = kernel.max_blocks_per_sm(THREADS, 0)? * stream.device().multiprocessors();
+    let most = if light { at_once } else { 6 * at_once };
     // SAFETY: `Params` is laid out as in matrix.cuh; addresses and lengths were checked.
-    unsafe { kernel.launch(stream, [groups.min(at_once), 1, 1], THREADS, 0, &params) }?;
+    unsafe { kernel.launch(stream, [groups.min(most), 1, 1], THREADS, 0, &params) }?;
     Ok(())
 }
 
@@ -494,7 +532,9 @@ fn whole_rows(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
         row: Some(d.settings()),
         col: None,
         whole: x.rows_aligned() && d.is_whole(x.cols()),
+        flat: false,
         per_thread,
+        threads: threads.next_power_of_two(),
     };
     let kernel = variant.kernel(stream.device())?;
     // SAFETY: as above.
@@ -510,12 +550,15 @@ fn squares(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
         row: Some(d.settings()),
         col: None,
         whole: x.rows_aligned() && d.is_whole(x.cols()) && x.rows().is_multiple_of(BLOCK),
+        flat: false,
         per_thread: 4,
+        threads: THREADS,
     };
     let groups = x.rows().div_ceil(BLOCK) * x.cols().div_ceil(BLOCK).div_ceil(32);
     let kernel = variant.kernel(stream.device())?;
+    let threads = 512 / variant.per_thread;
     // SAFETY: as above.
-    unsafe { kernel.launch(stream, [groups as u32, 1, 1], THREADS, 0, &params(x, Some(d), None)) }?;
+    unsafe { kernel.launch(stream, [groups as u32, 1, 1], threads, 0, &params(x, Some(d), None)) }?;
     Ok(())
 }
 
@@ -533,29 +576,36 @@ fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>, col: &Dir
         row: row.map(Direction::settings),
         col: Some(col.settings()),
         whole,
+        flat: false,
         per_thread: 4,
+        threads: THREADS,
     };
     let kernel = variant.kernel(stream.device())?;
     let mut params = params(x, row, Some(col));
     if !whole {
         params.col.code_alignment = 1;
     }
-    let groups = rows.div_ceil(PANEL) * cols.div_ceil(PANEL);
+    let groups = rows.div_ceil(HEIGHT) * cols.div_ceil(WIDTH);
     let shared = panel_memory(x.values().element_size(), [row, Some(col)]);
     // SAFETY: as above.
-    unsafe { kernel.launch(stream, [groups as u32, 1, 1], PANEL_THREADS, shared, &params) }?;
+    unsafe { kernel.launch(stream, [groups as u32, 1, 1], THREADS, shared, &params) }?;
     Ok(())
 }
 
-/// Bytes of shared memory of a panel: its elements, the codes and scales of its columns, what square tiles agree on.
+/// Bytes of a `Scaling`.
+const SCALING: usize = 24;
+
+/// Bytes of shared memory of a panel: its elements, the codes and scales of its columns, how both
+/// directions are scaled, what square tiles agree on.
 fn panel_memory(element: usize, directions: [Option<&Direction<'_>>; 2]) -> u32 {
     let squares = |d: &Direction<'_>| match (d.mode.tile, d.mode.rule) {
         (Tile::Row16, _) => 0,
-        (Tile::Square16, ScaleRule::Six) => 2 * 64 * 4 + 2 * 16 * 4,
-        (Tile::Square16, ScaleRule::FourOverSix { .. }) => 2 * 64 * 4 + 2 * 16 * 64 * 4,
+        (Tile::Square16, ScaleRule::Six) => 2 * TILES * 4 + 2 * BLOCK * 4,
+        (Tile::Square16, ScaleRule::FourOverSix { .. }) => 2 * TILES * 4 + 2 * BLOCK * TILES * 4,
     };
     let largest = directions.into_iter().flatten().map(squares).max().unwrap_or(0);
-    (PANEL * PANEL * element + PANEL * 9 * 8 + PANEL * 8 + largest) as u32
+    let outputs = HEIGHT / BLOCK * (8 * (WIDTH + 2) + WIDTH);
+    (HEIGHT * WIDTH * element + outputs + 2 * SCALING + largest) as u32
 }
 
 /// Adds the offsets that one quantization consumes to an offset in the GPU's memory, after the work queued before. Does not

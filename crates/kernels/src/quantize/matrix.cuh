@@ -12,7 +12,7 @@ struct Params {
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
 
 // Elements of one block of a row; missing ones are zero.
-RULE Elements<INPUT> load(const Params& p, u64 row, u32 block, u32 width) {
+RULE Elements<INPUT> load(const Params& p, u32 row, u32 block, u32 width) {
     Elements<INPUT> x;
     const u8* from = p.x + (row * p.stride + (u64)block * BLOCK) * SIZE;
     constexpr int VECTORS = INPUT == F32 ? 4 : 2;
@@ -36,15 +36,28 @@ RULE Elements<INPUT> load(const Params& p, u64 row, u32 block, u32 width) {
     return x;
 }
 
+// Whether the transform negates element i of a group.
+template <class S>
+RULE u32 negated(u32 signs, int i) { return (S::SIGNS < 0 ? signs : S::SIGNS) >> i & 1; }
+
+// Twin of hadamard::transform.
+template <class S>
+RULE Elements<BF16> rotated(float v[BLOCK], u32 signs) {
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) {
+        if (S::SIGNS < 0) v[i] = from_bits(to_bits(v[i]) ^ negated<S>(signs, i) << 31);
+        else if (negated<S>(signs, i)) v[i] = -v[i];
+    }
+    return transformed(v);
+}
+
 // The elements that a direction quantizes, given those of the matrix along it.
 template <class S>
 RULE auto prepared(const Elements<INPUT>& x, u32 signs) {
     if constexpr (S::TRANSFORM) {
         float v[BLOCK];
         unpack(x, v);
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) v[i] = from_bits(to_bits(v[i]) ^ (signs >> i & 1) << 31);
-        return transformed(v);
+        return rotated<S>(v, signs);
     } else {
         return x;
     }

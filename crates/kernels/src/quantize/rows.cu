@@ -1,5 +1,5 @@
-// The row direction in 1×16 blocks. Read matrix.cuh first; PER_THREAD, blocks that a thread has at a time, comes before this
-// text.
+// The row direction in 1×16 blocks. Read matrix.cuh first; PER_THREAD, blocks that a thread has at a time, and FLAT,
+// whether the matrix is one row of whole blocks under one amax, come before this text.
 
 // Every amax is known. Blocks are handed out as they lie, to as many threads as the device holds; a thread has loaded its next
 // blocks before it quantizes the present ones.
@@ -8,17 +8,17 @@ struct Batch {
 };
 
 // A block by its index in the matrix.
-RULE Place place_of(const Params& p, u64 index) {
-    u32 row = p.row.rows == 1 ? 0 : divided((u32)index, p.divisor_magic, p.divisor_shift);
-    u32 block = (u32)index - row * (u32)blocks_of(p.row);
+RULE Place place_of(const Params& p, u32 index) {
+    if (FLAT) return {0, index, index, BLOCK};
+    u32 row = divided(index, p.divisor_magic, p.divisor_shift), block = index - row * (u32)blocks_of(p.row);
     return {row, index, block, width_at(block, p.row.cols)};
 }
 
-RULE Batch load_batch(const Params& p, u64 first, u64 total) {
+RULE Batch load_batch(const Params& p, u32 first, u32 total) {
     Batch batch;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        u64 index = first + 128 * i;
+        u32 index = first + 128 * i;
         if (index >= total) break;
         Place at = place_of(p, index);
         batch.x[i] = load(p, at.row, at.block, at.width);
@@ -28,20 +28,20 @@ RULE Batch load_batch(const Params& p, u64 first, u64 total) {
 
 extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_rows(const __grid_constant__ Params p) {
     const Direction& d = p.row;
-    u64 total = d.rows * blocks_of(d), step = (u64)gridDim.x * (128 * PER_THREAD);
+    u32 total = (u32)(d.rows * blocks_of(d)), step = gridDim.x * (128 * PER_THREAD);
     Scaling s;
     if (!d.per_row) s = scaling_of<Row>(d.amax[0], d);
-    u64 first = (u64)blockIdx.x * (128 * PER_THREAD) + threadIdx.x;
+    u32 first = blockIdx.x * (128 * PER_THREAD) + threadIdx.x;
     Batch batch = load_batch(p, first, total);
 #pragma unroll 1
     for (; first < total; first += step) {
         Batch next = load_batch(p, first + step, total);
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
-            u64 index = first + 128 * i;
+            u32 index = first + 128 * i;
             if (index >= total) break;
             Place at = place_of(p, index);
-            if (d.per_row) s = scaling_of<Row>(d.amax[at.row], d);
+            if (!FLAT && d.per_row) s = scaling_of<Row>(d.amax[at.row], d);
             auto y = prepared<Row>(batch.x[i], d.signs);
             quantize_and_store<Row>(y, largest(y), s, d, at);
         }

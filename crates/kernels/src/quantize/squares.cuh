@@ -7,71 +7,85 @@ struct Squares {
     float errors[2][16][S::RULE_OF == SIX ? 1 : TILES];
 };
 
-// The scale of a square tile. All threads of the block call this; each has `N` rows of tiles, row `row[i]` (0 … 15) of tile
-// `tile[i]`, whose maxima are already combined in `largest` and `amax`.
-template <class S, Precision P, int N, int TILES>
+// The scale of a tile, what its elements are multiplied by, and whether it is ordinary.
+struct Scaled {
+    u32 byte;
+    float inverse;
+    bool ordinary;
+};
+
+// The scales of square tiles. All threads of the block call this; each has `N` rows of tiles, row `row[i]` (0 … 15) of tile
+// `tile[i]`, whose maxima are already combined in `largest` and `amax`. `reload(tile, row)` gives the elements of any row again.
+template <class S, Precision P, int N, int TILES, class Reload>
 RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, const Scaling& s, const Direction& d,
-                        Squares<S, TILES>& shared, Scaled* out) {
+                        Squares<S, TILES>& shared, Scaled* out, Reload reload) {
+    float largest[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) largest[i] = from_bits(shared.largest[tile[i]]);
     if constexpr (S::RULE_OF == SIX) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            out[i] = scaled_by_six<S>(from_bits(shared.largest[tile[i]]), from_bits(shared.amax[tile[i]]), s, P);
+            float amax = from_bits(shared.amax[tile[i]]);
+            u32 byte;
+            if (s.regular) byte = e4m3::encode(amax * s.multiplier);
+            else byte = profile::block_scale(amax, s.global, S::PROFILE, P, S::EDGE);
+            float inverse = inverse_of(scale_value(byte), s);
+            out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT};
         }
     } else {
         constexpr Metric metric = METRIC<S>;
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float amax = from_bits(shared.amax[tile[i]]);
-            four_over_six::Pair bytes = four_over_six::candidate_scales(amax, s.global, S::EDGE);
-            shared.errors[0][row[i]][tile[i]] = filtered_error(x[i], inverse_of(bytes.six, s), metric);
-            shared.errors[1][row[i]][tile[i]] = filtered_error(x[i], inverse_of(bytes.four, s), metric);
+            Candidates c = candidates(largest[i], s);
+            shared.errors[0][row[i]][tile[i]] = filtered(x[i], c.six.inverse, metric).error;
+            shared.errors[1][row[i]][tile[i]] = filtered(x[i], c.four.inverse, metric).error;
         }
         __syncthreads();
-        // One thread per tile decides and leaves the byte in `amax`, with bit 31 set if the rule must.
-        int t = threadIdx.x;
-        four_over_six::Pair bytes;
+        // One thread per tile decides, and leaves the byte in `amax`; or asks for the rule's own errors: the candidates' bytes, with
+        // bit 31 set, and bit 30 if the tile is not ordinary.
         bool ask = false;
-        if (t < TILES) {
+        if (threadIdx.x < TILES) {
+            int t = threadIdx.x;
             float amax = from_bits(shared.amax[t]), largest = from_bits(shared.largest[t]);
-            bytes = four_over_six::candidate_scales(amax, s.global, S::EDGE);
-            Candidate six = candidate(bytes.six, s), four = candidate(bytes.four, s);
-            float e6 = four_over_six::sum_rows(&shared.errors[0][0][t], TILES);
-            float e4 = four_over_six::sum_rows(&shared.errors[1][0][t], TILES);
-            bool both = PLAIN<S> && covered(six, largest, s);
-            Choice choice = both ? filter(six, four, e6, e4, 256, metric) : UNDECIDED;
-            if (bytes.six == bytes.four) choice = SIX_WINS;
+            Candidates c = candidates(largest, s);
+            float six = four_over_six::sum_rows(&shared.errors[0][0][t], TILES);
+            float four = four_over_six::sum_rows(&shared.errors[1][0][t], TILES);
+            bool ordinary = covered(c, largest, s);
+            Choice choice = ordinary ? filter(c, six, four, 256, metric) : UNDECIDED;
+            four_over_six::Pair bytes = {c.six.byte, c.four.byte};
+            if (!ordinary) bytes = four_over_six::candidate_scales(amax, s.global, S::EDGE);
             ask = choice == UNDECIDED;
-            shared.amax[t] = ask ? 0x80000000 | bytes.four << 8 | bytes.six : choice == FOUR_WINS ? bytes.four : bytes.six;
+            u32 question = 0x80000000 | (ordinary ? 0 : 0x40000000) | bytes.four << 8 | bytes.six;
+            shared.amax[t] = ask ? question : choice == FOUR_WINS ? bytes.four : bytes.six;
         }
         if (__syncthreads_or(ask)) {
+            // A warp has a tile: its lanes the 16 rows with either candidate.
+            int lane = threadIdx.x % 32, r = lane % 16, which = lane / 16;
 #pragma unroll 1
-            for (int i = 0; i < N; i++) {
-                u32 pair = shared.amax[tile[i]];
-                if (!(pair >> 31)) continue;
+            for (int t = threadIdx.x / 32; t < TILES; t += blockDim.x / 32) {
+                u32 question = shared.amax[t];
+                if (!(question >> 31)) continue;
                 float values[BLOCK];
-                // The index is not a constant here; a copy per row keeps the elements in registers.
-#pragma unroll
-                for (int k = 0; k < N; k++) {
-                    if (k == i) unpack(x[k], values);
-                }
-                for (int c = 0; c < 2; c++) {
-                    shared.errors[c][row[i]][tile[i]] = four_over_six::row_error(
-                        values, pair >> 8 * c & 255, s.global, metric, (ErrorPath)d.error, S::EDGE);
-                }
-            }
-            __syncthreads();
-            if (ask) {
-                float e6 = four_over_six::sum_rows(&shared.errors[0][0][t], TILES);
-                float e4 = four_over_six::sum_rows(&shared.errors[1][0][t], TILES);
-                shared.amax[t] = e4 < e6 ? bytes.four : bytes.six;
+                unpack(reload(t, r), values);
+                u32 byte = question >> 8 * which & 255;
+                ErrorPath path = (ErrorPath)d.error;
+                float error, value = scale_value(byte);
+                if (question >> 30 & 1) error = four_over_six::row_error(values, byte, s.global, metric, path, S::EDGE);
+                else error = ordinary_error(values, value, inverse_of(value, s), s.global, metric, path);
+                shared.errors[which][r][t] = error;
+                __syncwarp();
+                float six = four_over_six::sum_rows(&shared.errors[0][0][t], TILES);
+                float four = four_over_six::sum_rows(&shared.errors[1][0][t], TILES);
+                __syncwarp();
+                if (lane == 0) shared.amax[t] = four < six ? question >> 8 & 255 : question & 255;
             }
             __syncthreads();
         }
 #pragma unroll
         for (int i = 0; i < N; i++) {
             u32 byte = shared.amax[tile[i]];
-            float inverse = inverse_of(byte, s);
-            out[i] = {byte, inverse, PLAIN<S> && from_bits(shared.largest[tile[i]]) * inverse <= ORDINARY_LIMIT};
+            float inverse = inverse_of(scale_value(byte), s);
+            out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT};
         }
     }
 }
@@ -81,4 +95,9 @@ RULE void combine_maxima(const Elements<P>& x, int tile, Squares<S, TILES>& shar
     float m = largest(x);
     atomicMax(&shared.largest[tile], to_bits(m));
     atomicMax(&shared.amax[tile], to_bits(counted<S>(x, m)));
+}
+
+template <class S, Precision P>
+RULE u64 square_codes(const Elements<P>& x, const Scaled& s, const Scaling& scaling, const Direction& d, const Place& at) {
+    return codes_of<S>(x, s.byte, s.inverse, s.ordinary, scaling.global, d, at);
 }

@@ -1,5 +1,6 @@
 // The row direction in 1×16 blocks where the amax of each row is computed too: a group of threads has a row, and reads it once.
-// Read matrix.cuh first; PER_THREAD, the most blocks that a thread has, comes before this text.
+// Read matrix.cuh first; PER_THREAD, the most blocks that a thread has, and MOST_THREADS come before
+// this text.
 
 // The maximum of magnitudes over the threads of a block, as integers, so that NaN counts as larger than everything.
 RULE float block_maximum(float mine, u32* shared) {
@@ -11,11 +12,11 @@ RULE float block_maximum(float mine, u32* shared) {
     return from_bits(__reduce_max_sync(0xFFFFFFFF, bits));
 }
 
-extern "C" __global__ void __launch_bounds__(1024) quantize_whole_rows(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) quantize_whole_rows(const __grid_constant__ Params p) {
     __shared__ u32 maxima[32];
     const Direction& d = p.row;
     u32 blocks = (u32)blocks_of(d);
-    u64 row = blockIdx.x;
+    u32 row = blockIdx.x;
     decltype(prepared<Row>(Elements<INPUT>(), 0)) x[PER_THREAD];
     float m[PER_THREAD], amax = 0.0f;
 #pragma unroll
