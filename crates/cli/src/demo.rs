@@ -1,11 +1,10 @@
 //! `nvfp4 demo`: quantizes a generated matrix in every mode and prints what it costs.
 
-use crate::until_closed;
+use crate::{normal, until_closed};
 use anyhow::{Result, ensure};
 use half::bf16;
 use nvfp4::*;
 use nvfp4_spec::matrix::{self, Matrix};
-use nvfp4_spec::philox::{philox4x32, words};
 use std::io::{Write, stdout};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -42,7 +41,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 }
 
 fn print_table(out: &mut impl Write, rows: usize, cols: usize, seed: u64) -> Result<()> {
-    let x = generate(rows, cols, seed);
+    let x = normal::with_outliers(rows, cols, seed);
     writeln!(out, "{rows} × {cols} bf16, standard normal with 1 outlier in 1000 (× 20), seed {seed}\n")?;
     writeln!(out, "{:<44} {:>8} {:>9} {:>10} {:>10}", "mode", "relerr", "SQNR dB", "bits/value", "time ms")?;
     for (name, builder, side) in modes() {
@@ -131,17 +130,4 @@ fn measure(x: &[bf16], rows: usize, cols: usize, seed: u64, quantizer: Quantizer
         bits: 8.0 * q.byte_len() as f64 / (rows * cols) as f64,
         milliseconds,
     })
-}
-
-/// Standard normal values (Box–Muller over Philox), one in 1000 of them 20 times larger.
-pub fn generate(rows: usize, cols: usize, seed: u64) -> Vec<bf16> {
-    let uniform = |word: u32| (f64::from(word) + 0.5) / 4294967296.0;
-    (0..rows * cols)
-        .map(|i| {
-            let [low, high] = words(i as u64);
-            let [a, b, c, _] = philox4x32([low, high, 0, 0xDE30], words(seed));
-            let normal = (-2.0 * uniform(a).ln()).sqrt() * (std::f64::consts::TAU * uniform(b)).cos();
-            bf16::from_f64(if c % 1000 == 0 { 20.0 * normal } else { normal })
-        })
-        .collect()
 }

@@ -1,8 +1,12 @@
 //! The `nvfp4` command line: one file or folder per subcommand.
 
+mod agreement;
 mod bench;
 mod conformance;
 mod demo;
+mod device;
+mod doctor;
+mod normal;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -22,6 +26,8 @@ enum Command {
     Demo(demo::Args),
     Conformance(conformance::Args),
     Bench(bench::Args),
+    Agreement(agreement::Args),
+    Doctor(doctor::Args),
 }
 
 fn main() -> ExitCode {
@@ -29,6 +35,8 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Conformance(args) => conformance::run(&args),
+        Command::Agreement(args) => agreement::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");

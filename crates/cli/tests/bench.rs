@@ -50,12 +50,46 @@ fn a_filter_and_one_thread_and_the_scalar_implementation() {
 #[test]
 fn settings_that_do_not_work_are_errors() {
     for (args, message) in [
-        (["--size", "100"], "--size: expected a multiple of 16 up to 32768, got 100"),
-        (["--size", "0"], "--size: expected a multiple of 16 up to 32768, got 0"),
-        (["--filter", "fry"], "--filter: no operation's name contains 'fry'"),
+        ("--size 100", "--size: expected a multiple of 16 up to 32768, got 100"),
+        ("--size 0", "--size: expected a multiple of 16 up to 32768, got 0"),
+        ("--filter fry", "--filter: no operation's name contains 'fry'"),
+        ("--rows 64", "--rows and --cols are for --device cuda: the CPU's matrix is square, use --size"),
+        ("--filter amax-given --cols 64 --device cpu", "--rows and --cols are for --device cuda"),
+        ("--filter row+hadamard", "--filter: no operation's name contains 'row+hadamard'"),
+        ("--device cuda --size 64", "--size is for --device cpu: on a GPU use --rows and --cols"),
+        ("--device cuda --implementation scalar", "--implementation is for --device cpu"),
+        ("--device cuda --rows 40", "--rows: expected a multiple of 16, got 40"),
+        ("--device cuda --cols 0", "--cols: expected a multiple of 16, got 0"),
+        ("--device cuda --rows 1048576 --cols 8192", "expected at most 4294967296 elements, got 1048576 × 8192"),
+        ("--device cuda --rows 18446744073709551600", "elements, got 18446744073709551600 × 6144"),
     ] {
-        let output = bench(&args);
-        assert_eq!(output.status.code(), Some(1));
-        assert!(String::from_utf8(output.stderr).unwrap().contains(message));
+        let output = bench(&args.split(' ').collect::<Vec<_>>());
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args}: {text}");
+        assert!(text.contains(message), "{args}: {text}");
     }
+}
+
+#[test]
+fn a_device_that_is_none_is_an_error() {
+    for device in ["gpu", "cuda:", "cuda:one", "cuda:-1"] {
+        let output = bench(&["--device", device]);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains("expected cpu, cuda or cuda:N with N the number of a GPU"), "{text}");
+    }
+}
+
+#[test]
+fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+    // Hides the GPUs of a machine that has some.
+    let output = command.args(["bench", "--device", "cuda"]).env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    let message = match cfg!(feature = "cuda") {
+        true => "error: the CUDA driver ",
+        false => "error: --device cuda: this build cannot use a GPU: build it with `--features cuda`",
+    };
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+    assert!(text.starts_with(message), "{text}");
 }

@@ -1,0 +1,175 @@
+//! The bench of the CPU: operation and copy in turns.
+
+use super::median;
+use super::operations::{Buffers, Kind, Operation, PLAIN, Side, Source};
+use anyhow::{Context, Result, ensure};
+use half::bf16;
+use nvfp4_kernels::quantize::quantize;
+use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize};
+use nvfp4_spec::{Edge, Element, matrix};
+use rayon::prelude::*;
+use serde::Serialize;
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+#[derive(Serialize)]
+struct Row {
+    name: &'static str,
+    ms: f64,
+    gbps: f64,
+    copies: f64,
+}
+
+pub fn run(size: usize, implementation: Implementation, operations: &[&Operation], json: bool) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    if !json {
+        let threads = match rayon::current_num_threads() {
+            1 => "1 thread".to_string(),
+            n => format!("{n} threads"),
+        };
+        writeln!(out, "{size} × {size} bf16, {implementation}, {threads}")?;
+        writeln!(out, "{:<36} {:>9} {:>9} {:>8}", "operation", "ms", "GB/s", "copies")?;
+    }
+    let mut bench = Bench::new(size, implementation);
+    let mut rows = Vec::new();
+    for operation in operations {
+        bench.check(operation).with_context(|| format!("{}: the result is wrong", operation.name))?;
+        let row = bench.time(operation)?;
+        if !json {
+            writeln!(out, "{:<36} {:>9.3} {:>9.2} {:>8.2}", row.name, row.ms, row.gbps, row.copies)?;
+        }
+        rows.push(row);
+    }
+    if json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
+    }
+    Ok(())
+}
+
+/// The input, its copy's destination, and outputs large enough for every operation.
+struct Bench {
+    size: usize,
+    implementation: Implementation,
+    x: Vec<bf16>,
+    /// The amax of `x`, for operations that are given it.
+    amax: [f32; 1],
+    copy: Vec<bf16>,
+    row: Buffers,
+    col: Buffers,
+    decoded: Vec<f32>,
+    decoded_bf16: Vec<bf16>,
+}
+
+impl Bench {
+    fn new(size: usize, implementation: Implementation) -> Self {
+        let x = crate::normal::with_outliers(size, size, 1);
+        Bench {
+            size,
+            implementation,
+            amax: [x.iter().fold(0.0, |m, x| x.to_f32().abs().max(m))],
+            copy: x.clone(),
+            x,
+            row: Buffers::new(size, size),
+            col: Buffers::new(size, size),
+            decoded: Vec::new(),
+            decoded_bf16: Vec::new(),
+        }
+    }
+
+    /// Runs an operation on the first rows of the input and compares with the scalar implementation, which is `spec`.
+    fn check(&mut self, operation: &Operation) -> Result<()> {
+        // More than one panel of the column direction.
+        let (rows, cols) = (self.size.min(272), self.size);
+        let input = Input::new(Values::Bf16(&self.x[..rows * cols]), rows, cols)?;
+        match &operation.kind {
+            Kind::Amax => {
+                let mut found = [0.0; 2];
+                for (value, implementation) in found.iter_mut().zip([self.implementation, Implementation::Scalar]) {
+                    let wanted = amax::Wanted { tensor: Some(value), ..Default::default() };
+                    amax::amax(implementation, &input, Edge::Kernel, wanted)?;
+                }
+                ensure!(found[0] == found[1], "amax {} instead of {}", found[0], found[1]);
+            }
+            Kind::Quantize(settings) => {
+                let given = (settings.amax == Source::Given).then_some(&self.amax[..]);
+                let got = Buffers::quantize(self.implementation, &input, settings, given)?;
+                let expected = Buffers::quantize(Implementation::Scalar, &input, settings, given)?;
+                got.iter().zip(&expected).try_for_each(|(got, expected)| got.check_equal(expected))?;
+            }
+            Kind::DequantizeBf16 => self.check_decoded::<bf16>(rows)?,
+            Kind::DequantizeF32 => self.check_decoded::<f32>(rows)?,
+        }
+        Ok(())
+    }
+
+    fn check_decoded<T: Element>(&mut self, rows: usize) -> Result<()> {
+        self.quantize_all()?;
+        let stored = [self.row.amax[0]];
+        let view = self.row.view(rows, &stored);
+        let mut got = vec![T::default(); rows * self.size];
+        dequantize::dequantize(self.implementation, &view, &mut got)?;
+        let expected: Vec<T> = matrix::dequantize(&view)?;
+        ensure!(got == expected, "values differ");
+        Ok(())
+    }
+
+    /// Leaves the quantized input in the row buffers, for decoding.
+    fn quantize_all(&mut self) -> Result<()> {
+        let input = Input::new(Values::Bf16(&self.x), self.size, self.size)?;
+        let row = self.row.direction(&PLAIN, Side::Row, None);
+        Ok(quantize(self.implementation, &input, Some(row), None)?)
+    }
+
+    fn time(&mut self, operation: &Operation) -> Result<Row> {
+        match operation.kind {
+            Kind::DequantizeBf16 => self.decoded_bf16.resize(self.x.len(), bf16::ONE),
+            Kind::DequantizeF32 => self.decoded.resize(self.x.len(), 1.0),
+            _ => {}
+        }
+        let given = self.amax;
+        let (mut copies, mut times) = (Vec::new(), Vec::new());
+        let start = Instant::now();
+        while times.len() < 7 || (start.elapsed() < Duration::from_millis(1500) && times.len() < 101) {
+            copies.push(self.copy());
+            let once = Instant::now();
+            self.once(operation, &given)?;
+            times.push(once.elapsed().as_secs_f64());
+        }
+        let (copy, time) = (median(copies), median(times));
+        let gigabytes = (2 * self.x.len()) as f64 / 1e9;
+        Ok(Row { name: operation.name, ms: time * 1e3, gbps: gigabytes / time, copies: time / copy })
+    }
+
+    fn once(&mut self, operation: &Operation, given: &[f32]) -> Result<()> {
+        let input = Input::new(Values::Bf16(&self.x), self.size, self.size)?;
+        match &operation.kind {
+            Kind::Amax => {
+                let wanted = amax::Wanted { tensor: Some(&mut self.row.amax[0]), ..Default::default() };
+                amax::amax(self.implementation, &input, Edge::Kernel, wanted)?;
+            }
+            Kind::Quantize(settings) => {
+                let given = (settings.amax == Source::Given).then_some(given);
+                let row = settings.row.then(|| self.row.direction(settings, Side::Row, given));
+                let col = settings.col.then(|| self.col.direction(settings, Side::Column, given));
+                quantize(self.implementation, &input, row, col)?;
+            }
+            Kind::DequantizeBf16 => {
+                let view = self.row.view(self.size, given);
+                dequantize::dequantize(self.implementation, &view, &mut self.decoded_bf16)?;
+            }
+            Kind::DequantizeF32 => {
+                let view = self.row.view(self.size, given);
+                dequantize::dequantize(self.implementation, &view, &mut self.decoded)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the input on all threads; seconds.
+    fn copy(&mut self) -> f64 {
+        let start = Instant::now();
+        let part = self.x.len().div_ceil(4 * rayon::current_num_threads()).max(1);
+        self.copy.par_chunks_mut(part).zip(self.x.par_chunks(part)).for_each(|(to, from)| to.copy_from_slice(from));
+        start.elapsed().as_secs_f64()
+    }
+}

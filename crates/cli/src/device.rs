@@ -1,0 +1,58 @@
+//! `--device`: where a command runs.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// What a build without GPUs answers to `--device cuda`.
+#[cfg(not(feature = "cuda"))]
+pub const NOT_BUILT: &str = "--device cuda: this build cannot use a GPU: build it with `--features cuda`";
+
+/// The CPU, or a GPU by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    Cpu,
+    Cuda(usize),
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let number = match name {
+            "cpu" => return Ok(Device::Cpu),
+            "cuda" => Some(0),
+            // `parse` would take a sign too.
+            _ => name
+                .strip_prefix("cuda:")
+                .filter(|n| n.bytes().all(|b| b.is_ascii_digit()))
+                .and_then(|n| n.parse().ok()),
+        };
+        number.map(Device::Cuda).ok_or_else(|| "expected cpu, cuda or cuda:N with N the number of a GPU".to_string())
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        for (name, device) in [("cpu", Device::Cpu), ("cuda:0", Device::Cuda(0)), ("cuda:13", Device::Cuda(13))] {
+            assert_eq!(name.parse(), Ok(device));
+            assert_eq!(device.to_string(), name);
+        }
+        assert_eq!("cuda".parse(), Ok(Device::Cuda(0)));
+        for name in ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:+1", "CUDA", "cuda:99999999999999999999"] {
+            assert!(name.parse::<Device>().is_err(), "{name}");
+        }
+    }
+}

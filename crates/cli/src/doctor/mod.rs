@@ -1,0 +1,71 @@
+//! `nvfp4 doctor`: what this build and this machine can run.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use crate::until_closed;
+use anyhow::Result;
+use nvfp4_kernels::Implementation;
+use serde_json::{Value, json};
+use std::io::{Write, stdout};
+use std::process::ExitCode;
+
+/// Report what this build and this machine can run, and what is missing.
+///
+/// Every GPU is tried: a small matrix is quantized on it and compared with the CPU's bits. Exits with 1 if a GPU fails
+/// that, and with 0 otherwise, also where there is no GPU.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Print JSON: {version, cpu, cuda}.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What there is to say about GPUs.
+struct Section {
+    /// What each line is about, and the line.
+    lines: Vec<(String, String)>,
+    json: Value,
+    outcome: Outcome,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Outcome {
+    Passed,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    Failed,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let all = Implementation::available().into_iter().map(|i| i.to_string());
+    let implementations: Vec<String> = all.filter(|name| name != "cuda").collect();
+    let (version, threads) = (env!("CARGO_PKG_VERSION"), rayon::current_num_threads());
+    let gpus = gpus();
+    let mut out = stdout().lock();
+    until_closed(if args.json {
+        let cpu = json!({ "implementations": implementations, "threads": threads });
+        let report = json!({ "version": version, "cpu": cpu, "cuda": gpus.json });
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?).map_err(Into::into)
+    } else {
+        let cpu = format!("{}; threads: {threads}", implementations.join(", "));
+        let own = [("nvfp4".to_string(), version.to_string()), ("cpu".to_string(), cpu)];
+        let mut lines = own.iter().chain(&gpus.lines);
+        lines.try_for_each(|(about, line)| writeln!(out, "{about:<8} {line}")).map_err(Into::into)
+    })?;
+    Ok(if gpus.outcome == Outcome::Failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+#[cfg(feature = "cuda")]
+fn gpus() -> Section {
+    cuda::examine()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpus() -> Section {
+    let problem = "not in this build: build it with `cargo build --release --features cuda`";
+    Section {
+        lines: vec![("cuda".to_string(), problem.to_string())],
+        json: json!({ "built": false, "problems": [problem] }),
+        outcome: Outcome::Passed,
+    }
+}
