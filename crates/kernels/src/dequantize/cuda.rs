@@ -50,7 +50,7 @@ struct Params {
 }
 
 const THREADS: usize = 256;
-/// Halves of blocks that a thread decodes.
+/// Units of 16 bytes that a thread decodes.
 const PER_THREAD: usize = 4;
 
 /// Decodes into a contiguous row-major matrix. Does not wait.
@@ -104,7 +104,8 @@ pub fn dequantize<T: Element + Plain>(stream: &Stream, q: &View<'_>, out: SliceM
         padding: 0,
     };
     let kernel = VARIANTS.get(device, T::PRECISION, source)?;
-    let groups = (2 * blocks).div_ceil(THREADS * PER_THREAD) as u32;
+    let units = blocks.checked_mul(BLOCK * size_of::<T>() / 16).expect("fewer than 2³¹ blocks");
+    let groups = units.div_ceil(THREADS * PER_THREAD) as u32;
     // SAFETY: `Params` is laid out as in dequantize.cu; addresses and lengths were checked.
     unsafe { kernel.launch(stream, [groups, 1, 1], THREADS as u32, 0, &params) }?;
     Ok(())

@@ -13,8 +13,8 @@ struct Params {
 };
 
 constexpr int SIZE = OUTPUT == F32 ? 4 : 2;
-constexpr int HALF = 8;        // elements that a thread decodes at a time: 16 bytes of 16-bit values, written at once
-constexpr int PER_THREAD = 4;  // times
+constexpr int UNIT = 16 / SIZE;  // elements that a thread decodes at a time: 16 bytes, written at once
+constexpr int PER_THREAD = 4;    // times
 
 // The values of codes 0 … 7 under a factor, in 16 bits, low bytes and high bytes apart: eight of each fill two words, which
 // `prmt` looks up with three bits of a code.
@@ -22,7 +22,7 @@ struct Table {
     u32 low[2], high[2];
 };
 
-RULE u32 pack_pair(float a, float b) { return OUTPUT == BF16 ? pack_bf16(a, b) : pack_f16(a, b); }
+RULE u32 pack_pair(float a, float b) { return OUTPUT == F16 ? pack_f16(a, b) : pack_bf16(a, b); }
 
 RULE Table table_of(float f) {
     u32 w[4];
@@ -42,52 +42,54 @@ RULE void four(const Table& t, u32 codes, u32 out[2]) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) dequantize(const __grid_constant__ Params p) {
-    u64 blocks = (p.cols + BLOCK - 1) / BLOCK, total = p.rows * blocks * 2;
+    constexpr int UNITS = BLOCK / UNIT;  // of a block
+    u64 blocks = (p.cols + BLOCK - 1) / BLOCK, total = p.rows * blocks * UNITS;
     u64 first = (u64)blockIdx.x * (256 * PER_THREAD) + threadIdx.x, pitch = (p.cols + 1) / 2;
     u32 codes[PER_THREAD], bytes[PER_THREAD], rows[PER_THREAD];
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        u64 index = first + 256 * i, at = index / 2;
+        u64 index = first + 256 * i, at = index / UNITS;
         if (index >= total) break;
         u32 row = p.rows == 1 ? 0 : divided((u32)at, p.divisor_magic, p.divisor_shift);
-        u64 block = at - row * blocks;
         rows[i] = row;
-        if (p.aligned) codes[i] = ((const u32*)p.codes)[index];
+        if (p.aligned) codes[i] = OUTPUT == F32 ? ((const u16*)p.codes)[index] : ((const u32*)p.codes)[index];
         else {
-            const u8* from = p.codes + row * pitch + block * 8 + index % 2 * 4;
-            u64 start = block * 8 + index % 2 * 4;
+            u64 start = (at - row * blocks) * 8 + index % UNITS * (UNIT / 2);
             codes[i] = 0;
-            for (int k = 0; k < 4 && start + k < pitch; k++) codes[i] |= (u32)from[k] << 8 * k;
+            for (int k = 0; k < UNIT / 2 && start + k < pitch; k++) codes[i] |= (u32)p.codes[row * pitch + start + k] << 8 * k;
         }
-        bytes[i] = p.scales[p.swizzled ? swizzle::offset(row, block, blocks) : at];
+        bytes[i] = p.scales[p.swizzled ? swizzle::offset(row, at - row * blocks, blocks) : at];
     }
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
         u64 index = first + 256 * i;
         if (index >= total) break;
         float f = scale::decode_factor(bytes[i], p.stored[p.per_row ? rows[i] : 0], (scale::Unit)p.unit, p.reciprocal);
-        u32 w[OUTPUT == F32 ? 8 : 4];
+        u32 w[4];
         if (OUTPUT == F32) {
+            // The values of the codes themselves are exact in 16 bits.
+            u32 pairs[2];
+            four(table_of(1.0f), codes[i], pairs);
 #pragma unroll
-            for (int k = 0; k < HALF; k++) w[k] = to_bits(__fmul_rn(e2m1::decode(codes[i] >> 4 * k), f));
+            for (int k = 0; k < 4; k++) {
+                w[k] = to_bits(__fmul_rn(from_bits(k % 2 ? pairs[k / 2] & 0xFFFF0000 : pairs[k / 2] << 16), f));
+            }
         } else {
             Table t = table_of(f);
             four(t, codes[i] & 0xFFFF, w);
             four(t, codes[i] >> 16, w + 2);
         }
         if (p.aligned) {
-            uint4* to = (uint4*)(p.out + index * (HALF * SIZE));
-#pragma unroll
-            for (int k = 0; k < SIZE / 2; k++) to[k] = make_uint4(w[4 * k], w[4 * k + 1], w[4 * k + 2], w[4 * k + 3]);
+            *(uint4*)(p.out + index * 16) = make_uint4(w[0], w[1], w[2], w[3]);
             continue;
         }
-        u64 column = (index / 2 - rows[i] * blocks) * BLOCK + index % 2 * HALF;
+        u64 column = (index / UNITS - rows[i] * blocks) * BLOCK + index % UNITS * UNIT;
         u8* to = p.out + (rows[i] * p.cols + column) * SIZE;
 #pragma unroll
-        for (int k = 0; k < HALF; k++) {
+        for (int k = 0; k < UNIT; k++) {
             if (column + k >= p.cols) break;
-            if (OUTPUT == F32) ((u32*)to)[k] = w[k];
-            else ((u16*)to)[k] = (u16)(w[k / 2] >> 16 * (k % 2));
+            if (OUTPUT == F32) ((u32*)to)[k] = w[k % 4];
+            else ((u16*)to)[k] = (u16)(w[k / 2 % 4] >> 16 * (k % 2));
         }
     }
 }

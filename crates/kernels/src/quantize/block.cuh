@@ -341,15 +341,19 @@ RULE u64 codes_of_winner(const Elements<P>& x, const Filtered& six, const Filter
 }
 
 // Twin of four_over_six::tile_error for one row of an ordinary tile: the rule's operations in the rule's order, with signs left
-// out, which change no error.
+// out, which change no error. The division is a product corrected by its remainder, which rounds as a division does where
+// nothing underflows (Markstein).
 RARE float ordinary_error(const float x[BLOCK], float value, float inverse, scale::Global global, Metric metric,
                           ErrorPath path) {
-    float sum = 0.0f;
-#pragma unroll 1
+    float sum = 0.0f, by = -global.six_e, reciprocal = 1.0f / global.six_e;
+#pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        float a = absolute(x[i]), y = __fmul_rn(a, inverse), e2 = grid_exponent(y);
-        float q = grid_value(grid_sum(y, e2), e2) * value;
-        float e = path == STRICT ? q * global.amax / global.six_e - a : q - a * global.encode;
+        float a = absolute(x[i]), y = __fmul_rn(a, inverse), grid = grid_exponent(y);
+        float q = grid_value(grid_sum(y, grid), grid) * value, e;
+        if (path == STRICT) {
+            float product = q * global.amax, quotient = product * reciprocal;
+            e = __fmaf_rn(__fmaf_rn(by, quotient, product), reciprocal, quotient) - a;
+        } else e = q - a * global.encode;
         sum = sum + (metric == MAE ? absolute(e) : e * e);
     }
     return sum;

@@ -254,6 +254,8 @@ struct Variant {
     whole: bool,
     /// Whether the matrix is one row of whole blocks under one amax.
     flat: bool,
+    /// Whether all panels lie within the matrix.
+    full: bool,
     /// Blocks that a thread has at a time, where that is a choice.
     per_thread: u32,
     /// The most threads of a group.
@@ -273,10 +275,11 @@ impl Variant {
         const MATRIX: &str = include_str!("matrix.cuh");
         const SQUARES: &str = include_str!("squares.cuh");
         let settings = format!(
-            "constexpr bool WHOLE = {}, FLAT = {};\n\
+            "constexpr bool WHOLE = {}, FLAT = {}, FULL = {};\n\
              constexpr Precision INPUT = {};\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\n{}{}",
             self.whole,
             self.flat,
+            self.full,
             precision(self.precision),
             self.per_thread,
             self.threads,
@@ -300,7 +303,7 @@ impl Variant {
             (Function::WholeRows, ..) => 1,
             (Function::Panels, Precision::F32, _) => 4,
             (Function::Panels, _, true) => 4,
-            (Function::Panels, _, false) => 8,
+            (Function::Panels, _, false) => 6,
             (_, Precision::F32, _) => 4,
             (Function::Rows | Function::Squares, _, true) => 5,
             (Function::Rows, _, false) if self.per_thread > 1 => 6,
@@ -503,6 +506,7 @@ fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
         whole,
         // Rows that follow each other without a gap are one.
         flat: whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols(),
+        full: false,
         per_thread,
         threads: THREADS,
     };
@@ -533,6 +537,7 @@ fn whole_rows(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
         col: None,
         whole: x.rows_aligned() && d.is_whole(x.cols()),
         flat: false,
+        full: false,
         per_thread,
         threads: threads.next_power_of_two(),
     };
@@ -551,6 +556,7 @@ fn squares(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
         col: None,
         whole: x.rows_aligned() && d.is_whole(x.cols()) && x.rows().is_multiple_of(BLOCK),
         flat: false,
+        full: false,
         per_thread: 4,
         threads: THREADS,
     };
@@ -577,11 +583,13 @@ fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>, col: &Dir
         col: Some(col.settings()),
         whole,
         flat: false,
+        full: whole && rows.is_multiple_of(HEIGHT) && cols.is_multiple_of(WIDTH),
         per_thread: 4,
         threads: THREADS,
     };
     let kernel = variant.kernel(stream.device())?;
     let mut params = params(x, row, Some(col));
+    (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(WIDTH));
     if !whole {
         params.col.code_alignment = 1;
     }

@@ -1,5 +1,6 @@
 // The column direction, with or without the row direction: a group of 128 threads has 128 rows of 64 columns, which it reads
-// once and turns through shared memory. Read squares.cuh first.
+// once and turns through shared memory. Read squares.cuh first; FULL, whether all panels lie within the matrix, comes before this
+// text.
 
 constexpr int HEIGHT = 128, WIDTH = 64;                  // rows and columns of a panel
 constexpr int WORDS = INPUT == F32 ? WIDTH : WIDTH / 2;  // of a row of a panel
@@ -30,13 +31,13 @@ RULE void quantize_units(const Elements<P>* x, const int* tile, const int* row, 
         square_scales<S, P, UNITS, TILES>(x, tile, row, s, d, shared, scaled, reload);
 #pragma unroll
         for (int i = 0; i < UNITS; i++) {
-            if (at[i].width) store(i, square_codes<S>(x[i], scaled[i], s, d, at[i]), scaled[i].byte);
+            if (FULL || at[i].width) store(i, square_codes<S>(x[i], scaled[i], s, d, at[i]), scaled[i].byte);
         }
         __syncthreads();
     } else {
 #pragma unroll
         for (int i = 0; i < UNITS; i++) {
-            if (!at[i].width) continue;
+            if (!FULL && !at[i].width) continue;
             if (d.per_row) s = scaling_of<S>(d.amax[at[i].row], d);
             Result r = quantize_block<S>(x[i], largest(x[i]), s, d, at[i]);
             store(i, r.codes, r.byte);
@@ -81,21 +82,21 @@ RULE void column_pair(const u32 w[BLOCK], u32 signs, decltype(prepared<S>(Elemen
 extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(const __grid_constant__ Params p) {
     extern __shared__ uint4 memory[];
     PanelMemory& m = *(PanelMemory*)memory;
-    u32 panels = (u32)((p.cols + WIDTH - 1) / WIDTH), rows = (u32)p.rows, cols = (u32)p.cols;
-    u32 first_row = blockIdx.x / panels * HEIGHT, first_col = blockIdx.x % panels * WIDTH;
-    int t = threadIdx.x;
+    u32 panels = (u32)((p.cols + WIDTH - 1) / WIDTH), rows = (u32)p.rows, cols = (u32)p.cols, t = threadIdx.x;
+    u32 down = divided(blockIdx.x, p.divisor_magic, p.divisor_shift);
+    u32 first_row = down * HEIGHT, first_col = (blockIdx.x - down * panels) * WIDTH;
     Place at[UNITS];
     int tile[UNITS], row[UNITS];
     {
         // Four neighbouring threads have the four blocks of a row.
         Elements<INPUT> x[UNITS];
         u32 blocks = (u32)blocks_of(p.row), block = first_col / BLOCK + t % STRIPS;
-        u32 width = block * BLOCK < cols ? width_at(block, cols) : 0;
+        u32 width = FULL || block * BLOCK < cols ? width_at(block, cols) : 0;
 #pragma unroll
         for (int i = 0; i < UNITS; i++) {
-            int r = i * 32 + t / STRIPS;
+            u32 r = i * 32 + t / STRIPS;
             u32 at_row = first_row + r;
-            at[i] = {at_row, at_row * blocks + block, block, at_row < rows ? width : 0};
+            at[i] = {at_row, at_row * blocks + block, block, FULL || at_row < rows ? width : 0};
             tile[i] = r / 16 * STRIPS + t % STRIPS, row[i] = r % 16;
             x[i] = load(p, at_row, block, at[i].width);
         }
@@ -130,13 +131,13 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     // A warp has two bands of 16 rows; a thread has two neighbouring columns of 16-bit elements in each, or two of 32 bits.
     const Direction& d = p.col;
     decltype(prepared<Col>(Elements<INPUT>(), 0)) y[UNITS];
-    int column[UNITS], band[UNITS];
+    u32 column[UNITS], band[UNITS];
     u32 blocks = (u32)blocks_of(d);
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
-        int c = INPUT == F32 ? i % 2 * 32 + t % 32 : t % 32 * 2 + i % 2, b = t / 32 + i / 2 * 4;
+        u32 c = INPUT == F32 ? i % 2 * 32 + t % 32 : t % 32 * 2 + i % 2, b = t / 32 + i / 2 * 4;
         u32 at_col = first_col + c, block = first_row / BLOCK + b;
-        bool inside = at_col < cols && block * BLOCK < rows;
+        bool inside = FULL || (at_col < cols && block * BLOCK < rows);
         at[i] = {at_col, at_col * blocks + block, block, inside ? width_at(block, rows) : 0};
         tile[i] = c / 16 * BANDS + b, row[i] = c % 16, column[i] = c, band[i] = b;
         if constexpr (INPUT == F32) y[i] = prepared<Col>(column_elements(m, c, b * BLOCK), d.signs);
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
             column_pair<Col>(w, d.signs, y + i);
         }
     }
-    bool whole = d.code_alignment == 16 && first_row + HEIGHT <= rows;
+    bool whole = d.code_alignment == 16 && (FULL || first_row + HEIGHT <= rows);
     u64 previous;
     auto store = [&](int i, u64 codes, u32 byte) {
         if (!whole) {
@@ -171,11 +172,11 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         u32 c = i * 32 + t / 4, part = t % 4;
-        if (first_col + c >= cols) break;
+        if (!FULL && first_col + c >= cols) break;
         u8* to = d.codes + (first_col + c) * pitch + first_row / 2 + 16 * part;
         *(ulonglong2*)to = make_ulonglong2(m.codes[2 * part][c], m.codes[2 * part + 1][c]);
     }
-    if (t < WIDTH && first_col + t < cols) {
+    if (t < WIDTH && (FULL || first_col + t < cols)) {
         u8* to = d.scales + (u64)(first_col + t) * blocks + first_row / BLOCK;
         u64 scales = 0;
 #pragma unroll
