@@ -139,6 +139,11 @@ fn scales_swizzled_on_the_way() {
 }
 
 #[test]
+fn every_scale_byte_decodes() {
+    runner::check_scale_bytes();
+}
+
+#[test]
 fn layouts_there_and_back() {
     runner::check_layouts();
 }

@@ -1,7 +1,7 @@
 //! The largest magnitudes on a GPU; `amax.cu` says how.
 
-use crate::cuda::text::{Variants, assemble, precision};
-use crate::cuda::{self, Buffer, Device, Input, SliceMut, Stream, Uploaded};
+use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
+use crate::cuda::{self, Buffer, Device, Input, SliceMut, Source, Stream, Uploaded};
 use crate::input::check_len;
 use crate::quantize::cuda::BLOCK_TEXT;
 use crate::{Error, Result, input};
@@ -36,7 +36,7 @@ pub(crate) enum Values {
     AlongColumns(Signs),
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     precision: Precision,
     edge: Edge,
@@ -46,7 +46,7 @@ struct Variant {
     cols: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Function {
     Plain,
     AlongRows,
@@ -89,6 +89,19 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
         v.cols,
     );
     ("amax", function, assemble(&settings, &[BLOCK_TEXT, include_str!("amax.cu")]))
+}
+
+/// Texts for [`cuda::sources`]; each has all three functions.
+pub(crate) fn sources() -> Vec<(String, Source)> {
+    let (mut variants, edges) = (Vec::new(), [Edge::Kernel, Edge::Reference]);
+    for (precision, edge) in PRECISIONS.into_iter().flat_map(|p| edges.map(|e| (p, e))) {
+        variants.push(Variant { precision, edge, function: Function::Plain, tensor: true, rows: true, cols: true });
+    }
+    let tensor = Variant { rows: false, cols: false, precision: Precision::Bf16, edge: Edge::Kernel, ..variants[0] };
+    variants.push(tensor);
+    variants.push(Variant { function: Function::AlongRows, tensor: false, rows: true, ..tensor });
+    variants.push(Variant { function: Function::AlongColumns, tensor: false, cols: true, ..tensor });
+    variants.into_iter().map(|v| cuda::entry(v, source)).collect()
 }
 
 /// [`amax`], also after the Hadamard transform; `x` has been checked.

@@ -17,6 +17,7 @@ mod error;
 mod input;
 mod kernel;
 mod memory;
+mod sources;
 mod stream;
 pub(crate) mod text;
 
@@ -29,6 +30,9 @@ pub(crate) use input::Uploaded;
 pub use input::{Input, Values};
 pub use kernel::Kernel;
 pub use memory::{Buffer, Plain, Slice, SliceMut};
+pub(crate) use sources::entry;
+#[doc(hidden)]
+pub use sources::sources;
 pub use stream::{Event, Graph, Stream};
 pub use text::{RULES, constants};
 

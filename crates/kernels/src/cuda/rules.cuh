@@ -138,7 +138,8 @@ RULE u32 encode(float x) {
 
 // Shifted into place the exponent is 120 too small; the product is exact and normalises subnormals.
 RULE float decode(u32 byte) {
-    return (byte & 0x7F) == E4M3_NAN_BYTE ? from_bits(0x7FC00000) : from_bits(byte << 20) * 0x1p120f;
+    u32 magnitude = byte & 0x7F, sign = (byte & 0x80) << 24;
+    return magnitude == E4M3_NAN_BYTE ? from_bits(0x7FC00000) : from_bits(sign | magnitude << 20) * 0x1p120f;
 }
 
 }  // namespace e4m3

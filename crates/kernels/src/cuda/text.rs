@@ -49,6 +49,9 @@ pub fn constants() -> String {
     text
 }
 
+/// Every type of elements.
+pub(crate) const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
+
 /// The name of a type of elements in kernel text.
 pub(crate) fn precision(precision: Precision) -> &'static str {
     match precision {

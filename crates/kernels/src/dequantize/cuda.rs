@@ -1,7 +1,7 @@
 //! Decoding on a GPU; `dequantize.cu` says how.
 
-use crate::cuda::text::{Variants, assemble, precision};
-use crate::cuda::{Device, Plain, Slice, SliceMut, Stream};
+use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
+use crate::cuda::{self, Device, Plain, Slice, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::quantize::Layout;
 use crate::quantize::cuda::{BLOCK_TEXT, divisor};
@@ -114,6 +114,11 @@ pub fn dequantize<T: Element + Plain>(stream: &Stream, q: &View<'_>, out: SliceM
 fn source(output: Precision) -> (&'static str, &'static str, String) {
     let settings = format!("constexpr bool WHOLE = false;\nconstexpr Precision OUTPUT = {};\n", precision(output));
     ("dequantize", "dequantize", assemble(&settings, &[BLOCK_TEXT, include_str!("dequantize.cu")]))
+}
+
+/// Texts for [`cuda::sources`]: all there are.
+pub(crate) fn sources() -> Vec<(String, Source)> {
+    PRECISIONS.map(|p| cuda::entry(p, source)).to_vec()
 }
 
 /// The operation on memory of the host.

@@ -1,8 +1,8 @@
 //! The transform on a GPU; `hadamard.cu` says how.
 
 use super::check;
-use crate::cuda::text::{Variants, assemble, precision};
-use crate::cuda::{Device, Input, SliceMut, Stream, Uploaded};
+use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
+use crate::cuda::{self, Device, Input, SliceMut, Source, Stream, Uploaded};
 use crate::quantize::cuda::BLOCK_TEXT;
 use crate::{Result, input};
 use half::bf16;
@@ -32,10 +32,7 @@ pub fn hadamard(stream: &Stream, x: &Input<'_>, signs: Signs, out: SliceMut<'_, 
     if rows == 0 || cols == 0 {
         return Ok(());
     }
-    let kernel = VARIANTS.get(stream.device(), x.values().precision(), |p| {
-        let settings = format!("constexpr bool WHOLE = false;\nconstexpr Precision INPUT = {};\n", precision(p));
-        ("hadamard", "hadamard_rows", assemble(&settings, &[BLOCK_TEXT, include_str!("hadamard.cu")]))
-    })?;
+    let kernel = VARIANTS.get(stream.device(), x.values().precision(), source)?;
     let groups = u32::try_from((rows * (cols / BLOCK)).div_ceil(256)).map_err(|_| Error::TooLarge { rows, cols })?;
     let params = Params {
         x: x.values().address(),
@@ -49,6 +46,16 @@ pub fn hadamard(stream: &Stream, x: &Input<'_>, signs: Signs, out: SliceMut<'_, 
     // SAFETY: `Params` is laid out as in hadamard.cu; addresses and lengths were checked.
     unsafe { kernel.launch(stream, [groups, 1, 1], 256, 0, &params) }?;
     Ok(())
+}
+
+fn source(input: Precision) -> (&'static str, &'static str, String) {
+    let settings = format!("constexpr bool WHOLE = false;\nconstexpr Precision INPUT = {};\n", precision(input));
+    ("hadamard", "hadamard_rows", assemble(&settings, &[BLOCK_TEXT, include_str!("hadamard.cu")]))
+}
+
+/// Texts for [`cuda::sources`]: all there are.
+pub(crate) fn sources() -> Vec<(String, Source)> {
+    PRECISIONS.map(|p| cuda::entry(p, source)).to_vec()
 }
 
 /// The operation on memory of the host.

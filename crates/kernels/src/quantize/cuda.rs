@@ -3,8 +3,8 @@
 
 use super::{Layout, Lens, check};
 use crate::amax::cuda as maxima;
-use crate::cuda::text::{Variants, assemble, precision};
-use crate::cuda::{Buffer, Device, Input, Kernel, Slice, SliceMut, Stream, Uploaded};
+use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
+use crate::cuda::{self, Buffer, Device, Input, Kernel, Slice, SliceMut, Source, Stream, Uploaded};
 use crate::{Error, Result, input};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::{self, OFFSETS_PER_CALL};
@@ -180,7 +180,7 @@ impl Direction<'_> {
 }
 
 /// The settings of a direction that kernels have as constants.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Settings {
     tile: Tile,
     metric: Option<Metric>,
@@ -191,7 +191,7 @@ struct Settings {
 }
 
 /// The Hadamard transform as kernels have it: the usual signs are constants, others are passed.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Transform {
     None,
     Constant(Signs),
@@ -199,6 +199,16 @@ enum Transform {
 }
 
 impl Settings {
+    /// 1×16 tiles of TransformerEngine, the rule "six", rounded to nearest.
+    const PLAIN: Settings = Settings {
+        tile: Tile::Row16,
+        metric: None,
+        edge: Edge::Kernel,
+        profile: Profile::TransformerEngine,
+        stochastic: false,
+        transform: Transform::None,
+    };
+
     /// Whether memory, and not arithmetic, sets the time.
     fn is_light(self) -> bool {
         self.metric.is_none() && !self.stochastic && self.transform == Transform::None
@@ -206,14 +216,7 @@ impl Settings {
 
     /// A type with the settings, for a direction that may not be wanted.
     fn text(name: &str, settings: Option<Settings>) -> String {
-        let s = settings.unwrap_or(Settings {
-            tile: Tile::Row16,
-            metric: None,
-            edge: Edge::Kernel,
-            profile: Profile::TransformerEngine,
-            stochastic: false,
-            transform: Transform::None,
-        });
+        let s = settings.unwrap_or(Settings::PLAIN);
         let rule = match s.metric {
             None => "SIX",
             Some(Metric::Mae) => "FOUR_OVER_SIX_MAE",
@@ -245,7 +248,7 @@ impl Settings {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     function: Function,
     precision: Precision,
@@ -262,7 +265,7 @@ struct Variant {
     threads: u32,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Function {
     Rows,
     WholeRows,
@@ -629,13 +632,64 @@ pub fn advance(stream: &Stream, offset: SliceMut<'_, u64>) -> Result<()> {
     nvfp4_spec::check_len("offset of the random numbers", 1, offset.len())?;
     offset.check(stream.device(), "offset of the random numbers")?;
     offset.check_aligned(8, "offset of the random numbers")?;
-    let text = "struct Params { unsigned long long* at; unsigned long long by; };\n\
-                extern \"C\" __global__ void advance(Params p) { *p.at += p.by; }\n";
-    let kernel = VARIANTS.get(stream.device(), (), |()| ("advance", "advance", text.to_string()))?;
+    let kernel = VARIANTS.get(stream.device(), (), advance_source)?;
     let params = Params { at: offset.address(), by: OFFSETS_PER_CALL };
     // SAFETY: the kernel has these parameters; the address was checked.
     unsafe { kernel.launch(stream, [1; 3], 1, 0, &params) }?;
     Ok(())
+}
+
+fn advance_source((): ()) -> (&'static str, &'static str, String) {
+    let text = "struct Params { unsigned long long* at; unsigned long long by; };\n\
+                extern \"C\" __global__ void advance(Params p) { *p.at += p.by; }\n";
+    ("advance", "advance", text.to_string())
+}
+
+/// Texts for [`cuda::sources`]: every setting in every function, while types, whole and ragged, and the directions of a
+/// panel take turns.
+pub(crate) fn sources() -> Vec<(String, Source)> {
+    let plain = Settings::PLAIN;
+    let profile = |profile| Settings { profile, ..plain };
+    let settings = [
+        plain,
+        Settings { edge: Edge::Reference, ..plain },
+        Settings { stochastic: true, ..plain },
+        Settings { stochastic: true, transform: Transform::Passed, edge: Edge::Reference, ..plain },
+        Settings { metric: Some(Metric::Mae), ..plain },
+        Settings { metric: Some(Metric::Mse), edge: Edge::Reference, ..plain },
+        Settings { metric: Some(Metric::Mse), transform: Transform::Constant(Signs::FIXED), ..plain },
+        profile(Profile::ModelOpt),
+        Settings { stochastic: true, ..profile(Profile::LlmCompressor) },
+        Settings { transform: Transform::Constant(Signs::NONE), ..profile(Profile::TorchAo) },
+    ];
+    let square = |s: Settings| Settings { tile: Tile::Square16, ..s };
+    let mut all = vec![cuda::entry((), advance_source)];
+    for (i, s) in settings.into_iter().enumerate() {
+        // Every type comes whole and ragged within six turns.
+        let turn = |function, turn: usize, row, col| Variant {
+            function,
+            precision: PRECISIONS[(i + turn) % 3],
+            row,
+            col,
+            whole: (i + turn).is_multiple_of(2),
+            flat: false,
+            per_thread: 4,
+            threads: THREADS,
+        };
+        let (other, both) = (settings[(i + 3) % settings.len()], i.is_multiple_of(2));
+        let rows = turn(Function::Rows, 0, Some(s), None);
+        let (flat, light) = (i.is_multiple_of(4), s.is_light() && rows.precision != Precision::F32);
+        let (per_thread, threads) = [(1, 128), (2, 1024), (4, 1024)][i % 3];
+        let variants = [
+            Variant { flat, per_thread: if light { 2 } else { 1 }, ..rows },
+            Variant { per_thread, threads, ..turn(Function::WholeRows, 1, Some(s), None) },
+            turn(Function::Squares, 2, Some(square(s)), None),
+            turn(Function::Panels, 3, both.then_some(square(other)), Some(s)),
+            turn(Function::Panels, 4, (!both).then_some(other), Some(square(s))),
+        ];
+        all.extend(variants.map(|v| cuda::entry(v, Variant::source)));
+    }
+    all
 }
 
 /// The operation on memory of the host.

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::cuda::text::{Variants, assemble};
-use crate::cuda::{Device, Slice, SliceMut, Stream};
+use crate::cuda::{self, Device, Slice, SliceMut, Source, Stream};
 use crate::input::check_len;
 use nvfp4_spec::{Error, area, swizzle as spec};
 
@@ -32,7 +32,7 @@ pub fn unswizzle(
     run(stream, Way::FromTiles, (swizzled, "swizzled scales"), (scales, "scales"), rows, cols)
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Way {
     ToTiles,
     FromTiles,
@@ -61,16 +61,23 @@ fn run(
     if rows == 0 || cols == 0 {
         return Ok(());
     }
-    let kernel = VARIANTS.get(stream.device(), way, |way| {
-        let settings = format!("constexpr bool TO_TILES = {};\n", way == Way::ToTiles);
-        ("swizzle", "swizzle_scales", assemble(&settings, &[include_str!("swizzle.cu")]))
-    })?;
+    let kernel = VARIANTS.get(stream.device(), way, source)?;
     let fours = rows.next_multiple_of(spec::TILE_ROWS) * cols.div_ceil(spec::TILE_COLS);
     let groups = u32::try_from(fours.div_ceil(256)).map_err(|_| Error::TooLarge { rows, cols })?;
     let params = Params { from: from.0.address(), to: to.0.address(), rows: rows as u64, cols: cols as u64 };
     // SAFETY: `Params` is laid out as in swizzle.cu; addresses and lengths were checked.
     unsafe { kernel.launch(stream, [groups, 1, 1], 256, 0, &params) }?;
     Ok(())
+}
+
+fn source(way: Way) -> (&'static str, &'static str, String) {
+    let settings = format!("constexpr bool TO_TILES = {};\n", way == Way::ToTiles);
+    ("swizzle", "swizzle_scales", assemble(&settings, &[include_str!("swizzle.cu")]))
+}
+
+/// Texts for [`cuda::sources`]: all there are.
+pub(crate) fn sources() -> Vec<(String, Source)> {
+    [Way::ToTiles, Way::FromTiles].map(|way| cuda::entry(way, source)).to_vec()
 }
 
 /// Either operation on memory of the host.

@@ -6,8 +6,9 @@ use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize, gguf, swizz
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::philox::philox4x32;
+use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::{Random, Stream};
-use nvfp4_spec::{Edge, Element, Mode, Precision, Rounding, ScaleRule, e2m1};
+use nvfp4_spec::{Bound, Edge, Element, GlobalScale, Mode, Precision, Rounding, ScaleRule, e2m1};
 
 /// Kinds of values.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -316,6 +317,21 @@ pub fn check_amax(case: &Case) {
         for implementation in Implementation::available() {
             assert_eq!(all(implementation), all(Implementation::Scalar), "{implementation} {edge:?} {case:?}");
         }
+    }
+}
+
+/// Decodes every scale byte, negative ones and NaN among them, with every code.
+pub fn check_scale_bytes() {
+    let (rows, cols) = (256, 32);
+    let runner = Runner::new(Case::new(rows, cols));
+    let codes: Vec<u8> = (0..rows * cols / 2).map(|i| (i * 37 + i / 16) as u8).collect();
+    let scales: Vec<u8> = (0..2 * rows).map(|i| (i / 2) as u8).collect();
+    for unit in [Unit::Amax(Bound::E448), Unit::Multiplier, Unit::Divisor] {
+        let view =
+            View { rows, cols, codes: &codes, scales: &scales, stored: &[0.7], global: GlobalScale::PerTensor, unit };
+        runner.check_type::<f32>(&view);
+        runner.check_type::<bf16>(&view);
+        runner.check_type::<f16>(&view);
     }
 }
 

@@ -1,0 +1,26 @@
+//! Kernel texts of every operation, for tests that compile them without a GPU.
+
+use super::compile::Source;
+use crate::{amax, dequantize, hadamard, quantize, swizzle};
+
+/// Texts that between them have every function, type of elements and setting, though not every combination. Each comes with
+/// its variant in words, of which the first is the name of the function.
+pub fn sources() -> Vec<(String, Source)> {
+    let operations = [
+        amax::cuda::sources(),
+        quantize::cuda::sources(),
+        dequantize::cuda::sources(),
+        swizzle::cuda::sources(),
+        hadamard::cuda::sources(),
+    ];
+    operations.concat()
+}
+
+/// A variant `V` with the text that `source` makes of it.
+pub(crate) fn entry<V: Copy + std::fmt::Debug>(
+    variant: V,
+    source: impl Fn(V) -> (&'static str, &'static str, String),
+) -> (String, Source) {
+    let (name, function, text) = source(variant);
+    (format!("{function} {variant:?}"), Source { name, text })
+}

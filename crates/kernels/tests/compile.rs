@@ -1,0 +1,59 @@
+//! Every kernel compiled for every generation of GPUs. Needs NVRTC but no GPU; without NVRTC it says so and is skipped.
+#![cfg(feature = "cuda")]
+
+mod tools;
+
+use nvfp4_kernels::cuda::{self, Source};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_90a", "sm_100a", "sm_120a"];
+
+/// Those whose conversions in hardware a text can be told to do without.
+const PORTABLE_TOO: [&str; 2] = ["sm_90a", "sm_100a"];
+
+/// A text, what to call it, and what to compile it for.
+type Job<'a> = (&'a str, &'static str, Source);
+
+#[test]
+fn every_kernel_compiles_for_every_generation() {
+    if let Err(reason) = cuda::compiler_version() {
+        return tools::skip(reason);
+    }
+    let sources = cuda::sources();
+    let mut jobs: Vec<Job<'_>> = Vec::new();
+    for (i, (words, source)) in sources.iter().enumerate() {
+        jobs.extend(ARCHITECTURES.map(|architecture| (words.as_str(), architecture, source.clone())));
+        // One portable variant in three: enough for every operation to have some.
+        if i % 3 == 0 {
+            let text = format!("#define PORTABLE\n{}", source.text);
+            let portable = Source { text, ..source.clone() };
+            jobs.extend(PORTABLE_TOO.map(|architecture| (words.as_str(), architecture, portable.clone())));
+        }
+    }
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut problems = Vec::new();
+        while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            problems.extend(problem(job));
+        }
+        problems
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    let problems: Vec<String> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
+    });
+    println!("{} texts, {} compilations, {threads} threads", sources.len(), jobs.len());
+    assert!(problems.is_empty(), "{} of {} failed:\n{}", problems.len(), jobs.len(), problems.join("\n"));
+}
+
+/// Why a job fails: it does not compile, or the machine code lacks the function that is launched.
+fn problem((words, architecture, source): &Job<'_>) -> Option<String> {
+    let function = words.split(' ').next().unwrap_or_default();
+    match cuda::compile(source, architecture, &[]) {
+        Ok(image) if image.windows(function.len()).any(|w| w == function.as_bytes()) => None,
+        Ok(_) => Some(format!("{architecture}, {words}: no function '{function}' in the machine code")),
+        Err(error) => Some(format!("{architecture}, {words}: {error}")),
+    }
+}
