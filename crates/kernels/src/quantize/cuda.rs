@@ -673,6 +673,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             col,
             whole: (i + turn).is_multiple_of(2),
             flat: false,
+            full: function == Function::Panels && (i + turn).is_multiple_of(4),
             per_thread: 4,
             threads: THREADS,
         };
