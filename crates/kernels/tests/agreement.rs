@@ -158,3 +158,12 @@ fn amax_of_tensor_rows_and_columns() {
         }
     }
 }
+
+#[test]
+fn the_transform_along_rows_alone_and_in_quantization() {
+    for precision in PRECISIONS {
+        for fill in [Fill::Normal, Fill::Special] {
+            runner::check_hadamard(&Case { precision, fill, gap: 3, ..Case::new(37, 96) });
+        }
+    }
+}

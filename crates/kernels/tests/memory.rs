@@ -26,6 +26,11 @@ fn small_shapes_touch_their_own_memory_only() {
         }
     }
     Runner::new(Case { offset: 3, gap: 5, swizzled: true, ..Case::new(19, 35) }).check();
+    // Panels of the GPU that lie within the matrix.
+    for mode in [plain, Mode { tile: Tile::Square16, rule: four_over_six, ..plain }] {
+        Runner::new(Case { mode, ..Case::new(128, 64) }).check();
+    }
+    runner::check_hadamard(&Case::new(5, 48));
     runner::check_amax(&Case::new(5, 37));
     runner::check_layouts();
 }

@@ -791,4 +791,43 @@ mod tests {
     fn parameters_have_the_sizes_that_the_kernels_expect() {
         assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (104, 248));
     }
+
+    /// Every mantissa, at exponents from the smallest to the largest that regular scalings lead to: reciprocals without a
+    /// division's checks are those of a division.
+    #[test]
+    fn reciprocals_round_as_divisions_do() {
+        let device = match Device::open(0) {
+            Ok(device) => device,
+            Err(reason) => return println!("skipped: {reason}"),
+        };
+        let kernel = "struct Params { u32* wrong; };\n\
+            extern \"C\" __global__ void compare(Params p) {\n\
+                u32 mantissa = blockIdx.x * 256 + threadIdx.x;\n\
+                for (u32 exponent = 27; exponent <= 227; exponent += 25) {\n\
+                    float x = from_bits(exponent << 23 | mantissa);\n\
+                    if (reciprocal(x) != 1.0f / x) atomicAdd(p.wrong, 1);\n\
+                }\n\
+            }\n";
+        let text = assemble("constexpr bool WHOLE = true;\n", &[BLOCK_TEXT, kernel]);
+        let kernel = device.kernel("reciprocals", "compare", &text).unwrap();
+        let stream = Stream::new(device).unwrap();
+        let wrong = stream.to_device(&[0u32]).unwrap();
+        // SAFETY: the kernel has one address as its parameter, of one counter.
+        unsafe { kernel.launch(&stream, [1 << 15, 1, 1], 256, 0, &wrong.slice().address()) }.unwrap();
+        assert_eq!(stream.to_host(wrong.slice()).unwrap(), [0]);
+    }
+
+    /// Every mantissa: products by a rounded reciprocal, corrected by their remainder, are quotients.
+    #[test]
+    fn corrected_products_round_as_divisions_do() {
+        for by in [6.0f32, 1536.0, 2688.0] {
+            let reciprocal = 1.0 / by;
+            for bits in 0x3F80_0000..0x4000_0000 {
+                let x = f32::from_bits(bits);
+                let quotient = x * reciprocal;
+                let corrected = (-by).mul_add(quotient, x).mul_add(reciprocal, quotient);
+                assert!(corrected == x / by, "{x} / {by}");
+            }
+        }
+    }
 }

@@ -2,13 +2,13 @@
 
 use half::{bf16, f16};
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
-use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize, gguf, swizzle};
+use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize, gguf, hadamard, swizzle};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::{Random, Stream};
-use nvfp4_spec::{Bound, Edge, Element, GlobalScale, Mode, Precision, Rounding, ScaleRule, e2m1};
+use nvfp4_spec::{Bound, Edge, Element, GlobalScale, Mode, Precision, Rounding, ScaleRule, Tile, e2m1};
 
 /// Kinds of values.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -332,6 +332,44 @@ pub fn check_scale_bytes() {
         runner.check_type::<f32>(&view);
         runner.check_type::<bf16>(&view);
         runner.check_type::<f16>(&view);
+    }
+}
+
+/// The Hadamard transform along rows: alone, and in the row direction of a quantization with either global scale.
+pub fn check_hadamard(case: &Case) {
+    let runner = Runner::new(*case);
+    for signs in [Signs::FIXED, Signs::NONE, Signs(0x0F31)] {
+        let transformed = |implementation| {
+            let mut out = vec![bf16::from_f32(77.0); case.rows * case.cols];
+            hadamard::hadamard(implementation, &runner.input(), signs, &mut out).unwrap();
+            out.into_iter().map(|x| canonical(x.to_f32())).collect::<Vec<u32>>()
+        };
+        let quantized = |implementation, mode: Mode| {
+            let mut row = runner.buffers(case.rows, case.cols, &mode);
+            let direction = Direction {
+                mode,
+                rounding: Rounding::NearestEven,
+                transform: Some(signs),
+                layout: Layout::Linear,
+                amax: Amax::Compute(&mut row.amax),
+                codes: &mut row.codes,
+                scales: &mut row.scales,
+            };
+            quantize(implementation, &runner.input(), Some(direction), None).unwrap();
+            (row.codes, row.scales, row.amax.into_iter().map(canonical).collect::<Vec<u32>>())
+        };
+        for implementation in Implementation::available() {
+            assert!(transformed(implementation) == transformed(Implementation::Scalar), "{implementation} {case:?}");
+            for (tile, global) in [
+                (Tile::Row16, GlobalScale::PerTensor),
+                (Tile::Row16, GlobalScale::PerRow),
+                (Tile::Square16, GlobalScale::PerTensor),
+            ] {
+                let mode = Mode { tile, global, ..case.mode };
+                let same = quantized(implementation, mode) == quantized(Implementation::Scalar, mode);
+                assert!(same, "{implementation} {mode:?} {case:?}");
+            }
+        }
     }
 }
 
