@@ -1,9 +1,11 @@
 //! Every implementation that this machine has, against the scalar one, bit for bit: all modes, all input types, awkward shapes,
-//! strides and values. A test is a line of intent; the runner owns loops and messages.
+//! strides and values. A test is a line of intent; the runner owns loops and messages. Modes are
+//! checked in parallel: on a GPU most of the time goes into compiling their kernels.
 
 mod runner;
 
 use nvfp4_spec::{Edge, GlobalScale, Mode, Precision, Profile, ScaleRule, Tile};
+use rayon::prelude::*;
 use runner::{Case, Fill, Runner};
 
 /// Every legal mode of every profile.
@@ -28,13 +30,13 @@ const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::
 
 #[test]
 fn every_mode_on_every_kind_of_values() {
-    for mode in modes() {
+    modes().into_par_iter().for_each(|mode| {
         for fill in Fill::ALL {
             for precision in PRECISIONS {
                 Runner::new(Case { mode, precision, fill, ..Case::new(48, 80) }).check();
             }
         }
-    }
+    });
 }
 
 #[test]
@@ -52,19 +54,19 @@ fn every_row_length_from_16_to_544() {
 #[test]
 fn ragged_and_odd_shapes_in_every_mode() {
     let shapes = [(1, 1), (1, 15), (2, 17), (5, 33), (16, 31), (17, 16), (31, 47), (33, 18), (130, 19), (19, 530)];
-    for mode in modes() {
+    modes().into_par_iter().for_each(|mode| {
         for (i, (rows, cols)) in shapes.into_iter().enumerate() {
             let fill = if i % 2 == 0 { Fill::Special } else { Fill::Normal };
             Runner::new(Case { mode, precision: PRECISIONS[i % 3], fill, ..Case::new(rows, cols) }).check();
         }
-    }
+    });
 }
 
 /// Shapes around the sizes of panels, chunks and strips, modes and values, drawn at random; a seed and nothing else.
 #[test]
 fn anything_with_anything() {
     let modes = modes();
-    for i in 0..150 {
+    (0..150).into_par_iter().for_each(|i| {
         let [a, b, c, d] = nvfp4_spec::philox::philox4x32([i, 0, 0, 0], [2026, 11]);
         let pick = |word: u32, n: usize| word as usize % n;
         let near = [1, 15, 33, 64, 255, 256, 257, 511, 512, 513, 530];
@@ -79,7 +81,7 @@ fn anything_with_anything() {
             ..Case::new(near[pick(c, 11)], near[pick(d, 11)])
         };
         Runner::new(case).check();
-    }
+    });
 }
 
 #[test]
@@ -106,20 +108,20 @@ fn rows_further_apart_than_long_and_starting_anywhere() {
 
 #[test]
 fn amaxes_that_are_given_and_wrong() {
-    for mode in modes() {
+    modes().into_par_iter().for_each(|mode| {
         for amax in [0.0, 1e-45, 1e-30, 0.01, 1e30, f32::MAX, f32::INFINITY, f32::NAN] {
             Runner::new(Case { mode, amax: Some(amax), fill: Fill::Wide, ..Case::new(32, 48) }).check();
         }
-    }
+    });
 }
 
 #[test]
 fn directions_that_differ_in_everything() {
     for fill in [Fill::Normal, Fill::Special] {
-        for (i, mode) in modes().into_iter().enumerate() {
+        modes().into_par_iter().enumerate().for_each(|(i, mode)| {
             let col_mode = Some(modes()[(7 * i + 11) % modes().len()]);
             Runner::new(Case { mode, col_mode, fill, ..Case::new(48, 80) }).check();
-        }
+        });
     }
 }
 

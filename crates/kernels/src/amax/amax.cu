@@ -1,8 +1,8 @@
 // The largest magnitudes of a matrix, of its rows and of its columns, each read once. Twin of spec's matrix::amax.
 //
 // A thread has a strip of columns 16 bytes wide, a warp 32 of them, and walks down the rows of its panel. Maxima meet in
-// memory by integer atomics, in any order; whoever launches this sets them to zero first. `EDGE`, INPUT, and which maxima are
-// WANTED_* come before this text. With TRANSFORM the maxima are those of the columns after the Hadamard transform.
+// memory by integer atomics, in any order; whoever launches this sets them to zero first. EDGE, INPUT, and which maxima are
+// WANTED_* come before this text.
 
 struct Params {
     const u8* x;
@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             if (WANTED_ROWS && r + i < end) {
-                u32 a = larger_counted(larger_counted(0, v[i].x), v[i].y), b = larger_counted(larger_counted(0, v[i].z), v[i].w);
+                u32 a = larger_counted(larger_counted(0, v[i].x), v[i].y);
+                u32 b = larger_counted(larger_counted(0, v[i].z), v[i].w);
                 meet(p.row + r + i, word_maximum(larger_counted(a, b)));
             }
             m[0] = larger_counted(m[0], v[i].x), m[1] = larger_counted(m[1], v[i].y);
@@ -131,7 +132,10 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
         }
     }
 #pragma unroll
-    for (int h = 0; h < WIDE; h++) m[h] = scale::magnitude_bits(precision::round(from_bits(m[h]) * HADAMARD_FACTOR, BF16), EDGE);
+    for (int h = 0; h < WIDE; h++) {
+        float rounded = precision::round(from_bits(m[h]) * HADAMARD_FACTOR, BF16);
+        m[h] = scale::magnitude_bits(rounded, EDGE);
+    }
     if (WANTED_COLS && unit < units) {
         atomicMax(p.col + c, m[0]);
         if (WIDE == 2 && c + 1 < p.cols) atomicMax(p.col + c + 1, m[1]);

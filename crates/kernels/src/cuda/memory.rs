@@ -250,9 +250,11 @@ pub(super) fn is_page_locked(host: *const c_void) -> bool {
 /// What kind of memory the driver knows an address as; ordinary host memory is unknown to it. A context must be current.
 fn memory_type(address: u64) -> Option<CUmemorytype> {
     let mut kind: u32 = 0;
-    let (out, which) = ((&raw mut kind).cast(), CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
-    // SAFETY: this attribute is one `unsigned int`; the driver looks the address up and does not follow it.
-    let code = unsafe { sys::cuPointerGetAttribute(out, which, address) };
+    let mut out = (&raw mut kind).cast();
+    // The plural asks without an error for memory that is unknown, which a checker would report.
+    let mut which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    // SAFETY: this one attribute is an `unsigned int`; the driver looks the address up and does not follow it.
+    let code = unsafe { sys::cuPointerGetAttributes(1, &mut which, &mut out, address) };
     let kinds = [
         CUmemorytype::CU_MEMORYTYPE_HOST,
         CUmemorytype::CU_MEMORYTYPE_DEVICE,

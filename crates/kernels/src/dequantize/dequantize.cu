@@ -1,4 +1,5 @@
-// From codes and scales to values. Twin of spec's matrix::dequantize. OUTPUT, the type of the values, comes before this text.
+// From codes and scales to values. Twin of spec's matrix::dequantize. OUTPUT, the type of the values, comes before this
+// text.
 
 struct Params {
     const u8* codes;
@@ -16,8 +17,8 @@ constexpr int SIZE = OUTPUT == F32 ? 4 : 2;
 constexpr int UNIT = 16 / SIZE;  // elements that a thread decodes at a time: 16 bytes, written at once
 constexpr int PER_THREAD = 4;    // times
 
-// The values of codes 0 … 7 under a factor, in 16 bits, low bytes and high bytes apart: eight of each fill two words, which
-// `prmt` looks up with three bits of a code.
+// The values of codes 0 … 7 under a factor, in 16 bits, low bytes and high bytes apart: eight of each fill two words, in
+// which `prmt` looks up with three bits of a code.
 struct Table {
     u32 low[2], high[2];
 };
@@ -28,7 +29,8 @@ RULE Table table_of(float f) {
     u32 w[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) w[i] = pack_pair(__fmul_rn(e2m1::decode(2 * i), f), __fmul_rn(e2m1::decode(2 * i + 1), f));
-    return {{permute(w[0], w[1], 0x6420), permute(w[2], w[3], 0x6420)}, {permute(w[0], w[1], 0x7531), permute(w[2], w[3], 0x7531)}};
+    return {{permute(w[0], w[1], 0x6420), permute(w[2], w[3], 0x6420)},
+            {permute(w[0], w[1], 0x7531), permute(w[2], w[3], 0x7531)}};
 }
 
 // Four codes (16 bits) to two words of two values.
@@ -56,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(const __grid_consta
         else {
             u64 start = (at - row * blocks) * 8 + index % UNITS * (UNIT / 2);
             codes[i] = 0;
-            for (int k = 0; k < UNIT / 2 && start + k < pitch; k++) codes[i] |= (u32)p.codes[row * pitch + start + k] << 8 * k;
+            const u8* from = p.codes + row * pitch + start;
+            for (int k = 0; k < UNIT / 2 && start + k < pitch; k++) codes[i] |= (u32)from[k] << 8 * k;
         }
         bytes[i] = p.scales[p.swizzled ? swizzle::offset(row, at - row * blocks, blocks) : at];
     }

@@ -4,8 +4,9 @@
 // scaled element at most 6.5. All other blocks go by the rules themselves.
 //
 // Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE), S::SQUARE, S::STOCHASTIC,
-// S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call), S::EDGE, S::PROFILE. WHOLE says that all blocks are whole, rows of elements aligned to 16 bytes, rows of codes
-// to 8, and scales linear. All come before this text.
+// S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call), S::EDGE, S::PROFILE.
+// WHOLE says that all blocks are whole, rows of elements aligned to 16 bytes, rows of codes to 8, and scales linear. All come
+// before this text.
 
 // Elements of a block as they lie in memory, two of the 16-bit types to a word.
 template <Precision P>

@@ -1,5 +1,5 @@
 //! Quantization on a GPU: which kernel a call needs, and with which settings. Read `block.cuh`, then `matrix.cuh`, then the
-//! kernels: `rows.cu`, `squares.cu`, `panels.cu`.
+//! kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`.
 
 use super::{Layout, Lens, check};
 use crate::amax::cuda as maxima;
