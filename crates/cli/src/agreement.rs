@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values};
-use nvfp4_spec::{BLOCK, Bound, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, e2m1};
+use nvfp4_spec::{BLOCK, Bound, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, area, e2m1, zeros};
 use rayon::prelude::*;
 use serde::Serialize;
 use std::fmt;
@@ -121,7 +121,8 @@ fn compare(engine: &Engine, rows: usize, cols: usize, seed: u64) -> Result<Vec<C
     progress.set_style(ProgressStyle::with_template("{bar:20} {pos}/{len}  {msg}")?);
     progress.tick();
     let mut cells = Vec::new();
-    let [mut strict, mut fast] = [(); 2].map(|()| vec![0; rows * cols.div_ceil(BLOCK)]);
+    let scales = || zeros(area(rows, cols.div_ceil(BLOCK))?, rows, cols);
+    let (mut strict, mut fast) = (scales()?, scales()?);
     for name in TYPES {
         progress.set_message(format!("{name} values"));
         let mut matrix = engine.matrix(name, rows, cols, seed)?;
@@ -206,7 +207,7 @@ impl Engine {
     fn open(device: Device) -> Result<Self> {
         Ok(match device {
             Device::Cpu => Engine::Cpu(Implementation::best()),
-            Device::Cuda(ordinal) => Engine::Cuda(nvfp4_kernels::cuda::Device::open(ordinal)?),
+            Device::Cuda(ordinal) => Engine::Cuda(crate::device::open(ordinal)?),
         })
     }
 
@@ -221,11 +222,11 @@ impl Engine {
     /// Standard normal values of a type.
     fn matrix(&self, name: &str, rows: usize, cols: usize, seed: u64) -> Result<Quantize> {
         let values = match name {
-            "bf16" => Matrix::Bf16(normal::standard(rows, cols, seed)),
-            _ => Matrix::F16(normal::standard(rows, cols, seed)),
+            "bf16" => Matrix::Bf16(normal::standard(rows, cols, seed)?),
+            _ => Matrix::F16(normal::standard(rows, cols, seed)?),
         };
         match *self {
-            Engine::Cpu(implementation) => Ok(on_cpu(implementation, values, rows, cols)),
+            Engine::Cpu(implementation) => on_cpu(implementation, values, rows, cols),
             #[cfg(feature = "cuda")]
             Engine::Cuda(device) => on_gpu(device, values, rows, cols),
         }
@@ -247,9 +248,10 @@ enum Matrix {
     F16(Vec<f16>),
 }
 
-fn on_cpu(implementation: Implementation, matrix: Matrix, rows: usize, cols: usize) -> Quantize {
-    let (mut codes, mut amax) = (vec![0; rows * e2m1::packed_len(cols)], vec![0.0; rows]);
-    Box::new(move |mode, scales| {
+fn on_cpu(implementation: Implementation, matrix: Matrix, rows: usize, cols: usize) -> Result<Quantize> {
+    let mut codes = zeros(area(rows, e2m1::packed_len(cols))?, rows, cols)?;
+    let mut amax = zeros(rows, rows, cols)?;
+    Ok(Box::new(move |mode, scales| {
         let values = match &matrix {
             Matrix::Bf16(x) => Values::Bf16(x),
             Matrix::F16(x) => Values::F16(x),
@@ -264,7 +266,7 @@ fn on_cpu(implementation: Implementation, matrix: Matrix, rows: usize, cols: usi
             scales,
         };
         Ok(quantize(implementation, &Input::new(values, rows, cols)?, Some(row), None)?)
-    })
+    }))
 }
 
 /// The values are copied to the GPU once, and only scales come back.

@@ -41,7 +41,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 }
 
 fn print_table(out: &mut impl Write, rows: usize, cols: usize, seed: u64) -> Result<()> {
-    let x = normal::with_outliers(rows, cols, seed);
+    let x = normal::with_outliers(rows, cols, seed)?;
     writeln!(out, "{rows} × {cols} bf16, standard normal with 1 outlier in 1000 (× 20), seed {seed}\n")?;
     writeln!(out, "{:<44} {:>8} {:>9} {:>10} {:>10}", "mode", "relerr", "SQNR dB", "bits/value", "time ms")?;
     for (name, builder, side) in modes() {

@@ -7,6 +7,14 @@ use std::str::FromStr;
 #[cfg(not(feature = "cuda"))]
 pub const NOT_BUILT: &str = "--device cuda: this build cannot use a GPU: build it with `--features cuda`";
 
+/// GPU `ordinal`, with a compiler for its kernels.
+#[cfg(feature = "cuda")]
+pub fn open(ordinal: usize) -> anyhow::Result<nvfp4_kernels::cuda::Device> {
+    use nvfp4_kernels::cuda;
+    let device = cuda::Device::open(ordinal).and_then(|device| cuda::compiler_version().map(|_| device));
+    device.map_err(|reason| anyhow::anyhow!("{reason}; `nvfp4 doctor` lists what is missing"))
+}
+
 /// The CPU, or a GPU by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {

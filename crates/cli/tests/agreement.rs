@@ -73,3 +73,20 @@ fn settings_that_do_not_work_are_errors() {
         assert!(text.contains(message), "{args}: {text}");
     }
 }
+
+#[cfg(feature = "cuda")]
+#[test]
+fn without_a_gpu_the_doctor_is_named() {
+    let text = String::from_utf8(agreement("--device cuda --shape 16x16").stderr).unwrap();
+    assert!(text.ends_with("; `nvfp4 doctor` lists what is missing\n"), "{text}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_that_runs_short_is_an_error() {
+    // 8 GB of values in an address space of 4 GB.
+    let limited = format!("ulimit -v 4000000; exec {} agreement --shape 65536x65536", env!("CARGO_BIN_EXE_nvfp4"));
+    let output = Command::new("sh").args(["-c", &limited]).env("RAYON_NUM_THREADS", "2").output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), &*text), (Some(1), "error: a matrix of 65536 × 65536 elements is too large\n"));
+}

@@ -92,4 +92,5 @@ fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
     };
     assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
     assert!(text.starts_with(message), "{text}");
+    assert!(!cfg!(feature = "cuda") || text.ends_with("; `nvfp4 doctor` lists what is missing\n"), "{text}");
 }

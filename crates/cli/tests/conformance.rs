@@ -85,6 +85,18 @@ fn an_unknown_implementation_is_refused_with_the_known_ones() {
 }
 
 #[test]
+fn a_gpu_that_is_not_there_is_an_error_of_the_machine() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+    // Hides the GPUs of a machine that has some.
+    let command = command.args(["conformance", "--implementation", "cuda"]).env("CUDA_VISIBLE_DEVICES", "-1");
+    let output = command.arg(golden()).output().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    let which = if cfg!(feature = "cuda") { "this machine" } else { "this build" };
+    assert!(message.starts_with(&format!("error: {which} cannot run 'cuda': ")), "{message}");
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
 fn a_wrong_byte_is_named_by_file_tensor_index_and_values() {
     let mut bytes = read(CASE);
     let (n, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();

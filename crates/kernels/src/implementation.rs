@@ -27,11 +27,12 @@ impl Implementation {
         Self::on_cpu().pop().expect("the scalar implementation is always available")
     }
 
-    /// Every implementation that this machine can run, the plainest first; the first GPU, if there is one, comes last.
+    /// Every implementation that this machine can run, the plainest first; the first GPU, if there is one and NVRTC too,
+    /// comes last.
     pub fn available() -> Vec<Self> {
         let all = Self::on_cpu();
         #[cfg(feature = "cuda")]
-        let all = all.into_iter().chain(Device::open(0).ok().map(Implementation::Cuda)).collect();
+        let all = all.into_iter().chain(cuda().ok()).collect();
         all
     }
 
@@ -71,7 +72,8 @@ impl FromStr for Implementation {
 
 #[cfg(feature = "cuda")]
 fn cuda() -> Result<Implementation, String> {
-    Device::open(0).map(Implementation::Cuda).map_err(|reason| format!("this machine cannot run 'cuda': {reason}"))
+    let device = Device::open(0).and_then(|device| crate::cuda::compiler_version().map(|_| device));
+    device.map(Implementation::Cuda).map_err(|reason| format!("this machine cannot run 'cuda': {reason}"))
 }
 
 #[cfg(not(feature = "cuda"))]

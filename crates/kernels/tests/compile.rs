@@ -51,7 +51,7 @@ fn every_kernel_compiles_for_every_generation() {
 /// Why a job fails: it does not compile, or the machine code lacks the function that is launched.
 fn problem((words, architecture, source): &Job<'_>) -> Option<String> {
     let function = words.split(' ').next().unwrap_or_default();
-    match cuda::compile(source, architecture, &[]) {
+    match cuda::compile(source, architecture) {
         Ok(image) if image.windows(function.len()).any(|w| w == function.as_bytes()) => None,
         Ok(_) => Some(format!("{architecture}, {words}: no function '{function}' in the machine code")),
         Err(error) => Some(format!("{architecture}, {words}: {error}")),

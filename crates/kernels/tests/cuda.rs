@@ -89,6 +89,26 @@ fn a_kernel_runs_in_foreign_streams_too() {
 }
 
 #[test]
+fn a_stream_waits_for_another() {
+    let Some(device) = device() else { return };
+    let kernel = device.kernel("step", "step", TEXT).unwrap();
+    let (first, second) = (Stream::new(device).unwrap(), Stream::new(device).unwrap());
+    let (len, steps) = (1 << 22, 20);
+    let mut x = first.to_device(&vec![1.0f32; len]).unwrap();
+    let mut copy: Buffer<f32> = device.alloc(len).unwrap();
+    let done = Event::new(device).unwrap();
+    for _ in 0..steps {
+        step(kernel, &first, x.slice_mut(), 512).unwrap();
+    }
+    done.record(&first).unwrap();
+    second.wait(&done).unwrap();
+    second.copy(x.slice(), copy.slice_mut()).unwrap();
+    let got = second.to_host(copy.slice()).unwrap();
+    let expected = |i: usize| (0..steps).fold(1.0f32, |x, _| 2.0 * x + i as f32);
+    assert_eq!(got.iter().enumerate().position(|(i, &x)| x != expected(i)), None);
+}
+
+#[test]
 fn many_threads_get_one_kernel() {
     let Some(device) = device() else { return };
     std::thread::scope(|scope| {

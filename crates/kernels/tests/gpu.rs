@@ -1,9 +1,9 @@
-//! What only a GPU can show: memory that starts anywhere, captured graphs, matrices of many billions of elements. Without a
-//! GPU or NVRTC each test says why it is skipped. The slow ones: `cargo test --release -p nvfp4-kernels --features cuda --test
+//! What only a GPU can show: memory that starts anywhere, captured graphs, matrices of billions of elements. Without a GPU
+//! or NVRTC each test says why it is skipped. The slow ones: `cargo test --release -p nvfp4-kernels --features cuda --test
 //! gpu -- --ignored --test-threads 1`.
 #![cfg(feature = "cuda")]
 
-use half::bf16;
+use half::{bf16, f16};
 use nvfp4_kernels::cuda::{self, Buffer, Device, Slice, SliceMut, Stream};
 use nvfp4_kernels::quantize::cuda::{Amax, Direction, Offset, Random, advance, quantize};
 use nvfp4_kernels::quantize::{self as host, Layout};
@@ -70,17 +70,17 @@ impl Output {
     }
 }
 
-/// Both directions of a bf16 matrix in an implementation.
+/// One or both directions of a matrix in an implementation.
 fn run(
     implementation: Implementation,
-    x: &[bf16],
+    x: Values<'_>,
     (rows, cols): (usize, usize),
     mode: Mode,
     rounding: Option<[stochastic::Stream; 2]>,
     columns: Columns,
 ) -> [Output; 2] {
     let mut out = [Output::new(rows, cols, &mode), Output::new(cols, rows, &mode)];
-    let input = Input::new(Values::Bf16(x), rows, cols).unwrap();
+    let input = Input::new(x, rows, cols).unwrap();
     let [row, col] = &mut out;
     let col = match columns {
         Columns::None => None,
@@ -121,7 +121,7 @@ fn memory_that_starts_anywhere_gives_the_same_bits() {
         let x = matrix(1, rows * cols);
         for first in 0..9 {
             let mode = Mode::default();
-            let expected = run(Implementation::best(), &x, (rows, cols), mode, None, Columns::Plain);
+            let expected = run(Implementation::best(), Values::Bf16(&x), (rows, cols), mode, None, Columns::Plain);
             let mut memory = device.alloc::<bf16>(first + x.len()).unwrap();
             stream.upload(&x, part(&mut memory, first, x.len())).unwrap();
             let values = cuda::Values::Bf16(memory.slice().range(first..first + x.len()));
@@ -151,6 +151,25 @@ fn memory_that_starts_anywhere_gives_the_same_bits() {
                     amax: stream.to_host(amax.slice().range(first..first + 1)).unwrap(),
                 };
                 assert!(got == *expected, "{rows} × {cols}, {first} past the start");
+            }
+        }
+    }
+}
+
+/// Rows of one block per thread and of several, the longest that take one pass, and longer ones.
+#[test]
+fn long_rows_give_the_same_bits() {
+    let Some(device) = device() else { return };
+    for (rows, cols) in [(3, 2064), (3, 40000), (2, 65536), (2, 70000)] {
+        let x = matrix(6, rows * cols);
+        let f32s: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
+        let f16s: Vec<f16> = f32s.iter().map(|&x| f16::from_f32(x)).collect();
+        for values in [Values::Bf16(&x), Values::F16(&f16s), Values::F32(&f32s)] {
+            for global in [GlobalScale::PerRow, GlobalScale::PerTensor] {
+                let mode = Mode { global, ..Mode::default() };
+                let [cpu, gpu] = [Implementation::best(), Implementation::Cuda(device)]
+                    .map(|i| run(i, values, (rows, cols), mode, None, Columns::None));
+                assert!(cpu == gpu, "{rows} × {cols}, {:?}, {global:?}", values.precision());
             }
         }
     }
@@ -239,7 +258,7 @@ fn wrong_memory_is_refused_and_the_device_stays_usable() {
     let x = matrix(3, 4096);
     for columns in [Columns::None, Columns::Hadamard] {
         let [cpu, gpu] = [Implementation::best(), Implementation::Cuda(device)]
-            .map(|i| run(i, &x, (64, 64), Mode::default(), None, columns));
+            .map(|i| run(i, Values::Bf16(&x), (64, 64), Mode::default(), None, columns));
         assert_eq!(cpu, gpu);
     }
 }
@@ -265,7 +284,7 @@ fn large_matrices_in_every_mode() {
                         continue;
                     }
                     for rounding in [None, stochastic].into_iter().take(1 + usize::from(stochastic.is_some())) {
-                        let go = |i| run(i, &x, (rows, cols), mode, rounding, columns);
+                        let go = |i| run(i, Values::Bf16(&x), (rows, cols), mode, rounding, columns);
                         let same = go(Implementation::best()) == go(Implementation::Cuda(device));
                         assert!(same, "{rows} × {cols}, {mode:?}, {columns:?}, {rounding:?}");
                         checked += 1;
@@ -277,18 +296,27 @@ fn large_matrices_in_every_mode() {
     }
 }
 
-/// A tensor of more than 2³¹ elements: quantized in both directions, decoded, its maxima found.
+/// A tensor of more than 2³¹ elements: its maxima found, quantized along rows and in both directions, decoded.
 #[test]
-#[ignore = "needs a GPU, 40 GB of memory and a minute"]
+#[ignore = "needs a GPU, 40 GB of memory and minutes"]
 fn more_elements_than_31_bits_count() {
     let Some(device) = device() else { return };
     for (rows, cols) in [(131_200, 16_400), (16_400, 131_216)] {
         assert!(rows * cols > 1 << 31);
         let x = matrix(5, rows * cols);
-        for mode in [Mode::default(), Mode { global: GlobalScale::PerRow, ..Mode::default() }] {
-            let [cpu, gpu] = [Implementation::best(), Implementation::Cuda(device)]
-                .map(|i| run(i, &x, (rows, cols), mode, Some(STREAMS), Columns::Plain));
-            assert!(cpu == gpu, "{rows} × {cols}");
+        for mode in [
+            Mode::default(),
+            Mode { global: GlobalScale::PerRow, ..Mode::default() },
+            Mode { tile: Tile::Square16, ..Mode::default() },
+        ] {
+            let go = |columns| {
+                let [cpu, gpu] = [Implementation::best(), Implementation::Cuda(device)]
+                    .map(|i| run(i, Values::Bf16(&x), (rows, cols), mode, Some(STREAMS), columns));
+                assert!(cpu == gpu, "{rows} × {cols}, {mode:?}, {columns:?}");
+                cpu
+            };
+            go(Columns::None);
+            let cpu = go(Columns::Plain);
             let q = nvfp4_spec::matrix::View {
                 rows,
                 cols,
@@ -324,7 +352,7 @@ fn a_billion_random_blocks() {
         for seed in 0.. {
             let x = matrix(100 + seed, rows * cols);
             let mode = modes[seed as usize % 2];
-            let go = |i| run(i, &x, (rows, cols), mode, rounding, Columns::None);
+            let go = |i| run(i, Values::Bf16(&x), (rows, cols), mode, rounding, Columns::None);
             assert!(go(Implementation::best()) == go(Implementation::Cuda(device)), "{mode:?}, matrix {seed}");
             blocks += per_matrix;
             if blocks >= 1_000_000_000 {

@@ -194,7 +194,7 @@ pub struct Options<'a> {
     /// The amax of the column direction if it is known: one value, or one per column, under the same rules. With the
     /// Hadamard transform it is the amax after the transform.
     pub col_amax: Option<&'a [f32]>,
-    /// How to compute; the default is the fastest that the machine has. All give the same bits.
+    /// How to compute; the default is the fastest on the CPU. All give the same bits.
     pub implementation: Option<Implementation>,
 }
 

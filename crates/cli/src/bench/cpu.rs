@@ -30,7 +30,7 @@ pub fn run(size: usize, implementation: Implementation, operations: &[&Operation
         writeln!(out, "{size} × {size} bf16, {implementation}, {threads}")?;
         writeln!(out, "{:<36} {:>9} {:>9} {:>8}", "operation", "ms", "GB/s", "copies")?;
     }
-    let mut bench = Bench::new(size, implementation);
+    let mut bench = Bench::new(size, implementation)?;
     let mut rows = Vec::new();
     for operation in operations {
         bench.check(operation).with_context(|| format!("{}: the result is wrong", operation.name))?;
@@ -61,9 +61,9 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(size: usize, implementation: Implementation) -> Self {
-        let x = crate::normal::with_outliers(size, size, 1);
-        Bench {
+    fn new(size: usize, implementation: Implementation) -> Result<Self> {
+        let x = crate::normal::with_outliers(size, size, 1)?;
+        Ok(Bench {
             size,
             implementation,
             amax: [x.iter().fold(0.0, |m, x| x.to_f32().abs().max(m))],
@@ -73,7 +73,7 @@ impl Bench {
             col: Buffers::new(size, size),
             decoded: Vec::new(),
             decoded_bf16: Vec::new(),
-        }
+        })
     }
 
     /// Runs an operation on the first rows of the input and compares with the scalar implementation, which is `spec`.

@@ -109,7 +109,7 @@ impl Args {
 
 #[cfg(feature = "cuda")]
 fn run_on_gpu(ordinal: usize, shape: (usize, usize), operations: &[&Operation], json: bool) -> Result<()> {
-    cuda::run(nvfp4_kernels::cuda::Device::open(ordinal)?, shape, operations, json)
+    cuda::run(crate::device::open(ordinal)?, shape, operations, json)
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -14,6 +14,7 @@ use report::{Differences, Report};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::str::FromStr;
 
 /// Check every golden case in a folder, bit for bit.
 ///
@@ -25,11 +26,38 @@ pub struct Args {
     dir: PathBuf,
     /// Run only this implementation: scalar, avx2 or cuda. Default: all that this machine has.
     #[arg(long, value_name = "NAME")]
-    implementation: Option<Implementation>,
+    implementation: Option<Chosen>,
+}
+
+/// An implementation by its name. Whether the machine has a GPU is not for the command line to say: it is opened in [`run`].
+#[derive(Clone, Copy)]
+enum Chosen {
+    Cpu(Implementation),
+    Cuda,
+}
+
+impl FromStr for Chosen {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        if name == "cuda" { Ok(Chosen::Cuda) } else { name.parse().map(Chosen::Cpu) }
+    }
+}
+
+impl Chosen {
+    fn open(self) -> Result<Implementation> {
+        match self {
+            Chosen::Cpu(implementation) => Ok(implementation),
+            Chosen::Cuda => "cuda".parse().map_err(anyhow::Error::msg),
+        }
+    }
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let implementations = args.implementation.map_or_else(Implementation::available, |one| vec![one]);
+    let implementations = match args.implementation {
+        None => Implementation::available(),
+        Some(one) => vec![one.open()?],
+    };
     let mut report = Report::new();
     for path in golden_files(&args.dir)? {
         let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());

@@ -89,7 +89,7 @@ const CHECK_COLS: usize = 1024;
 /// Compiles and runs, and compares with the CPU.
 fn check(ordinal: usize) -> Result<()> {
     let device = Device::open(ordinal)?;
-    let x = normal::with_outliers(CHECK_ROWS, CHECK_COLS, 1);
+    let x = normal::with_outliers(CHECK_ROWS, CHECK_COLS, 1)?;
     let x = Input::new(Values::Bf16(&x), CHECK_ROWS, CHECK_COLS)?;
     let [expected, _] = Buffers::quantize(Implementation::best(), &x, &PLAIN, None)?;
     let [got, _] = Buffers::quantize(Implementation::Cuda(device), &x, &PLAIN, None)?;

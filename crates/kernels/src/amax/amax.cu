@@ -120,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
 #pragma unroll
             for (int i = 0; i < BLOCK; i++) {
                 v[i] = INPUT == F32 ? from_bits(w[i]) : h ? high_element(w[i], INPUT) : low_element(w[i], INPUT);
-                v[i] = from_bits(to_bits(v[i]) ^ (p.signs >> i & 1) << 31);
             }
+            hadamard::negate(v, p.signs);
             hadamard::butterflies(v);
 #pragma unroll
             for (int i = 0; i < BLOCK; i++) {

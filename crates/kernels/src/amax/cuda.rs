@@ -4,7 +4,7 @@ use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Buffer, Device, Input, SliceMut, Source, Stream, Uploaded};
 use crate::input::check_len;
 use crate::quantize::cuda::BLOCK_TEXT;
-use crate::{Error, Result, input};
+use crate::{Result, input};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{BLOCK, Edge, Precision};
 
@@ -145,7 +145,7 @@ pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wa
         Function::AlongColumns => (128, cols.div_ceil(if size == 4 { 1 } else { 2 })),
     };
     let blocks = rows.div_ceil(panel).checked_mul(units.div_ceil(threads));
-    let too_large = Error::Rule(nvfp4_spec::Error::TooLarge { rows: x.rows(), cols: x.cols() });
+    let too_large = cuda::Error::TooManyBlocks { rows: x.rows(), cols: x.cols() };
     let blocks = blocks.and_then(|b| u32::try_from(b).ok()).ok_or(too_large)?;
     let params = Params {
         x: x.values().address(),

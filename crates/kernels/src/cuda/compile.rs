@@ -24,11 +24,9 @@ pub struct Source {
 }
 
 /// Compiles for an architecture: machine code (a cubin) for `sm_90a` and its like, PTX for `compute_90` and its like.
-///
-/// Each of `defines` is a macro and its value.
-pub fn compile(source: &Source, architecture: &str, defines: &[(&str, &str)]) -> Result<Vec<u8>> {
+pub fn compile(source: &Source, architecture: &str) -> Result<Vec<u8>> {
     compiler_version()?;
-    Program::new(source)?.compile(architecture, &options(architecture, defines))
+    Program::new(source)?.compile(architecture, &options(architecture))
 }
 
 /// What [`compile`] gives, from the cache if it is there.
@@ -40,12 +38,12 @@ pub(super) fn compile_cached(
 ) -> Result<Vec<u8>> {
     let version = compiler_version()?;
     let architecture = architecture(capability.0, capability.1, &supported_architectures()?);
-    let options = options(&architecture, &[]).join(" ");
+    let options = options(&architecture).join(" ");
     let key = Key::new(&[&source.text, &options, &architecture, &version.to_string(), &driver.to_string()]);
     if let Some(image) = cache.load(key) {
         return Ok(image);
     }
-    let image = compile(source, &architecture, &[])?;
+    let image = compile(source, &architecture)?;
     cache.store(key, &image);
     Ok(image)
 }
@@ -127,9 +125,8 @@ fn load(path: &Path) -> bool {
     path.exists() && unsafe { libloading::Library::new(path) }.map(std::mem::forget).is_ok()
 }
 
-fn options(architecture: &str, defines: &[(&str, &str)]) -> Vec<String> {
-    let fixed = [format!("--gpu-architecture={architecture}"), "--fmad=false".into(), "--std=c++17".into()];
-    fixed.into_iter().chain(defines.iter().map(|(name, value)| format!("--define-macro={name}={value}"))).collect()
+fn options(architecture: &str) -> [String; 3] {
+    [format!("--gpu-architecture={architecture}"), "--fmad=false".into(), "--std=c++17".into()]
 }
 
 /// An NVRTC program, destroyed when dropped.
@@ -253,11 +250,11 @@ mod tests {
         if !compiler() {
             return;
         }
-        let kernel = source("extern \"C\" __global__ void twice(float* x) { x[threadIdx.x] *= FACTOR; }");
+        let kernel = source("extern \"C\" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }");
         let supported = supported_architectures().unwrap();
         for (major, minor) in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (99, 9)] {
             let architecture = architecture(major, minor, &supported);
-            let image = compile(&kernel, &architecture, &[("FACTOR", "2.0f")]).unwrap();
+            let image = compile(&kernel, &architecture).unwrap();
             let kind: &[u8] = if architecture.starts_with("sm_") { b"\x7fELF" } else { b"//\n" };
             assert!(image.starts_with(kind), "{architecture}");
         }
@@ -269,7 +266,7 @@ mod tests {
             return;
         }
         let text = "extern \"C\" __global__ void f(float* x) { x[0] = x[1] * x[2] + x[3]; }";
-        let ptx = String::from_utf8(compile(&source(text), "compute_80", &[]).unwrap()).unwrap();
+        let ptx = String::from_utf8(compile(&source(text), "compute_80").unwrap()).unwrap();
         assert!(ptx.contains("mul.rn.f32") && ptx.contains("add.rn.f32") && !ptx.contains("fma"), "{ptx}");
     }
 
@@ -278,13 +275,13 @@ mod tests {
         if !compiler() {
             return;
         }
-        let Err(Error::Compile { kernel, log }) = compile(&source("__global__ void f() { nothing(); }"), "sm_80", &[])
+        let Err(Error::Compile { kernel, log }) = compile(&source("__global__ void f() { nothing(); }"), "sm_80")
         else {
             panic!("this must not compile");
         };
         assert!(kernel == "test" && log.contains("test.cu(1): error: identifier \"nothing\" is undefined"), "{log}");
         for (text, architecture) in [("", "sm_1"), ("\0", "sm_80")] {
-            assert!(matches!(compile(&source(text), architecture, &[]), Err(Error::Compile { .. })));
+            assert!(matches!(compile(&source(text), architecture), Err(Error::Compile { .. })));
         }
     }
 
@@ -296,7 +293,7 @@ mod tests {
         std::thread::scope(|scope| {
             for i in 0..4 {
                 let text = format!("extern \"C\" __global__ void f(int* x) {{ x[0] = {i}; }}");
-                scope.spawn(move || assert!(!compile(&source(&text), "sm_80", &[]).unwrap().is_empty()));
+                scope.spawn(move || assert!(!compile(&source(&text), "sm_80").unwrap().is_empty()));
             }
         });
     }

@@ -53,8 +53,6 @@ pub struct Properties {
     pub memory: usize,
     /// Bytes of second-level cache.
     pub l2_cache: usize,
-    /// Bytes of shared memory that one block may ask for.
-    pub shared_memory: u32,
 }
 
 impl Device {
@@ -227,7 +225,6 @@ impl Properties {
             multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             memory,
             l2_cache: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
-            shared_memory: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         })
     }
 

@@ -10,7 +10,8 @@ pub struct Environment {
     /// Without it they are compiled anew in every process.
     pub cache: Option<PathBuf>,
     /// Where NVRTC may lie if the dynamic loader does not find it, the likeliest first: the libraries of `CUDA_HOME`,
-    /// `CUDA_PATH` and `/usr/local/cuda`, then those that pip installed into `VIRTUAL_ENV`.
+    /// `CUDA_PATH`, `/usr/local/cuda` and `CONDA_PREFIX`, then those that pip installed into `VIRTUAL_ENV` or
+    /// `CONDA_PREFIX`.
     pub libraries: Vec<PathBuf>,
     /// Whether kernels do in plain arithmetic what a chip has conversion instructions for, as on chips without them:
     /// `NVFP4_CUDA_PORTABLE`, any value but `0`. For tests; the bits are the same.
@@ -33,8 +34,9 @@ impl Environment {
         let toolkits = [path("CUDA_HOME"), path("CUDA_PATH"), Some(PathBuf::from("/usr/local/cuda"))];
         let mut libraries: Vec<PathBuf> =
             toolkits.into_iter().flatten().flat_map(|toolkit| [toolkit.join("lib64"), toolkit.join("lib")]).collect();
-        let pythons = path("VIRTUAL_ENV").and_then(|v| v.join("lib").read_dir().ok()).into_iter().flatten().flatten();
-        for python in pythons {
+        libraries.extend(path("CONDA_PREFIX").map(|conda| conda.join("lib")));
+        let environments = [path("VIRTUAL_ENV"), path("CONDA_PREFIX")].into_iter().flatten();
+        for python in environments.filter_map(|e| e.join("lib").read_dir().ok()).flatten().flatten() {
             let packages = python.path().join("site-packages/nvidia");
             libraries.extend(["cu13/lib", "cuda_nvrtc/lib"].map(|folder| packages.join(folder)));
         }
@@ -63,8 +65,13 @@ mod tests {
 
     #[test]
     fn toolkits_are_searched_in_order() {
-        let environment = Environment::from_lookup(|name| (name == "CUDA_HOME").then(|| "/opt/cuda".into()));
-        let expected = ["/opt/cuda/lib64", "/opt/cuda/lib", "/usr/local/cuda/lib64", "/usr/local/cuda/lib"];
-        assert_eq!(environment.libraries, expected.map(PathBuf::from));
+        let environment = Environment::from_lookup(|name| match name {
+            "CUDA_HOME" => Some("/opt/cuda".into()),
+            "CONDA_PREFIX" => Some("/no/such/conda".into()),
+            _ => None,
+        });
+        let toolkits = ["/opt/cuda/lib64", "/opt/cuda/lib", "/usr/local/cuda/lib64", "/usr/local/cuda/lib"];
+        let expected = toolkits.into_iter().chain(["/no/such/conda/lib"]).map(PathBuf::from);
+        assert_eq!(environment.libraries, expected.collect::<Vec<_>>());
     }
 }

@@ -37,12 +37,19 @@ pub enum Error {
         /// How many GPUs there are.
         count: usize,
     },
-    /// The driver is older than this build, or than the compiler's output.
+    /// The driver is older than this build.
     OldDriver {
         /// The CUDA version that the driver supports.
         found: Version,
         /// The one that is needed.
         needed: Version,
+    },
+    /// The driver is older than NVRTC, and cannot load what that compiles.
+    OlderThanCompiler {
+        /// The CUDA version that the driver supports.
+        driver: Version,
+        /// NVRTC's.
+        compiler: Version,
     },
     /// The GPU lacks instructions that every kernel here may use.
     OldDevice {
@@ -104,6 +111,13 @@ pub enum Error {
         /// The blocks in x, y and z.
         grid: [u32; 3],
     },
+    /// A matrix with more blocks of 16 elements than kernels count.
+    TooManyBlocks {
+        /// Its rows.
+        rows: usize,
+        /// Its columns.
+        cols: usize,
+    },
     /// Anything else that the driver or NVRTC answers.
     Driver {
         /// The call that failed.
@@ -130,15 +144,22 @@ impl fmt::Display for Error {
             }
             Error::OldDriver { found, needed } => write!(
                 f,
-                "the NVIDIA driver supports CUDA {found} and CUDA {needed} is needed: update the driver, \
-                 or install an NVRTC that is no newer than it"
+                "the NVIDIA driver supports CUDA {found} and CUDA {needed} or newer is needed: update the driver \
+                 (another NVRTC does not help)"
+            ),
+            Error::OlderThanCompiler { driver, compiler } => write!(
+                f,
+                "the NVIDIA driver supports CUDA {driver} and cannot load what the CUDA run-time compiler (libnvrtc) \
+                 {compiler} makes: install an NVRTC that is no newer than the driver (from PyPI, for a driver of CUDA 12: \
+                 `nvidia-cuda-nvrtc-cu12`), or update the driver"
             ),
             Error::OldDevice { name, major, minor } => {
                 write!(f, "{name} has compute capability {major}.{minor}: 8.0 (Ampere) or newer is needed")
             }
             Error::NoCompiler => f.write_str(
                 "the CUDA run-time compiler (libnvrtc) was not found: install the CUDA toolkit, or run \
-                 `pip install nvidia-cuda-nvrtc` and add the folder of its libnvrtc.so to LD_LIBRARY_PATH",
+                 `pip install nvidia-cuda-nvrtc` (`nvidia-cuda-nvrtc-cu12` for a driver of CUDA 12) in a virtual \
+                 environment, which is searched while it is active, or add the folder of libnvrtc.so to LD_LIBRARY_PATH",
             ),
             Error::OldCompiler { found, needed } => write!(
                 f,
@@ -162,6 +183,11 @@ impl fmt::Display for Error {
                 f,
                 "the kernel '{kernel}' cannot run {x} × {y} × {z} blocks (at most 2147483647 × 65535 × 65535): \
                  split the matrix"
+            ),
+            Error::TooManyBlocks { rows, cols } => write!(
+                f,
+                "a matrix of {rows} × {cols} elements is too large for one call on a GPU, which takes fewer than 2³¹ blocks of \
+                 16 per direction: split the matrix"
             ),
             Error::Driver { call, code, text } => write!(f, "{call} failed with code {code}: {text}"),
         }

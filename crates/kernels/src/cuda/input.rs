@@ -119,8 +119,9 @@ impl<'a> Input<'a> {
 
     /// Whether every row starts at a multiple of 16 bytes.
     pub(crate) fn rows_aligned(&self) -> bool {
-        let pitch = self.stride * self.values.element_size();
-        self.values.address().is_multiple_of(16) && (self.rows <= 1 || pitch.is_multiple_of(16))
+        // In elements: the stride of a single row may be any number, and its bytes more than can be counted.
+        let strides = self.rows <= 1 || self.stride.is_multiple_of(16 / self.values.element_size());
+        strides && self.values.address().is_multiple_of(16)
     }
 }
 
@@ -155,5 +156,24 @@ impl Uploaded {
             UploadedValues::F16(x) => Values::F16(x.slice()),
         };
         Input { values, rows: self.rows, cols: self.cols, stride: self.stride }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn aligned(address: u64, rows: usize, stride: usize) -> bool {
+        // SAFETY: nothing is ever read there.
+        let values = Values::Bf16(unsafe { Slice::from_raw(address, 64) });
+        Input::strided(values, rows, 16, stride).unwrap().rows_aligned()
+    }
+
+    #[test]
+    fn rows_are_aligned_if_the_first_one_and_the_stride_are() {
+        assert!(aligned(0x1000, 2, 24) && !aligned(0x1002, 2, 24) && !aligned(0x1000, 2, 20));
+        // The stride of a single row leads nowhere.
+        assert!(aligned(0x1000, 1, usize::MAX) && !aligned(0x1002, 1, usize::MAX));
+        assert!(aligned(0x1000, 0, usize::MAX) && aligned(0x1000, 1, 17));
     }
 }

@@ -84,7 +84,7 @@ impl Module {
         let compiler = compiler_version()?;
         let unknown = [CUresult::CUDA_ERROR_INVALID_IMAGE, CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU];
         if code == CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION || unknown.contains(&code) && compiler > driver {
-            return Err(Error::OldDriver { found: driver, needed: compiler });
+            return Err(Error::OlderThanCompiler { driver, compiler });
         }
         check("cuModuleLoadData", code)?;
         Ok(Module { raw, functions: HashMap::new() })
@@ -148,11 +148,6 @@ impl Kernel {
         };
         check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code)?;
         Ok(blocks as u32)
-    }
-
-    /// The GPU it is loaded on.
-    pub fn device(&self) -> Device {
-        self.0.device
     }
 
     /// Asks the driver to let launches have more shared memory than usual. A context must be current.

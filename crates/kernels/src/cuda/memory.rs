@@ -24,6 +24,9 @@ macro_rules! plain {
 plain!(u8 u16 u32 u64 f32 bf16 f16);
 
 /// Memory of a GPU, freed when dropped. What it holds at first is undefined.
+///
+/// Dropping waits for all of the GPU's work that was begun before, because `cuMemFree` does: keep buffers
+/// where the caller is not to wait.
 pub struct Buffer<T: Plain> {
     device: Device,
     address: u64,
@@ -80,7 +83,7 @@ impl<T: Plain> Drop for Buffer<T> {
         if self.address != 0
             && let Ok(_current) = self.device.enter()
         {
-            // Waits for the GPU's work that was begun before, so a kernel may still be using the memory.
+            // A kernel may still be using the memory: this waits for it.
             // SAFETY: the address came from `cuMemAlloc` and is freed once.
             unsafe { sys::cuMemFree_v2(self.address) };
         }

@@ -291,9 +291,14 @@ RULE void butterflies(float v[BLOCK]) {
     }
 }
 
-RULE void transform(float v[BLOCK], u32 signs) {
+// Negates the elements whose bits in `signs` are set.
+RULE void negate(float v[BLOCK], u32 signs) {
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) v[i] = from_bits(to_bits(v[i]) ^ (signs >> i & 1) << 31);
+}
+
+RULE void transform(float v[BLOCK], u32 signs) {
+    negate(v, signs);
     butterflies(v);
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) v[i] = precision::round(v[i] * HADAMARD_FACTOR, BF16);

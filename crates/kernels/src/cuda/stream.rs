@@ -149,7 +149,9 @@ impl Stream {
     ///
     /// Inside, this thread may launch kernels, fill and copy within the GPU. It may not allocate, free, wait or load a
     /// kernel for the first time: the driver then refuses the capture, and the stream is as usable as before. So run the
-    /// work once before. The default stream cannot be captured.
+    /// work once before. Nor may it [`upload`](Stream::upload): that waits for page-locked memory, and a copy of ordinary
+    /// memory may be recorded with its address, which each replay would read, whatever is there by then. The default stream
+    /// cannot be captured.
     pub fn capture<E: From<Error>>(
         &self,
         work: impl FnOnce(&Stream) -> std::result::Result<(), E>,

@@ -1,11 +1,11 @@
 //! Decoding on a GPU; `dequantize.cu` says how.
 
+use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Device, Plain, Slice, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::quantize::Layout;
-use crate::quantize::cuda::{BLOCK_TEXT, divisor};
-use crate::{Error, Result};
+use crate::quantize::cuda::{BLOCK_TEXT, countable, divisor};
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{BLOCK, Element, GlobalScale, Precision, area, e2m1, matrix};
 
@@ -67,9 +67,10 @@ pub fn dequantize<T: Element + Plain>(stream: &Stream, q: &View<'_>, out: SliceM
     q.stored.check_aligned(4, "global scale")?;
     out.check(device, "output")?;
     out.check_aligned(size_of::<T>(), "output")?;
-    let blocks = rows.checked_mul(cols.div_ceil(BLOCK)).filter(|&b| b < 1 << 31);
-    let blocks = blocks.ok_or(Error::Rule(nvfp4_spec::Error::TooLarge { rows, cols }))?;
-    if blocks == 0 {
+    if !countable(rows, cols) {
+        return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
+    }
+    if rows == 0 || cols == 0 {
         return Ok(());
     }
     let aligned = cols.is_multiple_of(BLOCK)
@@ -104,7 +105,7 @@ pub fn dequantize<T: Element + Plain>(stream: &Stream, q: &View<'_>, out: SliceM
         padding: 0,
     };
     let kernel = VARIANTS.get(device, T::PRECISION, source)?;
-    let units = blocks.checked_mul(BLOCK * size_of::<T>() / 16).expect("fewer than 2³¹ blocks");
+    let units = rows * cols.div_ceil(BLOCK) * (BLOCK * size_of::<T>() / 16);
     let groups = units.div_ceil(THREADS * PER_THREAD) as u32;
     // SAFETY: `Params` is laid out as in dequantize.cu; addresses and lengths were checked.
     unsafe { kernel.launch(stream, [groups, 1, 1], THREADS as u32, 0, &params) }?;

@@ -7,7 +7,7 @@ use crate::quantize::cuda::BLOCK_TEXT;
 use crate::{Result, input};
 use half::bf16;
 use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{BLOCK, Error, Precision};
+use nvfp4_spec::{BLOCK, Precision};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -33,7 +33,8 @@ pub fn hadamard(stream: &Stream, x: &Input<'_>, signs: Signs, out: SliceMut<'_, 
         return Ok(());
     }
     let kernel = VARIANTS.get(stream.device(), x.values().precision(), source)?;
-    let groups = u32::try_from((rows * (cols / BLOCK)).div_ceil(256)).map_err(|_| Error::TooLarge { rows, cols })?;
+    let groups = u32::try_from((rows * (cols / BLOCK)).div_ceil(256));
+    let groups = groups.map_err(|_| cuda::Error::TooManyBlocks { rows, cols })?;
     let params = Params {
         x: x.values().address(),
         out: out.address(),

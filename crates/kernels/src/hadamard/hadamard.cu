@@ -16,8 +16,8 @@ extern "C" __global__ void __launch_bounds__(256) hadamard_rows(const __grid_con
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
         v[i] = INPUT == F32 ? ((const float*)p.x)[at + i] : low_element(((const u16*)p.x)[at + i], INPUT);
-        v[i] = from_bits(to_bits(v[i]) ^ (p.signs >> i & 1) << 31);
     }
+    hadamard::negate(v, p.signs);
     Elements<BF16> out = transformed(v);
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) p.out[index * BLOCK + i] = (u16)(out.w[i / 2] >> 16 * (i % 2));

@@ -104,8 +104,7 @@ struct Direction {
     u64 seed, offset, first_block;
     u64 rows, cols;            // of the direction
     float six_e;
-    u32 per_row, swizzled, error, signs;
-    u32 code_alignment;        // what every row of codes is aligned to: 1, 8 or 16 bytes
+    u32 per_row, swizzled, error, signs, padding;
 };
 
 template <class S>

@@ -5,7 +5,7 @@ use super::{Layout, Lens, check};
 use crate::amax::cuda as maxima;
 use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Buffer, Device, Input, Kernel, Slice, SliceMut, Source, Stream, Uploaded};
-use crate::{Error, Result, input};
+use crate::{Result, input};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::{self, OFFSETS_PER_CALL};
 use nvfp4_spec::{BLOCK, Edge, ErrorPath, GlobalScale, Metric, Mode, Precision, Profile, Rounding, ScaleRule, Tile};
@@ -129,9 +129,8 @@ impl Direction<'_> {
 
     /// As the kernels get it.
     fn params(&self, rows: usize, cols: usize) -> DirectionParams {
-        let codes = self.codes.address();
         let mut params = DirectionParams {
-            codes,
+            codes: self.codes.address(),
             scales: self.scales.address(),
             amax: self.amax.slice().address(),
             random_bytes: 0,
@@ -149,7 +148,7 @@ impl Direction<'_> {
                 _ => 0,
             },
             signs: self.transform.map_or(0, |signs| signs.0.into()),
-            code_alignment: if codes.is_multiple_of(16) && cols.is_multiple_of(2 * BLOCK) { 16 } else { 1 },
+            padding: 0,
         };
         match self.rounding {
             Rounding::NearestEven => {}
@@ -301,7 +300,7 @@ impl Variant {
 
     /// How many groups of threads a multiprocessor should hold at a time, which limits registers. Measured; docs/gpu.md.
     fn min_blocks(self) -> u32 {
-        let filtered = self.row.or(self.col).is_some_and(|s| s.metric.is_some());
+        let filtered = [self.row, self.col].into_iter().flatten().any(|s| s.metric.is_some());
         match (self.function, self.precision, filtered) {
             (Function::WholeRows, ..) => 1,
             (Function::Panels, Precision::F32, _) => 4,
@@ -338,7 +337,7 @@ struct DirectionParams {
     swizzled: u32,
     error: u32,
     signs: u32,
-    code_alignment: u32,
+    padding: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -350,6 +349,8 @@ struct Params {
     stride: u64,
     divisor_magic: u32,
     divisor_shift: u32,
+    wide_codes: u32,
+    padding: u32,
     row: DirectionParams,
     col: DirectionParams,
 }
@@ -372,18 +373,18 @@ pub fn quantize(
 ) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     x.check(stream.device())?;
-    if let Some(row) = &mut row {
+    if let Some(row) = &row {
         row.check(stream.device(), rows, cols)?;
-        row.clear_padding(stream)?;
     }
-    if let Some(col) = &mut col {
+    if let Some(col) = &col {
         col.check(stream.device(), cols, rows)?;
-        col.clear_padding(stream)?;
     }
-    let blocks = rows.checked_mul(cols.div_ceil(BLOCK)).zip(cols.checked_mul(rows.div_ceil(BLOCK)));
-    if blocks.is_none_or(|(r, c)| r.max(c) >= 1 << 31) {
-        return Err(Error::Rule(nvfp4_spec::Error::TooLarge { rows, cols }));
+    if row.is_some() && !countable(rows, cols) || col.is_some() && !countable_along_columns(rows, cols) {
+        return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
     }
+    // Only now, so that a call that is refused has written nothing.
+    row.as_mut().map_or(Ok(()), |row| row.clear_padding(stream))?;
+    col.as_mut().map_or(Ok(()), |col| col.clear_padding(stream))?;
     // An amax per row needs no pass of its own where a row fits into the registers of a group of threads.
     let in_one_pass = row.as_ref().is_some_and(|d| {
         col.is_none()
@@ -407,6 +408,16 @@ pub fn quantize(
     }
 }
 
+/// Whether kernels can count the blocks of `rows` rows of `cols` elements: in 31 bits.
+pub(crate) fn countable(rows: usize, cols: usize) -> bool {
+    rows.checked_mul(cols.div_ceil(BLOCK)).is_some_and(|blocks| blocks < 1 << 31)
+}
+
+/// The same for the column direction of a matrix, whose kernel counts the rows of the matrix in 31 bits too.
+fn countable_along_columns(rows: usize, cols: usize) -> bool {
+    countable(cols, rows) && countable(rows, cols.min(1))
+}
+
 /// Computes the amaxes that are to be computed, in one pass if one will do.
 fn find_amaxes(
     stream: &Stream,
@@ -414,60 +425,66 @@ fn find_amaxes(
     row: Option<&mut Direction<'_>>,
     col: Option<&mut Direction<'_>>,
 ) -> Result<()> {
-    let wanted = |d: Option<&mut Direction<'_>>, along: fn(Signs) -> maxima::Values| {
-        d.and_then(|d| match &mut d.amax {
-            Amax::Given(_) => None,
-            Amax::Compute(out) => {
-                let values = d.transform.map_or(maxima::Values::Plain, along);
-                // SAFETY: the same memory, borrowed for the rest of this function; the direction itself is not used in it.
-                let out = unsafe { SliceMut::<f32>::from_raw(out.address(), out.len()) };
-                Some((d.mode.global, d.mode.amax_edge(), values, out))
+    match (wanted(row, Along::Rows), wanted(col, Along::Columns)) {
+        (Some(mut row), Some(col)) if (row.edge, row.values) == (col.edge, col.values) => {
+            let (edge, values, mut both) = (row.edge, row.values, maxima::Wanted::default());
+            if (row.global, col.global) == (GlobalScale::PerTensor, GlobalScale::PerTensor) {
+                // The maximum of all is the same in both directions; the copy comes after it in the stream.
+                both.tensor = Some(row.out.reborrow());
+                maxima::run(stream, x, edge, values, both)?;
+                return Ok(stream.copy(row.out.as_slice(), col.out)?);
             }
-        })
-    };
-    let row = wanted(row, maxima::Values::AlongRows);
-    let col = wanted(col, maxima::Values::AlongColumns);
-    let mut both = maxima::Wanted::default();
-    match (row, col) {
-        // The maximum of all is the same in both directions.
-        (Some((GlobalScale::PerTensor, edge, values, out)), Some((GlobalScale::PerTensor, e, v, mut copy)))
-            if edge == e && values == v =>
-        {
-            let source = out.as_slice().address();
-            both.tensor = Some(out);
-            maxima::run(stream, x, edge, values, both)?;
-            // SAFETY: the maximum that was just asked for; the copy comes after it in the stream.
-            stream.copy(unsafe { Slice::from_raw(source, 1) }, copy.reborrow())?;
-            Ok(())
-        }
-        (Some((row_global, edge, values, row_out)), Some((col_global, e, v, col_out))) if edge == e && values == v => {
-            match row_global {
-                GlobalScale::PerTensor => both.tensor = Some(row_out),
-                GlobalScale::PerRow => both.rows = Some(row_out),
-            }
-            match col_global {
-                GlobalScale::PerTensor => both.tensor = Some(col_out),
-                GlobalScale::PerRow => both.cols = Some(col_out),
-            }
+            row.add_to(&mut both);
+            col.add_to(&mut both);
             maxima::run(stream, x, edge, values, both)
         }
-        (row, col) => {
-            if let Some((global, edge, values, out)) = row {
-                let wanted = match global {
-                    GlobalScale::PerTensor => maxima::Wanted { tensor: Some(out), ..Default::default() },
-                    GlobalScale::PerRow => maxima::Wanted { rows: Some(out), ..Default::default() },
-                };
-                maxima::run(stream, x, edge, values, wanted)?;
-            }
-            if let Some((global, edge, values, out)) = col {
-                let wanted = match global {
-                    GlobalScale::PerTensor => maxima::Wanted { tensor: Some(out), ..Default::default() },
-                    GlobalScale::PerRow => maxima::Wanted { cols: Some(out), ..Default::default() },
-                };
-                maxima::run(stream, x, edge, values, wanted)?;
-            }
-            Ok(())
-        }
+        (row, col) => [row, col].into_iter().flatten().try_for_each(|one| {
+            let (edge, values, mut alone) = (one.edge, one.values, maxima::Wanted::default());
+            one.add_to(&mut alone);
+            maxima::run(stream, x, edge, values, alone)
+        }),
+    }
+}
+
+/// The way in which a direction goes through the matrix.
+#[derive(Clone, Copy)]
+enum Along {
+    Rows,
+    Columns,
+}
+
+/// An amax, or one per row of a direction, that is to be computed.
+struct WantedAmax<'a> {
+    along: Along,
+    global: GlobalScale,
+    edge: Edge,
+    values: maxima::Values,
+    out: SliceMut<'a, f32>,
+}
+
+/// What a direction wants computed.
+fn wanted<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<WantedAmax<'a>> {
+    let d = d?;
+    let values = match (d.transform, along) {
+        (None, _) => maxima::Values::Plain,
+        (Some(signs), Along::Rows) => maxima::Values::AlongRows(signs),
+        (Some(signs), Along::Columns) => maxima::Values::AlongColumns(signs),
+    };
+    let (global, edge) = (d.mode.global, d.mode.amax_edge());
+    match &mut d.amax {
+        Amax::Given(_) => None,
+        Amax::Compute(out) => Some(WantedAmax { along, global, edge, values, out: out.reborrow() }),
+    }
+}
+
+impl<'a> WantedAmax<'a> {
+    fn add_to(self, pass: &mut maxima::Wanted<'a>) {
+        let place = match (self.global, self.along) {
+            (GlobalScale::PerTensor, _) => &mut pass.tensor,
+            (GlobalScale::PerRow, Along::Rows) => &mut pass.rows,
+            (GlobalScale::PerRow, Along::Columns) => &mut pass.cols,
+        };
+        *place = Some(self.out);
     }
 }
 
@@ -481,6 +498,8 @@ fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>
         stride: x.stride() as u64,
         divisor_magic,
         divisor_shift,
+        wide_codes: 0,
+        padding: 0,
         // A direction that is not wanted is not looked at; the other one's numbers are as good as any.
         row: row.or(col).expect("a direction is wanted").params(rows, cols),
         col: col.or(row).expect("a direction is wanted").params(cols, rows),
@@ -522,7 +541,7 @@ fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
     let groups = (x.rows() * x.cols().div_ceil(BLOCK)).div_ceil((THREADS * per_thread) as usize) as u32;
     // A few times what runs at once, so that multiprocessors which are done early find more.
     let at_once = kernel.max_blocks_per_sm(THREADS, 0)? * stream.device().multiprocessors();
-    let most = if light { at_once } else { 6 * at_once };
+    let most = (if light { at_once } else { 6 * at_once }).max(1);
     // SAFETY: `Params` is laid out as in matrix.cuh; addresses and lengths were checked.
     unsafe { kernel.launch(stream, [groups.min(most), 1, 1], THREADS, 0, &params) }?;
     Ok(())
@@ -593,9 +612,8 @@ fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>, col: &Dir
     let kernel = variant.kernel(stream.device())?;
     let mut params = params(x, row, Some(col));
     (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(WIDTH));
-    if !whole {
-        params.col.code_alignment = 1;
-    }
+    let wide_codes = whole && col.codes.address().is_multiple_of(16) && rows.is_multiple_of(2 * BLOCK);
+    params.wide_codes = wide_codes.into();
     let groups = rows.div_ceil(HEIGHT) * cols.div_ceil(WIDTH);
     let shared = panel_memory(x.values().element_size(), [row, Some(col)]);
     // SAFETY: as above.
@@ -789,7 +807,22 @@ mod tests {
 
     #[test]
     fn parameters_have_the_sizes_that_the_kernels_expect() {
-        assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (104, 248));
+        assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (104, 256));
+    }
+
+    #[test]
+    fn blocks_are_counted_in_31_bits() {
+        let most = (1 << 31) - 1;
+        for (rows, cols) in [(most, 16), (1, most * 16), (most, 1), (0, usize::MAX), (usize::MAX, 0)] {
+            assert!(countable(rows, cols), "{rows} × {cols}");
+        }
+        for (rows, cols) in [(most, 17), (1, most * 16 + 1), (most + 1, 1), (usize::MAX, usize::MAX)] {
+            assert!(!countable(rows, cols), "{rows} × {cols}");
+        }
+        // Of few columns the row direction has more blocks than the column direction.
+        assert!(countable_along_columns(most, 1) && countable_along_columns(1 << 30, 17));
+        assert!(countable_along_columns(usize::MAX, 0) && countable_along_columns(0, usize::MAX));
+        assert!(!countable_along_columns(most + 1, 1) && !countable_along_columns(most, 16));
     }
 
     /// Every mantissa, at exponents from the smallest to the largest that regular scalings lead to: reciprocals without a

@@ -6,8 +6,11 @@ struct Params {
     const u8* x;
     u64 rows, cols, stride;  // stride in elements
     u32 divisor_magic, divisor_shift;
+    u32 wide_codes;  // whether every row of the column direction's codes is aligned to 16 bytes; for panels
+    u32 padding;
     Direction row, col;
 };
+static_assert(sizeof(Direction) == 104 && sizeof(Params) == 256, "as the host has them");
 
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
 

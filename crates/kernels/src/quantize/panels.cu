@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
             column_pair<Col>(w, d.signs, y + i);
         }
     }
-    bool whole = d.code_alignment == 16 && (FULL || first_row + HEIGHT <= rows);
+    bool whole = p.wide_codes && (FULL || first_row + HEIGHT <= rows);
     u64 previous;
     auto store = [&](int i, u64 codes, u32 byte) {
         if (!whole) {

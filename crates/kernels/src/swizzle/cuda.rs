@@ -4,7 +4,7 @@ use crate::Result;
 use crate::cuda::text::{Variants, assemble};
 use crate::cuda::{self, Device, Slice, SliceMut, Source, Stream};
 use crate::input::check_len;
-use nvfp4_spec::{Error, area, swizzle as spec};
+use nvfp4_spec::{area, swizzle as spec};
 
 /// Row-major `rows` × `cols` scales to swizzled ones; the padding becomes zero. Does not wait.
 pub fn swizzle(
@@ -63,7 +63,7 @@ fn run(
     }
     let kernel = VARIANTS.get(stream.device(), way, source)?;
     let fours = rows.next_multiple_of(spec::TILE_ROWS) * cols.div_ceil(spec::TILE_COLS);
-    let groups = u32::try_from(fours.div_ceil(256)).map_err(|_| Error::TooLarge { rows, cols })?;
+    let groups = u32::try_from(fours.div_ceil(256)).map_err(|_| cuda::Error::TooManyBlocks { rows, cols })?;
     let params = Params { from: from.0.address(), to: to.0.address(), rows: rows as u64, cols: cols as u64 };
     // SAFETY: `Params` is laid out as in swizzle.cu; addresses and lengths were checked.
     unsafe { kernel.launch(stream, [groups, 1, 1], 256, 0, &params) }?;

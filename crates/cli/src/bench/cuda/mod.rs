@@ -118,7 +118,7 @@ impl Bench {
             rows,
             cols,
             sets,
-            host: crate::normal::with_outliers(rows, cols, seed),
+            host: crate::normal::with_outliers(rows, cols, seed)?,
             x: device.alloc(sets * len)?,
             copy: device.alloc(sets * len)?,
             decoded: device.alloc(sets * len)?,
