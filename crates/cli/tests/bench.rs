@@ -94,3 +94,19 @@ fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
     assert!(text.starts_with(message), "{text}");
     assert!(!cfg!(feature = "cuda") || text.ends_with("; `nvfp4 doctor` lists what is missing\n"), "{text}");
 }
+
+#[test]
+fn products_have_a_row_per_m() {
+    let output = bench(&["gemm", "--m", "1,3,20", "--n", "48", "--k", "80", "--json"]);
+    let rows: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(rows.iter().map(|row| row["m"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 3, 20]);
+    for key in ["f32_ms", "nvfp4_ms", "nvfp4_speedup", "nvfp4_of_floor", "weight_only_ms", "weight_only_of_floor"] {
+        assert!(rows.iter().all(|row| row[key].as_f64().unwrap() > 0.0), "{key}");
+    }
+    let text =
+        String::from_utf8(bench(&["gemm", "--m", "2", "--n", "32", "--k", "33", "--implementation", "scalar"]).stdout);
+    assert!(text.unwrap().starts_with("N = 32, K = 33, scalar, threads: "));
+    let refused = bench(&["gemm", "--m", "0"]);
+    let message = String::from_utf8(refused.stderr).unwrap();
+    assert!(!refused.status.success() && message.contains("--m: expected 1 to 32768, got 0"), "{message}");
+}

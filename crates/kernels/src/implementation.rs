@@ -2,6 +2,8 @@
 
 #[cfg(target_arch = "x86_64")]
 use crate::avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+use crate::avx512::Avx512;
 #[cfg(feature = "cuda")]
 use crate::cuda::Device;
 use std::fmt;
@@ -16,6 +18,9 @@ pub enum Implementation {
     /// AVX2, FMA and F16C, on all threads of the current rayon pool.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
+    /// AVX-512 with VNNI and BF16 where it helps, which is in products; AVX2 elsewhere.
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
     /// A GPU. Operations on host slices copy there and back.
     #[cfg(feature = "cuda")]
     Cuda(Device),
@@ -40,6 +45,8 @@ impl Implementation {
         let mut all = vec![Implementation::Scalar];
         #[cfg(target_arch = "x86_64")]
         all.extend(Avx2::detect().map(Implementation::Avx2));
+        #[cfg(target_arch = "x86_64")]
+        all.extend(Avx512::detect().map(Implementation::Avx512));
         all
     }
 }
@@ -50,6 +57,8 @@ impl fmt::Display for Implementation {
             Implementation::Scalar => "scalar",
             #[cfg(target_arch = "x86_64")]
             Implementation::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Implementation::Avx512(_) => "avx512",
             #[cfg(feature = "cuda")]
             Implementation::Cuda(_) => "cuda",
         })

@@ -7,6 +7,8 @@
 pub mod amax;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dequantize;
@@ -17,10 +19,14 @@ pub mod hadamard;
 mod implementation;
 mod input;
 pub mod quantize;
+#[cfg(target_arch = "x86_64")]
+mod scatter;
 pub mod swizzle;
 
 #[cfg(target_arch = "x86_64")]
 pub use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub use avx512::Avx512;
 pub use error::{Error, Result};
 pub use implementation::Implementation;
 pub use input::{Input, Values};

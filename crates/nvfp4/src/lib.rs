@@ -39,7 +39,7 @@ mod tensor_ref;
 pub use direction::{Direction, Global};
 pub use error::{Error, Result};
 pub use generator::{Generator, Randomness};
-pub use matmul::{Accumulate, Epilogue, Product, matmul, matmul_with};
+pub use matmul::{Accumulate, Epilogue, Product, matmul, matmul_grouped, matmul_plain, matmul_with};
 pub use nvfp4_kernels::quantize::Layout;
 pub use nvfp4_kernels::{Implementation, Values};
 pub use nvfp4_spec::hadamard::Signs;

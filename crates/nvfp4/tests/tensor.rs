@@ -328,3 +328,44 @@ fn tensors_are_made_from_parts_only_where_they_fit() {
     assert!(QuantTensor::from_parts(&[32, 2], None, Some(rotated(32).unwrap())).is_ok());
     assert!(message(rotated(24)).ends_with("expected a multiple of 16, got 24"));
 }
+
+#[test]
+fn a_plain_tensor_times_a_quantized_one_is_near_the_product_of_the_decoded_values() {
+    let (x, w) = (values(3).iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>(), quantize(&both(), 4));
+    let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    let y: Vec<f32> = matmul_plain(&x, w.row().unwrap(), &Product::default()).unwrap();
+    let decoded = w.dequantize::<f32>(Side::Row).unwrap();
+    for (at, &y) in y.iter().enumerate() {
+        let (i, j) = (at / ROWS, at % ROWS);
+        let products = (0..COLS)
+            .map(|k| f64::from(bf16::from_f32(values(3)[i * COLS + k]).to_f32()) * f64::from(decoded[j * COLS + k]));
+        let (sum, magnitude) = products.fold((0.0, 0.0), |(s, m), p| (s + p, m + p.abs()));
+        // The bound of the sum, and the roundings of decoding and scaling.
+        let allowed = nvfp4_spec::gemm::bound(COLS, magnitude) + magnitude * 2f64.powi(-21);
+        assert!((f64::from(y) - sum).abs() <= allowed, "({i}, {j}): {y} for {sum}");
+    }
+    let rotated = Quantizer::builder().directions(Directions::Both).transform(Transform::FixedSigns).build().unwrap();
+    let column = quantize(&rotated, 5);
+    let error = matmul_plain::<f32>(
+        &TensorRef::new(&vec![1f32; 2 * ROWS][..], &[2, ROWS]).unwrap(),
+        column.col().unwrap(),
+        &Product::default(),
+    );
+    assert!(matches!(error, Err(Error::Rotation { left: None, right: Some(_) })));
+}
+
+#[test]
+fn grouped_products_are_the_products_one_by_one() {
+    let (a, b, c) = (quantize(&both(), 6), quantize(&both(), 7), quantize(&per_row(), 8));
+    let empty = both().quantize(&TensorRef::new(&[0f32; 0][..], &[0, COLS]).unwrap()).unwrap();
+    let pairs = [
+        (a.row().unwrap(), b.row().unwrap()),
+        (empty.row().unwrap(), b.row().unwrap()),
+        (c.row().unwrap(), a.row().unwrap()),
+    ];
+    let together: Vec<Vec<f32>> = matmul_grouped(&pairs, &Product::default()).unwrap();
+    assert_eq!(together.iter().map(Vec::len).collect::<Vec<_>>(), [ROWS * ROWS, 0, ROWS * ROWS]);
+    for ((a, b), together) in pairs.iter().zip(&together) {
+        assert_eq!(&matmul::<f32>(a, b, &Product::default()).unwrap(), together);
+    }
+}

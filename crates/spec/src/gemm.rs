@@ -7,7 +7,7 @@
 //! A block's term is exact: 16 products of E2M1 values are a multiple of 1/4, two E4M3 scales a multiple of 2⁻¹⁸, so the
 //! term is a multiple of 2⁻²⁰ with at most 20 significant bits. A K that is no multiple of 16 ends in zeros.
 
-use crate::matrix::View;
+use crate::matrix::{Matrix, View};
 use crate::{BLOCK, Element, Error, GlobalScale, Result, area, check_len, e2m1, e4m3, zeros};
 
 /// How the block terms are summed.
@@ -35,10 +35,83 @@ pub enum Epilogue {
 
 impl Epilogue {
     /// The epilogue that products use: row-scaled if either operand is.
-    pub fn of(a: &View<'_>, b: &View<'_>) -> Self {
-        match (a.global, b.global) {
+    pub fn of(a: &Operand<'_>, b: &Operand<'_>) -> Self {
+        match (a.global(), b.global()) {
             (GlobalScale::PerTensor, GlobalScale::PerTensor) => Epilogue::Folded,
             _ => Epilogue::RowScaled,
+        }
+    }
+}
+
+/// One side of a product, with rows along K.
+#[derive(Clone, Copy, Debug)]
+pub enum Operand<'a> {
+    /// A quantized matrix.
+    Nvfp4(View<'a>),
+    /// A matrix of bf16, f16 or f32; its global scale is 1.
+    Plain(&'a Matrix),
+}
+
+impl<'a> From<&View<'a>> for Operand<'a> {
+    fn from(view: &View<'a>) -> Self {
+        Operand::Nvfp4(*view)
+    }
+}
+
+impl<'a> From<&'a Matrix> for Operand<'a> {
+    fn from(matrix: &'a Matrix) -> Self {
+        Operand::Plain(matrix)
+    }
+}
+
+impl Operand<'_> {
+    /// Number of rows: M or N.
+    pub fn rows(&self) -> usize {
+        match self {
+            Operand::Nvfp4(view) => view.rows,
+            Operand::Plain(matrix) => matrix.rows(),
+        }
+    }
+
+    /// K.
+    pub fn cols(&self) -> usize {
+        match self {
+            Operand::Nvfp4(view) => view.cols,
+            Operand::Plain(matrix) => matrix.cols(),
+        }
+    }
+
+    /// What its 32-bit scale belongs to.
+    pub fn global(&self) -> GlobalScale {
+        match self {
+            Operand::Nvfp4(view) => view.global,
+            Operand::Plain(_) => GlobalScale::PerTensor,
+        }
+    }
+
+    /// The scale of row `i` as a fraction.
+    fn fraction(&self, i: usize) -> (f32, f32) {
+        match self {
+            Operand::Nvfp4(view) => view.unit.fraction(view.row_stored(i)),
+            Operand::Plain(_) => (1.0, 1.0),
+        }
+    }
+
+    /// Element (i, k) without its global scale; exact. A NaN scale gives NaN.
+    fn value(&self, i: usize, k: usize) -> f64 {
+        match self {
+            Operand::Nvfp4(view) => {
+                let scale = e4m3::decode(view.scale_row(i)[k / BLOCK]);
+                f64::from(e2m1::decode(e2m1::code_at(view.code_row(i), k)) * scale)
+            }
+            Operand::Plain(matrix) => f64::from(matrix.row(i)[k]),
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        match self {
+            Operand::Nvfp4(view) => view.check(),
+            Operand::Plain(_) => Ok(()),
         }
     }
 }
@@ -66,49 +139,93 @@ impl<T> Default for Product<'_, T> {
 
 /// The product of `a` [M, K] and `b` [N, K], transposed: [M, N], row-major.
 ///
-/// A block scale that is NaN makes every output it takes part in NaN.
-pub fn gemm<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<Vec<T>> {
-    let mut out: Vec<T> = zeros(check(a, b, product)?, a.rows, b.rows)?;
+/// A block scale that is NaN makes every output it takes part in NaN. Where an operand is plain, the sum is taken in binary64,
+/// in which every product is exact, and rounded once: what faster versions are held against ([`bound`]), not a rule of bits.
+pub fn gemm<'a, T: Element>(
+    a: impl Into<Operand<'a>>,
+    b: impl Into<Operand<'a>>,
+    product: &Product<'_, T>,
+) -> Result<Vec<T>> {
+    let (a, b) = (&a.into(), &b.into());
+    let mut out: Vec<T> = zeros(check(a, b, product)?, a.rows(), b.rows())?;
     if out.is_empty() {
         return Ok(out);
     }
-    let (rows_a, rows_b) = (IntegerRows::new(a), IntegerRows::new(b));
-    let epilogue = product.epilogue.unwrap_or(Epilogue::of(a, b));
-    let both_per_row = a.global == GlobalScale::PerRow && b.global == GlobalScale::PerRow;
-    for (i, row) in out.chunks_exact_mut(b.rows).enumerate() {
+    let sums = Sums::new(a, b, product.accumulate);
+    for (i, row) in out.chunks_exact_mut(b.rows()).enumerate() {
         for (j, y) in row.iter_mut().enumerate() {
-            let terms = rows_a.terms(i, &rows_b, j);
-            let sum = match product.accumulate {
-                Accumulate::Exact => sum_exact(terms),
-                Accumulate::Reference => sum_reference(terms),
-            };
-            let c = product.add.filter(|&(_, beta)| beta != 0.0).map(|(c, beta)| (c[i * b.rows + j], beta));
+            let c = product.add.filter(|&(_, beta)| beta != 0.0).map(|(c, beta)| (c[i * b.rows() + j], beta));
             let bias = product.bias.map(|bias| bias[j]);
-            let fractions = fractions((a, i), (b, j));
-            *y = match epilogue {
-                Epilogue::Folded => folded(sum, fractions, product.alpha, bias, c),
-                Epilogue::RowScaled => row_scaled(sum, fractions, both_per_row, product.alpha, bias, c),
-            };
+            *y = OutputScale::new(product.epilogue, (a, i), (b, j)).finish(sums.sum(i, j), product.alpha, bias, c);
         }
     }
     Ok(out)
 }
 
+/// The sums of a product before any global scale, one output at a time.
+pub struct Sums<'a>(Kind<'a>);
+
+enum Kind<'a> {
+    Integers(IntegerRows, IntegerRows, Accumulate),
+    Values(Operand<'a>, Operand<'a>),
+}
+
+impl<'a> Sums<'a> {
+    /// Prepares the operands, which have been checked.
+    pub fn new(a: &Operand<'a>, b: &Operand<'a>, accumulate: Accumulate) -> Self {
+        Sums(match (a, b) {
+            (Operand::Nvfp4(a), Operand::Nvfp4(b)) => {
+                Kind::Integers(IntegerRows::new(a), IntegerRows::new(b), accumulate)
+            }
+            _ => Kind::Values(*a, *b),
+        })
+    }
+
+    /// The sum of output (i, j).
+    pub fn sum(&self, i: usize, j: usize) -> f32 {
+        match &self.0 {
+            Kind::Integers(a, b, Accumulate::Exact) => sum_exact(a.terms(i, b, j)),
+            Kind::Integers(a, b, Accumulate::Reference) => sum_reference(a.terms(i, b, j)),
+            Kind::Values(a, b) => (0..a.cols()).map(|k| a.value(i, k) * b.value(j, k)).sum::<f64>() as f32,
+        }
+    }
+
+    /// The sum of the products' magnitudes of output (i, j), which error bounds are proportional to.
+    pub fn magnitude(&self, i: usize, j: usize) -> f64 {
+        match &self.0 {
+            Kind::Integers(a, b, _) => {
+                let (p, q) = (a.values(i), b.values(j));
+                p.zip(q).map(|(x, y)| (x * y).abs()).sum()
+            }
+            Kind::Values(a, b) => (0..a.cols()).map(|k| (a.value(i, k) * b.value(j, k)).abs()).sum(),
+        }
+    }
+}
+
 /// The number of outputs, if everything fits.
-fn check<T>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) -> Result<usize> {
+pub fn check<T>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>) -> Result<usize> {
     a.check()?;
     b.check()?;
-    if a.cols != b.cols {
-        return Err(Error::InnerLength { expected: a.cols, got: b.cols });
+    if a.cols() != b.cols() {
+        return Err(Error::InnerLength { expected: a.cols(), got: b.cols() });
     }
-    let outputs = area(a.rows, b.rows)?;
+    let outputs = area(a.rows(), b.rows())?;
     if let Some(bias) = product.bias {
-        check_len("bias", b.rows, bias.len())?;
+        check_len("bias", b.rows(), bias.len())?;
     }
     if let Some((c, _)) = product.add {
         check_len("C", outputs, c.len())?;
     }
     Ok(outputs)
+}
+
+/// How far a sum in binary32 may be from the exact one, given the sum of the products' magnitudes: `(K + 8)·2⁻²²` of it.
+///
+/// A chain of K fused or separate multiply-adds errs by at most `K·2⁻²⁴·(1 + …)` of the magnitudes per rounding, and has at
+/// most two roundings per step; any order of additions is within that. What is left covers additions that truncate, as those
+/// of tensor cores may: each loses less than one unit in the last place of its largest operand, which is 2⁻²³ of it.
+pub fn bound(k: usize, magnitude: f64) -> f64 {
+    (k + 8) as f64 * 2f64.powi(-22) * magnitude
 }
 
 /// The units that block terms are counted in.
@@ -134,6 +251,15 @@ impl IntegerRows {
             })
             .collect();
         IntegerRows { blocks, codes, scales: q.scales.iter().map(|&s| e4m3::decode_units(s)).collect() }
+    }
+
+    /// The values of a row without the global scale; a NaN scale gives NaN.
+    fn values(&self, i: usize) -> impl Iterator<Item = f64> {
+        (0..self.blocks).flat_map(move |k| {
+            let p = i * self.blocks + k;
+            let scale = self.scales[p].map_or(f64::NAN, |s| s as f64 / 512.0);
+            self.codes[p].iter().map(move |&c| c as f64 / 2.0 * scale)
+        })
     }
 
     /// The block terms of output (i, j) in units of 2⁻²⁰, in order; each is below 2⁴⁷ in magnitude.
@@ -170,59 +296,60 @@ fn sum_reference(terms: impl Iterator<Item = Option<i64>>) -> f32 {
     terms.fold(0.0, |acc, term| acc + term.map_or(f32::NAN, |t| t as f32 * TERM_UNIT))
 }
 
-/// The global scale of output (i, j) as a fraction: numerators of both sides and the product of the denominators, which
-/// is exact for amaxes: 36·EA·EB = 7225344, 4128768 or 2359296.
-fn fractions((a, i): (&View<'_>, usize), (b, j): (&View<'_>, usize)) -> (f32, f32, f32) {
-    let (na, da) = a.unit.fraction(a.row_stored(i));
-    let (nb, db) = b.unit.fraction(b.row_stored(j));
-    (na, nb, da * db)
+/// What the sum of an output is multiplied by, in the epilogue's order. With numerators `na`, `nb` and the product of the
+/// denominators `d`, which is exact for amaxes: 36·EA·EB = 7225344, 4128768 or 2359296.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum OutputScale {
+    /// [`Epilogue::Folded`]: by `fl(fl(na·nb) / d)`.
+    Folded(f32),
+    /// [`Epilogue::RowScaled`], a side with a single scale: by `fl(1/d)`, then by `fl(na·nb)`.
+    OneRow(f32, f32),
+    /// [`Epilogue::RowScaled`], both per row: by `fl(1/d)`, `na`, `nb`.
+    BothRows(f32, f32, f32),
 }
 
-/// [`Epilogue::Folded`].
-fn folded<T: Element>(
-    sum: f32,
-    (na, nb, denominator): (f32, f32, f32),
-    alpha: f32,
-    bias: Option<f32>,
-    c: Option<(T, f32)>,
-) -> T {
-    let mut y = na * nb / denominator * sum * alpha;
-    if let Some(bias) = bias {
-        y += bias;
+impl OutputScale {
+    /// That of output (i, j); `None` picks [`Epilogue::of`] the operands.
+    pub fn new(epilogue: Option<Epilogue>, (a, i): (&Operand<'_>, usize), (b, j): (&Operand<'_>, usize)) -> Self {
+        let ((na, da), (nb, db)) = (a.fraction(i), b.fraction(j));
+        let denominator = da * db;
+        match (epilogue.unwrap_or_else(|| Epilogue::of(a, b)), a.global(), b.global()) {
+            (Epilogue::Folded, ..) => OutputScale::Folded(na * nb / denominator),
+            (Epilogue::RowScaled, GlobalScale::PerRow, GlobalScale::PerRow) => {
+                OutputScale::BothRows(1.0 / denominator, na, nb)
+            }
+            (Epilogue::RowScaled, ..) => OutputScale::OneRow(1.0 / denominator, na * nb),
+        }
     }
-    if let Some((c, beta)) = c {
-        y += beta * c.to_f32();
-    }
-    T::from_f32(y)
-}
 
-/// [`Epilogue::RowScaled`].
-fn row_scaled<T: Element>(
-    sum: f32,
-    (na, nb, denominator): (f32, f32, f32),
-    both_per_row: bool,
-    alpha: f32,
-    bias: Option<f32>,
-    c: Option<(T, f32)>,
-) -> T {
-    let g = 1.0 / denominator * sum;
-    let scaled = if both_per_row { g * na * nb } else { g * (na * nb) };
-    let mut y = scaled * alpha;
-    if let Some(bias) = bias {
-        y += bias;
-    }
-    let y = T::from_f32(y);
-    match c {
-        None => y,
-        // In the output type: β·C is rounded to it, and so is the sum.
-        Some((c, beta)) => T::from_f32(y.to_f32() + T::from_f32(beta * c.to_f32()).to_f32()),
+    /// The output: the scaled sum, `·α`, `+ bias`, and `β·C` as the epilogue has it.
+    #[inline]
+    pub fn finish<T: Element>(self, sum: f32, alpha: f32, bias: Option<f32>, c: Option<(T, f32)>) -> T {
+        let scaled = match self {
+            OutputScale::Folded(factor) => factor * sum,
+            OutputScale::OneRow(reciprocal, factor) => reciprocal * sum * factor,
+            OutputScale::BothRows(reciprocal, na, nb) => reciprocal * sum * na * nb,
+        };
+        let mut y = scaled * alpha;
+        if let Some(bias) = bias {
+            y += bias;
+        }
+        match (c, self) {
+            (None, _) => T::from_f32(y),
+            (Some((c, beta)), OutputScale::Folded(_)) => T::from_f32(y + beta * c.to_f32()),
+            // In the output type: β·C is rounded to it, and so is the sum.
+            (Some((c, beta)), _) => {
+                let y = T::from_f32(y);
+                T::from_f32(y.to_f32() + T::from_f32(beta * c.to_f32()).to_f32())
+            }
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::matrix::{self, Matrix, Quantized};
+    use crate::matrix::{self, Quantized};
     use crate::{Edge, Mode, Rounding};
     use half::bf16;
 

@@ -3,6 +3,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod gemm;
 pub mod operations;
 
 use crate::device::Device;
@@ -28,7 +29,10 @@ use std::process::ExitCode;
 /// given it on a GPU. The two `amax-given` operations and row+hadamard-column always are given it; `quantize 1x16`, its
 /// `row-scaled` and its `both` always compute it.
 #[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct Args {
+    #[command(subcommand)]
+    what: Option<What>,
     /// Where to run: cpu, cuda or cuda:N.
     #[arg(long, default_value_t = Device::Cpu)]
     device: Device,
@@ -47,7 +51,7 @@ pub struct Args {
     /// Threads of the CPU to use. Default: one per core.
     #[arg(long)]
     threads: Option<usize>,
-    /// Implementation on the CPU: scalar or avx2. Default: the fastest.
+    /// Implementation on the CPU: scalar, avx2 or avx512. Default: the fastest.
     #[arg(long)]
     implementation: Option<Implementation>,
     /// Print JSON: an array of {name, ms, gbps, copies}, or on a GPU {name, us, bytes, tbps, of_copy, amax}.
@@ -55,7 +59,16 @@ pub struct Args {
     json: bool,
 }
 
+/// What else can be measured.
+#[derive(clap::Subcommand)]
+enum What {
+    Gemm(gemm::Args),
+}
+
 pub fn run(args: &Args) -> Result<ExitCode> {
+    if let Some(What::Gemm(args)) = &args.what {
+        return gemm::run(args);
+    }
     let operations = operations::select(args.device, &args.filter)?;
     let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
     crate::until_closed(pool.install(|| match args.device {

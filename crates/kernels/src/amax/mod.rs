@@ -33,6 +33,8 @@ pub fn amax(implementation: Implementation, x: &Input<'_>, edge: Edge, wanted: W
         Implementation::Scalar => scalar(x, edge, wanted),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::amax(token, x, edge, wanted),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx512(token) => avx2::amax(token.avx2(), x, edge, wanted),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(device) => cuda::on_host(device, x, edge, wanted)?,
     }

@@ -19,6 +19,8 @@ pub fn dequantize<T: Element>(implementation: Implementation, q: &View<'_>, out:
         Implementation::Scalar => out.copy_from_slice(&matrix::dequantize(q)?),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::dequantize(token, q, out),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx512(token) => avx2::dequantize(token.avx2(), q, out),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(device) => cuda::on_host(device, q, out)?,
     }

@@ -1,29 +1,148 @@
-//! Products of quantized matrices. **Exact** on the CPU.
+//! Products `α·A·Bᵀ (+ bias) (+ β·C)`. **Exact** where both operands are NVFP4; where one is plain, **Bounded**: sums in binary32,
+//! within [`nvfp4_spec::gemm::bound`] of the exact ones.
+
+#[cfg(feature = "baseline")]
+pub mod baseline;
+#[cfg(target_arch = "x86_64")]
+mod exact;
+#[cfg(target_arch = "x86_64")]
+mod mixed;
 
 use crate::input::check_len;
-use crate::{Implementation, Result};
+use crate::{Implementation, Input, Result};
 use nvfp4_spec::gemm as spec;
-use nvfp4_spec::matrix::View;
+use nvfp4_spec::matrix::{Matrix, View};
 use nvfp4_spec::{Element, Error};
 
 pub use spec::{Accumulate, Epilogue, Product};
 
+/// One side of a product, with rows along K.
+#[derive(Clone, Copy, Debug)]
+pub enum Operand<'a> {
+    /// A quantized matrix with linear scales.
+    Nvfp4(View<'a>),
+    /// Elements as they are.
+    Plain(Input<'a>),
+}
+
+impl<'a> From<&View<'a>> for Operand<'a> {
+    fn from(view: &View<'a>) -> Self {
+        Operand::Nvfp4(*view)
+    }
+}
+
+impl<'a> From<&Input<'a>> for Operand<'a> {
+    fn from(input: &Input<'a>) -> Self {
+        Operand::Plain(*input)
+    }
+}
+
+impl<'a> Operand<'a> {
+    /// Number of rows: M or N.
+    pub fn rows(&self) -> usize {
+        match self {
+            Operand::Nvfp4(view) => view.rows,
+            Operand::Plain(input) => input.rows(),
+        }
+    }
+
+    /// The values of a plain operand, gathered.
+    fn gathered(&self) -> Option<Matrix> {
+        match self {
+            Operand::Nvfp4(_) => None,
+            Operand::Plain(input) => Some(input.to_matrix()),
+        }
+    }
+
+    /// As `spec` takes it; `matrix` is what [`Operand::gathered`] gave.
+    fn to_spec<'b>(self, matrix: Option<&'b Matrix>) -> spec::Operand<'b>
+    where
+        'a: 'b,
+    {
+        match (self, matrix) {
+            (Operand::Nvfp4(view), _) => spec::Operand::Nvfp4(view),
+            (Operand::Plain(_), matrix) => spec::Operand::Plain(matrix.expect("a plain operand was gathered")),
+        }
+    }
+}
+
 /// `out = α·A·Bᵀ (+ bias) (+ β·C)`; `out` is `a.rows` × `b.rows`, row-major.
-pub fn gemm<T: Element>(
+pub fn gemm<'a, T: Element>(
     implementation: Implementation,
-    a: &View<'_>,
-    b: &View<'_>,
+    a: impl Into<Operand<'a>>,
+    b: impl Into<Operand<'a>>,
     product: &Product<'_, T>,
     out: &mut [T],
 ) -> Result<()> {
-    let outputs = a.rows.checked_mul(b.rows).ok_or(Error::TooLarge { rows: a.rows, cols: b.rows })?;
+    let (a, b) = (a.into(), b.into());
+    let outputs = a.rows().checked_mul(b.rows()).ok_or(Error::TooLarge { rows: a.rows(), cols: b.rows() })?;
     check_len("output", outputs, out.len())?;
     match implementation {
-        Implementation::Scalar => out.copy_from_slice(&spec::gemm(a, b, product)?),
+        Implementation::Scalar => scalar(a, b, product, out),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) => out.copy_from_slice(&spec::gemm(a, b, product)?),
+        Implementation::Avx2(token) => vectors(exact::Vectors::Avx2(token), a, b, product, out),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx512(token) => vectors(exact::Vectors::Avx512(token), a, b, product, out),
+        // Products on a GPU are not written yet; the bits are those of the CPU.
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_) => return gemm(Implementation::best(), a, b, product, out),
+        Implementation::Cuda(_) => gemm(Implementation::best(), a, b, product, out),
+    }
+}
+
+/// One product of a group.
+#[derive(Debug)]
+pub struct Member<'a, T> {
+    /// The left operand, M rows of its own.
+    pub a: Operand<'a>,
+    /// The right operand.
+    pub b: Operand<'a>,
+    /// Everything else about it.
+    pub product: Product<'a, T>,
+    /// `a.rows` × `b.rows`, row-major.
+    pub out: &'a mut [T],
+}
+
+/// Products that belong together, as those of the experts of a layer: each with its own operands, of any size. One without outputs
+/// touches nothing; one whose K is 0, as the weight gradient of an expert without tokens, has a sum of exactly 0.
+///
+/// All are checked before any is computed.
+pub fn grouped<T: Element>(implementation: Implementation, members: &mut [Member<'_, T>]) -> Result<()> {
+    for member in &*members {
+        let (left, right) = (member.a.gathered(), member.b.gathered());
+        let (a, b) = (member.a.to_spec(left.as_ref()), member.b.to_spec(right.as_ref()));
+        check_len("output", spec::check(&a, &b, &member.product)?, member.out.len())?;
+    }
+    for member in members.iter_mut().filter(|member| !member.out.is_empty()) {
+        gemm(implementation, member.a, member.b, &member.product, member.out)?;
+    }
+    Ok(())
+}
+
+fn scalar<T: Element>(a: Operand<'_>, b: Operand<'_>, product: &Product<'_, T>, out: &mut [T]) -> Result<()> {
+    let (left, right) = (a.gathered(), b.gathered());
+    out.copy_from_slice(&spec::gemm(a.to_spec(left.as_ref()), b.to_spec(right.as_ref()), product)?);
+    Ok(())
+}
+
+#[cfg(target_arch = "x86_64")]
+fn vectors<T: Element>(
+    vectors: exact::Vectors,
+    a: Operand<'_>,
+    b: Operand<'_>,
+    product: &Product<'_, T>,
+    out: &mut [T],
+) -> Result<()> {
+    let gathered = [a.gathered(), b.gathered()];
+    let matrices = gathered.each_ref().map(Option::as_ref);
+    let k = spec::check(&a.to_spec(matrices[0]), &b.to_spec(matrices[1]), product)
+        .map(|_| a.to_spec(matrices[0]).cols())?;
+    // Without K there is nothing to add up, and without outputs nothing to do: the rule says what is left.
+    if out.is_empty() || k == 0 {
+        return scalar(a, b, product, out);
+    }
+    match (&a, &b) {
+        (Operand::Nvfp4(a), Operand::Nvfp4(b)) => exact::gemm(vectors, a, b, product, out),
+        (a, b) => mixed::gemm(vectors, (a, b), matrices, product, out),
     }
     Ok(())
 }

@@ -22,6 +22,8 @@ pub fn pack(
         Implementation::Scalar => packed.copy_from_slice(&spec::pack(codes, scales, rows, cols)?),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::pack(token, codes, scales, packed),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx512(token) => avx2::pack(token.avx2(), codes, scales, packed),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(_) => return pack(Implementation::best(), codes, scales, rows, cols, packed),
     }
@@ -48,6 +50,8 @@ pub fn unpack(
         }
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::unpack(token, packed, codes, scales),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx512(token) => avx2::unpack(token.avx2(), packed, codes, scales),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(_) => return unpack(Implementation::best(), packed, rows, cols, codes, scales),
     }

@@ -18,7 +18,7 @@ pub fn hadamard(implementation: Implementation, x: &Input<'_>, signs: Signs, out
     match implementation {
         Implementation::Scalar => groups(x, signs, out),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) => groups(x, signs, out),
+        Implementation::Avx2(_) | Implementation::Avx512(_) => groups(x, signs, out),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(device) => cuda::on_host(device, x, signs, out)?,
     }

@@ -142,6 +142,8 @@ pub fn quantize(
         Implementation::Scalar => scalar::quantize(x, row, col),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::quantize(token, x, row, col).map(drop),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, row, col).map(drop),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(device) => cuda::on_host(device, x, row, col),
     }

@@ -21,9 +21,9 @@ pub fn swizzle(
     match implementation {
         Implementation::Scalar => swizzled.copy_from_slice(&spec::swizzle(scales, rows, cols)?),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) if rows == 0 || cols == 0 => {}
+        Implementation::Avx2(_) | Implementation::Avx512(_) if rows == 0 || cols == 0 => {}
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) => {
+        Implementation::Avx2(_) | Implementation::Avx512(_) => {
             let band = offset(spec::TILE_ROWS, 0, cols);
             swizzled.par_chunks_mut(band).enumerate().for_each(|(t, out)| {
                 let first = t * spec::TILE_ROWS;
@@ -53,9 +53,9 @@ pub fn unswizzle(
     match implementation {
         Implementation::Scalar => scales.copy_from_slice(&spec::unswizzle(swizzled, rows, cols)?),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) if rows == 0 || cols == 0 => {}
+        Implementation::Avx2(_) | Implementation::Avx512(_) if rows == 0 || cols == 0 => {}
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) => {
+        Implementation::Avx2(_) | Implementation::Avx512(_) => {
             let band = offset(spec::TILE_ROWS, 0, cols);
             scales.par_chunks_mut(spec::TILE_ROWS * cols).zip(swizzled.par_chunks(band)).for_each(|(out, tiles)| {
                 for_each_four(out.len() / cols, cols, |linear, at, n| {

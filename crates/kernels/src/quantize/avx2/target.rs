@@ -2,6 +2,7 @@
 
 use crate::avx2::Avx2;
 use crate::quantize::{Amax, Direction, Layout};
+use crate::scatter::Scatter;
 use crate::{Implementation, Result, swizzle};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::Random;
@@ -144,33 +145,6 @@ pub(super) struct ColContext<'a> {
     pub rounding: Rounding<Random<'a>>,
     pub transform: Option<Signs>,
     pub amax: &'a [f32],
-    pub codes: Scatter<'a>,
-    pub scales: Scatter<'a>,
-}
-
-/// A buffer that several threads write disjoint pieces of.
-pub(super) struct Scatter<'a> {
-    start: *mut u8,
-    len: usize,
-    buffer: std::marker::PhantomData<&'a mut [u8]>,
-}
-
-// SAFETY: the buffer is written through `write` alone, whose callers promise disjoint pieces.
-unsafe impl Sync for Scatter<'_> {}
-
-impl<'a> Scatter<'a> {
-    fn new(buffer: &'a mut [u8]) -> Self {
-        Scatter { start: buffer.as_mut_ptr(), len: buffer.len(), buffer: std::marker::PhantomData }
-    }
-
-    /// Writes a piece of the buffer.
-    ///
-    /// # Safety
-    ///
-    /// No other thread may write to the same bytes.
-    pub unsafe fn write(&self, at: usize, bytes: &[u8]) {
-        assert!(at <= self.len && bytes.len() <= self.len - at, "a panel writes inside the buffer");
-        // SAFETY: the range was checked, and the caller keeps other threads away from it.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) };
-    }
+    pub codes: Scatter<'a, u8>,
+    pub scales: Scatter<'a, u8>,
 }

@@ -1,0 +1,243 @@
+//! `nvfp4 bench gemm`: products beside the same product in binary32, measured in the same run.
+
+use super::median;
+use anyhow::{Result, ensure};
+use half::bf16;
+use nvfp4_kernels::gemm::{Operand, Product, baseline, gemm};
+use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
+use nvfp4_kernels::{Implementation, Input, Values};
+use nvfp4_spec::gemm::{Accumulate, Sums, bound};
+use nvfp4_spec::matrix::{Matrix, View};
+use nvfp4_spec::scale::Unit;
+use nvfp4_spec::{Bound, GlobalScale, Mode, Rounding};
+use rayon::prelude::*;
+use serde::Serialize;
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Measure products of M × K activations and N × K weights on the CPU.
+///
+/// NVFP4 × NVFP4 gives the correctly rounded sum; bf16 × NVFP4 ("weight-only") adds in binary32. Beside them the same product of f32
+/// matrices by the `gemm` crate, timed in turns on the same threads. Printed are medians, how many times faster than f32 ours are,
+/// and the fraction of the floor: the time of copying the bytes that a product must read and write, over its own. Results are first
+/// checked on part of the outputs, NVFP4 × NVFP4 bit for bit, weight-only against its bound.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Rows of the activations, a list.
+    #[arg(long, default_value = "1,16,256", value_delimiter = ',')]
+    m: Vec<usize>,
+    /// Rows of the weights.
+    #[arg(long, default_value_t = 4096)]
+    n: usize,
+    /// Columns of both.
+    #[arg(long, default_value_t = 4096)]
+    k: usize,
+    /// Threads to use. Default: one per core.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Implementation: scalar, avx2 or avx512. Default: the fastest.
+    #[arg(long)]
+    implementation: Option<Implementation>,
+    /// Print JSON: an array of {m, n, k, f32_ms, nvfp4_ms, nvfp4_speedup, nvfp4_of_floor, weight_only_ms, …}.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Row {
+    m: usize,
+    n: usize,
+    k: usize,
+    f32_ms: f64,
+    nvfp4_ms: f64,
+    nvfp4_speedup: f64,
+    nvfp4_of_floor: f64,
+    weight_only_ms: f64,
+    weight_only_speedup: f64,
+    weight_only_of_floor: f64,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    for (name, values) in [("--m", &args.m[..]), ("--n", &[args.n]), ("--k", &[args.k])] {
+        for &value in values {
+            ensure!((1..=1 << 15).contains(&value), "{name}: expected 1 to 32768, got {value}");
+        }
+    }
+    let implementation = args.implementation.unwrap_or_else(Implementation::best);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
+    crate::until_closed(pool.install(|| {
+        let mut out = std::io::stdout().lock();
+        if !args.json {
+            let threads = rayon::current_num_threads();
+            writeln!(out, "N = {}, K = {}, {implementation}, threads: {threads}", args.n, args.k)?;
+            writeln!(
+                out,
+                "{:>6} {:>9} {:>9} {:>8} {:>9} {:>12} {:>8} {:>9}",
+                "M", "f32 ms", "NVFP4 ms", "× f32", "of floor", "weight-only", "× f32", "of floor"
+            )?;
+        }
+        let weights = Quantized::new(args.n, args.k, 1)?;
+        let mut rows = Vec::new();
+        for &m in &args.m {
+            let row = measure(implementation, m, &weights)?;
+            if !args.json {
+                writeln!(
+                    out,
+                    "{:>6} {:>9.3} {:>9.3} {:>8.2} {:>9.2} {:>12.3} {:>8.2} {:>9.2}",
+                    row.m,
+                    row.f32_ms,
+                    row.nvfp4_ms,
+                    row.nvfp4_speedup,
+                    row.nvfp4_of_floor,
+                    row.weight_only_ms,
+                    row.weight_only_speedup,
+                    row.weight_only_of_floor
+                )?;
+            }
+            rows.push(row);
+        }
+        if args.json {
+            writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
+        }
+        Ok(())
+    }))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A matrix in bf16, in f32 and quantized.
+struct Quantized {
+    rows: usize,
+    cols: usize,
+    values: Vec<bf16>,
+    wide: Vec<f32>,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    amax: [f32; 1],
+}
+
+impl Quantized {
+    fn new(rows: usize, cols: usize, seed: u64) -> Result<Self> {
+        let values: Vec<bf16> = crate::normal::standard(rows, cols, seed)?;
+        let wide = values.iter().map(|x| x.to_f32()).collect();
+        let mut codes = vec![0; rows * cols.div_ceil(2)];
+        let mut scales = vec![0; Layout::Linear.scale_len(rows, cols)?];
+        let mut amax = [0.0];
+        let row = Direction {
+            mode: Mode::default(),
+            rounding: Rounding::NearestEven,
+            transform: None,
+            layout: Layout::Linear,
+            amax: Amax::Compute(&mut amax),
+            codes: &mut codes,
+            scales: &mut scales,
+        };
+        quantize(Implementation::best(), &Input::new(Values::Bf16(&values), rows, cols)?, Some(row), None)?;
+        Ok(Quantized { rows, cols, values, wide, codes, scales, amax })
+    }
+
+    fn view(&self) -> View<'_> {
+        View {
+            rows: self.rows,
+            cols: self.cols,
+            codes: &self.codes,
+            scales: &self.scales,
+            stored: &self.amax,
+            global: GlobalScale::PerTensor,
+            unit: Unit::Amax(Bound::E448),
+        }
+    }
+
+    fn input(&self) -> Result<Input<'_>> {
+        Ok(Input::new(Values::Bf16(&self.values), self.rows, self.cols)?)
+    }
+
+    /// Bytes in NVFP4.
+    fn bytes(&self) -> usize {
+        self.codes.len() + self.scales.len()
+    }
+}
+
+fn measure(implementation: Implementation, m: usize, weights: &Quantized) -> Result<Row> {
+    let x = Quantized::new(m, weights.cols, 2)?;
+    let (n, k) = (weights.rows, weights.cols);
+    check(implementation, &x, weights)?;
+    let (a, b, plain) = (x.view(), weights.view(), x.input()?);
+    let mut out = vec![0f32; m * n];
+    let mut copied = vec![0u8; weights.bytes()];
+    let (mut copies, mut times) = (Vec::new(), [const { Vec::new() }; 3]);
+    let start = Instant::now();
+    while copies.len() < 7 || (start.elapsed() < Duration::from_secs(2) && copies.len() < 51) {
+        let time = |work: &mut dyn FnMut() -> Result<()>| -> Result<f64> {
+            let once = Instant::now();
+            work()?;
+            Ok(once.elapsed().as_secs_f64())
+        };
+        let product = Product::default();
+        times[0].push(time(&mut || {
+            baseline::f32(&x.wide, &weights.wide, (m, n, k), &mut out);
+            Ok(())
+        })?);
+        times[1].push(time(&mut || Ok(gemm(implementation, &a, &b, &product, &mut out)?))?);
+        times[2].push(time(&mut || Ok(gemm(implementation, &plain, &b, &product, &mut out)?))?);
+        copies.push(time(&mut || {
+            let parts = copied.par_chunks_mut(1 << 16).zip(weights.codes.par_chunks(1 << 16));
+            parts.for_each(|(to, from)| to[..from.len()].copy_from_slice(from));
+            Ok(())
+        })?);
+    }
+    let [f32_time, nvfp4, weight_only] = times.map(median);
+    // Seconds per byte read and written.
+    let copy = median(copies) / (2 * weights.codes.len()) as f64;
+    let floor = |activations: usize| (weights.bytes() + activations + 4 * m * n) as f64 * copy;
+    Ok(Row {
+        m,
+        n,
+        k,
+        f32_ms: f32_time * 1e3,
+        nvfp4_ms: nvfp4 * 1e3,
+        nvfp4_speedup: f32_time / nvfp4,
+        nvfp4_of_floor: floor(x.bytes()) / nvfp4,
+        weight_only_ms: weight_only * 1e3,
+        weight_only_speedup: f32_time / weight_only,
+        weight_only_of_floor: floor(2 * x.values.len()) / weight_only,
+    })
+}
+
+/// The first outputs against the rule and the bound.
+fn check(implementation: Implementation, x: &Quantized, weights: &Quantized) -> Result<()> {
+    let part = |q: &Quantized, most: usize| -> Result<Quantized> {
+        let (rows, cols) = (q.rows.min(most), q.cols);
+        let blocks = cols.div_ceil(16);
+        Ok(Quantized {
+            rows,
+            cols,
+            values: q.values[..rows * cols].to_vec(),
+            wide: Vec::new(),
+            codes: q.codes[..rows * cols.div_ceil(2)].to_vec(),
+            scales: q.scales[..rows * blocks].to_vec(),
+            amax: q.amax,
+        })
+    };
+    let (x, weights) = (part(x, 7)?, part(weights, 40)?);
+    let run = |implementation, a: Operand<'_>| -> Result<Vec<f32>> {
+        let mut out = vec![f32::NAN; x.rows * weights.rows];
+        gemm(implementation, a, &weights.view(), &Product::default(), &mut out)?;
+        Ok(out)
+    };
+    let exact = |implementation| run(implementation, Operand::from(&x.view()));
+    ensure!(exact(implementation)? == exact(Implementation::Scalar)?, "NVFP4 × NVFP4: the result is wrong");
+    let matrix = Matrix::new(x.rows, x.cols, &x.values)?;
+    let sums = Sums::new(&(&matrix).into(), &(&weights.view()).into(), Accumulate::Exact);
+    let scale = f64::from(weights.amax[0] / Bound::E448.six_e());
+    let (got, expected) =
+        (run(implementation, (&x.input()?).into())?, run(Implementation::Scalar, (&x.input()?).into())?);
+    for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
+        let magnitude = sums.magnitude(at / weights.rows, at % weights.rows) * scale;
+        let error = (f64::from(*got) - f64::from(*expected)).abs();
+        // The bound of the sum, and a rounding of each side.
+        let allowed = bound(x.cols, magnitude) + f64::from(expected.abs()) * 2f64.powi(-22);
+        ensure!(error <= allowed, "bf16 × NVFP4: {got} for {expected}");
+    }
+    Ok(())
+}

@@ -1,0 +1,279 @@
+//! NVFP4 × NVFP4 in vectors. **Exact**: twin of [`nvfp4_spec::gemm`].
+//!
+//! E2M1 values doubled are integers of at most 12, so a block's 16 products add up in integers. Of two factors the
+//! instructions want one unsigned: B's get 12 added, which 12 times the sum of A's takes off again. A block's term is that
+//! integer times both scales, at most 20 significant bits: exact in binary32. Terms are added in binary64.
+//!
+//! # Why that sum is exact
+//!
+//! With `g` the smallest unit that a row's scales are multiples of, every term of output (i, j) is a multiple of gᵢ·gⱼ/4 and at
+//! most 2304·sᵢ·sⱼ/4, s being the row's largest scale. While the number of blocks times 2304·sᵢ·sⱼ stays below 2⁵³·gᵢ·gⱼ,
+//! no partial sum needs more than 53 bits. Rows of ordinary matrices are far below that; an output beyond it goes by the rule.
+//!
+//! B is taken in panels of a few rows, which are unpacked once, side by side, and stay in cache while all rows of A pass.
+
+mod avx2;
+mod avx512;
+pub(super) mod row;
+
+use super::Operand;
+use crate::avx2::Avx2;
+use crate::avx512::Avx512;
+use crate::scatter::Scatter;
+use nvfp4_spec::gemm::{Accumulate, OutputScale, Product, Sums};
+use nvfp4_spec::matrix::View;
+use nvfp4_spec::{BLOCK, Element, GlobalScale, e4m3};
+use rayon::prelude::*;
+use std::sync::LazyLock;
+
+/// What is added to B's doubled values.
+const SHIFT: i32 = 12;
+
+/// E2M1 values doubled, by code.
+const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// Which instructions.
+#[derive(Clone, Copy)]
+pub(super) enum Vectors {
+    Avx2(Avx2),
+    Avx512(Avx512),
+}
+
+/// A block of a row of A: its values in fours, what undoes the shift of B's, its scale.
+#[derive(Clone, Copy)]
+struct Step {
+    values: [i32; 4],
+    offset: i32,
+    scale: f32,
+}
+
+/// The largest scale of a row and the unit of all: a power of two.
+#[derive(Clone, Copy)]
+struct Range {
+    largest: f32,
+    unit: f32,
+}
+
+impl Range {
+    fn of(scales: &[u8]) -> Self {
+        // Values and their units grow with the byte, so the largest and the smallest that is not zero say it all. NaN makes its
+        // outputs NaN whatever the range.
+        let (mut largest, mut below) = (0, e4m3::MAX_BYTE - 1);
+        for &byte in scales {
+            let magnitude = (byte & 0x7F).min(e4m3::MAX_BYTE);
+            largest = magnitude.max(largest);
+            // One less, so that zero is the largest of all.
+            below = magnitude.wrapping_sub(1).min(below);
+        }
+        let smallest = below + 1;
+        // A value has four significant bits; the subnormal ones are multiples of the smallest.
+        let leading = f32::from_bits(e4m3::decode(smallest).to_bits() & 0x7F80_0000);
+        Range { largest: e4m3::decode(largest), unit: (leading / 8.0).max(e4m3::MIN_POSITIVE) }
+    }
+
+    /// Whether a sum of `blocks` terms of two such rows is exact in binary64.
+    fn fits(self, other: Range, blocks: usize) -> bool {
+        let most = 2304.0 * f64::from(self.largest) * f64::from(other.largest) * blocks as f64;
+        most == 0.0 || most < 2f64.powi(53) * f64::from(self.unit) * f64::from(other.unit)
+    }
+
+    fn and(self, other: Range) -> Range {
+        Range { largest: self.largest.max(other.largest), unit: self.unit.min(other.unit) }
+    }
+}
+
+/// A block of `N` rows of B side by side: values four by four, shifted, and scales.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct PanelStep<const N: usize> {
+    values: [[[u8; 4]; N]; 4],
+    scales: [f32; N],
+}
+
+impl<const N: usize> PanelStep<N> {
+    const EMPTY: Self = PanelStep { values: [[[SHIFT as u8; 4]; N]; 4], scales: [0.0; N] };
+}
+
+/// `N` sums for each of up to six rows of A.
+type Tile<const N: usize> = [[f32; N]; MOST_ROWS];
+const MOST_ROWS: usize = 6;
+
+/// A kernel: the sums of up to [`MOST_ROWS`] rows of A with the rows of a panel.
+trait Kernel<const N: usize>: Copy + Sync {
+    fn unpack(self, b: &View<'_>, first: usize, panel: &mut [PanelStep<N>]);
+    fn tile(self, rows: &[&[Step]], panel: &[PanelStep<N>], accumulate: Accumulate, out: &mut Tile<N>);
+}
+
+/// The product of two quantized matrices whose shapes were checked and which have elements.
+pub(super) fn gemm<T: Element>(vectors: Vectors, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
+    match vectors {
+        Vectors::Avx2(token) => run::<T, 8>(token, a, b, product, out),
+        Vectors::Avx512(token) if a.rows <= FEW && product.accumulate == Accumulate::Exact => {
+            few_rows(token, a, b, product, out);
+        }
+        Vectors::Avx512(token) => run::<T, 16>(token, a, b, product, out),
+    }
+}
+
+/// Up to so many rows of A, unpacking B to memory costs more than it saves.
+pub(super) const FEW: usize = 4;
+/// Rows of B that a thread takes at a time where A has few.
+const CHUNK: usize = 32;
+
+/// The product where A has few rows.
+fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
+    let blocks = a.cols.div_ceil(BLOCK);
+    let rows: Vec<Vec<row::Group>> = (0..a.rows).map(|i| row::groups(a, i)).collect();
+    let a_range = (0..a.rows).map(|i| Range::of(a.scale_row(i))).reduce(Range::and).expect("A has rows");
+    let operands = (Operand::Nvfp4(*a).to_spec(None), Operand::Nvfp4(*b).to_spec(None));
+    let scatter = Scatter::new(out);
+    (0..b.rows.div_ceil(CHUNK)).into_par_iter().for_each(|chunk| {
+        let first = chunk * CHUNK;
+        let width = CHUNK.min(b.rows - first);
+        // The sums of a row of B with all of A's.
+        let column = |j: usize| {
+            let mut tile = [[0f32; 1]; MOST_ROWS];
+            match a_range.fits(Range::of(b.scale_row(j)), blocks) {
+                true => row::sums(token, &rows, b, j, tile.as_flattened_mut()),
+                false => by_rule((a, b), (0, a.rows), (j, 1), Accumulate::Exact, &mut tile),
+            }
+            tile
+        };
+        let mut columns = [[[0f32; 1]; MOST_ROWS]; CHUNK];
+        columns[..width].iter_mut().enumerate().for_each(|(c, sums)| *sums = column(first + c));
+        let mut outputs = [T::default(); CHUNK];
+        for i in 0..a.rows {
+            let sums = columns.map(|column| column[i][0]);
+            finish(&operands, product, i, first, &sums[..width], &mut outputs[..width]);
+            // SAFETY: a chunk writes the columns of its own rows of B only.
+            unsafe { scatter.write(i * b.rows + first, &outputs[..width]) };
+        }
+    });
+}
+
+fn run<T: Element, const N: usize>(
+    kernel: impl Kernel<N>,
+    a: &View<'_>,
+    b: &View<'_>,
+    product: &Product<'_, T>,
+    out: &mut [T],
+) {
+    let blocks = a.cols.div_ceil(BLOCK);
+    let steps: Vec<Step> = (0..a.rows).into_par_iter().with_min_len(8).flat_map_iter(|i| steps(a, i)).collect();
+    let a_range = (0..a.rows).map(|i| Range::of(a.scale_row(i))).reduce(Range::and).expect("A has rows");
+    let rows: Vec<&[Step]> = steps.chunks_exact(blocks).collect();
+    let operands = (Operand::Nvfp4(*a).to_spec(None), Operand::Nvfp4(*b).to_spec(None));
+    let columns = b.rows;
+    let scatter = Scatter::new(out);
+    (0..b.rows.div_ceil(N)).into_par_iter().for_each_init(
+        || (vec![PanelStep::<N>::EMPTY; blocks], vec![T::default(); N]),
+        |(panel, outputs), p| {
+            let first = p * N;
+            let width = N.min(b.rows - first);
+            if width < N {
+                panel.fill(PanelStep::EMPTY);
+            }
+            kernel.unpack(b, first, panel);
+            let b_range = (first..first + width).map(|j| Range::of(b.scale_row(j))).reduce(Range::and);
+            let fits =
+                product.accumulate == Accumulate::Reference || a_range.fits(b_range.expect("a panel has rows"), blocks);
+            let mut tile = [[0.0; N]; MOST_ROWS];
+            for group in (0..a.rows).step_by(MOST_ROWS) {
+                let height = MOST_ROWS.min(a.rows - group);
+                match fits {
+                    true => kernel.tile(&rows[group..group + height], panel, product.accumulate, &mut tile),
+                    false => by_rule((a, b), (group, height), (first, width), product.accumulate, &mut tile),
+                }
+                for (r, sums) in tile[..height].iter().enumerate() {
+                    finish(&operands, product, group + r, first, &sums[..width], &mut outputs[..width]);
+                    // SAFETY: a panel writes the columns of its own rows of B only.
+                    unsafe { scatter.write((group + r) * columns + first, &outputs[..width]) };
+                }
+            }
+        },
+    );
+}
+
+type Operands<'a> = (nvfp4_spec::gemm::Operand<'a>, nvfp4_spec::gemm::Operand<'a>);
+
+/// The sums of a tile by the rule: for rows whose scales are too far apart.
+#[cold]
+fn by_rule<const N: usize>(
+    (a, b): (&View<'_>, &View<'_>),
+    (group, height): (usize, usize),
+    (first, width): (usize, usize),
+    accumulate: Accumulate,
+    tile: &mut Tile<N>,
+) {
+    let (a, b) = (part(a, group, height), part(b, first, width));
+    let sums = Sums::new(&(&a).into(), &(&b).into(), accumulate);
+    for (i, row) in tile[..height].iter_mut().enumerate() {
+        row[..width].iter_mut().enumerate().for_each(|(j, sum)| *sum = sums.sum(i, j));
+    }
+}
+
+/// Some rows of a matrix; its global scale is of no interest.
+fn part<'a>(view: &View<'a>, first: usize, count: usize) -> View<'a> {
+    let (bytes, blocks) = (view.cols.div_ceil(2), view.cols.div_ceil(BLOCK));
+    View {
+        rows: count,
+        codes: &view.codes[first * bytes..][..count * bytes],
+        scales: &view.scales[first * blocks..][..count * blocks],
+        stored: &[1.0],
+        global: GlobalScale::PerTensor,
+        ..*view
+    }
+}
+
+/// Outputs of row `i` from column `first` on, from their sums.
+pub(super) fn finish<T: Element>(
+    (a, b): &Operands<'_>,
+    product: &Product<'_, T>,
+    i: usize,
+    first: usize,
+    sums: &[f32],
+    out: &mut [T],
+) {
+    let scale = |j: usize| OutputScale::new(product.epilogue, (a, i), (b, j));
+    let one = (b.global() == GlobalScale::PerTensor).then(|| scale(0));
+    let add = product.add.filter(|&(_, beta)| beta != 0.0);
+    match (one, product.bias, add) {
+        // The plain case apart, so that the compiler makes vectors of it.
+        (Some(one), None, None) => {
+            out.iter_mut().zip(sums).for_each(|(y, &sum)| *y = one.finish(sum, product.alpha, None, None));
+        }
+        _ => {
+            for (at, (y, &sum)) in out.iter_mut().zip(sums).enumerate() {
+                let j = first + at;
+                let c = add.map(|(c, beta)| (c[i * b.rows() + j], beta));
+                let bias = product.bias.map(|bias| bias[j]);
+                *y = one.unwrap_or_else(|| scale(j)).finish(sum, product.alpha, bias, c);
+            }
+        }
+    }
+}
+
+/// Row `i` of A.
+fn steps<'a>(a: &View<'a>, i: usize) -> impl Iterator<Item = Step> + use<'a> {
+    let (codes, scales, cols, table) = (a.code_row(i), a.scale_row(i), a.cols, &*SCALES);
+    scales.iter().enumerate().map(move |(k, &scale)| {
+        let mut values = [0i8; BLOCK];
+        for (pair, &byte) in values.chunks_exact_mut(2).zip(&codes[k * BLOCK / 2..]) {
+            pair.copy_from_slice(&[DOUBLED[usize::from(byte & 15)], DOUBLED[usize::from(byte >> 4)]]);
+        }
+        // Codes beyond an odd end are zero by the format; a caller's buffer may say otherwise.
+        if cols < (k + 1) * BLOCK {
+            values[cols - k * BLOCK..].fill(0);
+        }
+        let sum: i32 = values.iter().map(|&v| i32::from(v)).sum();
+        let fours = values.as_chunks::<4>().0;
+        Step {
+            values: std::array::from_fn(|q| i32::from_le_bytes(fours[q].map(|v| v as u8))),
+            offset: -SHIFT * sum,
+            scale: table[usize::from(scale)],
+        }
+    })
+}
+
+/// The values of every scale byte.
+pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|byte| e4m3::decode(byte as u8)));

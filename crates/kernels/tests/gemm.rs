@@ -1,0 +1,238 @@
+//! Products in every implementation: bit for bit where both operands are NVFP4, within the derived bound where one is plain.
+
+use half::bf16;
+use nvfp4_kernels::gemm::{Accumulate, Epilogue, Member, Operand, Product, gemm, grouped};
+use nvfp4_kernels::{Implementation, Input, Values};
+use nvfp4_spec::gemm::{Sums, bound};
+use nvfp4_spec::matrix::{self, Matrix, Quantized, View};
+use nvfp4_spec::philox::philox4x32;
+use nvfp4_spec::{Element, GlobalScale, Mode, Rounding};
+
+/// Uniform values whose size varies from block to block.
+fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
+    let value = |i: usize| {
+        let [a, b, ..] = philox4x32([i as u32, (i / 16) as u32, 0, 0], [seed, 5]);
+        let size = philox4x32([(i / 16) as u32, 1, 0, 0], [seed, 5])[0] % 8;
+        T::from_f32((a as f32 - b as f32) / 4294967296.0 / (1 << size) as f32)
+    };
+    (0..rows * cols).map(value).collect()
+}
+
+fn quantized(rows: usize, cols: usize, seed: u32, global: GlobalScale) -> Quantized {
+    let mode = Mode { global, ..Mode::default() };
+    let x = Matrix::new(rows, cols, &values::<f32>(rows, cols, seed)).unwrap();
+    let amax = matrix::amax(&x, global, mode.amax_edge()).unwrap();
+    matrix::quantize(&x, &amax, &mode, Rounding::NearestEven).unwrap()
+}
+
+const GLOBALS: [GlobalScale; 2] = [GlobalScale::PerTensor, GlobalScale::PerRow];
+
+fn product_of<T: Element>(
+    implementation: Implementation,
+    a: &View<'_>,
+    b: &View<'_>,
+    product: &Product<'_, T>,
+) -> Vec<u32> {
+    let mut out = vec![T::from_f32(77.0); a.rows * b.rows];
+    gemm(implementation, a, b, product, &mut out).unwrap();
+    out.into_iter().map(|y| if y.to_f32().is_nan() { u32::MAX } else { y.to_f32().to_bits() }).collect()
+}
+
+fn check<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) {
+    let expected = product_of(Implementation::Scalar, a, b, product);
+    for implementation in Implementation::available() {
+        let got = product_of(implementation, a, b, product);
+        assert!(got == expected, "{implementation}: {} × {} × {}, {product:?}", a.rows, b.rows, a.cols);
+    }
+}
+
+#[test]
+fn every_shape_near_the_edges_of_tiles() {
+    for (m, n, k) in [
+        (1, 1, 16),
+        (1, 17, 32),
+        (2, 8, 48),
+        (3, 9, 64),
+        (4, 16, 16),
+        (5, 15, 33),
+        (6, 33, 31),
+        (7, 7, 7),
+        (13, 40, 128),
+        (16, 100, 272),
+        (20, 64, 1040),
+        (1, 256, 4096),
+        (6, 31, 1),
+        (25, 3, 15),
+        (2, 130, 4096),
+    ] {
+        let (a, b) = (quantized(m, k, 1, GlobalScale::PerTensor), quantized(n, k, 2, GlobalScale::PerTensor));
+        for accumulate in [Accumulate::Exact, Accumulate::Reference] {
+            check::<f32>(&a.view(), &b.view(), &Product { accumulate, ..Product::default() });
+        }
+    }
+}
+
+#[test]
+fn global_scales_alpha_bias_and_c_in_every_type() {
+    let (m, n, k) = (9, 21, 80);
+    for (left, right) in GLOBALS.into_iter().flat_map(|l| GLOBALS.map(|r| (l, r))) {
+        let (a, b) = (quantized(m, k, 3, left), quantized(n, k, 4, right));
+        for (alpha, with_bias, beta, epilogue) in
+            [(1.0, false, None, None), (1.7, true, Some(0.3), None), (-0.5, true, Some(0.0), Some(Epilogue::Folded))]
+        {
+            fn run<T: Element>(
+                a: &Quantized,
+                b: &Quantized,
+                alpha: f32,
+                bias: Option<&[f32]>,
+                beta: Option<f32>,
+                epilogue: Option<Epilogue>,
+            ) {
+                let c: Vec<T> = values(a.rows, b.rows, 6);
+                let add = beta.map(|beta| (&c[..], beta));
+                for accumulate in [Accumulate::Exact, Accumulate::Reference] {
+                    check(&a.view(), &b.view(), &Product { accumulate, epilogue, alpha, bias, add });
+                }
+            }
+            let bias: Vec<f32> = values(1, n, 7);
+            let bias = with_bias.then_some(&bias[..]);
+            run::<f32>(&a, &b, alpha, bias, beta, epilogue);
+            run::<bf16>(&a, &b, alpha, bias, beta, epilogue);
+            run::<half::f16>(&a, &b, alpha, bias, beta, epilogue);
+        }
+    }
+}
+
+/// Any bytes as scales, NaN and negative ones among them, and any codes: scales so far apart that binary64 is not enough.
+#[test]
+fn any_bytes_at_all() {
+    for seed in 0..20 {
+        let (m, n, k) = (7, 19, 512);
+        let bytes = |len: usize, salt: u32| -> Vec<u8> {
+            (0..len).map(|i| philox4x32([i as u32, salt, 0, 0], [seed, 9])[0] as u8).collect()
+        };
+        let usual = |byte: u8| if seed % 2 == 0 && byte & 0x7F == 0x7F { 0x7E } else { byte };
+        let mut a = quantized(m, k, 1, GlobalScale::PerTensor);
+        let mut b = quantized(n, k, 2, GlobalScale::PerRow);
+        for (q, salt) in [(&mut a, 1), (&mut b, 2)] {
+            (q.codes, q.scales) = (bytes(q.codes.len(), salt), bytes(q.scales.len(), salt + 10));
+            q.scales.iter_mut().for_each(|s| *s = usual(*s));
+        }
+        for accumulate in [Accumulate::Exact, Accumulate::Reference] {
+            check::<f32>(&a.view(), &b.view(), &Product { accumulate, ..Product::default() });
+        }
+    }
+}
+
+#[test]
+fn plain_operands_are_within_the_bound() {
+    for (m, n, k) in [(1, 5, 16), (3, 40, 96), (17, 33, 272), (2, 9, 30), (33, 20, 1024), (1, 64, 4096)] {
+        let weights = quantized(n, k, 8, GlobalScale::PerRow);
+        let wide: Vec<f32> = values(m, k, 9);
+        let narrow: Vec<bf16> = values(m, k, 9);
+        let half: Vec<half::f16> = values(m, k, 9);
+        let other: Vec<bf16> = values(n, k, 10);
+        let inputs = [Values::F32(&wide), Values::Bf16(&narrow), Values::F16(&half)];
+        for x in inputs.map(|x| Input::new(x, m, k).unwrap()) {
+            let plain = Input::new(Values::Bf16(&other), n, k).unwrap();
+            for (a, b) in [
+                (Operand::Plain(x), Operand::from(&weights.view())),
+                (Operand::from(&weights.view()), Operand::Plain(x)),
+                (Operand::Plain(x), Operand::Plain(plain)),
+            ] {
+                within_bound(a, b, k);
+            }
+        }
+    }
+}
+
+fn within_bound(a: Operand<'_>, b: Operand<'_>, k: usize) {
+    let matrices = [a, b].map(|o| match o {
+        Operand::Plain(x) => Some(x.to_matrix()),
+        Operand::Nvfp4(_) => None,
+    });
+    let (sa, sb) = match (a, b) {
+        (Operand::Nvfp4(a), Operand::Plain(_)) => ((&a).into(), matrices[1].as_ref().unwrap().into()),
+        (Operand::Plain(_), Operand::Nvfp4(b)) => (matrices[0].as_ref().unwrap().into(), (&b).into()),
+        _ => (matrices[0].as_ref().unwrap().into(), matrices[1].as_ref().unwrap().into()),
+    };
+    let sums = Sums::new(&sa, &sb, Accumulate::Exact);
+    let product = Product { epilogue: Some(Epilogue::Folded), ..Product::default() };
+    let (m, n) = (a.rows(), b.rows());
+    let mut expected = vec![0f32; m * n];
+    gemm(Implementation::Scalar, a, b, &product, &mut expected).unwrap();
+    for implementation in Implementation::available() {
+        let mut got = vec![77f32; m * n];
+        gemm(implementation, a, b, &product, &mut got).unwrap();
+        for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            let (i, j) = (at / n, at % n);
+            let sum = f64::from(sums.sum(i, j));
+            let scale = if sum == 0.0 { 0.0 } else { (f64::from(*expected) / sum).abs() };
+            // The bound of the sum, and one rounding of each side.
+            let allowed = bound(k, sums.magnitude(i, j)) * scale + f64::from(expected.abs()) * 2f64.powi(-22);
+            let error = (f64::from(*got) - f64::from(*expected)).abs();
+            assert!(error <= allowed, "{implementation} ({i}, {j}): {got} for {expected}, {error:e} > {allowed:e}");
+        }
+    }
+}
+
+#[test]
+fn groups_of_any_size_and_none() {
+    let sizes = [3, 0, 17, 1, 0, 6];
+    let k = 96;
+    let operands: Vec<(Quantized, Quantized)> = (0..)
+        .zip(sizes)
+        .map(|(g, m)| (quantized(m, k, g, GlobalScale::PerRow), quantized(20, k, g + 50, GlobalScale::PerTensor)))
+        .collect();
+    for implementation in Implementation::available() {
+        let mut outs: Vec<Vec<f32>> = sizes.iter().map(|m| vec![77.0; m * 20]).collect();
+        let mut members: Vec<Member<'_, f32>> = operands
+            .iter()
+            .zip(&mut outs)
+            .map(|((a, b), out)| Member {
+                a: (&a.view()).into(),
+                b: (&b.view()).into(),
+                product: Product::default(),
+                out,
+            })
+            .collect();
+        grouped(implementation, &mut members).unwrap();
+        for ((a, b), out) in operands.iter().zip(&outs) {
+            let alone = product_of::<f32>(Implementation::Scalar, &a.view(), &b.view(), &Product::default());
+            assert_eq!(out.iter().map(|y| y.to_bits()).collect::<Vec<u32>>(), alone, "{implementation}");
+        }
+    }
+}
+
+/// The weight gradient of an expert that got no tokens: K is 0.
+#[test]
+fn a_sum_of_nothing_is_zero() {
+    let (a, b) = (quantized(5, 0, 1, GlobalScale::PerTensor), quantized(9, 0, 2, GlobalScale::PerTensor));
+    for implementation in Implementation::available() {
+        let mut out = vec![77f32; 45];
+        gemm(implementation, &a.view(), &b.view(), &Product::default(), &mut out).unwrap();
+        assert_eq!(out, [0.0; 45]);
+        let mut out = vec![77f32; 45];
+        let mut members =
+            [Member { a: (&a.view()).into(), b: (&b.view()).into(), product: Product::default(), out: &mut out }];
+        grouped(implementation, &mut members).unwrap();
+        assert_eq!(out, [0.0; 45]);
+    }
+}
+
+#[test]
+fn one_wrong_member_is_refused_before_any_is_computed() {
+    let (a, b, c) = (
+        quantized(2, 32, 1, GlobalScale::PerTensor),
+        quantized(3, 32, 2, GlobalScale::PerTensor),
+        quantized(3, 48, 3, GlobalScale::PerTensor),
+    );
+    let (mut first, mut second) = (vec![77f32; 6], vec![77f32; 6]);
+    let mut members = [
+        Member { a: (&a.view()).into(), b: (&b.view()).into(), product: Product::default(), out: &mut first },
+        Member { a: (&a.view()).into(), b: (&c.view()).into(), product: Product::default(), out: &mut second },
+    ];
+    let error = grouped(Implementation::best(), &mut members).unwrap_err();
+    assert_eq!(error.to_string(), "matmul: expected K = 32, got K = 48");
+    assert_eq!(first, [77.0; 6]);
+}
