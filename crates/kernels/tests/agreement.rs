@@ -146,6 +146,13 @@ fn every_scale_byte_decodes() {
 }
 
 #[test]
+fn products_of_any_bytes() {
+    for (m, n, k) in [(1, 1, 1), (3, 9, 33), (7, 20, 48), (13, 40, 300)] {
+        runner::check_product(m, n, k);
+    }
+}
+
+#[test]
 fn layouts_there_and_back() {
     runner::check_layouts();
 }

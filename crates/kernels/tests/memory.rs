@@ -30,6 +30,9 @@ fn small_shapes_touch_their_own_memory_only() {
     for mode in [plain, Mode { tile: Tile::Square16, rule: four_over_six, ..plain }] {
         Runner::new(Case { mode, ..Case::new(128, 64) }).check();
     }
+    for (m, n, k) in [(1, 1, 1), (3, 9, 33), (7, 20, 48)] {
+        runner::check_product(m, n, k);
+    }
     runner::check_hadamard(&Case::new(5, 48));
     runner::check_amax(&Case::new(5, 37));
     runner::check_layouts();

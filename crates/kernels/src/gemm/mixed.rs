@@ -287,62 +287,93 @@ const ROWS: usize = 8;
 
 fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, product: &Product<'_, T>, out: &mut [T]) {
     let (a, b) = operands;
-    let (k, columns) = (a.cols(), b.rows());
-    let rows: Vec<Vec<f32>> = (0..a.rows()).into_par_iter().map(|i| row_of(a, i)).collect();
+    let columns = b.rows();
+    let rows: Vec<Vec<f32>> = (0..a.rows()).into_par_iter().map(|i| row_of(token, a, i)).collect();
     let scatter = Scatter::new(out);
     (0..columns.div_ceil(ROWS)).into_par_iter().for_each(|p| {
         let first = p * ROWS;
         let width = ROWS.min(columns - first);
-        let few: Vec<Vec<f32>> = (0..width).map(|j| row_of(b, first + j)).collect();
+        let few: Vec<Vec<f32>> = (0..width).map(|j| row_of(token, b, first + j)).collect();
         let mut outputs = [T::default(); ROWS];
-        for (i, row) in rows.iter().enumerate() {
-            let mut sums = [0f32; ROWS];
-            for (four, sums) in few.chunks(4).zip(sums.chunks_mut(4)) {
-                let four: [&[f32]; 4] = std::array::from_fn(|j| &four[j.min(four.len() - 1)][..k]);
+        for (pair, two) in rows.chunks(2).enumerate() {
+            let mut sums = [[0f32; ROWS]; 2];
+            for (f, four) in few.chunks(4).enumerate() {
+                let four: [&[f32]; 4] = std::array::from_fn(|j| &four[j.min(four.len() - 1)][..]);
                 // SAFETY: an Avx2 token is only made after detection.
-                sums.copy_from_slice(&unsafe { dots(token, &row[..k], four) });
+                let dots = unsafe { dots(token, [&two[0], &two[two.len() - 1]], four) };
+                sums.iter_mut().zip(dots).for_each(|(sums, dots)| sums[4 * f..4 * f + 4].copy_from_slice(&dots));
             }
-            finish(operands, product, i, first, &sums[..width], &mut outputs[..width]);
-            // SAFETY: a group writes the columns of its own rows of B only.
-            unsafe { scatter.write(i * columns + first, &outputs[..width]) };
+            for (r, sums) in sums[..two.len()].iter().enumerate() {
+                let i = 2 * pair + r;
+                finish(operands, product, i, first, &sums[..width], &mut outputs[..width]);
+                // SAFETY: a group writes the columns of its own rows of B only.
+                unsafe { scatter.write(i * columns + first, &outputs[..width]) };
+            }
         }
     });
 }
 
-/// A row without its global scale.
-fn row_of(operand: &spec::Operand<'_>, i: usize) -> Vec<f32> {
+/// A row without its global scale, and zeros up to a whole block.
+fn row_of(token: Avx2, operand: &spec::Operand<'_>, i: usize) -> Vec<f32> {
+    let mut row = vec![0.0; operand.cols().next_multiple_of(BLOCK)];
     match operand {
-        spec::Operand::Plain(matrix) => matrix.row(i).to_vec(),
+        spec::Operand::Plain(matrix) => row[..matrix.cols()].copy_from_slice(matrix.row(i)),
         spec::Operand::Nvfp4(view) => {
             let (codes, scales) = (view.code_row(i), view.scale_row(i));
-            let value = |at: usize| e2m1::decode(e2m1::code_at(codes, at)) * SCALES[usize::from(scales[at / BLOCK])];
-            (0..view.cols).map(value).collect()
+            for (k, (values, &scale)) in row.as_chunks_mut::<BLOCK>().0.iter_mut().zip(scales).enumerate() {
+                let mut eight = [0; 8];
+                let rest = &codes[8 * k..];
+                eight[..rest.len().min(8)].copy_from_slice(&rest[..rest.len().min(8)]);
+                // SAFETY: an Avx2 token is only made after detection.
+                unsafe { decode(token, eight, SCALES[usize::from(scale)], values) };
+            }
+            // Codes beyond an odd end are zero by the format; a caller's buffer may say otherwise.
+            row[view.cols..].fill(0.0);
         }
+    }
+    row
+}
+
+/// The values of a block of codes times its scale.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn decode(_token: Avx2, codes: [u8; 8], scale: f32, out: &mut [f32; BLOCK]) {
+    // SAFETY: the source is an array of 8 floats.
+    let table = unsafe { _mm256_loadu_ps(e2m1::MAGNITUDES.as_ptr()) };
+    let shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    for (half, out) in codes.as_chunks::<4>().0.iter().zip(out.as_chunks_mut::<8>().0) {
+        let code = _mm256_srlv_epi32(_mm256_set1_epi32(i32::from_le_bytes(*half)), shifts);
+        // A look-up takes the low three bits of each lane; the fourth is the sign.
+        let magnitude = _mm256_permutevar8x32_ps(table, code);
+        let sign = _mm256_and_si256(_mm256_slli_epi32::<28>(code), _mm256_set1_epi32(i32::MIN));
+        let value = _mm256_xor_ps(magnitude, _mm256_castsi256_ps(sign));
+        // SAFETY: the destination is an array of 8 floats.
+        unsafe { _mm256_storeu_ps(out.as_mut_ptr(), _mm256_mul_ps(value, _mm256_set1_ps(scale))) };
     }
 }
 
-/// The products of a row with four others, added up in eight lanes.
+/// The products of two rows with four others, added up in eight lanes. Lengths are equal and multiples of 8.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn dots(_token: Avx2, a: &[f32], b: [&[f32]; 4]) -> [f32; 4] {
-    let mut sums = [_mm256_setzero_ps(); 4];
-    let (whole, rest) = a.as_chunks::<8>();
-    let wholes = b.map(|row| &row.as_chunks::<8>().0[..whole.len()]);
-    for (k, eight) in whole.iter().enumerate() {
-        // SAFETY: the source is an array of 8 floats.
-        let x = unsafe { _mm256_loadu_ps(eight.as_ptr()) };
+fn dots(_token: Avx2, a: [&[f32]; 2], b: [&[f32]; 4]) -> [[f32; 4]; 2] {
+    let mut sums = [[_mm256_setzero_ps(); 4]; 2];
+    let eights = a[0].len() / 8;
+    let (a, b) = (a.map(|row| &row.as_chunks::<8>().0[..eights]), b.map(|row| &row.as_chunks::<8>().0[..eights]));
+    for k in 0..eights {
+        // SAFETY: the sources are arrays of 8 floats.
+        let x = a.map(|row| unsafe { _mm256_loadu_ps(row[k].as_ptr()) });
         for j in 0..4 {
             // SAFETY: as above.
-            let y = unsafe { _mm256_loadu_ps(wholes[j][k].as_ptr()) };
-            sums[j] = _mm256_fmadd_ps(x, y, sums[j]);
+            let y = unsafe { _mm256_loadu_ps(b[j][k].as_ptr()) };
+            sums[0][j] = _mm256_fmadd_ps(x[0], y, sums[0][j]);
+            sums[1][j] = _mm256_fmadd_ps(x[1], y, sums[1][j]);
         }
     }
-    let mut out = [0f32; 4];
-    for j in 0..4 {
-        let mut lanes = [0f32; 8];
-        // SAFETY: the destination is an array of 8 floats.
-        unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), sums[j]) };
-        let tail: f32 = rest.iter().zip(&b[j][8 * whole.len()..]).map(|(x, y)| x * y).sum();
-        out[j] = lanes.iter().sum::<f32>() + tail;
-    }
-    out
+    sums.map(|four| {
+        four.map(|sum| {
+            let mut lanes = [0f32; 8];
+            // SAFETY: the destination is an array of 8 floats.
+            unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), sum) };
+            lanes.iter().sum()
+        })
+    })
 }

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
-use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize, gguf, hadamard, swizzle};
+use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize, gemm, gguf, hadamard, swizzle};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::philox::philox4x32;
@@ -370,6 +370,34 @@ pub fn check_hadamard(case: &Case) {
                 assert!(same, "{implementation} {mode:?} {case:?}");
             }
         }
+    }
+}
+
+/// A product of quantized matrices of any bytes, in every implementation, and of one of them with a plain matrix, which is only run.
+pub fn check_product(m: usize, n: usize, k: usize) {
+    let bytes = |len: usize, salt: usize| (0..len).map(|i| (i * 37 + salt) as u8 & 0x7B).collect::<Vec<u8>>();
+    let codes = [m, n].map(|rows| bytes(rows * e2m1::packed_len(k), 11));
+    let scales = [m, n].map(|rows| bytes(rows * k.div_ceil(16), 5));
+    let view = |side: usize, rows| View {
+        rows,
+        cols: k,
+        codes: &codes[side],
+        scales: &scales[side],
+        stored: &[2.5],
+        global: GlobalScale::PerTensor,
+        unit: Unit::Amax(Bound::E448),
+    };
+    let plain = vec![bf16::ONE; m * k];
+    for implementation in Implementation::available() {
+        let product = |implementation| {
+            let mut out = vec![77f32; m * n];
+            gemm::gemm(implementation, &view(0, m), &view(1, n), &gemm::Product::default(), &mut out).unwrap();
+            out
+        };
+        assert_eq!(product(implementation), product(Implementation::Scalar), "{implementation}");
+        let mut out = vec![77f32; m * n];
+        let x = Input::new(Values::Bf16(&plain), m, k).unwrap();
+        gemm::gemm(implementation, &x, &view(1, n), &gemm::Product::default(), &mut out).unwrap();
     }
 }
 
