@@ -106,12 +106,18 @@ fn global_scales_alpha_bias_and_c_in_every_type() {
 /// Any bytes as scales, NaN and negative ones among them, and any codes: scales so far apart that binary64 is not enough.
 #[test]
 fn any_bytes_at_all() {
-    for seed in 0..20 {
-        let (m, n, k) = (7, 19, 512);
+    for seed in 0..24 {
+        let (m, n, k) = (7, 19, 512 + 16 * (seed as usize % 2));
         let bytes = |len: usize, salt: u32| -> Vec<u8> {
             (0..len).map(|i| philox4x32([i as u32, salt, 0, 0], [seed, 9])[0] as u8).collect()
         };
-        let usual = |byte: u8| if seed % 2 == 0 && byte & 0x7F == 0x7F { 0x7E } else { byte };
+        // Any at all, any but NaN, or within eight powers of two, where pairs of blocks are close together and far apart.
+        let usual = |byte: u8| match seed % 3 {
+            0 => byte,
+            1 if byte & 0x7F == 0x7F => 0x7E,
+            1 => byte,
+            _ => 0x38 + byte % 0x47,
+        };
         let mut a = quantized(m, k, 1, GlobalScale::PerTensor);
         let mut b = quantized(n, k, 2, GlobalScale::PerRow);
         for (q, salt) in [(&mut a, 1), (&mut b, 2)] {

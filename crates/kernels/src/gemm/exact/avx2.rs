@@ -1,6 +1,6 @@
 //! Eight rows of B at a time, with multiplications of bytes that add up in pairs.
 
-use super::{Accumulate, DOUBLED, Kernel, PanelStep, SCALES, SHIFT, Step, Tile};
+use super::{Accumulate, DOUBLED, Kernel, PanelStep, SCALES, SHIFT, Step, Tile, spread};
 use crate::avx2::Avx2;
 use nvfp4_spec::BLOCK;
 use nvfp4_spec::matrix::View;
@@ -79,6 +79,7 @@ pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [Pa
     // SAFETY: the source is an array of 16 bytes.
     let table = unsafe { _mm_loadu_si128(shifted.as_ptr().cast()) };
     let whole = b.cols / BLOCK;
+    let mut spreads = vec![0; panel.len() / 2];
     let mut c = 0;
     while c < width {
         let count = 4.min(width - c);
@@ -119,10 +120,17 @@ pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [Pa
             }
         }
         for i in 0..count {
-            for (step, &byte) in panel.iter_mut().zip(b.scale_row(first + c + i)) {
+            let bytes = b.scale_row(first + c + i);
+            for (step, &byte) in panel.iter_mut().zip(bytes) {
                 step.scales[c + i] = scales[usize::from(byte)];
+            }
+            for (largest, &[first, second]) in spreads.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *largest = spread(first, second).max(*largest);
             }
         }
         c += 4;
+    }
+    for (pair, &spread) in panel.as_chunks_mut::<2>().0.iter_mut().zip(&spreads) {
+        pair[0].spread = spread;
     }
 }

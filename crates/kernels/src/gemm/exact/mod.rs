@@ -39,12 +39,14 @@ pub(super) enum Vectors {
     Avx512(Avx512),
 }
 
-/// A block of a row of A: its values in fours, what undoes the shift of B's, its scale.
+/// A block of a row of A: its values in fours, what undoes the shift of B's, its scale, and, in the first of two blocks, how far
+/// apart their scales are ([`spread`]).
 #[derive(Clone, Copy)]
 struct Step {
     values: [i32; 4],
     offset: i32,
     scale: f32,
+    spread: u8,
 }
 
 /// The largest scale of a row and the unit of all: a power of two.
@@ -82,16 +84,32 @@ impl Range {
     }
 }
 
-/// A block of `N` rows of B side by side: values four by four, shifted, and scales.
+/// A block of `N` rows of B side by side: values four by four, shifted, and scales; in the first of two blocks the largest
+/// [`spread`] of a row.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct PanelStep<const N: usize> {
     values: [[[u8; 4]; N]; 4],
     scales: [f32; N],
+    spread: u8,
 }
 
+/// By how many powers of two the scales of two blocks differ; none if one of them is 0.
+///
+/// A scale is at most 15 times the unit of its power of two. Two terms of an output, each a sum of 16 products times two scales,
+/// are then multiples of one unit, and with both sides' spreads at most [`PAIRED`] together their sum is at most
+/// 2·2304·15²·2⁴ = 16,588,800 < 2²⁴ of those units: exact in binary32.
+fn spread(first: u8, second: u8) -> u8 {
+    let power = |byte: u8| (byte >> 3 & 15).max(1);
+    let difference = power(first).abs_diff(power(second));
+    // Without a branch, so that the compiler makes vectors of it.
+    difference * u8::from((first & 0x7F != 0) & (second & 0x7F != 0))
+}
+
+const PAIRED: u8 = 4;
+
 impl<const N: usize> PanelStep<N> {
-    const EMPTY: Self = PanelStep { values: [[[SHIFT as u8; 4]; N]; 4], scales: [0.0; N] };
+    const EMPTY: Self = PanelStep { values: [[[SHIFT as u8; 4]; N]; 4], scales: [0.0; N], spread: 0 };
 }
 
 /// `N` sums for each of up to six rows of A.
@@ -271,6 +289,7 @@ fn steps<'a>(a: &View<'a>, i: usize) -> impl Iterator<Item = Step> + use<'a> {
             values: std::array::from_fn(|q| i32::from_le_bytes(fours[q].map(|v| v as u8))),
             offset: -SHIFT * sum,
             scale: table[usize::from(scale)],
+            spread: scales.get(k + 1).map_or(0, |&next| spread(scale, next)),
         }
     })
 }
