@@ -87,30 +87,45 @@ pub(crate) fn check_strided(len: usize, rows: usize, cols: usize, stride: usize)
     Ok(())
 }
 
-/// A borrowed row-major matrix whose rows may be further apart than they are long.
+/// A borrowed row-major matrix whose rows may be further apart than they are long: of the host ([`Input`]) or of a GPU.
 #[derive(Clone, Copy, Debug)]
-pub struct Input<'a> {
-    values: Values<'a>,
+pub struct MatrixRef<V> {
+    values: V,
     rows: usize,
     cols: usize,
     stride: usize,
 }
 
-impl<'a> Input<'a> {
+/// A matrix in the host's memory.
+pub type Input<'a> = MatrixRef<Values<'a>>;
+
+/// Elements that can be counted.
+pub trait Elements: Copy {
+    /// Number of elements.
+    fn count(&self) -> usize;
+}
+
+impl Elements for Values<'_> {
+    fn count(&self) -> usize {
+        self.len()
+    }
+}
+
+impl<V: Elements> MatrixRef<V> {
     /// A contiguous matrix: `values` has `rows · cols` elements.
-    pub fn new(values: Values<'a>, rows: usize, cols: usize) -> Result<Self> {
-        check_len("input", area(rows, cols)?, values.len())?;
-        Ok(Input { values, rows, cols, stride: cols })
+    pub fn new(values: V, rows: usize, cols: usize) -> Result<Self> {
+        check_len("input", area(rows, cols)?, values.count())?;
+        Ok(MatrixRef { values, rows, cols, stride: cols })
     }
 
     /// A matrix whose row `r` starts at element `r · stride`; the last row may end the slice.
-    pub fn strided(values: Values<'a>, rows: usize, cols: usize, stride: usize) -> Result<Self> {
-        check_strided(values.len(), rows, cols, stride)?;
-        Ok(Input { values, rows, cols, stride })
+    pub fn strided(values: V, rows: usize, cols: usize, stride: usize) -> Result<Self> {
+        check_strided(values.count(), rows, cols, stride)?;
+        Ok(MatrixRef { values, rows, cols, stride })
     }
 
     /// The elements, gaps between rows included.
-    pub fn values(&self) -> Values<'a> {
+    pub fn values(&self) -> V {
         self.values
     }
 
@@ -128,7 +143,9 @@ impl<'a> Input<'a> {
     pub fn stride(&self) -> usize {
         self.stride
     }
+}
 
+impl Input<'_> {
     /// The matrix in binary32, contiguous.
     pub fn to_matrix(&self) -> Matrix {
         match self.values {

@@ -29,4 +29,4 @@ pub use avx2::Avx2;
 pub use avx512::Avx512;
 pub use error::{Error, Result};
 pub use implementation::Implementation;
-pub use input::{Input, Values};
+pub use input::{Elements, Input, MatrixRef, Values};

@@ -50,6 +50,26 @@ impl Block {
     }
 }
 
+/// Four rows of four doublewords, transposed.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn turned(rows: [__m128i; 4]) -> [__m128i; 4] {
+    let [a, b, c, d] = rows;
+    let (t0, t1) = (_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b));
+    let (t2, t3) = (_mm_unpacklo_epi32(c, d), _mm_unpackhi_epi32(c, d));
+    [_mm_unpacklo_epi64(t0, t2), _mm_unpackhi_epi64(t0, t2), _mm_unpacklo_epi64(t1, t3), _mm_unpackhi_epi64(t1, t3)]
+}
+
+/// The 16 codes of 8 bytes, one per byte, in order.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn codes_of(bytes: [u8; 8]) -> __m128i {
+    let packed = _mm_cvtsi64_si128(i64::from_le_bytes(bytes));
+    let mask = _mm_set1_epi8(15);
+    let (low, high) = (_mm_and_si128(packed, mask), _mm_and_si128(_mm_srli_epi16::<4>(packed), mask));
+    _mm_unpacklo_epi8(low, high)
+}
+
 /// The bits of +∞: magnitudes above it are NaN.
 pub(crate) const fn infinity_bits(precision: Precision) -> u32 {
     match precision {

@@ -4,10 +4,9 @@ use super::device::Device;
 use super::memory::Slice;
 use super::stream::Stream;
 use super::{Buffer, Plain};
-use crate::input::{self, check_len, check_strided};
-use crate::{Result, input as host};
+use crate::input::{self, Elements, MatrixRef};
 use half::{bf16, f16};
-use nvfp4_spec::{Precision, area};
+use nvfp4_spec::Precision;
 
 /// Elements in the memory of a GPU.
 #[derive(Clone, Copy, Debug)]
@@ -62,66 +61,34 @@ impl Values<'_> {
     }
 }
 
-/// A borrowed row-major matrix whose rows may be further apart than they are long. Twin of [`host::Input`].
-#[derive(Clone, Copy, Debug)]
-pub struct Input<'a> {
-    values: Values<'a>,
-    rows: usize,
-    cols: usize,
-    stride: usize,
+/// A matrix in the memory of a GPU.
+pub type Input<'a> = MatrixRef<Values<'a>>;
+
+impl Elements for Values<'_> {
+    fn count(&self) -> usize {
+        self.len()
+    }
 }
 
-impl<'a> Input<'a> {
-    /// A contiguous matrix: `values` has `rows · cols` elements.
-    pub fn new(values: Values<'a>, rows: usize, cols: usize) -> Result<Self> {
-        check_len("input", area(rows, cols)?, values.len())?;
-        Ok(Input { values, rows, cols, stride: cols })
-    }
-
-    /// A matrix whose row `r` starts at element `r · stride`; the last row may end the slice.
-    pub fn strided(values: Values<'a>, rows: usize, cols: usize, stride: usize) -> Result<Self> {
-        check_strided(values.len(), rows, cols, stride)?;
-        Ok(Input { values, rows, cols, stride })
-    }
-
-    /// The elements, gaps between rows included.
-    pub fn values(&self) -> Values<'a> {
-        self.values
-    }
-
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Number of columns.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// Distance between the starts of two rows, in elements.
-    pub fn stride(&self) -> usize {
-        self.stride
-    }
-
+impl Input<'_> {
     /// An error unless the elements are memory of `device`, aligned to their size.
     pub(crate) fn check(&self, device: Device) -> super::Result<()> {
         fn check<T: Plain>(x: &Slice<'_, T>, device: Device) -> super::Result<()> {
             x.check(device, "input")?;
             x.check_aligned(size_of::<T>(), "input")
         }
-        match &self.values {
-            Values::F32(x) => check(x, device),
-            Values::Bf16(x) => check(x, device),
-            Values::F16(x) => check(x, device),
+        match self.values() {
+            Values::F32(x) => check(&x, device),
+            Values::Bf16(x) => check(&x, device),
+            Values::F16(x) => check(&x, device),
         }
     }
 
     /// Whether every row starts at a multiple of 16 bytes.
     pub(crate) fn rows_aligned(&self) -> bool {
         // In elements: the stride of a single row may be any number, and its bytes more than can be counted.
-        let strides = self.rows <= 1 || self.stride.is_multiple_of(16 / self.values.element_size());
-        strides && self.values.address().is_multiple_of(16)
+        let strides = self.rows() <= 1 || self.stride().is_multiple_of(16 / self.values().element_size());
+        strides && self.values().address().is_multiple_of(16)
     }
 }
 
@@ -140,7 +107,7 @@ enum UploadedValues {
 }
 
 impl Uploaded {
-    pub fn new(stream: &Stream, x: &host::Input<'_>) -> super::Result<Self> {
+    pub fn new(stream: &Stream, x: &input::Input<'_>) -> super::Result<Self> {
         let values = match x.values() {
             input::Values::F32(x) => UploadedValues::F32(stream.to_device(x)?),
             input::Values::Bf16(x) => UploadedValues::Bf16(stream.to_device(x)?),
@@ -155,7 +122,7 @@ impl Uploaded {
             UploadedValues::Bf16(x) => Values::Bf16(x.slice()),
             UploadedValues::F16(x) => Values::F16(x.slice()),
         };
-        Input { values, rows: self.rows, cols: self.cols, stride: self.stride }
+        Input::strided(values, self.rows, self.cols, self.stride).expect("as it was on the host")
     }
 }
 

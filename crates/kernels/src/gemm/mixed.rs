@@ -8,7 +8,7 @@
 use super::exact::row::{self, LANES, block_words};
 use super::exact::{FEW, SCALES, Vectors, finish};
 use super::{Operand, spec};
-use crate::avx2::Avx2;
+use crate::avx2::{Avx2, codes_of, turned};
 use crate::avx512::Avx512;
 use crate::scatter::Scatter;
 use crate::{Input, Values};
@@ -178,24 +178,13 @@ fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
                         eight[rest.len() - 1] &= 15;
                     }
                 }
-                let packed = _mm_cvtsi64_si128(i64::from_le_bytes(eight));
-                let mask = _mm_set1_epi8(15);
-                let (low, high) = (_mm_and_si128(packed, mask), _mm_and_si128(_mm_srli_epi16::<4>(packed), mask));
-                let codes = _mm_unpacklo_epi8(low, high);
+                let codes = codes_of(eight);
                 let bytes = tables.map(|table| _mm_shuffle_epi8(table, codes));
                 words[0][i] = _mm_unpacklo_epi8(bytes[0], bytes[1]);
                 words[1][i] = _mm_unpackhi_epi8(bytes[0], bytes[1]);
             }
             for (h, w) in words.into_iter().enumerate() {
-                let (t0, t1) = (_mm_unpacklo_epi32(w[0], w[1]), _mm_unpackhi_epi32(w[0], w[1]));
-                let (t2, t3) = (_mm_unpacklo_epi32(w[2], w[3]), _mm_unpackhi_epi32(w[2], w[3]));
-                let turned = [
-                    _mm_unpacklo_epi64(t0, t2),
-                    _mm_unpackhi_epi64(t0, t2),
-                    _mm_unpacklo_epi64(t1, t3),
-                    _mm_unpackhi_epi64(t1, t3),
-                ];
-                for (q, turned) in turned.into_iter().enumerate() {
+                for (q, turned) in turned(w).into_iter().enumerate() {
                     let to: &mut [u32; 4] =
                         step.pairs[4 * h + q][c..].first_chunk_mut().expect("16 is a multiple of 4");
                     // SAFETY: the destination is an array of 16 bytes.

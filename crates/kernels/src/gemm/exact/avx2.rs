@@ -1,7 +1,7 @@
 //! Eight rows of B at a time, with multiplications of bytes that add up in pairs.
 
 use super::{Accumulate, DOUBLED, Kernel, PanelStep, SCALES, SHIFT, Step, Tile, spread};
-use crate::avx2::Avx2;
+use crate::avx2::{Avx2, codes_of, turned};
 use nvfp4_spec::BLOCK;
 use nvfp4_spec::matrix::View;
 use std::arch::x86_64::*;
@@ -86,22 +86,10 @@ pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [Pa
         let rows: [&[u8]; 4] = std::array::from_fn(|i| b.code_row(first + c + i.min(count - 1)));
         for (k, step) in panel.iter_mut().enumerate().take(whole) {
             let fours: [__m128i; 4] = std::array::from_fn(|i| {
-                let bytes: &[u8; 8] = rows[i][8 * k..].first_chunk().expect("a whole block has 8 bytes");
-                // SAFETY: the source is an array of 8 bytes.
-                let packed = unsafe { _mm_loadl_epi64(bytes.as_ptr().cast()) };
-                let mask = _mm_set1_epi8(15);
-                let (low, high) = (_mm_and_si128(packed, mask), _mm_and_si128(_mm_srli_epi16::<4>(packed), mask));
-                _mm_shuffle_epi8(table, _mm_unpacklo_epi8(low, high))
+                let bytes = rows[i][8 * k..].first_chunk().expect("a whole block has 8 bytes");
+                _mm_shuffle_epi8(table, codes_of(*bytes))
             });
-            let (t0, t1) = (_mm_unpacklo_epi32(fours[0], fours[1]), _mm_unpackhi_epi32(fours[0], fours[1]));
-            let (t2, t3) = (_mm_unpacklo_epi32(fours[2], fours[3]), _mm_unpackhi_epi32(fours[2], fours[3]));
-            let turned = [
-                _mm_unpacklo_epi64(t0, t2),
-                _mm_unpackhi_epi64(t0, t2),
-                _mm_unpacklo_epi64(t1, t3),
-                _mm_unpackhi_epi64(t1, t3),
-            ];
-            for (values, turned) in step.values.iter_mut().zip(turned) {
+            for (values, turned) in step.values.iter_mut().zip(turned(fours)) {
                 let to: &mut [[u8; 4]; 4] = values[c..].first_chunk_mut().expect("N is a multiple of 4");
                 // SAFETY: the destination is an array of 16 bytes.
                 unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), turned) };
