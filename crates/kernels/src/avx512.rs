@@ -1,10 +1,13 @@
-//! The token that proves the CPU has AVX-512 with the instructions for products of small integers and of bf16.
+//! The token that proves the CPU has AVX-512 with the dot products of bytes.
 
 use crate::avx2::Avx2;
 
-/// Proof that this CPU has AVX-512 (F, BW, VL, VNNI, BF16), and AVX2.
+/// Proof that this CPU has AVX-512 (F, BW, VL, VNNI), and AVX2; it may have BF16 too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Avx512(Avx2);
+pub struct Avx512 {
+    avx2: Avx2,
+    bf16: bool,
+}
 
 impl Avx512 {
     /// The token, if the CPU has the instructions.
@@ -12,13 +15,18 @@ impl Avx512 {
         let has_all = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512vnni")
-            && is_x86_feature_detected!("avx512bf16");
-        Avx2::detect().filter(|_| has_all).map(Avx512)
+            && is_x86_feature_detected!("avx512vnni");
+        let bf16 = is_x86_feature_detected!("avx512bf16");
+        Avx2::detect().filter(|_| has_all).map(|avx2| Avx512 { avx2, bf16 })
     }
 
     /// The proof of AVX2 in it.
     pub fn avx2(self) -> Avx2 {
-        self.0
+        self.avx2
+    }
+
+    /// Whether it also proves the products of bf16.
+    pub fn has_bf16(self) -> bool {
+        self.bf16
     }
 }

@@ -44,8 +44,8 @@ pub fn matmul_plain<T: Element>(x: &TensorRef<'_>, w: &Direction, product: &Prod
     Ok(out)
 }
 
-/// Products that belong together, as those of the experts of a layer: a list of pairs of any sizes, and a result for each. See
-/// [`gemm::grouped`].
+/// Products that belong together, as those of the experts of a layer: a list of pairs of any sizes, and a result for each. The same
+/// `product` goes for all, so a bias asks for equal N, and a C for equal sizes; [`gemm::grouped`] takes one each.
 pub fn matmul_grouped<T: Element>(pairs: &[(&Direction, &Direction)], product: &Product<'_, T>) -> Result<Vec<Vec<T>>> {
     let mut scales = Vec::with_capacity(pairs.len());
     let mut outs = Vec::with_capacity(pairs.len());

@@ -186,7 +186,8 @@ impl<'a> Sums<'a> {
         match &self.0 {
             Kind::Integers(a, b, Accumulate::Exact) => sum_exact(a.terms(i, b, j)),
             Kind::Integers(a, b, Accumulate::Reference) => sum_reference(a.terms(i, b, j)),
-            Kind::Values(a, b) => (0..a.cols()).map(|k| a.value(i, k) * b.value(j, k)).sum::<f64>() as f32,
+            // From +0, which an iterator's own sum does not start at.
+            Kind::Values(a, b) => (0..a.cols()).fold(0.0, |sum, k| sum + a.value(i, k) * b.value(j, k)) as f32,
         }
     }
 
@@ -224,6 +225,9 @@ pub fn check<T>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>) -> R
 /// A chain of K fused or separate multiply-adds errs by at most `K·2⁻²⁴·(1 + …)` of the magnitudes per rounding, and has at
 /// most two roundings per step; any order of additions is within that. What is left covers additions that truncate, as those
 /// of tensor cores may: each loses less than one unit in the last place of its largest operand, which is 2⁻²³ of it.
+///
+/// It holds while values, products and partial sums stay in the normal range of binary32, block scales left out: plain values of
+/// 2⁻¹²⁶ to 2¹²¹ are enough for NVFP4 on the other side. Beyond, sums may overflow or lose what is subnormal.
 pub fn bound(k: usize, magnitude: f64) -> f64 {
     (k + 8) as f64 * 2f64.powi(-22) * magnitude
 }

@@ -65,6 +65,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     let implementation = args.implementation.unwrap_or_else(Implementation::best);
+    ensure!(
+        implementation.to_string() != "cuda",
+        "--implementation: products run on the CPU: use scalar, avx2 or avx512"
+    );
     let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
     crate::until_closed(pool.install(|| {
         let mut out = std::io::stdout().lock();

@@ -2,7 +2,7 @@
 //!
 //! Two ways. bf16 × NVFP4, the product of a layer whose weights alone are quantized, has its own with AVX-512: E2M1 values are exact in
 //! bf16, so pairs of them are multiplied as they are, and a block's sum is multiplied by its scale once. (The instruction takes
-//! subnormal bf16 values, below 2⁻¹²⁶, as zero.) Every other pair is decoded to binary32 a few rows at a time and goes through
+//! subnormal numbers, below 2⁻¹²⁶, as zero, and gives zero for them.) Every other pair is decoded to binary32 a few rows at a time and goes through
 //! one dot product.
 
 use super::exact::row::{self, LANES, block_words};
@@ -34,8 +34,10 @@ pub(super) fn gemm<T: Element>(
         {
             if x.rows() <= FEW {
                 few_rows(token, x, weights, &operands, product, out);
-            } else {
+            } else if token.has_bf16() {
                 panels(token, x, weights, &operands, product, out);
+            } else {
+                decoded(token.avx2(), &operands, product, out);
             }
         }
         (Vectors::Avx512(token), ..) => decoded(token.avx2(), &operands, product, out),
@@ -120,7 +122,7 @@ fn tile_of(rows: [&[u32]; R], panel: &[PanelStep], out: &mut [[f32; N]; R]) {
         let mut dots = [_mm512_setzero_ps(); R];
         for (q, pairs) in step.pairs.iter().enumerate() {
             // SAFETY: the source is an array of 16 doublewords.
-            let pairs = unsafe { _mm512_load_si512(pairs.as_ptr().cast()) };
+            let pairs = unsafe { _mm512_loadu_si512(pairs.as_ptr().cast()) };
             for r in 0..R {
                 let a = _mm512_set1_epi32(rows[r][k][q] as i32);
                 // SAFETY: a vector is plain bits, whatever its lanes are called.
@@ -131,7 +133,7 @@ fn tile_of(rows: [&[u32]; R], panel: &[PanelStep], out: &mut [[f32; N]; R]) {
             }
         }
         // SAFETY: the source is an array of 16 floats.
-        let scales = unsafe { _mm512_load_ps(step.scales.as_ptr()) };
+        let scales = unsafe { _mm512_loadu_ps(step.scales.as_ptr()) };
         for r in 0..R {
             sums[r] = _mm512_fmadd_ps(dots[r], scales, sums[r]);
         }
@@ -203,7 +205,7 @@ fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
 /// Rows of B that a thread takes at a time where A has few.
 const CHUNK: usize = 32;
 
-/// The product where A has few rows: B's rows are read as they lie, once.
+/// The product where A has few rows: B's rows are read as they lie, for each row of A while they are in cache.
 fn few_rows<T: Element>(
     _token: Avx512,
     x: &Input<'_>,
@@ -243,14 +245,14 @@ fn few_rows<T: Element>(
     });
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn row_sum(row: &[[[f32; LANES]; BLOCK]], codes: &[u8], scales: &[u8]) -> f32 {
     let values: [f32; 16] = std::array::from_fn(|code| e2m1::decode(code as u8));
     // SAFETY: the source is an array of 16 floats.
     let table = unsafe { _mm512_loadu_ps(values.as_ptr()) };
     let mut sum = _mm512_setzero_ps();
     for (g, elements) in row.iter().enumerate() {
-        let words = block_words(&codes[(8 * LANES * g).min(codes.len())..]);
+        let words = block_words(&codes[8 * LANES * g..]);
         let mut dots = [_mm512_setzero_ps(); 4];
         // A look-up takes the low four bits of each lane. Written out, so that shifts are constants and sums stay in registers.
         macro_rules! elements {

@@ -1,5 +1,5 @@
 //! Products `α·A·Bᵀ (+ bias) (+ β·C)`. **Exact** where both operands are NVFP4; where one is plain, **Bounded**: sums in binary32,
-//! within [`nvfp4_spec::gemm::bound`] of the exact ones.
+//! within [`nvfp4_spec::gemm::bound`] of the exact ones, under the conditions written there.
 
 #[cfg(feature = "baseline")]
 pub mod baseline;
@@ -83,7 +83,7 @@ pub fn gemm<'a, T: Element>(
         Implementation::Avx2(token) => vectors(exact::Vectors::Avx2(token), a, b, product, out),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => vectors(exact::Vectors::Avx512(token), a, b, product, out),
-        // Products on a GPU are not written yet; the bits are those of the CPU.
+        // Products on a GPU are not written yet: the CPU computes them.
         #[cfg(feature = "cuda")]
         Implementation::Cuda(_) => gemm(Implementation::best(), a, b, product, out),
     }

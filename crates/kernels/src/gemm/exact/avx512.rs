@@ -85,9 +85,9 @@ struct Loaded {
 #[inline]
 fn load(step: &PanelStep<16>) -> Loaded {
     // SAFETY: the source is an array of 64 bytes.
-    let value = |q: usize| unsafe { _mm512_load_si512(step.values[q].as_ptr().cast()) };
+    let value = |q: usize| unsafe { _mm512_loadu_si512(step.values[q].as_ptr().cast()) };
     // SAFETY: the source is an array of 16 floats.
-    let scales = unsafe { _mm512_load_ps(step.scales.as_ptr()) };
+    let scales = unsafe { _mm512_loadu_ps(step.scales.as_ptr()) };
     Loaded { values: [value(0), value(1), value(2), value(3)], scales: _mm512_mul_ps(scales, _mm512_set1_ps(0.25)) }
 }
 

@@ -178,7 +178,9 @@ fn run<T: Element, const N: usize>(
 ) {
     let blocks = a.cols.div_ceil(BLOCK);
     let steps: Vec<Step> = (0..a.rows).into_par_iter().with_min_len(8).flat_map_iter(|i| steps(a, i)).collect();
-    let a_range = (0..a.rows).map(|i| Range::of(a.scale_row(i))).reduce(Range::and).expect("A has rows");
+    let range = |rows: std::ops::Range<usize>| rows.map(|i| Range::of(a.scale_row(i))).reduce(Range::and);
+    let group_of = |first: usize| range(first..a.rows.min(first + MOST_ROWS)).expect("a group has rows");
+    let a_ranges: Vec<Range> = (0..a.rows).step_by(MOST_ROWS).map(group_of).collect();
     let rows: Vec<&[Step]> = steps.chunks_exact(blocks).collect();
     let operands = (Operand::Nvfp4(*a).to_spec(None), Operand::Nvfp4(*b).to_spec(None));
     let columns = b.rows;
@@ -193,12 +195,12 @@ fn run<T: Element, const N: usize>(
             }
             kernel.unpack(b, first, panel);
             let b_range = (first..first + width).map(|j| Range::of(b.scale_row(j))).reduce(Range::and);
-            let fits =
-                product.accumulate == Accumulate::Reference || a_range.fits(b_range.expect("a panel has rows"), blocks);
+            let b_range = b_range.expect("a panel has rows");
             let mut tile = [[0.0; N]; MOST_ROWS];
             for group in (0..a.rows).step_by(MOST_ROWS) {
                 let height = MOST_ROWS.min(a.rows - group);
-                match fits {
+                let fits = a_ranges[group / MOST_ROWS].fits(b_range, blocks);
+                match fits || product.accumulate == Accumulate::Reference {
                     true => kernel.tile(&rows[group..group + height], panel, product.accumulate, &mut tile),
                     false => by_rule((a, b), (group, height), (first, width), product.accumulate, &mut tile),
                 }

@@ -64,19 +64,19 @@ fn row_sums<const R: usize>(rows: [&Vec<Group>; R], b: &View<'_>, j: usize, out:
     let count = rows[0].len();
     let rows: [&[Group]; R] = rows.map(|r| &r[..count]);
     for g in 0..count {
-        let nibbles = nibbles(&codes[(8 * LANES * g).min(codes.len())..]);
+        let nibbles = nibbles(&codes[8 * LANES * g..]);
         let values = nibbles.map(|n| _mm512_shuffle_epi8(table, n));
         let scale = decoded(&scales[LANES * g..]);
         for r in 0..R {
             let a = &rows[r][g];
             // SAFETY: the source is an array of 16 doublewords.
-            let mut dot = unsafe { _mm512_load_si512(a.offsets.as_ptr().cast()) };
+            let mut dot = unsafe { _mm512_loadu_si512(a.offsets.as_ptr().cast()) };
             for (&four, a) in values.iter().zip(&a.values) {
                 // SAFETY: the source is an array of 64 bytes.
-                dot = _mm512_dpbusd_epi32(dot, four, unsafe { _mm512_load_si512(a.as_ptr().cast()) });
+                dot = _mm512_dpbusd_epi32(dot, four, unsafe { _mm512_loadu_si512(a.as_ptr().cast()) });
             }
             // SAFETY: the source is an array of 16 floats.
-            let a_scale = unsafe { _mm512_load_ps(a.scales.as_ptr()) };
+            let a_scale = unsafe { _mm512_loadu_ps(a.scales.as_ptr()) };
             let term = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot), scale), a_scale);
             let high = _mm512_extractf64x4_pd::<1>(_mm512_castps_pd(term));
             wide[r][0] = _mm512_add_pd(wide[r][0], _mm512_cvtps_pd(_mm512_castps512_ps256(term)));
