@@ -6,11 +6,11 @@
 //! one dot product.
 
 use super::exact::row::{self, LANES, block_words};
-use super::exact::{FEW, SCALES, Vectors, finish};
+use super::exact::{CHUNK, FEW, SCALES, Vectors};
+use super::outputs::{Operands, Outputs};
 use super::{Operand, spec};
 use crate::avx2::{Avx2, codes_of, turned};
 use crate::avx512::Avx512;
-use crate::scatter::Scatter;
 use crate::{Input, Values};
 use half::bf16;
 use nvfp4_spec::gemm::Product;
@@ -28,24 +28,23 @@ pub(super) fn gemm<T: Element>(
     out: &mut [T],
 ) {
     let operands = (a.to_spec(matrices[0]), b.to_spec(matrices[1]));
+    let outputs = &Outputs::new(operands, product, out);
     match (vectors, a, b) {
         (Vectors::Avx512(token), Operand::Plain(x), Operand::Nvfp4(weights))
             if matches!(x.values(), Values::Bf16(_)) =>
         {
             if x.rows() <= FEW {
-                few_rows(token, x, weights, &operands, product, out);
+                few_rows(token, x, weights, outputs);
             } else if token.has_bf16() {
-                panels(token, x, weights, &operands, product, out);
+                panels(token, x, weights, outputs);
             } else {
-                decoded(token.avx2(), &operands, product, out);
+                decoded(token.avx2(), &operands, outputs);
             }
         }
-        (Vectors::Avx512(token), ..) => decoded(token.avx2(), &operands, product, out),
-        (Vectors::Avx2(token), ..) => decoded(token, &operands, product, out),
+        (Vectors::Avx512(token), ..) => decoded(token.avx2(), &operands, outputs),
+        (Vectors::Avx2(token), ..) => decoded(token, &operands, outputs),
     }
 }
-
-type Operands<'a> = (spec::Operand<'a>, spec::Operand<'a>);
 
 // ---- bf16 × NVFP4 ----
 
@@ -74,22 +73,14 @@ fn pairs(x: &Input<'_>, i: usize, blocks: usize) -> Vec<u32> {
     words
 }
 
-fn panels<T: Element>(
-    token: Avx512,
-    x: &Input<'_>,
-    weights: &View<'_>,
-    operands: &Operands<'_>,
-    product: &Product<'_, T>,
-    out: &mut [T],
-) {
+fn panels<T: Element>(token: Avx512, x: &Input<'_>, weights: &View<'_>, outputs: &Outputs<'_, T>) {
     let blocks = weights.cols.div_ceil(BLOCK);
     let rows: Vec<Vec<u32>> = (0..x.rows()).into_par_iter().map(|i| pairs(x, i, blocks)).collect();
     let columns = weights.rows;
-    let scatter = Scatter::new(out);
     let empty = PanelStep { pairs: [[0; N]; BLOCK / 2], scales: [0.0; N] };
     (0..columns.div_ceil(N)).into_par_iter().for_each_init(
-        || (vec![empty; blocks], vec![T::default(); N]),
-        |(panel, outputs), p| {
+        || vec![empty; blocks],
+        |panel, p| {
             let first = p * N;
             let width = N.min(columns - first);
             if width < N {
@@ -105,9 +96,8 @@ fn panels<T: Element>(
                 // SAFETY: an Avx512 token is only made after detection.
                 unsafe { tile_of(some, panel, &mut tile) };
                 for (r, sums) in tile[..height].iter().enumerate() {
-                    finish(operands, product, group + r, first, &sums[..width], &mut outputs[..width]);
                     // SAFETY: a panel writes the columns of its own rows of B only.
-                    unsafe { scatter.write((group + r) * columns + first, &outputs[..width]) };
+                    unsafe { outputs.write(group + r, first, &sums[..width]) };
                 }
             }
         },
@@ -202,18 +192,8 @@ fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
     }
 }
 
-/// Rows of B that a thread takes at a time where A has few.
-const CHUNK: usize = 32;
-
 /// The product where A has few rows: B's rows are read as they lie, for each row of A while they are in cache.
-fn few_rows<T: Element>(
-    _token: Avx512,
-    x: &Input<'_>,
-    weights: &View<'_>,
-    operands: &Operands<'_>,
-    product: &Product<'_, T>,
-    out: &mut [T],
-) {
+fn few_rows<T: Element>(_token: Avx512, x: &Input<'_>, weights: &View<'_>, outputs: &Outputs<'_, T>) {
     let Values::Bf16(values) = x.values() else { unreachable!("A is bf16") };
     let blocks = weights.cols.div_ceil(BLOCK);
     // Element e of sixteen blocks side by side: a lane of a vector has a block.
@@ -227,20 +207,17 @@ fn few_rows<T: Element>(
     };
     let rows: Vec<Vec<[[f32; LANES]; BLOCK]>> = (0..x.rows()).map(row).collect();
     let columns = weights.rows;
-    let scatter = Scatter::new(out);
     (0..columns.div_ceil(CHUNK)).into_par_iter().for_each(|chunk| {
         let first = chunk * CHUNK;
         let width = CHUNK.min(columns - first);
-        let mut outputs = [T::default(); CHUNK];
         for (i, row) in rows.iter().enumerate() {
             let mut sums = [0f32; CHUNK];
             for (c, sum) in sums[..width].iter_mut().enumerate() {
                 // SAFETY: an Avx512 token is only made after detection.
                 *sum = unsafe { row_sum(row, weights.code_row(first + c), weights.scale_row(first + c)) };
             }
-            finish(operands, product, i, first, &sums[..width], &mut outputs[..width]);
             // SAFETY: a chunk writes the columns of its own rows of B only.
-            unsafe { scatter.write(i * columns + first, &outputs[..width]) };
+            unsafe { outputs.write(i, first, &sums[..width]) };
         }
     });
 }
@@ -276,16 +253,14 @@ fn row_sum(row: &[[[f32; LANES]; BLOCK]], codes: &[u8], scales: &[u8]) -> f32 {
 /// Rows of B that are decoded at a time.
 const ROWS: usize = 8;
 
-fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, product: &Product<'_, T>, out: &mut [T]) {
+fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, outputs: &Outputs<'_, T>) {
     let (a, b) = operands;
     let columns = b.rows();
     let rows: Vec<Vec<f32>> = (0..a.rows()).into_par_iter().map(|i| row_of(token, a, i)).collect();
-    let scatter = Scatter::new(out);
     (0..columns.div_ceil(ROWS)).into_par_iter().for_each(|p| {
         let first = p * ROWS;
         let width = ROWS.min(columns - first);
         let few: Vec<Vec<f32>> = (0..width).map(|j| row_of(token, b, first + j)).collect();
-        let mut outputs = [T::default(); ROWS];
         for (pair, two) in rows.chunks(2).enumerate() {
             let mut sums = [[0f32; ROWS]; 2];
             for (f, four) in few.chunks(4).enumerate() {
@@ -296,9 +271,8 @@ fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, product: &Product<'
             }
             for (r, sums) in sums[..two.len()].iter().enumerate() {
                 let i = 2 * pair + r;
-                finish(operands, product, i, first, &sums[..width], &mut outputs[..width]);
                 // SAFETY: a group writes the columns of its own rows of B only.
-                unsafe { scatter.write(i * columns + first, &outputs[..width]) };
+                unsafe { outputs.write(i, first, &sums[..width]) };
             }
         }
     });

@@ -7,6 +7,8 @@ pub mod baseline;
 mod exact;
 #[cfg(target_arch = "x86_64")]
 mod mixed;
+#[cfg(target_arch = "x86_64")]
+mod outputs;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};
@@ -134,10 +136,10 @@ fn vectors<T: Element>(
 ) -> Result<()> {
     let gathered = [a.gathered(), b.gathered()];
     let matrices = gathered.each_ref().map(Option::as_ref);
-    let k = spec::check(&a.to_spec(matrices[0]), &b.to_spec(matrices[1]), product)
-        .map(|_| a.to_spec(matrices[0]).cols())?;
+    let left = a.to_spec(matrices[0]);
+    spec::check(&left, &b.to_spec(matrices[1]), product)?;
     // Without K there is nothing to add up, and without outputs nothing to do: the rule says what is left.
-    if out.is_empty() || k == 0 {
+    if out.is_empty() || left.cols() == 0 {
         return scalar(a, b, product, out);
     }
     match (&a, &b) {

@@ -16,11 +16,10 @@ mod avx2;
 mod avx512;
 pub(super) mod row;
 
-use super::Operand;
+use super::outputs::{MOST, Outputs};
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
-use crate::scatter::Scatter;
-use nvfp4_spec::gemm::{Accumulate, OutputScale, Product, Sums};
+use nvfp4_spec::gemm::{Accumulate, Product, Sums};
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Element, GlobalScale, e4m3};
 use rayon::prelude::*;
@@ -136,15 +135,14 @@ pub(super) fn gemm<T: Element>(vectors: Vectors, a: &View<'_>, b: &View<'_>, pro
 /// Up to so many rows of A, unpacking B to memory costs more than it saves.
 pub(super) const FEW: usize = 4;
 /// Rows of B that a thread takes at a time where A has few.
-const CHUNK: usize = 32;
+pub(super) const CHUNK: usize = MOST;
 
 /// The product where A has few rows.
 fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
     let blocks = a.cols.div_ceil(BLOCK);
     let rows: Vec<Vec<row::Group>> = (0..a.rows).map(|i| row::groups(a, i)).collect();
     let a_range = (0..a.rows).map(|i| Range::of(a.scale_row(i))).reduce(Range::and).expect("A has rows");
-    let operands = (Operand::Nvfp4(*a).to_spec(None), Operand::Nvfp4(*b).to_spec(None));
-    let scatter = Scatter::new(out);
+    let outputs = Outputs::new((a.into(), b.into()), product, out);
     (0..b.rows.div_ceil(CHUNK)).into_par_iter().for_each(|chunk| {
         let first = chunk * CHUNK;
         let width = CHUNK.min(b.rows - first);
@@ -159,12 +157,10 @@ fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Pro
         };
         let mut columns = [[[0f32; 1]; MOST_ROWS]; CHUNK];
         columns[..width].iter_mut().enumerate().for_each(|(c, sums)| *sums = column(first + c));
-        let mut outputs = [T::default(); CHUNK];
         for i in 0..a.rows {
             let sums = columns.map(|column| column[i][0]);
-            finish(&operands, product, i, first, &sums[..width], &mut outputs[..width]);
             // SAFETY: a chunk writes the columns of its own rows of B only.
-            unsafe { scatter.write(i * b.rows + first, &outputs[..width]) };
+            unsafe { outputs.write(i, first, &sums[..width]) };
         }
     });
 }
@@ -182,12 +178,10 @@ fn run<T: Element, const N: usize>(
     let group_of = |first: usize| range(first..a.rows.min(first + MOST_ROWS)).expect("a group has rows");
     let a_ranges: Vec<Range> = (0..a.rows).step_by(MOST_ROWS).map(group_of).collect();
     let rows: Vec<&[Step]> = steps.chunks_exact(blocks).collect();
-    let operands = (Operand::Nvfp4(*a).to_spec(None), Operand::Nvfp4(*b).to_spec(None));
-    let columns = b.rows;
-    let scatter = Scatter::new(out);
+    let outputs = Outputs::new((a.into(), b.into()), product, out);
     (0..b.rows.div_ceil(N)).into_par_iter().for_each_init(
-        || (vec![PanelStep::<N>::EMPTY; blocks], vec![T::default(); N]),
-        |(panel, outputs), p| {
+        || vec![PanelStep::<N>::EMPTY; blocks],
+        |panel, p| {
             let first = p * N;
             let width = N.min(b.rows - first);
             if width < N {
@@ -205,16 +199,13 @@ fn run<T: Element, const N: usize>(
                     false => by_rule((a, b), (group, height), (first, width), product.accumulate, &mut tile),
                 }
                 for (r, sums) in tile[..height].iter().enumerate() {
-                    finish(&operands, product, group + r, first, &sums[..width], &mut outputs[..width]);
                     // SAFETY: a panel writes the columns of its own rows of B only.
-                    unsafe { scatter.write((group + r) * columns + first, &outputs[..width]) };
+                    unsafe { outputs.write(group + r, first, &sums[..width]) };
                 }
             }
         },
     );
 }
-
-type Operands<'a> = (nvfp4_spec::gemm::Operand<'a>, nvfp4_spec::gemm::Operand<'a>);
 
 /// The sums of a tile by the rule: for rows whose scales are too far apart.
 #[cold]
@@ -242,34 +233,6 @@ fn part<'a>(view: &View<'a>, first: usize, count: usize) -> View<'a> {
         stored: &[1.0],
         global: GlobalScale::PerTensor,
         ..*view
-    }
-}
-
-/// Outputs of row `i` from column `first` on, from their sums.
-pub(super) fn finish<T: Element>(
-    (a, b): &Operands<'_>,
-    product: &Product<'_, T>,
-    i: usize,
-    first: usize,
-    sums: &[f32],
-    out: &mut [T],
-) {
-    let scale = |j: usize| OutputScale::new(product.epilogue, (a, i), (b, j));
-    let one = (b.global() == GlobalScale::PerTensor).then(|| scale(0));
-    let add = product.add.filter(|&(_, beta)| beta != 0.0);
-    match (one, product.bias, add) {
-        // The plain case apart, so that the compiler makes vectors of it.
-        (Some(one), None, None) => {
-            out.iter_mut().zip(sums).for_each(|(y, &sum)| *y = one.finish(sum, product.alpha, None, None));
-        }
-        _ => {
-            for (at, (y, &sum)) in out.iter_mut().zip(sums).enumerate() {
-                let j = first + at;
-                let c = add.map(|(c, beta)| (c[i * b.rows() + j], beta));
-                let bias = product.bias.map(|bias| bias[j]);
-                *y = one.unwrap_or_else(|| scale(j)).finish(sum, product.alpha, bias, c);
-            }
-        }
     }
 }
 

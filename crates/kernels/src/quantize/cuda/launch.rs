@@ -1,0 +1,198 @@
+//! The four kernels and their parameters, laid out as in `matrix.cuh`.
+
+use super::Direction;
+use super::variant::{Function, Variant};
+use crate::Result;
+use crate::cuda::{Input, Stream};
+use nvfp4_spec::{BLOCK, GlobalScale, Precision, ScaleRule, Tile};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct DirectionParams {
+    pub codes: u64,
+    pub scales: u64,
+    pub amax: u64,
+    pub random_bytes: u64,
+    pub offset_memory: u64,
+    pub seed: u64,
+    pub offset: u64,
+    pub first_block: u64,
+    pub rows: u64,
+    pub cols: u64,
+    pub six_e: f32,
+    pub per_row: u32,
+    pub swizzled: u32,
+    pub error: u32,
+    pub signs: u32,
+    pub padding: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Params {
+    x: u64,
+    rows: u64,
+    cols: u64,
+    stride: u64,
+    divisor_magic: u32,
+    divisor_shift: u32,
+    wide_codes: u32,
+    padding: u32,
+    row: DirectionParams,
+    col: DirectionParams,
+}
+
+/// Threads of a group, but for the kernel over whole rows.
+pub(super) const THREADS: u32 = 128;
+/// Rows and columns of a panel, and its tiles of 16×16.
+const HEIGHT: usize = 128;
+const WIDTH: usize = 64;
+const TILES: usize = HEIGHT * WIDTH / (BLOCK * BLOCK);
+fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>>) -> Params {
+    let (rows, cols) = (x.rows(), x.cols());
+    let (divisor_magic, divisor_shift) = divisor(cols.div_ceil(BLOCK));
+    Params {
+        x: x.values().address(),
+        rows: rows as u64,
+        cols: cols as u64,
+        stride: x.stride() as u64,
+        divisor_magic,
+        divisor_shift,
+        wide_codes: 0,
+        padding: 0,
+        // A direction that is not wanted is not looked at; the other one's numbers are as good as any.
+        row: row.or(col).expect("a direction is wanted").params(rows, cols),
+        col: col.or(row).expect("a direction is wanted").params(cols, rows),
+    }
+}
+
+/// A multiplier `m` and a shift `s` with `n / d = (n·m >> 32) >> s` for every n < 2³¹; (0, 0) for d = 1.
+///
+/// With l = ceil(log₂ d) and m = ceil(2^(31+l) / d), m·d exceeds 2^(31+l) by less than 2^l, too little to show.
+pub(crate) fn divisor(d: usize) -> (u32, u32) {
+    let l = d.next_power_of_two().trailing_zeros();
+    if l == 0 { (0, 0) } else { ((1u64 << (31 + l)).div_ceil(d as u64) as u32, l - 1) }
+}
+
+/// 1×16 blocks along rows, every amax known.
+pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
+    let whole = x.rows_aligned() && d.is_whole(x.cols());
+    // Two blocks keep more of memory's requests under way; with more arithmetic, one leaves more registers.
+    let light = d.settings().is_light();
+    let per_thread = if light && x.values().precision() != Precision::F32 { 2 } else { 1 };
+    let variant = Variant {
+        function: Function::Rows,
+        precision: x.values().precision(),
+        row: Some(d.settings()),
+        col: None,
+        whole,
+        // Rows that follow each other without a gap are one.
+        flat: whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols(),
+        full: false,
+        per_thread,
+        threads: THREADS,
+    };
+    let kernel = variant.kernel(stream.device())?;
+    let mut params = params(x, Some(d), None);
+    if variant.flat {
+        (params.cols, params.rows) = (params.rows * params.cols, 1);
+        (params.row.rows, params.row.cols, params.stride) = (1, params.cols, params.cols);
+    }
+    let groups = (x.rows() * x.cols().div_ceil(BLOCK)).div_ceil((THREADS * per_thread) as usize) as u32;
+    // A few times what runs at once, so that multiprocessors which are done early find more.
+    let at_once = kernel.max_blocks_per_sm(THREADS, 0)? * stream.device().multiprocessors();
+    let most = (if light { at_once } else { 6 * at_once }).max(1);
+    // SAFETY: `Params` is laid out as in matrix.cuh; addresses and lengths were checked.
+    unsafe { kernel.launch(stream, [groups.min(most), 1, 1], THREADS, 0, &params) }?;
+    Ok(())
+}
+
+/// 1×16 blocks along rows, the amax of each row computed on the way.
+pub(super) fn whole_rows(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
+    let blocks = x.cols().div_ceil(BLOCK);
+    let per_thread = if blocks <= 128 { 1 } else { 2 * (blocks.div_ceil(2048)).next_power_of_two() as u32 };
+    let threads = (blocks.div_ceil(per_thread as usize) as u32).next_multiple_of(32);
+    let variant = Variant {
+        function: Function::WholeRows,
+        precision: x.values().precision(),
+        row: Some(d.settings()),
+        col: None,
+        whole: x.rows_aligned() && d.is_whole(x.cols()),
+        flat: false,
+        full: false,
+        per_thread,
+        threads: threads.next_power_of_two(),
+    };
+    let kernel = variant.kernel(stream.device())?;
+    // SAFETY: as above.
+    unsafe { kernel.launch(stream, [x.rows() as u32, 1, 1], threads, 0, &params(x, Some(d), None)) }?;
+    Ok(())
+}
+
+/// 16×16 tiles, the row direction alone.
+pub(super) fn squares(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
+    let variant = Variant {
+        function: Function::Squares,
+        precision: x.values().precision(),
+        row: Some(d.settings()),
+        col: None,
+        whole: x.rows_aligned() && d.is_whole(x.cols()) && x.rows().is_multiple_of(BLOCK),
+        flat: false,
+        full: false,
+        per_thread: 4,
+        threads: THREADS,
+    };
+    let groups = x.rows().div_ceil(BLOCK) * x.cols().div_ceil(BLOCK).div_ceil(32);
+    let kernel = variant.kernel(stream.device())?;
+    let threads = 512 / variant.per_thread;
+    // SAFETY: as above.
+    unsafe { kernel.launch(stream, [groups as u32, 1, 1], threads, 0, &params(x, Some(d), None)) }?;
+    Ok(())
+}
+
+/// The column direction, and the row direction if it is wanted too.
+pub(super) fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>, col: &Direction<'_>) -> Result<()> {
+    let (rows, cols) = (x.rows(), x.cols());
+    let whole = x.rows_aligned()
+        && row.is_none_or(|row| row.is_whole(cols))
+        && col.is_whole(rows)
+        && cols.is_multiple_of(BLOCK)
+        && rows.is_multiple_of(BLOCK);
+    let variant = Variant {
+        function: Function::Panels,
+        precision: x.values().precision(),
+        row: row.map(Direction::settings),
+        col: Some(col.settings()),
+        whole,
+        flat: false,
+        full: whole && rows.is_multiple_of(HEIGHT) && cols.is_multiple_of(WIDTH),
+        per_thread: 4,
+        threads: THREADS,
+    };
+    let kernel = variant.kernel(stream.device())?;
+    let mut params = params(x, row, Some(col));
+    (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(WIDTH));
+    let wide_codes = whole && col.codes.address().is_multiple_of(16) && rows.is_multiple_of(2 * BLOCK);
+    params.wide_codes = wide_codes.into();
+    let groups = rows.div_ceil(HEIGHT) * cols.div_ceil(WIDTH);
+    let shared = panel_memory(x.values().element_size(), [row, Some(col)]);
+    // SAFETY: as above.
+    unsafe { kernel.launch(stream, [groups as u32, 1, 1], THREADS, shared, &params) }?;
+    Ok(())
+}
+
+/// Bytes of a `Scaling`.
+const SCALING: usize = 24;
+
+/// Bytes of shared memory of a panel: its elements, the codes and scales of its columns, how both
+/// directions are scaled, what square tiles agree on.
+fn panel_memory(element: usize, directions: [Option<&Direction<'_>>; 2]) -> u32 {
+    let squares = |d: &Direction<'_>| match (d.mode.tile, d.mode.rule) {
+        (Tile::Row16, _) => 0,
+        (Tile::Square16, ScaleRule::Six) => 2 * TILES * 4 + 2 * BLOCK * 4,
+        (Tile::Square16, ScaleRule::FourOverSix { .. }) => 2 * TILES * 4 + 2 * BLOCK * TILES * 4,
+    };
+    let largest = directions.into_iter().flatten().map(squares).max().unwrap_or(0);
+    let outputs = HEIGHT / BLOCK * (8 * (WIDTH + 2) + WIDTH);
+    (HEIGHT * WIDTH * element + outputs + 2 * SCALING + largest) as u32
+}

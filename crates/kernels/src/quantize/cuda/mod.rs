@@ -1,0 +1,422 @@
+//! Quantization on a GPU: which kernel a call needs, and with which settings. Read `block.cuh`, then `matrix.cuh`, then the
+//! kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`.
+
+mod host;
+mod launch;
+mod variant;
+
+pub(super) use host::on_host;
+pub(crate) use launch::divisor;
+pub(crate) use variant::sources;
+
+use super::{Layout, Lens, check};
+use crate::Result;
+use crate::amax::cuda as maxima;
+use crate::cuda::text::Variants;
+use crate::cuda::{self, Device, Input, Slice, SliceMut, Stream};
+use launch::{DirectionParams, panels, row_blocks, squares, whole_rows};
+use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
+use nvfp4_spec::{BLOCK, Edge, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Tile};
+use variant::{Settings, Transform};
+
+/// What a thread does with a block of 16 elements.
+pub(crate) const BLOCK_TEXT: &str = include_str!("../block.cuh");
+
+/// Where a direction takes its random bytes from.
+#[derive(Clone, Copy, Debug)]
+pub enum Random<'a> {
+    /// Our position-keyed stream; see [`nvfp4_spec::stochastic::Stream`].
+    Stream {
+        /// The Philox key.
+        seed: u64,
+        /// Tells calls apart. The column direction of a call takes the row direction's offset plus one.
+        offset: Offset<'a>,
+        /// Index of the first block within the whole direction.
+        first_block: u64,
+    },
+    /// The caller's own: 16 bytes per block, blocks in row-major order.
+    Bytes(Slice<'a, u8>),
+}
+
+/// The offset of a stream of random numbers.
+#[derive(Clone, Copy, Debug)]
+pub enum Offset<'a> {
+    /// Known when the work is queued.
+    Value(u64),
+    /// Read when the work runs: what one value of the GPU's memory holds then, plus a number. A captured graph that also
+    /// [`advance`]s the value draws fresh random numbers at each replay.
+    Memory {
+        /// One value.
+        at: Slice<'a, u64>,
+        /// What is added to it.
+        plus: u64,
+    },
+}
+
+/// Where the amax of a direction comes from: one value, or one per row of that direction.
+#[derive(Debug)]
+pub enum Amax<'a> {
+    /// The caller knows it: magnitudes, which are not checked. Values beyond it saturate.
+    Given(Slice<'a, f32>),
+    /// It is computed and left here.
+    Compute(SliceMut<'a, f32>),
+}
+
+impl Amax<'_> {
+    fn slice(&self) -> Slice<'_, f32> {
+        match self {
+            Amax::Given(amax) => *amax,
+            Amax::Compute(amax) => amax.as_slice(),
+        }
+    }
+}
+
+/// What to write for one direction. Twin of [`super::Direction`].
+#[derive(Debug)]
+pub struct Direction<'a> {
+    /// Tile, global scale, scale rule, edge.
+    pub mode: Mode,
+    /// How values become codes.
+    pub rounding: Rounding<Random<'a>>,
+    /// The Hadamard transform along the direction's rows, before everything else.
+    pub transform: Option<Signs>,
+    /// How scales are laid out.
+    pub layout: Layout,
+    /// Where the amax comes from.
+    pub amax: Amax<'a>,
+    /// `rows · ceil(cols/2)` bytes.
+    pub codes: SliceMut<'a, u8>,
+    /// [`Layout::scale_len`] bytes.
+    pub scales: SliceMut<'a, u8>,
+}
+
+impl Direction<'_> {
+    fn check(&self, device: Device, rows: usize, cols: usize) -> Result<()> {
+        let random = match self.rounding {
+            Rounding::Stochastic(Random::Bytes(bytes)) => Some(bytes),
+            _ => None,
+        };
+        let lens = Lens {
+            codes: self.codes.len(),
+            scales: self.scales.len(),
+            amax: self.amax.slice().len(),
+            random: random.map(|bytes| bytes.len()),
+        };
+        check(&self.mode, &self.rounding, self.transform, self.layout, lens, (rows, cols))?;
+        self.codes.check(device, "codes")?;
+        self.scales.check(device, "scales")?;
+        self.amax.slice().check(device, "amax")?;
+        self.amax.slice().check_aligned(4, "amax")?;
+        if let Some(bytes) = random {
+            bytes.check(device, "random bytes (16 per block)")?;
+        }
+        if let Rounding::Stochastic(Random::Stream { offset: Offset::Memory { at, .. }, .. }) = self.rounding {
+            nvfp4_spec::check_len("offset of the random numbers", 1, at.len())?;
+            at.check(device, "offset of the random numbers")?;
+            at.check_aligned(8, "offset of the random numbers")?;
+        }
+        Ok(())
+    }
+
+    fn settings(&self) -> Settings {
+        Settings {
+            tile: self.mode.tile,
+            metric: match self.mode.rule {
+                ScaleRule::Six => None,
+                ScaleRule::FourOverSix { metric, .. } => Some(metric),
+            },
+            edge: self.mode.edge,
+            profile: self.mode.profile,
+            stochastic: matches!(self.rounding, Rounding::Stochastic(_)),
+            transform: match self.transform {
+                None => Transform::None,
+                Some(signs @ (Signs::FIXED | Signs::NONE)) => Transform::Constant(signs),
+                Some(_) => Transform::Passed,
+            },
+        }
+    }
+
+    /// As the kernels get it.
+    fn params(&self, rows: usize, cols: usize) -> DirectionParams {
+        let mut params = DirectionParams {
+            codes: self.codes.address(),
+            scales: self.scales.address(),
+            amax: self.amax.slice().address(),
+            random_bytes: 0,
+            offset_memory: 0,
+            seed: 0,
+            offset: 0,
+            first_block: 0,
+            rows: rows as u64,
+            cols: cols as u64,
+            six_e: self.mode.rule.bound().six_e(),
+            per_row: (self.mode.global == GlobalScale::PerRow).into(),
+            swizzled: (self.layout == Layout::Swizzled).into(),
+            error: match self.mode.rule {
+                ScaleRule::FourOverSix { error: ErrorPath::Fast, .. } => 1,
+                _ => 0,
+            },
+            signs: self.transform.map_or(0, |signs| signs.0.into()),
+            padding: 0,
+        };
+        match self.rounding {
+            Rounding::NearestEven => {}
+            Rounding::Stochastic(Random::Bytes(bytes)) => params.random_bytes = bytes.address(),
+            Rounding::Stochastic(Random::Stream { seed, offset, first_block }) => {
+                (params.seed, params.first_block) = (seed, first_block);
+                (params.offset_memory, params.offset) = match offset {
+                    Offset::Value(offset) => (0, offset),
+                    Offset::Memory { at, plus } => (at.address(), plus),
+                };
+            }
+        }
+        params
+    }
+
+    /// Whether all blocks of a direction of rows of `cols` elements are whole, its codes aligned and its scales linear.
+    fn is_whole(&self, cols: usize) -> bool {
+        cols.is_multiple_of(BLOCK) && self.layout == Layout::Linear && self.codes.address().is_multiple_of(8)
+    }
+
+    /// Swizzled scales have padding, which is zero.
+    fn clear_padding(&mut self, stream: &Stream) -> Result<()> {
+        if self.layout == Layout::Swizzled {
+            stream.fill_bytes(self.scales.reborrow(), 0)?;
+        }
+        Ok(())
+    }
+}
+
+/// Blocks of the longest row that is quantized in one pass: 1024 threads with 4 blocks each.
+const LONGEST_ROW: usize = 4096;
+
+/// Quantizes `x` in the directions that are given. Does not wait.
+pub fn quantize(
+    stream: &Stream,
+    x: &Input<'_>,
+    mut row: Option<Direction<'_>>,
+    mut col: Option<Direction<'_>>,
+) -> Result<()> {
+    let (rows, cols) = (x.rows(), x.cols());
+    x.check(stream.device())?;
+    if let Some(row) = &row {
+        row.check(stream.device(), rows, cols)?;
+    }
+    if let Some(col) = &col {
+        col.check(stream.device(), cols, rows)?;
+    }
+    if row.is_some() && !countable(rows, cols) || col.is_some() && !countable_along_columns(rows, cols) {
+        return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
+    }
+    // Only now, so that a call that is refused has written nothing.
+    row.as_mut().map_or(Ok(()), |row| row.clear_padding(stream))?;
+    col.as_mut().map_or(Ok(()), |col| col.clear_padding(stream))?;
+    // An amax per row needs no pass of its own where a row fits into the registers of a group of threads.
+    let in_one_pass = row.as_ref().is_some_and(|d| {
+        col.is_none()
+            && matches!(d.amax, Amax::Compute(_))
+            && d.mode.global == GlobalScale::PerRow
+            && cols.div_ceil(BLOCK) <= LONGEST_ROW
+            && rows * cols > 0
+    });
+    if !in_one_pass {
+        find_amaxes(stream, x, row.as_mut(), col.as_mut())?;
+    }
+    if rows == 0 || cols == 0 {
+        return Ok(());
+    }
+    match (row, col) {
+        (None, None) => Ok(()),
+        (Some(row), None) if in_one_pass => whole_rows(stream, x, &row),
+        (Some(row), None) if row.mode.tile == Tile::Square16 => squares(stream, x, &row),
+        (Some(row), None) => row_blocks(stream, x, &row),
+        (row, Some(col)) => panels(stream, x, row.as_ref(), &col),
+    }
+}
+
+/// Whether kernels can count the blocks of `rows` rows of `cols` elements: in 31 bits.
+pub(crate) fn countable(rows: usize, cols: usize) -> bool {
+    rows.checked_mul(cols.div_ceil(BLOCK)).is_some_and(|blocks| blocks < 1 << 31)
+}
+
+/// The same for the column direction of a matrix, whose kernel counts the rows of the matrix in 31 bits too.
+fn countable_along_columns(rows: usize, cols: usize) -> bool {
+    countable(cols, rows) && countable(rows, cols.min(1))
+}
+
+/// Computes the amaxes that are to be computed, in one pass if one will do.
+fn find_amaxes(
+    stream: &Stream,
+    x: &Input<'_>,
+    row: Option<&mut Direction<'_>>,
+    col: Option<&mut Direction<'_>>,
+) -> Result<()> {
+    match (wanted(row, Along::Rows), wanted(col, Along::Columns)) {
+        (Some(mut row), Some(col)) if (row.edge, row.values) == (col.edge, col.values) => {
+            let (edge, values, mut both) = (row.edge, row.values, maxima::Wanted::default());
+            if (row.global, col.global) == (GlobalScale::PerTensor, GlobalScale::PerTensor) {
+                // The maximum of all is the same in both directions; the copy comes after it in the stream.
+                both.tensor = Some(row.out.reborrow());
+                maxima::run(stream, x, edge, values, both)?;
+                return Ok(stream.copy(row.out.as_slice(), col.out)?);
+            }
+            row.add_to(&mut both);
+            col.add_to(&mut both);
+            maxima::run(stream, x, edge, values, both)
+        }
+        (row, col) => [row, col].into_iter().flatten().try_for_each(|one| {
+            let (edge, values, mut alone) = (one.edge, one.values, maxima::Wanted::default());
+            one.add_to(&mut alone);
+            maxima::run(stream, x, edge, values, alone)
+        }),
+    }
+}
+
+/// The way in which a direction goes through the matrix.
+#[derive(Clone, Copy)]
+enum Along {
+    Rows,
+    Columns,
+}
+
+/// An amax, or one per row of a direction, that is to be computed.
+struct WantedAmax<'a> {
+    along: Along,
+    global: GlobalScale,
+    edge: Edge,
+    values: maxima::Values,
+    out: SliceMut<'a, f32>,
+}
+
+/// What a direction wants computed.
+fn wanted<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<WantedAmax<'a>> {
+    let d = d?;
+    let values = match (d.transform, along) {
+        (None, _) => maxima::Values::Plain,
+        (Some(signs), Along::Rows) => maxima::Values::AlongRows(signs),
+        (Some(signs), Along::Columns) => maxima::Values::AlongColumns(signs),
+    };
+    let (global, edge) = (d.mode.global, d.mode.amax_edge());
+    match &mut d.amax {
+        Amax::Given(_) => None,
+        Amax::Compute(out) => Some(WantedAmax { along, global, edge, values, out: out.reborrow() }),
+    }
+}
+
+impl<'a> WantedAmax<'a> {
+    fn add_to(self, pass: &mut maxima::Wanted<'a>) {
+        let place = match (self.global, self.along) {
+            (GlobalScale::PerTensor, _) => &mut pass.tensor,
+            (GlobalScale::PerRow, Along::Rows) => &mut pass.rows,
+            (GlobalScale::PerRow, Along::Columns) => &mut pass.cols,
+        };
+        *place = Some(self.out);
+    }
+}
+
+/// Adds the offsets that one quantization consumes to an offset in the GPU's memory, after the work queued before. Does not
+/// wait.
+pub fn advance(stream: &Stream, offset: SliceMut<'_, u64>) -> Result<()> {
+    static VARIANTS: Variants<()> = Variants::new();
+    #[derive(Clone, Copy)]
+    #[repr(C)]
+    struct Params {
+        at: u64,
+        by: u64,
+    }
+    nvfp4_spec::check_len("offset of the random numbers", 1, offset.len())?;
+    offset.check(stream.device(), "offset of the random numbers")?;
+    offset.check_aligned(8, "offset of the random numbers")?;
+    let kernel = VARIANTS.get(stream.device(), (), advance_source)?;
+    let params = Params { at: offset.address(), by: OFFSETS_PER_CALL };
+    // SAFETY: the kernel has these parameters; the address was checked.
+    unsafe { kernel.launch(stream, [1; 3], 1, 0, &params) }?;
+    Ok(())
+}
+
+fn advance_source((): ()) -> (&'static str, &'static str, String) {
+    let text = "struct Params { unsigned long long* at; unsigned long long by; };\n\
+                extern \"C\" __global__ void advance(Params p) { *p.at += p.by; }\n";
+    ("advance", "advance", text.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::launch::Params;
+    use super::*;
+    use crate::cuda::text::assemble;
+
+    #[test]
+    fn multiplications_divide() {
+        for d in (1..200).chain([1000, 6144 / 16, 65535, 65536, 65537, (1 << 27) - 1, 1 << 30, (1 << 31) - 1]) {
+            let (magic, shift) = divisor(d);
+            for n in [0, 1, d - 1, d, d + 1, 2 * d - 1, 7 * d + 3, 1 << 30, (1 << 31) - 2, (1 << 31) - 1] {
+                let n = n as u64;
+                if n < 1 << 31 {
+                    let quotient = if magic == 0 { n } else { ((n * u64::from(magic)) >> 32) >> shift };
+                    assert_eq!(quotient, n / d as u64, "{n} / {d}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn parameters_have_the_sizes_that_the_kernels_expect() {
+        assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (104, 256));
+    }
+
+    #[test]
+    fn blocks_are_counted_in_31_bits() {
+        let most = (1 << 31) - 1;
+        for (rows, cols) in [(most, 16), (1, most * 16), (most, 1), (0, usize::MAX), (usize::MAX, 0)] {
+            assert!(countable(rows, cols), "{rows} × {cols}");
+        }
+        for (rows, cols) in [(most, 17), (1, most * 16 + 1), (most + 1, 1), (usize::MAX, usize::MAX)] {
+            assert!(!countable(rows, cols), "{rows} × {cols}");
+        }
+        // Of few columns the row direction has more blocks than the column direction.
+        assert!(countable_along_columns(most, 1) && countable_along_columns(1 << 30, 17));
+        assert!(countable_along_columns(usize::MAX, 0) && countable_along_columns(0, usize::MAX));
+        assert!(!countable_along_columns(most + 1, 1) && !countable_along_columns(most, 16));
+    }
+
+    /// Every mantissa, at exponents from the smallest to the largest that regular scalings lead to: reciprocals without a
+    /// division's checks are those of a division.
+    #[test]
+    fn reciprocals_round_as_divisions_do() {
+        let device = match Device::open(0) {
+            Ok(device) => device,
+            Err(reason) => return println!("skipped: {reason}"),
+        };
+        let kernel = "struct Params { u32* wrong; };\n\
+            extern \"C\" __global__ void compare(Params p) {\n\
+                u32 mantissa = blockIdx.x * 256 + threadIdx.x;\n\
+                for (u32 exponent = 27; exponent <= 227; exponent += 25) {\n\
+                    float x = from_bits(exponent << 23 | mantissa);\n\
+                    if (reciprocal(x) != 1.0f / x) atomicAdd(p.wrong, 1);\n\
+                }\n\
+            }\n";
+        let text = assemble("constexpr bool WHOLE = true;\n", &[BLOCK_TEXT, kernel]);
+        let kernel = device.kernel("reciprocals", "compare", &text).unwrap();
+        let stream = Stream::new(device).unwrap();
+        let wrong = stream.to_device(&[0u32]).unwrap();
+        // SAFETY: the kernel has one address as its parameter, of one counter.
+        unsafe { kernel.launch(&stream, [1 << 15, 1, 1], 256, 0, &wrong.slice().address()) }.unwrap();
+        assert_eq!(stream.to_host(wrong.slice()).unwrap(), [0]);
+    }
+
+    /// Every mantissa: products by a rounded reciprocal, corrected by their remainder, are quotients.
+    #[test]
+    fn corrected_products_round_as_divisions_do() {
+        for by in [6.0f32, 1536.0, 2688.0] {
+            let reciprocal = 1.0 / by;
+            for bits in 0x3F80_0000..0x4000_0000 {
+                let x = f32::from_bits(bits);
+                let quotient = x * reciprocal;
+                let corrected = (-by).mul_add(quotient, x).mul_add(reciprocal, quotient);
+                assert!(corrected == x / by, "{x} / {by}");
+            }
+        }
+    }
+}
