@@ -82,17 +82,19 @@ fn a_device_that_is_none_is_an_error() {
 
 #[test]
 fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
-    // Hides the GPUs of a machine that has some.
-    let output = command.args(["bench", "--device", "cuda"]).env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap();
-    let text = String::from_utf8(output.stderr).unwrap();
-    let message = match cfg!(feature = "cuda") {
-        true => "error: the CUDA driver ",
-        false => "error: --device cuda: this build cannot use a GPU: build it with `--features cuda`",
-    };
-    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
-    assert!(text.starts_with(message), "{text}");
-    assert!(!cfg!(feature = "cuda") || text.ends_with("; `nvfp4 doctor` lists what is missing\n"), "{text}");
+    for args in [&["bench", "--device", "cuda"][..], &["bench", "gemm", "--device", "cuda"]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        // Hides the GPUs of a machine that has some.
+        let output = command.args(args).env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        let message = match cfg!(feature = "cuda") {
+            true => "error: the CUDA driver ",
+            false => "error: --device cuda: this build cannot use a GPU: build it with `--features cuda`",
+        };
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+        assert!(text.starts_with(message), "{text}");
+        assert!(!cfg!(feature = "cuda") || text.ends_with("; `nvfp4 doctor` lists what is missing\n"), "{text}");
+    }
 }
 
 #[test]
@@ -109,4 +111,21 @@ fn products_have_a_row_per_m() {
     let refused = bench(&["gemm", "--m", "0"]);
     let message = String::from_utf8(refused.stderr).unwrap();
     assert!(!refused.status.success() && message.contains("--m: expected 1 to 32768, got 0"), "{message}");
+}
+
+#[test]
+fn products_with_settings_that_do_not_work_are_errors() {
+    for (args, message) in [
+        ("--k 32769", "--k: expected 1 to 32768, got 32769"),
+        ("--verbose", "--verbose is for --device cuda"),
+        ("--device cuda --threads 2", "--threads is for --device cpu"),
+        ("--device cuda --implementation scalar", "--implementation is for --device cpu"),
+        ("--device cuda --m 1,0", "--m: expected 1 to 32768, got 0"),
+        ("--device cuda --n 40000", "--n: expected 1 to 32768, got 40000"),
+    ] {
+        let output = bench(&["gemm"].into_iter().chain(args.split(' ')).collect::<Vec<_>>());
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args}: {text}");
+        assert!(text.contains(message), "{args}: {text}");
+    }
 }

@@ -8,7 +8,7 @@
 //! term is a multiple of 2⁻²⁰ with at most 20 significant bits. A K that is no multiple of 16 ends in zeros.
 
 use crate::matrix::{Matrix, View};
-use crate::{BLOCK, Element, Error, GlobalScale, Result, area, check_len, e2m1, e4m3, zeros};
+use crate::{BLOCK, Element, Error, GlobalScale, Precision, Result, area, check_len, e2m1, e4m3, zeros};
 
 /// How the block terms are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -222,14 +222,70 @@ pub fn check<T>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>) -> R
 
 /// How far a sum in binary32 may be from the exact one, given the sum of the products' magnitudes: `(K + 8)·2⁻²²` of it.
 ///
-/// A chain of K fused or separate multiply-adds errs by at most `K·2⁻²⁴·(1 + …)` of the magnitudes per rounding, and has at
-/// most two roundings per step; any order of additions is within that. What is left covers additions that truncate, as those
-/// of tensor cores may: each loses less than one unit in the last place of its largest operand, which is 2⁻²³ of it.
+/// On a CPU: a chain of K fused or separate multiply-adds errs by at most `K·2⁻²⁴·(1 + …)` of the magnitudes per rounding, and has at
+/// most two roundings per step; any order of additions is within that.
+///
+/// On a GPU this is assumed of tensor cores, whose additions are not documented: an instruction adds its products, which are exact, and the
+/// accumulator by aligning all of them to the largest exponent and keeping at least 24 bits of each, cut off or rounded. With 16
+/// products each of the 17 summands then loses less than 2⁻²³ of the largest, so K/16 instructions err by at most
+/// `17/16·K·2⁻²³` of the magnitudes; fewer products per addition by at most `2·K·2⁻²³`, which is the bound.
 ///
 /// It holds while values, products and partial sums stay in the normal range of binary32, block scales left out: plain values of
 /// 2⁻¹²⁶ to 2¹²¹ are enough for NVFP4 on the other side. Beyond, sums may overflow or lose what is subnormal.
 pub fn bound(k: usize, magnitude: f64) -> f64 {
     (k + 8) as f64 * 2f64.powi(-22) * magnitude
+}
+
+/// Where an output may lie whose sum is within the [`bound`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Interval {
+    /// The exact output, in binary64: NaN if it is.
+    pub exact: f64,
+    /// How far from it: the bound of the sum, scaled, and the roundings after it.
+    pub allowed: f64,
+}
+
+impl Interval {
+    /// That of output (i, j) of type `T`; `sums` are the operands' own.
+    pub fn new<T: Element>(
+        (a, i): (&Operand<'_>, usize),
+        (b, j): (&Operand<'_>, usize),
+        product: &Product<'_, T>,
+        sums: &Sums<'_>,
+    ) -> Self {
+        let factors = match OutputScale::new(product.epilogue, (a, i), (b, j)) {
+            OutputScale::Folded(x) => [x, 1.0, 1.0],
+            OutputScale::OneRow(x, y) => [x, y, 1.0],
+            OutputScale::BothRows(x, y, z) => [x, y, z],
+        };
+        let scale = factors.into_iter().chain([product.alpha]).map(f64::from).product::<f64>();
+        let (sum, magnitude) = (f64::from(sums.sum(i, j)), sums.magnitude(i, j));
+        let bias = product.bias.map_or(0.0, |bias| f64::from(bias[j]));
+        let add = product.add.filter(|&(_, beta)| beta != 0.0);
+        let c = add.map_or(0.0, |(c, beta)| f64::from(beta) * f64::from(c[i * b.rows() + j].to_f32()));
+        let before = sum * scale + bias;
+        let exact = before + c;
+        // Half a unit in the last place of the output's type, and of its subnormal numbers.
+        let (unit, least) = match T::PRECISION {
+            Precision::F32 => (2f64.powi(-24), 2f64.powi(-150)),
+            Precision::Bf16 => (2f64.powi(-8), 2f64.powi(-134)),
+            Precision::F16 => (2f64.powi(-11), 2f64.powi(-25)),
+        };
+        // What is rounded to that type: the result, and both of its parts where they are rounded before.
+        let rounded = match (product.epilogue.unwrap_or_else(|| Epilogue::of(a, b)), add) {
+            (Epilogue::RowScaled, Some(_)) => exact.abs() + before.abs() + c.abs(),
+            _ => exact.abs(),
+        };
+        // The sum is rounded here, and there are at most seven roundings to binary32 after it; 1 % is for what they do to each other.
+        let wide = 8.0 * 2f64.powi(-24) * ((magnitude * scale).abs() + bias.abs() + c.abs());
+        let allowed = bound(a.cols(), magnitude) * scale.abs() + wide + 1.01 * unit * rounded + 3.0 * least;
+        Interval { exact, allowed }
+    }
+
+    /// Whether an output lies within. Where the exact one is NaN, NaN does.
+    pub fn holds(&self, output: f32) -> bool {
+        if self.exact.is_nan() { output.is_nan() } else { (f64::from(output) - self.exact).abs() <= self.allowed }
+    }
 }
 
 /// The units that block terms are counted in.
@@ -438,6 +494,25 @@ mod tests {
         let product = |epilogue| Product { epilogue: Some(epilogue), bias: Some(&[1.0]), add, ..Product::default() };
         let y = |epilogue| gemm::<bf16>(&zero.view(), &zero.view(), &product(epilogue)).unwrap()[0].to_f32();
         assert_eq!([y(Epilogue::RowScaled), y(Epilogue::Folded)], [1.0, 1.0 + 2.0 * half_ulp]);
+    }
+
+    #[test]
+    fn outputs_by_the_rule_lie_within_their_intervals_and_others_do_not() {
+        let c: Vec<bf16> = (0..15).map(|i| bf16::from_f32(i as f32 - 7.0)).collect();
+        for (global, add) in
+            [GlobalScale::PerTensor, GlobalScale::PerRow].into_iter().flat_map(|g| [(g, None), (g, Some(0.3))])
+        {
+            let (a, b) = (quantized(3, 50, global), quantized(5, 50, GlobalScale::PerTensor));
+            let (a, b): (Operand<'_>, Operand<'_>) = ((&a.view()).into(), (&b.view()).into());
+            let product = Product { add: add.map(|beta| (&c[..], beta)), bias: Some(&[0.5; 5]), ..Product::default() };
+            let sums = Sums::new(&a, &b, Accumulate::Exact);
+            for (at, y) in gemm(a, b, &product).unwrap().iter().enumerate() {
+                let interval = Interval::new((&a, at / 5), (&b, at % 5), &product, &sums);
+                assert!(interval.holds(y.to_f32()), "{y} {interval:?}");
+                let beyond = (interval.exact + interval.allowed * 1.001) as f32;
+                assert!(!interval.holds(beyond) && !interval.holds(f32::NAN));
+            }
+        }
     }
 
     #[test]

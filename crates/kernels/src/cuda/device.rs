@@ -53,6 +53,8 @@ pub struct Properties {
     pub memory: usize,
     /// Bytes of second-level cache.
     pub l2_cache: usize,
+    /// The most bytes of shared memory that a block may have.
+    pub shared_memory: u32,
 }
 
 impl Device {
@@ -225,6 +227,7 @@ impl Properties {
             multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             memory,
             l2_cache: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+            shared_memory: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         })
     }
 

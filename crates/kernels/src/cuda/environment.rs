@@ -9,7 +9,7 @@ pub struct Environment {
     /// Where compiled kernels are kept: `NVFP4_CACHE_DIR`, else `$XDG_CACHE_HOME/nvfp4`, else `$HOME/.cache/nvfp4`.
     /// Without it they are compiled anew in every process.
     pub cache: Option<PathBuf>,
-    /// Where NVRTC may lie if the dynamic loader does not find it, the likeliest first: the libraries of `CUDA_HOME`,
+    /// Where NVRTC and cuBLASLt may lie if the dynamic loader does not find them, the likeliest first: the libraries of `CUDA_HOME`,
     /// `CUDA_PATH`, `/usr/local/cuda` and `CONDA_PREFIX`, then those that pip installed into `VIRTUAL_ENV` or
     /// `CONDA_PREFIX`.
     pub libraries: Vec<PathBuf>,
@@ -38,7 +38,7 @@ impl Environment {
         let environments = [path("VIRTUAL_ENV"), path("CONDA_PREFIX")].into_iter().flatten();
         for python in environments.filter_map(|e| e.join("lib").read_dir().ok()).flatten().flatten() {
             let packages = python.path().join("site-packages/nvidia");
-            libraries.extend(["cu13/lib", "cuda_nvrtc/lib"].map(|folder| packages.join(folder)));
+            libraries.extend(["cu13/lib", "cuda_nvrtc/lib", "cublas/lib"].map(|folder| packages.join(folder)));
         }
         let portable = variable("NVFP4_CUDA_PORTABLE").is_some_and(|value| !value.is_empty() && value != "0");
         Environment { cache, libraries, portable }

@@ -69,6 +69,8 @@ pub enum Error {
         /// The one that is needed.
         needed: Version,
     },
+    /// cuBLASLt is not on this machine.
+    NoCublas,
     /// NVRTC refused a kernel.
     Compile {
         /// Which kernel.
@@ -118,7 +120,9 @@ pub enum Error {
         /// Its columns.
         cols: usize,
     },
-    /// Anything else that the driver or NVRTC answers.
+    /// Prepared weights in a product with an operand that tensor cores do not take.
+    Prepared,
+    /// Anything else that the driver, NVRTC or cuBLASLt answers.
     Driver {
         /// The call that failed.
         call: &'static str,
@@ -166,6 +170,11 @@ impl fmt::Display for Error {
                 "the CUDA run-time compiler (libnvrtc) found is {found} and {needed} or newer is needed: \
                  install a newer one and put its folder first in LD_LIBRARY_PATH"
             ),
+            Error::NoCublas => f.write_str(
+                "cuBLASLt (libcublasLt), which products are measured beside, was not found: install the CUDA toolkit, or run \
+                 `pip install nvidia-cublas` (`nvidia-cublas-cu12` for a driver of CUDA 12) in a virtual environment, which is \
+                 searched while it is active, or add the folder of libcublasLt.so to LD_LIBRARY_PATH",
+            ),
             Error::Compile { kernel, log } => write!(f, "NVRTC cannot compile the kernel '{kernel}':\n{}", log.trim()),
             Error::OutOfMemory { bytes } => {
                 write!(f, "the GPU has no {bytes} bytes of free memory: free some, or work on smaller pieces")
@@ -188,6 +197,11 @@ impl fmt::Display for Error {
                 f,
                 "a matrix of {rows} × {cols} elements is too large for one call on a GPU, which takes fewer than 2³¹ blocks of \
                  16 per direction: split the matrix"
+            ),
+            Error::Prepared => write!(
+                f,
+                "prepared weights: expected NVFP4, bf16 or f16 with at least one column on the left, got f32 or nothing: convert it, or \
+                 pass the weights as they were"
             ),
             Error::Driver { call, code, text } => write!(f, "{call} failed with code {code}: {text}"),
         }

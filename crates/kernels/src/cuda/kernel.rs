@@ -121,6 +121,47 @@ impl Kernel {
         shared: u32,
         params: &P,
     ) -> Result<()> {
+        // SAFETY: the caller's promise is the one that is asked for.
+        unsafe { self.launch_with(stream, (grid, block, shared), &mut [], params) }
+    }
+
+    /// As [`Kernel::launch`], of a kernel that may be brought to the chip before the work that it follows has ended. GPUs before
+    /// Hopper, where nothing is brought early, start it as any other.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Kernel::launch`]; and the kernel waits for earlier work (`griddepcontrol.wait`) before it touches memory.
+    pub(crate) unsafe fn launch_early<P: Copy>(
+        &self,
+        stream: &Stream,
+        grid: [u32; 3],
+        block: u32,
+        shared: u32,
+        params: &P,
+    ) -> Result<()> {
+        if self.0.device.capability().0 < 9 {
+            // SAFETY: the caller's promise is more than is asked for.
+            return unsafe { self.launch(stream, grid, block, shared, params) };
+        }
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        // SAFETY: as above.
+        unsafe { self.launch_with(stream, (grid, block, shared), std::slice::from_mut(&mut early), params) }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Kernel::launch`]; and the kernel can do what the attributes say.
+    unsafe fn launch_with<P: Copy>(
+        &self,
+        stream: &Stream,
+        (grid, block, shared): ([u32; 3], u32, u32),
+        attributes: &mut [sys::CUlaunchAttribute],
+        params: &P,
+    ) -> Result<()> {
         let Loaded { device, name, function, .. } = *self.0;
         device.expect("the stream of a kernel", stream.device().ordinal())?;
         check_grid(name, grid)?;
@@ -129,12 +170,22 @@ impl Kernel {
         }
         let _current = device.enter()?;
         self.allow_shared(shared)?;
-        let ([x, y, z], stream) = (grid, stream.raw().cast());
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared,
+            hStream: stream.raw().cast(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
+        };
         let mut params: [*mut c_void; 1] = [ptr::from_ref(params).cast_mut().cast()];
-        let (params, extra) = (params.as_mut_ptr(), ptr::null_mut());
-        // SAFETY: the driver copies the parameter before it returns; the caller vouches for its layout and addresses.
-        let code = unsafe { sys::cuLaunchKernel(function, x, y, z, block, 1, 1, shared, stream, params, extra) };
-        check("cuLaunchKernel", code)
+        // SAFETY: the driver copies the parameter and the attributes before it returns; the caller vouches for layout and addresses.
+        let code = unsafe { sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), ptr::null_mut()) };
+        check("cuLaunchKernelEx", code)
     }
 
     /// How many blocks of this size one multiprocessor runs at a time.

@@ -11,6 +11,7 @@
 
 mod cache;
 mod compile;
+mod cublas;
 mod device;
 mod doctor;
 mod environment;
@@ -20,9 +21,12 @@ mod kernel;
 mod memory;
 mod sources;
 mod stream;
+mod tensor_map;
 pub(crate) mod text;
+mod turns;
 
 pub use compile::{Source, architecture, compile, compiler_version, supported_architectures};
+pub use cublas::Cublas;
 pub use device::{Device, Properties};
 pub use doctor::{Cache, Report, doctor};
 pub use environment::Environment;
@@ -35,7 +39,9 @@ pub(crate) use sources::entry;
 #[doc(hidden)]
 pub use sources::sources;
 pub use stream::{Event, Graph, Stream};
+pub(crate) use tensor_map::tensor_map;
 pub use text::{RULES, constants};
+pub use turns::time_in_turns;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -46,6 +46,7 @@ enum Precision { F32, BF16, F16 };
 enum Metric { MAE, MSE };
 enum ErrorPath { STRICT, FAST };
 enum ScaleRule { SIX, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
+enum Order { FOLDED, ONE_ROW, BOTH_ROWS };
 
 RULE bool is_nan(float x) { return (to_bits(x) & 0x7FFFFFFF) > 0x7F800000; }
 

@@ -128,6 +128,43 @@ impl Stream {
         check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(to.address(), source, bytes, self.raw) })
     }
 
+    /// Copies `rows` rows of `bytes` bytes within the GPU, from and to addresses with a pitch in bytes each. Does not wait.
+    ///
+    /// # Safety
+    ///
+    /// Both sides are memory of this GPU with so many rows, and do not overlap; it is there, and nobody else uses it against the copy,
+    /// until that has ended.
+    pub(crate) unsafe fn copy_rows(
+        &self,
+        (from, from_pitch): (u64, usize),
+        (to, to_pitch): (u64, usize),
+        bytes: usize,
+        rows: usize,
+    ) -> Result<()> {
+        let _current = self.device.enter()?;
+        let device = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: device,
+            srcHost: ptr::null(),
+            srcDevice: from,
+            srcArray: ptr::null_mut(),
+            srcPitch: from_pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: device,
+            dstHost: ptr::null_mut(),
+            dstDevice: to,
+            dstArray: ptr::null_mut(),
+            dstPitch: to_pitch,
+            WidthInBytes: bytes,
+            Height: rows,
+        };
+        // SAFETY: the driver reads the description before it returns; the caller vouches for the memory.
+        check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.raw) })
+    }
+
     /// Sets every byte. Does not wait.
     pub fn fill_bytes<T: Plain>(&self, to: SliceMut<'_, T>, byte: u8) -> Result<()> {
         if to.is_empty() {

@@ -30,6 +30,20 @@ pub struct View<'a> {
     pub unit: Unit,
 }
 
+impl View<'_> {
+    /// An error unless the parts have the lengths that belong to it and are memory of `device`.
+    pub(crate) fn check(&self, device: Device) -> Result<()> {
+        let View { rows, cols, codes, scales, layout, stored, global, .. } = *self;
+        check_len("codes", area(rows, e2m1::packed_len(cols))?, codes.len())?;
+        check_len("scales", layout.scale_len(rows, cols)?, scales.len())?;
+        check_len("global scale", global.count(rows), stored.len())?;
+        codes.check(device, "codes")?;
+        scales.check(device, "scales")?;
+        stored.check(device, "global scale")?;
+        Ok(stored.check_aligned(4, "global scale")?)
+    }
+}
+
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Params {
@@ -57,14 +71,8 @@ const PER_THREAD: usize = 4;
 pub fn dequantize<T: Element + Plain>(stream: &Stream, q: &View<'_>, out: SliceMut<'_, T>) -> Result<()> {
     static VARIANTS: Variants<Precision> = Variants::new();
     let (rows, cols, device) = (q.rows, q.cols, stream.device());
-    check_len("codes", area(rows, e2m1::packed_len(cols))?, q.codes.len())?;
-    check_len("scales", q.layout.scale_len(rows, cols)?, q.scales.len())?;
-    check_len("global scale", q.global.count(rows), q.stored.len())?;
+    q.check(device)?;
     check_len("output", area(rows, cols)?, out.len())?;
-    q.codes.check(device, "codes")?;
-    q.scales.check(device, "scales")?;
-    q.stored.check(device, "global scale")?;
-    q.stored.check_aligned(4, "global scale")?;
     out.check(device, "output")?;
     out.check_aligned(size_of::<T>(), "output")?;
     if !countable(rows, cols) {

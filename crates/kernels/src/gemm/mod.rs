@@ -1,8 +1,10 @@
-//! Products `α·A·Bᵀ (+ bias) (+ β·C)`. **Exact** where both operands are NVFP4; where one is plain, **Bounded**: sums in binary32,
-//! within [`nvfp4_spec::gemm::bound`] of the exact ones, under the conditions written there.
+//! Products `α·A·Bᵀ (+ bias) (+ β·C)`. On the CPU **Exact** where both operands are NVFP4; where one is plain, and on a GPU,
+//! **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones, under the conditions written there.
 
 #[cfg(feature = "baseline")]
 pub mod baseline;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 #[cfg(target_arch = "x86_64")]
 mod exact;
 #[cfg(target_arch = "x86_64")]
@@ -85,9 +87,17 @@ pub fn gemm<'a, T: Element>(
         Implementation::Avx2(token) => vectors(exact::Vectors::Avx2(token), a, b, product, out),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => vectors(exact::Vectors::Avx512(token), a, b, product, out),
-        // Products on a GPU are not written yet: the CPU computes them.
+        // Sums in an order of additions that was asked for are the CPU's.
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_) => gemm(Implementation::best(), a, b, product, out),
+        Implementation::Cuda(_) if product.accumulate == Accumulate::Reference => {
+            gemm(Implementation::best(), a, b, product, out)
+        }
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(device) => {
+            let (left, right) = (a.gathered(), b.gathered());
+            spec::check(&a.to_spec(left.as_ref()), &b.to_spec(right.as_ref()), product)?;
+            cuda::on_host(device, a, b, product, out)
+        }
     }
 }
 

@@ -67,19 +67,6 @@ RULE float largest(const Elements<P>& x) {
     return P == F32 ? from_bits(m[0]) : low_element(larger(m[0], m[0] >> 16, P), P);
 }
 
-// Two values rounded to bf16, the first in the low half.
-RULE u32 pack_bf16(float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-
-RULE u32 pack_f16(float low, float high) {
-    u32 word;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-
 // n / d for n < 2³¹, with the multiplier and the shift that the host found for d; a multiplier of 0 is for d = 1.
 RULE u32 divided(u32 n, u32 magic, u32 shift) { return magic ? __umulhi(n, magic) >> shift : n; }
 

@@ -1,6 +1,7 @@
-//! `nvfp4 bench gemm`: products beside the same product in binary32, measured in the same run.
+//! Products on the CPU, beside the same product in binary32.
 
-use super::median;
+use super::{Format, Sizes};
+use crate::bench::median;
 use anyhow::{Result, ensure};
 use half::bf16;
 use nvfp4_kernels::gemm::{Operand, Product, baseline, gemm};
@@ -13,36 +14,7 @@ use nvfp4_spec::{Bound, GlobalScale, Mode, Rounding};
 use rayon::prelude::*;
 use serde::Serialize;
 use std::io::Write;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
-
-/// Measure products of M × K activations and N × K weights on the CPU.
-///
-/// NVFP4 × NVFP4 gives the correctly rounded sum; bf16 × NVFP4 ("weight-only") adds in binary32. Beside them the same product of f32
-/// matrices by the `gemm` crate, timed in turns on the same threads. Printed are medians, how many times faster than f32 ours are,
-/// and the fraction of the floor: the time of copying the bytes that a product must read and write, over its own. Results are first
-/// checked on part of the outputs, NVFP4 × NVFP4 bit for bit, weight-only against its bound.
-#[derive(clap::Args)]
-pub struct Args {
-    /// Rows of the activations, a list.
-    #[arg(long, default_value = "1,16,256", value_delimiter = ',')]
-    m: Vec<usize>,
-    /// Rows of the weights.
-    #[arg(long, default_value_t = 4096)]
-    n: usize,
-    /// Columns of both.
-    #[arg(long, default_value_t = 4096)]
-    k: usize,
-    /// Threads to use. Default: one per core.
-    #[arg(long)]
-    threads: Option<usize>,
-    /// Implementation: scalar, avx2 or avx512. Default: the fastest.
-    #[arg(long)]
-    implementation: Option<Implementation>,
-    /// Print JSON: an array of {m, n, k, f32_ms, nvfp4_ms, nvfp4_speedup, nvfp4_of_floor, weight_only_ms, …}.
-    #[arg(long)]
-    json: bool,
-}
 
 #[derive(Serialize)]
 struct Row {
@@ -58,55 +30,42 @@ struct Row {
     weight_only_of_floor: f64,
 }
 
-pub fn run(args: &Args) -> Result<ExitCode> {
-    for (name, values) in [("--m", &args.m[..]), ("--n", &[args.n]), ("--k", &[args.k])] {
-        for &value in values {
-            ensure!((1..=1 << 15).contains(&value), "{name}: expected 1 to 32768, got {value}");
-        }
+pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let json = format == Format::Json;
+    if !json {
+        let threads = rayon::current_num_threads();
+        writeln!(out, "N = {}, K = {}, {implementation}, threads: {threads}", sizes.n, sizes.k)?;
+        writeln!(
+            out,
+            "{:>6} {:>9} {:>9} {:>8} {:>9} {:>12} {:>8} {:>9}",
+            "M", "f32 ms", "NVFP4 ms", "× f32", "of floor", "weight-only", "× f32", "of floor"
+        )?;
     }
-    let implementation = args.implementation.unwrap_or_else(Implementation::best);
-    ensure!(
-        implementation.to_string() != "cuda",
-        "--implementation: products run on the CPU: use scalar, avx2 or avx512"
-    );
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
-    crate::until_closed(pool.install(|| {
-        let mut out = std::io::stdout().lock();
-        if !args.json {
-            let threads = rayon::current_num_threads();
-            writeln!(out, "N = {}, K = {}, {implementation}, threads: {threads}", args.n, args.k)?;
+    let weights = Quantized::new(sizes.n, sizes.k, 1)?;
+    let mut rows = Vec::new();
+    for &m in &sizes.m {
+        let row = measure(implementation, m, &weights)?;
+        if !json {
             writeln!(
                 out,
-                "{:>6} {:>9} {:>9} {:>8} {:>9} {:>12} {:>8} {:>9}",
-                "M", "f32 ms", "NVFP4 ms", "× f32", "of floor", "weight-only", "× f32", "of floor"
+                "{:>6} {:>9.3} {:>9.3} {:>8.2} {:>9.2} {:>12.3} {:>8.2} {:>9.2}",
+                row.m,
+                row.f32_ms,
+                row.nvfp4_ms,
+                row.nvfp4_speedup,
+                row.nvfp4_of_floor,
+                row.weight_only_ms,
+                row.weight_only_speedup,
+                row.weight_only_of_floor
             )?;
         }
-        let weights = Quantized::new(args.n, args.k, 1)?;
-        let mut rows = Vec::new();
-        for &m in &args.m {
-            let row = measure(implementation, m, &weights)?;
-            if !args.json {
-                writeln!(
-                    out,
-                    "{:>6} {:>9.3} {:>9.3} {:>8.2} {:>9.2} {:>12.3} {:>8.2} {:>9.2}",
-                    row.m,
-                    row.f32_ms,
-                    row.nvfp4_ms,
-                    row.nvfp4_speedup,
-                    row.nvfp4_of_floor,
-                    row.weight_only_ms,
-                    row.weight_only_speedup,
-                    row.weight_only_of_floor
-                )?;
-            }
-            rows.push(row);
-        }
-        if args.json {
-            writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
-        }
-        Ok(())
-    }))?;
-    Ok(ExitCode::SUCCESS)
+        rows.push(row);
+    }
+    if json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
+    }
+    Ok(())
 }
 
 /// A matrix in bf16, in f32 and quantized.

@@ -1,0 +1,131 @@
+//! `nvfp4 bench gemm`: products beside the same product by another library, measured in the same run.
+
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use crate::device::Device;
+use anyhow::{Result, ensure};
+use nvfp4_kernels::Implementation;
+use std::process::ExitCode;
+
+/// Measure products of M × K activations and N × K weights.
+///
+/// On the CPU, NVFP4 × NVFP4 gives the correctly rounded sum; bf16 × NVFP4 ("weight-only") adds in binary32. Beside them the same
+/// product of f32 matrices by the `gemm` crate, timed in turns on the same threads. Printed are medians, how many times faster than f32
+/// ours are, and the fraction of the floor: the time of copying the bytes that a product must read and write, over its own. Results are
+/// first checked on part of the outputs, NVFP4 × NVFP4 bit for bit, weight-only against its bound.
+///
+/// On a GPU (--device cuda), everything lies in its memory, the weights in the order of its tensor cores, and outputs are bf16. Beside
+/// ours the bf16 product by cuBLAS, and the same after decoding the weights, or both sides, to bf16; `-` where cuBLAS is missing. Each is
+/// a CUDA graph of 20 calls (8 from M = 16384 on) over four sets of weights; graphs run in turns, and printed is the median of 11
+/// turns, in microseconds per call. `/cuBLAS` is our time over that of cuBLAS. The floor is the time of the bytes that a product must
+/// read and write, at the speed of a copy in the same run, or of its operations, at the best rate of cuBLAS in the same run, whichever
+/// is longer; `of floor` is that over our time. About 200 outputs of each are first checked against their bound.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Where to run: cpu, cuda or cuda:N.
+    #[arg(long, default_value_t = Device::Cpu)]
+    device: Device,
+    /// Rows of the activations, a list. Default: 1,16,256, or on a GPU 1,16,64,256,1024,4096,16384.
+    #[arg(long, value_delimiter = ',')]
+    m: Vec<usize>,
+    /// Rows of the weights. Default: 4096, or on a GPU 8192.
+    #[arg(long)]
+    n: Option<usize>,
+    /// Columns of both. Default: 4096, or on a GPU 8192.
+    #[arg(long)]
+    k: Option<usize>,
+    /// Threads of the CPU to use. Default: one per core.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Implementation on the CPU: scalar, avx2 or avx512. Default: the fastest.
+    #[arg(long)]
+    implementation: Option<Implementation>,
+    /// Say which kernels multiply, on a GPU.
+    #[arg(long)]
+    verbose: bool,
+    /// Print JSON: an array of {m, n, k, f32_ms, nvfp4_ms, nvfp4_speedup, nvfp4_of_floor, weight_only_ms, …}, or on a GPU
+    /// {m, n, k, weight_only: {us, of_cublas, of_floor, kernel}, nvfp4: {…}, cublas_us, decode_weights_us, decode_both_us}.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What to multiply.
+struct Sizes {
+    m: Vec<usize>,
+    n: usize,
+    k: usize,
+}
+
+/// What to print.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Format {
+    Table,
+    /// A table, and the kernels that were chosen.
+    Verbose,
+    Json,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    match args.device {
+        Device::Cpu => {
+            let (sizes, implementation) = args.on_cpu()?;
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
+            crate::until_closed(pool.install(|| cpu::run(&sizes, implementation, args.format())))?;
+        }
+        Device::Cuda(ordinal) => {
+            let sizes = args.on_gpu()?;
+            crate::until_closed(run_on_gpu(ordinal, &sizes, args.format()))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Args {
+    fn on_cpu(&self) -> Result<(Sizes, Implementation)> {
+        ensure!(!self.verbose, "--verbose is for --device cuda: on the CPU --implementation says what multiplies");
+        let implementation = self.implementation.unwrap_or_else(Implementation::best);
+        ensure!(
+            implementation.to_string() != "cuda",
+            "--implementation: cuda would copy to the GPU and back each time: use --device cuda"
+        );
+        Ok((self.sizes(&[1, 16, 256], 4096)?, implementation))
+    }
+
+    fn on_gpu(&self) -> Result<Sizes> {
+        ensure!(self.threads.is_none(), "--threads is for --device cpu");
+        ensure!(self.implementation.is_none(), "--implementation is for --device cpu");
+        self.sizes(&[1, 16, 64, 256, 1024, 4096, 16384], 8192)
+    }
+
+    /// The sizes that were asked for, or else these.
+    fn sizes(&self, m: &[usize], n_and_k: usize) -> Result<Sizes> {
+        let m = if self.m.is_empty() { m.to_vec() } else { self.m.clone() };
+        let (n, k) = (self.n.unwrap_or(n_and_k), self.k.unwrap_or(n_and_k));
+        for (name, values) in [("--m", &m[..]), ("--n", &[n]), ("--k", &[k])] {
+            for &value in values {
+                ensure!((1..=1 << 15).contains(&value), "{name}: expected 1 to 32768, got {value}");
+            }
+        }
+        Ok(Sizes { m, n, k })
+    }
+
+    fn format(&self) -> Format {
+        match (self.json, self.verbose) {
+            (true, _) => Format::Json,
+            (false, true) => Format::Verbose,
+            (false, false) => Format::Table,
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn run_on_gpu(ordinal: usize, sizes: &Sizes, format: Format) -> Result<()> {
+    cuda::run(crate::device::open(ordinal)?, sizes, format)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn run_on_gpu(_: usize, _: &Sizes, _: Format) -> Result<()> {
+    anyhow::bail!(crate::device::NOT_BUILT)
+}

@@ -1,0 +1,80 @@
+// Any product: both operands are decoded to binary32, 64 rows of each and 16 columns at a time, and multiplied by multiply-adds.
+// Settings before this text: Kind, A and B, the operands' kinds, OUTPUT, ORDER, ADD.
+
+struct Operand {
+    const u8* values;  // codes, or elements
+    const u8* scales;
+    u64 stride;        // bytes of a row of values
+    u32 swizzled;
+    u32 padding;
+};
+
+struct Params {
+    Operand a, b;
+    Output output;
+    u64 k;
+    u64 first_row;  // of the outputs of this launch
+};
+
+static_assert(sizeof(Params) == 184, "as in decoded.rs");
+
+// Element k of a row without the global scale.
+template <Kind KIND>
+RULE float element(const Operand& x, u64 row, u64 k, u64 cols) {
+    const u8* values = x.values + row * x.stride;
+    if (KIND == WIDE) return ((const float*)values)[k];
+    if (KIND == BRAIN) return precision::from_bf16(((const u16*)values)[k]);
+    if (KIND == HALF) return precision::from_f16(((const u16*)values)[k]);
+    u64 blocks = (cols + BLOCK - 1) / BLOCK, block = k / BLOCK;
+    u32 byte = x.scales[x.swizzled ? swizzle::offset(row, block, blocks) : row * blocks + block];
+    return e2m1::decode(values[k / 2] >> k % 2 * 4 & 15) * e4m3::decode(byte);
+}
+
+constexpr u32 SIDE = 64, DEPTH = 16;
+
+// 64 × 16 elements, turned around: a thread decodes four of a row.
+template <Kind KIND>
+RULE void load(const Operand& x, u64 first, u64 rows, u64 from, u64 k, float (&tile)[DEPTH][SIDE + 4]) {
+    u32 row = threadIdx.x / 4, column = threadIdx.x % 4 * 4;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        bool there = first + row < rows && from + column + i < k;
+        tile[column + i][row] = there ? element<KIND>(x, first + row, from + column + i, k) : 0.0f;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) gemm_decoded(const __grid_constant__ Params p) {
+    __shared__ float a[DEPTH][SIDE + 4], b[DEPTH][SIDE + 4];
+    u64 first_row = p.first_row + (u64)blockIdx.y * SIDE, first_column = (u64)blockIdx.x * SIDE;
+    u32 x = threadIdx.x % 16, y = threadIdx.x / 16;
+    float sums[4][4] = {};
+    for (u64 k = 0; k < p.k; k += DEPTH) {
+        load<A>(p.a, first_row, p.output.rows, k, p.k, a);
+        load<B>(p.b, first_column, p.output.cols, k, p.k, b);
+        __syncthreads();
+#pragma unroll
+        for (u32 d = 0; d < DEPTH; d++) {
+            float4 u = *(float4*)&a[d][4 * y], v = *(float4*)&b[d][4 * x];
+            float left[4] = {u.x, u.y, u.z, u.w}, right[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) sums[i][j] = fma_once(left[i], right[j], sums[i][j]);
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        u64 row = first_row + 4 * y + i;
+        if (row >= p.output.rows) continue;
+        float na = numerator(p.output.a, row);
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            u64 column = first_column + 4 * x + j, at = row * p.output.cols + column;
+            if (column >= p.output.cols) continue;
+            Factors f = factors(p.output, na, numerator(p.output.b, column));
+            store_output(p.output, at, finish(p.output, f, sums[i][j], bias_of(p.output, column), at));
+        }
+    }
+}

@@ -1,0 +1,53 @@
+// Products of prepared weights (ring.cuh) with the instruction for a warp, `mma.sync`, which every GPU from sm_80 on has.
+
+RULE void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+    if (MATH == BF16) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// Four matrices of 8 tokens × 8 columns; a lane gives the address of one row of one of them.
+RULE uint4 load_matrices(u32 at) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+extern "C" KERNEL gemm_mma(const __grid_constant__ Params p) {
+    run(p, [](const Consumer& me, const Work& work, Place& place, u32 full, u32 empty, u32 stages, float (&sums)[TOKENS / 2]) {
+        u32 lane = me.t % 32, token = lane % 8, piece = lane / 8;
+        for (u32 k = work.first + me.slice; k < work.last; k += SLICES) {
+            u32 at = stages + place.stage * STAGE_BYTES;
+            wait(full + 8 * place.stage, place.parity);
+#pragma unroll
+            for (u32 tile = 0; tile < TILES; tile++) {
+                uint4 codes = load_shared16(at + me.codes() + tile * TILE_BYTES);
+                uint2 scales = load_shared8(at + me.scales() + tile * TILE_BYTES);
+                u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+                // 32 columns at a time.
+#pragma unroll
+                for (u32 h = 0; h < 2; h++) {
+                    u32 factors[2], a[2][4];
+                    scale_words(h == 0 ? scales.x : scales.y, factors);
+                    fragment(words[2 * h], factors[0], a[0]);
+                    fragment(words[2 * h + 1], factors[1], a[1]);
+#pragma unroll
+                    for (u32 n = 0; n < TOKENS / 8; n++) {
+                        u32 row = at + tile * TOKEN_TILE + (8 * n + token) * ROW;
+                        uint4 b = load_matrices(row + 16 * ((4 * h + piece) ^ token));
+                        mma(sums + 4 * n, a[0], b.x, b.y);
+                        mma(sums + 4 * n, a[1], b.z, b.w);
+                    }
+                }
+            }
+            me.release(empty + 8 * place.stage);
+            place.advance(SLICES);
+        }
+    });
+}

@@ -1,0 +1,155 @@
+//! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
+//!
+//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply ([`ring`]): weights are
+//! brought into an order of their own first, once and for all as [`PreparedWeight`] or before each product. A product of two decoded
+//! values is exact in binary32, and so is a weight in bf16 and in f16, so only additions round. Every other pair is decoded to binary32
+//! and multiplied without tensor cores (`decoded.cu`).
+
+mod decoded;
+mod host;
+mod operand;
+mod output;
+mod prepared;
+mod ring;
+mod shape;
+mod workspace;
+
+pub(super) use host::on_host;
+pub use operand::{Operand, Weights};
+pub use output::Product;
+pub use prepared::PreparedWeight;
+pub use workspace::Workspace;
+
+use crate::cuda::text::precision;
+use crate::cuda::{Device, Plain, SliceMut, Source, Stream};
+use crate::input::check_len;
+use crate::{Result, cuda};
+use nvfp4_spec::{Element, Error, Precision, area};
+use output::Output;
+
+const OUTPUT: &str = concat!(include_str!("../../cuda/pack.cuh"), include_str!("output.cuh"));
+const WEIGHTS: &str = include_str!("weights.cuh");
+
+/// How a product is computed.
+enum Way<'a> {
+    /// By tensor cores, in the type of the tokens, which are rows of A.
+    Ring(ring::Tokens<'a>, ring::Right<'a>),
+    /// By multiply-adds on decoded values.
+    Decoded(operand::Operand<'a>, operand::Operand<'a>),
+}
+
+impl<'a> Way<'a> {
+    fn of(a: Operand<'a>, b: Weights<'a>) -> Result<Way<'a>> {
+        let right = match b {
+            Weights::Plain(x) => return Ok(Way::Decoded(a, Operand::Plain(x))),
+            Weights::Nvfp4(view) => ring::Right::View(view),
+            Weights::Prepared(weight) => ring::Right::Prepared(weight),
+        };
+        match (ring::Tokens::of(a), right) {
+            (Some(tokens), right) => Ok(Way::Ring(tokens, right)),
+            (_, ring::Right::View(view)) => Ok(Way::Decoded(a, Operand::Nvfp4(view))),
+            // The order of its bytes is for tensor cores alone.
+            (_, ring::Right::Prepared(_)) => Err(cuda::Error::Prepared.into()),
+        }
+    }
+}
+
+/// `out = α·A·Bᵀ (+ bias) (+ β·C)`; `out` is `a.rows` × `b.rows`, row-major. Does not wait.
+///
+/// `workspace` may grow, which waits, and which a capture refuses: run a product once before capturing it.
+pub fn gemm<'a, T: Element + Plain>(
+    stream: &Stream,
+    a: impl Into<Operand<'a>>,
+    b: impl Into<Weights<'a>>,
+    product: &Product<'_, T>,
+    out: SliceMut<'_, T>,
+    workspace: &mut Workspace,
+) -> Result<()> {
+    let (a, b) = (a.into(), b.into());
+    let output = check(stream.device(), &a, &b, product, &out)?;
+    if out.is_empty() {
+        return Ok(());
+    }
+    match Way::of(a, b)? {
+        Way::Ring(tokens, right) => ring::run(stream, tokens, right, &output, workspace),
+        Way::Decoded(a, b) => decoded::run(stream, &a, &b, &output),
+    }
+}
+
+/// Which kernel a product takes, in words.
+pub fn describe<'a>(device: Device, a: impl Into<Operand<'a>>, b: impl Into<Weights<'a>>) -> Result<String> {
+    Ok(match Way::of(a.into(), b.into())? {
+        Way::Ring(tokens, right) => ring::describe(device, &tokens, &right)?,
+        Way::Decoded(..) => "multiply-adds on decoded values".to_string(),
+    })
+}
+
+/// One product of a group.
+#[derive(Debug)]
+pub struct Member<'a, T: Plain> {
+    /// The left operand, M rows of its own.
+    pub a: Operand<'a>,
+    /// The right operand.
+    pub b: Weights<'a>,
+    /// Everything else about it.
+    pub product: Product<'a, T>,
+    /// `a.rows` × `b.rows`, row-major.
+    pub out: SliceMut<'a, T>,
+}
+
+/// Products that belong together: each with its own operands, of any size. One without outputs touches nothing; one whose K is 0 has
+/// a sum of exactly 0. All are checked before any begins. Does not wait.
+pub fn grouped<T: Element + Plain>(
+    stream: &Stream,
+    members: &mut [Member<'_, T>],
+    workspace: &mut Workspace,
+) -> Result<()> {
+    for member in &*members {
+        check(stream.device(), &member.a, &member.b, &member.product, &member.out)?;
+        Way::of(member.a, member.b)?;
+    }
+    for member in members {
+        gemm(stream, member.a, member.b, &member.product, member.out.reborrow(), workspace)?;
+    }
+    Ok(())
+}
+
+/// What the kernels need to know about the outputs, if everything fits.
+fn check<T: Element + Plain>(
+    device: Device,
+    a: &Operand<'_>,
+    b: &Weights<'_>,
+    product: &Product<'_, T>,
+    out: &SliceMut<'_, T>,
+) -> Result<Output> {
+    a.check(device)?;
+    b.check(device)?;
+    if a.cols() != b.cols() {
+        return Err(Error::InnerLength { expected: a.cols(), got: b.cols() }.into());
+    }
+    let outputs = area(a.rows(), b.rows())?;
+    check_len("output", outputs, out.len())?;
+    out.check(device, "output")?;
+    out.check_aligned(size_of::<T>(), "output")?;
+    if let Some(bias) = product.bias {
+        check_len("bias", b.rows(), bias.len())?;
+        bias.check(device, "bias")?;
+        bias.check_aligned(size_of::<f32>(), "bias")?;
+    }
+    if let Some((c, _)) = product.add {
+        check_len("C", outputs, c.len())?;
+        c.check(device, "C")?;
+        c.check_aligned(size_of::<T>(), "C")?;
+    }
+    Ok(Output::new(a, b, product, out.address()))
+}
+
+/// Texts for [`cuda::sources`].
+pub(crate) fn sources() -> Vec<(String, Source)> {
+    [ring::sources(), decoded::sources()].concat()
+}
+
+/// The setting for the type in which tensor cores multiply.
+fn math(of: Precision) -> String {
+    format!("constexpr Precision MATH = {};\n", precision(of))
+}

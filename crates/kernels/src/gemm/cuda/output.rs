@@ -1,0 +1,166 @@
+//! From sums to outputs; `output.cuh` says how.
+
+use super::operand::{Global, Operand, Weights};
+use crate::cuda::text::precision;
+use crate::cuda::{Plain, Slice};
+use nvfp4_spec::gemm::Epilogue;
+use nvfp4_spec::scale::Unit;
+use nvfp4_spec::{Element, GlobalScale, Precision};
+
+/// Everything about a product but its operands. Twin of [`nvfp4_spec::gemm::Product`]; how sums are accumulated is the GPU's to choose.
+#[derive(Clone, Copy, Debug)]
+pub struct Product<'a, T: Plain> {
+    /// In what order the factors are applied; `None` picks row-scaled if either operand is.
+    pub epilogue: Option<Epilogue>,
+    /// The caller's factor α.
+    pub alpha: f32,
+    /// One value per output column.
+    pub bias: Option<Slice<'a, f32>>,
+    /// The matrix C and its factor β. A β of 0 leaves C unread.
+    pub add: Option<(Slice<'a, T>, f32)>,
+}
+
+impl<T: Plain> Default for Product<'_, T> {
+    fn default() -> Self {
+        Product { epilogue: None, alpha: 1.0, bias: None, add: None }
+    }
+}
+
+/// The order of factors: twin of [`nvfp4_spec::gemm::OutputScale`]'s variants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Order {
+    Folded,
+    OneRow,
+    BothRows,
+}
+
+/// What kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Kind {
+    pub precision: Precision,
+    pub order: Order,
+    /// The left operand's scale.
+    pub left: GlobalScale,
+    pub add: Add,
+}
+
+/// Whether there is a β·C.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Add {
+    Nothing,
+    C,
+}
+
+impl Kind {
+    /// The settings of `output.cuh`.
+    pub fn settings(self) -> String {
+        let order = match self.order {
+            Order::Folded => "FOLDED",
+            Order::OneRow => "ONE_ROW",
+            Order::BothRows => "BOTH_ROWS",
+        };
+        let (output, add, rows) = (precision(self.precision), self.add == Add::C, self.left == GlobalScale::PerRow);
+        format!(
+            "constexpr Precision OUTPUT = {output};\nconstexpr Order ORDER = {order};\nconstexpr bool PER_TOKEN = {rows}, ADD = {add};\n"
+        )
+    }
+}
+
+/// `Side` of `output.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Side {
+    stored: u64,
+    denominator: f32,
+    divisor: u32,
+    per_row: u32,
+    padding: u32,
+}
+
+impl Side {
+    fn new(global: Global) -> Self {
+        let (denominator, divisor) = match global.unit {
+            Unit::Amax(bound) => (bound.six_e(), false),
+            Unit::Multiplier => (1.0, false),
+            Unit::Divisor => (1.0, true),
+        };
+        Side {
+            stored: global.stored,
+            denominator,
+            divisor: divisor.into(),
+            per_row: (global.of == GlobalScale::PerRow).into(),
+            padding: 0,
+        }
+    }
+}
+
+/// `Output` of `output.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Params {
+    a: Side,
+    b: Side,
+    bias: u64,
+    c: u64,
+    out: u64,
+    rows: u64,
+    cols: u64,
+    alpha: f32,
+    beta: f32,
+    pairs: u32,
+    padding: u32,
+}
+
+const _: () = assert!(size_of::<Params>() == 104);
+
+/// The outputs of a product.
+pub(super) struct Output {
+    pub kind: Kind,
+    params: Params,
+}
+
+impl Output {
+    pub fn new<T: Element + Plain>(a: &Operand<'_>, b: &Weights<'_>, product: &Product<'_, T>, out: u64) -> Self {
+        let (left, right) = (a.global(), b.global());
+        let row_scaled = [left, right].map(|side| side.of == GlobalScale::PerRow);
+        let default = if row_scaled == [false; 2] { Epilogue::Folded } else { Epilogue::RowScaled };
+        let order = match (product.epilogue.unwrap_or(default), row_scaled) {
+            (Epilogue::Folded, _) => Order::Folded,
+            (Epilogue::RowScaled, [true, true]) => Order::BothRows,
+            (Epilogue::RowScaled, _) => Order::OneRow,
+        };
+        let add = product.add.filter(|&(_, beta)| beta != 0.0);
+        let size = size_of::<T>();
+        let pairs = b.rows().is_multiple_of(2) && out.is_multiple_of(2 * size as u64);
+        let params = Params {
+            a: Side::new(left),
+            b: Side::new(right),
+            bias: product.bias.map_or(0, |bias| bias.address()),
+            c: add.map_or(0, |(c, _)| c.address()),
+            out,
+            rows: a.rows() as u64,
+            cols: b.rows() as u64,
+            alpha: product.alpha,
+            beta: add.map_or(0.0, |(_, beta)| beta),
+            pairs: pairs.into(),
+            padding: 0,
+        };
+        let add = if add.is_some() { Add::C } else { Add::Nothing };
+        Output { kind: Kind { precision: T::PRECISION, order, left: left.of, add }, params }
+    }
+
+    /// What kernels need to know about `rows` of the outputs, from the first on.
+    pub fn part(&self, first: usize, rows: usize) -> Params {
+        let mut part = self.params;
+        let size = match self.kind.precision {
+            Precision::F32 => 4,
+            Precision::Bf16 | Precision::F16 => 2,
+        };
+        let outputs = first as u64 * part.cols * size;
+        part.out += outputs;
+        part.c += if self.kind.add == Add::C { outputs } else { 0 };
+        part.a.stored += if part.a.per_row == 1 { 4 * first as u64 } else { 0 };
+        part.rows = rows as u64;
+        part
+    }
+}

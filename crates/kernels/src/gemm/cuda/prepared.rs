@@ -1,0 +1,116 @@
+//! Weights in the order of the tensor cores; `weights.cuh` says which.
+
+use super::operand::Global;
+use super::{WEIGHTS, math};
+use crate::cuda::text::{Variants, assemble};
+use crate::cuda::{Buffer, Device, Source, Stream, entry};
+use crate::dequantize::cuda::View;
+use crate::quantize::Layout;
+use crate::{Result, cuda};
+use nvfp4_spec::scale::Unit;
+use nvfp4_spec::{GlobalScale, Precision};
+
+/// Rows and columns of a tile.
+pub(super) const TILE: usize = 64;
+/// Bytes of a tile.
+pub(super) const TILE_BYTES: usize = 2304;
+
+/// Tiles along rows and along K; those along K are even in number, for kernels that take two at a time.
+pub(super) fn tiles(rows: usize, cols: usize) -> (usize, usize) {
+    (rows.div_ceil(TILE), cols.div_ceil(2 * TILE) * 2)
+}
+
+/// A quantized matrix that products take as their right side, in the order in which tensor cores read it: 4.5 bits per element,
+/// rows being filled up to a multiple of 64 and columns to one of 128. Its values are those it was made of.
+#[derive(Debug)]
+pub struct PreparedWeight {
+    rows: usize,
+    cols: usize,
+    tiles: Buffer<u8>,
+    stored: Buffer<f32>,
+    global: GlobalScale,
+    unit: Unit,
+}
+
+impl PreparedWeight {
+    /// Brings a matrix into order. Does not wait.
+    pub fn new(stream: &Stream, q: &View<'_>) -> Result<Self> {
+        let device = stream.device();
+        q.check(device)?;
+        let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
+        let tiles = device.alloc(row_tiles * k_tiles * TILE_BYTES)?;
+        prepare(stream, q, tiles.slice().address())?;
+        let mut stored = device.alloc(q.stored.len())?;
+        stream.copy(q.stored, stored.slice_mut())?;
+        Ok(PreparedWeight { rows: q.rows, cols: q.cols, tiles, stored, global: q.global, unit: q.unit })
+    }
+
+    /// Number of rows: N.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns: K.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Bytes of memory, its 32-bit scales included.
+    pub fn bytes(&self) -> usize {
+        self.tiles.len() + 4 * self.stored.len()
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.tiles.slice().address()
+    }
+
+    pub(super) fn global(&self) -> Global {
+        Global { stored: self.stored.slice().address(), of: self.global, unit: self.unit }
+    }
+
+    pub(super) fn check(&self, device: Device) -> Result<()> {
+        Ok(self.tiles.slice().check(device, "prepared weights")?)
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    codes: u64,
+    scales: u64,
+    out: u64,
+    rows: u64,
+    cols: u64,
+    tiles: u32,
+    swizzled: u32,
+}
+
+/// Writes the tiles of a matrix that was checked to `out`, which has room for them.
+pub(super) fn prepare(stream: &Stream, q: &View<'_>, out: u64) -> Result<()> {
+    static VARIANTS: Variants<()> = Variants::new();
+    let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
+    let blocks =
+        u32::try_from(row_tiles * k_tiles).map_err(|_| cuda::Error::TooManyBlocks { rows: q.rows, cols: q.cols })?;
+    let params = Params {
+        codes: q.codes.address(),
+        scales: q.scales.address(),
+        out,
+        rows: q.rows as u64,
+        cols: q.cols as u64,
+        tiles: k_tiles as u32,
+        swizzled: (q.layout == Layout::Swizzled).into(),
+    };
+    let kernel = VARIANTS.get(stream.device(), (), source)?;
+    // SAFETY: `Params` is laid out as in prepare.cu; the matrix was checked, and the caller has room for its tiles.
+    unsafe { kernel.launch(stream, [blocks, 1, 1], 512, 0, &params) }?;
+    Ok(())
+}
+
+fn source((): ()) -> (&'static str, &'static str, String) {
+    let text = assemble(&math(Precision::Bf16), &[WEIGHTS, include_str!("prepare.cu")]);
+    ("gemm_prepare", "gemm_prepare", text)
+}
+
+pub(super) fn sources() -> Vec<(String, Source)> {
+    vec![entry((), source)]
+}

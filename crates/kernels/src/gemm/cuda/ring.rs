@@ -1,0 +1,318 @@
+//! Products by tensor cores; `ring.cuh` says how.
+
+use super::operand::Operand;
+use super::output::{self, Add, Kind, Order, Output};
+use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
+use super::shape::{self, Instruction, Shape};
+use super::workspace::Workspace;
+use super::{OUTPUT, WEIGHTS, math};
+use crate::cuda::text::{PRECISIONS, Variants, assemble};
+use crate::cuda::{Device, Input, SliceMut, Source, Stream, entry, tensor_map};
+use crate::dequantize::cuda::View;
+use crate::quantize::Layout;
+use crate::{Result, cuda};
+use nvfp4_spec::{BLOCK, GlobalScale, Precision};
+
+/// The left operand.
+#[derive(Clone, Copy)]
+pub(super) enum Tokens<'a> {
+    /// To be decoded to bf16 first.
+    Nvfp4(View<'a>),
+    /// Of 16 bits.
+    Plain(Input<'a>, Precision),
+}
+
+impl<'a> Tokens<'a> {
+    /// Tensor cores take numbers of 16 bits.
+    pub fn of(a: Operand<'a>) -> Option<Self> {
+        match a {
+            _ if a.cols() == 0 => None,
+            Operand::Nvfp4(view) => Some(Tokens::Nvfp4(view)),
+            Operand::Plain(x) => match x.values().precision() {
+                Precision::F32 => None,
+                precision => Some(Tokens::Plain(x, precision)),
+            },
+        }
+    }
+
+    fn rows(&self) -> usize {
+        match self {
+            Tokens::Nvfp4(view) => view.rows,
+            Tokens::Plain(x, _) => x.rows(),
+        }
+    }
+
+    fn math(&self) -> Precision {
+        match self {
+            Tokens::Nvfp4(_) => Precision::Bf16,
+            Tokens::Plain(_, precision) => *precision,
+        }
+    }
+
+    /// Whether kernels can read it where it lies: rows at multiples of 16 bytes, in pieces of 16 bytes.
+    fn lies_well(&self) -> bool {
+        match self {
+            Tokens::Nvfp4(_) => false,
+            Tokens::Plain(x, _) => x.rows_aligned() && x.cols().is_multiple_of(8),
+        }
+    }
+}
+
+/// The right operand.
+#[derive(Clone, Copy)]
+pub(super) enum Right<'a> {
+    /// To be brought into order first.
+    View(View<'a>),
+    Prepared(&'a PreparedWeight),
+}
+
+impl Right<'_> {
+    fn size(&self) -> (usize, usize) {
+        match self {
+            Right::View(view) => (view.rows, view.cols),
+            Right::Prepared(weight) => (weight.rows(), weight.cols()),
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Params {
+    map: [u64; 16],
+    tokens: u64,
+    weights: u64,
+    output: output::Params,
+    k: u64,
+    pitch: u64,
+    tiles: u32,
+    row_tiles: u32,
+    token_tiles: u32,
+    undo: f32,
+}
+
+const _: () = assert!(size_of::<Params>() == 320);
+
+/// What decoded weights and decoded tokens lack.
+const UNDO: f32 = 128.0;
+
+type Variant = (Shape, Precision, Kind);
+
+fn choose(device: Device, m: usize, (rows, cols): (usize, usize)) -> Result<Shape> {
+    let too_large = cuda::Error::TooManyBlocks { rows, cols };
+    Ok(Shape::choose(device, m, tiles(rows, cols)).ok_or(too_large)?)
+}
+
+pub(super) fn describe(device: Device, tokens: &Tokens<'_>, right: &Right<'_>) -> Result<String> {
+    let before = match (tokens, right) {
+        (Tokens::Nvfp4(_), Right::View(_)) => "decode A, prepare B, ",
+        (Tokens::Nvfp4(_), Right::Prepared(_)) => "decode A, ",
+        (Tokens::Plain(..), Right::View(_)) => "prepare B, ",
+        (Tokens::Plain(..), Right::Prepared(_)) => "",
+    };
+    Ok(format!("{before}{}", choose(device, tokens.rows(), right.size())?))
+}
+
+/// Decoded tokens come in multiples of so many.
+const PART: usize = 1024;
+/// Bytes of decoded tokens at a time: about the second-level cache, so that much of them need not go further.
+const DECODED: usize = 64 << 20;
+
+/// The product of operands that were checked and have outputs.
+pub(super) fn run(
+    stream: &Stream,
+    tokens: Tokens<'_>,
+    right: Right<'_>,
+    output: &Output,
+    workspace: &mut Workspace,
+) -> Result<()> {
+    let (rows, cols) = right.size();
+    let (row_tiles, k_tiles) = tiles(rows, cols);
+    let weight_bytes = match right {
+        Right::View(_) => row_tiles * k_tiles * TILE_BYTES,
+        Right::Prepared(_) => 0,
+    };
+    // Where they do not lie well, tokens get rows of whole blocks.
+    let (m, pitch) = (tokens.rows(), 2 * cols.next_multiple_of(BLOCK));
+    let part = match tokens {
+        Tokens::Nvfp4(_) => m.min((DECODED / pitch).next_multiple_of(PART).max(PART)),
+        Tokens::Plain(..) => m,
+    };
+    let token_bytes = if tokens.lies_well() { 0 } else { part * pitch };
+    let [weights, scratch] = workspace.reserve(stream, [weight_bytes, token_bytes])?;
+    let weights = match right {
+        Right::View(view) => {
+            prepare(stream, &view, weights)?;
+            weights
+        }
+        Right::Prepared(weight) => weight.address(),
+    };
+    let call = Call { stream, bits: tokens.math(), weights, size: (rows, cols), output };
+    match tokens {
+        Tokens::Nvfp4(view) => {
+            for first in (0..m).step_by(part) {
+                let count = part.min(m - first);
+                decode(stream, &view, (first, count), scratch)?;
+                call.launch((scratch, pitch), (first, count), UNDO * UNDO)?;
+            }
+            Ok(())
+        }
+        Tokens::Plain(x, _) => {
+            // The stride of a single row may be any number.
+            let (from, stride) = (x.values().address(), 2 * if m == 1 { cols } else { x.stride() });
+            if tokens.lies_well() {
+                return call.launch((from, stride), (0, m), UNDO);
+            }
+            // What stands after a row's end is multiplied by zeros, and must not be NaN.
+            // SAFETY: so many bytes were reserved, for this stream alone.
+            stream.fill_bytes::<u8>(unsafe { SliceMut::from_raw(scratch, token_bytes) }, 0)?;
+            // SAFETY: the matrix was checked, and as many rows of that pitch were reserved.
+            unsafe { stream.copy_rows((from, stride), (scratch, pitch), 2 * cols, m) }?;
+            call.launch((scratch, pitch), (0, m), UNDO)
+        }
+    }
+}
+
+/// What the launches of a product have in common.
+struct Call<'a> {
+    stream: &'a Stream,
+    bits: Precision,
+    weights: u64,
+    /// N and K.
+    size: (usize, usize),
+    output: &'a Output,
+}
+
+impl Call<'_> {
+    /// Multiplies tokens at an address with a pitch, which are so many from the first on.
+    fn launch(&self, (tokens, pitch): (u64, usize), (first, m): (usize, usize), undo: f32) -> Result<()> {
+        static VARIANTS: Variants<Variant> = Variants::new();
+        let (device, (rows, cols)) = (self.stream.device(), self.size);
+        let shape = choose(device, m, self.size)?;
+        let (row_tiles, k_tiles) = tiles(rows, cols);
+        let params = Params {
+            map: tensor_map(device, self.bits, (tokens, pitch), (m, cols), shape.tokens)?,
+            tokens,
+            weights: self.weights,
+            output: self.output.part(first, m),
+            k: cols as u64,
+            pitch: pitch as u64,
+            tiles: k_tiles as u32,
+            row_tiles: row_tiles as u32,
+            token_tiles: m.div_ceil(shape.tokens as usize) as u32,
+            undo,
+        };
+        let outputs = shape.outputs(m, row_tiles);
+        let blocks =
+            if shape.stays() { outputs.min(device.multiprocessors() as usize) } else { outputs * shape.split as usize };
+        let blocks = u32::try_from(blocks).map_err(|_| cuda::Error::TooManyBlocks { rows: m, cols: rows })?;
+        let kernel = VARIANTS.get(device, (shape, self.bits, self.output.kind), source)?;
+        // SAFETY: `Params` is laid out as in ring.cuh; operands and outputs were checked, and what was reserved is this stream's alone.
+        // The kernel waits for earlier work before it touches memory.
+        unsafe { kernel.launch_early(self.stream, [blocks, 1, 1], shape.threads(), shape.shared(), &params) }?;
+        Ok(())
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DecodeParams {
+    codes: u64,
+    scales: u64,
+    out: u64,
+    first: u64,
+    rows: u64,
+    cols: u64,
+    swizzled: u32,
+    aligned: u32,
+}
+
+/// Decodes rows of a matrix that was checked, so many from the first on, to rows of whole blocks of bf16 at `out`.
+fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64) -> Result<()> {
+    static VARIANTS: Variants<Precision> = Variants::new();
+    let params = DecodeParams {
+        codes: q.codes.address(),
+        scales: q.scales.address(),
+        out,
+        first: first as u64,
+        rows: rows as u64,
+        cols: q.cols as u64,
+        swizzled: (q.layout == Layout::Swizzled).into(),
+        aligned: (q.cols.is_multiple_of(BLOCK) && q.codes.address().is_multiple_of(8)).into(),
+    };
+    let blocks = (rows * q.cols.div_ceil(BLOCK)).div_ceil(256);
+    let blocks = u32::try_from(blocks).map_err(|_| cuda::Error::TooManyBlocks { rows: q.rows, cols: q.cols })?;
+    let kernel = VARIANTS.get(stream.device(), Precision::Bf16, decode_source)?;
+    // SAFETY: `DecodeParams` is laid out as in tokens.cu; the matrix was checked, and the caller has room for what comes out. The kernel
+    // waits for earlier work before it touches memory.
+    unsafe { kernel.launch_early(stream, [blocks, 1, 1], 256, 0, &params) }?;
+    Ok(())
+}
+
+fn decode_source(bits: Precision) -> (&'static str, &'static str, String) {
+    let files = [include_str!("../../cuda/pack.cuh"), WEIGHTS, include_str!("tokens.cu")];
+    ("gemm_tokens", "gemm_tokens", assemble(&math(bits), &files))
+}
+
+fn source((shape, bits, kind): Variant) -> (&'static str, &'static str, String) {
+    let Shape { instruction, tokens, rows, slices, stages, tiles, split, registers } = shape;
+    let set = |how: &str, registers: Option<u32>| match registers {
+        Some(n) => format!("asm volatile(\"setmaxnreg.{how}.sync.aligned.u32 {n};\")"),
+        None => "(void)0".to_string(),
+    };
+    let (lower, raise) = (set("dec", registers.map(|r| r.0)), set("inc", registers.map(|r| r.1)));
+    let settings = format!(
+        "#define LOWER_REGISTERS {lower}\n#define RAISE_REGISTERS {raise}\nconstexpr u32 TOKENS = {tokens}, ROWS = {rows}, SLICES = {slices}, \
+         STAGES = {stages}, TILES = {tiles}, SPLIT = {split};\n{}{}",
+        math(bits),
+        kind.settings()
+    );
+    let ring = include_str!("ring.cuh");
+    match instruction {
+        Instruction::Mma => {
+            ("gemm_mma", "gemm_mma", assemble(&settings, &[OUTPUT, WEIGHTS, ring, include_str!("mma.cu")]))
+        }
+        Instruction::Wgmma => {
+            let files = [OUTPUT, WEIGHTS, ring, &wgmma(tokens, bits), include_str!("wgmma.cu")];
+            ("gemm_wgmma", "gemm_wgmma", assemble(&settings, &files))
+        }
+    }
+}
+
+/// The instruction for a warpgroup as a function, for so many tokens: its accumulators are all named.
+fn wgmma(tokens: u32, bits: Precision) -> String {
+    let count = tokens / 2;
+    let list =
+        |item: &dyn Fn(u32) -> String, range: std::ops::Range<u32>| range.map(item).collect::<Vec<_>>().join(", ");
+    let sums = list(&|i| format!("%{i}"), 0..count);
+    let outputs = list(&|i| format!("\"+f\"(d[{i}])"), 0..count);
+    let a = list(&|i| format!("%{i}"), count..count + 4);
+    let kind = match bits {
+        Precision::F16 => "f16",
+        _ => "bf16",
+    };
+    let b = count + 4;
+    format!(
+        "RULE void wgmma(float (&d)[{count}], const u32 (&a)[4], u64 b) {{\n    asm volatile(\"{{\\n.reg .pred p;\\nsetp.eq.u32 p, 0, 0;\\n\
+         wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, %{b}, p, 1, 1, 0;\\n}}\" : {outputs} : \
+         \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n}}\n"
+    )
+}
+
+/// Every shape in both types, and every kind of output.
+pub(super) fn sources() -> Vec<(String, Source)> {
+    let plain =
+        Kind { precision: Precision::Bf16, order: Order::Folded, left: GlobalScale::PerTensor, add: Add::Nothing };
+    let shapes = shape::all().into_iter().flat_map(|shape| {
+        let types = [Precision::Bf16, Precision::F16].map(|bits| entry((shape, bits, plain), source));
+        types.into_iter().chain([entry((Shape { split: 2, ..shape }, Precision::Bf16, plain), source)])
+    });
+    let small = shape::all()[0];
+    let kinds = PRECISIONS.into_iter().flat_map(|precision| {
+        let orders = [Order::Folded, Order::OneRow, Order::BothRows];
+        orders.map(|order| {
+            entry((small, Precision::Bf16, Kind { precision, order, left: GlobalScale::PerRow, add: Add::C }), source)
+        })
+    });
+    let others = [Precision::Bf16, Precision::F16].map(|bits| entry(bits, decode_source));
+    shapes.chain(kinds).chain(others).chain(prepared::sources()).collect()
+}

@@ -1,0 +1,219 @@
+//! Which kernel multiplies: shapes, and what they were measured to cost.
+
+use super::prepared::{TILE, TILE_BYTES};
+use crate::cuda::Device;
+use std::fmt;
+
+/// The instruction that multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Instruction {
+    /// Of a warpgroup: Hopper's.
+    Wgmma,
+    /// Of a warp: every GPU's.
+    Mma,
+}
+
+/// The settings of `ring.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Shape {
+    pub instruction: Instruction,
+    pub tokens: u32,
+    pub rows: u32,
+    pub slices: u32,
+    pub stages: u32,
+    pub tiles: u32,
+    pub split: u32,
+    /// Registers of a thread that fills and of one that multiplies, where they are not the same.
+    pub registers: Option<(u32, u32)>,
+}
+
+/// A shape that there is to choose from, as deep as is useful.
+struct Candidate {
+    shape: Shape,
+    /// Nanoseconds that a block takes for 64 columns on an H200, measured with N = K = 8192.
+    step: f64,
+}
+
+const fn shape(instruction: Instruction, tokens: u32, rows: u32, slices: u32, stages: u32, tiles: u32) -> Shape {
+    Shape { instruction, tokens, rows, slices, stages, tiles, split: 1, registers: None }
+}
+
+/// Hopper's. The last one is for many tokens: accumulators take more than half of all registers.
+const HOPPER: [Candidate; 6] = {
+    use Instruction::{Mma, Wgmma};
+    let most = Shape { registers: Some((40, 232)), ..shape(Wgmma, 256, 2, 1, 6, 1) };
+    [
+        Candidate { shape: shape(Mma, 8, 1, 4, 12, 2), step: 82.0 },
+        Candidate { shape: shape(Mma, 16, 1, 3, 12, 4), step: 92.0 },
+        Candidate { shape: shape(Wgmma, 32, 1, 4, 16, 2), step: 112.0 },
+        Candidate { shape: shape(Wgmma, 64, 1, 3, 9, 2), step: 132.0 },
+        Candidate { shape: shape(Wgmma, 128, 1, 2, 6, 2), step: 213.0 },
+        Candidate { shape: most, step: 700.0 },
+    ]
+};
+
+/// Every other GPU's.
+const PORTABLE: [Candidate; 5] = {
+    use Instruction::Mma;
+    [
+        Candidate { shape: shape(Mma, 8, 1, 4, 12, 2), step: 100.0 },
+        Candidate { shape: shape(Mma, 16, 1, 4, 12, 2), step: 130.0 },
+        Candidate { shape: shape(Mma, 32, 1, 4, 12, 1), step: 200.0 },
+        Candidate { shape: shape(Mma, 64, 2, 1, 8, 1), step: 650.0 },
+        Candidate { shape: shape(Mma, 128, 2, 1, 8, 1), step: 1200.0 },
+    ]
+};
+
+/// The most blocks that are made to share an output.
+const MOST_SPLIT: u32 = 8;
+/// What sharing costs, in nanoseconds.
+const SPLIT_COST: f64 = 1500.0;
+/// Shared memory for barriers and alignment.
+const OVERHEAD: u32 = 2048;
+
+impl Shape {
+    /// Bytes of shared memory.
+    pub fn shared(&self) -> u32 {
+        OVERHEAD + self.stages * self.stage()
+    }
+
+    fn stage(&self) -> u32 {
+        let tokens = self.tokens * TILE as u32 * 2;
+        (self.tiles * (tokens + self.rows * TILE_BYTES as u32)).next_multiple_of(1024)
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self) -> u32 {
+        128 * (self.rows * self.slices + 1)
+    }
+
+    /// Whether a block takes one tile of outputs after the other. Where sums meet in the end it takes one.
+    pub fn stays(&self) -> bool {
+        self.slices * self.split == 1
+    }
+
+    /// Tiles of outputs.
+    pub fn outputs(&self, m: usize, row_tiles: usize) -> usize {
+        row_tiles.div_ceil(self.rows as usize) * m.div_ceil(self.tokens as usize)
+    }
+
+    /// With no more stages than fit, and steps that K is a multiple of; `None` where too few are left.
+    fn fitted(mut self, shared_memory: u32, k_tiles: usize) -> Option<Self> {
+        if !k_tiles.is_multiple_of(self.tiles as usize) {
+            (self.tiles, self.stages) = (self.tiles / 2, self.stages * 2);
+        }
+        let room = shared_memory.saturating_sub(OVERHEAD) / self.stage();
+        // The filling warps of a single slice may be four.
+        let least = if self.slices == 1 { 4 } else { 2 * self.slices };
+        self.stages = self.stages.min(room) / self.slices * self.slices;
+        (self.stages >= least).then_some(self)
+    }
+
+    /// The shape that a product is expected to be fastest with.
+    pub fn choose(device: Device, m: usize, (row_tiles, k_tiles): (usize, usize)) -> Option<Shape> {
+        let chip = Chip::of(device);
+        let candidates: &[Candidate] = if chip.wgmma { &HOPPER } else { &PORTABLE };
+        let shapes = candidates.iter().filter_map(|candidate| {
+            let shape = candidate.shape.fitted(chip.shared_memory, k_tiles)?;
+            let splits = (0..).map(|i| 1 << i).take_while(|&split| split == 1 || chip.clusters && split <= MOST_SPLIT);
+            let costs = splits.map(|split| {
+                let shape = Shape { split, ..shape };
+                (shape, shape.cost(candidate.step, &chip, m, (row_tiles, k_tiles)))
+            });
+            costs.min_by(|(_, a), (_, b)| a.total_cmp(b))
+        });
+        shapes.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(shape, _)| shape)
+    }
+
+    /// Nanoseconds.
+    fn cost(&self, step: f64, chip: &Chip, m: usize, (row_tiles, k_tiles): (usize, usize)) -> f64 {
+        // Clusters do not fill the chip: they lie within its parts.
+        let room = match self.split {
+            1 => chip.multiprocessors,
+            2 => chip.multiprocessors - chip.multiprocessors / 32,
+            _ => chip.multiprocessors * 4 / 5,
+        };
+        let waves = (self.outputs(m, row_tiles) * self.split as usize).div_ceil(room.max(1) as usize);
+        let steps = k_tiles.div_ceil(self.split as usize);
+        let split = if self.split == 1 { 0.0 } else { SPLIT_COST };
+        waves as f64 * (steps as f64 * step + split)
+    }
+}
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let instruction = match self.instruction {
+            Instruction::Wgmma => "wgmma",
+            Instruction::Mma => "mma.sync",
+        };
+        let (rows, columns) = (TILE as u32 * self.rows, TILE as u32 * self.tiles);
+        write!(f, "{instruction} {}×{rows}×{columns}, {} stages", self.tokens, self.stages)?;
+        if self.slices > 1 {
+            write!(f, ", {} slices", self.slices)?;
+        }
+        if self.split > 1 {
+            write!(f, ", split {}", self.split)?;
+        }
+        Ok(())
+    }
+}
+
+/// What matters of a GPU.
+struct Chip {
+    wgmma: bool,
+    clusters: bool,
+    multiprocessors: u32,
+    shared_memory: u32,
+}
+
+impl Chip {
+    fn of(device: Device) -> Self {
+        let (capability, portable) = (device.capability(), device.portable());
+        Chip {
+            wgmma: capability == (9, 0) && !portable,
+            clusters: capability.0 >= 9 && !portable,
+            multiprocessors: device.multiprocessors(),
+            shared_memory: device.properties().shared_memory,
+        }
+    }
+}
+
+/// Every shape that there is, for tests that compile them.
+pub(super) fn all() -> Vec<Shape> {
+    HOPPER.iter().chain(&PORTABLE).map(|candidate| candidate.shape).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: Chip = Chip { wgmma: true, clusters: true, multiprocessors: 132, shared_memory: 232448 };
+
+    #[test]
+    fn every_shape_fits_its_chip() {
+        for candidate in &HOPPER {
+            assert_eq!(candidate.shape.fitted(H200.shared_memory, 128), Some(candidate.shape));
+        }
+        // 99 KiB, as on sm_86 and sm_120.
+        for candidate in &PORTABLE {
+            assert!(candidate.shape.fitted(101376, 128).is_some(), "{}", candidate.shape);
+        }
+    }
+
+    #[test]
+    fn registers_are_only_handed_on() {
+        for shape in all() {
+            // Changed numbers of registers come from those that the block was started with: else its threads would wait for ever.
+            if let Some((fills, multiplies)) = shape.registers {
+                let start = 65536 / shape.threads() / 8 * 8;
+                assert!(128 * fills + (shape.threads() - 128) * multiplies <= shape.threads() * start, "{shape}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_k_of_an_odd_number_of_steps_takes_shorter_ones() {
+        let shape = HOPPER[1].shape.fitted(H200.shared_memory, 6).unwrap();
+        assert_eq!((shape.tiles, HOPPER[1].shape.tiles), (2, 4));
+    }
+}

@@ -1,0 +1,46 @@
+// NVFP4 tokens as numbers of 16 bits: without their global scale and times 2⁻⁷, which is exact. A thread decodes a block. What
+// stands after the last column of a row is multiplied by zeros, which the weights have there.
+
+struct Params {
+    const u8* codes;
+    const u8* scales;
+    u8* out;  // rows of whole blocks
+    u64 first, rows, cols;  // rows from the first on
+    u32 swizzled;
+    u32 aligned;  // whether every block's codes start at a multiple of 8 bytes
+};
+
+// What the codes are multiplied by, twice.
+RULE u32 token_scale(u32 byte) {
+    float s = e4m3::decode(byte);
+    u32 bits = MATH == BF16 ? to_bits(s * 0x1p119f) >> 16 : pack_f16(s * 0x1p7f, 0.0f);
+    return bits | bits << 16;
+}
+
+extern "C" __global__ void __launch_bounds__(256) gemm_tokens(const __grid_constant__ Params p) {
+#if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
+    // The product that follows may be brought to the chip once what this kernel follows has ended.
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+    u64 at = (u64)blockIdx.x * 256 + threadIdx.x, blocks = (p.cols + BLOCK - 1) / BLOCK, pitch = (p.cols + 1) / 2;
+    if (at >= p.rows * blocks) return;
+    u64 index = p.first * blocks + at, row = 0, column = 0;
+    u32 words[2] = {};
+    if (p.aligned && !p.swizzled) {
+        uint2 codes = __ldg((const uint2*)p.codes + index);
+        words[0] = codes.x, words[1] = codes.y;
+    } else {
+        row = index / blocks, column = index % blocks;
+        for (u32 i = 0; i < 8 && 8 * column + i < pitch; i++) words[i / 4] |= (u32)p.codes[row * pitch + 8 * column + i] << 8 * (i % 4);
+    }
+    u32 scale = token_scale(p.scales[p.swizzled ? swizzle::offset(row, column, blocks) : index]);
+#pragma unroll
+    for (u32 k = 0; k < 2; k++) {
+        u32 x[4];
+        unpack_in_order(words[k], x);
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) x[j] = multiply(x[j], scale);
+        ((uint4*)p.out)[2 * at + k] = make_uint4(__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[2], x[3], 0x5410),
+                                                    __byte_perm(x[0], x[1], 0x7632), __byte_perm(x[2], x[3], 0x7632));
+    }
+}

@@ -1,0 +1,42 @@
+// Products of prepared weights (ring.cuh) with Hopper's instruction for a warpgroup, `wgmma`, which takes its left operand from
+// registers and the right one from shared memory. It comes before this text, for TOKENS tokens.
+
+// 8 rows of 128 bytes that follow each other, with their pieces of 16 bytes exchanged.
+RULE u64 descriptor(u32 address) { return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+
+RULE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+RULE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+RULE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+extern "C" KERNEL gemm_wgmma(const __grid_constant__ Params p) {
+    run(p, [](const Consumer& me, const Work& work, Place& place, u32 full, u32 empty, u32 stages, float (&sums)[TOKENS / 2]) {
+        u32 a[4][4], before = STAGES;
+        for (u32 k = work.first + me.slice; k < work.last; k += SLICES) {
+            u32 at = stages + place.stage * STAGE_BYTES;
+            wait(full + 8 * place.stage, place.parity);
+#pragma unroll
+            for (u32 tile = 0; tile < TILES; tile++) {
+                uint4 codes = load_shared16(at + me.codes() + tile * TILE_BYTES);
+                uint2 scales = load_shared8(at + me.scales() + tile * TILE_BYTES);
+                u64 b = descriptor(at + tile * TOKEN_TILE);
+                u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, factors[2][2];
+                scale_words(scales.x, factors[0]), scale_words(scales.y, factors[1]);
+#pragma unroll
+                for (u32 s = 0; s < 4; s++) {
+                    // The instruction that read these registers four steps ago has ended.
+                    wgmma_wait<3>();
+                    if (tile == 0 && s == 3 && before < STAGES) me.release(empty + 8 * before);
+                    fragment(words[s], factors[s / 2][s % 2], a[s]);
+                    wgmma_fence();
+                    wgmma(sums, a[s], b + 2 * s);
+                    wgmma_commit();
+                }
+            }
+            before = place.stage;
+            place.advance(SLICES);
+        }
+        wgmma_wait<0>();
+        if (before < STAGES) me.release(empty + 8 * before);
+    });
+}

@@ -1,0 +1,36 @@
+//! Outputs held against the bound of their sums.
+
+use nvfp4_kernels::Implementation;
+use nvfp4_spec::Element;
+use nvfp4_spec::gemm::{Accumulate, Interval, Operand, Product, Sums};
+
+/// Whether sums are the GPU's.
+#[allow(dead_code, reason = "not every test that has this module asks")]
+pub fn is_gpu(implementation: Implementation) -> bool {
+    implementation.to_string() == "cuda"
+}
+
+/// Every output lies within its interval.
+#[allow(dead_code, reason = "as above")]
+pub fn check<T: Element>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>, out: &[T], name: &str) {
+    let (m, n) = (a.rows(), b.rows());
+    assert_eq!(out.len(), m * n);
+    check_at(a, b, product, (0..m * n).map(|at| (at / n, at % n)), out, name);
+}
+
+/// Outputs at some places do.
+pub fn check_at<T: Element>(
+    a: &Operand<'_>,
+    b: &Operand<'_>,
+    product: &Product<'_, T>,
+    places: impl IntoIterator<Item = (usize, usize)>,
+    out: &[T],
+    name: &str,
+) {
+    let sums = Sums::new(a, b, Accumulate::Exact);
+    for (i, j) in places {
+        let (got, interval) = (out[i * b.rows() + j], Interval::new((a, i), (b, j), product, &sums));
+        let (m, n, k) = (a.rows(), b.rows(), a.cols());
+        assert!(interval.holds(got.to_f32()), "{name} ({i}, {j}) of {m} × {n} × {k}: {got:?} for {interval:?}");
+    }
+}

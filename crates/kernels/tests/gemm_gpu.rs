@@ -1,0 +1,405 @@
+//! Products in the memory of a GPU: every shape of kernel, prepared weights, graphs. Needs a GPU; without one it says so and is skipped.
+#![cfg(feature = "cuda")]
+
+mod bounded;
+mod tools;
+
+use half::{bf16, f16};
+use nvfp4_kernels::cuda::{Buffer, Device, Input, Plain, Stream, Values};
+use nvfp4_kernels::dequantize::cuda::View;
+use nvfp4_kernels::gemm::cuda::{
+    Member, Operand, PreparedWeight, Product, Weights, Workspace, describe, gemm, grouped,
+};
+use nvfp4_kernels::quantize::Layout;
+use nvfp4_kernels::swizzle;
+use nvfp4_kernels::{Implementation, cuda};
+use nvfp4_spec::gemm::{self as spec, Accumulate};
+use nvfp4_spec::matrix::{self, Matrix, Quantized};
+use nvfp4_spec::philox::philox4x32;
+use nvfp4_spec::{Element, GlobalScale, Mode, Profile, Rounding};
+use std::collections::BTreeSet;
+
+fn stream() -> Option<Stream> {
+    match cuda::compiler_version().and_then(|_| Device::open(0)).and_then(Stream::new) {
+        Ok(stream) => Some(stream),
+        Err(reason) => {
+            tools::skip(reason);
+            None
+        }
+    }
+}
+
+fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
+    let value = |i: usize| {
+        let [a, b, ..] = philox4x32([i as u32, (i / 16) as u32, 0, 0], [seed, 5]);
+        T::from_f32((a as f32 - b as f32) / 4294967296.0 / (1 << (b % 5)) as f32)
+    };
+    (0..rows * cols).map(value).collect()
+}
+
+fn quantized(rows: usize, cols: usize, seed: u32, mode: Mode) -> Quantized {
+    let x = Matrix::new(rows, cols, &values::<f32>(rows, cols, seed)).unwrap();
+    let amax = matrix::amax(&x, mode.global, mode.amax_edge()).unwrap();
+    matrix::quantize(&x, &amax, &mode, Rounding::NearestEven).unwrap()
+}
+
+fn per(global: GlobalScale) -> Mode {
+    Mode { global, ..Mode::default() }
+}
+
+/// A quantized matrix on the GPU.
+struct Copied<'a> {
+    host: &'a Quantized,
+    codes: Buffer<u8>,
+    scales: Buffer<u8>,
+    stored: Buffer<f32>,
+    layout: Layout,
+}
+
+impl<'a> Copied<'a> {
+    fn new(stream: &Stream, host: &'a Quantized, layout: Layout) -> Self {
+        let scales = match layout {
+            Layout::Linear => host.scales.clone(),
+            Layout::Swizzled => {
+                let mut out = vec![0; layout.scale_len(host.rows, host.cols).unwrap()];
+                swizzle::swizzle(Implementation::Scalar, &host.scales, host.rows, host.cols.div_ceil(16), &mut out)
+                    .unwrap();
+                out
+            }
+        };
+        let upload = |bytes: &[u8]| stream.to_device(bytes).unwrap();
+        let stored = stream.to_device(&host.stored).unwrap();
+        Copied { host, codes: upload(&host.codes), scales: upload(&scales), stored, layout }
+    }
+
+    fn view(&self) -> View<'_> {
+        let Quantized { rows, cols, global, unit, .. } = *self.host;
+        View {
+            rows,
+            cols,
+            codes: self.codes.slice(),
+            scales: self.scales.slice(),
+            layout: self.layout,
+            stored: self.stored.slice(),
+            global,
+            unit,
+        }
+    }
+}
+
+/// Sizes of both sides that take every shape of kernel, whole and ragged.
+const SIZES: [(usize, usize, usize); 24] = [
+    (1, 1, 16),
+    (1, 64, 128),
+    (3, 65, 48),
+    (8, 200, 4096),
+    (9, 130, 33),
+    (16, 128, 256),
+    (17, 8192, 64),
+    (30, 100, 1040),
+    (33, 70, 500),
+    (64, 1024, 1024),
+    (65, 66, 2000),
+    (128, 63, 640),
+    (129, 300, 512),
+    (256, 8200, 128),
+    (257, 129, 384),
+    (300, 520, 96),
+    (700, 1100, 64),
+    (1, 8192, 7),
+    (2, 3, 4096),
+    (1100, 2100, 144),
+    (16, 8192, 256),
+    (50, 8192, 384),
+    (256, 8192, 2048),
+    (1000, 8200, 192),
+];
+
+fn run<'a, T: Element + Plain>(
+    stream: &Stream,
+    a: impl Into<Operand<'a>>,
+    b: impl Into<Weights<'a>>,
+    product: &Product<'_, T>,
+) -> Vec<T> {
+    let (a, b) = (a.into(), b.into());
+    let mut out = stream.to_device(&vec![T::from_f32(77.0); a.rows() * b.rows()]).unwrap();
+    gemm(stream, a, b, product, out.slice_mut(), &mut Workspace::new()).unwrap();
+    let mut host = vec![T::default(); out.len()];
+    stream.download(out.slice(), &mut host).unwrap();
+    host
+}
+
+fn same<T: Element>(a: &[T], b: &[T]) -> bool {
+    let bits = |x: &T| if x.to_f32().is_nan() { u32::MAX } else { x.to_f32().to_bits() };
+    a.iter().map(bits).eq(b.iter().map(bits))
+}
+
+/// Corners, and others by chance: all outputs would take the oracle minutes.
+fn check_some<T: Element>(
+    a: &spec::Operand<'_>,
+    b: &spec::Operand<'_>,
+    product: &spec::Product<'_, T>,
+    out: &[T],
+    name: &str,
+) {
+    let (m, n) = (a.rows(), b.rows());
+    let chance = (0..400u32).map(|i| philox4x32([i, 3, 0, 0], [m as u32, n as u32]));
+    let places = chance.map(|[x, y, ..]| (x as usize % m, y as usize % n));
+    let corners = [(0, 0), (0, n - 1), (m - 1, 0), (m - 1, n - 1)];
+    bounded::check_at(a, b, product, corners.into_iter().chain(places), out, name);
+}
+
+#[test]
+fn every_shape_of_kernel_with_every_kind_of_tokens() {
+    let Some(stream) = stream() else { return };
+    let mut kernels = BTreeSet::new();
+    for (m, n, k) in SIZES {
+        let (a, b) = (quantized(m, k, 1, per(GlobalScale::PerTensor)), quantized(n, k, 2, per(GlobalScale::PerTensor)));
+        let (brain, half): (Vec<bf16>, Vec<f16>) = (values(m, k, 3), values(m, k, 3));
+        let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Linear), Copied::new(&stream, &b, Layout::Linear));
+        let prepared = PreparedWeight::new(&stream, &b_there.view()).unwrap();
+        kernels.insert(describe(stream.device(), a_there.view(), &prepared).unwrap());
+        let (brain_there, half_there) = (stream.to_device(&brain).unwrap(), stream.to_device(&half).unwrap());
+        let brain_there = Input::new(Values::Bf16(brain_there.slice()), m, k).unwrap();
+        let half_there = Input::new(Values::F16(half_there.slice()), m, k).unwrap();
+        let matrices = [Matrix::new(m, k, &brain).unwrap(), Matrix::new(m, k, &half).unwrap()];
+        let cases: [(Operand<'_>, spec::Operand<'_>, &str); 3] = [
+            (a_there.view().into(), (&a.view()).into(), "NVFP4"),
+            (brain_there.into(), (&matrices[0]).into(), "bf16"),
+            (half_there.into(), (&matrices[1]).into(), "f16"),
+        ];
+        for (operand, oracle, name) in cases {
+            let out = run::<f32>(&stream, operand, &prepared, &Product::default());
+            check_some(&oracle, &(&b.view()).into(), &spec::Product::default(), &out, name);
+            // Weights that are prepared on the way give the same bits, and so does the same product again.
+            assert!(
+                same(&out, &run::<f32>(&stream, operand, b_there.view(), &Product::default())),
+                "{name} {m} × {n} × {k}"
+            );
+        }
+    }
+    println!("{} kernels: {kernels:#?}", kernels.len());
+}
+
+#[test]
+fn global_scales_alpha_bias_and_c_in_every_type() {
+    fn all<T: Element + Plain>(stream: &Stream, a: &Quantized, b: &Quantized) {
+        let (m, n) = (a.rows, b.rows);
+        let (a_there, b_there) = (Copied::new(stream, a, Layout::Linear), Copied::new(stream, b, Layout::Linear));
+        let (bias, c): (Vec<f32>, Vec<T>) = (values(1, n, 7), values(m, n, 6));
+        let (bias_there, c_there) = (stream.to_device(&bias).unwrap(), stream.to_device(&c).unwrap());
+        for epilogue in [None, Some(spec::Epilogue::Folded), Some(spec::Epilogue::RowScaled)] {
+            for (alpha, with_bias, beta) in
+                [(1.0, false, None), (1.7, true, Some(0.3)), (-0.5, true, Some(0.0)), (2.0, false, Some(1.0))]
+            {
+                let product = Product {
+                    epilogue,
+                    alpha,
+                    bias: with_bias.then(|| bias_there.slice()),
+                    add: beta.map(|beta| (c_there.slice(), beta)),
+                };
+                let oracle = spec::Product {
+                    accumulate: Accumulate::Exact,
+                    epilogue,
+                    alpha,
+                    bias: with_bias.then_some(&bias[..]),
+                    add: beta.map(|beta| (&c[..], beta)),
+                };
+                let out = run(stream, a_there.view(), b_there.view(), &product);
+                bounded::check(&(&a.view()).into(), &(&b.view()).into(), &oracle, &out, "NVFP4 × NVFP4");
+            }
+        }
+    }
+    let Some(stream) = stream() else { return };
+    let globals = [GlobalScale::PerTensor, GlobalScale::PerRow];
+    for (m, n, k) in [(5, 67, 80), (40, 130, 272)] {
+        for (left, right) in globals.into_iter().flat_map(|l| globals.map(|r| (l, r))) {
+            let (a, b) = (quantized(m, k, 3, per(left)), quantized(n, k, 4, per(right)));
+            all::<f32>(&stream, &a, &b);
+            all::<bf16>(&stream, &a, &b);
+            all::<f16>(&stream, &a, &b);
+        }
+    }
+}
+
+#[test]
+fn other_meanings_of_the_global_scale_and_swizzled_scales() {
+    let Some(stream) = stream() else { return };
+    for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
+        let mode = Mode { profile, ..Mode::default() };
+        let (a, b) = (quantized(20, 192, 1, mode), quantized(150, 192, 2, mode));
+        let linear = (Copied::new(&stream, &a, Layout::Linear), Copied::new(&stream, &b, Layout::Linear));
+        let swizzled = (Copied::new(&stream, &a, Layout::Swizzled), Copied::new(&stream, &b, Layout::Swizzled));
+        let out = run::<f32>(&stream, linear.0.view(), linear.1.view(), &Product::default());
+        bounded::check(&(&a.view()).into(), &(&b.view()).into(), &spec::Product::default(), &out, "profile");
+        assert!(
+            same(&out, &run::<f32>(&stream, swizzled.0.view(), swizzled.1.view(), &Product::default())),
+            "{profile:?}"
+        );
+    }
+}
+
+/// Any bytes as scales, NaN and negative ones among them, and any codes.
+#[test]
+fn any_bytes_at_all() {
+    let Some(stream) = stream() else { return };
+    for (seed, (m, n, k)) in
+        [(7, 70, 512), (1, 200, 1111), (20, 90, 2047), (70, 19, 33), (130, 80, 272)].into_iter().enumerate()
+    {
+        for keep_nan in [true, false] {
+            let bytes = |len: usize, salt: u32| -> Vec<u8> {
+                (0..len).map(|i| philox4x32([i as u32, salt, 0, 0], [seed as u32, 9])[0] as u8).collect()
+            };
+            let mut a = quantized(m, k, 1, per(GlobalScale::PerTensor));
+            let mut b = quantized(n, k, 2, per(GlobalScale::PerRow));
+            for (q, salt) in [(&mut a, 1), (&mut b, 2)] {
+                (q.codes, q.scales) = (bytes(q.codes.len(), salt), bytes(q.scales.len(), salt + 10));
+                // NaN in a few places only, else every output is.
+                let nan =
+                    |i: usize, s: u8| if s & 0x7F == 0x7F && !(keep_nan && i.is_multiple_of(97)) { 0x7E } else { s };
+                q.scales.iter_mut().enumerate().for_each(|(i, s)| *s = nan(i, *s));
+                if keep_nan {
+                    q.scales[0] = 0x7F;
+                }
+            }
+            let (a_there, b_there) =
+                (Copied::new(&stream, &a, Layout::Linear), Copied::new(&stream, &b, Layout::Linear));
+            let out = run::<f32>(&stream, a_there.view(), b_there.view(), &Product::default());
+            bounded::check(&(&a.view()).into(), &(&b.view()).into(), &spec::Product::default(), &out, "any bytes");
+        }
+    }
+}
+
+/// Rows that begin anywhere, with gaps between them: the copy engine takes neither.
+#[test]
+fn tokens_that_lie_anywhere() {
+    let Some(stream) = stream() else { return };
+    let b = quantized(130, 100, 2, per(GlobalScale::PerTensor));
+    let b_there = Copied::new(&stream, &b, Layout::Linear);
+    for (start, stride) in [(0, 100), (1, 101), (8, 104), (3, 128), (0, 177)] {
+        let (m, k) = (21, 100);
+        let all: Vec<bf16> = values(1, start + m * stride, 3);
+        let there = stream.to_device(&all).unwrap();
+        let x = Input::strided(Values::Bf16(there.slice().range(start..all.len())), m, k, stride).unwrap();
+        let rows: Vec<bf16> = (0..m).flat_map(|i| all[start + i * stride..][..k].to_vec()).collect();
+        let matrix = Matrix::new(m, k, &rows).unwrap();
+        let out = run::<f32>(&stream, x, b_there.view(), &Product::default());
+        bounded::check(&(&matrix).into(), &(&b.view()).into(), &spec::Product::default(), &out, "tokens anywhere");
+    }
+}
+
+/// Outputs that begin at an odd element, between others that stay as they are.
+#[test]
+fn outputs_that_lie_anywhere() {
+    let Some(stream) = stream() else { return };
+    let (a, b) = (quantized(10, 64, 1, per(GlobalScale::PerTensor)), quantized(66, 64, 2, per(GlobalScale::PerTensor)));
+    let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Linear), Copied::new(&stream, &b, Layout::Linear));
+    let expected = run::<bf16>(&stream, a_there.view(), b_there.view(), &Product::default());
+    let mut out = stream.to_device(&vec![bf16::from_f32(77.0); 662]).unwrap();
+    let place = out.slice_mut().range(1..661);
+    gemm(&stream, a_there.view(), b_there.view(), &Product::default(), place, &mut Workspace::new()).unwrap();
+    let got = stream.to_host(out.slice()).unwrap();
+    assert_eq!([got[0], got[661]], [bf16::from_f32(77.0); 2]);
+    assert!(same(&got[1..661], &expected));
+}
+
+#[test]
+fn groups_of_any_size_and_none() {
+    let Some(stream) = stream() else { return };
+    let (sizes, n, k) = ([3, 0, 140, 1, 0, 40], 96, 192);
+    let operands: Vec<(Quantized, Quantized)> = (0..)
+        .zip(sizes)
+        .map(|(g, m)| {
+            (quantized(m, k, g, per(GlobalScale::PerRow)), quantized(n, k, g + 50, per(GlobalScale::PerTensor)))
+        })
+        .collect();
+    let there: Vec<_> = operands
+        .iter()
+        .map(|(a, b)| (Copied::new(&stream, a, Layout::Linear), Copied::new(&stream, b, Layout::Linear)))
+        .collect();
+    let mut outs: Vec<Buffer<f32>> = sizes.iter().map(|m| stream.to_device(&vec![77.0; m * n]).unwrap()).collect();
+    let mut members: Vec<Member<'_, f32>> = there
+        .iter()
+        .zip(&mut outs)
+        .map(|((a, b), out)| Member {
+            a: a.view().into(),
+            b: b.view().into(),
+            product: Product::default(),
+            out: out.slice_mut(),
+        })
+        .collect();
+    grouped(&stream, &mut members, &mut Workspace::new()).unwrap();
+    drop(members);
+    for ((a, b), out) in operands.iter().zip(&outs) {
+        let out = stream.to_host(out.slice()).unwrap();
+        bounded::check(&(&a.view()).into(), &(&b.view()).into(), &spec::Product::default(), &out, "a group");
+    }
+}
+
+/// The weight gradient of an expert that got no tokens: K is 0.
+#[test]
+fn a_sum_of_nothing_is_zero() {
+    let Some(stream) = stream() else { return };
+    let (a, b) = (quantized(5, 0, 1, per(GlobalScale::PerTensor)), quantized(9, 0, 2, per(GlobalScale::PerTensor)));
+    let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Linear), Copied::new(&stream, &b, Layout::Linear));
+    let out = run::<f32>(&stream, a_there.view(), b_there.view(), &Product::default());
+    assert!(out.iter().all(|y| y.to_bits() == 0));
+}
+
+#[test]
+fn what_prepared_weights_cannot_be_multiplied_by_is_refused() {
+    let Some(stream) = stream() else { return };
+    let b = quantized(9, 32, 2, per(GlobalScale::PerTensor));
+    let b_there = Copied::new(&stream, &b, Layout::Linear);
+    let prepared = PreparedWeight::new(&stream, &b_there.view()).unwrap();
+    let x = stream.to_device(&values::<f32>(4, 32, 1)).unwrap();
+    let x = Input::new(Values::F32(x.slice()), 4, 32).unwrap();
+    let mut out = stream.device().alloc::<f32>(36).unwrap();
+    let mut attempt = |x: Input<'_>, len: usize| {
+        let out = out.slice_mut().range(0..len);
+        gemm(&stream, x, &prepared, &Product::default(), out, &mut Workspace::new()).unwrap_err().to_string()
+    };
+    assert!(attempt(x, 36).starts_with("prepared weights: expected NVFP4, bf16 or f16"), "{}", attempt(x, 36));
+    assert_eq!(attempt(x, 35), "output: expected length 36, got 35");
+    let short = stream.to_device(&values::<f32>(4, 16, 1)).unwrap();
+    let short = Input::new(Values::F32(short.slice()), 4, 16).unwrap();
+    assert_eq!(attempt(short, 36), "matmul: expected K = 16, got K = 32");
+}
+
+/// Many products in a graph, each of which needs what the one before wrote: early starts must not let them overtake each other.
+#[test]
+fn products_in_a_graph_wait_for_each_other() {
+    let Some(stream) = stream() else { return };
+    let (m, n) = (8, 512);
+    let b = quantized(n, n, 2, per(GlobalScale::PerTensor));
+    let b_there = Copied::new(&stream, &b, Layout::Linear);
+    let prepared = PreparedWeight::new(&stream, &b_there.view()).unwrap();
+    let x: Vec<bf16> = values(m, n, 3);
+    let mut buffers: Vec<Buffer<bf16>> = (0..20).map(|_| stream.to_device(&vec![bf16::ZERO; m * n]).unwrap()).collect();
+    stream.upload(&x, buffers[0].slice_mut()).unwrap();
+    let mut workspace = Workspace::new();
+    let mut chain = |stream: &Stream| -> nvfp4_kernels::Result<()> {
+        for i in 1..buffers.len() {
+            let (before, after) = buffers.split_at_mut(i);
+            let input = Input::new(Values::Bf16(before[i - 1].slice()), m, n).unwrap();
+            gemm(stream, input, &prepared, &Product::default(), after[0].slice_mut(), &mut workspace)?;
+        }
+        Ok(())
+    };
+    chain(&stream).unwrap();
+    stream.synchronize().unwrap();
+    let graph = stream.capture(&mut chain).unwrap();
+    let expected: Vec<Vec<bf16>> = buffers.iter().map(|buffer| stream.to_host(buffer.slice()).unwrap()).collect();
+    for (i, pair) in expected.windows(2).enumerate() {
+        let there = stream.to_device(&pair[0]).unwrap();
+        let input = Input::new(Values::Bf16(there.slice()), m, n).unwrap();
+        assert!(same(&run::<bf16>(&stream, input, &prepared, &Product::default()), &pair[1]), "product {i}");
+    }
+    for round in 0..20 {
+        buffers[1..].iter_mut().for_each(|buffer| stream.fill_bytes(buffer.slice_mut(), 0xFF).unwrap());
+        // SAFETY: everything that the graph uses is still there, and this stream alone uses it.
+        unsafe { graph.launch(&stream) }.unwrap();
+        let got: Vec<Vec<bf16>> = buffers.iter().map(|buffer| stream.to_host(buffer.slice()).unwrap()).collect();
+        assert!(got.iter().zip(&expected).all(|(a, b)| same(a, b)), "round {round}");
+    }
+}
