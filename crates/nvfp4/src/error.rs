@@ -164,6 +164,29 @@ pub enum Error {
         end: u64,
     },
 
+    /// A request that cannot be carried out; the text names the fix.
+    #[error("{0}")]
+    Refused(String),
+
+    /// A weight that holds NaN or infinity, which no block scale can represent.
+    #[error(
+        "weight '{module}' holds {value} at row {row}, column {col}; mend the checkpoint, or leave it as it is with --skip"
+    )]
+    WeightNotFinite {
+        /// The module.
+        module: String,
+        /// Where the value is.
+        row: usize,
+        /// Where the value is.
+        col: usize,
+        /// The value.
+        value: f32,
+    },
+
+    /// A conversion that was stopped. What is done is kept.
+    #[error("interrupted; run the same command with --resume to continue")]
+    Interrupted,
+
     /// A file that cannot be read or written.
     #[error("{path}: {source}")]
     Io {

@@ -25,6 +25,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod checkpoint;
 mod direction;
 mod error;
 mod generator;

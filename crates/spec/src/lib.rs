@@ -15,7 +15,8 @@
 //! 9. [`gemm`]: products of quantized matrices;
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
 //! 11. [`profile`]: the same steps in the arithmetic of other producers;
-//! 12. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output.
+//! 12. [`mse`]: a block's scale by trial;
+//! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output.
 //!
 //! # Notation
 //!
@@ -38,6 +39,7 @@ pub mod gguf;
 pub mod hadamard;
 pub mod matrix;
 pub mod mode;
+pub mod mse;
 pub mod philox;
 pub mod profile;
 pub mod scale;

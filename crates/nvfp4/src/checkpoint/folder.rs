@@ -1,0 +1,323 @@
+//! A checkpoint: one safetensors file, or a folder of them with its index and JSON files.
+
+use super::file::{TensorFile, TensorInfo};
+use crate::json::unique_keys;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read;
+use std::path::{Component, Path, PathBuf};
+
+/// The largest JSON file that is read: an index of a million tensors takes about 100 MB.
+const MAX_JSON: u64 = 256 << 20;
+
+/// What the index of a sharded checkpoint is called, after the name of the model.
+pub(super) const INDEX_SUFFIX: &str = ".safetensors.index.json";
+
+/// Weights in other formats, which do not come along into a converted checkpoint.
+const OTHER_WEIGHTS: [&str; 10] = ["safetensors", "bin", "pt", "pth", "ckpt", "gguf", "onnx", "h5", "msgpack", "part"];
+
+/// A tensor of a checkpoint and the file that holds it.
+#[derive(Clone, Copy, Debug)]
+pub struct Located<'a> {
+    /// The file.
+    pub file: &'a TensorFile,
+    /// The tensor.
+    pub info: &'a TensorInfo,
+}
+
+impl Located<'_> {
+    /// Reads bytes of the tensor from `offset` on.
+    pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        self.file.read(self.info, offset, bytes)
+    }
+
+    /// All bytes of a small tensor.
+    pub fn bytes(&self) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.info.len as usize];
+        self.read(0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// An error about this tensor.
+    pub(super) fn wrong(&self, reason: impl std::fmt::Display) -> Error {
+        let reason = format!("tensor '{}': {reason}", self.info.name);
+        Error::Format { path: self.file.path().to_path_buf(), reason }
+    }
+}
+
+/// An open checkpoint. Headers are read and checked; tensors stay on disk.
+#[derive(Debug)]
+pub struct Checkpoint {
+    root: PathBuf,
+    kind: Kind,
+    files: Vec<TensorFile>,
+    tensors: BTreeMap<String, (usize, usize)>,
+    config: Option<Value>,
+    quantization: Option<Value>,
+}
+
+/// What a checkpoint is on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// One file.
+    File,
+    /// A folder.
+    Folder,
+}
+
+impl Checkpoint {
+    /// Opens a folder or a file.
+    ///
+    /// In a folder the index says which files belong to the checkpoint; without one, `model.safetensors`, or else every
+    /// safetensors file. Every tensor must be in exactly one file, and in the one that the index names.
+    pub fn open(path: &Path) -> Result<Self> {
+        let metadata = fs::metadata(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+        match metadata.is_dir() {
+            true => Self::open_folder(path),
+            false => Self::collect(path, Kind::File, vec![TensorFile::open(path)?], None, None),
+        }
+    }
+
+    fn open_folder(root: &Path) -> Result<Self> {
+        let names = list(root)?;
+        let ending = |end: &str| names.iter().filter(|n| n.ends_with(end)).cloned().collect::<Vec<_>>();
+        let index_files = ending(INDEX_SUFFIX);
+        let index = match &index_files[..] {
+            [] => None,
+            [one] => Some(Index::read(&inside(root, one)?)?),
+            several => {
+                let reason =
+                    format!("several indices: {}; keep the one that belongs to the checkpoint", several.join(", "));
+                return Err(Error::Format { path: root.to_path_buf(), reason });
+            }
+        };
+        let files = match &index {
+            Some(index) => index.files(),
+            None if names.iter().any(|n| n == "model.safetensors") => vec!["model.safetensors".to_string()],
+            None => ending(".safetensors"),
+        };
+        if files.is_empty() {
+            let hint = match ending(".gguf").first() {
+                Some(gguf) => format!(
+                    "no safetensors files; '{gguf}' is GGUF, which is not read: use the checkpoint it was made from"
+                ),
+                None => "no safetensors files in this folder".to_string(),
+            };
+            return Err(Error::Format { path: root.to_path_buf(), reason: hint });
+        }
+        let open = |name: &String| match (&index, root.join(name).symlink_metadata()) {
+            (Some(index), Err(_)) => {
+                Err(index.wrong(format!("it names the file '{name}', which is missing; download it again")))
+            }
+            _ => TensorFile::open(&inside(root, name)?),
+        };
+        let files = files.iter().map(open).collect::<Result<Vec<_>>>()?;
+        let json = |name: &str| names.iter().any(|n| n == name).then(|| read_json(&inside(root, name)?)).transpose();
+        let checkpoint = Self::collect(root, Kind::Folder, files, json("config.json")?, json("hf_quant_config.json")?)?;
+        if let Some(index) = index {
+            checkpoint.check_index(&index)?;
+        }
+        Ok(checkpoint)
+    }
+
+    fn collect(
+        root: &Path,
+        kind: Kind,
+        files: Vec<TensorFile>,
+        config: Option<Value>,
+        quantization: Option<Value>,
+    ) -> Result<Self> {
+        let mut tensors = BTreeMap::new();
+        for (f, file) in files.iter().enumerate() {
+            for (t, tensor) in file.tensors().iter().enumerate() {
+                if let Some((other, _)) = tensors.insert(tensor.name.clone(), (f, t)) {
+                    let other: &TensorFile = &files[other];
+                    let reason = format!("tensor '{}' is also in {}", tensor.name, other.path().display());
+                    return Err(Error::Format { path: file.path().to_path_buf(), reason });
+                }
+            }
+        }
+        Ok(Checkpoint { root: root.to_path_buf(), kind, files, tensors, config, quantization })
+    }
+
+    fn check_index(&self, index: &Index) -> Result<()> {
+        for (name, file) in &index.map {
+            match self.get(name) {
+                Some(found) if found.file.path().file_name().is_some_and(|n| n == file.as_str()) => {}
+                _ => return Err(index.wrong(format!("tensor '{name}' is not in '{file}', where it says"))),
+            }
+        }
+        match self.tensors.keys().find(|name| !index.map.contains_key(*name)) {
+            Some(name) => Err(index.wrong(format!("tensor '{name}' is in the files but not in the index"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The folder or file.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Whether it is a folder.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Its safetensors files.
+    pub fn files(&self) -> &[TensorFile] {
+        &self.files
+    }
+
+    /// `config.json`.
+    pub fn config(&self) -> Option<&Value> {
+        self.config.as_ref()
+    }
+
+    /// `hf_quant_config.json`.
+    pub fn quantization(&self) -> Option<&Value> {
+        self.quantization.as_ref()
+    }
+
+    /// A tensor by its name.
+    pub fn get(&self, name: &str) -> Option<Located<'_>> {
+        let &(f, t) = self.tensors.get(name)?;
+        let file = &self.files[f];
+        Some(Located { file, info: &file.tensors()[t] })
+    }
+
+    /// All tensors, file by file and by name within a file.
+    pub fn tensors(&self) -> impl Iterator<Item = Located<'_>> {
+        let mut order: Vec<_> = self.tensors.iter().map(|(name, &(f, t))| (f, name, t)).collect();
+        order.sort();
+        order.into_iter().map(|(f, _, t)| Located { file: &self.files[f], info: &self.files[f].tensors()[t] })
+    }
+
+    /// Bytes of all tensors.
+    pub fn byte_len(&self) -> u64 {
+        self.files.iter().flat_map(|f| f.tensors()).map(|t| t.len).sum()
+    }
+
+    /// Files that come along into a converted checkpoint (tokenizer, generation settings, code), relative to the folder:
+    /// everything but weights, the index, the two configurations, and hidden folders.
+    pub fn companions(&self) -> Result<Vec<PathBuf>> {
+        let mut found = Vec::new();
+        if self.kind == Kind::Folder {
+            walk(&self.root, Path::new(""), &mut found)?;
+        }
+        found.sort();
+        Ok(found)
+    }
+}
+
+/// The files under a folder that come along.
+fn walk(root: &Path, folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
+    for name in list(&root.join(folder))? {
+        if name.starts_with('.') {
+            continue;
+        }
+        let (path, top) = (folder.join(&name), folder.as_os_str().is_empty());
+        let full = inside(root, &path.to_string_lossy())?;
+        if full.is_dir() {
+            walk(root, &path, found)?;
+            continue;
+        }
+        let weights = path.extension().is_some_and(|e| OTHER_WEIGHTS.iter().any(|w| e.eq_ignore_ascii_case(w)));
+        let ours = top && ["config.json", "hf_quant_config.json"].contains(&name.as_str());
+        if !weights && !ours && !name.ends_with(INDEX_SUFFIX) && full.is_file() {
+            found.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// The names in a folder, sorted. Names that are not Unicode are left out.
+fn list(folder: &Path) -> Result<Vec<String>> {
+    let io = |source| Error::Io { path: folder.to_path_buf(), source };
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).map_err(io)? {
+        names.extend(entry.map_err(io)?.file_name().into_string().ok());
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// The path of a file of a folder, after checking that it stays there.
+///
+/// A symbolic link may lead elsewhere in the folder, or from a snapshot of the Hugging Face cache to that
+/// repository's `blobs`, and nowhere else: what lies behind it would be read, and copied, as part of the model.
+fn inside(root: &Path, name: &str) -> Result<PathBuf> {
+    let escapes = |reason: &str| Error::Format { path: root.to_path_buf(), reason: format!("'{name}' {reason}") };
+    let plain = Path::new(name).components().all(|c| matches!(c, Component::Normal(_)));
+    if !plain || name.is_empty() || name.contains('\\') || name.contains('\0') {
+        return Err(escapes("leads out of the folder; a checkpoint may only name files inside it"));
+    }
+    let path = root.join(name);
+    let io = |path: &Path, source| Error::Io { path: path.to_path_buf(), source };
+    let (real, real_root) =
+        (path.canonicalize().map_err(|e| io(&path, e))?, root.canonicalize().map_err(|e| io(root, e))?);
+    let cache = real_root
+        .parent()
+        .filter(|snapshots| snapshots.ends_with("snapshots"))
+        .and_then(Path::parent)
+        .map(|repository| repository.join("blobs"));
+    let allowed = real.starts_with(&real_root) || cache.is_some_and(|blobs| real.starts_with(blobs));
+    if allowed {
+        Ok(path)
+    } else {
+        Err(escapes("is a symbolic link that leads out of the folder; copy the file instead"))
+    }
+}
+
+/// Reads a JSON file in which no object has a key twice.
+pub(super) fn read_json(path: &Path) -> Result<Value> {
+    let io = |source| Error::Io { path: path.to_path_buf(), source };
+    let mut bytes = Vec::new();
+    fs::File::open(path).map_err(io)?.take(MAX_JSON + 1).read_to_end(&mut bytes).map_err(io)?;
+    let invalid = |reason: String| Error::Format { path: path.to_path_buf(), reason };
+    if bytes.len() as u64 > MAX_JSON {
+        return Err(invalid(format!("more than {MAX_JSON} bytes of JSON")));
+    }
+    unique_keys(&bytes).and_then(|()| serde_json::from_slice(&bytes)).map_err(|e| invalid(e.to_string()))
+}
+
+/// The index of a sharded checkpoint.
+struct Index {
+    path: PathBuf,
+    map: BTreeMap<String, String>,
+}
+
+impl Index {
+    fn read(path: &Path) -> Result<Self> {
+        let json = read_json(path)?;
+        let invalid = |reason: &str| Error::Format { path: path.to_path_buf(), reason: reason.to_string() };
+        let map = json.get("weight_map").and_then(Value::as_object);
+        let map = map.ok_or_else(|| invalid("expected an object 'weight_map' of tensor and file names"))?;
+        let mut index = Index { path: path.to_path_buf(), map: BTreeMap::new() };
+        for (name, file) in map {
+            let file =
+                file.as_str().ok_or_else(|| invalid(&format!("tensor '{name}': expected the name of a file")))?;
+            // Anything but a plain name is refused before the disk is looked at.
+            let mut components = Path::new(file).components();
+            if !matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
+                || file.contains('\\')
+            {
+                let reason =
+                    format!("tensor '{name}': '{file}' leads out of the folder; an index names files beside it");
+                return Err(invalid(&reason));
+            }
+            index.map.insert(name.clone(), file.to_string());
+        }
+        Ok(index)
+    }
+
+    fn files(&self) -> Vec<String> {
+        let files: std::collections::BTreeSet<_> = self.map.values().cloned().collect();
+        files.into_iter().collect()
+    }
+
+    fn wrong(&self, reason: String) -> Error {
+        Error::Format { path: self.path.clone(), reason }
+    }
+}

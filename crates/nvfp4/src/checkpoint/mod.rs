@@ -1,0 +1,63 @@
+//! Checkpoints: what other programs write and load, read safely, converted to NVFP4, checked and explained.
+//!
+//! Read in this order: `file` (one safetensors file), `folder` (a checkpoint), `dialect` (whose it is), `weight` (its
+//! matrices), `names` and `plan` (what will happen to them), `target` and `shards` (what is written, and where),
+//! `convert` (the two passes).
+//!
+//! ```no_run
+//! use nvfp4::checkpoint::{Settings, convert};
+//! use std::path::Path;
+//! use std::sync::atomic::AtomicBool;
+//!
+//! let (stop, nobody) = (AtomicBool::new(false), ());
+//! let summary = convert(Path::new("Qwen3-8B"), Path::new("Qwen3-8B-NVFP4"), &Settings::default(), &nobody, &stop)?;
+//! println!("{} weights, {} bytes", summary.quantized.len(), summary.after);
+//! # Ok::<(), nvfp4::Error>(())
+//! ```
+
+#[cfg(target_endian = "big")]
+compile_error!("weights are read as they lie in the file, which needs a little-endian machine");
+
+mod compare;
+mod convert;
+mod dialect;
+mod file;
+mod folder;
+mod measure;
+mod mxfp4;
+mod names;
+mod plan;
+mod pool;
+mod positioned;
+mod shards;
+mod statistics;
+mod target;
+mod verify;
+mod weight;
+mod work;
+
+pub use compare::{Compared, Comparison, Difference, compare, differences};
+pub use convert::{Acts, Finished, Observer, Pass, ScaleChoice, Settings, Summary, convert};
+pub use dialect::{Dialect, Model, detect};
+pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
+pub use folder::{Checkpoint, Kind, Located};
+pub use measure::Measure;
+pub use names::{Pattern, Preset, fused};
+pub use plan::{Action, DefaultSkips, Fuse, Group, Item, Plan, Selection};
+pub use shards::Shards;
+pub use statistics::{Statistics, statistics};
+pub use target::{Activations, Target};
+pub use verify::{Client, Finding, Severity, verify};
+pub use weight::{Buffer, Nibbles, Nvfp4, Stored, Weight};
+pub use work::Existing;
+
+/// The error about the first value of some rows that is not finite.
+fn first_not_finite(weight: &Weight<'_>, first_row: usize, values: &crate::Values<'_>) -> crate::Error {
+    let at = (0..values.len()).find(|&i| !values.get(i).is_finite()).unwrap_or(0);
+    crate::Error::WeightNotFinite {
+        module: weight.module.clone(),
+        row: first_row + at / weight.cols,
+        col: at % weight.cols,
+        value: values.get(at),
+    }
+}

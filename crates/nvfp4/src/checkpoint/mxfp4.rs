@@ -1,0 +1,98 @@
+//! MXFP4 to NVFP4, by changing the scales and leaving the codes.
+//!
+//! An MXFP4 block is 32 E2M1 codes and a power of two. Both of its halves become NVFP4 blocks with the same codes, if the
+//! power of two, divided by one tensor scale, is an E4M3 number. Powers of two from 2⁻⁹ to 2⁸ are: with the matrix's
+//! largest exponent mapped to 2⁸, blocks down to 2¹⁷ times smaller are exact. What lies below is rounded to the
+//! smallest scale.
+
+use super::weight::{MX_BLOCK, e8m0};
+use nvfp4_spec::{BLOCK, Edge, e2m1, e4m3};
+
+/// The exponent of the largest power of two among E4M3 numbers.
+const TOP: i32 = 8;
+
+/// The exponent of the smallest.
+const BOTTOM: i32 = -9;
+
+/// Casts a matrix in place of its codes; returns the tensor scale, a multiplier.
+///
+/// `exponents` has a byte per 32 codes, none of them NaN; `scales` takes a byte per 16.
+pub(super) fn cast(codes: &mut [u8], exponents: &[u8], scales: &mut [u8]) -> f32 {
+    let blocks = codes.chunks_exact(MX_BLOCK / 2).zip(exponents);
+    let used = blocks.filter(|(codes, _)| codes.iter().any(|&b| b & 0x77 != 0)).map(|(_, &e)| i32::from(e));
+    // The tensor scale is 2^(top − 127 − 8), kept within normal binary32 numbers.
+    let top = used.max().unwrap_or(127 + TOP).max(1 + TOP);
+    for ((codes, &exponent), scales) in
+        codes.chunks_exact_mut(MX_BLOCK / 2).zip(exponents).zip(scales.chunks_exact_mut(MX_BLOCK / BLOCK))
+    {
+        let power = i32::from(exponent) - top + TOP;
+        let within = power.clamp(BOTTOM, TOP);
+        scales.fill(e4m3::encode(2f32.powi(within)));
+        if power < BOTTOM {
+            let factor = 2f32.powi(power - BOTTOM);
+            let round = |code: u8| e2m1::encode(e2m1::decode(code) * factor, Edge::Kernel);
+            codes.iter_mut().for_each(|b| *b = e2m1::pack(round(*b & 15), round(*b >> 4)));
+        }
+    }
+    e8m0((top - TOP) as u8)
+}
+
+/// The transposed matrix of bytes.
+pub(super) fn transpose(from: &[u8], rows: usize, cols: usize, to: &mut [u8]) {
+    /// A tile whose lines stay in the first-level cache.
+    const TILE: usize = 64;
+    for r0 in (0..rows).step_by(TILE) {
+        for c0 in (0..cols).step_by(TILE) {
+            for c in c0..(c0 + TILE).min(cols) {
+                for r in r0..(r0 + TILE).min(rows) {
+                    to[c * rows + r] = from[r * cols + c];
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(codes: &[u8], scale: impl Fn(usize) -> f32) -> Vec<f32> {
+        (0..codes.len() * 2).map(|i| e2m1::decode(e2m1::code_at(codes, i)) * scale(i)).collect()
+    }
+
+    #[test]
+    fn exact_over_seventeen_powers_of_two_and_rounded_below() {
+        let original: Vec<u8> = (0..20 * 16).map(|i| (i * 37 % 251) as u8).collect();
+        for base in [1u8, 60, 127, 200, 234] {
+            let exponents: Vec<u8> = (0..20).map(|b| base + b).collect();
+            let (mut codes, mut scales) = (original.clone(), vec![0; 40]);
+            let g = cast(&mut codes, &exponents, &mut scales);
+            let before = values(&original, |i| e8m0(exponents[i / 32]));
+            let after = values(&codes, |i| e4m3::decode(scales[i / 16]) * g);
+            assert_eq!(before[64..], after[64..], "exponents {base}…");
+            // Two blocks are further below the largest: off by at most half a step of the smallest scale.
+            let step = e4m3::decode(1) * g;
+            assert!(before[..64].iter().zip(&after).all(|(x, y)| (x - y).abs() <= step), "exponents {base}…");
+        }
+    }
+
+    #[test]
+    fn zeros_with_a_large_exponent_do_not_count() {
+        let mut codes = vec![0x11; 16];
+        codes.extend([0x80; 16]);
+        let mut scales = [0; 4];
+        let g = cast(&mut codes, &[100, 250], &mut scales);
+        assert_eq!(e4m3::decode(scales[0]) * g, e8m0(100));
+        assert!(codes[16..].iter().all(|&b| b & 0x77 == 0));
+    }
+
+    #[test]
+    fn transposed_twice_is_the_same() {
+        let from: Vec<u8> = (0..70 * 131).map(|i| i as u8).collect();
+        let (mut once, mut twice) = (vec![0; from.len()], vec![0; from.len()]);
+        transpose(&from, 70, 131, &mut once);
+        assert_eq!(once[70 + 3], from[3 * 131 + 1]);
+        transpose(&once, 131, 70, &mut twice);
+        assert_eq!(from, twice);
+    }
+}

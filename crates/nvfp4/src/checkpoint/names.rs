@@ -1,0 +1,201 @@
+//! What the names of modules say: which weights a server joins into one, which are better left alone, and patterns.
+
+use crate::{Error, Result};
+use regex_lite::Regex;
+use std::fmt;
+use std::str::FromStr;
+
+/// A pattern over whole module names: a glob (`*` and `?`, dots included), or a regular expression after `re:`.
+///
+/// ```
+/// use nvfp4::checkpoint::Pattern;
+///
+/// let pattern: Pattern = "model.layers.0.*".parse()?;
+/// assert!(pattern.matches("model.layers.0.mlp.up_proj") && !pattern.matches("model.layers.01.mlp.up_proj"));
+/// assert!("re:.*(up|down)_proj".parse::<Pattern>()?.matches("model.layers.0.mlp.up_proj"));
+/// # Ok::<(), nvfp4::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Pattern {
+    text: String,
+    regex: Regex,
+}
+
+impl Pattern {
+    /// Whether it matches a whole module name.
+    pub fn matches(&self, module: &str) -> bool {
+        self.regex.is_match(module)
+    }
+}
+
+impl FromStr for Pattern {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let body = match text.strip_prefix("re:") {
+            Some(regex) => regex.to_string(),
+            None => text.chars().map(glob_char).collect(),
+        };
+        let regex = Regex::new(&format!("^(?:{body})$"));
+        let regex =
+            regex.map_err(|e| Error::Refused(format!("the pattern '{text}' is not a regular expression: {e}")))?;
+        Ok(Pattern { text: text.to_string(), regex })
+    }
+}
+
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+fn glob_char(c: char) -> String {
+    match c {
+        '*' => ".*".to_string(),
+        '?' => ".".to_string(),
+        _ => regex_lite::escape(c.encode_utf8(&mut [0; 4])),
+    }
+}
+
+/// The weights that servers join into one matrix with one tensor scale, by the last part of their names.
+const FUSED: [(&str, &[&str]); 6] = [
+    ("q/k/v", &["q_proj", "k_proj", "v_proj"]),
+    ("gate/up", &["gate_proj", "up_proj"]),
+    ("w1/w3", &["w1", "w3"]),
+    ("q_a/kv_a", &["q_a_proj", "kv_a_proj_with_mqa"]),
+    ("wq_a/wkv_a", &["wq_a", "wkv_a_with_mqa"]),
+    ("query/key/value", &["query", "key", "value"]),
+];
+
+/// The group that a module is fused in: what precedes its last name, and the group's name. Experts have a number in
+/// what precedes, so each has its own group.
+pub fn fused(module: &str) -> Option<(&str, &'static str)> {
+    let (parent, last) = module.rsplit_once('.')?;
+    FUSED.iter().find(|(_, members)| members.contains(&last)).map(|&(group, _)| (parent, group))
+}
+
+/// Why a weight is not quantized by default.
+pub(super) fn default_keep(module: &str) -> Option<&'static str> {
+    let last = module.rsplit('.').next().unwrap_or(module);
+    let has = |parts: &[&str]| parts.iter().any(|part| module.contains(part));
+    if ["lm_head", "output_layer", "proj_out"].contains(&last) {
+        return Some("output head");
+    }
+    if has(&["embed", "wte", "wpe", "tok_embeddings"]) && !has(&["embed_vision"]) {
+        return Some("embedding");
+    }
+    if has(&["router", "shared_expert_gate", "block_sparse_moe.gate"]) || (last == "gate" && has(&["mlp.", "moe."])) {
+        return Some("router");
+    }
+    if has(&["vision_tower", "visual", "vision_model", "embed_vision", "multi_modal_projector"]) {
+        return Some("vision");
+    }
+    if module.starts_with("mtp.") || has(&[".mtp."]) {
+        return Some("multi-token prediction");
+    }
+    if has(&["linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "mixer.conv1d"]) {
+        return Some("state-space layer");
+    }
+    (last.contains("norm") || last.contains("LayerNorm")).then_some("norm")
+}
+
+/// Which part of a model is quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Preset {
+    /// Every weight that the defaults allow.
+    #[default]
+    All,
+    /// The feed-forward layers.
+    Mlp,
+    /// The experts of a mixture.
+    Experts,
+    /// The feed-forward layers and the output projections of attention.
+    MlpAndOutput,
+}
+
+impl Preset {
+    /// Whether a module belongs to it.
+    pub fn has(self, module: &str) -> bool {
+        let experts = module.contains(".experts.") || module.contains("block_sparse_moe.");
+        let mlp = experts || module.contains(".mlp.") || module.contains(".feed_forward.");
+        match self {
+            Preset::All => true,
+            Preset::Mlp => mlp,
+            Preset::Experts => experts,
+            Preset::MlpAndOutput => mlp || module.ends_with(".o_proj"),
+        }
+    }
+}
+
+impl FromStr for Preset {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "all" => Ok(Preset::All),
+            "mlp" => Ok(Preset::Mlp),
+            "experts" => Ok(Preset::Experts),
+            "mlp+o" => Ok(Preset::MlpAndOutput),
+            _ => Err(Error::Refused(format!("expected all, mlp, experts or mlp+o, got '{text}'"))),
+        }
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Preset::All => "all",
+            Preset::Mlp => "mlp",
+            Preset::Experts => "experts",
+            Preset::MlpAndOutput => "mlp+o",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn globs_match_whole_names_and_escape_the_rest() {
+        let matches = |pattern: &str, name: &str| pattern.parse::<Pattern>().unwrap().matches(name);
+        assert!(matches("*.o_proj", "model.layers.0.self_attn.o_proj"));
+        assert!(!matches("o_proj", "model.layers.0.self_attn.o_proj"));
+        assert!(!matches("a.b", "aXb") && matches("a?b", "aXb"));
+        assert!(matches("re:model\\.layers\\.[0-3]\\..*", "model.layers.2.mlp.up_proj"));
+        let error = "re:(".parse::<Pattern>().unwrap_err().to_string();
+        assert!(error.starts_with("the pattern 're:(' is not a regular expression"), "{error}");
+    }
+
+    #[test]
+    fn experts_have_groups_of_their_own() {
+        assert_eq!(fused("l.0.self_attn.k_proj"), Some(("l.0.self_attn", "q/k/v")));
+        assert_eq!(fused("l.0.mlp.experts.7.up_proj"), Some(("l.0.mlp.experts.7", "gate/up")));
+        assert_eq!(fused("l.0.moe.experts.7.w3"), Some(("l.0.moe.experts.7", "w1/w3")));
+        assert_eq!(fused("l.0.mlp.down_proj"), None);
+    }
+
+    #[test]
+    fn routers_are_kept_and_gate_projections_are_not() {
+        assert_eq!(default_keep("model.layers.0.mlp.gate"), Some("router"));
+        assert_eq!(default_keep("model.layers.0.mlp.gate_proj"), None);
+        assert_eq!(default_keep("model.layers.0.mlp.experts.1.gate_proj"), None);
+        assert_eq!(default_keep("model.layers.0.mlp.shared_expert_gate"), Some("router"));
+        assert_eq!(default_keep("lm_head"), Some("output head"));
+        assert_eq!(default_keep("model.embed_tokens"), Some("embedding"));
+    }
+
+    #[test]
+    fn presets_choose_parts_of_a_layer() {
+        let chosen = |preset: &str| {
+            let preset: Preset = preset.parse().unwrap();
+            ["l.self_attn.q_proj", "l.self_attn.o_proj", "l.mlp.up_proj", "l.mlp.experts.0.up_proj"]
+                .map(|m| preset.has(m))
+        };
+        assert_eq!(chosen("all"), [true; 4]);
+        assert_eq!(chosen("mlp"), [false, false, true, true]);
+        assert_eq!(chosen("experts"), [false, false, false, true]);
+        assert_eq!(chosen("mlp+o"), [false, true, true, true]);
+        assert!("most".parse::<Preset>().is_err());
+    }
+}

@@ -1,0 +1,205 @@
+//! What a conversion will do to each weight, and why.
+
+use super::dialect::Model;
+use super::names::{self, Pattern, Preset};
+use super::weight::{Stored, Weight};
+use crate::{Error, Result};
+use nvfp4_spec::BLOCK;
+use std::collections::BTreeMap;
+
+/// Whether the weights that are better left alone (embeddings, output head, routers, vision) stay as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum DefaultSkips {
+    /// They stay.
+    #[default]
+    On,
+    /// They are quantized like any other weight.
+    Off,
+}
+
+/// Whether weights that servers join share one tensor scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Fuse {
+    /// q/k/v, gate/up and w1/w3 do, inside every expert too.
+    #[default]
+    Auto,
+    /// Every weight has its own.
+    Off,
+}
+
+/// Which weights are quantized.
+#[derive(Clone, Debug, Default)]
+pub struct Selection {
+    /// Part of the model.
+    pub preset: Preset,
+    /// Modules to leave alone.
+    pub skip: Vec<Pattern>,
+    /// If not empty, only these modules.
+    pub only: Vec<Pattern>,
+    /// The built-in list.
+    pub default_skips: DefaultSkips,
+    /// Shared tensor scales.
+    pub fuse: Fuse,
+}
+
+/// What happens to a weight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Quantized to NVFP4.
+    Quantize,
+    /// NVFP4 already: the same codes and scales under the target's names.
+    Relabel,
+    /// Decoded to BF16, because the target has no name for how it is stored.
+    Decode(String),
+    /// Copied as it is.
+    Keep(String),
+}
+
+/// A weight with what happens to it.
+#[derive(Clone, Debug)]
+pub struct Item<'a> {
+    /// The weight.
+    pub weight: Weight<'a>,
+    /// What happens.
+    pub action: Action,
+    /// The group that shares its tensor scale: an index into [`Plan::groups`].
+    pub group: Option<usize>,
+}
+
+/// Weights that share a tensor scale.
+#[derive(Clone, Debug)]
+pub struct Group {
+    /// What they are, as `q/k/v`.
+    pub kind: &'static str,
+    /// Indices into [`Plan::items`].
+    pub members: Vec<usize>,
+}
+
+/// What a conversion will do.
+#[derive(Debug)]
+pub struct Plan<'a> {
+    /// Every weight, in the order of the source's files.
+    pub items: Vec<Item<'a>>,
+    /// Weights that share a tensor scale.
+    pub groups: Vec<Group>,
+}
+
+impl<'a> Plan<'a> {
+    /// Decides about every weight of a model.
+    pub fn new(model: &Model<'a>, selection: &Selection) -> Result<Self> {
+        let decide = |weight: &Weight<'a>| Item {
+            weight: weight.clone(),
+            action: action(weight, model.dialect.is_nvfp4(), selection),
+            group: None,
+        };
+        if let Some(tensor) = model.others.iter().find(|t| t.info.name.ends_with("_weight_scale_2")) {
+            let reason = "belongs to experts in one 3-D tensor, which are not read; start from the original checkpoint";
+            return Err(tensor.wrong(reason));
+        }
+        let mut plan = Plan { items: model.weights.iter().map(decide).collect(), groups: Vec::new() };
+        for pattern in selection.skip.iter().chain(&selection.only) {
+            if !plan.items.iter().any(|item| pattern.matches(&item.weight.module)) {
+                return Err(Error::Refused(format!(
+                    "the pattern '{pattern}' matches no weight; `nvfp4 plan` lists them"
+                )));
+            }
+        }
+        let left =
+            |item: &&Item<'a>| matches!((&item.weight.stored, &item.action), (Stored::MxFp4 { .. }, Action::Decode(_)));
+        if let Some(item) = plan.items.iter().find(left) {
+            let module = &item.weight.module;
+            return Err(Error::Refused(format!("'{module}' is MXFP4, which cannot stay beside NVFP4; do not skip it")));
+        }
+        if selection.fuse == Fuse::Auto {
+            plan.fuse()?;
+        }
+        Ok(plan)
+    }
+
+    /// Decodes every weight that is not plain to BF16.
+    pub fn decode(model: &Model<'a>) -> Result<Self> {
+        let decide = |weight: &Weight<'a>| match &weight.stored {
+            Stored::MxFp4 { .. } => {
+                let module = &weight.module;
+                Err(Error::Refused(format!("'{module}' holds MXFP4 experts in one tensor, which are not decoded")))
+            }
+            Stored::Plain(_) => Ok(Action::Keep("not quantized".to_string())),
+            Stored::Fp8 { .. } | Stored::Nvfp4(_) => Ok(Action::Decode(weight.format())),
+        };
+        let item = |weight: &Weight<'a>| Ok(Item { weight: weight.clone(), action: decide(weight)?, group: None });
+        Ok(Plan { items: model.weights.iter().map(item).collect::<Result<_>>()?, groups: Vec::new() })
+    }
+
+    /// Finds the groups. One that is quantized in part cannot be joined by a server.
+    fn fuse(&mut self) -> Result<()> {
+        let mut found: BTreeMap<(&str, &'static str), Vec<usize>> = BTreeMap::new();
+        for (i, item) in self.items.iter().enumerate() {
+            if let Some(key) = names::fused(&item.weight.module) {
+                found.entry(key).or_default().push(i);
+            }
+        }
+        let mut groups = Vec::new();
+        for ((parent, kind), members) in found {
+            let nvfp4 = |i: &&usize| matches!(self.items[**i].action, Action::Quantize | Action::Relabel);
+            let (quantized, kept): (Vec<&usize>, Vec<&usize>) = members.iter().partition(nvfp4);
+            if let (Some(yes), Some(no)) = (quantized.first(), kept.first()) {
+                let name = |i: usize| self.items[i].weight.module.rsplit('.').next().unwrap_or_default().to_string();
+                return Err(Error::Refused(format!(
+                    "{parent}: {} would be quantized and {} not, but servers join {kind} into one matrix; \
+                     skip all of them or none, or turn joining off (--fuse off)",
+                    name(**yes),
+                    name(**no)
+                )));
+            }
+            if quantized.len() > 1 {
+                groups.push(Group { kind, members });
+            }
+        }
+        groups.sort_by_key(|g| g.members[0]);
+        for (g, group) in groups.iter().enumerate() {
+            group.members.iter().for_each(|&i| self.items[i].group = Some(g));
+        }
+        self.groups = groups;
+        Ok(())
+    }
+
+    /// Weights that will be NVFP4.
+    pub fn quantized(&self) -> impl Iterator<Item = &Item<'a>> {
+        self.items.iter().filter(|i| matches!(i.action, Action::Quantize | Action::Relabel))
+    }
+}
+
+fn action(weight: &Weight<'_>, source_is_nvfp4: bool, selection: &Selection) -> Action {
+    let kept = reason_to_keep(weight, selection);
+    match (&weight.stored, kept) {
+        (Stored::Nvfp4(_), None) => Action::Relabel,
+        (Stored::Plain(_), Some(reason)) => Action::Keep(reason),
+        // A quantized checkpoint's plain weights were kept by whoever made it.
+        (Stored::Plain(_), None) if source_is_nvfp4 => Action::Keep("kept by the source".to_string()),
+        (_, Some(reason)) => Action::Decode(reason),
+        (_, None) => Action::Quantize,
+    }
+}
+
+fn reason_to_keep(weight: &Weight<'_>, selection: &Selection) -> Option<String> {
+    let module = &weight.module;
+    if let Some(pattern) = selection.skip.iter().find(|p| p.matches(module)) {
+        return Some(format!("--skip {pattern}"));
+    }
+    if !selection.only.is_empty() && !selection.only.iter().any(|p| p.matches(module)) {
+        return Some("not in --only".to_string());
+    }
+    if matches!(weight.stored, Stored::Nvfp4(_)) {
+        return None;
+    }
+    if let (DefaultSkips::On, Some(reason)) = (selection.default_skips, names::default_keep(module)) {
+        return Some(reason.to_string());
+    }
+    if !selection.preset.has(module) {
+        return Some(format!("not in --preset {}", selection.preset));
+    }
+    if weight.rows == 0 || weight.cols == 0 {
+        return Some("empty".to_string());
+    }
+    (!weight.cols.is_multiple_of(BLOCK)).then(|| format!("{} columns, not a multiple of {BLOCK}", weight.cols))
+}

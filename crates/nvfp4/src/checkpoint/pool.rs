@@ -1,0 +1,69 @@
+//! Tasks on a fixed number of threads, each with memory of its own that it uses again.
+//!
+//! Not rayon: while one of its tasks waits, it may begin another, and what is in memory would no longer be bounded by the
+//! number of threads.
+
+use crate::{Error, Result};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Runs every task, in order of their beginning. The first error stops the rest, and so does `stop`.
+pub(super) fn run<T: Sync, M: Default>(
+    threads: usize,
+    tasks: &[T],
+    stop: &AtomicBool,
+    work: impl Fn(&T, &mut M) -> Result<()> + Sync,
+) -> Result<()> {
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(None::<(usize, Error)>));
+    let halted = AtomicBool::new(false);
+    let worker = || {
+        let mut memory = M::default();
+        while !stop.load(Ordering::Relaxed) && !halted.load(Ordering::Relaxed) {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            let Some(task) = tasks.get(i) else { break };
+            if let Err(error) = work(task, &mut memory) {
+                halted.store(true, Ordering::Relaxed);
+                let mut failed = failed.lock().expect("no worker panics while it holds this");
+                if failed.as_ref().is_none_or(|(first, _)| i < *first) {
+                    *failed = Some((i, error));
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..threads.clamp(1, tasks.len().max(1)) {
+            scope.spawn(|| match rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build() {
+                // The kernels split their work over the pool that they find themselves in: here, this thread alone.
+                Ok(alone) => alone.install(worker),
+                Err(_) => worker(),
+            });
+        }
+    });
+    match failed.into_inner().expect("the workers are done") {
+        Some((_, error)) => Err(error),
+        None if stop.load(Ordering::Relaxed) => Err(Error::Interrupted),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once_and_the_first_error_wins() {
+        let seen: Vec<AtomicUsize> = (0..100).map(|_| AtomicUsize::new(0)).collect();
+        let tasks: Vec<usize> = (0..100).collect();
+        let stop = AtomicBool::new(false);
+        run(3, &tasks, &stop, |&i, _: &mut ()| {
+            seen[i].fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        })
+        .unwrap();
+        assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1));
+        let fail = |&i: &usize, _: &mut ()| if i >= 7 { Err(Error::Refused(i.to_string())) } else { Ok(()) };
+        assert_eq!(run(1, &tasks, &stop, fail).unwrap_err().to_string(), "7");
+        stop.store(true, Ordering::Relaxed);
+        assert!(matches!(run(2, &tasks, &stop, |_, _: &mut ()| Ok(())), Err(Error::Interrupted)));
+    }
+}

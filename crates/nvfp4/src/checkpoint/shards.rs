@@ -1,0 +1,148 @@
+//! Where every written byte goes: files, headers and offsets, all known before the first weight is read.
+
+use super::Model;
+use super::folder::Located;
+use super::plan::Plan;
+use super::target::{Activations, Part, Role, Target};
+use safetensors::Dtype;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+/// How the output is split into files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Shards {
+    /// Files of at most this many bytes of tensors, unless one weight alone is larger.
+    AtMost(u64),
+    /// As the source is split.
+    AsSource,
+}
+
+/// What stays together: a weight or another tensor.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Unit<'a> {
+    /// An index into the plan's items.
+    Weight(usize),
+    Other(Located<'a>),
+}
+
+/// A unit with the offsets of its parts in the file.
+#[derive(Clone, Debug)]
+pub(super) struct Placed<'a> {
+    pub unit: Unit<'a>,
+    pub offsets: BTreeMap<Role, u64>,
+}
+
+/// A file to be written.
+#[derive(Clone, Debug)]
+pub(super) struct Shard<'a> {
+    pub file: String,
+    /// Its first bytes: the header's length, JSON and padding.
+    pub header: Vec<u8>,
+    pub len: u64,
+    pub units: Vec<Placed<'a>>,
+    /// Names of its tensors.
+    pub names: Vec<String>,
+}
+
+/// Units with the tensors that they become.
+type Units<'a> = Vec<(Unit<'a>, Vec<Part>)>;
+
+/// Lays out all files.
+pub(super) fn lay_out<'a>(
+    model: &Model<'a>,
+    plan: &Plan<'a>,
+    target: Target,
+    activations: Activations,
+    shards: Shards,
+) -> Vec<Shard<'a>> {
+    let first: BTreeMap<&str, usize> =
+        plan.items.iter().enumerate().map(|(i, item)| (item.weight.stored.parts()[0].info.name.as_str(), i)).collect();
+    let others: BTreeMap<&str, Located<'a>> = model.others.iter().map(|t| (t.info.name.as_str(), *t)).collect();
+    let mut files: Vec<(String, Units<'a>)> = Vec::new();
+    let (mut room, mut source) = (0, None);
+    for tensor in model.checkpoint.tensors() {
+        let name = tensor.info.name.as_str();
+        let (unit, parts) = match (first.get(name), others.get(name)) {
+            (Some(&i), _) => (Unit::Weight(i), target.parts(&plan.items[i], activations)),
+            (None, Some(&other)) => (Unit::Other(other), vec![copied(other)]),
+            (None, None) => continue,
+        };
+        let len: u64 = parts.iter().map(Part::len).sum();
+        let path = tensor.file.path();
+        let new = match shards {
+            Shards::AtMost(_) => files.is_empty() || len > room,
+            Shards::AsSource => source != Some(path),
+        };
+        if new {
+            let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+            files.push((name, Vec::new()));
+            (room, source) = (if let Shards::AtMost(most) = shards { most } else { 0 }, Some(path));
+        }
+        room = room.saturating_sub(len);
+        files.last_mut().expect("the first unit opens a file").1.push((unit, parts));
+    }
+    let count = files.len();
+    let file_name = |i: usize, source: String| match (shards, count) {
+        (Shards::AsSource, _) => source,
+        (_, 1) => "model.safetensors".to_string(),
+        _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+    };
+    files.into_iter().enumerate().map(|(i, (source, units))| shard(file_name(i, source), units)).collect()
+}
+
+/// A tensor that is copied under its own name.
+fn copied(tensor: Located<'_>) -> Part {
+    let info = tensor.info;
+    Part { name: info.name.clone(), dtype: info.dtype, shape: info.shape.clone(), role: Role::Whole }
+}
+
+/// Orders tensors as the safetensors library does, widest type first and then by name, and gives each its place.
+fn shard(file: String, units: Units<'_>) -> Shard<'_> {
+    let mut parts: Vec<(usize, &Part)> =
+        units.iter().enumerate().flat_map(|(u, (_, parts))| parts.iter().map(move |p| (u, p))).collect();
+    parts.sort_by(|(_, a), (_, b)| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
+    let (header, starts, len) = header(parts.iter().map(|(_, p)| (p.name.as_str(), p.dtype, &p.shape[..], p.len())));
+    let mut offsets = vec![BTreeMap::new(); units.len()];
+    for ((u, part), start) in parts.iter().zip(&starts) {
+        offsets[*u].insert(part.role, *start);
+    }
+    let names = parts.iter().map(|(_, p)| p.name.clone()).collect();
+    let units = units.into_iter().zip(offsets).map(|((unit, _), offsets)| Placed { unit, offsets }).collect();
+    Shard { file, header, len, units, names }
+}
+
+/// The first bytes of a file of tensors in this order; where each tensor starts; and how long the file is.
+pub(super) fn header<'s>(
+    tensors: impl Iterator<Item = (&'s str, Dtype, &'s [usize], u64)>,
+) -> (Vec<u8>, Vec<u64>, u64) {
+    let mut entries = Map::new();
+    entries.insert("__metadata__".to_string(), json!({ "format": "pt" }));
+    let (mut at, mut starts) = (0, Vec::new());
+    for (name, dtype, shape, len) in tensors {
+        starts.push(at);
+        let entry = json!({ "dtype": format!("{dtype:?}"), "shape": shape, "data_offsets": [at, at + len] });
+        entries.insert(name.to_string(), entry);
+        at += len;
+    }
+    let mut json = serde_json::to_vec(&Value::Object(entries)).expect("a map of strings and numbers is JSON");
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let mut header = (json.len() as u64).to_le_bytes().to_vec();
+    header.append(&mut json);
+    let front = header.len() as u64;
+    (header, starts.into_iter().map(|s| s + front).collect(), front + at)
+}
+
+/// The index of several files.
+pub(super) fn index(shards: &[Shard<'_>]) -> Value {
+    let total: u64 = shards.iter().map(|s| s.len - s.header.len() as u64).sum();
+    let map: BTreeMap<&str, &str> =
+        shards.iter().flat_map(|s| s.names.iter().map(|n| (n.as_str(), s.file.as_str()))).collect();
+    json!({ "metadata": { "total_size": total }, "weight_map": map })
+}
+
+/// What the index of these files is called; one file needs none.
+pub(super) fn index_name(shards: &[Shard<'_>]) -> Option<String> {
+    let single = shards.len() == 1;
+    let own = shards.first().map(|s| s.file.as_str()) == Some("model.safetensors");
+    (!single || !own).then(|| format!("model{}", super::folder::INDEX_SUFFIX))
+}

@@ -1,0 +1,291 @@
+//! Would a program load this checkpoint, and load it right? Every check is something that a server gets wrong in silence.
+
+use super::dialect::{Dialect, Model};
+use super::names;
+use super::statistics::{Statistics, statistics};
+use super::weight::{Stored, Weight};
+use crate::{Error, Result};
+use regex_lite::Regex;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+/// The program that will load a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Client {
+    /// vLLM.
+    #[default]
+    Vllm,
+    /// llama.cpp, by way of its `convert_hf_to_gguf.py`.
+    LlamaCpp,
+    /// transformers.
+    Transformers,
+}
+
+impl FromStr for Client {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "vllm" => Ok(Client::Vllm),
+            "llama.cpp" => Ok(Client::LlamaCpp),
+            "transformers" => Ok(Client::Transformers),
+            _ => Err(Error::Refused(format!("expected vllm, llama.cpp or transformers, got '{text}'"))),
+        }
+    }
+}
+
+impl fmt::Display for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Client::Vllm => "vLLM",
+            Client::LlamaCpp => "llama.cpp",
+            Client::Transformers => "transformers",
+        })
+    }
+}
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Severity {
+    /// Worth knowing.
+    Note,
+    /// It would not load, or load wrongly.
+    Problem,
+}
+
+/// Something that a check found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// How bad it is.
+    pub severity: Severity,
+    /// The module or file that it is about.
+    pub about: String,
+    /// What it is and what comes of it.
+    pub text: String,
+}
+
+/// Checks a checkpoint for a program. An empty list is a clean bill.
+pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<Finding>> {
+    let mut report = Report { findings: Vec::new() };
+    if !model.dialect.is_nvfp4() {
+        report.problem("checkpoint", format!("{}, not NVFP4; convert it first", model.dialect));
+        return Ok(report.findings);
+    }
+    check_dialect(model, client, &mut report);
+    check_groups(model, &mut report)?;
+    check_inputs(model, &mut report)?;
+    check_configuration(model, client, &mut report);
+    let counts = statistics(model, threads)?;
+    for (weight, counts) in model.weights.iter().zip(&counts) {
+        if let (Stored::Nvfp4(_), Some(counts)) = (&weight.stored, counts) {
+            check_weight(weight, counts, client, &mut report)?;
+        }
+    }
+    report.findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
+    Ok(report.findings)
+}
+
+struct Report {
+    findings: Vec<Finding>,
+}
+
+impl Report {
+    fn problem(&mut self, about: &str, text: impl Into<String>) {
+        self.findings.push(Finding { severity: Severity::Problem, about: about.to_string(), text: text.into() });
+    }
+
+    fn note(&mut self, about: &str, text: impl Into<String>) {
+        self.findings.push(Finding { severity: Severity::Note, about: about.to_string(), text: text.into() });
+    }
+}
+
+fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
+    let loads = match client {
+        Client::Vllm | Client::LlamaCpp => matches!(model.dialect, Dialect::ModelOpt | Dialect::CompressedTensors),
+        Client::Transformers => model.dialect == Dialect::CompressedTensors,
+    };
+    if !loads {
+        let fix = match client {
+            Client::Transformers => "convert it with --to compressed-tensors",
+            Client::Vllm | Client::LlamaCpp => "convert it with --to modelopt",
+        };
+        report.problem("checkpoint", format!("{client} does not load the {} dialect; {fix}", model.dialect));
+    }
+    // The marker says high nibble first; a configuration that says ModelOpt would have it read low nibble first.
+    let method = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_method"));
+    if model.dialect == Dialect::ComfyUi && (method.is_some() || model.checkpoint.quantization().is_some()) {
+        let text = "ComfyUI's marker (high nibble first, swizzled scales) beside a configuration for servers, which read \
+                    the low nibble first: every weight would be noise";
+        report.problem("nibble order", text);
+    }
+}
+
+/// Weights that are joined must have one tensor scale and one scale of activations.
+fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
+    let mut groups: BTreeMap<(&str, &str), Vec<&Weight<'_>>> = BTreeMap::new();
+    for weight in &model.weights {
+        if let Some(key) = names::fused(&weight.module) {
+            groups.entry(key).or_default().push(weight);
+        }
+    }
+    for ((parent, kind), members) in groups {
+        let mut scales = Vec::new();
+        let mut inputs = Vec::new();
+        for weight in &members {
+            if let Stored::Nvfp4(parts) = &weight.stored {
+                scales.push(parts.global()?);
+                inputs.push(parts.input()?);
+            }
+        }
+        if !scales.is_empty() && scales.len() < members.len() {
+            report.problem(
+                parent,
+                format!("{kind}: only {} of {} are NVFP4, but servers join them", scales.len(), members.len()),
+            );
+        }
+        let differ = |values: &[f32]| values.iter().any(|v| v.to_bits() != values[0].to_bits());
+        if scales.len() > 1 && differ(&scales) {
+            let ratio = spread(&scales);
+            let text = format!("{kind}: tensor scales differ (ratio {ratio:.4}); a server uses one of them for all");
+            report.problem(parent, text);
+        }
+        let inputs: Vec<f32> = inputs.into_iter().flatten().collect();
+        if inputs.len() > 1 && differ(&inputs) {
+            let ratio = spread(&inputs);
+            report.note(
+                parent,
+                format!("{kind}: scales of activations differ (ratio {ratio:.4}); a server uses the largest"),
+            );
+        }
+    }
+    Ok(())
+}
+
+fn spread(values: &[f32]) -> f32 {
+    let (least, most) = values.iter().fold((f32::MAX, 0f32), |(a, b), v| (a.min(v.abs()), b.max(v.abs())));
+    most / least
+}
+
+/// A configuration that promises scales of activations needs one for every weight.
+fn check_inputs(model: &Model<'_>, report: &mut Report) -> Result<()> {
+    let config = model.checkpoint.config().and_then(|c| c.get("quantization_config"));
+    let promised = match model.dialect {
+        Dialect::CompressedTensors => {
+            let groups = config.and_then(|c| c.get("config_groups")).and_then(Value::as_object);
+            groups.is_some_and(|g| g.values().any(|g| g.get("input_activations").is_some_and(|a| !a.is_null())))
+        }
+        _ => algorithm(model) == Some("NVFP4"),
+    };
+    for weight in &model.weights {
+        let Stored::Nvfp4(parts) = &weight.stored else { continue };
+        match parts.input()? {
+            None if promised => report.problem(
+                &weight.module,
+                "no scale of activations, which the configuration promises: vLLM reads uninitialised memory",
+            ),
+            Some(scale) if !(scale.is_finite() && scale > 0.0) => {
+                report.problem(&weight.module, format!("the scale of activations is {scale}"));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn algorithm<'m>(model: &'m Model<'_>) -> Option<&'m str> {
+    let own = model.checkpoint.quantization().and_then(|q| q.pointer("/quantization/quant_algo"));
+    let config = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_algo"));
+    own.or(config)?.as_str()
+}
+
+/// The configuration must name exactly the modules that are not quantized.
+fn check_configuration(model: &Model<'_>, client: Client, report: &mut Report) {
+    let config = model.checkpoint.config();
+    if config.is_none() {
+        report.problem("config.json", "missing");
+    }
+    let mut lists = Vec::new();
+    if let Some(list) = config.and_then(|c| c.pointer("/quantization_config/ignore")) {
+        lists.push(("config.json", list));
+    } else if config.is_some() {
+        report.problem("config.json", "no 'quantization_config' with an 'ignore' list");
+    }
+    if model.dialect == Dialect::ModelOpt
+        && let Some(quantization) = model.checkpoint.quantization()
+    {
+        for key in ["group_size", "kv_cache_quant_algo", "exclude_modules"] {
+            match quantization.pointer(&format!("/quantization/{key}")) {
+                None => {
+                    report.problem("hf_quant_config.json", format!("'{key}' is missing; vLLM refuses the checkpoint"))
+                }
+                Some(list) if key == "exclude_modules" => lists.push(("hf_quant_config.json", list)),
+                Some(_) => {}
+            }
+        }
+    }
+    for (file, list) in lists {
+        let patterns: Vec<Ignored> =
+            list.as_array().into_iter().flatten().filter_map(Value::as_str).map(Ignored::new).collect();
+        for weight in &model.weights {
+            let by = patterns.iter().find(|p| p.matches(&weight.module, client, model.dialect));
+            match (&weight.stored, by) {
+                (Stored::Nvfp4(_), Some(by)) => {
+                    report.problem(&weight.module, format!("NVFP4, but '{}' in {file} says that it is not", by.text))
+                }
+                (Stored::Plain(_), None) if names::default_keep(&weight.module) != Some("embedding") => report.problem(
+                    &weight.module,
+                    format!("not quantized, but not in the list of {file}: a server expects NVFP4"),
+                ),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// An entry of an ignore list.
+struct Ignored {
+    text: String,
+    regex: Option<Regex>,
+}
+
+impl Ignored {
+    fn new(text: &str) -> Self {
+        let body = match text.strip_prefix("re:") {
+            Some(regex) => format!("^(?:{regex})"),
+            None => format!("^(?:{})$", text.split('*').map(regex_lite::escape).collect::<Vec<_>>().join(".*")),
+        };
+        Ignored { text: text.to_string(), regex: Regex::new(&body).ok() }
+    }
+
+    /// vLLM takes an entry of ModelOpt's list for a part of a name too: `mlp.gate` also excludes `mlp.gate_proj`.
+    fn matches(&self, module: &str, client: Client, dialect: Dialect) -> bool {
+        let part = client == Client::Vllm && dialect == Dialect::ModelOpt && !self.text.contains('*');
+        (part && module.contains(&self.text)) || self.regex.as_ref().is_some_and(|r| r.is_match(module))
+    }
+}
+
+fn check_weight(weight: &Weight<'_>, counts: &Statistics, client: Client, report: &mut Report) -> Result<()> {
+    let Stored::Nvfp4(parts) = &weight.stored else { return Ok(()) };
+    let (module, global) = (&weight.module, parts.global()?);
+    if !(global.is_finite() && global > 0.0) {
+        report.problem(module, format!("the tensor scale is {global}"));
+    }
+    if counts.nan_scales() > 0 {
+        report.problem(module, format!("{} block scales are NaN", counts.nan_scales()));
+    }
+    if counts.negative_scales() > 0 {
+        report.problem(module, format!("{} block scales are negative", counts.negative_scales()));
+    }
+    if counts.vanished > 0 {
+        report.note(
+            module,
+            format!("{} blocks have the scale 0 and codes that are not: they decode to zeros", counts.vanished),
+        );
+    }
+    if client == Client::LlamaCpp && !weight.cols.is_multiple_of(nvfp4_spec::gguf::BLOCK_ELEMENTS) {
+        report.problem(module, format!("{} columns; GGUF needs a multiple of 64", weight.cols));
+    }
+    Ok(())
+}

@@ -1,0 +1,347 @@
+//! Every checkpoint that must be refused: the message names what is wrong, and nothing is left under a final name.
+
+mod generated;
+
+use generated::*;
+use nvfp4::checkpoint::*;
+use safetensors::Dtype;
+use serde_json::json;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+/// The error of a conversion that must fail; its target must not appear.
+fn refused(source: &Path, target: &Path, settings: &Settings) -> String {
+    let before = target.exists();
+    let error = convert(source, target, settings, &(), &AtomicBool::new(false)).unwrap_err().to_string();
+    assert_eq!(target.exists(), before, "{error}");
+    error
+}
+
+/// A good checkpoint in a folder, to be damaged.
+fn good() -> Folder {
+    let dir = Folder::new();
+    folder(&dir.join("in"), &llama(Dtype::BF16), &llama_config());
+    dir
+}
+
+fn open_error(dir: &Folder) -> String {
+    let error = Checkpoint::open(&dir.join("in")).unwrap_err().to_string();
+    assert_eq!(refused(&dir.join("in"), &dir.join("out"), &Settings::default()), error);
+    error
+}
+
+const SECOND: &str = "in/model-00002-of-00002.safetensors";
+const INDEX: &str = "in/model.safetensors.index.json";
+
+#[test]
+fn a_truncated_shard() {
+    let dir = good();
+    let bytes = fs::read(dir.join(SECOND)).unwrap();
+    for keep in [0, 7, 8, 100, bytes.len() / 2, bytes.len() - 1] {
+        fs::write(dir.join(SECOND), &bytes[..keep]).unwrap();
+        let error = open_error(&dir);
+        assert!(error.contains("model-00002-of-00002.safetensors") && error.contains("truncated"), "{keep}: {error}");
+    }
+}
+
+#[test]
+fn a_shard_that_shrinks_while_it_is_read() {
+    let dir = good();
+    let checkpoint = Checkpoint::open(&dir.join("in")).unwrap();
+    let file = fs::File::options().write(true).open(dir.join(SECOND)).unwrap();
+    file.set_len(2000).unwrap();
+    let model = Model::new(&checkpoint).unwrap();
+    let weight = model.weight("model.layers.1.mlp.down_proj").unwrap();
+    let error = weight.values(0..64, &mut Buffer::default()).unwrap_err().to_string();
+    assert!(error.contains("model-00002-of-00002.safetensors"), "{error}");
+}
+
+#[test]
+fn a_header_that_claims_to_be_huge() {
+    let dir = good();
+    for len in [u64::MAX, 1 << 40, MAX_HEADER + 1] {
+        let mut bytes = fs::read(dir.join(SECOND)).unwrap();
+        bytes[..8].copy_from_slice(&len.to_le_bytes());
+        fs::write(dir.join(SECOND), &bytes).unwrap();
+        assert!(open_error(&dir).contains("more than the 100000000 that are allowed"));
+    }
+}
+
+#[test]
+fn a_header_that_is_not_json() {
+    let dir = good();
+    let mut bytes = fs::read(dir.join(SECOND)).unwrap();
+    bytes[8] = b'!';
+    fs::write(dir.join(SECOND), &bytes).unwrap();
+    assert!(open_error(&dir).contains("header: "));
+}
+
+#[test]
+fn an_index_that_names_a_missing_file() {
+    let dir = good();
+    fs::remove_file(dir.join(SECOND)).unwrap();
+    let error = open_error(&dir);
+    assert!(error.contains("'model-00002-of-00002.safetensors', which is missing"), "{error}");
+}
+
+#[test]
+fn an_index_that_disagrees_with_the_files() {
+    let dir = good();
+    let text = fs::read_to_string(dir.join(INDEX)).unwrap();
+    fs::write(dir.join(INDEX), text.replace("\"lm_head.weight\"", "\"head.weight\"")).unwrap();
+    assert!(
+        open_error(&dir).contains("tensor 'head.weight' is not in 'model-00002-of-00002.safetensors', where it says")
+    );
+    fs::write(dir.join(INDEX), text.replace("\"lm_head.weight\":\"model-00002-of-00002.safetensors\",", "")).unwrap();
+    assert!(open_error(&dir).contains("tensor 'lm_head.weight' is in the files but not in the index"));
+}
+
+#[test]
+fn an_index_that_is_not_one() {
+    let dir = good();
+    for text in [
+        "",
+        "[]",
+        "{}",
+        "{\"weight_map\": 3}",
+        "{\"weight_map\": {\"a\": 3}}",
+        "{\"weight_map\": {\"a\": \"b\", \"a\": \"c\"}}",
+    ] {
+        fs::write(dir.join(INDEX), text).unwrap();
+        assert!(open_error(&dir).contains("model.safetensors.index.json"), "{text}");
+    }
+}
+
+#[test]
+fn two_shards_with_one_tensor() {
+    let dir = good();
+    let tensors = llama(Dtype::BF16).remove(0);
+    save(&dir.join("in/model-00002-of-00002.safetensors"), &tensors);
+    let error = open_error(&dir);
+    assert!(error.contains("is also in") && error.contains("model-00001-of-00002.safetensors"), "{error}");
+}
+
+#[test]
+fn a_name_that_leads_out_of_the_folder() {
+    let dir = good();
+    fs::copy(dir.join(SECOND), dir.join("outside.safetensors")).unwrap();
+    let text = fs::read_to_string(dir.join(INDEX)).unwrap();
+    let absolute = dir.join("outside.safetensors").to_string_lossy().into_owned();
+    for name in ["../outside.safetensors", &absolute, "..", "a/../../outside.safetensors", "./x", "a\\\\b", ""] {
+        fs::write(dir.join(INDEX), text.replace("model-00002-of-00002.safetensors", name)).unwrap();
+        assert!(open_error(&dir).contains("leads out of the folder"), "{name}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_symbolic_link_that_leads_out_of_the_folder() {
+    let dir = good();
+    fs::rename(dir.join(SECOND), dir.join("outside.safetensors")).unwrap();
+    std::os::unix::fs::symlink(dir.join("outside.safetensors"), dir.join(SECOND)).unwrap();
+    assert!(open_error(&dir).contains("is a symbolic link that leads out of the folder"));
+    fs::remove_file(dir.join(SECOND)).unwrap();
+    fs::rename(dir.join("outside.safetensors"), dir.join(SECOND)).unwrap();
+    fs::write(dir.join("secret"), "secret").unwrap();
+    std::os::unix::fs::symlink(dir.join("secret"), dir.join("in/notes.txt")).unwrap();
+    let error = refused(&dir.join("in"), &dir.join("out"), &Settings::default());
+    assert!(error.contains("'notes.txt' is a symbolic link that leads out"), "{error}");
+}
+
+/// The Hugging Face cache keeps files under `blobs` and links to them from `snapshots/REVISION`.
+#[cfg(unix)]
+#[test]
+fn links_within_the_hugging_face_cache_are_followed() {
+    let dir = good();
+    fs::create_dir_all(dir.join("hub/snapshots")).unwrap();
+    fs::create_dir_all(dir.join("hub/blobs")).unwrap();
+    fs::rename(dir.join("in"), dir.join("hub/snapshots/abc")).unwrap();
+    let name = "hub/snapshots/abc/model-00002-of-00002.safetensors";
+    fs::rename(dir.join(name), dir.join("hub/blobs/123")).unwrap();
+    std::os::unix::fs::symlink("../../blobs/123", dir.join(name)).unwrap();
+    convert(&dir.join("hub/snapshots/abc"), &dir.join("out"), &Settings::default(), &(), &AtomicBool::new(false))
+        .unwrap();
+}
+
+#[test]
+fn unknown_types() {
+    let dir = good();
+    let bytes = fs::read(dir.join(SECOND)).unwrap();
+    let at = bytes.windows(6).position(|w| w == b"\"BF16\"").unwrap();
+    let mut changed = bytes.clone();
+    changed[at..at + 6].copy_from_slice(b"\"BF17\"");
+    fs::write(dir.join(SECOND), changed).unwrap();
+    assert!(open_error(&dir).contains("unknown type 'BF17'"));
+}
+
+#[test]
+fn weights_that_are_nan_or_infinite() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let dir = Folder::new();
+        let mut x = values(64 * 64, 1);
+        x[64 * 37 + 5] = bad;
+        let name = "model.layers.0.mlp.down_proj.weight".to_string();
+        folder(&dir.join("in"), &[Tensors::from([(name, tensor(Dtype::BF16, &[64, 64], &x))])], &llama_config());
+        let error = refused(&dir.join("in"), &dir.join("out"), &Settings::default());
+        assert!(error.contains(&format!("'model.layers.0.mlp.down_proj' holds {bad} at row 37, column 5")), "{error}");
+    }
+}
+
+#[test]
+fn a_configuration_that_is_not_json() {
+    let dir = good();
+    for text in ["{", "{\"a\": 1, \"a\": 2}"] {
+        fs::write(dir.join("in/config.json"), text).unwrap();
+        assert!(open_error(&dir).contains("config.json"));
+    }
+}
+
+#[test]
+fn checkpoints_in_formats_that_are_not_read() {
+    let dir = Folder::new();
+    let config = json!({ "quantization_config": { "quant_method": "gptq" } });
+    folder(&dir.join("gptq"), &[layer(0, Dtype::F16)], &config);
+    assert!(refused(&dir.join("gptq"), &dir.join("out"), &Settings::default()).contains("quantized by 'gptq'"));
+    fs::write(dir.join("m.gguf"), b"GGUF\x03\0\0\0\0\0\0\0").unwrap();
+    assert!(refused(&dir.join("m.gguf"), &dir.join("out"), &Settings::default()).contains("this is a GGUF file"));
+    fs::create_dir(dir.join("empty")).unwrap();
+    assert!(refused(&dir.join("empty"), &dir.join("out"), &Settings::default()).contains("no safetensors files"));
+    let missing = refused(&dir.join("nowhere"), &dir.join("out"), &Settings::default());
+    assert!(missing.contains("nowhere"), "{missing}");
+}
+
+#[test]
+fn a_target_that_exists() {
+    let dir = good();
+    fs::create_dir(dir.join("out")).unwrap();
+    fs::write(dir.join("out/precious.txt"), "mine").unwrap();
+    let error = refused(&dir.join("in"), &dir.join("out"), &Settings::default());
+    assert!(error.contains("already exists"), "{error}");
+    let force = Settings { existing: Existing::Replace, ..Settings::default() };
+    let error = refused(&dir.join("in"), &dir.join("out"), &force);
+    assert!(error.contains("which --force does not replace"), "{error}");
+    assert_eq!(fs::read_to_string(dir.join("out/precious.txt")).unwrap(), "mine");
+    fs::create_dir(dir.join("out2.partial")).unwrap();
+    fs::write(dir.join("out2.partial/precious.txt"), "mine").unwrap();
+    assert!(refused(&dir.join("in"), &dir.join("out2"), &force).contains("not an unfinished conversion"));
+    assert!(dir.join("out2.partial/precious.txt").exists());
+}
+
+#[test]
+fn a_checkpoint_is_replaced_on_request_only_when_the_new_one_is_whole() {
+    let dir = good();
+    let stop = AtomicBool::new(false);
+    convert(&dir.join("in"), &dir.join("out"), &Settings::default(), &(), &stop).unwrap();
+    let before = contents(&dir.join("out"));
+    let force = Settings { existing: Existing::Replace, target: Target::CompressedTensors, ..Settings::default() };
+    let error = convert(&dir.join("in"), &dir.join("out"), &force, &(), &AtomicBool::new(true)).unwrap_err();
+    assert!(matches!(error, nvfp4::Error::Interrupted));
+    assert!(contents(&dir.join("out")) == before);
+    convert(&dir.join("in"), &dir.join("out"), &force, &(), &stop).unwrap();
+    assert!(contents(&dir.join("out")) != before);
+    assert!(!dir.join("out.replaced").exists() && !dir.join("out.partial").exists());
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_target_that_cannot_be_written() {
+    let dir = good();
+    let error = refused(&dir.join("in"), Path::new("/proc/nvfp4-out"), &Settings::default());
+    assert!(error.contains("/proc/nvfp4-out.partial"), "{error}");
+}
+
+#[test]
+fn parts_of_a_quantized_weight_that_do_not_fit() {
+    let dir = good();
+    convert(&dir.join("in"), &dir.join("q"), &Settings::default(), &(), &AtomicBool::new(false)).unwrap();
+    let checkpoint = Checkpoint::open(&dir.join("q")).unwrap();
+    let all: Tensors = checkpoint
+        .tensors()
+        .map(|t| {
+            (
+                t.info.name.clone(),
+                Tensor { dtype: t.info.dtype, shape: t.info.shape.clone(), bytes: t.bytes().unwrap() },
+            )
+        })
+        .collect();
+    let module = "model.layers.0.mlp.up_proj";
+    let damaged = |change: &dyn Fn(&mut Tensors)| {
+        let mut tensors = all.clone();
+        change(&mut tensors);
+        save(&dir.join("q/model.safetensors"), &tensors);
+        let checkpoint = Checkpoint::open(&dir.join("q")).unwrap();
+        Model::new(&checkpoint).unwrap_err().to_string()
+    };
+    let name = |part: &str| format!("{module}.{part}");
+    let error = damaged(&|t| drop(t.remove(&name("weight_scale"))));
+    assert!(error.contains("'model.layers.0.mlp.up_proj.weight_scale' is missing"), "{error}");
+    let error = damaged(&|t| t.get_mut(&name("weight_scale")).unwrap().shape.reverse());
+    assert!(error.contains("expected the scales of 96 × 4 blocks, got [4, 96]"), "{error}");
+    let error = damaged(&|t| t.get_mut(&name("weight_scale")).unwrap().dtype = Dtype::U8);
+    assert!(error.contains("expected F8_E4M3 scales, got U8"), "{error}");
+    let error = damaged(&|t| t.get_mut(&name("weight_scale_2")).unwrap().dtype = Dtype::U32);
+    assert!(error.contains("expected one F32 number"), "{error}");
+}
+
+/// What `verify` must find in a checkpoint that loads.
+#[test]
+fn checkpoints_that_would_load_wrongly() {
+    let dir = good();
+    let settings = Settings { acts: Acts::Constant(1.0), ..Settings::default() };
+    convert(&dir.join("in"), &dir.join("q"), &settings, &(), &AtomicBool::new(false)).unwrap();
+    let checkpoint = Checkpoint::open(&dir.join("q")).unwrap();
+    let all: Tensors = checkpoint
+        .tensors()
+        .map(|t| {
+            (
+                t.info.name.clone(),
+                Tensor { dtype: t.info.dtype, shape: t.info.shape.clone(), bytes: t.bytes().unwrap() },
+            )
+        })
+        .collect();
+    let found = |change: &dyn Fn(&mut Tensors), client| {
+        let mut tensors = all.clone();
+        change(&mut tensors);
+        save(&dir.join("q/model.safetensors"), &tensors);
+        let checkpoint = Checkpoint::open(&dir.join("q")).unwrap();
+        let findings = verify(&Model::new(&checkpoint).unwrap(), client, 1).unwrap();
+        findings.iter().map(|f| format!("{}: {}", f.about, f.text)).collect::<Vec<_>>().join("\n")
+    };
+    assert_eq!(found(&|_| {}, Client::Vllm), "");
+    let module = "model.layers.0.mlp.up_proj";
+    let name = |part: &str| format!("{module}.{part}");
+    let set = |part: &str, at: usize, bytes: &[u8]| {
+        let (part, bytes) = (name(part), bytes.to_vec());
+        move |t: &mut Tensors| t.get_mut(&part).unwrap().bytes[at..at + bytes.len()].copy_from_slice(&bytes)
+    };
+    let float = |x: f32| x.to_le_bytes();
+    assert!(found(&set("weight_scale_2", 0, &float(0.5)), Client::Vllm).contains("gate/up: tensor scales differ"));
+    assert!(found(&set("weight_scale_2", 0, &float(0.0)), Client::Vllm).contains("the tensor scale is 0"));
+    assert!(found(&set("weight_scale_2", 0, &float(f32::NAN)), Client::Vllm).contains("the tensor scale is NaN"));
+    assert!(found(&set("weight_scale", 3, &[0x7F, 0xFF]), Client::Vllm).contains("2 block scales are NaN"));
+    assert!(found(&set("weight_scale", 3, &[0xB8]), Client::Vllm).contains("1 block scales are negative"));
+    assert!(found(&set("weight_scale", 3, &[0]), Client::Vllm).contains("1 blocks have the scale 0"));
+    assert!(found(&|t| drop(t.remove(&name("input_scale"))), Client::Vllm).contains("vLLM reads uninitialised memory"));
+    assert!(found(&set("input_scale", 0, &float(-1.0)), Client::Vllm).contains("the scale of activations is -1"));
+    assert!(found(&|_| {}, Client::LlamaCpp).contains("96 columns; GGUF needs a multiple of 64"));
+    assert!(found(&|_| {}, Client::Transformers).contains("transformers does not load the ModelOpt dialect"));
+    let plain = |t: &mut Tensors| {
+        for part in ["weight", "weight_scale", "weight_scale_2", "input_scale"] {
+            t.remove(&name(part));
+        }
+        t.insert(name("weight"), random(Dtype::BF16, &[96, 64], 1));
+    };
+    let text = found(&plain, Client::Vllm);
+    assert!(text.contains("a server expects NVFP4") && text.contains("only 1 of 2 are NVFP4"), "{text}");
+    for file in ["q/hf_quant_config.json", "q/config.json"] {
+        let text = fs::read_to_string(dir.join(file)).unwrap();
+        fs::write(dir.join(file), text.replace("\"lm_head\"", "\"lm_head\", \"layers.0.mlp.up\"")).unwrap();
+        let found = found(&|_| {}, Client::Vllm);
+        assert!(found.contains("NVFP4, but 'layers.0.mlp.up' in"), "{found}");
+        fs::write(dir.join(file), text).unwrap();
+    }
+    let text = fs::read_to_string(dir.join("q/hf_quant_config.json")).unwrap();
+    fs::write(dir.join("q/hf_quant_config.json"), text.replace("kv_cache_quant_algo", "kv")).unwrap();
+    assert!(found(&|_| {}, Client::Vllm).contains("'kv_cache_quant_algo' is missing"));
+}
