@@ -2,11 +2,21 @@
 
 mod agreement;
 mod bench;
+mod completions;
 mod conformance;
+mod convert;
 mod demo;
+mod dequant;
 mod device;
+mod diff;
 mod doctor;
+mod inspect;
 mod normal;
+mod plan;
+mod progress;
+mod sizes;
+mod source;
+mod verify;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -23,15 +33,29 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Convert(Box<convert::Args>),
+    Plan(plan::Args),
+    Inspect(inspect::Args),
+    Diff(diff::Args),
+    Verify(verify::Args),
+    Dequant(dequant::Args),
     Demo(demo::Args),
     Conformance(conformance::Args),
     Bench(bench::Args),
     Agreement(agreement::Args),
     Doctor(doctor::Args),
+    Completions(completions::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Convert(args) => convert::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Diff(args) => diff::run(&args),
+        Command::Dequant(args) => dequant::run(&args),
+        Command::Verify(args) => verify::run(&args),
+        Command::Completions(args) => completions::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Conformance(args) => conformance::run(&args),

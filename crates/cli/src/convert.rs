@@ -1,0 +1,259 @@
+//! `nvfp4 convert`: a checkpoint becomes an NVFP4 checkpoint that servers load.
+
+use crate::progress::{Progress, Voice};
+use crate::source::{self, From, Weights};
+use crate::{plan, sizes, until_closed, verify};
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+use nvfp4::Profile;
+use nvfp4::checkpoint::{
+    Action, Acts, Checkpoint, Client, Existing, Finished, Model, Plan, ScaleChoice, Settings, Severity, Shards,
+    Summary, Target,
+};
+use std::collections::BTreeMap;
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Convert a checkpoint to NVFP4, without a GPU and without loading it.
+///
+/// Reads BF16, F16, F32, FP8 with block scales, MXFP4 experts, and NVFP4 of other dialects (which keeps its codes). The
+/// target appears when it is whole; an interrupted conversion is continued with --resume, to the same bytes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Model folder or safetensors file.
+    source: PathBuf,
+    /// Folder to write.
+    target: PathBuf,
+    /// Whose checkpoint to write: modelopt or compressed-tensors.
+    #[arg(long, default_value = "modelopt")]
+    to: Target,
+    /// Whose checkpoint the source is, if it does not say.
+    #[arg(long, value_enum)]
+    from: Option<From>,
+    /// Scales of activations: none (W4A16), const or const=VALUE, or a JSON file of the amax of each module.
+    #[arg(long, default_value = "none")]
+    acts: ActsArg,
+    #[command(flatten)]
+    weights: Weights,
+    /// How block scales are chosen.
+    #[arg(long, value_enum, default_value = "max")]
+    scale: ScaleArg,
+    /// Whose arithmetic, to the bit [default: modelopt; with --scale 4over6: transformer-engine].
+    #[arg(long, value_enum)]
+    profile: Option<ProfileArg>,
+    /// Largest size of a written file.
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = sizes::parse)]
+    max_shard: u64,
+    /// Split the output as the source is split.
+    #[arg(long, conflicts_with = "max_shard")]
+    keep_shards: bool,
+    /// Number of threads [default: one per core].
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Memory to stay below.
+    #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = sizes::parse)]
+    mem: u64,
+    /// Show the plan and stop.
+    #[arg(long)]
+    dry_run: bool,
+    /// Continue an interrupted conversion.
+    #[arg(long, conflicts_with = "force")]
+    resume: bool,
+    /// Replace the target, and throw an interrupted conversion away.
+    #[arg(long)]
+    force: bool,
+    /// No progress.
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ScaleArg {
+    Max,
+    Mse,
+    #[value(name = "4over6")]
+    FourOverSix,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ProfileArg {
+    Modelopt,
+    TransformerEngine,
+    LlmCompressor,
+    Torchao,
+}
+
+/// `--acts` before files are read.
+#[derive(Clone)]
+enum ActsArg {
+    None,
+    Constant(f32),
+    File(PathBuf),
+}
+
+impl FromStr for ActsArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match (text, text.strip_prefix("const=")) {
+            ("none", _) => Ok(ActsArg::None),
+            ("const", _) => Ok(ActsArg::Constant(1.0)),
+            (_, Some(value)) => match value.parse::<f32>() {
+                Ok(scale) if scale.is_finite() && scale > 0.0 => Ok(ActsArg::Constant(scale)),
+                _ => Err(format!("expected a positive number after const=, got '{value}'")),
+            },
+            (file, None) if file.ends_with(".json") => Ok(ActsArg::File(file.into())),
+            _ => Err("expected none, const, const=VALUE or a .json file".to_string()),
+        }
+    }
+}
+
+impl Args {
+    fn settings(&self) -> Result<Settings> {
+        ensure!(self.threads != Some(0), "--threads: expected at least 1");
+        let defaults = Settings::default();
+        Ok(Settings {
+            target: self.to,
+            source: self.from.map(From::dialect),
+            selection: self.weights.selection(),
+            scale: match self.scale {
+                ScaleArg::Max => ScaleChoice::Max,
+                ScaleArg::Mse => ScaleChoice::Mse,
+                ScaleArg::FourOverSix => ScaleChoice::FourOverSix,
+            },
+            profile: self.profile.map(|profile| match profile {
+                ProfileArg::Modelopt => Profile::ModelOpt,
+                ProfileArg::TransformerEngine => Profile::TransformerEngine,
+                ProfileArg::LlmCompressor => Profile::LlmCompressor,
+                ProfileArg::Torchao => Profile::TorchAo,
+            }),
+            acts: match &self.acts {
+                ActsArg::None => Acts::None,
+                ActsArg::Constant(scale) => Acts::Constant(*scale),
+                ActsArg::File(path) => Acts::Amaxes(amaxes(path)?),
+            },
+            shards: if self.keep_shards { Shards::AsSource } else { Shards::AtMost(self.max_shard) },
+            threads: self.threads.unwrap_or(defaults.threads),
+            memory: self.mem,
+            existing: match (self.resume, self.force) {
+                (true, _) => Existing::Resume,
+                (_, true) => Existing::Replace,
+                _ => Existing::Refuse,
+            },
+        })
+    }
+}
+
+fn amaxes(path: &PathBuf) -> Result<BTreeMap<String, f32>> {
+    let text = std::fs::read(path).with_context(|| format!("--acts {}", path.display()))?;
+    serde_json::from_slice(&text)
+        .with_context(|| format!("--acts {}: expected an object of module names and amaxes", path.display()))
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let settings = args.settings()?;
+    let checkpoint = Checkpoint::open(&args.source)?;
+    let model = source::model(&checkpoint, args.from)?;
+    let plan = Plan::new(&model, &settings.selection)?;
+    let mut out = stdout().lock();
+    if args.dry_run {
+        until_closed(plan::print(&mut out, &model, &plan))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    until_closed(introduce(&mut out, args, &model, &plan))?;
+    let voice = if args.quiet { Voice::Quiet } else { Voice::Normal };
+    let weights = plan.items.iter().filter(|i| i.action == Action::Quantize).count();
+    let progress = Progress::new(voice, weights);
+    let start = Instant::now();
+    let summary = nvfp4::checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts()?);
+    progress.finish();
+    let summary = summary?;
+    until_closed(conclude(&mut out, args, &summary, start.elapsed().as_secs_f64()))?;
+    check(&mut out, args, &settings)
+}
+
+/// Set by Ctrl-C. A second Ctrl-C ends the program at once, which loses no more than a kill does.
+pub fn interrupts() -> Result<&'static AtomicBool> {
+    static STOP: AtomicBool = AtomicBool::new(false);
+    ctrlc::set_handler(|| {
+        if STOP.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    })
+    .context("cannot watch for Ctrl-C")?;
+    Ok(&STOP)
+}
+
+fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
+    let checkpoint = model.checkpoint;
+    let name = model.architecture().unwrap_or("unnamed");
+    let (files, size) = (checkpoint.files().len(), sizes::show(checkpoint.byte_len()));
+    writeln!(out, "source   {name}  {files} {}  {size}  {}", plural(files, "file"), model.dialect)?;
+    let algorithm = if matches!(args.acts, ActsArg::None) { "W4A16" } else { "W4A4" };
+    writeln!(out, "target   {} {algorithm}, blocks of 16", args.to)?;
+    let parameters: u64 = plan.quantized().map(|i| i.weight.elements()).sum();
+    let (quantized, kept) = (plan.quantized().count(), plan.items.len() - plan.quantized().count());
+    writeln!(
+        out,
+        "plan     {quantized} weights -> NVFP4 ({:.2} M parameters), {} other tensors kept",
+        parameters as f64 / 1e6,
+        kept + model.others.len()
+    )?;
+    let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
+    plan.groups.iter().for_each(|g| *kinds.entry(g.kind).or_default() += 1);
+    if !kinds.is_empty() {
+        let kinds: Vec<String> = kinds.iter().map(|(kind, n)| format!("{n} x {kind}")).collect();
+        writeln!(out, "         {} share one tensor scale", kinds.join(", "))?;
+    }
+    Ok(out.flush()?)
+}
+
+fn plural(n: usize, word: &str) -> String {
+    if n == 1 { word.to_string() } else { format!("{word}s") }
+}
+
+fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) -> Result<()> {
+    let mut worst: Vec<&Finished> = summary.quantized.iter().collect();
+    worst.sort_by(|a, b| b.measure.relative_error().total_cmp(&a.measure.relative_error()));
+    for (i, w) in worst.iter().take(3).enumerate() {
+        let title = if i == 0 { "worst" } else { "" };
+        writeln!(
+            out,
+            "{title:<8} {}  relerr {:.4}  SQNR {:.1} dB",
+            w.module,
+            w.measure.relative_error(),
+            w.measure.sqnr()
+        )?;
+    }
+    let ratio = summary.before as f64 / summary.after.max(1) as f64;
+    let mut total = nvfp4::checkpoint::Measure::default();
+    summary.quantized.iter().for_each(|w| total.add(&w.measure));
+    let error =
+        if summary.quantized.is_empty() { String::new() } else { format!(", relerr {:.4}", total.relative_error()) };
+    let size = sizes::show(summary.after);
+    writeln!(out, "result   {}: {size}, {ratio:.1}x smaller{error}, {seconds:.1} s", args.target.display())?;
+    Ok(out.flush()?)
+}
+
+/// Reads the result as a stranger would.
+fn check(out: &mut impl Write, args: &Args, settings: &Settings) -> Result<ExitCode> {
+    let checkpoint = Checkpoint::open(&args.target).context("the result cannot be read back")?;
+    let model = Model::new(&checkpoint)?;
+    let client = Client::Vllm;
+    let findings = nvfp4::checkpoint::verify(&model, client, settings.threads)?;
+    let problems = findings.iter().filter(|f| f.severity == Severity::Problem).count();
+    if problems > 0 {
+        until_closed(verify::print(out, &findings))?;
+        bail!("{problems} {} in the result; see above", plural(problems, "problem"));
+    }
+    let next = format!("vllm serve {}", args.target.display());
+    until_closed(
+        writeln!(out, "checks   ok: names, shapes, shared scales, scale bytes, index, configuration\nnext     {next}")
+            .map_err(Into::into),
+    )?;
+    Ok(ExitCode::SUCCESS)
+}

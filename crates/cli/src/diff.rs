@@ -1,0 +1,148 @@
+//! `nvfp4 diff`: the error of one checkpoint against another, or whether their bytes are the same.
+
+use crate::until_closed;
+use anyhow::{Result, ensure};
+use nvfp4::checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, differences};
+use serde_json::{Value, json};
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Show the error of each weight of one checkpoint against another, worst first.
+///
+/// With --bits: compare bytes; exits with 2 if any differ.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The original, or one of two NVFP4 checkpoints.
+    first: PathBuf,
+    /// What to measure against it.
+    second: PathBuf,
+    /// How many weights to show.
+    #[arg(long, default_value_t = 20)]
+    top: usize,
+    /// Compare bytes instead.
+    #[arg(long)]
+    bits: bool,
+    /// Print JSON, of all weights.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The relative error that NVFP4 has on normal data, for comparison.
+const NORMAL_DATA: f64 = 0.095;
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let (first, second) = (Checkpoint::open(&args.first)?, Checkpoint::open(&args.second)?);
+    let mut out = stdout().lock();
+    if args.bits {
+        let found = differences(&first, &second)?;
+        until_closed(if args.json {
+            bits_json(&mut out, &found)
+        } else {
+            print_bits(&mut out, &found, first.tensors().count())
+        })?;
+        return Ok(if found.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(2) });
+    }
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let comparison = compare(&Model::new(&first)?, &Model::new(&second)?, threads)?;
+    ensure!(!comparison.weights.is_empty(), "no weight of the same name is quantized in either checkpoint");
+    until_closed(if args.json { print_json(&mut out, &comparison) } else { print(&mut out, &comparison, args.top) })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print(out: &mut impl Write, comparison: &Comparison, top: usize) -> Result<()> {
+    let mut weights: Vec<&Compared> = comparison.weights.iter().collect();
+    weights.sort_by(|a, b| b.measure.relative_error().total_cmp(&a.measure.relative_error()));
+    let width = weights.iter().take(top).map(|w| w.module.len()).max().unwrap_or(0).max(6);
+    writeln!(
+        out,
+        "{:width$}  {:>7}  {:>7}  {:>9}  {:>8}  {:>8}  {:>7}",
+        "WEIGHT", "relerr", "SQNR dB", "max|e|", "cosine", "clipped", "zeroed"
+    )?;
+    for w in weights.iter().take(top) {
+        let m = &w.measure;
+        let share = |n: u64| 100.0 * n as f64 / m.elements.max(1) as f64;
+        writeln!(
+            out,
+            "{:width$}  {:>7.4}  {:>7.1}  {:>9.3e}  {:>8.5}  {:>7.3}%  {:>6.2}%",
+            w.module,
+            m.relative_error(),
+            m.sqnr(),
+            m.largest,
+            m.cosine(),
+            share(m.clipped),
+            share(m.zeroed)
+        )?;
+    }
+    if weights.len() > top {
+        writeln!(out, "… and {} more (--top)", weights.len() - top)?;
+    }
+    for (names, which) in [(&comparison.only_first, "first"), (&comparison.only_second, "second")] {
+        if let Some(name) = names.first() {
+            writeln!(out, "{} weights only in the {which}, as {name}", names.len())?;
+        }
+    }
+    let quantile = |q: f64| weights[((1.0 - q) * (weights.len() - 1) as f64) as usize].measure.relative_error();
+    writeln!(
+        out,
+        "summary  {} weights, relerr {:.4}, median {:.4}, worst {:.4}; NVFP4 of normal data has {NORMAL_DATA}",
+        weights.len(),
+        total(comparison).relative_error(),
+        quantile(0.5),
+        quantile(1.0)
+    )?;
+    Ok(())
+}
+
+fn total(comparison: &Comparison) -> Measure {
+    let mut total = Measure::default();
+    comparison.weights.iter().for_each(|w| total.add(&w.measure));
+    total
+}
+
+fn print_json(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
+    let figures = |m: &Measure| {
+        json!({
+            "relerr": m.relative_error(), "sqnr_db": m.sqnr(), "max_error": m.largest, "cosine": m.cosine(),
+            "clipped": m.clipped, "zeroed": m.zeroed, "elements": m.elements
+        })
+    };
+    let weight = |w: &Compared| json!({ "module": w.module, "format": w.format, "error": figures(&w.measure) });
+    let report = json!({
+        "weights": comparison.weights.iter().map(weight).collect::<Vec<Value>>(),
+        "only_first": comparison.only_first,
+        "only_second": comparison.only_second,
+        "total": figures(&total(comparison)),
+    });
+    Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?)
+}
+
+fn print_bits(out: &mut impl Write, found: &[Difference], tensors: usize) -> Result<()> {
+    for difference in found {
+        match difference {
+            Difference::OnlyFirst(name) => writeln!(out, "{name}: only in the first")?,
+            Difference::OnlySecond(name) => writeln!(out, "{name}: only in the second")?,
+            Difference::Form(name, how) => writeln!(out, "{name}: {how}")?,
+            Difference::Bytes { name, count, first } => {
+                writeln!(out, "{name}: {count} bytes differ, the first at {first}")?
+            }
+        }
+    }
+    match found.len() {
+        0 => writeln!(out, "identical: {tensors} tensors")?,
+        n => writeln!(out, "{n} tensors differ")?,
+    }
+    Ok(())
+}
+
+fn bits_json(out: &mut impl Write, found: &[Difference]) -> Result<()> {
+    let entry = |d: &Difference| match d {
+        Difference::OnlyFirst(name) => json!({ "tensor": name, "only": "first" }),
+        Difference::OnlySecond(name) => json!({ "tensor": name, "only": "second" }),
+        Difference::Form(name, how) => json!({ "tensor": name, "form": how }),
+        Difference::Bytes { name, count, first } => json!({ "tensor": name, "bytes": count, "first": first }),
+    };
+    let report =
+        json!({ "identical": found.is_empty(), "differences": found.iter().map(entry).collect::<Vec<Value>>() });
+    Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?)
+}

@@ -1,0 +1,243 @@
+//! `nvfp4 inspect`: whose checkpoint this is, what its bytes look like, and what is odd about it.
+
+use crate::source::{self, From};
+use crate::{sizes, until_closed, verify};
+use anyhow::{Context, Result, ensure};
+use nvfp4::checkpoint::{Buffer, Checkpoint, Client, Finding, Model, Statistics, Stored, Weight};
+use nvfp4_spec::{BLOCK, e2m1, e4m3};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Write, stdout};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Say whose checkpoint this is, what its scales and codes look like, and what is odd about it.
+///
+/// Recognises ModelOpt, compressed-tensors, torchao, ComfyUI and GGUF; refuses to guess. Exits with 0 whatever it finds:
+/// `verify` is the command that fails.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Model folder or file.
+    path: PathBuf,
+    /// Show one weight: its module's name, or a part of it that only it has.
+    #[arg(long)]
+    tensor: Option<String>,
+    /// Show a block of that weight: its row, and its number in the row.
+    #[arg(long, value_name = "ROW,BLOCK", requires = "tensor", value_parser = block_at)]
+    block: Option<(usize, usize)>,
+    /// Whose checkpoint it is, if it does not say.
+    #[arg(long, value_enum)]
+    from: Option<From>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+fn block_at(text: &str) -> Result<(usize, usize), String> {
+    let parts = text.split_once(',').and_then(|(row, block)| Some((row.parse().ok()?, block.parse().ok()?)));
+    parts.ok_or_else(|| "expected two numbers with a comma between them, as 3,7".to_string())
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let mut out = stdout().lock();
+    if is_gguf(args) {
+        let text = "dialect  GGUF; its NVFP4 tensors are type 40. Only its name is known here: inspect the checkpoint it was made from";
+        until_closed(
+            match args.json {
+                true => writeln!(out, "{}", json!({ "dialect": "GGUF" })),
+                false => writeln!(out, "{text}"),
+            }
+            .map_err(Into::into),
+        )?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let checkpoint = Checkpoint::open(&args.path)?;
+    let model = source::model(&checkpoint, args.from)?;
+    until_closed(match &args.tensor {
+        Some(name) => show_weight(&mut out, args, find(&model, name)?),
+        None => show_model(&mut out, args, &model),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn is_gguf(args: &Args) -> bool {
+    let mut magic = [0; 4];
+    File::open(&args.path).and_then(|mut f| f.read_exact(&mut magic)).is_ok() && &magic == b"GGUF"
+}
+
+fn find<'m, 'a>(model: &'m Model<'a>, name: &str) -> Result<&'m Weight<'a>> {
+    let name = name.strip_suffix(".weight").unwrap_or(name);
+    if let Some(weight) = model.weight(name) {
+        return Ok(weight);
+    }
+    let found: Vec<_> = model.weights.iter().filter(|w| w.module.contains(name)).collect();
+    ensure!(
+        found.len() < 2,
+        "--tensor {name}: fits {} weights, among them {} and {}",
+        found.len(),
+        found[0].module,
+        found[1].module
+    );
+    found.first().copied().with_context(|| format!("--tensor {name}: no such weight"))
+}
+
+fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut total = Statistics::default();
+    nvfp4::checkpoint::statistics(model, threads)?.iter().flatten().for_each(|s| total.add(s));
+    let quantized: Vec<&Weight<'_>> = model.weights.iter().filter(|w| matches!(w.stored, Stored::Nvfp4(_))).collect();
+    let mut globals = Vec::new();
+    let mut inputs = 0;
+    for weight in &quantized {
+        if let Stored::Nvfp4(parts) = &weight.stored {
+            globals.push(parts.global()?);
+            inputs += usize::from(parts.input.is_some());
+        }
+    }
+    let findings = match model.dialect.is_nvfp4() {
+        true => nvfp4::checkpoint::verify(model, Client::Vllm, threads)?,
+        false => Vec::new(),
+    };
+    let mut formats: BTreeMap<String, u64> = BTreeMap::new();
+    for tensor in model.checkpoint.tensors() {
+        *formats.entry(format!("{:?}", tensor.info.dtype)).or_default() += tensor.info.len;
+    }
+    let elements: u64 = quantized.iter().map(|w| w.elements()).sum();
+    let bytes: u64 = quantized.iter().map(|w| w.byte_len()).sum();
+    let report =
+        Report { model, total, globals, inputs, findings, formats, quantized: quantized.len(), elements, bytes };
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&report.json())?)?
+    } else {
+        report.print(out)?
+    }
+    Ok(())
+}
+
+struct Report<'m, 'a> {
+    model: &'m Model<'a>,
+    total: Statistics,
+    globals: Vec<f32>,
+    inputs: usize,
+    findings: Vec<Finding>,
+    formats: BTreeMap<String, u64>,
+    quantized: usize,
+    elements: u64,
+    bytes: u64,
+}
+
+impl Report<'_, '_> {
+    fn bits(&self) -> f64 {
+        8.0 * self.bytes as f64 / self.elements.max(1) as f64
+    }
+
+    fn global_range(&self) -> Option<(f32, f32)> {
+        let least = self.globals.iter().copied().reduce(f32::min)?;
+        Some((least, self.globals.iter().copied().reduce(f32::max)?))
+    }
+
+    fn tensors(&self) -> usize {
+        self.model.checkpoint.tensors().count()
+    }
+
+    fn print(&self, out: &mut impl Write) -> Result<()> {
+        let model = self.model;
+        writeln!(out, "dialect  {}  {}", model.dialect, model.architecture().unwrap_or_default())?;
+        let formats: Vec<String> = self.formats.iter().map(|(f, n)| format!("{f} {}", sizes::show(*n))).collect();
+        let size = sizes::show(model.checkpoint.byte_len());
+        writeln!(
+            out,
+            "tensors  {} in {} files, {size}: {}",
+            self.tensors(),
+            model.checkpoint.files().len(),
+            formats.join(", ")
+        )?;
+        if self.quantized == 0 {
+            return Ok(());
+        }
+        let acts = match self.inputs {
+            0 => "no scales of activations (W4A16)".to_string(),
+            n => format!("{n} scales of activations (W4A4)"),
+        };
+        writeln!(out, "nvfp4    {} weights, {:.3} bits per weight, {acts}", self.quantized, self.bits())?;
+        let [zero, nan, negative] = [self.total.scales[0], self.total.nan_scales(), self.total.negative_scales()];
+        let range = self.total.scale_range().map_or("none".to_string(), |(a, b)| format!("{a:#04x} to {b:#04x}"));
+        writeln!(out, "scales   {range}, zero {zero}, NaN {nan}, negative {negative}")?;
+        if let Some((least, most)) = self.global_range() {
+            writeln!(out, "global   {least:.4e} to {most:.4e}")?;
+        }
+        let count: u64 = self.total.codes.iter().sum();
+        let share = |m: usize| 100.0 * (self.total.codes[m] + self.total.codes[m + 8]) as f64 / count as f64;
+        let codes: Vec<String> = (0..8).map(|m| format!("{} {:.1}%", e2m1::MAGNITUDES[m], share(m))).collect();
+        writeln!(out, "codes    {}  entropy {:.2} bits", codes.join("  "), self.total.entropy())?;
+        verify::print(out, &self.findings)
+    }
+
+    fn json(&self) -> Value {
+        let findings: Vec<Value> = self.findings.iter().map(verify::to_json).collect();
+        json!({
+            "dialect": self.model.dialect.to_string(),
+            "architecture": self.model.architecture(),
+            "tensors": self.tensors(),
+            "bytes": self.model.checkpoint.byte_len(),
+            "bytes_by_type": self.formats,
+            "nvfp4_weights": self.quantized,
+            "bits_per_weight": (self.quantized > 0).then(|| self.bits()),
+            "activation_scales": self.inputs,
+            "global_range": self.global_range().map(|(a, b)| [a, b]),
+            "scale_bytes": self.total.scales.iter().enumerate().filter(|(_, n)| **n > 0)
+                .map(|(byte, n)| (byte.to_string(), *n)).collect::<BTreeMap<_, _>>(),
+            "codes": self.total.codes,
+            "findings": findings,
+        })
+    }
+}
+
+fn show_weight(out: &mut impl Write, args: &Args, weight: &Weight<'_>) -> Result<()> {
+    let Weight { module, rows, cols, stored } = weight;
+    let Some((row, block)) = args.block else {
+        let parts: Vec<_> =
+            stored.parts().iter().map(|p| (p.info.name.clone(), p.info.dtype, p.info.shape.clone())).collect();
+        if args.json {
+            let parts: Vec<Value> =
+                parts.iter().map(|(n, d, s)| json!({ "name": n, "type": format!("{d:?}"), "shape": s })).collect();
+            let report =
+                json!({ "module": module, "shape": [rows, cols], "format": weight.format(), "tensors": parts });
+            return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
+        }
+        writeln!(out, "{module}  {rows}x{cols}  {}", weight.format())?;
+        for (name, dtype, shape) in parts {
+            writeln!(out, "  {name}  {dtype:?} {shape:?}")?;
+        }
+        return Ok(());
+    };
+    ensure!(
+        row < *rows && block < cols.div_ceil(BLOCK),
+        "--block {row},{block}: {module} has {rows} rows of {} blocks",
+        cols.div_ceil(BLOCK)
+    );
+    let mut buffer = Buffer::default();
+    let values = weight.values(row..row + 1, &mut buffer)?;
+    let values: Vec<f32> = (block * BLOCK..((block + 1) * BLOCK).min(*cols)).map(|i| values.get(i)).collect();
+    let (mut codes, mut scales) = (Vec::new(), Vec::new());
+    let mut own = Value::Null;
+    let mut lines = Vec::new();
+    if let Stored::Nvfp4(parts) = stored {
+        parts.codes_and_scales(row..row + 1, *cols, &mut codes, &mut scales)?;
+        let codes: Vec<u8> = (0..BLOCK).map(|i| e2m1::code_at(&codes, block * BLOCK + i)).collect();
+        let (byte, global) = (scales[block], parts.global()?);
+        own = json!({ "codes": codes, "scale_byte": byte, "scale": e4m3::decode(byte), "global": global });
+        let hex: Vec<String> = codes.iter().map(|c| format!("{c:x}")).collect();
+        lines.push(format!("codes    {}", hex.join(" ")));
+        lines.push(format!("scale    {byte:#04x} = {}   tensor scale {global:e}", e4m3::decode(byte)));
+    }
+    if args.json {
+        let report = json!({ "module": module, "row": row, "block": block, "nvfp4": own, "values": values });
+        return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
+    }
+    writeln!(out, "{module}  row {row}, columns {}..{}", block * BLOCK, block * BLOCK + values.len())?;
+    lines.iter().try_for_each(|line| writeln!(out, "{line}"))?;
+    let values: Vec<String> = values.iter().map(|v| format!("{v:.4e}")).collect();
+    Ok(writeln!(out, "values   {}", values.join(" "))?)
+}

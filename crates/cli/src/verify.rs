@@ -1,0 +1,72 @@
+//! `nvfp4 verify`: would a program load this checkpoint, and load it right?
+
+use crate::source::{self, From};
+use crate::until_closed;
+use anyhow::Result;
+use nvfp4::checkpoint::{Checkpoint, Client, Finding, Severity};
+use serde_json::{Value, json};
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Check that a program would load an NVFP4 checkpoint, and load it right.
+///
+/// Exits with 2 if it would not, and lists why.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Model folder.
+    dir: PathBuf,
+    /// The program: vllm, llama.cpp or transformers.
+    #[arg(long = "for", default_value = "vllm", value_name = "PROGRAM")]
+    client: Client,
+    /// Whose checkpoint it is, if it does not say.
+    #[arg(long, value_enum)]
+    from: Option<From>,
+    /// Print JSON: {dialect, for, findings: [{severity, about, text}]}.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The exit code of checks that failed, as opposed to an error, 1.
+const FAILED: u8 = 2;
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let checkpoint = Checkpoint::open(&args.dir)?;
+    let model = source::model(&checkpoint, args.from)?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let findings = nvfp4::checkpoint::verify(&model, args.client, threads)?;
+    let mut out = stdout().lock();
+    until_closed(if args.json {
+        let list: Vec<Value> = findings.iter().map(to_json).collect();
+        let dialect = model.dialect.to_string();
+        let report = json!({ "dialect": dialect, "for": args.client.to_string(), "findings": list });
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?).map_err(Into::into)
+    } else if findings.is_empty() {
+        let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
+        writeln!(out, "ok       {weights} NVFP4 weights ({}), for {}", model.dialect, args.client).map_err(Into::into)
+    } else {
+        print(&mut out, &findings)
+    })?;
+    let failed = findings.iter().any(|f| f.severity == Severity::Problem);
+    Ok(if failed { ExitCode::from(FAILED) } else { ExitCode::SUCCESS })
+}
+
+fn word(finding: &Finding) -> &'static str {
+    match finding.severity {
+        Severity::Problem => "problem",
+        Severity::Note => "note",
+    }
+}
+
+/// A finding as JSON.
+pub fn to_json(f: &Finding) -> Value {
+    json!({ "severity": word(f), "about": f.about, "text": f.text })
+}
+
+/// A line per finding.
+pub fn print(out: &mut impl Write, findings: &[Finding]) -> Result<()> {
+    for finding in findings {
+        writeln!(out, "{:<8} {}: {}", word(finding), finding.about, finding.text)?;
+    }
+    Ok(())
+}

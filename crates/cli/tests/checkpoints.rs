@@ -1,0 +1,252 @@
+//! The commands about checkpoints, as a user runs them.
+
+use half::bf16;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, serialize_to_file};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("nvfp4-cli-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.join(name).to_string_lossy().into_owned()
+    }
+
+    /// A Llama of some layers, hidden size `h`, in a folder.
+    fn llama(&self, name: &str, layers: usize, h: usize) -> String {
+        let mut tensors: Vec<(String, Vec<usize>)> = vec![
+            ("model.embed_tokens.weight".into(), vec![64, h]),
+            ("lm_head.weight".into(), vec![64, h]),
+            ("model.norm.weight".into(), vec![h]),
+        ];
+        for l in 0..layers {
+            let shapes = [
+                ("self_attn.q_proj", [h, h]),
+                ("self_attn.k_proj", [h / 2, h]),
+                ("self_attn.v_proj", [h / 2, h]),
+                ("self_attn.o_proj", [h, h]),
+                ("mlp.gate_proj", [2 * h, h]),
+                ("mlp.up_proj", [2 * h, h]),
+                ("mlp.down_proj", [h, 2 * h]),
+            ];
+            tensors.extend(shapes.map(|(n, s)| (format!("model.layers.{l}.{n}.weight"), s.to_vec())));
+            tensors.push((format!("model.layers.{l}.input_layernorm.weight"), vec![h]));
+        }
+        let mut state = 1u64;
+        let mut value = || {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let x = (state >> 40) as f32 / (1 << 23) as f32 - 1.0;
+            bf16::from_f32(0.05 * x * x * x)
+        };
+        let data: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
+            .into_iter()
+            .map(|(n, s)| {
+                let bytes = (0..s.iter().product::<usize>()).flat_map(|_| value().to_le_bytes()).collect();
+                (n, s, bytes)
+            })
+            .collect();
+        let views = data.iter().map(|(n, s, b)| (n, TensorView::new(Dtype::BF16, s.clone(), b).unwrap()));
+        std::fs::create_dir_all(self.0.join(name)).unwrap();
+        let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+        serialize_to_file(views, Some(metadata), &self.0.join(name).join("model.safetensors")).unwrap();
+        let config = json!({ "architectures": ["LlamaForCausalLM"], "hidden_size": h });
+        std::fs::write(self.0.join(name).join("config.json"), config.to_string()).unwrap();
+        self.path(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+    command.args(args);
+    command
+}
+
+fn nvfp4(args: &[&str]) -> Output {
+    command(args).output().unwrap()
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap() + &String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+fn ok(args: &[&str]) -> String {
+    let output = nvfp4(args);
+    assert_eq!(output.status.code(), Some(0), "{args:?}: {}", text(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn json_of(args: &[&str]) -> Value {
+    serde_json::from_str(&ok(args)).unwrap()
+}
+
+fn contents(path: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = std::fs::read_dir(path).unwrap().map(|e| e.unwrap().path());
+    entries.map(|p| (p.file_name().unwrap().to_string_lossy().into_owned(), std::fs::read(&p).unwrap())).collect()
+}
+
+#[test]
+fn convert_verify_inspect_diff_and_back() {
+    let dir = Folder::new("tour");
+    let source = dir.llama("in", 2, 64);
+    let (out, ct, back) = (dir.path("out"), dir.path("ct"), dir.path("back"));
+
+    let plan = ok(&["plan", &source]);
+    assert!(plan.contains("nvfp4 (q/k/v)") && plan.contains("output head") && plan.contains("total "), "{plan}");
+    assert_eq!(ok(&["convert", &source, &out, "--dry-run"]), plan);
+    let weights = json_of(&["plan", &source, "--json"])["weights"].as_array().unwrap().len();
+    assert_eq!(weights, 16);
+
+    let converted = nvfp4(&["convert", &source, &out]);
+    let printed = text(&converted);
+    assert_eq!(converted.status.code(), Some(0), "{printed}");
+    for expected in ["14 weights -> NVFP4", "2 x q/k/v", "[  14/14]", "worst", "checks   ok", "vllm serve"] {
+        assert!(printed.contains(expected), "{expected}: {printed}");
+    }
+    assert!(ok(&["verify", &out]).contains("14 NVFP4 weights (ModelOpt), for vLLM"));
+    let failed = nvfp4(&["verify", &out, "--for", "transformers"]);
+    assert_eq!(failed.status.code(), Some(2), "{}", text(&failed));
+    assert!(text(&failed).contains("--to compressed-tensors"));
+    let failed = nvfp4(&["verify", &source, "--json"]);
+    assert_eq!(failed.status.code(), Some(2));
+    let report: Value = serde_json::from_slice(&failed.stdout).unwrap();
+    assert_eq!(report["findings"][0]["severity"], "problem");
+
+    ok(&["convert", &out, &ct, "--to", "compressed-tensors", "-q"]);
+    ok(&["verify", &ct, "--for", "transformers"]);
+    let inspected = ok(&["inspect", &ct]);
+    assert!(inspected.contains("dialect  compressed-tensors") && inspected.contains("entropy"), "{inspected}");
+    assert_eq!(json_of(&["inspect", &out, "--json"])["nvfp4_weights"], 14);
+    let block = ok(&["inspect", &out, "--tensor", "layers.0.mlp.up_proj", "--block", "3,1"]);
+    assert!(block.contains("columns 16..32") && block.contains("scale    0x"), "{block}");
+    assert_eq!(nvfp4(&["inspect", &out, "--tensor", "up_proj"]).status.code(), Some(1));
+
+    let diff = ok(&["diff", &source, &out, "--top", "3"]);
+    assert!(diff.contains("… and 11 more") && diff.contains("summary  14 weights"), "{diff}");
+    let error = json_of(&["diff", &source, &out, "--json"])["total"]["relerr"].as_f64().unwrap();
+    assert!((0.05..0.15).contains(&error), "{error}");
+    assert!(ok(&["diff", &out, &out, "--bits"]).contains("identical"));
+    assert_eq!(nvfp4(&["diff", &out, &ct, "--bits"]).status.code(), Some(2));
+
+    ok(&["dequant", &out, &back]);
+    assert!(ok(&["inspect", &back]).contains("dialect  not quantized"));
+    let again = json_of(&["diff", &out, &back, "--json"])["total"]["relerr"].as_f64().unwrap();
+    assert!(again < 0.004, "one rounding to BF16: {again}");
+    let config: Value = serde_json::from_slice(&std::fs::read(format!("{back}/config.json")).unwrap()).unwrap();
+    assert_eq!(config, json!({ "architectures": ["LlamaForCausalLM"], "hidden_size": 64 }));
+}
+
+#[test]
+fn mistakes_exit_with_1_and_name_the_fix() {
+    let dir = Folder::new("mistakes");
+    let source = dir.llama("in", 1, 64);
+    let out = dir.path("out");
+    for (args, message) in [
+        (vec!["--skip", "nothing"], "matches no weight"),
+        (vec!["--skip", "*.q_proj"], "servers join q/k/v"),
+        (vec!["--scale", "4over6", "--profile", "modelopt"], "4over6 with another producer's profile"),
+        (vec!["--acts", "missing.json"], "--acts missing.json"),
+        (vec!["--only", "*.q_proj", "--fuse", "off", "--acts", "const=-1"], "expected a positive number"),
+        (vec!["--to", "gguf"], "GGUF is not written"),
+        (vec!["--mem", "lots"], "expected a size like 5GB"),
+        (vec!["--threads", "0"], "--threads: expected at least 1"),
+    ] {
+        let mut all = vec!["convert", &source, &out];
+        all.extend(args);
+        let output = nvfp4(&all);
+        assert!(
+            matches!(output.status.code(), Some(1 | 2)) && text(&output).contains(message),
+            "{all:?}: {}",
+            text(&output)
+        );
+        assert!(!Path::new(&out).exists());
+    }
+    ok(&["convert", &source, &out, "-q"]);
+    let again = nvfp4(&["convert", &source, &out, "-q"]);
+    assert!(again.status.code() == Some(1) && text(&again).contains("already exists"), "{}", text(&again));
+    ok(&["convert", &source, &out, "-q", "--force", "--scale", "mse"]);
+    assert!(ok(&["completions", "bash"]).contains("nvfp4"));
+}
+
+#[test]
+fn killed_at_20_random_moments_and_resumed_the_bytes_are_the_same() {
+    let dir = Folder::new("kill");
+    let source = dir.llama("in", 4, 512);
+    let whole = dir.path("whole");
+    let settings = ["--max-shard", "300kB", "--threads", "2", "-q"];
+    let start = Instant::now();
+    let convert = |target: &str, more: &[&str]| {
+        let mut args = vec!["convert", &source, target];
+        args.extend(settings);
+        args.extend(more);
+        command(&args)
+    };
+    assert!(convert(&whole, &[]).stdout(Stdio::null()).status().unwrap().success());
+    let time = start.elapsed();
+    let expected = contents(Path::new(&whole));
+    assert!(expected.len() > 10, "several shards");
+    let (mut state, mut killed) = (12345u32, 0);
+    for i in 0..20 {
+        let target = dir.path(&format!("out{i}"));
+        // A conversion may be killed more than once.
+        for attempt in 0..3 {
+            state = state.wrapping_mul(1664525).wrapping_add(1013904223);
+            let wait = time.mul_f64(f64::from(state >> 8) / f64::from(1 << 24));
+            let resume: &[&str] = if attempt == 0 { &[] } else { &["--resume"] };
+            let mut child = convert(&target, resume).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            std::thread::sleep(wait.min(Duration::from_secs(10)));
+            child.kill().unwrap();
+            if child.wait().unwrap().success() || Path::new(&target).exists() {
+                break;
+            }
+            killed += 1;
+        }
+        if !Path::new(&target).exists() {
+            let output = convert(&target, &["--resume"]).output().unwrap();
+            assert!(output.status.success(), "{}", text(&output));
+        }
+        let mut found = contents(Path::new(&target));
+        // A kill between the folder's new name and the end leaves the journal, which readers do not see.
+        found.remove(".nvfp4-journal.json");
+        assert!(found == expected, "kill {i}");
+        std::fs::remove_dir_all(&target).unwrap();
+    }
+    assert!(killed >= 10, "{killed} kills came before the end");
+}
+
+/// Ctrl-C says how to continue.
+#[cfg(unix)]
+#[test]
+fn an_interrupt_leaves_a_state_that_can_be_resumed() {
+    let dir = Folder::new("interrupt");
+    let source = dir.llama("in", 8, 512);
+    let target = dir.path("out");
+    let args = ["convert", &source, &target, "--scale", "mse", "--threads", "1", "--mem", "1MB", "-q"];
+    let child = command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    assert!(text(&output).contains("run the same command with --resume"), "{}", text(&output));
+    assert!(!Path::new(&target).exists());
+    let mut again = args.to_vec();
+    again.push("--resume");
+    ok(&again);
+    ok(&["verify", &target]);
+}
