@@ -2,17 +2,17 @@
 
 use crate::progress::{Progress, Voice};
 use crate::source::{self, From, Weights};
-use crate::{plan, sizes, until_closed, verify};
+use crate::{plan, report, sizes, until_closed, verify};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use nvfp4::Profile;
 use nvfp4::checkpoint::{
     Action, Acts, Checkpoint, Client, Existing, Finished, Model, Plan, ScaleChoice, Settings, Severity, Shards,
-    Summary, Target,
+    Statistics, Summary, Target,
 };
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -57,6 +57,9 @@ pub struct Args {
     /// Memory to stay below.
     #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = sizes::parse)]
     mem: u64,
+    /// Write a page about the errors, scales and codes of all weights.
+    #[arg(long, value_name = "FILE.html")]
+    report: Option<PathBuf>,
     /// Show the plan and stop.
     #[arg(long)]
     dry_run: bool,
@@ -173,7 +176,20 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     progress.finish();
     let summary = summary?;
     until_closed(conclude(&mut out, args, &summary, start.elapsed().as_secs_f64()))?;
+    if let Some(path) = &args.report {
+        write_report(path, args, &plan, &summary, &settings)?;
+        until_closed(writeln!(out, "report   {}", path.display()).map_err(Into::into))?;
+    }
     check(&mut out, args, &settings)
+}
+
+fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, settings: &Settings) -> Result<()> {
+    let written = Checkpoint::open(&args.target)?;
+    let mut total = Statistics::default();
+    let counts = nvfp4::checkpoint::statistics(&Model::new(&written)?, settings.threads)?;
+    counts.iter().flatten().for_each(|s| total.add(s));
+    let title = args.source.file_name().unwrap_or_default().to_string_lossy();
+    report::write(path, &title, plan, summary, &total)
 }
 
 /// Set by Ctrl-C. A second Ctrl-C ends the program at once, which loses no more than a kill does.

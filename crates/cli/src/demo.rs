@@ -1,133 +1,120 @@
-//! `nvfp4 demo`: quantizes a generated matrix in every mode and prints what it costs.
+//! `nvfp4 demo`: a generated checkpoint, converted and verified with the commands that a user would type.
 
-use crate::{normal, until_closed};
-use anyhow::{Result, ensure};
+use crate::{Cli, normal, run, sizes, until_closed};
+use anyhow::{Context, Result};
+use clap::Parser;
 use half::bf16;
-use nvfp4::*;
-use nvfp4_spec::matrix::{self, Matrix};
+use rayon::prelude::*;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, serialize_to_file};
+use serde_json::json;
+use std::collections::HashMap;
 use std::io::{Write, stdout};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Instant;
 
-/// The largest matrix; with its transformed and decoded copies it takes about 5 GB.
-const MAX_ELEMENTS: usize = 1 << 28;
-
-/// Quantize a generated matrix in every mode and print error, size and time.
-///
-/// The matrix is bf16, standard normal with a few large outliers, as activations are.
+/// Generate a small Llama-shaped checkpoint, convert it to NVFP4, verify it and write a report.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Rows of the matrix; a multiple of 16.
-    #[arg(long, default_value_t = 1024)]
-    rows: usize,
-    /// Columns of the matrix.
-    #[arg(long, default_value_t = 1024)]
-    cols: usize,
-    /// Seed of the generated values and of stochastic rounding.
+    /// Folder to work in [default: a new one among the system's temporary files].
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Number of layers; 8 make about 60 MB.
+    #[arg(long, default_value_t = 8)]
+    layers: usize,
+    /// Seed of the weights.
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
 
-pub fn run(args: &Args) -> Result<ExitCode> {
-    let Args { rows, cols, seed } = *args;
-    ensure!(rows > 0 && cols > 0, "--rows and --cols must be at least 1");
-    ensure!(rows.is_multiple_of(16), "--rows: the Hadamard transform needs a multiple of 16, got {rows}");
-    ensure!(
-        rows.checked_mul(cols).is_some_and(|n| n <= MAX_ELEMENTS),
-        "--rows and --cols: expected at most {MAX_ELEMENTS} elements, got {rows} × {cols}"
-    );
-    until_closed(print_table(&mut stdout().lock(), rows, cols, seed))?;
+const VOCABULARY: usize = 6144;
+const HIDDEN: usize = 512;
+const FEED_FORWARD: usize = 1536;
+
+/// The demonstration.
+pub fn demonstrate(args: &Args) -> Result<ExitCode> {
+    let default = || std::env::temp_dir().join(format!("nvfp4-demo-{}", std::process::id()));
+    let dir = args.dir.clone().unwrap_or_else(default);
+    let model = dir.join("llama");
+    std::fs::create_dir_all(&model).with_context(|| model.display().to_string())?;
+    let bytes = generate(&model, args.layers, args.seed)?;
+    say(&format!(
+        "generated a Llama of {} layers, {} in BF16, in {}\n",
+        args.layers,
+        sizes::show(bytes),
+        model.display()
+    ))?;
+    let text = |name: &str| dir.join(name).to_string_lossy().into_owned();
+    let (source, target, report) = (text("llama"), text("llama-NVFP4"), text("report.html"));
+    for command in [
+        vec!["nvfp4", "convert", &source, &target, "--report", &report, "--quiet", "--force"],
+        vec!["nvfp4", "verify", &target, "--for", "vllm"],
+        vec!["nvfp4", "diff", &source, &target, "--top", "3"],
+    ] {
+        say(&format!("$ {}", command.join(" ")))?;
+        let code = run(Cli::try_parse_from(&command)?.command)?;
+        if code != ExitCode::SUCCESS {
+            return Ok(code);
+        }
+        say("")?;
+    }
+    say(&format!("Open {report} in a browser. When done: rm -r {}", dir.display()))?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn print_table(out: &mut impl Write, rows: usize, cols: usize, seed: u64) -> Result<()> {
-    let x = normal::with_outliers(rows, cols, seed)?;
-    writeln!(out, "{rows} × {cols} bf16, standard normal with 1 outlier in 1000 (× 20), seed {seed}\n")?;
-    writeln!(out, "{:<44} {:>8} {:>9} {:>10} {:>10}", "mode", "relerr", "SQNR dB", "bits/value", "time ms")?;
-    for (name, builder, side) in modes() {
-        let row = measure(&x, rows, cols, seed, builder.build()?, side)?;
-        writeln!(
-            out,
-            "{name:<44} {:>8.4} {:>9.2} {:>10.3} {:>10.2}",
-            row.relative_error,
-            -20.0 * row.relative_error.log10(),
-            row.bits,
-            row.milliseconds
-        )?;
+fn say(line: &str) -> Result<()> {
+    until_closed(writeln!(stdout().lock(), "{line}").map_err(Into::into))
+}
+
+/// Writes the checkpoint; returns its bytes.
+fn generate(folder: &Path, layers: usize, seed: u64) -> Result<u64> {
+    let mut shapes = vec![
+        ("model.embed_tokens.weight".to_string(), vec![VOCABULARY, HIDDEN]),
+        ("lm_head.weight".to_string(), vec![VOCABULARY, HIDDEN]),
+        ("model.norm.weight".to_string(), vec![HIDDEN]),
+    ];
+    for layer in 0..layers {
+        let own = [
+            ("input_layernorm", vec![HIDDEN]),
+            ("post_attention_layernorm", vec![HIDDEN]),
+            ("self_attn.q_proj", vec![HIDDEN, HIDDEN]),
+            ("self_attn.k_proj", vec![HIDDEN / 2, HIDDEN]),
+            ("self_attn.v_proj", vec![HIDDEN / 2, HIDDEN]),
+            ("self_attn.o_proj", vec![HIDDEN, HIDDEN]),
+            ("mlp.gate_proj", vec![FEED_FORWARD, HIDDEN]),
+            ("mlp.up_proj", vec![FEED_FORWARD, HIDDEN]),
+            ("mlp.down_proj", vec![HIDDEN, FEED_FORWARD]),
+        ];
+        shapes.extend(own.map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape)));
     }
-    writeln!(
-        out,
-        "\nrelerr is the norm of the error over the norm of the values, SQNR the same in decibels; time is one quantization"
-    )?;
-    writeln!(out, "with the amax computed. The Hadamard rows are measured on the transformed values.")?;
-    Ok(())
-}
-
-fn modes() -> Vec<(&'static str, QuantizerBuilder, Side)> {
-    let plain = Quantizer::builder();
-    let square = plain.tile(Tile::Square16);
-    let column = plain.directions(Directions::Column);
-    let four = |metric, error, bound| ScaleRule::FourOverSix { metric, error, bound };
-    use {Bound::*, ErrorPath::*, Metric::*};
-    vec![
-        ("1×16, per tensor", plain, Side::Row),
-        ("1×16, per row", plain.global_scale(GlobalScale::PerRow), Side::Row),
-        ("1×16, column direction", column, Side::Column),
-        ("16×16, per tensor", square, Side::Row),
-        ("1×16, 4over6 MAE strict 256", plain.scale_rule(four(Mae, Strict, E256)), Side::Row),
-        ("1×16, 4over6 MSE strict 256", plain.scale_rule(four(Mse, Strict, E256)), Side::Row),
-        ("1×16, 4over6 MSE strict 448", plain.scale_rule(four(Mse, Strict, E448)), Side::Row),
-        ("1×16, 4over6 MAE fast 256", plain.scale_rule(four(Mae, Fast, E256)), Side::Row),
-        ("1×16, 4over6 MSE fast 256", plain.scale_rule(four(Mse, Fast, E256)), Side::Row),
-        (
-            "1×16, per row, 4over6 MSE strict 256",
-            plain.global_scale(GlobalScale::PerRow).scale_rule(four(Mse, Strict, E256)),
-            Side::Row,
-        ),
-        ("16×16, 4over6 MAE strict 256", square.scale_rule(four(Mae, Strict, E256)), Side::Row),
-        ("16×16, 4over6 MSE strict 256", square.scale_rule(four(Mse, Strict, E256)), Side::Row),
-        ("1×16, stochastic", plain.rounding(Rounding::Stochastic), Side::Row),
-        ("1×16, Hadamard, column direction", column.transform(Transform::FixedSigns), Side::Column),
-        (
-            "1×16, Hadamard, stochastic, column direction",
-            column.transform(Transform::FixedSigns).rounding(Rounding::Stochastic),
-            Side::Column,
-        ),
-        ("1×16, ModelOpt's bytes", plain.profile(Profile::ModelOpt), Side::Row),
-        ("1×16, llm-compressor's bytes", plain.profile(Profile::LlmCompressor), Side::Row),
-        ("1×16, torchao's bytes", plain.profile(Profile::TorchAo), Side::Row),
-    ]
-}
-
-struct Measured {
-    relative_error: f64,
-    bits: f64,
-    milliseconds: f64,
-}
-
-fn measure(x: &[bf16], rows: usize, cols: usize, seed: u64, quantizer: Quantizer, side: Side) -> Result<Measured> {
-    let tensor = TensorRef::new(x, &[rows, cols])?;
-    let randomness = match quantizer.rounding() {
-        Rounding::Stochastic => Some(Generator::new(seed).draw()?),
-        Rounding::NearestEven => None,
+    let data = shapes.iter().enumerate().map(|(i, (_, shape))| weights(shape, seed * 10_000 + i as u64));
+    let data = data.collect::<Result<Vec<_>>>()?;
+    let view = |((name, shape), data): (&(String, Vec<usize>), _)| {
+        Ok((name.clone(), TensorView::new(Dtype::BF16, shape.clone(), data)?))
     };
-    let start = Instant::now();
-    let q = quantizer.quantize_with(&tensor, &Options { randomness, ..Options::default() })?;
-    let milliseconds = start.elapsed().as_secs_f64() * 1e3;
+    let views = shapes.iter().zip(data.iter().map(|d: &Vec<u8>| &d[..])).map(view).collect::<Result<Vec<_>>>()?;
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    serialize_to_file(views, Some(metadata), &folder.join("model.safetensors"))?;
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
+        "intermediate_size": FEED_FORWARD, "num_hidden_layers": layers, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16", "tie_word_embeddings": false
+    });
+    std::fs::write(folder.join("config.json"), serde_json::to_vec_pretty(&config)?)?;
+    Ok(data.iter().map(|d| d.len() as u64).sum())
+}
 
-    let direction = q.direction(side)?;
-    let original = match side {
-        Side::Row => Matrix::new(rows, cols, x)?,
-        Side::Column => matrix::columns(&Matrix::new(rows, cols, x)?, direction.rotation())?,
-    };
-    let decoded: Vec<f32> = direction.dequantize()?;
-    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
-    let differences = &mut original.data().iter().zip(&decoded).map(|(&x, &y)| f64::from(x) - f64::from(y));
-    let error = squares(differences);
-    let norm = squares(&mut original.data().iter().map(|&x| f64::from(x)));
-    Ok(Measured {
-        relative_error: (error / norm).sqrt(),
-        bits: 8.0 * q.byte_len() as f64 / (rows * cols) as f64,
-        milliseconds,
-    })
+/// Normal values whose spread itself varies, which makes the tails heavy, as those of trained weights are; in some tensors
+/// more than in others.
+fn weights(shape: &[usize], seed: u64) -> Result<Vec<u8>> {
+    let (rows, cols) = if let [rows, cols] = *shape { (rows, cols) } else { (1, shape[0]) };
+    let (z, spread) =
+        (normal::standard::<f32>(rows, cols, 2 * seed)?, normal::standard::<f32>(rows, cols, 2 * seed + 1)?);
+    let tail = 0.3 + 0.1 * (seed * 7 % 5) as f32;
+    let mut bytes = vec![0; z.len() * 2];
+    bytes.par_chunks_mut(2).zip(z.par_iter().zip(&spread)).for_each(|(to, (z, s))| {
+        to.copy_from_slice(&bf16::from_f32(0.02 * z * (tail * s).exp()).to_le_bytes());
+    });
+    Ok(bytes)
 }

@@ -11,9 +11,11 @@ mod device;
 mod diff;
 mod doctor;
 mod inspect;
+mod modes;
 mod normal;
 mod plan;
 mod progress;
+mod report;
 mod sizes;
 mod source;
 mod verify;
@@ -33,13 +35,14 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Demo(demo::Args),
     Convert(Box<convert::Args>),
     Plan(plan::Args),
     Inspect(inspect::Args),
     Diff(diff::Args),
     Verify(verify::Args),
     Dequant(dequant::Args),
-    Demo(demo::Args),
+    Modes(modes::Args),
     Conformance(conformance::Args),
     Bench(bench::Args),
     Agreement(agreement::Args),
@@ -48,27 +51,31 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
-        Command::Convert(args) => convert::run(&args),
-        Command::Plan(args) => plan::run(&args),
-        Command::Inspect(args) => inspect::run(&args),
-        Command::Diff(args) => diff::run(&args),
-        Command::Dequant(args) => dequant::run(&args),
-        Command::Verify(args) => verify::run(&args),
-        Command::Completions(args) => completions::run(&args),
-        Command::Demo(args) => demo::run(&args),
-        Command::Bench(args) => bench::run(&args),
-        Command::Conformance(args) => conformance::run(&args),
-        Command::Agreement(args) => agreement::run(&args),
-        Command::Doctor(args) => doctor::run(&args),
-    };
-    result.unwrap_or_else(|error| {
+    run(Cli::parse().command).unwrap_or_else(|error| {
         eprintln!("error: {error:#}");
         ExitCode::FAILURE
     })
 }
 
-/// The result of writing to standard output. A reader that closes the pipe early (`nvfp4 demo | head`) has all that it
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Demo(args) => demo::demonstrate(&args),
+        Command::Convert(args) => convert::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Diff(args) => diff::run(&args),
+        Command::Verify(args) => verify::run(&args),
+        Command::Dequant(args) => dequant::run(&args),
+        Command::Modes(args) => modes::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Conformance(args) => conformance::run(&args),
+        Command::Agreement(args) => agreement::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Completions(args) => completions::run(&args),
+    }
+}
+
+/// The result of writing to standard output. A reader that closes the pipe early (`nvfp4 modes | head`) has all that it
 /// wants: that is no error.
 fn until_closed(written: Result<()>) -> Result<()> {
     written.or_else(|error| match error.downcast_ref::<io::Error>() {

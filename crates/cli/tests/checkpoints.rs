@@ -250,3 +250,26 @@ fn an_interrupt_leaves_a_state_that_can_be_resumed() {
     ok(&again);
     ok(&["verify", &target]);
 }
+
+/// On a file system of its own, where this machine allows one; elsewhere there is nothing to test with.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_an_error_and_leaves_no_target() {
+    let dir = Folder::new("full");
+    let source = dir.llama("in", 2, 512);
+    let small = dir.path("small");
+    std::fs::create_dir(&small).unwrap();
+    let script = format!(
+        "mount -t tmpfs -o size=1m tmpfs {small} 2>/dev/null || exit 77; \
+         {} convert {source} {small}/out -q; code=$?; test ! -e {small}/out || exit 78; exit $code",
+        env!("CARGO_BIN_EXE_nvfp4")
+    );
+    match Command::new("unshare").args(["-rm", "sh", "-c", &script]).output() {
+        Ok(output) if output.status.code() != Some(77) && !text(&output).contains("unshare") => {
+            assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+            let said = text(&output);
+            assert!(said.contains("out.partial") && said.to_lowercase().contains("no space left"), "{said}");
+        }
+        _ => {}
+    }
+}

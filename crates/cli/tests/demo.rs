@@ -1,49 +1,51 @@
 //! `nvfp4 demo` as a new user runs it.
 
-use std::process::{Command, Output, Stdio};
-
-fn demo(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_nvfp4")).arg("demo").args(args).output().unwrap()
-}
+use std::process::Command;
 
 #[test]
-fn prints_a_row_per_mode_with_sensible_figures() {
-    let output = demo(&["--rows", "64", "--cols", "128"]);
-    assert!(output.status.success());
-    let text = String::from_utf8(output.stdout).unwrap();
-    let rows: Vec<&str> = text.lines().filter(|l| l.starts_with("1×16") || l.starts_with("16×16")).collect();
-    assert_eq!(rows.len(), 18, "{text}");
-    for row in rows {
-        let figures: Vec<f64> = row.split_whitespace().rev().take(4).map(|f| f.parse().unwrap()).collect();
-        let [_, bits, sqnr, relerr] = figures[..] else { panic!("{row}") };
-        assert!((4.5..5.0).contains(&bits) && (10.0..30.0).contains(&sqnr) && (0.05..0.3).contains(&relerr), "{row}");
+fn converts_and_verifies_a_generated_checkpoint_and_writes_a_page() {
+    let dir = std::env::temp_dir().join(format!("nvfp4-demo-test-{}", std::process::id()));
+    let text = dir.to_string_lossy().into_owned();
+    let demo =
+        || Command::new(env!("CARGO_BIN_EXE_nvfp4")).args(["demo", "--layers", "2", "--dir", &text]).output().unwrap();
+    let output = demo();
+    let printed = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{printed} {}", String::from_utf8_lossy(&output.stderr));
+    for expected in
+        ["generated a Llama of 2 layers", "$ nvfp4 convert", "checks   ok", "for vLLM", "summary  14 weights"]
+    {
+        assert!(printed.contains(expected), "{expected}: {printed}");
     }
-}
-
-#[test]
-fn a_reader_that_closes_the_pipe_early_is_no_error() {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
-        .args(["demo", "--rows", "64", "--cols", "64"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    drop(child.stdout.take());
-    let output = child.wait_with_output().unwrap();
-    assert_eq!((output.status.code(), String::from_utf8(output.stderr).unwrap()), (Some(0), String::new()));
-}
-
-#[test]
-fn sizes_that_do_not_work_are_errors() {
-    for (args, message) in [
-        (["--rows", "0"], "--rows and --cols must be at least 1"),
-        (["--rows", "40"], "--rows: the Hadamard transform needs a multiple of 16, got 40"),
-        (["--rows", "many"], "invalid value 'many'"),
-        (["--cols", "262145"], "--rows and --cols: expected at most 268435456 elements, got 1024 × 262145"),
-        (["--cols", "18446744073709551615"], "elements, got 1024 × 18446744073709551615"),
+    let weights = std::fs::read(dir.join("llama-NVFP4/model.safetensors")).unwrap();
+    let page = std::fs::read_to_string(dir.join("report.html")).unwrap();
+    for part in [
+        "<!doctype html>",
+        "prefers-color-scheme: dark",
+        "Error per layer",
+        "<polyline",
+        "Worst weights",
+        "Block scales",
+        "embedding",
     ] {
-        let output = demo(&args);
-        assert!(!output.status.success());
-        assert!(String::from_utf8(output.stderr).unwrap().contains(message));
+        assert!(page.contains(part), "{part}");
     }
+    for outside in ["http://", "https://", "<script", "src=", "@import"] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+    if let Some(dom) = rendered(&dir.join("report.html")) {
+        for part in ["<polyline", "<td>model.layers.", "role=\"img\"", "Kept as they were"] {
+            assert!(dom.contains(part), "{part} in the browser");
+        }
+        assert_eq!(dom.matches("<svg").count(), 3);
+    }
+    assert!(demo().status.success(), "a second run replaces the first");
+    assert!(weights == std::fs::read(dir.join("llama-NVFP4/model.safetensors")).unwrap(), "deterministic");
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
+/// The page as a browser holds it, where there is one.
+fn rendered(page: &std::path::Path) -> Option<String> {
+    let args = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"];
+    let output = Command::new("chromium").args(args).arg(format!("file://{}", page.display())).output().ok()?;
+    output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
 }

@@ -345,3 +345,41 @@ fn checkpoints_that_would_load_wrongly() {
     fs::write(dir.join("q/hf_quant_config.json"), text.replace("kv_cache_quant_algo", "kv")).unwrap();
     assert!(found(&|_| {}, Client::Vllm).contains("'kv_cache_quant_algo' is missing"));
 }
+
+/// Damaged headers are refused or read, in no time and without a panic.
+#[test]
+fn a_hundred_thousand_damaged_headers() {
+    let dir = good();
+    let bytes = fs::read(dir.join(SECOND)).unwrap();
+    let len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let (header, data_len) = (&bytes[8..8 + len], (bytes.len() - 8 - len) as u64);
+    assert!(check_header(header, data_len));
+    let mut state = 1u64;
+    let mut random = |below: usize| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) as usize % below
+    };
+    let pieces: [&[u8]; 8] = [b"18446744073709551615", b"-1", b"[", b"}", b"\"", b"1e400", b"null", b"\"a\":{},"];
+    let mut accepted = 0;
+    for _ in 0..100_000 {
+        let start = random(len);
+        // A window keeps this fast: most of a header says the same again.
+        let mut text = header[..(start + 400).min(len)].to_vec();
+        if text.len() > 600 {
+            text.drain(1..text.len() - 500);
+        }
+        for _ in 0..1 + random(3) {
+            let at = random(text.len());
+            match random(3) {
+                0 => text[at] = random(256) as u8,
+                1 => drop(text.splice(at..at, pieces[random(pieces.len())].iter().copied())),
+                _ => drop(text.drain(at..(at + 1 + random(20)).min(text.len()))),
+            }
+            if text.is_empty() {
+                text.push(b'{');
+            }
+        }
+        accepted += u32::from(check_header(&text, data_len));
+    }
+    assert!(accepted < 100, "{accepted}");
+}

@@ -433,6 +433,19 @@ fn patterns_choose_weights_and_may_not_split_a_group() {
 }
 
 #[test]
+fn experts_in_one_tensor_are_kept_and_named() {
+    let dir = Folder::new();
+    let mut tensors = layer(0, Dtype::BF16);
+    tensors.retain(|name, _| !name.contains(".mlp."));
+    tensors.insert("model.layers.0.mlp.experts.gate_up_proj".into(), random(Dtype::BF16, &[2, 64, 32], 4));
+    tensors.insert("model.layers.0.mlp.experts.down_proj".into(), random(Dtype::BF16, &[2, 16, 64], 5));
+    folder(&dir.join("in"), &[tensors], &llama_config());
+    run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap();
+    let own = json_of(&dir.join("out/hf_quant_config.json"));
+    assert_eq!(own["quantization"]["exclude_modules"], json!(["lm_head", "model.layers.0.mlp.experts"]));
+}
+
+#[test]
 fn kept_fp8_weights_are_decoded_to_bf16() {
     let dir = Folder::new();
     let weight = Tensor { dtype: Dtype::F8_E4M3, shape: vec![16, 128], bytes: vec![0x38; 16 * 128] };

@@ -299,7 +299,7 @@ impl<'p> Conversion<'_, 'p> {
         let activations = self.activations()?;
         let (target, checkpoint) = (self.settings.target, self.model.checkpoint);
         let files = shards::lay_out(self.model, self.plan, target, activations, self.settings.shards);
-        let ignored = target::ignored(self.plan);
+        let ignored = target::ignored(self.plan, self.model);
         let pretty = |value: &Value| serde_json::to_vec_pretty(value).map_err(|e| Error::Refused(e.to_string()));
         for path in checkpoint.companions()? {
             self.work.copy(&checkpoint.root().join(&path), &path.to_string_lossy())?;
@@ -321,7 +321,7 @@ impl<'p> Conversion<'_, 'p> {
         if let Some(name) = shards::index_name(&files) {
             self.work.write(&name, &pretty(&shards::index(&files))?)?;
         }
-        let summary = self.summary(&files, activations);
+        let summary = self.summary(&files);
         self.work.finish()?;
         Ok(summary)
     }
@@ -627,7 +627,7 @@ impl<'p> Conversion<'_, 'p> {
         }
     }
 
-    fn summary(&self, files: &[Shard<'p>], _: Activations) -> Summary {
+    fn summary(&self, files: &[Shard<'p>]) -> Summary {
         let measures: BTreeMap<&str, Measure> =
             self.work.journal.done.values().flatten().map(|(module, m)| (module.as_str(), *m)).collect();
         let done = |item: &Item<'_>| {

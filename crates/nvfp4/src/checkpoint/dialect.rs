@@ -136,7 +136,8 @@ pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
             ))),
         };
     }
-    if has(".weight_scale_2") {
+    // Experts in one tensor are called `…_weight_scale_2`.
+    if has(".weight_scale_2") || has("_weight_scale_2") {
         return match method.starts_with("modelopt") || text(producer) == "modelopt" {
             true => Ok(Dialect::ModelOpt),
             false => Err(refuse(
@@ -145,11 +146,6 @@ pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
                     .to_string(),
             )),
         };
-    }
-    if has("_weight_scale_2") {
-        let reason = "ModelOpt experts in 3-D tensors ('…_weight_scale_2'), which are not read; use a checkpoint with one \
-                      tensor per expert";
-        return Err(refuse(reason.to_string()));
     }
     if has(".weight_scale_inv") {
         return Ok(Dialect::Fp8Block);

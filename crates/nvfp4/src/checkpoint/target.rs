@@ -1,5 +1,7 @@
 //! What is written: the tensors that a weight becomes, and the configuration that tells a server about them.
 
+use super::dialect::Model;
+use super::folder::Located;
 use super::plan::{Action, Item, Plan};
 use super::weight::{Stored, Weight};
 use crate::{Error, Result};
@@ -239,12 +241,18 @@ fn compressed_tensors(ignore: &[String], activations: Activations) -> Value {
 }
 
 /// The modules that a server must not expect in NVFP4. The output head is named even where it is tied to the embedding.
-pub(super) fn ignored(plan: &Plan<'_>) -> Vec<String> {
+/// Experts that lie in one tensor are not quantized, and are named by their parent.
+pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>) -> Vec<String> {
     let kept = |item: &&Item<'_>| matches!(item.action, Action::Keep(_) | Action::Decode(_));
     let mut names: Vec<String> = plan.items.iter().filter(kept).map(|i| i.weight.module.clone()).collect();
     if !plan.items.iter().any(|i| i.weight.module == "lm_head") {
         names.push("lm_head".to_string());
     }
+    let experts = |t: &&Located<'_>| t.info.shape.len() == 3 && t.info.name.contains(".experts.");
+    let floats = |t: &&Located<'_>| matches!(t.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
+    let parents = model.others.iter().filter(experts).filter(floats).filter_map(|t| t.info.name.rsplit_once('.'));
+    names.extend(parents.map(|(parent, _)| parent.to_string()));
     names.sort();
+    names.dedup();
     names
 }

@@ -1,0 +1,221 @@
+//! `--report`: one page that says what a conversion did to the weights. No scripts, nothing from the network.
+
+use crate::sizes;
+use anyhow::{Context, Result};
+use nvfp4::checkpoint::{Action, Finished, Measure, Plan, Statistics, Summary};
+use nvfp4_spec::e2m1;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::Path;
+
+/// Colours of the projections, told apart in light and in dark.
+const COLOURS: [&str; 8] = ["#4c78d8", "#e4723a", "#2f9e6e", "#b0518f", "#c9a227", "#3aa6b9", "#8a6fd1", "#8c8c8c"];
+
+const STYLE: &str = "
+:root { color-scheme: light dark; --text: #1d2330; --soft: #667085; --line: #d9dde5; --back: #ffffff; --bar: #4c78d8 }
+@media (prefers-color-scheme: dark) { :root { --text: #e6e9ef; --soft: #98a2b3; --line: #333a47; --back: #14171d; --bar: #7aa2ff } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 60rem; margin: 0 auto; padding: 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums }
+td, th { text-align: right; padding: .25rem .5rem; border-bottom: 1px solid var(--line) }
+td:first-child, th:first-child { text-align: left; min-width: 14rem }
+.wide { overflow-x: auto } svg { width: 100%; min-width: 34rem; height: auto } svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
+.axis { stroke: var(--line) } .bar { fill: var(--bar) } p, li { color: var(--text) } .soft { color: var(--soft) }";
+
+/// Writes the page.
+pub fn write(path: &Path, title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics) -> Result<()> {
+    std::fs::write(path, page(title, plan, summary, statistics)).with_context(|| format!("--report {}", path.display()))
+}
+
+fn page(title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics) -> String {
+    let mut total = Measure::default();
+    summary.quantized.iter().for_each(|w| total.add(&w.measure));
+    let sections = [
+        ("Error per layer and projection", layers(&summary.quantized)),
+        ("Worst weights", worst(&summary.quantized)),
+        ("Codes", codes(statistics)),
+        ("Block scales", scales(statistics)),
+        ("Kept as they were", kept(plan)),
+    ];
+    let body: String = sections
+        .iter()
+        .map(|(name, html)| format!("<section><h2>{name}</h2><div class=\"wide\">{html}</div></section>\n"))
+        .collect();
+    let title = escape(title);
+    let (before, after) = (sizes::show(summary.before), sizes::show(summary.after));
+    let (count, error, sqnr) = (summary.quantized.len(), total.relative_error(), total.sqnr());
+    format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
+         <title>{title} in NVFP4</title><style>{STYLE}</style></head><body>\n\
+         <h1>{title} in NVFP4</h1>\n<p>{count} weights quantized, {before} to {after}. Relative error {error:.4}, \
+         SQNR {sqnr:.1} dB; NVFP4 of normal data has 0.095.</p>\n{body}</body></html>\n"
+    )
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+/// The number after `layers.` (or `layer.`, `h.`, `blocks.`) in a module's name.
+fn layer(module: &str) -> Option<usize> {
+    let mut parts = module.split('.');
+    parts.by_ref().find(|p| ["layers", "layer", "h", "blocks"].contains(p))?;
+    parts.next()?.parse().ok()
+}
+
+/// A line per projection over the layers. Experts of a layer are measured together.
+fn layers(weights: &[Finished]) -> String {
+    let mut lines: BTreeMap<&str, BTreeMap<usize, Measure>> = BTreeMap::new();
+    for weight in weights {
+        if let Some(layer) = layer(&weight.module) {
+            let projection = weight.module.rsplit('.').next().unwrap_or_default();
+            lines.entry(projection).or_default().entry(layer).or_default().add(&weight.measure);
+        }
+    }
+    let errors = || lines.values().flat_map(|line| line.values()).map(Measure::relative_error);
+    if lines.is_empty() {
+        return "<p class=\"soft\">No weight has the number of a layer in its name.</p>".to_string();
+    }
+    let last = lines.values().filter_map(|line| line.keys().next_back()).copied().max().unwrap_or(0).max(1);
+    let (least, most) = (errors().fold(f64::MAX, f64::min), errors().fold(0.0, f64::max));
+    let (bottom, top) = (least * 0.95, (most * 1.05).max(least * 0.95 + 1e-6));
+    let x = |layer: usize| 60.0 + 700.0 * layer as f64 / last as f64;
+    let y = |error: f64| 260.0 - 230.0 * (error - bottom) / (top - bottom);
+    let mut svg = String::from("<svg viewBox=\"0 0 800 330\" role=\"img\" aria-label=\"Relative error by layer\">");
+    for i in 0..=4 {
+        let error = bottom + (top - bottom) * f64::from(i) / 4.0;
+        let at = y(error);
+        let _ = write!(
+            svg,
+            "<line class=\"axis\" x1=\"60\" x2=\"760\" y1=\"{at:.1}\" y2=\"{at:.1}\"/><text x=\"8\" y=\"{:.1}\">{error:.4}</text>",
+            at + 4.0
+        );
+    }
+    let _ = write!(
+        svg,
+        "<text x=\"60\" y=\"282\">layer 0</text><text x=\"760\" y=\"282\" text-anchor=\"end\">{last}</text>"
+    );
+    for (i, (projection, line)) in lines.iter().enumerate() {
+        let colour = COLOURS[i % COLOURS.len()];
+        let points: Vec<String> =
+            line.iter().map(|(&l, m)| format!("{:.1},{:.1}", x(l), y(m.relative_error()))).collect();
+        let _ = write!(
+            svg,
+            "<polyline fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" points=\"{}\"/>",
+            points.join(" ")
+        );
+        for (&l, m) in line {
+            let (cx, cy, error) = (x(l), y(m.relative_error()), m.relative_error());
+            let _ = write!(
+                svg,
+                "<circle cx=\"{cx:.1}\" cy=\"{cy:.1}\" r=\"3\" fill=\"{colour}\"><title>layer {l} {}: {error:.4}</title></circle>",
+                escape(projection)
+            );
+        }
+        let (left, down) = (60 + 175 * (i % 4), 302 + 20 * (i / 4));
+        let _ = write!(
+            svg,
+            "<rect x=\"{left}\" y=\"{}\" width=\"12\" height=\"12\" fill=\"{colour}\"/><text x=\"{}\" y=\"{down}\">{}</text>",
+            down - 10,
+            left + 18,
+            escape(projection)
+        );
+    }
+    svg + "</svg>"
+}
+
+fn worst(weights: &[Finished]) -> String {
+    let mut order: Vec<&Finished> = weights.iter().collect();
+    order.sort_by(|a, b| b.measure.relative_error().total_cmp(&a.measure.relative_error()));
+    let mut html = String::from(
+        "<table><tr><th>weight</th><th>shape</th><th>relative error</th><th>SQNR dB</th><th>largest error</th><th>zeroed</th></tr>",
+    );
+    for w in order.iter().take(20) {
+        let m = &w.measure;
+        let zeroed = 100.0 * m.zeroed as f64 / m.elements.max(1) as f64;
+        let _ = write!(
+            html,
+            "<tr><td>{}</td><td>{}×{}</td><td>{:.4}</td><td>{:.1}</td><td>{:.2e}</td><td>{zeroed:.1} %</td></tr>",
+            escape(&w.module),
+            w.rows,
+            w.cols,
+            m.relative_error(),
+            m.sqnr(),
+            m.largest
+        );
+    }
+    html + "</table>"
+}
+
+fn codes(statistics: &Statistics) -> String {
+    let magnitudes: Vec<(String, u64)> =
+        (0..8).map(|m| (e2m1::MAGNITUDES[m].to_string(), statistics.codes[m] + statistics.codes[m + 8])).collect();
+    let entropy = statistics.entropy();
+    bars("How often each magnitude occurs", &magnitudes)
+        + &format!("<p class=\"soft\">Entropy {entropy:.2} of 4 bits.</p>")
+}
+
+fn scales(statistics: &Statistics) -> String {
+    let Some((least, most)) = statistics.scale_range() else { return String::new() };
+    let bytes: Vec<(String, u64)> =
+        (least..=most).map(|b| (format!("{b:#04x}"), statistics.scales[usize::from(b)])).collect();
+    bars("How often each scale byte occurs", &bytes)
+}
+
+/// A bar for each count; labels where there is room.
+fn bars(what: &str, counts: &[(String, u64)]) -> String {
+    let most = counts.iter().map(|(_, n)| *n).max().unwrap_or(1).max(1);
+    let total = counts.iter().map(|(_, n)| *n).sum::<u64>().max(1);
+    let width = 740.0 / counts.len().max(1) as f64;
+    let every = counts.len().div_ceil(12);
+    let mut svg = format!("<svg viewBox=\"0 0 800 200\" role=\"img\" aria-label=\"{what}\">");
+    for (i, (label, n)) in counts.iter().enumerate() {
+        let (x, height) = (30.0 + width * i as f64, 150.0 * *n as f64 / most as f64);
+        let share = 100.0 * *n as f64 / total as f64;
+        let _ = write!(
+            svg,
+            "<rect class=\"bar\" x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{height:.1}\"><title>{label}: {share:.2} %</title></rect>",
+            x + width * 0.05,
+            170.0 - height,
+            width * 0.9
+        );
+        if i % every == 0 {
+            let _ = write!(svg, "<text x=\"{:.1}\" y=\"188\" text-anchor=\"middle\">{label}</text>", x + width / 2.0);
+        }
+    }
+    svg + "</svg>"
+}
+
+fn kept(plan: &Plan<'_>) -> String {
+    let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for item in &plan.items {
+        if let Action::Keep(why) | Action::Decode(why) = &item.action {
+            reasons.entry(why).or_default().push(&item.weight.module);
+        }
+    }
+    let line = |(why, modules): (&&str, &Vec<&str>)| {
+        let shown: Vec<String> = modules.iter().take(3).map(|m| escape(m)).collect();
+        let more = if modules.len() > 3 { format!(" and {} more", modules.len() - 3) } else { String::new() };
+        format!("<li>{}: {}{more}</li>", escape(why), shown.join(", "))
+    };
+    let list: String = reasons.iter().map(line).collect();
+    format!("<ul>{list}</ul><p class=\"soft\">Tensors that are not matrices (norms, biases) are copied too.</p>")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_found_in_names() {
+        assert_eq!(layer("model.layers.12.mlp.up_proj"), Some(12));
+        assert_eq!(layer("encoder.layer.3.attention.query"), Some(3));
+        assert_eq!(layer("pooler.dense"), None);
+    }
+
+    #[test]
+    fn text_from_a_checkpoint_cannot_become_markup() {
+        assert_eq!(escape("<script>\"&"), "&lt;script&gt;&quot;&amp;");
+    }
+}
