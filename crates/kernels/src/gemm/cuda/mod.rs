@@ -1,6 +1,6 @@
 //! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
 //!
-//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply ([`ring`]): weights are
+//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply (`ring.cuh`): weights are
 //! brought into an order of their own first, once and for all as [`PreparedWeight`] or before each product. A product of two decoded
 //! values is exact in binary32, and so is a weight in bf16 and in f16, so only additions round. Every other pair is decoded to binary32
 //! and multiplied without tensor cores (`decoded.cu`).
