@@ -12,6 +12,9 @@ pub const MAX_BYTE: u8 = 0x7E;
 /// The NaN that encoders write.
 pub const NAN_BYTE: u8 = small_float::NAN_BYTE;
 
+/// Bits of the mantissa.
+pub const MANTISSA: i32 = 3;
+
 /// The smallest normal value, 2⁻⁶.
 pub const MIN_NORMAL: f32 = 1.0 / 64.0;
 
@@ -21,7 +24,7 @@ pub const MIN_NORMAL_BYTE: u8 = 0x08;
 /// The smallest positive value, 2⁻⁹: every finite value is a multiple of it.
 pub const MIN_POSITIVE: f32 = 1.0 / 512.0;
 
-const FORMAT: SmallFloat = SmallFloat { mantissa: 3, bias: 7, max: MAX };
+const FORMAT: SmallFloat = SmallFloat { mantissa: MANTISSA, bias: 7, max: MAX };
 
 /// The byte nearest to `x`; a tie goes to the even mantissa.
 ///

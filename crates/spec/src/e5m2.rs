@@ -15,10 +15,13 @@ pub const INFINITY_BYTE: u8 = 0x7C;
 /// The NaN that encoders write.
 pub const NAN_BYTE: u8 = small_float::NAN_BYTE;
 
+/// Bits of the mantissa.
+pub const MANTISSA: i32 = 2;
+
 /// The smallest normal value, 2⁻¹⁴.
 pub const MIN_NORMAL: f32 = 1.0 / 16384.0;
 
-const FORMAT: SmallFloat = SmallFloat { mantissa: 2, bias: 15, max: MAX };
+const FORMAT: SmallFloat = SmallFloat { mantissa: MANTISSA, bias: 15, max: MAX };
 
 /// The byte nearest to `x`; a tie goes to the even mantissa.
 ///

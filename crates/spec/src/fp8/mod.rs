@@ -13,7 +13,7 @@ pub mod matrix;
 pub mod scale;
 
 pub use matrix::{Quantized, ScaleRef, ScaleVec, Scales, View, dequantize, quantize};
-pub use scale::{AmaxRule, ScaleValues};
+pub use scale::{AmaxRule, BLOCK, MX_BLOCK, ScaleValues};
 
 use crate::{Error, Precision, Result, area, e4m3, e5m2, e8m0};
 
@@ -105,10 +105,10 @@ impl Tile {
     pub fn size(self, rows: usize, cols: usize) -> (usize, usize) {
         match self {
             Tile::Tensor => (rows.max(1), cols.max(1)),
-            Tile::Row128 => (1, 128),
-            Tile::Square128 => (128, 128),
-            Tile::Row32 => (1, 32),
-            Tile::Column32 => (32, 1),
+            Tile::Row128 => (1, BLOCK),
+            Tile::Square128 => (BLOCK, BLOCK),
+            Tile::Row32 => (1, MX_BLOCK),
+            Tile::Column32 => (MX_BLOCK, 1),
         }
     }
 

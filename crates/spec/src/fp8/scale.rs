@@ -3,6 +3,12 @@
 use super::Format;
 use crate::{Precision, e8m0};
 
+/// Elements that share an MXFP8 scale.
+pub const MX_BLOCK: usize = 32;
+
+/// Rows, columns or both of a block with a 32-bit scale.
+pub const BLOCK: usize = 128;
+
 /// Which numbers may be scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum ScaleValues {
