@@ -22,6 +22,15 @@ impl Avx2 {
     }
 }
 
+/// Asks for elements that will be needed soon.
+#[inline]
+pub(crate) fn prefetch<T>(x: &[T]) {
+    for line in x.chunks(64 / size_of::<T>()) {
+        // SAFETY: a prefetch is harmless wherever it points, and this one points into the slice.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+}
+
 /// The bits of 16 elements. 16-bit types fill `lo`; `hi` is then unused. `f32` has elements 0–7 in `lo`, 8–15 in `hi`.
 #[derive(Clone, Copy)]
 pub(crate) struct Block {

@@ -3,14 +3,13 @@
 //! Multipliers are positive numbers, so that a product has the sign of its element and is NaN only where the element is.
 //! A row with NaN in it is encoded like any other, and then mended.
 
-use crate::avx2::small_float::{SmallFloat, code_words, e8m0_reciprocals, e8m0_up, store_bytes};
-use crate::avx2::{Block, abs, infinity_bits, largest, largest_of_eight, load, max, values_of, widen, zero};
-use nvfp4_spec::fp8::scale::MX_BLOCK;
-use nvfp4_spec::{BLOCK, Edge, Element, Precision, e4m3, scale};
+use crate::avx2::small_float::{SmallFloat, code_words};
+use crate::avx2::{Block, abs, infinity_bits, largest, load, max, widen, zero};
+use nvfp4_spec::{BLOCK, Element, Precision, e4m3};
 use std::arch::x86_64::*;
 
 /// Elements that are encoded at a time: as many as a vector has bytes.
-const STEP: usize = 32;
+pub(super) const STEP: usize = 32;
 
 /// Whether a largest magnitude is that of a NaN.
 pub(super) fn is_nan<T: Element>(bits: u32) -> bool {
@@ -64,9 +63,19 @@ fn for_each_step<T: Element, F: SmallFloat>(
     bits
 }
 
+/// Encodes whole steps with one multiplier.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(super) fn encode_steps<T: Element, F: SmallFloat>(x: &[[T; STEP]], multiplier: f32, out: &mut [[u8; STEP]]) {
+    let m = _mm256_set1_ps(multiplier);
+    for (x, out) in x.iter().zip(out) {
+        store_codes(codes::<T, F>(pair(x), [[m; 2]; 2]), out);
+    }
+}
+
 /// Gives NaN its code.
 #[cold]
-fn mend<T: Element>(x: &[T], out: &mut [u8]) {
+pub(super) fn mend<T: Element>(x: &[T], out: &mut [u8]) {
     for (code, _) in out.iter_mut().zip(x).filter(|(_, x)| x.to_f32().is_nan()) {
         *code = e4m3::NAN_BYTE; // in E5M2 too
     }
@@ -74,7 +83,7 @@ fn mend<T: Element>(x: &[T], out: &mut [u8]) {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn pair<T: Element>(x: &[T; STEP]) -> [Block; 2] {
+pub(super) fn pair<T: Element>(x: &[T; STEP]) -> [Block; 2] {
     let halves = x.as_chunks::<BLOCK>().0;
     [load(&halves[0]), load(&halves[1])]
 }
@@ -134,84 +143,4 @@ fn codes<T: Element, F: SmallFloat>(x: [Block; 2], multipliers: [[__m256; 2]; 2]
             _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
         }
     }
-}
-
-/// Blocks of MXFP8 whose scales are found at a time.
-const EIGHT: usize = 8 * MX_BLOCK;
-
-/// Quantizes a row to MXFP8.
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn mx_row<T: Element, F: SmallFloat>(x: &[T], out: &mut [u8], scales: &mut [u8]) {
-    let (eights, tail) = x.as_chunks::<EIGHT>();
-    let (out_eights, out_tail) = out.as_chunks_mut::<EIGHT>();
-    let (scale_eights, scale_tail) = scales.as_chunks_mut::<8>();
-    for ((x, out), scales) in eights.iter().zip(out_eights).zip(&mut *scale_eights) {
-        mx_eight::<T, F>(x, out, scales);
-    }
-    if !tail.is_empty() {
-        let (mut padded, mut codes, mut scales) = ([T::default(); EIGHT], [0; EIGHT], [0; 8]);
-        padded[..tail.len()].copy_from_slice(tail);
-        mx_eight::<T, F>(&padded, &mut codes, &mut scales);
-        out_tail.copy_from_slice(&codes[..out_tail.len()]);
-        // A row that is a multiple of 8 blocks but for a few elements has its last scale in a whole chunk.
-        let last = tail.len().div_ceil(MX_BLOCK);
-        match scale_tail.len() {
-            0 => scale_eights[eights.len()].copy_from_slice(&scales),
-            _ => scale_tail.copy_from_slice(&scales[..last]),
-        }
-    }
-}
-
-/// Quantizes eight blocks.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-fn mx_eight<T: Element, F: SmallFloat>(x: &[T; EIGHT], out: &mut [u8; EIGHT], scales: &mut [u8; 8]) {
-    let blocks = x.as_chunks::<STEP>().0;
-    let mut maxima = [zero(); 8];
-    for (m, x) in maxima.iter_mut().zip(blocks) {
-        let [a, b] = pair(x);
-        *m = max::<T>(abs::<T>(a), abs::<T>(b));
-    }
-    let bits = largest_of_eight::<T>(maxima);
-    let infinity = _mm256_set1_epi32(infinity_bits(T::PRECISION) as i32);
-    let nan = _mm256_movemask_epi8(_mm256_cmpgt_epi32(bits, infinity)) != 0;
-    let amaxes = if nan { amaxes_without_nan(blocks) } else { values_of(bits, T::PRECISION) };
-    let multipliers = mx_scales::<F>(amaxes, scales);
-    let steps = blocks.iter().zip(out.as_chunks_mut::<STEP>().0);
-    for ((x, out), m) in steps.zip(multipliers) {
-        store_codes(codes::<T, F>(pair(x), [[_mm256_set1_ps(m); 2]; 2]), out);
-    }
-    if nan {
-        mend(x, out);
-    }
-}
-
-/// Writes the scales of eight blocks; what their elements are multiplied by. Twin of [`scale::mx_byte`](nvfp4_spec::fp8::scale::mx_byte).
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-pub(super) fn mx_scales<F: SmallFloat>(amaxes: __m256, scales: &mut [u8; 8]) -> [f32; 8] {
-    let bytes = e8m0_up(_mm256_mul_ps(amaxes, _mm256_set1_ps(1.0 / F::MAX)));
-    store_bytes(bytes, scales);
-    let mut multipliers = [0.0; 8];
-    // SAFETY: the destination is an array of 8 numbers.
-    unsafe { _mm256_storeu_ps(multipliers.as_mut_ptr(), e8m0_reciprocals(bytes)) };
-    multipliers
-}
-
-#[cold]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn amaxes_without_nan<T: Element>(blocks: &[[T; STEP]]) -> __m256 {
-    let mut amaxes = [0.0; 8];
-    for (amax, block) in amaxes.iter_mut().zip(blocks) {
-        *amax = scale::amax(&block.map(|x| x.to_f32()), Edge::Kernel);
-    }
-    eight(&amaxes)
-}
-
-/// Eight numbers.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-pub(super) fn eight(x: &[f32; 8]) -> __m256 {
-    // SAFETY: the source is an array of 8 numbers.
-    unsafe { _mm256_loadu_ps(x.as_ptr()) }
 }
