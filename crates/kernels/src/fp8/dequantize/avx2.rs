@@ -37,11 +37,8 @@ fn decode<T: Element, F: SmallFloat>(_: Avx2, q: &View<'_>, out: &mut [T]) {
                 // SAFETY: an Avx2 token is only made after detection.
                 unsafe { columns::<T, F>(q.code_row(r), &factors.values, out) };
             } else {
-                let tiles = q.code_row(r).chunks(tile_width).zip(out.chunks_mut(tile_width));
-                for ((codes, out), &factor) in tiles.zip(&factors.values) {
-                    // SAFETY: an Avx2 token is only made after detection.
-                    unsafe { run::<T, F>(codes, factor, out) };
-                }
+                // SAFETY: an Avx2 token is only made after detection.
+                unsafe { tiles::<T, F>(q.code_row(r), tile_width, &factors.values, out) };
             }
         }
     });
@@ -81,11 +78,13 @@ fn by_the_rules<T: Element>(q: &View<'_>, r: usize, out: &mut [T]) {
     }
 }
 
-/// Decodes codes that share a factor.
+/// Decodes a row of tiles, each with a factor.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn run<T: Element, F: SmallFloat>(codes: &[u8], factor: f32, out: &mut [T]) {
-    let factor = _mm256_set1_ps(factor);
-    for_each_block::<T, F>(codes, out, |_| [factor; 2]);
+fn tiles<T: Element, F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [T]) {
+    for ((codes, out), &factor) in codes.chunks(width).zip(out.chunks_mut(width)).zip(factors) {
+        let factor = _mm256_set1_ps(factor);
+        for_each_block::<T, F>(codes, out, |_| [factor; 2]);
+    }
 }
 
 /// Decodes codes with a factor each; factors are rounded up to whole blocks.
