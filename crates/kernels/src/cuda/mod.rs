@@ -35,7 +35,7 @@ pub(crate) use sources::entry;
 #[doc(hidden)]
 pub use sources::sources;
 pub use stream::{Event, Graph, Stream};
-pub use text::{RULES, constants};
+pub use text::{FP8_RULES, RULES, constants};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -74,7 +74,7 @@ impl Delayed {
     }
 
     /// The magnitude that the amax is mapped to: `MAX · 2^(−margin)`.
-    fn largest(&self) -> f32 {
+    pub fn largest(&self) -> f32 {
         // Exact in binary64, where 2ⁿ has the bits (n + 1023)·2⁵²; beyond ±1000 binary32 has 0 and ∞ only.
         let power = f64::from_bits(((1023 - i64::from(self.margin.clamp(-1000, 1000))) as u64) << 52);
         (f64::from(self.format.max()) * power) as f32
