@@ -13,6 +13,8 @@ mod cache;
 mod compile;
 mod device;
 mod doctor;
+#[cfg(test)]
+pub(crate) mod emulate;
 mod environment;
 mod error;
 mod input;

@@ -3,6 +3,7 @@
 use super::device::Device;
 use super::kernel::Kernel;
 use super::{Result, lock};
+use nvfp4_spec::fp8::Format;
 use nvfp4_spec::{Bound, Precision, e2m1, e4m3, e5m2, e8m0, fp8, hadamard, philox, profile, scale};
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -14,6 +15,9 @@ pub const RULES: &str = include_str!("rules.cuh");
 
 /// The rules of FP8 and MXFP8, to come after [`RULES`].
 pub const FP8_RULES: &str = include_str!("../fp8/rules.cuh");
+
+/// Elements in the registers of a thread, to come after [`RULES`].
+pub(crate) const ELEMENTS: &str = include_str!("elements.cuh");
 
 /// The constants that [`RULES`] and [`FP8_RULES`] use, printed from the Rust ones.
 pub fn constants() -> String {
@@ -83,6 +87,19 @@ pub(crate) fn assemble(settings: &str, files: &[&str]) -> String {
         text.push('\n');
     }
     text
+}
+
+/// A whole text of FP8: its rules and the elements come before the files.
+pub(crate) fn assemble_fp8(settings: &str, files: &[&str]) -> String {
+    assemble(&[FP8_RULES, settings, ELEMENTS].join("\n"), files)
+}
+
+/// The name of a format of codes in kernel text.
+pub(crate) fn format(format: Format) -> &'static str {
+    match format {
+        Format::E4m3 => "E4M3",
+        Format::E5m2 => "E5M2",
+    }
 }
 
 /// The variants of an operation's kernels that were asked for, by their settings `V` and the GPU.

@@ -2,6 +2,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use crate::input::check_len;
 use crate::{Implementation, Result};
@@ -18,9 +20,8 @@ pub fn dequantize<T: Element>(implementation: Implementation, q: &View<'_>, out:
         Implementation::Avx2(token) => avx2::dequantize(token, q, out),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => avx2::dequantize(token.avx2(), q, out),
-        // There are no kernels for it yet: the slices are the host's, and so is the work.
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_) => dequantize(Implementation::best(), q, out)?,
+        Implementation::Cuda(device) => cuda::on_host(device, q, out)?,
     }
     Ok(())
 }

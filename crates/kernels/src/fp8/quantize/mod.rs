@@ -4,6 +4,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result, amax};
@@ -24,23 +26,31 @@ pub struct Direction<'a> {
 
 impl Direction<'_> {
     fn check(&self, mode: &Mode, side: Side, shape: (usize, usize)) -> Result<()> {
-        let (rows, cols) = mode.shape(side, shape);
-        check_len("codes", area(rows, cols)?, self.codes.len())?;
-        let len = match (&self.scales, mode.scaling) {
-            (Scales::F32(_), Scaling::Mx) => {
-                return Err(Error::Combination("MXFP8 has E8M0 scales: give a buffer of bytes for them").into());
-            }
-            (Scales::E8m0(scales), Scaling::Mx) => scales.len(),
-            (Scales::F32(scales), _) => scales.len(),
-            (Scales::E8m0(_), _) => {
-                return Err(Error::Combination(
-                    "only MXFP8 has E8M0 scales: give a buffer of 32-bit numbers for them, or use the scaling `Mx`",
-                )
-                .into());
-            }
+        let scales = match &self.scales {
+            Scales::F32(scales) => Scales::F32(scales.len()),
+            Scales::E8m0(scales) => Scales::E8m0(scales.len()),
         };
-        Ok(check_len("scales", mode.tile(side).scale_count(rows, cols)?, len)?)
+        check(mode, side, shape, self.codes.len(), scales)
     }
+}
+
+/// Checks the lengths of a direction's buffers, on the host or on a GPU, and the kind of its scales.
+fn check(mode: &Mode, side: Side, shape: (usize, usize), codes: usize, scales: Scales<usize, usize>) -> Result<()> {
+    let (rows, cols) = mode.shape(side, shape);
+    check_len("codes", area(rows, cols)?, codes)?;
+    let len = match (scales, mode.scaling) {
+        (Scales::F32(_), Scaling::Mx) => {
+            return Err(Error::Combination("MXFP8 has E8M0 scales: give a buffer of bytes for them").into());
+        }
+        (Scales::E8m0(len), Scaling::Mx) | (Scales::F32(len), _) => len,
+        (Scales::E8m0(_), _) => {
+            return Err(Error::Combination(
+                "only MXFP8 has E8M0 scales: give a buffer of 32-bit numbers for them, or use the scaling `Mx`",
+            )
+            .into());
+        }
+    };
+    Ok(check_len("scales", mode.tile(side).scale_count(rows, cols)?, len)?)
 }
 
 /// What to compute, any of it in one call.
@@ -70,9 +80,8 @@ pub fn quantize(implementation: Implementation, x: &Input<'_>, mode: &Mode, want
         Implementation::Avx2(token) => avx2::quantize(token, x, mode, wanted),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, mode, wanted),
-        // There are no kernels for it yet: the slices are the host's, and so is the work.
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(_) => quantize(Implementation::best(), x, mode, wanted),
+        Implementation::Cuda(device) => cuda::on_host(device, x, mode, wanted),
     }
 }
 
