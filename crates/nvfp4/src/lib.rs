@@ -50,7 +50,7 @@ pub use storage::{load, save};
 pub use tensor::{QuantTensor, Side, Update};
 pub use tensor_ref::TensorRef;
 
-/// Runs the README's first example, and compiles the other, which needs a GPU.
+/// Runs the examples of the README, and compiles the one that needs a GPU.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;

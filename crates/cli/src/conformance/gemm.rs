@@ -196,7 +196,11 @@ impl Run<'_> {
             self.differences.compare(&format!("{implementation}: out"), expected, &got);
             if implementation.to_string() == "cuda" {
                 gemm(implementation, self.a, self.b, &Product { accumulate: Accumulate::Exact, ..product }, &mut got)?;
-                self.differences.compare(&format!("{implementation}: out within the bound"), &self.admitted(&got, expected, &product), &got);
+                self.differences.compare(
+                    &format!("{implementation}: out within the bound"),
+                    &self.admitted(&got, expected, &product),
+                    &got,
+                );
             }
         }
         Ok(())
