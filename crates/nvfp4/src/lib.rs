@@ -25,6 +25,7 @@
 
 #![forbid(unsafe_code)]
 
+mod container;
 mod direction;
 mod error;
 mod generator;
