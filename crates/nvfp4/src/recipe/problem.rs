@@ -1,0 +1,304 @@
+//! What can be wrong with a recipe, a model or both together. Each problem says where, what, why and what to change.
+
+use super::attention::{AttentionMode, AttentionPrecision};
+use super::consumers::Use;
+use super::factory::Because;
+use super::format::Family;
+use super::path::ModulePath;
+use super::products::Conflict;
+use super::role::{AttentionSlot, Site, Slot};
+use super::spec::QuantSpec;
+use crate::Side;
+use std::borrow::Cow;
+use std::fmt;
+
+/// All problems that were found, in the order of the model or file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Problems(pub Vec<Problem>);
+
+impl fmt::Display for Problems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0[..] {
+            [problem] => problem.fmt(f),
+            problems => {
+                write!(f, "{} problems:", problems.len())?;
+                problems.iter().try_for_each(|problem| write!(f, "\n  {problem}"))
+            }
+        }
+    }
+}
+
+impl std::error::Error for Problems {}
+
+/// An operand of a product that cannot be computed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Found {
+    /// The tensor.
+    pub slot: Slot,
+    /// The direction that the product reads.
+    pub side: Side,
+    /// How the tensor is quantized.
+    pub spec: QuantSpec,
+    /// What that follows from.
+    pub because: Because,
+}
+
+impl fmt::Display for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let side = match self.side {
+            Side::Row => "row",
+            Side::Column => "col",
+        };
+        write!(f, "{}.{side} is {}", self.slot, self.spec.format(self.side))
+    }
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Problem {
+    /// A path that is not one.
+    #[error("'{path}' is not a module path: use names of letters, digits, `_` and `-`, joined by dots")]
+    Path {
+        /// The path.
+        path: ModulePath,
+    },
+
+    /// Two modules of one path.
+    #[error("{path}: two modules have this path, so their tensors cannot be told apart; rename one")]
+    DuplicatePath {
+        /// The path.
+        path: ModulePath,
+    },
+
+    /// Two slots of one name in a user's module.
+    #[error("{site}: the module lists this slot twice; rename one")]
+    DuplicateSlot {
+        /// The slot.
+        site: Site,
+    },
+
+    /// A setting of a module that names a slot which the module does not have.
+    #[error("{site}: {what} names this tensor, which the model does not have; {fix}")]
+    UnknownSite {
+        /// The slot.
+        site: Site,
+        /// Who names it.
+        what: &'static str,
+        /// What to change.
+        fix: &'static str,
+    },
+
+    /// The recipe gave no spec.
+    #[error("{site}: the recipe has no spec for this tensor: {reason}")]
+    NoSpec {
+        /// The tensor.
+        site: Site,
+        /// What the recipe says.
+        reason: String,
+    },
+
+    /// A product of operands that do not go together.
+    #[error(
+        "{path} {product}: {left} but {right}; {}. Change {}",
+        conflict.rule(), change(left, right)
+    )]
+    Product {
+        /// The module.
+        path: ModulePath,
+        /// The product.
+        product: Cow<'static, str>,
+        /// The left operand.
+        left: Box<Found>,
+        /// The right operand.
+        right: Box<Found>,
+        /// Why they do not go together.
+        conflict: Conflict,
+    },
+
+    /// Tensors of attention in formats that attention does not read.
+    #[error(
+        "{path}: attention reads high precision, FP8 with one scale per tensor, or MXFP8, but {}. Change {because}",
+        listed(tensors)
+    )]
+    AttentionFormat {
+        /// The module.
+        path: ModulePath,
+        /// The tensors and their specs.
+        tensors: Vec<(AttentionSlot, QuantSpec)>,
+        /// What the first one's spec follows from.
+        because: Because,
+    },
+
+    /// Tensors of attention that want different arithmetic.
+    #[error(
+        "{path}: {} is {} but {} is {}; attention runs in one precision. Change {} or {}",
+        left.0.name(), left.1, right.0.name(), right.1, because.0, because.1
+    )]
+    AttentionMixed {
+        /// The module.
+        path: ModulePath,
+        /// One tensor and its spec.
+        left: (AttentionSlot, QuantSpec),
+        /// Another one.
+        right: (AttentionSlot, QuantSpec),
+        /// What each follows from.
+        because: (Because, Because),
+    },
+
+    /// Attention with a quantized backward pass alone.
+    #[error(
+        "{path}: attention is quantized in the backward pass but not in the forward pass, for which there is no arithmetic. \
+         Quantize the forward tensors too, or leave the gradients in high precision"
+    )]
+    AttentionOnlyBackward {
+        /// The module.
+        path: ModulePath,
+    },
+
+    /// Attention that does not have the precision that the recipe requires.
+    #[error(
+        "{path}: the recipe requires {required} attention, but its specs give {found}. Change the specs or `require`"
+    )]
+    AttentionRequired {
+        /// The module.
+        path: ModulePath,
+        /// What is required.
+        required: AttentionPrecision,
+        /// What there is.
+        found: AttentionMode,
+    },
+
+    /// Experts that differ.
+    #[error(
+        "{site}: the spec is {spec}, but expert 0 has {first}; the experts of one layer are computed together and need one spec. \
+         Change {because}"
+    )]
+    Grouped {
+        /// The first expert that differs.
+        site: Site,
+        /// Its spec.
+        spec: QuantSpec,
+        /// The spec of expert 0.
+        first: QuantSpec,
+        /// What the expert's spec follows from.
+        because: Because,
+    },
+
+    /// A tensor handed over in another format than its consumer reads.
+    #[error(
+        "{from} → {to}: the tensor is handed over as {given}, but the consumer reads {read}. \
+         Give both one spec, or drop the edge, so that it is handed over in high precision"
+    )]
+    HandOver {
+        /// Who makes it.
+        from: Site,
+        /// Who takes it.
+        to: Site,
+        /// What it is quantized to.
+        given: QuantSpec,
+        /// What is expected.
+        read: QuantSpec,
+    },
+
+    /// A use that a spec does not allow.
+    #[error("{site}: {spec} does not go with {usage} ({side} direction): {fix}")]
+    Use {
+        /// The tensor.
+        site: Site,
+        /// Its spec.
+        spec: QuantSpec,
+        /// The use.
+        usage: Use,
+        /// The direction in question.
+        side: Side,
+        /// What to change.
+        fix: &'static str,
+    },
+
+    /// An input that is kept unquantized, but cannot be quantized again to the same bytes.
+    #[error(
+        "{site}: the input is to be kept unquantized and quantized again in the backward pass, but {spec} would not give the \
+         same bytes. Make the column direction from the original, or keep the quantized input"
+    )]
+    Replay {
+        /// The tensor.
+        site: Site,
+        /// Its spec.
+        spec: QuantSpec,
+    },
+
+    /// A format that the device cannot run, nor software for it.
+    #[error("{site}: {spec} needs {family}, which this build cannot run. Change {because}")]
+    Device {
+        /// The tensor.
+        site: Site,
+        /// Its spec.
+        spec: QuantSpec,
+        /// The formats in question.
+        family: Family,
+        /// What the spec follows from.
+        because: Because,
+    },
+
+    /// Something wrong in a rule file.
+    #[error("line {line}: {reason}")]
+    File {
+        /// Where.
+        line: usize,
+        /// What, and what to write instead.
+        reason: String,
+    },
+
+    /// Something wrong in an environment variable.
+    #[error("{variable}: {reason}")]
+    Variable {
+        /// Which.
+        variable: &'static str,
+        /// What, and what to write instead.
+        reason: String,
+    },
+
+    /// A change of plan for another model.
+    #[error("{path}: only one of the two plans has this module; a change of recipe needs plans of one model")]
+    OtherModel {
+        /// The module.
+        path: ModulePath,
+    },
+
+    /// A change of the format of a weight that exists in its old format alone.
+    #[error(
+        "{site}: the weight is stored as {from} alone, so it cannot become {to} without loss. \
+         Keep its spec, or load it in high precision first"
+    )]
+    StoredWeight {
+        /// The weight.
+        site: Site,
+        /// Its spec in the old plan.
+        from: QuantSpec,
+        /// Its spec in the new plan.
+        to: QuantSpec,
+    },
+
+    /// A change of plan in the middle of a step.
+    #[error(
+        "{site}: an amax was recorded since the last update and would be lost; finish the step with `update` first"
+    )]
+    UnfinishedStep {
+        /// The tensor.
+        site: Site,
+    },
+}
+
+/// `qkv is a, s is b`.
+fn listed(tensors: &[(AttentionSlot, QuantSpec)]) -> String {
+    tensors.iter().map(|(slot, spec)| format!("{} is {spec}", slot.name())).collect::<Vec<_>>().join(", ")
+}
+
+/// What to change so that two operands go together.
+fn change(left: &Found, right: &Found) -> String {
+    match left.because == right.because {
+        true => format!("{} for {} or {}", left.because, left.slot, right.slot),
+        false => format!("{} for {} or {} for {}", left.because, left.slot, right.because, right.slot),
+    }
+}

@@ -1,0 +1,374 @@
+//! Recipes as TOML files.
+//!
+//! ```toml
+//! name = "nvfp4 with careful ends"
+//! backward = "none"            # or "high-precision", "dequantized"
+//!
+//! [[rule]]                     # the first rule that fits decides
+//! path = ["layers.0.**", "layers.31.**"]
+//! spec = "high-precision"
+//!
+//! [[rule]]
+//! module = "grouped"           # linear, grouped, attention, extension
+//! slot = "weight"              # also a list; a user's slot is written `kind:slot`
+//! pass = "forward"
+//! spec = "nvfp4(16x16, 4over6-mae-strict-256)"
+//!
+//! [default]                    # for everything that no rule fits
+//! preset = "nvfp4"
+//!
+//! [nvfp4]                      # switches of the preset nvfp4, wherever this file names it
+//! activations = "row-scaled"
+//!
+//! [require]
+//! attention = "high-precision"
+//! ```
+
+use super::attention::AttentionPrecision;
+use super::backward::BackwardOverride;
+use super::factory::{Because, Decision};
+use super::path::Glob;
+use super::presets::Preset;
+use super::problem::{Problem, Problems};
+use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
+use super::spec::QuantSpec;
+use super::text::{ERROR_PATHS, GLOBALS, METRICS, ROUNDINGS, TILES, find, list};
+use super::training::{Nvfp4Training, Scope};
+use crate::{Result, Transform};
+use std::fmt;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+/// A rule file that was read without an error.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Rules {
+    pub name: String,
+    pub backward: BackwardOverride,
+    pub attention: Option<AttentionPrecision>,
+    pub rules: Vec<Rule>,
+    default: Action,
+}
+
+/// A rule: everything that it names must fit; what it does not name always does.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Rule {
+    pub line: usize,
+    paths: Vec<Glob>,
+    modules: Vec<ModuleWord>,
+    slots: Vec<SlotWord>,
+    pass: Option<Pass>,
+    action: Action,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Action {
+    Spec(QuantSpec),
+    Preset(Preset),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum ModuleWord {
+    Linear,
+    Grouped,
+    Attention,
+    Extension,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum SlotWord {
+    Linear(LinearSlot),
+    Attention(AttentionSlot),
+    Extension(String),
+}
+
+const MODULES: &[(&str, ModuleWord)] = &[
+    ("linear", ModuleWord::Linear),
+    ("grouped", ModuleWord::Grouped),
+    ("attention", ModuleWord::Attention),
+    ("extension", ModuleWord::Extension),
+];
+const PASSES: &[(&str, Pass)] = &[("forward", Pass::Forward), ("backward", Pass::Backward)];
+const BACKWARDS: &[(&str, BackwardOverride)] = &[
+    ("none", BackwardOverride::None),
+    ("high-precision", BackwardOverride::HighPrecision),
+    ("dequantized", BackwardOverride::Dequantized),
+];
+const ATTENTIONS: &[(&str, AttentionPrecision)] = &[
+    ("high-precision", AttentionPrecision::HighPrecision),
+    ("fp8", AttentionPrecision::Fp8),
+    ("mxfp8", AttentionPrecision::Mxfp8),
+];
+const TRANSFORMS: &[(&str, Transform)] = &[("none", Transform::None), ("fixed-signs", Transform::FixedSigns)];
+pub(super) const SCOPES: &[(&str, Scope)] =
+    &[("none", Scope::None), ("weights", Scope::Weights), ("activations", Scope::Activations), ("all", Scope::All)];
+
+impl Rules {
+    /// Reads a file; all that is wrong with it is reported.
+    pub fn parse(text: &str) -> std::result::Result<Rules, Problems> {
+        let mut reader = Reader { text, problems: Vec::new() };
+        let rules = reader.file();
+        match (rules, reader.problems) {
+            (Some(rules), problems) if problems.is_empty() => Ok(rules),
+            (_, mut problems) => {
+                problems.sort_by_key(|problem| match problem {
+                    Problem::File { line, .. } => *line,
+                    _ => 0,
+                });
+                Err(Problems(problems))
+            }
+        }
+    }
+
+    /// The first rule that fits decides, else the default.
+    pub fn decide(&self, role: &Role) -> Result<Decision> {
+        let (action, because) = match self.rules.iter().position(|rule| rule.fits(role)) {
+            Some(index) => {
+                let rule = &self.rules[index];
+                (&rule.action, Because::Rule { number: index + 1, line: rule.line })
+            }
+            None => (&self.default, Because::Default),
+        };
+        let spec = match action {
+            Action::Spec(spec) => spec.clone(),
+            Action::Preset(preset) => preset.spec(role)?,
+        };
+        Ok(Decision { spec, because })
+    }
+}
+
+impl Rule {
+    fn fits(&self, role: &Role) -> bool {
+        fn one<T>(choices: &[T], fits: impl Fn(&T) -> bool) -> bool {
+            choices.is_empty() || choices.iter().any(fits)
+        }
+        one(&self.paths, |glob| glob.matches(role.path()))
+            && one(&self.modules, |module| module.fits(role.slot()))
+            && one(&self.slots, |slot| slot.fits(role.slot()))
+            && self.pass.is_none_or(|pass| pass == role.pass())
+    }
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let paths: Vec<String> = self.paths.iter().map(Glob::to_string).collect();
+        match paths.is_empty() {
+            true => f.write_str("any path"),
+            false => f.write_str(&paths.join(", ")),
+        }
+    }
+}
+
+impl ModuleWord {
+    fn fits(self, slot: &Slot) -> bool {
+        matches!(
+            (self, slot),
+            (ModuleWord::Linear, Slot::Linear(_))
+                | (ModuleWord::Grouped, Slot::Grouped { .. })
+                | (ModuleWord::Attention, Slot::Attention(_))
+                | (ModuleWord::Extension, Slot::Extension(_))
+        )
+    }
+}
+
+impl SlotWord {
+    fn fits(&self, slot: &Slot) -> bool {
+        match (self, slot) {
+            (SlotWord::Linear(word), Slot::Linear(slot) | Slot::Grouped { slot, .. }) => word == slot,
+            (SlotWord::Attention(word), Slot::Attention(slot)) => word == slot,
+            (SlotWord::Extension(word), Slot::Extension(_)) => *word == slot.to_string(),
+            _ => false,
+        }
+    }
+
+    fn parse(text: &str) -> std::result::Result<Self, String> {
+        if text.contains(':') {
+            return Ok(SlotWord::Extension(text.to_string()));
+        }
+        let linear = LinearSlot::ALL.into_iter().find(|slot| slot.name() == text).map(SlotWord::Linear);
+        let attention = || AttentionSlot::ALL.into_iter().find(|slot| slot.name() == text).map(SlotWord::Attention);
+        linear.or_else(attention).ok_or_else(|| {
+            let names = LinearSlot::ALL.map(LinearSlot::name).into_iter();
+            let names: Vec<_> = names.chain(AttentionSlot::ALL.map(AttentionSlot::name)).collect();
+            format!("unknown slot '{text}'; there are {}, and kind:slot for users' modules", names.join(", "))
+        })
+    }
+}
+
+/// Walks through a file and collects what is wrong with it.
+struct Reader<'a> {
+    text: &'a str,
+    problems: Vec<Problem>,
+}
+
+type Value<'a> = Spanned<DeValue<'a>>;
+
+impl<'a> Reader<'a> {
+    fn line(&self, at: usize) -> usize {
+        1 + self.text.as_bytes()[..at.min(self.text.len())].iter().filter(|&&b| b == b'\n').count()
+    }
+
+    fn problem(&mut self, at: usize, reason: impl Into<String>) {
+        self.problems.push(Problem::File { line: self.line(at), reason: reason.into() });
+    }
+
+    fn file(&mut self) -> Option<Rules> {
+        let (table, errors) = DeTable::parse_recoverable(self.text);
+        for error in &errors {
+            self.problem(error.span().map_or(0, |span| span.start), error.message());
+        }
+        if !errors.is_empty() {
+            return None;
+        }
+        let table = table.get_ref();
+        self.keys(table, "a rule file", &["name", "backward", "rule", "default", "nvfp4", "require"]);
+        let name = table.get("name").and_then(|value| self.text(value, "name")).unwrap_or("rules".to_string());
+        let backward = table.get("backward").and_then(|value| self.word(value, "backward", BACKWARDS));
+        let training = table.get("nvfp4").and_then(|value| self.table(value, "[nvfp4]"));
+        let training = training.map_or(Nvfp4Training::default(), |table| self.training(table));
+        let attention = table.get("require").and_then(|value| self.table(value, "[require]")).and_then(|table| {
+            self.keys(table, "[require]", &["attention"]);
+            table.get("attention").and_then(|value| self.word(value, "attention", ATTENTIONS))
+        });
+        let rules = match table.get("rule") {
+            None => Vec::new(),
+            Some(value) => match value.get_ref().as_array() {
+                Some(array) => array.iter().filter_map(|value| self.rule(value, training)).collect(),
+                None => {
+                    self.problem(value.span().start, "rules are written [[rule]], with two brackets");
+                    Vec::new()
+                }
+            },
+        };
+        let default = match table.get("default") {
+            None => {
+                let reason =
+                    "there is no [default]: say what tensors get that no rule fits, as in `preset = \"nvfp4\"`";
+                self.problem(self.text.len(), reason);
+                None
+            }
+            Some(value) => self.table(value, "[default]").and_then(|table| {
+                self.keys(table, "[default]", &["spec", "preset"]);
+                self.action(table, value.span().start, "[default]", training)
+            }),
+        };
+        Some(Rules { name, backward: backward.unwrap_or_default(), attention, rules, default: default? })
+    }
+
+    fn rule(&mut self, value: &Value<'a>, training: Nvfp4Training) -> Option<Rule> {
+        let at = value.span().start;
+        let table = self.table(value, "a rule")?;
+        self.keys(table, "a rule", &["path", "module", "slot", "pass", "spec", "preset"]);
+        let paths = table.get("path").map(|value| self.texts(value, "path")).unwrap_or_default();
+        let modules = table.get("module").map(|value| self.texts(value, "module")).unwrap_or_default();
+        let slots = table.get("slot").map(|value| self.texts(value, "slot")).unwrap_or_default();
+        let pass = table.get("pass").and_then(|value| self.word(value, "pass", PASSES));
+        let modules = self.each(modules, |text| {
+            find(MODULES, text).ok_or_else(|| format!("unknown module '{text}'; there are {}", list(MODULES)))
+        });
+        let slots = self.each(slots, SlotWord::parse);
+        let paths = paths.iter().map(|(_, text)| Glob::new(text)).collect();
+        let action = self.action(table, at, "a rule", training)?;
+        Some(Rule { line: self.line(at), paths, modules, slots, pass, action })
+    }
+
+    /// What a rule or the default decides: exactly one of `spec` and `preset`.
+    fn action(&mut self, table: &DeTable<'a>, at: usize, what: &str, training: Nvfp4Training) -> Option<Action> {
+        let (value, key) = match (table.get("spec"), table.get("preset")) {
+            (Some(value), None) => (value, "spec"),
+            (None, Some(value)) => (value, "preset"),
+            (Some(_), Some(_)) => {
+                self.problem(at, format!("{what} has `spec` and `preset`; leave one out"));
+                return None;
+            }
+            (None, None) => {
+                self.problem(at, format!("{what} needs `spec` or `preset`, as in `spec = \"high-precision\"`"));
+                return None;
+            }
+        };
+        let text = self.text(value, key)?;
+        let action = match key {
+            "spec" => text.parse().map(Action::Spec),
+            _ => text.parse().map(|preset: Preset| Action::Preset(preset.with_training(training))),
+        };
+        action.map_err(|error| self.problem(value.span().start, error.to_string())).ok()
+    }
+
+    fn training(&mut self, table: &DeTable<'a>) -> Nvfp4Training {
+        let keys =
+            ["transform", "gradients", "weights", "activations", "four-over-six", "bound-256", "metric", "error"];
+        self.keys(table, "[nvfp4]", &keys);
+        let mut training = Nvfp4Training::default();
+        self.set(table, "transform", TRANSFORMS, &mut training.transform);
+        self.set(table, "gradients", ROUNDINGS, &mut training.gradients);
+        self.set(table, "weights", TILES, &mut training.weights);
+        self.set(table, "activations", GLOBALS, &mut training.activations);
+        self.set(table, "four-over-six", SCOPES, &mut training.four_over_six);
+        self.set(table, "bound-256", SCOPES, &mut training.bound_256);
+        self.set(table, "metric", METRICS, &mut training.metric);
+        self.set(table, "error", ERROR_PATHS, &mut training.error);
+        training
+    }
+
+    fn set<T: Copy>(&mut self, table: &DeTable<'a>, key: &str, words: &'static [(&'static str, T)], into: &mut T) {
+        if let Some(value) = table.get(key).and_then(|value| self.word(value, key, words)) {
+            *into = value;
+        }
+    }
+
+    fn keys(&mut self, table: &DeTable<'a>, what: &str, allowed: &[&str]) {
+        for key in table.keys().filter(|key| !allowed.contains(&key.get_ref().as_ref())) {
+            let reason = format!("unknown key `{}`; {what} takes {}", key.get_ref(), allowed.join(", "));
+            self.problem(key.span().start, reason);
+        }
+    }
+
+    fn table<'t>(&mut self, value: &'t Value<'a>, what: &str) -> Option<&'t DeTable<'a>> {
+        let table = value.get_ref().as_table();
+        if table.is_none() {
+            self.problem(
+                value.span().start,
+                format!("expected a table for {what}, got {}", value.get_ref().type_str()),
+            );
+        }
+        table
+    }
+
+    fn text(&mut self, value: &Value<'a>, key: &str) -> Option<String> {
+        let text = value.get_ref().as_str().map(str::to_string);
+        if text.is_none() {
+            self.problem(value.span().start, format!("{key}: expected a text, got {}", value.get_ref().type_str()));
+        }
+        text
+    }
+
+    /// A text or a list of texts, each with its place.
+    fn texts(&mut self, value: &Value<'a>, key: &str) -> Vec<(usize, String)> {
+        let values: Vec<&Value<'a>> = match value.get_ref().as_array() {
+            Some(array) => array.iter().collect(),
+            None => vec![value],
+        };
+        if values.is_empty() {
+            self.problem(value.span().start, format!("{key}: the list is empty; leave the key out to fit everything"));
+        }
+        values.into_iter().filter_map(|value| Some((value.span().start, self.text(value, key)?))).collect()
+    }
+
+    fn each<T>(
+        &mut self,
+        texts: Vec<(usize, String)>,
+        parse: impl Fn(&str) -> std::result::Result<T, String>,
+    ) -> Vec<T> {
+        let parsed =
+            texts.into_iter().filter_map(|(at, text)| parse(&text).map_err(|reason| self.problem(at, reason)).ok());
+        parsed.collect()
+    }
+
+    fn word<T: Copy>(&mut self, value: &Value<'a>, key: &str, words: &'static [(&'static str, T)]) -> Option<T> {
+        let text = self.text(value, key)?;
+        let found = find(words, &text);
+        if found.is_none() {
+            self.problem(value.span().start, format!("{key}: unknown value '{text}'; there are {}", list(words)));
+        }
+        found
+    }
+}
