@@ -229,10 +229,10 @@ impl Delayed {
     }
 
     /// Scales aim at the code's maximum divided by 2 to this power.
-    pub fn with_margin(self, margin: u8) -> Result<Self> {
-        match margin <= Self::MAX_MARGIN {
-            true => Ok(Delayed { margin, ..self }),
-            false => Err(Error::Spec(format!("margin: expected at most {}, got {margin}", Self::MAX_MARGIN))),
+    pub fn with_margin(self, margin: u32) -> Result<Self> {
+        match u8::try_from(margin).ok().filter(|&margin| margin <= Self::MAX_MARGIN) {
+            Some(margin) => Ok(Delayed { margin, ..self }),
+            None => Err(Error::Spec(format!("margin: expected at most {}, got {margin}", Self::MAX_MARGIN))),
         }
     }
 

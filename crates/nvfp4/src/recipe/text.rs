@@ -217,7 +217,7 @@ impl FromStr for Format {
                 let history = options.number("history", delayed.history() as u32)?;
                 let margin = options.number("margin", delayed.margin().into())?;
                 let reduction = options.word(REDUCTIONS)?.unwrap_or(Reduction::Max);
-                let delayed = delayed.with_history(history)?.with_margin(margin.try_into().unwrap_or(u8::MAX))?;
+                let delayed = delayed.with_history(history)?.with_margin(margin)?;
                 Format::Delayed(delayed.with_reduction(reduction))
             }
             "fp8-block" => Format::Fp8Block(Fp8Block {
