@@ -1,17 +1,4 @@
 //! TransformerEngine's environment variables. They are read here, when asked, and nowhere else.
-//!
-//! | variable | values | default |
-//! |---|---|---|
-//! | `NVTE_NVFP4_DISABLE_RHT` | 0, 1 | 0 |
-//! | `NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING` | 0, 1 | 0 |
-//! | `NVTE_NVFP4_DISABLE_2D_QUANTIZATION` | 0, 1 | 0 |
-//! | `NVTE_NVFP4_ROW_SCALED_ACTIVATION`, formerly `NVTE_NVFP4_PER_TOKEN_ACTIVATION` | 0, 1 | 0 |
-//! | `NVTE_NVFP4_4OVER6` | none, weights, activations, all | none |
-//! | `NVTE_NVFP4_4OVER6_E4M3_USE_256` | none, weights, activations, all | all |
-//! | `NVTE_NVFP4_4OVER6_ERR_MODE` | MAE, MSE | MAE |
-//! | `NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH` | 0, 1 | 0 |
-//! | `NVTE_BACKWARD_OVERRIDE` | none, high_precision, dequantized | none |
-//! | `NVTE_USE_FAST_MATH` | 0, 1 | 0 |
 
 use super::backward::BackwardOverride;
 use super::factory::Recipe;
@@ -41,6 +28,19 @@ const BACKWARDS: &[(&str, BackwardOverride)] = &[
 
 impl Recipe {
     /// The NVFP4 training recipe as the environment says; the error lists every variable that is wrong.
+    ///
+    /// | variable | values | default |
+    /// |---|---|---|
+    /// | `NVTE_NVFP4_DISABLE_RHT` | 0, 1 | 0 |
+    /// | `NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING` | 0, 1 | 0 |
+    /// | `NVTE_NVFP4_DISABLE_2D_QUANTIZATION` | 0, 1 | 0 |
+    /// | `NVTE_NVFP4_ROW_SCALED_ACTIVATION`, formerly `NVTE_NVFP4_PER_TOKEN_ACTIVATION` | 0, 1 | 0 |
+    /// | `NVTE_NVFP4_4OVER6` | none, weights, activations, all | none |
+    /// | `NVTE_NVFP4_4OVER6_E4M3_USE_256` | none, weights, activations, all | all |
+    /// | `NVTE_NVFP4_4OVER6_ERR_MODE` | MAE, MSE | MAE |
+    /// | `NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH` | 0, 1 | 0 |
+    /// | `NVTE_BACKWARD_OVERRIDE` | none, high_precision, dequantized | none |
+    /// | `NVTE_USE_FAST_MATH` | 0, 1 | 0 |
     pub fn from_env() -> Result<Self> {
         // A value that is not text is reported like any other unknown value.
         Recipe::from_vars(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))

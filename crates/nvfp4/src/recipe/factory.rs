@@ -86,6 +86,30 @@ impl Recipe {
     }
 
     /// A recipe from the text of a rule file; the error lists everything that is wrong with it.
+    ///
+    /// ```toml
+    /// name = "nvfp4 with careful ends"
+    /// backward = "none"            # or "high-precision", "dequantized"
+    ///
+    /// [[rule]]                     # the first rule that fits decides
+    /// path = ["layers.0.**", "layers.31.**"]
+    /// spec = "high-precision"
+    ///
+    /// [[rule]]
+    /// module = "grouped"           # linear, grouped, attention, extension
+    /// slot = "weight"              # also a list; a user's slot is written `kind:slot`
+    /// pass = "forward"
+    /// spec = "nvfp4(16x16, 4over6-mae-strict-256)"
+    ///
+    /// [default]                    # for everything that no rule fits
+    /// preset = "nvfp4"
+    ///
+    /// [nvfp4]                      # switches of the preset nvfp4, wherever this file names it
+    /// activations = "row-scaled"
+    ///
+    /// [require]
+    /// attention = "high-precision"
+    /// ```
     pub fn from_toml(text: &str) -> Result<Self> {
         let rules = Rules::parse(text).map_err(Error::Recipe)?;
         let (backward, attention) = (rules.backward, rules.attention);

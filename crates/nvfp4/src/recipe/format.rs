@@ -1,6 +1,4 @@
 //! What one direction of a tensor can be stored as. All of it is data: comparable, hashable and printable.
-//!
-//! How a format is written as text, as in `nvfp4(16x16)`, is in [`text`](super::text).
 
 use super::name::Name;
 use crate::quantizer::{Directions, Quantizer, QuantizerBuilder, Transform};

@@ -1,28 +1,4 @@
-//! Ready recipes: TransformerEngine's built-in ones and the examples that come with it, under its names.
-//!
-//! `a / b` below is row format / column format; "row" says that the column direction is made from what the row direction decodes
-//! to. "Other" is what users' modules get, and attention where it is quantized.
-//!
-//! | preset | input | weight | output gradient | other |
-//! |---|---|---|---|---|
-//! | `high_precision` | – | – | – | – |
-//! | `delayed_scaling` | FP8 delayed, E4M3 | same | E5M2 | E4M3 forward, E5M2 backward |
-//! | `current_scaling` | FP8, E4M3 | same | E5M2 | E4M3 forward, E5M2 backward |
-//! | `float8_block_scaling` | 1×128 | 128×128 | 1×128 | 1×128 |
-//! | `mxfp8` | MXFP8 | MXFP8 | MXFP8 | MXFP8 |
-//! | `nvfp4` | Hadamard | 16×16 | Hadamard, stochastic | Hadamard |
-//! | `nvfp4_row_scaled` | row-scaled, Hadamard | 16×16 | Hadamard, stochastic | row-scaled forward, Hadamard |
-//! | `nvfp4_4over6` | 4over6, Hadamard | 16×16, 4over6 | Hadamard, stochastic | 4over6 forward, Hadamard |
-//! | `high_precision_fwd_mxfp8_bwd` | – / MXFP8 | – / MXFP8 | MXFP8 | – / MXFP8 |
-//! | `mxfp8_fwd_nvfp4_bwd` | MXFP8 / NVFP4 Hadamard | MXFP8 / NVFP4, row | NVFP4 Hadamard, stochastic | MXFP8 |
-//! | `nvfp4_1d_weight` | as `nvfp4` | NVFP4 / NVFP4, row | as `nvfp4` | as `nvfp4` |
-//! | `mxfp8_fwd_high_precision_bwd` | MXFP8 / –, row | MXFP8 / –, row | – | MXFP8 |
-//! | `nvfp4_row_scaled_fwd_mxfp8_bwd` (grouped; plain linears MXFP8) | row-scaled / MXFP8, row | NVFP4 / MXFP8, row | MXFP8 | MXFP8 |
-//! | `nvfp4_row_scaled_fwd_high_precision_bwd` | row-scaled / –, row | NVFP4 / –, row | – | NVFP4 |
-//! | `nvfp4_linear_fp8_dpa` | as `nvfp4` | as `nvfp4` | as `nvfp4` | as `nvfp4`; attention: S and dP FP8 delayed by one step, the rest FP8 |
-//!
-//! Attention stays in high precision, which is what those recipes do unless told otherwise, but for the last one.
-//! `NAME+attention` gives attention's tensors the "other" format too.
+//! Ready recipes.
 
 use super::format::{AmaxRule, BlockTile, Delayed, Format, Fp8, Fp8Block, Fp8Code, Mxfp8, Nvfp4};
 use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
@@ -42,7 +18,31 @@ pub enum AttentionSlots {
     Quantized,
 }
 
-/// A ready recipe.
+/// A ready recipe: TransformerEngine's built-in ones and the examples that come with it, under its names.
+///
+/// `a / b` below is row format / column format; "row" says that the column direction is made from what the row direction decodes
+/// to. "Other" is what users' modules get, and attention where it is quantized.
+///
+/// | preset | input | weight | output gradient | other |
+/// |---|---|---|---|---|
+/// | `high_precision` | – | – | – | – |
+/// | `delayed_scaling` | FP8 delayed, E4M3 | same | E5M2 | E4M3 forward, E5M2 backward |
+/// | `current_scaling` | FP8, E4M3 | same | E5M2 | E4M3 forward, E5M2 backward |
+/// | `float8_block_scaling` | 1×128 | 128×128 | 1×128 | 1×128 |
+/// | `mxfp8` | MXFP8 | MXFP8 | MXFP8 | MXFP8 |
+/// | `nvfp4` | Hadamard | 16×16 | Hadamard, stochastic | Hadamard |
+/// | `nvfp4_row_scaled` | row-scaled, Hadamard | 16×16 | Hadamard, stochastic | row-scaled forward, Hadamard |
+/// | `nvfp4_4over6` | 4over6, Hadamard | 16×16, 4over6 | Hadamard, stochastic | 4over6 forward, Hadamard |
+/// | `high_precision_fwd_mxfp8_bwd` | – / MXFP8 | – / MXFP8 | MXFP8 | – / MXFP8 |
+/// | `mxfp8_fwd_nvfp4_bwd` | MXFP8 / NVFP4 Hadamard | MXFP8 / NVFP4, row | NVFP4 Hadamard, stochastic | MXFP8 |
+/// | `nvfp4_1d_weight` | as `nvfp4` | NVFP4 / NVFP4, row | as `nvfp4` | as `nvfp4` |
+/// | `mxfp8_fwd_high_precision_bwd` | MXFP8 / –, row | MXFP8 / –, row | – | MXFP8 |
+/// | `nvfp4_row_scaled_fwd_mxfp8_bwd` (grouped; plain linears MXFP8) | row-scaled / MXFP8, row | NVFP4 / MXFP8, row | MXFP8 | MXFP8 |
+/// | `nvfp4_row_scaled_fwd_high_precision_bwd` | row-scaled / –, row | NVFP4 / –, row | – | NVFP4 |
+/// | `nvfp4_linear_fp8_dpa` | as `nvfp4` | as `nvfp4` | as `nvfp4` | as `nvfp4`; attention: S and dP FP8 delayed by one step, the rest FP8 |
+///
+/// Attention stays in high precision, which is what those recipes do unless told otherwise, but for the last one.
+/// `NAME+attention` gives attention's tensors the "other" format too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Preset {
     base: Base,
@@ -66,7 +66,7 @@ enum Base {
     Nvfp4LinearFp8Attention,
 }
 
-/// What the table above distinguishes.
+/// What the table of [`Preset`] distinguishes.
 enum Operand {
     Input,
     Weight,

@@ -1,28 +1,4 @@
-//! Recipes as TOML files.
-//!
-//! ```toml
-//! name = "nvfp4 with careful ends"
-//! backward = "none"            # or "high-precision", "dequantized"
-//!
-//! [[rule]]                     # the first rule that fits decides
-//! path = ["layers.0.**", "layers.31.**"]
-//! spec = "high-precision"
-//!
-//! [[rule]]
-//! module = "grouped"           # linear, grouped, attention, extension
-//! slot = "weight"              # also a list; a user's slot is written `kind:slot`
-//! pass = "forward"
-//! spec = "nvfp4(16x16, 4over6-mae-strict-256)"
-//!
-//! [default]                    # for everything that no rule fits
-//! preset = "nvfp4"
-//!
-//! [nvfp4]                      # switches of the preset nvfp4, wherever this file names it
-//! activations = "row-scaled"
-//!
-//! [require]
-//! attention = "high-precision"
-//! ```
+//! Recipes as TOML files. What is in them is in the documentation of `Recipe::from_toml`.
 
 use super::attention::AttentionPrecision;
 use super::backward::BackwardOverride;

@@ -1,22 +1,4 @@
-//! Formats and specs as text: what tables print is what rule files say.
-//!
-//! ```text
-//! spec   = format | format " / " format [" from row"]
-//! format = name [ "(" option { ", " option } ")" ]
-//! ```
-//!
-//! | name | options, the default first |
-//! |---|---|
-//! | `high-precision` | the tensor's own type; `f32`, `bf16`, `f16` |
-//! | `fp8` | `e4m3`, `e5m2`; `any-scale`, `pow2-scale`; `epsilon=0` |
-//! | `fp8-delayed` | `e4m3`, `e5m2`; `history=1024`; `margin=0`; `max`, `most-recent`, `amax=NAME`; `reduced`, `local` |
-//! | `fp8-block` | `e4m3`, `e5m2`; `1x128`, `128x128`; `pow2-scale`, `any-scale`; `epsilon=0` |
-//! | `mxfp8` | `e4m3`, `e5m2`; `1x32`, `32x32` |
-//! | `nvfp4` | `1x16`, `16x16`; `per-tensor`, `row-scaled`; `nearest`, `stochastic`; `hadamard`, `hadamard=0x0000`; `six`, `4over6-{mae,mse}-{strict,fast}-{448,256}`; `kernel-edge`, `reference-edge`; `transformer-engine`, `modelopt`, `llm-compressor`, `torchao`; `linear`, `swizzled`; `keep-non-finite`, `check-finite` |
-//! | `custom` | the user's name for it |
-//!
-//! `a / b` gives the row format and the column format; `from row` makes the column direction from what the row direction decodes
-//! to. Printing leaves defaults out, but for the FP8 code.
+//! Formats and specs as text: what tables print is what rule files say. The grammar is in the documentation of [`QuantSpec`].
 
 use super::format::{
     AmaxRule, BlockTile, Delayed, Epsilon, Family, Format, Fp8, Fp8Block, Fp8Code, MxTile, Mxfp8, Nvfp4, Reduction,

@@ -23,6 +23,19 @@ fn factory_matches_high_precision() {
     check("high_precision", ["high-precision"; 5]);
 }
 
+/// identity_recipe_matches_bf16_bitwise and hybrid_all_identity_matches_bf16_bitwise: nothing is quantized anywhere, so there is
+/// nothing in which a model could differ from an unquantized one.
+#[test]
+fn identity_recipe_quantizes_nothing() {
+    let split = linear("high-precision / high-precision", "high-precision / high-precision from row", "high-precision");
+    for recipe in [recipe("high_precision"), recipe("high_precision+attention"), split] {
+        let plan = plan(&zoo(), &recipe);
+        assert!(plan.entries().iter().all(|entry| plan.directions(&entry.role.owner).is_none()));
+        assert!(States::new(&plan).unwrap().is_empty());
+        assert!(plan.runs().is_empty());
+    }
+}
+
 #[test]
 fn factory_matches_delayed_scaling() {
     let (e4m3, e5m2) = ("fp8-delayed(e4m3)", "fp8-delayed(e5m2)");

@@ -214,3 +214,41 @@ fn users_products_are_checked() {
          high precision. Change the default for memory:tokens or rule 1 (line 1) for memory:keys"
     );
 }
+
+/// What the plan says about two NVFP4 operands is what the product does with them.
+#[test]
+fn the_plan_and_the_product_agree() {
+    use nvfp4::{Directions, Error, Options, Product as Call, Randomness, Rounding, TensorRef};
+    let x: Vec<f32> = (0..32 * 32).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();
+    let x = TensorRef::new(&x[..], &[32, 32]).unwrap();
+    let formats: Vec<Nvfp4> = formats()
+        .into_iter()
+        .filter_map(|format| match format {
+            Format::Nvfp4(format) => Some(format),
+            _ => None,
+        })
+        .step_by(5)
+        .collect();
+    let quantized: Vec<_> = formats
+        .iter()
+        .map(|format| {
+            let randomness =
+                Some(Randomness::At { seed: 1, offset: 0 }).filter(|_| format.rounding() == Rounding::Stochastic);
+            let options = Options { randomness, ..Options::default() };
+            format.quantizer(Directions::Both).quantize_with(&x, &options).unwrap()
+        })
+        .collect();
+    for (a, qa) in formats.iter().zip(&quantized) {
+        for (b, qb) in formats.iter().zip(&quantized) {
+            for sides in [(Side::Row, Side::Row), (Side::Row, Side::Column), (Side::Column, Side::Column)] {
+                let planned = multiply((&Format::Nvfp4(*a), sides.0), (&Format::Nvfp4(*b), sides.1));
+                let (left, right) = (qa.direction(sides.0).unwrap(), qb.direction(sides.1).unwrap());
+                match (planned, nvfp4::matmul::<f32>(left, right, &Call::default())) {
+                    (Ok(Arithmetic::Quantized), Ok(_)) => {}
+                    (Err(Conflict::Rotation { .. }), Err(Error::Rotation { .. })) => {}
+                    (planned, found) => panic!("{a} · {b}: the plan says {planned:?}, the product {:?}", found.err()),
+                }
+            }
+        }
+    }
+}

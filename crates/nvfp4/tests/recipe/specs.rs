@@ -154,6 +154,7 @@ fn illegal_combinations_are_refused_when_made() {
     }
 }
 
+/// TestUnwrapTensor: what a product reads of each direction.
 #[test]
 fn directions_of_a_spec() {
     let uniform = spec("nvfp4(hadamard, stochastic)");

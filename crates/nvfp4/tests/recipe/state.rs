@@ -89,6 +89,7 @@ fn several_tensors_of_a_step_count_as_one() {
     assert!(error.contains("expected a magnitude, got -1"), "{error}");
 }
 
+/// rejects_same_sub_quantizer_instance_for_both_directions: two directions of one format never share what they remember.
 #[test]
 fn a_split_spec_has_a_scale_per_direction() {
     let split = linear("fp8-delayed(e4m3) / fp8-delayed(e4m3)", "fp8", "fp8");
