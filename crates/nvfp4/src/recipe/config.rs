@@ -45,8 +45,9 @@ impl Model {
             Error::Spec(format!("config.json: expected `num_hidden_layers`, a number of at most {MAX_LAYERS}"))
         })?;
         let experts = config.num_experts.unwrap_or(0);
-        if experts > MAX_EXPERTS {
-            return Err(Error::Spec(format!("config.json: expected at most {MAX_EXPERTS} experts, got {experts}")));
+        if layers as u64 * u64::from(experts) > MAX_EXPERTS {
+            let got = format!("{layers} layers of {experts}");
+            return Err(Error::Spec(format!("config.json: expected at most {MAX_EXPERTS} experts in all, got {got}")));
         }
         let mut model = Model::new();
         for layer in 0..layers {
@@ -82,7 +83,7 @@ impl Model {
 
 /// Far beyond any model; a file with more is not what it claims.
 const MAX_LAYERS: usize = 4096;
-const MAX_EXPERTS: u32 = 4096;
+const MAX_EXPERTS: u64 = 1 << 18;
 
 impl Config {
     fn sparse(&self, layer: usize) -> bool {

@@ -58,10 +58,10 @@ impl Recipe {
             four_over_six: reader.read(FOUR_OVER_SIX, SCOPES).unwrap_or(Scope::None),
             ..default
         };
-        let four_over_six = training.four_over_six != Scope::None;
-        let bound_256 = reader.detail(four_over_six, "NVTE_NVFP4_4OVER6_E4M3_USE_256", SCOPES, Scope::All);
-        let metric = reader.detail(four_over_six, "NVTE_NVFP4_4OVER6_ERR_MODE", METRICS, Metric::Mae);
-        let fast = reader.detail(four_over_six, "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", SWITCHES, Switch::Off);
+        let scope = training.four_over_six;
+        let bound_256 = reader.detail(scope, "NVTE_NVFP4_4OVER6_E4M3_USE_256", SCOPES, Scope::All);
+        let metric = reader.detail(scope, "NVTE_NVFP4_4OVER6_ERR_MODE", METRICS, Metric::Mae);
+        let fast = reader.detail(scope, "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", SWITCHES, Switch::Off);
         let error = if fast == Switch::On { ErrorPath::Fast } else { ErrorPath::Strict };
         let backward = reader.read("NVTE_BACKWARD_OVERRIDE", BACKWARDS).unwrap_or_default();
         let mut notes = Vec::new();
@@ -106,14 +106,14 @@ impl Reader<'_> {
     /// A detail of 4over6, which asks for 4over6 itself unless it is what would hold anyway.
     fn detail<T: Copy + PartialEq>(
         &mut self,
-        four_over_six: bool,
+        four_over_six: Scope,
         variable: &'static str,
         words: &'static [(&'static str, T)],
         default: T,
     ) -> T {
         let value = self.read(variable, words).unwrap_or(default);
         let nothing = find(words, "none").is_some_and(|none| none == value);
-        if value != default && !nothing && !four_over_six {
+        if value != default && !nothing && four_over_six == Scope::None {
             let reason = format!("needs {FOUR_OVER_SIX}=weights, activations or all; set that, or unset this");
             self.problem(variable, reason);
         }

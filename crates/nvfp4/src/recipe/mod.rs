@@ -14,7 +14,7 @@
 //! # Ok::<(), nvfp4::Error>(())
 //! ```
 //!
-//! The guide is `docs/recipes.md`. Reading order: `role.rs`, `format.rs`, `spec.rs`, `factory.rs`, `presets.rs`, `model.rs`,
+//! The guide is `docs/recipes.md`. Reading order: `role.rs`, `format/mod.rs`, `spec.rs`, `factory.rs`, `presets.rs`, `model.rs`,
 //! `plan/mod.rs`, `plan/check.rs`, `state/mod.rs`.
 
 mod attention;

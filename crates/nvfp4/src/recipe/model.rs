@@ -267,25 +267,29 @@ impl Model {
     pub fn roles(&self) -> Vec<Role> {
         let mut roles = Vec::new();
         for module in &self.modules {
-            let slots = module.slots().into_iter().map(|slot| (slot, false));
-            for (slot, boundary) in slots.chain(module.boundary_slots().into_iter().map(|slot| (slot, true))) {
-                if self.purpose == Purpose::Inference && slot.pass() == Pass::Backward {
-                    continue;
-                }
-                let owner = Site { path: module.path.clone(), slot };
-                let edges: Vec<&Edge> = self.edges.iter().filter(|edge| edge.from == owner).collect();
-                let consumer = match (&edges[..], &owner.slot) {
-                    ([], _) if boundary => continue,
-                    ([], Slot::Attention(AttentionSlot::O | AttentionSlot::DQkv)) => Some(Consumer::HighPrecision),
-                    ([], _) => None,
-                    (edges, _) => match edges.iter().flat_map(|edge| &edge.to).cloned().collect::<Vec<Site>>() {
-                        sites if sites.is_empty() => Some(Consumer::Unknown),
-                        sites => Some(Consumer::Sites(sites)),
-                    },
-                };
+            let site = |slot| Site { path: module.path.clone(), slot };
+            for owner in module.slots().into_iter().map(site) {
+                let consumer = self.consumer(&owner).or(match owner.slot {
+                    Slot::Attention(AttentionSlot::O | AttentionSlot::DQkv) => Some(Consumer::HighPrecision),
+                    _ => None,
+                });
                 roles.push(Role { owner, consumer });
             }
+            for owner in module.boundary_slots().into_iter().map(site) {
+                if let Some(consumer) = self.consumer(&owner) {
+                    roles.push(Role { owner, consumer: Some(consumer) });
+                }
+            }
         }
+        roles.retain(|role| self.purpose == Purpose::Training || role.pass() == Pass::Forward);
         roles
+    }
+
+    /// Who takes over a tensor, if an edge says so.
+    fn consumer(&self, owner: &Site) -> Option<Consumer> {
+        let mut edges = self.edges.iter().filter(|edge| edge.from == *owner).peekable();
+        edges.peek()?;
+        let sites: Vec<Site> = edges.flat_map(|edge| &edge.to).cloned().collect();
+        Some(if sites.is_empty() { Consumer::Unknown } else { Consumer::Sites(sites) })
     }
 }

@@ -186,7 +186,10 @@ fn models_from_config_files() {
     for (json, message) in [
         ("{}", "config.json: expected `num_hidden_layers`, a number of at most 4096"),
         (r#"{"num_hidden_layers": 99999}"#, "a number of at most 4096"),
-        (r#"{"num_hidden_layers": 1, "num_experts": 99999}"#, "expected at most 4096 experts, got 99999"),
+        (
+            r#"{"num_hidden_layers": 9, "num_experts": 99999}"#,
+            "expected at most 262144 experts in all, got 9 layers of 99999",
+        ),
         ("[", "config.json: "),
     ] {
         let error = Model::from_config(json).unwrap_err().to_string();

@@ -206,7 +206,7 @@ impl States {
     }
 
     /// Ends a pass: workers agree on the amaxes, histories roll, scales move on. On an error nothing is changed.
-    pub fn update(&mut self, pass: Pass, workers: &impl Collective) -> Result<()> {
+    pub fn update(&mut self, pass: Pass, workers: &dyn Collective) -> Result<()> {
         let mut groups: BTreeMap<Group, Vec<Key>> = BTreeMap::new();
         for (key, state) in self.states.iter().filter(|(key, _)| key.0.slot.pass() == pass) {
             groups.entry(Group { pass, config: state.config.clone() }).or_default().push(key.clone());

@@ -1,61 +1,17 @@
-//! Recipes as TOML files. What is in them is in the documentation of `Recipe::from_toml`.
+//! Reads a rule file, and collects all that is wrong with it.
 
-use super::attention::AttentionPrecision;
-use super::backward::BackwardOverride;
-use super::factory::{Because, Decision};
-use super::path::Glob;
-use super::presets::Preset;
-use super::problem::{Problem, Problems};
-use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
-use super::spec::QuantSpec;
-use super::text::{ERROR_PATHS, GLOBALS, METRICS, ROUNDINGS, TILES, find, list};
-use super::training::{Nvfp4Training, Scope};
-use crate::{Result, Transform};
-use std::fmt;
+use super::{Action, ModuleWord, Rule, Rules, SlotWord};
+use crate::Transform;
+use crate::recipe::attention::AttentionPrecision;
+use crate::recipe::backward::BackwardOverride;
+use crate::recipe::path::Glob;
+use crate::recipe::presets::Preset;
+use crate::recipe::problem::{Problem, Problems};
+use crate::recipe::role::{AttentionSlot, LinearSlot, Pass};
+use crate::recipe::text::{ERROR_PATHS, GLOBALS, METRICS, ROUNDINGS, TILES, find, list};
+use crate::recipe::training::{Nvfp4Training, Scope};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
-
-/// A rule file that was read without an error.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Rules {
-    pub name: String,
-    pub backward: BackwardOverride,
-    pub attention: Option<AttentionPrecision>,
-    pub rules: Vec<Rule>,
-    default: Action,
-}
-
-/// A rule: everything that it names must fit; what it does not name always does.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Rule {
-    pub line: usize,
-    paths: Vec<Glob>,
-    modules: Vec<ModuleWord>,
-    slots: Vec<SlotWord>,
-    pass: Option<Pass>,
-    action: Action,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-enum Action {
-    Spec(QuantSpec),
-    Preset(Preset),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum ModuleWord {
-    Linear,
-    Grouped,
-    Attention,
-    Extension,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-enum SlotWord {
-    Linear(LinearSlot),
-    Attention(AttentionSlot),
-    Extension(String),
-}
 
 const MODULES: &[(&str, ModuleWord)] = &[
     ("linear", ModuleWord::Linear),
@@ -75,7 +31,7 @@ const ATTENTIONS: &[(&str, AttentionPrecision)] = &[
     ("mxfp8", AttentionPrecision::Mxfp8),
 ];
 const TRANSFORMS: &[(&str, Transform)] = &[("none", Transform::None), ("fixed-signs", Transform::FixedSigns)];
-pub(super) const SCOPES: &[(&str, Scope)] =
+pub(in crate::recipe) const SCOPES: &[(&str, Scope)] =
     &[("none", Scope::None), ("weights", Scope::Weights), ("activations", Scope::Activations), ("all", Scope::All)];
 
 impl Rules {
@@ -94,80 +50,19 @@ impl Rules {
             }
         }
     }
-
-    /// The first rule that fits decides, else the default.
-    pub fn decide(&self, role: &Role) -> Result<Decision> {
-        let (action, because) = match self.rules.iter().position(|rule| rule.fits(role)) {
-            Some(index) => {
-                let rule = &self.rules[index];
-                (&rule.action, Because::Rule { number: index + 1, line: rule.line })
-            }
-            None => (&self.default, Because::Default),
-        };
-        let spec = match action {
-            Action::Spec(spec) => spec.clone(),
-            Action::Preset(preset) => preset.spec(role)?,
-        };
-        Ok(Decision { spec, because })
-    }
 }
 
-impl Rule {
-    fn fits(&self, role: &Role) -> bool {
-        fn one<T>(choices: &[T], fits: impl Fn(&T) -> bool) -> bool {
-            choices.is_empty() || choices.iter().any(fits)
-        }
-        one(&self.paths, |glob| glob.matches(role.path()))
-            && one(&self.modules, |module| module.fits(role.slot()))
-            && one(&self.slots, |slot| slot.fits(role.slot()))
-            && self.pass.is_none_or(|pass| pass == role.pass())
+fn slot_word(text: &str) -> std::result::Result<SlotWord, String> {
+    if text.contains(':') {
+        return Ok(SlotWord::Extension(text.to_string()));
     }
-}
-
-impl fmt::Display for Rule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let paths: Vec<String> = self.paths.iter().map(Glob::to_string).collect();
-        match paths.is_empty() {
-            true => f.write_str("any path"),
-            false => f.write_str(&paths.join(", ")),
-        }
-    }
-}
-
-impl ModuleWord {
-    fn fits(self, slot: &Slot) -> bool {
-        matches!(
-            (self, slot),
-            (ModuleWord::Linear, Slot::Linear(_))
-                | (ModuleWord::Grouped, Slot::Grouped { .. })
-                | (ModuleWord::Attention, Slot::Attention(_))
-                | (ModuleWord::Extension, Slot::Extension(_))
-        )
-    }
-}
-
-impl SlotWord {
-    fn fits(&self, slot: &Slot) -> bool {
-        match (self, slot) {
-            (SlotWord::Linear(word), Slot::Linear(slot) | Slot::Grouped { slot, .. }) => word == slot,
-            (SlotWord::Attention(word), Slot::Attention(slot)) => word == slot,
-            (SlotWord::Extension(word), Slot::Extension(_)) => *word == slot.to_string(),
-            _ => false,
-        }
-    }
-
-    fn parse(text: &str) -> std::result::Result<Self, String> {
-        if text.contains(':') {
-            return Ok(SlotWord::Extension(text.to_string()));
-        }
-        let linear = LinearSlot::ALL.into_iter().find(|slot| slot.name() == text).map(SlotWord::Linear);
-        let attention = || AttentionSlot::ALL.into_iter().find(|slot| slot.name() == text).map(SlotWord::Attention);
-        linear.or_else(attention).ok_or_else(|| {
-            let names = LinearSlot::ALL.map(LinearSlot::name).into_iter();
-            let names: Vec<_> = names.chain(AttentionSlot::ALL.map(AttentionSlot::name)).collect();
-            format!("unknown slot '{text}'; there are {}, and kind:slot for users' modules", names.join(", "))
-        })
-    }
+    let linear = LinearSlot::ALL.into_iter().find(|slot| slot.name() == text).map(SlotWord::Linear);
+    let attention = || AttentionSlot::ALL.into_iter().find(|slot| slot.name() == text).map(SlotWord::Attention);
+    linear.or_else(attention).ok_or_else(|| {
+        let names = LinearSlot::ALL.map(LinearSlot::name).into_iter();
+        let names: Vec<_> = names.chain(AttentionSlot::ALL.map(AttentionSlot::name)).collect();
+        format!("unknown slot '{text}'; there are {}, and kind:slot for users' modules", names.join(", "))
+    })
 }
 
 /// Walks through a file and collects what is wrong with it.
@@ -241,7 +136,7 @@ impl<'a> Reader<'a> {
         let modules = self.each(modules, |text| {
             find(MODULES, text).ok_or_else(|| format!("unknown module '{text}'; there are {}", list(MODULES)))
         });
-        let slots = self.each(slots, SlotWord::parse);
+        let slots = self.each(slots, slot_word);
         let paths = paths.iter().map(|(_, text)| Glob::new(text)).collect();
         let action = self.action(table, at, "a rule", training)?;
         Some(Rule { line: self.line(at), paths, modules, slots, pass, action })
