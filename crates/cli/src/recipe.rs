@@ -1,10 +1,10 @@
 //! `nvfp4 recipe`: what a recipe does to every layer, before anything is trained.
 
 use crate::until_closed;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
 use clap::Subcommand;
 use nvfp4::Error;
-use nvfp4::recipe::{Capabilities, Model, Module, Plan, Preset, Problem, Problems, Recipe, TransformerLayer, Warning};
+use nvfp4::recipe::{Capabilities, Model, Module, Name, Plan, Preset, Problem, Recipe, TransformerLayer, Warning};
 use serde_json::{Value, json};
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
@@ -26,36 +26,47 @@ enum Command {
     Check(CheckArgs),
 }
 
+/// What a recipe is applied to.
+#[derive(clap::Args)]
+struct Target {
+    /// A checkpoint's config.json, of a decoder with the layers of Llama, Qwen, Mistral or DeepSeek. Without it the model is
+    /// one transformer layer and 8 experts.
+    #[arg(long, value_name = "CONFIG_JSON")]
+    model: Option<PathBuf>,
+    /// A GPU by its compute capability, as in 10.0, to say which formats it runs natively. Without it all run in software.
+    #[arg(long, value_name = "MAJOR.MINOR", value_parser = compute_capability)]
+    gpu: Option<(u32, u32)>,
+    /// A format custom(NAME) of your own that your program can run; may be repeated.
+    #[arg(long, value_name = "NAME")]
+    custom: Vec<Name>,
+}
+
 /// Print what every layer of a model resolves to.
 ///
-/// Without --model the layers are those of one transformer layer and of 8 experts. Exits with 2, and lists everything that
-/// is wrong, if the recipe does not fit the model.
+/// Exits with 2, and lists everything that is wrong, if the recipe cannot be used or does not fit the model.
 #[derive(clap::Args)]
 struct ExplainArgs {
     /// A preset, a rule file, or `env` for TransformerEngine's environment variables.
     recipe: String,
-    /// A checkpoint's config.json.
-    #[arg(long)]
-    model: Option<PathBuf>,
+    #[command(flatten)]
+    target: Target,
     /// Print only what differs from this recipe.
     #[arg(long, value_name = "RECIPE", conflicts_with = "json")]
     against: Option<String>,
-    /// Print JSON: {recipe, fingerprint, tensors, attention, runs, warnings}, or {errors}.
+    /// Print JSON: {recipe, fingerprint, tensors, attention, runs, warnings}, or {errors, warnings}.
     #[arg(long)]
     json: bool,
 }
 
 /// Check a rule file, alone and against a model.
 ///
-/// Exits with 2, and lists everything that is wrong, if it cannot be used. Without --model it is tried on one transformer
-/// layer and on 8 experts.
+/// Exits with 2, and lists everything that is wrong, if it cannot be used or does not fit the model.
 #[derive(clap::Args)]
 struct CheckArgs {
     /// The rule file.
     file: PathBuf,
-    /// A checkpoint's config.json.
-    #[arg(long)]
-    model: Option<PathBuf>,
+    #[command(flatten)]
+    target: Target,
     /// Print JSON: {errors, warnings}.
     #[arg(long)]
     json: bool,
@@ -69,8 +80,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 }
 
 fn explain(args: &ExplainArgs) -> Result<ExitCode> {
-    let model = read_model(args.model.as_deref())?;
-    let plan = |recipe: &str| read_recipe(recipe).and_then(|recipe| build(&model, &recipe));
+    let (model, device) = (args.target.model()?, args.target.device());
+    let plan = |recipe: &str| read_recipe(recipe).and_then(|recipe| Plan::build(&model, &recipe, &device));
     let plans = plan(&args.recipe).and_then(|plan_| Ok((plan_, args.against.as_deref().map(plan).transpose()?)));
     let (plan, against) = match plans {
         Ok(plans) => plans,
@@ -80,19 +91,20 @@ fn explain(args: &ExplainArgs) -> Result<ExitCode> {
     until_closed(match against {
         _ if args.json => print_json(&mut out, &plan.to_json()),
         None => write!(out, "{plan}").map_err(Into::into),
+        Some(other) if other == plan => writeln!(out, "no difference").map_err(Into::into),
         Some(other) => write!(out, "{}", other.diff(&plan)).map_err(Into::into),
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn check(args: &CheckArgs) -> Result<ExitCode> {
-    let model = read_model(args.model.as_deref())?;
-    let plan = match Recipe::from_file(&args.file).and_then(|recipe| build(&model, &recipe)) {
+    let (model, device) = (args.target.model()?, args.target.device());
+    let plan = match Recipe::from_file(&args.file).and_then(|recipe| Plan::build(&model, &recipe, &device)) {
         Ok(plan) => plan,
         Err(error) => return problems(error, args.json),
     };
     // What a rule is for is not known without the model that it was written for.
-    let known = |warning: &&Warning| args.model.is_some() || !matches!(warning, Warning::UnusedRule { .. });
+    let known = |warning: &&Warning| args.target.model.is_some() || !matches!(warning, Warning::UnusedRule { .. });
     let warnings: Vec<String> = plan.warnings().iter().filter(known).map(ToString::to_string).collect();
     let mut out = stdout().lock();
     until_closed(match args.json {
@@ -106,8 +118,28 @@ fn check(args: &CheckArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn build(model: &Model, recipe: &Recipe) -> nvfp4::Result<Plan> {
-    Plan::build(model, recipe, &Capabilities::software())
+impl Target {
+    fn model(&self) -> Result<Model> {
+        match &self.model {
+            Some(path) => Model::from_config_file(path).map_err(|error| anyhow!("--model {error}")),
+            None => {
+                let mut model = Model::new();
+                model.nest("layers.0", &TransformerLayer::default());
+                model.add(Module::grouped_linear("layers.0.experts", 8));
+                Ok(model)
+            }
+        }
+    }
+
+    fn device(&self) -> Capabilities {
+        let device = self.gpu.map_or(Capabilities::software(), |(major, minor)| Capabilities::gpu(major, minor));
+        self.custom.iter().cloned().fold(device, Capabilities::with_custom)
+    }
+}
+
+fn compute_capability(text: &str) -> std::result::Result<(u32, u32), String> {
+    let parsed = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+    parsed.ok_or_else(|| "expected two numbers, as in 9.0 or 12.0".to_string())
 }
 
 /// A preset by its name, the environment, or a file.
@@ -119,30 +151,19 @@ fn read_recipe(name: &str) -> nvfp4::Result<Recipe> {
         Err(_) if path.exists() || path.extension().is_some_and(|extension| extension == "toml") => {
             Recipe::from_file(path)
         }
-        Err(error) => Err(error),
+        Err(error) => Err(Error::Spec(format!("{name}: no such file, and {error}"))),
     }
 }
 
-fn read_model(path: Option<&Path>) -> Result<Model> {
-    match path {
-        Some(path) => Model::from_config_file(path).with_context(|| format!("--model {}", path.display())),
-        None => {
-            let mut model = Model::new();
-            model.nest("layers.0", &TransformerLayer::default());
-            model.add(Module::grouped_linear("layers.0.experts", 8));
-            Ok(model)
-        }
-    }
-}
-
-/// Everything that is wrong, one line each; other errors are as anywhere.
+/// Everything that is wrong, line by line; other errors are as anywhere. JSON has each problem by itself.
 fn problems(error: Error, as_json: bool) -> Result<ExitCode> {
-    let Error::Recipe(Problems(problems)) = error else { return Err(anyhow!(error)) };
+    // The text has the cause in it; `anyhow!(error)` would say it twice.
+    let Error::Recipe(problems) = error else { return Err(anyhow!("{error}")) };
     if as_json {
-        let errors: Vec<String> = problems.iter().map(Problem::to_string).collect();
+        let errors: Vec<String> = problems.0.iter().map(Problem::to_string).collect();
         until_closed(print_json(&mut stdout().lock(), &json!({ "errors": errors, "warnings": [] })))?;
     } else {
-        problems.iter().for_each(|problem| eprintln!("error: {problem}"));
+        problems.lines().iter().for_each(|line| eprintln!("error: {line}"));
     }
     Ok(ExitCode::from(PROBLEMS))
 }

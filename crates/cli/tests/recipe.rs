@@ -52,8 +52,10 @@ fn explain_prints_what_every_layer_resolves_to() {
     assert_eq!(json["tensors"][1]["spec"], "nvfp4(16x16)");
 
     let diff = text(&["explain", &rules, "--model", &config, "--against", "nvfp4"], 0);
-    assert_eq!(diff.lines().count(), 9, "{diff}");
-    assert!(diff.starts_with("~ model.layers.0.mlp.down_proj:input: nvfp4(hadamard) → high-precision\n"), "{diff}");
+    assert_eq!(diff.lines().count(), 3, "layers that change alike share a line: {diff}");
+    assert!(diff.starts_with("~ model.layers.0-2.mlp.down_proj:input: nvfp4(hadamard) → high-precision\n"), "{diff}");
+    assert_eq!(text(&["explain", "nvfp4", "--against", "nvfp4"], 0), "no difference\n");
+    assert!(text(&["explain", "nvfp4", "--gpu", "10.0"], 0).ends_with("runs: nvfp4 native\n"));
 }
 
 #[test]
@@ -90,14 +92,9 @@ fn a_recipe_that_does_not_fit_is_refused_with_2() {
 fn check_lists_all_errors_and_exits_with_2() {
     let bad = file("bad.toml", "[[rule]]\nslot = 'wieght'\nspec = 'nvfp5'\n[[rule]]\n[defualt]\n");
     let errors = text(&["check", &bad], 2);
-    let starts = [
-        "error: line 2: unknown slot",
-        "error: line 3: 'nvfp5'",
-        "error: line 4: a rule needs",
-        "error: line 5: unknown key",
-    ];
+    let starts = [":2: unknown slot", ":3: 'nvfp5'", ":4: a rule needs", ":5: unknown key"];
     for (line, start) in errors.lines().zip(starts) {
-        assert!(line.starts_with(start), "{errors}");
+        assert!(line.starts_with(&format!("error: {bad}{start}")), "{errors}");
     }
     assert_eq!(errors.lines().count(), 5, "the last one is the missing default: {errors}");
 
@@ -126,15 +123,27 @@ fn check_accepts_a_good_file() {
 }
 
 #[test]
+fn formats_of_your_own_are_accepted_by_name() {
+    let rules = "[[rule]]\nmodule = 'attention'\nspec = 'high-precision'\n[default]\nspec = 'custom(mine)'\n";
+    let rules = file("custom.toml", rules);
+    assert!(text(&["check", &rules], 2).contains("`--custom mine` on the command line"));
+    text(&["check", &rules, "--custom", "mine"], 0);
+}
+
+#[test]
 fn what_cannot_be_read_is_an_error() {
     for (args, message) in [
-        (&["explain", "nvfp5"][..], "error: unknown preset 'nvfp5'; there are high_precision,"),
+        (
+            &["explain", "nvfp5"][..],
+            "error: nvfp5: no such file, and unknown preset 'nvfp5'; there are high_precision,",
+        ),
         (&["explain", "absent.toml"], "error: absent.toml: "),
         (&["check", "absent.toml"], "error: absent.toml: "),
         (&["explain", "nvfp4", "--model", "absent.json"], "error: --model absent.json: "),
     ] {
         let error = text(args, 1);
         assert!(error.starts_with(message), "{error}");
+        assert!(error.matches("os error").count() <= 1, "a cause is said once: {error}");
     }
     let config = file("empty.json", "{}");
     assert!(text(&["explain", "nvfp4", "--model", &config], 1).contains("expected `num_hidden_layers`"));

@@ -194,7 +194,7 @@ pub enum Error {
         source: safetensors::SafeTensorError,
     },
 
-    /// A safetensors file that does not hold what it must.
+    /// A file that does not hold what it must.
     #[error("{path}: {reason}")]
     Format {
         /// The file.

@@ -52,8 +52,8 @@ pub enum AttentionConflict {
     Formats(Vec<AttentionSlot>),
     /// Two slots of one pass want different arithmetic.
     Mixed(AttentionSlot, AttentionSlot),
-    /// The backward pass is quantized and the forward pass is not.
-    OnlyBackward,
+    /// The backward pass is quantized, as this slot is, and the forward pass is not.
+    OnlyBackward(AttentionSlot),
 }
 
 /// The mode that the specs make. In a forward tensor's spec the row format is what the forward pass reads and the column format
@@ -75,7 +75,7 @@ pub fn derive(specs: &[(AttentionSlot, &QuantSpec)]) -> Result<AttentionMode, At
     let backward = if trained { Some(one_precision(backward)?) } else { None };
     match (forward, backward) {
         (AttentionPrecision::HighPrecision, Some(AttentionPrecision::Fp8 | AttentionPrecision::Mxfp8)) => {
-            Err(AttentionConflict::OnlyBackward)
+            Err(AttentionConflict::OnlyBackward(specs[0].0))
         }
         _ => Ok(AttentionMode { forward, backward }),
     }

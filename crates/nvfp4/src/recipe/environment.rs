@@ -3,8 +3,7 @@
 use super::backward::BackwardOverride;
 use super::factory::Recipe;
 use super::problem::{Problem, Problems};
-use super::rules::SCOPES;
-use super::text::{find, list};
+use super::text::{SCOPES, Words, find, list};
 use super::training::{Nvfp4Training, Scope};
 use crate::{Error, ErrorPath, GlobalScale, Metric, Result, Rounding, Tile, Transform};
 
@@ -86,7 +85,7 @@ impl Reader<'_> {
         self.problems.push(Problem::Variable { variable, reason });
     }
 
-    fn read<T: Copy>(&mut self, variable: &'static str, words: &'static [(&'static str, T)]) -> Option<T> {
+    fn read<T: Copy>(&mut self, variable: &'static str, words: Words<T>) -> Option<T> {
         let value = (self.get)(variable).filter(|value| !value.is_empty())?;
         let found = find(words, &value);
         if found.is_none() {
@@ -108,12 +107,14 @@ impl Reader<'_> {
         &mut self,
         four_over_six: Scope,
         variable: &'static str,
-        words: &'static [(&'static str, T)],
+        words: Words<T>,
         default: T,
     ) -> T {
         let value = self.read(variable, words).unwrap_or(default);
         let nothing = find(words, "none").is_some_and(|none| none == value);
-        if value != default && !nothing && four_over_six == Scope::None {
+        // Where 4over6 itself has a wrong value, that is the message.
+        let known = !self.problems.iter().any(|p| matches!(p, Problem::Variable { variable: FOUR_OVER_SIX, .. }));
+        if value != default && !nothing && known && four_over_six == Scope::None {
             let reason = format!("needs {FOUR_OVER_SIX}=weights, activations or all; set that, or unset this");
             self.problem(variable, reason);
         }

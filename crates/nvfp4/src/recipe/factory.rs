@@ -119,7 +119,11 @@ impl Recipe {
     /// A recipe from a rule file.
     pub fn from_file(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path);
-        Recipe::from_toml(&text.map_err(|source| Error::Io { path: path.to_path_buf(), source })?)
+        let text = text.map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+        Recipe::from_toml(&text).map_err(|error| match error {
+            Error::Recipe(problems) => Error::Recipe(problems.in_file(path)),
+            error => error,
+        })
     }
 
     fn new(source: Source) -> Self {
@@ -131,7 +135,7 @@ impl Recipe {
         Recipe { backward, ..self.clone() }
     }
 
-    /// The same recipe, which refuses a model whose attention would not be computed in this precision.
+    /// The same recipe, which refuses a model whose attention would not be computed in this precision in the forward pass.
     pub fn require_attention(&self, precision: AttentionPrecision) -> Self {
         Recipe { attention: Some(precision), ..self.clone() }
     }

@@ -24,6 +24,7 @@ mod consumers;
 mod device;
 mod environment;
 mod factory;
+mod fold;
 mod format;
 mod layers;
 mod legacy;

@@ -79,6 +79,11 @@ impl Glob {
         Glob(pattern.into())
     }
 
+    /// Whether there are paths that fit.
+    pub(super) fn is_valid(&self) -> bool {
+        self.0.split('.').all(|segment| is_name(&segment.replace(['*', '?'], "x")))
+    }
+
     /// Whether the whole path fits the pattern.
     pub fn matches(&self, path: &ModulePath) -> bool {
         let pattern: Vec<&str> = self.0.split('.').collect();

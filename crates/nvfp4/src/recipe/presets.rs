@@ -3,6 +3,7 @@
 use super::format::{AmaxRule, BlockTile, Delayed, Format, Fp8, Fp8Block, Fp8Code, Mxfp8, Nvfp4};
 use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
 use super::spec::{ColumnSource, QuantSpec};
+use super::text::{Words, find, list};
 use super::training::{Nvfp4Training, Scope};
 use crate::{Error, GlobalScale, Quantizer, Result};
 use std::fmt;
@@ -66,6 +67,24 @@ enum Base {
     Nvfp4LinearFp8Attention,
 }
 
+const PRESETS: Words<Base> = &[
+    ("high_precision", Base::HighPrecision),
+    ("delayed_scaling", Base::DelayedScaling),
+    ("current_scaling", Base::CurrentScaling),
+    ("float8_block_scaling", Base::Fp8BlockScaling),
+    ("mxfp8", Base::Mxfp8),
+    ("nvfp4", Base::Nvfp4(Nvfp4Training::STANDARD)),
+    ("nvfp4_row_scaled", Base::Nvfp4(Nvfp4Training { activations: GlobalScale::PerRow, ..Nvfp4Training::STANDARD })),
+    ("nvfp4_4over6", Base::Nvfp4(Nvfp4Training { four_over_six: Scope::All, ..Nvfp4Training::STANDARD })),
+    ("high_precision_fwd_mxfp8_bwd", Base::HighPrecisionForwardMxfp8Backward),
+    ("mxfp8_fwd_nvfp4_bwd", Base::Mxfp8ForwardNvfp4Backward),
+    ("nvfp4_1d_weight", Base::Nvfp4RowWeight),
+    ("mxfp8_fwd_high_precision_bwd", Base::Mxfp8ForwardHighPrecisionBackward),
+    ("nvfp4_row_scaled_fwd_mxfp8_bwd", Base::Nvfp4RowScaledForwardMxfp8Backward),
+    ("nvfp4_row_scaled_fwd_high_precision_bwd", Base::Nvfp4RowScaledForwardHighPrecisionBackward),
+    ("nvfp4_linear_fp8_dpa", Base::Nvfp4LinearFp8Attention),
+];
+
 /// What the table of [`Preset`] distinguishes.
 enum Operand {
     Input,
@@ -76,23 +95,9 @@ enum Operand {
 
 impl Preset {
     /// The name of every preset.
-    pub const NAMES: [&'static str; 15] = [
-        "high_precision",
-        "delayed_scaling",
-        "current_scaling",
-        "float8_block_scaling",
-        "mxfp8",
-        "nvfp4",
-        "nvfp4_row_scaled",
-        "nvfp4_4over6",
-        "high_precision_fwd_mxfp8_bwd",
-        "mxfp8_fwd_nvfp4_bwd",
-        "nvfp4_1d_weight",
-        "mxfp8_fwd_high_precision_bwd",
-        "nvfp4_row_scaled_fwd_mxfp8_bwd",
-        "nvfp4_row_scaled_fwd_high_precision_bwd",
-        "nvfp4_linear_fp8_dpa",
-    ];
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        PRESETS.iter().map(|(name, _)| *name)
+    }
 
     /// The NVFP4 training recipe with its switches.
     pub const fn nvfp4(training: Nvfp4Training) -> Self {
@@ -104,12 +109,9 @@ impl Preset {
         Preset { attention, ..self }
     }
 
-    /// The same preset, but the training recipe has these switches wherever `nvfp4` is meant without any.
-    pub(super) fn with_training(self, training: Nvfp4Training) -> Self {
-        match self.base {
-            Base::Nvfp4(own) if own == Nvfp4Training::default() => Preset { base: Base::Nvfp4(training), ..self },
-            _ => self,
-        }
+    /// The same preset with these switches; `None` if it is not the training recipe as it comes.
+    pub(super) fn with_training(self, training: Nvfp4Training) -> Option<Self> {
+        (self.base == Base::Nvfp4(Nvfp4Training::STANDARD)).then_some(Preset { base: Base::Nvfp4(training), ..self })
     }
 
     /// The spec of a tensor.
@@ -222,39 +224,20 @@ impl FromStr for Preset {
             Some(name) => (name, AttentionSlots::Quantized),
             None => (text, AttentionSlots::HighPrecision),
         };
-        let training = Nvfp4Training::default();
-        let base = match name {
-            "high_precision" => Base::HighPrecision,
-            "delayed_scaling" => Base::DelayedScaling,
-            "current_scaling" => Base::CurrentScaling,
-            "float8_block_scaling" => Base::Fp8BlockScaling,
-            "mxfp8" => Base::Mxfp8,
-            "nvfp4" => Base::Nvfp4(training),
-            "nvfp4_row_scaled" => Base::Nvfp4(Nvfp4Training { activations: GlobalScale::PerRow, ..training }),
-            "nvfp4_4over6" => Base::Nvfp4(Nvfp4Training { four_over_six: Scope::All, ..training }),
-            "high_precision_fwd_mxfp8_bwd" => Base::HighPrecisionForwardMxfp8Backward,
-            "mxfp8_fwd_nvfp4_bwd" => Base::Mxfp8ForwardNvfp4Backward,
-            "nvfp4_1d_weight" => Base::Nvfp4RowWeight,
-            "mxfp8_fwd_high_precision_bwd" => Base::Mxfp8ForwardHighPrecisionBackward,
-            "nvfp4_row_scaled_fwd_mxfp8_bwd" => Base::Nvfp4RowScaledForwardMxfp8Backward,
-            "nvfp4_row_scaled_fwd_high_precision_bwd" => Base::Nvfp4RowScaledForwardHighPrecisionBackward,
-            "nvfp4_linear_fp8_dpa" => Base::Nvfp4LinearFp8Attention,
-            _ => {
-                let names = Preset::NAMES.join(", ");
-                return Err(Error::Spec(format!("unknown preset '{text}'; there are {names}, each also +attention")));
-            }
-        };
+        let base = find(PRESETS, name).ok_or_else(|| {
+            Error::Spec(format!("unknown preset '{text}'; there are {}, each also +attention", list(PRESETS)))
+        })?;
         Ok(Preset { base, attention })
     }
 }
 
 impl fmt::Display for Preset {
-    /// The preset's name; the training recipe with switches of its own says all of them.
+    /// The preset's name; the training recipe with switches of its own says those.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plain = Preset { attention: AttentionSlots::HighPrecision, ..*self };
-        match Preset::NAMES.into_iter().find(|name| name.parse::<Preset>().is_ok_and(|preset| preset == plain)) {
-            Some(name) => f.write_str(name)?,
-            None => write!(f, "{:?}", self.base)?,
+        match (PRESETS.iter().find(|(_, base)| *base == self.base), self.base) {
+            (Some((name, _)), _) => f.write_str(name)?,
+            (None, Base::Nvfp4(training)) => training.fmt(f)?,
+            (None, _) => unreachable!("only the training recipe has switches"),
         }
         match self.attention {
             AttentionSlots::HighPrecision => Ok(()),

@@ -3,6 +3,7 @@
 use super::attention::{AttentionMode, AttentionPrecision};
 use super::consumers::Use;
 use super::factory::Because;
+use super::fold::fold;
 use super::format::Family;
 use super::path::ModulePath;
 use super::products::Conflict;
@@ -11,10 +12,28 @@ use super::spec::QuantSpec;
 use crate::Side;
 use std::borrow::Cow;
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 /// All problems that were found, in the order of the model or file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Problems(pub Vec<Problem>);
+
+impl Problems {
+    /// The same, of this file.
+    pub(super) fn in_file(mut self, path: &Path) -> Self {
+        for problem in &mut self.0 {
+            if let Problem::File { file, .. } = problem {
+                *file = Some(path.to_path_buf());
+            }
+        }
+        self
+    }
+
+    /// The problems as text. Those that differ only in the number of a layer, or of an expert, share a line.
+    pub fn lines(&self) -> Vec<String> {
+        fold(self.0.iter().map(Problem::to_string))
+    }
+}
 
 impl fmt::Display for Problems {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -22,7 +41,7 @@ impl fmt::Display for Problems {
             [problem] => problem.fmt(f),
             problems => {
                 write!(f, "{} problems:", problems.len())?;
-                problems.iter().try_for_each(|problem| write!(f, "\n  {problem}"))
+                self.lines().iter().try_for_each(|line| write!(f, "\n  {line}"))
             }
         }
     }
@@ -118,22 +137,23 @@ pub enum Problem {
 
     /// Tensors of attention in formats that attention does not read.
     #[error(
-        "{path}: attention reads high precision, FP8 with one scale per tensor, or MXFP8, but {}. Change {because}",
-        listed(tensors)
+        "{path}: attention reads high precision, FP8 with one scale per tensor, or MXFP8, but {}. Change {}",
+        listed(tensors),
+        reasons(because)
     )]
     AttentionFormat {
         /// The module.
         path: ModulePath,
         /// The tensors and their specs.
         tensors: Vec<(AttentionSlot, QuantSpec)>,
-        /// What the first one's spec follows from.
-        because: Because,
+        /// What the specs follow from, each once.
+        because: Vec<Because>,
     },
 
     /// Tensors of attention that want different arithmetic.
     #[error(
-        "{path}: {} is {} but {} is {}; attention runs in one precision. Change {} or {}",
-        left.0.name(), left.1, right.0.name(), right.1, because.0, because.1
+        "{path}: {} is {} but {} is {}; each pass of attention runs in one precision. Change {}",
+        left.0.name(), left.1, right.0.name(), right.1, reasons(because)
     )]
     AttentionMixed {
         /// The module.
@@ -142,23 +162,33 @@ pub enum Problem {
         left: (AttentionSlot, QuantSpec),
         /// Another one.
         right: (AttentionSlot, QuantSpec),
-        /// What each follows from.
-        because: (Because, Because),
+        /// What they follow from, each once.
+        because: Vec<Because>,
     },
 
     /// Attention with a quantized backward pass alone.
     #[error(
-        "{path}: attention is quantized in the backward pass but not in the forward pass, for which there is no arithmetic. \
-         Quantize the forward tensors too, or leave the gradients in high precision"
+        "{path}: {} is {spec} for the backward pass, but the forward pass is in high precision; attention cannot be quantized \
+         backward alone. Quantize its forward tensors too, or leave its gradients in high precision: change {because}",
+        slot.name()
     )]
     AttentionOnlyBackward {
         /// The module.
         path: ModulePath,
+        /// A tensor that the backward pass reads quantized.
+        slot: AttentionSlot,
+        /// Its spec.
+        spec: QuantSpec,
+        /// What that follows from.
+        because: Because,
     },
 
     /// Attention that does not have the precision that the recipe requires.
     #[error(
-        "{path}: the recipe requires {required} attention, but its specs give {found}. Change the specs or `require`"
+        "{path}: the recipe requires {required} attention, but its specs give {found} ({}). \
+         Change {} or what is required",
+        listed(tensors),
+        reasons(because)
     )]
     AttentionRequired {
         /// The module.
@@ -167,6 +197,10 @@ pub enum Problem {
         required: AttentionPrecision,
         /// What there is.
         found: AttentionMode,
+        /// The forward tensors and their specs.
+        tensors: Vec<(AttentionSlot, QuantSpec)>,
+        /// What the specs follow from, each once.
+        because: Vec<Because>,
     },
 
     /// Experts that differ.
@@ -229,7 +263,7 @@ pub enum Problem {
     },
 
     /// A format that the device cannot run, nor software for it.
-    #[error("{site}: {spec} needs {family}, which this build cannot run. Change {because}")]
+    #[error("{site}: {spec} needs {family}, {}", missing(family, because))]
     Device {
         /// The tensor.
         site: Site,
@@ -242,8 +276,10 @@ pub enum Problem {
     },
 
     /// Something wrong in a rule file.
-    #[error("line {line}: {reason}")]
+    #[error("{}{reason}", place(file.as_deref(), *line))]
     File {
+        /// Which file, if it is one.
+        file: Option<PathBuf>,
         /// Where.
         line: usize,
         /// What, and what to write instead.
@@ -288,6 +324,30 @@ pub enum Problem {
         /// The tensor.
         site: Site,
     },
+}
+
+/// What to change, where any of several may be what is wrong.
+fn reasons(because: &[Because]) -> String {
+    because.iter().map(Because::to_string).collect::<Vec<_>>().join(" or ")
+}
+
+/// Why formats cannot be run, and what to change.
+fn missing(family: &Family, because: &Because) -> String {
+    match family {
+        Family::Custom(name) => format!(
+            "a format of your own. Say that your program runs it (`Capabilities::with_custom`; `--custom {name}` on the command \
+             line), or change {because}"
+        ),
+        _ => format!("which this build cannot run. Change {because}"),
+    }
+}
+
+/// `recipe.toml:3: ` or `line 3: `.
+fn place(file: Option<&Path>, line: usize) -> String {
+    match file {
+        Some(file) => format!("{}:{line}: ", file.display()),
+        None => format!("line {line}: "),
+    }
 }
 
 /// `qkv is a, s is b`.

@@ -64,20 +64,23 @@ pub struct Nvfp4Training {
 
 impl Default for Nvfp4Training {
     fn default() -> Self {
-        Nvfp4Training {
-            transform: Transform::FixedSigns,
-            gradients: Rounding::Stochastic,
-            weights: Tile::Square16,
-            activations: GlobalScale::PerTensor,
-            four_over_six: Scope::None,
-            bound_256: Scope::All,
-            metric: Metric::Mae,
-            error: ErrorPath::Strict,
-        }
+        Nvfp4Training::STANDARD
     }
 }
 
 impl Nvfp4Training {
+    /// All of it: squares, transform, stochastic gradients; no row scaling, no 4over6.
+    pub const STANDARD: Nvfp4Training = Nvfp4Training {
+        transform: Transform::FixedSigns,
+        gradients: Rounding::Stochastic,
+        weights: Tile::Square16,
+        activations: GlobalScale::PerTensor,
+        four_over_six: Scope::None,
+        bound_256: Scope::All,
+        metric: Metric::Mae,
+        error: ErrorPath::Strict,
+    };
+
     /// The spec of a tensor.
     pub(super) fn spec(&self, slot: &Slot) -> Result<QuantSpec> {
         let settings = match (slot, slot.pass()) {

@@ -30,6 +30,9 @@ fn row_scaling_is_part_of_the_data() {
     assert!(matches!(Quantizer::default().quantize(&x).unwrap().row().unwrap().global(), Global::PerTensor(_)));
 }
 
+/// "Environment variables toggle what nobody sees": they are read when asked, into a typed recipe: see environment.rs and
+/// defects.rs, d10.
+///
 /// "An output's role describes its producer, the consumer is unknown."
 #[test]
 fn a_role_has_owner_and_consumer() {

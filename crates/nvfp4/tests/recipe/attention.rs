@@ -57,6 +57,20 @@ fn mxfp8_qfactory_uses_plain_bf16_mha_boundaries() {
     }
 }
 
+/// linear_dpa_linear_matches_native_env_recipe_bitwise, multihead_attention_matches_native_env_recipe_bitwise: around FP8
+/// attention the linear layers are those of the recipe that the environment gives.
+#[test]
+fn linear_dpa_linear_matches_native_env_recipe() {
+    let native = Recipe::from_vars(|_| None).unwrap();
+    let (plan_, native) = (plan(&zoo(), &recipe("nvfp4_linear_fp8_dpa")), plan(&zoo(), &native));
+    for (entry, native) in plan_.entries().iter().zip(native.entries()) {
+        match entry.role.slot() {
+            Slot::Attention(_) => assert_ne!(entry.spec, QuantSpec::HIGH_PRECISION),
+            _ => assert_eq!(entry.spec, native.spec),
+        }
+    }
+}
+
 #[test]
 fn modes() {
     assert_eq!(mode(&recipe("nvfp4")), "high-precision");
@@ -78,8 +92,8 @@ fn fp8_dpa_rejects_identity_quantizer() {
     });
     assert_eq!(
         problems(&core(), &one_plain)[0].to_string(),
-        "core: qkv is fp8(e4m3) but o is high-precision; attention runs in one precision. \
-         Change recipe one plain or recipe one plain"
+        "core: qkv is fp8(e4m3) but o is high-precision; each pass of attention runs in one precision. \
+         Change recipe one plain"
     );
     for name in ["nvfp4+attention", "float8_block_scaling+attention", "nvfp4_1d_weight+attention"] {
         let problems = problems(&core(), &recipe(name));
@@ -93,7 +107,16 @@ fn fp8_dpa_rejects_identity_quantizer() {
         }
     }
     let backward_only = problems(&core(), &attention("high-precision / mxfp8", "mxfp8"))[0].to_string();
-    assert!(backward_only.starts_with("core: attention is quantized in the backward pass but not in the forward pass"));
+    assert_eq!(
+        backward_only,
+        "core: qkv is high-precision / mxfp8(e4m3) for the backward pass, but the forward pass is in high precision; attention \
+         cannot be quantized backward alone. Quantize its forward tensors too, or leave its gradients in high precision: change \
+         recipe attention"
+    );
+    // Every rule that has a part in it is named, once.
+    let rules = "[[rule]]\nslot = ['qkv', 's']\nspec = 'nvfp4'\n[default]\nspec = 'fp8-block'";
+    let message = problems(&core(), &Recipe::from_toml(rules).unwrap())[0].to_string();
+    assert!(message.ends_with("dqkv is fp8-block(e4m3). Change rule 1 (line 1) or the default"), "{message}");
 }
 
 #[test]
@@ -102,7 +125,8 @@ fn a_recipe_may_require_a_precision() {
     plan(&core(), &fp8.require_attention(AttentionPrecision::Fp8));
     assert_eq!(
         problems(&core(), &fp8.require_attention(AttentionPrecision::Mxfp8))[0].to_string(),
-        "core: the recipe requires mxfp8 attention, but its specs give fp8. Change the specs or `require`"
+        "core: the recipe requires mxfp8 attention, but its specs give fp8 (qkv is fp8(e4m3), s is fp8(e4m3), o is fp8(e4m3)). \
+         Change recipe current_scaling+attention or what is required"
     );
     // A model without attention has nothing to require.
     plan(&model([Module::linear("fc")]), &fp8.require_attention(AttentionPrecision::Mxfp8));

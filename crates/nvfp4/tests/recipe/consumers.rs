@@ -23,7 +23,7 @@ const MATRIX: [(Use, &str); 19] = [
     (Use::FusedNorm, "y y i i"), // fusible_norm_hybrid_output_falls_back_to_explicit_quantize
     (Use::FusedActivation, "y y i i"),
     (Use::FusedBiasGradient, "y y i i"),
-    (Use::AllGather, "i i y n"), // supports_only_rowwise_all_gather_nvfp4_*
+    (Use::AllGather, "i i y n"), // supports_only_rowwise_all_gather_nvfp4_columnwise and …_both
     (Use::Shard, "i i y n"),
     (Use::Overlap, "y y n n"),
     (Use::Attention, "n n n n"),
@@ -101,7 +101,9 @@ fn unknown_formats_are_opt_in() {
     assert_eq!(problems(&fc, &own).len(), 3);
     let message = problems(&fc, &own)[0].to_string();
     assert!(
-        message.starts_with("fc:input: custom(mine) needs custom(mine), which this build cannot run."),
+        message.starts_with(
+            "fc:input: custom(mine) needs custom(mine), a format of your own. Say that your program runs it"
+        ),
         "{message}"
     );
     let device = Capabilities::software().with_custom("mine".parse().unwrap());

@@ -91,6 +91,11 @@ fn a_switch_that_needs_another_says_which() {
             format!("{name}: needs NVTE_NVFP4_4OVER6=weights, activations or all; set that, or unset this")
         );
     }
+    // Where 4over6 itself is wrong, that is all there is to say.
+    assert_eq!(
+        unwrap_problems(from(&[("NVTE_NVFP4_4OVER6", "weight"), ("NVTE_NVFP4_4OVER6_ERR_MODE", "MSE")])).len(),
+        1
+    );
     // What would hold anyway, or asks for nothing, needs nothing.
     for (name, value) in [("NVTE_NVFP4_4OVER6_E4M3_USE_256", "none"), ("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE")] {
         from(&[(name, value)]).unwrap();

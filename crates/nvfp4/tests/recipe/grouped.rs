@@ -30,6 +30,7 @@ fn experts_that_differ_are_refused() {
         ("mixed_hybrid_and_plain_raises", "mxfp8 / nvfp4", "mxfp8"),
         ("none_plus_hybrid_raises", "high-precision", "mxfp8 / nvfp4"),
         ("mixed_identity_dtype_raises", "high-precision(bf16)", "high-precision(f32)"),
+        // also grouped_linear_rejects_mixed_identity_weight_quantizers
         ("grouped_split_rejects_mixed_identity_and_quantized_operands", "high-precision", "nvfp4"),
         ("validation_rejects_mixed_columnwise_source_policies", "mxfp8 / nvfp4", "mxfp8 / nvfp4 from row"),
         ("validation_rejects_same_family_config_mismatch", "nvfp4", "nvfp4(row-scaled)"),

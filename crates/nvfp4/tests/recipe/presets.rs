@@ -2,7 +2,7 @@
 
 use crate::tools::*;
 use nvfp4::recipe::*;
-use nvfp4::{Bound, ErrorPath, GlobalScale, Metric, Rounding, ScaleRule, Tile, Transform};
+use nvfp4::{Bound, ErrorPath, GlobalScale, Metric, Rounding, ScaleRule, Side, Tile, Transform};
 
 /// The specs of input, weight, output gradient and of a user's forward and backward tensor.
 fn specs(name: &str, of: impl Fn(LinearSlot) -> Slot) -> [String; 5] {
@@ -101,7 +101,8 @@ fn nvfp4_recipe_state_role_dispatch_backward() {
     assert_eq!(text(&recipe, LinearSlot::GradInput), "nvfp4(hadamard)");
 }
 
-/// Modules have as many slots as they have; nothing counts by threes.
+/// nvfp4_recipe_state_supports_non_multiple_of_three, fp8block_recipe_state_supports_non_multiple_of_three: modules have as many
+/// slots as they have.
 #[test]
 fn recipe_state_supports_non_multiple_of_three() {
     for name in ["nvfp4", "float8_block_scaling"] {
@@ -132,6 +133,9 @@ fn nvfp4_1d_weight_factory() {
     let other = "nvfp4(hadamard)";
     let weight = "nvfp4 / nvfp4 from row";
     check("nvfp4_1d_weight", ["nvfp4(hadamard)", weight, "nvfp4(hadamard, stochastic)", other, other]);
+    // weight_quantizer_produces_both_nvfp4_storages
+    let plan = plan(&model([Module::linear("fc")]), &recipe("nvfp4_1d_weight"));
+    assert_eq!(plan.directions(&Site::new("fc", LinearSlot::Weight)), Some(nvfp4::Directions::Both));
 }
 
 /// TestMXFP8FwdHighPrecisionBwdFactory.
@@ -184,7 +188,7 @@ fn zoo_nvfp4_linear_fp8_dpa() {
 /// Every preset fits a model of every kind of module; this is where pairs that cannot be multiplied would show.
 #[test]
 fn every_preset_fits_every_module() {
-    for name in Preset::NAMES {
+    for name in Preset::names() {
         for backward in [BackwardOverride::None, BackwardOverride::HighPrecision, BackwardOverride::Dequantized] {
             plan(&zoo(), &recipe(name).with_backward(backward));
         }
@@ -193,7 +197,7 @@ fn every_preset_fits_every_module() {
 
 #[test]
 fn presets_have_names() {
-    for name in Preset::NAMES {
+    for name in Preset::names() {
         for name in [name.to_string(), format!("{name}+attention")] {
             assert_eq!(name.parse::<Preset>().unwrap().to_string(), name);
         }
@@ -232,6 +236,38 @@ fn custom_recipe_sanity() {
         let plan = plan(&zoo(), &recipe);
         assert_eq!(plan.entries().len(), zoo().roles().len());
         assert!(plan.warnings().is_empty());
+    }
+}
+
+/// What a recipe with switches of its own is called: by what is not as usual, in the words of a rule file.
+#[test]
+fn names_of_recipes_with_switches() {
+    let flat =
+        Nvfp4Training { transform: Transform::None, activations: GlobalScale::PerRow, ..Nvfp4Training::STANDARD };
+    assert_eq!(Recipe::from(flat).name(), "nvfp4 with transform = none, activations = row-scaled");
+    assert_eq!(Recipe::from(Nvfp4Training::default()).name(), "nvfp4");
+}
+
+/// linear_fwd_bwd_matches_vanilla_{fp8,mxfp8,block_fp8,nvfp4}, linear_fwd_bwd_all_roles_hybrid, TestHybridAllModules: the format of
+/// each direction said by itself is the same quantization, in every module.
+#[test]
+fn a_split_of_one_format_is_that_format() {
+    for name in ["current_scaling", "mxfp8", "float8_block_scaling", "nvfp4", "nvfp4_row_scaled", "nvfp4_4over6"] {
+        let vanilla = plan(&zoo(), &recipe(name));
+        let split = Recipe::from_fn("split", move |role| {
+            let spec = recipe(name).spec(role)?;
+            QuantSpec::split(spec.format(Side::Row), spec.format(Side::Column), ColumnSource::Original)
+        });
+        let split = plan(&zoo(), &split);
+        assert_eq!(vanilla.runs(), split.runs());
+        for (one, other) in vanilla.entries().iter().zip(split.entries()) {
+            assert_eq!(one.role, other.role);
+            for side in [Side::Row, Side::Column] {
+                assert_eq!(one.spec.format(side), other.spec.format(side), "{}", one.role);
+            }
+            assert_eq!(vanilla.directions(&one.role.owner), split.directions(&one.role.owner));
+            assert_eq!(vanilla.saved_input(one.role.path()), split.saved_input(one.role.path()));
+        }
     }
 }
 

@@ -46,7 +46,8 @@ fn custom_recipe_factory_invocation_counts_and_cycling() {
     assert_eq!(calls.load(Ordering::Relaxed), 0);
 }
 
-/// Nor does a forward pass: everything about attention follows from the plan.
+/// Nor does a forward pass: everything about attention follows from the plan. Also qkv_capabilities_reuse_canonical_quantizer and
+/// inference_runs_once_per_quantizer_state_and_clears_stale_labels.
 #[test]
 fn mha_forward_does_not_probe_qfactory() {
     let calls = Arc::new(AtomicUsize::new(0));
@@ -177,7 +178,8 @@ fn grouped_linear_module_type_dispatch() {
     );
 }
 
-/// A role reaches the recipe as the model said it; one of a user's module too.
+/// A role reaches the recipe as the model said it; one of a user's module too. Also
+/// slot_role_passes_unknown_tensor_type_through_unchanged and slot_role_supports_module_type_only_role.
 #[test]
 fn slot_role_passes_real_role_through_unchanged() {
     let mut model = connected();

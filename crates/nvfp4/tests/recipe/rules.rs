@@ -120,6 +120,70 @@ attention = "nvfp4"
     }
 }
 
+/// What would have no effect is an error, and what only follows from another error is not listed.
+#[test]
+fn settings_that_nothing_has_are_errors() {
+    let unused = "line 1: [nvfp4] has the switches of `preset = \"nvfp4\"`, which no rule and no [default] has; \
+                  use that preset or leave [nvfp4] out";
+    for default in ["spec = 'nvfp4'", "preset = 'mxfp8'", "preset = 'nvfp4_row_scaled'"] {
+        assert_eq!(messages(&format!("[nvfp4]\nweights = '1x16'\n[default]\n{default}")), [unused]);
+    }
+    let detail = "[default]\npreset = 'nvfp4'\n[nvfp4]\nmetric = 'mse'\n";
+    let message = "line 4: metric: there is no 4over6 that it could be for; \
+                   set `four-over-six` to weights, activations or all, or leave this out";
+    assert_eq!(messages(detail), [message]);
+    assert_eq!(messages(&format!("{detail}four-over-six = 'none'")), [message]);
+    let typo = messages(&format!("{detail}four-over-six = 'weight'"));
+    assert_eq!(typo.len(), 1, "{typo:?}");
+    assert!(typo[0].starts_with("line 5: four-over-six: unknown value 'weight'"), "{typo:?}");
+}
+
+#[test]
+fn paths_and_slots_that_nothing_can_fit_are_errors() {
+    for path in ["", "layers.[0-3].**", "layers..fc", "layers.{0,1}", "a b", "layers.0/fc"] {
+        let found = messages(&format!("[[rule]]\npath = '{path}'\nspec = 'mxfp8'\n[default]\npreset = 'nvfp4'"));
+        assert!(found[0].starts_with(&format!("line 2: path: no module fits '{path}'; use names")), "{found:?}");
+    }
+    for slot in ["router:", ":logits", "a:b:c", "router:lo gits"] {
+        let found = messages(&format!("[[rule]]\nslot = '{slot}'\nspec = 'mxfp8'\n[default]\npreset = 'nvfp4'"));
+        assert!(
+            found[0].starts_with(&format!("line 2: unknown slot '{slot}'; a user's slot is kind:slot")),
+            "{found:?}"
+        );
+    }
+}
+
+#[test]
+fn nesting_has_an_end() {
+    for text in [
+        format!("a = {}{}", "[".repeat(100_000), "]".repeat(100_000)),
+        format!("a = {}1{}", "{a=".repeat(100_000), "}".repeat(100_000)),
+        format!("a{} = 1", ".a".repeat(100_000)),
+    ] {
+        assert!(messages(&text)[0].starts_with("line 1: "));
+    }
+    assert!(Model::from_config(&r#"{"text_config":"#.repeat(100_000)).unwrap_err().to_string().contains("recursion"));
+}
+
+#[test]
+fn problems_of_a_file_name_it() {
+    let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("recipe-named.toml");
+    std::fs::write(&path, "[default]\nspec = 'nvfp5'").unwrap();
+    let error = Recipe::from_file(&path).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("{}:2: 'nvfp5': unknown format", path.display())), "{error}");
+}
+
+/// Problems of many layers are few lines.
+#[test]
+fn layers_with_the_same_problem_share_a_line() {
+    let recipe = Recipe::from_toml("[[rule]]\nslot = 'input'\nspec = 'mxfp8'\n[default]\npreset = 'nvfp4'").unwrap();
+    let model = Model::from_config(r#"{"num_hidden_layers": 9}"#).unwrap();
+    let error = try_plan(&model, &recipe).unwrap_err().to_string();
+    let lines: Vec<&str> = error.lines().collect();
+    assert_eq!((lines[0], lines.len()), ("126 problems:", 1 + 2 * 7), "{error}");
+    assert!(lines[1].starts_with("  model.layers.0-8.self_attn.q_proj fprop: input.row is mxfp8"), "{error}");
+}
+
 #[test]
 fn files_that_are_not_toml() {
     assert!(messages("[[rule]\nspec = 'a'\n")[0].starts_with("line 1: "));
@@ -153,8 +217,8 @@ preset = "mxfp8"
     assert_eq!(
         warnings,
         [
-            "rule 1 (line 2, layers.*.mlp.fc1) decides nothing: check its spelling and its place",
-            "rule 3 (line 8, layers.0.layernorm_mlp.fc1) decides nothing: check its spelling and its place",
+            "rule 1 (line 2, layers.*.mlp.fc1) decides nothing in this model: check its spelling and its place",
+            "rule 3 (line 8, layers.0.layernorm_mlp.fc1) decides nothing in this model: check its spelling and its place",
         ]
     );
 }
@@ -181,6 +245,18 @@ fn models_from_config_files() {
     assert!(plan.to_string().contains("model.layers.0-3.self_attn.q_proj"), "{plan}");
     assert!(plan.to_string().contains("weight[0-5]"), "{plan}");
 
+    // Latent attention and a shared expert.
+    let deepseek = r#"{"num_hidden_layers": 2, "n_routed_experts": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "moe_layer_freq": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "mlp_only_layers": null, "num_experts": null}"#;
+    let model = Model::from_config(deepseek).unwrap();
+    let paths: Vec<&str> = model.modules().iter().map(|module| module.path().as_str()).collect();
+    for name in ["self_attn.q_a_proj", "self_attn.kv_b_proj", "mlp.experts.down_proj", "mlp.shared_experts.up_proj"] {
+        assert!(paths.contains(&format!("model.layers.1.{name}").as_str()), "{name} in {paths:?}");
+    }
+    assert!(!paths.contains(&"model.layers.1.self_attn.k_proj") && paths.contains(&"model.layers.0.mlp.up_proj"));
+    let each = Model::from_config(r#"{"num_hidden_layers": 2, "num_experts": 2, "moe_layer_freq": [0, 1]}"#).unwrap();
+    assert_eq!(each.modules().len(), 2 * 5 + 3 + 2);
+
     let text = r#"{"text_config": {"num_hidden_layers": 1, "n_routed_experts": 2, "first_k_dense_replace": 1}}"#;
     assert_eq!(Model::from_config(text).unwrap().modules().len(), 8);
     for (json, message) in [
@@ -188,7 +264,7 @@ fn models_from_config_files() {
         (r#"{"num_hidden_layers": 99999}"#, "a number of at most 4096"),
         (
             r#"{"num_hidden_layers": 9, "num_experts": 99999}"#,
-            "expected at most 262144 experts in all, got 9 layers of 99999",
+            "expected at most 65536 experts in all, got 9 layers of 99999",
         ),
         ("[", "config.json: "),
     ] {

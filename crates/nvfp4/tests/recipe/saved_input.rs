@@ -24,6 +24,8 @@ fn codes_unless_the_original_is_asked_for() {
         assert_eq!(saved(KeepInput::Original, &recipe(name)), Saved::Original, "{name}");
     }
     assert_eq!(saved(KeepInput::Quantized, &recipe("high_precision")), Saved::Original);
+    let decoded = linear("high-precision / high-precision from row", "mxfp8", "mxfp8");
+    assert_eq!(saved(KeepInput::Quantized, &decoded), Saved::Original, "there are no codes to decode");
 }
 
 #[test]

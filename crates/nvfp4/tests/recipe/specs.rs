@@ -111,11 +111,14 @@ fn wrong_texts_say_what_is_allowed() {
         ("fp8(epsilon=inf)", "epsilon: expected a finite number of at least 0, got inf"),
         ("fp8-delayed(history=0)", "history: expected 1 to 1048576 steps, got 0"),
         ("fp8-delayed(history=-1)", "history needs a whole number, got '-1'"),
+        ("fp8-delayed(history=99999999999)", "history is far too large: 99999999999"),
+        ("fp8(epsilon=nan)", "epsilon: expected a finite number of at least 0, got NaN"),
         ("fp8-delayed(margin=30)", "margin: expected at most 29, got 30"),
         ("fp8-delayed(margin=1000)", "margin: expected at most 29, got 1000"),
         ("fp8-delayed(max, amax=x)", "two amax rules: leave one out"),
         ("fp8-delayed(amax=a b)", "'a b' is not a name: use letters, digits, `_` and `-`"),
         ("nvfp4(hadamard=12)", "hadamard needs 16 signs as a hexadecimal number, as in 0xd7e8, got '12'"),
+        ("nvfp4(hadamard, hadamard)", "'hadamard' and 'hadamard' cannot both be"),
         ("nvfp4(hadamard, hadamard=0x1)", "two Hadamard transforms: leave one out"),
         ("nvfp4(4over6)", "nvfp4 takes hadamard, hadamard=…, 1x16, 16x16"),
         ("nvfp4(4over6-mae-strict-256, six)", "cannot both be"),
@@ -167,6 +170,7 @@ fn directions_of_a_spec() {
     assert_eq!(split.format(Side::Column).rotation(Side::Column), Some(Signs(0xff)));
 }
 
+/// Also copy_preserves_columnwise_source; invalid_columnwise_source_raises is in wrong_texts_say_what_is_allowed.
 #[test]
 fn default_columnwise_source_original() {
     assert_eq!(spec("mxfp8").source(), ColumnSource::Original);
@@ -212,7 +216,9 @@ fn default_quantizer_is_requantization_safe() {
     }
 }
 
-/// Whether a column direction made later fits the row direction made before.
+/// Whether a column direction made later fits the row direction made before. Also
+/// hybrid_requantization_safe_with_safe_sub_quantizers, hybrid_requantization_checks_requested_sub_quantizers and
+/// hybrid_rowwise_source_requires_safe_rowwise_quantizer.
 #[test]
 fn requantization_and_wgrad_reconstruction_policy_matrix() {
     for (text, replay) in [

@@ -228,7 +228,7 @@ fn checkpoint_resume_training() {
     }
 }
 
-/// stateless_pickled_extra_state_is_ignored: a plan without state writes an empty file and reads it back.
+/// stateless_pickled_extra_state_is_ignored, stateless_custom_pickled_extra_state_is_ignored: a plan without state writes an empty file and reads it back.
 #[test]
 fn a_plan_without_state_saves_none() {
     let (plan_, path) = (plan(&fc(), &recipe("nvfp4")), file("stateless"));
@@ -236,6 +236,34 @@ fn a_plan_without_state_saves_none() {
     assert!(load(&path, &plan_).unwrap().is_empty());
     let error = load(&path, &plan(&fc(), &delayed())).unwrap_err().to_string();
     assert!(error.contains("the file has no such state"), "{error}");
+}
+
+/// Every recipe, stateful or not, saves and loads what it has.
+#[test]
+fn checkpoint_extra_state_policy_classifier_map_covers_all_recipes() {
+    for name in Preset::names() {
+        let (plan, path) = (plan(&zoo(), &recipe(name)), file(name));
+        let states = States::new(&plan).unwrap();
+        let stateful = matches!(name, "delayed_scaling" | "nvfp4_linear_fp8_dpa");
+        assert_eq!(states.is_empty(), !stateful, "{name}");
+        states.save(&path).unwrap();
+        assert_eq!(load(&path, &plan).unwrap().scales(), states.scales());
+    }
+}
+
+/// Files of other programs, also global_free_pickled_extra_state_is_ignored: well-formed, but no state of ours.
+#[test]
+fn foreign_files_are_errors() {
+    let (plan_, path) = (plan(&fc(), &delayed()), file("foreign"));
+    let header = r#"{"weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.bytes());
+    bytes.extend([0; 4]);
+    std::fs::write(&path, bytes).unwrap();
+    let error = load(&path, &plan_).unwrap_err().to_string();
+    assert!(error.ends_with("expected the format 'nvfp4-recipe-state', got 'none'"), "{error}");
+    std::fs::write(&path, [0xff; 64]).unwrap();
+    assert!(matches!(load(&path, &plan_), Err(Error::Safetensors { .. })), "a header of 2⁶⁴ bytes");
 }
 
 /// stateful_unknown_or_malformed_pickled_extra_state_requires_opt_in: here such a file is an error, and nothing is executed.

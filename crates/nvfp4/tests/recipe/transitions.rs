@@ -20,7 +20,7 @@ fn dynamic_recipe_update() {
     assert_eq!(stale, ["fc:weight", "experts:weight[0]", "experts:weight[1]"]);
 }
 
-/// workspace_cache_invalidation: a cached weight is worthless only if its own spec changed.
+/// TestHybridWeightWorkspaceCache, workspace_cache_invalidation_on_usage_change: a cached weight is worthless only if its own spec changed.
 #[test]
 fn quantizer_update() {
     let before = plan(&fc(), &recipe("nvfp4"));
@@ -44,7 +44,7 @@ fn a_diff_has_both_sides() {
     assert!(plain.diff(&plain).is_empty());
 }
 
-/// role_change_preserves_delayed_scaling_state, for a preset and for a function: state stays where its spec does.
+/// Also role_change_preserves_custom_delayed_scaling_state: for a preset and for a function, state stays where its spec does.
 #[test]
 fn role_change_preserves_delayed_scaling_state() {
     let custom = linear("fp8-delayed(e4m3)", "fp8-delayed(e4m3)", "fp8-delayed(e5m2)");
@@ -121,6 +121,9 @@ fn check_for_weight_tensor_and_recipe_correspondence() {
              Keep its spec, or load it in high precision first"
         ))
     );
+    // A weight that is stored unquantized, in whatever type, loses nothing.
+    let plain = linear("high-precision", "high-precision(bf16)", "high-precision");
+    plan(&stored(), &plain).transition(&before).unwrap();
     // hybrid_param_with_matching_recipe_does_not_raise
     let same_weights =
         plan(&stored(), &Nvfp4Training { transform: nvfp4::Transform::None, ..Nvfp4Training::default() }.into());

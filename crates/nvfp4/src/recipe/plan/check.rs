@@ -13,7 +13,7 @@ use crate::recipe::problem::{Found, Problem};
 use crate::recipe::products::{Operand, multiply};
 use crate::recipe::role::{AttentionSlot, Consumer, LinearSlot, Site, Slot};
 use crate::recipe::spec::{ColumnSource, QuantSpec};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 /// What is wrong with a model by itself.
 pub(super) fn model(model: &Model) -> Vec<Problem> {
@@ -146,30 +146,43 @@ fn attention_mode(plan: &mut Plan, module: &Module, recipe: &Recipe, problems: &
     let entry = |slot: AttentionSlot| plan.get(&Site::new(&path, slot));
     let specs: Vec<(AttentionSlot, &QuantSpec)> =
         AttentionSlot::ALL.into_iter().filter_map(|slot| entry(slot).map(|entry| (slot, &entry.spec))).collect();
-    let found = |slot: AttentionSlot| {
-        let entry = entry(slot).expect("the conflict is about a spec of the plan");
-        (entry.spec.clone(), entry.because.clone())
+    // The specs of these slots, and what they follow from, each once.
+    let found = |slots: &[AttentionSlot]| {
+        let entries: Vec<(AttentionSlot, &Entry)> =
+            slots.iter().filter_map(|&slot| Some((slot, entry(slot)?))).collect();
+        let mut because: Vec<Because> = entries.iter().map(|(_, entry)| entry.because.clone()).collect();
+        let mut seen = HashSet::new();
+        because.retain(|because| seen.insert(because.clone()));
+        (entries.into_iter().map(|(slot, entry)| (slot, entry.spec.clone())).collect::<Vec<_>>(), because)
     };
     match attention::derive(&specs) {
         Ok(mode) => {
             if let Some(required) = recipe.required_attention()
                 && required != mode.forward
             {
-                problems.push(Problem::AttentionRequired { path: path.clone(), required, found: mode });
+                let (tensors, because) = found(&[AttentionSlot::Qkv, AttentionSlot::S, AttentionSlot::O]);
+                let (path, found) = (path.clone(), mode);
+                problems.push(Problem::AttentionRequired { path, required, found, tensors, because });
             }
             plan.attention.insert(path, mode);
         }
         Err(AttentionConflict::Formats(slots)) => {
-            let because = found(slots[0]).1;
-            let tensors = slots.into_iter().map(|slot| (slot, found(slot).0)).collect();
+            let (tensors, because) = found(&slots);
             problems.push(Problem::AttentionFormat { path, tensors, because });
         }
         Err(AttentionConflict::Mixed(a, b)) => {
-            let (left, right) = (found(a), found(b));
-            let because = (left.1, right.1);
-            problems.push(Problem::AttentionMixed { path, left: (a, left.0), right: (b, right.0), because });
+            let [left, right] = [a, b].map(|slot| (slot, plan.spec(&Site::new(&path, slot)).cloned()));
+            if let ((a, Some(left)), (b, Some(right))) = (left, right) {
+                let because = found(&[a, b]).1;
+                problems.push(Problem::AttentionMixed { path, left: (a, left), right: (b, right), because });
+            }
         }
-        Err(AttentionConflict::OnlyBackward) => problems.push(Problem::AttentionOnlyBackward { path }),
+        Err(AttentionConflict::OnlyBackward(slot)) => {
+            if let Some(Entry { spec, because, .. }) = entry(slot) {
+                let (spec, because) = (spec.clone(), because.clone());
+                problems.push(Problem::AttentionOnlyBackward { path, slot, spec, because });
+            }
+        }
     }
 }
 
@@ -185,7 +198,10 @@ fn saved_input(plan: &mut Plan, module: &Module, problems: &mut Vec<Problem>) {
     let spec = spec.clone();
     let saved = match (spec.format(Side::Column).family(), spec.source(), module.input, spec.replay()) {
         (Family::HighPrecision, ColumnSource::Original, ..) => Saved::Original,
-        (Family::HighPrecision, ColumnSource::RowDequantized, ..) => Saved::Row,
+        (Family::HighPrecision, ColumnSource::RowDequantized, ..) => match spec.format(Side::Row).family() {
+            Family::HighPrecision => Saved::Original,
+            _ => Saved::Row,
+        },
         (_, _, KeepInput::Quantized, _) => Saved::Column,
         (_, _, KeepInput::Original | KeepInput::PreferOriginal, Replay::Same) => Saved::Original,
         (_, _, KeepInput::Original, Replay::Differs) => {
@@ -216,7 +232,9 @@ fn hand_overs(plan: &Plan, problems: &mut Vec<Problem>) {
 /// The device runs every format that is used; it is not asked about others.
 fn devices(plan: &mut Plan, device: &Capabilities, problems: &mut Vec<Problem>) {
     let mut runs = std::mem::take(&mut plan.runs);
-    for entry in &plan.entries {
+    // All experts have the specs of the first.
+    let further = |entry: &&Entry| matches!(entry.role.slot(), Slot::Grouped { expert: 1.., .. });
+    for entry in plan.entries.iter().filter(|entry| !further(entry)) {
         let families: BTreeSet<Family> = [Side::Row, Side::Column].map(|side| entry.spec.format(side).family()).into();
         for family in families.into_iter().filter(|family| *family != Family::HighPrecision) {
             let how = device.runs(&family);

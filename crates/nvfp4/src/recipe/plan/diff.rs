@@ -1,12 +1,14 @@
 //! What differs between two plans, and what a change from one to the other means.
 
 use super::Plan;
+use crate::recipe::fold::fold;
+use crate::recipe::format::Family;
 use crate::recipe::model::WeightStorage;
 use crate::recipe::path::ModulePath;
 use crate::recipe::problem::{Problem, Problems};
 use crate::recipe::role::{LinearSlot, Site, Slot};
 use crate::recipe::spec::QuantSpec;
-use crate::{Error, Result};
+use crate::{Error, Result, Side};
 use std::collections::BTreeSet;
 use std::fmt;
 
@@ -35,14 +37,16 @@ impl PlanDiff {
     }
 }
 
+/// One line per change; layers, and experts, that change alike share one.
 impl fmt::Display for PlanDiff {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.changes.iter().try_for_each(|Change { site, from, to }| match (from, to) {
-            (Some(from), Some(to)) => writeln!(f, "~ {site}: {from} → {to}"),
-            (None, Some(to)) => writeln!(f, "+ {site}: {to}"),
-            (Some(from), None) => writeln!(f, "- {site}: {from}"),
-            (None, None) => Ok(()),
-        })
+        let line = |Change { site, from, to }: &Change| match (from, to) {
+            (Some(from), Some(to)) => Some(format!("~ {site}: {from} → {to}")),
+            (None, Some(to)) => Some(format!("+ {site}: {to}")),
+            (Some(from), None) => Some(format!("- {site}: {from}")),
+            (None, None) => None,
+        };
+        fold(self.changes.iter().filter_map(line)).iter().try_for_each(|line| writeln!(f, "{line}"))
     }
 }
 
@@ -94,7 +98,7 @@ impl Plan {
             let stored = |plan: &Plan| plan.module(&change.site.path).map(|module| module.weight);
             if let (true, Some(from), Some(spec)) = (is_weight(&change.site), &change.from, &change.to)
                 && stored(self) == Some(WeightStorage::Quantized)
-                && *from != QuantSpec::HIGH_PRECISION
+                && from.format(Side::Row).family() != Family::HighPrecision
             {
                 let (site, from, to) = (change.site.clone(), from.clone(), spec.clone());
                 problems.push(Problem::StoredWeight { site, from, to });

@@ -93,7 +93,10 @@ impl fmt::Display for Warning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Warning::UnusedRule { number, line, rule } => {
-                write!(f, "rule {number} (line {line}, {rule}) decides nothing: check its spelling and its place")
+                write!(
+                    f,
+                    "rule {number} (line {line}, {rule}) decides nothing in this model: check its spelling and its place"
+                )
             }
             Warning::InputKeptQuantized { site, spec } => {
                 write!(f, "{site}: kept quantized, since {spec} would not give the same bytes again")

@@ -2,6 +2,7 @@
 
 use super::{Entry, Plan};
 use crate::Side;
+use crate::recipe::fold::ranges;
 use crate::recipe::role::{Consumer, Site, Slot};
 use crate::recipe::spec::{ColumnSource, QuantSpec};
 use serde_json::{Value, json};
@@ -135,16 +136,7 @@ struct Group<'a> {
 impl Group<'_> {
     /// The path, with ranges for the number that differs.
     fn module(&self) -> String {
-        let mut ranges: Vec<(u64, u64)> = Vec::new();
-        for &n in &self.numbers {
-            match ranges.last_mut() {
-                Some((_, end)) if *end + 1 == n => *end = n,
-                _ => ranges.push((n, n)),
-            }
-        }
-        let text = |&(a, b): &(u64, u64)| if a == b { a.to_string() } else { format!("{a}-{b}") };
-        let ranges: Vec<String> = ranges.iter().map(text).collect();
-        format!("{}{}{}", self.before, ranges.join(","), self.after)
+        format!("{}{}{}", self.before, ranges(&self.numbers), self.after)
     }
 
     /// Whether another module has the same line: the same path but for the number, the same specs for the same reasons.

@@ -2,8 +2,6 @@
 
 mod read;
 
-pub(super) use read::SCOPES;
-
 use super::attention::AttentionPrecision;
 use super::backward::BackwardOverride;
 use super::factory::{Because, Decision};

@@ -1,14 +1,13 @@
 //! Reads a rule file, and collects all that is wrong with it.
 
 use super::{Action, ModuleWord, Rule, Rules, SlotWord};
-use crate::Transform;
 use crate::recipe::attention::AttentionPrecision;
 use crate::recipe::backward::BackwardOverride;
-use crate::recipe::path::Glob;
+use crate::recipe::path::{Glob, is_name};
 use crate::recipe::presets::Preset;
 use crate::recipe::problem::{Problem, Problems};
 use crate::recipe::role::{AttentionSlot, LinearSlot, Pass};
-use crate::recipe::text::{ERROR_PATHS, GLOBALS, METRICS, ROUNDINGS, TILES, find, list};
+use crate::recipe::text::{ERROR_PATHS, GLOBALS, METRICS, ROUNDINGS, SCOPES, TILES, TRANSFORMS, Words, find, list};
 use crate::recipe::training::{Nvfp4Training, Scope};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -30,14 +29,11 @@ const ATTENTIONS: &[(&str, AttentionPrecision)] = &[
     ("fp8", AttentionPrecision::Fp8),
     ("mxfp8", AttentionPrecision::Mxfp8),
 ];
-const TRANSFORMS: &[(&str, Transform)] = &[("none", Transform::None), ("fixed-signs", Transform::FixedSigns)];
-pub(in crate::recipe) const SCOPES: &[(&str, Scope)] =
-    &[("none", Scope::None), ("weights", Scope::Weights), ("activations", Scope::Activations), ("all", Scope::All)];
 
 impl Rules {
     /// Reads a file; all that is wrong with it is reported.
     pub fn parse(text: &str) -> std::result::Result<Rules, Problems> {
-        let mut reader = Reader { text, problems: Vec::new() };
+        let mut reader = Reader { text, problems: Vec::new(), switches: Switches::Unused };
         let rules = reader.file();
         match (rules, reader.problems) {
             (Some(rules), problems) if problems.is_empty() => Ok(rules),
@@ -52,9 +48,24 @@ impl Rules {
     }
 }
 
+fn glob(text: &str) -> std::result::Result<Glob, String> {
+    let glob = Glob::new(text);
+    match glob.is_valid() {
+        true => Ok(glob),
+        false => Err(format!(
+            "path: no module fits '{text}'; use names joined by dots, with `*`, `?` and `**`, and a list for alternatives"
+        )),
+    }
+}
+
 fn slot_word(text: &str) -> std::result::Result<SlotWord, String> {
-    if text.contains(':') {
-        return Ok(SlotWord::Extension(text.to_string()));
+    if let Some((kind, slot)) = text.split_once(':') {
+        return match is_name(kind) && is_name(slot) {
+            true => Ok(SlotWord::Extension(text.to_string())),
+            false => {
+                Err(format!("unknown slot '{text}'; a user's slot is kind:slot, each of letters, digits, `_` and `-`"))
+            }
+        };
     }
     let linear = LinearSlot::ALL.into_iter().find(|slot| slot.name() == text).map(SlotWord::Linear);
     let attention = || AttentionSlot::ALL.into_iter().find(|slot| slot.name() == text).map(SlotWord::Attention);
@@ -69,6 +80,14 @@ fn slot_word(text: &str) -> std::result::Result<SlotWord, String> {
 struct Reader<'a> {
     text: &'a str,
     problems: Vec<Problem>,
+    switches: Switches,
+}
+
+/// Whether anything in a file has the switches of `[nvfp4]`.
+#[derive(Clone, Copy)]
+enum Switches {
+    Unused,
+    Used,
 }
 
 type Value<'a> = Spanned<DeValue<'a>>;
@@ -79,7 +98,7 @@ impl<'a> Reader<'a> {
     }
 
     fn problem(&mut self, at: usize, reason: impl Into<String>) {
-        self.problems.push(Problem::File { line: self.line(at), reason: reason.into() });
+        self.problems.push(Problem::File { file: None, line: self.line(at), reason: reason.into() });
     }
 
     fn file(&mut self) -> Option<Rules> {
@@ -94,8 +113,8 @@ impl<'a> Reader<'a> {
         self.keys(table, "a rule file", &["name", "backward", "rule", "default", "nvfp4", "require"]);
         let name = table.get("name").and_then(|value| self.text(value, "name")).unwrap_or("rules".to_string());
         let backward = table.get("backward").and_then(|value| self.word(value, "backward", BACKWARDS));
-        let training = table.get("nvfp4").and_then(|value| self.table(value, "[nvfp4]"));
-        let training = training.map_or(Nvfp4Training::default(), |table| self.training(table));
+        let switches = table.get("nvfp4");
+        let training = switches.and_then(|value| self.table(value, "[nvfp4]")).map(|table| self.training(table));
         let attention = table.get("require").and_then(|value| self.table(value, "[require]")).and_then(|table| {
             self.keys(table, "[require]", &["attention"]);
             table.get("attention").and_then(|value| self.word(value, "attention", ATTENTIONS))
@@ -122,10 +141,15 @@ impl<'a> Reader<'a> {
                 self.action(table, value.span().start, "[default]", training)
             }),
         };
+        if let (Some(switches), Switches::Unused, []) = (switches, self.switches, &self.problems[..]) {
+            let reason = "[nvfp4] has the switches of `preset = \"nvfp4\"`, which no rule and no [default] has; \
+                          use that preset or leave [nvfp4] out";
+            self.problem(switches.span().start, reason);
+        }
         Some(Rules { name, backward: backward.unwrap_or_default(), attention, rules, default: default? })
     }
 
-    fn rule(&mut self, value: &Value<'a>, training: Nvfp4Training) -> Option<Rule> {
+    fn rule(&mut self, value: &Value<'a>, training: Option<Nvfp4Training>) -> Option<Rule> {
         let at = value.span().start;
         let table = self.table(value, "a rule")?;
         self.keys(table, "a rule", &["path", "module", "slot", "pass", "spec", "preset"]);
@@ -137,13 +161,19 @@ impl<'a> Reader<'a> {
             find(MODULES, text).ok_or_else(|| format!("unknown module '{text}'; there are {}", list(MODULES)))
         });
         let slots = self.each(slots, slot_word);
-        let paths = paths.iter().map(|(_, text)| Glob::new(text)).collect();
+        let paths = self.each(paths, glob);
         let action = self.action(table, at, "a rule", training)?;
         Some(Rule { line: self.line(at), paths, modules, slots, pass, action })
     }
 
     /// What a rule or the default decides: exactly one of `spec` and `preset`.
-    fn action(&mut self, table: &DeTable<'a>, at: usize, what: &str, training: Nvfp4Training) -> Option<Action> {
+    fn action(
+        &mut self,
+        table: &DeTable<'a>,
+        at: usize,
+        what: &str,
+        training: Option<Nvfp4Training>,
+    ) -> Option<Action> {
         let (value, key) = match (table.get("spec"), table.get("preset")) {
             (Some(value), None) => (value, "spec"),
             (None, Some(value)) => (value, "preset"),
@@ -159,14 +189,26 @@ impl<'a> Reader<'a> {
         let text = self.text(value, key)?;
         let action = match key {
             "spec" => text.parse().map(Action::Spec),
-            _ => text.parse().map(|preset: Preset| Action::Preset(preset.with_training(training))),
+            _ => text.parse().map(|preset| Action::Preset(self.switched(preset, training))),
         };
         action.map_err(|error| self.problem(value.span().start, error.to_string())).ok()
+    }
+
+    /// The preset with the switches of `[nvfp4]`, if they are for it.
+    fn switched(&mut self, preset: Preset, training: Option<Nvfp4Training>) -> Preset {
+        match training.and_then(|training| preset.with_training(training)) {
+            Some(switched) => {
+                self.switches = Switches::Used;
+                switched
+            }
+            None => preset,
+        }
     }
 
     fn training(&mut self, table: &DeTable<'a>) -> Nvfp4Training {
         let keys =
             ["transform", "gradients", "weights", "activations", "four-over-six", "bound-256", "metric", "error"];
+        let before = self.problems.len();
         self.keys(table, "[nvfp4]", &keys);
         let mut training = Nvfp4Training::default();
         self.set(table, "transform", TRANSFORMS, &mut training.transform);
@@ -177,10 +219,17 @@ impl<'a> Reader<'a> {
         self.set(table, "bound-256", SCOPES, &mut training.bound_256);
         self.set(table, "metric", METRICS, &mut training.metric);
         self.set(table, "error", ERROR_PATHS, &mut training.error);
+        if training.four_over_six == Scope::None && self.problems.len() == before {
+            for detail in ["bound-256", "metric", "error"] {
+                let Some(value) = table.get(detail) else { continue };
+                let fix = "set `four-over-six` to weights, activations or all, or leave this out";
+                self.problem(value.span().start, format!("{detail}: there is no 4over6 that it could be for; {fix}"));
+            }
+        }
         training
     }
 
-    fn set<T: Copy>(&mut self, table: &DeTable<'a>, key: &str, words: &'static [(&'static str, T)], into: &mut T) {
+    fn set<T: Copy>(&mut self, table: &DeTable<'a>, key: &str, words: Words<T>, into: &mut T) {
         if let Some(value) = table.get(key).and_then(|value| self.word(value, key, words)) {
             *into = value;
         }
@@ -234,7 +283,7 @@ impl<'a> Reader<'a> {
         parsed.collect()
     }
 
-    fn word<T: Copy>(&mut self, value: &Value<'a>, key: &str, words: &'static [(&'static str, T)]) -> Option<T> {
+    fn word<T: Copy>(&mut self, value: &Value<'a>, key: &str, words: Words<T>) -> Option<T> {
         let text = self.text(value, key)?;
         let found = find(words, &text);
         if found.is_none() {

@@ -5,8 +5,11 @@ mod print;
 
 use super::format::{BlockTile, Fp8Code, MxTile, Reduction, ScaleStep};
 use super::spec::QuantSpec;
+use super::training::Scope;
 use crate::quantizer::Finite;
-use crate::{Bound, Edge, Error, ErrorPath, GlobalScale, Layout, Metric, Precision, Profile, Rounding, Tile};
+use crate::{
+    Bound, Edge, Error, ErrorPath, GlobalScale, Layout, Metric, Precision, Profile, Rounding, Tile, Transform,
+};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Words and what they stand for, for both reading and printing.
@@ -42,6 +45,10 @@ const FINITES: Words<Finite> = &[("keep-non-finite", Finite::Keep), ("check-fini
 const LAYOUTS: Words<Layout> = &[("linear", Layout::Linear), ("swizzled", Layout::Swizzled)];
 pub(super) const METRICS: Words<Metric> = &[("mae", Metric::Mae), ("mse", Metric::Mse)];
 pub(super) const ERROR_PATHS: Words<ErrorPath> = &[("strict", ErrorPath::Strict), ("fast", ErrorPath::Fast)];
+pub(super) const TRANSFORMS: Words<Transform> = &[("none", Transform::None), ("fixed-signs", Transform::FixedSigns)];
+pub(super) const SCOPES: Words<Scope> =
+    &[("none", Scope::None), ("weights", Scope::Weights), ("activations", Scope::Activations), ("all", Scope::All)];
+const HADAMARD: Words<Transform> = &[("hadamard", Transform::FixedSigns)];
 const BOUNDS: Words<Bound> = &[("448", Bound::E448), ("256", Bound::E256)];
 
 /// What a word stands for.

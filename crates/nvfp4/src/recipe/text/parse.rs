@@ -4,7 +4,8 @@ use super::*;
 use crate::recipe::format::{AmaxRule, Delayed, Epsilon, Format, Fp8, Fp8Block, Mxfp8, Nvfp4, Stored};
 use crate::recipe::name::Name;
 use crate::recipe::spec::ColumnSource;
-use crate::{Quantizer, QuantizerBuilder, Result, ScaleRule, Signs, Transform};
+use crate::{Quantizer, QuantizerBuilder, Result, ScaleRule, Signs};
+use std::num::IntErrorKind;
 use std::str::FromStr;
 
 impl FromStr for QuantSpec {
@@ -69,11 +70,11 @@ impl FromStr for Format {
 }
 
 fn nvfp4_settings(options: &mut Options<'_>) -> Result<QuantizerBuilder> {
-    let transform = match (options.flag("hadamard"), options.value("hadamard")?) {
-        (true, Some(_)) => return Err(options.error("two Hadamard transforms: leave one out")),
-        (true, None) => Transform::FixedSigns,
-        (false, Some(value)) => Transform::Signs(options.signs(value)?),
-        (false, None) => Transform::None,
+    let transform = match (options.word(HADAMARD)?, options.value("hadamard")?) {
+        (Some(_), Some(_)) => return Err(options.error("two Hadamard transforms: leave one out")),
+        (Some(fixed), None) => fixed,
+        (None, Some(value)) => Transform::Signs(options.signs(value)?),
+        (None, None) => Transform::None,
     };
     let builder = Quantizer::builder()
         .tile(options.word(TILES)?.unwrap_or_default())
@@ -129,10 +130,6 @@ impl<'a> Options<'a> {
         self.take(list(words), |option| find(words, option))
     }
 
-    fn flag(&mut self, word: &str) -> bool {
-        self.take(word.to_string(), |option| (option == word).then_some(())).is_ok_and(|taken| taken.is_some())
-    }
-
     /// The text behind `key=`.
     fn value(&mut self, key: &str) -> Result<Option<&'a str>> {
         self.take(format!("{key}=…"), |option| {
@@ -142,7 +139,13 @@ impl<'a> Options<'a> {
 
     fn number(&mut self, key: &str, default: u32) -> Result<u32> {
         let Some(value) = self.value(key)? else { return Ok(default) };
-        value.parse().map_err(|_| self.error(&format!("{key} needs a whole number, got '{value}'")))
+        match value.parse::<u32>() {
+            Ok(number) => Ok(number),
+            Err(error) if *error.kind() == IntErrorKind::PosOverflow => {
+                Err(self.error(&format!("{key} is far too large: {value}")))
+            }
+            Err(_) => Err(self.error(&format!("{key} needs a whole number, got '{value}'"))),
+        }
     }
 
     fn epsilon(&mut self) -> Result<Epsilon> {

@@ -1,9 +1,10 @@
 //! Formats and specs to text. Defaults are left out, but for the FP8 code.
 
 use super::*;
+use crate::ScaleRule;
 use crate::recipe::format::{AmaxRule, Delayed, Epsilon, Family, Format, Nvfp4, Stored};
 use crate::recipe::spec::ColumnSource;
-use crate::{ScaleRule, Transform};
+use crate::recipe::training::Nvfp4Training;
 use std::fmt;
 
 fn word<T: Copy + PartialEq>(words: Words<T>, value: T) -> String {
@@ -105,6 +106,33 @@ impl fmt::Display for QuantSpec {
                     ColumnSource::RowDequantized => f.write_str(" from row"),
                 }
             }
+        }
+    }
+}
+
+/// `nvfp4`, and the switches that are not as usual, in the words of a rule file.
+impl fmt::Display for Nvfp4Training {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let default = Nvfp4Training::default();
+        let transform = match self.transform {
+            Transform::Signs(signs) => Some(format!("signs {:#06x}", signs.0)),
+            transform => unless(default.transform, TRANSFORMS, transform),
+        };
+        let switches = [
+            ("transform", transform),
+            ("gradients", unless(default.gradients, ROUNDINGS, self.gradients)),
+            ("weights", unless(default.weights, TILES, self.weights)),
+            ("activations", unless(default.activations, GLOBALS, self.activations)),
+            ("four-over-six", unless(default.four_over_six, SCOPES, self.four_over_six)),
+            ("bound-256", unless(default.bound_256, SCOPES, self.bound_256)),
+            ("metric", unless(default.metric, METRICS, self.metric)),
+            ("error", unless(default.error, ERROR_PATHS, self.error)),
+        ];
+        let switches: Vec<String> =
+            switches.into_iter().filter_map(|(key, word)| Some(format!("{key} = {}", word?))).collect();
+        match switches.is_empty() {
+            true => f.write_str("nvfp4"),
+            false => write!(f, "nvfp4 with {}", switches.join(", ")),
         }
     }
 }
