@@ -47,6 +47,7 @@ struct Target {
 #[derive(clap::Args)]
 struct ExplainArgs {
     /// A preset, a rule file, or `env` for TransformerEngine's environment variables.
+    #[arg(long_help = recipe_help())]
     recipe: String,
     #[command(flatten)]
     target: Target,
@@ -135,6 +136,14 @@ impl Target {
         let device = self.gpu.map_or(Capabilities::software(), |(major, minor)| Capabilities::gpu(major, minor));
         self.custom.iter().cloned().fold(device, Capabilities::with_custom)
     }
+}
+
+fn recipe_help() -> String {
+    let presets: Vec<&str> = Preset::names().collect();
+    format!(
+        "A preset, a rule file, or `env` for TransformerEngine's environment variables. Presets, each also with +attention:\n  {}",
+        presets.join("\n  ")
+    )
 }
 
 fn compute_capability(text: &str) -> std::result::Result<(u32, u32), String> {

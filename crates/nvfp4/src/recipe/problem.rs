@@ -221,8 +221,9 @@ pub enum Problem {
 
     /// A tensor handed over in another format than its consumer reads.
     #[error(
-        "{from} → {to}: the tensor is handed over as {given}, but the consumer reads {read}. \
-         Give both one spec, or drop the edge, so that it is handed over in high precision"
+        "{from} → {to}: the tensor is handed over as {given}, but the consumer reads {read}. Change {}, so that both have one \
+         spec, or drop the edge, so that it is handed over in high precision",
+        reasons(because)
     )]
     HandOver {
         /// Who makes it.
@@ -233,6 +234,8 @@ pub enum Problem {
         given: QuantSpec,
         /// What is expected.
         read: QuantSpec,
+        /// What the two follow from, each once.
+        because: Vec<Because>,
     },
 
     /// A use that a spec does not allow.

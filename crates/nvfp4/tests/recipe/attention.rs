@@ -151,10 +151,11 @@ fn hand_over_out_of_fp8_attention() {
         messages,
         [
             "a.core_attention:o → a.proj:input: the tensor is handed over as fp8(e4m3), but the consumer reads \
-             nvfp4(hadamard). Give both one spec, or drop the edge, so that it is handed over in high precision",
+             nvfp4(hadamard). Change recipe nvfp4_linear_fp8_dpa, so that both have one spec, or drop the edge, so that it is \
+             handed over in high precision",
             "a.core_attention:dqkv → a.linear_qkv:grad_output: the tensor is handed over as fp8(e5m2), but the consumer \
-             reads nvfp4(hadamard, stochastic). Give both one spec, or drop the edge, so that it is handed over in high \
-             precision",
+             reads nvfp4(hadamard, stochastic). Change recipe nvfp4_linear_fp8_dpa, so that both have one spec, or drop the \
+             edge, so that it is handed over in high precision",
         ]
     );
     plan(&block(HandOver::Both), &recipe("current_scaling+attention"));

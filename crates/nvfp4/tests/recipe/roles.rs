@@ -135,6 +135,27 @@ fn te_linear_inference_workspace_rowwise_only() {
     assert_eq!(directions(&experts, &nvfp4, grouped(LinearSlot::Input)), Some(Both));
 }
 
+/// Tensors that no product of a linear layer reads have codes too: attention's, those handed over, those of users' modules.
+#[test]
+fn directions_of_tensors_outside_linear_layers() {
+    use nvfp4::Directions::{Both, Row};
+    let mut model = Model::new();
+    model.nest("a", &MultiheadAttention { hand_over: HandOver::Both, ..MultiheadAttention::default() });
+    model.add(Module::linear("head")).connect(Edge::outside(Site::new("head", LinearSlot::Output)));
+    model.add(Module::extension("router").slot(extension(Pass::Forward)));
+    let plan_ = plan(&model, &recipe("mxfp8+attention"));
+    let directions = |site: Site| plan_.directions(&site);
+    assert_eq!(directions(Site::new("a.core_attention", AttentionSlot::Qkv)), Some(Both));
+    assert_eq!(directions(Site::new("a.core_attention", AttentionSlot::DP)), Some(Row));
+    assert_eq!(directions(Site::new("a.core_attention", AttentionSlot::DQkv)), Some(Both), "as linear_qkv reads it");
+    assert_eq!(directions(Site::new("a.linear_qkv", LinearSlot::Output)), Some(Both), "as attention reads it");
+    assert_eq!(directions(Site::new("head", LinearSlot::Output)), Some(Both));
+    assert_eq!(directions(Site::new("router", extension(Pass::Forward))), Some(Both));
+    assert_eq!(directions(Site::new("head", LinearSlot::GradInput)), None, "it has no role");
+    let plain = plan(&model, &recipe("high_precision"));
+    assert!(plain.entries().iter().all(|entry| plain.directions(&entry.role.owner).is_none()));
+}
+
 #[test]
 fn custom_recipe_quantization_targets() {
     // Layers put together at different levels: names reach all of them.

@@ -150,9 +150,7 @@ fn attention_mode(plan: &mut Plan, module: &Module, recipe: &Recipe, problems: &
     let found = |slots: &[AttentionSlot]| {
         let entries: Vec<(AttentionSlot, &Entry)> =
             slots.iter().filter_map(|&slot| Some((slot, entry(slot)?))).collect();
-        let mut because: Vec<Because> = entries.iter().map(|(_, entry)| entry.because.clone()).collect();
-        let mut seen = HashSet::new();
-        because.retain(|because| seen.insert(because.clone()));
+        let because = each_once(entries.iter().map(|(_, entry)| &entry.because));
         (entries.into_iter().map(|(slot, entry)| (slot, entry.spec.clone())).collect::<Vec<_>>(), because)
     };
     match attention::derive(&specs) {
@@ -184,6 +182,12 @@ fn attention_mode(plan: &mut Plan, module: &Module, recipe: &Recipe, problems: &
             }
         }
     }
+}
+
+/// What specs follow from, without repetition.
+fn each_once<'a>(because: impl Iterator<Item = &'a Because>) -> Vec<Because> {
+    let mut seen = HashSet::new();
+    because.filter(|because| seen.insert(*because)).cloned().collect()
 }
 
 /// What is kept of a linear layer's input, and whether that is enough.
@@ -223,7 +227,9 @@ fn hand_overs(plan: &Plan, problems: &mut Vec<Problem>) {
         for to in sites {
             if let Some(reader) = plan.get(to).filter(|reader| reader.spec != entry.spec) {
                 let (from, to) = (entry.role.owner.clone(), to.clone());
-                problems.push(Problem::HandOver { from, to, given: entry.spec.clone(), read: reader.spec.clone() });
+                let (given, read) = (entry.spec.clone(), reader.spec.clone());
+                let because = each_once([&entry.because, &reader.because].into_iter());
+                problems.push(Problem::HandOver { from, to, given, read, because });
             }
         }
     }

@@ -13,7 +13,7 @@ use super::format::{Family, Format};
 use super::model::{Model, Module, Purpose};
 use super::path::ModulePath;
 use super::problem::{Problem, Problems};
-use super::role::{Role, Site, Slot};
+use super::role::{Consumer, Pass, Role, Site, Slot};
 use super::spec::{ColumnSource, QuantSpec};
 use crate::{Directions, Error, Result, Side};
 use std::collections::BTreeMap;
@@ -178,18 +178,16 @@ impl Plan {
         &self.warnings
     }
 
-    /// The directions of a tensor that are quantized: those that a product reads, and the row direction where the column
+    /// The directions of a tensor that are quantized: those that something reads, and the row direction where the column
     /// direction is made from it. `None` if no codes are made.
     pub fn directions(&self, site: &Site) -> Option<Directions> {
-        let (spec, module) = (self.spec(site)?, self.module(&site.path)?);
-        // The specs of expert 0 stand for all.
-        let slot = match &site.slot {
-            Slot::Grouped { slot, .. } => Slot::Grouped { slot: *slot, expert: 0 },
-            other => other.clone(),
-        };
-        let products = module.products(self.purpose);
-        let operands = products.iter().flat_map(|product| [&product.left, &product.right]);
-        let sides: Vec<Side> = operands.filter(|operand| operand.slot == slot).map(|operand| operand.side).collect();
+        let Entry { role, spec, .. } = self.get(site)?;
+        let mut sides = self.read_sides(site);
+        match &role.consumer {
+            None | Some(Consumer::HighPrecision) => {}
+            Some(Consumer::Sites(sites)) => sites.iter().for_each(|site| sides.extend(self.read_sides(site))),
+            Some(Consumer::Unknown) => sides.extend([Side::Row, Side::Column]),
+        }
         let coded = |side| spec.format(side).family() != Family::HighPrecision;
         let (row, col) = (sides.contains(&Side::Row), sides.contains(&Side::Column));
         let source = col && spec.source() == ColumnSource::RowDequantized;
@@ -198,6 +196,29 @@ impl Plan {
             (true, false) => Some(Directions::Row),
             (false, true) => Some(Directions::Column),
             (false, false) => None,
+        }
+    }
+
+    /// The directions of a tensor that its own module reads.
+    fn read_sides(&self, site: &Site) -> Vec<Side> {
+        let Some(module) = self.module(&site.path) else { return Vec::new() };
+        let slot = match &site.slot {
+            // Attention reads the row direction of what a pass makes, and the column direction in a later pass.
+            Slot::Attention(slot) => match (slot.pass(), self.purpose) {
+                (Pass::Forward, Purpose::Training) => return vec![Side::Row, Side::Column],
+                _ => return vec![Side::Row],
+            },
+            // The specs of expert 0 stand for all.
+            Slot::Grouped { slot, .. } => Slot::Grouped { slot: *slot, expert: 0 },
+            other => other.clone(),
+        };
+        let products = module.products(self.purpose);
+        let operands = products.iter().flat_map(|product| [&product.left, &product.right]);
+        let sides: Vec<Side> = operands.filter(|operand| operand.slot == slot).map(|operand| operand.side).collect();
+        match slot {
+            // What a user's module does with a tensor is not known unless it says so.
+            Slot::Extension(_) if sides.is_empty() => vec![Side::Row, Side::Column],
+            _ => sides,
         }
     }
 
