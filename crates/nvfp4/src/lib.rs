@@ -25,12 +25,14 @@
 
 #![forbid(unsafe_code)]
 
+mod container;
 mod direction;
 mod error;
 mod generator;
 mod json;
 mod matmul;
 mod quantizer;
+pub mod recipe;
 mod shape;
 mod storage;
 mod tensor;
@@ -54,3 +56,8 @@ pub use tensor_ref::TensorRef;
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// Runs the examples of the guide to recipes.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/recipes.md")]
+struct RecipesGuide;
