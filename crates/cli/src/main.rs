@@ -7,6 +7,7 @@ mod demo;
 mod device;
 mod doctor;
 mod normal;
+mod recipe;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -28,6 +29,7 @@ enum Command {
     Bench(bench::Args),
     Agreement(agreement::Args),
     Doctor(doctor::Args),
+    Recipe(recipe::Args),
 }
 
 fn main() -> ExitCode {
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
         Command::Conformance(args) => conformance::run(&args),
         Command::Agreement(args) => agreement::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Recipe(args) => recipe::run(&args),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");

@@ -164,6 +164,18 @@ pub enum Error {
         end: u64,
     },
 
+    /// A format, spec or setting of a recipe that has no meaning; the text names the fix.
+    #[error("{0}")]
+    Spec(String),
+
+    /// All that is wrong with a recipe, with a model, or with both together.
+    #[error(transparent)]
+    Recipe(crate::recipe::Problems),
+
+    /// Workers that could not agree on amaxes.
+    #[error("the reduction among workers failed: {0}")]
+    Collective(Box<dyn std::error::Error + Send + Sync>),
+
     /// A file that cannot be read or written.
     #[error("{path}: {source}")]
     Io {
@@ -182,7 +194,7 @@ pub enum Error {
         source: safetensors::SafeTensorError,
     },
 
-    /// A safetensors file that does not hold what it must.
+    /// A file that does not hold what it must.
     #[error("{path}: {reason}")]
     Format {
         /// The file.

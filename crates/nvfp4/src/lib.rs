@@ -25,12 +25,14 @@
 
 #![forbid(unsafe_code)]
 
+mod container;
 mod direction;
 mod error;
 mod generator;
 mod json;
 mod matmul;
 mod quantizer;
+pub mod recipe;
 mod shape;
 mod storage;
 mod tensor;
@@ -50,7 +52,12 @@ pub use storage::{load, save};
 pub use tensor::{QuantTensor, Side, Update};
 pub use tensor_ref::TensorRef;
 
-/// Runs the README's first example, and compiles the other, which needs a GPU.
+/// Runs the examples of the README, and compiles the one that needs a GPU.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// Runs the examples of the guide to recipes.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/recipes.md")]
+struct RecipesGuide;

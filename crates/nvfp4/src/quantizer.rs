@@ -30,7 +30,8 @@ pub enum Transform {
 }
 
 impl Transform {
-    fn signs(self) -> Option<Signs> {
+    /// The signs; `None` for no transform.
+    pub fn signs(self) -> Option<Signs> {
         match self {
             Transform::None => None,
             Transform::FixedSigns => Some(Signs::FIXED),
@@ -92,12 +93,12 @@ pub struct Quantizer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[must_use = "a builder does nothing until `build`"]
 pub struct QuantizerBuilder {
-    mode: Mode,
-    rounding: Rounding,
-    transform: Transform,
-    directions: Directions,
-    layout: Layout,
-    finite: Finite,
+    pub(crate) mode: Mode,
+    pub(crate) rounding: Rounding,
+    pub(crate) transform: Transform,
+    pub(crate) directions: Directions,
+    pub(crate) layout: Layout,
+    pub(crate) finite: Finite,
 }
 
 impl QuantizerBuilder {

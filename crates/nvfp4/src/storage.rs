@@ -5,17 +5,15 @@
 //! `version = 1` and, under `tensors`, a JSON object that gives each tensor's shape and each direction's unit, bound,
 //! rotation and layout. The format is ours; checkpoints for other programs are written elsewhere.
 
-use crate::json::unique_keys;
+use crate::container::{self, Checked, Container, Part, stored};
 use crate::{Bound, Direction, Error, Global, GlobalScale, Layout, QuantTensor, Result, Signs, Unit, shape};
 use nvfp4_spec::{BLOCK, e2m1};
-use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::Path;
 
-const FORMAT: &str = "nvfp4";
-const VERSION: &str = "1";
+const TENSORS: Container = Container { format: "nvfp4", version: "1", index: "tensors" };
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -88,8 +86,6 @@ impl DirectionEntry {
 
 /// Writes named tensors to a file, which is replaced if it exists.
 pub fn save<'a>(path: &Path, tensors: impl IntoIterator<Item = (&'a str, &'a QuantTensor)>) -> Result<()> {
-    let format = |reason| Error::Format { path: path.to_path_buf(), reason };
-    let invalid = |source| Error::Safetensors { path: path.to_path_buf(), source };
     let (mut entries, mut parts) = (BTreeMap::new(), Vec::new());
     for (name, tensor) in tensors {
         let entry = TensorEntry {
@@ -98,48 +94,31 @@ pub fn save<'a>(path: &Path, tensors: impl IntoIterator<Item = (&'a str, &'a Qua
             col: tensor.col.as_ref().map(DirectionEntry::of),
         };
         if entries.insert(name, entry).is_some() {
-            return Err(format(format!("two tensors are named '{name}'")));
+            let reason = format!("two tensors are named '{name}'");
+            return Err(Error::Format { path: path.to_path_buf(), reason });
         }
         for (side, direction) in [("row", &tensor.row), ("col", &tensor.col)] {
             if let Some(d) = direction {
-                parts.extend(Part::of(d, &format!("{name}.{side}")));
+                parts.extend(parts_of(d, &format!("{name}.{side}")));
             }
         }
     }
-    let views = parts
-        .iter()
-        .map(|p| Ok((p.name.as_str(), TensorView::new(p.dtype, p.shape.clone(), &p.bytes).map_err(invalid)?)))
-        .collect::<Result<Vec<_>>>()?;
-    let json = serde_json::to_string(&entries).map_err(|e| format(e.to_string()))?;
-    let metadata = [("format", FORMAT.to_string()), ("version", VERSION.to_string()), ("tensors", json)];
-    let metadata: HashMap<String, String> = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
-    let bytes = safetensors::serialize(views, Some(metadata)).map_err(invalid)?;
-    std::fs::write(path, bytes).map_err(|source| Error::Io { path: path.to_path_buf(), source })
+    TENSORS.write(path, &parts, &entries)
 }
 
-/// A piece of a direction as a safetensors tensor.
-struct Part {
-    name: String,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
-}
-
-impl Part {
-    fn of(d: &Direction, prefix: &str) -> [Part; 3] {
-        let part = |what: &str, dtype, shape, bytes| Part { name: format!("{prefix}.{what}"), dtype, shape, bytes };
-        let [codes, scales] = shapes(d.rows(), d.cols(), d.layout(), d.scales().len());
-        let global_shape = match d.global() {
-            Global::PerTensor(_) => vec![],
-            Global::PerRow(values) => vec![values.len()],
-        };
-        let global = d.global().values().iter().flat_map(|x| x.to_le_bytes()).collect();
-        [
-            part("codes", Dtype::U8, codes, d.codes().to_vec()),
-            part("scales", Dtype::F8_E4M3, scales, d.scales().to_vec()),
-            part("global", Dtype::F32, global_shape, global),
-        ]
-    }
+/// A direction as safetensors tensors.
+fn parts_of(d: &Direction, prefix: &str) -> [Part; 3] {
+    let part = |what: &str, dtype, shape, bytes| Part { name: format!("{prefix}.{what}"), dtype, shape, bytes };
+    let [codes, scales] = shapes(d.rows(), d.cols(), d.layout(), d.scales().len());
+    let global_shape = match d.global() {
+        Global::PerTensor(_) => vec![],
+        Global::PerRow(values) => vec![values.len()],
+    };
+    [
+        part("codes", Dtype::U8, codes, d.codes().to_vec()),
+        part("scales", Dtype::F8_E4M3, scales, d.scales().to_vec()),
+        part("global", Dtype::F32, global_shape, container::bytes(d.global().values())),
+    ]
 }
 
 /// The shapes that a direction's codes and scales are stored in.
@@ -154,34 +133,9 @@ fn shapes(rows: usize, cols: usize, layout: Layout, scale_len: usize) -> [Vec<us
 /// Reads all tensors of a file. Nothing is taken on trust: a type, shape, scale or setting that [`save`] would not have
 /// written is an error that names the file and the tensor.
 pub fn load(path: &Path) -> Result<BTreeMap<String, QuantTensor>> {
-    let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
-    let invalid = |source| Error::Safetensors { path: path.to_path_buf(), source };
-    let (header_len, header) = SafeTensors::read_metadata(&bytes).map_err(invalid)?;
-    let file = SafeTensors::deserialize(&bytes).map_err(invalid)?;
-    let metadata = header.metadata().clone().unwrap_or_default();
-    // The header follows its own length, in 8 bytes.
-    let tensors = unique_keys(&bytes[8..][..header_len])
-        .map_err(|e| format!("header: {e}"))
-        .and_then(|()| read_tensors(&file, &metadata));
-    tensors.map_err(|reason| Error::Format { path: path.to_path_buf(), reason })
-}
-
-/// What is wrong with a file, without its path.
-type Checked<T> = std::result::Result<T, String>;
-
-fn read_tensors(file: &SafeTensors<'_>, metadata: &HashMap<String, String>) -> Checked<BTreeMap<String, QuantTensor>> {
-    let value = |key: &str| metadata.get(key).map_or("none", String::as_str);
-    if value("format") != FORMAT {
-        return Err(format!("expected the format '{FORMAT}', got '{}'", value("format")));
-    }
-    if value("version") != VERSION {
-        return Err(format!("expected format version {VERSION}, got {}", value("version")));
-    }
-    let json = metadata.get("tensors").map_or("", String::as_str);
-    let entries: serde_json::Result<BTreeMap<String, TensorEntry>> =
-        unique_keys(json.as_bytes()).and_then(|()| serde_json::from_str(json));
-    let entries = entries.map_err(|e| format!("metadata 'tensors': {e}"))?;
-    entries.into_iter().map(|(name, entry)| read_tensor(file, &name, &entry).map(|tensor| (name, tensor))).collect()
+    TENSORS.read(path, |file, entries: BTreeMap<String, TensorEntry>| {
+        entries.into_iter().map(|(name, entry)| read_tensor(file, &name, &entry).map(|tensor| (name, tensor))).collect()
+    })
 }
 
 fn read_tensor(file: &SafeTensors<'_>, name: &str, entry: &TensorEntry) -> Checked<QuantTensor> {
@@ -208,30 +162,16 @@ fn read_direction(
     let codes = stored(file, &format!("{prefix}.codes"), Dtype::U8, &[&code_shape])?;
     let scales = stored(file, &format!("{prefix}.scales"), Dtype::F8_E4M3, &[&scale_shape])?;
     let global = stored(file, &format!("{prefix}.global"), Dtype::F32, &[&[], &[rows]])?;
-    let values: Vec<f32> = global.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
     let scope = if global.shape().is_empty() { GlobalScale::PerTensor } else { GlobalScale::PerRow };
     Direction::from_parts(
         rows,
         cols,
         codes.data().to_vec(),
         scales.data().to_vec(),
-        Global::from_values(scope, values),
+        Global::from_values(scope, container::floats(&global)),
         entry.unit(),
         entry.rotation.map(Signs),
         layout,
     )
     .map_err(named)
-}
-
-/// A tensor of the file, which must have this type and one of these shapes.
-fn stored<'a>(file: &SafeTensors<'a>, name: &str, dtype: Dtype, shapes: &[&[usize]]) -> Checked<TensorView<'a>> {
-    let view = file.tensor(name).map_err(|_| format!("tensor '{name}' is missing"))?;
-    if view.dtype() != dtype {
-        return Err(format!("tensor '{name}': expected {dtype:?}, got {:?}", view.dtype()));
-    }
-    if !shapes.contains(&view.shape()) {
-        let expected: Vec<String> = shapes.iter().map(|shape| format!("{shape:?}")).collect();
-        return Err(format!("tensor '{name}': expected the shape {}, got {:?}", expected.join(" or "), view.shape()));
-    }
-    Ok(view)
 }

@@ -4,7 +4,7 @@ use super::OUTPUT;
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
 use crate::Result;
-use crate::cuda::text::{PRECISIONS, Variants, assemble};
+use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
 use crate::cuda::{Source, Stream, entry};
 use crate::quantize::Layout;
 use nvfp4_spec::{GlobalScale, Precision, e2m1};
@@ -97,7 +97,7 @@ fn source((a, b, kind): Variant) -> (&'static str, &'static str, String) {
         b.name(),
         kind.settings()
     );
-    ("gemm_decoded", "gemm_decoded", assemble(&settings, &[OUTPUT, include_str!("decoded.cu")]))
+    ("gemm_decoded", "gemm_decoded", assemble(&settings, &[ELEMENTS, OUTPUT, include_str!("decoded.cu")]))
 }
 
 /// Every kind on both sides, and every kind of output.

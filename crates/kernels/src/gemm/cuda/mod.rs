@@ -27,7 +27,7 @@ use crate::{Result, cuda};
 use nvfp4_spec::{Element, Error, Precision, area};
 use output::Output;
 
-const OUTPUT: &str = concat!(include_str!("../../cuda/pack.cuh"), include_str!("output.cuh"));
+const OUTPUT: &str = include_str!("output.cuh");
 const WEIGHTS: &str = include_str!("weights.cuh");
 
 /// How a product is computed.
