@@ -73,7 +73,6 @@ fn settings_that_do_not_work_are_errors() {
         ("--rows 64", "--rows and --cols are for --device cuda: the CPU's matrix is square, use --size"),
         ("--filter amax-given --cols 64 --device cpu", "--rows and --cols are for --device cuda"),
         ("--filter row+hadamard", "--filter: no operation's name contains 'row+hadamard'"),
-        ("--filter mxfp8 --device cuda", "--filter: no operation's name contains 'mxfp8'"),
         ("--device cuda --size 64", "--size is for --device cpu: on a GPU use --rows and --cols"),
         ("--device cuda --implementation scalar", "--implementation is for --device cpu"),
         ("--device cuda --rows 40", "--rows: expected a multiple of 16, got 40"),

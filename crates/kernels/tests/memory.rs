@@ -39,6 +39,9 @@ fn small_shapes_touch_their_own_memory_only() {
             (Precision::Bf16, (3, 33)),
             (Precision::F16, (17, 31)),
             (Precision::Bf16, (130, 20)),
+            // Whole units and whole panels of the GPU.
+            (Precision::Bf16, (34, 48)),
+            (Precision::F16, (128, 128)),
         ] {
             Runner::new(Case { precision, fill: Fill::Special, ..Case::new(rows, cols) }).check_fp8(mode);
         }

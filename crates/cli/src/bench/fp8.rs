@@ -1,4 +1,4 @@
-//! FP8 and MXFP8 on the CPU: what is measured, and how it is run and checked.
+//! FP8 and MXFP8: what is measured, and how the CPU runs and checks it.
 
 use anyhow::{Result, ensure};
 use half::bf16;
@@ -15,12 +15,13 @@ pub fn select(filter: &str) -> Vec<&'static Operation> {
 
 pub struct Operation {
     pub name: &'static str,
-    kind: Kind,
-    scaling: Scale,
+    pub kind: Kind,
+    pub scaling: Scale,
     format: Format,
 }
 
-enum Kind {
+#[derive(Clone, Copy, PartialEq)]
+pub enum Kind {
     Rows,
     Both,
     DequantizeBf16,
@@ -29,7 +30,7 @@ enum Kind {
 
 /// Where scales come from.
 #[derive(Clone, Copy, PartialEq)]
-enum Scale {
+pub enum Scale {
     /// From an amax that is given.
     Given,
     /// From an amax that is found first.
@@ -74,23 +75,23 @@ pub struct Run<'a> {
     implementation: Implementation,
     x: Input<'a>,
     amax: f32,
-    results: Results,
+    pub results: Results,
 }
 
 /// What an operation writes, at first a pattern, so that pages exist and what is not written shows.
 #[derive(PartialEq)]
-struct Results {
-    row: Buffers,
-    col: Option<Buffers>,
-    amax: f32,
-    bf16s: Vec<bf16>,
-    f32s: Vec<f32>,
+pub struct Results {
+    pub row: Buffers,
+    pub col: Option<Buffers>,
+    pub amax: f32,
+    pub bf16s: Vec<bf16>,
+    pub f32s: Vec<f32>,
 }
 
 #[derive(PartialEq)]
-struct Buffers {
-    codes: Vec<u8>,
-    scales: ScaleVec,
+pub struct Buffers {
+    pub codes: Vec<u8>,
+    pub scales: ScaleVec,
 }
 
 impl Buffers {
@@ -190,7 +191,8 @@ impl<'a> Run<'a> {
 }
 
 impl Operation {
-    fn mode(&self, amax: f32) -> Mode {
+    /// How the matrix is quantized, given its amax.
+    pub fn mode(&self, amax: f32) -> Mode {
         let scaling = match self.scaling {
             Scale::Given | Scale::Current | Scale::Delayed => {
                 Scaling::Tensor { scale: AmaxRule::CURRENT.tensor_scale(amax, self.format) }

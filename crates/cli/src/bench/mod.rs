@@ -28,8 +28,8 @@ use std::process::ExitCode;
 /// The column `amax` says whether the matrix's largest magnitude was given to an operation or had to be computed by it.
 /// Names mean the same on both devices, but for this: 16x16, 4over6, stochastic and hadamard compute it on the CPU and are
 /// given it on a GPU. Operations called `amax-given` and row+hadamard-column always are given it; `quantize 1x16`, its
-/// `row-scaled` and its `both` always compute it. FP8 and MXFP8 are measured on the CPU only; codes are E4M3 unless the name
-/// says otherwise, and blocks find their own amaxes.
+/// `row-scaled` and its `both` always compute it. Of FP8 and MXFP8, codes are E4M3 unless the name says otherwise, `fp8-delayed` is
+/// given a scale and records the amax, and blocks find their own amaxes.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct Args {
@@ -72,8 +72,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         return gemm::run(args);
     }
     let operations = operations::select(args.device, &args.filter);
-    // The GPU has no kernels for FP8 yet.
-    let fp8_operations = if args.device == Device::Cpu { fp8::select(&args.filter) } else { vec![] };
+    let fp8_operations = fp8::select(&args.filter);
     ensure!(
         !operations.is_empty() || !fp8_operations.is_empty(),
         "--filter: no operation's name contains '{}'",
@@ -87,7 +86,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
         Device::Cuda(ordinal) => {
             let shape = args.on_gpu()?;
-            run_on_gpu(ordinal, shape, &operations, args.json)
+            run_on_gpu(ordinal, shape, &operations, &fp8_operations, args.json)
         }
     }))?;
     Ok(ExitCode::SUCCESS)
@@ -130,12 +129,18 @@ impl Args {
 }
 
 #[cfg(feature = "cuda")]
-fn run_on_gpu(ordinal: usize, shape: (usize, usize), operations: &[&Operation], json: bool) -> Result<()> {
-    cuda::run(crate::device::open(ordinal)?, shape, operations, json)
+fn run_on_gpu(
+    ordinal: usize,
+    shape: (usize, usize),
+    operations: &[&Operation],
+    fp8_operations: &[&fp8::Operation],
+    json: bool,
+) -> Result<()> {
+    cuda::run(crate::device::open(ordinal)?, shape, operations, fp8_operations, json)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run_on_gpu(_: usize, _: (usize, usize), _: &[&Operation], _: bool) -> Result<()> {
+fn run_on_gpu(_: usize, _: (usize, usize), _: &[&Operation], _: &[&fp8::Operation], _: bool) -> Result<()> {
     anyhow::bail!(crate::device::NOT_BUILT)
 }
 

@@ -68,7 +68,9 @@ impl Launch {
             ..Variant::new(x.values().precision(), mode, amax)
         };
         let mut params = params(x, mode, [Some(row), None], amax);
-        (params.divisor_magic, params.divisor_shift) = divisor((cols.div_ceil(tile) * (tile / UNIT)).max(1));
+        if units > 0 {
+            (params.divisor_magic, params.divisor_shift) = divisor(units / rows);
+        }
         if variant.flat {
             (params.rows, params.cols, params.stride) = (1, params.rows * params.cols, 0);
         }
@@ -355,10 +357,60 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{Wanted, plan};
     use super::*;
+    use crate::cuda::SliceMut;
+    use nvfp4_spec::fp8::Scales;
 
     #[test]
     fn parameters_have_the_size_that_the_kernels_expect() {
         assert_eq!(size_of::<Params>(), 96);
+    }
+
+    fn direction<'a>() -> Direction<'a> {
+        // SAFETY: nothing is ever read or written there.
+        unsafe { Direction { codes: SliceMut::from_raw(16, 0), scales: Scales::F32(SliceMut::from_raw(16, 1)) } }
+    }
+
+    /// The launch for a matrix that is not there, in rows or in columns.
+    fn planned(rows: usize, cols: usize, scaling: Scaling<'_>, columns: bool) -> Result<Vec<Launch>> {
+        // SAFETY: as above.
+        let x = cuda::Values::F32(unsafe { cuda::Slice::from_raw(16, usize::MAX) });
+        let x = Input::strided(x, rows, cols, cols).unwrap();
+        let (row, col) = if columns { (None, Some(direction())) } else { (Some(direction()), None) };
+        plan(&x, &Mode { format: Format::E4m3, scaling }, &Wanted { row, col, amax: None })
+    }
+
+    #[test]
+    fn without_elements_only_the_scale_of_a_tensor_is_written() {
+        for (rows, cols) in [(0, 0), (0, 1 << 62), (1 << 62, 0), (0, usize::MAX), (7, 0)] {
+            for columns in [false, true] {
+                let tensor = planned(rows, cols, Scaling::Tensor(Scale::Value(1.0)), columns).unwrap();
+                assert!(matches!(tensor[..], [Launch { grid: Grid::AtOnce(1), .. }]), "{rows} × {cols}");
+                assert!(planned(rows, cols, Scaling::Mx, columns).unwrap().is_empty(), "{rows} × {cols}");
+            }
+        }
+    }
+
+    #[test]
+    fn units_and_panels_are_counted_in_31_bits() {
+        let (most, tensor, blocks) =
+            ((1 << 31) - 1, Scaling::Tensor(Scale::Value(1.0)), Scaling::Row128(AmaxRule::BLOCK));
+        for (rows, cols, scaling, columns) in [
+            (most, 16, tensor, false),
+            (1, 16 * most, tensor, false),
+            (1 << 27, 100, blocks, false),
+            (most, 128, blocks, true),
+        ] {
+            assert!(planned(rows, cols, scaling, columns).is_ok(), "{rows} × {cols}");
+        }
+        for (rows, cols, scaling, columns) in [
+            (most, 17, tensor, false),
+            (1 << 28, 1, blocks, false),
+            (1 << 40, 16, tensor, false),
+            (1 << 38, 1, blocks, true),
+        ] {
+            assert!(planned(rows, cols, scaling, columns).is_err(), "{rows} × {cols}");
+        }
     }
 }

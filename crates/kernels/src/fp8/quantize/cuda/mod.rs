@@ -1,5 +1,5 @@
 //! Quantization to FP8 on a GPU: what a call says, and what is checked of it. Read `units.cuh`, then the kernels: `rows.cu`,
-//! `panels.cu`; [`launch`] says which of them a call needs.
+//! `panels.cu`; `launch.rs` says which of them a call needs.
 
 mod host;
 mod launch;
