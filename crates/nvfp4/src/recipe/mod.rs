@@ -15,7 +15,7 @@
 //! ```
 //!
 //! The guide is `docs/recipes.md`. Reading order: `role.rs`, `format/mod.rs`, `spec.rs`, `factory.rs`, `presets.rs`, `model.rs`,
-//! `plan/mod.rs`, `plan/check.rs`, `state/mod.rs`.
+//! `plan/mod.rs`, `plan/check.rs`, `state/mod.rs`, `quantizer.rs`.
 
 mod attention;
 mod backward;
@@ -35,6 +35,7 @@ mod plan;
 mod presets;
 mod problem;
 mod products;
+mod quantizer;
 mod role;
 mod rules;
 mod spec;
@@ -60,7 +61,8 @@ pub use plan::{Change, Entry, Plan, PlanDiff, Saved, Transition, Warning};
 pub use presets::{AttentionSlots, Preset};
 pub use problem::{Found, Problem, Problems};
 pub use products::{Arithmetic, Conflict, Operand, Product, multiply};
+pub use quantizer::{Observed, SpecQuantizer};
 pub use role::{AttentionSlot, Consumer, ExtensionSlot, LinearSlot, Pass, Role, Site, Slot};
 pub use spec::{ColumnSource, QuantSpec, Split};
-pub use state::{AmaxFn, AmaxRules, Collective, DelayedState, Group, Scales, SingleProcess, States, update_scale};
+pub use state::{AmaxFn, AmaxRules, Collective, DelayedState, Group, Scales, SingleProcess, States};
 pub use training::{Nvfp4Training, Scope};

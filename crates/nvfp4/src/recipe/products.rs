@@ -99,16 +99,22 @@ impl Conflict {
 /// family: a product takes each operand's scales as they come.
 pub fn multiply(left: (&Format, Side), right: (&Format, Side)) -> Result<Arithmetic, Conflict> {
     let rotations = (left.0.rotation(left.1), right.0.rotation(right.1));
-    let arithmetic = match (left.0.family(), right.0.family()) {
-        (Family::HighPrecision, Family::HighPrecision) => Arithmetic::HighPrecision,
-        (Family::Custom(a), Family::Custom(b)) if a == b => Arithmetic::Quantized,
-        (Family::Custom(_), _) | (_, Family::Custom(_)) => return Err(Conflict::Formats),
-        (Family::HighPrecision, _) | (_, Family::HighPrecision) => Arithmetic::Mixed,
-        (a, b) if a == b => Arithmetic::Quantized,
-        _ => return Err(Conflict::Formats),
-    };
+    let arithmetic = left.0.family().with(&right.0.family()).ok_or(Conflict::Formats)?;
     match rotations.0 == rotations.1 {
         true => Ok(arithmetic),
         false => Err(Conflict::Rotation { left: rotations.0, right: rotations.1 }),
+    }
+}
+
+impl Family {
+    /// How a product multiplies it with another; `None` where it cannot.
+    pub fn with(&self, other: &Family) -> Option<Arithmetic> {
+        match (self, other) {
+            (Family::HighPrecision, Family::HighPrecision) => Some(Arithmetic::HighPrecision),
+            (Family::Custom(a), Family::Custom(b)) => (a == b).then_some(Arithmetic::Quantized),
+            (Family::Custom(_), _) | (_, Family::Custom(_)) => None,
+            (Family::HighPrecision, _) | (_, Family::HighPrecision) => Some(Arithmetic::Mixed),
+            (a, b) => (a == b).then_some(Arithmetic::Quantized),
+        }
     }
 }

@@ -26,8 +26,11 @@ fn row_scaling_is_part_of_the_data() {
     let x = [1f32; 16];
     let x = TensorRef::new(&x[..], &[1, 16]).unwrap();
     let row_scaled = format.quantizer(Directions::Row).quantize(&x).unwrap();
-    assert!(matches!(row_scaled.row().unwrap().global(), Global::PerRow(amaxes) if amaxes.len() == 1));
-    assert!(matches!(Quantizer::default().quantize(&x).unwrap().row().unwrap().global(), Global::PerTensor(_)));
+    assert!(matches!(row_scaled.nvfp4(Side::Row).unwrap().global(), Global::PerRow(amaxes) if amaxes.len() == 1));
+    assert!(matches!(
+        Quantizer::default().quantize(&x).unwrap().nvfp4(Side::Row).unwrap().global(),
+        Global::PerTensor(_)
+    ));
 }
 
 /// "Environment variables toggle what nobody sees": they are read when asked, into a typed recipe: see environment.rs and

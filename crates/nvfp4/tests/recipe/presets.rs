@@ -58,7 +58,7 @@ fn factory_matches_block_scaling() {
     let (row, square) = ("fp8-block(e4m3)", "fp8-block(e4m3, 128x128)");
     check("float8_block_scaling", [row, square, row, row, row]);
     let Format::Fp8Block(block) = spec(square).format(nvfp4::Side::Row) else { panic!("not a block format") };
-    assert_eq!((block.tile, block.step), (BlockTile::Square128, ScaleStep::PowerOfTwo));
+    assert_eq!((block.tile, block.step), (BlockTile::Square128, ScaleStep::PowersOfTwo));
 }
 
 #[test]

@@ -12,7 +12,7 @@ pub fn formats() -> Vec<Format> {
         .map(Format::HighPrecision)
         .collect();
     for code in [Fp8Code::E4m3, Fp8Code::E5m2] {
-        for step in [ScaleStep::Any, ScaleStep::PowerOfTwo] {
+        for step in [ScaleStep::Any, ScaleStep::PowersOfTwo] {
             for epsilon in [0.0, 1e-6, f32::MIN_POSITIVE] {
                 let epsilon = Epsilon::new(epsilon).unwrap();
                 formats.push(Format::Fp8(Fp8 { code, step, epsilon }));

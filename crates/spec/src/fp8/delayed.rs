@@ -52,22 +52,34 @@ impl Delayed {
     ///
     /// The scale stays where the amax is 0, infinite or NaN. NaN is passed over by a maximum.
     pub fn update(&self, history: &mut [f32], scale: f32, entry: Entry) -> Result<f32> {
-        let &[first, ref earlier @ ..] = &*history else {
+        self.update_by(history, scale, entry, |window| match self.algorithm {
+            Algorithm::Max => window.iter().fold(0.0, |m: f32, &a| m.max(a)),
+            Algorithm::MostRecent => window[0],
+        })
+    }
+
+    /// The same by a rule of the caller's in the place of the algorithm. `amax` chooses a magnitude from the window: the amax of this step,
+    /// then those of earlier ones, oldest first.
+    pub fn update_by(
+        &self,
+        history: &mut [f32],
+        scale: f32,
+        entry: Entry,
+        amax: impl FnOnce(&[f32]) -> f32,
+    ) -> Result<f32> {
+        let Some(&first) = history.first() else {
             return Err(Error::Length { what: "amax history (at least)", expected: 1, got: 0 });
         };
         let last = match entry {
             Entry::Bulk { reduced: Some(reduced) } if reduced != 0.0 => reduced,
             _ => first,
         };
-        let amax = match self.algorithm {
-            Algorithm::Max => earlier.iter().fold(last, |m, &a| m.max(a)),
-            Algorithm::MostRecent => last,
-        };
         if last == 0.0 && matches!(entry, Entry::Bulk { .. }) {
             return Ok(finite(scale));
         }
+        history[0] = last;
+        let amax = amax(history);
         history.rotate_left(1);
-        history[history.len() - 1] = last;
         history[0] = 0.0;
         let usable = amax > 0.0 && amax.is_finite();
         Ok(finite(if usable { self.largest() / amax } else { scale }))

@@ -109,6 +109,20 @@ impl<'a> View<'a> {
     pub fn code_row(&self, r: usize) -> &'a [u8] {
         &self.codes[r * self.cols..][..self.cols]
     }
+
+    /// The value of an element: `fl(code value · scale)`.
+    pub fn value(&self, r: usize, c: usize) -> f32 {
+        let tile = self.tile.index((self.rows, self.cols), (r, c));
+        self.format.decode(self.code_row(r)[c]) * self.scales.factor(tile)
+    }
+
+    /// The scale of the whole matrix, if it has a single 32-bit one.
+    pub fn tensor_scale(&self) -> Option<f32> {
+        match (self.tile, self.scales) {
+            (Tile::Tensor, Scales::F32(scales)) => Some(scales[0]),
+            _ => None,
+        }
+    }
 }
 
 /// The tiles of a matrix in the order of their scales: which rows, which columns.

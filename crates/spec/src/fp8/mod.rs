@@ -18,7 +18,7 @@ pub use scale::{AmaxRule, BLOCK, MX_BLOCK, ScaleValues};
 use crate::{Error, Precision, Result, area, e4m3, e5m2, e8m0};
 
 /// What a code is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub enum Format {
     /// [`e4m3`]: more precision, up to 448. For activations and weights.
     #[default]
@@ -119,6 +119,20 @@ impl Tile {
         match self {
             Tile::Tensor => (1, 1),
             _ => (rows.div_ceil(height), cols.div_ceil(width)),
+        }
+    }
+
+    /// Which tile an element is in, in the order of the scales.
+    pub fn index(self, (rows, cols): (usize, usize), (r, c): (usize, usize)) -> usize {
+        let ((height, width), (_, across)) = (self.size(rows, cols), self.grid(rows, cols));
+        r / height * across + c / width
+    }
+
+    /// Rows and columns of a matrix as a product takes it, tiles lying along K: transposed where they lie in columns.
+    pub fn along_k(self, (rows, cols): (usize, usize)) -> (usize, usize) {
+        match self {
+            Tile::Tensor | Tile::Row128 | Tile::Square128 | Tile::Row32 => (rows, cols),
+            Tile::Column32 => (cols, rows),
         }
     }
 

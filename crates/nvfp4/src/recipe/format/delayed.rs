@@ -1,4 +1,4 @@
-//! The settings of delayed scaling. The rule itself is `state/scale.rs`.
+//! The settings of delayed scaling. The rule itself is [`nvfp4_spec::fp8::delayed`].
 
 use super::Fp8Code;
 use crate::recipe::name::Name;

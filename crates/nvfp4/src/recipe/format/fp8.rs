@@ -2,34 +2,7 @@
 
 use crate::{Error, Result};
 
-/// The two 8-bit codes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub enum Fp8Code {
-    /// 4 bits of exponent, 3 of mantissa, up to 448.
-    #[default]
-    E4m3,
-    /// 5 bits of exponent, 2 of mantissa, up to 57344.
-    E5m2,
-}
-
-impl Fp8Code {
-    /// The largest finite value.
-    pub const fn max(self) -> f32 {
-        match self {
-            Fp8Code::E4m3 => 448.0,
-            Fp8Code::E5m2 => 57344.0,
-        }
-    }
-}
-
-/// Which numbers a scale may be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ScaleStep {
-    /// Any binary32 number.
-    Any,
-    /// Powers of two, rounded down.
-    PowerOfTwo,
-}
+pub use nvfp4_spec::fp8::{Format as Fp8Code, ScaleValues as ScaleStep};
 
 /// The smallest amax that a scale is made from: a number that is not negative and not infinite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -97,7 +70,7 @@ pub struct Fp8Block {
 impl Fp8Block {
     /// E4M3, powers of two, no smallest amax.
     pub const fn new(tile: BlockTile) -> Self {
-        Fp8Block { code: Fp8Code::E4m3, tile, step: ScaleStep::PowerOfTwo, epsilon: Epsilon::ZERO }
+        Fp8Block { code: Fp8Code::E4m3, tile, step: ScaleStep::PowersOfTwo, epsilon: Epsilon::ZERO }
     }
 }
 

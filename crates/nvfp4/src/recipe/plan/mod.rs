@@ -13,8 +13,10 @@ use super::format::{Family, Format};
 use super::model::{Model, Module, Purpose};
 use super::path::ModulePath;
 use super::problem::{Problem, Problems};
+use super::quantizer::SpecQuantizer;
 use super::role::{Consumer, Pass, Role, Site, Slot};
 use super::spec::{ColumnSource, QuantSpec};
+use super::state::Scales;
 use crate::{Directions, Error, Result, Side};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -181,6 +183,41 @@ impl Plan {
     /// The directions of a tensor that are quantized: those that something reads, and the row direction where the column
     /// direction is made from it. `None` if no codes are made.
     pub fn directions(&self, site: &Site) -> Option<Directions> {
+        let (row, col) = self.needed(site)?;
+        let coded = |side| self.spec(site).is_some_and(|spec| spec.format(side).family() != Family::HighPrecision);
+        Directions::of(row && coded(Side::Row), col && coded(Side::Column))
+    }
+
+    /// The quantizer of a tensor, for the directions that something reads. `scales` are those of delayed scaling at this step, which may
+    /// be empty where the plan has none: `States::new(&plan)?.scales()`.
+    ///
+    /// ```
+    /// use nvfp4::TensorRef;
+    /// use nvfp4::recipe::{Capabilities, LinearSlot, Model, Module, Pass, Plan, Recipe, SingleProcess, Site, States};
+    ///
+    /// let mut model = Model::new();
+    /// model.add(Module::linear("fc"));
+    /// let plan = Plan::build(&model, &"delayed_scaling".parse::<Recipe>()?, &Capabilities::software())?;
+    /// let mut states = States::new(&plan)?;
+    ///
+    /// let (input, x) = (Site::new("fc", LinearSlot::Input), vec![7.0f32; 64 * 32]);
+    /// let x = TensorRef::new(&x[..], &[64, 32])?;
+    /// let observed = plan.quantizer(&input, &states.scales())?.observe(&x, &Default::default())?;
+    /// states.observe(&input, &observed)?;
+    /// states.update(Pass::Forward, &SingleProcess)?;
+    /// assert_eq!(states.scales().get(&input, nvfp4::Side::Row), Some(64.0));
+    /// # Ok::<(), nvfp4::Error>(())
+    /// ```
+    pub fn quantizer(&self, site: &Site, scales: &Scales) -> Result<SpecQuantizer> {
+        let absent = |what: &str| Error::Spec(format!("{site}: {what}"));
+        let spec = self.spec(site).ok_or_else(|| absent("the plan has no such tensor"))?;
+        let (row, col) = self.needed(site).unwrap_or((false, false));
+        let directions = Directions::of(row, col).ok_or_else(|| absent("nothing reads this tensor quantized"))?;
+        spec.quantizer_with(directions, |side| scales.get(site, side))
+    }
+
+    /// The directions of a tensor that something reads, or that the column direction is made from.
+    fn needed(&self, site: &Site) -> Option<(bool, bool)> {
         let Entry { role, spec, .. } = self.get(site)?;
         let mut sides = self.read_sides(site);
         match &role.consumer {
@@ -188,15 +225,9 @@ impl Plan {
             Some(Consumer::Sites(sites)) => sites.iter().for_each(|site| sides.extend(self.read_sides(site))),
             Some(Consumer::Unknown) => sides.extend([Side::Row, Side::Column]),
         }
-        let coded = |side| spec.format(side).family() != Family::HighPrecision;
         let (row, col) = (sides.contains(&Side::Row), sides.contains(&Side::Column));
         let source = col && spec.source() == ColumnSource::RowDequantized;
-        match ((row || source) && coded(Side::Row), col && coded(Side::Column)) {
-            (true, true) => Some(Directions::Both),
-            (true, false) => Some(Directions::Row),
-            (false, true) => Some(Directions::Column),
-            (false, false) => None,
-        }
+        Some((row || source, col))
     }
 
     /// The directions of a tensor that its own module reads.

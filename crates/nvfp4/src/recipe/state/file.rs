@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const STATE: Container = Container { format: "nvfp4-recipe-state", version: "1", index: "entries" };
+const STATE: Container = Container { format: "nvfp4-recipe-state", versions: &["1"], index: "entries" };
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -39,13 +39,13 @@ impl States {
             parts.push(part("history", vec![state.history.len()], &state.history));
             parts.push(part("scale", vec![], &[state.scale]));
         }
-        STATE.write(path, &parts, &entries)
+        STATE.write(path, STATE.versions[0], &parts, &entries)
     }
 
     /// Reads the state of a plan. A file that is truncated, foreign or of another plan is an error that says so.
     pub fn load(path: &Path, plan: &Plan, rules: AmaxRules) -> Result<Self> {
         let mut states = States::with_rules(plan, rules)?;
-        STATE.read(path, |file, entries| states.fill(file, entries))?;
+        STATE.read(path, |file, _, entries| states.fill(file, entries))?;
         Ok(states)
     }
 
@@ -66,7 +66,7 @@ impl States {
                 return Err(format!("{site} ({directions}): the file has {spec}, the plan {planned}"));
             }
             let read = |what, shape: &[usize]| {
-                stored(file, &format!("{i}.{what}"), Dtype::F32, &[shape]).map(|view| floats(&view))
+                stored(file, &format!("{i}.{what}"), &[Dtype::F32], &[shape]).map(|view| floats(&view))
             };
             state.history = read("history", &[state.history.len()])?;
             state.scale = read("scale", &[])?[0];

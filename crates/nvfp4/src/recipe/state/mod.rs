@@ -4,17 +4,16 @@
 //! A recomputed forward pass takes the scales of the first time again, and records nothing.
 
 mod file;
-mod scale;
-
-pub use scale::update as update_scale;
 
 use super::format::{AmaxRule, Delayed, Format, Reduction};
 use super::name::Name;
 use super::plan::{Plan, Transition};
 use super::problem::{Problem, Problems};
+use super::quantizer::Observed;
 use super::role::{Pass, Site};
 use super::spec::QuantSpec;
 use crate::{Error, Result, Side};
+use nvfp4_spec::fp8::delayed::{self, Algorithm, Entry};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -82,14 +81,37 @@ impl AmaxRules {
         self
     }
 
-    fn get(&self, rule: &AmaxRule) -> Result<AmaxFn> {
+    fn get(&self, rule: &AmaxRule) -> Result<Rule> {
         match rule {
-            AmaxRule::Max => Ok(scale::max),
-            AmaxRule::MostRecent => Ok(scale::most_recent),
-            AmaxRule::Named(name) => self.0.get(name).copied().ok_or_else(|| {
+            AmaxRule::Max => Ok(Rule::Known(Algorithm::Max)),
+            AmaxRule::MostRecent => Ok(Rule::Known(Algorithm::MostRecent)),
+            AmaxRule::Named(name) => self.0.get(name).copied().map(Rule::Users).ok_or_else(|| {
                 Error::Spec(format!("the amax rule '{name}' is not known: pass it with `AmaxRules::with`"))
             }),
         }
+    }
+}
+
+/// How an amax is taken from a window.
+enum Rule {
+    Known(Algorithm),
+    Users(AmaxFn),
+}
+
+impl DelayedState {
+    /// Moves the history and the scale on by one step, of which `reduced` is the amax among all workers (numerics §14.4).
+    fn update(&mut self, reduced: f32, rule: Rule) -> Result<()> {
+        let (format, margin) = (self.config.code(), i32::from(self.config.margin()));
+        // A worker's own amax stands where the others saw nothing, or where the reduction says nothing.
+        let entry = Entry::Bulk { reduced: Some(reduced) };
+        let delayed = delayed::Delayed { format, margin, ..Default::default() };
+        self.scale = match rule {
+            Rule::Known(algorithm) => {
+                delayed::Delayed { algorithm, ..delayed }.update(&mut self.history, self.scale, entry)?
+            }
+            Rule::Users(amax) => delayed.update_by(&mut self.history, self.scale, entry, amax)?,
+        };
+        Ok(())
     }
 }
 
@@ -201,7 +223,17 @@ impl States {
         let state = keys(site, side).into_iter().find(|key| self.states.contains_key(key));
         let state = state.and_then(|key| self.states.get_mut(&key));
         let state = state.ok_or_else(|| Error::Spec(format!("{site}: its {side} direction has no delayed scaling")))?;
-        state.history[0] = state.history[0].max(amax);
+        delayed::record(&mut state.history, amax);
+        Ok(())
+    }
+
+    /// Takes note of the amaxes that a quantizer of this tensor saw.
+    pub fn observe(&mut self, site: &Site, observed: &Observed) -> Result<()> {
+        for (side, amax) in [(Side::Row, observed.row_amax), (Side::Column, observed.col_amax)] {
+            if let Some(amax) = amax {
+                self.record(site, side, amax)?;
+            }
+        }
         Ok(())
     }
 
@@ -221,10 +253,8 @@ impl States {
         }
         for (key, amax) in next {
             let state = self.states.get_mut(&key).expect("taken from these states");
-            // A worker's own amax stands where the others saw nothing, or where the reduction says nothing.
-            let last = if amax == 0.0 { state.history[0] } else { amax };
             let rule = self.rules.get(state.config.amax()).expect("checked when the state was made");
-            state.scale = update_scale(&state.config, &mut state.history, last, state.scale, rule);
+            state.update(amax, rule).expect("a history has a step at least");
         }
         Ok(())
     }

@@ -24,7 +24,7 @@ enum Windowed {
 
 const AMAX_RULES: Words<Windowed> = &[("max", Windowed::Max), ("most-recent", Windowed::MostRecent)];
 const CODES: Words<Fp8Code> = &[("e4m3", Fp8Code::E4m3), ("e5m2", Fp8Code::E5m2)];
-const STEPS: Words<ScaleStep> = &[("any-scale", ScaleStep::Any), ("pow2-scale", ScaleStep::PowerOfTwo)];
+const STEPS: Words<ScaleStep> = &[("any-scale", ScaleStep::Any), ("pow2-scale", ScaleStep::PowersOfTwo)];
 const REDUCTIONS: Words<Reduction> = &[("reduced", Reduction::Max), ("local", Reduction::Local)];
 const BLOCK_TILES: Words<BlockTile> = &[("1x128", BlockTile::Row128), ("128x128", BlockTile::Square128)];
 const MX_TILES: Words<MxTile> = &[("1x32", MxTile::Row32), ("32x32", MxTile::Square32)];

@@ -50,7 +50,7 @@ impl FromStr for Format {
             "fp8-block" => Format::Fp8Block(Fp8Block {
                 code: options.word(CODES)?.unwrap_or_default(),
                 tile: options.word(BLOCK_TILES)?.unwrap_or_default(),
-                step: options.word(STEPS)?.unwrap_or(ScaleStep::PowerOfTwo),
+                step: options.word(STEPS)?.unwrap_or(ScaleStep::PowersOfTwo),
                 epsilon: options.epsilon()?,
             }),
             "mxfp8" => Format::Mxfp8(Mxfp8 {

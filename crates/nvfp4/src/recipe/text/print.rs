@@ -34,7 +34,7 @@ impl fmt::Display for Format {
             Format::Delayed(delayed) => ("fp8-delayed", delayed_options(delayed)),
             Format::Fp8Block(block) => {
                 let tile = unless(BlockTile::Row128, BLOCK_TILES, block.tile);
-                let step = unless(ScaleStep::PowerOfTwo, STEPS, block.step);
+                let step = unless(ScaleStep::PowersOfTwo, STEPS, block.step);
                 ("fp8-block", vec![Some(word(CODES, block.code)), tile, step, epsilon_text(block.epsilon)])
             }
             Format::Mxfp8(mx) => ("mxfp8", vec![Some(word(CODES, mx.code)), unless(MxTile::Row32, MX_TILES, mx.tile)]),
