@@ -10,7 +10,7 @@ fn main() -> nvfp4::Result<()> {
 
     let q = Quantizer::default().quantize(&TensorRef::new(&x[..], &[rows, cols])?)?;
 
-    let row = q.direction(Side::Row)?;
+    let row = q.nvfp4(Side::Row)?;
     println!("first block: scale byte {:#04x}, packed codes {:02x?}", row.scales()[0], &row.codes()[..8]);
     println!("global scale: {:?}, meaning {:?}", row.global(), row.unit());
     println!(

@@ -15,6 +15,7 @@ mod modes;
 mod normal;
 mod plan;
 mod progress;
+mod recipe;
 mod report;
 mod sizes;
 mod source;
@@ -47,6 +48,7 @@ enum Command {
     Bench(bench::Args),
     Agreement(agreement::Args),
     Doctor(doctor::Args),
+    Recipe(recipe::Args),
     Completions(completions::Args),
 }
 
@@ -71,6 +73,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Conformance(args) => conformance::run(&args),
         Command::Agreement(args) => agreement::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Recipe(args) => recipe::run(&args),
         Command::Completions(args) => completions::run(&args),
     }
 }

@@ -7,7 +7,7 @@ fn bench(args: &[&str]) -> Output {
 }
 
 /// The names are an interface: others compare runs by them.
-const NAMES: [&str; 18] = [
+const NAMES: [&str; 35] = [
     "amax",
     "quantize 1x16 amax-given",
     "quantize 1x16",
@@ -26,6 +26,23 @@ const NAMES: [&str; 18] = [
     "quantize 1x16 hadamard-column",
     "dequantize bf16",
     "dequantize f32",
+    "quantize fp8-current amax-given",
+    "quantize fp8-current e5m2 amax-given",
+    "quantize fp8-current",
+    "quantize fp8-current both amax-given",
+    "quantize fp8-delayed",
+    "quantize fp8-1x128",
+    "quantize fp8-1x128 both",
+    "quantize fp8-128x128",
+    "quantize fp8-128x128 both",
+    "quantize mxfp8",
+    "quantize mxfp8 e5m2",
+    "quantize mxfp8 both",
+    "dequantize fp8-current bf16",
+    "dequantize fp8-current f32",
+    "dequantize fp8-1x128 bf16",
+    "dequantize fp8-128x128 bf16",
+    "dequantize mxfp8 bf16",
 ];
 
 #[test]
@@ -44,7 +61,7 @@ fn a_filter_and_one_thread_and_the_scalar_implementation() {
     let output = bench(&["--size", "32", "--filter", "dequantize", "--threads", "1", "--implementation", "scalar"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.starts_with("32 × 32 bf16, scalar, 1 thread\n"), "{text}");
-    assert_eq!(text.lines().count(), 4, "{text}");
+    assert_eq!(text.lines().count(), 9, "{text}");
 }
 
 #[test]

@@ -8,6 +8,10 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden")
 }
 
+fn golden_fp8() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden-fp8")
+}
+
 fn conformance(args: &[&str], dir: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_nvfp4")).arg("conformance").args(args).arg(dir).output().unwrap()
 }
@@ -50,12 +54,40 @@ fn all_golden_cases_match() {
 }
 
 #[test]
+fn all_golden_cases_of_fp8_match() {
+    let output = conformance(&[], &golden_fp8());
+    assert!(stdout(&output).ends_with("\n75 cases, 0 mismatches\n"), "{}", stdout(&output));
+    assert!(stdout(&output).contains("\nfp8_block 1x128 e4m3 powers of two epsilon: 1 case, 0 mismatches\n"));
+    assert!(output.status.success());
+}
+
+#[test]
 fn every_implementation_alone_matches() {
     for implementation in nvfp4_kernels::Implementation::available() {
-        let output = conformance(&["--implementation", &implementation.to_string()], &golden());
-        assert!(stdout(&output).starts_with(&format!("implementations: {implementation}; ")));
-        assert!(stdout(&output).ends_with("\n711 cases, 0 mismatches\n"));
+        for (dir, cases) in [(golden(), 711), (golden_fp8(), 75)] {
+            let output = conformance(&["--implementation", &implementation.to_string()], &dir);
+            assert!(stdout(&output).starts_with(&format!("implementations: {implementation}; ")));
+            assert!(stdout(&output).ends_with(&format!("\n{cases} cases, 0 mismatches\n")));
+        }
     }
+}
+
+/// A case is known by its metadata alone, and files of both folders may lie together under any names.
+#[test]
+fn names_of_files_do_not_matter() {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("other-names");
+    std::fs::create_dir_all(&dir).unwrap();
+    let mut cases = 0;
+    for entry in std::fs::read_dir(golden_fp8()).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            std::fs::copy(path, dir.join(format!("{cases}.safetensors"))).unwrap();
+            cases += 1;
+        }
+    }
+    std::fs::write(dir.join("x.safetensors"), read(CASE)).unwrap();
+    let output = conformance(&[], &dir);
+    assert!(stdout(&output).ends_with(&format!("\n{} cases, 0 mismatches\n", cases + 1)), "{}", stdout(&output));
 }
 
 /// The exit code and the error text of a run whose output nobody reads.
@@ -187,17 +219,19 @@ fn hostile_headers_are_errors() {
 /// Swaps tensors for others of another shape or type, one at a time: never a panic, never a pass.
 #[test]
 fn tensors_of_the_wrong_shape_or_type_are_errors_or_mismatches() {
-    let dir = golden();
     let mut kinds = HashMap::new();
-    for entry in std::fs::read_dir(&dir).unwrap() {
-        let name = entry.unwrap().file_name().into_string().unwrap();
-        if let Some((kind, _)) = name.split_once("__") {
-            let key = if kind == "table" { name.clone() } else { kind.to_string() };
-            kinds.entry(key).or_insert(name);
+    for entry in [golden(), golden_fp8()].iter().flat_map(|dir| std::fs::read_dir(dir).unwrap()) {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            let (_, header) = safetensors::SafeTensors::read_metadata(&std::fs::read(&path).unwrap()).unwrap();
+            let metadata = header.metadata().clone().unwrap();
+            // Both decoding tables of FP8 are called the same; that of E8M0 has another tensor.
+            let key = (metadata["kind"].clone(), metadata.get("table").cloned(), header.tensors().len());
+            kinds.entry(key).or_insert(path);
         }
     }
-    for name in kinds.values() {
-        let bytes = read(name);
+    for path in kinds.values() {
+        let (bytes, name) = (std::fs::read(path).unwrap(), path.display());
         let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         for victim in file.names() {

@@ -13,6 +13,7 @@ mod avx512;
 pub mod cuda;
 pub mod dequantize;
 mod error;
+pub mod fp8;
 pub mod gemm;
 pub mod gguf;
 pub mod hadamard;

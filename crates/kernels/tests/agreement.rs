@@ -2,6 +2,7 @@
 //! strides and values. A test is a line of intent; the runner owns loops and messages. Modes are
 //! checked in parallel: on a GPU most of the time goes into compiling their kernels.
 
+#[allow(dead_code)] // another test uses the rest
 mod runner;
 
 use nvfp4_spec::{Edge, GlobalScale, Mode, Precision, Profile, ScaleRule, Tile};

@@ -2,7 +2,8 @@
 //! anything is written.
 
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
-use nvfp4_kernels::{Error, Implementation, Input, Result, Values, amax, dequantize, gemm, gguf, swizzle};
+use nvfp4_kernels::{Error, Implementation, Input, Result, Values, amax, dequantize, fp8, gemm, gguf, swizzle};
+use nvfp4_spec::fp8::{AmaxRule, Mode as Fp8Mode, Scales, Scaling, Side, Tile as Fp8Tile, View as Fp8View};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit;
@@ -206,5 +207,125 @@ fn layouts_check_their_buffers() {
         let unpack = |scales| gguf::unpack(implementation, &[0; 36], 1, 64, &mut [0; 32], &mut vec![0; scales]);
         assert_eq!(unpack(4), Ok(()));
         assert_eq!(message(unpack(5)), "scales: expected length 4, got 5");
+    }
+}
+
+const FP8: nvfp4_spec::fp8::Format = nvfp4_spec::fp8::Format::E4m3;
+
+/// Quantizes a 40 × 130 matrix to FP8 in one direction, into buffers of the given lengths that start as a pattern. A refusal leaves
+/// the pattern.
+fn quantize_fp8(scaling: Scaling, side: Side, codes: usize, scales: Scales<usize, usize>) -> Result<()> {
+    all(|implementation| {
+        let x = [1.0; 40 * 130];
+        let input = Input::new(Values::F32(&x), 40, 130)?;
+        let (mut codes, mut wide, mut bytes, mut amax) = (vec![0xA5; codes], vec![], vec![], -1.0);
+        let scales = match scales {
+            Scales::F32(len) => {
+                wide.resize(len, -1.0);
+                Scales::F32(&mut wide[..])
+            }
+            Scales::E8m0(len) => {
+                bytes.resize(len, 0xA5);
+                Scales::E8m0(&mut bytes[..])
+            }
+        };
+        let direction = Some(fp8::quantize::Direction { codes: &mut codes, scales });
+        let (row, col) = if side == Side::Row { (direction, None) } else { (None, direction) };
+        let wanted = fp8::quantize::Wanted { row, col, amax: Some(&mut amax) };
+        let result = fp8::quantize::quantize(implementation, &input, &Fp8Mode { format: FP8, scaling }, wanted);
+        let untouched =
+            codes.iter().chain(&bytes).all(|&b| b == 0xA5) && wide.iter().chain([&amax]).all(|&x| x == -1.0);
+        assert_eq!(result.is_err(), untouched, "{implementation}");
+        result
+    })
+}
+
+#[test]
+fn fp8_quantization_checks_every_buffer() {
+    let (tensor, rule) = (Scaling::Tensor { scale: 2.0 }, AmaxRule::BLOCK);
+    let (wide, bytes) = (Scales::F32, Scales::E8m0);
+    for (scaling, side, scales, count) in [
+        (tensor, Side::Row, wide as fn(usize) -> Scales<usize, usize>, 1),
+        (tensor, Side::Column, wide, 1),
+        (Scaling::Row128(rule), Side::Row, wide, 80),
+        (Scaling::Row128(rule), Side::Column, wide, 130),
+        (Scaling::Square128(rule), Side::Row, wide, 2),
+        (Scaling::Square128(rule), Side::Column, wide, 2),
+        (Scaling::Mx, Side::Row, bytes, 200),
+        (Scaling::Mx, Side::Column, bytes, 260),
+    ] {
+        let run = |codes, scales| quantize_fp8(scaling, side, codes, scales);
+        assert_eq!(run(5200, scales(count)), Ok(()));
+        assert_eq!(message(run(5199, scales(count))), "codes: expected length 5200, got 5199");
+        let expected = format!("scales: expected length {count}, got {}", count + 1);
+        assert_eq!(message(run(5200, scales(count + 1))), expected);
+    }
+    let wrong = quantize_fp8(Scaling::Mx, Side::Row, 5200, Scales::F32(200));
+    assert_eq!(message(wrong), "MXFP8 has E8M0 scales: give a buffer of bytes for them");
+    let wrong = quantize_fp8(tensor, Side::Row, 5200, Scales::E8m0(1));
+    assert!(message(wrong).starts_with("only MXFP8 has E8M0 scales: give a buffer of 32-bit numbers"));
+}
+
+#[test]
+fn empty_matrices_quantize_to_no_codes_of_fp8() {
+    for implementation in Implementation::available() {
+        for (rows, cols) in [(0, 0), (0, 40), (40, 0), (1 << 62, 0), (0, 1 << 62)] {
+            let input = Input::new(Values::F32(&[]), rows, cols).unwrap();
+            let mode = Fp8Mode { format: FP8, scaling: Scaling::Tensor { scale: 4.0 } };
+            let (mut scale, mut amax) = ([7.0], 7.0);
+            let row = fp8::quantize::Direction { codes: &mut [], scales: Scales::F32(&mut scale) };
+            let wanted = fp8::quantize::Wanted { row: Some(row), col: None, amax: Some(&mut amax) };
+            assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, wanted), Ok(()));
+            assert_eq!((scale, amax), ([0.25], 0.0));
+            let mode = Fp8Mode { scaling: Scaling::Mx, ..mode };
+            let direction = || Some(fp8::quantize::Direction { codes: &mut [], scales: Scales::E8m0(&mut []) });
+            let wanted = fp8::quantize::Wanted { row: direction(), col: direction(), amax: None };
+            assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, wanted), Ok(()));
+        }
+    }
+}
+
+#[test]
+fn fp8_decoding_checks_both_sides() {
+    let scales = Scales::E8m0(&[127; 6][..]);
+    let view = Fp8View { rows: 3, cols: 40, format: FP8, tile: Fp8Tile::Row32, codes: &[0x38; 120], scales };
+    for implementation in Implementation::available() {
+        let run = |view: Fp8View, len| {
+            let mut out = vec![0f32; len];
+            fp8::dequantize::dequantize(implementation, &view, &mut out).map(|()| out)
+        };
+        assert_eq!(run(view, 120), Ok(vec![1.0; 120]));
+        assert_eq!(message(run(view, 119)), "output: expected length 120, got 119");
+        assert_eq!(message(run(Fp8View { codes: &[0; 121], ..view }, 120)), "codes: expected length 120, got 121");
+        let message_of_tile = |tile| message(run(Fp8View { tile, ..view }, 120));
+        assert_eq!(message_of_tile(Fp8Tile::Tensor), "scales: expected length 1, got 6");
+        assert_eq!(message_of_tile(Fp8Tile::Column32), "scales: expected length 40, got 6");
+        let huge = run(Fp8View { rows: usize::MAX, ..view }, 120);
+        assert!(matches!(huge, Err(Error::Rule(Rule::TooLarge { .. }))));
+        let empty = Fp8View { rows: usize::MAX, cols: 0, codes: &[], scales: Scales::E8m0(&[]), ..view };
+        assert_eq!(run(empty, 0), Ok(vec![]));
+    }
+}
+
+/// NaN, infinities, zeros and subnormals at known places, beside a known scale.
+#[test]
+fn fp8_of_values_that_are_no_ordinary_numbers() {
+    let x = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-45, -1e-45, f32::MIN, 3.0];
+    for implementation in Implementation::available() {
+        let input = Input::new(Values::F32(&x), 1, 10).unwrap();
+        let quantized = |scaling| {
+            let (mut codes, mut wide, mut bytes) = ([0xA5; 10], [-1.0], [0xA5]);
+            let scales = if scaling == Scaling::Mx { Scales::E8m0(&mut bytes[..]) } else { Scales::F32(&mut wide[..]) };
+            let row = Some(fp8::quantize::Direction { codes: &mut codes, scales });
+            let wanted = fp8::quantize::Wanted { row, ..Default::default() };
+            fp8::quantize::quantize(implementation, &input, &Fp8Mode { format: FP8, scaling }, wanted).unwrap();
+            (codes, wide[0], bytes[0])
+        };
+        let codes = [0x7F, 0x7F, 0x7E, 0xFE, 0x00, 0x80, 0x00, 0x80, 0xFE, 0x44];
+        assert_eq!(quantized(Scaling::Tensor { scale: 1.0 }), (codes, 1.0, 0xA5), "{implementation}");
+        assert_eq!(quantized(Scaling::Row128(AmaxRule::BLOCK)), (codes, 1.0, 0xA5), "{implementation}");
+        assert_eq!(quantized(Scaling::Square128(AmaxRule::CURRENT)), (codes, 1.0, 0xA5), "{implementation}");
+        let beside_infinity = [0x7F, 0x7F, 0x7E, 0xFE, 0x00, 0x80, 0x00, 0x80, 0xC0, 0x00];
+        assert_eq!(quantized(Scaling::Mx), (beside_infinity, -1.0, 254), "{implementation}");
     }
 }

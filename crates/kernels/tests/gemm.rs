@@ -58,11 +58,12 @@ fn check_bound<T: Element>(implementation: Implementation, a: Operand<'_>, b: Op
     gemm(implementation, a, b, product, &mut out).unwrap();
     let matrices = [a, b].map(|operand| match operand {
         Operand::Plain(x) => Some(x.to_matrix()),
-        Operand::Nvfp4(_) => None,
+        Operand::Nvfp4(_) | Operand::Fp8(_) => None,
     });
     fn spec<'a>(operand: Operand<'a>, matrix: &'a Option<Matrix>) -> nvfp4_spec::gemm::Operand<'a> {
         match (operand, matrix) {
             (Operand::Nvfp4(view), _) => (&view).into(),
+            (Operand::Fp8(view), _) => (&view).into(),
             (Operand::Plain(_), matrix) => matrix.as_ref().unwrap().into(),
         }
     }

@@ -3,6 +3,9 @@
 //! gpu -- --ignored --test-threads 1`.
 #![cfg(feature = "cuda")]
 
+#[path = "gpu/fp8.rs"]
+mod fp8;
+
 use half::{bf16, f16};
 use nvfp4_kernels::cuda::{self, Buffer, Device, Slice, SliceMut, Stream};
 use nvfp4_kernels::quantize::cuda::{Amax, Direction, Offset, Random, advance, quantize};

@@ -33,6 +33,19 @@ fn small_shapes_touch_their_own_memory_only() {
     for (m, n, k) in [(1, 1, 1), (3, 9, 33), (7, 20, 48)] {
         runner::check_product(m, n, k);
     }
+    for mode in runner::fp8::modes().iter().step_by(3) {
+        for (precision, (rows, cols)) in [
+            (Precision::F32, (1, 1)),
+            (Precision::Bf16, (3, 33)),
+            (Precision::F16, (17, 31)),
+            (Precision::Bf16, (130, 20)),
+            // Whole units and whole panels of the GPU.
+            (Precision::Bf16, (34, 48)),
+            (Precision::F16, (128, 128)),
+        ] {
+            Runner::new(Case { precision, fill: Fill::Special, ..Case::new(rows, cols) }).check_fp8(mode);
+        }
+    }
     runner::check_hadamard(&Case::new(5, 48));
     runner::check_amax(&Case::new(5, 37));
     runner::check_layouts();

@@ -1,6 +1,7 @@
 //! What can go wrong, and what to change.
 
 use crate::Side;
+use crate::recipe::Family;
 
 /// The result of a library call.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -54,6 +55,13 @@ pub enum Error {
     /// A row direction that claims a Hadamard transform.
     #[error("the row direction has Hadamard signs, but the transform acts on the column direction; leave them out")]
     RotatedRow,
+
+    /// An MXFP8 direction on the other side than its tiles.
+    #[error(
+        "the {0} direction has MXFP8 tiles of the other direction: blocks of 1×32 (`Row32`) make a row direction, \
+         blocks of 32×1 (`Column32`) a column direction"
+    )]
+    MxTile(Side),
 
     /// An update with a tensor of another shape.
     #[error("expected the shape {expected:?}, got {got:?}")]
@@ -126,16 +134,58 @@ pub enum Error {
         right: Option<nvfp4_spec::hadamard::Signs>,
     },
 
-    /// A row slice that would cut a block of the column direction.
+    /// Operands in formats that no product reads together.
     #[error(
-        "rows {start}..{end} cut a block of the column direction; \
-         slice at multiples of 16 or drop that direction first"
+        "matmul: the left operand is {left}, the right operand {right}; {}: quantize both to one of these formats, or keep one of them \
+         in high precision",
+        crate::recipe::Conflict::Formats.rule()
+    )]
+    Formats {
+        /// Of the left operand.
+        left: Family,
+        /// Of the right operand.
+        right: Family,
+    },
+
+    /// Another format where only NVFP4 has what was asked for.
+    #[error("expected an nvfp4 direction, got {got}; quantize to nvfp4, or match on `Direction`")]
+    NotNvfp4 {
+        /// What it is.
+        got: Family,
+    },
+
+    /// An amax that a format has no use for.
+    #[error("an amax was given for the {side} direction, but {format} takes none; drop it")]
+    NoAmax {
+        /// Which direction's.
+        side: Side,
+        /// The format, in the words of a spec.
+        format: String,
+    },
+
+    /// Two amaxes where one scale is made from them.
+    #[error("one scale serves both directions, but the row amax is {row} and the column amax {col}; give one of them")]
+    TwoAmaxes {
+        /// Of the row direction.
+        row: f32,
+        /// Of the column direction.
+        col: f32,
+    },
+
+    /// A row slice that would cut a block.
+    #[error(
+        "rows {start}..{end} cut a block of the {side} direction; \
+         slice at multiples of {of} or drop that direction first"
     )]
     CutsBlock {
         /// First row.
         start: usize,
         /// One past the last row.
         end: usize,
+        /// The direction.
+        side: Side,
+        /// How many rows make whole blocks of it.
+        of: usize,
     },
 
     /// A row slice outside the tensor.
@@ -187,6 +237,18 @@ pub enum Error {
     #[error("interrupted; run the same command with --resume to continue")]
     Interrupted,
 
+    /// A format, spec or setting of a recipe that has no meaning; the text names the fix.
+    #[error("{0}")]
+    Spec(String),
+
+    /// All that is wrong with a recipe, with a model, or with both together.
+    #[error(transparent)]
+    Recipe(crate::recipe::Problems),
+
+    /// Workers that could not agree on amaxes.
+    #[error("the reduction among workers failed: {0}")]
+    Collective(Box<dyn std::error::Error + Send + Sync>),
+
     /// A file that cannot be read or written.
     #[error("{path}: {source}")]
     Io {
@@ -205,7 +267,7 @@ pub enum Error {
         source: safetensors::SafeTensorError,
     },
 
-    /// A safetensors file that does not hold what it must.
+    /// A file that does not hold what it must.
     #[error("{path}: {reason}")]
     Format {
         /// The file.

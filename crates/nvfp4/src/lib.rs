@@ -1,4 +1,4 @@
-//! NVFP4 tensors: quantize, decode, multiply and store, exact to the bit.
+//! NVFP4 and FP8 tensors: quantize, decode, multiply and store, exact to the bit.
 //!
 //! A [`Quantizer`] is a checked set of choices; it turns a [`TensorRef`] (borrowed values of any rank and stride, in
 //! `f32`, `bf16` or `f16`) into a [`QuantTensor`], whose directions own everything needed to use them.
@@ -21,28 +21,37 @@
 //! # }
 //! ```
 //!
+//! FP8, MXFP8 and what is not quantized are [`QuantTensor`]s too, each direction in its own format. Any of them is made by the quantizer of a
+//! [`recipe::QuantSpec`], which is also what recipes give each tensor of a model.
+//!
 //! What the numbers are is written in [`nvfp4_spec`]; how they are computed, in [`nvfp4_kernels`].
 
 #![forbid(unsafe_code)]
 
 pub mod checkpoint;
+mod container;
 mod direction;
 mod error;
 mod generator;
 mod json;
 mod matmul;
 mod quantizer;
+pub mod recipe;
 mod shape;
 mod storage;
 mod tensor;
 mod tensor_ref;
 
-pub use direction::{Direction, Global};
+pub use direction::{Direction, Elements, Fp8Direction, Global, Lies, Nvfp4Direction, PlainDirection};
 pub use error::{Error, Result};
 pub use generator::{Generator, Randomness};
-pub use matmul::{Accumulate, Epilogue, Product, matmul, matmul_grouped, matmul_plain, matmul_with};
+pub use matmul::{
+    Accumulate, Epilogue, Product, matmul, matmul_grouped, matmul_grouped_with, matmul_plain, matmul_plain_with,
+    matmul_with,
+};
 pub use nvfp4_kernels::quantize::Layout;
 pub use nvfp4_kernels::{Implementation, Values};
+pub use nvfp4_spec::fp8::{Format as Fp8Code, ScaleVec as Fp8Scales, Tile as Fp8Tile};
 pub use nvfp4_spec::hadamard::Signs;
 pub use nvfp4_spec::scale::Unit;
 pub use nvfp4_spec::{Bound, Edge, Element, ErrorPath, GlobalScale, Metric, Precision, Profile, ScaleRule, Tile};
@@ -51,7 +60,12 @@ pub use storage::{load, save};
 pub use tensor::{QuantTensor, Side, Update};
 pub use tensor_ref::TensorRef;
 
-/// Runs the README's first example, and compiles the other, which needs a GPU.
+/// Runs the examples of the README, and compiles the one that needs a GPU.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// Runs the examples of the guide to recipes.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/recipes.md")]
+struct RecipesGuide;

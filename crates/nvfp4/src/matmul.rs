@@ -1,32 +1,39 @@
 //! Products of quantized tensors. What they compute is written in [`nvfp4_spec::gemm`].
 
+use crate::direction::{Elements, Fp8Direction, Nvfp4Direction, plain_input};
 use crate::{Direction, Element, Error, QuantTensor, Result, Side, TensorRef};
 use nvfp4_kernels::{Implementation, gemm};
 use nvfp4_spec::{area, zeros};
+use std::borrow::Cow;
+use std::sync::Arc;
 
 pub use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product};
 
 /// `α·A·Bᵀ (+ bias) (+ β·C)`: `a` is [M, K], `b` is [N, K], the result [M, N], row-major.
 ///
-/// The three products of a linear layer are `x.row · w.row`, `dy.row · w.col` and `dy.col · x.col`. Operands whose Hadamard
-/// transforms differ are refused: only equal rotations cancel.
+/// The three products of a linear layer are `x.row · w.row`, `dy.row · w.col` and `dy.col · x.col`. Operands are of one format, or one of
+/// them is in high precision ([`multiply`](crate::recipe::multiply) is the rule); others are refused, and so are operands whose Hadamard
+/// transforms differ: only equal rotations cancel.
+///
+/// NVFP4 × NVFP4 is correctly rounded before the scales. In every other product sums are in binary32, within
+/// [`nvfp4_spec::gemm::bound`] of the exact ones.
 pub fn matmul<T: Element>(a: &Direction, b: &Direction, product: &Product<'_, T>) -> Result<Vec<T>> {
     matmul_with(Implementation::best(), a, b, product)
 }
 
-/// [`matmul`] by the implementation asked for. All give the same bits.
+/// [`matmul`] by the implementation asked for. On the CPU all give the same bits where both operands are NVFP4; a GPU and other operands
+/// are within the bound.
 pub fn matmul_with<T: Element>(
     implementation: Implementation,
     a: &Direction,
     b: &Direction,
     product: &Product<'_, T>,
 ) -> Result<Vec<T>> {
-    if a.rotation != b.rotation {
-        return Err(Error::Rotation { left: a.rotation, right: b.rotation });
-    }
-    let (a_scales, b_scales) = (a.linear_scales()?, b.linear_scales()?);
-    let mut out = zeros(area(a.rows, b.rows)?, a.rows, b.rows)?;
-    gemm::gemm(implementation, &a.view(&a_scales), &b.view(&b_scales), product, &mut out)?;
+    check(a, b)?;
+    let (a, b) = (Held::new(a)?, Held::new(b)?);
+    let (a, b) = (a.operand()?, b.operand()?);
+    let mut out = zeros(area(a.rows(), b.rows())?, a.rows(), b.rows())?;
+    gemm::gemm(implementation, a, b, product, &mut out)?;
     Ok(out)
 }
 
@@ -35,40 +42,89 @@ pub fn matmul_with<T: Element>(
 ///
 /// A weight that is Hadamard-transformed is refused: `x` is not.
 pub fn matmul_plain<T: Element>(x: &TensorRef<'_>, w: &Direction, product: &Product<'_, T>) -> Result<Vec<T>> {
-    if w.rotation.is_some() {
-        return Err(Error::Rotation { left: None, right: w.rotation });
+    matmul_plain_with(Implementation::best(), x, w, product)
+}
+
+/// [`matmul_plain`] by the implementation asked for.
+pub fn matmul_plain_with<T: Element>(
+    implementation: Implementation,
+    x: &TensorRef<'_>,
+    w: &Direction,
+    product: &Product<'_, T>,
+) -> Result<Vec<T>> {
+    if w.rotation().is_some() {
+        return Err(Error::Rotation { left: None, right: w.rotation() });
     }
-    let scales = w.linear_scales()?;
-    let mut out = zeros(area(x.rows(), w.rows)?, x.rows(), w.rows)?;
-    x.with_input(|x| Ok(gemm::gemm(Implementation::best(), x, &w.view(&scales), product, &mut out)?))?;
+    let w = Held::new(w)?;
+    let w = w.operand()?;
+    let mut out = zeros(area(x.rows(), w.rows())?, x.rows(), w.rows())?;
+    x.with_input(|x| Ok(gemm::gemm(implementation, x, w, product, &mut out)?))?;
     Ok(out)
 }
 
 /// Products that belong together, as those of the experts of a layer: a list of pairs of any sizes, and a result for each. The same
 /// `product` goes for all, so a bias asks for equal N, and a C for equal sizes; [`gemm::grouped`] takes one each.
 pub fn matmul_grouped<T: Element>(pairs: &[(&Direction, &Direction)], product: &Product<'_, T>) -> Result<Vec<Vec<T>>> {
-    let mut scales = Vec::with_capacity(pairs.len());
+    matmul_grouped_with(Implementation::best(), pairs, product)
+}
+
+/// [`matmul_grouped`] by the implementation asked for.
+pub fn matmul_grouped_with<T: Element>(
+    implementation: Implementation,
+    pairs: &[(&Direction, &Direction)],
+    product: &Product<'_, T>,
+) -> Result<Vec<Vec<T>>> {
+    let mut held = Vec::with_capacity(pairs.len());
     let mut outs = Vec::with_capacity(pairs.len());
     for (a, b) in pairs {
-        if a.rotation != b.rotation {
-            return Err(Error::Rotation { left: a.rotation, right: b.rotation });
-        }
-        scales.push((a.linear_scales()?, b.linear_scales()?));
-        outs.push(zeros(area(a.rows, b.rows)?, a.rows, b.rows)?);
+        check(a, b)?;
+        held.push((Held::new(a)?, Held::new(b)?));
+        outs.push(zeros(area(a.rows(), b.rows())?, a.rows(), b.rows())?);
     }
-    let mut members: Vec<gemm::Member<'_, T>> = pairs
+    let members = held
         .iter()
-        .zip(&scales)
         .zip(&mut outs)
-        .map(|(((a, b), scales), out)| gemm::Member {
-            a: (&a.view(&scales.0)).into(),
-            b: (&b.view(&scales.1)).into(),
-            product: *product,
-            out,
-        })
-        .collect();
-    gemm::grouped(Implementation::best(), &mut members)?;
+        .map(|((a, b), out)| Ok(gemm::Member { a: a.operand()?, b: b.operand()?, product: *product, out }));
+    let mut members: Vec<gemm::Member<'_, T>> = members.collect::<Result<_>>()?;
+    gemm::grouped(implementation, &mut members)?;
     Ok(outs)
+}
+
+/// An error unless a product reads both operands.
+fn check(a: &Direction, b: &Direction) -> Result<()> {
+    let (left, right) = (a.family(), b.family());
+    if left.with(&right).is_none() {
+        return Err(Error::Formats { left, right });
+    }
+    match a.rotation() == b.rotation() {
+        true => Ok(()),
+        false => Err(Error::Rotation { left: a.rotation(), right: b.rotation() }),
+    }
+}
+
+/// A direction in the order in which kernels read it.
+enum Held<'a> {
+    Nvfp4(&'a Nvfp4Direction, Cow<'a, [u8]>),
+    Fp8(&'a Fp8Direction),
+    Plain(Arc<Elements>, (usize, usize)),
+}
+
+impl<'a> Held<'a> {
+    fn new(direction: &'a Direction) -> Result<Self> {
+        Ok(match direction {
+            Direction::Nvfp4(d) => Held::Nvfp4(d, d.linear_scales()?),
+            Direction::Fp8(d) => Held::Fp8(d),
+            Direction::Plain(d) => Held::Plain(d.upright(), (d.rows, d.cols)),
+        })
+    }
+
+    fn operand(&self) -> Result<gemm::Operand<'_>> {
+        Ok(match self {
+            Held::Nvfp4(d, scales) => gemm::Operand::Nvfp4(d.view(scales)),
+            Held::Fp8(d) => gemm::Operand::Fp8(d.view()),
+            Held::Plain(elements, (rows, cols)) => gemm::Operand::Plain(plain_input(elements, *rows, *cols)?),
+        })
+    }
 }
 
 impl QuantTensor {

@@ -1,11 +1,12 @@
-//! A checked set of choices that turns tensors into [`QuantTensor`]s.
+//! A checked set of choices that turns tensors into [`QuantTensor`]s in NVFP4. Other formats: [`crate::recipe::SpecQuantizer`].
 
-use crate::direction::{Direction, Global};
+use crate::direction::{Direction, Global, Nvfp4Direction};
 use crate::{Error, QuantTensor, Randomness, Result, Side, TensorRef};
 use nvfp4_kernels::quantize::{self as kernel, Amax, Layout};
 use nvfp4_kernels::{Implementation, Input};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{Edge, GlobalScale, Mode, Profile, Rounding as Rule, ScaleRule, Tile, area, e2m1, zeros};
+use std::mem::take;
 
 /// How a scaled value becomes a code. Random numbers are passed with each call: see [`Options`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -30,7 +31,8 @@ pub enum Transform {
 }
 
 impl Transform {
-    fn signs(self) -> Option<Signs> {
+    /// The signs; `None` for no transform.
+    pub fn signs(self) -> Option<Signs> {
         match self {
             Transform::None => None,
             Transform::FixedSigns => Some(Signs::FIXED),
@@ -52,6 +54,16 @@ pub enum Directions {
 }
 
 impl Directions {
+    /// Those of the two that are wanted, if any.
+    pub(crate) fn of(row: bool, col: bool) -> Option<Self> {
+        match (row, col) {
+            (true, true) => Some(Directions::Both),
+            (true, false) => Some(Directions::Row),
+            (false, true) => Some(Directions::Column),
+            (false, false) => None,
+        }
+    }
+
     /// Whether a side is among them.
     pub fn has(self, side: Side) -> bool {
         matches!(
@@ -71,7 +83,8 @@ pub enum Finite {
     Refuse,
 }
 
-/// A checked set of choices. Two quantizers with the same settings are equal.
+/// A checked set of choices for NVFP4. Two quantizers with the same settings are equal. Other formats, and NVFP4 too, are made by a
+/// [`SpecQuantizer`](crate::recipe::SpecQuantizer).
 ///
 /// ```
 /// use nvfp4::{Directions, Quantizer, Tile, Transform};
@@ -92,12 +105,12 @@ pub struct Quantizer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[must_use = "a builder does nothing until `build`"]
 pub struct QuantizerBuilder {
-    mode: Mode,
-    rounding: Rounding,
-    transform: Transform,
-    directions: Directions,
-    layout: Layout,
-    finite: Finite,
+    pub(crate) mode: Mode,
+    pub(crate) rounding: Rounding,
+    pub(crate) transform: Transform,
+    pub(crate) directions: Directions,
+    pub(crate) layout: Layout,
+    pub(crate) finite: Finite,
 }
 
 impl QuantizerBuilder {
@@ -238,7 +251,7 @@ impl Quantizer {
     /// A direction without bytes.
     fn blank(&self, rows: usize, cols: usize, rotation: Option<Signs>) -> Direction {
         let mode = &self.settings.mode;
-        Direction {
+        Direction::Nvfp4(Nvfp4Direction {
             rows,
             cols,
             codes: Vec::new(),
@@ -247,10 +260,10 @@ impl Quantizer {
             unit: mode.profile.unit(mode.rule.bound()),
             rotation,
             layout: self.settings.layout,
-        }
+        })
     }
 
-    /// Quantizes into directions of the right shape, whose buffers are reused. On an error nothing is changed.
+    /// Quantizes into directions of the right shape, whose buffers are reused where they fit. On an error nothing is changed.
     pub(crate) fn write(
         &self,
         x: &TensorRef<'_>,
@@ -332,10 +345,11 @@ impl<'a> Writer<'a> {
         transform: Option<Signs>,
     ) -> Result<Self> {
         let QuantizerBuilder { mode, layout, .. } = quantizer.settings;
-        let (rows, cols) = (direction.rows, direction.cols);
+        let (rows, cols) = (direction.rows(), direction.cols());
         let amax = zeros(mode.global.count(rows), rows, cols)?;
         let (code_len, scale_len) = (area(rows, e2m1::packed_len(cols))?, layout.scale_len(rows, cols)?);
-        let fresh = match direction.codes.len() == code_len && direction.scales.len() == scale_len {
+        let fits = |d: &Nvfp4Direction| d.codes.len() == code_len && d.scales.len() == scale_len;
+        let fresh = match direction.nvfp4().is_ok_and(fits) {
             true => None,
             false => Some(Buffers { codes: zeros(code_len, rows, cols)?, scales: zeros(scale_len, rows, cols)? }),
         };
@@ -343,9 +357,10 @@ impl<'a> Writer<'a> {
     }
 
     fn target(&mut self) -> kernel::Direction<'_> {
-        let (codes, scales) = match &mut self.fresh {
-            Some(fresh) => (&mut fresh.codes, &mut fresh.scales),
-            None => (&mut self.direction.codes, &mut self.direction.scales),
+        let (codes, scales) = match (&mut self.fresh, &mut *self.direction) {
+            (Some(fresh), _) => (&mut fresh.codes, &mut fresh.scales),
+            (None, Direction::Nvfp4(d)) => (&mut d.codes, &mut d.scales),
+            (None, Direction::Fp8(_) | Direction::Plain(_)) => unreachable!("only NVFP4's buffers are reused"),
         };
         kernel::Direction {
             mode: self.mode,
@@ -368,13 +383,20 @@ impl<'a> Writer<'a> {
         };
         let amax = self.given.map_or(self.amax, <[f32]>::to_vec);
         let stored = amax.iter().map(|&a| self.mode.profile.stored(a, precision)).collect();
-        let direction = self.direction;
-        if let Some(fresh) = self.fresh {
-            (direction.codes, direction.scales) = (fresh.codes, fresh.scales);
-        }
-        direction.global = Global::from_values(self.mode.global, stored);
-        direction.unit = self.mode.profile.unit(self.mode.rule.bound());
-        direction.rotation = self.transform;
-        direction.layout = self.layout;
+        let buffers = match (self.fresh, &mut *self.direction) {
+            (Some(fresh), _) => fresh,
+            (None, Direction::Nvfp4(d)) => Buffers { codes: take(&mut d.codes), scales: take(&mut d.scales) },
+            (None, Direction::Fp8(_) | Direction::Plain(_)) => unreachable!("only NVFP4's buffers are reused"),
+        };
+        *self.direction = Direction::Nvfp4(Nvfp4Direction {
+            rows: self.direction.rows(),
+            cols: self.direction.cols(),
+            codes: buffers.codes,
+            scales: buffers.scales,
+            global: Global::from_values(self.mode.global, stored),
+            unit: self.mode.profile.unit(self.mode.rule.bound()),
+            rotation: self.transform,
+            layout: self.layout,
+        });
     }
 }

@@ -1,8 +1,7 @@
 //! A quantized tensor: a shape and one or two directions.
 
-use crate::direction::Direction;
-use crate::{Directions, Element, Error, Layout, Options, Quantizer, Result, TensorRef, shape};
-use nvfp4_spec::BLOCK;
+use crate::direction::{Direction, Nvfp4Direction};
+use crate::{Directions, Element, Error, Fp8Tile, Layout, Options, Quantizer, Result, TensorRef, shape};
 use std::fmt;
 
 /// One of a tensor's two directions.
@@ -33,8 +32,8 @@ pub enum Update {
     Skip,
 }
 
-/// A quantized tensor. Each direction owns its codes, scales, global scale, rotation, bound and layout. A clone has the same
-/// bytes.
+/// A quantized tensor. Each direction has its own format and owns all that belongs to it: codes, scales, rotation, layout. A clone has the
+/// same bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QuantTensor {
     pub(crate) shape: Vec<usize>,
@@ -44,22 +43,30 @@ pub struct QuantTensor {
 
 impl QuantTensor {
     /// A tensor over existing directions, at least one. The row direction must be [rows, cols] of the flattened shape and
-    /// not rotated, the column direction [cols, rows].
+    /// not rotated, the column direction [cols, rows]. Tiles of MXFP8 lie along the direction's rows as the tensor lies: 1×32 in the row
+    /// direction, 32×1 in the column direction.
     pub fn from_parts(shape: &[usize], row: Option<Direction>, col: Option<Direction>) -> Result<Self> {
         let (rows, cols) = shape::flatten(shape)?;
         let tensor = QuantTensor { shape: shape.to_vec(), row, col };
         for (direction, expected) in [(&tensor.row, [rows, cols]), (&tensor.col, [cols, rows])] {
             if let Some(d) = direction
-                && [d.rows, d.cols] != expected
+                && [d.rows(), d.cols()] != expected
             {
-                return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![d.rows, d.cols] });
+                return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![d.rows(), d.cols()] });
             }
         }
         if tensor.row.is_none() && tensor.col.is_none() {
             return Err(Error::NoDirection);
         }
-        if tensor.row.as_ref().is_some_and(|d| d.rotation.is_some()) {
+        if tensor.row.as_ref().is_some_and(|d| d.rotation().is_some()) {
             return Err(Error::RotatedRow);
+        }
+        for (side, direction, other) in
+            [(Side::Row, &tensor.row, Fp8Tile::Column32), (Side::Column, &tensor.col, Fp8Tile::Row32)]
+        {
+            if matches!(direction, Some(Direction::Fp8(d)) if d.tile == other) {
+                return Err(Error::MxTile(side));
+            }
         }
         Ok(tensor)
     }
@@ -98,18 +105,29 @@ impl QuantTensor {
         .ok_or(Error::MissingDirection(side))
     }
 
-    /// Bytes that all directions take.
-    pub fn byte_len(&self) -> usize {
-        [&self.row, &self.col].into_iter().flatten().map(Direction::byte_len).sum()
+    /// A direction that is NVFP4, or an error that says what it is instead.
+    pub fn nvfp4(&self, side: Side) -> Result<&Nvfp4Direction> {
+        self.direction(side)?.nvfp4()
     }
 
-    /// The decoded values of a direction. The row direction comes in the shape of the tensor. The column direction comes as
-    /// it is stored: transposed, and rotated if the Hadamard transform was on.
+    /// Bytes that all directions take. Memory that both share counts once.
+    pub fn byte_len(&self) -> usize {
+        let bytes = |d: &Option<Direction>| d.as_ref().map_or(0, Direction::byte_len);
+        match (&self.row, &self.col) {
+            (Some(Direction::Plain(row)), Some(Direction::Plain(col))) if row.shares(col) => row.byte_len(),
+            (row, col) => bytes(row) + bytes(col),
+        }
+    }
+
+    /// The decoded values of a direction. The row direction comes in the shape of the tensor. The column direction comes transposed,
+    /// and rotated if the Hadamard transform was on.
     pub fn dequantize<T: Element>(&self, side: Side) -> Result<Vec<T>> {
         self.direction(side)?.dequantize()
     }
 
-    /// Quantizes `x`, of the same shape, into the directions that this tensor holds. On an error nothing is changed.
+    /// Quantizes `x`, of the same shape, to NVFP4 into the directions that this tensor holds. On an error nothing is changed.
+    ///
+    /// [`SpecQuantizer::update`](crate::recipe::SpecQuantizer::update) does so in any format.
     pub fn update_in_place(
         &mut self,
         quantizer: &Quantizer,
@@ -117,18 +135,24 @@ impl QuantTensor {
         options: &Options<'_>,
         update: Update,
     ) -> Result<()> {
-        if x.shape() != self.shape {
-            return Err(Error::OtherShape { expected: self.shape.clone(), got: x.shape().to_vec() });
-        }
-        for (direction, side) in [(&self.row, Side::Row), (&self.col, Side::Column)] {
-            if direction.is_some() && !quantizer.directions().has(side) {
-                return Err(Error::NotProduced(side));
-            }
-        }
+        self.check_update(x, quantizer.directions())?;
         match update {
             Update::Apply => quantizer.write(x, options, self.row.as_mut(), self.col.as_mut()),
             Update::Skip => Ok(()),
         }
+    }
+
+    /// An error unless an update with `x` in these directions leaves none as it is.
+    pub(crate) fn check_update(&self, x: &TensorRef<'_>, produced: Directions) -> Result<()> {
+        if x.shape() != self.shape {
+            return Err(Error::OtherShape { expected: self.shape.clone(), got: x.shape().to_vec() });
+        }
+        for (direction, side) in [(&self.row, Side::Row), (&self.col, Side::Column)] {
+            if direction.is_some() && !produced.has(side) {
+                return Err(Error::NotProduced(side));
+            }
+        }
+        Ok(())
     }
 
     /// Keeps exactly these directions and drops the other. Asking for one that is not there is an error and changes
@@ -148,7 +172,7 @@ impl QuantTensor {
         Ok(())
     }
 
-    /// The same tensor with its scales in another layout.
+    /// The same tensor with its scales in another layout, of which only NVFP4 has two.
     pub fn with_layout(self, layout: Layout) -> Result<Self> {
         let convert = |d: Option<Direction>| d.map(|d| d.with_layout(layout)).transpose();
         Ok(QuantTensor { shape: self.shape, row: convert(self.row)?, col: convert(self.col)? })
@@ -156,18 +180,43 @@ impl QuantTensor {
 
     /// Rows `start..end` of the flattened tensor, with the bytes that they have in the whole. The result has two dimensions.
     ///
-    /// A column direction can be cut at multiples of 16 rows only.
+    /// Blocks must stay whole: NVFP4's column direction can be cut at multiples of 16 rows only, MXFP8's at multiples of 32, and FP8 in
+    /// blocks at multiples of 128, in squares in either direction.
     pub fn slice_rows(&self, start: usize, end: usize) -> Result<Self> {
         let rows = self.rows();
         if start > end || end > rows {
             return Err(Error::OutOfRange { start, end, rows });
         }
-        let whole_blocks = |row: usize| row.is_multiple_of(BLOCK) || row == rows;
-        if self.col.is_some() && !(whole_blocks(start) && whole_blocks(end)) {
-            return Err(Error::CutsBlock { start, end });
+        let grains = [
+            (Side::Row, self.row.as_ref().map_or(1, |d| d.grain().0)),
+            (Side::Column, self.col.as_ref().map_or(1, |d| d.grain().1)),
+        ];
+        for (side, of) in grains {
+            let whole_blocks = |row: usize| row.is_multiple_of(of) || row == rows;
+            if !(whole_blocks(start) && whole_blocks(end)) {
+                return Err(Error::CutsBlock { start, end, side, of });
+            }
         }
         let row = self.row.as_ref().map(|d| d.slice_rows(start, end)).transpose()?;
-        let col = self.col.as_ref().map(|d| d.slice_cols(start, end)).transpose()?;
+        let col = match (&self.row, &self.col, &row) {
+            (Some(Direction::Plain(a)), Some(Direction::Plain(b)), Some(Direction::Plain(row))) if a.shares(b) => {
+                Some(row.turned().into())
+            }
+            _ => self.col.as_ref().map(|d| d.slice_cols(start, end)).transpose()?,
+        };
         Ok(QuantTensor { shape: vec![end - start, self.cols()], row, col })
+    }
+}
+
+/// The shape, and each direction in the words of a spec.
+impl fmt::Display for QuantTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.shape)?;
+        for (side, direction) in [(Side::Row, &self.row), (Side::Column, &self.col)] {
+            if let Some(direction) = direction {
+                write!(f, " {side}: {direction}")?;
+            }
+        }
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! Borrowed tensors of any rank and stride.
 
-use crate::{Element, Error, Result, Values, shape};
+use crate::{Element, Elements, Error, Result, Values, shape};
 use nvfp4_kernels::Input;
 use nvfp4_spec::zeros;
 
@@ -127,11 +127,21 @@ impl<'a> TensorRef<'a> {
         }
     }
 
-    /// A contiguous copy of a tensor that has elements.
+    /// A contiguous copy, bit for bit.
+    pub(crate) fn to_elements(&self) -> Result<Elements> {
+        Ok(match self.values {
+            Values::F32(x) => Elements::F32(self.gather(x)?),
+            Values::Bf16(x) => Elements::Bf16(self.gather(x)?),
+            Values::F16(x) => Elements::F16(self.gather(x)?),
+        })
+    }
+
+    /// A contiguous copy.
     fn gather<T: Element>(&self, x: &[T]) -> Result<Vec<T>> {
         let (rows, cols) = shape::flattened(&self.shape);
         let mut copy = zeros(rows * cols, rows, cols)?;
-        for (r, row) in copy.chunks_exact_mut(cols).enumerate() {
+        // `chunks_exact_mut` takes no width of 0.
+        for (r, row) in copy.chunks_exact_mut(cols.max(1)).enumerate() {
             let (start, step) = self.row_at(&self.shape, r);
             match step {
                 1 => row.copy_from_slice(&x[start..][..cols]),

@@ -4,7 +4,7 @@ mod generated;
 
 use generated::*;
 use nvfp4::checkpoint::*;
-use nvfp4::{Error, Profile, Quantizer, TensorRef, Unit};
+use nvfp4::{Error, Profile, Quantizer, Side, TensorRef, Unit};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -211,8 +211,8 @@ fn every_source_type_is_quantized_as_its_values() {
         let expected = quantizer.quantize(&TensorRef::new(&rounded[..], &[64, 96]).unwrap()).unwrap();
         let written = Checkpoint::open(&dir.join("out")).unwrap();
         let bytes = |name: &str| written.get(name).unwrap().bytes().unwrap();
-        assert_eq!(bytes("a.weight"), expected.row().unwrap().codes(), "{dtype:?}");
-        assert_eq!(bytes("a.weight_scale"), expected.row().unwrap().scales());
+        assert_eq!(bytes("a.weight"), expected.nvfp4(Side::Row).unwrap().codes(), "{dtype:?}");
+        assert_eq!(bytes("a.weight_scale"), expected.nvfp4(Side::Row).unwrap().scales());
     }
 }
 
@@ -237,7 +237,7 @@ fn fp8_with_block_scales_is_decoded_and_quantized() {
     let expected = quantizer.quantize(&TensorRef::new(&decoded[..], &[rows, cols]).unwrap()).unwrap();
     let written = Checkpoint::open(&dir.join("out")).unwrap();
     assert!(written.get("a.weight_scale_inv").is_none());
-    assert_eq!(written.get("a.weight").unwrap().bytes().unwrap(), expected.row().unwrap().codes());
+    assert_eq!(written.get("a.weight").unwrap().bytes().unwrap(), expected.nvfp4(Side::Row).unwrap().codes());
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn other_dialects_are_read_in_their_own_order() {
     let x = values(rows * cols, 3);
     let quantizer = Quantizer::builder().profile(Profile::ModelOpt).build().unwrap();
     let q = quantizer.quantize(&TensorRef::new(&x[..], &[rows, cols]).unwrap()).unwrap();
-    let row = q.row().unwrap();
+    let row = q.nvfp4(Side::Row).unwrap();
     assert_eq!(row.unit(), Unit::Multiplier);
     let swizzled = nvfp4_spec::swizzle::swizzle(row.scales(), rows, cols / 16).unwrap();
     let byte = |dtype, shape: Vec<usize>, bytes: Vec<u8>| Tensor { dtype, shape, bytes };

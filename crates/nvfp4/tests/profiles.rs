@@ -56,7 +56,7 @@ fn every_case_has_the_bytes_that_its_producer_wrote() {
         let bytes = std::fs::read(&path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let q = quantize(profile, &file);
-        let row = q.row().unwrap();
+        let row = q.nvfp4(Side::Row).unwrap();
         let recorded = |tensor: &str| file.tensor(tensor).unwrap().data().to_vec();
         assert_eq!(row.scales(), recorded("scales"), "{case}: scales");
         let global = f32::from_le_bytes(recorded("global").try_into().unwrap());
@@ -89,7 +89,7 @@ fn the_worked_example_has_the_published_bytes() {
         for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo, Profile::TransformerEngine] {
             let quantizer = Quantizer::builder().profile(profile).build().unwrap();
             let q = quantizer.quantize(&TensorRef::new(&x[..], &[1, 32]).unwrap()).unwrap();
-            let row = q.row().unwrap();
+            let row = q.nvfp4(Side::Row).unwrap();
             assert_eq!(row.codes()[..8], [0x67, 0x46, 0x24, 0x02, 0xA8, 0xCA, 0xEC, 0xFE], "{profile:?}");
             assert_eq!(row.scales(), [0x38, 0x7E]);
             let expected = match profile {
@@ -113,7 +113,7 @@ fn a_tensor_of_zeros_is_finite_and_decodes_to_zeros_in_every_profile() {
     for (profile, scale, global) in scales {
         let quantizer = Quantizer::builder().profile(profile).build().unwrap();
         let q = quantizer.quantize(&TensorRef::new(&[0f32; 32][..], &[2, 16]).unwrap()).unwrap();
-        let row = q.row().unwrap();
+        let row = q.nvfp4(Side::Row).unwrap();
         assert_eq!((row.scales(), row.global()), (&[scale; 2][..], &Global::PerTensor(global)), "{profile:?}");
         assert_eq!(q.dequantize::<f32>(Side::Row).unwrap(), [0.0; 32]);
     }

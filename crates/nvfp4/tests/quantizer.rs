@@ -121,6 +121,7 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
         for (direction, side, x, stream, rotation) in sides {
             assert_eq!(direction.is_some(), settings.directions.has(side));
             let Some(direction) = direction else { continue };
+            let direction = direction.nvfp4().unwrap();
             let rule = if stochastic { Rule::Stochastic(Random::Stream(stream)) } else { Rule::NearestEven };
             let amax = matrix::amax(&x, settings.mode.global, settings.mode.amax_edge()).unwrap();
             let expected = matrix::quantize(&x, &amax, &settings.mode, rule).unwrap();
@@ -235,8 +236,8 @@ fn empty_tensors_are_valid() {
         Quantizer::builder().directions(Directions::Both).global_scale(GlobalScale::PerRow).build().unwrap();
     for shape in [[0, 16], [16, 0], [0, 0]] {
         let q = quantizer.quantize(&TensorRef::new(&[0.0f32; 0][..], &shape).unwrap()).unwrap();
-        assert!(q.row().unwrap().codes().is_empty() && q.col().unwrap().scales().is_empty());
-        assert_eq!(q.row().unwrap().global().values().len(), shape[0]);
+        assert!(q.nvfp4(Side::Row).unwrap().codes().is_empty() && q.nvfp4(Side::Column).unwrap().scales().is_empty());
+        assert_eq!(q.nvfp4(Side::Row).unwrap().global().values().len(), shape[0]);
         assert_eq!(q.dequantize::<f32>(Side::Row).unwrap(), [0.0f32; 0]);
     }
 }
@@ -278,7 +279,7 @@ fn a_known_amax_is_used_and_its_length_checked() {
     let x = TensorRef::new(&x[..], &[4, 16]).unwrap();
     let with = |amax| Options { row_amax: Some(amax), ..Options::default() };
     let q = Quantizer::default().quantize_with(&x, &with(&[2.0])).unwrap();
-    assert_eq!(q.row().unwrap().global(), &Global::PerTensor(2.0));
+    assert_eq!(q.nvfp4(Side::Row).unwrap().global(), &Global::PerTensor(2.0));
     let message = |amax| Quantizer::default().quantize_with(&x, &with(amax)).unwrap_err().to_string();
     assert_eq!(message(&[1.0; 4]), "amax: expected length 1, got 4");
     assert_eq!(message(&[-1.0]), "amax: expected a magnitude, got -1 at index 0");
@@ -391,7 +392,7 @@ fn swizzled_scales_are_the_linear_ones_rearranged() {
     let both = Quantizer::builder().directions(Directions::Both);
     let linear = both.build().unwrap().quantize(&x).unwrap();
     let swizzled = both.layout(Layout::Swizzled).build().unwrap().quantize(&x).unwrap();
-    assert_eq!(swizzled.row().unwrap().scales().len(), 512);
+    assert_eq!(swizzled.nvfp4(Side::Row).unwrap().scales().len(), 512);
     assert_eq!(swizzled.clone().with_layout(Layout::Linear).unwrap(), linear);
     assert_eq!(linear.clone().with_layout(Layout::Swizzled).unwrap(), swizzled);
     assert_eq!(swizzled.dequantize::<f32>(Side::Column).unwrap(), linear.dequantize::<f32>(Side::Column).unwrap());

@@ -1,5 +1,6 @@
 //! Saving and loading, and files that are not what they claim.
 
+use nvfp4::recipe::QuantSpec;
 use nvfp4::*;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -31,6 +32,121 @@ fn tensors() -> Vec<(String, QuantTensor)> {
         both.build().unwrap().quantize(&TensorRef::new(&[0f32; 0][..], &[0, 7]).unwrap()).unwrap(),
     )])
     .collect()
+}
+
+/// The tensor of [`tensors`] in another format.
+fn other(spec: &str) -> QuantTensor {
+    let x: Vec<f32> = (0..32 * 40).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();
+    let spec: QuantSpec = spec.parse().unwrap();
+    let quantizer = spec.quantizer_with(Directions::Both, |_| Some(3.7)).unwrap();
+    quantizer.quantize(&TensorRef::new(&x[..], &[2, 16, 40]).unwrap()).unwrap()
+}
+
+const OTHERS: [&str; 10] = [
+    "fp8(e4m3)",
+    "fp8-delayed(e5m2)",
+    "fp8-block(e4m3)",
+    "fp8-block(e5m2, 128x128)",
+    "mxfp8(e4m3)",
+    "mxfp8(e5m2)",
+    "high-precision",
+    "high-precision(bf16)",
+    "high-precision(f16) / mxfp8(e4m3)",
+    "nvfp4 / high-precision",
+];
+
+fn version(path: &Path) -> String {
+    let bytes = std::fs::read(path).unwrap();
+    SafeTensors::read_metadata(&bytes).unwrap().1.metadata().clone().unwrap()["version"].clone()
+}
+
+#[test]
+fn every_format_survives_the_round_trip() {
+    let path = path("formats");
+    let all: BTreeMap<String, QuantTensor> = OTHERS.iter().map(|spec| (spec.to_string(), other(spec))).collect();
+    save(&path, all.iter().map(|(name, tensor)| (name.as_str(), tensor))).unwrap();
+    assert_eq!((load(&path).unwrap(), version(&path).as_str()), (all, "2"));
+    for (spec, mut tensor) in OTHERS.iter().map(|spec| (spec, other(spec))) {
+        // One direction alone, and what shares its buffer shares it again.
+        save(&path, [("w", &tensor)]).unwrap();
+        assert_eq!(load(&path).unwrap()["w"].byte_len(), tensor.byte_len(), "{spec}");
+        tensor.keep(Directions::Column).unwrap();
+        save(&path, [("w", &tensor)]).unwrap();
+        assert_eq!(load(&path).unwrap().remove("w"), Some(tensor), "{spec}");
+    }
+}
+
+#[test]
+fn nvfp4_alone_is_written_as_programs_of_version_1_read_it() {
+    let (path, tensors) = (path("version-1"), tensors());
+    save(&path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))).unwrap();
+    assert_eq!(version(&path), "1");
+    // A file as version 1 wrote it, byte for byte what it was before there were others.
+    let json = r#"{"w":{"shape":[2,16,40],"row":{"unit":"amax448","layout":"linear"}}}"#;
+    let (path, plain) = (self::path("old"), &tensors[0].1);
+    save(&path, [("w", plain)]).unwrap();
+    let bytes = std::fs::read(&path).unwrap();
+    assert_eq!(SafeTensors::read_metadata(&bytes).unwrap().1.metadata().clone().unwrap()["tensors"], json);
+    assert_eq!(&load(&path).unwrap()["w"], plain);
+}
+
+#[test]
+fn other_formats_are_not_taken_on_trust() {
+    let set = |key: &'static str, value: &str| {
+        let value = value.to_string();
+        move |parts: &mut Parts| drop(parts.metadata.insert(key.to_string(), value.clone()))
+    };
+    assert_eq!(
+        load_changed("fp8-as-1", &other("fp8"), set("version", "1")),
+        "tensor 'w.row': format version 1 has nvfp4 alone"
+    );
+    let entry = |name: &str, spec: &str, row: &str| {
+        let json = format!(r#"{{"w":{{"shape":[2,16,40],"row":{row}}}}}"#);
+        load_changed(name, &other(spec), set("tensors", &json))
+    };
+    assert!(entry("unknown-format", "fp8", r#"{"format":"fp7"}"#).contains("unknown variant `fp7`"));
+    assert!(entry("fp8-extra", "fp8", r#"{"format":"fp8","colour":"red"}"#).contains("unknown field `colour`"));
+    assert!(entry("no-tile", "fp8-block", r#"{"format":"fp8-block"}"#).contains("missing field `tile`"));
+    assert!(entry("tile", "fp8-block", r#"{"format":"fp8-block","tile":"1x64"}"#).contains("unknown variant `1x64`"));
+    assert_eq!(entry("mx-as-fp8", "mxfp8", r#"{"format":"fp8"}"#), "tensor 'w.row.scales': expected F32, got F8_E8M0");
+    assert_eq!(entry("fp8-as-mx", "fp8", r#"{"format":"mxfp8"}"#), "tensor 'w.row.scales': expected F8_E8M0, got F32");
+    assert_eq!(
+        entry("rows-as-squares", "fp8-block", r#"{"format":"fp8-block","tile":"128x128"}"#),
+        "tensor 'w.row.scales': expected the shape [1, 1], got [32, 1]"
+    );
+    assert_eq!(entry("plain-as-fp8", "high-precision", r#"{"format":"fp8"}"#), "tensor 'w.row.codes' is missing");
+    assert_eq!(
+        entry("row-of-row", "high-precision", r#"{"format":"high-precision","values":"row"}"#),
+        "tensor 'w.row': its values are the row direction's, which has none"
+    );
+    let lonely = load_changed(
+        "lonely",
+        &other("high-precision"),
+        set("tensors", r#"{"w":{"shape":[2,16,40],"col":{"format":"high-precision","values":"row"}}}"#),
+    );
+    assert_eq!(lonely, "tensor 'w.col': its values are the row direction's, which has none");
+    for (spec, part, dtype, message) in [
+        ("fp8", "w.row.codes", Dtype::U8, "tensor 'w.row.codes': expected F8_E4M3 or F8_E5M2, got U8"),
+        ("mxfp8", "w.col.scales", Dtype::U8, "tensor 'w.col.scales': expected F8_E8M0, got U8"),
+        ("high-precision", "w.row.values", Dtype::I32, "tensor 'w.row.values': expected F32 or BF16 or F16, got I32"),
+    ] {
+        let got = load_changed("other-dtype", &other(spec), |parts| parts.tensors.get_mut(part).unwrap().0 = dtype);
+        assert_eq!(got, message);
+    }
+    for (spec, part, shape, message) in [
+        ("mxfp8", "w.col.codes", vec![40, 32], "tensor 'w.col.codes': expected the shape [32, 40], got [40, 32]"),
+        ("mxfp8", "w.row.scales", vec![64, 1], "tensor 'w.row.scales': expected the shape [32, 2], got [64, 1]"),
+        ("fp8", "w.row.scales", vec![1], "tensor 'w.row.scales': expected the shape [], got [1]"),
+        (
+            "high-precision",
+            "w.row.values",
+            vec![40, 32],
+            "tensor 'w.row.values': expected the shape [32, 40], got [40, 32]",
+        ),
+    ] {
+        let changed = |parts: &mut Parts| parts.tensors.get_mut(part).unwrap().1 = shape.clone();
+        assert_eq!(load_changed("other-shape", &other(spec), changed), message);
+    }
 }
 
 #[test]
@@ -106,7 +222,7 @@ fn other_formats_and_versions_are_refused() {
     let load_with = |name: &str, key: &str, value: &str| {
         load_changed(name, &rotated(), |parts| drop(parts.metadata.insert(key.to_string(), value.to_string())))
     };
-    assert_eq!(load_with("version", "version", "2"), "expected format version 1, got 2");
+    assert_eq!(load_with("version", "version", "3"), "expected format version 1 or 2, got 3");
     assert_eq!(load_with("format", "format", "pt"), "expected the format 'nvfp4', got 'pt'");
     let none = load_changed("none", &rotated(), |parts| parts.metadata.clear());
     assert_eq!(none, "expected the format 'nvfp4', got 'none'");
@@ -233,13 +349,15 @@ fn a_key_that_stands_twice_is_refused() {
 
 #[test]
 fn truncated_and_absent_files_are_errors() {
-    let (path, tensors) = (path("truncated"), tensors());
-    save(&path, [("w", &tensors[1].1)]).unwrap();
-    let bytes = std::fs::read(&path).unwrap();
-    for len in [0, 4, 8, 60, bytes.len() - 1] {
-        std::fs::write(&path, &bytes[..len]).unwrap();
-        let message = reason(&path);
-        assert!(message.starts_with("not a valid safetensors file"), "{len} bytes: {message}");
+    let path = path("truncated");
+    for tensor in OTHERS.iter().map(|spec| other(spec)).chain([tensors().remove(1).1]) {
+        save(&path, [("w", &tensor)]).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        for len in [0, 4, 8, 60, bytes.len() / 2, bytes.len() - 1] {
+            std::fs::write(&path, &bytes[..len]).unwrap();
+            let message = reason(&path);
+            assert!(message.starts_with("not a valid safetensors file"), "{len} bytes: {message}");
+        }
     }
     assert!(matches!(load(&path.with_extension("nowhere")), Err(Error::Io { .. })));
 }

@@ -153,10 +153,18 @@ fn a_slice_at_a_ragged_end_has_consistent_directions() {
                 let slice = whole.slice_rows(start, end).unwrap();
                 let parts = QuantTensor::from_parts(&[end - start, 20], slice.row().cloned(), slice.col().cloned());
                 assert_eq!(parts.unwrap(), slice);
-                for d in [slice.row().unwrap(), slice.col().unwrap()] {
+                for d in [Side::Row, Side::Column].map(|side| slice.nvfp4(side).unwrap()) {
                     let (codes, scales, global) = (d.codes().to_vec(), d.scales().to_vec(), d.global().clone());
-                    let checked =
-                        Direction::from_parts(d.rows(), d.cols(), codes, scales, global, d.unit(), None, d.layout());
+                    let checked = Nvfp4Direction::from_parts(
+                        d.rows(),
+                        d.cols(),
+                        codes,
+                        scales,
+                        global,
+                        d.unit(),
+                        None,
+                        d.layout(),
+                    );
                     assert_eq!(&checked.unwrap(), d, "rows {start}..{end}, {layout:?}");
                 }
                 let expected: Vec<f32> = column.chunks(17).flat_map(|c| &c[start..end]).copied().collect();
@@ -176,7 +184,7 @@ fn row_slices_between_blocks_need_the_row_direction_alone() {
         q.slice_rows(3, 9).unwrap().dequantize::<f32>(Side::Row).unwrap(),
         q.dequantize::<f32>(Side::Row).unwrap()[3 * COLS..9 * COLS]
     );
-    assert!(q.slice_rows(5, 5).unwrap().row().unwrap().codes().is_empty());
+    assert!(q.slice_rows(5, 5).unwrap().nvfp4(Side::Row).unwrap().codes().is_empty());
     assert_eq!(q.slice_rows(40, 49).unwrap_err().to_string(), "rows 40..49 are outside the tensor's 48 rows");
     assert!(matches!(q.slice_rows(9, 3), Err(Error::OutOfRange { .. })));
 }
@@ -309,10 +317,10 @@ fn tensors_are_made_from_parts_only_where_they_fit() {
     assert!(matches!(QuantTensor::from_parts(&[ROWS, COLS], None, None), Err(Error::NoDirection)));
     let unit = Unit::Amax(Bound::E448);
     let part = |codes, scales, global| {
-        Direction::from_parts(2, 32, vec![0; codes], vec![0; scales], global, unit, None, Layout::Linear)
+        Nvfp4Direction::from_parts(2, 32, vec![0; codes], vec![0; scales], global, unit, None, Layout::Linear)
     };
     assert!(part(32, 4, Global::PerTensor(1.0)).is_ok());
-    let message = |r: Result<Direction>| r.unwrap_err().to_string();
+    let message = |r: Result<Nvfp4Direction>| r.unwrap_err().to_string();
     assert_eq!(message(part(31, 4, Global::PerTensor(1.0))), "codes: expected length 32, got 31");
     assert_eq!(message(part(32, 5, Global::PerTensor(1.0))), "scales: expected length 4, got 5");
     assert_eq!(message(part(32, 4, Global::PerRow(vec![1.0]))), "global scale: expected length 2, got 1");
@@ -321,11 +329,11 @@ fn tensors_are_made_from_parts_only_where_they_fit() {
     let rotated = |cols: usize| {
         let (codes, scales) = (vec![0; 2 * cols.div_ceil(2)], vec![0; 2 * cols.div_ceil(16)]);
         let (global, signs) = (Global::PerTensor(1.0), Some(Signs::FIXED));
-        Direction::from_parts(2, cols, codes, scales, global, unit, signs, Layout::Linear)
+        Nvfp4Direction::from_parts(2, cols, codes, scales, global, unit, signs, Layout::Linear)
     };
-    let rows = QuantTensor::from_parts(&[2, 32], Some(rotated(32).unwrap()), None);
+    let rows = QuantTensor::from_parts(&[2, 32], Some(rotated(32).unwrap().into()), None);
     assert!(matches!(rows, Err(Error::RotatedRow)));
-    assert!(QuantTensor::from_parts(&[32, 2], None, Some(rotated(32).unwrap())).is_ok());
+    assert!(QuantTensor::from_parts(&[32, 2], None, Some(rotated(32).unwrap().into())).is_ok());
     assert!(message(rotated(24)).ends_with("expected a multiple of 16, got 24"));
 }
 

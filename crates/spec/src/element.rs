@@ -74,6 +74,15 @@ impl Precision {
         }
     }
 
+    /// The largest finite value of this type.
+    pub fn max(self) -> f32 {
+        match self {
+            Precision::F32 => f32::MAX,
+            Precision::Bf16 => bf16::MAX.to_f32(),
+            Precision::F16 => f16::MAX.to_f32(),
+        }
+    }
+
     /// The smallest positive normal value of this type.
     pub fn min_normal(self) -> f32 {
         match self {

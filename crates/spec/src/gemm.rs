@@ -1,14 +1,16 @@
 //! Products of quantized matrices: `y = α·A·Bᵀ (+ bias) (+ β·C)`, both operands with blocks along K.
-//! Source: numerics §0, §9, §9.1.
+//! Source: numerics §0, §9, §9.1, §14.8.
 //!
 //! A product has two parts, each with two rules: how the terms of the sum are accumulated ([`Accumulate`]), and in what
 //! order the global scales, α, the bias and β·C are applied ([`Epilogue`]).
 //!
 //! A block's term is exact: 16 products of E2M1 values are a multiple of 1/4, two E4M3 scales a multiple of 2⁻¹⁸, so the
 //! term is a multiple of 2⁻²⁰ with at most 20 significant bits. A K that is no multiple of 16 ends in zeros.
+//!
+//! Any other pair is a sum of products of the operands' values ([`Operand`] says which those are), and has a [`bound`].
 
 use crate::matrix::{Matrix, View};
-use crate::{BLOCK, Element, Error, GlobalScale, Precision, Result, area, check_len, e2m1, e4m3, zeros};
+use crate::{BLOCK, Element, Error, GlobalScale, Precision, Result, area, check_len, e2m1, e4m3, fp8, zeros};
 
 /// How the block terms are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -48,6 +50,11 @@ impl Epilogue {
 pub enum Operand<'a> {
     /// A quantized matrix.
     Nvfp4(View<'a>),
+    /// An FP8 or MXFP8 matrix (numerics §14.8). A scale of the whole matrix is its global scale, and its values are those of the
+    /// codes; otherwise its values are those that it decodes to in binary32, and its global scale is 1.
+    ///
+    /// Tiles lie along K: what has tiles of 32 in a column, as MXFP8's column direction, is taken transposed.
+    Fp8(fp8::View<'a>),
     /// A matrix of bf16, f16 or f32; its global scale is 1.
     Plain(&'a Matrix),
 }
@@ -55,6 +62,12 @@ pub enum Operand<'a> {
 impl<'a> From<&View<'a>> for Operand<'a> {
     fn from(view: &View<'a>) -> Self {
         Operand::Nvfp4(*view)
+    }
+}
+
+impl<'a> From<&fp8::View<'a>> for Operand<'a> {
+    fn from(view: &fp8::View<'a>) -> Self {
+        Operand::Fp8(*view)
     }
 }
 
@@ -69,6 +82,7 @@ impl Operand<'_> {
     pub fn rows(&self) -> usize {
         match self {
             Operand::Nvfp4(view) => view.rows,
+            Operand::Fp8(view) => view.tile.along_k((view.rows, view.cols)).0,
             Operand::Plain(matrix) => matrix.rows(),
         }
     }
@@ -77,6 +91,7 @@ impl Operand<'_> {
     pub fn cols(&self) -> usize {
         match self {
             Operand::Nvfp4(view) => view.cols,
+            Operand::Fp8(view) => view.tile.along_k((view.rows, view.cols)).1,
             Operand::Plain(matrix) => matrix.cols(),
         }
     }
@@ -85,7 +100,7 @@ impl Operand<'_> {
     pub fn global(&self) -> GlobalScale {
         match self {
             Operand::Nvfp4(view) => view.global,
-            Operand::Plain(_) => GlobalScale::PerTensor,
+            Operand::Fp8(_) | Operand::Plain(_) => GlobalScale::PerTensor,
         }
     }
 
@@ -93,6 +108,7 @@ impl Operand<'_> {
     fn fraction(&self, i: usize) -> (f32, f32) {
         match self {
             Operand::Nvfp4(view) => view.unit.fraction(view.row_stored(i)),
+            Operand::Fp8(view) => (view.tensor_scale().unwrap_or(1.0), 1.0),
             Operand::Plain(_) => (1.0, 1.0),
         }
     }
@@ -104,6 +120,13 @@ impl Operand<'_> {
                 let scale = e4m3::decode(view.scale_row(i)[k / BLOCK]);
                 f64::from(e2m1::decode(e2m1::code_at(view.code_row(i), k)) * scale)
             }
+            Operand::Fp8(view) => {
+                let (r, c) = if view.tile == fp8::Tile::Column32 { (k, i) } else { (i, k) };
+                f64::from(match view.tensor_scale() {
+                    Some(_) => view.format.decode(view.code_row(r)[c]),
+                    None => view.value(r, c),
+                })
+            }
             Operand::Plain(matrix) => f64::from(matrix.row(i)[k]),
         }
     }
@@ -111,6 +134,7 @@ impl Operand<'_> {
     fn check(&self) -> Result<()> {
         match self {
             Operand::Nvfp4(view) => view.check(),
+            Operand::Fp8(view) => view.check(),
             Operand::Plain(_) => Ok(()),
         }
     }
@@ -139,7 +163,7 @@ impl<T> Default for Product<'_, T> {
 
 /// The product of `a` [M, K] and `b` [N, K], transposed: [M, N], row-major.
 ///
-/// A block scale that is NaN makes every output it takes part in NaN. Where an operand is plain, the sum is taken in binary64,
+/// A block scale that is NaN makes every output it takes part in NaN. Unless both operands are NVFP4, the sum is taken in binary64,
 /// in which every product is exact, and rounded once: what faster versions are held against ([`bound`]), not a rule of bits.
 pub fn gemm<'a, T: Element>(
     a: impl Into<Operand<'a>>,
@@ -232,6 +256,10 @@ pub fn check<T>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>) -> R
 ///
 /// It holds while values, products and partial sums stay in the normal range of binary32, block scales left out: plain values of
 /// 2⁻¹²⁶ to 2¹²¹ are enough for NVFP4 on the other side. Beyond, sums may overflow or lose what is subnormal.
+///
+/// Decoding FP8 adds nothing: an [`Operand`]'s values are by definition what it decodes to, rounded once where a tile has a scale
+/// that is no power of two. Values of codes (4 significant bits, 2⁻¹⁶ to 57344) are exact in bf16 and f16, and MXFP8's in bf16 while
+/// they are normal numbers; where they are, a product of two is exact in binary32 and only additions round.
 pub fn bound(k: usize, magnitude: f64) -> f64 {
     (k + 8) as f64 * 2f64.powi(-22) * magnitude
 }

@@ -16,7 +16,8 @@
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
 //! 11. [`profile`]: the same steps in the arithmetic of other producers;
 //! 12. [`mse`]: a block's scale by trial;
-//! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output.
+//! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output;
+//! 14. [`e5m2`], [`e8m0`] and [`fp8`]: the eight-bit formats that recipes mix with NVFP4.
 //!
 //! # Notation
 //!
@@ -30,10 +31,13 @@
 pub mod block;
 pub mod e2m1;
 pub mod e4m3;
+pub mod e5m2;
+pub mod e8m0;
 mod element;
 mod error;
 pub mod fast_math;
 pub mod four_over_six;
+pub mod fp8;
 pub mod gemm;
 pub mod gguf;
 pub mod hadamard;
@@ -43,6 +47,7 @@ pub mod mse;
 pub mod philox;
 pub mod profile;
 pub mod scale;
+mod small_float;
 pub mod stochastic;
 pub mod swizzle;
 pub mod upstream;

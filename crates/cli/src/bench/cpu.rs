@@ -1,7 +1,7 @@
 //! The bench of the CPU: operation and copy in turns.
 
-use super::median;
 use super::operations::{Buffers, Kind, Operation, PLAIN, Side, Source};
+use super::{fp8, median};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
 use nvfp4_kernels::quantize::quantize;
@@ -20,7 +20,13 @@ struct Row {
     copies: f64,
 }
 
-pub fn run(size: usize, implementation: Implementation, operations: &[&Operation], json: bool) -> Result<()> {
+pub fn run(
+    size: usize,
+    implementation: Implementation,
+    operations: &[&Operation],
+    fp8_operations: &[&fp8::Operation],
+    json: bool,
+) -> Result<()> {
     let mut out = std::io::stdout().lock();
     if !json {
         let threads = match rayon::current_num_threads() {
@@ -32,13 +38,21 @@ pub fn run(size: usize, implementation: Implementation, operations: &[&Operation
     }
     let mut bench = Bench::new(size, implementation)?;
     let mut rows = Vec::new();
-    for operation in operations {
-        bench.check(operation).with_context(|| format!("{}: the result is wrong", operation.name))?;
-        let row = bench.time(operation)?;
+    let mut print = |row: Row| -> Result<()> {
         if !json {
             writeln!(out, "{:<36} {:>9.3} {:>9.2} {:>8.2}", row.name, row.ms, row.gbps, row.copies)?;
         }
         rows.push(row);
+        Ok(())
+    };
+    let wrong = |name| move || format!("{name}: the result is wrong");
+    for operation in operations {
+        bench.check(operation).with_context(wrong(operation.name))?;
+        print(bench.time(operation)?)?;
+    }
+    for operation in fp8_operations {
+        bench.check_fp8(operation).with_context(wrong(operation.name))?;
+        print(bench.time_fp8(operation)?)?;
     }
     if json {
         writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
@@ -126,22 +140,27 @@ impl Bench {
             Kind::DequantizeF32 => self.decoded.resize(self.x.len(), 1.0),
             _ => {}
         }
-        let given = self.amax;
-        let (mut copies, mut times) = (Vec::new(), Vec::new());
-        let start = Instant::now();
-        while times.len() < 7 || (start.elapsed() < Duration::from_millis(1500) && times.len() < 101) {
-            copies.push(self.copy());
-            let once = Instant::now();
-            self.once(operation, &given)?;
-            times.push(once.elapsed().as_secs_f64());
-        }
-        let (copy, time) = (median(copies), median(times));
-        let gigabytes = (2 * self.x.len()) as f64 / 1e9;
-        Ok(Row { name: operation.name, ms: time * 1e3, gbps: gigabytes / time, copies: time / copy })
+        let (given, mut copy) = (self.amax, std::mem::take(&mut self.copy));
+        let x = std::mem::take(&mut self.x);
+        let row = measure(operation.name, &x, &mut copy, || self.once(&x, operation, &given));
+        (self.x, self.copy) = (x, copy);
+        row
     }
 
-    fn once(&mut self, operation: &Operation, given: &[f32]) -> Result<()> {
-        let input = Input::new(Values::Bf16(&self.x), self.size, self.size)?;
+    fn check_fp8(&self, operation: &fp8::Operation) -> Result<()> {
+        // More than one panel of the column direction.
+        let (rows, cols) = (self.size.min(272), self.size);
+        fp8::Run::check(operation, self.implementation, &self.x[..rows * cols], (rows, cols), self.amax[0])
+    }
+
+    fn time_fp8(&mut self, operation: &fp8::Operation) -> Result<Row> {
+        let shape = (self.size, self.size);
+        let mut run = fp8::Run::new(operation, self.implementation, &self.x, shape, self.amax[0])?;
+        measure(operation.name, &self.x, &mut self.copy, || run.once())
+    }
+
+    fn once(&mut self, x: &[bf16], operation: &Operation, given: &[f32]) -> Result<()> {
+        let input = Input::new(Values::Bf16(x), self.size, self.size)?;
         match &operation.kind {
             Kind::Amax => {
                 let wanted = amax::Wanted { tensor: Some(&mut self.row.amax[0]), ..Default::default() };
@@ -164,12 +183,27 @@ impl Bench {
         }
         Ok(())
     }
+}
 
-    /// Copies the input on all threads; seconds.
-    fn copy(&mut self) -> f64 {
+/// Runs an operation and a copy of the matrix in turns.
+fn measure(name: &'static str, x: &[bf16], to: &mut [bf16], mut once: impl FnMut() -> Result<()>) -> Result<Row> {
+    let (mut copies, mut times) = (Vec::new(), Vec::new());
+    let start = Instant::now();
+    while times.len() < 7 || (start.elapsed() < Duration::from_millis(1500) && times.len() < 101) {
+        copies.push(copy(x, to));
         let start = Instant::now();
-        let part = self.x.len().div_ceil(4 * rayon::current_num_threads()).max(1);
-        self.copy.par_chunks_mut(part).zip(self.x.par_chunks(part)).for_each(|(to, from)| to.copy_from_slice(from));
-        start.elapsed().as_secs_f64()
+        once()?;
+        times.push(start.elapsed().as_secs_f64());
     }
+    let (copy, time) = (median(copies), median(times));
+    let gigabytes = size_of_val(x) as f64 / 1e9;
+    Ok(Row { name, ms: time * 1e3, gbps: gigabytes / time, copies: time / copy })
+}
+
+/// Copies the input on all threads; seconds.
+fn copy(x: &[bf16], to: &mut [bf16]) -> f64 {
+    let start = Instant::now();
+    let part = x.len().div_ceil(4 * rayon::current_num_threads()).max(1);
+    to.par_chunks_mut(part).zip(x.par_chunks(part)).for_each(|(to, from)| to.copy_from_slice(from));
+    start.elapsed().as_secs_f64()
 }

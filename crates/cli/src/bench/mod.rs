@@ -3,6 +3,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod fp8;
 mod gemm;
 pub mod operations;
 
@@ -26,8 +27,9 @@ use std::process::ExitCode;
 ///
 /// The column `amax` says whether the matrix's largest magnitude was given to an operation or had to be computed by it.
 /// Names mean the same on both devices, but for this: 16x16, 4over6, stochastic and hadamard compute it on the CPU and are
-/// given it on a GPU. The two `amax-given` operations and row+hadamard-column always are given it; `quantize 1x16`, its
-/// `row-scaled` and its `both` always compute it.
+/// given it on a GPU. Operations called `amax-given` and row+hadamard-column always are given it; `quantize 1x16`, its
+/// `row-scaled` and its `both` always compute it. Of FP8 and MXFP8, codes are E4M3 unless the name says otherwise, `fp8-delayed` is
+/// given a scale and records the amax, and blocks find their own amaxes.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct Args {
@@ -69,16 +71,22 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if let Some(What::Gemm(args)) = &args.what {
         return gemm::run(args);
     }
-    let operations = operations::select(args.device, &args.filter)?;
+    let operations = operations::select(args.device, &args.filter);
+    let fp8_operations = fp8::select(&args.filter);
+    ensure!(
+        !operations.is_empty() || !fp8_operations.is_empty(),
+        "--filter: no operation's name contains '{}'",
+        args.filter
+    );
     let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
     crate::until_closed(pool.install(|| match args.device {
         Device::Cpu => {
             let (size, implementation) = args.on_cpu()?;
-            cpu::run(size, implementation, &operations, args.json)
+            cpu::run(size, implementation, &operations, &fp8_operations, args.json)
         }
         Device::Cuda(ordinal) => {
             let shape = args.on_gpu()?;
-            run_on_gpu(ordinal, shape, &operations, args.json)
+            run_on_gpu(ordinal, shape, &operations, &fp8_operations, args.json)
         }
     }))?;
     Ok(ExitCode::SUCCESS)
@@ -121,12 +129,18 @@ impl Args {
 }
 
 #[cfg(feature = "cuda")]
-fn run_on_gpu(ordinal: usize, shape: (usize, usize), operations: &[&Operation], json: bool) -> Result<()> {
-    cuda::run(crate::device::open(ordinal)?, shape, operations, json)
+fn run_on_gpu(
+    ordinal: usize,
+    shape: (usize, usize),
+    operations: &[&Operation],
+    fp8_operations: &[&fp8::Operation],
+    json: bool,
+) -> Result<()> {
+    cuda::run(crate::device::open(ordinal)?, shape, operations, fp8_operations, json)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run_on_gpu(_: usize, _: (usize, usize), _: &[&Operation], _: bool) -> Result<()> {
+fn run_on_gpu(_: usize, _: (usize, usize), _: &[&Operation], _: &[&fp8::Operation], _: bool) -> Result<()> {
     anyhow::bail!(crate::device::NOT_BUILT)
 }
 

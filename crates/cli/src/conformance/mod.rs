@@ -1,6 +1,7 @@
 //! `nvfp4 conformance DIR`: runs every golden case through every implementation on this machine and compares bits.
 
 mod case;
+mod fp8;
 mod gemm;
 mod quantize;
 mod report;
@@ -19,12 +20,12 @@ use std::str::FromStr;
 /// Check every golden case in a folder, bit for bit.
 ///
 /// Each `.safetensors` file of the folder is one case; its metadata says what kind. Cases run through every
-/// implementation on this machine, in both edges (what NaN and −0 become). Exits with 1 on any mismatch.
+/// implementation on this machine, those of NVFP4 in both edges (what NaN and −0 become). Exits with 1 on any mismatch.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder that holds the golden cases.
     dir: PathBuf,
-    /// Run only this implementation: scalar, avx2 or cuda. Default: all that this machine has.
+    /// Run only this implementation: scalar, avx2, avx512 or cuda. Default: all that this machine has.
     #[arg(long, value_name = "NAME")]
     implementation: Option<Chosen>,
 }
@@ -100,7 +101,14 @@ fn check_file(path: &Path, implementations: &[Implementation]) -> Result<(String
         "qgemm" => gemm::check(&case, implementations, &mut differences)?,
         "row_scaled_gemm" => gemm::check_row_scaled(&case, implementations, &mut differences)?,
         "swizzle" => table::check_swizzle(&case, implementations, &mut differences)?,
-        "table" => table::check(&case, &mut differences)?,
+        "fp8_current" => fp8::check_current(&case, implementations, &mut differences)?,
+        "fp8_delayed" => fp8::check_delayed(&case, implementations, &mut differences)?,
+        "fp8_block" => fp8::check_block(&case, implementations, &mut differences)?,
+        "mxfp8" => fp8::check_mx(&case, implementations, &mut differences)?,
+        "table" => match fp8::check_table(&case, implementations, &mut differences)? {
+            Some(label) => label,
+            None => table::check(&case, &mut differences)?,
+        },
         kind => bail!("unknown kind of case '{kind}'"),
     };
     Ok((label, differences))

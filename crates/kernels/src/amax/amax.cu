@@ -20,12 +20,7 @@ constexpr int STRIP = 16 / SIZE;  // elements of a strip
 // The larger magnitudes of two words by the edge: NaN is not seen, or wins.
 RULE u32 larger_counted(u32 a, u32 b) {
     b = magnitudes(b, INPUT);
-    if (EDGE == REFERENCE) return larger(a, b, INPUT);
-    u32 m;
-    if (INPUT == BF16) asm("max.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-    else if (INPUT == F16) asm("max.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-    else m = to_bits(fmaxf(from_bits(a), from_bits(b)));
-    return m;
+    return EDGE == REFERENCE ? larger(a, b, INPUT) : larger_seen(a, b, INPUT);
 }
 
 // The magnitude's bits in binary32 of the larger element of a word.

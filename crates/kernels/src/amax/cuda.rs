@@ -106,6 +106,22 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
 
 /// [`amax`], also after the Hadamard transform; `x` has been checked.
 pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Wanted<'_>) -> Result<()> {
+    pass(stream, x, edge, values, wanted, Start::Zero)
+}
+
+/// [`amax`] in the kernel edge, where maxima also count what their memory held before, which are magnitudes; `x` has been checked.
+pub(crate) fn join(stream: &Stream, x: &Input<'_>, wanted: Wanted<'_>) -> Result<()> {
+    pass(stream, x, Edge::Kernel, Values::Plain, wanted, Start::AsItIs)
+}
+
+/// What maxima begin with.
+#[derive(Clone, Copy, PartialEq)]
+enum Start {
+    Zero,
+    AsItIs,
+}
+
+fn pass(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Wanted<'_>, start: Start) -> Result<()> {
     static VARIANTS: Variants<Variant> = Variants::new();
     let Wanted { tensor, rows, cols } = wanted;
     let mut address = [0; 3];
@@ -116,7 +132,9 @@ pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wa
         slice.check(stream.device(), what)?;
         slice.check_aligned(4, what)?;
         *address = slice.address();
-        stream.fill_bytes(slice.reborrow(), 0)?;
+        if start == Start::Zero {
+            stream.fill_bytes(slice.reborrow(), 0)?;
+        }
     }
     if x.rows() == 0 || x.cols() == 0 || address == [0; 3] {
         return Ok(());

@@ -4,6 +4,7 @@
 //! and lets only each other, or an `unsafe` block that holds a token, call them.
 
 pub(crate) mod philox;
+pub(crate) mod small_float;
 
 use nvfp4_spec::{BLOCK, Edge, Element, Precision};
 use std::arch::x86_64::*;
@@ -18,6 +19,15 @@ impl Avx2 {
         let has_all =
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         has_all.then_some(Avx2(()))
+    }
+}
+
+/// Asks for elements that will be needed soon.
+#[inline]
+pub(crate) fn prefetch<T>(x: &[T]) {
+    for line in x.chunks(64 / size_of::<T>()) {
+        // SAFETY: a prefetch is harmless wherever it points, and this one points into the slice.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
 }
 
@@ -250,6 +260,34 @@ pub(crate) fn widen<T: Element>(b: Block) -> [__m256; 2] {
             [_mm256_cvtph_ps(_mm256_castsi256_si128(b.lo)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(b.lo))]
         }
     }
+}
+
+/// Eight doublewords.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn load_eight(x: &[u32; 8]) -> __m256i {
+    // SAFETY: the source is an array of 8 doublewords.
+    unsafe { _mm256_loadu_si256(x.as_ptr().cast()) }
+}
+
+/// Eight magnitudes' bits in doublewords, of a 16-bit or 32-bit type, as values. Twin of [`value_of`].
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn values_of(bits: __m256i, precision: Precision) -> __m256 {
+    match precision {
+        Precision::F32 => _mm256_castsi256_ps(bits),
+        Precision::Bf16 => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)),
+        Precision::F16 => _mm256_cvtph_ps(_mm256_castsi256_si128(narrow(bits, bits))),
+    }
+}
+
+/// Bits whose high half is the nearest bf16 value, ties to even; not for a NaN with low bits set.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(crate) fn round_bits(x: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(x);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)))
 }
 
 /// 16 words with the elements' signs in bit 3, everything else clear: the sign bits of E2M1 codes.

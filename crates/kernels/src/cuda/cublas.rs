@@ -1,4 +1,5 @@
-//! cuBLASLt: bf16 products by NVIDIA's own library, to measure ours beside. Optional: nothing else needs it.
+//! cuBLASLt: bf16 products by NVIDIA's own library, to measure ours beside, and FP8 products on the tensor cores of Hopper and newer
+//! GPUs. Optional: nothing else needs it.
 //!
 //! Its interface is declared here, a few functions of it, rather than taken from cudarc: several libraries can then be tried in turn
 //! (one that is newer than the driver loads and does not start), and none that lacks a function is a panic.
@@ -7,12 +8,14 @@ use super::device::Device;
 use super::environment::Environment;
 use super::error::{Error, Result, Version};
 use super::lock;
-use super::memory::{Buffer, Slice, SliceMut};
+use super::memory::{Buffer, Plain, Slice, SliceMut};
 use super::stream::Stream;
+use crate::fp8::cuda::View as Fp8View;
 use crate::input::check_len;
 use half::bf16;
 use libloading::Library;
-use nvfp4_spec::area;
+use nvfp4_spec::fp8::{Format, Scales, Tile};
+use nvfp4_spec::{Element, Error as RuleError, Precision, area};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
@@ -27,12 +30,20 @@ pub struct Cublas {
     plans: Mutex<HashMap<Key, Plan>>,
     /// Aᵀ·B, sums in binary32.
     operation: Descriptor,
+    /// The same, both sides multiplied by numbers of the GPU's memory, which are set for each product while `plans` is locked.
+    scaled: Descriptor,
     workspace: Buffer<u8>,
     session: Session,
 }
 
-/// What a plan depends on: M, N and K, and what the addresses of both sides and of the outputs are multiples of.
-type Key = ([usize; 3], [u32; 3]);
+/// What a plan depends on: the types of the right side, the left side and the outputs, M, N and K, and what the addresses are multiples
+/// of.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    types: [c_int; 3],
+    sizes: [usize; 3],
+    alignments: [u32; 3],
+}
 
 /// How products of one shape are computed.
 struct Plan {
@@ -57,15 +68,17 @@ impl Cublas {
 
     fn new(session: Session) -> Result<Cublas> {
         let api = session.api;
-        // SAFETY: cuBLASLt writes one handle.
-        let operation = Descriptor::new(&api, "cublasLtMatmulDescCreate", api.operation_destroy, |raw| unsafe {
-            (api.operation_create)(raw, COMPUTE_32F, R_32F)
-        })?;
-        let call = "cublasLtMatmulDescSetAttribute";
-        operation.set(&api, call, api.operation_set, OPERATION_TRANSA, &TRANSPOSED)?;
-        operation.set(&api, call, api.operation_set, OPERATION_TRANSB, &AS_IT_IS)?;
+        let operation = || -> Result<Descriptor> {
+            // SAFETY: cuBLASLt writes one handle.
+            let operation = Descriptor::new(&api, "cublasLtMatmulDescCreate", api.operation_destroy, |raw| unsafe {
+                (api.operation_create)(raw, COMPUTE_32F, R_32F)
+            })?;
+            operation.set(&api, SET_OPERATION, api.operation_set, OPERATION_TRANSA, &TRANSPOSED)?;
+            operation.set(&api, SET_OPERATION, api.operation_set, OPERATION_TRANSB, &AS_IT_IS)?;
+            Ok(operation)
+        };
         let workspace = session.device.alloc(WORKSPACE)?;
-        Ok(Cublas { plans: Mutex::default(), operation, workspace, session })
+        Ok(Cublas { plans: Mutex::default(), operation: operation()?, scaled: operation()?, workspace, session })
     }
 
     /// Its version.
@@ -102,24 +115,102 @@ impl Cublas {
             return Ok(stream.fill_bytes(out, 0)?);
         }
         let addresses = [b.address(), a.address(), out.address()];
-        let key = ([m, n, k], addresses.map(|address| 1 << address.trailing_zeros().min(8)));
-        let _current = device.enter()?;
+        Ok(self.run(stream, Key::new([R_16BF; 3], [m, n, k], addresses), addresses, None)?)
+    }
+
+    /// `out = A·Bᵀ` of two FP8 matrices with a 32-bit scale each, which are applied to the sums. Does not wait; see
+    /// [`Cublas::matmul_bf16`] for captures.
+    ///
+    /// **Not** within [`nvfp4_spec::gemm::bound`]: the FP8 tensor cores of Hopper keep about 14 bits of what they add, so that an output
+    /// may be off by K·2⁻¹² of its products' magnitudes. [`gemm::cuda`](crate::gemm::cuda) is precise, and slow.
+    ///
+    /// The library takes K and N that are multiples of 16, addresses that are multiples of 16 bytes, and no two E5M2 matrices; it needs a
+    /// GPU of compute capability 8.9 or newer.
+    pub fn matmul_fp8<T: Element + Plain>(
+        &self,
+        stream: &Stream,
+        a: &Fp8View<'_>,
+        b: &Fp8View<'_>,
+        out: SliceMut<'_, T>,
+    ) -> crate::Result<()> {
+        let device = self.session.device;
+        device.expect("the stream of a product", stream.device().ordinal())?;
+        let scales = [tensor_scale(b)?, tensor_scale(a)?];
+        let (m, n, k) = (a.rows, b.rows, a.cols);
+        if b.cols != k {
+            return Err(RuleError::InnerLength { expected: k, got: b.cols }.into());
+        }
+        if (a.format, b.format) == (Format::E5m2, Format::E5m2) {
+            let why = "cuBLASLt multiplies no two E5M2 matrices: quantize one to E4M3, or use `gemm::cuda`";
+            return Err(RuleError::Combination(why).into());
+        }
+        for (what, got) in [("K of an FP8 product", k), ("N of an FP8 product", n)] {
+            if !got.is_multiple_of(16) {
+                return Err(RuleError::Multiple { what, of: 16, got }.into());
+            }
+        }
+        check_len("A", area(m, k)?, a.codes.len())?;
+        check_len("B", area(n, k)?, b.codes.len())?;
+        check_len("output", area(m, n)?, out.len())?;
+        for (slice, what) in [(a.codes, "A"), (b.codes, "B")] {
+            slice.check(device, what)?;
+            slice.check_aligned(16, what)?;
+        }
+        for scale in scales {
+            scale.check(device, "scale")?;
+            scale.check_aligned(size_of::<f32>(), "scale")?;
+        }
+        out.check(device, "output")?;
+        out.check_aligned(16, "output")?;
+        if out.is_empty() {
+            return Ok(());
+        }
+        if k == 0 {
+            return Ok(stream.fill_bytes(out, 0)?);
+        }
+        let addresses = [b.codes.address(), a.codes.address(), out.address()];
+        let code = |format: Format| match format {
+            Format::E4m3 => R_8F_E4M3,
+            Format::E5m2 => R_8F_E5M2,
+        };
+        let output = match T::PRECISION {
+            Precision::F32 => R_32F,
+            Precision::Bf16 => R_16BF,
+            Precision::F16 => R_16F,
+        };
+        let key = Key::new([code(b.format), code(a.format), output], [m, n, k], addresses);
+        Ok(self.run(stream, key, addresses, Some(scales.map(|scale| scale.address())))?)
+    }
+
+    /// A product of checked operands: addresses of B, A and the outputs, and of both scales if they are scaled.
+    fn run(&self, stream: &Stream, key: Key, addresses: [u64; 3], scales: Option<[u64; 2]>) -> Result<()> {
+        let api = self.session.api;
+        let _current = self.session.device.enter()?;
         let mut plans = lock(&self.plans);
+        let operation = match scales {
+            None => &self.operation,
+            Some(scales) => {
+                for (attribute, scale) in OPERATION_SCALES.into_iter().zip(scales) {
+                    self.scaled.set(&api, SET_OPERATION, api.operation_set, attribute, &(scale as *const c_void))?;
+                }
+                &self.scaled
+            }
+        };
         let plan = match plans.entry(key) {
             Entry::Occupied(plan) => plan.into_mut(),
-            Entry::Vacant(empty) => empty.insert(self.plan(key)?),
+            Entry::Vacant(empty) => empty.insert(self.plan(key, operation)?),
         };
-        let (Plan { weights, tokens, out, algorithm }, api) = (&*plan, self.session.api);
+        let Plan { weights, tokens, out, algorithm } = &*plan;
         let [b, a, d] = addresses.map(|address| address as *mut c_void);
         let (one, zero) = (1f32, 0f32);
         let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
         let workspace = self.workspace.slice().address() as *mut c_void;
         // SAFETY: a context is current; the lengths were checked against the shape that the descriptors were made for, and all is memory
-        // of this GPU. Both factors are read before the call returns. With a factor of 0, C is not read.
+        // of this GPU, the scales too. Both factors are read before the call returns. With a factor of 0, C is not read.
         let status = unsafe {
             (api.matmul)(
                 self.session.handle,
-                self.operation.raw,
+                operation.raw,
                 one,
                 b,
                 weights.raw,
@@ -136,20 +227,20 @@ impl Cublas {
                 stream.raw(),
             )
         };
-        Ok(api.check("cublasLtMatmul", status)?)
+        api.check("cublasLtMatmul", status)
     }
 
     /// The algorithm that cuBLASLt expects to be the fastest. It counts in columns: what is row-major here is transposed there, so
     /// that its left side is B, its right side A and its result N × M.
-    fn plan(&self, ([m, n, k], alignments): Key) -> Result<Plan> {
+    fn plan(&self, Key { types, sizes: [m, n, k], alignments }: Key, operation: &Descriptor) -> Result<Plan> {
         let api = self.session.api;
         // SAFETY: cuBLASLt writes one handle.
-        let layout = |rows: usize, cols: usize| {
+        let layout = |of: c_int, rows: usize, cols: usize| {
             Descriptor::new(&api, "cublasLtMatrixLayoutCreate", api.layout_destroy, |raw| unsafe {
-                (api.layout_create)(raw, R_16BF, rows as u64, cols as u64, rows as i64)
+                (api.layout_create)(raw, of, rows as u64, cols as u64, rows as i64)
             })
         };
-        let (weights, tokens, out) = (layout(k, n)?, layout(k, m)?, layout(n, m)?);
+        let (weights, tokens, out) = (layout(types[0], k, n)?, layout(types[1], k, m)?, layout(types[2], n, m)?);
         // SAFETY: as above.
         let preference =
             Descriptor::new(&api, "cublasLtMatmulPreferenceCreate", api.preference_destroy, |raw| unsafe {
@@ -168,7 +259,7 @@ impl Cublas {
         let status = unsafe {
             (api.heuristic)(
                 self.session.handle,
-                self.operation.raw,
+                operation.raw,
                 weights.raw,
                 tokens.raw,
                 out.raw,
@@ -186,6 +277,26 @@ impl Cublas {
         }
         api.check(call, found.state)?;
         Ok(Plan { weights, tokens, out, algorithm: found.algorithm })
+    }
+}
+
+impl Key {
+    fn new(types: [c_int; 3], sizes: [usize; 3], addresses: [u64; 3]) -> Self {
+        Key { types, sizes, alignments: addresses.map(|address| 1 << address.trailing_zeros().min(8)) }
+    }
+}
+
+/// The scale of a whole FP8 matrix, or an error if it has another kind.
+fn tensor_scale<'a>(view: &Fp8View<'a>) -> crate::Result<Slice<'a, f32>> {
+    match (view.tile, view.scales) {
+        (Tile::Tensor, Scales::F32(scale)) => {
+            check_len("scale", 1, scale.len())?;
+            Ok(scale)
+        }
+        _ => {
+            let why = "cuBLASLt takes FP8 matrices with one 32-bit scale: quantize with one, or use `gemm::cuda`";
+            Err(RuleError::Combination(why).into())
+        }
     }
 }
 
@@ -255,10 +366,16 @@ impl Drop for Descriptor {
 
 // Numbers of cublasLt.h and library_types.h, the same in all versions.
 const R_32F: c_int = 0;
+const R_16F: c_int = 2;
 const R_16BF: c_int = 14;
+const R_8F_E4M3: c_int = 28;
+const R_8F_E5M2: c_int = 29;
 const COMPUTE_32F: c_int = 68;
 const OPERATION_TRANSA: c_int = 3;
 const OPERATION_TRANSB: c_int = 4;
+/// Of the library's left and right side.
+const OPERATION_SCALES: [c_int; 2] = [17, 18];
+const SET_OPERATION: &str = "cublasLtMatmulDescSetAttribute";
 const AS_IT_IS: i32 = 0;
 const TRANSPOSED: i32 = 1;
 const PREFERENCE_WORKSPACE: c_int = 1;

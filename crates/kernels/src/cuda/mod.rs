@@ -14,6 +14,8 @@ mod compile;
 mod cublas;
 mod device;
 mod doctor;
+#[cfg(test)]
+pub(crate) mod emulate;
 mod environment;
 mod error;
 mod input;
@@ -40,7 +42,7 @@ pub(crate) use sources::entry;
 pub use sources::sources;
 pub use stream::{Event, Graph, Stream};
 pub(crate) use tensor_map::tensor_map;
-pub use text::{RULES, constants};
+pub use text::{FP8_RULES, RULES, constants};
 pub use turns::time_in_turns;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -89,6 +89,8 @@ RULE float round(float x, Precision p) {
 
 RULE float min_normal(Precision p) { return p == F16 ? 0x1p-14f : 0x1p-126f; }
 
+RULE float max(Precision p) { return p == F32 ? FLOAT_MAX : p == BF16 ? BF16_MAX : F16_MAX; }
+
 }  // namespace precision
 
 namespace e2m1 {

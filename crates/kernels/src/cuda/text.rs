@@ -3,7 +3,8 @@
 use super::device::Device;
 use super::kernel::Kernel;
 use super::{Result, lock};
-use nvfp4_spec::{Bound, Precision, e2m1, e4m3, hadamard, philox, profile, scale};
+use nvfp4_spec::fp8::Format;
+use nvfp4_spec::{Bound, Precision, e2m1, e4m3, e5m2, e8m0, fp8, hadamard, philox, profile, scale};
 use std::collections::HashMap;
 use std::fmt::Write;
 use std::hash::Hash;
@@ -12,7 +13,13 @@ use std::sync::Mutex;
 /// The rules of `spec`, to come after [`constants`]. A C++ compiler for the host builds the same text.
 pub const RULES: &str = include_str!("rules.cuh");
 
-/// The constants that [`RULES`] uses, printed from the Rust ones.
+/// The rules of FP8 and MXFP8, to come after [`RULES`].
+pub const FP8_RULES: &str = include_str!("../fp8/rules.cuh");
+
+/// Elements in the registers of a thread, to come after [`RULES`].
+pub(crate) const ELEMENTS: &str = include_str!("elements.cuh");
+
+/// The constants that [`RULES`] and [`FP8_RULES`] use, printed from the Rust ones.
 pub fn constants() -> String {
     // The shortest decimal that reads back as the same binary32 number.
     let float = |x: f32| format!("{x:e}f");
@@ -24,6 +31,10 @@ pub fn constants() -> String {
         ("E4M3_MAX", e4m3::MAX),
         ("E4M3_MIN_NORMAL", e4m3::MIN_NORMAL),
         ("E4M3_MIN_POSITIVE", e4m3::MIN_POSITIVE),
+        ("E5M2_MAX", e5m2::MAX),
+        ("E5M2_MIN_NORMAL", e5m2::MIN_NORMAL),
+        ("BF16_MAX", Precision::Bf16.max()),
+        ("F16_MAX", Precision::F16.max()),
         ("SIXTH", scale::SIXTH),
         ("SIX_E_448", Bound::E448.six_e()),
         ("HADAMARD_FACTOR", hadamard::FACTOR),
@@ -34,6 +45,13 @@ pub fn constants() -> String {
         ("E2M1_SIGN", u32::from(e2m1::SIGN)),
         ("E4M3_NAN_BYTE", e4m3::NAN_BYTE.into()),
         ("E4M3_MIN_NORMAL_BYTE", e4m3::MIN_NORMAL_BYTE.into()),
+        ("E4M3_MANTISSA", e4m3::MANTISSA as u32),
+        ("E5M2_MANTISSA", e5m2::MANTISSA as u32),
+        ("E5M2_NAN_BYTE", e5m2::NAN_BYTE.into()),
+        ("E8M0_MAX_BYTE", e8m0::MAX_BYTE.into()),
+        ("E8M0_NAN_BYTE", e8m0::NAN_BYTE.into()),
+        ("FP8_BLOCK", fp8::BLOCK as u32),
+        ("MX_BLOCK", fp8::MX_BLOCK as u32),
         ("LLM_COMPRESSOR_ZERO", profile::LLM_COMPRESSOR_ZERO.into()),
         ("PHILOX_ROUNDS", philox::ROUNDS as u32),
     ] {
@@ -69,6 +87,19 @@ pub(crate) fn assemble(settings: &str, files: &[&str]) -> String {
         text.push('\n');
     }
     text
+}
+
+/// A whole text of FP8: its rules and the elements come before the files.
+pub(crate) fn assemble_fp8(settings: &str, files: &[&str]) -> String {
+    assemble(&[FP8_RULES, settings, ELEMENTS].join("\n"), files)
+}
+
+/// The name of a format of codes in kernel text.
+pub(crate) fn format(format: Format) -> &'static str {
+    match format {
+        Format::E4m3 => "E4M3",
+        Format::E5m2 => "E5M2",
+    }
 }
 
 /// The variants of an operation's kernels that were asked for, by their settings `V` and the GPU.

@@ -1,4 +1,4 @@
-//! Products with a plain operand, in vectors. **Bounded**: sums in binary32, see [`nvfp4_spec::gemm::bound`].
+//! Products with an operand that is FP8 or plain, in vectors. **Bounded**: sums in binary32, see [`nvfp4_spec::gemm::bound`].
 //!
 //! Two ways. bf16 × NVFP4, the product of a layer whose weights alone are quantized, has its own with AVX-512: E2M1 values are exact in
 //! bf16, so pairs of them are multiplied as they are, and a block's sum is multiplied by its scale once. (The instruction takes
@@ -15,9 +15,10 @@ use crate::{Input, Values};
 use half::bf16;
 use nvfp4_spec::gemm::Product;
 use nvfp4_spec::matrix::{Matrix, View};
-use nvfp4_spec::{BLOCK, Element, e2m1};
+use nvfp4_spec::{BLOCK, Element, e2m1, fp8};
 use rayon::prelude::*;
 use std::arch::x86_64::*;
+use std::sync::LazyLock;
 
 /// The product of operands whose shapes were checked and which have elements; `matrices` are the plain ones, gathered.
 pub(super) fn gemm<T: Element>(
@@ -295,8 +296,44 @@ fn row_of(token: Avx2, operand: &spec::Operand<'_>, i: usize) -> Vec<f32> {
             // Codes beyond an odd end are zero by the format; a caller's buffer may say otherwise.
             row[view.cols..].fill(0.0);
         }
+        spec::Operand::Fp8(view) => decode_fp8(view, i, &mut row),
     }
     row
+}
+
+/// The values of all codes, E4M3's and E5M2's.
+static FP8_VALUES: LazyLock<[[f32; 256]; 2]> =
+    LazyLock::new(|| fp8::Format::ALL.map(|format| std::array::from_fn(|code| format.decode(code as u8))));
+
+/// Row `i` of an FP8 operand, without a scale of the whole matrix.
+fn decode_fp8(view: &fp8::View<'_>, i: usize, row: &mut [f32]) {
+    let values = match view.format {
+        fp8::Format::E4m3 => &FP8_VALUES[0],
+        fp8::Format::E5m2 => &FP8_VALUES[1],
+    };
+    let value = |code: u8| values[usize::from(code)];
+    let shape = (view.rows, view.cols);
+    let factor = |r: usize, c: usize| match view.tensor_scale() {
+        Some(_) => 1.0,
+        None => view.scales.factor(view.tile.index(shape, (r, c))),
+    };
+    let (height, width) = view.tile.size(view.rows, view.cols);
+    match view.tile {
+        fp8::Tile::Column32 => {
+            let column = view.codes.iter().skip(i).step_by(view.cols);
+            for (t, tile) in row[..view.rows].chunks_mut(height).enumerate() {
+                let factor = factor(t * height, i);
+                tile.iter_mut().zip(column.clone().skip(t * height)).for_each(|(x, &code)| *x = value(code) * factor);
+            }
+        }
+        fp8::Tile::Tensor | fp8::Tile::Row128 | fp8::Tile::Square128 | fp8::Tile::Row32 => {
+            let tiles = row[..view.cols].chunks_mut(width).zip(view.code_row(i).chunks(width));
+            for (t, (tile, codes)) in tiles.enumerate() {
+                let factor = factor(i, t * width);
+                tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = value(code) * factor);
+            }
+        }
+    }
 }
 
 /// The values of a block of codes times its scale.

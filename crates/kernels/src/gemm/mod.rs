@@ -1,5 +1,7 @@
-//! Products `α·A·Bᵀ (+ bias) (+ β·C)`. On the CPU **Exact** where both operands are NVFP4; where one is plain, and on a GPU,
+//! Products `α·A·Bᵀ (+ bias) (+ β·C)`. On the CPU **Exact** where both operands are NVFP4; where one is FP8 or plain, and on a GPU,
 //! **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones, under the conditions written there.
+//!
+//! Any two kinds can be multiplied here; which of them should be is for callers to say.
 
 #[cfg(feature = "baseline")]
 pub mod baseline;
@@ -14,9 +16,8 @@ mod outputs;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};
-use nvfp4_spec::gemm as spec;
 use nvfp4_spec::matrix::{Matrix, View};
-use nvfp4_spec::{Element, Error};
+use nvfp4_spec::{Element, Error, fp8, gemm as spec};
 
 pub use spec::{Accumulate, Epilogue, Product};
 
@@ -25,6 +26,8 @@ pub use spec::{Accumulate, Epilogue, Product};
 pub enum Operand<'a> {
     /// A quantized matrix with linear scales.
     Nvfp4(View<'a>),
+    /// An FP8 or MXFP8 matrix; one with tiles of 32 in a column is taken transposed.
+    Fp8(fp8::View<'a>),
     /// Elements as they are.
     Plain(Input<'a>),
 }
@@ -32,6 +35,12 @@ pub enum Operand<'a> {
 impl<'a> From<&View<'a>> for Operand<'a> {
     fn from(view: &View<'a>) -> Self {
         Operand::Nvfp4(*view)
+    }
+}
+
+impl<'a> From<&fp8::View<'a>> for Operand<'a> {
+    fn from(view: &fp8::View<'a>) -> Self {
+        Operand::Fp8(*view)
     }
 }
 
@@ -46,6 +55,7 @@ impl<'a> Operand<'a> {
     pub fn rows(&self) -> usize {
         match self {
             Operand::Nvfp4(view) => view.rows,
+            Operand::Fp8(view) => view.tile.along_k((view.rows, view.cols)).0,
             Operand::Plain(input) => input.rows(),
         }
     }
@@ -53,7 +63,7 @@ impl<'a> Operand<'a> {
     /// The values of a plain operand, gathered.
     fn gathered(&self) -> Option<Matrix> {
         match self {
-            Operand::Nvfp4(_) => None,
+            Operand::Nvfp4(_) | Operand::Fp8(_) => None,
             Operand::Plain(input) => Some(input.to_matrix()),
         }
     }
@@ -65,6 +75,7 @@ impl<'a> Operand<'a> {
     {
         match (self, matrix) {
             (Operand::Nvfp4(view), _) => spec::Operand::Nvfp4(view),
+            (Operand::Fp8(view), _) => spec::Operand::Fp8(view),
             (Operand::Plain(_), matrix) => spec::Operand::Plain(matrix.expect("a plain operand was gathered")),
         }
     }

@@ -1,4 +1,5 @@
-// A block of 16 elements in the registers of one thread: its largest magnitude, its scale, its codes. Read rules.cuh first.
+// A block of 16 elements in the registers of one thread: its largest magnitude, its scale, its codes. Read rules.cuh and
+// elements.cuh first.
 //
 // The rules are followed by other means where the block is ordinary: profile TransformerEngine, kernel edge, no NaN, every
 // scaled element at most 6.5. All other blocks go by the rules themselves.
@@ -7,70 +8,6 @@
 // S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call), S::EDGE, S::PROFILE.
 // WHOLE says that all blocks are whole, rows of elements aligned to 16 bytes, rows of codes to 8, and scales linear. All come
 // before this text.
-
-// Elements of a block as they lie in memory, two of the 16-bit types to a word.
-template <Precision P>
-struct Elements {
-    static constexpr Precision PRECISION = P;
-    u32 w[P == F32 ? 16 : 8];
-};
-
-RULE float low_element(u32 word, Precision p) {
-    if (p == BF16) return from_bits(word << 16);
-    float x;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(x) : "r"(word));
-    return x;
-}
-
-RULE float high_element(u32 word, Precision p) {
-    if (p == BF16) return from_bits(word & 0xFFFF0000);
-    float x;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(x) : "r"(word));
-    return x;
-}
-
-// Element i; i is a constant after unrolling.
-template <Precision P>
-RULE float element(const Elements<P>& x, int i) {
-    if (P == F32) return from_bits(x.w[i]);
-    return i % 2 ? high_element(x.w[i / 2], P) : low_element(x.w[i / 2], P);
-}
-
-// The magnitudes of a word.
-RULE u32 magnitudes(u32 word, Precision p) { return word & (p == F32 ? 0x7FFFFFFF : 0x7FFF7FFF); }
-
-// The larger magnitudes of two words of magnitudes; NaN wins.
-RULE u32 larger(u32 a, u32 b, Precision p) {
-    u32 m;
-    if (p == BF16) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-    else if (p == F16) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-    else {
-        float f;
-        asm("max.NaN.f32 %0, %1, %2;" : "=f"(f) : "f"(from_bits(a)), "f"(from_bits(b)));
-        m = to_bits(f);
-    }
-    return m;
-}
-
-// The largest magnitude of a block; NaN if there is one.
-template <Precision P>
-RULE float largest(const Elements<P>& x) {
-    constexpr int N = P == F32 ? 16 : 8;
-    u32 m[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) m[i] = magnitudes(x.w[i], P);
-#pragma unroll
-    for (int half = N / 2; half > 0; half /= 2) {
-#pragma unroll
-        for (int i = 0; i < half; i++) m[i] = larger(m[i], m[i + half], P);
-    }
-    return P == F32 ? from_bits(m[0]) : low_element(larger(m[0], m[0] >> 16, P), P);
-}
-
-// n / d for n < 2³¹, with the multiplier and the shift that the host found for d; a multiplier of 0 is for d = 1.
-RULE u32 divided(u32 n, u32 magic, u32 shift) { return magic ? __umulhi(n, magic) >> shift : n; }
-
-RULE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 // Twin of hadamard::transform, signs already changed.
 RULE Elements<BF16> transformed(float v[BLOCK]) {

@@ -16,27 +16,9 @@ constexpr int SIZE = INPUT == F32 ? 4 : 2;
 
 // Elements of one block of a row; missing ones are zero.
 RULE Elements<INPUT> load(const Params& p, u32 row, u32 block, u32 width) {
-    Elements<INPUT> x;
     const u8* from = p.x + (row * p.stride + (u64)block * BLOCK) * SIZE;
-    constexpr int VECTORS = INPUT == F32 ? 4 : 2;
-    if (WHOLE && width) {
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            uint4 v = ((const uint4*)from)[i];
-            x.w[4 * i] = v.x, x.w[4 * i + 1] = v.y, x.w[4 * i + 2] = v.z, x.w[4 * i + 3] = v.w;
-        }
-        return x;
-    }
-    if (WHOLE) width = 0;
-#pragma unroll
-    for (int i = 0; i < BLOCK; i++) {
-        if (INPUT == F32) x.w[i] = i < width ? ((const u32*)from)[i] : 0;
-        else {
-            u32 e = i < width ? ((const u16*)from)[i] : 0;
-            x.w[i / 2] = i % 2 ? x.w[i / 2] | e << 16 : e;
-        }
-    }
-    return x;
+    if (WHOLE && width) return load_whole<INPUT>(from);
+    return load_some<INPUT>(from, WHOLE ? 0 : width);
 }
 
 // Whether the transform negates element i of a group.

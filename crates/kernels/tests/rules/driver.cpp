@@ -1,4 +1,4 @@
-// The rules for the host, one call per record. The constants and rules.cuh come before this text.
+// The rules for the host, one call per record. The constants, rules.cuh and fp8/rules.cuh come before this text.
 //
 // `driver NAME` reads records of 32-bit words from its input to the end, calls the function NAME with each, and writes the
 // words of the results. A binary32 number is the word of its bits, a 64-bit number two words, low one first.
@@ -84,6 +84,7 @@ static const Function FUNCTIONS[] = {
     {"precision::to_f16", 1, 1, [](In in, Out out) { out[0] = precision::to_f16(from_bits(in[0])); }},
     {"precision::round", 2, 1, [](In in, Out out) { out[0] = word(precision::round(from_bits(in[0]), (Precision)in[1])); }},
     {"precision::min_normal", 1, 1, [](In in, Out out) { out[0] = word(precision::min_normal((Precision)in[0])); }},
+    {"precision::max", 1, 1, [](In in, Out out) { out[0] = word(precision::max((Precision)in[0])); }},
     {"e2m1::encode", 2, 1, [](In in, Out out) { out[0] = e2m1::encode(from_bits(in[0]), (Edge)in[1]); }},
     {"e2m1::decode", 1, 1, [](In in, Out out) { out[0] = word(e2m1::decode(in[0])); }},
     {"e4m3::encode", 1, 1, [](In in, Out out) { out[0] = e4m3::encode(from_bits(in[0])); }},
@@ -151,6 +152,37 @@ static const Function FUNCTIONS[] = {
     {"swizzle::offset", 6, 2, [](In in, Out out) {
         u64 offset = swizzle::offset(wide(in), wide(in + 2), wide(in + 4));
         out[0] = (u32)offset, out[1] = (u32)(offset >> 32);
+    }},
+    {"e8m0::decode", 1, 1, [](In in, Out out) { out[0] = word(e8m0::decode(in[0])); }},
+    {"e8m0::reciprocal", 1, 1, [](In in, Out out) { out[0] = word(e8m0::reciprocal(in[0])); }},
+    {"e8m0::encode_up", 1, 1, [](In in, Out out) { out[0] = e8m0::encode_up(from_bits(in[0])); }},
+    {"fp8::max", 1, 1, [](In in, Out out) { out[0] = word(fp8::max((Format)in[0])); }},
+    {"fp8::encode", 2, 1, [](In in, Out out) { out[0] = fp8::encode(from_bits(in[0]), (Format)in[1]); }},
+    {"fp8::encode_four", 5, 1, [](In in, Out out) {
+        float x[4];
+        floats(in, x, 4);
+        out[0] = fp8::encode_four(x[0], x[1], x[2], x[3], (Format)in[4]);
+    }},
+    {"fp8::decode", 2, 1, [](In in, Out out) { out[0] = word(fp8::decode(in[0], (Format)in[1])); }},
+    {"fp8::decode_four", 2, 4, [](In in, Out out) {
+        float x[4];
+        fp8::decode_four(in[0], (Format)in[1], x);
+        for (int i = 0; i < 4; i++) out[i] = word(x[i]);
+    }},
+    // amax, format, scale values, epsilon, precision
+    {"fp8::scale", 5, 1, [](In in, Out out) {
+        float overflow = precision::max((Precision)in[4]);
+        out[0] = word(fp8::scale(from_bits(in[0]), (Format)in[1], (ScaleValues)in[2], from_bits(in[3]), overflow));
+    }},
+    {"fp8::mx_byte", 2, 1, [](In in, Out out) { out[0] = fp8::mx_byte(from_bits(in[0]), (Format)in[1]); }},
+    // largest, algorithm, whether bulk, reduced, scale, length, 4 amaxes of two tensors side by side: the first one's is updated
+    {"fp8::update", 14, 9, [](In in, Out out) {
+        float history[8];
+        floats(in + 6, history, 8);
+        float scale = fp8::update(history, in[5], 2, from_bits(in[4]), from_bits(in[0]), (Algorithm)in[1], in[2] != 0,
+                                  from_bits(in[3]));
+        out[0] = word(scale);
+        for (int i = 0; i < 8; i++) out[1 + i] = word(history[i]);
     }},
     {"quantize 1x16", 8 + 16 + 4, 1 + 16, quantize<1>},
     {"quantize 16x16", 8 + 256 + 64, 1 + 256, quantize<16>},

@@ -1,6 +1,6 @@
 //! `driver.cpp` built with the rules of the GPU, and calls through it.
 
-use nvfp4_kernels::cuda::{RULES, constants};
+use nvfp4_kernels::cuda::{FP8_RULES, RULES, constants};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -33,7 +33,7 @@ impl Driver {
         let own = folder.join(format!("rules-{}", std::process::id()));
         let (text, program) = (own.with_extension("cpp"), folder.join("rules"));
         let driver = include_str!("driver.cpp");
-        std::fs::write(&text, [&constants(), RULES, driver].join("\n")).unwrap();
+        std::fs::write(&text, [&constants(), RULES, FP8_RULES, driver].join("\n")).unwrap();
         let output = match Command::new("g++").args(OPTIONS).arg(&text).arg("-o").arg(&own).output() {
             Err(error) if error.kind() == ErrorKind::NotFound => return Err("there is no g++".to_string()),
             output => output.unwrap(),

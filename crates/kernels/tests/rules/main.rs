@@ -1,8 +1,9 @@
-//! The rules of the GPU (`src/cuda/rules.cuh`), built by g++ and held against `nvfp4_spec`, function by function and bit for
+//! The rules of the GPU (`src/cuda/rules.cuh`, `src/fp8/rules.cuh`), built by g++ and held against `nvfp4_spec`, function by function and bit for
 //! bit; then whole tiles, the golden cases among them. Needs g++ but no GPU; without g++ it says so and is skipped.
 #![cfg(feature = "cuda")]
 
 mod driver;
+mod fp8;
 mod golden;
 #[path = "../tools/mod.rs"]
 mod tools;
@@ -92,6 +93,7 @@ fn precisions() {
     rules.check("precision::round", &rounded, |[x, p]| [bits(PRECISIONS[p as usize].round(float(x)))]);
     let all = [[0], [1], [2]];
     rules.check("precision::min_normal", &all, |[p]| [bits(PRECISIONS[p as usize].min_normal())]);
+    rules.check("precision::max", &all, |[p]| [bits(PRECISIONS[p as usize].max())]);
 }
 
 #[test]

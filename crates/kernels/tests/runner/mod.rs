@@ -1,5 +1,7 @@
 //! The agreement runner: quantizes and decodes a generated matrix in every implementation, and compares with the scalar one.
 
+pub mod fp8;
+
 use half::{bf16, f16};
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize, gemm, gguf, hadamard, swizzle};
@@ -149,7 +151,12 @@ impl Runner {
             let at = i.wrapping_sub(case.offset);
             case.fill.value(at, at.checked_div(stride).unwrap_or(0))
         });
-        let (f32s, mut bf16s, mut f16s): (Vec<f32>, Vec<bf16>, Vec<f16>) = (values.collect(), vec![], vec![]);
+        Runner::of(case, values.collect())
+    }
+
+    /// A case with its values, offset and gaps included.
+    pub fn of(case: Case, f32s: Vec<f32>) -> Self {
+        let (mut bf16s, mut f16s): (Vec<bf16>, Vec<f16>) = (vec![], vec![]);
         match case.precision {
             Precision::F32 => {}
             Precision::Bf16 => bf16s = f32s.iter().map(|&x| Element::from_f32(x)).collect(),

@@ -23,7 +23,7 @@ use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize};
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit as ScaleUnit;
-use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1, mse};
+use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1, e8m0, mse};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -474,8 +474,8 @@ impl<'p> Conversion<'_, 'p> {
         let (cols, count) = (weight.cols, rows.len());
         let mut exponents = Vec::new();
         weight.mxfp4(rows.clone(), &mut memory.codes, &mut exponents)?;
-        if let Some(at) = exponents.iter().position(|&e| e == u8::MAX) {
-            let (at, blocks) = (at, cols / MX_BLOCK);
+        if let Some(at) = exponents.iter().position(|&e| e == e8m0::NAN_BYTE) {
+            let blocks = cols / MX_BLOCK;
             let (row, col) = (rows.start + at / blocks, at % blocks * MX_BLOCK);
             return Err(Error::WeightNotFinite { module: weight.module.clone(), row, col, value: f32::NAN });
         }

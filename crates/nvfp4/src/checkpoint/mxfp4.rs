@@ -5,8 +5,8 @@
 //! largest exponent mapped to 2⁸, blocks down to 2¹⁷ times smaller are exact. What lies below is rounded to the
 //! smallest scale.
 
-use super::weight::{MX_BLOCK, e8m0};
-use nvfp4_spec::{BLOCK, Edge, e2m1, e4m3};
+use super::weight::MX_BLOCK;
+use nvfp4_spec::{BLOCK, Edge, e2m1, e4m3, e8m0};
 
 /// The exponent of the largest power of two among E4M3 numbers.
 const TOP: i32 = 8;
@@ -34,7 +34,7 @@ pub(super) fn cast(codes: &mut [u8], exponents: &[u8], scales: &mut [u8]) -> f32
             codes.iter_mut().for_each(|b| *b = e2m1::pack(round(*b & 15), round(*b >> 4)));
         }
     }
-    e8m0((top - TOP) as u8)
+    e8m0::decode((top - TOP) as u8)
 }
 
 /// The transposed matrix of bytes.
@@ -67,7 +67,7 @@ mod tests {
             let exponents: Vec<u8> = (0..20).map(|b| base + b).collect();
             let (mut codes, mut scales) = (original.clone(), vec![0; 40]);
             let g = cast(&mut codes, &exponents, &mut scales);
-            let before = values(&original, |i| e8m0(exponents[i / 32]));
+            let before = values(&original, |i| e8m0::decode(exponents[i / 32]));
             let after = values(&codes, |i| e4m3::decode(scales[i / 16]) * g);
             assert_eq!(before[64..], after[64..], "exponents {base}…");
             // Two blocks are further below the largest: off by at most half a step of the smallest scale.
@@ -82,7 +82,7 @@ mod tests {
         codes.extend([0x80; 16]);
         let mut scales = [0; 4];
         let g = cast(&mut codes, &[100, 250], &mut scales);
-        assert_eq!(e4m3::decode(scales[0]) * g, e8m0(100));
+        assert_eq!(e4m3::decode(scales[0]) * g, e8m0::decode(100));
         assert!(codes[16..].iter().all(|&b| b & 0x77 == 0));
     }
 

@@ -5,7 +5,7 @@ use crate::{GlobalScale, Layout, Result, Unit};
 use half::{bf16, f16};
 use nvfp4_kernels::{Implementation, Values, dequantize};
 use nvfp4_spec::matrix::View;
-use nvfp4_spec::{BLOCK, Precision, e2m1, e4m3, swizzle};
+use nvfp4_spec::{BLOCK, Precision, e2m1, e4m3, e8m0, swizzle};
 use safetensors::Dtype;
 use std::ops::Range;
 
@@ -212,7 +212,7 @@ impl Weight<'_> {
                 for ((codes, &exponent), out) in
                     codes.chunks_exact(MX_BLOCK / 2).zip(&*exponents).zip(values.chunks_exact_mut(MX_BLOCK))
                 {
-                    let scale = e8m0(exponent);
+                    let scale = e8m0::decode(exponent);
                     for (&byte, out) in codes.iter().zip(out.as_chunks_mut::<2>().0) {
                         *out = e2m1::unpack(byte).map(|code| e2m1::decode(code) * scale);
                     }
@@ -299,15 +299,6 @@ fn read_floats(tensor: &Located<'_>, from: usize, len: usize) -> Result<Vec<f32>
         2 => bytes.as_chunks::<2>().0.iter().map(|&b| bf16::from_le_bytes(b).to_f32()).collect(),
         _ => bytes.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
     })
-}
-
-/// 2^(byte − 127), exact in binary32 (the smallest is subnormal); 255 is NaN.
-pub(super) fn e8m0(byte: u8) -> f32 {
-    match byte {
-        0 => f32::from_bits(1 << 22),
-        255 => f32::NAN,
-        _ => f32::from_bits(u32::from(byte) << 23),
-    }
 }
 
 /// The value of every E4M3 byte.

@@ -1,9 +1,10 @@
 //! The bench of a GPU: everything in its memory, timed by its own clock.
 
+mod fp8;
 mod outputs;
 
-use super::median;
 use super::operations::{Buffers, Kind, Operation, PLAIN, POISON, Settings, Side, Source};
+use super::{fp8 as operations_of_fp8, median};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
 use nvfp4_kernels::amax::cuda as maxima;
@@ -36,7 +37,13 @@ struct Row {
     amax: Option<&'static str>,
 }
 
-pub fn run(device: Device, (rows, cols): (usize, usize), operations: &[&Operation], json: bool) -> Result<()> {
+pub fn run(
+    device: Device,
+    (rows, cols): (usize, usize),
+    operations: &[&Operation],
+    fp8_operations: &[&operations_of_fp8::Operation],
+    json: bool,
+) -> Result<()> {
     device.make_current()?;
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos() as u64);
     let reference = Implementation::best();
@@ -47,6 +54,9 @@ pub fn run(device: Device, (rows, cols): (usize, usize), operations: &[&Operatio
         writeln!(out, "{rows} × {cols} bf16, {name}, compute capability {major}.{minor}, seed {seed}")?;
     }
     let mut bench = Bench::new(device, rows, cols, seed)?;
+    if !fp8_operations.is_empty() {
+        bench.fp8 = Some(fp8::Outputs::new(device, rows, cols, bench.sets)?);
+    }
     // A part in any case; everything where the CPU is quick about it.
     let mut checks = vec![rows.min(PART)];
     if reference != Implementation::Scalar && rows > PART {
@@ -56,6 +66,12 @@ pub fn run(device: Device, (rows, cols): (usize, usize), operations: &[&Operatio
         for &rows in &checks {
             let what = || format!("{}: {rows} × {cols}, seed {seed}, against {reference}", operation.name);
             bench.check(operation, rows, reference).with_context(what)?;
+        }
+    }
+    for operation in fp8_operations {
+        for &rows in &checks {
+            let what = || format!("{}: {rows} × {cols}, seed {seed}, against {reference}", operation.name);
+            bench.check_fp8(operation, rows, reference).with_context(what)?;
         }
     }
     // Only now is anything timed, so that the GPU does not fall asleep between one operation and the next.
@@ -70,12 +86,18 @@ pub fn run(device: Device, (rows, cols): (usize, usize), operations: &[&Operatio
         print(&mut out, &copy)?;
     }
     let mut table = Vec::new();
-    for operation in operations {
-        let row = bench.time_operation(operation, copy.tbps)?;
+    let mut add = |row: Row| -> Result<()> {
         if !json {
             print(&mut out, &row)?;
         }
         table.push(row);
+        Ok(())
+    };
+    for operation in operations {
+        add(bench.time_operation(operation, copy.tbps)?)?;
+    }
+    for operation in fp8_operations {
+        add(bench.time_fp8(operation, copy.tbps)?)?;
     }
     if json {
         writeln!(out, "{}", serde_json::to_string_pretty(&table)?)?;
@@ -103,6 +125,8 @@ struct Bench {
     decoded: Buffer<f32>,
     row: Outputs,
     col: Outputs,
+    /// Where FP8 is measured.
+    fp8: Option<fp8::Outputs>,
 }
 
 impl Bench {
@@ -124,6 +148,7 @@ impl Bench {
             decoded: device.alloc(sets * len)?,
             row: outputs(rows)?,
             col: outputs(cols)?,
+            fp8: None,
         };
         for set in 0..sets {
             bench.stream.upload(&bench.host, bench.x.slice_mut().range(set * len..(set + 1) * len))?;
@@ -326,7 +351,7 @@ mod tests {
     #[test]
     fn least_bytes_are_those_that_the_goals_count() {
         let megabytes = |name: &str| {
-            let operations = select(crate::device::Device::Cuda(0), name).unwrap();
+            let operations = select(crate::device::Device::Cuda(0), name);
             let operation = operations.iter().find(|o| o.name == name).unwrap();
             (least_bytes(&operation.kind, 16384 * 6144) as f64 / 1e6).round()
         };

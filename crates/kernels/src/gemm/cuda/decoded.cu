@@ -1,12 +1,14 @@
 // Any product: both operands are decoded to binary32, 64 rows of each and 16 columns at a time, and multiplied by multiply-adds.
-// Settings before this text: Kind, A and B, the operands' kinds, OUTPUT, ORDER, ADD.
+// Settings before this text: Kind, A and B, the operands' kinds, A_CODES and B_CODES, what FP8 codes are, OUTPUT, ORDER, ADD.
 
 struct Operand {
-    const u8* values;  // codes, or elements
+    const u8* values;   // codes, or elements
     const u8* scales;
-    u64 stride;        // bytes of a row of values
-    u32 swizzled;
-    u32 padding;
+    u64 stride;         // bytes of a row of values as they lie
+    u64 across;         // FP8: tiles side by side
+    u32 height, width;  // FP8: of a tile, as powers of two
+    u32 turned;         // FP8: the operand is the transposed matrix
+    u32 swizzled;       // NVFP4
 };
 
 struct Params {
@@ -16,11 +18,18 @@ struct Params {
     u64 first_row;  // of the outputs of this launch
 };
 
-static_assert(sizeof(Params) == 184, "as in decoded.rs");
+static_assert(sizeof(Params) == 216, "as in decoded.rs");
 
 // Element k of a row without the global scale.
-template <Kind KIND>
+template <Kind KIND, Format CODES>
 RULE float element(const Operand& x, u64 row, u64 k, u64 cols) {
+    if (KIND == FP8_CODES || KIND == FP8_WIDE || KIND == FP8_BYTES) {
+        u64 r = x.turned ? k : row, c = x.turned ? row : k;
+        float value = fp8::decode(x.values[r * x.stride + c], CODES);
+        if (KIND == FP8_CODES) return value;
+        u64 tile = (r >> x.height) * x.across + (c >> x.width);
+        return value * (KIND == FP8_WIDE ? ((const float*)x.scales)[tile] : e8m0::decode(x.scales[tile]));
+    }
     const u8* values = x.values + row * x.stride;
     if (KIND == WIDE) return ((const float*)values)[k];
     if (KIND == BRAIN) return precision::from_bf16(((const u16*)values)[k]);
@@ -33,13 +42,13 @@ RULE float element(const Operand& x, u64 row, u64 k, u64 cols) {
 constexpr u32 SIDE = 64, DEPTH = 16;
 
 // 64 × 16 elements, turned around: a thread decodes four of a row.
-template <Kind KIND>
+template <Kind KIND, Format CODES>
 RULE void load(const Operand& x, u64 first, u64 rows, u64 from, u64 k, float (&tile)[DEPTH][SIDE + 4]) {
     u32 row = threadIdx.x / 4, column = threadIdx.x % 4 * 4;
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         bool there = first + row < rows && from + column + i < k;
-        tile[column + i][row] = there ? element<KIND>(x, first + row, from + column + i, k) : 0.0f;
+        tile[column + i][row] = there ? element<KIND, CODES>(x, first + row, from + column + i, k) : 0.0f;
     }
 }
 
@@ -49,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(256) gemm_decoded(const __grid_cons
     u32 x = threadIdx.x % 16, y = threadIdx.x / 16;
     float sums[4][4] = {};
     for (u64 k = 0; k < p.k; k += DEPTH) {
-        load<A>(p.a, first_row, p.output.rows, k, p.k, a);
-        load<B>(p.b, first_column, p.output.cols, k, p.k, b);
+        load<A, A_CODES>(p.a, first_row, p.output.rows, k, p.k, a);
+        load<B, B_CODES>(p.b, first_column, p.output.cols, k, p.k, b);
         __syncthreads();
 #pragma unroll
         for (u32 d = 0; d < DEPTH; d++) {

@@ -4,9 +4,11 @@ use super::OUTPUT;
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
 use crate::Result;
-use crate::cuda::text::{PRECISIONS, Variants, assemble};
+use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format as format_name};
 use crate::cuda::{Source, Stream, entry};
+use crate::fp8::cuda::View as Fp8View;
 use crate::quantize::Layout;
+use nvfp4_spec::fp8::{Format, Scales, Tile};
 use nvfp4_spec::{GlobalScale, Precision, e2m1};
 
 /// Outputs of a block, along each side.
@@ -17,28 +19,52 @@ const HIGHEST: usize = 65535;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Values {
     Nvfp4,
+    Fp8(Format, Fp8Scales),
     Plain(Precision),
+}
+
+/// What an FP8 operand's values are multiplied by before they are summed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Fp8Scales {
+    /// Nothing: the scale of the whole matrix is for the outputs.
+    Codes,
+    F32,
+    E8m0,
 }
 
 impl Values {
     fn name(self) -> &'static str {
         match self {
             Values::Nvfp4 => "NVFP4",
+            Values::Fp8(_, Fp8Scales::Codes) => "FP8_CODES",
+            Values::Fp8(_, Fp8Scales::F32) => "FP8_WIDE",
+            Values::Fp8(_, Fp8Scales::E8m0) => "FP8_BYTES",
             Values::Plain(Precision::F32) => "WIDE",
             Values::Plain(Precision::Bf16) => "BRAIN",
             Values::Plain(Precision::F16) => "HALF",
         }
     }
+
+    /// What its codes are, if it has some.
+    fn codes(self) -> Format {
+        match self {
+            Values::Fp8(format, _) => format,
+            Values::Nvfp4 | Values::Plain(_) => Format::default(),
+        }
+    }
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct Side {
     values: u64,
     scales: u64,
     stride: u64,
+    across: u64,
+    height: u32,
+    width: u32,
+    turned: u32,
     swizzled: u32,
-    padding: u32,
 }
 
 impl Side {
@@ -47,16 +73,43 @@ impl Side {
             Operand::Nvfp4(q) => {
                 let (values, scales, stride) = (q.codes.address(), q.scales.address(), e2m1::packed_len(q.cols) as u64);
                 let swizzled = (q.layout == Layout::Swizzled).into();
-                (Values::Nvfp4, Side { values, scales, stride, swizzled, padding: 0 })
+                (Values::Nvfp4, Side { values, scales, stride, swizzled, ..Side::default() })
             }
+            Operand::Fp8(q) => Side::of_fp8(q),
             Operand::Plain(x) => {
                 let values = x.values();
                 // The stride of a single row leads nowhere.
                 let stride = if x.rows() <= 1 { 0 } else { (x.stride() * values.element_size()) as u64 };
-                let side = Side { values: values.address(), scales: 0, stride, swizzled: 0, padding: 0 };
-                (Values::Plain(values.precision()), side)
+                (Values::Plain(values.precision()), Side { values: values.address(), stride, ..Side::default() })
             }
         }
+    }
+
+    fn of_fp8(q: &Fp8View<'_>) -> (Values, Side) {
+        let (scales, kind) = match (q.scales, q.tile) {
+            (Scales::F32(scales), Tile::Tensor) => (scales.address(), Fp8Scales::Codes),
+            (Scales::F32(scales), _) => (scales.address(), Fp8Scales::F32),
+            (Scales::E8m0(scales), _) => (scales.address(), Fp8Scales::E8m0),
+        };
+        let (height, width) = match q.tile {
+            // A shift that leaves nothing.
+            Tile::Tensor => (63, 63),
+            Tile::Row128 => (0, 7),
+            Tile::Square128 => (7, 7),
+            Tile::Row32 => (0, 5),
+            Tile::Column32 => (5, 0),
+        };
+        let side = Side {
+            values: q.codes.address(),
+            scales,
+            stride: q.cols as u64,
+            across: q.tile.grid(q.rows, q.cols).1 as u64,
+            height,
+            width,
+            turned: (q.tile == Tile::Column32).into(),
+            swizzled: 0,
+        };
+        (Values::Fp8(q.format, kind), side)
     }
 }
 
@@ -70,7 +123,7 @@ struct Params {
     first_row: u64,
 }
 
-const _: () = assert!(size_of::<Params>() == 184);
+const _: () = assert!(size_of::<Params>() == 216);
 
 type Variant = (Values, Values, Kind);
 
@@ -92,17 +145,22 @@ pub(super) fn run(stream: &Stream, a: &Operand<'_>, b: &Operand<'_>, output: &Ou
 
 fn source((a, b, kind): Variant) -> (&'static str, &'static str, String) {
     let settings = format!(
-        "enum Kind {{ NVFP4, WIDE, BRAIN, HALF }};\nconstexpr Kind A = {}, B = {};\n{}",
+        "enum Kind {{ NVFP4, FP8_CODES, FP8_WIDE, FP8_BYTES, WIDE, BRAIN, HALF }};\nconstexpr Kind A = {}, B = {};\n\
+         constexpr Format A_CODES = {}, B_CODES = {};\n{}",
         a.name(),
         b.name(),
+        format_name(a.codes()),
+        format_name(b.codes()),
         kind.settings()
     );
-    ("gemm_decoded", "gemm_decoded", assemble(&settings, &[OUTPUT, include_str!("decoded.cu")]))
+    ("gemm_decoded", "gemm_decoded", assemble_fp8(&settings, &[OUTPUT, include_str!("decoded.cu")]))
 }
 
 /// Every kind on both sides, and every kind of output.
 pub(super) fn sources() -> Vec<(String, Source)> {
-    let kinds = [Values::Nvfp4].into_iter().chain(PRECISIONS.map(Values::Plain));
+    let fp8 = [Fp8Scales::Codes, Fp8Scales::F32, Fp8Scales::E8m0];
+    let fp8 = Format::ALL.into_iter().flat_map(|format| fp8.map(|scales| Values::Fp8(format, scales)));
+    let kinds = [Values::Nvfp4].into_iter().chain(PRECISIONS.map(Values::Plain)).chain(fp8);
     let plain =
         Kind { precision: Precision::F32, order: Order::Folded, left: GlobalScale::PerTensor, add: Add::Nothing };
     let pairs = kinds.map(|values| entry((values, Values::Nvfp4, plain), source));

@@ -6,13 +6,16 @@ use super::{Operand, Weights, Workspace, gemm as on_device};
 use crate::Result;
 use crate::cuda::{Buffer, Device, Plain, Stream, Uploaded};
 use crate::dequantize::cuda::View;
+use crate::fp8::cuda as fp8_cuda;
 use crate::quantize::Layout;
 use half::{bf16, f16};
+use nvfp4_spec::fp8::{self, Scales};
 use nvfp4_spec::{Element, Precision, matrix};
 
 /// An operand that was copied to a GPU.
 enum Copied<'a> {
     Nvfp4 { view: matrix::View<'a>, codes: Buffer<u8>, scales: Buffer<u8>, stored: Buffer<f32> },
+    Fp8 { view: fp8::View<'a>, codes: Buffer<u8>, scales: Scales<Buffer<f32>, Buffer<u8>> },
     Plain(Uploaded),
 }
 
@@ -22,6 +25,13 @@ impl<'a> Copied<'a> {
             gemm::Operand::Nvfp4(view) => {
                 let (codes, scales) = (stream.to_device(view.codes)?, stream.to_device(view.scales)?);
                 Copied::Nvfp4 { view, codes, scales, stored: stream.to_device(view.stored)? }
+            }
+            gemm::Operand::Fp8(view) => {
+                let scales = match view.scales {
+                    Scales::F32(scales) => Scales::F32(stream.to_device(scales)?),
+                    Scales::E8m0(scales) => Scales::E8m0(stream.to_device(scales)?),
+                };
+                Copied::Fp8 { view, codes: stream.to_device(view.codes)?, scales }
             }
             gemm::Operand::Plain(x) => Copied::Plain(Uploaded::new(stream, &x)?),
         })
@@ -39,6 +49,14 @@ impl<'a> Copied<'a> {
                 global: view.global,
                 unit: view.unit,
             }),
+            Copied::Fp8 { view: fp8::View { rows, cols, format, tile, .. }, codes, scales } => {
+                let scales = match scales {
+                    Scales::F32(scales) => Scales::F32(scales.slice()),
+                    Scales::E8m0(scales) => Scales::E8m0(scales.slice()),
+                };
+                let (rows, cols, format, tile) = (*rows, *cols, *format, *tile);
+                Operand::Fp8(fp8_cuda::View { rows, cols, format, tile, codes: codes.slice(), scales })
+            }
             Copied::Plain(x) => Operand::Plain(x.input()),
         }
     }
@@ -85,6 +103,7 @@ fn typed<P: Element + Plain, T: Element>(
     };
     let right = match b.operand() {
         Operand::Nvfp4(view) => Weights::Nvfp4(view),
+        Operand::Fp8(view) => Weights::Fp8(view),
         Operand::Plain(x) => Weights::Plain(x),
     };
     on_device(&stream, a.operand(), right, &product, buffer.slice_mut(), &mut Workspace::new())?;

@@ -1,9 +1,10 @@
 //! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
 //!
-//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply ([`ring`]): weights are
+//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply (`ring.cuh`): weights are
 //! brought into an order of their own first, once and for all as [`PreparedWeight`] or before each product. A product of two decoded
-//! values is exact in binary32, and so is a weight in bf16 and in f16, so only additions round. Every other pair is decoded to binary32
-//! and multiplied without tensor cores (`decoded.cu`).
+//! values is exact in binary32, and so is a weight in bf16 and in f16, so only additions round. Every other pair, FP8 among them, is decoded
+//! to binary32 and multiplied without tensor cores (`decoded.cu`). Codes with a scale for the whole matrix on both sides can also go to
+//! NVIDIA's library, which is faster and less precise: [`Cublas::matmul_fp8`](crate::cuda::Cublas::matmul_fp8).
 
 mod decoded;
 mod host;
@@ -27,7 +28,7 @@ use crate::{Result, cuda};
 use nvfp4_spec::{Element, Error, Precision, area};
 use output::Output;
 
-const OUTPUT: &str = concat!(include_str!("../../cuda/pack.cuh"), include_str!("output.cuh"));
+const OUTPUT: &str = include_str!("output.cuh");
 const WEIGHTS: &str = include_str!("weights.cuh");
 
 /// How a product is computed.
@@ -42,6 +43,7 @@ impl<'a> Way<'a> {
     fn of(a: Operand<'a>, b: Weights<'a>) -> Result<Way<'a>> {
         let right = match b {
             Weights::Plain(x) => return Ok(Way::Decoded(a, Operand::Plain(x))),
+            Weights::Fp8(view) => return Ok(Way::Decoded(a, Operand::Fp8(view))),
             Weights::Nvfp4(view) => ring::Right::View(view),
             Weights::Prepared(weight) => ring::Right::Prepared(weight),
         };

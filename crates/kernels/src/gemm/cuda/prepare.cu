@@ -1,5 +1,5 @@
-// From a quantized matrix to prepared weights (weights.cuh). A thread writes one word of codes and the scale bytes of its two
-// rows, if it is the first of the four threads that share them.
+// From a quantized matrix to prepared weights (weights.cuh). 128 threads bring a tile into shared memory, each 16 bytes of codes, and
+// write it in its new order, 16 bytes each.
 
 struct Params {
     const u8* codes;
@@ -7,8 +7,12 @@ struct Params {
     u8* out;
     u64 rows, cols;
     u32 tiles;  // along K
+    u32 count;  // of all tiles
     u32 swizzled;
+    u32 aligned;  // whether every 32 columns' codes start at a multiple of 16 bytes
 };
+
+constexpr u32 TILES_AT_ONCE = 2;
 
 // The stored byte of an E4M3 byte without its sign.
 RULE u32 prepared_scale(u32 byte) {
@@ -19,28 +23,61 @@ RULE u32 prepared_scale(u32 byte) {
     return number >> 4 | (number & 15) << 4;
 }
 
-extern "C" __global__ void __launch_bounds__(512) gemm_prepare(const __grid_constant__ Params p) {
-    u64 tile = blockIdx.x, first = tile / p.tiles * TILE, column = tile % p.tiles * TILE;
-    u32 t = threadIdx.x / 4, step = threadIdx.x % 4, w = t / 32, g = t / 4 % 8, q = t % 4;
-    u64 blocks = (p.cols + BLOCK - 1) / BLOCK, pitch = (p.cols + 1) / 2, block = column / BLOCK + step;
-    u8* out = p.out + tile * TILE_BYTES;
+// Codes of 32 columns from `column` on; zeros where there are none.
+RULE uint4 load_codes(const Params& p, u64 row, u64 column) {
+    u32 words[4] = {};
+    if (row >= p.rows || column >= p.cols) return make_uint4(0, 0, 0, 0);
+    u64 pitch = (p.cols + 1) / 2, start = column / 2;
+    const u8* from = p.codes + row * pitch;
+    if (p.aligned) return __ldg((const uint4*)(from + start));
+    for (u32 i = 0; i < 16 && start + i < pitch; i++) words[i / 4] |= (u32)from[start + i] << 8 * (i % 4);
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Scale bytes of 64 columns from `column` on; zeros where there are none.
+RULE u32 load_scales(const Params& p, u64 row, u64 column) {
+    u64 blocks = (p.cols + BLOCK - 1) / BLOCK, first = column / BLOCK;
     u32 word = 0;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        u64 row = first + 16 * w + 2 * g + h;
-        u32 byte = 0;
-        if (row < p.rows && block < blocks) byte = p.scales[p.swizzled ? swizzle::offset(row, block, blocks) : row * blocks + block];
-        u32 magnitude = byte & 0x7F, flip = byte & 0x80 ? 8 : 0;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            // Element k % 2 of register h + 2·(k / 2).
-            u64 at = column + 16 * step + 2 * q + 8 * (k / 2) + k % 2;
-            u32 code = 0;
-            if (row < p.rows && at < p.cols && magnitude != 0) code = (p.codes[row * pitch + at / 2] >> at % 2 * 4 & 15) ^ flip;
-            int j = h + 2 * (k / 2);
-            word |= ((code & 7) << MAGNITUDES[j] | code >> 3 << SIGNS[j]) << 16 * (k % 2);
-        }
-        if (q == 0) out[TILE_CODES + 8 * (8 * w + g) + 2 * step + h] = (u8)prepared_scale(magnitude);
+    if (row >= p.rows) return 0;
+    for (u32 i = 0; i < 4 && first + i < blocks; i++) {
+        word |= (u32)p.scales[p.swizzled ? swizzle::offset(row, first + i, blocks) : row * blocks + first + i] << 8 * i;
     }
-    ((u32*)out)[4 * t + step] = word;
+    return word;
+}
+
+extern "C" __global__ void __launch_bounds__(128 * TILES_AT_ONCE) gemm_prepare(const __grid_constant__ Params p) {
+    // A row has a word more than its codes, so that lanes find theirs in different banks.
+    __shared__ u32 codes[TILES_AT_ONCE][TILE][9], scales[TILES_AT_ONCE][TILE];
+    u32 t = threadIdx.x % 128, slot = threadIdx.x / 128;
+    u64 tile = (u64)blockIdx.x * TILES_AT_ONCE + slot, first = tile / p.tiles * TILE, column = tile % p.tiles * TILE;
+    if (tile < p.count) {
+        uint4 words = load_codes(p, first + t / 2, column + t % 2 * 32);
+        u32* row = &codes[slot][t / 2][t % 2 * 4];
+        row[0] = words.x, row[1] = words.y, row[2] = words.z, row[3] = words.w;
+        if (t < TILE) scales[slot][t] = load_scales(p, first + t, column);
+    }
+    __syncthreads();
+    if (tile >= p.count) return;
+    u32 w = t / 32, g = t / 4 % 8, q = t % 4, words[4], bytes[2] = {};
+#pragma unroll
+    for (u32 step = 0; step < 4; step++) {
+        words[step] = 0;
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) {
+            u32 row = 16 * w + 2 * g + h, byte = scales[slot][row] >> 8 * step & 0xFF, magnitude = byte & 0x7F;
+            bytes[step / 2] |= prepared_scale(magnitude) << (16 * (step % 2) + 8 * h);
+#pragma unroll
+            for (u32 k = 0; k < 4; k++) {
+                // Element k % 2 of register h + 2·(k / 2).
+                u32 at = 16 * step + 2 * q + 8 * (k / 2) + k % 2, j = h + 2 * (k / 2);
+                u32 code = codes[slot][row][at / 8] >> 4 * (at % 8) & 15;
+                if (magnitude == 0 || column + at >= p.cols) code = 0;
+                else if (byte & 0x80) code ^= E2M1_SIGN;
+                words[step] |= ((code & 7) << MAGNITUDES[j] | code >> 3 << SIGNS[j]) << 16 * (k % 2);
+            }
+        }
+    }
+    u8* out = p.out + tile * TILE_BYTES;
+    ((uint4*)out)[t] = make_uint4(words[0], words[1], words[2], words[3]);
+    if (q == 0) ((uint2*)(out + TILE_CODES))[8 * w + g] = make_uint2(bytes[0], bytes[1]);
 }

@@ -82,14 +82,19 @@ struct Params {
     rows: u64,
     cols: u64,
     tiles: u32,
+    count: u32,
     swizzled: u32,
+    aligned: u32,
 }
+
+/// Tiles that a block of threads prepares.
+const AT_ONCE: u32 = 2;
 
 /// Writes the tiles of a matrix that was checked to `out`, which has room for them.
 pub(super) fn prepare(stream: &Stream, q: &View<'_>, out: u64) -> Result<()> {
     static VARIANTS: Variants<()> = Variants::new();
     let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
-    let blocks =
+    let count =
         u32::try_from(row_tiles * k_tiles).map_err(|_| cuda::Error::TooManyBlocks { rows: q.rows, cols: q.cols })?;
     let params = Params {
         codes: q.codes.address(),
@@ -98,11 +103,13 @@ pub(super) fn prepare(stream: &Stream, q: &View<'_>, out: u64) -> Result<()> {
         rows: q.rows as u64,
         cols: q.cols as u64,
         tiles: k_tiles as u32,
+        count,
         swizzled: (q.layout == Layout::Swizzled).into(),
+        aligned: (q.cols.is_multiple_of(32) && q.codes.address().is_multiple_of(16)).into(),
     };
     let kernel = VARIANTS.get(stream.device(), (), source)?;
     // SAFETY: `Params` is laid out as in prepare.cu; the matrix was checked, and the caller has room for its tiles.
-    unsafe { kernel.launch(stream, [blocks, 1, 1], 512, 0, &params) }?;
+    unsafe { kernel.launch(stream, [count.div_ceil(AT_ONCE), 1, 1], 128 * AT_ONCE, 0, &params) }?;
     Ok(())
 }
 

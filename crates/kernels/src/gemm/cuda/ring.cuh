@@ -43,7 +43,7 @@ constexpr u32 FILLERS = SLICES == 1 && !BULK ? 4 : SLICES;
 constexpr u32 ROW = 128;  // bytes of 64 columns of a token
 constexpr u32 TOKEN_TILE = TOKENS * ROW, TOKEN_BYTES = TILES * TOKEN_TILE, GROUP_BYTES = TILES * TILE_BYTES;
 constexpr u32 STAGE_BYTES = (TOKEN_BYTES + ROWS * GROUP_BYTES + 1023) / 1024 * 1024;
-constexpr u32 BAND = 4;
+constexpr u32 BAND = 4;         // tiles of tokens that are worked on together
 constexpr u32 BARRIERS = 1024;  // bytes before the stages
 // Arrivals that fill a buffer: one for copies in bulk, else every lane's.
 constexpr u32 FULL = BULK ? 1 : 32;
@@ -211,7 +211,8 @@ RULE void copy_weights(const Params& p, const Work& work, u32 step, u32 to, u32 
     }
 #else
     for (u32 r = 0; r < rows; r++) {
-        for (u32 i = 16 * lane; i < GROUP_BYTES; i += 512) copy_16(to + r * GROUP_BYTES + i, weights + (u64)r * p.tiles * TILE_BYTES + i, true);
+        const u8* from = weights + (u64)r * p.tiles * TILE_BYTES;
+        for (u32 i = 16 * lane; i < GROUP_BYTES; i += 512) copy_16(to + r * GROUP_BYTES + i, from + i, true);
     }
 #endif
 }
@@ -279,12 +280,12 @@ struct Consumer {
     RULE u64 token(const Work& work, u32 unit) const { return work.token + unit / 2 * 8 + t % 4 * 2 + unit % 2; }
     // Where its codes and scales are in a stage.
     RULE u32 codes() const { return TOKEN_BYTES + row * GROUP_BYTES + 16 * t; }
+    RULE u32 scales() const { return TOKEN_BYTES + row * GROUP_BYTES + TILE_CODES + t / 4 * 8; }
     // Tells the filling warps that this one needs a buffer no more. Right after an instruction of the whole warp: a
     // synchronisation here would make the compiler wait for every `wgmma`.
     RULE void release(u32 bar) const {
         if (t % 32 == 0) arrive(bar);
     }
-    RULE u32 scales() const { return TOKEN_BYTES + row * GROUP_BYTES + TILE_CODES + t / 4 * 8; }
 };
 
 // The two sums of a unit among a thread's sums, in the order of the instructions.

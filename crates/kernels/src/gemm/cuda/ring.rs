@@ -6,7 +6,7 @@ use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
 use super::shape::{self, Instruction, Shape};
 use super::workspace::Workspace;
 use super::{OUTPUT, WEIGHTS, math};
-use crate::cuda::text::{PRECISIONS, Variants, assemble};
+use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
 use crate::cuda::{Device, Input, SliceMut, Source, Stream, entry, tensor_map};
 use crate::dequantize::cuda::View;
 use crate::quantize::Layout;
@@ -28,6 +28,7 @@ impl<'a> Tokens<'a> {
         match a {
             _ if a.cols() == 0 => None,
             Operand::Nvfp4(view) => Some(Tokens::Nvfp4(view)),
+            Operand::Fp8(_) => None,
             Operand::Plain(x) => match x.values().precision() {
                 Precision::F32 => None,
                 precision => Some(Tokens::Plain(x, precision)),
@@ -249,7 +250,7 @@ fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64
 }
 
 fn decode_source(bits: Precision) -> (&'static str, &'static str, String) {
-    let files = [include_str!("../../cuda/pack.cuh"), WEIGHTS, include_str!("tokens.cu")];
+    let files = [ELEMENTS, WEIGHTS, include_str!("tokens.cu")];
     ("gemm_tokens", "gemm_tokens", assemble(&math(bits), &files))
 }
 
@@ -269,10 +270,10 @@ fn source((shape, bits, kind): Variant) -> (&'static str, &'static str, String) 
     let ring = include_str!("ring.cuh");
     match instruction {
         Instruction::Mma => {
-            ("gemm_mma", "gemm_mma", assemble(&settings, &[OUTPUT, WEIGHTS, ring, include_str!("mma.cu")]))
+            ("gemm_mma", "gemm_mma", assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, ring, include_str!("mma.cu")]))
         }
         Instruction::Wgmma => {
-            let files = [OUTPUT, WEIGHTS, ring, &wgmma(tokens, bits), include_str!("wgmma.cu")];
+            let files = [ELEMENTS, OUTPUT, WEIGHTS, ring, &wgmma(tokens, bits), include_str!("wgmma.cu")];
             ("gemm_wgmma", "gemm_wgmma", assemble(&settings, &files))
         }
     }

@@ -3,8 +3,9 @@
 //
 // Codes: thread t of a warpgroup has 16 bytes at 16·t, a word for every 16 columns. The word's four registers have the order of
 // the instruction's fragment, a low and a high element each, whose codes stand in the word's lower and upper half: the magnitude of
-// register j's from bit MAGNITUDES[j] on, its sign at bit SIGNS[j]. That is where few instructions take them apart in bf16. Rows: with w = t / 32 % 4 and g = t / 4 % 8 the fragment's rows g and g + 8 are rows 16·w + 2·g and the
-// next one, so that a thread has neighbouring outputs.
+// register j's from bit MAGNITUDES[j] on, its sign at bit SIGNS[j]. That is where few instructions take them apart in bf16. With
+// w = t / 32 % 4 and g = t / 4 % 8 the fragment's rows g and g + 8 are rows 16·w + 2·g and the next one, so that a thread has
+// neighbouring outputs.
 //
 // Scales: 8 bytes at 2048 + 8·(8·w + g), two for every 16 columns: the first row's and the second's. A byte is an unsigned
 // number of 5 bits of exponent and 3 of mantissa that has every E4M3 value as a normal number times 2⁷; 0 is zero, 0xFF is NaN;
@@ -20,12 +21,13 @@ TABLE u32 MAGNITUDES[4] = {6, 3, 0, 9}, SIGNS[4] = {15, 12, 14, 13};
 // Bits moved to the left, or to the right if the number is negative.
 RULE constexpr u32 moved(u32 w, int by) { return by < 0 ? w >> -by : w << by; }
 
-// Where a number's exponent and mantissa of E2M1 begin, and both bits of its two halves.
+// The bit from which on a number of 16 bits has the mantissa and the exponent of E2M1; and, in a word of two, where the signs and
+// where those bits are.
 constexpr int PLACE = MATH == BF16 ? 6 : 9;
 constexpr u32 SIGN = 0x80008000, REST = 0x00070007u << PLACE;
 
-// Eight prepared codes, two to a register, as numbers without their scale, times 2⁻¹²⁶ in bf16 and times 2⁻¹⁴ in f16: sign, exponent and mantissa in their
-// places, an exponent of 0 being subnormal in both formats.
+// Eight prepared codes, two to a register, as numbers without their scale, times 2⁻¹²⁶ in bf16 and times 2⁻¹⁴ in f16: sign, exponent
+// and mantissa in their places, an exponent of 0 being subnormal in both formats.
 RULE void unpack(u32 w, u32 (&x)[4]) {
     if (MATH == BF16) {
         // The first two have both parts where they belong after one shift.

@@ -3,9 +3,12 @@
 //! within its error bound) is left to the rules of `spec`, tile by tile, at the end.
 
 use super::cuts::Table;
-use super::encode::{self, KEEP, e4m3_bytes, store_bytes, values_of};
+use super::encode::{self, KEEP};
 use super::four_over_six::{self, Tiles};
-use crate::avx2::{Avx2, abs, infinity_bits, largest_of_eight, load, max, philox, value_of, zero};
+use crate::avx2::small_float::{E4m3, codes, store_bytes};
+use crate::avx2::{
+    Avx2, abs, infinity_bits, largest_of_eight, load, load_eight, max, philox, value_of, values_of, zero,
+};
 use nvfp4_spec::block::{self, Rows, Scaling};
 use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scale::SIXTH;
@@ -192,7 +195,8 @@ impl Worker {
                 // Twin of `scale::block_scale`.
                 let multiplier = _mm256_set1_ps(scaling.global.encode * SIXTH);
                 for (bits, scales) in eights {
-                    store_bytes(e4m3_bytes(_mm256_mul_ps(values_of(bits, T::PRECISION), multiplier)), scales);
+                    let amaxes = values_of(load_eight(bits), T::PRECISION);
+                    store_bytes(codes::<E4m3>(_mm256_mul_ps(amaxes, multiplier)), scales);
                 }
             }
             (ScaleRule::Six, _) => {
@@ -214,7 +218,8 @@ impl Worker {
         for (i, bits) in self.magnitudes.as_chunks::<8>().0.iter().enumerate() {
             let (stride, height, count) = (band.stride, band.height, 8.min(band.blocks - 8 * i));
             let tiles = Tiles { data: &band.data[8 * i * BLOCK..], stride, height, count };
-            let choices = four_over_six::choose::<T, MAE>(&global, error, values_of(bits, T::PRECISION), &tiles);
+            let amaxes = values_of(load_eight(bits), T::PRECISION);
+            let choices = four_over_six::choose::<T, MAE>(&global, error, amaxes, &tiles);
             store_bytes(choices.scales, &mut self.scales.as_chunks_mut::<8>().0[i]);
             let mut undecided = choices.undecided;
             while undecided != 0 {

@@ -1,6 +1,6 @@
 //! Columns of a panel as rows: the transposed input, Hadamard-transformed if asked. Twin of [`nvfp4_spec::matrix::columns`].
 
-use crate::avx2::{Block, load, store, widen, zero};
+use crate::avx2::{Block, load, round_bits, store, widen, zero};
 use half::bf16;
 use nvfp4_spec::hadamard::{FACTOR, Signs};
 use nvfp4_spec::{BLOCK, Element, Precision};
@@ -157,16 +157,7 @@ fn join_bf16<T: Element>(a: __m256i, b: __m256i) -> Block {
     })
 }
 
-/// Bits whose high half is the nearest bf16 value, ties to even; not for NaN.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-fn round_bits(x: __m256) -> __m256i {
-    let bits = _mm256_castps_si256(x);
-    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-    _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)))
-}
-
-/// The same, and a quiet NaN for NaN.
+/// As [`round_bits`], and a quiet NaN for NaN.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn round_or_nan(x: __m256) -> __m256i {

@@ -2,7 +2,7 @@
 
 use super::cuts::{Cuts, Table};
 use crate::avx2::{Block, abs, code_signs, count_above, load, narrow, widen};
-use nvfp4_spec::{BLOCK, Element, Precision};
+use nvfp4_spec::{BLOCK, Element};
 use std::arch::x86_64::*;
 
 /// Whether −0 keeps its sign, as a constant.
@@ -129,41 +129,4 @@ fn pack(words: [__m256i; 4]) -> __m256i {
     let bytes = _mm256_packus_epi16(pair(words[0], words[1]), pair(words[2], words[3]));
     // The packs work on halves of registers, so the halves of the blocks come out interleaved.
     _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
-}
-
-/// The bytes nearest to eight non-negative values. Twin of [`nvfp4_spec::e4m3::encode`]: adding a power of two that leaves
-/// three mantissa bits (or, below 2⁻⁶, units of 2⁻⁹) makes the addition round to nearest even.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-pub(super) fn e4m3_bytes(x: __m256) -> __m256i {
-    let x = _mm256_min_ps(x, _mm256_set1_ps(nvfp4_spec::e4m3::MAX));
-    let smallest = _mm256_set1_epi32(121 << 23); // 2⁻⁶, the smallest normal value
-    let exponent = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7F80_0000));
-    let exponent = _mm256_max_epi32(exponent, smallest);
-    let magic = _mm256_add_epi32(exponent, _mm256_set1_epi32(20 << 23));
-    let sum = _mm256_castps_si256(_mm256_add_ps(x, _mm256_castsi256_ps(magic)));
-    let steps = _mm256_sub_epi32(sum, magic);
-    _mm256_add_epi32(steps, _mm256_srli_epi32::<20>(_mm256_sub_epi32(exponent, smallest)))
-}
-
-/// Writes the low bytes of eight doublewords.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-pub(super) fn store_bytes(x: __m256i, out: &mut [u8; 8]) {
-    let words = narrow(x, x);
-    let bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_castsi256_si128(words));
-    *out = _mm_cvtsi128_si64(bytes).to_le_bytes();
-}
-
-/// The bits of a block's largest magnitude are those of a 16-bit or 32-bit type; eight of them as values.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-pub(super) fn values_of(bits: &[u32; 8], precision: Precision) -> __m256 {
-    // SAFETY: the source is an array of 8 doublewords.
-    let bits = unsafe { _mm256_loadu_si256(bits.as_ptr().cast()) };
-    match precision {
-        Precision::F32 => _mm256_castsi256_ps(bits),
-        Precision::Bf16 => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)),
-        Precision::F16 => _mm256_cvtph_ps(_mm256_castsi256_si128(narrow(bits, bits))),
-    }
 }

@@ -30,7 +30,7 @@
 //! The candidates are separated if their filtered errors differ by more than both bounds together; evaluating that
 //! comparison in binary32 costs a few u·Ê, which the 64 leaves room for (58 are used).
 
-use super::encode::e4m3_bytes;
+use crate::avx2::small_float::{E4m3, codes};
 use crate::avx2::{abs, load, widen};
 use nvfp4_spec::scale::Global;
 use nvfp4_spec::{BLOCK, Element, ErrorPath, e4m3};
@@ -64,7 +64,7 @@ pub(super) fn choose<T: Element, const MAE: bool>(
 ) -> Choices {
     // Twin of `four_over_six::candidate_scales`: a true division by 6 first.
     let base = _mm256_mul_ps(_mm256_div_ps(amax, _mm256_set1_ps(6.0)), _mm256_set1_ps(global.encode));
-    let scales = [e4m3_bytes(base), e4m3_bytes(_mm256_mul_ps(base, _mm256_set1_ps(1.5)))];
+    let scales = [codes::<E4m3>(base), codes::<E4m3>(_mm256_mul_ps(base, _mm256_set1_ps(1.5)))];
     let unit = match error {
         ErrorPath::Strict => global.amax * (1.0 / global.bound.six_e()),
         ErrorPath::Fast => global.decode,

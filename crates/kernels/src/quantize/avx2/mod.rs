@@ -15,7 +15,7 @@ mod target;
 
 use super::Direction;
 use crate::amax;
-use crate::avx2::{Avx2, value_of};
+use crate::avx2::{Avx2, prefetch, value_of};
 use crate::{Input, Result, Values};
 use band::{Band, Draw, Output, Worker};
 use column::Piece;
@@ -23,7 +23,6 @@ use half::bf16;
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::{BLOCK, Element, GlobalScale, Rounding, e2m1};
 use rayon::prelude::*;
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use target::{ColContext, RowContext, RowPart, Target};
 
@@ -159,10 +158,7 @@ impl<T: Element> Job<'_, T> {
     /// time is spent waiting for memory.
     fn prefetch(&self, (first, end): (usize, usize), c: usize, width: usize) {
         for r in first..end.min(first + BLOCK) {
-            for line in self.values[r * self.x.stride()..][c..c + width].chunks(64 / size_of::<T>()) {
-                // SAFETY: a prefetch is harmless wherever it points, and this one points into the matrix.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-            }
+            prefetch(&self.values[r * self.x.stride()..][c..c + width]);
         }
     }
 

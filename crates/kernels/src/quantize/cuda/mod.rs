@@ -21,7 +21,7 @@ use nvfp4_spec::{BLOCK, Edge, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule,
 use variant::{Settings, Transform};
 
 /// What a thread does with a block of 16 elements.
-pub(crate) const BLOCK_TEXT: &str = concat!(include_str!("../../cuda/pack.cuh"), include_str!("../block.cuh"));
+pub(crate) const BLOCK_TEXT: &str = concat!(include_str!("../../cuda/elements.cuh"), include_str!("../block.cuh"));
 
 /// Where a direction takes its random bytes from.
 #[derive(Clone, Copy, Debug)]

@@ -1,4 +1,4 @@
-//! One direction of a quantized tensor: everything that a consumer needs, so that nothing can be lost on the way.
+//! A direction in NVFP4.
 
 use crate::{Layout, Result, Unit};
 use nvfp4_kernels::{Implementation, dequantize, swizzle};
@@ -6,6 +6,7 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Bound, Element, GlobalScale, area, check_len, e2m1, zeros};
 use std::borrow::Cow;
+use std::fmt;
 
 /// The stored 32-bit scale.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,9 +42,9 @@ impl Global {
     }
 }
 
-/// A matrix quantized along its rows. For a tensor's column direction that matrix is the transposed one.
+/// A matrix quantized to NVFP4 along its rows. For a tensor's column direction that matrix is the transposed one.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Direction {
+pub struct Nvfp4Direction {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) codes: Vec<u8>,
@@ -54,7 +55,7 @@ pub struct Direction {
     pub(crate) layout: Layout,
 }
 
-impl Direction {
+impl Nvfp4Direction {
     /// A direction over existing bytes. Lengths are checked, an amax must not be negative, and a rotation needs rows of a
     /// multiple of 16 elements.
     #[allow(clippy::too_many_arguments)] // each is a field; a second struct of the same fields would say no more
@@ -78,7 +79,7 @@ impl Direction {
             let what = "the dimension that the Hadamard transform runs along";
             return Err(nvfp4_spec::Error::Multiple { what, of: BLOCK, got: cols }.into());
         }
-        Ok(Direction { rows, cols, codes, scales, global, unit, rotation, layout })
+        Ok(Nvfp4Direction { rows, cols, codes, scales, global, unit, rotation, layout })
     }
 
     /// Number of rows.
@@ -161,7 +162,7 @@ impl Direction {
         }
     }
 
-    /// A view for the kernels, with scales from [`Direction::linear_scales`].
+    /// A view for the kernels, with scales from [`Nvfp4Direction::linear_scales`].
     pub(crate) fn view<'a>(&'a self, scales: &'a [u8]) -> View<'a> {
         View {
             rows: self.rows,
@@ -195,7 +196,7 @@ impl Direction {
             Global::PerTensor(value) => Global::PerTensor(*value),
             Global::PerRow(values) => Global::PerRow(values[start..end].to_vec()),
         };
-        let linear = Direction {
+        let linear = Nvfp4Direction {
             rows: end - start,
             codes: self.codes[start * bytes..end * bytes].to_vec(),
             scales: self.linear_scales()?[start * blocks..end * blocks].to_vec(),
@@ -213,7 +214,7 @@ impl Direction {
             // `chunks_exact` takes no width of 0, and a direction without bytes may claim any number of rows.
             data.chunks_exact(width.max(1)).flat_map(|row| &row[from..to]).copied().collect()
         };
-        let linear = Direction {
+        let linear = Nvfp4Direction {
             cols: end - start,
             codes: cut(&self.codes, bytes, start.div_ceil(2), end.div_ceil(2)),
             scales: cut(&self.linear_scales()?, blocks, start.div_ceil(BLOCK), end.div_ceil(BLOCK)),
@@ -222,5 +223,28 @@ impl Direction {
             ..*self
         };
         linear.with_layout(self.layout)
+    }
+}
+
+/// In the words of a spec, as far as the bytes tell.
+impl fmt::Display for Nvfp4Direction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let scale = match self.global {
+            Global::PerTensor(_) => None,
+            Global::PerRow(_) => Some("row-scaled".to_string()),
+        };
+        let rotation = self.rotation.map(|signs| match signs {
+            Signs::FIXED => "hadamard".to_string(),
+            signs => format!("hadamard={:#06x}", signs.0),
+        });
+        let layout = match self.layout {
+            Layout::Linear => None,
+            Layout::Swizzled => Some("swizzled".to_string()),
+        };
+        let options: Vec<String> = [scale, rotation, layout].into_iter().flatten().collect();
+        match options.is_empty() {
+            true => f.write_str("nvfp4"),
+            false => write!(f, "nvfp4({})", options.join(", ")),
+        }
     }
 }

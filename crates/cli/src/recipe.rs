@@ -1,0 +1,182 @@
+//! `nvfp4 recipe`: what a recipe does to every layer, before anything is trained.
+
+use crate::until_closed;
+use anyhow::{Result, anyhow};
+use clap::Subcommand;
+use nvfp4::Error;
+use nvfp4::recipe::{Capabilities, Model, Module, Name, Plan, Preset, Problem, Recipe, TransformerLayer, Warning};
+use serde_json::{Value, json};
+use std::io::{Write, stdout};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// The exit status of a recipe that was read and found wrong.
+const PROBLEMS: u8 = 2;
+
+/// Show or check a recipe: which tensor of which layer is quantized how.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Explain(ExplainArgs),
+    Check(CheckArgs),
+}
+
+/// What a recipe is applied to.
+#[derive(clap::Args)]
+struct Target {
+    /// A checkpoint's config.json, of a decoder with the layers of Llama, Qwen, Mistral or DeepSeek. Without it the model is
+    /// one transformer layer and 8 experts.
+    #[arg(long, value_name = "CONFIG_JSON")]
+    model: Option<PathBuf>,
+    /// A GPU by its compute capability, as in 10.0, to say which formats it runs natively. Without it all run in software.
+    #[arg(long, value_name = "MAJOR.MINOR", value_parser = compute_capability)]
+    gpu: Option<(u32, u32)>,
+    /// A format custom(NAME) of your own that your program can run; may be repeated.
+    #[arg(long, value_name = "NAME")]
+    custom: Vec<Name>,
+}
+
+/// Print what every layer of a model resolves to.
+///
+/// Exits with 2, and lists everything that is wrong, if the recipe cannot be used or does not fit the model.
+#[derive(clap::Args)]
+struct ExplainArgs {
+    /// A preset, a rule file, or `env` for TransformerEngine's environment variables.
+    #[arg(long_help = recipe_help())]
+    recipe: String,
+    #[command(flatten)]
+    target: Target,
+    /// Print only what differs from this recipe.
+    #[arg(long, value_name = "RECIPE", conflicts_with = "json")]
+    against: Option<String>,
+    /// Print JSON: {recipe, fingerprint, tensors, attention, runs, warnings}, or {errors, warnings}.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Check a rule file, alone and against a model.
+///
+/// Exits with 2, and lists everything that is wrong, if it cannot be used or does not fit the model.
+#[derive(clap::Args)]
+struct CheckArgs {
+    /// The rule file.
+    file: PathBuf,
+    #[command(flatten)]
+    target: Target,
+    /// Print JSON: {errors, warnings}.
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    match &args.command {
+        Command::Explain(args) => explain(args),
+        Command::Check(args) => check(args),
+    }
+}
+
+fn explain(args: &ExplainArgs) -> Result<ExitCode> {
+    let (model, device) = (args.target.model()?, args.target.device());
+    let plan = |recipe: &str| read_recipe(recipe).and_then(|recipe| Plan::build(&model, &recipe, &device));
+    let plans = plan(&args.recipe).and_then(|plan_| Ok((plan_, args.against.as_deref().map(plan).transpose()?)));
+    let (plan, against) = match plans {
+        Ok(plans) => plans,
+        Err(error) => return problems(error, args.json),
+    };
+    let mut out = stdout().lock();
+    until_closed(match against {
+        _ if args.json => print_json(&mut out, &plan.to_json()),
+        None => write!(out, "{plan}").map_err(Into::into),
+        Some(other) if other == plan => writeln!(out, "no difference").map_err(Into::into),
+        Some(other) => write!(out, "{}", other.diff(&plan)).map_err(Into::into),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn check(args: &CheckArgs) -> Result<ExitCode> {
+    let (model, device) = (args.target.model()?, args.target.device());
+    let plan = match Recipe::from_file(&args.file).and_then(|recipe| Plan::build(&model, &recipe, &device)) {
+        Ok(plan) => plan,
+        Err(error) => return problems(error, args.json),
+    };
+    // What a rule is for is not known without the model that it was written for.
+    let known = |warning: &&Warning| args.target.model.is_some() || !matches!(warning, Warning::UnusedRule { .. });
+    let warnings: Vec<String> = plan.warnings().iter().filter(known).map(ToString::to_string).collect();
+    let mut out = stdout().lock();
+    until_closed(match args.json {
+        true => print_json(&mut out, &json!({ "errors": [], "warnings": warnings })),
+        false => warnings
+            .iter()
+            .try_for_each(|warning| writeln!(out, "warning: {warning}"))
+            .and_then(|()| writeln!(out, "{}: no errors, {} tensors", args.file.display(), plan.entries().len()))
+            .map_err(Into::into),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Target {
+    fn model(&self) -> Result<Model> {
+        match &self.model {
+            Some(path) => Model::from_config_file(path).map_err(|error| anyhow!("--model {error}")),
+            None => {
+                let mut model = Model::new();
+                model.nest("layers.0", &TransformerLayer::default());
+                model.add(Module::grouped_linear("layers.0.experts", 8));
+                Ok(model)
+            }
+        }
+    }
+
+    fn device(&self) -> Capabilities {
+        let device = self.gpu.map_or(Capabilities::software(), |(major, minor)| Capabilities::gpu(major, minor));
+        self.custom.iter().cloned().fold(device, Capabilities::with_custom)
+    }
+}
+
+fn recipe_help() -> String {
+    let presets: Vec<&str> = Preset::names().collect();
+    format!(
+        "A preset, a rule file, or `env` for TransformerEngine's environment variables. Presets, each also with +attention:\n  {}",
+        presets.join("\n  ")
+    )
+}
+
+fn compute_capability(text: &str) -> std::result::Result<(u32, u32), String> {
+    let parsed = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+    parsed.ok_or_else(|| "expected two numbers, as in 9.0 or 12.0".to_string())
+}
+
+/// A preset by its name, the environment, or a file.
+fn read_recipe(name: &str) -> nvfp4::Result<Recipe> {
+    let path = Path::new(name);
+    match name.parse::<Preset>() {
+        Ok(preset) => Ok(preset.into()),
+        Err(_) if name == "env" => Recipe::from_env(),
+        Err(_) if path.exists() || path.extension().is_some_and(|extension| extension == "toml") => {
+            Recipe::from_file(path)
+        }
+        Err(error) => Err(Error::Spec(format!("{name}: no such file, and {error}"))),
+    }
+}
+
+/// Everything that is wrong, line by line; other errors are as anywhere. JSON has each problem by itself.
+fn problems(error: Error, as_json: bool) -> Result<ExitCode> {
+    // The text has the cause in it; `anyhow!(error)` would say it twice.
+    let Error::Recipe(problems) = error else { return Err(anyhow!("{error}")) };
+    if as_json {
+        let errors: Vec<String> = problems.0.iter().map(Problem::to_string).collect();
+        until_closed(print_json(&mut stdout().lock(), &json!({ "errors": errors, "warnings": [] })))?;
+    } else {
+        problems.lines().iter().for_each(|line| eprintln!("error: {line}"));
+    }
+    Ok(ExitCode::from(PROBLEMS))
+}
+
+fn print_json(out: &mut impl Write, value: &Value) -> Result<()> {
+    writeln!(out, "{}", serde_json::to_string_pretty(value)?).map_err(Into::into)
+}

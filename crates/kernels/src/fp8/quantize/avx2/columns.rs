@@ -1,0 +1,130 @@
+//! The column direction of an area: scales from maxima over its rows, and codes that are transposed or stay as they lie.
+
+use super::part::{Area, Part, Transposed, copy_some};
+use super::scales::EightScales;
+use super::turn::{self, Codes};
+use super::{AHEAD, CHUNK, COLUMNS, Job, Scratch, encode, scales};
+use crate::amax::avx2::row_amax;
+use crate::avx2::small_float::SmallFloat;
+use nvfp4_spec::fp8::{AmaxRule, BLOCK, Scales, Scaling};
+use nvfp4_spec::{Edge, Element};
+use std::arch::x86_64::__m256;
+
+impl<T: Element, F: SmallFloat> Job<'_, T, F> {
+    /// Both directions where the codes of one are those of the other, transposed: one scale for the matrix, or squares.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn same_codes(
+        &self,
+        scratch: &mut Scratch<T>,
+        area: Area,
+        row: Option<Part<'_>>,
+        out: &Transposed<'_>,
+    ) -> f32 {
+        scratch.codes.resize(BLOCK * CHUNK, 0);
+        scratch.scales.resize(CHUNK / BLOCK, 0.0);
+        let mut own = Part {
+            codes: &mut scratch.codes,
+            code_stride: CHUNK,
+            scales: Scales::F32(&mut scratch.scales),
+            scale_stride: CHUNK / BLOCK,
+        };
+        let mut row = row;
+        let part = row.as_mut().unwrap_or(&mut own);
+        let largest = self.rows(area, part);
+        if let (Scaling::Square128(_), Scales::F32(scales)) = (self.mode.scaling, &part.scales) {
+            let down = self.x.rows().div_ceil(BLOCK);
+            for (i, scale) in scales[..area.width.div_ceil(BLOCK)].iter().enumerate() {
+                // SAFETY: a panel writes the scales of its own rows only, and is one block high.
+                unsafe { out.scales.write((area.col / BLOCK + i) * down + area.row / BLOCK, &[*scale]) };
+            }
+        }
+        let codes = Codes { data: part.codes, stride: part.code_stride, rows: area.height, cols: area.width };
+        self.write_turned(&mut scratch.turned, codes, area, out);
+        largest
+    }
+
+    /// The column direction in blocks of 128 rows of a column.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn columns(&self, scratch: &mut Scratch<T>, area: Area, rule: AmaxRule, out: &Transposed<'_>) {
+        let (first, end, down) = (area.col, area.col + area.width, self.x.rows().div_ceil(BLOCK));
+        let rule = |amaxes| scales::of_blocks::<F>(rule, T::PRECISION, amaxes);
+        self.find_multipliers(scratch, area, rule, |i, stored| {
+            for (c, stored) in (first + i..end).zip(stored) {
+                // SAFETY: a panel writes the scales of its own rows only, and is one block high.
+                unsafe { out.scales.write(c * down + area.row / BLOCK, &[stored]) };
+            }
+        });
+        scratch.codes.resize(BLOCK * CHUNK, 0);
+        self.encode_columns(area, &scratch.multipliers, &mut scratch.codes, CHUNK);
+        let codes = Codes { data: &scratch.codes, stride: CHUNK, rows: area.height, cols: area.width };
+        self.write_turned(&mut scratch.turned, codes, area, out);
+    }
+
+    /// The column direction of one row of MXFP8 blocks, as it lies.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn mx_columns(&self, scratch: &mut Scratch<T>, area: Area, out: &mut Part<'_>) {
+        let Scales::E8m0(scales) = &mut out.scales else { unreachable!("MXFP8 has bytes for scales") };
+        let rule = |amaxes| scales::of_mx::<F>(amaxes);
+        self.find_multipliers(scratch, area, rule, |i, stored| copy_some(&stored, scales, i, area.width));
+        self.encode_columns(area, &scratch.multipliers, out.codes, out.code_stride);
+    }
+
+    /// The multipliers of the columns of an area; `store` gets what to store for eight of them, from a column of the area on.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    fn find_multipliers<S>(
+        &self,
+        scratch: &mut Scratch<T>,
+        area: Area,
+        rule: impl Fn(__m256) -> EightScales<S>,
+        mut store: impl FnMut(usize, [S; 8]),
+    ) {
+        self.find_maxima(scratch, area);
+        scratch.multipliers.resize(scratch.maxima.len(), 0.0);
+        let eights = scratch.multipliers.as_chunks_mut::<8>().0.iter_mut().zip(scratch.maxima.as_chunks::<8>().0);
+        for (i, (multipliers, maxima)) in eights.take(area.width.div_ceil(8)).enumerate() {
+            let found = rule(scales::vector(&maxima.map(|m| m.to_f32())));
+            *multipliers = found.multipliers;
+            store(8 * i, found.stored);
+        }
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn encode_columns(&self, area: Area, multipliers: &[f32], codes: &mut [u8], stride: usize) {
+        for r in 0..area.height {
+            encode::encode_columns::<T, F>(self.row(area, r), multipliers, &mut codes[r * stride..][..area.width]);
+        }
+    }
+
+    /// The largest magnitudes of the columns of an area, NaN left out; zeros behind them up to a whole step.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn find_maxima(&self, scratch: &mut Scratch<T>, area: Area) {
+        for edge in [Edge::Reference, Edge::Kernel] {
+            scratch.maxima.clear();
+            scratch.maxima.resize(area.width.next_multiple_of(encode::STEP), T::default());
+            let maxima = &mut scratch.maxima[..area.width];
+            let rows = (0..area.height).map(|r| {
+                self.prefetch(area, r + AHEAD);
+                row_amax(self.token, self.row(area, r), edge, maxima)
+            });
+            if !encode::is_nan::<T>(rows.max().unwrap_or(0)) {
+                break;
+            }
+        }
+    }
+
+    /// Transposes the codes of an area and writes its columns.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn write_turned(&self, turned: &mut Vec<u8>, codes: Codes<'_>, area: Area, out: &Transposed<'_>) {
+        turned.resize(COLUMNS * BLOCK, 0);
+        for c in (0..area.width).step_by(COLUMNS) {
+            let cols = COLUMNS.min(area.width - c);
+            turn::turn(Codes { data: &codes.data[c..], cols, ..codes }, BLOCK, turned);
+            for (i, column) in turned.chunks_exact(BLOCK).take(cols).enumerate() {
+                let at = (area.col + c + i) * self.x.rows() + area.row;
+                // SAFETY: a panel writes the codes of its own rows only.
+                unsafe { out.codes.write(at, &column[..area.height]) };
+            }
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! Quantization to FP8 on a GPU: what a call says, and what is checked of it. Read `units.cuh`, then the kernels: `rows.cu`,
+//! `panels.cu`; `launch.rs` says which of them a call needs.
+
+mod host;
+mod launch;
+
+pub(super) use host::on_host;
+pub(crate) use launch::sources;
+#[cfg(test)]
+pub(in crate::fp8) use launch::{Grid, Variant};
+
+use super::check;
+use crate::Result;
+use crate::amax::cuda as maxima;
+use crate::cuda::{Device, Input, Slice, SliceMut, Stream};
+use crate::input::check_len;
+use launch::Launch;
+use nvfp4_spec::Edge;
+use nvfp4_spec::fp8::{self, AmaxRule, Format, Scales, Side};
+
+/// Where the scale of a whole matrix comes from.
+#[derive(Clone, Copy, Debug)]
+pub enum Scale<'a> {
+    /// The caller knows it.
+    Value(f32),
+    /// One number of the GPU's memory, read when the work runs: delayed scaling, whose [`update`](crate::fp8::cuda::update) leaves
+    /// it there.
+    Memory(Slice<'a, f32>),
+    /// It follows from an amax in the GPU's memory, read when the work runs: current scaling, after
+    /// [`amax`](crate::amax::cuda::amax). Twin of [`AmaxRule::tensor_scale`].
+    OfAmax {
+        /// One magnitude.
+        amax: Slice<'a, f32>,
+        /// How the scale follows from it.
+        rule: AmaxRule,
+    },
+}
+
+/// Where scales come from, and which elements share one. Twin of [`nvfp4_spec::fp8::Scaling`].
+#[derive(Clone, Copy, Debug)]
+pub enum Scaling<'a> {
+    /// One scale for the whole matrix.
+    Tensor(Scale<'a>),
+    /// One scale for 128 neighbours in a row of the direction.
+    Row128(AmaxRule),
+    /// One scale for a square of 128 × 128.
+    Square128(AmaxRule),
+    /// MXFP8: an E8M0 byte for 32 neighbours.
+    Mx,
+}
+
+/// How a matrix becomes FP8. Twin of [`nvfp4_spec::fp8::Mode`].
+#[derive(Clone, Copy, Debug)]
+pub struct Mode<'a> {
+    /// What a code is.
+    pub format: Format,
+    /// Where scales come from.
+    pub scaling: Scaling<'a>,
+}
+
+impl From<fp8::Mode> for Mode<'_> {
+    fn from(mode: fp8::Mode) -> Self {
+        let scaling = match mode.scaling {
+            fp8::Scaling::Tensor { scale } => Scaling::Tensor(Scale::Value(scale)),
+            fp8::Scaling::Row128(rule) => Scaling::Row128(rule),
+            fp8::Scaling::Square128(rule) => Scaling::Square128(rule),
+            fp8::Scaling::Mx => Scaling::Mx,
+        };
+        Mode { format: mode.format, scaling }
+    }
+}
+
+impl Mode<'_> {
+    /// What decides shapes and lengths.
+    fn shapes(&self) -> fp8::Mode {
+        let scaling = match self.scaling {
+            Scaling::Tensor(_) => fp8::Scaling::Tensor { scale: 1.0 },
+            Scaling::Row128(rule) => fp8::Scaling::Row128(rule),
+            Scaling::Square128(rule) => fp8::Scaling::Square128(rule),
+            Scaling::Mx => fp8::Scaling::Mx,
+        };
+        fp8::Mode { format: self.format, scaling }
+    }
+
+    fn check(&self, device: Device) -> Result<()> {
+        let (slice, what) = match self.scaling {
+            Scaling::Tensor(Scale::Memory(scale)) => (scale, "scale of the tensor"),
+            Scaling::Tensor(Scale::OfAmax { amax, .. }) => (amax, "amax of the tensor"),
+            _ => return Ok(()),
+        };
+        check_len(what, 1, slice.len())?;
+        slice.check(device, what)?;
+        Ok(slice.check_aligned(4, what)?)
+    }
+}
+
+/// Where scales go: 32-bit numbers, or for MXFP8 E8M0 bytes.
+pub type ScaleMut<'a> = Scales<SliceMut<'a, f32>, SliceMut<'a, u8>>;
+
+/// What to write for one direction. Twin of [`super::Direction`].
+#[derive(Debug)]
+pub struct Direction<'a> {
+    /// A byte per element.
+    pub codes: SliceMut<'a, u8>,
+    /// One per tile: [`nvfp4_spec::fp8::Tile::scale_count`].
+    pub scales: ScaleMut<'a>,
+}
+
+impl Direction<'_> {
+    fn check(&self, device: Device, mode: &Mode<'_>, side: Side, shape: (usize, usize)) -> Result<()> {
+        let len = match &self.scales {
+            Scales::F32(scales) => Scales::F32(scales.len()),
+            Scales::E8m0(scales) => Scales::E8m0(scales.len()),
+        };
+        check(&mode.shapes(), side, shape, self.codes.len(), len)?;
+        self.codes.check(device, "codes")?;
+        match &self.scales {
+            Scales::F32(scales) => {
+                scales.check(device, "scales")?;
+                scales.check_aligned(4, "scales")?;
+            }
+            Scales::E8m0(scales) => scales.check(device, "scales")?,
+        }
+        Ok(())
+    }
+
+    fn scale_address(&self) -> u64 {
+        match &self.scales {
+            Scales::F32(scales) => scales.address(),
+            Scales::E8m0(scales) => scales.address(),
+        }
+    }
+}
+
+/// Where the largest magnitude of the matrix goes: one number.
+#[derive(Debug)]
+pub enum Amax<'a> {
+    /// Takes the place of what is there.
+    Replace(SliceMut<'a, f32>),
+    /// The larger of the two is kept, as delayed scaling does in the first row of its history; what is there is a magnitude.
+    Join(SliceMut<'a, f32>),
+}
+
+impl<'a> Amax<'a> {
+    fn slice(&self) -> Slice<'_, f32> {
+        match self {
+            Amax::Replace(amax) | Amax::Join(amax) => amax.as_slice(),
+        }
+    }
+
+    fn check(&self, device: Device) -> Result<()> {
+        check_len("amax", 1, self.slice().len())?;
+        self.slice().check(device, "amax")?;
+        Ok(self.slice().check_aligned(4, "amax")?)
+    }
+}
+
+/// What to compute, any of it in one call. Twin of [`super::Wanted`].
+#[derive(Debug, Default)]
+pub struct Wanted<'a> {
+    /// The row direction.
+    pub row: Option<Direction<'a>>,
+    /// The column direction.
+    pub col: Option<Direction<'a>>,
+    /// The largest magnitude of the matrix, NaN left out. With a direction it is found on the way.
+    pub amax: Option<Amax<'a>>,
+}
+
+/// Quantizes `x` in the directions that are wanted. Does not wait.
+pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut wanted: Wanted<'_>) -> Result<()> {
+    let (device, shape) = (stream.device(), (x.rows(), x.cols()));
+    x.check(device)?;
+    mode.check(device)?;
+    for (direction, side) in [(&wanted.row, Side::Row), (&wanted.col, Side::Column)] {
+        direction.as_ref().map_or(Ok(()), |direction| direction.check(device, mode, side, shape))?;
+    }
+    wanted.amax.as_ref().map_or(Ok(()), |amax| amax.check(device))?;
+    let launches = plan(x, mode, &wanted)?;
+    let on_the_way = wanted.row.is_some() || wanted.col.is_some();
+    match &mut wanted.amax {
+        None => {}
+        Some(Amax::Replace(amax)) if on_the_way => stream.fill_bytes(amax.reborrow(), 0)?,
+        Some(Amax::Join(_)) if on_the_way => {}
+        Some(Amax::Replace(amax)) => {
+            let wanted = maxima::Wanted { tensor: Some(amax.reborrow()), ..Default::default() };
+            maxima::run(stream, x, Edge::Kernel, maxima::Values::Plain, wanted)?;
+        }
+        Some(Amax::Join(amax)) => {
+            maxima::join(stream, x, maxima::Wanted { tensor: Some(amax.reborrow()), ..Default::default() })?;
+        }
+    }
+    launches.iter().try_for_each(|launch| launch.run(stream))
+}
+
+/// The kernels that a call needs; an amax without a direction needs another.
+pub(in crate::fp8) fn plan(x: &Input<'_>, mode: &Mode<'_>, wanted: &Wanted<'_>) -> Result<Vec<Launch>> {
+    let Wanted { row, col, amax } = wanted;
+    let amax = amax.as_ref().map(|amax| amax.slice().address());
+    if x.rows() == 0 || x.cols() == 0 {
+        // The tile of the whole matrix is there even without elements.
+        let tensors = matches!(mode.scaling, Scaling::Tensor(_));
+        let directions = [row, col].into_iter().flatten().filter(|_| tensors);
+        return directions.map(|direction| Launch::rows(x, mode, direction, None)).collect();
+    }
+    match (row, col) {
+        (None, None) => Ok(vec![]),
+        (Some(row), None) if !matches!(mode.scaling, Scaling::Square128(_)) => {
+            Ok(vec![Launch::rows(x, mode, row, amax)?])
+        }
+        (row, col) => Ok(vec![Launch::panels(x, mode, [row.as_ref(), col.as_ref()], amax)?]),
+    }
+}

@@ -1,0 +1,110 @@
+//! Quantization to FP8 in the row direction, the column direction, or both. **Exact.**
+//!
+//! What the directions are is said in [`nvfp4_spec::fp8::Side`].
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+
+use crate::input::check_len;
+use crate::{Implementation, Input, Result, amax};
+use nvfp4_spec::fp8::{self, Mode, Scales, Scaling, Side};
+use nvfp4_spec::{Edge, Error, area};
+
+/// Where scales go: 32-bit numbers, or for MXFP8 E8M0 bytes.
+pub type ScaleMut<'a> = Scales<&'a mut [f32], &'a mut [u8]>;
+
+/// What to write for one direction, whose shape is [`Mode::shape`].
+#[derive(Debug)]
+pub struct Direction<'a> {
+    /// A byte per element.
+    pub codes: &'a mut [u8],
+    /// One per tile: [`nvfp4_spec::fp8::Tile::scale_count`].
+    pub scales: ScaleMut<'a>,
+}
+
+impl Direction<'_> {
+    fn check(&self, mode: &Mode, side: Side, shape: (usize, usize)) -> Result<()> {
+        let scales = match &self.scales {
+            Scales::F32(scales) => Scales::F32(scales.len()),
+            Scales::E8m0(scales) => Scales::E8m0(scales.len()),
+        };
+        check(mode, side, shape, self.codes.len(), scales)
+    }
+}
+
+/// Checks the lengths of a direction's buffers, on the host or on a GPU, and the kind of its scales.
+fn check(mode: &Mode, side: Side, shape: (usize, usize), codes: usize, scales: Scales<usize, usize>) -> Result<()> {
+    let (rows, cols) = mode.shape(side, shape);
+    check_len("codes", area(rows, cols)?, codes)?;
+    let len = match (scales, mode.scaling) {
+        (Scales::F32(_), Scaling::Mx) => {
+            return Err(Error::Combination("MXFP8 has E8M0 scales: give a buffer of bytes for them").into());
+        }
+        (Scales::E8m0(len), Scaling::Mx) | (Scales::F32(len), _) => len,
+        (Scales::E8m0(_), _) => {
+            return Err(Error::Combination(
+                "only MXFP8 has E8M0 scales: give a buffer of 32-bit numbers for them, or use the scaling `Mx`",
+            )
+            .into());
+        }
+    };
+    Ok(check_len("scales", mode.tile(side).scale_count(rows, cols)?, len)?)
+}
+
+/// What to compute, any of it in one call.
+#[derive(Debug, Default)]
+pub struct Wanted<'a> {
+    /// The row direction.
+    pub row: Option<Direction<'a>>,
+    /// The column direction.
+    pub col: Option<Direction<'a>>,
+    /// The largest magnitude of the matrix, NaN left out, which delayed scaling records. With one scale for the whole
+    /// matrix it is found on the way.
+    pub amax: Option<&'a mut f32>,
+}
+
+/// Quantizes `x` in the directions that are wanted.
+pub fn quantize(implementation: Implementation, x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+    let shape = (x.rows(), x.cols());
+    if let Some(row) = &wanted.row {
+        row.check(mode, Side::Row, shape)?;
+    }
+    if let Some(col) = &wanted.col {
+        col.check(mode, Side::Column, shape)?;
+    }
+    match implementation {
+        Implementation::Scalar => scalar(x, mode, wanted),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2(token) => avx2::quantize(token, x, mode, wanted),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, mode, wanted),
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(device) => cuda::on_host(device, x, mode, wanted),
+    }
+}
+
+/// By the rules as written.
+fn scalar(x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+    let matrix = x.to_matrix();
+    for (side, direction) in [(Side::Row, wanted.row), (Side::Column, wanted.col)] {
+        let Some(out) = direction else { continue };
+        let q = fp8::quantize(&matrix, mode, side);
+        out.codes.copy_from_slice(&q.codes);
+        match (out.scales, &q.scales) {
+            (Scales::F32(out), Scales::F32(scales)) => out.copy_from_slice(scales),
+            (Scales::E8m0(out), Scales::E8m0(scales)) => out.copy_from_slice(scales),
+            _ => unreachable!("the kind of scales was checked"),
+        }
+    }
+    find_amax(Implementation::Scalar, x, wanted.amax)
+}
+
+/// The largest magnitude in a pass of its own.
+fn find_amax(implementation: Implementation, x: &Input<'_>, out: Option<&mut f32>) -> Result<()> {
+    match out {
+        None => Ok(()),
+        out => amax::amax(implementation, x, Edge::Kernel, amax::Wanted { tensor: out, ..Default::default() }),
+    }
+}

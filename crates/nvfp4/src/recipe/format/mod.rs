@@ -1,0 +1,113 @@
+//! What one direction of a tensor can be stored as. All of it is data: comparable, hashable and printable.
+
+mod delayed;
+mod fp8;
+mod nvfp4;
+
+pub use delayed::{AmaxRule, Delayed, Reduction};
+pub use fp8::{BlockTile, Epsilon, Fp8, Fp8Block, Fp8Code, MxTile, Mxfp8, ScaleStep};
+pub use nvfp4::Nvfp4;
+
+use super::name::Name;
+use crate::{Precision, Rounding, Side, Signs};
+
+/// A format: what the numbers of one direction are stored as, and by which rule they are made.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// Not quantized.
+    HighPrecision(Stored),
+    /// FP8 with one scale per tensor, made from the tensor's own amax.
+    Fp8(Fp8),
+    /// FP8 with one scale per tensor, made from the amaxes of earlier steps.
+    Delayed(Delayed),
+    /// FP8 with one binary32 scale per 128 values, or per square of them.
+    Fp8Block(Fp8Block),
+    /// FP8 with one power of two per 32 values.
+    Mxfp8(Mxfp8),
+    /// NVFP4, in any of its modes.
+    Nvfp4(Nvfp4),
+    /// A user's own format.
+    Custom(Name),
+}
+
+impl Format {
+    /// High precision, in whatever type the tensor comes.
+    pub const HIGH_PRECISION: Format = Format::HighPrecision(Stored::AsIs);
+
+    /// The formats that one product can read on both sides.
+    pub fn family(&self) -> Family {
+        match self {
+            Format::HighPrecision(_) => Family::HighPrecision,
+            Format::Fp8(_) | Format::Delayed(_) => Family::Fp8,
+            Format::Fp8Block(_) => Family::Fp8Block,
+            Format::Mxfp8(_) => Family::Mxfp8,
+            Format::Nvfp4(_) => Family::Nvfp4,
+            Format::Custom(name) => Family::Custom(name.clone()),
+        }
+    }
+
+    /// The Hadamard transform that a direction in this format goes through.
+    pub fn rotation(&self, side: Side) -> Option<Signs> {
+        match (self, side) {
+            (Format::Nvfp4(format), Side::Column) => format.transform().signs(),
+            _ => None,
+        }
+    }
+
+    /// Whether quantizing a tensor again gives the same bytes.
+    pub fn replay(&self) -> Replay {
+        match self {
+            Format::Delayed(_) | Format::Custom(_) => Replay::Differs,
+            Format::Nvfp4(format) if format.rounding() == Rounding::Stochastic => Replay::Differs,
+            _ => Replay::Same,
+        }
+    }
+
+    /// How many rows of a tensor make whole blocks of the column direction.
+    pub fn alignment(&self) -> usize {
+        match self {
+            Format::HighPrecision(_) | Format::Custom(_) => 1,
+            // Products in FP8 read 16 bytes at a time.
+            Format::Fp8(_) | Format::Delayed(_) => 16,
+            Format::Fp8Block(_) => 128,
+            Format::Mxfp8(_) => 32,
+            Format::Nvfp4(_) => nvfp4_spec::BLOCK,
+        }
+    }
+}
+
+/// Formats that differ in details which a product does not mind.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Family {
+    /// Not quantized.
+    HighPrecision,
+    /// FP8 with one scale per tensor, current or delayed.
+    Fp8,
+    /// FP8 with a scale per 128 values.
+    Fp8Block,
+    /// FP8 with a power of two per 32 values.
+    Mxfp8,
+    /// NVFP4.
+    Nvfp4,
+    /// A user's own.
+    Custom(Name),
+}
+
+/// Whether quantizing a tensor once more gives the bytes of the first time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Replay {
+    /// The bytes depend on the tensor alone.
+    Same,
+    /// They depend on random numbers, on a scale that moves on, or on a rule that this library does not know.
+    Differs,
+}
+
+/// The type that an unquantized tensor is kept in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Stored {
+    /// The type it comes in.
+    #[default]
+    AsIs,
+    /// Another one.
+    Cast(Precision),
+}

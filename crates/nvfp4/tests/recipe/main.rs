@@ -1,0 +1,18 @@
+//! Roles, recipes, plans and their state. Tests that pin what a test of TransformerEngine pins carry its name.
+
+mod answers;
+mod attention;
+mod backward;
+mod consumers;
+mod defects;
+mod environment;
+mod grouped;
+mod presets;
+mod products;
+mod roles;
+mod rules;
+mod saved_input;
+mod specs;
+mod state;
+mod tools;
+mod transitions;
