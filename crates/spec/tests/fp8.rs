@@ -161,6 +161,8 @@ fn the_two_formats_agree_where_both_are_exact() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
     /// The oracle of a product: values that an operand decodes to, tiles along K, and a scale of the whole matrix on the sum.
     #[test]
     fn products_are_sums_of_products_of_decoded_values(
