@@ -9,7 +9,8 @@ use crate::cuda::Device;
 use std::fmt;
 use std::str::FromStr;
 
-/// A way to compute; all of them give the same bits, but for products with a plain operand, which are within a bound.
+/// A way to compute; all of them give the same bits, but for products with an operand that is plain or FP8 and those of a GPU,
+/// which are within a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Implementation {

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 use nvfp4::recipe::{
-    Capabilities, Family, LinearSlot, Model, Module, Pass, Plan, QuantSpec, Recipe, SingleProcess, Site, SpecQuantizer,
-    States, multiply,
+    Capabilities, Family, LinearSlot, Model, Module, Pass, Plan, QuantSpec, Recipe, Role, SingleProcess, Site,
+    SpecQuantizer, States, multiply,
 };
 use nvfp4::*;
 use nvfp4_spec::fp8::{self, Mode, Scaling, View};
@@ -372,6 +372,12 @@ fn specs_that_cannot_be_made_say_why() {
         "fp8-delayed(e4m3): its scale comes from earlier steps; give it with `quantizer_with`, or take the quantizer from a plan"
     );
     assert!(message("mxfp8(e4m3, 32x32)").ends_with("use mxfp8 with 1x32"));
+    // A plan says so before the first step.
+    let mut model = Model::new();
+    model.add(Module::linear("fc"));
+    let squares = Recipe::from_fn("squares", |_: &Role| "mxfp8(e4m3, 32x32)".parse());
+    let error = Plan::build(&model, &squares, &Capabilities::software()).unwrap_err().to_string();
+    assert!(error.contains("fc:input: mxfp8(e4m3, 32x32) cannot be made yet: use mxfp8 with 1x32"), "{error}");
     assert!(message("custom(mine)").starts_with("custom(mine): not a format of this library"));
     let zero = spec("fp8-delayed(e4m3)").quantizer_with(Directions::Row, |_| Some(0.0)).unwrap_err().to_string();
     assert_eq!(zero, "fp8-delayed(e4m3): expected a scale above 0, got 0");

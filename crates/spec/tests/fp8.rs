@@ -1,7 +1,10 @@
 //! Facts that hold for every FP8 input, checked on random ones, and the formats against each other.
 
 use nvfp4_spec::fp8::scale::mx_byte;
-use nvfp4_spec::fp8::{AmaxRule, Format, Mode, ScaleValues, Scales, Scaling, Side, dequantize, matrix, quantize};
+use nvfp4_spec::fp8::{
+    self, AmaxRule, Format, Mode, ScaleValues, Scales, Scaling, Side, Tile, dequantize, matrix, quantize,
+};
+use nvfp4_spec::gemm;
 use nvfp4_spec::matrix::Matrix;
 use nvfp4_spec::{Precision, e4m3, e5m2, e8m0};
 use proptest::collection::vec;
@@ -153,6 +156,36 @@ fn the_two_formats_agree_where_both_are_exact() {
         let value = e4m3::decode(byte);
         if byte & 1 == 0 && value >= e4m3::MIN_NORMAL {
             assert_eq!(e5m2::decode(e5m2::encode(value)), value, "two mantissa bits are enough");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// The oracle of a product: values that an operand decodes to, tiles along K, and a scale of the whole matrix on the sum.
+    #[test]
+    fn products_are_sums_of_products_of_decoded_values(
+        a in matrix(-4.0f32..4.0),
+        left in mode(),
+        right in mode(),
+        sides in (select(&SIDES[..]), select(&SIDES[..])),
+    ) {
+        let b = if sides.0 == sides.1 { a.clone() } else { a.transpose() };
+        let (p, q) = (quantize(&a, &left, sides.0), quantize(&b, &right, sides.1));
+        let shape = |q: &fp8::Quantized| q.tile.along_k((q.rows, q.cols));
+        let ((m, k), (n, _)) = (shape(&p), shape(&q));
+        let y = gemm::gemm::<f32>(&p.view(), &q.view(), &gemm::Product::default()).unwrap();
+        let values = [&p, &q].map(|q| dequantize::<f32>(&q.view()).unwrap());
+        let decoded = |q: &fp8::Quantized, values: &[f32], i: usize, k: usize| {
+            f64::from(if q.tile == Tile::Column32 { values[k * q.cols + i] } else { values[i * q.cols + k] })
+        };
+        for (i, j) in [(0, 0), (m - 1, n - 1), (m / 2, 0)] {
+            let terms: Vec<f64> = (0..k).map(|k| decoded(&p, &values[0], i, k) * decoded(&q, &values[1], j, k)).collect();
+            let (sum, magnitude) = (terms.iter().sum::<f64>(), terms.iter().map(|t| t.abs()).sum::<f64>());
+            // A scale of the whole matrix is rounded into every decoded value, but only once into the sum.
+            let error = (f64::from(y[i * n + j]) - sum).abs();
+            prop_assert!(error <= magnitude * 6.0 * 2f64.powi(-24), "{} for {sum}", y[i * n + j]);
         }
     }
 }

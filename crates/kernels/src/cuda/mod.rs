@@ -1,7 +1,7 @@
 //! What the GPU versions of the operations stand on: devices, memory, streams and kernels compiled at run time.
 //!
-//! Nothing here knows a number format, but for the rules: `rules.cuh`, and `text.rs`, which prints their constants. The
-//! driver and NVRTC are loaded when first needed; where they are missing, every call says so in an [`Error`], and the crate
+//! Nothing here knows a number format, but for the rules (`rules.cuh`, and `text.rs`, which prints their constants) and NVIDIA's own
+//! products (`cublas.rs`). The driver and NVRTC are loaded when first needed; where they are missing, every call says so in an [`Error`], and the crate
 //! builds and runs without them.
 //!
 //! Read in this order: [`Device`], [`Stream`], [`Buffer`] and its [`Slice`]s, [`Kernel`].

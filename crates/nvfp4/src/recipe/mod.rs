@@ -49,8 +49,8 @@ pub use consumers::{Support, Use, support};
 pub use device::{Capabilities, Runs};
 pub use factory::{Because, Decision, Recipe};
 pub use format::{
-    AmaxRule, BlockTile, Delayed, Epsilon, Family, Format, Fp8, Fp8Block, Fp8Code, MxTile, Mxfp8, Nvfp4, Reduction,
-    Replay, ScaleStep, Stored,
+    AmaxRule, BlockTile, Delayed, Epsilon, Family, Format, Fp8, Fp8Block, Fp8Code, Made, MxTile, Mxfp8, Nvfp4,
+    Reduction, Replay, ScaleStep, Stored,
 };
 pub use layers::{AttentionKind, HandOver, LayerKind, LayerNormMlp, MultiheadAttention, TransformerLayer};
 pub use legacy::{LegacyModule, LegacyRole, LegacySlot, Read};

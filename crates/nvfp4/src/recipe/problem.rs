@@ -278,6 +278,17 @@ pub enum Problem {
         because: Because,
     },
 
+    /// A format that has a name and no kernels.
+    #[error("{site}: {spec} cannot be made yet: use mxfp8 with 1x32. Change {because}")]
+    NotMade {
+        /// The tensor.
+        site: Site,
+        /// Its spec.
+        spec: QuantSpec,
+        /// What the spec follows from.
+        because: Because,
+    },
+
     /// Something wrong in a rule file.
     #[error("{}{reason}", place(file.as_deref(), *line))]
     File {

@@ -150,6 +150,24 @@ mod tests {
     }
 
     #[test]
+    fn a_rule_of_the_callers_sees_this_step_first_and_then_the_oldest() {
+        let mut history = [2.0, 7.0, 3.0];
+        let entry = Entry::Bulk { reduced: Some(4.0) };
+        let mean = |window: &[f32]| {
+            assert_eq!(window, [4.0, 7.0, 3.0]);
+            window.iter().sum::<f32>() / window.len() as f32
+        };
+        let rule = Delayed { format: Format::E5m2, margin: 3, ..Delayed::default() };
+        assert_eq!(rule.update_by(&mut history, 5.0, entry, mean), Ok(57344.0 / 8.0 / (14.0 / 3.0)));
+        assert_eq!(history, [0.0, 3.0, 4.0]);
+        // A tensor that was not seen is not asked about.
+        assert_eq!(rule.update_by(&mut history, 5.0, BULK, |_| unreachable!()), Ok(5.0));
+        assert!(rule.update_by(&mut [], 5.0, BULK, |_| 1.0).is_err());
+        // One division, correctly rounded: not the reciprocal times the maximum.
+        assert_eq!(after(Delayed::default(), &[3.0], BULK).1, 149.33333);
+    }
+
+    #[test]
     fn what_a_step_saw_is_joined() {
         let mut history = [2.0, 9.0];
         record(&mut history, 3.0);

@@ -63,6 +63,16 @@ impl Format {
         }
     }
 
+    /// Whether this library can make it.
+    pub fn made(&self) -> Made {
+        match self {
+            Format::Mxfp8(Mxfp8 { tile: MxTile::Square32, .. }) => Made::NotYet,
+            Format::Custom(_) => Made::Elsewhere,
+            Format::HighPrecision(_) | Format::Fp8(_) | Format::Delayed(_) | Format::Fp8Block(_) => Made::Here,
+            Format::Mxfp8(_) | Format::Nvfp4(_) => Made::Here,
+        }
+    }
+
     /// How many rows of a tensor make whole blocks of the column direction.
     pub fn alignment(&self) -> usize {
         match self {
@@ -100,6 +110,17 @@ pub enum Replay {
     Same,
     /// They depend on random numbers, on a scale that moves on, or on a rule that this library does not know.
     Differs,
+}
+
+/// Who makes a format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Made {
+    /// This library.
+    Here,
+    /// The user's own program.
+    Elsewhere,
+    /// Nobody so far: a spec can name it, and a plan refuses it.
+    NotYet,
 }
 
 /// The type that an unquantized tensor is kept in.

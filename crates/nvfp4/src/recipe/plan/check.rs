@@ -6,7 +6,7 @@ use crate::recipe::attention::{self, AttentionConflict};
 use crate::recipe::consumers::{Support, support};
 use crate::recipe::device::{Capabilities, Runs};
 use crate::recipe::factory::{Because, Recipe};
-use crate::recipe::format::{Family, Format, Replay};
+use crate::recipe::format::{Family, Format, Made, Replay};
 use crate::recipe::model::{KeepInput, Kind, Model, Module, Purpose};
 use crate::recipe::path::ModulePath;
 use crate::recipe::problem::{Found, Problem};
@@ -241,7 +241,12 @@ fn devices(plan: &mut Plan, device: &Capabilities, problems: &mut Vec<Problem>) 
     // All experts have the specs of the first.
     let further = |entry: &&Entry| matches!(entry.role.slot(), Slot::Grouped { expert: 1.., .. });
     for entry in plan.entries.iter().filter(|entry| !further(entry)) {
-        let families: BTreeSet<Family> = [Side::Row, Side::Column].map(|side| entry.spec.format(side).family()).into();
+        let formats = [Side::Row, Side::Column].map(|side| entry.spec.format(side));
+        if formats.iter().any(|format| format.made() == Made::NotYet) {
+            let (site, spec) = (entry.role.owner.clone(), entry.spec.clone());
+            problems.push(Problem::NotMade { site, spec, because: entry.because.clone() });
+        }
+        let families: BTreeSet<Family> = formats.iter().map(Format::family).collect();
         for family in families.into_iter().filter(|family| *family != Family::HighPrecision) {
             let how = device.runs(&family);
             if how == Runs::Missing {
