@@ -183,11 +183,12 @@ pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
     if let Ok(numbers) = x.extract::<Vec<f32>>() {
         return Ok(numbers);
     }
-    let (tensor, dtype) = borrow(&contiguous(x)?, Framework::of(x)?)?;
+    let wrong = || PyTypeError::new_err("expected a number or an array of float32");
+    let (tensor, dtype) = borrow(&contiguous(x)?, Framework::of(x)?).map_err(|_| wrong())?;
     Place::of(&tensor)?;
     match (dtype, tensor.slice::<f32>()) {
         (DataType::F32, Some(values)) => Ok(values.to_vec()),
-        _ => Err(PyTypeError::new_err("expected a number or an array of float32")),
+        _ => Err(wrong()),
     }
 }
 

@@ -34,7 +34,7 @@ def convert_module(
     for name, formats in swapped.items():
         if not formats.quantizes:
             continue
-        new = Linear.of(layers[name], formats, seed)
+        new = Linear.of(layers[name], formats, name or "model", seed)
         if not name:
             return new
         parent, _, child = name.rpartition(".")

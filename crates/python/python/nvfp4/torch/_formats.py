@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Optional, Union
 
 import nvfp4
 
@@ -72,5 +72,3 @@ def linear_formats(recipe: Union[str, nvfp4.Recipe], path: str) -> Formats:
     """The formats of a single linear layer."""
     return formats_of(plan_of(recipe, [(path, "linear")]), path)
 
-
-Shape = Tuple[int, int]

@@ -35,8 +35,13 @@ class GroupedLinear(torch.nn.Module):
         for expert in range(num_gemms):
             setattr(self, f"weight{expert}", _weight(out_features, in_features, device, dtype))
             self.register_parameter(f"bias{expert}", _bias(out_features, bias, device, dtype))
-        plan = plan_of(recipe, [(path, "grouped", num_gemms)])
-        self.formats = [formats_of(plan, path, expert) for expert in range(num_gemms)]
+        self.path = path
+        self.use_recipe(recipe)
+
+    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
+        """Goes over to another recipe."""
+        plan = plan_of(recipe, [(self.path, "grouped", self.num_gemms)])
+        self.formats = [formats_of(plan, self.path, expert) for expert in range(self.num_gemms)]
 
     def forward(self, input: Tensor, m_splits: List[int]) -> Tensor:
         """``m_splits`` says how many tokens each expert has; tokens lie expert after expert."""

@@ -33,20 +33,23 @@ class Linear(torch.nn.Linear):
         seed: int = 0,
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.formats = linear_formats(recipe, path)
-        self.seed = seed
-        self.amax_group = None
+        self.path, self.seed, self.amax_group = path, seed, None
+        self.use_recipe(recipe)
 
     @classmethod
-    def of(cls, module: torch.nn.Linear, formats: Formats, seed: int = 0) -> "Linear":
+    def of(cls, module: torch.nn.Linear, formats: Formats, path: str, seed: int = 0) -> "Linear":
         """A layer with another one's parameters, which both then share."""
         new = cls.__new__(cls)
         torch.nn.Module.__init__(new)
         new.in_features, new.out_features = module.in_features, module.out_features
         new.weight, new.bias = module.weight, module.bias
         new.training = module.training
-        new.formats, new.seed, new.amax_group = formats, seed, None
+        new.formats, new.path, new.seed, new.amax_group = formats, path, seed, None
         return new
+
+    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
+        """Goes over to another recipe. Nothing else changes: parameters are in high precision."""
+        self.formats = linear_formats(recipe, self.path)
 
     def forward(self, input: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         weight = self.weight if weight is None else weight

@@ -70,7 +70,12 @@ class LayerNormLinear(_Norm):
         super().__init__(in_features, eps, normalization, device, dtype)
         self.weight = _weight(out_features, in_features, device, dtype)
         self.bias = _bias(out_features, bias, device, dtype)
-        self.formats = linear_formats(recipe, path)
+        self.path = path
+        self.use_recipe(recipe)
+
+    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
+        """Goes over to another recipe."""
+        self.formats = linear_formats(recipe, self.path)
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(self.normalized(input), self.weight, self.bias, self.formats, self.seed, self.amax_group)
@@ -103,7 +108,12 @@ class LayerNormMLP(_Norm):
         self.fc1_bias = _bias(wide, bias, device, dtype)
         self.fc2_weight = _weight(hidden_size, ffn_hidden_size, device, dtype)
         self.fc2_bias = _bias(hidden_size, bias, device, dtype)
-        fc1, fc2 = f"{path}.fc1", f"{path}.fc2"
+        self.path = path
+        self.use_recipe(recipe)
+
+    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
+        """Goes over to another recipe."""
+        fc1, fc2 = f"{self.path}.fc1", f"{self.path}.fc2"
         plan = plan_of(recipe, [(fc1, "linear"), (fc2, "linear")])
         self.fc1_formats, self.fc2_formats = formats_of(plan, fc1), formats_of(plan, fc2)
 
