@@ -106,7 +106,7 @@ impl Args {
         );
         let implementation = self.implementation.unwrap_or_else(Implementation::best);
         ensure!(
-            implementation.to_string() != "cuda",
+            !implementation.is_gpu(),
             "--implementation: cuda would copy to the GPU and back each time: use --device cuda"
         );
         Ok((size, implementation))
