@@ -43,7 +43,7 @@ fn product_of<T: Element>(
 fn check<T: Element>(a: &View<'_>, b: &View<'_>, product: &Product<'_, T>) {
     let expected = product_of(Implementation::Scalar, a, b, product);
     for implementation in Implementation::available() {
-        if bounded::is_gpu(implementation) && product.accumulate == Accumulate::Exact {
+        if implementation.is_gpu() && product.accumulate == Accumulate::Exact {
             check_bound(implementation, a.into(), b.into(), product);
             continue;
         }
@@ -201,7 +201,7 @@ fn groups_of_any_size_and_none() {
             .collect();
         grouped(implementation, &mut members).unwrap();
         for ((a, b), out) in operands.iter().zip(&outs) {
-            if bounded::is_gpu(implementation) {
+            if implementation.is_gpu() {
                 let (a, b) = (&(&a.view()).into(), &(&b.view()).into());
                 bounded::check(a, b, &Product::default(), out, "a group");
                 continue;

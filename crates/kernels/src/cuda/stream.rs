@@ -4,6 +4,7 @@ use super::device::Device;
 use super::error::{Error, Result, check};
 use super::memory::{Buffer, Plain, Slice, SliceMut, is_page_locked};
 use cudarc::driver::sys::{self, CUevent, CUgraphExec, CUresult, CUstream, CUstreamCaptureMode};
+use nvfp4_spec::Element;
 use std::ffi::c_void;
 use std::sync::OnceLock;
 use std::{fmt, ptr};
@@ -110,6 +111,21 @@ impl Stream {
         let mut values = vec![T::default(); slice.len()];
         self.download(slice, &mut values)?;
         Ok(values)
+    }
+
+    /// Brings what `make` leaves in memory of the GPU into `out`, which has as many values. `P` and `T` are the same type, which only
+    /// their precisions tell.
+    pub(crate) fn fetch<P: Element + Plain, T: Element>(
+        &self,
+        out: &mut [T],
+        make: impl FnOnce(SliceMut<'_, P>) -> crate::Result<()>,
+    ) -> crate::Result<()> {
+        let mut buffer = self.device.alloc::<P>(out.len())?;
+        make(buffer.slice_mut())?;
+        for (out, value) in out.iter_mut().zip(self.to_host(buffer.slice())?) {
+            *out = T::from_f32(value.to_f32());
+        }
+        Ok(())
     }
 
     /// Copies within the GPU. Does not wait.

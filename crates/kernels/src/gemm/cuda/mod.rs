@@ -36,22 +36,17 @@ enum Way<'a> {
     /// By tensor cores, in the type of the tokens, which are rows of A.
     Ring(ring::Tokens<'a>, ring::Right<'a>),
     /// By multiply-adds on decoded values.
-    Decoded(operand::Operand<'a>, operand::Operand<'a>),
+    Decoded(Operand<'a>, Operand<'a>),
 }
 
 impl<'a> Way<'a> {
     fn of(a: Operand<'a>, b: Weights<'a>) -> Result<Way<'a>> {
-        let right = match b {
-            Weights::Plain(x) => return Ok(Way::Decoded(a, Operand::Plain(x))),
-            Weights::Fp8(view) => return Ok(Way::Decoded(a, Operand::Fp8(view))),
-            Weights::Nvfp4(view) => ring::Right::View(view),
-            Weights::Prepared(weight) => ring::Right::Prepared(weight),
-        };
-        match (ring::Tokens::of(a), right) {
-            (Some(tokens), right) => Ok(Way::Ring(tokens, right)),
-            (_, ring::Right::View(view)) => Ok(Way::Decoded(a, Operand::Nvfp4(view))),
+        match (ring::Tokens::of(a), b) {
+            (Some(tokens), Weights::Operand(Operand::Nvfp4(view))) => Ok(Way::Ring(tokens, ring::Right::View(view))),
+            (Some(tokens), Weights::Prepared(weight)) => Ok(Way::Ring(tokens, ring::Right::Prepared(weight))),
+            (_, Weights::Operand(b)) => Ok(Way::Decoded(a, b)),
             // The order of its bytes is for tensor cores alone.
-            (_, ring::Right::Prepared(_)) => Err(cuda::Error::Prepared.into()),
+            (None, Weights::Prepared(_)) => Err(cuda::Error::Prepared.into()),
         }
     }
 }

@@ -8,7 +8,7 @@
 //
 // Tokens have 16 bits; those of NVFP4 are decoded by a kernel before this one (tokens.cu).
 //
-// Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER, ADD, and what is done to the numbers
+// Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER, PER_TOKEN, ADD, and what is done to the numbers
 // of registers where the kernel's two parts begin.
 
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
@@ -36,7 +36,7 @@ struct Params {
 
 static_assert(sizeof(Params) == 320, "as in ring.rs");
 
-constexpr u32 GROUPS = ROWS * SLICES, CONSUMERS = 128 * GROUPS;
+constexpr u32 CONSUMERS = 128 * ROWS * SLICES;
 // Warps that fill. Of several slices each has its own, so that whoever uses a buffer uses it in every round: a warp that waits for
 // a round must not come before the round before has ended. A single one takes the buffers in order, which is as good.
 constexpr u32 FILLERS = SLICES == 1 && !BULK ? 4 : SLICES;
