@@ -73,10 +73,12 @@ impl Framework {
     }
 }
 
-/// Numbers in memory that the CPU reads, borrowed from another library.
+/// Numbers borrowed from another library.
 pub struct Array {
     tensor: Tensor,
     precision: Precision,
+    /// Where they lie.
+    pub place: Place,
     /// Whose it is.
     pub framework: Framework,
 }
@@ -86,17 +88,19 @@ impl Array {
     pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Array> {
         let framework = Framework::of(x)?;
         let (tensor, dtype) = borrow(x, framework)?;
-        Place::of(&tensor)?;
+        let place = Place::of(&tensor)?;
         let precision = match dtype {
             DataType::F32 => Precision::F32,
             DataType::BF16 => Precision::Bf16,
             DataType::F16 => Precision::F16,
             other => return Err(wrong_dtype(x, other)),
         };
-        let array = Array { tensor, precision, framework };
-        match array.values() {
-            Some(_) => Ok(array),
-            None => {
+        let array = Array { tensor, precision, place, framework };
+        match (place, array.values()) {
+            #[cfg(feature = "cuda")]
+            (Place::Cuda(_), _) => crate::cuda::with_rows(x, array),
+            (Place::Host, Some(_)) => Ok(array),
+            (Place::Host, None) => {
                 let copy = match framework {
                     Framework::Numpy => x.call_method1("copy", ("C",))?,
                     Framework::Torch => x.call_method0("clone")?.call_method0("contiguous")?,
@@ -104,6 +108,23 @@ impl Array {
                 Ok(Array { tensor: borrow(&copy, framework)?.0, ..array })
             }
         }
+    }
+
+    /// The type of the elements.
+    #[cfg(feature = "cuda")]
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// As it was lent.
+    #[cfg(feature = "cuda")]
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Its shape.
+    pub fn shape(&self) -> &[usize] {
+        &self.tensor.shape
     }
 
     fn values(&self) -> Option<Values<'_>> {
@@ -125,6 +146,7 @@ impl Array {
 
     /// As the library takes it.
     pub fn tensor_ref(&self) -> PyResult<TensorRef<'_>> {
+        self.place.host("an array")?;
         let unreadable = || PyValueError::new_err("the memory of the array is not aligned; copy it");
         let strides: Option<Vec<usize>> =
             self.tensor.strides.iter().map(|&stride| usize::try_from(stride).ok()).collect();
@@ -170,7 +192,7 @@ pub fn bytes(x: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
         Framework::Numpy => x.call_method1("view", ("uint8",))?,
     };
     let tensor = Tensor::of(&contiguous(&x)?)?;
-    Place::of(&tensor)?;
+    Place::of(&tensor)?.host("an array")?;
     let bytes = tensor.slice::<u8>().ok_or_else(|| PyTypeError::new_err("expected an array of bytes"))?;
     Ok(bytes.to_vec())
 }
@@ -185,7 +207,7 @@ pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
     }
     let wrong = || PyTypeError::new_err("expected a number or an array of float32");
     let (tensor, dtype) = borrow(&contiguous(x)?, Framework::of(x)?).map_err(|_| wrong())?;
-    Place::of(&tensor)?;
+    Place::of(&tensor)?.host("an array")?;
     match (dtype, tensor.slice::<f32>()) {
         (DataType::F32, Some(values)) => Ok(values.to_vec()),
         _ => Err(wrong()),

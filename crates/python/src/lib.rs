@@ -8,6 +8,8 @@
 mod array;
 mod command;
 mod convert;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod device;
 #[allow(unsafe_code)] // memory that other libraries lend us, and ours that we lend them
 mod dlpack;

@@ -1,6 +1,9 @@
 //! Products.
 
 use crate::array::{Array, Framework, contiguous, floats};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::device::Place;
 use crate::error::OrRaise;
 use crate::tensor::{Direction, QuantTensor};
 use crate::threads;
@@ -27,6 +30,13 @@ impl Operand<'_> {
             return Ok(Operand::Quantized(direction.borrow()));
         }
         Ok(Operand::Plain(Array::of(x)?))
+    }
+
+    fn place(&self) -> Place {
+        match self {
+            Operand::Quantized(direction) => direction.held.place(),
+            Operand::Plain(array) => array.place,
+        }
     }
 
     fn framework(&self) -> Framework {
@@ -65,24 +75,39 @@ pub fn matmul<'py>(
         ));
     };
     let precision = dtype.map_or(Ok(Precision::F32), |dtype| words::precision(&dtype))?;
-    let bias = bias.map(|bias| floats(&bias)).transpose()?;
     let c = c.map(|c| Array::of(&contiguous(&c)?)).transpose()?;
-    let c = c.as_ref().map(Array::tensor_ref).transpose()?.map(|c| c.values());
-    let terms = Terms { alpha, bias: bias.as_deref(), c, beta };
-    let values = match precision {
-        Precision::F32 => Elements::F32(product::<f32>(py, &a, right.inner(), &terms)?),
-        Precision::Bf16 => Elements::Bf16(product::<bf16>(py, &a, right.inner(), &terms)?),
-        Precision::F16 => Elements::F16(product::<f16>(py, &a, right.inner(), &terms)?),
-    };
-    let columns = right.inner().rows();
     let mut shape = match &a {
-        Operand::Quantized(direction) => vec![direction.inner().rows()],
-        Operand::Plain(array) => {
-            array.tensor_ref()?.shape().split_last().map_or(vec![], |(_, leading)| leading.to_vec())
-        }
+        Operand::Quantized(direction) => vec![direction.size().0],
+        Operand::Plain(array) => array.shape().split_last().map_or(vec![], |(_, leading)| leading.to_vec()),
     };
-    shape.push(columns);
-    a.framework().owned(py, values, &shape)
+    shape.push(right.size().0);
+    match (a.place(), b.place()) {
+        (Place::Host, Place::Host) => {
+            let bias = bias.map(|bias| floats(&bias)).transpose()?;
+            let c = c.as_ref().map(Array::tensor_ref).transpose()?.map(|c| c.values());
+            let terms = Terms { alpha, bias: bias.as_deref(), c, beta };
+            let b = right.held.host()?.direction(right.side).or_raise()?;
+            let values = match precision {
+                Precision::F32 => Elements::F32(product::<f32>(py, &a, b, &terms)?),
+                Precision::Bf16 => Elements::Bf16(product::<bf16>(py, &a, b, &terms)?),
+                Precision::F16 => Elements::F16(product::<f16>(py, &a, b, &terms)?),
+            };
+            a.framework().owned(py, values, &shape)
+        }
+        #[cfg(feature = "cuda")]
+        (Place::Cuda(id), Place::Cuda(other)) if id == other => {
+            let left = match &a {
+                Operand::Quantized(a) => cuda::Left::Quantized(a.on_gpu()?),
+                Operand::Plain(array) => cuda::Left::Plain(array),
+            };
+            let terms = cuda::Terms { alpha, bias, c, beta };
+            cuda::matmul(py, (left, right.on_gpu()?), id, &terms, precision, &shape)
+        }
+        #[cfg(feature = "cuda")]
+        (left, right) => Err(PyValueError::new_err(format!(
+            "the left operand is on {left}, the right operand on {right}; move them to one device"
+        ))),
+    }
 }
 
 /// What is added to a product, and its factors.
@@ -125,7 +150,7 @@ fn product<T: Output>(py: Python<'_>, a: &Operand<'_>, b: &nvfp4::Direction, ter
     let product = Product { alpha: terms.alpha, bias: terms.bias, add, ..Product::default() };
     match a {
         Operand::Quantized(a) => {
-            let a = a.inner();
+            let a = a.held.host()?.direction(a.side).or_raise()?;
             threads::run(py, || nvfp4::matmul(a, b, &product))?.or_raise()
         }
         Operand::Plain(array) => {

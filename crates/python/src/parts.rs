@@ -7,6 +7,11 @@
 //! | high precision | the numbers; none in the column direction where it is the row direction's memory |
 
 use crate::array::{Array, Framework, bytes, contiguous, floats};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::device::Held;
+#[cfg(feature = "cuda")]
+use crate::device::Place;
 use crate::dlpack::{DataType, Lent, Numbers};
 use crate::error::OrRaise;
 use crate::words::{self, DIRECTIONS, choose};
@@ -63,7 +68,7 @@ fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> 
 }
 
 /// The shape and type of an array of a direction like `like`, of `rows` × `cols`.
-fn shape(like: &Direction, part: Part, (rows, cols): (usize, usize)) -> Option<(DataType, Vec<usize>)> {
+pub fn shape(like: &Direction, part: Part, (rows, cols): (usize, usize)) -> Option<(DataType, Vec<usize>)> {
     match (like, part) {
         (Direction::Nvfp4(_), Part::Codes) => Some((DataType::U8, vec![rows, e2m1::packed_len(cols)])),
         (Direction::Nvfp4(d), Part::Scales) => Some((DataType::U8, scale_shape(d.layout(), rows, cols).to_vec())),
@@ -161,7 +166,7 @@ pub fn put_together(
     shape: &[usize],
     row: Option<Vec<Bound<'_, PyAny>>>,
     column: Option<Vec<Bound<'_, PyAny>>>,
-) -> PyResult<QuantTensor> {
+) -> PyResult<Held> {
     let spec: QuantSpec = spec.parse().or_raise()?;
     let directions = match (&row, &column) {
         (Some(_), Some(_)) => Directions::Both,
@@ -172,6 +177,16 @@ pub fn put_together(
     let like = prototype(&spec, directions, Precision::F32)?;
     let (rows, cols) = flat(shape);
     let (like_row, like_col) = (like.row(), like.col());
+    #[cfg(feature = "cuda")]
+    if let Some(Place::Cuda(id)) = row.iter().chain(&column).flatten().next().map(place).transpose()? {
+        let made = |like: Option<&Direction>, size, arrays: Option<Vec<_>>| match (like, arrays) {
+            (Some(like), Some(arrays)) => cuda::direction(like, size, &arrays, id).map(Some),
+            _ => Ok(None),
+        };
+        let (row, col) = (made(like_row, (rows, cols), row)?, made(like_col, (cols, rows), column)?);
+        let tensor = nvfp4::cuda::QuantTensor::from_parts(shape, row, col).or_raise()?;
+        return Ok(Held::Cuda(Arc::new(cuda::Held { tensor, id })));
+    }
     let (row, col) = match (row, column, shares(&like)) {
         (Some(row), Some(column), true) if column.is_empty() => {
             let elements = Arc::new(elements(&row)?);
@@ -187,7 +202,17 @@ pub fn put_together(
             (made(like_row, (rows, cols), row)?, made(like_col, (cols, rows), column)?)
         }
     };
-    QuantTensor::from_parts(shape, row, col).or_raise()
+    Ok(Held::Host(Arc::new(QuantTensor::from_parts(shape, row, col).or_raise()?)))
+}
+
+/// Where an array lies.
+#[cfg(feature = "cuda")]
+fn place(x: &Bound<'_, PyAny>) -> PyResult<Place> {
+    // Not every library lends elements of a byte or less under their own type, and their device is all that is asked for.
+    match x.getattr("device").and_then(|device| device.getattr("type")?.extract::<String>()) {
+        Ok(kind) if kind == "cuda" => Ok(Place::Cuda(x.getattr("device")?.getattr("index")?.extract()?)),
+        _ => Ok(Place::Host),
+    }
 }
 
 /// The numbers of a direction that is not quantized.
@@ -233,29 +258,21 @@ fn direction(like: &Direction, (rows, cols): (usize, usize), arrays: &[Bound<'_,
 /// The arrays of a direction, without a copy.
 pub fn take_apart<'py>(
     py: Python<'py>,
-    tensor: &Arc<QuantTensor>,
+    held: &Held,
     side: Side,
     framework: Framework,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let direction = tensor.direction(side).or_raise()?;
-    let parts = if side == Side::Column && shares(tensor) { &[] } else { Part::of(direction) };
-    parts.iter().map(|&part| framework.array(py, lend(tensor, side, part)?)).collect()
+    let shared = side == Side::Column && held.host().is_ok_and(|tensor| shares(tensor));
+    let parts = if shared { &[] } else { Part::of(&*held.twin(side)?) };
+    parts.iter().map(|&part| framework.array(py, held.lend(side, part)?)).collect()
 }
 
 /// An array of a direction, lent out.
 pub fn lend(tensor: &Arc<QuantTensor>, side: Side, part: Part) -> PyResult<Lent> {
     Lent::new(Arc::clone(tensor), |tensor| {
         let direction = tensor.direction(side).or_raise()?;
-        let none = || {
-            let part = match part {
-                Part::Codes => "codes",
-                Part::Scales => "scales",
-                Part::Global => "32-bit scale",
-                Part::Values => "plain numbers",
-            };
-            PyAttributeError::new_err(format!("the {side} direction is {direction}, which has no {part}"))
-        };
-        let (_, shape) = shape(direction, part, (direction.rows(), direction.cols())).ok_or_else(none)?;
+        let size = (direction.rows(), direction.cols());
+        let (_, shape) = shape(direction, part, size).ok_or_else(|| absent(direction, side, part))?;
         let numbers = match (direction, part) {
             (Direction::Nvfp4(d), Part::Codes) => Numbers::Bytes(d.codes()),
             (Direction::Nvfp4(d), Part::Scales) => Numbers::Bytes(d.scales()),
@@ -269,4 +286,15 @@ pub fn lend(tensor: &Arc<QuantTensor>, side: Side, part: Part) -> PyResult<Lent>
         };
         Ok((numbers, shape))
     })
+}
+
+/// The exception about an array that a direction does not have.
+pub fn absent(direction: &Direction, side: Side, part: Part) -> PyErr {
+    let part = match part {
+        Part::Codes => "codes",
+        Part::Scales => "scales",
+        Part::Global => "32-bit scale",
+        Part::Values => "plain numbers",
+    };
+    PyAttributeError::new_err(format!("the {side} direction is {direction}, which has no {part}"))
 }

@@ -1,6 +1,9 @@
 //! Quantizers: settings in words, and tensors into quantized ones.
 
 use crate::array::{Array, floats};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::device::{Held, Place};
 use crate::error::OrRaise;
 use crate::generator::Generator;
 use crate::tensor::QuantTensor;
@@ -12,6 +15,7 @@ use nvfp4::recipe::{Format, Nvfp4, QuantSpec, SpecQuantizer};
 use nvfp4::{Options, Randomness, Signs, Transform};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use std::sync::Arc;
 
 /// A checked set of choices that turns arrays into quantized tensors.
 ///
@@ -37,33 +41,52 @@ impl Quantizer {
         Quantizer { spec, maker }
     }
 
-    fn randomness(
+    fn on_host(
         &self,
-        seed: Option<u64>,
-        offset: Option<Bound<'_, PyAny>>,
-        generator: Option<&Generator>,
-    ) -> PyResult<Option<Randomness<'static>>> {
-        match (seed, offset, generator) {
-            (None, None, None) => Ok(None),
-            (None, None, Some(generator)) => {
-                let (seed, offset) = generator.draw()?;
-                Ok(Some(Randomness::At { seed, offset }))
-            }
-            (Some(seed), None, None) => Ok(Some(Randomness::At { seed, offset: 0 })),
-            (Some(seed), Some(offset), None) => {
-                // An array of one number says it with `item`.
-                let offset = match offset.hasattr("item")? {
-                    true => offset.call_method0("item")?,
-                    false => offset,
-                };
-                let offset =
-                    offset.extract().map_err(|_| PyTypeError::new_err("expected an offset from 0 to 2**64 - 1"))?;
-                Ok(Some(Randomness::At { seed, offset }))
-            }
-            (None, Some(_), None) => Err(PyValueError::new_err("`offset` without `seed`: give both, or a `generator`")),
-            (_, _, Some(_)) => Err(PyValueError::new_err("give `seed` and `offset`, or a `generator`, not both")),
-        }
+        py: Python<'_>,
+        array: &Array,
+        randomness: Option<(u64, Bound<'_, PyAny>)>,
+        amax: Option<Bound<'_, PyAny>>,
+        column_amax: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Held> {
+        let randomness = match randomness {
+            Some((seed, at)) => Some(Randomness::At { seed, offset: offset(&at)? }),
+            None => None,
+        };
+        let numbers = |amax: Option<Bound<'_, PyAny>>| amax.map(|amax| floats(&amax)).transpose();
+        let (row_amax, col_amax) = (numbers(amax)?, numbers(column_amax)?);
+        let (row_amax, col_amax) = (row_amax.as_deref(), col_amax.as_deref());
+        let options = Options { randomness, row_amax, col_amax, ..Options::default() };
+        let input = array.tensor_ref()?;
+        let made = threads::run(py, || self.maker.quantize_with(&input, &options))?.or_raise()?;
+        Ok(Held::Host(Arc::new(made)))
     }
+}
+
+/// The seed and the offset of a call, if codes are drawn.
+fn randomness<'py>(
+    py: Python<'py>,
+    seed: Option<u64>,
+    offset: Option<Bound<'py, PyAny>>,
+    generator: Option<&Generator>,
+) -> PyResult<Option<(u64, Bound<'py, PyAny>)>> {
+    match (seed, offset, generator) {
+        (None, None, None) => Ok(None),
+        (None, None, Some(generator)) => {
+            let (seed, offset) = generator.draw()?;
+            Ok(Some((seed, offset.into_pyobject(py)?.into_any())))
+        }
+        (Some(seed), None, None) => Ok(Some((seed, 0u64.into_pyobject(py)?.into_any()))),
+        (Some(seed), Some(offset), None) => Ok(Some((seed, offset))),
+        (None, Some(_), None) => Err(PyValueError::new_err("`offset` without `seed`: give both, or a `generator`")),
+        (_, _, Some(_)) => Err(PyValueError::new_err("give `seed` and `offset`, or a `generator`, not both")),
+    }
+}
+
+/// An offset: a number, or an array of one.
+pub fn offset(offset: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let item = if offset.hasattr("item")? { offset.call_method0("item")? } else { offset.clone() };
+    item.extract().map_err(|_| PyTypeError::new_err("expected an offset from 0 to 2**64 - 1"))
 }
 
 #[pymethods]
@@ -128,14 +151,16 @@ impl Quantizer {
         column_amax: Option<Bound<'_, PyAny>>,
     ) -> PyResult<QuantTensor> {
         let array = Array::of(x)?;
-        let randomness = self.randomness(seed, offset, generator)?;
-        let numbers = |amax: Option<Bound<'_, PyAny>>| amax.map(|amax| floats(&amax)).transpose();
-        let (row_amax, col_amax) = (numbers(amax)?, numbers(column_amax)?);
-        let options =
-            Options { randomness, row_amax: row_amax.as_deref(), col_amax: col_amax.as_deref(), ..Options::default() };
-        let input = array.tensor_ref()?;
-        let made = threads::run(x.py(), || self.maker.quantize_with(&input, &options))?.or_raise()?;
-        Ok(QuantTensor::new(made, array.framework))
+        let randomness = randomness(x.py(), seed, offset, generator)?;
+        let held = match array.place {
+            Place::Host => self.on_host(x.py(), &array, randomness, amax, column_amax)?,
+            #[cfg(feature = "cuda")]
+            Place::Cuda(id) => {
+                let given = cuda::Given { seed: randomness, amax, column_amax };
+                Held::Cuda(Arc::new(cuda::quantize(x.py(), &self.maker, &array, id, given)?))
+            }
+        };
+        Ok(QuantTensor::new(held, array.framework))
     }
 
     /// Which directions are written: 'row', 'column' or 'both'.

@@ -15,8 +15,10 @@ use std::sync::Arc;
 /// Writes quantized tensors, by name, to a safetensors file.
 #[pyfunction]
 pub fn save(py: Python<'_>, path: PathBuf, tensors: BTreeMap<String, Py<QuantTensor>>) -> PyResult<()> {
-    let tensors: Vec<(String, Arc<nvfp4::QuantTensor>)> =
-        tensors.into_iter().map(|(name, tensor)| (name, Arc::clone(&tensor.get().inner))).collect();
+    let tensors: Vec<(String, Arc<nvfp4::QuantTensor>)> = tensors
+        .into_iter()
+        .map(|(name, tensor)| Ok((name, Arc::clone(tensor.get().held.to_host(py)?.host()?))))
+        .collect::<PyResult<_>>()?;
     threads::run(py, || nvfp4::save(&path, tensors.iter().map(|(name, tensor)| (name.as_str(), &**tensor))))?.or_raise()
 }
 
@@ -27,5 +29,5 @@ pub fn save(py: Python<'_>, path: PathBuf, tensors: BTreeMap<String, Py<QuantTen
 #[pyfunction]
 pub fn load(py: Python<'_>, path: PathBuf) -> PyResult<BTreeMap<String, QuantTensor>> {
     let tensors = threads::run(py, || nvfp4::load(&path))?.or_raise()?;
-    Ok(tensors.into_iter().map(|(name, tensor)| (name, QuantTensor::new(tensor, Framework::Numpy))).collect())
+    Ok(tensors.into_iter().map(|(name, tensor)| (name, QuantTensor::on_host(tensor, Framework::Numpy))).collect())
 }

@@ -1,16 +1,17 @@
 //! Quantized tensors and their directions.
 
 use crate::array::Framework;
+use crate::device::Held;
 use crate::error::OrRaise;
 use crate::matmul::matmul;
 use crate::parts::{self, Part};
 use crate::threads;
 use crate::words::{self, DIRECTIONS, LAYOUTS, SIDES, choose};
-use half::{bf16, f16};
-use nvfp4::{Elements, Layout, Precision, Side, Unit};
+use nvfp4::{Layout, Precision, Side, Unit};
 use pyo3::exceptions::{PyAttributeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// A quantized tensor: a shape and one or two directions, each with its codes and scales.
@@ -19,40 +20,60 @@ use std::sync::Arc;
 #[pyclass(frozen, module = "nvfp4")]
 pub struct QuantTensor {
     /// The bytes.
-    pub inner: Arc<nvfp4::QuantTensor>,
+    pub held: Held,
     framework: Framework,
 }
 
 /// One direction of a quantized tensor: the matrix, or for the column direction the transposed one, quantized along its rows.
 #[pyclass(frozen, module = "nvfp4")]
 pub struct Direction {
-    tensor: Arc<nvfp4::QuantTensor>,
-    side: Side,
+    /// The tensor.
+    pub held: Held,
+    /// Which direction of it.
+    pub side: Side,
     /// In whose arrays results come.
     pub framework: Framework,
 }
 
 impl QuantTensor {
     /// A tensor whose arrays are shown in a library.
-    pub fn new(inner: nvfp4::QuantTensor, framework: Framework) -> Self {
-        QuantTensor { inner: Arc::new(inner), framework }
+    pub fn new(held: Held, framework: Framework) -> Self {
+        QuantTensor { held, framework }
+    }
+
+    /// A tensor in the host's memory.
+    pub fn on_host(tensor: nvfp4::QuantTensor, framework: Framework) -> Self {
+        QuantTensor::new(Held::Host(Arc::new(tensor)), framework)
     }
 
     /// A direction that is there.
     pub fn side(&self, side: Side) -> PyResult<Direction> {
-        self.inner.direction(side).or_raise()?;
-        Ok(Direction { tensor: Arc::clone(&self.inner), side, framework: self.framework })
+        self.held.size(side)?;
+        Ok(Direction { held: self.held.clone(), side, framework: self.framework })
     }
 }
 
 impl Direction {
-    /// As the library has it.
-    pub fn inner(&self) -> &nvfp4::Direction {
-        self.tensor.direction(self.side).expect("made for a direction that is there")
+    /// Rows and columns.
+    pub fn size(&self) -> (usize, usize) {
+        self.held.size(self.side).expect("made for a direction that is there")
+    }
+
+    /// As it is on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn on_gpu(&self) -> PyResult<&nvfp4::cuda::Direction> {
+        match &self.held {
+            Held::Host(_) => Err(pyo3::exceptions::PyValueError::new_err("expected a tensor on a GPU")),
+            Held::Cuda(held) => held.tensor.direction(self.side).or_raise(),
+        }
+    }
+
+    fn twin(&self) -> PyResult<Cow<'_, nvfp4::Direction>> {
+        self.held.twin(self.side)
     }
 
     fn array<'py>(&self, py: Python<'py>, part: Part) -> PyResult<Bound<'py, PyAny>> {
-        self.framework.array(py, parts::lend(&self.tensor, self.side, part)?)
+        self.framework.array(py, self.held.lend(self.side, part)?)
     }
 }
 
@@ -78,7 +99,7 @@ impl QuantTensor {
     /// The shape of the tensor that was quantized.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.inner.shape())
+        PyTuple::new(py, self.held.shape())
     }
 
     /// The row direction, or None.
@@ -114,17 +135,22 @@ impl QuantTensor {
     /// Bytes that all directions take.
     #[getter]
     fn nbytes(&self) -> usize {
-        self.inner.byte_len()
+        self.held.byte_len()
     }
 
     /// The same tensor with arrays of numpy.
     fn as_numpy(&self) -> Self {
-        QuantTensor { inner: Arc::clone(&self.inner), framework: Framework::Numpy }
+        QuantTensor { held: self.held.clone(), framework: Framework::Numpy }
     }
 
     /// The same tensor with arrays of torch.
     fn as_torch(&self) -> Self {
-        QuantTensor { inner: Arc::clone(&self.inner), framework: Framework::Torch }
+        QuantTensor { held: self.held.clone(), framework: Framework::Torch }
+    }
+
+    /// The same tensor in the host's memory: itself, or a copy of one on a GPU, which is waited for.
+    fn cpu(&self, py: Python<'_>) -> PyResult<Self> {
+        Ok(QuantTensor { held: self.held.to_host(py)?, framework: self.framework })
     }
 
     /// dequantize(dtype="float32", *, side="row")
@@ -141,8 +167,8 @@ impl QuantTensor {
         let side = choose("side", SIDES, side)?;
         let direction = self.side(side)?;
         let shape = match side {
-            Side::Row => self.inner.shape().to_vec(),
-            Side::Column => vec![direction.inner().rows(), direction.inner().cols()],
+            Side::Row => self.held.shape().to_vec(),
+            Side::Column => vec![direction.size().0, direction.size().1],
         };
         direction.decoded(py, dtype, &shape)
     }
@@ -164,29 +190,39 @@ impl QuantTensor {
     /// The same tensor with its scales 'linear' or 'swizzled'.
     fn with_layout(&self, py: Python<'_>, layout: &str) -> PyResult<Self> {
         let layout = choose("layout", LAYOUTS, layout)?;
-        let moved = threads::run(py, || (*self.inner).clone().with_layout(layout))?.or_raise()?;
-        Ok(QuantTensor::new(moved, self.framework))
+        let tensor = self.held.host()?;
+        let moved = threads::run(py, || (**tensor).clone().with_layout(layout))?.or_raise()?;
+        Ok(QuantTensor::on_host(moved, self.framework))
     }
 
     /// The same tensor with these directions only: 'row', 'column' or 'both'.
     fn keep(&self, directions: &str) -> PyResult<Self> {
         let directions = choose("directions", DIRECTIONS, directions)?;
-        let mut kept = (*self.inner).clone();
+        let mut kept = (**self.held.host()?).clone();
         kept.keep(directions).or_raise()?;
-        Ok(QuantTensor::new(kept, self.framework))
+        Ok(QuantTensor::on_host(kept, self.framework))
     }
 
     /// Rows `start` to `end` of the flattened tensor, with the bytes that they have.
     fn slice_rows(&self, start: usize, end: usize) -> PyResult<Self> {
-        Ok(QuantTensor::new(self.inner.slice_rows(start, end).or_raise()?, self.framework))
+        Ok(QuantTensor::on_host(self.held.host()?.slice_rows(start, end).or_raise()?, self.framework))
     }
 
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<QuantTensor>().is_ok_and(|other| *other.get().inner == *self.inner)
+    /// Whether all bytes are the same. Tensors on GPUs are copied for it.
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Ok(other) = other.cast::<QuantTensor>() else { return Ok(false) };
+        let (a, b) = (self.held.to_host(other.py())?, other.get().held.to_host(other.py())?);
+        Ok(a.host()? == b.host()?)
     }
 
-    fn __repr__(&self) -> String {
-        format!("QuantTensor({})", self.inner)
+    fn __repr__(&self) -> PyResult<String> {
+        let mut text = format!("{:?}", self.held.shape());
+        for side in [Side::Row, Side::Column] {
+            if let Ok(direction) = self.held.twin(side) {
+                text += &format!(" {side}: {}", *direction);
+            }
+        }
+        Ok(format!("QuantTensor({text})"))
     }
 }
 
@@ -195,13 +231,13 @@ impl Direction {
     /// Rows and columns of the matrix.
     #[getter]
     fn shape(&self) -> (usize, usize) {
-        (self.inner().rows(), self.inner().cols())
+        self.size()
     }
 
     /// The format in the words of a spec.
     #[getter]
-    fn format(&self) -> String {
-        self.inner().to_string()
+    fn format(&self) -> PyResult<String> {
+        Ok(self.twin()?.to_string())
     }
 
     /// 'row' or 'column'.
@@ -219,7 +255,7 @@ impl Direction {
     /// Codes of NVFP4 as `torch.float4_e2m1fn_x2`, of FP8 as torch's or ml_dtypes' types.
     #[getter]
     fn typed_codes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let name = match self.inner() {
+        let name = match &*self.twin()? {
             nvfp4::Direction::Nvfp4(_) if self.framework == Framework::Numpy => {
                 return Err(PyTypeError::new_err(
                     "numpy has no type for two codes in a byte: use `codes`, or `as_torch()` for torch.float4_e2m1fn_x2",
@@ -245,7 +281,7 @@ impl Direction {
     #[getter]
     fn typed_scales<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let scales = self.array(py, Part::Scales)?;
-        match self.inner() {
+        match &*self.twin()? {
             nvfp4::Direction::Nvfp4(_) => self.view(py, scales, "float8_e4m3fn"),
             nvfp4::Direction::Fp8(d) => match d.scales() {
                 nvfp4_spec::fp8::ScaleRef::E8m0(_) => self.view(py, scales, "float8_e8m0fnu"),
@@ -258,10 +294,11 @@ impl Direction {
     /// Scale bytes of NVFP4 in whole tiles of 128 × 4, as block-scaled tensor cores read them.
     #[getter]
     fn swizzled_scales<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let nvfp4 = self.inner().nvfp4().or_raise()?;
-        match nvfp4.layout() {
+        let layout = self.twin()?.nvfp4().or_raise()?.layout();
+        match layout {
             Layout::Swizzled => self.array(py, Part::Scales),
             Layout::Linear => {
+                let nvfp4 = self.held.host()?.nvfp4(self.side).or_raise()?;
                 let swizzled = threads::run(py, || nvfp4.clone().with_layout(Layout::Swizzled))?.or_raise()?;
                 let shape = parts::scale_shape(Layout::Swizzled, nvfp4.rows(), nvfp4.cols());
                 self.framework.bytes(py, swizzled.scales().to_vec(), &shape)
@@ -278,7 +315,7 @@ impl Direction {
     /// What the stored 32-bit scale is: 'amax', or a 'multiplier' or 'divisor' of decoded values.
     #[getter]
     fn unit(&self) -> PyResult<&'static str> {
-        Ok(match self.inner().nvfp4().or_raise()?.unit() {
+        Ok(match self.twin()?.nvfp4().or_raise()?.unit() {
             Unit::Amax(_) => "amax",
             Unit::Multiplier => "multiplier",
             Unit::Divisor => "divisor",
@@ -303,20 +340,20 @@ impl Direction {
 
     /// The signs of the Hadamard transform as a number, or None.
     #[getter]
-    fn rotation(&self) -> Option<u16> {
-        self.inner().rotation().map(|signs| signs.0)
+    fn rotation(&self) -> PyResult<Option<u16>> {
+        Ok(self.twin()?.rotation().map(|signs| signs.0))
     }
 
     /// 'linear' or 'swizzled'.
     #[getter]
     fn layout(&self) -> PyResult<&'static str> {
-        Ok(words::word(LAYOUTS, self.inner().nvfp4().or_raise()?.layout()))
+        Ok(words::word(LAYOUTS, self.twin()?.nvfp4().or_raise()?.layout()))
     }
 
     /// All arrays, for `QuantTensor.from_parts`.
     #[getter]
     fn parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        parts::take_apart(py, &self.tensor, self.side, self.framework)
+        parts::take_apart(py, &self.held, self.side, self.framework)
     }
 
     /// dequantize(dtype="float32")
@@ -325,12 +362,12 @@ impl Direction {
     /// The decoded matrix; for a column direction still transposed, and rotated if the Hadamard transform was on.
     #[pyo3(signature = (dtype=None))]
     fn dequantize<'py>(&self, py: Python<'py>, dtype: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
-        self.decoded(py, dtype, &[self.inner().rows(), self.inner().cols()])
+        self.decoded(py, dtype, &[self.size().0, self.size().1])
     }
 
-    fn __repr__(&self) -> String {
-        let (rows, cols) = self.shape();
-        format!("Direction({} [{rows}, {cols}] {})", self.side, self.inner())
+    fn __repr__(&self) -> PyResult<String> {
+        let (rows, cols) = self.size();
+        Ok(format!("Direction({} [{rows}, {cols}] {})", self.side, *self.twin()?))
     }
 }
 
@@ -342,13 +379,7 @@ impl Direction {
         shape: &[usize],
     ) -> PyResult<Bound<'py, PyAny>> {
         let precision = dtype.map_or(Ok(Precision::F32), |dtype| words::precision(&dtype))?;
-        let direction = self.inner();
-        let values = threads::run(py, || match precision {
-            Precision::F32 => direction.dequantize::<f32>().map(Elements::F32),
-            Precision::Bf16 => direction.dequantize::<bf16>().map(Elements::Bf16),
-            Precision::F16 => direction.dequantize::<f16>().map(Elements::F16),
-        })?;
-        self.framework.owned(py, values.or_raise()?, shape)
+        self.held.dequantize(py, self.side, precision, shape, self.framework)
     }
 
     /// An array with a type that numpy and torch name alike.

@@ -27,10 +27,35 @@ def quantize(
     column_amax: Optional[Tensor],
 ) -> List[Tensor]:
     """Quantizes ``x`` as ``spec`` says. Random numbers are drawn at ``offset``, an int64 tensor, if there is one."""
-    quantizer = nvfp4.Quantizer(spec=spec, directions=directions)
     randomness = {} if offset is None else {"seed": seed, "offset": offset}
-    q = quantizer.quantize(x, amax=amax, column_amax=column_amax, **randomness)
+    amaxes = {"amax": amax, "column_amax": column_amax}
+    if x.is_cuda and "high-precision" in spec:
+        return _partly(x, spec, directions, randomness, amaxes)
+    q = nvfp4.Quantizer(spec=spec, directions=directions).quantize(x, **amaxes, **randomness)
     return [part for side in (q.row, q.column) if side is not None for part in side.parts]
+
+
+def _partly(x: Tensor, spec: str, directions: str, randomness: dict, amaxes: dict) -> List[Tensor]:
+    """The arrays of a tensor on a GPU that is not quantized in one direction or in both: those are the numbers themselves."""
+    row, _, column = spec.partition(" / ")
+    if not column:
+        return [x.clone()]
+    column, from_row = column.removesuffix(" from row"), column.endswith(" from row")
+    parts, seen = [], x
+    if directions != "column" or from_row:
+        if row == "high-precision":
+            made = [x.clone()]
+        else:
+            q = nvfp4.Quantizer(spec=row, directions="row").quantize(x, amax=amaxes["amax"], **randomness)
+            made, seen = q.row.parts, q.dequantize(x.dtype) if from_row else x
+        parts += made if directions != "column" else []
+    if directions != "row":
+        if column == "high-precision":
+            parts.append(seen if from_row else x.clone())
+        else:
+            q = nvfp4.Quantizer(spec=column, directions="column")
+            parts += q.quantize(seen, column_amax=amaxes["column_amax"], **randomness).column.parts
+    return parts
 
 
 @quantize.register_fake
@@ -61,8 +86,16 @@ def matmul(
         right = b[0] if b_side == "row" else b[0].t()
         y = torch.mm(left.to(dtype), right.to(dtype).t())
         return y if bias is None else y + bias.to(dtype)
+    bias = None if bias is None else bias.detach().float()
+    if a[0].is_cuda and len(a) == 1:
+        left = a[0] if a_side == "row" else a[0].t()
+        return nvfp4.matmul(left, _direction(b, b_spec, b_side, b_shape), bias=bias, dtype=dtype)
+    if a[0].is_cuda and len(b) == 1:  # the plain operand goes to the left
+        right = b[0] if b_side == "row" else b[0].t()
+        y = nvfp4.matmul(right, _direction(a, a_spec, a_side, a_shape), dtype=dtype).t().contiguous()
+        return y if bias is None else y + bias.to(dtype)
     left, right = _direction(a, a_spec, a_side, a_shape), _direction(b, b_spec, b_side, b_shape)
-    return nvfp4.matmul(left, right, bias=None if bias is None else bias.detach().float(), dtype=dtype)
+    return nvfp4.matmul(left, right, bias=bias, dtype=dtype)
 
 
 @matmul.register_fake

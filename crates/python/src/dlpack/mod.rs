@@ -1,17 +1,22 @@
-//! Memory that other libraries lend us and that we lend to them, by DLPack. The only file of this crate with `unsafe`.
+//! Memory that other libraries lend us and that we lend to them, by DLPack. The only place of this crate with `unsafe`.
 //!
 //! A tensor that is taken over ([`Tensor::of`]) is given back when it is dropped. Ours is lent out ([`Lent`]) with a share in what owns it,
-//! so that it lives as long as any view of it.
+//! so that it lives as long as any view of it. Libraries that have a table of functions for this ([`Exchange`]) are asked through it, which is
+//! faster than their methods.
 
-use nvfp4::{Precision, Values};
+mod exchange;
+mod lent;
+
+pub use exchange::Exchange;
+pub use lent::{Lent, Numbers};
+
+use nvfp4::Precision;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
-use std::any::Any;
 use std::ffi::{CStr, c_void};
-use std::ptr::{self, NonNull};
-use std::sync::Arc;
+use std::ptr::NonNull;
 
 const LEGACY: &CStr = c"dltensor";
 const LEGACY_USED: &CStr = c"used_dltensor";
@@ -149,9 +154,10 @@ impl Tensor {
     /// Takes a tensor over: from anything with `__dlpack__`, or from a capsule that nobody consumed yet. Nothing is copied and no stream
     /// waits for another: what is done with the memory belongs on the stream that its owner works on.
     pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Tensor> {
-        match x.cast::<PyCapsule>() {
-            Ok(capsule) => Tensor::consume(capsule),
-            Err(_) => {
+        match (x.cast::<PyCapsule>(), Exchange::of(&x.get_type())) {
+            (Ok(capsule), _) => Tensor::consume(capsule),
+            (_, Some(exchange)) => exchange.export(x),
+            (Err(_), None) => {
                 let capsule = export(x)?;
                 let capsule = capsule.cast::<PyCapsule>();
                 Tensor::consume(capsule.map_err(|_| PyTypeError::new_err("__dlpack__ returned no capsule"))?)
@@ -172,18 +178,27 @@ impl Tensor {
             }
             Some(name) if name == VERSIONED => {
                 let tensor = take::<Versioned>(capsule, VERSIONED, VERSIONED_USED)?;
-                // SAFETY: the version comes first in every version.
-                let version = unsafe { tensor.as_ref().version };
-                if version.major != VERSION.major {
-                    let Version { major, minor } = version;
-                    return Err(PyBufferError::new_err(format!("expected DLPack 1, got version {major}.{minor}")));
-                }
-                // SAFETY: the capsule's name and the version say what it points to.
-                Tensor::read(Owner::Versioned(tensor), unsafe { &tensor.as_ref().tensor })
+                // SAFETY: the capsule's name says what it points to.
+                unsafe { Tensor::versioned(tensor) }
             }
             Some(name) if name == LEGACY_USED || name == VERSIONED_USED => Err(PyValueError::new_err(consumed)),
             _ => Err(PyTypeError::new_err("expected a DLPack capsule, got one of another kind")),
         }
+    }
+
+    /// A tensor with a version.
+    ///
+    /// # Safety
+    ///
+    /// `tensor` is a `DLManagedTensorVersioned`, which becomes ours.
+    unsafe fn versioned(tensor: NonNull<Versioned>) -> PyResult<Tensor> {
+        // SAFETY: the version comes first in every version.
+        let Version { major, minor } = unsafe { tensor.as_ref().version };
+        if major != VERSION.major {
+            return Err(PyBufferError::new_err(format!("expected DLPack 1, got version {major}.{minor}")));
+        }
+        // SAFETY: the caller and the version say what it points to.
+        Tensor::read(Owner::Versioned(tensor), unsafe { &tensor.as_ref().tensor })
     }
 
     /// What the producer says, checked.
@@ -213,11 +228,6 @@ impl Tensor {
             None => contiguous(&tensor.shape),
         };
         Ok(tensor)
-    }
-
-    /// The address of the first element.
-    pub fn address(&self) -> u64 {
-        self.address as u64
     }
 
     /// How many elements the memory has, gaps included; `None` if strides are negative or too large.
@@ -250,6 +260,42 @@ impl Tensor {
             (_, false) => Some(unsafe { std::slice::from_raw_parts(self.address.cast(), reach) }),
         }
     }
+}
+
+#[cfg(feature = "cuda")]
+impl Tensor {
+    /// The elements from the first to the last in a GPU's memory, gaps included, as numbers of a type of this size. `None` where that is no
+    /// slice.
+    pub fn device_slice<T: nvfp4::cuda::Plain>(&self) -> Option<nvfp4::cuda::Slice<'_, T>> {
+        let size = usize::from(self.dtype.bits) / 8 * usize::from(self.dtype.lanes);
+        let reach = self.reach()?;
+        if !matches!(self.device.kind, 2 | 13) || size != size_of::<T>() || !self.address.addr().is_multiple_of(size) {
+            return None;
+        }
+        // SAFETY: the producer vouches for the memory until it is given back, and gives it back to the stream that the work is queued on.
+        Some(unsafe { nvfp4::cuda::Slice::from_raw(self.address.addr() as u64, reach) })
+    }
+
+    /// The memory of a tensor that lies row by row, with the tensor as its owner; `None` if it is not aligned to 16 bytes.
+    ///
+    /// What is made from memory that others see too is only read.
+    pub fn into_memory(self) -> Option<nvfp4::cuda::Memory> {
+        let size = usize::from(self.dtype.bits) / 8 * usize::from(self.dtype.lanes);
+        let (address, len) = (self.address.addr() as u64, self.reach()?.checked_mul(size)?);
+        let whole = self.reach()? == self.shape.iter().product::<usize>();
+        if !matches!(self.device.kind, 2 | 13) || !whole || (len > 0 && !address.is_multiple_of(16)) {
+            return None;
+        }
+        // SAFETY: the producer vouches for the memory until the tensor is dropped, after which it goes back to the stream's own allocator.
+        Some(unsafe { nvfp4::cuda::Memory::from_raw(address, len, self) })
+    }
+}
+
+/// A library's stream, which that library destroys.
+#[cfg(feature = "cuda")]
+pub fn borrow_stream(device: nvfp4::cuda::Device, raw: *mut c_void) -> nvfp4::cuda::Stream {
+    // SAFETY: libraries hand out streams of the primary context that live as long as the process; `Exchange::stream` is where it came from.
+    unsafe { nvfp4::cuda::Stream::borrow(device, raw) }
 }
 
 /// Row-major strides.
@@ -288,231 +334,12 @@ fn export<'py>(x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     })
 }
 
-/// Numbers of ours.
-#[derive(Clone, Copy, Debug)]
-pub enum Numbers<'a> {
-    /// Codes, or scales of a byte.
-    Bytes(&'a [u8]),
-    /// Anything else.
-    Values(Values<'a>),
-}
-
-impl Numbers<'_> {
-    fn len(&self) -> usize {
-        match self {
-            Numbers::Bytes(bytes) => bytes.len(),
-            Numbers::Values(values) => values.len(),
-        }
-    }
-
-    fn address(&self) -> *mut u8 {
-        match self {
-            Numbers::Bytes(x) => x.as_ptr().cast_mut(),
-            Numbers::Values(Values::F32(x)) => x.as_ptr().cast_mut().cast(),
-            Numbers::Values(Values::Bf16(x)) => x.as_ptr().cast_mut().cast(),
-            Numbers::Values(Values::F16(x)) => x.as_ptr().cast_mut().cast(),
-        }
-    }
-
-    fn dtype(&self) -> DataType {
-        match self {
-            Numbers::Bytes(_) => DataType::U8,
-            Numbers::Values(values) => values.precision().into(),
-        }
-    }
-}
-
 impl From<Precision> for DataType {
     fn from(precision: Precision) -> Self {
         match precision {
             Precision::F32 => DataType::F32,
             Precision::Bf16 => DataType::BF16,
             Precision::F16 => DataType::F16,
-        }
-    }
-}
-
-/// Memory of ours to lend out: an object with `__dlpack__`.
-#[pyclass(frozen, module = "nvfp4._nvfp4", name = "_Lent")]
-pub struct Lent {
-    owner: Arc<dyn Any + Send + Sync>,
-    address: *mut u8,
-    dtype: DataType,
-    shape: Vec<i64>,
-    access: Access,
-}
-
-/// What borrowers may do with memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Access {
-    /// Read it: it is part of something.
-    Read,
-    /// Change it: nobody else has it.
-    Write,
-}
-
-// SAFETY: the memory is not changed while it is lent out, and its owner can be dropped by any thread.
-unsafe impl Send for Lent {}
-// SAFETY: as above.
-unsafe impl Sync for Lent {}
-
-/// What a capsule of ours keeps alive.
-struct Context {
-    _owner: Arc<dyn Any + Send + Sync>,
-    shape: Vec<i64>,
-    strides: Vec<i64>,
-}
-
-impl Lent {
-    /// A view of numbers inside `owner`, which `part` finds, with a shape.
-    pub fn new<O: Any + Send + Sync, E>(
-        owner: Arc<O>,
-        part: impl FnOnce(&O) -> Result<(Numbers<'_>, Vec<usize>), E>,
-    ) -> Result<Lent, E> {
-        let (numbers, shape) = part(&owner)?;
-        assert_eq!(numbers.len(), shape.iter().product::<usize>(), "a view has the elements of its shape");
-        let (address, dtype) = (numbers.address(), numbers.dtype());
-        Ok(Lent::at(owner, address, dtype, &shape, Access::Read))
-    }
-
-    /// Numbers that nobody else has.
-    pub fn owned<T: bytemuck::NoUninit + Send + Sync>(mut values: Vec<T>, dtype: DataType, shape: &[usize]) -> Lent {
-        assert_eq!(values.len(), shape.iter().product::<usize>(), "an array has the elements of its shape");
-        assert_eq!(size_of::<T>() * 8, usize::from(dtype.bits), "and their size");
-        // The numbers stay where they are when the vector moves.
-        let address = values.as_mut_ptr().cast();
-        Lent::at(Arc::new(values), address, dtype, shape, Access::Write)
-    }
-
-    fn at(
-        owner: Arc<dyn Any + Send + Sync>,
-        address: *mut u8,
-        dtype: DataType,
-        shape: &[usize],
-        access: Access,
-    ) -> Lent {
-        Lent { owner, address, dtype, shape: shape.iter().map(|&size| size as i64).collect(), access }
-    }
-
-    /// What its elements are.
-    pub fn dtype(&self) -> DataType {
-        self.dtype
-    }
-
-    /// The same bits as elements of another type of the same size.
-    pub fn cast(self, dtype: DataType) -> Lent {
-        assert_eq!(self.dtype.bits, dtype.bits, "a cast keeps the size of elements");
-        Lent { dtype, ..self }
-    }
-
-    fn raw(&self, context: &mut Context) -> Raw {
-        Raw {
-            data: self.address.cast(),
-            device: Device::HOST,
-            ndim: context.shape.len() as i32,
-            dtype: self.dtype,
-            shape: context.shape.as_mut_ptr(),
-            strides: context.strides.as_mut_ptr(),
-            byte_offset: 0,
-        }
-    }
-
-    fn context(&self) -> Box<Context> {
-        let shape: Vec<usize> = self.shape.iter().map(|&size| size as usize).collect();
-        let strides = contiguous(&shape).into_iter().map(|stride| stride as i64).collect();
-        Box::new(Context { _owner: Arc::clone(&self.owner), shape: self.shape.clone(), strides })
-    }
-}
-
-#[pymethods]
-impl Lent {
-    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(i32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let _ = stream; // memory of the host has none
-        if dl_device.is_some_and(|(kind, _)| kind != Device::HOST.kind) || copy == Some(true) {
-            return Err(PyBufferError::new_err("only a view in the host's memory is lent out; copy it yourself"));
-        }
-        let mut context = self.context();
-        let tensor = self.raw(&mut context);
-        let context = Box::into_raw(context).cast();
-        let (pointer, name, destructor): (*mut c_void, &CStr, ffi::PyCapsule_Destructor) = match max_version {
-            Some((major, _)) if major >= VERSION.major => {
-                let flags = if self.access == Access::Read { READ_ONLY } else { 0 };
-                let managed = Versioned { version: VERSION, context, deleter: Some(free_versioned), flags, tensor };
-                (Box::into_raw(Box::new(managed)).cast(), VERSIONED, drop_versioned)
-            }
-            _ => {
-                let managed = Legacy { tensor, context, deleter: Some(free_legacy) };
-                (Box::into_raw(Box::new(managed)).cast(), LEGACY, drop_legacy)
-            }
-        };
-        // SAFETY: the pointer is not null, and name and destructor live for ever. A new reference or null comes back.
-        unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(pointer, name.as_ptr(), Some(destructor))) }
-    }
-
-    fn __dlpack_device__(&self) -> (i32, i32) {
-        (Device::HOST.kind, Device::HOST.id)
-    }
-}
-
-/// Frees what [`Lent::__dlpack__`] made.
-unsafe extern "C" fn free_legacy(tensor: *mut Legacy) {
-    // SAFETY: a consumer calls this once, with what it got from us.
-    unsafe {
-        let tensor = Box::from_raw(tensor);
-        drop(Box::from_raw(tensor.context.cast::<Context>()));
-    }
-}
-
-/// Frees what [`Lent::__dlpack__`] made.
-unsafe extern "C" fn free_versioned(tensor: *mut Versioned) {
-    // SAFETY: a consumer calls this once, with what it got from us.
-    unsafe {
-        let tensor = Box::from_raw(tensor);
-        drop(Box::from_raw(tensor.context.cast::<Context>()));
-    }
-}
-
-/// Frees a capsule's tensor, unless somebody consumed it.
-unsafe extern "C" fn drop_legacy(capsule: *mut ffi::PyObject) {
-    // SAFETY: the interpreter calls this once, for a capsule that is going; under its first name it points to what we put there.
-    unsafe {
-        let tensor = unconsumed(capsule, LEGACY);
-        if !tensor.is_null() {
-            free_legacy(tensor.cast());
-        }
-    }
-}
-
-/// Frees a capsule's tensor, unless somebody consumed it.
-unsafe extern "C" fn drop_versioned(capsule: *mut ffi::PyObject) {
-    // SAFETY: as in `drop_legacy`.
-    unsafe {
-        let tensor = unconsumed(capsule, VERSIONED);
-        if !tensor.is_null() {
-            free_versioned(tensor.cast());
-        }
-    }
-}
-
-/// What a capsule points to if it still has its name.
-///
-/// # Safety
-///
-/// `capsule` is a capsule.
-unsafe fn unconsumed(capsule: *mut ffi::PyObject, name: &CStr) -> *mut c_void {
-    // SAFETY: the caller gives a capsule; asking for the pointer under its own name sets no error.
-    unsafe {
-        match ffi::PyCapsule_IsValid(capsule, name.as_ptr()) {
-            1 => ffi::PyCapsule_GetPointer(capsule, name.as_ptr()),
-            _ => ptr::null_mut(),
         }
     }
 }
