@@ -26,42 +26,37 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(left, right) for left, right in zip(a, b))
 
 
+def multiplied(a, b, bias=None):
+    """The product of two directions, or of numbers that are not quantized."""
+    if a.format.startswith("high-precision") and b.format.startswith("high-precision"):
+        left, right = (d.values if d.side == "row" else d.values.t() for d in (a, b))
+        return left @ right.t() + (0 if bias is None else bias)
+    return nvfp4.matmul(a, b, bias=bias)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_linear_layer_is_near_its_high_precision_twin(recipe):
+def test_the_products_are_those_of_the_quantized_operands(recipe):
     torch.manual_seed(0)
-    module, x = nvfp4.torch.Linear(64, 48, recipe=recipe), torch.randn(2, 33, 64)
-    got, exact = step(module, x), step(twin(module), x)
-    for a, b in zip(got, exact):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert (a - b).norm() < 0.25 * b.norm()
-
-
-def twin(module):
-    new = torch.nn.Linear(module.in_features, module.out_features)
-    new.load_state_dict(module.state_dict())
-    return new
-
-
-def test_the_products_are_those_of_the_quantized_operands():
-    torch.manual_seed(0)
-    module, x = nvfp4.torch.Linear(64, 48, recipe="nvfp4"), torch.randn(32, 64)
-    dy = torch.linspace(-1, 1, 32 * 48).reshape(32, 48)
+    module, x = nvfp4.torch.Linear(64, 48, recipe=recipe), torch.randn(128, 64)
     y, dx, dw, db = step(module, x)
-    plan = nvfp4.Plan(nvfp4.Recipe("nvfp4"), [("linear", "linear")])
+    dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+    plan = nvfp4.Plan(nvfp4.Recipe(recipe), [("linear", "linear")])
     torch.manual_seed(7)
-    offset = torch.randint(2**62, (1,))
+    quantizer = plan.quantizer("linear", "grad_output")
+    drawn = {"seed": 0, "offset": torch.randint(2**62, (1,))} if quantizer.rounding == "stochastic" else {}
+    dyq = quantizer.quantize(dy, **drawn)
     xq, wq = plan.quantizer("linear", "input").quantize(x), plan.quantizer("linear", "weight").quantize(module.weight)
-    dyq = plan.quantizer("linear", "grad_output").quantize(dy, seed=0, offset=offset)
-    assert torch.equal(y, nvfp4.matmul(xq, wq, bias=module.bias.detach()))
-    assert torch.equal(dx, nvfp4.matmul(dyq, wq.column))
-    assert torch.equal(dw, nvfp4.matmul(dyq.column, xq.column))
+    assert torch.equal(y, multiplied(xq.row, wq.row, module.bias.detach()))
+    assert torch.equal(dx, multiplied(dyq.row, wq.column))
+    assert torch.equal(dw, multiplied(dyq.column, xq.column))
     assert torch.equal(db, dy.sum(0))
 
 
-def test_high_precision_is_torch_itself():
-    module, x = nvfp4.torch.Linear(64, 48, recipe="high_precision"), torch.randn(32, 64)
-    for a, b in zip(step(module, x), step(twin(module), x)):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+def test_tokens_are_padded_to_whole_blocks_and_back():
+    torch.manual_seed(0)
+    module, x = nvfp4.torch.Linear(64, 48), torch.randn(3, 11, 64)
+    padded = torch.cat([x.reshape(33, 64), torch.zeros(15, 64)])
+    assert torch.equal(module(x), module(padded)[:33].reshape(3, 11, 48))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -78,21 +73,40 @@ def test_other_types_and_autocast(dtype):
 def test_layers_with_norms():
     torch.manual_seed(0)
     x = torch.randn(32, 64)
-    for norm in ("LayerNorm", "RMSNorm"):
-        module = nvfp4.torch.LayerNormLinear(64, 48, normalization=norm, recipe="high_precision")
-        reference = getattr(torch.nn, norm)(64, eps=1e-5)(x) @ module.weight.t() + module.bias
-        assert torch.allclose(module(x), reference, rtol=1e-4, atol=1e-5)
-        quantized = copy.deepcopy(module)
-        quantized.use_recipe("nvfp4")
-        assert (quantized(x) - reference).norm() < 0.2 * reference.norm()
-    for activation in ("gelu", "relu", "silu", "swiglu"):
-        mlp = nvfp4.torch.LayerNormMLP(64, 96, activation=activation)
-        gradients = step(mlp, x)
-        mlp.use_recipe("high_precision")
-        for a, b in zip(gradients, step(mlp, x)):
-            assert (a - b).norm() < 0.5 * b.norm()
+    for name in ("LayerNorm", "RMSNorm"):
+        module = nvfp4.torch.LayerNormLinear(64, 48, normalization=name)
+        alone = nvfp4.torch.Linear(64, 48)
+        alone.load_state_dict({"weight": module.weight, "bias": module.bias})
+        norm = getattr(torch.nn, name)(64, eps=1e-5)
+        assert same(step(module, x)[:2], step(torch.nn.Sequential(norm, alone), x)[:2])
     with pytest.raises(ValueError, match="'LayerNorm', 'RMSNorm'"):
         nvfp4.torch.LayerNormLinear(64, 48, normalization="BatchNorm")
+
+
+ACTIVATIONS = {
+    "gelu": torch.nn.GELU("tanh"),
+    "relu": torch.nn.ReLU(),
+    "silu": torch.nn.SiLU(),
+    "swiglu": lambda x: torch.nn.functional.silu(x[..., :96]) * x[..., 96:],
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_feed_forward_layer_is_its_parts(activation):
+    torch.manual_seed(0)
+    x, mlp = torch.randn(32, 64), nvfp4.torch.LayerNormMLP(64, 96, activation=activation)
+    fc1, fc2 = nvfp4.torch.Linear(64, mlp.fc1_weight.shape[0]), nvfp4.torch.Linear(96, 64)
+    fc1.load_state_dict({"weight": mlp.fc1_weight, "bias": mlp.fc1_bias})
+    fc2.load_state_dict({"weight": mlp.fc2_weight, "bias": mlp.fc2_bias})
+
+    class Parts(torch.nn.Module):
+        def forward(self, x):
+            return fc2(ACTIVATIONS[activation](fc1(torch.nn.functional.layer_norm(x, (64,)))))
+
+    assert same(step(mlp, x)[:2], step(Parts(), x)[:2])
+
+
+def test_an_activation_that_is_not_known():
     with pytest.raises(ValueError, match="'gelu'"):
         nvfp4.torch.LayerNormMLP(64, 48, activation="tanh")
 
@@ -189,15 +203,12 @@ def test_compiled_whole_without_a_break(recipe):
 
 
 def test_compiled_with_random_numbers():
-    # A compiler may draw in another order than eager torch, so gradients are others; they are drawn as well.
+    # A compiler may draw in another order than eager torch, so gradients are other ones, from the same seed the same.
     torch._dynamo.reset()
     converted, x = nvfp4.torch.convert_module(model(), "nvfp4"), torch.randn(32, 64)
     compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
     eager, first = step(converted, x), step(compiled, x)
     assert torch.equal(eager[0], first[0]) and same(first, step(compiled, x))
-    for a, b in zip(eager, first):
-        assert (a - b).norm() < 0.5 * b.norm()
-
 
 def test_compiled_modules():
     recipe = nvfp4.Recipe.from_toml(NEAREST)
