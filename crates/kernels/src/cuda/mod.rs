@@ -22,6 +22,7 @@ mod input;
 mod kernel;
 mod memory;
 mod pool;
+pub mod shared;
 mod sources;
 mod stream;
 mod tensor_map;

@@ -3,10 +3,11 @@
 use super::device::Device;
 use super::error::{Error, Result, check};
 use super::memory::{Buffer, Plain, Slice, SliceMut, is_page_locked};
+use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{self, CUevent, CUgraphExec, CUresult, CUstream, CUstreamCaptureMode};
 use nvfp4_spec::Element;
 use std::ffi::c_void;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::{fmt, ptr};
 
 /// A queue of work: what is given to it runs in order, while the caller goes on.
@@ -14,6 +15,8 @@ pub struct Stream {
     device: Device,
     raw: CUstream,
     owner: Owner,
+    /// Keeps another library's stream alive.
+    _kept: Option<Arc<CudaStream>>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -35,7 +38,7 @@ impl Stream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; the driver writes one handle.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Stream { device, raw, owner: Owner::Us })
+        Ok(Stream { device, raw, owner: Owner::Us, _kept: None })
     }
 
     /// Another framework's stream, which stays that framework's to destroy. Null is the default stream.
@@ -44,7 +47,12 @@ impl Stream {
     ///
     /// `raw` is null or a `CUstream` of `device`'s primary context that outlives what is returned.
     pub unsafe fn borrow(device: Device, raw: *mut c_void) -> Stream {
-        Stream { device, raw: raw.cast(), owner: Owner::Another }
+        Stream { device, raw: raw.cast(), owner: Owner::Another, _kept: None }
+    }
+
+    /// The same stream, with a count of what owns it.
+    pub(super) fn keeping(self, stream: Arc<CudaStream>) -> Stream {
+        Stream { _kept: Some(stream), ..self }
     }
 
     /// The GPU it belongs to.
