@@ -5,6 +5,9 @@ use nvfp4::Randomness;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
+/// Seed, first offset, next offset and end.
+type State = (u64, u64, u64, u64);
+
 /// Hands out offsets of a seed that never overlap.
 #[pyclass(frozen, module = "nvfp4")]
 pub struct Generator(Mutex<nvfp4::Generator>);
@@ -39,13 +42,13 @@ impl Generator {
 
     /// Seed, first offset, next offset and end, for `Generator.from_state`.
     #[getter]
-    fn state(&self) -> (u64, u64, u64, u64) {
+    fn state(&self) -> State {
         self.with(|generator| generator.state()).into()
     }
 
     /// A generator that goes on where another one was.
     #[staticmethod]
-    fn from_state(state: (u64, u64, u64, u64)) -> PyResult<Self> {
+    fn from_state(state: State) -> PyResult<Self> {
         Ok(Generator(Mutex::new(nvfp4::Generator::from_state(state.into()).or_raise()?)))
     }
 
@@ -55,7 +58,7 @@ impl Generator {
         generator.split(workers).map(|worker| Generator(Mutex::new(worker))).collect()
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, ((u64, u64, u64, u64),))> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (State,))> {
         Ok((slf.get_type().getattr("from_state")?, (slf.get().state(),)))
     }
 
