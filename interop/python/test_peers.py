@@ -70,6 +70,20 @@ def test_compressed_tensors_packs_as_we_do_and_decodes_our_bytes(w):
     assert torch.allclose(values * scales.repeat_interleave(16, 1), q.dequantize(), rtol=2**-22, atol=0)
 
 
+def test_compressed_tensors_decompresses_our_state(w):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    q = nvfp4.quantize(w, profile="llm-compressor")
+    state = {"weight_packed": q.codes, "weight_scale": q.row.typed_scales, "weight_global_scale": q.row.global_scale}
+    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="nvfp4-pack-quantized")
+    weight = NVFP4PackedCompressor.decompress(state, scheme)["weight"]
+    # Decoded in bfloat16: a rounding of the scale and one of the product.
+    assert torch.allclose(weight.float(), q.dequantize(), rtol=2**-7, atol=0)
+
+
 def test_modelopt_writes_and_decodes_our_bytes(w):
     qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
     q = nvfp4.quantize(w, profile="modelopt")
