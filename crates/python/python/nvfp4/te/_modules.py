@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import Any, Callable, List, Optional
 
 from torch import Tensor
 
 import nvfp4.torch
 
-from ._recipe import region
+from ._recipe import Region, region
 
 
 class _Follows:
     """A module that computes in the formats of the ``autocast`` around its call, and in high precision outside of one."""
 
-    _followed = None
+    use_recipe: Callable[[Any], None]
+    amax_group: Any
+    _followed: Optional[Region] = None
 
     def follow(self) -> None:
         here = region()

@@ -75,8 +75,8 @@ class CustomRecipe:
     def recipe(self) -> nvfp4.Recipe:
         """The recipe that this stands for."""
 
-        def spec(role: nvfp4.Role) -> str:
-            role = QuantizerRole(*role.legacy)
+        def spec(asked: nvfp4.Role) -> str:
+            role = QuantizerRole(*asked.legacy)
             quantizer = self.qfactory(role)
             if isinstance(quantizer, str):
                 return quantizer

@@ -47,14 +47,15 @@ def _partly(x: Tensor, spec: str, directions: str, randomness: dict, amaxes: dic
             made = [x.clone()]
         else:
             q = nvfp4.Quantizer(spec=row, directions="row").quantize(x, amax=amaxes["amax"], **randomness)
-            made, seen = q.row.parts, q.dequantize(x.dtype) if from_row else x
+            made, seen = _side(q, "row").parts, q.dequantize(x.dtype) if from_row else x
         parts += made if directions != "column" else []
     if directions != "row":
         if column == "high-precision":
             parts.append(seen if from_row else x.clone())
         else:
-            q = nvfp4.Quantizer(spec=column, directions="column")
-            parts += q.quantize(seen, column_amax=amaxes["column_amax"], **randomness).column.parts
+            quantizer = nvfp4.Quantizer(spec=column, directions="column")
+            q = quantizer.quantize(seen, column_amax=amaxes["column_amax"], **randomness)
+            parts += _side(q, "column").parts
     return parts
 
 
@@ -106,5 +107,10 @@ def _(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype):
 
 
 def _direction(parts: List[Tensor], spec: str, side: str, shape: List[int]) -> nvfp4.Direction:
-    q = nvfp4.QuantTensor.from_parts(spec, shape, **{side: parts})
-    return q.row if side == "row" else q.column
+    return _side(nvfp4.QuantTensor.from_parts(spec, shape, **{side: parts}), side)
+
+
+def _side(q: nvfp4.QuantTensor, side: str) -> nvfp4.Direction:
+    direction = q.row if side == "row" else q.column
+    assert direction is not None, "it was made with this direction"
+    return direction
