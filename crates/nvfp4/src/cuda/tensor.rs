@@ -1,12 +1,14 @@
 //! Quantized tensors in the memory of a GPU.
 
-use super::{Gpu, Owned, Plain, Slice, SliceMut};
+use super::{Gpu, Memory, Owned, Plain, Slice, SliceMut};
 use crate::recipe::Family;
-use crate::{Element, Error, Fp8Code, Fp8Tile, Global, GlobalScale, Layout, Result, Side, Unit};
+use crate::{Element, Error, Fp8Code, Fp8Tile, Global, GlobalScale, Layout, Result, Side, Unit, shape};
 use nvfp4_kernels::dequantize::cuda as nvfp4_kernel;
 use nvfp4_kernels::fp8::cuda as fp8_kernel;
 use nvfp4_spec::fp8::Scales;
 use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::{area, check_len, e2m1};
+use std::marker::PhantomData;
 
 /// A quantized tensor in the memory of a GPU. Twin of [`crate::QuantTensor`].
 #[derive(Debug)]
@@ -297,5 +299,78 @@ impl Fp8Direction {
             Scales::E8m0(scales) => Scales::E8m0(scales.slice()),
         };
         fp8_kernel::View { rows, cols, format: self.code, tile: self.tile, codes: self.codes.slice(), scales }
+    }
+}
+
+/// Memory as elements: as many whole ones as it holds.
+impl<T: Plain> From<Memory> for Owned<T> {
+    fn from(memory: Memory) -> Self {
+        Owned { memory, elements: PhantomData }
+    }
+}
+
+impl QuantTensor {
+    /// A tensor over existing directions, at least one, of the flattened shape. Twin of [`crate::QuantTensor::from_parts`].
+    pub fn from_parts(shape: &[usize], row: Option<Direction>, col: Option<Direction>) -> Result<Self> {
+        let (rows, cols) = shape::flatten(shape)?;
+        for (direction, expected) in [(&row, [rows, cols]), (&col, [cols, rows])] {
+            if let Some(d) = direction
+                && [d.rows(), d.cols()] != expected
+            {
+                return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![d.rows(), d.cols()] });
+            }
+        }
+        if row.is_none() && col.is_none() {
+            return Err(Error::NoDirection);
+        }
+        Ok(QuantTensor { shape: shape.to_vec(), row, col })
+    }
+}
+
+impl Direction {
+    /// A direction of `rows` × `cols` over existing memory, in the format and with the settings of `like`: codes, scales, and for NVFP4 the
+    /// stored 32-bit scale. Lengths are checked.
+    pub fn over(like: &crate::Direction, rows: usize, cols: usize, parts: Vec<Memory>) -> Result<Self> {
+        let expected = match like {
+            crate::Direction::Nvfp4(_) => 3,
+            crate::Direction::Fp8(_) => 2,
+            crate::Direction::Plain(_) => return Err(Error::PlainOnGpu),
+        };
+        check_len("arrays of a direction", expected, parts.len())?;
+        let mut parts = parts.into_iter();
+        let mut next = |what: &'static str, len: usize| -> Result<Memory> {
+            let part = parts.next().expect("as many as were counted");
+            check_len(what, len, part.len())?;
+            Ok(part)
+        };
+        Ok(match like {
+            crate::Direction::Nvfp4(like) => Direction::Nvfp4(Nvfp4Direction {
+                rows,
+                cols,
+                codes: next("codes, in bytes", area(rows, e2m1::packed_len(cols))?)?.into(),
+                scales: next("scales, in bytes", like.layout.scale_len(rows, cols)?)?.into(),
+                stored: next("global scale, in bytes", 4 * like.global.scope().count(rows))?.into(),
+                global: like.global.scope(),
+                unit: like.unit,
+                rotation: like.rotation,
+                layout: like.layout,
+            }),
+            crate::Direction::Fp8(like) => {
+                let (down, across) = like.tile.along_k((rows, cols));
+                let (codes, scales) = (area(rows, cols)?, like.tile.scale_count(down, across)?);
+                Direction::Fp8(Fp8Direction {
+                    rows,
+                    cols,
+                    code: like.code,
+                    tile: like.tile,
+                    codes: next("codes, in bytes", codes)?.into(),
+                    scales: match like.scales {
+                        Scales::F32(_) => Scales::F32(next("scales, in bytes", 4 * scales)?.into()),
+                        Scales::E8m0(_) => Scales::E8m0(next("scales, in bytes", scales)?.into()),
+                    },
+                })
+            }
+            crate::Direction::Plain(_) => return Err(Error::PlainOnGpu),
+        })
     }
 }

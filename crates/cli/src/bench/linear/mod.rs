@@ -77,6 +77,7 @@ impl Part {
         Part::InputGradient,
         Part::WeightGradient,
     ];
+    #[cfg(feature = "cuda")]
     const PRODUCTS: [Part; 3] = [Part::Forward, Part::InputGradient, Part::WeightGradient];
 
     fn name(self) -> &'static str {
