@@ -40,6 +40,8 @@ const SPECS: &[&str] = &[
     "mxfp8 / nvfp4(hadamard)",
     "nvfp4(row-scaled) / mxfp8 from row",
     "nvfp4 / nvfp4 from row",
+    "nvfp4(4over6-mae-strict-256) / nvfp4(hadamard)",
+    "nvfp4(row-scaled) / nvfp4(hadamard, stochastic)",
 ];
 
 #[test]

@@ -73,40 +73,55 @@ impl Gpu {
     /// A quantizer that refuses values that are not finite is itself refused: whether there are any is known too late. With a
     /// [`Profile`] other than TransformerEngine's this waits.
     pub fn quantize(&self, quantizer: &Quantizer, x: &Input<'_>, options: &Options<'_>) -> Result<QuantTensor> {
-        let settings = quantizer.settings();
-        let directions = quantizer.directions();
-        if settings.finite == Finite::Refuse {
-            return Err(Error::FiniteOnGpu);
-        }
-        match (quantizer.rounding(), &options.randomness) {
-            (Rounding::NearestEven, Some(_)) => return Err(Error::UnusedRandomness),
-            (Rounding::Stochastic, None) => return Err(Error::NoRandomness),
+        let has = |side| quantizer.directions().has(side).then_some(quantizer);
+        self.quantize_each(x, (has(Side::Row), has(Side::Column)), options)
+    }
+
+    /// Quantizes a matrix in both directions at once, each by the settings of its own quantizer.
+    pub(crate) fn quantize_each(
+        &self,
+        x: &Input<'_>,
+        (row, col): (Option<&Quantizer>, Option<&Quantizer>),
+        options: &Options<'_>,
+    ) -> Result<QuantTensor> {
+        let stochastic = |quantizer: &Quantizer| quantizer.rounding() == Rounding::Stochastic;
+        match ([row, col].into_iter().flatten().any(stochastic), &options.randomness) {
+            (false, Some(_)) => return Err(Error::UnusedRandomness),
+            (true, None) => return Err(Error::NoRandomness),
             _ => {}
         }
-        for (side, amax) in [(Side::Row, options.row_amax), (Side::Column, options.col_amax)] {
-            if amax.is_some() && !directions.has(side) {
+        for (side, quantizer, amax) in [(Side::Row, row, options.row_amax), (Side::Column, col, options.col_amax)] {
+            if amax.is_some() && quantizer.is_none() {
                 return Err(Error::UnusedAmax(side));
             }
+            if quantizer.is_some_and(|quantizer| quantizer.settings().finite == Finite::Refuse) {
+                return Err(Error::FiniteOnGpu);
+            }
         }
+        let random = |quantizer: &Quantizer, side| {
+            options.randomness.filter(|_| stochastic(quantizer)).map(|randomness| randomness.random(side))
+        };
         let (rows, cols) = (x.rows(), x.cols());
-        let signs = settings.transform.signs();
-        let has = |side| directions.has(side);
-        let mut row = has(Side::Row).then(|| self.room(&settings, rows, cols, None)).transpose()?;
-        let mut col = has(Side::Column).then(|| self.room(&settings, cols, rows, signs)).transpose()?;
-        let random = |side| options.randomness.map(|randomness| randomness.random(side));
+        let room = |quantizer: &Quantizer, shape: (usize, usize), signs| -> Result<_> {
+            let settings = quantizer.settings();
+            Ok((self.room(&settings, shape.0, shape.1, signs)?, settings))
+        };
+        let mut row_room = row.map(|row| room(row, (rows, cols), None)).transpose()?;
+        let mut col_room = col.map(|col| room(col, (cols, rows), col.settings().transform.signs())).transpose()?;
         kernel::quantize(
             &self.stream,
             x,
-            row.as_mut().map(|row| row.target(&settings, random(Side::Row), options.row_amax)),
-            col.as_mut().map(|col| col.target(&settings, random(Side::Column), options.col_amax)),
+            row.zip(row_room.as_mut()).map(|(q, room)| room.0.target(&room.1, random(q, Side::Row), options.row_amax)),
+            col.zip(col_room.as_mut())
+                .map(|(q, room)| room.0.target(&room.1, random(q, Side::Column), options.col_amax)),
         )?;
-        for (room, amax) in [(&mut row, options.row_amax), (&mut col, options.col_amax)] {
-            if let Some(room) = room {
-                self.store_global(&settings, room, amax, x.values().precision())?;
+        for (room, amax) in [(&mut row_room, options.row_amax), (&mut col_room, options.col_amax)] {
+            if let Some((room, settings)) = room {
+                self.store_global(settings, room, amax, x.values().precision())?;
             }
         }
-        let tensor = QuantTensor { shape: vec![rows, cols], row: None, col: None };
-        Ok(QuantTensor { row: row.map(Direction::Nvfp4), col: col.map(Direction::Nvfp4), ..tensor })
+        let direction = |room: Option<(Nvfp4Direction, QuantizerBuilder)>| room.map(|(room, _)| Direction::Nvfp4(room));
+        Ok(QuantTensor { shape: vec![rows, cols], row: direction(row_room), col: direction(col_room) })
     }
 
     /// A direction with room for its bytes.

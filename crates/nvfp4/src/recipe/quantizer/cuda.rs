@@ -41,6 +41,11 @@ fn split_on(
     (row, col): (Option<&Maker>, Option<&Maker>),
     source: ColumnSource,
 ) -> Result<Observed> {
+    if let (Some(Maker::Nvfp4(row)), Some(Maker::Nvfp4(col)), ColumnSource::Original) = (row, col, source) {
+        // One pass for both.
+        let (row, col) = (row.quantizer(Directions::Row), col.quantizer(Directions::Column));
+        return Ok(Observed { tensor: gpu.quantize_each(x, (Some(&row), Some(&col)), options)?, ..blank(x) });
+    }
     let concern = |maker: &Maker| Options {
         randomness: options.randomness.filter(|_| maker.is_stochastic()),
         row_amax: None,
