@@ -11,6 +11,7 @@ mod device;
 mod diff;
 mod doctor;
 mod inspect;
+mod inspect_gguf;
 mod modes;
 mod normal;
 mod plan;

@@ -77,7 +77,7 @@ fn joined_weights_share_a_tensor_scale_inside_experts_too() {
         let checkpoint = Checkpoint::open(&out).unwrap();
         let model = Model::new(&checkpoint).unwrap();
         let scale = |module: &str| match &model.weight(&format!("model.layers.0.{module}")).unwrap().stored {
-            Stored::Nvfp4(parts) => parts.global().unwrap(),
+            Stored::Nvfp4(parts) => parts.global(0).unwrap(),
             other => panic!("{other:?}"),
         };
         assert_eq!(scale("self_attn.q_proj"), scale("self_attn.k_proj"));
@@ -419,7 +419,7 @@ fn patterns_choose_weights_and_may_not_split_a_group() {
     folder(&dir.join("in"), &llama(Dtype::BF16), &llama_config());
     let checkpoint = Checkpoint::open(&dir.join("in")).unwrap();
     let model = Model::new(&checkpoint).unwrap();
-    let count = |selection: Selection| Plan::new(&model, &selection).map(|p| p.quantized().count());
+    let count = |selection: Selection| Plan::new(&model, &selection, Target::ModelOpt).map(|p| p.quantized().count());
     let patterns = |text: &str| vec![text.parse().unwrap()];
     assert_eq!(count(Selection { skip: patterns("model.layers.0.*"), ..Selection::default() }).unwrap(), 7);
     assert_eq!(count(Selection { only: patterns("re:.*down_proj"), ..Selection::default() }).unwrap(), 2);

@@ -101,7 +101,7 @@ impl Checkpoint {
         if files.is_empty() {
             let hint = match ending(".gguf").first() {
                 Some(gguf) => format!(
-                    "no safetensors files; '{gguf}' is GGUF, which is not read: use the checkpoint it was made from"
+                    "no safetensors files; '{gguf}' is GGUF, which `inspect` and `verify` read as a file, and nothing converts"
                 ),
                 None => "no safetensors files in this folder".to_string(),
             };
@@ -197,6 +197,12 @@ impl Checkpoint {
     /// Bytes of all tensors.
     pub fn byte_len(&self) -> u64 {
         self.files.iter().flat_map(|f| f.tensors()).map(|t| t.len).sum()
+    }
+
+    /// The path of a file beside the weights, if it is there.
+    pub(super) fn companion(&self, name: &str) -> Result<Option<PathBuf>> {
+        let present = self.kind == Kind::Folder && self.root.join(name).symlink_metadata().is_ok();
+        present.then(|| inside(&self.root, name)).transpose()
     }
 
     /// Files that come along into a converted checkpoint (tokenizer, generation settings, code), relative to the folder:

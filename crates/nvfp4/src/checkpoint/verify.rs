@@ -77,9 +77,6 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
     check_groups(model, &mut report)?;
     check_inputs(model, &mut report)?;
     check_configuration(model, client, &mut report);
-    for tensor in model.others.iter().filter(|t| t.info.name.ends_with("_weight_scale_2")) {
-        report.note(&tensor.info.name, "experts in one tensor: their scales are not checked");
-    }
     let counts = statistics(model, threads)?;
     for (weight, counts) in model.weights.iter().zip(&counts) {
         if let (Stored::Nvfp4(_), Some(counts)) = (&weight.stored, counts) {
@@ -138,7 +135,7 @@ fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
         let mut inputs = Vec::new();
         for weight in &members {
             if let Stored::Nvfp4(parts) = &weight.stored {
-                scales.push(parts.global()?);
+                scales.push(parts.global(0)?);
                 inputs.push(parts.input()?);
             }
         }
@@ -271,9 +268,12 @@ impl Ignored {
 
 fn check_weight(weight: &Weight<'_>, counts: &Statistics, client: Client, report: &mut Report) -> Result<()> {
     let Stored::Nvfp4(parts) = &weight.stored else { return Ok(()) };
-    let (module, global) = (&weight.module, parts.global()?);
-    if !(global.is_finite() && global > 0.0) {
-        report.problem(module, format!("the tensor scale is {global}"));
+    let module = &weight.module;
+    for matrix in 0..weight.matrices() {
+        let global = parts.global(matrix)?;
+        if !(global.is_finite() && global > 0.0) {
+            report.problem(module, format!("the tensor scale is {global}"));
+        }
     }
     if counts.nan_scales() > 0 {
         report.problem(module, format!("{} block scales are NaN", counts.nan_scales()));
