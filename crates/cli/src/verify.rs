@@ -29,7 +29,7 @@ pub struct Args {
 }
 
 /// The exit code of checks that failed, as opposed to an error, 1.
-const FAILED: u8 = 2;
+pub const FAILED: u8 = 2;
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let (dialect, weights, findings) = if gguf::is_gguf(&args.dir) {

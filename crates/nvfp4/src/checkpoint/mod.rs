@@ -44,7 +44,7 @@ pub use compare::{Compared, Comparison, Difference, compare, differences};
 pub use convert::convert;
 pub use dialect::{Dialect, Model, detect};
 pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
-pub use folder::{Checkpoint, Kind, Located};
+pub use folder::{Checkpoint, Kind, Located, check_config, check_index};
 pub use measure::Measure;
 pub use names::{Pattern, Preset, fused};
 pub use plan::{Action, DefaultSkips, Fuse, Group, Item, Plan, Selection};

@@ -113,6 +113,13 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
         };
         report.problem("checkpoint", format!("{client} does not load the {} dialect; {fix}", model.dialect));
     }
+    // transformers joins experts as it loads them, and leaves their tensor scales out without an error.
+    let expert = |w: &&Weight<'_>| matches!(w.stored, Stored::Nvfp4(_)) && w.module.contains(".experts.");
+    if let (Client::Transformers, Some(expert)) = (client, model.weights.iter().find(expert)) {
+        let text = "transformers (5.17) loads NVFP4 experts without their tensor scales; leave them alone \
+                    (--skip '*.experts.*'), or use vLLM";
+        report.problem(&expert.module, text);
+    }
     // The marker says high nibble first; a configuration that says ModelOpt would have it read low nibble first.
     let method = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_method"));
     if model.dialect == Dialect::ComfyUi && (method.is_some() || model.checkpoint.quantization().is_some()) {

@@ -124,7 +124,7 @@ impl Family {
         number("rope.dimension_count", config.head_dim()?)?;
         number("vocab_size", config.number("vocab_size")?)?;
         if self == Family::Qwen3Moe {
-            number("expert_count", config.number("num_experts")?)?;
+            number("expert_count", config.experts()?)?;
             number("expert_used_count", config.number("num_experts_per_tok")?)?;
             number("expert_feed_forward_length", config.number("moe_intermediate_size")?)?;
         }
@@ -177,6 +177,11 @@ impl<'a> Config<'a> {
 
     pub fn number(&self, key: &str) -> Result<u64> {
         self.optional(key)?.ok_or_else(|| self.wrong(format!("'{key}' is missing, which GGUF needs")))
+    }
+
+    /// Number of experts: newer configurations call it local.
+    pub fn experts(&self) -> Result<u64> {
+        self.optional("num_local_experts")?.map_or_else(|| self.number("num_experts"), Ok)
     }
 
     fn float(&self, key: &str) -> Result<f64> {

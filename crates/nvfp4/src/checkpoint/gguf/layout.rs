@@ -1,7 +1,7 @@
 //! Where every byte of a GGUF file goes, known before the first weight is read.
 
 use super::super::dialect::Model;
-use super::super::folder::Located;
+use super::super::folder::{Checkpoint, Located};
 use super::super::plan::{Action, Item, Plan};
 use super::super::shards::{Cast, Placed, RowOrder, Shard, Unit};
 use super::super::target::{Activations, Role};
@@ -84,6 +84,13 @@ fn entries(model: &Model<'_>, family: Family, config: &Config<'_>) -> Result<Vec
     Ok(entries)
 }
 
+/// Reads the parameters of a model as the family that it names, or else as each of them, for fuzzing.
+pub(in super::super) fn check_parameters(checkpoint: &Checkpoint) -> bool {
+    let Ok(config) = Config::new(checkpoint.config()) else { return false };
+    let rope = Rope::of(&config).map(|rope| rope.divisors(128));
+    rope.is_ok() && [Family::Llama, Family::Qwen3Moe].iter().all(|family| family.parameters(&config).is_ok())
+}
+
 /// Where the parts of a unit go: a slot, and an offset in it.
 struct Destination {
     parts: Vec<(Role, usize, u64)>,
@@ -145,9 +152,12 @@ impl Layout<'_> {
         let experts = match place.expert {
             None => None,
             Some(expert) => {
-                let count = self.config.number("num_experts")?;
+                let count = self.config.experts()?;
                 if expert as u64 >= count {
-                    return Err(Error::Refused(format!("'{}' is beyond 'num_experts', {count}", weight.module)));
+                    return Err(Error::Refused(format!(
+                        "'{}' is beyond the {count} experts that config.json gives",
+                        weight.module
+                    )));
                 }
                 *self.seen.entry(place.name.clone()).or_default() += 1;
                 Some((expert as u64, count))
@@ -196,7 +206,7 @@ impl Layout<'_> {
 
     fn check_experts(&self) -> Result<()> {
         for (name, seen) in &self.seen {
-            let count = self.config.number("num_experts")?;
+            let count = self.config.experts()?;
             if *seen != count {
                 return Err(Error::Refused(format!("'{name}' would hold {seen} experts, config.json says {count}")));
             }

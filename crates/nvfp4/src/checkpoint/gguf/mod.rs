@@ -17,4 +17,4 @@ pub use container::{Type, Value};
 pub use file::{GgufFile, GgufTensor, check_gguf, is_gguf};
 pub use verify::verify;
 
-pub(super) use layout::{FILE, lay_out};
+pub(super) use layout::{FILE, check_parameters, lay_out};
