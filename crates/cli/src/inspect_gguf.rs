@@ -65,10 +65,11 @@ fn show_file(out: &mut impl Write, file: &GgufFile, as_json: bool) -> Result<()>
 fn show_tensor(out: &mut impl Write, file: &GgufFile, tensor: &GgufTensor, block: Block, as_json: bool) -> Result<()> {
     let GgufTensor { name, kind, dims, .. } = tensor;
     let Some((row, block)) = block else {
-        return Ok(match as_json {
+        match as_json {
             true => writeln!(out, "{}", json!({ "tensor": name, "type": kind.to_string(), "dims": dims }))?,
             false => writeln!(out, "{name}  {kind} {dims:?}")?,
-        });
+        }
+        return Ok(());
     };
     let blocks = tensor.cols().div_ceil(BLOCK);
     ensure!(row < tensor.rows() && block < blocks, "--block: {name} has {} rows of {blocks} blocks", tensor.rows());

@@ -42,6 +42,7 @@ pub fn convert(
         return Err(Error::Refused(format!("{name}: GGUF is one file; give the target a name that ends in .gguf")));
     }
     let checkpoint = Checkpoint::open(source)?;
+    check_apart(source, target)?;
     let model = match settings.source {
         Some(dialect) => Model::with_dialect(&checkpoint, dialect)?,
         None => Model::new(&checkpoint)?,
@@ -313,6 +314,27 @@ fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) ->
         }
         (ScaleUnit::Amax(bound), Target::CompressedTensors) => Scale::Divisor((bound.six_e() / amax).min(f32::MAX)),
     }
+}
+
+/// Neither of source and target may lie in the other: what is written would be read as part of the source, or a target
+/// that is replaced would take its source along.
+fn check_apart(source: &Path, target: &Path) -> Result<()> {
+    let real = |path: &Path| path.canonicalize().map_err(|source| Error::Io { path: path.to_path_buf(), source });
+    let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let there = match (real(target), parent.canonicalize()) {
+        (Ok(there), _) => there,
+        (Err(_), Ok(parent)) => parent.join(target.file_name().unwrap_or_default()),
+        // Folders that do not exist yet hold nothing.
+        (Err(_), Err(_)) => return Ok(()),
+    };
+    let from = real(source)?;
+    if there.starts_with(&from) || from.starts_with(&there) {
+        let (source, target) = (source.display(), target.display());
+        return Err(Error::Refused(format!(
+            "{target} and the source {source} lie in each other; choose another target"
+        )));
+    }
+    Ok(())
 }
 
 fn pretty(value: &Value) -> Result<Vec<u8>> {

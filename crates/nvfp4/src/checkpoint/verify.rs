@@ -113,11 +113,11 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
         };
         report.problem("checkpoint", format!("{client} does not load the {} dialect; {fix}", model.dialect));
     }
-    // transformers joins experts as it loads them, and leaves their tensor scales out without an error.
-    let expert = |w: &&Weight<'_>| matches!(w.stored, Stored::Nvfp4(_)) && w.module.contains(".experts.");
+    // transformers joins experts as it loads them, and beside compressed-tensors that goes wrong without an error.
+    let expert = |w: &&Weight<'_>| w.module.contains(".experts.");
     if let (Client::Transformers, Some(expert)) = (client, model.weights.iter().find(expert)) {
-        let text = "transformers (5.17) loads NVFP4 experts without their tensor scales; leave them alone \
-                    (--skip '*.experts.*'), or use vLLM";
+        let text = "transformers (5.17) does not load separate experts of a compressed-tensors checkpoint: quantized ones lose \
+                    their tensor scales, others are made anew; use vLLM, or --to gguf and llama.cpp";
         report.problem(&expert.module, text);
     }
     // The marker says high nibble first; a configuration that says ModelOpt would have it read low nibble first.

@@ -362,7 +362,7 @@ fn parse(from: impl Read, len: u64) -> Checked<Parsed> {
 
 /// Counts the starts of tensors from the start of the file, and checks that they lie in it one after another.
 fn place(tensors: &mut [GgufTensor], data: u64, alignment: u64, len: u64) -> Checked<()> {
-    tensors.sort_by(|a, b| (a.start, a.len).cmp(&(b.start, b.len)));
+    tensors.sort_by_key(|t| (t.start, t.len));
     let mut end = data;
     for i in 0..tensors.len() {
         let next = tensors.get(i + 1).map(|t| data.saturating_add(t.start)).unwrap_or(len);
