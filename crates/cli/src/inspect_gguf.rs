@@ -54,7 +54,7 @@ fn show_file(out: &mut impl Write, file: &GgufFile, as_json: bool) -> Result<()>
     writeln!(out, "dialect  GGUF  {}", file.architecture().unwrap_or_default())?;
     let list: Vec<String> = types.iter().map(|(t, n)| format!("{t} {}", sizes::show(*n))).collect();
     writeln!(out, "tensors  {} in {}: {}", file.tensors().len(), sizes::show(file.byte_len()), list.join(", "))?;
-    writeln!(out, "words    {} keys, tokenizer {}", file.values().len(), tokenizer.unwrap_or("missing"))?;
+    writeln!(out, "keys     {}, tokenizer {}", file.values().len(), tokenizer.unwrap_or("missing"))?;
     if quantized > 0 {
         writeln!(out, "nvfp4    {quantized} weights, {bits:.3} bits per weight")?;
         print_statistics(out, &total, range)?;
