@@ -11,6 +11,7 @@ mod device;
 mod diff;
 mod doctor;
 mod inspect;
+mod inspect_gguf;
 mod modes;
 mod normal;
 mod plan;
@@ -63,9 +64,22 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
     };
     run(command).unwrap_or_else(|error| {
-        eprintln!("error: {error:#}");
+        eprintln!("error: {}", chain(&error));
         ExitCode::FAILURE
     })
+}
+
+/// An error and what it comes from, each said once: many errors end in the text of their cause already.
+fn chain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(|cause| cause.to_string()).filter(|cause| !cause.is_empty()) {
+        match text.is_empty() {
+            true => text = cause,
+            false if text.ends_with(&cause) => {}
+            false => text = format!("{text}: {cause}"),
+        }
+    }
+    text
 }
 
 fn run(command: Command) -> Result<ExitCode> {
