@@ -52,8 +52,8 @@ pub const SCALE_RULES: Words<ScaleRule> = {
 };
 
 /// What a word stands for; `setting` is what a user calls it.
-pub fn choose<T: Copy>(setting: &str, words: Words<T>, word: &str) -> PyResult<T> {
-    words.iter().find(|(known, _)| *known == word).map(|(_, value)| *value).ok_or_else(|| {
+pub fn choose<T: Clone>(setting: &str, words: Words<T>, word: &str) -> PyResult<T> {
+    words.iter().find(|(known, _)| *known == word).map(|(_, value)| value.clone()).ok_or_else(|| {
         let known: Vec<String> = words.iter().map(|(known, _)| format!("'{known}'")).collect();
         PyValueError::new_err(format!("unknown {setting} '{word}'; there are {}", known.join(", ")))
     })
