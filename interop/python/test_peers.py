@@ -55,7 +55,7 @@ class TestTorchao:
         assert torch.equal(ours.t().dequantize(torch.float32), decoded.t())
         torch.save(ours, tmp_path / "w.pt")
         with torch.serialization.safe_globals([module.NVFP4Tensor]):
-            again = torch.load(tmp_path / "w.pt", weights_only=False)
+            again = torch.load(tmp_path / "w.pt", weights_only=True)
         assert torch.equal(again.dequantize(torch.float32), decoded)
 
 
