@@ -116,6 +116,12 @@ impl Array {
         self.precision
     }
 
+    /// The same numbers in other memory.
+    #[cfg(feature = "cuda")]
+    pub fn over(self, tensor: Tensor) -> Array {
+        Array { tensor, ..self }
+    }
+
     /// As it was lent.
     #[cfg(feature = "cuda")]
     pub fn tensor(&self) -> &Tensor {

@@ -36,9 +36,10 @@ impl Allocator for Torch {
         let refused = nvfp4_kernels::cuda::Error::OutOfMemory { bytes: len };
         let tensor = Python::attach(|py| {
             let exchange = Exchange::of(&class(py)?).ok_or_else(too_old)?;
-            exchange.allocate(py, Device { kind: 2, id: self.0 }, DataType::U8, len)
+            // Of nothing torch has no address.
+            exchange.allocate(py, Device { kind: 2, id: self.0 }, DataType::U8, len.max(1))
         });
-        tensor.ok().and_then(Tensor::into_memory).ok_or(refused)
+        tensor.ok().and_then(Tensor::into_memory).map(|memory| memory.first(len)).ok_or(refused)
     }
 }
 
@@ -85,8 +86,11 @@ fn input(array: &Array) -> Option<Input<'_>> {
     let (&cols, leading) = tensor.shape.split_last().unwrap_or((&1, &[]));
     let rows = leading.iter().product();
     let strides: Vec<usize> = tensor.strides.iter().map(|&s| usize::try_from(s)).collect::<Result<_, _>>().ok()?;
+    if rows == 0 || cols == 0 {
+        return Input::new(values(array)?, rows, cols).ok();
+    }
     let mut dims = tensor.shape.iter().zip(&strides).rev().filter(|(size, _)| **size > 1).peekable();
-    if cols > 1 && rows > 0 && *dims.next()?.1 != 1 {
+    if cols > 1 && *dims.next()?.1 != 1 {
         return None;
     }
     let stride = dims.peek().map_or(cols, |(_, stride)| **stride);
@@ -97,19 +101,24 @@ fn input(array: &Array) -> Option<Input<'_>> {
         }
         expected = actual.checked_mul(size)?;
     }
-    let values = match array.precision() {
+    Input::strided(values(array)?, rows, cols, stride.max(cols)).ok().filter(|_| stride >= cols)
+}
+
+/// The elements where they lie.
+fn values(array: &Array) -> Option<Values<'_>> {
+    let tensor = array.tensor();
+    Some(match array.precision() {
         Precision::F32 => Values::F32(tensor.device_slice()?),
         Precision::Bf16 => Values::Bf16(tensor.device_slice()?),
         Precision::F16 => Values::F16(tensor.device_slice()?),
-    };
-    Input::strided(values, rows, cols, stride.max(cols)).ok().filter(|_| stride >= cols)
+    })
 }
 
 /// An array whose rows are contiguous and evenly spaced: itself, or a copy.
 pub fn with_rows(x: &Bound<'_, PyAny>, array: Array) -> PyResult<Array> {
     match input(&array) {
         Some(_) => Ok(array),
-        None => Array::of(&contiguous(x)?),
+        None => Ok(array.over(Tensor::of(&contiguous(x)?)?)),
     }
 }
 

@@ -28,6 +28,16 @@ impl Memory {
         Memory { address, len, owner: Box::new(owner) }
     }
 
+    /// Its first bytes, with the same owner.
+    ///
+    /// # Panics
+    ///
+    /// If there are not so many.
+    pub fn first(self, len: usize) -> Self {
+        assert!(len <= self.len, "{len} bytes of {}", self.len);
+        Memory { len, ..self }
+    }
+
     /// Where it begins.
     pub fn address(&self) -> u64 {
         self.address
