@@ -90,6 +90,13 @@ pub enum Error {
         first: Box<Fault>,
     },
 
+    /// Codes that their producer did not leave.
+    #[error("{site}: the plan has an edge to it, but nothing was handed over; run the module that hands it on before")]
+    NotHandedOver {
+        /// Who waits for codes.
+        site: String,
+    },
+
     /// A backward pass of a step that is over.
     #[error(
         "{module}: its forward pass belongs to step {forward}, but it is step {now}; \

@@ -10,20 +10,40 @@
 
 #![forbid(unsafe_code)]
 
+mod activation;
 mod adamw;
+mod attention;
+mod checkpoint;
 mod error;
 mod graph;
+mod grouped_linear;
+mod heads;
+mod layer_norm_linear;
+mod layer_norm_mlp;
 mod linear;
+mod multihead_attention;
+mod norm;
 mod operand;
 mod place;
 mod projection;
+mod recompute;
 mod session;
+mod transformer_layer;
 mod values;
 
+pub use activation::Activation;
 pub use adamw::AdamW;
+pub use attention::{AttentionConfig, DotProductAttention, Mask};
 pub use error::{Error, Result};
 pub use graph::graph_bytes;
+pub use grouped_linear::{GroupedLinear, Routed};
+pub use layer_norm_linear::LayerNormLinear;
+pub use layer_norm_mlp::{LayerNormMlp, MlpConfig};
 pub use linear::Linear;
+pub use multihead_attention::{MultiheadAttention, MultiheadConfig};
+pub use norm::{Norm, NormKind};
 pub use place::{Init, Parameter, Place};
 pub use projection::Bias;
+pub use recompute::Recompute;
 pub use session::{Fault, Session, Watch};
+pub use transformer_layer::{LayerConfig, TransformerLayer};

@@ -42,6 +42,7 @@ impl Linear {
 
     fn run(&self, x: &Tensor) -> Result<Tensor> {
         let linear = self.projection.clone();
+        linear.check(x)?;
         if linear.is_plain()? {
             return linear.plain(x);
         }

@@ -43,6 +43,16 @@ impl Quantized {
         plain + self.code_bytes()
     }
 
+    /// What the row direction stands for, in the type of the module.
+    pub fn decoded(&self) -> Result<Tensor> {
+        Ok(match self.side(Side::Row)? {
+            Operand::Plain(x) => x.to_dtype(self.dtype)?,
+            Operand::Codes(codes, side) => {
+                values::decoded(codes.direction(side)?, self.dtype, &candle_core::Device::Cpu)?
+            }
+        })
+    }
+
     /// What a product reads in a direction.
     pub fn side(&self, side: Side) -> Result<Operand> {
         let format = self.spec.format(side);

@@ -112,6 +112,7 @@ impl Projection {
             None => y,
             Some(bias) => y.broadcast_add(&bias.detach())?,
         };
+        let y = self.session.hand_over(&self.site(LinearSlot::Output), &y)?;
         Ok((y, self.keep(x, input)?))
     }
 
@@ -130,6 +131,7 @@ impl Projection {
         let weight = self.session.weight(&self.site(LinearSlot::Weight), &self.weight)?;
         let dx = multiply(&gradient.side(Side::Row)?, &weight.side(Side::Column)?, dy.dtype())?;
         self.session.look(&self.path, "grad_input", &dx)?;
+        let dx = self.session.hand_over(&self.site(LinearSlot::GradInput), &dx)?;
 
         let input = match kept {
             Kept::Direction(input) => input.side(Side::Column)?,
@@ -139,10 +141,7 @@ impl Projection {
         self.session.add_gradient(&self.weight, |sum| multiply_add(&turned, &input, sum, dy.dtype()))?;
         if let Some(bias) = &self.bias {
             let db = dy.sum_keepdim(0)?.squeeze(0)?;
-            self.session.add_gradient(bias, |sum| match sum {
-                None => Ok(db),
-                Some(sum) => Ok(sum.add(&db)?),
-            })?;
+            self.session.add_to_gradient(bias, &db)?;
         }
         Ok(dx)
     }

@@ -9,9 +9,10 @@ use crate::{Error, Result, graph, values};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use nvfp4::recipe::{
-    Capabilities, Edge, Model, Module, ModulePath, Pass, Plan, Recipe, Scales, SingleProcess, Site, States,
+    Capabilities, ColumnSource, Consumer, Edge, Family, Format, Model, Module, ModulePath, Pass, Plan, QuantSpec,
+    Recipe, Scales, SingleProcess, Site, Slot, States,
 };
-use nvfp4::{Directions, Generator, Options, QuantTensor, Rounding};
+use nvfp4::{Directions, Generator, Options, QuantTensor, Rounding, Side};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -56,6 +57,8 @@ pub(crate) struct State {
     model: Model,
     scales: Option<Arc<Scales>>,
     weights: BTreeMap<Site, Arc<Quantized>>,
+    /// Codes on their way from one module to another.
+    handed: BTreeMap<Site, Quantized>,
     phase: Phase,
     watch: Watch,
     fault: Option<Fault>,
@@ -120,6 +123,7 @@ impl Session {
             model: Model::new(),
             scales: None,
             weights: BTreeMap::new(),
+            handed: BTreeMap::new(),
             phase: Phase::Train,
             watch: Watch::On,
             fault: None,
@@ -210,10 +214,7 @@ impl Session {
     pub(crate) fn collect(&self, found: &GradStore) -> Result<()> {
         for (name, var) in self.parameters() {
             if let Some(gradient) = found.get(&var) {
-                self.add_gradient(&Parameter { name, var }, |sum| match sum {
-                    None => Ok(gradient.clone()),
-                    Some(sum) => Ok(sum.add(gradient)?),
-                })?;
+                self.add_to_gradient(&Parameter { name, var }, gradient)?;
             }
         }
         Ok(())
@@ -240,6 +241,7 @@ impl Session {
         state.step += 1;
         state.gradients.clear();
         state.weights.clear();
+        state.handed.clear();
         state.fault = None;
         Ok(())
     }
@@ -288,6 +290,18 @@ impl Session {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
+    /// Goes on from another moment: nothing of this one is left.
+    pub(crate) fn resume(&self, step: u64, seed: u64, generator: Generator, states: States) {
+        let mut state = self.state();
+        (state.step, state.seed, state.generator) = (step, seed, generator);
+        state.scales = Some(Arc::new(states.scales()));
+        state.states = Some(states);
+        state.gradients.clear();
+        state.weights.clear();
+        state.handed.clear();
+        state.fault = None;
+    }
+
     pub(crate) fn declare(&self, module: Module) {
         self.state().model.add(module);
     }
@@ -303,6 +317,9 @@ impl Session {
     /// Quantizes a matrix as the plan says.
     pub(crate) fn quantize(&self, site: &Site, x: &Tensor) -> Result<Quantized> {
         let plan = self.planned()?;
+        if is_handed_over(&plan, site) {
+            return self.state().handed.remove(site).ok_or_else(|| Error::NotHandedOver { site: site.to_string() });
+        }
         let directions = plan.directions(site);
         // Nothing will read the other direction.
         let directions = match (self.is_evaluating(), directions) {
@@ -322,9 +339,21 @@ impl Session {
     ) -> Result<Quantized> {
         let spec = plan.spec(site).ok_or_else(|| self.unplanned(plan, site))?.clone();
         self.look(&site.path, &site.slot.to_string(), x)?;
+        self.quantize_as(site, |side| side, spec, x, directions)
+    }
+
+    /// Quantizes by a spec; `of` says which direction's delayed scale a direction has.
+    fn quantize_as(
+        &self,
+        site: &Site,
+        of: impl Fn(Side) -> Side,
+        spec: QuantSpec,
+        x: &Tensor,
+        directions: Option<Directions>,
+    ) -> Result<Quantized> {
         let Some(directions) = directions else { return Ok(Quantized::plain(spec, x.detach())) };
         let scales = self.state().scales.clone().ok_or(Error::NoPlan)?;
-        let quantizer = spec.quantizer_with(directions, |side| scales.get(site, side))?;
+        let quantizer = spec.quantizer_with(directions, |side| scales.get(site, of(side)))?;
         let randomness = match quantizer.rounding() {
             Rounding::NearestEven => None,
             Rounding::Stochastic => Some(self.draw()?),
@@ -339,9 +368,51 @@ impl Session {
         })?;
         let mut state = self.state();
         if let (Phase::Train, Some(states)) = (state.phase.clone(), state.states.as_mut()) {
-            states.observe(site, &observed)?;
+            for (side, amax) in [(Side::Row, observed.row_amax), (Side::Column, observed.col_amax)] {
+                if let Some(amax) = amax {
+                    states.record(site, of(side), amax)?;
+                }
+            }
         }
         Ok(Quantized::new(spec, x.detach(), observed.tensor))
+    }
+
+    /// Quantizes a tensor that a module hands on, if the plan says so. Whoever takes the codes finds them; everybody else gets what they
+    /// stand for.
+    pub(crate) fn hand_over(&self, site: &Site, x: &Tensor) -> Result<Tensor> {
+        let plan = self.planned()?;
+        let Some(entry) = plan.get(site) else { return Ok(x.clone()) };
+        // Attention decodes its own codes where nobody takes them.
+        let directions = plan.directions(site).or(is_coded(&entry.spec).then_some(Directions::Row));
+        let made = self.quantize_in(&plan, site, x, directions)?;
+        let decoded = made.decoded()?;
+        if let Some(Consumer::Sites(sites)) = &entry.role.consumer {
+            let mut state = self.state();
+            for to in sites.iter().filter(|to| matches!(to.slot, Slot::Linear(_) | Slot::Grouped { .. })) {
+                state.handed.insert(to.clone(), made.clone());
+            }
+        }
+        Ok(decoded)
+    }
+
+    /// Whether a tensor arrives quantized.
+    pub(crate) fn is_handed_over(&self, site: &Site) -> Result<bool> {
+        Ok(is_handed_over(&*self.planned()?, site))
+    }
+
+    /// What a matrix stands for in the format of one direction, with blocks along its rows.
+    pub(crate) fn decoded(&self, site: &Site, side: Side, x: &Tensor) -> Result<Tensor> {
+        let plan = self.planned()?;
+        let spec = plan.spec(site).ok_or_else(|| self.unplanned(&plan, site))?;
+        let from_row = side == Side::Column && spec.source() == ColumnSource::RowDequantized;
+        let x = if from_row { self.decoded(site, Side::Row, x)? } else { x.clone() };
+        self.along_rows(site, side, spec.format(side), &x)?.decoded()
+    }
+
+    fn along_rows(&self, site: &Site, side: Side, format: Format, x: &Tensor) -> Result<Quantized> {
+        let spec = QuantSpec::from(format);
+        let directions = is_coded(&spec).then_some(Directions::Row);
+        self.quantize_as(site, |_| side, spec, x, directions)
     }
 
     /// A weight's codes: made once per step.
@@ -366,6 +437,14 @@ impl Session {
         self.look(&ModulePath::from(parameter.name.as_str()), "gradient", &sum)?;
         self.state().gradients.insert(parameter.name.clone(), sum);
         Ok(())
+    }
+
+    /// Adds to the sum of a parameter's gradients.
+    pub(crate) fn add_to_gradient(&self, parameter: &Parameter, gradient: &Tensor) -> Result<()> {
+        self.add_gradient(parameter, |sum| match sum {
+            None => Ok(gradient.clone()),
+            Some(sum) => Ok(sum.add(gradient)?),
+        })
     }
 
     /// Puts a module's result into candle's graph, unless nothing follows.
@@ -415,6 +494,15 @@ impl Session {
         matches!(self.state().phase, Phase::Evaluate)
     }
 
+    /// The generator that the forward pass under way draws from, as it is now.
+    pub(crate) fn active_generator(&self) -> Generator {
+        let state = self.state();
+        match &state.phase {
+            Phase::Train | Phase::Evaluate => state.generator.clone(),
+            Phase::Again(generator) => generator.clone(),
+        }
+    }
+
     /// Runs a forward pass again, with the random numbers that it began with.
     pub(crate) fn again<T, E>(
         &self,
@@ -454,6 +542,18 @@ impl Session {
             plan: plan.entries().last().map_or("no tensors".to_string(), |entry| entry.role.owner.to_string()),
         }
     }
+}
+
+fn is_coded(spec: &QuantSpec) -> bool {
+    spec.format(Side::Row).family() != Family::HighPrecision
+}
+
+/// Whether some module hands this tensor over.
+fn is_handed_over(plan: &Plan, site: &Site) -> bool {
+    plan.entries().iter().any(|entry| match &entry.role.consumer {
+        Some(Consumer::Sites(sites)) => sites.contains(site),
+        None | Some(Consumer::Unknown | Consumer::HighPrecision) => false,
+    })
 }
 
 /// An error unless a plan has exactly the tensors of a model.
