@@ -71,8 +71,8 @@ enum Phase {
     /// A backward pass follows.
     #[default]
     Train,
-    /// None follows: nothing is kept, and delayed scaling takes no notice.
-    Evaluate,
+    /// None follows: nothing is kept, delayed scaling takes no notice, and random numbers are not used up.
+    Evaluate(Generator),
     /// It happened before: the random numbers of then, and delayed scaling takes no notice.
     Again(Generator),
 }
@@ -255,7 +255,7 @@ impl Session {
 
     /// Runs `f` without keeping anything for a backward pass: for held-out loss.
     pub fn evaluate<T, E>(&self, f: impl FnOnce() -> std::result::Result<T, E>) -> std::result::Result<T, E> {
-        self.in_phase(Phase::Evaluate, f)
+        self.in_phase(Phase::Evaluate(self.active_generator()), f)
     }
 
     /// Whether modules look for numbers that are not finite.
@@ -491,15 +491,15 @@ impl Session {
     }
 
     pub(crate) fn is_evaluating(&self) -> bool {
-        matches!(self.state().phase, Phase::Evaluate)
+        matches!(self.state().phase, Phase::Evaluate(_))
     }
 
     /// The generator that the forward pass under way draws from, as it is now.
     pub(crate) fn active_generator(&self) -> Generator {
         let state = self.state();
         match &state.phase {
-            Phase::Train | Phase::Evaluate => state.generator.clone(),
-            Phase::Again(generator) => generator.clone(),
+            Phase::Train => state.generator.clone(),
+            Phase::Evaluate(generator) | Phase::Again(generator) => generator.clone(),
         }
     }
 
@@ -530,8 +530,8 @@ impl Session {
         let mut state = self.state();
         let State { phase, generator, .. } = &mut *state;
         Ok(match phase {
-            Phase::Train | Phase::Evaluate => generator.draw()?,
-            Phase::Again(generator) => generator.draw()?,
+            Phase::Train => generator.draw()?,
+            Phase::Evaluate(generator) | Phase::Again(generator) => generator.draw()?,
         })
     }
 
