@@ -98,6 +98,7 @@ pub fn module(kind: &str, place: &Place) -> Box<dyn Module> {
         "layer norm linear" => Box::new(LayerNormLinear::new(place, layer_norm, HIDDEN, 48, Bias::With).unwrap()),
         "rms norm linear" => Box::new(LayerNormLinear::new(place, rms, HIDDEN, 48, Bias::Without).unwrap()),
         "gelu mlp" => Box::new(LayerNormMlp::new(place, mlp(layer_norm, Activation::Gelu)).unwrap()),
+        "silu mlp" => Box::new(LayerNormMlp::new(place, mlp(layer_norm, Activation::Silu)).unwrap()),
         "swiglu mlp" => Box::new(LayerNormMlp::new(place, mlp(rms, Activation::SwiGlu)).unwrap()),
         "grouped linear" => Box::new(GroupedLinear::new(place, 4, HIDDEN, 48, Bias::With).unwrap().routed(&SPLITS)),
         "attention" => Box::new(DotProductAttention::new(place, attention(4)).unwrap()),
@@ -107,6 +108,10 @@ pub fn module(kind: &str, place: &Place) -> Box<dyn Module> {
             Box::new(MultiheadAttention::new(place, multihead(Some(layer_norm))).unwrap())
         }
         "gpt layer" => Box::new(TransformerLayer::new(place, LayerConfig::gpt(HIDDEN, 4)).unwrap()),
+        "silu layer" => {
+            let config = LayerConfig { activation: Activation::Silu, ..LayerConfig::gpt(HIDDEN, 4) };
+            Box::new(TransformerLayer::new(place, config).unwrap())
+        }
         "llama layer" => Box::new(TransformerLayer::new(place, LayerConfig::llama(HIDDEN, 4, 2, 96)).unwrap()),
         other => panic!("no such module: {other}"),
     }
