@@ -115,7 +115,7 @@ impl Session {
         let states = States::load(&folder.join("states.safetensors"), &plan, AmaxRules::default())?;
         changes.apply()?;
         optimizer.step = optimizer_step as usize;
-        self.resume(step, seed, generator, states);
+        self.resume(step, seed, generator, states)?;
         let notes = metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix("note.")?, value)));
         Ok(notes.map(|(key, value)| (key.to_string(), value.clone())).collect())
     }

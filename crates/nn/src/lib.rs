@@ -42,7 +42,7 @@ pub use layer_norm_mlp::{LayerNormMlp, MlpConfig};
 pub use linear::Linear;
 pub use multihead_attention::{MultiheadAttention, MultiheadConfig};
 pub use norm::{Norm, NormKind};
-pub use place::{Init, Parameter, Place};
+pub use place::{Init, Parameter, Place, Storage};
 pub use projection::Bias;
 pub use recompute::Recompute;
 pub use session::{Fault, Session, Watch};

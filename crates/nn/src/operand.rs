@@ -32,6 +32,16 @@ impl Quantized {
         Quantized { spec, dtype: x.dtype(), plain: Some(x), codes: Some(Arc::new(codes)) }
     }
 
+    /// A copy of the codes, if there are any.
+    pub fn codes(&self) -> Option<QuantTensor> {
+        self.codes.as_deref().cloned()
+    }
+
+    /// Other codes of the same kind, and nothing else.
+    pub fn with_codes(&self, codes: QuantTensor) -> Self {
+        Quantized { codes: Some(Arc::new(codes)), ..self.clone() }
+    }
+
     /// Bytes of the codes.
     pub fn code_bytes(&self) -> usize {
         self.codes.as_ref().map_or(0, |codes| codes.byte_len())
@@ -147,9 +157,9 @@ pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: 
     }
 }
 
-/// Smaller types in binary32, unless the result is of that type anyway.
+/// Smaller types in binary32.
 fn widened(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    Ok(if x.dtype() == dtype { x.clone() } else { x.to_dtype(if dtype == DType::F64 { dtype } else { DType::F32 })? })
+    Ok(x.to_dtype(if dtype == DType::F64 { dtype } else { DType::F32 })?)
 }
 
 fn coded(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {

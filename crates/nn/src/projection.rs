@@ -69,7 +69,10 @@ impl Projection {
             Bias::With => Some(place.parameter("bias", outputs, Init::Constant(0.0))?),
             Bias::Without => None,
         };
-        Ok(Projection { session: owner.session().clone(), path: owner.path().clone(), expert, weight, bias })
+        let projection =
+            Projection { session: owner.session().clone(), path: owner.path().clone(), expert, weight, bias };
+        place.store(projection.site(LinearSlot::Weight), &projection.weight);
+        Ok(projection)
     }
 
     pub fn weight(&self) -> &Tensor {

@@ -15,6 +15,7 @@ use nvfp4::recipe::{
 use nvfp4::{Directions, Generator, Options, QuantTensor, Randomness, Rounding, Side};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A training run.
@@ -54,6 +55,8 @@ pub(crate) struct State {
     pub plan: Option<Arc<Plan>>,
     pub states: Option<States>,
     pub generator: Generator,
+    /// Weights whose codes are there between steps.
+    pub stored: BTreeMap<Site, Parameter>,
     model: Model,
     scales: Option<Arc<Scales>>,
     weights: BTreeMap<Site, Arc<Quantized>>,
@@ -120,6 +123,7 @@ impl Session {
             plan: None,
             states: None,
             generator: Generator::new(seed),
+            stored: BTreeMap::new(),
             model: Model::new(),
             scales: None,
             weights: BTreeMap::new(),
@@ -165,7 +169,8 @@ impl Session {
         }
         state.scales = state.states.as_ref().map(|states| Arc::new(states.scales()));
         state.plan = Some(Arc::new(plan));
-        Ok(())
+        drop(state);
+        self.store_weights()
     }
 
     /// The plan, once there is one.
@@ -245,7 +250,8 @@ impl Session {
         state.weights.clear();
         state.handed.clear();
         state.fault = None;
-        Ok(())
+        drop(state);
+        self.store_weights()
     }
 
     /// Forgets the gradients of the step: a step that is left out.
@@ -280,6 +286,39 @@ impl Session {
         self.state().kept.clone()
     }
 
+    /// The codes of all weights that are stored as codes ([`crate::Storage`]), by the names of their masters: [`nvfp4::save`] writes them.
+    pub fn stored_weights(&self) -> Result<BTreeMap<String, QuantTensor>> {
+        let stored = self.state().stored.clone();
+        let codes = stored.iter().map(|(site, weight)| Ok((weight.name.clone(), self.weight(site, weight)?.codes())));
+        codes.filter_map(|pair| pair.map(|(name, codes)| Some((name, codes?))).transpose()).collect()
+    }
+
+    /// Takes over codes from a file that [`nvfp4::save`] wrote of [`Session::stored_weights`], of the same plan. They are read as they are until the
+    /// end of the step, and the masters become what they stand for. All is checked before anything is changed.
+    pub fn load_weights(&self, path: &Path) -> Result<()> {
+        let refuse = |reason: String| Error::Checkpoint { path: path.to_path_buf(), reason };
+        let mut file = nvfp4::load(path)?;
+        let mut taken = Vec::new();
+        let stored = self.state().stored.clone();
+        for (site, weight) in stored {
+            let name = &weight.name;
+            let codes = file.remove(name).ok_or_else(|| refuse(format!("'{name}' is missing")))?;
+            let made = self.weight(&site, &weight)?;
+            let (ours, theirs) = (made.codes().map_or("none".to_string(), |own| own.to_string()), codes.to_string());
+            if ours != theirs {
+                return Err(refuse(format!(
+                    "'{name}': expected {ours}, got {theirs}; apply the recipe that it was made with"
+                )));
+            }
+            taken.push((site, weight, made.with_codes(codes)));
+        }
+        for (site, weight, codes) in taken {
+            weight.var.set(&codes.decoded()?)?;
+            self.state().weights.insert(site, Arc::new(codes));
+        }
+        Ok(())
+    }
+
     /// Bytes of the weights' codes that are cached for this step.
     pub fn cached_bytes(&self) -> usize {
         self.state().weights.values().map(|weight| weight.code_bytes()).sum()
@@ -293,7 +332,7 @@ impl Session {
     }
 
     /// Goes on from another moment: nothing of this one is left.
-    pub(crate) fn resume(&self, step: u64, seed: u64, generator: Generator, states: States) {
+    pub(crate) fn resume(&self, step: u64, seed: u64, generator: Generator, states: States) -> Result<()> {
         let mut state = self.state();
         (state.step, state.seed, state.generator) = (step, seed, generator);
         state.scales = Some(Arc::new(states.scales()));
@@ -302,6 +341,14 @@ impl Session {
         state.weights.clear();
         state.handed.clear();
         state.fault = None;
+        drop(state);
+        self.store_weights()
+    }
+
+    /// Makes the codes that are to be there between steps.
+    fn store_weights(&self) -> Result<()> {
+        let stored = self.state().stored.clone();
+        stored.iter().try_for_each(|(site, weight)| self.weight(site, weight).map(|_| ()))
     }
 
     pub(crate) fn declare(&self, module: Module) {

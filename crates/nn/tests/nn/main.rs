@@ -4,6 +4,7 @@ mod cases;
 
 mod accumulation;
 mod attention;
+mod bf16;
 mod bounds;
 mod checkpoints;
 mod errors;
@@ -15,4 +16,5 @@ mod presets;
 mod recompute;
 mod reproducible;
 mod routing;
+mod stored;
 mod switch;
