@@ -1,11 +1,13 @@
 //! A tensor as products read it, and the products themselves.
 
-use crate::session::Codes;
 use crate::{Result, values};
 use candle_core::{DType, Tensor};
 use nvfp4::recipe::{ColumnSource, Family, Format, QuantSpec, Stored};
 use nvfp4::{Direction, Directions, Elements, Lies, PlainDirection, Precision, QuantTensor, Side};
 use std::sync::Arc;
+
+/// Codes that several hold.
+type Codes = Arc<QuantTensor>;
 
 /// A matrix and the codes that its spec makes of it. A direction without codes is the matrix itself.
 #[derive(Clone, Debug)]
