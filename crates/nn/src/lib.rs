@@ -47,3 +47,8 @@ pub use projection::Bias;
 pub use recompute::Recompute;
 pub use session::{Fault, Session, Watch};
 pub use transformer_layer::{LayerConfig, TransformerLayer};
+
+/// Runs the examples of the guide to training.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/training.md")]
+struct TrainingGuide;
