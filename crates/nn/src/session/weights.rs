@@ -60,6 +60,12 @@ impl Session {
         Ok(made)
     }
 
+    /// Makes codes anew, since masters were changed other than by a step.
+    pub(crate) fn forget_weights(&self) -> Result<()> {
+        self.state().weights.clear();
+        self.store_weights()
+    }
+
     /// Makes the codes that are to be there between steps.
     pub(super) fn store_weights(&self) -> Result<()> {
         let stored = self.state().stored.clone();

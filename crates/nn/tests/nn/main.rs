@@ -11,6 +11,7 @@ mod errors;
 mod finite_differences;
 mod grouped;
 mod identity;
+mod learning;
 mod memory;
 mod presets;
 mod recompute;
