@@ -1,14 +1,16 @@
 //! `nvfp4 convert`: a checkpoint becomes an NVFP4 checkpoint that servers load.
 
+use crate::device::Device;
 use crate::progress::{Progress, Voice};
 use crate::source::{self, From, Weights};
 use crate::{plan, report, sizes, until_closed, verify};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use nvfp4::Profile;
+use nvfp4::checkpoint::gguf::{self, GgufFile};
 use nvfp4::checkpoint::{
-    Action, Acts, Checkpoint, Client, Existing, Finished, Model, Plan, ScaleChoice, Settings, Severity, Shards,
-    Statistics, Summary, Target,
+    Action, Acts, Checkpoint, Client, Existing, Finished, KvCache, Model, Plan, ScaleChoice, Settings, Severity,
+    Shards, Statistics, Summary, Target,
 };
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
@@ -26,9 +28,10 @@ use std::time::Instant;
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
-    /// Folder to write.
+    /// Folder to write; with --to gguf, a file.
     target: PathBuf,
-    /// Whose checkpoint to write: modelopt or compressed-tensors.
+    /// Whose checkpoint to write: modelopt (vLLM, SGLang, TensorRT-LLM), compressed-tensors (vLLM, transformers) or gguf
+    /// (llama.cpp; Llama and Qwen).
     #[arg(long, default_value = "modelopt")]
     to: Target,
     /// Whose checkpoint the source is, if it does not say.
@@ -45,6 +48,12 @@ pub struct Args {
     /// Whose arithmetic, to the bit [default: modelopt; with --scale 4over6: transformer-engine].
     #[arg(long, value_enum)]
     profile: Option<ProfileArg>,
+    /// How servers keep keys and values: none says nothing, fp8-cast says FP8 with the scale 1.
+    #[arg(long, value_enum, default_value = "none")]
+    kv: KvArg,
+    /// Where weights are quantized, to the same bytes: cpu, cuda or cuda:N.
+    #[arg(long, default_value = "cpu")]
+    device: Device,
     /// Largest size of a written file.
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = sizes::parse)]
     max_shard: u64,
@@ -72,6 +81,12 @@ pub struct Args {
     /// No progress.
     #[arg(long, short)]
     quiet: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum KvArg {
+    None,
+    Fp8Cast,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -122,7 +137,7 @@ impl Args {
         Ok(Settings {
             target: self.to,
             source: self.from.map(From::dialect),
-            selection: self.weights.selection(),
+            selection: self.weights.selection()?,
             scale: match self.scale {
                 ScaleArg::Max => ScaleChoice::Max,
                 ScaleArg::Mse => ScaleChoice::Mse,
@@ -139,6 +154,11 @@ impl Args {
                 ActsArg::Constant(scale) => Acts::Constant(*scale),
                 ActsArg::File(path) => Acts::Amaxes(amaxes(path)?),
             },
+            kv: match self.kv {
+                KvArg::None => KvCache::Unsaid,
+                KvArg::Fp8Cast => KvCache::Fp8Cast,
+            },
+            implementation: self.device.implementation()?,
             shards: if self.keep_shards { Shards::AsSource } else { Shards::AtMost(self.max_shard) },
             threads: self.threads.unwrap_or(defaults.threads),
             memory: self.mem,
@@ -161,7 +181,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let settings = args.settings()?;
     let checkpoint = Checkpoint::open(&args.source)?;
     let model = source::model(&checkpoint, args.from)?;
-    let plan = Plan::new(&model, &settings.selection)?;
+    let plan = Plan::new(&model, &settings.selection, settings.target)?;
     let mut out = stdout().lock();
     if args.dry_run {
         until_closed(plan::print(&mut out, &model, &plan))?;
@@ -184,10 +204,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 }
 
 fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, settings: &Settings) -> Result<()> {
-    let written = Checkpoint::open(&args.target)?;
     let mut total = Statistics::default();
-    let counts = nvfp4::checkpoint::statistics(&Model::new(&written)?, settings.threads)?;
-    counts.iter().flatten().for_each(|s| total.add(s));
+    if settings.target == Target::Gguf {
+        let written = GgufFile::open(&args.target)?;
+        written.nvfp4().try_for_each(|t| written.statistics(t).map(|s| total.add(&s)))?;
+    } else {
+        let written = Checkpoint::open(&args.target)?;
+        let counts = nvfp4::checkpoint::statistics(&Model::new(&written)?, settings.threads)?;
+        counts.iter().flatten().for_each(|s| total.add(s));
+    }
     let title = args.source.file_name().unwrap_or_default().to_string_lossy();
     report::write(path, &title, plan, summary, &total)
 }
@@ -220,7 +245,7 @@ fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'
         kept + model.others.len()
     )?;
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
-    plan.groups.iter().for_each(|g| *kinds.entry(g.kind).or_default() += 1);
+    plan.groups.iter().for_each(|g| *kinds.entry(&g.kind).or_default() += 1);
     if !kinds.is_empty() {
         let kinds: Vec<String> = kinds.iter().map(|(kind, n)| format!("{n} x {kind}")).collect();
         writeln!(out, "         {} share one tensor scale", kinds.join(", "))?;
@@ -257,19 +282,25 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
 
 /// Reads the result as a stranger would.
 fn check(out: &mut impl Write, args: &Args, settings: &Settings) -> Result<ExitCode> {
-    let checkpoint = Checkpoint::open(&args.target).context("the result cannot be read back")?;
-    let model = Model::new(&checkpoint)?;
-    let client = Client::Vllm;
-    let findings = nvfp4::checkpoint::verify(&model, client, settings.threads)?;
+    let unreadable = "the result cannot be read back";
+    let findings = if settings.target == Target::Gguf {
+        gguf::verify(&GgufFile::open(&args.target).context(unreadable)?)?
+    } else {
+        let checkpoint = Checkpoint::open(&args.target).context(unreadable)?;
+        nvfp4::checkpoint::verify(&Model::new(&checkpoint)?, Client::Vllm, settings.threads)?
+    };
     let problems = findings.iter().filter(|f| f.severity == Severity::Problem).count();
     if problems > 0 {
         until_closed(verify::print(out, &findings))?;
-        bail!("{problems} {} in the result; see above", plural(problems, "problem"));
+        eprintln!("{problems} {} in the result; see above", plural(problems, "problem"));
+        return Ok(ExitCode::from(verify::FAILED));
     }
-    let next = format!("vllm serve {}", args.target.display());
-    until_closed(
-        writeln!(out, "checks   ok: names, shapes, shared scales, scale bytes, index, configuration\nnext     {next}")
-            .map_err(Into::into),
-    )?;
+    let (checked, next) = match settings.target {
+        Target::Gguf => ("names, types, scales, scale bytes, tokenizer", "llama-cli -m"),
+        _ => ("names, shapes, shared scales, scale bytes, index, configuration", "vllm serve"),
+    };
+    let target = args.target.display();
+    until_closed(verify::print(out, &findings))?;
+    until_closed(writeln!(out, "checks   ok: {checked}\nnext     {next} {target}").map_err(Into::into))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -10,7 +10,7 @@ use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Decode a checkpoint (NVFP4 of any dialect, or FP8 with block scales) to plain BF16.
+/// Decode a checkpoint (NVFP4 of any dialect, MXFP4 experts, or FP8 with block scales) to plain BF16.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or safetensors file.
@@ -32,6 +32,9 @@ pub struct Args {
     /// Replace the target.
     #[arg(long)]
     force: bool,
+    /// No progress.
+    #[arg(long, short)]
+    quiet: bool,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
@@ -47,7 +50,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         },
         ..Settings::default()
     };
-    let progress = Progress::new(Voice::Normal, 0);
+    let progress = Progress::new(if args.quiet { Voice::Quiet } else { Voice::Normal }, 0);
     let summary = convert(&args.source, &args.target, &settings, &progress, interrupts()?);
     progress.finish();
     let summary = summary?;

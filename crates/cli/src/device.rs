@@ -1,5 +1,6 @@
 //! `--device`: where a command runs.
 
+use nvfp4::Implementation;
 use std::fmt;
 use std::str::FromStr;
 
@@ -20,6 +21,26 @@ pub fn open(ordinal: usize) -> anyhow::Result<nvfp4_kernels::cuda::Device> {
 pub enum Device {
     Cpu,
     Cuda(usize),
+}
+
+impl Device {
+    /// What runs there; an error that names what is missing if nothing does.
+    #[cfg(feature = "cuda")]
+    pub fn implementation(self) -> anyhow::Result<Implementation> {
+        match self {
+            Device::Cpu => Ok(Implementation::best()),
+            Device::Cuda(ordinal) => open(ordinal).map(Implementation::Cuda),
+        }
+    }
+
+    /// What runs there; an error that names what is missing if nothing does.
+    #[cfg(not(feature = "cuda"))]
+    pub fn implementation(self) -> anyhow::Result<Implementation> {
+        match self {
+            Device::Cpu => Ok(Implementation::best()),
+            Device::Cuda(_) => anyhow::bail!(NOT_BUILT),
+        }
+    }
 }
 
 impl FromStr for Device {

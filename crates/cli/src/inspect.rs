@@ -1,14 +1,14 @@
 //! `nvfp4 inspect`: whose checkpoint this is, what its bytes look like, and what is odd about it.
 
 use crate::source::{self, From};
-use crate::{sizes, until_closed, verify};
+use crate::{inspect_gguf, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
+use nvfp4::checkpoint::gguf::{self, GgufFile};
 use nvfp4::checkpoint::{Buffer, Checkpoint, Client, Finding, Model, Statistics, Stored, Weight};
 use nvfp4_spec::{BLOCK, e2m1, e4m3};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Write, stdout};
+use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -41,15 +41,9 @@ fn block_at(text: &str) -> Result<(usize, usize), String> {
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let mut out = stdout().lock();
-    if is_gguf(args) {
-        let text = "dialect  GGUF; its NVFP4 tensors are type 40. Only its name is known here: inspect the checkpoint it was made from";
-        until_closed(
-            match args.json {
-                true => writeln!(out, "{}", json!({ "dialect": "GGUF" })),
-                false => writeln!(out, "{text}"),
-            }
-            .map_err(Into::into),
-        )?;
+    if gguf::is_gguf(&args.path) {
+        let file = GgufFile::open(&args.path)?;
+        until_closed(inspect_gguf::show(&mut out, &file, args.tensor.as_deref(), args.block, args.json))?;
         return Ok(ExitCode::SUCCESS);
     }
     let checkpoint = Checkpoint::open(&args.path)?;
@@ -59,11 +53,6 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         None => show_model(&mut out, args, &model),
     })?;
     Ok(ExitCode::SUCCESS)
-}
-
-fn is_gguf(args: &Args) -> bool {
-    let mut magic = [0; 4];
-    File::open(&args.path).and_then(|mut f| f.read_exact(&mut magic)).is_ok() && &magic == b"GGUF"
 }
 
 fn find<'m, 'a>(model: &'m Model<'a>, name: &str) -> Result<&'m Weight<'a>> {
@@ -91,7 +80,7 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
     let mut inputs = 0;
     for weight in &quantized {
         if let Stored::Nvfp4(parts) = &weight.stored {
-            globals.push(parts.global()?);
+            globals.extend((0..weight.matrices()).map(|m| parts.global(m)).collect::<nvfp4::Result<Vec<f32>>>()?);
             inputs += usize::from(parts.input.is_some());
         }
     }
@@ -161,16 +150,7 @@ impl Report<'_, '_> {
             n => format!("{n} scales of activations (W4A4)"),
         };
         writeln!(out, "nvfp4    {} weights, {:.3} bits per weight, {acts}", self.quantized, self.bits())?;
-        let [zero, nan, negative] = [self.total.scales[0], self.total.nan_scales(), self.total.negative_scales()];
-        let range = self.total.scale_range().map_or("none".to_string(), |(a, b)| format!("{a:#04x} to {b:#04x}"));
-        writeln!(out, "scales   {range}, zero {zero}, NaN {nan}, negative {negative}")?;
-        if let Some((least, most)) = self.global_range() {
-            writeln!(out, "global   {least:.4e} to {most:.4e}")?;
-        }
-        let count: u64 = self.total.codes.iter().sum();
-        let share = |m: usize| 100.0 * (self.total.codes[m] + self.total.codes[m + 8]) as f64 / count as f64;
-        let codes: Vec<String> = (0..8).map(|m| format!("{} {:.1}%", e2m1::MAGNITUDES[m], share(m))).collect();
-        writeln!(out, "codes    {}  entropy {:.2} bits", codes.join("  "), self.total.entropy())?;
+        print_statistics(out, &self.total, self.global_range())?;
         verify::print(out, &self.findings)
     }
 
@@ -186,12 +166,31 @@ impl Report<'_, '_> {
             "bits_per_weight": (self.quantized > 0).then(|| self.bits()),
             "activation_scales": self.inputs,
             "global_range": self.global_range().map(|(a, b)| [a, b]),
-            "scale_bytes": self.total.scales.iter().enumerate().filter(|(_, n)| **n > 0)
-                .map(|(byte, n)| (byte.to_string(), *n)).collect::<BTreeMap<_, _>>(),
+            "scale_bytes": scale_bytes(&self.total),
             "codes": self.total.codes,
             "findings": findings,
         })
     }
+}
+
+/// Scales, tensor scales and codes, a line each.
+pub fn print_statistics(out: &mut impl Write, total: &Statistics, globals: Option<(f32, f32)>) -> Result<()> {
+    let [zero, nan, negative] = [total.scales[0], total.nan_scales(), total.negative_scales()];
+    let range = total.scale_range().map_or("none".to_string(), |(a, b)| format!("{a:#04x} to {b:#04x}"));
+    writeln!(out, "scales   {range}, zero {zero}, NaN {nan}, negative {negative}")?;
+    if let Some((least, most)) = globals {
+        writeln!(out, "global   {least:.4e} to {most:.4e}")?;
+    }
+    let count: u64 = total.codes.iter().sum();
+    let share = |m: usize| 100.0 * (total.codes[m] + total.codes[m + 8]) as f64 / count as f64;
+    let codes: Vec<String> = (0..8).map(|m| format!("{} {:.1}%", e2m1::MAGNITUDES[m], share(m))).collect();
+    Ok(writeln!(out, "codes    {}  entropy {:.2} bits", codes.join("  "), total.entropy())?)
+}
+
+/// Scale bytes that occur, and how often.
+pub fn scale_bytes(total: &Statistics) -> BTreeMap<String, u64> {
+    let counts = total.scales.iter().enumerate().filter(|(_, n)| **n > 0);
+    counts.map(|(byte, n)| (byte.to_string(), *n)).collect()
 }
 
 fn show_weight(out: &mut impl Write, args: &Args, weight: &Weight<'_>) -> Result<()> {
@@ -226,7 +225,7 @@ fn show_weight(out: &mut impl Write, args: &Args, weight: &Weight<'_>) -> Result
     if let Stored::Nvfp4(parts) = stored {
         parts.codes_and_scales(row..row + 1, *cols, &mut codes, &mut scales)?;
         let codes: Vec<u8> = (0..BLOCK).map(|i| e2m1::code_at(&codes, block * BLOCK + i)).collect();
-        let (byte, global) = (scales[block], parts.global()?);
+        let (byte, global) = (scales[block], parts.global(row * weight.matrices() / rows)?);
         own = json!({ "codes": codes, "scale_byte": byte, "scale": e4m3::decode(byte), "global": global });
         let hex: Vec<String> = codes.iter().map(|c| format!("{c:x}")).collect();
         lines.push(format!("codes    {}", hex.join(" ")));

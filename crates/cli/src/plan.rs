@@ -3,7 +3,7 @@
 use crate::source::{self, From, Weights};
 use crate::{sizes, until_closed};
 use anyhow::Result;
-use nvfp4::checkpoint::{Action, Checkpoint, Item, Model, Plan};
+use nvfp4::checkpoint::{Action, Checkpoint, Item, Model, Plan, Target};
 use serde_json::json;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
@@ -14,6 +14,9 @@ use std::process::ExitCode;
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
+    /// Whose checkpoint would be written: modelopt, compressed-tensors or gguf.
+    #[arg(long, default_value = "modelopt")]
+    to: Target,
     #[command(flatten)]
     weights: Weights,
     /// Whose checkpoint the source is, if it does not say.
@@ -27,7 +30,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<ExitCode> {
     let checkpoint = Checkpoint::open(&args.source)?;
     let model = source::model(&checkpoint, args.from)?;
-    let plan = Plan::new(&model, &args.weights.selection())?;
+    let plan = Plan::new(&model, &args.weights.selection()?, args.to)?;
     let mut out = stdout().lock();
     until_closed(if args.json { print_json(&mut out, &model, &plan) } else { print(&mut out, &model, &plan) })?;
     Ok(ExitCode::SUCCESS)

@@ -152,7 +152,7 @@ fn compute_capability(text: &str) -> std::result::Result<(u32, u32), String> {
 }
 
 /// A preset by its name, the environment, or a file.
-fn read_recipe(name: &str) -> nvfp4::Result<Recipe> {
+pub fn read_recipe(name: &str) -> nvfp4::Result<Recipe> {
     let path = Path::new(name);
     match name.parse::<Preset>() {
         Ok(preset) => Ok(preset.into()),

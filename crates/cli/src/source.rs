@@ -1,8 +1,10 @@
 //! Arguments that several commands share: what to read, and which weights to quantize.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::ValueEnum;
 use nvfp4::checkpoint::{Checkpoint, DefaultSkips, Dialect, Fuse, Model, Pattern, Preset, Selection};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 /// The dialects that a checkpoint may not tell by itself.
 #[derive(Clone, Copy, ValueEnum)]
@@ -34,10 +36,25 @@ pub fn model(checkpoint: &Checkpoint, from: Option<From>) -> Result<Model<'_>> {
     })
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+/// `--fuse` before files are read.
+#[derive(Clone)]
 enum FuseArg {
     Auto,
     Off,
+    File(PathBuf),
+}
+
+impl FromStr for FuseArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(FuseArg::Auto),
+            "off" => Ok(FuseArg::Off),
+            file if file.ends_with(".json") => Ok(FuseArg::File(file.into())),
+            _ => Err("expected auto, off or a .json file".to_string()),
+        }
+    }
 }
 
 /// Which weights are quantized.
@@ -55,22 +72,31 @@ pub struct Weights {
     /// Quantize embeddings, output heads, routers and vision layers too.
     #[arg(long)]
     no_default_skips: bool,
-    /// Whether q/k/v, gate/up and w1/w3 share one tensor scale, as servers that join them expect.
-    #[arg(long, value_enum, default_value = "auto")]
+    /// Weights that share one tensor scale, as servers that join them expect: auto (q/k/v, gate/up, w1/w3), off, or a
+    /// JSON file of lists of last names, as [["q_proj", "k_proj"], ["w1", "w3"]].
+    #[arg(long, value_name = "auto|off|FILE.json", default_value = "auto")]
     fuse: FuseArg,
 }
 
 impl Weights {
-    pub fn selection(&self) -> Selection {
-        Selection {
+    pub fn selection(&self) -> Result<Selection> {
+        Ok(Selection {
             preset: self.preset,
             skip: self.skip.clone(),
             only: self.only.clone(),
             default_skips: if self.no_default_skips { DefaultSkips::Off } else { DefaultSkips::On },
-            fuse: match self.fuse {
+            fuse: match &self.fuse {
                 FuseArg::Auto => Fuse::Auto,
                 FuseArg::Off => Fuse::Off,
+                FuseArg::File(path) => Fuse::Names(names(path)?),
             },
-        }
+        })
     }
+}
+
+fn names(path: &Path) -> Result<Vec<Vec<String>>> {
+    let text = std::fs::read(path).with_context(|| format!("--fuse {}", path.display()))?;
+    serde_json::from_slice(&text).with_context(|| {
+        format!("--fuse {}: expected lists of names, as [[\"q_proj\", \"k_proj\"], [\"w1\", \"w3\"]]", path.display())
+    })
 }

@@ -3,6 +3,7 @@
 use crate::source::{self, From};
 use crate::until_closed;
 use anyhow::Result;
+use nvfp4::checkpoint::gguf::{self, GgufFile};
 use nvfp4::checkpoint::{Checkpoint, Client, Finding, Severity};
 use serde_json::{Value, json};
 use std::io::{Write, stdout};
@@ -14,7 +15,7 @@ use std::process::ExitCode;
 /// Exits with 2 if it would not, and lists why.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Model folder.
+    /// Model folder or file.
     dir: PathBuf,
     /// The program: vllm, llama.cpp or transformers.
     #[arg(long = "for", default_value = "vllm", value_name = "PROGRAM")]
@@ -28,22 +29,32 @@ pub struct Args {
 }
 
 /// The exit code of checks that failed, as opposed to an error, 1.
-const FAILED: u8 = 2;
+pub const FAILED: u8 = 2;
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let checkpoint = Checkpoint::open(&args.dir)?;
-    let model = source::model(&checkpoint, args.from)?;
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let findings = nvfp4::checkpoint::verify(&model, args.client, threads)?;
+    let (dialect, weights, findings) = if gguf::is_gguf(&args.dir) {
+        let file = GgufFile::open(&args.dir)?;
+        let mut findings = gguf::verify(&file)?;
+        if args.client != Client::LlamaCpp {
+            let text = format!("{} does not load GGUF here; check it with --for llama.cpp", args.client);
+            findings.insert(0, Finding { severity: Severity::Problem, about: "file".to_string(), text });
+        }
+        ("GGUF".to_string(), file.nvfp4().count(), findings)
+    } else {
+        let checkpoint = Checkpoint::open(&args.dir)?;
+        let model = source::model(&checkpoint, args.from)?;
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let findings = nvfp4::checkpoint::verify(&model, args.client, threads)?;
+        let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
+        (model.dialect.to_string(), weights, findings)
+    };
     let mut out = stdout().lock();
     until_closed(if args.json {
         let list: Vec<Value> = findings.iter().map(to_json).collect();
-        let dialect = model.dialect.to_string();
         let report = json!({ "dialect": dialect, "for": args.client.to_string(), "findings": list });
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?).map_err(Into::into)
     } else if findings.is_empty() {
-        let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
-        writeln!(out, "ok       {weights} NVFP4 weights ({}), for {}", model.dialect, args.client).map_err(Into::into)
+        writeln!(out, "ok       {weights} NVFP4 weights ({dialect}), for {}", args.client).map_err(Into::into)
     } else {
         print(&mut out, &findings)
     })?;

@@ -43,9 +43,20 @@ fn converts_and_verifies_a_generated_checkpoint_and_writes_a_page() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
-/// The page as a browser holds it, where there is one.
+/// The page as a browser holds it. Without Chromium there is none to ask: that is said, and is a failure where
+/// `NVFP4_REQUIRE_BROWSER` is set.
 fn rendered(page: &std::path::Path) -> Option<String> {
     let args = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"];
-    let output = Command::new("chromium").args(args).arg(format!("file://{}", page.display())).output().ok()?;
-    output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+    match Command::new("chromium").args(args).arg(format!("file://{}", page.display())).output() {
+        Ok(output) => {
+            assert!(output.status.success(), "chromium: {}", String::from_utf8_lossy(&output.stderr));
+            Some(String::from_utf8(output.stdout).unwrap())
+        }
+        Err(error) => {
+            let required = std::env::var_os("NVFP4_REQUIRE_BROWSER").is_some();
+            assert!(!required, "NVFP4_REQUIRE_BROWSER is set, but chromium does not run: {error}");
+            eprintln!("NOT TESTED: the report in a browser, because chromium does not run: {error}");
+            None
+        }
+    }
 }

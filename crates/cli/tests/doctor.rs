@@ -29,13 +29,18 @@ fn the_report_says_what_runs_and_what_is_missing() {
     assert_eq!(json["version"], env!("CARGO_PKG_VERSION"));
     assert_eq!(json["cpu"]["implementations"][0], "scalar");
     assert!(json["cpu"]["threads"].as_u64().unwrap() > 0);
+    assert!(text.lines().nth(2).unwrap().starts_with("memory   "), "{text}");
+    if cfg!(target_os = "linux") {
+        let bytes = |key: &str| json["memory"][key].as_u64().unwrap();
+        assert!(0 < bytes("available") && bytes("available") < bytes("bytes"), "{json}");
+    }
     let implementations = json["cpu"]["implementations"].as_array().unwrap();
     assert!(!implementations.contains(&Value::from("cuda")));
 
     let cuda = &json["cuda"];
     assert_eq!(cuda["built"], cfg!(feature = "cuda"));
     if !cfg!(feature = "cuda") {
-        assert_eq!(text.lines().count(), 3, "{text}");
+        assert_eq!(text.lines().count(), 4, "{text}");
         let line = "cuda     not in this build: build it with `cargo build --release --features cuda`";
         assert!(text.ends_with(&format!("{line}\n")), "{text}");
         return;

@@ -42,6 +42,15 @@ impl Implementation {
         all
     }
 
+    /// Whether it is a GPU.
+    pub fn is_gpu(self) -> bool {
+        match self {
+            #[cfg(feature = "cuda")]
+            Implementation::Cuda(_) => true,
+            _ => false,
+        }
+    }
+
     fn on_cpu() -> Vec<Self> {
         let mut all = vec![Implementation::Scalar];
         #[cfg(target_arch = "x86_64")]

@@ -212,13 +212,30 @@ fn global_scales_alpha_bias_and_c_in_every_type() {
     }
     let Some(stream) = stream() else { return };
     let globals = [GlobalScale::PerTensor, GlobalScale::PerRow];
-    for (m, n, k) in [(5, 67, 80), (40, 130, 272)] {
+    // In the last two A has more rows, and is the side that tensor cores see as weights.
+    for (m, n, k) in [(5, 67, 80), (40, 130, 272), (300, 257, 272), (520, 256, 256)] {
         for (left, right) in globals.into_iter().flat_map(|l| globals.map(|r| (l, r))) {
             let (a, b) = (quantized(m, k, 3, per(left)), quantized(n, k, 4, per(right)));
             all::<f32>(&stream, &a, &b);
             all::<bf16>(&stream, &a, &b);
             all::<f16>(&stream, &a, &b);
         }
+    }
+}
+
+/// The side with more rows is the one that is brought into order, whichever it is.
+#[test]
+fn either_side_is_brought_into_order() {
+    let Some(stream) = stream() else { return };
+    for (m, n, k) in [(257, 256, 256), (700, 300, 528), (2100, 1030, 1040), (5000, 512, 576)] {
+        let (a, b) = (quantized(m, k, 1, per(GlobalScale::PerRow)), quantized(n, k, 2, per(GlobalScale::PerTensor)));
+        let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Swizzled), Copied::new(&stream, &b, Layout::Linear));
+        let kernel = describe(stream.device(), a_there.view(), b_there.view()).unwrap();
+        assert!(kernel.starts_with("turned: "), "{kernel}");
+        let out = run::<bf16>(&stream, a_there.view(), b_there.view(), &Product::default());
+        check_some(&(&a.view()).into(), &(&b.view()).into(), &spec::Product::default(), &out, &kernel);
+        let other = run::<bf16>(&stream, b_there.view(), a_there.view(), &Product::default());
+        check_some(&(&b.view()).into(), &(&a.view()).into(), &spec::Product::default(), &other, "the other way round");
     }
 }
 

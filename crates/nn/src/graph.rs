@@ -5,7 +5,7 @@
 //! backward pass needs and nothing else.
 
 use crate::{Result, values};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Shape, Storage, Tensor, Var};
 use std::collections::HashMap;
 use std::sync::Mutex;
 
@@ -63,9 +63,23 @@ struct Node {
 }
 
 impl Node {
-    fn result(&self) -> candle_core::Result<(CpuStorage, Shape)> {
+    fn result(&self) -> candle_core::Result<(Storage, Shape)> {
         let result = self.result.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
         values::stored(&result.expect("a node is put into the graph once"))
+    }
+
+    fn on_cpu(&self) -> candle_core::Result<(CpuStorage, Shape)> {
+        match self.result()? {
+            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
+            _ => candle_core::bail!("{}: the result lies elsewhere than the arguments", self.name),
+        }
+    }
+
+    fn on_gpu(&self) -> candle_core::Result<(CudaStorage, Shape)> {
+        match self.result()? {
+            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
+            _ => candle_core::bail!("{}: the result lies elsewhere than the arguments", self.name),
+        }
     }
 
     fn gradients(&self, gradient: &Tensor) -> candle_core::Result<std::vec::IntoIter<Option<Tensor>>> {
@@ -79,7 +93,11 @@ impl CustomOp1 for Node {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.result()
+        self.on_cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.on_gpu()
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
@@ -99,7 +117,17 @@ impl CustomOp2 for Node {
         _: &CpuStorage,
         _: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.result()
+        self.on_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.on_gpu()
     }
 
     fn bwd(
@@ -128,7 +156,19 @@ impl CustomOp3 for Node {
         _: &CpuStorage,
         _: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.result()
+        self.on_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.on_gpu()
     }
 
     fn bwd(

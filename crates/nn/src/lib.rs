@@ -14,7 +14,10 @@ mod activation;
 mod adamw;
 mod attention;
 mod checkpoint;
+mod codes;
 mod error;
+#[cfg(feature = "nn-cuda")]
+mod gpu;
 mod graph;
 mod grouped_linear;
 mod heads;

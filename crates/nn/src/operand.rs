@@ -1,13 +1,10 @@
 //! A tensor as products read it, and the products themselves.
 
-use crate::{Result, values};
+use crate::codes::{Codes, Operand};
+use crate::{Result, codes};
 use candle_core::{DType, Tensor};
 use nvfp4::recipe::{ColumnSource, Family, Format, QuantSpec, Stored};
-use nvfp4::{Direction, Directions, Elements, Lies, PlainDirection, Precision, QuantTensor, Side};
-use std::sync::Arc;
-
-/// Codes that several hold.
-type Codes = Arc<QuantTensor>;
+use nvfp4::{Directions, Precision, QuantTensor, Side};
 
 /// A matrix and the codes that its spec makes of it. A direction without codes is the matrix itself.
 #[derive(Clone, Debug)]
@@ -19,29 +16,24 @@ pub(crate) struct Quantized {
     dtype: DType,
 }
 
-/// One side of a product: rows along the sum.
-pub(crate) enum Operand {
-    Plain(Tensor),
-    Codes(Codes, Side),
-}
-
 impl Quantized {
     pub fn plain(spec: QuantSpec, x: Tensor) -> Self {
         Quantized { spec, dtype: x.dtype(), plain: Some(x), codes: None }
     }
 
-    pub fn new(spec: QuantSpec, x: Tensor, codes: QuantTensor) -> Self {
-        Quantized { spec, dtype: x.dtype(), plain: Some(x), codes: Some(Arc::new(codes)) }
+    pub fn new(spec: QuantSpec, x: Tensor, codes: Codes) -> Self {
+        Quantized { spec, dtype: x.dtype(), plain: Some(x), codes: Some(codes) }
     }
 
     /// A copy of the codes, if there are any.
-    pub fn codes(&self) -> Option<QuantTensor> {
-        self.codes.as_deref().cloned()
+    pub fn codes(&self) -> Result<Option<QuantTensor>> {
+        self.codes.as_ref().map(Codes::to_host).transpose()
     }
 
     /// Other codes of the same kind, and nothing else.
-    pub fn with_codes(&self, codes: QuantTensor) -> Self {
-        Quantized { codes: Some(Arc::new(codes)), ..self.clone() }
+    pub fn with_codes(&self, codes: QuantTensor) -> Result<Self> {
+        let codes = self.codes.as_ref().map(|own| own.beside(codes)).transpose()?;
+        Ok(Quantized { codes, ..self.clone() })
     }
 
     /// Bytes of the codes.
@@ -59,9 +51,7 @@ impl Quantized {
     pub fn decoded(&self) -> Result<Tensor> {
         Ok(match self.side(Side::Row)? {
             Operand::Plain(x) => x.to_dtype(self.dtype)?,
-            Operand::Codes(codes, side) => {
-                values::decoded(codes.direction(side)?, self.dtype, &candle_core::Device::Cpu)?
-            }
+            Operand::Codes(codes, side) => codes.decoded(side, self.dtype)?,
         })
     }
 
@@ -73,10 +63,7 @@ impl Quantized {
         }
         let matrix = match (side, self.spec.source(), &self.codes) {
             // What the row direction decodes to.
-            (Side::Column, ColumnSource::RowDequantized, Some(codes)) => {
-                let device = self.plain.as_ref().map_or(&candle_core::Device::Cpu, |x| x.device());
-                values::decoded(codes.direction(Side::Row)?, self.dtype, device)?
-            }
+            (Side::Column, ColumnSource::RowDequantized, Some(codes)) => codes.decoded(Side::Row, self.dtype)?,
             (Side::Column, ColumnSource::RowDequantized, None) => cast(self.held(), &self.spec.format(Side::Row))?,
             _ => self.held().clone(),
         };
@@ -99,10 +86,8 @@ impl Quantized {
         };
         match wanted {
             Some(directions) => {
-                let mut codes =
-                    self.codes.map_or_else(|| unreachable!("a coded direction was made"), Arc::unwrap_or_clone);
-                codes.keep(directions)?;
-                Ok(Quantized { codes: Some(Arc::new(codes)), plain: None, ..self })
+                let codes = self.codes.map(|codes| codes.only(directions)).transpose()?;
+                Ok(Quantized { codes, plain: None, ..self })
             }
             // Kept in the type that the product reads, which may be a smaller one.
             None => {
@@ -139,7 +124,7 @@ pub(crate) fn multiply(a: &Operand, b: &Operand, dtype: DType) -> Result<Tensor>
             let (a, b) = (widened(a, dtype)?, widened(b, dtype)?);
             Ok(a.matmul(&b.t()?)?.to_dtype(dtype)?)
         }
-        _ => coded(a, b, None, dtype),
+        _ => codes::multiply(a, b, None, dtype),
     }
 }
 
@@ -155,53 +140,11 @@ pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: 
                 Some(c) => c.add(&product)?,
             })
         }
-        _ => coded(a, b, c, dtype),
+        _ => codes::multiply(a, b, c, dtype),
     }
 }
 
 /// Smaller types in binary32.
 fn widened(x: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(x.to_dtype(if dtype == DType::F64 { dtype } else { DType::F32 })?)
-}
-
-fn coded(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
-    let device = match (a, b) {
-        (Operand::Plain(x), _) | (_, Operand::Plain(x)) => x.device().clone(),
-        _ => candle_core::Device::Cpu,
-    };
-    let (left, right) = (a.direction()?, b.direction()?);
-    values::multiply(left.get()?, right.get()?, c, dtype, &device)
-}
-
-/// An operand of a product of codes.
-enum Held<'a> {
-    Codes(&'a QuantTensor, Side),
-    Plain(Direction),
-}
-
-impl Held<'_> {
-    fn get(&self) -> Result<&Direction> {
-        Ok(match self {
-            Held::Codes(codes, side) => codes.direction(*side)?,
-            Held::Plain(direction) => direction,
-        })
-    }
-}
-
-impl Operand {
-    fn direction(&self) -> Result<Held<'_>> {
-        Ok(match self {
-            Operand::Codes(codes, side) => Held::Codes(codes, *side),
-            Operand::Plain(x) => {
-                let (rows, cols) = x.dims2()?;
-                let flat = x.flatten_all()?;
-                let elements = match x.dtype() {
-                    DType::BF16 => Elements::Bf16(flat.to_vec1()?),
-                    DType::F16 => Elements::F16(flat.to_vec1()?),
-                    _ => Elements::F32(flat.to_dtype(DType::F32)?.to_vec1()?),
-                };
-                Held::Plain(PlainDirection::from_parts(rows, cols, elements, Lies::Upright)?.into())
-            }
-        })
-    }
 }

@@ -154,6 +154,16 @@ pub enum Error {
         got: Family,
     },
 
+    /// A check that a GPU does not make.
+    #[cfg(feature = "cuda")]
+    #[error("values that are not finite are found on the CPU only; leave `check_finite` out")]
+    FiniteOnGpu,
+
+    /// A direction in high precision, which a GPU does not copy.
+    #[cfg(feature = "cuda")]
+    #[error("a direction in high precision is not quantized; on a GPU products take the matrix itself")]
+    PlainOnGpu,
+
     /// An amax that a format has no use for.
     #[error("an amax was given for the {side} direction, but {format} takes none; drop it")]
     NoAmax {

@@ -30,6 +30,8 @@
 
 pub mod checkpoint;
 mod container;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod direction;
 mod error;
 mod generator;

@@ -1,7 +1,8 @@
 //! Products of quantized tensors. What they compute is written in [`nvfp4_spec::gemm`].
 
 use crate::direction::{Elements, Fp8Direction, Nvfp4Direction, plain_input};
-use crate::{Direction, Element, Error, QuantTensor, Result, Side, TensorRef};
+use crate::recipe::Family;
+use crate::{Direction, Element, Error, QuantTensor, Result, Side, Signs, TensorRef};
 use nvfp4_kernels::{Implementation, gemm};
 use nvfp4_spec::{area, zeros};
 use std::borrow::Cow;
@@ -92,13 +93,20 @@ pub fn matmul_grouped_with<T: Element>(
 
 /// An error unless a product reads both operands.
 fn check(a: &Direction, b: &Direction) -> Result<()> {
-    let (left, right) = (a.family(), b.family());
+    check_pair((a.family(), a.rotation()), (b.family(), b.rotation()))
+}
+
+/// An error unless a product reads operands of these formats and rotations.
+pub(crate) fn check_pair(
+    (left, left_signs): (Family, Option<Signs>),
+    (right, right_signs): (Family, Option<Signs>),
+) -> Result<()> {
     if left.with(&right).is_none() {
         return Err(Error::Formats { left, right });
     }
-    match a.rotation() == b.rotation() {
+    match left_signs == right_signs {
         true => Ok(()),
-        false => Err(Error::Rotation { left: a.rotation(), right: b.rotation() }),
+        false => Err(Error::Rotation { left: left_signs, right: right_signs }),
     }
 }
 

@@ -252,6 +252,18 @@ fn a_target_that_cannot_be_written() {
 }
 
 #[test]
+fn a_target_in_its_source_or_around_it() {
+    let dir = good();
+    let before = contents(&dir.join("in"));
+    let force = Settings { existing: Existing::Replace, ..Settings::default() };
+    for (source, target) in [("in", "in"), ("in", "in/out"), ("in", "in/../in/out"), ("in", ".")] {
+        let error = refused(&dir.join(source), &dir.join(target), &force);
+        assert!(error.contains("lie in each other"), "{source} {target}: {error}");
+    }
+    assert!(contents(&dir.join("in")) == before);
+}
+
+#[test]
 fn parts_of_a_quantized_weight_that_do_not_fit() {
     let dir = good();
     convert(&dir.join("in"), &dir.join("q"), &Settings::default(), &(), &AtomicBool::new(false)).unwrap();

@@ -5,6 +5,7 @@ mod cpu;
 mod cuda;
 mod fp8;
 mod gemm;
+mod linear;
 pub mod operations;
 
 use crate::device::Device;
@@ -65,11 +66,14 @@ pub struct Args {
 #[derive(clap::Subcommand)]
 enum What {
     Gemm(gemm::Args),
+    Linear(linear::Args),
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    if let Some(What::Gemm(args)) = &args.what {
-        return gemm::run(args);
+    match &args.what {
+        Some(What::Gemm(args)) => return gemm::run(args),
+        Some(What::Linear(args)) => return linear::run(args),
+        None => {}
     }
     let operations = operations::select(args.device, &args.filter);
     let fp8_operations = fp8::select(&args.filter);
@@ -106,7 +110,7 @@ impl Args {
         );
         let implementation = self.implementation.unwrap_or_else(Implementation::best);
         ensure!(
-            implementation.to_string() != "cuda",
+            !implementation.is_gpu(),
             "--implementation: cuda would copy to the GPU and back each time: use --device cuda"
         );
         Ok((size, implementation))

@@ -194,7 +194,7 @@ impl Run<'_> {
             let mut got = vec![T::default(); expected.len()];
             gemm(implementation, self.a, self.b, &product, &mut got)?;
             self.differences.compare(&format!("{implementation}: out"), expected, &got);
-            if implementation.to_string() == "cuda" {
+            if implementation.is_gpu() {
                 gemm(implementation, self.a, self.b, &Product { accumulate: Accumulate::Exact, ..product }, &mut got)?;
                 self.differences.compare(
                     &format!("{implementation}: out within the bound"),

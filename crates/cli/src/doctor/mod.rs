@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use crate::until_closed;
+use crate::{sizes, until_closed};
 use anyhow::Result;
 use nvfp4_kernels::Implementation;
 use serde_json::{Value, json};
@@ -16,7 +16,7 @@ use std::process::ExitCode;
 /// that, and with 0 otherwise, also where there is no GPU.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Print JSON: {version, cpu, cuda}.
+    /// Print JSON: {version, cpu, memory, cuda}.
     #[arg(long)]
     json: bool,
 }
@@ -40,19 +40,34 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let all = Implementation::available().into_iter().map(|i| i.to_string());
     let implementations: Vec<String> = all.filter(|name| name != "cuda").collect();
     let (version, threads) = (env!("CARGO_PKG_VERSION"), rayon::current_num_threads());
-    let gpus = gpus();
+    let (gpus, memory) = (gpus(), memory());
     let mut out = stdout().lock();
     until_closed(if args.json {
         let cpu = json!({ "implementations": implementations, "threads": threads });
-        let report = json!({ "version": version, "cpu": cpu, "cuda": gpus.json });
+        let memory = memory.map(|(total, free)| json!({ "bytes": total, "available": free }));
+        let report = json!({ "version": version, "cpu": cpu, "memory": memory, "cuda": gpus.json });
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?).map_err(Into::into)
     } else {
         let cpu = format!("{}; threads: {threads}", implementations.join(", "));
-        let own = [("nvfp4".to_string(), version.to_string()), ("cpu".to_string(), cpu)];
+        let memory = memory.map_or("unknown on this system".to_string(), |(total, free)| {
+            format!("{}, {} available", sizes::show(total), sizes::show(free))
+        });
+        let own = [("nvfp4", version.to_string()), ("cpu", cpu), ("memory", memory)];
+        let own = own.map(|(about, line)| (about.to_string(), line));
         let mut lines = own.iter().chain(&gpus.lines);
         lines.try_for_each(|(about, line)| writeln!(out, "{about:<8} {line}")).map_err(Into::into)
     })?;
     Ok(if gpus.outcome == Outcome::Failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Bytes of memory, and how many a new program can have, where the system says so in `/proc`.
+fn memory() -> Option<(u64, u64)> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kilobytes = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+    };
+    Some((kilobytes("MemTotal:")? * 1024, kilobytes("MemAvailable:")? * 1024))
 }
 
 #[cfg(feature = "cuda")]

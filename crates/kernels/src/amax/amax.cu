@@ -10,6 +10,7 @@ struct Params {
     u32* tensor;
     u32* row;
     u32* col;
+    u32* plain;  // the maximum of everything before the transform
     u32 aligned, signs, panel;  // rows of a panel, a multiple of 16
     u32 padding;
 };
@@ -92,14 +93,14 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
     }
 }
 
-// The maxima after the transform along columns (`col`: one per column; or all of them, `tensor`): a thread has one column of
-// f32 or two neighbouring ones, 16 rows at a time.
+// The maxima after the transform along columns (`col`: one per column; or all of them, `tensor`), and that before it (`plain`): a
+// thread has one column of f32 or two neighbouring ones, 16 rows at a time.
 extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_constant__ Params p) {
     constexpr int WIDE = INPUT == F32 ? 1 : 2;
     u64 units = (p.cols + WIDE - 1) / WIDE, groups = (units + 127) / 128;
     u64 first = blockIdx.x / groups * p.panel, unit = blockIdx.x % groups * 128 + threadIdx.x, c = unit * WIDE;
     u64 end = first + p.panel < p.rows ? first + p.panel : p.rows;
-    u32 m[2] = {0, 0};
+    u32 m[2] = {0, 0}, before = 0;
     for (u64 r = first; unit < units && r < end; r += BLOCK) {
         u32 w[BLOCK];
 #pragma unroll
@@ -109,6 +110,8 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
             else if (p.aligned && c + 1 < p.cols) w[i] = *(const u32*)from;
             else w[i] = *(const u16*)from | (c + 1 < p.cols ? (u32)((const u16*)from)[1] << 16 : 0);
         }
+#pragma unroll
+        for (int i = 0; WANTED_PLAIN && i < BLOCK; i++) before = larger_counted(before, w[i]);
 #pragma unroll
         for (int h = 0; h < WIDE; h++) {
             float v[BLOCK];
@@ -136,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
         if (WIDE == 2 && c + 1 < p.cols) atomicMax(p.col + c + 1, m[1]);
     }
     if (WANTED_TENSOR) meet(p.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
+    if (WANTED_PLAIN) meet(p.plain, word_maximum(before));
 }
 
 // The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a thread has a block of 16.

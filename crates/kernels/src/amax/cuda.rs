@@ -44,6 +44,8 @@ struct Variant {
     tensor: bool,
     rows: bool,
     cols: bool,
+    /// Beside those after a transform.
+    plain: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -63,6 +65,7 @@ struct Params {
     tensor: u64,
     row: u64,
     col: u64,
+    plain: u64,
     aligned: u32,
     signs: u32,
     panel: u32,
@@ -82,11 +85,12 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
     let edge = if v.edge == Edge::Kernel { "KERNEL" } else { "REFERENCE" };
     let settings = format!(
         "constexpr bool WHOLE = false;\nconstexpr Precision INPUT = {};\nconstexpr Edge EDGE = {edge};\n\
-         constexpr bool WANTED_TENSOR = {}, WANTED_ROWS = {}, WANTED_COLS = {};\n",
+         constexpr bool WANTED_TENSOR = {}, WANTED_ROWS = {}, WANTED_COLS = {}, WANTED_PLAIN = {};\n",
         precision(v.precision),
         v.tensor,
         v.rows,
         v.cols,
+        v.plain,
     );
     ("amax", function, assemble(&settings, &[BLOCK_TEXT, include_str!("amax.cu")]))
 }
@@ -95,23 +99,44 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
 pub(crate) fn sources() -> Vec<(String, Source)> {
     let (mut variants, edges) = (Vec::new(), [Edge::Kernel, Edge::Reference]);
     for (precision, edge) in PRECISIONS.into_iter().flat_map(|p| edges.map(|e| (p, e))) {
-        variants.push(Variant { precision, edge, function: Function::Plain, tensor: true, rows: true, cols: true });
+        variants.push(Variant {
+            precision,
+            edge,
+            function: Function::Plain,
+            tensor: true,
+            rows: true,
+            cols: true,
+            plain: false,
+        });
     }
     let tensor = Variant { rows: false, cols: false, precision: Precision::Bf16, edge: Edge::Kernel, ..variants[0] };
     variants.push(tensor);
     variants.push(Variant { function: Function::AlongRows, tensor: false, rows: true, ..tensor });
     variants.push(Variant { function: Function::AlongColumns, tensor: false, cols: true, ..tensor });
+    variants.push(Variant { function: Function::AlongColumns, plain: true, ..tensor });
     variants.into_iter().map(|v| cuda::entry(v, source)).collect()
 }
 
 /// [`amax`], also after the Hadamard transform; `x` has been checked.
 pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Wanted<'_>) -> Result<()> {
-    pass(stream, x, edge, values, wanted, Start::Zero)
+    pass(stream, x, edge, values, (wanted, None), Start::Zero)
+}
+
+/// [`run`] after the Hadamard transform along columns, and the maximum of everything before it, which is one value.
+pub(crate) fn run_with_plain(
+    stream: &Stream,
+    x: &Input<'_>,
+    edge: Edge,
+    signs: Signs,
+    wanted: Wanted<'_>,
+    plain: SliceMut<'_, f32>,
+) -> Result<()> {
+    pass(stream, x, edge, Values::AlongColumns(signs), (wanted, Some(plain)), Start::Zero)
 }
 
 /// [`amax`] in the kernel edge, where maxima also count what their memory held before, which are magnitudes; `x` has been checked.
 pub(crate) fn join(stream: &Stream, x: &Input<'_>, wanted: Wanted<'_>) -> Result<()> {
-    pass(stream, x, Edge::Kernel, Values::Plain, wanted, Start::AsItIs)
+    pass(stream, x, Edge::Kernel, Values::Plain, (wanted, None), Start::AsItIs)
 }
 
 /// What maxima begin with.
@@ -121,11 +146,23 @@ enum Start {
     AsItIs,
 }
 
-fn pass(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Wanted<'_>, start: Start) -> Result<()> {
+fn pass(
+    stream: &Stream,
+    x: &Input<'_>,
+    edge: Edge,
+    values: Values,
+    (wanted, plain): (Wanted<'_>, Option<SliceMut<'_, f32>>),
+    start: Start,
+) -> Result<()> {
     static VARIANTS: Variants<Variant> = Variants::new();
     let Wanted { tensor, rows, cols } = wanted;
-    let mut address = [0; 3];
-    let asked = [("tensor amax", tensor, 1), ("row amax", rows, x.rows()), ("column amax", cols, x.cols())];
+    let mut address = [0; 4];
+    let asked = [
+        ("tensor amax", tensor, 1),
+        ("row amax", rows, x.rows()),
+        ("column amax", cols, x.cols()),
+        ("tensor amax", plain, 1),
+    ];
     for ((what, slice, len), address) in asked.into_iter().zip(&mut address) {
         let Some(mut slice) = slice else { continue };
         check_len(what, len, slice.len())?;
@@ -136,7 +173,7 @@ fn pass(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Want
             stream.fill_bytes(slice.reborrow(), 0)?;
         }
     }
-    if x.rows() == 0 || x.cols() == 0 || address == [0; 3] {
+    if x.rows() == 0 || x.cols() == 0 || address == [0; 4] {
         return Ok(());
     }
     let variant = Variant {
@@ -150,6 +187,7 @@ fn pass(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Want
         tensor: address[0] != 0,
         rows: address[1] != 0,
         cols: address[2] != 0,
+        plain: address[3] != 0,
     };
     let kernel = VARIANTS.get(stream.device(), variant, source)?;
     let panel = if variant.cols || variant.function == Function::AlongColumns { PANEL_OF_COLUMNS } else { PANEL };
@@ -173,6 +211,7 @@ fn pass(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Want
         tensor: address[0],
         row: address[1],
         col: address[2],
+        plain: address[3],
         aligned: x.rows_aligned().into(),
         signs: match values {
             Values::Plain => 0,

@@ -21,6 +21,8 @@ mod error;
 mod input;
 mod kernel;
 mod memory;
+mod pool;
+pub mod shared;
 mod sources;
 mod stream;
 mod tensor_map;
@@ -37,6 +39,7 @@ pub(crate) use input::Uploaded;
 pub use input::{Input, Values};
 pub use kernel::Kernel;
 pub use memory::{Buffer, Plain, Slice, SliceMut};
+pub use pool::{Allocator, Memory, Pool};
 pub(crate) use sources::entry;
 #[doc(hidden)]
 pub use sources::sources;

@@ -3,9 +3,11 @@
 use super::device::Device;
 use super::error::{Error, Result, check};
 use super::memory::{Buffer, Plain, Slice, SliceMut, is_page_locked};
+use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{self, CUevent, CUgraphExec, CUresult, CUstream, CUstreamCaptureMode};
+use nvfp4_spec::Element;
 use std::ffi::c_void;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::{fmt, ptr};
 
 /// A queue of work: what is given to it runs in order, while the caller goes on.
@@ -13,6 +15,8 @@ pub struct Stream {
     device: Device,
     raw: CUstream,
     owner: Owner,
+    /// Keeps another library's stream alive.
+    _kept: Option<Arc<CudaStream>>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -34,7 +38,7 @@ impl Stream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; the driver writes one handle.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Stream { device, raw, owner: Owner::Us })
+        Ok(Stream { device, raw, owner: Owner::Us, _kept: None })
     }
 
     /// Another framework's stream, which stays that framework's to destroy. Null is the default stream.
@@ -43,7 +47,12 @@ impl Stream {
     ///
     /// `raw` is null or a `CUstream` of `device`'s primary context that outlives what is returned.
     pub unsafe fn borrow(device: Device, raw: *mut c_void) -> Stream {
-        Stream { device, raw: raw.cast(), owner: Owner::Another }
+        Stream { device, raw: raw.cast(), owner: Owner::Another, _kept: None }
+    }
+
+    /// The same stream, with a count of what owns it.
+    pub(super) fn keeping(self, stream: Arc<CudaStream>) -> Stream {
+        Stream { _kept: Some(stream), ..self }
     }
 
     /// The GPU it belongs to.
@@ -110,6 +119,21 @@ impl Stream {
         let mut values = vec![T::default(); slice.len()];
         self.download(slice, &mut values)?;
         Ok(values)
+    }
+
+    /// Brings what `make` leaves in memory of the GPU into `out`, which has as many values. `P` and `T` are the same type, which only
+    /// their precisions tell.
+    pub(crate) fn fetch<P: Element + Plain, T: Element>(
+        &self,
+        out: &mut [T],
+        make: impl FnOnce(SliceMut<'_, P>) -> crate::Result<()>,
+    ) -> crate::Result<()> {
+        let mut buffer = self.device.alloc::<P>(out.len())?;
+        make(buffer.slice_mut())?;
+        for (out, value) in out.iter_mut().zip(self.to_host(buffer.slice())?) {
+            *out = T::from_f32(value.to_f32());
+        }
+        Ok(())
     }
 
     /// Copies within the GPU. Does not wait.

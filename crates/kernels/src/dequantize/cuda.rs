@@ -2,10 +2,11 @@
 
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
-use crate::cuda::{self, Device, Plain, Slice, SliceMut, Source, Stream};
+use crate::cuda::{self, Buffer, Device, Plain, Slice, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::quantize::Layout;
 use crate::quantize::cuda::{BLOCK_TEXT, countable, divisor};
+use half::{bf16, f16};
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{BLOCK, Element, GlobalScale, Precision, area, e2m1, matrix};
 
@@ -130,34 +131,43 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
     PRECISIONS.map(|p| cuda::entry(p, source)).to_vec()
 }
 
-/// The operation on memory of the host.
-pub(super) fn on_host<T: Element>(device: Device, q: &matrix::View<'_>, out: &mut [T]) -> Result<()> {
-    let stream = Stream::new(device)?;
-    let (codes, scales) = (stream.to_device(q.codes)?, stream.to_device(q.scales)?);
-    let stored = stream.to_device(q.stored)?;
-    let view = View {
-        rows: q.rows,
-        cols: q.cols,
-        codes: codes.slice(),
-        scales: scales.slice(),
-        layout: Layout::Linear,
-        stored: stored.slice(),
-        global: q.global,
-        unit: q.unit,
-    };
-    // Which of the three types `T` is, only its precision tells.
-    match T::PRECISION {
-        Precision::F32 => decode::<f32, T>(&stream, &view, out),
-        Precision::Bf16 => decode::<half::bf16, T>(&stream, &view, out),
-        Precision::F16 => decode::<half::f16, T>(&stream, &view, out),
+/// A quantized matrix that was copied to a GPU.
+#[derive(Debug)]
+pub(crate) struct Copied<'a> {
+    of: matrix::View<'a>,
+    codes: Buffer<u8>,
+    scales: Buffer<u8>,
+    stored: Buffer<f32>,
+}
+
+impl<'a> Copied<'a> {
+    pub fn new(stream: &Stream, of: matrix::View<'a>) -> Result<Self> {
+        let (codes, scales) = (stream.to_device(of.codes)?, stream.to_device(of.scales)?);
+        Ok(Copied { of, codes, scales, stored: stream.to_device(of.stored)? })
+    }
+
+    pub fn view(&self) -> View<'_> {
+        View {
+            rows: self.of.rows,
+            cols: self.of.cols,
+            codes: self.codes.slice(),
+            scales: self.scales.slice(),
+            layout: Layout::Linear,
+            stored: self.stored.slice(),
+            global: self.of.global,
+            unit: self.of.unit,
+        }
     }
 }
 
-fn decode<P: Element + Plain, T: Element>(stream: &Stream, view: &View<'_>, out: &mut [T]) -> Result<()> {
-    let mut buffer = stream.device().alloc::<P>(out.len())?;
-    dequantize(stream, view, buffer.slice_mut())?;
-    for (out, value) in out.iter_mut().zip(stream.to_host(buffer.slice())?) {
-        *out = T::from_f32(value.to_f32());
+/// The operation on memory of the host.
+pub(super) fn on_host<T: Element>(device: Device, q: &matrix::View<'_>, out: &mut [T]) -> Result<()> {
+    let stream = Stream::new(device)?;
+    let copied = Copied::new(&stream, *q)?;
+    // Which of the three types `T` is, only its precision tells.
+    match T::PRECISION {
+        Precision::F32 => stream.fetch::<f32, T>(out, |out| dequantize(&stream, &copied.view(), out)),
+        Precision::Bf16 => stream.fetch::<bf16, T>(out, |out| dequantize(&stream, &copied.view(), out)),
+        Precision::F16 => stream.fetch::<f16, T>(out, |out| dequantize(&stream, &copied.view(), out)),
     }
-    Ok(())
 }

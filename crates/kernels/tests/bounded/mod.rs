@@ -1,17 +1,10 @@
 //! Outputs held against the bound of their sums.
 
-use nvfp4_kernels::Implementation;
 use nvfp4_spec::Element;
 use nvfp4_spec::gemm::{Accumulate, Interval, Operand, Product, Sums};
 
-/// Whether sums are the GPU's.
-#[allow(dead_code, reason = "not every test that has this module asks")]
-pub fn is_gpu(implementation: Implementation) -> bool {
-    implementation.to_string() == "cuda"
-}
-
 /// Every output lies within its interval.
-#[allow(dead_code, reason = "as above")]
+#[allow(dead_code, reason = "not every test that has this module asks")]
 pub fn check<T: Element>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>, out: &[T], name: &str) {
     let (m, n) = (a.rows(), b.rows());
     assert_eq!(out.len(), m * n);

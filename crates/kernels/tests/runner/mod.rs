@@ -1,5 +1,7 @@
 //! The agreement runner: quantizes and decodes a generated matrix in every implementation, and compares with the scalar one.
 
+#[path = "../bounded/mod.rs"]
+mod bounded;
 pub mod fp8;
 
 use half::{bf16, f16};
@@ -380,7 +382,7 @@ pub fn check_hadamard(case: &Case) {
     }
 }
 
-/// A product of quantized matrices of any bytes, in every implementation, and of one of them with a plain matrix, which is only run.
+/// A product of quantized matrices of any bytes, in every implementation, exact but on a GPU, which is within the bound, and of one of them with a plain matrix, which is only run.
 pub fn check_product(m: usize, n: usize, k: usize) {
     let bytes = |len: usize, salt: usize| (0..len).map(|i| (i * 37 + salt) as u8 & 0x7B).collect::<Vec<u8>>();
     let codes = [m, n].map(|rows| bytes(rows * e2m1::packed_len(k), 11));
@@ -396,12 +398,22 @@ pub fn check_product(m: usize, n: usize, k: usize) {
     };
     let plain = vec![bf16::ONE; m * k];
     for implementation in Implementation::available() {
+        let (a, b) = (view(0, m), view(1, n));
         let product = |implementation| {
             let mut out = vec![77f32; m * n];
-            gemm::gemm(implementation, &view(0, m), &view(1, n), &gemm::Product::default(), &mut out).unwrap();
+            gemm::gemm(implementation, &a, &b, &gemm::Product::default(), &mut out).unwrap();
             out
         };
-        assert_eq!(product(implementation), product(Implementation::Scalar), "{implementation}");
+        match implementation.is_gpu() {
+            true => bounded::check(
+                &(&a).into(),
+                &(&b).into(),
+                &gemm::Product::default(),
+                &product(implementation),
+                &implementation.to_string(),
+            ),
+            false => assert_eq!(product(implementation), product(Implementation::Scalar), "{implementation}"),
+        }
         let mut out = vec![77f32; m * n];
         let x = Input::new(Values::Bf16(&plain), m, k).unwrap();
         gemm::gemm(implementation, &x, &view(1, n), &gemm::Product::default(), &mut out).unwrap();

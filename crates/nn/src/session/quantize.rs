@@ -1,11 +1,12 @@
 //! From a tensor of a module to what the plan makes of it.
 
 use super::{Phase, Session, State};
+use crate::codes::Codes;
 use crate::operand::Quantized;
-use crate::{Error, Result, values};
+use crate::{Error, Result};
 use candle_core::Tensor;
 use nvfp4::recipe::{ColumnSource, Consumer, Family, Format, LinearSlot, Plan, QuantSpec, Site, Slot};
-use nvfp4::{Directions, Options, Randomness, Rounding, Side};
+use nvfp4::{Directions, Randomness, Rounding, Side};
 
 impl Session {
     /// Quantizes a matrix as the plan says.
@@ -90,9 +91,8 @@ impl Session {
             Rounding::NearestEven => None,
             Rounding::Stochastic => Some(self.draw(site)?),
         };
-        let options = Options { randomness, ..Options::default() };
         let (rows, cols) = x.dims2()?;
-        let observed = values::with_values(x, |x| quantizer.observe(x, &options)).map_err(|error| match error {
+        let observed = Codes::make(&quantizer, x, randomness).map_err(|error| match error {
             Error::Nvfp4(source) => {
                 Error::Tensor { site: site.to_string(), rows, cols, spec: spec.to_string(), source: Box::new(source) }
             }
@@ -106,7 +106,7 @@ impl Session {
                 }
             }
         }
-        Ok(Quantized::new(spec, x.detach(), observed.tensor))
+        Ok(Quantized::new(spec, x.detach(), observed.codes))
     }
 
     /// Random numbers for one quantization.

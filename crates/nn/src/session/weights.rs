@@ -14,7 +14,7 @@ impl Session {
     /// The codes of all weights that are stored as codes ([`crate::Storage`]), by the names of their masters: [`nvfp4::save`] writes them.
     pub fn stored_weights(&self) -> Result<BTreeMap<String, QuantTensor>> {
         let stored = self.state().stored.clone();
-        let codes = stored.iter().map(|(site, weight)| Ok((weight.name.clone(), self.weight(site, weight)?.codes())));
+        let codes = stored.iter().map(|(site, weight)| Ok((weight.name.clone(), self.weight(site, weight)?.codes()?)));
         codes.filter_map(|pair| pair.map(|(name, codes)| Some((name, codes?))).transpose()).collect()
     }
 
@@ -29,13 +29,13 @@ impl Session {
             let name = &weight.name;
             let codes = file.remove(name).ok_or_else(|| refuse(format!("'{name}' is missing")))?;
             let made = self.weight(&site, &weight)?;
-            let (ours, theirs) = (made.codes().map_or("none".to_string(), |own| own.to_string()), codes.to_string());
+            let (ours, theirs) = (made.codes()?.map_or("none".to_string(), |own| own.to_string()), codes.to_string());
             if ours != theirs {
                 return Err(refuse(format!(
                     "'{name}': expected {ours}, got {theirs}; apply the recipe that it was made with"
                 )));
             }
-            taken.push((site, weight, made.with_codes(codes)));
+            taken.push((site, weight, made.with_codes(codes)?));
         }
         for (site, weight, codes) in taken {
             weight.var.set(&codes.decoded()?)?;

@@ -11,7 +11,7 @@
 //! the configuration that says ModelOpt, a checkpoint is refused rather than guessed at.
 
 use super::folder::{Checkpoint, Located};
-use super::weight::{Nibbles, Nvfp4, Stored, Weight};
+use super::weight::{Arrangement, Nibbles, Nvfp4, Stored, Weight};
 use crate::{Error, Layout, Result, Unit};
 use nvfp4_spec::{BLOCK, swizzle};
 use safetensors::Dtype;
@@ -86,7 +86,11 @@ impl<'a> Model<'a> {
             Dialect::Fp8Block => grouping.fp8()?,
             Dialect::MxFp4 => grouping.mxfp4()?,
             Dialect::TorchAo => grouping.torchao()?,
-            Dialect::ModelOpt | Dialect::CompressedTensors | Dialect::ComfyUi => grouping.nvfp4(dialect)?,
+            Dialect::ModelOpt => {
+                grouping.nvfp4(dialect)?;
+                grouping.experts()?;
+            }
+            Dialect::CompressedTensors | Dialect::ComfyUi => grouping.nvfp4(dialect)?,
         }
         grouping.plain();
         // Tensors keep the order of their files, so that a converted checkpoint reads its source from front to back.
@@ -264,10 +268,47 @@ impl<'a> Grouping<'a> {
                 nibbles,
                 layout,
                 unit,
+                arrangement: Arrangement::Rows,
             };
             self.add_nvfp4(module, parts)?;
             let marker = self.checkpoint.get(&name("comfy_quant"));
             self.taken.extend(marker.map(|m| m.info.name.as_str()));
+        }
+        Ok(())
+    }
+
+    /// ModelOpt's experts in one tensor: `X`, `X_weight_scale`, `X_weight_scale_2`, inputs before outputs.
+    fn experts(&mut self) -> Result<()> {
+        for module in self.modules("_weight_scale_2") {
+            let name = |part: &str| format!("{module}_{part}");
+            let codes = self.need(module, &name("weight_scale_2"))?;
+            let scales = self.need(&name("weight_scale"), module)?;
+            let (Dtype::U8, &[experts, bytes, outputs]) = (codes.info.dtype, &codes.info.shape[..]) else {
+                return Err(codes.wrong("expected packed codes of experts, U8 of three dimensions"));
+            };
+            let cols = bytes * 2;
+            let expected = [experts, cols / BLOCK, outputs];
+            if scales.info.dtype != Dtype::F8_E4M3 || !cols.is_multiple_of(BLOCK) || scales.info.shape != expected {
+                return Err(scales.wrong(format!("expected F8_E4M3 scales of {expected:?}")));
+            }
+            let global = self.need(&name("weight_scale_2"), module)?;
+            let input = self.checkpoint.get(&name("input_scale"));
+            for scalar in [Some(global), input].into_iter().flatten() {
+                if scalar.info.dtype != Dtype::F32 || ![4, 4 * experts as u64].contains(&scalar.info.len) {
+                    return Err(scalar.wrong(format!("expected one F32 number, or one for each of {experts} experts")));
+                }
+            }
+            let parts = Nvfp4 {
+                codes,
+                scales,
+                global: Some(global),
+                input,
+                nibbles: Nibbles::EvenLow,
+                layout: Layout::Linear,
+                unit: Unit::Multiplier,
+                arrangement: Arrangement::Experts(experts),
+            };
+            self.add(module, experts * outputs, cols, Stored::Nvfp4(parts));
         }
         Ok(())
     }
@@ -294,6 +335,7 @@ impl<'a> Grouping<'a> {
                     nibbles: Nibbles::EvenLow,
                     layout,
                     unit: Unit::Multiplier,
+                    arrangement: Arrangement::Rows,
                 };
                 self.add_nvfp4(module, parts)?;
             }

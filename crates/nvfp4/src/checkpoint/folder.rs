@@ -101,7 +101,7 @@ impl Checkpoint {
         if files.is_empty() {
             let hint = match ending(".gguf").first() {
                 Some(gguf) => format!(
-                    "no safetensors files; '{gguf}' is GGUF, which is not read: use the checkpoint it was made from"
+                    "no safetensors files; '{gguf}' is GGUF, which `inspect` and `verify` read as a file, and nothing converts"
                 ),
                 None => "no safetensors files in this folder".to_string(),
             };
@@ -199,6 +199,12 @@ impl Checkpoint {
         self.files.iter().flat_map(|f| f.tensors()).map(|t| t.len).sum()
     }
 
+    /// The path of a file beside the weights, if it is there.
+    pub(super) fn companion(&self, name: &str) -> Result<Option<PathBuf>> {
+        let present = self.kind == Kind::Folder && self.root.join(name).symlink_metadata().is_ok();
+        present.then(|| inside(&self.root, name)).transpose()
+    }
+
     /// Files that come along into a converted checkpoint (tokenizer, generation settings, code), relative to the folder:
     /// everything but weights, the index, the two configurations, and hidden folders.
     pub fn companions(&self) -> Result<Vec<PathBuf>> {
@@ -279,7 +285,12 @@ pub(super) fn read_json(path: &Path) -> Result<Value> {
     if bytes.len() as u64 > MAX_JSON {
         return Err(invalid(format!("more than {MAX_JSON} bytes of JSON")));
     }
-    unique_keys(&bytes).and_then(|()| serde_json::from_slice(&bytes)).map_err(|e| invalid(e.to_string()))
+    parse_json(&bytes).map_err(|e| invalid(e.to_string()))
+}
+
+/// JSON in which no object has a key twice.
+fn parse_json(bytes: &[u8]) -> serde_json::Result<Value> {
+    unique_keys(bytes).and_then(|()| serde_json::from_slice(bytes))
 }
 
 /// The index of a sharded checkpoint.
@@ -290,7 +301,10 @@ struct Index {
 
 impl Index {
     fn read(path: &Path) -> Result<Self> {
-        let json = read_json(path)?;
+        Self::new(path, &read_json(path)?)
+    }
+
+    fn new(path: &Path, json: &Value) -> Result<Self> {
         let invalid = |reason: &str| Error::Format { path: path.to_path_buf(), reason: reason.to_string() };
         let map = json.get("weight_map").and_then(Value::as_object);
         let map = map.ok_or_else(|| invalid("expected an object 'weight_map' of tensor and file names"))?;
@@ -320,4 +334,24 @@ impl Index {
     fn wrong(&self, reason: String) -> Error {
         Error::Format { path: self.path.clone(), reason }
     }
+}
+
+/// Checks the text of an index, for fuzzing: whatever the bytes, this returns.
+#[doc(hidden)]
+pub fn check_index(bytes: &[u8]) -> bool {
+    parse_json(bytes).is_ok_and(|json| Index::new(Path::new("index"), &json).is_ok())
+}
+
+/// Reads a `config.json` in all ways that there are, for fuzzing: whatever the bytes, this returns. The same text stands for
+/// `hf_quant_config.json`.
+#[doc(hidden)]
+pub fn check_config(bytes: &[u8]) -> bool {
+    let Ok(json) = parse_json(bytes) else { return false };
+    let (config, quantization) = (Some(json.clone()), Some(json));
+    let Ok(checkpoint) = Checkpoint::collect(Path::new("none"), Kind::Folder, Vec::new(), config, quantization) else {
+        return false;
+    };
+    let Ok(model) = super::Model::new(&checkpoint) else { return false };
+    let verified = super::verify(&model, super::Client::Vllm, 1).is_ok();
+    verified && super::gguf::check_parameters(&checkpoint)
 }

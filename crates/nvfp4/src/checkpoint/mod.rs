@@ -1,8 +1,8 @@
 //! Checkpoints: what other programs write and load, read safely, converted to NVFP4, checked and explained.
 //!
 //! Read in this order: `file` (one safetensors file), `folder` (a checkpoint), `dialect` (whose it is), `weight` (its
-//! matrices), `names` and `plan` (what will happen to them), `target` and `shards` (what is written, and where),
-//! `convert` (the two passes).
+//! matrices), `names` and `plan` (what will happen to them), `target` and `shards` (what is written, and where; `gguf` for
+//! llama.cpp), `settings` (what is asked for), `convert` (the two passes) and `rows` (one piece of one weight).
 //!
 //! ```no_run
 //! use nvfp4::checkpoint::{Settings, convert};
@@ -23,12 +23,16 @@ mod convert;
 mod dialect;
 mod file;
 mod folder;
+pub mod gguf;
+mod inputs;
 mod measure;
 mod mxfp4;
 mod names;
 mod plan;
 mod pool;
 mod positioned;
+mod rows;
+mod settings;
 mod shards;
 mod statistics;
 mod target;
@@ -37,18 +41,19 @@ mod weight;
 mod work;
 
 pub use compare::{Compared, Comparison, Difference, compare, differences};
-pub use convert::{Acts, Finished, Observer, Pass, ScaleChoice, Settings, Summary, convert};
+pub use convert::convert;
 pub use dialect::{Dialect, Model, detect};
 pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
-pub use folder::{Checkpoint, Kind, Located};
+pub use folder::{Checkpoint, Kind, Located, check_config, check_index};
 pub use measure::Measure;
 pub use names::{Pattern, Preset, fused};
 pub use plan::{Action, DefaultSkips, Fuse, Group, Item, Plan, Selection};
+pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use statistics::{Statistics, statistics};
 pub use target::{Activations, Target};
 pub use verify::{Client, Finding, Severity, verify};
-pub use weight::{Buffer, Nibbles, Nvfp4, Stored, Weight};
+pub use weight::{Arrangement, Buffer, Nibbles, Nvfp4, Stored, Weight};
 pub use work::Existing;
 
 /// The error about the first value of some rows that is not finite.

@@ -5,8 +5,11 @@
 //! largest exponent mapped to 2⁸, blocks down to 2¹⁷ times smaller are exact. What lies below is rounded to the
 //! smallest scale.
 
-use super::weight::MX_BLOCK;
+use super::rows::Memory;
+use super::weight::{MX_BLOCK, Weight};
+use crate::Result;
 use nvfp4_spec::{BLOCK, Edge, e2m1, e4m3, e8m0};
+use std::ops::Range;
 
 /// The exponent of the largest power of two among E4M3 numbers.
 const TOP: i32 = 8;
@@ -14,18 +17,36 @@ const TOP: i32 = 8;
 /// The exponent of the smallest.
 const BOTTOM: i32 = -9;
 
-/// Casts a matrix in place of its codes; returns the tensor scale, a multiplier.
+/// The largest exponent of some rows of a weight that any code other than zero has; 0 for none.
+pub(super) fn top(weight: &Weight<'_>, rows: &Range<usize>, memory: &mut Memory) -> Result<u32> {
+    weight.mxfp4(rows.clone(), &mut memory.codes, &mut memory.exponents)?;
+    Ok(largest(&memory.codes, &memory.exponents))
+}
+
+fn largest(codes: &[u8], exponents: &[u8]) -> u32 {
+    let blocks = codes.chunks_exact(MX_BLOCK / 2).zip(exponents);
+    let used = blocks.filter(|(codes, _)| codes.iter().any(|&b| b & 0x77 != 0)).map(|(_, &e)| u32::from(e));
+    used.max().unwrap_or(0)
+}
+
+/// The exponent that maps to the largest power of two, kept where the tensor scale is a normal binary32 number.
+fn mapped(top: u32) -> i32 {
+    if top == 0 { 127 + TOP } else { (top as i32).max(1 + TOP) }
+}
+
+/// The tensor scale, a multiplier, of a matrix with this largest exponent.
+pub(super) fn scale(top: u32) -> f32 {
+    e8m0::decode((mapped(top) - TOP) as u8)
+}
+
+/// Casts rows of a matrix, whose largest exponent is `top`, in place of their codes.
 ///
 /// `exponents` has a byte per 32 codes, none of them NaN; `scales` takes a byte per 16.
-pub(super) fn cast(codes: &mut [u8], exponents: &[u8], scales: &mut [u8]) -> f32 {
-    let blocks = codes.chunks_exact(MX_BLOCK / 2).zip(exponents);
-    let used = blocks.filter(|(codes, _)| codes.iter().any(|&b| b & 0x77 != 0)).map(|(_, &e)| i32::from(e));
-    // The tensor scale is 2^(top − 127 − 8), kept within normal binary32 numbers.
-    let top = used.max().unwrap_or(127 + TOP).max(1 + TOP);
+pub(super) fn cast(codes: &mut [u8], exponents: &[u8], top: u32, scales: &mut [u8]) {
     for ((codes, &exponent), scales) in
         codes.chunks_exact_mut(MX_BLOCK / 2).zip(exponents).zip(scales.chunks_exact_mut(MX_BLOCK / BLOCK))
     {
-        let power = i32::from(exponent) - top + TOP;
+        let power = i32::from(exponent) - mapped(top) + TOP;
         let within = power.clamp(BOTTOM, TOP);
         scales.fill(e4m3::encode(2f32.powi(within)));
         if power < BOTTOM {
@@ -34,18 +55,18 @@ pub(super) fn cast(codes: &mut [u8], exponents: &[u8], scales: &mut [u8]) -> f32
             codes.iter_mut().for_each(|b| *b = e2m1::pack(round(*b & 15), round(*b >> 4)));
         }
     }
-    e8m0::decode((top - TOP) as u8)
 }
 
-/// The transposed matrix of bytes.
-pub(super) fn transpose(from: &[u8], rows: usize, cols: usize, to: &mut [u8]) {
+/// The transposed matrix of elements of `size` bytes.
+pub(super) fn transpose(from: &[u8], rows: usize, cols: usize, size: usize, to: &mut [u8]) {
     /// A tile whose lines stay in the first-level cache.
     const TILE: usize = 64;
     for r0 in (0..rows).step_by(TILE) {
         for c0 in (0..cols).step_by(TILE) {
             for c in c0..(c0 + TILE).min(cols) {
                 for r in r0..(r0 + TILE).min(rows) {
-                    to[c * rows + r] = from[r * cols + c];
+                    let (there, here) = ((c * rows + r) * size, (r * cols + c) * size);
+                    to[there..there + size].copy_from_slice(&from[here..here + size]);
                 }
             }
         }
@@ -56,8 +77,8 @@ pub(super) fn transpose(from: &[u8], rows: usize, cols: usize, to: &mut [u8]) {
 mod tests {
     use super::*;
 
-    fn values(codes: &[u8], scale: impl Fn(usize) -> f32) -> Vec<f32> {
-        (0..codes.len() * 2).map(|i| e2m1::decode(e2m1::code_at(codes, i)) * scale(i)).collect()
+    fn values(codes: &[u8], of: impl Fn(usize) -> f32) -> Vec<f32> {
+        (0..codes.len() * 2).map(|i| e2m1::decode(e2m1::code_at(codes, i)) * of(i)).collect()
     }
 
     #[test]
@@ -66,7 +87,9 @@ mod tests {
         for base in [1u8, 60, 127, 200, 234] {
             let exponents: Vec<u8> = (0..20).map(|b| base + b).collect();
             let (mut codes, mut scales) = (original.clone(), vec![0; 40]);
-            let g = cast(&mut codes, &exponents, &mut scales);
+            let top = largest(&codes, &exponents);
+            cast(&mut codes, &exponents, top, &mut scales);
+            let g = scale(top);
             let before = values(&original, |i| e8m0::decode(exponents[i / 32]));
             let after = values(&codes, |i| e4m3::decode(scales[i / 16]) * g);
             assert_eq!(before[64..], after[64..], "exponents {base}…");
@@ -81,7 +104,9 @@ mod tests {
         let mut codes = vec![0x11; 16];
         codes.extend([0x80; 16]);
         let mut scales = [0; 4];
-        let g = cast(&mut codes, &[100, 250], &mut scales);
+        let top = largest(&codes, &[100, 250]);
+        cast(&mut codes, &[100, 250], top, &mut scales);
+        let g = scale(top);
         assert_eq!(e4m3::decode(scales[0]) * g, e8m0::decode(100));
         assert!(codes[16..].iter().all(|&b| b & 0x77 == 0));
     }
@@ -90,9 +115,9 @@ mod tests {
     fn transposed_twice_is_the_same() {
         let from: Vec<u8> = (0..70 * 131).map(|i| i as u8).collect();
         let (mut once, mut twice) = (vec![0; from.len()], vec![0; from.len()]);
-        transpose(&from, 70, 131, &mut once);
+        transpose(&from, 70, 131, 1, &mut once);
         assert_eq!(once[70 + 3], from[3 * 131 + 1]);
-        transpose(&once, 131, 70, &mut twice);
+        transpose(&once, 131, 70, 1, &mut twice);
         assert_eq!(from, twice);
     }
 }

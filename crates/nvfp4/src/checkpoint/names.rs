@@ -74,6 +74,12 @@ pub fn fused(module: &str) -> Option<(&str, &'static str)> {
     FUSED.iter().find(|(_, members)| members.contains(&last)).map(|&(group, _)| (parent, group))
 }
 
+/// The same by lists of last names that someone gives.
+pub(super) fn listed<'m>(module: &'m str, lists: &[Vec<String>]) -> Option<(&'m str, String)> {
+    let (parent, last) = module.rsplit_once('.')?;
+    lists.iter().find(|list| list.iter().any(|name| name == last)).map(|list| (parent, list.join("/")))
+}
+
 /// Why a weight is not quantized by default.
 pub(super) fn default_keep(module: &str) -> Option<&'static str> {
     let last = module.rsplit('.').next().unwrap_or(module);

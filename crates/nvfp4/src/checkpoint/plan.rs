@@ -2,9 +2,10 @@
 
 use super::dialect::Model;
 use super::names::{self, Pattern, Preset};
+use super::target::Target;
 use super::weight::{Stored, Weight};
 use crate::{Error, Result};
-use nvfp4_spec::BLOCK;
+use nvfp4_spec::{BLOCK, gguf};
 use std::collections::BTreeMap;
 
 /// Whether the weights that are better left alone (embeddings, output head, routers, vision) stay as they are.
@@ -18,13 +19,15 @@ pub enum DefaultSkips {
 }
 
 /// Whether weights that servers join share one tensor scale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Fuse {
     /// q/k/v, gate/up and w1/w3 do, inside every expert too.
     #[default]
     Auto,
     /// Every weight has its own.
     Off,
+    /// Weights of one parent whose last names are in one of these lists do.
+    Names(Vec<Vec<String>>),
 }
 
 /// Which weights are quantized.
@@ -70,7 +73,7 @@ pub struct Item<'a> {
 #[derive(Clone, Debug)]
 pub struct Group {
     /// What they are, as `q/k/v`.
-    pub kind: &'static str,
+    pub kind: String,
     /// Indices into [`Plan::items`].
     pub members: Vec<usize>,
 }
@@ -86,16 +89,12 @@ pub struct Plan<'a> {
 
 impl<'a> Plan<'a> {
     /// Decides about every weight of a model.
-    pub fn new(model: &Model<'a>, selection: &Selection) -> Result<Self> {
+    pub fn new(model: &Model<'a>, selection: &Selection, target: Target) -> Result<Self> {
         let decide = |weight: &Weight<'a>| Item {
             weight: weight.clone(),
-            action: action(weight, model.dialect.is_nvfp4(), selection),
+            action: action(weight, model.dialect.is_nvfp4(), selection, target),
             group: None,
         };
-        if let Some(tensor) = model.others.iter().find(|t| t.info.name.ends_with("_weight_scale_2")) {
-            let reason = "belongs to experts in one 3-D tensor, which are not read; start from the original checkpoint";
-            return Err(tensor.wrong(reason));
-        }
         let mut plan = Plan { items: model.weights.iter().map(decide).collect(), groups: Vec::new() };
         for pattern in selection.skip.iter().chain(&selection.only) {
             if !plan.items.iter().any(|item| pattern.matches(&item.weight.module)) {
@@ -110,31 +109,30 @@ impl<'a> Plan<'a> {
             let module = &item.weight.module;
             return Err(Error::Refused(format!("'{module}' is MXFP4, which cannot stay beside NVFP4; do not skip it")));
         }
-        if selection.fuse == Fuse::Auto {
-            plan.fuse()?;
-        }
+        plan.fuse(&selection.fuse)?;
         Ok(plan)
     }
 
     /// Decodes every weight that is not plain to BF16.
-    pub fn decode(model: &Model<'a>) -> Result<Self> {
+    pub fn decode(model: &Model<'a>) -> Self {
         let decide = |weight: &Weight<'a>| match &weight.stored {
-            Stored::MxFp4 { .. } => {
-                let module = &weight.module;
-                Err(Error::Refused(format!("'{module}' holds MXFP4 experts in one tensor, which are not decoded")))
-            }
-            Stored::Plain(_) => Ok(Action::Keep("not quantized".to_string())),
-            Stored::Fp8 { .. } | Stored::Nvfp4(_) => Ok(Action::Decode(weight.format())),
+            Stored::Plain(_) => Action::Keep("not quantized".to_string()),
+            Stored::Fp8 { .. } | Stored::MxFp4 { .. } | Stored::Nvfp4(_) => Action::Decode(weight.format()),
         };
-        let item = |weight: &Weight<'a>| Ok(Item { weight: weight.clone(), action: decide(weight)?, group: None });
-        Ok(Plan { items: model.weights.iter().map(item).collect::<Result<_>>()?, groups: Vec::new() })
+        let item = |weight: &Weight<'a>| Item { weight: weight.clone(), action: decide(weight), group: None };
+        Plan { items: model.weights.iter().map(item).collect(), groups: Vec::new() }
     }
 
     /// Finds the groups. One that is quantized in part cannot be joined by a server.
-    fn fuse(&mut self) -> Result<()> {
-        let mut found: BTreeMap<(&str, &'static str), Vec<usize>> = BTreeMap::new();
+    fn fuse(&mut self, fuse: &Fuse) -> Result<()> {
+        let mut found: BTreeMap<(&str, String), Vec<usize>> = BTreeMap::new();
         for (i, item) in self.items.iter().enumerate() {
-            if let Some(key) = names::fused(&item.weight.module) {
+            let key = match fuse {
+                Fuse::Auto => names::fused(&item.weight.module).map(|(parent, kind)| (parent, kind.to_string())),
+                Fuse::Off => None,
+                Fuse::Names(lists) => names::listed(&item.weight.module, lists),
+            };
+            if let Some(key) = key {
                 found.entry(key).or_default().push(i);
             }
         }
@@ -169,8 +167,8 @@ impl<'a> Plan<'a> {
     }
 }
 
-fn action(weight: &Weight<'_>, source_is_nvfp4: bool, selection: &Selection) -> Action {
-    let kept = reason_to_keep(weight, selection);
+fn action(weight: &Weight<'_>, source_is_nvfp4: bool, selection: &Selection, target: Target) -> Action {
+    let kept = reason_to_keep(weight, selection, target);
     match (&weight.stored, kept) {
         (Stored::Nvfp4(_), None) => Action::Relabel,
         (Stored::Plain(_), Some(reason)) => Action::Keep(reason),
@@ -181,15 +179,17 @@ fn action(weight: &Weight<'_>, source_is_nvfp4: bool, selection: &Selection) -> 
     }
 }
 
-fn reason_to_keep(weight: &Weight<'_>, selection: &Selection) -> Option<String> {
+fn reason_to_keep(weight: &Weight<'_>, selection: &Selection, target: Target) -> Option<String> {
     let module = &weight.module;
+    let block = if target == Target::Gguf { gguf::BLOCK_ELEMENTS } else { BLOCK };
+    let uneven = !weight.cols.is_multiple_of(block);
     if let Some(pattern) = selection.skip.iter().find(|p| p.matches(module)) {
         return Some(format!("--skip {pattern}"));
     }
     if !selection.only.is_empty() && !selection.only.iter().any(|p| p.matches(module)) {
         return Some("not in --only".to_string());
     }
-    if matches!(weight.stored, Stored::Nvfp4(_)) {
+    if matches!(weight.stored, Stored::Nvfp4(_)) && !uneven {
         return None;
     }
     if let (DefaultSkips::On, Some(reason)) = (selection.default_skips, names::default_keep(module)) {
@@ -201,5 +201,5 @@ fn reason_to_keep(weight: &Weight<'_>, selection: &Selection) -> Option<String> 
     if weight.rows == 0 || weight.cols == 0 {
         return Some("empty".to_string());
     }
-    (!weight.cols.is_multiple_of(BLOCK)).then(|| format!("{} columns, not a multiple of {BLOCK}", weight.cols))
+    uneven.then(|| format!("{} columns, not a multiple of {block}", weight.cols))
 }

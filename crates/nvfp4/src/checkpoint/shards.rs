@@ -3,7 +3,7 @@
 use super::Model;
 use super::folder::Located;
 use super::plan::Plan;
-use super::target::{Activations, Part, Role, Target};
+use super::target::{Extras, Part, Role, Target};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -25,11 +25,28 @@ pub(super) enum Unit<'a> {
     Other(Located<'a>),
 }
 
+/// The order that rows are written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RowOrder {
+    AsStored,
+    /// The halves of every attention head of this many rows, interleaved.
+    Interleaved(usize),
+}
+
+/// What floats that are not quantized become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cast {
+    None,
+    F32,
+}
+
 /// A unit with the offsets of its parts in the file.
 #[derive(Clone, Debug)]
 pub(super) struct Placed<'a> {
     pub unit: Unit<'a>,
     pub offsets: BTreeMap<Role, u64>,
+    pub order: RowOrder,
+    pub cast: Cast,
 }
 
 /// A file to be written.
@@ -42,6 +59,8 @@ pub(super) struct Shard<'a> {
     pub units: Vec<Placed<'a>>,
     /// Names of its tensors.
     pub names: Vec<String>,
+    /// Tensors that come from no weight, at their offsets.
+    pub constants: Vec<(u64, Vec<u8>)>,
 }
 
 /// Units with the tensors that they become.
@@ -52,7 +71,7 @@ pub(super) fn lay_out<'a>(
     model: &Model<'a>,
     plan: &Plan<'a>,
     target: Target,
-    activations: Activations,
+    extras: Extras,
     shards: Shards,
 ) -> Vec<Shard<'a>> {
     let first: BTreeMap<&str, usize> =
@@ -63,7 +82,7 @@ pub(super) fn lay_out<'a>(
     for tensor in model.checkpoint.tensors() {
         let name = tensor.info.name.as_str();
         let (unit, parts) = match (first.get(name), others.get(name)) {
-            (Some(&i), _) => (Unit::Weight(i), target.parts(&plan.items[i], activations)),
+            (Some(&i), _) => (Unit::Weight(i), target.parts(&plan.items[i], extras)),
             (None, Some(&other)) => (Unit::Other(other), vec![copied(other)]),
             (None, None) => continue,
         };
@@ -107,8 +126,13 @@ fn shard(file: String, units: Units<'_>) -> Shard<'_> {
         offsets[*u].insert(part.role, *start);
     }
     let names = parts.iter().map(|(_, p)| p.name.clone()).collect();
-    let units = units.into_iter().zip(offsets).map(|((unit, _), offsets)| Placed { unit, offsets }).collect();
-    Shard { file, header, len, units, names }
+    let units = units.into_iter().zip(offsets).map(|((unit, _), offsets)| Placed {
+        unit,
+        offsets,
+        order: RowOrder::AsStored,
+        cast: Cast::None,
+    });
+    Shard { file, header, len, units: units.collect(), names, constants: Vec::new() }
 }
 
 /// The first bytes of a file of tensors in this order; where each tensor starts; and how long the file is.

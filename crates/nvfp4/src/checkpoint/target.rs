@@ -5,7 +5,7 @@ use super::folder::Located;
 use super::plan::{Action, Item, Plan};
 use super::weight::{Stored, Weight};
 use crate::{Error, Result};
-use nvfp4_spec::BLOCK;
+use nvfp4_spec::{BLOCK, gguf};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use std::fmt;
@@ -19,6 +19,8 @@ pub enum Target {
     ModelOpt,
     /// compressed-tensors', which vLLM and transformers read.
     CompressedTensors,
+    /// One GGUF file, which llama.cpp reads, of the Llama and Qwen families.
+    Gguf,
     /// Not quantized: every weight decoded to BF16.
     Bf16,
 }
@@ -30,10 +32,8 @@ impl FromStr for Target {
         match text {
             "modelopt" => Ok(Target::ModelOpt),
             "compressed-tensors" => Ok(Target::CompressedTensors),
-            "gguf" => Err(Error::Refused(
-                "GGUF is not written; convert to modelopt, which llama.cpp's convert_hf_to_gguf.py reads".to_string(),
-            )),
-            _ => Err(Error::Refused(format!("expected modelopt or compressed-tensors, got '{text}'"))),
+            "gguf" => Ok(Target::Gguf),
+            _ => Err(Error::Refused(format!("expected modelopt, compressed-tensors or gguf, got '{text}'"))),
         }
     }
 }
@@ -43,18 +43,39 @@ impl fmt::Display for Target {
         f.write_str(match self {
             Target::ModelOpt => "modelopt",
             Target::CompressedTensors => "compressed-tensors",
+            Target::Gguf => "gguf",
             Target::Bf16 => "bf16",
         })
     }
 }
 
 /// Whether a checkpoint says how activations are quantized.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Activations {
+    #[default]
     /// It does not: weights only (W4A16).
     Plain,
     /// It has a scale for each weight's activations (W4A4).
     Nvfp4,
+}
+
+/// What a checkpoint says about the key-value cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub(super) enum Kv {
+    /// Nothing.
+    #[default]
+    Unsaid,
+    /// FP8, with the scales that the source has, if any.
+    Fp8,
+    /// FP8, with the scale 1 written for every layer.
+    Fp8Cast,
+}
+
+/// What a checkpoint says beside its weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub(super) struct Extras {
+    pub activations: Activations,
+    pub kv: Kv,
 }
 
 /// What a written tensor holds.
@@ -64,8 +85,12 @@ pub(super) enum Role {
     Whole,
     Codes,
     Scales,
+    /// Codes and scales in GGUF's blocks.
+    Blocks,
     Global,
     Input,
+    /// The scale of keys or values.
+    KvScale,
 }
 
 /// A tensor that will be written.
@@ -84,51 +109,53 @@ impl Part {
 }
 
 impl Target {
-    /// The tensors that a weight becomes.
-    pub(super) fn parts(self, item: &Item<'_>, activations: Activations) -> Vec<Part> {
-        let Weight { module, rows, cols, stored } = &item.weight;
-        let part = |name: String, dtype, shape, role| Part { name, dtype, shape, role };
-        let whole = |dtype| vec![part(format!("{module}.weight"), dtype, vec![*rows, *cols], Role::Whole)];
-        match (&item.action, stored) {
-            (Action::Keep(_), Stored::Plain(tensor)) => whole(tensor.info.dtype),
-            (Action::Keep(_) | Action::Decode(_), _) => whole(Dtype::BF16),
-            // ModelOpt keeps the experts of such models in one tensor each, inputs before outputs.
-            (Action::Quantize | Action::Relabel, Stored::MxFp4 { experts, .. }) => {
-                let outputs = rows / experts;
-                let mut parts = vec![
-                    part(module.clone(), Dtype::U8, vec![*experts, cols / 2, outputs], Role::Codes),
-                    part(
-                        format!("{module}_weight_scale"),
-                        Dtype::F8_E4M3,
-                        vec![*experts, cols / BLOCK, outputs],
-                        Role::Scales,
-                    ),
-                    part(format!("{module}_weight_scale_2"), Dtype::F32, vec![*experts], Role::Global),
-                ];
-                if activations == Activations::Nvfp4 {
-                    parts.push(part(format!("{module}_input_scale"), Dtype::F32, vec![], Role::Input));
-                }
-                parts
-            }
-            (Action::Quantize | Action::Relabel, _) => {
-                let (codes, global, input, scalar) = match self {
-                    // A plan to decode quantizes nothing.
-                    Target::ModelOpt | Target::Bf16 => ("weight", "weight_scale_2", "input_scale", vec![]),
-                    Target::CompressedTensors => {
-                        ("weight_packed", "weight_global_scale", "input_global_scale", vec![1])
-                    }
-                };
-                let mut parts = vec![
-                    part(format!("{module}.{codes}"), Dtype::U8, vec![*rows, cols / 2], Role::Codes),
-                    part(format!("{module}.weight_scale"), Dtype::F8_E4M3, vec![*rows, cols / BLOCK], Role::Scales),
-                    part(format!("{module}.{global}"), Dtype::F32, scalar.clone(), Role::Global),
-                ];
-                if activations == Activations::Nvfp4 {
-                    parts.push(part(format!("{module}.{input}"), Dtype::F32, scalar, Role::Input));
-                }
-                parts
-            }
+    /// The tensors that a weight becomes. GGUF's names are the business of `gguf`; here it has only sizes.
+    pub(super) fn parts(self, item: &Item<'_>, extras: Extras) -> Vec<Part> {
+        let weight = &item.weight;
+        let mut parts = match &item.action {
+            Action::Keep(_) | Action::Decode(_) => vec![whole(weight)],
+            Action::Quantize | Action::Relabel if weight.is_transposed() => experts(weight),
+            Action::Quantize | Action::Relabel => self.matrix(weight),
+        };
+        let part = |name: String, shape: &[usize], role| Part { name, dtype: Dtype::F32, shape: shape.to_vec(), role };
+        let (module, quantized) = (&weight.module, matches!(item.action, Action::Quantize | Action::Relabel));
+        if quantized && extras.activations == Activations::Nvfp4 {
+            parts.push(match (weight.is_transposed(), self) {
+                (true, _) => part(format!("{module}_input_scale"), &[], Role::Input),
+                (_, Target::CompressedTensors) => part(format!("{module}.input_global_scale"), &[1], Role::Input),
+                _ => part(format!("{module}.input_scale"), &[], Role::Input),
+            });
         }
+        // compressed-tensors' readers take 1 for a scale that is not there.
+        if extras.kv == Kv::Fp8Cast && self == Target::ModelOpt {
+            let scale = module.strip_suffix("_proj").and_then(|m| m.rsplit_once("self_attn.")).map(|(_, last)| last);
+            let scale = scale.filter(|last| ["k", "v"].contains(last));
+            parts.extend(scale.map(|last| part(format!("{module}.{last}_scale"), &[], Role::KvScale)));
+        }
+        parts
+    }
+
+    /// The tensors of a quantized matrix.
+    fn matrix(self, weight: &Weight<'_>) -> Vec<Part> {
+        let Weight { module, rows, cols, .. } = weight;
+        let part = |name: String, dtype, shape, role| Part { name, dtype, shape, role };
+        let (codes, global, scalar) = match self {
+            // A plan to decode quantizes nothing.
+            Target::ModelOpt | Target::Bf16 => ("weight", "weight_scale_2", vec![]),
+            Target::CompressedTensors => ("weight_packed", "weight_global_scale", vec![1]),
+            Target::Gguf => {
+                let blocks = vec![*rows, cols / gguf::BLOCK_ELEMENTS * gguf::BLOCK_BYTES];
+                return vec![
+                    part(format!("{module}.weight"), Dtype::U8, blocks, Role::Blocks),
+                    part(format!("{module}.scale"), Dtype::F32, vec![1], Role::Global),
+                ];
+            }
+        };
+        vec![
+            part(format!("{module}.{codes}"), Dtype::U8, vec![*rows, cols / 2], Role::Codes),
+            part(format!("{module}.weight_scale"), Dtype::F8_E4M3, vec![*rows, cols / BLOCK], Role::Scales),
+            part(format!("{module}.{global}"), Dtype::F32, scalar, Role::Global),
+        ]
     }
 
     /// What a tensor scale is called when it multiplies, in the target's own sense.
@@ -136,18 +163,18 @@ impl Target {
         match (self, multiplier_or_divisor) {
             (Target::CompressedTensors, Scale::Divisor(g)) => g,
             (Target::CompressedTensors, Scale::Multiplier(g)) => (1.0 / g).min(f32::MAX),
-            (Target::ModelOpt | Target::Bf16, Scale::Multiplier(g)) => g,
-            (Target::ModelOpt | Target::Bf16, Scale::Divisor(g)) => (1.0 / g).min(f32::MAX),
+            (Target::ModelOpt | Target::Gguf | Target::Bf16, Scale::Multiplier(g)) => g,
+            (Target::ModelOpt | Target::Gguf | Target::Bf16, Scale::Divisor(g)) => (1.0 / g).min(f32::MAX),
         }
     }
 
     /// `config.json`: the source's, in its order, with the description of the quantization put in.
-    pub(super) fn config(self, source: Option<&Value>, ignore: &[String], activations: Activations) -> Value {
+    pub(super) fn config(self, source: Option<&Value>, ignore: &[String], extras: Extras) -> Value {
         let mut config = source.and_then(Value::as_object).cloned().unwrap_or_else(Map::new);
         let description = match self {
-            Target::ModelOpt => modelopt(ignore, activations),
-            Target::CompressedTensors => compressed_tensors(ignore, activations),
-            Target::Bf16 => {
+            Target::ModelOpt => modelopt(ignore, extras),
+            Target::CompressedTensors => compressed_tensors(ignore, extras),
+            Target::Bf16 | Target::Gguf => {
                 config.shift_remove("quantization_config");
                 return Value::Object(config);
             }
@@ -157,13 +184,13 @@ impl Target {
     }
 
     /// `hf_quant_config.json`, where the target has one.
-    pub(super) fn quantization(self, ignore: &[String], activations: Activations) -> Option<Value> {
+    pub(super) fn quantization(self, ignore: &[String], extras: Extras) -> Option<Value> {
         (self == Target::ModelOpt).then(|| {
             json!({
                 "producer": producer(),
                 "quantization": {
-                    "quant_algo": algorithm(activations),
-                    "kv_cache_quant_algo": null,
+                    "quant_algo": algorithm(extras.activations),
+                    "kv_cache_quant_algo": if extras.kv == Kv::Unsaid { Value::Null } else { json!("FP8") },
                     "group_size": BLOCK,
                     "exclude_modules": ignore,
                 }
@@ -191,24 +218,51 @@ fn algorithm(activations: Activations) -> &'static str {
     }
 }
 
-fn modelopt(ignore: &[String], activations: Activations) -> Value {
+/// The tensor of a weight that is not quantized. Experts in one tensor keep inputs before outputs when they are decoded.
+fn whole(weight: &Weight<'_>) -> Part {
+    let (module, cols) = (&weight.module, weight.cols);
+    let dtype = if let Stored::Plain(tensor) = &weight.stored { tensor.info.dtype } else { Dtype::BF16 };
+    let (name, shape) = match weight.is_transposed() {
+        true => (module.clone(), vec![weight.matrices(), cols, weight.matrix_rows()]),
+        false => (format!("{module}.weight"), vec![weight.rows, cols]),
+    };
+    Part { name, dtype, shape, role: Role::Whole }
+}
+
+/// The tensors of quantized experts in one tensor, inputs before outputs, as ModelOpt has them.
+fn experts(weight: &Weight<'_>) -> Vec<Part> {
+    let (module, cols, count, outputs) = (&weight.module, weight.cols, weight.matrices(), weight.matrix_rows());
+    let part = |name: String, dtype, shape, role| Part { name, dtype, shape, role };
+    let scales = vec![count, cols / BLOCK, outputs];
+    vec![
+        part(module.clone(), Dtype::U8, vec![count, cols / 2, outputs], Role::Codes),
+        part(format!("{module}_weight_scale"), Dtype::F8_E4M3, scales, Role::Scales),
+        part(format!("{module}_weight_scale_2"), Dtype::F32, vec![count], Role::Global),
+    ]
+}
+
+fn modelopt(ignore: &[String], extras: Extras) -> Value {
     let numbers = json!({ "dynamic": false, "num_bits": 4, "type": "float", "group_size": BLOCK });
     let mut group = Map::new();
-    if activations == Activations::Nvfp4 {
+    if extras.activations == Activations::Nvfp4 {
         group.insert("input_activations".to_string(), numbers.clone());
     }
     group.insert("weights".to_string(), numbers);
     group.insert("targets".to_string(), json!(["Linear"]));
-    json!({
+    let mut description = json!({
         "config_groups": { "group_0": group },
         "ignore": ignore,
-        "quant_algo": algorithm(activations),
-        "producer": producer(),
-        "quant_method": "modelopt",
-    })
+        "quant_algo": algorithm(extras.activations),
+    });
+    if extras.kv != Kv::Unsaid {
+        description["kv_cache_scheme"] = json!({ "dynamic": false, "num_bits": 8, "type": "float" });
+    }
+    description["producer"] = producer();
+    description["quant_method"] = json!("modelopt");
+    description
 }
 
-fn compressed_tensors(ignore: &[String], activations: Activations) -> Value {
+fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
     let numbers = |dynamic: Value, observer: &str| {
         json!({
             "num_bits": 4, "type": "float", "symmetric": true, "group_size": BLOCK, "strategy": "tensor_group",
@@ -216,9 +270,15 @@ fn compressed_tensors(ignore: &[String], activations: Activations) -> Value {
             "zp_dtype": null, "observer": observer, "observer_kwargs": {},
         })
     };
-    let input = match activations {
+    let input = match extras.activations {
         Activations::Plain => Value::Null,
         Activations::Nvfp4 => numbers(json!("local"), "static_minmax"),
+    };
+    let kv = match extras.kv {
+        Kv::Unsaid => Value::Null,
+        Kv::Fp8 | Kv::Fp8Cast => json!({
+            "num_bits": 8, "type": "float", "symmetric": true, "strategy": "tensor", "dynamic": false,
+        }),
     };
     json!({
         "config_groups": { "group_0": {
@@ -229,7 +289,7 @@ fn compressed_tensors(ignore: &[String], activations: Activations) -> Value {
             "format": "nvfp4-pack-quantized",
         }},
         "quant_method": "compressed-tensors",
-        "kv_cache_scheme": null,
+        "kv_cache_scheme": kv,
         "format": "nvfp4-pack-quantized",
         "quantization_status": "compressed",
         "global_compression_ratio": null,

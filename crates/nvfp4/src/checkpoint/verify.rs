@@ -77,9 +77,6 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
     check_groups(model, &mut report)?;
     check_inputs(model, &mut report)?;
     check_configuration(model, client, &mut report);
-    for tensor in model.others.iter().filter(|t| t.info.name.ends_with("_weight_scale_2")) {
-        report.note(&tensor.info.name, "experts in one tensor: their scales are not checked");
-    }
     let counts = statistics(model, threads)?;
     for (weight, counts) in model.weights.iter().zip(&counts) {
         if let (Stored::Nvfp4(_), Some(counts)) = (&weight.stored, counts) {
@@ -116,6 +113,13 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
         };
         report.problem("checkpoint", format!("{client} does not load the {} dialect; {fix}", model.dialect));
     }
+    // transformers joins experts as it loads them, and beside compressed-tensors that goes wrong without an error.
+    let expert = |w: &&Weight<'_>| w.module.contains(".experts.");
+    if let (Client::Transformers, Some(expert)) = (client, model.weights.iter().find(expert)) {
+        let text = "transformers (5.17) does not load separate experts of a compressed-tensors checkpoint: quantized ones lose \
+                    their tensor scales, others are made anew; use vLLM, or --to gguf and llama.cpp";
+        report.problem(&expert.module, text);
+    }
     // The marker says high nibble first; a configuration that says ModelOpt would have it read low nibble first.
     let method = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_method"));
     if model.dialect == Dialect::ComfyUi && (method.is_some() || model.checkpoint.quantization().is_some()) {
@@ -138,7 +142,7 @@ fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
         let mut inputs = Vec::new();
         for weight in &members {
             if let Stored::Nvfp4(parts) = &weight.stored {
-                scales.push(parts.global()?);
+                scales.push(parts.global(0)?);
                 inputs.push(parts.input()?);
             }
         }
@@ -271,9 +275,12 @@ impl Ignored {
 
 fn check_weight(weight: &Weight<'_>, counts: &Statistics, client: Client, report: &mut Report) -> Result<()> {
     let Stored::Nvfp4(parts) = &weight.stored else { return Ok(()) };
-    let (module, global) = (&weight.module, parts.global()?);
-    if !(global.is_finite() && global > 0.0) {
-        report.problem(module, format!("the tensor scale is {global}"));
+    let module = &weight.module;
+    for matrix in 0..weight.matrices() {
+        let global = parts.global(matrix)?;
+        if !(global.is_finite() && global > 0.0) {
+            report.problem(module, format!("the tensor scale is {global}"));
+        }
     }
     if counts.nan_scales() > 0 {
         report.problem(module, format!("{} block scales are NaN", counts.nan_scales()));

@@ -24,6 +24,15 @@ pub enum Nibbles {
     EvenHigh,
 }
 
+/// How the numbers of a weight lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrangement {
+    /// Row by row: outputs before inputs.
+    Rows,
+    /// This many matrices behind each other, inputs before outputs, as ModelOpt has experts in one tensor.
+    Experts(usize),
+}
+
 /// The tensors of an NVFP4 weight.
 #[derive(Clone, Copy, Debug)]
 pub struct Nvfp4<'a> {
@@ -41,6 +50,8 @@ pub struct Nvfp4<'a> {
     pub layout: Layout,
     /// What the tensor scale means.
     pub unit: Unit,
+    /// The order of rows and columns.
+    pub arrangement: Arrangement,
 }
 
 /// What a weight is stored as.
@@ -125,6 +136,29 @@ impl Weight<'_> {
             )?;
         }
         Ok(())
+    }
+
+    /// How many matrices lie behind each other, each with a tensor scale of its own.
+    pub fn matrices(&self) -> usize {
+        match &self.stored {
+            Stored::MxFp4 { experts, .. } => *experts,
+            Stored::Nvfp4(Nvfp4 { arrangement: Arrangement::Experts(experts), .. }) => *experts,
+            _ => 1,
+        }
+    }
+
+    /// Rows of one of them.
+    pub(super) fn matrix_rows(&self) -> usize {
+        self.rows / self.matrices().max(1)
+    }
+
+    /// Whether it is written with inputs before outputs: experts in one tensor are.
+    pub(super) fn is_transposed(&self) -> bool {
+        match &self.stored {
+            Stored::MxFp4 { .. } => true,
+            Stored::Nvfp4(parts) => parts.arrangement != Arrangement::Rows,
+            Stored::Plain(_) | Stored::Fp8 { .. } => false,
+        }
     }
 
     /// Its name as users write it: the module's.
@@ -221,18 +255,24 @@ impl Weight<'_> {
             }
             Stored::Nvfp4(parts) => {
                 let Buffer { bytes, scales, f32: values, .. } = buffer;
-                parts.codes_and_scales(rows.clone(), self.cols, bytes, scales)?;
-                let view = View {
-                    rows: rows.len(),
-                    cols: self.cols,
-                    codes: bytes,
-                    scales,
-                    stored: &[parts.global()?],
-                    global: GlobalScale::PerTensor,
-                    unit: parts.unit,
-                };
-                let values = sized(values, len);
-                dequantize::dequantize(Implementation::best(), &view, values)?;
+                let (values, cols, matrix) = (sized(values, len), self.cols, self.matrix_rows().max(1));
+                let mut start = rows.start;
+                while start < rows.end {
+                    let end = rows.end.min((start / matrix + 1) * matrix);
+                    parts.codes_and_scales(start..end, cols, bytes, scales)?;
+                    let view = View {
+                        rows: end - start,
+                        cols,
+                        codes: bytes,
+                        scales,
+                        stored: &[parts.global(start / matrix)?],
+                        global: GlobalScale::PerTensor,
+                        unit: parts.unit,
+                    };
+                    let out = &mut values[(start - rows.start) * cols..(end - rows.start) * cols];
+                    dequantize::dequantize(Implementation::best(), &view, out)?;
+                    start = end;
+                }
                 Ok(Values::F32(values))
             }
         }
@@ -240,14 +280,42 @@ impl Weight<'_> {
 }
 
 impl Nvfp4<'_> {
-    /// The tensor scale as it is stored.
-    pub fn global(&self) -> Result<f32> {
-        self.global.map_or(Ok(1.0), |t| scalar(&t))
+    /// The tensor scale of one of its matrices, as it is stored.
+    pub fn global(&self, matrix: usize) -> Result<f32> {
+        match self.global {
+            None => Ok(1.0),
+            // Several matrices may have one scale together.
+            Some(tensor) if tensor.info.len == 4 => number(&tensor, 0),
+            Some(tensor) => number(&tensor, matrix),
+        }
     }
 
     /// The scale of the activations as it is stored.
     pub fn input(&self) -> Result<Option<f32>> {
-        self.input.map(|t| scalar(&t)).transpose()
+        self.input.map(|t| number(&t, 0)).transpose()
+    }
+
+    /// Bytes of some rows of a part that has `width` bytes for each, read from where inputs come before outputs.
+    fn transposed(&self, part: &Located<'_>, rows: Range<usize>, width: usize, bytes: &mut Vec<u8>) -> Result<()> {
+        let Arrangement::Experts(experts) = self.arrangement else { return Ok(()) };
+        let (outputs, out) = (part.info.len as usize / (experts * width).max(1), sized(bytes, rows.len() * width));
+        let (mut start, mut columns) = (rows.start, Vec::new());
+        while start < rows.end {
+            let (matrix, first) = (start / outputs, start % outputs);
+            let count = (outputs - first).min(rows.end - start);
+            let at = |column: usize| ((matrix * width + column) * outputs + first) as u64;
+            let columns = sized(&mut columns, count * width);
+            match count == outputs {
+                true => part.read(at(0), columns)?,
+                false => {
+                    (0..width).try_for_each(|c| part.read(at(c), &mut columns[c * count..(c + 1) * count]))?;
+                }
+            }
+            let to = &mut out[(start - rows.start) * width..][..count * width];
+            super::mxfp4::transpose(columns, width, count, 1, to);
+            start += count;
+        }
+        Ok(())
     }
 
     /// Codes (even element in the low nibble) and scales (row by row) of some rows.
@@ -258,6 +326,10 @@ impl Nvfp4<'_> {
         codes: &mut Vec<u8>,
         scales: &mut Vec<u8>,
     ) -> Result<()> {
+        if self.arrangement != Arrangement::Rows {
+            self.transposed(&self.codes, rows.clone(), cols / 2, codes)?;
+            return self.transposed(&self.scales, rows, cols / BLOCK, scales);
+        }
         let bytes = sized(codes, rows.len() * cols / 2);
         self.codes.read((rows.start * cols / 2) as u64, bytes)?;
         if self.nibbles == Nibbles::EvenHigh {
@@ -283,10 +355,10 @@ impl Nvfp4<'_> {
     }
 }
 
-/// The number in a tensor of one F32.
-pub(super) fn scalar(tensor: &Located<'_>) -> Result<f32> {
+/// A number of a tensor of F32.
+fn number(tensor: &Located<'_>, i: usize) -> Result<f32> {
     let mut bytes = [0; 4];
-    tensor.read(0, &mut bytes)?;
+    tensor.read(4 * i as u64, &mut bytes)?;
     Ok(f32::from_le_bytes(bytes))
 }
 

@@ -4,6 +4,7 @@
 //! disk; the folder gets its own name last. So a name without `.part`, and a folder without `.partial`, are whole. What
 //! is already done, and the amaxes that took a pass over the source to find, are noted in a journal.
 
+use super::folder::Kind;
 use super::measure::Measure;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -32,8 +33,8 @@ const JOURNAL: &str = ".nvfp4-journal.json";
 pub(super) struct Journal {
     /// What was asked for, and from what: a resumed run must ask for the same.
     pub request: Value,
-    /// The bits of the amax of every weight that is quantized, by module.
-    pub amaxes: Option<BTreeMap<String, u32>>,
+    /// The bits of the amax of every weight that is quantized, by module; for MXFP4, the largest exponent of each matrix.
+    pub amaxes: Option<BTreeMap<String, Vec<u32>>>,
     /// What each finished file did to its weights.
     pub done: BTreeMap<String, BTreeMap<String, Measure>>,
 }
@@ -42,6 +43,7 @@ pub(super) struct Journal {
 #[derive(Debug)]
 pub(super) struct Work {
     target: PathBuf,
+    kind: Kind,
     folder: PathBuf,
     existing: Existing,
     pub journal: Journal,
@@ -49,14 +51,14 @@ pub(super) struct Work {
 
 impl Work {
     /// Makes or finds the working folder.
-    pub fn begin(target: &Path, existing: Existing, request: Value) -> Result<Self> {
+    pub fn begin(target: &Path, kind: Kind, existing: Existing, request: Value) -> Result<Self> {
         let name = target
             .file_name()
             .ok_or_else(|| Error::Refused(format!("{}: not the name of a folder", target.display())))?;
         let mut partial = name.to_os_string();
         partial.push(".partial");
         let folder = target.with_file_name(partial);
-        check_target(target, existing)?;
+        check_target(target, kind, existing)?;
         let fresh = Journal { request, ..Journal::default() };
         let unfinished = folder.symlink_metadata().is_ok();
         if unfinished && existing != Existing::Refuse && !is_ours(&folder)? {
@@ -90,7 +92,7 @@ impl Work {
             (_, false) => fresh,
         };
         fs::create_dir_all(&folder).map_err(|e| io(&folder, e))?;
-        let work = Work { target: target.to_path_buf(), folder, existing, journal };
+        let work = Work { target: target.to_path_buf(), kind, folder, existing, journal };
         work.note()?;
         Ok(work)
     }
@@ -141,21 +143,29 @@ impl Work {
         self.write(JOURNAL, &json)
     }
 
-    /// Gives the folder its name.
-    pub fn finish(self) -> Result<()> {
+    /// Gives the folder its name; or `file` in it, if the target is one file.
+    pub fn finish(self, file: &str) -> Result<()> {
         sync_folder(&self.folder)?;
+        if self.kind == Kind::File {
+            fs::rename(self.path(file), &self.target).map_err(|e| io(&self.target, e))?;
+            self.sync_parent()?;
+            return remove(&self.folder);
+        }
         let old = self.folder.with_extension("replaced");
         let replaces = self.existing == Existing::Replace && self.target.symlink_metadata().is_ok();
         if replaces {
             fs::rename(&self.target, &old).map_err(|e| io(&self.target, e))?;
         }
         fs::rename(&self.folder, &self.target).map_err(|e| io(&self.target, e))?;
-        if let Some(parent) = self.target.parent().filter(|p| !p.as_os_str().is_empty()) {
-            sync_folder(parent)?;
-        }
+        self.sync_parent()?;
         let journal = self.target.join(JOURNAL);
         fs::remove_file(&journal).map_err(|e| io(&journal, e))?;
         if replaces { remove(&old) } else { Ok(()) }
+    }
+
+    fn sync_parent(&self) -> Result<()> {
+        let parent = self.target.parent().filter(|p| !p.as_os_str().is_empty());
+        sync_folder(parent.unwrap_or(Path::new(".")))
     }
 }
 
@@ -193,7 +203,7 @@ fn sync_folder(folder: &Path) -> Result<()> {
 }
 
 /// A target that exists is replaced only on request, and only if a checkpoint is what it is.
-fn check_target(target: &Path, existing: Existing) -> Result<()> {
+fn check_target(target: &Path, kind: Kind, existing: Existing) -> Result<()> {
     if target.symlink_metadata().is_err() {
         return Ok(());
     }
@@ -202,6 +212,11 @@ fn check_target(target: &Path, existing: Existing) -> Result<()> {
             "{} already exists; choose another target, or replace it with --force",
             target.display()
         )));
+    }
+    if kind == Kind::File {
+        let gguf = target.is_file() && super::gguf::is_gguf(target);
+        let refused = format!("{} is not a GGUF file; --force does not replace it", target.display());
+        return if gguf { Ok(()) } else { Err(Error::Refused(refused)) };
     }
     let names: Vec<_> = fs::read_dir(target).map_err(|e| io(target, e))?.flatten().map(|e| e.file_name()).collect();
     let checkpoint = names.iter().any(|n| n.to_string_lossy().ends_with(".safetensors"));

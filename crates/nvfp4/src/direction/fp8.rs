@@ -87,11 +87,7 @@ impl Fp8Direction {
     }
 
     pub(crate) fn family(&self) -> Family {
-        match self.tile {
-            Fp8Tile::Tensor => Family::Fp8,
-            Fp8Tile::Row128 | Fp8Tile::Square128 => Family::Fp8Block,
-            Fp8Tile::Row32 | Fp8Tile::Column32 => Family::Mxfp8,
-        }
+        Family::of_fp8(self.tile)
     }
 
     /// As kernels take it.

@@ -1,5 +1,8 @@
 //! From a spec to a quantizer: every format, in either direction.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use super::format::{BlockTile, Epsilon, Format, MxTile, ScaleStep, Stored};
 use super::spec::{ColumnSource, QuantSpec};
 use crate::direction::{Direction, Elements, Fp8Direction, Lies, PlainDirection};
@@ -278,18 +281,21 @@ impl Maker {
         }
     }
 
-    fn refuse_amaxes(&self, options: &Options<'_>) -> Result<()> {
-        let format = match self {
+    fn format_name(&self) -> &'static str {
+        match self {
             Maker::Plain(_) => "high-precision",
             Maker::Fp8(_, Scale::Current(_)) => "fp8",
             Maker::Fp8(_, Scale::Delayed(_)) => "fp8-delayed",
             Maker::Fp8(_, Scale::Block(..)) => "fp8-block",
             Maker::Fp8(_, Scale::Mx) => "mxfp8",
             Maker::Nvfp4(_) => "nvfp4",
-        };
+        }
+    }
+
+    fn refuse_amaxes(&self, options: &Options<'_>) -> Result<()> {
         for (side, amax) in [(Side::Row, options.row_amax), (Side::Column, options.col_amax)] {
             if amax.is_some() {
-                return Err(Error::NoAmax { side, format: format.to_string() });
+                return Err(Error::NoAmax { side, format: self.format_name().to_string() });
             }
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! Small generated checkpoints in temporary folders.
 
+#![allow(dead_code)] // every test file uses a part of it
+
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, serialize_to_file};

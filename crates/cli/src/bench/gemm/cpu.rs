@@ -7,7 +7,7 @@ use half::bf16;
 use nvfp4_kernels::gemm::{Operand, Product, baseline, gemm};
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values};
-use nvfp4_spec::gemm::{Accumulate, Sums, bound};
+use nvfp4_spec::gemm::{Accumulate, Interval, Sums};
 use nvfp4_spec::matrix::{Matrix, View};
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{Bound, GlobalScale, Mode, Rounding};
@@ -191,16 +191,12 @@ fn check(implementation: Implementation, x: &Quantized, weights: &Quantized) -> 
     let exact = |implementation| run(implementation, Operand::from(&x.view()));
     ensure!(exact(implementation)? == exact(Implementation::Scalar)?, "NVFP4 × NVFP4: the result is wrong");
     let matrix = Matrix::new(x.rows, x.cols, &x.values)?;
-    let sums = Sums::new(&(&matrix).into(), &(&weights.view()).into(), Accumulate::Exact);
-    let scale = f64::from(weights.amax[0] / Bound::E448.six_e());
-    let (got, expected) =
-        (run(implementation, (&x.input()?).into())?, run(Implementation::Scalar, (&x.input()?).into())?);
-    for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
-        let magnitude = sums.magnitude(at / weights.rows, at % weights.rows) * scale;
-        let error = (f64::from(*got) - f64::from(*expected)).abs();
-        // The bound of the sum, and a rounding of each side.
-        let allowed = bound(x.cols, magnitude) + f64::from(expected.abs()) * 2f64.powi(-22);
-        ensure!(error <= allowed, "bf16 × NVFP4: {got} for {expected}");
+    let (a, b) = ((&matrix).into(), (&weights.view()).into());
+    let sums = Sums::new(&a, &b, Accumulate::Exact);
+    for (at, got) in run(implementation, (&x.input()?).into())?.into_iter().enumerate() {
+        let places = ((&a, at / weights.rows), (&b, at % weights.rows));
+        let interval = Interval::new::<f32>(places.0, places.1, &Product::default(), &sums);
+        ensure!(interval.holds(got), "bf16 × NVFP4: {got} for {}", interval.exact);
     }
     Ok(())
 }

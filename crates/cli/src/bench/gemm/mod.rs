@@ -87,7 +87,7 @@ impl Args {
         ensure!(!self.verbose, "--verbose is for --device cuda: on the CPU --implementation says what multiplies");
         let implementation = self.implementation.unwrap_or_else(Implementation::best);
         ensure!(
-            implementation.to_string() != "cuda",
+            !implementation.is_gpu(),
             "--implementation: cuda would copy to the GPU and back each time: use --device cuda"
         );
         Ok((self.sizes(&[1, 16, 256], 4096)?, implementation))

@@ -2,9 +2,10 @@
 
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format, precision};
-use crate::cuda::{self, Device, Plain, Slice, SliceMut, Source, Stream};
+use crate::cuda::{self, Buffer, Device, Plain, Slice, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::quantize::cuda::{countable, divisor};
+use half::{bf16, f16};
 use nvfp4_spec::fp8::{self, Format, MX_BLOCK, Scales, Tile};
 use nvfp4_spec::{BLOCK, Element, Precision, area};
 
@@ -29,7 +30,19 @@ pub struct View<'a> {
 }
 
 impl View<'_> {
-    fn check(&self, device: Device) -> Result<()> {
+    /// An error unless the parts have the lengths that belong to it.
+    fn check_lengths(&self) -> Result<()> {
+        let scales = match &self.scales {
+            Scales::F32(scales) => scales.len(),
+            Scales::E8m0(scales) => scales.len(),
+        };
+        check_len("codes", area(self.rows, self.cols)?, self.codes.len())?;
+        Ok(check_len("scales", self.tile.scale_count(self.rows, self.cols)?, scales)?)
+    }
+
+    /// An error unless the parts have the lengths that belong to it and are memory of `device`.
+    pub(crate) fn check(&self, device: Device) -> Result<()> {
+        self.check_lengths()?;
         self.codes.check(device, "codes")?;
         match &self.scales {
             Scales::F32(scales) => {
@@ -86,12 +99,11 @@ pub(in crate::fp8) struct Launch {
 /// What a call needs run, if anything.
 pub(in crate::fp8) fn plan<T: Element + Plain>(q: &View<'_>, out: &SliceMut<'_, T>) -> Result<Option<Launch>> {
     let (rows, cols) = (q.rows, q.cols);
-    check_len("codes", area(rows, cols)?, q.codes.len())?;
-    let (scale_len, scales, kind) = match &q.scales {
-        Scales::F32(scales) => (scales.len(), scales.address(), Kind::F32),
-        Scales::E8m0(scales) => (scales.len(), scales.address(), Kind::E8m0),
+    q.check_lengths()?;
+    let (scales, kind) = match &q.scales {
+        Scales::F32(scales) => (scales.address(), Kind::F32),
+        Scales::E8m0(scales) => (scales.address(), Kind::E8m0),
     };
-    check_len("scales", q.tile.scale_count(rows, cols)?, scale_len)?;
     check_len("output", area(rows, cols)?, out.len())?;
     if !countable(rows, cols) {
         return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
@@ -183,36 +195,43 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
     all
 }
 
-/// The operation on memory of the host.
-pub(super) fn on_host<T: Element>(device: Device, q: &fp8::View<'_>, out: &mut [T]) -> Result<()> {
-    let stream = Stream::new(device)?;
-    let codes = stream.to_device(q.codes)?;
-    let (wide, bytes) = match q.scales {
-        Scales::F32(scales) => (Some(stream.to_device(scales)?), None),
-        Scales::E8m0(scales) => (None, Some(stream.to_device(scales)?)),
-    };
-    let scales = match (&wide, &bytes) {
-        (Some(wide), _) => Scales::F32(wide.slice()),
-        (_, Some(bytes)) => Scales::E8m0(bytes.slice()),
-        (None, None) => unreachable!("scales are of one kind"),
-    };
-    let fp8::View { rows, cols, format, tile, .. } = *q;
-    let view = View { rows, cols, format, tile, codes: codes.slice(), scales };
-    // Which of the three types `T` is, only its precision tells.
-    match T::PRECISION {
-        Precision::F32 => decode::<f32, T>(&stream, &view, out),
-        Precision::Bf16 => decode::<half::bf16, T>(&stream, &view, out),
-        Precision::F16 => decode::<half::f16, T>(&stream, &view, out),
+/// An FP8 matrix that was copied to a GPU.
+#[derive(Debug)]
+pub(crate) struct Copied<'a> {
+    of: fp8::View<'a>,
+    codes: Buffer<u8>,
+    scales: Scales<Buffer<f32>, Buffer<u8>>,
+}
+
+impl<'a> Copied<'a> {
+    pub fn new(stream: &Stream, of: fp8::View<'a>) -> Result<Self> {
+        let scales = match of.scales {
+            Scales::F32(scales) => Scales::F32(stream.to_device(scales)?),
+            Scales::E8m0(scales) => Scales::E8m0(stream.to_device(scales)?),
+        };
+        Ok(Copied { of, codes: stream.to_device(of.codes)?, scales })
+    }
+
+    pub fn view(&self) -> View<'_> {
+        let fp8::View { rows, cols, format, tile, .. } = self.of;
+        let scales = match &self.scales {
+            Scales::F32(scales) => Scales::F32(scales.slice()),
+            Scales::E8m0(scales) => Scales::E8m0(scales.slice()),
+        };
+        View { rows, cols, format, tile, codes: self.codes.slice(), scales }
     }
 }
 
-fn decode<P: Element + Plain, T: Element>(stream: &Stream, view: &View<'_>, out: &mut [T]) -> Result<()> {
-    let mut buffer = stream.device().alloc::<P>(out.len())?;
-    dequantize(stream, view, buffer.slice_mut())?;
-    for (out, value) in out.iter_mut().zip(stream.to_host(buffer.slice())?) {
-        *out = T::from_f32(value.to_f32());
+/// The operation on memory of the host.
+pub(super) fn on_host<T: Element>(device: Device, q: &fp8::View<'_>, out: &mut [T]) -> Result<()> {
+    let stream = Stream::new(device)?;
+    let copied = Copied::new(&stream, *q)?;
+    // Which of the three types `T` is, only its precision tells.
+    match T::PRECISION {
+        Precision::F32 => stream.fetch::<f32, T>(out, |out| dequantize(&stream, &copied.view(), out)),
+        Precision::Bf16 => stream.fetch::<bf16, T>(out, |out| dequantize(&stream, &copied.view(), out)),
+        Precision::F16 => stream.fetch::<f16, T>(out, |out| dequantize(&stream, &copied.view(), out)),
     }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use super::OUTPUT;
 use super::operand::Operand;
-use super::output::{self, Add, Kind, Order, Output};
+use super::output::{self, Add, Kind, Order, Orientation, Output};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format as format_name};
 use crate::cuda::{Source, Stream, entry};
@@ -161,13 +161,31 @@ pub(super) fn sources() -> Vec<(String, Source)> {
     let fp8 = [Fp8Scales::Codes, Fp8Scales::F32, Fp8Scales::E8m0];
     let fp8 = Format::ALL.into_iter().flat_map(|format| fp8.map(|scales| Values::Fp8(format, scales)));
     let kinds = [Values::Nvfp4].into_iter().chain(PRECISIONS.map(Values::Plain)).chain(fp8);
-    let plain =
-        Kind { precision: Precision::F32, order: Order::Folded, left: GlobalScale::PerTensor, add: Add::Nothing };
+    let plain = Kind {
+        precision: Precision::F32,
+        order: Order::Folded,
+        tokens: GlobalScale::PerTensor,
+        add: Add::Nothing,
+        orientation: Orientation::Upright,
+    };
     let pairs = kinds.map(|values| entry((values, Values::Nvfp4, plain), source));
     let outputs = PRECISIONS.into_iter().zip([Order::Folded, Order::OneRow, Order::BothRows]);
     let outputs = outputs.map(|(precision, order)| {
         let plain = Values::Plain(precision);
-        entry((plain, plain, Kind { precision, order, left: GlobalScale::PerTensor, add: Add::C }), source)
+        entry(
+            (
+                plain,
+                plain,
+                Kind {
+                    precision,
+                    order,
+                    tokens: GlobalScale::PerTensor,
+                    add: Add::C,
+                    orientation: Orientation::Upright,
+                },
+            ),
+            source,
+        )
     });
     pairs.chain(outputs).collect()
 }

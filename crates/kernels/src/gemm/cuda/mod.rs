@@ -26,32 +26,40 @@ use crate::cuda::{Device, Plain, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::{Result, cuda};
 use nvfp4_spec::{Element, Error, Precision, area};
-use output::Output;
+use output::{Orientation, Output};
 
 const OUTPUT: &str = include_str!("output.cuh");
 const WEIGHTS: &str = include_str!("weights.cuh");
 
+/// Rows of B from which on it may take the place of the tokens: fewer do not fill the large tiles.
+const LEAST_TURNED: usize = 256;
+
 /// How a product is computed.
 enum Way<'a> {
-    /// By tensor cores, in the type of the tokens, which are rows of A.
-    Ring(ring::Tokens<'a>, ring::Right<'a>),
+    /// By tensor cores, in the type of the tokens. They are rows of A, or turned around rows of B.
+    Ring(ring::Tokens<'a>, ring::Right<'a>, Orientation),
     /// By multiply-adds on decoded values.
-    Decoded(operand::Operand<'a>, operand::Operand<'a>),
+    Decoded(Operand<'a>, Operand<'a>),
 }
 
 impl<'a> Way<'a> {
     fn of(a: Operand<'a>, b: Weights<'a>) -> Result<Way<'a>> {
-        let right = match b {
-            Weights::Plain(x) => return Ok(Way::Decoded(a, Operand::Plain(x))),
-            Weights::Fp8(view) => return Ok(Way::Decoded(a, Operand::Fp8(view))),
-            Weights::Nvfp4(view) => ring::Right::View(view),
-            Weights::Prepared(weight) => ring::Right::Prepared(weight),
-        };
-        match (ring::Tokens::of(a), right) {
-            (Some(tokens), right) => Ok(Way::Ring(tokens, right)),
-            (_, ring::Right::View(view)) => Ok(Way::Decoded(a, Operand::Nvfp4(view))),
+        use Orientation::{Turned, Upright};
+        if let (Operand::Nvfp4(a), Weights::Operand(Operand::Nvfp4(b))) = (a, b)
+            && a.rows > b.rows
+            && b.rows >= LEAST_TURNED
+            && a.cols >= b.rows
+        {
+            // Decoding tokens moves more bytes than bringing weights into order, so the larger side had better be the weights. Outputs
+            // are then written in shorter runs, which costs more where they are many beside K.
+            return Ok(Way::Ring(ring::Tokens::Nvfp4(b), ring::Right::View(a), Turned));
+        }
+        match (ring::Tokens::of(a), b) {
+            (Some(tokens), Weights::Operand(Operand::Nvfp4(b))) => Ok(Way::Ring(tokens, ring::Right::View(b), Upright)),
+            (Some(tokens), Weights::Prepared(weight)) => Ok(Way::Ring(tokens, ring::Right::Prepared(weight), Upright)),
+            (_, Weights::Operand(b)) => Ok(Way::Decoded(a, b)),
             // The order of its bytes is for tensor cores alone.
-            (_, ring::Right::Prepared(_)) => Err(cuda::Error::Prepared.into()),
+            (None, Weights::Prepared(_)) => Err(cuda::Error::Prepared.into()),
         }
     }
 }
@@ -73,7 +81,8 @@ pub fn gemm<'a, T: Element + Plain>(
         return Ok(());
     }
     match Way::of(a, b)? {
-        Way::Ring(tokens, right) => ring::run(stream, tokens, right, &output, workspace),
+        Way::Ring(tokens, right, Orientation::Upright) => ring::run(stream, tokens, right, &output, workspace),
+        Way::Ring(tokens, right, Orientation::Turned) => ring::run(stream, tokens, right, &output.turned(), workspace),
         Way::Decoded(a, b) => decoded::run(stream, &a, &b, &output),
     }
 }
@@ -81,7 +90,10 @@ pub fn gemm<'a, T: Element + Plain>(
 /// Which kernel a product takes, in words.
 pub fn describe<'a>(device: Device, a: impl Into<Operand<'a>>, b: impl Into<Weights<'a>>) -> Result<String> {
     Ok(match Way::of(a.into(), b.into())? {
-        Way::Ring(tokens, right) => ring::describe(device, &tokens, &right)?,
+        Way::Ring(tokens, right, Orientation::Upright) => ring::describe(device, &tokens, &right)?,
+        Way::Ring(tokens, right, Orientation::Turned) => {
+            format!("turned: {}", ring::describe(device, &tokens, &right)?)
+        }
         Way::Decoded(..) => "multiply-adds on decoded values".to_string(),
     })
 }

@@ -5,12 +5,11 @@ use crate::Result;
 use crate::cuda::{Device, Input};
 use crate::dequantize::cuda::View;
 use crate::fp8::cuda::View as Fp8View;
-use crate::input::check_len;
+use nvfp4_spec::GlobalScale;
 use nvfp4_spec::fp8::{Scales, Tile};
 use nvfp4_spec::scale::Unit;
-use nvfp4_spec::{GlobalScale, area};
 
-/// The left side of a product, with rows along K.
+/// A side of a product, with rows along K.
 #[derive(Clone, Copy, Debug)]
 pub enum Operand<'a> {
     /// A quantized matrix.
@@ -24,12 +23,8 @@ pub enum Operand<'a> {
 /// The right side of a product, with rows along K.
 #[derive(Clone, Copy, Debug)]
 pub enum Weights<'a> {
-    /// A quantized matrix. Its bytes are brought into the order of the tensor cores before each product.
-    Nvfp4(View<'a>),
-    /// An FP8 or MXFP8 matrix; one with tiles of 32 in a column is taken transposed.
-    Fp8(Fp8View<'a>),
-    /// Elements as they are.
-    Plain(Input<'a>),
+    /// An operand as it is. The bytes of one in NVFP4 are brought into the order of the tensor cores before each product.
+    Operand(Operand<'a>),
     /// A quantized matrix in the order of the tensor cores.
     Prepared(&'a PreparedWeight),
 }
@@ -76,21 +71,9 @@ impl<'a> From<Input<'a>> for Operand<'a> {
     }
 }
 
-impl<'a> From<View<'a>> for Weights<'a> {
-    fn from(view: View<'a>) -> Self {
-        Weights::Nvfp4(view)
-    }
-}
-
-impl<'a> From<Fp8View<'a>> for Weights<'a> {
-    fn from(view: Fp8View<'a>) -> Self {
-        Weights::Fp8(view)
-    }
-}
-
-impl<'a> From<Input<'a>> for Weights<'a> {
-    fn from(input: Input<'a>) -> Self {
-        Weights::Plain(input)
+impl<'a, T: Into<Operand<'a>>> From<T> for Weights<'a> {
+    fn from(operand: T) -> Self {
+        Weights::Operand(operand.into())
     }
 }
 
@@ -130,7 +113,7 @@ impl Operand<'_> {
     pub(super) fn check(&self, device: Device) -> Result<()> {
         match self {
             Operand::Nvfp4(view) => view.check(device),
-            Operand::Fp8(view) => check_fp8(view, device),
+            Operand::Fp8(view) => view.check(device),
             Operand::Plain(input) => Ok(input.check(device)?),
         }
     }
@@ -140,9 +123,7 @@ impl Weights<'_> {
     /// Number of rows: N.
     pub fn rows(&self) -> usize {
         match self {
-            Weights::Nvfp4(view) => view.rows,
-            Weights::Fp8(view) => view.tile.along_k((view.rows, view.cols)).0,
-            Weights::Plain(input) => input.rows(),
+            Weights::Operand(operand) => operand.rows(),
             Weights::Prepared(weight) => weight.rows(),
         }
     }
@@ -150,46 +131,22 @@ impl Weights<'_> {
     /// K.
     pub fn cols(&self) -> usize {
         match self {
-            Weights::Nvfp4(view) => view.cols,
-            Weights::Fp8(view) => view.tile.along_k((view.rows, view.cols)).1,
-            Weights::Plain(input) => input.cols(),
+            Weights::Operand(operand) => operand.cols(),
             Weights::Prepared(weight) => weight.cols(),
         }
     }
 
     pub(super) fn global(&self) -> Global {
         match self {
-            Weights::Nvfp4(view) => Global::of_view(view),
-            Weights::Fp8(view) => Global::of_fp8(view),
-            Weights::Plain(_) => Global::NONE,
+            Weights::Operand(operand) => operand.global(),
             Weights::Prepared(weight) => weight.global(),
         }
     }
 
     pub(super) fn check(&self, device: Device) -> Result<()> {
         match self {
-            Weights::Nvfp4(view) => view.check(device),
-            Weights::Fp8(view) => check_fp8(view, device),
-            Weights::Plain(input) => Ok(input.check(device)?),
+            Weights::Operand(operand) => operand.check(device),
             Weights::Prepared(weight) => weight.check(device),
-        }
-    }
-}
-
-/// Checks that the buffers have the lengths that the shape asks for, and lie on this GPU.
-fn check_fp8(view: &Fp8View<'_>, device: Device) -> Result<()> {
-    let scale_count = view.tile.scale_count(view.rows, view.cols)?;
-    check_len("codes", area(view.rows, view.cols)?, view.codes.len())?;
-    view.codes.check(device, "codes")?;
-    match view.scales {
-        Scales::F32(scales) => {
-            check_len("scales", scale_count, scales.len())?;
-            scales.check(device, "scales")?;
-            Ok(scales.check_aligned(size_of::<f32>(), "scales")?)
-        }
-        Scales::E8m0(scales) => {
-            check_len("scales", scale_count, scales.len())?;
-            Ok(scales.check(device, "scales")?)
         }
     }
 }

@@ -1,5 +1,6 @@
 // From sums to outputs: twin of spec's gemm::OutputScale. Settings before this text: OUTPUT, the type of the outputs, ORDER, in
-// which factors are applied, PER_TOKEN, whether they differ from row to row, and ADD, whether there is a β·C.
+// which factors are applied, PER_TOKEN, whether they differ from token to token, ADD, whether there is a β·C, and TURNED, whether
+// tokens are the columns of the outputs and not, as usual, the rows.
 
 // What the sums of one operand's rows are multiplied by.
 struct Side {
@@ -76,47 +77,71 @@ RULE void store_pair(u8* at, float first, float second) {
     else *(u32*)at = pack_output(first, second);
 }
 
-// Writes outputs in columns j and j + 1, as far as they exist.
+// How many tokens there are.
+RULE u64 token_count(const Output& o) { return TURNED ? o.cols : o.rows; }
+
+// Writes the outputs of weights j and j + 1, as far as they exist.
 struct PairWriter {
     const Output& o;
     u64 j;
-    float nb[2], bias[2];
+    float own[2], bias[2];
     Factors f[2];
-    bool whole;  // both exist and are written together
+    bool whole;  // both exist, and neighbouring outputs are written together
 
     RULE PairWriter(const Output& o, u64 j) : o(o), j(j) {
-        whole = j + 1 < o.cols && o.pairs;
+        u64 weights = TURNED ? o.rows : o.cols;
+        whole = j + 1 < weights && o.pairs;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            bool there = j + h < o.cols;
-            nb[h] = there ? numerator(o.b, j + h) : 0.0f;
-            bias[h] = there ? bias_of(o, j + h) : 0.0f;
+            bool there = j + h < weights;
+            own[h] = there ? numerator(TURNED ? o.a : o.b, j + h) : 0.0f;
+            bias[h] = TURNED ? -0.0f : there ? bias_of(o, j + h) : 0.0f;
         }
-        if (!PER_TOKEN) of_row(0);
+        if (!PER_TOKEN) of_token(0);
     }
 
-    RULE void of_row(u64 i) {
-        float na = numerator(o.a, i);
-        f[0] = factors(o, na, nb[0]), f[1] = factors(o, na, nb[1]);
+    RULE void of_token(u64 t) {
+        float other = numerator(TURNED ? o.b : o.a, t);
+#pragma unroll
+        for (int h = 0; h < 2; h++) f[h] = TURNED ? factors(o, own[h], other) : factors(o, other, own[h]);
     }
 
-    // Whether rows before `last` can be written without a look at each.
-    RULE bool straight(u64 last) const { return !PER_TOKEN && !ADD && whole && last <= o.rows; }
+    // Whether tokens before `last` can be written without a look at each.
+    RULE bool straight(u64 last) const {
+        return !PER_TOKEN && !ADD && whole && last <= token_count(o) && !(TURNED && o.bias);
+    }
     RULE u64 pitch() const { return o.cols * SIZE; }
-    RULE u8* address(u64 i) const { return o.out + i * pitch() + j * SIZE; }
+    RULE u8* address(u64 t) const { return o.out + (TURNED ? j * pitch() + t * SIZE : t * pitch() + j * SIZE); }
     RULE void write_straight(u8* at, float first, float second) const {
         store_pair(at, finish(o, f[0], first, bias[0], 0), finish(o, f[1], second, bias[1], 0));
     }
+    // The outputs of one weight with two neighbouring tokens, where tokens are columns.
+    RULE void write_turned(u8* at, int h, float first, float second) const {
+        store_pair(at, finish(o, f[h], first, -0.0f, 0), finish(o, f[h], second, -0.0f, 0));
+    }
 
-    RULE void write(u64 i, float first, float second) {
-        if (i >= o.rows || j >= o.cols) return;
-        u64 at = i * o.cols + j;
-        if (PER_TOKEN) of_row(i);
-        float y = finish(o, f[0], first, bias[0], at);
-        if (whole) store_pair(o.out + SIZE * at, y, finish(o, f[1], second, bias[1], at + 1));
-        else {
-            store_output(o, at, y);
-            if (j + 1 < o.cols) store_output(o, at + 1, finish(o, f[1], second, bias[1], at + 1));
+    // The outputs of both weights with a token.
+    RULE void write(u64 t, float first, float second) {
+        if (t >= token_count(o)) return;
+        if (PER_TOKEN) of_token(t);
+        if (TURNED) {
+            float b = bias_of(o, t);
+            if (j < o.rows) one(j * o.cols + t, f[0], first, b);
+            if (j + 1 < o.rows) one((j + 1) * o.cols + t, f[1], second, b);
+            return;
         }
+        if (j >= o.cols) return;
+        u64 at = t * o.cols + j;
+        if (whole) {
+            float y = finish(o, f[0], first, bias[0], at);
+            store_pair(o.out + SIZE * at, y, finish(o, f[1], second, bias[1], at + 1));
+        } else {
+            one(at, f[0], first, bias[0]);
+            if (j + 1 < o.cols) one(at + 1, f[1], second, bias[1]);
+        }
+    }
+
+    RULE void one(u64 at, const Factors& f, float sum, float bias) const {
+        store_output(o, at, finish(o, f, sum, bias, at));
     }
 };

@@ -39,9 +39,19 @@ pub(super) enum Order {
 pub(super) struct Kind {
     pub precision: Precision,
     pub order: Order,
-    /// The left operand's scale.
-    pub left: GlobalScale,
+    /// The scale of the operand whose rows are tokens.
+    pub tokens: GlobalScale,
     pub add: Add,
+    pub orientation: Orientation,
+}
+
+/// Which operand's rows are tokens to the tensor cores; the other's are weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Orientation {
+    /// The left one's.
+    Upright,
+    /// The right one's.
+    Turned,
 }
 
 /// Whether there is a β·C.
@@ -59,9 +69,10 @@ impl Kind {
             Order::OneRow => "ONE_ROW",
             Order::BothRows => "BOTH_ROWS",
         };
-        let (output, add, rows) = (precision(self.precision), self.add == Add::C, self.left == GlobalScale::PerRow);
+        let (output, add, rows) = (precision(self.precision), self.add == Add::C, self.tokens == GlobalScale::PerRow);
+        let turned = self.orientation == Orientation::Turned;
         format!(
-            "constexpr Precision OUTPUT = {output};\nconstexpr Order ORDER = {order};\nconstexpr bool PER_TOKEN = {rows}, ADD = {add};\n"
+            "constexpr Precision OUTPUT = {output};\nconstexpr Order ORDER = {order};\nconstexpr bool PER_TOKEN = {rows}, ADD = {add}, TURNED = {turned};\n"
         )
     }
 }
@@ -146,12 +157,22 @@ impl Output {
             padding: 0,
         };
         let add = if add.is_some() { Add::C } else { Add::Nothing };
-        Output { kind: Kind { precision: T::PRECISION, order, left: left.of, add }, params }
+        let orientation = Orientation::Upright;
+        Output { kind: Kind { precision: T::PRECISION, order, tokens: left.of, add, orientation }, params }
     }
 
-    /// What kernels need to know about `rows` of the outputs, from the first on.
+    /// The same outputs, where the right operand's rows are tokens.
+    pub fn turned(&self) -> Self {
+        let tokens = if self.params.b.per_row == 1 { GlobalScale::PerRow } else { GlobalScale::PerTensor };
+        Output { kind: Kind { tokens, orientation: Orientation::Turned, ..self.kind }, params: self.params }
+    }
+
+    /// What kernels need to know about the outputs of some tokens, from the first on; of all of them where they are columns.
     pub fn part(&self, first: usize, rows: usize) -> Params {
         let mut part = self.params;
+        if self.kind.orientation == Orientation::Turned {
+            return part;
+        }
         let size = match self.kind.precision {
             Precision::F32 => 4,
             Precision::Bf16 | Precision::F16 => 2,

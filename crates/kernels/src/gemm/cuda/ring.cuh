@@ -8,7 +8,7 @@
 //
 // Tokens have 16 bits; those of NVFP4 are decoded by a kernel before this one (tokens.cu).
 //
-// Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER, ADD, and what is done to the numbers
+// Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER, PER_TOKEN, ADD, TURNED, and what is done to the numbers
 // of registers where the kernel's two parts begin.
 
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
@@ -36,7 +36,7 @@ struct Params {
 
 static_assert(sizeof(Params) == 320, "as in ring.rs");
 
-constexpr u32 GROUPS = ROWS * SLICES, CONSUMERS = 128 * GROUPS;
+constexpr u32 CONSUMERS = 128 * ROWS * SLICES;
 // Warps that fill. Of several slices each has its own, so that whoever uses a buffer uses it in every round: a warp that waits for
 // a round must not come before the round before has ended. A single one takes the buffers in order, which is as good.
 constexpr u32 FILLERS = SLICES == 1 && !BULK ? 4 : SLICES;
@@ -227,7 +227,7 @@ RULE void copy_tokens(const Params& p, const Work& work, u32 step, u32 to, u32 b
     for (u32 i = lane; i < TOKENS * 8 * TILES; i += 32) {
         u32 c = i % 8, tile = i / 8 % TILES, token = i / (8 * TILES);
         u64 row = work.token + token, column = (u64)(step * TILES + tile) * TILE + 8 * c;
-        bool there = row < p.output.rows && column < p.k;
+        bool there = row < token_count(p.output) && column < p.k;
         const u8* from = there ? p.tokens + row * p.pitch + 2 * column : p.tokens;
         copy_16(to + tile * TOKEN_TILE + token * ROW + 16 * (c ^ (token & 7)), from, there);
     }
@@ -298,7 +298,14 @@ RULE void write(const Work& work, PairWriter& writer, float undo, const float (&
         // All tokens exist: no checks, and addresses a row apart.
         u8* at = writer.address(me.token(work, 0));
 #pragma unroll
-        for (u32 u = 0; u < UNITS; u++) {
+        for (u32 u = 0; TURNED && u < UNITS; u += 2) {
+            // Two tokens for each of two weights.
+            const float* four = sums + first_of(u);
+            writer.write_turned(at + u / 2 * 8 * SIZE, 0, four[0] * undo, four[1] * undo);
+            writer.write_turned(at + u / 2 * 8 * SIZE + writer.pitch(), 1, four[2] * undo, four[3] * undo);
+        }
+#pragma unroll
+        for (u32 u = 0; !TURNED && u < UNITS; u++) {
             u64 row = u / 2 * 8 + u % 2;
             writer.write_straight(at + row * writer.pitch(), sums[first_of(u)] * undo, sums[first_of(u) + 2] * undo);
         }

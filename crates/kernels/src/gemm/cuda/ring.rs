@@ -1,7 +1,7 @@
 //! Products by tensor cores; `ring.cuh` says how.
 
 use super::operand::Operand;
-use super::output::{self, Add, Kind, Order, Output};
+use super::output::{self, Add, Kind, Order, Orientation, Output};
 use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
 use super::shape::{self, Instruction, Shape};
 use super::workspace::Workspace;
@@ -135,8 +135,11 @@ pub(super) fn run(
     // Where they do not lie well, tokens get rows of whole blocks.
     let (m, pitch) = (tokens.rows(), 2 * cols.next_multiple_of(BLOCK));
     let part = match tokens {
-        Tokens::Nvfp4(_) => m.min((DECODED / pitch).next_multiple_of(PART).max(PART)),
-        Tokens::Plain(..) => m,
+        Tokens::Nvfp4(_) if output.kind.orientation == Orientation::Upright => {
+            m.min((DECODED / pitch).next_multiple_of(PART).max(PART))
+        }
+        // Where tokens are columns of the outputs, they are the smaller side, and come at once.
+        Tokens::Nvfp4(_) | Tokens::Plain(..) => m,
     };
     let token_bytes = if tokens.lies_well() { 0 } else { part * pitch };
     let [weights, scratch] = workspace.reserve(stream, [weight_bytes, token_bytes])?;
@@ -301,17 +304,26 @@ fn wgmma(tokens: u32, bits: Precision) -> String {
 
 /// Every shape in both types, and every kind of output.
 pub(super) fn sources() -> Vec<(String, Source)> {
-    let plain =
-        Kind { precision: Precision::Bf16, order: Order::Folded, left: GlobalScale::PerTensor, add: Add::Nothing };
+    let plain = Kind {
+        precision: Precision::Bf16,
+        order: Order::Folded,
+        tokens: GlobalScale::PerTensor,
+        add: Add::Nothing,
+        orientation: Orientation::Upright,
+    };
     let shapes = shape::all().into_iter().flat_map(|shape| {
         let types = [Precision::Bf16, Precision::F16].map(|bits| entry((shape, bits, plain), source));
-        types.into_iter().chain([entry((Shape { split: 2, ..shape }, Precision::Bf16, plain), source)])
+        let turned = entry((shape, Precision::Bf16, Kind { orientation: Orientation::Turned, ..plain }), source);
+        types.into_iter().chain([turned]).chain([entry((Shape { split: 2, ..shape }, Precision::Bf16, plain), source)])
     });
     let small = shape::all()[0];
     let kinds = PRECISIONS.into_iter().flat_map(|precision| {
         let orders = [Order::Folded, Order::OneRow, Order::BothRows];
         orders.map(|order| {
-            entry((small, Precision::Bf16, Kind { precision, order, left: GlobalScale::PerRow, add: Add::C }), source)
+            entry(
+                (small, Precision::Bf16, Kind { precision, order, tokens: GlobalScale::PerRow, add: Add::C, ..plain }),
+                source,
+            )
         })
     });
     let others = [Precision::Bf16, Precision::F16].map(|bits| entry(bits, decode_source));

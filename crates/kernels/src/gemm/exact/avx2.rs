@@ -30,7 +30,7 @@ impl Kernel<8> for Avx2 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn tile<const R: usize, const EXACT: bool>(rows: &[&[Step]], panel: &[PanelStep<8>], out: &mut [[f32; 8]]) {
+fn tile<const R: usize, const EXACT: bool>(rows: &[&[Step]], panel: &[PanelStep<8>], out: &mut [[f64; 8]]) {
     let rows: [&[Step]; R] = std::array::from_fn(|r| &rows[r][..panel.len()]);
     let mut wide = [[_mm256_setzero_pd(); 2]; R];
     let mut narrow = [_mm256_setzero_ps(); R];
@@ -60,13 +60,14 @@ fn tile<const R: usize, const EXACT: bool>(rows: &[&[Step]], panel: &[PanelStep<
     }
     for r in 0..R {
         let sums = if EXACT {
-            let quarter = |h: usize| _mm256_cvtpd_ps(_mm256_mul_pd(wide[r][h], _mm256_set1_pd(0.25)));
-            _mm256_set_m128(quarter(1), quarter(0))
+            wide[r].map(|half| _mm256_mul_pd(half, _mm256_set1_pd(0.25)))
         } else {
-            narrow[r]
+            [_mm256_castps256_ps128(narrow[r]), _mm256_extractf128_ps::<1>(narrow[r])].map(|half| _mm256_cvtps_pd(half))
         };
-        // SAFETY: the destination is an array of 8 floats.
-        unsafe { _mm256_storeu_ps(out[r].as_mut_ptr(), sums) };
+        for (half, out) in sums.into_iter().zip(out[r].as_chunks_mut::<4>().0) {
+            // SAFETY: the destination is an array of 4 doubles.
+            unsafe { _mm256_storeu_pd(out.as_mut_ptr(), half) };
+        }
     }
 }
 

@@ -64,14 +64,21 @@ fn tile<const R: usize, const EXACT: bool>(rows: &[&[Step]], panel: &[PanelStep<
     }
     for r in 0..R {
         if EXACT {
-            for (h, &half) in wide[r].iter().enumerate() {
-                // SAFETY: the destination is half of an array of 16 floats.
-                unsafe { _mm256_storeu_ps(out[r].as_mut_ptr().add(8 * h), _mm512_cvtpd_ps(half)) };
-            }
+            store(wide[r], &mut out[r]);
         } else {
-            // SAFETY: the destination is an array of 16 floats.
-            unsafe { _mm512_storeu_ps(out[r].as_mut_ptr(), narrow[r]) };
+            let mut sums = [_mm512_setzero_pd(); 2];
+            add(&mut sums, narrow[r]);
+            store(sums, &mut out[r]);
         }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+#[inline]
+fn store(sums: [__m512d; 2], out: &mut [f64; 16]) {
+    for (half, out) in sums.into_iter().zip(out.as_chunks_mut::<8>().0) {
+        // SAFETY: the destination is an array of 8 doubles.
+        unsafe { _mm512_storeu_pd(out.as_mut_ptr(), half) };
     }
 }
 

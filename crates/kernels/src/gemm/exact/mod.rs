@@ -8,7 +8,8 @@
 //!
 //! With `g` the smallest unit that a row's scales are multiples of, every term of output (i, j) is a multiple of gᵢ·gⱼ/4 and at
 //! most 2304·sᵢ·sⱼ/4, s being the row's largest scale. While the number of blocks times 2304·sᵢ·sⱼ stays below 2⁵³·gᵢ·gⱼ,
-//! no partial sum needs more than 53 bits. Rows of ordinary matrices are far below that; an output beyond it goes by the rule.
+//! no partial sum needs more than 53 bits. Rows of ordinary matrices are far below that. Where they are not, sums are taken over runs of
+//! 64 blocks, which are within it whatever the scales, and added up as integers.
 //!
 //! B is taken in panels of a few rows, which are unpacked once, side by side, and stay in cache while all rows of A pass.
 
@@ -19,9 +20,9 @@ pub(super) mod row;
 use super::outputs::{MOST, Outputs};
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
-use nvfp4_spec::gemm::{Accumulate, Product, Sums};
+use nvfp4_spec::gemm::{Accumulate, Product, TERM_UNIT};
 use nvfp4_spec::matrix::View;
-use nvfp4_spec::{BLOCK, Element, GlobalScale, e4m3};
+use nvfp4_spec::{BLOCK, Element, e4m3};
 use rayon::prelude::*;
 use std::sync::LazyLock;
 
@@ -111,8 +112,8 @@ impl<const N: usize> PanelStep<N> {
     const EMPTY: Self = PanelStep { values: [[[SHIFT as u8; 4]; N]; 4], scales: [0.0; N], spread: 0 };
 }
 
-/// `N` sums for each of up to six rows of A.
-type Tile<const N: usize> = [[f32; N]; MOST_ROWS];
+/// `N` sums for each of up to six rows of A, before they are rounded to binary32.
+type Tile<const N: usize> = [[f64; N]; MOST_ROWS];
 const MOST_ROWS: usize = 6;
 
 /// A kernel: the sums of up to [`MOST_ROWS`] rows of A with the rows of a panel.
@@ -148,12 +149,8 @@ fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Pro
         let width = CHUNK.min(b.rows - first);
         // The sums of a row of B with all of A's.
         let column = |j: usize| {
-            let mut tile = [[0f32; 1]; MOST_ROWS];
-            match a_range.fits(Range::of(b.scale_row(j)), blocks) {
-                true => row::sums(token, &rows, b, j, tile.as_flattened_mut()),
-                false => by_rule((a, b), (0, a.rows), (j, 1), Accumulate::Exact, &mut tile),
-            }
-            tile
+            let step = if a_range.fits(Range::of(b.scale_row(j)), blocks) { blocks } else { RUN };
+            in_runs(blocks, step, |run, tile| row::sums(token, &rows, b, j, run, tile.as_flattened_mut()))
         };
         let mut columns = [[[0f32; 1]; MOST_ROWS]; CHUNK];
         columns[..width].iter_mut().enumerate().for_each(|(c, sums)| *sums = column(first + c));
@@ -190,14 +187,17 @@ fn run<T: Element, const N: usize>(
             kernel.unpack(b, first, panel);
             let b_range = (first..first + width).map(|j| Range::of(b.scale_row(j))).reduce(Range::and);
             let b_range = b_range.expect("a panel has rows");
-            let mut tile = [[0.0; N]; MOST_ROWS];
             for group in (0..a.rows).step_by(MOST_ROWS) {
                 let height = MOST_ROWS.min(a.rows - group);
                 let fits = a_ranges[group / MOST_ROWS].fits(b_range, blocks);
-                match fits || product.accumulate == Accumulate::Reference {
-                    true => kernel.tile(&rows[group..group + height], panel, product.accumulate, &mut tile),
-                    false => by_rule((a, b), (group, height), (first, width), product.accumulate, &mut tile),
-                }
+                let step = if fits || product.accumulate == Accumulate::Reference { blocks } else { RUN };
+                let tile = in_runs(blocks, step, |run, tile| {
+                    let mut part: [&[Step]; MOST_ROWS] = [&[]; MOST_ROWS];
+                    for (part, row) in part.iter_mut().zip(&rows[group..group + height]) {
+                        *part = &row[run.clone()];
+                    }
+                    kernel.tile(&part[..height], &panel[run], product.accumulate, tile);
+                });
                 for (r, sums) in tile[..height].iter().enumerate() {
                     // SAFETY: a panel writes the columns of its own rows of B only.
                     unsafe { outputs.write(group + r, first, &sums[..width]) };
@@ -207,33 +207,31 @@ fn run<T: Element, const N: usize>(
     );
 }
 
-/// The sums of a tile by the rule: for rows whose scales are too far apart.
-#[cold]
-fn by_rule<const N: usize>(
-    (a, b): (&View<'_>, &View<'_>),
-    (group, height): (usize, usize),
-    (first, width): (usize, usize),
-    accumulate: Accumulate,
-    tile: &mut Tile<N>,
-) {
-    let (a, b) = (part(a, group, height), part(b, first, width));
-    let sums = Sums::new(&(&a).into(), &(&b).into(), accumulate);
-    for (i, row) in tile[..height].iter_mut().enumerate() {
-        row[..width].iter_mut().enumerate().for_each(|(j, sum)| *sum = sums.sum(i, j));
-    }
-}
+/// Blocks of a run: a sum of 64·2304·(448·2⁹)² < 2⁵³ units is exact however far apart scales are. Even, and a multiple of what
+/// [`row::sums`] takes at a time.
+const RUN: usize = 64;
 
-/// Some rows of a matrix; its global scale is of no interest.
-fn part<'a>(view: &View<'a>, first: usize, count: usize) -> View<'a> {
-    let (bytes, blocks) = (view.cols.div_ceil(2), view.cols.div_ceil(BLOCK));
-    View {
-        rows: count,
-        codes: &view.codes[first * bytes..][..count * bytes],
-        scales: &view.scales[first * blocks..][..count * blocks],
-        stored: &[1.0],
-        global: GlobalScale::PerTensor,
-        ..*view
+/// A tile of sums over all blocks, `step` of them at a time, each of which `sums` leaves exact; rounded once.
+fn in_runs<const N: usize>(
+    blocks: usize,
+    step: usize,
+    mut sums: impl FnMut(std::ops::Range<usize>, &mut Tile<N>),
+) -> [[f32; N]; MOST_ROWS] {
+    let mut tile = [[0.0; N]; MOST_ROWS];
+    if step >= blocks {
+        sums(0..blocks, &mut tile);
+        return tile.map(|row| row.map(|sum| sum as f32));
     }
+    let unit = f64::from(TERM_UNIT);
+    let mut totals = [[Some(0i128); N]; MOST_ROWS];
+    for first in (0..blocks).step_by(step) {
+        sums(first..blocks.min(first + step), &mut tile);
+        for (total, &sum) in totals.as_flattened_mut().iter_mut().zip(tile.as_flattened()) {
+            // A sum that is NaN stays so.
+            *total = total.filter(|_| !sum.is_nan()).map(|total| total + (sum / unit) as i128);
+        }
+    }
+    totals.map(|row| row.map(|total| total.map_or(f32::NAN, |total| total as f32 * TERM_UNIT)))
 }
 
 /// Row `i` of A.

@@ -8,6 +8,7 @@ use super::{BLOCK, DOUBLED, SHIFT};
 use crate::avx512::Avx512;
 use nvfp4_spec::matrix::View;
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 /// Blocks that are worked on at a time.
 pub(in super::super) const LANES: usize = 16;
@@ -39,31 +40,31 @@ pub(super) fn groups(a: &View<'_>, i: usize) -> Vec<Group> {
     steps.chunks(LANES).map(group).collect()
 }
 
-/// The sums of row `j` of B with rows of A, exact.
-pub(super) fn sums(_token: Avx512, rows: &[Vec<Group>], b: &View<'_>, j: usize, out: &mut [f32]) {
+/// The sums of row `j` of B with rows of A over some blocks, from a multiple of [`LANES`] on; exact where binary64 is.
+pub(super) fn sums(_token: Avx512, rows: &[Vec<Group>], b: &View<'_>, j: usize, blocks: Range<usize>, out: &mut [f64]) {
+    let groups = blocks.start / LANES..blocks.end.div_ceil(LANES);
     match rows {
         // SAFETY: an Avx512 token is only made after detection.
-        [one] => unsafe { row_sums([one], b, j, out) },
+        [one] => unsafe { row_sums([one], b, j, groups, out) },
         // SAFETY: as above.
-        [one, two] => unsafe { row_sums([one, two], b, j, out) },
+        [one, two] => unsafe { row_sums([one, two], b, j, groups, out) },
         // SAFETY: as above.
-        [one, two, three] => unsafe { row_sums([one, two, three], b, j, out) },
+        [one, two, three] => unsafe { row_sums([one, two, three], b, j, groups, out) },
         // SAFETY: as above.
-        [one, two, three, four] => unsafe { row_sums([one, two, three, four], b, j, out) },
+        [one, two, three, four] => unsafe { row_sums([one, two, three, four], b, j, groups, out) },
         _ => unreachable!("one to four rows"),
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn row_sums<const R: usize>(rows: [&Vec<Group>; R], b: &View<'_>, j: usize, out: &mut [f32]) {
+fn row_sums<const R: usize>(rows: [&Vec<Group>; R], b: &View<'_>, j: usize, groups: Range<usize>, out: &mut [f64]) {
     let (codes, scales) = (b.code_row(j), b.scale_row(j));
     let shifted: [u8; 16] = DOUBLED.map(|v| (i32::from(v) + SHIFT) as u8);
     // SAFETY: the source is an array of 16 bytes.
     let table = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(shifted.as_ptr().cast()) });
     let mut wide = [[_mm512_setzero_pd(); 2]; R];
-    let count = rows[0].len();
-    let rows: [&[Group]; R] = rows.map(|r| &r[..count]);
-    for g in 0..count {
+    let rows: [&[Group]; R] = rows.map(|r| &r[..groups.end]);
+    for g in groups {
         let nibbles = nibbles(&codes[8 * LANES * g..]);
         let values = nibbles.map(|n| _mm512_shuffle_epi8(table, n));
         let scale = decoded(&scales[LANES * g..]);
@@ -85,7 +86,7 @@ fn row_sums<const R: usize>(rows: [&Vec<Group>; R], b: &View<'_>, j: usize, out:
     }
     for r in 0..R {
         // Exact in any order; quartered, because the values were doubled.
-        out[r] = (_mm512_reduce_add_pd(_mm512_add_pd(wide[r][0], wide[r][1])) * 0.25) as f32;
+        out[r] = _mm512_reduce_add_pd(_mm512_add_pd(wide[r][0], wide[r][1])) * 0.25;
     }
 }
 

@@ -252,8 +252,10 @@ fn find_amaxes(
     row: Option<&mut Direction<'_>>,
     col: Option<&mut Direction<'_>>,
 ) -> Result<()> {
-    match (wanted(row, Along::Rows), wanted(col, Along::Columns)) {
-        (Some(mut row), Some(col)) if (row.edge, row.values) == (col.edge, col.values) => {
+    let (row, col) = (wanted(row, Along::Rows), wanted(col, Along::Columns));
+    let on_the_way = row.as_ref().zip(col.as_ref()).and_then(|(row, col)| row.on_the_way_to(col));
+    match (row, col, on_the_way) {
+        (Some(mut row), Some(col), _) if (row.edge, row.values) == (col.edge, col.values) => {
             let (edge, values, mut both) = (row.edge, row.values, maxima::Wanted::default());
             if (row.global, col.global) == (GlobalScale::PerTensor, GlobalScale::PerTensor) {
                 // The maximum of all is the same in both directions; the copy comes after it in the stream.
@@ -265,7 +267,12 @@ fn find_amaxes(
             col.add_to(&mut both);
             maxima::run(stream, x, edge, values, both)
         }
-        (row, col) => [row, col].into_iter().flatten().try_for_each(|one| {
+        (Some(row), Some(col), Some(signs)) => {
+            let (edge, mut after) = (col.edge, maxima::Wanted::default());
+            col.add_to(&mut after);
+            maxima::run_with_plain(stream, x, edge, signs, after, row.out)
+        }
+        (row, col, _) => [row, col].into_iter().flatten().try_for_each(|one| {
             let (edge, values, mut alone) = (one.edge, one.values, maxima::Wanted::default());
             one.add_to(&mut alone);
             maxima::run(stream, x, edge, values, alone)
@@ -305,6 +312,16 @@ fn wanted<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<WantedAm
 }
 
 impl<'a> WantedAmax<'a> {
+    /// The signs of the transform along columns if this one, the maximum before it, is found on the way to the other.
+    fn on_the_way_to(&self, other: &WantedAmax<'_>) -> Option<Signs> {
+        let plain =
+            (self.edge, self.global, self.values) == (other.edge, GlobalScale::PerTensor, maxima::Values::Plain);
+        match other.values {
+            maxima::Values::AlongColumns(signs) if plain => Some(signs),
+            _ => None,
+        }
+    }
+
     fn add_to(self, pass: &mut maxima::Wanted<'a>) {
         let place = match (self.global, self.along) {
             (GlobalScale::PerTensor, _) => &mut pass.tensor,

@@ -9,7 +9,7 @@ pub use fp8::{BlockTile, Epsilon, Fp8, Fp8Block, Fp8Code, MxTile, Mxfp8, ScaleSt
 pub use nvfp4::Nvfp4;
 
 use super::name::Name;
-use crate::{Precision, Rounding, Side, Signs};
+use crate::{Fp8Tile, Precision, Rounding, Side, Signs};
 
 /// A format: what the numbers of one direction are stored as, and by which rule they are made.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -101,6 +101,17 @@ pub enum Family {
     Nvfp4,
     /// A user's own.
     Custom(Name),
+}
+
+impl Family {
+    /// That of FP8 with such tiles.
+    pub(crate) fn of_fp8(tile: Fp8Tile) -> Self {
+        match tile {
+            Fp8Tile::Tensor => Family::Fp8,
+            Fp8Tile::Row128 | Fp8Tile::Square128 => Family::Fp8Block,
+            Fp8Tile::Row32 | Fp8Tile::Column32 => Family::Mxfp8,
+        }
+    }
 }
 
 /// Whether quantizing a tensor once more gives the bytes of the first time.

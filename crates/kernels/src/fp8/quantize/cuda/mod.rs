@@ -72,7 +72,7 @@ impl From<fp8::Mode> for Mode<'_> {
 
 impl Mode<'_> {
     /// What decides shapes and lengths.
-    fn shapes(&self) -> fp8::Mode {
+    pub fn shapes(&self) -> fp8::Mode {
         let scaling = match self.scaling {
             Scaling::Tensor(_) => fp8::Scaling::Tensor { scale: 1.0 },
             Scaling::Row128(rule) => fp8::Scaling::Row128(rule),

@@ -1,0 +1,97 @@
+//! `nvfp4 inspect` of a GGUF file.
+
+use crate::inspect::{print_statistics, scale_bytes};
+use crate::{sizes, verify};
+use anyhow::{Context, Result, ensure};
+use nvfp4::checkpoint::Statistics;
+use nvfp4::checkpoint::gguf::{self, GgufFile, GgufTensor, Type, Value};
+use nvfp4_spec::{BLOCK, e2m1, e4m3};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::io::Write;
+
+/// A block: its row, and its number in the row.
+type Block = Option<(usize, usize)>;
+
+/// The whole file, or one tensor of it.
+pub fn show(out: &mut impl Write, file: &GgufFile, tensor: Option<&str>, block: Block, as_json: bool) -> Result<()> {
+    match tensor {
+        None => show_file(out, file, as_json),
+        Some(name) => {
+            let exact = file.get(name).or_else(|| file.get(&format!("{name}.weight")));
+            let tensor = exact.with_context(|| format!("--tensor {name}: no such tensor"))?;
+            show_tensor(out, file, tensor, block, as_json)
+        }
+    }
+}
+
+fn show_file(out: &mut impl Write, file: &GgufFile, as_json: bool) -> Result<()> {
+    let (mut total, mut globals, mut elements, mut bytes) = (Statistics::default(), Vec::new(), 0, 0);
+    for tensor in file.nvfp4() {
+        total.add(&file.statistics(tensor)?);
+        globals.extend(file.scales(tensor)?);
+        elements += tensor.dims.iter().product::<u64>();
+        bytes += tensor.len;
+    }
+    let mut types: BTreeMap<String, u64> = BTreeMap::new();
+    file.tensors().iter().for_each(|t| *types.entry(t.kind.to_string()).or_default() += t.len);
+    let least = globals.iter().copied().reduce(f32::min);
+    let range = least.zip(globals.iter().copied().reduce(f32::max));
+    let findings = gguf::verify(file)?;
+    let quantized = file.nvfp4().count();
+    let bits = 8.0 * bytes as f64 / elements.max(1) as f64;
+    let tokenizer = file.values().get("tokenizer.ggml.model").and_then(Value::text);
+    if as_json {
+        let findings: Vec<_> = findings.iter().map(verify::to_json).collect();
+        let report = json!({
+            "dialect": "GGUF", "architecture": file.architecture(), "tensors": file.tensors().len(),
+            "bytes": file.byte_len(), "bytes_by_type": types, "nvfp4_weights": quantized,
+            "bits_per_weight": (quantized > 0).then_some(bits), "global_range": range.map(|(a, b)| [a, b]),
+            "scale_bytes": scale_bytes(&total), "codes": total.codes, "tokenizer": tokenizer, "findings": findings,
+        });
+        return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
+    }
+    writeln!(out, "dialect  GGUF  {}", file.architecture().unwrap_or_default())?;
+    let list: Vec<String> = types.iter().map(|(t, n)| format!("{t} {}", sizes::show(*n))).collect();
+    writeln!(out, "tensors  {} in {}: {}", file.tensors().len(), sizes::show(file.byte_len()), list.join(", "))?;
+    writeln!(out, "keys     {}, tokenizer {}", file.values().len(), tokenizer.unwrap_or("missing"))?;
+    if quantized > 0 {
+        writeln!(out, "nvfp4    {quantized} weights, {bits:.3} bits per weight")?;
+        print_statistics(out, &total, range)?;
+    }
+    verify::print(out, &findings)
+}
+
+fn show_tensor(out: &mut impl Write, file: &GgufFile, tensor: &GgufTensor, block: Block, as_json: bool) -> Result<()> {
+    let GgufTensor { name, kind, dims, .. } = tensor;
+    let Some((row, block)) = block else {
+        match as_json {
+            true => writeln!(out, "{}", json!({ "tensor": name, "type": kind.to_string(), "dims": dims }))?,
+            false => writeln!(out, "{name}  {kind} {dims:?}")?,
+        }
+        return Ok(());
+    };
+    let blocks = tensor.cols().div_ceil(BLOCK);
+    ensure!(row < tensor.rows() && block < blocks, "--block: {name} has {} rows of {blocks} blocks", tensor.rows());
+    let columns = block * BLOCK..((block + 1) * BLOCK).min(tensor.cols());
+    let values = file.floats(tensor, row..row + 1)?[columns.clone()].to_vec();
+    let mut own = serde_json::Value::Null;
+    let mut lines = vec![format!("{name}  row {row}, columns {}..{}", columns.start, columns.end)];
+    if *kind == Type::NVFP4 {
+        let (mut codes, mut scales) = (Vec::new(), Vec::new());
+        file.codes_and_scales(tensor, row..row + 1, &mut codes, &mut scales)?;
+        let codes: Vec<u8> = columns.map(|i| e2m1::code_at(&codes, i)).collect();
+        let (byte, global) = (scales[block], file.scales(tensor)?[row * tensor.matrices() / tensor.rows()]);
+        own = json!({ "codes": codes, "scale_byte": byte, "scale": e4m3::decode(byte), "global": global });
+        let hex: Vec<String> = codes.iter().map(|c| format!("{c:x}")).collect();
+        lines.push(format!("codes    {}", hex.join(" ")));
+        lines.push(format!("scale    {byte:#04x} = {}   tensor scale {global:e}", e4m3::decode(byte)));
+    }
+    if as_json {
+        let report = json!({ "tensor": name, "row": row, "block": block, "nvfp4": own, "values": values });
+        return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
+    }
+    let values: Vec<String> = values.iter().map(|v| format!("{v:.4e}")).collect();
+    lines.push(format!("values   {}", values.join(" ")));
+    Ok(lines.iter().try_for_each(|line| writeln!(out, "{line}"))?)
+}

@@ -1,0 +1,111 @@
+//! The `nvfp4` command line: one file or folder per subcommand.
+
+mod agreement;
+mod bench;
+mod completions;
+mod conformance;
+mod convert;
+mod demo;
+mod dequant;
+mod device;
+mod diff;
+mod doctor;
+mod inspect;
+mod inspect_gguf;
+mod modes;
+mod normal;
+mod plan;
+mod progress;
+mod recipe;
+mod report;
+mod sizes;
+mod source;
+mod verify;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use std::ffi::OsString;
+use std::io;
+use std::process::ExitCode;
+
+/// NVFP4: quantize, multiply and check, exact to the bit.
+#[derive(Parser)]
+#[command(version, about, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Demo(demo::Args),
+    Convert(Box<convert::Args>),
+    Plan(plan::Args),
+    Inspect(inspect::Args),
+    Diff(diff::Args),
+    Verify(verify::Args),
+    Dequant(dequant::Args),
+    Modes(modes::Args),
+    Conformance(conformance::Args),
+    Bench(bench::Args),
+    Agreement(agreement::Args),
+    Doctor(doctor::Args),
+    Recipe(recipe::Args),
+    Completions(completions::Args),
+}
+
+/// Runs the command line, whose first word is the program's name. What is wrong with the words, or help, is printed.
+pub fn main(words: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let command = match Cli::try_parse_from(words) {
+        Ok(cli) => cli.command,
+        Err(answer) => {
+            let _ = answer.print(); // a closed pipe has all that it wants
+            return if answer.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
+        }
+    };
+    run(command).unwrap_or_else(|error| {
+        eprintln!("error: {}", chain(&error));
+        ExitCode::FAILURE
+    })
+}
+
+/// An error and what it comes from, each said once: many errors end in the text of their cause already.
+fn chain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(|cause| cause.to_string()).filter(|cause| !cause.is_empty()) {
+        match text.is_empty() {
+            true => text = cause,
+            false if text.ends_with(&cause) => {}
+            false => text = format!("{text}: {cause}"),
+        }
+    }
+    text
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Demo(args) => demo::demonstrate(&args),
+        Command::Convert(args) => convert::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Diff(args) => diff::run(&args),
+        Command::Verify(args) => verify::run(&args),
+        Command::Dequant(args) => dequant::run(&args),
+        Command::Modes(args) => modes::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Conformance(args) => conformance::run(&args),
+        Command::Agreement(args) => agreement::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Recipe(args) => recipe::run(&args),
+        Command::Completions(args) => completions::run(&args),
+    }
+}
+
+/// The result of writing to standard output. A reader that closes the pipe early (`nvfp4 modes | head`) has all that it
+/// wants: that is no error.
+fn until_closed(written: Result<()>) -> Result<()> {
+    written.or_else(|error| match error.downcast_ref::<io::Error>() {
+        Some(io) if io.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        _ => Err(error),
+    })
+}

@@ -1,0 +1,96 @@
+//! What a checkpoint says beside its weights: scales of activations, and how keys and values are kept.
+
+use super::convert::Conversion;
+use super::dialect::Model;
+use super::plan::{Action, Item, Plan};
+use super::settings::{Acts, KvCache, Settings};
+use super::target::{Activations, Extras, Kv, Scale, Target};
+use super::weight::Stored;
+use crate::{Bound, Error, Result};
+use nvfp4_spec::scale::Unit as ScaleUnit;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// What is written beside weights.
+pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) -> Result<Extras> {
+    if settings.kv == KvCache::Fp8Cast && settings.target == Target::Gguf {
+        let reason = "GGUF does not say how keys and values are kept; llama.cpp has options for it. Leave out --kv";
+        return Err(Error::Refused(reason.to_string()));
+    }
+    Ok(Extras { activations: activations(settings, plan)?, kv: kv(settings, model) })
+}
+
+/// Whether scales of activations are written. An NVFP4 source that has them for all of its weights keeps them.
+fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
+    if settings.acts != Acts::None {
+        return Ok(Activations::Nvfp4);
+    }
+    let has = |item: &Item<'_>| matches!(&item.weight.stored, Stored::Nvfp4(n) if n.input.is_some());
+    let (with, without): (Vec<_>, Vec<_>) = plan.quantized().partition(|item| has(item));
+    match (with.first(), without.first()) {
+        (None, _) => Ok(Activations::Plain),
+        (Some(_), None) => Ok(Activations::Nvfp4),
+        (Some(_), Some(missing)) => Err(Error::Refused(format!(
+            "the source has scales of activations, but none for '{}'; give them with --acts",
+            missing.weight.module
+        ))),
+    }
+}
+
+/// How keys and values are kept: as asked for, or as the source says. Scales that the source has are kept too.
+fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
+    let algorithm = model.checkpoint.quantization().and_then(|q| q.pointer("/quantization/kv_cache_quant_algo"));
+    let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
+    let says = algorithm.and_then(Value::as_str) == Some("FP8") || scheme.is_some_and(|s| s["num_bits"] == 8);
+    let has = model.others.iter().any(|t| t.info.name.ends_with(".k_scale"));
+    match (settings.kv, says) {
+        (KvCache::Fp8Cast, _) if !has => Kv::Fp8Cast,
+        (KvCache::Fp8Cast, _) | (KvCache::Unsaid, true) => Kv::Fp8,
+        (KvCache::Unsaid, false) => Kv::Unsaid,
+    }
+}
+
+impl Conversion<'_, '_> {
+    /// The scale of the activations of every weight, as the target stores it. Weights that are joined share the largest.
+    pub fn inputs(&self, activations: Activations) -> Result<BTreeMap<String, f32>> {
+        if activations == Activations::Plain {
+            return Ok(BTreeMap::new());
+        }
+        let target = self.settings.target;
+        let six_e = Bound::E448.six_e();
+        let own = |item: &Item<'_>| -> Result<f32> {
+            let module = &item.weight.module;
+            match (&self.settings.acts, &item.weight.stored) {
+                (Acts::Constant(scale), _) => Ok(*scale),
+                (Acts::Amaxes(amaxes), _) => match amaxes.get(module) {
+                    Some(amax) if amax.is_finite() && *amax > 0.0 => Ok(*amax / six_e),
+                    Some(amax) => Err(Error::Refused(format!(
+                        "--acts: '{module}' has the amax {amax}; expected a positive number"
+                    ))),
+                    None => Err(Error::Refused(format!("--acts: no amax for '{module}'"))),
+                },
+                (Acts::None, Stored::Nvfp4(source)) => {
+                    let stored = source.input()?.unwrap_or(1.0);
+                    Ok(if source.unit == ScaleUnit::Divisor { 1.0 / stored } else { stored })
+                }
+                (Acts::None, _) => Ok(1.0),
+            }
+        };
+        let mut multipliers = vec![0f32; self.plan.items.len()];
+        for (i, item) in self.plan.items.iter().enumerate() {
+            if matches!(item.action, Action::Quantize | Action::Relabel) {
+                multipliers[i] = own(item)?;
+            }
+        }
+        if self.settings.acts != Acts::None {
+            for group in &self.plan.groups {
+                let shared = group.members.iter().map(|&i| multipliers[i]).fold(0.0, f32::max);
+                group.members.iter().for_each(|&i| multipliers[i] = shared);
+            }
+        }
+        let stored = |(i, item): (usize, &Item<'_>)| {
+            (item.weight.module.clone(), target.stored(Scale::Multiplier(multipliers[i])))
+        };
+        Ok(self.plan.items.iter().enumerate().map(stored).collect())
+    }
+}

@@ -1,0 +1,202 @@
+//! What a conversion is asked for, and what it says.
+
+use super::measure::Measure;
+use super::names::Pattern;
+use super::plan::Selection;
+use super::shards::Shards;
+use super::target::Target;
+use super::work::Existing;
+use super::{Checkpoint, Dialect};
+use crate::{Bound, Error, ErrorPath, Metric, Profile, Result, ScaleRule};
+use nvfp4_kernels::Implementation;
+use nvfp4_spec::{Mode, Rounding};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// How block scales are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum ScaleChoice {
+    /// The largest magnitude of a block maps to 6.
+    #[default]
+    Max,
+    /// The scale with the smallest squared error around that one; see [`nvfp4_spec::mse`].
+    Mse,
+    /// To 6 or to 4, whichever has the smaller squared error; see [`nvfp4_spec::four_over_six`].
+    FourOverSix,
+}
+
+/// The scales of activations.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Acts {
+    /// None are written: weights only. An NVFP4 source keeps the ones that it has.
+    #[default]
+    None,
+    /// The same for every weight.
+    Constant(f32),
+    /// From the largest activation of each module.
+    Amaxes(BTreeMap<String, f32>),
+}
+
+/// How a server keeps keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum KvCache {
+    /// As it likes. An NVFP4 source that says FP8 keeps saying so.
+    #[default]
+    Unsaid,
+    /// In FP8 with the scale 1: a cast, which needs no data.
+    Fp8Cast,
+}
+
+/// What to convert to, and how.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Whose checkpoint is written.
+    pub target: Target,
+    /// Whose checkpoint the source is, if it does not say.
+    pub source: Option<Dialect>,
+    /// Which weights.
+    pub selection: Selection,
+    /// How block scales are chosen.
+    pub scale: ScaleChoice,
+    /// Whose arithmetic; ModelOpt's if not given, and TransformerEngine's for 4over6, which only it has.
+    pub profile: Option<Profile>,
+    /// Scales of activations.
+    pub acts: Acts,
+    /// The key-value cache.
+    pub kv: KvCache,
+    /// How the output is split. GGUF is one file.
+    pub shards: Shards,
+    /// Where weights are quantized: the bytes are the same everywhere.
+    pub implementation: Implementation,
+    /// Number of threads.
+    pub threads: usize,
+    /// Bytes of memory to stay below.
+    pub memory: u64,
+    /// What to do if the target exists.
+    pub existing: Existing,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            target: Target::default(),
+            source: None,
+            selection: Selection::default(),
+            scale: ScaleChoice::default(),
+            profile: None,
+            acts: Acts::default(),
+            kv: KvCache::default(),
+            implementation: Implementation::best(),
+            shards: Shards::AtMost(5_000_000_000),
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            memory: 2_000_000_000,
+            existing: Existing::default(),
+        }
+    }
+}
+
+/// The two passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// Finding the amax of every weight.
+    Amax,
+    /// Quantizing and writing.
+    Write,
+}
+
+/// Who is told how far a conversion is. Calls come from several threads.
+pub trait Observer: Sync {
+    /// A pass begins, over this many bytes of the source.
+    fn begin(&self, _pass: Pass, _bytes: u64) {}
+    /// Bytes of the source that were dealt with.
+    fn advance(&self, _bytes: u64) {}
+    /// A weight is quantized.
+    fn quantized(&self, _weight: &Finished) {}
+}
+
+/// Tells no one.
+impl Observer for () {}
+
+/// A weight that was quantized.
+#[derive(Clone, Debug)]
+pub struct Finished {
+    /// Its module.
+    pub module: String,
+    /// Its rows.
+    pub rows: usize,
+    /// Its columns.
+    pub cols: usize,
+    /// Bytes that it took.
+    pub before: u64,
+    /// Bytes that it takes.
+    pub after: u64,
+    /// Its error.
+    pub measure: Measure,
+}
+
+/// What a conversion did.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// The weights that were quantized, with their errors. Weights that kept their codes are not among them.
+    pub quantized: Vec<Finished>,
+    /// Bytes of the source's tensors.
+    pub before: u64,
+    /// Bytes of the written tensors.
+    pub after: u64,
+    /// The files that were written.
+    pub files: Vec<String>,
+}
+
+impl Settings {
+    /// The mode that blocks are quantized in.
+    pub(super) fn mode(&self) -> Result<Mode> {
+        let (rule, default) = match self.scale {
+            ScaleChoice::Max | ScaleChoice::Mse => (ScaleRule::Six, Profile::ModelOpt),
+            ScaleChoice::FourOverSix => (
+                ScaleRule::FourOverSix { metric: Metric::Mse, error: ErrorPath::Strict, bound: Bound::E256 },
+                Profile::TransformerEngine,
+            ),
+        };
+        let mode = Mode { rule, profile: self.profile.unwrap_or(default), ..Mode::default() };
+        mode.check(&Rounding::<()>::NearestEven)?;
+        Ok(mode)
+    }
+
+    /// What must be the same for a conversion to be continued: everything that decides about bytes.
+    pub(super) fn request(&self, source: &Checkpoint) -> Result<Value> {
+        let patterns = |patterns: &[Pattern]| patterns.iter().map(Pattern::to_string).collect::<Vec<_>>();
+        let stamp = |path: &Path| -> Result<Value> {
+            let io = |source| Error::Io { path: path.to_path_buf(), source };
+            let metadata = std::fs::metadata(path).map_err(io)?;
+            let modified = metadata.modified().ok().and_then(|t| t.duration_since(std::time::UNIX_EPOCH).ok());
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            Ok(json!([name, metadata.len(), modified.map(|d| format!("{}.{:09}", d.as_secs(), d.subsec_nanos()))]))
+        };
+        let s = &self.selection;
+        Ok(json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "target": self.target.to_string(),
+            "source": self.source.map(|d| d.to_string()),
+            "preset": s.preset.to_string(),
+            "skip": patterns(&s.skip),
+            "only": patterns(&s.only),
+            "default_skips": format!("{:?}", s.default_skips),
+            "fuse": format!("{:?}", s.fuse),
+            "scale": format!("{:?}", self.scale),
+            "profile": format!("{:?}", self.profile),
+            "acts": format!("{:?}", self.acts),
+            "kv": format!("{:?}", self.kv),
+            "shards": format!("{:?}", self.shards),
+            "files": source.files().iter().map(|f| stamp(f.path())).collect::<Result<Vec<_>>>()?,
+        }))
+    }
+
+    /// Elements that a piece may have.
+    pub(super) fn piece(&self) -> usize {
+        // An element is in memory as it was read, decoded, as codes and scales, and decoded again for its error: at most
+        // 12 bytes. A third is left to the rest.
+        let each = self.memory / self.threads.max(1) as u64 / 18;
+        each.clamp(1 << 15, 4 << 20) as usize
+    }
+}

@@ -1,0 +1,92 @@
+//! Products of tensors in the memory of a GPU.
+
+use super::{Direction, Gpu, Input, Plain, PreparedWeight, Product, SliceMut};
+use crate::{Element, Error, Result};
+use nvfp4_kernels::gemm::cuda::{Member, Operand, gemm, grouped};
+
+impl Gpu {
+    /// `α·A·Bᵀ (+ bias) (+ β·C)`: `a` is [M, K], `b` is [N, K], the result [M, N], row-major. Twin of [`crate::matmul`], with sums in
+    /// binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
+    pub fn matmul<T: Element + Plain>(
+        &self,
+        a: &Direction,
+        b: &Direction,
+        product: &Product<'_, T>,
+        out: SliceMut<'_, T>,
+    ) -> Result<()> {
+        check(a, b)?;
+        self.with_workspace(|workspace| Ok(gemm(&self.stream, operand(a), operand(b), product, out, workspace)?))
+    }
+
+    /// [`Gpu::matmul`] with plain elements on the left. A weight that is Hadamard-transformed is refused: `x` is not.
+    pub fn matmul_plain<T: Element + Plain>(
+        &self,
+        x: &Input<'_>,
+        w: &Direction,
+        product: &Product<'_, T>,
+        out: SliceMut<'_, T>,
+    ) -> Result<()> {
+        if w.rotation().is_some() {
+            return Err(Error::Rotation { left: None, right: w.rotation() });
+        }
+        self.with_workspace(|workspace| Ok(gemm(&self.stream, *x, operand(w), product, out, workspace)?))
+    }
+
+    /// [`Gpu::matmul`] with plain elements on the right.
+    pub fn matmul_by_plain<T: Element + Plain>(
+        &self,
+        a: &Direction,
+        x: &Input<'_>,
+        product: &Product<'_, T>,
+        out: SliceMut<'_, T>,
+    ) -> Result<()> {
+        if a.rotation().is_some() {
+            return Err(Error::Rotation { left: a.rotation(), right: None });
+        }
+        self.with_workspace(|workspace| Ok(gemm(&self.stream, operand(a), *x, product, out, workspace)?))
+    }
+
+    /// A weight in the order in which tensor cores read it, for many products with [`Gpu::matmul_prepared`]. NVFP4 alone has one.
+    pub fn prepare(&self, weight: &Direction) -> Result<PreparedWeight> {
+        match weight {
+            Direction::Nvfp4(d) => Ok(PreparedWeight::new(&self.stream, &d.view())?),
+            Direction::Fp8(_) => Err(Error::NotNvfp4 { got: weight.family() }),
+        }
+    }
+
+    /// [`Gpu::matmul_plain`] with a weight that was prepared.
+    pub fn matmul_prepared<T: Element + Plain>(
+        &self,
+        x: &Input<'_>,
+        w: &PreparedWeight,
+        product: &Product<'_, T>,
+        out: SliceMut<'_, T>,
+    ) -> Result<()> {
+        self.with_workspace(|workspace| Ok(gemm(&self.stream, *x, w, product, out, workspace)?))
+    }
+
+    /// Products that belong together, each with operands of its own and a place for its result; empty ones touch nothing. All are checked
+    /// before any begins.
+    pub fn matmul_grouped<'a, T: Element + Plain>(
+        &self,
+        members: impl IntoIterator<Item = (&'a Direction, &'a Direction, Product<'a, T>, SliceMut<'a, T>)>,
+    ) -> Result<()> {
+        let members = members.into_iter().map(|(a, b, product, out)| {
+            check(a, b)?;
+            Ok(Member { a: operand(a), b: operand(b).into(), product, out })
+        });
+        let mut members: Vec<Member<'a, T>> = members.collect::<Result<_>>()?;
+        self.with_workspace(|workspace| Ok(grouped(&self.stream, &mut members, workspace)?))
+    }
+}
+
+fn check(a: &Direction, b: &Direction) -> Result<()> {
+    crate::matmul::check_pair((a.family(), a.rotation()), (b.family(), b.rotation()))
+}
+
+fn operand(direction: &Direction) -> Operand<'_> {
+    match direction {
+        Direction::Nvfp4(d) => d.view().into(),
+        Direction::Fp8(d) => d.view().into(),
+    }
+}

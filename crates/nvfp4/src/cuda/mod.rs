@@ -1,0 +1,116 @@
+//! Quantized tensors in the memory of a GPU: what [`QuantTensor`](crate::QuantTensor) and its quantizers are on the CPU, with the same bits.
+//!
+//! A [`Gpu`] is a stream and a source of memory. Everything is queued on that stream and nothing waits, unless it says so.
+//!
+//! ```no_run
+//! use nvfp4::cuda::{Device, Gpu, Input, Options, Product, Values};
+//! use nvfp4::{Quantizer, Side};
+//!
+//! # fn main() -> nvfp4::Result<()> {
+//! let gpu = Gpu::new(Device::open(0)?)?;
+//! let x: Vec<f32> = (0..256 * 512).map(|i| (i as f32 * 0.1).sin()).collect();
+//! let x = gpu.stream().to_device(&x)?;
+//! let x = gpu.quantize(&Quantizer::default(), &Input::new(Values::F32(x.slice()), 256, 512)?, &Options::default())?;
+//!
+//! let mut y = gpu.alloc::<f32>(256 * 256)?; // x · xᵀ
+//! let row = x.direction(Side::Row)?;
+//! gpu.matmul(row, row, &Product::default(), y.slice_mut())?;
+//! let y: Vec<f32> = gpu.stream().to_host(y.slice())?; // waits
+//! # Ok(())
+//! # }
+//! ```
+
+mod matmul;
+mod quantize;
+mod tensor;
+
+pub use nvfp4_kernels::cuda::{Allocator, Device, Input, Memory, Plain, Pool, Slice, SliceMut, Stream, Values, shared};
+pub use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product};
+pub use nvfp4_kernels::quantize::cuda::Offset;
+pub use quantize::{Observed, Options, Randomness};
+pub use tensor::{Direction, Fp8Direction, Nvfp4Direction, QuantTensor};
+
+use crate::Result;
+use nvfp4_kernels::gemm::cuda::Workspace;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::{Mutex, PoisonError};
+
+/// A stream of a GPU, and where the memory for its work comes from. Tensors that another stream made must be complete, or this stream must
+/// be made to wait for that one.
+pub struct Gpu {
+    stream: Stream,
+    memory: Box<dyn Allocator + Send + Sync>,
+    workspace: Mutex<Workspace>,
+}
+
+impl Gpu {
+    /// A stream of its own, with a pool of memory.
+    pub fn new(device: Device) -> Result<Self> {
+        let stream = Stream::new(device)?;
+        let memory = Pool::new(&stream);
+        Ok(Gpu::with(stream, memory))
+    }
+
+    /// A stream, and the memory that another framework gives for its work.
+    pub fn with(stream: Stream, memory: impl Allocator + Send + Sync + 'static) -> Self {
+        Gpu { stream, memory: Box::new(memory), workspace: Mutex::default() }
+    }
+
+    /// Where work is queued.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Memory for `len` elements.
+    pub fn alloc<T: Plain>(&self, len: usize) -> Result<Owned<T>> {
+        let bytes =
+            len.checked_mul(size_of::<T>()).ok_or(nvfp4_spec::Error::TooLarge { rows: len, cols: size_of::<T>() })?;
+        Ok(Owned { memory: self.memory.bytes(bytes)?, elements: PhantomData })
+    }
+
+    /// What products need for a while; of this stream, so that calls after each other may share it.
+    fn with_workspace<R>(&self, work: impl FnOnce(&mut Workspace) -> R) -> R {
+        work(&mut self.workspace.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({:?})", self.stream.device())
+    }
+}
+
+/// Elements in the memory of a GPU. What they are at first is undefined.
+pub struct Owned<T: Plain> {
+    memory: Memory,
+    elements: PhantomData<T>,
+}
+
+impl<T: Plain> Owned<T> {
+    /// All of them, to read.
+    pub fn slice(&self) -> Slice<'_, T> {
+        self.memory.slice()
+    }
+
+    /// All of them, to write.
+    pub fn slice_mut(&mut self) -> SliceMut<'_, T> {
+        self.memory.slice_mut()
+    }
+
+    /// The memory, and what owns it.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// The memory alone.
+    pub fn into_memory(self) -> Memory {
+        self.memory
+    }
+}
+
+impl<T: Plain> fmt::Debug for Owned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.memory.fmt(f)
+    }
+}

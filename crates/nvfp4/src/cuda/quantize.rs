@@ -1,0 +1,191 @@
+//! Quantizers on the memory of a GPU.
+
+use super::{Direction, Gpu, Input, Memory, Nvfp4Direction, Offset, QuantTensor, Slice};
+use crate::quantizer::Finite;
+use crate::{Error, Profile, Quantizer, QuantizerBuilder, Result, Rounding, Side};
+use nvfp4_kernels::quantize::cuda as kernel;
+use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::{Precision, Rounding as Rule, area, e2m1};
+
+/// Random numbers for one call: our position-keyed stream. The row direction draws at the offset, the column direction at the next.
+#[derive(Clone, Copy, Debug)]
+pub struct Randomness<'a> {
+    /// The seed.
+    pub seed: u64,
+    /// The offset, known now or read from the GPU's memory when the work runs.
+    pub offset: Offset<'a>,
+}
+
+impl<'a> Randomness<'a> {
+    fn random(self, side: Side) -> kernel::Random<'a> {
+        let more = match side {
+            Side::Row => 0,
+            Side::Column => 1,
+        };
+        let offset = match self.offset {
+            Offset::Value(offset) => Offset::Value(offset.wrapping_add(more)),
+            Offset::Memory { at, plus } => Offset::Memory { at, plus: plus.wrapping_add(more) },
+        };
+        kernel::Random::Stream { seed: self.seed, offset, first_block: 0 }
+    }
+}
+
+/// From one place of the CPU's streams: others exist there only.
+impl TryFrom<crate::Randomness<'_>> for Randomness<'_> {
+    type Error = Error;
+
+    fn try_from(randomness: crate::Randomness<'_>) -> Result<Self> {
+        match randomness {
+            crate::Randomness::At { seed, offset } => Ok(Randomness { seed, offset: Offset::Value(offset) }),
+            crate::Randomness::Streams { .. } | crate::Randomness::Bytes { .. } => {
+                let fix = "a GPU takes its random numbers from a seed and an offset";
+                Err(Error::Spec(fix.to_string()))
+            }
+        }
+    }
+}
+
+/// What a single call may add to a quantizer's settings. Twin of [`crate::Options`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options<'a> {
+    /// Random numbers, for stochastic rounding.
+    pub randomness: Option<Randomness<'a>>,
+    /// The amax of the row direction if it is known: one value, or one per row. It is not looked at, so it must not be negative.
+    pub row_amax: Option<Slice<'a, f32>>,
+    /// The amax of the column direction if it is known.
+    pub col_amax: Option<Slice<'a, f32>>,
+}
+
+/// A quantized tensor, and what delayed scaling is to remember of it. Twin of [`crate::recipe::Observed`].
+#[derive(Debug)]
+pub struct Observed {
+    /// The tensor.
+    pub tensor: QuantTensor,
+    /// One number: the largest magnitude that the row direction was made from, if its scale comes from earlier steps.
+    pub row_amax: Option<Memory>,
+    /// That of the column direction.
+    pub col_amax: Option<Memory>,
+}
+
+impl Gpu {
+    /// Quantizes a matrix. Same bits as [`Quantizer::quantize_with`].
+    ///
+    /// A quantizer that refuses values that are not finite is itself refused: whether there are any is known too late. With a
+    /// [`Profile`] other than TransformerEngine's this waits.
+    pub fn quantize(&self, quantizer: &Quantizer, x: &Input<'_>, options: &Options<'_>) -> Result<QuantTensor> {
+        let has = |side| quantizer.directions().has(side).then_some(quantizer);
+        self.quantize_each(x, (has(Side::Row), has(Side::Column)), options)
+    }
+
+    /// Quantizes a matrix in both directions at once, each by the settings of its own quantizer.
+    pub(crate) fn quantize_each(
+        &self,
+        x: &Input<'_>,
+        (row, col): (Option<&Quantizer>, Option<&Quantizer>),
+        options: &Options<'_>,
+    ) -> Result<QuantTensor> {
+        let stochastic = |quantizer: &Quantizer| quantizer.rounding() == Rounding::Stochastic;
+        match ([row, col].into_iter().flatten().any(stochastic), &options.randomness) {
+            (false, Some(_)) => return Err(Error::UnusedRandomness),
+            (true, None) => return Err(Error::NoRandomness),
+            _ => {}
+        }
+        for (side, quantizer, amax) in [(Side::Row, row, options.row_amax), (Side::Column, col, options.col_amax)] {
+            if amax.is_some() && quantizer.is_none() {
+                return Err(Error::UnusedAmax(side));
+            }
+            if quantizer.is_some_and(|quantizer| quantizer.settings().finite == Finite::Refuse) {
+                return Err(Error::FiniteOnGpu);
+            }
+        }
+        let random = |quantizer: &Quantizer, side| {
+            options.randomness.filter(|_| stochastic(quantizer)).map(|randomness| randomness.random(side))
+        };
+        let (rows, cols) = (x.rows(), x.cols());
+        let room = |quantizer: &Quantizer, shape: (usize, usize), signs| -> Result<_> {
+            let settings = quantizer.settings();
+            Ok((self.room(&settings, shape.0, shape.1, signs)?, settings))
+        };
+        let mut row_room = row.map(|row| room(row, (rows, cols), None)).transpose()?;
+        let mut col_room = col.map(|col| room(col, (cols, rows), col.settings().transform.signs())).transpose()?;
+        kernel::quantize(
+            &self.stream,
+            x,
+            row.zip(row_room.as_mut()).map(|(q, room)| room.0.target(&room.1, random(q, Side::Row), options.row_amax)),
+            col.zip(col_room.as_mut())
+                .map(|(q, room)| room.0.target(&room.1, random(q, Side::Column), options.col_amax)),
+        )?;
+        for (room, amax) in [(&mut row_room, options.row_amax), (&mut col_room, options.col_amax)] {
+            if let Some((room, settings)) = room {
+                self.store_global(settings, room, amax, x.values().precision())?;
+            }
+        }
+        let direction = |room: Option<(Nvfp4Direction, QuantizerBuilder)>| room.map(|(room, _)| Direction::Nvfp4(room));
+        Ok(QuantTensor { shape: vec![rows, cols], row: direction(row_room), col: direction(col_room) })
+    }
+
+    /// A direction with room for its bytes.
+    fn room(
+        &self,
+        settings: &QuantizerBuilder,
+        rows: usize,
+        cols: usize,
+        rotation: Option<Signs>,
+    ) -> Result<Nvfp4Direction> {
+        let mode = &settings.mode;
+        Ok(Nvfp4Direction {
+            rows,
+            cols,
+            codes: self.alloc(area(rows, e2m1::packed_len(cols))?)?,
+            scales: self.alloc(settings.layout.scale_len(rows, cols)?)?,
+            stored: self.alloc(mode.global.count(rows))?,
+            global: mode.global,
+            unit: mode.profile.unit(mode.rule.bound()),
+            rotation,
+            layout: settings.layout,
+        })
+    }
+
+    /// Brings the stored numbers of a direction in place, which hold its amax if that was not given.
+    fn store_global(
+        &self,
+        settings: &QuantizerBuilder,
+        room: &mut Nvfp4Direction,
+        amax: Option<Slice<'_, f32>>,
+        precision: Precision,
+    ) -> Result<()> {
+        if let Some(amax) = amax {
+            self.stream.copy(amax, room.stored.slice_mut())?;
+        }
+        let profile = settings.mode.profile;
+        if profile != Profile::TransformerEngine {
+            let precision = room.rotation.map_or(precision, |_| nvfp4_spec::hadamard::PRECISION);
+            let amax = self.stream.to_host(room.stored.slice())?;
+            let stored: Vec<f32> = amax.into_iter().map(|amax| profile.stored(amax, precision)).collect();
+            self.stream.upload(&stored, room.stored.slice_mut())?;
+        }
+        Ok(())
+    }
+}
+
+impl Nvfp4Direction {
+    fn target<'a>(
+        &'a mut self,
+        settings: &QuantizerBuilder,
+        random: Option<kernel::Random<'a>>,
+        amax: Option<Slice<'a, f32>>,
+    ) -> kernel::Direction<'a> {
+        kernel::Direction {
+            mode: settings.mode,
+            rounding: random.map_or(Rule::NearestEven, Rule::Stochastic),
+            transform: self.rotation,
+            layout: self.layout,
+            amax: match amax {
+                Some(amax) => kernel::Amax::Given(amax),
+                None => kernel::Amax::Compute(self.stored.slice_mut()),
+            },
+            codes: self.codes.slice_mut(),
+            scales: self.scales.slice_mut(),
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Tensors in the memory of a GPU against those of the CPU: the same bits, and products within their bound. Without a GPU every test
+//! ends at once.
+#![cfg(feature = "cuda")]
+
+use half::bf16;
+use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Pool, Product, Randomness, Values};
+use nvfp4::recipe::{Preset, QuantSpec, Recipe};
+use nvfp4::{Directions, Error, Finite, Profile, Quantizer, Rounding, Side, TensorRef};
+use nvfp4_kernels::cuda::Allocator;
+
+const ROWS: usize = 160;
+const COLS: usize = 208;
+
+fn gpu() -> Option<Gpu> {
+    Device::open(0).ok().map(|device| Gpu::new(device).unwrap())
+}
+
+fn values(len: usize, seed: usize) -> Vec<bf16> {
+    let value = |i: usize| {
+        let size = 2f32.powi((i / 16 * 7 + seed) as i32 % 9 - 4);
+        bf16::from_f32((((i * 7919 + seed * 104729) % 2003) as f32 / 1001.0 - 1.0) * size)
+    };
+    (0..len).map(value).collect()
+}
+
+/// Specs without directions in high precision.
+const SPECS: &[&str] = &[
+    "nvfp4",
+    "nvfp4(16x16)",
+    "nvfp4(hadamard)",
+    "nvfp4(row-scaled)",
+    "nvfp4(4over6-mae-strict-256)",
+    "nvfp4(hadamard, stochastic)",
+    "fp8(e4m3)",
+    "fp8(e5m2, pow2-scale)",
+    "fp8-delayed(e4m3)",
+    "fp8-block(e4m3)",
+    "fp8-block(e4m3, 128x128)",
+    "mxfp8(e4m3)",
+    "mxfp8 / nvfp4(hadamard)",
+    "nvfp4(row-scaled) / mxfp8 from row",
+    "nvfp4 / nvfp4 from row",
+    "nvfp4(4over6-mae-strict-256) / nvfp4(hadamard)",
+    "nvfp4(row-scaled) / nvfp4(hadamard, stochastic)",
+];
+
+#[test]
+fn every_spec_has_the_bits_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let x = values(ROWS * COLS, 3);
+    let device = gpu.upload(&x).unwrap();
+    let input = Input::new(Values::Bf16(device.slice()), ROWS, COLS).unwrap();
+    let tensor = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    for text in SPECS {
+        for directions in [Directions::Row, Directions::Column, Directions::Both] {
+            let quantizer = text.parse::<QuantSpec>().unwrap().quantizer_with(directions, |_| Some(371.3)).unwrap();
+            let stochastic = quantizer.rounding() == Rounding::Stochastic;
+            let on_cpu = nvfp4::Options {
+                randomness: stochastic.then_some(nvfp4::Randomness::At { seed: 5, offset: 12 }),
+                ..Default::default()
+            };
+            let on_gpu = Options {
+                randomness: stochastic.then_some(Randomness { seed: 5, offset: Offset::Value(12) }),
+                ..Default::default()
+            };
+            let expected = quantizer.observe(&tensor, &on_cpu).unwrap();
+            let got = quantizer.observe_on(&gpu, &input, &on_gpu).unwrap();
+            let amax = |memory: &Option<nvfp4::cuda::Memory>| {
+                memory.as_ref().map(|memory| gpu.stream().to_host::<f32>(memory.slice()).unwrap()[0])
+            };
+            assert_eq!(amax(&got.row_amax), expected.row_amax, "{text} {directions:?}");
+            assert_eq!(amax(&got.col_amax), expected.col_amax, "{text} {directions:?}");
+            assert_eq!(got.tensor.to_host(&gpu).unwrap(), expected.tensor, "{text} {directions:?}");
+            assert_eq!(got.tensor.byte_len(), expected.tensor.byte_len());
+            let again = expected.tensor.to_gpu(&gpu).unwrap().to_host(&gpu).unwrap();
+            assert_eq!(again, expected.tensor, "{text}: there and back");
+        }
+    }
+}
+
+#[test]
+fn profiles_and_given_amaxes_have_the_bits_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let x = values(ROWS * COLS, 4);
+    let device = gpu.upload(&x).unwrap();
+    let input = Input::new(Values::Bf16(device.slice()), ROWS, COLS).unwrap();
+    let tensor = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    let profiles = [Profile::TransformerEngine, Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo];
+    for profile in profiles {
+        let quantizer = Quantizer::builder().profile(profile).directions(Directions::Both).build().unwrap();
+        let got = gpu.quantize(&quantizer, &input, &Options::default()).unwrap();
+        assert_eq!(got.to_host(&gpu).unwrap(), quantizer.quantize(&tensor).unwrap(), "{profile:?}");
+        let amax = gpu.upload(&[3.5f32]).unwrap();
+        let given = Options { row_amax: Some(amax.slice()), col_amax: Some(amax.slice()), ..Default::default() };
+        let on_cpu = nvfp4::Options { row_amax: Some(&[3.5]), col_amax: Some(&[3.5]), ..Default::default() };
+        let got = gpu.quantize(&quantizer, &input, &given).unwrap();
+        assert_eq!(got.to_host(&gpu).unwrap(), quantizer.quantize_with(&tensor, &on_cpu).unwrap(), "{profile:?} given");
+    }
+}
+
+/// The three products of a layer. On the CPU NVFP4's are exact, so the GPU's outputs are held against the bound of the sums.
+#[test]
+fn products_of_a_layer_are_within_the_bound() {
+    let Some(gpu) = gpu() else { return };
+    for recipe in ["nvfp4", "nvfp4_row_scaled", "nvfp4_4over6", "mxfp8", "current_scaling"] {
+        let (m, n, k) = (96, 64, 160);
+        let (x, w, dy) = (values(m * k, 1), values(n * k, 2), values(m * n, 3));
+        let mut model = nvfp4::recipe::Model::new();
+        model.add(nvfp4::recipe::Module::linear("fc"));
+        let recipe: Recipe = recipe.parse::<Preset>().unwrap().into();
+        let plan = nvfp4::recipe::Plan::build(&model, &recipe, &nvfp4::recipe::Capabilities::software()).unwrap();
+        let scales = nvfp4::recipe::States::new(&plan).unwrap().scales();
+        let quantize = |values: &[bf16], rows: usize, cols: usize, slot: nvfp4::recipe::LinearSlot| {
+            let quantizer = plan.quantizer(&nvfp4::recipe::Site::new("fc", slot), &scales).unwrap();
+            let device = gpu.upload(values).unwrap();
+            let input = Input::new(Values::Bf16(device.slice()), rows, cols).unwrap();
+            let randomness = (quantizer.rounding() == Rounding::Stochastic)
+                .then_some(Randomness { seed: 1, offset: Offset::Value(0) });
+            quantizer.observe_on(&gpu, &input, &Options { randomness, ..Default::default() }).unwrap().tensor
+        };
+        use nvfp4::recipe::LinearSlot::{GradOutput, Input as X, Weight};
+        let (x, w, dy) = (quantize(&x, m, k, X), quantize(&w, n, k, Weight), quantize(&dy, m, n, GradOutput));
+        for ((a, a_side), (b, b_side)) in [
+            ((&x, Side::Row), (&w, Side::Row)),
+            ((&dy, Side::Row), (&w, Side::Column)),
+            ((&dy, Side::Column), (&x, Side::Column)),
+        ] {
+            let (a, b) = (a.direction(a_side).unwrap(), b.direction(b_side).unwrap());
+            let mut out = gpu.alloc::<f32>(a.rows() * b.rows()).unwrap();
+            gpu.matmul(a, b, &Product::default(), out.slice_mut()).unwrap();
+            let got: Vec<f32> = gpu.stream().to_host(out.slice()).unwrap();
+            let (a, b) = (a.to_host(&gpu).unwrap(), b.to_host(&gpu).unwrap());
+            let expected: Vec<f32> = nvfp4::matmul(&a, &b, &nvfp4::Product::default()).unwrap();
+            let decode = |d: &nvfp4::Direction| d.dequantize::<f32>().unwrap();
+            let (left, right, k) = (decode(&a), decode(&b), a.cols());
+            for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
+                let (i, j) = (at / b.rows(), at % b.rows());
+                let terms = left[i * k..][..k].iter().zip(&right[j * k..]);
+                let magnitude: f64 = terms.map(|(l, r)| (f64::from(*l) * f64::from(*r)).abs()).sum();
+                // The bound of either sum, and a few roundings of the scales after it.
+                let allowed = 2.0 * nvfp4_spec::gemm::bound(k + 16, magnitude);
+                assert!((f64::from(*got) - f64::from(*expected)).abs() <= allowed, "({i}, {j}): {got} for {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_gpu_does_not_do_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let x = gpu.upload(&values(ROWS * COLS, 5)).unwrap();
+    let input = Input::new(Values::Bf16(x.slice()), ROWS, COLS).unwrap();
+    let careful = Quantizer::builder().finite(Finite::Refuse).build().unwrap();
+    assert!(matches!(gpu.quantize(&careful, &input, &Options::default()), Err(Error::FiniteOnGpu)));
+    let plain = "high-precision".parse::<QuantSpec>().unwrap().quantizer(Directions::Row).unwrap();
+    assert!(matches!(plain.observe_on(&gpu, &input, &Options::default()), Err(Error::PlainOnGpu)));
+    let stochastic = Quantizer::builder().rounding(Rounding::Stochastic).build().unwrap();
+    assert!(matches!(gpu.quantize(&stochastic, &input, &Options::default()), Err(Error::NoRandomness)));
+    assert!(Randomness::try_from(nvfp4::Randomness::Bytes { row: &[], col: &[] }).is_err());
+}
+
+#[test]
+fn a_pool_hands_the_same_memory_out_again() {
+    let Some(gpu) = gpu() else { return };
+    let pool = Pool::new(gpu.stream());
+    let first = pool.bytes(1000).unwrap();
+    let address = first.address();
+    assert_eq!((first.len(), pool.free_bytes()), (1000, 0));
+    drop(first);
+    assert_eq!(pool.free_bytes(), 1024);
+    let again = pool.bytes(1020).unwrap();
+    assert_eq!((again.address(), pool.free_bytes()), (address, 0), "sizes that are nearly equal share memory");
+    let other = pool.bytes(1020).unwrap();
+    assert_ne!(other.address(), address);
+    drop((again, other));
+    pool.clear();
+    assert_eq!(pool.free_bytes(), 0);
+}

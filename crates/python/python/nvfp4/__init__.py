@@ -1,0 +1,69 @@
+"""NVFP4 in Python: quantize, decode, multiply and store, exact to the bit.
+
+Arrays are numpy's (with ``ml_dtypes`` for bfloat16), torch's, or any other library's that speaks DLPack. Nothing is copied on the way in,
+and results are views.
+
+>>> import numpy, nvfp4
+>>> x = numpy.linspace(-3, 3, 32 * 64, dtype=numpy.float32).reshape(32, 64)
+>>> q = nvfp4.quantize(x)
+>>> q
+QuantTensor([32, 64] row: nvfp4)
+>>> nvfp4.matmul(q, q).shape
+(32, 32)
+
+For torch modules see ``nvfp4.torch``, for TransformerEngine's names ``nvfp4.te``.
+"""
+
+from __future__ import annotations
+
+from ._nvfp4 import (
+    Direction,
+    Generator,
+    Plan,
+    QuantTensor,
+    Quantizer,
+    Recipe,
+    Role,
+    __version__,
+    convert,
+    layout,
+    load,
+    matmul,
+    save,
+)
+
+__all__ = [
+    "Direction",
+    "Generator",
+    "Plan",
+    "QuantTensor",
+    "Quantizer",
+    "Recipe",
+    "Role",
+    "convert",
+    "dequantize",
+    "layout",
+    "load",
+    "matmul",
+    "quantize",
+    "save",
+]
+
+
+def quantize(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, **settings) -> QuantTensor:
+    """Quantizes an array. ``settings`` are those of :class:`Quantizer`: the directions are the row direction unless they say otherwise.
+
+    >>> import numpy, nvfp4
+    >>> x = numpy.ones((4, 32), numpy.float32)
+    >>> nvfp4.quantize(x, rounding="stochastic", seed=7, offset=0).codes.shape
+    (4, 16)
+    """
+    quantizer = Quantizer(**settings)
+    return quantizer.quantize(
+        x, seed=seed, offset=offset, generator=generator, amax=amax, column_amax=column_amax
+    )
+
+
+def dequantize(q: QuantTensor, dtype="float32", *, side: str = "row"):
+    """The decoded values of a quantized tensor."""
+    return q.dequantize(dtype, side=side)

@@ -1,0 +1,139 @@
+"""Quantizers and quantized tensors under TransformerEngine's names."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+import nvfp4
+
+
+class IdentityQuantizer:
+    """Leaves a tensor as it is: what a factory returns for a tensor in high precision."""
+
+    def spec(self) -> str:
+        """The format in the words of a recipe."""
+        return "high-precision"
+
+
+class NVFP4Quantizer:
+    """Quantizes to NVFP4, with TransformerEngine's keyword arguments.
+
+    Stochastic rounding takes its offsets from torch's generator, so that it follows ``torch.manual_seed``.
+    """
+
+    def __init__(
+        self,
+        fp4_dtype=None,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group=None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        with_random_sign_mask: bool = True,
+        row_scaled_nvfp4: bool = False,
+    ):
+        if with_rht and not with_post_rht_amax:
+            raise ValueError("with_rht needs with_post_rht_amax=True: the scale of rotated values comes from their own amax")
+        self.dtype = fp4_dtype
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
+        self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
+        self.with_random_sign_mask, self.row_scaled_nvfp4 = with_random_sign_mask, row_scaled_nvfp4
+        self.spec()  # an illegal combination fails here
+
+    def set_usage(self, *, rowwise: Optional[bool] = None, columnwise: Optional[bool] = None) -> None:
+        """Chooses the directions of the next tensor."""
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def copy(self) -> "NVFP4Quantizer":
+        """Another one with the same settings."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def spec(self) -> str:
+        """The format in the words of a recipe."""
+        words = ["16x16"] if self.with_2d_quantization else []
+        words += ["row-scaled"] if self.row_scaled_nvfp4 else []
+        words += ["stochastic"] if self.stochastic_rounding else []
+        if self.with_rht:
+            words.append("hadamard" if self.with_random_sign_mask else "hadamard=0x0000")
+        text = f"nvfp4({', '.join(words)})" if words else "nvfp4"
+        return nvfp4.Quantizer(spec=text, directions="both").spec
+
+    def __call__(self, tensor: Tensor) -> "NVFP4Tensor":
+        return self.quantize(tensor)
+
+    def quantize(self, tensor: Tensor, *, seed: int = 0, offset=None) -> "NVFP4Tensor":
+        """Quantizes a tensor. Stochastic rounding draws at ``offset``, or where torch's generator says."""
+        usage = (self.rowwise_usage, self.columnwise_usage)
+        if usage == (False, False):
+            raise ValueError("neither direction is used: set_usage(rowwise=True), columnwise=True or both")
+        directions = {(True, True): "both", (True, False): "row", (False, True): "column"}[usage]
+        quantizer = nvfp4.Quantizer(spec=self.spec(), directions=directions)
+        randomness = {}
+        if self.stochastic_rounding:
+            offset = torch.randint(2**62, (1,), device=tensor.device) if offset is None else offset
+            randomness = {"seed": seed, "offset": offset}
+        q = quantizer.quantize(tensor, **randomness)
+        if self.with_amax_reduction:
+            q = quantizer.quantize(tensor, **randomness, **self._reduced(q))
+        return NVFP4Tensor(q, tensor.dtype, self)
+
+    def _reduced(self, q: nvfp4.QuantTensor) -> dict:
+        """The amaxes that all workers agree on."""
+        amaxes = {}
+        for name, direction in (("amax", q.row), ("column_amax", q.column)):
+            if direction is not None:
+                amaxes[name] = direction.amax.clone()
+                torch.distributed.all_reduce(
+                    amaxes[name], torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+                )
+        return amaxes
+
+
+class NVFP4Tensor:
+    """A quantized tensor under TransformerEngine's attribute names.
+
+    Data are bytes of two codes, [..., K/2] and transposed [K, M/2]; scales are E4M3 bytes, padded with zeros to multiples of 128 rows and 4
+    columns, not swizzled; amaxes are float32. A direction that is not there is None.
+    """
+
+    def __init__(self, q: nvfp4.QuantTensor, dtype: torch.dtype, quantizer: NVFP4Quantizer):
+        q = q.as_torch()
+        self.quantized, self.shape, self.dtype, self._quantizer = q, torch.Size(q.shape), dtype, quantizer
+        self._rowwise_data = self._rowwise_scale_inv = self._amax_rowwise = None
+        self._columnwise_data = self._columnwise_scale_inv = self._amax_columnwise = None
+        if q.row is not None:
+            codes = q.row.codes
+            self._rowwise_data = codes.reshape(*self.shape[:-1], codes.shape[-1])
+            self._rowwise_scale_inv, self._amax_rowwise = _padded(q.row.scales), q.row.amax
+        if q.column is not None:
+            self._columnwise_data = q.column.codes
+            self._columnwise_scale_inv, self._amax_columnwise = _padded(q.column.scales), q.column.amax
+
+    def dequantize(self, *, dtype: Optional[torch.dtype] = None) -> Tensor:
+        """The decoded values of the row direction, in the type that was quantized unless another is asked for."""
+        return self.quantized.dequantize(dtype or self.dtype)
+
+    def get_metadata(self) -> dict:
+        """The arrays by TransformerEngine's names."""
+        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+        arrays = {name: getattr(self, f"_{name}") for name in names}
+        return {**arrays, "amax_rowwise": self._amax_rowwise, "amax_columnwise": self._amax_columnwise}
+
+    def __repr__(self) -> str:
+        return f"NVFP4Tensor({self.quantized!r}, dtype={self.dtype})"
+
+
+def _padded(scales: Tensor) -> Tensor:
+    rows, cols = scales.shape
+    return torch.nn.functional.pad(scales, (0, -cols % 4, 0, -rows % 128))

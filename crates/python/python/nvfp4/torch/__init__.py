@@ -1,0 +1,18 @@
+"""NVFP4 for torch: modules whose products are computed in the formats of a recipe.
+
+>>> import torch, nvfp4.torch
+>>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+>>> model = nvfp4.torch.convert_module(model, "nvfp4")
+>>> model(torch.randn(32, 64)).sum().backward()
+
+Modules hold their parameters in high precision and under the names of ``torch.nn``'s, so that state dicts go both ways. They work under
+activation checkpointing, ``torch.compile(fullgraph=True)`` and data parallelism (:func:`reduce_amaxes`). Stochastic rounding follows
+``torch.manual_seed``.
+"""
+
+from ._convert import convert_module, reduce_amaxes
+from ._grouped import GroupedLinear
+from ._linear import Linear
+from ._norm import LayerNormLinear, LayerNormMLP
+
+__all__ = ["GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "convert_module", "reduce_amaxes"]

@@ -1,0 +1,116 @@
+"""The two operations that everything else is made of, as torch's own: ``torch.ops.nvfp4.quantize`` and ``torch.ops.nvfp4.matmul``.
+
+A quantized tensor travels as the list of its arrays: those of the row direction, then those of the column direction
+(``nvfp4.layout`` says which). So autograd can keep it, compilers can see it, and other devices can hold it.
+"""
+
+from __future__ import annotations
+
+from typing import List, Optional
+
+import torch
+from torch import Tensor
+
+import nvfp4
+
+_DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@torch.library.custom_op("nvfp4::quantize", mutates_args=())
+def quantize(
+    x: Tensor,
+    spec: str,
+    directions: str,
+    seed: int,
+    offset: Optional[Tensor],
+    amax: Optional[Tensor],
+    column_amax: Optional[Tensor],
+) -> List[Tensor]:
+    """Quantizes ``x`` as ``spec`` says. Random numbers are drawn at ``offset``, an int64 tensor, if there is one."""
+    randomness = {} if offset is None else {"seed": seed, "offset": offset}
+    amaxes = {"amax": amax, "column_amax": column_amax}
+    if x.is_cuda and "high-precision" in spec:
+        return _partly(x, spec, directions, randomness, amaxes)
+    q = nvfp4.Quantizer(spec=spec, directions=directions).quantize(x, **amaxes, **randomness)
+    return [part for side in (q.row, q.column) if side is not None for part in side.parts]
+
+
+def _partly(x: Tensor, spec: str, directions: str, randomness: dict, amaxes: dict) -> List[Tensor]:
+    """The arrays of a tensor on a GPU that is not quantized in one direction or in both: those are the numbers themselves."""
+    row, _, column = spec.partition(" / ")
+    if not column:
+        return [x.clone()]
+    column, from_row = column.removesuffix(" from row"), column.endswith(" from row")
+    parts, seen = [], x
+    if directions != "column" or from_row:
+        if row == "high-precision":
+            made = [x.clone()]
+        else:
+            q = nvfp4.Quantizer(spec=row, directions="row").quantize(x, amax=amaxes["amax"], **randomness)
+            made, seen = _side(q, "row").parts, q.dequantize(x.dtype) if from_row else x
+        parts += made if directions != "column" else []
+    if directions != "row":
+        if column == "high-precision":
+            parts.append(seen if from_row else x.clone())
+        else:
+            quantizer = nvfp4.Quantizer(spec=column, directions="column")
+            q = quantizer.quantize(seen, column_amax=amaxes["column_amax"], **randomness)
+            parts += _side(q, "column").parts
+    return parts
+
+
+@quantize.register_fake
+def _(x, spec, directions, seed, offset, amax, column_amax):
+    row, column = nvfp4.layout(spec, directions, [int(size) for size in x.shape], str(x.dtype))
+    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column]
+
+
+@torch.library.custom_op("nvfp4::matmul", mutates_args=())
+def matmul(
+    a: List[Tensor],
+    a_spec: str,
+    a_side: str,
+    a_shape: List[int],
+    b: List[Tensor],
+    b_spec: str,
+    b_side: str,
+    b_shape: List[int],
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product of a direction of one quantized tensor and a direction of another, transposed, plus a bias.
+
+    The arrays are those of one direction; the shapes are those of the tensors.
+    """
+    if len(a) == 1 and len(b) == 1:  # neither is quantized
+        left = a[0] if a_side == "row" else a[0].t()
+        right = b[0] if b_side == "row" else b[0].t()
+        y = torch.mm(left.to(dtype), right.to(dtype).t())
+        return y if bias is None else y + bias.to(dtype)
+    bias = None if bias is None else bias.detach().float()
+    if a[0].is_cuda and len(a) == 1:
+        left = a[0] if a_side == "row" else a[0].t()
+        return nvfp4.matmul(left, _direction(b, b_spec, b_side, b_shape), bias=bias, dtype=dtype)
+    if a[0].is_cuda and len(b) == 1:  # the plain operand goes to the left
+        right = b[0] if b_side == "row" else b[0].t()
+        y = nvfp4.matmul(right, _direction(a, a_spec, a_side, a_shape), dtype=dtype).t().contiguous()
+        return y if bias is None else y + bias.to(dtype)
+    left, right = _direction(a, a_spec, a_side, a_shape), _direction(b, b_spec, b_side, b_shape)
+    return nvfp4.matmul(left, right, bias=bias, dtype=dtype)
+
+
+@matmul.register_fake
+def _(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype):
+    rows = a_shape[0] if a_side == "row" else a_shape[1]
+    cols = b_shape[0] if b_side == "row" else b_shape[1]
+    return a[0].new_empty((rows, cols), dtype=dtype)
+
+
+def _direction(parts: List[Tensor], spec: str, side: str, shape: List[int]) -> nvfp4.Direction:
+    return _side(nvfp4.QuantTensor.from_parts(spec, shape, **{side: parts}), side)
+
+
+def _side(q: nvfp4.QuantTensor, side: str) -> nvfp4.Direction:
+    direction = q.row if side == "row" else q.column
+    assert direction is not None, "it was made with this direction"
+    return direction

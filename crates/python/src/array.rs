@@ -1,0 +1,223 @@
+//! Arrays of numpy and torch, in and out.
+
+use crate::device::Place;
+use crate::dlpack::{DataType, Lent, Tensor};
+use crate::error::OrRaise;
+use half::{bf16, f16};
+use nvfp4::{Elements, Precision, TensorRef, Values};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+
+/// Whose arrays a caller works with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Framework {
+    /// numpy's.
+    Numpy,
+    /// torch's.
+    Torch,
+}
+
+impl Framework {
+    /// Whose array this is. What is neither's comes back as numpy's.
+    pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Framework> {
+        let py = x.py();
+        let module = x.get_type().module()?.to_string();
+        if module == "torch" || module.starts_with("torch.") {
+            return Ok(Framework::Torch);
+        }
+        // A class that someone derived from torch's: only where torch was imported can there be one.
+        let modules = py.import("sys")?.getattr("modules")?;
+        match modules.get_item("torch").and_then(|torch| torch.getattr("Tensor")) {
+            Ok(class) if x.is_instance(class.cast::<PyType>()?)? => Ok(Framework::Torch),
+            _ => Ok(Framework::Numpy),
+        }
+    }
+
+    /// An array over memory of ours, without a copy.
+    pub fn array<'py>(self, py: Python<'py>, lent: Lent) -> PyResult<Bound<'py, PyAny>> {
+        let library = match self {
+            Framework::Numpy => py.import("numpy")?,
+            Framework::Torch => py.import("torch")?,
+        };
+        let bf16 = lent.dtype() == DataType::BF16;
+        // numpy has no bfloat16 of its own, and takes none from DLPack.
+        let lent = if bf16 && self == Framework::Numpy { lent.cast(DataType::U16) } else { lent };
+        let array = library.call_method1("from_dlpack", (Bound::new(py, lent)?,))?;
+        match (self, bf16) {
+            (Framework::Numpy, true) => {
+                let missing =
+                    |_| PyTypeError::new_err("bfloat16 in numpy needs `pip install ml_dtypes`, or another dtype");
+                let dtype = py.import("ml_dtypes").map_err(missing)?.getattr("bfloat16")?;
+                array.call_method1("view", (dtype,))
+            }
+            _ => Ok(array),
+        }
+    }
+
+    /// An array of bytes that nobody else has.
+    pub fn bytes<'py>(self, py: Python<'py>, bytes: Vec<u8>, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
+        self.array(py, Lent::owned(bytes, DataType::U8, shape))
+    }
+
+    /// An array of numbers that nobody else has.
+    pub fn owned<'py>(self, py: Python<'py>, elements: Elements, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
+        self.array(
+            py,
+            match elements {
+                Elements::F32(x) => Lent::owned(x, DataType::F32, shape),
+                Elements::Bf16(x) => Lent::owned(x, DataType::BF16, shape),
+                Elements::F16(x) => Lent::owned(x, DataType::F16, shape),
+            },
+        )
+    }
+}
+
+/// Numbers borrowed from another library.
+pub struct Array {
+    tensor: Tensor,
+    precision: Precision,
+    /// Where they lie.
+    pub place: Place,
+    /// Whose it is.
+    pub framework: Framework,
+}
+
+impl Array {
+    /// Borrows an array: `float32`, `bfloat16` or `float16`, of any shape and strides. What has negative strides is copied.
+    pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Array> {
+        let framework = Framework::of(x)?;
+        let (tensor, dtype) = borrow(x, framework)?;
+        let place = Place::of(&tensor)?;
+        let precision = match dtype {
+            DataType::F32 => Precision::F32,
+            DataType::BF16 => Precision::Bf16,
+            DataType::F16 => Precision::F16,
+            other => return Err(wrong_dtype(x, other)),
+        };
+        let array = Array { tensor, precision, place, framework };
+        match (place, array.values()) {
+            #[cfg(feature = "cuda")]
+            (Place::Cuda(_), _) => crate::cuda::with_rows(x, array),
+            (Place::Host, Some(_)) => Ok(array),
+            (Place::Host, None) => {
+                let copy = match framework {
+                    Framework::Numpy => x.call_method1("copy", ("C",))?,
+                    Framework::Torch => x.call_method0("clone")?.call_method0("contiguous")?,
+                };
+                Ok(Array { tensor: borrow(&copy, framework)?.0, ..array })
+            }
+        }
+    }
+
+    /// The type of the elements.
+    #[cfg(feature = "cuda")]
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// As it was lent.
+    #[cfg(feature = "cuda")]
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Its shape.
+    pub fn shape(&self) -> &[usize] {
+        &self.tensor.shape
+    }
+
+    fn values(&self) -> Option<Values<'_>> {
+        Some(match self.precision {
+            Precision::F32 => Values::F32(self.tensor.slice::<f32>()?),
+            Precision::Bf16 => Values::Bf16(self.tensor.slice::<bf16>()?),
+            Precision::F16 => Values::F16(self.tensor.slice::<f16>()?),
+        })
+    }
+
+    /// A copy of an array that lies row by row.
+    pub fn to_elements(&self) -> PyResult<Elements> {
+        Ok(match self.tensor_ref()?.values() {
+            Values::F32(x) => Elements::F32(x.to_vec()),
+            Values::Bf16(x) => Elements::Bf16(x.to_vec()),
+            Values::F16(x) => Elements::F16(x.to_vec()),
+        })
+    }
+
+    /// As the library takes it.
+    pub fn tensor_ref(&self) -> PyResult<TensorRef<'_>> {
+        self.place.host("an array")?;
+        let unreadable = || PyValueError::new_err("the memory of the array is not aligned; copy it");
+        let strides: Option<Vec<usize>> =
+            self.tensor.strides.iter().map(|&stride| usize::try_from(stride).ok()).collect();
+        let (values, strides) = (self.values().ok_or_else(unreadable)?, strides.ok_or_else(unreadable)?);
+        TensorRef::strided(values, &self.tensor.shape, &strides).or_raise()
+    }
+}
+
+/// Takes an array's memory over, with the type of its elements.
+fn borrow(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataType)> {
+    match framework {
+        Framework::Torch if x.getattr("requires_grad").is_ok_and(|grad| grad.is_truthy().unwrap_or(false)) => {
+            let tensor = Tensor::of(&x.call_method0("detach")?)?;
+            let dtype = tensor.dtype;
+            Ok((tensor, dtype))
+        }
+        Framework::Numpy if is_bf16(x) => Ok((Tensor::of(&x.call_method1("view", ("uint16",))?)?, DataType::BF16)),
+        _ => {
+            let tensor = Tensor::of(x)?;
+            let dtype = tensor.dtype;
+            Ok((tensor, dtype))
+        }
+    }
+}
+
+/// Whether this is a numpy array of `ml_dtypes.bfloat16`, which numpy does not lend out.
+fn is_bf16(x: &Bound<'_, PyAny>) -> bool {
+    let name = x.getattr("dtype").and_then(|dtype| dtype.getattr("name"));
+    name.is_ok_and(|name| name.extract::<String>().is_ok_and(|name| name == "bfloat16"))
+}
+
+fn wrong_dtype(x: &Bound<'_, PyAny>, dtype: DataType) -> PyErr {
+    let name = x.getattr("dtype").and_then(|dtype| dtype.str()).map(|name| name.to_string());
+    let name = name.unwrap_or_else(|_| format!("{dtype:?}"));
+    PyTypeError::new_err(format!("expected float32, bfloat16 or float16 elements, got {name}; cast the array first"))
+}
+
+/// Bytes of an array of `uint8`, or of another type with elements of one byte.
+pub fn bytes(x: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    // float8 and float4 are not in every version of DLPack: their bytes are.
+    let x = match Framework::of(x)? {
+        Framework::Torch => x.call_method1("view", (x.py().import("torch")?.getattr("uint8")?,))?,
+        Framework::Numpy => x.call_method1("view", ("uint8",))?,
+    };
+    let tensor = Tensor::of(&contiguous(&x)?)?;
+    Place::of(&tensor)?.host("an array")?;
+    let bytes = tensor.slice::<u8>().ok_or_else(|| PyTypeError::new_err("expected an array of bytes"))?;
+    Ok(bytes.to_vec())
+}
+
+/// Numbers of an array of `float32`, or a number.
+pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
+    if let Ok(number) = x.extract::<f32>() {
+        return Ok(vec![number]);
+    }
+    if let Ok(numbers) = x.extract::<Vec<f32>>() {
+        return Ok(numbers);
+    }
+    let wrong = || PyTypeError::new_err("expected a number or an array of float32");
+    let (tensor, dtype) = borrow(&contiguous(x)?, Framework::of(x)?).map_err(|_| wrong())?;
+    Place::of(&tensor)?.host("an array")?;
+    match (dtype, tensor.slice::<f32>()) {
+        (DataType::F32, Some(values)) => Ok(values.to_vec()),
+        _ => Err(wrong()),
+    }
+}
+
+/// The array itself where it lies row by row, else a copy that does.
+pub fn contiguous<'py>(x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    match Framework::of(x)? {
+        Framework::Torch => x.call_method0("contiguous"),
+        Framework::Numpy => x.py().import("numpy")?.call_method1("ascontiguousarray", (x,)),
+    }
+}

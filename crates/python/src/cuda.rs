@@ -1,0 +1,403 @@
+//! Tensors on GPUs: torch's memory, torch's stream, and nothing waits.
+
+use crate::array::{Array, Framework, contiguous};
+use crate::device::Place;
+use crate::dlpack::{DataType, Device, Exchange, Lent, Tensor, borrow_stream};
+use crate::error::OrRaise;
+use crate::parts::{self, Part};
+use half::{bf16, f16};
+use nvfp4::cuda::{
+    Allocator, Direction, Gpu, Input, Memory, Observed, Offset, Options, Owned, Plain, Product, QuantTensor,
+    Randomness, Slice, Values,
+};
+use nvfp4::recipe::SpecQuantizer;
+use nvfp4::{Element, Fp8Direction, Global, GlobalScale, Nvfp4Direction, Precision, Side};
+use nvfp4_spec::fp8::Scales;
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use std::collections::BTreeMap;
+use std::process;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// A quantized tensor and the number of its GPU.
+pub struct Held {
+    /// The tensor.
+    pub tensor: QuantTensor,
+    /// The GPU.
+    pub id: i32,
+}
+
+/// torch's memory, for the stream that it works on.
+struct Torch(i32);
+
+impl Allocator for Torch {
+    fn bytes(&self, len: usize) -> Result<Memory, nvfp4_kernels::cuda::Error> {
+        let refused = nvfp4_kernels::cuda::Error::OutOfMemory { bytes: len };
+        let tensor = Python::attach(|py| {
+            let exchange = Exchange::of(&class(py)?).ok_or_else(too_old)?;
+            exchange.allocate(py, Device { kind: 2, id: self.0 }, DataType::U8, len)
+        });
+        tensor.ok().and_then(Tensor::into_memory).ok_or(refused)
+    }
+}
+
+/// `torch.Tensor`.
+fn class(py: Python<'_>) -> PyResult<Bound<'_, PyType>> {
+    static CLASS: OnceLock<Py<PyType>> = OnceLock::new();
+    if let Some(class) = CLASS.get() {
+        return Ok(class.bind(py).clone());
+    }
+    let class = py.import("torch")?.getattr("Tensor")?.cast_into::<PyType>()?;
+    Ok(CLASS.get_or_init(|| class.unbind()).bind(py).clone())
+}
+
+fn too_old() -> PyErr {
+    PyRuntimeError::new_err("tensors on GPUs need torch 2.10 or newer, which lends its memory and its stream")
+}
+
+/// What works on the stream that torch works on now.
+pub fn gpu(py: Python<'_>, id: i32) -> PyResult<Arc<Gpu>> {
+    static OPENED_BY: OnceLock<u32> = OnceLock::new();
+    // One per stream, kept for its workspace.
+    static GPUS: Mutex<BTreeMap<(i32, usize), Arc<Gpu>>> = Mutex::new(BTreeMap::new());
+    if *OPENED_BY.get_or_init(process::id) != process::id() {
+        return Err(PyRuntimeError::new_err(
+            "CUDA was used before this process was forked, and does not work in it; \
+             start processes with multiprocessing.set_start_method('spawn')",
+        ));
+    }
+    let exchange = Exchange::of(&class(py)?).ok_or_else(too_old)?;
+    let stream = exchange.stream(py, Device { kind: 2, id })?;
+    let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(gpu) = gpus.get(&(id, stream.addr())) {
+        return Ok(Arc::clone(gpu));
+    }
+    let device = nvfp4::cuda::Device::open(id as usize).map_err(nvfp4::Error::from).or_raise()?;
+    let gpu = Arc::new(Gpu::with(borrow_stream(device, stream), Torch(id)));
+    gpus.insert((id, stream.addr()), Arc::clone(&gpu));
+    Ok(gpu)
+}
+
+/// A matrix as kernels take it: rows are contiguous and evenly spaced.
+fn input(array: &Array) -> Option<Input<'_>> {
+    let tensor = array.tensor();
+    let (&cols, leading) = tensor.shape.split_last().unwrap_or((&1, &[]));
+    let rows = leading.iter().product();
+    let strides: Vec<usize> = tensor.strides.iter().map(|&s| usize::try_from(s)).collect::<Result<_, _>>().ok()?;
+    let mut dims = tensor.shape.iter().zip(&strides).rev().filter(|(size, _)| **size > 1).peekable();
+    if cols > 1 && rows > 0 && *dims.next()?.1 != 1 {
+        return None;
+    }
+    let stride = dims.peek().map_or(cols, |(_, stride)| **stride);
+    let mut expected = stride;
+    for (&size, &actual) in dims {
+        if actual != expected {
+            return None;
+        }
+        expected = actual.checked_mul(size)?;
+    }
+    let values = match array.precision() {
+        Precision::F32 => Values::F32(tensor.device_slice()?),
+        Precision::Bf16 => Values::Bf16(tensor.device_slice()?),
+        Precision::F16 => Values::F16(tensor.device_slice()?),
+    };
+    Input::strided(values, rows, cols, stride.max(cols)).ok().filter(|_| stride >= cols)
+}
+
+/// An array whose rows are contiguous and evenly spaced: itself, or a copy.
+pub fn with_rows(x: &Bound<'_, PyAny>, array: Array) -> PyResult<Array> {
+    match input(&array) {
+        Some(_) => Ok(array),
+        None => Array::of(&contiguous(x)?),
+    }
+}
+
+/// What a call gives beside the tensor.
+pub struct Given<'py> {
+    /// The seed, with an offset, if codes are drawn.
+    pub seed: Option<(u64, Bound<'py, PyAny>)>,
+    /// The row direction's amax.
+    pub amax: Option<Bound<'py, PyAny>>,
+    /// The column direction's amax.
+    pub column_amax: Option<Bound<'py, PyAny>>,
+}
+
+/// Numbers on a GPU that are borrowed, or were copied there.
+enum Numbers<T: Plain> {
+    Borrowed(Tensor),
+    Copied(Owned<T>),
+}
+
+impl<T: Plain> Numbers<T> {
+    fn slice(&self) -> Slice<'_, T> {
+        match self {
+            Numbers::Borrowed(tensor) => tensor.device_slice().expect("checked when it was borrowed"),
+            Numbers::Copied(owned) => owned.slice(),
+        }
+    }
+}
+
+/// Numbers of float32: a tensor on the GPU, or anything that the CPU can read.
+fn floats(gpu: &Gpu, id: i32, x: &Bound<'_, PyAny>) -> PyResult<Numbers<f32>> {
+    if Framework::of(x)? == Framework::Torch {
+        let x = contiguous(&x.call_method0("detach")?)?;
+        let tensor = Tensor::of(&x)?;
+        if let Place::Cuda(other) = Place::of(&tensor)? {
+            if other != id || tensor.dtype != DataType::F32 {
+                return Err(PyTypeError::new_err(format!("expected float32 on cuda:{id}; cast it, or move it there")));
+            }
+            return Ok(Numbers::Borrowed(tensor));
+        }
+    }
+    let values = crate::array::floats(x)?;
+    Ok(Numbers::Copied(gpu.upload(&values).or_raise()?))
+}
+
+/// Quantizes an array on a GPU.
+pub fn quantize(py: Python<'_>, maker: &SpecQuantizer, array: &Array, id: i32, given: Given<'_>) -> PyResult<Held> {
+    let gpu = gpu(py, id)?;
+    let numbers = |amax: Option<Bound<'_, PyAny>>| amax.map(|amax| floats(&gpu, id, &amax)).transpose();
+    let (row_amax, col_amax) = (numbers(given.amax)?, numbers(given.column_amax)?);
+    let offset = given.seed.map(|(seed, offset)| Ok::<_, PyErr>((seed, Place64::of(&offset, id)?))).transpose()?;
+    let options = Options {
+        randomness: offset.as_ref().map(|(seed, offset)| Randomness { seed: *seed, offset: offset.offset() }),
+        row_amax: row_amax.as_ref().map(Numbers::slice),
+        col_amax: col_amax.as_ref().map(Numbers::slice),
+    };
+    let x = input(array).ok_or_else(|| PyValueError::new_err("the tensor's memory is not aligned; clone it"))?;
+    let made = py.detach(|| maker.observe_on(&gpu, &x, &options)).or_raise()?;
+    let Observed { tensor, .. } = made;
+    let (row, col) = tensor.into_directions();
+    Ok(Held { tensor: QuantTensor::from_parts(&array.tensor().shape, row, col).or_raise()?, id })
+}
+
+/// An offset that is known now, or one that the GPU reads when the work runs.
+enum Place64 {
+    Value(u64),
+    Memory(Tensor),
+}
+
+impl Place64 {
+    fn of(offset: &Bound<'_, PyAny>, id: i32) -> PyResult<Place64> {
+        if offset.hasattr("__dlpack__")? && Framework::of(offset)? == Framework::Torch {
+            let tensor = Tensor::of(offset)?;
+            if let Place::Cuda(other) = Place::of(&tensor)? {
+                let one = tensor.shape.iter().product::<usize>() == 1;
+                if other != id || !one || tensor.dtype != DataType::I64 || tensor.device_slice::<u64>().is_none() {
+                    return Err(PyTypeError::new_err(format!("expected an offset of one int64 on cuda:{id}")));
+                }
+                return Ok(Place64::Memory(tensor));
+            }
+        }
+        Ok(Place64::Value(crate::quantizer::offset(offset)?))
+    }
+
+    fn offset(&self) -> Offset<'_> {
+        match self {
+            Place64::Value(offset) => Offset::Value(*offset),
+            Place64::Memory(tensor) => {
+                Offset::Memory { at: tensor.device_slice().expect("checked when it was borrowed"), plus: 0 }
+            }
+        }
+    }
+}
+
+/// Decodes a direction into a new tensor of torch.
+pub fn dequantize<'py>(
+    py: Python<'py>,
+    direction: &Direction,
+    id: i32,
+    precision: Precision,
+    shape: &[usize],
+) -> PyResult<Bound<'py, PyAny>> {
+    fn decoded<T: Element + Plain>(gpu: &Gpu, direction: &Direction) -> nvfp4::Result<Memory> {
+        let mut out = gpu.alloc::<T>(direction.rows() * direction.cols())?;
+        direction.dequantize(gpu, out.slice_mut())?;
+        Ok(out.into_memory())
+    }
+    let gpu = gpu(py, id)?;
+    let memory = py.detach(|| match precision {
+        Precision::F32 => decoded::<f32>(&gpu, direction),
+        Precision::Bf16 => decoded::<bf16>(&gpu, direction),
+        Precision::F16 => decoded::<f16>(&gpu, direction),
+    });
+    // MXFP8's column direction lies as the tensor does.
+    let turned = matches!(direction, Direction::Fp8(d) if d.tile() == nvfp4::Fp8Tile::Column32);
+    match turned {
+        false => shown(py, memory.or_raise()?, id, precision, shape),
+        true => {
+            let lies = [direction.cols(), direction.rows()];
+            shown(py, memory.or_raise()?, id, precision, &lies)?.call_method0("t")?.call_method0("contiguous")
+        }
+    }
+}
+
+/// A tensor of torch over memory that nobody else has.
+fn shown<'py>(
+    py: Python<'py>,
+    memory: Memory,
+    id: i32,
+    precision: Precision,
+    shape: &[usize],
+) -> PyResult<Bound<'py, PyAny>> {
+    let lent = Lent::on_gpu(Arc::new(memory), id, |memory| Ok::<_, PyErr>((memory, precision.into(), shape.to_vec())))?;
+    Framework::Torch.array(py, lent)
+}
+
+/// The left side of a product.
+pub enum Left<'a> {
+    /// Quantized.
+    Quantized(&'a Direction),
+    /// As it is.
+    Plain(&'a Array),
+}
+
+/// What is added to a product, and its factors.
+pub struct Terms<'py> {
+    /// α.
+    pub alpha: f32,
+    /// One value per output column.
+    pub bias: Option<Bound<'py, PyAny>>,
+    /// The matrix C.
+    pub c: Option<Array>,
+    /// Its factor.
+    pub beta: f32,
+}
+
+/// A product on a GPU, as a new tensor of torch.
+pub fn matmul<'py>(
+    py: Python<'py>,
+    (a, b): (Left<'_>, &Direction),
+    id: i32,
+    terms: &Terms<'py>,
+    precision: Precision,
+    shape: &[usize],
+) -> PyResult<Bound<'py, PyAny>> {
+    let gpu = gpu(py, id)?;
+    let bias = terms.bias.as_ref().map(|bias| floats(&gpu, id, bias)).transpose()?;
+    let bias = bias.as_ref().map(Numbers::slice);
+    let memory = match precision {
+        Precision::F32 => product::<f32>(py, &gpu, (a, b), terms, bias),
+        Precision::Bf16 => product::<bf16>(py, &gpu, (a, b), terms, bias),
+        Precision::F16 => product::<f16>(py, &gpu, (a, b), terms, bias),
+    }?;
+    shown(py, memory, id, precision, shape)
+}
+
+fn product<T: Element + Plain>(
+    py: Python<'_>,
+    gpu: &Gpu,
+    (a, b): (Left<'_>, &Direction),
+    terms: &Terms<'_>,
+    bias: Option<Slice<'_, f32>>,
+) -> PyResult<Memory> {
+    let mismatch = || PyValueError::new_err("c has another dtype or device than the result: cast or move it");
+    let add = match &terms.c {
+        Some(c) if DataType::from(T::PRECISION) != c.tensor().dtype => return Err(mismatch()),
+        Some(c) => Some((c.tensor().device_slice::<T>().ok_or_else(mismatch)?, terms.beta)),
+        None => None,
+    };
+    let product = Product { alpha: terms.alpha, bias, add, ..Product::default() };
+    let plain = match a {
+        Left::Plain(array) => {
+            Some(input(array).ok_or_else(|| PyValueError::new_err("the tensor is not aligned; clone it"))?)
+        }
+        Left::Quantized(_) => None,
+    };
+    let rows = match (&a, &plain) {
+        (Left::Quantized(a), _) => a.rows(),
+        (_, Some(x)) => x.rows(),
+        _ => unreachable!("one of the two"),
+    };
+    py.detach(|| {
+        let mut out = gpu.alloc::<T>(rows * b.rows())?;
+        match (&a, &plain) {
+            (Left::Quantized(a), _) => gpu.matmul(a, b, &product, out.slice_mut())?,
+            (_, Some(x)) => gpu.matmul_plain(x, b, &product, out.slice_mut())?,
+            _ => unreachable!("one of the two"),
+        }
+        Ok(out.into_memory())
+    })
+    .or_raise()
+}
+
+/// The memory of an array of a direction.
+pub fn memory(direction: &Direction, part: Part) -> Option<&Memory> {
+    match (direction, part) {
+        (Direction::Nvfp4(d), Part::Codes) => Some(d.codes().memory()),
+        (Direction::Nvfp4(d), Part::Scales) => Some(d.scales().memory()),
+        (Direction::Nvfp4(d), Part::Global) => Some(d.stored().memory()),
+        (Direction::Fp8(d), Part::Codes) => Some(d.codes().memory()),
+        (Direction::Fp8(d), Part::Scales) => Some(match d.scales() {
+            Scales::F32(scales) => scales.memory(),
+            Scales::E8m0(scales) => scales.memory(),
+        }),
+        (_, Part::Values) | (Direction::Fp8(_), Part::Global) => None,
+    }
+}
+
+/// Puts a direction together from tensors on a GPU, without copies.
+pub fn direction(
+    like: &nvfp4::Direction,
+    (rows, cols): (usize, usize),
+    arrays: &[Bound<'_, PyAny>],
+    id: i32,
+) -> PyResult<Direction> {
+    let memory = |x: &Bound<'_, PyAny>| -> PyResult<Memory> {
+        let x = contiguous(x)?;
+        let fresh = || x.call_method0("clone").and_then(|x| Tensor::of(&x));
+        let tensor = Tensor::of(&x)?;
+        if Place::of(&tensor)? != Place::Cuda(id) {
+            return Err(PyValueError::new_err(format!("expected all arrays on cuda:{id}; move them there")));
+        }
+        let misaligned = || PyValueError::new_err("the memory of an array is not aligned to 16 bytes");
+        match tensor.into_memory() {
+            Some(memory) => Ok(memory),
+            None => fresh()?.into_memory().ok_or_else(misaligned),
+        }
+    };
+    let parts = arrays.iter().map(memory).collect::<PyResult<_>>()?;
+    Direction::over(like, rows, cols, parts).or_raise()
+}
+
+/// A copy of a tensor in the host's memory. Waits.
+pub fn to_host(py: Python<'_>, held: &Held) -> PyResult<nvfp4::QuantTensor> {
+    let gpu = gpu(py, held.id)?;
+    py.detach(|| held.tensor.to_host(&gpu)).or_raise()
+}
+
+/// A direction of the host without rows, which has the settings of one on a GPU.
+pub fn twin(direction: &Direction) -> PyResult<nvfp4::Direction> {
+    Ok(match direction {
+        Direction::Nvfp4(d) => {
+            let global = match d.global() {
+                GlobalScale::PerTensor => Global::PerTensor(0.0),
+                GlobalScale::PerRow => Global::PerRow(Vec::new()),
+            };
+            let (unit, rotation, layout) = (d.unit(), direction.rotation(), d.layout());
+            let none = Vec::new();
+            Nvfp4Direction::from_parts(0, 0, none.clone(), none, global, unit, rotation, layout).or_raise()?.into()
+        }
+        Direction::Fp8(d) => {
+            let count = d.tile().scale_count(0, 0).map_err(nvfp4::Error::from).or_raise()?;
+            let scales = match d.scales() {
+                Scales::F32(_) => Scales::F32(vec![0.0; count]),
+                Scales::E8m0(_) => Scales::E8m0(vec![0; count]),
+            };
+            Fp8Direction::from_parts(0, 0, d.code(), d.tile(), Vec::new(), scales).or_raise()?.into()
+        }
+    })
+}
+
+/// An array of a direction, lent out.
+pub fn lend(held: &Arc<Held>, side: Side, part: Part) -> PyResult<Lent> {
+    Lent::on_gpu(Arc::clone(held), held.id, |held| {
+        let direction = held.tensor.direction(side).or_raise()?;
+        let like = twin(direction)?;
+        let (dtype, shape) = parts::shape(&like, part, (direction.rows(), direction.cols()))
+            .ok_or_else(|| parts::absent(&like, side, part))?;
+        let memory = memory(direction, part).ok_or_else(|| parts::absent(&like, side, part))?;
+        Ok((memory, dtype, shape))
+    })
+}

@@ -1,0 +1,65 @@
+//! NVFP4 in Python. The module `nvfp4._nvfp4`, which the package `nvfp4` presents: parse, call, convert.
+//!
+//! Read in this order: `dlpack` (memory of other libraries), `device` (where it lies), `array` (arrays in and out), `quantizer`, `tensor`,
+//! `matmul`; then `recipe`, `plan`, `convert` and `command`. What the words of settings are is in `words`.
+
+#![deny(unsafe_code)]
+
+mod array;
+mod command;
+mod convert;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod device;
+#[allow(unsafe_code)] // memory that other libraries lend us, and ours that we lend them
+mod dlpack;
+mod error;
+mod generator;
+mod matmul;
+mod parts;
+mod plan;
+mod quantizer;
+mod recipe;
+mod role;
+mod storage;
+mod tensor;
+mod threads;
+mod words;
+
+/// NVFP4 and FP8 tensors: quantize, decode, multiply and store, exact to the bit.
+#[pyo3::pymodule]
+mod _nvfp4 {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::command::command;
+    #[pymodule_export]
+    use crate::convert::convert;
+    #[pymodule_export]
+    use crate::dlpack::Lent;
+    #[pymodule_export]
+    use crate::generator::Generator;
+    #[pymodule_export]
+    use crate::matmul::matmul;
+    #[pymodule_export]
+    use crate::parts::layout;
+    #[pymodule_export]
+    use crate::plan::Plan;
+    #[pymodule_export]
+    use crate::quantizer::Quantizer;
+    #[pymodule_export]
+    use crate::recipe::Recipe;
+    #[pymodule_export]
+    use crate::role::Role;
+    #[pymodule_export]
+    use crate::storage::{load, save};
+    #[pymodule_export]
+    use crate::tensor::{Direction, QuantTensor};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::threads::remember();
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("cuda", cfg!(feature = "cuda"))
+    }
+}

@@ -1,0 +1,300 @@
+//! The arrays that a quantized tensor consists of: what they are, taken apart and put together again.
+//!
+//! | direction | arrays |
+//! |---|---|
+//! | NVFP4 | codes, two to a byte; scale bytes; the 32-bit scale, one or one per row |
+//! | FP8, MXFP8 | codes; scales |
+//! | high precision | the numbers; none in the column direction where it is the row direction's memory |
+
+use crate::array::{Array, Framework, bytes, contiguous, floats};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::device::Held;
+#[cfg(feature = "cuda")]
+use crate::device::Place;
+use crate::dlpack::{DataType, Lent, Numbers};
+use crate::error::OrRaise;
+use crate::words::{self, DIRECTIONS, choose};
+use half::{bf16, f16};
+use nvfp4::recipe::QuantSpec;
+use nvfp4::{
+    Direction, Directions, Elements, Fp8Direction, Fp8Scales, Fp8Tile, Global, GlobalScale, Layout, Lies,
+    Nvfp4Direction, Options, PlainDirection, Precision, QuantTensor, Randomness, Side, TensorRef, Values,
+};
+use nvfp4_spec::fp8::ScaleRef;
+use nvfp4_spec::{BLOCK, e2m1};
+use pyo3::exceptions::{PyAttributeError, PyValueError};
+use pyo3::prelude::*;
+use std::sync::Arc;
+
+/// What an array holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Codes.
+    Codes,
+    /// Scales of blocks, or of the whole tensor in FP8.
+    Scales,
+    /// The 32-bit scale of NVFP4.
+    Global,
+    /// Numbers as they are.
+    Values,
+}
+
+impl Part {
+    /// Those of a direction.
+    fn of(direction: &Direction) -> &'static [Part] {
+        match direction {
+            Direction::Nvfp4(_) => &[Part::Codes, Part::Scales, Part::Global],
+            Direction::Fp8(_) => &[Part::Codes, Part::Scales],
+            Direction::Plain(_) => &[Part::Values],
+        }
+    }
+}
+
+/// A tensor without elements, quantized so: it has everything of a spec but the bytes.
+fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> PyResult<QuantTensor> {
+    let values = match precision {
+        Precision::F32 => Values::F32(&[]),
+        Precision::Bf16 => Values::Bf16(&[] as &[bf16]),
+        Precision::F16 => Values::F16(&[] as &[f16]),
+    };
+    let quantizer = spec.quantizer_with(directions, |_| Some(1.0)).or_raise()?;
+    let randomness = match quantizer.rounding() {
+        nvfp4::Rounding::NearestEven => None,
+        nvfp4::Rounding::Stochastic => Some(Randomness::At { seed: 0, offset: 0 }),
+    };
+    let empty = TensorRef::new(values, &[0, 0]).or_raise()?;
+    quantizer.quantize_with(&empty, &Options { randomness, ..Options::default() }).or_raise()
+}
+
+/// The shape and type of an array of a direction like `like`, of `rows` × `cols`.
+pub fn shape(like: &Direction, part: Part, (rows, cols): (usize, usize)) -> Option<(DataType, Vec<usize>)> {
+    match (like, part) {
+        (Direction::Nvfp4(_), Part::Codes) => Some((DataType::U8, vec![rows, e2m1::packed_len(cols)])),
+        (Direction::Nvfp4(d), Part::Scales) => Some((DataType::U8, scale_shape(d.layout(), rows, cols).to_vec())),
+        (Direction::Nvfp4(d), Part::Global) => Some((DataType::F32, vec![d.global().scope().count(rows)])),
+        (Direction::Fp8(d), Part::Codes) => {
+            let (down, across) = d.tile().along_k((rows, cols));
+            Some((DataType::U8, vec![down, across]))
+        }
+        (Direction::Fp8(d), Part::Scales) => {
+            let (down, across) = d.tile().along_k((rows, cols));
+            let (high, wide) = d.tile().grid(down, across);
+            let dtype = match d.scales() {
+                ScaleRef::F32(_) => DataType::F32,
+                ScaleRef::E8m0(_) => DataType::U8,
+            };
+            Some((dtype, vec![high, wide]))
+        }
+        (Direction::Plain(d), Part::Values) => {
+            let shape = match d.lies() {
+                Lies::Upright => vec![rows, cols],
+                Lies::Turned => vec![cols, rows],
+            };
+            Some((d.values().precision().into(), shape))
+        }
+        (Direction::Fp8(_), Part::Global | Part::Values)
+        | (Direction::Nvfp4(_), Part::Values)
+        | (Direction::Plain(_), Part::Codes | Part::Scales | Part::Global) => None,
+    }
+}
+
+/// Scale bytes as a matrix: a row of blocks for each row, in whole tiles of 128 × 4 where they are swizzled.
+pub fn scale_shape(layout: Layout, rows: usize, cols: usize) -> [usize; 2] {
+    let blocks = cols.div_ceil(BLOCK);
+    match layout {
+        Layout::Linear => [rows, blocks],
+        Layout::Swizzled => [rows.next_multiple_of(128), blocks.next_multiple_of(4)],
+    }
+}
+
+/// Rows and columns of a shape.
+fn flat(shape: &[usize]) -> (usize, usize) {
+    let (&cols, leading) = shape.split_last().unwrap_or((&1, &[]));
+    (leading.iter().product(), cols)
+}
+
+/// Whether both directions are one buffer.
+fn shares(tensor: &QuantTensor) -> bool {
+    match (tensor.row(), tensor.col()) {
+        (Some(Direction::Plain(row)), Some(Direction::Plain(col))) => {
+            row.lies() != col.lies() && {
+                let address = |values: Values<'_>| match values {
+                    Values::F32(x) => x.as_ptr().addr(),
+                    Values::Bf16(x) => x.as_ptr().addr(),
+                    Values::F16(x) => x.as_ptr().addr(),
+                };
+                address(row.values()) == address(col.values())
+            }
+        }
+        _ => false,
+    }
+}
+
+type Arrays = Vec<(&'static str, Vec<usize>)>;
+
+/// layout(spec, directions, shape, dtype)
+/// --
+///
+/// The arrays that quantizing a tensor gives, as (dtype, shape), for the row direction and for the column direction.
+#[pyfunction]
+pub fn layout(spec: &str, directions: &str, shape: Vec<usize>, dtype: &Bound<'_, PyAny>) -> PyResult<(Arrays, Arrays)> {
+    let spec: QuantSpec = spec.parse().or_raise()?;
+    let like = prototype(&spec, choose("directions", DIRECTIONS, directions)?, words::precision(dtype)?)?;
+    let (rows, cols) = flat(&shape);
+    let arrays = |direction: Option<&Direction>, size: (usize, usize)| -> Arrays {
+        let Some(like) = direction else { return Vec::new() };
+        let named = |part| self::shape(like, part, size).map(|(dtype, shape)| (name(dtype), shape));
+        Part::of(like).iter().filter_map(|&part| named(part)).collect()
+    };
+    let col = like.col().filter(|_| !shares(&like));
+    Ok((arrays(like.row(), (rows, cols)), arrays(col, (cols, rows))))
+}
+
+fn name(dtype: DataType) -> &'static str {
+    match dtype {
+        DataType::U8 => "uint8",
+        DataType::F32 => "float32",
+        DataType::BF16 => "bfloat16",
+        _ => "float16",
+    }
+}
+
+/// Puts a tensor together from arrays as [`take_apart`] gives them.
+pub fn put_together(
+    spec: &str,
+    shape: &[usize],
+    row: Option<Vec<Bound<'_, PyAny>>>,
+    column: Option<Vec<Bound<'_, PyAny>>>,
+) -> PyResult<Held> {
+    let spec: QuantSpec = spec.parse().or_raise()?;
+    let directions = match (&row, &column) {
+        (Some(_), Some(_)) => Directions::Both,
+        (Some(_), None) => Directions::Row,
+        (None, Some(_)) => Directions::Column,
+        (None, None) => return Err(PyValueError::new_err("expected the arrays of a direction: row, column or both")),
+    };
+    let like = prototype(&spec, directions, Precision::F32)?;
+    let (rows, cols) = flat(shape);
+    let (like_row, like_col) = (like.row(), like.col());
+    #[cfg(feature = "cuda")]
+    if let Some(Place::Cuda(id)) = row.iter().chain(&column).flatten().next().map(place).transpose()? {
+        let made = |like: Option<&Direction>, size, arrays: Option<Vec<_>>| match (like, arrays) {
+            (Some(like), Some(arrays)) => cuda::direction(like, size, &arrays, id).map(Some),
+            _ => Ok(None),
+        };
+        let (row, col) = (made(like_row, (rows, cols), row)?, made(like_col, (cols, rows), column)?);
+        let tensor = nvfp4::cuda::QuantTensor::from_parts(shape, row, col).or_raise()?;
+        return Ok(Held::Cuda(Arc::new(cuda::Held { tensor, id })));
+    }
+    let (row, col) = match (row, column, shares(&like)) {
+        (Some(row), Some(column), true) if column.is_empty() => {
+            let elements = Arc::new(elements(&row)?);
+            let turned = PlainDirection::from_parts(cols, rows, Arc::clone(&elements), Lies::Turned).or_raise()?;
+            let row = PlainDirection::from_parts(rows, cols, elements, Lies::Upright).or_raise()?;
+            (Some(row.into()), Some(turned.into()))
+        }
+        (row, column, _) => {
+            let made = |like: Option<&Direction>, size, arrays: Option<Vec<_>>| match (like, arrays) {
+                (Some(like), Some(arrays)) => direction(like, size, &arrays).map(Some),
+                _ => Ok(None),
+            };
+            (made(like_row, (rows, cols), row)?, made(like_col, (cols, rows), column)?)
+        }
+    };
+    Ok(Held::Host(Arc::new(QuantTensor::from_parts(shape, row, col).or_raise()?)))
+}
+
+/// Where an array lies.
+#[cfg(feature = "cuda")]
+fn place(x: &Bound<'_, PyAny>) -> PyResult<Place> {
+    // Not every library lends elements of a byte or less under their own type, and their device is all that is asked for.
+    match x.getattr("device").and_then(|device| device.getattr("type")?.extract::<String>()) {
+        Ok(kind) if kind == "cuda" => Ok(Place::Cuda(x.getattr("device")?.getattr("index")?.extract()?)),
+        _ => Ok(Place::Host),
+    }
+}
+
+/// The numbers of a direction that is not quantized.
+fn elements(arrays: &[Bound<'_, PyAny>]) -> PyResult<Elements> {
+    match arrays {
+        [values] => Array::of(&contiguous(values)?)?.to_elements(),
+        _ => Err(PyValueError::new_err(format!("expected one array of numbers, got {}", arrays.len()))),
+    }
+}
+
+fn direction(like: &Direction, (rows, cols): (usize, usize), arrays: &[Bound<'_, PyAny>]) -> PyResult<Direction> {
+    match (like, arrays) {
+        (Direction::Nvfp4(like), [codes, scales, stored]) => {
+            let stored = floats(stored)?;
+            let global = match (like.global().scope(), &stored[..]) {
+                (GlobalScale::PerTensor, [one]) => Global::PerTensor(*one),
+                (GlobalScale::PerTensor, all) => {
+                    return Err(PyValueError::new_err(format!("expected one 32-bit scale, got {}", all.len())));
+                }
+                (GlobalScale::PerRow, _) => Global::PerRow(stored),
+            };
+            let (unit, rotation, layout) = (like.unit(), like.rotation(), like.layout());
+            let (codes, scales) = (bytes(codes)?, bytes(scales)?);
+            Ok(Nvfp4Direction::from_parts(rows, cols, codes, scales, global, unit, rotation, layout).or_raise()?.into())
+        }
+        (Direction::Fp8(like), [codes, scales]) => {
+            let scales = match like.tile() {
+                Fp8Tile::Row32 | Fp8Tile::Column32 => Fp8Scales::E8m0(bytes(scales)?),
+                Fp8Tile::Tensor | Fp8Tile::Row128 | Fp8Tile::Square128 => Fp8Scales::F32(floats(scales)?),
+            };
+            Ok(Fp8Direction::from_parts(rows, cols, like.code(), like.tile(), bytes(codes)?, scales).or_raise()?.into())
+        }
+        (Direction::Plain(like), arrays) => {
+            Ok(PlainDirection::from_parts(rows, cols, elements(arrays)?, like.lies()).or_raise()?.into())
+        }
+        (like, arrays) => {
+            let (expected, got) = (Part::of(like).len(), arrays.len());
+            Err(PyValueError::new_err(format!("{like} has {expected} arrays, got {got}")))
+        }
+    }
+}
+
+/// The arrays of a direction, without a copy.
+pub fn take_apart<'py>(
+    py: Python<'py>,
+    held: &Held,
+    side: Side,
+    framework: Framework,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let shared = side == Side::Column && held.host().is_ok_and(|tensor| shares(tensor));
+    let parts = if shared { &[] } else { Part::of(&*held.twin(side)?) };
+    parts.iter().map(|&part| framework.array(py, held.lend(side, part)?)).collect()
+}
+
+/// An array of a direction, lent out.
+pub fn lend(tensor: &Arc<QuantTensor>, side: Side, part: Part) -> PyResult<Lent> {
+    Lent::new(Arc::clone(tensor), |tensor| {
+        let direction = tensor.direction(side).or_raise()?;
+        let size = (direction.rows(), direction.cols());
+        let (_, shape) = shape(direction, part, size).ok_or_else(|| absent(direction, side, part))?;
+        let numbers = match (direction, part) {
+            (Direction::Nvfp4(d), Part::Codes) => Numbers::Bytes(d.codes()),
+            (Direction::Nvfp4(d), Part::Scales) => Numbers::Bytes(d.scales()),
+            (Direction::Nvfp4(d), _) => Numbers::Values(Values::F32(d.global().values())),
+            (Direction::Fp8(d), Part::Codes) => Numbers::Bytes(d.codes()),
+            (Direction::Fp8(d), _) => match d.scales() {
+                ScaleRef::F32(scales) => Numbers::Values(Values::F32(scales)),
+                ScaleRef::E8m0(scales) => Numbers::Bytes(scales),
+            },
+            (Direction::Plain(d), _) => Numbers::Values(d.values()),
+        };
+        Ok((numbers, shape))
+    })
+}
+
+/// The exception about an array that a direction does not have.
+pub fn absent(direction: &Direction, side: Side, part: Part) -> PyErr {
+    let part = match part {
+        Part::Codes => "codes",
+        Part::Scales => "scales",
+        Part::Global => "32-bit scale",
+        Part::Values => "plain numbers",
+    };
+    PyAttributeError::new_err(format!("the {side} direction is {direction}, which has no {part}"))
+}

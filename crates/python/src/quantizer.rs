@@ -1,0 +1,202 @@
+//! Quantizers: settings in words, and tensors into quantized ones.
+
+use crate::array::{Array, floats};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::device::{Held, Place};
+use crate::error::OrRaise;
+use crate::generator::Generator;
+use crate::tensor::QuantTensor;
+use crate::threads;
+use crate::words::{
+    self, DIRECTIONS, EDGES, FINITES, GLOBALS, LAYOUTS, PROFILES, ROUNDINGS, SCALE_RULES, TILES, choose,
+};
+use nvfp4::recipe::{Format, Nvfp4, QuantSpec, SpecQuantizer};
+use nvfp4::{Options, Randomness, Signs, Transform};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use std::sync::Arc;
+
+/// A checked set of choices that turns arrays into quantized tensors.
+///
+/// Settings are words; an unknown one is a ValueError that names the known ones, and so is a pair that has no meaning.
+///
+/// >>> import numpy, nvfp4
+/// >>> weights = nvfp4.Quantizer(tile="16x16", directions="both")
+/// >>> q = weights.quantize(numpy.ones((32, 64), numpy.float32))
+/// >>> q.codes.shape, q.scales.shape, q.amax
+/// ((32, 32), (32, 4), array([1.], dtype=float32))
+///
+/// `spec` is the text of any format instead, as recipes write it: `Quantizer(spec="mxfp8 / nvfp4(hadamard)", directions="both")`.
+#[pyclass(frozen, module = "nvfp4", eq)]
+#[derive(PartialEq)]
+pub struct Quantizer {
+    spec: QuantSpec,
+    maker: SpecQuantizer,
+}
+
+impl Quantizer {
+    /// A quantizer that was made elsewhere, as a plan does.
+    pub fn from_parts(spec: QuantSpec, maker: SpecQuantizer) -> Self {
+        Quantizer { spec, maker }
+    }
+
+    fn on_host(
+        &self,
+        py: Python<'_>,
+        array: &Array,
+        randomness: Option<(u64, Bound<'_, PyAny>)>,
+        amax: Option<Bound<'_, PyAny>>,
+        column_amax: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Held> {
+        let randomness = match randomness {
+            Some((seed, at)) => Some(Randomness::At { seed, offset: offset(&at)? }),
+            None => None,
+        };
+        let numbers = |amax: Option<Bound<'_, PyAny>>| amax.map(|amax| floats(&amax)).transpose();
+        let (row_amax, col_amax) = (numbers(amax)?, numbers(column_amax)?);
+        let (row_amax, col_amax) = (row_amax.as_deref(), col_amax.as_deref());
+        let options = Options { randomness, row_amax, col_amax, ..Options::default() };
+        let input = array.tensor_ref()?;
+        let made = threads::run(py, || self.maker.quantize_with(&input, &options))?.or_raise()?;
+        Ok(Held::Host(Arc::new(made)))
+    }
+}
+
+/// The seed and the offset of a call, if codes are drawn.
+fn randomness<'py>(
+    py: Python<'py>,
+    seed: Option<u64>,
+    offset: Option<Bound<'py, PyAny>>,
+    generator: Option<&Generator>,
+) -> PyResult<Option<(u64, Bound<'py, PyAny>)>> {
+    match (seed, offset, generator) {
+        (None, None, None) => Ok(None),
+        (None, None, Some(generator)) => {
+            let (seed, offset) = generator.draw()?;
+            Ok(Some((seed, offset.into_pyobject(py)?.into_any())))
+        }
+        (Some(seed), None, None) => Ok(Some((seed, 0u64.into_pyobject(py)?.into_any()))),
+        (Some(seed), Some(offset), None) => Ok(Some((seed, offset))),
+        (None, Some(_), None) => Err(PyValueError::new_err("`offset` without `seed`: give both, or a `generator`")),
+        (_, _, Some(_)) => Err(PyValueError::new_err("give `seed` and `offset`, or a `generator`, not both")),
+    }
+}
+
+/// An offset: a number, or an array of one.
+pub fn offset(offset: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let item = if offset.hasattr("item")? { offset.call_method0("item")? } else { offset.clone() };
+    item.extract().map_err(|_| PyTypeError::new_err("expected an offset from 0 to 2**64 - 1"))
+}
+
+#[pymethods]
+impl Quantizer {
+    #[new]
+    #[pyo3(signature = (*, tile="1x16", global_scale="per-tensor", scale_rule="six", rounding="nearest", transform=None,
+                        directions="row", edge="kernel", profile="transformer-engine", layout="linear", finite="keep",
+                        spec=None))]
+    #[allow(clippy::too_many_arguments)] // each is a setting with a name
+    fn new(
+        tile: &str,
+        global_scale: &str,
+        scale_rule: &str,
+        rounding: &str,
+        transform: Option<Bound<'_, PyAny>>,
+        directions: &str,
+        edge: &str,
+        profile: &str,
+        layout: &str,
+        finite: &str,
+        spec: Option<&str>,
+    ) -> PyResult<Self> {
+        let directions = choose("directions", DIRECTIONS, directions)?;
+        let settings = nvfp4::Quantizer::builder()
+            .tile(choose("tile", TILES, tile)?)
+            .global_scale(choose("global_scale", GLOBALS, global_scale)?)
+            .scale_rule(choose("scale_rule", SCALE_RULES, scale_rule)?)
+            .rounding(choose("rounding", ROUNDINGS, rounding)?)
+            .transform(self::transform(transform)?)
+            .edge(choose("edge", EDGES, edge)?)
+            .profile(choose("profile", PROFILES, profile)?)
+            .layout(choose("layout", LAYOUTS, layout)?)
+            .finite(choose("finite", FINITES, finite)?);
+        let spec = match spec {
+            None => {
+                settings.directions(directions).build().or_raise()?;
+                QuantSpec::Uniform(Format::Nvfp4(Nvfp4::new(settings).or_raise()?))
+            }
+            Some(spec) if settings == nvfp4::Quantizer::builder() => spec.parse().or_raise()?,
+            Some(_) => return Err(PyValueError::new_err("`spec` says all settings but `directions`; drop the others")),
+        };
+        let maker = spec.quantizer(directions).or_raise()?;
+        Ok(Quantizer { spec, maker })
+    }
+
+    /// quantize(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None)
+    /// --
+    ///
+    /// Quantizes an array of float32, bfloat16 or float16: numpy's, torch's, or anything else with DLPack.
+    ///
+    /// Stochastic rounding draws from (seed, offset, position) alone, so that the same call gives the same bytes on every machine; a
+    /// generator hands out offsets that do not overlap. An amax that is known, one number or one per row, is taken as it is.
+    #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None))]
+    #[allow(clippy::too_many_arguments)]
+    pub fn quantize(
+        &self,
+        x: &Bound<'_, PyAny>,
+        seed: Option<u64>,
+        offset: Option<Bound<'_, PyAny>>,
+        generator: Option<&Generator>,
+        amax: Option<Bound<'_, PyAny>>,
+        column_amax: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<QuantTensor> {
+        let array = Array::of(x)?;
+        let randomness = randomness(x.py(), seed, offset, generator)?;
+        let held = match array.place {
+            Place::Host => self.on_host(x.py(), &array, randomness, amax, column_amax)?,
+            #[cfg(feature = "cuda")]
+            Place::Cuda(id) => {
+                let given = cuda::Given { seed: randomness, amax, column_amax };
+                Held::Cuda(Arc::new(cuda::quantize(x.py(), &self.maker, &array, id, given)?))
+            }
+        };
+        Ok(QuantTensor::new(held, array.framework))
+    }
+
+    /// Which directions are written: 'row', 'column' or 'both'.
+    #[getter]
+    fn directions(&self) -> &'static str {
+        words::word(DIRECTIONS, self.maker.directions())
+    }
+
+    /// 'nearest' or 'stochastic'.
+    #[getter]
+    fn rounding(&self) -> &'static str {
+        words::word(ROUNDINGS, self.maker.rounding())
+    }
+
+    /// The settings as recipes write them: `Quantizer(spec=q.spec, directions=q.directions) == q`.
+    #[getter]
+    fn spec(&self) -> String {
+        self.spec.to_string()
+    }
+
+    fn __call__(&self, x: &Bound<'_, PyAny>) -> PyResult<QuantTensor> {
+        self.quantize(x, None, None, None, None, None)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Quantizer(spec='{}', directions='{}')", self.spec, self.directions())
+    }
+}
+
+/// `None`, `"none"`, `"hadamard"`, or the 16 signs as a number.
+fn transform(transform: Option<Bound<'_, PyAny>>) -> PyResult<Transform> {
+    const TRANSFORMS: words::Words<Transform> = &[("none", Transform::None), ("hadamard", Transform::FixedSigns)];
+    let Some(transform) = transform else { return Ok(Transform::None) };
+    match (transform.extract::<String>(), transform.extract::<u16>()) {
+        (Ok(word), _) => choose("transform", TRANSFORMS, &word),
+        (_, Ok(signs)) => Ok(Transform::Signs(Signs(signs))),
+        _ => Err(PyTypeError::new_err("expected None, 'hadamard' or 16 signs as a number from 0 to 65535")),
+    }
+}

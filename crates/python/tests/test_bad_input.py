@@ -1,0 +1,154 @@
+"""What is wrong is an exception that says what to change, and never the end of the process."""
+
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+
+import nvfp4
+
+X = np.ones((16, 32), np.float32)
+
+WORDS = {
+    "tile": "1x16", "global_scale": "row-scaled", "scale_rule": "4over6-mae-strict-448", "rounding": "stochastic",
+    "directions": "both", "edge": "reference", "profile": "torchao", "layout": "swizzled", "finite": "refuse",
+    "transform": "hadamard",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", WORDS)
+def test_an_unknown_word_is_a_value_error_that_names_the_known_ones(setting):
+    with pytest.raises(ValueError, match=f"unknown {setting} 'nonsense'; there are .*'{WORDS[setting]}'"):
+        nvfp4.quantize(X, **{setting: "nonsense"})
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, np.uint8, np.bool_, np.complex64])
+def test_a_wrong_dtype_is_a_type_error(dtype):
+    with pytest.raises(TypeError, match="expected float32, bfloat16 or float16.*cast"):
+        nvfp4.quantize(X.astype(dtype))
+
+
+@pytest.mark.parametrize("thing", [None, 3.0, [[1.0, 2.0]], "text", b"bytes", object()], ids=repr)
+def test_what_is_no_array_is_a_type_error(thing):
+    with pytest.raises(TypeError, match="expected a numpy array, a torch tensor"):
+        nvfp4.quantize(thing)
+
+
+def test_combinations_without_a_meaning_fail_when_they_are_built():
+    with pytest.raises(ValueError, match="directions='column' or 'both'"):
+        nvfp4.Quantizer(transform="hadamard")
+    with pytest.raises(ValueError):
+        nvfp4.Quantizer(tile="16x16", global_scale="row-scaled")
+    with pytest.raises(ValueError, match="drop the others"):
+        nvfp4.Quantizer(spec="mxfp8", tile="16x16")
+    with pytest.raises(TypeError, match="65535"):
+        nvfp4.Quantizer(transform=1 << 16, directions="both")
+
+
+def test_randomness_that_is_missing_or_left_over():
+    with pytest.raises(ValueError, match="needs `seed`"):
+        nvfp4.quantize(X, rounding="stochastic")
+    with pytest.raises(ValueError, match="rounding is 'nearest'"):
+        nvfp4.quantize(X, seed=1)
+    with pytest.raises(ValueError, match="without `seed`"):
+        nvfp4.quantize(X, rounding="stochastic", offset=1)
+    with pytest.raises(ValueError, match="not both"):
+        nvfp4.quantize(X, rounding="stochastic", seed=1, generator=nvfp4.Generator(1))
+    with pytest.raises(TypeError, match="2\\*\\*64"):
+        nvfp4.quantize(X, rounding="stochastic", seed=1, offset=-1)
+    with pytest.raises(OverflowError):
+        nvfp4.Generator(-1)
+
+
+def test_amaxes_that_do_not_fit():
+    for amax, message in [(-1.0, "magnitude"), (np.ones(3, np.float32), "amax"), ("a", "float32")]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            nvfp4.quantize(X, amax=amax)
+    with pytest.raises(ValueError, match="column"):
+        nvfp4.quantize(X, column_amax=1.0)
+
+
+def test_values_that_are_not_finite_are_refused_where_asked():
+    x = X.copy()
+    x[3, 5] = np.nan
+    with pytest.raises(ValueError, match=r"\[3, 5\]"):
+        nvfp4.quantize(x, finite="refuse")
+    nvfp4.quantize(x)
+
+
+def test_a_dlpack_capsule_is_consumed_once():
+    capsule = X.__dlpack__()
+    assert nvfp4.quantize(capsule) == nvfp4.quantize(X)
+    with pytest.raises(ValueError, match="consumed already"):
+        nvfp4.quantize(capsule)
+    with pytest.raises(TypeError, match="another kind"):
+        nvfp4.quantize(np.random.default_rng(0).bit_generator.capsule)
+
+
+class Broken:
+    """Says that it speaks DLPack."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __dlpack__(self, **kwargs):
+        return self.answer() if callable(self.answer) else self.answer
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+def test_producers_that_fail_or_lie():
+    def fails():
+        raise RuntimeError("the memory is gone")
+
+    with pytest.raises(RuntimeError, match="the memory is gone"):
+        nvfp4.quantize(Broken(fails))
+    with pytest.raises(TypeError, match="no capsule"):
+        nvfp4.quantize(Broken(3))
+
+
+def test_parts_that_do_not_fit():
+    q = nvfp4.quantize(X)
+    codes, scales, amax = q.row.parts
+    for row in ([codes, scales], [codes[:-1], scales, amax], [codes, scales[:, :1], amax], [codes, scales, np.ones(2, np.float32)]):
+        with pytest.raises(ValueError):
+            nvfp4.QuantTensor.from_parts("nvfp4", q.shape, row=row)
+    with pytest.raises(ValueError, match="row, column or both"):
+        nvfp4.QuantTensor.from_parts("nvfp4", q.shape)
+
+
+def test_directions_that_are_not_there():
+    q = nvfp4.quantize(X)
+    assert q.column is None
+    with pytest.raises(ValueError, match="no column direction"):
+        q.dequantize(side="column")
+    with pytest.raises(ValueError, match="no column direction"):
+        q.keep("both")
+    with pytest.raises(AttributeError, match="no 32-bit scale"):
+        nvfp4.Quantizer(spec="mxfp8").quantize(X).row.global_scale
+
+
+def test_files_that_are_not_there_or_not_ours(tmp_path):
+    with pytest.raises(OSError, match="nothing.safetensors"):
+        nvfp4.load(tmp_path / "nothing.safetensors")
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"\x10" + b"\0" * 7 + b"not a header....")
+    with pytest.raises(ValueError, match="bad.safetensors"):
+        nvfp4.load(bad)
+
+
+def _child(queue):
+    queue.put(bytes(nvfp4.quantize(np.tile(X, (64, 64))).codes))
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    expected = bytes(nvfp4.quantize(np.tile(X, (64, 64))).codes)  # the parent's threads are running by now
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(queue,))
+    child.start()
+    assert queue.get(timeout=60) == expected
+    child.join(60)
+    assert child.exitcode == 0 and os.getpid() != child.pid

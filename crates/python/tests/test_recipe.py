@@ -1,0 +1,63 @@
+"""Recipes and plans."""
+
+import pytest
+
+import nvfp4
+
+
+def test_presets_rules_and_functions_answer_by_name():
+    assert "nvfp4_row_scaled" in nvfp4.Recipe.presets()
+    assert nvfp4.Recipe("nvfp4").spec("fc", "weight") == "nvfp4(16x16)"
+    rules = nvfp4.Recipe.from_toml('[[rule]]\npath = "head"\nspec = "high-precision"\n[default]\npreset = "mxfp8"')
+    assert rules.spec("head", "input") == "high-precision" and rules.spec("fc", "input") == "mxfp8(e4m3)"
+    base = nvfp4.Recipe("nvfp4")
+    recipe = nvfp4.Recipe.from_function("heads plain", lambda r: "high-precision" if r.path == "head" else base.spec_of(r))
+    assert recipe.spec("head", "weight") == "high-precision" and recipe.spec("fc", "weight") == "nvfp4(16x16)"
+    assert base.with_backward("high-precision").spec("fc", "grad_output") == "high-precision"
+    assert base == nvfp4.Recipe("nvfp4") and base != rules
+
+
+def test_a_plan_gives_quantizers_in_the_directions_that_are_read():
+    plan = nvfp4.Plan(nvfp4.Recipe("nvfp4"), [("fc", "linear"), ("experts", "grouped", 3), ("core", "attention")])
+    assert plan.quantizer("fc", "input") == nvfp4.Quantizer(spec="nvfp4(hadamard)", directions="both")
+    assert plan.quantizer("experts", "grad_output", expert=2).rounding == "stochastic"
+    assert plan.spec("core", "qkv") == "high-precision" and plan.alignment("fc") == 16
+    inference = nvfp4.Plan(nvfp4.Recipe("nvfp4"), [("fc", "linear")], purpose="inference")
+    assert inference.quantizer("fc", "weight").directions == "row"
+    assert "fc" in str(plan) and len(plan.entries) == 3 + 9 + 6 and plan.warnings == []
+
+
+def test_a_plan_of_a_model_by_its_configuration():
+    plan = nvfp4.Plan.from_config(nvfp4.Recipe("mxfp8"), '{"num_hidden_layers": 2}')
+    assert plan.spec("model.layers.1.mlp.down_proj", "weight") == "mxfp8(e4m3)"
+
+
+def test_a_factory_that_raises_is_a_value_error_with_the_role_and_the_cause():
+    def factory(role):
+        if role.slot == "grad_output":
+            raise RuntimeError("no gradients today")
+        return "nvfp4"
+
+    recipe = nvfp4.Recipe.from_function("picky", factory)
+    with pytest.raises(ValueError, match="layers.0.fc1:grad_output.*no gradients today") as raised:
+        nvfp4.Plan(recipe, [("layers.0.fc1", "linear")])
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(ValueError, match="fc:grad_output"):
+        recipe.spec("fc", "grad_output")
+    with pytest.raises(ValueError, match="fc:input.*expected the text of a spec"):
+        nvfp4.Recipe.from_function("none", lambda role: None).spec("fc", "input")
+    with pytest.raises(ValueError, match="colour"):
+        nvfp4.Recipe.from_function("typo", lambda role: "nvfp4(colour)").spec("fc", "input")
+
+
+def test_what_is_unknown_is_named_with_what_is_known():
+    with pytest.raises(ValueError, match="there are .*nvfp4_row_scaled"):
+        nvfp4.Recipe("nvfp5")
+    with pytest.raises(ValueError, match="'weight'"):
+        nvfp4.Recipe("nvfp4").spec("fc", "weights")
+    with pytest.raises(ValueError, match="grouped"):
+        nvfp4.Plan(nvfp4.Recipe("nvfp4"), [("fc", "linaer")])
+    with pytest.raises(ValueError, match="no such tensor"):
+        nvfp4.Plan(nvfp4.Recipe("nvfp4"), [("fc", "linear")]).spec("fc2", "input")
+    with pytest.raises(ValueError, match="a product reads one format"):
+        nvfp4.Plan(nvfp4.Recipe.from_function("mixed", lambda r: "mxfp8" if r.slot == "input" else "nvfp4"), [("a", "linear")])

@@ -1,0 +1,6 @@
+//! A whole GGUF file.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    nvfp4::checkpoint::gguf::check_gguf(data);
+});

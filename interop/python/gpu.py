@@ -1,0 +1,178 @@
+"""What only a GPU can show: torch's tensors there, in and out on a side stream, with the CPU's bits; graphs; and what Python costs.
+
+    python interop/python/gpu.py
+
+needs torch 2.10 or newer with CUDA and a wheel of this package with the feature `cuda` (see README.md beside this file). Prints a line per
+check and ends with an error if one fails.
+"""
+
+import multiprocessing
+import statistics
+import time
+
+import torch
+
+import nvfp4
+import nvfp4.torch
+
+MODES = [
+    {},
+    {"directions": "both", "transform": "hadamard"},
+    {"tile": "16x16", "directions": "both"},
+    {"global_scale": "row-scaled"},
+    {"scale_rule": "4over6-mse-strict-256"},
+    {"layout": "swizzled"},
+    {"rounding": "stochastic", "directions": "both", "transform": "hadamard"},
+    {"profile": "modelopt"},
+]
+SPECS = ["mxfp8", "fp8", "fp8-block", "fp8-block(128x128)", "mxfp8 / nvfp4(hadamard)"]
+
+
+def check(name, ok):
+    print(f"{'ok' if ok else 'FAILED':<7} {name}", flush=True)
+    if not ok:
+        raise SystemExit(1)
+
+
+def bits():
+    """Same bytes as the CPU, made on a side stream from memory that this stream filled."""
+    side = torch.cuda.Stream()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        host = torch.randn(256, 1024, generator=torch.Generator().manual_seed(1)).to(dtype)
+        with torch.cuda.stream(side):
+            x = host.cuda(non_blocking=True)
+            for mode in MODES:
+                drawn = {"seed": 5, "offset": 12} if mode.get("rounding") == "stochastic" else {}
+                q = nvfp4.quantize(x, **mode, **drawn)
+                expected = nvfp4.quantize(host, **mode, **drawn)
+                check(f"{dtype} {mode or 'defaults'}", q == expected and q.codes.is_cuda)
+            for spec in SPECS:
+                quantizer = nvfp4.Quantizer(spec=spec, directions="both")
+                check(f"{dtype} {spec}", quantizer.quantize(x) == quantizer.quantize(host))
+            for view in (x.t(), x[:, 64:128], x.reshape(4, 64, 1024)[:, ::2], x[:0]):
+                q = nvfp4.quantize(view)
+                check(f"{dtype} strides {tuple(view.shape)}", q == nvfp4.quantize(view.cpu()))
+            q = nvfp4.quantize(x)
+            check(f"{dtype} decoded", torch.equal(q.dequantize(dtype).cpu(), nvfp4.quantize(host).dequantize(dtype)))
+            parts = nvfp4.QuantTensor.from_parts("nvfp4", q.shape, row=q.row.parts)
+            check(f"{dtype} from parts", parts == q and parts.codes.data_ptr() == q.codes.data_ptr())
+            amax = x.float().abs().max().reshape(1)
+            check(f"{dtype} amax given on the GPU", nvfp4.quantize(x, amax=amax) == q)
+    side.synchronize()
+
+
+def products():
+    """Sums on a GPU are within `nvfp4_spec::gemm::bound` of the exact ones: (K + 8)·2⁻²² of the sum of magnitudes."""
+    a, b = torch.randn(128, 512).bfloat16(), torch.randn(256, 512).bfloat16()
+    for left, name in ((nvfp4.quantize(a), "nvfp4"), (a, "bf16")):
+        values = (left.dequantize() if name == "nvfp4" else left).double()
+        weights = nvfp4.quantize(b).dequantize().double()
+        exact, bound = values @ weights.t(), (values.abs() @ weights.abs().t()) * (512 + 8) * 2**-22
+        right = nvfp4.quantize(b.cuda())
+        y = nvfp4.matmul(nvfp4.quantize(a.cuda()) if name == "nvfp4" else a.cuda(), right).cpu()
+        check(f"{name} × nvfp4", bool(((y - exact).abs() <= bound).all()))
+
+
+def modules():
+    """Every recipe trains a step, and compiles."""
+    for recipe in nvfp4.Recipe.presets():
+        if recipe == "delayed_scaling":
+            continue
+        module = nvfp4.torch.Linear(256, 128, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+        module(torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
+        check(f"a step of {recipe}", bool(module.weight.grad.isfinite().all()))
+
+
+def graphs():
+    """A captured graph draws afresh at each replay, from an offset in the GPU's memory."""
+    x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+    quantizer = nvfp4.Quantizer(rounding="stochastic")
+    offset = torch.zeros(1, dtype=torch.int64, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        quantizer.quantize(x, seed=3, offset=offset)  # kernels are loaded before a capture
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        q = quantizer.quantize(x, seed=3, offset=offset)
+        codes = q.codes
+        offset.add_(2)
+    for replay in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = quantizer.quantize(x.cpu(), seed=3, offset=2 * replay)
+        check(f"replay {replay} draws at offset {2 * replay}", torch.equal(codes.cpu(), expected.codes))
+
+
+def _forked(queue):
+    try:
+        nvfp4.quantize(torch.ones(16, 16, device="cuda"))
+        queue.put("no exception")
+    except Exception as error:  # noqa: BLE001
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+def bad_input():
+    """Mixed devices, and a process that was forked after CUDA began."""
+    gpu, cpu = nvfp4.quantize(torch.ones(16, 32, device="cuda")), nvfp4.quantize(torch.ones(16, 32))
+    for a, b in ((gpu, cpu), (cpu, gpu), (torch.ones(16, 32), gpu)):
+        try:
+            nvfp4.matmul(a, b)
+            check("operands on two devices are refused", False)
+        except ValueError as error:
+            check(f"operands on two devices are refused: {error}", "move them to one device" in str(error))
+    for arguments in ({"offset": torch.zeros(1, device="cuda")}, {"offset": torch.zeros(2, dtype=torch.int64, device="cuda")}):
+        try:
+            nvfp4.quantize(torch.ones(16, 32, device="cuda"), rounding="stochastic", seed=1, **arguments)
+            check("a wrong offset is refused", False)
+        except TypeError as error:
+            check(f"a wrong offset is refused: {error}", "int64" in str(error))
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_forked, args=(queue,))
+    child.start()
+    answer = queue.get(timeout=60)
+    child.join()
+    check(f"after a fork: {answer.splitlines()[0]}", child.exitcode == 0 and answer != "no exception")
+
+
+def overhead():
+    """What a call costs over its kernels, at 16384 × 6144."""
+    x = torch.randn(16384, 6144, device="cuda", dtype=torch.bfloat16)
+    quantizer = nvfp4.Quantizer()
+    for _ in range(20):
+        quantizer.quantize(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = quantizer.quantize(x)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def device_time(work, times=100):
+        start.record()
+        for _ in range(times):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        return 1e3 * start.elapsed_time(end) / times
+
+    kernel = statistics.median(device_time(graph.replay) for _ in range(9))
+    calls = statistics.median(device_time(lambda: quantizer.quantize(x)) for _ in range(9))
+    alone = []
+    for _ in range(200):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        quantizer.quantize(x)
+        alone.append(1e6 * (time.perf_counter() - begin))
+    del kept
+    print(f"kernels of quantize, replayed: {kernel:.1f} µs")
+    print(f"quantize, call after call:     {calls:.1f} µs, {calls - kernel:+.1f} µs over the kernels (goal: at most 15)")
+    print(f"a call until it returns:       {statistics.median(alone):.1f} µs of the CPU's time")
+    check("overhead of at most 15 µs", calls - kernel <= 15)
+
+
+if __name__ == "__main__":
+    print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    for part in (bits, products, graphs, modules, bad_input, overhead):
+        part()
+    print("all checks passed")

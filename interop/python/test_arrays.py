@@ -1,0 +1,84 @@
+"""Torch tensors in and out, without copies."""
+
+import numpy as np
+import pytest
+import torch
+
+import nvfp4
+
+
+@pytest.fixture
+def x():
+    return torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torch_and_numpy_give_the_same_bytes(x, dtype):
+    x = x.to(dtype)
+    q = nvfp4.quantize(x, directions="both", transform="hadamard")
+    assert q == nvfp4.quantize(x.float().numpy(), directions="both", transform="hadamard")
+    for array, kind in ((q.codes, torch.uint8), (q.scales, torch.uint8), (q.amax, torch.float32)):
+        assert isinstance(array, torch.Tensor) and array.dtype == kind
+    assert isinstance(q.as_numpy().codes, np.ndarray) and isinstance(nvfp4.quantize(x.float().numpy()).as_torch().codes, torch.Tensor)
+    assert q.dequantize(dtype).dtype == dtype and q.dequantize("bfloat16").dtype == torch.bfloat16
+    assert nvfp4.matmul(q, q, dtype=dtype).dtype == dtype
+
+
+def test_codes_and_scales_have_torchs_types(x):
+    row = nvfp4.quantize(x).row
+    assert row.typed_codes.dtype == torch.float4_e2m1fn_x2 and row.typed_codes.shape == (48, 32)
+    assert row.typed_scales.dtype == torch.float8_e4m3fn
+    assert row.typed_codes.data_ptr() == row.codes.data_ptr(), "a view"
+    scales = nvfp4.Quantizer(spec="mxfp8").quantize(x).row.typed_scales
+    assert scales.dtype == torch.float8_e8m0fnu
+
+
+def test_any_tensor_will_do(x):
+    q = nvfp4.quantize(x)
+    assert nvfp4.quantize(torch.nn.Parameter(x)) == q, "gradients are not followed"
+    assert nvfp4.quantize(x.t().contiguous().t()) == q
+    assert nvfp4.quantize(x.reshape(3, 16, 64)[:, :, 16:48]) == nvfp4.quantize(x.reshape(3, 16, 64)[:, :, 16:48].clone())
+    assert nvfp4.quantize(x[0].expand(5, 64)) == nvfp4.quantize(x[0].repeat(5, 1))
+    with torch.no_grad():
+        assert nvfp4.quantize(torch.nn.Parameter(x)) == q
+
+
+def test_an_offset_may_be_a_tensor(x):
+    a = nvfp4.quantize(x, rounding="stochastic", seed=2, offset=torch.tensor(6))
+    assert a == nvfp4.quantize(x, rounding="stochastic", seed=2, offset=6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_a_wrong_dtype_is_a_type_error(x, dtype):
+    with pytest.raises((TypeError, BufferError)):
+        nvfp4.quantize(x.to(dtype))
+
+
+def test_other_devices_and_layouts_are_refused(x):
+    with pytest.raises((ValueError, BufferError, RuntimeError, NotImplementedError)):
+        nvfp4.quantize(x.to("meta"))
+    with pytest.raises((ValueError, BufferError, RuntimeError)):
+        nvfp4.quantize(x.to_sparse())
+
+
+def test_capsules_are_consumed_once(x):
+    capsule = torch.utils.dlpack.to_dlpack(x)
+    assert nvfp4.quantize(capsule) == nvfp4.quantize(x)
+    with pytest.raises(ValueError, match="consumed already"):
+        nvfp4.quantize(capsule)
+    capsule = torch.utils.dlpack.to_dlpack(x)
+    torch.utils.dlpack.from_dlpack(capsule)
+    with pytest.raises(ValueError, match="consumed already"):
+        nvfp4.quantize(capsule)
+
+
+def test_memory_is_given_back(x):
+    import gc
+    import weakref
+
+    y = x.clone()
+    watched = weakref.ref(y)
+    nvfp4.quantize(y)
+    del y
+    gc.collect()
+    assert watched() is None

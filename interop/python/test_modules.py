@@ -1,0 +1,257 @@
+"""Modules: what they compute, state dicts, conversion of models, recomputation, compilers."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import nvfp4
+import nvfp4.torch
+
+RECIPES = [name for name in nvfp4.Recipe.presets() if name != "delayed_scaling"]
+
+
+def step(module, x, *args):
+    """Output and gradients of one step."""
+    torch.manual_seed(7)
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    y = module(x, *args)
+    (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(left, right) for left, right in zip(a, b))
+
+
+def multiplied(a, b, bias=None):
+    """The product of two directions, or of numbers that are not quantized."""
+    if a.format.startswith("high-precision") and b.format.startswith("high-precision"):
+        left, right = (d.values if d.side == "row" else d.values.t() for d in (a, b))
+        return left @ right.t() + (0 if bias is None else bias)
+    return nvfp4.matmul(a, b, bias=bias)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_products_are_those_of_the_quantized_operands(recipe):
+    torch.manual_seed(0)
+    module, x = nvfp4.torch.Linear(64, 48, recipe=recipe), torch.randn(128, 64)
+    y, dx, dw, db = step(module, x)
+    dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+    plan = nvfp4.Plan(nvfp4.Recipe(recipe), [("linear", "linear")])
+    torch.manual_seed(7)
+    quantizer = plan.quantizer("linear", "grad_output")
+    drawn = {"seed": 0, "offset": torch.randint(2**62, (1,))} if quantizer.rounding == "stochastic" else {}
+    dyq = quantizer.quantize(dy, **drawn)
+    xq, wq = plan.quantizer("linear", "input").quantize(x), plan.quantizer("linear", "weight").quantize(module.weight)
+    assert torch.equal(y, multiplied(xq.row, wq.row, module.bias.detach()))
+    assert torch.equal(dx, multiplied(dyq.row, wq.column))
+    assert torch.equal(dw, multiplied(dyq.column, xq.column))
+    assert torch.equal(db, dy.sum(0))
+
+
+def test_tokens_are_padded_to_whole_blocks_and_back():
+    torch.manual_seed(0)
+    module, x = nvfp4.torch.Linear(64, 48), torch.randn(3, 11, 64)
+    padded = torch.cat([x.reshape(33, 64), torch.zeros(15, 64)])
+    assert torch.equal(module(x), module(padded)[:33].reshape(3, 11, 48))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_types_and_autocast(dtype):
+    module = nvfp4.torch.Linear(64, 48, dtype=dtype)
+    y, dx, dw, db = step(module, torch.randn(32, 64, dtype=dtype))
+    assert {t.dtype for t in (y, dx, dw, db)} == {dtype}
+    module = nvfp4.torch.Linear(64, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, dx, dw, db = step(module, torch.randn(32, 64))
+    assert y.dtype == torch.bfloat16 and dw.dtype == torch.float32
+
+
+def test_layers_with_norms():
+    torch.manual_seed(0)
+    x = torch.randn(32, 64)
+    for name in ("LayerNorm", "RMSNorm"):
+        module = nvfp4.torch.LayerNormLinear(64, 48, normalization=name)
+        alone = nvfp4.torch.Linear(64, 48)
+        alone.load_state_dict({"weight": module.weight, "bias": module.bias})
+        norm = getattr(torch.nn, name)(64, eps=1e-5)
+        assert same(step(module, x)[:2], step(torch.nn.Sequential(norm, alone), x)[:2])
+    with pytest.raises(ValueError, match="'LayerNorm', 'RMSNorm'"):
+        nvfp4.torch.LayerNormLinear(64, 48, normalization="BatchNorm")
+
+
+ACTIVATIONS = {
+    "gelu": torch.nn.GELU("tanh"),
+    "relu": torch.nn.ReLU(),
+    "silu": torch.nn.SiLU(),
+    "swiglu": lambda x: torch.nn.functional.silu(x[..., :96]) * x[..., 96:],
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_feed_forward_layer_is_its_parts(activation):
+    torch.manual_seed(0)
+    x, mlp = torch.randn(32, 64), nvfp4.torch.LayerNormMLP(64, 96, activation=activation)
+    fc1, fc2 = nvfp4.torch.Linear(64, mlp.fc1_weight.shape[0]), nvfp4.torch.Linear(96, 64)
+    fc1.load_state_dict({"weight": mlp.fc1_weight, "bias": mlp.fc1_bias})
+    fc2.load_state_dict({"weight": mlp.fc2_weight, "bias": mlp.fc2_bias})
+
+    class Parts(torch.nn.Module):
+        def forward(self, x):
+            return fc2(ACTIVATIONS[activation](fc1(torch.nn.functional.layer_norm(x, (64,)))))
+
+    assert same(step(mlp, x)[:2], step(Parts(), x)[:2])
+
+
+def test_an_activation_that_is_not_known():
+    with pytest.raises(ValueError, match="'gelu'"):
+        nvfp4.torch.LayerNormMLP(64, 48, activation="tanh")
+
+
+def test_experts_are_layers_side_by_side():
+    torch.manual_seed(0)
+    module, x = nvfp4.torch.GroupedLinear(3, 64, 48), torch.randn(50, 64)
+    y = module(x, [20, 0, 30])
+    alone = nvfp4.torch.Linear(64, 48)
+    with torch.no_grad():
+        for expert, (start, end) in {0: (0, 20), 2: (20, 50)}.items():
+            alone.weight.copy_(getattr(module, f"weight{expert}"))
+            alone.bias.copy_(getattr(module, f"bias{expert}"))
+            assert torch.equal(alone(x[start:end]), y[start:end])
+    y.sum().backward()
+    assert module.weight1.grad is None or not module.weight1.grad.any()
+    with pytest.raises(ValueError, match="add up to 50"):
+        module(x, [20, 20, 20])
+
+
+def model():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64), torch.nn.Linear(64, 10)]
+    return torch.nn.Sequential(*layers)
+
+
+def test_state_dicts_go_both_ways(tmp_path):
+    plain, converted = model(), nvfp4.torch.convert_module(model(), "nvfp4")
+    assert list(plain.state_dict()) == list(converted.state_dict())
+    converted.load_state_dict(plain.state_dict())
+    plain.load_state_dict(converted.state_dict())
+    torch.save(converted.state_dict(), tmp_path / "state.pt")
+    again = nvfp4.torch.convert_module(model(), "nvfp4")
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    x = torch.randn(32, 64)
+    assert same(step(converted, x), step(again, x))
+    whole = copy.deepcopy(converted)
+    assert same(step(converted, x), step(whole, x))
+
+
+def test_a_model_is_converted_by_the_names_of_its_layers():
+    rules = '[[rule]]\npath = "3"\nspec = "high-precision"\n[[rule]]\npath = "2"\npreset = "mxfp8"\n[default]\npreset = "nvfp4"'
+    plain = model()
+    weight = plain[0].weight
+    converted = nvfp4.torch.convert_module(plain, nvfp4.Recipe.from_toml(rules))
+    assert converted is plain and converted[0].weight is weight
+    assert converted[0].formats.weight.spec == "nvfp4(16x16)" and converted[2].formats.weight.spec == "mxfp8(e4m3)"
+    assert type(converted[3]) is torch.nn.Linear
+    only = nvfp4.torch.convert_module(model(), "nvfp4", filter=lambda name, layer: name == "2")
+    assert [type(layer) is torch.nn.Linear for layer in only] == [True, False, False, True]
+    assert type(nvfp4.torch.convert_module(torch.nn.Linear(64, 64), "nvfp4")) is nvfp4.torch.Linear
+
+
+def test_a_recipe_that_does_not_fit_changes_nothing():
+    def factory(role):
+        if role.path == "2":
+            raise KeyError("no answer")
+        return "nvfp4"
+
+    plain = model()
+    with pytest.raises(ValueError, match="2:input.*no answer"):
+        nvfp4.torch.convert_module(plain, nvfp4.Recipe.from_function("partial", factory))
+    assert all(not isinstance(layer, nvfp4.torch.Linear) for layer in plain)
+    with pytest.raises(ValueError, match="current_scaling"):
+        nvfp4.torch.convert_module(plain, "delayed_scaling")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations_give_the_same_gradients(reentrant):
+    converted, x = nvfp4.torch.convert_module(model(), "nvfp4"), torch.randn(32, 64)
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = converted
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    assert same(step(converted, x), step(Checkpointed(), x))
+
+
+NEAREST = '[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"'
+
+
+@pytest.mark.parametrize("recipe", [nvfp4.Recipe.from_toml(NEAREST), "mxfp8", "high_precision_fwd_mxfp8_bwd"], ids=str)
+def test_compiled_whole_without_a_break(recipe):
+    torch._dynamo.reset()
+    converted, x = nvfp4.torch.convert_module(model(), recipe), torch.randn(32, 64)
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    assert same(step(converted, x), step(compiled, x))
+    other = torch.randn(48, 64)
+    assert same(step(converted, other), step(compiled, other)), "another number of tokens"
+
+
+def test_compiled_with_random_numbers():
+    # A compiler may draw in another order than eager torch, so gradients are other ones, from the same seed the same.
+    torch._dynamo.reset()
+    converted, x = nvfp4.torch.convert_module(model(), "nvfp4"), torch.randn(32, 64)
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    eager, first = step(converted, x), step(compiled, x)
+    assert torch.equal(eager[0], first[0]) and same(first, step(compiled, x))
+
+def test_compiled_modules():
+    recipe = nvfp4.Recipe.from_toml(NEAREST)
+    for module, args in [
+        (nvfp4.torch.LayerNormLinear(64, 48, recipe=recipe), ()),
+        (nvfp4.torch.LayerNormMLP(64, 96, recipe=recipe), ()),
+        (nvfp4.torch.GroupedLinear(2, 64, 48, recipe=recipe), ([16, 16],)),
+    ]:
+        torch._dynamo.reset()
+        compiled, x = torch.compile(module, fullgraph=True, backend="aot_eager"), torch.randn(32, 64)
+        assert same(step(module, x, *args), step(compiled, x, *args))
+
+
+def test_the_operations_keep_torchs_rules():
+    x = torch.randn(32, 64)
+    for spec in ("nvfp4(hadamard)", "mxfp8", "high-precision", "fp8-block"):
+        torch.library.opcheck(torch.ops.nvfp4.quantize, (x, spec, "both", 0, None, None, None))
+    q = torch.ops.nvfp4.quantize(x, "nvfp4", "row", 0, None, None, None)
+    args = (q, "nvfp4", "row", [32, 64], q, "nvfp4", "row", [32, 64], None, torch.float32)
+    torch.library.opcheck(torch.ops.nvfp4.matmul, args)
+
+
+def test_stochastic_rounding_follows_torchs_seed():
+    module, x = nvfp4.torch.Linear(64, 48), torch.randn(32, 64)
+    first = step(module, x)
+    assert same(first, step(module, x))
+    module.zero_grad()
+    torch.manual_seed(8)
+    y = module(x)
+    (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
+    assert torch.equal(y, first[0]) and not torch.equal(module.weight.grad, first[2])
+
+
+def test_a_model_learns():
+    torch.manual_seed(0)
+    converted = nvfp4.torch.convert_module(model(), "nvfp4")
+    optimizer = torch.optim.AdamW(converted.parameters(), 3e-3)
+    x, target = torch.randn(128, 64), torch.randint(10, (128,))
+    losses = []
+    for _ in range(40):
+        loss = torch.nn.functional.cross_entropy(converted(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]

@@ -1,0 +1,105 @@
+"""Other libraries read our bytes, and theirs are ours."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+import nvfp4
+
+
+@pytest.fixture
+def w():
+    return torch.randn(256, 320, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+
+def tiles(q):
+    """Swizzled scales in the shape that torchao gives them."""
+    rows, cols = q.shape
+    return q.row.swizzled_scales.view(torch.float8_e4m3fn).reshape(32 * -(-rows // 128), 16 * -(-cols // 64))
+
+
+class TestTorchao:
+    """`torchao.prototype.mx_formats.NVFP4Tensor` over our arrays."""
+
+    @pytest.fixture
+    def module(self):
+        return pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+
+    def tensor(self, module, w, swizzled):
+        q = nvfp4.quantize(w, profile="torchao")
+        scales = tiles(q) if swizzled else q.row.typed_scales
+        per_tensor = q.row.global_scale.reshape(())
+        return q, module.NVFP4Tensor(
+            q.codes, scales, 16, torch.bfloat16, per_tensor_scale=per_tensor, is_swizzled_scales=swizzled
+        )
+
+    @pytest.mark.parametrize("swizzled", [False, True])
+    def test_its_bytes_are_ours(self, module, w, swizzled):
+        scale = module.per_tensor_amax_to_scale(w.abs().max())
+        theirs = module.NVFP4Tensor.to_nvfp4(w, per_tensor_scale=scale, is_swizzled_scales=swizzled)
+        q, ours = self.tensor(module, w, swizzled)
+        assert torch.equal(theirs.qdata.view(torch.uint8), q.codes)
+        assert torch.equal(theirs.scale.view(torch.uint8), ours.scale.view(torch.uint8))
+        assert torch.equal(theirs.per_tensor_scale.float().reshape(1), q.row.global_scale)
+
+    @pytest.mark.parametrize("swizzled", [False, True])
+    def test_it_decodes_multiplies_slices_and_saves_them(self, module, w, swizzled, tmp_path):
+        q, ours = self.tensor(module, w, swizzled)
+        decoded = ours.dequantize(torch.float32)
+        # It multiplies the scales first and the code last; ours is one product after the other too, in another order.
+        assert torch.allclose(decoded, q.dequantize(), rtol=2**-22, atol=0)
+        x = torch.randn(8, 320).bfloat16()
+        assert torch.equal(linear(x, ours), linear(x, ours.dequantize(torch.bfloat16)))
+        assert torch.equal(ours[128:256].dequantize(torch.float32), decoded[128:256])
+        assert torch.equal(ours[:, 64:192].dequantize(torch.float32), decoded[:, 64:192])
+        assert torch.equal(ours.t().dequantize(torch.float32), decoded.t())
+        torch.save(ours, tmp_path / "w.pt")
+        with torch.serialization.safe_globals([module.NVFP4Tensor]):
+            again = torch.load(tmp_path / "w.pt", weights_only=False)
+        assert torch.equal(again.dequantize(torch.float32), decoded)
+
+
+def test_compressed_tensors_packs_as_we_do_and_decodes_our_bytes(w):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
+
+    q = nvfp4.quantize(w, profile="llm-compressor")
+    values = unpack_fp4_from_uint8(q.codes, *w.shape, dtype=torch.float32)
+    assert torch.equal(pack_fp4_to_uint8(values), q.codes)
+    scales = q.row.typed_scales.float() / q.row.global_scale
+    assert torch.allclose(values * scales.repeat_interleave(16, 1), q.dequantize(), rtol=2**-22, atol=0)
+
+
+def test_compressed_tensors_decompresses_our_state(w):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    q = nvfp4.quantize(w, profile="llm-compressor")
+    state = {"weight_packed": q.codes, "weight_scale": q.row.typed_scales, "weight_global_scale": q.row.global_scale}
+    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="nvfp4-pack-quantized")
+    weight = NVFP4PackedCompressor.decompress(state, scheme)["weight"]
+    # Decoded in bfloat16: a rounding of the scale and one of the product.
+    assert torch.allclose(weight.float(), q.dequantize(), rtol=2**-7, atol=0)
+
+
+def test_modelopt_writes_and_decodes_our_bytes(w):
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    q = nvfp4.quantize(w, profile="modelopt")
+    theirs, scales, scale_2 = qtensor.NVFP4QTensor.quantize(w, 16)
+    assert torch.equal(theirs._quantized_data, q.codes)
+    assert torch.equal(scales.view(torch.uint8), q.scales)
+    assert torch.equal(scale_2.float().reshape(1), q.row.global_scale)
+    ours = qtensor.NVFP4QTensor(w.shape, torch.float32, q.codes)
+    decoded = ours.dequantize(torch.float32, scale=q.row.typed_scales, double_scale=q.row.global_scale, block_sizes={-1: 16})
+    assert torch.allclose(decoded, q.dequantize(), rtol=2**-22, atol=0)
+
+
+def test_safetensors_keeps_them(w, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    q = nvfp4.quantize(w)
+    parts = dict(zip(("codes", "scales", "amax"), (part.clone() for part in q.row.parts)))
+    safetensors.save_file(parts, tmp_path / "w.safetensors")
+    loaded = safetensors.load_file(tmp_path / "w.safetensors")
+    assert nvfp4.QuantTensor.from_parts("nvfp4", q.shape, row=[loaded[name] for name in parts]) == q
