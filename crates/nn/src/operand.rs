@@ -117,34 +117,38 @@ fn cast(x: &Tensor, format: &Format) -> Result<Tensor> {
     })
 }
 
-/// `a · bᵀ` in the type asked for: sums of plain operands are candle's, in binary32 where an operand is smaller.
-pub(crate) fn multiply(a: &Operand, b: &Operand, dtype: DType) -> Result<Tensor> {
+/// `a · bᵀ` in the type of `like`: sums of plain operands are candle's, in binary32 where an operand is smaller.
+pub(crate) fn multiply(a: &Operand, b: &Operand, like: &Tensor) -> Result<Tensor> {
     match (a, b) {
         (Operand::Plain(a), Operand::Plain(b)) => {
-            let (a, b) = (widened(a, dtype)?, widened(b, dtype)?);
-            Ok(a.matmul(&b.t()?)?.to_dtype(dtype)?)
+            let (a, b) = (widened(a, like)?, widened(b, like)?);
+            Ok(a.matmul(&b.t()?)?.to_dtype(like.dtype())?)
         }
-        _ => codes::multiply(a, b, None, dtype),
+        _ => codes::multiply(a, b, None, like.dtype()),
     }
 }
 
 /// `c + a · bᵀ`, for the gradient of a weight: `a` is the output's gradient, `b` the input, both turned.
-pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, like: &Tensor) -> Result<Tensor> {
     match (a, b) {
         (Operand::Plain(a), Operand::Plain(b)) => {
-            let (a, b) = (widened(a, dtype)?, widened(b, dtype)?);
+            let (a, b) = (widened(a, like)?, widened(b, like)?);
             // Turned twice, as candle's own graph does it: the order of the sum is that of its product.
-            let product = b.matmul(&a.t()?)?.t()?.to_dtype(dtype)?;
+            let product = b.matmul(&a.t()?)?.t()?.to_dtype(like.dtype())?;
             Ok(match c {
                 None => product.contiguous()?,
                 Some(c) => c.add(&product)?,
             })
         }
-        _ => codes::multiply(a, b, c, dtype),
+        _ => codes::multiply(a, b, c, like.dtype()),
     }
 }
 
-/// Smaller types in binary32.
-fn widened(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    Ok(x.to_dtype(if dtype == DType::F64 { dtype } else { DType::F32 })?)
+/// Smaller types in binary32, but on a GPU, whose sums are in binary32 anyway.
+fn widened(x: &Tensor, like: &Tensor) -> Result<Tensor> {
+    Ok(match like.dtype() {
+        DType::F64 => x.to_dtype(DType::F64)?,
+        DType::BF16 | DType::F16 if like.device().is_cuda() => x.to_dtype(like.dtype())?,
+        _ => x.to_dtype(DType::F32)?,
+    })
 }

@@ -110,7 +110,7 @@ impl Projection {
         let before = self.session.active_generator();
         let input = self.session.quantize(&self.site(LinearSlot::Input), x)?;
         let weight = self.session.weight(&self.site(LinearSlot::Weight), &self.weight)?;
-        let y = multiply(&input.side(Side::Row)?, &weight.side(Side::Row)?, x.dtype())?;
+        let y = multiply(&input.side(Side::Row)?, &weight.side(Side::Row)?, x)?;
         let y = match self.bias() {
             None => y,
             Some(bias) => y.broadcast_add(&bias.detach())?,
@@ -132,7 +132,7 @@ impl Projection {
     pub fn backward(&self, kept: &Kept, dy: &Tensor) -> Result<Tensor> {
         let gradient = self.session.quantize(&self.site(LinearSlot::GradOutput), dy)?;
         let weight = self.session.weight(&self.site(LinearSlot::Weight), &self.weight)?;
-        let dx = multiply(&gradient.side(Side::Row)?, &weight.side(Side::Column)?, dy.dtype())?;
+        let dx = multiply(&gradient.side(Side::Row)?, &weight.side(Side::Column)?, dy)?;
         self.session.look(&self.path, "grad_input", &dx)?;
         let dx = self.session.hand_over(&self.site(LinearSlot::GradInput), &dx)?;
 
@@ -141,7 +141,7 @@ impl Projection {
             Kept::Original(input, before) => self.column(input, before)?.side(Side::Column)?,
         };
         let turned = gradient.side(Side::Column)?;
-        self.session.add_gradient(&self.weight, |sum| multiply_add(&turned, &input, sum, dy.dtype()))?;
+        self.session.add_gradient(&self.weight, |sum| multiply_add(&turned, &input, sum, dy))?;
         if let Some(bias) = &self.bias {
             let db = dy.sum_keepdim(0)?.squeeze(0)?;
             self.session.add_to_gradient(bias, &db)?;

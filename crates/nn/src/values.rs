@@ -60,6 +60,18 @@ fn multiply_as<T: Number>(a: &Operand, b: &Operand, c: Option<&Tensor>) -> Resul
     Ok(Tensor::from_vec(y, (a.rows(), b.rows()), &Device::Cpu)?)
 }
 
+/// A matrix as it is, for a product with codes.
+fn direction(x: &Tensor) -> Result<Direction> {
+    let ((rows, cols), flat) = (x.dims2()?, x.flatten_all()?);
+    let elements = match x.dtype() {
+        DType::F32 => Elements::F32(flat.to_vec1()?),
+        DType::BF16 => Elements::Bf16(flat.to_vec1()?),
+        DType::F16 => Elements::F16(flat.to_vec1()?),
+        other => return Err(no_codes_of(other)),
+    };
+    Ok(PlainDirection::from_parts(rows, cols, elements, Lies::Upright)?.into())
+}
+
 /// An operand of a product of codes.
 enum Held<'a> {
     Codes(&'a QuantTensor, Side),
@@ -72,16 +84,7 @@ impl<'a> Held<'a> {
             Operand::Codes(Codes::Cpu(codes), side) => Held::Codes(codes, *side),
             #[cfg(feature = "nn-cuda")]
             Operand::Codes(Codes::Gpu(_), _) => unreachable!("codes of a GPU are multiplied there"),
-            Operand::Plain(x) => {
-                let (rows, cols) = x.dims2()?;
-                let flat = x.flatten_all()?;
-                let elements = match x.dtype() {
-                    DType::BF16 => Elements::Bf16(flat.to_vec1()?),
-                    DType::F16 => Elements::F16(flat.to_vec1()?),
-                    _ => Elements::F32(flat.to_dtype(DType::F32)?.to_vec1()?),
-                };
-                Held::Plain(PlainDirection::from_parts(rows, cols, elements, Lies::Upright)?.into())
-            }
+            Operand::Plain(x) => Held::Plain(direction(x)?),
         })
     }
 

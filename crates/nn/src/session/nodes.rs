@@ -6,6 +6,7 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use nvfp4::recipe::ModulePath;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 impl Session {
     /// Bytes that modules keep for backward passes at this moment, beside what candle's graph keeps ([`crate::graph_bytes`]).
@@ -33,12 +34,16 @@ impl Session {
             return Ok(result);
         }
         let ticket = Ticket::new(self, path, kept);
-        let (session, path, forward) = (self.clone(), path.clone(), self.step());
+        let (session, path, forward, plan) = (self.clone(), path.clone(), self.step(), self.planned()?);
         let backward: Backward = Box::new(move |gradient| {
             let _kept = &ticket;
-            let now = session.step();
-            if now != forward {
-                return Err(Error::StepOver { module: path.to_string(), forward, now });
+            let (step, current) = (session.step(), session.planned()?);
+            if step != forward {
+                return Err(Error::StepOver { module: path.to_string(), forward, now: step });
+            }
+            if !Arc::ptr_eq(&plan, &current) && *plan != *current {
+                let (forward, now) = (plan.recipe().to_string(), current.recipe().to_string());
+                return Err(Error::RecipeOver { module: path.to_string(), forward, now });
             }
             backward(gradient)
         });
