@@ -73,12 +73,14 @@ impl Home {
     /// The same as a matrix of any of the three types.
     fn matrix<R>(&self, x: &Tensor, work: impl FnOnce(&Input<'_>) -> Result<R>) -> Result<R> {
         let x = x.contiguous()?;
-        let (rows, cols) = x.dims2()?;
-        let input = |values| Input::new(values, rows, cols).map_err(|error| Error::Nvfp4(error.into()));
+        let size = x.dims2()?;
+        fn input<'a>(values: Values<'a>, (rows, cols): (usize, usize)) -> nvfp4::Result<Input<'a>> {
+            Ok(Input::new(values, rows, cols)?)
+        }
         match x.dtype() {
-            DType::F32 => self.read::<f32, R>(&x, |slice| work(&input(Values::F32(slice))?)),
-            DType::BF16 => self.read::<bf16, R>(&x, |slice| work(&input(Values::Bf16(slice))?)),
-            DType::F16 => self.read::<f16, R>(&x, |slice| work(&input(Values::F16(slice))?)),
+            DType::F32 => self.read::<f32, R>(&x, |slice| work(&input(Values::F32(slice), size)?)),
+            DType::BF16 => self.read::<bf16, R>(&x, |slice| work(&input(Values::Bf16(slice), size)?)),
+            DType::F16 => self.read::<f16, R>(&x, |slice| work(&input(Values::F16(slice), size)?)),
             other => Err(crate::values::no_codes_of(other)),
         }
     }
