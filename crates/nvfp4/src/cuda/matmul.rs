@@ -32,6 +32,20 @@ impl Gpu {
         self.with_workspace(|workspace| Ok(gemm(&self.stream, *x, operand(w), product, out, workspace)?))
     }
 
+    /// [`Gpu::matmul`] with plain elements on the right.
+    pub fn matmul_by_plain<T: Element + Plain>(
+        &self,
+        a: &Direction,
+        x: &Input<'_>,
+        product: &Product<'_, T>,
+        out: SliceMut<'_, T>,
+    ) -> Result<()> {
+        if a.rotation().is_some() {
+            return Err(Error::Rotation { left: a.rotation(), right: None });
+        }
+        self.with_workspace(|workspace| Ok(gemm(&self.stream, operand(a), *x, product, out, workspace)?))
+    }
+
     /// A weight in the order in which tensor cores read it, for many products with [`Gpu::matmul_prepared`]. NVFP4 alone has one.
     pub fn prepare(&self, weight: &Direction) -> Result<PreparedWeight> {
         match weight {

@@ -1,0 +1,181 @@
+//! Training state in files: a folder with everything that the next step depends on.
+//!
+//! `training.safetensors` holds `parameter.NAME`, `first.NAME` and `second.NAME` (the optimizer's moments); its metadata has `format =
+//! nvfp4-training`, `version = 1`, the step, the optimizer's step, the generator's state, the recipe with the plan's fingerprint, and the
+//! caller's notes under `note.KEY`. `states.safetensors` is delayed scaling's. Nothing in a file is executed.
+
+use crate::adamw::{AdamW, Moments};
+use crate::{Error, Result, Session};
+use candle_core::{Device, Tensor, Var};
+use nvfp4::Generator;
+use nvfp4::recipe::{AmaxRules, States};
+use safetensors::SafeTensors;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+const FORMAT: &str = "nvfp4-training";
+const VERSION: &str = "1";
+
+impl Session {
+    /// Writes the state between two steps to a folder. The folder of an earlier checkpoint is replaced once the new one is complete.
+    ///
+    /// `notes` are the caller's, and come back from [`Session::load`].
+    pub fn save(&self, folder: &Path, optimizer: &AdamW, notes: &BTreeMap<String, String>) -> Result<()> {
+        let refuse = |reason: &str| Error::Checkpoint { path: folder.to_path_buf(), reason: reason.to_string() };
+        let state = self.state();
+        if !state.gradients.is_empty() {
+            return Err(refuse("a step is under way: save after `Session::next_step`"));
+        }
+        let (Some(plan), Some(states)) = (&state.plan, &state.states) else { return Err(Error::NoPlan) };
+        let mut tensors: BTreeMap<String, Tensor> = BTreeMap::new();
+        for (name, var) in &state.parameters {
+            tensors.insert(format!("parameter.{name}"), var.as_tensor().clone());
+        }
+        for (name, Moments { first, second, .. }) in &optimizer.moments {
+            tensors.insert(format!("first.{name}"), first.as_tensor().clone());
+            tensors.insert(format!("second.{name}"), second.as_tensor().clone());
+        }
+        let generator = state.generator.state().map(|word| word.to_string()).join(" ");
+        let own = [
+            ("format", FORMAT.to_string()),
+            ("version", VERSION.to_string()),
+            ("step", state.step.to_string()),
+            ("seed", state.seed.to_string()),
+            ("optimizer_step", optimizer.step.to_string()),
+            ("generator", generator),
+            ("recipe", plan.recipe().to_string()),
+            ("plan", format!("{:016x}", plan.fingerprint())),
+        ];
+        let own = own.into_iter().map(|(key, value)| (key.to_string(), value));
+        let notes = notes.iter().map(|(key, value)| (format!("note.{key}"), value.clone()));
+        let metadata: HashMap<String, String> = own.chain(notes).collect();
+
+        let partial = beside(folder, "partial");
+        let io = |source: std::io::Error| Error::Checkpoint { path: partial.clone(), reason: source.to_string() };
+        if partial.exists() {
+            std::fs::remove_dir_all(&partial).map_err(io)?;
+        }
+        std::fs::create_dir_all(&partial).map_err(io)?;
+        let file = partial.join("training.safetensors");
+        let written = safetensors::serialize_to_file(&tensors, Some(metadata), &file);
+        written.map_err(|error| Error::Checkpoint { path: file, reason: error.to_string() })?;
+        states.save(&partial.join("states.safetensors"))?;
+        // The old one stays until the new one stands in its place.
+        let old = beside(folder, "old");
+        if folder.exists() {
+            std::fs::rename(folder, &old).map_err(io)?;
+        }
+        std::fs::rename(&partial, folder).map_err(io)?;
+        if old.exists() {
+            std::fs::remove_dir_all(&old).map_err(io)?;
+        }
+        Ok(())
+    }
+
+    /// Goes on from a checkpoint: same modules, same recipe, applied before. All is checked before anything is changed. Gives the notes.
+    pub fn load(&self, folder: &Path, optimizer: &mut AdamW) -> Result<BTreeMap<String, String>> {
+        let path = folder.join("training.safetensors");
+        let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
+        let plan = self.plan().ok_or(Error::NoPlan)?;
+        let bytes = std::fs::read(&path).map_err(|error| refuse(error.to_string()))?;
+        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|error| refuse(error.to_string()))?;
+        let metadata = header.metadata().clone().unwrap_or_default();
+        let value = |key: &str| metadata.get(key).map_or("none", String::as_str);
+        let number = |key: &str| {
+            let parsed = value(key).parse::<u64>();
+            parsed.map_err(|_| refuse(format!("metadata '{key}': expected a number, got '{}'", value(key))))
+        };
+        for (key, expected) in [("format", FORMAT), ("version", VERSION)] {
+            if value(key) != expected {
+                let fix = "read it with the program that wrote it";
+                return Err(refuse(format!("expected {key} '{expected}', got '{}'; {fix}", value(key))));
+            }
+        }
+        let fingerprint = format!("{:016x}", plan.fingerprint());
+        if value("plan") != fingerprint {
+            let (was, is) = (value("recipe"), plan.recipe());
+            let why =
+                format!("written with recipe '{was}' (plan {}), applied is '{is}' (plan {fingerprint})", value("plan"));
+            return Err(refuse(format!("{why}; apply the recipe that it was written with, load, then change it")));
+        }
+        let words: Vec<u64> = value("generator").split(' ').filter_map(|word| word.parse().ok()).collect();
+        let words: [u64; 4] =
+            words.try_into().map_err(|_| refuse("metadata 'generator': expected 4 numbers".into()))?;
+        let generator = Generator::from_state(words)?;
+        let (step, seed, optimizer_step) = (number("step")?, number("seed")?, number("optimizer_step")?);
+        let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)?;
+        let mut changes = Changes { path: &path, tensors, sets: Vec::new() };
+        for (name, var) in self.parameters() {
+            changes.plan(format!("parameter.{name}"), &var)?;
+        }
+        for (name, Moments { first, second, .. }) in &optimizer.moments {
+            changes.plan(format!("first.{name}"), first)?;
+            changes.plan(format!("second.{name}"), second)?;
+        }
+        let states = States::load(&folder.join("states.safetensors"), &plan, AmaxRules::default())?;
+        changes.apply()?;
+        optimizer.step = optimizer_step as usize;
+        self.resume(step, seed, generator, states)?;
+        let notes = metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix("note.")?, value)));
+        Ok(notes.map(|(key, value)| (key.to_string(), value.clone())).collect())
+    }
+}
+
+impl Session {
+    /// Takes the parameters alone, from a checkpoint's `training.safetensors` or from any safetensors file that has them by name: whatever the
+    /// recipe, optimizer or seed they come from. All is checked before anything is changed.
+    pub fn load_parameters(&self, path: &Path) -> Result<()> {
+        let bytes = std::fs::read(path)
+            .map_err(|error| Error::Checkpoint { path: path.to_path_buf(), reason: error.to_string() })?;
+        let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)?;
+        let named = tensors.into_iter().filter(|(name, _)| !name.starts_with("first.") && !name.starts_with("second."));
+        let named =
+            named.map(|(name, tensor)| (name.strip_prefix("parameter.").map_or(name.clone(), str::to_string), tensor));
+        let mut changes = Changes { path, tensors: named.collect(), sets: Vec::new() };
+        for (name, var) in self.parameters() {
+            changes.plan(name, &var)?;
+        }
+        changes.apply()?;
+        self.forget_weights()
+    }
+}
+
+/// Variables and what they are to become, found to fit.
+struct Changes<'a> {
+    path: &'a Path,
+    tensors: HashMap<String, Tensor>,
+    sets: Vec<(Var, Tensor)>,
+}
+
+impl Changes<'_> {
+    fn plan(&mut self, name: String, var: &Var) -> Result<()> {
+        let refuse = |reason: String| Error::Checkpoint { path: self.path.to_path_buf(), reason };
+        let Some(tensor) = self.tensors.remove(&name) else {
+            return Err(refuse(format!("'{name}' is missing: the file is of another model or optimizer")));
+        };
+        if tensor.shape() != var.shape() || tensor.dtype() != var.dtype() {
+            let of = |x: &Tensor| format!("{:?} {:?}", x.dtype(), x.dims());
+            return Err(refuse(format!("'{name}': expected {}, got {}", of(var), of(&tensor))));
+        }
+        self.sets.push((var.clone(), tensor));
+        Ok(())
+    }
+
+    fn apply(self) -> Result<()> {
+        if let Some(name) = self.tensors.keys().min() {
+            let reason = format!("'{name}' is not of this model: make the modules that the file was written with");
+            return Err(Error::Checkpoint { path: self.path.to_path_buf(), reason });
+        }
+        for (var, tensor) in self.sets {
+            var.set(&tensor.to_device(var.device())?)?;
+        }
+        Ok(())
+    }
+}
+
+/// A folder of the same name with an ending.
+fn beside(folder: &Path, ending: &str) -> PathBuf {
+    let mut name = folder.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{ending}"));
+    folder.with_file_name(name)
+}

@@ -1,0 +1,205 @@
+//! Tensors on a GPU: candle's memory and stream, lent to the engine. Twin of `values.rs`.
+
+use crate::codes::{Codes as AnyCodes, Observed, Operand};
+use crate::{Error, Result};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DeviceRepr};
+use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Shape, Storage, Tensor};
+use half::{bf16, f16};
+use nvfp4::cuda::{Direction, Gpu, Input, Options, Plain, Product, QuantTensor, Slice, Stream, Values, shared};
+use nvfp4::recipe::SpecQuantizer;
+use nvfp4::{Directions, Element, Randomness, Side};
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+/// Codes in the memory of a GPU.
+#[derive(Clone, Debug)]
+pub(crate) struct Codes {
+    row: Option<Arc<Direction>>,
+    col: Option<Arc<Direction>>,
+    shape: Vec<usize>,
+    home: Home,
+}
+
+/// candle's device, and the engine on its stream.
+#[derive(Clone, Debug)]
+struct Home {
+    device: CudaDevice,
+    stream: Arc<CudaStream>,
+    gpu: Arc<Gpu>,
+}
+
+impl Home {
+    fn of(device: &Device) -> Result<Self> {
+        /// What products need for a while is kept, a piece per stream.
+        static ENGINES: LazyLock<Mutex<HashMap<usize, Arc<Gpu>>>> = LazyLock::new(Mutex::default);
+        let device = device.as_cuda_device()?.clone();
+        let stream = device.cuda_stream();
+        let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+        let gpu = match engines.get(&(stream.cu_stream() as usize)) {
+            Some(gpu) => gpu.clone(),
+            None => {
+                let gpu = Arc::new(Gpu::with(Stream::shared(&stream).map_err(nvfp4::Error::from)?, stream.clone()));
+                engines.insert(stream.cu_stream() as usize, gpu.clone());
+                gpu
+            }
+        };
+        Ok(Home { device, stream, gpu })
+    }
+
+    /// A new tensor, which `fill` writes.
+    fn tensor<T: Number>(
+        &self,
+        shape: impl Into<Shape>,
+        fill: impl FnOnce(nvfp4::cuda::SliceMut<'_, T>) -> nvfp4::Result<()>,
+    ) -> Result<Tensor> {
+        let shape = shape.into();
+        let mut room = shared::room::<T>(&self.stream, shape.elem_count()).map_err(nvfp4::Error::from)?;
+        shared::write(&mut room, &self.stream, fill)?;
+        let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(room, self.device.clone()));
+        Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
+    }
+
+    /// Hands the elements of a contiguous tensor to work that reads them.
+    fn read<T: Number, R>(&self, x: &Tensor, work: impl FnOnce(Slice<'_, T>) -> Result<R>) -> Result<R> {
+        let (storage, layout) = x.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { return Err(elsewhere()) };
+        let (start, count) = (layout.start_offset(), layout.shape().elem_count());
+        let elements = storage.as_cuda_slice::<T>()?;
+        shared::read(elements, &self.stream, |elements| work(elements.range(start..start + count)))
+    }
+
+    /// The same as a matrix of any of the three types.
+    fn matrix<R>(&self, x: &Tensor, work: impl FnOnce(&Input<'_>) -> Result<R>) -> Result<R> {
+        let x = x.contiguous()?;
+        let size = x.dims2()?;
+        fn input<'a>(values: Values<'a>, (rows, cols): (usize, usize)) -> nvfp4::Result<Input<'a>> {
+            Ok(Input::new(values, rows, cols)?)
+        }
+        match x.dtype() {
+            DType::F32 => self.read::<f32, R>(&x, |slice| work(&input(Values::F32(slice), size)?)),
+            DType::BF16 => self.read::<bf16, R>(&x, |slice| work(&input(Values::Bf16(slice), size)?)),
+            DType::F16 => self.read::<f16, R>(&x, |slice| work(&input(Values::F16(slice), size)?)),
+            other => Err(crate::values::no_codes_of(other)),
+        }
+    }
+}
+
+/// Quantizes a matrix. Waits where delayed scaling is to remember an amax.
+pub(crate) fn quantize(
+    quantizer: &SpecQuantizer,
+    x: &Tensor,
+    randomness: Option<Randomness<'static>>,
+) -> Result<Observed> {
+    let home = Home::of(x.device())?;
+    let randomness = randomness.map(TryInto::try_into).transpose()?;
+    let options = Options { randomness, ..Options::default() };
+    let observed = home.matrix(x, |x| Ok(quantizer.observe_on(&home.gpu, x, &options)?))?;
+    let amax = |memory: Option<nvfp4::cuda::Memory>| -> Result<Option<f32>> {
+        let read = |memory: nvfp4::cuda::Memory| home.gpu.stream().to_host::<f32>(memory.slice());
+        Ok(memory.map(read).transpose().map_err(nvfp4::Error::from)?.map(|amax| amax[0]))
+    };
+    let (row_amax, col_amax) = (amax(observed.row_amax)?, amax(observed.col_amax)?);
+    Ok(Observed { codes: AnyCodes::Gpu(Codes::new(home, observed.tensor)), row_amax, col_amax })
+}
+
+impl Codes {
+    fn new(home: Home, tensor: QuantTensor) -> Self {
+        let shape = tensor.shape().to_vec();
+        let (row, col) = tensor.into_directions();
+        Codes { row: row.map(Arc::new), col: col.map(Arc::new), shape, home }
+    }
+
+    pub fn byte_len(&self) -> usize {
+        [&self.row, &self.col].into_iter().flatten().map(|direction| direction.byte_len()).sum()
+    }
+
+    pub fn only(self, directions: Directions) -> Self {
+        let Codes { row, col, shape, home } = self;
+        let (row, col) = (row.filter(|_| directions.has(Side::Row)), col.filter(|_| directions.has(Side::Column)));
+        Codes { row, col, shape, home }
+    }
+
+    fn direction(&self, side: Side) -> Result<&Arc<Direction>> {
+        let direction = match side {
+            Side::Row => &self.row,
+            Side::Column => &self.col,
+        };
+        direction.as_ref().ok_or(Error::Nvfp4(nvfp4::Error::MissingDirection(side)))
+    }
+
+    pub fn decoded(&self, side: Side, dtype: DType) -> Result<Tensor> {
+        let (direction, home) = (self.direction(side)?, &self.home);
+        let shape = (direction.rows(), direction.cols());
+        match dtype {
+            DType::F32 => home.tensor::<f32>(shape, |out| direction.dequantize(&home.gpu, out)),
+            DType::BF16 => home.tensor::<bf16>(shape, |out| direction.dequantize(&home.gpu, out)),
+            DType::F16 => home.tensor::<f16>(shape, |out| direction.dequantize(&home.gpu, out)),
+            other => Err(crate::values::no_codes_of(other)),
+        }
+    }
+
+    pub fn to_host(&self) -> Result<nvfp4::QuantTensor> {
+        let copy = |direction: &Option<Arc<Direction>>| {
+            direction.as_ref().map(|direction| direction.to_host(&self.home.gpu)).transpose()
+        };
+        Ok(nvfp4::QuantTensor::from_parts(&self.shape, copy(&self.row)?, copy(&self.col)?)?)
+    }
+
+    pub fn upload(&self, codes: &nvfp4::QuantTensor) -> Result<Self> {
+        Ok(Codes::new(self.home.clone(), codes.to_gpu(&self.home.gpu)?))
+    }
+
+    /// `a · bᵀ (+ c)`, where these codes lie.
+    pub fn multiply(&self, a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+        match dtype {
+            DType::F32 => self.multiply_as::<f32>(a, b, c),
+            DType::BF16 => self.multiply_as::<bf16>(a, b, c),
+            DType::F16 => self.multiply_as::<f16>(a, b, c),
+            other => Err(crate::values::no_codes_of(other)),
+        }
+    }
+
+    fn multiply_as<T: Number>(&self, a: &Operand, b: &Operand, c: Option<&Tensor>) -> Result<Tensor> {
+        let home = &self.home;
+        match c.map(|c| c.contiguous()).transpose()? {
+            None => self.product::<T>(a, b, Product::default()),
+            Some(c) => home.read::<T, Tensor>(&c, |c| {
+                self.product::<T>(a, b, Product { add: Some((c, 1.0)), ..Product::default() })
+            }),
+        }
+    }
+
+    fn product<T: Number>(&self, a: &Operand, b: &Operand, product: Product<'_, T>) -> Result<Tensor> {
+        let home = &self.home;
+        match (a, b) {
+            (Operand::Codes(AnyCodes::Gpu(a), a_side), Operand::Codes(AnyCodes::Gpu(b), b_side)) => {
+                let (a, b) = (a.direction(*a_side)?, b.direction(*b_side)?);
+                home.tensor((a.rows(), b.rows()), |out| home.gpu.matmul(a, b, &product, out))
+            }
+            (Operand::Plain(x), Operand::Codes(AnyCodes::Gpu(w), side)) => {
+                let w = w.direction(*side)?;
+                home.matrix(x, |x| home.tensor((x.rows(), w.rows()), |out| home.gpu.matmul_plain(x, w, &product, out)))
+            }
+            (Operand::Codes(AnyCodes::Gpu(a), side), Operand::Plain(x)) => {
+                let a = a.direction(*side)?;
+                home.matrix(x, |x| {
+                    home.tensor((a.rows(), x.rows()), |out| home.gpu.matmul_by_plain(a, x, &product, out))
+                })
+            }
+            _ => Err(elsewhere()),
+        }
+    }
+}
+
+/// Types that both libraries know.
+trait Number: Element + Plain + CudaDType + DeviceRepr {}
+
+impl Number for f32 {}
+impl Number for bf16 {}
+impl Number for f16 {}
+
+fn elsewhere() -> Error {
+    Error::Candle(candle_core::Error::Msg("the operands of a product lie on different devices".to_string()))
+}

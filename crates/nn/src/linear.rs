@@ -1,0 +1,65 @@
+//! `y = x·wᵀ + b`, where x is [.., inputs], w [outputs, inputs], b [outputs].
+//!
+//! | product | left | right |
+//! |---|---|---|
+//! | `y = x·wᵀ` | input, row | weight, row |
+//! | `dx = dy·w` | output gradient, row | weight, column |
+//! | `dw = dyᵀ·x` | output gradient, column | input, column |
+
+use crate::projection::{Bias, Projection};
+use crate::{Place, Result};
+use candle_core::{Module, Tensor};
+use nvfp4::recipe::KeepInput;
+
+/// A linear layer.
+///
+/// Leading dimensions are flattened; how many tokens there are must fit the plan's tiles.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    projection: Projection,
+}
+
+impl Linear {
+    /// A layer at a place.
+    pub fn new(place: &Place, inputs: usize, outputs: usize, bias: Bias) -> Result<Self> {
+        Linear::keeping(place, inputs, outputs, bias, KeepInput::Quantized)
+    }
+
+    /// A layer that says what it keeps of its input for the backward pass.
+    pub fn keeping(place: &Place, inputs: usize, outputs: usize, bias: Bias, keep: KeepInput) -> Result<Self> {
+        Ok(Linear { projection: Projection::new(place, (inputs, outputs), bias, keep)? })
+    }
+
+    /// The weight's master copy, [outputs, inputs].
+    pub fn weight(&self) -> &Tensor {
+        self.projection.weight()
+    }
+
+    /// The bias, one number per output.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.projection.bias()
+    }
+
+    fn run(&self, x: &Tensor) -> Result<Tensor> {
+        let linear = self.projection.clone();
+        linear.check(x)?;
+        if linear.is_plain()? {
+            return linear.plain(x);
+        }
+        let (y, kept) = linear.forward(&linear.matrix(x)?)?;
+        let (y, bytes) = (linear.shaped_like(&y, x)?, kept.byte_len());
+        let shape = x.shape().clone();
+        let backward = move |dy: &Tensor| {
+            let dx = linear.backward(&kept, &linear.matrix(dy)?)?;
+            Ok(vec![Some(dx.reshape(&shape)?), None])
+        };
+        let Projection { session, path, .. } = &self.projection;
+        session.attach(("linear", path), &[x, self.weight()], y, bytes, Box::new(backward))
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        Ok(self.run(x)?)
+    }
+}

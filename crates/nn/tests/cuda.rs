@@ -1,0 +1,77 @@
+//! Modules on a GPU beside the same modules on the CPU. Without a GPU every test ends at once.
+#![cfg(feature = "nn-cuda")]
+
+use candle_core::{DType, Device, Module, Tensor};
+use nvfp4::recipe::{Preset, Recipe};
+use nvfp4_nn::{Bias, LayerConfig, Linear, Session, TransformerLayer};
+
+fn gpu() -> Option<Device> {
+    Device::new_cuda(0).ok()
+}
+
+fn values(rows: usize, cols: usize, seed: usize) -> Tensor {
+    let value = |i: usize| ((i * 7919 + seed * 104729) % 2003) as f32 / 1001.0 - 1.0;
+    Tensor::from_vec((0..rows * cols).map(value).collect(), (rows, cols), &Device::Cpu).unwrap()
+}
+
+/// Output, input gradient and weight gradient of a linear layer.
+fn linear(recipe: &str, device: &Device, dtype: DType) -> [Vec<f32>; 3] {
+    let session = Session::new(3);
+    let place = session.place(dtype, device);
+    let layer = Linear::new(&place.child("fc"), 96, 64, Bias::With).unwrap();
+    let weight = values(64, 96, 1).to_dtype(dtype).unwrap().to_device(device).unwrap();
+    session.parameters()["fc.weight"].set(&weight).unwrap();
+    session.apply(&recipe.parse::<Preset>().unwrap().into()).unwrap();
+    let x = candle_core::Var::from_tensor(&values(128, 96, 2).to_dtype(dtype).unwrap().to_device(device).unwrap());
+    let x = x.unwrap();
+    let y = layer.forward(&x).unwrap();
+    let by = values(128, 64, 3).to_dtype(dtype).unwrap().to_device(device).unwrap();
+    let loss = y.mul(&by).unwrap().sum_all().unwrap().to_dtype(DType::F32).unwrap();
+    let gradients = loss.backward().unwrap();
+    let dx = gradients.get(&x).unwrap().clone();
+    let weight = &session.parameters()["fc.weight"];
+    let dw = match gradients.get(weight) {
+        // The recipe leaves everything alone, and all gradients are candle's.
+        Some(dw) => dw.clone(),
+        None => session.gradients().unwrap().get(weight).unwrap().clone(),
+    };
+    let host = |x: &Tensor| x.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+    [host(&y), host(&dx), host(&dw)]
+}
+
+/// Codes have the same bits, so that results differ by what sums in binary32 may be off: K terms of magnitude below 4.
+#[test]
+fn a_linear_layer_is_that_of_the_cpu_within_the_bound() {
+    let Some(device) = gpu() else { return };
+    for recipe in
+        ["high_precision", "nvfp4", "nvfp4_row_scaled", "nvfp4_4over6", "mxfp8", "current_scaling", "delayed_scaling"]
+    {
+        let (there, here) = (linear(recipe, &device, DType::F32), linear(recipe, &Device::Cpu, DType::F32));
+        for ((name, k), (there, here)) in [("y", 96), ("dx", 64), ("dw", 128)].into_iter().zip(there.iter().zip(&here))
+        {
+            let allowed = 2.0 * nvfp4_spec::gemm::bound(k, 4.0 * k as f64);
+            let most = there.iter().zip(here).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
+            assert!(most <= allowed, "{recipe} {name}: {most} is more than {allowed}");
+        }
+    }
+}
+
+#[test]
+fn a_transformer_layer_trains_under_every_preset() {
+    let Some(device) = gpu() else { return };
+    for preset in Preset::names() {
+        let session = Session::new(3);
+        let place = session.place(DType::BF16, &device);
+        let layer = TransformerLayer::new(&place.child("layer"), LayerConfig::gpt(64, 4)).unwrap();
+        let recipe: Recipe = preset.parse::<Preset>().unwrap().into();
+        session.apply(&recipe).unwrap();
+        let x =
+            values(128, 64, 5).reshape((2, 64, 64)).unwrap().to_dtype(DType::BF16).unwrap().to_device(&device).unwrap();
+        for _ in 0..2 {
+            let loss = layer.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap().to_dtype(DType::F32).unwrap();
+            session.backward(&loss).unwrap_or_else(|error| panic!("{preset}: {error}"));
+            assert!(loss.to_scalar::<f32>().unwrap().is_finite(), "{preset}");
+            session.next_step().unwrap();
+        }
+    }
+}
