@@ -13,12 +13,14 @@ mod doctor;
 mod inspect;
 mod modes;
 mod normal;
+mod page;
 mod plan;
 mod progress;
 mod recipe;
 mod report;
 mod sizes;
 mod source;
+mod train;
 mod verify;
 
 use anyhow::Result;
@@ -43,6 +45,7 @@ enum Command {
     Diff(diff::Args),
     Verify(verify::Args),
     Dequant(dequant::Args),
+    Train(Box<train::Args>),
     Modes(modes::Args),
     Conformance(conformance::Args),
     Bench(bench::Args),
@@ -68,6 +71,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Diff(args) => diff::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Dequant(args) => dequant::run(&args),
+        Command::Train(args) => train::run(&args),
         Command::Modes(args) => modes::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Conformance(args) => conformance::run(&args),
