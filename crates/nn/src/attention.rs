@@ -209,3 +209,90 @@ impl Module for DotProductAttention {
         Ok(self.run(x)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Init;
+    use candle_core::{DType, Device};
+    use nvfp4_spec::gemm::bound;
+
+    fn attention(dtype: DType, recipe: &str, groups: usize, mask: Mask) -> (DotProductAttention, crate::Parameter) {
+        let session = Session::new(5);
+        let place = session.place(dtype, &Device::Cpu);
+        let x = place.parameter("x", (2, 24, (4 + 2 * groups) * 16), Init::Normal(1.0)).unwrap();
+        let config = AttentionConfig { heads: 4, groups, head_size: 16, mask };
+        let module = DotProductAttention::new(&place.child("m"), config).unwrap();
+        session.apply(&recipe.parse().unwrap()).unwrap();
+        (module, x)
+    }
+
+    fn numbers(x: &Tensor) -> Vec<f64> {
+        x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// The node's own passes, where no tensor is quantized, against candle's graph of the plain formula, in binary64: both sum the same
+    /// terms in another order, fewer than 1000 of them, none above the largest gradient times 1000.
+    #[test]
+    fn the_backward_pass_is_that_of_the_formula() {
+        for (groups, mask) in [(4, Mask::Causal), (2, Mask::Causal), (1, Mask::None)] {
+            let (module, x) = attention(DType::F64, "high_precision", groups, mask);
+            let o = module.run(x.var.as_tensor()).unwrap();
+            let weights = (&o * 1.7).unwrap().sin().unwrap().detach();
+            let loss = o.mul(&weights).unwrap().sum_all().unwrap();
+            let expected = numbers(loss.backward().unwrap().get(&x.var).unwrap());
+
+            let packed = x.var.as_detached_tensor();
+            assert!(numbers(&module.forward(&packed).unwrap()) == numbers(&o), "the same operations");
+            let found = module.backward(&packed, &module.session.active_generator(), &weights).unwrap();
+            let largest = expected.iter().fold(0f64, |m, x| m.max(x.abs()));
+            for (found, expected) in numbers(&found).iter().zip(&expected) {
+                assert!((found - expected).abs() < 1e6 * 2f64.powi(-53) * largest, "{found} for {expected}");
+            }
+        }
+    }
+
+    /// Both products of the forward pass against what their operands decode to, multiplied exactly, within the bound of sums in binary32;
+    /// scores have the roundings of their scale beside it.
+    #[test]
+    fn products_of_codes_are_within_the_bound() {
+        for recipe in ["current_scaling+attention", "delayed_scaling+attention", "mxfp8+attention"] {
+            let (module, x) = attention(DType::F32, recipe, 2, Mask::None);
+            let packed = x.var.as_detached_tensor();
+            let along = [Along::Features, Along::Features, Along::Tokens];
+            let [q, k, v] = module.operands(&packed, Side::Row, along).unwrap();
+            let split = module.heads.split(&packed).unwrap();
+            assert!(numbers(&q) != numbers(&split[0]), "{recipe}: quantized");
+            let (k, v) = (module.heads.repeated(&k).unwrap(), module.heads.repeated(&v).unwrap());
+            let p = module.probabilities(&q, &module.operands(&packed, Side::Row, along).unwrap()[1]).unwrap();
+            let s = module.decoded(AttentionSlot::S, Side::Row, &p, Along::Features).unwrap();
+            check(&q, &k.t().unwrap(), &q.matmul(&k.t().unwrap()).unwrap(), recipe);
+            check(&s, &v, &s.matmul(&v).unwrap(), recipe);
+        }
+    }
+
+    fn check(a: &Tensor, b: &Tensor, got: &Tensor, what: &str) {
+        let wide = |x: &Tensor| x.to_dtype(DType::F64).unwrap().contiguous().unwrap();
+        let (a, b) = (wide(a), wide(b));
+        let exact = numbers(&a.matmul(&b).unwrap());
+        let magnitudes = numbers(&a.abs().unwrap().matmul(&b.abs().unwrap()).unwrap());
+        let k = a.dim(D::Minus1).unwrap();
+        for ((got, exact), magnitude) in numbers(got).iter().zip(exact).zip(magnitudes) {
+            assert!((got - exact).abs() <= bound(k, magnitude), "{what}: {got} for {exact}");
+        }
+    }
+
+    /// MXFP8's blocks lie along the sum. Values that fall from token to token keep their digits in blocks along features, and lose them
+    /// beside larger ones in blocks along tokens; a scale per tensor knows no axis.
+    #[test]
+    fn blocks_lie_along_the_sum() {
+        for (recipe, same) in [("mxfp8+attention", false), ("current_scaling+attention", true)] {
+            let (module, x) = attention(DType::F32, recipe, 2, Mask::None);
+            let [_, _, v] = module.heads.split(&x.var.as_detached_tensor()).unwrap();
+            let falling: Vec<f32> = (0..24).map(|token| 0.5f32.powi(token)).collect();
+            let v = v.broadcast_mul(&Tensor::from_vec(falling, (24, 1), &Device::Cpu).unwrap()).unwrap();
+            let decoded = |along| numbers(&module.decoded(AttentionSlot::Qkv, Side::Row, &v, along).unwrap());
+            assert!((decoded(Along::Features) == decoded(Along::Tokens)) == same, "{recipe}");
+        }
+    }
+}

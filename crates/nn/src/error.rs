@@ -70,8 +70,8 @@ pub enum Error {
         fix: &'static str,
     },
 
-    /// A loss that is no number, with what went first.
-    #[error("step {step}: the loss is {loss}; {}", went_first(first))]
+    /// A loss that is no number, or a tensor that is none although the loss is, with what went first.
+    #[error("step {step}, loss {loss}: {}", went_first(first))]
     NotFinite {
         /// The step.
         step: u64,
@@ -79,15 +79,6 @@ pub enum Error {
         loss: f64,
         /// The first tensor that was not finite, if one was seen.
         first: Option<Box<Fault>>,
-    },
-
-    /// A gradient that is no number although the loss is one.
-    #[error("step {step}: a gradient is not finite; {}", went_first(&Some(first.clone())))]
-    GradientNotFinite {
-        /// The step.
-        step: u64,
-        /// The first tensor that was not finite.
-        first: Box<Fault>,
     },
 
     /// Codes that their producer did not leave.
@@ -123,8 +114,8 @@ pub enum Error {
 
 fn went_first(fault: &Option<Box<Fault>>) -> String {
     match fault {
-        Some(fault) => format!("first of all {fault}"),
-        None => "no tensor of a module was seen to be other than finite: look at what computes the loss".to_string(),
+        Some(fault) => format!("not finite from {fault} on; a smaller learning rate or a wider format there may help"),
+        None => "not finite, although all tensors of modules were: look at what computes the loss".to_string(),
     }
 }
 

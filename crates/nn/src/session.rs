@@ -9,10 +9,10 @@ use crate::{Error, Result, graph, values};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use nvfp4::recipe::{
-    Capabilities, ColumnSource, Consumer, Edge, Family, Format, Model, Module, ModulePath, Pass, Plan, QuantSpec,
-    Recipe, Scales, SingleProcess, Site, Slot, States,
+    Capabilities, ColumnSource, Consumer, Edge, Family, Format, LinearSlot, Model, Module, ModulePath, Pass, Plan,
+    QuantSpec, Recipe, Scales, SingleProcess, Site, Slot, States,
 };
-use nvfp4::{Directions, Generator, Options, QuantTensor, Rounding, Side};
+use nvfp4::{Directions, Generator, Options, QuantTensor, Randomness, Rounding, Side};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -71,8 +71,8 @@ enum Phase {
     /// A backward pass follows.
     #[default]
     Train,
-    /// None follows: nothing is kept, and delayed scaling takes no notice.
-    Evaluate,
+    /// None follows: nothing is kept, delayed scaling takes no notice, and random numbers are not used up.
+    Evaluate(Generator),
     /// It happened before: the random numbers of then, and delayed scaling takes no notice.
     Again(Generator),
 }
@@ -195,18 +195,20 @@ impl Session {
 
     /// Runs the backward pass of a loss and adds the gradients of all parameters to those of the step: call it once per micro-batch.
     ///
-    /// A loss, or a gradient, that is not finite is an error that names the step, the module and the tensor that went first.
+    /// A loss that is not finite is an error that names the step, the module and the tensor that went first; and so is any other tensor that
+    /// is not, since codes may hide it from the loss.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         let value = loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-        if !value.is_finite() {
-            let state = self.state();
-            return Err(Error::NotFinite { step: state.step, loss: value, first: state.fault.clone().map(Box::new) });
-        }
+        self.check_finite(value)?;
         self.collect(&loss.backward()?)?;
+        self.check_finite(value)
+    }
+
+    fn check_finite(&self, loss: f64) -> Result<()> {
         let state = self.state();
-        match &state.fault {
-            Some(first) => Err(Error::GradientNotFinite { step: state.step, first: Box::new(first.clone()) }),
-            None => Ok(()),
+        match (&state.fault, loss.is_finite()) {
+            (None, true) => Ok(()),
+            (first, _) => Err(Error::NotFinite { step: state.step, loss, first: first.clone().map(Box::new) }),
         }
     }
 
@@ -255,7 +257,7 @@ impl Session {
 
     /// Runs `f` without keeping anything for a backward pass: for held-out loss.
     pub fn evaluate<T, E>(&self, f: impl FnOnce() -> std::result::Result<T, E>) -> std::result::Result<T, E> {
-        self.in_phase(Phase::Evaluate, f)
+        self.in_phase(Phase::Evaluate(self.active_generator()), f)
     }
 
     /// Whether modules look for numbers that are not finite.
@@ -356,7 +358,7 @@ impl Session {
         let quantizer = spec.quantizer_with(directions, |side| scales.get(site, of(side)))?;
         let randomness = match quantizer.rounding() {
             Rounding::NearestEven => None,
-            Rounding::Stochastic => Some(self.draw()?),
+            Rounding::Stochastic => Some(self.draw(site)?),
         };
         let options = Options { randomness, ..Options::default() };
         let (rows, cols) = x.dims2()?;
@@ -491,15 +493,15 @@ impl Session {
     }
 
     pub(crate) fn is_evaluating(&self) -> bool {
-        matches!(self.state().phase, Phase::Evaluate)
+        matches!(self.state().phase, Phase::Evaluate(_))
     }
 
     /// The generator that the forward pass under way draws from, as it is now.
     pub(crate) fn active_generator(&self) -> Generator {
         let state = self.state();
         match &state.phase {
-            Phase::Train | Phase::Evaluate => state.generator.clone(),
-            Phase::Again(generator) => generator.clone(),
+            Phase::Train => state.generator.clone(),
+            Phase::Evaluate(generator) | Phase::Again(generator) => generator.clone(),
         }
     }
 
@@ -526,12 +528,20 @@ impl Session {
     }
 
     /// Random numbers for one quantization.
-    fn draw(&self) -> Result<nvfp4::Randomness<'static>> {
+    ///
+    /// A weight's codes are made when somebody first reads them, which may be an evaluation; so its random numbers do not come in turn, but
+    /// from the step and its place in the plan, in the half of the offsets that the generator does not reach.
+    fn draw(&self, site: &Site) -> Result<Randomness<'static>> {
         let mut state = self.state();
+        if let Slot::Linear(LinearSlot::Weight) | Slot::Grouped { slot: LinearSlot::Weight, .. } = site.slot {
+            let entries = state.plan.as_ref().map_or(&[][..], |plan| plan.entries());
+            let index = entries.iter().position(|entry| entry.role.owner == *site).unwrap_or(0) as u64;
+            return Ok(Randomness::At { seed: state.seed, offset: 1 << 63 | state.step << 21 | index << 1 });
+        }
         let State { phase, generator, .. } = &mut *state;
         Ok(match phase {
-            Phase::Train | Phase::Evaluate => generator.draw()?,
-            Phase::Again(generator) => generator.draw()?,
+            Phase::Train => generator.draw()?,
+            Phase::Evaluate(generator) | Phase::Again(generator) => generator.draw()?,
         })
     }
 

@@ -1,0 +1,145 @@
+//! Training goes on from a file as if it had never stopped.
+
+use crate::cases::*;
+use candle_core::DType;
+use candle_nn::{Optimizer, ParamsAdamW};
+use nvfp4::recipe::Recipe;
+use nvfp4_nn::{AdamW, Session};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A folder's path that is not there yet; what is there later goes with its owner.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let n = COUNT.fetch_add(1, Ordering::Relaxed);
+        Folder(std::env::temp_dir().join(format!("nvfp4-training-{}-{n}", std::process::id())))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+struct Run {
+    case: Case,
+    optimizer: AdamW,
+}
+
+impl Run {
+    fn new(kind: &str, recipe: &Recipe, seed: u64) -> Self {
+        let case = Case::with(kind, recipe, seed);
+        let config = ParamsAdamW { lr: 0.01, ..Default::default() };
+        let optimizer = AdamW::new(case.session.parameters(), config).unwrap();
+        Run { case, optimizer }
+    }
+
+    fn steps(&mut self, count: usize) -> Vec<Outcome> {
+        let step = |_| {
+            let outcome = self.case.run();
+            self.optimizer.step(&self.case.session.gradients().unwrap()).unwrap();
+            self.case.session.next_step().unwrap();
+            outcome
+        };
+        (0..count).map(step).collect()
+    }
+
+    fn session(&self) -> &Session {
+        &self.case.session
+    }
+
+    fn parameters(&self) -> BTreeMap<String, Vec<u64>> {
+        self.session().parameters().iter().map(|(name, var)| (name.clone(), bits(var))).collect()
+    }
+}
+
+/// test_checkpoint_resume_training and its like: parameters, moments, random numbers and delayed scales, all of them.
+#[test]
+fn resuming_is_never_having_stopped() {
+    let stochastic = operands("nvfp4(stochastic)", "nvfp4(stochastic)", "nvfp4(stochastic)");
+    for recipe in [recipe("nvfp4"), recipe("delayed_scaling+attention"), recipe("nvfp4_linear_fp8_dpa"), stochastic] {
+        for kind in ["gpt layer", "grouped linear"] {
+            let folder = Folder::new();
+            let mut whole = Run::new(kind, &recipe, 4);
+            whole.steps(2);
+            let notes = BTreeMap::from([("text".to_string(), "position 17".to_string())]);
+            whole.session().save(&folder.0, &whole.optimizer, &notes).unwrap();
+            let expected = whole.steps(2);
+
+            // A run of another seed takes over everything.
+            let mut resumed = Run::new(kind, &recipe, 99);
+            assert_eq!(resumed.case.session.load(&folder.0, &mut resumed.optimizer).unwrap(), notes);
+            assert_eq!(resumed.session().step(), 2);
+            assert!(resumed.steps(2) == expected, "{kind}, {recipe:?}");
+            assert!(resumed.parameters() == whole.parameters());
+            // A later checkpoint takes the place of an earlier one.
+            resumed.session().save(&folder.0, &resumed.optimizer, &notes).unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_changes_nothing() {
+    let folder = Folder::new();
+    let mut run = Run::new("linear", &recipe("nvfp4"), 4);
+    run.steps(1);
+    run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap();
+    let refused = |kind: &str, preset: &str, folder: &std::path::Path| {
+        let mut other = Run::new(kind, &recipe(preset), 5);
+        let before = other.parameters();
+        let message = other.case.session.load(folder, &mut other.optimizer).unwrap_err().to_string();
+        assert!(other.parameters() == before && other.session().step() == 0, "{message}");
+        message
+    };
+    let message = refused("linear", "mxfp8", &folder.0);
+    assert!(message.contains("written with recipe 'nvfp4'") && message.contains("applied is 'mxfp8'"), "{message}");
+    let message = refused("linear without bias", "nvfp4", &folder.0);
+    assert!(message.contains("is not of this model"), "{message}");
+    let message = refused("layer norm linear", "nvfp4", &folder.0);
+    assert!(message.contains("is missing: the file is of another model"), "{message}");
+    assert!(refused("linear", "nvfp4", &folder.0.join("nowhere")).contains("training.safetensors"));
+
+    let file = folder.0.join("training.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &bytes[..bytes.len() - 7]).unwrap();
+    refused("linear", "nvfp4", &folder.0);
+    // A version that does not exist yet, of the same length.
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(4096)]).to_string();
+    let at = text.find("\"version\":\"1\"").unwrap() + "\"version\":\"".len();
+    let mut newer = bytes.clone();
+    newer[at] = b'7';
+    std::fs::write(&file, &newer).unwrap();
+    let message = refused("linear", "nvfp4", &folder.0);
+    assert!(message.contains("expected version '1', got '7'; read it with the program that wrote it"), "{message}");
+    std::fs::write(&file, &bytes).unwrap();
+    let mut fits = Run::new("linear", &recipe("nvfp4"), 5);
+    fits.case.session.load(&folder.0, &mut fits.optimizer).unwrap();
+}
+
+/// A model in another type of parameters.
+#[test]
+fn another_type_is_refused() {
+    let folder = Folder::new();
+    let run = Run::new("linear", &recipe("high_precision"), 4);
+    run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap();
+    let wide = Case::new("linear", DType::F64, 4);
+    wide.session.apply(&recipe("high_precision")).unwrap();
+    let mut optimizer = AdamW::new(wide.session.parameters(), Default::default()).unwrap();
+    let message = wide.session.load(&folder.0, &mut optimizer).unwrap_err().to_string();
+    assert!(message.contains("expected F64") && message.contains("got F32"), "{message}");
+}
+
+#[test]
+fn a_step_under_way_is_not_saved() {
+    let folder = Folder::new();
+    let run = Run::new("linear", &recipe("nvfp4"), 4);
+    run.case.run();
+    let message = run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap_err().to_string();
+    assert!(message.contains("a step is under way: save after `Session::next_step`"), "{message}");
+    assert!(!folder.0.exists());
+}
