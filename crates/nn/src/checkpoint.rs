@@ -115,9 +115,28 @@ impl Session {
         let states = States::load(&folder.join("states.safetensors"), &plan, AmaxRules::default())?;
         changes.apply()?;
         optimizer.step = optimizer_step as usize;
-        self.resume(step, seed, generator, states);
+        self.resume(step, seed, generator, states)?;
         let notes = metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix("note.")?, value)));
         Ok(notes.map(|(key, value)| (key.to_string(), value.clone())).collect())
+    }
+}
+
+impl Session {
+    /// Takes the parameters alone, from a checkpoint's `training.safetensors` or from any safetensors file that has them by name: whatever the
+    /// recipe, optimizer or seed they come from. All is checked before anything is changed.
+    pub fn load_parameters(&self, path: &Path) -> Result<()> {
+        let bytes = std::fs::read(path)
+            .map_err(|error| Error::Checkpoint { path: path.to_path_buf(), reason: error.to_string() })?;
+        let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)?;
+        let named = tensors.into_iter().filter(|(name, _)| !name.starts_with("first.") && !name.starts_with("second."));
+        let named =
+            named.map(|(name, tensor)| (name.strip_prefix("parameter.").map_or(name.clone(), str::to_string), tensor));
+        let mut changes = Changes { path, tensors: named.collect(), sets: Vec::new() };
+        for (name, var) in self.parameters() {
+            changes.plan(name, &var)?;
+        }
+        changes.apply()?;
+        self.forget_weights()
     }
 }
 

@@ -102,6 +102,20 @@ pub enum Error {
         now: u64,
     },
 
+    /// A backward pass under another plan than the forward pass.
+    #[error(
+        "{module}: its forward pass had the recipe '{forward}', but now it is '{now}'; \
+         change the recipe between a backward pass and the next forward pass"
+    )]
+    RecipeOver {
+        /// The module.
+        module: String,
+        /// The recipe of the forward pass.
+        forward: String,
+        /// The recipe now.
+        now: String,
+    },
+
     /// A checkpoint that cannot be read.
     #[error("{path}: {reason}")]
     Checkpoint {

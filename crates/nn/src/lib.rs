@@ -44,8 +44,13 @@ pub use layer_norm_mlp::{LayerNormMlp, MlpConfig};
 pub use linear::Linear;
 pub use multihead_attention::{MultiheadAttention, MultiheadConfig};
 pub use norm::{Norm, NormKind};
-pub use place::{Init, Parameter, Place};
+pub use place::{Init, Parameter, Place, Storage};
 pub use projection::Bias;
 pub use recompute::Recompute;
 pub use session::{Fault, Session, Watch};
 pub use transformer_layer::{LayerConfig, TransformerLayer};
+
+/// Runs the examples of the guide to training.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/training.md")]
+struct TrainingGuide;

@@ -35,7 +35,7 @@ impl Linear {
         self.projection.weight()
     }
 
-    /// The bias, [outputs].
+    /// The bias, one number per output.
     pub fn bias(&self) -> Option<&Tensor> {
         self.projection.bias()
     }

@@ -1,11 +1,13 @@
 //! A tensor as products read it, and the products themselves.
 
-use crate::session::Codes;
 use crate::{Result, values};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use nvfp4::recipe::{ColumnSource, Family, Format, QuantSpec, Stored};
-use nvfp4::{Direction, Directions, Elements, Lies, PlainDirection, Precision, QuantTensor, Side};
+use nvfp4::{Direction, Directions, Precision, QuantTensor, Side};
 use std::sync::Arc;
+
+/// Codes that several hold.
+type Codes = Arc<QuantTensor>;
 
 /// A matrix and the codes that its spec makes of it. A direction without codes is the matrix itself.
 #[derive(Clone, Debug)]
@@ -15,6 +17,7 @@ pub(crate) struct Quantized {
     plain: Option<Tensor>,
     codes: Option<Codes>,
     dtype: DType,
+    device: Device,
 }
 
 /// One side of a product: rows along the sum.
@@ -25,11 +28,21 @@ pub(crate) enum Operand {
 
 impl Quantized {
     pub fn plain(spec: QuantSpec, x: Tensor) -> Self {
-        Quantized { spec, dtype: x.dtype(), plain: Some(x), codes: None }
+        Quantized { spec, dtype: x.dtype(), device: x.device().clone(), plain: Some(x), codes: None }
     }
 
     pub fn new(spec: QuantSpec, x: Tensor, codes: QuantTensor) -> Self {
-        Quantized { spec, dtype: x.dtype(), plain: Some(x), codes: Some(Arc::new(codes)) }
+        Quantized { codes: Some(Arc::new(codes)), ..Quantized::plain(spec, x) }
+    }
+
+    /// A copy of the codes, if there are any.
+    pub fn codes(&self) -> Option<QuantTensor> {
+        self.codes.as_deref().cloned()
+    }
+
+    /// Other codes of the same kind, and nothing else.
+    pub fn with_codes(&self, codes: QuantTensor) -> Self {
+        Quantized { codes: Some(Arc::new(codes)), ..self.clone() }
     }
 
     /// Bytes of the codes.
@@ -47,9 +60,7 @@ impl Quantized {
     pub fn decoded(&self) -> Result<Tensor> {
         Ok(match self.side(Side::Row)? {
             Operand::Plain(x) => x.to_dtype(self.dtype)?,
-            Operand::Codes(codes, side) => {
-                values::decoded(codes.direction(side)?, self.dtype, &candle_core::Device::Cpu)?
-            }
+            Operand::Codes(codes, side) => values::decoded(codes.direction(side)?, self.dtype, &self.device)?,
         })
     }
 
@@ -62,8 +73,7 @@ impl Quantized {
         let matrix = match (side, self.spec.source(), &self.codes) {
             // What the row direction decodes to.
             (Side::Column, ColumnSource::RowDequantized, Some(codes)) => {
-                let device = self.plain.as_ref().map_or(&candle_core::Device::Cpu, |x| x.device());
-                values::decoded(codes.direction(Side::Row)?, self.dtype, device)?
+                values::decoded(codes.direction(Side::Row)?, self.dtype, &self.device)?
             }
             (Side::Column, ColumnSource::RowDequantized, None) => cast(self.held(), &self.spec.format(Side::Row))?,
             _ => self.held().clone(),
@@ -120,55 +130,51 @@ fn cast(x: &Tensor, format: &Format) -> Result<Tensor> {
     })
 }
 
-/// `a · bᵀ` in the type asked for: sums of plain operands are candle's, in binary32 where an operand is smaller.
-pub(crate) fn multiply(a: &Operand, b: &Operand, dtype: DType) -> Result<Tensor> {
+/// `a · bᵀ` in the type and on the device of `like`: sums of plain operands are candle's, in binary32 where an operand is smaller.
+pub(crate) fn multiply(a: &Operand, b: &Operand, like: &Tensor) -> Result<Tensor> {
     match (a, b) {
         (Operand::Plain(a), Operand::Plain(b)) => {
-            let (a, b) = (widened(a, dtype)?, widened(b, dtype)?);
-            Ok(a.matmul(&b.t()?)?.to_dtype(dtype)?)
+            let (a, b) = (widened(a, like)?, widened(b, like)?);
+            Ok(a.matmul(&b.t()?)?.to_dtype(like.dtype())?)
         }
-        _ => coded(a, b, None, dtype),
+        _ => coded(a, b, None, like),
     }
 }
 
 /// `c + a · bᵀ`, for the gradient of a weight: `a` is the output's gradient, `b` the input, both turned.
-pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, like: &Tensor) -> Result<Tensor> {
     match (a, b) {
         (Operand::Plain(a), Operand::Plain(b)) => {
-            let (a, b) = (widened(a, dtype)?, widened(b, dtype)?);
+            let (a, b) = (widened(a, like)?, widened(b, like)?);
             // Turned twice, as candle's own graph does it: the order of the sum is that of its product.
-            let product = b.matmul(&a.t()?)?.t()?.to_dtype(dtype)?;
+            let product = b.matmul(&a.t()?)?.t()?.to_dtype(like.dtype())?;
             Ok(match c {
                 None => product.contiguous()?,
                 Some(c) => c.add(&product)?,
             })
         }
-        _ => coded(a, b, c, dtype),
+        _ => coded(a, b, c, like),
     }
 }
 
-/// Smaller types in binary32, unless the result is of that type anyway.
-fn widened(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    Ok(if x.dtype() == dtype { x.clone() } else { x.to_dtype(if dtype == DType::F64 { dtype } else { DType::F32 })? })
+/// Smaller types in binary32.
+fn widened(x: &Tensor, like: &Tensor) -> Result<Tensor> {
+    Ok(x.to_dtype(if like.dtype() == DType::F64 { DType::F64 } else { DType::F32 })?)
 }
 
-fn coded(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
-    let device = match (a, b) {
-        (Operand::Plain(x), _) | (_, Operand::Plain(x)) => x.device().clone(),
-        _ => candle_core::Device::Cpu,
-    };
-    let (left, right) = (a.direction()?, b.direction()?);
-    values::multiply(left.get()?, right.get()?, c, dtype, &device)
+fn coded(a: &Operand, b: &Operand, c: Option<&Tensor>, like: &Tensor) -> Result<Tensor> {
+    let (a, b) = (a.held()?, b.held()?);
+    values::multiply(a.direction()?, b.direction()?, c, like.dtype(), like.device())
 }
 
-/// An operand of a product of codes.
+/// An operand of a product of which one at least is codes.
 enum Held<'a> {
     Codes(&'a QuantTensor, Side),
     Plain(Direction),
 }
 
 impl Held<'_> {
-    fn get(&self) -> Result<&Direction> {
+    fn direction(&self) -> Result<&Direction> {
         Ok(match self {
             Held::Codes(codes, side) => codes.direction(*side)?,
             Held::Plain(direction) => direction,
@@ -177,19 +183,10 @@ impl Held<'_> {
 }
 
 impl Operand {
-    fn direction(&self) -> Result<Held<'_>> {
+    fn held(&self) -> Result<Held<'_>> {
         Ok(match self {
             Operand::Codes(codes, side) => Held::Codes(codes, *side),
-            Operand::Plain(x) => {
-                let (rows, cols) = x.dims2()?;
-                let flat = x.flatten_all()?;
-                let elements = match x.dtype() {
-                    DType::BF16 => Elements::Bf16(flat.to_vec1()?),
-                    DType::F16 => Elements::F16(flat.to_vec1()?),
-                    _ => Elements::F32(flat.to_dtype(DType::F32)?.to_vec1()?),
-                };
-                Held::Plain(PlainDirection::from_parts(rows, cols, elements, Lies::Upright)?.into())
-            }
+            Operand::Plain(x) => Held::Plain(values::direction(x)?),
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{Error, Result, Session};
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use nvfp4::recipe::{Edge, Module, ModulePath};
+use nvfp4::recipe::{Edge, Module, ModulePath, Site};
 use nvfp4_spec::philox::{philox4x32, words};
 
 /// Where a module stands in a model. Made by [`Session::place`]; each module gets a [`Place::child`].
@@ -13,6 +13,18 @@ pub struct Place {
     dtype: DType,
     device: Device,
     weights: Option<Init>,
+    storage: Storage,
+}
+
+/// How the weights of linear layers exist between steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Storage {
+    /// As masters in high precision; codes are made when a step first reads them, and go with it.
+    #[default]
+    Masters,
+    /// As codes too, which are always there: made with the plan and at the end of each step, and exchanged with files by
+    /// [`Session::stored_weights`] and [`Session::load_weights`].
+    MastersAndCodes,
 }
 
 /// What a parameter is before the first step. Random values follow from the session's seed, the parameter's name and the position, and
@@ -38,7 +50,7 @@ pub struct Parameter {
 
 impl Place {
     pub(crate) fn root(session: Session, dtype: DType, device: Device) -> Self {
-        Place { session, path: ModulePath::from(""), dtype, device, weights: None }
+        Place { session, path: ModulePath::from(""), dtype, device, weights: None, storage: Storage::Masters }
     }
 
     /// A place inside this one.
@@ -49,6 +61,11 @@ impl Place {
     /// The same place, where weights of linear layers begin like this; the default is evenly within ±1/√(inputs).
     pub fn with_weights(&self, init: Init) -> Self {
         Place { weights: Some(init), ..self.clone() }
+    }
+
+    /// The same place, where weights of linear layers are stored like this.
+    pub fn with_storage(&self, storage: Storage) -> Self {
+        Place { storage, ..self.clone() }
     }
 
     /// The path.
@@ -79,6 +96,13 @@ impl Place {
     pub(crate) fn weight(&self, name: &str, shape: (usize, usize)) -> Result<Parameter> {
         let init = self.weights.unwrap_or(Init::Uniform(1.0 / (shape.1 as f64).sqrt()));
         self.parameter(name, shape, init)
+    }
+
+    /// Says whose codes are to be there between steps, if this place asks for that.
+    pub(crate) fn store(&self, site: Site, weight: &Parameter) {
+        if self.storage == Storage::MastersAndCodes {
+            self.session.state().stored.insert(site, weight.clone());
+        }
     }
 
     /// Says that this module quantizes tensors.

@@ -4,9 +4,8 @@ use crate::operand::{Quantized, multiply, multiply_add};
 use crate::place::{Init, Parameter};
 use crate::{Error, Place, Result, Session};
 use candle_core::{D, Module as _, Tensor};
-use nvfp4::Directions;
-use nvfp4::Side;
 use nvfp4::recipe::{KeepInput, LinearSlot, Module, ModulePath, QuantSpec, Saved, Site, Slot};
+use nvfp4::{Directions, Generator, Side};
 
 /// Whether a linear layer adds a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -32,15 +31,15 @@ pub(crate) struct Projection {
 pub(crate) enum Kept {
     /// One direction of it.
     Direction(Quantized),
-    /// All of it, to be quantized again.
-    Original(Tensor),
+    /// All of it, to be quantized again with the random numbers of the first time.
+    Original(Tensor, Generator),
 }
 
 impl Kept {
     pub fn byte_len(&self) -> usize {
         match self {
             Kept::Direction(input) => input.byte_len(),
-            Kept::Original(input) => input.elem_count() * input.dtype().size_in_bytes(),
+            Kept::Original(input, _) => input.elem_count() * input.dtype().size_in_bytes(),
         }
     }
 }
@@ -69,7 +68,10 @@ impl Projection {
             Bias::With => Some(place.parameter("bias", outputs, Init::Constant(0.0))?),
             Bias::Without => None,
         };
-        Ok(Projection { session: owner.session().clone(), path: owner.path().clone(), expert, weight, bias })
+        let projection =
+            Projection { session: owner.session().clone(), path: owner.path().clone(), expert, weight, bias };
+        place.store(projection.site(LinearSlot::Weight), &projection.weight);
+        Ok(projection)
     }
 
     pub fn weight(&self) -> &Tensor {
@@ -105,22 +107,23 @@ impl Projection {
 
     /// `y = x·wᵀ + b`, x being [tokens, inputs].
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Kept)> {
+        let before = self.session.active_generator();
         let input = self.session.quantize(&self.site(LinearSlot::Input), x)?;
         let weight = self.session.weight(&self.site(LinearSlot::Weight), &self.weight)?;
-        let y = multiply(&input.side(Side::Row)?, &weight.side(Side::Row)?, x.dtype())?;
+        let y = multiply(&input.side(Side::Row)?, &weight.side(Side::Row)?, x)?;
         let y = match self.bias() {
             None => y,
             Some(bias) => y.broadcast_add(&bias.detach())?,
         };
         let y = self.session.hand_over(&self.site(LinearSlot::Output), &y)?;
-        Ok((y, self.keep(x, input)?))
+        Ok((y, self.keep(x, input, before)?))
     }
 
-    fn keep(&self, x: &Tensor, input: Quantized) -> Result<Kept> {
+    fn keep(&self, x: &Tensor, input: Quantized, before: Generator) -> Result<Kept> {
         let saved = self.session.planned()?.saved_input(&self.path);
         Ok(match saved {
-            _ if self.session.is_evaluating() => Kept::Original(x.detach()),
-            Some(Saved::Original) if input.code_bytes() > 0 => Kept::Original(x.detach()),
+            _ if self.session.is_evaluating() => Kept::Original(x.detach(), before),
+            Some(Saved::Original) if input.code_bytes() > 0 => Kept::Original(x.detach(), before),
             _ => Kept::Direction(input.only(Side::Column)?),
         })
     }
@@ -129,16 +132,16 @@ impl Projection {
     pub fn backward(&self, kept: &Kept, dy: &Tensor) -> Result<Tensor> {
         let gradient = self.session.quantize(&self.site(LinearSlot::GradOutput), dy)?;
         let weight = self.session.weight(&self.site(LinearSlot::Weight), &self.weight)?;
-        let dx = multiply(&gradient.side(Side::Row)?, &weight.side(Side::Column)?, dy.dtype())?;
+        let dx = multiply(&gradient.side(Side::Row)?, &weight.side(Side::Column)?, dy)?;
         self.session.look(&self.path, "grad_input", &dx)?;
         let dx = self.session.hand_over(&self.site(LinearSlot::GradInput), &dx)?;
 
         let input = match kept {
             Kept::Direction(input) => input.side(Side::Column)?,
-            Kept::Original(input) => self.column(input)?.side(Side::Column)?,
+            Kept::Original(input, before) => self.column(input, before)?.side(Side::Column)?,
         };
         let turned = gradient.side(Side::Column)?;
-        self.session.add_gradient(&self.weight, |sum| multiply_add(&turned, &input, sum, dy.dtype()))?;
+        self.session.add_gradient(&self.weight, |sum| multiply_add(&turned, &input, sum, dy))?;
         if let Some(bias) = &self.bias {
             let db = dy.sum_keepdim(0)?.squeeze(0)?;
             self.session.add_to_gradient(bias, &db)?;
@@ -146,13 +149,12 @@ impl Projection {
         Ok(dx)
     }
 
-    /// The column direction of an input that was kept as it is.
-    fn column(&self, x: &Tensor) -> Result<Quantized> {
+    /// The column direction of an input that was kept as it is. It is no new amax, and draws what it would have drawn then.
+    fn column(&self, x: &Tensor, before: &Generator) -> Result<Quantized> {
         let (site, plan) = (self.site(LinearSlot::Input), self.session.planned()?);
         let coded = matches!(plan.directions(&site), Some(Directions::Column | Directions::Both));
-        let again = self.session.generator();
-        // A recomputed direction is no new amax, and draws nothing: the plan has made sure that it can be made again.
-        self.session.again(again, || self.session.quantize_in(&plan, &site, x, coded.then_some(Directions::Column)))
+        let again = || self.session.quantize_in(&plan, &site, x, coded.then_some(Directions::Column));
+        self.session.again(before.clone(), again)
     }
 
     /// A tensor as a matrix of tokens.

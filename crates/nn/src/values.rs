@@ -5,7 +5,7 @@
 use crate::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use nvfp4::{Direction, Element, Product, TensorRef};
+use nvfp4::{Direction, Element, Elements, Lies, PlainDirection, Product, TensorRef};
 
 /// Hands a tensor, of any strides, to `read`.
 pub(crate) fn with_values<R>(x: &Tensor, read: impl FnOnce(&TensorRef<'_>) -> nvfp4::Result<R>) -> Result<R> {
@@ -61,6 +61,18 @@ fn multiply_as<T: Number>(a: &Direction, b: &Direction, c: Option<&Tensor>, on: 
         }
     };
     Ok(Tensor::from_vec(y, shape, on)?)
+}
+
+/// A matrix as it is, for a product with codes.
+pub(crate) fn direction(x: &Tensor) -> Result<Direction> {
+    let ((rows, cols), flat) = (x.dims2()?, x.flatten_all()?);
+    let elements = match x.dtype() {
+        DType::F32 => Elements::F32(flat.to_vec1()?),
+        DType::BF16 => Elements::Bf16(flat.to_vec1()?),
+        DType::F16 => Elements::F16(flat.to_vec1()?),
+        other => return Err(no_codes_of(other)),
+    };
+    Ok(PlainDirection::from_parts(rows, cols, elements, Lies::Upright)?.into())
 }
 
 /// What a direction decodes to: its matrix, in the type asked for.

@@ -83,6 +83,16 @@ fn handing_over_into_attention_changes_no_bit() {
     assert!(none == into);
 }
 
+/// While all delayed scales are 1, a tensor that is quantized twice has the codes of the first time: so at the first step it makes no
+/// difference who quantizes, and every hand-over must be the same bits.
+#[test]
+fn hand_overs_are_the_codes_that_the_consumer_would_make() {
+    let recipe = recipe("delayed_scaling+attention");
+    let [none, into, both] =
+        [HandOver::None, HandOver::IntoAttention, HandOver::Both].map(|h| multihead(&recipe, h).unwrap().run());
+    assert!(none == into && none == both);
+}
+
 /// Codes that attention hands on are read as they are: the layer behind does not look at its input again, so its own amax plays no part.
 #[test]
 fn both_hand_overs_run_and_save_a_quantization() {

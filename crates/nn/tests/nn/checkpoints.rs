@@ -143,3 +143,26 @@ fn a_step_under_way_is_not_saved() {
     assert!(message.contains("a step is under way: save after `Session::next_step`"), "{message}");
     assert!(!folder.0.exists());
 }
+
+/// test_load_bf16_state_dict_into_hybrid_model, test_load_bf16_state_dict_into_identity_model_exact: parameters go from any recipe to any.
+#[test]
+fn parameters_alone_go_from_recipe_to_recipe() {
+    let folder = Folder::new();
+    let mut plain = Run::new("gpt layer", &recipe("high_precision"), 4);
+    plain.steps(2);
+    plain.session().save(&folder.0, &plain.optimizer, &BTreeMap::new()).unwrap();
+    let file = folder.0.join("training.safetensors");
+    for preset in ["nvfp4", "delayed_scaling", "high_precision"] {
+        let other = Run::new("gpt layer", &recipe(preset), 5);
+        other.case.run();
+        other.session().drop_gradients();
+        other.session().load_parameters(&file).unwrap();
+        assert!(other.parameters() == plain.parameters(), "{preset}");
+        // Codes follow at once.
+        let fresh = Run::new("gpt layer", &recipe(preset), 5);
+        fresh.session().load_parameters(&file).unwrap();
+        assert!(bits(&fresh.case.loss().0) == bits(&other.case.loss().0), "{preset}");
+    }
+    let message = Run::new("linear", &recipe("nvfp4"), 5).session().load_parameters(&file).unwrap_err().to_string();
+    assert!(message.contains("is missing"), "{message}");
+}

@@ -183,13 +183,16 @@ fn what_is_kept_of_an_input() {
 #[test]
 fn an_input_kept_as_it_is_gives_the_same_gradients() {
     use nvfp4::recipe::KeepInput;
-    for (preset, original) in [("mxfp8", true), ("nvfp4", true), ("delayed_scaling", false)] {
+    let stochastic = operands("nvfp4(hadamard, stochastic)", "nvfp4(16x16)", "nvfp4(hadamard, stochastic)");
+    let cases =
+        [(recipe("mxfp8"), true), (recipe("nvfp4"), true), (stochastic, true), (recipe("delayed_scaling"), false)];
+    for (preset, original) in &cases {
         let run = |keep| {
             let session = Session::new(5);
             let place = session.place(DType::F32, &Device::Cpu);
             let x = place.parameter("x", (32, 64), Init::Normal(1.0)).unwrap();
             let linear = Linear::keeping(&place.child("m"), 64, 48, Bias::With, keep).unwrap();
-            session.apply(&recipe(preset))?;
+            session.apply(preset)?;
             let module: Box<dyn Module> = Box::new(linear);
             let case = Case { session, module, x };
             let (_y, loss) = case.loss();
@@ -199,9 +202,9 @@ fn an_input_kept_as_it_is_gives_the_same_gradients() {
         };
         let (codes, _) = run(KeepInput::Quantized).unwrap();
         let (preferred, kept) = run(KeepInput::PreferOriginal).unwrap();
-        assert!(codes == preferred, "{preset}");
-        assert_eq!(kept == 4 * 32 * 64, original, "{preset}");
-        assert_eq!(run(KeepInput::Original).is_ok(), original, "{preset}: a plan refuses what cannot be made again");
+        assert!(codes == preferred, "{preset:?}");
+        assert_eq!(kept == 4 * 32 * 64, *original, "{preset:?}");
+        assert_eq!(run(KeepInput::Original).is_ok(), *original, "{preset:?}: a plan refuses what cannot be made again");
     }
 }
 

@@ -58,3 +58,15 @@ fn a_switch_within_a_step_that_loses_amaxes_is_refused() {
     case.session.apply(&recipe("nvfp4")).unwrap();
     case.run();
 }
+
+/// A recipe that comes between a forward pass and its backward pass is refused there; the same recipe again is none.
+#[test]
+fn a_switch_between_the_passes_is_refused() {
+    let case = Case::with("linear", &recipe("nvfp4"), 3);
+    let (_, loss) = case.loss();
+    case.session.apply(&recipe("mxfp8")).unwrap();
+    let message = case.session.backward(&loss).unwrap_err().to_string();
+    assert!(message.starts_with("m: its forward pass had the recipe 'nvfp4', but now it is 'mxfp8'"), "{message}");
+    case.session.apply(&recipe("nvfp4")).unwrap();
+    case.session.backward(&loss).unwrap();
+}
