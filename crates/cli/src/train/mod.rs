@@ -6,6 +6,7 @@ mod results;
 mod run;
 mod show;
 mod text;
+mod threads;
 mod vocabulary;
 
 use crate::progress::Voice;
@@ -23,6 +24,7 @@ use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use text::Corpus;
+use threads::Threads;
 use vocabulary::Vocabulary;
 
 /// Train a small language model in NVFP4 and others, from the same seed and batches, and compare their held-out losses.
@@ -73,7 +75,7 @@ pub struct Args {
     #[arg(long, default_value_t = 8)]
     batch: usize,
     /// The largest learning rate.
-    #[arg(long, default_value_t = 2e-3)]
+    #[arg(long, default_value_t = 1e-3)]
     lr: f64,
     /// Steps between two looks at the held-out part [default: a tenth of the steps].
     #[arg(long, value_name = "STEPS")]
@@ -87,6 +89,9 @@ pub struct Args {
     /// Go on from the state in --checkpoint, to the same bits as without the break.
     #[arg(long, requires = "checkpoint")]
     resume: bool,
+    /// Stop at this step, as Ctrl-C does.
+    #[arg(long, value_name = "STEP", requires = "checkpoint")]
+    stop_at: Option<u64>,
     /// Threads; runs share them [default: one per core].
     #[arg(long)]
     threads: Option<usize>,
@@ -105,7 +110,18 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let results = if args.merge.is_empty() { train(args)? } else { Results::merged(&args.merge)? };
+    let results = match args.merge.is_empty() {
+        false => Results::merged(&args.merge)?,
+        true => {
+            args.check()?;
+            let recipes = args.recipes()?;
+            let threads = Threads::share(args.threads(), recipes.len() * args.seeds().len());
+            if let Some(ended) = threads.enforce()? {
+                return Ok(ended);
+            }
+            train(args, &recipes, threads)?
+        }
+    };
     if let Some(path) = &args.report {
         report::write(path, &results)?;
     }
@@ -116,22 +132,26 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     for RunResult { recipe, seed, error, .. } in &failed {
         eprintln!("error: {recipe}, seed {seed}: {}", error.as_deref().unwrap_or_default());
     }
-    let unfinished =
-        results.runs.iter().filter(|run| run.error.is_none() && run.steps < results.settings.steps).count();
+    let finished = results.runs.iter().filter(|run| run.error.is_none() && run.steps == results.settings.steps).count();
+    let expected = if args.merge.is_empty() { args.recipes()?.len() * args.seeds().len() } else { results.runs.len() };
+    let unfinished = expected - finished - failed.len();
     if unfinished > 0 {
         match &args.checkpoint {
             Some(folder) => {
-                eprintln!("{unfinished} runs stopped; the same command with --resume goes on from {}", folder.display())
+                eprintln!(
+                    "{unfinished} of {expected} runs stopped; the same command with --resume goes on from {}",
+                    folder.display()
+                )
             }
-            None => eprintln!("{unfinished} runs stopped, and are lost: --checkpoint FOLDER would have kept them"),
+            None => eprintln!(
+                "{unfinished} of {expected} runs stopped, and are lost: --checkpoint FOLDER would have kept them"
+            ),
         }
     }
     Ok(if failed.is_empty() && unfinished == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn train(args: &Args) -> Result<Results> {
-    args.check()?;
-    let recipes = args.recipes()?;
+fn train(args: &Args, recipes: &[Named], threads: Threads) -> Result<Results> {
     let text = text::read(args.text.as_deref())?;
     let settings = args.settings(&text);
     let corpus = Corpus::new(args.vocab.encode(&text)?, args.batch, args.context)?;
@@ -151,32 +171,31 @@ fn train(args: &Args) -> Result<Results> {
             corpus: &corpus,
             eval_every: args.eval_every.unwrap_or((args.steps / 10).max(1)),
             checkpoint: args.kept(recipe, seed),
+            stop_at: args.stop_at,
             stop,
         })
         .collect();
-    let runs = run_all(&jobs, &show, args.threads(), stop)?;
+    let runs = run_all(&jobs, &show, threads, stop)?;
     Ok(Results::new(settings.clone(), runs))
 }
 
-/// Runs all jobs, as many at a time as there are threads; where there are more threads than jobs, jobs have several.
-fn run_all(jobs: &[Job<'_>], show: &Show, threads: usize, stop: &AtomicBool) -> Result<Vec<RunResult>> {
-    let workers = threads.min(jobs.len());
+/// Runs all jobs, some at a time.
+fn run_all(jobs: &[Job<'_>], show: &Show, threads: Threads, stop: &AtomicBool) -> Result<Vec<RunResult>> {
     let waiting = Mutex::new(0..jobs.len());
     let done: Mutex<Vec<(usize, RunResult)>> = Mutex::new(Vec::new());
-    let work = |threads: usize| -> Result<()> {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+    let work = || -> Result<()> {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.each).build()?;
         loop {
             let next = waiting.lock().expect("no holder panics").next();
             let Some(i) = next.filter(|_| !stop.load(Ordering::Relaxed)) else { return Ok(()) };
             // A run that fails does not end the others.
-            let result = pool.install(|| jobs[i].run(show)).unwrap_or_else(|error| jobs[i].failed(&error));
+            let result = pool.install(|| jobs[i].run(show));
             done.lock().expect("no holder panics").push((i, result));
         }
     };
     std::thread::scope(|scope| {
-        let share = |worker: usize| threads / workers + usize::from(worker < threads % workers);
-        let handles: Vec<_> = (0..workers).map(|worker| scope.spawn(move || work(share(worker)))).collect();
-        handles.into_iter().try_for_each(|handle| handle.join().expect("a run does not panic"))
+        let workers: Vec<_> = (0..threads.runs).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a run does not panic"))
     })?;
     let mut done = done.into_inner().expect("no holder panics");
     done.sort_by_key(|(i, _)| *i);

@@ -51,8 +51,9 @@ mod tests {
 
     #[test]
     fn every_name_is_a_recipe() {
-        for (name, _) in NAMED {
-            assert_eq!(find(name).unwrap().recipe.to_string(), name);
+        for (name, text) in NAMED {
+            assert_eq!(find(name).unwrap().recipe, Recipe::from_toml(text).unwrap());
+            assert!(text.contains(&format!("name = \"{name}\"")), "{name}");
         }
         ABLATIONS.iter().for_each(|name| assert_eq!(find(name).unwrap().name, *name));
     }

@@ -24,6 +24,8 @@ pub struct Job<'a> {
     pub eval_every: u64,
     /// Where its state is kept, if anywhere.
     pub checkpoint: Option<Kept>,
+    /// A step to stop at, before the last one.
+    pub stop_at: Option<u64>,
     /// Set by Ctrl-C.
     pub stop: &'a AtomicBool,
 }
@@ -65,32 +67,37 @@ struct History {
 }
 
 impl Job<'_> {
-    /// Trains to the last step, or until it is told to stop.
-    pub fn run(&self, show: &Show) -> Result<RunResult> {
-        let mut training = Training::new(self)?;
-        training.begin(self)?;
-        let line = show.line(&self.recipe.name, self.seed, self.settings.steps, training.session.step());
-        let ended = training.go_on(self, &line);
-        line.finish();
-        ended?;
-        Ok(training.result(self))
-    }
-
-    /// The result of a run that an error ended.
-    pub fn failed(&self, error: &anyhow::Error) -> RunResult {
-        RunResult {
-            recipe: self.recipe.name.clone(),
-            seed: self.seed,
-            steps: 0,
-            train: vec![],
-            held_out: vec![],
-            tokens_per_second: 0.0,
-            error: Some(format!("{error:#}")),
+    /// Trains to the last step, or until it is told to stop. What an error ends keeps its losses.
+    pub fn run(&self, show: &Show) -> RunResult {
+        match Training::new(self) {
+            Err(error) => self.result(&History::default(), Some(error)),
+            Ok(mut training) => {
+                let ended = training.train(self, show);
+                self.result(&training.history, ended.err())
+            }
         }
     }
 
-    fn is_interrupted(&self) -> bool {
-        self.stop.load(Ordering::Relaxed)
+    fn result(&self, history: &History, error: Option<anyhow::Error>) -> RunResult {
+        RunResult {
+            recipe: self.recipe.name.clone(),
+            seed: self.seed,
+            steps: history.train.len() as u64,
+            train: smoothed(&history.train),
+            held_out: history.held_out.clone(),
+            tokens_per_second: self.tokens_per_second(history),
+            error: error.map(|error| format!("{error:#}")),
+        }
+    }
+
+    fn tokens_per_second(&self, history: &History) -> f64 {
+        let tokens = history.train.len() * self.settings.batch * self.settings.context;
+        tokens as f64 / history.seconds.max(1e-9)
+    }
+
+    /// Whether a run stops before a step.
+    fn stops_at(&self, step: u64) -> bool {
+        self.stop.load(Ordering::Relaxed) || self.stop_at.is_some_and(|stop| step >= stop)
     }
 }
 
@@ -125,21 +132,30 @@ impl Training {
             }
             (Begin::Anew, false) | (Begin::Resume, false) => Ok(()),
             (Begin::Resume, true) => {
-                let notes = self.session.load(folder, &mut self.optimizer)?;
+                let notes = Session::notes(folder)?;
                 let notes = notes.get("train").map_or("", String::as_str);
                 let notes: Notes = serde_json::from_str(notes)
                     .with_context(|| format!("{}: not a checkpoint of `nvfp4 train`", folder.display()))?;
                 job.settings.check(&notes.settings).with_context(|| folder.display().to_string())?;
+                self.session.load(folder, &mut self.optimizer)?;
                 self.history = notes.history;
                 Ok(())
             }
         }
     }
 
+    fn train(&mut self, job: &Job<'_>, show: &Show) -> Result<()> {
+        self.begin(job)?;
+        let line = show.line(&job.recipe.name, job.seed, job.settings.steps, self.session.step());
+        let ended = self.go_on(job, &line);
+        line.finish();
+        ended
+    }
+
     fn go_on(&mut self, job: &Job<'_>, line: &super::show::Line) -> Result<()> {
         let (steps, mut kept_at) = (job.settings.steps, self.session.step());
         while self.session.step() < steps {
-            if job.is_interrupted() {
+            if job.stops_at(self.session.step()) {
                 self.keep(job, kept_at)?;
                 return Ok(());
             }
@@ -152,7 +168,7 @@ impl Training {
                 let held_out = self.held_out(job.corpus)?;
                 self.history.held_out.push(Point { step, loss: held_out });
             }
-            line.stepped(step, &self.history.train, self.history.held_out.last(), self.tokens_per_second(job));
+            line.stepped(step, &self.history.train, self.history.held_out.last(), job.tokens_per_second(&self.history));
             if let Some(kept) = &job.checkpoint
                 && step.is_multiple_of(kept.every)
             {
@@ -199,23 +215,6 @@ impl Training {
         let notes = Notes { settings: job.settings.clone(), seed: job.seed, history: self.history.clone() };
         let notes = BTreeMap::from([("train".to_string(), serde_json::to_string(&notes)?)]);
         Ok(self.session.save(folder, &self.optimizer, &notes)?)
-    }
-
-    fn tokens_per_second(&self, job: &Job<'_>) -> f64 {
-        let tokens = self.history.train.len() * job.settings.batch * job.settings.context;
-        tokens as f64 / self.history.seconds.max(1e-9)
-    }
-
-    fn result(&self, job: &Job<'_>) -> RunResult {
-        RunResult {
-            recipe: job.recipe.name.clone(),
-            seed: job.seed,
-            steps: self.session.step(),
-            train: smoothed(&self.history.train),
-            held_out: self.history.held_out.clone(),
-            tokens_per_second: self.tokens_per_second(job),
-            error: None,
-        }
     }
 }
 
