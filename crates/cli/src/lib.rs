@@ -14,12 +14,14 @@ mod inspect;
 mod inspect_gguf;
 mod modes;
 mod normal;
+mod page;
 mod plan;
 mod progress;
 mod recipe;
 mod report;
 mod sizes;
 mod source;
+mod train;
 mod verify;
 
 use anyhow::Result;
@@ -45,6 +47,7 @@ enum Command {
     Diff(diff::Args),
     Verify(verify::Args),
     Dequant(dequant::Args),
+    Train(Box<train::Args>),
     Modes(modes::Args),
     Conformance(conformance::Args),
     Bench(bench::Args),
@@ -91,6 +94,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Diff(args) => diff::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Dequant(args) => dequant::run(&args),
+        Command::Train(args) => train::run(&args),
         Command::Modes(args) => modes::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Conformance(args) => conformance::run(&args),

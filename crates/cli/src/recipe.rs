@@ -1,5 +1,6 @@
 //! `nvfp4 recipe`: what a recipe does to every layer, before anything is trained.
 
+use crate::train::recipes::NAMED;
 use crate::until_closed;
 use anyhow::{Result, anyhow};
 use clap::Subcommand;
@@ -82,7 +83,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
 fn explain(args: &ExplainArgs) -> Result<ExitCode> {
     let (model, device) = (args.target.model()?, args.target.device());
-    let plan = |recipe: &str| read_recipe(recipe).and_then(|recipe| Plan::build(&model, &recipe, &device));
+    let plan = |recipe: &str| read(recipe).and_then(|recipe| Plan::build(&model, &recipe, &device));
     let plans = plan(&args.recipe).and_then(|plan_| Ok((plan_, args.against.as_deref().map(plan).transpose()?)));
     let (plan, against) = match plans {
         Ok(plans) => plans,
@@ -141,8 +142,10 @@ impl Target {
 fn recipe_help() -> String {
     let presets: Vec<&str> = Preset::names().collect();
     format!(
-        "A preset, a rule file, or `env` for TransformerEngine's environment variables. Presets, each also with +attention:\n  {}",
-        presets.join("\n  ")
+        "A preset, a rule file, or `env` for TransformerEngine's environment variables. Presets, each also with +attention:\n  {}\n\
+         Rule files of `nvfp4 train`, by name:\n  {}",
+        presets.join("\n  "),
+        NAMED.map(|(name, _)| name).join("\n  ")
     )
 }
 
@@ -151,16 +154,20 @@ fn compute_capability(text: &str) -> std::result::Result<(u32, u32), String> {
     parsed.ok_or_else(|| "expected two numbers, as in 9.0 or 12.0".to_string())
 }
 
-/// A preset by its name, the environment, or a file.
-pub fn read_recipe(name: &str) -> nvfp4::Result<Recipe> {
+/// A preset or a recipe of `examples/recipes` by its name, the environment, or a file.
+pub fn read(name: &str) -> nvfp4::Result<Recipe> {
     let path = Path::new(name);
     match name.parse::<Preset>() {
         Ok(preset) => Ok(preset.into()),
+        Err(_) if let Some((_, text)) = NAMED.iter().find(|(known, _)| *known == name) => Recipe::from_toml(text),
         Err(_) if name == "env" => Recipe::from_env(),
         Err(_) if path.exists() || path.extension().is_some_and(|extension| extension == "toml") => {
             Recipe::from_file(path)
         }
-        Err(error) => Err(Error::Spec(format!("{name}: no such file, and {error}"))),
+        Err(error) => {
+            let named: Vec<&str> = NAMED.iter().map(|(name, _)| *name).collect();
+            Err(Error::Spec(format!("{name}: no such file, and {error}; or {}", named.join(", "))))
+        }
     }
 }
 

@@ -1,5 +1,6 @@
-//! `--report`: one page that says what a conversion did to the weights. No scripts, nothing from the network.
+//! `convert --report`: one page that says what a conversion did to the weights.
 
+use crate::page::{self, Chart, Line, Marks, Point, escape};
 use crate::sizes;
 use anyhow::{Context, Result};
 use nvfp4::checkpoint::{Action, Finished, Measure, Plan, Statistics, Summary};
@@ -7,20 +8,6 @@ use nvfp4_spec::e2m1;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
-
-/// Colours of the projections, told apart in light and in dark.
-const COLOURS: [&str; 8] = ["#4c78d8", "#e4723a", "#2f9e6e", "#b0518f", "#c9a227", "#3aa6b9", "#8a6fd1", "#8c8c8c"];
-
-const STYLE: &str = "
-:root { color-scheme: light dark; --text: #1d2330; --soft: #667085; --line: #d9dde5; --back: #ffffff; --bar: #4c78d8 }
-@media (prefers-color-scheme: dark) { :root { --text: #e6e9ef; --soft: #98a2b3; --line: #333a47; --back: #14171d; --bar: #7aa2ff } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 60rem; margin: 0 auto; padding: 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums }
-td, th { text-align: right; padding: .25rem .5rem; border-bottom: 1px solid var(--line) }
-td:first-child, th:first-child { text-align: left; min-width: 14rem }
-.wide { overflow-x: auto } svg { width: 100%; min-width: 34rem; height: auto } svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
-.axis { stroke: var(--line) } .bar { fill: var(--bar) } p, li { color: var(--text) } .soft { color: var(--soft) }";
 
 /// Writes the page.
 pub fn write(path: &Path, title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics) -> Result<()> {
@@ -37,24 +24,13 @@ fn page(title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics
         ("Block scales", scales(statistics)),
         ("Kept as they were", kept(plan)),
     ];
-    let body: String = sections
-        .iter()
-        .map(|(name, html)| format!("<section><h2>{name}</h2><div class=\"wide\">{html}</div></section>\n"))
-        .collect();
-    let title = escape(title);
     let (before, after) = (sizes::show(summary.before), sizes::show(summary.after));
     let (count, error, sqnr) = (summary.quantized.len(), total.relative_error(), total.sqnr());
-    format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-         <title>{title} in NVFP4</title><style>{STYLE}</style></head><body>\n\
-         <h1>{title} in NVFP4</h1>\n<p>{count} weights quantized, {before} to {after}. Relative error {error:.4}, \
-         SQNR {sqnr:.1} dB; NVFP4 of normal data has 0.095.</p>\n{body}</body></html>\n"
-    )
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    let introduction = format!(
+        "{count} weights quantized, {before} to {after}. Relative error {error:.4}, \
+         SQNR {sqnr:.1} dB; NVFP4 of normal data has 0.095."
+    );
+    page::page(&format!("{title} in NVFP4"), &introduction, &sections)
 }
 
 /// The number after `layers.` (or `layer.`, `h.`, `blocks.`) in a module's name.
@@ -73,56 +49,15 @@ fn layers(weights: &[Finished]) -> String {
             lines.entry(projection).or_default().entry(layer).or_default().add(&weight.measure);
         }
     }
-    let errors = || lines.values().flat_map(|line| line.values()).map(Measure::relative_error);
     if lines.is_empty() {
         return "<p class=\"soft\">No weight has the number of a layer in its name.</p>".to_string();
     }
-    let last = lines.values().filter_map(|line| line.keys().next_back()).copied().max().unwrap_or(0).max(1);
-    let (least, most) = (errors().fold(f64::MAX, f64::min), errors().fold(0.0, f64::max));
-    let (bottom, top) = (least * 0.95, (most * 1.05).max(least * 0.95 + 1e-6));
-    let x = |layer: usize| 60.0 + 700.0 * layer as f64 / last as f64;
-    let y = |error: f64| 260.0 - 230.0 * (error - bottom) / (top - bottom);
-    let mut svg = String::from("<svg viewBox=\"0 0 800 330\" role=\"img\" aria-label=\"Relative error by layer\">");
-    for i in 0..=4 {
-        let error = bottom + (top - bottom) * f64::from(i) / 4.0;
-        let at = y(error);
-        let _ = write!(
-            svg,
-            "<line class=\"axis\" x1=\"60\" x2=\"760\" y1=\"{at:.1}\" y2=\"{at:.1}\"/><text x=\"8\" y=\"{:.1}\">{error:.4}</text>",
-            at + 4.0
-        );
-    }
-    let _ = write!(
-        svg,
-        "<text x=\"60\" y=\"282\">layer 0</text><text x=\"760\" y=\"282\" text-anchor=\"end\">{last}</text>"
-    );
-    for (i, (projection, line)) in lines.iter().enumerate() {
-        let colour = COLOURS[i % COLOURS.len()];
-        let points: Vec<String> =
-            line.iter().map(|(&l, m)| format!("{:.1},{:.1}", x(l), y(m.relative_error()))).collect();
-        let _ = write!(
-            svg,
-            "<polyline fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" points=\"{}\"/>",
-            points.join(" ")
-        );
-        for (&l, m) in line {
-            let (cx, cy, error) = (x(l), y(m.relative_error()), m.relative_error());
-            let _ = write!(
-                svg,
-                "<circle cx=\"{cx:.1}\" cy=\"{cy:.1}\" r=\"3\" fill=\"{colour}\"><title>layer {l} {}: {error:.4}</title></circle>",
-                escape(projection)
-            );
-        }
-        let (left, down) = (60 + 175 * (i % 4), 302 + 20 * (i / 4));
-        let _ = write!(
-            svg,
-            "<rect x=\"{left}\" y=\"{}\" width=\"12\" height=\"12\" fill=\"{colour}\"/><text x=\"{}\" y=\"{down}\">{}</text>",
-            down - 10,
-            left + 18,
-            escape(projection)
-        );
-    }
-    svg + "</svg>"
+    let line = |(projection, errors): (&str, BTreeMap<usize, Measure>)| Line {
+        name: projection.to_string(),
+        points: errors.iter().map(|(&layer, measure)| Point::new(layer as f64, measure.relative_error())).collect(),
+    };
+    let lines = lines.into_iter().map(line).collect();
+    Chart { label: "Relative error by layer", x: "layer", digits: 4, marks: Marks::Circles, lines }.svg()
 }
 
 fn worst(weights: &[Finished]) -> String {

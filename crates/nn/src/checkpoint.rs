@@ -77,20 +77,12 @@ impl Session {
         let path = folder.join("training.safetensors");
         let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
         let plan = self.plan().ok_or(Error::NoPlan)?;
-        let bytes = std::fs::read(&path).map_err(|error| refuse(error.to_string()))?;
-        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|error| refuse(error.to_string()))?;
-        let metadata = header.metadata().clone().unwrap_or_default();
+        let (bytes, metadata) = read(&path)?;
         let value = |key: &str| metadata.get(key).map_or("none", String::as_str);
         let number = |key: &str| {
             let parsed = value(key).parse::<u64>();
             parsed.map_err(|_| refuse(format!("metadata '{key}': expected a number, got '{}'", value(key))))
         };
-        for (key, expected) in [("format", FORMAT), ("version", VERSION)] {
-            if value(key) != expected {
-                let fix = "read it with the program that wrote it";
-                return Err(refuse(format!("expected {key} '{expected}', got '{}'; {fix}", value(key))));
-            }
-        }
         let fingerprint = format!("{:016x}", plan.fingerprint());
         if value("plan") != fingerprint {
             let (was, is) = (value("recipe"), plan.recipe());
@@ -116,8 +108,13 @@ impl Session {
         changes.apply()?;
         optimizer.step = optimizer_step as usize;
         self.resume(step, seed, generator, states)?;
-        let notes = metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix("note.")?, value)));
-        Ok(notes.map(|(key, value)| (key.to_string(), value.clone())).collect())
+        Ok(notes(&metadata))
+    }
+
+    /// The notes of a checkpoint, whatever its modules and its recipe are: a caller may keep there what it makes them from.
+    pub fn notes(folder: &Path) -> Result<BTreeMap<String, String>> {
+        let (_, metadata) = read(&folder.join("training.safetensors"))?;
+        Ok(notes(&metadata))
     }
 }
 
@@ -171,6 +168,27 @@ impl Changes<'_> {
         }
         Ok(())
     }
+}
+
+/// A file of this format and version, and its metadata.
+fn read(path: &Path) -> Result<(Vec<u8>, HashMap<String, String>)> {
+    let refuse = |reason: String| Error::Checkpoint { path: path.to_path_buf(), reason };
+    let bytes = std::fs::read(path).map_err(|error| refuse(error.to_string()))?;
+    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|error| refuse(error.to_string()))?;
+    let metadata = header.metadata().clone().unwrap_or_default();
+    for (key, expected) in [("format", FORMAT), ("version", VERSION)] {
+        let found = metadata.get(key).map_or("none", String::as_str);
+        if found != expected {
+            let fix = "read it with the program that wrote it";
+            return Err(refuse(format!("expected {key} '{expected}', got '{found}'; {fix}")));
+        }
+    }
+    Ok((bytes, metadata))
+}
+
+fn notes(metadata: &HashMap<String, String>) -> BTreeMap<String, String> {
+    let notes = metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix("note.")?, value)));
+    notes.map(|(key, value)| (key.to_string(), value.clone())).collect()
 }
 
 /// A folder of the same name with an ending.

@@ -16,6 +16,7 @@ mod attention;
 mod checkpoint;
 mod codes;
 mod error;
+mod gpt;
 #[cfg(feature = "nn-cuda")]
 mod gpu;
 mod graph;
@@ -38,6 +39,7 @@ pub use activation::Activation;
 pub use adamw::AdamW;
 pub use attention::{AttentionConfig, DotProductAttention, Mask};
 pub use error::{Error, Result};
+pub use gpt::{Gpt, GptConfig};
 pub use graph::graph_bytes;
 pub use grouped_linear::{GroupedLinear, Routed};
 pub use layer_norm_linear::LayerNormLinear;

@@ -4,8 +4,8 @@ use super::Session;
 use crate::operand::Quantized;
 use crate::place::Parameter;
 use crate::{Error, Result};
-use nvfp4::QuantTensor;
-use nvfp4::recipe::Site;
+use nvfp4::recipe::{Format, Site};
+use nvfp4::{QuantTensor, Side};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -50,13 +50,19 @@ impl Session {
     }
 
     /// A weight's codes: made once per step.
+    ///
+    /// An evaluation leaves none behind where delayed scaling waits for the weight's amax, of which it takes no notice: the next pass of
+    /// the training makes them, and records it.
     pub(crate) fn weight(&self, site: &Site, weight: &Parameter) -> Result<Arc<Quantized>> {
         if let Some(held) = self.state().weights.get(site) {
             return Ok(held.clone());
         }
         let plan = self.planned()?;
         let made = Arc::new(self.quantize_in(&plan, site, weight.var.as_tensor(), plan.directions(site))?);
-        self.state().weights.insert(site.clone(), made.clone());
+        let delayed = |side| matches!(plan.spec(site).map(|spec| spec.format(side)), Some(Format::Delayed(_)));
+        if !(self.is_evaluating() && [Side::Row, Side::Column].into_iter().any(delayed)) {
+            self.state().weights.insert(site.clone(), made.clone());
+        }
         Ok(made)
     }
 

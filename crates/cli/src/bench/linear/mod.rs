@@ -130,7 +130,7 @@ struct Quantizers {
 
 impl Quantizers {
     fn new(name: &str) -> Result<Self> {
-        let recipe: Recipe = crate::recipe::read_recipe(name)?;
+        let recipe: Recipe = crate::recipe::read(name)?;
         let mut model = Model::new();
         model.add(Module::linear("layer"));
         let plan = Plan::build(&model, &recipe, &Capabilities::software())?;

@@ -1,0 +1,279 @@
+//! `nvfp4 train`: small language models, trained side by side in several recipes.
+
+pub mod recipes;
+mod report;
+mod results;
+mod run;
+mod show;
+mod text;
+mod threads;
+mod vocabulary;
+
+use crate::progress::Voice;
+use crate::{convert, until_closed};
+use anyhow::{Result, bail, ensure};
+use clap::ArgAction;
+use recipes::Named;
+use results::{Results, RunResult, Settings};
+use run::{Begin, Job, Kept};
+use show::Show;
+use std::collections::BTreeSet;
+use std::io::stdout;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use text::Corpus;
+use threads::Threads;
+use vocabulary::Vocabulary;
+
+/// Train a small language model in NVFP4 and others, from the same seed and batches, and compare their held-out losses.
+///
+/// The model is a GPT: LayerNorm, attention, an MLP with GELU of four times the width; embeddings, the last norm and the head stay in
+/// high precision, and so does attention unless the recipe says otherwise. Runs go side by side, as many as there are threads, and no
+/// result depends on their number. The last tenth of the text is held out, at most 32,768 tokens. AdamW, a learning rate that warms up
+/// in the first twentieth of the steps and then falls along a cosine to a tenth.
+///
+/// Prints a table: the mean held-out loss of each recipe over the seeds, and its gap to bf16 from the same seed.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A recipe: bf16, a preset such as nvfp4 (see `nvfp4 recipe explain --help`), or a rule file; may be repeated
+    /// [default: bf16 and nvfp4].
+    #[arg(long = "recipe", value_name = "RECIPE")]
+    recipes: Vec<String>,
+    /// All recipes of the table in docs/training.md: bf16, nvfp4, and nvfp4 less or more one thing.
+    #[arg(long, conflicts_with = "recipes")]
+    ablations: bool,
+    /// A seed; may be repeated [default: 1].
+    #[arg(long = "seed", value_name = "SEED")]
+    seeds: Vec<u64>,
+    /// Seeds from 1 to this number.
+    #[arg(long = "seeds", value_name = "NUMBER", conflicts_with = "seeds")]
+    seeds_up_to: Option<u64>,
+    /// Steps of the optimizer.
+    #[arg(long, default_value_t = 500)]
+    steps: u64,
+    /// A file to learn from [default: The Devil's Dictionary by Ambrose Bierce].
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// Tokens: bytes, or how many of a byte-pair encoding of the text.
+    #[arg(long, default_value_t = Vocabulary::Bytes)]
+    vocab: Vocabulary,
+    /// Layers.
+    #[arg(long, default_value_t = 4)]
+    layers: usize,
+    /// Features of a token.
+    #[arg(long, default_value_t = 128)]
+    width: usize,
+    /// Heads of attention.
+    #[arg(long, default_value_t = 4)]
+    heads: usize,
+    /// Tokens in a sequence.
+    #[arg(long, default_value_t = 64)]
+    context: usize,
+    /// Sequences in a step.
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    /// The largest learning rate.
+    #[arg(long, default_value_t = 1e-3)]
+    lr: f64,
+    /// Steps between two looks at the held-out part [default: a tenth of the steps].
+    #[arg(long, value_name = "STEPS")]
+    eval_every: Option<u64>,
+    /// A folder to keep the state of each run in, also at Ctrl-C.
+    #[arg(long, value_name = "FOLDER")]
+    checkpoint: Option<PathBuf>,
+    /// Steps between two checkpoints.
+    #[arg(long, value_name = "STEPS", default_value_t = 200)]
+    checkpoint_every: u64,
+    /// Go on from the state in --checkpoint, to the same bits as without the break.
+    #[arg(long, requires = "checkpoint")]
+    resume: bool,
+    /// Stop at this step, as Ctrl-C does.
+    #[arg(long, value_name = "STEP", requires = "checkpoint")]
+    stop_at: Option<u64>,
+    /// Threads; runs share them [default: one per core].
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Write a page with the curves and the table.
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// Print JSON: {settings, runs, table}.
+    #[arg(long)]
+    json: bool,
+    /// Do not train: sum up what other calls wrote with --json. Files, or folders of them; may be repeated.
+    #[arg(long, value_name = "PATH", action = ArgAction::Append, conflicts_with_all = ["recipes", "checkpoint", "text"])]
+    merge: Vec<PathBuf>,
+    /// Say nothing on the way.
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let results = match args.merge.is_empty() {
+        false => Results::merged(&args.merge)?,
+        true => {
+            args.check()?;
+            let recipes = args.recipes()?;
+            let threads = Threads::share(args.threads(), recipes.len() * args.seeds().len());
+            if let Some(ended) = threads.enforce()? {
+                return Ok(ended);
+            }
+            train(args, &recipes, threads)?
+        }
+    };
+    if let Some(path) = &args.report {
+        report::write(path, &results)?;
+    }
+    let mut out = stdout().lock();
+    until_closed(if args.json { results.write_json(&mut out) } else { results.write_table(&mut out) })?;
+    drop(out);
+    let failed: Vec<&RunResult> = results.runs.iter().filter(|run| run.error.is_some()).collect();
+    for RunResult { recipe, seed, error, .. } in &failed {
+        eprintln!("error: {recipe}, seed {seed}: {}", error.as_deref().unwrap_or_default());
+    }
+    let finished = results.runs.iter().filter(|run| run.error.is_none() && run.steps == results.settings.steps).count();
+    let expected = if args.merge.is_empty() { args.recipes()?.len() * args.seeds().len() } else { results.runs.len() };
+    let unfinished = expected - finished - failed.len();
+    if unfinished > 0 {
+        match &args.checkpoint {
+            Some(folder) => {
+                eprintln!(
+                    "{unfinished} of {expected} runs stopped; the same command with --resume goes on from {}",
+                    folder.display()
+                )
+            }
+            None => eprintln!(
+                "{unfinished} of {expected} runs stopped, and are lost: --checkpoint FOLDER would have kept them"
+            ),
+        }
+    }
+    Ok(if failed.is_empty() && unfinished == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn train(args: &Args, recipes: &[Named], threads: Threads) -> Result<Results> {
+    let text = text::read(args.text.as_deref())?;
+    let settings = args.settings(&text);
+    let corpus = Corpus::new(args.vocab.encode(&text)?, args.batch, args.context)?;
+    let (show, stop) = (Show::new(if args.quiet { Voice::Quiet } else { Voice::Normal }), convert::interrupts()?);
+    if !args.quiet {
+        let (train, held_out) = corpus.sizes();
+        eprintln!("{train} tokens to train on, {held_out} held out; {}", settings.describe());
+    }
+    let jobs: Vec<Job<'_>> = args
+        .seeds()
+        .into_iter()
+        .flat_map(|seed| recipes.iter().map(move |recipe| (seed, recipe)))
+        .map(|(seed, recipe)| Job {
+            recipe,
+            seed,
+            settings: &settings,
+            corpus: &corpus,
+            eval_every: args.eval_every.unwrap_or((args.steps / 10).max(1)),
+            checkpoint: args.kept(recipe, seed),
+            stop_at: args.stop_at,
+            stop,
+        })
+        .collect();
+    let runs = run_all(&jobs, &show, threads, stop)?;
+    Ok(Results::new(settings.clone(), runs))
+}
+
+/// Runs all jobs, some at a time.
+fn run_all(jobs: &[Job<'_>], show: &Show, threads: Threads, stop: &AtomicBool) -> Result<Vec<RunResult>> {
+    let waiting = Mutex::new(0..jobs.len());
+    let done: Mutex<Vec<(usize, RunResult)>> = Mutex::new(Vec::new());
+    let work = || -> Result<()> {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.each).build()?;
+        loop {
+            let next = waiting.lock().expect("no holder panics").next();
+            let Some(i) = next.filter(|_| !stop.load(Ordering::Relaxed)) else { return Ok(()) };
+            // A run that fails does not end the others.
+            let result = pool.install(|| jobs[i].run(show));
+            done.lock().expect("no holder panics").push((i, result));
+        }
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads.runs).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a run does not panic"))
+    })?;
+    let mut done = done.into_inner().expect("no holder panics");
+    done.sort_by_key(|(i, _)| *i);
+    Ok(done.into_iter().map(|(_, result)| result).collect())
+}
+
+impl Args {
+    fn check(&self) -> Result<()> {
+        let sizes = [
+            ("--layers", self.layers),
+            ("--width", self.width),
+            ("--heads", self.heads),
+            ("--context", self.context),
+            ("--batch", self.batch),
+            ("--steps", self.steps as usize),
+            ("--eval-every", self.eval_every.unwrap_or(1) as usize),
+            ("--checkpoint-every", self.checkpoint_every as usize),
+            ("--threads", self.threads.unwrap_or(1)),
+        ];
+        for (name, size) in sizes {
+            ensure!(size > 0, "{name}: expected at least 1, got 0");
+        }
+        ensure!(
+            self.width.is_multiple_of(self.heads),
+            "--heads: expected a number that divides --width {}, got {}",
+            self.width,
+            self.heads
+        );
+        ensure!(self.lr.is_finite() && self.lr > 0.0, "--lr: expected a number above 0, got {}", self.lr);
+        Ok(())
+    }
+
+    fn recipes(&self) -> Result<Vec<Named>> {
+        let chosen: Vec<&str> = match (self.ablations, self.recipes.is_empty()) {
+            (true, _) => recipes::ABLATIONS.to_vec(),
+            (false, true) => vec![recipes::BASELINE, "nvfp4"],
+            (false, false) => self.recipes.iter().map(String::as_str).collect(),
+        };
+        let found = chosen.into_iter().map(recipes::find).collect::<Result<Vec<_>>>()?;
+        let mut names = BTreeSet::new();
+        match found.iter().find(|named| !names.insert(&named.name)) {
+            Some(twice) => bail!("--recipe: two recipes are called '{}'; rename one of the files", twice.name),
+            None => Ok(found),
+        }
+    }
+
+    fn seeds(&self) -> Vec<u64> {
+        match self.seeds_up_to {
+            Some(last) => (1..=last).collect(),
+            None if self.seeds.is_empty() => vec![1],
+            None => self.seeds.iter().copied().collect::<BTreeSet<u64>>().into_iter().collect(),
+        }
+    }
+
+    fn threads(&self) -> usize {
+        self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    fn kept(&self, recipe: &Named, seed: u64) -> Option<Kept> {
+        let begin = if self.resume { Begin::Resume } else { Begin::Anew };
+        let folder = run::folder(self.checkpoint.as_ref()?, &recipe.name, seed);
+        Some(Kept { folder, every: self.checkpoint_every, begin })
+    }
+
+    fn settings(&self, text: &[u8]) -> Settings {
+        let name = self.text.as_ref().and_then(|path| path.file_name());
+        let name = name.map_or("The Devil's Dictionary".into(), |name| name.to_string_lossy());
+        Settings {
+            text: format!("{name}, {} bytes, {:016x}", text.len(), text::fingerprint(text)),
+            vocabulary: self.vocab.to_string(),
+            vocabulary_size: self.vocab.size(),
+            layers: self.layers,
+            width: self.width,
+            heads: self.heads,
+            context: self.context,
+            batch: self.batch,
+            steps: self.steps,
+            lr: self.lr,
+        }
+    }
+}

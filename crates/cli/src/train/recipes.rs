@@ -1,0 +1,60 @@
+//! Recipes by name: what NVFP4 is compared with, and the preset `nvfp4` less or more one thing. They are the files of `examples/recipes`.
+
+use anyhow::{Result, anyhow};
+use nvfp4::recipe::Recipe;
+use std::path::Path;
+
+/// The baseline of every comparison.
+pub const BASELINE: &str = "bf16";
+
+/// Name and rule file.
+pub const NAMED: [(&str, &str); 6] = [
+    (BASELINE, include_str!("../../../../examples/recipes/bf16.toml")),
+    ("nvfp4-no-hadamard", include_str!("../../../../examples/recipes/nvfp4-no-hadamard.toml")),
+    ("nvfp4-no-stochastic", include_str!("../../../../examples/recipes/nvfp4-no-stochastic.toml")),
+    ("nvfp4-1d-weights", include_str!("../../../../examples/recipes/nvfp4-1d-weights.toml")),
+    ("nvfp4-4over6-weights", include_str!("../../../../examples/recipes/nvfp4-4over6-weights.toml")),
+    ("nvfp4-4over6-activations", include_str!("../../../../examples/recipes/nvfp4-4over6-activations.toml")),
+];
+
+/// All that `--ablations` runs.
+pub const ABLATIONS: [&str; 9] = [
+    BASELINE,
+    "nvfp4",
+    "nvfp4-no-hadamard",
+    "nvfp4-no-stochastic",
+    "nvfp4-1d-weights",
+    "nvfp4-4over6-weights",
+    "nvfp4-4over6-activations",
+    "nvfp4_4over6",
+    "nvfp4_row_scaled",
+];
+
+/// A recipe and what it is called in tables and files.
+#[derive(Clone)]
+pub struct Named {
+    pub name: String,
+    pub recipe: Recipe,
+}
+
+/// A recipe by its name, a preset, or a rule file, which is called by its file's name.
+pub fn find(text: &str) -> Result<Named> {
+    // The text has the cause in it; `anyhow!(error)` would say it twice.
+    let recipe = crate::recipe::read(text).map_err(|error| anyhow!("--recipe {error}"))?;
+    let name = Path::new(text).file_stem().map_or(text.to_string(), |stem| stem.to_string_lossy().into_owned());
+    Ok(Named { name, recipe })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_is_a_recipe() {
+        for (name, text) in NAMED {
+            assert_eq!(find(name).unwrap().recipe, Recipe::from_toml(text).unwrap());
+            assert!(text.contains(&format!("name = \"{name}\"")), "{name}");
+        }
+        ABLATIONS.iter().for_each(|name| assert_eq!(find(name).unwrap().name, *name));
+    }
+}
