@@ -43,6 +43,21 @@ impl Device {
     }
 }
 
+/// Where candle's tensors lie; an error that names what is missing.
+impl TryFrom<Device> for candle_core::Device {
+    type Error = anyhow::Error;
+
+    fn try_from(device: Device) -> anyhow::Result<Self> {
+        match device {
+            Device::Cpu => Ok(candle_core::Device::Cpu),
+            Device::Cuda(ordinal) if cfg!(feature = "nn-cuda") => Ok(candle_core::Device::new_cuda(ordinal)?),
+            Device::Cuda(_) => anyhow::bail!(
+                "--device cuda: this build trains on the CPU: build it with `--features nn-cuda`, which needs nvcc"
+            ),
+        }
+    }
+}
+
 impl FromStr for Device {
     type Err = String;
 

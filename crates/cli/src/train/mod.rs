@@ -9,6 +9,7 @@ mod text;
 mod threads;
 mod vocabulary;
 
+use crate::device::Device;
 use crate::progress::Voice;
 use crate::{convert, until_closed};
 use anyhow::{Result, bail, ensure};
@@ -92,6 +93,9 @@ pub struct Args {
     /// Stop at this step, as Ctrl-C does.
     #[arg(long, value_name = "STEP", requires = "checkpoint")]
     stop_at: Option<u64>,
+    /// Where to train: cpu, cuda or cuda:N.
+    #[arg(long, default_value_t = Device::Cpu)]
+    device: Device,
     /// Threads; runs share them [default: one per core].
     #[arg(long)]
     threads: Option<usize>,
@@ -154,7 +158,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 fn train(args: &Args, recipes: &[Named], threads: Threads) -> Result<Results> {
     let text = text::read(args.text.as_deref())?;
     let settings = args.settings(&text);
-    let corpus = Corpus::new(args.vocab.encode(&text)?, args.batch, args.context)?;
+    let corpus = Corpus::new(args.vocab.encode(&text)?, args.batch, args.context, args.device.try_into()?)?;
     let (show, stop) = (Show::new(if args.quiet { Voice::Quiet } else { Voice::Normal }), convert::interrupts()?);
     if !args.quiet {
         let (train, held_out) = corpus.sizes();

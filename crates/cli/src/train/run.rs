@@ -5,7 +5,7 @@ use super::results::{Point, RunResult, Settings};
 use super::show::Show;
 use super::text::Corpus;
 use anyhow::{Context, Result, bail};
-use candle_core::{DType, Device};
+use candle_core::DType;
 use candle_nn::{Optimizer, ParamsAdamW};
 use nvfp4_nn::{AdamW, Gpt, GptConfig, Session};
 use serde::{Deserialize, Serialize};
@@ -113,7 +113,7 @@ impl Training {
         let Settings { layers, width, heads, context, .. } = *job.settings;
         let session = Session::new(job.seed);
         let config = GptConfig { vocabulary: job.settings.vocabulary_size, context, layers, width, heads };
-        let model = Gpt::new(&session.place(DType::F32, &Device::Cpu), config)?;
+        let model = Gpt::new(&session.place(DType::F32, job.corpus.device()), config)?;
         session.apply(&job.recipe.recipe)?;
         let settings = ParamsAdamW { lr: job.settings.lr, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let optimizer = AdamW::new(session.parameters(), settings)?;

@@ -30,6 +30,7 @@ pub struct Corpus {
     held_out: Vec<u32>,
     batch: usize,
     context: usize,
+    device: Device,
 }
 
 /// Windows of a text and what follows each of their tokens, both [batch, context].
@@ -39,8 +40,8 @@ pub struct Batch {
 }
 
 impl Corpus {
-    /// Cuts a text into its two parts. Each must have enough for a batch.
-    pub fn new(mut tokens: Vec<u32>, batch: usize, context: usize) -> Result<Self> {
+    /// Cuts a text into its two parts, whose batches lie on a device. Each must have enough for a batch.
+    pub fn new(mut tokens: Vec<u32>, batch: usize, context: usize, device: Device) -> Result<Self> {
         let held_out = (tokens.len() / 10).min(MOST_HELD_OUT);
         let least = 10 * (batch * context + 1);
         ensure!(
@@ -50,7 +51,12 @@ impl Corpus {
             tokens.len()
         );
         let held_out = tokens.split_off(tokens.len() - held_out);
-        Ok(Corpus { train: tokens, held_out, batch, context })
+        Ok(Corpus { train: tokens, held_out, batch, context, device })
+    }
+
+    /// Where batches lie.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// How many tokens there are to train on, and how many are held out.
@@ -81,7 +87,7 @@ impl Corpus {
     fn windows(&self, text: &[u32], starts: impl Iterator<Item = usize> + Clone) -> Result<Batch> {
         let shifted = |by: usize| {
             let rows = starts.clone().flat_map(|start| &text[start + by..start + by + self.context]);
-            Tensor::from_vec(rows.copied().collect::<Vec<u32>>(), (self.batch, self.context), &Device::Cpu)
+            Tensor::from_vec(rows.copied().collect::<Vec<u32>>(), (self.batch, self.context), &self.device)
         };
         Ok(Batch { tokens: shifted(0)?, next: shifted(1)? })
     }
@@ -92,7 +98,7 @@ mod tests {
     use super::*;
 
     fn corpus() -> Corpus {
-        Corpus::new((0..1000).collect(), 2, 16).unwrap()
+        Corpus::new((0..1000).collect(), 2, 16, Device::Cpu).unwrap()
     }
 
     fn rows(tensor: &Tensor) -> Vec<Vec<u32>> {
@@ -128,8 +134,8 @@ mod tests {
 
     #[test]
     fn a_short_text_is_refused_with_how_long_it_must_be() {
-        let Err(error) = Corpus::new(vec![0; 320], 2, 16) else { panic!("accepted") };
+        let Err(error) = Corpus::new(vec![0; 320], 2, 16, Device::Cpu) else { panic!("accepted") };
         assert!(error.to_string().contains("320 tokens") && error.to_string().contains("at least 330"), "{error}");
-        assert!(Corpus::new(vec![0; 330], 2, 16).is_ok());
+        assert!(Corpus::new(vec![0; 330], 2, 16, Device::Cpu).is_ok());
     }
 }
