@@ -30,9 +30,11 @@ impl Threads {
         if std::env::var(VARIABLE).is_ok_and(|found| found == wanted) {
             return Ok(None);
         }
-        let program = std::env::current_exe().context("cannot find this program to start it with its threads")?;
+        // As it was called: where that is Python, the file behind the name would be an interpreter without its packages.
+        let mut words = std::env::args_os();
+        let program = words.next().context("cannot find this program to start it with its threads")?;
         let mut again = Command::new(program);
-        again.args(std::env::args_os().skip(1)).env(VARIABLE, wanted);
+        again.args(words).env(VARIABLE, wanted);
         start(again).map(Some)
     }
 }
