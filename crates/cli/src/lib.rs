@@ -32,7 +32,7 @@ use std::process::ExitCode;
 
 /// NVFP4: quantize, multiply and check, exact to the bit.
 #[derive(Parser)]
-#[command(version, about, arg_required_else_help = true)]
+#[command(name = "nvfp4", version, about, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -61,10 +61,10 @@ pub struct Args {
     #[arg(long, default_value_t = Vocabulary::Bytes)]
     vocab: Vocabulary,
     /// Layers.
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 2)]
     layers: usize,
     /// Features of a token.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 256)]
     width: usize,
     /// Heads of attention.
     #[arg(long, default_value_t = 4)]
@@ -73,7 +73,7 @@ pub struct Args {
     #[arg(long, default_value_t = 64)]
     context: usize,
     /// Sequences in a step.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 4)]
     batch: usize,
     /// The largest learning rate.
     #[arg(long, default_value_t = 1e-3)]

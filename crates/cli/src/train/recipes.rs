@@ -18,14 +18,12 @@ pub const NAMED: [(&str, &str); 6] = [
 ];
 
 /// All that `--ablations` runs.
-pub const ABLATIONS: [&str; 9] = [
+pub const ABLATIONS: [&str; 7] = [
     BASELINE,
     "nvfp4",
     "nvfp4-no-hadamard",
     "nvfp4-no-stochastic",
     "nvfp4-1d-weights",
-    "nvfp4-4over6-weights",
-    "nvfp4-4over6-activations",
     "nvfp4_4over6",
     "nvfp4_row_scaled",
 ];
