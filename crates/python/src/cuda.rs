@@ -376,6 +376,19 @@ pub fn to_host(py: Python<'_>, held: &Held) -> PyResult<nvfp4::QuantTensor> {
     py.detach(|| held.tensor.to_host(&gpu)).or_raise()
 }
 
+/// A copy of a tensor in memory of its own.
+pub fn copied(py: Python<'_>, held: &Arc<Held>) -> PyResult<Held> {
+    let made = |side| -> PyResult<Option<Direction>> {
+        let Ok(direction) = held.tensor.direction(side) else { return Ok(None) };
+        let like = twin(direction)?;
+        let arrays = parts::take_apart(py, &crate::device::Held::Cuda(Arc::clone(held)), side, Framework::Torch)?;
+        let arrays = arrays.iter().map(|array| array.call_method0("clone")).collect::<PyResult<Vec<_>>>()?;
+        self::direction(&like, (direction.rows(), direction.cols()), &arrays, held.id).map(Some)
+    };
+    let (row, col) = (made(Side::Row)?, made(Side::Column)?);
+    Ok(Held { tensor: QuantTensor::from_parts(held.tensor.shape(), row, col).or_raise()?, id: held.id })
+}
+
 /// A direction of the host without rows, which has the settings of one on a GPU.
 pub fn twin(direction: &Direction) -> PyResult<nvfp4::Direction> {
     Ok(match direction {

@@ -15,6 +15,7 @@ use nvfp4::recipe::{Format, Nvfp4, QuantSpec, SpecQuantizer};
 use nvfp4::{Options, Randomness, Signs, Transform};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
 use std::sync::Arc;
 
 /// A checked set of choices that turns arrays into quantized tensors.
@@ -179,6 +180,14 @@ impl Quantizer {
     #[getter]
     fn spec(&self) -> String {
         self.spec.to_string()
+    }
+
+    /// What a pickle keeps: the settings.
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
+        let settings = PyDict::new(py);
+        settings.set_item("spec", self.spec())?;
+        settings.set_item("directions", self.directions())?;
+        Ok((PyTuple::empty(py), settings))
     }
 
     fn __call__(&self, x: &Bound<'_, PyAny>) -> PyResult<QuantTensor> {

@@ -67,3 +67,9 @@ def quantize(x, *, seed=None, offset=None, generator=None, amax=None, column_ama
 def dequantize(q: QuantTensor, dtype="float32", *, side: str = "row"):
     """The decoded values of a quantized tensor."""
     return q.dequantize(dtype, side=side)
+
+
+def _restored(data: bytes, torch: bool) -> QuantTensor:
+    """What pickles of a tensor call: the tensor of its bytes, with arrays of torch or numpy."""
+    tensor = QuantTensor.from_bytes(data)
+    return tensor.as_torch() if torch else tensor
