@@ -139,7 +139,8 @@ impl Quantizer {
     /// Quantizes an array of float32, bfloat16 or float16: numpy's, torch's, or anything else with DLPack.
     ///
     /// Stochastic rounding draws from (seed, offset, position) alone, so that the same call gives the same bytes on every machine; a
-    /// generator hands out offsets that do not overlap. An amax that is known, one number or one per row, is taken as it is.
+    /// generator hands out offsets that do not overlap. An amax that is known, one number or one per row, is taken as it is: float32, or
+    /// another type whose number float32 has; a number of Python is rounded to float32.
     #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None))]
     #[allow(clippy::too_many_arguments)]
     pub fn quantize(
