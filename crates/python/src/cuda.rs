@@ -130,6 +130,10 @@ pub struct Given<'py> {
     pub amax: Option<Bound<'py, PyAny>>,
     /// The column direction's amax.
     pub column_amax: Option<Bound<'py, PyAny>>,
+    /// The scale of delayed scaling.
+    pub scale: Option<Bound<'py, PyAny>>,
+    /// The column direction's, where it has one of its own.
+    pub column_scale: Option<Bound<'py, PyAny>>,
 }
 
 /// Numbers on a GPU that are borrowed, or were copied there.
@@ -163,22 +167,33 @@ fn floats(gpu: &Gpu, id: i32, x: &Bound<'_, PyAny>) -> PyResult<Numbers<f32>> {
     Ok(Numbers::Copied(gpu.upload(&values).or_raise()?))
 }
 
-/// Quantizes an array on a GPU.
-pub fn quantize(py: Python<'_>, maker: &SpecQuantizer, array: &Array, id: i32, given: Given<'_>) -> PyResult<Held> {
+/// Quantizes an array on a GPU: the tensor, and the amaxes that delayed scaling is to remember.
+pub fn quantize<'py>(
+    py: Python<'py>,
+    maker: &SpecQuantizer,
+    array: &Array,
+    id: i32,
+    given: Given<'py>,
+) -> PyResult<(Held, [Option<Bound<'py, PyAny>>; 2])> {
     let gpu = gpu(py, id)?;
     let numbers = |amax: Option<Bound<'_, PyAny>>| amax.map(|amax| floats(&gpu, id, &amax)).transpose();
     let (row_amax, col_amax) = (numbers(given.amax)?, numbers(given.column_amax)?);
+    let (row_scale, col_scale) = (numbers(given.scale)?, numbers(given.column_scale)?);
     let offset = given.seed.map(|(seed, offset)| Ok::<_, PyErr>((seed, Place64::of(&offset, id)?))).transpose()?;
     let options = Options {
         randomness: offset.as_ref().map(|(seed, offset)| Randomness { seed: *seed, offset: offset.offset() }),
         row_amax: row_amax.as_ref().map(Numbers::slice),
         col_amax: col_amax.as_ref().map(Numbers::slice),
+        row_scale: row_scale.as_ref().map(Numbers::slice),
+        col_scale: col_scale.as_ref().map(Numbers::slice),
     };
     let x = input(array).ok_or_else(|| PyValueError::new_err("the tensor's memory is not aligned; clone it"))?;
     let made = py.detach(|| maker.observe_on(&gpu, &x, &options)).or_raise()?;
-    let Observed { tensor, .. } = made;
+    let Observed { tensor, row_amax, col_amax } = made;
     let (row, col) = tensor.into_directions();
-    Ok(Held { tensor: QuantTensor::from_parts(&array.tensor().shape, row, col).or_raise()?, id })
+    let held = Held { tensor: QuantTensor::from_parts(&array.tensor().shape, row, col).or_raise()?, id };
+    let seen = |amax: Option<Memory>| amax.map(|amax| shown(py, amax, id, Precision::F32, &[1])).transpose();
+    Ok((held, [seen(row_amax)?, seen(col_amax)?]))
 }
 
 /// An offset that is known now, or one that the GPU reads when the work runs.

@@ -6,9 +6,10 @@ from typing import Any, Callable, List, Optional
 
 from torch import Tensor
 
+import nvfp4
 import nvfp4.torch
 
-from ._recipe import Region, region
+from ._recipe import region
 
 
 class _Follows:
@@ -16,13 +17,19 @@ class _Follows:
 
     use_recipe: Callable[[Any], None]
     amax_group: Any
-    _followed: Optional[Region] = None
+    _followed: Optional[nvfp4.Recipe] = None
+
+    def __getstate__(self):
+        # The next call finds out what to follow: recipes are not part of what is saved.
+        return {name: value for name, value in self.__dict__.items() if name != "_followed"}
 
     def follow(self) -> None:
         here = region()
-        if self._followed is None or self._followed.recipe != here.recipe:
+        if self._followed is None or self._followed != here.recipe:
             self.use_recipe(here.recipe)
-        self._followed, self.amax_group = here, here.group
+        self._followed, self.amax_group = here.recipe, here.group
+        if here.used is not None:
+            here.used[id(self)] = self
 
 
 class Linear(_Follows, nvfp4.torch.Linear):

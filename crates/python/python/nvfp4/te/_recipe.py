@@ -6,9 +6,12 @@ import contextlib
 import contextvars
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional
+
+import torch
 
 import nvfp4
+from nvfp4.torch._delayed import update
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Region(NamedTuple):
 
     recipe: nvfp4.Recipe
     group: Any = None
+    used: Optional[Dict[int, Any]] = None  # the modules that were, by identity
 
 
 _HIGH_PRECISION = Region(nvfp4.Recipe("high_precision"))
@@ -113,20 +117,26 @@ def region() -> Region:
 def autocast(enabled: bool = True, recipe: Any = None, amax_reduction_group: Any = None, calibrating: bool = False):
     """Inside, modules compute in the formats of a recipe: one of this module's, an ``nvfp4.Recipe`` or a preset's name.
 
-    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Calibration has nothing to do in these formats.
+    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Calibration has nothing to do in these formats. At the end of
+    an outermost region, unless gradients are off, delayed scaling moves on, with the amaxes of this forward pass and of the last backward pass.
     """
     del calibrating
+    used = region().used
+    outermost = used is None
+    used = {} if used is None else used
     if not enabled:
-        new = _HIGH_PRECISION
+        new = _HIGH_PRECISION._replace(used=used)
     else:
         recipe = NVFP4BlockScaling() if recipe is None else recipe
         if isinstance(recipe, str):
             recipe = nvfp4.Recipe(recipe)
         elif not isinstance(recipe, nvfp4.Recipe):
             recipe = recipe.recipe()
-        new = Region(recipe, amax_reduction_group)
+        new = Region(recipe, amax_reduction_group, used)
     token = _region.set(new)
     try:
         yield
     finally:
         _region.reset(token)
+    if outermost and torch.is_grad_enabled():
+        update(used.values())
