@@ -43,7 +43,10 @@ class Linear(_Follows, nvfp4.torch.Linear):
             in_features, out_features, bias, device, params_dtype, recipe="high_precision", path=name or "linear"
         )
 
-    def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Tensor:
+    # The arguments are TransformerEngine's.
+    def forward(  # type: ignore[override]
+        self, inp: Tensor, is_first_microbatch: Optional[bool] = None
+    ) -> Tensor:
         self.follow()
         return super().forward(inp)
 
