@@ -174,7 +174,7 @@ def test_another_recipe_keeps_what_has_the_same_rule():
     assert module.delayed.input.history.shape == (1024,) and all(b.item() == 1 for n, b in buffers(module).items() if "scale" in n)
 
 
-def test_autocast_moves_on_at_its_end():
+def test_autocast_moves_on_from_region_to_region():
     module, layer = nvfp4.torch.Linear(64, 48, recipe=SHORT), te.Linear(64, 48, name="fc")
     layer.load_state_dict(module.state_dict())  # before its first region: it is kept until the recipe is known
     for number in range(4):
@@ -192,7 +192,44 @@ def test_autocast_moves_on_at_its_end():
         with torch.no_grad(), te.autocast(recipe=SHORT):
             layer(100 * data(number))
         assert torch.equal(module.delayed.input.scale, layer.delayed.input.scale)
-    assert same(step(copy.deepcopy(layer), data(1)), step(layer, data(1)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", [SHORT, nvfp4.Recipe("nvfp4"), nvfp4.Recipe("mxfp8")], ids=repr)
+def test_what_te_computes_again_is_what_it_computed(recipe, reentrant):
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(te.Linear(64, 64, name="fc1"), torch.nn.GELU(), te.Linear(64, 64, name="fc2"))
+    again = copy.deepcopy(plain)
+    for number in range(3):
+        results = []
+        for module, run in ((plain, plain), (again, lambda x: te.checkpoint(again, x, use_reentrant=reentrant))):
+            torch.manual_seed(number)
+            module.zero_grad()
+            x = data(number).requires_grad_()
+            with te.autocast(recipe=recipe):
+                y = run(x)
+            (y * data(100 + number)).sum().backward()
+            results.append([y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())])
+        assert same(*results) and same(list(plain.buffers()), list(again.buffers()))
+
+
+def test_a_step_that_was_saved_or_copied_ends_too(tmp_path):
+    def train(layer, number):
+        x = data(number).requires_grad_()
+        with te.autocast(recipe=SHORT):
+            y = layer(x)
+        y.backward(data(number)[:, :48])
+        return [y.detach(), x.grad]
+
+    layer, loaded = te.Linear(64, 48, name="fc"), te.Linear(64, 48, name="fc")
+    train(layer, 0)
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    copied = copy.deepcopy(layer)
+    for number in (1, 2):
+        expected = train(layer, number)
+        assert same(expected, train(loaded, number)) and same(expected, train(copied, number))
+    assert same(list(layer.buffers()), list(loaded.buffers())) and same(list(layer.buffers()), list(copied.buffers()))
 
 
 def test_a_rule_that_nobody_knows():

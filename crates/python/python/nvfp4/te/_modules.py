@@ -8,8 +8,9 @@ from torch import Tensor
 
 import nvfp4
 import nvfp4.torch
+from nvfp4.torch._delayed import update
 
-from ._recipe import region
+from ._recipe import Step, region
 
 
 class _Follows:
@@ -18,18 +19,25 @@ class _Follows:
     use_recipe: Callable[[Any], None]
     amax_group: Any
     _followed: Optional[nvfp4.Recipe] = None
+    _step: Optional[Step] = None
 
     def __getstate__(self):
-        # The next call finds out what to follow: recipes are not part of what is saved.
-        return {name: value for name, value in self.__dict__.items() if name != "_followed"}
+        # The next call finds out what to follow: that is no part of what is saved or copied.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_followed", "_step")}
 
     def follow(self) -> None:
-        here = region()
+        here, before = region(), self._step
+        begins = here.step is not None and here.step is not before
+        if begins and before is not None:
+            before.end()
         if self._followed is None or self._followed != here.recipe:
             self.use_recipe(here.recipe)
         self._followed, self.amax_group = here.recipe, here.group
-        if here.used is not None:
-            here.used[id(self)] = self
+        if begins and before is None:
+            update([self])  # what it saw before it was saved or copied, if it was
+        if begins and here.step is not None:
+            self._step = here.step
+            here.step.modules[id(self)] = self
 
 
 class Linear(_Follows, nvfp4.torch.Linear):

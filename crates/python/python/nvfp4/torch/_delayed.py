@@ -160,7 +160,7 @@ def update_scales(model: torch.nn.Module) -> None:
     update(module for module in model.modules() if isinstance(module, Delays))
 
 
-def update(layers: Iterable[Delays]) -> None:
+def update(layers: Iterable[Any]) -> None:
     """Ends a step of these layers."""
     groups: Dict[Any, List[Scale]] = {}
     for layer in layers:

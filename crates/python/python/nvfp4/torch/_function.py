@@ -68,8 +68,9 @@ def _quantized(
     if format.rounding != "stochastic":
         offset = None
     if kept is not None:
-        parts = quantize_delayed(x, format.spec, format.directions, seed, offset, kept.scale, kept.column_scale)
-        return kept.note(parts)
+        return kept.note(
+            quantize_delayed(x, format.spec, format.directions, seed, offset, kept.scale, kept.column_scale)
+        )
     if group is None or format.shared == ("nothing", "nothing"):
         return quantize(x, format.spec, format.directions, seed, offset, None, None)
     if "tensor" in format.shared and format.spec.endswith(" from row"):
