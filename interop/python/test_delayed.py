@@ -159,6 +159,13 @@ def test_its_numbers_stay_float32():
     assert module.weight.dtype == torch.bfloat16
     assert all(torch.equal(before[name], buffer) and buffer.dtype == torch.float32 for name, buffer in buffers(module).items())
     step(module, data(2).bfloat16())
+    with torch.device("meta"):
+        module = nvfp4.torch.Linear(64, 48, recipe=SHORT)
+    module.to_empty(device="cpu")
+    assert {name: buffer.tolist() for name, buffer in buffers(module).items() if "input" in name} == {
+        "delayed.input.scale": [1.0],
+        "delayed.input.history": [0.0, 0.0, 0.0],
+    }
 
 
 def test_another_recipe_keeps_what_has_the_same_rule():

@@ -59,10 +59,14 @@ class Scale(torch.nn.Module):
         self.register_buffer("history", torch.zeros(steps, dtype=torch.float32, device=device))
 
     def _apply(self, fn, recurse=True):
-        kept = dict(self._buffers)
+        scale, history = self.scale, self.history
         super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():  # to another device, but never to another type
-            self._buffers[name] = kept[name].to(buffer.device)
+        device = self.scale.device
+        if scale.is_meta:  # which has no numbers to take along
+            self.scale = torch.ones(1, dtype=torch.float32, device=device)
+            self.history = torch.zeros(history.shape, dtype=torch.float32, device=device)
+        else:  # to another device, but never to another type
+            self.scale, self.history = scale.to(device), history.to(device)
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
