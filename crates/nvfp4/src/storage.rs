@@ -321,16 +321,14 @@ pub fn load(path: &Path) -> Result<BTreeMap<String, QuantTensor>> {
     TENSORS.read(path, read_tensors)
 }
 
-/// Reads the tensor of [`to_bytes`], as warily as [`load`] reads a file.
+/// Reads the tensor of [`to_bytes`], or of a file that has one alone, as warily as [`load`] reads a file.
 pub fn from_bytes(bytes: &[u8]) -> Result<QuantTensor> {
     let path = Path::new(MEMORY);
     let mut tensors = TENSORS.decode(path, bytes, read_tensors)?;
-    match (tensors.remove(ALONE), tensors.len()) {
-        (Some(tensor), 0) => Ok(tensor),
-        (found, others) => {
-            let reason = format!("expected one tensor, got {}", others + usize::from(found.is_some()));
-            Err(Error::Format { path: path.to_path_buf(), reason })
-        }
+    let count = tensors.len();
+    match tensors.pop_first() {
+        Some((_, tensor)) if count == 1 => Ok(tensor),
+        _ => Err(Error::Format { path: path.to_path_buf(), reason: format!("expected one tensor, got {count}") }),
     }
 }
 
