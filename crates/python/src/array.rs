@@ -234,7 +234,7 @@ fn exact(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
     let narrow = |number: f64| match number as f32 {
         same if f64::from(same) == number || number.is_nan() => Ok(same),
         near => {
-            let dtype = x.getattr("dtype")?;
+            let (dtype, near) = (x.getattr("dtype")?, f64::from(near));
             Err(PyTypeError::new_err(format!(
                 "expected float32, got {dtype} with {number:?}, which float32 does not have (the nearest is {near:?}); \
                  cast the array first"

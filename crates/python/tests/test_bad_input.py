@@ -78,6 +78,11 @@ def test_an_amax_that_would_be_rounded_unseen_is_refused(inexact):
         nvfp4.matmul(X, nvfp4.quantize(X), bias=np.full(16, inexact))
 
 
+def test_the_message_shows_both_numbers():
+    with pytest.raises(TypeError, match=r"with 0\.1, which float32 does not have \(the nearest is 0\.10000000149011612\)"):
+        nvfp4.quantize(X, amax=np.array([0.1]))
+
+
 def test_amaxes_that_float32_has_are_taken_from_any_type():
     expected = nvfp4.quantize(X, amax=2.5)
     for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
