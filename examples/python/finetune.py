@@ -71,6 +71,7 @@ def train(model: nn.Module, text: str, steps: int, rate: float) -> list:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        nvfp4.torch.update_scales(model)  # for recipes with delayed scaling; others have nothing to update
         losses.append(loss.item())
     return losses
 

@@ -6,7 +6,9 @@ needs torch 2.10 or newer with CUDA and a wheel of this package with the feature
 check and ends with an error if one fails.
 """
 
+import copy
 import multiprocessing
+import pickle
 import statistics
 import time
 
@@ -62,7 +64,10 @@ def bits():
 
 
 def products():
-    """Sums on a GPU are within `nvfp4_spec::gemm::bound` of the exact ones: (K + 8)·2⁻²² of the sum of magnitudes."""
+    """Sums on a GPU are within `nvfp4_spec::gemm::bound` of the exact ones: (K + 8)·2⁻²² of the sum of magnitudes.
+
+    Tensor cores need K·2⁻²² of that. The rest, 32 roundings, is more than decoding does here (3 for each operand) and scales do there (4).
+    """
     a, b = torch.randn(128, 512).bfloat16(), torch.randn(256, 512).bfloat16()
     for left, name in ((nvfp4.quantize(a), "nvfp4"), (a, "bf16")):
         values = (left.dequantize() if name == "nvfp4" else left).double()
@@ -76,11 +81,39 @@ def products():
 def modules():
     """Every recipe trains a step, and compiles."""
     for recipe in nvfp4.Recipe.presets():
-        if recipe == "delayed_scaling":
-            continue
         module = nvfp4.torch.Linear(256, 128, recipe=recipe, device="cuda", dtype=torch.bfloat16)
         module(torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
         check(f"a step of {recipe}", bool(module.weight.grad.isfinite().all()))
+
+
+def delayed():
+    """Scales of earlier steps are read on the GPU, and what they are made from is found there."""
+    host = torch.randn(256, 512)
+    x = host.cuda()
+    for spec in ("fp8-delayed", "fp8-delayed / mxfp8", "mxfp8 / fp8-delayed"):
+        quantizer = nvfp4.Quantizer(spec=spec, directions="both")
+        name = "column_scale" if spec.startswith("mxfp8") else "scale"
+        q, *amaxes = quantizer.observe(x, **{name: torch.tensor([3.7], device="cuda")})
+        expected, *others = quantizer.observe(host, **{name: torch.tensor([3.7])})
+        same = [(a is None and b is None) or (a.is_cuda and torch.equal(a.cpu(), b)) for a, b in zip(amaxes, others)]
+        check(f"{spec} with a scale on the GPU", q == expected and all(same))
+    gpu = nvfp4.torch.Linear(512, 128, recipe="delayed_scaling", device="cuda")
+    cpu = nvfp4.torch.Linear(512, 128, recipe="delayed_scaling")
+    cpu.load_state_dict(gpu.state_dict())
+    for module, tokens in ((gpu, x), (cpu, host)):
+        module(tokens).backward(tokens[:, :128])
+        nvfp4.torch.update_scales(module)
+    state = gpu.state_dict()
+    check("the state after a step", all(torch.equal(state[name].cpu(), buffer) for name, buffer in cpu.named_buffers()))
+
+
+def copies():
+    """A deep copy stays on the GPU, a pickle arrives in the host's memory."""
+    for spec in SPECS + ["nvfp4(hadamard)", "nvfp4(row-scaled)"]:
+        q = nvfp4.Quantizer(spec=spec, directions="both").quantize(torch.randn(256, 512, device="cuda"))
+        twin, pickled = copy.deepcopy(q), pickle.loads(pickle.dumps(q))
+        check(f"{spec} copied", twin == q and twin.codes.is_cuda and twin.codes.data_ptr() != q.codes.data_ptr())
+        check(f"{spec} pickled", pickled == q and not pickled.codes.is_cuda)
 
 
 def graphs():
@@ -173,6 +206,6 @@ def overhead():
 
 if __name__ == "__main__":
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    for part in (bits, products, graphs, modules, bad_input, overhead):
+    for part in (bits, products, delayed, copies, graphs, modules, bad_input, overhead):
         part()
     print("all checks passed")

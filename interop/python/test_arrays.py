@@ -1,10 +1,13 @@
 """Torch tensors in and out, without copies."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
 import nvfp4
+import nvfp4.torch  # makes quantized tensors known to torch.load
 
 
 @pytest.fixture
@@ -70,6 +73,24 @@ def test_capsules_are_consumed_once(x):
     torch.utils.dlpack.from_dlpack(capsule)
     with pytest.raises(ValueError, match="consumed already"):
         nvfp4.quantize(capsule)
+
+
+@pytest.mark.parametrize("spec", ["nvfp4(hadamard)", "mxfp8", "fp8-block", "mxfp8 / high-precision from row"])
+def test_torch_saves_loads_and_sends_them(x, spec, tmp_path):
+    q = nvfp4.Quantizer(spec=spec, directions="both").quantize(x.bfloat16())
+    torch.save({"weights": [q], "x": x}, tmp_path / "q.pt")
+    for weights_only in (True, False):
+        again = torch.load(tmp_path / "q.pt", weights_only=weights_only)
+        assert again["weights"] == [q] and isinstance(again["weights"][0].row.parts[0], torch.Tensor)
+        assert torch.equal(again["x"], x)
+    copied = copy.deepcopy(q)
+    assert copied == q and not {p.data_ptr() for p in copied.row.parts} & {p.data_ptr() for p in q.row.parts}
+    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(sent, (q,)) == q
+
+
+def sent(q):
+    return q
 
 
 def test_memory_is_given_back(x):

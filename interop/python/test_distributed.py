@@ -5,8 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import nvfp4
 import nvfp4.te
 import nvfp4.torch
+from nvfp4.torch._formats import Format
+from nvfp4.torch._function import _quantized
 
 
 def worker(rank, folder):
@@ -23,21 +26,55 @@ def worker(rank, folder):
     y.sum().backward()
     q = nvfp4.te.NVFP4Quantizer(with_amax_reduction=True, with_rht=True, with_post_rht_amax=True)(mine)
     amaxes = torch.cat([q._amax_rowwise, q._amax_columnwise])
-    torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes], f"{folder}/{rank}.pt")
+    rows = nvfp4.te.NVFP4Quantizer(with_amax_reduction=True, row_scaled_nvfp4=True)(mine)
+    assert torch.equal(rows._amax_rowwise, mine.detach().abs().amax(1))
+    assert torch.equal(rows._amax_columnwise, whole.abs().amax(0))
+    for spec in SPECS:
+        assert shares_of_the_whole(spec, whole, rank), spec
+    with pytest.raises(ValueError, match="leave out 'from row'"):
+        quantized("mxfp8 / fp8 from row", mine, dist.group.WORLD)
+    scales = delayed(whole, rank)
+    torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes, scales], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+SPECS = ["nvfp4", "nvfp4(hadamard)", "nvfp4(row-scaled)", "fp8", "mxfp8", "fp8 / nvfp4", "mxfp8 / nvfp4(row-scaled)", "high-precision"]
+
+
+def quantized(spec, x, group):
+    format = Format.of(nvfp4.Quantizer(spec=spec, directions="both"))
+    parts = _quantized(x, format, group=group)
+    return nvfp4.QuantTensor.from_parts(spec, x.shape, row=parts[: format.row], column=parts[format.row :])
+
+
+def shares_of_the_whole(spec, whole, rank):
+    """Whether a worker's tensor is its part of the one that a single process would make."""
+    mine, begin, end = whole[rank * 32 : rank * 32 + 32], rank * 32, rank * 32 + 32
+    ours, theirs = quantized(spec, mine, dist.group.WORLD), quantized(spec, whole, None)
+    return torch.equal(ours.dequantize(), theirs.dequantize()[begin:end]) and torch.equal(
+        ours.dequantize(side="column"), theirs.dequantize(side="column")[:, begin:end]
+    )
+
+
+def delayed(whole, rank):
+    """The scales of delayed scaling after a step, each worker on its own tokens; a single process has those of all of them."""
+    torch.manual_seed(1)
+    module = nvfp4.torch.reduce_amaxes(nvfp4.torch.Linear(64, 48, recipe="delayed_scaling"))
+    alone = nvfp4.torch.Linear(64, 48, recipe="delayed_scaling")
+    alone.load_state_dict(module.state_dict())
+    for layer, x in ((module, whole[rank * 32 : rank * 32 + 32]), (alone, whole)):
+        y = layer(x)
+        y.backward(x[:, :48])
+        nvfp4.torch.update_scales(layer)
+    return dict(module.named_buffers()), dict(alone.named_buffers())
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_workers_quantize_with_the_scale_of_the_whole_batch(tmp_path):
     mp.spawn(worker, (str(tmp_path),), nprocs=2)
-    (first, local, a), (second, _, b) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    (first, local, a, scales), (second, _, b, others) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first and second, "each has the rows that a single process would have"
     assert not local, "which it would not have by itself"
     assert torch.equal(a, b)
-
-
-def test_formats_without_one_amax_are_refused():
-    module = nvfp4.torch.Linear(64, 48, recipe="mxfp8")
-    module.amax_group = object()
-    with pytest.raises(ValueError, match="no single amax"):
-        module(torch.randn(32, 64))
+    for ours, whole in (scales, others):
+        assert ours.keys() == whole.keys() and all(torch.equal(ours[name], whole[name]) for name in whole)

@@ -33,6 +33,12 @@ pub(crate) type Checked<T> = std::result::Result<T, String>;
 impl Container {
     /// Writes a file of a version, which is replaced if it exists.
     pub fn write(&self, path: &Path, version: &str, parts: &[Part], index: &impl Serialize) -> Result<()> {
+        let bytes = self.encode(path, version, parts, index)?;
+        std::fs::write(path, bytes).map_err(|source| Error::Io { path: path.to_path_buf(), source })
+    }
+
+    /// The bytes of a file of a version. `path` is what errors call it.
+    pub fn encode(&self, path: &Path, version: &str, parts: &[Part], index: &impl Serialize) -> Result<Vec<u8>> {
         let invalid = |source| Error::Safetensors { path: path.to_path_buf(), source };
         let views = parts
             .iter()
@@ -42,8 +48,7 @@ impl Container {
         let json = json.map_err(|e| Error::Format { path: path.to_path_buf(), reason: e.to_string() })?;
         let metadata = [("format", self.format.to_string()), ("version", version.to_string()), (self.index, json)];
         let metadata: HashMap<String, String> = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
-        let bytes = safetensors::serialize(views, Some(metadata)).map_err(invalid)?;
-        std::fs::write(path, bytes).map_err(|source| Error::Io { path: path.to_path_buf(), source })
+        safetensors::serialize(views, Some(metadata)).map_err(invalid)
     }
 
     /// Reads a file of this kind; `content` gets its tensors, its version and its index.
@@ -53,9 +58,19 @@ impl Container {
         content: impl FnOnce(&SafeTensors<'_>, &str, I) -> Checked<T>,
     ) -> Result<T> {
         let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+        self.decode(path, &bytes, content)
+    }
+
+    /// Reads the bytes of a file of this kind. `path` is what errors call it.
+    pub fn decode<I: DeserializeOwned, T>(
+        &self,
+        path: &Path,
+        bytes: &[u8],
+        content: impl FnOnce(&SafeTensors<'_>, &str, I) -> Checked<T>,
+    ) -> Result<T> {
         let invalid = |source| Error::Safetensors { path: path.to_path_buf(), source };
-        let (header_len, header) = SafeTensors::read_metadata(&bytes).map_err(invalid)?;
-        let file = SafeTensors::deserialize(&bytes).map_err(invalid)?;
+        let (header_len, header) = SafeTensors::read_metadata(bytes).map_err(invalid)?;
+        let file = SafeTensors::deserialize(bytes).map_err(invalid)?;
         let metadata = header.metadata().clone().unwrap_or_default();
         // The header follows its own length, in 8 bytes.
         unique_keys(&bytes[8..][..header_len])

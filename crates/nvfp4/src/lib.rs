@@ -58,7 +58,7 @@ pub use nvfp4_spec::hadamard::Signs;
 pub use nvfp4_spec::scale::Unit;
 pub use nvfp4_spec::{Bound, Edge, Element, ErrorPath, GlobalScale, Metric, Precision, Profile, ScaleRule, Tile};
 pub use quantizer::{Directions, Finite, Options, Quantizer, QuantizerBuilder, Rounding, Transform};
-pub use storage::{load, save};
+pub use storage::{from_bytes, load, save, to_bytes};
 pub use tensor::{QuantTensor, Side, Update};
 pub use tensor_ref::TensorRef;
 

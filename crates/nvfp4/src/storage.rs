@@ -180,35 +180,70 @@ impl Nvfp4Entry {
 
 /// Writes named tensors to a file, which is replaced if it exists.
 pub fn save<'a>(path: &Path, tensors: impl IntoIterator<Item = (&'a str, &'a QuantTensor)>) -> Result<()> {
-    let (mut entries, mut parts) = (BTreeMap::new(), Vec::new());
-    let mut version = NVFP4_ALONE;
-    for (name, tensor) in tensors {
-        let entry = TensorEntry {
-            shape: tensor.shape.clone(),
-            row: tensor.row.as_ref().map(|d| DirectionEntry::of(d, None)),
-            col: tensor.col.as_ref().map(|d| DirectionEntry::of(d, tensor.row.as_ref())),
-        };
-        if entries.insert(name, entry).is_some() {
-            let reason = format!("two tensors are named '{name}'");
-            return Err(Error::Format { path: path.to_path_buf(), reason });
-        }
-        for (side, direction, row) in [("row", &tensor.row, None), ("col", &tensor.col, tensor.row.as_ref())] {
-            let prefix = format!("{name}.{side}");
-            match direction {
-                None => {}
-                Some(Direction::Nvfp4(d)) => parts.extend(nvfp4_parts(d, &prefix)),
-                Some(Direction::Fp8(d)) => {
-                    version = ALL_FORMATS;
-                    parts.extend(fp8_parts(d, &prefix));
-                }
-                Some(Direction::Plain(d)) => {
-                    version = ALL_FORMATS;
-                    parts.extend((place(d, row) != Place::Row).then(|| plain_part(d, &prefix)));
+    let Content { version, parts, entries } = Content::of(path, tensors)?;
+    TENSORS.write(path, version, &parts, &entries)
+}
+
+/// The bytes of a file with this tensor alone, for what is sent and not stored. [`from_bytes`] reads them.
+///
+/// ```
+/// use nvfp4::{Quantizer, TensorRef, from_bytes, to_bytes};
+///
+/// let q = Quantizer::default().quantize(&TensorRef::new(&[0.5f32; 32][..], &[2, 16])?)?;
+/// assert_eq!(from_bytes(&to_bytes(&q)?)?, q);
+/// # Ok::<(), nvfp4::Error>(())
+/// ```
+pub fn to_bytes(tensor: &QuantTensor) -> Result<Vec<u8>> {
+    let path = Path::new(MEMORY);
+    let Content { version, parts, entries } = Content::of(path, [(ALONE, tensor)])?;
+    TENSORS.encode(path, version, &parts, &entries)
+}
+
+/// What errors call bytes that are in no file.
+const MEMORY: &str = "the bytes of a tensor";
+/// The name of a tensor that is alone.
+const ALONE: &str = "tensor";
+
+/// What a file holds.
+struct Content<'a> {
+    version: &'static str,
+    parts: Vec<Part>,
+    entries: BTreeMap<&'a str, TensorEntry>,
+}
+
+impl<'a> Content<'a> {
+    /// `path` is what errors call it.
+    fn of(path: &Path, tensors: impl IntoIterator<Item = (&'a str, &'a QuantTensor)>) -> Result<Self> {
+        let (mut entries, mut parts) = (BTreeMap::new(), Vec::new());
+        let mut version = NVFP4_ALONE;
+        for (name, tensor) in tensors {
+            let entry = TensorEntry {
+                shape: tensor.shape.clone(),
+                row: tensor.row.as_ref().map(|d| DirectionEntry::of(d, None)),
+                col: tensor.col.as_ref().map(|d| DirectionEntry::of(d, tensor.row.as_ref())),
+            };
+            if entries.insert(name, entry).is_some() {
+                let reason = format!("two tensors are named '{name}'");
+                return Err(Error::Format { path: path.to_path_buf(), reason });
+            }
+            for (side, direction, row) in [("row", &tensor.row, None), ("col", &tensor.col, tensor.row.as_ref())] {
+                let prefix = format!("{name}.{side}");
+                match direction {
+                    None => {}
+                    Some(Direction::Nvfp4(d)) => parts.extend(nvfp4_parts(d, &prefix)),
+                    Some(Direction::Fp8(d)) => {
+                        version = ALL_FORMATS;
+                        parts.extend(fp8_parts(d, &prefix));
+                    }
+                    Some(Direction::Plain(d)) => {
+                        version = ALL_FORMATS;
+                        parts.extend((place(d, row) != Place::Row).then(|| plain_part(d, &prefix)));
+                    }
                 }
             }
         }
+        Ok(Content { version, parts, entries })
     }
-    TENSORS.write(path, version, &parts, &entries)
 }
 
 fn part(prefix: &str, what: &str, dtype: Dtype, shape: Vec<usize>, bytes: Vec<u8>) -> Part {
@@ -283,13 +318,30 @@ fn shapes(rows: usize, cols: usize, layout: Layout, scale_len: usize) -> [Vec<us
 /// Reads all tensors of a file. Nothing is taken on trust: a type, shape, scale or setting that [`save`] would not have
 /// written is an error that names the file and the tensor.
 pub fn load(path: &Path) -> Result<BTreeMap<String, QuantTensor>> {
-    TENSORS.read(path, |file, version, entries: BTreeMap<String, TensorEntry>| {
-        let read = |(name, entry): (String, TensorEntry)| {
-            let tensor = read_tensor(file, version, &name, &entry)?;
-            Ok((name, tensor))
-        };
-        entries.into_iter().map(read).collect()
-    })
+    TENSORS.read(path, read_tensors)
+}
+
+/// Reads the tensor of [`to_bytes`], or of a file that has one alone, as warily as [`load`] reads a file.
+pub fn from_bytes(bytes: &[u8]) -> Result<QuantTensor> {
+    let path = Path::new(MEMORY);
+    let mut tensors = TENSORS.decode(path, bytes, read_tensors)?;
+    let count = tensors.len();
+    match tensors.pop_first() {
+        Some((_, tensor)) if count == 1 => Ok(tensor),
+        _ => Err(Error::Format { path: path.to_path_buf(), reason: format!("expected one tensor, got {count}") }),
+    }
+}
+
+fn read_tensors(
+    file: &SafeTensors<'_>,
+    version: &str,
+    entries: BTreeMap<String, TensorEntry>,
+) -> Checked<BTreeMap<String, QuantTensor>> {
+    let read = |(name, entry): (String, TensorEntry)| {
+        let tensor = read_tensor(file, version, &name, &entry)?;
+        Ok((name, tensor))
+    };
+    entries.into_iter().map(read).collect()
 }
 
 /// Where a direction is read from.

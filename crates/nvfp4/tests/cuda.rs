@@ -98,6 +98,26 @@ fn profiles_and_given_amaxes_have_the_bits_of_the_cpu() {
     }
 }
 
+#[test]
+fn scales_of_earlier_steps_may_lie_on_the_gpu() {
+    let Some(gpu) = gpu() else { return };
+    let x = values(ROWS * COLS, 5);
+    let device = gpu.upload(&x).unwrap();
+    let input = Input::new(Values::Bf16(device.slice()), ROWS, COLS).unwrap();
+    let tensor = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
+    let (row, col) = (gpu.upload(&[3.7f32]).unwrap(), gpu.upload(&[0.3f32]).unwrap());
+    for spec in ["fp8-delayed(e4m3)", "fp8-delayed(e4m3) / fp8-delayed(e5m2)", "mxfp8 / fp8-delayed(e4m3)"] {
+        let parsed: QuantSpec = spec.parse().unwrap();
+        // Made with other scales, which those of the call take the place of.
+        let quantizer = parsed.quantizer_with(Directions::Both, |_| Some(1.0)).unwrap();
+        let kept = Options { row_scale: Some(row.slice()), col_scale: Some(col.slice()), ..Default::default() };
+        let got = quantizer.observe_on(&gpu, &input, &kept).unwrap().tensor.to_host(&gpu).unwrap();
+        let scale = |side| if side == Side::Row { Some(3.7) } else { Some(0.3) };
+        let expected = parsed.quantizer_with(Directions::Both, scale).unwrap().quantize(&tensor).unwrap();
+        assert_eq!(got, expected, "{spec}");
+    }
+}
+
 /// The three products of a layer. On the CPU NVFP4's are exact, so the GPU's outputs are held against the bound of the sums.
 #[test]
 fn products_of_a_layer_are_within_the_bound() {

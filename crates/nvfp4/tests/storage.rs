@@ -172,6 +172,23 @@ fn a_huge_dimension_without_elements_survives_the_round_trip() {
 }
 
 #[test]
+fn a_tensor_survives_as_bytes_too() {
+    for (name, tensor) in tensors().into_iter().chain(OTHERS.map(|spec| (spec.to_string(), other(spec)))) {
+        let bytes = to_bytes(&tensor).unwrap();
+        assert_eq!(from_bytes(&bytes).unwrap(), tensor, "{name}");
+        let error = from_bytes(&bytes[..bytes.len() - 1]).unwrap_err().to_string();
+        assert!(error.starts_with("the bytes of a tensor: "), "{error}");
+    }
+    // They are those of a file, which has to have one tensor.
+    let (path, all) = (path("bytes"), tensors());
+    save(&path, [("w", &all[0].1)]).unwrap();
+    assert_eq!(from_bytes(&std::fs::read(&path).unwrap()).unwrap(), all[0].1);
+    save(&path, all.iter().map(|(name, tensor)| (name.as_str(), tensor))).unwrap();
+    let error = from_bytes(&std::fs::read(&path).unwrap()).unwrap_err().to_string();
+    assert_eq!(error, "the bytes of a tensor: expected one tensor, got 8");
+}
+
+#[test]
 fn two_tensors_of_one_name_are_refused() {
     let tensors = tensors();
     let twice = [("a", &tensors[0].1), ("a", &tensors[1].1)];

@@ -203,21 +203,45 @@ pub fn bytes(x: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     Ok(bytes.to_vec())
 }
 
-/// Numbers of an array of `float32`, or a number.
+/// Numbers of float32: an array, or numbers of Python, which are rounded to float32.
+///
+/// An array of another type says that its numbers are of another precision: they are taken where float32 has them exactly, and are an error
+/// where they would be rounded unseen.
 pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
-    if let Ok(number) = x.extract::<f32>() {
-        return Ok(vec![number]);
+    if !x.hasattr("dtype")? {
+        let number = x.extract::<f32>().map(|number| vec![number]);
+        return number.or_else(|_| x.extract::<Vec<f32>>()).map_err(|_| not_numbers());
     }
-    if let Ok(numbers) = x.extract::<Vec<f32>>() {
-        return Ok(numbers);
-    }
-    let wrong = || PyTypeError::new_err("expected a number or an array of float32");
-    let (tensor, dtype) = borrow(&contiguous(x)?, Framework::of(x)?).map_err(|_| wrong())?;
+    let array = contiguous(x)?;
+    let (tensor, dtype) = borrow(&array, Framework::of(x)?).map_err(|_| not_numbers())?;
     Place::of(&tensor)?.host("an array")?;
     match (dtype, tensor.slice::<f32>()) {
         (DataType::F32, Some(values)) => Ok(values.to_vec()),
-        _ => Err(wrong()),
+        _ => exact(&array),
     }
+}
+
+fn not_numbers() -> PyErr {
+    PyTypeError::new_err("expected a number or an array of float32")
+}
+
+/// The numbers of an array of another type, all of which float32 has.
+fn exact(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
+    let wide: Vec<f64> = x
+        .call_method1("reshape", (-1,))
+        .and_then(|flat| flat.call_method0("tolist")?.extract())
+        .map_err(|_| not_numbers())?;
+    let narrow = |number: f64| match number as f32 {
+        same if f64::from(same) == number || number.is_nan() => Ok(same),
+        near => {
+            let (dtype, near) = (x.getattr("dtype")?, f64::from(near));
+            Err(PyTypeError::new_err(format!(
+                "expected float32, got {dtype} with {number:?}, which float32 does not have (the nearest is {near:?}); \
+                 cast the array first"
+            )))
+        }
+    };
+    wide.into_iter().map(narrow).collect()
 }
 
 /// The array itself where it lies row by row, else a copy that does.

@@ -130,6 +130,10 @@ pub struct Given<'py> {
     pub amax: Option<Bound<'py, PyAny>>,
     /// The column direction's amax.
     pub column_amax: Option<Bound<'py, PyAny>>,
+    /// The scale of delayed scaling.
+    pub scale: Option<Bound<'py, PyAny>>,
+    /// The column direction's, where it has one of its own.
+    pub column_scale: Option<Bound<'py, PyAny>>,
 }
 
 /// Numbers on a GPU that are borrowed, or were copied there.
@@ -163,22 +167,33 @@ fn floats(gpu: &Gpu, id: i32, x: &Bound<'_, PyAny>) -> PyResult<Numbers<f32>> {
     Ok(Numbers::Copied(gpu.upload(&values).or_raise()?))
 }
 
-/// Quantizes an array on a GPU.
-pub fn quantize(py: Python<'_>, maker: &SpecQuantizer, array: &Array, id: i32, given: Given<'_>) -> PyResult<Held> {
+/// Quantizes an array on a GPU: the tensor, and the amaxes that delayed scaling is to remember.
+pub fn quantize<'py>(
+    py: Python<'py>,
+    maker: &SpecQuantizer,
+    array: &Array,
+    id: i32,
+    given: Given<'py>,
+) -> PyResult<(Held, [Option<Bound<'py, PyAny>>; 2])> {
     let gpu = gpu(py, id)?;
     let numbers = |amax: Option<Bound<'_, PyAny>>| amax.map(|amax| floats(&gpu, id, &amax)).transpose();
     let (row_amax, col_amax) = (numbers(given.amax)?, numbers(given.column_amax)?);
+    let (row_scale, col_scale) = (numbers(given.scale)?, numbers(given.column_scale)?);
     let offset = given.seed.map(|(seed, offset)| Ok::<_, PyErr>((seed, Place64::of(&offset, id)?))).transpose()?;
     let options = Options {
         randomness: offset.as_ref().map(|(seed, offset)| Randomness { seed: *seed, offset: offset.offset() }),
         row_amax: row_amax.as_ref().map(Numbers::slice),
         col_amax: col_amax.as_ref().map(Numbers::slice),
+        row_scale: row_scale.as_ref().map(Numbers::slice),
+        col_scale: col_scale.as_ref().map(Numbers::slice),
     };
     let x = input(array).ok_or_else(|| PyValueError::new_err("the tensor's memory is not aligned; clone it"))?;
     let made = py.detach(|| maker.observe_on(&gpu, &x, &options)).or_raise()?;
-    let Observed { tensor, .. } = made;
+    let Observed { tensor, row_amax, col_amax } = made;
     let (row, col) = tensor.into_directions();
-    Ok(Held { tensor: QuantTensor::from_parts(&array.tensor().shape, row, col).or_raise()?, id })
+    let held = Held { tensor: QuantTensor::from_parts(&array.tensor().shape, row, col).or_raise()?, id };
+    let seen = |amax: Option<Memory>| amax.map(|amax| shown(py, amax, id, Precision::F32, &[1])).transpose();
+    Ok((held, [seen(row_amax)?, seen(col_amax)?]))
 }
 
 /// An offset that is known now, or one that the GPU reads when the work runs.
@@ -374,6 +389,19 @@ pub fn direction(
 pub fn to_host(py: Python<'_>, held: &Held) -> PyResult<nvfp4::QuantTensor> {
     let gpu = gpu(py, held.id)?;
     py.detach(|| held.tensor.to_host(&gpu)).or_raise()
+}
+
+/// A copy of a tensor in memory of its own.
+pub fn copied(py: Python<'_>, held: &Arc<Held>) -> PyResult<Held> {
+    let made = |side| -> PyResult<Option<Direction>> {
+        let Ok(direction) = held.tensor.direction(side) else { return Ok(None) };
+        let like = twin(direction)?;
+        let arrays = parts::take_apart(py, &crate::device::Held::Cuda(Arc::clone(held)), side, Framework::Torch)?;
+        let arrays = arrays.iter().map(|array| array.call_method0("clone")).collect::<PyResult<Vec<_>>>()?;
+        self::direction(&like, (direction.rows(), direction.cols()), &arrays, held.id).map(Some)
+    };
+    let (row, col) = (made(Side::Row)?, made(Side::Column)?);
+    Ok(Held { tensor: QuantTensor::from_parts(held.tensor.shape(), row, col).or_raise()?, id: held.id })
 }
 
 /// A direction of the host without rows, which has the settings of one on a GPU.

@@ -169,6 +169,19 @@ impl Held {
         }
     }
 
+    /// The same tensor in other memory of the same device.
+    pub fn copied(&self, py: Python<'_>) -> PyResult<Held> {
+        match self {
+            Held::Host(tensor) => {
+                // Through its bytes: a clone shares the numbers of what is not quantized.
+                let copied = || nvfp4::from_bytes(&nvfp4::to_bytes(tensor)?);
+                Ok(Held::Host(Arc::new(threads::run(py, copied)?.or_raise()?)))
+            }
+            #[cfg(feature = "cuda")]
+            Held::Cuda(held) => Ok(Held::Cuda(Arc::new(cuda::copied(py, held)?))),
+        }
+    }
+
     /// The tensor in the host's memory, copied there if it has to be.
     pub fn to_host(&self, py: Python<'_>) -> PyResult<Held> {
         let _ = py;

@@ -1,7 +1,7 @@
 //! NVFP4 in Python. The module `nvfp4._nvfp4`, which the package `nvfp4` presents: parse, call, convert.
 //!
 //! Read in this order: `dlpack` (memory of other libraries), `device` (where it lies), `array` (arrays in and out), `quantizer`, `tensor`,
-//! `matmul`; then `recipe`, `plan`, `convert` and `command`. What the words of settings are is in `words`.
+//! `matmul`; then `recipe`, `plan`, `delayed`, `convert` and `command`. What the words of settings are is in `words`.
 
 #![deny(unsafe_code)]
 
@@ -10,6 +10,7 @@ mod command;
 mod convert;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod delayed;
 mod device;
 #[allow(unsafe_code)] // memory that other libraries lend us, and ours that we lend them
 mod dlpack;
@@ -35,6 +36,8 @@ mod _nvfp4 {
     use crate::command::command;
     #[pymodule_export]
     use crate::convert::convert;
+    #[pymodule_export]
+    use crate::delayed::Delayed;
     #[pymodule_export]
     use crate::dlpack::Lent;
     #[pymodule_export]

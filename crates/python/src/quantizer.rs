@@ -3,6 +3,7 @@
 use crate::array::{Array, floats};
 #[cfg(feature = "cuda")]
 use crate::cuda;
+use crate::delayed;
 use crate::device::{Held, Place};
 use crate::error::OrRaise;
 use crate::generator::Generator;
@@ -12,9 +13,11 @@ use crate::words::{
     self, DIRECTIONS, EDGES, FINITES, GLOBALS, LAYOUTS, PROFILES, ROUNDINGS, SCALE_RULES, TILES, choose,
 };
 use nvfp4::recipe::{Format, Nvfp4, QuantSpec, SpecQuantizer};
-use nvfp4::{Options, Randomness, Signs, Transform};
+use nvfp4::{Elements, Options, Randomness, Side, Signs, Transform};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// A checked set of choices that turns arrays into quantized tensors.
@@ -41,26 +44,82 @@ impl Quantizer {
         Quantizer { spec, maker }
     }
 
-    fn on_host(
+    /// The tensor of an array, and the amaxes that delayed scaling is to remember.
+    fn make<'py>(&self, x: &Bound<'py, PyAny>, call: Call<'_, 'py>) -> PyResult<(QuantTensor, [Option<Seen<'py>>; 2])> {
+        let array = Array::of(x)?;
+        delayed::check_scales(&self.spec, call.scale.is_some(), call.column_scale.is_some())?;
+        let randomness = randomness(x.py(), call.seed, call.offset.clone(), call.generator)?;
+        let (held, seen) = match array.place {
+            Place::Host => self.on_host(x.py(), &array, randomness, call)?,
+            #[cfg(feature = "cuda")]
+            Place::Cuda(id) => {
+                let Call { amax, column_amax, scale, column_scale, .. } = call;
+                let given = cuda::Given { seed: randomness, amax, column_amax, scale, column_scale };
+                let (held, seen) = cuda::quantize(x.py(), &self.maker, &array, id, given)?;
+                (Held::Cuda(Arc::new(held)), seen)
+            }
+        };
+        Ok((QuantTensor::new(held, array.framework), seen))
+    }
+
+    fn on_host<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         array: &Array,
-        randomness: Option<(u64, Bound<'_, PyAny>)>,
-        amax: Option<Bound<'_, PyAny>>,
-        column_amax: Option<Bound<'_, PyAny>>,
-    ) -> PyResult<Held> {
+        randomness: Option<(u64, Bound<'py, PyAny>)>,
+        call: Call<'_, 'py>,
+    ) -> PyResult<(Held, [Option<Seen<'py>>; 2])> {
         let randomness = match randomness {
             Some((seed, at)) => Some(Randomness::At { seed, offset: offset(&at)? }),
             None => None,
         };
         let numbers = |amax: Option<Bound<'_, PyAny>>| amax.map(|amax| floats(&amax)).transpose();
-        let (row_amax, col_amax) = (numbers(amax)?, numbers(column_amax)?);
+        let (row_amax, col_amax) = (numbers(call.amax)?, numbers(call.column_amax)?);
         let (row_amax, col_amax) = (row_amax.as_deref(), col_amax.as_deref());
         let options = Options { randomness, row_amax, col_amax, ..Options::default() };
         let input = array.tensor_ref()?;
-        let made = threads::run(py, || self.maker.quantize_with(&input, &options))?.or_raise()?;
-        Ok(Held::Host(Arc::new(made)))
+        let maker = self.with_scales(call.scale.as_ref(), call.column_scale.as_ref())?;
+        let made = threads::run(py, || maker.observe(&input, &options))?.or_raise()?;
+        let seen =
+            |amax: Option<f32>| amax.map(|amax| array.framework.owned(py, Elements::F32(vec![amax]), &[1])).transpose();
+        Ok((Held::Host(Arc::new(made.tensor)), [seen(made.row_amax)?, seen(made.col_amax)?]))
     }
+
+    /// The quantizer with the scales that delayed scaling has at this call; they begin at 1.
+    fn with_scales(
+        &self,
+        scale: Option<&Bound<'_, PyAny>>,
+        column_scale: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Cow<'_, SpecQuantizer>> {
+        if scale.is_none() && column_scale.is_none() {
+            return Ok(Cow::Borrowed(&self.maker));
+        }
+        let one = |scale: Option<&Bound<'_, PyAny>>| match scale.map(floats).transpose()?.as_deref() {
+            None => Ok(1.0),
+            Some([scale]) => Ok(*scale),
+            Some(all) => Err(PyValueError::new_err(format!("expected one scale, got {}", all.len()))),
+        };
+        let (scale, column_scale) = (one(scale)?, one(column_scale)?);
+        let of = |side| match (&self.spec, side) {
+            (QuantSpec::Split(_), Side::Column) => column_scale,
+            _ => scale,
+        };
+        Ok(Cow::Owned(self.spec.quantizer_with(self.maker.directions(), |side| Some(of(side))).or_raise()?))
+    }
+}
+
+/// An amax that was seen, an array of one number.
+type Seen<'py> = Bound<'py, PyAny>;
+
+/// What a call gives beside the array.
+struct Call<'a, 'py> {
+    seed: Option<u64>,
+    offset: Option<Bound<'py, PyAny>>,
+    generator: Option<&'a Generator>,
+    amax: Option<Bound<'py, PyAny>>,
+    column_amax: Option<Bound<'py, PyAny>>,
+    scale: Option<Bound<'py, PyAny>>,
+    column_scale: Option<Bound<'py, PyAny>>,
 }
 
 /// The seed and the offset of a call, if codes are drawn.
@@ -128,39 +187,58 @@ impl Quantizer {
             Some(spec) if settings == nvfp4::Quantizer::builder() => spec.parse().or_raise()?,
             Some(_) => return Err(PyValueError::new_err("`spec` says all settings but `directions`; drop the others")),
         };
-        let maker = spec.quantizer(directions).or_raise()?;
+        let maker = spec.quantizer_with(directions, |_| Some(1.0)).or_raise()?;
         Ok(Quantizer { spec, maker })
     }
 
-    /// quantize(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None)
+    /// quantize(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None)
     /// --
     ///
     /// Quantizes an array of float32, bfloat16 or float16: numpy's, torch's, or anything else with DLPack.
     ///
     /// Stochastic rounding draws from (seed, offset, position) alone, so that the same call gives the same bytes on every machine; a
-    /// generator hands out offsets that do not overlap. An amax that is known, one number or one per row, is taken as it is.
-    #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None))]
+    /// generator hands out offsets that do not overlap. An amax that is known, one number or one per row, is taken as it is: float32, or
+    /// another type whose number float32 has; a number of Python is rounded to float32.
+    ///
+    /// Delayed scaling takes the `scale` that earlier steps led to, 1 if there is none, and `column_scale` where the column direction has
+    /// one of its own; see `Delayed`.
+    #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None))]
     #[allow(clippy::too_many_arguments)]
-    pub fn quantize(
+    fn quantize<'py>(
         &self,
-        x: &Bound<'_, PyAny>,
+        x: &Bound<'py, PyAny>,
         seed: Option<u64>,
-        offset: Option<Bound<'_, PyAny>>,
+        offset: Option<Bound<'py, PyAny>>,
         generator: Option<&Generator>,
-        amax: Option<Bound<'_, PyAny>>,
-        column_amax: Option<Bound<'_, PyAny>>,
+        amax: Option<Bound<'py, PyAny>>,
+        column_amax: Option<Bound<'py, PyAny>>,
+        scale: Option<Bound<'py, PyAny>>,
+        column_scale: Option<Bound<'py, PyAny>>,
     ) -> PyResult<QuantTensor> {
-        let array = Array::of(x)?;
-        let randomness = randomness(x.py(), seed, offset, generator)?;
-        let held = match array.place {
-            Place::Host => self.on_host(x.py(), &array, randomness, amax, column_amax)?,
-            #[cfg(feature = "cuda")]
-            Place::Cuda(id) => {
-                let given = cuda::Given { seed: randomness, amax, column_amax };
-                Held::Cuda(Arc::new(cuda::quantize(x.py(), &self.maker, &array, id, given)?))
-            }
-        };
-        Ok(QuantTensor::new(held, array.framework))
+        Ok(self.make(x, Call { seed, offset, generator, amax, column_amax, scale, column_scale })?.0)
+    }
+
+    /// observe(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None)
+    /// --
+    ///
+    /// Quantizes an array, and gives what delayed scaling is to remember of it: (tensor, amax, column_amax). An amax is an array of one
+    /// number, or None for a direction whose scale does not come from earlier steps.
+    #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None))]
+    #[allow(clippy::too_many_arguments)]
+    fn observe<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        seed: Option<u64>,
+        offset: Option<Bound<'py, PyAny>>,
+        generator: Option<&Generator>,
+        amax: Option<Bound<'py, PyAny>>,
+        column_amax: Option<Bound<'py, PyAny>>,
+        scale: Option<Bound<'py, PyAny>>,
+        column_scale: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<(QuantTensor, Option<Seen<'py>>, Option<Seen<'py>>)> {
+        let call = Call { seed, offset, generator, amax, column_amax, scale, column_scale };
+        let (tensor, [row, column]) = self.make(x, call)?;
+        Ok((tensor, row, column))
     }
 
     /// Which directions are written: 'row', 'column' or 'both'.
@@ -181,8 +259,16 @@ impl Quantizer {
         self.spec.to_string()
     }
 
+    /// What a pickle keeps: the settings.
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
+        let settings = PyDict::new(py);
+        settings.set_item("spec", self.spec())?;
+        settings.set_item("directions", self.directions())?;
+        Ok((PyTuple::empty(py), settings))
+    }
+
     fn __call__(&self, x: &Bound<'_, PyAny>) -> PyResult<QuantTensor> {
-        self.quantize(x, None, None, None, None, None)
+        self.quantize(x, None, None, None, None, None, None, None)
     }
 
     fn __repr__(&self) -> String {

@@ -122,6 +122,11 @@ impl Recipe {
         Ok(self.explain(py, self.inner.spec(role.get().inner()))?.to_string())
     }
 
+    /// Itself: a recipe does not change.
+    fn __deepcopy__<'py>(slf: &Bound<'py, Self>, _memo: &Bound<'py, PyAny>) -> Bound<'py, Self> {
+        slf.clone()
+    }
+
     fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
         other.cast::<Recipe>().is_ok_and(|other| other.get().inner == self.inner)
     }

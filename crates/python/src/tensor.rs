@@ -10,7 +10,7 @@ use crate::words::{self, DIRECTIONS, LAYOUTS, SIDES, choose};
 use nvfp4::{Layout, Precision, Side, Unit};
 use pyo3::exceptions::{PyAttributeError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyBytes, PyTuple};
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -34,6 +34,9 @@ pub struct Direction {
     /// In whose arrays results come.
     pub framework: Framework,
 }
+
+/// What makes a tensor again, and its arguments: bytes, and whether arrays are torch's.
+type Reduced<'py> = (Bound<'py, PyAny>, (Bound<'py, PyBytes>, bool));
 
 impl QuantTensor {
     /// A tensor whose arrays are shown in a library.
@@ -206,6 +209,36 @@ impl QuantTensor {
     /// Rows `start` to `end` of the flattened tensor, with the bytes that they have.
     fn slice_rows(&self, start: usize, end: usize) -> PyResult<Self> {
         Ok(QuantTensor::on_host(self.held.host()?.slice_rows(start, end).or_raise()?, self.framework))
+    }
+
+    /// The bytes of a safetensors file with this tensor alone, for what is sent and not stored. `QuantTensor.from_bytes` reads them.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let tensor = self.held.to_host(py)?;
+        let tensor = tensor.host()?;
+        let bytes = threads::run(py, || nvfp4::to_bytes(tensor))?.or_raise()?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    /// Reads what `to_bytes` wrote, with arrays of numpy. Nothing in it is executed, and nothing taken on trust.
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+        Ok(QuantTensor::on_host(threads::run(py, || nvfp4::from_bytes(data))?.or_raise()?, Framework::Numpy))
+    }
+
+    /// Pickled are the bytes, and whose arrays are shown. A tensor on a GPU arrives in the host's memory.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
+        let restored = py.import("nvfp4")?.getattr("_restored")?;
+        Ok((restored, (self.to_bytes(py)?, self.framework == Framework::Torch)))
+    }
+
+    /// A tensor with memory of its own, on the same device.
+    fn __deepcopy__(&self, py: Python<'_>, _memo: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Ok(QuantTensor { held: self.held.copied(py)?, framework: self.framework })
+    }
+
+    /// Itself: nothing in it changes.
+    fn __copy__(&self) -> Self {
+        QuantTensor { held: self.held.clone(), framework: self.framework }
     }
 
     /// Whether all bytes are the same. Tensors on GPUs are copied for it.

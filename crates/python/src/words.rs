@@ -1,6 +1,6 @@
 //! The words of settings. A word that is not known is a `ValueError` that names the known ones.
 
-use nvfp4::recipe::{AttentionSlot, BackwardOverride, LinearSlot, Slot};
+use nvfp4::recipe::{AttentionSlot, BackwardOverride, LinearSlot, Reduction, Slot};
 use nvfp4::{
     Bound as E4m3Bound, Directions, Edge, ErrorPath, Finite, GlobalScale, Layout, Metric, Precision, Profile, Rounding,
     ScaleRule, Side, Tile,
@@ -28,6 +28,7 @@ pub const LAYOUTS: Words<Layout> = &[("linear", Layout::Linear), ("swizzled", La
 pub const FINITES: Words<Finite> = &[("keep", Finite::Keep), ("refuse", Finite::Refuse)];
 pub const PRECISIONS: Words<Precision> =
     &[("float32", Precision::F32), ("bfloat16", Precision::Bf16), ("float16", Precision::F16)];
+pub const REDUCTIONS: Words<Reduction> = &[("max", Reduction::Max), ("local", Reduction::Local)];
 pub const BACKWARDS: Words<BackwardOverride> = &[
     ("none", BackwardOverride::None),
     ("high-precision", BackwardOverride::HighPrecision),

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -67,6 +68,32 @@ def test_amaxes_that_do_not_fit():
             nvfp4.quantize(X, amax=amax)
     with pytest.raises(ValueError, match="column"):
         nvfp4.quantize(X, column_amax=1.0)
+
+
+@pytest.mark.parametrize("inexact", [np.float64(0.1), np.array(0.1), np.array([0.1]), np.array([1e39]), np.array([2**24 + 1])], ids=repr)
+def test_an_amax_that_would_be_rounded_unseen_is_refused(inexact):
+    with pytest.raises(TypeError, match=f"expected float32, got {inexact.dtype} with .* cast the array first"):
+        nvfp4.quantize(X, amax=inexact)
+    with pytest.raises(TypeError, match="cast the array first"):
+        nvfp4.matmul(X, nvfp4.quantize(X), bias=np.full(16, inexact))
+
+
+def test_the_message_shows_both_numbers():
+    with pytest.raises(TypeError, match=r"with 0\.1, which float32 does not have \(the nearest is 0\.10000000149011612\)"):
+        nvfp4.quantize(X, amax=np.array([0.1]))
+
+
+def test_amaxes_that_float32_has_are_taken_from_any_type():
+    expected = nvfp4.quantize(X, amax=2.5)
+    for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
+        for amax in (dtype(2.5), np.array(2.5, dtype), np.array([2.5], dtype)):
+            assert nvfp4.quantize(X, amax=amax) == expected
+    assert nvfp4.quantize(X, amax=2).amax.tolist() == [2] and nvfp4.quantize(X, amax=np.int64(2)).amax.tolist() == [2]
+    # A number of Python has no precision of its own that could get lost: it means the nearest float32.
+    assert nvfp4.quantize(X, amax=0.1).amax == np.float32(0.1)
+    rows = [float(i + 1) for i in range(16)]
+    q = nvfp4.quantize(X, amax=rows, global_scale="row-scaled")
+    assert q == nvfp4.quantize(X, amax=np.array(rows), global_scale="row-scaled") and q.amax.tolist() == rows
 
 
 def test_values_that_are_not_finite_are_refused_where_asked():

@@ -1,11 +1,13 @@
 """The command line and conversion."""
 
 import json
+import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import reference
 
 import nvfp4
 
@@ -33,6 +35,24 @@ def write_safetensors(path, tensors):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
+def read_safetensors(path):
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header.pop("__metadata__", None)
+    types = {"F32": np.float32, "U8": np.uint8, "F8_E4M3": np.uint8}
+    return {
+        name: np.frombuffer(data[end:][slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+
+
+def relative_error(original, decoded):
+    """The norm of the error over the norm of the values, from sums that are rounded once."""
+    x, y = original.astype(np.float64), decoded.astype(np.float64)
+    return math.sqrt(math.fsum(((x - y) ** 2).ravel()) / math.fsum((x**2).ravel()))
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     rng = np.random.default_rng(3)
@@ -48,7 +68,13 @@ def checkpoint(tmp_path):
 def test_a_checkpoint_is_converted(checkpoint, tmp_path):
     done = nvfp4.convert(checkpoint, tmp_path / "out", skip=["*down_proj"])
     assert sorted(done["relative_error"]) == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
-    assert all(0 < error < 0.15 for error in done["relative_error"].values())
+    source, made = read_safetensors(checkpoint / "model.safetensors"), read_safetensors(tmp_path / "out" / done["files"][0])
+    for name, error in done["relative_error"].items():
+        parts = [made[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2")]
+        expected = relative_error(source[f"{name}.weight"], reference.decode(*parts, "multiplier"))
+        # Both sums have 64² positive terms, each of at most 3 roundings; added in any order in float64 a sum is within 64² + 2 roundings of the
+        # exact one, their quotient within twice that, and a square root halves it. A quotient and a root round here and there: 8 more.
+        assert abs(error - expected) <= (64**2 + 10) * 2**-53 * expected and error > 0
     assert done["after"] < done["before"] and (tmp_path / "out" / done["files"][0]).exists()
     with pytest.raises(ValueError, match="out"):
         nvfp4.convert(checkpoint, tmp_path / "out")

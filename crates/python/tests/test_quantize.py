@@ -68,10 +68,7 @@ def test_bfloat16_and_float16_are_read_as_they_are(x):
 
 def test_decoding_is_codes_times_scales(x):
     q = nvfp4.quantize(x)
-    codes = np.stack([q.codes & 15, q.codes >> 4], -1).reshape(x.shape)
-    scale = reference.e4m3_value(np.asarray(q.scales)) * (q.amax / np.float32(2688))
-    expected = reference.e2m1_value(codes) * np.repeat(scale, 16, 1)
-    assert np.allclose(q.dequantize(), expected, rtol=2**-22, atol=0)
+    assert q.dequantize().tobytes() == reference.decode(q.codes, np.asarray(q.scales), q.amax).tobytes()
     assert q.row.typed_scales.dtype == ml_dtypes.float8_e4m3fn
 
 
@@ -86,15 +83,27 @@ def test_the_same_seed_and_offset_draw_the_same(x):
     assert (column.column.codes == q.column.codes).all()
 
 
-def test_stochastic_rounding_is_unbiased_below_one_too():
-    # 0.1 and 0.3 of a block whose scale is 1: 256 random bytes decide, so the mean of many draws is within 6 standard deviations.
-    x = np.full((4096, 16), 0.3, np.float32)
-    x[:, 0], x[:, 1::2] = 6, 0.1
-    y = nvfp4.quantize(x, rounding="stochastic", seed=1, amax=2688.0).dequantize()
-    for column, value in ((2, 0.3), (1, 0.1)):
-        draws = y[:, column::2][:, :7]
-        sigma = (value * (0.5 - value) / draws.size) ** 0.5
-        assert abs(draws.mean() - value) < 6 * sigma + 0.5 / 512
+def test_random_bytes_have_the_published_values():
+    seed, offset, block = 0x0123456789ABCDEF, 7 * 2**32 + 5, 2**32 + 3
+    drawn = [bytes(reference.random_bytes(np.array([block]), seed, at)).hex() for at in (offset, offset + 1)]
+    assert drawn == ["49eeff83d91d90480d58cb7c616d1830", "d4a6c4d5189137f41f2ade3c090441f9"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_stochastic_rounding_draws_as_the_reference_does(x, dtype):
+    x = np.concatenate([x, x * 1e-4]).astype(dtype)
+    q = nvfp4.quantize(x, rounding="stochastic", seed=2**63 + 5, offset=2**33 + 1, directions="both")
+    for direction, matrix, offset in ((q.row, x, 2**33 + 1), (q.column, np.ascontiguousarray(x.T), 2**33 + 2)):
+        codes, scales, _ = reference.quantize(matrix, draw=(2**63 + 5, offset))
+        assert (direction.codes == codes).all() and (direction.scales == scales).all()
+
+
+def test_the_rule_of_stochastic_rounding_is_unbiased():
+    # Multiples of a 256th of their step: the mean over all 256 bytes is then the number itself, to the last bit.
+    y = np.concatenate([np.arange(1024) / 512, np.arange(512) / 256 + 2, np.arange(257) / 128 + 4]).astype(np.float32)
+    y, r = np.concatenate([y, -y[1:]])[:, None], np.arange(256)[None]
+    drawn = reference.e2m1_value(reference.e2m1_drawn(y, r)).astype(np.float64)
+    assert (drawn.mean(1) == y[:, 0]).all()
 
 
 def test_a_generator_hands_out_offsets_once(x):
@@ -127,7 +136,8 @@ def test_other_profiles_store_what_they_store(x, profile):
     assert q.row.unit == ("divisor" if profile == "llm-compressor" else "multiplier")
     with pytest.raises(AttributeError, match="global_scale"):
         q.amax
-    assert np.abs(q.dequantize() - x).max() < np.abs(x).max() / 6
+    decoded = reference.decode(q.codes, np.asarray(q.scales), np.asarray(q.row.global_scale), q.row.unit)
+    assert q.dequantize().tobytes() == decoded.tobytes()
 
 
 FORMATS = [

@@ -54,6 +54,11 @@ pub struct Options<'a> {
     pub row_amax: Option<Slice<'a, f32>>,
     /// The amax of the column direction if it is known.
     pub col_amax: Option<Slice<'a, f32>>,
+    /// One number, read when the work runs: the scale of delayed scaling, in the place of the one that the quantizer was made with. It is
+    /// not looked at, so it must be above 0. One scale serves both directions of a uniform spec.
+    pub row_scale: Option<Slice<'a, f32>>,
+    /// That of the column direction, where it has one of its own.
+    pub col_scale: Option<Slice<'a, f32>>,
 }
 
 /// A quantized tensor, and what delayed scaling is to remember of it. Twin of [`crate::recipe::Observed`].

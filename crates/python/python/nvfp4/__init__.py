@@ -17,6 +17,7 @@ For torch modules see ``nvfp4.torch``, for TransformerEngine's names ``nvfp4.te`
 from __future__ import annotations
 
 from ._nvfp4 import (
+    Delayed,
     Direction,
     Generator,
     Plan,
@@ -33,6 +34,7 @@ from ._nvfp4 import (
 )
 
 __all__ = [
+    "Delayed",
     "Direction",
     "Generator",
     "Plan",
@@ -50,7 +52,9 @@ __all__ = [
 ]
 
 
-def quantize(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, **settings) -> QuantTensor:
+def quantize(
+    x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None, **settings
+) -> QuantTensor:
     """Quantizes an array. ``settings`` are those of :class:`Quantizer`: the directions are the row direction unless they say otherwise.
 
     >>> import numpy, nvfp4
@@ -60,10 +64,17 @@ def quantize(x, *, seed=None, offset=None, generator=None, amax=None, column_ama
     """
     quantizer = Quantizer(**settings)
     return quantizer.quantize(
-        x, seed=seed, offset=offset, generator=generator, amax=amax, column_amax=column_amax
-    )
+        x, seed=seed, offset=offset, generator=generator, amax=amax, column_amax=column_amax, scale=scale,
+        column_scale=column_scale,
+    )  # fmt: skip
 
 
 def dequantize(q: QuantTensor, dtype="float32", *, side: str = "row"):
     """The decoded values of a quantized tensor."""
     return q.dequantize(dtype, side=side)
+
+
+def _restored(data: bytes, torch: bool) -> QuantTensor:
+    """What pickles of a tensor call: the tensor of its bytes, with arrays of torch or numpy."""
+    tensor = QuantTensor.from_bytes(data)
+    return tensor.as_torch() if torch else tensor

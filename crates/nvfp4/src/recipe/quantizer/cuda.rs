@@ -1,7 +1,7 @@
 //! Quantizers of specs on the memory of a GPU.
 
 use super::{ColumnSource, Maker, Makers, Scale, SpecQuantizer};
-use crate::cuda::{Direction, Fp8Direction, Gpu, Input, Memory, Observed, Options, Owned, QuantTensor, Values};
+use crate::cuda::{Direction, Fp8Direction, Gpu, Input, Memory, Observed, Options, Owned, QuantTensor, Slice, Values};
 use crate::recipe::format::BlockTile;
 use crate::{Directions, Error, Fp8Code, Precision, Result, Rounding, Side};
 use half::{bf16, f16};
@@ -48,15 +48,17 @@ fn split_on(
     }
     let concern = |maker: &Maker| Options {
         randomness: options.randomness.filter(|_| maker.is_stochastic()),
-        row_amax: None,
-        col_amax: None,
+        ..Options::default()
     };
     let mut made = match row {
-        Some(row) => row.make_on(gpu, x, Directions::Row, &Options { row_amax: options.row_amax, ..concern(row) })?,
+        Some(row) => {
+            let options = Options { row_amax: options.row_amax, row_scale: options.row_scale, ..concern(row) };
+            row.make_on(gpu, x, Directions::Row, &options)?
+        }
         None => blank(x),
     };
     if let Some(col) = col {
-        let options = Options { col_amax: options.col_amax, ..concern(col) };
+        let options = Options { col_amax: options.col_amax, col_scale: options.col_scale, ..concern(col) };
         let second = match source {
             ColumnSource::Original => col.make_on(gpu, x, Directions::Column, &options)?,
             ColumnSource::RowDequantized => {
@@ -119,7 +121,7 @@ impl Maker {
                     let side = if options.row_amax.is_some() { Side::Row } else { Side::Column };
                     return Err(Error::NoAmax { side, format: self.format_name().to_string() });
                 }
-                fp8_on(gpu, x, directions, (*code, *scale), given)
+                fp8_on(gpu, x, directions, (*code, *scale), given, options.row_scale.or(options.col_scale))
             }
             Maker::Nvfp4(format) => {
                 let tensor = gpu.quantize(&format.quantizer(directions), x, options)?;
@@ -135,7 +137,8 @@ fn fp8_on(
     x: &Input<'_>,
     directions: Directions,
     (code, scale): (Fp8Code, Scale),
-    given: Option<nvfp4_kernels::cuda::Slice<'_, f32>>,
+    given: Option<Slice<'_, f32>>,
+    kept: Option<Slice<'_, f32>>,
 ) -> Result<Observed> {
     let stream = gpu.stream();
     let mut found = gpu.alloc::<f32>(1)?;
@@ -147,7 +150,9 @@ fn fp8_on(
         Scale::Current(rule) => {
             kernel::Scaling::Tensor(kernel::Scale::OfAmax { amax: given.unwrap_or(found.slice()), rule })
         }
-        Scale::Delayed(scale) => kernel::Scaling::Tensor(kernel::Scale::Value(scale)),
+        Scale::Delayed(scale) => {
+            kernel::Scaling::Tensor(kept.map_or(kernel::Scale::Value(scale), kernel::Scale::Memory))
+        }
         Scale::Block(BlockTile::Row128, rule) => kernel::Scaling::Row128(rule),
         Scale::Block(BlockTile::Square128, rule) => kernel::Scaling::Square128(rule),
         Scale::Mx => kernel::Scaling::Mx,

@@ -98,20 +98,19 @@ enum Rule {
     Users(AmaxFn),
 }
 
-impl DelayedState {
-    /// Moves the history and the scale on by one step, of which `reduced` is the amax among all workers (numerics §14.4).
-    fn update(&mut self, reduced: f32, rule: Rule) -> Result<()> {
-        let (format, margin) = (self.config.code(), i32::from(self.config.margin()));
+impl Delayed {
+    /// The scale of the next step, and the history moved on to it. `reduced` is the amax of this step among all workers (numerics §14.4).
+    ///
+    /// This is what [`States::update`] does for each tensor, for programs that keep histories and scales in memory of their own.
+    pub fn update(&self, history: &mut [f32], scale: f32, reduced: f32, rules: &AmaxRules) -> Result<f32> {
+        let (format, margin) = (self.code(), i32::from(self.margin()));
         // A worker's own amax stands where the others saw nothing, or where the reduction says nothing.
         let entry = Entry::Bulk { reduced: Some(reduced) };
         let delayed = delayed::Delayed { format, margin, ..Default::default() };
-        self.scale = match rule {
-            Rule::Known(algorithm) => {
-                delayed::Delayed { algorithm, ..delayed }.update(&mut self.history, self.scale, entry)?
-            }
-            Rule::Users(amax) => delayed.update_by(&mut self.history, self.scale, entry, amax)?,
-        };
-        Ok(())
+        Ok(match rules.get(self.amax())? {
+            Rule::Known(algorithm) => delayed::Delayed { algorithm, ..delayed }.update(history, scale, entry)?,
+            Rule::Users(amax) => delayed.update_by(history, scale, entry, amax)?,
+        })
     }
 }
 
@@ -253,8 +252,9 @@ impl States {
         }
         for (key, amax) in next {
             let state = self.states.get_mut(&key).expect("taken from these states");
-            let rule = self.rules.get(state.config.amax()).expect("checked when the state was made");
-            state.update(amax, rule).expect("a history has a step at least");
+            let next = state.config.update(&mut state.history, state.scale, amax, &self.rules);
+            state.scale =
+                next.expect("its rule was checked when the state was made, and a history has a step at least");
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ their ``_columnwise`` twins.
 
 from ._modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor
-from ._recipe import CustomRecipe, NVFP4BlockScaling, QuantizerRole, autocast
+from ._recipe import CustomRecipe, NVFP4BlockScaling, QuantizerRole, autocast, checkpoint
 
 __all__ = [
     "CustomRecipe",
@@ -25,4 +25,5 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizerRole",
     "autocast",
+    "checkpoint",
 ]

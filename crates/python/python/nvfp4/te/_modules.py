@@ -6,9 +6,11 @@ from typing import Any, Callable, List, Optional
 
 from torch import Tensor
 
+import nvfp4
 import nvfp4.torch
+from nvfp4.torch._delayed import update
 
-from ._recipe import Region, region
+from ._recipe import Step, region
 
 
 class _Follows:
@@ -16,13 +18,26 @@ class _Follows:
 
     use_recipe: Callable[[Any], None]
     amax_group: Any
-    _followed: Optional[Region] = None
+    _followed: Optional[nvfp4.Recipe] = None
+    _step: Optional[Step] = None
+
+    def __getstate__(self):
+        # The next call finds out what to follow: that is no part of what is saved or copied.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_followed", "_step")}
 
     def follow(self) -> None:
-        here = region()
-        if self._followed is None or self._followed.recipe != here.recipe:
+        here, before = region(), self._step
+        begins = here.step is not None and here.step is not before
+        if begins and before is not None:
+            before.end()
+        if self._followed is None or self._followed != here.recipe:
             self.use_recipe(here.recipe)
-        self._followed, self.amax_group = here, here.group
+        self._followed, self.amax_group = here.recipe, here.group
+        if begins and before is None:
+            update([self])  # what it saw before it was saved or copied, if it was
+        if begins and here.step is not None:
+            self._step = here.step
+            here.step.modules[id(self)] = self
 
 
 class Linear(_Follows, nvfp4.torch.Linear):
@@ -36,7 +51,10 @@ class Linear(_Follows, nvfp4.torch.Linear):
             in_features, out_features, bias, device, params_dtype, recipe="high_precision", path=name or "linear"
         )
 
-    def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Tensor:
+    # The arguments are TransformerEngine's.
+    def forward(  # type: ignore[override]
+        self, inp: Tensor, is_first_microbatch: Optional[bool] = None
+    ) -> Tensor:
         self.follow()
         return super().forward(inp)
 

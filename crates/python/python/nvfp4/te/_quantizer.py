@@ -89,10 +89,10 @@ class NVFP4Quantizer:
         return NVFP4Tensor(q, tensor.dtype, self)
 
     def _reduced(self, q: nvfp4.QuantTensor) -> dict:
-        """The amaxes that all workers agree on."""
+        """The amaxes that all workers agree on. Of one row each there are none: rows are tokens, and every worker has its own."""
         amaxes = {}
         for name, direction in (("amax", q.row), ("column_amax", q.column)):
-            if direction is not None:
+            if direction is not None and not (self.row_scaled_nvfp4 and name == "amax"):
                 amaxes[name] = direction.amax.clone()
                 torch.distributed.all_reduce(
                     amaxes[name], torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group

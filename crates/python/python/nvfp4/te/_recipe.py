@@ -6,9 +6,13 @@ import contextlib
 import contextvars
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional
+
+import torch
+import torch.utils.checkpoint
 
 import nvfp4
+from nvfp4.torch._delayed import update
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,29 @@ class CustomRecipe:
         return nvfp4.Recipe.from_function(self.key, spec).with_backward(backward)
 
 
+class Step:
+    """An outermost region and the backward pass after it, as delayed scaling sees them.
+
+    It ends when one of its modules is used in another region: then everything that it saw is there, and nothing of it is computed again.
+    """
+
+    def __init__(self) -> None:
+        self.modules: Dict[int, Any] = {}
+        self.ended = False
+
+    def end(self) -> None:
+        """Moves the scales of its modules on, once."""
+        if not self.ended:
+            self.ended = True
+            update(self.modules.values())
+
+
 class Region(NamedTuple):
     """What modules follow inside ``autocast``."""
 
     recipe: nvfp4.Recipe
     group: Any = None
+    step: Optional[Step] = None
 
 
 _HIGH_PRECISION = Region(nvfp4.Recipe("high_precision"))
@@ -113,20 +135,39 @@ def region() -> Region:
 def autocast(enabled: bool = True, recipe: Any = None, amax_reduction_group: Any = None, calibrating: bool = False):
     """Inside, modules compute in the formats of a recipe: one of this module's, an ``nvfp4.Recipe`` or a preset's name.
 
-    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Calibration has nothing to do in these formats.
+    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Calibration has nothing to do in these formats. Delayed scaling
+    moves on from one outermost region to the next.
     """
     del calibrating
+    step = region().step or Step()
     if not enabled:
-        new = _HIGH_PRECISION
+        new = _HIGH_PRECISION._replace(step=step)
     else:
         recipe = NVFP4BlockScaling() if recipe is None else recipe
         if isinstance(recipe, str):
             recipe = nvfp4.Recipe(recipe)
         elif not isinstance(recipe, nvfp4.Recipe):
             recipe = recipe.recipe()
-        new = Region(recipe, amax_reduction_group)
+        new = Region(recipe, amax_reduction_group, step)
+    with _inside(new):
+        yield
+
+
+@contextlib.contextmanager
+def _inside(new: Region):
     token = _region.set(new)
     try:
         yield
     finally:
         _region.reset(token)
+
+
+def checkpoint(function: Callable, *args, use_reentrant: bool = True, **kwargs):
+    """``torch.utils.checkpoint.checkpoint`` for modules that follow ``autocast``: what is computed again is computed as the first time."""
+    here = region()
+
+    def again(*args, **kwargs):
+        with _inside(here):
+            return function(*args, **kwargs)
+
+    return torch.utils.checkpoint.checkpoint(again, *args, use_reentrant=use_reentrant, **kwargs)

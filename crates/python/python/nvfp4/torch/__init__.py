@@ -10,9 +10,25 @@ activation checkpointing, ``torch.compile(fullgraph=True)`` and data parallelism
 ``torch.manual_seed``.
 """
 
+import torch as _torch
+
+import nvfp4 as _nvfp4
+
 from ._convert import convert_module, reduce_amaxes
+from ._delayed import update_scales
 from ._grouped import GroupedLinear
 from ._linear import Linear
 from ._norm import LayerNormLinear, LayerNormMLP
 
-__all__ = ["GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "convert_module", "reduce_amaxes"]
+__all__ = [
+    "GroupedLinear",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "convert_module",
+    "reduce_amaxes",
+    "update_scales",
+]
+
+# Quantized tensors in files of ``torch.save`` load with ``weights_only=True``: their bytes are checked, and nothing in them is executed.
+_torch.serialization.add_safe_globals([_nvfp4._restored])

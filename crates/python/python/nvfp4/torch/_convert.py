@@ -45,7 +45,10 @@ def convert_module(
 def reduce_amaxes(model: torch.nn.Module, group=None) -> torch.nn.Module:
     """Makes all workers of a process group (of all processes, if none is given) agree on the amaxes of activations and gradients.
 
-    Each then quantizes with the scale that the whole batch would have had. Works with gloo and NCCL.
+    Workers have other tokens of one batch. Each then quantizes with the scales that the whole batch would have had: amaxes of a tensor are
+    reduced, and so are those of a feature over all tokens (the column direction of ``row-scaled``). Scales of a token, and of blocks as long as
+    each worker has whole ones, come from one worker's tokens alone; they are not reduced. Delayed scaling is, in :func:`update_scales`.
+    Works with gloo and NCCL.
     """
     group = torch.distributed.group.WORLD if group is None else group
     for module in model.modules():

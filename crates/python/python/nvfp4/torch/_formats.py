@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Tuple, Union
 
 import nvfp4
 
 
 class Format(NamedTuple):
-    """How one tensor is quantized: in which spec, in which directions, and as how many arrays."""
+    """How one tensor is quantized: in which spec, in which directions, and as how many arrays.
+
+    ``delayed`` says what has a scale from earlier steps: ("both",), or "row" and "column" apart. ``shared`` says for each direction what of its
+    scales comes from the tokens of several workers, if each has some of a batch: the "stored" 32-bit scale, the amax of the whole "tensor",
+    or "nothing".
+    """
 
     spec: str
     directions: str
     row: int
     column: int
     rounding: str
+    delayed: Tuple[str, ...]
+    shared: Tuple[str, str]
 
     @classmethod
     def of(cls, quantizer: nvfp4.Quantizer) -> "Format":
         row, column = nvfp4.layout(quantizer.spec, quantizer.directions, [16, 16], "float32")
-        return cls(quantizer.spec, quantizer.directions, len(row), len(column), quantizer.rounding)
+        delayed = tuple(nvfp4.Delayed.parts(quantizer.spec))
+        shared = _shared(quantizer.spec, quantizer.directions)
+        return cls(quantizer.spec, quantizer.directions, len(row), len(column), quantizer.rounding, delayed, shared)
 
     def alone(self, side: str) -> "Format":
         """The same format in one direction."""
         return Format.of(nvfp4.Quantizer(spec=self.spec, directions=side))
+
+
+def _shared(spec: str, directions: str) -> Tuple[str, str]:
+    row, _, column = spec.partition(" / ")
+    row_shares = _shares(row, "row") if directions != "column" else "nothing"
+    column_shares = _shares(column or row, "column") if directions != "row" else "nothing"
+    if not column and row_shares == "tensor":
+        column_shares = "nothing"  # it is the same amax
+    return row_shares, column_shares
+
+
+def _shares(format: str, side: str) -> str:
+    """What of a direction's scales comes from the tokens of several workers.
+
+    A row of the row direction is a token, and blocks are of few tokens: both belong to one worker. A row of the column direction is a feature
+    of all tokens.
+    """
+    name = format.split("(")[0].split(" ")[0]
+    if name == "nvfp4":
+        return "nothing" if side == "row" and "row-scaled" in format else "stored"
+    return "tensor" if name == "fp8" else "nothing"
 
 
 class Formats(NamedTuple):
@@ -49,13 +79,6 @@ def recipe_of(recipe: Union[str, nvfp4.Recipe]) -> nvfp4.Recipe:
 
 def formats_of(plan: nvfp4.Plan, path: str, expert: Optional[int] = None) -> Formats:
     """What a plan says about the linear layer at a path."""
-    for slot in ("input", "weight", "grad_output"):
-        spec = plan.spec(path, slot, expert=expert)
-        if "fp8-delayed" in spec:
-            raise ValueError(
-                f"{path}:{slot}: {spec} keeps state between steps, which these modules do not; "
-                "use a recipe that scales by the tensor itself, such as 'current_scaling'"
-            )
     input, weight, grad_output = (
         Format.of(plan.quantizer(path, slot, expert=expert)) for slot in ("input", "weight", "grad_output")
     )

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import _ops  # noqa: F401  (makes the operations known)
+from ._delayed import Kept, State
 from ._formats import Format, Formats
 
 quantize = torch.ops.nvfp4.quantize
+quantize_delayed = torch.ops.nvfp4.quantize_delayed
 matmul = torch.ops.nvfp4.matmul
 
 
@@ -29,6 +31,7 @@ def linear(
     formats: Formats,
     seed: int = 0,
     group=None,
+    state: State = State(),
 ) -> Tensor:
     """The product of a linear layer. ``group`` is the process group whose workers agree on amaxes, if any."""
     if torch.is_autocast_enabled(x.device.type):
@@ -42,42 +45,62 @@ def linear(
         # Drawn from torch's own generator, so that a recomputed forward pass draws the same, and a replayed graph afresh.
         stochastic = formats.grad_output.rounding == "stochastic"
         offset = torch.randint(2**62, (1,), device=x.device) if stochastic else None
-        y = _Linear.apply(tokens, weight, bias, offset, formats, seed, group)
+        y = _Linear.apply(tokens, weight, bias, offset, formats, seed, group, state)
     else:
-        y = _forward(tokens, weight, bias, formats.input_row, formats.weight_row, group)[0]
+        unseen = State(*(kept and kept.unseen() for kept in state))
+        y = _forward(tokens, weight, bias, formats.input_row, formats.weight_row, group, unseen)[0]
     if padding:
         y = y[:count]
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _quantized(
-    x: Tensor, format: Format, seed: int = 0, offset: Optional[Tensor] = None, group=None
+    x: Tensor,
+    format: Format,
+    seed: int = 0,
+    offset: Optional[Tensor] = None,
+    group=None,
+    kept: Optional[Kept] = None,
 ) -> List[Tensor]:
-    """The arrays of ``x``, with amaxes that all workers agree on."""
+    """The arrays of ``x``, with amaxes that all workers agree on. Those of delayed scaling, for which something is kept, they agree on later."""
     if format.rounding == "stochastic" and offset is None:
         offset = torch.randint(2**62, (1,), device=x.device)
     if format.rounding != "stochastic":
         offset = None
-    parts = quantize(x, format.spec, format.directions, seed, offset, None, None)
-    if group is None or format.spec == "high-precision":
-        return parts
-    if not format.spec.startswith("nvfp4") or "row-scaled" in format.spec or " / " in format.spec:
-        raise ValueError(f"{format.spec} has no single amax to reduce among workers; use nvfp4 with one per tensor")
-    amaxes = [parts[last - 1].clone() if last else None for last in _ends(format)]
+    if kept is not None:
+        return kept.note(
+            quantize_delayed(x, format.spec, format.directions, seed, offset, kept.scale, kept.column_scale)
+        )
+    if group is None or format.shared == ("nothing", "nothing"):
+        return quantize(x, format.spec, format.directions, seed, offset, None, None)
+    if "tensor" in format.shared and format.spec.endswith(" from row"):
+        raise ValueError(f"{format.spec}: workers cannot agree on an amax of decoded values; leave out 'from row'")
+    parts: List[Tensor] = []
+    if "stored" in format.shared:
+        parts = quantize(x, format.spec, format.directions, seed, offset, None, None)
+    ends = (format.row, format.row + format.column)
+    amaxes = [
+        {"stored": lambda: parts[end - 1].clone(), "tensor": lambda: _amax(x), "nothing": lambda: None}[shared]()
+        for shared, end in zip(format.shared, ends)
+    ]
     for amax in amaxes:
         if amax is not None:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
     return quantize(x, format.spec, format.directions, seed, offset, *amaxes)
 
 
-def _ends(format: Format):
-    """Where the arrays of each direction end, 0 for a direction that is not there."""
-    return format.row, format.row + format.column if format.column else 0
+def _amax(x: Tensor) -> Tensor:
+    """The largest magnitude, NaN left out; 0 of nothing."""
+    if x.numel() == 0:
+        return x.new_zeros(1, dtype=torch.float32)
+    return x.detach().abs().nan_to_num(nan=0.0, posinf=float("inf")).amax().float().reshape(1)
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], x_format: Format, w_format: Format, group):
-    xq = _quantized(x, x_format, group=group)
-    wq = _quantized(weight, w_format)
+def _forward(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], x_format: Format, w_format: Format, group, state: State
+):
+    xq = _quantized(x, x_format, group=group, kept=state.input)
+    wq = _quantized(weight, w_format, kept=state.weight)
     y = matmul(
         xq[: x_format.row], x_format.spec, "row", x.shape,
         wq[: w_format.row], w_format.spec, "row", weight.shape,
@@ -88,8 +111,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], x_format: Format
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, offset, formats, seed, group):
-        y, xq, wq = _forward(x, weight, bias, formats.input, formats.weight, group)
+    def forward(ctx, x, weight, bias, offset, formats, seed, group, state):
+        y, xq, wq = _forward(x, weight, bias, formats.input, formats.weight, group, state)
         # What the backward pass reads: the column direction, or the numbers themselves where both directions share them.
         xq = xq[formats.input.row :] if formats.input.column else xq
         wq = wq[formats.weight.row :] if formats.weight.column else wq
@@ -97,18 +120,18 @@ class _Linear(torch.autograd.Function):
         ctx.x_arrays = len(xq)
         ctx.shapes = (x.shape, weight.shape)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.settings = (formats, seed, group)
+        ctx.settings = (formats, seed, group, state)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        formats, seed, group = ctx.settings
+        formats, seed, group, state = ctx.settings
         x_shape, w_shape = ctx.shapes
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         offset, *arrays = ctx.saved_tensors
         xq, wq = arrays[: ctx.x_arrays], arrays[ctx.x_arrays :]
         format = formats.grad_output
-        dyq = _quantized(dy.contiguous(), format, seed, offset, group)
+        dyq = _quantized(dy.contiguous(), format, seed, offset, group, state.grad_output)
         row, column = dyq[: format.row], dyq[format.row :] if format.column else dyq
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -121,4 +144,4 @@ class _Linear(torch.autograd.Function):
             )
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None

@@ -9,12 +9,13 @@ from torch import Tensor
 
 import nvfp4
 
+from ._delayed import Delays
 from ._formats import formats_of, plan_of
 from ._function import linear
 from ._norm import _bias, _weight
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(Delays):
     """One linear layer per expert, each on its own tokens. Parameters are ``weight0``, ``bias0``, ``weight1``, …"""
 
     def __init__(
@@ -42,6 +43,8 @@ class GroupedLinear(torch.nn.Module):
         """Goes over to another recipe."""
         plan = plan_of(recipe, [(self.path, "grouped", self.num_gemms)])
         self.formats = [formats_of(plan, self.path, expert) for expert in range(self.num_gemms)]
+        prefixes = {f"expert{expert}_": formats for expert, formats in enumerate(self.formats)}
+        self.keep_scales(prefixes, self.weight0.device)
 
     def forward(self, input: Tensor, m_splits: List[int]) -> Tensor:
         """``m_splits`` says how many tokens each expert has; tokens lie expert after expert."""
@@ -56,4 +59,5 @@ class GroupedLinear(torch.nn.Module):
 
     def _expert(self, expert: int, tokens: Tensor) -> Tensor:
         weight, bias = getattr(self, f"weight{expert}"), getattr(self, f"bias{expert}")
-        return linear(tokens, weight, bias, self.formats[expert], self.seed, self.amax_group)
+        formats, state = self.formats[expert], self.state_of(self.formats[expert], f"expert{expert}_")
+        return linear(tokens, weight, bias, formats, self.seed, self.amax_group, state)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 import nvfp4
 
+from ._delayed import Delays
 from ._formats import Formats, linear_formats
 from ._function import linear
 
 
-class Linear(torch.nn.Linear):
+class Linear(Delays, torch.nn.Linear):
     """``torch.nn.Linear`` with its products in the formats of a recipe.
 
     ``recipe`` is a preset's name or an :class:`nvfp4.Recipe`; ``path`` is the module's name in the model, by which recipes know it. Weight and
@@ -45,15 +46,18 @@ class Linear(torch.nn.Linear):
         new.weight, new.bias = module.weight, module.bias
         new.training = module.training
         new.formats, new.path, new.seed, new.amax_group = formats, path, seed, None
+        new.keep_scales({"": formats}, module.weight.device)
         return new
 
     def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
         """Goes over to another recipe. Nothing else changes: parameters are in high precision."""
         self.formats = linear_formats(recipe, self.path)
+        self.keep_scales({"": self.formats}, self.weight.device)
 
     def forward(self, input: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         weight = self.weight if weight is None else weight
-        return linear(input, weight, self.bias, self.formats, self.seed, self.amax_group)
+        state = self.state_of(self.formats)
+        return linear(input, weight, self.bias, self.formats, self.seed, self.amax_group, state)
 
     def extra_repr(self) -> str:
         f = self.formats

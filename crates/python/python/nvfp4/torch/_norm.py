@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import nvfp4
 
+from ._delayed import Delays
 from ._formats import formats_of, linear_formats, plan_of
 from ._function import linear
 
@@ -21,7 +22,7 @@ _ACTIVATIONS = {
 }
 
 
-class _Norm(torch.nn.Module):
+class _Norm(Delays):
     """The norm's parameters, under TransformerEngine's names: ``layer_norm_weight`` and ``layer_norm_bias``."""
 
     def __init__(self, size: int, eps: float, normalization: str, device, dtype):
@@ -76,9 +77,11 @@ class LayerNormLinear(_Norm):
     def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
         """Goes over to another recipe."""
         self.formats = linear_formats(recipe, self.path)
+        self.keep_scales({"": self.formats}, self.weight.device)
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(self.normalized(input), self.weight, self.bias, self.formats, self.seed, self.amax_group)
+        x, state = self.normalized(input), self.state_of(self.formats)
+        return linear(x, self.weight, self.bias, self.formats, self.seed, self.amax_group, state)
 
 
 class LayerNormMLP(_Norm):
@@ -116,9 +119,11 @@ class LayerNormMLP(_Norm):
         fc1, fc2 = f"{self.path}.fc1", f"{self.path}.fc2"
         plan = plan_of(recipe, [(fc1, "linear"), (fc2, "linear")])
         self.fc1_formats, self.fc2_formats = formats_of(plan, fc1), formats_of(plan, fc2)
+        self.keep_scales({"fc1_": self.fc1_formats, "fc2_": self.fc2_formats}, self.fc1_weight.device)
 
     def forward(self, input: Tensor) -> Tensor:
+        fc1, fc2 = self.state_of(self.fc1_formats, "fc1_"), self.state_of(self.fc2_formats, "fc2_")
         x = self.normalized(input)
-        x = linear(x, self.fc1_weight, self.fc1_bias, self.fc1_formats, self.seed, self.amax_group)
+        x = linear(x, self.fc1_weight, self.fc1_bias, self.fc1_formats, self.seed, self.amax_group, fc1)
         x = self.activation(x)
-        return linear(x, self.fc2_weight, self.fc2_bias, self.fc2_formats, self.seed, self.amax_group)
+        return linear(x, self.fc2_weight, self.fc2_bias, self.fc2_formats, self.seed, self.amax_group, fc2)

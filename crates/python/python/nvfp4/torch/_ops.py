@@ -1,4 +1,5 @@
-"""The two operations that everything else is made of, as torch's own: ``torch.ops.nvfp4.quantize`` and ``torch.ops.nvfp4.matmul``.
+"""The operations that everything else is made of, as torch's own: ``torch.ops.nvfp4.quantize``, ``torch.ops.nvfp4.quantize_delayed`` for
+tensors with delayed scaling, and ``torch.ops.nvfp4.matmul``.
 
 A quantized tensor travels as the list of its arrays: those of the row direction, then those of the column direction
 (``nvfp4.layout`` says which). So autograd can keep it, compilers can see it, and other devices can hold it.
@@ -6,7 +7,7 @@ A quantized tensor travels as the list of its arrays: those of the row direction
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 from torch import Tensor
@@ -27,12 +28,16 @@ def quantize(
     column_amax: Optional[Tensor],
 ) -> List[Tensor]:
     """Quantizes ``x`` as ``spec`` says. Random numbers are drawn at ``offset``, an int64 tensor, if there is one."""
-    randomness = {} if offset is None else {"seed": seed, "offset": offset}
-    amaxes = {"amax": amax, "column_amax": column_amax}
+    randomness = _randomness(seed, offset)
+    amaxes: Dict[str, Any] = {"amax": amax, "column_amax": column_amax}
     if x.is_cuda and "high-precision" in spec:
         return _partly(x, spec, directions, randomness, amaxes)
     q = nvfp4.Quantizer(spec=spec, directions=directions).quantize(x, **amaxes, **randomness)
     return [part for side in (q.row, q.column) if side is not None for part in side.parts]
+
+
+def _randomness(seed: int, offset: Optional[Tensor]) -> Dict[str, Any]:
+    return {} if offset is None else {"seed": seed, "offset": offset}
 
 
 def _partly(x: Tensor, spec: str, directions: str, randomness: dict, amaxes: dict) -> List[Tensor]:
@@ -65,6 +70,33 @@ def _(x, spec, directions, seed, offset, amax, column_amax):
     return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column]
 
 
+@torch.library.custom_op("nvfp4::quantize_delayed", mutates_args=())
+def quantize_delayed(
+    x: Tensor,
+    spec: str,
+    directions: str,
+    seed: int,
+    offset: Optional[Tensor],
+    scale: Optional[Tensor],
+    column_scale: Optional[Tensor],
+) -> List[Tensor]:
+    """Quantizes ``x`` by scales of earlier steps. After the arrays comes, for each scale, the amax that was seen; 0 if it was not used."""
+    quantizer = nvfp4.Quantizer(spec=spec, directions=directions)
+    q, amax, column_amax = quantizer.observe(x, scale=scale, column_scale=column_scale, **_randomness(seed, offset))
+    if column_scale is None and amax is None:
+        amax = column_amax  # one scale serves both directions, and only this one is there
+    seen = [a for a, given in ((amax, scale), (column_amax, column_scale)) if given is not None]
+    seen = [x.new_zeros(1, dtype=torch.float32) if a is None else a for a in seen]
+    return [part for side in (q.row, q.column) if side is not None for part in side.parts] + seen
+
+
+@quantize_delayed.register_fake
+def _(x, spec, directions, seed, offset, scale, column_scale):
+    row, column = nvfp4.layout(spec, directions, [int(size) for size in x.shape], str(x.dtype))
+    amaxes = [("float32", [1]) for given in (scale, column_scale) if given is not None]
+    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column + amaxes]
+
+
 @torch.library.custom_op("nvfp4::matmul", mutates_args=())
 def matmul(
     a: List[Tensor],
@@ -95,8 +127,8 @@ def matmul(
         right = b[0] if b_side == "row" else b[0].t()
         y = nvfp4.matmul(right, _direction(a, a_spec, a_side, a_shape), dtype=dtype).t().contiguous()
         return y if bias is None else y + bias.to(dtype)
-    left, right = _direction(a, a_spec, a_side, a_shape), _direction(b, b_spec, b_side, b_shape)
-    return nvfp4.matmul(left, right, bias=bias, dtype=dtype)
+    quantized = _direction(a, a_spec, a_side, a_shape), _direction(b, b_spec, b_side, b_shape)
+    return nvfp4.matmul(*quantized, bias=bias, dtype=dtype)
 
 
 @matmul.register_fake

@@ -1,0 +1,204 @@
+"""Delayed scaling: scales that are made from the amaxes of earlier steps, in buffers of the layers.
+
+A step quantizes with the scales that are there, and joins the amaxes that it sees to the histories by a maximum: so a forward pass that is
+computed again changes nothing. :func:`update_scales` then ends the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+import nvfp4
+
+from ._formats import Format, Formats
+
+
+class Kept(NamedTuple):
+    """What is kept for one tensor: for both its directions, or for each of them."""
+
+    scale: Optional[Tensor] = None
+    history: Optional[Tensor] = None
+    column_scale: Optional[Tensor] = None
+    column_history: Optional[Tensor] = None
+
+    def note(self, parts: List[Tensor]) -> List[Tensor]:
+        """Joins the amaxes at the end of an operation's results to this step's. Gives the rest."""
+        kept = [(self.scale, self.history), (self.column_scale, self.column_history)]
+        histories = [history for scale, history in kept if scale is not None]
+        for amax, history in zip(parts[len(parts) - len(histories) :], histories):
+            if history is not None:
+                history[:1].copy_(torch.maximum(history[:1], amax))
+        return parts[: len(parts) - len(histories)]
+
+    def unseen(self) -> "Kept":
+        """The same scales, for a tensor that is not to be remembered."""
+        return self._replace(history=None, column_history=None)
+
+
+class State(NamedTuple):
+    """What is kept for the tensors of a linear layer; None for a tensor without delayed scaling."""
+
+    input: Optional[Kept] = None
+    weight: Optional[Kept] = None
+    grad_output: Optional[Kept] = None
+
+
+class Scale(torch.nn.Module):
+    """A scale and the amaxes that it is made from: that of the step under way, then those of earlier steps, oldest first."""
+
+    scale: Tensor
+    history: Tensor
+
+    def __init__(self, spec: Optional[str], steps: int, device):
+        super().__init__()
+        self.spec = spec
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float32, device=device))
+        self.register_buffer("history", torch.zeros(steps, dtype=torch.float32, device=device))
+
+    def _apply(self, fn, recurse=True):
+        scale, history = self.scale, self.history
+        super()._apply(fn, recurse)
+        device = self.scale.device
+        if scale.is_meta:  # which has no numbers to take along
+            self.scale = torch.ones(1, dtype=torch.float32, device=device)
+            self.history = torch.zeros(history.shape, dtype=torch.float32, device=device)
+        else:  # to another device, but never to another type
+            self.scale, self.history = scale.to(device), history.to(device)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        # What is missing is not: the state of a model without delayed scaling begins anew.
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}"
+
+
+class Scales(torch.nn.Module):
+    """The scales of a layer, by the names of its tensors."""
+
+    def keep(self, name: str, spec: str, device) -> None:
+        """Keeps what a tensor of this spec asks for. State with the same rule stays, other state begins anew."""
+        for part, rule in nvfp4.Delayed.parts(spec).items():
+            name_of_part = name if part == "both" else f"{name}_{part}"
+            there, steps = self._modules.get(name_of_part), nvfp4.Delayed(rule).history
+            if isinstance(there, Scale) and there.spec in (None, rule) and there.history.numel() == steps:
+                there.spec = rule  # which a state dict does not say
+            else:
+                self.add_module(name_of_part, Scale(rule, steps, device))
+
+    def get(self, name: str, format: Format) -> Optional[Kept]:
+        """What is kept for a tensor of this format."""
+        if not format.delayed:
+            return None
+        if format.delayed == ("both",):
+            return Kept(*self._buffers_of(name))
+        row = self._buffers_of(f"{name}_row") if "row" in format.delayed else (None, None)
+        column = self._buffers_of(f"{name}_column") if "column" in format.delayed else (None, None)
+        return Kept(*row, *column)
+
+    def _buffers_of(self, name: str) -> Tuple[Tensor, Tensor]:
+        scale = self._modules[name]
+        assert isinstance(scale, Scale)
+        return scale.scale, scale.history
+
+
+class Delays(torch.nn.Module):
+    """A layer whose tensors may have delayed scaling."""
+
+    amax_group: Any
+    delayed: Optional[Scales]
+
+    def keep_scales(self, formats: Mapping[str, Formats], device) -> None:
+        """Keeps what the formats of linear layers ask for; each has a prefix for the names of its tensors.
+
+        What another recipe kept stays, so that a recipe can be left and come back to.
+        """
+        specs = {
+            prefix + slot: format.spec
+            for prefix, of in formats.items()
+            for slot, format in (("input", of.input), ("weight", of.weight), ("grad_output", of.grad_output))
+            if format.delayed
+        }
+        if not hasattr(self, "delayed"):
+            self.delayed = None
+        if specs and self.delayed is None:
+            self.delayed = Scales()
+        for name, spec in specs.items():
+            self.delayed.keep(name, spec, device)  # type: ignore[union-attr]
+
+    def state_of(self, formats: Formats, prefix: str = "") -> State:
+        """What is kept for the tensors of a linear layer."""
+        if self.delayed is None:
+            return State()
+        slots = (("input", formats.input), ("weight", formats.weight), ("grad_output", formats.grad_output))
+        return State(*[self.delayed.get(prefix + slot, format) for slot, format in slots])
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        # A layer whose recipe is not known yet keeps what it is given, for the recipe that comes.
+        begin = f"{prefix}delayed."
+        for key, history in state_dict.items():
+            if key.startswith(begin) and key.endswith(".history"):
+                name = key[len(begin) : -len(".history")]
+                self.delayed = Scales() if self.delayed is None else self.delayed
+                if name not in self.delayed._modules:
+                    self.delayed.add_module(name, Scale(None, history.numel(), history.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def update_scales(model: torch.nn.Module) -> None:
+    """Ends a step of delayed scaling: histories move on, and scales follow from them. To be called once per step of the optimizer.
+
+    Workers that :func:`reduce_amaxes` made agree do so here, in one reduction. A model without delayed scaling is left as it is.
+
+    >>> import torch, nvfp4.torch
+    >>> model = nvfp4.torch.convert_module(torch.nn.Linear(64, 64), "delayed_scaling")
+    >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    >>> model(torch.randn(32, 64)).sum().backward()
+    >>> optimizer.step()
+    >>> nvfp4.torch.update_scales(model)
+    """
+    update(module for module in model.modules() if isinstance(module, Delays))
+
+
+def update(layers: Iterable[Any]) -> None:
+    """Ends a step of these layers."""
+    groups: Dict[Any, List[Scale]] = {}
+    for layer in layers:
+        if layer.delayed is not None:
+            groups.setdefault(layer.amax_group, []).extend(_known(layer.delayed))
+    for group, scales in groups.items():
+        if scales:
+            _update(scales, group)
+
+
+def _known(scales: Scales) -> Iterator[Scale]:
+    """Those whose rule is known."""
+    return (scale for scale in scales.children() if isinstance(scale, Scale) and scale.spec is not None)
+
+
+@torch.no_grad()
+def _update(scales: List[Scale], group) -> None:
+    rules = [nvfp4.Delayed(str(scale.spec)) for scale in scales]
+    device = scales[0].history.device
+    amaxes = torch.cat([scale.history[:1].to(device) for scale in scales])
+    if group is not None:
+        shared = torch.tensor([rule.reduction == "max" for rule in rules], device=device)
+        reduced = amaxes[shared]
+        torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
+        amaxes[shared] = reduced
+    # One copy to the host and one back, however many there are.
+    numbers = torch.cat([part.to(device) for scale in scales for part in (scale.scale, scale.history)]).tolist()
+    moved: List[float] = []
+    for rule, amax in zip(rules, amaxes.tolist()):
+        (scale, *history), numbers = numbers[: 1 + rule.history], numbers[1 + rule.history :]
+        history, scale = rule.update(history, scale, amax)
+        moved += [scale, *history]
+    at, back = 0, torch.tensor(moved, dtype=torch.float32, device=device)
+    for scale in scales:
+        scale.scale.copy_(back[at : at + 1])
+        scale.history.copy_(back[at + 1 : at + 1 + scale.history.numel()])
+        at += 1 + scale.history.numel()

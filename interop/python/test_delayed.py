@@ -1,0 +1,247 @@
+"""Delayed scaling in modules: what it computes, and where its state goes."""
+
+import copy
+
+import pytest
+import torch
+from test_modules import model, same, step
+from torch.utils.checkpoint import checkpoint
+
+import nvfp4
+import nvfp4.te as te
+import nvfp4.torch
+
+SHORT = nvfp4.Recipe.from_function(
+    "short", lambda role: f"fp8-delayed({'e5m2' if role.slot == 'grad_output' else 'e4m3'}, history=3)"
+)
+LARGEST = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
+
+
+def buffers(module):
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def data(seed, rows=32, cols=64):
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+
+def test_steps_are_those_of_the_rule():
+    module = nvfp4.torch.Linear(64, 48, recipe=SHORT)
+    quantizers = {
+        slot: nvfp4.Plan(SHORT, [("linear", "linear")]).quantizer("linear", slot) for slot in ("input", "weight", "grad_output")
+    }
+    scales, seen = dict.fromkeys(quantizers, torch.ones(1)), {slot: [] for slot in quantizers}
+    for number in range(5):
+        x = data(number) * (number + 1)
+        y, dx, dw, db = step(module, x)
+        dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+        made = {}
+        for slot, tensor in (("input", x), ("weight", module.weight), ("grad_output", dy)):
+            made[slot], amax, _ = quantizers[slot].observe(tensor, scale=scales[slot])
+            assert torch.equal(amax, tensor.detach().abs().max().reshape(1))
+            seen[slot].append(amax)
+        assert torch.equal(y, nvfp4.matmul(made["input"], made["weight"], bias=module.bias.detach()))
+        assert torch.equal(dx, nvfp4.matmul(made["grad_output"], made["weight"].column))
+        assert torch.equal(dw, nvfp4.matmul(made["grad_output"].column, made["input"].column))
+        assert torch.equal(db, dy.sum(0))
+        nvfp4.torch.update_scales(module)
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+        for slot in quantizers:
+            window = torch.cat(seen[slot][-3:])
+            scales[slot] = torch.tensor([LARGEST[slot]]) / window.max()
+            kept = module.delayed.get_submodule(slot)
+            assert torch.equal(kept.scale, scales[slot])
+            # The step under way has none yet; of the earlier ones as many are left as fit.
+            earlier = torch.cat(seen[slot][-2:])
+            assert kept.history[0] == 0 and torch.equal(kept.history[3 - len(earlier) :], earlier)
+
+
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "fp8-delayed(history=2) / mxfp8", "mxfp8 / fp8-delayed(history=2)"])
+def test_every_kind_of_layer_has_it(recipe):
+    if "/" in recipe:
+        spec = recipe
+        recipe = nvfp4.Recipe.from_function(spec, lambda role: spec if role.slot != "grad_output" else spec.split(" / ")[1])
+    for module, args, count in [
+        (nvfp4.torch.LayerNormLinear(64, 48, recipe=recipe), (), 3),
+        (nvfp4.torch.LayerNormMLP(64, 96, recipe=recipe), (), 6),
+        (nvfp4.torch.GroupedLinear(2, 64, 48, recipe=recipe), ([16, 16],), 6),
+        (nvfp4.torch.convert_module(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe), (), 3),
+    ]:
+        before = buffers(module)
+        for number in range(2):
+            step(module, data(number), *args)
+            nvfp4.torch.update_scales(module)
+        after = buffers(module)
+        assert len(after) in (2 * count, 4 * count // 3) and all(not torch.equal(before[name], after[name]) for name in after)
+
+
+def test_what_is_not_trained_is_not_remembered():
+    module = nvfp4.torch.Linear(64, 48, recipe=SHORT)
+    before = buffers(module)
+    with torch.no_grad():
+        y = module(data(1))
+    assert torch.equal(y, module(data(1))) and not all(torch.equal(before[name], b) for name, b in buffers(module).items())
+    module = copy.deepcopy(module)
+    nvfp4.torch.update_scales(module)
+    before = buffers(module)
+    with torch.no_grad():
+        module(100 * data(1))
+    nvfp4.torch.update_scales(module)
+    assert all(torch.equal(before[name], buffer) for name, buffer in buffers(module).items())
+
+
+def test_micro_batches_count_as_one_step():
+    whole, parts = (nvfp4.torch.Linear(64, 48, recipe=SHORT) for _ in range(2))
+    parts.load_state_dict(whole.state_dict())
+    x = data(3, rows=64)
+    step(whole, x)
+    for half in (x[:32], x[32:]):
+        step(parts, half)
+    assert torch.equal(whole.delayed.input.history, parts.delayed.input.history)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations_have_the_same_scales(reentrant):
+    plain = nvfp4.torch.convert_module(model(), SHORT)
+    again = copy.deepcopy(plain)
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = again
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    checkpointed = Checkpointed()
+    for number in range(3):
+        assert same(step(plain, data(number)), step(checkpointed, data(number)))
+        for layer in (plain, again):
+            nvfp4.torch.update_scales(layer)
+        assert same(list(plain.buffers()), list(again.buffers()))
+
+
+def test_compiled_whole_without_a_break():
+    torch._dynamo.reset()
+    eager = nvfp4.torch.convert_module(model(), SHORT)
+    twin = copy.deepcopy(eager)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for number in range(3):
+        assert same(step(eager, data(number)), step(compiled, data(number)))
+        for module in (eager, twin):
+            nvfp4.torch.update_scales(module)
+        assert same(list(eager.buffers()), list(twin.buffers()))
+
+
+def test_state_dicts_have_it(tmp_path):
+    trained = nvfp4.torch.convert_module(model(), SHORT)
+    assert "0.delayed.input.scale" in trained.state_dict() and "2.delayed.grad_output.history" in trained.state_dict()
+    step(trained, data(1))
+    nvfp4.torch.update_scales(trained)
+    torch.save(trained.state_dict(), tmp_path / "state.pt")
+    again = nvfp4.torch.convert_module(model(), SHORT)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert same(list(trained.buffers()), list(again.buffers())) and same(step(trained, data(2)), step(again, data(2)))
+    fresh = nvfp4.torch.convert_module(model(), SHORT)
+    fresh.load_state_dict(model().state_dict())  # of a model that has none: it begins anew
+    assert all(scale == 1 for name, scale in fresh.named_buffers() if name.endswith("scale"))
+    torch.save(trained, tmp_path / "model.pt")
+    assert same(step(torch.load(tmp_path / "model.pt", weights_only=False), data(3)), step(trained, data(3)))
+
+
+def test_its_numbers_stay_float32():
+    module = nvfp4.torch.Linear(64, 48, recipe=SHORT)
+    step(module, data(1))
+    nvfp4.torch.update_scales(module)
+    before = buffers(module)
+    module.bfloat16()
+    assert module.weight.dtype == torch.bfloat16
+    assert all(torch.equal(before[name], buffer) and buffer.dtype == torch.float32 for name, buffer in buffers(module).items())
+    step(module, data(2).bfloat16())
+    with torch.device("meta"):
+        module = nvfp4.torch.Linear(64, 48, recipe=SHORT)
+    module.to_empty(device="cpu")
+    assert {name: buffer.tolist() for name, buffer in buffers(module).items() if "input" in name} == {
+        "delayed.input.scale": [1.0],
+        "delayed.input.history": [0.0, 0.0, 0.0],
+    }
+
+
+def test_another_recipe_keeps_what_has_the_same_rule():
+    module = nvfp4.torch.Linear(64, 48, recipe=SHORT)
+    step(module, data(1))
+    nvfp4.torch.update_scales(module)
+    before = buffers(module)
+    module.use_recipe("nvfp4")
+    step(module, data(2))
+    module.use_recipe(SHORT)
+    assert all(torch.equal(before[name], buffer) for name, buffer in buffers(module).items())
+    module.use_recipe("delayed_scaling")
+    assert module.delayed.input.history.shape == (1024,) and all(b.item() == 1 for n, b in buffers(module).items() if "scale" in n)
+
+
+def test_autocast_moves_on_from_region_to_region():
+    module, layer = nvfp4.torch.Linear(64, 48, recipe=SHORT), te.Linear(64, 48, name="fc")
+    layer.load_state_dict(module.state_dict())  # before its first region: it is kept until the recipe is known
+    for number in range(4):
+        expected = step(module, data(number))
+        torch.manual_seed(7)
+        layer.zero_grad()
+        x = data(number).requires_grad_()
+        with te.autocast(recipe=SHORT):
+            with te.autocast(enabled=False):
+                layer(x)
+            y = layer(x)
+        (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
+        assert same(expected, [y.detach(), x.grad, layer.weight.grad, layer.bias.grad])
+        nvfp4.torch.update_scales(module)
+        with torch.no_grad(), te.autocast(recipe=SHORT):
+            layer(100 * data(number))
+        assert torch.equal(module.delayed.input.scale, layer.delayed.input.scale)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", [SHORT, nvfp4.Recipe("nvfp4"), nvfp4.Recipe("mxfp8")], ids=repr)
+def test_what_te_computes_again_is_what_it_computed(recipe, reentrant):
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(te.Linear(64, 64, name="fc1"), torch.nn.GELU(), te.Linear(64, 64, name="fc2"))
+    again = copy.deepcopy(plain)
+    for number in range(3):
+        results = []
+        for module, run in ((plain, plain), (again, lambda x: te.checkpoint(again, x, use_reentrant=reentrant))):
+            torch.manual_seed(number)
+            module.zero_grad()
+            x = data(number).requires_grad_()
+            with te.autocast(recipe=recipe):
+                y = run(x)
+            (y * data(100 + number)).sum().backward()
+            results.append([y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())])
+        assert same(*results) and same(list(plain.buffers()), list(again.buffers()))
+
+
+def test_a_step_that_was_saved_or_copied_ends_too(tmp_path):
+    def train(layer, number):
+        x = data(number).requires_grad_()
+        with te.autocast(recipe=SHORT):
+            y = layer(x)
+        y.backward(data(number)[:, :48])
+        return [y.detach(), x.grad]
+
+    layer, loaded = te.Linear(64, 48, name="fc"), te.Linear(64, 48, name="fc")
+    train(layer, 0)
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    copied = copy.deepcopy(layer)
+    for number in (1, 2):
+        expected = train(layer, number)
+        assert same(expected, train(loaded, number)) and same(expected, train(copied, number))
+    assert same(list(layer.buffers()), list(loaded.buffers())) and same(list(layer.buffers()), list(copied.buffers()))
+
+
+def test_a_rule_that_nobody_knows():
+    recipe = nvfp4.Recipe.from_function("named", lambda role: "fp8-delayed(amax=mine)")
+    with pytest.raises(ValueError):
+        module = nvfp4.torch.Linear(64, 48, recipe=recipe)
+        step(module, data(1))
+        nvfp4.torch.update_scales(module)
