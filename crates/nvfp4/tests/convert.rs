@@ -4,7 +4,7 @@ mod generated;
 
 use generated::*;
 use nvfp4::checkpoint::*;
-use nvfp4::{Error, Profile, Quantizer, Side, TensorRef, Unit};
+use nvfp4::{Error, Precision, Profile, Quantizer, Side, TensorRef, Unit};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -294,7 +294,7 @@ fn mxfp4_experts_keep_their_values() {
     run(&dir.join("out"), &dir.join("again"), &to(Target::ModelOpt)).unwrap();
     let weights = |folder: &str| contents(&dir.join(folder))["model.safetensors"].clone();
     assert!(weights("out") == weights("again"), "relabelled to itself");
-    run(&dir.join("out"), &dir.join("plain"), &to(Target::Bf16)).unwrap();
+    run(&dir.join("out"), &dir.join("plain"), &to(Target::Plain(Precision::Bf16))).unwrap();
     let plain = Checkpoint::open(&dir.join("plain")).unwrap();
     let decoded = plain.get(name).unwrap();
     assert_eq!((decoded.info.dtype, &decoded.info.shape[..]), (Dtype::BF16, &[experts, groups * 32, outputs][..]));

@@ -2,7 +2,7 @@
 
 use super::convert::Conversion;
 use super::dialect::Model;
-use super::plan::{Action, Item, Plan};
+use super::plan::{Differing, Item, Plan};
 use super::settings::{Acts, KvCache, Settings};
 use super::target::{Activations, Extras, Kv, Scale, Target};
 use super::weight::Stored;
@@ -78,11 +78,12 @@ impl Conversion<'_, '_> {
         };
         let mut multipliers = vec![0f32; self.plan.items.len()];
         for (i, item) in self.plan.items.iter().enumerate() {
-            if matches!(item.action, Action::Quantize | Action::Relabel) {
+            if item.action.is_nvfp4() {
                 multipliers[i] = own(item)?;
             }
         }
-        if self.settings.acts != Acts::None {
+        // Activations are quantized when a model runs, with the largest scale of those that are joined.
+        if self.settings.acts != Acts::None || self.settings.selection.differing == Differing::Rescale {
             for group in &self.plan.groups {
                 let shared = group.members.iter().map(|&i| multipliers[i]).fold(0.0, f32::max);
                 group.members.iter().for_each(|&i| multipliers[i] = shared);

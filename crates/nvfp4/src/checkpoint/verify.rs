@@ -142,7 +142,7 @@ fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
         let mut inputs = Vec::new();
         for weight in &members {
             if let Stored::Nvfp4(parts) = &weight.stored {
-                scales.push(parts.global(0)?);
+                scales.push(parts.globals(weight)?);
                 inputs.push(parts.input()?);
             }
         }
@@ -153,9 +153,16 @@ fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
             );
         }
         let differ = |values: &[f32]| values.iter().any(|v| v.to_bits() != values[0].to_bits());
-        if scales.len() > 1 && differ(&scales) {
-            let ratio = spread(&scales);
-            let text = format!("{kind}: tensor scales differ (ratio {ratio:.4}); a server uses one of them for all");
+        // One number for each matrix, of all members.
+        let of_matrix = |m: usize| scales.iter().filter_map(|own| own.get(m).copied()).collect::<Vec<f32>>();
+        let matrices = scales.iter().map(Vec::len).max().unwrap_or(0);
+        let differing: Vec<f32> = (0..matrices).map(of_matrix).filter(|s| differ(s)).map(|s| spread(&s)).collect();
+        if let Some(ratio) = differing.iter().copied().reduce(f32::max) {
+            let to = if model.dialect == Dialect::CompressedTensors { " --to compressed-tensors" } else { "" };
+            let text = format!(
+                "{kind}: tensor scales differ (ratio {ratio:.4}); a server uses one of them for all \
+                 [fix: nvfp4 convert --fix-scales{to}]"
+            );
             report.problem(parent, text);
         }
         let inputs: Vec<f32> = inputs.into_iter().flatten().collect();
