@@ -30,8 +30,8 @@ def made(root, name):
 
 
 def same_bits(a, b):
-    """Every tensor of two checkpoints has the same type, shape and bytes."""
-    a, b = tensors(a), tensors(b)
+    """Every tensor of two checkpoints, folders or loaded, has the same type, shape and bytes."""
+    a, b = (x if isinstance(x, dict) else tensors(x) for x in (a, b))
     assert a.keys() == b.keys(), f"only in one: {sorted(a.keys() ^ b.keys())[:6]}"
     for name, left in a.items():
         right = b[name]
@@ -163,6 +163,48 @@ def transformers_loads_compressed_tensors(root):
         assert torch.isfinite(logits).all()
         cosine = torch.nn.functional.cosine_similarity(logits.flatten(), expected.flatten(), dim=0)
         print(f"  {name}: finite logits, cosine to the original's {cosine:.4f}")
+
+
+@check
+def keys_and_values_in_fp8_are_read(root):
+    """`--kv fp8-cast`: ModelOpt says the same in its recipe of that name; compressed-tensors and transformers read the scales."""
+    import modelopt.torch.quantization as mtq
+    from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
+    from compressed_tensors.quantization import QuantizationArgs
+    from modelopt.recipe import load_recipe
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    source, ours, theirs, ct = made(root, "llama"), root / "kv-modelopt", root / "kv-theirs", root / "kv-ct"
+    nvfp4("convert", source, ours, "-q", "--kv", "fp8-cast")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    mtq.quantize(model, load_recipe("general/ptq/nvfp4_weight_only-kv_fp8_cast").quantize.model_dump(), forward_loop=None)
+    with torch.inference_mode():
+        export_hf_checkpoint(model, export_dir=theirs)
+    config = lambda folder, file: json.loads((folder / file).read_text())
+    assert config(ours, "hf_quant_config.json") == config(theirs, "hf_quant_config.json")
+    assert config(ours, "config.json")["quantization_config"] == config(theirs, "config.json")["quantization_config"]
+    # It leaves the scales out, which are 1 to servers then; ours are there.
+    own, others = tensors(ours), tensors(theirs)
+    extra = [f"model.layers.{l}.self_attn.{x}_proj.{x}_scale" for l in range(2) for x in "kv"]
+    assert sorted(own.keys() - others.keys()) == extra and all(own[name] == 1 for name in extra)
+    same_bits({k: v for k, v in own.items() if k in others}, others)
+
+    fp8 = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False)
+    converter = ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*_proj$"], kv_cache_scheme=fp8)
+    converted = converter.validate(dict(own))
+    assert all(converted[name] == 1 for name in extra)
+
+    tokens = torch.arange(1, 33).unsqueeze(0)
+    for origin in (source, ours):
+        nvfp4("convert", origin, ct, "-q", "--to", "compressed-tensors", "--kv", "fp8-cast", "--force")
+        nvfp4("verify", ct, "--for", "transformers")
+        model = AutoModelForCausalLM.from_pretrained(ct, dtype=torch.bfloat16)
+        attention = [layer.self_attn for layer in model.model.layers]
+        assert all(scale == 1 for a in attention for scale in (a.k_scale, a.v_scale)), [a.k_scale for a in attention]
+        with torch.inference_mode():
+            assert torch.isfinite(model(tokens).logits).all()
+    print(f"  {len(own)} tensors beside ModelOpt's; {len(extra)} scales read by compressed-tensors and transformers")
 
 
 @check

@@ -2,6 +2,7 @@
 
 use super::dialect::Model;
 use super::folder::Located;
+use super::names;
 use super::plan::{Action, Item, Plan};
 use super::weight::{Stored, Weight};
 use crate::{Error, Precision, Result};
@@ -136,13 +137,35 @@ impl Target {
                 _ => part(format!("{module}.input_scale"), &[], Role::Input),
             });
         }
-        // compressed-tensors' readers take 1 for a scale that is not there.
-        if extras.kv == Kv::Fp8Cast && self == Target::ModelOpt {
-            let scale = module.strip_suffix("_proj").and_then(|m| m.rsplit_once("self_attn.")).map(|(_, last)| last);
-            let scale = scale.filter(|last| ["k", "v"].contains(last));
-            parts.extend(scale.map(|last| part(format!("{module}.{last}_scale"), &[], Role::KvScale)));
+        // transformers has uninitialised memory for a scale that is not there.
+        let projection = module.rsplit_once('.').filter(|(attention, _)| attention.ends_with("self_attn"));
+        if let (Kv::Fp8Cast, Some((attention, letter @ ("k_proj" | "v_proj")))) = (extras.kv, projection) {
+            parts.extend(self.kv_scale(attention, &letter[..1], Role::KvScale));
         }
         parts
+    }
+
+    /// The tensor that another tensor becomes: itself, but for scales of keys and values, which have names of their own, and
+    /// none where nothing is quantized.
+    pub(super) fn other(self, tensor: &Located<'_>) -> Option<Part> {
+        let info = tensor.info;
+        let number = info.shape.iter().product::<usize>() == 1;
+        let float = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
+        match names::kv_scale(&info.name).filter(|_| number && float) {
+            Some((attention, letter)) => self.kv_scale(attention, letter, Role::Whole),
+            None => {
+                Some(Part { name: info.name.clone(), dtype: info.dtype, shape: info.shape.clone(), role: Role::Whole })
+            }
+        }
+    }
+
+    fn kv_scale(self, attention: &str, letter: &str, role: Role) -> Option<Part> {
+        let (name, shape) = match self {
+            Target::ModelOpt => (format!("{attention}.{letter}_proj.{letter}_scale"), vec![]),
+            Target::CompressedTensors => (format!("{attention}.{letter}_scale"), vec![1]),
+            Target::Gguf | Target::Plain(_) => return None,
+        };
+        Some(Part { name, dtype: Dtype::F32, shape, role })
     }
 
     /// The tensors of a quantized matrix.

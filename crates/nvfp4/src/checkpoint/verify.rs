@@ -77,6 +77,7 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
     check_groups(model, &mut report)?;
     check_inputs(model, &mut report)?;
     check_configuration(model, client, &mut report);
+    check_keys_and_values(model, client, &mut report);
     let counts = statistics(model, threads)?;
     for (weight, counts) in model.weights.iter().zip(&counts) {
         if let (Stored::Nvfp4(_), Some(counts)) = (&weight.stored, counts) {
@@ -255,6 +256,20 @@ fn check_configuration(model: &Model<'_>, client: Client, report: &mut Report) {
                 _ => {}
             }
         }
+    }
+}
+
+/// transformers makes a scale of keys and values wherever the configuration says that they are quantized, and fills it from
+/// the checkpoint or not at all. vLLM takes 1 for one that is missing.
+fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report) {
+    let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
+    let promised = model.dialect == Dialect::CompressedTensors && scheme.is_some_and(|scheme| !scheme.is_null());
+    let named =
+        |letter: &str| model.others.iter().any(|t| t.info.name.ends_with(&format!(".self_attn.{letter}_scale")));
+    if client == Client::Transformers && promised && !(named("k") && named("v")) {
+        let text = "the configuration says how keys and values are quantized, and their scales are missing: transformers reads \
+                    uninitialised memory [fix: nvfp4 convert --to compressed-tensors]";
+        report.problem("self_attn.k_scale", text);
     }
 }
 
