@@ -150,6 +150,12 @@ fn convert_verify_inspect_diff_and_back() {
     assert!(ok(&["diff", &out, &out, "--bits"]).contains("identical"));
     assert_eq!(nvfp4(&["diff", &out, &ct, "--bits"]).status.code(), Some(2));
 
+    let lone = dir.path("lone.safetensors");
+    std::fs::copy(format!("{out}/model.safetensors"), &lone).unwrap();
+    let refused = nvfp4(&["diff", &source, &lone]);
+    assert!(refused.status.code() == Some(1) && text(&refused).contains("--from modelopt"), "{}", text(&refused));
+    assert_eq!(json_of(&["diff", &source, &lone, "--from", "modelopt", "--json"])["total"]["relerr"], error);
+
     ok(&["dequant", &out, &back]);
     assert!(ok(&["inspect", &back]).contains("dialect  not quantized"));
     let again = json_of(&["diff", &out, &back, "--json"])["total"]["relerr"].as_f64().unwrap();
