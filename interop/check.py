@@ -30,8 +30,8 @@ def made(root, name):
 
 
 def same_bits(a, b):
-    """Every tensor of two checkpoints has the same type, shape and bytes."""
-    a, b = tensors(a), tensors(b)
+    """Every tensor of two checkpoints, folders or loaded, has the same type, shape and bytes."""
+    a, b = (x if isinstance(x, dict) else tensors(x) for x in (a, b))
     assert a.keys() == b.keys(), f"only in one: {sorted(a.keys() ^ b.keys())[:6]}"
     for name, left in a.items():
         right = b[name]
@@ -83,6 +83,42 @@ def llm_compressor_writes_the_same_bytes(root):
 
 
 @check
+def fix_scales_mends_llm_compressors_experts(root):
+    """Experts whose gate and up differ in scale: found, mended, and decoded by compressed-tensors within a block scale's rounding."""
+    from llmcompressor import model_free_ptq
+
+    theirs, fixed = root / "moe-apart", root / "moe-fixed"
+    model_free_ptq(
+        str(made(root, "qwen3-moe")), str(theirs), scheme="NVFP4A16",
+        ignore=["lm_head", "re:.*mlp.gate$", "re:.*embed_tokens"], max_workers=2, device="cpu",
+    )  # fmt: skip
+    said = nvfp4("verify", theirs, status=2)
+    assert "nvfp4 convert --fix-scales --to compressed-tensors" in said, said
+    said = nvfp4("convert", theirs, fixed, "-q", "--fix-scales", "--to", "compressed-tensors")
+    print("  " + next(line for line in said.splitlines() if line.startswith("fixed")))
+    nvfp4("verify", fixed)
+    before, after = decompressed(theirs), decompressed(fixed)
+    assert before.keys() == after.keys()
+    for module, value in before.items():
+        error = (after[module] - value).norm() / value.norm()
+        assert error <= 1 / 16, f"{module}: {error}"
+
+
+def decompressed(folder):
+    """The values of every NVFP4 weight, as compressed-tensors decodes them."""
+    from compressed_tensors.compressors import NVFP4PackedCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    packed, args = tensors(folder), preset_name_to_scheme("NVFP4A16", ["Linear"])
+    values = {}
+    for module in [k.removesuffix("weight_packed") for k in packed if k.endswith(".weight_packed")]:
+        parts = {k.removeprefix(module): v for k, v in packed.items() if k.startswith(module)}
+        value = NVFP4PackedCompressor.decompress(parts, args)
+        values[module] = (value["weight"] if isinstance(value, dict) else value).float()
+    return values
+
+
+@check
 def time_beside_model_free_ptq(root):
     """Seconds for the checkpoint of `nvfp4 demo`; the import of torch does not count."""
     from llmcompressor import model_free_ptq
@@ -99,24 +135,14 @@ def time_beside_model_free_ptq(root):
 
 @check
 def compressed_tensors_decompresses_to_our_values(root):
-    from compressed_tensors.compressors import NVFP4PackedCompressor
-    from compressed_tensors.quantization import preset_name_to_scheme
-
     for name in MODELS:
         ours, plain = root / f"{name}-ct", root / f"{name}-ct-plain"
         nvfp4("convert", made(root, name), ours, "-q", "--to", "compressed-tensors")
         nvfp4("dequant", ours, plain)
-        packed, decoded = tensors(ours), tensors(plain)
-        args = preset_name_to_scheme("NVFP4A16", ["Linear"])
-        count = 0
-        for key in [k for k in packed if k.endswith(".weight_packed")]:
-            module = key.removesuffix("weight_packed")
-            parts = {k.removeprefix(module): v for k, v in packed.items() if k.startswith(module)}
-            value = NVFP4PackedCompressor.decompress(parts, args)
-            value = value["weight"] if isinstance(value, dict) else value
+        decoded, values = tensors(plain), decompressed(ours)
+        for module, value in values.items():
             assert torch.equal(value.to(torch.bfloat16), decoded[f"{module}weight"]), module
-            count += 1
-        print(f"  {name}: {count} weights")
+        print(f"  {name}: {len(values)} weights")
 
 
 @check
@@ -137,6 +163,48 @@ def transformers_loads_compressed_tensors(root):
         assert torch.isfinite(logits).all()
         cosine = torch.nn.functional.cosine_similarity(logits.flatten(), expected.flatten(), dim=0)
         print(f"  {name}: finite logits, cosine to the original's {cosine:.4f}")
+
+
+@check
+def keys_and_values_in_fp8_are_read(root):
+    """`--kv fp8-cast`: ModelOpt says the same in its recipe of that name; compressed-tensors and transformers read the scales."""
+    import modelopt.torch.quantization as mtq
+    from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
+    from compressed_tensors.quantization import QuantizationArgs
+    from modelopt.recipe import load_recipe
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    source, ours, theirs, ct = made(root, "llama"), root / "kv-modelopt", root / "kv-theirs", root / "kv-ct"
+    nvfp4("convert", source, ours, "-q", "--kv", "fp8-cast")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    mtq.quantize(model, load_recipe("general/ptq/nvfp4_weight_only-kv_fp8_cast").quantize.model_dump(), forward_loop=None)
+    with torch.inference_mode():
+        export_hf_checkpoint(model, export_dir=theirs)
+    config = lambda folder, file: json.loads((folder / file).read_text())
+    assert config(ours, "hf_quant_config.json") == config(theirs, "hf_quant_config.json")
+    assert config(ours, "config.json")["quantization_config"] == config(theirs, "config.json")["quantization_config"]
+    # It leaves the scales out, which are 1 to servers then; ours are there.
+    own, others = tensors(ours), tensors(theirs)
+    extra = [f"model.layers.{l}.self_attn.{x}_proj.{x}_scale" for l in range(2) for x in "kv"]
+    assert sorted(own.keys() - others.keys()) == extra and all(own[name] == 1 for name in extra)
+    same_bits({k: v for k, v in own.items() if k in others}, others)
+
+    fp8 = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False)
+    converter = ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*_proj$"], kv_cache_scheme=fp8)
+    converted = converter.validate(dict(own))
+    assert all(converted[name] == 1 for name in extra)
+
+    tokens = torch.arange(1, 33).unsqueeze(0)
+    for origin in (source, ours):
+        nvfp4("convert", origin, ct, "-q", "--to", "compressed-tensors", "--kv", "fp8-cast", "--force")
+        nvfp4("verify", ct, "--for", "transformers")
+        model = AutoModelForCausalLM.from_pretrained(ct, dtype=torch.bfloat16)
+        attention = [layer.self_attn for layer in model.model.layers]
+        assert all(scale == 1 for a in attention for scale in (a.k_scale, a.v_scale)), [a.k_scale for a in attention]
+        with torch.inference_mode():
+            assert torch.isfinite(model(tokens).logits).all()
+    print(f"  {len(own)} tensors beside ModelOpt's; {len(extra)} scales read by compressed-tensors and transformers")
 
 
 @check

@@ -1,23 +1,24 @@
 //! `nvfp4 convert`: a checkpoint becomes an NVFP4 checkpoint that servers load.
 
 use crate::device::Device;
+use crate::interrupt::interrupts;
 use crate::progress::{Progress, Voice};
 use crate::source::{self, From, Weights};
+use crate::writing::Writing;
 use crate::{plan, report, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use nvfp4::Profile;
 use nvfp4::checkpoint::gguf::{self, GgufFile};
 use nvfp4::checkpoint::{
-    Action, Acts, Checkpoint, Client, Existing, Finished, KvCache, Model, Plan, ScaleChoice, Settings, Severity,
-    Shards, Statistics, Summary, Target,
+    Action, Acts, Checkpoint, Client, Finished, KvCache, Model, Plan, ScaleChoice, Settings, Severity, Shards,
+    Statistics, Summary, Target,
 };
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// Convert a checkpoint to NVFP4, without a GPU and without loading it.
@@ -54,33 +55,20 @@ pub struct Args {
     /// Where weights are quantized, to the same bytes: cpu, cuda or cuda:N.
     #[arg(long, default_value = "cpu")]
     device: Device,
-    /// Largest size of a written file.
-    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = sizes::parse)]
-    max_shard: u64,
     /// Split the output as the source is split.
     #[arg(long, conflicts_with = "max_shard")]
     keep_shards: bool,
     /// Number of threads [default: one per core].
     #[arg(long)]
     threads: Option<usize>,
-    /// Memory to stay below.
-    #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = sizes::parse)]
-    mem: u64,
     /// Write a page about the errors, scales and codes of all weights.
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
     /// Show the plan and stop.
     #[arg(long)]
     dry_run: bool,
-    /// Continue an interrupted conversion.
-    #[arg(long, conflicts_with = "force")]
-    resume: bool,
-    /// Replace the target, and throw an interrupted conversion away.
-    #[arg(long)]
-    force: bool,
-    /// No progress.
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    writing: Writing,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -159,14 +147,10 @@ impl Args {
                 KvArg::Fp8Cast => KvCache::Fp8Cast,
             },
             implementation: self.device.implementation()?,
-            shards: if self.keep_shards { Shards::AsSource } else { Shards::AtMost(self.max_shard) },
+            shards: if self.keep_shards { Shards::AsSource } else { Shards::AtMost(self.writing.max_shard) },
             threads: self.threads.unwrap_or(defaults.threads),
-            memory: self.mem,
-            existing: match (self.resume, self.force) {
-                (true, _) => Existing::Resume,
-                (_, true) => Existing::Replace,
-                _ => Existing::Refuse,
-            },
+            memory: self.writing.mem,
+            existing: self.writing.existing(),
         })
     }
 }
@@ -188,8 +172,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     until_closed(introduce(&mut out, args, &model, &plan))?;
-    let voice = if args.quiet { Voice::Quiet } else { Voice::Normal };
-    let weights = plan.items.iter().filter(|i| i.action == Action::Quantize).count();
+    let voice = args.writing.voice();
+    let weights = match voice {
+        Voice::Verbose => plan.items.len(),
+        Voice::Normal | Voice::Quiet => plan.items.iter().filter(|i| i.action == Action::Quantize).count(),
+    };
     let progress = Progress::new(voice, weights);
     let start = Instant::now();
     let summary = nvfp4::checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts()?);
@@ -217,18 +204,6 @@ fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, se
     report::write(path, &title, plan, summary, &total)
 }
 
-/// Set by Ctrl-C. A second Ctrl-C ends the program at once, which loses no more than a kill does.
-pub fn interrupts() -> Result<&'static AtomicBool> {
-    static STOP: AtomicBool = AtomicBool::new(false);
-    ctrlc::set_handler(|| {
-        if STOP.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-    })
-    .context("cannot watch for Ctrl-C")?;
-    Ok(&STOP)
-}
-
 fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
     let checkpoint = model.checkpoint;
     let name = model.architecture().unwrap_or("unnamed");
@@ -253,7 +228,8 @@ fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'
     Ok(out.flush()?)
 }
 
-fn plural(n: usize, word: &str) -> String {
+/// A word with an s, unless there is one of it.
+pub fn plural(n: usize, word: &str) -> String {
     if n == 1 { word.to_string() } else { format!("{word}s") }
 }
 
@@ -270,13 +246,18 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
             w.measure.sqnr()
         )?;
     }
+    if args.weights.fix_scales() {
+        writeln!(out, "{:<8} {}", "fixed", report::fixed(summary))?;
+    }
     let ratio = summary.before as f64 / summary.after.max(1) as f64;
     let mut total = nvfp4::checkpoint::Measure::default();
     summary.quantized.iter().for_each(|w| total.add(&w.measure));
     let error =
         if summary.quantized.is_empty() { String::new() } else { format!(", relerr {:.4}", total.relative_error()) };
+    // Another tensor scale or other names change no size.
+    let smaller = if ratio < 1.05 { String::new() } else { format!(", {ratio:.1}x smaller") };
     let size = sizes::show(summary.after);
-    writeln!(out, "result   {}: {size}, {ratio:.1}x smaller{error}, {seconds:.1} s", args.target.display())?;
+    writeln!(out, "result   {}: {size}{smaller}{error}, {seconds:.1} s", args.target.display())?;
     Ok(out.flush()?)
 }
 

@@ -1,62 +1,91 @@
-//! `nvfp4 dequant`: a quantized checkpoint back to BF16.
+//! `nvfp4 dequant`: a quantized checkpoint back to BF16, F16 or F32.
 
-use crate::convert::interrupts;
-use crate::progress::{Progress, Voice};
-use crate::source::From;
+use crate::interrupt::interrupts;
+use crate::progress::Progress;
+use crate::source::{self, From};
+use crate::writing::Writing;
 use crate::{sizes, until_closed};
 use anyhow::Result;
-use nvfp4::checkpoint::{Existing, Settings, Shards, Target, convert};
+use clap::ValueEnum;
+use nvfp4::Precision;
+use nvfp4::checkpoint::{Checkpoint, Finished, Settings, Shards, Summary, Target, convert};
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Decode a checkpoint (NVFP4 of any dialect, MXFP4 experts, or FP8 with block scales) to plain BF16.
+/// Decode a checkpoint (NVFP4 of any dialect, MXFP4 experts, or FP8 with block scales) to plain numbers.
+///
+/// What the source has not quantized (embeddings, norms) keeps its type.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
     /// Folder to write.
     target: PathBuf,
+    /// Type of the decoded weights. A value beyond its range is an error; values that it rounds to 0 are counted.
+    #[arg(long, value_enum, default_value = "bf16")]
+    dtype: Dtype,
     /// Whose checkpoint the source is, if it does not say.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Largest size of a written file.
-    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = sizes::parse)]
-    max_shard: u64,
-    /// Memory to stay below.
-    #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = sizes::parse)]
-    mem: u64,
-    /// Continue an interrupted run.
-    #[arg(long, conflicts_with = "force")]
-    resume: bool,
-    /// Replace the target.
-    #[arg(long)]
-    force: bool,
-    /// No progress.
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    writing: Writing,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Dtype {
+    Bf16,
+    F16,
+    F32,
+}
+
+impl Dtype {
+    fn precision(self) -> Precision {
+        match self {
+            Dtype::Bf16 => Precision::Bf16,
+            Dtype::F16 => Precision::F16,
+            Dtype::F32 => Precision::F32,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Dtype::Bf16 => "BF16",
+            Dtype::F16 => "F16",
+            Dtype::F32 => "F32",
+        }
+    }
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let settings = Settings {
-        target: Target::Bf16,
+        target: Target::Plain(args.dtype.precision()),
         source: args.from.map(From::dialect),
-        shards: Shards::AtMost(args.max_shard),
-        memory: args.mem,
-        existing: match (args.resume, args.force) {
-            (true, _) => Existing::Resume,
-            (_, true) => Existing::Replace,
-            _ => Existing::Refuse,
-        },
+        shards: Shards::AtMost(args.writing.max_shard),
+        memory: args.writing.mem,
+        existing: args.writing.existing(),
         ..Settings::default()
     };
-    let progress = Progress::new(if args.quiet { Voice::Quiet } else { Voice::Normal }, 0);
+    let weights = source::model(&Checkpoint::open(&args.source)?, args.from)?.weights.len();
+    let progress = Progress::new(args.writing.voice(), weights);
     let summary = convert(&args.source, &args.target, &settings, &progress, interrupts()?);
     progress.finish();
-    let summary = summary?;
-    let (before, after) = (sizes::show(summary.before), sizes::show(summary.after));
-    until_closed(
-        writeln!(stdout().lock(), "result   {}: {before} -> {after} BF16", args.target.display()).map_err(Into::into),
-    )?;
+    until_closed(conclude(&mut stdout().lock(), args, &summary?))?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn conclude(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<()> {
+    let (before, after, name) = (sizes::show(summary.before), sizes::show(summary.after), args.dtype.name());
+    let vanished: u64 = summary.decoded.iter().map(|w| w.measure.zeroed).sum();
+    if let (Some(most), 1..) = (summary.decoded.iter().max_by_key(|w| w.measure.zeroed), vanished) {
+        let all: u64 = summary.decoded.iter().map(|w| w.measure.elements).sum();
+        let Finished { module, measure, .. } = most;
+        writeln!(
+            out,
+            "note     {vanished} of {all} values are too small for {name} and became 0, {} of them in {module}",
+            measure.zeroed
+        )?;
+    }
+    let (count, target) = (summary.decoded.len(), args.target.display());
+    Ok(writeln!(out, "result   {target}: {before} -> {after}, {count} weights decoded to {name}")?)
 }

@@ -1,5 +1,6 @@
 //! `nvfp4 diff`: the error of one checkpoint against another, or whether their bytes are the same.
 
+use crate::source::From;
 use crate::until_closed;
 use anyhow::{Result, ensure};
 use nvfp4::checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, differences};
@@ -17,6 +18,9 @@ pub struct Args {
     first: PathBuf,
     /// What to measure against it.
     second: PathBuf,
+    /// Whose checkpoint one of them is that does not say.
+    #[arg(long, value_enum)]
+    from: Option<From>,
     /// How many weights to show.
     #[arg(long, default_value_t = 20)]
     top: usize,
@@ -44,7 +48,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         return Ok(if found.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(2) });
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let comparison = compare(&Model::new(&first)?, &Model::new(&second)?, threads)?;
+    let model = |checkpoint| {
+        let told = |error| args.from.map_or(Err(error), |from| Model::with_dialect(checkpoint, from.dialect()));
+        Model::new(checkpoint).or_else(told)
+    };
+    let comparison = compare(&model(&first)?, &model(&second)?, threads)?;
     ensure!(!comparison.weights.is_empty(), "no weight of the same name is quantized in either checkpoint");
     until_closed(if args.json { print_json(&mut out, &comparison) } else { print(&mut out, &comparison, args.top) })?;
     Ok(ExitCode::SUCCESS)

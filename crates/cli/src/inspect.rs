@@ -1,5 +1,7 @@
 //! `nvfp4 inspect`: whose checkpoint this is, what its bytes look like, and what is odd about it.
 
+use crate::convert::plural;
+use crate::inspect_rows::{self, Row};
 use crate::source::{self, From};
 use crate::{inspect_gguf, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
@@ -22,16 +24,19 @@ pub struct Args {
     path: PathBuf,
     /// Show one weight: its module's name, or a part of it that only it has.
     #[arg(long)]
-    tensor: Option<String>,
+    pub(crate) tensor: Option<String>,
     /// Show a block of that weight: its row, and its number in the row.
     #[arg(long, value_name = "ROW,BLOCK", requires = "tensor", value_parser = block_at)]
-    block: Option<(usize, usize)>,
+    pub(crate) block: Option<(usize, usize)>,
     /// Whose checkpoint it is, if it does not say.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Print JSON.
+    /// A line for every weight: its shape, its type, its tensor scale and its scale bytes.
+    #[arg(long, short, conflicts_with = "tensor")]
+    pub(crate) verbose: bool,
+    /// Print JSON; with --verbose, of every weight too.
     #[arg(long)]
-    json: bool,
+    pub(crate) json: bool,
 }
 
 fn block_at(text: &str) -> Result<(usize, usize), String> {
@@ -43,7 +48,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let mut out = stdout().lock();
     if gguf::is_gguf(&args.path) {
         let file = GgufFile::open(&args.path)?;
-        until_closed(inspect_gguf::show(&mut out, &file, args.tensor.as_deref(), args.block, args.json))?;
+        until_closed(inspect_gguf::show(&mut out, &file, args))?;
         return Ok(ExitCode::SUCCESS);
     }
     let checkpoint = Checkpoint::open(&args.path)?;
@@ -73,16 +78,27 @@ fn find<'m, 'a>(model: &'m Model<'a>, name: &str) -> Result<&'m Weight<'a>> {
 
 fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut total = Statistics::default();
-    nvfp4::checkpoint::statistics(model, threads)?.iter().flatten().for_each(|s| total.add(s));
     let quantized: Vec<&Weight<'_>> = model.weights.iter().filter(|w| matches!(w.stored, Stored::Nvfp4(_))).collect();
-    let mut globals = Vec::new();
-    let mut inputs = 0;
-    for weight in &quantized {
+    let (mut total, mut globals, mut inputs, mut rows) = (Statistics::default(), Vec::new(), 0, Vec::new());
+    for (weight, statistics) in model.weights.iter().zip(nvfp4::checkpoint::statistics(model, threads)?) {
+        let mut own = Vec::new();
         if let Stored::Nvfp4(parts) = &weight.stored {
-            globals.extend((0..weight.matrices()).map(|m| parts.global(m)).collect::<nvfp4::Result<Vec<f32>>>()?);
+            own = (0..weight.matrices()).map(|m| parts.global(m)).collect::<nvfp4::Result<Vec<f32>>>()?;
             inputs += usize::from(parts.input.is_some());
         }
+        statistics.iter().for_each(|s| total.add(s));
+        globals.extend_from_slice(&own);
+        rows.push(Row {
+            name: weight.module.clone(),
+            shape: format!("{}x{}", weight.rows, weight.cols),
+            format: weight.format(),
+            globals: own,
+            statistics,
+            group: nvfp4::checkpoint::fused(&weight.module).map(|(_, kind)| kind.to_string()),
+        });
+    }
+    if !args.verbose {
+        rows.clear();
     }
     let findings = match model.dialect.is_nvfp4() {
         true => nvfp4::checkpoint::verify(model, Client::Vllm, threads)?,
@@ -95,7 +111,7 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
     let elements: u64 = quantized.iter().map(|w| w.elements()).sum();
     let bytes: u64 = quantized.iter().map(|w| w.byte_len()).sum();
     let report =
-        Report { model, total, globals, inputs, findings, formats, quantized: quantized.len(), elements, bytes };
+        Report { model, total, globals, inputs, rows, findings, formats, quantized: quantized.len(), elements, bytes };
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report.json())?)?
     } else {
@@ -109,6 +125,8 @@ struct Report<'m, 'a> {
     total: Statistics,
     globals: Vec<f32>,
     inputs: usize,
+    /// Empty unless they are asked for.
+    rows: Vec<Row>,
     findings: Vec<Finding>,
     formats: BTreeMap<String, u64>,
     quantized: usize,
@@ -134,16 +152,16 @@ impl Report<'_, '_> {
         let model = self.model;
         writeln!(out, "dialect  {}  {}", model.dialect, model.architecture().unwrap_or_default())?;
         let formats: Vec<String> = self.formats.iter().map(|(f, n)| format!("{f} {}", sizes::show(*n))).collect();
-        let size = sizes::show(model.checkpoint.byte_len());
+        let (size, files) = (sizes::show(model.checkpoint.byte_len()), model.checkpoint.files().len());
         writeln!(
             out,
-            "tensors  {} in {} files, {size}: {}",
+            "tensors  {} in {files} {}, {size}: {}",
             self.tensors(),
-            model.checkpoint.files().len(),
+            plural(files, "file"),
             formats.join(", ")
         )?;
         if self.quantized == 0 {
-            return Ok(());
+            return self.print_rows(out);
         }
         let acts = match self.inputs {
             0 => "no scales of activations (W4A16)".to_string(),
@@ -151,12 +169,17 @@ impl Report<'_, '_> {
         };
         writeln!(out, "nvfp4    {} weights, {:.3} bits per weight, {acts}", self.quantized, self.bits())?;
         print_statistics(out, &self.total, self.global_range())?;
+        self.print_rows(out)?;
         verify::print(out, &self.findings)
+    }
+
+    fn print_rows(&self, out: &mut impl Write) -> Result<()> {
+        if self.rows.is_empty() { Ok(()) } else { inspect_rows::print(out, &self.rows) }
     }
 
     fn json(&self) -> Value {
         let findings: Vec<Value> = self.findings.iter().map(verify::to_json).collect();
-        json!({
+        let mut report = json!({
             "dialect": self.model.dialect.to_string(),
             "architecture": self.model.architecture(),
             "tensors": self.tensors(),
@@ -169,7 +192,11 @@ impl Report<'_, '_> {
             "scale_bytes": scale_bytes(&self.total),
             "codes": self.total.codes,
             "findings": findings,
-        })
+        });
+        if !self.rows.is_empty() {
+            report["weights"] = self.rows.iter().map(Row::json).collect();
+        }
+        report
     }
 }
 

@@ -1,6 +1,7 @@
 //! `nvfp4 inspect` of a GGUF file.
 
-use crate::inspect::{print_statistics, scale_bytes};
+use crate::inspect::{Args, print_statistics, scale_bytes};
+use crate::inspect_rows::{self, Row};
 use crate::{sizes, verify};
 use anyhow::{Context, Result, ensure};
 use nvfp4::checkpoint::Statistics;
@@ -14,24 +15,41 @@ use std::io::Write;
 type Block = Option<(usize, usize)>;
 
 /// The whole file, or one tensor of it.
-pub fn show(out: &mut impl Write, file: &GgufFile, tensor: Option<&str>, block: Block, as_json: bool) -> Result<()> {
-    match tensor {
-        None => show_file(out, file, as_json),
+pub fn show(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
+    match args.tensor.as_deref() {
+        None => show_file(out, file, args),
         Some(name) => {
             let exact = file.get(name).or_else(|| file.get(&format!("{name}.weight")));
             let tensor = exact.with_context(|| format!("--tensor {name}: no such tensor"))?;
-            show_tensor(out, file, tensor, block, as_json)
+            show_tensor(out, file, tensor, args.block, args.json)
         }
     }
 }
 
-fn show_file(out: &mut impl Write, file: &GgufFile, as_json: bool) -> Result<()> {
+fn show_file(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
     let (mut total, mut globals, mut elements, mut bytes) = (Statistics::default(), Vec::new(), 0, 0);
-    for tensor in file.nvfp4() {
-        total.add(&file.statistics(tensor)?);
-        globals.extend(file.scales(tensor)?);
-        elements += tensor.dims.iter().product::<u64>();
-        bytes += tensor.len;
+    let mut rows = Vec::new();
+    for tensor in file.tensors() {
+        let mut row = Row {
+            name: tensor.name.clone(),
+            shape: tensor.dims.iter().map(u64::to_string).collect::<Vec<_>>().join("x"),
+            format: tensor.kind.to_string(),
+            globals: Vec::new(),
+            statistics: None,
+            group: None,
+        };
+        if tensor.kind == Type::NVFP4 {
+            let (statistics, scales) = (file.statistics(tensor)?, file.scales(tensor)?);
+            total.add(&statistics);
+            globals.extend_from_slice(&scales);
+            elements += tensor.dims.iter().product::<u64>();
+            bytes += tensor.len;
+            (row.globals, row.statistics) = (scales, Some(statistics));
+        }
+        rows.push(row);
+    }
+    if !args.verbose {
+        rows.clear();
     }
     let mut types: BTreeMap<String, u64> = BTreeMap::new();
     file.tensors().iter().for_each(|t| *types.entry(t.kind.to_string()).or_default() += t.len);
@@ -41,14 +59,17 @@ fn show_file(out: &mut impl Write, file: &GgufFile, as_json: bool) -> Result<()>
     let quantized = file.nvfp4().count();
     let bits = 8.0 * bytes as f64 / elements.max(1) as f64;
     let tokenizer = file.values().get("tokenizer.ggml.model").and_then(Value::text);
-    if as_json {
+    if args.json {
         let findings: Vec<_> = findings.iter().map(verify::to_json).collect();
-        let report = json!({
+        let mut report = json!({
             "dialect": "GGUF", "architecture": file.architecture(), "tensors": file.tensors().len(),
             "bytes": file.byte_len(), "bytes_by_type": types, "nvfp4_weights": quantized,
             "bits_per_weight": (quantized > 0).then_some(bits), "global_range": range.map(|(a, b)| [a, b]),
             "scale_bytes": scale_bytes(&total), "codes": total.codes, "tokenizer": tokenizer, "findings": findings,
         });
+        if !rows.is_empty() {
+            report["weights"] = rows.iter().map(Row::json).collect();
+        }
         return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
     }
     writeln!(out, "dialect  GGUF  {}", file.architecture().unwrap_or_default())?;
@@ -58,6 +79,9 @@ fn show_file(out: &mut impl Write, file: &GgufFile, as_json: bool) -> Result<()>
     if quantized > 0 {
         writeln!(out, "nvfp4    {quantized} weights, {bits:.3} bits per weight")?;
         print_statistics(out, &total, range)?;
+    }
+    if !rows.is_empty() {
+        inspect_rows::print(out, &rows)?;
     }
     verify::print(out, &findings)
 }

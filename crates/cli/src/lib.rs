@@ -12,6 +12,8 @@ mod diff;
 mod doctor;
 mod inspect;
 mod inspect_gguf;
+mod inspect_rows;
+mod interrupt;
 mod modes;
 mod normal;
 mod page;
@@ -23,6 +25,7 @@ mod sizes;
 mod source;
 mod train;
 mod verify;
+mod writing;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};

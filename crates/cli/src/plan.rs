@@ -40,17 +40,21 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 fn new_bytes(item: &Item<'_>) -> u64 {
     let elements = item.weight.elements();
     match item.action {
-        Action::Quantize | Action::Relabel => elements / 2 + elements / 16 + 4,
+        Action::Quantize | Action::Relabel | Action::Rescale => elements / 2 + elements / 16 + 4,
         Action::Decode(_) => elements * 2,
         Action::Keep(_) => item.weight.byte_len(),
     }
 }
+
+/// Why a weight of an NVFP4 source is expressed anew.
+pub const RESCALE: &str = "NVFP4 with another tensor scale than what it is joined with";
 
 /// The word for an action, and why.
 fn words<'a>(item: &'a Item<'_>) -> (&'static str, &'a str) {
     match &item.action {
         Action::Quantize => ("nvfp4", ""),
         Action::Relabel => ("relabel", "NVFP4 already"),
+        Action::Rescale => ("rescale", RESCALE),
         Action::Decode(why) => ("decode", why),
         Action::Keep(why) => ("keep", why),
     }
@@ -64,7 +68,7 @@ fn totals(model: &Model<'_>, plan: &Plan<'_>) -> (u64, u64) {
 /// One line per weight, then the rest and the sum. `convert --dry-run` prints it too.
 pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
     let width = plan.items.iter().map(|i| i.weight.module.len()).max().unwrap_or(0).max(4);
-    writeln!(out, "{:width$}  {:>13}  {:5}  {:15}  {:>19}  WHY", "NAME", "SHAPE", "TYPE", "ACTION", "SIZE")?;
+    writeln!(out, "{:width$}  {:>13}  {:5}  {:17}  {:>19}  WHY", "NAME", "SHAPE", "TYPE", "ACTION", "SIZE")?;
     for item in &plan.items {
         let weight = &item.weight;
         let (word, why) = words(item);
@@ -73,7 +77,7 @@ pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result
         let size = if old == new { sizes::show(old) } else { format!("{} -> {}", sizes::show(old), sizes::show(new)) };
         let shape = format!("{}x{}", weight.rows, weight.cols);
         let line = format!(
-            "{:width$}  {shape:>13}  {:5}  {:15}  {size:>19}  {why}",
+            "{:width$}  {shape:>13}  {:5}  {:17}  {size:>19}  {why}",
             weight.module,
             weight.format(),
             format!("{word}{group}")

@@ -1,18 +1,21 @@
 //! How far a long command is, on standard error: a bar on a terminal, a line per weight elsewhere.
 
+use crate::plan::RESCALE;
 use crate::sizes;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use nvfp4::checkpoint::{Finished, Observer, Pass};
+use nvfp4::checkpoint::{Action, Finished, Observer, Pass};
 use std::io::{IsTerminal, stderr};
 use std::sync::Mutex;
 
 /// How much is said.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Voice {
-    /// A bar where there is a terminal, lines elsewhere.
+    /// A bar where there is a terminal, a line per quantized weight elsewhere.
     Normal,
     /// Nothing.
     Quiet,
+    /// A line per weight, whatever happens to it, and why.
+    Verbose,
 }
 
 pub struct Progress {
@@ -61,26 +64,50 @@ impl Observer for Progress {
         self.bar().inc(bytes);
     }
 
-    fn quantized(&self, w: &Finished) {
-        if self.voice == Voice::Quiet {
+    fn finished(&self, w: &Finished) {
+        let said = match self.voice {
+            Voice::Quiet => false,
+            Voice::Normal => w.action == Action::Quantize,
+            Voice::Verbose => true,
+        };
+        if !said {
             return;
         }
         let mut done = self.done.lock().expect("no holder of the count panics");
         *done += 1;
-        let line = format!(
-            "[{:>4}/{}] {}  {}x{}  {} -> {}  relerr {:.4}",
-            *done,
-            self.weights,
-            w.module,
-            w.rows,
-            w.cols,
-            sizes::show(w.before),
-            sizes::show(w.after),
-            w.measure.relative_error()
-        );
-        match self.bar() {
-            bar if bar.is_hidden() => eprintln!("{line}"),
-            bar => bar.set_message(line),
+        let line = format!("[{:>4}/{}] {}", *done, self.weights, line(w, self.voice));
+        match (self.bar(), self.voice) {
+            (bar, _) if bar.is_hidden() => eprintln!("{line}"),
+            (bar, Voice::Verbose) => bar.println(line),
+            (bar, _) => bar.set_message(line),
         }
+    }
+}
+
+/// What happened to a weight.
+fn line(w: &Finished, voice: Voice) -> String {
+    let (name, m) = (format!("{}  {}x{}", w.module, w.rows, w.cols), &w.measure);
+    let sizes = format!("{} -> {}", sizes::show(w.before), sizes::show(w.after));
+    match &w.action {
+        Action::Quantize if voice == Voice::Normal => format!("{name}  {sizes}  relerr {:.4}", m.relative_error()),
+        Action::Quantize => {
+            let shared = w.group.as_ref().map(|kind| format!(", one tensor scale for {kind}")).unwrap_or_default();
+            let zeroed = 100.0 * m.zeroed as f64 / m.elements.max(1) as f64;
+            format!(
+                "{name}  nvfp4{shared}  {sizes}  relerr {:.4}  SQNR {:.1} dB  max|e| {:.2e}  zeroed {zeroed:.1}%",
+                m.relative_error(),
+                m.sqnr(),
+                m.largest
+            )
+        }
+        Action::Rescale if m.error == 0.0 => format!("{name}  rescale: {RESCALE}  exact"),
+        Action::Rescale => format!("{name}  rescale: {RESCALE}  relerr {:.4} to the source", m.relative_error()),
+        Action::Relabel => format!("{name}  relabel: NVFP4 already"),
+        Action::Decode(why) => {
+            let zeroed = if m.zeroed > 0 { format!(", {} values became 0", m.zeroed) } else { String::new() };
+            let error = if m.error == 0.0 { "exact".to_string() } else { format!("relerr {:.1e}", m.relative_error()) };
+            format!("{name}  decode: {why}  {sizes}  {error}{zeroed}")
+        }
+        Action::Keep(why) => format!("{name}  keep: {why}"),
     }
 }

@@ -15,22 +15,32 @@ pub fn write(path: &Path, title: &str, plan: &Plan<'_>, summary: &Summary, stati
 }
 
 fn page(title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics) -> String {
+    let mut sections = Vec::new();
+    if !summary.quantized.is_empty() {
+        sections.push(("Error per layer and projection", layers(&summary.quantized)));
+        sections.push(("Worst weights", worst(&summary.quantized)));
+    }
+    if !summary.rescaled.is_empty() {
+        sections.push(("Joined weights with different tensor scales", rescaled(summary)));
+    }
+    sections.push(("Codes", codes(statistics)));
+    sections.push(("Block scales", scales(statistics)));
+    sections.push(("Kept as they were", kept(plan)));
+    page::page(&format!("{title} in NVFP4"), &introduction(summary), &sections)
+}
+
+fn introduction(summary: &Summary) -> String {
+    let (before, after) = (sizes::show(summary.before), sizes::show(summary.after));
+    if summary.quantized.is_empty() {
+        return format!("NVFP4 already: no weight was quantized from plain numbers. {before} to {after}.");
+    }
     let mut total = Measure::default();
     summary.quantized.iter().for_each(|w| total.add(&w.measure));
-    let sections = [
-        ("Error per layer and projection", layers(&summary.quantized)),
-        ("Worst weights", worst(&summary.quantized)),
-        ("Codes", codes(statistics)),
-        ("Block scales", scales(statistics)),
-        ("Kept as they were", kept(plan)),
-    ];
-    let (before, after) = (sizes::show(summary.before), sizes::show(summary.after));
     let (count, error, sqnr) = (summary.quantized.len(), total.relative_error(), total.sqnr());
-    let introduction = format!(
+    format!(
         "{count} weights quantized, {before} to {after}. Relative error {error:.4}, \
          SQNR {sqnr:.1} dB; NVFP4 of normal data has 0.095."
-    );
-    page::page(&format!("{title} in NVFP4"), &introduction, &sections)
+    )
 }
 
 /// The number after `layers.` (or `layer.`, `h.`, `blocks.`) in a module's name.
@@ -81,6 +91,31 @@ fn worst(weights: &[Finished]) -> String {
         );
     }
     html + "</table>"
+}
+
+/// What `--fix-scales` did, in a sentence.
+pub fn fixed(summary: &Summary) -> String {
+    if summary.rescaled.is_empty() {
+        return "nothing: weights that servers join have one tensor scale already".to_string();
+    }
+    let (exact, changed): (Vec<&Finished>, Vec<&Finished>) =
+        summary.rescaled.iter().partition(|w| w.measure.error == 0.0);
+    let mut total = Measure::default();
+    changed.iter().for_each(|w| total.add(&w.measure));
+    let error = match changed.is_empty() {
+        true => String::new(),
+        false => format!(" (relerr {:.4} to the source)", total.relative_error()),
+    };
+    format!(
+        "{} weights got the tensor scale of what they are joined with: {} exactly, {} requantized{error}",
+        summary.rescaled.len(),
+        exact.len(),
+        changed.len()
+    )
+}
+
+fn rescaled(summary: &Summary) -> String {
+    format!("<p>{}</p>{}", escape(&fixed(summary)), worst(&summary.rescaled))
 }
 
 fn codes(statistics: &Statistics) -> String {

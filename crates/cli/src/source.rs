@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use nvfp4::checkpoint::{Checkpoint, DefaultSkips, Dialect, Fuse, Model, Pattern, Preset, Selection};
+use nvfp4::checkpoint::{Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Selection};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -76,9 +76,17 @@ pub struct Weights {
     /// JSON file of lists of last names, as [["q_proj", "k_proj"], ["w1", "w3"]].
     #[arg(long, value_name = "auto|off|FILE.json", default_value = "auto")]
     fuse: FuseArg,
+    /// Give weights of an NVFP4 source that share a tensor scale, but carry different ones, the largest: exactly where
+    /// block scales can take up the ratio, else requantized from the decoded values.
+    #[arg(long)]
+    fix_scales: bool,
 }
 
 impl Weights {
+    pub fn fix_scales(&self) -> bool {
+        self.fix_scales
+    }
+
     pub fn selection(&self) -> Result<Selection> {
         Ok(Selection {
             preset: self.preset,
@@ -90,6 +98,7 @@ impl Weights {
                 FuseArg::Off => Fuse::Off,
                 FuseArg::File(path) => Fuse::Names(names(path)?),
             },
+            differing: if self.fix_scales { Differing::Rescale } else { Differing::Keep },
         })
     }
 }

@@ -45,15 +45,18 @@ impl Folder {
             tensors.extend(norms.map(|n| (format!("model.layers.{l}.{n}.weight"), vec![h])));
         }
         let mut state = 1u64;
-        let mut value = || {
+        // No two weights of a layer have the same largest value.
+        let mut value = |factor: f32| {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             let x = (state >> 40) as f32 / (1 << 23) as f32 - 1.0;
-            bf16::from_f32(0.05 * x * x * x)
+            bf16::from_f32(0.05 * factor * x * x * x)
         };
         let data: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
             .into_iter()
-            .map(|(n, s)| {
-                let bytes = (0..s.iter().product::<usize>()).flat_map(|_| value().to_le_bytes()).collect();
+            .enumerate()
+            .map(|(i, (n, s))| {
+                let factor = 1.0 + i as f32 / 16.0;
+                let bytes = (0..s.iter().product::<usize>()).flat_map(|_| value(factor).to_le_bytes()).collect();
                 (n, s, bytes)
             })
             .collect();
@@ -147,6 +150,12 @@ fn convert_verify_inspect_diff_and_back() {
     assert!(ok(&["diff", &out, &out, "--bits"]).contains("identical"));
     assert_eq!(nvfp4(&["diff", &out, &ct, "--bits"]).status.code(), Some(2));
 
+    let lone = dir.path("lone.safetensors");
+    std::fs::copy(format!("{out}/model.safetensors"), &lone).unwrap();
+    let refused = nvfp4(&["diff", &source, &lone]);
+    assert!(refused.status.code() == Some(1) && text(&refused).contains("--from modelopt"), "{}", text(&refused));
+    assert_eq!(json_of(&["diff", &source, &lone, "--from", "modelopt", "--json"])["total"]["relerr"], error);
+
     ok(&["dequant", &out, &back]);
     assert!(ok(&["inspect", &back]).contains("dialect  not quantized"));
     let again = json_of(&["diff", &out, &back, "--json"])["total"]["relerr"].as_f64().unwrap();
@@ -154,6 +163,77 @@ fn convert_verify_inspect_diff_and_back() {
     let config: Value = serde_json::from_slice(&std::fs::read(format!("{back}/config.json")).unwrap()).unwrap();
     assert_eq!(config["hidden_size"], 64);
     assert_eq!(config.get("quantization_config"), None);
+}
+
+#[test]
+fn dequant_writes_the_type_that_is_asked_for() {
+    let dir = Folder::new("dtype");
+    let (source, packed) = (dir.llama("in", 1, 64), dir.path("packed"));
+    ok(&["convert", &source, &packed, "-q"]);
+    for (dtype, name) in [("bf16", "BF16"), ("f16", "F16"), ("f32", "F32")] {
+        let plain = dir.path(dtype);
+        let printed = ok(&["dequant", &packed, &plain, "--dtype", dtype]);
+        assert!(printed.contains(&format!("7 weights decoded to {name}")), "{printed}");
+        let weight = ok(&["inspect", &plain, "--tensor", "layers.0.mlp.up_proj"]);
+        assert!(weight.contains(&format!("128x64  {name}\n")), "{weight}");
+    }
+    let exact = json_of(&["diff", &packed, &dir.path("f32"), "--json"])["total"]["relerr"].as_f64().unwrap();
+    assert_eq!(exact, 0.0, "F32 holds every decoded value");
+    let wrong = nvfp4(&["dequant", &packed, &dir.path("f8"), "--dtype", "f8"]);
+    assert!(wrong.status.code() == Some(2) && text(&wrong).contains("bf16, f16, f32"), "{}", text(&wrong));
+}
+
+#[test]
+fn verbose_says_what_happens_to_every_weight_and_why() {
+    let dir = Folder::new("verbose");
+    let (source, packed, plain) = (dir.llama("in", 1, 64), dir.path("packed"), dir.path("plain"));
+    let said = text(&nvfp4(&["convert", &source, &packed, "-v"]));
+    for expected in [
+        "[   9/9]",
+        "lm_head  64x64  keep: output head",
+        "model.embed_tokens  64x64  keep: embedding",
+        "q_proj  64x64  nvfp4, one tensor scale for q/k/v  8.19 kB -> 2.31 kB  relerr 0.",
+    ] {
+        assert!(said.contains(expected), "{expected}: {said}");
+    }
+    let said = text(&nvfp4(&["dequant", &packed, &plain, "--verbose"]));
+    assert!(said.contains("decode: NVFP4") && said.contains("lm_head  64x64  keep: not quantized"), "{said}");
+    let both = nvfp4(&["convert", &source, &dir.path("no"), "-q", "-v"]);
+    assert!(both.status.code() == Some(2) && text(&both).contains("cannot be used with"), "{}", text(&both));
+
+    let said = ok(&["inspect", &packed, "-v"]);
+    let line = said.lines().find(|l| l.contains("layers.0.mlp.up_proj")).unwrap();
+    assert!(line.contains("128x64  NVFP4") && line.contains(" to 0x7e") && line.ends_with("gate/up"), "{line}");
+    assert!(!ok(&["inspect", &packed]).contains("up_proj"));
+    let report = json_of(&["inspect", &packed, "--verbose", "--json"]);
+    assert_eq!(report["weights"].as_array().unwrap().len(), 9);
+    let file = dir.path("m.gguf");
+    ok(&["convert", &source, &file, "--to", "gguf", "-q"]);
+    assert!(ok(&["inspect", &file, "-v"]).contains("blk.0.ffn_up.weight"));
+}
+
+#[test]
+fn different_scales_in_a_fused_group_are_found_and_fixed() {
+    let dir = Folder::new("fix");
+    let (source, apart, kept) = (dir.llama("in", 2, 64), dir.path("apart"), dir.path("kept"));
+    let (fixed, page) = (dir.path("fixed"), dir.path("page.html"));
+    let made = nvfp4(&["convert", &source, &apart, "-q", "--fuse", "off"]);
+    assert!(made.status.code() == Some(2) && text(&made).contains("tensor scales differ"), "{}", text(&made));
+    for command in [vec!["verify", &apart], vec!["inspect", &apart], vec!["convert", &apart, &kept, "-q"]] {
+        let said = text(&nvfp4(&command));
+        assert!(said.contains("[fix: nvfp4 convert --fix-scales]"), "{command:?}: {said}");
+    }
+    let plan = ok(&["plan", &apart, "--fix-scales"]);
+    assert!(plan.contains("rescale (q/k/v)") && plan.contains("relabel (gate/up)"), "{plan}");
+    let printed = ok(&["convert", &apart, &fixed, "-q", "--fix-scales", "--report", &page]);
+    let sentence = "6 weights got the tensor scale of what they are joined with: 0 exactly, 6 requantized (relerr 0.0";
+    assert!(printed.contains(&format!("fixed    {sentence}")) && printed.contains("checks   ok"), "{printed}");
+    assert!(std::fs::read_to_string(&page).unwrap().contains(sentence));
+    ok(&["verify", &fixed]);
+    let error = json_of(&["diff", &source, &fixed, "--json"])["total"]["relerr"].as_f64().unwrap();
+    assert!(error < 0.15, "{error}");
+    let again = ok(&["convert", &fixed, &dir.path("again"), "-q", "--fix-scales"]);
+    assert!(again.contains("fixed    nothing: "), "{again}");
 }
 
 #[test]

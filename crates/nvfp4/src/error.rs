@@ -243,6 +243,26 @@ pub enum Error {
         value: f32,
     },
 
+    /// A value of a weight that the type it is decoded to cannot hold.
+    #[error(
+        "weight '{module}' holds {value} at row {row}, column {col}, and {precision:?} ends at {}; \
+         decode it to {} and start over with --force",
+        precision.max(),
+        if *precision == nvfp4_spec::Precision::F16 { "--dtype bf16 or f32" } else { "--dtype f32" }
+    )]
+    WeightDoesNotFit {
+        /// The module.
+        module: String,
+        /// Where the value is.
+        row: usize,
+        /// Where the value is.
+        col: usize,
+        /// The value.
+        value: f32,
+        /// The type that weights are decoded to.
+        precision: nvfp4_spec::Precision,
+    },
+
     /// A conversion that was stopped. What is done is kept.
     #[error("interrupted; run the same command with --resume to continue")]
     Interrupted,

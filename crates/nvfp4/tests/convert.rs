@@ -4,7 +4,7 @@ mod generated;
 
 use generated::*;
 use nvfp4::checkpoint::*;
-use nvfp4::{Error, Profile, Quantizer, Side, TensorRef, Unit};
+use nvfp4::{Error, Precision, Profile, Quantizer, Side, TensorRef, Unit};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -294,7 +294,7 @@ fn mxfp4_experts_keep_their_values() {
     run(&dir.join("out"), &dir.join("again"), &to(Target::ModelOpt)).unwrap();
     let weights = |folder: &str| contents(&dir.join(folder))["model.safetensors"].clone();
     assert!(weights("out") == weights("again"), "relabelled to itself");
-    run(&dir.join("out"), &dir.join("plain"), &to(Target::Bf16)).unwrap();
+    run(&dir.join("out"), &dir.join("plain"), &to(Target::Plain(Precision::Bf16))).unwrap();
     let plain = Checkpoint::open(&dir.join("plain")).unwrap();
     let decoded = plain.get(name).unwrap();
     assert_eq!((decoded.info.dtype, &decoded.info.shape[..]), (Dtype::BF16, &[experts, groups * 32, outputs][..]));
@@ -510,8 +510,27 @@ fn a_key_value_cache_in_fp8_is_said_and_stays_said() {
     assert_eq!((said("modelopt"), &own["quantization"]["kv_cache_quant_algo"]), (json!(8), &json!("FP8")));
     run(&dir.join("modelopt"), &dir.join("again"), &to(Target::ModelOpt)).unwrap();
     assert!(contents(&dir.join("modelopt")) == contents(&dir.join("again")), "relabelled to itself");
+    // compressed-tensors has other names for the scales, and a dimension.
     run(&dir.join("modelopt"), &dir.join("ct"), &to(Target::CompressedTensors)).unwrap();
-    assert_eq!(said("ct"), json!(8));
+    run(&dir.join("in"), &dir.join("ct-cast"), &fp8(Target::CompressedTensors)).unwrap();
+    for folder in ["ct", "ct-cast"] {
+        assert_eq!(said(folder), json!(8));
+        let written = Checkpoint::open(&dir.join(folder)).unwrap();
+        for letter in ["k", "v"] {
+            let scale = written.get(&format!("model.layers.1.self_attn.{letter}_scale")).unwrap();
+            assert_eq!((&scale.info.shape[..], scale.bytes().unwrap()), (&[1][..], 1f32.to_le_bytes().to_vec()));
+            assert!(written.get(&format!("model.layers.1.self_attn.{letter}_proj.{letter}_scale")).is_none());
+        }
+        assert_eq!(verify(&Model::new(&written).unwrap(), Client::Transformers, 1).unwrap(), []);
+    }
+    run(&dir.join("ct"), &dir.join("back"), &to(Target::ModelOpt)).unwrap();
+    let names = |folder: &str| {
+        let checkpoint = Checkpoint::open(&dir.join(folder)).unwrap();
+        checkpoint.tensors().map(|t| t.info.name.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(names("back"), names("modelopt"));
+    run(&dir.join("modelopt"), &dir.join("plain"), &to(Target::Plain(Precision::Bf16))).unwrap();
+    assert!(!names("plain").iter().any(|name| name.ends_with("_scale")), "nothing is quantized there");
     let refused = run(&dir.join("in"), &dir.join("a.gguf"), &fp8(Target::Gguf)).unwrap_err().to_string();
     assert!(refused.contains("Leave out --kv"), "{refused}");
 }

@@ -15,7 +15,7 @@
 //! 9. [`gemm`]: products of quantized matrices;
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
 //! 11. [`profile`]: the same steps in the arithmetic of other producers;
-//! 12. [`mse`]: a block's scale by trial;
+//! 12. [`mse`]: a block's scale by trial; [`rescale`]: a block under another tensor scale;
 //! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output;
 //! 14. [`e5m2`], [`e8m0`] and [`fp8`]: the eight-bit formats that recipes mix with NVFP4.
 //!
@@ -46,6 +46,7 @@ pub mod mode;
 pub mod mse;
 pub mod philox;
 pub mod profile;
+pub mod rescale;
 pub mod scale;
 mod small_float;
 pub mod stochastic;

@@ -16,21 +16,31 @@ pub fn quantize(row: &[f32; BLOCK], scaling: &Scaling) -> Quantized<1> {
     let six = scaling.block_scale(amax(row, scaling.mode.amax_edge()));
     let unit = scaling.mode.profile.unit(scaling.global.bound);
     let stored = scaling.mode.profile.stored(scaling.global.amax, scaling.precision);
-    let mut best = candidate(row, six, scaling);
     if six > e4m3::MAX_BYTE {
-        return best; // NaN has no neighbours
+        return candidate(row, six, scaling); // NaN has no neighbours
     }
+    search(row, six, |scale| candidate(row, scale, scaling), |scale| unit.decode_factor(scale, stored))
+}
+
+/// The quantized row with the smallest error among those of the scale bytes around `centre`. `quantize` makes a row with
+/// a scale byte, `factor` says what its codes are multiplied by to decode them.
+pub(crate) fn search(
+    row: &[f32; BLOCK],
+    centre: u8,
+    quantize: impl Fn(u8) -> Quantized<1>,
+    factor: impl Fn(u8) -> f32,
+) -> Quantized<1> {
     let error = |q: &Quantized<1>| -> f64 {
-        let factor = unit.decode_factor(q.scale, stored);
+        let factor = factor(q.scale);
         row.iter().zip(&q.codes[0]).map(|(&x, &c)| (f64::from(x) - f64::from(e2m1::decode(c) * factor)).powi(2)).sum()
     };
-    let mut least = f64::INFINITY;
+    let (mut best, mut least) = (quantize(centre), f64::INFINITY);
     for offset in OFFSETS {
-        let byte = i32::from(six) + offset;
+        let byte = i32::from(centre) + offset;
         if !(1..=i32::from(e4m3::MAX_BYTE)).contains(&byte) {
             continue;
         }
-        let other = candidate(row, byte as u8, scaling);
+        let other = quantize(byte as u8);
         let sum = error(&other);
         if sum < least {
             (best, least) = (other, sum);

@@ -7,6 +7,7 @@ mod fp8;
 mod gemm;
 mod linear;
 pub mod operations;
+mod place;
 
 use crate::device::Device;
 use anyhow::{Result, ensure};

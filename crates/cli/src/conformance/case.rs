@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, anyhow, bail};
 use half::{bf16, f16};
-use nvfp4_kernels::Values;
+use nvfp4::Elements;
 use nvfp4_spec::matrix::Matrix;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
@@ -134,30 +134,5 @@ impl Tensor {
 
     fn decode<T, const N: usize>(&self, decode: impl Fn([u8; N]) -> T) -> Vec<T> {
         self.bytes.as_chunks::<N>().0.iter().map(|&chunk| decode(chunk)).collect()
-    }
-}
-
-/// Elements in one of the three input types.
-pub enum Elements {
-    F32(Vec<f32>),
-    Bf16(Vec<bf16>),
-    F16(Vec<f16>),
-}
-
-impl Elements {
-    pub fn values(&self) -> Values<'_> {
-        match self {
-            Elements::F32(x) => Values::F32(x),
-            Elements::Bf16(x) => Values::Bf16(x),
-            Elements::F16(x) => Values::F16(x),
-        }
-    }
-
-    pub fn to_f32(&self) -> Vec<f32> {
-        match self {
-            Elements::F32(x) => x.clone(),
-            Elements::Bf16(x) => x.iter().map(|x| x.to_f32()).collect(),
-            Elements::F16(x) => x.iter().map(|x| x.to_f32()).collect(),
-        }
     }
 }

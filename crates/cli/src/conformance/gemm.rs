@@ -1,11 +1,12 @@
 //! Product cases: `qgemm` (numerics §9) and `row_scaled_gemm` (numerics §9.1), accumulated in the reference order. A GPU has an order
 //! of its own: its outputs must lie within the bound, which the recorded ones do too.
 
-use super::case::{Case, Elements};
+use super::case::Case;
 use super::quantize::{Buffers, EDGES, bound, name as edge_name};
 use super::report::{Bits, Differences};
 use anyhow::{Result, bail};
 use half::{bf16, f16};
+use nvfp4::Elements;
 use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product, gemm};
 use nvfp4_kernels::quantize::quantize;
 use nvfp4_kernels::{Implementation, Input};
@@ -158,7 +159,7 @@ fn check_outputs(
     b: &View<'_>,
     epilogue: Epilogue,
 ) -> Result<()> {
-    let bias = if case.has("bias") { Some(case.elements("bias")?.to_f32()) } else { None };
+    let bias = if case.has("bias") { Some(case.elements("bias")?.to_vec()) } else { None };
     let c = if case.has("out_in") { Some(case.elements("out_in")?) } else { None };
     let mut run = Run { implementations, differences, a, b, bias: bias.as_deref(), epilogue };
     match (case.elements("out")?, &c) {

@@ -1,9 +1,10 @@
 //! Quantization cases: `quantize`, `rht` (Hadamard), `fastmath`, `sr` (stochastic rounding).
 
-use super::case::{Case, Elements};
+use super::case::Case;
 use super::report::Differences;
 use anyhow::{Result, bail};
 use half::bf16;
+use nvfp4::Elements;
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, dequantize};
 use nvfp4_spec::hadamard::Signs;

@@ -1,9 +1,10 @@
 //! Cases that tabulate a single rule, and the scale swizzle.
 
-use super::case::{Case, Elements};
+use super::case::Case;
 use super::report::Differences;
 use anyhow::{Result, bail, ensure};
 use half::bf16;
+use nvfp4::Elements;
 use nvfp4_kernels::{Implementation, swizzle};
 use nvfp4_spec::hadamard::{Signs, transform};
 use nvfp4_spec::philox::{philox4x32, words};

@@ -11,7 +11,7 @@ mod vocabulary;
 
 use crate::device::Device;
 use crate::progress::Voice;
-use crate::{convert, until_closed};
+use crate::{interrupt, until_closed};
 use anyhow::{Result, bail, ensure};
 use clap::ArgAction;
 use recipes::Named;
@@ -159,7 +159,7 @@ fn train(args: &Args, recipes: &[Named], threads: Threads) -> Result<Results> {
     let text = text::read(args.text.as_deref())?;
     let settings = args.settings(&text);
     let corpus = Corpus::new(args.vocab.encode(&text)?, args.batch, args.context, args.device.try_into()?)?;
-    let (show, stop) = (Show::new(if args.quiet { Voice::Quiet } else { Voice::Normal }), convert::interrupts()?);
+    let (show, stop) = (Show::new(if args.quiet { Voice::Quiet } else { Voice::Normal }), interrupt::interrupts()?);
     if !args.quiet {
         let (train, held_out) = corpus.sizes();
         eprintln!("{train} tokens to train on, {held_out} held out; {}", settings.describe());

@@ -9,7 +9,7 @@ use super::folder::Kind;
 use super::inputs;
 use super::measure::Measure;
 use super::plan::{Action, Item, Plan};
-use super::rows::{Memory, copy};
+use super::rows::{Memory, Piece, copy};
 use super::settings::{Finished, Observer, Pass, Settings, Summary};
 use super::shards::{self, Placed, RowOrder, Shard, Unit};
 use super::target::{self, Extras, Role, Scale, Target};
@@ -48,10 +48,10 @@ pub fn convert(
         None => Model::new(&checkpoint)?,
     };
     let plan = match settings.target {
-        Target::Bf16 => Plan::decode(&model),
+        Target::Plain(_) => Plan::decode(&model),
         target => Plan::new(&model, &settings.selection, target)?,
     };
-    if settings.target != Target::Bf16 && plan.quantized().next().is_none() {
+    if !matches!(settings.target, Target::Plain(_)) && plan.quantized().next().is_none() {
         return Err(Error::Refused("no weight would be quantized; `nvfp4 plan` says why".to_string()));
     }
     if settings.target == Target::CompressedTensors && plan.quantized().any(|item| item.weight.is_transposed()) {
@@ -160,7 +160,11 @@ impl<'p> Conversion<'_, 'p> {
             self.work.copy(&checkpoint.root().join(&path), &path.to_string_lossy())?;
         }
         let ignored = target::ignored(self.plan, self.model);
-        let config = target.config(checkpoint.config(), &ignored, self.extras);
+        let mut config = target.config(checkpoint.config(), &ignored, self.extras);
+        let decodes = self.plan.items.iter().any(|item| matches!(item.action, Action::Decode(_)));
+        if let (Target::Plain(precision), true) = (target, decodes) {
+            target::name_type(&mut config, precision);
+        }
         self.work.write("config.json", &pretty(&config)?)?;
         match target.quantization(&ignored, self.extras) {
             Some(quantization) => self.work.write("hf_quant_config.json", &pretty(&quantization)?),
@@ -198,13 +202,14 @@ impl<'p> Conversion<'_, 'p> {
                 Unit::Weight(i) => i,
             };
             let item = &self.plan.items[i];
-            let measure = self.write_rows(item, range, &part, placed, memory)?;
+            let piece = Piece { item, rows: range, part: &part, to: placed };
+            let measure = self.write_rows(&piece, memory)?;
             self.observer.advance(bytes_of(item.weight.byte_len(), item.weight.rows, range.len()));
             let (pieces, sum) = &left[&i];
             sum.lock().expect("no worker panics while it holds this").add(&measure);
-            if pieces.fetch_sub(1, Ordering::AcqRel) == 1 && item.action == Action::Quantize {
+            if pieces.fetch_sub(1, Ordering::AcqRel) == 1 {
                 let measure = *sum.lock().expect("no worker panics while it holds this");
-                self.observer.quantized(&self.finished(item, measure));
+                self.observer.finished(&self.finished(item, measure));
             }
             Ok(())
         })?;
@@ -212,7 +217,7 @@ impl<'p> Conversion<'_, 'p> {
         let measured = |(i, (_, sum)): (usize, (AtomicUsize, Mutex<Measure>))| {
             let item = &self.plan.items[i];
             let measure = sum.into_inner().expect("the workers are done");
-            (item.action == Action::Quantize).then(|| (item.weight.module.clone(), measure))
+            item.action.is_measured().then(|| (item.weight.module.clone(), measure))
         };
         Ok(left.into_iter().filter_map(measured).collect())
     }
@@ -228,10 +233,17 @@ impl<'p> Conversion<'_, 'p> {
         if let Some(&at) = offsets.get(&Role::Global) {
             for matrix in 0..item.weight.matrices() {
                 let scale = match &item.weight.stored {
-                    Stored::Nvfp4(source) => match source.unit {
-                        ScaleUnit::Divisor => Scale::Divisor(source.global(matrix)?),
-                        _ => Scale::Multiplier(source.global(matrix)?),
-                    },
+                    Stored::Nvfp4(source) => {
+                        let stored = match self.rescaled(item) {
+                            Some(shared) => shared[matrix],
+                            None => source.global(matrix)?,
+                        };
+                        if source.unit == ScaleUnit::Divisor {
+                            Scale::Divisor(stored)
+                        } else {
+                            Scale::Multiplier(stored)
+                        }
+                    }
                     Stored::MxFp4 { .. } => Scale::Multiplier(mxfp4::scale(self.found(item, matrix))),
                     _ => tensor_scale(&self.mode, self.amax(item), item.weight.precision(), self.settings.target),
                 };
@@ -245,6 +257,11 @@ impl<'p> Conversion<'_, 'p> {
             Some(&at) => part.write_at(&inputs[&item.weight.module].to_le_bytes(), at),
             None => Ok(()),
         }
+    }
+
+    /// The tensor scales that a weight shares with the weights that it is joined with, if its source has others.
+    pub fn rescaled(&self, item: &Item<'_>) -> Option<&[f32]> {
+        self.plan.groups[item.group?].rescaled.as_deref()
     }
 
     /// What the first pass found: the bits of an amax, or the largest exponent of MXFP4.
@@ -282,6 +299,8 @@ impl<'p> Conversion<'_, 'p> {
             cols: weight.cols,
             before: weight.byte_len(),
             after,
+            action: item.action.clone(),
+            group: item.group.map(|g| self.plan.groups[g].kind.clone()),
             measure,
         }
     }
@@ -293,8 +312,18 @@ impl<'p> Conversion<'_, 'p> {
             let measure = measures.get(item.weight.module.as_str())?;
             Some(self.finished(item, *measure))
         };
+        let (mut quantized, mut rescaled, mut decoded) = (Vec::new(), Vec::new(), Vec::new());
+        for weight in self.plan.items.iter().filter_map(done) {
+            match weight.action {
+                Action::Rescale => rescaled.push(weight),
+                Action::Decode(_) => decoded.push(weight),
+                _ => quantized.push(weight),
+            }
+        }
         Summary {
-            quantized: self.plan.items.iter().filter_map(done).collect(),
+            quantized,
+            rescaled,
+            decoded,
             before: self.model.checkpoint.byte_len(),
             after: files.iter().map(|f| f.len - f.header.len() as u64).sum(),
             files: files.iter().map(|f| f.file.clone()).collect(),
@@ -309,7 +338,7 @@ fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) ->
         (ScaleUnit::Multiplier, _) => Scale::Multiplier(stored),
         (ScaleUnit::Divisor, _) => Scale::Divisor(stored),
         (ScaleUnit::Amax(_), _) if amax == 0.0 => Scale::Multiplier(1.0),
-        (ScaleUnit::Amax(bound), Target::ModelOpt | Target::Gguf | Target::Bf16) => {
+        (ScaleUnit::Amax(bound), Target::ModelOpt | Target::Gguf | Target::Plain(_)) => {
             Scale::Multiplier((amax / bound.six_e()).max(f32::from_bits(1)))
         }
         (ScaleUnit::Amax(bound), Target::CompressedTensors) => Scale::Divisor((bound.six_e() / amax).min(f32::MAX)),

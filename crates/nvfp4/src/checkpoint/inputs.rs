@@ -2,7 +2,8 @@
 
 use super::convert::Conversion;
 use super::dialect::Model;
-use super::plan::{Action, Item, Plan};
+use super::names;
+use super::plan::{Differing, Item, Plan};
 use super::settings::{Acts, KvCache, Settings};
 use super::target::{Activations, Extras, Kv, Scale, Target};
 use super::weight::Stored;
@@ -37,16 +38,17 @@ fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
     }
 }
 
-/// How keys and values are kept: as asked for, or as the source says. Scales that the source has are kept too.
+/// How keys and values are kept: as asked for, or as the source says. Scales that the source has are kept; where it has none,
+/// servers take 1, and that is written.
 fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
     let algorithm = model.checkpoint.quantization().and_then(|q| q.pointer("/quantization/kv_cache_quant_algo"));
     let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
     let says = algorithm.and_then(Value::as_str) == Some("FP8") || scheme.is_some_and(|s| s["num_bits"] == 8);
-    let has = model.others.iter().any(|t| t.info.name.ends_with(".k_scale"));
-    match (settings.kv, says) {
-        (KvCache::Fp8Cast, _) if !has => Kv::Fp8Cast,
-        (KvCache::Fp8Cast, _) | (KvCache::Unsaid, true) => Kv::Fp8,
-        (KvCache::Unsaid, false) => Kv::Unsaid,
+    let has = model.others.iter().any(|t| names::kv_scale(&t.info.name).is_some());
+    match (settings.kv == KvCache::Fp8Cast || says, has) {
+        (false, _) => Kv::Unsaid,
+        (true, true) => Kv::Fp8,
+        (true, false) => Kv::Fp8Cast,
     }
 }
 
@@ -78,11 +80,12 @@ impl Conversion<'_, '_> {
         };
         let mut multipliers = vec![0f32; self.plan.items.len()];
         for (i, item) in self.plan.items.iter().enumerate() {
-            if matches!(item.action, Action::Quantize | Action::Relabel) {
+            if item.action.is_nvfp4() {
                 multipliers[i] = own(item)?;
             }
         }
-        if self.settings.acts != Acts::None {
+        // Activations are quantized when a model runs, with the largest scale of those that are joined.
+        if self.settings.acts != Acts::None || self.settings.selection.differing == Differing::Rescale {
             for group in &self.plan.groups {
                 let shared = group.members.iter().map(|&i| multipliers[i]).fold(0.0, f32::max);
                 group.members.iter().for_each(|&i| multipliers[i] = shared);

@@ -47,7 +47,7 @@ pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
 pub use folder::{Checkpoint, Kind, Located, check_config, check_index};
 pub use measure::Measure;
 pub use names::{Pattern, Preset, fused};
-pub use plan::{Action, DefaultSkips, Fuse, Group, Item, Plan, Selection};
+pub use plan::{Action, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
 pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use statistics::{Statistics, statistics};

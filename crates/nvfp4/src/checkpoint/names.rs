@@ -80,6 +80,15 @@ pub(super) fn listed<'m>(module: &'m str, lists: &[Vec<String>]) -> Option<(&'m 
     lists.iter().find(|list| list.iter().any(|name| name == last)).map(|list| (parent, list.join("/")))
 }
 
+/// The attention that a scale of keys or values belongs to, and which it is, `k` or `v`. ModelOpt calls it
+/// `X.self_attn.k_proj.k_scale`, compressed-tensors `X.self_attn.k_scale`.
+pub(super) fn kv_scale(tensor: &str) -> Option<(&str, &str)> {
+    let (module, last) = tensor.rsplit_once('.')?;
+    let letter = last.strip_suffix("_scale").filter(|letter| ["k", "v"].contains(letter))?;
+    let attention = module.strip_suffix(&format!(".{letter}_proj")).unwrap_or(module);
+    attention.ends_with("self_attn").then_some((attention, letter))
+}
+
 /// Why a weight is not quantized by default.
 pub(super) fn default_keep(module: &str) -> Option<&'static str> {
     let last = module.rsplit('.').next().unwrap_or(module);
@@ -179,6 +188,14 @@ mod tests {
         assert_eq!(fused("l.0.mlp.experts.7.up_proj"), Some(("l.0.mlp.experts.7", "gate/up")));
         assert_eq!(fused("l.0.moe.experts.7.w3"), Some(("l.0.moe.experts.7", "w1/w3")));
         assert_eq!(fused("l.0.mlp.down_proj"), None);
+    }
+
+    #[test]
+    fn scales_of_keys_and_values_are_known_by_both_names() {
+        assert_eq!(kv_scale("l.0.self_attn.k_proj.k_scale"), Some(("l.0.self_attn", "k")));
+        assert_eq!(kv_scale("l.0.self_attn.v_scale"), Some(("l.0.self_attn", "v")));
+        assert_eq!(kv_scale("l.0.self_attn.k_proj.weight_scale"), None);
+        assert_eq!(kv_scale("l.0.mixer.k_scale"), None);
     }
 
     #[test]

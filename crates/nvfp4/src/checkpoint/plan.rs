@@ -4,7 +4,7 @@ use super::dialect::Model;
 use super::names::{self, Pattern, Preset};
 use super::target::Target;
 use super::weight::{Stored, Weight};
-use crate::{Error, Result};
+use crate::{Error, Result, Unit};
 use nvfp4_spec::{BLOCK, gguf};
 use std::collections::BTreeMap;
 
@@ -30,6 +30,16 @@ pub enum Fuse {
     Names(Vec<Vec<String>>),
 }
 
+/// What happens to weights of an NVFP4 source that servers join and whose tensor scales differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Differing {
+    /// They keep their bytes, and `verify` finds fault with them.
+    #[default]
+    Keep,
+    /// They get the largest of their tensor scales; see [`nvfp4_spec::rescale`].
+    Rescale,
+}
+
 /// Which weights are quantized.
 #[derive(Clone, Debug, Default)]
 pub struct Selection {
@@ -43,6 +53,8 @@ pub struct Selection {
     pub default_skips: DefaultSkips,
     /// Shared tensor scales.
     pub fuse: Fuse,
+    /// Tensor scales that should be shared and are not.
+    pub differing: Differing,
 }
 
 /// What happens to a weight.
@@ -52,10 +64,24 @@ pub enum Action {
     Quantize,
     /// NVFP4 already: the same codes and scales under the target's names.
     Relabel,
-    /// Decoded to BF16, because the target has no name for how it is stored.
+    /// NVFP4 already, with another tensor scale than the weights that it is joined with: expressed with theirs.
+    Rescale,
+    /// Decoded, because the target has no name for how it is stored, or nothing is quantized there.
     Decode(String),
     /// Copied as it is.
     Keep(String),
+}
+
+impl Action {
+    /// Whether its numbers are not those of the source, so that it has an error.
+    pub(super) fn is_measured(&self) -> bool {
+        matches!(self, Action::Quantize | Action::Rescale | Action::Decode(_))
+    }
+
+    /// Whether the weight is NVFP4 afterwards.
+    pub fn is_nvfp4(&self) -> bool {
+        matches!(self, Action::Quantize | Action::Relabel | Action::Rescale)
+    }
 }
 
 /// A weight with what happens to it.
@@ -76,6 +102,8 @@ pub struct Group {
     pub kind: String,
     /// Indices into [`Plan::items`].
     pub members: Vec<usize>,
+    /// The tensor scales of a group that is rescaled, one for each matrix, as the source stores them.
+    pub rescaled: Option<Vec<f32>>,
 }
 
 /// What a conversion will do.
@@ -110,10 +138,13 @@ impl<'a> Plan<'a> {
             return Err(Error::Refused(format!("'{module}' is MXFP4, which cannot stay beside NVFP4; do not skip it")));
         }
         plan.fuse(&selection.fuse)?;
+        if selection.differing == Differing::Rescale {
+            plan.rescale(&selection.fuse, target)?;
+        }
         Ok(plan)
     }
 
-    /// Decodes every weight that is not plain to BF16.
+    /// Decodes every weight that is not plain.
     pub fn decode(model: &Model<'a>) -> Self {
         let decide = |weight: &Weight<'a>| match &weight.stored {
             Stored::Plain(_) => Action::Keep("not quantized".to_string()),
@@ -138,7 +169,7 @@ impl<'a> Plan<'a> {
         }
         let mut groups = Vec::new();
         for ((parent, kind), members) in found {
-            let nvfp4 = |i: &&usize| matches!(self.items[**i].action, Action::Quantize | Action::Relabel);
+            let nvfp4 = |i: &&usize| self.items[**i].action.is_nvfp4();
             let (quantized, kept): (Vec<&usize>, Vec<&usize>) = members.iter().partition(nvfp4);
             if let (Some(yes), Some(no)) = (quantized.first(), kept.first()) {
                 let name = |i: usize| self.items[i].weight.module.rsplit('.').next().unwrap_or_default().to_string();
@@ -150,7 +181,7 @@ impl<'a> Plan<'a> {
                 )));
             }
             if quantized.len() > 1 {
-                groups.push(Group { kind, members });
+                groups.push(Group { kind, members, rescaled: None });
             }
         }
         groups.sort_by_key(|g| g.members[0]);
@@ -161,10 +192,68 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
+    /// Gives the groups of an NVFP4 source whose tensor scales differ the largest of them.
+    fn rescale(&mut self, fuse: &Fuse, target: Target) -> Result<()> {
+        if *fuse == Fuse::Off {
+            let reason = "--fix-scales is for weights that share a tensor scale, and --fuse off says that none do";
+            return Err(Error::Refused(reason.to_string()));
+        }
+        if target == Target::Gguf {
+            let reason = "GGUF has a tensor scale for each weight, and llama.cpp uses each; leave out --fix-scales";
+            return Err(Error::Refused(reason.to_string()));
+        }
+        for group in &mut self.groups {
+            let mut scales = Vec::new();
+            for &i in &group.members {
+                let weight = &self.items[i].weight;
+                if let Stored::Nvfp4(parts) = &weight.stored {
+                    scales.push((parts.unit, parts.globals(weight)?));
+                }
+            }
+            let Some(shared) = largest(&scales) else { continue };
+            if scales.len() < group.members.len() || scales.iter().all(|(_, own)| same(own, &shared)) {
+                continue;
+            }
+            for (&i, (_, own)) in group.members.iter().zip(&scales) {
+                let module = &self.items[i].weight.module;
+                if let Some(bad) = own.iter().find(|g| !(g.is_finite() && **g > 0.0)) {
+                    return Err(Error::Refused(format!(
+                        "'{module}' has the tensor scale {bad}, which nothing can mend"
+                    )));
+                }
+                if own.len() != shared.len() {
+                    let (a, b) = (own.len(), shared.len());
+                    return Err(Error::Refused(format!("'{module}' holds {a} matrices, what it is joined with {b}")));
+                }
+                if !same(own, &shared) {
+                    self.items[i].action = Action::Rescale;
+                }
+            }
+            group.rescaled = Some(shared);
+        }
+        Ok(())
+    }
+
     /// Weights that will be NVFP4.
     pub fn quantized(&self) -> impl Iterator<Item = &Item<'a>> {
-        self.items.iter().filter(|i| matches!(i.action, Action::Quantize | Action::Relabel))
+        self.items.iter().filter(|i| i.action.is_nvfp4())
     }
+}
+
+/// The largest scale of each matrix among the weights of a group: the smallest number where it divides.
+fn largest(scales: &[(Unit, Vec<f32>)]) -> Option<Vec<f32>> {
+    let (mut all, unit) = (scales.iter(), scales.first()?.0);
+    let mut shared = all.next()?.1.clone();
+    for (_, own) in all {
+        let larger = |(a, b): (&mut f32, &f32)| *a = if unit == Unit::Divisor { a.min(*b) } else { a.max(*b) };
+        shared.iter_mut().zip(own).for_each(larger);
+    }
+    Some(shared)
+}
+
+/// Whether two lists of scales have the same bits.
+fn same(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
 fn action(weight: &Weight<'_>, source_is_nvfp4: bool, selection: &Selection, target: Target) -> Action {

@@ -10,14 +10,14 @@ use super::shards::{Cast, Placed, RowOrder};
 use super::target::Role;
 use super::weight::{Buffer, MX_BLOCK, Stored, sized};
 use super::work::Part;
-use crate::{Error, GlobalScale, Layout, Result};
+use crate::{Error, GlobalScale, Layout, Precision, Result};
 use half::{bf16, f16};
 use nvfp4_kernels::quantize::{self as kernel, Amax, Direction};
 use nvfp4_kernels::{Input, Values, dequantize, gguf};
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit as ScaleUnit;
-use nvfp4_spec::{BLOCK, Rounding, e2m1, e8m0, mse};
+use nvfp4_spec::{BLOCK, Rounding, e2m1, e8m0, mse, rescale};
 use safetensors::Dtype;
 use std::ops::Range;
 
@@ -33,33 +33,44 @@ pub(super) struct Memory {
     ordered: Vec<u8>,
 }
 
+/// Some rows of a weight, and where they go.
+pub(super) struct Piece<'c, 'p> {
+    pub item: &'c Item<'p>,
+    pub rows: &'c Range<usize>,
+    pub part: &'c Part,
+    pub to: &'c Placed<'p>,
+}
+
 impl Conversion<'_, '_> {
-    /// Writes some rows of a weight. Returns their error where they were quantized.
-    pub fn write_rows(
-        &self,
-        item: &Item<'_>,
-        rows: &Range<usize>,
-        part: &Part,
-        placed: &Placed<'_>,
-        memory: &mut Memory,
-    ) -> Result<Measure> {
+    /// Writes some rows of a weight. Returns their error where their numbers are not the source's.
+    pub fn write_rows(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<Measure> {
+        let Piece { item, rows, .. } = *piece;
         let weight = &item.weight;
         match (&item.action, &weight.stored) {
             (Action::Keep(_), Stored::Plain(tensor)) => {
                 let row = weight.cols * tensor.info.dtype.bitsize() / 8;
-                copy(tensor, &(rows.start * row..rows.end * row), part, placed, memory)?;
+                copy(tensor, &(rows.start * row..rows.end * row), piece.part, piece.to, memory)?;
                 Ok(Measure::default())
             }
-            (Action::Keep(_) | Action::Decode(_), _) => {
-                self.decode(item, rows, part, placed, memory)?;
-                Ok(Measure::default())
-            }
+            (Action::Keep(_) | Action::Decode(_), _) => self.decode(piece, memory),
             (Action::Relabel, Stored::Nvfp4(source)) => {
                 source.codes_and_scales(rows.clone(), weight.cols, &mut memory.codes, &mut memory.scales)?;
-                self.emit(item, rows, part, placed, memory)?;
+                self.emit(piece, memory)?;
                 Ok(Measure::default())
             }
-            (Action::Quantize | Action::Relabel, _) => {
+            (Action::Rescale, Stored::Nvfp4(source)) => {
+                let mut buffer = std::mem::take(&mut memory.source);
+                let values = weight.values(rows.clone(), &mut buffer)?;
+                source.codes_and_scales(rows.clone(), weight.cols, &mut memory.codes, &mut memory.scales)?;
+                let matrix = rows.start / weight.matrix_rows();
+                let (from, to) = (source.global(matrix)?, self.rescaled(item).map_or(1.0, |shared| shared[matrix]));
+                rescale_rows(&mut memory.codes, &mut memory.scales, from, to, source.unit);
+                self.emit(piece, memory)?;
+                let measure = self.measure(&values, (rows.len(), weight.cols), to, source.unit, memory)?;
+                memory.source = buffer;
+                Ok(measure)
+            }
+            (Action::Quantize | Action::Relabel | Action::Rescale, _) => {
                 let mut source = std::mem::take(&mut memory.source);
                 let values = weight.values(rows.clone(), &mut source)?;
                 let (stored, unit) = match weight.stored {
@@ -72,7 +83,7 @@ impl Conversion<'_, '_> {
                         (profile.stored(amax, weight.precision()), profile.unit(self.mode.rule.bound()))
                     }
                 };
-                self.emit(item, rows, part, placed, memory)?;
+                self.emit(piece, memory)?;
                 let measure = self.measure(&values, (rows.len(), weight.cols), stored, unit, memory)?;
                 memory.source = source;
                 Ok(measure)
@@ -97,14 +108,8 @@ impl Conversion<'_, '_> {
     }
 
     /// Writes the codes and scales that are in memory, as the target has them.
-    fn emit(
-        &self,
-        item: &Item<'_>,
-        rows: &Range<usize>,
-        part: &Part,
-        to: &Placed<'_>,
-        memory: &mut Memory,
-    ) -> Result<()> {
+    fn emit(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<()> {
+        let Piece { item, rows, part, to } = *piece;
         let (cols, count) = (item.weight.cols, rows.len());
         let Memory { codes, scales, bytes, ordered, .. } = memory;
         if let Some(&start) = to.offsets.get(&Role::Blocks) {
@@ -115,41 +120,48 @@ impl Conversion<'_, '_> {
         for (role, bytes, row) in [(Role::Codes, &*codes, cols / 2), (Role::Scales, &*scales, cols / BLOCK)] {
             let start = to.offsets[&role];
             match item.weight.is_transposed() {
-                true => write_transposed(item, rows, bytes, 1, start, part, ordered)?,
+                true => write_transposed(piece, bytes, 1, start, ordered)?,
                 false => part.write_at(bytes, start + (rows.start * row) as u64)?,
             }
         }
         Ok(())
     }
 
-    /// Rows in BF16, or in F32 where the target wants that.
-    fn decode(
-        &self,
-        item: &Item<'_>,
-        rows: &Range<usize>,
-        part: &Part,
-        to: &Placed<'_>,
-        memory: &mut Memory,
-    ) -> Result<()> {
+    /// Rows in the type of decoded weights, or in F32 where the target wants that. Returns what rounding did to them.
+    fn decode(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<Measure> {
+        let Piece { item, rows, part, to } = *piece;
         let (weight, start) = (&item.weight, to.offsets[&Role::Whole]);
-        let Memory { source, bytes, ordered, .. } = memory;
-        let values = weight.values(rows.clone(), source)?;
-        bytes.clear();
-        let size = match to.cast {
-            Cast::None => {
-                bytes.extend((0..values.len()).flat_map(|i| bf16::from_f32(values.get(i)).to_le_bytes()));
-                2
-            }
-            Cast::F32 => {
-                bytes.extend((0..values.len()).flat_map(|i| values.get(i).to_le_bytes()));
-                4
-            }
+        let precision = match to.cast {
+            Cast::None => self.settings.target.decoded(),
+            Cast::F32 => Precision::F32,
         };
-        if weight.is_transposed() {
-            return write_transposed(item, rows, bytes, size, start, part, ordered);
+        let Memory { source, decoded, bytes, ordered, .. } = memory;
+        let values = weight.values(rows.clone(), source)?;
+        decoded.clear();
+        decoded.extend((0..values.len()).map(|i| precision.round(values.get(i))));
+        if let Some(at) = (0..values.len()).find(|&i| decoded[i].is_infinite() && values.get(i).is_finite()) {
+            return Err(Error::WeightDoesNotFit {
+                module: weight.module.clone(),
+                row: rows.start + at / weight.cols,
+                col: at % weight.cols,
+                value: values.get(at),
+                precision,
+            });
         }
-        let row = weight.cols * size;
-        part.write_at(in_order(to.order, bytes, row, ordered), start + (rows.start * row) as u64)
+        bytes.clear();
+        match precision {
+            Precision::F32 => bytes.extend(decoded.iter().flat_map(|x| x.to_le_bytes())),
+            Precision::Bf16 => bytes.extend(decoded.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
+            Precision::F16 => bytes.extend(decoded.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
+        }
+        let size = bytes.len() / decoded.len().max(1);
+        if weight.is_transposed() {
+            write_transposed(piece, bytes, size, start, ordered)?;
+        } else {
+            let row = weight.cols * size;
+            part.write_at(in_order(to.order, bytes, row, ordered), start + (rows.start * row) as u64)?;
+        }
+        Ok(Measure::of(&values, decoded))
     }
 
     /// Rows of MXFP4 become the same codes with other scales, in memory. Returns their tensor scale.
@@ -182,8 +194,7 @@ impl Conversion<'_, '_> {
                 let row = std::array::from_fn(|i| values.get(b * BLOCK + i));
                 let quantized = mse::quantize(&row, &scaling);
                 *scale = quantized.scale;
-                let pairs = quantized.codes[0].as_chunks::<2>().0;
-                codes.iter_mut().zip(pairs).for_each(|(byte, &[even, odd])| *byte = e2m1::pack(even, odd));
+                pack(&quantized.codes[0], codes);
             }
             return Ok(());
         }
@@ -219,6 +230,22 @@ impl Conversion<'_, '_> {
         // Elements have at most 8 bytes, and what is reordered is one number per row.
         ranges(len, if order == RowOrder::AsStored { self.settings.piece() * 2 } else { len.max(1) })
     }
+}
+
+/// Expresses blocks with another tensor scale, in place.
+fn rescale_rows(codes: &mut [u8], scales: &mut [u8], from: f32, to: f32, unit: ScaleUnit) {
+    for (packed, scale) in codes.as_chunks_mut::<{ BLOCK / 2 }>().0.iter_mut().zip(scales) {
+        let codes = std::array::from_fn(|i| e2m1::code_at(packed, i));
+        let block = rescale::block(&codes, *scale, from, to, unit);
+        *scale = block.scale;
+        pack(&block.codes[0], packed);
+    }
+}
+
+/// The codes of a block, two in a byte.
+fn pack(codes: &[u8; BLOCK], packed: &mut [u8]) {
+    let pairs = codes.as_chunks::<2>().0;
+    packed.iter_mut().zip(pairs).for_each(|(byte, &[even, odd])| *byte = e2m1::pack(even, odd));
 }
 
 /// Copies a range of a tensor's bytes, in F32 where the target wants that, and in its order.
@@ -275,14 +302,13 @@ fn in_order<'m>(order: RowOrder, bytes: &'m [u8], row: usize, ordered: &'m mut V
 
 /// Writes rows (of one matrix, in elements of `size` bytes) as columns: where inputs come before outputs.
 fn write_transposed(
-    item: &Item<'_>,
-    rows: &Range<usize>,
+    piece: &Piece<'_, '_>,
     bytes: &[u8],
     size: usize,
     start: u64,
-    part: &Part,
     transposed: &mut Vec<u8>,
 ) -> Result<()> {
+    let Piece { item, rows, part, .. } = *piece;
     let (outputs, count) = (item.weight.matrix_rows(), rows.len());
     let width = bytes.len() / size / count.max(1);
     let transposed = sized(transposed, bytes.len());

@@ -2,7 +2,7 @@
 
 use super::measure::Measure;
 use super::names::Pattern;
-use super::plan::Selection;
+use super::plan::{Action, Selection};
 use super::shards::Shards;
 use super::target::Target;
 use super::work::Existing;
@@ -111,14 +111,14 @@ pub trait Observer: Sync {
     fn begin(&self, _pass: Pass, _bytes: u64) {}
     /// Bytes of the source that were dealt with.
     fn advance(&self, _bytes: u64) {}
-    /// A weight is quantized.
-    fn quantized(&self, _weight: &Finished) {}
+    /// A weight is written.
+    fn finished(&self, _weight: &Finished) {}
 }
 
 /// Tells no one.
 impl Observer for () {}
 
-/// A weight that was quantized.
+/// A weight that was written.
 #[derive(Clone, Debug)]
 pub struct Finished {
     /// Its module.
@@ -131,7 +131,11 @@ pub struct Finished {
     pub before: u64,
     /// Bytes that it takes.
     pub after: u64,
-    /// Its error.
+    /// What happened to it.
+    pub action: Action,
+    /// The kind of group that it shares a tensor scale with, as `q/k/v`.
+    pub group: Option<String>,
+    /// Its error against the source; all zeros where it kept its numbers.
     pub measure: Measure,
 }
 
@@ -140,6 +144,10 @@ pub struct Finished {
 pub struct Summary {
     /// The weights that were quantized, with their errors. Weights that kept their codes are not among them.
     pub quantized: Vec<Finished>,
+    /// The NVFP4 weights that got another tensor scale, with what it did to them.
+    pub rescaled: Vec<Finished>,
+    /// The weights that were decoded, with what rounding to their new type did to them.
+    pub decoded: Vec<Finished>,
     /// Bytes of the source's tensors.
     pub before: u64,
     /// Bytes of the written tensors.
@@ -183,6 +191,7 @@ impl Settings {
             "only": patterns(&s.only),
             "default_skips": format!("{:?}", s.default_skips),
             "fuse": format!("{:?}", s.fuse),
+            "differing": format!("{:?}", s.differing),
             "scale": format!("{:?}", self.scale),
             "profile": format!("{:?}", self.profile),
             "acts": format!("{:?}", self.acts),

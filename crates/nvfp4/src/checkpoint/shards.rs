@@ -83,7 +83,10 @@ pub(super) fn lay_out<'a>(
         let name = tensor.info.name.as_str();
         let (unit, parts) = match (first.get(name), others.get(name)) {
             (Some(&i), _) => (Unit::Weight(i), target.parts(&plan.items[i], extras)),
-            (None, Some(&other)) => (Unit::Other(other), vec![copied(other)]),
+            (None, Some(&other)) => match target.other(&other) {
+                Some(part) => (Unit::Other(other), vec![part]),
+                None => continue,
+            },
             (None, None) => continue,
         };
         let len: u64 = parts.iter().map(Part::len).sum();
@@ -109,12 +112,6 @@ pub(super) fn lay_out<'a>(
     files.into_iter().enumerate().map(|(i, (source, units))| shard(file_name(i, source), units)).collect()
 }
 
-/// A tensor that is copied under its own name.
-fn copied(tensor: Located<'_>) -> Part {
-    let info = tensor.info;
-    Part { name: info.name.clone(), dtype: info.dtype, shape: info.shape.clone(), role: Role::Whole }
-}
-
 /// Orders tensors as the safetensors library does, widest type first and then by name, and gives each its place.
 fn shard(file: String, units: Units<'_>) -> Shard<'_> {
     let mut parts: Vec<(usize, &Part)> =
@@ -126,11 +123,15 @@ fn shard(file: String, units: Units<'_>) -> Shard<'_> {
         offsets[*u].insert(part.role, *start);
     }
     let names = parts.iter().map(|(_, p)| p.name.clone()).collect();
-    let units = units.into_iter().zip(offsets).map(|((unit, _), offsets)| Placed {
+    let cast = |unit: &Unit<'_>, parts: &[Part]| match unit {
+        Unit::Other(tensor) if parts[0].dtype != tensor.info.dtype => Cast::F32,
+        Unit::Other(_) | Unit::Weight(_) => Cast::None,
+    };
+    let units = units.into_iter().zip(offsets).map(|((unit, parts), offsets)| Placed {
         unit,
         offsets,
         order: RowOrder::AsStored,
-        cast: Cast::None,
+        cast: cast(&unit, &parts),
     });
     Shard { file, header, len, units: units.collect(), names, constants: Vec::new() }
 }

@@ -2,9 +2,10 @@
 
 use super::dialect::Model;
 use super::folder::Located;
+use super::names;
 use super::plan::{Action, Item, Plan};
 use super::weight::{Stored, Weight};
-use crate::{Error, Result};
+use crate::{Error, Precision, Result};
 use nvfp4_spec::{BLOCK, gguf};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -21,8 +22,8 @@ pub enum Target {
     CompressedTensors,
     /// One GGUF file, which llama.cpp reads, of the Llama and Qwen families.
     Gguf,
-    /// Not quantized: every weight decoded to BF16.
-    Bf16,
+    /// Not quantized: every weight decoded to this type.
+    Plain(Precision),
 }
 
 impl FromStr for Target {
@@ -44,7 +45,9 @@ impl fmt::Display for Target {
             Target::ModelOpt => "modelopt",
             Target::CompressedTensors => "compressed-tensors",
             Target::Gguf => "gguf",
-            Target::Bf16 => "bf16",
+            Target::Plain(Precision::Bf16) => "bf16",
+            Target::Plain(Precision::F16) => "f16",
+            Target::Plain(Precision::F32) => "f32",
         })
     }
 }
@@ -109,16 +112,24 @@ impl Part {
 }
 
 impl Target {
+    /// The type that a weight gets which is decoded and not quantized again.
+    pub(super) fn decoded(self) -> Precision {
+        match self {
+            Target::Plain(precision) => precision,
+            Target::ModelOpt | Target::CompressedTensors | Target::Gguf => Precision::Bf16,
+        }
+    }
+
     /// The tensors that a weight becomes. GGUF's names are the business of `gguf`; here it has only sizes.
     pub(super) fn parts(self, item: &Item<'_>, extras: Extras) -> Vec<Part> {
         let weight = &item.weight;
         let mut parts = match &item.action {
-            Action::Keep(_) | Action::Decode(_) => vec![whole(weight)],
-            Action::Quantize | Action::Relabel if weight.is_transposed() => experts(weight),
-            Action::Quantize | Action::Relabel => self.matrix(weight),
+            Action::Keep(_) | Action::Decode(_) => vec![whole(weight, self.decoded())],
+            Action::Quantize | Action::Relabel | Action::Rescale if weight.is_transposed() => experts(weight),
+            Action::Quantize | Action::Relabel | Action::Rescale => self.matrix(weight),
         };
         let part = |name: String, shape: &[usize], role| Part { name, dtype: Dtype::F32, shape: shape.to_vec(), role };
-        let (module, quantized) = (&weight.module, matches!(item.action, Action::Quantize | Action::Relabel));
+        let (module, quantized) = (&weight.module, item.action.is_nvfp4());
         if quantized && extras.activations == Activations::Nvfp4 {
             parts.push(match (weight.is_transposed(), self) {
                 (true, _) => part(format!("{module}_input_scale"), &[], Role::Input),
@@ -126,13 +137,35 @@ impl Target {
                 _ => part(format!("{module}.input_scale"), &[], Role::Input),
             });
         }
-        // compressed-tensors' readers take 1 for a scale that is not there.
-        if extras.kv == Kv::Fp8Cast && self == Target::ModelOpt {
-            let scale = module.strip_suffix("_proj").and_then(|m| m.rsplit_once("self_attn.")).map(|(_, last)| last);
-            let scale = scale.filter(|last| ["k", "v"].contains(last));
-            parts.extend(scale.map(|last| part(format!("{module}.{last}_scale"), &[], Role::KvScale)));
+        // transformers has uninitialised memory for a scale that is not there.
+        let projection = module.rsplit_once('.').filter(|(attention, _)| attention.ends_with("self_attn"));
+        if let (Kv::Fp8Cast, Some((attention, letter @ ("k_proj" | "v_proj")))) = (extras.kv, projection) {
+            parts.extend(self.kv_scale(attention, &letter[..1], Role::KvScale));
         }
         parts
+    }
+
+    /// The tensor that another tensor becomes: itself, but for scales of keys and values, which have names of their own, and
+    /// none where nothing is quantized.
+    pub(super) fn other(self, tensor: &Located<'_>) -> Option<Part> {
+        let info = tensor.info;
+        let number = info.shape.iter().product::<usize>() == 1;
+        let float = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
+        match names::kv_scale(&info.name).filter(|_| number && float) {
+            Some((attention, letter)) => self.kv_scale(attention, letter, Role::Whole),
+            None => {
+                Some(Part { name: info.name.clone(), dtype: info.dtype, shape: info.shape.clone(), role: Role::Whole })
+            }
+        }
+    }
+
+    fn kv_scale(self, attention: &str, letter: &str, role: Role) -> Option<Part> {
+        let (name, shape) = match self {
+            Target::ModelOpt => (format!("{attention}.{letter}_proj.{letter}_scale"), vec![]),
+            Target::CompressedTensors => (format!("{attention}.{letter}_scale"), vec![1]),
+            Target::Gguf | Target::Plain(_) => return None,
+        };
+        Some(Part { name, dtype: Dtype::F32, shape, role })
     }
 
     /// The tensors of a quantized matrix.
@@ -141,7 +174,7 @@ impl Target {
         let part = |name: String, dtype, shape, role| Part { name, dtype, shape, role };
         let (codes, global, scalar) = match self {
             // A plan to decode quantizes nothing.
-            Target::ModelOpt | Target::Bf16 => ("weight", "weight_scale_2", vec![]),
+            Target::ModelOpt | Target::Plain(_) => ("weight", "weight_scale_2", vec![]),
             Target::CompressedTensors => ("weight_packed", "weight_global_scale", vec![1]),
             Target::Gguf => {
                 let blocks = vec![*rows, cols / gguf::BLOCK_ELEMENTS * gguf::BLOCK_BYTES];
@@ -163,8 +196,8 @@ impl Target {
         match (self, multiplier_or_divisor) {
             (Target::CompressedTensors, Scale::Divisor(g)) => g,
             (Target::CompressedTensors, Scale::Multiplier(g)) => (1.0 / g).min(f32::MAX),
-            (Target::ModelOpt | Target::Gguf | Target::Bf16, Scale::Multiplier(g)) => g,
-            (Target::ModelOpt | Target::Gguf | Target::Bf16, Scale::Divisor(g)) => (1.0 / g).min(f32::MAX),
+            (Target::ModelOpt | Target::Gguf | Target::Plain(_), Scale::Multiplier(g)) => g,
+            (Target::ModelOpt | Target::Gguf | Target::Plain(_), Scale::Divisor(g)) => (1.0 / g).min(f32::MAX),
         }
     }
 
@@ -174,7 +207,7 @@ impl Target {
         let description = match self {
             Target::ModelOpt => modelopt(ignore, extras),
             Target::CompressedTensors => compressed_tensors(ignore, extras),
-            Target::Bf16 | Target::Gguf => {
+            Target::Plain(_) | Target::Gguf => {
                 config.shift_remove("quantization_config");
                 return Value::Object(config);
             }
@@ -219,14 +252,36 @@ fn algorithm(activations: Activations) -> &'static str {
 }
 
 /// The tensor of a weight that is not quantized. Experts in one tensor keep inputs before outputs when they are decoded.
-fn whole(weight: &Weight<'_>) -> Part {
+fn whole(weight: &Weight<'_>, decoded: Precision) -> Part {
     let (module, cols) = (&weight.module, weight.cols);
-    let dtype = if let Stored::Plain(tensor) = &weight.stored { tensor.info.dtype } else { Dtype::BF16 };
+    let dtype = if let Stored::Plain(tensor) = &weight.stored { tensor.info.dtype } else { dtype(decoded) };
     let (name, shape) = match weight.is_transposed() {
         true => (module.clone(), vec![weight.matrices(), cols, weight.matrix_rows()]),
         false => (format!("{module}.weight"), vec![weight.rows, cols]),
     };
     Part { name, dtype, shape, role: Role::Whole }
+}
+
+fn dtype(precision: Precision) -> Dtype {
+    match precision {
+        Precision::F32 => Dtype::F32,
+        Precision::Bf16 => Dtype::BF16,
+        Precision::F16 => Dtype::F16,
+    }
+}
+
+/// Names the type that weights were decoded to where a configuration names one: by it, transformers casts what it loads.
+pub(super) fn name_type(config: &mut Value, precision: Precision) {
+    let name = match precision {
+        Precision::F32 => "float32",
+        Precision::Bf16 => "bfloat16",
+        Precision::F16 => "float16",
+    };
+    for key in ["dtype", "torch_dtype"] {
+        if let Some(value) = config.get_mut(key) {
+            *value = json!(name);
+        }
+    }
 }
 
 /// The tensors of quantized experts in one tensor, inputs before outputs, as ModelOpt has them.

@@ -77,6 +77,7 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
     check_groups(model, &mut report)?;
     check_inputs(model, &mut report)?;
     check_configuration(model, client, &mut report);
+    check_keys_and_values(model, client, &mut report);
     let counts = statistics(model, threads)?;
     for (weight, counts) in model.weights.iter().zip(&counts) {
         if let (Stored::Nvfp4(_), Some(counts)) = (&weight.stored, counts) {
@@ -142,7 +143,7 @@ fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
         let mut inputs = Vec::new();
         for weight in &members {
             if let Stored::Nvfp4(parts) = &weight.stored {
-                scales.push(parts.global(0)?);
+                scales.push(parts.globals(weight)?);
                 inputs.push(parts.input()?);
             }
         }
@@ -153,9 +154,16 @@ fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
             );
         }
         let differ = |values: &[f32]| values.iter().any(|v| v.to_bits() != values[0].to_bits());
-        if scales.len() > 1 && differ(&scales) {
-            let ratio = spread(&scales);
-            let text = format!("{kind}: tensor scales differ (ratio {ratio:.4}); a server uses one of them for all");
+        // One number for each matrix, of all members.
+        let of_matrix = |m: usize| scales.iter().filter_map(|own| own.get(m).copied()).collect::<Vec<f32>>();
+        let matrices = scales.iter().map(Vec::len).max().unwrap_or(0);
+        let differing: Vec<f32> = (0..matrices).map(of_matrix).filter(|s| differ(s)).map(|s| spread(&s)).collect();
+        if let Some(ratio) = differing.iter().copied().reduce(f32::max) {
+            let to = if model.dialect == Dialect::CompressedTensors { " --to compressed-tensors" } else { "" };
+            let text = format!(
+                "{kind}: tensor scales differ (ratio {ratio:.4}); a server uses one of them for all \
+                 [fix: nvfp4 convert --fix-scales{to}]"
+            );
             report.problem(parent, text);
         }
         let inputs: Vec<f32> = inputs.into_iter().flatten().collect();
@@ -248,6 +256,20 @@ fn check_configuration(model: &Model<'_>, client: Client, report: &mut Report) {
                 _ => {}
             }
         }
+    }
+}
+
+/// transformers makes a scale of keys and values wherever the configuration says that they are quantized, and fills it from
+/// the checkpoint or not at all. vLLM takes 1 for one that is missing.
+fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report) {
+    let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
+    let promised = model.dialect == Dialect::CompressedTensors && scheme.is_some_and(|scheme| !scheme.is_null());
+    let named =
+        |letter: &str| model.others.iter().any(|t| t.info.name.ends_with(&format!(".self_attn.{letter}_scale")));
+    if client == Client::Transformers && promised && !(named("k") && named("v")) {
+        let text = "the configuration says how keys and values are quantized, and their scales are missing: transformers reads \
+                    uninitialised memory [fix: nvfp4 convert --to compressed-tensors]";
+        report.problem("self_attn.k_scale", text);
     }
 }
 

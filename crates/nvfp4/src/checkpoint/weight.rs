@@ -290,6 +290,11 @@ impl Nvfp4<'_> {
         }
     }
 
+    /// The tensor scales of all matrices of the weight that it belongs to.
+    pub fn globals(&self, weight: &Weight<'_>) -> Result<Vec<f32>> {
+        (0..weight.matrices()).map(|matrix| self.global(matrix)).collect()
+    }
+
     /// The scale of the activations as it is stored.
     pub fn input(&self) -> Result<Option<f32>> {
         self.input.map(|t| number(&t, 0)).transpose()

@@ -43,7 +43,8 @@ impl Elements {
         }
     }
 
-    fn to_vec<T: Element>(&self) -> Vec<T> {
+    /// As numbers of a type: one rounding each, none in their own.
+    pub fn to_vec<T: Element>(&self) -> Vec<T> {
         fn cast<S: Element, T: Element>(values: &[S]) -> Vec<T> {
             // A type's own numbers are copied: going through binary32 would make a signalling NaN a quiet one.
             let value = |x: &S| (x as &dyn Any).downcast_ref::<T>().copied().unwrap_or_else(|| T::from_f32(x.to_f32()));

@@ -4,7 +4,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use crate::device::Device;
+use super::place::{Place, check_size};
 use anyhow::{Result, ensure};
 use nvfp4_kernels::Implementation;
 use std::process::ExitCode;
@@ -24,9 +24,8 @@ use std::process::ExitCode;
 /// is longer; `of floor` is that over our time. About 200 outputs of each are first checked against their bound.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where to run: cpu, cuda or cuda:N.
-    #[arg(long, default_value_t = Device::Cpu)]
-    device: Device,
+    #[command(flatten)]
+    place: Place,
     /// Rows of the activations, a list. Default: 1,16,256, or on a GPU 1,16,64,256,1024,4096,16384.
     #[arg(long, value_delimiter = ',')]
     m: Vec<usize>,
@@ -36,9 +35,6 @@ pub struct Args {
     /// Columns of both. Default: 4096, or on a GPU 8192.
     #[arg(long)]
     k: Option<usize>,
-    /// Threads of the CPU to use. Default: one per core.
-    #[arg(long)]
-    threads: Option<usize>,
     /// Implementation on the CPU: scalar, avx2 or avx512. Default: the fastest.
     #[arg(long)]
     implementation: Option<Implementation>,
@@ -68,17 +64,11 @@ enum Format {
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    match args.device {
-        Device::Cpu => {
-            let (sizes, implementation) = args.on_cpu()?;
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
-            crate::until_closed(pool.install(|| cpu::run(&sizes, implementation, args.format())))?;
-        }
-        Device::Cuda(ordinal) => {
-            let sizes = args.on_gpu()?;
-            crate::until_closed(run_on_gpu(ordinal, &sizes, args.format()))?;
-        }
-    }
+    let on_cpu = || {
+        let (sizes, implementation) = args.on_cpu()?;
+        cpu::run(&sizes, implementation, args.format())
+    };
+    crate::until_closed(args.place.run(on_cpu, |ordinal| run_on_gpu(ordinal, &args.on_gpu()?, args.format())))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -94,7 +84,6 @@ impl Args {
     }
 
     fn on_gpu(&self) -> Result<Sizes> {
-        ensure!(self.threads.is_none(), "--threads is for --device cpu");
         ensure!(self.implementation.is_none(), "--implementation is for --device cpu");
         self.sizes(&[1, 16, 64, 256, 1024, 4096, 16384], 8192)
     }
@@ -105,7 +94,7 @@ impl Args {
         let (n, k) = (self.n.unwrap_or(n_and_k), self.k.unwrap_or(n_and_k));
         for (name, values) in [("--m", &m[..]), ("--n", &[n]), ("--k", &[k])] {
             for &value in values {
-                ensure!((1..=1 << 15).contains(&value), "{name}: expected 1 to 32768, got {value}");
+                check_size(name, value, 1 << 15)?;
             }
         }
         Ok(Sizes { m, n, k })

@@ -4,6 +4,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
+use super::place::{Place, check_size};
 use crate::device::Device;
 use anyhow::{Result, ensure};
 use nvfp4::recipe::{Capabilities, LinearSlot, Model, Module, Plan, Recipe, Site, SpecQuantizer, States};
@@ -24,9 +25,8 @@ use std::process::ExitCode;
 /// the first recipe's.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where to run: cpu, cuda or cuda:N.
-    #[arg(long, default_value_t = Device::Cpu)]
-    device: Device,
+    #[command(flatten)]
+    place: Place,
     /// Tokens, a list. Default: 512, or on a GPU 8192.
     #[arg(long, value_delimiter = ',')]
     m: Vec<usize>,
@@ -42,9 +42,6 @@ pub struct Args {
     /// A preset or a rule file; several are measured in turns.
     #[arg(long, default_values_t = ["nvfp4".to_string()])]
     recipe: Vec<String>,
-    /// Threads of the CPU to use. Default: one per core.
-    #[arg(long)]
-    threads: Option<usize>,
     /// Print JSON: an array of {m, n, k, groups, recipe, unit, parts: {name: time}, whole, plain_parts, plain_whole, of_plain, of_first}.
     #[arg(long)]
     json: bool,
@@ -154,14 +151,14 @@ impl Quantizers {
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let (m, n_and_k) = if args.device == Device::Cpu { (512, 2048) } else { (8192, 8192) };
+    let (m, n_and_k) = if args.place.device == Device::Cpu { (512, 2048) } else { (8192, 8192) };
     let (n, k) = (args.n.unwrap_or(n_and_k), args.k.unwrap_or(n_and_k));
     let mut sizes = Vec::new();
     let tokens = if args.m.is_empty() { vec![m] } else { args.m.clone() };
     for m in tokens {
         for &groups in &args.groups {
             for (name, value, most) in [("--m", m, 1 << 20), ("--n", n, 1 << 16), ("--k", k, 1 << 16)] {
-                ensure!((1..=most).contains(&value), "{name}: expected 1 to {most}, got {value}");
+                check_size(name, value, most)?;
             }
             ensure!(
                 groups > 0 && m.is_multiple_of(16 * groups),
@@ -171,17 +168,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     let recipes = args.recipe.iter().map(|name| Quantizers::new(name)).collect::<Result<Vec<_>>>()?;
-    let printer = Printer { json: args.json, rows: Vec::new() };
-    crate::until_closed(match args.device {
-        Device::Cpu => {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
-            pool.install(|| cpu::run(&sizes, &recipes, printer))
-        }
-        Device::Cuda(ordinal) => {
-            ensure!(args.threads.is_none(), "--threads is for --device cpu");
-            run_on_gpu(ordinal, &sizes, &recipes, printer)
-        }
-    })?;
+    let printer = || Printer { json: args.json, rows: Vec::new() };
+    crate::until_closed(
+        args.place
+            .run(|| cpu::run(&sizes, &recipes, printer()), |ordinal| run_on_gpu(ordinal, &sizes, &recipes, printer())),
+    )?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -2,7 +2,7 @@
 
 use super::super::dialect::Model;
 use super::super::folder::{Checkpoint, Located};
-use super::super::plan::{Action, Item, Plan};
+use super::super::plan::{Item, Plan};
 use super::super::shards::{Cast, Placed, RowOrder, Shard, Unit};
 use super::super::target::{Activations, Role};
 use super::super::weight::Stored;
@@ -139,7 +139,7 @@ impl Layout<'_> {
         let weight = &item.weight;
         let place = self.place(&format!("{}.weight", weight.module))?;
         let (rows, cols) = (weight.rows as u64, weight.cols as u64);
-        let quantized = matches!(item.action, Action::Quantize | Action::Relabel);
+        let quantized = item.action.is_nvfp4();
         let (kind, cast) = match (&weight.stored, place.name.ends_with(".ffn_gate_inp.weight")) {
             _ if quantized => (Type::NVFP4, Cast::None),
             (_, true) => (Type::F32, Cast::F32),
