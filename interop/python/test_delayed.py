@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import nvfp4
 import nvfp4.te as te
 import nvfp4.torch
+from nvfp4.torch._ops import _partly
 
 SHORT = nvfp4.Recipe.from_function(
     "short", lambda role: f"fp8-delayed({'e5m2' if role.slot == 'grad_output' else 'e4m3'}, history=3)"
@@ -241,7 +242,47 @@ def test_a_step_that_was_saved_or_copied_ends_too(tmp_path):
 
 def test_a_rule_that_nobody_knows():
     recipe = nvfp4.Recipe.from_function("named", lambda role: "fp8-delayed(amax=mine)")
-    with pytest.raises(ValueError):
-        module = nvfp4.torch.Linear(64, 48, recipe=recipe)
-        step(module, data(1))
-        nvfp4.torch.update_scales(module)
+    with pytest.raises(ValueError, match="the amax rule 'mine' is not known"):
+        nvfp4.torch.Linear(64, 48, recipe=recipe)
+
+
+@pytest.mark.parametrize("directions", ["row", "column", "both"])
+@pytest.mark.parametrize(
+    "spec",
+    ["fp8-delayed / high-precision", "fp8-delayed / high-precision from row", "high-precision / fp8-delayed(e5m2)"],
+)
+def test_a_direction_beside_high_precision_is_made_alone_as_a_gpu_does_it(spec, directions):
+    x, asked = data(1), nvfp4.Delayed.parts(spec)
+    scale = torch.tensor([3.0]) if "row" in asked else None
+    column_scale = torch.tensor([5.0]) if "column" in asked else None
+    whole = nvfp4.Quantizer(spec=spec, directions=directions)
+    q, amax, column_amax = whole.observe(x, scale=scale, column_scale=column_scale)
+    made, seen, column_seen = _partly(x, spec, directions, {"scale": scale}, {"scale": column_scale})
+    expected = [part for side in (q.row, q.column) if side is not None for part in side.parts]
+    assert len(made) == len(expected)
+    assert all(torch.equal(a, b.reshape(a.shape)) for a, b in zip(made, expected))
+    for ours, theirs in ((seen, amax), (column_seen, column_amax)):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+def test_a_step_ends_among_the_workers_that_it_began_with(monkeypatch):
+    ended = []
+    monkeypatch.setattr(te._recipe, "update", lambda layers: ended.extend(layers))
+    monkeypatch.setattr(te._modules, "update", lambda layers: None)
+    module, workers = te.Linear(64, 48), object()
+    with te.autocast(recipe=SHORT, amax_reduction_group=workers):
+        module(data(1))
+    module(data(2))  # outside, where no worker is asked
+    with te.autocast(recipe=SHORT):
+        module(data(3))
+    assert ended == [(module, workers)]
+
+
+@pytest.mark.filterwarnings("ignore:.*to a meta parameter")
+def test_a_layer_that_knows_no_recipe_yet_keeps_scales_where_its_parameters_are():
+    trained = te.Linear(64, 48)
+    with te.autocast(recipe=SHORT):
+        trained(data(1)).sum().backward()
+    fresh = te.Linear(64, 48, device="meta")
+    fresh.load_state_dict(trained.state_dict())
+    assert {buffer.device.type for buffer in fresh.buffers()} == {"meta"}

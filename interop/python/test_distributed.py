@@ -33,6 +33,8 @@ def worker(rank, folder):
         assert shares_of_the_whole(spec, whole, rank), spec
     with pytest.raises(ValueError, match="leave out 'from row'"):
         quantized("mxfp8 / fp8 from row", mine, dist.group.WORLD)
+    with pytest.raises(ValueError, match="leave out 'from row'"):
+        quantized("nvfp4 / nvfp4 from row", mine, dist.group.WORLD)
     scales = delayed(whole, rank)
     torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes, scales], f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -213,7 +213,8 @@ pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
         return number.or_else(|_| x.extract::<Vec<f32>>()).map_err(|_| not_numbers());
     }
     let array = contiguous(x)?;
-    let (tensor, dtype) = borrow(&array, Framework::of(x)?).map_err(|_| not_numbers())?;
+    // Some versions of numpy do not lend arrays that are read-only.
+    let Ok((tensor, dtype)) = borrow(&array, Framework::of(x)?) else { return exact(&array) };
     Place::of(&tensor)?.host("an array")?;
     match (dtype, tensor.slice::<f32>()) {
         (DataType::F32, Some(values)) => Ok(values.to_vec()),

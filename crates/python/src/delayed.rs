@@ -2,7 +2,7 @@
 
 use crate::error::OrRaise;
 use crate::words::{self, REDUCTIONS};
-use nvfp4::recipe::{self, AmaxRules, Format, QuantSpec};
+use nvfp4::recipe::{self, AmaxRule, AmaxRules, Format, QuantSpec};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
@@ -25,7 +25,12 @@ impl Delayed {
     #[new]
     fn new(spec: &str) -> PyResult<Self> {
         match spec.parse().or_raise()? {
-            QuantSpec::Uniform(Format::Delayed(delayed)) => Ok(Delayed(delayed)),
+            QuantSpec::Uniform(Format::Delayed(delayed)) => match delayed.amax() {
+                AmaxRule::Named(name) => Err(PyValueError::new_err(format!(
+                    "the amax rule '{name}' is not known here; 'max' and 'most-recent' are"
+                ))),
+                _ => Ok(Delayed(delayed)),
+            },
             other => {
                 Err(PyValueError::new_err(format!("expected delayed scaling, such as 'fp8-delayed', got {other}")))
             }

@@ -179,3 +179,9 @@ def test_a_forked_process_has_threads_of_its_own():
     assert queue.get(timeout=60) == expected
     child.join(60)
     assert child.exitcode == 0 and os.getpid() != child.pid
+
+
+def test_arrays_that_are_read_only_are_read():
+    amax = np.frombuffer(np.float32(2.0).tobytes(), dtype=np.float32)
+    assert not amax.flags.writeable
+    assert nvfp4.quantize(np.ones((16, 16), np.float32), amax=amax).amax == 2.0

@@ -57,6 +57,8 @@ def test_what_does_not_fit_is_refused():
             nvfp4.quantize(X, spec="fp8-delayed", scale=scale)
     with pytest.raises(ValueError, match="expected delayed scaling"):
         nvfp4.Delayed("nvfp4")
+    with pytest.raises(ValueError, match="the amax rule 'mine' is not known here; 'max' and 'most-recent' are"):
+        nvfp4.Delayed("fp8-delayed(amax=mine)")
     with pytest.raises(ValueError, match="expected a history of 1024 steps, got 1"):
         nvfp4.Delayed("fp8-delayed").update([1.0], 1.0, 1.0)
     with pytest.raises(ValueError, match="amax"):

@@ -34,10 +34,10 @@ class _Follows:
             self.use_recipe(here.recipe)
         self._followed, self.amax_group = here.recipe, here.group
         if begins and before is None:
-            update([self])  # what it saw before it was saved or copied, if it was
+            update([(self, here.group)])  # what it saw before it was saved or copied, if it was
         if begins and here.step is not None:
             self._step = here.step
-            here.step.modules[id(self)] = self
+            here.step.modules[id(self)] = (self, here.group)
 
 
 class Linear(_Follows, nvfp4.torch.Linear):

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -104,7 +104,8 @@ class Step:
     """
 
     def __init__(self) -> None:
-        self.modules: Dict[int, Any] = {}
+        # Each with the workers that agree on its amaxes.
+        self.modules: Dict[int, Tuple[Any, Any]] = {}
         self.ended = False
 
     def end(self) -> None:
@@ -163,7 +164,10 @@ def _inside(new: Region):
 
 
 def checkpoint(function: Callable, *args, use_reentrant: bool = True, **kwargs):
-    """``torch.utils.checkpoint.checkpoint`` for modules that follow ``autocast``: what is computed again is computed as the first time."""
+    """``torch.utils.checkpoint.checkpoint`` for modules that follow ``autocast``: what is computed again is computed as the first time.
+
+    With delayed scaling the backward pass has to come before the next outermost region, which moves the scales on.
+    """
     here = region()
 
     def again(*args, **kwargs):

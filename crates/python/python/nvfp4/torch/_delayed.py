@@ -139,20 +139,21 @@ class Delays(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # A layer whose recipe is not known yet keeps what it is given, for the recipe that comes.
-        begin = f"{prefix}delayed."
+        begin, device = f"{prefix}delayed.", next(self.parameters()).device
         for key, history in state_dict.items():
             if key.startswith(begin) and key.endswith(".history"):
                 name = key[len(begin) : -len(".history")]
                 self.delayed = Scales() if self.delayed is None else self.delayed
                 if name not in self.delayed._modules:
-                    self.delayed.add_module(name, Scale(None, history.numel(), history.device))
+                    self.delayed.add_module(name, Scale(None, history.numel(), device))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def update_scales(model: torch.nn.Module) -> None:
     """Ends a step of delayed scaling: histories move on, and scales follow from them. To be called once per step of the optimizer.
 
-    Workers that :func:`reduce_amaxes` made agree do so here, in one reduction. A model without delayed scaling is left as it is.
+    Workers that :func:`reduce_amaxes` made agree do so here, in one reduction. A model without delayed scaling is left as it is. Around a model
+    with it, ``DistributedDataParallel`` needs ``broadcast_buffers=False``: the amaxes of a step under way are each worker's own.
 
     >>> import torch, nvfp4.torch
     >>> model = nvfp4.torch.convert_module(torch.nn.Linear(64, 64), "delayed_scaling")
@@ -161,15 +162,15 @@ def update_scales(model: torch.nn.Module) -> None:
     >>> optimizer.step()
     >>> nvfp4.torch.update_scales(model)
     """
-    update(module for module in model.modules() if isinstance(module, Delays))
+    update((module, module.amax_group) for module in model.modules() if isinstance(module, Delays))
 
 
-def update(layers: Iterable[Any]) -> None:
-    """Ends a step of these layers."""
+def update(layers: Iterable[Tuple[Any, Any]]) -> None:
+    """Ends a step of these layers, each with the group of workers that agree on its amaxes."""
     groups: Dict[Any, List[Scale]] = {}
-    for layer in layers:
+    for layer, group in layers:
         if layer.delayed is not None:
-            groups.setdefault(layer.amax_group, []).extend(_known(layer.delayed))
+            groups.setdefault(group, []).extend(_known(layer.delayed))
     for group, scales in groups.items():
         if scales:
             _update(scales, group)
@@ -194,9 +195,9 @@ def _update(scales: List[Scale], group) -> None:
     numbers = torch.cat([part.to(device) for scale in scales for part in (scale.scale, scale.history)]).tolist()
     moved: List[float] = []
     for rule, amax in zip(rules, amaxes.tolist()):
-        (scale, *history), numbers = numbers[: 1 + rule.history], numbers[1 + rule.history :]
-        history, scale = rule.update(history, scale, amax)
-        moved += [scale, *history]
+        at, end = len(moved), len(moved) + 1 + rule.history
+        history, number = rule.update(numbers[at + 1 : end], numbers[at], amax)
+        moved += [number, *history]
     at, back = 0, torch.tensor(moved, dtype=torch.float32, device=device)
     for scale in scales:
         scale.scale.copy_(back[at : at + 1])

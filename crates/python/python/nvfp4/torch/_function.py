@@ -73,7 +73,7 @@ def _quantized(
         )
     if group is None or format.shared == ("nothing", "nothing"):
         return quantize(x, format.spec, format.directions, seed, offset, None, None)
-    if "tensor" in format.shared and format.spec.endswith(" from row"):
+    if format.spec.endswith(" from row") and ("tensor" in format.shared or "nothing" not in format.shared):
         raise ValueError(f"{format.spec}: workers cannot agree on an amax of decoded values; leave out 'from row'")
     parts: List[Tensor] = []
     if "stored" in format.shared:

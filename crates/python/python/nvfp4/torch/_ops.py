@@ -7,7 +7,7 @@ A quantized tensor travels as the list of its arrays: those of the row direction
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -29,10 +29,13 @@ def quantize(
 ) -> List[Tensor]:
     """Quantizes ``x`` as ``spec`` says. Random numbers are drawn at ``offset``, an int64 tensor, if there is one."""
     randomness = _randomness(seed, offset)
-    amaxes: Dict[str, Any] = {"amax": amax, "column_amax": column_amax}
     if x.is_cuda and "high-precision" in spec:
-        return _partly(x, spec, directions, randomness, amaxes)
-    q = nvfp4.Quantizer(spec=spec, directions=directions).quantize(x, **amaxes, **randomness)
+        return _partly(x, spec, directions, {"amax": amax, **randomness}, {"column_amax": column_amax, **randomness})[0]
+    quantizer = nvfp4.Quantizer(spec=spec, directions=directions)
+    return _parts(quantizer.quantize(x, amax=amax, column_amax=column_amax, **randomness))
+
+
+def _parts(q: nvfp4.QuantTensor) -> List[Tensor]:
     return [part for side in (q.row, q.column) if side is not None for part in side.parts]
 
 
@@ -40,28 +43,31 @@ def _randomness(seed: int, offset: Optional[Tensor]) -> Dict[str, Any]:
     return {} if offset is None else {"seed": seed, "offset": offset}
 
 
-def _partly(x: Tensor, spec: str, directions: str, randomness: dict, amaxes: dict) -> List[Tensor]:
-    """The arrays of a tensor on a GPU that is not quantized in one direction or in both: those are the numbers themselves."""
+def _partly(
+    x: Tensor, spec: str, directions: str, row_given: Dict[str, Any], column_given: Dict[str, Any]
+) -> Tuple[List[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """The arrays of a tensor on a GPU that is not quantized in one direction or in both: those are the numbers themselves. Beside them the
+    amaxes that delayed scaling saw."""
     row, _, column = spec.partition(" / ")
+    amax = column_amax = None
     if not column:
-        return [x.clone()]
+        return [x.clone()], None, None
     column, from_row = column.removesuffix(" from row"), column.endswith(" from row")
     parts, seen = [], x
     if directions != "column" or from_row:
         if row == "high-precision":
             made = [x.clone()]
         else:
-            q = nvfp4.Quantizer(spec=row, directions="row").quantize(x, amax=amaxes["amax"], **randomness)
+            q, amax, _ = nvfp4.Quantizer(spec=row, directions="row").observe(x, **row_given)
             made, seen = _side(q, "row").parts, q.dequantize(x.dtype) if from_row else x
         parts += made if directions != "column" else []
     if directions != "row":
         if column == "high-precision":
             parts.append(seen if from_row else x.clone())
         else:
-            quantizer = nvfp4.Quantizer(spec=column, directions="column")
-            q = quantizer.quantize(seen, column_amax=amaxes["column_amax"], **randomness)
+            q, _, column_amax = nvfp4.Quantizer(spec=column, directions="column").observe(seen, **column_given)
             parts += _side(q, "column").parts
-    return parts
+    return parts, amax, column_amax
 
 
 @quantize.register_fake
@@ -81,13 +87,20 @@ def quantize_delayed(
     column_scale: Optional[Tensor],
 ) -> List[Tensor]:
     """Quantizes ``x`` by scales of earlier steps. After the arrays comes, for each scale, the amax that was seen; 0 if it was not used."""
-    quantizer = nvfp4.Quantizer(spec=spec, directions=directions)
-    q, amax, column_amax = quantizer.observe(x, scale=scale, column_scale=column_scale, **_randomness(seed, offset))
+    randomness = _randomness(seed, offset)
+    if x.is_cuda and "high-precision" in spec:
+        # A spec of the column direction alone has one scale.
+        given = {"scale": scale, **randomness}, {"scale": column_scale, **randomness}
+        parts, amax, column_amax = _partly(x, spec, directions, *given)
+    else:
+        quantizer = nvfp4.Quantizer(spec=spec, directions=directions)
+        q, amax, column_amax = quantizer.observe(x, scale=scale, column_scale=column_scale, **randomness)
+        parts = _parts(q)
     if column_scale is None and amax is None:
         amax = column_amax  # one scale serves both directions, and only this one is there
-    seen = [a for a, given in ((amax, scale), (column_amax, column_scale)) if given is not None]
-    seen = [x.new_zeros(1, dtype=torch.float32) if a is None else a for a in seen]
-    return [part for side in (q.row, q.column) if side is not None for part in side.parts] + seen
+    asked = [a for a, given in ((amax, scale), (column_amax, column_scale)) if given is not None]
+    seen = [x.new_zeros(1, dtype=torch.float32) if a is None else a for a in asked]
+    return parts + seen
 
 
 @quantize_delayed.register_fake
