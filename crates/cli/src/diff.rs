@@ -3,7 +3,7 @@
 use crate::source::From;
 use crate::until_closed;
 use anyhow::{Result, ensure};
-use nvfp4::checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, differences};
+use nvfp4::checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences};
 use serde_json::{Value, json};
 use std::io::{Write, stdout};
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ pub struct Args {
     /// What to measure against it.
     second: PathBuf,
     /// Whose checkpoint one of them is that does not say.
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, conflicts_with = "bits")]
     from: Option<From>,
     /// How many weights to show.
     #[arg(long, default_value_t = 20)]
@@ -48,9 +48,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         return Ok(if found.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(2) });
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let model = |checkpoint| {
-        let told = |error| args.from.map_or(Err(error), |from| Model::with_dialect(checkpoint, from.dialect()));
-        Model::new(checkpoint).or_else(told)
+    // What a checkpoint says of itself holds, since --from is for the one that does not say.
+    let model = |checkpoint| match (detect(checkpoint), args.from) {
+        (Err(_), Some(from)) => Model::with_dialect(checkpoint, from.dialect()),
+        (found, _) => Model::with_dialect(checkpoint, found?),
     };
     let comparison = compare(&model(&first)?, &model(&second)?, threads)?;
     ensure!(!comparison.weights.is_empty(), "no weight of the same name is quantized in either checkpoint");

@@ -1,5 +1,6 @@
 //! `convert --report`: one page that says what a conversion did to the weights.
 
+use crate::convert::plural;
 use crate::page::{self, Chart, Line, Marks, Point, escape};
 use crate::sizes;
 use anyhow::{Context, Result};
@@ -38,8 +39,9 @@ fn introduction(summary: &Summary) -> String {
     summary.quantized.iter().for_each(|w| total.add(&w.measure));
     let (count, error, sqnr) = (summary.quantized.len(), total.relative_error(), total.sqnr());
     format!(
-        "{count} weights quantized, {before} to {after}. Relative error {error:.4}, \
-         SQNR {sqnr:.1} dB; NVFP4 of normal data has 0.095."
+        "{count} {} quantized, {before} to {after}. Relative error {error:.4}, \
+         SQNR {sqnr:.1} dB; NVFP4 of normal data has 0.095.",
+        plural(count, "weight")
     )
 }
 
@@ -96,7 +98,7 @@ fn worst(weights: &[Finished]) -> String {
 /// What `--fix-scales` did, in a sentence.
 pub fn fixed(summary: &Summary) -> String {
     if summary.rescaled.is_empty() {
-        return "nothing: weights that servers join have one tensor scale already".to_string();
+        return "nothing: no joined NVFP4 weights differ in their tensor scale".to_string();
     }
     let (exact, changed): (Vec<&Finished>, Vec<&Finished>) =
         summary.rescaled.iter().partition(|w| w.measure.error == 0.0);
@@ -106,9 +108,11 @@ pub fn fixed(summary: &Summary) -> String {
         true => String::new(),
         false => format!(" (relerr {:.4} to the source)", total.relative_error()),
     };
+    let count = summary.rescaled.len();
     format!(
-        "{} weights got the tensor scale of what they are joined with: {} exactly, {} requantized{error}",
-        summary.rescaled.len(),
+        "{count} {} got the tensor scale of what {} joined with: {} exactly, {} requantized{error}",
+        plural(count, "weight"),
+        if count == 1 { "it is" } else { "they are" },
         exact.len(),
         changed.len()
     )

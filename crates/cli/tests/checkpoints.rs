@@ -155,6 +155,21 @@ fn convert_verify_inspect_diff_and_back() {
     let refused = nvfp4(&["diff", &source, &lone]);
     assert!(refused.status.code() == Some(1) && text(&refused).contains("--from modelopt"), "{}", text(&refused));
     assert_eq!(json_of(&["diff", &source, &lone, "--from", "modelopt", "--json"])["total"]["relerr"], error);
+    let both = nvfp4(&["diff", &out, &lone, "--from", "modelopt", "--bits"]);
+    assert!(both.status.code() == Some(2) && text(&both).contains("cannot be used with"), "{}", text(&both));
+    // A damaged checkpoint that says whose it is is refused for what is wrong with it, whatever --from says.
+    let damaged = dir.path("damaged");
+    std::fs::create_dir(&damaged).unwrap();
+    for file in ["config.json", "hf_quant_config.json"] {
+        std::fs::copy(format!("{out}/{file}"), format!("{damaged}/{file}")).unwrap();
+    }
+    let bytes = std::fs::read(&lone).unwrap();
+    let name = b"up_proj.weight_scale\"";
+    let at = bytes.windows(name.len()).position(|window| window == name).unwrap();
+    let renamed = [&bytes[..at], b"up_proj.weight_other\"", &bytes[at + name.len()..]].concat();
+    std::fs::write(format!("{damaged}/model.safetensors"), renamed).unwrap();
+    let refused = nvfp4(&["diff", &source, &damaged, "--from", "plain"]);
+    assert!(text(&refused).contains("up_proj.weight_scale' is missing"), "{}", text(&refused));
 
     ok(&["dequant", &out, &back]);
     assert!(ok(&["inspect", &back]).contains("dialect  not quantized"));
@@ -233,7 +248,7 @@ fn different_scales_in_a_fused_group_are_found_and_fixed() {
     let error = json_of(&["diff", &source, &fixed, "--json"])["total"]["relerr"].as_f64().unwrap();
     assert!(error < 0.15, "{error}");
     let again = ok(&["convert", &fixed, &dir.path("again"), "-q", "--fix-scales"]);
-    assert!(again.contains("fixed    nothing: "), "{again}");
+    assert!(again.contains("fixed    nothing: no joined NVFP4 weights differ in their tensor scale"), "{again}");
 }
 
 #[test]

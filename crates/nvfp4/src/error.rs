@@ -1,7 +1,8 @@
 //! What can go wrong, and what to change.
 
-use crate::Side;
+use crate::checkpoint::Target;
 use crate::recipe::Family;
+use crate::{Precision, Side};
 
 /// The result of a library call.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -246,9 +247,13 @@ pub enum Error {
     /// A value of a weight that the type it is decoded to cannot hold.
     #[error(
         "weight '{module}' holds {value} at row {row}, column {col}, and {precision:?} ends at {}; \
-         decode it to {} and start over with --force",
+         {} and start over with --force",
         precision.max(),
-        if *precision == nvfp4_spec::Precision::F16 { "--dtype bf16 or f32" } else { "--dtype f32" }
+        match (target, precision) {
+            (Target::Plain(_), Precision::F16) => "decode it to --dtype bf16 or f32",
+            (Target::Plain(_), _) => "decode it to --dtype f32",
+            _ => "quantize it too, or convert what `nvfp4 dequant --dtype f32` makes of the source,",
+        }
     )]
     WeightDoesNotFit {
         /// The module.
@@ -260,7 +265,9 @@ pub enum Error {
         /// The value.
         value: f32,
         /// The type that weights are decoded to.
-        precision: nvfp4_spec::Precision,
+        precision: Precision,
+        /// What was to be written.
+        target: Target,
     },
 
     /// A conversion that was stopped. What is done is kept.

@@ -22,6 +22,18 @@ fn json_of(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
+/// All tensors of a checkpoint.
+fn tensors_of(folder: &Path) -> Tensors {
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    let copy = |t: Located<'_>| Tensor { dtype: t.info.dtype, shape: t.info.shape.clone(), bytes: t.bytes().unwrap() };
+    checkpoint.tensors().map(|t| (t.info.name.clone(), copy(t))).collect()
+}
+
+fn verified(folder: &Path, client: Client) -> Vec<Finding> {
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    verify(&Model::new(&checkpoint).unwrap(), client, 1).unwrap()
+}
+
 #[test]
 fn a_llama_becomes_modelopts_tensors_and_configuration() {
     let dir = Folder::new();
@@ -154,6 +166,35 @@ fn an_interrupted_conversion_continues_to_the_same_bytes() {
         assert!(contents(&target) == contents(&dir.join("whole")), "stopped after {after} pieces");
         std::fs::remove_dir_all(&target).unwrap();
     }
+}
+
+/// A scale byte that is NaN makes a weight's error NaN, which the journal must hold.
+#[test]
+fn decoding_nan_can_be_interrupted_and_continued() {
+    let dir = Folder::new();
+    folder(&dir.join("in"), &llama(Dtype::BF16), &llama_config());
+    run(&dir.join("in"), &dir.join("nvfp4"), &to(Target::ModelOpt)).unwrap();
+    let mut tensors = tensors_of(&dir.join("nvfp4"));
+    let module = "model.layers.0.self_attn.k_proj";
+    tensors.get_mut(&format!("{module}.weight_scale")).unwrap().bytes[5] = 0x7F;
+    save(&dir.join("nvfp4/model.safetensors"), &tensors);
+    let settings = Settings { shards: Shards::AtMost(8_000), ..to(Target::Plain(Precision::Bf16)) };
+    run(&dir.join("nvfp4"), &dir.join("whole"), &settings).unwrap();
+    let mut continued = 0;
+    for after in 1..30 {
+        let (target, stop) = (dir.join("out"), AtomicBool::new(false));
+        let observer = StopAfter { left: after.into(), stop: &stop };
+        if convert(&dir.join("nvfp4"), &target, &settings, &observer, &stop).is_err() {
+            let again = Settings { existing: Existing::Resume, ..settings.clone() };
+            let summary = run(&dir.join("nvfp4"), &target, &again).unwrap();
+            let weight = summary.decoded.iter().find(|w| w.module == module).unwrap();
+            assert!(weight.measure.error.is_nan());
+            continued += 1;
+        }
+        assert!(contents(&target) == contents(&dir.join("whole")), "stopped after {after} pieces");
+        std::fs::remove_dir_all(&target).unwrap();
+    }
+    assert!(continued > 0);
 }
 
 /// The inputs that the real libraries quantized, as checkpoints: the same codes, scales and tensor scales.
@@ -308,6 +349,28 @@ fn mxfp4_experts_keep_their_values() {
     folder(&dir.join("nan"), &[tensors], &json!({}));
     let refused = run(&dir.join("nan"), &dir.join("nan-out"), &to(Target::ModelOpt)).unwrap_err().to_string();
     assert!(refused.contains("holds NaN"), "{refused}");
+}
+
+#[test]
+fn empty_mxfp4_experts_are_decoded_to_empty_tensors() {
+    let name = "model.layers.0.mlp.experts.gate_up_proj";
+    for [experts, outputs, groups] in [[2, 8, 0], [2, 0, 2]] {
+        let dir = Folder::new();
+        let empty = |shape: Vec<usize>| {
+            let bytes = vec![0; shape.iter().product()];
+            Tensor { dtype: Dtype::U8, shape, bytes }
+        };
+        let tensors = Tensors::from([
+            (format!("{name}_blocks"), empty(vec![experts, outputs, groups, 16])),
+            (format!("{name}_scales"), empty(vec![experts, outputs, groups])),
+        ]);
+        folder(&dir.join("in"), &[tensors], &json!({}));
+        for precision in [Precision::Bf16, Precision::F32] {
+            let out = dir.join(&format!("{precision:?}"));
+            run(&dir.join("in"), &out, &to(Target::Plain(precision))).unwrap();
+            assert_eq!(tensors_of(&out)[name].shape, [experts, groups * 32, outputs]);
+        }
+    }
 }
 
 #[test]
@@ -533,6 +596,63 @@ fn a_key_value_cache_in_fp8_is_said_and_stays_said() {
     assert!(!names("plain").iter().any(|name| name.ends_with("_scale")), "nothing is quantized there");
     let refused = run(&dir.join("in"), &dir.join("a.gguf"), &fp8(Target::Gguf)).unwrap_err().to_string();
     assert!(refused.contains("Leave out --kv"), "{refused}");
+}
+
+/// One layer's scale of keys is gone from a source that has all others: 1 takes its place, and the others stay.
+#[test]
+fn scales_of_keys_and_values_that_a_source_lacks_are_written_as_one() {
+    let dir = Folder::new();
+    folder(&dir.join("in"), &llama(Dtype::BF16), &llama_config());
+    let missing = "model.layers.1.self_attn.k_scale";
+    for (made, target) in [("modelopt", Target::ModelOpt), ("ct", Target::CompressedTensors)] {
+        let cast = Settings { kv: KvCache::Fp8Cast, ..to(target) };
+        run(&dir.join("in"), &dir.join(made), &cast).unwrap();
+        let mut tensors = tensors_of(&dir.join(made));
+        let scales: Vec<String> =
+            tensors.keys().filter(|n| n.ends_with("k_scale") || n.ends_with("v_scale")).cloned().collect();
+        assert_eq!(scales.len(), 4);
+        scales.iter().for_each(|name| tensors.get_mut(name).unwrap().bytes = 2f32.to_le_bytes().to_vec());
+        let removed = scales.iter().find(|n| n.contains("layers.1.") && n.ends_with("k_scale")).unwrap();
+        tensors.remove(removed);
+        save(&dir.join(made).join("model.safetensors"), &tensors);
+        if target == Target::CompressedTensors {
+            let found = verified(&dir.join(made), Client::Transformers);
+            assert_eq!(found.iter().map(|f| f.about.as_str()).collect::<Vec<_>>(), [missing]);
+            assert!(found[0].text.ends_with("[fix: nvfp4 convert --to compressed-tensors]"), "{}", found[0].text);
+        }
+        let mended = dir.join(&format!("{made}-mended"));
+        run(&dir.join(made), &mended, &to(Target::CompressedTensors)).unwrap();
+        assert_eq!(verified(&mended, Client::Transformers), []);
+        let written = tensors_of(&mended);
+        for layer in 0..2 {
+            for letter in ["k", "v"] {
+                let name = format!("model.layers.{layer}.self_attn.{letter}_scale");
+                let expected = if name == missing { 1f32 } else { 2.0 };
+                assert_eq!(written[&name].bytes, expected.to_le_bytes(), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_scale_is_of_keys_only_where_the_source_says_that_they_are_quantized() {
+    let dir = Folder::new();
+    let mut shards = llama(Dtype::BF16);
+    let name = "model.layers.0.self_attn.k_scale";
+    shards[0].insert(name.to_string(), tensor(Dtype::F32, &[1], &[3.0]));
+    folder(&dir.join("in"), &shards, &llama_config());
+    run(&dir.join("in"), &dir.join("modelopt"), &to(Target::ModelOpt)).unwrap();
+    run(&dir.join("modelopt"), &dir.join("plain"), &to(Target::Plain(Precision::Bf16))).unwrap();
+    for made in ["modelopt", "plain"] {
+        assert_eq!(tensors_of(&dir.join(made))[name].bytes, 3f32.to_le_bytes(), "{made}: a parameter like others");
+    }
+    // The same tensor beside a configuration that says so, of a type that is not passed on.
+    let file = dir.join("modelopt/hf_quant_config.json");
+    let mut said = json_of(&file);
+    said["quantization"]["kv_cache_quant_algo"] = json!("NVFP4");
+    std::fs::write(&file, said.to_string()).unwrap();
+    run(&dir.join("modelopt"), &dir.join("decoded"), &to(Target::Plain(Precision::Bf16))).unwrap();
+    assert!(!tensors_of(&dir.join("decoded")).contains_key(name), "nothing is quantized there");
 }
 
 #[test]

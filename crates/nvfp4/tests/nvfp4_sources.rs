@@ -264,6 +264,26 @@ fn values_beyond_a_type_are_refused_and_values_that_vanish_are_counted() {
     run(&dir.join("large.safetensors"), &dir.join("bf16"), &to(Target::Plain(Precision::Bf16))).unwrap();
     assert_eq!(decoded(&dir.join("bf16"))["a"].iter().sum::<f32>(), 448_512.0, "the nearest of BF16");
 
+    // 448 times this lies between the largest numbers of BF16 and of F32.
+    let mut huge = weight(0);
+    huge.bytes[0] = 0x7E;
+    let tensors = Tensors::from([
+        ("b.weight".to_string(), huge),
+        ("b.weight_scale_inv".to_string(), tensor(Dtype::F32, &[1, 1], &[7.59e35])),
+        ("c.weight".to_string(), random(Dtype::BF16, &[16, 64], 1)),
+    ]);
+    save(&dir.join("skipped.safetensors"), &tensors);
+    let skips = Selection { skip: vec!["b".parse().unwrap()], ..Selection::default() };
+    let settings = Settings { selection: skips, ..to(Target::ModelOpt) };
+    let refused = run(&dir.join("skipped.safetensors"), &dir.join("kept"), &settings).unwrap_err().to_string();
+    let advice =
+        "quantize it too, or convert what `nvfp4 dequant --dtype f32` makes of the source, and start over with --force";
+    assert!(refused.starts_with("weight 'b' holds 34003") && refused.ends_with(advice), "{refused}");
+    // What it says helps.
+    run(&dir.join("skipped.safetensors"), &dir.join("f32"), &to(Target::Plain(Precision::F32))).unwrap();
+    run(&dir.join("f32"), &dir.join("kept"), &Settings { existing: Existing::Replace, ..settings }).unwrap();
+    assert_eq!(Checkpoint::open(&dir.join("kept")).unwrap().get("b.weight").unwrap().info.dtype, Dtype::F32);
+
     source("small.safetensors", 0x38, 1e-8);
     let summary = run(&dir.join("small.safetensors"), &dir.join("zeros"), &f16).unwrap();
     assert_eq!(summary.decoded.iter().map(|w| w.measure.zeroed).collect::<Vec<_>>(), [1]);

@@ -12,7 +12,7 @@ use super::plan::{Action, Item, Plan};
 use super::rows::{Memory, Piece, copy};
 use super::settings::{Finished, Observer, Pass, Settings, Summary};
 use super::shards::{self, Placed, RowOrder, Shard, Unit};
-use super::target::{self, Extras, Role, Scale, Target};
+use super::target::{self, Activations, Extras, Role, Scale, Target};
 use super::weight::{Stored, Weight};
 use super::work::{Part, Work};
 use super::{Checkpoint, first_not_finite, gguf, mxfp4, pool};
@@ -291,7 +291,7 @@ impl<'p> Conversion<'_, 'p> {
 
     fn finished(&self, item: &Item<'_>, measure: Measure) -> Finished {
         let weight = &item.weight;
-        let parts = self.settings.target.parts(item, Extras::default());
+        let parts = self.settings.target.parts(item, Activations::Plain);
         let after = parts.iter().map(super::target::Part::len).sum();
         Finished {
             module: weight.module.clone(),

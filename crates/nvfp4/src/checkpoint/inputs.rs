@@ -2,7 +2,6 @@
 
 use super::convert::Conversion;
 use super::dialect::Model;
-use super::names;
 use super::plan::{Differing, Item, Plan};
 use super::settings::{Acts, KvCache, Settings};
 use super::target::{Activations, Extras, Kv, Scale, Target};
@@ -38,17 +37,16 @@ fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
     }
 }
 
-/// How keys and values are kept: as asked for, or as the source says. Scales that the source has are kept; where it has none,
-/// servers take 1, and that is written.
+/// How keys and values are kept: as asked for, or as the source says.
 fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
     let algorithm = model.checkpoint.quantization().and_then(|q| q.pointer("/quantization/kv_cache_quant_algo"));
     let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
-    let says = algorithm.and_then(Value::as_str) == Some("FP8") || scheme.is_some_and(|s| s["num_bits"] == 8);
-    let has = model.others.iter().any(|t| names::kv_scale(&t.info.name).is_some());
-    match (settings.kv == KvCache::Fp8Cast || says, has) {
-        (false, _) => Kv::Unsaid,
-        (true, true) => Kv::Fp8,
-        (true, false) => Kv::Fp8Cast,
+    let fp8 = algorithm.and_then(Value::as_str) == Some("FP8") || scheme.is_some_and(|s| s["num_bits"] == 8);
+    let says = [algorithm, scheme].into_iter().flatten().any(|said| !said.is_null());
+    match (settings.kv == KvCache::Fp8Cast || fp8, says) {
+        (true, _) => Kv::Fp8,
+        (false, true) => Kv::Other,
+        (false, false) => Kv::Unsaid,
     }
 }
 

@@ -10,14 +10,19 @@ pub struct Measure {
     /// Number of elements.
     pub elements: u64,
     /// Sum of squared differences.
+    #[serde(with = "bits")]
     pub error: f64,
     /// Sum of squared originals.
+    #[serde(with = "bits")]
     pub norm: f64,
     /// Sum of squared decoded values.
+    #[serde(with = "bits")]
     pub decoded: f64,
     /// Sum of products of original and decoded.
+    #[serde(with = "bits")]
     pub product: f64,
     /// The largest difference.
+    #[serde(with = "bits")]
     pub largest: f64,
     /// Elements that are not zero and decode to zero.
     pub zeroed: u64,
@@ -68,6 +73,19 @@ impl Measure {
     pub fn cosine(&self) -> f64 {
         let length = (self.norm * self.decoded).sqrt();
         if length == 0.0 { 1.0 } else { self.product / length }
+    }
+}
+
+/// A sum in a journal is its bits: JSON has no NaN, which a source's scale may be, and no infinity.
+mod bits {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(sum: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(sum.to_bits())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+        u64::deserialize(deserializer).map(f64::from_bits)
     }
 }
 

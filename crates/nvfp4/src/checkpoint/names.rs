@@ -80,13 +80,44 @@ pub(super) fn listed<'m>(module: &'m str, lists: &[Vec<String>]) -> Option<(&'m 
     lists.iter().find(|list| list.iter().any(|name| name == last)).map(|list| (parent, list.join("/")))
 }
 
-/// The attention that a scale of keys or values belongs to, and which it is, `k` or `v`. ModelOpt calls it
-/// `X.self_attn.k_proj.k_scale`, compressed-tensors `X.self_attn.k_scale`.
-pub(super) fn kv_scale(tensor: &str) -> Option<(&str, &str)> {
-    let (module, last) = tensor.rsplit_once('.')?;
-    let letter = last.strip_suffix("_scale").filter(|letter| ["k", "v"].contains(letter))?;
-    let attention = module.strip_suffix(&format!(".{letter}_proj")).unwrap_or(module);
-    attention.ends_with("self_attn").then_some((attention, letter))
+/// The scale of an attention's keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct KvScale<'n> {
+    /// The attention, `X.self_attn`.
+    pub attention: &'n str,
+    /// Whose it is, `k` or `v`.
+    pub letter: &'n str,
+}
+
+impl<'n> KvScale<'n> {
+    /// The scale that has this name, in either dialect.
+    pub fn named(tensor: &'n str) -> Option<Self> {
+        let (module, last) = tensor.rsplit_once('.')?;
+        let letter = last.strip_suffix("_scale")?;
+        let attention = module.strip_suffix(&format!(".{letter}_proj")).unwrap_or(module);
+        KvScale::new(attention, letter)
+    }
+
+    /// The scale of what a projection makes, `X.self_attn.k_proj` or `X.self_attn.v_proj`.
+    pub fn of_projection(module: &'n str) -> Option<Self> {
+        let (attention, last) = module.rsplit_once('.')?;
+        KvScale::new(attention, last.strip_suffix("_proj")?)
+    }
+
+    fn new(attention: &'n str, letter: &'n str) -> Option<Self> {
+        let known = attention.ends_with("self_attn") && ["k", "v"].contains(&letter);
+        known.then_some(KvScale { attention, letter })
+    }
+
+    /// What ModelOpt calls it.
+    pub fn modelopt(&self) -> String {
+        format!("{}.{letter}_proj.{letter}_scale", self.attention, letter = self.letter)
+    }
+
+    /// What compressed-tensors calls it.
+    pub fn compressed_tensors(&self) -> String {
+        format!("{}.{}_scale", self.attention, self.letter)
+    }
 }
 
 /// Why a weight is not quantized by default.
@@ -192,10 +223,20 @@ mod tests {
 
     #[test]
     fn scales_of_keys_and_values_are_known_by_both_names() {
-        assert_eq!(kv_scale("l.0.self_attn.k_proj.k_scale"), Some(("l.0.self_attn", "k")));
-        assert_eq!(kv_scale("l.0.self_attn.v_scale"), Some(("l.0.self_attn", "v")));
-        assert_eq!(kv_scale("l.0.self_attn.k_proj.weight_scale"), None);
-        assert_eq!(kv_scale("l.0.mixer.k_scale"), None);
+        for letter in ["k", "v"] {
+            let scale = KvScale { attention: "l.0.self_attn", letter };
+            assert_eq!(KvScale::named(&scale.modelopt()), Some(scale));
+            assert_eq!(KvScale::named(&scale.compressed_tensors()), Some(scale));
+            assert_eq!(KvScale::of_projection(&format!("l.0.self_attn.{letter}_proj")), Some(scale));
+        }
+        assert_eq!(
+            KvScale::named("l.0.self_attn.k_proj.k_scale").unwrap().compressed_tensors(),
+            "l.0.self_attn.k_scale"
+        );
+        assert_eq!(KvScale::named("l.0.self_attn.k_proj.weight_scale"), None);
+        assert_eq!(KvScale::named("l.0.self_attn.q_scale"), None);
+        assert_eq!(KvScale::named("l.0.mixer.k_scale"), None);
+        assert_eq!(KvScale::of_projection("l.0.self_attn.qkv_proj"), None);
     }
 
     #[test]

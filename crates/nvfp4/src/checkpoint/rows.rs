@@ -63,7 +63,8 @@ impl Conversion<'_, '_> {
                 let values = weight.values(rows.clone(), &mut buffer)?;
                 source.codes_and_scales(rows.clone(), weight.cols, &mut memory.codes, &mut memory.scales)?;
                 let matrix = rows.start / weight.matrix_rows();
-                let (from, to) = (source.global(matrix)?, self.rescaled(item).map_or(1.0, |shared| shared[matrix]));
+                let shared = self.rescaled(item).expect("a rescaled weight is in a rescaled group");
+                let (from, to) = (source.global(matrix)?, shared[matrix]);
                 rescale_rows(&mut memory.codes, &mut memory.scales, from, to, source.unit);
                 self.emit(piece, memory)?;
                 let measure = self.measure(&values, (rows.len(), weight.cols), to, source.unit, memory)?;
@@ -146,6 +147,7 @@ impl Conversion<'_, '_> {
                 col: at % weight.cols,
                 value: values.get(at),
                 precision,
+                target: self.settings.target,
             });
         }
         bytes.clear();
@@ -154,7 +156,7 @@ impl Conversion<'_, '_> {
             Precision::Bf16 => bytes.extend(decoded.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
             Precision::F16 => bytes.extend(decoded.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
         }
-        let size = bytes.len() / decoded.len().max(1);
+        let size = if precision == Precision::F32 { 4 } else { 2 };
         if weight.is_transposed() {
             write_transposed(piece, bytes, size, start, ordered)?;
         } else {

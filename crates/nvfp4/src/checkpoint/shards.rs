@@ -82,8 +82,12 @@ pub(super) fn lay_out<'a>(
     for tensor in model.checkpoint.tensors() {
         let name = tensor.info.name.as_str();
         let (unit, parts) = match (first.get(name), others.get(name)) {
-            (Some(&i), _) => (Unit::Weight(i), target.parts(&plan.items[i], extras)),
-            (None, Some(&other)) => match target.other(&other) {
+            (Some(&i), _) => {
+                let mut parts = target.parts(&plan.items[i], extras.activations);
+                parts.extend(target.missing_kv_scale(&plan.items[i].weight.module, model.checkpoint, extras.kv));
+                (Unit::Weight(i), parts)
+            }
+            (None, Some(&other)) => match target.other(&other, extras.kv) {
                 Some(part) => (Unit::Other(other), vec![part]),
                 None => continue,
             },

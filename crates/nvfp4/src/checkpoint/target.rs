@@ -1,8 +1,8 @@
 //! What is written: the tensors that a weight becomes, and the configuration that tells a server about them.
 
 use super::dialect::Model;
-use super::folder::Located;
-use super::names;
+use super::folder::{Checkpoint, Located};
+use super::names::KvScale;
 use super::plan::{Action, Item, Plan};
 use super::weight::{Stored, Weight};
 use crate::{Error, Precision, Result};
@@ -68,10 +68,10 @@ pub(super) enum Kv {
     /// Nothing.
     #[default]
     Unsaid,
-    /// FP8, with the scales that the source has, if any.
+    /// The source says another type than FP8, which is not passed on.
+    Other,
+    /// FP8, with the scales that the source has, and 1 for those that it lacks.
     Fp8,
-    /// FP8, with the scale 1 written for every layer.
-    Fp8Cast,
 }
 
 /// What a checkpoint says beside its weights.
@@ -121,7 +121,7 @@ impl Target {
     }
 
     /// The tensors that a weight becomes. GGUF's names are the business of `gguf`; here it has only sizes.
-    pub(super) fn parts(self, item: &Item<'_>, extras: Extras) -> Vec<Part> {
+    pub(super) fn parts(self, item: &Item<'_>, activations: Activations) -> Vec<Part> {
         let weight = &item.weight;
         let mut parts = match &item.action {
             Action::Keep(_) | Action::Decode(_) => vec![whole(weight, self.decoded())],
@@ -130,39 +130,43 @@ impl Target {
         };
         let part = |name: String, shape: &[usize], role| Part { name, dtype: Dtype::F32, shape: shape.to_vec(), role };
         let (module, quantized) = (&weight.module, item.action.is_nvfp4());
-        if quantized && extras.activations == Activations::Nvfp4 {
+        if quantized && activations == Activations::Nvfp4 {
             parts.push(match (weight.is_transposed(), self) {
                 (true, _) => part(format!("{module}_input_scale"), &[], Role::Input),
                 (_, Target::CompressedTensors) => part(format!("{module}.input_global_scale"), &[1], Role::Input),
                 _ => part(format!("{module}.input_scale"), &[], Role::Input),
             });
         }
-        // transformers has uninitialised memory for a scale that is not there.
-        let projection = module.rsplit_once('.').filter(|(attention, _)| attention.ends_with("self_attn"));
-        if let (Kv::Fp8Cast, Some((attention, letter @ ("k_proj" | "v_proj")))) = (extras.kv, projection) {
-            parts.extend(self.kv_scale(attention, &letter[..1], Role::KvScale));
-        }
         parts
     }
 
-    /// The tensor that another tensor becomes: itself, but for scales of keys and values, which have names of their own, and
-    /// none where nothing is quantized.
-    pub(super) fn other(self, tensor: &Located<'_>) -> Option<Part> {
+    /// The scale 1 that is written beside a projection to keys or values whose scale the source lacks: servers take 1 for it,
+    /// but transformers has uninitialised memory there.
+    pub(super) fn missing_kv_scale(self, module: &str, source: &Checkpoint, kv: Kv) -> Option<Part> {
+        let scale = KvScale::of_projection(module).filter(|_| kv == Kv::Fp8)?;
+        let has = |name: String| source.get(&name).is_some();
+        let missing = !has(scale.modelopt()) && !has(scale.compressed_tensors());
+        missing.then(|| self.kv_scale(scale, Role::KvScale))?
+    }
+
+    /// The tensor that another tensor becomes: itself, but for scales of keys and values. Where the source says that those are
+    /// quantized, they have names of their own, and none where nothing is quantized.
+    pub(super) fn other(self, tensor: &Located<'_>, kv: Kv) -> Option<Part> {
         let info = tensor.info;
         let number = info.shape.iter().product::<usize>() == 1;
         let float = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
-        match names::kv_scale(&info.name).filter(|_| number && float) {
-            Some((attention, letter)) => self.kv_scale(attention, letter, Role::Whole),
+        match KvScale::named(&info.name).filter(|_| number && float && kv != Kv::Unsaid) {
+            Some(scale) => self.kv_scale(scale, Role::Whole),
             None => {
                 Some(Part { name: info.name.clone(), dtype: info.dtype, shape: info.shape.clone(), role: Role::Whole })
             }
         }
     }
 
-    fn kv_scale(self, attention: &str, letter: &str, role: Role) -> Option<Part> {
+    fn kv_scale(self, scale: KvScale<'_>, role: Role) -> Option<Part> {
         let (name, shape) = match self {
-            Target::ModelOpt => (format!("{attention}.{letter}_proj.{letter}_scale"), vec![]),
-            Target::CompressedTensors => (format!("{attention}.{letter}_scale"), vec![1]),
+            Target::ModelOpt => (scale.modelopt(), vec![]),
+            Target::CompressedTensors => (scale.compressed_tensors(), vec![1]),
             Target::Gguf | Target::Plain(_) => return None,
         };
         Some(Part { name, dtype: Dtype::F32, shape, role })
@@ -223,7 +227,7 @@ impl Target {
                 "producer": producer(),
                 "quantization": {
                     "quant_algo": algorithm(extras.activations),
-                    "kv_cache_quant_algo": if extras.kv == Kv::Unsaid { Value::Null } else { json!("FP8") },
+                    "kv_cache_quant_algo": if extras.kv == Kv::Fp8 { json!("FP8") } else { Value::Null },
                     "group_size": BLOCK,
                     "exclude_modules": ignore,
                 }
@@ -309,7 +313,7 @@ fn modelopt(ignore: &[String], extras: Extras) -> Value {
         "ignore": ignore,
         "quant_algo": algorithm(extras.activations),
     });
-    if extras.kv != Kv::Unsaid {
+    if extras.kv == Kv::Fp8 {
         description["kv_cache_scheme"] = json!({ "dynamic": false, "num_bits": 8, "type": "float" });
     }
     description["producer"] = producer();
@@ -330,8 +334,8 @@ fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
         Activations::Nvfp4 => numbers(json!("local"), "static_minmax"),
     };
     let kv = match extras.kv {
-        Kv::Unsaid => Value::Null,
-        Kv::Fp8 | Kv::Fp8Cast => json!({
+        Kv::Unsaid | Kv::Other => Value::Null,
+        Kv::Fp8 => json!({
             "num_bits": 8, "type": "float", "symmetric": true, "strategy": "tensor", "dynamic": false,
         }),
     };

@@ -1,7 +1,7 @@
 //! Would a program load this checkpoint, and load it right? Every check is something that a server gets wrong in silence.
 
 use super::dialect::{Dialect, Model};
-use super::names;
+use super::names::{self, KvScale};
 use super::statistics::{Statistics, statistics};
 use super::weight::{Stored, Weight};
 use crate::{Error, Result};
@@ -260,16 +260,34 @@ fn check_configuration(model: &Model<'_>, client: Client, report: &mut Report) {
 }
 
 /// transformers makes a scale of keys and values wherever the configuration says that they are quantized, and fills it from
-/// the checkpoint or not at all. vLLM takes 1 for one that is missing.
+/// the checkpoint or not at all. vLLM takes 1 for one that is missing. Every attention needs both.
 fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report) {
     let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
     let promised = model.dialect == Dialect::CompressedTensors && scheme.is_some_and(|scheme| !scheme.is_null());
-    let named =
-        |letter: &str| model.others.iter().any(|t| t.info.name.ends_with(&format!(".self_attn.{letter}_scale")));
-    if client == Client::Transformers && promised && !(named("k") && named("v")) {
-        let text = "the configuration says how keys and values are quantized, and their scales are missing: transformers reads \
-                    uninitialised memory [fix: nvfp4 convert --to compressed-tensors]";
+    if client != Client::Transformers || !promised {
+        return;
+    }
+    let text = "the configuration says how keys and values are quantized, and their scale is missing: transformers reads \
+                uninitialised memory";
+    let named = model.others.iter().filter_map(|t| KvScale::named(&t.info.name));
+    let mut attentions: BTreeMap<&str, &str> = named.map(|scale| (scale.attention, "")).collect();
+    for (attention, last) in model.weights.iter().filter_map(|w| w.module.rsplit_once('.')) {
+        if attention.ends_with("self_attn") && ["k_proj", "v_proj", "qkv_proj", "kv_b_proj"].contains(&last) {
+            let advice = attentions.entry(attention).or_default();
+            // The projections that a conversion writes scales beside.
+            if ["k_proj", "v_proj"].contains(&last) {
+                *advice = " [fix: nvfp4 convert --to compressed-tensors]";
+            }
+        }
+    }
+    if attentions.is_empty() {
         report.problem("self_attn.k_scale", text);
+    }
+    for (attention, advice) in attentions {
+        let names = ["k", "v"].map(|letter| KvScale { attention, letter }.compressed_tensors());
+        for name in names.iter().filter(|name| model.checkpoint.get(name).is_none()) {
+            report.problem(name, format!("{text}{advice}"));
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::super::dialect::Model;
 use super::super::folder::{Checkpoint, Located};
+use super::super::names::KvScale;
 use super::super::plan::{Item, Plan};
 use super::super::shards::{Cast, Placed, RowOrder, Shard, Unit};
 use super::super::target::{Activations, Role};
@@ -21,8 +22,10 @@ pub(in super::super) const FILE: &str = "model.gguf";
 const FILE_TYPE: u32 = 39;
 const BLOCKS_VERSION: u32 = 2;
 
-/// Tensors that llama.cpp computes by itself, or does not use.
-const DROPPED: [&str; 3] = [".rotary_emb.inv_freq", ".k_scale", ".v_scale"];
+/// Whether it is a tensor that llama.cpp computes by itself, or does not use.
+fn is_dropped(name: &str) -> bool {
+    name.ends_with(".rotary_emb.inv_freq") || KvScale::named(name).is_some()
+}
 
 /// Lays out the file of a model.
 pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activations: Activations) -> Result<Shard<'a>> {
@@ -38,7 +41,7 @@ pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activati
         let name = tensor.info.name.as_str();
         match (first.get(name), others.get(name)) {
             (Some(&i), _) => units.push((Unit::Weight(i), layout.weight(&plan.items[i], activations)?)),
-            (None, Some(_)) if DROPPED.iter().any(|end| name.ends_with(end)) => {}
+            (None, Some(_)) if is_dropped(name) => {}
             (None, Some(&other)) => units.push((Unit::Other(other), layout.other(&other, plan)?)),
             (None, None) => {}
         }
