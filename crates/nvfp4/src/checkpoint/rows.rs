@@ -58,24 +58,19 @@ impl Conversion<'_, '_> {
                 self.emit(piece, memory)?;
                 Ok(Measure::default())
             }
-            (Action::Rescale, Stored::Nvfp4(source)) => {
+            (Action::Quantize | Action::Relabel | Action::Rescale, _) => {
                 let mut buffer = std::mem::take(&mut memory.source);
                 let values = weight.values(rows.clone(), &mut buffer)?;
-                source.codes_and_scales(rows.clone(), weight.cols, &mut memory.codes, &mut memory.scales)?;
-                let matrix = rows.start / weight.matrix_rows();
-                let shared = self.rescaled(item).expect("a rescaled weight is in a rescaled group");
-                let (from, to) = (source.global(matrix)?, shared[matrix]);
-                rescale_rows(&mut memory.codes, &mut memory.scales, from, to, source.unit);
-                self.emit(piece, memory)?;
-                let measure = self.measure(&values, (rows.len(), weight.cols), to, source.unit, memory)?;
-                memory.source = buffer;
-                Ok(measure)
-            }
-            (Action::Quantize | Action::Relabel | Action::Rescale, _) => {
-                let mut source = std::mem::take(&mut memory.source);
-                let values = weight.values(rows.clone(), &mut source)?;
-                let (stored, unit) = match weight.stored {
+                let (stored, unit) = match &weight.stored {
                     Stored::MxFp4 { .. } => (self.cast(item, rows, memory)?, ScaleUnit::Multiplier),
+                    Stored::Nvfp4(source) => {
+                        source.codes_and_scales(rows.clone(), weight.cols, &mut memory.codes, &mut memory.scales)?;
+                        let matrix = rows.start / weight.matrix_rows();
+                        let shared = self.rescaled(item).expect("a rescaled weight is in a rescaled group");
+                        let (from, to) = (source.global(matrix)?, shared[matrix]);
+                        rescale_rows(&mut memory.codes, &mut memory.scales, from, to, source.unit);
+                        (to, source.unit)
+                    }
                     _ => {
                         let codes = sized(&mut memory.codes, rows.len() * weight.cols / 2);
                         let scales = sized(&mut memory.scales, rows.len() * weight.cols / BLOCK);
@@ -86,7 +81,7 @@ impl Conversion<'_, '_> {
                 };
                 self.emit(piece, memory)?;
                 let measure = self.measure(&values, (rows.len(), weight.cols), stored, unit, memory)?;
-                memory.source = source;
+                memory.source = buffer;
                 Ok(measure)
             }
         }
