@@ -139,6 +139,16 @@ RULE u32 encode(float x) {
 #endif
 }
 
+#if HARDWARE_E4M3
+// The bytes of four numbers, the first one lowest.
+RULE u32 encode_four(float a, float b, float c, float d) {
+    u32 bytes;
+    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
+        : "=r"(bytes) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return bytes;
+}
+#endif
+
 // Shifted into place the exponent is 120 too small; the product is exact and normalises subnormals.
 RULE float decode(u32 byte) {
     u32 magnitude = byte & 0x7F, sign = (byte & 0x80) << 24;

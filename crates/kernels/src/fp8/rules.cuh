@@ -50,13 +50,10 @@ RULE u32 encode(float x, Format f) {
 RULE u32 encode_four(float a, float b, float c, float d, Format f) {
 #if HARDWARE_E4M3
     // E5M2 came with it.
+    if (f == E4M3) return e4m3::encode_four(a, b, c, d);
     u32 codes;
-    if (f == E4M3)
-        asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
-            : "=r"(codes) : "f"(a), "f"(b), "f"(c), "f"(d));
-    else
-        asm("{ .reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, %2, %1; cvt.rn.satfinite.e5m2x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
-            : "=r"(codes) : "f"(a), "f"(b), "f"(c), "f"(d));
+    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, %2, %1; cvt.rn.satfinite.e5m2x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
+        : "=r"(codes) : "f"(a), "f"(b), "f"(c), "f"(d));
     return codes;
 #else
     return encode(a, f) | encode(b, f) << 8 | encode(c, f) << 16 | encode(d, f) << 24;

@@ -215,53 +215,67 @@ RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, scale::Global global, Pre
 // 99u·f²; plus one rounding per square: u·(100·n·f² + 50·Ê). Used are 48, 104 and 64.
 // f is the scale's value times a unit that both candidates share, so all is compared in that unit.
 
-// Adding 1.5·2²²·e to y < 2e rounds it to multiples of e/2, the grid at y; e is the power of two at or below max(y, 1). The sum
-// holds the code: its top ten bits are 299 for e = 1 and two more for each doubling, its low bits count multiples of e/2.
+// Adding 1.5·2²²·e to y < 2e rounds it to multiples of e/2, the grid at y; e is the power of two at or below max(y, one).
 constexpr float GRID_MAGIC = 6291456.0f;
-RULE float grid_exponent(float y) { return fmaxf(from_bits(to_bits(y) & 0x7F800000), 1.0f); }
+RULE float grid_exponent(float y, float one) { return fmaxf(from_bits(to_bits(y) & 0x7F800000), one); }
 RULE float grid_sum(float y, float e) { return __fmaf_rn(e, GRID_MAGIC, y); }
 RULE float grid_value(float sum, float e) { return __fmaf_rn(e, -GRID_MAGIC, sum); }
 
-// The sums of a row of 16, and its filtered error in units of f or f².
+// Candidates are looked at a 64th of their size, which changes no rounding: there the value 1 is the smallest normal number of E4M3,
+// and the byte of a value of the grid is four times its code.
+constexpr float GRID_UNIT = 0x1p-6f;
+
+// The codes of eight values of the grid, given with their sums.
+RULE u32 grid_codes(const float values[8], const float sums[8]) {
+#if HARDWARE_E4M3
+    u32 even = e4m3::encode_four(values[0], values[2], values[4], values[6]);
+    u32 odd = e4m3::encode_four(values[1], values[3], values[5], values[7]);
+    return even >> 2 | odd << 2;
+#else
+    // The top ten bits of a sum are 287 for e = 1 and two more for each doubling, its low bits count multiples of e/2.
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; i--) {
+        u32 sum = to_bits(sums[i]), top = sum >> 22;
+        // Without its top bits, which are added again at the bottom: 287 + code.
+        codes = codes * 16 + sum - top * ((1 << 22) - 1);
+    }
+    return codes - 287 * 0x11111111u;
+#endif
+}
+
+// 16 codes that lack the signs of their elements.
+template <Precision P>
+RULE u64 with_signs(u32 low, u32 high, const Elements<P>& x) {
+    return both_halves(low | sign_bits(x, 0), high | sign_bits(x, 1));
+}
+
+// A row of 16 with one of the candidates: its codes without signs, and its filtered error in units of f or f².
 struct Filtered {
-    float sums[BLOCK], error;
+    u32 codes[2];
+    float error;
 };
 
 template <Precision P>
 RULE Filtered filtered(const Elements<P>& x, float inverse, Metric metric) {
     Filtered f;
     float error[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < BLOCK; i++) {
-        float y = __fmul_rn(absolute(element(x, i)), inverse), e = grid_exponent(y);
-        f.sums[i] = grid_sum(y, e);
-        float d = __fadd_rn(grid_value(f.sums[i], e), -y);
-        error[i % 2] = metric == MAE ? __fadd_rn(error[i % 2], absolute(d)) : __fmaf_rn(d, d, error[i % 2]);
-    }
-    f.error = __fadd_rn(error[0], error[1]);
-    return f;
-}
-
-// The codes of the winner, from its sums.
-template <Precision P>
-RULE u64 codes_of_winner(const Elements<P>& x, const Filtered& six, const Filtered& four, bool four_wins, float inverse) {
-#if HARDWARE_E2M1
-    return nearest_codes(x, inverse);
-#else
-    u32 half[2];
+    inverse = inverse * GRID_UNIT;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        u32 codes = 0;
+        float values[8], sums[8];
 #pragma unroll
-        for (int i = 7; i >= 0; i--) {
-            u32 sum = to_bits(four_wins ? four.sums[8 * h + i] : six.sums[8 * h + i]), top = sum >> 22;
-            // Without its top bits, which are added again at the bottom: 299 + code.
-            codes = codes * 16 + sum - top * ((1 << 22) - 1);
+        for (int i = 0; i < 8; i++) {
+            float y = __fmul_rn(absolute(element(x, 8 * h + i)), inverse), e = grid_exponent(y, GRID_UNIT);
+            sums[i] = grid_sum(y, e);
+            values[i] = grid_value(sums[i], e);
+            float d = __fadd_rn(values[i], -y);
+            error[i % 2] = metric == MAE ? __fadd_rn(error[i % 2], absolute(d)) : __fmaf_rn(d, d, error[i % 2]);
         }
-        half[h] = (codes - 299 * 0x11111111u) | sign_bits(x, h);
+        f.codes[h] = grid_codes(values, sums);
     }
-    return both_halves(half[0], half[1]);
-#endif
+    f.error = __fadd_rn(error[0], error[1]) * (metric == MAE ? 1.0f / GRID_UNIT : 1.0f / (GRID_UNIT * GRID_UNIT));
+    return f;
 }
 
 // Twin of four_over_six::tile_error for one row of an ordinary tile: the rule's operations in the rule's order, with signs left
@@ -272,7 +286,7 @@ RARE float ordinary_error(const float x[BLOCK], float value, float inverse, scal
     float sum = 0.0f, by = -global.six_e, reciprocal = 1.0f / global.six_e;
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        float a = absolute(x[i]), y = __fmul_rn(a, inverse), grid = grid_exponent(y);
+        float a = absolute(x[i]), y = __fmul_rn(a, inverse), grid = grid_exponent(y, 1.0f);
         float q = grid_value(grid_sum(y, grid), grid) * value, e;
         if (path == STRICT) {
             float product = q * global.amax, quotient = product * reciprocal;
@@ -421,7 +435,9 @@ RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& s
                 choice = e4 < e6 ? FOUR_WINS : SIX_WINS;
             }
             Candidate won = choice == FOUR_WINS ? c.four : c.six;
-            return {codes_of_winner(x, six, four, choice == FOUR_WINS, won.inverse), won.byte};
+            u32 low = choice == FOUR_WINS ? four.codes[0] : six.codes[0];
+            u32 high = choice == FOUR_WINS ? four.codes[1] : six.codes[1];
+            return {with_signs(low, high, x), won.byte};
         }
     }
     float values[BLOCK];

@@ -7,11 +7,13 @@ struct Squares {
     float errors[2][16][S::RULE_OF == SIX ? 1 : TILES];
 };
 
-// The scale of a tile, what its elements are multiplied by, and whether it is ordinary.
+// The scale of a tile, what its elements are multiplied by, and whether it is ordinary; of 4over6 the codes of a row of an ordinary
+// tile, without signs.
 struct Scaled {
     u32 byte;
     float inverse;
     bool ordinary;
+    u32 codes[2];
 };
 
 // The scales of square tiles. All threads of the block call this; each has `N` rows of tiles, row `row[i]` (0 … 15) of tile
@@ -30,19 +32,21 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
             if (s.regular) byte = e4m3::encode(amax * s.multiplier);
             else byte = profile::block_scale(amax, s.global, S::PROFILE, P, S::EDGE);
             float inverse = inverse_of(scale_value(byte), s);
-            out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT};
+            out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT, {0, 0}};
         }
     } else {
         constexpr Metric metric = METRIC<S>;
+        Filtered six[N], four[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
             Candidates c = candidates(largest[i], s);
-            shared.errors[0][row[i]][tile[i]] = filtered(x[i], c.six.inverse, metric).error;
-            shared.errors[1][row[i]][tile[i]] = filtered(x[i], c.four.inverse, metric).error;
+            six[i] = filtered(x[i], c.six.inverse, metric), four[i] = filtered(x[i], c.four.inverse, metric);
+            shared.errors[0][row[i]][tile[i]] = six[i].error;
+            shared.errors[1][row[i]][tile[i]] = four[i].error;
         }
         __syncthreads();
-        // One thread per tile decides, and leaves the byte in `amax`; or asks for the rule's own errors: the candidates' bytes, with
-        // bit 31 set, and bit 30 if the tile is not ordinary.
+        // One thread per tile decides, and leaves the byte in `amax`, with bit 8 set if it is that of four; or asks for the rule's own
+        // errors: the candidates' bytes, with bit 31 set, and bit 30 if the tile is not ordinary.
         bool ask = false;
         if (threadIdx.x < TILES) {
             int t = threadIdx.x;
@@ -56,7 +60,7 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
             if (!ordinary) bytes = four_over_six::candidate_scales(amax, s.global, S::EDGE);
             ask = choice == UNDECIDED;
             u32 question = 0x80000000 | (ordinary ? 0 : 0x40000000) | bytes.four << 8 | bytes.six;
-            shared.amax[t] = ask ? question : choice == FOUR_WINS ? bytes.four : bytes.six;
+            shared.amax[t] = ask ? question : choice == FOUR_WINS ? 0x100 | bytes.four : bytes.six;
         }
         if (__syncthreads_or(ask)) {
             // A warp has a tile: its lanes the 16 rows with either candidate.
@@ -77,15 +81,16 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
                 float six = four_over_six::sum_rows(&shared.errors[0][0][t], TILES);
                 float four = four_over_six::sum_rows(&shared.errors[1][0][t], TILES);
                 __syncwarp();
-                if (lane == 0) shared.amax[t] = four < six ? question >> 8 & 255 : question & 255;
+                if (lane == 0) shared.amax[t] = four < six ? 0x100 | (question >> 8 & 255) : question & 255;
             }
             __syncthreads();
         }
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            u32 byte = shared.amax[tile[i]];
+            u32 byte = shared.amax[tile[i]] & 255;
+            Filtered& won = shared.amax[tile[i]] >> 8 ? four[i] : six[i];
             float inverse = inverse_of(scale_value(byte), s);
-            out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT};
+            out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT, {won.codes[0], won.codes[1]}};
         }
     }
 }
@@ -99,5 +104,6 @@ RULE void combine_maxima(const Elements<P>& x, int tile, Squares<S, TILES>& shar
 
 template <class S, Precision P>
 RULE u64 square_codes(const Elements<P>& x, const Scaled& s, const Scaling& scaling, const Direction& d, const Place& at) {
+    if (S::RULE_OF != SIX && PLAIN<S> && s.ordinary) return with_signs(s.codes[0], s.codes[1], x);
     return codes_of<S>(x, s.byte, s.inverse, s.ordinary, scaling.global, d, at);
 }

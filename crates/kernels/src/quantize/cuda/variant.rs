@@ -133,13 +133,10 @@ impl Variant {
         let filtered = [self.row, self.col].into_iter().flatten().any(|s| s.metric.is_some());
         match (self.function, self.precision, filtered) {
             (Function::WholeRows, ..) => 1,
-            (Function::Panels, Precision::F32, _) => 4,
-            (Function::Panels, _, true) => 4,
-            (Function::Panels, _, false) => 6,
             (_, Precision::F32, _) => 4,
-            (Function::Rows | Function::Squares, _, true) => 5,
-            (Function::Rows, _, false) if self.per_thread > 1 => 6,
-            (Function::Rows | Function::Squares, _, false) => 8,
+            (Function::Panels, ..) | (_, _, true) => 6,
+            (Function::Rows, ..) if self.per_thread > 1 => 6,
+            (Function::Rows | Function::Squares, ..) => 8,
         }
     }
 
