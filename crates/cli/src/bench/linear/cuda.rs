@@ -11,7 +11,9 @@ use nvfp4_kernels::cuda::{Buffer, Cublas, Slice, Stream, time_in_turns};
 use std::ops::Range;
 use std::sync::Arc;
 
-const TURNS: usize = 7;
+const TURNS: usize = 15;
+/// Whole steps that run one after the other, at the clock which they sustain.
+const STEPS: usize = 5;
 /// Rows that are generated; more repeat them.
 const GENERATED: usize = 4096;
 /// Seed of the gradients' random numbers.
@@ -90,40 +92,33 @@ impl<'a> Layer<'a> {
     }
 
     fn times(&mut self, gpu: &Gpu) -> Result<(Vec<Times>, Option<Times>)> {
-        let mut works = Vec::new();
-        for recipe in 0..self.recipes.len() {
-            works.push(Work::Whole(recipe));
-            works.extend(Part::ALL.map(|part| Work::Part(recipe, part)));
+        // Whole steps in turns with each other, then parts with parts: steps that are compared have the same neighbours.
+        let (plain, recipes) = (self.cublas.is_some(), 0..self.recipes.len());
+        let mut wholes: Vec<Work> = recipes.clone().map(Work::Whole).collect();
+        let mut parts: Vec<Work> = recipes.flat_map(|recipe| Part::ALL.map(|part| Work::Part(recipe, part))).collect();
+        if plain {
+            wholes.push(Work::Bf16);
+            parts.extend(Part::PRODUCTS.map(Work::Bf16Part));
         }
-        if self.cublas.is_some() {
-            works.push(Work::Bf16);
-            works.extend(Part::PRODUCTS.map(Work::Bf16Part));
-        }
-        let times = time_in_turns(gpu.stream(), self, &works, TURNS, Layer::record)?;
-        let times = times.into_iter().map(|times| median(times.into_iter().map(f64::from).collect()));
-        let mut times = times.collect::<Vec<f64>>().into_iter();
-        let mut next = || times.next().context("a time for every piece of work");
-        let mut take = |parts: &[Part]| -> Result<Times> {
-            let whole = next()?;
-            let parts = parts.iter().map(|&part| Ok((part, next()?)));
-            Ok(Times { whole, parts: parts.collect::<Result<_>>()? })
+        let mut medians = |works: &[Work], steps: usize| -> Result<std::vec::IntoIter<f64>> {
+            let times = time_in_turns(gpu.stream(), self, works, TURNS, Layer::record)?;
+            let one = |time: f32| f64::from(time) / steps as f64;
+            let medians = times.into_iter().map(|times| median(times.into_iter().map(one).collect()));
+            Ok(medians.collect::<Vec<f64>>().into_iter())
         };
-        let ours = self.recipes.iter().map(|_| take(&Part::ALL)).collect::<Result<Vec<Times>>>()?;
-        let plain = self.cublas.is_some().then(|| take(&Part::PRODUCTS)).transpose()?;
-        Ok((ours, plain))
+        let (mut wholes, mut parts) = (medians(&wholes, STEPS)?, medians(&parts, 1)?);
+        let mut next = |of: &[Part]| -> Option<Times> {
+            let parts = of.iter().map(|&part| Some((part, parts.next()?)));
+            Some(Times { parts: parts.collect::<Option<_>>()?, whole: wholes.next()? })
+        };
+        let ours = self.recipes.iter().map(|_| next(&Part::ALL)).collect::<Option<Vec<Times>>>();
+        let ours = ours.context("a time for every piece of work")?;
+        Ok((ours, if plain { next(&Part::PRODUCTS) } else { None }))
     }
 
     fn record(&mut self, stream: &Stream, work: Work) -> Result<()> {
         match work {
-            Work::Whole(recipe) => {
-                let quantizers = &self.recipes[recipe];
-                let x = self.quantize(quantizers, LinearSlot::Input)?;
-                let w = self.quantize(quantizers, LinearSlot::Weight)?;
-                self.multiply(Part::Forward, &x, &w)?;
-                let dy = self.quantize(quantizers, LinearSlot::GradOutput)?;
-                self.multiply(Part::InputGradient, &dy, &w)?;
-                self.multiply(Part::WeightGradient, &dy, &x)
-            }
+            Work::Whole(recipe) => (0..STEPS).try_for_each(|_| self.step(recipe)),
             Work::Part(recipe, Part::Quantize(slot)) => self.quantize(&self.recipes[recipe], slot).map(drop),
             Work::Part(recipe, part) => {
                 let held = std::mem::take(&mut self.held);
@@ -136,9 +131,20 @@ impl<'a> Layer<'a> {
                 self.held = held;
                 done
             }
-            Work::Bf16 => Part::PRODUCTS.into_iter().try_for_each(|part| self.multiply_bf16(stream, part)),
+            Work::Bf16 => (0..STEPS).flat_map(|_| Part::PRODUCTS).try_for_each(|part| self.multiply_bf16(stream, part)),
             Work::Bf16Part(part) => self.multiply_bf16(stream, part),
         }
+    }
+
+    /// Forward and backward.
+    fn step(&mut self, recipe: usize) -> Result<()> {
+        let quantizers = &self.recipes[recipe];
+        let x = self.quantize(quantizers, LinearSlot::Input)?;
+        let w = self.quantize(quantizers, LinearSlot::Weight)?;
+        self.multiply(Part::Forward, &x, &w)?;
+        let dy = self.quantize(quantizers, LinearSlot::GradOutput)?;
+        self.multiply(Part::InputGradient, &dy, &w)?;
+        self.multiply(Part::WeightGradient, &dy, &x)
     }
 
     /// Rows of the tensors' experts.

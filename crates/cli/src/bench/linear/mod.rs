@@ -19,10 +19,10 @@ use std::process::ExitCode;
 /// are quantized anew in every pass, as in a step of one batch. With --groups the tokens are spread evenly over so many experts, each with
 /// weights of its own.
 ///
-/// On a GPU everything lies in its memory in bf16 and the results are bf16. Each part is timed by itself, and all of them together, in CUDA
-/// graphs that run in turns; printed are medians. Beside them cuBLAS on bf16, on the CPU the `gemm` crate on f32, with every operand in the
-/// order that suits it best. `of plain` is the time of the whole over that of the product without quantization, `of first` that over
-/// the first recipe's.
+/// On a GPU everything lies in its memory in bf16 and the results are bf16. Each part is timed by itself, and five whole steps one after the
+/// other, at the clock that they sustain, in CUDA graphs that run in turns; printed are medians, of one step. Beside them cuBLAS on bf16, on
+/// the CPU the `gemm` crate on f32, with every operand in the order that suits it best. `of plain` is the time of the whole over that of the
+/// product without quantization, `of first` that over the first recipe's.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
