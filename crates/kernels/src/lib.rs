@@ -13,6 +13,8 @@ mod avx512;
 pub mod cuda;
 pub mod dequantize;
 mod error;
+#[cfg(feature = "cuda")]
+pub mod finite;
 pub mod fp8;
 pub mod gemm;
 pub mod gguf;

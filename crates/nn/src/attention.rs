@@ -199,9 +199,11 @@ impl DotProductAttention {
 /// 0 where a query sees a key, −∞ where it does not.
 fn causal(scores: &Tensor) -> Result<Tensor> {
     let (queries, keys) = (scores.dim(D::Minus2)?, scores.dim(D::Minus1)?);
-    let seen = |at: usize| if at % keys <= at / keys + (keys - queries) { 0.0 } else { f64::NEG_INFINITY };
-    let mask: Vec<f64> = (0..queries * keys).map(seen).collect();
-    Ok(Tensor::from_vec(mask, (queries, keys), scores.device())?.to_dtype(scores.dtype())?)
+    // The last query sees all keys.
+    let last_seen = Tensor::arange((keys - queries) as u32, keys as u32, scores.device())?.unsqueeze(1)?;
+    let hidden = Tensor::arange(0, keys as u32, scores.device())?.unsqueeze(0)?.broadcast_gt(&last_seen)?;
+    let zeros = Tensor::zeros((queries, keys), scores.dtype(), scores.device())?;
+    Ok(hidden.where_cond(&(&zeros + f64::NEG_INFINITY)?, &zeros)?)
 }
 
 impl Module for DotProductAttention {

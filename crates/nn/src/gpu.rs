@@ -7,7 +7,7 @@ use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use nvfp4::cuda::{Direction, Gpu, Input, Options, Plain, Product, QuantTensor, Slice, Stream, Values, shared};
+use nvfp4::cuda::{Direction, Gpu, Input, Options, Plain, Product, QuantTensor, Slice, Stream, Values, finite, shared};
 use nvfp4::recipe::SpecQuantizer;
 use nvfp4::{Directions, Element, Randomness, Side};
 use std::collections::HashMap;
@@ -83,6 +83,64 @@ impl Home {
             DType::F16 => self.read::<f16, R>(&x, |slice| work(&input(Values::F16(slice), size)?)),
             other => Err(crate::values::no_codes_of(other)),
         }
+    }
+}
+
+/// Tensors that were looked at for numbers that are not finite. What was found stays on the GPU until it is asked for: waiting for an
+/// answer after each tensor would leave the GPU idle.
+pub(crate) struct Looks<T> {
+    home: Home,
+    found: nvfp4::cuda::Owned<u64>,
+    /// What each of them is, in the order of the looks.
+    about: Vec<T>,
+}
+
+impl<T> Looks<T> {
+    /// The most that are kept; whoever has so many [settles](Self::settle) them.
+    pub const MOST: usize = 1024;
+
+    pub fn new(device: &Device) -> Result<Self> {
+        let home = Home::of(device)?;
+        let found = home.gpu.alloc(Self::MOST)?;
+        let mut looks = Looks { home, found, about: Vec::new() };
+        looks.forget()?;
+        Ok(looks)
+    }
+
+    pub fn len(&self) -> usize {
+        self.about.len()
+    }
+
+    /// Queues a look at a tensor of one of the three types.
+    pub fn add(&mut self, x: &Tensor, about: T) -> Result<()> {
+        let (x, at, gpu) = (x.contiguous()?, self.about.len(), &self.home.gpu);
+        let found = self.found.slice_mut().range(at..at + 1);
+        let look =
+            |values: Values<'_>| Ok(finite::first_not_finite(gpu.stream(), values, found).map_err(nvfp4::Error::from)?);
+        match x.dtype() {
+            DType::F32 => self.home.read::<f32, ()>(&x, |x| look(Values::F32(x))),
+            DType::BF16 => self.home.read::<bf16, ()>(&x, |x| look(Values::Bf16(x))),
+            DType::F16 => self.home.read::<f16, ()>(&x, |x| look(Values::F16(x))),
+            other => Err(crate::values::no_codes_of(other)),
+        }?;
+        self.about.push(about);
+        Ok(())
+    }
+
+    /// Waits, and forgets all: what is known of the first tensor that is not finite, and the index and value of its first such number.
+    pub fn settle(&mut self) -> Result<Option<(T, usize, f32)>> {
+        let found = self.found.slice().range(0..self.about.len());
+        let found = self.home.gpu.stream().to_host::<u64>(found).map_err(nvfp4::Error::from)?;
+        let about = std::mem::take(&mut self.about);
+        self.forget()?;
+        let mut first = about.into_iter().zip(found).filter_map(|(about, found)| Some((about, finite::decode(found)?)));
+        Ok(first.next().map(|(about, (index, value))| (about, index, value)))
+    }
+
+    pub fn forget(&mut self) -> Result<()> {
+        self.about.clear();
+        let found = self.found.slice_mut();
+        Ok(self.home.gpu.stream().fill_bytes(found, 0xFF).map_err(nvfp4::Error::from)?)
     }
 }
 

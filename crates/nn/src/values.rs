@@ -109,13 +109,8 @@ pub(crate) fn decoded(direction: &Direction, dtype: DType) -> Result<Tensor> {
 
 /// Where the first value lies that is NaN or infinite, and the value.
 pub(crate) fn first_not_finite(x: &Tensor) -> Result<Option<(Vec<usize>, f32)>> {
-    if !x.device().is_cpu() {
-        // Finite numbers, and they alone, are 0 less themselves.
-        let differences = x.sub(x)?.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
-        return if differences == 0.0 { Ok(None) } else { first_not_finite(&x.to_device(&Device::Cpu)?) };
-    }
     match x.dtype() {
-        // Codes are never made of these, and candle has them on the CPU alone.
+        // Codes are never made of these.
         DType::F64 => {
             let at = x.flatten_all()?.to_vec1::<f64>()?.iter().position(|x| !x.is_finite());
             Ok(at.map(|at| (vec![at], f32::NAN)))

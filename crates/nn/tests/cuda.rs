@@ -75,3 +75,37 @@ fn a_transformer_layer_trains_under_every_preset() {
         }
     }
 }
+
+/// The tensor and the place that are named are those of the CPU, though the GPU is asked at the end of the pass only.
+#[test]
+fn the_first_number_that_is_not_finite_is_that_of_the_cpu() {
+    let Some(device) = gpu() else { return };
+    let fault = |device: &Device, preset: &str| {
+        let session = Session::new(3);
+        let layer =
+            TransformerLayer::new(&session.place(DType::BF16, device).child("layer"), LayerConfig::gpt(64, 4)).unwrap();
+        session.apply(&preset.parse::<Preset>().unwrap().into()).unwrap();
+        let weight = &session.parameters()["layer.layernorm_mlp.fc1.weight"];
+        let (rows, cols) = weight.dims2().unwrap();
+        let mut spoilt = values(rows, cols, 1).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        (spoilt[70 * cols + 9], spoilt[71 * cols]) = (f32::NEG_INFINITY, f32::NAN);
+        let spoilt = Tensor::from_vec(spoilt, (rows, cols), &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+        weight.set(&spoilt.to_device(device).unwrap()).unwrap();
+        let x = values(128, 64, 5).reshape((2, 64, 64)).unwrap().to_dtype(DType::BF16).unwrap();
+        let y = layer.forward(&x.to_device(device).unwrap()).unwrap();
+        let error = session.backward(&y.sqr().unwrap().mean_all().unwrap().to_dtype(DType::F32).unwrap()).unwrap_err();
+        assert!(error.to_string().contains("not finite"), "{error}");
+        let fault = session.fault().unwrap().unwrap();
+        session.drop_gradients().unwrap();
+        assert_eq!(session.fault().unwrap(), None);
+        fault
+    };
+    for preset in ["nvfp4", "mxfp8"] {
+        let there = fault(&device, preset);
+        assert_eq!(
+            (there.statistic.as_str(), &there.index[..], there.value),
+            ("weight", &[70, 9][..], f32::NEG_INFINITY)
+        );
+        assert_eq!(there, fault(&Device::Cpu, preset), "{preset}");
+    }
+}

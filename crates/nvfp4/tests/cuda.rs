@@ -2,8 +2,8 @@
 //! ends at once.
 #![cfg(feature = "cuda")]
 
-use half::bf16;
-use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Pool, Product, Randomness, Values};
+use half::{bf16, f16};
+use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Pool, Product, Randomness, Values, finite};
 use nvfp4::recipe::{Preset, QuantSpec, Recipe};
 use nvfp4::{Directions, Error, Finite, Profile, Quantizer, Rounding, Side, TensorRef};
 use nvfp4_kernels::cuda::Allocator;
@@ -195,4 +195,38 @@ fn a_pool_hands_the_same_memory_out_again() {
     drop((again, other));
     pool.clear();
     assert_eq!(pool.free_bytes(), 0);
+}
+
+#[test]
+fn the_first_number_that_is_not_finite() {
+    let Some(gpu) = gpu() else { return };
+    let found = |values: Values<'_>| {
+        let mut found = gpu.upload(&[finite::ALL_FINITE]).unwrap();
+        finite::first_not_finite(gpu.stream(), values, found.slice_mut()).unwrap();
+        finite::decode(gpu.stream().to_host::<u64>(found.slice()).unwrap()[0])
+    };
+    // In pieces of whole and of odd lengths, and from places that are not aligned.
+    for len in [0usize, 1, 7, 8, 1000, 4096 * 300 + 5] {
+        for (start, at) in [(0, len / 2), (1, len.saturating_sub(2)), (3, 0)] {
+            let len = len + start;
+            for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+                let mut x = vec![1.5f32; len];
+                for i in [at + start, len.saturating_sub(1)].into_iter().filter(|&i| i < len && start < len) {
+                    x[i] = bad;
+                }
+                let there = gpu.upload(&x).unwrap();
+                let expected = TensorRef::new(&x[start..], &[len - start]).unwrap().first_not_finite();
+                let same = |found: Option<(usize, f32)>, what: &str| {
+                    let found = found.map(|(at, value)| (vec![at], value.to_bits()));
+                    let expected = expected.clone().map(|(at, value)| (at, value.to_bits()));
+                    assert_eq!(found, expected, "{what}, {len} from {start}");
+                };
+                same(found(Values::F32(there.slice().range(start..len))), "f32");
+                let narrow: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+                same(found(Values::Bf16(gpu.upload(&narrow).unwrap().slice().range(start..len))), "bf16");
+                let narrow: Vec<f16> = x.iter().map(|&x| f16::from_f32(x)).collect();
+                same(found(Values::F16(gpu.upload(&narrow).unwrap().slice().range(start..len))), "f16");
+            }
+        }
+    }
 }

@@ -52,6 +52,19 @@ impl Values<'_> {
         }
     }
 
+    /// An error unless they are memory of `device`, aligned to their size.
+    pub(crate) fn check(&self, device: Device) -> super::Result<()> {
+        fn check<T: Plain>(x: &Slice<'_, T>, device: Device) -> super::Result<()> {
+            x.check(device, "input")?;
+            x.check_aligned(size_of::<T>(), "input")
+        }
+        match self {
+            Values::F32(x) => check(x, device),
+            Values::Bf16(x) => check(x, device),
+            Values::F16(x) => check(x, device),
+        }
+    }
+
     /// Bytes of an element.
     pub(crate) fn element_size(&self) -> usize {
         match self {
@@ -73,15 +86,7 @@ impl Elements for Values<'_> {
 impl Input<'_> {
     /// An error unless the elements are memory of `device`, aligned to their size.
     pub(crate) fn check(&self, device: Device) -> super::Result<()> {
-        fn check<T: Plain>(x: &Slice<'_, T>, device: Device) -> super::Result<()> {
-            x.check(device, "input")?;
-            x.check_aligned(size_of::<T>(), "input")
-        }
-        match self.values() {
-            Values::F32(x) => check(&x, device),
-            Values::Bf16(x) => check(&x, device),
-            Values::F16(x) => check(&x, device),
-        }
+        self.values().check(device)
     }
 
     /// Whether every row starts at a multiple of 16 bytes.

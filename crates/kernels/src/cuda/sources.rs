@@ -1,7 +1,7 @@
 //! Kernel texts of every operation, for tests that compile them without a GPU.
 
 use super::compile::Source;
-use crate::{amax, dequantize, fp8, gemm, hadamard, quantize, swizzle};
+use crate::{amax, dequantize, finite, fp8, gemm, hadamard, quantize, swizzle};
 
 /// Texts that between them have every function, type of elements and setting, though not every combination. Each comes with
 /// its variant in words, of which the first is the name of the function.
@@ -12,6 +12,7 @@ pub fn sources() -> Vec<(String, Source)> {
         dequantize::cuda::sources(),
         swizzle::cuda::sources(),
         hadamard::cuda::sources(),
+        finite::sources(),
         gemm::cuda::sources(),
         fp8::quantize::cuda::sources(),
         fp8::dequantize::cuda::sources(),

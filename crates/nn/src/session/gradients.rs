@@ -30,10 +30,10 @@ impl Session {
     }
 
     /// Forgets the gradients of the step: a step that is left out.
-    pub fn drop_gradients(&self) {
+    pub fn drop_gradients(&self) -> Result<()> {
         let mut state = self.state();
         state.gradients.clear();
-        state.fault = None;
+        state.look_anew()
     }
 
     /// Adds the gradients of parameters that candle's own graph found to those of the step.
@@ -68,7 +68,8 @@ impl Session {
     }
 
     fn check_finite(&self, loss: f64) -> Result<()> {
-        let state = self.state();
+        let mut state = self.state();
+        state.settle()?;
         match (&state.fault, loss.is_finite()) {
             (None, true) => Ok(()),
             (first, _) => Err(Error::NotFinite { step: state.step, loss, first: first.clone().map(Box::new) }),

@@ -71,6 +71,8 @@ pub(crate) struct State {
     phase: Phase,
     watch: Watch,
     fault: Option<Fault>,
+    #[cfg(feature = "nn-cuda")]
+    looks: Option<crate::gpu::Looks<watch::Look>>,
     kept: BTreeMap<ModulePath, usize>,
 }
 
@@ -105,6 +107,8 @@ impl Session {
             phase: Phase::Train,
             watch: Watch::On,
             fault: None,
+            #[cfg(feature = "nn-cuda")]
+            looks: None,
             kept: BTreeMap::new(),
         })))
     }
@@ -184,7 +188,7 @@ impl Session {
         state.gradients.clear();
         state.weights.clear();
         state.handed.clear();
-        state.fault = None;
+        state.look_anew()?;
         drop(state);
         self.store_weights()
     }
@@ -210,7 +214,7 @@ impl Session {
         state.gradients.clear();
         state.weights.clear();
         state.handed.clear();
-        state.fault = None;
+        state.look_anew()?;
         drop(state);
         self.store_weights()
     }

@@ -1,6 +1,8 @@
 //! The first tensor of a step that is not finite.
 
-use super::Session;
+use super::{Session, State};
+#[cfg(feature = "nn-cuda")]
+use crate::gpu;
 use crate::{Result, values};
 use candle_core::Tensor;
 use nvfp4::recipe::ModulePath;
@@ -44,24 +46,78 @@ impl Session {
         self.state().watch = watch;
     }
 
-    /// The first tensor of this step that was not finite.
-    pub fn fault(&self) -> Option<Fault> {
-        self.state().fault.clone()
+    /// The first tensor of this step that was not finite. Waits for a GPU.
+    pub fn fault(&self) -> Result<Option<Fault>> {
+        let mut state = self.state();
+        state.settle()?;
+        Ok(state.fault.clone())
     }
 
     /// Notes the first tensor that is not finite.
     pub(crate) fn look(&self, module: &ModulePath, statistic: &str, x: &Tensor) -> Result<()> {
-        let (watch, seen, step) = {
-            let state = self.state();
-            (state.watch, state.fault.is_some(), state.step)
-        };
-        if seen || (watch == Watch::Off && statistic != "gradient") {
+        let mut state = self.state();
+        if state.fault.is_some() || (state.watch == Watch::Off && statistic != "gradient") {
             return Ok(());
         }
+        #[cfg(feature = "nn-cuda")]
+        if x.device().is_cuda() && x.dtype() != candle_core::DType::F64 {
+            return state.look_there((module, statistic), x);
+        }
         if let Some((index, value)) = values::first_not_finite(x)? {
-            let (module, statistic) = (module.to_string(), statistic.to_string());
-            self.state().fault = Some(Fault { step, module, statistic, index, value });
+            let (module, statistic, step) = (module.to_string(), statistic.to_string(), state.step);
+            state.fault = Some(Fault { step, module, statistic, index, value });
         }
         Ok(())
     }
+}
+
+impl State {
+    /// Learns what looks at tensors of a GPU have found.
+    pub fn settle(&mut self) -> Result<()> {
+        #[cfg(feature = "nn-cuda")]
+        if let Some(looks) = self.looks.as_mut().filter(|looks| looks.len() > 0)
+            && let Some((Look { module, statistic, shape }, at, value)) = looks.settle()?
+            && self.fault.is_none()
+        {
+            let mut index = vec![0; shape.len()];
+            let mut rest = at;
+            for (index, size) in index.iter_mut().zip(&shape).rev() {
+                (*index, rest) = (rest % size, rest / size);
+            }
+            self.fault = Some(Fault { step: self.step, module: module.to_string(), statistic, index, value });
+        }
+        Ok(())
+    }
+
+    /// Forgets what was seen: a step begins.
+    pub fn look_anew(&mut self) -> Result<()> {
+        self.fault = None;
+        #[cfg(feature = "nn-cuda")]
+        if let Some(looks) = self.looks.as_mut().filter(|looks| looks.len() > 0) {
+            looks.forget()?;
+        }
+        Ok(())
+    }
+
+    /// A look at a tensor of a GPU, whose answer waits there.
+    #[cfg(feature = "nn-cuda")]
+    fn look_there(&mut self, (module, statistic): (&ModulePath, &str), x: &Tensor) -> Result<()> {
+        if self.looks.as_ref().is_some_and(|looks| looks.len() == gpu::Looks::<Look>::MOST) {
+            self.settle()?;
+        }
+        let looks = match &mut self.looks {
+            Some(looks) => looks,
+            none => none.insert(gpu::Looks::new(x.device())?),
+        };
+        let shape = x.dims().to_vec();
+        looks.add(x, Look { module: module.clone(), statistic: statistic.to_string(), shape })
+    }
+}
+
+/// Which tensor was looked at.
+#[cfg(feature = "nn-cuda")]
+pub(crate) struct Look {
+    module: ModulePath,
+    statistic: String,
+    shape: Vec<usize>,
 }

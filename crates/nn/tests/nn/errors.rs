@@ -102,7 +102,7 @@ fn a_loss_that_is_not_a_number() {
             }
             other => panic!("{preset}: {other}"),
         }
-        assert_eq!(case.session.fault().unwrap().module, module);
+        assert_eq!(case.session.fault().unwrap().unwrap().module, module);
     }
 }
 

@@ -25,6 +25,7 @@ mod quantize;
 mod tensor;
 
 pub use nvfp4_kernels::cuda::{Allocator, Device, Input, Memory, Plain, Pool, Slice, SliceMut, Stream, Values, shared};
+pub use nvfp4_kernels::finite;
 pub use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product};
 pub use nvfp4_kernels::quantize::cuda::Offset;
 pub use quantize::{Observed, Options, Randomness};
