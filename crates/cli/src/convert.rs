@@ -208,16 +208,17 @@ fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'
     let checkpoint = model.checkpoint;
     let name = model.architecture().unwrap_or("unnamed");
     let (files, size) = (checkpoint.files().len(), sizes::show(checkpoint.byte_len()));
-    writeln!(out, "source   {name}  {files} {}  {size}  {}", plural(files, "file"), model.dialect)?;
+    writeln!(out, "source   {name}  {}  {size}  {}", counted(files, "file"), model.dialect)?;
     let algorithm = if matches!(args.acts, ActsArg::None) { "W4A16" } else { "W4A4" };
     writeln!(out, "target   {} {algorithm}, blocks of 16", args.to)?;
     let parameters: u64 = plan.quantized().map(|i| i.weight.elements()).sum();
     let (quantized, kept) = (plan.quantized().count(), plan.items.len() - plan.quantized().count());
     writeln!(
         out,
-        "plan     {quantized} weights -> NVFP4 ({:.2} M parameters), {} other tensors kept",
+        "plan     {} -> NVFP4 ({:.2} M parameters), {} kept",
+        counted(quantized, "weight"),
         parameters as f64 / 1e6,
-        kept + model.others.len()
+        counted(kept + model.others.len(), "other tensor")
     )?;
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
     plan.groups.iter().for_each(|g| *kinds.entry(&g.kind).or_default() += 1);
@@ -228,9 +229,9 @@ fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'
     Ok(out.flush()?)
 }
 
-/// A word with an s, unless there is one of it.
-pub fn plural(n: usize, word: &str) -> String {
-    if n == 1 { word.to_string() } else { format!("{word}s") }
+/// So many of something: `1 weight`, `2 weights`.
+pub fn counted(n: usize, word: &str) -> String {
+    if n == 1 { format!("1 {word}") } else { format!("{n} {word}s") }
 }
 
 fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) -> Result<()> {
@@ -273,7 +274,7 @@ fn check(out: &mut impl Write, args: &Args, settings: &Settings) -> Result<ExitC
     let problems = findings.iter().filter(|f| f.severity == Severity::Problem).count();
     if problems > 0 {
         until_closed(verify::print(out, &findings))?;
-        eprintln!("{problems} {} in the result; see above", plural(problems, "problem"));
+        eprintln!("{} in the result; see above", counted(problems, "problem"));
         return Ok(ExitCode::from(verify::FAILED));
     }
     let (checked, next) = match settings.target {

@@ -1,6 +1,6 @@
 //! `nvfp4 dequant`: a quantized checkpoint back to BF16, F16 or F32.
 
-use crate::convert::plural;
+use crate::convert::counted;
 use crate::interrupt::interrupts;
 use crate::progress::Progress;
 use crate::source::{self, From};
@@ -88,6 +88,6 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<()> 
         )?;
     }
     let (count, target) = (summary.decoded.len(), args.target.display());
-    let weights = plural(count, "weight");
-    Ok(writeln!(out, "result   {target}: {before} -> {after}, {count} {weights} decoded to {name}")?)
+    let weights = counted(count, "weight");
+    Ok(writeln!(out, "result   {target}: {before} -> {after}, {weights} decoded to {name}")?)
 }

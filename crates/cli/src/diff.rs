@@ -1,5 +1,6 @@
 //! `nvfp4 diff`: the error of one checkpoint against another, or whether their bytes are the same.
 
+use crate::convert::counted;
 use crate::source::From;
 use crate::until_closed;
 use anyhow::{Result, ensure};
@@ -88,14 +89,14 @@ fn print(out: &mut impl Write, comparison: &Comparison, top: usize) -> Result<()
     }
     for (names, which) in [(&comparison.only_first, "first"), (&comparison.only_second, "second")] {
         if let Some(name) = names.first() {
-            writeln!(out, "{} weights only in the {which}, as {name}", names.len())?;
+            writeln!(out, "{} only in the {which}, as {name}", counted(names.len(), "weight"))?;
         }
     }
     let quantile = |q: f64| weights[((1.0 - q) * (weights.len() - 1) as f64) as usize].measure.relative_error();
     writeln!(
         out,
-        "summary  {} weights, relerr {:.4}, median {:.4}, worst {:.4}; NVFP4 of normal data has {NORMAL_DATA}",
-        weights.len(),
+        "summary  {}, relerr {:.4}, median {:.4}, worst {:.4}; NVFP4 of normal data has {NORMAL_DATA}",
+        counted(weights.len(), "weight"),
         total(comparison).relative_error(),
         quantile(0.5),
         quantile(1.0)

@@ -1,6 +1,6 @@
 //! `nvfp4 inspect`: whose checkpoint this is, what its bytes look like, and what is odd about it.
 
-use crate::convert::plural;
+use crate::convert::counted;
 use crate::inspect_rows::{self, Row};
 use crate::source::{self, From};
 use crate::{inspect_gguf, sizes, until_closed, verify};
@@ -153,21 +153,15 @@ impl Report<'_, '_> {
         writeln!(out, "dialect  {}  {}", model.dialect, model.architecture().unwrap_or_default())?;
         let formats: Vec<String> = self.formats.iter().map(|(f, n)| format!("{f} {}", sizes::show(*n))).collect();
         let (size, files) = (sizes::show(model.checkpoint.byte_len()), model.checkpoint.files().len());
-        writeln!(
-            out,
-            "tensors  {} in {files} {}, {size}: {}",
-            self.tensors(),
-            plural(files, "file"),
-            formats.join(", ")
-        )?;
+        writeln!(out, "tensors  {} in {}, {size}: {}", self.tensors(), counted(files, "file"), formats.join(", "))?;
         if self.quantized == 0 {
             return self.print_rows(out);
         }
         let acts = match self.inputs {
             0 => "no scales of activations (W4A16)".to_string(),
-            n => format!("{n} scales of activations (W4A4)"),
+            n => format!("{} of activations (W4A4)", counted(n, "scale")),
         };
-        writeln!(out, "nvfp4    {} weights, {:.3} bits per weight, {acts}", self.quantized, self.bits())?;
+        writeln!(out, "nvfp4    {}, {:.3} bits per weight, {acts}", counted(self.quantized, "weight"), self.bits())?;
         print_statistics(out, &self.total, self.global_range())?;
         self.print_rows(out)?;
         verify::print(out, &self.findings)

@@ -1,5 +1,6 @@
 //! `nvfp4 inspect` of a GGUF file.
 
+use crate::convert::counted;
 use crate::inspect::{Args, print_statistics, scale_bytes};
 use crate::inspect_rows::{self, Row};
 use crate::{sizes, verify};
@@ -77,7 +78,7 @@ fn show_file(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
     writeln!(out, "tensors  {} in {}: {}", file.tensors().len(), sizes::show(file.byte_len()), list.join(", "))?;
     writeln!(out, "keys     {}, tokenizer {}", file.values().len(), tokenizer.unwrap_or("missing"))?;
     if quantized > 0 {
-        writeln!(out, "nvfp4    {quantized} weights, {bits:.3} bits per weight")?;
+        writeln!(out, "nvfp4    {}, {bits:.3} bits per weight", counted(quantized, "weight"))?;
         print_statistics(out, &total, range)?;
     }
     if !rows.is_empty() {

@@ -1,6 +1,6 @@
 //! `convert --report`: one page that says what a conversion did to the weights.
 
-use crate::convert::plural;
+use crate::convert::counted;
 use crate::page::{self, Chart, Line, Marks, Point, escape};
 use crate::sizes;
 use anyhow::{Context, Result};
@@ -39,9 +39,9 @@ fn introduction(summary: &Summary) -> String {
     summary.quantized.iter().for_each(|w| total.add(&w.measure));
     let (count, error, sqnr) = (summary.quantized.len(), total.relative_error(), total.sqnr());
     format!(
-        "{count} {} quantized, {before} to {after}. Relative error {error:.4}, \
+        "{} quantized, {before} to {after}. Relative error {error:.4}, \
          SQNR {sqnr:.1} dB; NVFP4 of normal data has 0.095.",
-        plural(count, "weight")
+        counted(count, "weight")
     )
 }
 
@@ -110,8 +110,8 @@ pub fn fixed(summary: &Summary) -> String {
     };
     let count = summary.rescaled.len();
     format!(
-        "{count} {} got the tensor scale of what {} joined with: {} exactly, {} requantized{error}",
-        plural(count, "weight"),
+        "{} got the tensor scale of what {} joined with: {} exactly, {} requantized{error}",
+        counted(count, "weight"),
         if count == 1 { "it is" } else { "they are" },
         exact.len(),
         changed.len()

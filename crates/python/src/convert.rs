@@ -2,7 +2,7 @@
 
 use crate::error::OrRaise;
 use crate::words::{PROFILES, Words, choose};
-use nvfp4::checkpoint::{Acts, Existing, Fuse, Pattern, ScaleChoice, Selection, Settings, Shards, Summary};
+use nvfp4::checkpoint::{Acts, Differing, Existing, Fuse, Pattern, ScaleChoice, Selection, Settings, Shards, Summary};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,17 +18,18 @@ const EXISTING: Words<Existing> =
     &[("refuse", Existing::Refuse), ("resume", Existing::Resume), ("replace", Existing::Replace)];
 const FUSES: Words<Fuse> = &[("auto", Fuse::Auto), ("off", Fuse::Off)];
 
-/// convert(source, target, *, to="modelopt", skip=(), only=(), preset="all", scale="max", profile=None, acts=None, fuse="auto", max_shard=5000000000, threads=None, memory=2000000000, existing="refuse")
+/// convert(source, target, *, to="modelopt", skip=(), only=(), preset="all", scale="max", profile=None, acts=None, fuse="auto", fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing="refuse")
 /// --
 ///
 /// Converts a checkpoint, a folder or a safetensors file, to an NVFP4 checkpoint that servers load; needs no GPU and little memory.
 ///
-/// `to` is 'modelopt' or 'compressed-tensors'; `skip` and `only` are patterns of module names; `acts` is None (weights only), one scale for
-/// all activations, or a dict of the amax of each module. Gives a dict of what was done: bytes before and after, files, and the relative
+/// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf'; `skip` and `only` are patterns of module names; `acts` is None (weights only), one scale for
+/// all activations, or a dict of the amax of each module; `fix_scales` gives weights of an NVFP4 source that share a tensor scale, but carry
+/// different ones, the largest. Gives a dict of what was done: bytes before and after, files, and the relative
 /// error of each weight. Ctrl-C stops it; existing='resume' goes on.
 #[pyfunction]
 #[pyo3(signature = (source, target, *, to="modelopt", skip=Vec::new(), only=Vec::new(), preset="all", scale="max",
-                    profile=None, acts=None, fuse="auto", max_shard=5_000_000_000, threads=None, memory=2_000_000_000,
+                    profile=None, acts=None, fuse="auto", fix_scales=false, max_shard=5_000_000_000, threads=None, memory=2_000_000_000,
                     existing="refuse"))]
 #[allow(clippy::too_many_arguments)] // each is a setting with a name
 pub fn convert<'py>(
@@ -43,6 +44,7 @@ pub fn convert<'py>(
     profile: Option<&str>,
     acts: Option<Bound<'py, PyAny>>,
     fuse: &str,
+    fix_scales: bool,
     max_shard: u64,
     threads: Option<usize>,
     memory: u64,
@@ -57,6 +59,7 @@ pub fn convert<'py>(
             skip: patterns(skip).or_raise()?,
             only: patterns(only).or_raise()?,
             fuse: choose("fuse", FUSES, fuse)?,
+            differing: if fix_scales { Differing::Rescale } else { Differing::Keep },
             ..Selection::default()
         },
         scale: choose("scale", SCALES, scale)?,

@@ -81,6 +81,18 @@ def test_a_checkpoint_is_converted(checkpoint, tmp_path):
     nvfp4.convert(checkpoint, tmp_path / "out", existing="replace", to="compressed-tensors", scale="mse", acts=1.0)
 
 
+def test_weights_that_are_joined_get_one_scale(checkpoint, tmp_path):
+    def scales(folder, done):
+        made = read_safetensors(folder / done["files"][0])
+        return [made[f"model.layers.0.mlp.{name}.weight_scale_2"].tolist() for name in ("gate_proj", "up_proj")]
+
+    done = nvfp4.convert(checkpoint, tmp_path / "apart", fuse="off")
+    apart = scales(tmp_path / "apart", done)
+    assert apart[0] != apart[1]
+    done = nvfp4.convert(tmp_path / "apart", tmp_path / "joined", fix_scales=True)
+    assert scales(tmp_path / "joined", done) == [max(apart)] * 2
+
+
 def test_bad_requests_of_a_conversion(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="compressed-tensors"):
         nvfp4.convert(checkpoint, tmp_path / "out", to="onnx")
