@@ -236,6 +236,9 @@ fn a_loss_that_is_no_number_names_the_step_the_layer_and_the_tensor() {
     let said = bad(&args);
     assert!(said.contains("error: nvfp4, seed 1: step 1, loss NaN: not finite from"), "{said}");
     assert!(said.contains("output of tokens at step 1") || said.contains("of layers.0."), "{said}");
+    // Also where the last step is the one that spoils the model, and nothing but the held-out part shows it.
+    let said = bad(&["--text", &text, "--steps", "1", "--recipe", "bf16", "--lr", "1e38", "--quiet"]);
+    assert!(said.contains("error: bf16, seed 1: held-out text: step 1, loss NaN: not finite from"), "{said}");
 }
 
 #[test]
@@ -252,6 +255,10 @@ fn what_is_wrong_is_said_with_what_to_change() {
     says(&["--text", &folder.path("short.txt")], "the text has 9 tokens, too few");
     says(&[&text[..], &["--heads", "5"]].concat(), "--heads: expected a number that divides --width 32, got 5");
     says(&[&text[..], &["--steps", "0"]].concat(), "--steps: expected at least 1");
+    says(&[&text[..], &["--seeds", "0"]].concat(), "--seeds: expected at least 1");
+    says(&[&text[..], &["--batch", "18446744073709551615"]].concat(), "--batch: expected at most 1048576");
+    says(&[&text[..], &["--report", &folder.path("none/page.html")]].concat(), "there is no folder");
+    says(&["--merge", "x.json", "--seeds", "4"], "cannot be used with");
     says(&[&text[..], &["--lr=-1"]].concat(), "--lr: expected a number above 0");
     says(&[&text[..], &["--recipe", "nvfp5"]].concat(), "--recipe nvfp5: no such file, and unknown preset 'nvfp5'");
     says(&[&text[..], &["--vocab", "7"]].concat(), "expected bytes, or a number of tokens");

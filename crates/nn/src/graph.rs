@@ -5,21 +5,20 @@
 //! backward pass needs and nothing else.
 
 use crate::{Result, values};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Shape, Storage, Tensor, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Shape, Storage, Tensor, Var};
 use std::collections::HashMap;
 use std::sync::Mutex;
 
 /// From the gradient of the result to those of the arguments, in their order; `None` for one that has none.
 pub(crate) type Backward = Box<dyn Fn(&Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
-/// Puts a result into the graph, as a function of up to three arguments.
+/// Puts a result into the graph, as a function of one or two arguments.
 pub(crate) fn attach(name: &'static str, arguments: &[&Tensor], result: Tensor, backward: Backward) -> Result<Tensor> {
     let node = Node { name, result: Mutex::new(Some(result)), backward };
     Ok(match arguments {
         [a] => a.apply_op1(node)?,
         [a, b] => a.apply_op2(b, node)?,
-        [a, b, c] => a.apply_op3(b, c, node)?,
-        _ => unreachable!("nodes have one to three arguments"),
+        _ => unreachable!("nodes have one or two arguments"),
     })
 }
 
@@ -33,7 +32,8 @@ pub(crate) fn pull_back(
 ) -> Result<Vec<Tensor>> {
     let vars = inputs.iter().map(|x| Var::from_tensor(&x.detach())).collect::<candle_core::Result<Vec<_>>>()?;
     let arguments: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
-    let gradients = f(&arguments)?.mul(gradient)?.sum_all()?.backward()?;
+    // Of anything but a number, this is the backward pass of the sum, without the sum.
+    let gradients = f(&arguments)?.mul(gradient)?.backward()?;
     let of = |var: &Var| match gradients.get(var) {
         Some(gradient) => Ok(gradient.clone()),
         None => Ok(var.zeros_like()?),
@@ -139,47 +139,5 @@ impl CustomOp2 for Node {
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let mut all = self.gradients(gradient)?;
         Ok((all.next().flatten(), all.next().flatten()))
-    }
-}
-
-impl CustomOp3 for Node {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.on_cpu()
-    }
-
-    fn cuda_fwd(
-        &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.on_gpu()
-    }
-
-    fn bwd(
-        &self,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let mut all = self.gradients(gradient)?;
-        Ok((all.next().flatten(), all.next().flatten(), all.next().flatten()))
     }
 }

@@ -6,7 +6,7 @@
 //! A module whose tensors the plan leaves alone is candle's own graph, bit for bit. Any other is one node of that graph, which keeps
 //! the codes that its backward pass reads.
 //!
-//! Reading order: `linear.rs`, `projection.rs`, `operand.rs`, `session.rs`, then the other modules.
+//! Reading order: `linear.rs`, `projection.rs`, `operand.rs`, `session/mod.rs`, then the other modules.
 
 #![forbid(unsafe_code)]
 

@@ -73,6 +73,11 @@ impl Place {
         &self.path
     }
 
+    /// Where parameters lie.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// The session.
     pub fn session(&self) -> &Session {
         &self.session

@@ -1,7 +1,7 @@
 //! A module whose forward pass is run again in the backward pass, instead of keeping what that needs.
 
 use crate::{Place, Result, Session};
-use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_core::{DType, Module, Tensor, Var};
 use nvfp4::recipe::ModulePath;
 
 /// A module that keeps nothing but its input.
@@ -21,7 +21,7 @@ impl<M> Recompute<M> {
     /// Wraps a module; the place is for messages.
     pub fn new(place: &Place, module: M) -> Result<Self> {
         let (session, path) = (place.session().clone(), place.path().clone());
-        Ok(Recompute { session, path, module, anchor: Var::zeros(1, DType::F32, &Device::Cpu)? })
+        Ok(Recompute { session, path, module, anchor: Var::zeros(1, DType::F32, place.device())? })
     }
 }
 
@@ -36,7 +36,7 @@ impl<M: Module + Clone + Send + Sync + 'static> Recompute<M> {
         let backward = move |dy: &Tensor| {
             let x = Var::from_tensor(&input)?;
             let y = session.again(before.clone(), || module.forward(&x))?;
-            let gradients = y.mul(dy)?.sum_all()?.backward()?;
+            let gradients = y.mul(dy)?.backward()?;
             session.collect(&gradients)?;
             Ok(vec![gradients.get(&x).cloned(), None])
         };

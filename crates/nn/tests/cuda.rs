@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Module, Tensor};
 use nvfp4::recipe::{Preset, Recipe};
-use nvfp4_nn::{Bias, LayerConfig, Linear, Session, TransformerLayer};
+use nvfp4_nn::{Bias, GroupedLinear, LayerConfig, Linear, Recompute, Session, TransformerLayer};
 
 fn gpu() -> Option<Device> {
     Device::new_cuda(0).ok()
@@ -108,4 +108,36 @@ fn the_first_number_that_is_not_finite_is_that_of_the_cpu() {
         );
         assert_eq!(there, fault(&Device::Cpu, preset), "{preset}");
     }
+}
+
+/// A layer that is computed again has the gradients of one that is kept, bit for bit; and experts run there, an empty one among them.
+#[test]
+fn recomputation_and_experts() {
+    let Some(device) = gpu() else { return };
+    let gradients = |recompute: bool| {
+        let session = Session::new(3);
+        let place = session.place(DType::BF16, &device).child("layer");
+        let layer = TransformerLayer::new(&place, LayerConfig::gpt(64, 4)).unwrap();
+        session.apply(&"nvfp4".parse::<Preset>().unwrap().into()).unwrap();
+        let x = values(128, 64, 5).reshape((2, 64, 64)).unwrap().to_dtype(DType::BF16).unwrap();
+        let x = x.to_device(&device).unwrap();
+        let y = if recompute { Recompute::new(&place, layer).unwrap().forward(&x) } else { layer.forward(&x) };
+        session.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap().to_dtype(DType::F32).unwrap()).unwrap();
+        let found = session.gradients().unwrap();
+        let numbers = |var: &candle_core::Var| {
+            let gradient = found.get(var).unwrap().to_dtype(DType::F32).unwrap();
+            gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        };
+        session.parameters().iter().map(|(name, var)| (name.clone(), numbers(var))).collect::<Vec<_>>()
+    };
+    assert!(gradients(true) == gradients(false));
+
+    let session = Session::new(3);
+    let place = session.place(DType::BF16, &device).child("experts");
+    let experts = GroupedLinear::new(&place, 3, 64, 32, Bias::With).unwrap();
+    session.apply(&"nvfp4".parse::<Preset>().unwrap().into()).unwrap();
+    let x = values(96, 64, 5).to_dtype(DType::BF16).unwrap().to_device(&device).unwrap();
+    let y = experts.routed(&[70, 0, 26]).forward(&x).unwrap();
+    session.backward(&y.sqr().unwrap().mean_all().unwrap().to_dtype(DType::F32).unwrap()).unwrap();
+    assert_eq!(y.dims(), [96, 32]);
 }

@@ -106,7 +106,7 @@ pub struct Args {
     #[arg(long)]
     json: bool,
     /// Do not train: sum up what other calls wrote with --json. Files, or folders of them; may be repeated.
-    #[arg(long, value_name = "PATH", action = ArgAction::Append, conflicts_with_all = ["recipes", "checkpoint", "text"])]
+    #[arg(long, value_name = "PATH", action = ArgAction::Append, conflicts_with_all = ["recipes", "ablations", "seeds", "seeds_up_to", "checkpoint", "text"])]
     merge: Vec<PathBuf>,
     /// Say nothing on the way.
     #[arg(long, short)]
@@ -126,12 +126,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             train(args, &recipes, threads)?
         }
     };
-    if let Some(path) = &args.report {
-        report::write(path, &results)?;
-    }
     let mut out = stdout().lock();
     until_closed(if args.json { results.write_json(&mut out) } else { results.write_table(&mut out) })?;
     drop(out);
+    if let Some(path) = &args.report {
+        report::write(path, &results)?;
+    }
     let failed: Vec<&RunResult> = results.runs.iter().filter(|run| run.error.is_some()).collect();
     for RunResult { recipe, seed, error, .. } in &failed {
         eprintln!("error: {recipe}, seed {seed}: {}", error.as_deref().unwrap_or_default());
@@ -147,9 +147,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                     folder.display()
                 )
             }
-            None => eprintln!(
+            None if args.merge.is_empty() => eprintln!(
                 "{unfinished} of {expected} runs stopped, and are lost: --checkpoint FOLDER would have kept them"
             ),
+            None => eprintln!("{unfinished} of {expected} runs were stopped before their last step"),
         }
     }
     Ok(if failed.is_empty() && unfinished == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -209,18 +210,23 @@ fn run_all(jobs: &[Job<'_>], show: &Show, threads: Threads, stop: &AtomicBool) -
 impl Args {
     fn check(&self) -> Result<()> {
         let sizes = [
-            ("--layers", self.layers),
-            ("--width", self.width),
-            ("--heads", self.heads),
-            ("--context", self.context),
-            ("--batch", self.batch),
-            ("--steps", self.steps as usize),
-            ("--eval-every", self.eval_every.unwrap_or(1) as usize),
-            ("--checkpoint-every", self.checkpoint_every as usize),
-            ("--threads", self.threads.unwrap_or(1)),
+            ("--layers", self.layers as u64, 1 << 10),
+            ("--width", self.width as u64, 1 << 16),
+            ("--heads", self.heads as u64, 1 << 16),
+            ("--context", self.context as u64, 1 << 20),
+            ("--batch", self.batch as u64, 1 << 20),
+            ("--steps", self.steps, 1 << 40),
+            ("--seeds", self.seeds_up_to.unwrap_or(1), 1000),
+            ("--eval-every", self.eval_every.unwrap_or(1), u64::MAX),
+            ("--checkpoint-every", self.checkpoint_every, u64::MAX),
+            ("--threads", self.threads.unwrap_or(1) as u64, 1 << 16),
         ];
-        for (name, size) in sizes {
+        for (name, size, most) in sizes {
             ensure!(size > 0, "{name}: expected at least 1, got 0");
+            ensure!(size <= most, "{name}: expected at most {most}, got {size}");
+        }
+        if let Some(path) = &self.report {
+            report::check(path)?;
         }
         ensure!(
             self.width.is_multiple_of(self.heads),

@@ -8,13 +8,20 @@ use std::path::Path;
 pub const BASELINE: &str = "bf16";
 
 /// Name and rule file.
-pub const NAMED: [(&str, &str); 6] = [
+pub const NAMED: [(&str, &str); 10] = [
     (BASELINE, include_str!("../../../../examples/recipes/bf16.toml")),
     ("nvfp4-no-hadamard", include_str!("../../../../examples/recipes/nvfp4-no-hadamard.toml")),
     ("nvfp4-no-stochastic", include_str!("../../../../examples/recipes/nvfp4-no-stochastic.toml")),
     ("nvfp4-1d-weights", include_str!("../../../../examples/recipes/nvfp4-1d-weights.toml")),
     ("nvfp4-4over6-weights", include_str!("../../../../examples/recipes/nvfp4-4over6-weights.toml")),
     ("nvfp4-4over6-activations", include_str!("../../../../examples/recipes/nvfp4-4over6-activations.toml")),
+    ("nvfp4-4over6-forward", include_str!("../../../../examples/recipes/nvfp4-4over6-forward.toml")),
+    (
+        "nvfp4-no-hadamard-4over6-activations",
+        include_str!("../../../../examples/recipes/nvfp4-no-hadamard-4over6-activations.toml"),
+    ),
+    ("nvfp4-forward-only", include_str!("../../../../examples/recipes/nvfp4-forward-only.toml")),
+    ("nvfp4-backward-only", include_str!("../../../../examples/recipes/nvfp4-backward-only.toml")),
 ];
 
 /// All that `--ablations` runs.

@@ -121,16 +121,20 @@ impl Training {
     }
 
     /// Takes up what an earlier process left.
-    fn begin(&mut self, job: &Job<'_>) -> Result<()> {
+    fn begin(&mut self, job: &Job<'_>, show: &Show) -> Result<()> {
         let Some(Kept { folder, begin, .. }) = &job.checkpoint else { return Ok(()) };
-        match (begin, folder.exists()) {
+        match (begin, Session::is_saved(folder)?) {
             (Begin::Anew, true) => {
                 bail!(
                     "{}: there is a checkpoint already; go on from it with --resume, or name another folder",
                     folder.display()
                 )
             }
-            (Begin::Anew, false) | (Begin::Resume, false) => Ok(()),
+            (Begin::Anew, false) => Ok(()),
+            (Begin::Resume, false) => {
+                show.say(&format!("{}: no checkpoint, so from step 0", folder.display()));
+                Ok(())
+            }
             (Begin::Resume, true) => {
                 let notes = Session::notes(folder)?;
                 let notes = notes.get("train").map_or("", String::as_str);
@@ -145,7 +149,7 @@ impl Training {
     }
 
     fn train(&mut self, job: &Job<'_>, show: &Show) -> Result<()> {
-        self.begin(job)?;
+        self.begin(job, show)?;
         let line = show.line(&job.recipe.name, job.seed, job.settings.steps, self.session.step());
         let ended = self.go_on(job, &line);
         line.finish();
@@ -200,7 +204,12 @@ impl Training {
                 sum += f64::from(self.model.loss(&batch.tokens, &batch.next)?.to_scalar::<f32>()?);
                 count += 1.0;
             }
-            Ok((sum / count) as f32)
+            let loss = sum / count;
+            if !loss.is_finite() {
+                let (step, first) = (self.session.step(), self.session.fault()?.map(Box::new));
+                return Err(nvfp4_nn::Error::NotFinite { step, loss, first }).context("held-out text");
+            }
+            Ok(loss as f32)
         })
     }
 

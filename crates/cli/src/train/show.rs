@@ -26,6 +26,15 @@ impl Show {
         Show { voice, bars }
     }
 
+    /// Something about a run, above the bars.
+    pub fn say(&self, message: &str) {
+        match &self.bars {
+            Some(bars) => drop(bars.println(message)),
+            None if self.voice == Voice::Normal => eprintln!("{message}"),
+            None => {}
+        }
+    }
+
     pub fn line(&self, recipe: &str, seed: u64, steps: u64, begun_at: u64) -> Line {
         let name = format!("{recipe}, seed {seed}");
         let style = ProgressStyle::with_template("{prefix:34} {bar:20} {pos}/{len}  {msg}  {eta} left");

@@ -53,9 +53,7 @@ fn encode(text: &[u8], size: usize) -> Result<Vec<u32>> {
             .filter(|&(_, count)| count > 1)
             .max_by_key(|&((a, b), n)| (n, u32::MAX - a, u32::MAX - b));
         let Some((pair, _)) = best else {
-            anyhow::bail!(
-                "--vocab {size}: the text has only {new} different pairs; take a smaller number or a longer text"
-            );
+            anyhow::bail!("--vocab {size}: the text makes only {new} tokens; take a smaller number or a longer text");
         };
         words.iter_mut().for_each(|(word, _)| merge(word, pair, new as u32));
     }

@@ -29,10 +29,12 @@ impl Session {
         Ok(all)
     }
 
-    /// Forgets the gradients of the step: a step that is left out.
+    /// Forgets the gradients of the step, and what delayed scaling has seen in it: a step that is left out.
     pub fn drop_gradients(&self) -> Result<()> {
         let mut state = self.state();
         state.gradients.clear();
+        state.weights.values_mut().for_each(|weight| weight.forget_note());
+        state.states.iter_mut().for_each(|states| states.forget());
         state.look_anew()
     }
 

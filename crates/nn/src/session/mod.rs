@@ -65,7 +65,7 @@ pub(crate) struct State {
     pub stored: BTreeMap<Site, Parameter>,
     model: Model,
     scales: Option<Arc<Scales>>,
-    weights: BTreeMap<Site, Arc<Quantized>>,
+    weights: BTreeMap<Site, weights::Cached>,
     /// Codes on their way from one module to another.
     handed: BTreeMap<Site, Quantized>,
     phase: Phase,
@@ -84,7 +84,7 @@ enum Phase {
     Train,
     /// None follows: nothing is kept, delayed scaling takes no notice, and random numbers are not used up.
     Evaluate(Generator),
-    /// It happened before: the random numbers of then, and delayed scaling takes no notice.
+    /// It happened before: the random numbers of then.
     Again(Generator),
 }
 
@@ -136,6 +136,7 @@ impl Session {
     pub fn apply_plan(&self, plan: Plan) -> Result<()> {
         let mut state = self.state();
         check_model(&state.model, &plan)?;
+        let before = (state.plan.clone(), state.states.clone(), state.scales.clone(), state.weights.clone());
         match (state.plan.clone(), state.states.as_mut()) {
             (Some(before), Some(states)) => {
                 let transition = before.transition(&plan)?;
@@ -148,7 +149,10 @@ impl Session {
         state.scales = state.states.as_ref().map(|states| Arc::new(states.scales()));
         state.plan = Some(Arc::new(plan));
         drop(state);
-        self.store_weights()
+        self.store_weights().inspect_err(|_| {
+            let mut state = self.state();
+            (state.plan, state.states, state.scales, state.weights) = before;
+        })
     }
 
     /// The plan, once there is one.
@@ -193,9 +197,19 @@ impl Session {
         self.store_weights()
     }
 
-    /// Runs `f` without keeping anything for a backward pass: for held-out loss.
-    pub fn evaluate<T, E>(&self, f: impl FnOnce() -> std::result::Result<T, E>) -> std::result::Result<T, E> {
-        self.in_phase(Phase::Evaluate(self.active_generator()), f)
+    /// Runs `f` without keeping anything for a backward pass: for held-out loss. [`Session::fault`] is the evaluation's own inside, and is
+    /// what it was before afterwards.
+    pub fn evaluate<T, E: From<Error>>(
+        &self,
+        f: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        let before = self.fault()?;
+        self.state().look_anew()?;
+        let result = self.in_phase(Phase::Evaluate(self.active_generator()), f);
+        let mut state = self.state();
+        state.look_anew()?;
+        state.fault = before;
+        result
     }
 }
 

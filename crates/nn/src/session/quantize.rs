@@ -8,6 +8,9 @@ use candle_core::Tensor;
 use nvfp4::recipe::{ColumnSource, Consumer, Family, Format, LinearSlot, Plan, QuantSpec, Site, Slot};
 use nvfp4::{Directions, Randomness, Rounding, Side};
 
+/// Amaxes for delayed scaling, and whose they are.
+pub(super) type Seen = Vec<(Side, f32)>;
+
 impl Session {
     /// Quantizes a matrix as the plan says.
     pub(crate) fn quantize(&self, site: &Site, x: &Tensor) -> Result<Quantized> {
@@ -32,9 +35,32 @@ impl Session {
         x: &Tensor,
         directions: Option<Directions>,
     ) -> Result<Quantized> {
+        let (made, seen) = self.quantize_unnoted(plan, site, x, directions)?;
+        self.note(site, &seen)?;
+        Ok(made)
+    }
+
+    /// The same, of which delayed scaling takes no notice yet.
+    pub(super) fn quantize_unnoted(
+        &self,
+        plan: &Plan,
+        site: &Site,
+        x: &Tensor,
+        directions: Option<Directions>,
+    ) -> Result<(Quantized, Seen)> {
         let spec = plan.spec(site).ok_or_else(|| self.unplanned(plan, site))?.clone();
         self.look(&site.path, &site.slot.to_string(), x)?;
         self.quantize_as(site, |side| side, spec, x, directions)
+    }
+
+    /// Lets delayed scaling remember amaxes, unless they are those of an evaluation. A pass that is run again tells nothing new, since
+    /// the amaxes of a step count as one; but it may be the first to read a direction.
+    pub(super) fn note(&self, site: &Site, seen: &Seen) -> Result<()> {
+        let mut state = self.state();
+        let State { phase: Phase::Train | Phase::Again(_), states: Some(states), .. } = &mut *state else {
+            return Ok(());
+        };
+        Ok(seen.iter().try_for_each(|&(side, amax)| states.record(site, side, amax))?)
     }
 
     /// Quantizes a tensor that a module hands on, if the plan says so. Whoever takes the codes finds them; everybody else gets what they
@@ -72,7 +98,9 @@ impl Session {
     fn along_rows(&self, site: &Site, side: Side, format: Format, x: &Tensor) -> Result<Quantized> {
         let spec = QuantSpec::from(format);
         let directions = is_coded(&spec).then_some(Directions::Row);
-        self.quantize_as(site, |_| side, spec, x, directions)
+        let (made, seen) = self.quantize_as(site, |_| side, spec, x, directions)?;
+        self.note(site, &seen)?;
+        Ok(made)
     }
 
     /// Quantizes by a spec; `of` says which direction's delayed scale a direction has.
@@ -83,8 +111,8 @@ impl Session {
         spec: QuantSpec,
         x: &Tensor,
         directions: Option<Directions>,
-    ) -> Result<Quantized> {
-        let Some(directions) = directions else { return Ok(Quantized::plain(spec, x.detach())) };
+    ) -> Result<(Quantized, Seen)> {
+        let Some(directions) = directions else { return Ok((Quantized::plain(spec, x.detach()), Seen::new())) };
         let scales = self.state().scales.clone().ok_or(Error::NoPlan)?;
         let quantizer = spec.quantizer_with(directions, |side| scales.get(site, of(side)))?;
         let randomness = match quantizer.rounding() {
@@ -98,15 +126,9 @@ impl Session {
             }
             other => other,
         })?;
-        let mut state = self.state();
-        if let (Phase::Train, Some(states)) = (state.phase.clone(), state.states.as_mut()) {
-            for (side, amax) in [(Side::Row, observed.row_amax), (Side::Column, observed.col_amax)] {
-                if let Some(amax) = amax {
-                    states.record(site, of(side), amax)?;
-                }
-            }
-        }
-        Ok(Quantized::new(spec, x.detach(), observed.codes))
+        let seen = [(Side::Row, observed.row_amax), (Side::Column, observed.col_amax)];
+        let seen = seen.into_iter().filter_map(|(side, amax)| Some((of(side), amax?))).collect();
+        Ok((Quantized::new(spec, x.detach(), observed.codes), seen))
     }
 
     /// Random numbers for one quantization.

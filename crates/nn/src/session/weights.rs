@@ -1,14 +1,37 @@
 //! Codes of weights: made once per step, and for some always there.
 
-use super::Session;
+use super::quantize::Seen;
+use super::{Phase, Session};
 use crate::operand::Quantized;
 use crate::place::Parameter;
 use crate::{Error, Result};
-use nvfp4::recipe::{Format, Site};
-use nvfp4::{QuantTensor, Side};
+use nvfp4::QuantTensor;
+use nvfp4::recipe::Site;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+
+/// A weight's codes, for a step.
+#[derive(Clone)]
+pub(super) struct Cached {
+    codes: Arc<Quantized>,
+    seen: Seen,
+    /// Whether delayed scaling knows what was seen.
+    noted: Noted,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Noted {
+    No,
+    Yes,
+}
+
+impl Cached {
+    /// A step is left out, and with it what delayed scaling knew.
+    pub fn forget_note(&mut self) {
+        self.noted = Noted::No;
+    }
+}
 
 impl Session {
     /// The codes of all weights that are stored as codes ([`crate::Storage`]), by the names of their masters: [`nvfp4::save`] writes them.
@@ -39,31 +62,39 @@ impl Session {
         }
         for (site, weight, codes) in taken {
             weight.var.set(&codes.decoded()?)?;
-            self.state().weights.insert(site, Arc::new(codes));
+            if let Some(held) = self.state().weights.get_mut(&site) {
+                held.codes = Arc::new(codes);
+            }
         }
         Ok(())
     }
 
     /// Bytes of the weights' codes that are cached for this step.
     pub fn cached_bytes(&self) -> usize {
-        self.state().weights.values().map(|weight| weight.code_bytes()).sum()
+        self.state().weights.values().map(|weight| weight.codes.code_bytes()).sum()
     }
 
-    /// A weight's codes: made once per step.
-    ///
-    /// An evaluation leaves none behind where delayed scaling waits for the weight's amax, of which it takes no notice: the next pass of
-    /// the training makes them, and records it.
+    /// A weight's codes: made once per step. Delayed scaling takes notice when a training pass reads them, whoever had them made.
     pub(crate) fn weight(&self, site: &Site, weight: &Parameter) -> Result<Arc<Quantized>> {
-        if let Some(held) = self.state().weights.get(site) {
-            return Ok(held.clone());
+        let held = self.state().weights.get(site).cloned();
+        let held = match held {
+            Some(held) => held,
+            None => {
+                let plan = self.planned()?;
+                let (codes, seen) =
+                    self.quantize_unnoted(&plan, site, weight.var.as_tensor(), plan.directions(site))?;
+                let made = Cached { codes: Arc::new(codes), seen, noted: Noted::No };
+                self.state().weights.insert(site.clone(), made.clone());
+                made
+            }
+        };
+        if held.noted == Noted::No && !self.is_evaluating() {
+            self.note(site, &held.seen)?;
+            if let Some(held) = self.state().weights.get_mut(site) {
+                held.noted = Noted::Yes;
+            }
         }
-        let plan = self.planned()?;
-        let made = Arc::new(self.quantize_in(&plan, site, weight.var.as_tensor(), plan.directions(site))?);
-        let delayed = |side| matches!(plan.spec(site).map(|spec| spec.format(side)), Some(Format::Delayed(_)));
-        if !(self.is_evaluating() && [Side::Row, Side::Column].into_iter().any(delayed)) {
-            self.state().weights.insert(site.clone(), made.clone());
-        }
-        Ok(made)
+        Ok(held.codes)
     }
 
     /// Makes codes anew, since masters were changed other than by a step.
@@ -75,6 +106,9 @@ impl Session {
     /// Makes the codes that are to be there between steps.
     pub(super) fn store_weights(&self) -> Result<()> {
         let stored = self.state().stored.clone();
-        stored.iter().try_for_each(|(site, weight)| self.weight(site, weight).map(|_| ()))
+        // No pass reads them yet.
+        self.in_phase(Phase::Evaluate(self.active_generator()), || {
+            stored.iter().try_for_each(|(site, weight)| self.weight(site, weight).map(|_| ()))
+        })
     }
 }

@@ -110,7 +110,7 @@ fn delayed_scales_move_between_steps() {
     case.session
         .evaluate(|| {
             case.loss();
-            Result::<(), ()>::Ok(())
+            nvfp4_nn::Result::Ok(())
         })
         .unwrap();
     assert_eq!(*case.session.states().unwrap().get(&Site::new("m", LinearSlot::Input), Side::Row).unwrap(), before);
@@ -125,4 +125,29 @@ fn only_tensors_that_ask_have_state() {
         case.session.next_step().unwrap();
     }
     assert_eq!(case.session.states().unwrap().len(), 1);
+}
+
+/// What delayed scaling saw in a step that is left out does not count; the weight's codes stay, and their amax counts in the step that is made.
+#[test]
+fn a_step_that_is_left_out_moves_no_scale() {
+    use nvfp4::Side;
+    use nvfp4::recipe::{LinearSlot, Site};
+    let [left_out, without] = [true, false].map(|leave_out| {
+        let case = Case::with("linear", &recipe("delayed_scaling"), 3);
+        if leave_out {
+            let good = case.x.var.as_detached_tensor().copy().unwrap();
+            case.x.var.set(&(&good / 0.0).unwrap()).unwrap();
+            let (_, loss) = case.loss();
+            case.session.backward(&loss).unwrap_err();
+            case.session.drop_gradients().unwrap();
+            case.x.var.set(&good).unwrap();
+        }
+        case.run();
+        case.session.next_step().unwrap();
+        let states = case.session.states().unwrap();
+        [LinearSlot::Input, LinearSlot::Weight, LinearSlot::GradOutput]
+            .map(|slot| states.get(&Site::new("m", slot), Side::Row).unwrap().clone())
+    });
+    assert_eq!(left_out, without);
+    assert!(without.iter().all(|state| state.scale() != 1.0));
 }

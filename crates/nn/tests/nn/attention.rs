@@ -173,3 +173,19 @@ fn shared_heads_are_repeated_heads() {
         }
     }
 }
+
+/// A direction that the backward pass alone reads has scales that move too.
+#[test]
+fn delayed_scales_of_columns() {
+    let rules = "[[rule]]\nmodule = \"attention\"\nslot = [\"qkv\", \"s\"]\nspec = \"fp8-delayed(history=4) / fp8-delayed(history=8)\"\n\
+                 [default]\npreset = \"delayed_scaling+attention\"\n";
+    let case = Case::with("attention", &Recipe::from_toml(rules).unwrap(), 3);
+    case.run();
+    case.session.next_step().unwrap();
+    let states = case.session.states().unwrap();
+    for slot in [AttentionSlot::Qkv, AttentionSlot::S] {
+        let of = |side| states.get(&Site::new("m", slot), side).unwrap().clone();
+        assert_eq!((of(Side::Row).history().len(), of(Side::Column).history().len()), (4, 8));
+        assert!(of(Side::Row).scale() != 1.0 && of(Side::Row).scale() == of(Side::Column).scale(), "{slot:?}");
+    }
+}

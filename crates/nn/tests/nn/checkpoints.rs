@@ -166,3 +166,23 @@ fn parameters_alone_go_from_recipe_to_recipe() {
     let message = Run::new("linear", &recipe("nvfp4"), 5).session().load_parameters(&file).unwrap_err().to_string();
     assert!(message.contains("is missing"), "{message}");
 }
+
+/// A process that dies while it replaces a checkpoint leaves the old one beside its place, which is found there, or one too many, which goes.
+#[test]
+fn a_replacement_that_was_interrupted() {
+    let (folder, recipe) = (Folder::new(), recipe("nvfp4"));
+    let old = folder.0.with_file_name(format!("{}.old", folder.0.file_name().unwrap().to_str().unwrap()));
+    let mut run = Run::new("linear", &recipe, 1);
+    assert!(!Session::is_saved(&folder.0).unwrap());
+    run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap();
+    let saved = run.parameters();
+    std::fs::rename(&folder.0, &old).unwrap();
+    run.steps(1);
+    run.case.session.load(&folder.0, &mut run.optimizer).unwrap();
+    assert!(run.parameters() == saved && !old.exists());
+
+    std::fs::create_dir(&old).unwrap();
+    std::fs::write(old.join("training.safetensors"), "older").unwrap();
+    run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap();
+    assert!(Session::is_saved(&folder.0).unwrap() && !old.exists());
+}

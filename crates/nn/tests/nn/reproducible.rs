@@ -37,6 +37,22 @@ fn threads_do_not() {
     }
 }
 
+/// Numbers of an evaluation that are not finite are its own: they end no step.
+#[test]
+fn faults_of_an_evaluation_stay_with_it() {
+    let case = Case::with("linear", &recipe("nvfp4"), 2);
+    let good = case.x.var.as_detached_tensor().copy().unwrap();
+    case.x.var.set(&(&good / 0.0).unwrap()).unwrap();
+    let inside = case.session.evaluate(|| {
+        case.loss();
+        case.session.fault()
+    });
+    assert_eq!(inside.unwrap().unwrap().statistic, "input");
+    assert_eq!(case.session.fault().unwrap(), None);
+    case.x.var.set(&good).unwrap();
+    case.run();
+}
+
 /// Evaluation between steps changes nothing, with stochastic forward passes too.
 #[test]
 fn evaluation_leaves_no_trace() {
@@ -45,7 +61,7 @@ fn evaluation_leaves_no_trace() {
         let case = Case::with("gpt layer", &recipe, 2);
         let steps = (0..2).map(|_| {
             if evaluate {
-                let y = case.session.evaluate(|| Result::<_, ()>::Ok(case.loss().0)).unwrap();
+                let y = case.session.evaluate(|| nvfp4_nn::Result::Ok(case.loss().0)).unwrap();
                 assert!(values(&y).iter().all(|y| y.is_finite()));
                 assert_eq!(case.session.kept_bytes(), 0);
             }

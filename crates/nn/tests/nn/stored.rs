@@ -87,3 +87,26 @@ fn codes_in_a_file() {
     );
     std::fs::remove_file(&file).unwrap();
 }
+
+/// Codes that are there between steps do not stand in the way of another recipe: delayed scaling hears of a weight when a pass reads it.
+#[test]
+fn another_recipe_between_steps() {
+    let case = layer(Storage::MastersAndCodes, 3, "delayed_scaling");
+    case.session.apply(&recipe("nvfp4")).unwrap();
+    case.session.apply(&recipe("delayed_scaling")).unwrap();
+    case.run();
+    assert!(case.session.apply(&recipe("nvfp4")).unwrap_err().to_string().contains("an amax was recorded"));
+    case.session.next_step().unwrap();
+    case.session.apply(&recipe("nvfp4")).unwrap();
+}
+
+/// A recipe whose codes cannot be made of stored weights is refused, and the one before stays.
+#[test]
+fn a_recipe_that_does_not_fit_stored_weights() {
+    let session = Session::new(3);
+    let place = session.place(DType::F64, &Device::Cpu).with_storage(Storage::MastersAndCodes);
+    Linear::new(&place.child("m"), 32, 32, Bias::With).unwrap();
+    session.apply(&recipe("high_precision")).unwrap();
+    assert!(session.apply(&recipe("nvfp4")).unwrap_err().to_string().contains("F64"));
+    assert_eq!(session.plan().unwrap().recipe(), "high_precision");
+}

@@ -236,6 +236,11 @@ impl States {
         Ok(())
     }
 
+    /// Forgets the amaxes of the step under way: a step that is left out.
+    pub fn forget(&mut self) {
+        self.states.values_mut().for_each(|state| state.history[0] = 0.0);
+    }
+
     /// Ends a pass: workers agree on the amaxes, histories roll, scales move on. On an error nothing is changed.
     pub fn update(&mut self, pass: Pass, workers: &dyn Collective) -> Result<()> {
         let mut groups: BTreeMap<Group, Vec<Key>> = BTreeMap::new();
