@@ -28,6 +28,7 @@ fn main() -> nvfp4::Result<()> {
     let path = std::env::temp_dir().join("nvfp4-example-01.safetensors");
     save(&path, [("x", &q)])?;
     assert_eq!(load(&path)?["x"], q);
+    std::fs::remove_file(&path).ok();
     println!("saved and loaded without a changed byte");
     Ok(())
 }

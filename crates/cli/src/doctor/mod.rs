@@ -77,7 +77,8 @@ fn gpus() -> Section {
 
 #[cfg(not(feature = "cuda"))]
 fn gpus() -> Section {
-    let problem = "not in this build: build it with `cargo build --release --features cuda`";
+    let problem = "not in this build: build it with the feature `cuda` (cargo build --release --features cuda; \
+                   for Python see docs/python.md)";
     Section {
         lines: vec![("cuda".to_string(), problem.to_string())],
         json: json!({ "built": false, "problems": [problem] }),
