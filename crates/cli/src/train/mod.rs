@@ -106,7 +106,8 @@ pub struct Args {
     #[arg(long)]
     json: bool,
     /// Do not train: sum up what other calls wrote with --json. Files, or folders of them; may be repeated.
-    #[arg(long, value_name = "PATH", action = ArgAction::Append, conflicts_with_all = ["recipes", "ablations", "seeds", "seeds_up_to", "checkpoint", "text"])]
+    #[arg(long, value_name = "PATH", action = ArgAction::Append,
+          conflicts_with_all = ["recipes", "ablations", "seeds", "seeds_up_to", "checkpoint", "text"])]
     merge: Vec<PathBuf>,
     /// Say nothing on the way.
     #[arg(long, short)]

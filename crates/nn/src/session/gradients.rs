@@ -35,7 +35,8 @@ impl Session {
         state.gradients.clear();
         state.weights.values_mut().for_each(|weight| weight.forget_note());
         state.states.iter_mut().for_each(|states| states.forget());
-        state.look_anew()
+        drop(state);
+        self.begin_looking(None)
     }
 
     /// Adds the gradients of parameters that candle's own graph found to those of the step.

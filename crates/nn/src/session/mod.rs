@@ -206,9 +206,7 @@ impl Session {
         let before = self.fault()?;
         self.state().look_anew()?;
         let result = self.in_phase(Phase::Evaluate(self.active_generator()), f);
-        let mut state = self.state();
-        state.look_anew()?;
-        state.fault = before;
+        self.begin_looking(before)?;
         result
     }
 }

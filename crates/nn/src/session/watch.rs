@@ -53,6 +53,18 @@ impl Session {
         Ok(state.fault.clone())
     }
 
+    /// Looks anew, with a fault that is known already. What was cached of weights beside another fault goes: it may be a weight's, which is
+    /// looked at when its codes are made.
+    pub(super) fn begin_looking(&self, known: Option<Fault>) -> Result<()> {
+        let mut state = self.state();
+        state.settle()?;
+        let doubtful = state.fault.is_some() && state.fault != known;
+        state.look_anew()?;
+        state.fault = known;
+        drop(state);
+        if doubtful { self.forget_weights() } else { Ok(()) }
+    }
+
     /// Notes the first tensor that is not finite.
     pub(crate) fn look(&self, module: &ModulePath, statistic: &str, x: &Tensor) -> Result<()> {
         let mut state = self.state();

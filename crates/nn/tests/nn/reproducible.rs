@@ -51,6 +51,17 @@ fn faults_of_an_evaluation_stay_with_it() {
     assert_eq!(case.session.fault().unwrap(), None);
     case.x.var.set(&good).unwrap();
     case.run();
+    case.session.next_step().unwrap();
+    // A weight's is still there when the step reads it.
+    let weight = case.session.parameters()["m.weight"].clone();
+    weight.set(&(weight.as_detached_tensor() / 0.0).unwrap()).unwrap();
+    case.session.evaluate(|| nvfp4_nn::Result::Ok(case.loss())).unwrap();
+    for _ in 0..2 {
+        let (_, loss) = case.loss();
+        case.session.backward(&loss).unwrap_err();
+        assert_eq!(case.session.fault().unwrap().unwrap().statistic, "weight");
+        case.session.drop_gradients().unwrap();
+    }
 }
 
 /// Evaluation between steps changes nothing, with stochastic forward passes too.
