@@ -3,6 +3,7 @@
 use crate::device::Device;
 use crate::interrupt::interrupts;
 use crate::progress::{Progress, Voice};
+use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::writing::Writing;
 use crate::{plan, report, sizes, until_closed, verify};
@@ -227,11 +228,6 @@ fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'
         writeln!(out, "         {} share one tensor scale", kinds.join(", "))?;
     }
     Ok(out.flush()?)
-}
-
-/// So many of something: `1 weight`, `2 weights`.
-pub fn counted(n: usize, word: &str) -> String {
-    if n == 1 { format!("1 {word}") } else { format!("{n} {word}s") }
 }
 
 fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) -> Result<()> {

@@ -1,8 +1,8 @@
 //! `nvfp4 dequant`: a quantized checkpoint back to BF16, F16 or F32.
 
-use crate::convert::counted;
 use crate::interrupt::interrupts;
 use crate::progress::Progress;
+use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::writing::Writing;
 use crate::{sizes, until_closed};
@@ -87,7 +87,6 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<()> 
             measure.zeroed
         )?;
     }
-    let (count, target) = (summary.decoded.len(), args.target.display());
-    let weights = counted(count, "weight");
+    let (weights, target) = (counted(summary.decoded.len(), "weight"), args.target.display());
     Ok(writeln!(out, "result   {target}: {before} -> {after}, {weights} decoded to {name}")?)
 }

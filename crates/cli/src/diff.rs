@@ -1,6 +1,6 @@
 //! `nvfp4 diff`: the error of one checkpoint against another, or whether their bytes are the same.
 
-use crate::convert::counted;
+use crate::sizes::counted;
 use crate::source::From;
 use crate::until_closed;
 use anyhow::{Result, ensure};

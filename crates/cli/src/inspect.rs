@@ -1,7 +1,7 @@
 //! `nvfp4 inspect`: whose checkpoint this is, what its bytes look like, and what is odd about it.
 
-use crate::convert::counted;
 use crate::inspect_rows::{self, Row};
+use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::{inspect_gguf, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
@@ -83,7 +83,7 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
     for (weight, statistics) in model.weights.iter().zip(nvfp4::checkpoint::statistics(model, threads)?) {
         let mut own = Vec::new();
         if let Stored::Nvfp4(parts) = &weight.stored {
-            own = (0..weight.matrices()).map(|m| parts.global(m)).collect::<nvfp4::Result<Vec<f32>>>()?;
+            own = parts.globals(weight)?;
             inputs += usize::from(parts.input.is_some());
         }
         statistics.iter().for_each(|s| total.add(s));

@@ -1,8 +1,8 @@
 //! `nvfp4 inspect` of a GGUF file.
 
-use crate::convert::counted;
 use crate::inspect::{Args, print_statistics, scale_bytes};
 use crate::inspect_rows::{self, Row};
+use crate::sizes::counted;
 use crate::{sizes, verify};
 use anyhow::{Context, Result, ensure};
 use nvfp4::checkpoint::Statistics;

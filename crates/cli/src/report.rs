@@ -1,8 +1,8 @@
 //! `convert --report`: one page that says what a conversion did to the weights.
 
-use crate::convert::counted;
 use crate::page::{self, Chart, Line, Marks, Point, escape};
 use crate::sizes;
+use crate::sizes::counted;
 use anyhow::{Context, Result};
 use nvfp4::checkpoint::{Action, Finished, Measure, Plan, Statistics, Summary};
 use nvfp4_spec::e2m1;

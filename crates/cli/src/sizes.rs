@@ -1,4 +1,4 @@
-//! Sizes as people write them.
+//! Sizes and counts as people write them.
 
 /// `5GB`, `512MiB` or a plain number of bytes.
 pub fn parse(text: &str) -> Result<u64, String> {
@@ -30,6 +30,11 @@ pub fn show(bytes: u64) -> String {
         ..99.95 => format!("{value:.1} {unit}"),
         _ => format!("{value:.0} {unit}"),
     }
+}
+
+/// So many of something: `1 weight`, `2 weights`.
+pub fn counted(n: usize, word: &str) -> String {
+    if n == 1 { format!("1 {word}") } else { format!("{n} {word}s") }
 }
 
 #[cfg(test)]

@@ -50,7 +50,7 @@ impl Session {
         let notes = notes.iter().map(|(key, value)| (format!("note.{key}"), value.clone()));
         let metadata: HashMap<String, String> = own.chain(notes).collect();
 
-        Session::is_saved(folder)?;
+        put_back(folder)?;
         let partial = beside(folder, "partial");
         let io = |source: std::io::Error| Error::Checkpoint { path: partial.clone(), reason: source.to_string() };
         if partial.exists() {
@@ -75,18 +75,13 @@ impl Session {
 
     /// Whether a folder has a checkpoint. One whose replacement was interrupted is put back in its place.
     pub fn is_saved(folder: &Path) -> Result<bool> {
-        let old = beside(folder, "old");
-        if old.exists() {
-            // Whoever was to replace it either had not yet, or had and did not come to removing it.
-            let mended = if folder.exists() { std::fs::remove_dir_all(&old) } else { std::fs::rename(&old, folder) };
-            mended.map_err(|error| Error::Checkpoint { path: old, reason: error.to_string() })?;
-        }
+        put_back(folder)?;
         Ok(folder.exists())
     }
 
     /// Goes on from a checkpoint: same modules, same recipe, applied before. All is checked before anything is changed. Gives the notes.
     pub fn load(&self, folder: &Path, optimizer: &mut AdamW) -> Result<BTreeMap<String, String>> {
-        Session::is_saved(folder)?;
+        put_back(folder)?;
         let path = folder.join("training.safetensors");
         let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
         let plan = self.plan().ok_or(Error::NoPlan)?;
@@ -126,7 +121,7 @@ impl Session {
 
     /// The notes of a checkpoint, whatever its modules and its recipe are: a caller may keep there what it makes them from.
     pub fn notes(folder: &Path) -> Result<BTreeMap<String, String>> {
-        Session::is_saved(folder)?;
+        put_back(folder)?;
         let (_, metadata) = read(&folder.join("training.safetensors"))?;
         Ok(notes(&metadata))
     }
@@ -203,6 +198,16 @@ fn read(path: &Path) -> Result<(Vec<u8>, HashMap<String, String>)> {
 fn notes(metadata: &HashMap<String, String>) -> BTreeMap<String, String> {
     let notes = metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix("note.")?, value)));
     notes.map(|(key, value)| (key.to_string(), value.clone())).collect()
+}
+
+/// Mends what a process that died in [`Session::save`] left: a checkpoint beside its place, or one that was replaced already.
+fn put_back(folder: &Path) -> Result<()> {
+    let old = beside(folder, "old");
+    if !old.exists() {
+        return Ok(());
+    }
+    let mended = if folder.exists() { std::fs::remove_dir_all(&old) } else { std::fs::rename(&old, folder) };
+    mended.map_err(|error| Error::Checkpoint { path: old, reason: error.to_string() })
 }
 
 /// A folder of the same name with an ending.

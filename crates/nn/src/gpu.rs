@@ -70,19 +70,21 @@ impl Home {
         shared::read(elements, &self.stream, |elements| work(elements.range(start..start + count)))
     }
 
-    /// The same as a matrix of any of the three types.
-    fn matrix<R>(&self, x: &Tensor, work: impl FnOnce(&Input<'_>) -> Result<R>) -> Result<R> {
+    /// The same of any tensor of one of the three types.
+    fn values<R>(&self, x: &Tensor, work: impl FnOnce(Values<'_>) -> Result<R>) -> Result<R> {
         let x = x.contiguous()?;
-        let size = x.dims2()?;
-        fn input<'a>(values: Values<'a>, (rows, cols): (usize, usize)) -> nvfp4::Result<Input<'a>> {
-            Ok(Input::new(values, rows, cols)?)
-        }
         match x.dtype() {
-            DType::F32 => self.read::<f32, R>(&x, |slice| work(&input(Values::F32(slice), size)?)),
-            DType::BF16 => self.read::<bf16, R>(&x, |slice| work(&input(Values::Bf16(slice), size)?)),
-            DType::F16 => self.read::<f16, R>(&x, |slice| work(&input(Values::F16(slice), size)?)),
+            DType::F32 => self.read::<f32, R>(&x, |slice| work(Values::F32(slice))),
+            DType::BF16 => self.read::<bf16, R>(&x, |slice| work(Values::Bf16(slice))),
+            DType::F16 => self.read::<f16, R>(&x, |slice| work(Values::F16(slice))),
             other => Err(crate::values::no_codes_of(other)),
         }
+    }
+
+    /// The same as a matrix.
+    fn matrix<R>(&self, x: &Tensor, work: impl FnOnce(&Input<'_>) -> Result<R>) -> Result<R> {
+        let (rows, cols) = x.dims2()?;
+        self.values(x, |values| work(&Input::new(values, rows, cols).map_err(nvfp4::Error::from)?))
     }
 }
 
@@ -113,16 +115,9 @@ impl<T> Looks<T> {
 
     /// Queues a look at a tensor of one of the three types.
     pub fn add(&mut self, x: &Tensor, about: T) -> Result<()> {
-        let (x, at, gpu) = (x.contiguous()?, self.about.len(), &self.home.gpu);
+        let (at, stream) = (self.about.len(), self.home.gpu.stream());
         let found = self.found.slice_mut().range(at..at + 1);
-        let look =
-            |values: Values<'_>| Ok(finite::first_not_finite(gpu.stream(), values, found).map_err(nvfp4::Error::from)?);
-        match x.dtype() {
-            DType::F32 => self.home.read::<f32, ()>(&x, |x| look(Values::F32(x))),
-            DType::BF16 => self.home.read::<bf16, ()>(&x, |x| look(Values::Bf16(x))),
-            DType::F16 => self.home.read::<f16, ()>(&x, |x| look(Values::F16(x))),
-            other => Err(crate::values::no_codes_of(other)),
-        }?;
+        self.home.values(x, |x| Ok(finite::first_not_finite(stream, x, found).map_err(nvfp4::Error::from)?))?;
         self.about.push(about);
         Ok(())
     }
@@ -133,8 +128,10 @@ impl<T> Looks<T> {
         let found = self.home.gpu.stream().to_host::<u64>(found).map_err(nvfp4::Error::from)?;
         let about = std::mem::take(&mut self.about);
         self.forget()?;
-        let mut first = about.into_iter().zip(found).filter_map(|(about, found)| Some((about, finite::decode(found)?)));
-        Ok(first.next().map(|(about, (index, value))| (about, index, value)))
+        Ok(about.into_iter().zip(found).find_map(|(about, found)| {
+            let (index, value) = finite::decode(found)?;
+            Some((about, index, value))
+        }))
     }
 
     pub fn forget(&mut self) -> Result<()> {

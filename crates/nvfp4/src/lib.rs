@@ -60,7 +60,7 @@ pub use nvfp4_spec::{Bound, Edge, Element, ErrorPath, GlobalScale, Metric, Preci
 pub use quantizer::{Directions, Finite, Options, Quantizer, QuantizerBuilder, Rounding, Transform};
 pub use storage::{from_bytes, load, save, to_bytes};
 pub use tensor::{QuantTensor, Side, Update};
-pub use tensor_ref::TensorRef;
+pub use tensor_ref::{TensorRef, index_of};
 
 /// Runs the examples of the README, and compiles the one that needs a GPU.
 #[cfg(doctest)]

@@ -175,7 +175,7 @@ impl<'a> TensorRef<'a> {
 }
 
 /// The index of the `i`-th element in row-major order.
-fn index_of(shape: &[usize], mut i: usize) -> Vec<usize> {
+pub fn index_of(shape: &[usize], mut i: usize) -> Vec<usize> {
     let mut index = vec![0; shape.len()];
     for (d, &size) in shape.iter().enumerate().rev() {
         (index[d], i) = (i % size, i / size);

@@ -91,11 +91,7 @@ impl State {
             && let Some((Look { module, statistic, shape }, at, value)) = looks.settle()?
             && self.fault.is_none()
         {
-            let mut index = vec![0; shape.len()];
-            let mut rest = at;
-            for (index, size) in index.iter_mut().zip(&shape).rev() {
-                (*index, rest) = (rest % size, rest / size);
-            }
+            let index = nvfp4::index_of(&shape, at);
             self.fault = Some(Fault { step: self.step, module: module.to_string(), statistic, index, value });
         }
         Ok(())
