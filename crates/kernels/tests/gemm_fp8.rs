@@ -270,13 +270,12 @@ mod gpu {
         let Some(stream) = stream() else { return };
         let (m, n, k) = (130, 70, 300);
         let (left, right) = (operands(m, k, 1), operands(n, k, 2));
-        let mut workspace = on_gpu::Workspace::new();
         for (a, b) in left.iter().zip(right.iter().rev()).chain(left.iter().zip(&right)) {
             let (a_there, b_there) = (Copied::new(&stream, a), Copied::new(&stream, b));
             let mut out = stream.to_device(&vec![77f32; m * n]).unwrap();
             let product = on_gpu::Product::default();
             let (left, right) = (a_there.view(), b_there.view());
-            on_gpu::gemm(&stream, left, right, &product, out.slice_mut(), &mut workspace).unwrap();
+            on_gpu::gemm(&stream, left, right, &product, out.slice_mut(), &nvfp4_kernels::cuda::Pool).unwrap();
             let out = stream.to_host(out.slice()).unwrap();
             bounded::check(&(&a.view()).into(), &(&b.view()).into(), &Product::default(), &out, "device memory");
         }

@@ -5,11 +5,9 @@ mod bounded;
 mod tools;
 
 use half::{bf16, f16};
-use nvfp4_kernels::cuda::{Buffer, Device, Input, Plain, Stream, Values};
+use nvfp4_kernels::cuda::{Buffer, Device, Input, Plain, Pool, Stream, Values};
 use nvfp4_kernels::dequantize::cuda::View;
-use nvfp4_kernels::gemm::cuda::{
-    Member, Operand, PreparedWeight, Product, Weights, Workspace, describe, gemm, grouped,
-};
+use nvfp4_kernels::gemm::cuda::{Member, Operand, PreparedWeight, Product, Weights, describe, gemm, grouped};
 use nvfp4_kernels::quantize::Layout;
 use nvfp4_kernels::swizzle;
 use nvfp4_kernels::{Implementation, cuda};
@@ -123,7 +121,7 @@ fn run<'a, T: Element + Plain>(
 ) -> Vec<T> {
     let (a, b) = (a.into(), b.into());
     let mut out = stream.to_device(&vec![T::from_f32(77.0); a.rows() * b.rows()]).unwrap();
-    gemm(stream, a, b, product, out.slice_mut(), &mut Workspace::new()).unwrap();
+    gemm(stream, a, b, product, out.slice_mut(), &Pool).unwrap();
     let mut host = vec![T::default(); out.len()];
     stream.download(out.slice(), &mut host).unwrap();
     host
@@ -157,7 +155,7 @@ fn every_shape_of_kernel_with_every_kind_of_tokens() {
         let (a, b) = (quantized(m, k, 1, per(GlobalScale::PerTensor)), quantized(n, k, 2, per(GlobalScale::PerTensor)));
         let (brain, half): (Vec<bf16>, Vec<f16>) = (values(m, k, 3), values(m, k, 3));
         let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Linear), Copied::new(&stream, &b, Layout::Linear));
-        let prepared = PreparedWeight::new(&stream, &b_there.view()).unwrap();
+        let prepared = PreparedWeight::new(&stream, &b_there.view(), &Pool).unwrap();
         kernels.insert(describe(stream.device(), a_there.view(), &prepared).unwrap());
         let (brain_there, half_there) = (stream.to_device(&brain).unwrap(), stream.to_device(&half).unwrap());
         let brain_there = Input::new(Values::Bf16(brain_there.slice()), m, k).unwrap();
@@ -314,7 +312,7 @@ fn outputs_that_lie_anywhere() {
     let expected = run::<bf16>(&stream, a_there.view(), b_there.view(), &Product::default());
     let mut out = stream.to_device(&vec![bf16::from_f32(77.0); 662]).unwrap();
     let place = out.slice_mut().range(1..661);
-    gemm(&stream, a_there.view(), b_there.view(), &Product::default(), place, &mut Workspace::new()).unwrap();
+    gemm(&stream, a_there.view(), b_there.view(), &Product::default(), place, &Pool).unwrap();
     let got = stream.to_host(out.slice()).unwrap();
     assert_eq!([got[0], got[661]], [bf16::from_f32(77.0); 2]);
     assert!(same(&got[1..661], &expected));
@@ -345,7 +343,7 @@ fn groups_of_any_size_and_none() {
             out: out.slice_mut(),
         })
         .collect();
-    grouped(&stream, &mut members, &mut Workspace::new()).unwrap();
+    grouped(&stream, &mut members, &Pool).unwrap();
     drop(members);
     for ((a, b), out) in operands.iter().zip(&outs) {
         let out = stream.to_host(out.slice()).unwrap();
@@ -368,13 +366,13 @@ fn what_prepared_weights_cannot_be_multiplied_by_is_refused() {
     let Some(stream) = stream() else { return };
     let b = quantized(9, 32, 2, per(GlobalScale::PerTensor));
     let b_there = Copied::new(&stream, &b, Layout::Linear);
-    let prepared = PreparedWeight::new(&stream, &b_there.view()).unwrap();
+    let prepared = PreparedWeight::new(&stream, &b_there.view(), &Pool).unwrap();
     let x = stream.to_device(&values::<f32>(4, 32, 1)).unwrap();
     let x = Input::new(Values::F32(x.slice()), 4, 32).unwrap();
     let mut out = stream.device().alloc::<f32>(36).unwrap();
     let mut attempt = |x: Input<'_>, len: usize| {
         let out = out.slice_mut().range(0..len);
-        gemm(&stream, x, &prepared, &Product::default(), out, &mut Workspace::new()).unwrap_err().to_string()
+        gemm(&stream, x, &prepared, &Product::default(), out, &Pool).unwrap_err().to_string()
     };
     assert!(attempt(x, 36).starts_with("prepared weights: expected NVFP4, bf16 or f16"), "{}", attempt(x, 36));
     assert_eq!(attempt(x, 35), "output: expected length 36, got 35");
@@ -390,16 +388,15 @@ fn products_in_a_graph_wait_for_each_other() {
     let (m, n) = (8, 512);
     let b = quantized(n, n, 2, per(GlobalScale::PerTensor));
     let b_there = Copied::new(&stream, &b, Layout::Linear);
-    let prepared = PreparedWeight::new(&stream, &b_there.view()).unwrap();
+    let prepared = PreparedWeight::new(&stream, &b_there.view(), &Pool).unwrap();
     let x: Vec<bf16> = values(m, n, 3);
     let mut buffers: Vec<Buffer<bf16>> = (0..20).map(|_| stream.to_device(&vec![bf16::ZERO; m * n]).unwrap()).collect();
     stream.upload(&x, buffers[0].slice_mut()).unwrap();
-    let mut workspace = Workspace::new();
     let mut chain = |stream: &Stream| -> nvfp4_kernels::Result<()> {
         for i in 1..buffers.len() {
             let (before, after) = buffers.split_at_mut(i);
             let input = Input::new(Values::Bf16(before[i - 1].slice()), m, n).unwrap();
-            gemm(stream, input, &prepared, &Product::default(), after[0].slice_mut(), &mut workspace)?;
+            gemm(stream, input, &prepared, &Product::default(), after[0].slice_mut(), &Pool)?;
         }
         Ok(())
     };
@@ -418,5 +415,81 @@ fn products_in_a_graph_wait_for_each_other() {
         unsafe { graph.launch(&stream) }.unwrap();
         let got: Vec<Vec<bf16>> = buffers.iter().map(|buffer| stream.to_host(buffer.slice()).unwrap()).collect();
         assert!(got.iter().zip(&expected).all(|(a, b)| same(a, b)), "round {round}");
+    }
+}
+
+/// A product whose operands are both quantized, so that it needs scratch: the same operands and the same result each time.
+struct Repeated {
+    a: Copied<'static>,
+    b: Copied<'static>,
+    expected: Vec<f32>,
+}
+
+impl Repeated {
+    fn new(stream: &Stream, (m, n, k): (usize, usize, usize), seed: u32) -> Self {
+        // What is copied borrows from it.
+        let matrix = |rows, seed| &*Box::leak(Box::new(quantized(rows, k, seed, per(GlobalScale::PerTensor))));
+        let there = |rows, seed| Copied::new(stream, matrix(rows, seed), Layout::Linear);
+        let (a, b) = (there(m, seed), there(n, seed + 1));
+        let expected = run::<f32>(stream, a.view(), b.view(), &Product::default());
+        Repeated { a, b, expected }
+    }
+
+    fn queue(&self, stream: &Stream, out: &mut Buffer<f32>) -> nvfp4_kernels::Result<()> {
+        gemm(stream, self.a.view(), self.b.view(), &Product::default(), out.slice_mut(), &Pool)
+    }
+
+    fn check(&self, stream: &Stream, out: &Buffer<f32>, what: &str) {
+        assert!(same(&stream.to_host(out.slice()).unwrap(), &self.expected), "{what}");
+    }
+}
+
+/// Scratch belongs to a call, so threads and streams do not meet in it.
+#[test]
+fn products_on_several_streams_and_threads_at_once() {
+    let Some(first) = stream() else { return };
+    let device = first.device();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            scope.spawn(move || {
+                let streams = [Stream::new(device).unwrap(), Stream::new(device).unwrap()];
+                let sizes = [(512, 384, 1024), (96, 640, 512 * (thread + 1))];
+                let products: Vec<_> =
+                    streams.iter().zip(sizes).map(|(s, size)| Repeated::new(s, size, 10 * thread as u32)).collect();
+                for round in 0..50 {
+                    let outs = products.iter().zip(&streams).map(|(product, stream)| {
+                        let mut out = device.alloc(product.expected.len()).unwrap();
+                        product.queue(stream, &mut out).unwrap();
+                        out
+                    });
+                    let outs: Vec<_> = outs.collect();
+                    for ((product, stream), out) in products.iter().zip(&streams).zip(&outs) {
+                        product.check(stream, out, &format!("thread {thread}, round {round}"));
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// A graph has memory of its own: larger work after the capture, on the same stream and beside it, does not touch what replays use.
+#[test]
+fn a_captured_product_replays_after_larger_work() {
+    let Some(stream) = stream() else { return };
+    let other = Stream::new(stream.device()).unwrap();
+    let small = Repeated::new(&stream, (128, 256, 512), 1);
+    let mut out = stream.device().alloc(small.expected.len()).unwrap();
+    let graph = stream.capture(|stream| small.queue(stream, &mut out)).unwrap();
+    let large = Repeated::new(&stream, (2048, 4096, 4096), 3);
+    let mut large_out = stream.device().alloc(large.expected.len()).unwrap();
+    for round in 0..10 {
+        stream.fill_bytes(out.slice_mut(), 0xFF).unwrap();
+        stream.synchronize().unwrap();
+        large.queue(&stream, &mut large_out).unwrap();
+        // SAFETY: everything that the graph uses is still there, and nobody else uses it.
+        unsafe { graph.launch(if round % 2 == 0 { &stream } else { &other }) }.unwrap();
+        large.check(&stream, &large_out, &format!("beside replay {round}"));
+        other.synchronize().unwrap();
+        small.check(&stream, &out, &format!("replay {round}"));
     }
 }

@@ -10,8 +10,7 @@ use half::{bf16, f16};
 use nvfp4::cuda::{Direction, Gpu, Input, Options, Plain, Product, QuantTensor, Slice, Stream, Values, finite, shared};
 use nvfp4::recipe::SpecQuantizer;
 use nvfp4::{Directions, Element, Randomness, Side};
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Codes in the memory of a GPU.
 #[derive(Clone, Debug)]
@@ -22,7 +21,8 @@ pub(crate) struct Codes {
     home: Home,
 }
 
-/// candle's device, and the engine on its stream.
+/// candle's device, and the engine on its stream. Nothing is shared between calls: each host thread has a stream of its own under one
+/// handle.
 #[derive(Clone, Debug)]
 struct Home {
     device: CudaDevice,
@@ -32,20 +32,10 @@ struct Home {
 
 impl Home {
     fn of(device: &Device) -> Result<Self> {
-        /// What products need for a while is kept, a piece per stream.
-        static ENGINES: LazyLock<Mutex<HashMap<usize, Arc<Gpu>>>> = LazyLock::new(Mutex::default);
         let device = device.as_cuda_device()?.clone();
         let stream = device.cuda_stream();
-        let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
-        let gpu = match engines.get(&(stream.cu_stream() as usize)) {
-            Some(gpu) => gpu.clone(),
-            None => {
-                let gpu = Arc::new(Gpu::with(Stream::shared(&stream).map_err(nvfp4::Error::from)?, stream.clone()));
-                engines.insert(stream.cu_stream() as usize, gpu.clone());
-                gpu
-            }
-        };
-        Ok(Home { device, stream, gpu })
+        let gpu = Gpu::with(Stream::shared(&stream).map_err(nvfp4::Error::from)?, stream.clone());
+        Ok(Home { device, stream, gpu: Arc::new(gpu) })
     }
 
     /// A new tensor, which `fill` writes.

@@ -1,6 +1,6 @@
 //! A quantized tensor: a shape and one or two directions.
 
-use crate::direction::{Direction, Nvfp4Direction};
+use crate::direction::{Direction, Nvfp4Direction, Outline};
 use crate::{Directions, Element, Error, Fp8Tile, Layout, Options, Quantizer, Result, TensorRef, shape};
 use std::fmt;
 
@@ -32,6 +32,30 @@ pub enum Update {
     Skip,
 }
 
+/// An error unless these are directions of one tensor of that shape; see [`QuantTensor::from_parts`].
+pub(crate) fn check_parts(shape: &[usize], row: Option<Outline>, col: Option<Outline>) -> Result<()> {
+    let (rows, cols) = shape::flatten(shape)?;
+    for (part, expected) in [(&row, [rows, cols]), (&col, [cols, rows])] {
+        if let Some(part) = part
+            && [part.rows, part.cols] != expected
+        {
+            return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![part.rows, part.cols] });
+        }
+    }
+    if row.is_none() && col.is_none() {
+        return Err(Error::NoDirection);
+    }
+    if row.as_ref().is_some_and(|part| part.rotation.is_some()) {
+        return Err(Error::RotatedRow);
+    }
+    for (side, part, other) in [(Side::Row, row, Fp8Tile::Column32), (Side::Column, col, Fp8Tile::Row32)] {
+        if part.is_some_and(|part| part.tile == Some(other)) {
+            return Err(Error::MxTile(side));
+        }
+    }
+    Ok(())
+}
+
 /// A quantized tensor. Each direction has its own format and owns all that belongs to it: codes, scales, rotation, layout. A clone has the
 /// same bytes.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,29 +70,8 @@ impl QuantTensor {
     /// not rotated, the column direction [cols, rows]. Tiles of MXFP8 lie along the direction's rows as the tensor lies: 1×32 in the row
     /// direction, 32×1 in the column direction.
     pub fn from_parts(shape: &[usize], row: Option<Direction>, col: Option<Direction>) -> Result<Self> {
-        let (rows, cols) = shape::flatten(shape)?;
-        let tensor = QuantTensor { shape: shape.to_vec(), row, col };
-        for (direction, expected) in [(&tensor.row, [rows, cols]), (&tensor.col, [cols, rows])] {
-            if let Some(d) = direction
-                && [d.rows(), d.cols()] != expected
-            {
-                return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![d.rows(), d.cols()] });
-            }
-        }
-        if tensor.row.is_none() && tensor.col.is_none() {
-            return Err(Error::NoDirection);
-        }
-        if tensor.row.as_ref().is_some_and(|d| d.rotation().is_some()) {
-            return Err(Error::RotatedRow);
-        }
-        for (side, direction, other) in
-            [(Side::Row, &tensor.row, Fp8Tile::Column32), (Side::Column, &tensor.col, Fp8Tile::Row32)]
-        {
-            if matches!(direction, Some(Direction::Fp8(d)) if d.tile == other) {
-                return Err(Error::MxTile(side));
-            }
-        }
-        Ok(tensor)
+        check_parts(shape, row.as_ref().map(Direction::outline), col.as_ref().map(Direction::outline))?;
+        Ok(QuantTensor { shape: shape.to_vec(), row, col })
     }
 
     /// The shape of the tensor that was quantized.

@@ -3,9 +3,9 @@
 #![cfg(feature = "cuda")]
 
 use half::{bf16, f16};
-use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Pool, Product, Randomness, Values, finite};
+use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Pool, Product, QuantTensor, Randomness, Values, finite};
 use nvfp4::recipe::{Preset, QuantSpec, Recipe};
-use nvfp4::{Directions, Error, Finite, Profile, Quantizer, Rounding, Side, TensorRef};
+use nvfp4::{Directions, Error, Finite, Profile, Quantizer, Rounding, Side, TensorRef, Transform};
 use nvfp4_kernels::cuda::Allocator;
 
 const ROWS: usize = 160;
@@ -179,22 +179,51 @@ fn what_a_gpu_does_not_do_is_refused() {
     assert!(Randomness::try_from(nvfp4::Randomness::Bytes { row: &[], col: &[] }).is_err());
 }
 
+/// Neither products with plain elements nor prepared weights undo a Hadamard transform.
 #[test]
-fn a_pool_hands_the_same_memory_out_again() {
+fn a_transformed_weight_beside_plain_elements_is_refused_by_every_product() {
     let Some(gpu) = gpu() else { return };
-    let pool = Pool::new(gpu.stream());
-    let first = pool.bytes(1000).unwrap();
+    let x = gpu.upload(&values(ROWS * COLS, 5)).unwrap();
+    let input = Input::new(Values::Bf16(x.slice()), ROWS, COLS).unwrap();
+    let rotated = Quantizer::builder().directions(Directions::Column).transform(Transform::FixedSigns).build().unwrap();
+    let rotated = gpu.quantize(&rotated, &input, &Options::default()).unwrap();
+    let weight = rotated.direction(Side::Column).unwrap();
+    let x = Input::new(Values::Bf16(x.slice()), COLS, ROWS).unwrap();
+    let (mut out, product) = (gpu.alloc::<f32>(COLS * COLS).unwrap(), Product::default());
+    let refused = |result: nvfp4::Result<()>| assert!(matches!(result, Err(Error::Rotation { .. })), "{result:?}");
+    refused(gpu.matmul_plain(&x, weight, &product, out.slice_mut()));
+    refused(gpu.matmul_by_plain(weight, &x, &product, out.slice_mut()));
+    refused(gpu.prepare(weight).map(drop));
+}
+
+/// What cannot be a tensor on the CPU is none on a GPU either.
+#[test]
+fn parts_that_do_not_fit_are_refused_as_on_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let x = gpu.upload(&values(ROWS * COLS, 5)).unwrap();
+    let input = Input::new(Values::Bf16(x.slice()), ROWS, COLS).unwrap();
+    let column = |spec: &str| {
+        let quantizer = spec.parse::<QuantSpec>().unwrap().quantizer(Directions::Column).unwrap();
+        quantizer.observe_on(&gpu, &input, &Options::default()).unwrap().tensor.into_directions().1
+    };
+    let made = |row, col| QuantTensor::from_parts(&[COLS, ROWS], row, col).map(drop);
+    assert!(matches!(made(column("nvfp4(hadamard)"), None), Err(Error::RotatedRow)));
+    assert!(matches!(made(column("mxfp8"), None), Err(Error::MxTile(Side::Row))));
+    assert!(matches!(made(None, None), Err(Error::NoDirection)));
+    assert!(matches!(made(None, column("nvfp4")), Err(Error::OtherShape { .. })));
+}
+
+#[test]
+fn the_pool_hands_memory_out_again_in_the_order_of_its_stream() {
+    let Some(gpu) = gpu() else { return };
+    let first = Pool.bytes(gpu.stream(), 1000).unwrap();
     let address = first.address();
-    assert_eq!((first.len(), pool.free_bytes()), (1000, 0));
+    assert_eq!((first.len(), address % 256), (1000, 0));
     drop(first);
-    assert_eq!(pool.free_bytes(), 1024);
-    let again = pool.bytes(1020).unwrap();
-    assert_eq!((again.address(), pool.free_bytes()), (address, 0), "sizes that are nearly equal share memory");
-    let other = pool.bytes(1020).unwrap();
+    let again = Pool.bytes(gpu.stream(), 1000).unwrap();
+    assert_eq!(again.address(), address);
+    let other = Pool.bytes(gpu.stream(), 1000).unwrap();
     assert_ne!(other.address(), address);
-    drop((again, other));
-    pool.clear();
-    assert_eq!(pool.free_bytes(), 0);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::parts::{self, Part};
 use half::{bf16, f16};
 use nvfp4::cuda::{
     Allocator, Direction, Gpu, Input, Memory, Observed, Offset, Options, Owned, Plain, Product, QuantTensor,
-    Randomness, Slice, Values,
+    Randomness, Slice, Stream, Values, finite,
 };
 use nvfp4::recipe::SpecQuantizer;
 use nvfp4::{Element, Fp8Direction, Global, GlobalScale, Nvfp4Direction, Precision, Side};
@@ -16,9 +16,8 @@ use nvfp4_spec::fp8::Scales;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyType;
-use std::collections::BTreeMap;
 use std::process;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 /// A quantized tensor and the number of its GPU.
 pub struct Held {
@@ -28,18 +27,21 @@ pub struct Held {
     pub id: i32,
 }
 
-/// torch's memory, for the stream that it works on.
-struct Torch(i32);
+/// torch's memory, for the stream that it works on. What asks for it holds the interpreter's lock already: work is queued and not waited
+/// for, so the lock is not given away in between.
+struct Torch {
+    id: i32,
+    exchange: Exchange,
+}
 
 impl Allocator for Torch {
-    fn bytes(&self, len: usize) -> Result<Memory, nvfp4_kernels::cuda::Error> {
-        let refused = nvfp4_kernels::cuda::Error::OutOfMemory { bytes: len };
-        let tensor = Python::attach(|py| {
-            let exchange = Exchange::of(&class(py)?).ok_or_else(too_old)?;
-            // Of nothing torch has no address.
-            exchange.allocate(py, Device { kind: 2, id: self.0 }, DataType::U8, len.max(1))
-        });
-        tensor.ok().and_then(Tensor::into_memory).map(|memory| memory.first(len)).ok_or(refused)
+    fn bytes(&self, _: &Stream, len: usize) -> Result<Memory, nvfp4_kernels::cuda::Error> {
+        // Of nothing torch has no address.
+        let device = Device { kind: 2, id: self.id };
+        let tensor = Python::attach(|py| self.exchange.allocate(py, device, DataType::U8, len.max(1)));
+        let failed = |reason: String| nvfp4_kernels::cuda::Error::Allocator { bytes: len, reason };
+        let memory = tensor.map_err(|error| failed(error.to_string()))?.into_memory();
+        Ok(memory.ok_or_else(|| failed("torch's memory is not aligned to 16 bytes".to_string()))?.first(len))
     }
 }
 
@@ -57,11 +59,9 @@ fn too_old() -> PyErr {
     PyRuntimeError::new_err("tensors on GPUs need torch 2.10 or newer, which lends its memory and its stream")
 }
 
-/// What works on the stream that torch works on now.
-pub fn gpu(py: Python<'_>, id: i32) -> PyResult<Arc<Gpu>> {
+/// What works on the stream that torch works on now, with torch's memory. For one call: the next may be on another stream.
+fn gpu(py: Python<'_>, id: i32) -> PyResult<Gpu> {
     static OPENED_BY: OnceLock<u32> = OnceLock::new();
-    // One per stream, kept for its workspace.
-    static GPUS: Mutex<BTreeMap<(i32, usize), Arc<Gpu>>> = Mutex::new(BTreeMap::new());
     if *OPENED_BY.get_or_init(process::id) != process::id() {
         return Err(PyRuntimeError::new_err(
             "CUDA was used before this process was forked, and does not work in it; \
@@ -70,14 +70,18 @@ pub fn gpu(py: Python<'_>, id: i32) -> PyResult<Arc<Gpu>> {
     }
     let exchange = Exchange::of(&class(py)?).ok_or_else(too_old)?;
     let stream = exchange.stream(py, Device { kind: 2, id })?;
-    let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(gpu) = gpus.get(&(id, stream.addr())) {
-        return Ok(Arc::clone(gpu));
-    }
     let device = nvfp4::cuda::Device::open(id as usize).map_err(nvfp4::Error::from).or_raise()?;
-    let gpu = Arc::new(Gpu::with(borrow_stream(device, stream), Torch(id)));
-    gpus.insert((id, stream.addr()), Arc::clone(&gpu));
-    Ok(gpu)
+    Ok(Gpu::with(borrow_stream(device, stream), Torch { id, exchange }))
+}
+
+/// An error for arrays of other libraries than torch: their work is queued on streams that ours does not wait for.
+fn check_torch(x: &Bound<'_, PyAny>) -> PyResult<()> {
+    match Framework::of(x)? {
+        Framework::Torch => Ok(()),
+        Framework::Numpy => Err(PyTypeError::new_err(
+            "expected torch's tensors on a GPU; torch.from_dlpack(x) makes one of another library's array, without a copy, and waits for its stream",
+        )),
+    }
 }
 
 /// A matrix as kernels take it: rows are contiguous and evenly spaced.
@@ -114,8 +118,9 @@ fn values(array: &Array) -> Option<Values<'_>> {
     })
 }
 
-/// An array whose rows are contiguous and evenly spaced: itself, or a copy.
+/// An array of torch whose rows are contiguous and evenly spaced: itself, or a copy.
 pub fn with_rows(x: &Bound<'_, PyAny>, array: Array) -> PyResult<Array> {
+    check_torch(x)?;
     match input(&array) {
         Some(_) => Ok(array),
         None => Ok(array.over(Tensor::of(&contiguous(x)?)?)),
@@ -188,12 +193,33 @@ pub fn quantize<'py>(
         col_scale: col_scale.as_ref().map(Numbers::slice),
     };
     let x = input(array).ok_or_else(|| PyValueError::new_err("the tensor's memory is not aligned; clone it"))?;
-    let made = py.detach(|| maker.observe_on(&gpu, &x, &options)).or_raise()?;
+    let made = maker.observe_on(&gpu, &x, &options).or_raise()?;
     let Observed { tensor, row_amax, col_amax } = made;
     let (row, col) = tensor.into_directions();
     let held = Held { tensor: QuantTensor::from_parts(&array.tensor().shape, row, col).or_raise()?, id };
     let seen = |amax: Option<Memory>| amax.map(|amax| shown(py, amax, id, Precision::F32, &[1])).transpose();
     Ok((held, [seen(row_amax)?, seen(col_amax)?]))
+}
+
+/// Looks for NaN and infinities in an array: the first is left in `found`, one int64 on the same GPU that held -1, as four times its index
+/// plus 0 for infinity, 1 for its negative, 2 for NaN. Does not wait.
+pub fn watch(x: &Bound<'_, PyAny>, array: &Array, id: i32, found: &Bound<'_, PyAny>) -> PyResult<()> {
+    let wrong = || PyTypeError::new_err(format!("watch: expected a tensor of one int64 on cuda:{id}"));
+    check_torch(found)?;
+    let found = Tensor::of(found)?;
+    let fits = found.shape.iter().product::<usize>() == 1 && found.dtype == DataType::I64;
+    if Place::of(&found)? != Place::Cuda(id) || !fits {
+        return Err(wrong());
+    }
+    // Between rows that lie apart are numbers that are not the array's.
+    let dense = match array.tensor().reach() == Some(array.shape().iter().product()) {
+        true => None,
+        false => Some(Array::of(&contiguous(x)?)?),
+    };
+    let misaligned = || PyValueError::new_err("the tensor's memory is not aligned; clone it");
+    let values = values(dense.as_ref().unwrap_or(array)).ok_or_else(misaligned)?;
+    let place = found.device_slice_mut().ok_or_else(wrong)?;
+    finite::first_not_finite(gpu(x.py(), id)?.stream(), values, place).map_err(nvfp4::Error::from).or_raise()
 }
 
 /// An offset that is known now, or one that the GPU reads when the work runs.
@@ -241,11 +267,11 @@ pub fn dequantize<'py>(
         Ok(out.into_memory())
     }
     let gpu = gpu(py, id)?;
-    let memory = py.detach(|| match precision {
+    let memory = match precision {
         Precision::F32 => decoded::<f32>(&gpu, direction),
         Precision::Bf16 => decoded::<bf16>(&gpu, direction),
         Precision::F16 => decoded::<f16>(&gpu, direction),
-    });
+    };
     // MXFP8's column direction lies as the tensor does.
     let turned = matches!(direction, Direction::Fp8(d) if d.tile() == nvfp4::Fp8Tile::Column32);
     match turned {
@@ -302,15 +328,14 @@ pub fn matmul<'py>(
     let bias = terms.bias.as_ref().map(|bias| floats(&gpu, id, bias)).transpose()?;
     let bias = bias.as_ref().map(Numbers::slice);
     let memory = match precision {
-        Precision::F32 => product::<f32>(py, &gpu, (a, b), terms, bias),
-        Precision::Bf16 => product::<bf16>(py, &gpu, (a, b), terms, bias),
-        Precision::F16 => product::<f16>(py, &gpu, (a, b), terms, bias),
+        Precision::F32 => product::<f32>(&gpu, (a, b), terms, bias),
+        Precision::Bf16 => product::<bf16>(&gpu, (a, b), terms, bias),
+        Precision::F16 => product::<f16>(&gpu, (a, b), terms, bias),
     }?;
     shown(py, memory, id, precision, shape)
 }
 
 fn product<T: Element + Plain>(
-    py: Python<'_>,
     gpu: &Gpu,
     (a, b): (Left<'_>, &Direction),
     terms: &Terms<'_>,
@@ -323,27 +348,21 @@ fn product<T: Element + Plain>(
         None => None,
     };
     let product = Product { alpha: terms.alpha, bias, add, ..Product::default() };
-    let plain = match a {
+    let room = |rows| gpu.alloc::<T>(rows * b.rows()).or_raise();
+    let out = match a {
+        Left::Quantized(a) => {
+            let mut out = room(a.rows())?;
+            gpu.matmul(a, b, &product, out.slice_mut()).or_raise()?;
+            out
+        }
         Left::Plain(array) => {
-            Some(input(array).ok_or_else(|| PyValueError::new_err("the tensor is not aligned; clone it"))?)
+            let x = input(array).ok_or_else(|| PyValueError::new_err("the tensor is not aligned; clone it"))?;
+            let mut out = room(x.rows())?;
+            gpu.matmul_plain(&x, b, &product, out.slice_mut()).or_raise()?;
+            out
         }
-        Left::Quantized(_) => None,
     };
-    let rows = match (&a, &plain) {
-        (Left::Quantized(a), _) => a.rows(),
-        (_, Some(x)) => x.rows(),
-        _ => unreachable!("one of the two"),
-    };
-    py.detach(|| {
-        let mut out = gpu.alloc::<T>(rows * b.rows())?;
-        match (&a, &plain) {
-            (Left::Quantized(a), _) => gpu.matmul(a, b, &product, out.slice_mut())?,
-            (_, Some(x)) => gpu.matmul_plain(x, b, &product, out.slice_mut())?,
-            _ => unreachable!("one of the two"),
-        }
-        Ok(out.into_memory())
-    })
-    .or_raise()
+    Ok(out.into_memory())
 }
 
 /// The memory of an array of a direction.
@@ -369,6 +388,7 @@ pub fn direction(
     id: i32,
 ) -> PyResult<Direction> {
     let memory = |x: &Bound<'_, PyAny>| -> PyResult<Memory> {
+        check_torch(x)?;
         let x = contiguous(x)?;
         let fresh = || x.call_method0("clone").and_then(|x| Tensor::of(&x));
         let tensor = Tensor::of(&x)?;

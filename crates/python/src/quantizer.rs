@@ -50,9 +50,15 @@ impl Quantizer {
         delayed::check_scales(&self.spec, call.scale.is_some(), call.column_scale.is_some())?;
         let randomness = randomness(x.py(), call.seed, call.offset.clone(), call.generator)?;
         let (held, seen) = match array.place {
+            Place::Host if call.watch.is_some() => {
+                return Err(PyValueError::new_err("`watch` is for tensors on a GPU; on the CPU, say finite='refuse'"));
+            }
             Place::Host => self.on_host(x.py(), &array, randomness, call)?,
             #[cfg(feature = "cuda")]
             Place::Cuda(id) => {
+                if let Some(found) = &call.watch {
+                    cuda::watch(x, &array, id, found)?;
+                }
                 let Call { amax, column_amax, scale, column_scale, .. } = call;
                 let given = cuda::Given { seed: randomness, amax, column_amax, scale, column_scale };
                 let (held, seen) = cuda::quantize(x.py(), &self.maker, &array, id, given)?;
@@ -120,6 +126,7 @@ struct Call<'a, 'py> {
     column_amax: Option<Bound<'py, PyAny>>,
     scale: Option<Bound<'py, PyAny>>,
     column_scale: Option<Bound<'py, PyAny>>,
+    watch: Option<Bound<'py, PyAny>>,
 }
 
 /// The seed and the offset of a call, if codes are drawn.
@@ -202,7 +209,10 @@ impl Quantizer {
     ///
     /// Delayed scaling takes the `scale` that earlier steps led to, 1 if there is none, and `column_scale` where the column direction has
     /// one of its own; see `Delayed`.
-    #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None))]
+    ///
+    /// `watch`, for tensors on a GPU: one int64 there that holds -1. The first NaN or infinity of `x` is left in it without waiting, as four
+    /// times its index plus 0 for infinity, 1 for its negative and 2 for NaN.
+    #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None, watch=None))]
     #[allow(clippy::too_many_arguments)]
     fn quantize<'py>(
         &self,
@@ -214,8 +224,9 @@ impl Quantizer {
         column_amax: Option<Bound<'py, PyAny>>,
         scale: Option<Bound<'py, PyAny>>,
         column_scale: Option<Bound<'py, PyAny>>,
+        watch: Option<Bound<'py, PyAny>>,
     ) -> PyResult<QuantTensor> {
-        Ok(self.make(x, Call { seed, offset, generator, amax, column_amax, scale, column_scale })?.0)
+        Ok(self.make(x, Call { seed, offset, generator, amax, column_amax, scale, column_scale, watch })?.0)
     }
 
     /// observe(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None)
@@ -223,7 +234,7 @@ impl Quantizer {
     ///
     /// Quantizes an array, and gives what delayed scaling is to remember of it: (tensor, amax, column_amax). An amax is an array of one
     /// number, or None for a direction whose scale does not come from earlier steps.
-    #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None))]
+    #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None, watch=None))]
     #[allow(clippy::too_many_arguments)]
     fn observe<'py>(
         &self,
@@ -235,8 +246,9 @@ impl Quantizer {
         column_amax: Option<Bound<'py, PyAny>>,
         scale: Option<Bound<'py, PyAny>>,
         column_scale: Option<Bound<'py, PyAny>>,
+        watch: Option<Bound<'py, PyAny>>,
     ) -> PyResult<(QuantTensor, Option<Seen<'py>>, Option<Seen<'py>>)> {
-        let call = Call { seed, offset, generator, amax, column_amax, scale, column_scale };
+        let call = Call { seed, offset, generator, amax, column_amax, scale, column_scale, watch };
         let (tensor, [row, column]) = self.make(x, call)?;
         Ok((tensor, row, column))
     }
@@ -268,7 +280,7 @@ impl Quantizer {
     }
 
     fn __call__(&self, x: &Bound<'_, PyAny>) -> PyResult<QuantTensor> {
-        self.quantize(x, None, None, None, None, None, None, None)
+        self.quantize(x, None, None, None, None, None, None, None, None)
     }
 
     fn __repr__(&self) -> String {

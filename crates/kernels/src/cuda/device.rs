@@ -5,6 +5,7 @@ use super::environment::Environment;
 use super::error::{Error, Result, Version, check};
 use super::kernel::Modules;
 use super::lock;
+use super::pool::RawPool;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int};
@@ -30,6 +31,7 @@ pub(super) struct Inner {
     pub cache: DiskCache,
     pub modules: Modules,
     portable: bool,
+    pub pool: OnceLock<RawPool>,
 }
 
 // SAFETY: the context is a handle that the driver lets any thread use; the rest is Send and Sync by itself.
@@ -80,6 +82,7 @@ impl Device {
             cache: DiskCache::new(environment.cache),
             modules: Modules::default(),
             portable: environment.portable,
+            pool: OnceLock::new(),
         };
         Ok(Device(open.entry(ordinal).or_insert(Box::leak(Box::new(inner)))))
     }
@@ -135,6 +138,13 @@ impl Device {
         // SAFETY: a context is current; the driver writes two numbers.
         check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
         Ok((free, total))
+    }
+
+    /// Waits for all of this GPU's work, of every stream.
+    pub fn synchronize(self) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: a context is current.
+        check("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() })
     }
 
     /// Makes this GPU the calling thread's current one, and leaves it so. No call of this crate needs it; with it, they

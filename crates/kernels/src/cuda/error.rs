@@ -83,6 +83,15 @@ pub enum Error {
         /// How much was asked for.
         bytes: usize,
     },
+    /// Another library gave no memory.
+    Allocator {
+        /// How much was asked for.
+        bytes: usize,
+        /// What it said.
+        reason: String,
+    },
+    /// Memory is asked for the work of a stream that its source does not serve.
+    OtherStream,
     /// Memory or a stream belongs to another GPU.
     WrongDevice {
         /// What it is.
@@ -179,6 +188,10 @@ impl fmt::Display for Error {
             Error::OutOfMemory { bytes } => {
                 write!(f, "the GPU has no {bytes} bytes of free memory: free some, or work on smaller pieces")
             }
+            Error::Allocator { bytes, reason } => write!(f, "no {bytes} bytes of the GPU's memory were given: {reason}"),
+            Error::OtherStream => f.write_str(
+                "memory that another library gives for one stream was asked for the work of another: use one stream for both",
+            ),
             Error::WrongDevice { what, expected, got } => {
                 write!(f, "{what}: expected GPU {expected}, got GPU {got}: move it there first")
             }

@@ -125,12 +125,14 @@ impl Kernel {
         unsafe { self.launch_with(stream, (grid, block, shared), &mut [], params) }
     }
 
-    /// As [`Kernel::launch`], of a kernel that may be brought to the chip before the work that it follows has ended. GPUs before
-    /// Hopper, where nothing is brought early, start it as any other.
+    /// As [`Kernel::launch`], of a kernel that may be brought to the chip before the work that it follows has ended. It is started as any
+    /// other on GPUs before Hopper, where nothing is brought early, and where kernels are [portable](Device::portable): their text does
+    /// not wait.
     ///
     /// # Safety
     ///
-    /// As for [`Kernel::launch`]; and the kernel waits for earlier work (`griddepcontrol.wait`) before it touches memory.
+    /// As for [`Kernel::launch`]; and unless it is portable, the kernel waits for earlier work (`griddepcontrol.wait`) before it touches
+    /// memory.
     pub(crate) unsafe fn launch_early<P: Copy>(
         &self,
         stream: &Stream,
@@ -139,7 +141,7 @@ impl Kernel {
         shared: u32,
         params: &P,
     ) -> Result<()> {
-        if self.0.device.capability().0 < 9 {
+        if self.0.device.capability().0 < 9 || self.0.device.portable() {
             // SAFETY: the caller's promise is more than is asked for.
             return unsafe { self.launch(stream, grid, block, shared, params) };
         }

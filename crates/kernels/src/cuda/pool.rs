@@ -1,14 +1,13 @@
 //! Memory that comes from somewhere: from the driver, from a pool, or from another framework.
 
 use super::device::Device;
-use super::error::Result;
-use super::lock;
+use super::error::{Error, Result, check};
 use super::memory::{Buffer, Plain, Slice, SliceMut};
 use super::stream::Stream;
+use cudarc::driver::sys::{self, CUmemPool_attribute, CUmemoryPool, CUresult};
 use std::any::Any;
-use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::thread::ThreadId;
 
 /// Bytes of a GPU's memory, and whatever owns them. What they hold at first is undefined.
 pub struct Memory {
@@ -85,78 +84,138 @@ impl fmt::Debug for Memory {
 
 /// Where memory comes from.
 pub trait Allocator {
-    /// `len` bytes for the work of one stream, aligned to 16.
-    fn bytes(&self, len: usize) -> Result<Memory>;
+    /// `len` bytes for the work of `stream`, aligned to 16. What is dropped may serve later work of that stream at once, so it is not for
+    /// the work of another one, unless that is made to wait.
+    fn bytes(&self, stream: &Stream, len: usize) -> Result<Memory>;
 }
 
 /// Straight from the driver: freeing waits for all of the GPU's work.
 impl Allocator for Device {
-    fn bytes(&self, len: usize) -> Result<Memory> {
+    fn bytes(&self, stream: &Stream, len: usize) -> Result<Memory> {
+        self.expect("the stream that memory is for", stream.device().ordinal())?;
         Ok(self.alloc::<u8>(len)?.into())
     }
 }
 
-/// Memory for the work of one stream. What is given back is handed out again without waiting, to work that comes later in that
-/// stream; clones are the same pool.
-#[derive(Clone)]
-pub struct Pool {
-    device: Device,
-    free: Arc<Mutex<BTreeMap<usize, Vec<Buffer<u8>>>>>,
-}
+/// The driver's stream-ordered memory, from a pool of ours that each GPU has. What is dropped is handed out again without waiting, in the
+/// order of its stream, and neither asking nor dropping waits; a capture records both, so that a graph has memory of its own.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pool;
 
 impl Pool {
-    /// An empty pool for the work of this stream alone.
-    pub fn new(stream: &Stream) -> Self {
-        Pool { device: stream.device(), free: Arc::default() }
+    /// Bytes of a GPU that are free in its pool.
+    pub fn free_bytes(device: Device) -> Result<usize> {
+        let Some(pool) = device.pool()? else { return Ok(0) };
+        let _current = device.enter()?;
+        let read = |which| {
+            let mut bytes = 0u64;
+            // SAFETY: the pool exists; these attributes are one `cuuint64_t` each.
+            check("cuMemPoolGetAttribute", unsafe {
+                sys::cuMemPoolGetAttribute(pool, which, (&raw mut bytes).cast())
+            })?;
+            Ok(bytes as usize)
+        };
+        let used = read(CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?;
+        Ok(read(CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?.saturating_sub(used))
     }
 
-    /// Bytes that are free in it.
-    pub fn free_bytes(&self) -> usize {
-        lock(&self.free).iter().map(|(len, buffers)| len * buffers.len()).sum()
-    }
-
-    /// Gives what is free back to the driver, which waits.
-    pub fn clear(&self) {
-        lock(&self.free).clear();
+    /// Gives what is free back to the driver. What was dropped by work that has not ended yet stays.
+    pub fn clear(device: Device) -> Result<()> {
+        let Some(pool) = device.pool()? else { return Ok(()) };
+        let _current = device.enter()?;
+        // SAFETY: the pool exists.
+        check("cuMemPoolTrimTo", unsafe { sys::cuMemPoolTrimTo(pool, 0) })
     }
 }
 
 impl Allocator for Pool {
-    fn bytes(&self, len: usize) -> Result<Memory> {
-        let size = len.div_ceil(STEP) * STEP;
-        let found = lock(&self.free).get_mut(&size).and_then(Vec::pop);
-        let buffer = match found {
-            Some(buffer) => buffer,
-            None => self.device.alloc(size).or_else(|_| {
-                // What is free in other sizes may make room.
-                self.clear();
-                self.device.alloc(size)
-            })?,
-        };
-        let address = buffer.slice().address();
-        Ok(Memory { address, len, owner: Box::new(Returning { buffer: Some(buffer), pool: self.clone() }) })
+    fn bytes(&self, stream: &Stream, len: usize) -> Result<Memory> {
+        let device = stream.device();
+        let Some(pool) = device.pool()? else { return device.bytes(stream, len) };
+        let _current = device.enter()?;
+        let (mut address, raw) = (0, stream.raw().cast());
+        // SAFETY: pool and stream exist; the driver writes one address. Of nothing it has none.
+        match unsafe { sys::cuMemAllocFromPoolAsync(&mut address, len.max(1), pool, raw) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(Error::OutOfMemory { bytes: len }),
+            code => check("cuMemAllocFromPoolAsync", code)?,
+        }
+        let owner = InOrder { address, stream: stream.clone(), from: Thread::current() };
+        Ok(Memory { address, len, owner: Box::new(owner) })
     }
 }
 
-/// Sizes are multiples of this, so that nearly equal ones share memory.
-const STEP: usize = 512;
-
-/// A buffer that goes back to its pool.
-struct Returning {
-    buffer: Option<Buffer<u8>>,
-    pool: Pool,
+/// Memory that is freed in the order of a stream.
+struct InOrder {
+    address: u64,
+    stream: Stream,
+    from: Thread,
 }
 
-impl Drop for Returning {
+impl Drop for InOrder {
     fn drop(&mut self) {
-        if let Some(buffer) = self.buffer.take() {
-            lock(&self.pool.free).entry(buffer.len()).or_default().push(buffer);
+        let Ok(_current) = self.stream.device().enter() else { return };
+        if self.from.names(&self.stream) {
+            // SAFETY: the address came from the pool and is freed once; the stream is kept alive.
+            unsafe { sys::cuMemFreeAsync(self.address, self.stream.raw().cast()) };
+        } else {
+            // SAFETY: as above. This waits for all work.
+            unsafe { sys::cuMemFree_v2(self.address) };
         }
     }
 }
 
-impl fmt::Debug for Pool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pool({:?}, {} bytes free)", self.device, self.free_bytes())
+/// The thread that asked for memory. One handle of the driver names the default stream of whichever thread uses it: there, what another
+/// thread drops is not in the order of the work.
+pub(super) struct Thread(ThreadId);
+
+impl Thread {
+    pub fn current() -> Self {
+        Thread(std::thread::current().id())
+    }
+
+    /// Whether the handle of `stream` names the same stream on the thread that runs now.
+    pub fn names(&self, stream: &Stream) -> bool {
+        const PER_THREAD: usize = 2;
+        stream.raw().addr() != PER_THREAD || std::thread::current().id() == self.0
     }
 }
+
+impl Device {
+    /// The pool of this GPU; none where the driver has no pools for it.
+    fn pool(self) -> Result<Option<CUmemoryPool>> {
+        if let Some(pool) = self.0.pool.get() {
+            return Ok(pool.0);
+        }
+        let made = self.new_pool()?;
+        // Of two that were made at the same time, one stays unused.
+        Ok(self.0.pool.get_or_init(|| RawPool(made)).0)
+    }
+
+    fn new_pool(self) -> Result<Option<CUmemoryPool>> {
+        let _current = self.enter()?;
+        // SAFETY: a description of zeros is that of no particular pool; what it says is filled in.
+        let mut description: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+        description.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        description.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        description.location.id = self.ordinal() as i32;
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: the driver reads the description and writes one handle.
+        match unsafe { sys::cuMemPoolCreate(&mut pool, &description) } {
+            CUresult::CUDA_ERROR_NOT_SUPPORTED => return Ok(None),
+            code => check("cuMemPoolCreate", code)?,
+        }
+        let (mut all, keep) = (u64::MAX, CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD);
+        // Otherwise whoever waits for a stream gives everything back to the driver.
+        // SAFETY: the pool exists; this attribute is one `cuuint64_t`.
+        check("cuMemPoolSetAttribute", unsafe { sys::cuMemPoolSetAttribute(pool, keep, (&raw mut all).cast()) })?;
+        Ok(Some(pool))
+    }
+}
+
+/// The driver's handle of a pool.
+pub(super) struct RawPool(Option<CUmemoryPool>);
+
+// SAFETY: the driver lets any thread use a pool, several at once.
+unsafe impl Send for RawPool {}
+// SAFETY: as above.
+unsafe impl Sync for RawPool {}

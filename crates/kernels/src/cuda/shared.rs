@@ -2,9 +2,9 @@
 //! their own counts.
 
 use super::device::Device;
-use super::error::{Result, check};
+use super::error::{Error, Result, check};
 use super::memory::{Plain, Slice, SliceMut};
-use super::pool::{Allocator, Memory};
+use super::pool::{Allocator, Memory, Thread};
 use super::stream::Stream;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
 use std::sync::Arc;
@@ -13,9 +13,7 @@ impl Stream {
     /// A stream of another library, which stays alive with it.
     pub fn shared(stream: &Arc<CudaStream>) -> Result<Stream> {
         let device = Device::open(stream.context().ordinal())?;
-        // SAFETY: cudarc's contexts are the primary ones; what is returned holds a count of the stream.
-        let borrowed = unsafe { Stream::borrow(device, stream.cu_stream().cast()) };
-        Ok(borrowed.keeping(stream.clone()))
+        Ok(Stream::kept(device, stream))
     }
 }
 
@@ -44,10 +42,30 @@ pub fn room<T: Plain + DeviceRepr>(stream: &Arc<CudaStream>, len: usize) -> Resu
 
 /// Memory in the order of the stream: what is given back may be used again by work that comes later in it.
 impl Allocator for Arc<CudaStream> {
-    fn bytes(&self, len: usize) -> Result<Memory> {
+    fn bytes(&self, stream: &Stream, len: usize) -> Result<Memory> {
+        if stream.raw() != self.cu_stream().cast() || stream.device().ordinal() != self.context().ordinal() {
+            return Err(Error::OtherStream);
+        }
         let room = room::<u8>(self, len)?;
         let address = room.device_ptr(self).0;
+        let owner = InOrder { room: Some(room), stream: stream.clone(), from: Thread::current() };
         // SAFETY: so many bytes are there, aligned to 256, and they are the slice's alone, which is freed in the order of the stream.
-        Ok(unsafe { Memory::from_raw(address, len, room) })
+        Ok(unsafe { Memory::from_raw(address, len, owner) })
+    }
+}
+
+/// Memory that cudarc frees in the order of the stream that its handle names on the thread which drops it.
+struct InOrder {
+    room: Option<CudaSlice<u8>>,
+    stream: Stream,
+    from: Thread,
+}
+
+impl Drop for InOrder {
+    fn drop(&mut self) {
+        // Where the work runs on another thread's stream, it ends first; memory that cannot be waited for is left alone.
+        if !self.from.names(&self.stream) && self.stream.device().synchronize().is_err() {
+            std::mem::forget(self.room.take());
+        }
     }
 }

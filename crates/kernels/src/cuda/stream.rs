@@ -10,25 +10,30 @@ use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 use std::{fmt, ptr};
 
-/// A queue of work: what is given to it runs in order, while the caller goes on.
-pub struct Stream {
+/// A queue of work: what is given to it runs in order, while the caller goes on. A clone is the same queue.
+#[derive(Clone)]
+pub struct Stream(Arc<Handle>);
+
+struct Handle {
     device: Device,
     raw: CUstream,
     owner: Owner,
-    /// Keeps another library's stream alive.
-    _kept: Option<Arc<CudaStream>>,
 }
 
-#[derive(Clone, Copy, PartialEq)]
+/// Who destroys a stream.
 enum Owner {
     Us,
     Another,
+    /// Another library, which keeps it while this is there.
+    Kept {
+        _stream: Arc<CudaStream>,
+    },
 }
 
 // SAFETY: the driver lets any thread use a stream, several at once.
-unsafe impl Send for Stream {}
+unsafe impl Send for Handle {}
 // SAFETY: as above.
-unsafe impl Sync for Stream {}
+unsafe impl Sync for Handle {}
 
 impl Stream {
     /// A stream of its own, which does not wait for the default stream.
@@ -38,38 +43,40 @@ impl Stream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; the driver writes one handle.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Stream { device, raw, owner: Owner::Us, _kept: None })
+        Ok(Stream(Arc::new(Handle { device, raw, owner: Owner::Us })))
     }
 
     /// Another framework's stream, which stays that framework's to destroy. Null is the default stream.
     ///
     /// # Safety
     ///
-    /// `raw` is null or a `CUstream` of `device`'s primary context that outlives what is returned.
+    /// `raw` is null or a `CUstream` of `device`'s primary context that outlives what is returned, its clones, and memory that a
+    /// [`Pool`](super::Pool) gives for it.
     pub unsafe fn borrow(device: Device, raw: *mut c_void) -> Stream {
-        Stream { device, raw: raw.cast(), owner: Owner::Another, _kept: None }
+        Stream(Arc::new(Handle { device, raw: raw.cast(), owner: Owner::Another }))
     }
 
-    /// The same stream, with a count of what owns it.
-    pub(super) fn keeping(self, stream: Arc<CudaStream>) -> Stream {
-        Stream { _kept: Some(stream), ..self }
+    /// A stream of a library that uses cudarc too, with a count of it.
+    pub(super) fn kept(device: Device, stream: &Arc<CudaStream>) -> Stream {
+        let owner = Owner::Kept { _stream: stream.clone() };
+        Stream(Arc::new(Handle { device, raw: stream.cu_stream(), owner }))
     }
 
     /// The GPU it belongs to.
     pub fn device(&self) -> Device {
-        self.device
+        self.0.device
     }
 
     /// The driver's handle (`CUstream`).
     pub fn raw(&self) -> *mut c_void {
-        self.raw.cast()
+        self.0.raw.cast()
     }
 
     /// Waits until everything given so far is done. An error may be that of earlier work.
     pub fn synchronize(&self) -> Result<()> {
-        let _current = self.device.enter()?;
+        let _current = self.0.device.enter()?;
         // SAFETY: the stream exists.
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0.raw) })
     }
 
     /// Copies to the GPU. `from` may be changed at once: ordinary memory is read before this returns, and after
@@ -83,10 +90,10 @@ impl Stream {
         if from.is_empty() {
             return Ok(());
         }
-        let _current = self.device.enter()?;
+        let _current = self.0.device.enter()?;
         let (address, host) = (to.address(), from.as_ptr().cast());
         // SAFETY: both sides have that many bytes, and the host's are read before this function ends.
-        check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(address, host, to.bytes(), self.raw) })?;
+        check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(address, host, to.bytes(), self.0.raw) })?;
         if is_page_locked(host) { self.synchronize() } else { Ok(()) }
     }
 
@@ -100,16 +107,18 @@ impl Stream {
         if from.is_empty() {
             return Ok(());
         }
-        let _current = self.device.enter()?;
+        let _current = self.0.device.enter()?;
         let host = to.as_mut_ptr().cast();
         // SAFETY: both sides have that many bytes, any bits are a value, and the copy ends before this function does.
-        check("cuMemcpyDtoHAsync", unsafe { sys::cuMemcpyDtoHAsync_v2(host, from.address(), from.bytes(), self.raw) })?;
+        check("cuMemcpyDtoHAsync", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(host, from.address(), from.bytes(), self.0.raw)
+        })?;
         self.synchronize()
     }
 
     /// A new buffer with these values.
     pub fn to_device<T: Plain>(&self, values: &[T]) -> Result<Buffer<T>> {
-        let mut buffer = self.device.alloc(values.len())?;
+        let mut buffer = self.0.device.alloc(values.len())?;
         self.upload(values, buffer.slice_mut())?;
         Ok(buffer)
     }
@@ -128,7 +137,7 @@ impl Stream {
         out: &mut [T],
         make: impl FnOnce(SliceMut<'_, P>) -> crate::Result<()>,
     ) -> crate::Result<()> {
-        let mut buffer = self.device.alloc::<P>(out.len())?;
+        let mut buffer = self.0.device.alloc::<P>(out.len())?;
         make(buffer.slice_mut())?;
         for (out, value) in out.iter_mut().zip(self.to_host(buffer.slice())?) {
             *out = T::from_f32(value.to_f32());
@@ -146,10 +155,10 @@ impl Stream {
         if from.is_empty() {
             return Ok(());
         }
-        let _current = self.device.enter()?;
+        let _current = self.0.device.enter()?;
         let (source, bytes) = (from.address(), from.bytes());
         // SAFETY: both sides have that many bytes, and one is borrowed to write, so they do not overlap.
-        check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(to.address(), source, bytes, self.raw) })
+        check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(to.address(), source, bytes, self.0.raw) })
     }
 
     /// Copies `rows` rows of `bytes` bytes within the GPU, from and to addresses with a pitch in bytes each. Does not wait.
@@ -165,7 +174,7 @@ impl Stream {
         bytes: usize,
         rows: usize,
     ) -> Result<()> {
-        let _current = self.device.enter()?;
+        let _current = self.0.device.enter()?;
         let device = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
         let copy = sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
@@ -186,7 +195,7 @@ impl Stream {
             Height: rows,
         };
         // SAFETY: the driver reads the description before it returns; the caller vouches for the memory.
-        check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.raw) })
+        check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.0.raw) })
     }
 
     /// Sets every byte. Does not wait.
@@ -194,16 +203,16 @@ impl Stream {
         if to.is_empty() {
             return Ok(());
         }
-        let _current = self.device.enter()?;
+        let _current = self.0.device.enter()?;
         // SAFETY: the slice has that many bytes, and any bits are a value.
-        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(to.address(), byte, to.bytes(), self.raw) })
+        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(to.address(), byte, to.bytes(), self.0.raw) })
     }
 
     /// Makes what is given from now on wait for an event, of this stream or of another.
     pub fn wait(&self, event: &Event) -> Result<()> {
-        let _current = self.device.enter()?;
+        let _current = self.0.device.enter()?;
         // SAFETY: both exist.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) })
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.0.raw, event.raw, 0) })
     }
 
     /// Records what `work` gives to the stream instead of running it.
@@ -217,10 +226,10 @@ impl Stream {
         &self,
         work: impl FnOnce(&Stream) -> std::result::Result<(), E>,
     ) -> std::result::Result<Graph, E> {
-        let _current = self.device.enter()?;
+        let _current = self.0.device.enter()?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream exists; `Capture` ends what begins here, on this thread.
-        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) })?;
+        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.0.raw, mode) })?;
         let capture = Capture(self);
         let done = work(self);
         let ended = capture.end();
@@ -230,13 +239,13 @@ impl Stream {
         let mut exec = ptr::null_mut();
         // SAFETY: the recording exists; the driver writes one handle.
         check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, recorded.0, 0) })?;
-        Ok(Graph { device: self.device, exec })
+        Ok(Graph { device: self.0.device, exec })
     }
 }
 
-impl Drop for Stream {
+impl Drop for Handle {
     fn drop(&mut self) {
-        if self.owner == Owner::Us
+        if let Owner::Us = self.owner
             && let Ok(_current) = self.device.enter()
         {
             // Work that is under way is finished by the driver.
@@ -248,7 +257,7 @@ impl Drop for Stream {
 
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Stream({:?}, {:?})", self.device, self.raw)
+        write!(f, "Stream({:?}, {:?})", self.0.device, self.0.raw)
     }
 }
 
@@ -257,7 +266,7 @@ struct Capture<'a>(&'a Stream);
 
 impl Capture<'_> {
     fn end(self) -> Result<Recorded> {
-        let stream = self.0.raw;
+        let stream = self.0.0.raw;
         std::mem::forget(self);
         let mut graph = ptr::null_mut();
         // SAFETY: the stream exists and is being captured; the driver writes one handle, or null when it fails.
@@ -303,10 +312,10 @@ impl Graph {
     /// The memory that the work was recorded with is still there, and nobody else uses it, until the run has ended; the
     /// graph too is dropped only then.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
-        self.device.expect("the stream of a graph", stream.device.ordinal())?;
+        self.device.expect("the stream of a graph", stream.device().ordinal())?;
         let _current = self.device.enter()?;
         // SAFETY: both exist, and the caller vouches for the memory.
-        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.exec, stream.raw) })
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.exec, stream.0.raw) })
     }
 }
 
@@ -349,10 +358,10 @@ impl Event {
 
     /// Sets the mark after everything given to the stream so far.
     pub fn record(&self, stream: &Stream) -> Result<()> {
-        self.device.expect("the stream of an event", stream.device.ordinal())?;
+        self.device.expect("the stream of an event", stream.device().ordinal())?;
         let _current = self.device.enter()?;
         // SAFETY: both exist.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw) })
+        check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.0.raw) })
     }
 
     /// Waits until the GPU has passed the mark.

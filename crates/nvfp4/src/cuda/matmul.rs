@@ -3,6 +3,7 @@
 use super::{Direction, Gpu, Input, Plain, PreparedWeight, Product, SliceMut};
 use crate::{Element, Error, Result};
 use nvfp4_kernels::gemm::cuda::{Member, Operand, gemm, grouped};
+use nvfp4_spec::hadamard::Signs;
 
 impl Gpu {
     /// `α·A·Bᵀ (+ bias) (+ β·C)`: `a` is [M, K], `b` is [N, K], the result [M, N], row-major. Twin of [`crate::matmul`], with sums in
@@ -15,7 +16,7 @@ impl Gpu {
         out: SliceMut<'_, T>,
     ) -> Result<()> {
         check(a, b)?;
-        self.with_workspace(|workspace| Ok(gemm(&self.stream, operand(a), operand(b), product, out, workspace)?))
+        Ok(gemm(&self.stream, operand(a), operand(b), product, out, &*self.memory)?)
     }
 
     /// [`Gpu::matmul`] with plain elements on the left. A weight that is Hadamard-transformed is refused: `x` is not.
@@ -26,10 +27,8 @@ impl Gpu {
         product: &Product<'_, T>,
         out: SliceMut<'_, T>,
     ) -> Result<()> {
-        if w.rotation().is_some() {
-            return Err(Error::Rotation { left: None, right: w.rotation() });
-        }
-        self.with_workspace(|workspace| Ok(gemm(&self.stream, *x, operand(w), product, out, workspace)?))
+        check_plain(None, w.rotation())?;
+        Ok(gemm(&self.stream, *x, operand(w), product, out, &*self.memory)?)
     }
 
     /// [`Gpu::matmul`] with plain elements on the right.
@@ -40,16 +39,16 @@ impl Gpu {
         product: &Product<'_, T>,
         out: SliceMut<'_, T>,
     ) -> Result<()> {
-        if a.rotation().is_some() {
-            return Err(Error::Rotation { left: a.rotation(), right: None });
-        }
-        self.with_workspace(|workspace| Ok(gemm(&self.stream, operand(a), *x, product, out, workspace)?))
+        check_plain(a.rotation(), None)?;
+        Ok(gemm(&self.stream, operand(a), *x, product, out, &*self.memory)?)
     }
 
-    /// A weight in the order in which tensor cores read it, for many products with [`Gpu::matmul_prepared`]. NVFP4 alone has one.
+    /// A weight in the order in which tensor cores read it, for many products with [`Gpu::matmul_prepared`]. NVFP4 alone has one, and a weight
+    /// that is Hadamard-transformed is refused, as in [`Gpu::matmul_plain`].
     pub fn prepare(&self, weight: &Direction) -> Result<PreparedWeight> {
+        check_plain(None, weight.rotation())?;
         match weight {
-            Direction::Nvfp4(d) => Ok(PreparedWeight::new(&self.stream, &d.view())?),
+            Direction::Nvfp4(d) => Ok(PreparedWeight::new(&self.stream, &d.view(), &*self.memory)?),
             Direction::Fp8(_) => Err(Error::NotNvfp4 { got: weight.family() }),
         }
     }
@@ -62,7 +61,7 @@ impl Gpu {
         product: &Product<'_, T>,
         out: SliceMut<'_, T>,
     ) -> Result<()> {
-        self.with_workspace(|workspace| Ok(gemm(&self.stream, *x, w, product, out, workspace)?))
+        Ok(gemm(&self.stream, *x, w, product, out, &*self.memory)?)
     }
 
     /// Products that belong together, each with operands of its own and a place for its result; empty ones touch nothing. All are checked
@@ -76,12 +75,17 @@ impl Gpu {
             Ok(Member { a: operand(a), b: operand(b).into(), product, out })
         });
         let mut members: Vec<Member<'a, T>> = members.collect::<Result<_>>()?;
-        self.with_workspace(|workspace| Ok(grouped(&self.stream, &mut members, workspace)?))
+        Ok(grouped(&self.stream, &mut members, &*self.memory)?)
     }
 }
 
 fn check(a: &Direction, b: &Direction) -> Result<()> {
     crate::matmul::check_pair((a.family(), a.rotation()), (b.family(), b.rotation()))
+}
+
+/// Beside plain elements, which are not transformed, nothing is.
+fn check_plain(left: Option<Signs>, right: Option<Signs>) -> Result<()> {
+    if left == right { Ok(()) } else { Err(Error::Rotation { left, right }) }
 }
 
 fn operand(direction: &Direction) -> Operand<'_> {

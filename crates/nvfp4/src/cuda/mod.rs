@@ -32,30 +32,28 @@ pub use quantize::{Observed, Options, Randomness};
 pub use tensor::{Direction, Fp8Direction, Nvfp4Direction, QuantTensor};
 
 use crate::Result;
-use nvfp4_kernels::gemm::cuda::Workspace;
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::{Mutex, PoisonError};
 
-/// A stream of a GPU, and where the memory for its work comes from. Tensors that another stream made must be complete, or this stream must
-/// be made to wait for that one.
+/// A stream of a GPU, and where the memory for its work comes from, scratch included. Nothing is kept between calls, so one is cheap to make.
+///
+/// Tensors that another stream made must be complete, or this stream must be made to wait for that one. Who drops a tensor gives its memory
+/// to later work of the stream that made it: drop it when the work of other streams with it has ended.
 pub struct Gpu {
     stream: Stream,
     memory: Box<dyn Allocator + Send + Sync>,
-    workspace: Mutex<Workspace>,
 }
 
 impl Gpu {
-    /// A stream of its own, with a pool of memory.
+    /// A stream of its own, with the driver's stream-ordered memory.
     pub fn new(device: Device) -> Result<Self> {
         let stream = Stream::new(device)?;
-        let memory = Pool::new(&stream);
-        Ok(Gpu::with(stream, memory))
+        Ok(Gpu::with(stream, Pool))
     }
 
     /// A stream, and the memory that another framework gives for its work.
     pub fn with(stream: Stream, memory: impl Allocator + Send + Sync + 'static) -> Self {
-        Gpu { stream, memory: Box::new(memory), workspace: Mutex::default() }
+        Gpu { stream, memory: Box::new(memory) }
     }
 
     /// Where work is queued.
@@ -67,12 +65,7 @@ impl Gpu {
     pub fn alloc<T: Plain>(&self, len: usize) -> Result<Owned<T>> {
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or(nvfp4_spec::Error::TooLarge { rows: len, cols: size_of::<T>() })?;
-        Ok(Owned { memory: self.memory.bytes(bytes)?, elements: PhantomData })
-    }
-
-    /// What products need for a while; of this stream, so that calls after each other may share it.
-    fn with_workspace<R>(&self, work: impl FnOnce(&mut Workspace) -> R) -> R {
-        work(&mut self.workspace.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(Owned { memory: self.memory.bytes(&self.stream, bytes)?, elements: PhantomData })
     }
 }
 

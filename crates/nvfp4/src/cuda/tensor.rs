@@ -1,8 +1,10 @@
 //! Quantized tensors in the memory of a GPU.
 
 use super::{Gpu, Memory, Owned, Plain, Slice, SliceMut};
+use crate::direction::Outline;
 use crate::recipe::Family;
-use crate::{Element, Error, Fp8Code, Fp8Tile, Global, GlobalScale, Layout, Result, Side, Unit, shape};
+use crate::tensor::check_parts;
+use crate::{Element, Error, Fp8Code, Fp8Tile, Global, GlobalScale, Layout, Result, Side, Unit};
 use nvfp4_kernels::dequantize::cuda as nvfp4_kernel;
 use nvfp4_kernels::fp8::cuda as fp8_kernel;
 use nvfp4_spec::fp8::Scales;
@@ -134,6 +136,14 @@ impl Direction {
             Direction::Nvfp4(d) => d.rotation,
             Direction::Fp8(_) => None,
         }
+    }
+
+    fn outline(&self) -> Outline {
+        let tile = match self {
+            Direction::Nvfp4(_) => None,
+            Direction::Fp8(d) => Some(d.tile),
+        };
+        Outline { rows: self.rows(), cols: self.cols(), rotation: self.rotation(), tile }
     }
 
     /// Bytes that it takes.
@@ -310,19 +320,10 @@ impl<T: Plain> From<Memory> for Owned<T> {
 }
 
 impl QuantTensor {
-    /// A tensor over existing directions, at least one, of the flattened shape. Twin of [`crate::QuantTensor::from_parts`].
+    /// A tensor over existing directions, at least one, of the flattened shape. Twin of [`crate::QuantTensor::from_parts`], by the same
+    /// check.
     pub fn from_parts(shape: &[usize], row: Option<Direction>, col: Option<Direction>) -> Result<Self> {
-        let (rows, cols) = shape::flatten(shape)?;
-        for (direction, expected) in [(&row, [rows, cols]), (&col, [cols, rows])] {
-            if let Some(d) = direction
-                && [d.rows(), d.cols()] != expected
-            {
-                return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![d.rows(), d.cols()] });
-            }
-        }
-        if row.is_none() && col.is_none() {
-            return Err(Error::NoDirection);
-        }
+        check_parts(shape, row.as_ref().map(Direction::outline), col.as_ref().map(Direction::outline))?;
         Ok(QuantTensor { shape: shape.to_vec(), row, col })
     }
 }
@@ -349,7 +350,7 @@ impl Direction {
                 cols,
                 codes: next("codes, in bytes", area(rows, e2m1::packed_len(cols))?)?.into(),
                 scales: next("scales, in bytes", like.layout.scale_len(rows, cols)?)?.into(),
-                stored: next("global scale, in bytes", 4 * like.global.scope().count(rows))?.into(),
+                stored: next("global scale, in bytes", area(4, like.global.scope().count(rows))?)?.into(),
                 global: like.global.scope(),
                 unit: like.unit,
                 rotation: like.rotation,
@@ -365,7 +366,7 @@ impl Direction {
                     tile: like.tile,
                     codes: next("codes, in bytes", codes)?.into(),
                     scales: match like.scales {
-                        Scales::F32(_) => Scales::F32(next("scales, in bytes", 4 * scales)?.into()),
+                        Scales::F32(_) => Scales::F32(next("scales, in bytes", area(4, scales)?)?.into()),
                         Scales::E8m0(_) => Scales::E8m0(next("scales, in bytes", scales)?.into()),
                     },
                 })

@@ -10,7 +10,7 @@ pub(crate) use plain::input as plain_input;
 pub use plain::{Elements, Lies, PlainDirection};
 
 use crate::recipe::Family;
-use crate::{Element, Error, Implementation, Layout, Result, Signs};
+use crate::{Element, Error, Fp8Tile, Implementation, Layout, Result, Signs};
 use std::fmt;
 
 /// A matrix along whose rows products run, in the format that it is stored in. For a tensor's column direction that matrix is the
@@ -58,6 +58,15 @@ impl From<PlainDirection> for Direction {
     }
 }
 
+/// What a tensor asks of a direction, wherever its bytes lie.
+pub(crate) struct Outline {
+    pub rows: usize,
+    pub cols: usize,
+    pub rotation: Option<Signs>,
+    /// Of FP8.
+    pub tile: Option<Fp8Tile>,
+}
+
 impl Direction {
     /// Number of rows.
     pub fn rows(&self) -> usize {
@@ -100,6 +109,14 @@ impl Direction {
             Direction::Nvfp4(d) => d.rotation,
             Direction::Fp8(_) | Direction::Plain(_) => None,
         }
+    }
+
+    pub(crate) fn outline(&self) -> Outline {
+        let tile = match self {
+            Direction::Fp8(d) => Some(d.tile),
+            Direction::Nvfp4(_) | Direction::Plain(_) => None,
+        };
+        Outline { rows: self.rows(), cols: self.cols(), rotation: self.rotation(), tile }
     }
 
     /// Bytes that it takes.

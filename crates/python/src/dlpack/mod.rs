@@ -276,6 +276,14 @@ impl Tensor {
         Some(unsafe { nvfp4::cuda::Slice::from_raw(self.address.addr() as u64, reach) })
     }
 
+    /// The one number of a tensor in a GPU's memory, to write: for what callers pass to be written, as `out` is elsewhere.
+    pub fn device_slice_mut(&self) -> Option<nvfp4::cuda::SliceMut<'_, u64>> {
+        let one = self.device_slice::<u64>().filter(|slice| slice.len() == 1)?;
+        // SAFETY: the producer vouches for the memory; it is a number that callers hand over to be written by the work that is queued next,
+        // and whoever reads it on that stream reads it after.
+        Some(unsafe { nvfp4::cuda::SliceMut::from_raw(one.address(), 1) })
+    }
+
     /// The memory of a tensor that lies row by row, with the tensor as its owner; `None` if it is not aligned to 16 bytes.
     ///
     /// What is made from memory that others see too is only read.

@@ -2,9 +2,9 @@
 
 use super::super::{self as gemm, Product as HostProduct};
 use super::output::Product;
-use super::{Operand, Workspace, gemm as on_device};
+use super::{Operand, gemm as on_device};
 use crate::Result;
-use crate::cuda::{Buffer, Device, Plain, Stream, Uploaded};
+use crate::cuda::{Buffer, Device, Plain, Pool, Stream, Uploaded};
 use crate::dequantize::cuda as dequantize;
 use crate::fp8::dequantize::cuda as fp8;
 use half::{bf16, f16};
@@ -73,5 +73,5 @@ fn typed<P: Element + Plain, T: Element>(
         bias: bias.as_ref().map(Buffer::slice),
         add: c.as_ref().map(Buffer::slice).zip(add.map(|(_, beta)| beta)),
     };
-    stream.fetch::<P, T>(out, |out| on_device(&stream, a.operand(), b.operand(), &product, out, &mut Workspace::new()))
+    stream.fetch::<P, T>(out, |out| on_device(&stream, a.operand(), b.operand(), &product, out, &Pool))
 }

@@ -12,17 +12,16 @@ mod operand;
 mod output;
 mod prepared;
 mod ring;
+mod scratch;
 mod shape;
-mod workspace;
 
 pub(super) use host::on_host;
 pub use operand::{Operand, Weights};
 pub use output::Product;
 pub use prepared::PreparedWeight;
-pub use workspace::Workspace;
 
 use crate::cuda::text::precision;
-use crate::cuda::{Device, Plain, SliceMut, Source, Stream};
+use crate::cuda::{Allocator, Device, Plain, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::{Result, cuda};
 use nvfp4_spec::{Element, Error, Precision, area};
@@ -66,14 +65,14 @@ impl<'a> Way<'a> {
 
 /// `out = α·A·Bᵀ (+ bias) (+ β·C)`; `out` is `a.rows` × `b.rows`, row-major. Does not wait.
 ///
-/// `workspace` may grow, which waits, and which a capture refuses: run a product once before capturing it.
+/// `memory` gives what the product needs while it runs, which goes back before this returns, for later work of the stream.
 pub fn gemm<'a, T: Element + Plain>(
     stream: &Stream,
     a: impl Into<Operand<'a>>,
     b: impl Into<Weights<'a>>,
     product: &Product<'_, T>,
     out: SliceMut<'_, T>,
-    workspace: &mut Workspace,
+    memory: &dyn Allocator,
 ) -> Result<()> {
     let (a, b) = (a.into(), b.into());
     let output = check(stream.device(), &a, &b, product, &out)?;
@@ -81,8 +80,8 @@ pub fn gemm<'a, T: Element + Plain>(
         return Ok(());
     }
     match Way::of(a, b)? {
-        Way::Ring(tokens, right, Orientation::Upright) => ring::run(stream, tokens, right, &output, workspace),
-        Way::Ring(tokens, right, Orientation::Turned) => ring::run(stream, tokens, right, &output.turned(), workspace),
+        Way::Ring(tokens, right, Orientation::Upright) => ring::run(stream, tokens, right, &output, memory),
+        Way::Ring(tokens, right, Orientation::Turned) => ring::run(stream, tokens, right, &output.turned(), memory),
         Way::Decoded(a, b) => decoded::run(stream, &a, &b, &output),
     }
 }
@@ -116,14 +115,14 @@ pub struct Member<'a, T: Plain> {
 pub fn grouped<T: Element + Plain>(
     stream: &Stream,
     members: &mut [Member<'_, T>],
-    workspace: &mut Workspace,
+    memory: &dyn Allocator,
 ) -> Result<()> {
     for member in &*members {
         check(stream.device(), &member.a, &member.b, &member.product, &member.out)?;
         Way::of(member.a, member.b)?;
     }
     for member in members {
-        gemm(stream, member.a, member.b, &member.product, member.out.reborrow(), workspace)?;
+        gemm(stream, member.a, member.b, &member.product, member.out.reborrow(), memory)?;
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use super::operand::Global;
 use super::{WEIGHTS, math};
 use crate::cuda::text::{Variants, assemble};
-use crate::cuda::{Buffer, Device, Source, Stream, entry};
+use crate::cuda::{Allocator, Device, Memory, Source, Stream, entry};
 use crate::dequantize::cuda::View;
 use crate::quantize::Layout;
 use crate::{Result, cuda};
@@ -26,21 +26,20 @@ pub(super) fn tiles(rows: usize, cols: usize) -> (usize, usize) {
 pub struct PreparedWeight {
     rows: usize,
     cols: usize,
-    tiles: Buffer<u8>,
-    stored: Buffer<f32>,
+    tiles: Memory,
+    stored: Memory,
     global: GlobalScale,
     unit: Unit,
 }
 
 impl PreparedWeight {
-    /// Brings a matrix into order. Does not wait.
-    pub fn new(stream: &Stream, q: &View<'_>) -> Result<Self> {
-        let device = stream.device();
-        q.check(device)?;
+    /// Brings a matrix into order, in memory of `memory`. Does not wait.
+    pub fn new(stream: &Stream, q: &View<'_>, memory: &dyn Allocator) -> Result<Self> {
+        q.check(stream.device())?;
         let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
-        let tiles = device.alloc(row_tiles * k_tiles * TILE_BYTES)?;
-        prepare(stream, q, tiles.slice().address())?;
-        let mut stored = device.alloc(q.stored.len())?;
+        let tiles = memory.bytes(stream, row_tiles * k_tiles * TILE_BYTES)?;
+        prepare(stream, q, tiles.address())?;
+        let mut stored = memory.bytes(stream, q.stored.bytes())?;
         stream.copy(q.stored, stored.slice_mut())?;
         Ok(PreparedWeight { rows: q.rows, cols: q.cols, tiles, stored, global: q.global, unit: q.unit })
     }
@@ -57,19 +56,19 @@ impl PreparedWeight {
 
     /// Bytes of memory, its 32-bit scales included.
     pub fn bytes(&self) -> usize {
-        self.tiles.len() + 4 * self.stored.len()
+        self.tiles.len() + self.stored.len()
     }
 
     pub(super) fn address(&self) -> u64 {
-        self.tiles.slice().address()
+        self.tiles.address()
     }
 
     pub(super) fn global(&self) -> Global {
-        Global { stored: self.stored.slice().address(), of: self.global, unit: self.unit }
+        Global { stored: self.stored.address(), of: self.global, unit: self.unit }
     }
 
     pub(super) fn check(&self, device: Device) -> Result<()> {
-        Ok(self.tiles.slice().check(device, "prepared weights")?)
+        Ok(self.tiles.slice::<u8>().check(device, "prepared weights")?)
     }
 }
 

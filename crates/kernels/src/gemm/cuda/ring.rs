@@ -3,11 +3,11 @@
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Orientation, Output};
 use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
+use super::scratch::Scratch;
 use super::shape::{self, Instruction, Shape};
-use super::workspace::Workspace;
 use super::{OUTPUT, WEIGHTS, math};
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
-use crate::cuda::{Device, Input, SliceMut, Source, Stream, entry, tensor_map};
+use crate::cuda::{Allocator, Device, Input, SliceMut, Source, Stream, entry, tensor_map};
 use crate::dequantize::cuda::View;
 use crate::quantize::Layout;
 use crate::{Result, cuda};
@@ -124,7 +124,7 @@ pub(super) fn run(
     tokens: Tokens<'_>,
     right: Right<'_>,
     output: &Output,
-    workspace: &mut Workspace,
+    memory: &dyn Allocator,
 ) -> Result<()> {
     let (rows, cols) = right.size();
     let (row_tiles, k_tiles) = tiles(rows, cols);
@@ -142,7 +142,9 @@ pub(super) fn run(
         Tokens::Nvfp4(_) | Tokens::Plain(..) => m,
     };
     let token_bytes = if tokens.lies_well() { 0 } else { part * pitch };
-    let [weights, scratch] = workspace.reserve(stream, [weight_bytes, token_bytes])?;
+    // Dropped when everything is queued.
+    let scratch = Scratch::new(stream, memory, [weight_bytes, token_bytes])?;
+    let [weights, decoded] = scratch.addresses;
     let weights = match right {
         Right::View(view) => {
             prepare(stream, &view, weights)?;
@@ -155,8 +157,8 @@ pub(super) fn run(
         Tokens::Nvfp4(view) => {
             for first in (0..m).step_by(part) {
                 let count = part.min(m - first);
-                decode(stream, &view, (first, count), scratch)?;
-                call.launch((scratch, pitch), (first, count), UNDO * UNDO)?;
+                decode(stream, &view, (first, count), decoded)?;
+                call.launch((decoded, pitch), (first, count), UNDO * UNDO)?;
             }
             Ok(())
         }
@@ -167,11 +169,11 @@ pub(super) fn run(
                 return call.launch((from, stride), (0, m), UNDO);
             }
             // What stands after a row's end is multiplied by zeros, and must not be NaN.
-            // SAFETY: so many bytes were reserved, for this stream alone.
-            stream.fill_bytes::<u8>(unsafe { SliceMut::from_raw(scratch, token_bytes) }, 0)?;
-            // SAFETY: the matrix was checked, and as many rows of that pitch were reserved.
-            unsafe { stream.copy_rows((from, stride), (scratch, pitch), 2 * cols, m) }?;
-            call.launch((scratch, pitch), (0, m), UNDO)
+            // SAFETY: the scratch has so many bytes, for this stream alone.
+            stream.fill_bytes::<u8>(unsafe { SliceMut::from_raw(decoded, token_bytes) }, 0)?;
+            // SAFETY: the matrix was checked, and the scratch has as many rows of that pitch.
+            unsafe { stream.copy_rows((from, stride), (decoded, pitch), 2 * cols, m) }?;
+            call.launch((decoded, pitch), (0, m), UNDO)
         }
     }
 }
@@ -210,7 +212,7 @@ impl Call<'_> {
             if shape.stays() { outputs.min(device.multiprocessors() as usize) } else { outputs * shape.split as usize };
         let blocks = u32::try_from(blocks).map_err(|_| cuda::Error::TooManyBlocks { rows: m, cols: rows })?;
         let kernel = VARIANTS.get(device, (shape, self.bits, self.output.kind), source)?;
-        // SAFETY: `Params` is laid out as in ring.cuh; operands and outputs were checked, and what was reserved is this stream's alone.
+        // SAFETY: `Params` is laid out as in ring.cuh; operands and outputs were checked, and the scratch is this stream's alone.
         // The kernel waits for earlier work before it touches memory.
         unsafe { kernel.launch_early(self.stream, [blocks, 1, 1], shape.threads(), shape.shared(), &params) }?;
         Ok(())

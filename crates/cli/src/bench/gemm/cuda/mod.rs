@@ -8,9 +8,9 @@ use crate::bench::median;
 use anyhow::{Context, Result};
 use half::bf16;
 use matrix::{Form, Matrix};
-use nvfp4_kernels::cuda::{Buffer, Cublas, Device, Stream, time_in_turns};
+use nvfp4_kernels::cuda::{Buffer, Cublas, Device, Pool, Stream, time_in_turns};
 use nvfp4_kernels::dequantize::cuda::dequantize;
-use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product, Workspace, describe, gemm};
+use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product, describe, gemm};
 use serde::Serialize;
 use std::io::Write;
 
@@ -160,7 +160,6 @@ struct Bench {
     out: Buffer<bf16>,
     from: Buffer<u8>,
     to: Buffer<u8>,
-    workspace: Workspace,
     cublas: Option<Cublas>,
 }
 
@@ -170,7 +169,7 @@ impl Bench {
         let m = m.iter().copied().fold(BUSY, usize::max);
         let weights = |seed| -> Result<_> {
             let matrix = Matrix::new(stream, *n, *k, seed)?;
-            let prepared = PreparedWeight::new(stream, &matrix.view(*n))?;
+            let prepared = PreparedWeight::new(stream, &matrix.view(*n), &device)?;
             Ok((matrix, prepared))
         };
         let mut bench = Bench {
@@ -181,7 +180,6 @@ impl Bench {
             out: device.alloc(m * n)?,
             from: device.alloc(COPIED)?,
             to: device.alloc(COPIED)?,
-            workspace: Workspace::new(),
             cublas,
         };
         stream.fill_bytes(bench.from.slice_mut(), 1)?;
@@ -221,9 +219,9 @@ impl Bench {
         let (a, b) = match work {
             Work::Copy => return Ok(stream.copy(self.from.slice(), self.to.slice_mut())?),
             Work::WeightOnly => {
-                return Ok(gemm(stream, self.x.input(m)?, prepared, &product, out, &mut self.workspace)?);
+                return Ok(gemm(stream, self.x.input(m)?, prepared, &product, out, &Pool)?);
             }
-            Work::Nvfp4 => return Ok(gemm(stream, self.x.view(m), prepared, &product, out, &mut self.workspace)?),
+            Work::Nvfp4 => return Ok(gemm(stream, self.x.view(m), prepared, &product, out, &Pool)?),
             Work::Cublas => (self.x.values(m), matrix.values(n)),
             Work::DecodeWeights => (self.x.values(m), self.decoded_weights.slice()),
             Work::DecodeBoth => (self.decoded_x.slice().range(0..m * k), self.decoded_weights.slice()),
