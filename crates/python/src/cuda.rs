@@ -206,7 +206,7 @@ pub fn quantize<'py>(
 pub fn watch(x: &Bound<'_, PyAny>, array: &Array, id: i32, found: &Bound<'_, PyAny>) -> PyResult<()> {
     let wrong = || PyTypeError::new_err(format!("watch: expected a tensor of one int64 on cuda:{id}"));
     check_torch(found)?;
-    let found = Tensor::of(found)?;
+    let mut found = Tensor::of(found)?;
     let fits = found.shape.iter().product::<usize>() == 1 && found.dtype == DataType::I64;
     if Place::of(&found)? != Place::Cuda(id) || !fits {
         return Err(wrong());
@@ -220,6 +220,25 @@ pub fn watch(x: &Bound<'_, PyAny>, array: &Array, id: i32, found: &Bound<'_, PyA
     let values = values(dense.as_ref().unwrap_or(array)).ok_or_else(misaligned)?;
     let place = found.device_slice_mut().ok_or_else(wrong)?;
     finite::first_not_finite(gpu(x.py(), id)?.stream(), values, place).map_err(nvfp4::Error::from).or_raise()
+}
+
+/// The scales of the next step of delayed scaling, in place: see `Delayed.update_`.
+pub fn update(rule: &nvfp4::recipe::Delayed, tensors: [&Bound<'_, PyAny>; 3]) -> PyResult<()> {
+    let wrong = || PyTypeError::new_err("expected contiguous float32 tensors of torch on one GPU");
+    let borrow = |x: &Bound<'_, PyAny>| -> PyResult<(Tensor, i32)> {
+        check_torch(x)?;
+        let tensor = Tensor::of(x)?;
+        match Place::of(&tensor)? {
+            Place::Cuda(id) if tensor.dtype == DataType::F32 => Ok((tensor, id)),
+            _ => Err(wrong()),
+        }
+    };
+    let [(mut history, id), (mut scale, other), (amax, third)] =
+        [borrow(tensors[0])?, borrow(tensors[1])?, borrow(tensors[2])?];
+    let dense = amax.reach() == Some(amax.shape.iter().product());
+    let parts = history.device_slice_mut().zip(scale.device_slice_mut()).zip(amax.device_slice().filter(|_| dense));
+    let ((history, scale), amax) = parts.filter(|_| other == id && third == id).ok_or_else(wrong)?;
+    rule.update_on(&gpu(tensors[0].py(), id)?, history, scale, amax).or_raise()
 }
 
 /// An offset that is known now, or one that the GPU reads when the work runs.

@@ -69,6 +69,18 @@ impl Delayed {
         Ok((history, scale))
     }
 
+    /// The same for many tensors whose state lies on a GPU, in place and without waiting: `history` is a tensor of torch with a row for each
+    /// step, of an amax per tensor, `scale` and `amax` have a number per tensor.
+    #[cfg(feature = "cuda")]
+    fn update_(
+        &self,
+        history: &Bound<'_, PyAny>,
+        scale: &Bound<'_, PyAny>,
+        amax: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        crate::cuda::update(&self.0, [history, scale, amax])
+    }
+
     /// What a pickle keeps: the text.
     fn __getnewargs__(&self) -> (String,) {
         (QuantSpec::delayed(self.0.clone()).to_string(),)

@@ -276,12 +276,13 @@ impl Tensor {
         Some(unsafe { nvfp4::cuda::Slice::from_raw(self.address.addr() as u64, reach) })
     }
 
-    /// The one number of a tensor in a GPU's memory, to write: for what callers pass to be written, as `out` is elsewhere.
-    pub fn device_slice_mut(&self) -> Option<nvfp4::cuda::SliceMut<'_, u64>> {
-        let one = self.device_slice::<u64>().filter(|slice| slice.len() == 1)?;
-        // SAFETY: the producer vouches for the memory; it is a number that callers hand over to be written by the work that is queued next,
-        // and whoever reads it on that stream reads it after.
-        Some(unsafe { nvfp4::cuda::SliceMut::from_raw(one.address(), 1) })
+    /// The numbers of a tensor in a GPU's memory, which lie row by row, to write: for what callers pass to be written, as `out` is elsewhere.
+    pub fn device_slice_mut<T: nvfp4::cuda::Plain>(&mut self) -> Option<nvfp4::cuda::SliceMut<'_, T>> {
+        let dense = self.reach() == Some(self.shape.iter().product());
+        let (address, len) = self.device_slice::<T>().filter(|_| dense).map(|slice| (slice.address(), slice.len()))?;
+        // SAFETY: the producer vouches for the memory; callers hand the numbers over to be written by the work that is queued next, and
+        // whoever reads them on that stream reads them after.
+        Some(unsafe { nvfp4::cuda::SliceMut::from_raw(address, len) })
     }
 
     /// The memory of a tensor that lies row by row, with the tensor as its owner; `None` if it is not aligned to 16 bytes.

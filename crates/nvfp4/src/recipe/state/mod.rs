@@ -3,6 +3,8 @@
 //! A step is: take the [`Scales`], quantize with them and [`States::record`] each amax; at the end of a pass, [`States::update`].
 //! A recomputed forward pass takes the scales of the first time again, and records nothing.
 
+#[cfg(feature = "cuda")]
+mod cuda;
 mod file;
 
 use super::format::{AmaxRule, Delayed, Format, Reduction};
@@ -103,14 +105,16 @@ impl Delayed {
     ///
     /// This is what [`States::update`] does for each tensor, for programs that keep histories and scales in memory of their own.
     pub fn update(&self, history: &mut [f32], scale: f32, reduced: f32, rules: &AmaxRules) -> Result<f32> {
-        let (format, margin) = (self.code(), i32::from(self.margin()));
         // A worker's own amax stands where the others saw nothing, or where the reduction says nothing.
         let entry = Entry::Bulk { reduced: Some(reduced) };
-        let delayed = delayed::Delayed { format, margin, ..Default::default() };
         Ok(match rules.get(self.amax())? {
-            Rule::Known(algorithm) => delayed::Delayed { algorithm, ..delayed }.update(history, scale, entry)?,
-            Rule::Users(amax) => delayed.update_by(history, scale, entry, amax)?,
+            Rule::Known(algorithm) => self.rule(algorithm).update(history, scale, entry)?,
+            Rule::Users(amax) => self.rule(Algorithm::Max).update_by(history, scale, entry, amax)?,
         })
+    }
+
+    fn rule(&self, algorithm: Algorithm) -> delayed::Delayed {
+        delayed::Delayed { format: self.code(), margin: i32::from(self.margin()), algorithm }
     }
 }
 

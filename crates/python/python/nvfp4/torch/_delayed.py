@@ -185,21 +185,33 @@ def _known(scales: Scales) -> Iterator[Scale]:
 def _update(scales: List[Scale], group) -> None:
     rules = [nvfp4.Delayed(str(scale.spec)) for scale in scales]
     device = scales[0].history.device
-    amaxes = torch.cat([scale.history[:1].to(device) for scale in scales])
-    if group is not None:
-        shared = torch.tensor([rule.reduction == "max" for rule in rules], device=device)
-        reduced = amaxes[shared]
+    amaxes = [scale.history[:1] for scale in scales]
+    shared = [at for at, rule in enumerate(rules) if rule.reduction == "max"]
+    if group is not None and shared:
+        reduced = torch.cat([amaxes[at].to(device) for at in shared])
         torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
-        amaxes[shared] = reduced
-    # One copy to the host and one back, however many there are.
-    numbers = torch.cat([part.to(device) for scale in scales for part in (scale.scale, scale.history)]).tolist()
-    moved: List[float] = []
-    for rule, amax in zip(rules, amaxes.tolist()):
-        at, end = len(moved), len(moved) + 1 + rule.history
-        history, number = rule.update(numbers[at + 1 : end], numbers[at], amax)
-        moved += [number, *history]
-    at, back = 0, torch.tensor(moved, dtype=torch.float32, device=device)
-    for scale in scales:
-        scale.scale.copy_(back[at : at + 1])
-        scale.history.copy_(back[at + 1 : at + 1 + scale.history.numel()])
-        at += 1 + scale.history.numel()
+        for at, amax in zip(shared, reduced.split(1)):
+            amaxes[at] = amax
+    # Tensors of one rule on one GPU go together.
+    together: Dict[Tuple[str, torch.device], List[int]] = {}
+    for at, scale in enumerate(scales):
+        together.setdefault((str(scale.spec), scale.history.device), []).append(at)
+    for (_, device), places in together.items():
+        update_some = _update_there if device.type == "cuda" else _update_here
+        update_some(rules[places[0]], [scales[at] for at in places], torch.cat([amaxes[at].to(device) for at in places]))
+
+
+def _update_there(rule: nvfp4.Delayed, scales: List[Scale], amaxes: Tensor) -> None:
+    """Where the state is on a GPU, nothing waits for it, so a step can be captured."""
+    history = torch.stack([scale.history for scale in scales], dim=1)
+    numbers = torch.cat([scale.scale for scale in scales])
+    rule.update_(history, numbers, amaxes)
+    torch._foreach_copy_([scale.history for scale in scales], list(history.unbind(1)))
+    torch._foreach_copy_([scale.scale for scale in scales], list(numbers.split(1)))
+
+
+def _update_here(rule: nvfp4.Delayed, scales: List[Scale], amaxes: Tensor) -> None:
+    for scale, amax in zip(scales, amaxes.tolist()):
+        history, number = rule.update(scale.history.tolist(), scale.scale.item(), amax)
+        scale.history.copy_(torch.tensor(history))
+        scale.scale.fill_(number)
