@@ -10,7 +10,9 @@ import copy
 import multiprocessing
 import pickle
 import statistics
+import threading
 import time
+from pathlib import Path
 
 import torch
 
@@ -78,12 +80,173 @@ def products():
         check(f"{name} × nvfp4", bool(((y - exact).abs() <= bound).all()))
 
 
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+
+
+def recipes():
+    """Every preset, and every recipe file of the examples."""
+    files = [(path.name, nvfp4.Recipe.from_file(path)) for path in sorted(RECIPES.glob("*.toml"))]
+    assert files, "the examples have recipes"
+    return [(name, nvfp4.Recipe(name)) for name in nvfp4.Recipe.presets()] + files
+
+
+def gradients(module, x, dy):
+    """One step: output and gradients, from the same random numbers each time."""
+    torch.cuda.manual_seed(7)
+    for parameter in module.parameters():
+        parameter.grad = None
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.backward(dy)
+    return [y.detach(), x.grad] + [parameter.grad for parameter in module.parameters()]
+
+
+def linear(recipe, inputs=256, outputs=128):
+    return nvfp4.torch.Linear(inputs, outputs, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+
+
+def tokens(count, features):
+    return torch.randn(count, features, device="cuda", dtype=torch.bfloat16)
+
+
 def modules():
-    """Every recipe trains a step, and compiles."""
-    for recipe in nvfp4.Recipe.presets():
-        module = nvfp4.torch.Linear(256, 128, recipe=recipe, device="cuda", dtype=torch.bfloat16)
-        module(torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
-        check(f"a step of {recipe}", bool(module.weight.grad.isfinite().all()))
+    """Every recipe trains a step, as it is and compiled, with the same numbers."""
+    for name, recipe in recipes():
+        module, x, dy = linear(recipe), tokens(128, 256), tokens(128, 128)
+        eager = gradients(module, x, dy)
+        check(f"a step of {name}", all(bool(made.isfinite().all()) for made in eager))
+        torch._dynamo.reset()
+        compiled = gradients(torch.compile(module, backend="aot_eager", fullgraph=True), x, dy)
+        check(f"a compiled step of {name}", all(torch.equal(a, b) for a, b in zip(eager, compiled)))
+
+
+def captured(module, x, dy, stream):
+    """A graph of a step, what it makes, and what it reads, which must stay."""
+    x, dy = x.detach().clone().requires_grad_(), dy.clone()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            module(x).backward(dy)
+    torch.cuda.current_stream().wait_stream(stream)
+    x.grad = None
+    for parameter in module.parameters():
+        parameter.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = module(x)
+        y.backward(dy)
+    return graph, [y.detach(), x.grad] + [parameter.grad for parameter in module.parameters()], (x, dy)
+
+
+def replay(graph, made):
+    for tensor in made[1:]:
+        tensor.zero_()
+    torch.cuda.manual_seed(7)
+    graph.replay()
+    torch.cuda.current_stream().synchronize()
+
+
+def graphs_of_modules():
+    """A captured step replays to the numbers of an eager one, also after larger work on the stream of the capture."""
+    stream, large = torch.cuda.Stream(), linear("nvfp4", 4096, 8192)
+    for name, recipe in recipes():
+        module, x, dy = linear(recipe), tokens(128, 256), tokens(128, 128)
+        graph, made, read = captured(module, x, dy, stream)
+        expected = [tensor.clone() for tensor in gradients(module, x, dy)]
+        for round in range(3):
+            with torch.cuda.stream(stream):
+                large(tokens(4096 << round, 4096)).sum().backward()
+            stream.synchronize()
+            with torch.cuda.stream(stream):
+                replay(graph, made)
+            check(f"replay {round} of {name}", all(torch.equal(a, b) for a, b in zip(made, expected)))
+        del read
+
+
+def threads():
+    """Two threads, each with a stream, a captured step and eager steps of changing size between its replays."""
+    failures, jobs, kept = [], [], []
+    for _ in range(2):
+        stream, module = torch.cuda.Stream(), linear("nvfp4_row_scaled")
+        graph, made, read = captured(module, tokens(256, 256), tokens(256, 128), stream)
+        jobs.append((stream, module, read[0].detach(), graph, made))
+        kept.append(read)
+    torch.cuda.synchronize()
+
+    def work(stream, module, x, graph, made):
+        with torch.cuda.stream(stream):
+            graph.replay()
+            stream.synchronize()
+            expected = [tensor.clone() for tensor in made]
+            for round in range(200):
+                with torch.no_grad():
+                    module(x.repeat(1 + round % 5, 1))
+                for tensor in made[1:]:
+                    tensor.zero_()
+                graph.replay()
+                stream.synchronize()
+                # The output has no random numbers; gradients do, and stay close.
+                near = [(a - b).norm() <= 0.2 * b.norm() for a, b in zip(made[1:], expected[1:])]
+                if not torch.equal(made[0], expected[0]) or not all(near):
+                    failures.append(round)
+
+    workers = [threading.Thread(target=work, args=job) for job in jobs]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    check(f"two threads replay and compute side by side ({len(failures)} wrong rounds)", not failures)
+
+
+def memory():
+    """torch's allocator knows every byte: what a product needs while it runs is in its peak, and nothing else is taken from the GPU."""
+    weight, x = nvfp4.quantize(tokens(32768, 8192)), nvfp4.quantize(tokens(512, 8192))
+    nvfp4.matmul(x, weight, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    nvfp4.matmul(x, weight, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    scratch = torch.cuda.max_memory_allocated() - before
+    check(f"scratch of {scratch >> 20} MiB is in torch's peak", scratch > 32768 * 8192 // 2)
+    check("nothing stays", torch.cuda.memory_allocated() == before)
+    check("nothing else is taken", free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() == 0)
+
+
+class Foreign:
+    """An array of a library that is not torch, on the GPU."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **_):
+        return self.tensor.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+def foreign():
+    """Other libraries' streams are not waited for, so their arrays are refused."""
+    try:
+        nvfp4.quantize(Foreign(tokens(16, 32)))
+        check("an array of another library is refused", False)
+    except TypeError as error:
+        check(f"an array of another library is refused: {error}", "torch.from_dlpack" in str(error))
+
+
+def watched():
+    """The first number that is not finite is found without waiting, also in a view between whose rows are other numbers."""
+    quantizer = nvfp4.Quantizer()
+    for bad, kind in ((float("inf"), 0), (float("-inf"), 1), (float("nan"), 2)):
+        x = tokens(64, 512)
+        x[5, 7] = x[9, 1] = bad
+        for view, index in ((x, 5 * 512 + 7), (x[:, :256], 5 * 256 + 7), (x[:, 256:], None)):
+            found = torch.full((1,), -1, dtype=torch.int64, device="cuda")
+            quantizer.quantize(view, watch=found)
+            expected = -1 if index is None else 4 * index + kind
+            check(f"{bad} in {tuple(view.shape)}", found.item() == expected)
 
 
 def delayed():
@@ -206,6 +369,7 @@ def overhead():
 
 if __name__ == "__main__":
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    for part in (bits, products, delayed, copies, graphs, modules, bad_input, overhead):
+    parts = (bits, products, delayed, copies, graphs, modules, graphs_of_modules, threads, memory, foreign, watched, bad_input, overhead)
+    for part in parts:
         part()
     print("all checks passed")

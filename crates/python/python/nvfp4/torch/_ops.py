@@ -14,6 +14,7 @@ from torch import Tensor
 
 import nvfp4
 
+_SHORT = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,23 +52,29 @@ def _partly(
     row, _, column = spec.partition(" / ")
     amax = column_amax = None
     if not column:
-        return [x.clone()], None, None
+        return [_kept(x, row)], None, None
     column, from_row = column.removesuffix(" from row"), column.endswith(" from row")
     parts, seen = [], x
     if directions != "column" or from_row:
-        if row == "high-precision":
-            made = [x.clone()]
+        if row.startswith("high-precision"):
+            made = [_kept(x, row)]
         else:
             q, amax, _ = nvfp4.Quantizer(spec=row, directions="row").observe(x, **row_given)
             made, seen = _side(q, "row").parts, q.dequantize(x.dtype) if from_row else x
         parts += made if directions != "column" else []
     if directions != "row":
-        if column == "high-precision":
-            parts.append(seen if from_row else x.clone())
+        if column.startswith("high-precision"):
+            parts.append(_kept(seen, column))
         else:
             q, _, column_amax = nvfp4.Quantizer(spec=column, directions="column").observe(seen, **column_given)
             parts += _side(q, "column").parts
     return parts, amax, column_amax
+
+
+def _kept(x: Tensor, format: str) -> Tensor:
+    """A copy of what is not quantized, in the type that its format names, if it names one."""
+    _, _, name = format.rstrip(")").partition("(")
+    return x.to(_SHORT[name] if name else x.dtype, copy=True)
 
 
 @quantize.register_fake
