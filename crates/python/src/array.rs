@@ -3,9 +3,10 @@
 use crate::device::Place;
 use crate::dlpack::{DataType, Lent, Tensor};
 use crate::error::OrRaise;
+use crate::words;
 use half::{bf16, f16};
 use nvfp4::{Elements, Precision, TensorRef, Values};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
@@ -55,6 +56,15 @@ impl Framework {
         }
     }
 
+    /// A view of memory that must not change, as callers may have it: numpy's cannot be written to; torch has no such tensors, so that
+    /// a copy takes its place.
+    pub fn unchangeable<'py>(self, view: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Framework::Numpy => Ok(view),
+            Framework::Torch => view.call_method0("clone"),
+        }
+    }
+
     /// An array of bytes that nobody else has.
     pub fn bytes<'py>(self, py: Python<'py>, bytes: Vec<u8>, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Lent::owned(bytes, DataType::U8, shape))
@@ -84,7 +94,8 @@ pub struct Array {
 }
 
 impl Array {
-    /// Borrows an array: `float32`, `bfloat16` or `float16`, of any shape and strides. What has negative strides is copied.
+    /// Borrows an array: `float32`, `bfloat16` or `float16`, of any shape and strides. What has negative strides, or strides between
+    /// elements as the fields of records have, is copied.
     pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Array> {
         let framework = Framework::of(x)?;
         let (tensor, dtype) = borrow(x, framework)?;
@@ -93,20 +104,14 @@ impl Array {
             DataType::F32 => Precision::F32,
             DataType::BF16 => Precision::Bf16,
             DataType::F16 => Precision::F16,
-            other => return Err(wrong_dtype(x, other)),
+            other => return Err(wrong_dtype(&self::dtype(x).map_or(format!("{other:?}"), |name| name.to_string()))),
         };
         let array = Array { tensor, precision, place, framework };
         match (place, array.values()) {
             #[cfg(feature = "cuda")]
             (Place::Cuda(_), _) => crate::cuda::with_rows(x, array),
             (Place::Host, Some(_)) => Ok(array),
-            (Place::Host, None) => {
-                let copy = match framework {
-                    Framework::Numpy => x.call_method1("copy", ("C",))?,
-                    Framework::Torch => x.call_method0("clone")?.call_method0("contiguous")?,
-                };
-                Ok(Array { tensor: borrow(&copy, framework)?.0, ..array })
-            }
+            (Place::Host, None) => Ok(Array { tensor: borrow(&copied(x, framework)?, framework)?.0, ..array }),
         }
     }
 
@@ -163,6 +168,19 @@ impl Array {
 
 /// Takes an array's memory over, with the type of its elements.
 fn borrow(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataType)> {
+    check_mask(x)?;
+    lent(x, framework).or_else(|error| match dtype(x) {
+        Ok(dtype) if error.is_instance_of::<PyBufferError>(x.py()) => match (words::precision(&dtype), framework) {
+            // numpy lends neither every type, which is the caller's to change, nor every stride.
+            (Err(_), _) => Err(wrong_dtype(&dtype.to_string())),
+            (Ok(_), Framework::Numpy) => copied(x, framework).map_or(Err(error), |copy| lent(&copy, framework)),
+            (Ok(_), Framework::Torch) => Err(error),
+        },
+        _ => Err(error),
+    })
+}
+
+fn lent(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataType)> {
     match framework {
         Framework::Torch if x.getattr("requires_grad").is_ok_and(|grad| grad.is_truthy().unwrap_or(false)) => {
             let tensor = Tensor::of(&x.call_method0("detach")?)?;
@@ -178,20 +196,44 @@ fn borrow(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataT
     }
 }
 
+/// The same numbers, row by row, in memory of their own.
+fn copied<'py>(x: &Bound<'py, PyAny>, framework: Framework) -> PyResult<Bound<'py, PyAny>> {
+    match framework {
+        Framework::Numpy => x.call_method1("copy", ("C",)),
+        Framework::Torch => x.call_method0("clone")?.call_method0("contiguous"),
+    }
+}
+
+/// An error for a masked array of numpy: what is masked would be quantized with the rest.
+fn check_mask(x: &Bound<'_, PyAny>) -> PyResult<()> {
+    let modules = x.py().import("sys")?.getattr("modules")?;
+    // Only where this module was imported can there be one.
+    match modules.get_item("numpy.ma").and_then(|masked| masked.getattr("MaskedArray")) {
+        Ok(class) if x.is_instance(class.cast::<PyType>()?)? => Err(PyTypeError::new_err(
+            "a masked array: its mask would be ignored; put numbers in the place of what is masked, as x.filled(0.0) does",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// An array's own name for the type of its elements, which says their order of bytes too.
+fn dtype<'py>(x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    Ok(x.getattr("dtype")?.str()?.into_any())
+}
+
 /// Whether this is a numpy array of `ml_dtypes.bfloat16`, which numpy does not lend out.
 fn is_bf16(x: &Bound<'_, PyAny>) -> bool {
     let name = x.getattr("dtype").and_then(|dtype| dtype.getattr("name"));
     name.is_ok_and(|name| name.extract::<String>().is_ok_and(|name| name == "bfloat16"))
 }
 
-fn wrong_dtype(x: &Bound<'_, PyAny>, dtype: DataType) -> PyErr {
-    let name = x.getattr("dtype").and_then(|dtype| dtype.str()).map(|name| name.to_string());
-    let name = name.unwrap_or_else(|_| format!("{dtype:?}"));
+fn wrong_dtype(name: &str) -> PyErr {
     PyTypeError::new_err(format!("expected float32, bfloat16 or float16 elements, got {name}; cast the array first"))
 }
 
 /// Bytes of an array of `uint8`, or of another type with elements of one byte.
 pub fn bytes(x: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    check_mask(x)?;
     // float8 and float4 are not in every version of DLPack: their bytes are.
     let x = match Framework::of(x)? {
         Framework::Torch => x.call_method1("view", (x.py().import("torch")?.getattr("uint8")?,))?,
@@ -212,6 +254,7 @@ pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
         let number = x.extract::<f32>().map(|number| vec![number]);
         return number.or_else(|_| x.extract::<Vec<f32>>()).map_err(|_| not_numbers());
     }
+    check_mask(x)?;
     let array = contiguous(x)?;
     // Some versions of numpy do not lend arrays that are read-only.
     let Ok((tensor, dtype)) = borrow(&array, Framework::of(x)?) else { return exact(&array) };
