@@ -67,19 +67,25 @@ impl Framework {
 
     /// An array of bytes that nobody else has.
     pub fn bytes<'py>(self, py: Python<'py>, bytes: Vec<u8>, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Lent::owned(bytes, DataType::U8, shape))
+        self.changeable(self.array(py, Lent::owned(bytes, DataType::U8, shape))?)
+    }
+
+    /// An array that is the caller's to change. Before 2.1, numpy takes none from DLPack: then it is copied.
+    fn changeable<'py>(self, array: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Framework::Numpy if !array.getattr("flags")?.getattr("writeable")?.is_truthy()? => copied(&array, self),
+            _ => Ok(array),
+        }
     }
 
     /// An array of numbers that nobody else has.
     pub fn owned<'py>(self, py: Python<'py>, elements: Elements, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
-        self.array(
-            py,
-            match elements {
-                Elements::F32(x) => Lent::owned(x, DataType::F32, shape),
-                Elements::Bf16(x) => Lent::owned(x, DataType::BF16, shape),
-                Elements::F16(x) => Lent::owned(x, DataType::F16, shape),
-            },
-        )
+        let lent = match elements {
+            Elements::F32(x) => Lent::owned(x, DataType::F32, shape),
+            Elements::Bf16(x) => Lent::owned(x, DataType::BF16, shape),
+            Elements::F16(x) => Lent::owned(x, DataType::F16, shape),
+        };
+        self.changeable(self.array(py, lent)?)
     }
 }
 
@@ -169,31 +175,35 @@ impl Array {
 /// Takes an array's memory over, with the type of its elements.
 fn borrow(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataType)> {
     check_mask(x)?;
-    lent(x, framework).or_else(|error| match dtype(x) {
-        Ok(dtype) if error.is_instance_of::<PyBufferError>(x.py()) => match (words::precision(&dtype), framework) {
-            // numpy lends neither every type, which is the caller's to change, nor every stride.
-            (Err(_), _) => Err(wrong_dtype(&dtype.to_string())),
-            (Ok(_), Framework::Numpy) => copied(x, framework).map_or(Err(error), |copy| lent(&copy, framework)),
-            (Ok(_), Framework::Torch) => Err(error),
-        },
-        _ => Err(error),
-    })
+    let lent = match framework {
+        Framework::Torch if x.getattr("requires_grad").is_ok_and(|grad| grad.is_truthy().unwrap_or(false)) => {
+            Tensor::of(&x.call_method0("detach")?)
+        }
+        Framework::Numpy if is_bf16(x) => {
+            return Ok((take(&x.call_method1("view", ("uint16",))?, framework)?, DataType::BF16));
+        }
+        _ => take(x, framework),
+    };
+    let tensor = lent.map_err(|error| match dtype(x) {
+        // A library does not lend what DLPack has no name for.
+        Ok(dtype) if error.is_instance_of::<PyBufferError>(x.py()) && words::precision(&dtype).is_err() => {
+            wrong_dtype(&dtype.to_string())
+        }
+        _ => error,
+    })?;
+    let dtype = tensor.dtype;
+    Ok((tensor, dtype))
 }
 
-fn lent(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataType)> {
-    match framework {
-        Framework::Torch if x.getattr("requires_grad").is_ok_and(|grad| grad.is_truthy().unwrap_or(false)) => {
-            let tensor = Tensor::of(&x.call_method0("detach")?)?;
-            let dtype = tensor.dtype;
-            Ok((tensor, dtype))
+/// Takes an array's memory over. What numpy does not lend, strides that are no multiple of an element and, before numpy 2.1, memory that is
+/// read-only, is copied.
+fn take(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<Tensor> {
+    Tensor::of(x).or_else(|error| match framework {
+        Framework::Numpy if error.is_instance_of::<PyBufferError>(x.py()) => {
+            copied(x, framework).map_or(Err(error), |copy| Tensor::of(&copy))
         }
-        Framework::Numpy if is_bf16(x) => Ok((Tensor::of(&x.call_method1("view", ("uint16",))?)?, DataType::BF16)),
-        _ => {
-            let tensor = Tensor::of(x)?;
-            let dtype = tensor.dtype;
-            Ok((tensor, dtype))
-        }
-    }
+        _ => Err(error),
+    })
 }
 
 /// The same numbers, row by row, in memory of their own.
@@ -235,11 +245,12 @@ fn wrong_dtype(name: &str) -> PyErr {
 pub fn bytes(x: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     check_mask(x)?;
     // float8 and float4 are not in every version of DLPack: their bytes are.
-    let x = match Framework::of(x)? {
+    let framework = Framework::of(x)?;
+    let x = match framework {
         Framework::Torch => x.call_method1("view", (x.py().import("torch")?.getattr("uint8")?,))?,
         Framework::Numpy => x.call_method1("view", ("uint8",))?,
     };
-    let tensor = Tensor::of(&contiguous(&x)?)?;
+    let tensor = take(&contiguous(&x)?, framework)?;
     Place::of(&tensor)?.host("an array")?;
     let bytes = tensor.slice::<u8>().ok_or_else(|| PyTypeError::new_err("expected an array of bytes"))?;
     Ok(bytes.to_vec())
@@ -256,7 +267,7 @@ pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
     }
     check_mask(x)?;
     let array = contiguous(x)?;
-    // Some versions of numpy do not lend arrays that are read-only.
+    // Numbers of other types than those that are lent can be exact as well.
     let Ok((tensor, dtype)) = borrow(&array, Framework::of(x)?) else { return exact(&array) };
     Place::of(&tensor)?.host("an array")?;
     match (dtype, tensor.slice::<f32>()) {

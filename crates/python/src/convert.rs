@@ -224,6 +224,8 @@ fn watched<R: Send>(
         }
         let result = result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         match (result, interrupt) {
+            // It was done before it could stop; what was raised is still to be heard.
+            (Ok(_), Some(signal)) => Err(signal),
             (Err(nvfp4::Error::Interrupted), Some(signal)) if !signal.is_instance_of::<PyKeyboardInterrupt>(py) => {
                 Err(signal)
             }
