@@ -18,6 +18,8 @@ from ._signature import refuse, supports
 
 # Around what several threads may change in a module: what it remembers of its calls.
 _lock = threading.RLock()
+# What ``use_recipe`` sets, in one kind of module or another.
+_PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products")
 # Recipes whose formats a module keeps at hand.
 _AT_HAND = 4
 
@@ -32,8 +34,6 @@ class _Follows(torch.nn.Module):
     use_recipe: Callable[[Any], None]
     path: str
     delayed: Any
-    # What ``use_recipe`` sets.
-    _planned_by: Tuple[str, ...] = ("formats",)
     # Recipes, and what each sets; the latest first.
     _plans: Tuple[Tuple[nvfp4.Recipe, Dict[str, Any]], ...] = ()
     # The regions, each with another recipe, of calls that a backward pass may repeat, the latest last; and whether one has.
@@ -61,7 +61,8 @@ class _Follows(torch.nn.Module):
         if here.step is not None and _is_delayed(planned):
             self._begin(here, here.step)
         same = object.__new__(type(self))
-        same.__dict__.update(self.__dict__, amax_group=here.group, **planned)
+        same.__dict__.update(self.__dict__, **planned)
+        same.amax_group = here.group
         return same
 
     def _followed(self) -> Region:
@@ -102,7 +103,7 @@ class _Follows(torch.nn.Module):
             if self._step is not None and self._step is not here.step:
                 self._step.end()  # while its scales are there: another recipe may need other ones
             self.use_recipe(here.recipe)
-            planned = {name: getattr(self, name) for name in self._planned_by}
+            planned = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
             # Scales that a module keeps are those of one recipe.
             kept = [plan for plan in self._plans if not (_is_delayed(planned) and _is_delayed(plan[1]))]
             self._plans = ((here.recipe, planned), *kept[: _AT_HAND - 1])
@@ -123,7 +124,8 @@ class _Follows(torch.nn.Module):
 
 def _is_delayed(planned: Dict[str, Any]) -> bool:
     """Whether a scale comes from earlier steps."""
-    each = [formats for value in planned.values() for formats in (value if isinstance(value, list) else [value])]
+    named = [value for name, value in planned.items() if name.endswith("formats")]
+    each = [formats for value in named for formats in (value if isinstance(value, list) else [value])]
     return any(format.delayed for of in each for format in (of.input, of.weight, of.grad_output))
 
 
@@ -183,8 +185,6 @@ class LayerNormLinear(_Follows, nvfp4.torch.LayerNormLinear):
 
 class LayerNormMLP(_Follows, nvfp4.torch.LayerNormMLP):
     """``transformer_engine.pytorch.LayerNormMLP``."""
-
-    _planned_by = ("fc1_formats", "fc2_formats")
 
     @supports("eps", "bias", "normalization", "activation", "params_dtype", "device", "name")
     def __init__(
