@@ -58,8 +58,11 @@ def bits():
                 check(f"{dtype} strides {tuple(view.shape)}", q == nvfp4.quantize(view.cpu()))
             q = nvfp4.quantize(x)
             check(f"{dtype} decoded", torch.equal(q.dequantize(dtype).cpu(), nvfp4.quantize(host).dequantize(dtype)))
-            parts = nvfp4.QuantTensor.from_parts("nvfp4", q.shape, row=q.row.parts)
-            check(f"{dtype} from parts", parts == q and parts.codes.data_ptr() == q.codes.data_ptr())
+            own = q.row._parts()
+            parts = nvfp4.QuantTensor.from_parts("nvfp4", q.shape, row=own)
+            check(f"{dtype} from parts", parts == q and parts.row._parts()[0].data_ptr() == own[0].data_ptr())
+            q.codes.zero_(), q.row.parts[1].zero_()
+            check(f"{dtype} does not change with its arrays", q == nvfp4.quantize(x))
             amax = x.float().abs().max().reshape(1)
             check(f"{dtype} amax given on the GPU", nvfp4.quantize(x, amax=amax) == q)
     side.synchronize()
@@ -275,7 +278,7 @@ def copies():
     for spec in SPECS + ["nvfp4(hadamard)", "nvfp4(row-scaled)"]:
         q = nvfp4.Quantizer(spec=spec, directions="both").quantize(torch.randn(256, 512, device="cuda"))
         twin, pickled = copy.deepcopy(q), pickle.loads(pickle.dumps(q))
-        check(f"{spec} copied", twin == q and twin.codes.is_cuda and twin.codes.data_ptr() != q.codes.data_ptr())
+        check(f"{spec} copied", twin == q and twin.codes.is_cuda and twin.row._parts()[0].data_ptr() != q.row._parts()[0].data_ptr())
         check(f"{spec} pickled", pickled == q and not pickled.codes.is_cuda)
 
 

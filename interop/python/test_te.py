@@ -1,10 +1,21 @@
 """TransformerEngine's names."""
 
+import ast
+import copy
+import inspect
+import json
+import pathlib
+import threading
+import warnings
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import nvfp4
 import nvfp4.te as te
+
+SIGNATURES = json.loads((pathlib.Path(__file__).parent / "te-signatures.json").read_text())["signatures"]
 
 
 @pytest.fixture
@@ -105,3 +116,214 @@ def test_a_factory_that_fails_is_named_with_its_role(x, answer):
         with te.autocast(recipe=te.CustomRecipe(qfactory=factory)):
             layer(x)
     assert raised.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_stand_where_transformer_engines_stand(name):
+    thing, theirs = te, [argument for argument in SIGNATURES[name] if argument[0] != "*"]
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    ours = [given for given in inspect.signature(thing).parameters.values() if given.name != "self"]
+    assert [given.name for given in ours] == [argument[0] for argument in theirs]
+    for given, argument in zip(ours, theirs):
+        assert (given.default is given.empty) == (len(argument) == 1), given.name
+        try:
+            default = ast.literal_eval(argument[1]) if len(argument) > 1 else given.default
+        except (ValueError, SyntaxError):
+            continue  # a name of theirs, or the environment
+        assert given.default == default or (given.name, given.default) == ("device", None), "torch's own device"
+
+
+@pytest.mark.parametrize(
+    "call, argument",
+    [
+        (lambda: te.Linear(64, 64, True), "sequence_parallel"),
+        (lambda: te.Linear(64, 64, return_bias=True), "return_bias"),
+        (lambda: te.Linear(64, 64, init_method=torch.nn.init.zeros_), "init_method"),
+        (lambda: te.LayerNormLinear(64, 64, 1e-5, True), "sequence_parallel"),
+        (lambda: te.LayerNormLinear(64, 64, zero_centered_gamma=True), "zero_centered_gamma"),
+        (lambda: te.LayerNormMLP(64, 96, tp_size=2), "tp_size"),
+        (lambda: te.GroupedLinear(2, 64, 64, parallel_mode="row"), "parallel_mode"),
+        (lambda: te.autocast(True, True), "calibrating"),
+        (lambda: te.autocast(True, te.NVFP4BlockScaling()), "calibrating"),
+        (lambda: te.NVFP4BlockScaling(fp8_dpa=True), "fp8_dpa"),
+        (lambda: te.CustomRecipe(str, quantization_alignment=32), "quantization_alignment"),
+        (lambda: te.IdentityQuantizer(dtype=torch.bfloat16), "dtype"),
+        (lambda: te.checkpoint(torch.nn.Identity(), torch.ones(1), distribute_saved_activations=True), "distribute_saved_activations"),
+        (lambda: te.Linear(64, 64)(torch.ones(16, 64), fp8_output=True), "fp8_output"),
+        (lambda: te.GroupedLinear(1, 64, 64)(torch.ones(16, 64), [16], out=torch.ones(16, 64)), "out"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_an_argument_that_nothing_answers_to_is_named(call, argument):
+    with pytest.raises(NotImplementedError, match=f": the argument {argument} is not supported here"):
+        call()
+
+
+def test_positions_mean_what_they_mean_there(x):
+    assert te.Linear(64, 48, False, False, None, 1, None, None, None, False).bias is None
+    assert te.Linear(64, 48, False).bias is not None
+    with te.autocast(True, False, te.NVFP4BlockScaling(disable_rht=True)):
+        layer = te.Linear(64, 48)
+        layer(x)
+    assert layer.formats.input.spec == "nvfp4"
+    tenth = te.NVFP4Quantizer(None, True, True, False, None, False, False, False, False, True)
+    assert tenth.spec() == "nvfp4(row-scaled)"
+    four = te.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="MSE", columnwise=False)
+    assert four(x).quantized == nvfp4.quantize(x, scale_rule="4over6-mse-strict-256")
+    with pytest.raises(ValueError, match="nvfp4_use_4over6"):
+        te.NVFP4Quantizer(nvfp4_e4m3_max=256)
+
+
+def test_the_arrays_of_a_tensor_are_the_tensor(x):
+    for shape in ((48, 64), (3, 16, 64), (1, 64)):
+        y = x.reshape(-1)[: torch.Size(shape).numel()].reshape(shape)
+        q = te.NVFP4Quantizer(columnwise=shape != (1, 64))(y)
+        assert q.quantized == nvfp4.quantize(y, directions="both" if shape != (1, 64) else "row")
+        q._rowwise_data.zero_()
+        assert not q.dequantize().any()
+
+
+def test_a_recipe_that_is_built_in_the_loop_is_asked_once(x):
+    class Factory:
+        def __init__(self):
+            self.asked = []
+
+        def answer(self, role):
+            self.asked.append(role)
+            return te.NVFP4Quantizer()
+
+        def __call__(self, role):
+            return self.answer(role)
+
+    class Unhashable(Factory):
+        __hash__ = None
+
+    for factory, ask in ((Factory(), lambda f: f), (Factory(), lambda f: f.answer), (Unhashable(), lambda f: f)):
+        layer = te.Linear(64, 48)
+        for _ in range(4):
+            with te.autocast(recipe=te.CustomRecipe(qfactory=ask(factory))):
+                layer(x).sum().backward()
+        once = len(factory.asked)
+        assert once == len(set(factory.asked)), "each role once"
+        with te.autocast(recipe=te.CustomRecipe(qfactory=ask(factory), backward_override="high_precision")):
+            layer(x)
+        assert len(factory.asked) > once, "with other settings it is another recipe"
+    first, second = Factory(), Factory()
+    layer = te.Linear(64, 48)
+    for factory in (first, second):
+        with te.autocast(recipe=te.CustomRecipe(qfactory=factory)):
+            layer(x)
+    assert first.asked and second.asked
+
+
+def gradients(module, run, x, recipe):
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(5)
+    with te.autocast(recipe=recipe):
+        y = run(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "delayed_scaling"])
+def test_torchs_own_checkpoint_computes_again_in_the_recipe_of_the_call(x, recipe, reentrant):
+    model = torch.nn.Sequential(te.LayerNormLinear(64, 64, name="a"), torch.nn.GELU(), te.Linear(64, 64, name="b"))
+    again = copy.deepcopy(model)
+    model(x), again(x)  # outside, in high precision
+    for _ in range(2):
+        expected = gradients(model, model, x, recipe)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made = gradients(again, lambda x: checkpoint(again, x, use_reentrant=reentrant), x, recipe)
+        assert all(torch.equal(a, b) for a, b in zip(expected, made))
+    assert torch.equal(model(x), again(x))
+
+
+def test_a_call_that_cannot_be_told_from_another_is_warned_about(x):
+    layer = te.Linear(64, 64, name="fc")
+    outputs = []
+    for recipe in ("nvfp4", "mxfp8"):
+        with te.autocast(recipe=recipe):
+            outputs.append(checkpoint(layer, x.clone().requires_grad_(), use_reentrant=True))
+    with pytest.warns(RuntimeWarning, match=r"Linear 'fc' is computed again .* \(nvfp4, mxfp8\).*te.checkpoint"):
+        outputs[1].sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with te.autocast(recipe="nvfp4"):
+            checkpoint(layer, x.clone().requires_grad_(), use_reentrant=True).sum().backward()
+
+
+@pytest.mark.parametrize("module", [te.Linear(64, 64), te.LayerNormMLP(64, 96), te.GroupedLinear(1, 64, 64)], ids=lambda m: type(m).__name__)
+def test_threads_call_one_module_in_regions_of_their_own(x, module):
+    args = ([48],) if isinstance(module, te.GroupedLinear) else ()
+
+    def once(recipe):
+        with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
+            return module(x, *args)
+
+    recipes = [None, "nvfp4", "mxfp8"]
+    expected = {recipe: once(recipe) for recipe in recipes}
+    begin, wrong = threading.Barrier(len(recipes)), []
+
+    def work(recipe):
+        for _ in range(20):
+            begin.wait()  # all of them call it at once
+            wrong.extend([recipe] if not torch.equal(once(recipe), expected[recipe]) else [])
+
+    threads = [threading.Thread(target=work, args=(recipe,)) for recipe in recipes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_what_a_call_computes_in_is_not_read_from_the_module(x):
+    """The call of another thread, between the plan and the product of this one, changes nothing."""
+
+    class Between(te.Linear):
+        def state_of(self, formats, prefix=""):  # asked after the plan, before anything is computed
+            if not self.__dict__.get("busy"):
+                layer.busy = True
+                with te.autocast(recipe="mxfp8"):
+                    layer(x)
+                layer.busy = False
+            return super().state_of(formats, prefix)
+
+    layer, plain = Between(64, 48), te.Linear(64, 48)
+    plain.load_state_dict(layer.state_dict())
+    with te.autocast(recipe="nvfp4"):
+        assert torch.equal(layer(x), plain(x))
+
+
+def test_regions_belong_to_their_threads(x):
+    layer, seen = te.Linear(64, 48), []
+    with te.autocast():
+        thread = threading.Thread(target=lambda: seen.append(layer(x)))
+        thread.start()
+        thread.join()
+    assert torch.equal(seen[0], layer(x))
+
+
+@pytest.mark.parametrize("module", [te.Linear(64, 64), te.LayerNormLinear(64, 64), te.LayerNormMLP(64, 96), te.GroupedLinear(2, 64, 64)], ids=lambda m: type(m).__name__)
+def test_a_state_dict_of_transformer_engine_loads(module):
+    model = torch.nn.Sequential(module)
+    theirs = {**{name: torch.ones_like(p) for name, p in module.state_dict().items()}, "_extra_state": torch.zeros(7, dtype=torch.uint8)}
+    assert not any(module.load_state_dict(theirs, strict=True))
+    model.load_state_dict({f"0.{name}": value for name, value in theirs.items()}, strict=True)
+    assert all((p == 1).all() for p in module.parameters())
+    with pytest.raises(RuntimeError, match="more"):
+        module.load_state_dict({**theirs, "more": torch.ones(1)})
+
+
+def test_compiled_modules_follow_regions_too(x):
+    layer = te.Linear(64, 48)
+    compiled = torch.compile(layer, backend="aot_eager")
+    for recipe in ("nvfp4", "mxfp8", "nvfp4"):
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            assert torch.equal(compiled(x), layer(x))
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))

@@ -154,7 +154,7 @@ fn compute_capability(text: &str) -> std::result::Result<(u32, u32), String> {
     parsed.ok_or_else(|| "expected two numbers, as in 9.0 or 12.0".to_string())
 }
 
-/// A preset or a recipe of `examples/recipes` by its name, the environment, or a file.
+/// A preset or a recipe of `crates/cli/recipes` by its name, the environment, or a file.
 pub fn read(name: &str) -> nvfp4::Result<Recipe> {
     let path = Path::new(name);
     match name.parse::<Preset>() {

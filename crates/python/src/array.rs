@@ -3,9 +3,10 @@
 use crate::device::Place;
 use crate::dlpack::{DataType, Lent, Tensor};
 use crate::error::OrRaise;
+use crate::words;
 use half::{bf16, f16};
 use nvfp4::{Elements, Precision, TensorRef, Values};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
@@ -55,21 +56,36 @@ impl Framework {
         }
     }
 
+    /// A view of memory that must not change, as callers may have it: numpy's cannot be written to; torch has no such tensors, so that
+    /// a copy takes its place.
+    pub fn unchangeable<'py>(self, view: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Framework::Numpy => Ok(view),
+            Framework::Torch => view.call_method0("clone"),
+        }
+    }
+
     /// An array of bytes that nobody else has.
     pub fn bytes<'py>(self, py: Python<'py>, bytes: Vec<u8>, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Lent::owned(bytes, DataType::U8, shape))
+        self.changeable(self.array(py, Lent::owned(bytes, DataType::U8, shape))?)
+    }
+
+    /// An array that is the caller's to change. Before 2.1, numpy takes none from DLPack: then it is copied.
+    fn changeable<'py>(self, array: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Framework::Numpy if !array.getattr("flags")?.getattr("writeable")?.is_truthy()? => copied(&array, self),
+            _ => Ok(array),
+        }
     }
 
     /// An array of numbers that nobody else has.
     pub fn owned<'py>(self, py: Python<'py>, elements: Elements, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
-        self.array(
-            py,
-            match elements {
-                Elements::F32(x) => Lent::owned(x, DataType::F32, shape),
-                Elements::Bf16(x) => Lent::owned(x, DataType::BF16, shape),
-                Elements::F16(x) => Lent::owned(x, DataType::F16, shape),
-            },
-        )
+        let lent = match elements {
+            Elements::F32(x) => Lent::owned(x, DataType::F32, shape),
+            Elements::Bf16(x) => Lent::owned(x, DataType::BF16, shape),
+            Elements::F16(x) => Lent::owned(x, DataType::F16, shape),
+        };
+        self.changeable(self.array(py, lent)?)
     }
 }
 
@@ -84,7 +100,8 @@ pub struct Array {
 }
 
 impl Array {
-    /// Borrows an array: `float32`, `bfloat16` or `float16`, of any shape and strides. What has negative strides is copied.
+    /// Borrows an array: `float32`, `bfloat16` or `float16`, of any shape and strides. What has negative strides, or strides between
+    /// elements as the fields of records have, is copied.
     pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Array> {
         let framework = Framework::of(x)?;
         let (tensor, dtype) = borrow(x, framework)?;
@@ -93,20 +110,14 @@ impl Array {
             DataType::F32 => Precision::F32,
             DataType::BF16 => Precision::Bf16,
             DataType::F16 => Precision::F16,
-            other => return Err(wrong_dtype(x, other)),
+            other => return Err(wrong_dtype(&self::dtype(x).map_or(format!("{other:?}"), |name| name.to_string()))),
         };
         let array = Array { tensor, precision, place, framework };
         match (place, array.values()) {
             #[cfg(feature = "cuda")]
             (Place::Cuda(_), _) => crate::cuda::with_rows(x, array),
             (Place::Host, Some(_)) => Ok(array),
-            (Place::Host, None) => {
-                let copy = match framework {
-                    Framework::Numpy => x.call_method1("copy", ("C",))?,
-                    Framework::Torch => x.call_method0("clone")?.call_method0("contiguous")?,
-                };
-                Ok(Array { tensor: borrow(&copy, framework)?.0, ..array })
-            }
+            (Place::Host, None) => Ok(Array { tensor: borrow(&copied(x, framework)?, framework)?.0, ..array }),
         }
     }
 
@@ -163,19 +174,61 @@ impl Array {
 
 /// Takes an array's memory over, with the type of its elements.
 fn borrow(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataType)> {
-    match framework {
+    check_mask(x)?;
+    let lent = match framework {
         Framework::Torch if x.getattr("requires_grad").is_ok_and(|grad| grad.is_truthy().unwrap_or(false)) => {
-            let tensor = Tensor::of(&x.call_method0("detach")?)?;
-            let dtype = tensor.dtype;
-            Ok((tensor, dtype))
+            Tensor::of(&x.call_method0("detach")?)
         }
-        Framework::Numpy if is_bf16(x) => Ok((Tensor::of(&x.call_method1("view", ("uint16",))?)?, DataType::BF16)),
-        _ => {
-            let tensor = Tensor::of(x)?;
-            let dtype = tensor.dtype;
-            Ok((tensor, dtype))
+        Framework::Numpy if is_bf16(x) => {
+            return Ok((take(&x.call_method1("view", ("uint16",))?, framework)?, DataType::BF16));
         }
+        _ => take(x, framework),
+    };
+    let tensor = lent.map_err(|error| match dtype(x) {
+        // A library does not lend what DLPack has no name for.
+        Ok(dtype) if error.is_instance_of::<PyBufferError>(x.py()) && words::precision(&dtype).is_err() => {
+            wrong_dtype(&dtype.to_string())
+        }
+        _ => error,
+    })?;
+    let dtype = tensor.dtype;
+    Ok((tensor, dtype))
+}
+
+/// Takes an array's memory over. What numpy does not lend, strides that are no multiple of an element and, before numpy 2.1, memory that is
+/// read-only, is copied.
+fn take(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<Tensor> {
+    Tensor::of(x).or_else(|error| match framework {
+        Framework::Numpy if error.is_instance_of::<PyBufferError>(x.py()) => {
+            copied(x, framework).map_or(Err(error), |copy| Tensor::of(&copy))
+        }
+        _ => Err(error),
+    })
+}
+
+/// The same numbers, row by row, in memory of their own.
+fn copied<'py>(x: &Bound<'py, PyAny>, framework: Framework) -> PyResult<Bound<'py, PyAny>> {
+    match framework {
+        Framework::Numpy => x.call_method1("copy", ("C",)),
+        Framework::Torch => x.call_method0("clone")?.call_method0("contiguous"),
     }
+}
+
+/// An error for a masked array of numpy: what is masked would be quantized with the rest.
+fn check_mask(x: &Bound<'_, PyAny>) -> PyResult<()> {
+    let modules = x.py().import("sys")?.getattr("modules")?;
+    // Only where this module was imported can there be one.
+    match modules.get_item("numpy.ma").and_then(|masked| masked.getattr("MaskedArray")) {
+        Ok(class) if x.is_instance(class.cast::<PyType>()?)? => Err(PyTypeError::new_err(
+            "a masked array: its mask would be ignored; put numbers in the place of what is masked, as x.filled(0.0) does",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// An array's own name for the type of its elements, which says their order of bytes too.
+fn dtype<'py>(x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    Ok(x.getattr("dtype")?.str()?.into_any())
 }
 
 /// Whether this is a numpy array of `ml_dtypes.bfloat16`, which numpy does not lend out.
@@ -184,20 +237,20 @@ fn is_bf16(x: &Bound<'_, PyAny>) -> bool {
     name.is_ok_and(|name| name.extract::<String>().is_ok_and(|name| name == "bfloat16"))
 }
 
-fn wrong_dtype(x: &Bound<'_, PyAny>, dtype: DataType) -> PyErr {
-    let name = x.getattr("dtype").and_then(|dtype| dtype.str()).map(|name| name.to_string());
-    let name = name.unwrap_or_else(|_| format!("{dtype:?}"));
+fn wrong_dtype(name: &str) -> PyErr {
     PyTypeError::new_err(format!("expected float32, bfloat16 or float16 elements, got {name}; cast the array first"))
 }
 
 /// Bytes of an array of `uint8`, or of another type with elements of one byte.
 pub fn bytes(x: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    check_mask(x)?;
     // float8 and float4 are not in every version of DLPack: their bytes are.
-    let x = match Framework::of(x)? {
+    let framework = Framework::of(x)?;
+    let x = match framework {
         Framework::Torch => x.call_method1("view", (x.py().import("torch")?.getattr("uint8")?,))?,
         Framework::Numpy => x.call_method1("view", ("uint8",))?,
     };
-    let tensor = Tensor::of(&contiguous(&x)?)?;
+    let tensor = take(&contiguous(&x)?, framework)?;
     Place::of(&tensor)?.host("an array")?;
     let bytes = tensor.slice::<u8>().ok_or_else(|| PyTypeError::new_err("expected an array of bytes"))?;
     Ok(bytes.to_vec())
@@ -212,8 +265,9 @@ pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
         let number = x.extract::<f32>().map(|number| vec![number]);
         return number.or_else(|_| x.extract::<Vec<f32>>()).map_err(|_| not_numbers());
     }
+    check_mask(x)?;
     let array = contiguous(x)?;
-    // Some versions of numpy do not lend arrays that are read-only.
+    // Numbers of other types than those that are lent can be exact as well.
     let Ok((tensor, dtype)) = borrow(&array, Framework::of(x)?) else { return exact(&array) };
     Place::of(&tensor)?.host("an array")?;
     match (dtype, tensor.slice::<f32>()) {

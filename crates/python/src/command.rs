@@ -5,9 +5,6 @@ use pyo3::prelude::*;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// command(words)
-/// --
-///
 /// Runs the command line, whose first word is the program's name, and gives its exit status.
 #[pyfunction]
 pub fn command(py: Python<'_>, words: Vec<OsString>) -> PyResult<u8> {

@@ -1,14 +1,20 @@
 //! Checkpoints to NVFP4.
 
 use crate::error::OrRaise;
+use crate::verify::{self, ConversionError, DIALECTS};
 use crate::words::{PROFILES, Words, choose};
-use nvfp4::checkpoint::{Acts, Differing, Existing, Fuse, Pattern, ScaleChoice, Selection, Settings, Shards, Summary};
-use pyo3::exceptions::{PyKeyboardInterrupt, PyTypeError};
+use nvfp4::Implementation;
+use nvfp4::checkpoint::{
+    Acts, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern, ScaleChoice, Selection,
+    Settings, Severity, Shards, Summary,
+};
+use pyo3::exceptions::{PyKeyboardInterrupt, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -17,20 +23,26 @@ const SCALES: Words<ScaleChoice> =
 const EXISTING: Words<Existing> =
     &[("refuse", Existing::Refuse), ("resume", Existing::Resume), ("replace", Existing::Replace)];
 const FUSES: Words<Fuse> = &[("auto", Fuse::Auto), ("off", Fuse::Off)];
+const KVS: Words<KvCache> = &[("none", KvCache::Unsaid), ("fp8-cast", KvCache::Fp8Cast)];
+const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 
-/// convert(source, target, *, to="modelopt", skip=(), only=(), preset="all", scale="max", profile=None, acts=None, fuse="auto", fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing="refuse")
-/// --
-///
 /// Converts a checkpoint, a folder or a safetensors file, to an NVFP4 checkpoint that servers load; needs no GPU and little memory.
 ///
-/// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf'; `skip` and `only` are patterns of module names; `acts` is None (weights only), one scale for
-/// all activations, or a dict of the amax of each module; `fix_scales` gives weights of an NVFP4 source that share a tensor scale, but carry
-/// different ones, the largest. Gives a dict of what was done: bytes before and after, files, and the relative
-/// error of each weight. Ctrl-C stops it; existing='resume' goes on.
+/// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf'; `from_` is whose checkpoint the source is, if it does not
+/// say. `skip` and `only` are patterns of module names; `no_default_skips` quantizes embeddings, heads, routers and vision layers too. `acts` is
+/// None (weights only), one scale for all activations, or a dict of the amax of each module; `kv` is 'fp8-cast' to say that keys and values
+/// are kept in FP8. `fuse` says which weights share a tensor scale: 'auto', 'off', or lists of last names. `fix_scales` gives weights of an
+/// NVFP4 source that share a tensor scale, but carry different ones, the largest. `device` is 'cpu', 'cuda' or 'cuda:N', for the same bytes.
+///
+/// The result is read back and checked as `verify` does: problems raise a ConversionError, with the target left where it is. Gives a dict of
+/// what was done: bytes before and after, files, the relative error of each weight, and notes of the check. `progress(pass, done, total)` is
+/// told the bytes of a pass, 'amax' or 'write'. Ctrl-C, or an exception of `progress`, stops the conversion; existing='resume' goes on.
 #[pyfunction]
 #[pyo3(signature = (source, target, *, to="modelopt", skip=Vec::new(), only=Vec::new(), preset="all", scale="max",
-                    profile=None, acts=None, fuse="auto", fix_scales=false, max_shard=5_000_000_000, threads=None, memory=2_000_000_000,
-                    existing="refuse"))]
+                    profile=None, acts=None, fuse=FuseWord::Word("auto".to_string()), fix_scales=false, max_shard=5_000_000_000,
+                    threads=None, memory=2_000_000_000, existing="refuse", from_=None, no_default_skips=false, kv="none",
+                    device="cpu", keep_shards=false, progress=None),
+       text_signature = "(source, target, *, to='modelopt', skip=(), only=(), preset='all', scale='max', profile=None, acts=None, fuse='auto', fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing='refuse', from_=None, no_default_skips=False, kv='none', device='cpu', keep_shards=False, progress=None)")]
 #[allow(clippy::too_many_arguments)] // each is a setting with a name
 pub fn convert<'py>(
     py: Python<'py>,
@@ -43,36 +55,102 @@ pub fn convert<'py>(
     scale: &str,
     profile: Option<&str>,
     acts: Option<Bound<'py, PyAny>>,
-    fuse: &str,
+    fuse: FuseWord,
     fix_scales: bool,
     max_shard: u64,
     threads: Option<usize>,
     memory: u64,
     existing: &str,
+    from_: Option<&str>,
+    no_default_skips: bool,
+    kv: &str,
+    device: &str,
+    keep_shards: bool,
+    progress: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let patterns = |texts: Vec<String>| texts.iter().map(|text| text.parse()).collect::<nvfp4::Result<Vec<Pattern>>>();
     let defaults = Settings::default();
     let settings = Settings {
         target: to.parse().or_raise()?,
+        source: from_.map(|dialect| choose("from_", DIALECTS, dialect)).transpose()?,
         selection: Selection {
             preset: preset.parse().or_raise()?,
             skip: patterns(skip).or_raise()?,
             only: patterns(only).or_raise()?,
-            fuse: choose("fuse", FUSES, fuse)?,
+            default_skips: if no_default_skips { DefaultSkips::Off } else { DefaultSkips::On },
+            fuse: match fuse {
+                FuseWord::Word(word) => choose("fuse", FUSES, &word)?,
+                FuseWord::Names(names) => Fuse::Names(names),
+            },
             differing: if fix_scales { Differing::Rescale } else { Differing::Keep },
-            ..Selection::default()
         },
         scale: choose("scale", SCALES, scale)?,
         profile: profile.map(|profile| choose("profile", PROFILES, profile)).transpose()?,
         acts: activations(acts)?,
-        shards: Shards::AtMost(max_shard),
+        kv: choose("kv", KVS, kv)?,
+        implementation: implementation(device)?,
+        shards: if keep_shards { Shards::AsSource } else { Shards::AtMost(max_shard) },
         threads: threads.unwrap_or(defaults.threads).max(1),
         memory,
         existing: choose("existing", EXISTING, existing)?,
-        ..defaults
     };
-    let summary = watched(py, |stop| nvfp4::checkpoint::convert(&source, &target, &settings, &(), stop))?;
-    report(py, &summary)
+    let (summary, findings) = watched(py, progress.as_ref(), |observer, stop| {
+        let summary = nvfp4::checkpoint::convert(&source, &target, &settings, observer, stop)?;
+        let findings = verify::findings(&target, None, None, settings.threads)?;
+        Ok((summary, findings))
+    })?;
+    check(py, &target, &findings)?;
+    report(py, &summary, &findings)
+}
+
+/// Which weights share a tensor scale: a word, or lists of last names.
+#[derive(FromPyObject)]
+pub enum FuseWord {
+    #[pyo3(annotation = "'auto' or 'off'")]
+    Word(String),
+    #[pyo3(annotation = "lists of last names, as [['q_proj', 'k_proj'], ['w1', 'w3']]")]
+    Names(Vec<Vec<String>>),
+}
+
+/// What quantizes on a device.
+fn implementation(device: &str) -> PyResult<Implementation> {
+    let ordinal = match device {
+        "cpu" => return Ok(Implementation::best()),
+        "cuda" => Some(0),
+        _ => device.strip_prefix("cuda:").and_then(|number| number.parse::<usize>().ok()),
+    };
+    let ordinal = ordinal.ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "unknown device '{device}'; there are 'cpu', 'cuda' and 'cuda:N' with N the number of a GPU"
+        ))
+    })?;
+    on_gpu(ordinal)
+}
+
+#[cfg(feature = "cuda")]
+fn on_gpu(ordinal: usize) -> PyResult<Implementation> {
+    let device = nvfp4::cuda::Device::open(ordinal).map_err(nvfp4::Error::from).or_raise()?;
+    Ok(Implementation::Cuda(device))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(ordinal: usize) -> PyResult<Implementation> {
+    Err(PyValueError::new_err(format!(
+        "device 'cuda:{ordinal}': this build does not compute on GPUs; use 'cpu', or install a build with the feature `cuda`"
+    )))
+}
+
+/// An exception if the target would not load, or load wrongly.
+fn check(py: Python<'_>, target: &Path, findings: &[Finding]) -> PyResult<()> {
+    let problems = verify::texts(findings, Severity::Problem);
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let text =
+        format!("{} was written, but would not load, or load wrongly:\n{}", target.display(), problems.join("\n"));
+    let error = ConversionError::new_err(text);
+    error.value(py).setattr("problems", problems)?;
+    Err(error)
 }
 
 fn activations(acts: Option<Bound<'_, PyAny>>) -> PyResult<Acts> {
@@ -84,22 +162,70 @@ fn activations(acts: Option<Bound<'_, PyAny>>) -> PyResult<Acts> {
     }
 }
 
-/// Runs `work` in another thread, so that this one can look for Ctrl-C, and tells it to stop then.
-fn watched<R: Send>(py: Python<'_>, work: impl FnOnce(&AtomicBool) -> nvfp4::Result<R> + Send) -> PyResult<R> {
-    let stop = AtomicBool::new(false);
+/// How far a conversion is: the pass, and its bytes that are done, of all.
+#[derive(Clone, Copy, PartialEq)]
+struct Done(Pass, u64, u64);
+
+/// What the threads of a conversion say, until the thread of the interpreter asks.
+#[derive(Default)]
+struct Heard(Mutex<Option<Done>>);
+
+impl Heard {
+    fn with<R>(&self, look: impl FnOnce(&mut Option<Done>) -> R) -> R {
+        look(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Observer for Heard {
+    fn begin(&self, pass: Pass, bytes: u64) {
+        self.with(|heard| *heard = Some(Done(pass, 0, bytes)));
+    }
+
+    fn advance(&self, bytes: u64) {
+        self.with(|heard| {
+            if let Some(Done(_, done, _)) = heard {
+                *done += bytes;
+            }
+        });
+    }
+}
+
+/// Runs `work` in another thread, so that this one can look for Ctrl-C and tell how far it is; it is told to stop if either raises.
+fn watched<R: Send>(
+    py: Python<'_>,
+    progress: Option<&Bound<'_, PyAny>>,
+    work: impl FnOnce(&Heard, &AtomicBool) -> nvfp4::Result<R> + Send,
+) -> PyResult<R> {
+    let (heard, stop) = (Heard::default(), AtomicBool::new(false));
+    let mut told = None;
+    let mut tell = || {
+        let news = heard.with(|heard| *heard).filter(|&news| told != Some(news));
+        if let (Some(progress), Some(Done(pass, done, total))) = (progress, news) {
+            progress.call1((crate::words::word(PASSES, pass), done, total))?;
+            told = news;
+        }
+        PyResult::Ok(())
+    };
     thread::scope(|scope| {
-        let worker = scope.spawn(|| work(&stop));
+        let worker = scope.spawn(|| work(&heard, &stop));
         let mut interrupt = None;
         while !worker.is_finished() {
             py.detach(|| thread::sleep(Duration::from_millis(20)));
-            if let Err(signal) = py.check_signals() {
+            if interrupt.is_none()
+                && let Err(signal) = py.check_signals().and_then(|()| tell())
+            {
                 stop.store(true, Ordering::Relaxed);
-                interrupt.get_or_insert(signal);
+                interrupt = Some(signal);
             }
         }
         let result = py.detach(|| worker.join());
+        if interrupt.is_none() {
+            tell()?;
+        }
         let result = result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         match (result, interrupt) {
+            // It was done before it could stop; what was raised is still to be heard.
+            (Ok(_), Some(signal)) => Err(signal),
             (Err(nvfp4::Error::Interrupted), Some(signal)) if !signal.is_instance_of::<PyKeyboardInterrupt>(py) => {
                 Err(signal)
             }
@@ -108,7 +234,7 @@ fn watched<R: Send>(py: Python<'_>, work: impl FnOnce(&AtomicBool) -> nvfp4::Res
     })
 }
 
-fn report<'py>(py: Python<'py>, summary: &Summary) -> PyResult<Bound<'py, PyDict>> {
+fn report<'py>(py: Python<'py>, summary: &Summary, findings: &[Finding]) -> PyResult<Bound<'py, PyDict>> {
     let weights = PyDict::new(py);
     for weight in &summary.quantized {
         weights.set_item(&weight.module, weight.measure.relative_error())?;
@@ -118,5 +244,6 @@ fn report<'py>(py: Python<'py>, summary: &Summary) -> PyResult<Bound<'py, PyDict
     report.set_item("after", summary.after)?;
     report.set_item("files", &summary.files)?;
     report.set_item("relative_error", weights)?;
+    report.set_item("notes", verify::texts(findings, Severity::Note))?;
     Ok(report)
 }

@@ -56,9 +56,6 @@ impl Delayed {
         words::word(REDUCTIONS, self.0.reduction())
     }
 
-    /// update(history, scale, amax)
-    /// --
-    ///
     /// The history and the scale of the next step. `amax` is that of this step, among all workers if there are several.
     fn update(&self, mut history: Vec<f32>, scale: f32, amax: f32) -> PyResult<(Vec<f32>, f32)> {
         if history.len() != self.0.history() {

@@ -1,7 +1,7 @@
 //! NVFP4 in Python. The module `nvfp4._nvfp4`, which the package `nvfp4` presents: parse, call, convert.
 //!
 //! Read in this order: `dlpack` (memory of other libraries), `device` (where it lies), `array` (arrays in and out), `quantizer`, `tensor`,
-//! `matmul`; then `recipe`, `plan`, `delayed`, `convert` and `command`. What the words of settings are is in `words`.
+//! `matmul`; then `recipe`, `plan`, `delayed`, `convert`, `verify` and `command`. What the words of settings are is in `words`.
 
 #![deny(unsafe_code)]
 
@@ -25,6 +25,7 @@ mod role;
 mod storage;
 mod tensor;
 mod threads;
+mod verify;
 mod words;
 
 /// NVFP4 and FP8 tensors: quantize, decode, multiply and store, exact to the bit.
@@ -58,10 +59,13 @@ mod _nvfp4 {
     use crate::storage::{load, save};
     #[pymodule_export]
     use crate::tensor::{Direction, QuantTensor};
+    #[pymodule_export]
+    use crate::verify::verify;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::threads::remember();
+        module.add("ConversionError", module.py().get_type::<crate::verify::ConversionError>())?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("cuda", cfg!(feature = "cuda"))
     }

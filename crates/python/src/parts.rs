@@ -133,9 +133,6 @@ fn shares(tensor: &QuantTensor) -> bool {
 
 type Arrays = Vec<(&'static str, Vec<usize>)>;
 
-/// layout(spec, directions, shape, dtype)
-/// --
-///
 /// The arrays that quantizing a tensor gives, as (dtype, shape), for the row direction and for the column direction.
 #[pyfunction]
 pub fn layout(spec: &str, directions: &str, shape: Vec<usize>, dtype: &Bound<'_, PyAny>) -> PyResult<(Arrays, Arrays)> {

@@ -79,9 +79,6 @@ impl Plan {
         Plan::build(py, recipe.get(), &Model::from_config(config).or_raise()?)
     }
 
-    /// spec(path, slot, *, expert=None)
-    /// --
-    ///
     /// The spec of a tensor.
     #[pyo3(signature = (path, slot, *, expert=None))]
     fn spec(&self, path: &str, slot: &str, expert: Option<u32>) -> PyResult<String> {
@@ -90,9 +87,6 @@ impl Plan {
         Ok(self.0.spec(&site).ok_or_else(absent)?.to_string())
     }
 
-    /// quantizer(path, slot, *, expert=None)
-    /// --
-    ///
     /// The quantizer of a tensor, in the directions that something reads. A tensor with delayed scaling begins with a scale of 1.
     #[pyo3(signature = (path, slot, *, expert=None))]
     fn quantizer(&self, path: &str, slot: &str, expert: Option<u32>) -> PyResult<Quantizer> {

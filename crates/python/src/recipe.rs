@@ -73,9 +73,6 @@ impl Recipe {
         Ok(Recipe::of(recipe::Recipe::from_env().or_raise()?))
     }
 
-    /// from_function(key, function)
-    /// --
-    ///
     /// A recipe from a function of a `Role` that returns the text of a spec. The key stands for the function where recipes are compared.
     ///
     /// What the function raises becomes a ValueError that names the role, with the exception as its cause.
@@ -107,9 +104,6 @@ impl Recipe {
         self.inner.name()
     }
 
-    /// spec(path, slot, *, expert=None)
-    /// --
-    ///
     /// The spec of a tensor: `recipe.spec("layers.0.fc1", "weight")`.
     #[pyo3(signature = (path, slot, *, expert=None))]
     fn spec(&self, py: Python<'_>, path: &str, slot: &str, expert: Option<u32>) -> PyResult<String> {

@@ -9,9 +9,6 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// save(path, tensors)
-/// --
-///
 /// Writes quantized tensors, by name, to a safetensors file.
 #[pyfunction]
 pub fn save(py: Python<'_>, path: PathBuf, tensors: BTreeMap<String, Py<QuantTensor>>) -> PyResult<()> {
@@ -22,9 +19,6 @@ pub fn save(py: Python<'_>, path: PathBuf, tensors: BTreeMap<String, Py<QuantTen
     threads::run(py, || nvfp4::save(&path, tensors.iter().map(|(name, tensor)| (name.as_str(), &**tensor))))?.or_raise()
 }
 
-/// load(path)
-/// --
-///
 /// Reads the quantized tensors of a file that `save` wrote, with arrays of numpy.
 #[pyfunction]
 pub fn load(py: Python<'_>, path: PathBuf) -> PyResult<BTreeMap<String, QuantTensor>> {

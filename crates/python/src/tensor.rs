@@ -16,7 +16,8 @@ use std::sync::Arc;
 
 /// A quantized tensor: a shape and one or two directions, each with its codes and scales.
 ///
-/// Arrays come back as views, in the library that the input came from (`as_numpy()` and `as_torch()` choose another). They are read-only.
+/// Arrays come back in the library that the input came from (`as_numpy()` and `as_torch()` choose another): numpy's are read-only views,
+/// torch's are copies, since torch has no tensors that are only read. So nothing that is done to them changes the quantized tensor.
 #[pyclass(frozen, module = "nvfp4")]
 pub struct QuantTensor {
     /// The bytes.
@@ -75,17 +76,16 @@ impl Direction {
         self.held.twin(self.side)
     }
 
+    /// A part as callers may have it: it cannot be used to change the tensor.
     fn array<'py>(&self, py: Python<'py>, part: Part) -> PyResult<Bound<'py, PyAny>> {
-        self.framework.array(py, self.held.lend(self.side, part)?)
+        self.framework.unchangeable(self.framework.array(py, self.held.lend(self.side, part)?)?)
     }
 }
 
 #[pymethods]
 impl QuantTensor {
-    /// from_parts(spec, shape, *, row=None, column=None, framework=None)
-    /// --
-    ///
-    /// A tensor over existing arrays, as `Direction.parts` gives them; their bytes are copied. `spec` is the text of its formats.
+    /// A tensor of existing arrays, as `Direction.parts` gives them. `spec` is the text of its formats. Bytes in the host's memory are copied;
+    /// arrays on a GPU are used where they lie, and must not be changed as long as the tensor is there.
     #[staticmethod]
     #[pyo3(signature = (spec, shape, *, row=None, column=None))]
     fn from_parts(
@@ -156,9 +156,6 @@ impl QuantTensor {
         Ok(QuantTensor { held: self.held.to_host(py)?, framework: self.framework })
     }
 
-    /// dequantize(dtype="float32", *, side="row")
-    /// --
-    ///
     /// The decoded values. The column direction comes transposed, and rotated if the Hadamard transform was on.
     #[pyo3(signature = (dtype=None, *, side="row"))]
     pub fn dequantize<'py>(
@@ -176,9 +173,6 @@ impl QuantTensor {
         direction.decoded(py, dtype, &shape)
     }
 
-    /// matmul(other, *, bias=None, dtype="float32")
-    /// --
-    ///
     /// The product of the row directions: self · otherᵀ. `nvfp4.matmul` has more settings.
     #[pyo3(signature = (other, *, bias=None, dtype=None))]
     fn matmul<'py>(
@@ -386,12 +380,15 @@ impl Direction {
     /// All arrays, for `QuantTensor.from_parts`.
     #[getter]
     fn parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        self._parts(py)?.into_iter().map(|array| self.framework.unchangeable(array)).collect()
+    }
+
+    /// All arrays over the tensor's own memory, for code that gives the tensor up and keeps its arrays: torch's can be written to, which
+    /// nothing may do while a tensor is in use.
+    fn _parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         parts::take_apart(py, &self.held, self.side, self.framework)
     }
 
-    /// dequantize(dtype="float32")
-    /// --
-    ///
     /// The decoded matrix; for a column direction still transposed, and rotated if the Hadamard transform was on.
     #[pyo3(signature = (dtype=None))]
     fn dequantize<'py>(&self, py: Python<'py>, dtype: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {

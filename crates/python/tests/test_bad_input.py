@@ -1,5 +1,6 @@
 """What is wrong is an exception that says what to change, and never the end of the process."""
 
+import ctypes
 import multiprocessing
 import os
 
@@ -28,6 +29,42 @@ def test_an_unknown_word_is_a_value_error_that_names_the_known_ones(setting):
 def test_a_wrong_dtype_is_a_type_error(dtype):
     with pytest.raises(TypeError, match="expected float32, bfloat16 or float16.*cast"):
         nvfp4.quantize(X.astype(dtype))
+
+
+OTHERS = [np.object_, ">f4", ">f2", np.longdouble, "M8[s]", ml_dtypes.float8_e4m3fn, "S4"]
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=lambda d: str(np.dtype(d)))
+def test_a_dtype_that_numpy_does_not_lend_is_a_type_error_too(dtype):
+    x = np.zeros((16, 32), dtype)
+    with pytest.raises(TypeError, match="expected float32, bfloat16 or float16 elements, got .*; cast the array first"):
+        nvfp4.quantize(x)
+    with pytest.raises(TypeError, match="cast"):
+        nvfp4.matmul(X, nvfp4.quantize(X), c=x[:, :16])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_field_of_records_is_an_array_like_any_other(dtype):
+    records = np.zeros((16, 32), [("flag", np.uint8), ("x", dtype)])
+    records["x"] = np.arange(16 * 32).reshape(16, 32) % 7
+    assert records["x"].strides[-1] % records["x"].itemsize, "its strides are no multiple of its elements"
+    assert nvfp4.quantize(records["x"]) == nvfp4.quantize(records["x"].copy())
+
+
+def test_a_masked_array_is_refused_wherever_an_array_is_taken():
+    masked = np.ma.masked_array(X, mask=X > 0)
+    q = nvfp4.quantize(X)
+    codes, scales, amax = q.row.parts
+    for call in (
+        lambda: nvfp4.quantize(masked),
+        lambda: nvfp4.matmul(masked, q),
+        lambda: nvfp4.matmul(X, q, bias=np.ma.masked_array(np.ones(16, np.float32))),
+        lambda: nvfp4.quantize(X, amax=np.ma.masked_array(np.ones(1, np.float32))),
+        lambda: nvfp4.QuantTensor.from_parts("nvfp4", q.shape, row=[np.ma.masked_array(codes), scales, amax]),
+    ):
+        with pytest.raises(TypeError, match="masked array.*filled"):
+            call()
+    assert nvfp4.quantize(masked.filled(0.0)).amax == 0
 
 
 @pytest.mark.parametrize("thing", [None, 3.0, [[1.0, 2.0]], "text", b"bytes", object()], ids=repr)
@@ -111,6 +148,21 @@ def test_a_dlpack_capsule_is_consumed_once():
         nvfp4.quantize(capsule)
     with pytest.raises(TypeError, match="another kind"):
         nvfp4.quantize(np.random.default_rng(0).bit_generator.capsule)
+
+
+def test_a_capsule_of_another_version_is_refused_and_given_back():
+    given_back = []
+    deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(given_back.append)
+
+    class Managed(ctypes.Structure):  # what every version begins with
+        _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p), ("deleter", type(deleter))]
+
+    managed, name = Managed(2, 5, None, deleter), b"dltensor_versioned"
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    with pytest.raises(BufferError, match="expected DLPack 1, got version 2.5"):
+        nvfp4.quantize(new(ctypes.addressof(managed), name, None))
+    assert given_back == [ctypes.addressof(managed)]
 
 
 class Broken:

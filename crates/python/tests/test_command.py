@@ -86,8 +86,9 @@ def test_weights_that_are_joined_get_one_scale(checkpoint, tmp_path):
         made = read_safetensors(folder / done["files"][0])
         return [made[f"model.layers.0.mlp.{name}.weight_scale_2"].tolist() for name in ("gate_proj", "up_proj")]
 
-    done = nvfp4.convert(checkpoint, tmp_path / "apart", fuse="off")
-    apart = scales(tmp_path / "apart", done)
+    with pytest.raises(nvfp4.ConversionError):  # servers that join them would decode one of them wrongly
+        nvfp4.convert(checkpoint, tmp_path / "apart", fuse="off")
+    apart = scales(tmp_path / "apart", {"files": ["model.safetensors"]})
     assert apart[0] != apart[1]
     done = nvfp4.convert(tmp_path / "apart", tmp_path / "joined", fix_scales=True)
     assert scales(tmp_path / "joined", done) == [max(apart)] * 2
@@ -102,3 +103,86 @@ def test_bad_requests_of_a_conversion(checkpoint, tmp_path):
         nvfp4.convert(tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(TypeError, match="dict of module names"):
         nvfp4.convert(checkpoint, tmp_path / "out", acts="all")
+    for setting, word in (("kv", "fp8"), ("from_", "onnx"), ("fuse", "some"), ("device", "gpu")):
+        with pytest.raises(ValueError, match=f"unknown {setting} '{word}'"):
+            nvfp4.convert(checkpoint, tmp_path / "out", **{setting: word})
+    with pytest.raises(TypeError, match="fuse"):
+        nvfp4.convert(checkpoint, tmp_path / "out", fuse=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_conversion_wrote_is_checked_as_the_command_line_checks_it(checkpoint, tmp_path):
+    with pytest.raises(nvfp4.ConversionError, match="gate/up") as raised:
+        nvfp4.convert(checkpoint, tmp_path / "out", fuse="off")
+    assert isinstance(raised.value, ValueError) and len(raised.value.problems) == 1
+    assert (tmp_path / "out").exists() and nvfp4.verify(tmp_path / "out") == raised.value.problems
+    done = run("verify", str(tmp_path / "out"), "--json")
+    found = [f"{f['about']}: {f['text']}" for f in json.loads(done.stdout)["findings"] if f["severity"] == "problem"]
+    assert done.returncode == 2 and found == raised.value.problems
+    assert nvfp4.verify(checkpoint) != [] and "not NVFP4" in nvfp4.verify(checkpoint)[0]
+    with pytest.raises(ValueError, match="vllm"):
+        nvfp4.verify(checkpoint, client="onnx")
+    with pytest.raises(OSError, match="nowhere"):
+        nvfp4.verify(tmp_path / "nowhere")
+
+
+def test_the_settings_of_a_conversion_are_those_of_the_command_line(checkpoint, tmp_path):
+    told = []
+    settings = {
+        "fuse": [["gate_proj", "up_proj"]], "kv": "fp8-cast", "from_": "plain", "no_default_skips": True,
+        "device": "cpu", "keep_shards": True, "acts": 1.0,
+    }  # fmt: skip
+    nvfp4.convert(checkpoint, tmp_path / "ours", progress=lambda *at: told.append(at), **settings)
+    (tmp_path / "fuse.json").write_text(json.dumps(settings["fuse"]))
+    done = run(
+        "convert", str(checkpoint), str(tmp_path / "theirs"), "--fuse", str(tmp_path / "fuse.json"), "--kv", "fp8-cast",
+        "--from", "plain", "--no-default-skips", "--keep-shards", "--acts", "const", "--quiet",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for ours in (tmp_path / "ours").iterdir():
+        assert ours.read_bytes() == (tmp_path / "theirs" / ours.name).read_bytes(), ours.name
+    weights = 3 * 64 * 64 * 4
+    assert told[-1] == ("write", weights, weights) and {at[0] for at in told} <= {"amax", "write"}
+
+
+def test_what_progress_raises_stops_a_conversion(checkpoint, tmp_path):
+    def progress(*at):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        nvfp4.convert(checkpoint, tmp_path / "out", progress=progress)
+
+
+TWICE = """
+import sys
+from nvfp4._nvfp4 import command
+
+source, target = sys.argv[1:]
+for number in "12":
+    assert command(["nvfp4", "convert", source, target + number]) == 0
+print("both are done")
+"""
+
+TRAIN = """
+import sys
+from nvfp4._nvfp4 import command
+
+print("it begins", flush=True)
+small = "--steps 1 --layers 1 --width 32 --heads 2 --context 16 --batch 1 --recipe bf16 --text".split()
+status = command(["nvfp4", "train", *small, sys.argv[1]])
+print("it ends with", status, flush=True)
+"""
+
+
+def test_a_process_converts_twice(checkpoint, tmp_path):
+    done = subprocess.run([sys.executable, "-c", TWICE, str(checkpoint), str(tmp_path / "out")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("both are done\n") and (tmp_path / "out1").exists() and (tmp_path / "out2").exists()
+
+
+def test_training_leaves_the_process_that_asked_for_it_alone(tmp_path):
+    (tmp_path / "text").write_text("All work and no play makes Jack a dull boy. " * 200)
+    done = subprocess.run([sys.executable, "-c", TRAIN, str(tmp_path / "text")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("it begins") == 1 and lines[-1] == "it ends with 0"

@@ -16,7 +16,7 @@ def test_the_scale_is_the_callers_and_the_amax_comes_back():
     for scale in (1.0, np.float32(3), np.array([0.25], np.float32)):
         q, amax, column_amax = quantizer.observe(X, scale=scale)
         assert amax.tolist() == column_amax.tolist() == [np.abs(X).max()]
-        assert q == quantizer.quantize(X, scale=scale) and q.row.scales.tolist() == [[np.float32(1) / np.float32(scale).item()]]
+        assert q == quantizer.quantize(X, scale=scale) and q.row.scales.tolist() == [[np.float32(1) / np.float32(np.float32(scale).item())]]
     assert quantizer.quantize(X) == quantizer.quantize(X, scale=1.0) == nvfp4.quantize(X, spec="fp8-delayed", directions="both")
 
 

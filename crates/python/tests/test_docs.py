@@ -1,16 +1,37 @@
-"""The guide's examples that need numpy alone run."""
+"""Examples that need numpy alone run: the guide's, and that of the package's page."""
 
 import pathlib
 import re
 
-GUIDE = pathlib.Path(__file__).parents[3] / "docs" / "python.md"
+import nvfp4
+from test_command import checkpoint  # noqa: F401  (a fixture)
+
+ROOT = pathlib.Path(__file__).parents[3]
+GUIDE = ROOT / "docs" / "python.md"
 
 
 def test_the_guides_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    plain = [block for block in blocks if "torch" not in block and "te." not in block]
+    plain = [block for block in blocks if not any(word in block for word in ("torch", "te.", "convert("))]
     assert len(plain) == 2
     names = {}
     for block in plain:
         exec(compile(block, str(GUIDE), "exec"), names)
     assert names["y"].shape == (64, 64)
+
+
+def test_the_guides_conversion_runs(checkpoint, monkeypatch):  # noqa: F811
+    checkpoint.rename(checkpoint.parent / "Qwen3-8B")
+    monkeypatch.chdir(checkpoint.parent)
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "convert(" in block)
+    names = {"nvfp4": nvfp4}
+    exec(compile(block, str(GUIDE), "exec"), names)
+    assert list(names["done"]["relative_error"]) == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
+    assert nvfp4.verify("Qwen3-8B-NVFP4") == []
+
+
+def test_the_packages_example_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "crates" / "python" / "README.md").read_text(), re.DOTALL)
+    names = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert (names["q"].codes.shape, names["q"].scales.shape, names["q"].amax.shape) == ((64, 64), (64, 8), (1,))

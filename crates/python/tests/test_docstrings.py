@@ -1,6 +1,7 @@
-"""Examples in docstrings run."""
+"""Docstrings: examples run, and signatures are said once."""
 
 import doctest
+import inspect
 
 import pytest
 
@@ -12,3 +13,21 @@ def test_examples(thing):
     test = doctest.DocTestParser().get_doctest(thing.__doc__, {}, thing.__name__, None, 0)
     assert test.examples
     assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def everything():
+    """All that the package offers, and the methods of its classes."""
+    for name in nvfp4.__all__:
+        thing = getattr(nvfp4, name)
+        yield name, thing
+        if inspect.isclass(thing):
+            yield from ((f"{name}.{part}", getattr(thing, part)) for part in vars(thing) if not part.startswith("_"))
+
+
+def test_help_begins_with_a_sentence():
+    """A signature in the text would be shown twice: `help` knows it from the function itself."""
+    # Those of these come with their signatures still.
+    later = ("Quantizer.quantize", "Quantizer.observe", "matmul")
+    for name, thing in everything():
+        if name not in later:
+            assert thing.__doc__ and "\n--\n" not in thing.__doc__, name

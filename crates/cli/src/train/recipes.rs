@@ -1,4 +1,4 @@
-//! Recipes by name: what NVFP4 is compared with, and the preset `nvfp4` less or more one thing. They are the files of `examples/recipes`.
+//! Recipes by name: what NVFP4 is compared with, and the preset `nvfp4` less or more one thing. They are the files of `crates/cli/recipes`.
 
 use anyhow::{Result, anyhow};
 use nvfp4::recipe::Recipe;
@@ -9,19 +9,16 @@ pub const BASELINE: &str = "bf16";
 
 /// Name and rule file.
 pub const NAMED: [(&str, &str); 10] = [
-    (BASELINE, include_str!("../../../../examples/recipes/bf16.toml")),
-    ("nvfp4-no-hadamard", include_str!("../../../../examples/recipes/nvfp4-no-hadamard.toml")),
-    ("nvfp4-no-stochastic", include_str!("../../../../examples/recipes/nvfp4-no-stochastic.toml")),
-    ("nvfp4-1d-weights", include_str!("../../../../examples/recipes/nvfp4-1d-weights.toml")),
-    ("nvfp4-4over6-weights", include_str!("../../../../examples/recipes/nvfp4-4over6-weights.toml")),
-    ("nvfp4-4over6-activations", include_str!("../../../../examples/recipes/nvfp4-4over6-activations.toml")),
-    ("nvfp4-4over6-forward", include_str!("../../../../examples/recipes/nvfp4-4over6-forward.toml")),
-    (
-        "nvfp4-no-hadamard-4over6-activations",
-        include_str!("../../../../examples/recipes/nvfp4-no-hadamard-4over6-activations.toml"),
-    ),
-    ("nvfp4-forward-only", include_str!("../../../../examples/recipes/nvfp4-forward-only.toml")),
-    ("nvfp4-backward-only", include_str!("../../../../examples/recipes/nvfp4-backward-only.toml")),
+    (BASELINE, include_str!("../../recipes/bf16.toml")),
+    ("nvfp4-no-hadamard", include_str!("../../recipes/nvfp4-no-hadamard.toml")),
+    ("nvfp4-no-stochastic", include_str!("../../recipes/nvfp4-no-stochastic.toml")),
+    ("nvfp4-1d-weights", include_str!("../../recipes/nvfp4-1d-weights.toml")),
+    ("nvfp4-4over6-weights", include_str!("../../recipes/nvfp4-4over6-weights.toml")),
+    ("nvfp4-4over6-activations", include_str!("../../recipes/nvfp4-4over6-activations.toml")),
+    ("nvfp4-4over6-forward", include_str!("../../recipes/nvfp4-4over6-forward.toml")),
+    ("nvfp4-no-hadamard-4over6-activations", include_str!("../../recipes/nvfp4-no-hadamard-4over6-activations.toml")),
+    ("nvfp4-forward-only", include_str!("../../recipes/nvfp4-forward-only.toml")),
+    ("nvfp4-backward-only", include_str!("../../recipes/nvfp4-backward-only.toml")),
 ];
 
 /// All that `--ablations` runs.

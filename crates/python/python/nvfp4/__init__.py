@@ -1,7 +1,7 @@
 """NVFP4 in Python: quantize, decode, multiply and store, exact to the bit.
 
 Arrays are numpy's (with ``ml_dtypes`` for bfloat16), torch's, or any other library's that speaks DLPack. Nothing is copied on the way in,
-and results are views.
+and numpy's arrays of a result are views, which cannot be written to.
 
 >>> import numpy, nvfp4
 >>> x = numpy.linspace(-3, 3, 32 * 64, dtype=numpy.float32).reshape(32, 64)
@@ -17,6 +17,7 @@ For torch modules see ``nvfp4.torch``, for TransformerEngine's names ``nvfp4.te`
 from __future__ import annotations
 
 from ._nvfp4 import (
+    ConversionError,
     Delayed,
     Direction,
     Generator,
@@ -31,9 +32,11 @@ from ._nvfp4 import (
     load,
     matmul,
     save,
+    verify,
 )
 
 __all__ = [
+    "ConversionError",
     "Delayed",
     "Direction",
     "Generator",
@@ -49,6 +52,7 @@ __all__ = [
     "matmul",
     "quantize",
     "save",
+    "verify",
 ]
 
 

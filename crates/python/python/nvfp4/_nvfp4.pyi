@@ -12,10 +12,36 @@ _Path = Union[str, PathLike[str]]
 _Directions = str
 # "row" or "column".
 _Side = str
+_Dialect = Literal["plain", "modelopt", "compressed-tensors", "torchao", "comfyui"]
 _Modules = Sequence[Union[Tuple[str, str], Tuple[str, str, int]]]
+
+__all__ = [
+    "ConversionError",
+    "Delayed",
+    "Direction",
+    "Generator",
+    "Plan",
+    "QuantTensor",
+    "Quantizer",
+    "Recipe",
+    "Role",
+    "_Lent",
+    "__version__",
+    "command",
+    "convert",
+    "cuda",
+    "layout",
+    "load",
+    "matmul",
+    "save",
+    "verify",
+]
 
 __version__: str
 cuda: bool
+
+class ConversionError(ValueError):
+    problems: List[str]
 
 @final
 class Generator:
@@ -127,6 +153,7 @@ class Direction:
     def layout(self) -> Literal["linear", "swizzled"]: ...
     @property
     def parts(self) -> List[_Array]: ...
+    def _parts(self) -> List[_Array]: ...
     def dequantize(self, dtype: _Dtype = ...) -> _Array: ...
 
 @final
@@ -261,11 +288,23 @@ def convert(
     scale: Literal["max", "mse", "4over6"] = "max",
     profile: Optional[str] = None,
     acts: Union[None, float, Mapping[str, float]] = None,
-    fuse: Literal["auto", "off"] = "auto",
+    fuse: Union[Literal["auto", "off"], Sequence[Sequence[str]]] = "auto",
     fix_scales: bool = False,
     max_shard: int = 5_000_000_000,
     threads: Optional[int] = None,
     memory: int = 2_000_000_000,
     existing: Literal["refuse", "resume", "replace"] = "refuse",
+    from_: Optional[_Dialect] = None,
+    no_default_skips: bool = False,
+    kv: Literal["none", "fp8-cast"] = "none",
+    device: str = "cpu",
+    keep_shards: bool = False,
+    progress: Optional[Callable[[str, int, int], object]] = None,
 ) -> Dict[str, Any]: ...
+def verify(
+    path: _Path,
+    *,
+    client: Optional[Literal["vllm", "llama.cpp", "transformers"]] = None,
+    from_: Optional[_Dialect] = None,
+) -> List[str]: ...
 def command(words: Sequence[str]) -> int: ...

@@ -108,7 +108,7 @@ struct Versioned {
 
 /// Another library's tensor, given back when dropped.
 pub struct Tensor {
-    owner: Owner,
+    _owner: Owner,
     /// Where it lies.
     pub device: Device,
     /// What its elements are.
@@ -120,6 +120,7 @@ pub struct Tensor {
     address: *mut u8,
 }
 
+/// Whose memory it is, which gets it back when this is dropped.
 enum Owner {
     Legacy(NonNull<Legacy>),
     Versioned(NonNull<Versioned>),
@@ -130,11 +131,11 @@ unsafe impl Send for Tensor {}
 // SAFETY: as above; nothing is changed through a shared reference.
 unsafe impl Sync for Tensor {}
 
-impl Drop for Tensor {
+impl Drop for Owner {
     fn drop(&mut self) {
         // SAFETY: we own the tensor since its capsule was renamed, and give it back once.
         unsafe {
-            match self.owner {
+            match self {
                 Owner::Legacy(tensor) => {
                     if let Some(deleter) = tensor.as_ref().deleter {
                         deleter(tensor.as_ptr());
@@ -192,20 +193,21 @@ impl Tensor {
     ///
     /// `tensor` is a `DLManagedTensorVersioned`, which becomes ours.
     unsafe fn versioned(tensor: NonNull<Versioned>) -> PyResult<Tensor> {
-        // SAFETY: the version comes first in every version.
+        let owner = Owner::Versioned(tensor);
+        // SAFETY: the version, and what gives the tensor back, come first in every version.
         let Version { major, minor } = unsafe { tensor.as_ref().version };
         if major != VERSION.major {
             return Err(PyBufferError::new_err(format!("expected DLPack 1, got version {major}.{minor}")));
         }
         // SAFETY: the caller and the version say what it points to.
-        Tensor::read(Owner::Versioned(tensor), unsafe { &tensor.as_ref().tensor })
+        Tensor::read(owner, unsafe { &tensor.as_ref().tensor })
     }
 
     /// What the producer says, checked.
     fn read(owner: Owner, raw: &Raw) -> PyResult<Tensor> {
         // From here on the tensor is given back whatever else is wrong with it.
         let mut tensor = Tensor {
-            owner,
+            _owner: owner,
             device: raw.device,
             dtype: raw.dtype,
             shape: Vec::new(),

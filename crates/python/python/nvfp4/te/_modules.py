@@ -2,110 +2,232 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional
+import threading
+import warnings
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
+import torch
 from torch import Tensor
 
 import nvfp4
 import nvfp4.torch
 from nvfp4.torch._delayed import update
 
-from ._recipe import Step, region
+from ._recipe import Region, Step, region
+from ._signature import refuse, supports
+
+# Around what several threads may change in a module: what it remembers of its calls.
+_lock = threading.RLock()
+# What ``use_recipe`` sets, in one kind of module or another.
+_PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products")
+# Recipes whose formats a module keeps at hand.
+_AT_HAND = 4
 
 
-class _Follows:
-    """A module that computes in the formats of the ``autocast`` around its call, and in high precision outside of one."""
+class _Follows(torch.nn.Module):
+    """A module that computes in the formats of the ``autocast`` around its call, and in high precision outside of one.
+
+    What a call computes in belongs to the call: threads may call one module in different regions. In a backward pass a module computes again
+    what it computed before, so there it follows the region of that call.
+    """
 
     use_recipe: Callable[[Any], None]
-    amax_group: Any
-    _followed: Optional[nvfp4.Recipe] = None
+    path: str
+    delayed: Any
+    # Recipes, and what each sets; the latest first.
+    _plans: Tuple[Tuple[nvfp4.Recipe, Dict[str, Any]], ...] = ()
+    # The regions, each with another recipe, of calls that a backward pass may repeat, the latest last; and whether one has.
+    _ran: Tuple[Region, ...] = ()
+    _repeated: bool = False
+    # The step of delayed scaling that it was last part of.
     _step: Optional[Step] = None
 
     def __getstate__(self):
         # The next call finds out what to follow: that is no part of what is saved or copied.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_followed", "_step")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_ran", "_repeated", "_step")}
 
-    def follow(self) -> None:
-        here, before = region(), self._step
-        begins = here.step is not None and here.step is not before
-        if begins and before is not None:
-            before.end()
-        if self._followed is None or self._followed != here.recipe:
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        # TransformerEngine keeps the state of its recipes under this name, in a form of its own.
+        key = f"{prefix}_extra_state"
+        if key in unexpected:
+            unexpected.remove(key)
+
+    @torch.compiler.disable
+    def following(self):
+        """This module as the region around the call has it: with the formats and the workers of this call, and everything else in common."""
+        here = self._followed()
+        planned = self._planned(here)
+        if here.step is not None and _is_delayed(planned):
+            self._begin(here, here.step)
+        same = object.__new__(type(self))
+        same.__dict__.update(self.__dict__, **planned)
+        same.amax_group = here.group
+        return same
+
+    def _followed(self) -> Region:
+        here = region()
+        if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
+            with _lock:
+                self._ran = self._remembered(here)
+                self._repeated = False
+            return here
+        with _lock:
+            ran, self._repeated = self._ran, True
+        if not ran or (here.step is not None and any(before.recipe == here.recipe for before in ran)):
+            return here
+        if len(ran) > 1:
+            names = ", ".join(before.recipe.name for before in ran)
+            warnings.warn(
+                f"{type(self).__name__} '{self.path}' is computed again in the backward pass, outside of the autocast of its call. It was "
+                f"called with several recipes ({names}): the last one is taken. te.checkpoint, in the place of "
+                "torch.utils.checkpoint.checkpoint, repeats each call with its own",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return ran[-1]
+
+    def _remembered(self, here: Region) -> Tuple[Region, ...]:
+        """The regions that a backward pass may repeat after a call in this one."""
+        only_outside = here.step is not None and all(before.step is None for before in self._ran)
+        if self._repeated or only_outside:
+            return (here,)
+        return (*(before for before in self._ran if before.recipe != here.recipe), here)
+
+    def _planned(self, here: Region) -> Dict[str, Any]:
+        """What the recipe sets."""
+        for recipe, planned in self._plans:
+            if recipe is here.recipe or recipe == here.recipe:
+                return planned
+        with _lock:
+            if self._step is not None and self._step is not here.step:
+                self._step.end()  # while its scales are there: another recipe may need other ones
             self.use_recipe(here.recipe)
-        self._followed, self.amax_group = here.recipe, here.group
-        if begins and before is None:
+            planned = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
+            # Scales that a module keeps are those of one recipe.
+            kept = [plan for plan in self._plans if not (_is_delayed(planned) and _is_delayed(plan[1]))]
+            self._plans = ((here.recipe, planned), *kept[: _AT_HAND - 1])
+            return planned
+
+    def _begin(self, here: Region, step: Step) -> None:
+        """Takes part in a step of delayed scaling. The one before ends with it."""
+        with _lock:
+            before, self._step = self._step, step
+        if before is step:
+            return
+        if before is not None:
+            before.end()
+        else:
             update([(self, here.group)])  # what it saw before it was saved or copied, if it was
-        if begins and here.step is not None:
-            self._step = here.step
-            here.step.modules[id(self)] = (self, here.group)
+        step.modules[id(self)] = (self, here.group)
+
+
+def _is_delayed(planned: Dict[str, Any]) -> bool:
+    """Whether a scale comes from earlier steps."""
+    named = [value for name, value in planned.items() if name.endswith("formats")]
+    each = [formats for value in named for formats in (value if isinstance(value, list) else [value])]
+    return any(format.delayed for of in each for format in (of.input, of.weight, of.grad_output))
 
 
 class Linear(_Follows, nvfp4.torch.Linear):
     """``transformer_engine.pytorch.Linear``."""
 
+    @supports("bias", "params_dtype", "device", "name")
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, params_dtype=None, device=None,
-        name: Optional[str] = None,
+        self, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
+        tp_group=None, tp_size: int = 1, get_rng_state_tracker=None, rng_tracker_name: Optional[str] = None, init_method=None,
+        bias: bool = True, return_bias: bool = False, params_dtype: Optional[torch.dtype] = None,
+        parallel_mode: Optional[str] = None, parameters_split=None, device=None, ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
+        ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
+        save_original_input: bool = False, name: Optional[str] = None,
     ):  # fmt: skip
         super().__init__(
-            in_features, out_features, bias, device, params_dtype, recipe="high_precision", path=name or "linear"
-        )
+            in_features, out_features, bias=bias, device=device, dtype=params_dtype,
+            recipe="high_precision", path=name or "linear",
+        )  # fmt: skip
 
     # The arguments are TransformerEngine's.
     def forward(  # type: ignore[override]
-        self, inp: Tensor, is_first_microbatch: Optional[bool] = None
+        self, inp: Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor:
-        self.follow()
-        return super().forward(inp)
+        refuse("Linear.forward", "fp8_output", fp8_output, False)
+        refuse("Linear.forward", "fp8_grad", fp8_grad, False)
+        return super(Linear, self.following()).forward(inp)
 
 
 class LayerNormLinear(_Follows, nvfp4.torch.LayerNormLinear):
     """``transformer_engine.pytorch.LayerNormLinear``."""
 
+    @supports("eps", "bias", "normalization", "params_dtype", "device", "name")
     def __init__(
-        self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = True, *,
-        normalization: str = "LayerNorm", params_dtype=None, device=None, name: Optional[str] = None,
+        self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group=None, tp_size: int = 1, get_rng_state_tracker=None, init_method=None,
+        bias: bool = True, normalization: str = "LayerNorm", return_bias: bool = False,
+        params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None, return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False, parameters_split=None, zero_centered_gamma: bool = False, device=None,
+        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False, ub_name: Optional[str] = None, delay_wgrad_compute: bool = False,
+        symmetric_ar_type: Optional[str] = None, name: Optional[str] = None,
     ):  # fmt: skip
         super().__init__(
-            in_features, out_features, eps, bias, normalization, device, params_dtype,
+            in_features, out_features, eps=eps, bias=bias, normalization=normalization, device=device, dtype=params_dtype,
             recipe="high_precision", path=name or "layernorm_linear",
         )  # fmt: skip
 
-    def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Tensor:
-        self.follow()
-        return super().forward(inp)
+    def forward(  # type: ignore[override]
+        self, inp: Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: bool = False, fp8_grad: bool = False
+    ) -> Tensor:
+        refuse("LayerNormLinear.forward", "fp8_output", fp8_output, False)
+        refuse("LayerNormLinear.forward", "fp8_grad", fp8_grad, False)
+        return super(LayerNormLinear, self.following()).forward(inp)
 
 
 class LayerNormMLP(_Follows, nvfp4.torch.LayerNormMLP):
     """``transformer_engine.pytorch.LayerNormMLP``."""
 
+    @supports("eps", "bias", "normalization", "activation", "params_dtype", "device", "name")
     def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True, *,
-        normalization: str = "LayerNorm", activation: str = "gelu", params_dtype=None, device=None,
-        name: Optional[str] = None,
+        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False, return_bias: bool = False,
+        get_rng_state_tracker=None, tp_group=None, tp_size: int = 1, init_method=None, bias: bool = True,
+        normalization: str = "LayerNorm", activation: str = "gelu", activation_params=None, output_layer_init_method=None,
+        fuse_wgrad_accumulation: bool = False, params_dtype: Optional[torch.dtype] = None, return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None,
+        set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device=None, ub_overlap_ag: bool = False,
+        name: Optional[str] = None, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
+        checkpoint: bool = False,
     ):  # fmt: skip
         super().__init__(
-            hidden_size, ffn_hidden_size, eps, bias, normalization, activation, device, params_dtype,
-            recipe="high_precision", path=name or "layernorm_mlp",
+            hidden_size, ffn_hidden_size, eps=eps, bias=bias, normalization=normalization, activation=activation,
+            device=device, dtype=params_dtype, recipe="high_precision", path=name or "layernorm_mlp",
         )  # fmt: skip
 
-    def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Tensor:
-        self.follow()
-        return super().forward(inp)
+    def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Tensor:  # type: ignore[override]
+        return super(LayerNormMLP, self.following()).forward(inp)
 
 
 class GroupedLinear(_Follows, nvfp4.torch.GroupedLinear):
     """``transformer_engine.pytorch.GroupedLinear``."""
 
+    @supports("bias", "params_dtype", "device", "name")
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, bias: bool = True, *, params_dtype=None,
-        device=None, name: Optional[str] = None,
+        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group=None, tp_size: int = 1, get_rng_state_tracker=None,
+        rng_tracker_name: Optional[str] = None, init_method=None, bias: bool = True, return_bias: bool = False,
+        params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None, device=None, ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False, ub_name: Optional[str] = None, delay_wgrad_compute: bool = False,
+        save_original_input: bool = False, single_grouped_weight: bool = False, single_grouped_bias: bool = False,
+        name: Optional[str] = None, use_grouped_tensor: Optional[bool] = None,
     ):  # fmt: skip
         super().__init__(
-            num_gemms, in_features, out_features, bias, device, params_dtype,
+            num_gemms, in_features, out_features, bias=bias, device=device, dtype=params_dtype,
             recipe="high_precision", path=name or "grouped_linear",
         )  # fmt: skip
 
-    def forward(self, inp: Tensor, m_splits: List[int], is_first_microbatch: Optional[bool] = None) -> Tensor:
-        self.follow()
-        return super().forward(inp, m_splits)
+    def forward(  # type: ignore[override]
+        self, inp: Tensor, m_splits: List[int], is_first_microbatch: Optional[bool] = None, out=None, dgrad_out=None
+    ) -> Tensor:
+        refuse("GroupedLinear.forward", "out", out, None)
+        refuse("GroupedLinear.forward", "dgrad_out", dgrad_out, None)
+        return super(GroupedLinear, self.following()).forward(inp, m_splits)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
@@ -13,6 +14,8 @@ import torch.utils.checkpoint
 
 import nvfp4
 from nvfp4.torch._delayed import update
+
+from ._signature import refuse, supports
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,10 @@ class QuantizerRole:
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling:
-    """TransformerEngine's recipe for training in NVFP4, with its switches. The environment is not read: see ``nvfp4.Recipe.from_env``."""
+    """TransformerEngine's recipe for training in NVFP4, with its switches. The environment is not read: see ``nvfp4.Recipe.from_env``.
+
+    Fields are TransformerEngine's. Formats, None, are E2M1 with E4M3 scales, and attention is not quantized: other values are refused.
+    """
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -38,7 +44,14 @@ class NVFP4BlockScaling:
     nvfp4_4over6: str = "none"
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
+    fp4_format: Any = None
+    fp8_format: Any = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     backward_override: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        _only_defaults(self, "fp4_format", "fp8_format", "fp8_dpa", "fp8_mha")
 
     def recipe(self) -> nvfp4.Recipe:
         """The recipe that this stands for."""
@@ -61,20 +74,49 @@ class NVFP4BlockScaling:
         return recipe.with_backward(backward)
 
 
-_keys = itertools.count()
+def _only_defaults(recipe: Any, *names: str) -> None:
+    """Refuses a recipe with a field that nothing here answers to."""
+    defaults = {field.name: field.default for field in fields(recipe)}
+    for name in names:
+        refuse(type(recipe).__name__, name, getattr(recipe, name), defaults[name])
 
 
-@dataclass(frozen=True, eq=False)
+_numbers = itertools.count()
+
+
+@functools.lru_cache(maxsize=64)
+def _number(factory: Callable) -> int:
+    """The number of a factory: the same for the same one, while it is among the last that were used."""
+    return next(_numbers)
+
+
+@dataclass(frozen=True)
 class CustomRecipe:
     """A recipe from a factory: ``qfactory(role)`` gives the quantizer of a tensor.
 
     It may return an ``NVFP4Quantizer``, an ``IdentityQuantizer``, an ``nvfp4.Quantizer`` or the text of a spec. What it raises becomes a
-    ValueError that names the role.
+    ValueError that names the role. Recipes with the same factory and the same settings are equal, and a module asks a factory once: a factory
+    that is to answer otherwise is another one. Fields are TransformerEngine's; values other than its defaults are refused where nothing here
+    answers to them.
     """
 
     qfactory: Callable[[QuantizerRole], Any]
+    fp8_format: Any = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     backward_override: Optional[str] = None
-    key: str = field(default_factory=lambda: f"custom recipe {next(_keys)}")
+    quantization_alignment: int = 128
+
+    def __post_init__(self) -> None:
+        _only_defaults(self, "fp8_format", "fp8_dpa", "fp8_mha", "quantization_alignment")
+
+    @property
+    def key(self) -> str:
+        """What stands for the factory where recipes are compared."""
+        try:
+            return f"custom recipe {_number(self.qfactory)}"
+        except TypeError:  # it has no hash, so it can only be compared with itself
+            return f"custom recipe at {id(self.qfactory)}"
 
     def recipe(self) -> nvfp4.Recipe:
         """The recipe that this stands for."""
@@ -133,13 +175,15 @@ def region() -> Region:
 
 
 @contextlib.contextmanager
-def autocast(enabled: bool = True, recipe: Any = None, amax_reduction_group: Any = None, calibrating: bool = False):
+@supports("enabled", "recipe", "amax_reduction_group")
+def autocast(
+    enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None, _graph: bool = False
+):
     """Inside, modules compute in the formats of a recipe: one of this module's, an ``nvfp4.Recipe`` or a preset's name.
 
-    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Calibration has nothing to do in these formats. Delayed scaling
-    moves on from one outermost region to the next.
+    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Delayed scaling moves on from one outermost region to the next.
+    A region belongs to the thread, or the task of ``asyncio``, that enters it: a thread that is started inside enters its own.
     """
-    del calibrating
     step = region().step or Step()
     if not enabled:
         new = _HIGH_PRECISION._replace(step=step)
@@ -168,6 +212,8 @@ def checkpoint(function: Callable, *args, use_reentrant: bool = True, **kwargs):
 
     With delayed scaling the backward pass has to come before the next outermost region, which moves the scales on.
     """
+    for name, default in (("distribute_saved_activations", False), ("get_rng_state_tracker", None), ("tp_group", None)):
+        refuse("checkpoint", name, kwargs.pop(name, default), default)
     here = region()
 
     def again(*args, **kwargs):

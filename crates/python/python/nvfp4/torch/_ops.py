@@ -37,7 +37,7 @@ def quantize(
 
 
 def _parts(q: nvfp4.QuantTensor) -> List[Tensor]:
-    return [part for side in (q.row, q.column) if side is not None for part in side.parts]
+    return [part for side in (q.row, q.column) if side is not None for part in side._parts()]
 
 
 def _randomness(seed: int, offset: Optional[Tensor]) -> Dict[str, Any]:
@@ -60,14 +60,14 @@ def _partly(
             made = [_kept(x, row)]
         else:
             q, amax, _ = nvfp4.Quantizer(spec=row, directions="row").observe(x, **row_given)
-            made, seen = _side(q, "row").parts, q.dequantize(x.dtype) if from_row else x
+            made, seen = _side(q, "row")._parts(), q.dequantize(x.dtype) if from_row else x
         parts += made if directions != "column" else []
     if directions != "row":
         if column.startswith("high-precision"):
             parts.append(_kept(seen, column))
         else:
             q, _, column_amax = nvfp4.Quantizer(spec=column, directions="column").observe(seen, **column_given)
-            parts += _side(q, "column").parts
+            parts += _side(q, "column")._parts()
     return parts, amax, column_amax
 
 

@@ -1,0 +1,69 @@
+//! Whether programs would load a checkpoint, and load it right.
+
+use crate::error::OrRaise;
+use crate::threads;
+use crate::words::{Words, choose};
+use nvfp4::checkpoint::gguf::{self, GgufFile};
+use nvfp4::checkpoint::{Checkpoint, Client, Dialect, Finding, Model, Severity};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use std::path::{Path, PathBuf};
+
+pyo3::create_exception!(
+    nvfp4,
+    ConversionError,
+    PyValueError,
+    "A checkpoint was written that programs would not load, or load wrongly; `problems` is the list of why."
+);
+
+/// The dialects that a checkpoint may not tell by itself.
+pub const DIALECTS: Words<Dialect> = &[
+    ("plain", Dialect::Plain),
+    ("modelopt", Dialect::ModelOpt),
+    ("compressed-tensors", Dialect::CompressedTensors),
+    ("torchao", Dialect::TorchAo),
+    ("comfyui", Dialect::ComfyUi),
+];
+
+/// What is wrong with an NVFP4 checkpoint: a list of texts, empty if a program would load it, and load it right.
+///
+/// `client` is the program: 'vllm' (for GGUF 'llama.cpp') unless it is given, 'llama.cpp' or 'transformers'. `from_` is whose checkpoint it is,
+/// if it does not say.
+#[pyfunction]
+#[pyo3(signature = (path, *, client=None, from_=None))]
+pub fn verify(py: Python<'_>, path: PathBuf, client: Option<&str>, from_: Option<&str>) -> PyResult<Vec<String>> {
+    let client = client.map(str::parse).transpose().or_raise()?;
+    let dialect = from_.map(|dialect| choose("from_", DIALECTS, dialect)).transpose()?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let findings = threads::run(py, || findings(&path, client, dialect, threads))?.or_raise()?;
+    Ok(texts(&findings, Severity::Problem))
+}
+
+/// What a check for a program finds in a folder or a file.
+pub fn findings(
+    path: &Path,
+    client: Option<Client>,
+    dialect: Option<Dialect>,
+    threads: usize,
+) -> nvfp4::Result<Vec<Finding>> {
+    if gguf::is_gguf(path) {
+        let mut findings = gguf::verify(&GgufFile::open(path)?)?;
+        if let Some(client) = client.filter(|&client| client != Client::LlamaCpp) {
+            let text = format!("{client} does not load GGUF here; check it for llama.cpp");
+            findings.insert(0, Finding { severity: Severity::Problem, about: "file".to_string(), text });
+        }
+        return Ok(findings);
+    }
+    let checkpoint = Checkpoint::open(path)?;
+    let model = match dialect {
+        Some(dialect) => Model::with_dialect(&checkpoint, dialect)?,
+        None => Model::new(&checkpoint)?,
+    };
+    nvfp4::checkpoint::verify(&model, client.unwrap_or_default(), threads)
+}
+
+/// The texts of findings of one severity.
+pub fn texts(findings: &[Finding], severity: Severity) -> Vec<String> {
+    let some = findings.iter().filter(|finding| finding.severity == severity);
+    some.map(|finding| format!("{}: {}", finding.about, finding.text)).collect()
+}
