@@ -79,11 +79,18 @@ def products():
 
 
 def modules():
-    """Every recipe trains a step, and compiles."""
+    """Every recipe trains a step, and compiled it gives the same."""
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
     for recipe in nvfp4.Recipe.presets():
         module = nvfp4.torch.Linear(256, 128, recipe=recipe, device="cuda", dtype=torch.bfloat16)
-        module(torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
+        y = module(x)
+        y.float().sum().backward()
         check(f"a step of {recipe}", bool(module.weight.grad.isfinite().all()))
+        torch._dynamo.reset()
+        module.zero_grad()
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+        compiled.float().sum().backward()
+        check(f"a compiled step of {recipe}", torch.equal(y, compiled) and bool(module.weight.grad.isfinite().all()))
 
 
 def delayed():
@@ -205,6 +212,8 @@ def overhead():
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here, and these checks are of nothing else")
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
     for part in (bits, products, delayed, copies, graphs, modules, bad_input, overhead):
         part()
