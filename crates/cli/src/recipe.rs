@@ -34,7 +34,7 @@ struct Target {
     /// one transformer layer and 8 experts.
     #[arg(long, value_name = "CONFIG_JSON")]
     model: Option<PathBuf>,
-    /// A GPU by its compute capability, as in 10.0, to say which formats it runs natively. Without it all run in software.
+    /// A GPU by its compute capability, as in 9.0, to say which of its units this engine uses for each format. Without it all run in software.
     #[arg(long, value_name = "MAJOR.MINOR", value_parser = compute_capability)]
     gpu: Option<(u32, u32)>,
     /// A format custom(NAME) of your own that your program can run; may be repeated.

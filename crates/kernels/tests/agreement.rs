@@ -5,7 +5,9 @@
 #[allow(dead_code)] // another test uses the rest
 mod runner;
 
+use nvfp4_kernels::Implementation;
 use nvfp4_spec::{Edge, GlobalScale, Mode, Precision, Profile, ScaleRule, Tile};
+use nvfp4_testing::{Need, missing};
 use rayon::prelude::*;
 use runner::{Case, Fill, Runner};
 
@@ -28,6 +30,20 @@ fn modes() -> Vec<Mode> {
 }
 
 const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
+
+/// What the other tests did not compare, because this machine cannot run it.
+#[test]
+fn what_is_not_compared_is_said() {
+    let mut needs = vec![("avx2", Need::Avx2), ("avx512", Need::Avx512)];
+    if cfg!(feature = "cuda") {
+        needs.push(("cuda", Need::Gpu));
+    }
+    for (name, need) in needs {
+        if let Err(reason) = name.parse::<Implementation>() {
+            missing(need, reason);
+        }
+    }
+}
 
 #[test]
 fn every_mode_on_every_kind_of_values() {

@@ -1,9 +1,8 @@
-//! Every kernel compiled for every generation of GPUs. Needs NVRTC but no GPU; without NVRTC it says so and is skipped.
+//! Every kernel compiled for every generation of GPUs. Needs NVRTC but no GPU; without NVRTC it is skipped.
 #![cfg(feature = "cuda")]
 
-mod tools;
-
 use nvfp4_kernels::cuda::{self, Source};
+use nvfp4_testing::{Need, missing};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
@@ -18,7 +17,7 @@ type Job<'a> = (&'a str, &'static str, Source);
 #[test]
 fn every_kernel_compiles_for_every_generation() {
     if let Err(reason) = cuda::compiler_version() {
-        return tools::skip(reason);
+        return missing(Need::Nvrtc, reason);
     }
     let sources = cuda::sources();
     let mut jobs: Vec<Job<'_>> = Vec::new();

@@ -1,7 +1,8 @@
-//! The GPU runtime on a GPU: copies, kernels, graphs and errors. Without a GPU or NVRTC each test says why it is skipped.
+//! The GPU runtime on a GPU: copies, kernels, graphs and errors. Without a GPU or NVRTC each test is skipped.
 #![cfg(feature = "cuda")]
 
 use nvfp4_kernels::cuda::{self, Buffer, Device, Error, Event, Kernel, Slice, SliceMut, Stream};
+use nvfp4_testing::{Need, missing};
 
 /// `x[i] = a·x[i] + i` for i < n, through dynamic shared memory.
 const TEXT: &str = r#"
@@ -23,7 +24,7 @@ struct Params {
 
 fn device() -> Option<Device> {
     let ready = Device::open(0).and_then(|device| cuda::compiler_version().map(|_| device));
-    ready.inspect_err(|reason| println!("skipped: {reason}")).ok()
+    ready.inspect_err(|reason| missing(Need::Gpu, reason)).ok()
 }
 
 fn step(kernel: Kernel, stream: &Stream, x: SliceMut<'_, f32>, shared: u32) -> cuda::Result<()> {

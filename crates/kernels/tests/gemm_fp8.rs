@@ -1,8 +1,6 @@
 //! Products of FP8 and MXFP8 operands, with each other and with every other kind, in every implementation: within the derived bound.
 
 mod bounded;
-#[cfg(feature = "cuda")]
-mod tools;
 
 use half::{bf16, f16};
 use nvfp4_kernels::gemm::{Epilogue, Member, Operand, Product, gemm, grouped};
@@ -221,19 +219,20 @@ fn lengths_that_do_not_fit_are_errors() {
     }
 }
 
-/// In the memory of a GPU. Without one, these say so and are skipped.
+/// In the memory of a GPU. Without one, these are skipped.
 #[cfg(feature = "cuda")]
 mod gpu {
     use super::*;
     use nvfp4_kernels::cuda::{self, Buffer, Cublas, Device, Plain, Stream};
     use nvfp4_kernels::fp8::cuda::View as There;
-    use nvfp4_kernels::gemm::cuda as on_gpu;
+    use nvfp4_kernels::gemm::{Stored, Units, cuda as on_gpu, units};
+    use nvfp4_testing::{Need, missing};
 
     fn stream() -> Option<Stream> {
         match cuda::compiler_version().and_then(|_| Device::open(0)).and_then(Stream::new) {
             Ok(stream) => Some(stream),
             Err(reason) => {
-                tools::skip(reason);
+                missing(Need::Gpu, reason);
                 None
             }
         }
@@ -281,6 +280,24 @@ mod gpu {
         }
     }
 
+    /// What is said of GPUs in general holds for this one.
+    #[test]
+    fn the_units_that_are_named_are_those_of_the_kernel() {
+        let Some(stream) = stream() else { return };
+        let (major, minor) = stream.device().capability();
+        for operand in operands(64, 128, 1) {
+            let there = Copied::new(&stream, &operand);
+            let kernel = on_gpu::describe(stream.device(), there.view(), there.view()).unwrap();
+            let stored = match operand.tile {
+                Tile::Tensor => Stored::Fp8,
+                Tile::Row128 | Tile::Square128 => Stored::Fp8Block,
+                Tile::Row32 | Tile::Column32 => Stored::Mxfp8,
+            };
+            let units = units(stored, (major, minor)).unwrap();
+            assert_eq!(units == Units::MultiplyAdds, kernel.starts_with("multiply-adds"), "{stored:?}: {kernel}");
+        }
+    }
+
     /// Hopper's FP8 tensor cores add 32 products and an accumulator at a time, aligned to the largest, with 13 bits after the leading one:
     /// each of the 33 loses less than 2⁻¹³ of the largest, so K/32 additions lose less than 33/32·K·2⁻¹³ of the magnitudes.
     fn short_bound(k: usize, magnitude: f64) -> f64 {
@@ -291,11 +308,11 @@ mod gpu {
     fn nvidias_library_where_it_is_there() {
         let Some(stream) = stream() else { return };
         if stream.device().capability() < (8, 9) {
-            return tools::skip("FP8 tensor cores came with compute capability 8.9");
+            return missing(Need::Cublas, "FP8 tensor cores came with compute capability 8.9");
         }
         let library = match Cublas::open(stream.device()) {
             Ok(library) => library,
-            Err(reason) => return tools::skip(reason),
+            Err(reason) => return missing(Need::Cublas, reason),
         };
         fn check<T: Element + Plain + Default>(stream: &Stream, library: &Cublas, a: &Quantized, b: &Quantized) {
             let (a_there, b_there) = (Copied::new(stream, a), Copied::new(stream, b));

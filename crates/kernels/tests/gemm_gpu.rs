@@ -1,8 +1,7 @@
-//! Products in the memory of a GPU: every shape of kernel, prepared weights, graphs. Needs a GPU; without one it says so and is skipped.
+//! Products in the memory of a GPU: every shape of kernel, prepared weights, graphs. Needs a GPU; without one each test is skipped.
 #![cfg(feature = "cuda")]
 
 mod bounded;
-mod tools;
 
 use half::{bf16, f16};
 use nvfp4_kernels::cuda::{Buffer, Device, Input, Plain, Pool, Stream, Values};
@@ -15,13 +14,14 @@ use nvfp4_spec::gemm::{self as spec, Accumulate};
 use nvfp4_spec::matrix::{self, Matrix, Quantized};
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::{Element, GlobalScale, Mode, Profile, Rounding};
+use nvfp4_testing::{Need, missing};
 use std::collections::BTreeSet;
 
 fn stream() -> Option<Stream> {
     match cuda::compiler_version().and_then(|_| Device::open(0)).and_then(Stream::new) {
         Ok(stream) => Some(stream),
         Err(reason) => {
-            tools::skip(reason);
+            missing(Need::Gpu, reason);
             None
         }
     }

@@ -1,6 +1,5 @@
 //! What only a GPU can show: memory that starts anywhere, captured graphs, matrices of billions of elements. Without a GPU
-//! or NVRTC each test says why it is skipped. The slow ones: `cargo test --release -p nvfp4-kernels --features cuda --test
-//! gpu -- --ignored --test-threads 1`.
+//! or NVRTC each test is skipped. The slow ones: `./test --all`.
 #![cfg(feature = "cuda")]
 
 #[path = "gpu/fp8.rs"]
@@ -15,11 +14,12 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic;
 use nvfp4_spec::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, e2m1};
+use nvfp4_testing::{Need, missing};
 use rayon::prelude::*;
 
 fn device() -> Option<Device> {
     let ready = Device::open(0).and_then(|device| cuda::compiler_version().map(|_| device));
-    ready.inspect_err(|reason| println!("skipped: {reason}")).ok()
+    ready.inspect_err(|reason| missing(Need::Gpu, reason)).ok()
 }
 
 /// Bell-shaped values whose size changes from row to row of 1024, from a hash of the position: fast enough for billions.

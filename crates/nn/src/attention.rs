@@ -18,7 +18,7 @@
 //! the backward pass: candle's graph holds the input, from which the same codes are made again.
 
 use crate::heads::{Along, Heads};
-use crate::{Error, Place, Result, Session};
+use crate::{Error, Place, Result, Session, sums};
 use candle_core::{D, Module, Tensor};
 use nvfp4::recipe::{self, AttentionPrecision, AttentionSlot, ModulePath, Site};
 use nvfp4::{Generator, Side};
@@ -115,7 +115,7 @@ impl DotProductAttention {
         let dv = s.t()?.matmul(&self.decoded(DO, Side::Row, &d_o, Tokens)?)?;
         let d_o = self.decoded(DO, Side::Row, &d_o, Features)?;
         let dp = d_o.matmul(&self.heads.repeated(&v)?.t()?)?;
-        let ds = p.mul(&dp.broadcast_sub(&p.mul(&dp)?.sum_keepdim(D::Minus1)?)?)?;
+        let ds = p.mul(&dp.broadcast_sub(&sums::sum(&p.mul(&dp)?, D::Minus1)?)?)?;
         let dq = self.decoded(DP, Side::Row, &ds, Features)?.matmul(&self.heads.repeated(&k)?)?;
         let dk = self.decoded(DP, Side::Row, &ds, Tokens)?.t()?.matmul(&q)?;
         let packed = self.heads.packed(&(dq * scale)?, &(dk * scale)?, &dv)?;

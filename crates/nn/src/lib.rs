@@ -32,6 +32,7 @@ mod place;
 mod projection;
 mod recompute;
 mod session;
+mod sums;
 mod transformer_layer;
 mod values;
 

@@ -1,7 +1,7 @@
 //! `(x − mean) / √(variance + ε) · w + b` over the last dimension, or without the mean: `x / √(mean of squares + ε) · w`.
 
 use crate::place::{Init, Parameter};
-use crate::{Place, Result, Session, graph};
+use crate::{Place, Result, Session, graph, sums};
 use candle_core::{Module, Tensor};
 
 /// Which norm.
@@ -47,7 +47,12 @@ impl Norm {
 
     /// Adds the gradients of weight and bias, and gives that of `x`.
     pub(crate) fn backward(&self, x: &Tensor, gradient: &Tensor) -> Result<Tensor> {
-        let gradients = graph::pull_back(&self.inputs(x), |inputs| self.formula(inputs), gradient)?;
+        // The gradients of the parameters are sums over all tokens.
+        let inputs = self.inputs(x).into_iter().map(sums::wide).collect::<candle_core::Result<Vec<_>>>()?;
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let gradients = graph::pull_back(&inputs, |inputs| self.formula(inputs), &sums::wide(gradient)?)?;
+        let narrow = |gradient: Tensor| gradient.to_dtype(x.dtype());
+        let gradients = gradients.into_iter().map(narrow).collect::<candle_core::Result<Vec<_>>>()?;
         let parameters = [Some(&self.weight), self.bias.as_ref()].into_iter().flatten();
         for (parameter, gradient) in parameters.zip(&gradients[1..]) {
             self.session.add_to_gradient(parameter, gradient)?;

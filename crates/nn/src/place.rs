@@ -4,6 +4,7 @@ use crate::{Error, Result, Session};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use nvfp4::recipe::{Edge, Module, ModulePath, Site};
 use nvfp4_spec::philox::{philox4x32, words};
+use rayon::prelude::*;
 
 /// Where a module stands in a model. Made by [`Session::place`]; each module gets a [`Place::child`].
 #[derive(Clone, Debug)]
@@ -86,13 +87,14 @@ impl Place {
     /// Makes a parameter of this place.
     pub fn parameter(&self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Parameter> {
         let (name, shape) = (self.path.child(name).to_string(), shape.into());
+        let seed = self.session.state().seed;
+        let values = init.values(shape.elem_count(), seed, &name);
+        let values = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(self.dtype)?.to_device(&self.device)?;
+        let var = Var::from_tensor(&values)?;
         let mut state = self.session.state();
         if state.parameters.contains_key(&name) {
             return Err(Error::Duplicate(name));
         }
-        let values = init.values(shape.elem_count(), state.seed, &name);
-        let values = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(self.dtype)?.to_device(&self.device)?;
-        let var = Var::from_tensor(&values)?;
         state.parameters.insert(name.clone(), var.clone());
         Ok(Parameter { name, var })
     }
@@ -135,8 +137,9 @@ impl Init {
         };
         match self {
             Init::Constant(value) => vec![value; count],
-            Init::Uniform(a) => (0..count as u64).map(|i| a * (2.0 * uniforms(i)[0] - 1.0)).collect(),
+            Init::Uniform(a) => (0..count as u64).into_par_iter().map(|i| a * (2.0 * uniforms(i)[0] - 1.0)).collect(),
             Init::Normal(deviation) => (0..count as u64)
+                .into_par_iter()
                 .map(|i| (0..3).flat_map(|part| uniforms(3 * i + part)).sum::<f64>() - 6.0)
                 .map(|normal| deviation * normal)
                 .collect(),

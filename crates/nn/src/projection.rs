@@ -2,7 +2,7 @@
 
 use crate::operand::{Quantized, multiply, multiply_add};
 use crate::place::{Init, Parameter};
-use crate::{Error, Place, Result, Session};
+use crate::{Error, Place, Result, Session, sums};
 use candle_core::{D, Module as _, Tensor};
 use nvfp4::recipe::{KeepInput, LinearSlot, Module, ModulePath, QuantSpec, Saved, Site, Slot};
 use nvfp4::{Directions, Generator, Side};
@@ -143,7 +143,7 @@ impl Projection {
         let turned = gradient.side(Side::Column)?;
         self.session.add_gradient(&self.weight, |sum| multiply_add(&turned, &input, sum, dy))?;
         if let Some(bias) = &self.bias {
-            let db = dy.sum_keepdim(0)?.squeeze(0)?;
+            let db = sums::sum(dy, 0)?.squeeze(0)?;
             self.session.add_to_gradient(bias, &db)?;
         }
         Ok(dx)

@@ -1,12 +1,13 @@
-//! Modules on a GPU beside the same modules on the CPU. Without a GPU every test ends at once.
+//! Modules on a GPU beside the same modules on the CPU. Without a GPU every test is skipped.
 #![cfg(feature = "nn-cuda")]
 
 use candle_core::{DType, Device, Module, Tensor};
 use nvfp4::recipe::{Preset, Recipe};
 use nvfp4_nn::{Bias, GroupedLinear, LayerConfig, Linear, Recompute, Session, TransformerLayer};
+use nvfp4_testing::{Need, missing};
 
 fn gpu() -> Option<Device> {
-    Device::new_cuda(0).ok()
+    Device::new_cuda(0).inspect_err(|reason| missing(Need::Gpu, reason)).ok()
 }
 
 fn values(rows: usize, cols: usize, seed: usize) -> Tensor {

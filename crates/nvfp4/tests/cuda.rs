@@ -1,5 +1,5 @@
 //! Tensors in the memory of a GPU against those of the CPU: the same bits, and products within their bound. Without a GPU every test
-//! ends at once.
+//! is skipped.
 #![cfg(feature = "cuda")]
 
 use half::{bf16, f16};
@@ -7,12 +7,14 @@ use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Pool, Product, QuantTenso
 use nvfp4::recipe::{Preset, QuantSpec, Recipe};
 use nvfp4::{Directions, Error, Finite, Profile, Quantizer, Rounding, Side, TensorRef, Transform};
 use nvfp4_kernels::cuda::Allocator;
+use nvfp4_testing::{Need, missing};
 
 const ROWS: usize = 160;
 const COLS: usize = 208;
 
 fn gpu() -> Option<Gpu> {
-    Device::open(0).ok().map(|device| Gpu::new(device).unwrap())
+    let device = Device::open(0).inspect_err(|reason| missing(Need::Gpu, reason)).ok()?;
+    Some(Gpu::new(device).unwrap())
 }
 
 fn values(len: usize, seed: usize) -> Vec<bf16> {

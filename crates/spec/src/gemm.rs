@@ -155,6 +155,23 @@ pub struct Product<'a, T> {
     pub add: Option<(&'a [T], f32)>,
 }
 
+impl<T> Product<'_, T> {
+    /// Checks it against the shapes of its operands, [M, K] and [N, K], and returns the number of outputs.
+    pub fn check(&self, (m, k): (usize, usize), (n, other_k): (usize, usize)) -> Result<usize> {
+        if k != other_k {
+            return Err(Error::InnerLength { expected: k, got: other_k });
+        }
+        let outputs = area(m, n)?;
+        if let Some(bias) = self.bias {
+            check_len("bias", n, bias.len())?;
+        }
+        if let Some((c, _)) = self.add {
+            check_len("C", outputs, c.len())?;
+        }
+        Ok(outputs)
+    }
+}
+
 impl<T> Default for Product<'_, T> {
     fn default() -> Self {
         Product { accumulate: Accumulate::Exact, epilogue: None, alpha: 1.0, bias: None, add: None }
@@ -231,17 +248,7 @@ impl<'a> Sums<'a> {
 pub fn check<T>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>) -> Result<usize> {
     a.check()?;
     b.check()?;
-    if a.cols() != b.cols() {
-        return Err(Error::InnerLength { expected: a.cols(), got: b.cols() });
-    }
-    let outputs = area(a.rows(), b.rows())?;
-    if let Some(bias) = product.bias {
-        check_len("bias", b.rows(), bias.len())?;
-    }
-    if let Some((c, _)) = product.add {
-        check_len("C", outputs, c.len())?;
-    }
-    Ok(outputs)
+    product.check((a.rows(), a.cols()), (b.rows(), b.cols()))
 }
 
 /// How far a sum in binary32 may be from the exact one, given the sum of the products' magnitudes: `(K + 8)·2⁻²²` of it.

@@ -13,6 +13,7 @@ mod exact;
 mod mixed;
 #[cfg(target_arch = "x86_64")]
 mod outputs;
+mod units;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};
@@ -20,6 +21,7 @@ use nvfp4_spec::matrix::{Matrix, View};
 use nvfp4_spec::{Element, Error, fp8, gemm as spec};
 
 pub use spec::{Accumulate, Epilogue, Product};
+pub use units::{Stored, Units, units};
 
 /// One side of a product, with rows along K.
 #[derive(Clone, Copy, Debug)]
@@ -53,11 +55,26 @@ impl<'a> From<&Input<'a>> for Operand<'a> {
 impl<'a> Operand<'a> {
     /// Number of rows: M or N.
     pub fn rows(&self) -> usize {
+        self.shape().0
+    }
+
+    /// Rows, and K.
+    fn shape(&self) -> (usize, usize) {
         match self {
-            Operand::Nvfp4(view) => view.rows,
-            Operand::Fp8(view) => view.tile.along_k((view.rows, view.cols)).0,
-            Operand::Plain(input) => input.rows(),
+            Operand::Nvfp4(view) => (view.rows, view.cols),
+            Operand::Fp8(view) => view.tile.along_k((view.rows, view.cols)),
+            Operand::Plain(input) => (input.rows(), input.cols()),
         }
+    }
+
+    fn check(&self) -> Result<()> {
+        match self {
+            Operand::Nvfp4(view) => view.check()?,
+            Operand::Fp8(view) => view.check()?,
+            // An input was checked when it was made.
+            Operand::Plain(_) => {}
+        }
+        Ok(())
     }
 
     /// The values of a plain operand, gathered.
@@ -79,6 +96,13 @@ impl<'a> Operand<'a> {
             (Operand::Plain(_), matrix) => spec::Operand::Plain(matrix.expect("a plain operand was gathered")),
         }
     }
+}
+
+/// Checks a product and returns the number of its outputs. Looks at lengths alone, so that no operand has to be gathered.
+fn check<T>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>) -> Result<usize> {
+    a.check()?;
+    b.check()?;
+    Ok(product.check(a.shape(), b.shape())?)
 }
 
 /// `out = α·A·Bᵀ (+ bias) (+ β·C)`; `out` is `a.rows` × `b.rows`, row-major.
@@ -105,8 +129,7 @@ pub fn gemm<'a, T: Element>(
         }
         #[cfg(feature = "cuda")]
         Implementation::Cuda(device) => {
-            let (left, right) = (a.gathered(), b.gathered());
-            spec::check(&a.to_spec(left.as_ref()), &b.to_spec(right.as_ref()), product)?;
+            check(&a, &b, product)?;
             cuda::on_host(device, a, b, product, out)
         }
     }
@@ -131,9 +154,7 @@ pub struct Member<'a, T> {
 /// All are checked before any is computed.
 pub fn grouped<T: Element>(implementation: Implementation, members: &mut [Member<'_, T>]) -> Result<()> {
     for member in &*members {
-        let (left, right) = (member.a.gathered(), member.b.gathered());
-        let (a, b) = (member.a.to_spec(left.as_ref()), member.b.to_spec(right.as_ref()));
-        check_len("output", spec::check(&a, &b, &member.product)?, member.out.len())?;
+        check_len("output", check(&member.a, &member.b, &member.product)?, member.out.len())?;
     }
     for member in members.iter_mut().filter(|member| !member.out.is_empty()) {
         gemm(implementation, member.a, member.b, &member.product, member.out)?;
@@ -155,17 +176,17 @@ fn vectors<T: Element>(
     product: &Product<'_, T>,
     out: &mut [T],
 ) -> Result<()> {
-    let gathered = [a.gathered(), b.gathered()];
-    let matrices = gathered.each_ref().map(Option::as_ref);
-    let left = a.to_spec(matrices[0]);
-    spec::check(&left, &b.to_spec(matrices[1]), product)?;
+    check(&a, &b, product)?;
     // Without K there is nothing to add up, and without outputs nothing to do: the rule says what is left.
-    if out.is_empty() || left.cols() == 0 {
+    if out.is_empty() || a.shape().1 == 0 {
         return scalar(a, b, product, out);
     }
     match (&a, &b) {
         (Operand::Nvfp4(a), Operand::Nvfp4(b)) => exact::gemm(vectors, a, b, product, out),
-        (a, b) => mixed::gemm(vectors, (a, b), matrices, product, out),
+        (a, b) => {
+            let gathered = [a.gathered(), b.gathered()];
+            mixed::gemm(vectors, (a, b), gathered.each_ref().map(Option::as_ref), product, out)
+        }
     }
     Ok(())
 }

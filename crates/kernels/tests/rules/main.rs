@@ -1,12 +1,10 @@
 //! The rules of the GPU (`src/cuda/rules.cuh`, `src/fp8/rules.cuh`), built by g++ and held against `nvfp4_spec`, function by function and bit for
-//! bit; then whole tiles, the golden cases among them. Needs g++ but no GPU; without g++ it says so and is skipped.
+//! bit; then whole tiles, the golden cases among them. Needs g++ but no GPU; without g++ each test is skipped.
 #![cfg(feature = "cuda")]
 
 mod driver;
 mod fp8;
 mod golden;
-#[path = "../tools/mod.rs"]
-mod tools;
 mod values;
 
 use driver::Driver;
@@ -20,6 +18,7 @@ use nvfp4_spec::{
     BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Precision, Profile, Rounding, ScaleRule, Tile,
 };
 use nvfp4_spec::{e2m1, e4m3, four_over_six, matrix, philox, swizzle};
+use nvfp4_testing::{Need, missing};
 use values::{pick, records, words};
 
 // In the order of the enums in rules.cuh: an index here is a value there.
@@ -32,7 +31,7 @@ const PATHS: [ErrorPath; 2] = [ErrorPath::Strict, ErrorPath::Fast];
 const BOUNDS: [Bound; 2] = [Bound::E448, Bound::E256];
 
 fn driver() -> Option<&'static Driver> {
-    Driver::get().inspect_err(|reason| tools::skip(reason)).ok()
+    Driver::get().inspect_err(|reason| missing(Need::Gxx, reason)).ok()
 }
 
 fn index<T: PartialEq>(list: &[T], item: T) -> u32 {

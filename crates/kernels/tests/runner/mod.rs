@@ -382,7 +382,8 @@ pub fn check_hadamard(case: &Case) {
     }
 }
 
-/// A product of quantized matrices of any bytes, in every implementation, exact but on a GPU, which is within the bound, and of one of them with a plain matrix, which is only run.
+/// A product of quantized matrices of any bytes, in every implementation, exact but on a GPU, which is within the bound; and of one
+/// of them with a plain matrix, within the bound everywhere.
 pub fn check_product(m: usize, n: usize, k: usize) {
     let bytes = |len: usize, salt: usize| (0..len).map(|i| (i * 37 + salt) as u8 & 0x7B).collect::<Vec<u8>>();
     let codes = [m, n].map(|rows| bytes(rows * e2m1::packed_len(k), 11));
@@ -396,7 +397,7 @@ pub fn check_product(m: usize, n: usize, k: usize) {
         global: GlobalScale::PerTensor,
         unit: Unit::Amax(Bound::E448),
     };
-    let plain = vec![bf16::ONE; m * k];
+    let plain: Vec<bf16> = (0..m * k).map(|i| bf16::from_f32((i * 29 % 61) as f32 / 8.0 - 3.0)).collect();
     for implementation in Implementation::available() {
         let (a, b) = (view(0, m), view(1, n));
         let product = |implementation| {
@@ -416,7 +417,9 @@ pub fn check_product(m: usize, n: usize, k: usize) {
         }
         let mut out = vec![77f32; m * n];
         let x = Input::new(Values::Bf16(&plain), m, k).unwrap();
-        gemm::gemm(implementation, &x, &view(1, n), &gemm::Product::default(), &mut out).unwrap();
+        gemm::gemm(implementation, &x, &b, &gemm::Product::default(), &mut out).unwrap();
+        let name = format!("{implementation}, plain");
+        bounded::check(&(&x.to_matrix()).into(), &(&b).into(), &gemm::Product::default(), &out, &name);
     }
 }
 

@@ -15,7 +15,7 @@ impl Session {
     /// Quantizes a matrix as the plan says.
     pub(crate) fn quantize(&self, site: &Site, x: &Tensor) -> Result<Quantized> {
         let plan = self.planned()?;
-        if is_handed_over(&plan, site) {
+        if plan.is_handed_over(site) {
             return self.state().handed.remove(site).ok_or_else(|| Error::NotHandedOver { site: site.to_string() });
         }
         let directions = plan.directions(site);
@@ -83,7 +83,7 @@ impl Session {
 
     /// Whether a tensor arrives quantized.
     pub(crate) fn is_handed_over(&self, site: &Site) -> Result<bool> {
-        Ok(is_handed_over(&*self.planned()?, site))
+        Ok(self.planned()?.is_handed_over(site))
     }
 
     /// What a matrix stands for in the format of one direction, with blocks along its rows.
@@ -136,12 +136,14 @@ impl Session {
     /// A weight's codes are made when somebody first reads them, which may be an evaluation; so its random numbers do not come in turn, but
     /// from the step and its place in the plan, in the half of the offsets that the generator does not reach.
     fn draw(&self, site: &Site) -> Result<Randomness<'static>> {
-        let mut state = self.state();
         if let Slot::Linear(LinearSlot::Weight) | Slot::Grouped { slot: LinearSlot::Weight, .. } = site.slot {
-            let entries = state.plan.as_ref().map_or(&[][..], |plan| plan.entries());
-            let index = entries.iter().position(|entry| entry.role.owner == *site).unwrap_or(0) as u64;
+            let plan = self.planned()?;
+            // Without a place of its own it would draw what another weight draws.
+            let index = plan.position(site).ok_or_else(|| self.unplanned(&plan, site))? as u64;
+            let state = self.state();
             return Ok(Randomness::At { seed: state.seed, offset: 1 << 63 | state.step << 21 | index << 1 });
         }
+        let mut state = self.state();
         let State { phase, generator, .. } = &mut *state;
         Ok(match phase {
             Phase::Train => generator.draw()?,
@@ -160,12 +162,4 @@ impl Session {
 
 fn is_coded(spec: &QuantSpec) -> bool {
     spec.format(Side::Row).family() != Family::HighPrecision
-}
-
-/// Whether some module hands this tensor over.
-fn is_handed_over(plan: &Plan, site: &Site) -> bool {
-    plan.entries().iter().any(|entry| match &entry.role.consumer {
-        Some(Consumer::Sites(sites)) => sites.contains(site),
-        None | Some(Consumer::Unknown | Consumer::HighPrecision) => false,
-    })
 }

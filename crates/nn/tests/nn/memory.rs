@@ -39,26 +39,35 @@ fn an_mlp_keeps_two_inputs_and_what_its_activation_needs() {
     }
 }
 
-/// `cargo test -p nvfp4-nn --test nn memory -- --nocapture` prints the table of docs/training.md.
+/// The table of docs/training.md, row for row.
 #[test]
-fn a_table_of_what_is_kept() {
-    let layers: [(&str, LayerConfig); 2] =
-        [("GPT layer", LayerConfig::gpt(256, 4)), ("Llama layer", LayerConfig::llama(256, 4, 2, 688))];
-    println!("| 512 tokens of 256 features | module nodes | candle's graph |\n|---|---|---|");
-    for (name, config) in layers {
-        for (text, recipe) in [
-            ("nvfp4", recipe("nvfp4")),
-            ("mxfp8", recipe("mxfp8")),
-            ("operands in bf16", all("high-precision(bf16)")),
-            ("high_precision", recipe("high_precision")),
-        ] {
-            let session = Session::new(1);
-            let place = session.place(DType::F32, &Device::Cpu);
-            let x = place.parameter("x", (4, 128, 256), Init::Normal(1.0)).unwrap();
-            let layer = TransformerLayer::new(&place.child("m"), config).unwrap();
-            session.apply(&recipe).unwrap();
-            let y = layer.forward(&x.var).unwrap();
-            println!("| {name}, {text} | {} | {} |", session.kept_bytes(), graph_bytes(&y));
-        }
+fn the_guide_says_what_is_kept() {
+    let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/training.md");
+    let guide = std::fs::read_to_string(guide).unwrap();
+    let (gpt, llama) = (LayerConfig::gpt(256, 4), LayerConfig::llama(256, 4, 2, 688));
+    let (nvfp4, bf16, high) = (recipe("nvfp4"), all("high-precision(bf16)"), recipe("high_precision"));
+    for (name, config, recipe) in [
+        ("GPT layer, `nvfp4`", gpt, &nvfp4),
+        ("GPT layer, operands in bf16", gpt, &bf16),
+        ("GPT layer, `high_precision`", gpt, &high),
+        ("Llama layer, 2 groups, 688 inside, `nvfp4`", llama, &nvfp4),
+        ("Llama layer, operands in bf16", llama, &bf16),
+        ("Llama layer, `high_precision`", llama, &high),
+    ] {
+        let session = Session::new(1);
+        let place = session.place(DType::F32, &Device::Cpu);
+        let x = place.parameter("x", (4, 128, 256), Init::Normal(1.0)).unwrap();
+        let layer = TransformerLayer::new(&place.child("m"), config).unwrap();
+        session.apply(recipe).unwrap();
+        let y = layer.forward(&x.var).unwrap();
+        let row = format!("| {name} | {} | {} |", grouped(session.kept_bytes()), grouped(graph_bytes(&y)));
+        assert!(guide.contains(&row), "docs/training.md does not have {row}");
     }
+}
+
+/// A number as people write it: 1,234,567.
+fn grouped(number: usize) -> String {
+    let digits = number.to_string();
+    let parts: Vec<&str> = digits.as_bytes().rchunks(3).rev().map(|part| str::from_utf8(part).unwrap()).collect();
+    parts.join(",")
 }

@@ -1,61 +1,59 @@
-//! What a device can run. Formats that its tensor cores do not know run in software, with the same bits.
+//! How this engine runs formats on a device.
 
 use super::format::Family;
 use super::name::Name;
+use nvfp4_kernels::gemm::{self, Stored};
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// How a format runs on a device.
+pub use nvfp4_kernels::gemm::Units;
+
+/// How products of a format run on a device: by what this engine does there, not by what the chip could do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Runs {
-    /// In the instructions of its tensor cores.
-    Native,
-    /// In software.
+    /// On the CPU, or in a program of the user's.
     Software,
+    /// On a GPU, by these units.
+    On(Units),
     /// Not at all.
     Missing,
 }
 
 impl fmt::Display for Runs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Runs::Native => "native",
-            Runs::Software => "in software",
-            Runs::Missing => "missing",
-        })
+        match self {
+            Runs::Software => f.write_str("in software"),
+            Runs::On(units) => write!(f, "{units}"),
+            Runs::Missing => f.write_str("missing"),
+        }
     }
 }
 
 /// What a device can run. High precision runs everywhere, so a recipe that quantizes nothing asks for nothing.
 ///
 /// ```
-/// use nvfp4::recipe::{Capabilities, Family, Runs};
+/// use nvfp4::recipe::{Capabilities, Family, Runs, Units};
 ///
-/// assert_eq!(Capabilities::gpu(9, 0).runs(&Family::Fp8), Runs::Native);
-/// assert_eq!(Capabilities::gpu(9, 0).runs(&Family::Nvfp4), Runs::Software);
-/// assert_eq!(Capabilities::gpu(12, 0).runs(&Family::Nvfp4), Runs::Native);
+/// assert_eq!(Capabilities::software().runs(&Family::Nvfp4), Runs::Software);
+/// assert_eq!(Capabilities::gpu(9, 0).runs(&Family::Nvfp4), Runs::On(Units::Bf16TensorCores));
+/// assert_eq!(Capabilities::gpu(9, 0).runs(&Family::Fp8), Runs::On(Units::MultiplyAdds));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
-    native: BTreeSet<Family>,
+    gpu: Option<(u32, u32)>,
     missing: BTreeSet<Family>,
     custom: BTreeSet<Name>,
 }
 
 impl Capabilities {
-    /// Everything in software: any CPU, any GPU.
+    /// Everything in software: any CPU.
     pub fn software() -> Self {
         Capabilities::default()
     }
 
-    /// A GPU by its compute capability: FP8 is native from 8.9, FP8 with scales per 128 on Hopper (9.0), MXFP8 and NVFP4 from
-    /// 10.0.
+    /// A GPU by its compute capability. One that is too old for this engine's kernels leaves the work to the CPU.
     pub fn gpu(major: u32, minor: u32) -> Self {
-        let fp8 = ((major, minor) >= (8, 9)).then_some(Family::Fp8);
-        let block = (major == 9).then_some(Family::Fp8Block);
-        let blackwell = (major >= 10).then_some([Family::Mxfp8, Family::Nvfp4]);
-        let native = fp8.into_iter().chain(block).chain(blackwell.into_iter().flatten()).collect();
-        Capabilities { native, ..Capabilities::default() }
+        Capabilities { gpu: Some((major, minor)), ..Capabilities::default() }
     }
 
     /// The same device in a build that lacks these formats.
@@ -72,12 +70,17 @@ impl Capabilities {
 
     /// How a format runs.
     pub fn runs(&self, family: &Family) -> Runs {
-        match family {
-            Family::HighPrecision => Runs::Native,
-            family if self.missing.contains(family) => Runs::Missing,
-            Family::Custom(name) if !self.custom.contains(name) => Runs::Missing,
-            family if self.native.contains(family) => Runs::Native,
-            _ => Runs::Software,
+        if self.missing.contains(family) {
+            return Runs::Missing;
         }
+        let stored = match family {
+            Family::Nvfp4 => Stored::Nvfp4,
+            Family::Fp8 => Stored::Fp8,
+            Family::Fp8Block => Stored::Fp8Block,
+            Family::Mxfp8 => Stored::Mxfp8,
+            Family::Custom(name) if !self.custom.contains(name) => return Runs::Missing,
+            Family::HighPrecision | Family::Custom(_) => return Runs::Software,
+        };
+        self.gpu.and_then(|capability| gemm::units(stored, capability)).map_or(Runs::Software, Runs::On)
     }
 }

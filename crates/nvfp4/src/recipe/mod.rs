@@ -46,7 +46,7 @@ mod training;
 pub use attention::{AttentionMode, AttentionPrecision};
 pub use backward::BackwardOverride;
 pub use consumers::{Support, Use, support};
-pub use device::{Capabilities, Runs};
+pub use device::{Capabilities, Runs, Units};
 pub use factory::{Because, Decision, Recipe};
 pub use format::{
     AmaxRule, BlockTile, Delayed, Epsilon, Family, Format, Fp8, Fp8Block, Fp8Code, Made, MxTile, Mxfp8, Nvfp4,

@@ -208,10 +208,15 @@ fn d12_a_device_is_asked_about_what_is_used() {
         let message = problems[1].to_string();
         assert!(message.starts_with("fc:weight: ") && message.contains(&format!("needs {family}, which")), "{message}");
     }
-    // What the hardware lacks runs in software; no device refuses a format for that.
+    // No device refuses a format for what its hardware lacks, and none is said to use units that no kernel here uses.
     for (major, minor) in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)] {
-        let plan = build("nvfp4", &Capabilities::gpu(major, minor)).unwrap();
-        let native = if major >= 10 { Runs::Native } else { Runs::Software };
-        assert_eq!(plan.runs()[&Family::Nvfp4], native);
+        let device = Capabilities::gpu(major, minor);
+        let runs = |name: &str, family: Family| build(name, &device).unwrap().runs()[&family];
+        assert_eq!(runs("nvfp4", Family::Nvfp4), Runs::On(Units::Bf16TensorCores));
+        assert_eq!(runs("current_scaling", Family::Fp8), Runs::On(Units::MultiplyAdds));
+        assert_eq!(runs("float8_block_scaling", Family::Fp8Block), Runs::On(Units::MultiplyAdds));
+        assert_eq!(runs("mxfp8", Family::Mxfp8), Runs::On(Units::MultiplyAdds));
     }
+    let old = build("nvfp4", &Capabilities::gpu(7, 5)).unwrap();
+    assert_eq!(old.runs()[&Family::Nvfp4], Runs::Software);
 }

@@ -323,11 +323,12 @@ mod tests {
     use super::super::{Amax, Layout};
     use super::*;
     use nvfp4_spec::{Mode, ScaleRule};
+    use nvfp4_testing::{Need, missing};
 
     /// How many blocks of standard normal bf16 data the filter leaves to the rule.
     #[test]
     fn the_filter_decides_all_but_a_few_of_ten_thousand_blocks() {
-        let Some(token) = Avx2::detect() else { return };
+        let Some(token) = Avx2::detect() else { return missing(Need::Avx2, "the CPU has no AVX2") };
         let (rows, cols) = (512, 1024);
         let words = |i: usize| nvfp4_spec::philox::philox4x32([i as u32, 0, 0, 0], [1, 2]);
         let unit = |w: u32| (f64::from(w) + 0.5) / 4294967296.0;

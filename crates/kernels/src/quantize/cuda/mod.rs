@@ -409,7 +409,7 @@ mod tests {
     fn reciprocals_round_as_divisions_do() {
         let device = match Device::open(0) {
             Ok(device) => device,
-            Err(reason) => return println!("skipped: {reason}"),
+            Err(reason) => return nvfp4_testing::missing(nvfp4_testing::Need::Gpu, reason),
         };
         let kernel = "struct Params { u32* wrong; };\n\
             extern \"C\" __global__ void compare(Params p) {\n\

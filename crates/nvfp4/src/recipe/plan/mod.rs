@@ -18,7 +18,7 @@ use super::role::{Consumer, Pass, Role, Site, Slot};
 use super::spec::{ColumnSource, QuantSpec};
 use super::state::Scales;
 use crate::{Directions, Error, Result, Side};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// What every tensor of a model resolves to. Made once, checked, and never changed.
@@ -39,6 +39,7 @@ pub struct Plan {
     modules: Vec<Module>,
     entries: Vec<Entry>,
     index: BTreeMap<Site, usize>,
+    handed: BTreeSet<Site>,
     attention: BTreeMap<ModulePath, AttentionMode>,
     saved: BTreeMap<ModulePath, Saved>,
     runs: BTreeMap<Family, Runs>,
@@ -125,12 +126,18 @@ impl Plan {
                 Err(error) => problems.push(Problem::NoSpec { site: role.owner, reason: error.to_string() }),
             }
         }
+        let consumers = entries.iter().filter_map(|entry: &Entry| match &entry.role.consumer {
+            Some(Consumer::Sites(sites)) => Some(sites),
+            None | Some(Consumer::Unknown | Consumer::HighPrecision) => None,
+        });
+        let handed = consumers.flatten().cloned().collect();
         let plan = Plan {
             recipe: recipe.name(),
             purpose: model.purpose,
             modules: model.modules.clone(),
             entries,
             index,
+            handed,
             attention: BTreeMap::new(),
             saved: BTreeMap::new(),
             runs: BTreeMap::new(),
@@ -152,7 +159,17 @@ impl Plan {
 
     /// One tensor.
     pub fn get(&self, site: &Site) -> Option<&Entry> {
-        self.index.get(site).map(|&i| &self.entries[i])
+        self.position(site).map(|i| &self.entries[i])
+    }
+
+    /// The place of a tensor among [`Plan::entries`].
+    pub fn position(&self, site: &Site) -> Option<usize> {
+        self.index.get(site).copied()
+    }
+
+    /// Whether some module hands this tensor over quantized.
+    pub fn is_handed_over(&self, site: &Site) -> bool {
+        self.handed.contains(site)
     }
 
     /// How a tensor is quantized.
