@@ -14,6 +14,9 @@ pub(super) fn run<T: Sync, M: Default>(
     stop: &AtomicBool,
     work: impl Fn(&T, &mut M) -> Result<()> + Sync,
 ) -> Result<()> {
+    if tasks.is_empty() {
+        return if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
+    }
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None::<(usize, Error)>));
     let halted = AtomicBool::new(false);
     let worker = || {
@@ -31,7 +34,7 @@ pub(super) fn run<T: Sync, M: Default>(
         }
     };
     std::thread::scope(|scope| {
-        for _ in 0..threads.clamp(1, tasks.len().max(1)) {
+        for _ in 0..threads.clamp(1, tasks.len()) {
             scope.spawn(|| match rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build() {
                 // The kernels split their work over the pool that they find themselves in: here, this thread alone.
                 Ok(alone) => alone.install(worker),
