@@ -1,5 +1,11 @@
 //! Choices that the fuzzer's bytes make: from small lists, so that most inputs are nearly right and deep code is reached.
 
+/// Computes on the fuzzer's own thread: waking others takes longer than what there is to do.
+pub fn on_this_thread() {
+    let alone = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread();
+    alone.build_global().expect("the first pool");
+}
+
 /// Bytes that choose. When they are used up, everything is the first of its list.
 pub struct Choices<'a>(pub &'a [u8]);
 

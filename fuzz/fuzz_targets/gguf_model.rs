@@ -44,7 +44,7 @@ fn byte_len(kind: u32, dims: &[u64]) -> Option<u64> {
     (count / elements).checked_mul(bytes)
 }
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+libfuzzer_sys::fuzz_target!(init: choices::on_this_thread(), |data: &[u8]| {
     let mut bytes = Choices(data);
     let (mut names, mut tensors, mut at) = (Vec::new(), Vec::new(), 0u64);
     for _ in 0..bytes.byte() % 6 {

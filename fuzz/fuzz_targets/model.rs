@@ -42,7 +42,7 @@ const SIZES: [u64; 16] = [16, 64, 1, 2, 8, 4, 32, 128, 0, 130, 3, 17, 256, 1 << 
 const TYPES: [&str; 9] = ["BF16", "F16", "F32", "U8", "F8_E4M3", "F8_E8M0", "I64", "F4", "BOOL"];
 
 /// The most bytes of tensors in a file.
-const MOST: u64 = 1 << 16;
+const MOST: u64 = 1 << 14;
 
 /// A file that is being put together.
 #[derive(Default)]
@@ -182,7 +182,7 @@ fn config(bytes: &mut Choices<'_>) -> String {
     )
 }
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+libfuzzer_sys::fuzz_target!(init: choices::on_this_thread(), |data: &[u8]| {
     let mut bytes = Choices(data);
     let given = bytes.pick(&DIALECTS);
     let dialect = given.unwrap_or_else(|| bytes.pick(&DIALECTS[1..]).unwrap_or(Dialect::Plain));

@@ -203,7 +203,7 @@ pub fn print_statistics(out: &mut impl Write, total: &Statistics, globals: Optio
     if let Some((least, most)) = globals {
         writeln!(out, "global   {least:.4e} to {most:.4e}")?;
     }
-    let count: u64 = total.codes.iter().sum();
+    let count = total.codes.iter().sum::<u64>().max(1);
     let share = |m: usize| 100.0 * (total.codes[m] + total.codes[m + 8]) as f64 / count as f64;
     let codes: Vec<String> = (0..8).map(|m| format!("{} {:.1}%", e2m1::MAGNITUDES[m], share(m))).collect();
     Ok(writeln!(out, "codes    {}  entropy {:.2} bits", codes.join("  "), total.entropy())?)

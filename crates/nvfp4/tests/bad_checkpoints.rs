@@ -218,7 +218,7 @@ fn files_that_are_no_safetensors_are_called_that() {
 #[test]
 fn a_model_that_is_not_on_this_machine() {
     let error = Checkpoint::open(Path::new("Qwen/Qwen3-8B")).unwrap_err().to_string();
-    let what = "no such file or folder; a model is read from this machine, so download it and give its folder";
+    let what = "No such file or folder; a model is read from this machine, so download it and give its folder";
     assert_eq!(error, format!("Qwen/Qwen3-8B: {what}"));
 }
 

@@ -75,7 +75,7 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Self> {
         let metadata = fs::metadata(path).map_err(|source| {
             let missing =
-                "no such file or folder; a model is read from this machine, so download it and give its folder";
+                "No such file or folder; a model is read from this machine, so download it and give its folder";
             let source = match source.kind() {
                 ErrorKind::NotFound => io::Error::new(ErrorKind::NotFound, missing),
                 _ => source,

@@ -14,10 +14,10 @@ pub(super) fn run<T: Sync, M: Default>(
     stop: &AtomicBool,
     work: impl Fn(&T, &mut M) -> Result<()> + Sync,
 ) -> Result<()> {
-    if tasks.is_empty() {
-        return if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
-    }
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None::<(usize, Error)>));
+    if tasks.is_empty() {
+        return outcome(failed, stop);
+    }
     let halted = AtomicBool::new(false);
     let worker = || {
         let mut memory = M::default();
@@ -33,6 +33,11 @@ pub(super) fn run<T: Sync, M: Default>(
             }
         }
     };
+    // Where the kernels are alone already, one worker needs no thread of its own.
+    if threads == 1 && rayon::current_num_threads() == 1 {
+        worker();
+        return outcome(failed, stop);
+    }
     std::thread::scope(|scope| {
         for _ in 0..threads.clamp(1, tasks.len()) {
             scope.spawn(|| match rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build() {
@@ -42,6 +47,11 @@ pub(super) fn run<T: Sync, M: Default>(
             });
         }
     });
+    outcome(failed, stop)
+}
+
+/// What has become of the tasks.
+fn outcome(failed: Mutex<Option<(usize, Error)>>, stop: &AtomicBool) -> Result<()> {
     match failed.into_inner().expect("the workers are done") {
         Some((_, error)) => Err(error),
         None if stop.load(Ordering::Relaxed) => Err(Error::Interrupted),
