@@ -1,5 +1,6 @@
 //! `nvfp4 diff`: the error of one checkpoint against another, or whether their bytes are the same.
 
+use crate::names::{self, shown};
 use crate::sizes::counted;
 use crate::source::From;
 use crate::until_closed;
@@ -63,19 +64,25 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 fn print(out: &mut impl Write, comparison: &Comparison, top: usize) -> Result<()> {
     let mut weights: Vec<&Compared> = comparison.weights.iter().collect();
     weights.sort_by(|a, b| b.measure.relative_error().total_cmp(&a.measure.relative_error()));
-    let width = weights.iter().take(top).map(|w| w.module.len()).max().unwrap_or(0).max(6);
+    let width = names::width(weights.iter().take(top).map(|w| w.module.as_str()), 6);
     writeln!(
         out,
-        "{:width$}  {:>7}  {:>7}  {:>9}  {:>8}  {:>8}  {:>7}",
-        "WEIGHT", "relerr", "SQNR dB", "max|e|", "cosine", "clipped", "zeroed"
+        "{}  {:>7}  {:>7}  {:>9}  {:>8}  {:>8}  {:>7}",
+        names::padded("WEIGHT", width),
+        "relerr",
+        "SQNR dB",
+        "max|e|",
+        "cosine",
+        "clipped",
+        "zeroed"
     )?;
     for w in weights.iter().take(top) {
         let m = &w.measure;
         let share = |n: u64| 100.0 * n as f64 / m.elements.max(1) as f64;
         writeln!(
             out,
-            "{:width$}  {:>7.4}  {:>7.1}  {:>9.3e}  {:>8.5}  {:>7.3}%  {:>6.2}%",
-            w.module,
+            "{}  {:>7.4}  {:>7.1}  {:>9.3e}  {:>8.5}  {:>7.3}%  {:>6.2}%",
+            names::padded(&w.module, width),
             m.relative_error(),
             m.sqnr(),
             m.largest,
@@ -87,9 +94,9 @@ fn print(out: &mut impl Write, comparison: &Comparison, top: usize) -> Result<()
     if weights.len() > top {
         writeln!(out, "… and {} more (--top)", weights.len() - top)?;
     }
-    for (names, which) in [(&comparison.only_first, "first"), (&comparison.only_second, "second")] {
-        if let Some(name) = names.first() {
-            writeln!(out, "{} only in the {which}, as {name}", counted(names.len(), "weight"))?;
+    for (only, which) in [(&comparison.only_first, "first"), (&comparison.only_second, "second")] {
+        if let Some(name) = only.first() {
+            writeln!(out, "{} only in the {which}, as {}", counted(only.len(), "weight"), names::shown(name))?;
         }
     }
     let quantile = |q: f64| weights[((1.0 - q) * (weights.len() - 1) as f64) as usize].measure.relative_error();
@@ -130,10 +137,11 @@ fn print_json(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
 fn print_bits(out: &mut impl Write, found: &[Difference], tensors: usize) -> Result<()> {
     for difference in found {
         match difference {
-            Difference::OnlyFirst(name) => writeln!(out, "{name}: only in the first")?,
-            Difference::OnlySecond(name) => writeln!(out, "{name}: only in the second")?,
-            Difference::Form(name, how) => writeln!(out, "{name}: {how}")?,
+            Difference::OnlyFirst(name) => writeln!(out, "{}: only in the first", shown(name))?,
+            Difference::OnlySecond(name) => writeln!(out, "{}: only in the second", shown(name))?,
+            Difference::Form(name, how) => writeln!(out, "{}: {how}", shown(name))?,
             Difference::Bytes { name, count, first } => {
+                let name = shown(name);
                 writeln!(out, "{name}: {count} bytes differ, the first at {first}")?
             }
         }

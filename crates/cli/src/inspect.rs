@@ -1,6 +1,7 @@
 //! `nvfp4 inspect`: whose checkpoint this is, what its bytes look like, and what is odd about it.
 
 use crate::inspect_rows::{self, Row};
+use crate::names::shown;
 use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::{inspect_gguf, sizes, until_closed, verify};
@@ -150,7 +151,7 @@ impl Report<'_, '_> {
 
     fn print(&self, out: &mut impl Write) -> Result<()> {
         let model = self.model;
-        writeln!(out, "dialect  {}  {}", model.dialect, model.architecture().unwrap_or_default())?;
+        writeln!(out, "dialect  {}  {}", model.dialect, shown(model.architecture().unwrap_or_default()))?;
         let formats: Vec<String> = self.formats.iter().map(|(f, n)| format!("{f} {}", sizes::show(*n))).collect();
         let (size, files) = (sizes::show(model.checkpoint.byte_len()), model.checkpoint.files().len());
         writeln!(out, "tensors  {} in {}, {size}: {}", self.tensors(), counted(files, "file"), formats.join(", "))?;
@@ -202,7 +203,7 @@ pub fn print_statistics(out: &mut impl Write, total: &Statistics, globals: Optio
     if let Some((least, most)) = globals {
         writeln!(out, "global   {least:.4e} to {most:.4e}")?;
     }
-    let count: u64 = total.codes.iter().sum();
+    let count = total.codes.iter().sum::<u64>().max(1);
     let share = |m: usize| 100.0 * (total.codes[m] + total.codes[m + 8]) as f64 / count as f64;
     let codes: Vec<String> = (0..8).map(|m| format!("{} {:.1}%", e2m1::MAGNITUDES[m], share(m))).collect();
     Ok(writeln!(out, "codes    {}  entropy {:.2} bits", codes.join("  "), total.entropy())?)
@@ -226,9 +227,9 @@ fn show_weight(out: &mut impl Write, args: &Args, weight: &Weight<'_>) -> Result
                 json!({ "module": module, "shape": [rows, cols], "format": weight.format(), "tensors": parts });
             return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
         }
-        writeln!(out, "{module}  {rows}x{cols}  {}", weight.format())?;
+        writeln!(out, "{}  {rows}x{cols}  {}", shown(module), weight.format())?;
         for (name, dtype, shape) in parts {
-            writeln!(out, "  {name}  {dtype:?} {shape:?}")?;
+            writeln!(out, "  {}  {dtype:?} {shape:?}", shown(&name))?;
         }
         return Ok(());
     };
@@ -256,7 +257,8 @@ fn show_weight(out: &mut impl Write, args: &Args, weight: &Weight<'_>) -> Result
         let report = json!({ "module": module, "row": row, "block": block, "nvfp4": own, "values": values });
         return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
     }
-    writeln!(out, "{module}  row {row}, columns {}..{}", block * BLOCK, block * BLOCK + values.len())?;
+    let end = block * BLOCK + values.len();
+    writeln!(out, "{}  row {row}, columns {}..{end}", shown(module), block * BLOCK)?;
     lines.iter().try_for_each(|line| writeln!(out, "{line}"))?;
     let values: Vec<String> = values.iter().map(|v| format!("{v:.4e}")).collect();
     Ok(writeln!(out, "values   {}", values.join(" "))?)

@@ -2,6 +2,7 @@
 
 use crate::inspect::{Args, print_statistics, scale_bytes};
 use crate::inspect_rows::{self, Row};
+use crate::names::shown;
 use crate::sizes::counted;
 use crate::{sizes, verify};
 use anyhow::{Context, Result, ensure};
@@ -73,10 +74,10 @@ fn show_file(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
         }
         return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
     }
-    writeln!(out, "dialect  GGUF  {}", file.architecture().unwrap_or_default())?;
+    writeln!(out, "dialect  GGUF  {}", shown(file.architecture().unwrap_or_default()))?;
     let list: Vec<String> = types.iter().map(|(t, n)| format!("{t} {}", sizes::show(*n))).collect();
     writeln!(out, "tensors  {} in {}: {}", file.tensors().len(), sizes::show(file.byte_len()), list.join(", "))?;
-    writeln!(out, "keys     {}, tokenizer {}", file.values().len(), tokenizer.unwrap_or("missing"))?;
+    writeln!(out, "keys     {}, tokenizer {}", file.values().len(), shown(tokenizer.unwrap_or("missing")))?;
     if quantized > 0 {
         writeln!(out, "nvfp4    {}, {bits:.3} bits per weight", counted(quantized, "weight"))?;
         print_statistics(out, &total, range)?;
@@ -92,7 +93,7 @@ fn show_tensor(out: &mut impl Write, file: &GgufFile, tensor: &GgufTensor, block
     let Some((row, block)) = block else {
         match as_json {
             true => writeln!(out, "{}", json!({ "tensor": name, "type": kind.to_string(), "dims": dims }))?,
-            false => writeln!(out, "{name}  {kind} {dims:?}")?,
+            false => writeln!(out, "{}  {kind} {dims:?}", shown(name))?,
         }
         return Ok(());
     };
@@ -101,7 +102,7 @@ fn show_tensor(out: &mut impl Write, file: &GgufFile, tensor: &GgufTensor, block
     let columns = block * BLOCK..((block + 1) * BLOCK).min(tensor.cols());
     let values = file.floats(tensor, row..row + 1)?[columns.clone()].to_vec();
     let mut own = serde_json::Value::Null;
-    let mut lines = vec![format!("{name}  row {row}, columns {}..{}", columns.start, columns.end)];
+    let mut lines = vec![format!("{}  row {row}, columns {}..{}", shown(name), columns.start, columns.end)];
     if *kind == Type::NVFP4 {
         let (mut codes, mut scales) = (Vec::new(), Vec::new());
         file.codes_and_scales(tensor, row..row + 1, &mut codes, &mut scales)?;

@@ -1,6 +1,7 @@
 //! `nvfp4 inspect --verbose`: a line for every weight.
 
 use crate::inspect::scale_bytes;
+use crate::names;
 use anyhow::Result;
 use nvfp4::checkpoint::Statistics;
 use serde_json::{Value, json};
@@ -50,18 +51,22 @@ impl Row {
 /// The rows as a table.
 pub fn print(out: &mut impl Write, rows: &[Row]) -> Result<()> {
     let width = |of: fn(&Row) -> usize, least: usize| rows.iter().map(of).max().unwrap_or(0).max(least);
-    let (name, shape) = (width(|r| r.name.len(), 4), width(|r| r.shape.len(), 5));
+    let (name, shape) = (names::width(rows.iter().map(|r| r.name.as_str()), 4), width(|r| r.shape.len(), 5));
     let global = width(|r| r.global().len(), 12);
     writeln!(
         out,
-        "{:name$}  {:>shape$}  {:5}  {:global$}  {:12}  JOINED",
-        "NAME", "SHAPE", "TYPE", "TENSOR SCALE", "SCALE BYTES"
+        "{}  {:>shape$}  {:5}  {:global$}  {:12}  JOINED",
+        names::padded("NAME", name),
+        "SHAPE",
+        "TYPE",
+        "TENSOR SCALE",
+        "SCALE BYTES"
     )?;
     for row in rows {
         let group = row.group.as_deref().unwrap_or_default();
         let line = format!(
-            "{:name$}  {:>shape$}  {:5}  {:global$}  {:12}  {group}",
-            row.name,
+            "{}  {:>shape$}  {:5}  {:global$}  {:12}  {group}",
+            names::padded(&row.name, name),
             row.shape,
             row.format,
             row.global(),

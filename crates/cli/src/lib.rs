@@ -15,6 +15,7 @@ mod inspect_gguf;
 mod inspect_rows;
 mod interrupt;
 mod modes;
+mod names;
 mod normal;
 mod page;
 mod plan;
@@ -70,7 +71,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
     };
     run(command).unwrap_or_else(|error| {
-        eprintln!("error: {}", chain(&error));
+        eprintln!("error: {}", names::shown_lines(&chain(&error)));
         ExitCode::FAILURE
     })
 }

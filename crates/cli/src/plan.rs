@@ -1,7 +1,7 @@
 //! `nvfp4 plan`: what a conversion would do to each weight, and why.
 
 use crate::source::{self, From, Weights};
-use crate::{sizes, until_closed};
+use crate::{names, sizes, until_closed};
 use anyhow::Result;
 use nvfp4::checkpoint::{Action, Checkpoint, Item, Model, Plan, Target};
 use serde_json::json;
@@ -67,8 +67,9 @@ fn totals(model: &Model<'_>, plan: &Plan<'_>) -> (u64, u64) {
 
 /// One line per weight, then the rest and the sum. `convert --dry-run` prints it too.
 pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
-    let width = plan.items.iter().map(|i| i.weight.module.len()).max().unwrap_or(0).max(4);
-    writeln!(out, "{:width$}  {:>13}  {:5}  {:17}  {:>19}  WHY", "NAME", "SHAPE", "TYPE", "ACTION", "SIZE")?;
+    let width = names::width(plan.items.iter().map(|i| i.weight.module.as_str()), 4);
+    let name = names::padded("NAME", width);
+    writeln!(out, "{name}  {:>13}  {:5}  {:17}  {:>19}  WHY", "SHAPE", "TYPE", "ACTION", "SIZE")?;
     for item in &plan.items {
         let weight = &item.weight;
         let (word, why) = words(item);
@@ -77,10 +78,11 @@ pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result
         let size = if old == new { sizes::show(old) } else { format!("{} -> {}", sizes::show(old), sizes::show(new)) };
         let shape = format!("{}x{}", weight.rows, weight.cols);
         let line = format!(
-            "{:width$}  {shape:>13}  {:5}  {:17}  {size:>19}  {why}",
-            weight.module,
+            "{}  {shape:>13}  {:5}  {:17}  {size:>19}  {}",
+            names::padded(&weight.module, width),
             weight.format(),
-            format!("{word}{group}")
+            format!("{word}{group}"),
+            names::shown(why)
         );
         writeln!(out, "{}", line.trim_end())?;
     }

@@ -1,5 +1,6 @@
 //! `nvfp4 verify`: would a program load this checkpoint, and load it right?
 
+use crate::names::shown;
 use crate::source::{self, From};
 use crate::until_closed;
 use anyhow::Result;
@@ -77,7 +78,7 @@ pub fn to_json(f: &Finding) -> Value {
 /// A line per finding.
 pub fn print(out: &mut impl Write, findings: &[Finding]) -> Result<()> {
     for finding in findings {
-        writeln!(out, "{:<8} {}: {}", word(finding), finding.about, finding.text)?;
+        writeln!(out, "{:<8} {}: {}", word(finding), shown(&finding.about), shown(&finding.text))?;
     }
     Ok(())
 }

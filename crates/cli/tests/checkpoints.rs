@@ -378,6 +378,73 @@ fn an_interrupt_leaves_a_state_that_can_be_resumed() {
     ok(&["verify", &target]);
 }
 
+/// One safetensors file of zeros; shapes may claim anything.
+fn zeros(path: &str, tensors: &[(&str, &str, &[usize])], metadata: Value) {
+    let (mut header, mut data) = (serde_json::Map::from_iter([("__metadata__".to_string(), metadata)]), Vec::new());
+    for (name, dtype, shape) in tensors {
+        let (start, bits) = (
+            data.len(),
+            if *dtype == "BF16" {
+                16
+            } else if *dtype == "F32" {
+                32
+            } else {
+                8
+            },
+        );
+        let elements: usize = if shape.contains(&0) { 0 } else { shape.iter().product() };
+        data.resize(start + elements * bits / 8, 0u8);
+        let entry = json!({ "dtype": dtype, "shape": shape, "data_offsets": [start, data.len()] });
+        header.insert(name.to_string(), entry);
+    }
+    let header = Value::from(header).to_string();
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn names_of_any_length_are_printed_and_control_characters_are_not_obeyed() {
+    let dir = Folder::new("names");
+    let long = format!("{}.weight", "a".repeat(70_000));
+    let (plain, hostile) = (dir.path("plain.safetensors"), "x\u{1b}[31my\rz.weight");
+    zeros(&plain, &[(&long, "BF16", &[16, 32]), (hostile, "BF16", &[16, 32])], json!({}));
+    for args in [&["plan", &plain][..], &["inspect", "-v", &plain], &["inspect", &plain, "--tensor", "31"]] {
+        let text = ok(args);
+        assert!(text.contains(r"x\u{1b}[31my\u{d}z") && !text.contains(['\u{1b}', '\r']), "{text}");
+        assert!(text.contains(&long[..70_000]) || args.contains(&"--tensor"));
+    }
+    let other = dir.path("other.safetensors");
+    zeros(&other, &[(hostile, "BF16", &[16, 16]), (&long, "BF16", &[16, 32])], json!({}));
+    let differ = nvfp4(&["diff", "--bits", &plain, &other]);
+    assert_eq!(differ.status.code(), Some(2));
+    assert!(text(&differ).contains(r"\u{1b}[31m") && !text(&differ).contains('\u{1b}'));
+    let error = text(&nvfp4(&["inspect", &plain, "--tensor", "\u{1b}[31mno"]));
+    assert!(error.starts_with(r"error: --tensor \u{1b}[31mno: no such weight"), "{error}");
+}
+
+#[test]
+fn weights_without_elements_are_refused_by_every_command_that_reads() {
+    let dir = Folder::new("zeros");
+    let (experts, fp8, swizzled) = (dir.path("e.safetensors"), dir.path("f.safetensors"), dir.path("c.safetensors"));
+    let huge = 1 << 40;
+    let of_experts: [(&str, &str, &[usize]); 3] =
+        [("x", "U8", &[huge, 0, 0]), ("x_weight_scale", "F8_E4M3", &[huge, 0, 0]), ("x_weight_scale_2", "F32", &[1])];
+    zeros(&experts, &of_experts, json!({}));
+    zeros(&fp8, &[("x.weight", "F8_E4M3", &[4, 0]), ("x.weight_scale_inv", "F32", &[1, 0])], json!({}));
+    let of_comfy: [(&str, &str, &[usize]); 3] =
+        [("x.weight", "U8", &[4, 0]), ("x.weight_scale", "F8_E4M3", &[0]), ("x.weight_scale_2", "F32", &[])];
+    zeros(&swizzled, &of_comfy, json!({ "_quantization_metadata": "{}" }));
+    let out = dir.path("out");
+    for (file, from) in [(&experts, &["--from", "modelopt"][..]), (&fp8, &[]), (&swizzled, &[])] {
+        for command in [&["verify", file][..], &["inspect", file], &["inspect", "-v", file], &["dequant", file, &out]] {
+            let output = nvfp4(&[command, from].concat());
+            assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+            assert!(text(&output).contains("tensor 'x") && text(&output).contains("has no elements"));
+        }
+    }
+    assert!(!Path::new(&out).exists());
+}
+
 /// A file that does not exist: the system's reason is said, and said once.
 #[test]
 fn errors_of_the_system_are_said_once() {

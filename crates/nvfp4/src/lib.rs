@@ -39,6 +39,7 @@ mod json;
 mod matmul;
 mod quantizer;
 pub mod recipe;
+mod regular;
 mod shape;
 mod storage;
 mod tensor;

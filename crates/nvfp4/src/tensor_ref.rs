@@ -174,10 +174,10 @@ impl<'a> TensorRef<'a> {
     }
 }
 
-/// The index of the `i`-th element in row-major order.
+/// The index of the `i`-th element in row-major order; zeros where the shape has no elements.
 pub fn index_of(shape: &[usize], mut i: usize) -> Vec<usize> {
     let mut index = vec![0; shape.len()];
-    for (d, &size) in shape.iter().enumerate().rev() {
+    for (d, size) in shape.iter().map(|&size| size.max(1)).enumerate().rev() {
         (index[d], i) = (i % size, i / size);
     }
     index
@@ -216,6 +216,13 @@ mod tests {
         assert_eq!(gathered(&repeated), [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]);
         let scalar = TensorRef::new(&values[..1], &[]).unwrap();
         assert_eq!((scalar.rows(), scalar.cols(), gathered(&scalar)), (1, 1, vec![0.0]));
+    }
+
+    #[test]
+    fn an_index_is_counted_from_the_last_dimension_and_a_dimension_of_zero_has_only_zeros() {
+        assert_eq!(index_of(&[2, 3, 4], 17), [1, 1, 1]);
+        assert_eq!(index_of(&[], 0), [0usize; 0]);
+        assert_eq!(index_of(&[3, 0, 2], 3), [1, 0, 1]);
     }
 
     #[test]

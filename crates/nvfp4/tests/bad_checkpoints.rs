@@ -54,7 +54,9 @@ fn a_shard_that_shrinks_while_it_is_read() {
     let model = Model::new(&checkpoint).unwrap();
     let weight = model.weight("model.layers.1.mlp.down_proj").unwrap();
     let error = weight.values(0..64, &mut Buffer::default()).unwrap_err().to_string();
-    assert!(error.contains("model-00002-of-00002.safetensors"), "{error}");
+    let what =
+        "tensor 'model.layers.1.mlp.down_proj.weight': the file ends inside it; it became shorter since it was opened";
+    assert!(error.contains("model-00002-of-00002.safetensors") && error.ends_with(what), "{error}");
 }
 
 #[test]
@@ -149,6 +151,86 @@ fn a_symbolic_link_that_leads_out_of_the_folder() {
     assert!(error.contains("'notes.txt' is a symbolic link that leads out"), "{error}");
 }
 
+#[cfg(unix)]
+#[test]
+fn links_to_folders_are_not_followed() {
+    let dir = good();
+    fs::create_dir(dir.join("outside")).unwrap();
+    fs::write(dir.join("outside/secret"), "secret").unwrap();
+    for (to, name) in [(".", "in/loop"), ("..", "in/1_Pooling/loop"), ("../outside", "in/other")] {
+        std::os::unix::fs::symlink(to, dir.join(name)).unwrap();
+    }
+    let companions = Checkpoint::open(&dir.join("in")).unwrap().companions().unwrap();
+    assert_eq!(companions, ["1_Pooling/config.json", "tokenizer.json"].map(std::path::PathBuf::from));
+    convert(&dir.join("in"), &dir.join("out"), &Settings::default(), &(), &AtomicBool::new(false)).unwrap();
+}
+
+/// A pipe without a writer blocks whoever opens it and waits; nothing here does.
+#[cfg(unix)]
+#[test]
+fn pipes_sockets_and_devices_are_refused_at_once() {
+    let fifo = |path: &Path| {
+        assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+    };
+    let special = "where a file is expected";
+    for name in [SECOND, INDEX, "in/config.json"] {
+        let dir = good();
+        fs::remove_file(dir.join(name)).unwrap();
+        fifo(&dir.join(name));
+        let error = open_error(&dir);
+        assert!(error.contains(name) && error.ends_with(special), "{error}");
+        fs::remove_file(dir.join(name)).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(dir.join(name)).unwrap();
+        let error = open_error(&dir);
+        assert!(error.contains(name) && error.ends_with(special), "{error}");
+        fs::remove_file(dir.join(name)).unwrap();
+        fs::create_dir(dir.join(name)).unwrap();
+        assert!(open_error(&dir).contains("a folder, where a file is expected"));
+    }
+    let dir = good();
+    fifo(&dir.join("in/notes.txt"));
+    convert(&dir.join("in"), &dir.join("out"), &Settings::default(), &(), &AtomicBool::new(false)).unwrap();
+    assert!(!dir.join("out/notes.txt").exists(), "what is no file does not come along");
+    for path in [Path::new("/dev/zero"), &dir.join("in/notes.txt")] {
+        assert!(Checkpoint::open(path).unwrap_err().to_string().ends_with(special));
+        assert!(gguf::GgufFile::open(path).unwrap_err().to_string().ends_with(special));
+        assert!(!gguf::is_gguf(path));
+    }
+}
+
+#[test]
+fn files_that_are_no_safetensors_are_called_that() {
+    let dir = Folder::new();
+    let open = |bytes: &[u8]| {
+        fs::write(dir.join("model.pth"), bytes).unwrap();
+        Checkpoint::open(&dir.join("model.pth")).unwrap_err().to_string()
+    };
+    let zip = open(b"PK\x03\x04\0\0\x08\x08\0\0data.pkl");
+    assert!(
+        zip.contains("no safetensors file: it is a ZIP archive, as PyTorch's .pt, .pth and .bin files are"),
+        "{zip}"
+    );
+    assert!(open(b"\x80\x02}q\0X\x06\0\0\0weight").contains("it is a pickle"));
+    let text = open(b"version https://git-lfs.github.com/spec/v1");
+    assert!(text.contains("no safetensors file: its first bytes are not the length of a header"), "{text}");
+}
+
+#[test]
+fn a_model_that_is_not_on_this_machine() {
+    let error = Checkpoint::open(Path::new("Qwen/Qwen3-8B")).unwrap_err().to_string();
+    let what = "No such file or folder; a model is read from this machine, so download it and give its folder";
+    assert_eq!(error, format!("Qwen/Qwen3-8B: {what}"));
+}
+
+#[test]
+fn a_byte_order_mark_before_json_is_passed_over() {
+    let dir = good();
+    let text = fs::read_to_string(dir.join("in/config.json")).unwrap();
+    fs::write(dir.join("in/config.json"), format!("\u{feff}{text}")).unwrap();
+    let checkpoint = Checkpoint::open(&dir.join("in")).unwrap();
+    assert_eq!(checkpoint.config().unwrap()["vocab_size"], json!(64));
+}
+
 /// The Hugging Face cache keeps files under `blobs` and links to them from `snapshots/REVISION`.
 #[cfg(unix)]
 #[test]
@@ -203,6 +285,16 @@ fn checkpoints_in_formats_that_are_not_read() {
     let config = json!({ "quantization_config": { "quant_method": "gptq" } });
     folder(&dir.join("gptq"), &[layer(0, Dtype::F16)], &config);
     assert!(refused(&dir.join("gptq"), &dir.join("out"), &Settings::default()).contains("quantized by 'gptq'"));
+    for method in ["modelopt", "compressed-tensors"] {
+        let fp8 = Tensor { dtype: Dtype::F8_E4M3, shape: vec![4, 16], bytes: vec![0; 64] };
+        let config = json!({ "quantization_config": { "quant_method": method } });
+        folder(&dir.join(method), &[Tensors::from([("a.weight".to_string(), fp8)])], &config);
+        let error = refused(&dir.join(method), &dir.join("out"), &Settings::default());
+        assert!(
+            error.contains(&format!("FP8 by '{method}'")) && error.contains("one per tensor or channel"),
+            "{error}"
+        );
+    }
     fs::write(dir.join("m.gguf"), b"GGUF\x03\0\0\0\0\0\0\0").unwrap();
     assert!(refused(&dir.join("m.gguf"), &dir.join("out"), &Settings::default()).contains("this is a GGUF file"));
     fs::create_dir(dir.join("empty")).unwrap();

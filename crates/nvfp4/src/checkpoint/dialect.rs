@@ -11,7 +11,7 @@
 //! the configuration that says ModelOpt, a checkpoint is refused rather than guessed at.
 
 use super::folder::{Checkpoint, Located};
-use super::weight::{Arrangement, Nibbles, Nvfp4, Stored, Weight};
+use super::weight::{Arrangement, FP8_BLOCK, MX_BLOCK, Nibbles, Nvfp4, Stored, Weight};
 use crate::{Error, Layout, Result, Unit};
 use nvfp4_spec::{BLOCK, swizzle};
 use safetensors::Dtype;
@@ -80,7 +80,8 @@ impl<'a> Model<'a> {
 
     /// Groups the tensors of a checkpoint of this dialect.
     pub fn with_dialect(checkpoint: &'a Checkpoint, dialect: Dialect) -> Result<Self> {
-        let mut grouping = Grouping { checkpoint, taken: BTreeSet::new(), weights: BTreeMap::new() };
+        let mut grouping =
+            Grouping { checkpoint, taken: BTreeSet::new(), weights: BTreeMap::new(), named: BTreeMap::new() };
         match dialect {
             Dialect::Plain => {}
             Dialect::Fp8Block => grouping.fp8()?,
@@ -92,7 +93,7 @@ impl<'a> Model<'a> {
             }
             Dialect::CompressedTensors | Dialect::ComfyUi => grouping.nvfp4(dialect)?,
         }
-        grouping.plain();
+        grouping.plain()?;
         // Tensors keep the order of their files, so that a converted checkpoint reads its source from front to back.
         let (mut weights, mut others) = (Vec::new(), Vec::new());
         for tensor in checkpoint.tensors() {
@@ -157,7 +158,12 @@ pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
     if has("_blocks") && has("_scales") {
         return Ok(Dialect::MxFp4);
     }
+    let is_fp8 = |t: Located<'_>| t.info.dtype == Dtype::F8_E4M3 && t.info.name.ends_with(".weight");
     match config {
+        Some(_) if checkpoint.tensors().any(is_fp8) => Err(refuse(format!(
+            "FP8 by '{method}' without 'weight_scale_inv': of FP8, weights with a scale per 128 × 128 block are read, not those with \
+             one per tensor or channel; use the checkpoint in BF16 that it was made from"
+        ))),
         Some(_) if !method.is_empty() => Err(refuse(format!(
             "quantized by '{method}', which is not read; use the checkpoint in BF16 that it was made from"
         ))),
@@ -170,6 +176,8 @@ struct Grouping<'a> {
     checkpoint: &'a Checkpoint,
     taken: BTreeSet<&'a str>,
     weights: BTreeMap<String, Weight<'a>>,
+    /// The first tensor of the weight of each module.
+    named: BTreeMap<String, &'a str>,
 }
 
 impl<'a> Grouping<'a> {
@@ -185,15 +193,28 @@ impl<'a> Grouping<'a> {
         })
     }
 
-    fn add(&mut self, module: &str, rows: usize, cols: usize, stored: Stored<'a>) {
-        let parts = stored.parts();
-        let first = parts[0].info.name.clone();
+    /// Takes in a weight whose parts fit each other: the one place where sizes that a file claims become sizes to work with.
+    ///
+    /// A quantized weight has elements, so that its rows, columns and matrices are at most as many as the file has bytes. Where one of
+    /// them is zero, another may be any number, for which nothing in the file stands. Experts of which there are none are the one
+    /// exception: nobody goes through what each of them would have.
+    fn add(&mut self, module: &str, rows: usize, cols: usize, stored: Stored<'a>) -> Result<()> {
+        let (parts, first) = (stored.parts(), stored.first());
+        let weight = Weight { module: module.to_string(), rows, cols, stored };
+        let plain = matches!(stored, Stored::Plain(_));
+        if !plain && weight.matrices() > 0 && (rows == 0 || cols == 0) {
+            return Err(first.wrong(format!("a quantized weight of {rows} × {cols} has no elements; remove it")));
+        }
+        if let Some(other) = self.named.insert(module.to_string(), &first.info.name) {
+            return Err(first.wrong(format!("'{other}' is the weight of '{module}' already; remove one of them")));
+        }
         self.taken.extend(parts.iter().map(|p| p.info.name.as_str()));
-        self.weights.insert(first, Weight { module: module.to_string(), rows, cols, stored });
+        self.weights.insert(first.info.name.clone(), weight);
+        Ok(())
     }
 
     /// Every other matrix of floats that is called a weight.
-    fn plain(&mut self) {
+    fn plain(&mut self) -> Result<()> {
         for tensor in self.checkpoint.tensors() {
             let (Some(module), [rows, cols]) = (tensor.info.name.strip_suffix(".weight"), &tensor.info.shape[..])
             else {
@@ -201,9 +222,10 @@ impl<'a> Grouping<'a> {
             };
             let float = matches!(tensor.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
             if float && !self.taken.contains(tensor.info.name.as_str()) {
-                self.add(module, *rows, *cols, Stored::Plain(tensor));
+                self.add(module, *rows, *cols, Stored::Plain(tensor))?;
             }
         }
+        Ok(())
     }
 
     fn fp8(&mut self) -> Result<()> {
@@ -217,12 +239,12 @@ impl<'a> Grouping<'a> {
             if !matches!(scale.info.dtype, Dtype::F32 | Dtype::BF16) {
                 return Err(scale.wrong("expected scales in F32 or BF16"));
             }
-            let expected = [rows.div_ceil(super::weight::FP8_BLOCK), cols.div_ceil(super::weight::FP8_BLOCK)];
+            let expected = [rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)];
             if scale.info.shape != expected {
                 let got = &scale.info.shape;
                 return Err(scale.wrong(format!("expected one scale per 128 × 128 block, {expected:?}, got {got:?}")));
             }
-            self.add(module, rows, cols, Stored::Fp8 { weight, scale });
+            self.add(module, rows, cols, Stored::Fp8 { weight, scale })?;
         }
         Ok(())
     }
@@ -240,9 +262,9 @@ impl<'a> Grouping<'a> {
             if scales.info.shape != blocks.info.shape[..blocks.info.shape.len() - 1] {
                 return Err(scales.wrong(format!("expected one scale per block of {:?}", blocks.info.shape)));
             }
-            let rows = leading.iter().product();
+            let (rows, cols) = (product(&blocks, leading)?, product(&blocks, &[*groups, MX_BLOCK])?);
             let experts = if let [experts, _] = leading { *experts } else { 1 };
-            self.add(module, rows, groups * 32, Stored::MxFp4 { blocks, scales, experts });
+            self.add(module, rows, cols, Stored::MxFp4 { blocks, scales, experts })?;
         }
         Ok(())
     }
@@ -286,7 +308,7 @@ impl<'a> Grouping<'a> {
             let (Dtype::U8, &[experts, bytes, outputs]) = (codes.info.dtype, &codes.info.shape[..]) else {
                 return Err(codes.wrong("expected packed codes of experts, U8 of three dimensions"));
             };
-            let cols = bytes * 2;
+            let (rows, cols) = (product(&codes, &[experts, outputs])?, product(&codes, &[bytes, 2])?);
             let expected = [experts, cols / BLOCK, outputs];
             if scales.info.dtype != Dtype::F8_E4M3 || !cols.is_multiple_of(BLOCK) || scales.info.shape != expected {
                 return Err(scales.wrong(format!("expected F8_E4M3 scales of {expected:?}")));
@@ -294,7 +316,8 @@ impl<'a> Grouping<'a> {
             let global = self.need(&name("weight_scale_2"), module)?;
             let input = self.checkpoint.get(&name("input_scale"));
             for scalar in [Some(global), input].into_iter().flatten() {
-                if scalar.info.dtype != Dtype::F32 || ![4, 4 * experts as u64].contains(&scalar.info.len) {
+                let fits = scalar.info.len == 4 || Some(scalar.info.len) == (experts as u64).checked_mul(4);
+                if scalar.info.dtype != Dtype::F32 || !fits {
                     return Err(scalar.wrong(format!("expected one F32 number, or one for each of {experts} experts")));
                 }
             }
@@ -308,7 +331,7 @@ impl<'a> Grouping<'a> {
                 unit: Unit::Multiplier,
                 arrangement: Arrangement::Experts(experts),
             };
-            self.add(module, experts * outputs, cols, Stored::Nvfp4(parts));
+            self.add(module, rows, cols, Stored::Nvfp4(parts))?;
         }
         Ok(())
     }
@@ -350,7 +373,7 @@ impl<'a> Grouping<'a> {
                 .codes
                 .wrong(format!("expected packed codes, a matrix of U8, got {dtype:?} of {shape:?}")));
         };
-        let cols = bytes * 2;
+        let cols = product(&parts.codes, &[bytes, 2])?;
         if parts.scales.info.dtype != Dtype::F8_E4M3 {
             return Err(parts.scales.wrong(format!("expected F8_E4M3 scales, got {:?}", parts.scales.info.dtype)));
         }
@@ -372,7 +395,13 @@ impl<'a> Grouping<'a> {
                 return Err(scalar.wrong("expected one F32 number"));
             }
         }
-        self.add(module, rows, cols, Stored::Nvfp4(parts));
-        Ok(())
+        self.add(module, rows, cols, Stored::Nvfp4(parts))
     }
+}
+
+/// The product of sizes that a tensor claims.
+fn product(tensor: &Located<'_>, sizes: &[usize]) -> Result<usize> {
+    let shape = &tensor.info.shape;
+    let product = sizes.iter().try_fold(1usize, |n, &size| n.checked_mul(size));
+    product.ok_or_else(|| tensor.wrong(format!("the shape {shape:?} has more elements than an address can count")))
 }

@@ -3,14 +3,14 @@
 //! A file is 8 bytes of header length, that much JSON, then the tensors without gaps. Nothing is allocated for what a
 //! header merely claims.
 
-use super::positioned;
+use super::positioned::Bytes;
 use crate::json::unique_keys;
-use crate::{Error, Result};
+use crate::{Error, Result, regular};
 use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::{MapAccess, Visitor};
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The longest header that is read, the limit of the safetensors library.
@@ -35,7 +35,7 @@ pub struct TensorInfo {
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
-    file: File,
+    bytes: Bytes,
     tensors: Vec<TensorInfo>,
     metadata: BTreeMap<String, String>,
 }
@@ -43,35 +43,44 @@ pub struct TensorFile {
 impl TensorFile {
     /// Opens a file and checks its header: lengths, types, and that tensors fill the file without gap or overlap.
     pub fn open(path: &Path) -> Result<Self> {
+        Self::new(path, Bytes::File(regular::open(path)?))
+    }
+
+    /// A file that is in memory; errors call it `path`.
+    pub fn from_bytes(path: &Path, bytes: Vec<u8>) -> Result<Self> {
+        Self::new(path, Bytes::Memory(bytes))
+    }
+
+    fn new(path: &Path, bytes: Bytes) -> Result<Self> {
         let io = |source| Error::Io { path: path.to_path_buf(), source };
-        let file = File::open(path).map_err(io)?;
-        let file_len = file.metadata().map_err(io)?.len();
+        let file_len = bytes.len().map_err(io)?;
         let invalid = |reason: String| Error::Format { path: path.to_path_buf(), reason };
         let Some(body_len) = file_len.checked_sub(8) else {
             return Err(invalid(format!("expected a safetensors file, got {file_len} bytes; it is truncated")));
         };
         let mut prefix = [0; 8];
-        positioned::read_exact(&file, &mut prefix, 0).map_err(io)?;
+        bytes.read_exact(&mut prefix, 0).map_err(io)?;
         if prefix.starts_with(b"GGUF") {
             return Err(invalid(
                 "this is a GGUF file, not safetensors; convert the checkpoint it was made from".into(),
             ));
         }
         let header_len = u64::from_le_bytes(prefix);
-        if header_len > MAX_HEADER {
-            return Err(invalid(format!(
-                "a header of {header_len} bytes, more than the {MAX_HEADER} that are allowed"
-            )));
-        }
         if header_len > body_len {
-            let reason = format!("a header of {header_len} bytes in a file of {file_len}; the file is truncated");
-            return Err(invalid(reason));
+            let mut first = [0; 1];
+            if body_len > 0 {
+                bytes.read_exact(&mut first, 8).map_err(io)?;
+            }
+            return Err(invalid(too_long(&prefix, &first[..body_len.min(1) as usize], file_len)));
+        }
+        if header_len > MAX_HEADER {
+            return Err(invalid(too_large(header_len)));
         }
         let mut header = vec![0; header_len as usize];
-        positioned::read_exact(&file, &mut header, 8).map_err(io)?;
+        bytes.read_exact(&mut header, 8).map_err(io)?;
         let (tensors, metadata) = parse(&header, body_len - header_len).map_err(invalid)?;
         let tensors = tensors.into_iter().map(|t| TensorInfo { start: t.start + 8 + header_len, ..t }).collect();
-        Ok(TensorFile { path: path.to_path_buf(), file, tensors, metadata })
+        Ok(TensorFile { path: path.to_path_buf(), bytes, tensors, metadata })
     }
 
     /// Where it lies.
@@ -89,12 +98,52 @@ impl TensorFile {
         &self.metadata
     }
 
-    /// Reads the bytes of a tensor from `offset` on.
+    /// Reads the bytes of a tensor from `offset` on. Bytes that it does not have are an error.
     pub fn read(&self, tensor: &TensorInfo, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        debug_assert!(offset + bytes.len() as u64 <= tensor.len);
-        positioned::read_exact(&self.file, bytes, tensor.start + offset)
-            .map_err(|source| Error::Io { path: self.path.clone(), source })
+        read_part(&self.bytes, &self.path, (&tensor.name, tensor.start, tensor.len), offset, bytes)
     }
+}
+
+/// Reads bytes of a tensor, given by its name, start and length, from `offset` in it on.
+pub(super) fn read_part(
+    from: &Bytes,
+    path: &Path,
+    (name, start, len): (&str, u64, u64),
+    offset: u64,
+    bytes: &mut [u8],
+) -> Result<()> {
+    let wrong =
+        |reason: String| Error::Format { path: path.to_path_buf(), reason: format!("tensor '{name}': {reason}") };
+    let wanted = bytes.len() as u64;
+    if offset.checked_add(wanted).is_none_or(|end| end > len) {
+        return Err(wrong(format!("{wanted} bytes from byte {offset} on were asked for, but it has {len}")));
+    }
+    from.read_exact(bytes, start.saturating_add(offset)).map_err(|source| match source.kind() {
+        ErrorKind::UnexpectedEof => wrong("the file ends inside it; it became shorter since it was opened".to_string()),
+        _ => Error::Io { path: path.to_path_buf(), source },
+    })
+}
+
+/// What is wrong with a file that is shorter than its header: it is truncated, or it is no safetensors file at all.
+fn too_long(prefix: &[u8; 8], next: &[u8], file_len: u64) -> String {
+    let header_len = u64::from_le_bytes(*prefix);
+    match next {
+        // Every header begins with a brace.
+        [first] if *first != b'{' => {
+            let what = match prefix {
+                [b'P', b'K', 3, 4, ..] => "it is a ZIP archive, as PyTorch's .pt, .pth and .bin files are",
+                [0x80, 2..=5, ..] => "it is a pickle, as old .pt, .pth and .bin files are",
+                _ => "its first bytes are not the length of a header",
+            };
+            format!("this is no safetensors file: {what}; use the model's .safetensors files")
+        }
+        _ if header_len > MAX_HEADER => too_large(header_len),
+        _ => format!("a header of {header_len} bytes in a file of {file_len}; the file is truncated"),
+    }
+}
+
+fn too_large(header_len: u64) -> String {
+    format!("a header of {header_len} bytes, more than the {MAX_HEADER} that are allowed")
 }
 
 /// A header as it is written.

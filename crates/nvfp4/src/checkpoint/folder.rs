@@ -2,11 +2,11 @@
 
 use super::file::{TensorFile, TensorInfo};
 use crate::json::unique_keys;
-use crate::{Error, Result};
+use crate::{Error, Result, regular};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Read;
+use std::io::{self, ErrorKind};
 use std::path::{Component, Path, PathBuf};
 
 /// The largest JSON file that is read: an index of a million tensors takes about 100 MB.
@@ -73,11 +73,29 @@ impl Checkpoint {
     /// In a folder the index says which files belong to the checkpoint; without one, `model.safetensors`, or else every
     /// safetensors file. Every tensor must be in exactly one file, and in the one that the index names.
     pub fn open(path: &Path) -> Result<Self> {
-        let metadata = fs::metadata(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+        let metadata = fs::metadata(path).map_err(|source| {
+            let missing =
+                "No such file or folder; a model is read from this machine, so download it and give its folder";
+            let source = match source.kind() {
+                ErrorKind::NotFound => io::Error::new(ErrorKind::NotFound, missing),
+                _ => source,
+            };
+            Error::Io { path: path.to_path_buf(), source }
+        })?;
         match metadata.is_dir() {
             true => Self::open_folder(path),
             false => Self::collect(path, Kind::File, vec![TensorFile::open(path)?], None, None),
         }
+    }
+
+    /// A checkpoint of files that are open already, or in memory, without a folder around them. Errors call it `name`.
+    pub fn from_files(
+        name: &Path,
+        files: Vec<TensorFile>,
+        config: Option<Value>,
+        quantization: Option<Value>,
+    ) -> Result<Self> {
+        Self::collect(name, Kind::File, files, config, quantization)
     }
 
     fn open_folder(root: &Path) -> Result<Self> {
@@ -210,29 +228,33 @@ impl Checkpoint {
     pub fn companions(&self) -> Result<Vec<PathBuf>> {
         let mut found = Vec::new();
         if self.kind == Kind::Folder {
-            walk(&self.root, Path::new(""), &mut found)?;
+            walk(&self.root, "", &mut found)?;
         }
         found.sort();
         Ok(found)
     }
 }
 
-/// The files under a folder that come along.
-fn walk(root: &Path, folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
+/// The files under a folder that come along. `folder` is relative to the root, with slashes on every system.
+///
+/// Links to folders are not followed: one that leads to a folder around it would have no end.
+fn walk(root: &Path, folder: &str, found: &mut Vec<PathBuf>) -> Result<()> {
     for name in list(&root.join(folder))? {
-        if name.starts_with('.') {
+        let path = if folder.is_empty() { name.clone() } else { format!("{folder}/{name}") };
+        let there = root.join(&path);
+        if name.starts_with('.') || (there.is_symlink() && there.is_dir()) {
             continue;
         }
-        let (path, top) = (folder.join(&name), folder.as_os_str().is_empty());
-        let full = inside(root, &path.to_string_lossy())?;
+        let full = inside(root, &path)?;
         if full.is_dir() {
             walk(root, &path, found)?;
             continue;
         }
-        let weights = path.extension().is_some_and(|e| OTHER_WEIGHTS.iter().any(|w| e.eq_ignore_ascii_case(w)));
-        let ours = top && ["config.json", "hf_quant_config.json"].contains(&name.as_str());
+        let extension = Path::new(&name).extension();
+        let weights = extension.is_some_and(|e| OTHER_WEIGHTS.iter().any(|w| e.eq_ignore_ascii_case(w)));
+        let ours = folder.is_empty() && ["config.json", "hf_quant_config.json"].contains(&name.as_str());
         if !weights && !ours && !name.ends_with(INDEX_SUFFIX) && full.is_file() {
-            found.push(path);
+            found.push(PathBuf::from(path));
         }
     }
     Ok(())
@@ -278,18 +300,13 @@ fn inside(root: &Path, name: &str) -> Result<PathBuf> {
 
 /// Reads a JSON file in which no object has a key twice.
 pub(super) fn read_json(path: &Path) -> Result<Value> {
-    let io = |source| Error::Io { path: path.to_path_buf(), source };
-    let mut bytes = Vec::new();
-    fs::File::open(path).map_err(io)?.take(MAX_JSON + 1).read_to_end(&mut bytes).map_err(io)?;
-    let invalid = |reason: String| Error::Format { path: path.to_path_buf(), reason };
-    if bytes.len() as u64 > MAX_JSON {
-        return Err(invalid(format!("more than {MAX_JSON} bytes of JSON")));
-    }
-    parse_json(&bytes).map_err(|e| invalid(e.to_string()))
+    let bytes = regular::read(path, MAX_JSON)?;
+    parse_json(&bytes).map_err(|e| Error::Format { path: path.to_path_buf(), reason: e.to_string() })
 }
 
-/// JSON in which no object has a key twice.
-fn parse_json(bytes: &[u8]) -> serde_json::Result<Value> {
+/// JSON in which no object has a key twice. A byte order mark, which some editors write, is passed over.
+pub(super) fn parse_json(bytes: &[u8]) -> serde_json::Result<Value> {
+    let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(bytes);
     unique_keys(bytes).and_then(|()| serde_json::from_slice(bytes))
 }
 

@@ -23,6 +23,8 @@ mod convert;
 mod dialect;
 mod file;
 mod folder;
+#[doc(hidden)]
+pub mod fuzzed;
 pub mod gguf;
 mod inputs;
 mod measure;

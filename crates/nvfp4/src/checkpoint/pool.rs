@@ -15,6 +15,9 @@ pub(super) fn run<T: Sync, M: Default>(
     work: impl Fn(&T, &mut M) -> Result<()> + Sync,
 ) -> Result<()> {
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None::<(usize, Error)>));
+    if tasks.is_empty() {
+        return outcome(failed, stop);
+    }
     let halted = AtomicBool::new(false);
     let worker = || {
         let mut memory = M::default();
@@ -30,8 +33,13 @@ pub(super) fn run<T: Sync, M: Default>(
             }
         }
     };
+    // Where the kernels are alone already, one worker needs no thread of its own.
+    if threads == 1 && rayon::current_num_threads() == 1 {
+        worker();
+        return outcome(failed, stop);
+    }
     std::thread::scope(|scope| {
-        for _ in 0..threads.clamp(1, tasks.len().max(1)) {
+        for _ in 0..threads.clamp(1, tasks.len()) {
             scope.spawn(|| match rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build() {
                 // The kernels split their work over the pool that they find themselves in: here, this thread alone.
                 Ok(alone) => alone.install(worker),
@@ -39,6 +47,11 @@ pub(super) fn run<T: Sync, M: Default>(
             });
         }
     });
+    outcome(failed, stop)
+}
+
+/// What has become of the tasks.
+fn outcome(failed: Mutex<Option<(usize, Error)>>, stop: &AtomicBool) -> Result<()> {
     match failed.into_inner().expect("the workers are done") {
         Some((_, error)) => Err(error),
         None if stop.load(Ordering::Relaxed) => Err(Error::Interrupted),

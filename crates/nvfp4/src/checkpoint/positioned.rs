@@ -1,10 +1,43 @@
 //! Reading and writing at an offset, from several threads at once, without a shared position.
 
 use std::fs::File;
-use std::io::Result;
+use std::io::{Error, ErrorKind, Result};
 
-/// Fills `bytes` from `offset` on. A file that ends before is an error.
-pub(super) fn read_exact(file: &File, bytes: &mut [u8], offset: u64) -> Result<()> {
+#[cfg(not(any(unix, windows)))]
+compile_error!("files are read and written at offsets, which the standard library has for Unix and Windows only");
+
+/// Where the bytes of a file are.
+#[derive(Debug)]
+pub(super) enum Bytes {
+    /// On disk.
+    File(File),
+    /// In memory.
+    Memory(Vec<u8>),
+}
+
+impl Bytes {
+    /// How many there are.
+    pub fn len(&self) -> Result<u64> {
+        match self {
+            Bytes::File(file) => file.metadata().map(|m| m.len()),
+            Bytes::Memory(bytes) => Ok(bytes.len() as u64),
+        }
+    }
+
+    /// Fills `bytes` from `offset` on. Bytes that end before are an error.
+    pub fn read_exact(&self, bytes: &mut [u8], offset: u64) -> Result<()> {
+        match self {
+            Bytes::File(file) => read_exact(file, bytes, offset),
+            Bytes::Memory(all) => {
+                let rest = usize::try_from(offset).ok().and_then(|start| all.get(start..)?.get(..bytes.len()));
+                bytes.copy_from_slice(rest.ok_or_else(|| Error::from(ErrorKind::UnexpectedEof))?);
+                Ok(())
+            }
+        }
+    }
+}
+
+fn read_exact(file: &File, bytes: &mut [u8], offset: u64) -> Result<()> {
     #[cfg(unix)]
     return std::os::unix::fs::FileExt::read_exact_at(file, bytes, offset);
     #[cfg(windows)]
@@ -12,7 +45,7 @@ pub(super) fn read_exact(file: &File, bytes: &mut [u8], offset: u64) -> Result<(
         let mut done = 0;
         while done < bytes.len() {
             match std::os::windows::fs::FileExt::seek_read(file, &mut bytes[done..], offset + done as u64)? {
-                0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+                0 => return Err(ErrorKind::UnexpectedEof.into()),
                 n => done += n,
             }
         }

@@ -217,7 +217,8 @@ impl Conversion<'_, '_> {
             RowOrder::Interleaved(head) => (rows / head).max(1) * head,
         };
         let matrix = weight.matrix_rows();
-        (0..weight.matrices())
+        // Rows without columns are as many as a header says, and nothing to go through.
+        (0..if weight.elements() == 0 { 0 } else { weight.matrices() })
             .flat_map(move |m| ranges(matrix, rows).map(move |r| m * matrix + r.start..m * matrix + r.end))
     }
 

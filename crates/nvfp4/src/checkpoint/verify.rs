@@ -316,11 +316,9 @@ impl Ignored {
 fn check_weight(weight: &Weight<'_>, counts: &Statistics, client: Client, report: &mut Report) -> Result<()> {
     let Stored::Nvfp4(parts) = &weight.stored else { return Ok(()) };
     let module = &weight.module;
-    for matrix in 0..weight.matrices() {
-        let global = parts.global(matrix)?;
-        if !(global.is_finite() && global > 0.0) {
-            report.problem(module, format!("the tensor scale is {global}"));
-        }
+    // One finding for a weight, however many matrices it holds.
+    if let Some(global) = parts.globals(weight)?.iter().find(|g| !(g.is_finite() && **g > 0.0)) {
+        report.problem(module, format!("the tensor scale is {global}"));
     }
     if counts.nan_scales() > 0 {
         report.problem(module, format!("{} block scales are NaN", counts.nan_scales()));

@@ -1,7 +1,7 @@
 //! A weight matrix on disk, whatever it is stored as, read row by row.
 
 use super::folder::Located;
-use crate::{GlobalScale, Layout, Result, Unit};
+use crate::{Error, GlobalScale, Layout, Result, Unit};
 use half::{bf16, f16};
 use nvfp4_kernels::{Implementation, Values, dequantize};
 use nvfp4_spec::matrix::View;
@@ -80,6 +80,16 @@ pub enum Stored<'a> {
 }
 
 impl<'a> Stored<'a> {
+    /// The largest of its tensors.
+    pub fn first(&self) -> Located<'a> {
+        match *self {
+            Stored::Plain(tensor) => tensor,
+            Stored::Fp8 { weight, .. } => weight,
+            Stored::MxFp4 { blocks, .. } => blocks,
+            Stored::Nvfp4(n) => n.codes,
+        }
+    }
+
     /// Its tensors, the largest first.
     pub fn parts(&self) -> Vec<Located<'a>> {
         match *self {
@@ -147,9 +157,14 @@ impl Weight<'_> {
         }
     }
 
-    /// Rows of one of them.
+    /// Rows of one of them. Where there are none, the shape still says how many each would have.
     pub(super) fn matrix_rows(&self) -> usize {
-        self.rows / self.matrices().max(1)
+        let outputs = match &self.stored {
+            Stored::MxFp4 { blocks, experts: 0, .. } => blocks.info.shape.get(1),
+            Stored::Nvfp4(Nvfp4 { codes, arrangement: Arrangement::Experts(0), .. }) => codes.info.shape.get(2),
+            _ => return self.rows / self.matrices(),
+        };
+        outputs.copied().unwrap_or(0)
     }
 
     /// Whether it is written with inputs before outputs: experts in one tensor are.
@@ -199,6 +214,9 @@ impl Weight<'_> {
     ///
     /// FP8 is decoded as `fl(value · scale)` in binary32; MXFP4 exactly; NVFP4 as its dialect does.
     pub fn values<'b>(&self, rows: Range<usize>, buffer: &'b mut Buffer) -> Result<Values<'b>> {
+        if rows.start > rows.end || rows.end > self.rows {
+            return Err(Error::OutOfRange { start: rows.start, end: rows.end, rows: self.rows });
+        }
         let len = rows.len() * self.cols;
         match &self.stored {
             Stored::Plain(t) => {
@@ -292,12 +310,17 @@ impl Nvfp4<'_> {
 
     /// The tensor scales of all matrices of the weight that it belongs to.
     pub fn globals(&self, weight: &Weight<'_>) -> Result<Vec<f32>> {
-        (0..weight.matrices()).map(|matrix| self.global(matrix)).collect()
+        let count = weight.matrices();
+        match self.global {
+            // At once: a file may hold millions of small matrices.
+            Some(tensor) if tensor.info.len != 4 => read_floats(&tensor, 0, count),
+            _ => Ok(vec![self.global(0)?; count]),
+        }
     }
 
-    /// The scale of the activations as it is stored.
+    /// The scale of the activations as it is stored; experts of which there are none have none.
     pub fn input(&self) -> Result<Option<f32>> {
-        self.input.map(|t| number(&t, 0)).transpose()
+        self.input.filter(|t| t.info.len > 0).map(|t| number(&t, 0)).transpose()
     }
 
     /// Bytes of some rows of a part that has `width` bytes for each, read from where inputs come before outputs.
@@ -331,6 +354,11 @@ impl Nvfp4<'_> {
         codes: &mut Vec<u8>,
         scales: &mut Vec<u8>,
     ) -> Result<()> {
+        let end = rows.end.checked_mul(cols / 2).and_then(|bytes| u64::try_from(bytes).ok());
+        if rows.start > rows.end || end.is_none_or(|end| end > self.codes.info.len) {
+            let range = format!("it does not hold the rows {}..{} of {cols} columns", rows.start, rows.end);
+            return Err(self.codes.wrong(range));
+        }
         if self.arrangement != Arrangement::Rows {
             self.transposed(&self.codes, rows.clone(), cols / 2, codes)?;
             return self.transposed(&self.scales, rows, cols / BLOCK, scales);

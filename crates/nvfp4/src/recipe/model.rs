@@ -4,6 +4,7 @@ use super::consumers::Use;
 use super::path::ModulePath;
 use super::products::Product;
 use super::role::{AttentionSlot, Consumer, ExtensionSlot, LinearSlot, Pass, Role, Site, Slot};
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
 /// A model, as far as quantization goes.
@@ -265,18 +266,18 @@ impl Model {
     /// The roles of all tensors that are quantized, module by module. A tensor that a linear layer could hand on has a role only
     /// if an edge asks for it; attention computes its output in the format of that slot in any case.
     pub fn roles(&self) -> Vec<Role> {
-        let mut roles = Vec::new();
+        let (mut roles, consumers) = (Vec::new(), self.consumers());
         for module in &self.modules {
             let site = |slot| Site { path: module.path.clone(), slot };
             for owner in module.slots().into_iter().map(site) {
-                let consumer = self.consumer(&owner).or(match owner.slot {
+                let consumer = consumers.get(&owner).cloned().or(match owner.slot {
                     Slot::Attention(AttentionSlot::O | AttentionSlot::DQkv) => Some(Consumer::HighPrecision),
                     _ => None,
                 });
                 roles.push(Role { owner, consumer });
             }
             for owner in module.boundary_slots().into_iter().map(site) {
-                if let Some(consumer) = self.consumer(&owner) {
+                if let Some(consumer) = consumers.get(&owner).cloned() {
                     roles.push(Role { owner, consumer: Some(consumer) });
                 }
             }
@@ -285,11 +286,13 @@ impl Model {
         roles
     }
 
-    /// Who takes over a tensor, if an edge says so.
-    fn consumer(&self, owner: &Site) -> Option<Consumer> {
-        let mut edges = self.edges.iter().filter(|edge| edge.from == *owner).peekable();
-        edges.peek()?;
-        let sites: Vec<Site> = edges.flat_map(|edge| &edge.to).cloned().collect();
-        Some(if sites.is_empty() { Consumer::Unknown } else { Consumer::Sites(sites) })
+    /// Who takes over each tensor that an edge says something about.
+    fn consumers(&self) -> BTreeMap<&Site, Consumer> {
+        let mut sites: BTreeMap<&Site, Vec<Site>> = BTreeMap::new();
+        for edge in &self.edges {
+            sites.entry(&edge.from).or_default().extend(edge.to.iter().cloned());
+        }
+        let consumer = |sites: Vec<Site>| if sites.is_empty() { Consumer::Unknown } else { Consumer::Sites(sites) };
+        sites.into_iter().map(|(owner, sites)| (owner, consumer(sites))).collect()
     }
 }

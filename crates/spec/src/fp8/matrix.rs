@@ -119,7 +119,7 @@ impl<'a> View<'a> {
     /// The scale of the whole matrix, if it has a single 32-bit one.
     pub fn tensor_scale(&self) -> Option<f32> {
         match (self.tile, self.scales) {
-            (Tile::Tensor, Scales::F32(scales)) => Some(scales[0]),
+            (Tile::Tensor, Scales::F32(scales)) => scales.first().copied(),
             _ => None,
         }
     }

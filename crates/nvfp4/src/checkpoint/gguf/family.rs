@@ -161,7 +161,7 @@ impl<'a> Config<'a> {
         Ok(Config { json })
     }
 
-    fn wrong(&self, reason: String) -> Error {
+    pub fn wrong(&self, reason: String) -> Error {
         Error::Refused(format!("config.json: {reason}"))
     }
 

@@ -1,16 +1,16 @@
 //! A GGUF file: its description, checked before anything is believed, and its bytes by position.
 
-use super::super::positioned;
+use super::super::file::read_part;
+use super::super::positioned::Bytes;
 use super::super::weight::sized;
 use super::container::{ALIGNMENT, MAGIC, Type, Value, tag};
-use crate::{Error, GlobalScale, Result, Unit};
+use crate::{Error, GlobalScale, Result, Unit, regular};
 use half::{bf16, f16};
 use nvfp4_kernels::{Implementation, dequantize, gguf};
 use nvfp4_spec::BLOCK;
 use nvfp4_spec::gguf::{BLOCK_BYTES, BLOCK_ELEMENTS};
 use nvfp4_spec::matrix::View;
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::collections::BTreeMap;
 use std::io::{BufReader, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -57,27 +57,42 @@ impl GgufTensor {
 #[derive(Debug)]
 pub struct GgufFile {
     path: PathBuf,
-    file: File,
+    bytes: Bytes,
     values: BTreeMap<String, Value>,
     tensors: Vec<GgufTensor>,
+    /// Where each tensor is in the list.
+    index: BTreeMap<String, usize>,
     len: u64,
 }
 
 /// Whether a file says that it is GGUF.
 pub fn is_gguf(path: &Path) -> bool {
     let mut magic = [0; 4];
-    File::open(path).and_then(|mut f| f.read_exact(&mut magic)).is_ok() && magic == MAGIC
+    regular::open(path).is_ok_and(|mut file| file.read_exact(&mut magic).is_ok()) && magic == MAGIC
 }
 
 impl GgufFile {
     /// Opens a file and checks its description: lengths, types, and that tensors lie in the file without overlap.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { path: path.to_path_buf(), source };
-        let file = File::open(path).map_err(io)?;
+        let file = regular::open(path)?;
         let len = file.metadata().map_err(io)?.len();
-        let (values, tensors) = parse(BufReader::new(&file), len)
-            .map_err(|reason| Error::Format { path: path.to_path_buf(), reason: format!("GGUF: {reason}") })?;
-        Ok(GgufFile { path: path.to_path_buf(), file, values, tensors, len })
+        let parsed = parse(BufReader::new(&file), len);
+        Self::new(path, parsed, Bytes::File(file), len)
+    }
+
+    /// A file that is in memory; errors call it `path`.
+    pub fn from_bytes(path: &Path, bytes: Vec<u8>) -> Result<Self> {
+        let len = bytes.len() as u64;
+        let parsed = parse(&bytes[..], len);
+        Self::new(path, parsed, Bytes::Memory(bytes), len)
+    }
+
+    fn new(path: &Path, parsed: Checked<Parsed>, bytes: Bytes, len: u64) -> Result<Self> {
+        let (values, tensors) =
+            parsed.map_err(|reason| Error::Format { path: path.to_path_buf(), reason: format!("GGUF: {reason}") })?;
+        let index = tensors.iter().enumerate().map(|(i, tensor)| (tensor.name.clone(), i)).collect();
+        Ok(GgufFile { path: path.to_path_buf(), bytes, values, tensors, index, len })
     }
 
     /// Where it lies.
@@ -102,7 +117,7 @@ impl GgufFile {
 
     /// A tensor by its name.
     pub fn get(&self, name: &str) -> Option<&GgufTensor> {
-        self.tensors.iter().find(|t| t.name == name)
+        self.index.get(name).map(|&i| &self.tensors[i])
     }
 
     /// The architecture that it names.
@@ -140,6 +155,7 @@ impl GgufFile {
         if tensor.kind != Type::NVFP4 {
             return Err(self.wrong(&tensor.name, &format!("expected NVFP4, got {}", tensor.kind)));
         }
+        self.check_rows(tensor, &rows)?;
         let (cols, count) = (tensor.cols(), rows.len());
         let mut packed = vec![0; count * (cols / BLOCK_ELEMENTS) * BLOCK_BYTES];
         self.read(tensor, (rows.start * (cols / BLOCK_ELEMENTS) * BLOCK_BYTES) as u64, &mut packed)?;
@@ -149,6 +165,7 @@ impl GgufFile {
 
     /// The values of some rows of a tensor of floats, or of an NVFP4 tensor with its tensor scales.
     pub fn floats(&self, tensor: &GgufTensor, rows: Range<usize>) -> Result<Vec<f32>> {
+        self.check_rows(tensor, &rows)?;
         let cols = tensor.cols();
         let bytes = |size: usize| {
             let mut bytes = vec![0; rows.len() * cols * size];
@@ -188,10 +205,15 @@ impl GgufFile {
         Ok(values)
     }
 
+    fn check_rows(&self, tensor: &GgufTensor, rows: &Range<usize>) -> Result<()> {
+        match rows.start <= rows.end && rows.end <= tensor.rows() {
+            true => Ok(()),
+            false => Err(Error::OutOfRange { start: rows.start, end: rows.end, rows: tensor.rows() }),
+        }
+    }
+
     fn read(&self, tensor: &GgufTensor, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        debug_assert!(offset + bytes.len() as u64 <= tensor.len);
-        positioned::read_exact(&self.file, bytes, tensor.start + offset)
-            .map_err(|source| Error::Io { path: self.path.clone(), source })
+        read_part(&self.bytes, &self.path, (&tensor.name, tensor.start, tensor.len), offset, bytes)
     }
 
     fn wrong(&self, tensor: &str, reason: &str) -> Error {
@@ -307,14 +329,21 @@ impl<R: Read> Source<R> {
         }
         let dims = (0..rank).map(|_| self.u64()).collect::<Checked<Vec<u64>>>()?;
         let (kind, start) = (Type(self.u32()?), self.u64()?);
-        let countable = dims.iter().try_fold(1u64, |n, &d| n.checked_mul(d)).is_some();
+        // A zero among them must not hide how large the product of the others is.
+        let countable = dims.iter().filter(|d| **d > 0).try_fold(1u64, |n, &d| n.checked_mul(d));
+        if countable.is_none_or(|n| usize::try_from(n).is_err()) {
+            return Err(wrong(&format!("the dimensions {dims:?} have more elements than an address can count")));
+        }
+        // What is quantized has elements, so that the file's bytes bound its rows, columns and matrices.
+        if kind == Type::NVFP4 && dims.contains(&0) {
+            return Err(wrong(&format!("a quantized weight of the dimensions {dims:?} has no elements; remove it")));
+        }
         let len = match kind.byte_len(&dims) {
             Some(len) => len,
             None if kind.is_known() => {
                 return Err(wrong(&format!("{kind} cannot have the dimensions {dims:?}")));
             }
-            None if countable => 0,
-            None => return Err(wrong(&format!("the dimensions {dims:?} have more elements than 64 bits can count"))),
+            None => 0,
         };
         Ok(GgufTensor { name, kind, dims, start, len })
     }
@@ -348,7 +377,7 @@ fn parse(from: impl Read, len: u64) -> Checked<Parsed> {
         Some(Some(n)) if n.is_power_of_two() && n <= 1 << 20 => n,
         Some(_) => return Err("'general.alignment' is not a power of two".to_string()),
     };
-    let (mut tensors, mut names) = (Vec::new(), BTreeSet::new());
+    let (mut tensors, mut names) = (Vec::new(), std::collections::BTreeSet::new());
     for _ in 0..tensor_count {
         let tensor = source.tensor()?;
         if !names.insert(tensor.name.clone()) {

@@ -13,7 +13,7 @@ use super::tokenizer;
 use crate::{Error, Result};
 use nvfp4_spec::gguf::BLOCK_ELEMENTS;
 use safetensors::Dtype;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What the file is called while it is written.
 pub(in super::super) const FILE: &str = "model.gguf";
@@ -31,8 +31,15 @@ fn is_dropped(name: &str) -> bool {
 pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activations: Activations) -> Result<Shard<'a>> {
     let family = Family::of(model.architecture())?;
     let config = Config::new(model.checkpoint.config())?;
-    let mut layout =
-        Layout { family, config: &config, slots: Vec::new(), index: BTreeMap::new(), seen: BTreeMap::new() };
+    check_sizes(model, &config)?;
+    let mut layout = Layout {
+        family,
+        config: &config,
+        quantized: plan.quantized().map(|item| item.weight.module.as_str()).collect(),
+        slots: Vec::new(),
+        index: BTreeMap::new(),
+        seen: BTreeMap::new(),
+    };
     let first: BTreeMap<&str, usize> =
         plan.items.iter().enumerate().map(|(i, item)| (item.weight.stored.parts()[0].info.name.as_str(), i)).collect();
     let others: BTreeMap<&str, Located<'a>> = model.others.iter().map(|t| (t.info.name.as_str(), *t)).collect();
@@ -42,7 +49,7 @@ pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activati
         match (first.get(name), others.get(name)) {
             (Some(&i), _) => units.push((Unit::Weight(i), layout.weight(&plan.items[i], activations)?)),
             (None, Some(_)) if is_dropped(name) => {}
-            (None, Some(&other)) => units.push((Unit::Other(other), layout.other(&other, plan)?)),
+            (None, Some(&other)) => units.push((Unit::Other(other), layout.other(&other)?)),
             (None, None) => {}
         }
     }
@@ -68,6 +75,24 @@ pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activati
         names: layout.slots.iter().map(|s| s.name.clone()).collect(),
         constants: divisors.into_iter().map(|(slot, d)| (starts[slot], bytes(d))).collect(),
     })
+}
+
+/// Refuses sizes of `config.json` that the tensors do not bear out, before anything is allocated for them.
+fn check_sizes(model: &Model<'_>, config: &Config<'_>) -> Result<()> {
+    let rows = |name: &str| match model.weight(name) {
+        Some(weight) if weight.elements() > 0 => weight.rows as u64,
+        _ => 0,
+    };
+    for (key, size, module) in [
+        ("vocab_size", config.number("vocab_size")?, "model.embed_tokens"),
+        ("head_dim", config.head_dim()?, "model.layers.0.self_attn.q_proj"),
+    ] {
+        let held = rows(module);
+        if size > held {
+            return Err(config.wrong(format!("'{key}' is {size}, but '{module}' has {held} rows")));
+        }
+    }
+    Ok(())
 }
 
 /// Keys and values: what the model is, its parameters, its tokenizer.
@@ -105,6 +130,8 @@ struct Destination {
 struct Layout<'c> {
     family: Family,
     config: &'c Config<'c>,
+    /// Modules that will be NVFP4.
+    quantized: BTreeSet<&'c str>,
     slots: Vec<Described>,
     index: BTreeMap<String, usize>,
     /// How many matrices of each tensor of experts have been seen.
@@ -171,7 +198,10 @@ impl Layout<'_> {
             Some((expert, count)) => (expert, vec![cols, rows, count]),
         };
         let role = if quantized { Role::Blocks } else { Role::Whole };
-        let mut parts = vec![(role, self.slot(&place.name, kind, dims)?, at * matrix)];
+        let start = at
+            .checked_mul(matrix)
+            .ok_or_else(|| Error::Refused(format!("'{}' would lie beyond what 64 bits can count", weight.module)))?;
+        let mut parts = vec![(role, self.slot(&place.name, kind, dims)?, start)];
         if quantized {
             let module = place.name.strip_suffix(".weight").unwrap_or(&place.name);
             let scalars = vec![experts.map_or(1, |(_, count)| count)];
@@ -186,11 +216,11 @@ impl Layout<'_> {
     }
 
     /// Norms and biases, which llama.cpp wants in F32.
-    fn other(&mut self, tensor: &Located<'_>, plan: &Plan<'_>) -> Result<Destination> {
+    fn other(&mut self, tensor: &Located<'_>) -> Result<Destination> {
         let place = self.place(&tensor.info.name)?;
         float(tensor)?;
         if let (Some(module), false) = (tensor.info.name.strip_suffix(".bias"), is_query(&place.name))
-            && plan.quantized().any(|item| item.weight.module == module)
+            && self.quantized.contains(module)
         {
             return Err(Error::Refused(format!(
                 "'{module}' has a bias, beside which llama.cpp does not read NVFP4; leave it alone: --skip '{module}'"

@@ -15,6 +15,8 @@ mod verify;
 
 pub use container::{Type, Value};
 pub use file::{GgufFile, GgufTensor, check_gguf, is_gguf};
+#[doc(hidden)]
+pub use tokenizer::check_tokenizer;
 pub use verify::verify;
 
 pub(super) use layout::{FILE, check_parameters, lay_out};

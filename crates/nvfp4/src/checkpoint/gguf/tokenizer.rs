@@ -7,7 +7,7 @@
 use super::container::Value;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::folder::read_json;
-use crate::{Error, Result};
+use crate::{Error, Result, regular};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 
@@ -32,6 +32,9 @@ const SPLITS: [(&str, &str); 3] = [
     ),
 ];
 
+/// The largest SentencePiece model or chat template that is read: a vocabulary of a million tokens takes about 30 MB.
+const MAX_FILE: u64 = 256 << 20;
+
 type Entries = Vec<(String, Value)>;
 
 /// The keys of a checkpoint's tokenizer, for a vocabulary of `size`. Without one there is no vocabulary.
@@ -42,7 +45,7 @@ pub(super) fn entries(checkpoint: &Checkpoint, size: u64) -> Result<Entries> {
     let (mut found, tokens) = match (json, checkpoint.companion("tokenizer.model")?) {
         (Some(json), _) if byte_level => bpe(&json, size as usize)?,
         (_, Some(path)) => {
-            let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+            let bytes = regular::read(&path, MAX_FILE)?;
             let added = settings.as_ref().and_then(|s| s.get("added_tokens_decoder"));
             sentence_piece(&bytes, added, size as usize).map_err(|reason| Error::Format { path, reason })?
         }
@@ -56,12 +59,30 @@ pub(super) fn entries(checkpoint: &Checkpoint, size: u64) -> Result<Entries> {
         (None, None) => return Ok(vec![key("model", Value::Text("no_vocab".to_string()))]),
     };
     let template = match checkpoint.companion("chat_template.jinja")? {
-        Some(path) => Some(std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source })?),
+        Some(path) => {
+            let text = String::from_utf8(regular::read(&path, MAX_FILE)?);
+            Some(text.map_err(|_| Error::Format { path, reason: "not UTF-8".to_string() })?)
+        }
         None => settings.as_ref().and_then(|s| s.get("chat_template")).and_then(Json::as_str).map(str::to_string),
     };
     special(&mut found, &tokens, checkpoint.config().unwrap_or(&Json::Null), settings.as_ref());
     found.extend(template.map(|text| ("tokenizer.chat_template".to_string(), Value::Text(text))));
     Ok(found)
+}
+
+/// Reads a `tokenizer.json` and a `tokenizer.model`, for fuzzing: whatever the bytes, this returns. The same bytes stand for both.
+#[doc(hidden)]
+pub fn check_tokenizer(bytes: &[u8]) -> bool {
+    const SIZE: usize = 64;
+    let json = serde_json::from_slice::<Json>(bytes).ok();
+    let found = match &json {
+        Some(json) => bpe(json, SIZE).ok(),
+        None => sentence_piece(bytes, None, SIZE).ok(),
+    };
+    found.is_some_and(|(mut entries, tokens)| {
+        special(&mut entries, &tokens, json.as_ref().unwrap_or(&Json::Null), json.as_ref());
+        true
+    })
 }
 
 fn key(name: &str, value: Value) -> (String, Value) {

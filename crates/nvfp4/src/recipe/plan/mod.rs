@@ -37,6 +37,8 @@ pub struct Plan {
     recipe: String,
     purpose: Purpose,
     modules: Vec<Module>,
+    /// Where each module is in the list.
+    places: BTreeMap<ModulePath, usize>,
     entries: Vec<Entry>,
     index: BTreeMap<Site, usize>,
     handed: BTreeSet<Site>,
@@ -135,6 +137,8 @@ impl Plan {
             recipe: recipe.name(),
             purpose: model.purpose,
             modules: model.modules.clone(),
+            // Backwards: of a path that stands twice, which was reported, the first counts.
+            places: model.modules.iter().enumerate().rev().map(|(i, module)| (module.path().clone(), i)).collect(),
             entries,
             index,
             handed,
@@ -296,7 +300,7 @@ impl Plan {
     }
 
     fn module(&self, path: &ModulePath) -> Option<&Module> {
-        self.modules.iter().find(|module| module.path() == path)
+        self.places.get(path).map(|&i| &self.modules[i])
     }
 }
 

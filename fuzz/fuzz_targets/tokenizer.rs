@@ -1,0 +1,6 @@
+//! `tokenizer.json` and `tokenizer.model`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    nvfp4::checkpoint::gguf::check_tokenizer(data);
+});
