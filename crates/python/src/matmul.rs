@@ -47,9 +47,6 @@ impl Operand<'_> {
     }
 }
 
-/// matmul(a, b, *, bias=None, alpha=1.0, c=None, beta=1.0, dtype="float32")
-/// --
-///
 /// alpha · a · bᵀ + bias + beta · c, where a is [M, K] and b is [N, K].
 ///
 /// `a` is a quantized tensor (its row direction), a direction of one, or an array; `b` is quantized. The three products of a linear layer

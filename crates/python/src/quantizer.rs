@@ -47,6 +47,7 @@ impl Quantizer {
     /// The tensor of an array, and the amaxes that delayed scaling is to remember.
     fn make<'py>(&self, x: &Bound<'py, PyAny>, call: Call<'_, 'py>) -> PyResult<(QuantTensor, [Option<Seen<'py>>; 2])> {
         let array = Array::of(x)?;
+        [&call.amax, &call.column_amax].into_iter().flatten().try_for_each(check_amax)?;
         delayed::check_scales(&self.spec, call.scale.is_some(), call.column_scale.is_some())?;
         let randomness = randomness(x.py(), call.seed, call.offset.clone(), call.generator)?;
         let (held, seen) = match array.place {
@@ -112,6 +113,15 @@ impl Quantizer {
         };
         Ok(Cow::Owned(self.spec.quantizer_with(self.maker.directions(), |side| Some(of(side))).or_raise()?))
     }
+}
+
+/// An error for NaN, which is no magnitude. What lies on a GPU is not looked at.
+fn check_amax(amax: &Bound<'_, PyAny>) -> PyResult<()> {
+    let on_gpu = amax.getattr("is_cuda").and_then(|there| there.extract()).unwrap_or(false);
+    if !on_gpu && floats(amax)?.iter().any(|amax| amax.is_nan()) {
+        return Err(PyValueError::new_err("amax: expected a magnitude, got NaN"));
+    }
+    Ok(())
 }
 
 /// An amax that was seen, an array of one number.
@@ -198,9 +208,6 @@ impl Quantizer {
         Ok(Quantizer { spec, maker })
     }
 
-    /// quantize(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None)
-    /// --
-    ///
     /// Quantizes an array of float32, bfloat16 or float16: numpy's, torch's, or anything else with DLPack.
     ///
     /// Stochastic rounding draws from (seed, offset, position) alone, so that the same call gives the same bytes on every machine; a
@@ -229,9 +236,6 @@ impl Quantizer {
         Ok(self.make(x, Call { seed, offset, generator, amax, column_amax, scale, column_scale, watch })?.0)
     }
 
-    /// observe(x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None)
-    /// --
-    ///
     /// Quantizes an array, and gives what delayed scaling is to remember of it: (tensor, amax, column_amax). An amax is an array of one
     /// number, or None for a direction whose scale does not come from earlier steps.
     #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None, watch=None))]

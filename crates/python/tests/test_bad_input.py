@@ -100,7 +100,7 @@ def test_randomness_that_is_missing_or_left_over():
 
 
 def test_amaxes_that_do_not_fit():
-    for amax, message in [(-1.0, "magnitude"), (np.ones(3, np.float32), "amax"), ("a", "float32")]:
+    for amax, message in [(-1.0, "magnitude"), (np.nan, "NaN"), (np.array([np.nan], np.float32), "NaN"), (np.ones(3, np.float32), "amax"), ("a", "float32")]:
         with pytest.raises((ValueError, TypeError), match=message):
             nvfp4.quantize(X, amax=amax)
     with pytest.raises(ValueError, match="column"):
