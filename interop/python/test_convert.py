@@ -170,7 +170,7 @@ def test_the_head_is_left_unless_asked_for():
         get_output_embeddings = None
 
     for language in (Language(True), Language(False), Silent(True)):
-        report = convert_module(language, "nvfp4")
+        report = convert_module(nn.DataParallel(language), "nvfp4")
         assert [c.name for c in report.converted] == ["inner"] and type(language.out) is nn.Linear
         assert reasons(report)["out"] == 'an output head; head="convert" takes it too'
         assert [c.name for c in convert_module(language, "nvfp4", head="convert").converted] == ["inner", "out"]

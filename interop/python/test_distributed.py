@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import nvfp4
@@ -66,6 +68,8 @@ def worker(rank, folder):
             run(mine).square().sum().backward()
             results.append(module.weight.grad)
         assert torch.equal(*results)
+    losses = [sharded(order, mine.detach()) for order in ("convert, shard", "shard, convert")]
+    assert losses[0] == losses[1]
     torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes, scales], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -99,6 +103,28 @@ def delayed(whole, rank):
         y.backward(x[:, :48])
         nvfp4.torch.update_scales(layer)
     return dict(module.named_buffers()), dict(alone.named_buffers())
+
+
+def sharded(order, x):
+    """The losses of a few steps of a model whose parameters lie with all workers."""
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 48))
+    for what in order.split(", "):
+        if what == "shard":
+            fully_shard(model[2])
+            fully_shard(model)
+        else:
+            assert len(nvfp4.torch.convert_module(model, "mxfp8").converted) == 2
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*returned a view tensor")
+            loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

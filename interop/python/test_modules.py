@@ -366,6 +366,15 @@ def test_an_input_with_another_number_of_features():
             module(torch.randn(32, 32), *args)
 
 
+def test_results_are_no_views():
+    for module, args in layers():
+        for shape in ((32, 64), (1, 32, 64), *(() if args else ((3, 11, 64), (5, 64), (64,)))):
+            y = module(torch.randn(shape), *args)
+            assert not y._is_view() and y.shape == shape
+            y += 1
+            y.sum().backward()
+
+
 def test_an_operation_never_gives_its_input_back():
     x = torch.randn(32, 64)
     for spec in ("high-precision", "high-precision / high-precision from row", "high-precision / mxfp8"):

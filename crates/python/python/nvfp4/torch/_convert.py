@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from dataclasses import dataclass
@@ -145,6 +146,11 @@ def _wraps(module: torch.nn.Module, name: str) -> bool:
     return name in _WRAPPED or (name == "module" and isinstance(module, data_parallel))
 
 
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    inner = [child for name, child in model.named_children() if _wraps(model, name)]
+    return _unwrapped(inner[0]) if inner else model
+
+
 def _is_matrix(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, UninitializedParameter) or parameter.dim() >= 2
 
@@ -199,8 +205,11 @@ def _is_conv1d(module: torch.nn.Module) -> bool:
 
 def _heads(model: torch.nn.Module, parts: List[Part]) -> Set[int]:
     """The modules that make logits: by their names, by what the model itself says, or by a weight that they share with an embedding."""
-    ask = getattr(model, "get_output_embeddings", None)
-    heads = {id(ask())} if callable(ask) else set()
+    heads = set()
+    ask = getattr(_unwrapped(model), "get_output_embeddings", None)
+    if callable(ask):
+        with contextlib.suppress(NotImplementedError):  # a part of a model, which has none
+            heads.add(id(ask()))
     tables = {id(part.module.weight) for part in parts if isinstance(part.module, torch.nn.Embedding)}
     for part in parts:
         if part.path.rpartition(".")[2] in _HEADS or id(getattr(part.module, "weight", None)) in tables:

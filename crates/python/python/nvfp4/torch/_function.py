@@ -54,7 +54,12 @@ def linear(
         y = _forward(tokens, weight, bias, formats.input_row, formats.weight_row, formats.finite, group, unseen, watch)[0]
     if padding:
         y = y[:count]
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    return shaped(y, (*x.shape[:-1], weight.shape[0]))
+
+
+def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
+    """A result in another shape that is no view of anything, as that of ``torch.nn.Linear``: hooks on it survive operations in place."""
+    return torch.ops.aten._unsafe_view(y, shape)
 
 
 def check_features(x: Tensor, expected: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 import nvfp4
 
 from ._formats import Formats, formats_of
-from ._function import check_features
+from ._function import check_features, shaped
 from ._layer import Layer
 from ._norm import _parameter, _reset
 
@@ -65,7 +65,7 @@ class GroupedLinear(Layer):
             )
         parts = torch.split(x, list(m_splits))
         outputs = [self._expert(expert, tokens) for expert, tokens in enumerate(parts)]
-        return torch.cat(outputs).reshape(*input.shape[:-1], self.out_features)
+        return shaped(torch.cat(outputs), (*input.shape[:-1], self.out_features))
 
     def _expert(self, expert: int, tokens: Tensor) -> Tensor:
         return self.product(tokens, getattr(self, f"weight{expert}"), getattr(self, f"bias{expert}"), expert)

@@ -89,6 +89,7 @@ def _restored(kind: Any, of: Any) -> torch.nn.Module:
 
 def become(module: torch.nn.Module, kind: Any, path: str, seed: int) -> None:
     """Makes a layer a quantized one, where it is: its parameters, hooks and attributes are the same, and so is every reference to it."""
-    module.__class__ = quantized_class(kind, type(module))
+    of: Any = type(module)
+    module.__class__ = quantized_class(kind, of)
     assert isinstance(module, Layer)
     module.path, module.seed = path, seed

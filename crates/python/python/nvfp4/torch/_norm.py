@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Tuple, Union
+from typing import Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -24,7 +24,12 @@ def swiglu(x: Tensor) -> Tensor:
     return functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
 
 
-_ACTIVATIONS = {"gelu": gelu, "relu": functional.relu, "silu": functional.silu, "swiglu": swiglu}
+_ACTIVATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "swiglu": swiglu,
+}
 
 
 class _Norm(Layer):
@@ -132,7 +137,7 @@ class LayerNormMLP(_Norm):
             known = ", ".join(f"'{name}'" for name in _ACTIVATIONS)
             raise ValueError(f"unknown activation '{activation}'; there are {known}")
         wide = 2 * ffn_hidden_size if activation == "swiglu" else ffn_hidden_size
-        self.activation: Callable[[Tensor], Tensor] = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
         for name, rows, cols in (("fc1", wide, hidden_size), ("fc2", hidden_size, ffn_hidden_size)):
             setattr(self, f"{name}_weight", _parameter(rows, cols, device=device, dtype=dtype))
             self.register_parameter(f"{name}_bias", _parameter(rows, device=device, dtype=dtype) if bias else None)
