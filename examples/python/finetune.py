@@ -88,7 +88,7 @@ def main():
 
     plain, quantized = base, copy.deepcopy(base)
     # The head stays in bf16, as it does in most recipes.
-    nvfp4.torch.convert_module(quantized, arguments.recipe, filter=lambda name, layer: name != "head")
+    print(nvfp4.torch.convert_module(quantized, arguments.recipe, filter_fn=lambda layer, name: name != "head").line)
     losses = [train(model, SECOND, arguments.steps, 1e-3) for model in (plain, quantized)]
 
     print(f"{'step':>5} {'bf16':>8} {arguments.recipe:>8}")

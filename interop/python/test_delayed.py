@@ -67,7 +67,7 @@ def test_every_kind_of_layer_has_it(recipe):
         (nvfp4.torch.LayerNormLinear(64, 48, recipe=recipe), (), 3),
         (nvfp4.torch.LayerNormMLP(64, 96, recipe=recipe), (), 6),
         (nvfp4.torch.GroupedLinear(2, 64, 48, recipe=recipe), ([16, 16],), 6),
-        (nvfp4.torch.convert_module(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe), (), 3),
+        (nvfp4.torch.convert_module(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe).model, (), 3),
     ]:
         before = buffers(module)
         for number in range(2):
@@ -104,7 +104,7 @@ def test_micro_batches_count_as_one_step():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_have_the_same_scales(reentrant):
-    plain = nvfp4.torch.convert_module(model(), SHORT)
+    plain = nvfp4.torch.convert_module(model(), SHORT).model
     again = copy.deepcopy(plain)
 
     class Checkpointed(torch.nn.Module):
@@ -125,7 +125,7 @@ def test_recomputed_activations_have_the_same_scales(reentrant):
 
 def test_compiled_whole_without_a_break():
     torch._dynamo.reset()
-    eager = nvfp4.torch.convert_module(model(), SHORT)
+    eager = nvfp4.torch.convert_module(model(), SHORT).model
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for number in range(3):
@@ -136,15 +136,15 @@ def test_compiled_whole_without_a_break():
 
 
 def test_state_dicts_have_it(tmp_path):
-    trained = nvfp4.torch.convert_module(model(), SHORT)
+    trained = nvfp4.torch.convert_module(model(), SHORT).model
     assert "0.delayed.input.scale" in trained.state_dict() and "2.delayed.grad_output.history" in trained.state_dict()
     step(trained, data(1))
     nvfp4.torch.update_scales(trained)
     torch.save(trained.state_dict(), tmp_path / "state.pt")
-    again = nvfp4.torch.convert_module(model(), SHORT)
+    again = nvfp4.torch.convert_module(model(), SHORT).model
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert same(list(trained.buffers()), list(again.buffers())) and same(step(trained, data(2)), step(again, data(2)))
-    fresh = nvfp4.torch.convert_module(model(), SHORT)
+    fresh = nvfp4.torch.convert_module(model(), SHORT).model
     fresh.load_state_dict(model().state_dict())  # of a model that has none: it begins anew
     assert all(scale == 1 for name, scale in fresh.named_buffers() if name.endswith("scale"))
     torch.save(trained, tmp_path / "model.pt")
@@ -286,3 +286,27 @@ def test_a_layer_that_knows_no_recipe_yet_keeps_scales_where_its_parameters_are(
     fresh = te.Linear(64, 48, device="meta")
     fresh.load_state_dict(trained.state_dict())
     assert {buffer.device.type for buffer in fresh.buffers()} == {"meta"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_checkpoints_of_models_without_it(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    plain, trained = model(), nvfp4.torch.convert_module(model(), SHORT).model
+    step(trained, data(1))
+    nvfp4.torch.update_scales(trained)
+    # A plain checkpoint, distributed, into a model with delayed scaling, which keeps the scales that it has.
+    dcp.save(plain.state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    fresh = nvfp4.torch.convert_module(torch.nn.Sequential(*(copy.deepcopy(layer) for layer in plain)), SHORT).model
+    state = fresh.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "plain", planner=dcp.DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh[0].weight, plain[0].weight) and fresh[0].delayed.input.scale == 1
+    # The state of a model with delayed scaling into a plain one.
+    left = plain.load_state_dict(trained.state_dict(), strict=False)
+    assert left.missing_keys == [] and all(".delayed." in key for key in left.unexpected_keys)
+    dcp.save(trained.state_dict(), checkpoint_id=tmp_path / "delayed", no_dist=True)
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "delayed", no_dist=True)
+    plain.load_state_dict(state)
+    assert torch.equal(trained[0].weight, plain[0].weight)

@@ -1,9 +1,15 @@
 """Two processes that agree on amaxes, over gloo."""
 
+import copy
+import pickle
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import nvfp4
 import nvfp4.te
@@ -36,6 +42,34 @@ def worker(rank, folder):
     with pytest.raises(ValueError, match="leave out 'from row'"):
         quantized("nvfp4 / nvfp4 from row", mine, dist.group.WORLD)
     scales = delayed(whole, rank)
+    module.amax_group, alone.amax_group = None, None
+    nvfp4.torch.reduce_amaxes(module)
+    assert copy.deepcopy(module).amax_group is dist.group.WORLD, "a copy agrees with the same workers"
+    again = pickle.loads(pickle.dumps(module))
+    assert again.amax_group is None, "a pickle goes where other groups are"
+    assert torch.equal(again(mine), alone(mine))
+    # The largest value of all is another worker's than the first one's.
+    assert torch.equal(again(mine), module(mine)) == (rank == 1)
+    if rank == 0:
+        # By itself: nobody else takes part, and nobody is waited for.
+        assert torch.equal(module.eval()(mine), alone(mine))
+        with torch.no_grad():
+            assert torch.equal(module(mine), alone(mine))
+    nvfp4.torch.stop_reducing_amaxes(module.train())
+    if rank == 1:
+        assert torch.equal(module(mine), alone(mine))
+    nvfp4.torch.reduce_amaxes(module)
+    for reentrant in (True, False):
+        # Computed again with the amaxes of the first time, also where that is without gradients.
+        results = []
+        for run in (module, lambda x: checkpoint(module, x, use_reentrant=reentrant)):
+            torch.manual_seed(3)
+            module.zero_grad()
+            run(mine).square().sum().backward()
+            results.append(module.weight.grad)
+        assert torch.equal(*results)
+    losses = [sharded(order, mine.detach()) for order in ("convert, shard", "shard, convert")]
+    assert losses[0] == losses[1]
     torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes, scales], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -71,6 +105,28 @@ def delayed(whole, rank):
     return dict(module.named_buffers()), dict(alone.named_buffers())
 
 
+def sharded(order, x):
+    """The losses of a few steps of a model whose parameters lie with all workers."""
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 48))
+    for what in order.split(", "):
+        if what == "shard":
+            fully_shard(model[2])
+            fully_shard(model)
+        else:
+            assert len(nvfp4.torch.convert_module(model, "mxfp8").converted) == 2
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*returned a view tensor")
+            loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="torch: this one has no distributed")
 def test_workers_quantize_with_the_scale_of_the_whole_batch(tmp_path):
     mp.spawn(worker, (str(tmp_path),), nprocs=2)
@@ -80,3 +136,8 @@ def test_workers_quantize_with_the_scale_of_the_whole_batch(tmp_path):
     assert torch.equal(a, b)
     for ours, whole in (scales, others):
         assert ours.keys() == whole.keys() and all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def test_workers_that_are_not_there_yet():
+    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group before"):
+        nvfp4.torch.reduce_amaxes(nvfp4.torch.Linear(64, 48))

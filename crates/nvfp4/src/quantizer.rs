@@ -76,7 +76,7 @@ impl Directions {
 /// What to do about NaN and infinities in the input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Finite {
-    /// Keep the profile's behaviour.
+    /// Keep the format's and the profile's behaviour: NaN and infinities become codes.
     #[default]
     Keep,
     /// Refuse the tensor, naming the index of the first bad value; and a given amax that is not finite.

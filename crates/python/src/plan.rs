@@ -3,7 +3,7 @@
 use crate::error::OrRaise;
 use crate::quantizer::Quantizer;
 use crate::recipe::Recipe;
-use crate::words;
+use crate::words::{self, FINITES};
 use nvfp4::recipe::{self, Capabilities, Model, Module, Purpose, Site, States};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -102,6 +102,12 @@ impl Plan {
     fn entries(&self) -> Vec<(String, String, String)> {
         let entries = self.0.entries().iter();
         entries.map(|e| (e.role.to_string(), e.spec.to_string(), e.because.to_string())).collect()
+    }
+
+    /// What is done about NaN and infinities in tensors that are quantized: 'keep' or 'refuse'.
+    #[getter]
+    fn finite(&self) -> &'static str {
+        words::word(FINITES, self.0.finite())
     }
 
     /// What is not wrong, but probably not meant.

@@ -111,7 +111,8 @@ impl Quantizer {
             (QuantSpec::Split(_), Side::Column) => column_scale,
             _ => scale,
         };
-        Ok(Cow::Owned(self.spec.quantizer_with(self.maker.directions(), |side| Some(of(side))).or_raise()?))
+        let maker = self.spec.quantizer_with(self.maker.directions(), |side| Some(of(side))).or_raise()?;
+        Ok(Cow::Owned(maker.with_finite(self.maker.finite())))
     }
 }
 
@@ -186,6 +187,7 @@ impl Quantizer {
         spec: Option<&str>,
     ) -> PyResult<Self> {
         let directions = choose("directions", DIRECTIONS, directions)?;
+        let finite = choose("finite", FINITES, finite)?;
         let settings = nvfp4::Quantizer::builder()
             .tile(choose("tile", TILES, tile)?)
             .global_scale(choose("global_scale", GLOBALS, global_scale)?)
@@ -194,18 +196,21 @@ impl Quantizer {
             .transform(self::transform(transform)?)
             .edge(choose("edge", EDGES, edge)?)
             .profile(choose("profile", PROFILES, profile)?)
-            .layout(choose("layout", LAYOUTS, layout)?)
-            .finite(choose("finite", FINITES, finite)?);
+            .layout(choose("layout", LAYOUTS, layout)?);
         let spec = match spec {
             None => {
                 settings.directions(directions).build().or_raise()?;
                 QuantSpec::Uniform(Format::Nvfp4(Nvfp4::new(settings).or_raise()?))
             }
             Some(spec) if settings == nvfp4::Quantizer::builder() => spec.parse().or_raise()?,
-            Some(_) => return Err(PyValueError::new_err("`spec` says all settings but `directions`; drop the others")),
+            Some(_) => {
+                return Err(PyValueError::new_err(
+                    "`spec` says all settings but `directions` and `finite`; drop the others",
+                ));
+            }
         };
         let maker = spec.quantizer_with(directions, |_| Some(1.0)).or_raise()?;
-        Ok(Quantizer { spec, maker })
+        Ok(Quantizer { spec, maker: maker.with_finite(finite) })
     }
 
     /// Quantizes an array of float32, bfloat16 or float16: numpy's, torch's, or anything else with DLPack.
@@ -269,7 +274,13 @@ impl Quantizer {
         words::word(ROUNDINGS, self.maker.rounding())
     }
 
-    /// The settings as recipes write them: `Quantizer(spec=q.spec, directions=q.directions) == q`.
+    /// What is done about NaN and infinities: 'keep' or 'refuse'.
+    #[getter]
+    fn finite(&self) -> &'static str {
+        words::word(FINITES, self.maker.finite())
+    }
+
+    /// The settings as recipes write them: `Quantizer(spec=q.spec, directions=q.directions, finite=q.finite) == q`.
     #[getter]
     fn spec(&self) -> String {
         self.spec.to_string()
@@ -280,6 +291,7 @@ impl Quantizer {
         let settings = PyDict::new(py);
         settings.set_item("spec", self.spec())?;
         settings.set_item("directions", self.directions())?;
+        settings.set_item("finite", self.finite())?;
         Ok((PyTuple::empty(py), settings))
     }
 
@@ -288,7 +300,8 @@ impl Quantizer {
     }
 
     fn __repr__(&self) -> String {
-        format!("Quantizer(spec='{}', directions='{}')", self.spec, self.directions())
+        let finite = if self.finite() == "keep" { "" } else { ", finite='refuse'" };
+        format!("Quantizer(spec='{}', directions='{}'{finite})", self.spec, self.directions())
     }
 }
 

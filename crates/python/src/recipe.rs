@@ -2,7 +2,7 @@
 
 use crate::error::OrRaise;
 use crate::role::Role;
-use crate::words::{self, BACKWARDS, choose};
+use crate::words::{self, BACKWARDS, FINITES, choose};
 use nvfp4::Error;
 use nvfp4::recipe::{self, Preset, QuantSpec, Site};
 use pyo3::exceptions::PyTypeError;
@@ -96,6 +96,18 @@ impl Recipe {
     fn with_backward(&self, backward: &str) -> PyResult<Self> {
         let inner = self.inner.with_backward(choose("backward", BACKWARDS, backward)?);
         Ok(Recipe { inner, raised: Arc::clone(&self.raised) })
+    }
+
+    /// The same recipe with another answer to NaN and infinities in the tensors that it quantizes: 'keep' or 'refuse'.
+    fn with_finite(&self, finite: &str) -> PyResult<Self> {
+        let inner = self.inner.with_finite(choose("finite", FINITES, finite)?);
+        Ok(Recipe { inner, raised: Arc::clone(&self.raised) })
+    }
+
+    /// What is done about NaN and infinities: 'keep' or 'refuse'.
+    #[getter]
+    fn finite(&self) -> &'static str {
+        words::word(FINITES, self.inner.finite())
     }
 
     /// A short name.

@@ -1,5 +1,8 @@
 """Recipes and plans."""
 
+import pickle
+
+import numpy as np
 import pytest
 
 import nvfp4
@@ -61,3 +64,26 @@ def test_what_is_unknown_is_named_with_what_is_known():
         nvfp4.Plan(nvfp4.Recipe("nvfp4"), [("fc", "linear")]).spec("fc2", "input")
     with pytest.raises(ValueError, match="a product reads one format"):
         nvfp4.Plan(nvfp4.Recipe.from_function("mixed", lambda r: "mxfp8" if r.slot == "input" else "nvfp4"), [("a", "linear")])
+
+
+def test_a_recipe_that_refuses_what_is_not_finite():
+    text = nvfp4.Recipe.from_toml('finite = "refuse"\n[default]\npreset = "mxfp8"')
+    recipe = nvfp4.Recipe("mxfp8").with_finite("refuse")
+    assert (recipe.finite, text.finite, nvfp4.Recipe("mxfp8").finite) == ("refuse", "refuse", "keep")
+    assert recipe != nvfp4.Recipe("mxfp8") and recipe.with_finite("keep") == nvfp4.Recipe("mxfp8")
+    plan = nvfp4.Plan(recipe, [("fc", "linear")])
+    assert plan.finite == "refuse" and "NaN and infinities: refused" in str(plan)
+    quantizer = plan.quantizer("fc", "input")
+    assert quantizer == nvfp4.Quantizer(spec="mxfp8", directions="both", finite="refuse") and quantizer.finite == "refuse"
+    assert quantizer == pickle.loads(pickle.dumps(quantizer)) != nvfp4.Quantizer(spec="mxfp8", directions="both")
+    assert repr(quantizer) == "Quantizer(spec='mxfp8(e4m3)', directions='both', finite='refuse')"
+    x = np.ones((32, 64), np.float32)
+    assert quantizer.quantize(x) == nvfp4.Quantizer(spec="mxfp8", directions="both").quantize(x)
+    for spec in ("nvfp4", "fp8", "fp8-block", "mxfp8", "fp8-delayed", "high-precision / mxfp8"):
+        for bad in (np.nan, np.inf, -np.inf):
+            x[3, 5] = bad
+            nvfp4.Quantizer(spec=spec, directions="both").quantize(x)
+            with pytest.raises(ValueError, match=r"expected finite values, got .* at index \[3, 5\]"):
+                nvfp4.Quantizer(spec=spec, directions="both", finite="refuse").quantize(x)
+    with pytest.raises(ValueError, match="unknown finite 'no'; there are 'keep', 'refuse'"):
+        recipe.with_finite("no")

@@ -7,7 +7,7 @@ use super::role::Role;
 use super::rules::Rules;
 use super::spec::QuantSpec;
 use super::training::Nvfp4Training;
-use crate::{Error, Result};
+use crate::{Error, Finite, Result};
 use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
@@ -31,6 +31,7 @@ pub struct Recipe {
     source: Source,
     backward: BackwardOverride,
     attention: Option<AttentionPrecision>,
+    finite: Finite,
     notes: Arc<[String]>,
 }
 
@@ -90,6 +91,7 @@ impl Recipe {
     /// ```toml
     /// name = "nvfp4 with careful ends"
     /// backward = "none"            # or "high-precision", "dequantized"
+    /// finite = "keep"              # or "refuse": see [`Recipe::with_finite`]
     ///
     /// [[rule]]                     # the first rule that fits decides
     /// path = ["layers.0.**", "layers.31.**"]
@@ -112,8 +114,8 @@ impl Recipe {
     /// ```
     pub fn from_toml(text: &str) -> Result<Self> {
         let rules = Rules::parse(text).map_err(Error::Recipe)?;
-        let (backward, attention) = (rules.backward, rules.attention);
-        Ok(Recipe { backward, attention, ..Recipe::new(Source::Rules(Arc::new(rules))) })
+        let (backward, attention, finite) = (rules.backward, rules.attention, rules.finite);
+        Ok(Recipe { backward, attention, finite, ..Recipe::new(Source::Rules(Arc::new(rules))) })
     }
 
     /// A recipe from a rule file.
@@ -127,7 +129,8 @@ impl Recipe {
     }
 
     fn new(source: Source) -> Self {
-        Recipe { source, backward: BackwardOverride::None, attention: None, notes: Arc::default() }
+        let (backward, finite) = (BackwardOverride::None, Finite::Keep);
+        Recipe { source, backward, attention: None, finite, notes: Arc::default() }
     }
 
     /// The same recipe with another backward pass.
@@ -140,6 +143,14 @@ impl Recipe {
         Recipe { attention: Some(precision), ..self.clone() }
     }
 
+    /// The same recipe with another answer to NaN and infinities in the tensors that it quantizes. The bytes of finite tensors are the same.
+    ///
+    /// With [`Finite::Refuse`] the quantizers of a plan refuse such a tensor, on the CPU and in every format. A tensor that stays in high
+    /// precision is not looked at: what it holds goes on to the results.
+    pub fn with_finite(&self, finite: Finite) -> Self {
+        Recipe { finite, ..self.clone() }
+    }
+
     pub(super) fn with_notes(self, notes: Vec<String>) -> Self {
         Recipe { notes: notes.into(), ..self }
     }
@@ -147,6 +158,11 @@ impl Recipe {
     /// What the backward pass computes with.
     pub fn backward(&self) -> BackwardOverride {
         self.backward
+    }
+
+    /// What is done about NaN and infinities.
+    pub fn finite(&self) -> Finite {
+        self.finite
     }
 
     /// The precision that attention must have.
@@ -203,7 +219,7 @@ impl PartialEq for Recipe {
             (Source::Function { key: a, .. }, Source::Function { key: b, .. }) => a == b,
             _ => false,
         };
-        sources && self.backward == other.backward && self.attention == other.attention
+        sources && self.backward == other.backward && self.attention == other.attention && self.finite == other.finite
     }
 }
 
@@ -215,7 +231,11 @@ impl fmt::Debug for Recipe {
             Source::Rules(rules) => debug.field("rules", rules),
             Source::Function { key, .. } => debug.field("function", key),
         };
-        debug.field("backward", &self.backward).field("attention", &self.attention).finish()
+        debug
+            .field("backward", &self.backward)
+            .field("attention", &self.attention)
+            .field("finite", &self.finite)
+            .finish()
     }
 }
 

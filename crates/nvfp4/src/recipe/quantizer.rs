@@ -7,7 +7,7 @@ use super::format::{BlockTile, Epsilon, Format, MxTile, ScaleStep, Stored};
 use super::spec::{ColumnSource, QuantSpec};
 use crate::direction::{Direction, Elements, Fp8Direction, Lies, PlainDirection};
 use crate::{
-    Directions, Error, Fp8Code, Fp8Scales, Implementation, Options, Precision, QuantTensor, Quantizer, Result,
+    Directions, Error, Finite, Fp8Code, Fp8Scales, Implementation, Options, Precision, QuantTensor, Quantizer, Result,
     Rounding, Side, TensorRef, Update,
 };
 use half::{bf16, f16};
@@ -32,6 +32,7 @@ use nvfp4_spec::{Edge, Error as RuleError, area, check_len, zeros};
 pub struct SpecQuantizer {
     directions: Directions,
     makers: Makers,
+    finite: Finite,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -97,7 +98,7 @@ impl QuantSpec {
                 }
             }
         };
-        Ok(SpecQuantizer { directions, makers })
+        Ok(SpecQuantizer { directions, makers, finite: Finite::Keep })
     }
 }
 
@@ -107,13 +108,45 @@ impl SpecQuantizer {
         self.directions
     }
 
+    /// The same quantizer with another answer to NaN and infinities. A tensor that is high precision in each direction is never refused; NVFP4
+    /// whose spec says `check-finite` always refuses.
+    #[must_use]
+    pub fn with_finite(self, finite: Finite) -> Self {
+        SpecQuantizer { finite, ..self }
+    }
+
+    /// What is done about NaN and infinities.
+    pub fn finite(&self) -> Finite {
+        self.finite
+    }
+
     /// Whether codes are drawn at random, so that every call needs randomness.
     pub fn rounding(&self) -> Rounding {
-        let stochastic = match &self.makers {
-            Makers::Uniform(maker) => maker.is_stochastic(),
-            Makers::Split { row, col, .. } => [row, col].into_iter().flatten().any(Maker::is_stochastic),
-        };
-        if stochastic { Rounding::Stochastic } else { Rounding::NearestEven }
+        if self.any(Maker::is_stochastic) { Rounding::Stochastic } else { Rounding::NearestEven }
+    }
+
+    fn any(&self, fits: impl Fn(&Maker) -> bool) -> bool {
+        match &self.makers {
+            Makers::Uniform(maker) => fits(maker),
+            Makers::Split { row, col, .. } => [row, col].into_iter().flatten().any(fits),
+        }
+    }
+
+    /// Refuses what the finite policy does, if the tensor is quantized at all.
+    fn check_finite(&self, x: &TensorRef<'_>, options: &Options<'_>) -> Result<()> {
+        if self.finite == Finite::Keep || !self.any(|maker| !matches!(maker, Maker::Plain(_))) {
+            return Ok(());
+        }
+        if let Some((index, value)) = x.first_not_finite() {
+            return Err(Error::NotFinite { index, value });
+        }
+        for (side, amax) in [(Side::Row, options.row_amax), (Side::Column, options.col_amax)] {
+            let bad = amax.and_then(|amax| amax.iter().position(|amax| !amax.is_finite()).map(|i| (i, amax[i])));
+            if let Some((index, value)) = bad {
+                return Err(Error::AmaxNotFinite { side, index, value });
+            }
+        }
+        Ok(())
     }
 
     /// Quantizes a tensor.
@@ -138,6 +171,7 @@ impl SpecQuantizer {
         if options.randomness.is_some() && self.rounding() == Rounding::NearestEven {
             return Err(Error::UnusedRandomness);
         }
+        self.check_finite(x, options)?;
         let made = match &self.makers {
             Makers::Uniform(maker) => maker.make(x, self.directions, options)?,
             Makers::Split { row, col, source } => {

@@ -6,6 +6,7 @@ mod backward;
 mod consumers;
 mod defects;
 mod environment;
+mod finite;
 mod grouped;
 mod presets;
 mod products;

@@ -100,7 +100,7 @@ attention = "nvfp4"
 "#,
     );
     let starts = [
-        "line 2: unknown key `title`; a rule file takes name, backward, rule, default, nvfp4, require",
+        "line 2: unknown key `title`; a rule file takes name, backward, finite, rule, default, nvfp4, require",
         "line 3: backward: unknown value 'sometimes'; there are none, high-precision, dequantized",
         "line 5: unknown key `paths`; a rule takes path, module, slot, pass, spec, preset",
         "line 6: path: the list is empty; leave the key out to fit everything",

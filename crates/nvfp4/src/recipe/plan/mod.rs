@@ -17,7 +17,7 @@ use super::quantizer::SpecQuantizer;
 use super::role::{Consumer, Pass, Role, Site, Slot};
 use super::spec::{ColumnSource, QuantSpec};
 use super::state::Scales;
-use crate::{Directions, Error, Result, Side};
+use crate::{Directions, Error, Finite, Result, Side};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -35,6 +35,7 @@ use std::fmt;
 #[derive(Clone, Debug)]
 pub struct Plan {
     recipe: String,
+    finite: Finite,
     purpose: Purpose,
     modules: Vec<Module>,
     /// Where each module is in the list.
@@ -135,6 +136,7 @@ impl Plan {
         let handed = consumers.flatten().cloned().collect();
         let plan = Plan {
             recipe: recipe.name(),
+            finite: recipe.finite(),
             purpose: model.purpose,
             modules: model.modules.clone(),
             // Backwards: of a path that stands twice, which was reported, the first counts.
@@ -154,6 +156,11 @@ impl Plan {
     /// The recipe's name.
     pub fn recipe(&self) -> &str {
         &self.recipe
+    }
+
+    /// What the quantizers of this plan do about NaN and infinities.
+    pub fn finite(&self) -> Finite {
+        self.finite
     }
 
     /// All tensors, in the order of the model.
@@ -234,7 +241,7 @@ impl Plan {
         let spec = self.spec(site).ok_or_else(|| absent("the plan has no such tensor"))?;
         let (row, col) = self.needed(site).unwrap_or((false, false));
         let directions = Directions::of(row, col).ok_or_else(|| absent("nothing reads this tensor quantized"))?;
-        spec.quantizer_with(directions, |side| scales.get(site, side))
+        Ok(spec.quantizer_with(directions, |side| scales.get(site, side))?.with_finite(self.finite))
     }
 
     /// The directions of a tensor that something reads, or that the column direction is made from.

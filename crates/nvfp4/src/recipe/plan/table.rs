@@ -1,10 +1,11 @@
 //! A plan as a table and as JSON.
 
 use super::{Entry, Plan};
-use crate::Side;
 use crate::recipe::fold::ranges;
 use crate::recipe::role::{Consumer, Site, Slot};
 use crate::recipe::spec::{ColumnSource, QuantSpec};
+use crate::recipe::text::{POLICIES, word};
+use crate::{Finite, Side};
 use serde_json::{Value, json};
 use std::fmt;
 
@@ -37,12 +38,15 @@ impl fmt::Display for Plan {
         if !runs.is_empty() {
             writeln!(f, "runs: {}", runs.join(", "))?;
         }
+        if self.finite == Finite::Refuse {
+            writeln!(f, "NaN and infinities: refused in tensors that are quantized")?;
+        }
         self.warnings.iter().try_for_each(|warning| writeln!(f, "warning: {warning}"))
     }
 }
 
 impl Plan {
-    /// The plan as JSON: {recipe, fingerprint, tensors, attention, runs, warnings}, one entry per tensor.
+    /// The plan as JSON: {recipe, fingerprint, finite, tensors, attention, runs, warnings}, one entry per tensor.
     pub fn to_json(&self) -> Value {
         let consumers = |entry: &Entry| match &entry.role.consumer {
             None => Value::Null,
@@ -74,6 +78,7 @@ impl Plan {
         json!({
             "recipe": self.recipe,
             "fingerprint": format!("{:016x}", self.fingerprint()),
+            "finite": word(POLICIES, self.finite),
             "tensors": tensors,
             "attention": attention,
             "runs": runs,

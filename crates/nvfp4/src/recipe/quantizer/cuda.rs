@@ -3,7 +3,7 @@
 use super::{ColumnSource, Maker, Makers, Scale, SpecQuantizer};
 use crate::cuda::{Direction, Fp8Direction, Gpu, Input, Memory, Observed, Options, Owned, QuantTensor, Slice, Values};
 use crate::recipe::format::BlockTile;
-use crate::{Directions, Error, Fp8Code, Precision, Result, Rounding, Side};
+use crate::{Directions, Error, Finite, Fp8Code, Precision, Result, Rounding, Side};
 use half::{bf16, f16};
 use nvfp4_kernels::amax::cuda as amax;
 use nvfp4_kernels::fp8::cuda as kernel;
@@ -21,6 +21,9 @@ impl SpecQuantizer {
         }
         if options.randomness.is_some() && self.rounding() == Rounding::NearestEven {
             return Err(Error::UnusedRandomness);
+        }
+        if self.finite == Finite::Refuse {
+            return Err(Error::FiniteOnGpu);
         }
         match &self.makers {
             Makers::Uniform(maker) => maker.make_on(gpu, x, self.directions, options),

@@ -9,7 +9,7 @@ use super::path::Glob;
 use super::presets::Preset;
 use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
 use super::spec::QuantSpec;
-use crate::Result;
+use crate::{Finite, Result};
 use std::fmt;
 
 /// A rule file that was read without an error.
@@ -18,6 +18,7 @@ pub(super) struct Rules {
     pub name: String,
     pub backward: BackwardOverride,
     pub attention: Option<AttentionPrecision>,
+    pub finite: Finite,
     pub rules: Vec<Rule>,
     default: Action,
 }

@@ -7,7 +7,9 @@ use crate::recipe::path::{Glob, is_name};
 use crate::recipe::presets::Preset;
 use crate::recipe::problem::{Problem, Problems};
 use crate::recipe::role::{AttentionSlot, LinearSlot, Pass};
-use crate::recipe::text::{ERROR_PATHS, GLOBALS, METRICS, ROUNDINGS, SCOPES, TILES, TRANSFORMS, Words, find, list};
+use crate::recipe::text::{
+    ERROR_PATHS, GLOBALS, METRICS, POLICIES, ROUNDINGS, SCOPES, TILES, TRANSFORMS, Words, find, list,
+};
 use crate::recipe::training::{Nvfp4Training, Scope};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -110,9 +112,10 @@ impl<'a> Reader<'a> {
             return None;
         }
         let table = table.get_ref();
-        self.keys(table, "a rule file", &["name", "backward", "rule", "default", "nvfp4", "require"]);
+        self.keys(table, "a rule file", &["name", "backward", "finite", "rule", "default", "nvfp4", "require"]);
         let name = table.get("name").and_then(|value| self.text(value, "name")).unwrap_or("rules".to_string());
         let backward = table.get("backward").and_then(|value| self.word(value, "backward", BACKWARDS));
+        let finite = table.get("finite").and_then(|value| self.word(value, "finite", POLICIES)).unwrap_or_default();
         let switches = table.get("nvfp4");
         let training = switches.and_then(|value| self.table(value, "[nvfp4]")).map(|table| self.training(table));
         let attention = table.get("require").and_then(|value| self.table(value, "[require]")).and_then(|table| {
@@ -146,7 +149,7 @@ impl<'a> Reader<'a> {
                           use that preset or leave [nvfp4] out";
             self.problem(switches.span().start, reason);
         }
-        Some(Rules { name, backward: backward.unwrap_or_default(), attention, rules, default: default? })
+        Some(Rules { name, backward: backward.unwrap_or_default(), attention, finite, rules, default: default? })
     }
 
     fn rule(&mut self, value: &Value<'a>, training: Option<Nvfp4Training>) -> Option<Rule> {

@@ -42,6 +42,8 @@ const PROFILES: Words<Profile> = &[
     ("torchao", Profile::TorchAo),
 ];
 const FINITES: Words<Finite> = &[("keep-non-finite", Finite::Keep), ("check-finite", Finite::Refuse)];
+/// What a whole recipe says, where a single spec says one of [`FINITES`].
+pub(super) const POLICIES: Words<Finite> = &[("keep", Finite::Keep), ("refuse", Finite::Refuse)];
 const LAYOUTS: Words<Layout> = &[("linear", Layout::Linear), ("swizzled", Layout::Swizzled)];
 pub(super) const METRICS: Words<Metric> = &[("mae", Metric::Mae), ("mse", Metric::Mse)];
 pub(super) const ERROR_PATHS: Words<ErrorPath> = &[("strict", ErrorPath::Strict), ("fast", ErrorPath::Fast)];
@@ -54,6 +56,11 @@ const BOUNDS: Words<Bound> = &[("448", Bound::E448), ("256", Bound::E256)];
 /// What a word stands for.
 pub(super) fn find<T: Copy>(words: Words<T>, word: &str) -> Option<T> {
     words.iter().find(|(w, _)| *w == word).map(|(_, value)| *value)
+}
+
+/// The word of a value.
+pub(super) fn word<T: Copy + PartialEq>(words: Words<T>, value: T) -> String {
+    words.iter().find(|(_, v)| *v == value).expect("every value has a word").0.to_string()
 }
 
 /// The words as a list for a message.

@@ -7,10 +7,6 @@ use crate::recipe::spec::ColumnSource;
 use crate::recipe::training::Nvfp4Training;
 use std::fmt;
 
-fn word<T: Copy + PartialEq>(words: Words<T>, value: T) -> String {
-    words.iter().find(|(_, v)| *v == value).expect("every value has a word").0.to_string()
-}
-
 /// The word of a value that is not the default.
 fn unless<T: Copy + PartialEq>(default: T, words: Words<T>, value: T) -> Option<String> {
     (value != default).then(|| word(words, value))

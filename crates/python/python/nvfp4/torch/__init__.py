@@ -2,7 +2,9 @@
 
 >>> import torch, nvfp4.torch
 >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
->>> model = nvfp4.torch.convert_module(model, "nvfp4")
+>>> report = nvfp4.torch.convert_module(model, "nvfp4")  # in place
+>>> report
+<nvfp4: converted 2 layers (100 % of 16,576 parameters); left no matrix>
 >>> model(torch.randn(32, 64)).sum().backward()
 
 Modules hold their parameters in high precision and under the names of ``torch.nn``'s, so that state dicts go both ways. They work under
@@ -14,19 +16,24 @@ import torch as _torch
 
 import nvfp4 as _nvfp4
 
-from ._convert import convert_module, reduce_amaxes
+from ._convert import convert_module, reduce_amaxes, stop_reducing_amaxes
 from ._delayed import update_scales
+from ._finite import check_finite
 from ._grouped import GroupedLinear
 from ._linear import Linear
 from ._norm import LayerNormLinear, LayerNormMLP
+from ._report import Conversion
 
 __all__ = [
+    "Conversion",
     "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "check_finite",
     "convert_module",
     "reduce_amaxes",
+    "stop_reducing_amaxes",
     "update_scales",
 ]
 

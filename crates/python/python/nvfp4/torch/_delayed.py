@@ -156,7 +156,8 @@ def update_scales(model: torch.nn.Module) -> None:
     with it, ``DistributedDataParallel`` needs ``broadcast_buffers=False``: the amaxes of a step under way are each worker's own.
 
     >>> import torch, nvfp4.torch
-    >>> model = nvfp4.torch.convert_module(torch.nn.Linear(64, 64), "delayed_scaling")
+    >>> model = torch.nn.Linear(64, 64)
+    >>> report = nvfp4.torch.convert_module(model, "delayed_scaling")
     >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
     >>> model(torch.randn(32, 64)).sum().backward()
     >>> optimizer.step()

@@ -57,7 +57,7 @@ def _shares(format: str, side: str) -> str:
 
 
 class Formats(NamedTuple):
-    """How the tensors of a linear layer are quantized."""
+    """How the tensors of a linear layer are quantized. ``finite`` says what is done about NaN and infinities: "keep" or "refuse"."""
 
     input: Format
     weight: Format
@@ -65,6 +65,10 @@ class Formats(NamedTuple):
     input_row: Format
     weight_row: Format
     alignment: int
+    finite: str
+
+    def __str__(self) -> str:
+        return f"input={self.input.spec}, weight={self.weight.spec}, grad_output={self.grad_output.spec}"
 
     @property
     def quantizes(self) -> bool:
@@ -83,15 +87,10 @@ def formats_of(plan: nvfp4.Plan, path: str, expert: Optional[int] = None) -> For
         Format.of(plan.quantizer(path, slot, expert=expert)) for slot in ("input", "weight", "grad_output")
     )
     alignment = plan.alignment(path) or 1
-    return Formats(input, weight, grad_output, input.alone("row"), weight.alone("row"), alignment)
+    return Formats(input, weight, grad_output, input.alone("row"), weight.alone("row"), alignment, plan.finite)
 
 
 def plan_of(recipe: Union[str, nvfp4.Recipe], modules: list) -> nvfp4.Plan:
     """The plan of these modules."""
     return nvfp4.Plan(recipe_of(recipe), modules)
-
-
-def linear_formats(recipe: Union[str, nvfp4.Recipe], path: str) -> Formats:
-    """The formats of a single linear layer."""
-    return formats_of(plan_of(recipe, [(path, "linear")]), path)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import List, Union
+from typing import List, Tuple, Union
 
 import torch
 from torch import Tensor
 
 import nvfp4
 
-from ._delayed import Delays
-from ._formats import formats_of, plan_of
-from ._function import linear
-from ._norm import _bias, _weight
+from ._formats import Formats, formats_of
+from ._function import check_features, shaped
+from ._layer import Layer
+from ._norm import _parameter, _reset
 
 
-class GroupedLinear(Delays):
+class GroupedLinear(Layer):
     """One linear layer per expert, each on its own tokens. Parameters are ``weight0``, ``bias0``, ``weight1``, …"""
 
     def __init__(
@@ -32,22 +32,32 @@ class GroupedLinear(Delays):
     ):
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        self.seed, self.amax_group = 0, None
         for expert in range(num_gemms):
-            setattr(self, f"weight{expert}", _weight(out_features, in_features, device, dtype))
-            self.register_parameter(f"bias{expert}", _bias(out_features, bias, device, dtype))
+            setattr(self, f"weight{expert}", _parameter(out_features, in_features, device=device, dtype=dtype))
+            of_expert = _parameter(out_features, device=device, dtype=dtype) if bias else None
+            self.register_parameter(f"bias{expert}", of_expert)
         self.path = path
+        self.reset_parameters()
         self.use_recipe(recipe)
 
-    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
-        """Goes over to another recipe."""
-        plan = plan_of(recipe, [(self.path, "grouped", self.num_gemms)])
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as at the beginning."""
+        for expert in range(self.num_gemms):
+            _reset(getattr(self, f"weight{expert}"), getattr(self, f"bias{expert}"))
+
+    @classmethod
+    def sites_of(cls, layer: torch.nn.Module, path: str) -> List[Tuple]:
+        return [(path, "grouped", layer.num_gemms)]
+
+    def products(self) -> List[Tuple[str, str, Formats]]:
+        return [(f"expert{expert}_", f"{self.path}:{{}}[{expert}]", of) for expert, of in enumerate(self.formats)]
+
+    def follow_plan(self, plan: nvfp4.Plan) -> None:
         self.formats = [formats_of(plan, self.path, expert) for expert in range(self.num_gemms)]
-        prefixes = {f"expert{expert}_": formats for expert, formats in enumerate(self.formats)}
-        self.keep_scales(prefixes, self.weight0.device)
 
     def forward(self, input: Tensor, m_splits: List[int]) -> Tensor:
         """``m_splits`` says how many tokens each expert has; tokens lie expert after expert."""
+        check_features(input, self.in_features)
         x = input.reshape(-1, self.in_features)
         if len(m_splits) != self.num_gemms or sum(m_splits) != x.shape[0]:
             raise ValueError(
@@ -55,9 +65,13 @@ class GroupedLinear(Delays):
             )
         parts = torch.split(x, list(m_splits))
         outputs = [self._expert(expert, tokens) for expert, tokens in enumerate(parts)]
-        return torch.cat(outputs).reshape(*input.shape[:-1], self.out_features)
+        return shaped(torch.cat(outputs), (*input.shape[:-1], self.out_features))
 
     def _expert(self, expert: int, tokens: Tensor) -> Tensor:
-        weight, bias = getattr(self, f"weight{expert}"), getattr(self, f"bias{expert}")
-        formats, state = self.formats[expert], self.state_of(self.formats[expert], f"expert{expert}_")
-        return linear(tokens, weight, bias, formats, self.seed, self.amax_group, state)
+        return self.product(tokens, getattr(self, f"weight{expert}"), getattr(self, f"bias{expert}"), expert)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias0 is not None}, {self.formats[0]}"
+        )

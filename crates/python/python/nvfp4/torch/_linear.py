@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Optional, Union
+import functools
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
 import nvfp4
 
-from ._delayed import Delays
-from ._formats import Formats, linear_formats
-from ._function import linear
+from ._formats import Formats, formats_of
+from ._layer import Layer
 
 
-class Linear(Delays, torch.nn.Linear):
+class OneProduct(Layer):
+    """A layer with the product of one weight."""
+
+    formats: Formats
+
+    def products(self) -> List[Tuple[str, str, Formats]]:
+        return [("", self.path + ":{}", self.formats)]
+
+    def follow_plan(self, plan: nvfp4.Plan) -> None:
+        self.formats = formats_of(plan, self.path)
+
+
+class Linear(OneProduct, torch.nn.Linear):
     """``torch.nn.Linear`` with its products in the formats of a recipe.
 
     ``recipe`` is a preset's name or an :class:`nvfp4.Recipe`; ``path`` is the module's name in the model, by which recipes know it. Weight and
@@ -34,31 +46,50 @@ class Linear(Delays, torch.nn.Linear):
         seed: int = 0,
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.path, self.seed, self.amax_group = path, seed, None
+        self.path, self.seed = path, seed
         self.use_recipe(recipe)
 
-    @classmethod
-    def of(cls, module: torch.nn.Linear, formats: Formats, path: str, seed: int = 0) -> "Linear":
-        """A layer with another one's parameters, which both then share."""
-        new = cls.__new__(cls)
-        torch.nn.Module.__init__(new)
-        new.in_features, new.out_features = module.in_features, module.out_features
-        new.weight, new.bias = module.weight, module.bias
-        new.training = module.training
-        new.formats, new.path, new.seed, new.amax_group = formats, path, seed, None
-        new.keep_scales({"": formats}, module.weight.device)
-        return new
-
-    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
-        """Goes over to another recipe. Nothing else changes: parameters are in high precision."""
-        self.formats = linear_formats(recipe, self.path)
-        self.keep_scales({"": self.formats}, self.weight.device)
-
     def forward(self, input: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        weight = self.weight if weight is None else weight
-        state = self.state_of(self.formats)
-        return linear(input, weight, self.bias, self.formats, self.seed, self.amax_group, state)
+        return self.product(input, self.weight if weight is None else weight, self.bias)
 
     def extra_repr(self) -> str:
-        f = self.formats
-        return f"{super().extra_repr()}, input={f.input.spec}, weight={f.weight.spec}, grad_output={f.grad_output.spec}"
+        return f"{super().extra_repr()}, {self.formats}"
+
+
+class Transposed(OneProduct):
+    """A layer whose weight lies transposed, [in, out], as ``Conv1D`` of transformers has it."""
+
+    weight: Tensor
+    bias: Optional[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight.t(), self.bias)
+
+    def extra_repr(self) -> str:
+        return str(self.formats)
+
+
+@functools.lru_cache(maxsize=None)
+def quantized_class(kind: Any, of: Any) -> Any:
+    """The class ``kind`` of a layer that was one of another class, with all that class has beside the product."""
+    if of is torch.nn.Linear:
+        return kind
+
+    def reduce(self, protocol):
+        return _restored, (kind, of), self.__getstate__()
+
+    # There is no module to find such a class in, so pickles make it again.
+    return type(f"Quantized{of.__name__}", (kind, of), {"__reduce_ex__": reduce, "__module__": __name__})
+
+
+def _restored(kind: Any, of: Any) -> torch.nn.Module:
+    made = quantized_class(kind, of)
+    return made.__new__(made)
+
+
+def become(module: torch.nn.Module, kind: Any, path: str, seed: int) -> None:
+    """Makes a layer a quantized one, where it is: its parameters, hooks and attributes are the same, and so is every reference to it."""
+    of: Any = type(module)
+    module.__class__ = quantized_class(kind, of)
+    assert isinstance(module, Layer)
+    module.path, module.seed = path, seed

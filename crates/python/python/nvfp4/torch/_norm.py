@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Union
+from typing import Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -10,31 +10,47 @@ from torch.nn import functional
 
 import nvfp4
 
-from ._delayed import Delays
-from ._formats import formats_of, linear_formats, plan_of
-from ._function import linear
+from ._formats import Formats, formats_of
+from ._layer import Layer
+from ._linear import OneProduct
 
-_ACTIVATIONS = {
-    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+
+# Functions with names, so that they can be pickled.
+def gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def swiglu(x: Tensor) -> Tensor:
+    return functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+
+
+_ACTIVATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
     "relu": functional.relu,
     "silu": functional.silu,
-    "swiglu": lambda x: functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "swiglu": swiglu,
 }
 
 
-class _Norm(Delays):
+class _Norm(Layer):
     """The norm's parameters, under TransformerEngine's names: ``layer_norm_weight`` and ``layer_norm_bias``."""
+
+    layer_norm_bias: Optional[Tensor]
 
     def __init__(self, size: int, eps: float, normalization: str, device, dtype):
         super().__init__()
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"unknown normalization '{normalization}'; there are 'LayerNorm', 'RMSNorm'")
         self.eps, self.normalization = eps, normalization
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=dtype))
-        bias = torch.nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
-        self.layer_norm_bias = bias if normalization == "LayerNorm" else None
-        self.seed = 0
-        self.amax_group = None
+        self.layer_norm_weight = _parameter(size, device=device, dtype=dtype)
+        bias = _parameter(size, device=device, dtype=dtype) if normalization == "LayerNorm" else None
+        self.register_parameter("layer_norm_bias", bias)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as at the beginning."""
+        torch.nn.init.ones_(self.layer_norm_weight)
+        if self.layer_norm_bias is not None:
+            torch.nn.init.zeros_(self.layer_norm_bias)
 
     def normalized(self, x: Tensor) -> Tensor:
         size = self.layer_norm_weight.shape
@@ -43,17 +59,21 @@ class _Norm(Delays):
         return functional.layer_norm(x, size, self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
 
-def _weight(rows: int, cols: int, device, dtype) -> torch.nn.Parameter:
-    weight = torch.empty(rows, cols, device=device, dtype=dtype)
-    return torch.nn.Parameter(torch.nn.init.kaiming_uniform_(weight, a=5**0.5))
+def _parameter(*shape: int, device, dtype) -> torch.nn.Parameter:
+    """A parameter that has no numbers yet."""
+    return torch.nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
 
-def _bias(rows: int, bias: bool, device, dtype):
-    return torch.nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
+def _reset(weight: Tensor, bias: Optional[Tensor]) -> None:
+    torch.nn.init.kaiming_uniform_(weight, a=5**0.5)
+    if bias is not None:
+        torch.nn.init.zeros_(bias)
 
 
-class LayerNormLinear(_Norm):
+class LayerNormLinear(OneProduct, _Norm):
     """A norm and a linear layer: ``linear(norm(x))``."""
+
+    bias: Optional[Tensor]
 
     def __init__(
         self,
@@ -69,23 +89,34 @@ class LayerNormLinear(_Norm):
         path: str = "linear",
     ):
         super().__init__(in_features, eps, normalization, device, dtype)
-        self.weight = _weight(out_features, in_features, device, dtype)
-        self.bias = _bias(out_features, bias, device, dtype)
+        self.weight = _parameter(out_features, in_features, device=device, dtype=dtype)
+        self.register_parameter("bias", _parameter(out_features, device=device, dtype=dtype) if bias else None)
         self.path = path
+        self.reset_parameters()
         self.use_recipe(recipe)
 
-    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
-        """Goes over to another recipe."""
-        self.formats = linear_formats(recipe, self.path)
-        self.keep_scales({"": self.formats}, self.weight.device)
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _reset(self.weight, self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        x, state = self.normalized(input), self.state_of(self.formats)
-        return linear(x, self.weight, self.bias, self.formats, self.seed, self.amax_group, state)
+        return self.product(self.normalized(input), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        rows, cols = self.weight.shape
+        return (
+            f"in_features={cols}, out_features={rows}, bias={self.bias is not None}, "
+            f"normalization={self.normalization}, eps={self.eps}, {self.formats}"
+        )
 
 
 class LayerNormMLP(_Norm):
     """A norm, a linear layer, an activation and another linear layer: ``fc2(activation(fc1(norm(x))))``."""
+
+    fc1_weight: Tensor
+    fc1_bias: Optional[Tensor]
+    fc2_weight: Tensor
+    fc2_bias: Optional[Tensor]
 
     def __init__(
         self,
@@ -107,23 +138,40 @@ class LayerNormMLP(_Norm):
             raise ValueError(f"unknown activation '{activation}'; there are {known}")
         wide = 2 * ffn_hidden_size if activation == "swiglu" else ffn_hidden_size
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
-        self.fc1_weight = _weight(wide, hidden_size, device, dtype)
-        self.fc1_bias = _bias(wide, bias, device, dtype)
-        self.fc2_weight = _weight(hidden_size, ffn_hidden_size, device, dtype)
-        self.fc2_bias = _bias(hidden_size, bias, device, dtype)
+        for name, rows, cols in (("fc1", wide, hidden_size), ("fc2", hidden_size, ffn_hidden_size)):
+            setattr(self, f"{name}_weight", _parameter(rows, cols, device=device, dtype=dtype))
+            self.register_parameter(f"{name}_bias", _parameter(rows, device=device, dtype=dtype) if bias else None)
         self.path = path
+        self.reset_parameters()
         self.use_recipe(recipe)
 
-    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
-        """Goes over to another recipe."""
-        fc1, fc2 = f"{self.path}.fc1", f"{self.path}.fc2"
-        plan = plan_of(recipe, [(fc1, "linear"), (fc2, "linear")])
-        self.fc1_formats, self.fc2_formats = formats_of(plan, fc1), formats_of(plan, fc2)
-        self.keep_scales({"fc1_": self.fc1_formats, "fc2_": self.fc2_formats}, self.fc1_weight.device)
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _reset(self.fc1_weight, self.fc1_bias)
+        _reset(self.fc2_weight, self.fc2_bias)
+
+    @classmethod
+    def sites_of(cls, layer: torch.nn.Module, path: str) -> List[Tuple]:
+        return [(f"{path}.fc1", "linear"), (f"{path}.fc2", "linear")]
+
+    def products(self) -> List[Tuple[str, str, Formats]]:
+        return [
+            ("fc1_", self.path + ".fc1:{}", self.fc1_formats),
+            ("fc2_", self.path + ".fc2:{}", self.fc2_formats),
+        ]
+
+    def follow_plan(self, plan: nvfp4.Plan) -> None:
+        self.fc1_formats, self.fc2_formats = (formats_of(plan, f"{self.path}.{name}") for name in ("fc1", "fc2"))
 
     def forward(self, input: Tensor) -> Tensor:
-        fc1, fc2 = self.state_of(self.fc1_formats, "fc1_"), self.state_of(self.fc2_formats, "fc2_")
-        x = self.normalized(input)
-        x = linear(x, self.fc1_weight, self.fc1_bias, self.fc1_formats, self.seed, self.amax_group, fc1)
-        x = self.activation(x)
-        return linear(x, self.fc2_weight, self.fc2_bias, self.fc2_formats, self.seed, self.amax_group, fc2)
+        x = self.product(self.normalized(input), self.fc1_weight, self.fc1_bias, 0)
+        return self.product(self.activation(x), self.fc2_weight, self.fc2_bias, 1)
+
+    def extra_repr(self) -> str:
+        hidden, wide = self.fc2_weight.shape
+        activation = getattr(self.activation, "__name__", repr(self.activation))
+        return (
+            f"hidden_size={hidden}, ffn_hidden_size={wide}, bias={self.fc1_bias is not None}, "
+            f"normalization={self.normalization}, activation={activation}, eps={self.eps}, "
+            f"fc1: {self.fc1_formats}, fc2: {self.fc2_formats}"
+        )

@@ -15,7 +15,8 @@ from torch import Tensor
 import nvfp4
 
 _SHORT = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-_DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+           "int64": torch.int64}  # fmt: skip
 
 
 @torch.library.custom_op("nvfp4::quantize", mutates_args=())
@@ -27,21 +28,42 @@ def quantize(
     offset: Optional[Tensor],
     amax: Optional[Tensor],
     column_amax: Optional[Tensor],
+    finite: str = "",
 ) -> List[Tensor]:
-    """Quantizes ``x`` as ``spec`` says. Random numbers are drawn at ``offset``, an int64 tensor, if there is one."""
-    randomness = _randomness(seed, offset)
+    """Quantizes ``x`` as ``spec`` says. Random numbers are drawn at ``offset``, an int64 tensor, if there is one.
+
+    ``finite`` is the name of a tensor that must be finite. On the CPU one that is not raises. On a GPU it is noted: after the arrays comes a
+    flag, which is not -1 then.
+    """
+    given, flag = _given(x, seed, offset, finite)
     if x.is_cuda and "high-precision" in spec:
-        return _partly(x, spec, directions, {"amax": amax, **randomness}, {"column_amax": column_amax, **randomness})[0]
-    quantizer = nvfp4.Quantizer(spec=spec, directions=directions)
-    return _parts(quantizer.quantize(x, amax=amax, column_amax=column_amax, **randomness))
+        parts = _partly(x, spec, directions, {"amax": amax, **given}, {"column_amax": column_amax, **given})[0]
+    else:
+        parts = _parts(_observed(x, spec, directions, finite, amax=amax, column_amax=column_amax, **given)[0])
+    return parts + flag
 
 
 def _parts(q: nvfp4.QuantTensor) -> List[Tensor]:
     return [part for side in (q.row, q.column) if side is not None for part in side._parts()]
 
 
-def _randomness(seed: int, offset: Optional[Tensor]) -> Dict[str, Any]:
-    return {} if offset is None else {"seed": seed, "offset": offset}
+def _given(x: Tensor, seed: int, offset: Optional[Tensor], finite: str) -> Tuple[Dict[str, Any], List[Tensor]]:
+    """What a call gives to every quantizer, and the flag beside its results, if there is one."""
+    given: Dict[str, Any] = {} if offset is None else {"seed": seed, "offset": offset}
+    flag = [x.new_full((1,), -1, dtype=torch.int64)] if finite else []
+    if flag and x.is_cuda:
+        given["watch"] = flag[0]
+    return given, flag
+
+
+def _observed(x: Tensor, spec: str, directions: str, finite: str, **given):
+    """What a quantizer makes, and the amaxes that it saw. On the CPU it refuses what must be finite and is not, by name."""
+    if x.is_cuda or not finite:
+        return nvfp4.Quantizer(spec=spec, directions=directions).observe(x, **given)
+    try:
+        return nvfp4.Quantizer(spec=spec, directions=directions, finite="refuse").observe(x, **given)
+    except ValueError as error:
+        raise ValueError(f"{finite}: {error}") from None
 
 
 def _partly(
@@ -78,9 +100,10 @@ def _kept(x: Tensor, format: str) -> Tensor:
 
 
 @quantize.register_fake
-def _(x, spec, directions, seed, offset, amax, column_amax):
+def _(x, spec, directions, seed, offset, amax, column_amax, finite=""):
     row, column = nvfp4.layout(spec, directions, [int(size) for size in x.shape], str(x.dtype))
-    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column]
+    flag = [("int64", [1])] if finite else []
+    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column + flag]
 
 
 @torch.library.custom_op("nvfp4::quantize_delayed", mutates_args=())
@@ -92,29 +115,32 @@ def quantize_delayed(
     offset: Optional[Tensor],
     scale: Optional[Tensor],
     column_scale: Optional[Tensor],
+    finite: str = "",
 ) -> List[Tensor]:
-    """Quantizes ``x`` by scales of earlier steps. After the arrays comes, for each scale, the amax that was seen; 0 if it was not used."""
-    randomness = _randomness(seed, offset)
+    """Quantizes ``x`` by scales of earlier steps. After the arrays comes, for each scale, the amax that was seen; 0 if it was not used. Then the
+    flag of ``quantize``."""
+    given, flag = _given(x, seed, offset, finite)
     if x.is_cuda and "high-precision" in spec:
         # A spec of the column direction alone has one scale.
-        given = {"scale": scale, **randomness}, {"scale": column_scale, **randomness}
-        parts, amax, column_amax = _partly(x, spec, directions, *given)
+        sides = {"scale": scale, **given}, {"scale": column_scale, **given}
+        parts, amax, column_amax = _partly(x, spec, directions, *sides)
     else:
-        quantizer = nvfp4.Quantizer(spec=spec, directions=directions)
-        q, amax, column_amax = quantizer.observe(x, scale=scale, column_scale=column_scale, **randomness)
+        scales = {"scale": scale, "column_scale": column_scale}
+        q, amax, column_amax = _observed(x, spec, directions, finite, **scales, **given)
         parts = _parts(q)
     if column_scale is None and amax is None:
         amax = column_amax  # one scale serves both directions, and only this one is there
-    asked = [a for a, given in ((amax, scale), (column_amax, column_scale)) if given is not None]
+    asked = [a for a, kept in ((amax, scale), (column_amax, column_scale)) if kept is not None]
     seen = [x.new_zeros(1, dtype=torch.float32) if a is None else a for a in asked]
-    return parts + seen
+    return parts + seen + flag
 
 
 @quantize_delayed.register_fake
-def _(x, spec, directions, seed, offset, scale, column_scale):
+def _(x, spec, directions, seed, offset, scale, column_scale, finite=""):
     row, column = nvfp4.layout(spec, directions, [int(size) for size in x.shape], str(x.dtype))
     amaxes = [("float32", [1]) for given in (scale, column_scale) if given is not None]
-    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column + amaxes]
+    flag = [("int64", [1])] if finite else []
+    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column + amaxes + flag]
 
 
 @torch.library.custom_op("nvfp4::matmul", mutates_args=())

@@ -1,0 +1,99 @@
+"""What all layers have in common: a recipe, the workers that they agree with, and what they note about a step."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+import nvfp4
+
+from ._delayed import Delays
+from ._finite import SLOTS, Watch
+from ._formats import Formats, plan_of
+from ._function import linear
+
+
+class Workers:
+    """A process group, which a layer is copied with but pickled without: another process has groups of its own."""
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> "Workers":
+        return self
+
+    def __reduce__(self):
+        return type(None), ()
+
+
+class Layer(Delays):
+    """A layer whose products are in the formats of a recipe. It is known to recipes by its ``path``."""
+
+    path: str
+    seed: int = 0
+    _workers: Optional[Workers] = None
+    _not_finite: Optional[Tensor] = None
+    _products: List[Tuple[str, str, Formats]] = []
+
+    @classmethod
+    def sites_of(cls, layer: torch.nn.Module, path: str) -> List[Tuple]:
+        """The linear layers in a layer of this kind, as plans name them if it is at this path."""
+        return [(path, "linear")]
+
+    def products(self) -> List[Tuple[str, str, Formats]]:
+        """Of each product the prefix of what is kept for its tensors, their name in messages with ``{}`` for the slot, and the formats."""
+        raise NotImplementedError
+
+    def follow_plan(self, plan: nvfp4.Plan) -> None:
+        """Takes its formats from a plan that has its sites."""
+        raise NotImplementedError
+
+    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
+        """Goes over to another recipe. Nothing else changes: parameters are in high precision."""
+        self.take_formats(plan_of(recipe, self.sites_of(self, self.path)))
+
+    def take_formats(self, plan: nvfp4.Plan) -> None:
+        """Goes over to the formats of a plan that has its sites, and keeps what they ask for."""
+        self.follow_plan(plan)
+        self._products = self.products()
+        device = next(self.parameters()).device
+        self.keep_scales({prefix: formats for prefix, _, formats in self._products}, device)
+        self._flags(device)
+
+    @property
+    def amax_group(self) -> Any:
+        """The process group whose workers agree on amaxes, or None. It is not in pickles."""
+        return None if self._workers is None else self._workers.group
+
+    @amax_group.setter
+    def amax_group(self, group: Any) -> None:
+        self._workers = None if group is None else Workers(group)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], number: int = 0) -> Tensor:
+        """``x·wᵀ + bias`` as the product of this number says."""
+        prefix, name, formats = self._products[number]
+        flags = self._flags(x.device)
+        watch = Watch(name, None if flags is None else flags[number * len(SLOTS) : (number + 1) * len(SLOTS)])
+        # What is evaluated is one worker's own: another may evaluate nothing.
+        group = self.amax_group if self.training else None
+        return linear(x, weight, bias, formats, self.seed, group, self.state_of(formats, prefix), watch)
+
+    def not_finite(self) -> Tuple[Optional[Tensor], List[str]]:
+        """The flags on a GPU, if something is watched there, and the tensors that they are for."""
+        return self._not_finite, [name.format(slot) for _, name, _ in self._products for slot in SLOTS]
+
+    def _flags(self, device: torch.device) -> Optional[Tensor]:
+        """A flag for every tensor, on a GPU, where a call cannot wait to find out whether a tensor is finite."""
+        if device.type != "cuda" or all(formats.finite == "keep" for _, _, formats in self._products):
+            return None
+        count = len(SLOTS) * len(self._products)
+        if self._not_finite is None or self._not_finite.device != device or self._not_finite.numel() != count:
+            self._not_finite = torch.full((count,), -1, dtype=torch.int64, device=device)
+        return self._not_finite
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._flags(next(self.parameters()).device)
+        return self
