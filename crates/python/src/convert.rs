@@ -25,8 +25,8 @@ const FUSES: Words<Fuse> = &[("auto", Fuse::Auto), ("off", Fuse::Off)];
 ///
 /// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf'; `skip` and `only` are patterns of module names; `acts` is None (weights only), one scale for
 /// all activations, or a dict of the amax of each module; `fix_scales` gives weights of an NVFP4 source that share a tensor scale, but carry
-/// different ones, the largest. Gives a dict of what was done: bytes before and after, files, and the relative
-/// error of each weight. Ctrl-C stops it; existing='resume' goes on.
+/// different ones, the largest. Gives a dict of what was done: bytes before and after, files, the relative
+/// error of each weight, and what a check of the result found. Ctrl-C stops it; existing='resume' goes on.
 #[pyfunction]
 #[pyo3(signature = (source, target, *, to="modelopt", skip=Vec::new(), only=Vec::new(), preset="all", scale="max",
                     profile=None, acts=None, fuse="auto", fix_scales=false, max_shard=5_000_000_000, threads=None, memory=2_000_000_000,
@@ -118,5 +118,7 @@ fn report<'py>(py: Python<'py>, summary: &Summary) -> PyResult<Bound<'py, PyDict
     report.set_item("after", summary.after)?;
     report.set_item("files", &summary.files)?;
     report.set_item("relative_error", weights)?;
+    let findings = summary.findings.iter().map(|f| format!("{}: {}", f.about, f.text)).collect::<Vec<_>>();
+    report.set_item("findings", findings)?;
     Ok(report)
 }

@@ -16,6 +16,25 @@ pub(super) fn check(folder: &Path, needed: u64) -> Result<()> {
     }
 }
 
+/// Bytes of an unfinished conversion, which it has no need of a second time. A file that was just begun has its whole length from the beginning,
+/// and only takes what is written.
+#[cfg(unix)]
+pub(super) fn taken(folder: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let len = |entry: std::fs::DirEntry| {
+        let metadata = entry.metadata().ok().filter(|metadata| metadata.is_file())?;
+        let begun = entry.path().extension().is_some_and(|e| e == "part");
+        Some(if begun { metadata.blocks() * 512 } else { metadata.len() })
+    };
+    entries.filter_map(len).sum()
+}
+
+#[cfg(not(unix))]
+pub(super) fn taken(_: &Path) -> u64 {
+    0
+}
+
 /// Bytes that may be written to the disk that a folder is on, or will be on.
 #[cfg(unix)]
 fn free(folder: &Path) -> Option<u64> {

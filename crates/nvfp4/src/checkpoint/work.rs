@@ -162,7 +162,7 @@ impl Work {
                 )));
             }
             (_, Some((lock, journal))) => {
-                room::check(durable::parent(target), bytes.saturating_sub(byte_len(&folder)))?;
+                room::check(durable::parent(target), bytes.saturating_sub(room::taken(&folder)))?;
                 match journal {
                     Some(journal) if existing == Existing::Resume => (lock, journal),
                     _ => {
@@ -396,12 +396,6 @@ fn clear(disk: &Disk, folder: &Path) -> Result<()> {
         if path.is_dir() && !path.is_symlink() { disk.remove_folder(&path)? } else { disk.remove_file(&path)? }
     }
     Ok(())
-}
-
-/// How many bytes the files in a folder have.
-fn byte_len(folder: &Path) -> u64 {
-    let files = fs::read_dir(folder).into_iter().flatten().flatten().filter_map(|entry| entry.metadata().ok());
-    files.filter(fs::Metadata::is_file).map(|metadata| metadata.len()).sum()
 }
 
 fn io(path: &Path, source: std::io::Error) -> Error {
