@@ -456,7 +456,7 @@ fn commands_can_be_called_again_and_again() {
     for target in [dir.path("a"), dir.path("b")] {
         assert_eq!(call(&["convert", &source, &target, "-q"]), ExitCode::SUCCESS);
     }
-    let train = "train --steps 2 --layers 1 --width 16 --heads 1 --context 8 --batch 1 --threads 3 -q";
+    let train = "train --steps 2 --layers 1 --width 16 --heads 1 --context 8 --batch 1 --threads 3 --recipe bf16 -q";
     let words: Vec<&str> = train.split(' ').collect();
     assert_eq!((call(&words), call(&words)), (ExitCode::SUCCESS, ExitCode::SUCCESS));
 }
