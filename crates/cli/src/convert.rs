@@ -2,21 +2,23 @@
 
 use crate::device::Device;
 use crate::interrupt::interrupts;
+use crate::page::{self, Replaces};
 use crate::progress::{Progress, Voice};
+use crate::say::{out, say};
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::writing::Writing;
-use crate::{plan, report, sizes, until_closed, verify};
+use crate::{Host, plan, report, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use nvfp4::Profile;
-use nvfp4::checkpoint::gguf::{self, GgufFile};
+use nvfp4::checkpoint::gguf::GgufFile;
 use nvfp4::checkpoint::{
-    Action, Acts, Checkpoint, Client, Finished, KvCache, Model, Plan, ScaleChoice, Settings, Severity, Shards,
-    Statistics, Summary, Target,
+    Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, ScaleChoice, Settings, Severity,
+    Shards, Statistics, Summary, Target,
 };
 use std::collections::BTreeMap;
-use std::io::{Write, stdout};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
@@ -162,12 +164,16 @@ fn amaxes(path: &PathBuf) -> Result<BTreeMap<String, f32>> {
         .with_context(|| format!("--acts {}: expected an object of module names and amaxes", path.display()))
 }
 
-pub fn run(args: &Args) -> Result<ExitCode> {
+pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     let settings = args.settings()?;
+    if let Some(path) = &args.report {
+        let replaces = if settings.existing == Existing::Replace { Replaces::Files } else { Replaces::Pages };
+        page::check(path, replaces, &[("source", &args.source), ("target", &args.target)])?;
+    }
     let checkpoint = Checkpoint::open(&args.source)?;
     let model = source::model(&checkpoint, args.from)?;
     let plan = Plan::new(&model, &settings.selection, settings.target)?;
-    let mut out = stdout().lock();
+    let mut out = out();
     if args.dry_run {
         until_closed(plan::print(&mut out, &model, &plan))?;
         return Ok(ExitCode::SUCCESS);
@@ -180,7 +186,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let progress = Progress::new(voice, weights);
     let start = Instant::now();
-    let summary = nvfp4::checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts()?);
+    let summary = nvfp4::checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts(host)?);
     progress.finish();
     let summary = summary?;
     until_closed(conclude(&mut out, args, &summary, start.elapsed().as_secs_f64()))?;
@@ -188,7 +194,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         write_report(path, args, &plan, &summary, &settings)?;
         until_closed(writeln!(out, "report   {}", path.display()).map_err(Into::into))?;
     }
-    check(&mut out, args, &settings)
+    check(&mut out, args, &summary)
 }
 
 fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, settings: &Settings) -> Result<()> {
@@ -254,31 +260,26 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
     // Another tensor scale or other names change no size.
     let smaller = if ratio < 1.05 { String::new() } else { format!(", {ratio:.1}x smaller") };
     let size = sizes::show(summary.after);
-    writeln!(out, "result   {}: {size}{smaller}{error}, {seconds:.1} s", args.target.display())?;
+    let there = if summary.outcome == Outcome::AlreadyThere { "complete already: " } else { "" };
+    writeln!(out, "result   {}: {there}{size}{smaller}{error}, {seconds:.1} s", args.target.display())?;
     Ok(out.flush()?)
 }
 
-/// Reads the result as a stranger would.
-fn check(out: &mut impl Write, args: &Args, settings: &Settings) -> Result<ExitCode> {
-    let unreadable = "the result cannot be read back";
-    let findings = if settings.target == Target::Gguf {
-        gguf::verify(&GgufFile::open(&args.target).context(unreadable)?)?
-    } else {
-        let checkpoint = Checkpoint::open(&args.target).context(unreadable)?;
-        nvfp4::checkpoint::verify(&Model::new(&checkpoint)?, Client::Vllm, settings.threads)?
-    };
+/// What was found when the result was read back.
+fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<ExitCode> {
+    let findings = &summary.findings;
     let problems = findings.iter().filter(|f| f.severity == Severity::Problem).count();
     if problems > 0 {
-        until_closed(verify::print(out, &findings))?;
-        eprintln!("{} in the result; see above", counted(problems, "problem"));
+        until_closed(verify::print(out, findings))?;
+        say(format_args!("{} in the result; see above", counted(problems, "problem")));
         return Ok(ExitCode::from(verify::FAILED));
     }
-    let (checked, next) = match settings.target {
+    let (checked, next) = match args.to {
         Target::Gguf => ("names, types, scales, scale bytes, tokenizer", "llama-cli -m"),
         _ => ("names, shapes, shared scales, scale bytes, index, configuration", "vllm serve"),
     };
     let target = args.target.display();
-    until_closed(verify::print(out, &findings))?;
+    until_closed(verify::print(out, findings))?;
     until_closed(writeln!(out, "checks   ok: {checked}\nnext     {next} {target}").map_err(Into::into))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,9 +1,10 @@
 //! `nvfp4 demo`: a generated checkpoint, converted and verified with the commands that a user would type.
 
-use crate::{Cli, normal, run, sizes, until_closed};
+use crate::{Cli, Host, normal, run, sizes, until_closed};
 use anyhow::{Context, Result};
 use clap::Parser;
 use half::bf16;
+use nvfp4::durable;
 use rayon::prelude::*;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, serialize_to_file};
@@ -32,7 +33,7 @@ const HIDDEN: usize = 512;
 const FEED_FORWARD: usize = 1536;
 
 /// The demonstration.
-pub fn demonstrate(args: &Args) -> Result<ExitCode> {
+pub fn demonstrate(args: &Args, host: Host) -> Result<ExitCode> {
     let default = || std::env::temp_dir().join(format!("nvfp4-demo-{}", std::process::id()));
     let dir = args.dir.clone().unwrap_or_else(default);
     let model = dir.join("llama");
@@ -52,7 +53,7 @@ pub fn demonstrate(args: &Args) -> Result<ExitCode> {
         vec!["nvfp4", "diff", &source, &target, "--top", "3"],
     ] {
         say(&format!("$ {}", command.join(" ")))?;
-        let code = run(Cli::try_parse_from(&command)?.command)?;
+        let code = run(Cli::try_parse_from(&command)?.command, host)?;
         if code != ExitCode::SUCCESS {
             return Ok(code);
         }
@@ -94,14 +95,16 @@ fn generate(folder: &Path, layers: usize, seed: u64) -> Result<u64> {
     };
     let views = shapes.iter().zip(data.iter().map(|d: &Vec<u8>| &d[..])).map(view).collect::<Result<Vec<_>>>()?;
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    serialize_to_file(views, Some(metadata), &folder.join("model.safetensors"))?;
+    durable::write_with(&folder.join("model.safetensors"), |part| -> Result<()> {
+        Ok(serialize_to_file(views, Some(metadata), part)?)
+    })?;
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
         "intermediate_size": FEED_FORWARD, "num_hidden_layers": layers, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
         "torch_dtype": "bfloat16", "tie_word_embeddings": false
     });
-    std::fs::write(folder.join("config.json"), serde_json::to_vec_pretty(&config)?)?;
+    durable::write(&folder.join("config.json"), &serde_json::to_vec_pretty(&config)?)?;
     Ok(data.iter().map(|d| d.len() as u64).sum())
 }
 

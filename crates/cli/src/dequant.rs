@@ -2,15 +2,16 @@
 
 use crate::interrupt::interrupts;
 use crate::progress::Progress;
+use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::writing::Writing;
-use crate::{sizes, until_closed};
+use crate::{Host, sizes, until_closed};
 use anyhow::Result;
 use clap::ValueEnum;
 use nvfp4::Precision;
-use nvfp4::checkpoint::{Checkpoint, Finished, Settings, Shards, Summary, Target, convert};
-use std::io::{Write, stdout};
+use nvfp4::checkpoint::{Checkpoint, Finished, Outcome, Settings, Shards, Summary, Target, convert};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -58,7 +59,7 @@ impl Dtype {
     }
 }
 
-pub fn run(args: &Args) -> Result<ExitCode> {
+pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     let settings = Settings {
         target: Target::Plain(args.dtype.precision()),
         source: args.from.map(From::dialect),
@@ -69,9 +70,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let weights = source::model(&Checkpoint::open(&args.source)?, args.from)?.weights.len();
     let progress = Progress::new(args.writing.voice(), weights);
-    let summary = convert(&args.source, &args.target, &settings, &progress, interrupts()?);
+    let summary = convert(&args.source, &args.target, &settings, &progress, interrupts(host)?);
     progress.finish();
-    until_closed(conclude(&mut stdout().lock(), args, &summary?))?;
+    until_closed(conclude(&mut out(), args, &summary?))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -88,5 +89,6 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<()> 
         )?;
     }
     let (weights, target) = (counted(summary.decoded.len(), "weight"), args.target.display());
-    Ok(writeln!(out, "result   {target}: {before} -> {after}, {weights} decoded to {name}")?)
+    let there = if summary.outcome == Outcome::AlreadyThere { "complete already: " } else { "" };
+    Ok(writeln!(out, "result   {target}: {there}{before} -> {after}, {weights} decoded to {name}")?)
 }

@@ -1,13 +1,14 @@
 //! `nvfp4 diff`: the error of one checkpoint against another, or whether their bytes are the same.
 
 use crate::names::{self, shown};
+use crate::say::out;
 use crate::sizes::counted;
 use crate::source::From;
 use crate::until_closed;
 use anyhow::{Result, ensure};
 use nvfp4::checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences};
 use serde_json::{Value, json};
-use std::io::{Write, stdout};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -39,7 +40,7 @@ const NORMAL_DATA: f64 = 0.095;
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let (first, second) = (Checkpoint::open(&args.first)?, Checkpoint::open(&args.second)?);
-    let mut out = stdout().lock();
+    let mut out = out();
     if args.bits {
         let found = differences(&first, &second)?;
         until_closed(if args.json {

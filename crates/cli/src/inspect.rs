@@ -2,6 +2,7 @@
 
 use crate::inspect_rows::{self, Row};
 use crate::names::shown;
+use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::{inspect_gguf, sizes, until_closed, verify};
@@ -11,7 +12,7 @@ use nvfp4::checkpoint::{Buffer, Checkpoint, Client, Finding, Model, Statistics, 
 use nvfp4_spec::{BLOCK, e2m1, e4m3};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::{Write, stdout};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -46,7 +47,7 @@ fn block_at(text: &str) -> Result<(usize, usize), String> {
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let mut out = stdout().lock();
+    let mut out = out();
     if gguf::is_gguf(&args.path) {
         let file = GgufFile::open(&args.path)?;
         until_closed(inspect_gguf::show(&mut out, &file, args))?;

@@ -1,16 +1,51 @@
-//! Ctrl-C, which long commands notice between two pieces of work.
+//! Ctrl-C and SIGTERM, which long commands notice between two pieces of work.
 
+use crate::Host;
 use anyhow::{Context, Result};
-use std::sync::atomic::{AtomicBool, Ordering};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+use std::io;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Set by Ctrl-C. A second Ctrl-C ends the program at once, which loses no more than a kill does.
-pub fn interrupts() -> Result<&'static AtomicBool> {
-    static STOP: AtomicBool = AtomicBool::new(false);
-    ctrlc::set_handler(|| {
-        if STOP.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-    })
-    .context("cannot watch for Ctrl-C")?;
+static STOP: AtomicBool = AtomicBool::new(false);
+
+/// The last signal.
+static SIGNAL: AtomicUsize = AtomicUsize::new(0);
+
+/// Set by Ctrl-C, and in a program of its own by SIGTERM. A second one ends a program at once, which loses no more than a kill does.
+/// Whoever watches for them besides goes on to do so.
+pub fn interrupts(host: Host) -> Result<&'static AtomicBool> {
+    static WATCHED: Mutex<bool> = Mutex::new(false);
+    STOP.store(false, Ordering::Relaxed);
+    SIGNAL.store(0, Ordering::Relaxed);
+    let mut watched = WATCHED.lock().expect("no holder panics");
+    if !*watched {
+        watch(host).context("cannot watch for Ctrl-C")?;
+        *watched = true;
+    }
     Ok(&STOP)
+}
+
+fn watch(host: Host) -> io::Result<()> {
+    // To watch for SIGTERM is to survive it, which is not for a guest to decide; nor is the end of its host.
+    let signals: &[i32] = match host {
+        Host::Program => &[SIGINT, SIGTERM],
+        Host::Library => &[SIGINT],
+    };
+    for &signal in signals {
+        if host == Host::Program {
+            flag::register_conditional_shutdown(signal, 128 + signal, &STOP)?;
+        }
+        flag::register_usize(signal, &SIGNAL, signal as usize)?;
+        flag::register(signal, &STOP)?;
+    }
+    Ok(())
+}
+
+/// The exit status of a command that a signal ended, as shells give it: 130 for Ctrl-C, 143 for SIGTERM.
+pub fn status() -> Option<ExitCode> {
+    let signal = SIGNAL.load(Ordering::Relaxed);
+    (signal > 0).then(|| ExitCode::from(128 + signal as u8))
 }

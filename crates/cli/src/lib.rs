@@ -22,6 +22,7 @@ mod plan;
 mod progress;
 mod recipe;
 mod report;
+mod say;
 mod sizes;
 mod source;
 mod train;
@@ -30,6 +31,7 @@ mod writing;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+use say::say;
 use std::ffi::OsString;
 use std::io;
 use std::process::ExitCode;
@@ -61,8 +63,17 @@ enum Command {
     Completions(completions::Args),
 }
 
+/// Whose process a command runs in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Host {
+    /// The command's own: it may start itself again, and signals are its to handle.
+    Program,
+    /// Another program's, which goes on after the command.
+    Library,
+}
+
 /// Runs the command line, whose first word is the program's name. What is wrong with the words, or help, is printed.
-pub fn main(words: impl IntoIterator<Item = OsString>) -> ExitCode {
+pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     let command = match Cli::try_parse_from(words) {
         Ok(cli) => cli.command,
         Err(answer) => {
@@ -70,9 +81,12 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> ExitCode {
             return if answer.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
         }
     };
-    run(command).unwrap_or_else(|error| {
-        eprintln!("error: {}", names::shown_lines(&chain(&error)));
-        ExitCode::FAILURE
+    run(command, host).unwrap_or_else(|error| {
+        say(format_args!("error: {}", names::shown_lines(&chain(&error))));
+        match error.downcast_ref() {
+            Some(nvfp4::Error::Interrupted) => interrupt::status().unwrap_or(ExitCode::FAILURE),
+            _ => ExitCode::FAILURE,
+        }
     })
 }
 
@@ -89,16 +103,16 @@ fn chain(error: &anyhow::Error) -> String {
     text
 }
 
-fn run(command: Command) -> Result<ExitCode> {
+fn run(command: Command, host: Host) -> Result<ExitCode> {
     match command {
-        Command::Demo(args) => demo::demonstrate(&args),
-        Command::Convert(args) => convert::run(&args),
+        Command::Demo(args) => demo::demonstrate(&args, host),
+        Command::Convert(args) => convert::run(&args, host),
         Command::Plan(args) => plan::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Diff(args) => diff::run(&args),
         Command::Verify(args) => verify::run(&args),
-        Command::Dequant(args) => dequant::run(&args),
-        Command::Train(args) => train::run(&args),
+        Command::Dequant(args) => dequant::run(&args, host),
+        Command::Train(args) => train::run(&args, host),
         Command::Modes(args) => modes::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Conformance(args) => conformance::run(&args),

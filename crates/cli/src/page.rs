@@ -1,6 +1,11 @@
 //! Pages that commands write with `--report`: one file, no scripts, nothing from the network, light and dark, wide and narrow.
 
+use anyhow::{Context, Result, ensure};
+use nvfp4::durable;
 use std::fmt::Write;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
 
 /// Colours of lines, told apart in light and in dark.
 const COLOURS: [&str; 9] =
@@ -17,6 +22,52 @@ td:first-child, th:first-child { text-align: left; min-width: 14rem }
 .wide { overflow-x: auto } svg { width: 100%; min-width: 34rem; height: auto } svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
 .axis { stroke: var(--line) } .bar { fill: var(--bar) } p, li { color: var(--text) } .soft { color: var(--soft) }";
 
+/// Says in a page that it is one of these.
+const MARK: &str = "<meta name=\"generator\" content=\"nvfp4\">";
+
+/// What a page may take the place of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Replaces {
+    /// An earlier page.
+    Pages,
+    /// Any file.
+    Files,
+}
+
+/// An error where a page cannot be written, before there is anything to write. None of the folders or files in `apart` may hold it.
+pub fn check(path: &Path, replaces: Replaces, apart: &[(&str, &Path)]) -> Result<()> {
+    let folder = durable::parent(path);
+    ensure!(folder.is_dir(), "--report {}: there is no folder {}", path.display(), folder.display());
+    ensure!(!path.is_dir(), "--report {}: this is a folder; name a file in it", path.display());
+    ensure!(path.is_file() || !path.exists(), "--report {}: this is not a file; name one", path.display());
+    let real = |path: &Path| -> Option<PathBuf> {
+        path.canonicalize().ok().or_else(|| Some(durable::parent(path).canonicalize().ok()?.join(path.file_name()?)))
+    };
+    for (name, other) in apart {
+        let inside = real(path).zip(real(other)).is_some_and(|(path, other)| path.starts_with(other));
+        ensure!(!inside, "--report {}: this is in the {name}; name a file elsewhere", path.display());
+    }
+    ensure!(
+        replaces == Replaces::Files || path.symlink_metadata().is_err() || is_page(path),
+        "--report {}: there is a file that is not a report; name another",
+        path.display()
+    );
+    Ok(())
+}
+
+/// Whether a file is a page.
+fn is_page(path: &Path) -> bool {
+    let mut start = Vec::new();
+    fs::metadata(path).is_ok_and(|metadata| metadata.is_file())
+        && File::open(path).and_then(|file| file.take(1024).read_to_end(&mut start)).is_ok()
+        && String::from_utf8_lossy(&start).contains(MARK)
+}
+
+/// Writes a page.
+pub fn write(path: &Path, page: &str) -> Result<()> {
+    durable::write(path, page.as_bytes()).with_context(|| format!("--report {}", path.display()))
+}
+
 /// A whole page: a title, a paragraph of HTML, and sections of HTML by name.
 pub fn page(title: &str, introduction: &str, sections: &[(&str, String)]) -> String {
     let title = escape(title);
@@ -26,7 +77,7 @@ pub fn page(title: &str, introduction: &str, sections: &[(&str, String)]) -> Str
         .collect();
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
+         {MARK}<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
          <title>{title}</title><style>{STYLE}</style></head><body>\n\
          <h1>{title}</h1>\n<p>{introduction}</p>\n{body}</body></html>\n"
     )

@@ -1,11 +1,12 @@
 //! `nvfp4 plan`: what a conversion would do to each weight, and why.
 
+use crate::say::out;
 use crate::source::{self, From, Weights};
 use crate::{names, sizes, until_closed};
 use anyhow::Result;
 use nvfp4::checkpoint::{Action, Checkpoint, Item, Model, Plan, Target};
 use serde_json::json;
-use std::io::{Write, stdout};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -22,7 +23,8 @@ pub struct Args {
     /// Whose checkpoint the source is, if it does not say.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Print JSON: {dialect, weights: [{module, shape, format, action, group, why, bytes, new_bytes}], bytes, new_bytes}.
+    /// Print JSON: {dialect, weights: [{module, shape, format, action, group, why, bytes, new_bytes}], bytes, new_bytes}; new_bytes are
+    /// estimates.
     #[arg(long)]
     json: bool,
 }
@@ -31,12 +33,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let checkpoint = Checkpoint::open(&args.source)?;
     let model = source::model(&checkpoint, args.from)?;
     let plan = Plan::new(&model, &args.weights.selection()?, args.to)?;
-    let mut out = stdout().lock();
+    let mut out = out();
     until_closed(if args.json { print_json(&mut out, &model, &plan) } else { print(&mut out, &model, &plan) })?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Bytes that a weight will take.
+/// Bytes that a weight will take, about: each target has a few numbers beside it that are not counted here.
 fn new_bytes(item: &Item<'_>) -> u64 {
     let elements = item.weight.elements();
     match item.action {
@@ -87,9 +89,10 @@ pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result
         writeln!(out, "{}", line.trim_end())?;
     }
     let (others, bytes) = (model.others.len(), model.others.iter().map(|t| t.info.len).sum());
-    writeln!(out, "{others} other tensors, {}, are copied", sizes::show(bytes))?;
+    let copied = if others == 1 { "is copied" } else { "are copied" };
+    writeln!(out, "{}, {}, {copied}", sizes::counted(others, "other tensor"), sizes::show(bytes))?;
     let (before, after) = totals(model, plan);
-    writeln!(out, "total {} -> {}", sizes::show(before), sizes::show(after))?;
+    writeln!(out, "total {} -> about {}", sizes::show(before), sizes::show(after))?;
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! How far a long command is, on standard error: a bar on a terminal, a line per weight elsewhere.
 
 use crate::plan::RESCALE;
+use crate::say::{plain, say};
 use crate::sizes;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nvfp4::checkpoint::{Action, Finished, Observer, Pass};
@@ -77,9 +78,9 @@ impl Observer for Progress {
         *done += 1;
         let line = format!("[{:>4}/{}] {}", *done, self.weights, line(w, self.voice));
         match (self.bar(), self.voice) {
-            (bar, _) if bar.is_hidden() => eprintln!("{line}"),
-            (bar, Voice::Verbose) => bar.println(line),
-            (bar, _) => bar.set_message(line),
+            (bar, _) if bar.is_hidden() => say(line),
+            (bar, Voice::Verbose) => bar.println(plain(&line)),
+            (bar, _) => bar.set_message(plain(&line)),
         }
     }
 }

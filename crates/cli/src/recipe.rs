@@ -1,5 +1,6 @@
 //! `nvfp4 recipe`: what a recipe does to every layer, before anything is trained.
 
+use crate::say::say;
 use crate::train::recipes::NAMED;
 use crate::until_closed;
 use anyhow::{Result, anyhow};
@@ -179,7 +180,7 @@ fn problems(error: Error, as_json: bool) -> Result<ExitCode> {
         let errors: Vec<String> = problems.0.iter().map(Problem::to_string).collect();
         until_closed(print_json(&mut stdout().lock(), &json!({ "errors": errors, "warnings": [] })))?;
     } else {
-        problems.lines().iter().for_each(|line| eprintln!("error: {line}"));
+        problems.lines().iter().for_each(|line| say(format_args!("error: {line}")));
     }
     Ok(ExitCode::from(PROBLEMS))
 }

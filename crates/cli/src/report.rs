@@ -3,7 +3,7 @@
 use crate::page::{self, Chart, Line, Marks, Point, escape};
 use crate::sizes;
 use crate::sizes::counted;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use nvfp4::checkpoint::{Action, Finished, Measure, Plan, Statistics, Summary};
 use nvfp4_spec::e2m1;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::path::Path;
 
 /// Writes the page.
 pub fn write(path: &Path, title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics) -> Result<()> {
-    std::fs::write(path, page(title, plan, summary, statistics)).with_context(|| format!("--report {}", path.display()))
+    page::write(path, &page(title, plan, summary, statistics))
 }
 
 fn page(title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics) -> String {

@@ -1,13 +1,14 @@
 //! `nvfp4 verify`: would a program load this checkpoint, and load it right?
 
 use crate::names::shown;
+use crate::say::out;
 use crate::source::{self, From};
 use crate::until_closed;
 use anyhow::Result;
 use nvfp4::checkpoint::gguf::{self, GgufFile};
 use nvfp4::checkpoint::{Checkpoint, Client, Finding, Severity};
 use serde_json::{Value, json};
-use std::io::{Write, stdout};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -49,7 +50,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
         (model.dialect.to_string(), weights, findings)
     };
-    let mut out = stdout().lock();
+    let mut out = out();
     until_closed(if args.json {
         let list: Vec<Value> = findings.iter().map(to_json).collect();
         let report = json!({ "dialect": dialect, "for": args.client.to_string(), "findings": list });

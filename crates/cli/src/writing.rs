@@ -13,10 +13,10 @@ pub struct Writing {
     /// Memory to stay below.
     #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = sizes::parse)]
     pub mem: u64,
-    /// Continue an interrupted run.
+    /// Continue an interrupted run; a target that is complete is compared, and no error.
     #[arg(long, conflicts_with = "force")]
     resume: bool,
-    /// Replace the target, and throw an interrupted run away.
+    /// Replace a target that is a checkpoint and nothing else, and throw an interrupted run away.
     #[arg(long)]
     force: bool,
     /// No progress.

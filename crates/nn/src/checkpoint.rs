@@ -8,6 +8,7 @@ use crate::adamw::{AdamW, Moments};
 use crate::{Error, Result, Session};
 use candle_core::{Device, Tensor, Var};
 use nvfp4::Generator;
+use nvfp4::durable::{self, Disk};
 use nvfp4::recipe::{AmaxRules, States};
 use safetensors::SafeTensors;
 use std::collections::{BTreeMap, HashMap};
@@ -15,6 +16,10 @@ use std::path::{Path, PathBuf};
 
 const FORMAT: &str = "nvfp4-training";
 const VERSION: &str = "1";
+
+/// The files of a checkpoint.
+const TRAINING: &str = "training.safetensors";
+const STATES: &str = "states.safetensors";
 
 impl Session {
     /// Writes the state between two steps to a folder. The folder of an earlier checkpoint is replaced once the new one is complete.
@@ -51,38 +56,33 @@ impl Session {
         let metadata: HashMap<String, String> = own.chain(notes).collect();
 
         put_back(folder)?;
-        let partial = beside(folder, "partial");
-        let io = |source: std::io::Error| Error::Checkpoint { path: partial.clone(), reason: source.to_string() };
+        let (disk, partial) = (Disk::default(), durable::beside(folder, ".partial"));
+        check_ours(&partial)?;
         if partial.exists() {
-            std::fs::remove_dir_all(&partial).map_err(io)?;
+            disk.remove_folder(&partial)?;
         }
-        std::fs::create_dir_all(&partial).map_err(io)?;
-        let file = partial.join("training.safetensors");
-        let written = safetensors::serialize_to_file(&tensors, Some(metadata), &file);
-        written.map_err(|error| Error::Checkpoint { path: file, reason: error.to_string() })?;
-        states.save(&partial.join("states.safetensors"))?;
+        disk.create_folder(&partial)?;
+        let file = partial.join(TRAINING);
+        durable::write_with(&file, |part| {
+            safetensors::serialize_to_file(&tensors, Some(metadata), part)
+                .map_err(|error| Error::Checkpoint { path: file.clone(), reason: error.to_string() })
+        })?;
+        states.save(&partial.join(STATES))?;
         // The old one stays until the new one stands in its place.
-        let old = beside(folder, "old");
-        if folder.exists() {
-            std::fs::rename(folder, &old).map_err(io)?;
-        }
-        std::fs::rename(&partial, folder).map_err(io)?;
-        if old.exists() {
-            std::fs::remove_dir_all(&old).map_err(io)?;
-        }
-        Ok(())
+        Ok(disk.replace(&partial, folder, &durable::aside(folder))?)
     }
 
-    /// Whether a folder has a checkpoint. One whose replacement was interrupted is put back in its place.
+    /// Whether a folder has a checkpoint; an error where it has anything else, which a checkpoint would replace. One whose replacement was
+    /// interrupted is put back in its place.
     pub fn is_saved(folder: &Path) -> Result<bool> {
         put_back(folder)?;
-        Ok(folder.exists())
+        Ok(folder.join(TRAINING).exists())
     }
 
     /// Goes on from a checkpoint: same modules, same recipe, applied before. All is checked before anything is changed. Gives the notes.
     pub fn load(&self, folder: &Path, optimizer: &mut AdamW) -> Result<BTreeMap<String, String>> {
         put_back(folder)?;
-        let path = folder.join("training.safetensors");
+        let path = folder.join(TRAINING);
         let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
         let plan = self.plan().ok_or(Error::NoPlan)?;
         let (bytes, metadata) = read(&path)?;
@@ -112,7 +112,7 @@ impl Session {
             changes.plan(format!("first.{name}"), first)?;
             changes.plan(format!("second.{name}"), second)?;
         }
-        let states = States::load(&folder.join("states.safetensors"), &plan, AmaxRules::default())?;
+        let states = States::load(&folder.join(STATES), &plan, AmaxRules::default())?;
         changes.apply()?;
         optimizer.step = optimizer_step as usize;
         self.resume(step, seed, generator, states)?;
@@ -122,7 +122,7 @@ impl Session {
     /// The notes of a checkpoint, whatever its modules and its recipe are: a caller may keep there what it makes them from.
     pub fn notes(folder: &Path) -> Result<BTreeMap<String, String>> {
         put_back(folder)?;
-        let (_, metadata) = read(&folder.join("training.safetensors"))?;
+        let (_, metadata) = read(&folder.join(TRAINING))?;
         Ok(notes(&metadata))
     }
 }
@@ -202,17 +202,42 @@ fn notes(metadata: &HashMap<String, String>) -> BTreeMap<String, String> {
 
 /// Mends what a process that died in [`Session::save`] left: a checkpoint beside its place, or one that was replaced already.
 fn put_back(folder: &Path) -> Result<()> {
-    let old = beside(folder, "old");
-    if !old.exists() {
-        return Ok(());
+    check_ours(folder)?;
+    let disk = Disk::default();
+    let mut aside = replaced(folder)?;
+    if let (false, Some(last)) = (folder.exists(), aside.pop()) {
+        disk.rename(&last, folder)?;
+        disk.sync_folder(durable::parent(folder))?;
     }
-    let mended = if folder.exists() { std::fs::remove_dir_all(&old) } else { std::fs::rename(&old, folder) };
-    mended.map_err(|error| Error::Checkpoint { path: old, reason: error.to_string() })
+    Ok(aside.iter().try_for_each(|old| disk.remove_folder(old))?)
 }
 
-/// A folder of the same name with an ending.
-fn beside(folder: &Path, ending: &str) -> PathBuf {
-    let mut name = folder.file_name().unwrap_or_default().to_os_string();
-    name.push(format!(".{ending}"));
-    folder.with_file_name(name)
+/// The folders that a checkpoint moved to when it was replaced, the last one last. A folder of such a name with anything else in it is not one.
+fn replaced(folder: &Path) -> Result<Vec<PathBuf>> {
+    let start = format!("{}.replaced-", folder.file_name().unwrap_or_default().to_string_lossy());
+    let Ok(names) = std::fs::read_dir(durable::parent(folder)) else { return Ok(Vec::new()) };
+    let number = |name: &str| name.strip_prefix(&start)?.parse::<u64>().ok();
+    let mut found: Vec<(u64, PathBuf)> = names
+        .flatten()
+        .filter_map(|entry| Some((number(entry.file_name().to_str()?)?, entry.path())))
+        .filter(|(_, path)| check_ours(path).is_ok())
+        .collect();
+    found.sort();
+    Ok(found.into_iter().map(|(_, path)| path).collect())
+}
+
+/// An error where a folder has anything that is no part of a checkpoint: it would be lost with the one that is replaced.
+fn check_ours(folder: &Path) -> Result<()> {
+    if folder.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    let refuse = |reason: String| Error::Checkpoint { path: folder.to_path_buf(), reason };
+    for entry in std::fs::read_dir(folder).map_err(|error| refuse(error.to_string()))? {
+        let name = entry.map_err(|error| refuse(error.to_string()))?.file_name();
+        let name = name.to_string_lossy();
+        if name != TRAINING && name != STATES && !name.ends_with(".part") {
+            return Err(refuse(format!("holds '{name}', which is no part of a checkpoint; name another folder")));
+        }
+    }
+    Ok(())
 }

@@ -1,7 +1,7 @@
 //! Files of our own: safetensors with a format, a version and a JSON index in the metadata. Nothing in a file is taken on trust.
 
 use crate::json::unique_keys;
-use crate::{Error, Result};
+use crate::{Error, Result, durable};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde::Serialize;
@@ -33,12 +33,27 @@ pub(crate) type Checked<T> = std::result::Result<T, String>;
 impl Container {
     /// Writes a file of a version, which is replaced if it exists.
     pub fn write(&self, path: &Path, version: &str, parts: &[Part], index: &impl Serialize) -> Result<()> {
-        let bytes = self.encode(path, version, parts, index)?;
-        std::fs::write(path, bytes).map_err(|source| Error::Io { path: path.to_path_buf(), source })
+        let invalid = |source| Error::Safetensors { path: path.to_path_buf(), source };
+        let (views, metadata) = self.views(path, version, parts, index)?;
+        durable::write_with(path, |part| safetensors::serialize_to_file(views, Some(metadata), part).map_err(invalid))
     }
 
     /// The bytes of a file of a version. `path` is what errors call it.
     pub fn encode(&self, path: &Path, version: &str, parts: &[Part], index: &impl Serialize) -> Result<Vec<u8>> {
+        let (views, metadata) = self.views(path, version, parts, index)?;
+        safetensors::serialize(views, Some(metadata))
+            .map_err(|source| Error::Safetensors { path: path.to_path_buf(), source })
+    }
+
+    /// Tensors and metadata of a file.
+    #[expect(clippy::type_complexity, reason = "what the safetensors library takes")]
+    fn views<'p>(
+        &self,
+        path: &Path,
+        version: &str,
+        parts: &'p [Part],
+        index: &impl Serialize,
+    ) -> Result<(Vec<(&'p str, TensorView<'p>)>, HashMap<String, String>)> {
         let invalid = |source| Error::Safetensors { path: path.to_path_buf(), source };
         let views = parts
             .iter()
@@ -48,7 +63,7 @@ impl Container {
         let json = json.map_err(|e| Error::Format { path: path.to_path_buf(), reason: e.to_string() })?;
         let metadata = [("format", self.format.to_string()), ("version", version.to_string()), (self.index, json)];
         let metadata: HashMap<String, String> = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
-        safetensors::serialize(views, Some(metadata)).map_err(invalid)
+        Ok((views, metadata))
     }
 
     /// Reads a file of this kind; `content` gets its tensors, its version and its index.

@@ -33,6 +33,7 @@ mod container;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod direction;
+pub mod durable;
 mod error;
 mod generator;
 mod json;

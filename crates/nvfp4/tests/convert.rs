@@ -493,9 +493,14 @@ fn activations_come_from_a_constant_or_a_table_and_joined_weights_share_the_larg
     assert_eq!(modules.map(scale), [3.0, 3.0, 3.0, 4.0, 6.0, 6.0, 7.0]);
     assert_eq!(json_of(&dir.join("out/hf_quant_config.json"))["quantization"]["quant_algo"], "NVFP4");
     assert_eq!(verify(&Model::new(&written).unwrap(), Client::Vllm, 1).unwrap(), []);
-    let missing = Settings { acts: Acts::Amaxes(Default::default()), ..to(Target::ModelOpt) };
+    let table = modules[..5].iter().map(|m| (format!("model.layers.0.{m}"), 1.0)).collect();
+    let missing = Settings { acts: Acts::Amaxes(table), ..to(Target::ModelOpt) };
     let refused = run(&dir.join("in"), &dir.join("no"), &missing).unwrap_err().to_string();
-    assert_eq!(refused, "--acts: no amax for 'model.layers.0.mlp.down_proj'");
+    assert_eq!(
+        refused, "--acts: no amax for 'model.layers.0.mlp.down_proj', 'model.layers.0.mlp.up_proj'",
+        "all at once"
+    );
+    assert!(!dir.join("no.partial").exists(), "the corrected command is not in the way of its predecessor");
 }
 
 #[test]

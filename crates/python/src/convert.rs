@@ -94,13 +94,12 @@ pub fn convert<'py>(
         memory,
         existing: choose("existing", EXISTING, existing)?,
     };
-    let (summary, findings) = watched(py, progress.as_ref(), |observer, stop| {
+    let summary = watched(py, progress.as_ref(), |observer, stop| {
         let summary = nvfp4::checkpoint::convert(&source, &target, &settings, observer, stop)?;
-        let findings = verify::findings(&target, None, None, settings.threads)?;
-        Ok((summary, findings))
+        Ok(summary)
     })?;
-    check(py, &target, &findings)?;
-    report(py, &summary, &findings)
+    check(py, &target, &summary.findings)?;
+    report(py, &summary)
 }
 
 /// Which weights share a tensor scale: a word, or lists of last names.
@@ -234,7 +233,7 @@ fn watched<R: Send>(
     })
 }
 
-fn report<'py>(py: Python<'py>, summary: &Summary, findings: &[Finding]) -> PyResult<Bound<'py, PyDict>> {
+fn report<'py>(py: Python<'py>, summary: &Summary) -> PyResult<Bound<'py, PyDict>> {
     let weights = PyDict::new(py);
     for weight in &summary.quantized {
         weights.set_item(&weight.module, weight.measure.relative_error())?;
@@ -244,6 +243,6 @@ fn report<'py>(py: Python<'py>, summary: &Summary, findings: &[Finding]) -> PyRe
     report.set_item("after", summary.after)?;
     report.set_item("files", &summary.files)?;
     report.set_item("relative_error", weights)?;
-    report.set_item("notes", verify::texts(findings, Severity::Note))?;
+    report.set_item("notes", verify::texts(&summary.findings, Severity::Note))?;
     Ok(report)
 }

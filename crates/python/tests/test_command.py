@@ -65,6 +65,13 @@ def checkpoint(tmp_path):
     return folder
 
 
+def test_commands_run_again_and_again_in_one_process(checkpoint, tmp_path):
+    from nvfp4._nvfp4 import command
+
+    for name in ("a", "b"):
+        assert command(["nvfp4", "convert", str(checkpoint), str(tmp_path / name), "-q"]) == 0
+
+
 def test_a_checkpoint_is_converted(checkpoint, tmp_path):
     done = nvfp4.convert(checkpoint, tmp_path / "out", skip=["*down_proj"])
     assert sorted(done["relative_error"]) == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
@@ -75,6 +82,7 @@ def test_a_checkpoint_is_converted(checkpoint, tmp_path):
         # Both sums have 64² positive terms, each of at most 3 roundings; added in any order in float64 a sum is within 64² + 2 roundings of the
         # exact one, their quotient within twice that, and a square root halves it. A quotient and a root round here and there: 8 more.
         assert abs(error - expected) <= (64**2 + 10) * 2**-53 * expected and error > 0
+    assert done["notes"] == []
     assert done["after"] < done["before"] and (tmp_path / "out" / done["files"][0]).exists()
     with pytest.raises(ValueError, match="out"):
         nvfp4.convert(checkpoint, tmp_path / "out")

@@ -10,9 +10,11 @@ mod threads;
 mod vocabulary;
 
 use crate::device::Device;
+use crate::page::{self, Replaces};
 use crate::progress::Voice;
-use crate::{interrupt, until_closed};
-use anyhow::{Result, bail, ensure};
+use crate::say::say;
+use crate::{Host, interrupt, until_closed};
+use anyhow::{Context, Result, bail, ensure};
 use clap::ArgAction;
 use recipes::Named;
 use results::{Results, RunResult, Settings};
@@ -24,6 +26,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use text::Corpus;
 use threads::Threads;
 use vocabulary::Vocabulary;
@@ -114,17 +117,30 @@ pub struct Args {
     quiet: bool,
 }
 
-pub fn run(args: &Args) -> Result<ExitCode> {
-    let results = match args.merge.is_empty() {
-        false => Results::merged(&args.merge)?,
+pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
+    if let Some(path) = &args.report {
+        page::check(path, Replaces::Pages, &[])?;
+    }
+    let (results, expected) = match args.merge.is_empty() {
+        false => {
+            let results = Results::merged(&args.merge)?;
+            let expected = results.runs.len();
+            (results, expected)
+        }
         true => {
             args.check()?;
             let recipes = args.recipes()?;
-            let threads = Threads::share(args.threads(), recipes.len() * args.seeds().len());
-            if let Some(ended) = threads.enforce()? {
+            let expected = recipes.len() * args.seeds().len();
+            let threads = match host {
+                Host::Program => Threads::share(args.threads(), expected),
+                Host::Library => Threads::share(args.threads(), 1),
+            };
+            if host == Host::Program
+                && let Some(ended) = threads.enforce()?
+            {
                 return Ok(ended);
             }
-            train(args, &recipes, threads)?
+            (train(args, &recipes, threads, host)?, expected)
         }
     };
     let mut out = stdout().lock();
@@ -135,36 +151,37 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let failed: Vec<&RunResult> = results.runs.iter().filter(|run| run.error.is_some()).collect();
     for RunResult { recipe, seed, error, .. } in &failed {
-        eprintln!("error: {recipe}, seed {seed}: {}", error.as_deref().unwrap_or_default());
+        say(format_args!("error: {recipe}, seed {seed}: {}", error.as_deref().unwrap_or_default()));
     }
     let finished = results.runs.iter().filter(|run| run.error.is_none() && run.steps == results.settings.steps).count();
-    let expected = if args.merge.is_empty() { args.recipes()?.len() * args.seeds().len() } else { results.runs.len() };
     let unfinished = expected - finished - failed.len();
     if unfinished > 0 {
         match &args.checkpoint {
-            Some(folder) => {
-                eprintln!(
-                    "{unfinished} of {expected} runs stopped; the same command with --resume goes on from {}",
-                    folder.display()
-                )
-            }
-            None if args.merge.is_empty() => eprintln!(
+            Some(folder) => say(format_args!(
+                "{unfinished} of {expected} runs stopped; the same command with --resume goes on from {}",
+                folder.display()
+            )),
+            None if args.merge.is_empty() => say(format_args!(
                 "{unfinished} of {expected} runs stopped, and are lost: --checkpoint FOLDER would have kept them"
-            ),
-            None => eprintln!("{unfinished} of {expected} runs were stopped before their last step"),
+            )),
+            None => say(format_args!("{unfinished} of {expected} runs were stopped before their last step")),
         }
     }
-    Ok(if failed.is_empty() && unfinished == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(match (failed.is_empty(), unfinished) {
+        (true, 0) => ExitCode::SUCCESS,
+        (true, _) => interrupt::status().unwrap_or(ExitCode::FAILURE),
+        (false, _) => ExitCode::FAILURE,
+    })
 }
 
-fn train(args: &Args, recipes: &[Named], threads: Threads) -> Result<Results> {
+fn train(args: &Args, recipes: &[Named], threads: Threads, host: Host) -> Result<Results> {
     let text = text::read(args.text.as_deref())?;
     let settings = args.settings(&text);
     let corpus = Corpus::new(args.vocab.encode(&text)?, args.batch, args.context, args.device.try_into()?)?;
-    let (show, stop) = (Show::new(if args.quiet { Voice::Quiet } else { Voice::Normal }), interrupt::interrupts()?);
+    let (show, stop) = (Show::new(if args.quiet { Voice::Quiet } else { Voice::Normal }), interrupt::interrupts(host)?);
     if !args.quiet {
         let (train, held_out) = corpus.sizes();
-        eprintln!("{train} tokens to train on, {held_out} held out; {}", settings.describe());
+        say(format_args!("{train} tokens to train on, {held_out} held out; {}", settings.describe()));
     }
     let jobs: Vec<Job<'_>> = args
         .seeds()
@@ -199,8 +216,16 @@ fn run_all(jobs: &[Job<'_>], show: &Show, threads: Threads, stop: &AtomicBool) -
             done.lock().expect("no holder panics").push((i, result));
         }
     };
-    std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads.runs).map(|_| scope.spawn(work)).collect();
+    thread::scope(|scope| {
+        let mut workers = Vec::new();
+        for _ in 0..threads.runs {
+            match thread::Builder::new().spawn_scoped(scope, work) {
+                Ok(worker) => workers.push(worker),
+                Err(error) if workers.is_empty() => return Err(error).context("cannot start a thread"),
+                // No result depends on how many there are.
+                Err(_) => break,
+            }
+        }
         workers.into_iter().try_for_each(|worker| worker.join().expect("a run does not panic"))
     })?;
     let mut done = done.into_inner().expect("no holder panics");
@@ -225,9 +250,6 @@ impl Args {
         for (name, size, most) in sizes {
             ensure!(size > 0, "{name}: expected at least 1, got 0");
             ensure!(size <= most, "{name}: expected at most {most}, got {size}");
-        }
-        if let Some(path) = &self.report {
-            report::check(path)?;
         }
         ensure!(
             self.width.is_multiple_of(self.heads),

@@ -3,22 +3,14 @@
 use super::recipes::BASELINE;
 use super::results::{self, Results, Row, RunResult, Spread};
 use crate::page::{self, Chart, Line, Marks, Point, escape};
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-/// An error where a page cannot be written, before there is anything to write.
-pub fn check(path: &Path) -> Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    ensure!(folder.is_dir(), "--report {}: there is no folder {}", path.display(), folder.display());
-    ensure!(!path.is_dir(), "--report {}: this is a folder; name a file in it", path.display());
-    Ok(())
-}
-
 /// Writes the page.
 pub fn write(path: &Path, results: &Results) -> Result<()> {
-    std::fs::write(path, page(results)).with_context(|| format!("--report {}", path.display()))
+    page::write(path, &page(results))
 }
 
 fn page(results: &Results) -> String {

@@ -2,6 +2,7 @@
 
 use super::results::Point;
 use crate::progress::Voice;
+use crate::say::say;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{IsTerminal, stderr};
 
@@ -30,7 +31,7 @@ impl Show {
     pub fn say(&self, message: &str) {
         match &self.bars {
             Some(bars) => drop(bars.println(message)),
-            None if self.voice == Voice::Normal => eprintln!("{message}"),
+            None if self.voice == Voice::Normal => say(message),
             None => {}
         }
     }
@@ -59,7 +60,7 @@ impl Line {
                 bar.set_message(message);
             }
             None if self.voice == Voice::Normal && held_out.is_some_and(|point| point.step == step) => {
-                eprintln!("{}  step {step}/{}  {message}", self.name, self.steps);
+                say(format_args!("{}  step {step}/{}  {message}", self.name, self.steps));
             }
             None => {}
         }

@@ -2,7 +2,7 @@
 //!
 //! candle has one pool for the whole process, lends it to one tensor at a time, and takes its size from an environment variable when it
 //! is first used. Runs side by side would wait for each other; so the variable has to be right before the program starts, and the program
-//! starts itself again where it is not.
+//! starts itself again where it is not. In another program's process, which cannot start again, runs go one after the other.
 
 use anyhow::{Context, Result};
 use std::process::{Command, ExitCode};

@@ -168,10 +168,14 @@ fn parameters_alone_go_from_recipe_to_recipe() {
 }
 
 /// A process that dies while it replaces a checkpoint leaves the old one beside its place, which is found there, or one too many, which goes.
+/// What is not a checkpoint stays, whatever it is called.
 #[test]
 fn a_replacement_that_was_interrupted() {
     let (folder, recipe) = (Folder::new(), recipe("nvfp4"));
-    let old = folder.0.with_file_name(format!("{}.old", folder.0.file_name().unwrap().to_str().unwrap()));
+    let beside = |ending: &str| nvfp4::durable::beside(&folder.0, ending);
+    let (old, kept) = (beside(".replaced-2"), beside(".replaced-1"));
+    std::fs::create_dir(&kept).unwrap();
+    std::fs::write(kept.join("mine"), "").unwrap();
     let mut run = Run::new("linear", &recipe, 1);
     assert!(!Session::is_saved(&folder.0).unwrap());
     run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap();
@@ -185,4 +189,25 @@ fn a_replacement_that_was_interrupted() {
     std::fs::write(old.join("training.safetensors"), "older").unwrap();
     run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap();
     assert!(Session::is_saved(&folder.0).unwrap() && !old.exists());
+    assert!(kept.join("mine").exists());
+    std::fs::remove_dir_all(&kept).unwrap();
+}
+
+/// A folder with anything else in it is neither replaced nor taken for a checkpoint; nor is the place where one is written.
+#[test]
+fn what_is_no_checkpoint_is_not_replaced() {
+    let folder = Folder::new();
+    let run = Run::new("linear", &recipe("nvfp4"), 1);
+    let partial = nvfp4::durable::beside(&folder.0, ".partial");
+    for place in [&folder.0, &partial] {
+        std::fs::create_dir_all(place).unwrap();
+        std::fs::write(place.join("thesis.txt"), "").unwrap();
+        let refused = run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap_err().to_string();
+        assert!(refused.contains("holds 'thesis.txt', which is no part of a checkpoint"), "{refused}");
+        assert!(place.join("thesis.txt").exists());
+        std::fs::remove_dir_all(place).unwrap();
+    }
+    assert!(!Session::is_saved(&folder.0).unwrap());
+    run.session().save(&folder.0, &run.optimizer, &BTreeMap::new()).unwrap();
+    assert!(Session::is_saved(&folder.0).unwrap());
 }

@@ -4,6 +4,7 @@
 //! which servers join can share one; the second quantizes (`rows`). A piece is a function of the source alone, so the
 //! bytes do not depend on the number of threads, on the memory, or on how often the conversion was interrupted.
 
+use super::beside::{self, Beside};
 use super::dialect::Model;
 use super::folder::Kind;
 use super::inputs;
@@ -12,24 +13,41 @@ use super::plan::{Action, Item, Plan};
 use super::rows::{Memory, Piece, copy};
 use super::settings::{Finished, Observer, Pass, Settings, Summary};
 use super::shards::{self, Placed, RowOrder, Shard, Unit};
-use super::target::{self, Activations, Extras, Role, Scale, Target};
+use super::stamp::Stamp;
+use super::target::{Activations, Role, Scale, Target};
+use super::verify::{Client, Finding, verify};
 use super::weight::{Stored, Weight};
-use super::work::{Part, Work};
+use super::work::{Order, Part, Work};
 use super::{Checkpoint, first_not_finite, gguf, mxfp4, pool};
+use crate::durable::Disk;
 use crate::{Edge, Error, Precision, Result};
 use nvfp4_kernels::{Input, amax};
 use nvfp4_spec::Mode;
 use nvfp4_spec::scale::Unit as ScaleUnit;
-use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 /// Converts a checkpoint. `stop` may be set from elsewhere: the conversion ends with [`Error::Interrupted`] and can be
 /// continued.
+///
+/// Everything that the source, the settings or the disk can be refused for is, before anything is written. The result is read back
+/// before it gets its name; what [`verify`] has to say about it is in the summary.
 pub fn convert(
+    source: &Path,
+    target: &Path,
+    settings: &Settings,
+    observer: &dyn Observer,
+    stop: &AtomicBool,
+) -> Result<Summary> {
+    convert_on(&Disk::default(), source, target, settings, observer, stop)
+}
+
+/// Converts a checkpoint onto a disk.
+pub(super) fn convert_on(
+    disk: &Disk,
     source: &Path,
     target: &Path,
     settings: &Settings,
@@ -59,23 +77,23 @@ pub fn convert(
         return Err(Error::Refused(reason.to_string()));
     }
     let extras = inputs::extras(settings, &model, &plan)?;
-    // Refuses what cannot be laid out before anything is read or written.
     let files = match settings.target {
         Target::Gguf => vec![gguf::lay_out(&model, &plan, extras.activations)?],
-        target => shards::lay_out(&model, &plan, target, extras, settings.shards),
+        target => shards::lay_out(&model, &plan, target, extras, settings.shards)?,
     };
-    let kind = if settings.target == Target::Gguf { Kind::File } else { Kind::Folder };
-    let mut conversion = Conversion {
-        settings,
-        mode,
-        model: &model,
-        plan: &plan,
-        extras,
-        files,
-        work: Work::begin(target, kind, settings.existing, settings.request(&checkpoint)?)?,
-        observer,
-        stop,
+    let inputs = inputs::scales(settings, &plan, extras.activations)?;
+    let beside = Beside::new(settings.target, &model, &plan, extras, &files)?;
+    let stamps = beside::stamps(&checkpoint, &beside.companions)?;
+    let order = Order {
+        target,
+        kind: if settings.target == Target::Gguf { Kind::File } else { Kind::Folder },
+        existing: settings.existing,
+        companions: &beside.companions,
+        bytes: files.iter().map(|f| f.len).sum::<u64>() + beside.bytes,
     };
+    let work = Work::begin(disk, &order, settings.request(&stamps))?;
+    let mut conversion =
+        Conversion { settings, mode, model: &model, plan: &plan, files, inputs, beside, stamps, work, observer, stop };
     conversion.find_amaxes()?;
     conversion.write()
 }
@@ -86,8 +104,12 @@ pub(super) struct Conversion<'a, 'p> {
     pub mode: Mode,
     pub model: &'p Model<'p>,
     pub plan: &'a Plan<'p>,
-    extras: Extras,
     files: Vec<Shard<'p>>,
+    /// The scale of the activations of every weight.
+    inputs: BTreeMap<String, f32>,
+    beside: Beside,
+    /// The files of the source, as they were at the beginning.
+    stamps: Vec<(PathBuf, Stamp)>,
     pub work: Work,
     observer: &'a dyn Observer,
     stop: &'a AtomicBool,
@@ -130,50 +152,63 @@ impl<'p> Conversion<'_, 'p> {
 
     /// The second pass, and everything around it.
     fn write(mut self) -> Result<Summary> {
-        if self.settings.target != Target::Gguf {
-            self.write_companions()?;
+        let root = self.model.checkpoint.root();
+        for path in &self.beside.companions {
+            self.work.copy(&root.join(path), &path.to_string_lossy())?;
         }
         let files = std::mem::take(&mut self.files);
-        let inputs = self.inputs(self.extras.activations)?;
-        let unfinished = files.iter().filter(|f| !self.work.is_done(&f.file));
-        self.observer.begin(Pass::Write, unfinished.flat_map(|f| &f.units).map(|u| self.source_len(u)).sum());
-        for file in &files {
-            if !self.work.is_done(&file.file) {
-                let measures = self.write_file(file, &inputs)?;
-                self.work.journal.done.insert(file.file.clone(), measures);
-                self.work.note()?;
-            }
+        let unfinished: Vec<&Shard<'p>> = files.iter().filter(|f| !self.work.is_done(&f.file)).collect();
+        let bytes = unfinished.iter().flat_map(|f| &f.units).map(|u| self.source_len(u)).sum();
+        self.observer.begin(Pass::Write, bytes);
+        for file in unfinished {
+            let measures = self.write_file(file)?;
+            self.check_source()?;
+            self.work.done(&file.file, measures)?;
         }
-        let index = if self.settings.target == Target::Gguf { None } else { shards::index_name(&files) };
-        if let Some(name) = index {
-            self.work.write(&name, &pretty(&shards::index(&files))?)?;
+        for (name, bytes) in &self.beside.written {
+            self.work.write(name, bytes)?;
         }
-        let summary = self.summary(&files);
+        self.check_source()?;
+        let summary = self.summary(&files)?;
         self.work.finish(gguf::FILE)?;
         Ok(summary)
     }
 
-    /// The files beside the tensors: configuration, tokenizer and whatever else the source has.
-    fn write_companions(&self) -> Result<()> {
-        let (target, checkpoint) = (self.settings.target, self.model.checkpoint);
-        for path in checkpoint.companions()? {
-            self.work.copy(&checkpoint.root().join(&path), &path.to_string_lossy())?;
+    /// An error if a file of the source is not what it was when the conversion began.
+    fn check_source(&self) -> Result<()> {
+        for (path, stamp) in &self.stamps {
+            if Stamp::of(path)? != *stamp {
+                return Err(Error::Refused(format!(
+                    "{} changed while it was read; start over with --force when it is complete",
+                    path.display()
+                )));
+            }
         }
-        let ignored = target::ignored(self.plan, self.model);
-        let mut config = target.config(checkpoint.config(), &ignored, self.extras);
-        let decodes = self.plan.items.iter().any(|item| matches!(item.action, Action::Decode(_)));
-        if let (Target::Plain(precision), true) = (target, decodes) {
-            target::name_type(&mut config, precision);
-        }
-        self.work.write("config.json", &pretty(&config)?)?;
-        match target.quantization(&ignored, self.extras) {
-            Some(quantization) => self.work.write("hf_quant_config.json", &pretty(&quantization)?),
-            None => Ok(()),
+        Ok(())
+    }
+
+    /// Reads the result as a stranger would, before it has its name.
+    fn read_back(&self) -> Result<Vec<Finding>> {
+        let unreadable = |error: Error| {
+            let text = format!("the result cannot be read back: {error}; start over with --force");
+            Error::Refused(text)
+        };
+        match self.settings.target {
+            Target::Gguf => {
+                let file = gguf::GgufFile::open(&self.work.path(gguf::FILE)).map_err(unreadable)?;
+                gguf::verify(&file).map_err(unreadable)
+            }
+            Target::Plain(_) => Checkpoint::open(self.work.folder()).map(|_| Vec::new()).map_err(unreadable),
+            Target::ModelOpt | Target::CompressedTensors => {
+                let checkpoint = Checkpoint::open(self.work.folder()).map_err(unreadable)?;
+                let model = Model::new(&checkpoint).map_err(unreadable)?;
+                verify(&model, Client::Vllm, self.settings.threads).map_err(unreadable)
+            }
         }
     }
 
     /// One file: all its units in pieces, then the disk, then its name.
-    fn write_file(&self, shard: &Shard<'p>, inputs: &BTreeMap<String, f32>) -> Result<BTreeMap<String, Measure>> {
+    fn write_file(&self, shard: &Shard<'p>) -> Result<BTreeMap<String, Measure>> {
         let part = self.work.create(&shard.file, shard.len)?;
         part.write_at(&shard.header, 0)?;
         for (at, bytes) in &shard.constants {
@@ -187,7 +222,7 @@ impl<'p> Conversion<'_, 'p> {
                 Unit::Other(tensor) => self.byte_pieces(&tensor, placed.order).collect(),
             };
             if let Unit::Weight(i) = placed.unit {
-                self.write_scalars(&part, i, &placed.offsets, inputs)?;
+                self.write_scalars(&part, i, &placed.offsets)?;
                 left.insert(i, (AtomicUsize::new(pieces.len()), Mutex::new(Measure::default())));
             }
             tasks.extend(pieces.into_iter().map(|piece| (placed, piece)));
@@ -222,13 +257,7 @@ impl<'p> Conversion<'_, 'p> {
         Ok(left.into_iter().filter_map(measured).collect())
     }
 
-    fn write_scalars(
-        &self,
-        part: &Part,
-        i: usize,
-        offsets: &BTreeMap<Role, u64>,
-        inputs: &BTreeMap<String, f32>,
-    ) -> Result<()> {
+    fn write_scalars(&self, part: &Part, i: usize, offsets: &BTreeMap<Role, u64>) -> Result<()> {
         let item = &self.plan.items[i];
         if let Some(&at) = offsets.get(&Role::Global) {
             for matrix in 0..item.weight.matrices() {
@@ -254,7 +283,7 @@ impl<'p> Conversion<'_, 'p> {
             part.write_at(&1f32.to_le_bytes(), at)?;
         }
         match offsets.get(&Role::Input) {
-            Some(&at) => part.write_at(&inputs[&item.weight.module].to_le_bytes(), at),
+            Some(&at) => part.write_at(&self.inputs[&item.weight.module].to_le_bytes(), at),
             None => Ok(()),
         }
     }
@@ -305,9 +334,8 @@ impl<'p> Conversion<'_, 'p> {
         }
     }
 
-    fn summary(&self, files: &[Shard<'p>]) -> Summary {
-        let measures: BTreeMap<&str, Measure> =
-            self.work.journal.done.values().flatten().map(|(module, m)| (module.as_str(), *m)).collect();
+    fn summary(&self, files: &[Shard<'p>]) -> Result<Summary> {
+        let measures = self.work.measures();
         let done = |item: &Item<'_>| {
             let measure = measures.get(item.weight.module.as_str())?;
             Some(self.finished(item, *measure))
@@ -320,14 +348,16 @@ impl<'p> Conversion<'_, 'p> {
                 _ => quantized.push(weight),
             }
         }
-        Summary {
+        Ok(Summary {
+            outcome: self.work.outcome(),
             quantized,
             rescaled,
             decoded,
             before: self.model.checkpoint.byte_len(),
-            after: files.iter().map(|f| f.len - f.header.len() as u64).sum(),
+            after: shards::byte_len(files),
             files: files.iter().map(|f| f.file.clone()).collect(),
-        }
+            findings: self.read_back()?,
+        })
     }
 }
 
@@ -364,10 +394,6 @@ fn check_apart(source: &Path, target: &Path) -> Result<()> {
         )));
     }
     Ok(())
-}
-
-fn pretty(value: &Value) -> Result<Vec<u8>> {
-    serde_json::to_vec_pretty(value).map_err(|e| Error::Refused(e.to_string()))
 }
 
 /// The part of a weight's bytes that some of its rows make up.

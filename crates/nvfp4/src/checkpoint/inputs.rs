@@ -1,6 +1,5 @@
 //! What a checkpoint says beside its weights: scales of activations, and how keys and values are kept.
 
-use super::convert::Conversion;
 use super::dialect::Model;
 use super::plan::{Differing, Item, Plan};
 use super::settings::{Acts, KvCache, Settings};
@@ -50,48 +49,56 @@ fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
     }
 }
 
-impl Conversion<'_, '_> {
-    /// The scale of the activations of every weight, as the target stores it. Weights that are joined share the largest.
-    pub fn inputs(&self, activations: Activations) -> Result<BTreeMap<String, f32>> {
-        if activations == Activations::Plain {
-            return Ok(BTreeMap::new());
-        }
-        let target = self.settings.target;
-        let six_e = Bound::E448.six_e();
-        let own = |item: &Item<'_>| -> Result<f32> {
-            let module = &item.weight.module;
-            match (&self.settings.acts, &item.weight.stored) {
-                (Acts::Constant(scale), _) => Ok(*scale),
-                (Acts::Amaxes(amaxes), _) => match amaxes.get(module) {
-                    Some(amax) if amax.is_finite() && *amax > 0.0 => Ok(*amax / six_e),
-                    Some(amax) => Err(Error::Refused(format!(
-                        "--acts: '{module}' has the amax {amax}; expected a positive number"
-                    ))),
-                    None => Err(Error::Refused(format!("--acts: no amax for '{module}'"))),
-                },
-                (Acts::None, Stored::Nvfp4(source)) => {
-                    let stored = source.input()?.unwrap_or(1.0);
-                    Ok(if source.unit == ScaleUnit::Divisor { 1.0 / stored } else { stored })
-                }
-                (Acts::None, _) => Ok(1.0),
+/// The scale of the activations of every weight, as the target stores it. Weights that are joined share the largest.
+pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activations) -> Result<BTreeMap<String, f32>> {
+    if activations == Activations::Plain {
+        return Ok(BTreeMap::new());
+    }
+    if let Acts::Amaxes(amaxes) = &settings.acts {
+        check_amaxes(amaxes, plan)?;
+    }
+    let six_e = Bound::E448.six_e();
+    let own = |item: &Item<'_>| -> Result<f32> {
+        match (&settings.acts, &item.weight.stored) {
+            (Acts::Constant(scale), _) => Ok(*scale),
+            (Acts::Amaxes(amaxes), _) => Ok(amaxes[&item.weight.module] / six_e),
+            (Acts::None, Stored::Nvfp4(source)) => {
+                let stored = source.input()?.unwrap_or(1.0);
+                Ok(if source.unit == ScaleUnit::Divisor { 1.0 / stored } else { stored })
             }
-        };
-        let mut multipliers = vec![0f32; self.plan.items.len()];
-        for (i, item) in self.plan.items.iter().enumerate() {
-            if item.action.is_nvfp4() {
-                multipliers[i] = own(item)?;
-            }
+            (Acts::None, _) => Ok(1.0),
         }
-        // Activations are quantized when a model runs, with the largest scale of those that are joined.
-        if self.settings.acts != Acts::None || self.settings.selection.differing == Differing::Rescale {
-            for group in &self.plan.groups {
-                let shared = group.members.iter().map(|&i| multipliers[i]).fold(0.0, f32::max);
-                group.members.iter().for_each(|&i| multipliers[i] = shared);
-            }
+    };
+    let mut multipliers = vec![0f32; plan.items.len()];
+    for (i, item) in plan.items.iter().enumerate() {
+        if item.action.is_nvfp4() {
+            multipliers[i] = own(item)?;
         }
-        let stored = |(i, item): (usize, &Item<'_>)| {
-            (item.weight.module.clone(), target.stored(Scale::Multiplier(multipliers[i])))
-        };
-        Ok(self.plan.items.iter().enumerate().map(stored).collect())
+    }
+    // Activations are quantized when a model runs, with the largest scale of those that are joined.
+    if settings.acts != Acts::None || settings.selection.differing == Differing::Rescale {
+        for group in &plan.groups {
+            let shared = group.members.iter().map(|&i| multipliers[i]).fold(0.0, f32::max);
+            group.members.iter().for_each(|&i| multipliers[i] = shared);
+        }
+    }
+    let stored = |(i, item): (usize, &Item<'_>)| {
+        (item.weight.module.clone(), settings.target.stored(Scale::Multiplier(multipliers[i])))
+    };
+    Ok(plan.items.iter().enumerate().map(stored).collect())
+}
+
+/// Every weight needs an amax, and all that are missing are named at once.
+fn check_amaxes(amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>) -> Result<()> {
+    let modules = || plan.quantized().map(|item| item.weight.module.as_str());
+    let missing: Vec<&str> = modules().filter(|module| !amaxes.contains_key(*module)).collect();
+    if !missing.is_empty() {
+        return Err(Error::Refused(format!("--acts: no amax for '{}'", missing.join("', '"))));
+    }
+    match modules().map(|module| (module, amaxes[module])).find(|(_, amax)| !(amax.is_finite() && *amax > 0.0)) {
+        Some((module, amax)) => {
+            Err(Error::Refused(format!("--acts: '{module}' has the amax {amax}; expected a positive number")))
+        }
+        None => Ok(()),
     }
 }

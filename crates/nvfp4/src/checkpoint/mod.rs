@@ -18,8 +18,11 @@
 #[cfg(target_endian = "big")]
 compile_error!("weights are read as they lie in the file, which needs a little-endian machine");
 
+mod beside;
 mod compare;
 mod convert;
+#[cfg(test)]
+mod crash;
 mod dialect;
 mod file;
 mod folder;
@@ -32,12 +35,15 @@ mod mxfp4;
 mod names;
 mod plan;
 mod pool;
-mod positioned;
+pub(crate) mod positioned;
+mod room;
 mod rows;
 mod settings;
 mod shards;
+mod stamp;
 mod statistics;
 mod target;
+mod there;
 mod verify;
 mod weight;
 mod work;
@@ -50,7 +56,7 @@ pub use folder::{Checkpoint, Kind, Located, check_config, check_index};
 pub use measure::Measure;
 pub use names::{Pattern, Preset, fused};
 pub use plan::{Action, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
-pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
+pub use settings::{Acts, Finished, KvCache, Observer, Outcome, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use statistics::{Statistics, statistics};
 pub use target::{Activations, Target};

@@ -6,9 +6,21 @@
 use crate::{Error, Result};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
 
 /// Runs every task, in order of their beginning. The first error stops the rest, and so does `stop`.
 pub(super) fn run<T: Sync, M: Default>(
+    threads: usize,
+    tasks: &[T],
+    stop: &AtomicBool,
+    work: impl Fn(&T, &mut M) -> Result<()> + Sync,
+) -> Result<()> {
+    run_in(thread::Builder::new, threads, tasks, stop, work)
+}
+
+/// In threads that are made by `builder`.
+fn run_in<T: Sync, M: Default>(
+    builder: impl Fn() -> thread::Builder,
     threads: usize,
     tasks: &[T],
     stop: &AtomicBool,
@@ -38,15 +50,19 @@ pub(super) fn run<T: Sync, M: Default>(
         worker();
         return outcome(failed, stop);
     }
-    std::thread::scope(|scope| {
-        for _ in 0..threads.clamp(1, tasks.len()) {
-            scope.spawn(|| match rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build() {
-                // The kernels split their work over the pool that they find themselves in: here, this thread alone.
-                Ok(alone) => alone.install(worker),
-                Err(_) => worker(),
-            });
-        }
-    });
+    let alone = || match rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build() {
+        // The kernels split their work over the pool that they find themselves in: here, this thread alone.
+        Ok(alone) => alone.install(worker),
+        Err(_) => worker(),
+    };
+    let count = threads.clamp(1, tasks.len());
+    thread::scope(|scope| {
+        let begun = (0..count).try_for_each(|_| builder().spawn_scoped(scope, alone).map(drop));
+        begun.map_err(|error| {
+            halted.store(true, Ordering::Relaxed);
+            Error::Refused(format!("cannot start {count} threads: {error}; ask for fewer"))
+        })
+    })?;
     outcome(failed, stop)
 }
 
@@ -76,6 +92,10 @@ mod tests {
         assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1));
         let fail = |&i: &usize, _: &mut ()| if i >= 7 { Err(Error::Refused(i.to_string())) } else { Ok(()) };
         assert_eq!(run(1, &tasks, &stop, fail).unwrap_err().to_string(), "7");
+        // Stacks that no memory has room for.
+        let huge = || thread::Builder::new().stack_size(usize::MAX / 4);
+        let refused = run_in(huge, 3, &tasks, &stop, |_, _: &mut ()| Ok(())).unwrap_err().to_string();
+        assert!(refused.starts_with("cannot start 3 threads: "), "{refused}");
         stop.store(true, Ordering::Relaxed);
         assert!(matches!(run(2, &tasks, &stop, |_, _: &mut ()| Ok(())), Err(Error::Interrupted)));
     }

@@ -37,7 +37,8 @@ impl Bytes {
     }
 }
 
-fn read_exact(file: &File, bytes: &mut [u8], offset: u64) -> Result<()> {
+/// Fills `bytes` from `offset` on. A file that ends before is an error.
+pub(crate) fn read_exact(file: &File, bytes: &mut [u8], offset: u64) -> Result<()> {
     #[cfg(unix)]
     return std::os::unix::fs::FileExt::read_exact_at(file, bytes, offset);
     #[cfg(windows)]
@@ -54,7 +55,7 @@ fn read_exact(file: &File, bytes: &mut [u8], offset: u64) -> Result<()> {
 }
 
 /// Writes all of `bytes` from `offset` on.
-pub(super) fn write_all(file: &File, bytes: &[u8], offset: u64) -> Result<()> {
+pub(crate) fn write_all(file: &File, bytes: &[u8], offset: u64) -> Result<()> {
     #[cfg(unix)]
     return std::os::unix::fs::FileExt::write_all_at(file, bytes, offset);
     #[cfg(windows)]

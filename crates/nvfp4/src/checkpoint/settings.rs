@@ -1,18 +1,20 @@
 //! What a conversion is asked for, and what it says.
 
+use super::Dialect;
 use super::measure::Measure;
 use super::names::Pattern;
 use super::plan::{Action, Selection};
 use super::shards::Shards;
+use super::stamp::Stamp;
 use super::target::Target;
+use super::verify::Finding;
 use super::work::Existing;
-use super::{Checkpoint, Dialect};
-use crate::{Bound, Error, ErrorPath, Metric, Profile, Result, ScaleRule};
+use crate::{Bound, ErrorPath, Metric, Profile, Result, ScaleRule};
 use nvfp4_kernels::Implementation;
 use nvfp4_spec::{Mode, Rounding};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::PathBuf;
 
 /// How block scales are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -139,9 +141,20 @@ pub struct Finished {
     pub measure: Measure,
 }
 
+/// Whether a conversion had anything to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It wrote the target.
+    Written,
+    /// The target was there already, and every byte of its tensors and configuration is what it would have written.
+    AlreadyThere,
+}
+
 /// What a conversion did.
 #[derive(Clone, Debug)]
 pub struct Summary {
+    /// Whether it had anything to do.
+    pub outcome: Outcome,
     /// The weights that were quantized, with their errors. Weights that kept their codes are not among them.
     pub quantized: Vec<Finished>,
     /// The NVFP4 weights that got another tensor scale, with what it did to them.
@@ -154,6 +167,8 @@ pub struct Summary {
     pub after: u64,
     /// The files that were written.
     pub files: Vec<String>,
+    /// What [`super::verify`] says of the result, for vLLM or llama.cpp. Where weights were decoded, it is only read.
+    pub findings: Vec<Finding>,
 }
 
 impl Settings {
@@ -172,17 +187,12 @@ impl Settings {
     }
 
     /// What must be the same for a conversion to be continued: everything that decides about bytes.
-    pub(super) fn request(&self, source: &Checkpoint) -> Result<Value> {
+    pub(super) fn request(&self, stamps: &[(PathBuf, Stamp)]) -> Value {
         let patterns = |patterns: &[Pattern]| patterns.iter().map(Pattern::to_string).collect::<Vec<_>>();
-        let stamp = |path: &Path| -> Result<Value> {
-            let io = |source| Error::Io { path: path.to_path_buf(), source };
-            let metadata = std::fs::metadata(path).map_err(io)?;
-            let modified = metadata.modified().ok().and_then(|t| t.duration_since(std::time::UNIX_EPOCH).ok());
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            Ok(json!([name, metadata.len(), modified.map(|d| format!("{}.{:09}", d.as_secs(), d.subsec_nanos()))]))
-        };
+        let stamp =
+            |(path, stamp): &(PathBuf, Stamp)| json!([path.file_name().unwrap_or_default().to_string_lossy(), stamp]);
         let s = &self.selection;
-        Ok(json!({
+        json!({
             "version": env!("CARGO_PKG_VERSION"),
             "target": self.target.to_string(),
             "source": self.source.map(|d| d.to_string()),
@@ -197,8 +207,8 @@ impl Settings {
             "acts": format!("{:?}", self.acts),
             "kv": format!("{:?}", self.kv),
             "shards": format!("{:?}", self.shards),
-            "files": source.files().iter().map(|f| stamp(f.path())).collect::<Result<Vec<_>>>()?,
-        }))
+            "files": stamps.iter().map(stamp).collect::<Vec<_>>(),
+        })
     }
 
     /// Elements that a piece may have.

@@ -4,9 +4,10 @@ use super::Model;
 use super::folder::Located;
 use super::plan::Plan;
 use super::target::{Extras, Part, Role, Target};
+use crate::{Error, Result};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// How the output is split into files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -66,18 +67,19 @@ pub(super) struct Shard<'a> {
 /// Units with the tensors that they become.
 type Units<'a> = Vec<(Unit<'a>, Vec<Part>)>;
 
-/// Lays out all files.
+/// Lays out all files. Two tensors of one name would be one entry over the bytes of both.
 pub(super) fn lay_out<'a>(
     model: &Model<'a>,
     plan: &Plan<'a>,
     target: Target,
     extras: Extras,
     shards: Shards,
-) -> Vec<Shard<'a>> {
+) -> Result<Vec<Shard<'a>>> {
     let first: BTreeMap<&str, usize> =
         plan.items.iter().enumerate().map(|(i, item)| (item.weight.stored.parts()[0].info.name.as_str(), i)).collect();
     let others: BTreeMap<&str, Located<'a>> = model.others.iter().map(|t| (t.info.name.as_str(), *t)).collect();
     let mut files: Vec<(String, Units<'a>)> = Vec::new();
+    let mut names = BTreeSet::new();
     let (mut room, mut source) = (0, None);
     for tensor in model.checkpoint.tensors() {
         let name = tensor.info.name.as_str();
@@ -93,6 +95,12 @@ pub(super) fn lay_out<'a>(
             },
             (None, None) => continue,
         };
+        if let Some(twice) = parts.iter().find(|part| !names.insert(part.name.clone())) {
+            return Err(Error::Refused(format!(
+                "the source already has a tensor '{}', which the conversion would write; remove or rename it there",
+                twice.name
+            )));
+        }
         let len: u64 = parts.iter().map(Part::len).sum();
         let path = tensor.file.path();
         let new = match shards {
@@ -113,7 +121,7 @@ pub(super) fn lay_out<'a>(
         (_, 1) => "model.safetensors".to_string(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
     };
-    files.into_iter().enumerate().map(|(i, (source, units))| shard(file_name(i, source), units)).collect()
+    Ok(files.into_iter().enumerate().map(|(i, (source, units))| shard(file_name(i, source), units)).collect())
 }
 
 /// Orders tensors as the safetensors library does, widest type first and then by name, and gives each its place.
@@ -150,7 +158,8 @@ pub(super) fn header<'s>(
     for (name, dtype, shape, len) in tensors {
         starts.push(at);
         let entry = json!({ "dtype": format!("{dtype:?}"), "shape": shape, "data_offsets": [at, at + len] });
-        entries.insert(name.to_string(), entry);
+        let twice = entries.insert(name.to_string(), entry);
+        debug_assert!(twice.is_none(), "two tensors are called '{name}'");
         at += len;
     }
     let mut json = serde_json::to_vec(&Value::Object(entries)).expect("a map of strings and numbers is JSON");
@@ -161,9 +170,14 @@ pub(super) fn header<'s>(
     (header, starts.into_iter().map(|s| s + front).collect(), front + at)
 }
 
+/// Bytes of the tensors in some files.
+pub(super) fn byte_len(shards: &[Shard<'_>]) -> u64 {
+    shards.iter().map(|s| s.len - s.header.len() as u64).sum()
+}
+
 /// The index of several files.
 pub(super) fn index(shards: &[Shard<'_>]) -> Value {
-    let total: u64 = shards.iter().map(|s| s.len - s.header.len() as u64).sum();
+    let total = byte_len(shards);
     let map: BTreeMap<&str, &str> =
         shards.iter().flat_map(|s| s.names.iter().map(|n| (n.as_str(), s.file.as_str()))).collect();
     json!({ "metadata": { "total_size": total }, "weight_map": map })

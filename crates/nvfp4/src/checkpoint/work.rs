@@ -2,237 +2,377 @@
 //!
 //! Everything is written under `TARGET.partial`. A file there has a name ending in `.part` until its bytes are on the
 //! disk; the folder gets its own name last. So a name without `.part`, and a folder without `.partial`, are whole. What
-//! is already done, and the amaxes that took a pass over the source to find, are noted in a journal.
+//! is already done, and the amaxes that took a pass over the source to find, are noted in a journal. A lock in the folder
+//! keeps a second conversion away.
+//!
+//! A checkpoint that is replaced moves to `TARGET.replaced-N`, a name that nobody has, before the new one takes its place;
+//! the journal says so before. A conversion that is stopped between the two is put right by the next one ([`mend`]).
 
 use super::folder::Kind;
+use super::gguf;
 use super::measure::Measure;
+use super::room;
+use super::settings::Outcome;
+use super::stamp::Stamp;
+use super::there::{There, check_target, entries, exists};
+use crate::durable::{self, Disk};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
+pub(super) use crate::durable::Part;
+
 /// What to do if the target, or an unfinished conversion to it, is there already.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Existing {
-    /// Stop with an error.
+    /// Stop with an error, unless it is an empty folder.
     #[default]
     Refuse,
-    /// Continue an unfinished conversion, if there is one.
+    /// Continue an unfinished conversion, if there is one. One that is finished already is no error.
     Resume,
     /// Throw an unfinished conversion away, and replace a finished checkpoint when the new one is whole.
     Replace,
 }
 
-const JOURNAL: &str = ".nvfp4-journal.json";
+pub(super) const JOURNAL: &str = ".nvfp4-journal.json";
+pub(super) const LOCK: &str = ".nvfp4-lock";
 
 /// What has been done so far.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Journal {
     /// What was asked for, and from what: a resumed run must ask for the same.
     pub request: Value,
+    /// What was to happen to a target that exists. Whoever continues does the same.
+    existing: Existing,
     /// The bits of the amax of every weight that is quantized, by module; for MXFP4, the largest exponent of each matrix.
     pub amaxes: Option<BTreeMap<String, Vec<u32>>>,
-    /// What each finished file did to its weights.
-    pub done: BTreeMap<String, BTreeMap<String, Measure>>,
+    /// Files that are whole.
+    done: BTreeMap<String, Done>,
+    /// What the checkpoint that is replaced is called, from just before it moves.
+    replaced: Option<String>,
+}
+
+/// A file that is whole.
+#[derive(Debug, Serialize, Deserialize)]
+struct Done {
+    /// As it was then: one that was changed since is made again.
+    stamp: Stamp,
+    /// What it did to its weights.
+    measures: BTreeMap<String, Measure>,
+}
+
+/// What is to be written, and where.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Order<'a> {
+    pub target: &'a Path,
+    pub kind: Kind,
+    pub existing: Existing,
+    /// Files that come along from the source.
+    pub companions: &'a [PathBuf],
+    /// How many bytes there will be.
+    pub bytes: u64,
+}
+
+impl Order<'_> {
+    /// With a target that is there already.
+    fn compare(&self, disk: &Disk) -> Work {
+        Work {
+            disk: disk.clone(),
+            target: self.target.to_path_buf(),
+            kind: self.kind,
+            companions: Vec::new(),
+            folder: self.target.to_path_buf(),
+            state: State::Comparing,
+            journal: Journal::default(),
+        }
+    }
 }
 
 /// A conversion on disk.
 #[derive(Debug)]
 pub(super) struct Work {
+    disk: Disk,
     target: PathBuf,
     kind: Kind,
+    companions: Vec<PathBuf>,
     folder: PathBuf,
-    existing: Existing,
+    state: State,
     pub journal: Journal,
+}
+
+/// What a conversion has to do.
+#[derive(Debug)]
+enum State {
+    /// To write into a folder that it keeps others away from.
+    Writing { _lock: File },
+    /// To compare a target that is there already with what it would write.
+    Comparing,
 }
 
 impl Work {
     /// Makes or finds the working folder.
-    pub fn begin(target: &Path, kind: Kind, existing: Existing, request: Value) -> Result<Self> {
-        let name = target
-            .file_name()
-            .ok_or_else(|| Error::Refused(format!("{}: not the name of a folder", target.display())))?;
-        let mut partial = name.to_os_string();
-        partial.push(".partial");
-        let folder = target.with_file_name(partial);
-        check_target(target, kind, existing)?;
-        let fresh = Journal { request, ..Journal::default() };
-        let unfinished = folder.symlink_metadata().is_ok();
-        if unfinished && existing != Existing::Refuse && !is_ours(&folder)? {
-            let folder = folder.display();
-            return Err(Error::Refused(format!("{folder} is in the way and not an unfinished conversion; move it")));
+    pub fn begin(disk: &Disk, order: &Order<'_>, request: Value) -> Result<Self> {
+        let Order { target, kind, existing, companions, bytes } = *order;
+        if target.file_name().is_none() {
+            return Err(Error::Refused(format!("{}: not the name of a folder", target.display())));
         }
-        let journal = match (existing, unfinished) {
-            (Existing::Refuse, true) => {
+        let folder = durable::beside(target, ".partial");
+        let unfinished = match mend(disk, target, kind, &folder)? {
+            None => None,
+            Some((lock, Err(unreadable))) if existing != Existing::Replace => {
+                drop(lock);
+                return Err(unreadable);
+            }
+            Some((lock, journal)) => Some((lock, journal.unwrap_or_default())),
+        };
+        let asked = match (&unfinished, existing) {
+            // Whoever continues does with the target what was asked for at the beginning.
+            (Some((_, Some(journal))), Existing::Resume) => journal.existing,
+            _ => existing,
+        };
+        match (check_target(target, kind, asked, companions)?, &unfinished) {
+            (There::Finished, None) => return Ok(order.compare(disk)),
+            (There::Finished, Some((_, None))) => {
+                disk.remove_folder(&folder)?;
+                return Ok(order.compare(disk));
+            }
+            (There::Finished, Some(_)) => return Err(exists(target)),
+            (There::Nothing | There::Replaceable, _) => {}
+        }
+        let fresh = Journal { request, existing, ..Journal::default() };
+        let (lock, journal) = match (existing, unfinished) {
+            (_, None) => {
+                room::check(durable::parent(target), bytes)?;
+                disk.create_folder(&folder)?;
+                (lock(disk, &folder)?, fresh)
+            }
+            (Existing::Refuse, Some(_)) => {
                 return Err(Error::Refused(format!(
                     "{} holds an unfinished conversion; continue it with --resume or start over with --force",
                     folder.display()
                 )));
             }
-            (Existing::Resume, true) => match read_journal(&folder)? {
-                Some(journal) if journal.request == fresh.request => journal,
-                Some(_) => {
-                    return Err(Error::Refused(format!(
-                        "{} was begun with other settings or another source; repeat them, or start over with --force",
-                        folder.display()
-                    )));
-                }
-                None => {
-                    remove(&folder)?;
-                    fresh
-                }
-            },
-            (Existing::Replace, true) => {
-                remove(&folder)?;
-                fresh
+            (Existing::Resume, Some((_, Some(journal)))) if journal.request != fresh.request => {
+                return Err(Error::Refused(format!(
+                    "{} was begun with other settings or another source; repeat them, or start over with --force",
+                    folder.display()
+                )));
             }
-            (_, false) => fresh,
+            (_, Some((lock, journal))) => {
+                room::check(durable::parent(target), bytes.saturating_sub(room::taken(&folder)))?;
+                match journal {
+                    Some(journal) if existing == Existing::Resume => (lock, journal),
+                    _ => {
+                        clear(disk, &folder)?;
+                        (lock, fresh)
+                    }
+                }
+            }
         };
-        fs::create_dir_all(&folder).map_err(|e| io(&folder, e))?;
-        let work = Work { target: target.to_path_buf(), kind, folder, existing, journal };
+        let (target, companions) = (target.to_path_buf(), companions.to_vec());
+        let work = Work {
+            disk: disk.clone(),
+            target,
+            kind,
+            companions,
+            folder,
+            state: State::Writing { _lock: lock },
+            journal,
+        };
         work.note()?;
         Ok(work)
     }
 
-    /// Where a file lies once it is whole.
-    pub fn path(&self, name: &str) -> PathBuf {
-        self.folder.join(name)
+    /// Whether anything is written.
+    pub fn outcome(&self) -> Outcome {
+        match self.state {
+            State::Writing { .. } => Outcome::Written,
+            State::Comparing => Outcome::AlreadyThere,
+        }
     }
 
-    /// Whether a file is whole.
+    /// Where everything is written.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Where a file lies once it is whole.
+    pub fn path(&self, name: &str) -> PathBuf {
+        match (&self.state, self.kind) {
+            (State::Comparing, Kind::File) => self.target.clone(),
+            _ => self.folder.join(name),
+        }
+    }
+
+    /// Whether a file is whole, and as it was when it became so.
     pub fn is_done(&self, name: &str) -> bool {
-        self.journal.done.contains_key(name) && self.path(name).is_file()
+        self.journal.done.get(name).is_some_and(|done| Stamp::of(&self.path(name)).is_ok_and(|s| s == done.stamp))
+    }
+
+    /// Notes that a file is whole, and what it did to its weights.
+    pub fn done(&mut self, name: &str, measures: BTreeMap<String, Measure>) -> Result<()> {
+        let done = Done { stamp: Stamp::of(&self.path(name))?, measures };
+        self.journal.done.insert(name.to_string(), done);
+        self.note()
+    }
+
+    /// What all files did to their weights.
+    pub fn measures(&self) -> BTreeMap<&str, Measure> {
+        let all = self.journal.done.values().flat_map(|done| &done.measures);
+        all.map(|(module, measure)| (module.as_str(), *measure)).collect()
     }
 
     /// An empty file of this length under a temporary name.
     pub fn create(&self, name: &str, len: u64) -> Result<Part> {
-        let last = self.path(name);
-        let mut part = last.clone().into_os_string();
-        part.push(".part");
-        let part = PathBuf::from(part);
-        if let Some(parent) = part.parent() {
-            fs::create_dir_all(parent).map_err(|e| io(parent, e))?;
+        match self.state {
+            State::Writing { .. } => self.disk.create(&self.path(name), len),
+            State::Comparing => self.disk.compare(&self.path(name), len),
         }
-        let file = File::options().read(true).write(true).create(true).truncate(true).open(&part);
-        let file = file.map_err(|e| io(&part, e))?;
-        file.set_len(len).map_err(|e| io(&part, e))?;
-        Ok(Part { file, part, last })
     }
 
     /// Writes a small file.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let mut part = self.create(name, 0)?;
-        part.file.write_all(bytes).map_err(|e| io(&part.part, e))?;
+        let part = self.create(name, bytes.len() as u64)?;
+        part.write_at(bytes, 0)?;
         part.finish()
     }
 
-    /// Copies a file.
+    /// Copies a file. One that is there already may have been edited since.
     pub fn copy(&self, from: &Path, name: &str) -> Result<()> {
+        if matches!(self.state, State::Comparing) {
+            return Ok(());
+        }
         let mut source = File::open(from).map_err(|e| io(from, e))?;
         let mut part = self.create(name, 0)?;
-        std::io::copy(&mut source, &mut part.file).map_err(|e| io(&part.part, e))?;
+        part.copy(&mut source)?;
         part.finish()
     }
 
     /// Writes the journal.
     pub fn note(&self) -> Result<()> {
+        if matches!(self.state, State::Comparing) {
+            return Ok(());
+        }
         let json = serde_json::to_vec(&self.journal).map_err(|e| Error::Refused(e.to_string()))?;
         self.write(JOURNAL, &json)
     }
 
     /// Gives the folder its name; or `file` in it, if the target is one file.
-    pub fn finish(self, file: &str) -> Result<()> {
-        sync_folder(&self.folder)?;
+    pub fn finish(mut self, file: &str) -> Result<()> {
+        if matches!(self.state, State::Comparing) {
+            return Ok(());
+        }
+        // Hours may have passed: somebody may have put something there.
+        let there = check_target(&self.target, self.kind, self.journal.existing, &self.companions)?;
+        if there == There::Finished {
+            return Err(exists(&self.target));
+        }
+        self.disk.sync_folder(&self.folder)?;
         if self.kind == Kind::File {
-            fs::rename(self.path(file), &self.target).map_err(|e| io(&self.target, e))?;
-            self.sync_parent()?;
-            return remove(&self.folder);
+            self.disk.rename(&self.path(file), &self.target)?;
+            self.disk.sync_folder(durable::parent(&self.target))?;
+            drop(self.state);
+            return self.disk.remove_folder(&self.folder);
         }
-        let old = self.folder.with_extension("replaced");
-        let replaces = self.existing == Existing::Replace && self.target.symlink_metadata().is_ok();
-        if replaces {
-            fs::rename(&self.target, &old).map_err(|e| io(&self.target, e))?;
+        let old = durable::aside(&self.target);
+        match there {
+            There::Replaceable => {
+                self.journal.replaced = old.file_name().map(|name| name.to_string_lossy().into_owned());
+                self.note()?;
+            }
+            _ if self.target.exists() => self.disk.remove_empty(&self.target)?,
+            _ => {}
         }
-        fs::rename(&self.folder, &self.target).map_err(|e| io(&self.target, e))?;
-        self.sync_parent()?;
-        let journal = self.target.join(JOURNAL);
-        fs::remove_file(&journal).map_err(|e| io(&journal, e))?;
-        if replaces { remove(&old) } else { Ok(()) }
-    }
-
-    fn sync_parent(&self) -> Result<()> {
-        let parent = self.target.parent().filter(|p| !p.as_os_str().is_empty());
-        sync_folder(parent.unwrap_or(Path::new(".")))
+        // Windows renames no folder in which a file is open.
+        let lock = (!cfg!(windows)).then_some(self.state);
+        self.disk.replace(&self.folder, &self.target, &old)?;
+        tidy(&self.disk, &self.target)?;
+        drop(lock);
+        Ok(())
     }
 }
 
-/// A file under its temporary name.
-#[derive(Debug)]
-pub(super) struct Part {
-    pub file: File,
-    pub part: PathBuf,
-    last: PathBuf,
-}
+/// An unfinished conversion: its lock, and its journal, unless it was stopped before it wrote one.
+type Unfinished = (File, Result<Option<Journal>>);
 
-impl Part {
-    /// Writes bytes at an offset; several threads may.
-    pub fn write_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
-        super::positioned::write_all(&self.file, bytes, offset).map_err(|e| io(&self.part, e))
+/// Completes, or takes back, what a conversion that was stopped in its last moments left; gives the unfinished one, if there is one.
+fn mend(disk: &Disk, target: &Path, kind: Kind, folder: &Path) -> Result<Option<Unfinished>> {
+    if kind == Kind::Folder && target.join(JOURNAL).is_file() {
+        // The new checkpoint has its name. Another process may be about to do the rest.
+        let _lock = lock(disk, target)?;
+        tidy(disk, target)?;
     }
-
-    /// Puts it on the disk and gives it its name.
-    pub fn finish(self) -> Result<()> {
-        self.file.sync_all().map_err(|e| io(&self.part, e))?;
-        fs::rename(&self.part, &self.last).map_err(|e| io(&self.last, e))
+    if folder.symlink_metadata().is_err() {
+        return Ok(None);
     }
+    if !is_ours(folder)? {
+        let folder = folder.display();
+        return Err(Error::Refused(format!("{folder} is in the way and not an unfinished conversion; move it")));
+    }
+    let lock = lock(disk, folder)?;
+    let journal = read_journal(folder);
+    let known = journal.as_ref().ok().and_then(Option::as_ref);
+    if let Some(old) = known.and_then(|journal| replaced(target, journal))
+        && old.exists()
+        && target.symlink_metadata().is_err()
+    {
+        // The one that was to be replaced is aside, and the new one not in its place.
+        disk.rename(&old, target)?;
+        disk.sync_folder(durable::parent(target))?;
+    }
+    let spent = known.is_some_and(|journal| journal.done.contains_key(gguf::FILE));
+    if kind == Kind::File && spent && !folder.join(gguf::FILE).exists() && target.exists() {
+        // The file has its name.
+        drop(lock);
+        disk.remove_folder(folder)?;
+        return Ok(None);
+    }
+    Ok(Some((lock, journal)))
 }
 
-fn io(path: &Path, source: std::io::Error) -> Error {
-    Error::Io { path: path.to_path_buf(), source }
-}
-
-fn sync_folder(folder: &Path) -> Result<()> {
-    // Only Unix can open a folder; elsewhere a rename is as durable as the system makes it.
-    if cfg!(unix) {
-        File::open(folder).and_then(|f| f.sync_all()).map_err(|e| io(folder, e))?;
+/// Removes what a conversion leaves beside and in a target that has its name.
+fn tidy(disk: &Disk, target: &Path) -> Result<()> {
+    if let Ok(Some(journal)) = read_journal(target)
+        && let Some(old) = replaced(target, &journal)
+        && old.exists()
+    {
+        disk.remove_folder(&old)?;
+    }
+    for name in [LOCK, JOURNAL] {
+        if target.join(name).exists() {
+            disk.remove_file(&target.join(name))?;
+        }
     }
     Ok(())
 }
 
-/// A target that exists is replaced only on request, and only if a checkpoint is what it is.
-fn check_target(target: &Path, kind: Kind, existing: Existing) -> Result<()> {
-    if target.symlink_metadata().is_err() {
-        return Ok(());
-    }
-    if existing != Existing::Replace {
-        return Err(Error::Refused(format!(
-            "{} already exists; choose another target, or replace it with --force",
-            target.display()
-        )));
-    }
-    if kind == Kind::File {
-        let gguf = target.is_file() && super::gguf::is_gguf(target);
-        let refused = format!("{} is not a GGUF file; --force does not replace it", target.display());
-        return if gguf { Ok(()) } else { Err(Error::Refused(refused)) };
-    }
-    let names: Vec<_> = fs::read_dir(target).map_err(|e| io(target, e))?.flatten().map(|e| e.file_name()).collect();
-    let checkpoint = names.iter().any(|n| n.to_string_lossy().ends_with(".safetensors"));
-    if names.is_empty() || checkpoint {
-        return Ok(());
-    }
-    Err(Error::Refused(format!(
-        "{} is a folder without safetensors files, which --force does not replace; remove it yourself",
-        target.display()
-    )))
+/// Where a checkpoint is that was replaced. A journal may name nothing else.
+fn replaced(target: &Path, journal: &Journal) -> Option<PathBuf> {
+    let name = journal.replaced.as_deref()?;
+    let start = format!("{}.replaced-", target.file_name()?.to_string_lossy());
+    let number = name.strip_prefix(&start)?;
+    number.bytes().all(|b| b.is_ascii_digit()).then(|| target.with_file_name(name))
+}
+
+/// Keeps other processes away from a folder.
+fn lock(disk: &Disk, folder: &Path) -> Result<File> {
+    let path = folder.join(LOCK);
+    let busy = || {
+        let folder = folder.display();
+        Error::Refused(format!("another conversion is writing {folder}; wait for it, or choose another target"))
+    };
+    let lock = disk.lock(&path)?.ok_or_else(busy)?;
+    // One that just ended took the folder along.
+    if path.exists() { Ok(lock) } else { Err(busy()) }
 }
 
 /// Whether a folder is an unfinished conversion: it has a journal, or nothing but files that were just begun.
 fn is_ours(folder: &Path) -> Result<bool> {
-    let mut names = fs::read_dir(folder).map_err(|e| io(folder, e))?.flatten().map(|e| e.file_name());
-    Ok(folder.join(JOURNAL).is_file() || names.all(|n| n.to_string_lossy().ends_with(".part")))
+    let begun = |name: &String| name.ends_with(".part") || name == LOCK;
+    Ok(folder.join(JOURNAL).is_file() || (folder.is_dir() && entries(folder)?.iter().all(begun)))
 }
 
 /// The journal of an unfinished conversion; `None` where it was stopped before it wrote one.
@@ -247,6 +387,17 @@ fn read_journal(folder: &Path) -> Result<Option<Journal>> {
     }
 }
 
-fn remove(folder: &Path) -> Result<()> {
-    fs::remove_dir_all(folder).map_err(|e| io(folder, e))
+/// Removes everything but the lock; the journal last, which says whose folder it is.
+fn clear(disk: &Disk, folder: &Path) -> Result<()> {
+    let mut names = entries(folder)?;
+    names.sort_by_key(|name| name == JOURNAL);
+    for name in names.iter().filter(|name| *name != LOCK) {
+        let path = folder.join(name);
+        if path.is_dir() && !path.is_symlink() { disk.remove_folder(&path)? } else { disk.remove_file(&path)? }
+    }
+    Ok(())
+}
+
+fn io(path: &Path, source: std::io::Error) -> Error {
+    Error::Io { path: path.to_path_buf(), source }
 }

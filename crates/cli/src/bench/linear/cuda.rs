@@ -29,7 +29,10 @@ enum Work {
 
 pub fn run(device: Device, sizes: &[Sizes], recipes: &[Quantizers], mut printer: Printer) -> Result<()> {
     device.make_current()?;
-    let cublas = Cublas::open(device).map_err(|reason| eprintln!("without cuBLAS: {reason}")).ok().map(Arc::new);
+    let cublas = Cublas::open(device)
+        .map_err(|reason| crate::say::say(format_args!("without cuBLAS: {reason}")))
+        .ok()
+        .map(Arc::new);
     let labels = Labels { machine: device.name().to_string(), plain: "bf16", unit: "µs" };
     for &sizes in sizes {
         let gpu = Arc::new(Gpu::new(device)?);

@@ -134,8 +134,8 @@ struct Layout<'c> {
     quantized: BTreeSet<&'c str>,
     slots: Vec<Described>,
     index: BTreeMap<String, usize>,
-    /// How many matrices of each tensor of experts have been seen.
-    seen: BTreeMap<String, u64>,
+    /// Which matrices of each tensor of experts have been seen.
+    seen: BTreeMap<String, BTreeSet<u64>>,
 }
 
 impl Layout<'_> {
@@ -150,6 +150,9 @@ impl Layout<'_> {
         let own = &self.slots[slot];
         if name.contains("_exps.") && own.kind == kind && own.dims == dims {
             return Ok(slot);
+        }
+        if !name.contains("_exps.") {
+            return Err(twice(&format!("'{name}'")));
         }
         Err(Error::Refused(format!(
             "'{name}' would be {} of {:?} and {kind} of {dims:?}; all experts of a layer must be alike in GGUF",
@@ -189,7 +192,9 @@ impl Layout<'_> {
                         weight.module
                     )));
                 }
-                *self.seen.entry(place.name.clone()).or_default() += 1;
+                if !self.seen.entry(place.name.clone()).or_default().insert(expert as u64) {
+                    return Err(twice(&format!("expert {expert} of '{}'", place.name)));
+                }
                 Some((expert as u64, count))
             }
         };
@@ -240,12 +245,18 @@ impl Layout<'_> {
     fn check_experts(&self) -> Result<()> {
         for (name, seen) in &self.seen {
             let count = self.config.experts()?;
-            if *seen != count {
+            if seen.len() as u64 != count {
+                let seen = seen.len();
                 return Err(Error::Refused(format!("'{name}' would hold {seen} experts, config.json says {count}")));
             }
         }
         Ok(())
     }
+}
+
+/// The error about two tensors for one place.
+fn twice(place: &str) -> Error {
+    Error::Refused(format!("two tensors of the source would be {place} in GGUF; remove or rename one of them there"))
 }
 
 fn is_query(name: &str) -> bool {

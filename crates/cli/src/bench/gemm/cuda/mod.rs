@@ -63,7 +63,7 @@ struct CublasTimes {
 
 pub fn run(device: Device, sizes: &Sizes, format: Format) -> Result<()> {
     device.make_current()?;
-    let cublas = Cublas::open(device).map_err(|reason| eprintln!("without cuBLAS: {reason}")).ok();
+    let cublas = Cublas::open(device).map_err(|reason| crate::say::say(format_args!("without cuBLAS: {reason}"))).ok();
     let mut out = std::io::stdout().lock();
     if format != Format::Json {
         let (major, minor) = device.capability();
