@@ -159,7 +159,7 @@ impl<'p> Conversion<'_, 'p> {
         for path in checkpoint.companions()? {
             self.work.copy(&checkpoint.root().join(&path), &path.to_string_lossy())?;
         }
-        let ignored = target::ignored(self.plan, self.model);
+        let ignored = target::ignored(self.plan, self.model, target);
         let mut config = target.config(checkpoint.config(), &ignored, self.extras);
         let decodes = self.plan.items.iter().any(|item| matches!(item.action, Action::Decode(_)));
         if let (Target::Plain(precision), true) = (target, decodes) {

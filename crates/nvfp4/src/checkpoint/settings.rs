@@ -166,6 +166,11 @@ impl Settings {
                 Profile::TransformerEngine,
             ),
         };
+        if self.scale == ScaleChoice::FourOverSix && self.profile.is_some_and(|p| p != Profile::TransformerEngine) {
+            let reason = "4over6 with another producer's profile: only TransformerEngine has the rule; leave out --profile, or \
+                          choose another --scale";
+            return Err(Error::Refused(reason.to_string()));
+        }
         let mode = Mode { rule, profile: self.profile.unwrap_or(default), ..Mode::default() };
         mode.check(&Rounding::<()>::NearestEven)?;
         Ok(mode)
@@ -192,6 +197,7 @@ impl Settings {
             "default_skips": format!("{:?}", s.default_skips),
             "fuse": format!("{:?}", s.fuse),
             "differing": format!("{:?}", s.differing),
+            "architectures": format!("{:?}", s.architectures),
             "scale": format!("{:?}", self.scale),
             "profile": format!("{:?}", self.profile),
             "acts": format!("{:?}", self.acts),
