@@ -15,7 +15,7 @@ use nvfp4::checkpoint::{
     Action, Acts, Checkpoint, Client, Finished, KvCache, Model, Plan, ScaleChoice, Settings, Severity, Shards,
     Statistics, Summary, Target,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -39,7 +39,8 @@ pub struct Args {
     /// Whose checkpoint the source is, if it does not say.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Scales of activations: none (W4A16), const or const=VALUE, or a JSON file of the amax of each module.
+    /// Scales of activations: none (W4A16), const or const=VALUE, or a JSON file of the amax of each module, as
+    /// {"model.layers.0.mlp.up_proj": 12.5}; amax / 2688 becomes its scale.
     #[arg(long, default_value = "none")]
     acts: ActsArg,
     #[command(flatten)]
@@ -178,6 +179,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         Voice::Verbose => plan.items.len(),
         Voice::Normal | Voice::Quiet => plan.items.iter().filter(|i| i.action == Action::Quantize).count(),
     };
+    if let Acts::Amaxes(amaxes) = &settings.acts {
+        until_closed(strangers(&mut out, amaxes, &plan))?;
+    }
+    if voice == Voice::Verbose {
+        plan.copied.iter().for_each(|copied| eprintln!("{}", plan::copied_line(copied)));
+    }
     let progress = Progress::new(voice, weights);
     let start = Instant::now();
     let summary = nvfp4::checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts()?);
@@ -189,6 +196,17 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         until_closed(writeln!(out, "report   {}", path.display()).map_err(Into::into))?;
     }
     check(&mut out, args, &settings)
+}
+
+/// Says which names of `--acts` are of no weight that is quantized: they may be mistyped.
+fn strangers(out: &mut impl Write, amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>) -> Result<()> {
+    let known: BTreeSet<&str> = plan.quantized().map(|item| item.weight.module.as_str()).collect();
+    let strangers: Vec<&str> = amaxes.keys().map(String::as_str).filter(|name| !known.contains(name)).collect();
+    if let Some(first) = strangers.first() {
+        let count = counted(strangers.len(), "name");
+        writeln!(out, "acts     {count} of no quantized weight, as '{first}'")?;
+    }
+    Ok(())
 }
 
 fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, settings: &Settings) -> Result<()> {
@@ -227,6 +245,9 @@ fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'
         let kinds: Vec<String> = kinds.iter().map(|(kind, n)| format!("{n} x {kind}")).collect();
         writeln!(out, "         {} share one tensor scale", kinds.join(", "))?;
     }
+    if let Some(stays) = plan::stays(model, plan) {
+        writeln!(out, "         {stays}; `nvfp4 plan` says why")?;
+    }
     Ok(out.flush()?)
 }
 
@@ -261,11 +282,17 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
 /// Reads the result as a stranger would.
 fn check(out: &mut impl Write, args: &Args, settings: &Settings) -> Result<ExitCode> {
     let unreadable = "the result cannot be read back";
-    let findings = if settings.target == Target::Gguf {
-        gguf::verify(&GgufFile::open(&args.target).context(unreadable)?)?
+    let (findings, unserved) = if settings.target == Target::Gguf {
+        (gguf::verify(&GgufFile::open(&args.target).context(unreadable)?)?, None)
     } else {
         let checkpoint = Checkpoint::open(&args.target).context(unreadable)?;
-        nvfp4::checkpoint::verify(&Model::new(&checkpoint)?, Client::Vllm, settings.threads)?
+        let model = Model::new(&checkpoint)?;
+        // That no server runs a model is no fault of its conversion: it stands where the next step would.
+        let loading = nvfp4::checkpoint::loading(&model, Client::Vllm);
+        let unserved = loading.filter(|finding| finding.severity == Severity::Problem);
+        let mut findings = nvfp4::checkpoint::verify(&model, Client::Vllm, settings.threads)?;
+        findings.retain(|finding| Some(finding) != unserved.as_ref());
+        (findings, unserved)
     };
     let problems = findings.iter().filter(|f| f.severity == Severity::Problem).count();
     if problems > 0 {
@@ -275,10 +302,13 @@ fn check(out: &mut impl Write, args: &Args, settings: &Settings) -> Result<ExitC
     }
     let (checked, next) = match settings.target {
         Target::Gguf => ("names, types, scales, scale bytes, tokenizer", "llama-cli -m"),
-        _ => ("names, shapes, shared scales, scale bytes, index, configuration", "vllm serve"),
+        _ => ("names, shapes, layers, shared scales, scale bytes, index, configuration", "vllm serve"),
     };
-    let target = args.target.display();
+    let next = match unserved {
+        Some(finding) => finding.text,
+        None => format!("{next} {}", args.target.display()),
+    };
     until_closed(verify::print(out, &findings))?;
-    until_closed(writeln!(out, "checks   ok: {checked}\nnext     {next} {target}").map_err(Into::into))?;
+    until_closed(writeln!(out, "checks   ok: {checked}\nnext     {next}").map_err(Into::into))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -16,6 +16,7 @@ mod inspect_rows;
 mod interrupt;
 mod modes;
 mod normal;
+mod order;
 mod page;
 mod plan;
 mod progress;
