@@ -109,8 +109,12 @@ impl Layers {
         for (&layer, kinds) in &self.kinds {
             variants.entry((outline.kind(layer), kinds)).or_default().push(layer);
         }
+        // A model has few variants. Of a file that claims many, each is held against the most common.
+        let mut common: Vec<_> = variants.iter().collect();
+        common.sort_by_key(|(_, layers)| std::cmp::Reverse(layers.len()));
+        common.truncate(16);
         for ((of, kinds), layers) in &variants {
-            let fuller = variants.iter().filter(|((other, more), there)| {
+            let fuller = common.iter().filter(|((other, more), there)| {
                 other == of && more.len() > kinds.len() && more.is_superset(kinds) && there.len() >= layers.len()
             });
             let Some(((_, more), there)) = fuller.max_by_key(|(_, there)| there.len()) else { continue };

@@ -69,7 +69,7 @@ impl<'c> Outline<'c> {
     pub fn kind(&self, layer: usize) -> Option<String> {
         let kinds = self.get(&["layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list"])?;
         match kinds {
-            Value::String(letters) => letters.chars().nth(layer).map(String::from),
+            Value::String(letters) => letters.get(layer..layer.checked_add(1)?).map(String::from),
             _ => kinds.get(layer).map(Value::to_string),
         }
     }
