@@ -69,7 +69,7 @@ def llm_compressor_writes_the_same_bytes(root):
             max_workers=2, device="cpu",
         )  # fmt: skip
         seconds = time.time() - start
-        # It does not join gate and up inside experts, which servers do. A file asks for the same, and our checks then fail.
+        # Version 0.14.0.1 does not join gate and up inside experts, which servers do. A file asks for the same, and our checks then fail.
         joined = [["q_proj", "k_proj", "v_proj"]] + ([] if name == "qwen3-moe" else [["gate_proj", "up_proj"]])
         fuse = root / f"{name}-fuse.json"
         fuse.write_text(json.dumps(joined))

@@ -17,7 +17,7 @@ use nvfp4::checkpoint::{
     Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, ScaleChoice, Settings, Severity,
     Shards, Statistics, Summary, Target,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -41,7 +41,8 @@ pub struct Args {
     /// Whose checkpoint the source is, if it does not say.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Scales of activations: none (W4A16), const or const=VALUE, or a JSON file of the amax of each module.
+    /// Scales of activations: none (W4A16), const or const=VALUE, or a JSON file of the amax of each module, as
+    /// {"model.layers.0.mlp.up_proj": 12.5}; amax / 2688 becomes its scale.
     #[arg(long, default_value = "none")]
     acts: ActsArg,
     #[command(flatten)]
@@ -184,6 +185,12 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
         Voice::Verbose => plan.items.len(),
         Voice::Normal | Voice::Quiet => plan.items.iter().filter(|i| i.action == Action::Quantize).count(),
     };
+    if let Acts::Amaxes(amaxes) = &settings.acts {
+        until_closed(strangers(&mut out, amaxes, &plan))?;
+    }
+    if voice == Voice::Verbose {
+        plan.copied.iter().for_each(|copied| say(plan::copied_line(copied)));
+    }
     let progress = Progress::new(voice, weights);
     let start = Instant::now();
     let summary = nvfp4::checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts(host)?);
@@ -195,6 +202,17 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
         until_closed(writeln!(out, "report   {}", path.display()).map_err(Into::into))?;
     }
     check(&mut out, args, &summary)
+}
+
+/// Says which names of `--acts` are of no weight that is quantized: they may be mistyped.
+fn strangers(out: &mut impl Write, amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>) -> Result<()> {
+    let known: BTreeSet<&str> = plan.quantized().map(|item| item.weight.module.as_str()).collect();
+    let strangers: Vec<&str> = amaxes.keys().map(String::as_str).filter(|name| !known.contains(name)).collect();
+    if let Some(first) = strangers.first() {
+        let count = counted(strangers.len(), "name");
+        writeln!(out, "acts     {count} of no quantized weight, as '{first}'")?;
+    }
+    Ok(())
 }
 
 fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, settings: &Settings) -> Result<()> {
@@ -232,6 +250,9 @@ fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'
     if !kinds.is_empty() {
         let kinds: Vec<String> = kinds.iter().map(|(kind, n)| format!("{n} x {kind}")).collect();
         writeln!(out, "         {} share one tensor scale", kinds.join(", "))?;
+    }
+    if let Some(stays) = plan::stays(model, plan) {
+        writeln!(out, "         {stays}; `nvfp4 plan` says why")?;
     }
     Ok(out.flush()?)
 }
@@ -276,10 +297,13 @@ fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<ExitCod
     }
     let (checked, next) = match args.to {
         Target::Gguf => ("names, types, scales, scale bytes, tokenizer", "llama-cli -m"),
-        _ => ("names, shapes, shared scales, scale bytes, index, configuration", "vllm serve"),
+        _ => ("names, shapes, layers, shared scales, scale bytes, index, configuration", "vllm serve"),
     };
-    let target = args.target.display();
+    let next = match &summary.unserved {
+        Some(finding) => finding.text.clone(),
+        None => format!("{next} {}", args.target.display()),
+    };
     until_closed(verify::print(out, findings))?;
-    until_closed(writeln!(out, "checks   ok: {checked}\nnext     {next} {target}").map_err(Into::into))?;
+    until_closed(writeln!(out, "checks   ok: {checked}\nnext     {next}").map_err(Into::into))?;
     Ok(ExitCode::SUCCESS)
 }

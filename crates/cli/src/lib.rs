@@ -17,6 +17,7 @@ mod interrupt;
 mod modes;
 mod names;
 mod normal;
+mod order;
 mod page;
 mod plan;
 mod progress;

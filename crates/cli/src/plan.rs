@@ -1,10 +1,11 @@
 //! `nvfp4 plan`: what a conversion would do to each weight, and why.
 
 use crate::say::out;
+use crate::sizes::counted;
 use crate::source::{self, From, Weights};
-use crate::{names, sizes, until_closed};
+use crate::{names, order, sizes, until_closed};
 use anyhow::Result;
-use nvfp4::checkpoint::{Action, Checkpoint, Item, Model, Plan, Target};
+use nvfp4::checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Target};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -67,50 +68,114 @@ fn totals(model: &Model<'_>, plan: &Plan<'_>) -> (u64, u64) {
     (model.checkpoint.byte_len(), others + plan.items.iter().map(new_bytes).sum::<u64>())
 }
 
+/// What is said of one weight, or of a tensor that looks like one.
+struct Row<'p> {
+    name: &'p str,
+    shape: Vec<usize>,
+    format: String,
+    action: &'static str,
+    group: Option<usize>,
+    why: &'p str,
+    bytes: u64,
+    new_bytes: u64,
+}
+
+/// Every weight and every tensor that looks like one, layer by layer.
+fn rows<'p>(plan: &'p Plan<'_>) -> Vec<Row<'p>> {
+    let weight = |item: &'p Item<'_>| {
+        let (action, why) = words(item);
+        Row {
+            name: &item.weight.module,
+            shape: vec![item.weight.rows, item.weight.cols],
+            format: item.weight.format(),
+            action,
+            group: item.group,
+            why,
+            bytes: item.weight.byte_len(),
+            new_bytes: new_bytes(item),
+        }
+    };
+    let copied = |copied: &'p Copied<'_>| {
+        let info = copied.tensor.info;
+        Row {
+            name: &info.name,
+            shape: info.shape.clone(),
+            format: format!("{:?}", info.dtype),
+            action: "keep",
+            group: None,
+            why: &copied.reason,
+            bytes: info.len,
+            new_bytes: info.len,
+        }
+    };
+    let mut rows: Vec<Row<'p>> = plan.items.iter().map(weight).chain(plan.copied.iter().map(copied)).collect();
+    rows.sort_by(|a, b| order::natural(a.name, b.name));
+    rows
+}
+
+/// The least share of a model whose staying as it is goes without saying.
+const MUCH: f64 = 0.3;
+
+/// How much stays as it is, if that is much: embeddings of a small model, or experts that lie in one tensor.
+pub fn stays(model: &Model<'_>, plan: &Plan<'_>) -> Option<String> {
+    let share = plan.kept_share(model);
+    (share >= MUCH).then(|| format!("{:.0} % of the source's bytes stay as they are", 100.0 * share))
+}
+
+/// `64x128`.
+fn shape(sides: &[usize]) -> String {
+    sides.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
+}
+
+/// What `convert -v` says of a tensor that looks like a weight and is copied.
+pub fn copied_line(copied: &Copied<'_>) -> String {
+    format!("{}  {}  keep: {}", names::shown(&copied.tensor.info.name), shape(&copied.tensor.info.shape), copied.reason)
+}
+
 /// One line per weight, then the rest and the sum. `convert --dry-run` prints it too.
 pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
-    let width = names::width(plan.items.iter().map(|i| i.weight.module.as_str()), 4);
+    let rows = rows(plan);
+    let width = names::width(rows.iter().map(|row| row.name), 4);
     let name = names::padded("NAME", width);
     writeln!(out, "{name}  {:>13}  {:5}  {:17}  {:>19}  WHY", "SHAPE", "TYPE", "ACTION", "SIZE")?;
-    for item in &plan.items {
-        let weight = &item.weight;
-        let (word, why) = words(item);
-        let group = item.group.map(|g| format!(" ({})", plan.groups[g].kind)).unwrap_or_default();
-        let (old, new) = (weight.byte_len(), new_bytes(item));
-        let size = if old == new { sizes::show(old) } else { format!("{} -> {}", sizes::show(old), sizes::show(new)) };
-        let shape = format!("{}x{}", weight.rows, weight.cols);
+    for row in &rows {
+        let group = row.group.map(|g| format!(" ({})", plan.groups[g].kind)).unwrap_or_default();
+        let (old, new) = (sizes::show(row.bytes), sizes::show(row.new_bytes));
+        let size = if row.bytes == row.new_bytes { old } else { format!("{old} -> {new}") };
         let line = format!(
-            "{}  {shape:>13}  {:5}  {:17}  {size:>19}  {}",
-            names::padded(&weight.module, width),
-            weight.format(),
-            format!("{word}{group}"),
-            names::shown(why)
+            "{}  {:>13}  {:5}  {:17}  {size:>19}  {}",
+            names::padded(row.name, width),
+            shape(&row.shape),
+            row.format,
+            format!("{}{group}", row.action),
+            names::shown(row.why)
         );
         writeln!(out, "{}", line.trim_end())?;
     }
-    let (others, bytes) = (model.others.len(), model.others.iter().map(|t| t.info.len).sum());
-    let copied = if others == 1 { "is copied" } else { "are copied" };
-    writeln!(out, "{}, {}, {copied}", sizes::counted(others, "other tensor"), sizes::show(bytes))?;
+    let bytes = model.others.iter().map(|t| t.info.len).sum::<u64>();
+    let listed = plan.copied.iter().map(|c| c.tensor.info.len).sum::<u64>();
+    let others = counted(model.others.len() - plan.copied.len(), "other tensor");
+    writeln!(out, "{others} copied, {}", sizes::show(bytes - listed))?;
     let (before, after) = totals(model, plan);
-    writeln!(out, "total {} -> about {}", sizes::show(before), sizes::show(after))?;
+    let stays = stays(model, plan).map(|stays| format!("; {stays}")).unwrap_or_default();
+    writeln!(out, "total {} -> about {}{stays}", sizes::show(before), sizes::show(after))?;
     Ok(())
 }
 
 fn print_json(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
-    let weight = |item: &Item<'_>| {
-        let (action, why) = words(item);
+    let row = |row: Row<'_>| {
         json!({
-            "module": item.weight.module,
-            "shape": [item.weight.rows, item.weight.cols],
-            "format": item.weight.format(),
-            "action": action,
-            "group": item.group,
-            "why": why,
-            "bytes": item.weight.byte_len(),
-            "new_bytes": new_bytes(item),
+            "module": row.name,
+            "shape": row.shape,
+            "format": row.format,
+            "action": row.action,
+            "group": row.group,
+            "why": row.why,
+            "bytes": row.bytes,
+            "new_bytes": row.new_bytes,
         })
     };
-    let weights: Vec<_> = plan.items.iter().map(weight).collect();
+    let weights: Vec<_> = rows(plan).into_iter().map(row).collect();
     let (before, after) = totals(model, plan);
     let report = json!({
         "dialect": model.dialect.to_string(), "weights": weights, "bytes": before, "new_bytes": after

@@ -1,5 +1,6 @@
 //! `convert --report`: one page that says what a conversion did to the weights.
 
+use crate::order;
 use crate::page::{self, Chart, Line, Marks, Point, escape};
 use crate::sizes;
 use crate::sizes::counted;
@@ -168,13 +169,17 @@ fn kept(plan: &Plan<'_>) -> String {
             reasons.entry(why).or_default().push(&item.weight.module);
         }
     }
+    for copied in &plan.copied {
+        reasons.entry(&copied.reason).or_default().push(&copied.tensor.info.name);
+    }
+    reasons.values_mut().for_each(|names| names.sort_by(|a, b| order::natural(a, b)));
     let line = |(why, modules): (&&str, &Vec<&str>)| {
         let shown: Vec<String> = modules.iter().take(3).map(|m| escape(m)).collect();
         let more = if modules.len() > 3 { format!(" and {} more", modules.len() - 3) } else { String::new() };
         format!("<li>{}: {}{more}</li>", escape(why), shown.join(", "))
     };
     let list: String = reasons.iter().map(line).collect();
-    format!("<ul>{list}</ul><p class=\"soft\">Tensors that are not matrices (norms, biases) are copied too.</p>")
+    format!("<ul>{list}</ul><p class=\"soft\">Tensors of one dimension (norms, biases) are copied too.</p>")
 }
 
 #[cfg(test)]

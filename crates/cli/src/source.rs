@@ -2,7 +2,9 @@
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use nvfp4::checkpoint::{Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Selection};
+use nvfp4::checkpoint::{
+    Architectures, Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Selection,
+};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -69,17 +71,20 @@ pub struct Weights {
     /// Quantize only these modules. May be repeated.
     #[arg(long, value_name = "PATTERN")]
     only: Vec<Pattern>,
-    /// Quantize embeddings, output heads, routers and vision layers too.
+    /// Quantize embeddings, output heads, routers, vision and audio too.
     #[arg(long)]
     no_default_skips: bool,
-    /// Weights that share one tensor scale, as servers that join them expect: auto (q/k/v, gate/up, w1/w3), off, or a
-    /// JSON file of lists of last names, as [["q_proj", "k_proj"], ["w1", "w3"]].
+    /// Weights that share one tensor scale, as servers that join them expect: auto (q/k/v, gate/up and all others that vLLM
+    /// joins), off, or a JSON file of lists of last names, as [["q_proj", "k_proj"], ["w1", "w3"]].
     #[arg(long, value_name = "auto|off|FILE.json", default_value = "auto")]
     fuse: FuseArg,
     /// Give weights of an NVFP4 source that share a tensor scale, but carry different ones, the largest: exactly where
     /// block scales can take up the ratio, else requantized from the decoded values.
     #[arg(long)]
     fix_scales: bool,
+    /// Convert what no program is known to load afterwards too: LoRA adapters, GPT-2, T5, Jamba, models of diffusers.
+    #[arg(long)]
+    any_architecture: bool,
 }
 
 impl Weights {
@@ -99,6 +104,7 @@ impl Weights {
                 FuseArg::File(path) => Fuse::Names(names(path)?),
             },
             differing: if self.fix_scales { Differing::Rescale } else { Differing::Keep },
+            architectures: if self.any_architecture { Architectures::Any } else { Architectures::Served },
         })
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::names::shown;
 use crate::say::out;
+use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::until_closed;
 use anyhow::Result;
@@ -14,7 +15,8 @@ use std::process::ExitCode;
 
 /// Check that a program would load an NVFP4 checkpoint, and load it right.
 ///
-/// Exits with 2 if it would not, and lists why.
+/// Looks at scales and codes, at what the program joins, at what the configuration says, and for tensors that are missing.
+/// Exits with 2 if it would not load, or not rightly, and lists why; notes do not count.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or file.
@@ -56,7 +58,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let report = json!({ "dialect": dialect, "for": args.client.to_string(), "findings": list });
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?).map_err(Into::into)
     } else if findings.is_empty() {
-        writeln!(out, "ok       {weights} NVFP4 weights ({dialect}), for {}", args.client).map_err(Into::into)
+        writeln!(out, "ok       {} ({dialect}), for {}", counted(weights, "NVFP4 weight"), args.client)
+            .map_err(Into::into)
     } else {
         print(&mut out, &findings)
     })?;

@@ -294,7 +294,8 @@ fn mxfp4_experts_keep_their_values() {
         (format!("{name}_scales"), byte(vec![experts, outputs, groups], scales.clone())),
         (format!("{name}_bias"), random(Dtype::BF16, &[experts, outputs], 1)),
     ]);
-    folder(&dir.join("in"), &[tensors.clone()], &json!({ "quantization_config": { "quant_method": "mxfp4" } }));
+    let config = json!({ "architectures": ["Llama4ForCausalLM"], "quantization_config": { "quant_method": "mxfp4" } });
+    folder(&dir.join("in"), &[tensors.clone()], &config);
     let summary = run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap();
     assert_eq!(summary.quantized[0].measure.error, 0.0, "exact");
     let written = Checkpoint::open(&dir.join("out")).unwrap();

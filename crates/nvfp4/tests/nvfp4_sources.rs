@@ -178,8 +178,8 @@ fn experts_in_one_tensor_are_fixed_one_by_one() {
         tensors.insert(format!("{name}_weight_scale"), scale);
         tensors.insert(format!("{name}_weight_scale_2"), tensor(Dtype::F32, &[experts], &scales));
     }
-    let config =
-        json!({ "quantization_config": { "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": [] } });
+    let quantization = json!({ "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": [] });
+    let config = json!({ "architectures": ["Llama4ForCausalLM"], "quantization_config": quantization });
     folder(&dir.join("in"), &[tensors], &config);
     assert!(findings(&dir.join("in"))[0].text.contains("ratio 4.0000"), "{:?}", findings(&dir.join("in")));
     let summary = run(&dir.join("in"), &dir.join("fixed"), &fixed(Target::ModelOpt)).unwrap();

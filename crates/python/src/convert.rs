@@ -5,8 +5,8 @@ use crate::verify::{self, ConversionError, DIALECTS};
 use crate::words::{PROFILES, Words, choose};
 use nvfp4::Implementation;
 use nvfp4::checkpoint::{
-    Acts, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern, ScaleChoice, Selection,
-    Settings, Severity, Shards, Summary,
+    Acts, Architectures, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern,
+    ScaleChoice, Selection, Settings, Severity, Shards, Summary,
 };
 use pyo3::exceptions::{PyKeyboardInterrupt, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -31,7 +31,7 @@ const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 /// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf'; `from_` is whose checkpoint the source is, if it does not
 /// say. `skip` and `only` are patterns of module names; `no_default_skips` quantizes embeddings, heads, routers and vision layers too. `acts` is
 /// None (weights only), one scale for all activations, or a dict of the amax of each module; `kv` is 'fp8-cast' to say that keys and values
-/// are kept in FP8. `fuse` says which weights share a tensor scale: 'auto', 'off', or lists of last names. `fix_scales` gives weights of an
+/// are kept in FP8. `any_architecture` converts what no server would load, too. `fuse` says which weights share a tensor scale: 'auto', 'off', or lists of last names. `fix_scales` gives weights of an
 /// NVFP4 source that share a tensor scale, but carry different ones, the largest. `device` is 'cpu', 'cuda' or 'cuda:N', for the same bytes.
 ///
 /// The result is read back and checked as `verify` does: problems raise a ConversionError, with the target left where it is. Gives a dict of
@@ -41,8 +41,8 @@ const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 #[pyo3(signature = (source, target, *, to="modelopt", skip=Vec::new(), only=Vec::new(), preset="all", scale="max",
                     profile=None, acts=None, fuse=FuseWord::Word("auto".to_string()), fix_scales=false, max_shard=5_000_000_000,
                     threads=None, memory=2_000_000_000, existing="refuse", from_=None, no_default_skips=false, kv="none",
-                    device="cpu", keep_shards=false, progress=None),
-       text_signature = "(source, target, *, to='modelopt', skip=(), only=(), preset='all', scale='max', profile=None, acts=None, fuse='auto', fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing='refuse', from_=None, no_default_skips=False, kv='none', device='cpu', keep_shards=False, progress=None)")]
+                    device="cpu", keep_shards=false, any_architecture=false, progress=None),
+       text_signature = "(source, target, *, to='modelopt', skip=(), only=(), preset='all', scale='max', profile=None, acts=None, fuse='auto', fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing='refuse', from_=None, no_default_skips=False, kv='none', device='cpu', keep_shards=False, any_architecture=False, progress=None)")]
 #[allow(clippy::too_many_arguments)] // each is a setting with a name
 pub fn convert<'py>(
     py: Python<'py>,
@@ -66,6 +66,7 @@ pub fn convert<'py>(
     kv: &str,
     device: &str,
     keep_shards: bool,
+    any_architecture: bool,
     progress: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let patterns = |texts: Vec<String>| texts.iter().map(|text| text.parse()).collect::<nvfp4::Result<Vec<Pattern>>>();
@@ -83,6 +84,7 @@ pub fn convert<'py>(
                 FuseWord::Names(names) => Fuse::Names(names),
             },
             differing: if fix_scales { Differing::Rescale } else { Differing::Keep },
+            architectures: if any_architecture { Architectures::Any } else { Architectures::Served },
         },
         scale: choose("scale", SCALES, scale)?,
         profile: profile.map(|profile| choose("profile", PROFILES, profile)).transpose()?,

@@ -69,12 +69,7 @@ impl Delayed {
     /// The same for many tensors whose state lies on a GPU, in place and without waiting: `history` is a tensor of torch with a row for each
     /// step, of an amax per tensor, `scale` and `amax` have a number per tensor.
     #[cfg(feature = "cuda")]
-    fn update_(
-        &self,
-        history: &Bound<'_, PyAny>,
-        scale: &Bound<'_, PyAny>,
-        amax: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
+    fn update_(&self, history: &Bound<'_, PyAny>, scale: &Bound<'_, PyAny>, amax: &Bound<'_, PyAny>) -> PyResult<()> {
         crate::cuda::update(&self.0, [history, scale, amax])
     }
 

@@ -39,7 +39,7 @@ impl Beside {
             let opened = File::open(&path).and_then(|file| file.metadata());
             bytes += opened.map_err(|source| Error::Io { path, source })?.len();
         }
-        let ignored = target::ignored(plan, model);
+        let ignored = target::ignored(plan, model, target);
         let mut config = target.config(checkpoint.config(), &ignored, extras);
         let decodes = plan.items.iter().any(|item| matches!(item.action, Action::Decode(_)));
         if let (Target::Plain(precision), true) = (target, decodes) {

@@ -4,6 +4,7 @@
 //! which servers join can share one; the second quantizes (`rows`). A piece is a function of the source alone, so the
 //! bytes do not depend on the number of threads, on the memory, or on how often the conversion was interrupted.
 
+use super::architecture::loading;
 use super::beside::{self, Beside};
 use super::dialect::Model;
 use super::folder::Kind;
@@ -15,7 +16,7 @@ use super::settings::{Finished, Observer, Pass, Settings, Summary};
 use super::shards::{self, Placed, RowOrder, Shard, Unit};
 use super::stamp::Stamp;
 use super::target::{Activations, Role, Scale, Target};
-use super::verify::{Client, Finding, verify};
+use super::verify::{Client, Finding, Severity, verify};
 use super::weight::{Stored, Weight};
 use super::work::{Order, Part, Work};
 use super::{Checkpoint, first_not_finite, gguf, mxfp4, pool};
@@ -188,7 +189,7 @@ impl<'p> Conversion<'_, 'p> {
     }
 
     /// Reads the result as a stranger would, before it has its name.
-    fn read_back(&self) -> Result<Vec<Finding>> {
+    fn read_back(&self) -> Result<(Vec<Finding>, Option<Finding>)> {
         let unreadable = |error: Error| {
             let text = format!("the result cannot be read back: {error}; start over with --force");
             Error::Refused(text)
@@ -196,13 +197,17 @@ impl<'p> Conversion<'_, 'p> {
         match self.settings.target {
             Target::Gguf => {
                 let file = gguf::GgufFile::open(&self.work.path(gguf::FILE)).map_err(unreadable)?;
-                gguf::verify(&file).map_err(unreadable)
+                Ok((gguf::verify(&file).map_err(unreadable)?, None))
             }
-            Target::Plain(_) => Checkpoint::open(self.work.folder()).map(|_| Vec::new()).map_err(unreadable),
+            Target::Plain(_) => Checkpoint::open(self.work.folder()).map(|_| (Vec::new(), None)).map_err(unreadable),
             Target::ModelOpt | Target::CompressedTensors => {
                 let checkpoint = Checkpoint::open(self.work.folder()).map_err(unreadable)?;
                 let model = Model::new(&checkpoint).map_err(unreadable)?;
-                verify(&model, Client::Vllm, self.settings.threads).map_err(unreadable)
+                let loading = loading(&model, Client::Vllm);
+                let unserved = loading.filter(|finding| finding.severity == Severity::Problem);
+                let mut findings = verify(&model, Client::Vllm, self.settings.threads).map_err(unreadable)?;
+                findings.retain(|finding| Some(finding) != unserved.as_ref());
+                Ok((findings, unserved))
             }
         }
     }
@@ -348,6 +353,7 @@ impl<'p> Conversion<'_, 'p> {
                 _ => quantized.push(weight),
             }
         }
+        let (findings, unserved) = self.read_back()?;
         Ok(Summary {
             outcome: self.work.outcome(),
             quantized,
@@ -356,7 +362,8 @@ impl<'p> Conversion<'_, 'p> {
             before: self.model.checkpoint.byte_len(),
             after: shards::byte_len(files),
             files: files.iter().map(|f| f.file.clone()).collect(),
-            findings: self.read_back()?,
+            findings,
+            unserved,
         })
     }
 }

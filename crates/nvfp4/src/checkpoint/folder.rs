@@ -121,7 +121,14 @@ impl Checkpoint {
                 Some(gguf) => format!(
                     "no safetensors files; '{gguf}' is GGUF, which `inspect` and `verify` read as a file, and nothing converts"
                 ),
-                None => "no safetensors files in this folder".to_string(),
+                None => match parts(root, &names) {
+                    parts if parts.is_empty() => "no safetensors files in this folder".to_string(),
+                    // A pipeline of diffusers, for one: several models, each in a folder of its own.
+                    parts => format!(
+                        "no safetensors files in this folder, but in {} in it; give one of these",
+                        parts.join(", ")
+                    ),
+                },
             };
             return Err(Error::Format { path: root.to_path_buf(), reason: hint });
         }
@@ -258,6 +265,15 @@ fn walk(root: &Path, folder: &str, found: &mut Vec<PathBuf>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The folders in a folder that have safetensors files.
+fn parts(root: &Path, names: &[String]) -> Vec<String> {
+    let has = |name: &&String| {
+        let inner = root.join(name);
+        inner.is_dir() && list(&inner).is_ok_and(|names| names.iter().any(|n| n.ends_with(".safetensors")))
+    };
+    names.iter().filter(has).map(|name| format!("'{name}'")).collect()
 }
 
 /// The names in a folder, sorted. Names that are not Unicode are left out.

@@ -1,8 +1,9 @@
 //! Checkpoints: what other programs write and load, read safely, converted to NVFP4, checked and explained.
 //!
 //! Read in this order: `file` (one safetensors file), `folder` (a checkpoint), `dialect` (whose it is), `weight` (its
-//! matrices), `names` and `plan` (what will happen to them), `target` and `shards` (what is written, and where; `gguf` for
-//! llama.cpp), `settings` (what is asked for), `convert` (the two passes) and `rows` (one piece of one weight).
+//! matrices), `names`, `joined`, `keep`, `architecture` and `plan` (what will happen to them), `target` and `shards` (what
+//! is written, and where; `gguf` for llama.cpp), `settings` (what is asked for), `convert` (the two passes) and `rows` (one
+//! piece of one weight); then `verify`, `described` and `complete` (whether a server would load the result).
 //!
 //! ```no_run
 //! use nvfp4::checkpoint::{Settings, convert};
@@ -18,11 +19,14 @@
 #[cfg(target_endian = "big")]
 compile_error!("weights are read as they lie in the file, which needs a little-endian machine");
 
+mod architecture;
 mod beside;
 mod compare;
+mod complete;
 mod convert;
 #[cfg(test)]
 mod crash;
+mod described;
 mod dialect;
 mod file;
 mod folder;
@@ -30,9 +34,12 @@ mod folder;
 pub mod fuzzed;
 pub mod gguf;
 mod inputs;
+mod joined;
+mod keep;
 mod measure;
 mod mxfp4;
 mod names;
+mod outline;
 mod plan;
 mod pool;
 pub(crate) mod positioned;
@@ -48,14 +55,16 @@ mod verify;
 mod weight;
 mod work;
 
+pub use architecture::{Architectures, loading};
 pub use compare::{Compared, Comparison, Difference, compare, differences};
 pub use convert::convert;
 pub use dialect::{Dialect, Model, detect};
 pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
 pub use folder::{Checkpoint, Kind, Located, check_config, check_index};
+pub use joined::fused;
 pub use measure::Measure;
-pub use names::{Pattern, Preset, fused};
-pub use plan::{Action, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
+pub use names::{Pattern, Preset};
+pub use plan::{Action, Copied, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
 pub use settings::{Acts, Finished, KvCache, Observer, Outcome, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use statistics::{Statistics, statistics};

@@ -1,4 +1,5 @@
-//! What the names of modules say: which weights a server joins into one, which are better left alone, and patterns.
+//! What the names of modules say: patterns over them, scales of keys and values, and parts of a model. Which weights a server
+//! joins is in `joined`, which are better left alone in `keep`.
 
 use crate::{Error, Result};
 use regex_lite::Regex;
@@ -57,29 +58,6 @@ fn glob_char(c: char) -> String {
     }
 }
 
-/// The weights that servers join into one matrix with one tensor scale, by the last part of their names.
-const FUSED: [(&str, &[&str]); 6] = [
-    ("q/k/v", &["q_proj", "k_proj", "v_proj"]),
-    ("gate/up", &["gate_proj", "up_proj"]),
-    ("w1/w3", &["w1", "w3"]),
-    ("q_a/kv_a", &["q_a_proj", "kv_a_proj_with_mqa"]),
-    ("wq_a/wkv_a", &["wq_a", "wkv_a_with_mqa"]),
-    ("query/key/value", &["query", "key", "value"]),
-];
-
-/// The group that a module is fused in: what precedes its last name, and the group's name. Experts have a number in
-/// what precedes, so each has its own group.
-pub fn fused(module: &str) -> Option<(&str, &'static str)> {
-    let (parent, last) = module.rsplit_once('.')?;
-    FUSED.iter().find(|(_, members)| members.contains(&last)).map(|&(group, _)| (parent, group))
-}
-
-/// The same by lists of last names that someone gives.
-pub(super) fn listed<'m>(module: &'m str, lists: &[Vec<String>]) -> Option<(&'m str, String)> {
-    let (parent, last) = module.rsplit_once('.')?;
-    lists.iter().find(|list| list.iter().any(|name| name == last)).map(|list| (parent, list.join("/")))
-}
-
 /// The scale of an attention's keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KvScale<'n> {
@@ -118,31 +96,6 @@ impl<'n> KvScale<'n> {
     pub fn compressed_tensors(&self) -> String {
         format!("{}.{}_scale", self.attention, self.letter)
     }
-}
-
-/// Why a weight is not quantized by default.
-pub(super) fn default_keep(module: &str) -> Option<&'static str> {
-    let last = module.rsplit('.').next().unwrap_or(module);
-    let has = |parts: &[&str]| parts.iter().any(|part| module.contains(part));
-    if ["lm_head", "output_layer", "proj_out"].contains(&last) {
-        return Some("output head");
-    }
-    if has(&["embed", "wte", "wpe", "tok_embeddings"]) && !has(&["embed_vision"]) {
-        return Some("embedding");
-    }
-    if has(&["router", "shared_expert_gate", "block_sparse_moe.gate"]) || (last == "gate" && has(&["mlp.", "moe."])) {
-        return Some("router");
-    }
-    if has(&["vision_tower", "visual", "vision_model", "embed_vision", "multi_modal_projector"]) {
-        return Some("vision");
-    }
-    if module.starts_with("mtp.") || has(&[".mtp."]) {
-        return Some("multi-token prediction");
-    }
-    if has(&["linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "mixer.conv1d"]) {
-        return Some("state-space layer");
-    }
-    (last.contains("norm") || last.contains("LayerNorm")).then_some("norm")
 }
 
 /// Which part of a model is quantized.
@@ -214,14 +167,6 @@ mod tests {
     }
 
     #[test]
-    fn experts_have_groups_of_their_own() {
-        assert_eq!(fused("l.0.self_attn.k_proj"), Some(("l.0.self_attn", "q/k/v")));
-        assert_eq!(fused("l.0.mlp.experts.7.up_proj"), Some(("l.0.mlp.experts.7", "gate/up")));
-        assert_eq!(fused("l.0.moe.experts.7.w3"), Some(("l.0.moe.experts.7", "w1/w3")));
-        assert_eq!(fused("l.0.mlp.down_proj"), None);
-    }
-
-    #[test]
     fn scales_of_keys_and_values_are_known_by_both_names() {
         for letter in ["k", "v"] {
             let scale = KvScale { attention: "l.0.self_attn", letter };
@@ -237,16 +182,6 @@ mod tests {
         assert_eq!(KvScale::named("l.0.self_attn.q_scale"), None);
         assert_eq!(KvScale::named("l.0.mixer.k_scale"), None);
         assert_eq!(KvScale::of_projection("l.0.self_attn.qkv_proj"), None);
-    }
-
-    #[test]
-    fn routers_are_kept_and_gate_projections_are_not() {
-        assert_eq!(default_keep("model.layers.0.mlp.gate"), Some("router"));
-        assert_eq!(default_keep("model.layers.0.mlp.gate_proj"), None);
-        assert_eq!(default_keep("model.layers.0.mlp.experts.1.gate_proj"), None);
-        assert_eq!(default_keep("model.layers.0.mlp.shared_expert_gate"), Some("router"));
-        assert_eq!(default_keep("lm_head"), Some("output head"));
-        assert_eq!(default_keep("model.embed_tokens"), Some("embedding"));
     }
 
     #[test]

@@ -1,11 +1,17 @@
 //! What a conversion will do to each weight, and why.
 
+use super::architecture::{self, Architectures};
 use super::dialect::Model;
-use super::names::{self, Pattern, Preset};
+use super::folder::Located;
+use super::joined;
+use super::keep::Defaults;
+use super::names::{Pattern, Preset};
+use super::outline::Outline;
 use super::target::Target;
 use super::weight::{Stored, Weight};
 use crate::{Error, Result, Unit};
 use nvfp4_spec::{BLOCK, gguf};
+use safetensors::Dtype;
 use std::collections::BTreeMap;
 
 /// Whether the weights that are better left alone (embeddings, output head, routers, vision) stay as they are.
@@ -21,7 +27,7 @@ pub enum DefaultSkips {
 /// Whether weights that servers join share one tensor scale.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Fuse {
-    /// q/k/v, gate/up and w1/w3 do, inside every expert too.
+    /// q/k/v, gate/up and all others that are known do, inside every expert too.
     #[default]
     Auto,
     /// Every weight has its own.
@@ -55,6 +61,8 @@ pub struct Selection {
     pub fuse: Fuse,
     /// Tensor scales that should be shared and are not.
     pub differing: Differing,
+    /// Whether models that no program would load are converted.
+    pub architectures: Architectures,
 }
 
 /// What happens to a weight.
@@ -106,6 +114,15 @@ pub struct Group {
     pub rescaled: Option<Vec<f32>>,
 }
 
+/// A tensor that is copied although it looks like a weight.
+#[derive(Clone, Debug)]
+pub struct Copied<'a> {
+    /// The tensor.
+    pub tensor: Located<'a>,
+    /// Why it is not quantized.
+    pub reason: String,
+}
+
 /// What a conversion will do.
 #[derive(Debug)]
 pub struct Plan<'a> {
@@ -113,17 +130,28 @@ pub struct Plan<'a> {
     pub items: Vec<Item<'a>>,
     /// Weights that share a tensor scale.
     pub groups: Vec<Group>,
+    /// Tensors of several dimensions that are copied: experts in one tensor, types and names that are not quantized.
+    pub copied: Vec<Copied<'a>>,
 }
 
 impl<'a> Plan<'a> {
     /// Decides about every weight of a model.
     pub fn new(model: &Model<'a>, selection: &Selection, target: Target) -> Result<Self> {
-        let decide = |weight: &Weight<'a>| Item {
-            weight: weight.clone(),
-            action: action(weight, model.dialect.is_nvfp4(), selection, target),
-            group: None,
+        if let (Architectures::Served, Some(reason)) = (selection.architectures, architecture::refusal(model)?) {
+            return Err(Error::Refused(format!("{reason}; --any-architecture converts it all the same")));
+        }
+        let rules = Rules {
+            selection,
+            target,
+            defaults: Defaults::new(&Outline::new(model.checkpoint.config())),
+            source_is_nvfp4: model.dialect.is_nvfp4(),
         };
-        let mut plan = Plan { items: model.weights.iter().map(decide).collect(), groups: Vec::new() };
+        let decide = |weight: &Weight<'a>| Item { weight: weight.clone(), action: rules.action(weight), group: None };
+        let mut plan = Plan {
+            items: model.weights.iter().map(decide).collect(),
+            groups: Vec::new(),
+            copied: model.others.iter().filter_map(copied).collect(),
+        };
         for pattern in selection.skip.iter().chain(&selection.only) {
             if !plan.items.iter().any(|item| pattern.matches(&item.weight.module)) {
                 return Err(Error::Refused(format!(
@@ -151,7 +179,7 @@ impl<'a> Plan<'a> {
             Stored::Fp8 { .. } | Stored::MxFp4 { .. } | Stored::Nvfp4(_) => Action::Decode(weight.format()),
         };
         let item = |weight: &Weight<'a>| Item { weight: weight.clone(), action: decide(weight), group: None };
-        Plan { items: model.weights.iter().map(item).collect(), groups: Vec::new() }
+        Plan { items: model.weights.iter().map(item).collect(), groups: Vec::new(), copied: Vec::new() }
     }
 
     /// Finds the groups. One that is quantized in part cannot be joined by a server.
@@ -159,16 +187,20 @@ impl<'a> Plan<'a> {
         let mut found: BTreeMap<(&str, String), Vec<usize>> = BTreeMap::new();
         for (i, item) in self.items.iter().enumerate() {
             let key = match fuse {
-                Fuse::Auto => names::fused(&item.weight.module).map(|(parent, kind)| (parent, kind.to_string())),
+                Fuse::Auto => joined::fused(&item.weight.module).map(|(parent, kind)| (parent, kind.to_string())),
                 Fuse::Off => None,
-                Fuse::Names(lists) => names::listed(&item.weight.module, lists),
+                Fuse::Names(lists) => joined::listed(&item.weight.module, lists),
             };
             if let Some(key) = key {
                 found.entry(key).or_default().push(i);
             }
         }
         let mut groups = Vec::new();
-        for ((parent, kind), members) in found {
+        for ((parent, kind), mut members) in found {
+            if *fuse == Fuse::Auto {
+                let item = |i: &usize| &self.items[*i];
+                members.retain(|i| item(i).action.is_nvfp4() || !joined::is_guest(&item(i).weight.module));
+            }
             let nvfp4 = |i: &&usize| self.items[**i].action.is_nvfp4();
             let (quantized, kept): (Vec<&usize>, Vec<&usize>) = members.iter().partition(nvfp4);
             if let (Some(yes), Some(no)) = (quantized.first(), kept.first()) {
@@ -238,6 +270,47 @@ impl<'a> Plan<'a> {
     pub fn quantized(&self) -> impl Iterator<Item = &Item<'a>> {
         self.items.iter().filter(|i| i.action.is_nvfp4())
     }
+
+    /// The share of the source's bytes that is in no weight which will be NVFP4.
+    pub fn kept_share(&self, model: &Model<'_>) -> f64 {
+        let quantized: u64 = self.quantized().map(|item| item.weight.byte_len()).sum();
+        1.0 - quantized as f64 / model.checkpoint.byte_len().max(1) as f64
+    }
+}
+
+/// Why a tensor that is no weight here is copied, if it looks like one: it has rows and columns of numbers.
+fn copied<'a>(tensor: &Located<'a>) -> Option<Copied<'a>> {
+    let info = tensor.info;
+    let float =
+        matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::F64 | Dtype::F8_E4M3 | Dtype::F8_E5M2);
+    if !float || info.shape.len() < 2 {
+        return None;
+    }
+    let reason = match (info.shape.len(), info.dtype, info.name.as_str()) {
+        _ if experts(tensor).is_some() => "experts in one tensor are not quantized".to_string(),
+        (2, Dtype::F64, _) => "F64 is not quantized; store it as F32".to_string(),
+        (2, Dtype::F8_E4M3 | Dtype::F8_E5M2, _) => "FP8 without scales that are read".to_string(),
+        (2, _, "weight") => "its name is only 'weight', without a module".to_string(),
+        (2, ..) => "its name does not end in '.weight'".to_string(),
+        (dimensions, ..) => format!("{dimensions} dimensions, not a matrix"),
+    };
+    Some(Copied { tensor: *tensor, reason })
+}
+
+/// The module of the experts that lie in one tensor: what servers call it, whatever the tensor's own name is.
+pub(super) fn experts(tensor: &Located<'_>) -> Option<String> {
+    let float = matches!(tensor.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
+    let module = tensor.info.name.strip_suffix(".weight").unwrap_or(&tensor.info.name);
+    let dimensions = tensor.info.shape.len();
+    let parts: Vec<&str> = module.split('.').collect();
+    if let Some(at) = parts.iter().position(|part| *part == "experts") {
+        // DBRX's experts lie below each other in two dimensions, `experts.mlp.w1`.
+        let joined = dimensions == 3 || dimensions == 2 && parts.get(at + 1) == Some(&"mlp");
+        return (float && joined).then(|| parts[..=at].join("."));
+    }
+    // Granite's `block_sparse_moe.input_linear` and Step's `moe.up_proj`: experts to a server.
+    let (parent, _) = module.rsplit_once('.')?;
+    (float && dimensions == 3 && parent.ends_with("moe")).then(|| format!("{parent}.experts"))
 }
 
 /// The largest scale of each matrix among the weights of a group: the smallest number where it divides.
@@ -256,39 +329,48 @@ fn same(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
-fn action(weight: &Weight<'_>, source_is_nvfp4: bool, selection: &Selection, target: Target) -> Action {
-    let kept = reason_to_keep(weight, selection, target);
-    match (&weight.stored, kept) {
-        (Stored::Nvfp4(_), None) => Action::Relabel,
-        (Stored::Plain(_), Some(reason)) => Action::Keep(reason),
-        // A quantized checkpoint's plain weights were kept by whoever made it.
-        (Stored::Plain(_), None) if source_is_nvfp4 => Action::Keep("kept by the source".to_string()),
-        (_, Some(reason)) => Action::Decode(reason),
-        (_, None) => Action::Quantize,
-    }
+/// What decides about a weight.
+struct Rules<'s> {
+    selection: &'s Selection,
+    target: Target,
+    defaults: Defaults,
+    source_is_nvfp4: bool,
 }
 
-fn reason_to_keep(weight: &Weight<'_>, selection: &Selection, target: Target) -> Option<String> {
-    let module = &weight.module;
-    let block = if target == Target::Gguf { gguf::BLOCK_ELEMENTS } else { BLOCK };
-    let uneven = !weight.cols.is_multiple_of(block);
-    if let Some(pattern) = selection.skip.iter().find(|p| p.matches(module)) {
-        return Some(format!("--skip {pattern}"));
+impl Rules<'_> {
+    fn action(&self, weight: &Weight<'_>) -> Action {
+        match (&weight.stored, self.reason_to_keep(weight)) {
+            (Stored::Nvfp4(_), None) => Action::Relabel,
+            (Stored::Plain(_), Some(reason)) => Action::Keep(reason),
+            // A quantized checkpoint's plain weights were kept by whoever made it.
+            (Stored::Plain(_), None) if self.source_is_nvfp4 => Action::Keep("kept by the source".to_string()),
+            (_, Some(reason)) => Action::Decode(reason),
+            (_, None) => Action::Quantize,
+        }
     }
-    if !selection.only.is_empty() && !selection.only.iter().any(|p| p.matches(module)) {
-        return Some("not in --only".to_string());
+
+    fn reason_to_keep(&self, weight: &Weight<'_>) -> Option<String> {
+        let (module, selection) = (&weight.module, self.selection);
+        let block = if self.target == Target::Gguf { gguf::BLOCK_ELEMENTS } else { BLOCK };
+        let uneven = !weight.cols.is_multiple_of(block);
+        if let Some(pattern) = selection.skip.iter().find(|p| p.matches(module)) {
+            return Some(format!("--skip {pattern}"));
+        }
+        if !selection.only.is_empty() && !selection.only.iter().any(|p| p.matches(module)) {
+            return Some("not in --only".to_string());
+        }
+        if matches!(weight.stored, Stored::Nvfp4(_)) && !uneven {
+            return None;
+        }
+        if let (DefaultSkips::On, Some(part)) = (selection.default_skips, self.defaults.reason(module, weight.rows)) {
+            return Some(part.to_string());
+        }
+        if !selection.preset.has(module) {
+            return Some(format!("not in --preset {}", selection.preset));
+        }
+        if weight.rows == 0 || weight.cols == 0 {
+            return Some("empty".to_string());
+        }
+        uneven.then(|| format!("{} columns, not a multiple of {block}", weight.cols))
     }
-    if matches!(weight.stored, Stored::Nvfp4(_)) && !uneven {
-        return None;
-    }
-    if let (DefaultSkips::On, Some(reason)) = (selection.default_skips, names::default_keep(module)) {
-        return Some(reason.to_string());
-    }
-    if !selection.preset.has(module) {
-        return Some(format!("not in --preset {}", selection.preset));
-    }
-    if weight.rows == 0 || weight.cols == 0 {
-        return Some("empty".to_string());
-    }
-    uneven.then(|| format!("{} columns, not a multiple of {block}", weight.cols))
 }

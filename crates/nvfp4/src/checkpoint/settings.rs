@@ -9,7 +9,7 @@ use super::stamp::Stamp;
 use super::target::Target;
 use super::verify::Finding;
 use super::work::Existing;
-use crate::{Bound, ErrorPath, Metric, Profile, Result, ScaleRule};
+use crate::{Bound, Error, ErrorPath, Metric, Profile, Result, ScaleRule};
 use nvfp4_kernels::Implementation;
 use nvfp4_spec::{Mode, Rounding};
 use serde_json::{Value, json};
@@ -169,6 +169,8 @@ pub struct Summary {
     pub files: Vec<String>,
     /// What [`super::verify`] says of the result, for vLLM or llama.cpp. Where weights were decoded, it is only read.
     pub findings: Vec<Finding>,
+    /// Why no server runs the result, if none does. That is no fault of the conversion.
+    pub unserved: Option<Finding>,
 }
 
 impl Settings {
@@ -181,6 +183,11 @@ impl Settings {
                 Profile::TransformerEngine,
             ),
         };
+        if self.scale == ScaleChoice::FourOverSix && self.profile.is_some_and(|p| p != Profile::TransformerEngine) {
+            let reason = "4over6 with another producer's profile: only TransformerEngine has the rule; leave out --profile, or \
+                          choose another --scale";
+            return Err(Error::Refused(reason.to_string()));
+        }
         let mode = Mode { rule, profile: self.profile.unwrap_or(default), ..Mode::default() };
         mode.check(&Rounding::<()>::NearestEven)?;
         Ok(mode)
@@ -202,6 +209,7 @@ impl Settings {
             "default_skips": format!("{:?}", s.default_skips),
             "fuse": format!("{:?}", s.fuse),
             "differing": format!("{:?}", s.differing),
+            "architectures": format!("{:?}", s.architectures),
             "scale": format!("{:?}", self.scale),
             "profile": format!("{:?}", self.profile),
             "acts": format!("{:?}", self.acts),

@@ -153,7 +153,9 @@ pub(super) fn header<'s>(
     tensors: impl Iterator<Item = (&'s str, Dtype, &'s [usize], u64)>,
 ) -> (Vec<u8>, Vec<u64>, u64) {
     let mut entries = Map::new();
-    entries.insert("__metadata__".to_string(), json!({ "format": "pt" }));
+    // ModelOpt stays the producer in the configuration, as servers ask for that name; this says who wrote the file.
+    let writer = concat!("nvfp4 ", env!("CARGO_PKG_VERSION"));
+    entries.insert("__metadata__".to_string(), json!({ "format": "pt", "written_by": writer }));
     let (mut at, mut starts) = (0, Vec::new());
     for (name, dtype, shape, len) in tensors {
         starts.push(at);

@@ -1,9 +1,10 @@
 //! What is written: the tensors that a weight becomes, and the configuration that tells a server about them.
 
+use super::architecture;
 use super::dialect::Model;
 use super::folder::{Checkpoint, Located};
 use super::names::KvScale;
-use super::plan::{Action, Item, Plan};
+use super::plan::{self, Action, Item, Plan};
 use super::weight::{Stored, Weight};
 use crate::{Error, Precision, Result};
 use nvfp4_spec::{BLOCK, gguf};
@@ -359,18 +360,23 @@ fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
     })
 }
 
-/// The modules that a server must not expect in NVFP4. The output head is named even where it is tied to the embedding.
-/// Experts that lie in one tensor are not quantized, and are named by their parent.
-pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>) -> Vec<String> {
+/// The modules that a server must not expect in NVFP4. Output heads are named even where they are tied to the embedding.
+/// Experts that lie in one tensor are not quantized, and are named as servers call them.
+pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec<String> {
     let kept = |item: &&Item<'_>| matches!(item.action, Action::Keep(_) | Action::Decode(_));
     let mut names: Vec<String> = plan.items.iter().filter(kept).map(|i| i.weight.module.clone()).collect();
-    if !plan.items.iter().any(|i| i.weight.module == "lm_head") {
-        names.push("lm_head".to_string());
+    for head in architecture::heads(model.architecture()) {
+        if !plan.items.iter().any(|i| i.weight.module == *head) {
+            names.push(head.to_string());
+        }
     }
-    let experts = |t: &&Located<'_>| t.info.shape.len() == 3 && t.info.name.contains(".experts.");
-    let floats = |t: &&Located<'_>| matches!(t.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
-    let parents = model.others.iter().filter(experts).filter(floats).filter_map(|t| t.info.name.rsplit_once('.'));
-    names.extend(parents.map(|(parent, _)| parent.to_string()));
+    for experts in model.others.iter().filter_map(plan::experts) {
+        // vLLM asks compressed-tensors' list about the projections of the first expert, by these names in every family.
+        if target == Target::CompressedTensors {
+            names.extend(["gate_proj", "up_proj", "down_proj"].map(|name| format!("{experts}.0.{name}")));
+        }
+        names.push(experts);
+    }
     names.sort();
     names.dedup();
     names

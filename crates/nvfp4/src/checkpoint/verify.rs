@@ -1,12 +1,12 @@
 //! Would a program load this checkpoint, and load it right? Every check is something that a server gets wrong in silence.
+//! `described` holds the configuration against the weights, `complete` looks for what is missing.
 
 use super::dialect::{Dialect, Model};
-use super::names::{self, KvScale};
+use super::names::KvScale;
 use super::statistics::{Statistics, statistics};
 use super::weight::{Stored, Weight};
+use super::{architecture, complete, described, joined};
 use crate::{Error, Result};
-use regex_lite::Regex;
-use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
@@ -75,8 +75,9 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
     }
     check_dialect(model, client, &mut report);
     check_groups(model, &mut report)?;
-    check_inputs(model, &mut report)?;
-    check_configuration(model, client, &mut report);
+    described::check(model, client, &mut report)?;
+    complete::check(model, &mut report);
+    report.findings.extend(architecture::loading(model, client));
     check_keys_and_values(model, client, &mut report);
     let counts = statistics(model, threads)?;
     for (weight, counts) in model.weights.iter().zip(&counts) {
@@ -88,16 +89,17 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
     Ok(report.findings)
 }
 
-struct Report {
+/// What was found so far.
+pub(super) struct Report {
     findings: Vec<Finding>,
 }
 
 impl Report {
-    fn problem(&mut self, about: &str, text: impl Into<String>) {
+    pub fn problem(&mut self, about: &str, text: impl Into<String>) {
         self.findings.push(Finding { severity: Severity::Problem, about: about.to_string(), text: text.into() });
     }
 
-    fn note(&mut self, about: &str, text: impl Into<String>) {
+    pub fn note(&mut self, about: &str, text: impl Into<String>) {
         self.findings.push(Finding { severity: Severity::Note, about: about.to_string(), text: text.into() });
     }
 }
@@ -134,7 +136,8 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
 fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
     let mut groups: BTreeMap<(&str, &str), Vec<&Weight<'_>>> = BTreeMap::new();
     for weight in &model.weights {
-        if let Some(key) = names::fused(&weight.module) {
+        let apart = joined::is_guest(&weight.module) && !matches!(weight.stored, Stored::Nvfp4(_));
+        if let Some(key) = joined::fused(&weight.module).filter(|_| !apart) {
             groups.entry(key).or_default().push(weight);
         }
     }
@@ -183,82 +186,6 @@ fn spread(values: &[f32]) -> f32 {
     most / least
 }
 
-/// A configuration that promises scales of activations needs one for every weight.
-fn check_inputs(model: &Model<'_>, report: &mut Report) -> Result<()> {
-    let config = model.checkpoint.config().and_then(|c| c.get("quantization_config"));
-    let promised = match model.dialect {
-        Dialect::CompressedTensors => {
-            let groups = config.and_then(|c| c.get("config_groups")).and_then(Value::as_object);
-            groups.is_some_and(|g| g.values().any(|g| g.get("input_activations").is_some_and(|a| !a.is_null())))
-        }
-        _ => algorithm(model) == Some("NVFP4"),
-    };
-    for weight in &model.weights {
-        let Stored::Nvfp4(parts) = &weight.stored else { continue };
-        match parts.input()? {
-            None if promised => report.problem(
-                &weight.module,
-                "no scale of activations, which the configuration promises: vLLM reads uninitialised memory",
-            ),
-            Some(scale) if !(scale.is_finite() && scale > 0.0) => {
-                report.problem(&weight.module, format!("the scale of activations is {scale}"));
-            }
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
-fn algorithm<'m>(model: &'m Model<'_>) -> Option<&'m str> {
-    let own = model.checkpoint.quantization().and_then(|q| q.pointer("/quantization/quant_algo"));
-    let config = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_algo"));
-    own.or(config)?.as_str()
-}
-
-/// The configuration must name exactly the modules that are not quantized.
-fn check_configuration(model: &Model<'_>, client: Client, report: &mut Report) {
-    let config = model.checkpoint.config();
-    if config.is_none() {
-        report.problem("config.json", "missing");
-    }
-    let mut lists = Vec::new();
-    if let Some(list) = config.and_then(|c| c.pointer("/quantization_config/ignore")) {
-        lists.push(("config.json", list));
-    } else if config.is_some() {
-        report.problem("config.json", "no 'quantization_config' with an 'ignore' list");
-    }
-    if model.dialect == Dialect::ModelOpt
-        && let Some(quantization) = model.checkpoint.quantization()
-    {
-        for key in ["group_size", "kv_cache_quant_algo", "exclude_modules"] {
-            match quantization.pointer(&format!("/quantization/{key}")) {
-                None => {
-                    report.problem("hf_quant_config.json", format!("'{key}' is missing; vLLM refuses the checkpoint"))
-                }
-                Some(list) if key == "exclude_modules" => lists.push(("hf_quant_config.json", list)),
-                Some(_) => {}
-            }
-        }
-    }
-    for (file, list) in lists {
-        let patterns: Vec<Ignored> =
-            list.as_array().into_iter().flatten().filter_map(Value::as_str).map(Ignored::new).collect();
-        for weight in &model.weights {
-            let by = patterns.iter().find(|p| p.matches(&weight.module, client, model.dialect));
-            match (&weight.stored, by) {
-                (Stored::Nvfp4(_), Some(by)) => {
-                    report.problem(&weight.module, format!("NVFP4, but '{}' in {file} says that it is not", by.text))
-                }
-                (Stored::Plain(_), None) if names::default_keep(&weight.module) != Some("embedding") => report.problem(
-                    &weight.module,
-                    format!("not quantized, but not in the list of {file}: a server expects NVFP4"),
-                ),
-                _ => {}
-            }
-        }
-    }
-}
-
 /// transformers makes a scale of keys and values wherever the configuration says that they are quantized, and fills it from
 /// the checkpoint or not at all. vLLM takes 1 for one that is missing. Every attention needs both.
 fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report) {
@@ -288,28 +215,6 @@ fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report)
         for name in names.iter().filter(|name| model.checkpoint.get(name).is_none()) {
             report.problem(name, format!("{text}{advice}"));
         }
-    }
-}
-
-/// An entry of an ignore list.
-struct Ignored {
-    text: String,
-    regex: Option<Regex>,
-}
-
-impl Ignored {
-    fn new(text: &str) -> Self {
-        let body = match text.strip_prefix("re:") {
-            Some(regex) => format!("^(?:{regex})"),
-            None => format!("^(?:{})$", text.split('*').map(regex_lite::escape).collect::<Vec<_>>().join(".*")),
-        };
-        Ignored { text: text.to_string(), regex: Regex::new(&body).ok() }
-    }
-
-    /// vLLM takes an entry of ModelOpt's list for a part of a name too: `mlp.gate` also excludes `mlp.gate_proj`.
-    fn matches(&self, module: &str, client: Client, dialect: Dialect) -> bool {
-        let part = client == Client::Vllm && dialect == Dialect::ModelOpt && !self.text.contains('*');
-        (part && module.contains(&self.text)) || self.regex.as_ref().is_some_and(|r| r.is_match(module))
     }
 }
 

@@ -306,6 +306,7 @@ def convert(
     kv: Literal["none", "fp8-cast"] = "none",
     device: str = "cpu",
     keep_shards: bool = False,
+    any_architecture: bool = False,
     progress: Optional[Callable[[str, int, int], object]] = None,
 ) -> Dict[str, Any]: ...
 def verify(

@@ -10,6 +10,9 @@ use std::collections::BTreeSet;
 /// Tensors that every layer of the families written here has.
 const LAYER: [&str; 6] = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm"];
 
+/// Tensors that a layer has once, or once for all experts.
+const FEED_FORWARD: [&str; 3] = ["ffn_gate", "ffn_up", "ffn_down"];
+
 impl GgufFile {
     /// Counts over an NVFP4 tensor.
     pub fn statistics(&self, tensor: &GgufTensor) -> Result<Statistics> {
@@ -46,9 +49,16 @@ pub fn verify(file: &GgufFile) -> Result<Vec<Finding>> {
             let whole = ["token_embd.weight".to_string(), "output_norm.weight".to_string()];
             // A file that claims more layers than it has tensors lacks the first of them already.
             let layers = layers.unwrap_or(0).min(names.len() as u64);
-            for name in whole.into_iter().chain((0..layers).flat_map(layer)) {
-                if ["llama", "qwen2", "qwen3", "qwen3moe"].contains(&arch) && !names.contains(name.as_str()) {
+            let known = ["llama", "qwen2", "qwen3", "qwen3moe"].contains(&arch);
+            for name in whole.into_iter().chain((0..layers).flat_map(layer)).filter(|_| known) {
+                if !names.contains(name.as_str()) {
                     say(problem, &name, "missing".to_string());
+                }
+            }
+            for (i, part) in (0..layers).filter(|_| known).flat_map(|i| FEED_FORWARD.map(|part| (i, part))) {
+                let has = |end: &str| names.contains(format!("blk.{i}.{part}{end}.weight").as_str());
+                if !has("") && !has("_exps") {
+                    say(problem, &format!("blk.{i}.{part}.weight"), "missing, and so are experts of it".to_string());
                 }
             }
         }

@@ -1,0 +1,230 @@
+//! Is everything there that a server asks for? It fills what it finds, and most of what it does not find stays uninitialised
+//! memory without a word: its own check passes over quantized layers.
+
+use super::dialect::{Dialect, Model};
+use super::keep::{Defaults, Part};
+use super::outline::Outline;
+use super::verify::Report;
+use super::weight::Weight;
+use safetensors::Dtype;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Looks for parts of quantized weights, and for layers, embedding, norm and head of a model whose configuration says how many
+/// layers it has.
+pub(super) fn check(model: &Model<'_>, report: &mut Report) {
+    check_parts(model, report);
+    let config = model.checkpoint.config();
+    let outline = Outline::new(config);
+    let two = config
+        .is_some_and(|c| c.get("is_encoder_decoder").is_some_and(|v| v == true) || c.get("decoder_layers").is_some());
+    let Some(layers) = outline.layers().filter(|_| !two) else { return };
+    let found = Layers::find(model, layers);
+    if !outline.is_irregular() {
+        found.check_numbers(layers, report);
+        found.check_kinds(&outline, report);
+        found.check_experts(&outline, report);
+    }
+    check_ends(model, &outline, &found, report);
+}
+
+/// Tensors of a quantized weight that stand without the others.
+fn check_parts(model: &Model<'_>, report: &mut Report) {
+    let has = |name: &str| model.checkpoint.get(name).is_some();
+    let (codes, global) = match model.dialect {
+        Dialect::CompressedTensors => (".weight_packed", "weight_global_scale"),
+        _ => (".weight", "weight_scale_2"),
+    };
+    for tensor in &model.others {
+        let name = tensor.info.name.as_str();
+        let packed = tensor.info.dtype == Dtype::U8;
+        // Experts in one tensor have their scales behind an underscore.
+        let (module, join) = match name.strip_suffix(codes).filter(|_| packed) {
+            Some(module) => (module, '.'),
+            None if packed && has(&format!("{name}_weight_scale")) => (name, '_'),
+            None => {
+                let module = name.strip_suffix(".weight_scale").filter(|_| tensor.info.dtype == Dtype::F8_E4M3);
+                if let Some(module) = module.filter(|module| !has(&format!("{module}{codes}"))) {
+                    report.problem(module, format!("block scales without codes ('{module}{codes}')"));
+                }
+                continue;
+            }
+        };
+        let parts = ["weight_scale", global].map(|part| format!("{module}{join}{part}"));
+        let missing: Vec<&str> = parts.iter().map(String::as_str).filter(|part| !has(part)).collect();
+        if !missing.is_empty() {
+            let missing = missing.join("' and '");
+            let text = format!("NVFP4 codes without '{missing}': a server leaves the scale uninitialised");
+            report.problem(module, text);
+        }
+    }
+}
+
+/// What the layers of a model hold.
+struct Layers {
+    prefix: String,
+    /// Names of tensors by layer, after the layer's number, without scales, and with `#` for the number of an expert.
+    kinds: BTreeMap<usize, BTreeSet<String>>,
+    /// Numbers of experts by layer and kind.
+    experts: BTreeMap<(usize, String), BTreeSet<u64>>,
+}
+
+impl Layers {
+    /// The layers that write text. A model may have others, for vision or for the prediction of further tokens.
+    fn find(model: &Model<'_>, layers: u64) -> Self {
+        let mut all: BTreeMap<String, Layers> = BTreeMap::new();
+        for tensor in model.checkpoint.tensors() {
+            let Some((prefix, layer, rest)) = layer_of(&tensor.info.name) else { continue };
+            let of =
+                |prefix: &str| Layers { prefix: prefix.to_string(), kinds: BTreeMap::new(), experts: BTreeMap::new() };
+            let found = all.entry(prefix.to_string()).or_insert_with(|| of(prefix));
+            if layer as u64 >= layers {
+                continue;
+            }
+            let kinds = found.kinds.entry(layer).or_default();
+            let Some(kind) = kind_of(rest) else { continue };
+            if let Some(expert) = rest.split('.').find_map(|part| part.parse::<u64>().ok()) {
+                found.experts.entry((layer, kind.clone())).or_default().insert(expert);
+            }
+            kinds.insert(kind);
+        }
+        let most = all.into_values().max_by_key(|found| found.kinds.values().map(BTreeSet::len).sum::<usize>());
+        most.unwrap_or(Layers { prefix: "layers".to_string(), kinds: BTreeMap::new(), experts: BTreeMap::new() })
+    }
+
+    fn check_numbers(&self, layers: u64, report: &mut Report) {
+        let missing = layers.saturating_sub(self.kinds.len() as u64);
+        // As many layers as are counted are all of them, so the first gap is soon found.
+        if let Some(first) = (0..layers).find(|layer| !self.kinds.contains_key(&(*layer as usize))) {
+            let more = if missing > 1 { format!(", nor have {} more", missing - 1) } else { String::new() };
+            let text = format!(
+                "has no tensors{more}; config.json says {layers} layers, and a server leaves them uninitialised"
+            );
+            report.problem(&format!("{}.{first}", self.prefix), text);
+        }
+    }
+
+    /// A layer that lacks what others of its type have. Layers of other types have something else instead.
+    fn check_kinds(&self, outline: &Outline<'_>, report: &mut Report) {
+        let mut variants: BTreeMap<(Option<String>, &BTreeSet<String>), Vec<usize>> = BTreeMap::new();
+        for (&layer, kinds) in &self.kinds {
+            variants.entry((outline.kind(layer), kinds)).or_default().push(layer);
+        }
+        // A model has few variants. Of a file that claims many, each is held against the most common.
+        let mut common: Vec<_> = variants.iter().collect();
+        common.sort_by_key(|(_, layers)| std::cmp::Reverse(layers.len()));
+        common.truncate(16);
+        for ((of, kinds), layers) in &variants {
+            let fuller = common.iter().filter(|((other, more), there)| {
+                other == of && more.len() > kinds.len() && more.is_superset(kinds) && there.len() >= layers.len()
+            });
+            let Some(((_, more), there)) = fuller.max_by_key(|(_, there)| there.len()) else { continue };
+            let missing: Vec<&String> = more.difference(kinds).collect();
+            let rest = if missing.len() > 1 { format!(" and {} more", missing.len() - 1) } else { String::new() };
+            for layer in layers {
+                let text = format!(
+                    "'{}'{rest} missing, which layer {} has: a server leaves it uninitialised, or refuses the checkpoint",
+                    missing[0], there[0]
+                );
+                report.problem(&format!("{}.{layer}", self.prefix), text);
+            }
+        }
+    }
+
+    fn check_experts(&self, outline: &Outline<'_>, report: &mut Report) {
+        let Some(experts) = outline.experts() else { return };
+        for ((layer, kind), numbers) in &self.experts {
+            if kind.contains("experts.#.") && !kind.contains("shared") && (numbers.len() as u64) < experts {
+                let text = format!("only {} of {experts} experts have a '{kind}'", numbers.len());
+                report.problem(&format!("{}.{layer}", self.prefix), text);
+            }
+        }
+    }
+}
+
+/// What stands before and behind the layers: the embedding, the last norm and the head.
+fn check_ends(model: &Model<'_>, outline: &Outline<'_>, layers: &Layers, report: &mut Report) {
+    let defaults = Defaults::new(outline);
+    let part = |w: &Weight<'_>| defaults.reason(&w.module, w.rows);
+    let outer = |name: &str| layer_of(name).is_none() && defaults.reason(name, 0) != Some(Part::Perception);
+    let writes = model
+        .architecture()
+        .is_some_and(|name| name.ends_with("ForCausalLM") || name.ends_with("ForConditionalGeneration"));
+    if outline.vocabulary().is_some() && !model.weights.iter().any(|w| part(w) == Some(Part::Embedding)) {
+        report.problem("embedding", "missing: a server leaves it uninitialised, or refuses the checkpoint");
+    }
+    let tables = ["embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embed_in"];
+    let table = |w: &&Weight<'_>| {
+        tables.contains(&w.module.rsplit('.').next().unwrap_or_default())
+            && part(w) == Some(Part::Embedding)
+            && outer(&w.module)
+    };
+    for weight in model.weights.iter().filter(table) {
+        for (key, said, has) in [
+            ("hidden_size", outline.embedded(), ("columns", weight.cols)),
+            ("vocab_size", outline.vocabulary(), ("rows", weight.rows)),
+        ] {
+            if said.is_some_and(|said| said != has.1 as u64) {
+                let text = format!(
+                    "{} {}, but '{key}' in config.json is {}: a server refuses it",
+                    has.1,
+                    has.0,
+                    said.unwrap_or(0)
+                );
+                report.problem(&weight.module, text);
+            }
+        }
+    }
+    let is_norm = |name: &str| name.contains("norm") || name.contains("ln_f");
+    let normed = layers.kinds.values().flatten().any(|kind| is_norm(kind));
+    let last = |t: &super::Located<'_>| is_norm(&t.info.name) && outer(&t.info.name);
+    if writes && normed && !model.others.iter().any(last) {
+        report.problem("norm", "the norm behind the last layer is missing: a server leaves it uninitialised");
+    }
+    let head = model.weights.iter().any(|w| part(w) == Some(Part::Head));
+    if writes && outline.tied() == Some(false) && !head {
+        let text = "missing, and 'tie_word_embeddings' in config.json is false: a server leaves it uninitialised";
+        report.problem("output head", text);
+    }
+}
+
+/// The prefix of a layer of the text model, its number, and what follows.
+fn layer_of(name: &str) -> Option<(&str, usize, &str)> {
+    const WORDS: [&str; 11] = [
+        "model",
+        "language_model",
+        "transformer",
+        "backbone",
+        "gpt_neox",
+        "decoder",
+        "thinker",
+        "llm",
+        "text_model",
+        "encoder",
+        "bert",
+    ];
+    let mut end = 0;
+    for part in name.split('.') {
+        end += part.len() + 1;
+        if ["layers", "h", "blocks", "layer"].contains(&part) {
+            let (number, rest) = name.get(end..)?.split_once('.')?;
+            return Some((&name[..end - 1], number.parse().ok()?, rest));
+        }
+        if !WORDS.contains(&part) {
+            return None;
+        }
+    }
+    None
+}
+
+/// What a tensor of a layer is; nothing for scales, and for parts that only some layers of a type have.
+fn kind_of(rest: &str) -> Option<String> {
+    const SCALES: [&str; 6] = ["_scale", "_scale_2", "_scale_inv", "_scales", "inv_freq", "_bias"];
+    let parts = rest.split('.');
+    let sparse = |part: &str| part.starts_with("index") || part == "compressor";
+    if SCALES.iter().any(|end| rest.ends_with(end)) || parts.clone().any(sparse) {
+        return None;
+    }
+    let parts: Vec<&str> = parts.map(|part| if part.parse::<u64>().is_ok() { "#" } else { part }).collect();
+    let kind = parts.join(".");
+    Some(kind.strip_suffix("_packed").map(str::to_string).unwrap_or(kind))
+}
