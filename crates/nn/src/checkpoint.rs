@@ -205,7 +205,9 @@ fn put_back(folder: &Path) -> Result<()> {
     check_ours(folder)?;
     let disk = Disk::default();
     let mut aside = replaced(folder)?;
-    if let (false, Some(last)) = (folder.exists(), aside.pop()) {
+    if !folder.exists()
+        && let Some(last) = aside.pop()
+    {
         disk.rename(&last, folder)?;
         disk.sync_folder(durable::parent(folder))?;
     }
