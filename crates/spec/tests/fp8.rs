@@ -2,7 +2,7 @@
 
 use nvfp4_spec::fp8::scale::mx_byte;
 use nvfp4_spec::fp8::{
-    self, AmaxRule, Format, Mode, ScaleValues, Scales, Scaling, Side, Tile, dequantize, matrix, quantize,
+    self, AmaxRule, Format, Mode, ScaleValues, Scales, Scaling, Side, Tile, View, dequantize, matrix, quantize,
 };
 use nvfp4_spec::gemm;
 use nvfp4_spec::matrix::Matrix;
@@ -188,4 +188,14 @@ proptest! {
             prop_assert!(error <= magnitude * 6.0 * 2f64.powi(-24), "{} for {sum}", y[i * n + j]);
         }
     }
+}
+
+/// The fields of a view are public: one without scales is an error when it is used, and has no scale until then.
+#[test]
+fn a_view_without_scales_has_no_tensor_scale() {
+    let view =
+        View { rows: 1, cols: 2, format: Format::E4m3, tile: Tile::Tensor, codes: &[0; 2], scales: Scales::F32(&[]) };
+    assert_eq!(view.tensor_scale(), None);
+    assert!(view.check().is_err());
+    assert_eq!(View { scales: Scales::F32(&[2.0]), ..view }.tensor_scale(), Some(2.0));
 }
