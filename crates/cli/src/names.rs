@@ -11,9 +11,9 @@ pub fn shown(text: &str) -> Cow<'_, str> {
     escaped(text, acts)
 }
 
-/// The same for a message of several lines.
+/// The same for a text of several lines, which may have tabs.
 pub fn shown_lines(text: &str) -> Cow<'_, str> {
-    escaped(text, |c| acts(c) && c != '\n')
+    escaped(text, |c| acts(c) && !matches!(c, '\n' | '\t'))
 }
 
 /// How wide a column of these names, shown, is, with a heading of `least` characters.

@@ -1,7 +1,8 @@
 //! How far a long command is, on standard error: a bar on a terminal, a line per weight elsewhere.
 
+use crate::names::shown;
 use crate::plan::RESCALE;
-use crate::say::{plain, say};
+use crate::say::say;
 use crate::sizes;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nvfp4::checkpoint::{Action, Finished, Observer, Pass};
@@ -79,8 +80,8 @@ impl Observer for Progress {
         let line = format!("[{:>4}/{}] {}", *done, self.weights, line(w, self.voice));
         match (self.bar(), self.voice) {
             (bar, _) if bar.is_hidden() => say(line),
-            (bar, Voice::Verbose) => bar.println(plain(&line)),
-            (bar, _) => bar.set_message(plain(&line)),
+            (bar, Voice::Verbose) => bar.println(shown(&line).into_owned()),
+            (bar, _) => bar.set_message(shown(&line).into_owned()),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! What is written to a terminal: it cannot end a command, and names in a file cannot steer the terminal.
 
+use crate::names;
 use std::fmt::Display;
 use std::io::{self, StdoutLock, Write, stderr, stdout};
 
@@ -13,26 +14,14 @@ pub fn out() -> Plain<StdoutLock<'static>> {
     Plain(stdout().lock())
 }
 
-/// Text without control characters other than ends of lines and tabs: names of tensors may hold any.
-pub fn plain(text: &str) -> String {
-    let mut plain = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c.is_control() && !matches!(c, '\n' | '\t') {
-            true => plain.extend(c.escape_default()),
-            false => plain.push(c),
-        }
-    }
-    plain
-}
-
-/// Where text becomes [`plain`].
+/// Where what a terminal would act on is [shown](names::shown_lines).
 pub struct Plain<W>(W);
 
 impl<W: Write> Write for Plain<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         // What is formatted comes in whole characters.
         match str::from_utf8(bytes) {
-            Ok(text) => self.0.write_all(plain(text).as_bytes())?,
+            Ok(text) => self.0.write_all(names::shown_lines(text).as_bytes())?,
             Err(_) => self.0.write_all(bytes)?,
         }
         Ok(bytes.len())
@@ -51,6 +40,6 @@ mod tests {
     fn control_characters_are_shown_not_obeyed() {
         let mut written = Plain(Vec::new());
         writeln!(written, "a\u{1b}[31mb\u{9b}c\rd\te é").unwrap();
-        assert_eq!(String::from_utf8(written.0).unwrap(), "a\\u{1b}[31mb\\u{9b}c\\rd\te é\n");
+        assert_eq!(String::from_utf8(written.0).unwrap(), "a\\u{1b}[31mb\\u{9b}c\\u{d}d\te é\n");
     }
 }

@@ -113,6 +113,7 @@ fn two_tensors_of_one_name_are_refused() {
     let stray = |name: &str, shape: &[usize]| {
         let mut tensors = layer(0, Dtype::BF16);
         tensors.insert(name.to_string(), random(Dtype::F32, shape, 1));
+        tensors.insert("model.embed_tokens.weight".to_string(), random(Dtype::BF16, &[64, 64], 2));
         folder(&dir.join("in"), &[tensors], &{
             let mut config = llama_config();
             (config["num_hidden_layers"], config["num_attention_heads"]) = (json!(1), json!(4));

@@ -25,11 +25,17 @@ impl Case {
     fn new(target: Target) -> Self {
         let dir = Folder::new();
         let named = |name: &str, shape: &[usize], seed| (name.to_string(), random(Dtype::BF16, shape, seed));
-        let tensors = Tensors::from([
+        let mut tensors = Tensors::from([
             named("model.layers.0.mlp.up_proj.weight", &[16, 64], 1),
             named("model.layers.0.mlp.down_proj.weight", &[64, 64], 2),
             named("model.norm.weight", &[64], 3),
         ]);
+        if target == Target::Gguf {
+            tensors.extend([
+                named("model.embed_tokens.weight", &[64, 64], 4),
+                named("model.layers.0.self_attn.q_proj.weight", &[64, 64], 5),
+            ]);
+        }
         let mut config = llama_config();
         let gguf = [
             ("num_hidden_layers", json!(1)),
