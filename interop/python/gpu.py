@@ -309,6 +309,25 @@ def _forked(queue):
         queue.put(f"{type(error).__name__}: {error}")
 
 
+def refused():
+    """A recipe that refuses NaN and infinities names the tensor, once per step, and says nothing when there are none."""
+    for name in ("nvfp4", "mxfp8", "current_scaling", "delayed_scaling"):
+        module = linear(nvfp4.Recipe(name).with_finite("refuse"))
+        x, dy = tokens(128, 256), tokens(128, 128)
+        gradients(module, x, dy)
+        nvfp4.torch.check_finite(module)
+        for slot, bad in (("input", x), ("weight", module.weight.data), ("grad_output", dy)):
+            kept, bad[3, 5] = bad[3, 5].clone(), float("nan")
+            gradients(module, x, dy)
+            bad[3, 5] = kept
+            try:
+                nvfp4.torch.check_finite(module)
+                check(f"{name}: NaN in {slot} is named", False)
+            except ValueError as error:
+                check(f"{name}: {error}", f"{slot} (NaN at {3 * bad.shape[1] + 5})" in str(error))
+            nvfp4.torch.check_finite(module)
+
+
 def bad_input():
     """Mixed devices, and a process that was forked after CUDA began."""
     gpu, cpu = nvfp4.quantize(torch.ones(16, 32, device="cuda")), nvfp4.quantize(torch.ones(16, 32))
@@ -372,7 +391,7 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here, and these checks are of nothing else")
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    parts = (bits, products, delayed, copies, graphs, modules, graphs_of_modules, threads, memory, foreign, watched, bad_input, overhead)
+    parts = (bits, products, delayed, copies, graphs, modules, graphs_of_modules, threads, memory, foreign, watched, refused, bad_input, overhead)
     for part in parts:
         part()
     print("all checks passed")

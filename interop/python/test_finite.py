@@ -93,9 +93,9 @@ def test_what_a_gpu_noted_is_asked_for_once():
     whole = torch.nn.Sequential(torch.nn.Linear(64, 64), nvfp4.torch.LayerNormMLP(64, 96))
     nvfp4.torch.convert_module(whole, refusing("nvfp4"))
     assert whole[0]._not_finite is None, "on the CPU there are none"
-    whole[0]._not_finite = torch.tensor([0, 1, 0], dtype=torch.int32)
-    whole[1]._not_finite = torch.tensor([0, 0, 1, 1, 0, 0], dtype=torch.int32)
-    with pytest.raises(ValueError, match="got NaN or infinities in 0:weight, 1.fc1:grad_output, 1.fc2:input$"):
+    whole[0]._not_finite = torch.tensor([-1, 4 * 7 + 2, -1])
+    whole[1]._not_finite = torch.tensor([-1, -1, 0, 4 * 3 + 1, -1, -1])
+    with pytest.raises(ValueError, match=r"in 0:weight \(NaN at 7\), 1.fc1:grad_output \(inf at 0\), 1.fc2:input \(-inf at 3\)$"):
         nvfp4.torch.check_finite(whole)
     nvfp4.torch.check_finite(whole)  # the next step begins without
     nvfp4.torch.check_finite(torch.nn.Linear(4, 4))
@@ -107,7 +107,7 @@ def test_operations_that_watch_keep_torchs_rules():
         torch.library.opcheck(torch.ops.nvfp4.quantize, (x, spec, "both", 0, None, None, None, "fc:input"))
         made = torch.ops.nvfp4.quantize(x, spec, "both", 0, None, None, None)
         *arrays, flag = torch.ops.nvfp4.quantize(x, spec, "both", 0, None, None, None, "fc:input")
-        assert same(made, arrays) and flag.tolist() == [0] and flag.dtype == torch.int32
+        assert same(made, arrays) and flag.tolist() == [-1] and flag.dtype == torch.int64
     torch.library.opcheck(
         torch.ops.nvfp4.quantize_delayed, (x, "fp8-delayed", "both", 0, None, torch.ones(1), None, "fc:input")
     )

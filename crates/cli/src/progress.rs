@@ -80,7 +80,7 @@ impl Observer for Progress {
         let line = format!("[{:>4}/{}] {}", *done, self.weights, line(w, self.voice));
         match (self.bar(), self.voice) {
             (bar, _) if bar.is_hidden() => say(line),
-            (bar, Voice::Verbose) => bar.println(shown(&line).into_owned()),
+            (bar, Voice::Verbose) => bar.println(shown(&line)),
             (bar, _) => bar.set_message(shown(&line).into_owned()),
         }
     }

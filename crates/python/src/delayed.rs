@@ -2,6 +2,8 @@
 
 use crate::error::OrRaise;
 use crate::words::{self, REDUCTIONS};
+#[cfg(not(feature = "cuda"))]
+use crate::{device::Place, dlpack::Tensor};
 use nvfp4::recipe::{self, AmaxRule, AmaxRules, Format, QuantSpec};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -68,9 +70,16 @@ impl Delayed {
 
     /// The same for many tensors whose state lies on a GPU, in place and without waiting: `history` is a tensor of torch with a row for each
     /// step, of an amax per tensor, `scale` and `amax` have a number per tensor.
-    #[cfg(feature = "cuda")]
     fn update_(&self, history: &Bound<'_, PyAny>, scale: &Bound<'_, PyAny>, amax: &Bound<'_, PyAny>) -> PyResult<()> {
-        crate::cuda::update(&self.0, [history, scale, amax])
+        let tensors = [history, scale, amax];
+        #[cfg(feature = "cuda")]
+        return crate::cuda::update(&self.0, tensors);
+        // What lies on a GPU is refused when it is borrowed.
+        #[cfg(not(feature = "cuda"))]
+        {
+            tensors.into_iter().try_for_each(|x| Place::of(&Tensor::of(x)?).map(drop))?;
+            Err(PyValueError::new_err("expected tensors on a GPU; `update` takes numbers on the CPU"))
+        }
     }
 
     /// What a pickle keeps: the text.

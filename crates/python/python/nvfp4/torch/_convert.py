@@ -163,7 +163,7 @@ def _size(module: torch.nn.Module) -> int:
 def _hindrance(module: torch.nn.Module, parent: Optional[torch.nn.Module]) -> Optional[Because]:
     """What keeps a module from being converted."""
     if isinstance(module, Layer):
-        return Because("it follows nvfp4.te.autocast", wanted=True) if hasattr(module, "follow") else None
+        return Because("it follows nvfp4.te.autocast", wanted=True) if hasattr(module, "following") else None
     if parametrize.is_parametrized(module):
         return Because("it is parametrized; convert it first, then parametrize it")
     if isinstance(module, torch.nn.Linear) or _is_conv1d(module):
