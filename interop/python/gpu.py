@@ -166,7 +166,7 @@ def graphs_of_modules():
         del read
 
 
-def threads():
+def threads(rounds=200):
     """Two threads, each with a stream, a captured step and eager steps of changing size between its replays."""
     failures, jobs, kept = [], [], []
     for _ in range(2):
@@ -181,7 +181,7 @@ def threads():
             graph.replay()
             stream.synchronize()
             expected = [tensor.clone() for tensor in made]
-            for round in range(200):
+            for round in range(rounds):
                 with torch.no_grad():
                     module(x.repeat(1 + round % 5, 1))
                 for tensor in made[1:]:
