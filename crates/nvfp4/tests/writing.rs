@@ -41,7 +41,7 @@ fn a_folder_with_anything_but_a_checkpoint_is_not_replaced() {
     // All that is in there now was written or copied, a nested folder too.
     run(&source, &target, &with(Existing::Replace)).unwrap();
     assert!(contents(&target) == before);
-    for name in ["photos/p.txt", "notes.md", "1_Pooling/notes.md", ".git/config", "weights.bin"] {
+    for name in ["photos/p.txt", "notes.md", "1_Pooling/notes.md", ".git/config", "weights.bin", "lora.safetensors"] {
         let path = target.join(name);
         let parent = path.parent().unwrap();
         let new = !parent.exists();
@@ -53,12 +53,24 @@ fn a_folder_with_anything_but_a_checkpoint_is_not_replaced() {
         assert!(path.exists() && !dir.join("out.partial").exists());
         if new { fs::remove_dir_all(parent).unwrap() } else { fs::remove_file(&path).unwrap() }
     }
-    for (name, expected) in [("folder", "without safetensors files"), ("file", "is a file"), ("a.gguf", "not a GGUF")] {
+    for (name, expected) in [
+        ("folder", "without config.json and"),
+        ("models", "holds 'other.safetensors'"),
+        ("weights", "without config.json and"),
+        ("file", "is a file"),
+        ("a.gguf", "not a GGUF"),
+    ] {
         let path = dir.join(name);
         let settings = match name {
             "folder" => {
                 fs::create_dir(&path).unwrap();
                 fs::write(path.join("config.json"), "{}").unwrap();
+                with(Existing::Replace)
+            }
+            "models" | "weights" => {
+                fs::create_dir(&path).unwrap();
+                let name = if name == "models" { "other.safetensors" } else { "model.safetensors" };
+                fs::write(path.join(name), "mine").unwrap();
                 with(Existing::Replace)
             }
             _ => {

@@ -61,10 +61,13 @@ pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, compan
         Kind::Folder if !metadata.is_dir() => refused("is a file"),
         Kind::Folder => match foreign(target, companions)? {
             Some(name) => refused(&format!("holds '{}', which is no part of a checkpoint", name.display())),
-            None if !entries(target)?.iter().any(|name| is_weights(name)) => {
-                refused("is a folder without safetensors files")
+            None => {
+                let names = entries(target)?;
+                match names.iter().any(|name| is_weights(name)) && names.iter().any(|name| name == "config.json") {
+                    true => Ok(There::Replaceable),
+                    false => refused("is a folder without config.json and the weights of a model"),
+                }
             }
-            None => Ok(There::Replaceable),
         },
     }
 }
@@ -98,8 +101,12 @@ fn foreign(folder: &Path, companions: &[PathBuf]) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
+/// Whether a file is called as those of one model are: a folder may hold many models, a file each.
 fn is_weights(name: &str) -> bool {
-    name.ends_with(".safetensors") || name.ends_with(INDEX_SUFFIX)
+    let Some(stem) = name.strip_suffix(".safetensors") else { return name.ends_with(INDEX_SUFFIX) };
+    let number = |text: &str| text.len() >= 5 && text.bytes().all(|b| b.is_ascii_digit());
+    let parts = stem.rsplit_once("-of-").and_then(|(start, count)| Some((start.rsplit_once('-')?.1, count)));
+    stem == "model" || parts.is_some_and(|(this, count)| number(this) && number(count))
 }
 
 /// The names in a folder, sorted.
