@@ -57,6 +57,8 @@ pub struct Properties {
     pub l2_cache: usize,
     /// The most bytes of shared memory that a block may have.
     pub shared_memory: u32,
+    /// Whether it reads ordinary memory of the host by itself, as a Grace Hopper does: copies from there may then end late.
+    pub reads_host_memory: bool,
 }
 
 impl Device {
@@ -238,6 +240,9 @@ impl Properties {
             memory,
             l2_cache: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
             shared_memory: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            reads_host_memory: attribute(
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES,
+            )? != 0,
         })
     }
 

@@ -80,7 +80,7 @@ impl Stream {
     }
 
     /// Copies to the GPU. `from` may be changed at once: ordinary memory is read before this returns, and after
-    /// page-locked memory, which the GPU reads by itself, this waits for the copy.
+    /// memory that the GPU reads by itself (page-locked memory, and on some GPUs all of it) this waits for the copy.
     ///
     /// # Panics
     ///
@@ -92,9 +92,11 @@ impl Stream {
         }
         let _current = self.0.device.enter()?;
         let (address, host) = (to.address(), from.as_ptr().cast());
-        // SAFETY: both sides have that many bytes, and the host's are read before this function ends.
+        // SAFETY: both sides have that many bytes, and the host's are read before this function ends: the driver stages ordinary memory
+        // that the GPU cannot read before it returns, and any other is waited for below.
         check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(address, host, to.bytes(), self.0.raw) })?;
-        if is_page_locked(host) { self.synchronize() } else { Ok(()) }
+        let late = is_page_locked(host) || self.device().properties().reads_host_memory;
+        if late { self.synchronize() } else { Ok(()) }
     }
 
     /// Copies from the GPU, and waits: the values are there when this returns.
