@@ -9,14 +9,15 @@ use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::writing::Writing;
 use crate::{Host, plan, report, sizes, until_closed, verify};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
-use nvfp4::Profile;
 use nvfp4::checkpoint::gguf::GgufFile;
 use nvfp4::checkpoint::{
     Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, ScaleChoice, Settings, Severity,
     Shards, Statistics, Summary, Target,
 };
+use nvfp4::{Profile, regular};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -160,8 +161,9 @@ impl Args {
 }
 
 fn amaxes(path: &PathBuf) -> Result<BTreeMap<String, f32>> {
-    let text = std::fs::read(path).with_context(|| format!("--acts {}", path.display()))?;
-    serde_json::from_slice(&text)
+    // The text has the cause in it; a context would say the path twice.
+    let json: Value = regular::read_json(path, source::MAX_LIST).map_err(|error| anyhow!("--acts {error}"))?;
+    serde_json::from_value(json)
         .with_context(|| format!("--acts {}: expected an object of module names and amaxes", path.display()))
 }
 

@@ -1,10 +1,12 @@
 //! Arguments that several commands share: what to read, and which weights to quantize.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use clap::ValueEnum;
 use nvfp4::checkpoint::{
     Architectures, Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Selection,
 };
+use nvfp4::regular;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -109,9 +111,12 @@ impl Weights {
     }
 }
 
+/// The largest list of names or amaxes that is read.
+pub const MAX_LIST: u64 = 64 << 20;
+
 fn names(path: &Path) -> Result<Vec<Vec<String>>> {
-    let text = std::fs::read(path).with_context(|| format!("--fuse {}", path.display()))?;
-    serde_json::from_slice(&text).with_context(|| {
+    let json: Value = regular::read_json(path, MAX_LIST).map_err(|error| anyhow!("--fuse {error}"))?;
+    serde_json::from_value(json).with_context(|| {
         format!("--fuse {}: expected lists of names, as [[\"q_proj\", \"k_proj\"], [\"w1\", \"w3\"]]", path.display())
     })
 }

@@ -274,6 +274,53 @@ fn a_gguf_file_is_written_inspected_and_verified() {
     assert!(cut.status.code() == Some(1) && text(&cut).contains("truncated"), "{}", text(&cut));
 }
 
+#[cfg(unix)]
+#[test]
+fn lists_that_are_no_files_or_say_a_thing_twice_are_refused_at_once() {
+    let dir = Folder::new("lists");
+    let (source, target) = (dir.llama("in", 1, 64), dir.path("out"));
+    let pipe = dir.path("pipe.json");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let endless = dir.path("endless.json");
+    std::os::unix::fs::symlink("/dev/zero", &endless).unwrap();
+    let [twice, tiny] = [("twice.json", r#"{"a": 1, "a": 2}"#), ("tiny.json", "")].map(|(name, text)| {
+        std::fs::write(dir.path(name), text).unwrap();
+        dir.path(name)
+    });
+    let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| format!("self_attn.{name}"));
+    let mlp = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("mlp.{name}"));
+    let modules = attention.into_iter().chain(mlp).map(|name| format!("model.layers.0.{name}"));
+    let amaxes: BTreeMap<String, f64> = modules.map(|module| (module, 1e-44)).collect();
+    let gguf = dir.path("out.gguf");
+    std::fs::write(&tiny, serde_json::to_string(&amaxes).unwrap()).unwrap();
+    let (special, small) = ("where a file is expected", "too small or too large for a float32");
+    let cases: Vec<(Vec<&str>, &str)> = vec![
+        (vec!["convert", &source, &target, "--acts", &pipe], special),
+        (vec!["convert", &source, &target, "--acts", &endless], special),
+        (vec!["convert", &source, &target, "--acts", &twice], "'a'"),
+        (vec!["convert", &source, &target, "--fuse", &pipe], special),
+        (vec!["plan", &source, "--fuse", &endless], special),
+        (vec!["recipe", "check", &pipe], special),
+        (vec!["recipe", "explain", &endless], special),
+        (vec!["recipe", "explain", "nvfp4", "--model", &pipe], special),
+        (vec!["train", "--recipe", &pipe], special),
+        (vec!["train", "--text", &endless], special),
+        (vec!["train", "--merge", &pipe], special),
+        (vec!["convert", &source, &target, "--acts", &tiny], small),
+        (vec!["convert", &source, &target, "--acts", &tiny, "--to", "compressed-tensors"], small),
+        (vec!["convert", &source, &gguf, "--acts", &tiny, "--to", "gguf"], small),
+        (vec!["convert", &source, &target, "--acts", "const=1e-45", "--to", "compressed-tensors"], "no normal float32"),
+        (vec!["convert", &source, &target, "--acts", "const=3e38"], "no normal float32"),
+    ];
+    for (args, expected) in cases {
+        let output = nvfp4(&args);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {error}");
+        assert!(error.contains(expected), "{args:?}: {error}");
+        assert!(!Path::new(&target).exists() && !Path::new(&gguf).exists(), "{args:?}");
+    }
+}
+
 #[test]
 fn mistakes_exit_with_1_and_name_the_fix() {
     let dir = Folder::new("mistakes");

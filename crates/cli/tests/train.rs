@@ -280,3 +280,29 @@ fn what_is_wrong_is_said_with_what_to_change() {
     std::fs::write(&file, bytes).unwrap();
     says(&[&run[..], &["--steps", "3", "--resume"]].concat(), "expected version '1', got '9'");
 }
+
+#[test]
+fn models_that_no_memory_holds_are_refused_before_they_are_made() {
+    for (sizes, expected) in [
+        (["--width", "65536", "--heads", "65536"], "a run needs at least"),
+        (["--context", "1048576", "--heads", "16"], "a run needs at least"),
+        (["--layers", "2000", "--width", "32"], "--layers: expected at most 1024, got 2000"),
+        (["--batch", "1048577", "--width", "32"], "--batch: expected at most 1048576"),
+    ] {
+        let said = bad(&[&sizes[..], &["--steps", "1"]].concat());
+        assert!(said.contains(expected), "{sizes:?}: {said}");
+    }
+}
+
+#[test]
+fn results_with_losses_that_are_no_numbers_are_not_merged() {
+    let dir = Folder::new("infinite");
+    let results = good(&["--text", &dir.text(), "--steps", "1", "--recipe", "bf16", "--json", "--quiet"]);
+    let mut results: Value = serde_json::from_str(&results).unwrap();
+    results["runs"][0]["held_out"][0]["loss"] = 1e39.into();
+    std::fs::write(dir.path("infinite.json"), results.to_string()).unwrap();
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_nvfp4")).args(["train", "--merge", &dir.path("infinite.json")]).output();
+    let said = String::from_utf8(output.unwrap().stderr).unwrap();
+    assert!(said.contains("infinite.json: bf16 from seed 1 has the loss inf"), "{said}");
+}

@@ -72,7 +72,7 @@ impl Container {
         path: &Path,
         content: impl FnOnce(&SafeTensors<'_>, &str, I) -> Checked<T>,
     ) -> Result<T> {
-        let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+        let bytes = crate::regular::read(path, u64::MAX)?;
         self.decode(path, &bytes, content)
     }
 

@@ -40,7 +40,8 @@ mod json;
 mod matmul;
 mod quantizer;
 pub mod recipe;
-mod regular;
+#[doc(hidden)]
+pub mod regular;
 mod shape;
 mod storage;
 mod tensor;

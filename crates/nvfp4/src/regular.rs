@@ -2,18 +2,20 @@
 //!
 //! A pipe in place of a file would block whoever opens it until somebody writes to it, and a device has no end.
 
+use crate::json::unique_keys;
 use crate::{Error, Result};
+use serde::de::DeserializeOwned;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::path::Path;
 
 /// Opens a regular file for reading. Anything else (a folder, a pipe, a socket, a device) is an error.
-pub(crate) fn open(path: &Path) -> Result<File> {
+pub fn open(path: &Path) -> Result<File> {
     open_regular(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })
 }
 
 /// All bytes of a regular file of at most `most` bytes.
-pub(crate) fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
+pub fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     let io = |source| Error::Io { path: path.to_path_buf(), source };
     let mut bytes = Vec::new();
     open(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(io)?;
@@ -21,6 +23,24 @@ pub(crate) fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
         true => Ok(bytes),
         false => Err(Error::Format { path: path.to_path_buf(), reason: format!("more than {most} bytes") }),
     }
+}
+
+/// The text of a regular file of at most `most` bytes.
+pub fn read_text(path: &Path, most: u64) -> Result<String> {
+    let text = String::from_utf8(read(path, most)?);
+    text.map_err(|_| Error::Format { path: path.to_path_buf(), reason: "not UTF-8".to_string() })
+}
+
+/// Reads a JSON file of at most `most` bytes in which no object has a key twice.
+pub fn read_json<T: DeserializeOwned>(path: &Path, most: u64) -> Result<T> {
+    let bytes = read(path, most)?;
+    parse_json(&bytes).map_err(|e| Error::Format { path: path.to_path_buf(), reason: e.to_string() })
+}
+
+/// JSON in which no object has a key twice. A byte order mark, which some editors write, is passed over.
+pub(crate) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
+    let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(bytes);
+    unique_keys(bytes).and_then(|()| serde_json::from_slice(bytes))
 }
 
 fn open_regular(path: &Path) -> io::Result<File> {

@@ -117,6 +117,10 @@ pub struct Args {
     quiet: bool,
 }
 
+const GB: u128 = 1_000_000_000;
+/// What a run may need. Beyond it the system would end the program instead of an error.
+const MOST_BYTES: u128 = 64 * GB;
+
 pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     if let Some(path) = &args.report {
         page::check(path, Replaces::Pages, &[])?;
@@ -257,8 +261,26 @@ impl Args {
             self.width,
             self.heads
         );
+        let least = self.least_bytes();
+        ensure!(
+            least <= MOST_BYTES,
+            "a run needs at least {} GB of memory, and at most {} GB are taken: expected smaller --layers, --width, --heads, \
+             --context, --batch or --vocab",
+            least.div_ceil(GB),
+            MOST_BYTES / GB
+        );
         ensure!(self.lr.is_finite() && self.lr > 0.0, "--lr: expected a number above 0, got {}", self.lr);
         Ok(())
+    }
+
+    /// Bytes that a run holds at least, in float32: parameters with their gradients and the optimizer's two means, and of a batch
+    /// the probabilities of attention in every layer and the logits.
+    fn least_bytes(&self) -> u128 {
+        let [layers, width, heads, context, batch, vocabulary] =
+            [self.layers, self.width, self.heads, self.context, self.batch, self.vocab.size()].map(|n| n as u128);
+        let parameters = (2 * vocabulary + context) * width + 12 * layers * width * width;
+        let activations = layers * batch * heads * context * context + batch * context * vocabulary;
+        4 * (4 * parameters + activations)
     }
 
     fn recipes(&self) -> Result<Vec<Named>> {

@@ -1,13 +1,16 @@
 //! What runs have come to, as data: written by `--json`, read by `--merge`, and summed up in one table.
 
 use super::recipes::BASELINE;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::io::Write;
 use std::path::Path;
 
 const FORMAT: &str = "nvfp4-train";
 const VERSION: u32 = 1;
+/// The largest file of results that is read.
+const MAX_FILE: u64 = 1 << 30;
 
 /// Everything that the losses depend on beside recipe and seed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -128,8 +131,8 @@ impl Results {
     pub fn merged(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut all: Option<Results> = None;
         for path in files(paths)? {
-            let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-            let found: Results = serde_json::from_str(&text)
+            let json: Value = nvfp4::regular::read_json(&path, MAX_FILE).map_err(|error| anyhow!("--merge {error}"))?;
+            let found: Results = serde_json::from_value(json)
                 .with_context(|| format!("{}: not what `nvfp4 train --json` writes", path.display()))?;
             ensure!(
                 found.format == FORMAT && found.version == VERSION,
@@ -141,6 +144,10 @@ impl Results {
             let all = all.get_or_insert_with(|| Results::new(found.settings.clone(), vec![]));
             all.settings.check(&found.settings).with_context(|| path.display().to_string())?;
             for run in found.runs {
+                let mut losses = run.train.iter().chain(&run.held_out).map(|point| point.loss);
+                if let Some(loss) = losses.find(|loss| !loss.is_finite()) {
+                    bail!("{}: {} from seed {} has the loss {loss}", path.display(), run.recipe, run.seed);
+                }
                 let twice = all.runs.iter().any(|other| (&other.recipe, other.seed) == (&run.recipe, run.seed));
                 ensure!(!twice, "{}: {} from seed {} stands twice", path.display(), run.recipe, run.seed);
                 all.runs.push(run);

@@ -1,6 +1,6 @@
 //! What is learned: a text, cut into a part to train on and a part that is held out, and the batches of each step.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use candle_core::{Device, Tensor};
 use nvfp4_spec::philox::{philox4x32, words};
 use std::path::Path;
@@ -11,11 +11,14 @@ const DEFAULT: &str = include_str!("../../text/devils-dictionary.txt");
 /// The held-out part is the last tenth of the tokens, at most these many.
 const MOST_HELD_OUT: usize = 32768;
 
+/// The largest text that is read.
+const MAX_TEXT: u64 = 4 << 30;
+
 /// The text of a file, or the default one.
 pub fn read(path: Option<&Path>) -> Result<Vec<u8>> {
     match path {
         None => Ok(DEFAULT.as_bytes().to_vec()),
-        Some(path) => std::fs::read(path).with_context(|| format!("--text {}", path.display())),
+        Some(path) => nvfp4::regular::read(path, MAX_TEXT).map_err(|error| anyhow!("--text {error}")),
     }
 }
 

@@ -1,7 +1,6 @@
 //! A checkpoint: one safetensors file, or a folder of them with its index and JSON files.
 
 use super::file::{TensorFile, TensorInfo};
-use crate::json::unique_keys;
 use crate::{Error, Result, regular};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -260,7 +259,9 @@ fn walk(root: &Path, folder: &str, found: &mut Vec<PathBuf>) -> Result<()> {
         let extension = Path::new(&name).extension();
         let weights = extension.is_some_and(|e| OTHER_WEIGHTS.iter().any(|w| e.eq_ignore_ascii_case(w)));
         let ours = folder.is_empty() && ["config.json", "hf_quant_config.json"].contains(&name.as_str());
-        if !weights && !ours && !name.ends_with(INDEX_SUFFIX) && full.is_file() {
+        if !weights && !ours && !name.ends_with(INDEX_SUFFIX) {
+            // What is no file is refused by its name: without it the target would lack it silently.
+            regular::open(&full)?;
             found.push(PathBuf::from(path));
         }
     }
@@ -316,14 +317,7 @@ fn inside(root: &Path, name: &str) -> Result<PathBuf> {
 
 /// Reads a JSON file in which no object has a key twice.
 pub(super) fn read_json(path: &Path) -> Result<Value> {
-    let bytes = regular::read(path, MAX_JSON)?;
-    parse_json(&bytes).map_err(|e| Error::Format { path: path.to_path_buf(), reason: e.to_string() })
-}
-
-/// JSON in which no object has a key twice. A byte order mark, which some editors write, is passed over.
-pub(super) fn parse_json(bytes: &[u8]) -> serde_json::Result<Value> {
-    let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(bytes);
-    unique_keys(bytes).and_then(|()| serde_json::from_slice(bytes))
+    regular::read_json(path, MAX_JSON)
 }
 
 /// The index of a sharded checkpoint.
@@ -372,14 +366,14 @@ impl Index {
 /// Checks the text of an index, for fuzzing: whatever the bytes, this returns.
 #[doc(hidden)]
 pub fn check_index(bytes: &[u8]) -> bool {
-    parse_json(bytes).is_ok_and(|json| Index::new(Path::new("index"), &json).is_ok())
+    regular::parse_json(bytes).is_ok_and(|json| Index::new(Path::new("index"), &json).is_ok())
 }
 
 /// Reads a `config.json` in all ways that there are, for fuzzing: whatever the bytes, this returns. The same text stands for
 /// `hf_quant_config.json`.
 #[doc(hidden)]
 pub fn check_config(bytes: &[u8]) -> bool {
-    let Ok(json) = parse_json(bytes) else { return false };
+    let Ok(json) = regular::parse_json::<Value>(bytes) else { return false };
     let (config, quantization) = (Some(json.clone()), Some(json));
     let Ok(checkpoint) = Checkpoint::collect(Path::new("none"), Kind::Folder, Vec::new(), config, quantization) else {
         return false;

@@ -2,13 +2,14 @@
 
 use super::dialect::{Dialect, Model};
 use super::file::TensorFile;
-use super::folder::{Checkpoint, parse_json};
+use super::folder::Checkpoint;
 use super::gguf::{self, GgufFile};
 use super::plan::{Plan, Selection};
 use super::shards::{self, Shards};
 use super::target::{Activations, Extras, Target};
 use super::weight::Buffer;
 use super::{Client, compare, verify};
+use crate::regular::parse_json;
 use crate::{Precision, Result};
 use std::path::Path;
 

@@ -54,8 +54,12 @@ pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activati
     if activations == Activations::Plain {
         return Ok(BTreeMap::new());
     }
-    if let Acts::Amaxes(amaxes) = &settings.acts {
-        check_amaxes(amaxes, plan)?;
+    match &settings.acts {
+        Acts::Amaxes(amaxes) => check_amaxes(amaxes, plan)?,
+        Acts::Constant(scale) if !is_scale(*scale) => {
+            return Err(Error::Refused(format!("--acts: the scale {scale} or its inverse is no normal float32")));
+        }
+        Acts::Constant(_) | Acts::None => {}
     }
     let six_e = Bound::E448.six_e();
     let own = |item: &Item<'_>| -> Result<f32> {
@@ -95,10 +99,21 @@ fn check_amaxes(amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>) -> Result<()> {
     if !missing.is_empty() {
         return Err(Error::Refused(format!("--acts: no amax for '{}'", missing.join("', '"))));
     }
-    match modules().map(|module| (module, amaxes[module])).find(|(_, amax)| !(amax.is_finite() && *amax > 0.0)) {
-        Some((module, amax)) => {
-            Err(Error::Refused(format!("--acts: '{module}' has the amax {amax}; expected a positive number")))
+    for module in modules() {
+        let amax = amaxes[module];
+        if !(amax.is_finite() && amax > 0.0) {
+            return Err(Error::Refused(format!("--acts: '{module}' has the amax {amax}; expected a positive number")));
         }
-        None => Ok(()),
+        if !is_scale(amax / Bound::E448.six_e()) {
+            let reason =
+                format!("--acts: '{module}' has the amax {amax}, whose scale is too small or too large for a float32");
+            return Err(Error::Refused(reason));
+        }
     }
+    Ok(())
+}
+
+/// Whether a scale can be stored by every target: some store the scale itself, others its inverse.
+fn is_scale(scale: f32) -> bool {
+    scale > 0.0 && scale.is_normal() && scale.recip().is_normal()
 }

@@ -53,6 +53,9 @@ impl Frequency {
     }
 }
 
+/// The largest `config.json` that is read.
+const MAX_FILE: u64 = 64 << 20;
+
 impl Model {
     /// The linear layers and the attention of a decoder, under the names that Llama, Qwen, Mistral, DeepSeek and their relatives
     /// have. Experts are grouped layers, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`; attention stands at `self_attn`
@@ -71,8 +74,7 @@ impl Model {
 
     /// The same from a file.
     pub fn from_config_file(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path);
-        let text = text.map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+        let text = crate::regular::read_text(path, MAX_FILE)?;
         Model::read_config(&text).map_err(|reason| Error::Format { path: path.to_path_buf(), reason })
     }
 

@@ -79,6 +79,9 @@ impl fmt::Display for Because {
     }
 }
 
+/// The largest rule file that is read.
+const MAX_FILE: u64 = 16 << 20;
+
 impl Recipe {
     /// A recipe from a function. The key stands for the function where recipes are compared, so it must change when the answers
     /// do.
@@ -120,8 +123,7 @@ impl Recipe {
 
     /// A recipe from a rule file.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path);
-        let text = text.map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+        let text = crate::regular::read_text(path, MAX_FILE)?;
         Recipe::from_toml(&text).map_err(|error| match error {
             Error::Recipe(problems) => Error::Recipe(problems.in_file(path)),
             error => error,
