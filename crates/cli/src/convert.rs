@@ -169,11 +169,16 @@ fn amaxes(path: &PathBuf) -> Result<BTreeMap<String, f32>> {
 
 pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     let settings = args.settings()?;
+    let checkpoint = Checkpoint::open(&args.source)?;
     if let Some(path) = &args.report {
         let replaces = if settings.existing == Existing::Replace { Replaces::Files } else { Replaces::Pages };
-        page::check(path, replaces, &[("source", &args.source), ("target", &args.target)])?;
+        // An index names files beside it, and a cache has links to files elsewhere.
+        let inside = page::files(&args.source);
+        let mut apart = vec![("source", args.source.as_path()), ("target", &args.target)];
+        apart.extend(checkpoint.files().iter().map(|file| ("source", file.path())));
+        apart.extend(inside.iter().map(|file| ("source", file.as_path())));
+        page::check(path, replaces, &apart)?;
     }
-    let checkpoint = Checkpoint::open(&args.source)?;
     let model = source::model(&checkpoint, args.from)?;
     let plan = Plan::new(&model, &settings.selection, settings.target)?;
     let mut out = out();

@@ -1,7 +1,7 @@
 //! `nvfp4 demo`: a generated checkpoint, converted and verified with the commands that a user would type.
 
 use crate::{Cli, Host, normal, run, sizes, until_closed};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use half::bf16;
 use nvfp4::durable;
@@ -17,7 +17,8 @@ use std::process::ExitCode;
 /// Generate a small Llama-shaped checkpoint, convert it to NVFP4, verify it and write a report.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder to work in [default: a new one among the system's temporary files].
+    /// Folder to work in: a new one, an empty one, or that of an earlier demo [default: a new one among the system's temporary
+    /// files].
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Number of layers; 8 make about 60 MB.
@@ -28,6 +29,12 @@ pub struct Args {
     seed: u64,
 }
 
+/// Says of a folder that it is a demo's.
+const MARK: &str = ".nvfp4-demo";
+
+/// What a demo makes in its folder.
+const MADE: [&str; 6] = [MARK, "llama", "llama-NVFP4", "llama-NVFP4.partial", "llama-NVFP4.replaced-1", "report.html"];
+
 const VOCABULARY: usize = 6144;
 const HIDDEN: usize = 512;
 const FEED_FORWARD: usize = 1536;
@@ -37,7 +44,9 @@ pub fn demonstrate(args: &Args, host: Host) -> Result<ExitCode> {
     let default = || std::env::temp_dir().join(format!("nvfp4-demo-{}", std::process::id()));
     let dir = args.dir.clone().unwrap_or_else(default);
     let model = dir.join("llama");
+    check(&dir)?;
     std::fs::create_dir_all(&model).with_context(|| model.display().to_string())?;
+    durable::write(&dir.join(MARK), b"Made by nvfp4 demo, which may replace what is in here.\n")?;
     let bytes = generate(&model, args.layers, args.seed)?;
     say(&format!(
         "generated a Llama of {} layers, {} in BF16, in {}\n",
@@ -61,6 +70,24 @@ pub fn demonstrate(args: &Args, host: Host) -> Result<ExitCode> {
     }
     say(&format!("Open {report} in a browser. When done: rm -r {}", dir.display()))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// An error where a folder holds anything but an earlier demo: what is in there is replaced, and said to be removable.
+fn check(dir: &Path) -> Result<()> {
+    if dir.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    let entries = std::fs::read_dir(dir).with_context(|| format!("--dir {}", dir.display()))?;
+    let names = entries.map(|entry| Ok(entry?.file_name())).collect::<Result<Vec<_>>>()?;
+    let earlier = names.iter().any(|name| name == MARK);
+    let mine = names.iter().find(|name| !earlier || !MADE.iter().any(|made| name == made));
+    ensure!(
+        mine.is_none(),
+        "--dir {}: there is '{}' in it, which no demo made; name a new folder, or an empty one",
+        dir.display(),
+        mine.map(|name| name.to_string_lossy()).unwrap_or_default()
+    );
+    Ok(())
 }
 
 fn say(line: &str) -> Result<()> {

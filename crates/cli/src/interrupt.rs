@@ -44,6 +44,16 @@ fn watch(host: Host) -> io::Result<()> {
     Ok(())
 }
 
+/// A file that may grow no further (`ulimit -f`) is an error of the write that says its name, not a signal that ends the program.
+pub fn survive_full_files() {
+    #[cfg(unix)]
+    {
+        // A program that cannot is ended by the signal, as it was before.
+        static CAME: AtomicBool = AtomicBool::new(false);
+        let _ = flag::register(signal_hook::consts::SIGXFSZ, &CAME);
+    }
+}
+
 /// The exit status of a command that a signal ended, as shells give it: 130 for Ctrl-C, 143 for SIGTERM.
 pub fn status() -> Option<ExitCode> {
     let signal = SIGNAL.load(Ordering::Relaxed);

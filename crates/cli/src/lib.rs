@@ -82,6 +82,9 @@ pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
             return if answer.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
         }
     };
+    if host == Host::Program {
+        interrupt::survive_full_files();
+    }
     run(command, host).unwrap_or_else(|error| {
         say(format_args!("error: {}", names::shown_lines(&chain(&error))));
         match error.downcast_ref() {

@@ -40,11 +40,15 @@ pub fn check(path: &Path, replaces: Replaces, apart: &[(&str, &Path)]) -> Result
     ensure!(folder.is_dir(), "--report {}: there is no folder {}", path.display(), folder.display());
     ensure!(!path.is_dir(), "--report {}: this is a folder; name a file in it", path.display());
     ensure!(path.is_file() || !path.exists(), "--report {}: this is not a file; name one", path.display());
-    let real = |path: &Path| -> Option<PathBuf> {
-        path.canonicalize().ok().or_else(|| Some(durable::parent(path).canonicalize().ok()?.join(path.file_name()?)))
+    // A link is where it is, and where it leads.
+    let places = |path: &Path| -> Vec<PathBuf> {
+        let here =
+            durable::parent(path).canonicalize().ok().zip(path.file_name()).map(|(parent, name)| parent.join(name));
+        here.into_iter().chain(path.canonicalize().ok()).collect()
     };
+    let page = places(path);
     for (name, other) in apart {
-        let inside = real(path).zip(real(other)).is_some_and(|(path, other)| path.starts_with(other));
+        let inside = places(other).iter().any(|other| page.iter().any(|page| page.starts_with(other)));
         ensure!(!inside, "--report {}: this is in the {name}; name a file elsewhere", path.display());
     }
     ensure!(
@@ -53,6 +57,21 @@ pub fn check(path: &Path, replaces: Replaces, apart: &[(&str, &Path)]) -> Result
         path.display()
     );
     Ok(())
+}
+
+/// The files of a folder, and the links to files, at any depth.
+pub fn files(folder: &Path) -> Vec<PathBuf> {
+    let (mut files, mut open) = (Vec::new(), vec![folder.to_path_buf()]);
+    while let Some(folder) = open.pop() {
+        for path in fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
+            match path.is_dir() {
+                true if path.is_symlink() => {}
+                true => open.push(path),
+                false => files.push(path),
+            }
+        }
+    }
+    files
 }
 
 /// Whether a file is a page.

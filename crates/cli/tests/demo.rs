@@ -44,6 +44,30 @@ fn converts_and_verifies_a_generated_checkpoint_and_writes_a_page() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
+/// What nobody's demo made is neither replaced nor said to be removable.
+#[test]
+fn a_folder_with_files_of_others_is_refused_and_left_as_it_is() {
+    let dir = std::env::temp_dir().join(format!("nvfp4-demo-others-{}", std::process::id()));
+    let text = dir.to_string_lossy().into_owned();
+    let demo =
+        || Command::new(env!("CARGO_BIN_EXE_nvfp4")).args(["demo", "--layers", "1", "--dir", &text]).output().unwrap();
+    std::fs::create_dir_all(dir.join("llama")).unwrap();
+    let (weights, notes) = (dir.join("llama/model.safetensors"), dir.join("notes.txt"));
+    std::fs::write(&weights, "precious").unwrap();
+    let refused = demo();
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(refused.status.code() == Some(1) && said.contains("there is 'llama' in it"), "{said}");
+    assert_eq!(std::fs::read_to_string(&weights).unwrap(), "precious");
+    std::fs::remove_dir_all(dir.join("llama")).unwrap();
+    assert!(demo().status.success(), "an empty folder");
+    std::fs::write(&notes, "precious").unwrap();
+    let refused = demo();
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(said.contains("there is 'notes.txt' in it"), "{said}");
+    assert_eq!(std::fs::read_to_string(&notes).unwrap(), "precious");
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
 /// The page as a browser holds it. Without Chromium there is none to ask.
 fn rendered(page: &std::path::Path) -> Option<String> {
     let args = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"];
