@@ -160,7 +160,7 @@ impl Args {
     }
 }
 
-fn amaxes(path: &PathBuf) -> Result<BTreeMap<String, f32>> {
+fn amaxes(path: &Path) -> Result<BTreeMap<String, f32>> {
     // The text has the cause in it; a context would say the path twice.
     let json: Value = regular::read_json(path, source::MAX_LIST).map_err(|error| anyhow!("--acts {error}"))?;
     serde_json::from_value(json)
