@@ -88,6 +88,7 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<()> 
             measure.zeroed
         )?;
     }
+    crate::verify::print(out, &summary.findings)?;
     let (weights, target) = (counted(summary.decoded.len(), "weight"), args.target.display());
     let there = if summary.outcome == Outcome::AlreadyThere { "complete already: " } else { "" };
     Ok(writeln!(out, "result   {target}: {there}{before} -> {after}, {weights} decoded to {name}")?)

@@ -140,6 +140,13 @@ impl Disk {
     /// Gives a folder the name of another, which moves to `old` and is removed.
     pub fn replace(&self, new: &Path, target: &Path, old: &Path) -> Result<()> {
         let replaces = target.symlink_metadata().is_ok();
+        self.exchange(new, target, old)?;
+        if replaces { self.remove_folder(old) } else { Ok(()) }
+    }
+
+    /// Gives a folder the name of another, which moves to `old` if there is one.
+    pub fn exchange(&self, new: &Path, target: &Path, old: &Path) -> Result<()> {
+        let replaces = target.symlink_metadata().is_ok();
         if replaces {
             self.rename(target, old)?;
         }
@@ -149,8 +156,7 @@ impl Disk {
             }
             return Err(error);
         }
-        self.sync_folder(parent(target))?;
-        if replaces { self.remove_folder(old) } else { Ok(()) }
+        self.sync_folder(parent(target))
     }
 
     /// Removes a file.

@@ -331,3 +331,36 @@ fn a_disk_without_room_is_an_error_before_anything_is_written() {
     assert!(said.contains("no space left: ") && said.contains(" MB are needed"), "{said}");
     assert!(!dir.join("out.partial").exists());
 }
+
+/// A journal is a file that can be changed: numbers that it lacks are found again.
+#[test]
+fn a_journal_without_the_numbers_of_a_weight_is_no_end() {
+    let (dir, source, target) = converted();
+    let (other, journal) = (dir.join("other"), dir.join("other.partial/.nvfp4-journal.json"));
+    for change in [json!([]), json!([u32::MAX]), json!(null)] {
+        stopped(&source, &other);
+        let mut value: serde_json::Value = serde_json::from_slice(&fs::read(&journal).unwrap()).unwrap();
+        let amaxes = value["amaxes"].as_object_mut().unwrap();
+        let module = amaxes.keys().next_back().unwrap().clone();
+        match change {
+            serde_json::Value::Null => drop(amaxes.remove(&module)),
+            change => drop(amaxes.insert(module, change)),
+        }
+        fs::write(&journal, value.to_string()).unwrap();
+        run(&source, &other, &with(Existing::Resume)).unwrap();
+        assert!(contents(&other) == contents(&target));
+        fs::remove_dir_all(&other).unwrap();
+    }
+}
+
+#[test]
+fn a_target_may_end_in_a_dot_and_its_name_must_leave_room_for_others() {
+    let (dir, source, target) = converted();
+    run(&source, &dir.join("dot/."), &with(Existing::Refuse)).unwrap();
+    assert!(contents(&dir.join("dot")) == contents(&target));
+    let long = "n".repeat(245);
+    let said = refused(run(&source, &dir.join(&long), &with(Existing::Refuse)));
+    assert!(said.contains("shorten it by 1 bytes"), "{said}");
+    run(&source, &dir.join(&long[1..]), &with(Existing::Refuse)).unwrap();
+    run(&source, &dir.join(&long[1..]), &with(Existing::Replace)).unwrap();
+}

@@ -208,7 +208,7 @@ fn watched<R: Send>(
         PyResult::Ok(())
     };
     thread::scope(|scope| {
-        let worker = scope.spawn(|| work(&heard, &stop));
+        let worker = thread::Builder::new().spawn_scoped(scope, || work(&heard, &stop))?;
         let mut interrupt = None;
         while !worker.is_finished() {
             py.detach(|| thread::sleep(Duration::from_millis(20)));

@@ -56,6 +56,8 @@ pub(super) fn convert_on(
     stop: &AtomicBool,
 ) -> Result<Summary> {
     let mode = settings.mode()?;
+    // `out/.` and `out/` are `out`, which can be renamed to.
+    let target = &target.components().collect::<PathBuf>();
     if settings.target == Target::Gguf && target.extension().is_none_or(|e| e != "gguf") {
         let name = target.display();
         return Err(Error::Refused(format!("{name}: GGUF is one file; give the target a name that ends in .gguf")));
@@ -119,7 +121,7 @@ pub(super) struct Conversion<'a, 'p> {
 impl<'p> Conversion<'_, 'p> {
     /// The first pass. A conversion that is continued after it finds its results in the journal.
     fn find_amaxes(&mut self) -> Result<()> {
-        if self.work.journal.amaxes.is_some() {
+        if self.work.journal.amaxes.as_ref().is_some_and(|amaxes| self.fits(amaxes)) {
             return Ok(());
         }
         let items = || self.plan.items.iter().enumerate().filter(|(_, item)| item.action == Action::Quantize);
@@ -151,6 +153,18 @@ impl<'p> Conversion<'_, 'p> {
         self.work.note()
     }
 
+    /// Whether a journal has a number for every matrix, and one that the first pass can find: it is a file that can be changed.
+    fn fits(&self, amaxes: &BTreeMap<String, Vec<u32>>) -> bool {
+        self.plan.items.iter().filter(|item| item.action == Action::Quantize).all(|item| {
+            let possible = |&found: &u32| match item.weight.stored {
+                Stored::MxFp4 { .. } => found < 255,
+                _ => found <= f32::MAX.to_bits(),
+            };
+            let found = amaxes.get(&item.weight.module);
+            found.is_some_and(|found| found.len() == item.weight.matrices() && found.iter().all(possible))
+        })
+    }
+
     /// The second pass, and everything around it.
     fn write(mut self) -> Result<Summary> {
         let root = self.model.checkpoint.root();
@@ -170,8 +184,12 @@ impl<'p> Conversion<'_, 'p> {
             self.work.write(name, bytes)?;
         }
         self.check_source()?;
-        let summary = self.summary(&files)?;
-        self.work.finish(gguf::FILE)?;
+        let mut summary = self.summary(&files)?;
+        if let Some(left) = self.work.finish(gguf::FILE)? {
+            let text = "the checkpoint that was replaced is there still, because it cannot be removed".to_string();
+            let about = left.display().to_string();
+            summary.findings.push(Finding { severity: Severity::Note, about, text });
+        }
         Ok(summary)
     }
 
@@ -191,8 +209,15 @@ impl<'p> Conversion<'_, 'p> {
     /// Reads the result as a stranger would, before it has its name.
     fn read_back(&self) -> Result<(Vec<Finding>, Option<Finding>)> {
         let unreadable = |error: Error| {
-            let text = format!("the result cannot be read back: {error}; start over with --force");
-            Error::Refused(text)
+            let next = match &error {
+                // The bytes may be right. 24 is EMFILE: a process may have too few files open at once.
+                Error::Io { source, .. } if cfg!(unix) && source.raw_os_error() == Some(24) => {
+                    "raise the limit (ulimit -n) and continue with --resume"
+                }
+                Error::Io { .. } => "continue with --resume when that is mended",
+                _ => "start over with --force",
+            };
+            Error::Refused(format!("the result cannot be read back: {error}; {next}"))
         };
         match self.settings.target {
             Target::Gguf => {

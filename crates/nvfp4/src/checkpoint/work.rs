@@ -119,6 +119,7 @@ impl Work {
         if target.file_name().is_none() {
             return Err(Error::Refused(format!("{}: not the name of a folder", target.display())));
         }
+        check_length(target)?;
         let folder = durable::beside(target, ".partial");
         let unfinished = match mend(disk, target, kind, &folder)? {
             None => None,
@@ -140,7 +141,7 @@ impl Work {
                 return Ok(order.compare(disk));
             }
             (There::Finished, Some(_)) => return Err(exists(target)),
-            (There::Nothing | There::Replaceable, _) => {}
+            (There::Nothing | There::Replaceable, _) => check_disk(target)?,
         }
         let fresh = Journal { request, existing, ..Journal::default() };
         let (lock, journal) = match (existing, unfinished) {
@@ -260,10 +261,11 @@ impl Work {
         self.write(JOURNAL, &json)
     }
 
-    /// Gives the folder its name; or `file` in it, if the target is one file.
-    pub fn finish(mut self, file: &str) -> Result<()> {
+    /// Gives the folder its name; or `file` in it, if the target is one file. Returns where the checkpoint is that was replaced, if it
+    /// cannot be removed.
+    pub fn finish(mut self, file: &str) -> Result<Option<PathBuf>> {
         if matches!(self.state, State::Comparing) {
-            return Ok(());
+            return Ok(None);
         }
         // Hours may have passed: somebody may have put something there.
         let there = check_target(&self.target, self.kind, self.journal.existing, &self.companions)?;
@@ -275,7 +277,7 @@ impl Work {
             self.disk.rename(&self.path(file), &self.target)?;
             self.disk.sync_folder(durable::parent(&self.target))?;
             drop(self.state);
-            return self.disk.remove_folder(&self.folder);
+            return self.disk.remove_folder(&self.folder).map(|()| None);
         }
         let old = durable::aside(&self.target);
         match there {
@@ -288,10 +290,10 @@ impl Work {
         }
         // Windows renames no folder in which a file is open.
         let lock = (!cfg!(windows)).then_some(self.state);
-        self.disk.replace(&self.folder, &self.target, &old)?;
-        tidy(&self.disk, &self.target)?;
+        self.disk.exchange(&self.folder, &self.target, &old)?;
+        let left = tidy(&self.disk, &self.target)?;
         drop(lock);
-        Ok(())
+        Ok(left)
     }
 }
 
@@ -333,17 +335,44 @@ fn mend(disk: &Disk, target: &Path, kind: Kind, folder: &Path) -> Result<Option<
     Ok(Some((lock, journal)))
 }
 
-/// Removes what a conversion leaves beside and in a target that has its name.
-fn tidy(disk: &Disk, target: &Path) -> Result<()> {
-    if let Ok(Some(journal)) = read_journal(target)
-        && let Some(old) = replaced(target, &journal)
-        && old.exists()
-    {
-        disk.remove_folder(&old)?;
-    }
+/// Removes what a conversion leaves beside and in a target that has its name. The checkpoint that was replaced may be another user's, and
+/// stay: returns where.
+fn tidy(disk: &Disk, target: &Path) -> Result<Option<PathBuf>> {
+    let old = read_journal(target).ok().flatten().and_then(|journal| replaced(target, &journal));
+    let left = old.filter(|old| old.exists() && disk.remove_folder(old).is_err());
     for name in [LOCK, JOURNAL] {
         if target.join(name).exists() {
             disk.remove_file(&target.join(name))?;
+        }
+    }
+    Ok(left)
+}
+
+/// The names beside a target must fit too: file systems take names of 255 bytes.
+fn check_length(target: &Path) -> Result<()> {
+    const LONGEST: usize = 255;
+    let names = [durable::beside(target, ".partial"), durable::aside(target)];
+    let longest = names.iter().filter_map(|name| name.file_name()).map(|name| name.len()).max().unwrap_or(0);
+    if longest > LONGEST {
+        let (target, by) = (target.display(), longest - LONGEST);
+        let text =
+            format!("{target}: this name is too long for the names that are made from it; shorten it by {by} bytes");
+        return Err(Error::Refused(text));
+    }
+    Ok(())
+}
+
+/// An error where a target is the top of another disk: nothing that is made beside it can take its place.
+fn check_disk(target: &Path) -> Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let there = target.symlink_metadata().ok().zip(durable::parent(target).metadata().ok());
+        if there.is_some_and(|(target, parent)| target.dev() != parent.dev()) {
+            let target = target.display();
+            return Err(Error::Refused(format!(
+                "{target} is a mount point, which nothing can take the place of; name a target inside it"
+            )));
         }
     }
     Ok(())
@@ -354,7 +383,8 @@ fn replaced(target: &Path, journal: &Journal) -> Option<PathBuf> {
     let name = journal.replaced.as_deref()?;
     let start = format!("{}.replaced-", target.file_name()?.to_string_lossy());
     let number = name.strip_prefix(&start)?;
-    number.bytes().all(|b| b.is_ascii_digit()).then(|| target.with_file_name(name))
+    let counted = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
+    counted.then(|| target.with_file_name(name))
 }
 
 /// Keeps other processes away from a folder.
@@ -400,4 +430,45 @@ fn clear(disk: &Disk, folder: &Path) -> Result<()> {
 
 fn io(path: &Path, source: std::io::Error) -> Error {
     Error::Io { path: path.to_path_buf(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_journal_names_nothing_but_a_numbered_checkpoint_beside_the_target() {
+        let named = |name: &str| {
+            let journal = Journal { replaced: Some(name.to_string()), ..Journal::default() };
+            replaced(Path::new("a/t"), &journal)
+        };
+        assert_eq!(named("t.replaced-12"), Some(PathBuf::from("a/t.replaced-12")));
+        for name in ["t.replaced-", "t.replaced-1/..", "t.replaced-x", "other", "../t.replaced-1"] {
+            assert_eq!(named(name), None, "{name}");
+        }
+    }
+
+    /// A file, which is removed as no folder is, stands for another user's files.
+    #[test]
+    fn a_replaced_checkpoint_that_cannot_be_removed_is_named_and_is_no_error_twice() {
+        let dir = std::env::temp_dir().join(format!("nvfp4-work-left-{}", std::process::id()));
+        let (target, old) = (dir.join("t"), dir.join("t.replaced-1"));
+        fs::create_dir_all(&target).unwrap();
+        fs::write(&old, "").unwrap();
+        let journal = Journal { replaced: Some("t.replaced-1".to_string()), ..Journal::default() };
+        fs::write(target.join(JOURNAL), serde_json::to_vec(&journal).unwrap()).unwrap();
+        assert_eq!(tidy(&Disk::default(), &target).unwrap(), Some(old.clone()));
+        assert!(old.exists() && entries(&target).unwrap().is_empty());
+        assert_eq!(tidy(&Disk::default(), &target).unwrap(), None);
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_mount_point_is_no_target() {
+        let said = check_disk(Path::new("/proc")).unwrap_err().to_string();
+        assert!(said.contains("/proc is a mount point"), "{said}");
+        check_disk(Path::new("/proc/self/nothing")).unwrap();
+        check_disk(Path::new("src")).unwrap();
+    }
 }
