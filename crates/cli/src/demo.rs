@@ -21,9 +21,9 @@ pub struct Args {
     /// files].
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// Number of layers; 8 make about 60 MB.
-    #[arg(long, default_value_t = 8)]
-    layers: usize,
+    /// Number of layers, at most 1024; 8 make about 60 MB.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    layers: u16,
     /// Seed of the weights.
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -47,7 +47,7 @@ pub fn demonstrate(args: &Args, host: Host) -> Result<ExitCode> {
     check(&dir)?;
     std::fs::create_dir_all(&model).with_context(|| model.display().to_string())?;
     durable::write(&dir.join(MARK), b"Made by nvfp4 demo, which may replace what is in here.\n")?;
-    let bytes = generate(&model, args.layers, args.seed)?;
+    let bytes = generate(&model, args.layers.into(), args.seed)?;
     say(&format!(
         "generated a Llama of {} layers, {} in BF16, in {}\n",
         args.layers,
