@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    nvfp4::checkpoint::check_config(data);
+    nvfp4_checkpoint::check_config(data);
 });

@@ -5,7 +5,7 @@
 mod choices;
 
 use choices::Choices;
-use nvfp4::checkpoint::fuzzed::check_gguf_file;
+use nvfp4_checkpoint::fuzzed::check_gguf_file;
 
 const NAMES: [&str; 8] = [
     "blk.0.attn_q.weight",

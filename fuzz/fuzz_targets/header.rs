@@ -3,6 +3,6 @@
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     if let Some((&len, header)) = data.split_first() {
-        nvfp4::checkpoint::check_header(header, u64::from(len));
+        nvfp4_checkpoint::check_header(header, u64::from(len));
     }
 });

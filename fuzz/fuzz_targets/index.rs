@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    nvfp4::checkpoint::check_index(data);
+    nvfp4_checkpoint::check_index(data);
 });

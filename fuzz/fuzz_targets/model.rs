@@ -7,8 +7,8 @@
 mod choices;
 
 use choices::Choices;
-use nvfp4::checkpoint::fuzzed::check_model;
-use nvfp4::checkpoint::{Client, Dialect};
+use nvfp4_checkpoint::fuzzed::check_model;
+use nvfp4_checkpoint::{Client, Dialect};
 
 const DIALECTS: [Option<Dialect>; 8] = [
     None,

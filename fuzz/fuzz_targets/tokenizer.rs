@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    nvfp4::checkpoint::gguf::check_tokenizer(data);
+    nvfp4_checkpoint::gguf::check_tokenizer(data);
 });

@@ -11,12 +11,13 @@ use crate::writing::Writing;
 use crate::{Host, plan, report, sizes, until_closed, verify};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
-use nvfp4::checkpoint::gguf::GgufFile;
-use nvfp4::checkpoint::{
+use nvfp4::Profile;
+use nvfp4_checkpoint::gguf::GgufFile;
+use nvfp4_checkpoint::{
     Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, ScaleChoice, Settings, Severity,
     Shards, Statistics, Summary, Target,
 };
-use nvfp4::{Profile, regular};
+use nvfp4_files::regular;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -200,7 +201,7 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     }
     let progress = Progress::new(voice, weights);
     let start = Instant::now();
-    let summary = nvfp4::checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts(host)?);
+    let summary = nvfp4_checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts(host)?);
     progress.finish();
     let summary = summary?;
     until_closed(conclude(&mut out, args, &summary, start.elapsed().as_secs_f64()))?;
@@ -229,7 +230,7 @@ fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, se
         written.nvfp4().try_for_each(|t| written.statistics(t).map(|s| total.add(&s)))?;
     } else {
         let written = Checkpoint::open(&args.target)?;
-        let counts = nvfp4::checkpoint::statistics(&Model::new(&written)?, settings.threads)?;
+        let counts = nvfp4_checkpoint::statistics(&Model::new(&written)?, settings.threads)?;
         counts.iter().flatten().for_each(|s| total.add(s));
     }
     let title = args.source.file_name().unwrap_or_default().to_string_lossy();
@@ -281,7 +282,7 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
         writeln!(out, "{:<8} {}", "fixed", report::fixed(summary))?;
     }
     let ratio = summary.before as f64 / summary.after.max(1) as f64;
-    let mut total = nvfp4::checkpoint::Measure::default();
+    let mut total = nvfp4_checkpoint::Measure::default();
     summary.quantized.iter().for_each(|w| total.add(&w.measure));
     let error =
         if summary.quantized.is_empty() { String::new() } else { format!(", relerr {:.4}", total.relative_error()) };

@@ -4,7 +4,7 @@ use crate::{Cli, Host, normal, run, sizes, until_closed};
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use half::bf16;
-use nvfp4::durable;
+use nvfp4_files::durable;
 use rayon::prelude::*;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, serialize_to_file};

@@ -10,7 +10,7 @@ use crate::{Host, sizes, until_closed};
 use anyhow::Result;
 use clap::ValueEnum;
 use nvfp4::Precision;
-use nvfp4::checkpoint::{Checkpoint, Finished, Outcome, Settings, Shards, Summary, Target, convert};
+use nvfp4_checkpoint::{Checkpoint, Finished, Outcome, Settings, Shards, Summary, Target, convert};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -6,7 +6,7 @@ use crate::sizes::counted;
 use crate::source::From;
 use crate::until_closed;
 use anyhow::{Result, ensure};
-use nvfp4::checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences};
+use nvfp4_checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;

@@ -7,8 +7,8 @@ use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::{inspect_gguf, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
-use nvfp4::checkpoint::gguf::{self, GgufFile};
-use nvfp4::checkpoint::{Buffer, Checkpoint, Client, Finding, Model, Statistics, Stored, Weight};
+use nvfp4_checkpoint::gguf::{self, GgufFile};
+use nvfp4_checkpoint::{Buffer, Checkpoint, Client, Finding, Model, Statistics, Stored, Weight};
 use nvfp4_spec::{BLOCK, e2m1, e4m3};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -82,7 +82,7 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let quantized: Vec<&Weight<'_>> = model.weights.iter().filter(|w| matches!(w.stored, Stored::Nvfp4(_))).collect();
     let (mut total, mut globals, mut inputs, mut rows) = (Statistics::default(), Vec::new(), 0, Vec::new());
-    for (weight, statistics) in model.weights.iter().zip(nvfp4::checkpoint::statistics(model, threads)?) {
+    for (weight, statistics) in model.weights.iter().zip(nvfp4_checkpoint::statistics(model, threads)?) {
         let mut own = Vec::new();
         if let Stored::Nvfp4(parts) = &weight.stored {
             own = parts.globals(weight)?;
@@ -96,14 +96,14 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
             format: weight.format(),
             globals: own,
             statistics,
-            group: nvfp4::checkpoint::fused(&weight.module).map(|(_, kind)| kind.to_string()),
+            group: nvfp4_checkpoint::fused(&weight.module).map(|(_, kind)| kind.to_string()),
         });
     }
     if !args.verbose {
         rows.clear();
     }
     let findings = match model.dialect.is_nvfp4() {
-        true => nvfp4::checkpoint::verify(model, Client::Vllm, threads)?,
+        true => nvfp4_checkpoint::verify(model, Client::Vllm, threads)?,
         false => Vec::new(),
     };
     let mut formats: BTreeMap<String, u64> = BTreeMap::new();

@@ -3,7 +3,7 @@
 use crate::inspect::scale_bytes;
 use crate::names;
 use anyhow::Result;
-use nvfp4::checkpoint::Statistics;
+use nvfp4_checkpoint::Statistics;
 use serde_json::{Value, json};
 use std::io::Write;
 

@@ -88,7 +88,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     run(command, host).unwrap_or_else(|error| {
         say(format_args!("error: {}", names::shown_lines(&chain(&error))));
         match error.downcast_ref() {
-            Some(nvfp4::Error::Interrupted) => interrupt::status().unwrap_or(ExitCode::FAILURE),
+            Some(nvfp4_checkpoint::Error::Interrupted) => interrupt::status().unwrap_or(ExitCode::FAILURE),
             _ => ExitCode::FAILURE,
         }
     })

@@ -1,7 +1,7 @@
 //! Pages that commands write with `--report`: one file, no scripts, nothing from the network, light and dark, wide and narrow.
 
 use anyhow::{Context, Result, ensure};
-use nvfp4::durable;
+use nvfp4_files::durable;
 use std::fmt::Write;
 use std::fs::{self, File};
 use std::io::Read;

@@ -5,7 +5,7 @@ use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::{names, order, sizes, until_closed};
 use anyhow::Result;
-use nvfp4::checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Target};
+use nvfp4_checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Target};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;

@@ -5,7 +5,7 @@ use crate::plan::RESCALE;
 use crate::say::say;
 use crate::sizes;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use nvfp4::checkpoint::{Action, Finished, Observer, Pass};
+use nvfp4_checkpoint::{Action, Finished, Observer, Pass};
 use std::io::{IsTerminal, stderr};
 use std::sync::Mutex;
 

@@ -5,8 +5,8 @@ use crate::train::recipes::NAMED;
 use crate::until_closed;
 use anyhow::{Result, anyhow};
 use clap::Subcommand;
-use nvfp4::Error;
-use nvfp4::recipe::{Capabilities, Model, Module, Name, Plan, Preset, Problem, Recipe, TransformerLayer, Warning};
+use nvfp4_recipe::Error;
+use nvfp4_recipe::{Capabilities, Model, Module, Name, Plan, Preset, Problem, Recipe, TransformerLayer, Warning};
 use serde_json::{Value, json};
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
@@ -156,7 +156,7 @@ fn compute_capability(text: &str) -> std::result::Result<(u32, u32), String> {
 }
 
 /// A preset or a recipe of `crates/cli/recipes` by its name, the environment, or a file.
-pub fn read(name: &str) -> nvfp4::Result<Recipe> {
+pub fn read(name: &str) -> nvfp4_recipe::Result<Recipe> {
     let path = Path::new(name);
     match name.parse::<Preset>() {
         Ok(preset) => Ok(preset.into()),
@@ -167,7 +167,7 @@ pub fn read(name: &str) -> nvfp4::Result<Recipe> {
         }
         Err(error) => {
             let named: Vec<&str> = NAMED.iter().map(|(name, _)| *name).collect();
-            Err(Error::Spec(format!("{name}: no such file, and {error}; or {}", named.join(", "))))
+            Err(Error::Setting(format!("{name}: no such file, and {error}; or {}", named.join(", "))))
         }
     }
 }
@@ -175,7 +175,7 @@ pub fn read(name: &str) -> nvfp4::Result<Recipe> {
 /// Everything that is wrong, line by line; other errors are as anywhere. JSON has each problem by itself.
 fn problems(error: Error, as_json: bool) -> Result<ExitCode> {
     // The text has the cause in it; `anyhow!(error)` would say it twice.
-    let Error::Recipe(problems) = error else { return Err(anyhow!("{error}")) };
+    let Error::Problems(problems) = error else { return Err(anyhow!("{error}")) };
     if as_json {
         let errors: Vec<String> = problems.0.iter().map(Problem::to_string).collect();
         until_closed(print_json(&mut stdout().lock(), &json!({ "errors": errors, "warnings": [] })))?;

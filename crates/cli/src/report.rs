@@ -5,7 +5,7 @@ use crate::page::{self, Chart, Line, Marks, Point, escape};
 use crate::sizes;
 use crate::sizes::counted;
 use anyhow::Result;
-use nvfp4::checkpoint::{Action, Finished, Measure, Plan, Statistics, Summary};
+use nvfp4_checkpoint::{Action, Finished, Measure, Plan, Statistics, Summary};
 use nvfp4_spec::e2m1;
 use std::collections::BTreeMap;
 use std::fmt::Write;

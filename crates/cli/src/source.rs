@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result, anyhow};
 use clap::ValueEnum;
-use nvfp4::checkpoint::{
+use nvfp4_checkpoint::{
     Architectures, Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Selection,
 };
-use nvfp4::regular;
+use nvfp4_files::regular;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;

@@ -6,8 +6,8 @@ use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::until_closed;
 use anyhow::Result;
-use nvfp4::checkpoint::gguf::{self, GgufFile};
-use nvfp4::checkpoint::{Checkpoint, Client, Finding, Severity};
+use nvfp4_checkpoint::gguf::{self, GgufFile};
+use nvfp4_checkpoint::{Checkpoint, Client, Finding, Severity};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let checkpoint = Checkpoint::open(&args.dir)?;
         let model = source::model(&checkpoint, args.from)?;
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let findings = nvfp4::checkpoint::verify(&model, args.client, threads)?;
+        let findings = nvfp4_checkpoint::verify(&model, args.client, threads)?;
         let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
         (model.dialect.to_string(), weights, findings)
     };

@@ -2,7 +2,7 @@
 
 use crate::progress::Voice;
 use crate::sizes;
-use nvfp4::checkpoint::Existing;
+use nvfp4_checkpoint::Existing;
 
 /// How a checkpoint is written.
 #[derive(clap::Args)]

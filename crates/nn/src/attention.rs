@@ -20,8 +20,8 @@
 use crate::heads::{Along, Heads};
 use crate::{Error, Place, Result, Session, sums};
 use candle_core::{D, Module, Tensor};
-use nvfp4::recipe::{self, AttentionPrecision, AttentionSlot, ModulePath, Site};
 use nvfp4::{Generator, Side};
+use nvfp4_recipe::{self as recipe, AttentionPrecision, AttentionSlot, ModulePath, Site};
 
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]

@@ -8,8 +8,8 @@ use crate::adamw::{AdamW, Moments};
 use crate::{Error, Result, Session};
 use candle_core::{Device, Tensor, Var};
 use nvfp4::Generator;
-use nvfp4::durable::{self, Disk};
-use nvfp4::recipe::{AmaxRules, States};
+use nvfp4_files::durable::{self, Disk};
+use nvfp4_recipe::{AmaxRules, States};
 use safetensors::SafeTensors;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -27,7 +27,8 @@ impl Session {
     /// `notes` are the caller's, and come back from [`Session::load`].
     pub fn save(&self, folder: &Path, optimizer: &AdamW, notes: &BTreeMap<String, String>) -> Result<()> {
         let refuse = |reason: &str| Error::Checkpoint { path: folder.to_path_buf(), reason: reason.to_string() };
-        let state = self.state();
+        let mut state = self.state();
+        state.record_amaxes()?;
         if !state.gradients.is_empty() {
             return Err(refuse("a step is under way: save after `Session::next_step`"));
         }

@@ -2,7 +2,7 @@
 
 use crate::{Result, values};
 use candle_core::{DType, Tensor};
-use nvfp4::recipe::SpecQuantizer;
+use nvfp4::Quantizer;
 use nvfp4::{Directions, Options, QuantTensor, Randomness, Side};
 use std::sync::Arc;
 
@@ -20,8 +20,16 @@ pub(crate) enum Codes {
 /// Codes, and what delayed scaling is to remember.
 pub(crate) struct Observed {
     pub codes: Codes,
-    pub row_amax: Option<f32>,
-    pub col_amax: Option<f32>,
+    pub row_amax: Option<Amax>,
+    pub col_amax: Option<Amax>,
+}
+
+/// The largest magnitude of a tensor, where the tensor lies.
+#[derive(Clone, Debug)]
+pub(crate) enum Amax {
+    Cpu(f32),
+    #[cfg(feature = "nn-cuda")]
+    Gpu(gpu::Amax),
 }
 
 /// One side of a product: rows along the sum.
@@ -32,7 +40,7 @@ pub(crate) enum Operand {
 
 impl Codes {
     /// Quantizes a matrix where it lies.
-    pub fn make(quantizer: &SpecQuantizer, x: &Tensor, randomness: Option<Randomness<'static>>) -> Result<Observed> {
+    pub fn make(quantizer: &Quantizer, x: &Tensor, randomness: Option<Randomness<'static>>) -> Result<Observed> {
         #[cfg(feature = "nn-cuda")]
         if x.device().is_cuda() {
             return gpu::quantize(quantizer, x, randomness);
@@ -40,7 +48,7 @@ impl Codes {
         let options = Options { randomness, ..Options::default() };
         let observed = values::with_values(x, |x| quantizer.observe(x, &options))?;
         let codes = Codes::Cpu(Arc::new(observed.tensor));
-        Ok(Observed { codes, row_amax: observed.row_amax, col_amax: observed.col_amax })
+        Ok(Observed { codes, row_amax: observed.row_amax.map(Amax::Cpu), col_amax: observed.col_amax.map(Amax::Cpu) })
     }
 
     pub fn byte_len(&self) -> usize {

@@ -16,9 +16,17 @@ pub enum Error {
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 
-    /// A recipe, a spec, a state or a file of theirs.
+    /// A tensor, or how it is quantized.
     #[error(transparent)]
     Nvfp4(#[from] nvfp4::Error),
+
+    /// A recipe, a plan or a state.
+    #[error(transparent)]
+    Recipe(#[from] nvfp4_recipe::Error),
+
+    /// A file.
+    #[error(transparent)]
+    File(#[from] nvfp4_files::Error),
 
     /// A tensor that its spec cannot quantize, most often for its shape.
     #[error("{site}, {rows} × {cols} as {spec}: {source}")]

@@ -7,7 +7,7 @@ use crate::place::{Init, Parameter};
 use crate::transformer_layer::LayerConfig;
 use crate::{Error, Norm, NormKind, Place, Result, Session, TransformerLayer};
 use candle_core::{Module, Tensor};
-use nvfp4::recipe::ModulePath;
+use nvfp4_recipe::ModulePath;
 
 /// A language model: from numbers of tokens, [batch, sequence], to scores of the next ones, [batch, sequence, vocabulary].
 #[derive(Clone, Debug)]

@@ -1,14 +1,14 @@
 //! Tensors on a GPU: candle's memory and stream, lent to the engine. Twin of `values.rs`.
 
-use crate::codes::{Codes as AnyCodes, Observed, Operand};
+use crate::codes::{Amax as AnyAmax, Codes as AnyCodes, Observed, Operand};
 use crate::{Error, Result};
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Shape, Storage, Tensor};
 use half::{bf16, f16};
+use nvfp4::Quantizer;
 use nvfp4::cuda::{Direction, Gpu, Input, Options, Plain, Product, QuantTensor, Slice, Stream, Values, finite, shared};
-use nvfp4::recipe::SpecQuantizer;
 use nvfp4::{Directions, Element, Randomness, Side};
 use std::sync::Arc;
 
@@ -131,21 +131,71 @@ impl<T> Looks<T> {
     }
 }
 
-/// Quantizes a matrix. Waits where delayed scaling is to remember an amax.
-pub(crate) fn quantize(
-    quantizer: &SpecQuantizer,
-    x: &Tensor,
-    randomness: Option<Randomness<'static>>,
-) -> Result<Observed> {
+/// An amax in the memory of a GPU.
+#[derive(Clone, Debug)]
+pub(crate) struct Amax {
+    home: Home,
+    memory: Arc<nvfp4::cuda::Memory>,
+}
+
+/// Amaxes that stay on the GPU until they are asked for.
+pub(crate) struct Amaxes<T> {
+    home: Home,
+    values: nvfp4::cuda::Owned<f32>,
+    /// Whose they are, in order.
+    about: Vec<T>,
+}
+
+impl<T> Amaxes<T> {
+    /// The most that are kept; whoever has so many [settles](Self::settle) them.
+    const MOST: usize = 1024;
+
+    /// Where an amax lies.
+    pub fn new(beside: &Amax) -> Result<Self> {
+        let home = beside.home.clone();
+        let values = home.gpu.alloc(Self::MOST)?;
+        Ok(Amaxes { home, values, about: Vec::new() })
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.about.len() == Self::MOST
+    }
+
+    /// Queues a copy.
+    pub fn add(&mut self, amax: &Amax, about: T) -> Result<()> {
+        let at = self.about.len();
+        let place = self.values.slice_mut().range(at..at + 1);
+        self.home.gpu.stream().copy::<f32>(amax.memory.slice(), place).map_err(nvfp4::Error::from)?;
+        self.about.push(about);
+        Ok(())
+    }
+
+    /// Waits, if there are any, and gives them away.
+    pub fn settle(&mut self) -> Result<Vec<(T, f32)>> {
+        let about = std::mem::take(&mut self.about);
+        if about.is_empty() {
+            return Ok(Vec::new());
+        }
+        let values = self.values.slice().range(0..about.len());
+        let values = self.home.gpu.stream().to_host::<f32>(values).map_err(nvfp4::Error::from)?;
+        Ok(about.into_iter().zip(values).collect())
+    }
+
+    pub fn forget(&mut self) {
+        self.about.clear();
+    }
+}
+
+/// Quantizes a matrix.
+pub(crate) fn quantize(quantizer: &Quantizer, x: &Tensor, randomness: Option<Randomness<'static>>) -> Result<Observed> {
     let home = Home::of(x.device())?;
     let randomness = randomness.map(TryInto::try_into).transpose()?;
     let options = Options { randomness, ..Options::default() };
     let observed = home.matrix(x, |x| Ok(quantizer.observe_on(&home.gpu, x, &options)?))?;
-    let amax = |memory: Option<nvfp4::cuda::Memory>| -> Result<Option<f32>> {
-        let read = |memory: nvfp4::cuda::Memory| home.gpu.stream().to_host::<f32>(memory.slice());
-        Ok(memory.map(read).transpose().map_err(nvfp4::Error::from)?.map(|amax| amax[0]))
+    let amax = |memory: Option<nvfp4::cuda::Memory>| {
+        memory.map(|memory| AnyAmax::Gpu(Amax { home: home.clone(), memory: Arc::new(memory) }))
     };
-    let (row_amax, col_amax) = (amax(observed.row_amax)?, amax(observed.col_amax)?);
+    let (row_amax, col_amax) = (amax(observed.row_amax), amax(observed.col_amax));
     Ok(Observed { codes: AnyCodes::Gpu(Codes::new(home, observed.tensor)), row_amax, col_amax })
 }
 

@@ -5,7 +5,7 @@
 use crate::projection::{Kept, Projection};
 use crate::{Bias, Error, Place, Result, Session};
 use candle_core::Tensor;
-use nvfp4::recipe::{Module, ModulePath};
+use nvfp4_recipe::{Module, ModulePath};
 
 /// Linear layers that are computed together, one per expert.
 #[derive(Clone, Debug)]

@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 use candle_core::Tensor;
-use nvfp4::recipe::{Family, Format, ModulePath};
+use nvfp4_recipe::{Family, Format, ModulePath};
 
 /// Along which axis of [batch, heads, tokens, features] a product sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use crate::projection::Projection;
 use crate::{Bias, Norm, NormKind, Place, Result};
 use candle_core::{Module, Tensor};
-use nvfp4::recipe::KeepInput;
+use nvfp4_recipe::KeepInput;
 
 /// A norm and a linear layer.
 #[derive(Clone, Debug)]

@@ -3,7 +3,7 @@
 use crate::projection::Projection;
 use crate::{Activation, Bias, Norm, NormKind, Place, Result};
 use candle_core::{Module, Tensor};
-use nvfp4::recipe::{KeepInput, ModulePath};
+use nvfp4_recipe::{KeepInput, ModulePath};
 
 /// A norm and two linear layers, `fc1` and `fc2`, with an activation between them.
 #[derive(Clone, Debug)]

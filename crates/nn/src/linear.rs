@@ -9,7 +9,7 @@
 use crate::projection::{Bias, Projection};
 use crate::{Place, Result};
 use candle_core::{Module, Tensor};
-use nvfp4::recipe::KeepInput;
+use nvfp4_recipe::KeepInput;
 
 /// A linear layer.
 ///

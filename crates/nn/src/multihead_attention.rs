@@ -3,7 +3,7 @@
 use crate::attention::{AttentionConfig, Mask};
 use crate::{Bias, DotProductAttention, LayerNormLinear, Linear, NormKind, Place, Result};
 use candle_core::{Module, Tensor};
-use nvfp4::recipe::{AttentionSlot, Edge, HandOver, LinearSlot, Site};
+use nvfp4_recipe::{AttentionSlot, Edge, HandOver, LinearSlot, Site};
 
 /// Attention to the own sequence, with the linear layers around it: `linear_qkv`, `core_attention`, `proj`.
 #[derive(Clone, Debug)]

@@ -3,8 +3,8 @@
 use crate::codes::{Codes, Operand};
 use crate::{Result, codes};
 use candle_core::{DType, Tensor};
-use nvfp4::recipe::{ColumnSource, Family, Format, QuantSpec, Stored};
 use nvfp4::{Directions, Precision, QuantTensor, Side};
+use nvfp4_recipe::{ColumnSource, Family, Format, QuantSpec, Stored};
 
 /// A matrix and the codes that its spec makes of it. A direction without codes is the matrix itself.
 #[derive(Clone, Debug)]

@@ -2,7 +2,7 @@
 
 use crate::{Error, Result, Session};
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use nvfp4::recipe::{Edge, Module, ModulePath, Site};
+use nvfp4_recipe::{Edge, Module, ModulePath, Site};
 use nvfp4_spec::philox::{philox4x32, words};
 use rayon::prelude::*;
 

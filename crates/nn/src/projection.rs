@@ -4,8 +4,8 @@ use crate::operand::{Quantized, multiply, multiply_add};
 use crate::place::{Init, Parameter};
 use crate::{Error, Place, Result, Session, sums};
 use candle_core::{D, Module as _, Tensor};
-use nvfp4::recipe::{KeepInput, LinearSlot, Module, ModulePath, QuantSpec, Saved, Site, Slot};
 use nvfp4::{Directions, Generator, Side};
+use nvfp4_recipe::{KeepInput, LinearSlot, Module, ModulePath, QuantSpec, Saved, Site, Slot};
 
 /// Whether a linear layer adds a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]

@@ -2,7 +2,7 @@
 
 use crate::{Place, Result, Session};
 use candle_core::{DType, Module, Tensor, Var};
-use nvfp4::recipe::ModulePath;
+use nvfp4_recipe::ModulePath;
 
 /// A module that keeps nothing but its input.
 ///

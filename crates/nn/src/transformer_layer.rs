@@ -4,7 +4,7 @@ use crate::layer_norm_mlp::MlpConfig;
 use crate::multihead_attention::MultiheadConfig;
 use crate::{Activation, Bias, LayerNormMlp, Mask, MultiheadAttention, NormKind, Place, Result};
 use candle_core::{Module, Tensor};
-use nvfp4::recipe::HandOver;
+use nvfp4_recipe::HandOver;
 
 /// A transformer layer, with norms before its parts: `self_attention` and `layernorm_mlp`.
 #[derive(Clone, Debug)]

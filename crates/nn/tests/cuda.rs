@@ -2,8 +2,9 @@
 #![cfg(feature = "nn-cuda")]
 
 use candle_core::{DType, Device, Module, Tensor};
-use nvfp4::recipe::{Preset, Recipe};
+use nvfp4::Side;
 use nvfp4_nn::{Bias, GroupedLinear, LayerConfig, Linear, Recompute, Session, TransformerLayer};
+use nvfp4_recipe::{LinearSlot, Preset, Recipe, Site};
 use nvfp4_testing::{Need, missing};
 
 fn gpu() -> Option<Device> {
@@ -38,6 +39,30 @@ fn linear(recipe: &str, device: &Device, dtype: DType) -> [Vec<f32>; 3] {
     };
     let host = |x: &Tensor| x.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
     [host(&y), host(&dx), host(&dw)]
+}
+
+/// Amaxes stay on the GPU until a step ends; then its history and scales are those of the CPU, bit for bit.
+#[test]
+fn delayed_scaling_remembers_what_it_does_on_the_cpu() {
+    let Some(device) = gpu() else { return };
+    let scales = |device: &Device| {
+        let session = Session::new(3);
+        let layer = Linear::new(&session.place(DType::F32, device).child("fc"), 96, 64, Bias::With).unwrap();
+        session.parameters()["fc.weight"].set(&values(64, 96, 1).to_device(device).unwrap()).unwrap();
+        session.apply(&"delayed_scaling".parse::<Preset>().unwrap().into()).unwrap();
+        (0..3)
+            .map(|step| {
+                layer.forward(&values(128, 96, 2 + step).to_device(device).unwrap()).unwrap();
+                session.next_step().unwrap();
+                let states = session.states().unwrap().unwrap();
+                [LinearSlot::Input, LinearSlot::Weight].map(|slot| {
+                    let state = states.get(&Site::new("fc", slot), Side::Row).unwrap();
+                    (state.scale().to_bits(), state.history().to_vec())
+                })
+            })
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(scales(&device), scales(&Device::Cpu));
 }
 
 /// Codes have the same bits, so that results differ by what sums in binary32 may be off: K terms of magnitude below 4.

@@ -1,11 +1,9 @@
 //! What can go wrong, and what to change.
 
-use crate::checkpoint::Target;
-use crate::recipe::Family;
-use crate::{Precision, Side};
+use crate::format::{self, Conflict, Family, Side};
 
 /// The result of a library call.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that a caller or a file can get wrong.
 #[derive(Debug, thiserror::Error)]
@@ -14,6 +12,14 @@ pub enum Error {
     /// A length, a shape or a combination that the rules refuse.
     #[error(transparent)]
     Rule(#[from] nvfp4_spec::Error),
+
+    /// A format or a spec that has no meaning; the text names the fix.
+    #[error(transparent)]
+    Format(format::Error),
+
+    /// A file.
+    #[error(transparent)]
+    File(#[from] nvfp4_files::Error),
 
     /// The GPU, its driver or its compiler.
     #[cfg(feature = "cuda")]
@@ -72,13 +78,6 @@ pub enum Error {
         /// The shape it has.
         got: Vec<usize>,
     },
-
-    /// The Hadamard transform without the direction that it acts on.
-    #[error(
-        "the Hadamard transform acts on the column direction, which is not asked for; \
-         use `Directions::Column` or `Directions::Both`, or `Transform::None`"
-    )]
-    TransformWithoutColumn,
 
     /// Stochastic rounding without random numbers.
     #[error("stochastic rounding needs randomness: pass `Options {{ randomness: Some(generator.draw()?), .. }}`")]
@@ -139,7 +138,7 @@ pub enum Error {
     #[error(
         "matmul: the left operand is {left}, the right operand {right}; {}: quantize both to one of these formats, or keep one of them \
          in high precision",
-        crate::recipe::Conflict::Formats.rule()
+        Conflict::Formats.rule()
     )]
     Formats {
         /// Of the left operand.
@@ -224,94 +223,22 @@ pub enum Error {
         /// One past the last offset.
         end: u64,
     },
+}
 
-    /// A request that cannot be carried out; the text names the fix.
-    #[error("{0}")]
-    Refused(String),
+impl Error {
+    /// A setting that has no meaning; the text names the fix.
+    pub(crate) fn setting(text: String) -> Self {
+        Error::Format(format::Error::Setting(text))
+    }
+}
 
-    /// A weight that holds NaN or infinity, which no block scale can represent.
-    #[error(
-        "weight '{module}' holds {value} at row {row}, column {col}; mend the checkpoint, or leave it as it is with --skip"
-    )]
-    WeightNotFinite {
-        /// The module.
-        module: String,
-        /// Where the value is.
-        row: usize,
-        /// Where the value is.
-        col: usize,
-        /// The value.
-        value: f32,
-    },
-
-    /// A value of a weight that the type it is decoded to cannot hold.
-    #[error(
-        "weight '{module}' holds {value} at row {row}, column {col}, and {precision:?} ends at {}; \
-         {} and start over with --force",
-        precision.max(),
-        match (target, precision) {
-            (Target::Plain(_), Precision::F16) => "decode it to --dtype bf16 or f32",
-            (Target::Plain(_), _) => "decode it to --dtype f32",
-            _ => "quantize it too, or convert what `nvfp4 dequant --dtype f32` makes of the source,",
+impl From<format::Error> for Error {
+    fn from(error: format::Error) -> Self {
+        match error {
+            format::Error::Rule(error) => Error::Rule(error),
+            error => Error::Format(error),
         }
-    )]
-    WeightDoesNotFit {
-        /// The module.
-        module: String,
-        /// Where the value is.
-        row: usize,
-        /// Where the value is.
-        col: usize,
-        /// The value.
-        value: f32,
-        /// The type that weights are decoded to.
-        precision: Precision,
-        /// What was to be written.
-        target: Target,
-    },
-
-    /// A conversion that was stopped. What is done is kept.
-    #[error("interrupted; run the same command with --resume to continue")]
-    Interrupted,
-
-    /// A format, spec or setting of a recipe that has no meaning; the text names the fix.
-    #[error("{0}")]
-    Spec(String),
-
-    /// All that is wrong with a recipe, with a model, or with both together.
-    #[error(transparent)]
-    Recipe(crate::recipe::Problems),
-
-    /// Workers that could not agree on amaxes.
-    #[error("the reduction among workers failed: {0}")]
-    Collective(Box<dyn std::error::Error + Send + Sync>),
-
-    /// A file that cannot be read or written.
-    #[error("{path}: {source}")]
-    Io {
-        /// The file.
-        path: std::path::PathBuf,
-        /// What the system says.
-        source: std::io::Error,
-    },
-
-    /// A file that is not valid safetensors.
-    #[error("{path}: not a valid safetensors file: {source}")]
-    Safetensors {
-        /// The file.
-        path: std::path::PathBuf,
-        /// What is wrong with it.
-        source: safetensors::SafeTensorError,
-    },
-
-    /// A file that does not hold what it must.
-    #[error("{path}: {reason}")]
-    Format {
-        /// The file.
-        path: std::path::PathBuf,
-        /// What was expected; it names the tensor.
-        reason: String,
-    },
+    }
 }
 
 impl From<nvfp4_kernels::Error> for Error {

@@ -21,27 +21,21 @@
 //! # }
 //! ```
 //!
-//! FP8, MXFP8 and what is not quantized are [`QuantTensor`]s too, each direction in its own format. Any of them is made by the quantizer of a
-//! [`recipe::QuantSpec`], which is also what recipes give each tensor of a model.
+//! FP8, MXFP8 and what is not quantized are [`QuantTensor`]s too, each direction in its own format. One [`Quantizer`]
+//! makes them all, from a [`Format`] or from the [`QuantSpec`] that a recipe gives a tensor.
 //!
 //! What the numbers are is written in [`nvfp4_spec`]; how they are computed, in [`nvfp4_kernels`].
 
 #![forbid(unsafe_code)]
 
-pub mod checkpoint;
-mod container;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod direction;
-pub mod durable;
 mod error;
+pub mod format;
 mod generator;
-mod json;
 mod matmul;
 mod quantizer;
-pub mod recipe;
-#[doc(hidden)]
-pub mod regular;
 mod shape;
 mod storage;
 mod tensor;
@@ -49,6 +43,7 @@ mod tensor_ref;
 
 pub use direction::{Direction, Elements, Fp8Direction, Global, Lies, Nvfp4Direction, PlainDirection};
 pub use error::{Error, Result};
+pub use format::{Directions, Finite, Format, QuantSpec, QuantizerBuilder, Rounding, Side, Transform};
 pub use generator::{Generator, Randomness};
 pub use matmul::{
     Accumulate, Epilogue, Product, matmul, matmul_grouped, matmul_grouped_with, matmul_plain, matmul_plain_with,
@@ -60,17 +55,12 @@ pub use nvfp4_spec::fp8::{Format as Fp8Code, ScaleVec as Fp8Scales, Tile as Fp8T
 pub use nvfp4_spec::hadamard::Signs;
 pub use nvfp4_spec::scale::Unit;
 pub use nvfp4_spec::{Bound, Edge, Element, ErrorPath, GlobalScale, Metric, Precision, Profile, ScaleRule, Tile};
-pub use quantizer::{Directions, Finite, Options, Quantizer, QuantizerBuilder, Rounding, Transform};
+pub use quantizer::{Observed, Options, Quantizer, Update};
 pub use storage::{from_bytes, load, save, to_bytes};
-pub use tensor::{QuantTensor, Side, Update};
+pub use tensor::QuantTensor;
 pub use tensor_ref::{TensorRef, index_of};
 
 /// Runs the examples of the README, and compiles the one that needs a GPU.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
-
-/// Runs the examples of the guide to recipes.
-#[cfg(doctest)]
-#[doc = include_str!("../../../docs/recipes.md")]
-struct RecipesGuide;

@@ -1,7 +1,7 @@
 //! Products of quantized tensors. What they compute is written in [`nvfp4_spec::gemm`].
 
 use crate::direction::{Elements, Fp8Direction, Nvfp4Direction, plain_input};
-use crate::recipe::Family;
+use crate::format::Family;
 use crate::{Direction, Element, Error, QuantTensor, Result, Side, Signs, TensorRef};
 use nvfp4_kernels::{Implementation, gemm};
 use nvfp4_spec::{area, zeros};
@@ -13,7 +13,7 @@ pub use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product};
 /// `α·A·Bᵀ (+ bias) (+ β·C)`: `a` is [M, K], `b` is [N, K], the result [M, N], row-major.
 ///
 /// The three products of a linear layer are `x.row · w.row`, `dy.row · w.col` and `dy.col · x.col`. Operands are of one format, or one of
-/// them is in high precision ([`multiply`](crate::recipe::multiply) is the rule); others are refused, and so are operands whose Hadamard
+/// them is in high precision ([`multiply`](crate::format::multiply) is the rule); others are refused, and so are operands whose Hadamard
 /// transforms differ: only equal rotations cancel.
 ///
 /// NVFP4 × NVFP4 is correctly rounded before the scales. In every other product sums are in binary32, within

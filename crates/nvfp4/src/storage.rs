@@ -13,12 +13,12 @@
 //! directions are. Version 1 has NVFP4 alone, and is written where that is enough; version 2 has all formats. The format is ours;
 //! checkpoints for other programs are written elsewhere.
 
-use crate::container::{self, Checked, Container, Part, stored};
 use crate::{
     Bound, Direction, Elements, Error, Fp8Code, Fp8Direction, Fp8Tile, Global, GlobalScale, Layout, Lies,
     Nvfp4Direction, PlainDirection, QuantTensor, Result, Signs, Unit, Values, shape,
 };
 use half::{bf16, f16};
+use nvfp4_files::container::{self, Checked, Container, Part, stored};
 use nvfp4_spec::fp8::Scales;
 use nvfp4_spec::{BLOCK, e2m1};
 use safetensors::tensor::TensorView;
@@ -181,7 +181,7 @@ impl Nvfp4Entry {
 /// Writes named tensors to a file, which is replaced if it exists.
 pub fn save<'a>(path: &Path, tensors: impl IntoIterator<Item = (&'a str, &'a QuantTensor)>) -> Result<()> {
     let Content { version, parts, entries } = Content::of(path, tensors)?;
-    TENSORS.write(path, version, &parts, &entries)
+    Ok(TENSORS.write(path, version, &parts, &entries)?)
 }
 
 /// The bytes of a file with this tensor alone, for what is sent and not stored. [`from_bytes`] reads them.
@@ -196,7 +196,7 @@ pub fn save<'a>(path: &Path, tensors: impl IntoIterator<Item = (&'a str, &'a Qua
 pub fn to_bytes(tensor: &QuantTensor) -> Result<Vec<u8>> {
     let path = Path::new(MEMORY);
     let Content { version, parts, entries } = Content::of(path, [(ALONE, tensor)])?;
-    TENSORS.encode(path, version, &parts, &entries)
+    Ok(TENSORS.encode(path, version, &parts, &entries)?)
 }
 
 /// What errors call bytes that are in no file.
@@ -224,7 +224,7 @@ impl<'a> Content<'a> {
             };
             if entries.insert(name, entry).is_some() {
                 let reason = format!("two tensors are named '{name}'");
-                return Err(Error::Format { path: path.to_path_buf(), reason });
+                return Err(nvfp4_files::Error::content(path, reason).into());
             }
             for (side, direction, row) in [("row", &tensor.row, None), ("col", &tensor.col, tensor.row.as_ref())] {
                 let prefix = format!("{name}.{side}");
@@ -318,7 +318,7 @@ fn shapes(rows: usize, cols: usize, layout: Layout, scale_len: usize) -> [Vec<us
 /// Reads all tensors of a file. Nothing is taken on trust: a type, shape, scale or setting that [`save`] would not have
 /// written is an error that names the file and the tensor.
 pub fn load(path: &Path) -> Result<BTreeMap<String, QuantTensor>> {
-    TENSORS.read(path, read_tensors)
+    Ok(TENSORS.read(path, read_tensors)?)
 }
 
 /// Reads the tensor of [`to_bytes`], or of a file that has one alone, as warily as [`load`] reads a file.
@@ -328,7 +328,7 @@ pub fn from_bytes(bytes: &[u8]) -> Result<QuantTensor> {
     let count = tensors.len();
     match tensors.pop_first() {
         Some((_, tensor)) if count == 1 => Ok(tensor),
-        _ => Err(Error::Format { path: path.to_path_buf(), reason: format!("expected one tensor, got {count}") }),
+        _ => Err(nvfp4_files::Error::content(path, format!("expected one tensor, got {count}")).into()),
     }
 }
 

@@ -1,36 +1,9 @@
 //! A quantized tensor: a shape and one or two directions.
 
 use crate::direction::{Direction, Nvfp4Direction, Outline};
-use crate::{Directions, Element, Error, Fp8Tile, Layout, Options, Quantizer, Result, TensorRef, shape};
+use crate::format::{Directions, Side};
+use crate::{Element, Error, Fp8Tile, Layout, Result, TensorRef, shape};
 use std::fmt;
-
-/// One of a tensor's two directions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Side {
-    /// Blocks along the rows.
-    Row,
-    /// Blocks along the columns.
-    Column,
-}
-
-impl fmt::Display for Side {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Side::Row => "row",
-            Side::Column => "column",
-        })
-    }
-}
-
-/// Whether an update takes place, for callers who decide late (a gradient overflow, a micro-batch that changes nothing).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum Update {
-    /// Write the new values.
-    #[default]
-    Apply,
-    /// Leave the tensor as it is.
-    Skip,
-}
 
 /// An error unless these are directions of one tensor of that shape; see [`QuantTensor::from_parts`].
 pub(crate) fn check_parts(shape: &[usize], row: Option<Outline>, col: Option<Outline>) -> Result<()> {
@@ -126,23 +99,6 @@ impl QuantTensor {
     /// and rotated if the Hadamard transform was on.
     pub fn dequantize<T: Element>(&self, side: Side) -> Result<Vec<T>> {
         self.direction(side)?.dequantize()
-    }
-
-    /// Quantizes `x`, of the same shape, to NVFP4 into the directions that this tensor holds. On an error nothing is changed.
-    ///
-    /// [`SpecQuantizer::update`](crate::recipe::SpecQuantizer::update) does so in any format.
-    pub fn update_in_place(
-        &mut self,
-        quantizer: &Quantizer,
-        x: &TensorRef<'_>,
-        options: &Options<'_>,
-        update: Update,
-    ) -> Result<()> {
-        self.check_update(x, quantizer.directions())?;
-        match update {
-            Update::Apply => quantizer.write(x, options, self.row.as_mut(), self.col.as_mut()),
-            Update::Skip => Ok(()),
-        }
     }
 
     /// An error unless an update with `x` in these directions leaves none as it is.

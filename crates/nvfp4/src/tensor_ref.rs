@@ -72,6 +72,14 @@ impl<'a> TensorRef<'a> {
         shape::flattened(&self.shape).1
     }
 
+    /// An error at the first value that is not finite.
+    pub(crate) fn check_finite(&self) -> Result<()> {
+        match self.first_not_finite() {
+            Some((index, value)) => Err(Error::NotFinite { index, value }),
+            None => Ok(()),
+        }
+    }
+
     /// Index of the first value that is NaN or infinite, in row-major order of the shape, and the value.
     pub fn first_not_finite(&self) -> Option<(Vec<usize>, f32)> {
         match self.values {

@@ -4,8 +4,7 @@
 
 use half::{bf16, f16};
 use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Pool, Product, QuantTensor, Randomness, Values, finite};
-use nvfp4::recipe::{Preset, QuantSpec, Recipe};
-use nvfp4::{Directions, Error, Finite, Profile, Quantizer, Rounding, Side, TensorRef, Transform};
+use nvfp4::{Directions, Error, Finite, Profile, QuantSpec, Quantizer, Rounding, Side, TensorRef, Transform};
 use nvfp4_kernels::cuda::Allocator;
 use nvfp4_testing::{Need, missing};
 
@@ -55,7 +54,8 @@ fn every_spec_has_the_bits_of_the_cpu() {
     let tensor = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
     for text in SPECS {
         for directions in [Directions::Row, Directions::Column, Directions::Both] {
-            let quantizer = text.parse::<QuantSpec>().unwrap().quantizer_with(directions, |_| Some(371.3)).unwrap();
+            let quantizer =
+                Quantizer::with_scales(&text.parse::<QuantSpec>().unwrap(), directions, |_| Some(371.3)).unwrap();
             let stochastic = quantizer.rounding() == Rounding::Stochastic;
             let on_cpu = nvfp4::Options {
                 randomness: stochastic.then_some(nvfp4::Randomness::At { seed: 5, offset: 12 }),
@@ -111,11 +111,11 @@ fn scales_of_earlier_steps_may_lie_on_the_gpu() {
     for spec in ["fp8-delayed(e4m3)", "fp8-delayed(e4m3) / fp8-delayed(e5m2)", "mxfp8 / fp8-delayed(e4m3)"] {
         let parsed: QuantSpec = spec.parse().unwrap();
         // Made with other scales, which those of the call take the place of.
-        let quantizer = parsed.quantizer_with(Directions::Both, |_| Some(1.0)).unwrap();
+        let quantizer = Quantizer::with_scales(&parsed, Directions::Both, |_| Some(1.0)).unwrap();
         let kept = Options { row_scale: Some(row.slice()), col_scale: Some(col.slice()), ..Default::default() };
         let got = quantizer.observe_on(&gpu, &input, &kept).unwrap().tensor.to_host(&gpu).unwrap();
         let scale = |side| if side == Side::Row { Some(3.7) } else { Some(0.3) };
-        let expected = parsed.quantizer_with(Directions::Both, scale).unwrap().quantize(&tensor).unwrap();
+        let expected = Quantizer::with_scales(&parsed, Directions::Both, scale).unwrap().quantize(&tensor).unwrap();
         assert_eq!(got, expected, "{spec}");
     }
 }
@@ -124,24 +124,28 @@ fn scales_of_earlier_steps_may_lie_on_the_gpu() {
 #[test]
 fn products_of_a_layer_are_within_the_bound() {
     let Some(gpu) = gpu() else { return };
-    for recipe in ["nvfp4", "nvfp4_row_scaled", "nvfp4_4over6", "mxfp8", "current_scaling"] {
+    for [input, weight, gradient] in [
+        ["nvfp4(hadamard)", "nvfp4(16x16)", "nvfp4(hadamard, stochastic)"],
+        ["nvfp4(row-scaled, hadamard)", "nvfp4(16x16)", "nvfp4(hadamard, stochastic)"],
+        [
+            "nvfp4(hadamard, 4over6-mae-strict-256)",
+            "nvfp4(16x16, 4over6-mae-strict-256)",
+            "nvfp4(hadamard, stochastic)",
+        ],
+        ["mxfp8(e4m3)", "mxfp8(e4m3)", "mxfp8(e4m3)"],
+        ["fp8(e4m3)", "fp8(e4m3)", "fp8(e5m2)"],
+    ] {
         let (m, n, k) = (96, 64, 160);
         let (x, w, dy) = (values(m * k, 1), values(n * k, 2), values(m * n, 3));
-        let mut model = nvfp4::recipe::Model::new();
-        model.add(nvfp4::recipe::Module::linear("fc"));
-        let recipe: Recipe = recipe.parse::<Preset>().unwrap().into();
-        let plan = nvfp4::recipe::Plan::build(&model, &recipe, &nvfp4::recipe::Capabilities::software()).unwrap();
-        let scales = nvfp4::recipe::States::new(&plan).unwrap().scales();
-        let quantize = |values: &[bf16], rows: usize, cols: usize, slot: nvfp4::recipe::LinearSlot| {
-            let quantizer = plan.quantizer(&nvfp4::recipe::Site::new("fc", slot), &scales).unwrap();
+        let quantize = |values: &[bf16], rows: usize, cols: usize, spec: &str| {
+            let quantizer = Quantizer::new(spec.parse::<QuantSpec>().unwrap(), Directions::Both).unwrap();
             let device = gpu.upload(values).unwrap();
-            let input = Input::new(Values::Bf16(device.slice()), rows, cols).unwrap();
+            let matrix = Input::new(Values::Bf16(device.slice()), rows, cols).unwrap();
             let randomness = (quantizer.rounding() == Rounding::Stochastic)
                 .then_some(Randomness { seed: 1, offset: Offset::Value(0) });
-            quantizer.observe_on(&gpu, &input, &Options { randomness, ..Default::default() }).unwrap().tensor
+            gpu.quantize(&quantizer, &matrix, &Options { randomness, ..Default::default() }).unwrap()
         };
-        use nvfp4::recipe::LinearSlot::{GradOutput, Input as X, Weight};
-        let (x, w, dy) = (quantize(&x, m, k, X), quantize(&w, n, k, Weight), quantize(&dy, m, n, GradOutput));
+        let (x, w, dy) = (quantize(&x, m, k, input), quantize(&w, n, k, weight), quantize(&dy, m, n, gradient));
         for ((a, a_side), (b, b_side)) in [
             ((&x, Side::Row), (&w, Side::Row)),
             ((&dy, Side::Row), (&w, Side::Column)),
@@ -174,7 +178,7 @@ fn what_a_gpu_does_not_do_is_refused() {
     let input = Input::new(Values::Bf16(x.slice()), ROWS, COLS).unwrap();
     let careful = Quantizer::builder().finite(Finite::Refuse).build().unwrap();
     assert!(matches!(gpu.quantize(&careful, &input, &Options::default()), Err(Error::FiniteOnGpu)));
-    let plain = "high-precision".parse::<QuantSpec>().unwrap().quantizer(Directions::Row).unwrap();
+    let plain = Quantizer::new("high-precision".parse::<QuantSpec>().unwrap(), Directions::Row).unwrap();
     assert!(matches!(plain.observe_on(&gpu, &input, &Options::default()), Err(Error::PlainOnGpu)));
     let stochastic = Quantizer::builder().rounding(Rounding::Stochastic).build().unwrap();
     assert!(matches!(gpu.quantize(&stochastic, &input, &Options::default()), Err(Error::NoRandomness)));
@@ -205,7 +209,7 @@ fn parts_that_do_not_fit_are_refused_as_on_the_cpu() {
     let x = gpu.upload(&values(ROWS * COLS, 5)).unwrap();
     let input = Input::new(Values::Bf16(x.slice()), ROWS, COLS).unwrap();
     let column = |spec: &str| {
-        let quantizer = spec.parse::<QuantSpec>().unwrap().quantizer(Directions::Column).unwrap();
+        let quantizer = Quantizer::new(spec.parse::<QuantSpec>().unwrap(), Directions::Column).unwrap();
         quantizer.observe_on(&gpu, &input, &Options::default()).unwrap().tensor.into_directions().1
     };
     let made = |row, col| QuantTensor::from_parts(&[COLS, ROWS], row, col).map(drop);

@@ -1,10 +1,7 @@
 //! Tensors in every format: bytes against the rules, what goes through unchanged, products of every pair, and what is refused.
 
 use half::{bf16, f16};
-use nvfp4::recipe::{
-    Capabilities, Family, LinearSlot, Model, Module, Pass, Plan, QuantSpec, Recipe, Role, SingleProcess, Site,
-    SpecQuantizer, States, multiply,
-};
+use nvfp4::format::{Family, multiply};
 use nvfp4::*;
 use nvfp4_spec::fp8::{self, Mode, Scaling, View};
 use nvfp4_spec::gemm as oracle;
@@ -28,8 +25,8 @@ fn spec(text: &str) -> QuantSpec {
     text.parse().unwrap()
 }
 
-fn quantizer(text: &str, directions: Directions) -> SpecQuantizer {
-    spec(text).quantizer_with(directions, |_| Some(371.3)).unwrap()
+fn quantizer(text: &str, directions: Directions) -> Quantizer {
+    Quantizer::with_scales(&spec(text), directions, |_| Some(371.3)).unwrap()
 }
 
 fn quantize(text: &str, seed: usize) -> QuantTensor {
@@ -366,70 +363,21 @@ fn randomness_and_amaxes_go_where_they_are_used() {
 
 #[test]
 fn specs_that_cannot_be_made_say_why() {
-    let message = |text: &str| spec(text).quantizer(Directions::Both).unwrap_err().to_string();
+    let message = |text: &str| Quantizer::new(spec(text), Directions::Both).unwrap_err().to_string();
     assert_eq!(
         message("fp8-delayed(e4m3)"),
-        "fp8-delayed(e4m3): its scale comes from earlier steps; give it with `quantizer_with`, or take the quantizer from a plan"
+        "fp8-delayed(e4m3): its scale comes from earlier steps; give it with `Quantizer::with_scales`, or take the quantizer from a plan"
     );
     assert!(message("mxfp8(e4m3, 32x32)").ends_with("use mxfp8 with 1x32"));
-    // A plan says so before the first step.
-    let mut model = Model::new();
-    model.add(Module::linear("fc"));
-    let squares = Recipe::from_fn("squares", |_: &Role| "mxfp8(e4m3, 32x32)".parse());
-    let error = Plan::build(&model, &squares, &Capabilities::software()).unwrap_err().to_string();
-    assert!(error.contains("fc:input: mxfp8(e4m3, 32x32) cannot be made yet: use mxfp8 with 1x32"), "{error}");
     assert!(message("custom(mine)").starts_with("custom(mine): not a format of this library"));
-    let zero = spec("fp8-delayed(e4m3)").quantizer_with(Directions::Row, |_| Some(0.0)).unwrap_err().to_string();
+    let zero =
+        Quantizer::with_scales(&spec("fp8-delayed(e4m3)"), Directions::Row, |_| Some(0.0)).unwrap_err().to_string();
     assert_eq!(zero, "fp8-delayed(e4m3): expected a scale above 0, got 0");
     // A direction that is not made is not looked at.
-    assert!(spec("mxfp8 / custom(mine)").quantizer(Directions::Row).is_ok());
+    assert!(Quantizer::new(spec("mxfp8 / custom(mine)"), Directions::Row).is_ok());
     let swizzled = quantize("mxfp8", 1).with_layout(Layout::Swizzled).unwrap_err().to_string();
     assert_eq!(swizzled, "expected an nvfp4 direction, got mxfp8; quantize to nvfp4, or match on `Direction`");
     assert!(quantize("mxfp8", 1).with_layout(Layout::Linear).is_ok());
-}
-
-/// A plan gives every tensor its quantizer; delayed scaling takes its scales from the state and leaves its amaxes there.
-#[test]
-fn a_plan_drives_its_quantizers() {
-    let mut model = Model::new();
-    model.add(Module::linear("fc"));
-    let plan =
-        |recipe: &str| Plan::build(&model, &recipe.parse::<Recipe>().unwrap(), &Capabilities::software()).unwrap();
-    let (input, weight) = (Site::new("fc", LinearSlot::Input), Site::new("fc", LinearSlot::Weight));
-    let delayed = plan("delayed_scaling");
-    let mut states = States::new(&delayed).unwrap();
-    let mut scale = 1.0;
-    for step in 0..3 {
-        let x: Vec<f32> = values(ROWS * COLS, step);
-        let amax = x.iter().fold(0f32, |m, x| m.max(x.abs()));
-        let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
-        let quantizer = delayed.quantizer(&input, &states.scales()).unwrap();
-        assert_eq!(quantizer.directions(), Directions::Both);
-        let observed = quantizer.observe(&x, &Options::default()).unwrap();
-        assert_eq!((observed.row_amax, observed.col_amax), (Some(amax), Some(amax)));
-        let Direction::Fp8(d) = observed.tensor.row().unwrap() else { panic!() };
-        assert_eq!(d.scales().factor(0), 1.0 / scale, "step {step}: the scale from before");
-        states.observe(&input, &observed).unwrap();
-        states.update(Pass::Forward, &SingleProcess).unwrap();
-        scale = states.scales().get(&input, Side::Row).unwrap();
-        assert_eq!(scale, 448.0 / states.get(&input, Side::Row).unwrap().history().iter().fold(0f32, |m, &a| m.max(a)));
-    }
-    let x: Vec<f32> = values(ROWS * COLS, 9);
-    let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
-    for recipe in ["high_precision", "current_scaling", "float8_block_scaling", "mxfp8", "nvfp4"] {
-        let plan = plan(recipe);
-        let scales = States::new(&plan).unwrap().scales();
-        let quantizer = plan.quantizer(&weight, &scales).unwrap();
-        let q = quantizer.quantize(&x).unwrap();
-        assert_eq!(
-            q,
-            spec(&plan.spec(&weight).unwrap().to_string()).quantizer(Directions::Both).unwrap().quantize(&x).unwrap()
-        );
-        let none = quantizer.observe(&x, &Options::default()).unwrap();
-        assert_eq!((none.row_amax, none.col_amax), (None, None));
-    }
-    let absent = delayed.quantizer(&Site::new("fd", LinearSlot::Input), &states.scales()).unwrap_err().to_string();
-    assert_eq!(absent, "fd:input: the plan has no such tensor");
 }
 
 #[test]
@@ -458,7 +406,7 @@ fn updates_in_every_format() {
     // NVFP4's own quantizer takes over a tensor of another format too.
     let mut q = quantize("mxfp8", 1);
     let nvfp4 = Quantizer::builder().directions(Directions::Both).build().unwrap();
-    q.update_in_place(&nvfp4, &x, &Options::default(), Update::Apply).unwrap();
+    nvfp4.update(&mut q, &x, &Options::default(), Update::Apply).unwrap();
     assert_eq!(q, nvfp4.quantize(&x).unwrap());
 }
 

@@ -249,7 +249,7 @@ fn a_huge_dimension_without_elements_takes_no_time_and_no_memory() {
         for layout in [Layout::Linear, Layout::Swizzled] {
             let both = Quantizer::builder().directions(Directions::Both).layout(layout).check_finite();
             let mut q = both.build().unwrap().quantize(&x).unwrap();
-            q.update_in_place(&both.build().unwrap(), &x, &Options::default(), Update::Apply).unwrap();
+            both.build().unwrap().update(&mut q, &x, &Options::default(), Update::Apply).unwrap();
             for side in [Side::Row, Side::Column] {
                 assert_eq!(q.dequantize::<f32>(side).unwrap(), [0.0f32; 0]);
             }
@@ -309,7 +309,7 @@ fn an_amax_for_a_direction_that_is_not_written_is_refused() {
     let mut q = quantize(Directions::Both, &row_amax).unwrap();
     q.keep(Directions::Column).unwrap();
     let both = Quantizer::builder().directions(Directions::Both).build().unwrap();
-    let refused = q.update_in_place(&both, &x, &row_amax, Update::Apply);
+    let refused = both.update(&mut q, &x, &row_amax, Update::Apply);
     assert!(matches!(refused, Err(Error::UnusedAmax(Side::Row))));
 }
 

@@ -1,6 +1,5 @@
 //! Saving and loading, and files that are not what they claim.
 
-use nvfp4::recipe::QuantSpec;
 use nvfp4::*;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -38,7 +37,7 @@ fn tensors() -> Vec<(String, QuantTensor)> {
 fn other(spec: &str) -> QuantTensor {
     let x: Vec<f32> = (0..32 * 40).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();
     let spec: QuantSpec = spec.parse().unwrap();
-    let quantizer = spec.quantizer_with(Directions::Both, |_| Some(3.7)).unwrap();
+    let quantizer = Quantizer::with_scales(&spec, Directions::Both, |_| Some(3.7)).unwrap();
     quantizer.quantize(&TensorRef::new(&x[..], &[2, 16, 40]).unwrap()).unwrap()
 }
 
@@ -376,5 +375,5 @@ fn truncated_and_absent_files_are_errors() {
             assert!(message.starts_with("not a valid safetensors file"), "{len} bytes: {message}");
         }
     }
-    assert!(matches!(load(&path.with_extension("nowhere")), Err(Error::Io { .. })));
+    assert!(matches!(load(&path.with_extension("nowhere")), Err(Error::File(nvfp4_files::Error::Io { .. }))));
 }

@@ -15,12 +15,16 @@ fn quantize(quantizer: &Quantizer, seed: usize) -> QuantTensor {
     quantizer.quantize(&TensorRef::new(&values(seed)[..], &[ROWS, COLS]).unwrap()).unwrap()
 }
 
+fn settings() -> QuantizerBuilder {
+    Quantizer::builder().directions(Directions::Both)
+}
+
 fn both() -> Quantizer {
-    Quantizer::builder().directions(Directions::Both).build().unwrap()
+    settings().build().unwrap()
 }
 
 fn per_row() -> Quantizer {
-    both().settings().global_scale(GlobalScale::PerRow).build().unwrap()
+    settings().global_scale(GlobalScale::PerRow).build().unwrap()
 }
 
 #[test]
@@ -46,11 +50,11 @@ fn dequantize_gives_each_direction_in_each_type() {
 
 #[test]
 fn update_in_place_equals_a_fresh_quantization() {
-    for quantizer in [both(), per_row(), both().settings().layout(Layout::Swizzled).build().unwrap()] {
+    for quantizer in [both(), per_row(), settings().layout(Layout::Swizzled).build().unwrap()] {
         let mut q = quantize(&both(), 1);
         let x = values(2);
         let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
-        q.update_in_place(&quantizer, &x, &Options::default(), Update::Apply).unwrap();
+        quantizer.update(&mut q, &x, &Options::default(), Update::Apply).unwrap();
         assert_eq!(q, quantize(&quantizer, 2));
     }
 }
@@ -59,7 +63,7 @@ fn update_in_place_equals_a_fresh_quantization() {
 fn a_skipped_update_changes_nothing() {
     let (mut q, x) = (quantize(&both(), 1), values(2));
     let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
-    q.update_in_place(&both(), &x, &Options::default(), Update::Skip).unwrap();
+    both().update(&mut q, &x, &Options::default(), Update::Skip).unwrap();
     assert_eq!(q, quantize(&both(), 1));
 }
 
@@ -68,7 +72,7 @@ fn an_update_writes_only_the_directions_that_are_there() {
     let (mut q, x) = (quantize(&both(), 1), values(2));
     q.keep(Directions::Column).unwrap();
     let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
-    q.update_in_place(&both(), &x, &Options::default(), Update::Apply).unwrap();
+    both().update(&mut q, &x, &Options::default(), Update::Apply).unwrap();
     assert_eq!((q.row(), q.col()), (None, quantize(&both(), 2).col()));
 }
 
@@ -77,21 +81,21 @@ fn a_refused_update_changes_nothing() {
     let mut q = quantize(&both(), 1);
     let mut x = values(2);
     let other = TensorRef::new(&x[..], &[COLS, ROWS]).unwrap();
-    let error = q.update_in_place(&both(), &other, &Options::default(), Update::Apply).unwrap_err();
+    let error = both().update(&mut q, &other, &Options::default(), Update::Apply).unwrap_err();
     assert_eq!(error.to_string(), "expected the shape [48, 64], got [64, 48]");
     let same = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
-    let error = q.update_in_place(&Quantizer::default(), &same, &Options::default(), Update::Apply).unwrap_err();
+    let error = Quantizer::default().update(&mut q, &same, &Options::default(), Update::Apply).unwrap_err();
     assert_eq!(
         error.to_string(),
         "the tensor holds a column direction, which the quantizer does not produce; \
          use a quantizer with `Directions::Both`, or drop the direction with `keep`"
     );
     let wrong_amax = Options { col_amax: Some(&[1.0, 2.0]), ..Options::default() };
-    assert!(q.update_in_place(&both(), &same, &wrong_amax, Update::Apply).is_err());
+    assert!(both().update(&mut q, &same, &wrong_amax, Update::Apply).is_err());
     x[5] = f32::NAN;
-    let strict = both().settings().check_finite().build().unwrap();
+    let strict = settings().check_finite().build().unwrap();
     let nan = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
-    assert!(q.update_in_place(&strict, &nan, &Options::default(), Update::Apply).is_err());
+    assert!(strict.update(&mut q, &nan, &Options::default(), Update::Apply).is_err());
     assert_eq!(q, quantize(&both(), 1));
 }
 
@@ -102,12 +106,12 @@ fn an_update_needs_a_quantizer_that_produces_the_row_direction_too() {
     let x = values(2);
     let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
     for update in [Update::Apply, Update::Skip] {
-        let error = q.update_in_place(&column, &x, &Options::default(), update).unwrap_err();
+        let error = column.update(&mut q, &x, &Options::default(), update).unwrap_err();
         assert!(matches!(error, Error::NotProduced(Side::Row)), "{error}");
         assert_eq!(q, quantize(&both(), 1));
     }
     q.keep(Directions::Column).unwrap();
-    q.update_in_place(&column, &x, &Options::default(), Update::Apply).unwrap();
+    column.update(&mut q, &x, &Options::default(), Update::Apply).unwrap();
     assert_eq!(q.col(), quantize(&both(), 2).col());
 }
 
@@ -126,7 +130,7 @@ fn keep_drops_a_direction_and_refuses_one_that_is_gone() {
 #[test]
 fn a_row_slice_has_the_bytes_of_the_whole() {
     for layout in [Layout::Linear, Layout::Swizzled] {
-        let quantizer = per_row().settings().layout(layout).build().unwrap();
+        let quantizer = settings().global_scale(GlobalScale::PerRow).layout(layout).build().unwrap();
         let whole = quantize(&quantizer, 1);
         let slice = whole.slice_rows(16, 48).unwrap();
         assert_eq!(slice.shape(), [32, COLS]);
@@ -146,7 +150,7 @@ fn a_slice_at_a_ragged_end_has_consistent_directions() {
     let x = TensorRef::new(x, &[17, 20]).unwrap();
     for layout in [Layout::Linear, Layout::Swizzled] {
         for global in [GlobalScale::PerTensor, GlobalScale::PerRow] {
-            let quantizer = both().settings().layout(layout).global_scale(global).build().unwrap();
+            let quantizer = settings().layout(layout).global_scale(global).build().unwrap();
             let whole = quantizer.quantize(&x).unwrap();
             let column: Vec<f32> = whole.dequantize(Side::Column).unwrap();
             for (start, end) in [(17, 17), (16, 17), (16, 16), (0, 17), (0, 0)] {
@@ -210,7 +214,7 @@ fn a_clone_has_the_same_bytes_and_its_own_memory() {
     assert_eq!(clone, q);
     let x = values(2);
     let x = TensorRef::new(&x[..], &[ROWS, COLS]).unwrap();
-    clone.update_in_place(&both(), &x, &Options::default(), Update::Apply).unwrap();
+    both().update(&mut clone, &x, &Options::default(), Update::Apply).unwrap();
     assert_eq!(q, quantize(&both(), 1));
 }
 
@@ -274,7 +278,7 @@ fn products_use_the_row_scaled_epilogue_if_either_side_has_a_scale_per_row() {
 
 #[test]
 fn matmul_refuses_other_lengths_and_other_rotations() {
-    let (q, rotated) = (quantize(&both(), 1), both().settings().transform(Transform::FixedSigns).build().unwrap());
+    let (q, rotated) = (quantize(&both(), 1), settings().transform(Transform::FixedSigns).build().unwrap());
     let rotated = quantize(&rotated, 1);
     let product = Product::<f32>::default();
     let message = |a: &Direction, b: &Direction| matmul(a, b, &product).unwrap_err().to_string();

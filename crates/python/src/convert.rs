@@ -4,7 +4,7 @@ use crate::error::OrRaise;
 use crate::verify::{self, ConversionError, DIALECTS};
 use crate::words::{PROFILES, Words, choose};
 use nvfp4::Implementation;
-use nvfp4::checkpoint::{
+use nvfp4_checkpoint::{
     Acts, Architectures, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern,
     ScaleChoice, Selection, Settings, Severity, Shards, Summary,
 };
@@ -69,7 +69,8 @@ pub fn convert<'py>(
     any_architecture: bool,
     progress: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let patterns = |texts: Vec<String>| texts.iter().map(|text| text.parse()).collect::<nvfp4::Result<Vec<Pattern>>>();
+    let patterns =
+        |texts: Vec<String>| texts.iter().map(|text| text.parse()).collect::<nvfp4_checkpoint::Result<Vec<Pattern>>>();
     let defaults = Settings::default();
     let settings = Settings {
         target: to.parse().or_raise()?,
@@ -97,7 +98,7 @@ pub fn convert<'py>(
         existing: choose("existing", EXISTING, existing)?,
     };
     let summary = watched(py, progress.as_ref(), |observer, stop| {
-        let summary = nvfp4::checkpoint::convert(&source, &target, &settings, observer, stop)?;
+        let summary = nvfp4_checkpoint::convert(&source, &target, &settings, observer, stop)?;
         Ok(summary)
     })?;
     check(py, &target, &summary.findings)?;
@@ -195,7 +196,7 @@ impl Observer for Heard {
 fn watched<R: Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
-    work: impl FnOnce(&Heard, &AtomicBool) -> nvfp4::Result<R> + Send,
+    work: impl FnOnce(&Heard, &AtomicBool) -> nvfp4_checkpoint::Result<R> + Send,
 ) -> PyResult<R> {
     let (heard, stop) = (Heard::default(), AtomicBool::new(false));
     let mut told = None;
@@ -227,7 +228,9 @@ fn watched<R: Send>(
         match (result, interrupt) {
             // It was done before it could stop; what was raised is still to be heard.
             (Ok(_), Some(signal)) => Err(signal),
-            (Err(nvfp4::Error::Interrupted), Some(signal)) if !signal.is_instance_of::<PyKeyboardInterrupt>(py) => {
+            (Err(nvfp4_checkpoint::Error::Interrupted), Some(signal))
+                if !signal.is_instance_of::<PyKeyboardInterrupt>(py) =>
+            {
                 Err(signal)
             }
             (result, _) => result.or_raise(),

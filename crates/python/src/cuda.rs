@@ -6,11 +6,11 @@ use crate::dlpack::{DataType, Device, Exchange, Lent, Tensor, borrow_stream};
 use crate::error::OrRaise;
 use crate::parts::{self, Part};
 use half::{bf16, f16};
+use nvfp4::Quantizer;
 use nvfp4::cuda::{
     Allocator, Direction, Gpu, Input, Memory, Observed, Offset, Options, Owned, Plain, Product, QuantTensor,
     Randomness, Slice, Stream, Values, finite,
 };
-use nvfp4::recipe::SpecQuantizer;
 use nvfp4::{Element, Fp8Direction, Global, GlobalScale, Nvfp4Direction, Precision, Side};
 use nvfp4_spec::fp8::Scales;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
@@ -175,7 +175,7 @@ fn floats(gpu: &Gpu, id: i32, x: &Bound<'_, PyAny>) -> PyResult<Numbers<f32>> {
 /// Quantizes an array on a GPU: the tensor, and the amaxes that delayed scaling is to remember.
 pub fn quantize<'py>(
     py: Python<'py>,
-    maker: &SpecQuantizer,
+    maker: &Quantizer,
     array: &Array,
     id: i32,
     given: Given<'py>,
@@ -223,7 +223,7 @@ pub fn watch(x: &Bound<'_, PyAny>, array: &Array, id: i32, found: &Bound<'_, PyA
 }
 
 /// The scales of the next step of delayed scaling, in place: see `Delayed.update_`.
-pub fn update(rule: &nvfp4::recipe::Delayed, tensors: [&Bound<'_, PyAny>; 3]) -> PyResult<()> {
+pub fn update(rule: &nvfp4_recipe::Delayed, tensors: [&Bound<'_, PyAny>; 3]) -> PyResult<()> {
     let wrong = || PyTypeError::new_err("expected contiguous float32 tensors of torch on one GPU");
     let borrow = |x: &Bound<'_, PyAny>| -> PyResult<(Tensor, i32)> {
         check_torch(x)?;

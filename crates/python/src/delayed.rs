@@ -4,7 +4,7 @@ use crate::error::OrRaise;
 use crate::words::{self, REDUCTIONS};
 #[cfg(not(feature = "cuda"))]
 use crate::{device::Place, dlpack::Tensor};
-use nvfp4::recipe::{self, AmaxRule, AmaxRules, Format, QuantSpec};
+use nvfp4_recipe::{self as recipe, AmaxRule, AmaxRules, Format, QuantSpec};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;

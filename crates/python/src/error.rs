@@ -1,36 +1,80 @@
 //! What goes wrong, as Python's exceptions, in the words of this package.
 
-use nvfp4::Error;
+use nvfp4::{Error, format};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 /// An error of the library as an exception: `OSError` for files, `RuntimeError` for the machine, `ValueError` for what was asked.
-pub fn raised(error: Error) -> PyErr {
-    match &error {
-        Error::Io { source, .. } => {
-            let text = error.to_string();
-            match source.raw_os_error() {
+pub trait Raised {
+    /// The exception.
+    fn raised(self) -> PyErr;
+}
+
+impl Raised for nvfp4_files::Error {
+    fn raised(self) -> PyErr {
+        let text = self.to_string();
+        match &self {
+            nvfp4_files::Error::Io { source, .. } => match source.raw_os_error() {
                 Some(code) => PyOSError::new_err((code, text)),
                 None => PyOSError::new_err(text),
+            },
+            _ => PyValueError::new_err(text),
+        }
+    }
+}
+
+impl Raised for Error {
+    fn raised(self) -> PyErr {
+        match self {
+            Error::File(error) => error.raised(),
+            Error::Exhausted => PyRuntimeError::new_err(self.to_string()),
+            #[cfg(feature = "cuda")]
+            Error::Cuda(_) => PyRuntimeError::new_err(self.to_string()),
+            Error::NoRandomness => {
+                PyValueError::new_err("stochastic rounding needs `seed` (and `offset`), or a `generator`")
             }
+            Error::UnusedRandomness => PyValueError::new_err(
+                "random numbers were given, but rounding is 'nearest'; use 'stochastic' or drop them",
+            ),
+            Error::Format(error) => error.raised(),
+            _ => PyValueError::new_err(self.to_string()),
         }
-        Error::Interrupted => {
-            PyKeyboardInterrupt::new_err("interrupted; the same call with existing='resume' continues")
+    }
+}
+
+impl Raised for format::Error {
+    fn raised(self) -> PyErr {
+        match self {
+            format::Error::TransformWithoutColumn => PyValueError::new_err(
+                "the Hadamard transform acts on the column direction, which is not asked for; \
+                 use directions='column' or 'both', or transform=None",
+            ),
+            _ => PyValueError::new_err(self.to_string()),
         }
-        Error::Exhausted | Error::Collective(_) => PyRuntimeError::new_err(error.to_string()),
-        #[cfg(feature = "cuda")]
-        Error::Cuda(_) => PyRuntimeError::new_err(error.to_string()),
-        Error::NoRandomness => {
-            PyValueError::new_err("stochastic rounding needs `seed` (and `offset`), or a `generator`")
+    }
+}
+
+impl Raised for nvfp4_recipe::Error {
+    fn raised(self) -> PyErr {
+        match self {
+            nvfp4_recipe::Error::Tensor(error) => error.raised(),
+            nvfp4_recipe::Error::File(error) => error.raised(),
+            nvfp4_recipe::Error::Collective(_) => PyRuntimeError::new_err(self.to_string()),
+            _ => PyValueError::new_err(self.to_string()),
         }
-        Error::UnusedRandomness => {
-            PyValueError::new_err("random numbers were given, but rounding is 'nearest'; use 'stochastic' or drop them")
+    }
+}
+
+impl Raised for nvfp4_checkpoint::Error {
+    fn raised(self) -> PyErr {
+        match self {
+            nvfp4_checkpoint::Error::Tensor(error) => error.raised(),
+            nvfp4_checkpoint::Error::File(error) => error.raised(),
+            nvfp4_checkpoint::Error::Interrupted => {
+                PyKeyboardInterrupt::new_err("interrupted; the same call with existing='resume' continues")
+            }
+            _ => PyValueError::new_err(self.to_string()),
         }
-        Error::TransformWithoutColumn => PyValueError::new_err(
-            "the Hadamard transform acts on the column direction, which is not asked for; \
-             use directions='column' or 'both', or transform=None",
-        ),
-        _ => PyValueError::new_err(error.to_string()),
     }
 }
 
@@ -40,8 +84,8 @@ pub trait OrRaise<T> {
     fn or_raise(self) -> PyResult<T>;
 }
 
-impl<T> OrRaise<T> for nvfp4::Result<T> {
+impl<T, E: Raised> OrRaise<T> for Result<T, E> {
     fn or_raise(self) -> PyResult<T> {
-        self.map_err(raised)
+        self.map_err(E::raised)
     }
 }

@@ -16,11 +16,11 @@ use crate::dlpack::{DataType, Lent, Numbers};
 use crate::error::OrRaise;
 use crate::words::{self, DIRECTIONS, choose};
 use half::{bf16, f16};
-use nvfp4::recipe::QuantSpec;
 use nvfp4::{
     Direction, Directions, Elements, Fp8Direction, Fp8Scales, Fp8Tile, Global, GlobalScale, Layout, Lies,
     Nvfp4Direction, Options, PlainDirection, Precision, QuantTensor, Randomness, Side, TensorRef, Values,
 };
+use nvfp4_recipe::QuantSpec;
 use nvfp4_spec::fp8::ScaleRef;
 use nvfp4_spec::{BLOCK, e2m1};
 use pyo3::exceptions::{PyAttributeError, PyValueError};
@@ -58,7 +58,7 @@ fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> 
         Precision::Bf16 => Values::Bf16(&[] as &[bf16]),
         Precision::F16 => Values::F16(&[] as &[f16]),
     };
-    let quantizer = spec.quantizer_with(directions, |_| Some(1.0)).or_raise()?;
+    let quantizer = nvfp4::Quantizer::with_scales(spec, directions, |_| Some(1.0)).or_raise()?;
     let randomness = match quantizer.rounding() {
         nvfp4::Rounding::NearestEven => None,
         nvfp4::Rounding::Stochastic => Some(Randomness::At { seed: 0, offset: 0 }),

@@ -4,7 +4,7 @@ use crate::error::OrRaise;
 use crate::quantizer::Quantizer;
 use crate::recipe::Recipe;
 use crate::words::{self, FINITES};
-use nvfp4::recipe::{self, Capabilities, Model, Module, Purpose, Site, States};
+use nvfp4_recipe::{self as recipe, Capabilities, Model, Module, Purpose, Site, States};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

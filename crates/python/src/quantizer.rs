@@ -12,12 +12,11 @@ use crate::threads;
 use crate::words::{
     self, DIRECTIONS, EDGES, FINITES, GLOBALS, LAYOUTS, PROFILES, ROUNDINGS, SCALE_RULES, TILES, choose,
 };
-use nvfp4::recipe::{Format, Nvfp4, QuantSpec, SpecQuantizer};
+use nvfp4::format::{Format, Nvfp4, QuantSpec};
 use nvfp4::{Elements, Options, Randomness, Side, Signs, Transform};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use std::borrow::Cow;
 use std::sync::Arc;
 
 /// A checked set of choices that turns arrays into quantized tensors.
@@ -35,12 +34,12 @@ use std::sync::Arc;
 #[derive(PartialEq)]
 pub struct Quantizer {
     spec: QuantSpec,
-    maker: SpecQuantizer,
+    maker: nvfp4::Quantizer,
 }
 
 impl Quantizer {
     /// A quantizer that was made elsewhere, as a plan does.
-    pub fn from_parts(spec: QuantSpec, maker: SpecQuantizer) -> Self {
+    pub fn from_parts(spec: QuantSpec, maker: nvfp4::Quantizer) -> Self {
         Quantizer { spec, maker }
     }
 
@@ -97,9 +96,9 @@ impl Quantizer {
         &self,
         scale: Option<&Bound<'_, PyAny>>,
         column_scale: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Cow<'_, SpecQuantizer>> {
+    ) -> PyResult<nvfp4::Quantizer> {
         if scale.is_none() && column_scale.is_none() {
-            return Ok(Cow::Borrowed(&self.maker));
+            return Ok(self.maker);
         }
         let one = |scale: Option<&Bound<'_, PyAny>>| match scale.map(floats).transpose()?.as_deref() {
             None => Ok(1.0),
@@ -111,8 +110,9 @@ impl Quantizer {
             (QuantSpec::Split(_), Side::Column) => column_scale,
             _ => scale,
         };
-        let maker = self.spec.quantizer_with(self.maker.directions(), |side| Some(of(side))).or_raise()?;
-        Ok(Cow::Owned(maker.with_finite(self.maker.finite())))
+        let maker =
+            nvfp4::Quantizer::with_scales(&self.spec, self.maker.directions(), |side| Some(of(side))).or_raise()?;
+        Ok(maker.with_finite(self.maker.finite()))
     }
 }
 
@@ -209,7 +209,7 @@ impl Quantizer {
                 ));
             }
         };
-        let maker = spec.quantizer_with(directions, |_| Some(1.0)).or_raise()?;
+        let maker = nvfp4::Quantizer::with_scales(&spec, directions, |_| Some(1.0)).or_raise()?;
         Ok(Quantizer { spec, maker: maker.with_finite(finite) })
     }
 

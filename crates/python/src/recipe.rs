@@ -3,8 +3,8 @@
 use crate::error::OrRaise;
 use crate::role::Role;
 use crate::words::{self, BACKWARDS, FINITES, choose};
-use nvfp4::Error;
-use nvfp4::recipe::{self, Preset, QuantSpec, Site};
+use nvfp4_recipe::Error;
+use nvfp4_recipe::{self as recipe, Preset, QuantSpec, Site};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use std::path::PathBuf;
@@ -35,7 +35,7 @@ impl Recipe {
     }
 
     /// A result, or the exception whose cause is what the recipe's function raised.
-    pub fn explain<T>(&self, py: Python<'_>, result: nvfp4::Result<T>) -> PyResult<T> {
+    pub fn explain<T>(&self, py: Python<'_>, result: nvfp4_recipe::Result<T>) -> PyResult<T> {
         let cause = self.raised.lock().unwrap_or_else(PoisonError::into_inner).take();
         result.or_raise().inspect_err(|error| error.set_cause(py, cause))
     }
@@ -85,7 +85,7 @@ impl Recipe {
                 ask(py, &function, role).map_err(|error| {
                     let reason = format!("the recipe's function failed for {role}: {error}");
                     seen.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                    Error::Spec(reason)
+                    Error::Setting(reason)
                 })
             })
         };

@@ -1,6 +1,6 @@
 //! What a recipe is asked about.
 
-use nvfp4::recipe::{self, Slot};
+use nvfp4_recipe::{self as recipe, Slot};
 use pyo3::prelude::*;
 
 /// One tensor of one module: what a recipe's function is asked about.

@@ -3,8 +3,8 @@
 use crate::error::OrRaise;
 use crate::threads;
 use crate::words::{Words, choose};
-use nvfp4::checkpoint::gguf::{self, GgufFile};
-use nvfp4::checkpoint::{Checkpoint, Client, Dialect, Finding, Model, Severity};
+use nvfp4_checkpoint::gguf::{self, GgufFile};
+use nvfp4_checkpoint::{Checkpoint, Client, Dialect, Finding, Model, Severity};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::path::{Path, PathBuf};
@@ -45,7 +45,7 @@ pub fn findings(
     client: Option<Client>,
     dialect: Option<Dialect>,
     threads: usize,
-) -> nvfp4::Result<Vec<Finding>> {
+) -> nvfp4_checkpoint::Result<Vec<Finding>> {
     if gguf::is_gguf(path) {
         let mut findings = gguf::verify(&GgufFile::open(path)?)?;
         if let Some(client) = client.filter(|&client| client != Client::LlamaCpp) {
@@ -59,7 +59,7 @@ pub fn findings(
         Some(dialect) => Model::with_dialect(&checkpoint, dialect)?,
         None => Model::new(&checkpoint)?,
     };
-    nvfp4::checkpoint::verify(&model, client.unwrap_or_default(), threads)
+    nvfp4_checkpoint::verify(&model, client.unwrap_or_default(), threads)
 }
 
 /// The texts of findings of one severity.

@@ -1,10 +1,10 @@
 //! The words of settings. A word that is not known is a `ValueError` that names the known ones.
 
-use nvfp4::recipe::{AttentionSlot, BackwardOverride, LinearSlot, Reduction, Slot};
 use nvfp4::{
     Bound as E4m3Bound, Directions, Edge, ErrorPath, Finite, GlobalScale, Layout, Metric, Precision, Profile, Rounding,
     ScaleRule, Side, Tile,
 };
+use nvfp4_recipe::{AttentionSlot, BackwardOverride, LinearSlot, Reduction, Slot};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

@@ -1,7 +1,7 @@
 //! Recipes by name: what NVFP4 is compared with, and the preset `nvfp4` less or more one thing. They are the files of `crates/cli/recipes`.
 
 use anyhow::{Result, anyhow};
-use nvfp4::recipe::Recipe;
+use nvfp4_recipe::Recipe;
 use std::path::Path;
 
 /// The baseline of every comparison.

@@ -131,7 +131,8 @@ impl Results {
     pub fn merged(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut all: Option<Results> = None;
         for path in files(paths)? {
-            let json: Value = nvfp4::regular::read_json(&path, MAX_FILE).map_err(|error| anyhow!("--merge {error}"))?;
+            let json: Value =
+                nvfp4_files::regular::read_json(&path, MAX_FILE).map_err(|error| anyhow!("--merge {error}"))?;
             let found: Results = serde_json::from_value(json)
                 .with_context(|| format!("{}: not what `nvfp4 train --json` writes", path.display()))?;
             ensure!(

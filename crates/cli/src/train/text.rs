@@ -18,7 +18,7 @@ const MAX_TEXT: u64 = 4 << 30;
 pub fn read(path: Option<&Path>) -> Result<Vec<u8>> {
     match path {
         None => Ok(DEFAULT.as_bytes().to_vec()),
-        Some(path) => nvfp4::regular::read(path, MAX_TEXT).map_err(|error| anyhow!("--text {error}")),
+        Some(path) => nvfp4_files::regular::read(path, MAX_TEXT).map_err(|error| anyhow!("--text {error}")),
     }
 }
 

@@ -5,7 +5,7 @@ use crate::place::Parameter;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
-use nvfp4::recipe::ModulePath;
+use nvfp4_recipe::ModulePath;
 
 impl Session {
     /// Runs the backward pass of a loss and adds the gradients of all parameters to those of the step: call it once per micro-batch.
@@ -34,7 +34,7 @@ impl Session {
         let mut state = self.state();
         state.gradients.clear();
         state.weights.values_mut().for_each(|weight| weight.forget_note());
-        state.states.iter_mut().for_each(|states| states.forget());
+        state.forget_amaxes();
         drop(state);
         self.begin_looking(None)
     }

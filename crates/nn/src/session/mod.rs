@@ -1,9 +1,10 @@
 //! What a training run carries from step to step: parameters, gradients, the plan, delayed scales, random numbers.
 //!
-//! Modules hold a clone of their [`Session`]; all clones are one. Nothing here is global. This file has a run's steps; `gradients.rs` adds up
-//! gradients, `quantize.rs` is what modules ask for, `weights.rs` keeps the codes of weights, `nodes.rs` counts what is kept for backward
+//! Modules hold a clone of their [`Session`]; all clones are one. Nothing here is global. This file has a run's steps; `delayed.rs` tells
+//! delayed scaling what was seen, `gradients.rs` adds up gradients, `quantize.rs` is what modules ask for, `weights.rs` keeps the codes of weights, `nodes.rs` counts what is kept for backward
 //! passes, `watch.rs` looks for numbers that are not finite.
 
+mod delayed;
 mod gradients;
 mod nodes;
 mod quantize;
@@ -17,7 +18,7 @@ use crate::place::{Parameter, Place};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use nvfp4::Generator;
-use nvfp4::recipe::{
+use nvfp4_recipe::{
     Capabilities, Edge, Model, Module, ModulePath, Pass, Plan, Recipe, Scales, SingleProcess, Site, States,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -73,6 +74,8 @@ pub(crate) struct State {
     fault: Option<Fault>,
     #[cfg(feature = "nn-cuda")]
     looks: Option<crate::gpu::Looks<watch::Look>>,
+    #[cfg(feature = "nn-cuda")]
+    amaxes: Option<crate::gpu::Amaxes<delayed::Whose>>,
     kept: BTreeMap<ModulePath, usize>,
 }
 
@@ -109,6 +112,8 @@ impl Session {
             fault: None,
             #[cfg(feature = "nn-cuda")]
             looks: None,
+            #[cfg(feature = "nn-cuda")]
+            amaxes: None,
             kept: BTreeMap::new(),
         })))
     }
@@ -136,6 +141,7 @@ impl Session {
     pub fn apply_plan(&self, plan: Plan) -> Result<()> {
         let mut state = self.state();
         check_model(&state.model, &plan)?;
+        state.record_amaxes()?;
         let before = (state.plan.clone(), state.states.clone(), state.scales.clone(), state.weights.clone());
         match (state.plan.clone(), state.states.as_mut()) {
             (Some(before), Some(states)) => {
@@ -170,9 +176,11 @@ impl Session {
         self.state().parameters.clone()
     }
 
-    /// A copy of the delayed scaling's state, once there is a plan.
-    pub fn states(&self) -> Option<States> {
-        self.state().states.clone()
+    /// A copy of the delayed scaling's state, once there is a plan. Waits for a GPU.
+    pub fn states(&self) -> Result<Option<States>> {
+        let mut state = self.state();
+        state.record_amaxes()?;
+        Ok(state.states.clone())
     }
 
     /// The state of the generator for stochastic rounding.
@@ -183,6 +191,7 @@ impl Session {
     /// Ends a step, after the optimizer's: gradients go, weights are quantized anew when next read, delayed scales move on.
     pub fn next_step(&self) -> Result<()> {
         let mut state = self.state();
+        state.record_amaxes()?;
         if let Some(states) = state.states.as_mut() {
             states.update(Pass::Forward, &SingleProcess)?;
             states.update(Pass::Backward, &SingleProcess)?;
@@ -221,6 +230,7 @@ impl Session {
     pub(crate) fn resume(&self, step: u64, seed: u64, generator: Generator, states: States) -> Result<()> {
         let mut state = self.state();
         (state.step, state.seed, state.generator) = (step, seed, generator);
+        state.forget_amaxes();
         state.scales = Some(Arc::new(states.scales()));
         state.states = Some(states);
         state.gradients.clear();

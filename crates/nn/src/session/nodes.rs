@@ -4,7 +4,7 @@ use super::Session;
 use crate::graph::{self, Backward};
 use crate::{Error, Result};
 use candle_core::Tensor;
-use nvfp4::recipe::ModulePath;
+use nvfp4_recipe::ModulePath;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

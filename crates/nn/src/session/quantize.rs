@@ -1,15 +1,15 @@
 //! From a tensor of a module to what the plan makes of it.
 
 use super::{Phase, Session, State};
-use crate::codes::Codes;
+use crate::codes::{Amax, Codes};
 use crate::operand::Quantized;
 use crate::{Error, Result};
 use candle_core::Tensor;
-use nvfp4::recipe::{ColumnSource, Consumer, Family, Format, LinearSlot, Plan, QuantSpec, Site, Slot};
-use nvfp4::{Directions, Randomness, Rounding, Side};
+use nvfp4::{Directions, Quantizer, Randomness, Rounding, Side};
+use nvfp4_recipe::{ColumnSource, Consumer, Family, Format, LinearSlot, Plan, QuantSpec, Site, Slot};
 
 /// Amaxes for delayed scaling, and whose they are.
-pub(super) type Seen = Vec<(Side, f32)>;
+pub(super) type Seen = Vec<(Side, Amax)>;
 
 impl Session {
     /// Quantizes a matrix as the plan says.
@@ -57,10 +57,18 @@ impl Session {
     /// the amaxes of a step count as one; but it may be the first to read a direction.
     pub(super) fn note(&self, site: &Site, seen: &Seen) -> Result<()> {
         let mut state = self.state();
-        let State { phase: Phase::Train | Phase::Again(_), states: Some(states), .. } = &mut *state else {
+        if matches!(state.phase, Phase::Evaluate(_)) {
             return Ok(());
-        };
-        Ok(seen.iter().try_for_each(|&(side, amax)| states.record(site, side, amax))?)
+        }
+        for (side, amax) in seen {
+            match (amax, &mut state.states) {
+                (_, None) => {}
+                (Amax::Cpu(amax), Some(states)) => states.record(site, *side, *amax)?,
+                #[cfg(feature = "nn-cuda")]
+                (Amax::Gpu(amax), Some(_)) => state.keep_amax((site.clone(), *side), amax)?,
+            }
+        }
+        Ok(())
     }
 
     /// Quantizes a tensor that a module hands on, if the plan says so. Whoever takes the codes finds them; everybody else gets what they
@@ -114,7 +122,7 @@ impl Session {
     ) -> Result<(Quantized, Seen)> {
         let Some(directions) = directions else { return Ok((Quantized::plain(spec, x.detach()), Seen::new())) };
         let scales = self.state().scales.clone().ok_or(Error::NoPlan)?;
-        let quantizer = spec.quantizer_with(directions, |side| scales.get(site, of(side)))?;
+        let quantizer = Quantizer::with_scales(&spec, directions, |side| scales.get(site, of(side)))?;
         let randomness = match quantizer.rounding() {
             Rounding::NearestEven => None,
             Rounding::Stochastic => Some(self.draw(site)?),

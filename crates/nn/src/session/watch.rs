@@ -5,7 +5,7 @@ use super::{Session, State};
 use crate::gpu;
 use crate::{Result, values};
 use candle_core::Tensor;
-use nvfp4::recipe::ModulePath;
+use nvfp4_recipe::ModulePath;
 use std::fmt;
 
 /// Whether modules look for numbers that are not finite.

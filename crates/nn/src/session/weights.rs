@@ -6,7 +6,7 @@ use crate::operand::Quantized;
 use crate::place::Parameter;
 use crate::{Error, Result};
 use nvfp4::QuantTensor;
-use nvfp4::recipe::Site;
+use nvfp4_recipe::Site;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 
 use crate::cases::*;
 use candle_core::Tensor;
-use nvfp4::recipe::Recipe;
+use nvfp4_recipe::Recipe;
 
 /// The gradients of two micro-batches, each scaled, in one step or in two sessions.
 fn weighted(case: &Case, weight: f64) {
@@ -92,9 +92,9 @@ fn the_next_step_reads_the_new_weight() {
 #[test]
 fn delayed_scales_move_between_steps() {
     use nvfp4::Side;
-    use nvfp4::recipe::{LinearSlot, Site};
+    use nvfp4_recipe::{LinearSlot, Site};
     let case = Case::with("linear", &recipe("delayed_scaling"), 3);
-    let scale = |slot| case.session.states().unwrap().get(&Site::new("m", slot), Side::Row).unwrap().scale();
+    let scale = |slot| case.session.states().unwrap().unwrap().get(&Site::new("m", slot), Side::Row).unwrap().scale();
     let outputs: Vec<Vec<u64>> = (0..2).map(|_| case.run().y).collect();
     assert_eq!(outputs[0], outputs[1]);
     for slot in [LinearSlot::Input, LinearSlot::Weight, LinearSlot::GradOutput] {
@@ -106,14 +106,18 @@ fn delayed_scales_move_between_steps() {
     assert_eq!(scale(LinearSlot::GradOutput), 57344.0, "the loss weighs by at most 1");
     assert!(case.run().y != outputs[0]);
     // A held-out batch leaves no trace.
-    let before = case.session.states().unwrap().get(&Site::new("m", LinearSlot::Input), Side::Row).unwrap().clone();
+    let before =
+        case.session.states().unwrap().unwrap().get(&Site::new("m", LinearSlot::Input), Side::Row).unwrap().clone();
     case.session
         .evaluate(|| {
             case.loss();
             nvfp4_nn::Result::Ok(())
         })
         .unwrap();
-    assert_eq!(*case.session.states().unwrap().get(&Site::new("m", LinearSlot::Input), Side::Row).unwrap(), before);
+    assert_eq!(
+        *case.session.states().unwrap().unwrap().get(&Site::new("m", LinearSlot::Input), Side::Row).unwrap(),
+        before
+    );
 }
 
 /// test_custom_recipe_mixed_ds_and_stateless: only the tensor that asks has state.
@@ -124,14 +128,14 @@ fn only_tensors_that_ask_have_state() {
         case.run();
         case.session.next_step().unwrap();
     }
-    assert_eq!(case.session.states().unwrap().len(), 1);
+    assert_eq!(case.session.states().unwrap().unwrap().len(), 1);
 }
 
 /// What delayed scaling saw in a step that is left out does not count; the weight's codes stay, and their amax counts in the step that is made.
 #[test]
 fn a_step_that_is_left_out_moves_no_scale() {
     use nvfp4::Side;
-    use nvfp4::recipe::{LinearSlot, Site};
+    use nvfp4_recipe::{LinearSlot, Site};
     let [left_out, without] = [true, false].map(|leave_out| {
         let case = Case::with("linear", &recipe("delayed_scaling"), 3);
         if leave_out {
@@ -144,7 +148,7 @@ fn a_step_that_is_left_out_moves_no_scale() {
         }
         case.run();
         case.session.next_step().unwrap();
-        let states = case.session.states().unwrap();
+        let states = case.session.states().unwrap().unwrap();
         [LinearSlot::Input, LinearSlot::Weight, LinearSlot::GradOutput]
             .map(|slot| states.get(&Site::new("m", slot), Side::Row).unwrap().clone())
     });

@@ -3,8 +3,8 @@
 use crate::cases::*;
 use candle_core::{DType, Device, Module};
 use nvfp4::Side;
-use nvfp4::recipe::{AttentionPrecision, AttentionSlot, HandOver, LinearSlot, Recipe, Site};
 use nvfp4_nn::*;
+use nvfp4_recipe::{AttentionPrecision, AttentionSlot, HandOver, LinearSlot, Recipe, Site};
 
 fn multihead(recipe: &Recipe, hand_over: HandOver) -> Result<Case> {
     let session = Session::new(3);
@@ -39,7 +39,7 @@ fn precision_follows_from_the_plan() {
         assert_eq!((mode.forward, mode.backward), (precision, Some(precision)), "{preset}");
         case.run();
         case.session.next_step().unwrap();
-        assert_eq!(case.session.states().unwrap().len(), states, "{preset}");
+        assert_eq!(case.session.states().unwrap().unwrap().len(), states, "{preset}");
     }
 }
 
@@ -49,7 +49,7 @@ fn scales_of_s_and_dp_come_from_the_last_step() {
     let case = multihead(&recipe("nvfp4_linear_fp8_dpa"), HandOver::None).unwrap();
     let scale = |slot| {
         let site = Site::new("m.core_attention", slot);
-        case.session.states().unwrap().get(&site, Side::Row).unwrap().scale()
+        case.session.states().unwrap().unwrap().get(&site, Side::Row).unwrap().scale()
     };
     assert_eq!((scale(AttentionSlot::S), scale(AttentionSlot::DP)), (1.0, 1.0));
     let first = case.run();
@@ -106,8 +106,8 @@ fn both_hand_overs_run_and_save_a_quantization() {
         }
         if preset.starts_with("delayed") {
             // Handed over by attention's own scale; the consumer's saw nothing.
-            let states = case.session.states().unwrap();
-            let amax = |path: &str, slot: nvfp4::recipe::Slot| {
+            let states = case.session.states().unwrap().unwrap();
+            let amax = |path: &str, slot: nvfp4_recipe::Slot| {
                 states.get(&Site::new(path, slot), Side::Row).unwrap().history().iter().fold(0f32, |m, x| m.max(*x))
             };
             assert!(amax("m.core_attention", AttentionSlot::O.into()) > 0.0);
@@ -182,7 +182,7 @@ fn delayed_scales_of_columns() {
     let case = Case::with("attention", &Recipe::from_toml(rules).unwrap(), 3);
     case.run();
     case.session.next_step().unwrap();
-    let states = case.session.states().unwrap();
+    let states = case.session.states().unwrap().unwrap();
     for slot in [AttentionSlot::Qkv, AttentionSlot::S] {
         let of = |side| states.get(&Site::new("m", slot), side).unwrap().clone();
         assert_eq!((of(Side::Row).history().len(), of(Side::Column).history().len()), (4, 8));

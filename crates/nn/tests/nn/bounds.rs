@@ -5,9 +5,9 @@
 
 use crate::cases::*;
 use candle_core::{DType, Device, Module, Tensor};
-use nvfp4::recipe::{LinearSlot, Plan, Site, States};
 use nvfp4::{Direction, Directions, Generator, Options, Product, QuantTensor, Rounding, Side, TensorRef};
 use nvfp4_nn::*;
+use nvfp4_recipe::{LinearSlot, Plan, Site, States};
 use nvfp4_spec::gemm::{Accumulate, Interval, Operand, Sums};
 use nvfp4_spec::{fp8, matrix};
 
@@ -77,7 +77,7 @@ fn check(a: &Direction, b: &Direction, bias: Option<&[f32]>, got: &[f64], what: 
 fn quantized(plan: &Plan, slot: LinearSlot, x: &[f32], shape: &[usize], generator: &mut Generator) -> QuantTensor {
     let (site, scales) = (Site::new("m", slot), States::new(plan).unwrap().scales());
     let spec = plan.spec(&site).unwrap();
-    let quantizer = spec.quantizer_with(Directions::Both, |side| scales.get(&site, side)).unwrap();
+    let quantizer = nvfp4::Quantizer::with_scales(spec, Directions::Both, |side| scales.get(&site, side)).unwrap();
     let randomness = (quantizer.rounding() == Rounding::Stochastic).then(|| generator.draw().unwrap());
     let x = TensorRef::new(x, shape).unwrap();
     quantizer.quantize_with(&x, &Options { randomness, ..Options::default() }).unwrap()

@@ -1,8 +1,8 @@
 //! Every kind of module at a small size, and one step of it.
 
 use candle_core::{DType, Device, Module, Tensor};
-use nvfp4::recipe::{HandOver, Preset, Recipe};
 use nvfp4_nn::*;
+use nvfp4_recipe::{HandOver, Preset, Recipe};
 use std::collections::BTreeMap;
 
 pub const BATCH: usize = 2;

@@ -3,8 +3,8 @@
 use crate::cases::*;
 use candle_core::DType;
 use candle_nn::{Optimizer, ParamsAdamW};
-use nvfp4::recipe::Recipe;
 use nvfp4_nn::{AdamW, Session};
+use nvfp4_recipe::Recipe;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -172,7 +172,7 @@ fn parameters_alone_go_from_recipe_to_recipe() {
 #[test]
 fn a_replacement_that_was_interrupted() {
     let (folder, recipe) = (Folder::new(), recipe("nvfp4"));
-    let beside = |ending: &str| nvfp4::durable::beside(&folder.0, ending);
+    let beside = |ending: &str| nvfp4_files::durable::beside(&folder.0, ending);
     let (old, kept) = (beside(".replaced-2"), beside(".replaced-1"));
     std::fs::create_dir(&kept).unwrap();
     std::fs::write(kept.join("mine"), "").unwrap();
@@ -198,7 +198,7 @@ fn a_replacement_that_was_interrupted() {
 fn what_is_no_checkpoint_is_not_replaced() {
     let folder = Folder::new();
     let run = Run::new("linear", &recipe("nvfp4"), 1);
-    let partial = nvfp4::durable::beside(&folder.0, ".partial");
+    let partial = nvfp4_files::durable::beside(&folder.0, ".partial");
     for place in [&folder.0, &partial] {
         std::fs::create_dir_all(place).unwrap();
         std::fs::write(place.join("thesis.txt"), "").unwrap();

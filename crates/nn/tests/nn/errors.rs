@@ -2,8 +2,8 @@
 
 use crate::cases::*;
 use candle_core::{DType, Device, Module, Tensor};
-use nvfp4::recipe::{Capabilities, Model, Plan};
 use nvfp4_nn::*;
+use nvfp4_recipe::{Capabilities, Model, Plan};
 
 #[test]
 fn a_shape_that_does_not_fit_the_tiles() {
@@ -25,7 +25,7 @@ fn a_plan_that_is_missing_or_of_another_model() {
     let message = case.module.forward(&case.x.var).unwrap_err().to_string();
     assert!(message.starts_with("there is no plan yet: call `Session::apply`"), "{message}");
     let mut other = Model::new();
-    other.nest("layers.0", &nvfp4::recipe::TransformerLayer::default());
+    other.nest("layers.0", &nvfp4_recipe::TransformerLayer::default());
     let plan = Plan::build(&other, &recipe("nvfp4"), &Capabilities::software()).unwrap();
     let message = case.session.apply_plan(plan).unwrap_err().to_string();
     let start = "the plan of recipe 'nvfp4' is for another model: the model has m:grad_output, the plan has layers.0.";

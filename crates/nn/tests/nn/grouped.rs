@@ -2,8 +2,8 @@
 
 use crate::cases::*;
 use candle_core::{DType, Device, Module, Tensor};
-use nvfp4::recipe::{BackwardOverride, Recipe};
 use nvfp4_nn::*;
+use nvfp4_recipe::{BackwardOverride, Recipe};
 
 /// Grouped, and each expert alone on its tokens: outputs, gradients of the input, of weights and of biases.
 fn check(recipe: &Recipe, splits: &[usize], scale: f64) {

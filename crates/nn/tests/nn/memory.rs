@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Module};
 use nvfp4_nn::*;
 
 /// Bytes that a module keeps, and that candle's graph keeps beside it.
-fn kept(kind: &str, recipe: &nvfp4::recipe::Recipe) -> (usize, usize) {
+fn kept(kind: &str, recipe: &nvfp4_recipe::Recipe) -> (usize, usize) {
     let case = Case::with(kind, recipe, 1);
     let y = case.module.forward(&case.x.var).unwrap();
     (case.session.kept_bytes(), graph_bytes(&y))

@@ -1,7 +1,7 @@
 //! Every module under every preset.
 
 use crate::cases::*;
-use nvfp4::recipe::{BackwardOverride, Plan, TransformerLayer};
+use nvfp4_recipe::{BackwardOverride, Plan, TransformerLayer};
 
 /// test_custom_recipe_sanity and its like, TestHybridAllModules: two steps, all numbers finite, every parameter with a gradient that is
 /// not zero everywhere.
@@ -30,14 +30,14 @@ fn every_module_under_every_preset_is_finite() {
     }
 }
 
-/// What modules declare is what recipes are written against: the layer of `nvfp4::recipe`, tensor by tensor.
+/// What modules declare is what recipes are written against: the layer of `nvfp4_recipe`, tensor by tensor.
 #[test]
 fn modules_declare_what_recipes_know() {
     let case = Case::new("gpt layer", candle_core::DType::F32, 0);
-    let mut model = nvfp4::recipe::Model::new();
+    let mut model = nvfp4_recipe::Model::new();
     model.nest("m", &TransformerLayer::default());
     assert_eq!(case.session.model().roles(), model.roles());
-    let plan = Plan::build(&model, &recipe("nvfp4"), &nvfp4::recipe::Capabilities::software()).unwrap();
+    let plan = Plan::build(&model, &recipe("nvfp4"), &nvfp4_recipe::Capabilities::software()).unwrap();
     case.session.apply_plan(plan).unwrap();
 }
 

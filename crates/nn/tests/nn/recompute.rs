@@ -2,8 +2,8 @@
 
 use crate::cases::*;
 use candle_core::{DType, Device, Module, Tensor};
-use nvfp4::recipe::Recipe;
 use nvfp4_nn::*;
+use nvfp4_recipe::Recipe;
 use std::sync::Arc;
 
 /// A module that can be shared.

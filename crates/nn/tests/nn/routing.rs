@@ -2,9 +2,9 @@
 
 use crate::cases::*;
 use candle_core::{DType, Device, Module, Tensor};
-use nvfp4::recipe::{BackwardOverride, LinearSlot, QuantSpec, Recipe, Role, Slot};
 use nvfp4::{Directions, Side, TensorRef};
 use nvfp4_nn::*;
+use nvfp4_recipe::{BackwardOverride, LinearSlot, QuantSpec, Recipe, Role, Slot};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -84,7 +84,7 @@ fn a_plain_forward_pass_is_plain() {
 
 /// What a spec's row direction decodes to.
 fn seen(spec: &str, x: &Tensor) -> Tensor {
-    let quantizer = spec.parse::<QuantSpec>().unwrap().quantizer(Directions::Row).unwrap();
+    let quantizer = nvfp4::Quantizer::new(spec.parse::<QuantSpec>().unwrap(), Directions::Row).unwrap();
     let values: Vec<f32> = x.flatten_all().unwrap().to_vec1().unwrap();
     let q = quantizer.quantize(&TensorRef::new(&values[..], x.dims()).unwrap()).unwrap();
     Tensor::from_vec(q.dequantize::<f32>(Side::Row).unwrap(), x.shape(), &Device::Cpu).unwrap()
@@ -182,7 +182,7 @@ fn what_is_kept_of_an_input() {
 /// column direction can be made again, gives the same gradients.
 #[test]
 fn an_input_kept_as_it_is_gives_the_same_gradients() {
-    use nvfp4::recipe::KeepInput;
+    use nvfp4_recipe::KeepInput;
     let stochastic = operands("nvfp4(hadamard, stochastic)", "nvfp4(16x16)", "nvfp4(hadamard, stochastic)");
     let cases =
         [(recipe("mxfp8"), true), (recipe("nvfp4"), true), (stochastic, true), (recipe("delayed_scaling"), false)];

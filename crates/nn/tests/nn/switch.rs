@@ -2,7 +2,7 @@
 
 use crate::cases::*;
 use nvfp4::Side;
-use nvfp4::recipe::{BackwardOverride, LinearSlot, Recipe, Site};
+use nvfp4_recipe::{BackwardOverride, LinearSlot, Recipe, Site};
 
 /// After a switch a session does what a new one does with the same parameters: test_dynamic_recipe_update, test_quantizer_update,
 /// test_linear_like_runtime_backward_override_switch_updates_ctx (none, each mode, none).
@@ -37,7 +37,7 @@ fn delayed_state_is_kept_where_it_fits() {
     let case = Case::with("linear", &operands(delayed, delayed, "fp8-delayed(e5m2, history=4)"), 3);
     case.run();
     case.session.next_step().unwrap();
-    let state = |slot| case.session.states().unwrap().get(&Site::new("m", slot), Side::Row).cloned();
+    let state = |slot| case.session.states().unwrap().unwrap().get(&Site::new("m", slot), Side::Row).cloned();
     let (input, weight) = (state(LinearSlot::Input), state(LinearSlot::Weight));
     assert!(input.as_ref().unwrap().scale() != 1.0);
     case.session.apply(&operands(delayed, "fp8-delayed(history=8)", "fp8(e5m2)")).unwrap();

@@ -20,7 +20,9 @@
 //! # }
 //! ```
 
+mod delayed;
 mod matmul;
+mod observe;
 mod quantize;
 mod tensor;
 

@@ -1,8 +1,8 @@
 //! Quantizers on the memory of a GPU.
 
 use super::{Direction, Gpu, Input, Memory, Nvfp4Direction, Offset, QuantTensor, Slice};
-use crate::quantizer::Finite;
-use crate::{Error, Profile, Quantizer, QuantizerBuilder, Result, Rounding, Side};
+use crate::format::{Finite, Nvfp4, Rounding, Side};
+use crate::{Error, Profile, Quantizer, Result};
 use nvfp4_kernels::quantize::cuda as kernel;
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{Precision, Rounding as Rule, area, e2m1};
@@ -39,7 +39,7 @@ impl TryFrom<crate::Randomness<'_>> for Randomness<'_> {
             crate::Randomness::At { seed, offset } => Ok(Randomness { seed, offset: Offset::Value(offset) }),
             crate::Randomness::Streams { .. } | crate::Randomness::Bytes { .. } => {
                 let fix = "a GPU takes its random numbers from a seed and an offset";
-                Err(Error::Spec(fix.to_string()))
+                Err(Error::setting(fix.to_string()))
             }
         }
     }
@@ -61,7 +61,7 @@ pub struct Options<'a> {
     pub col_scale: Option<Slice<'a, f32>>,
 }
 
-/// A quantized tensor, and what delayed scaling is to remember of it. Twin of [`crate::recipe::Observed`].
+/// A quantized tensor, and what delayed scaling is to remember of it. Twin of [`crate::Observed`].
 #[derive(Debug)]
 pub struct Observed {
     /// The tensor.
@@ -78,83 +78,61 @@ impl Gpu {
     /// A quantizer that refuses values that are not finite is itself refused: whether there are any is known too late. With a
     /// [`Profile`] other than TransformerEngine's this waits.
     pub fn quantize(&self, quantizer: &Quantizer, x: &Input<'_>, options: &Options<'_>) -> Result<QuantTensor> {
-        let has = |side| quantizer.directions().has(side).then_some(quantizer);
-        self.quantize_each(x, (has(Side::Row), has(Side::Column)), options)
+        Ok(quantizer.observe_on(self, x, options)?.tensor)
     }
 
-    /// Quantizes a matrix in both directions at once, each by the settings of its own quantizer.
+    /// Quantizes a matrix in both directions at once, each to NVFP4 by its own settings.
     pub(crate) fn quantize_each(
         &self,
         x: &Input<'_>,
-        (row, col): (Option<&Quantizer>, Option<&Quantizer>),
+        (row, col): (Option<&Nvfp4>, Option<&Nvfp4>),
         options: &Options<'_>,
     ) -> Result<QuantTensor> {
-        let stochastic = |quantizer: &Quantizer| quantizer.rounding() == Rounding::Stochastic;
-        match ([row, col].into_iter().flatten().any(stochastic), &options.randomness) {
-            (false, Some(_)) => return Err(Error::UnusedRandomness),
-            (true, None) => return Err(Error::NoRandomness),
-            _ => {}
+        if [row, col].into_iter().flatten().any(|format| format.finite == Finite::Refuse) {
+            return Err(Error::FiniteOnGpu);
         }
-        for (side, quantizer, amax) in [(Side::Row, row, options.row_amax), (Side::Column, col, options.col_amax)] {
-            if amax.is_some() && quantizer.is_none() {
-                return Err(Error::UnusedAmax(side));
-            }
-            if quantizer.is_some_and(|quantizer| quantizer.settings().finite == Finite::Refuse) {
-                return Err(Error::FiniteOnGpu);
-            }
-        }
-        let random = |quantizer: &Quantizer, side| {
-            options.randomness.filter(|_| stochastic(quantizer)).map(|randomness| randomness.random(side))
+        let random = |format: &Nvfp4, side| {
+            let stochastic = format.rounding() == Rounding::Stochastic;
+            options.randomness.filter(|_| stochastic).map(|randomness| randomness.random(side))
         };
         let (rows, cols) = (x.rows(), x.cols());
-        let room = |quantizer: &Quantizer, shape: (usize, usize), signs| -> Result<_> {
-            let settings = quantizer.settings();
-            Ok((self.room(&settings, shape.0, shape.1, signs)?, settings))
-        };
-        let mut row_room = row.map(|row| room(row, (rows, cols), None)).transpose()?;
-        let mut col_room = col.map(|col| room(col, (cols, rows), col.settings().transform.signs())).transpose()?;
+        let mut row_room = row.map(|row| self.room(row, rows, cols, None)).transpose()?;
+        let mut col_room = col.map(|col| self.room(col, cols, rows, col.transform().signs())).transpose()?;
         kernel::quantize(
             &self.stream,
             x,
-            row.zip(row_room.as_mut()).map(|(q, room)| room.0.target(&room.1, random(q, Side::Row), options.row_amax)),
-            col.zip(col_room.as_mut())
-                .map(|(q, room)| room.0.target(&room.1, random(q, Side::Column), options.col_amax)),
+            row.zip(row_room.as_mut()).map(|(f, room)| room.target(f, random(f, Side::Row), options.row_amax)),
+            col.zip(col_room.as_mut()).map(|(f, room)| room.target(f, random(f, Side::Column), options.col_amax)),
         )?;
-        for (room, amax) in [(&mut row_room, options.row_amax), (&mut col_room, options.col_amax)] {
-            if let Some((room, settings)) = room {
-                self.store_global(settings, room, amax, x.values().precision())?;
+        for (format, room, amax) in [(row, &mut row_room, options.row_amax), (col, &mut col_room, options.col_amax)] {
+            if let (Some(format), Some(room)) = (format, room) {
+                self.store_global(format, room, amax, x.values().precision())?;
             }
         }
-        let direction = |room: Option<(Nvfp4Direction, QuantizerBuilder)>| room.map(|(room, _)| Direction::Nvfp4(room));
-        Ok(QuantTensor { shape: vec![rows, cols], row: direction(row_room), col: direction(col_room) })
+        let (row, col) = (row_room.map(Direction::Nvfp4), col_room.map(Direction::Nvfp4));
+        Ok(QuantTensor { shape: vec![rows, cols], row, col })
     }
 
     /// A direction with room for its bytes.
-    fn room(
-        &self,
-        settings: &QuantizerBuilder,
-        rows: usize,
-        cols: usize,
-        rotation: Option<Signs>,
-    ) -> Result<Nvfp4Direction> {
-        let mode = &settings.mode;
+    fn room(&self, format: &Nvfp4, rows: usize, cols: usize, rotation: Option<Signs>) -> Result<Nvfp4Direction> {
+        let mode = &format.mode;
         Ok(Nvfp4Direction {
             rows,
             cols,
             codes: self.alloc(area(rows, e2m1::packed_len(cols))?)?,
-            scales: self.alloc(settings.layout.scale_len(rows, cols)?)?,
+            scales: self.alloc(format.layout.scale_len(rows, cols)?)?,
             stored: self.alloc(mode.global.count(rows))?,
             global: mode.global,
             unit: mode.profile.unit(mode.rule.bound()),
             rotation,
-            layout: settings.layout,
+            layout: format.layout,
         })
     }
 
     /// Brings the stored numbers of a direction in place, which hold its amax if that was not given.
     fn store_global(
         &self,
-        settings: &QuantizerBuilder,
+        format: &Nvfp4,
         room: &mut Nvfp4Direction,
         amax: Option<Slice<'_, f32>>,
         precision: Precision,
@@ -162,7 +140,7 @@ impl Gpu {
         if let Some(amax) = amax {
             self.stream.copy(amax, room.stored.slice_mut())?;
         }
-        let profile = settings.mode.profile;
+        let profile = format.mode.profile;
         if profile != Profile::TransformerEngine {
             let precision = room.rotation.map_or(precision, |_| nvfp4_spec::hadamard::PRECISION);
             let amax = self.stream.to_host(room.stored.slice())?;
@@ -176,12 +154,12 @@ impl Gpu {
 impl Nvfp4Direction {
     fn target<'a>(
         &'a mut self,
-        settings: &QuantizerBuilder,
+        format: &Nvfp4,
         random: Option<kernel::Random<'a>>,
         amax: Option<Slice<'a, f32>>,
     ) -> kernel::Direction<'a> {
         kernel::Direction {
-            mode: settings.mode,
+            mode: format.mode,
             rounding: random.map_or(Rule::NearestEven, Rule::Stochastic),
             transform: self.rotation,
             layout: self.layout,

@@ -2,7 +2,7 @@
 
 use super::{Gpu, Memory, Owned, Plain, Slice, SliceMut};
 use crate::direction::Outline;
-use crate::recipe::Family;
+use crate::format::Family;
 use crate::tensor::check_parts;
 use crate::{Element, Error, Fp8Code, Fp8Tile, Global, GlobalScale, Layout, Result, Side, Unit};
 use nvfp4_kernels::dequantize::cuda as nvfp4_kernel;

@@ -1,6 +1,6 @@
 //! A direction in FP8 or MXFP8.
 
-use crate::recipe::Family;
+use crate::format::Family;
 use crate::{Element, Fp8Code, Fp8Scales, Fp8Tile, Implementation, Result};
 use nvfp4_kernels::fp8::dequantize;
 use nvfp4_spec::fp8::{ScaleRef, Scales, View};

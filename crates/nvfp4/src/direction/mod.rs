@@ -9,7 +9,7 @@ pub use nvfp4::{Global, Nvfp4Direction};
 pub(crate) use plain::input as plain_input;
 pub use plain::{Elements, Lies, PlainDirection};
 
-use crate::recipe::Family;
+use crate::format::Family;
 use crate::{Element, Error, Fp8Tile, Implementation, Layout, Result, Signs};
 use std::fmt;
 
@@ -17,11 +17,11 @@ use std::fmt;
 /// transposed one.
 ///
 /// ```
-/// use nvfp4::recipe::QuantSpec;
-/// use nvfp4::{Direction, Directions, Side, TensorRef};
+/// use nvfp4::format::Mxfp8;
+/// use nvfp4::{Direction, Directions, Quantizer, Side, TensorRef};
 ///
 /// let x: Vec<f32> = (0..64 * 96).map(|i| (i as f32 * 0.1).sin()).collect();
-/// let mxfp8 = "mxfp8".parse::<QuantSpec>()?.quantizer(Directions::Both)?;
+/// let mxfp8 = Quantizer::new(Mxfp8::default(), Directions::Both)?;
 /// let x = mxfp8.quantize(&TensorRef::new(&x[..], &[64, 96])?)?;
 /// match x.direction(Side::Row)? {
 ///     Direction::Nvfp4(d) => println!("{} bytes, two codes each", d.codes().len()),

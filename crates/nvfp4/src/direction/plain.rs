@@ -1,7 +1,7 @@
 //! A direction that is not quantized.
 
 use super::fp8::{cut, transposed};
-use crate::recipe::Stored;
+use crate::format::Stored;
 use crate::{Element, Precision, Result, Values};
 use half::{bf16, f16};
 use nvfp4_kernels::Input;

@@ -3,9 +3,9 @@
 use super::{Labels, Part, Printer, Quantizers, Sizes, Times};
 use crate::bench::median;
 use anyhow::Result;
-use nvfp4::recipe::LinearSlot;
 use nvfp4::{Options, Product, QuantTensor, Randomness, Rounding, Side, TensorRef, matmul};
 use nvfp4_kernels::gemm::baseline;
+use nvfp4_recipe::LinearSlot;
 use std::time::Instant;
 
 const TURNS: usize = 7;

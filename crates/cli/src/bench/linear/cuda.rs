@@ -5,9 +5,9 @@ use crate::bench::median;
 use anyhow::{Context, Result};
 use half::bf16;
 use nvfp4::cuda::{Device, Direction, Gpu, Input, Offset, Options, Product, QuantTensor, Randomness, Values};
-use nvfp4::recipe::LinearSlot;
 use nvfp4::{Rounding, Side};
 use nvfp4_kernels::cuda::{Buffer, Cublas, Slice, Stream, time_in_turns};
+use nvfp4_recipe::LinearSlot;
 use std::ops::Range;
 use std::sync::Arc;
 

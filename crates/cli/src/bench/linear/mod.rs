@@ -7,7 +7,8 @@ mod cuda;
 use super::place::{Place, check_size};
 use crate::device::Device;
 use anyhow::{Result, ensure};
-use nvfp4::recipe::{Capabilities, LinearSlot, Model, Module, Plan, Recipe, Site, SpecQuantizer, States};
+use nvfp4::Quantizer;
+use nvfp4_recipe::{Capabilities, LinearSlot, Model, Module, Plan, Recipe, Site, States};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::io::Write;
@@ -120,9 +121,9 @@ struct Row {
 /// How the three tensors of the layer are quantized.
 struct Quantizers {
     recipe: String,
-    input: SpecQuantizer,
-    weight: SpecQuantizer,
-    grad_output: SpecQuantizer,
+    input: Quantizer,
+    weight: Quantizer,
+    grad_output: Quantizer,
 }
 
 impl Quantizers {
@@ -141,7 +142,7 @@ impl Quantizers {
         })
     }
 
-    fn of(&self, slot: LinearSlot) -> &SpecQuantizer {
+    fn of(&self, slot: LinearSlot) -> &Quantizer {
         match slot {
             LinearSlot::Weight => &self.weight,
             LinearSlot::GradOutput => &self.grad_output,

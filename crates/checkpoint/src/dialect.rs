@@ -1,0 +1,408 @@
+//! Whose checkpoint it is, and which tensors together are one weight.
+//!
+//! | | codes of `X` | block scales | tensor scale | even column |
+//! |---|---|---|---|---|
+//! | ModelOpt | `X.weight` | `X.weight_scale`, row by row | `X.weight_scale_2`, a multiplier | low nibble |
+//! | compressed-tensors | `X.weight_packed` | `X.weight_scale`, row by row | `X.weight_global_scale`, a divisor | low nibble |
+//! | torchao | `X._weight_qdata` | `X._weight_scale`, either layout | `X._weight_per_tensor_scale`, a multiplier | low nibble |
+//! | ComfyUI | `X.weight` | `X.weight_scale`, swizzled | `X.weight_scale_2`, a multiplier | high nibble |
+//!
+//! ModelOpt and ComfyUI differ in nothing but a marker, and reading one as the other gives noise: without the marker, or
+//! the configuration that says ModelOpt, a checkpoint is refused rather than guessed at.
+
+use super::folder::{Checkpoint, Located};
+use super::weight::{Arrangement, FP8_BLOCK, MX_BLOCK, Nibbles, Nvfp4, Stored, Weight};
+use crate::{Error, Result};
+use nvfp4::{Layout, Unit};
+use nvfp4_spec::{BLOCK, swizzle};
+use safetensors::Dtype;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+/// Whose names and layout a checkpoint has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Dialect {
+    /// Not quantized: BF16, F16 or F32.
+    Plain,
+    /// FP8 with one scale per 128 × 128 block (`weight_scale_inv`), as DeepSeek publishes.
+    Fp8Block,
+    /// MXFP4 experts (`…_blocks`, `…_scales`), as GPT-OSS is published.
+    MxFp4,
+    /// NVIDIA ModelOpt's NVFP4.
+    ModelOpt,
+    /// compressed-tensors' `nvfp4-pack-quantized`.
+    CompressedTensors,
+    /// torchao's `NVFP4Tensor`.
+    TorchAo,
+    /// ComfyUI's NVFP4 (comfy-kitchen).
+    ComfyUi,
+}
+
+impl Dialect {
+    /// Whether weights are stored in NVFP4.
+    pub fn is_nvfp4(self) -> bool {
+        matches!(self, Dialect::ModelOpt | Dialect::CompressedTensors | Dialect::TorchAo | Dialect::ComfyUi)
+    }
+}
+
+impl fmt::Display for Dialect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Dialect::Plain => "not quantized",
+            Dialect::Fp8Block => "FP8 with block scales",
+            Dialect::MxFp4 => "MXFP4",
+            Dialect::ModelOpt => "ModelOpt",
+            Dialect::CompressedTensors => "compressed-tensors",
+            Dialect::TorchAo => "torchao",
+            Dialect::ComfyUi => "ComfyUI",
+        })
+    }
+}
+
+/// A checkpoint seen as weights of modules and everything else.
+#[derive(Debug)]
+pub struct Model<'a> {
+    /// The checkpoint.
+    pub checkpoint: &'a Checkpoint,
+    /// Whose it is.
+    pub dialect: Dialect,
+    /// Matrices that are quantized or might be.
+    pub weights: Vec<Weight<'a>>,
+    /// All other tensors.
+    pub others: Vec<Located<'a>>,
+}
+
+impl<'a> Model<'a> {
+    /// Finds out whose checkpoint it is and groups its tensors.
+    pub fn new(checkpoint: &'a Checkpoint) -> Result<Self> {
+        Self::with_dialect(checkpoint, detect(checkpoint)?)
+    }
+
+    /// Groups the tensors of a checkpoint of this dialect.
+    pub fn with_dialect(checkpoint: &'a Checkpoint, dialect: Dialect) -> Result<Self> {
+        let mut grouping =
+            Grouping { checkpoint, taken: BTreeSet::new(), weights: BTreeMap::new(), named: BTreeMap::new() };
+        match dialect {
+            Dialect::Plain => {}
+            Dialect::Fp8Block => grouping.fp8()?,
+            Dialect::MxFp4 => grouping.mxfp4()?,
+            Dialect::TorchAo => grouping.torchao()?,
+            Dialect::ModelOpt => {
+                grouping.nvfp4(dialect)?;
+                grouping.experts()?;
+            }
+            Dialect::CompressedTensors | Dialect::ComfyUi => grouping.nvfp4(dialect)?,
+        }
+        grouping.plain()?;
+        // Tensors keep the order of their files, so that a converted checkpoint reads its source from front to back.
+        let (mut weights, mut others) = (Vec::new(), Vec::new());
+        for tensor in checkpoint.tensors() {
+            match grouping.weights.remove(&tensor.info.name) {
+                Some(weight) => weights.push(weight),
+                None if grouping.taken.contains(tensor.info.name.as_str()) => {}
+                None => others.push(tensor),
+            }
+        }
+        Ok(Model { checkpoint, dialect, weights, others })
+    }
+
+    /// A weight by the name of its module.
+    pub fn weight(&self, module: &str) -> Option<&Weight<'a>> {
+        self.weights.iter().find(|w| w.module == module)
+    }
+
+    /// The architecture that `config.json` names.
+    pub fn architecture(&self) -> Option<&str> {
+        self.checkpoint.config()?.get("architectures")?.get(0)?.as_str()
+    }
+}
+
+/// Whose checkpoint it is: by its marks, never by likelihood.
+pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
+    let has = |suffix: &str| checkpoint.tensors().any(|t| t.info.name.ends_with(suffix));
+    let config = checkpoint.config().and_then(|c| c.get("quantization_config")).filter(|c| !c.is_null());
+    let text = |value: Option<&Value>| value.and_then(Value::as_str).unwrap_or_default().to_lowercase();
+    let method = text(config.and_then(|c| c.get("quant_method")));
+    let producer = checkpoint.quantization().and_then(|q| q.get("producer")).and_then(|p| p.get("name"));
+    let refuse = |reason: String| Error::content(checkpoint.root(), reason);
+    let metadata = |wanted: &str| checkpoint.files().iter().any(|f| f.metadata().values().any(|v| v.contains(wanted)));
+    if has(".comfy_quant") || checkpoint.files().iter().any(|f| f.metadata().contains_key("_quantization_metadata")) {
+        return Ok(Dialect::ComfyUi);
+    }
+    if metadata("\"NVFP4Tensor\"") {
+        return Ok(Dialect::TorchAo);
+    }
+    if has(".weight_packed") {
+        return match has(".weight_global_scale") {
+            true => Ok(Dialect::CompressedTensors),
+            false => Err(refuse(format!(
+                "packed weights without 'weight_global_scale': compressed-tensors in the format '{}', not NVFP4",
+                text(config.and_then(|c| c.get("format")))
+            ))),
+        };
+    }
+    // Experts in one tensor are called `…_weight_scale_2`.
+    if has(".weight_scale_2") || has("_weight_scale_2") {
+        return match method.starts_with("modelopt") || text(producer) == "modelopt" {
+            true => Ok(Dialect::ModelOpt),
+            false => Err(refuse(
+                "the names fit both ModelOpt and ComfyUI, whose nibbles and scales are in opposite orders, and nothing \
+                 says which it is; say so with --from modelopt or --from comfyui"
+                    .to_string(),
+            )),
+        };
+    }
+    if has(".weight_scale_inv") {
+        return Ok(Dialect::Fp8Block);
+    }
+    if has("_blocks") && has("_scales") {
+        return Ok(Dialect::MxFp4);
+    }
+    let is_fp8 = |t: Located<'_>| t.info.dtype == Dtype::F8_E4M3 && t.info.name.ends_with(".weight");
+    match config {
+        Some(_) if checkpoint.tensors().any(is_fp8) => Err(refuse(format!(
+            "FP8 by '{method}' without 'weight_scale_inv': of FP8, weights with a scale per 128 × 128 block are read, not those with \
+             one per tensor or channel; use the checkpoint in BF16 that it was made from"
+        ))),
+        Some(_) if !method.is_empty() => Err(refuse(format!(
+            "quantized by '{method}', which is not read; use the checkpoint in BF16 that it was made from"
+        ))),
+        _ => Ok(Dialect::Plain),
+    }
+}
+
+/// Tensors on their way into weights. A weight is filed under the name of its first tensor.
+struct Grouping<'a> {
+    checkpoint: &'a Checkpoint,
+    taken: BTreeSet<&'a str>,
+    weights: BTreeMap<String, Weight<'a>>,
+    /// The first tensor of the weight of each module.
+    named: BTreeMap<String, &'a str>,
+}
+
+impl<'a> Grouping<'a> {
+    /// Modules that have a tensor with this suffix.
+    fn modules(&self, suffix: &str) -> Vec<&'a str> {
+        self.checkpoint.tensors().filter_map(|t| t.info.name.strip_suffix(suffix)).collect()
+    }
+
+    fn need(&self, name: &str, because: &str) -> Result<Located<'a>> {
+        self.checkpoint.get(name).ok_or_else(|| {
+            let reason = format!("tensor '{name}' is missing, which '{because}' needs");
+            Error::content(self.checkpoint.root(), reason)
+        })
+    }
+
+    /// Takes in a weight whose parts fit each other: the one place where sizes that a file claims become sizes to work with.
+    ///
+    /// A quantized weight has elements, so that its rows, columns and matrices are at most as many as the file has bytes. Where one of
+    /// them is zero, another may be any number, for which nothing in the file stands. Experts of which there are none are the one
+    /// exception: nobody goes through what each of them would have.
+    fn add(&mut self, module: &str, rows: usize, cols: usize, stored: Stored<'a>) -> Result<()> {
+        let (parts, first) = (stored.parts(), stored.first());
+        let weight = Weight { module: module.to_string(), rows, cols, stored };
+        let plain = matches!(stored, Stored::Plain(_));
+        if !plain && weight.matrices() > 0 && (rows == 0 || cols == 0) {
+            return Err(first.wrong(format!("a quantized weight of {rows} × {cols} has no elements; remove it")));
+        }
+        if let Some(other) = self.named.insert(module.to_string(), &first.info.name) {
+            return Err(first.wrong(format!("'{other}' is the weight of '{module}' already; remove one of them")));
+        }
+        self.taken.extend(parts.iter().map(|p| p.info.name.as_str()));
+        self.weights.insert(first.info.name.clone(), weight);
+        Ok(())
+    }
+
+    /// Every other matrix of floats that is called a weight.
+    fn plain(&mut self) -> Result<()> {
+        for tensor in self.checkpoint.tensors() {
+            let (Some(module), [rows, cols]) = (tensor.info.name.strip_suffix(".weight"), &tensor.info.shape[..])
+            else {
+                continue;
+            };
+            let float = matches!(tensor.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
+            if float && !self.taken.contains(tensor.info.name.as_str()) {
+                self.add(module, *rows, *cols, Stored::Plain(tensor))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn fp8(&mut self) -> Result<()> {
+        for module in self.modules(".weight_scale_inv") {
+            let scale_name = format!("{module}.weight_scale_inv");
+            let weight = self.need(&format!("{module}.weight"), &scale_name)?;
+            let scale = self.need(&scale_name, &scale_name)?;
+            let (Dtype::F8_E4M3, &[rows, cols]) = (weight.info.dtype, &weight.info.shape[..]) else {
+                return Err(weight.wrong("expected a matrix of F8_E4M3 beside its 'weight_scale_inv'"));
+            };
+            if !matches!(scale.info.dtype, Dtype::F32 | Dtype::BF16) {
+                return Err(scale.wrong("expected scales in F32 or BF16"));
+            }
+            let expected = [rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)];
+            if scale.info.shape != expected {
+                let got = &scale.info.shape;
+                return Err(scale.wrong(format!("expected one scale per 128 × 128 block, {expected:?}, got {got:?}")));
+            }
+            self.add(module, rows, cols, Stored::Fp8 { weight, scale })?;
+        }
+        Ok(())
+    }
+
+    fn mxfp4(&mut self) -> Result<()> {
+        for module in self.modules("_blocks") {
+            let blocks_name = format!("{module}_blocks");
+            let blocks = self.need(&blocks_name, &blocks_name)?;
+            let scales = self.need(&format!("{module}_scales"), &blocks_name)?;
+            let (Dtype::U8, Dtype::U8, [leading @ .., groups, 16]) =
+                (blocks.info.dtype, scales.info.dtype, &blocks.info.shape[..])
+            else {
+                return Err(blocks.wrong("expected MXFP4 blocks: U8 of shape […, groups, 16]"));
+            };
+            if scales.info.shape != blocks.info.shape[..blocks.info.shape.len() - 1] {
+                return Err(scales.wrong(format!("expected one scale per block of {:?}", blocks.info.shape)));
+            }
+            let (rows, cols) = (product(&blocks, leading)?, product(&blocks, &[*groups, MX_BLOCK])?);
+            let experts = if let [experts, _] = leading { *experts } else { 1 };
+            self.add(module, rows, cols, Stored::MxFp4 { blocks, scales, experts })?;
+        }
+        Ok(())
+    }
+
+    fn nvfp4(&mut self, dialect: Dialect) -> Result<()> {
+        let (codes, global, input, unit) = match dialect {
+            Dialect::CompressedTensors => ("weight_packed", "weight_global_scale", "input_global_scale", Unit::Divisor),
+            _ => ("weight", "weight_scale_2", "input_scale", Unit::Multiplier),
+        };
+        let (nibbles, layout) = match dialect {
+            Dialect::ComfyUi => (Nibbles::EvenHigh, Layout::Swizzled),
+            _ => (Nibbles::EvenLow, Layout::Linear),
+        };
+        for module in self.modules(&format!(".{global}")) {
+            let name = |part: &str| format!("{module}.{part}");
+            let codes_at = self.need(&name(codes), &name(global))?;
+            // ModelOpt's FP8 layers have no second scale, but other 4-bit formats do: only bytes can hold codes.
+            let parts = Nvfp4 {
+                codes: codes_at,
+                scales: self.need(&name("weight_scale"), &name(codes))?,
+                global: self.checkpoint.get(&name(global)),
+                input: self.checkpoint.get(&name(input)),
+                nibbles,
+                layout,
+                unit,
+                arrangement: Arrangement::Rows,
+            };
+            self.add_nvfp4(module, parts)?;
+            let marker = self.checkpoint.get(&name("comfy_quant"));
+            self.taken.extend(marker.map(|m| m.info.name.as_str()));
+        }
+        Ok(())
+    }
+
+    /// ModelOpt's experts in one tensor: `X`, `X_weight_scale`, `X_weight_scale_2`, inputs before outputs.
+    fn experts(&mut self) -> Result<()> {
+        for module in self.modules("_weight_scale_2") {
+            let name = |part: &str| format!("{module}_{part}");
+            let codes = self.need(module, &name("weight_scale_2"))?;
+            let scales = self.need(&name("weight_scale"), module)?;
+            let (Dtype::U8, &[experts, bytes, outputs]) = (codes.info.dtype, &codes.info.shape[..]) else {
+                return Err(codes.wrong("expected packed codes of experts, U8 of three dimensions"));
+            };
+            let (rows, cols) = (product(&codes, &[experts, outputs])?, product(&codes, &[bytes, 2])?);
+            let expected = [experts, cols / BLOCK, outputs];
+            if scales.info.dtype != Dtype::F8_E4M3 || !cols.is_multiple_of(BLOCK) || scales.info.shape != expected {
+                return Err(scales.wrong(format!("expected F8_E4M3 scales of {expected:?}")));
+            }
+            let global = self.need(&name("weight_scale_2"), module)?;
+            let input = self.checkpoint.get(&name("input_scale"));
+            for scalar in [Some(global), input].into_iter().flatten() {
+                let fits = scalar.info.len == 4 || Some(scalar.info.len) == (experts as u64).checked_mul(4);
+                if scalar.info.dtype != Dtype::F32 || !fits {
+                    return Err(scalar.wrong(format!("expected one F32 number, or one for each of {experts} experts")));
+                }
+            }
+            let parts = Nvfp4 {
+                codes,
+                scales,
+                global: Some(global),
+                input,
+                nibbles: Nibbles::EvenLow,
+                layout: Layout::Linear,
+                unit: Unit::Multiplier,
+                arrangement: Arrangement::Experts(experts),
+            };
+            self.add(module, rows, cols, Stored::Nvfp4(parts))?;
+        }
+        Ok(())
+    }
+
+    fn torchao(&mut self) -> Result<()> {
+        for file in self.checkpoint.files() {
+            for (tensor, text) in file.metadata().iter().filter(|(_, text)| text.contains("\"NVFP4Tensor\"")) {
+                let invalid = |reason: String| Error::content(file.path(), reason);
+                let entry: Value =
+                    serde_json::from_str(text).map_err(|e| invalid(format!("metadata of '{tensor}': {e}")))?;
+                let swizzled = entry.pointer("/_data/is_swizzled_scales").and_then(Value::as_bool);
+                let layout = match swizzled {
+                    Some(true) => Layout::Swizzled,
+                    Some(false) => Layout::Linear,
+                    None => return Err(invalid(format!("metadata of '{tensor}': no 'is_swizzled_scales'"))),
+                };
+                let (module, last) = tensor.rsplit_once('.').unwrap_or(("", tensor));
+                let name = |part: &str| format!("{module}.{}", format_args!("_{last}_{part}"));
+                let parts = Nvfp4 {
+                    codes: self.need(&name("qdata"), tensor)?,
+                    scales: self.need(&name("scale"), tensor)?,
+                    global: self.checkpoint.get(&name("per_tensor_scale")),
+                    input: self.checkpoint.get(&name("act_per_tensor_scale")),
+                    nibbles: Nibbles::EvenLow,
+                    layout,
+                    unit: Unit::Multiplier,
+                    arrangement: Arrangement::Rows,
+                };
+                self.add_nvfp4(module, parts)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn add_nvfp4(&mut self, module: &str, parts: Nvfp4<'a>) -> Result<()> {
+        let (Dtype::U8, &[rows, bytes]) = (parts.codes.info.dtype, &parts.codes.info.shape[..]) else {
+            let (dtype, shape) = (parts.codes.info.dtype, &parts.codes.info.shape);
+            return Err(parts
+                .codes
+                .wrong(format!("expected packed codes, a matrix of U8, got {dtype:?} of {shape:?}")));
+        };
+        let cols = product(&parts.codes, &[bytes, 2])?;
+        if parts.scales.info.dtype != Dtype::F8_E4M3 {
+            return Err(parts.scales.wrong(format!("expected F8_E4M3 scales, got {:?}", parts.scales.info.dtype)));
+        }
+        if !cols.is_multiple_of(BLOCK) {
+            return Err(parts.codes.wrong(format!("expected rows of a multiple of {BLOCK} elements, got {cols}")));
+        }
+        let fits = match parts.layout {
+            Layout::Linear => parts.scales.info.shape == [rows, cols / BLOCK],
+            Layout::Swizzled => parts.scales.info.len == swizzle::len(rows, cols / BLOCK)? as u64,
+        };
+        if !fits {
+            let got = &parts.scales.info.shape;
+            return Err(parts
+                .scales
+                .wrong(format!("expected the scales of {rows} × {} blocks, got {got:?}", cols / BLOCK)));
+        }
+        for scalar in [parts.global, parts.input].into_iter().flatten() {
+            if scalar.info.dtype != Dtype::F32 || scalar.info.len != 4 {
+                return Err(scalar.wrong("expected one F32 number"));
+            }
+        }
+        self.add(module, rows, cols, Stored::Nvfp4(parts))
+    }
+}
+
+/// The product of sizes that a tensor claims.
+fn product(tensor: &Located<'_>, sizes: &[usize]) -> Result<usize> {
+    let shape = &tensor.info.shape;
+    let product = sizes.iter().try_fold(1usize, |n, &size| n.checked_mul(size));
+    product.ok_or_else(|| tensor.wrong(format!("the shape {shape:?} has more elements than an address can count")))
+}

@@ -1,0 +1,120 @@
+//! What a checkpoint says beside its weights: scales of activations, and how keys and values are kept.
+
+use super::dialect::Model;
+use super::plan::{Differing, Item, Plan};
+use super::settings::{Acts, KvCache, Settings};
+use super::target::{Activations, Extras, Kv, Scale, Target};
+use super::weight::Stored;
+use crate::{Error, Result};
+use nvfp4::Bound;
+use nvfp4_spec::scale::Unit as ScaleUnit;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// What is written beside weights.
+pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) -> Result<Extras> {
+    if settings.kv == KvCache::Fp8Cast && settings.target == Target::Gguf {
+        let reason = "GGUF does not say how keys and values are kept; llama.cpp has options for it. Leave out --kv";
+        return Err(Error::Refused(reason.to_string()));
+    }
+    Ok(Extras { activations: activations(settings, plan)?, kv: kv(settings, model) })
+}
+
+/// Whether scales of activations are written. An NVFP4 source that has them for all of its weights keeps them.
+fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
+    if settings.acts != Acts::None {
+        return Ok(Activations::Nvfp4);
+    }
+    let has = |item: &Item<'_>| matches!(&item.weight.stored, Stored::Nvfp4(n) if n.input.is_some());
+    let (with, without): (Vec<_>, Vec<_>) = plan.quantized().partition(|item| has(item));
+    match (with.first(), without.first()) {
+        (None, _) => Ok(Activations::Plain),
+        (Some(_), None) => Ok(Activations::Nvfp4),
+        (Some(_), Some(missing)) => Err(Error::Refused(format!(
+            "the source has scales of activations, but none for '{}'; give them with --acts",
+            missing.weight.module
+        ))),
+    }
+}
+
+/// How keys and values are kept: as asked for, or as the source says.
+fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
+    let algorithm = model.checkpoint.quantization().and_then(|q| q.pointer("/quantization/kv_cache_quant_algo"));
+    let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
+    let fp8 = algorithm.and_then(Value::as_str) == Some("FP8") || scheme.is_some_and(|s| s["num_bits"] == 8);
+    let says = [algorithm, scheme].into_iter().flatten().any(|said| !said.is_null());
+    match (settings.kv == KvCache::Fp8Cast || fp8, says) {
+        (true, _) => Kv::Fp8,
+        (false, true) => Kv::Other,
+        (false, false) => Kv::Unsaid,
+    }
+}
+
+/// The scale of the activations of every weight, as the target stores it. Weights that are joined share the largest.
+pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activations) -> Result<BTreeMap<String, f32>> {
+    if activations == Activations::Plain {
+        return Ok(BTreeMap::new());
+    }
+    match &settings.acts {
+        Acts::Amaxes(amaxes) => check_amaxes(amaxes, plan)?,
+        Acts::Constant(scale) if !is_scale(*scale) => {
+            return Err(Error::Refused(format!("--acts: the scale {scale} or its inverse is no normal float32")));
+        }
+        Acts::Constant(_) | Acts::None => {}
+    }
+    let six_e = Bound::E448.six_e();
+    let own = |item: &Item<'_>| -> Result<f32> {
+        match (&settings.acts, &item.weight.stored) {
+            (Acts::Constant(scale), _) => Ok(*scale),
+            (Acts::Amaxes(amaxes), _) => Ok(amaxes[&item.weight.module] / six_e),
+            (Acts::None, Stored::Nvfp4(source)) => {
+                let stored = source.input()?.unwrap_or(1.0);
+                Ok(if source.unit == ScaleUnit::Divisor { 1.0 / stored } else { stored })
+            }
+            (Acts::None, _) => Ok(1.0),
+        }
+    };
+    let mut multipliers = vec![0f32; plan.items.len()];
+    for (i, item) in plan.items.iter().enumerate() {
+        if item.action.is_nvfp4() {
+            multipliers[i] = own(item)?;
+        }
+    }
+    // Activations are quantized when a model runs, with the largest scale of those that are joined.
+    if settings.acts != Acts::None || settings.selection.differing == Differing::Rescale {
+        for group in &plan.groups {
+            let shared = group.members.iter().map(|&i| multipliers[i]).fold(0.0, f32::max);
+            group.members.iter().for_each(|&i| multipliers[i] = shared);
+        }
+    }
+    let stored = |(i, item): (usize, &Item<'_>)| {
+        (item.weight.module.clone(), settings.target.stored(Scale::Multiplier(multipliers[i])))
+    };
+    Ok(plan.items.iter().enumerate().map(stored).collect())
+}
+
+/// Every weight needs an amax, and all that are missing are named at once.
+fn check_amaxes(amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>) -> Result<()> {
+    let modules = || plan.quantized().map(|item| item.weight.module.as_str());
+    let missing: Vec<&str> = modules().filter(|module| !amaxes.contains_key(*module)).collect();
+    if !missing.is_empty() {
+        return Err(Error::Refused(format!("--acts: no amax for '{}'", missing.join("', '"))));
+    }
+    for module in modules() {
+        let amax = amaxes[module];
+        if !(amax.is_finite() && amax > 0.0) {
+            return Err(Error::Refused(format!("--acts: '{module}' has the amax {amax}; expected a positive number")));
+        }
+        if !is_scale(amax / Bound::E448.six_e()) {
+            let reason =
+                format!("--acts: '{module}' has the amax {amax}, whose scale is too small or too large for a float32");
+            return Err(Error::Refused(reason));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a scale can be stored by every target: some store the scale itself, others its inverse.
+fn is_scale(scale: f32) -> bool {
+    scale > 0.0 && scale.is_normal() && scale.recip().is_normal()
+}

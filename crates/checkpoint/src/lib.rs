@@ -1,0 +1,88 @@
+//! Checkpoints: what other programs write and load, read safely, converted to NVFP4, checked and explained.
+//!
+//! Read in this order: `file` (one safetensors file), `folder` (a checkpoint), `dialect` (whose it is), `weight` (its
+//! matrices), `names`, `joined`, `keep`, `architecture` and `plan` (what will happen to them), `target` and `shards` (what
+//! is written, and where; `gguf` for llama.cpp), `settings` (what is asked for), `convert` (the two passes) and `rows` (one
+//! piece of one weight); then `verify`, `described` and `complete` (whether a server would load the result).
+//!
+//! ```no_run
+//! use nvfp4_checkpoint::{Settings, convert};
+//! use std::path::Path;
+//! use std::sync::atomic::AtomicBool;
+//!
+//! let (stop, nobody) = (AtomicBool::new(false), ());
+//! let summary = convert(Path::new("Qwen3-8B"), Path::new("Qwen3-8B-NVFP4"), &Settings::default(), &nobody, &stop)?;
+//! println!("{} weights, {} bytes", summary.quantized.len(), summary.after);
+//! # Ok::<(), nvfp4_checkpoint::Error>(())
+//! ```
+
+#![forbid(unsafe_code)]
+
+#[cfg(target_endian = "big")]
+compile_error!("weights are read as they lie in the file, which needs a little-endian machine");
+
+mod architecture;
+mod beside;
+mod compare;
+mod complete;
+mod convert;
+#[cfg(test)]
+mod crash;
+mod described;
+mod dialect;
+mod error;
+mod file;
+mod folder;
+#[doc(hidden)]
+pub mod fuzzed;
+pub mod gguf;
+mod inputs;
+mod joined;
+mod keep;
+mod measure;
+mod mxfp4;
+mod names;
+mod outline;
+mod plan;
+mod pool;
+mod room;
+mod rows;
+mod settings;
+mod shards;
+mod stamp;
+mod statistics;
+mod target;
+mod there;
+mod verify;
+mod weight;
+mod work;
+
+pub use architecture::{Architectures, loading};
+pub use compare::{Compared, Comparison, Difference, compare, differences};
+pub use convert::convert;
+pub use dialect::{Dialect, Model, detect};
+pub use error::{Error, Result};
+pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
+pub use folder::{Checkpoint, Kind, Located, check_config, check_index};
+pub use joined::fused;
+pub use measure::Measure;
+pub use names::{Pattern, Preset};
+pub use plan::{Action, Copied, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
+pub use settings::{Acts, Finished, KvCache, Observer, Outcome, Pass, ScaleChoice, Settings, Summary};
+pub use shards::Shards;
+pub use statistics::{Statistics, statistics};
+pub use target::{Activations, Target};
+pub use verify::{Client, Finding, Severity, verify};
+pub use weight::{Arrangement, Buffer, Nibbles, Nvfp4, Stored, Weight};
+pub use work::Existing;
+
+/// The error about the first value of some rows that is not finite.
+fn first_not_finite(weight: &Weight<'_>, first_row: usize, values: &nvfp4::Values<'_>) -> crate::Error {
+    let at = (0..values.len()).find(|&i| !values.get(i).is_finite()).unwrap_or(0);
+    crate::Error::WeightNotFinite {
+        module: weight.module.clone(),
+        row: first_row + at / weight.cols,
+        col: at % weight.cols,
+        value: values.get(at),
+    }
+}

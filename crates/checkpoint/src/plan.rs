@@ -1,0 +1,377 @@
+//! What a conversion will do to each weight, and why.
+
+use super::architecture::{self, Architectures};
+use super::dialect::Model;
+use super::folder::Located;
+use super::joined;
+use super::keep::Defaults;
+use super::names::{Pattern, Preset};
+use super::outline::Outline;
+use super::target::Target;
+use super::weight::{Stored, Weight};
+use crate::{Error, Result};
+use nvfp4::Unit;
+use nvfp4_spec::{BLOCK, gguf};
+use safetensors::Dtype;
+use std::collections::BTreeMap;
+
+/// Whether the weights that are better left alone (embeddings, output head, routers, vision) stay as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum DefaultSkips {
+    /// They stay.
+    #[default]
+    On,
+    /// They are quantized like any other weight.
+    Off,
+}
+
+/// Whether weights that servers join share one tensor scale.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Fuse {
+    /// q/k/v, gate/up and all others that are known do, inside every expert too.
+    #[default]
+    Auto,
+    /// Every weight has its own.
+    Off,
+    /// Weights of one parent whose last names are in one of these lists do.
+    Names(Vec<Vec<String>>),
+}
+
+/// What happens to weights of an NVFP4 source that servers join and whose tensor scales differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Differing {
+    /// They keep their bytes, and `verify` finds fault with them.
+    #[default]
+    Keep,
+    /// They get the largest of their tensor scales; see [`nvfp4_spec::rescale`].
+    Rescale,
+}
+
+/// Which weights are quantized.
+#[derive(Clone, Debug, Default)]
+pub struct Selection {
+    /// Part of the model.
+    pub preset: Preset,
+    /// Modules to leave alone.
+    pub skip: Vec<Pattern>,
+    /// If not empty, only these modules.
+    pub only: Vec<Pattern>,
+    /// The built-in list.
+    pub default_skips: DefaultSkips,
+    /// Shared tensor scales.
+    pub fuse: Fuse,
+    /// Tensor scales that should be shared and are not.
+    pub differing: Differing,
+    /// Whether models that no program would load are converted.
+    pub architectures: Architectures,
+}
+
+/// What happens to a weight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Quantized to NVFP4.
+    Quantize,
+    /// NVFP4 already: the same codes and scales under the target's names.
+    Relabel,
+    /// NVFP4 already, with another tensor scale than the weights that it is joined with: expressed with theirs.
+    Rescale,
+    /// Decoded, because the target has no name for how it is stored, or nothing is quantized there.
+    Decode(String),
+    /// Copied as it is.
+    Keep(String),
+}
+
+impl Action {
+    /// Whether its numbers are not those of the source, so that it has an error.
+    pub(super) fn is_measured(&self) -> bool {
+        matches!(self, Action::Quantize | Action::Rescale | Action::Decode(_))
+    }
+
+    /// Whether the weight is NVFP4 afterwards.
+    pub fn is_nvfp4(&self) -> bool {
+        matches!(self, Action::Quantize | Action::Relabel | Action::Rescale)
+    }
+}
+
+/// A weight with what happens to it.
+#[derive(Clone, Debug)]
+pub struct Item<'a> {
+    /// The weight.
+    pub weight: Weight<'a>,
+    /// What happens.
+    pub action: Action,
+    /// The group that shares its tensor scale: an index into [`Plan::groups`].
+    pub group: Option<usize>,
+}
+
+/// Weights that share a tensor scale.
+#[derive(Clone, Debug)]
+pub struct Group {
+    /// What they are, as `q/k/v`.
+    pub kind: String,
+    /// Indices into [`Plan::items`].
+    pub members: Vec<usize>,
+    /// The tensor scales of a group that is rescaled, one for each matrix, as the source stores them.
+    pub rescaled: Option<Vec<f32>>,
+}
+
+/// A tensor that is copied although it looks like a weight.
+#[derive(Clone, Debug)]
+pub struct Copied<'a> {
+    /// The tensor.
+    pub tensor: Located<'a>,
+    /// Why it is not quantized.
+    pub reason: String,
+}
+
+/// What a conversion will do.
+#[derive(Debug)]
+pub struct Plan<'a> {
+    /// Every weight, in the order of the source's files.
+    pub items: Vec<Item<'a>>,
+    /// Weights that share a tensor scale.
+    pub groups: Vec<Group>,
+    /// Tensors of several dimensions that are copied: experts in one tensor, types and names that are not quantized.
+    pub copied: Vec<Copied<'a>>,
+}
+
+impl<'a> Plan<'a> {
+    /// Decides about every weight of a model.
+    pub fn new(model: &Model<'a>, selection: &Selection, target: Target) -> Result<Self> {
+        if let (Architectures::Served, Some(reason)) = (selection.architectures, architecture::refusal(model)?) {
+            return Err(Error::Refused(format!("{reason}; --any-architecture converts it all the same")));
+        }
+        let rules = Rules {
+            selection,
+            target,
+            defaults: Defaults::new(&Outline::new(model.checkpoint.config())),
+            source_is_nvfp4: model.dialect.is_nvfp4(),
+        };
+        let decide = |weight: &Weight<'a>| Item { weight: weight.clone(), action: rules.action(weight), group: None };
+        let mut plan = Plan {
+            items: model.weights.iter().map(decide).collect(),
+            groups: Vec::new(),
+            copied: model.others.iter().filter_map(copied).collect(),
+        };
+        for pattern in selection.skip.iter().chain(&selection.only) {
+            if !plan.items.iter().any(|item| pattern.matches(&item.weight.module)) {
+                return Err(Error::Refused(format!(
+                    "the pattern '{pattern}' matches no weight; `nvfp4 plan` lists them"
+                )));
+            }
+        }
+        let left =
+            |item: &&Item<'a>| matches!((&item.weight.stored, &item.action), (Stored::MxFp4 { .. }, Action::Decode(_)));
+        if let Some(item) = plan.items.iter().find(left) {
+            let module = &item.weight.module;
+            return Err(Error::Refused(format!("'{module}' is MXFP4, which cannot stay beside NVFP4; do not skip it")));
+        }
+        plan.fuse(&selection.fuse)?;
+        if selection.differing == Differing::Rescale {
+            plan.rescale(&selection.fuse, target)?;
+        }
+        Ok(plan)
+    }
+
+    /// Decodes every weight that is not plain.
+    pub fn decode(model: &Model<'a>) -> Self {
+        let decide = |weight: &Weight<'a>| match &weight.stored {
+            Stored::Plain(_) => Action::Keep("not quantized".to_string()),
+            Stored::Fp8 { .. } | Stored::MxFp4 { .. } | Stored::Nvfp4(_) => Action::Decode(weight.format()),
+        };
+        let item = |weight: &Weight<'a>| Item { weight: weight.clone(), action: decide(weight), group: None };
+        Plan { items: model.weights.iter().map(item).collect(), groups: Vec::new(), copied: Vec::new() }
+    }
+
+    /// Finds the groups. One that is quantized in part cannot be joined by a server.
+    fn fuse(&mut self, fuse: &Fuse) -> Result<()> {
+        let mut found: BTreeMap<(&str, String), Vec<usize>> = BTreeMap::new();
+        for (i, item) in self.items.iter().enumerate() {
+            let key = match fuse {
+                Fuse::Auto => joined::fused(&item.weight.module).map(|(parent, kind)| (parent, kind.to_string())),
+                Fuse::Off => None,
+                Fuse::Names(lists) => joined::listed(&item.weight.module, lists),
+            };
+            if let Some(key) = key {
+                found.entry(key).or_default().push(i);
+            }
+        }
+        let mut groups = Vec::new();
+        for ((parent, kind), mut members) in found {
+            if *fuse == Fuse::Auto {
+                let item = |i: &usize| &self.items[*i];
+                members.retain(|i| item(i).action.is_nvfp4() || !joined::is_guest(&item(i).weight.module));
+            }
+            let nvfp4 = |i: &&usize| self.items[**i].action.is_nvfp4();
+            let (quantized, kept): (Vec<&usize>, Vec<&usize>) = members.iter().partition(nvfp4);
+            if let (Some(yes), Some(no)) = (quantized.first(), kept.first()) {
+                let name = |i: usize| self.items[i].weight.module.rsplit('.').next().unwrap_or_default().to_string();
+                return Err(Error::Refused(format!(
+                    "{parent}: {} would be quantized and {} not, but servers join {kind} into one matrix; \
+                     skip all of them or none, or turn joining off (--fuse off)",
+                    name(**yes),
+                    name(**no)
+                )));
+            }
+            if quantized.len() > 1 {
+                groups.push(Group { kind, members, rescaled: None });
+            }
+        }
+        groups.sort_by_key(|g| g.members[0]);
+        for (g, group) in groups.iter().enumerate() {
+            group.members.iter().for_each(|&i| self.items[i].group = Some(g));
+        }
+        self.groups = groups;
+        Ok(())
+    }
+
+    /// Gives the groups of an NVFP4 source whose tensor scales differ the largest of them.
+    fn rescale(&mut self, fuse: &Fuse, target: Target) -> Result<()> {
+        if *fuse == Fuse::Off {
+            let reason = "--fix-scales is for weights that share a tensor scale, and --fuse off says that none do";
+            return Err(Error::Refused(reason.to_string()));
+        }
+        if target == Target::Gguf {
+            let reason = "GGUF has a tensor scale for each weight, and llama.cpp uses each; leave out --fix-scales";
+            return Err(Error::Refused(reason.to_string()));
+        }
+        for group in &mut self.groups {
+            let mut scales = Vec::new();
+            for &i in &group.members {
+                let weight = &self.items[i].weight;
+                if let Stored::Nvfp4(parts) = &weight.stored {
+                    scales.push((parts.unit, parts.globals(weight)?));
+                }
+            }
+            let Some(shared) = largest(&scales) else { continue };
+            if scales.len() < group.members.len() || scales.iter().all(|(_, own)| same(own, &shared)) {
+                continue;
+            }
+            for (&i, (_, own)) in group.members.iter().zip(&scales) {
+                let module = &self.items[i].weight.module;
+                if let Some(bad) = own.iter().find(|g| !(g.is_finite() && **g > 0.0)) {
+                    return Err(Error::Refused(format!(
+                        "'{module}' has the tensor scale {bad}, which nothing can mend"
+                    )));
+                }
+                if own.len() != shared.len() {
+                    let (a, b) = (own.len(), shared.len());
+                    return Err(Error::Refused(format!("'{module}' holds {a} matrices, what it is joined with {b}")));
+                }
+                if !same(own, &shared) {
+                    self.items[i].action = Action::Rescale;
+                }
+            }
+            group.rescaled = Some(shared);
+        }
+        Ok(())
+    }
+
+    /// Weights that will be NVFP4.
+    pub fn quantized(&self) -> impl Iterator<Item = &Item<'a>> {
+        self.items.iter().filter(|i| i.action.is_nvfp4())
+    }
+
+    /// The share of the source's bytes that is in no weight which will be NVFP4.
+    pub fn kept_share(&self, model: &Model<'_>) -> f64 {
+        let quantized: u64 = self.quantized().map(|item| item.weight.byte_len()).sum();
+        1.0 - quantized as f64 / model.checkpoint.byte_len().max(1) as f64
+    }
+}
+
+/// Why a tensor that is no weight here is copied, if it looks like one: it has rows and columns of numbers.
+fn copied<'a>(tensor: &Located<'a>) -> Option<Copied<'a>> {
+    let info = tensor.info;
+    let float =
+        matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::F64 | Dtype::F8_E4M3 | Dtype::F8_E5M2);
+    if !float || info.shape.len() < 2 {
+        return None;
+    }
+    let reason = match (info.shape.len(), info.dtype, info.name.as_str()) {
+        _ if experts(tensor).is_some() => "experts in one tensor are not quantized".to_string(),
+        (2, Dtype::F64, _) => "F64 is not quantized; store it as F32".to_string(),
+        (2, Dtype::F8_E4M3 | Dtype::F8_E5M2, _) => "FP8 without scales that are read".to_string(),
+        (2, _, "weight") => "its name is only 'weight', without a module".to_string(),
+        (2, ..) => "its name does not end in '.weight'".to_string(),
+        (dimensions, ..) => format!("{dimensions} dimensions, not a matrix"),
+    };
+    Some(Copied { tensor: *tensor, reason })
+}
+
+/// The module of the experts that lie in one tensor: what servers call it, whatever the tensor's own name is.
+pub(super) fn experts(tensor: &Located<'_>) -> Option<String> {
+    let float = matches!(tensor.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
+    let module = tensor.info.name.strip_suffix(".weight").unwrap_or(&tensor.info.name);
+    let dimensions = tensor.info.shape.len();
+    let parts: Vec<&str> = module.split('.').collect();
+    if let Some(at) = parts.iter().position(|part| *part == "experts") {
+        // DBRX's experts lie below each other in two dimensions, `experts.mlp.w1`.
+        let joined = dimensions == 3 || dimensions == 2 && parts.get(at + 1) == Some(&"mlp");
+        return (float && joined).then(|| parts[..=at].join("."));
+    }
+    // Granite's `block_sparse_moe.input_linear` and Step's `moe.up_proj`: experts to a server.
+    let (parent, _) = module.rsplit_once('.')?;
+    (float && dimensions == 3 && parent.ends_with("moe")).then(|| format!("{parent}.experts"))
+}
+
+/// The largest scale of each matrix among the weights of a group: the smallest number where it divides.
+fn largest(scales: &[(Unit, Vec<f32>)]) -> Option<Vec<f32>> {
+    let (mut all, unit) = (scales.iter(), scales.first()?.0);
+    let mut shared = all.next()?.1.clone();
+    for (_, own) in all {
+        let larger = |(a, b): (&mut f32, &f32)| *a = if unit == Unit::Divisor { a.min(*b) } else { a.max(*b) };
+        shared.iter_mut().zip(own).for_each(larger);
+    }
+    Some(shared)
+}
+
+/// Whether two lists of scales have the same bits.
+fn same(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
+}
+
+/// What decides about a weight.
+struct Rules<'s> {
+    selection: &'s Selection,
+    target: Target,
+    defaults: Defaults,
+    source_is_nvfp4: bool,
+}
+
+impl Rules<'_> {
+    fn action(&self, weight: &Weight<'_>) -> Action {
+        match (&weight.stored, self.reason_to_keep(weight)) {
+            (Stored::Nvfp4(_), None) => Action::Relabel,
+            (Stored::Plain(_), Some(reason)) => Action::Keep(reason),
+            // A quantized checkpoint's plain weights were kept by whoever made it.
+            (Stored::Plain(_), None) if self.source_is_nvfp4 => Action::Keep("kept by the source".to_string()),
+            (_, Some(reason)) => Action::Decode(reason),
+            (_, None) => Action::Quantize,
+        }
+    }
+
+    fn reason_to_keep(&self, weight: &Weight<'_>) -> Option<String> {
+        let (module, selection) = (&weight.module, self.selection);
+        let block = if self.target == Target::Gguf { gguf::BLOCK_ELEMENTS } else { BLOCK };
+        let uneven = !weight.cols.is_multiple_of(block);
+        if let Some(pattern) = selection.skip.iter().find(|p| p.matches(module)) {
+            return Some(format!("--skip {pattern}"));
+        }
+        if !selection.only.is_empty() && !selection.only.iter().any(|p| p.matches(module)) {
+            return Some("not in --only".to_string());
+        }
+        if matches!(weight.stored, Stored::Nvfp4(_)) && !uneven {
+            return None;
+        }
+        if let (DefaultSkips::On, Some(part)) = (selection.default_skips, self.defaults.reason(module, weight.rows)) {
+            return Some(part.to_string());
+        }
+        if !selection.preset.has(module) {
+            return Some(format!("not in --preset {}", selection.preset));
+        }
+        if weight.rows == 0 || weight.cols == 0 {
+            return Some("empty".to_string());
+        }
+        uneven.then(|| format!("{} columns, not a multiple of {block}", weight.cols))
+    }
+}

@@ -1,0 +1,328 @@
+//! Some rows of a weight, in their new form, at their place in the output.
+
+use super::convert::Conversion;
+use super::folder::Located;
+use super::measure::Measure;
+use super::mxfp4;
+use super::plan::{Action, Item};
+use super::settings::ScaleChoice;
+use super::shards::{Cast, Placed, RowOrder};
+use super::target::Role;
+use super::weight::{Buffer, MX_BLOCK, Stored, sized};
+use super::work::Part;
+use crate::{Error, Result};
+use half::{bf16, f16};
+use nvfp4::{GlobalScale, Layout, Precision};
+use nvfp4_kernels::quantize::{self as kernel, Amax, Direction};
+use nvfp4_kernels::{Input, Values, dequantize, gguf};
+use nvfp4_spec::block::Scaling;
+use nvfp4_spec::matrix::View;
+use nvfp4_spec::scale::Unit as ScaleUnit;
+use nvfp4_spec::{BLOCK, Rounding, e2m1, e8m0, mse, rescale};
+use safetensors::Dtype;
+use std::ops::Range;
+
+/// A thread's memory.
+#[derive(Default)]
+pub(super) struct Memory {
+    pub source: Buffer,
+    pub codes: Vec<u8>,
+    pub exponents: Vec<u8>,
+    scales: Vec<u8>,
+    decoded: Vec<f32>,
+    bytes: Vec<u8>,
+    ordered: Vec<u8>,
+}
+
+/// Some rows of a weight, and where they go.
+pub(super) struct Piece<'c, 'p> {
+    pub item: &'c Item<'p>,
+    pub rows: &'c Range<usize>,
+    pub part: &'c Part,
+    pub to: &'c Placed<'p>,
+}
+
+impl Conversion<'_, '_> {
+    /// Writes some rows of a weight. Returns their error where their numbers are not the source's.
+    pub fn write_rows(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<Measure> {
+        let Piece { item, rows, .. } = *piece;
+        let weight = &item.weight;
+        match (&item.action, &weight.stored) {
+            (Action::Keep(_), Stored::Plain(tensor)) => {
+                let row = weight.cols * tensor.info.dtype.bitsize() / 8;
+                copy(tensor, &(rows.start * row..rows.end * row), piece.part, piece.to, memory)?;
+                Ok(Measure::default())
+            }
+            (Action::Keep(_) | Action::Decode(_), _) => self.decode(piece, memory),
+            (Action::Relabel, Stored::Nvfp4(source)) => {
+                source.codes_and_scales(rows.clone(), weight.cols, &mut memory.codes, &mut memory.scales)?;
+                self.emit(piece, memory)?;
+                Ok(Measure::default())
+            }
+            (Action::Quantize | Action::Relabel | Action::Rescale, _) => {
+                let mut buffer = std::mem::take(&mut memory.source);
+                let values = weight.values(rows.clone(), &mut buffer)?;
+                let (stored, unit) = match &weight.stored {
+                    Stored::MxFp4 { .. } => (self.cast(item, rows, memory)?, ScaleUnit::Multiplier),
+                    Stored::Nvfp4(source) => {
+                        source.codes_and_scales(rows.clone(), weight.cols, &mut memory.codes, &mut memory.scales)?;
+                        let matrix = rows.start / weight.matrix_rows();
+                        let shared = self.rescaled(item).expect("a rescaled weight is in a rescaled group");
+                        let (from, to) = (source.global(matrix)?, shared[matrix]);
+                        rescale_rows(&mut memory.codes, &mut memory.scales, from, to, source.unit);
+                        (to, source.unit)
+                    }
+                    _ => {
+                        let codes = sized(&mut memory.codes, rows.len() * weight.cols / 2);
+                        let scales = sized(&mut memory.scales, rows.len() * weight.cols / BLOCK);
+                        let (amax, profile) = (self.amax(item), self.mode.profile);
+                        self.quantize(&values, (rows.len(), weight.cols), amax, codes, scales)?;
+                        (profile.stored(amax, weight.precision()), profile.unit(self.mode.rule.bound()))
+                    }
+                };
+                self.emit(piece, memory)?;
+                let measure = self.measure(&values, (rows.len(), weight.cols), stored, unit, memory)?;
+                memory.source = buffer;
+                Ok(measure)
+            }
+        }
+    }
+
+    /// The error of the codes and scales that are in memory.
+    fn measure(
+        &self,
+        values: &Values<'_>,
+        (rows, cols): (usize, usize),
+        stored: f32,
+        unit: ScaleUnit,
+        memory: &mut Memory,
+    ) -> Result<Measure> {
+        let Memory { codes, scales, decoded, .. } = memory;
+        let decoded = sized(decoded, rows * cols);
+        let view = View { rows, cols, codes, scales, stored: &[stored], global: GlobalScale::PerTensor, unit };
+        dequantize::dequantize(self.settings.implementation, &view, decoded)?;
+        Ok(Measure::of(values, decoded))
+    }
+
+    /// Writes the codes and scales that are in memory, as the target has them.
+    fn emit(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<()> {
+        let Piece { item, rows, part, to } = *piece;
+        let (cols, count) = (item.weight.cols, rows.len());
+        let Memory { codes, scales, bytes, ordered, .. } = memory;
+        if let Some(&start) = to.offsets.get(&Role::Blocks) {
+            let row = nvfp4_spec::gguf::packed_len(1, cols)?;
+            gguf::pack(self.settings.implementation, codes, scales, count, cols, sized(bytes, count * row))?;
+            let at = start + (rows.start * row) as u64;
+            return Ok(part.write_at(in_order(to.order, bytes, row, ordered), at)?);
+        }
+        for (role, bytes, row) in [(Role::Codes, &*codes, cols / 2), (Role::Scales, &*scales, cols / BLOCK)] {
+            let start = to.offsets[&role];
+            match item.weight.is_transposed() {
+                true => write_transposed(piece, bytes, 1, start, ordered)?,
+                false => part.write_at(bytes, start + (rows.start * row) as u64)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows in the type of decoded weights, or in F32 where the target wants that. Returns what rounding did to them.
+    fn decode(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<Measure> {
+        let Piece { item, rows, part, to } = *piece;
+        let (weight, start) = (&item.weight, to.offsets[&Role::Whole]);
+        let precision = match to.cast {
+            Cast::None => self.settings.target.decoded(),
+            Cast::F32 => Precision::F32,
+        };
+        let Memory { source, decoded, bytes, ordered, .. } = memory;
+        let values = weight.values(rows.clone(), source)?;
+        decoded.clear();
+        decoded.extend((0..values.len()).map(|i| precision.round(values.get(i))));
+        if let Some(at) = (0..values.len()).find(|&i| decoded[i].is_infinite() && values.get(i).is_finite()) {
+            return Err(Error::WeightDoesNotFit {
+                module: weight.module.clone(),
+                row: rows.start + at / weight.cols,
+                col: at % weight.cols,
+                value: values.get(at),
+                precision,
+                target: self.settings.target,
+            });
+        }
+        bytes.clear();
+        match precision {
+            Precision::F32 => bytes.extend(decoded.iter().flat_map(|x| x.to_le_bytes())),
+            Precision::Bf16 => bytes.extend(decoded.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
+            Precision::F16 => bytes.extend(decoded.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
+        }
+        let size = if precision == Precision::F32 { 4 } else { 2 };
+        if weight.is_transposed() {
+            write_transposed(piece, bytes, size, start, ordered)?;
+        } else {
+            let row = weight.cols * size;
+            part.write_at(in_order(to.order, bytes, row, ordered), start + (rows.start * row) as u64)?;
+        }
+        Ok(Measure::of(&values, decoded))
+    }
+
+    /// Rows of MXFP4 become the same codes with other scales, in memory. Returns their tensor scale.
+    fn cast(&self, item: &Item<'_>, rows: &Range<usize>, memory: &mut Memory) -> Result<f32> {
+        let weight = &item.weight;
+        let Memory { codes, exponents, scales, .. } = memory;
+        weight.mxfp4(rows.clone(), codes, exponents)?;
+        if let Some(at) = exponents.iter().position(|&e| e == e8m0::NAN_BYTE) {
+            let blocks = weight.cols / MX_BLOCK;
+            let (row, col) = (rows.start + at / blocks, at % blocks * MX_BLOCK);
+            return Err(Error::WeightNotFinite { module: weight.module.clone(), row, col, value: f32::NAN });
+        }
+        let top = self.found(item, rows.start / weight.matrix_rows());
+        mxfp4::cast(codes, exponents, top, sized(scales, rows.len() * weight.cols / BLOCK));
+        Ok(mxfp4::scale(top))
+    }
+
+    /// Codes and scales of some rows.
+    fn quantize(
+        &self,
+        values: &Values<'_>,
+        (rows, cols): (usize, usize),
+        amax: f32,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<()> {
+        if self.settings.scale == ScaleChoice::Mse {
+            let scaling = Scaling::new(amax, &self.mode, values.precision());
+            for (b, (codes, scale)) in codes.chunks_exact_mut(BLOCK / 2).zip(scales).enumerate() {
+                let row = std::array::from_fn(|i| values.get(b * BLOCK + i));
+                let quantized = mse::quantize(&row, &scaling);
+                *scale = quantized.scale;
+                pack(&quantized.codes[0], codes);
+            }
+            return Ok(());
+        }
+        let direction = Direction {
+            mode: self.mode,
+            rounding: Rounding::NearestEven,
+            transform: None,
+            layout: Layout::Linear,
+            amax: Amax::Given(&[amax]),
+            codes,
+            scales,
+        };
+        let input = Input::new(*values, rows, cols)?;
+        Ok(kernel::quantize(self.settings.implementation, &input, Some(direction), None)?)
+    }
+
+    /// The rows of a weight in pieces of bounded size, each within one matrix, and of whole heads where they are reordered.
+    pub fn pieces(&self, item: &Item<'_>, order: RowOrder) -> impl Iterator<Item = Range<usize>> + use<> {
+        let weight = &item.weight;
+        let rows = (self.settings.piece() / weight.cols.max(1)).max(1);
+        let rows = match order {
+            RowOrder::AsStored => rows,
+            RowOrder::Interleaved(head) => (rows / head).max(1) * head,
+        };
+        let matrix = weight.matrix_rows();
+        // Rows without columns are as many as a header says, and nothing to go through.
+        (0..if weight.elements() == 0 { 0 } else { weight.matrices() })
+            .flat_map(move |m| ranges(matrix, rows).map(move |r| m * matrix + r.start..m * matrix + r.end))
+    }
+
+    /// The bytes of another tensor in pieces.
+    pub fn byte_pieces(&self, tensor: &Located<'_>, order: RowOrder) -> impl Iterator<Item = Range<usize>> + use<> {
+        let len = tensor.info.len as usize;
+        // Elements have at most 8 bytes, and what is reordered is one number per row.
+        ranges(len, if order == RowOrder::AsStored { self.settings.piece() * 2 } else { len.max(1) })
+    }
+}
+
+/// Expresses blocks with another tensor scale, in place.
+fn rescale_rows(codes: &mut [u8], scales: &mut [u8], from: f32, to: f32, unit: ScaleUnit) {
+    for (packed, scale) in codes.as_chunks_mut::<{ BLOCK / 2 }>().0.iter_mut().zip(scales) {
+        let codes = std::array::from_fn(|i| e2m1::code_at(packed, i));
+        let block = rescale::block(&codes, *scale, from, to, unit);
+        *scale = block.scale;
+        pack(&block.codes[0], packed);
+    }
+}
+
+/// The codes of a block, two in a byte.
+fn pack(codes: &[u8; BLOCK], packed: &mut [u8]) {
+    let pairs = codes.as_chunks::<2>().0;
+    packed.iter_mut().zip(pairs).for_each(|(byte, &[even, odd])| *byte = e2m1::pack(even, odd));
+}
+
+/// Copies a range of a tensor's bytes, in F32 where the target wants that, and in its order.
+pub(super) fn copy(
+    tensor: &Located<'_>,
+    range: &Range<usize>,
+    part: &Part,
+    to: &Placed<'_>,
+    memory: &mut Memory,
+) -> Result<()> {
+    let Memory { bytes, ordered, codes: wide, .. } = memory;
+    tensor.read(range.start as u64, sized(bytes, range.len()))?;
+    let size = tensor.info.dtype.bitsize() / 8;
+    let (bytes, out) = match to.cast {
+        Cast::None => (bytes, size),
+        Cast::F32 => {
+            widen(tensor.info.dtype, bytes, wide);
+            (wide, 4)
+        }
+    };
+    let cols = if let [_, cols] = tensor.info.shape[..] { cols } else { 1 };
+    // Types of less than a byte are not cast.
+    let at = if to.cast == Cast::None { range.start } else { range.start / size * out };
+    Ok(part.write_at(in_order(to.order, bytes, cols * out, ordered), to.offsets[&Role::Whole] + at as u64)?)
+}
+
+/// Floats as F32.
+fn widen(dtype: Dtype, bytes: &[u8], wide: &mut Vec<u8>) {
+    wide.clear();
+    match dtype {
+        Dtype::BF16 => {
+            wide.extend(bytes.as_chunks().0.iter().flat_map(|&b| bf16::from_le_bytes(b).to_f32().to_le_bytes()))
+        }
+        Dtype::F16 => {
+            wide.extend(bytes.as_chunks().0.iter().flat_map(|&b| f16::from_le_bytes(b).to_f32().to_le_bytes()))
+        }
+        _ => wide.extend_from_slice(bytes),
+    }
+}
+
+/// Rows of `row` bytes in the order of the target. Of a head with halves a and b, the order is a₀ b₀ a₁ b₁ ….
+fn in_order<'m>(order: RowOrder, bytes: &'m [u8], row: usize, ordered: &'m mut Vec<u8>) -> &'m [u8] {
+    let RowOrder::Interleaved(head) = order else { return bytes };
+    ordered.clear();
+    for head in bytes.chunks_exact(head * row) {
+        let (first, second) = head.split_at(head.len() / 2);
+        for (a, b) in first.chunks_exact(row).zip(second.chunks_exact(row)) {
+            ordered.extend_from_slice(a);
+            ordered.extend_from_slice(b);
+        }
+    }
+    ordered
+}
+
+/// Writes rows (of one matrix, in elements of `size` bytes) as columns: where inputs come before outputs.
+fn write_transposed(
+    piece: &Piece<'_, '_>,
+    bytes: &[u8],
+    size: usize,
+    start: u64,
+    transposed: &mut Vec<u8>,
+) -> Result<()> {
+    let Piece { item, rows, part, .. } = *piece;
+    let (outputs, count) = (item.weight.matrix_rows(), rows.len());
+    let width = bytes.len() / size / count.max(1);
+    let transposed = sized(transposed, bytes.len());
+    mxfp4::transpose(bytes, count, width, size, transposed);
+    let (matrix, first) = (rows.start / outputs, rows.start % outputs);
+    let at = |column: usize| start + (((matrix * width + column) * outputs + first) * size) as u64;
+    match count == outputs {
+        true => part.write_at(transposed, at(0))?,
+        false => (0..width).try_for_each(|c| part.write_at(&transposed[c * count * size..][..count * size], at(c)))?,
+    }
+    Ok(())
+}
+
+/// `0..len` in ranges of `step`.
+fn ranges(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len).step_by(step.max(1)).map(move |start| start..(start + step).min(len))
+}

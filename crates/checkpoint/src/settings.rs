@@ -1,0 +1,230 @@
+//! What a conversion is asked for, and what it says.
+
+use super::Dialect;
+use super::measure::Measure;
+use super::names::Pattern;
+use super::plan::{Action, Selection};
+use super::shards::Shards;
+use super::stamp::Stamp;
+use super::target::Target;
+use super::verify::Finding;
+use super::work::Existing;
+use crate::{Error, Result};
+use nvfp4::{Bound, ErrorPath, Metric, Profile, ScaleRule};
+use nvfp4_kernels::Implementation;
+use nvfp4_spec::{Mode, Rounding};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// How block scales are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum ScaleChoice {
+    /// The largest magnitude of a block maps to 6.
+    #[default]
+    Max,
+    /// The scale with the smallest squared error around that one; see [`nvfp4_spec::mse`].
+    Mse,
+    /// To 6 or to 4, whichever has the smaller squared error; see [`nvfp4_spec::four_over_six`].
+    FourOverSix,
+}
+
+/// The scales of activations.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Acts {
+    /// None are written: weights only. An NVFP4 source keeps the ones that it has.
+    #[default]
+    None,
+    /// The same for every weight.
+    Constant(f32),
+    /// From the largest activation of each module.
+    Amaxes(BTreeMap<String, f32>),
+}
+
+/// How a server keeps keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum KvCache {
+    /// As it likes. An NVFP4 source that says FP8 keeps saying so.
+    #[default]
+    Unsaid,
+    /// In FP8 with the scale 1: a cast, which needs no data.
+    Fp8Cast,
+}
+
+/// What to convert to, and how.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Whose checkpoint is written.
+    pub target: Target,
+    /// Whose checkpoint the source is, if it does not say.
+    pub source: Option<Dialect>,
+    /// Which weights.
+    pub selection: Selection,
+    /// How block scales are chosen.
+    pub scale: ScaleChoice,
+    /// Whose arithmetic; ModelOpt's if not given, and TransformerEngine's for 4over6, which only it has.
+    pub profile: Option<Profile>,
+    /// Scales of activations.
+    pub acts: Acts,
+    /// The key-value cache.
+    pub kv: KvCache,
+    /// How the output is split. GGUF is one file.
+    pub shards: Shards,
+    /// Where weights are quantized: the bytes are the same everywhere.
+    pub implementation: Implementation,
+    /// Number of threads.
+    pub threads: usize,
+    /// Bytes of memory to stay below.
+    pub memory: u64,
+    /// What to do if the target exists.
+    pub existing: Existing,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            target: Target::default(),
+            source: None,
+            selection: Selection::default(),
+            scale: ScaleChoice::default(),
+            profile: None,
+            acts: Acts::default(),
+            kv: KvCache::default(),
+            implementation: Implementation::best(),
+            shards: Shards::AtMost(5_000_000_000),
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            memory: 2_000_000_000,
+            existing: Existing::default(),
+        }
+    }
+}
+
+/// The two passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// Finding the amax of every weight.
+    Amax,
+    /// Quantizing and writing.
+    Write,
+}
+
+/// Who is told how far a conversion is. Calls come from several threads.
+pub trait Observer: Sync {
+    /// A pass begins, over this many bytes of the source.
+    fn begin(&self, _pass: Pass, _bytes: u64) {}
+    /// Bytes of the source that were dealt with.
+    fn advance(&self, _bytes: u64) {}
+    /// A weight is written.
+    fn finished(&self, _weight: &Finished) {}
+}
+
+/// Tells no one.
+impl Observer for () {}
+
+/// A weight that was written.
+#[derive(Clone, Debug)]
+pub struct Finished {
+    /// Its module.
+    pub module: String,
+    /// Its rows.
+    pub rows: usize,
+    /// Its columns.
+    pub cols: usize,
+    /// Bytes that it took.
+    pub before: u64,
+    /// Bytes that it takes.
+    pub after: u64,
+    /// What happened to it.
+    pub action: Action,
+    /// The kind of group that it shares a tensor scale with, as `q/k/v`.
+    pub group: Option<String>,
+    /// Its error against the source; all zeros where it kept its numbers.
+    pub measure: Measure,
+}
+
+/// Whether a conversion had anything to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It wrote the target.
+    Written,
+    /// The target was there already, and every byte of its tensors and configuration is what it would have written.
+    AlreadyThere,
+}
+
+/// What a conversion did.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// Whether it had anything to do.
+    pub outcome: Outcome,
+    /// The weights that were quantized, with their errors. Weights that kept their codes are not among them.
+    pub quantized: Vec<Finished>,
+    /// The NVFP4 weights that got another tensor scale, with what it did to them.
+    pub rescaled: Vec<Finished>,
+    /// The weights that were decoded, with what rounding to their new type did to them.
+    pub decoded: Vec<Finished>,
+    /// Bytes of the source's tensors.
+    pub before: u64,
+    /// Bytes of the written tensors.
+    pub after: u64,
+    /// The files that were written.
+    pub files: Vec<String>,
+    /// What [`super::verify`] says of the result, for vLLM or llama.cpp. Where weights were decoded, it is only read.
+    pub findings: Vec<Finding>,
+    /// Why no server runs the result, if none does. That is no fault of the conversion.
+    pub unserved: Option<Finding>,
+}
+
+impl Settings {
+    /// The mode that blocks are quantized in.
+    pub(super) fn mode(&self) -> Result<Mode> {
+        let (rule, default) = match self.scale {
+            ScaleChoice::Max | ScaleChoice::Mse => (ScaleRule::Six, Profile::ModelOpt),
+            ScaleChoice::FourOverSix => (
+                ScaleRule::FourOverSix { metric: Metric::Mse, error: ErrorPath::Strict, bound: Bound::E256 },
+                Profile::TransformerEngine,
+            ),
+        };
+        if self.scale == ScaleChoice::FourOverSix && self.profile.is_some_and(|p| p != Profile::TransformerEngine) {
+            let reason = "4over6 with another producer's profile: only TransformerEngine has the rule; leave out --profile, or \
+                          choose another --scale";
+            return Err(Error::Refused(reason.to_string()));
+        }
+        let mode = Mode { rule, profile: self.profile.unwrap_or(default), ..Mode::default() };
+        mode.check(&Rounding::<()>::NearestEven)?;
+        Ok(mode)
+    }
+
+    /// What must be the same for a conversion to be continued: everything that decides about bytes.
+    pub(super) fn request(&self, stamps: &[(PathBuf, Stamp)]) -> Value {
+        let patterns = |patterns: &[Pattern]| patterns.iter().map(Pattern::to_string).collect::<Vec<_>>();
+        let stamp =
+            |(path, stamp): &(PathBuf, Stamp)| json!([path.file_name().unwrap_or_default().to_string_lossy(), stamp]);
+        let s = &self.selection;
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "target": self.target.to_string(),
+            "source": self.source.map(|d| d.to_string()),
+            "preset": s.preset.to_string(),
+            "skip": patterns(&s.skip),
+            "only": patterns(&s.only),
+            "default_skips": format!("{:?}", s.default_skips),
+            "fuse": format!("{:?}", s.fuse),
+            "differing": format!("{:?}", s.differing),
+            "architectures": format!("{:?}", s.architectures),
+            "scale": format!("{:?}", self.scale),
+            "profile": format!("{:?}", self.profile),
+            "acts": format!("{:?}", self.acts),
+            "kv": format!("{:?}", self.kv),
+            "shards": format!("{:?}", self.shards),
+            "files": stamps.iter().map(stamp).collect::<Vec<_>>(),
+        })
+    }
+
+    /// Elements that a piece may have.
+    pub(super) fn piece(&self) -> usize {
+        // An element is in memory as it was read, decoded, as codes and scales, and decoded again for its error: at most
+        // 12 bytes. A third is left to the rest.
+        let each = self.memory / self.threads.max(1) as u64 / 18;
+        each.clamp(1 << 15, 4 << 20) as usize
+    }
+}

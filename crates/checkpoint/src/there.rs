@@ -1,0 +1,121 @@
+//! What is already where a checkpoint is to be written, and whether it may be replaced.
+
+use super::folder::{INDEX_SUFFIX, Kind};
+use super::gguf;
+use super::work::{Existing, JOURNAL, LOCK};
+use crate::{Error, Result};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Names of files that belong to a checkpoint, wherever it comes from. Others are a checkpoint's if its source has them too.
+const FILES: [&str; 15] = [
+    "config.json",
+    "hf_quant_config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+    JOURNAL,
+    LOCK,
+];
+
+/// What is where a checkpoint is to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum There {
+    /// Nothing, or an empty folder.
+    Nothing,
+    /// A checkpoint that may be replaced.
+    Replaceable,
+    /// Something that was to be continued, and has its name already.
+    Finished,
+}
+
+/// A target that exists is replaced only on request, and only if all of it is what a conversion writes or copies.
+pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, companions: &[PathBuf]) -> Result<There> {
+    let Ok(metadata) = target.symlink_metadata() else { return Ok(There::Nothing) };
+    let empty = kind == Kind::Folder && metadata.is_dir() && entries(target)?.is_empty();
+    match (existing, empty) {
+        (_, true) => return Ok(There::Nothing),
+        (Existing::Refuse, false) => return Err(exists(target)),
+        (Existing::Resume, false) => return Ok(There::Finished),
+        (Existing::Replace, false) => {}
+    }
+    let refused = |what: &str| {
+        let text = format!(
+            "{} {what}; --force replaces checkpoints only: move it, or choose another target",
+            target.display()
+        );
+        Err(Error::Refused(text))
+    };
+    match kind {
+        _ if metadata.is_symlink() => refused("is a symbolic link"),
+        Kind::File if target.is_file() && gguf::is_gguf(target) => Ok(There::Replaceable),
+        Kind::File => refused("is not a GGUF file"),
+        Kind::Folder if !metadata.is_dir() => refused("is a file"),
+        Kind::Folder => match foreign(target, companions)? {
+            Some(name) => refused(&format!("holds '{}', which is no part of a checkpoint", name.display())),
+            None => {
+                let names = entries(target)?;
+                match names.iter().any(|name| is_weights(name)) && names.iter().any(|name| name == "config.json") {
+                    true => Ok(There::Replaceable),
+                    false => refused("is a folder without config.json and the weights of a model"),
+                }
+            }
+        },
+    }
+}
+
+pub(super) fn exists(target: &Path) -> Error {
+    let target = target.display();
+    Error::Refused(format!("{target} already exists; choose another target, or replace it with --force"))
+}
+
+/// The first thing in a folder that no conversion writes or copies, by its path in the folder.
+fn foreign(folder: &Path, companions: &[PathBuf]) -> Result<Option<PathBuf>> {
+    let mut open = vec![PathBuf::new()];
+    while let Some(inner) = open.pop() {
+        for name in entries(&folder.join(&inner))? {
+            let path = inner.join(&name);
+            let full = folder.join(&path);
+            let top = inner.as_os_str().is_empty();
+            if full.is_dir() && !full.is_symlink() {
+                match companions.iter().any(|companion| companion.starts_with(&path)) {
+                    true => open.push(path),
+                    false => return Ok(Some(path)),
+                }
+                continue;
+            }
+            let known = top && (FILES.contains(&name.as_str()) || is_weights(&name));
+            if !known && !companions.contains(&path) {
+                return Ok(Some(path));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a file is called as those of one model are: a folder may hold many models, a file each.
+fn is_weights(name: &str) -> bool {
+    let Some(stem) = name.strip_suffix(".safetensors") else { return name.ends_with(INDEX_SUFFIX) };
+    let number = |text: &str| text.len() >= 5 && text.bytes().all(|b| b.is_ascii_digit());
+    let parts = stem.rsplit_once("-of-").and_then(|(start, count)| Some((start.rsplit_once('-')?.1, count)));
+    stem == "model" || parts.is_some_and(|(this, count)| number(this) && number(count))
+}
+
+/// The names in a folder, sorted.
+pub(super) fn entries(folder: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    let io = |source| Error::io(folder, source);
+    for entry in fs::read_dir(folder).map_err(io)? {
+        names.push(entry.map_err(io)?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}

@@ -1,0 +1,283 @@
+//! What is decided about models of several families: what shares a scale, what stays, what a server is told, what is refused.
+
+mod generated;
+
+use generated::*;
+use nvfp4_checkpoint::*;
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+fn run(source: &Path, target: &Path, settings: &Settings) -> Result<Summary> {
+    convert(source, target, settings, &(), &AtomicBool::new(false))
+}
+
+fn to(target: Target) -> Settings {
+    Settings { target, threads: 1, ..Settings::default() }
+}
+
+/// A source of matrices with these names and shapes.
+fn matrices(names: &[(&str, &[usize])]) -> Tensors {
+    let named =
+        |(i, (name, shape)): (usize, &(&str, &[usize]))| (name.to_string(), random(Dtype::BF16, shape, 1 + i as u64));
+    names.iter().enumerate().map(named).collect()
+}
+
+/// The actions of a plan by module, and the list that a server gets.
+fn decided(tensors: &Tensors, config: &Value, target: Target) -> (Vec<(String, Action)>, Vec<String>) {
+    let dir = Folder::new();
+    folder(&dir.join("in"), std::slice::from_ref(tensors), config);
+    let checkpoint = Checkpoint::open(&dir.join("in")).unwrap();
+    let model = Model::new(&checkpoint).unwrap();
+    let plan = Plan::new(&model, &Selection::default(), target).unwrap();
+    let actions = plan.items.iter().map(|i| (i.weight.module.clone(), i.action.clone())).collect();
+    run(&dir.join("in"), &dir.join("out"), &to(target)).unwrap();
+    let written: Value = serde_json::from_slice(&std::fs::read(dir.join("out/config.json")).unwrap()).unwrap();
+    let ignore = written["quantization_config"]["ignore"].as_array().unwrap();
+    (actions, ignore.iter().map(|name| name.as_str().unwrap().to_string()).collect())
+}
+
+fn kept(actions: &[(String, Action)]) -> Vec<&str> {
+    actions.iter().filter(|(_, action)| matches!(action, Action::Keep(_))).map(|(module, _)| module.as_str()).collect()
+}
+
+#[test]
+fn weights_that_some_server_joins_share_a_tensor_scale() {
+    let joins: [&[&str]; 13] = [
+        &["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"],
+        &["mlp.c_fc_0", "mlp.c_fc_1"],
+        &["linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.g_proj"],
+        &["attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.b_proj"],
+        &[
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "self_attn.index_q_proj",
+            "self_attn.index_k_proj",
+        ],
+        &["attn.wq", "attn.wk", "attn.wv"],
+        &["self_attn.q_proj", "self_attn.k_proj"],
+        &["mlp.fc1", "mlp.fc3"],
+        &["attn.q", "attn.k", "attn.v"],
+        &["attn.wq_a", "attn.wkv"],
+        &["attn.compressor.wkv", "attn.compressor.wgate"],
+        &["first_sub_layer.query_net", "first_sub_layer.key_net", "first_sub_layer.value_net"],
+        &["attn.wq_du", "attn.wk_dv", "attn.wv_dv", "attn.wr_du"],
+    ];
+    for join in joins {
+        let modules: Vec<String> = join.iter().map(|last| format!("model.layers.0.{last}")).collect();
+        let mut tensors = matrices(&[("model.layers.0.mlp.down_proj.weight", &[64, 64])]);
+        for (i, module) in modules.iter().enumerate() {
+            tensors.insert(format!("{module}.weight"), random(Dtype::BF16, &[32, 64], 9 + i as u64));
+        }
+        let dir = Folder::new();
+        folder(&dir.join("in"), &[tensors], &llama_config());
+        run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap();
+        let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
+        let model = Model::new(&checkpoint).unwrap();
+        let scale = |module: &str| match &model.weight(module).unwrap().stored {
+            Stored::Nvfp4(parts) => parts.global(0).unwrap(),
+            other => panic!("{module}: {other:?}"),
+        };
+        assert!(modules.iter().all(|module| scale(module) == scale(&modules[0])), "{join:?}");
+        assert_ne!(scale(&modules[0]), scale("model.layers.0.mlp.down_proj"));
+    }
+}
+
+/// A gate of attention is joined with q, k and v in one family and stands alone in others, where it may be kept.
+#[test]
+fn a_weight_that_is_joined_in_some_models_only_may_be_kept() {
+    let names = ["q_proj", "k_proj", "v_proj", "g_proj"].map(|last| format!("model.layers.0.self_attn.{last}.weight"));
+    let shaped: Vec<(&str, &[usize])> = names.iter().map(|name| (name.as_str(), &[32, 64][..])).collect();
+    let dir = Folder::new();
+    folder(&dir.join("in"), &[matrices(&shaped)], &llama_config());
+    let selection = Selection { skip: vec!["*.g_proj".parse().unwrap()], ..Selection::default() };
+    run(&dir.join("in"), &dir.join("out"), &Settings { selection, ..to(Target::ModelOpt) }).unwrap();
+    let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
+    assert_eq!(verify(&Model::new(&checkpoint).unwrap(), Client::Vllm, 1).unwrap(), []);
+}
+
+#[test]
+fn nemotrons_router_stays() {
+    let tensors = matrices(&[
+        ("backbone.layers.0.mixer.gate.weight", &[4, 64]),
+        ("backbone.layers.0.mixer.experts.0.up_proj.weight", &[64, 64]),
+        ("backbone.layers.0.mixer.experts.0.down_proj.weight", &[64, 64]),
+    ]);
+    let config = json!({ "architectures": ["NemotronHForCausalLM"], "n_routed_experts": 4 });
+    let (actions, ignore) = decided(&tensors, &config, Target::ModelOpt);
+    assert_eq!(kept(&actions), ["backbone.layers.0.mixer.gate"]);
+    assert_eq!(ignore, ["backbone.layers.0.mixer.gate", "lm_head"]);
+}
+
+#[test]
+fn the_layer_that_predicts_further_tokens_stays() {
+    let tensors = matrices(&[
+        ("model.layers.1.mlp.down_proj.weight", &[64, 64]),
+        ("model.layers.2.mlp.down_proj.weight", &[64, 64]),
+        ("model.layers.2.eh_proj.weight", &[64, 128]),
+        ("model.layers.2.shared_head.head.weight", &[64, 64]),
+        ("model.layers.1.self_attn.indexer.wk.weight", &[64, 64]),
+        ("model.layers.1.self_attn.indexer.weights_proj.weight", &[64, 64]),
+    ]);
+    let config =
+        json!({ "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2, "num_nextn_predict_layers": 1 });
+    let (actions, ignore) = decided(&tensors, &config, Target::ModelOpt);
+    assert_eq!(kept(&actions).len(), 5);
+    assert!(ignore.contains(&"model.layers.2.eh_proj".to_string()), "{ignore:?}");
+}
+
+/// Experts that lie in one tensor are kept: a server is told under the name that it asks for, and the plan says so.
+#[test]
+fn experts_in_one_tensor_are_named() {
+    let shape: &[usize] = &[4, 64, 64];
+    let cases = [
+        ("model.layers.0.block_sparse_moe.input_linear.weight", "model.layers.0.block_sparse_moe.experts"),
+        ("model.layers.0.feed_forward.experts.gate_up_proj", "model.layers.0.feed_forward.experts"),
+        ("model.layers.0.moe.up_proj.weight", "model.layers.0.moe.experts"),
+    ];
+    for (name, module) in cases {
+        let tensors = matrices(&[(name, shape), ("model.layers.0.self_attn.o_proj.weight", &[64, 64])]);
+        for target in [Target::ModelOpt, Target::CompressedTensors] {
+            let (_, ignore) = decided(&tensors, &llama_config(), target);
+            assert!(ignore.contains(&module.to_string()), "{ignore:?}");
+            let asked = ignore.contains(&format!("{module}.0.gate_proj"));
+            assert_eq!(asked, target == Target::CompressedTensors, "{ignore:?}");
+        }
+        let dir = Folder::new();
+        folder(&dir.join("in"), &[tensors], &llama_config());
+        let checkpoint = Checkpoint::open(&dir.join("in")).unwrap();
+        let model = Model::new(&checkpoint).unwrap();
+        let plan = Plan::new(&model, &Selection::default(), Target::ModelOpt).unwrap();
+        let said: Vec<(&str, &str)> =
+            plan.copied.iter().map(|c| (c.tensor.info.name.as_str(), c.reason.as_str())).collect();
+        assert_eq!(said, [(name, "experts in one tensor are not quantized")]);
+        assert!((plan.kept_share(&model) - 0.8).abs() < 1e-9);
+    }
+}
+
+#[test]
+fn what_looks_like_a_weight_and_is_copied_has_a_reason() {
+    let mut tensors = matrices(&[
+        ("model.layers.0.self_attn.o_proj.weight", &[64, 64]),
+        ("weight", &[64, 64]),
+        ("model.layers.0.table", &[64, 64]),
+        ("model.layers.0.conv1d.weight", &[64, 1, 4]),
+        ("model.norm.weight", &[64]),
+    ]);
+    let double = Tensor { dtype: Dtype::F64, shape: vec![16, 16], bytes: vec![0; 16 * 16 * 8] };
+    tensors.insert("model.layers.0.double.weight".to_string(), double);
+    let dir = Folder::new();
+    folder(&dir.join("in"), &[tensors], &llama_config());
+    let checkpoint = Checkpoint::open(&dir.join("in")).unwrap();
+    let model = Model::new(&checkpoint).unwrap();
+    let plan = Plan::new(&model, &Selection::default(), Target::ModelOpt).unwrap();
+    let said: Vec<(&str, &str)> =
+        plan.copied.iter().map(|c| (c.tensor.info.name.as_str(), c.reason.as_str())).collect();
+    assert_eq!(
+        said,
+        [
+            ("model.layers.0.conv1d.weight", "3 dimensions, not a matrix"),
+            ("model.layers.0.double.weight", "F64 is not quantized; store it as F32"),
+            ("model.layers.0.table", "its name does not end in '.weight'"),
+            ("weight", "its name is only 'weight', without a module"),
+        ]
+    );
+}
+
+#[test]
+fn heads_that_may_be_tied_are_always_listed() {
+    let tensors = matrices(&[("model.decoder.layers.0.fc1.weight", &[64, 64])]);
+    for (architecture, head) in [("WhisperForConditionalGeneration", "proj_out"), ("GPTNeoXForCausalLM", "embed_out")] {
+        let (_, ignore) = decided(&tensors, &json!({ "architectures": [architecture] }), Target::ModelOpt);
+        assert_eq!(ignore.len(), 2);
+        assert!(ignore.contains(&head.to_string()), "{ignore:?}");
+    }
+}
+
+/// What no program would load is refused with the reason, and converted where someone insists.
+#[test]
+fn models_that_no_server_loads_are_refused_by_name() {
+    let weights = matrices(&[("h.0.attn.c_attn.weight", &[64, 64]), ("h.0.mlp.c_proj.weight", &[64, 64])]);
+    let adapter = matrices(&[("base.layers.0.q_proj.lora_A.weight", &[16, 64])]);
+    let cases: [(&Tensors, Value, &str); 6] = [
+        (
+            &weights,
+            json!({ "architectures": ["GPT2LMHeadModel"] }),
+            "GPT2LMHeadModel: its weights lie with inputs before outputs",
+        ),
+        (
+            &weights,
+            json!({ "architectures": ["T5ForConditionalGeneration"] }),
+            "T5ForConditionalGeneration: no server runs",
+        ),
+        (&weights, json!({ "architectures": ["JambaForCausalLM"] }), "JambaForCausalLM: vLLM 0.32 does not load it"),
+        (&weights, json!({ "_class_name": "FluxTransformer2DModel" }), "a model of diffusers"),
+        (&adapter, json!({}), "a LoRA adapter, not a model"),
+        (&weights, json!({ "architectures": ["MT5EncoderModel"] }), "MT5EncoderModel: no server runs"),
+    ];
+    for (tensors, config, expected) in cases {
+        let dir = Folder::new();
+        folder(&dir.join("in"), std::slice::from_ref(tensors), &config);
+        let refused = run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap_err().to_string();
+        assert!(
+            refused.starts_with(expected) && refused.ends_with("--any-architecture converts it all the same"),
+            "{refused}"
+        );
+        assert!(!dir.join("out.partial").exists());
+        let selection = Selection { architectures: Architectures::Any, ..Selection::default() };
+        run(&dir.join("in"), &dir.join("out"), &Settings { selection, ..to(Target::ModelOpt) }).unwrap();
+        run(&dir.join("in"), &dir.join("plain"), &to(Target::Plain(nvfp4::Precision::F32))).unwrap();
+    }
+    let dir = Folder::new();
+    folder(&dir.join("adapter"), std::slice::from_ref(&weights), &json!({ "architectures": ["LlamaForCausalLM"] }));
+    std::fs::write(dir.join("adapter/adapter_config.json"), "{}").unwrap();
+    let refused = run(&dir.join("adapter"), &dir.join("out"), &to(Target::ModelOpt)).unwrap_err().to_string();
+    assert!(refused.starts_with("a LoRA adapter"), "{refused}");
+    folder(&dir.join("mistral"), &[weights], &json!({}));
+    std::fs::remove_file(dir.join("mistral/config.json")).unwrap();
+    std::fs::write(dir.join("mistral/params.json"), "{}").unwrap();
+    let refused = run(&dir.join("mistral"), &dir.join("out"), &to(Target::ModelOpt)).unwrap_err().to_string();
+    assert!(refused.starts_with("in Mistral's own form (params.json)"), "{refused}");
+}
+
+/// BERT and GPT-OSS are converted, and it is said that no server loads them.
+#[test]
+fn models_that_only_we_read_are_converted_with_a_word() {
+    let dir = Folder::new();
+    let tensors = matrices(&[("encoder.layer.0.intermediate.dense.weight", &[64, 64])]);
+    folder(&dir.join("in"), &[tensors], &json!({ "architectures": ["BertModel"] }));
+    run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap();
+    let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
+    let finding = loading(&Model::new(&checkpoint).unwrap(), Client::Vllm).unwrap();
+    assert_eq!((finding.severity, finding.about.as_str()), (Severity::Problem, "architecture"));
+    assert!(finding.text.starts_with("BertModel: vLLM 0.32 does not load it in NVFP4"), "{}", finding.text);
+}
+
+#[test]
+fn a_written_file_says_who_wrote_it() {
+    let dir = Folder::new();
+    folder(&dir.join("in"), &llama(Dtype::BF16), &llama_config());
+    run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap();
+    let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
+    let metadata = checkpoint.files()[0].metadata();
+    assert_eq!(metadata["format"], "pt");
+    assert_eq!(metadata["written_by"], format!("nvfp4 {}", env!("CARGO_PKG_VERSION")));
+}
+
+/// Several models in folders of their own, as diffusers keeps a pipeline.
+#[test]
+fn a_folder_of_models_names_them() {
+    let dir = Folder::new();
+    let weights = matrices(&[("a.weight", &[64, 64])]);
+    for part in ["transformer", "vae"] {
+        std::fs::create_dir_all(dir.join("flux").join(part)).unwrap();
+        save(&dir.join("flux").join(part).join("diffusion_pytorch_model.safetensors"), &weights);
+    }
+    std::fs::create_dir_all(dir.join("flux/scheduler")).unwrap();
+    let error = Checkpoint::open(&dir.join("flux")).unwrap_err().to_string();
+    assert!(error.contains("but in 'transformer', 'vae' in it; give one of these"), "{error}");
+    let refused = run(&dir.join("flux/transformer"), &dir.join("out"), &to(Target::ModelOpt)).unwrap_err().to_string();
+    assert!(refused.starts_with("a model of diffusers"), "{refused}");
+}

@@ -1,0 +1,86 @@
+//! How this engine runs formats on a device.
+
+use nvfp4::format::Family;
+use nvfp4::format::Name;
+use nvfp4_kernels::gemm::{self, Stored};
+use std::collections::BTreeSet;
+use std::fmt;
+
+pub use nvfp4_kernels::gemm::Units;
+
+/// How products of a format run on a device: by what this engine does there, not by what the chip could do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Runs {
+    /// On the CPU, or in a program of the user's.
+    Software,
+    /// On a GPU, by these units.
+    On(Units),
+    /// Not at all.
+    Missing,
+}
+
+impl fmt::Display for Runs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Runs::Software => f.write_str("in software"),
+            Runs::On(units) => write!(f, "{units}"),
+            Runs::Missing => f.write_str("missing"),
+        }
+    }
+}
+
+/// What a device can run. High precision runs everywhere, so a recipe that quantizes nothing asks for nothing.
+///
+/// ```
+/// use nvfp4_recipe::{Capabilities, Family, Runs, Units};
+///
+/// assert_eq!(Capabilities::software().runs(&Family::Nvfp4), Runs::Software);
+/// assert_eq!(Capabilities::gpu(9, 0).runs(&Family::Nvfp4), Runs::On(Units::Bf16TensorCores));
+/// assert_eq!(Capabilities::gpu(9, 0).runs(&Family::Fp8), Runs::On(Units::MultiplyAdds));
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Capabilities {
+    gpu: Option<(u32, u32)>,
+    missing: BTreeSet<Family>,
+    custom: BTreeSet<Name>,
+}
+
+impl Capabilities {
+    /// Everything in software: any CPU.
+    pub fn software() -> Self {
+        Capabilities::default()
+    }
+
+    /// A GPU by its compute capability. One that is too old for this engine's kernels leaves the work to the CPU.
+    pub fn gpu(major: u32, minor: u32) -> Self {
+        Capabilities { gpu: Some((major, minor)), ..Capabilities::default() }
+    }
+
+    /// The same device in a build that lacks these formats.
+    pub fn without(mut self, family: Family) -> Self {
+        self.missing.insert(family);
+        self
+    }
+
+    /// The same device in a program that knows a user's format.
+    pub fn with_custom(mut self, name: Name) -> Self {
+        self.custom.insert(name);
+        self
+    }
+
+    /// How a format runs.
+    pub fn runs(&self, family: &Family) -> Runs {
+        if self.missing.contains(family) {
+            return Runs::Missing;
+        }
+        let stored = match family {
+            Family::Nvfp4 => Stored::Nvfp4,
+            Family::Fp8 => Stored::Fp8,
+            Family::Fp8Block => Stored::Fp8Block,
+            Family::Mxfp8 => Stored::Mxfp8,
+            Family::Custom(name) if !self.custom.contains(name) => return Runs::Missing,
+            Family::HighPrecision | Family::Custom(_) => return Runs::Software,
+        };
+        self.gpu.and_then(|capability| gemm::units(stored, capability)).map_or(Runs::Software, Runs::On)
+    }
+}
