@@ -67,5 +67,5 @@ pub use training::{Nvfp4Training, Scope};
 
 /// Runs the examples of the guide to recipes.
 #[cfg(doctest)]
-#[doc = include_str!("../../../docs/recipes.md")]
+#[doc = include_str!("../docs/recipes.md")]
 struct RecipesGuide;
