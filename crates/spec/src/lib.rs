@@ -60,3 +60,8 @@ pub use profile::Profile;
 
 /// Number of consecutive elements that share one block scale.
 pub const BLOCK: usize = 16;
+
+/// Runs the example of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
