@@ -405,7 +405,7 @@ fn other_dialects_are_read_in_their_own_order() {
     let byte = |dtype, shape: Vec<usize>, bytes: Vec<u8>| Tensor { dtype, shape, bytes };
     let swapped = row.codes().iter().map(|b| b.rotate_left(4)).collect();
     let scales = byte(Dtype::F8_E4M3, vec![256, swizzled.len() / 256], swizzled);
-    let global = tensor(Dtype::F32, &[], row.global().values());
+    let global = tensor(Dtype::F32, &[], row.stored());
     let comfy = Tensors::from([
         ("a.weight".to_string(), byte(Dtype::U8, vec![rows, cols / 2], swapped)),
         ("a.weight_scale".to_string(), scales.clone()),
