@@ -260,11 +260,13 @@ impl Layout<'_> {
 
     fn check_experts(&self) -> Result<()> {
         let count = self.sizes.len(sizes::Dim::Experts);
-        for (name, seen) in self.seen.iter().filter(|(_, seen)| seen.len() as u64 != count) {
-            let seen = seen.len();
-            return Err(Error::Refused(format!("'{name}' would hold {seen} experts, config.json says {count}")));
+        match self.seen.iter().find(|(_, seen)| seen.len() as u64 != count) {
+            None => Ok(()),
+            Some((name, seen)) => {
+                let seen = seen.len();
+                Err(Error::Refused(format!("'{name}' would hold {seen} experts, config.json says {count}")))
+            }
         }
-        Ok(())
     }
 
     /// Refuses a source that lacks a tensor, before llama.cpp does.
