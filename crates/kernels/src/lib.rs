@@ -12,6 +12,9 @@ mod avx512;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dequantize;
+#[cfg(all(test, feature = "cuda"))]
+#[path = "../tests/emulated/mod.rs"]
+mod emulated;
 mod error;
 #[cfg(feature = "cuda")]
 pub mod finite;
@@ -24,6 +27,8 @@ mod input;
 pub mod quantize;
 #[cfg(target_arch = "x86_64")]
 mod scatter;
+#[cfg(feature = "cuda")]
+mod sources;
 pub mod swizzle;
 
 #[cfg(target_arch = "x86_64")]
@@ -33,3 +38,6 @@ pub use avx512::Avx512;
 pub use error::{Error, Result};
 pub use implementation::Implementation;
 pub use input::{Elements, Input, MatrixRef, Values};
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub use sources::sources;

@@ -19,7 +19,7 @@ fn every_kernel_compiles_for_every_generation() {
     if let Err(reason) = cuda::compiler_version() {
         return missing(Need::Nvrtc, reason);
     }
-    let sources = cuda::sources();
+    let sources = nvfp4_kernels::sources();
     let mut jobs: Vec<Job<'_>> = Vec::new();
     for (i, (words, source)) in sources.iter().enumerate() {
         let architectures = ARCHITECTURES.iter().filter(|architecture| runs_on(words, source, architecture));

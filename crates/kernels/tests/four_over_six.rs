@@ -5,11 +5,11 @@ mod runner;
 
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values};
-use nvfp4_spec::block::Rows;
 use nvfp4_spec::four_over_six::{candidate_scales, tile_error};
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::{Global, inverse_scale};
-use nvfp4_spec::{Edge, ErrorPath, Metric, Mode, Rounding, ScaleRule, Tile, block};
+use nvfp4_spec::tile::{self, Rows};
+use nvfp4_spec::{Edge, ErrorPath, Metric, Mode, Rounding, ScaleRule, Tile};
 use rayon::prelude::*;
 
 fn modes(tile: Tile) -> Vec<Mode> {
@@ -53,8 +53,8 @@ fn errors<const H: usize>(tile: &Rows<f32, H>, mode: &Mode, amax: f32) -> [f32; 
     let global = Global::new(amax, bound, Edge::Kernel);
     let largest = tile.as_flattened().iter().fold(0f32, |m, x| m.max(x.abs()));
     candidate_scales(largest, &global, Edge::Kernel).map(|scale| {
-        let codes = block::encode(tile, inverse_scale(scale, &global, Edge::Kernel), Edge::Kernel);
-        tile_error(tile, &block::Quantized { scale, codes }, &global, metric, error)
+        let codes = tile::encode(tile, inverse_scale(scale, &global, Edge::Kernel), Edge::Kernel);
+        tile_error(tile, &tile::Quantized { scale, codes }, &global, metric, error)
     })
 }
 

@@ -223,8 +223,9 @@ fn lengths_that_do_not_fit_are_errors() {
 #[cfg(feature = "cuda")]
 mod gpu {
     use super::*;
-    use nvfp4_kernels::cuda::{self, Buffer, Cublas, Device, Plain, Stream};
+    use nvfp4_kernels::cuda::{self, Buffer, Device, Plain, Stream};
     use nvfp4_kernels::fp8::cuda::View as There;
+    use nvfp4_kernels::gemm::cuda::Cublas;
     use nvfp4_kernels::gemm::{Stored, Units, cuda as on_gpu, units};
     use nvfp4_testing::{Need, missing};
 

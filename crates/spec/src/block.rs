@@ -1,26 +1,13 @@
-//! A tile becomes one scale byte and its codes. Read [`scale`](mod@crate::scale) first.
-//!
-//! A tile is `H` rows of 16 elements: one row in 1×16 mode, sixteen in 16×16 mode. Elements outside the matrix are
-//! zeros. Source: numerics §3, §4.
+//! A tile becomes one scale byte and its codes. Read [`scale`](mod@crate::scale) and
+//! [`tile`](mod@crate::tile) first. Source: numerics §3, §4.
 
 use crate::profile::Factor;
 use crate::scale::{Global, amax};
-use crate::{BLOCK, Edge, Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
-
-/// `H` rows of 16 values.
-pub type Rows<T, const H: usize> = [[T; BLOCK]; H];
+use crate::tile::{Quantized, Rows};
+use crate::{Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
 
 /// The random bytes of a tile: one per element.
 pub type TileRounding<'a, const H: usize> = Rounding<&'a Rows<u8, H>>;
-
-/// A quantized tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Quantized<const H: usize> {
-    /// The E4M3 byte that all rows share.
-    pub scale: u8,
-    /// The E2M1 codes, one per byte.
-    pub codes: Rows<u8, H>,
-}
 
 /// How the blocks of a tensor or row are scaled: everything that depends on its amax.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -86,11 +73,6 @@ pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: Til
         })
     });
     Quantized { scale, codes }
-}
-
-/// The codes of a tile whose elements are multiplied by `inverse` and rounded to nearest.
-pub fn encode<const H: usize>(tile: &Rows<f32, H>, inverse: f32, edge: Edge) -> Rows<u8, H> {
-    tile.map(|row| row.map(|x| e2m1::encode(x * inverse, edge)))
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! 4over6: a block's largest magnitude is mapped to 6 or to 4, whichever gives the smaller error. Mapping to 4 gives up
 //! the codes ±6 and gains a finer grid. Source: numerics §5.
 
-use crate::block::{self, Quantized, Rows};
 use crate::scale::{Global, amax, inverse_scale};
+use crate::tile::{self, Quantized, Rows};
 use crate::{BLOCK, Edge, ErrorPath, Metric, e2m1, e4m3};
 
 /// Quantizes a tile both ways and keeps the better one. Mapping to 4 wins only if its error is strictly smaller: ties
@@ -15,7 +15,7 @@ pub fn quantize<const H: usize>(
     edge: Edge,
 ) -> Quantized<H> {
     let [six, four] = candidate_scales(amax(tile.as_flattened(), edge), global, edge)
-        .map(|scale| Quantized { scale, codes: block::encode(tile, inverse_scale(scale, global, edge), edge) });
+        .map(|scale| Quantized { scale, codes: tile::encode(tile, inverse_scale(scale, global, edge), edge) });
     let total = |candidate: &Quantized<H>| tile_error(tile, candidate, global, metric, error);
     if total(&four) < total(&six) { four } else { six }
 }

@@ -1,9 +1,7 @@
 //! The 16-point randomized Hadamard transform: it spreads an outlier over its group before quantization, and cancels in
 //! a product of two operands transformed alike. Source: numerics §0, §6.
 
-use crate::matrix::Matrix;
-use crate::{BLOCK, Error, Precision, Result};
-use half::bf16;
+use crate::{BLOCK, Precision};
 
 /// What the sums are multiplied by: 1/√16.
 pub const FACTOR: f32 = 0.25;
@@ -47,20 +45,10 @@ pub fn transform(mut v: [f32; BLOCK], signs: Signs) -> [f32; BLOCK] {
     v.map(|x| PRECISION.round(x * FACTOR))
 }
 
-/// Transforms every group of 16 along a matrix's rows, whose length must be a multiple of 16. The result is a bf16 matrix.
-pub fn transform_matrix(x: &Matrix, signs: Signs) -> Result<Matrix> {
-    if !x.cols().is_multiple_of(BLOCK) {
-        let what = "the dimension that the Hadamard transform runs along";
-        return Err(Error::Multiple { what, of: BLOCK, got: x.cols() });
-    }
-    let groups = x.data().as_chunks::<BLOCK>().0;
-    let data: Vec<bf16> = groups.iter().flat_map(|&group| transform(group, signs)).map(bf16::from_f32).collect();
-    Matrix::new(x.rows(), x.cols(), &data)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::bf16;
 
     #[test]
     fn unit_vectors_give_the_rows_of_the_matrix() {
@@ -103,14 +91,5 @@ mod tests {
     fn twice_without_signs_is_the_identity() {
         let v = std::array::from_fn(|i| i as f32 - 5.0);
         assert_eq!(transform(transform(v, Signs::NONE), Signs::NONE), v);
-    }
-
-    #[test]
-    fn a_ragged_row_is_refused() {
-        let error = transform_matrix(&Matrix::new(1, 24, &[0.0f32; 24]).unwrap(), Signs::FIXED).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "the dimension that the Hadamard transform runs along: expected a multiple of 16, got 24"
-        );
     }
 }

@@ -7,7 +7,7 @@
 //! 1. [`mode`]: the choices (tile, global scale, scale rule, rounding, edge);
 //! 2. [`e2m1`] and [`e4m3`]: the two small number formats;
 //! 3. [`scale`]: the global scale and the block scale;
-//! 4. [`block`]: a tile becomes one scale byte and its codes;
+//! 4. [`tile`] and [`block`]: a tile becomes one scale byte and its codes;
 //! 5. [`four_over_six`]: choosing between two scales per block;
 //! 6. [`philox`] and [`stochastic`]: randomness by position, and rounding with it;
 //! 7. [`hadamard`]: the randomized Hadamard transform;
@@ -51,12 +51,12 @@ pub mod scale;
 mod small_float;
 pub mod stochastic;
 pub mod swizzle;
+pub mod tile;
 pub mod upstream;
 
 pub use element::{Element, Precision};
 pub use error::{Error, Result, area, check_len, zeros};
-pub use mode::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile};
-pub use profile::Profile;
+pub use mode::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Profile, Rounding, ScaleRule, Tile};
 
 /// Number of consecutive elements that share one block scale.
 pub const BLOCK: usize = 16;

@@ -10,12 +10,14 @@
 //! is 0. A matrix with no rows or no columns is valid and has no codes and no scales; its other dimension may be any
 //! number, and no time is spent on it.
 
-use crate::block::{self, Quantized as QuantizedTile, Rows, Scaling, TileRounding};
-use crate::hadamard::{Signs, transform_matrix};
+use crate::block::{self, Scaling, TileRounding};
+use crate::hadamard::{self, Signs};
 use crate::scale::{self, Unit};
 use crate::stochastic::Random;
+use crate::tile::{Quantized as QuantizedTile, Rows};
 use crate::{BLOCK, Edge, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Tile};
 use crate::{area, check_len, e2m1, fast_math, zeros};
+use half::bf16;
 
 /// A row-major matrix of binary32 values.
 #[derive(Clone, Debug, PartialEq)]
@@ -83,11 +85,23 @@ impl Matrix {
 
 /// What the column direction quantizes: the transposed matrix, Hadamard-transformed along its rows (the columns of the
 /// original) where signs are given. The transform needs a multiple of 16 rows.
-pub fn columns(x: &Matrix, transform: Option<Signs>) -> Result<Matrix> {
-    match transform {
-        Some(signs) => transform_matrix(&x.transpose(), signs),
+pub fn columns(x: &Matrix, signs: Option<Signs>) -> Result<Matrix> {
+    match signs {
+        Some(signs) => transform(&x.transpose(), signs),
         None => Ok(x.transpose()),
     }
+}
+
+/// Transforms every group of 16 along the rows, whose length must be a multiple of 16. The result
+/// is a bf16 matrix.
+pub fn transform(x: &Matrix, signs: Signs) -> Result<Matrix> {
+    if !x.cols().is_multiple_of(BLOCK) {
+        let what = "the dimension that the Hadamard transform runs along";
+        return Err(Error::Multiple { what, of: BLOCK, got: x.cols() });
+    }
+    let groups = x.data().as_chunks::<BLOCK>().0.iter();
+    let data: Vec<bf16> = groups.flat_map(|&group| hadamard::transform(group, signs)).map(bf16::from_f32).collect();
+    Matrix::new(x.rows(), x.cols(), &data)
 }
 
 /// The amax of the matrix, or of each row; 0 where there are no elements. With the Hadamard transform it is taken after
@@ -428,5 +442,14 @@ mod tests {
             let (left, right) = (row.view(), col.view());
             assert_eq!(e2m1::code_at(left.code_row(r), c), e2m1::code_at(right.code_row(c), r));
         }
+    }
+
+    #[test]
+    fn the_transform_refuses_a_ragged_row() {
+        let error = transform(&Matrix::new(1, 24, &[0.0f32; 24]).unwrap(), Signs::FIXED).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the dimension that the Hadamard transform runs along: expected a multiple of 16, got 24"
+        );
     }
 }

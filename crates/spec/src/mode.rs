@@ -1,6 +1,6 @@
 //! The choices that say how a matrix becomes NVFP4. Each is an enum; together they are a [`Mode`].
 
-use crate::{Error, Profile, Result};
+use crate::{Error, Result};
 
 /// Which elements share a block scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -163,6 +163,39 @@ impl Edge {
             Edge::Kernel => x.min(f32::MAX),
             Edge::Reference if x.is_nan() => x,
             Edge::Reference => x.min(f32::MAX),
+        }
+    }
+}
+
+/// Whose bytes are written; [`profile`](mod@crate::profile) has the arithmetic of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Profile {
+    /// NVIDIA TransformerEngine, in every mode. The only profile with 4over6 and a choice of [`Edge`].
+    #[default]
+    TransformerEngine,
+    /// NVIDIA ModelOpt's checkpoints.
+    ModelOpt,
+    /// llm-compressor's (compressed-tensors') checkpoints.
+    LlmCompressor,
+    /// torchao's `NVFP4Tensor`.
+    TorchAo,
+}
+
+impl Profile {
+    /// What −0 becomes as a code, and NaN outside ModelOpt.
+    pub fn code_edge(self, edge: Edge) -> Edge {
+        match self {
+            Profile::TransformerEngine => edge,
+            Profile::ModelOpt | Profile::LlmCompressor => Edge::Reference,
+            Profile::TorchAo => Edge::Kernel,
+        }
+    }
+
+    /// How amax treats NaN: TransformerEngine has a choice, the others let NaN win.
+    pub fn amax_edge(self, edge: Edge) -> Edge {
+        match self {
+            Profile::TransformerEngine => edge,
+            Profile::ModelOpt | Profile::LlmCompressor | Profile::TorchAo => Edge::Reference,
         }
     }
 }

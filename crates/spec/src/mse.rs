@@ -3,8 +3,9 @@
 //! This is our own rule, for weights that are quantized once and used often. It changes which byte a block gets, never
 //! what a byte means, so that every reader of the profile reads it.
 
-use crate::block::{Quantized, Scaling};
+use crate::block::Scaling;
 use crate::scale::amax;
+use crate::tile::Quantized;
 use crate::{BLOCK, e2m1, e4m3};
 
 /// Distances from the byte of the rule "six", in the order in which ties are won: nearest first, then the smaller.

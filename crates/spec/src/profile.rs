@@ -16,21 +16,7 @@
 //! tensor decodes to zeros.
 
 use crate::scale::{self, Global, Unit};
-use crate::{Bound, Edge, Precision, e4m3};
-
-/// Whose bytes are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum Profile {
-    /// NVIDIA TransformerEngine, in every mode. The only profile with 4over6 and a choice of [`Edge`].
-    #[default]
-    TransformerEngine,
-    /// NVIDIA ModelOpt's checkpoints.
-    ModelOpt,
-    /// llm-compressor's (compressed-tensors') checkpoints.
-    LlmCompressor,
-    /// torchao's `NVFP4Tensor`.
-    TorchAo,
-}
+use crate::{Bound, Edge, Precision, Profile, e4m3};
 
 /// `6 · 448`, what an amax is mapped to.
 const SIX_E: f32 = Bound::E448.six_e();
@@ -115,23 +101,6 @@ impl Profile {
             Profile::TorchAo => Factor::Multiply(1.0 / g / scale),
         }
     }
-
-    /// What −0 becomes as a code, and NaN outside ModelOpt.
-    pub fn code_edge(self, edge: Edge) -> Edge {
-        match self {
-            Profile::TransformerEngine => edge,
-            Profile::ModelOpt | Profile::LlmCompressor => Edge::Reference,
-            Profile::TorchAo => Edge::Kernel,
-        }
-    }
-
-    /// How amax treats NaN: TransformerEngine has a choice, the others let NaN win.
-    pub fn amax_edge(self, edge: Edge) -> Edge {
-        match self {
-            Profile::TransformerEngine => edge,
-            Profile::ModelOpt | Profile::LlmCompressor | Profile::TorchAo => Edge::Reference,
-        }
-    }
 }
 
 /// `max(x, least)`; NaN stays NaN, as in torch's `clamp`.
@@ -142,7 +111,8 @@ fn at_least(least: f32, x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::{self, Quantized, Scaling};
+    use crate::block::{self, Scaling};
+    use crate::tile::Quantized;
     use crate::{Mode, Rounding};
 
     const GRID: [f32; 16] =

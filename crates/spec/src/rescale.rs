@@ -3,8 +3,8 @@
 //! This is our own rule. The codes stay as they are where the scale byte can take up the whole change; elsewhere the
 //! block is quantized again from what it decodes to.
 
-use crate::block::Quantized;
 use crate::scale::Unit;
+use crate::tile::Quantized;
 use crate::{BLOCK, Edge, e2m1, e4m3, mse};
 
 /// The sign bit of a scale byte, which no producer sets and every reader obeys.

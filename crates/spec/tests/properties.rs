@@ -1,11 +1,11 @@
 //! Facts that hold for every input, checked on random ones: the small formats, the layouts, whole matrices, products
 //! and 4over6. Known answers are tested next to the code.
 
-use nvfp4_spec::block::{self, Rows};
 use nvfp4_spec::four_over_six::{self, candidate_scales, tile_error};
 use nvfp4_spec::gemm::{Accumulate, Product, gemm};
 use nvfp4_spec::matrix::{Matrix, Quantized, amax, columns, dequantize, quantize};
 use nvfp4_spec::scale::{self, Global, Unit, inverse_scale};
+use nvfp4_spec::tile::{self, Rows};
 use nvfp4_spec::{BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule};
 use nvfp4_spec::{e2m1, e4m3, gguf, philox::philox4x32, stochastic, swizzle};
 use proptest::collection::vec;
@@ -257,7 +257,7 @@ fn a_long_sum_is_exact_to_the_last_unit() {
 fn check_choice<const H: usize>(tile: &Rows<f32, H>, global: &Global, metric: Metric, error: ErrorPath, edge: Edge) {
     let candidates = candidate_scales(scale::amax(tile.as_flattened(), edge), global, edge).map(|scale| {
         let inverse = inverse_scale(scale, global, edge);
-        block::Quantized { scale, codes: block::encode(tile, inverse, edge) }
+        tile::Quantized { scale, codes: tile::encode(tile, inverse, edge) }
     });
     let chosen = four_over_six::quantize(tile, global, metric, error, edge);
     let total = |q| tile_error(tile, q, global, metric, error);

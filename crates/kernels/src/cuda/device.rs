@@ -3,9 +3,7 @@
 use super::cache::DiskCache;
 use super::environment::Environment;
 use super::error::{Error, Result, Version, check};
-use super::kernel::Modules;
 use super::lock;
-use super::pool::RawPool;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int};
@@ -29,9 +27,7 @@ pub(super) struct Inner {
     properties: Properties,
     pub driver: Version,
     pub cache: DiskCache,
-    pub modules: Modules,
     portable: bool,
-    pub pool: OnceLock<RawPool>,
 }
 
 // SAFETY: the context is a handle that the driver lets any thread use; the rest is Send and Sync by itself.
@@ -82,9 +78,7 @@ impl Device {
             properties,
             driver: driver_version()?,
             cache: DiskCache::new(environment.cache),
-            modules: Modules::default(),
             portable: environment.portable,
-            pool: OnceLock::new(),
         };
         Ok(Device(open.entry(ordinal).or_insert(Box::leak(Box::new(inner)))))
     }
@@ -157,7 +151,7 @@ impl Device {
     }
 
     /// Makes this GPU current until the guard is dropped.
-    pub(super) fn enter(self) -> Result<Current> {
+    pub(crate) fn enter(self) -> Result<Current> {
         let mut previous = ptr::null_mut();
         // SAFETY: a device is open, so the driver is initialised; it writes one handle.
         check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut previous) })?;
@@ -169,7 +163,7 @@ impl Device {
     }
 
     /// An error unless `other`, which `what` belongs to, is this GPU.
-    pub(super) fn expect(self, what: &'static str, other: usize) -> Result<()> {
+    pub(crate) fn expect(self, what: &'static str, other: usize) -> Result<()> {
         if other == self.ordinal() {
             return Ok(());
         }
@@ -198,7 +192,7 @@ impl fmt::Debug for Device {
 }
 
 /// Restores the thread's current context.
-pub(super) struct Current {
+pub(crate) struct Current {
     restore: Option<CUcontext>,
 }
 

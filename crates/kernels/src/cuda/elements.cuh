@@ -144,3 +144,12 @@ RULE Elements<P> load_some(const u8* from, u32 width) {
 RULE u32 divided(u32 n, u32 magic, u32 shift) { return magic ? mul_high(n, magic) >> shift : n; }
 
 RULE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// Twin of hadamard::transform, signs already changed.
+RULE Elements<BF16> transformed(float v[BLOCK]) {
+    hadamard::butterflies(v);
+    Elements<BF16> out;
+#pragma unroll
+    for (int i = 0; i < 8; i++) out.w[i] = pack_bf16(v[2 * i] * HADAMARD_FACTOR, v[2 * i + 1] * HADAMARD_FACTOR);
+    return out;
+}

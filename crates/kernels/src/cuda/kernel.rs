@@ -6,7 +6,7 @@ use super::error::{Error, Result, check};
 use super::lock;
 use super::stream::Stream;
 use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule, CUresult};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_int, c_void};
 use std::sync::{Arc, Mutex};
 use std::{fmt, ptr};
@@ -31,10 +31,10 @@ unsafe impl Send for Loaded {}
 // SAFETY: as above.
 unsafe impl Sync for Loaded {}
 
-/// The modules loaded on a GPU, by their text. The outer lock is held for a look-up, an inner one while its text is
-/// compiled: threads that ask for the same text wait for one compilation, others do not wait.
-#[derive(Default)]
-pub(super) struct Modules(Mutex<HashMap<String, Arc<Mutex<Option<Module>>>>>);
+/// The modules loaded on each GPU, by its number and their text. The outer lock is held for a
+/// look-up, an inner one while its text is compiled: threads that ask for the same text wait for one
+/// compilation, others do not wait.
+static MODULES: Mutex<BTreeMap<usize, HashMap<String, Arc<Mutex<Option<Module>>>>>> = Mutex::new(BTreeMap::new());
 
 struct Module {
     raw: CUmodule,
@@ -51,7 +51,8 @@ impl Device {
     /// keep the result where it is launched often.
     pub fn kernel(self, name: &'static str, function: &str, text: &str) -> Result<Kernel> {
         let entry = {
-            let mut modules = lock(&self.0.modules.0);
+            let mut modules = lock(&MODULES);
+            let modules = modules.entry(self.ordinal()).or_default();
             match modules.get(text) {
                 Some(entry) => entry.clone(),
                 None => modules.entry(text.to_string()).or_default().clone(),

@@ -1,7 +1,7 @@
 //! What the GPU versions of the operations stand on: devices, memory, streams and kernels compiled at run time.
 //!
-//! Nothing here knows a number format, but for the rules (`rules.cuh`, and `text.rs`, which prints their constants) and NVIDIA's own
-//! products (`cublas.rs`). The driver and NVRTC are loaded when first needed; where they are missing, every call says so in an [`Error`], and the crate
+//! Nothing here knows an operation, or a number format but for the rules (`rules.cuh`, `fp8_rules.cuh`, and `text.rs`, which prints
+//! their constants). The driver and NVRTC are loaded when first needed; where they are missing, every call says so in an [`Error`], and the crate
 //! builds and runs without them.
 //!
 //! Read in this order: [`Device`], [`Stream`], [`Buffer`] and its [`Slice`]s, [`Kernel`].
@@ -11,11 +11,9 @@
 
 mod cache;
 mod compile;
-mod cublas;
+mod counting;
 mod device;
 mod doctor;
-#[cfg(test)]
-pub(crate) mod emulate;
 mod environment;
 mod error;
 mod input;
@@ -23,14 +21,13 @@ mod kernel;
 mod memory;
 mod pool;
 pub mod shared;
-mod sources;
 mod stream;
 mod tensor_map;
 pub(crate) mod text;
 mod turns;
 
 pub use compile::{Source, architecture, compile, compiler_version, supported_architectures};
-pub use cublas::Cublas;
+pub(crate) use counting::{countable, divisor};
 pub use device::{Device, Properties};
 pub use doctor::{Cache, Report, doctor};
 pub use environment::Environment;
@@ -40,17 +37,15 @@ pub use input::{Input, Values};
 pub use kernel::Kernel;
 pub use memory::{Buffer, Plain, Slice, SliceMut};
 pub use pool::{Allocator, Memory, Pool};
-pub(crate) use sources::entry;
-#[doc(hidden)]
-pub use sources::sources;
 pub use stream::{Event, Graph, Stream};
 pub(crate) use tensor_map::tensor_map;
+pub(crate) use text::entry;
 pub use text::{FP8_RULES, RULES, constants};
 pub use turns::time_in_turns;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Locks; a panic elsewhere leaves these maps whole, since each insertion is one call.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

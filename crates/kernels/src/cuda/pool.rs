@@ -2,11 +2,14 @@
 
 use super::device::Device;
 use super::error::{Error, Result, check};
+use super::lock;
 use super::memory::{Buffer, Plain, Slice, SliceMut};
 use super::stream::Stream;
 use cudarc::driver::sys::{self, CUmemPool_attribute, CUmemoryPool, CUresult};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Mutex;
 use std::thread::ThreadId;
 
 /// Bytes of a GPU's memory, and whatever owns them. What they hold at first is undefined.
@@ -183,12 +186,14 @@ impl Thread {
 impl Device {
     /// The pool of this GPU; none where the driver has no pools for it.
     fn pool(self) -> Result<Option<CUmemoryPool>> {
-        if let Some(pool) = self.0.pool.get() {
+        static POOLS: Mutex<BTreeMap<usize, RawPool>> = Mutex::new(BTreeMap::new());
+        let mut pools = lock(&POOLS);
+        if let Some(pool) = pools.get(&self.ordinal()) {
             return Ok(pool.0);
         }
-        let made = self.new_pool()?;
-        // Of two that were made at the same time, one stays unused.
-        Ok(self.0.pool.get_or_init(|| RawPool(made)).0)
+        let pool = self.new_pool()?;
+        pools.insert(self.ordinal(), RawPool(pool));
+        Ok(pool)
     }
 
     fn new_pool(self) -> Result<Option<CUmemoryPool>> {
@@ -213,9 +218,7 @@ impl Device {
 }
 
 /// The driver's handle of a pool.
-pub(super) struct RawPool(Option<CUmemoryPool>);
+struct RawPool(Option<CUmemoryPool>);
 
 // SAFETY: the driver lets any thread use a pool, several at once.
 unsafe impl Send for RawPool {}
-// SAFETY: as above.
-unsafe impl Sync for RawPool {}

@@ -1,5 +1,6 @@
 //! The text of a kernel: the constants of `spec`, the rules, the settings of one variant, the operation's own files.
 
+use super::compile::Source;
 use super::device::Device;
 use super::kernel::Kernel;
 use super::{Result, lock};
@@ -14,7 +15,7 @@ use std::sync::Mutex;
 pub const RULES: &str = include_str!("rules.cuh");
 
 /// The rules of FP8 and MXFP8, to come after [`RULES`].
-pub const FP8_RULES: &str = include_str!("../fp8/rules.cuh");
+pub const FP8_RULES: &str = include_str!("fp8_rules.cuh");
 
 /// Elements in the registers of a thread, to come after [`RULES`].
 pub(crate) const ELEMENTS: &str = include_str!("elements.cuh");
@@ -100,6 +101,15 @@ pub(crate) fn format(format: Format) -> &'static str {
         Format::E4m3 => "E4M3",
         Format::E5m2 => "E5M2",
     }
+}
+
+/// A variant `V` with the text that `source` makes of it.
+pub(crate) fn entry<V: Copy + std::fmt::Debug>(
+    variant: V,
+    source: impl Fn(V) -> (&'static str, &'static str, String),
+) -> (String, Source) {
+    let (name, function, text) = source(variant);
+    (format!("{function} {variant:?}"), Source { name, text })
 }
 
 /// The variants of an operation's kernels that were asked for, by their settings `V` and the GPU.

@@ -4,6 +4,7 @@
 pub mod delayed;
 pub mod dequantize;
 #[cfg(all(test, feature = "cuda"))]
+#[path = "../../tests/emulated/fp8.rs"]
 mod emulated;
 pub mod quantize;
 

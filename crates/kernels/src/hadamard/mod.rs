@@ -12,7 +12,7 @@ use nvfp4_spec::{BLOCK, Error, area};
 use rayon::prelude::*;
 
 /// Transforms every group of 16 along the rows of `x`, whose number of columns must be a multiple of 16, into a contiguous
-/// matrix of bf16. Twin of [`nvfp4_spec::hadamard::transform_matrix`].
+/// matrix of bf16. Twin of [`nvfp4_spec::matrix::transform`].
 pub fn hadamard(implementation: Implementation, x: &Input<'_>, signs: Signs, out: &mut [bf16]) -> Result<()> {
     check(x.rows(), x.cols(), out.len())?;
     match implementation {

@@ -7,7 +7,7 @@ use nvfp4_spec::fp8::scale::mx_byte;
 use nvfp4_spec::fp8::{AmaxRule, Format, ScaleValues};
 use values::{pick, words};
 
-// In the order of the enums in fp8/rules.cuh: an index here is a value there.
+// In the order of the enums in fp8_rules.cuh: an index here is a value there.
 const FORMATS: [Format; 2] = Format::ALL;
 const SCALE_VALUES: [ScaleValues; 2] = [ScaleValues::Any, ScaleValues::PowersOfTwo];
 const ALGORITHMS: [Algorithm; 2] = [Algorithm::Max, Algorithm::MostRecent];

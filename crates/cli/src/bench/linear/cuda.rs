@@ -7,7 +7,8 @@ use half::bf16;
 use nvfp4::cuda::{Device, Direction, Gpu, Input, Offset, Options, Product, QuantTensor, Randomness, Values};
 use nvfp4::recipe::LinearSlot;
 use nvfp4::{Rounding, Side};
-use nvfp4_kernels::cuda::{Buffer, Cublas, Slice, Stream, time_in_turns};
+use nvfp4_kernels::cuda::{Buffer, Slice, Stream, time_in_turns};
+use nvfp4_kernels::gemm::cuda::Cublas;
 use std::ops::Range;
 use std::sync::Arc;
 

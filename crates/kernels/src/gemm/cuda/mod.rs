@@ -4,9 +4,11 @@
 //! brought into an order of their own first, once and for all as [`PreparedWeight`] or before each product. A product of two decoded
 //! values is exact in binary32, and so is a weight in bf16 and in f16, so only additions round. Every other pair, FP8 among them, is decoded
 //! to binary32 and multiplied without tensor cores (`decoded.cu`). Codes with a scale for the whole matrix on both sides can also go to
-//! NVIDIA's library, which is faster and less precise: [`Cublas::matmul_fp8`](crate::cuda::Cublas::matmul_fp8).
+//! NVIDIA's library, which is faster and less precise: [`Cublas::matmul_fp8`].
 
+mod cublas;
 mod decoded;
+mod global;
 mod host;
 mod operand;
 mod output;
@@ -15,6 +17,7 @@ mod ring;
 mod scratch;
 mod shape;
 
+pub use cublas::Cublas;
 pub(super) use host::on_host;
 pub use operand::{Operand, Weights};
 pub use output::Product;
@@ -157,7 +160,7 @@ fn check<T: Element + Plain>(
     Ok(Output::new(a, b, product, out.address()))
 }
 
-/// Texts for [`cuda::sources`].
+/// Texts for [`crate::sources`].
 pub(crate) fn sources() -> Vec<(String, Source)> {
     [ring::sources(), decoded::sources()].concat()
 }

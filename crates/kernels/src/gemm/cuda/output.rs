@@ -1,6 +1,7 @@
 //! From sums to outputs; `output.cuh` says how.
 
-use super::operand::{Global, Operand, Weights};
+use super::global::Global;
+use super::operand::{Operand, Weights};
 use crate::cuda::text::precision;
 use crate::cuda::{Plain, Slice};
 use nvfp4_spec::gemm::Epilogue;

@@ -1,6 +1,6 @@
 //! Weights in the order of the tensor cores; `weights.cuh` says which.
 
-use super::operand::Global;
+use super::global::Global;
 use super::{WEIGHTS, math};
 use crate::cuda::text::{Variants, assemble};
 use crate::cuda::{Allocator, Device, Memory, Source, Stream, entry};

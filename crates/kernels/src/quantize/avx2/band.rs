@@ -9,10 +9,11 @@ use crate::avx2::small_float::{E4m3, codes, store_bytes};
 use crate::avx2::{
     Avx2, abs, infinity_bits, largest_of_eight, load, load_eight, max, philox, value_of, values_of, zero,
 };
-use nvfp4_spec::block::{self, Rows, Scaling};
+use nvfp4_spec::block::{self, Scaling};
 use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::stochastic::Random;
+use nvfp4_spec::tile::Rows;
 use nvfp4_spec::{BLOCK, Edge, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, e2m1, e4m3};
 use std::arch::x86_64::*;
 

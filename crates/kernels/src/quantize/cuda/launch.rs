@@ -1,9 +1,9 @@
 //! The four kernels and their parameters, laid out as in `matrix.cuh`.
 
 use super::Direction;
-use super::variant::{Function, Variant};
+use super::variant::{Function, THREADS, Variant};
 use crate::Result;
-use crate::cuda::{Input, Stream};
+use crate::cuda::{Input, Stream, divisor};
 use nvfp4_spec::{BLOCK, GlobalScale, Precision, ScaleRule, Tile};
 
 #[derive(Clone, Copy)]
@@ -42,12 +42,11 @@ pub(super) struct Params {
     col: DirectionParams,
 }
 
-/// Threads of a group, but for the kernel over whole rows.
-pub(super) const THREADS: u32 = 128;
 /// Rows and columns of a panel, and its tiles of 16×16.
 const HEIGHT: usize = 128;
 const WIDTH: usize = 64;
 const TILES: usize = HEIGHT * WIDTH / (BLOCK * BLOCK);
+
 fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>>) -> Params {
     let (rows, cols) = (x.rows(), x.cols());
     let (divisor_magic, divisor_shift) = divisor(cols.div_ceil(BLOCK));
@@ -64,14 +63,6 @@ fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>
         row: row.or(col).expect("a direction is wanted").params(rows, cols),
         col: col.or(row).expect("a direction is wanted").params(cols, rows),
     }
-}
-
-/// A multiplier `m` and a shift `s` with `n / d = (n·m >> 32) >> s` for every n < 2³¹; (0, 0) for d = 1.
-///
-/// With l = ceil(log₂ d) and m = ceil(2^(31+l) / d), m·d exceeds 2^(31+l) by less than 2^l, too little to show.
-pub(crate) fn divisor(d: usize) -> (u32, u32) {
-    let l = d.next_power_of_two().trailing_zeros();
-    if l == 0 { (0, 0) } else { ((1u64 << (31 + l)).div_ceil(d as u64) as u32, l - 1) }
 }
 
 /// 1×16 blocks along rows, every amax known.

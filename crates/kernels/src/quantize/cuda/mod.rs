@@ -6,22 +6,21 @@ mod launch;
 mod variant;
 
 pub(super) use host::on_host;
-pub(crate) use launch::divisor;
 pub(crate) use variant::sources;
 
 use super::{Layout, Lens, check};
 use crate::Result;
 use crate::amax::cuda as maxima;
 use crate::cuda::text::Variants;
-use crate::cuda::{self, Device, Input, Slice, SliceMut, Stream};
+use crate::cuda::{self, Device, Input, Slice, SliceMut, Stream, countable};
 use launch::{DirectionParams, panels, row_blocks, squares, whole_rows};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
 use nvfp4_spec::{BLOCK, Edge, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Tile};
 use variant::{Settings, Transform};
 
-/// What a thread does with a block of 16 elements.
-pub(crate) const BLOCK_TEXT: &str = concat!(include_str!("../../cuda/elements.cuh"), include_str!("../block.cuh"));
+/// What a thread does with a block of 16 elements, to come after `elements.cuh`.
+const BLOCK_TEXT: &str = include_str!("block.cuh");
 
 /// Where a direction takes its random bytes from.
 #[derive(Clone, Copy, Debug)]
@@ -240,12 +239,8 @@ pub fn quantize(
     }
 }
 
-/// Whether kernels can count the blocks of `rows` rows of `cols` elements: in 31 bits.
-pub(crate) fn countable(rows: usize, cols: usize) -> bool {
-    rows.checked_mul(cols.div_ceil(BLOCK)).is_some_and(|blocks| blocks < 1 << 31)
-}
-
-/// The same for the column direction of a matrix, whose kernel counts the rows of the matrix in 31 bits too.
+/// [`countable`] for the column direction of a matrix, whose kernel counts the rows of the matrix in
+/// 31 bits too.
 fn countable_along_columns(rows: usize, cols: usize) -> bool {
     countable(cols, rows) && countable(rows, cols.min(1))
 }
@@ -367,21 +362,7 @@ fn advance_source((): ()) -> (&'static str, &'static str, String) {
 mod tests {
     use super::launch::Params;
     use super::*;
-    use crate::cuda::text::assemble;
-
-    #[test]
-    fn multiplications_divide() {
-        for d in (1..200).chain([1000, 6144 / 16, 65535, 65536, 65537, (1 << 27) - 1, 1 << 30, (1 << 31) - 1]) {
-            let (magic, shift) = divisor(d);
-            for n in [0, 1, d - 1, d, d + 1, 2 * d - 1, 7 * d + 3, 1 << 30, (1 << 31) - 2, (1 << 31) - 1] {
-                let n = n as u64;
-                if n < 1 << 31 {
-                    let quotient = if magic == 0 { n } else { ((n * u64::from(magic)) >> 32) >> shift };
-                    assert_eq!(quotient, n / d as u64, "{n} / {d}");
-                }
-            }
-        }
-    }
+    use crate::cuda::text::{ELEMENTS, assemble};
 
     #[test]
     fn parameters_have_the_sizes_that_the_kernels_expect() {
@@ -389,14 +370,8 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_counted_in_31_bits() {
+    fn the_blocks_and_the_rows_of_columns_are_counted_in_31_bits() {
         let most = (1 << 31) - 1;
-        for (rows, cols) in [(most, 16), (1, most * 16), (most, 1), (0, usize::MAX), (usize::MAX, 0)] {
-            assert!(countable(rows, cols), "{rows} × {cols}");
-        }
-        for (rows, cols) in [(most, 17), (1, most * 16 + 1), (most + 1, 1), (usize::MAX, usize::MAX)] {
-            assert!(!countable(rows, cols), "{rows} × {cols}");
-        }
         // Of few columns the row direction has more blocks than the column direction.
         assert!(countable_along_columns(most, 1) && countable_along_columns(1 << 30, 17));
         assert!(countable_along_columns(usize::MAX, 0) && countable_along_columns(0, usize::MAX));
@@ -419,7 +394,7 @@ mod tests {
                     if (reciprocal(x) != 1.0f / x) atomicAdd(p.wrong, 1);\n\
                 }\n\
             }\n";
-        let text = assemble("constexpr bool WHOLE = true;\n", &[BLOCK_TEXT, kernel]);
+        let text = assemble("constexpr bool WHOLE = true;\n", &[ELEMENTS, BLOCK_TEXT, kernel]);
         let kernel = device.kernel("reciprocals", "compare", &text).unwrap();
         let stream = Stream::new(device).unwrap();
         let wrong = stream.to_device(&[0u32]).unwrap();

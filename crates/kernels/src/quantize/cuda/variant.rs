@@ -1,12 +1,14 @@
 //! The variants of the kernels: their settings as text, one text for each combination.
 
-use super::launch::THREADS;
 use super::{BLOCK_TEXT, advance_source};
 use crate::Result;
-use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
+use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Device, Kernel, Source};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{Edge, Metric, Precision, Profile, Tile};
+
+/// Threads of a group, but for the kernel over whole rows.
+pub(super) const THREADS: u32 = 128;
 
 /// The settings of a direction that kernels have as constants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -104,8 +106,8 @@ pub(super) enum Function {
 
 impl Variant {
     fn source(self) -> (&'static str, &'static str, String) {
-        const MATRIX: &str = include_str!("../matrix.cuh");
-        const SQUARES: &str = include_str!("../squares.cuh");
+        const MATRIX: &str = include_str!("matrix.cuh");
+        const SQUARES: &str = include_str!("squares.cuh");
         let settings = format!(
             "constexpr bool WHOLE = {}, FLAT = {}, FULL = {};\n\
              constexpr Precision INPUT = {};\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\n{}{}",
@@ -120,10 +122,16 @@ impl Variant {
             Settings::text("Col", self.col),
         );
         let (function, files): (_, &[&str]) = match self.function {
-            Function::Rows => ("quantize_rows", &[BLOCK_TEXT, MATRIX, include_str!("../rows.cu")]),
-            Function::WholeRows => ("quantize_whole_rows", &[BLOCK_TEXT, MATRIX, include_str!("../whole_rows.cu")]),
-            Function::Squares => ("quantize_squares", &[BLOCK_TEXT, MATRIX, SQUARES, include_str!("../squares.cu")]),
-            Function::Panels => ("quantize_panels", &[BLOCK_TEXT, MATRIX, SQUARES, include_str!("../panels.cu")]),
+            Function::Rows => ("quantize_rows", &[ELEMENTS, BLOCK_TEXT, MATRIX, include_str!("rows.cu")]),
+            Function::WholeRows => {
+                ("quantize_whole_rows", &[ELEMENTS, BLOCK_TEXT, MATRIX, include_str!("whole_rows.cu")])
+            }
+            Function::Squares => {
+                ("quantize_squares", &[ELEMENTS, BLOCK_TEXT, MATRIX, SQUARES, include_str!("squares.cu")])
+            }
+            Function::Panels => {
+                ("quantize_panels", &[ELEMENTS, BLOCK_TEXT, MATRIX, SQUARES, include_str!("panels.cu")])
+            }
         };
         ("quantize", function, assemble(&settings, files))
     }
@@ -146,7 +154,7 @@ impl Variant {
     }
 }
 
-/// Texts for [`cuda::sources`]: every setting in every function, while types, whole and ragged, and the directions of a
+/// Texts for [`crate::sources`]: every setting in every function, while types, whole and ragged, and the directions of a
 /// panel take turns.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     let plain = Settings::PLAIN;

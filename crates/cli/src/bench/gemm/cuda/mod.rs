@@ -8,9 +8,9 @@ use crate::bench::median;
 use anyhow::{Context, Result};
 use half::bf16;
 use matrix::{Form, Matrix};
-use nvfp4_kernels::cuda::{Buffer, Cublas, Device, Pool, Stream, time_in_turns};
+use nvfp4_kernels::cuda::{Buffer, Device, Pool, Stream, time_in_turns};
 use nvfp4_kernels::dequantize::cuda::dequantize;
-use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product, describe, gemm};
+use nvfp4_kernels::gemm::cuda::{Cublas, PreparedWeight, Product, describe, gemm};
 use serde::Serialize;
 use std::io::Write;
 

@@ -3,8 +3,7 @@
 use super::{Direction, Mode, Scale, Scaling};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format, precision};
-use crate::cuda::{self, Device, Input, Kernel, Source, Stream};
-use crate::quantize::cuda::divisor;
+use crate::cuda::{self, Device, Input, Kernel, Source, Stream, divisor};
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, Format, MX_BLOCK, ScaleValues};
 use nvfp4_spec::{BLOCK as UNIT, Precision};
 
@@ -248,7 +247,7 @@ impl Variant {
 
     /// Name, function and text.
     pub fn source(self) -> (&'static str, &'static str, String) {
-        const UNITS: &str = include_str!("../units.cuh");
+        const UNITS: &str = include_str!("units.cuh");
         let scaling = match self.scaling {
             Kind::Tensors => "TENSORS",
             Kind::Blocks128 => "BLOCKS_128",
@@ -280,8 +279,8 @@ impl Variant {
             self.min_blocks(),
         );
         let (function, file) = match self.function {
-            Function::Rows => ("quantize_fp8_rows", include_str!("../rows.cu")),
-            Function::Panels => ("quantize_fp8_panels", include_str!("../panels.cu")),
+            Function::Rows => ("quantize_fp8_rows", include_str!("rows.cu")),
+            Function::Panels => ("quantize_fp8_panels", include_str!("panels.cu")),
         };
         ("fp8 quantize", function, assemble_fp8(&settings, &[UNITS, file]))
     }
@@ -318,7 +317,7 @@ impl Variant {
     }
 }
 
-/// Texts for [`cuda::sources`]: every scaling in every direction, while formats, types, whole and ragged, and whether an amax is wanted
+/// Texts for [`crate::sources`]: every scaling in every direction, while formats, types, whole and ragged, and whether an amax is wanted
 /// take turns.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     // SAFETY: nothing is ever read there.

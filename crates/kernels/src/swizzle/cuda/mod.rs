@@ -75,7 +75,7 @@ fn source(way: Way) -> (&'static str, &'static str, String) {
     ("swizzle", "swizzle_scales", assemble(&settings, &[include_str!("swizzle.cu")]))
 }
 
-/// Texts for [`cuda::sources`]: all there are.
+/// Texts for [`crate::sources`]: all there are.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     [Way::ToTiles, Way::FromTiles].map(|way| cuda::entry(way, source)).to_vec()
 }

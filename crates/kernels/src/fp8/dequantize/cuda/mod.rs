@@ -2,9 +2,8 @@
 
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format, precision};
-use crate::cuda::{self, Buffer, Device, Plain, Slice, SliceMut, Source, Stream};
+use crate::cuda::{self, Buffer, Device, Plain, Slice, SliceMut, Source, Stream, countable, divisor};
 use crate::input::check_len;
-use crate::quantize::cuda::{countable, divisor};
 use half::{bf16, f16};
 use nvfp4_spec::fp8::{self, Format, MX_BLOCK, Scales, Tile};
 use nvfp4_spec::{BLOCK, Element, Precision, area};
@@ -181,7 +180,7 @@ impl Variant {
     }
 }
 
-/// Texts for [`cuda::sources`]: every tile with either kind of scales, while formats and types take turns.
+/// Texts for [`crate::sources`]: every tile with either kind of scales, while formats and types take turns.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     let mut all = Vec::new();
     for (i, tile) in Tile::ALL.into_iter().enumerate() {

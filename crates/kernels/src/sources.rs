@@ -1,6 +1,6 @@
 //! Kernel texts of every operation, for tests that compile them without a GPU.
 
-use super::compile::Source;
+use crate::cuda::Source;
 use crate::{amax, dequantize, finite, fp8, gemm, hadamard, quantize, swizzle};
 
 /// Texts that between them have every function, type of elements and setting, though not every combination. Each comes with
@@ -12,20 +12,11 @@ pub fn sources() -> Vec<(String, Source)> {
         dequantize::cuda::sources(),
         swizzle::cuda::sources(),
         hadamard::cuda::sources(),
-        finite::sources(),
+        finite::cuda::sources(),
         gemm::cuda::sources(),
         fp8::quantize::cuda::sources(),
         fp8::dequantize::cuda::sources(),
         fp8::delayed::cuda::sources(),
     ];
     operations.concat()
-}
-
-/// A variant `V` with the text that `source` makes of it.
-pub(crate) fn entry<V: Copy + std::fmt::Debug>(
-    variant: V,
-    source: impl Fn(V) -> (&'static str, &'static str, String),
-) -> (String, Source) {
-    let (name, function, text) = source(variant);
-    (format!("{function} {variant:?}"), Source { name, text })
 }

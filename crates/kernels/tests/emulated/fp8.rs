@@ -4,8 +4,8 @@
 use super::cuda::{Amax, Direction, Mode, Scale, Scaling, View, Wanted};
 use super::dequantize::cuda as decoding;
 use super::quantize::cuda as encoding;
-use crate::cuda::emulate::Emulated;
 use crate::cuda::{Input, Plain, Slice, SliceMut, Values};
+use crate::emulated::Emulated;
 use half::{bf16, f16};
 use nvfp4_spec::fp8::{self, AmaxRule, Format, ScaleValues, Scales, Side, Tile};
 use nvfp4_spec::matrix::Matrix;

@@ -90,7 +90,7 @@ fn source((): ()) -> (&'static str, &'static str, String) {
     ("update", "update_scales", assemble_fp8("", &[include_str!("update.cu")]))
 }
 
-/// Texts for [`cuda::sources`].
+/// Texts for [`crate::sources`].
 pub(crate) fn sources() -> Vec<(String, Source)> {
     vec![cuda::entry((), source)]
 }
@@ -98,7 +98,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::emulate::Emulated;
+    use crate::emulated::Emulated;
     use nvfp4_spec::fp8::delayed;
 
     fn slice(values: &mut [f32]) -> SliceMut<'_, f32> {

@@ -1,4 +1,4 @@
-// From FP8 codes and scales to values. Twin of spec's fp8::dequantize. Read fp8/rules.cuh and cuda/elements.cuh first.
+// From FP8 codes and scales to values. Twin of spec's fp8::dequantize. Read cuda/fp8_rules.cuh and cuda/elements.cuh first.
 //
 // A thread decodes units of 16 bytes of values, which it writes at once. Constants that come before this text: OUTPUT, the type
 // of the values; FORMAT of the codes; TILE, which elements share a scale; E8M0, whether scales are bytes.

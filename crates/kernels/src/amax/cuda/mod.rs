@@ -1,9 +1,8 @@
 //! The largest magnitudes on a GPU; `amax.cu` says how.
 
-use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
+use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Buffer, Device, Input, SliceMut, Source, Stream, Uploaded};
 use crate::input::check_len;
-use crate::quantize::cuda::BLOCK_TEXT;
 use crate::{Result, input};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{BLOCK, Edge, Precision};
@@ -84,7 +83,7 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
     };
     let edge = if v.edge == Edge::Kernel { "KERNEL" } else { "REFERENCE" };
     let settings = format!(
-        "constexpr bool WHOLE = false;\nconstexpr Precision INPUT = {};\nconstexpr Edge EDGE = {edge};\n\
+        "constexpr Precision INPUT = {};\nconstexpr Edge EDGE = {edge};\n\
          constexpr bool WANTED_TENSOR = {}, WANTED_ROWS = {}, WANTED_COLS = {}, WANTED_PLAIN = {};\n",
         precision(v.precision),
         v.tensor,
@@ -92,10 +91,10 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
         v.cols,
         v.plain,
     );
-    ("amax", function, assemble(&settings, &[BLOCK_TEXT, include_str!("amax.cu")]))
+    ("amax", function, assemble(&settings, &[ELEMENTS, include_str!("amax.cu")]))
 }
 
-/// Texts for [`cuda::sources`]; each has all three functions.
+/// Texts for [`crate::sources`]; each has all three functions.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     let (mut variants, edges) = (Vec::new(), [Edge::Kernel, Edge::Reference]);
     for (precision, edge) in PRECISIONS.into_iter().flat_map(|p| edges.map(|e| (p, e))) {

@@ -1,11 +1,10 @@
 //! Decoding on a GPU; `dequantize.cu` says how.
 
 use crate::Result;
-use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
-use crate::cuda::{self, Buffer, Device, Plain, Slice, SliceMut, Source, Stream};
+use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
+use crate::cuda::{self, Buffer, Device, Plain, Slice, SliceMut, Source, Stream, countable, divisor};
 use crate::input::check_len;
 use crate::quantize::Layout;
-use crate::quantize::cuda::{BLOCK_TEXT, countable, divisor};
 use half::{bf16, f16};
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{BLOCK, Element, GlobalScale, Precision, area, e2m1, matrix};
@@ -122,11 +121,11 @@ pub fn dequantize<T: Element + Plain>(stream: &Stream, q: &View<'_>, out: SliceM
 }
 
 fn source(output: Precision) -> (&'static str, &'static str, String) {
-    let settings = format!("constexpr bool WHOLE = false;\nconstexpr Precision OUTPUT = {};\n", precision(output));
-    ("dequantize", "dequantize", assemble(&settings, &[BLOCK_TEXT, include_str!("dequantize.cu")]))
+    let settings = format!("constexpr Precision OUTPUT = {};\n", precision(output));
+    ("dequantize", "dequantize", assemble(&settings, &[ELEMENTS, include_str!("dequantize.cu")]))
 }
 
-/// Texts for [`cuda::sources`]: all there are.
+/// Texts for [`crate::sources`]: all there are.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     PRECISIONS.map(|p| cuda::entry(p, source)).to_vec()
 }

@@ -1,9 +1,8 @@
 //! The transform on a GPU; `hadamard.cu` says how.
 
 use super::check;
-use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
+use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Device, Input, SliceMut, Source, Stream, Uploaded};
-use crate::quantize::cuda::BLOCK_TEXT;
 use crate::{Result, input};
 use half::bf16;
 use nvfp4_spec::hadamard::Signs;
@@ -50,11 +49,11 @@ pub fn hadamard(stream: &Stream, x: &Input<'_>, signs: Signs, out: SliceMut<'_, 
 }
 
 fn source(input: Precision) -> (&'static str, &'static str, String) {
-    let settings = format!("constexpr bool WHOLE = false;\nconstexpr Precision INPUT = {};\n", precision(input));
-    ("hadamard", "hadamard_rows", assemble(&settings, &[BLOCK_TEXT, include_str!("hadamard.cu")]))
+    let settings = format!("constexpr Precision INPUT = {};\n", precision(input));
+    ("hadamard", "hadamard_rows", assemble(&settings, &[ELEMENTS, include_str!("hadamard.cu")]))
 }
 
-/// Texts for [`cuda::sources`]: all there are.
+/// Texts for [`crate::sources`]: all there are.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     PRECISIONS.map(|p| cuda::entry(p, source)).to_vec()
 }

@@ -4,23 +4,21 @@
 //! Its interface is declared here, a few functions of it, rather than taken from cudarc: several libraries can then be tried in turn
 //! (one that is newer than the driver loads and does not start), and none that lacks a function is a panic.
 
-use super::device::Device;
-use super::environment::Environment;
-use super::error::{Error, Result, Version};
-use super::lock;
-use super::memory::{Buffer, Plain, Slice, SliceMut};
-use super::stream::Stream;
+mod library;
+
+use crate::Result;
+use crate::cuda::{self, Buffer, Device, Error, Plain, Slice, SliceMut, Stream, Version, lock};
 use crate::fp8::cuda::View as Fp8View;
 use crate::input::check_len;
 use half::bf16;
-use libloading::Library;
+use library::*;
 use nvfp4_spec::fp8::{Format, Scales, Tile};
 use nvfp4_spec::{Element, Error as RuleError, Precision, area};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::ffi::{c_int, c_void};
+use std::fmt;
 use std::sync::Mutex;
-use std::{fmt, ptr};
 
 /// Bytes that a product may use meanwhile.
 const WORKSPACE: usize = 32 << 20;
@@ -55,7 +53,7 @@ struct Plan {
 
 impl Cublas {
     /// Loads the library and sets it up, or says why it cannot be used; [`Error::NoCublas`] where there is none.
-    pub fn open(device: Device) -> Result<Cublas> {
+    pub fn open(device: Device) -> cuda::Result<Cublas> {
         let mut reason = Error::NoCublas;
         for api in candidates().iter().filter_map(Api::load) {
             match Session::new(device, api) {
@@ -66,9 +64,9 @@ impl Cublas {
         Err(reason)
     }
 
-    fn new(session: Session) -> Result<Cublas> {
+    fn new(session: Session) -> cuda::Result<Cublas> {
         let api = session.api;
-        let operation = || -> Result<Descriptor> {
+        let operation = || -> cuda::Result<Descriptor> {
             // SAFETY: cuBLASLt writes one handle.
             let operation = Descriptor::new(&api, "cublasLtMatmulDescCreate", api.operation_destroy, |raw| unsafe {
                 (api.operation_create)(raw, COMPUTE_32F, R_32F)
@@ -98,7 +96,7 @@ impl Cublas {
         b: Slice<'_, bf16>,
         (m, n, k): (usize, usize, usize),
         out: SliceMut<'_, bf16>,
-    ) -> crate::Result<()> {
+    ) -> Result<()> {
         let device = self.session.device;
         device.expect("the stream of a product", stream.device().ordinal())?;
         check_len("A", area(m, k)?, a.len())?;
@@ -132,7 +130,7 @@ impl Cublas {
         a: &Fp8View<'_>,
         b: &Fp8View<'_>,
         out: SliceMut<'_, T>,
-    ) -> crate::Result<()> {
+    ) -> Result<()> {
         let device = self.session.device;
         device.expect("the stream of a product", stream.device().ordinal())?;
         let scales = [tensor_scale(b)?, tensor_scale(a)?];
@@ -183,7 +181,7 @@ impl Cublas {
     }
 
     /// A product of checked operands: addresses of B, A and the outputs, and of both scales if they are scaled.
-    fn run(&self, stream: &Stream, key: Key, addresses: [u64; 3], scales: Option<[u64; 2]>) -> Result<()> {
+    fn run(&self, stream: &Stream, key: Key, addresses: [u64; 3], scales: Option<[u64; 2]>) -> cuda::Result<()> {
         let api = self.session.api;
         let _current = self.session.device.enter()?;
         let mut plans = lock(&self.plans);
@@ -232,7 +230,7 @@ impl Cublas {
 
     /// The algorithm that cuBLASLt expects to be the fastest. It counts in columns: what is row-major here is transposed there, so
     /// that its left side is B, its right side A and its result N × M.
-    fn plan(&self, Key { types, sizes: [m, n, k], alignments }: Key, operation: &Descriptor) -> Result<Plan> {
+    fn plan(&self, Key { types, sizes: [m, n, k], alignments }: Key, operation: &Descriptor) -> cuda::Result<Plan> {
         let api = self.session.api;
         // SAFETY: cuBLASLt writes one handle.
         let layout = |of: c_int, rows: usize, cols: usize| {
@@ -287,7 +285,7 @@ impl Key {
 }
 
 /// The scale of a whole FP8 matrix, or an error if it has another kind.
-fn tensor_scale<'a>(view: &Fp8View<'a>) -> crate::Result<Slice<'a, f32>> {
+fn tensor_scale<'a>(view: &Fp8View<'a>) -> Result<Slice<'a, f32>> {
     match (view.tile, view.scales) {
         (Tile::Tensor, Scales::F32(scale)) => {
             check_len("scale", 1, scale.len())?;
@@ -303,240 +301,5 @@ fn tensor_scale<'a>(view: &Fp8View<'a>) -> crate::Result<Slice<'a, f32>> {
 impl fmt::Debug for Cublas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Cublas({}, {:?})", self.version(), self.session.device)
-    }
-}
-
-/// An open library.
-struct Session {
-    device: Device,
-    api: Api,
-    handle: *mut c_void,
-}
-
-impl Session {
-    fn new(device: Device, api: Api) -> Result<Session> {
-        let _current = device.enter()?;
-        let mut handle = ptr::null_mut();
-        // SAFETY: a context is current; cuBLASLt writes one handle.
-        api.check("cublasLtCreate", unsafe { (api.create)(&mut handle) })?;
-        Ok(Session { device, api, handle })
-    }
-}
-
-impl Drop for Session {
-    fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
-            // SAFETY: the handle is ours and destroyed once.
-            unsafe { (self.api.destroy)(self.handle) };
-        }
-    }
-}
-
-/// A description of an operation, a matrix or a preference, destroyed when dropped.
-struct Descriptor {
-    raw: *mut c_void,
-    destroy: Destroy,
-}
-
-impl Descriptor {
-    /// What `create` writes, to be destroyed by `destroy`.
-    fn new(
-        api: &Api,
-        call: &'static str,
-        destroy: Destroy,
-        create: impl FnOnce(*mut *mut c_void) -> c_int,
-    ) -> Result<Self> {
-        let mut raw = ptr::null_mut();
-        api.check(call, create(&mut raw))?;
-        Ok(Descriptor { raw, destroy })
-    }
-
-    fn set<T: Copy>(&self, api: &Api, call: &'static str, set: Set, attribute: c_int, value: &T) -> Result<()> {
-        // SAFETY: the descriptor exists, and cuBLASLt copies so many bytes; it refuses a number that is not the attribute's.
-        api.check(call, unsafe { set(self.raw, attribute, ptr::from_ref(value).cast(), size_of::<T>()) })
-    }
-}
-
-impl Drop for Descriptor {
-    fn drop(&mut self) {
-        // SAFETY: the descriptor is ours and destroyed once.
-        unsafe { (self.destroy)(self.raw) };
-    }
-}
-
-// Numbers of cublasLt.h and library_types.h, the same in all versions.
-const R_32F: c_int = 0;
-const R_16F: c_int = 2;
-const R_16BF: c_int = 14;
-const R_8F_E4M3: c_int = 28;
-const R_8F_E5M2: c_int = 29;
-const COMPUTE_32F: c_int = 68;
-const OPERATION_TRANSA: c_int = 3;
-const OPERATION_TRANSB: c_int = 4;
-/// Of the library's left and right side.
-const OPERATION_SCALES: [c_int; 2] = [17, 18];
-const SET_OPERATION: &str = "cublasLtMatmulDescSetAttribute";
-const AS_IT_IS: i32 = 0;
-const TRANSPOSED: i32 = 1;
-const PREFERENCE_WORKSPACE: c_int = 1;
-const PREFERENCE_REDUCTION: c_int = 3;
-/// Of A, B, C and D.
-const PREFERENCE_ALIGNMENTS: [c_int; 4] = [5, 6, 7, 8];
-const REDUCTION_COMPUTE_TYPE: u32 = 2;
-const NOT_SUPPORTED: c_int = 15;
-
-/// `cublasLtMatmulAlgo_t`.
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-struct Algorithm([u64; 8]);
-
-/// `cublasLtMatmulHeuristicResult_t`.
-#[derive(Default)]
-#[repr(C)]
-struct Found {
-    algorithm: Algorithm,
-    workspace: usize,
-    state: c_int,
-    waves: f32,
-    reserved: [c_int; 4],
-}
-
-type Destroy = unsafe extern "C" fn(*mut c_void) -> c_int;
-type Set = unsafe extern "C" fn(*mut c_void, c_int, *const c_void, usize) -> c_int;
-type Heuristic = unsafe extern "C" fn(
-    *mut c_void,
-    *mut c_void,
-    *mut c_void,
-    *mut c_void,
-    *mut c_void,
-    *mut c_void,
-    *mut c_void,
-    c_int,
-    *mut Found,
-    *mut c_int,
-) -> c_int;
-type Matmul = unsafe extern "C" fn(
-    *mut c_void,
-    *mut c_void,
-    *const c_void,
-    *const c_void,
-    *mut c_void,
-    *const c_void,
-    *mut c_void,
-    *const c_void,
-    *const c_void,
-    *mut c_void,
-    *mut c_void,
-    *mut c_void,
-    *const Algorithm,
-    *mut c_void,
-    usize,
-    *mut c_void,
-) -> c_int;
-
-/// The functions of a loaded library.
-#[derive(Clone, Copy)]
-struct Api {
-    create: unsafe extern "C" fn(*mut *mut c_void) -> c_int,
-    destroy: Destroy,
-    version: unsafe extern "C" fn() -> usize,
-    status_text: unsafe extern "C" fn(c_int) -> *const c_char,
-    operation_create: unsafe extern "C" fn(*mut *mut c_void, c_int, c_int) -> c_int,
-    operation_destroy: Destroy,
-    operation_set: Set,
-    layout_create: unsafe extern "C" fn(*mut *mut c_void, c_int, u64, u64, i64) -> c_int,
-    layout_destroy: Destroy,
-    preference_create: unsafe extern "C" fn(*mut *mut c_void) -> c_int,
-    preference_destroy: Destroy,
-    preference_set: Set,
-    heuristic: Heuristic,
-    matmul: Matmul,
-}
-
-impl Api {
-    /// The functions of a library that is loaded for as long as the process lives; `None` where it is not there or not whole.
-    fn load(name: &OsString) -> Option<Api> {
-        /// # Safety
-        ///
-        /// `T` is the type of the function of that name.
-        unsafe fn function<T: Copy>(library: &Library, name: &CStr) -> Option<T> {
-            // SAFETY: the caller vouches for the type.
-            unsafe { library.get::<T>(name) }.ok().map(|symbol| *symbol)
-        }
-        // SAFETY: cuBLASLt does nothing when loaded but set itself up. It is never unloaded.
-        let library: &'static Library = Box::leak(Box::new(unsafe { Library::new(name) }.ok()?));
-        // SAFETY: these are the declarations of cublasLt.h, enumerations being as wide as `int`.
-        unsafe {
-            Some(Api {
-                create: function(library, c"cublasLtCreate")?,
-                destroy: function(library, c"cublasLtDestroy")?,
-                version: function(library, c"cublasLtGetVersion")?,
-                status_text: function(library, c"cublasLtGetStatusString")?,
-                operation_create: function(library, c"cublasLtMatmulDescCreate")?,
-                operation_destroy: function(library, c"cublasLtMatmulDescDestroy")?,
-                operation_set: function(library, c"cublasLtMatmulDescSetAttribute")?,
-                layout_create: function(library, c"cublasLtMatrixLayoutCreate")?,
-                layout_destroy: function(library, c"cublasLtMatrixLayoutDestroy")?,
-                preference_create: function(library, c"cublasLtMatmulPreferenceCreate")?,
-                preference_destroy: function(library, c"cublasLtMatmulPreferenceDestroy")?,
-                preference_set: function(library, c"cublasLtMatmulPreferenceSetAttribute")?,
-                heuristic: function(library, c"cublasLtMatmulAlgoGetHeuristic")?,
-                matmul: function(library, c"cublasLtMatmul")?,
-            })
-        }
-    }
-
-    /// What a call returned, as a result.
-    fn check(&self, call: &'static str, status: c_int) -> Result<()> {
-        if status == 0 {
-            return Ok(());
-        }
-        // SAFETY: it takes any number.
-        let text = unsafe { (self.status_text)(status) };
-        let text = match text.is_null() {
-            true => "unknown".to_string(),
-            // SAFETY: cuBLASLt gives a static string that ends in NUL.
-            false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
-        };
-        Err(Error::Driver { call, code: status as u32, text })
-    }
-}
-
-/// What the library may be called: by its name where the dynamic loader finds it, else in a folder that the environment names.
-fn candidates() -> Vec<OsString> {
-    const NAMES: &[&str] = if cfg!(windows) {
-        &["cublasLt64_13.dll", "cublasLt64_12.dll"]
-    } else {
-        &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"]
-    };
-    let folders = Environment::read().libraries;
-    let paths = folders.iter().flat_map(|folder| NAMES.iter().map(|name| folder.join(name)));
-    // The loader would say the same of a path that does not exist, only later.
-    let paths = paths.filter(|path| path.exists()).map(OsString::from);
-    NAMES.iter().map(OsString::from).chain(paths).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_result_is_as_large_as_cublas_writes_it() {
-        assert_eq!((size_of::<Found>(), size_of::<Algorithm>()), (96, 64));
-    }
-
-    #[test]
-    fn a_library_that_is_not_there_or_is_another_one_is_none() {
-        for name in ["no_such_library.so", "libc.so.6"] {
-            assert!(Api::load(&name.into()).is_none(), "{name}");
-        }
-    }
-
-    #[test]
-    fn names_come_before_folders() {
-        let candidates = candidates();
-        let is_name = |name: &OsString| !name.to_string_lossy().contains(std::path::MAIN_SEPARATOR);
-        let names = candidates.iter().take_while(|name| is_name(name)).count();
-        assert!(names >= 2 && candidates[names..].iter().all(|path| !is_name(path)), "{candidates:?}");
     }
 }

@@ -1,4 +1,4 @@
-// Sixteen neighbours of a row in the registers of one thread: loaded, measured, encoded, stored. Read fp8/rules.cuh and
+// Sixteen neighbours of a row in the registers of one thread: loaded, measured, encoded, stored. Read cuda/fp8_rules.cuh and
 // cuda/elements.cuh first.
 //
 // Constants that come before this text: INPUT, the type of the elements; FORMAT of the codes; SCALING and, for TENSORS, SOURCE;

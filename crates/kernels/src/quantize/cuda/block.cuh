@@ -9,15 +9,6 @@
 // WHOLE says that all blocks are whole, rows of elements aligned to 16 bytes, rows of codes to 8, and scales linear. All come
 // before this text.
 
-// Twin of hadamard::transform, signs already changed.
-RULE Elements<BF16> transformed(float v[BLOCK]) {
-    hadamard::butterflies(v);
-    Elements<BF16> out;
-#pragma unroll
-    for (int i = 0; i < 8; i++) out.w[i] = pack_bf16(v[2 * i] * HADAMARD_FACTOR, v[2 * i + 1] * HADAMARD_FACTOR);
-    return out;
-}
-
 // What a direction is asked for, as the host passes it. 80 bytes of addresses and counts, then small numbers.
 struct Direction {
     u8* codes;

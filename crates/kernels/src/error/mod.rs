@@ -1,7 +1,8 @@
 //! What can go wrong in an operation: a rule that was not kept or, on a GPU, the machine.
 
 #[cfg(feature = "cuda")]
-use crate::cuda;
+pub(crate) mod cuda;
+
 use std::fmt;
 
 /// The result of an operation.

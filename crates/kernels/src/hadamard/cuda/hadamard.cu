@@ -1,4 +1,4 @@
-// The Hadamard transform along rows. Twin of spec's hadamard::transform_matrix. A thread has a group of 16; INPUT, the type of
+// The Hadamard transform along rows. Twin of spec's matrix::transform. A thread has a group of 16; INPUT, the type of
 // the elements, comes before this text.
 
 struct Params {
