@@ -1,8 +1,12 @@
-//! What a test does where the machine lacks something that it needs.
+//! What the tests of this workspace share: this file has what a test does where the machine lacks
+//! something that it needs, [`imports`] finds modules that import each other.
 //!
-//! `NVFP4_REQUIRE` lists what must be there, as in `NVFP4_REQUIRE=avx2,g++`: a test that misses one of these fails. A test that misses
-//! anything else is skipped, says so, and writes a line to the file that `NVFP4_SKIPPED` names, which `./test` shows at its end. No test
-//! passes because of what it did not find, unless that line says so.
+//! `NVFP4_REQUIRE` lists what must be there, as in `NVFP4_REQUIRE=avx2,g++`: a test that misses one
+//! of these fails. A test that misses anything else is skipped, says so, and writes a line to the
+//! file that `NVFP4_SKIPPED` names, which `./test` shows at its end. No test passes because of what it
+//! did not find, unless that line says so.
+
+pub mod imports;
 
 use std::env;
 use std::fmt::{self, Display};
