@@ -24,9 +24,9 @@ impl<'a, T: Copy> Scatter<'a, T> {
     /// # Safety
     ///
     /// No other thread may write to the same elements.
-    pub unsafe fn write(&self, at: usize, piece: &[T]) {
-        assert!(at <= self.len && piece.len() <= self.len - at, "a piece lies inside the buffer");
+    pub unsafe fn write(&self, at: usize, values: &[T]) {
+        assert!(at <= self.len && values.len() <= self.len - at, "a piece lies inside the buffer");
         // SAFETY: the range was checked, and the caller keeps other threads away from it.
-        unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), self.start.add(at), piece.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.start.add(at), values.len()) };
     }
 }

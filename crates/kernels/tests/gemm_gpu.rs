@@ -229,7 +229,7 @@ fn either_side_is_brought_into_order() {
         let (a, b) = (quantized(m, k, 1, per(GlobalScale::PerRow)), quantized(n, k, 2, per(GlobalScale::PerTensor)));
         let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Swizzled), Copied::new(&stream, &b, Layout::Linear));
         let kernel = describe(stream.device(), a_there.view(), b_there.view()).unwrap();
-        assert!(kernel.starts_with("turned: "), "{kernel}");
+        assert!(kernel.starts_with("swapped: "), "{kernel}");
         let out = run::<bf16>(&stream, a_there.view(), b_there.view(), &Product::default());
         check_some(&(&a.view()).into(), &(&b.view()).into(), &spec::Product::default(), &out, &kernel);
         let other = run::<bf16>(&stream, b_there.view(), a_there.view(), &Product::default());

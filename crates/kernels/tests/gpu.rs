@@ -253,8 +253,8 @@ fn wrong_memory_is_refused_and_the_device_stays_usable() {
     for (slice, words) in [(foreign, "input"), (crooked, "input")] {
         let input = cuda::Input::new(cuda::Values::F32(slice), 4, 16).unwrap();
         let mut out = device.alloc::<f32>(1).unwrap();
-        let wanted = amax::cuda::Wanted { tensor: Some(out.slice_mut()), ..Default::default() };
-        let error = amax::cuda::amax(&stream, &input, Edge::Kernel, wanted).unwrap_err();
+        let outputs = amax::cuda::Outputs { tensor: Some(out.slice_mut()), ..Default::default() };
+        let error = amax::cuda::amax(&stream, &input, Edge::Kernel, outputs).unwrap_err();
         println!("{error}");
         assert!(matches!(error, Error::Cuda(_)) && error.to_string().contains(words), "{error}");
     }

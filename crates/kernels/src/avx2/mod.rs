@@ -63,7 +63,7 @@ impl Block {
 /// Four rows of four doublewords, transposed.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(crate) fn turned(rows: [__m128i; 4]) -> [__m128i; 4] {
+pub(crate) fn transposed(rows: [__m128i; 4]) -> [__m128i; 4] {
     let [a, b, c, d] = rows;
     let (t0, t1) = (_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b));
     let (t2, t3) = (_mm_unpacklo_epi32(c, d), _mm_unpackhi_epi32(c, d));

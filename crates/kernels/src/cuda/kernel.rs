@@ -134,7 +134,7 @@ impl Kernel {
     ///
     /// As for [`Kernel::launch`]; and unless it is portable, the kernel waits for earlier work (`griddepcontrol.wait`) before it touches
     /// memory.
-    pub(crate) unsafe fn launch_early<P: Copy>(
+    pub(crate) unsafe fn launch_dependent<P: Copy>(
         &self,
         stream: &Stream,
         grid: [u32; 3],

@@ -24,7 +24,7 @@ pub mod shared;
 mod stream;
 mod tensor_map;
 pub(crate) mod text;
-mod turns;
+mod timing;
 
 pub use compile::{Source, architecture, compile, compiler_version, supported_architectures};
 pub(crate) use counting::{countable, divisor};
@@ -41,7 +41,7 @@ pub use stream::{Event, Graph, Stream};
 pub(crate) use tensor_map::tensor_map;
 pub(crate) use text::entry;
 pub use text::{FP8_RULES, RULES, constants};
-pub use turns::time_in_turns;
+pub use timing::time_interleaved;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

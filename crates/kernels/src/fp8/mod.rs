@@ -13,5 +13,5 @@ pub mod quantize;
 pub mod cuda {
     pub use super::delayed::cuda::{Entry, update};
     pub use super::dequantize::cuda::{ScaleRef, View, dequantize};
-    pub use super::quantize::cuda::{Amax, Direction, Mode, Scale, ScaleMut, Scaling, Wanted, quantize};
+    pub use super::quantize::cuda::{Amax, Direction, Mode, Outputs, Scale, ScaleMut, Scaling, quantize};
 }

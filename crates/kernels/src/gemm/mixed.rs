@@ -7,9 +7,9 @@
 
 use super::exact::row::{self, LANES, block_words};
 use super::exact::{CHUNK, FEW, SCALES, Vectors};
-use super::outputs::{Operands, Outputs};
+use super::writer::{Operands, Writer};
 use super::{Operand, spec};
-use crate::avx2::{Avx2, codes_of, turned};
+use crate::avx2::{Avx2, codes_of, transposed};
 use crate::avx512::Avx512;
 use crate::{Input, Values};
 use half::bf16;
@@ -29,21 +29,21 @@ pub(super) fn gemm<T: Element>(
     out: &mut [T],
 ) {
     let operands = (a.to_spec(matrices[0]), b.to_spec(matrices[1]));
-    let outputs = &Outputs::new(operands, product, out);
+    let writer = &Writer::new(operands, product, out);
     match (vectors, a, b) {
         (Vectors::Avx512(token), Operand::Plain(x), Operand::Nvfp4(weights))
             if matches!(x.values(), Values::Bf16(_)) =>
         {
             if x.rows() <= FEW {
-                few_rows(token, x, weights, outputs);
+                few_rows(token, x, weights, writer);
             } else if token.has_bf16() {
-                panels(token, x, weights, outputs);
+                panels(token, x, weights, writer);
             } else {
-                decoded(token.avx2(), &operands, outputs);
+                decoded(token.avx2(), &operands, writer);
             }
         }
-        (Vectors::Avx512(token), ..) => decoded(token.avx2(), &operands, outputs),
-        (Vectors::Avx2(token), ..) => decoded(token, &operands, outputs),
+        (Vectors::Avx512(token), ..) => decoded(token.avx2(), &operands, writer),
+        (Vectors::Avx2(token), ..) => decoded(token, &operands, writer),
     }
 }
 
@@ -74,7 +74,7 @@ fn pairs(x: &Input<'_>, i: usize, blocks: usize) -> Vec<u32> {
     words
 }
 
-fn panels<T: Element>(token: Avx512, x: &Input<'_>, weights: &View<'_>, outputs: &Outputs<'_, T>) {
+fn panels<T: Element>(token: Avx512, x: &Input<'_>, weights: &View<'_>, writer: &Writer<'_, T>) {
     let blocks = weights.cols.div_ceil(BLOCK);
     let rows: Vec<Vec<u32>> = (0..x.rows()).into_par_iter().map(|i| pairs(x, i, blocks)).collect();
     let columns = weights.rows;
@@ -98,7 +98,7 @@ fn panels<T: Element>(token: Avx512, x: &Input<'_>, weights: &View<'_>, outputs:
                 unsafe { tile_of(some, panel, &mut tile) };
                 for (r, sums) in tile[..height].iter().enumerate() {
                     // SAFETY: a panel writes the columns of its own rows of B only.
-                    unsafe { outputs.write(group + r, first, &sums[..width]) };
+                    unsafe { writer.write(group + r, first, &sums[..width]) };
                 }
             }
         },
@@ -177,11 +177,11 @@ fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
                 words[1][i] = _mm_unpackhi_epi8(bytes[0], bytes[1]);
             }
             for (h, w) in words.into_iter().enumerate() {
-                for (q, turned) in turned(w).into_iter().enumerate() {
+                for (q, transposed) in transposed(w).into_iter().enumerate() {
                     let to: &mut [u32; 4] =
                         step.pairs[4 * h + q][c..].first_chunk_mut().expect("16 is a multiple of 4");
                     // SAFETY: the destination is an array of 16 bytes.
-                    unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), turned) };
+                    unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), transposed) };
                 }
             }
         }
@@ -194,7 +194,7 @@ fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
 }
 
 /// The product where A has few rows: B's rows are read as they lie, for each row of A while they are in cache.
-fn few_rows<T: Element>(_token: Avx512, x: &Input<'_>, weights: &View<'_>, outputs: &Outputs<'_, T>) {
+fn few_rows<T: Element>(_token: Avx512, x: &Input<'_>, weights: &View<'_>, writer: &Writer<'_, T>) {
     let Values::Bf16(values) = x.values() else { unreachable!("A is bf16") };
     let blocks = weights.cols.div_ceil(BLOCK);
     // Element e of sixteen blocks side by side: a lane of a vector has a block.
@@ -218,7 +218,7 @@ fn few_rows<T: Element>(_token: Avx512, x: &Input<'_>, weights: &View<'_>, outpu
                 *sum = unsafe { row_sum(row, weights.code_row(first + c), weights.scale_row(first + c)) };
             }
             // SAFETY: a chunk writes the columns of its own rows of B only.
-            unsafe { outputs.write(i, first, &sums[..width]) };
+            unsafe { writer.write(i, first, &sums[..width]) };
         }
     });
 }
@@ -254,7 +254,7 @@ fn row_sum(row: &[[[f32; LANES]; BLOCK]], codes: &[u8], scales: &[u8]) -> f32 {
 /// Rows of B that are decoded at a time.
 const ROWS: usize = 8;
 
-fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, outputs: &Outputs<'_, T>) {
+fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, writer: &Writer<'_, T>) {
     let (a, b) = operands;
     let columns = b.rows();
     let rows: Vec<Vec<f32>> = (0..a.rows()).into_par_iter().map(|i| row_of(token, a, i)).collect();
@@ -273,7 +273,7 @@ fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, outputs: &Outputs<'
             for (r, sums) in sums[..two.len()].iter().enumerate() {
                 let i = 2 * pair + r;
                 // SAFETY: a group writes the columns of its own rows of B only.
-                unsafe { outputs.write(i, first, &sums[..width]) };
+                unsafe { writer.write(i, first, &sums[..width]) };
             }
         }
     });

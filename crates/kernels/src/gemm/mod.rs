@@ -11,9 +11,9 @@ pub mod cuda;
 mod exact;
 #[cfg(target_arch = "x86_64")]
 mod mixed;
-#[cfg(target_arch = "x86_64")]
-mod outputs;
 mod units;
+#[cfg(target_arch = "x86_64")]
+mod writer;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};

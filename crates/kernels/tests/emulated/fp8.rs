@@ -1,7 +1,7 @@
 //! The kernels of FP8 on the host, through its compiler, against `spec`, bit for bit: launches as they are planned, shapes, strides and
 //! memory that starts anywhere. Needs g++ but no GPU.
 
-use super::cuda::{Amax, Direction, Mode, Scale, Scaling, View, Wanted};
+use super::cuda::{Amax, Direction, Mode, Outputs, Scale, Scaling, View};
 use super::dequantize::cuda as decoding;
 use super::quantize::cuda as encoding;
 use crate::cuda::{Input, Plain, Slice, SliceMut, Values};
@@ -147,12 +147,12 @@ fn scale_bits(scales: &fp8::ScaleVec) -> Vec<u32> {
 }
 
 /// A direction's outputs.
-struct Outputs {
+struct Buffers {
     codes: Memory<u8>,
     scales: Scales<Memory<f32>, Memory<u8>>,
 }
 
-impl Outputs {
+impl Buffers {
     fn new(mode: &fp8::Mode, side: Side, case: Case) -> Self {
         let (rows, cols) = mode.shape(side, (case.rows, case.cols));
         let count = mode.tile(side).scale_count(rows, cols).unwrap();
@@ -160,7 +160,7 @@ impl Outputs {
             fp8::Scaling::Mx => Scales::E8m0(Memory::new(count, case.offset)),
             _ => Scales::F32(Memory::new(count, case.offset)),
         };
-        Outputs { codes: Memory::new(rows * cols, case.offset), scales }
+        Buffers { codes: Memory::new(rows * cols, case.offset), scales }
     }
 
     fn direction(&mut self) -> Direction<'_> {
@@ -237,14 +237,14 @@ fn check<T: Element + Plain>(
         Asked::Tiles(scaling) => (Mode::from(fp8::Mode { format, scaling }).scaling, scaling),
     };
     let mode = fp8::Mode { format, scaling: expected_scaling };
-    let mut outputs = [Side::Row, Side::Column].map(|side| Outputs::new(&mode, side, case));
+    let mut outputs = [Side::Row, Side::Column].map(|side| Buffers::new(&mode, side, case));
     let before = match joined {
         Joined::Large => 1e32,
         _ => 0.0,
     };
     let mut found = Memory::of(&[before], offset);
     let [first, second] = &mut outputs;
-    let wanted = Wanted {
+    let wanted = Outputs {
         row: row.then(|| first.direction()),
         col: col.then(|| second.direction()),
         amax: (joined != Joined::Nothing).then(|| Amax::Join(found.slice_mut())),

@@ -316,11 +316,11 @@ pub fn check_amax(case: &Case) {
     for edge in [Edge::Kernel, Edge::Reference] {
         let all = |implementation| {
             let (mut tensor, mut rows, mut cols) = (0.0, vec![0.0; case.rows], vec![0.0; case.cols]);
-            let wanted = amax::Wanted { tensor: Some(&mut tensor), rows: Some(&mut rows), cols: Some(&mut cols) };
-            amax::amax(implementation, &runner.input(), edge, wanted).unwrap();
+            let outputs = amax::Outputs { tensor: Some(&mut tensor), rows: Some(&mut rows), cols: Some(&mut cols) };
+            amax::amax(implementation, &runner.input(), edge, outputs).unwrap();
             let mut alone = 0.0;
-            let wanted = amax::Wanted { tensor: Some(&mut alone), ..Default::default() };
-            amax::amax(implementation, &runner.input(), edge, wanted).unwrap();
+            let outputs = amax::Outputs { tensor: Some(&mut alone), ..Default::default() };
+            amax::amax(implementation, &runner.input(), edge, outputs).unwrap();
             [vec![tensor, alone], rows, cols].map(|v| v.into_iter().map(canonical).collect::<Vec<u32>>())
         };
         for implementation in Implementation::available() {

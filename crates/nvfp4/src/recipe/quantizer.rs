@@ -374,7 +374,7 @@ fn quantize_fp8(
         Scale::Current(rule) => {
             let mut found = given.unwrap_or_default();
             if given.is_none() {
-                let wanted = amax::Wanted { tensor: Some(&mut found), ..Default::default() };
+                let wanted = amax::Outputs { tensor: Some(&mut found), ..Default::default() };
                 amax::amax(implementation, x, Edge::Kernel, wanted)?;
             }
             Scaling::Tensor { scale: rule.tensor_scale(found, code) }
@@ -389,7 +389,7 @@ fn quantize_fp8(
     let (mut row, mut col) = (blank(fp8::Side::Row, Side::Row)?, blank(fp8::Side::Column, Side::Column)?);
     let mut found = 0.0;
     let delayed = matches!(scale, Scale::Delayed(_));
-    let wanted = kernel::Wanted {
+    let wanted = kernel::Outputs {
         row: row.as_mut().map(target),
         col: col.as_mut().map(target),
         amax: delayed.then_some(&mut found),

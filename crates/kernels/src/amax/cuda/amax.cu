@@ -2,7 +2,7 @@
 //
 // A thread has a strip of columns 16 bytes wide, a warp 32 of them, and walks down the rows of its panel. Maxima meet in
 // memory by integer atomics, in any order; whoever launches this sets them to zero first. EDGE, INPUT, and which maxima are
-// WANTED_* come before this text.
+// OUTPUT_* come before this text.
 
 struct Params {
     const u8* x;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (WANTED_ROWS && r + i < end) {
+            if (OUTPUT_ROWS && r + i < end) {
                 u32 a = larger_counted(larger_counted(0, v[i].x), v[i].y);
                 u32 b = larger_counted(larger_counted(0, v[i].z), v[i].w);
                 meet(p.row + r + i, word_maximum(larger_counted(a, b)));
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
             m[2] = larger_counted(m[2], v[i].z), m[3] = larger_counted(m[3], v[i].w);
         }
     }
-    if (WANTED_COLS && mine) {
+    if (OUTPUT_COLS && mine) {
 #pragma unroll
         for (int i = 0; i < STRIP; i++) {
             if (c + i >= p.cols) break;
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
             if (bits) atomicMax(p.col + c + i, bits);
         }
     }
-    if (WANTED_TENSOR) {
+    if (OUTPUT_TENSOR) {
         u32 all = larger_counted(larger_counted(m[0], m[1]), larger_counted(m[2], m[3]));
         __shared__ u32 maxima[8];
         u32 bits = __reduce_max_sync(0xFFFFFFFF, word_maximum(all));
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
             else w[i] = *(const u16*)from | (c + 1 < p.cols ? (u32)((const u16*)from)[1] << 16 : 0);
         }
 #pragma unroll
-        for (int i = 0; WANTED_PLAIN && i < BLOCK; i++) before = larger_counted(before, w[i]);
+        for (int i = 0; OUTPUT_PLAIN && i < BLOCK; i++) before = larger_counted(before, w[i]);
 #pragma unroll
         for (int h = 0; h < WIDE; h++) {
             float v[BLOCK];
@@ -134,12 +134,12 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
         float rounded = precision::round(from_bits(m[h]) * HADAMARD_FACTOR, BF16);
         m[h] = scale::magnitude_bits(rounded, EDGE);
     }
-    if (WANTED_COLS && unit < units) {
+    if (OUTPUT_COLS && unit < units) {
         atomicMax(p.col + c, m[0]);
         if (WIDE == 2 && c + 1 < p.cols) atomicMax(p.col + c + 1, m[1]);
     }
-    if (WANTED_TENSOR) meet(p.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
-    if (WANTED_PLAIN) meet(p.plain, word_maximum(before));
+    if (OUTPUT_TENSOR) meet(p.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
+    if (OUTPUT_PLAIN) meet(p.plain, word_maximum(before));
 }
 
 // The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a thread has a block of 16.
@@ -165,8 +165,8 @@ extern "C" __global__ void __launch_bounds__(256) amax_hadamard_rows(const __gri
                 m = m > bits ? m : bits;
             }
         }
-        if (WANTED_ROWS) meet(p.row + r, m);
+        if (OUTPUT_ROWS) meet(p.row + r, m);
         all = all > m ? all : m;
     }
-    if (WANTED_TENSOR) meet(p.tensor, all);
+    if (OUTPUT_TENSOR) meet(p.tensor, all);
 }

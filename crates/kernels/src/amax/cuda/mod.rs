@@ -9,7 +9,7 @@ use nvfp4_spec::{BLOCK, Edge, Precision};
 
 /// Which maxima to compute, any of them in one pass.
 #[derive(Debug, Default)]
-pub struct Wanted<'a> {
+pub struct Outputs<'a> {
     /// The maximum over everything: one value.
     pub tensor: Option<SliceMut<'a, f32>>,
     /// One per row.
@@ -19,9 +19,9 @@ pub struct Wanted<'a> {
 }
 
 /// Computes the maxima that are wanted. NaN is invisible in the kernel edge and wins in the reference edge. Does not wait.
-pub fn amax(stream: &Stream, x: &Input<'_>, edge: Edge, wanted: Wanted<'_>) -> Result<()> {
+pub fn amax(stream: &Stream, x: &Input<'_>, edge: Edge, outputs: Outputs<'_>) -> Result<()> {
     x.check(stream.device())?;
-    run(stream, x, edge, Values::Plain, wanted)
+    run(stream, x, edge, Values::Plain, outputs)
 }
 
 /// Whose maxima.
@@ -84,7 +84,7 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
     let edge = if v.edge == Edge::Kernel { "KERNEL" } else { "REFERENCE" };
     let settings = format!(
         "constexpr Precision INPUT = {};\nconstexpr Edge EDGE = {edge};\n\
-         constexpr bool WANTED_TENSOR = {}, WANTED_ROWS = {}, WANTED_COLS = {}, WANTED_PLAIN = {};\n",
+         constexpr bool OUTPUT_TENSOR = {}, OUTPUT_ROWS = {}, OUTPUT_COLS = {}, OUTPUT_PLAIN = {};\n",
         precision(v.precision),
         v.tensor,
         v.rows,
@@ -117,8 +117,8 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
 }
 
 /// [`amax`], also after the Hadamard transform; `x` has been checked.
-pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, wanted: Wanted<'_>) -> Result<()> {
-    pass(stream, x, edge, values, (wanted, None), Start::Zero)
+pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, outputs: Outputs<'_>) -> Result<()> {
+    pass(stream, x, edge, values, (outputs, None), Start::Zero)
 }
 
 /// [`run`] after the Hadamard transform along columns, and the maximum of everything before it, which is one value.
@@ -127,15 +127,15 @@ pub(crate) fn run_with_plain(
     x: &Input<'_>,
     edge: Edge,
     signs: Signs,
-    wanted: Wanted<'_>,
+    outputs: Outputs<'_>,
     plain: SliceMut<'_, f32>,
 ) -> Result<()> {
-    pass(stream, x, edge, Values::AlongColumns(signs), (wanted, Some(plain)), Start::Zero)
+    pass(stream, x, edge, Values::AlongColumns(signs), (outputs, Some(plain)), Start::Zero)
 }
 
 /// [`amax`] in the kernel edge, where maxima also count what their memory held before, which are magnitudes; `x` has been checked.
-pub(crate) fn join(stream: &Stream, x: &Input<'_>, wanted: Wanted<'_>) -> Result<()> {
-    pass(stream, x, Edge::Kernel, Values::Plain, (wanted, None), Start::AsItIs)
+pub(crate) fn join(stream: &Stream, x: &Input<'_>, outputs: Outputs<'_>) -> Result<()> {
+    pass(stream, x, Edge::Kernel, Values::Plain, (outputs, None), Start::AsItIs)
 }
 
 /// What maxima begin with.
@@ -150,11 +150,11 @@ fn pass(
     x: &Input<'_>,
     edge: Edge,
     values: Values,
-    (wanted, plain): (Wanted<'_>, Option<SliceMut<'_, f32>>),
+    (outputs, plain): (Outputs<'_>, Option<SliceMut<'_, f32>>),
     start: Start,
 ) -> Result<()> {
     static VARIANTS: Variants<Variant> = Variants::new();
-    let Wanted { tensor, rows, cols } = wanted;
+    let Outputs { tensor, rows, cols } = outputs;
     let mut address = [0; 4];
     let asked = [
         ("tensor amax", tensor, 1),
@@ -230,14 +230,14 @@ fn fold(len: usize) -> (usize, usize) {
 }
 
 /// The operation on memory of the host.
-pub(super) fn on_host(device: Device, x: &input::Input<'_>, edge: Edge, wanted: super::Wanted<'_>) -> Result<()> {
+pub(super) fn on_host(device: Device, x: &input::Input<'_>, edge: Edge, outputs: super::Outputs<'_>) -> Result<()> {
     let stream = Stream::new(device)?;
     let uploaded = Uploaded::new(&stream, x)?;
     let room = |len: Option<usize>| len.map(|len| device.alloc::<f32>(len)).transpose();
-    let mut tensor = room(wanted.tensor.is_some().then_some(1))?;
-    let mut rows = room(wanted.rows.as_ref().map(|r| r.len()))?;
-    let mut cols = room(wanted.cols.as_ref().map(|c| c.len()))?;
-    let all = Wanted {
+    let mut tensor = room(outputs.tensor.is_some().then_some(1))?;
+    let mut rows = room(outputs.rows.as_ref().map(|r| r.len()))?;
+    let mut cols = room(outputs.cols.as_ref().map(|c| c.len()))?;
+    let all = Outputs {
         tensor: tensor.as_mut().map(Buffer::slice_mut),
         rows: rows.as_mut().map(Buffer::slice_mut),
         cols: cols.as_mut().map(Buffer::slice_mut),
@@ -246,8 +246,8 @@ pub(super) fn on_host(device: Device, x: &input::Input<'_>, edge: Edge, wanted: 
     let back = |from: Option<Buffer<f32>>, to: Option<&mut [f32]>| -> cuda::Result<()> {
         from.zip(to).map_or(Ok(()), |(from, to)| stream.download(from.slice(), to))
     };
-    back(tensor, wanted.tensor.map(std::slice::from_mut))?;
-    back(rows, wanted.rows)?;
-    back(cols, wanted.cols)?;
+    back(tensor, outputs.tensor.map(std::slice::from_mut))?;
+    back(rows, outputs.rows)?;
+    back(cols, outputs.cols)?;
     Ok(())
 }

@@ -55,7 +55,7 @@ fn check(mode: &Mode, side: Side, shape: (usize, usize), codes: usize, scales: S
 
 /// What to compute, any of it in one call.
 #[derive(Debug, Default)]
-pub struct Wanted<'a> {
+pub struct Outputs<'a> {
     /// The row direction.
     pub row: Option<Direction<'a>>,
     /// The column direction.
@@ -66,29 +66,29 @@ pub struct Wanted<'a> {
 }
 
 /// Quantizes `x` in the directions that are wanted.
-pub fn quantize(implementation: Implementation, x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+pub fn quantize(implementation: Implementation, x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
     let shape = (x.rows(), x.cols());
-    if let Some(row) = &wanted.row {
+    if let Some(row) = &outputs.row {
         row.check(mode, Side::Row, shape)?;
     }
-    if let Some(col) = &wanted.col {
+    if let Some(col) = &outputs.col {
         col.check(mode, Side::Column, shape)?;
     }
     match implementation {
-        Implementation::Scalar => scalar(x, mode, wanted),
+        Implementation::Scalar => scalar(x, mode, outputs),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(token) => avx2::quantize(token, x, mode, wanted),
+        Implementation::Avx2(token) => avx2::quantize(token, x, mode, outputs),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, mode, wanted),
+        Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, mode, outputs),
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(device) => cuda::on_host(device, x, mode, wanted),
+        Implementation::Cuda(device) => cuda::on_host(device, x, mode, outputs),
     }
 }
 
 /// By the rules as written.
-fn scalar(x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+fn scalar(x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
     let matrix = x.to_matrix();
-    for (side, direction) in [(Side::Row, wanted.row), (Side::Column, wanted.col)] {
+    for (side, direction) in [(Side::Row, outputs.row), (Side::Column, outputs.col)] {
         let Some(out) = direction else { continue };
         let q = fp8::quantize(&matrix, mode, side);
         out.codes.copy_from_slice(&q.codes);
@@ -98,13 +98,13 @@ fn scalar(x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
             _ => unreachable!("the kind of scales was checked"),
         }
     }
-    find_amax(Implementation::Scalar, x, wanted.amax)
+    find_amax(Implementation::Scalar, x, outputs.amax)
 }
 
 /// The largest magnitude in a pass of its own.
 fn find_amax(implementation: Implementation, x: &Input<'_>, out: Option<&mut f32>) -> Result<()> {
     match out {
         None => Ok(()),
-        out => amax::amax(implementation, x, Edge::Kernel, amax::Wanted { tensor: out, ..Default::default() }),
+        out => amax::amax(implementation, x, Edge::Kernel, amax::Outputs { tensor: out, ..Default::default() }),
     }
 }

@@ -7,7 +7,7 @@ struct Operand {
     u64 stride;         // bytes of a row of values as they lie
     u64 across;         // FP8: tiles side by side
     u32 height, width;  // FP8: of a tile, as powers of two
-    u32 turned;         // FP8: the operand is the transposed matrix
+    u32 transposed;         // FP8: the operand is the transposed matrix
     u32 swizzled;       // NVFP4
 };
 
@@ -24,7 +24,7 @@ static_assert(sizeof(Params) == 216, "as in decoded.rs");
 template <Kind KIND, Format CODES>
 RULE float element(const Operand& x, u64 row, u64 k, u64 cols) {
     if (KIND == FP8_CODES || KIND == FP8_WIDE || KIND == FP8_BYTES) {
-        u64 r = x.turned ? k : row, c = x.turned ? row : k;
+        u64 r = x.transposed ? k : row, c = x.transposed ? row : k;
         float value = fp8::decode(x.values[r * x.stride + c], CODES);
         if (KIND == FP8_CODES) return value;
         u64 tile = (r >> x.height) * x.across + (c >> x.width);

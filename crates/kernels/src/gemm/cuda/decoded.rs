@@ -2,7 +2,7 @@
 
 use super::OUTPUT;
 use super::operand::Operand;
-use super::output::{self, Add, Kind, Order, Orientation, Output};
+use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format as format_name};
 use crate::cuda::{Source, Stream, entry};
@@ -63,7 +63,7 @@ struct Side {
     across: u64,
     height: u32,
     width: u32,
-    turned: u32,
+    transposed: u32,
     swizzled: u32,
 }
 
@@ -106,7 +106,7 @@ impl Side {
             across: q.tile.grid(q.rows, q.cols).1 as u64,
             height,
             width,
-            turned: (q.tile == Tile::Column32).into(),
+            transposed: (q.tile == Tile::Column32).into(),
             swizzled: 0,
         };
         (Values::Fp8(q.format, kind), side)
@@ -166,7 +166,7 @@ pub(super) fn sources() -> Vec<(String, Source)> {
         order: Order::Folded,
         tokens: GlobalScale::PerTensor,
         add: Add::Nothing,
-        orientation: Orientation::Upright,
+        operands: OperandOrder::Given,
     };
     let pairs = kinds.map(|values| entry((values, Values::Nvfp4, plain), source));
     let outputs = PRECISIONS.into_iter().zip([Order::Folded, Order::OneRow, Order::BothRows]);
@@ -176,13 +176,7 @@ pub(super) fn sources() -> Vec<(String, Source)> {
             (
                 plain,
                 plain,
-                Kind {
-                    precision,
-                    order,
-                    tokens: GlobalScale::PerTensor,
-                    add: Add::C,
-                    orientation: Orientation::Upright,
-                },
+                Kind { precision, order, tokens: GlobalScale::PerTensor, add: Add::C, operands: OperandOrder::Given },
             ),
             source,
         )

@@ -1,6 +1,6 @@
 //! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
 //!
-//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply (`ring.cuh`): weights are
+//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply (`pipeline.cuh`): weights are
 //! brought into an order of their own first, once and for all as [`PreparedWeight`] or before each product. A product of two decoded
 //! values is exact in binary32, and so is a weight in bf16 and in f16, so only additions round. Every other pair, FP8 among them, is decoded
 //! to binary32 and multiplied without tensor cores (`decoded.cu`). Codes with a scale for the whole matrix on both sides can also go to
@@ -12,8 +12,8 @@ mod global;
 mod host;
 mod operand;
 mod output;
+mod pipeline;
 mod prepared;
-mod ring;
 mod scratch;
 mod shape;
 
@@ -28,37 +28,41 @@ use crate::cuda::{Allocator, Device, Plain, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::{Result, cuda};
 use nvfp4_spec::{Element, Error, Precision, area};
-use output::{Orientation, Output};
+use output::{OperandOrder, Output};
 
 const OUTPUT: &str = include_str!("output.cuh");
 const WEIGHTS: &str = include_str!("weights.cuh");
 
 /// Rows of B from which on it may take the place of the tokens: fewer do not fill the large tiles.
-const LEAST_TURNED: usize = 256;
+const LEAST_SWAPPED: usize = 256;
 
 /// How a product is computed.
 enum Way<'a> {
     /// By tensor cores, in the type of the tokens. They are rows of A, or turned around rows of B.
-    Ring(ring::Tokens<'a>, ring::Right<'a>, Orientation),
+    Pipeline(pipeline::Tokens<'a>, pipeline::Right<'a>, OperandOrder),
     /// By multiply-adds on decoded values.
     Decoded(Operand<'a>, Operand<'a>),
 }
 
 impl<'a> Way<'a> {
     fn of(a: Operand<'a>, b: Weights<'a>) -> Result<Way<'a>> {
-        use Orientation::{Turned, Upright};
+        use OperandOrder::{Given, Swapped};
         if let (Operand::Nvfp4(a), Weights::Operand(Operand::Nvfp4(b))) = (a, b)
             && a.rows > b.rows
-            && b.rows >= LEAST_TURNED
+            && b.rows >= LEAST_SWAPPED
             && a.cols >= b.rows
         {
             // Decoding tokens moves more bytes than bringing weights into order, so the larger side had better be the weights. Outputs
             // are then written in shorter runs, which costs more where they are many beside K.
-            return Ok(Way::Ring(ring::Tokens::Nvfp4(b), ring::Right::View(a), Turned));
+            return Ok(Way::Pipeline(pipeline::Tokens::Nvfp4(b), pipeline::Right::View(a), Swapped));
         }
-        match (ring::Tokens::of(a), b) {
-            (Some(tokens), Weights::Operand(Operand::Nvfp4(b))) => Ok(Way::Ring(tokens, ring::Right::View(b), Upright)),
-            (Some(tokens), Weights::Prepared(weight)) => Ok(Way::Ring(tokens, ring::Right::Prepared(weight), Upright)),
+        match (pipeline::Tokens::of(a), b) {
+            (Some(tokens), Weights::Operand(Operand::Nvfp4(b))) => {
+                Ok(Way::Pipeline(tokens, pipeline::Right::View(b), Given))
+            }
+            (Some(tokens), Weights::Prepared(weight)) => {
+                Ok(Way::Pipeline(tokens, pipeline::Right::Prepared(weight), Given))
+            }
             (_, Weights::Operand(b)) => Ok(Way::Decoded(a, b)),
             // The order of its bytes is for tensor cores alone.
             (None, Weights::Prepared(_)) => Err(cuda::Error::Prepared.into()),
@@ -83,8 +87,10 @@ pub fn gemm<'a, T: Element + Plain>(
         return Ok(());
     }
     match Way::of(a, b)? {
-        Way::Ring(tokens, right, Orientation::Upright) => ring::run(stream, tokens, right, &output, memory),
-        Way::Ring(tokens, right, Orientation::Turned) => ring::run(stream, tokens, right, &output.turned(), memory),
+        Way::Pipeline(tokens, right, OperandOrder::Given) => pipeline::run(stream, tokens, right, &output, memory),
+        Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
+            pipeline::run(stream, tokens, right, &output.swapped(), memory)
+        }
         Way::Decoded(a, b) => decoded::run(stream, &a, &b, &output),
     }
 }
@@ -92,9 +98,9 @@ pub fn gemm<'a, T: Element + Plain>(
 /// Which kernel a product takes, in words.
 pub fn describe<'a>(device: Device, a: impl Into<Operand<'a>>, b: impl Into<Weights<'a>>) -> Result<String> {
     Ok(match Way::of(a.into(), b.into())? {
-        Way::Ring(tokens, right, Orientation::Upright) => ring::describe(device, &tokens, &right)?,
-        Way::Ring(tokens, right, Orientation::Turned) => {
-            format!("turned: {}", ring::describe(device, &tokens, &right)?)
+        Way::Pipeline(tokens, right, OperandOrder::Given) => pipeline::describe(device, &tokens, &right)?,
+        Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
+            format!("swapped: {}", pipeline::describe(device, &tokens, &right)?)
         }
         Way::Decoded(..) => "multiply-adds on decoded values".to_string(),
     })
@@ -162,7 +168,7 @@ fn check<T: Element + Plain>(
 
 /// Texts for [`crate::sources`].
 pub(crate) fn sources() -> Vec<(String, Source)> {
-    [ring::sources(), decoded::sources()].concat()
+    [pipeline::sources(), decoded::sources()].concat()
 }
 
 /// The setting for the type in which tensor cores multiply.

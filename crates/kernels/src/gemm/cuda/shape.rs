@@ -13,7 +13,7 @@ pub(super) enum Instruction {
     Mma,
 }
 
-/// The settings of `ring.cuh`.
+/// The settings of `pipeline.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
     pub instruction: Instruction,

@@ -23,8 +23,8 @@ RULE constexpr u32 moved(u32 w, int by) { return by < 0 ? w >> -by : w << by; }
 
 // The bit from which on a number of 16 bits has the mantissa and the exponent of E2M1; and, in a word of two, where the signs and
 // where those bits are.
-constexpr int PLACE = MATH == BF16 ? 6 : 9;
-constexpr u32 SIGN = 0x80008000, REST = 0x00070007u << PLACE;
+constexpr int FIRST_BIT = MATH == BF16 ? 6 : 9;
+constexpr u32 SIGN = 0x80008000, REST = 0x00070007u << FIRST_BIT;
 
 // Eight prepared codes, two to a register, as numbers without their scale, times 2⁻¹²⁶ in bf16 and times 2⁻¹⁴ in f16: sign, exponent
 // and mantissa in their places, an exponent of 0 being subnormal in both formats.
@@ -36,14 +36,14 @@ RULE void unpack(u32 w, u32 (&x)[4]) {
     }
 #pragma unroll
     for (int j = MATH == BF16 ? 2 : 0; j < 4; j++) {
-        x[j] = (w << (15 - SIGNS[j]) & SIGN) | (moved(w, PLACE - (int)MAGNITUDES[j]) & REST);
+        x[j] = (w << (15 - SIGNS[j]) & SIGN) | (moved(w, FIRST_BIT - (int)MAGNITUDES[j]) & REST);
     }
 }
 
 // The same of eight codes one after the other: word j has codes j and j + 4.
 RULE void unpack_in_order(u32 w, u32 (&x)[4]) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) x[j] = (w << (12 - 4 * j) & SIGN) | (moved(w, PLACE - 4 * j) & REST);
+    for (int j = 0; j < 4; j++) x[j] = (w << (12 - 4 * j) & SIGN) | (moved(w, FIRST_BIT - 4 * j) & REST);
 }
 
 // Products of pairs, each rounded once. (A sum with −0 changes nothing; bf16 has no plain product before sm_90.)

@@ -17,7 +17,7 @@ mod avx2;
 mod avx512;
 pub(super) mod row;
 
-use super::outputs::{MOST, Outputs};
+use super::writer::{MOST, Writer};
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
 use nvfp4_spec::gemm::{Accumulate, Product, TERM_UNIT};
@@ -143,7 +143,7 @@ fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Pro
     let blocks = a.cols.div_ceil(BLOCK);
     let rows: Vec<Vec<row::Group>> = (0..a.rows).map(|i| row::groups(a, i)).collect();
     let a_range = (0..a.rows).map(|i| Range::of(a.scale_row(i))).reduce(Range::and).expect("A has rows");
-    let outputs = Outputs::new((a.into(), b.into()), product, out);
+    let writer = Writer::new((a.into(), b.into()), product, out);
     (0..b.rows.div_ceil(CHUNK)).into_par_iter().for_each(|chunk| {
         let first = chunk * CHUNK;
         let width = CHUNK.min(b.rows - first);
@@ -157,7 +157,7 @@ fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Pro
         for i in 0..a.rows {
             let sums = columns.map(|column| column[i][0]);
             // SAFETY: a chunk writes the columns of its own rows of B only.
-            unsafe { outputs.write(i, first, &sums[..width]) };
+            unsafe { writer.write(i, first, &sums[..width]) };
         }
     });
 }
@@ -175,7 +175,7 @@ fn run<T: Element, const N: usize>(
     let group_of = |first: usize| range(first..a.rows.min(first + MOST_ROWS)).expect("a group has rows");
     let a_ranges: Vec<Range> = (0..a.rows).step_by(MOST_ROWS).map(group_of).collect();
     let rows: Vec<&[Step]> = steps.chunks_exact(blocks).collect();
-    let outputs = Outputs::new((a.into(), b.into()), product, out);
+    let writer = Writer::new((a.into(), b.into()), product, out);
     (0..b.rows.div_ceil(N)).into_par_iter().for_each_init(
         || vec![PanelStep::<N>::EMPTY; blocks],
         |panel, p| {
@@ -200,7 +200,7 @@ fn run<T: Element, const N: usize>(
                 });
                 for (r, sums) in tile[..height].iter().enumerate() {
                     // SAFETY: a panel writes the columns of its own rows of B only.
-                    unsafe { outputs.write(group + r, first, &sums[..width]) };
+                    unsafe { writer.write(group + r, first, &sums[..width]) };
                 }
             }
         },

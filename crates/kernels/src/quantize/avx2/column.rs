@@ -8,14 +8,14 @@ use std::arch::x86_64::*;
 
 /// A piece of a matrix: `rows` × `cols` elements, rows `stride` apart.
 #[derive(Clone, Copy)]
-pub(super) struct Piece<'a, T> {
+pub(super) struct Submatrix<'a, T> {
     pub data: &'a [T],
     pub stride: usize,
     pub rows: usize,
     pub cols: usize,
 }
 
-impl<'a, T: Element> Piece<'a, T> {
+impl<'a, T: Element> Submatrix<'a, T> {
     /// Hands the squares of 16 × 16 elements to `visit`, with the position of their first element. A ragged one comes as a copy,
     /// padded with zeros.
     #[target_feature(enable = "avx2,fma,f16c")]
@@ -42,13 +42,13 @@ impl<'a, T: Element> Piece<'a, T> {
 /// Writes the columns as rows of `pitch` elements, zeros behind the last. `pitch` is the number of rows rounded up to 16, and
 /// `out` has room for the number of columns rounded up to 16.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn transpose<T: Element>(x: &Piece<'_, T>, pitch: usize, out: &mut [T]) {
+pub(super) fn transpose<T: Element>(x: &Submatrix<'_, T>, pitch: usize, out: &mut [T]) {
     x.for_each_square(|r, c, square, stride| transpose_square(square, stride, pitch, &mut out[c * pitch + r..]));
 }
 
 /// The same for the transformed columns.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn transpose_hadamard<T: Element>(x: &Piece<'_, T>, signs: Signs, pitch: usize, out: &mut [bf16]) {
+pub(super) fn transpose_hadamard<T: Element>(x: &Submatrix<'_, T>, signs: Signs, pitch: usize, out: &mut [bf16]) {
     let flips = flips::<T>(signs);
     let mut rows = [[bf16::ZERO; BLOCK]; BLOCK];
     x.for_each_square(|r, c, square, stride| {
@@ -78,7 +78,7 @@ pub(super) fn transpose_hadamard<T: Element>(x: &Piece<'_, T>, signs: Signs, pit
 ///
 /// Factor and rounding are monotone, so the largest result is that of the largest value; they are left to the caller.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn hadamard_maxima<T: Element>(x: &Piece<'_, T>, signs: Signs, maxima: &mut [f32]) -> bool {
+pub(super) fn hadamard_maxima<T: Element>(x: &Submatrix<'_, T>, signs: Signs, maxima: &mut [f32]) -> bool {
     let flips = flips::<T>(signs);
     let mut nan = false;
     x.for_each_square(|_, c, square, stride| {

@@ -18,7 +18,7 @@ use crate::amax;
 use crate::avx2::{Avx2, prefetch, value_of};
 use crate::{Input, Result, Values};
 use band::{Band, Draw, Output, Worker};
-use column::Piece;
+use column::Submatrix;
 use half::bf16;
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::{BLOCK, Element, GlobalScale, Rounding, e2m1};
@@ -104,8 +104,8 @@ impl<T: Element> Job<'_, T> {
         let mut left = 0;
         let Some(context) = col else {
             if let Some((context, part)) = &mut row {
-                let piece = self.piece((first, end), (0, cols));
-                left += self.rows(&mut scratch.row_worker, &piece, (first, 0), context, &mut part.rows_from(0));
+                let submatrix = self.submatrix((first, end), (0, cols));
+                left += self.rows(&mut scratch.row_worker, &submatrix, (first, 0), context, &mut part.rows_from(0));
             }
             undecided.fetch_add(left, Ordering::Relaxed);
             return;
@@ -124,16 +124,16 @@ impl<T: Element> Job<'_, T> {
                     true => self.prefetch((r + BLOCK, end), c, width),
                     false => self.prefetch((first, end), c + width, CHUNK.min(cols - c - width)),
                 }
-                let piece = self.piece((r, end.min(r + BLOCK)), (c, width));
+                let submatrix = self.submatrix((r, end.min(r + BLOCK)), (c, width));
                 if let Some((context, part)) = &mut row {
-                    left += self.rows(row_worker, &piece, (r, c), context, &mut part.rows_from(r - first));
+                    left += self.rows(row_worker, &submatrix, (r, c), context, &mut part.rows_from(r - first));
                 }
                 match context.transform {
                     // SAFETY: an Avx2 token is only made after detection.
-                    None => unsafe { column::transpose(&piece, pitch, &mut plain[r - first..]) },
+                    None => unsafe { column::transpose(&submatrix, pitch, &mut plain[r - first..]) },
                     // SAFETY: an Avx2 token is only made after detection.
                     Some(signs) => unsafe {
-                        column::transpose_hadamard(&piece, signs, pitch, &mut transformed[r - first..])
+                        column::transpose_hadamard(&submatrix, signs, pitch, &mut transformed[r - first..])
                     },
                 }
             }
@@ -149,9 +149,9 @@ impl<T: Element> Job<'_, T> {
     }
 
     /// Rows `first..end` of columns `c..c + width`.
-    fn piece(&self, (first, end): (usize, usize), (c, width): (usize, usize)) -> Piece<'_, T> {
+    fn submatrix(&self, (first, end): (usize, usize), (c, width): (usize, usize)) -> Submatrix<'_, T> {
         let stride = self.x.stride();
-        Piece { data: &self.values[first * stride + c..], stride, rows: end - first, cols: width }
+        Submatrix { data: &self.values[first * stride + c..], stride, rows: end - first, cols: width }
     }
 
     /// Asks for 16 rows of a chunk. The hardware does not see that the rows of a panel go together; without this, half of the
@@ -166,7 +166,7 @@ impl<T: Element> Job<'_, T> {
     fn rows(
         &self,
         worker: &mut Option<Worker>,
-        x: &Piece<'_, T>,
+        x: &Submatrix<'_, T>,
         (first, c): (usize, usize),
         context: &RowContext<'_>,
         part: &mut RowPart<'_>,

@@ -12,7 +12,7 @@ use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1};
 enum Amaxes<'a> {
     Known(Vec<f32>),
     /// To be found, beforehand or row by row on the way, and left here.
-    Wanted(&'a mut [f32]),
+    Compute(&'a mut [f32]),
 }
 
 /// A direction's settings, its amaxes and its buffers, scales in linear layout.
@@ -35,7 +35,7 @@ impl<'a> Target<'a> {
     pub fn new(token: Avx2, d: Direction<'a>, rows: usize, cols: usize) -> Self {
         let amax = match d.amax {
             Amax::Given(amax) => Amaxes::Known(amax.to_vec()),
-            Amax::Compute(out) => Amaxes::Wanted(out),
+            Amax::Compute(out) => Amaxes::Compute(out),
         };
         let blocks = cols.div_ceil(BLOCK);
         let linear = (d.layout == Layout::Swizzled).then(|| vec![0; rows * blocks]);
@@ -54,12 +54,12 @@ impl<'a> Target<'a> {
         }
     }
 
-    pub fn wants_amax(&self) -> bool {
-        matches!(self.amax, Amaxes::Wanted(_))
+    pub fn needs_amax(&self) -> bool {
+        matches!(self.amax, Amaxes::Compute(_))
     }
 
     pub fn set_amax(&mut self, values: Vec<f32>) {
-        if let Amaxes::Wanted(out) = &mut self.amax {
+        if let Amaxes::Compute(out) = &mut self.amax {
             out.copy_from_slice(&values);
         }
         self.amax = Amaxes::Known(values);
@@ -69,7 +69,7 @@ impl<'a> Target<'a> {
     pub fn split(&mut self, height: usize, panels: usize) -> (Option<RowContext<'_>>, Vec<Option<RowPart<'_>>>) {
         let (amax, mut on_the_way) = match &mut self.amax {
             Amaxes::Known(values) => (&values[..], None),
-            Amaxes::Wanted(out) => (&[][..], Some(out.chunks_mut(height))),
+            Amaxes::Compute(out) => (&[][..], Some(out.chunks_mut(height))),
         };
         let scales = self.linear.as_deref_mut().unwrap_or(self.scales);
         let mut codes = self.codes.chunks_mut(height * self.bytes);

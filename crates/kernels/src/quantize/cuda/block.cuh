@@ -330,20 +330,20 @@ RULE Choice filter(const Candidates& c, float six, float four, int elements, Met
     return difference > bound || c.six.byte == c.four.byte ? SIX_WINS : UNDECIDED;
 }
 
-// ---- Places ----
+// ---- Positions ----
 
 // Where a block lies: its row in the direction, its index in the row and in the direction, and how many elements it has.
-struct Place {
+struct Position {
     u32 row, index, block, width;
 };
 
 RULE u64 blocks_of(const Direction& d) { return (d.cols + BLOCK - 1) / BLOCK; }
 
-RULE void store_scale(const Direction& d, const Place& at, u32 byte) {
+RULE void store_scale(const Direction& d, const Position& at, u32 byte) {
     d.scales[!WHOLE && d.swizzled ? swizzle::offset(at.row, at.block, blocks_of(d)) : at.index] = (u8)byte;
 }
 
-RULE void store_codes(const Direction& d, const Place& at, u64 codes) {
+RULE void store_codes(const Direction& d, const Position& at, u64 codes) {
     if (WHOLE) {
         *(u64*)(d.codes + (u64)at.index * 8) = codes;
         return;
@@ -354,7 +354,7 @@ RULE void store_codes(const Direction& d, const Place& at, u64 codes) {
     for (u32 i = 0; 2 * i < at.width; i++) out[i] = (u8)(codes >> 8 * i);
 }
 
-RULE philox::Words random_of(const Direction& d, const Place& at) {
+RULE philox::Words random_of(const Direction& d, const Position& at) {
     if (d.random_bytes) {
         philox::Words words;
         const u8* bytes = d.random_bytes + 16ull * at.index;
@@ -372,7 +372,7 @@ RULE philox::Words random_of(const Direction& d, const Place& at) {
 // The codes of a block whose scale is known, and whether it is ordinary.
 template <class S, Precision P>
 RULE u64 codes_of(const Elements<P>& x, u32 byte, float inverse, bool ordinary, const scale::Global& global, const Direction& d,
-                  const Place& at) {
+                  const Position& at) {
     philox::Words random = {};
     if (S::STOCHASTIC) random = random_of(d, at);
     if (PLAIN<S> && ordinary) return S::STOCHASTIC ? stochastic_codes(x, inverse, random) : nearest_codes(x, inverse);
@@ -389,7 +389,7 @@ struct Result {
 
 // A 1×16 block by the rules: any block, any mode. Arguments by value, so that callers keep theirs in registers.
 template <class S, Precision P>
-RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Direction& d, Place at) {
+RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Direction& d, Position at) {
     u32 byte;
     float amax = amax_beside_nan<S>(x);
     if (S::RULE_OF == SIX) byte = profile::block_scale(amax, global, S::PROFILE, P, S::EDGE);
@@ -405,7 +405,7 @@ RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Dire
 }
 
 template <class S, Precision P>
-RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Place& at) {
+RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Position& at) {
     if (S::RULE_OF == SIX) {
         u32 byte = e4m3::encode(largest * s.multiplier);
         float inverse = inverse_of(scale_value(byte), s);

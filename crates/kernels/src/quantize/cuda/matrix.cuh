@@ -56,7 +56,7 @@ RULE u32 width_at(u32 block, u64 cols) {
 }
 
 template <class S, Precision P>
-RULE void quantize_and_store(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Place& at) {
+RULE void quantize_and_store(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Position& at) {
     Result r = quantize_block<S>(x, largest, s, d, at);
     store_codes(d, at, r.codes);
     store_scale(d, at, r.byte);

@@ -252,11 +252,11 @@ fn find_amaxes(
     row: Option<&mut Direction<'_>>,
     col: Option<&mut Direction<'_>>,
 ) -> Result<()> {
-    let (row, col) = (wanted(row, Along::Rows), wanted(col, Along::Columns));
+    let (row, col) = (missing_amax(row, Along::Rows), missing_amax(col, Along::Columns));
     let on_the_way = row.as_ref().zip(col.as_ref()).and_then(|(row, col)| row.on_the_way_to(col));
     match (row, col, on_the_way) {
         (Some(mut row), Some(col), _) if (row.edge, row.values) == (col.edge, col.values) => {
-            let (edge, values, mut both) = (row.edge, row.values, maxima::Wanted::default());
+            let (edge, values, mut both) = (row.edge, row.values, maxima::Outputs::default());
             if (row.global, col.global) == (GlobalScale::PerTensor, GlobalScale::PerTensor) {
                 // The maximum of all is the same in both directions; the copy comes after it in the stream.
                 both.tensor = Some(row.out.reborrow());
@@ -268,12 +268,12 @@ fn find_amaxes(
             maxima::run(stream, x, edge, values, both)
         }
         (Some(row), Some(col), Some(signs)) => {
-            let (edge, mut after) = (col.edge, maxima::Wanted::default());
+            let (edge, mut after) = (col.edge, maxima::Outputs::default());
             col.add_to(&mut after);
             maxima::run_with_plain(stream, x, edge, signs, after, row.out)
         }
         (row, col, _) => [row, col].into_iter().flatten().try_for_each(|one| {
-            let (edge, values, mut alone) = (one.edge, one.values, maxima::Wanted::default());
+            let (edge, values, mut alone) = (one.edge, one.values, maxima::Outputs::default());
             one.add_to(&mut alone);
             maxima::run(stream, x, edge, values, alone)
         }),
@@ -288,7 +288,7 @@ enum Along {
 }
 
 /// An amax, or one per row of a direction, that is to be computed.
-struct WantedAmax<'a> {
+struct MissingAmax<'a> {
     along: Along,
     global: GlobalScale,
     edge: Edge,
@@ -297,7 +297,7 @@ struct WantedAmax<'a> {
 }
 
 /// What a direction wants computed.
-fn wanted<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<WantedAmax<'a>> {
+fn missing_amax<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<MissingAmax<'a>> {
     let d = d?;
     let values = match (d.transform, along) {
         (None, _) => maxima::Values::Plain,
@@ -307,13 +307,13 @@ fn wanted<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<WantedAm
     let (global, edge) = (d.mode.global, d.mode.amax_edge());
     match &mut d.amax {
         Amax::Given(_) => None,
-        Amax::Compute(out) => Some(WantedAmax { along, global, edge, values, out: out.reborrow() }),
+        Amax::Compute(out) => Some(MissingAmax { along, global, edge, values, out: out.reborrow() }),
     }
 }
 
-impl<'a> WantedAmax<'a> {
+impl<'a> MissingAmax<'a> {
     /// The signs of the transform along columns if this one, the maximum before it, is found on the way to the other.
-    fn on_the_way_to(&self, other: &WantedAmax<'_>) -> Option<Signs> {
+    fn on_the_way_to(&self, other: &MissingAmax<'_>) -> Option<Signs> {
         let plain =
             (self.edge, self.global, self.values) == (other.edge, GlobalScale::PerTensor, maxima::Values::Plain);
         match other.values {
@@ -322,13 +322,13 @@ impl<'a> WantedAmax<'a> {
         }
     }
 
-    fn add_to(self, pass: &mut maxima::Wanted<'a>) {
-        let place = match (self.global, self.along) {
+    fn add_to(self, pass: &mut maxima::Outputs<'a>) {
+        let slot = match (self.global, self.along) {
             (GlobalScale::PerTensor, _) => &mut pass.tensor,
             (GlobalScale::PerRow, Along::Rows) => &mut pass.rows,
             (GlobalScale::PerRow, Along::Columns) => &mut pass.cols,
         };
-        *place = Some(self.out);
+        *slot = Some(self.out);
     }
 }
 

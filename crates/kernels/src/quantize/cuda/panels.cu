@@ -19,7 +19,7 @@ struct PanelMemory {
 // Quantizes `UNITS` blocks of a panel that a thread has; `store(i, codes, byte)` gets the results, `reload(tile, row)` gives the
 // elements of any row of a square tile. All threads call this.
 template <class S, Precision P, class Store, class Reload>
-RULE void quantize_units(const Elements<P>* x, const int* tile, const int* row, const Place* at, const Direction& d,
+RULE void quantize_units(const Elements<P>* x, const int* tile, const int* row, const Position* at, const Direction& d,
                          Scaling s, Squares<S, TILES>& shared, Store store, Reload reload) {
     if constexpr (S::SQUARE) {
         if (threadIdx.x < TILES) shared.largest[threadIdx.x] = 0, shared.amax[threadIdx.x] = 0;
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     u32 panels = (u32)((p.cols + WIDTH - 1) / WIDTH), rows = (u32)p.rows, cols = (u32)p.cols, t = threadIdx.x;
     u32 down = divided(blockIdx.x, p.divisor_magic, p.divisor_shift);
     u32 first_row = down * HEIGHT, first_col = (blockIdx.x - down * panels) * WIDTH;
-    Place at[UNITS];
+    Position at[UNITS];
     int tile[UNITS], row[UNITS];
     {
         // Four neighbouring threads have the four blocks of a row.

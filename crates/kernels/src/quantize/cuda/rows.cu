@@ -8,7 +8,7 @@ struct Batch {
 };
 
 // A block by its index in the matrix.
-RULE Place place_of(const Params& p, u32 index) {
+RULE Position position_of(const Params& p, u32 index) {
     if (FLAT) return {0, index, index, BLOCK};
     u32 row = divided(index, p.divisor_magic, p.divisor_shift), block = index - row * (u32)blocks_of(p.row);
     return {row, index, block, width_at(block, p.row.cols)};
@@ -20,7 +20,7 @@ RULE Batch load_batch(const Params& p, u32 first, u32 total) {
     for (int i = 0; i < PER_THREAD; i++) {
         u32 index = first + 128 * i;
         if (index >= total) break;
-        Place at = place_of(p, index);
+        Position at = position_of(p, index);
         batch.x[i] = load(p, at.row, at.block, at.width);
     }
     return batch;
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_rows(cons
         for (int i = 0; i < PER_THREAD; i++) {
             u32 index = first + 128 * i;
             if (index >= total) break;
-            Place at = place_of(p, index);
+            Position at = position_of(p, index);
             if (!FLAT && d.per_row) s = scaling_of<Row>(d.amax[at.row], d);
             auto y = prepared<Row>(batch.x[i], d.signs);
             quantize_and_store<Row>(y, largest(y), s, d, at);

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(512 / PER_THREAD, MIN_BLOCKS) quant
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
         if (width == 0 || first + i >= d.rows) break;
-        Place at = {first + i, (first + i) * blocks + block, block, width};
+        Position at = {first + i, (first + i) * blocks + block, block, width};
         store_codes(d, at, square_codes<Row>(y[i], scaled[i], s, d, at));
         store_scale(d, at, scaled[i].byte);
     }

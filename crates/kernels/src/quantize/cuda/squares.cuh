@@ -103,7 +103,7 @@ RULE void combine_maxima(const Elements<P>& x, int tile, Squares<S, TILES>& shar
 }
 
 template <class S, Precision P>
-RULE u64 square_codes(const Elements<P>& x, const Scaled& s, const Scaling& scaling, const Direction& d, const Place& at) {
+RULE u64 square_codes(const Elements<P>& x, const Scaled& s, const Scaling& scaling, const Direction& d, const Position& at) {
     if (S::RULE_OF != SIX && PLAIN<S> && s.ordinary) return with_signs(s.codes[0], s.codes[1], x);
     return codes_of<S>(x, s.byte, s.inverse, s.ordinary, scaling.global, d, at);
 }

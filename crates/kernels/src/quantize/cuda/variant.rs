@@ -174,28 +174,28 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
     let square = |s: Settings| Settings { tile: Tile::Square16, ..s };
     let mut all = vec![cuda::entry((), advance_source)];
     for (i, s) in settings.into_iter().enumerate() {
-        // Every type comes whole and ragged within six turns.
-        let turn = |function, turn: usize, row, col| Variant {
+        // Every type comes whole and ragged within six variants.
+        let variant = |function, n: usize, row, col| Variant {
             function,
-            precision: PRECISIONS[(i + turn) % 3],
+            precision: PRECISIONS[(i + n) % 3],
             row,
             col,
-            whole: (i + turn).is_multiple_of(2),
+            whole: (i + n).is_multiple_of(2),
             flat: false,
-            full: function == Function::Panels && (i + turn).is_multiple_of(4),
+            full: function == Function::Panels && (i + n).is_multiple_of(4),
             per_thread: 4,
             threads: THREADS,
         };
         let (other, both) = (settings[(i + 3) % settings.len()], i.is_multiple_of(2));
-        let rows = turn(Function::Rows, 0, Some(s), None);
+        let rows = variant(Function::Rows, 0, Some(s), None);
         let (flat, light) = (i.is_multiple_of(4), s.is_light() && rows.precision != Precision::F32);
         let (per_thread, threads) = [(1, 128), (2, 1024), (4, 1024)][i % 3];
         let variants = [
             Variant { flat, per_thread: if light { 2 } else { 1 }, ..rows },
-            Variant { per_thread, threads, ..turn(Function::WholeRows, 1, Some(s), None) },
-            turn(Function::Squares, 2, Some(square(s)), None),
-            turn(Function::Panels, 3, both.then_some(square(other)), Some(s)),
-            turn(Function::Panels, 4, (!both).then_some(other), Some(square(s))),
+            Variant { per_thread, threads, ..variant(Function::WholeRows, 1, Some(s), None) },
+            variant(Function::Squares, 2, Some(square(s)), None),
+            variant(Function::Panels, 3, both.then_some(square(other)), Some(s)),
+            variant(Function::Panels, 4, (!both).then_some(other), Some(square(s))),
         ];
         all.extend(variants.map(|v| cuda::entry(v, Variant::source)));
     }

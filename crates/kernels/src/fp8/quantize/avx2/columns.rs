@@ -2,7 +2,7 @@
 
 use super::part::{Area, Part, Transposed, copy_some};
 use super::scales::EightScales;
-use super::turn::{self, Codes};
+use super::transpose::{self, Codes};
 use super::{AHEAD, CHUNK, COLUMNS, Job, Scratch, encode, scales};
 use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
@@ -39,7 +39,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
             }
         }
         let codes = Codes { data: part.codes, stride: part.code_stride, rows: area.height, cols: area.width };
-        self.write_turned(&mut scratch.turned, codes, area, out);
+        self.write_transposed(&mut scratch.transposed, codes, area, out);
         largest
     }
 
@@ -57,7 +57,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         scratch.codes.resize(BLOCK * CHUNK, 0);
         self.encode_columns(area, &scratch.multipliers, &mut scratch.codes, CHUNK);
         let codes = Codes { data: &scratch.codes, stride: CHUNK, rows: area.height, cols: area.width };
-        self.write_turned(&mut scratch.turned, codes, area, out);
+        self.write_transposed(&mut scratch.transposed, codes, area, out);
     }
 
     /// The column direction of one row of MXFP8 blocks, as it lies.
@@ -115,12 +115,12 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
 
     /// Transposes the codes of an area and writes its columns.
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn write_turned(&self, turned: &mut Vec<u8>, codes: Codes<'_>, area: Area, out: &Transposed<'_>) {
-        turned.resize(COLUMNS * BLOCK, 0);
+    fn write_transposed(&self, transposed: &mut Vec<u8>, codes: Codes<'_>, area: Area, out: &Transposed<'_>) {
+        transposed.resize(COLUMNS * BLOCK, 0);
         for c in (0..area.width).step_by(COLUMNS) {
             let cols = COLUMNS.min(area.width - c);
-            turn::turn(Codes { data: &codes.data[c..], cols, ..codes }, BLOCK, turned);
-            for (i, column) in turned.chunks_exact(BLOCK).take(cols).enumerate() {
+            transpose::transpose(Codes { data: &codes.data[c..], cols, ..codes }, BLOCK, transposed);
+            for (i, column) in transposed.chunks_exact(BLOCK).take(cols).enumerate() {
                 let at = (area.col + c + i) * self.x.rows() + area.row;
                 // SAFETY: a panel writes the codes of its own rows only.
                 unsafe { out.codes.write(at, &column[..area.height]) };

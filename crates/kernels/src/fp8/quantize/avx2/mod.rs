@@ -12,9 +12,9 @@ mod part;
 mod rows;
 mod scales;
 mod tiles;
-mod turn;
+mod transpose;
 
-use super::{Direction, ScaleMut, Wanted, find_amax};
+use super::{Direction, Outputs, ScaleMut, find_amax};
 use crate::avx2::small_float::{E4m3, E5m2, SmallFloat};
 use crate::avx2::{Avx2, prefetch};
 use crate::scatter::Scatter;
@@ -36,26 +36,26 @@ const AHEAD: usize = 8;
 /// Columns that are transposed at a time.
 const COLUMNS: usize = 64;
 
-pub(super) fn quantize(token: Avx2, x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+pub(super) fn quantize(token: Avx2, x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
     let positive = match mode.scaling {
         Scaling::Tensor { scale } => scale > 0.0 && scale.is_finite(),
         _ => true,
     };
     if x.rows() == 0 || x.cols() == 0 || !positive {
-        return super::scalar(x, mode, wanted);
+        return super::scalar(x, mode, outputs);
     }
     match mode.format {
-        Format::E4m3 => quantize_to::<E4m3>(token, x, mode, wanted),
-        Format::E5m2 => quantize_to::<E5m2>(token, x, mode, wanted),
+        Format::E4m3 => quantize_to::<E4m3>(token, x, mode, outputs),
+        Format::E5m2 => quantize_to::<E5m2>(token, x, mode, outputs),
     }
 }
 
-fn quantize_to<F: SmallFloat>(token: Avx2, x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+fn quantize_to<F: SmallFloat>(token: Avx2, x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
     let format = PhantomData::<F>;
     match x.values() {
-        Values::F32(values) => Job { token, values, x, mode, format }.run(wanted),
-        Values::Bf16(values) => Job { token, values, x, mode, format }.run(wanted),
-        Values::F16(values) => Job { token, values, x, mode, format }.run(wanted),
+        Values::F32(values) => Job { token, values, x, mode, format }.run(outputs),
+        Values::Bf16(values) => Job { token, values, x, mode, format }.run(outputs),
+        Values::F16(values) => Job { token, values, x, mode, format }.run(outputs),
     }
 }
 
@@ -74,12 +74,12 @@ struct Scratch<T> {
     scales: Vec<f32>,
     maxima: Vec<T>,
     multipliers: Vec<f32>,
-    turned: Vec<u8>,
+    transposed: Vec<u8>,
 }
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
-    fn run(&self, wanted: Wanted<'_>) -> Result<()> {
-        let Wanted { mut row, mut col, amax } = wanted;
+    fn run(&self, outputs: Outputs<'_>) -> Result<()> {
+        let Outputs { mut row, mut col, amax } = outputs;
         let (rows, cols) = (self.x.rows(), self.x.cols());
         if let Scaling::Tensor { scale } = self.mode.scaling {
             let stored = self.mode.tile_scale(scale, T::PRECISION).stored;

@@ -336,16 +336,16 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
     for (i, scaling) in scalings.into_iter().enumerate() {
         for (j, (row, col)) in [(true, false), (false, true), (true, true)].into_iter().enumerate() {
             for (k, format) in Format::ALL.into_iter().enumerate() {
-                let turn = i + j + k;
+                let n = i + j + k;
                 let mode = Mode { format, scaling };
                 let rows = !col && !matches!(scaling, Scaling::Square128(_));
                 let variant = Variant {
                     function: if rows { Function::Rows } else { Function::Panels },
                     row,
                     col,
-                    whole: turn.is_multiple_of(2),
-                    flat: rows && turn.is_multiple_of(4),
-                    ..Variant::new(PRECISIONS[(turn + j) % 3], &mode, (turn % 3 == 0).then_some(16))
+                    whole: n.is_multiple_of(2),
+                    flat: rows && n.is_multiple_of(4),
+                    ..Variant::new(PRECISIONS[(n + j) % 3], &mode, (n % 3 == 0).then_some(16))
                 };
                 all.push(cuda::entry(variant, Variant::source));
             }
@@ -356,7 +356,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Wanted, plan};
+    use super::super::{Outputs, plan};
     use super::*;
     use crate::cuda::SliceMut;
     use nvfp4_spec::fp8::Scales;
@@ -377,7 +377,7 @@ mod tests {
         let x = cuda::Values::F32(unsafe { cuda::Slice::from_raw(16, usize::MAX) });
         let x = Input::strided(x, rows, cols, cols).unwrap();
         let (row, col) = if columns { (None, Some(direction())) } else { (Some(direction()), None) };
-        plan(&x, &Mode { format: Format::E4m3, scaling }, &Wanted { row, col, amax: None })
+        plan(&x, &Mode { format: Format::E4m3, scaling }, &Outputs { row, col, amax: None })
     }
 
     #[test]

@@ -155,9 +155,9 @@ impl<'a> Amax<'a> {
     }
 }
 
-/// What to compute, any of it in one call. Twin of [`super::Wanted`].
+/// What to compute, any of it in one call. Twin of [`super::Outputs`].
 #[derive(Debug, Default)]
-pub struct Wanted<'a> {
+pub struct Outputs<'a> {
     /// The row direction.
     pub row: Option<Direction<'a>>,
     /// The column direction.
@@ -167,34 +167,34 @@ pub struct Wanted<'a> {
 }
 
 /// Quantizes `x` in the directions that are wanted. Does not wait.
-pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut wanted: Wanted<'_>) -> Result<()> {
+pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Outputs<'_>) -> Result<()> {
     let (device, shape) = (stream.device(), (x.rows(), x.cols()));
     x.check(device)?;
     mode.check(device)?;
-    for (direction, side) in [(&wanted.row, Side::Row), (&wanted.col, Side::Column)] {
+    for (direction, side) in [(&outputs.row, Side::Row), (&outputs.col, Side::Column)] {
         direction.as_ref().map_or(Ok(()), |direction| direction.check(device, mode, side, shape))?;
     }
-    wanted.amax.as_ref().map_or(Ok(()), |amax| amax.check(device))?;
-    let launches = plan(x, mode, &wanted)?;
-    let on_the_way = wanted.row.is_some() || wanted.col.is_some();
-    match &mut wanted.amax {
+    outputs.amax.as_ref().map_or(Ok(()), |amax| amax.check(device))?;
+    let launches = plan(x, mode, &outputs)?;
+    let on_the_way = outputs.row.is_some() || outputs.col.is_some();
+    match &mut outputs.amax {
         None => {}
         Some(Amax::Replace(amax)) if on_the_way => stream.fill_bytes(amax.reborrow(), 0)?,
         Some(Amax::Join(_)) if on_the_way => {}
         Some(Amax::Replace(amax)) => {
-            let wanted = maxima::Wanted { tensor: Some(amax.reborrow()), ..Default::default() };
-            maxima::run(stream, x, Edge::Kernel, maxima::Values::Plain, wanted)?;
+            let outputs = maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() };
+            maxima::run(stream, x, Edge::Kernel, maxima::Values::Plain, outputs)?;
         }
         Some(Amax::Join(amax)) => {
-            maxima::join(stream, x, maxima::Wanted { tensor: Some(amax.reborrow()), ..Default::default() })?;
+            maxima::join(stream, x, maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() })?;
         }
     }
     launches.iter().try_for_each(|launch| launch.run(stream))
 }
 
 /// The kernels that a call needs; an amax without a direction needs another.
-pub(in crate::fp8) fn plan(x: &Input<'_>, mode: &Mode<'_>, wanted: &Wanted<'_>) -> Result<Vec<Launch>> {
-    let Wanted { row, col, amax } = wanted;
+pub(in crate::fp8) fn plan(x: &Input<'_>, mode: &Mode<'_>, outputs: &Outputs<'_>) -> Result<Vec<Launch>> {
+    let Outputs { row, col, amax } = outputs;
     let amax = amax.as_ref().map(|amax| amax.slice().address());
     if x.rows() == 0 || x.cols() == 0 {
         // The tile of the whole matrix is there even without elements.

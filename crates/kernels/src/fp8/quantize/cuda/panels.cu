@@ -9,7 +9,7 @@ constexpr int SIDE = 128, ROWS = 4, UNITS = 8, WARPS = 8;
 // Whether columns have scales, and so codes, of their own.
 constexpr bool OWN_SCALES = COLUMN && (SCALING == BLOCKS_128 || SCALING == BLOCKS_32);
 // Whether columns are written as rows of the transposed matrix.
-constexpr bool TURNED = COLUMN && SCALING != BLOCKS_32;
+constexpr bool TRANSPOSED = COLUMN && SCALING != BLOCKS_32;
 // Whether there is one maximum for the panel.
 constexpr bool ONE_MAXIMUM = AMAX || SCALING == SQUARES_128;
 // Tiles of a column within a panel.
@@ -17,14 +17,14 @@ constexpr int BANDS = SCALING == BLOCKS_32 ? SIDE / MX_BLOCK : 1;
 
 struct PanelMemory {
     // Codes of columns: 16 rows at index `row / 16 ^ column / 16` of a column, so that neither writing nor reading meets in banks.
-    uint4 turned[TURNED ? SIDE : 1][UNITS];
+    uint4 transposed[TRANSPOSED ? SIDE : 1][UNITS];
     float multipliers[OWN_SCALES ? BANDS : 1][SIDE];
     u32 of_columns[OWN_SCALES ? WARPS : 1][UNITS * WORDS];
     u32 of_warps[WARPS];
 };
 
 // The codes of four rows of sixteen columns, as four rows of every column, into the panel's memory.
-RULE void turn(const uint4 codes[ROWS], PanelMemory& m, u32 warp, u32 lane) {
+RULE void transpose(const uint4 codes[ROWS], PanelMemory& m, u32 warp, u32 lane) {
     u32 unit = lane % UNITS, word = lane / UNITS;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -34,7 +34,7 @@ RULE void turn(const uint4 codes[ROWS], PanelMemory& m, u32 warp, u32 lane) {
         u32 low[2] = {permute(w[0], w[1], 0x5140), permute(w[2], w[3], 0x5140)};
         u32 high[2] = {permute(w[0], w[1], 0x7362), permute(w[2], w[3], 0x7362)};
         u32 column = unit * BLOCK + 4 * j;
-        u32* to = (u32*)&m.turned[column][warp ^ unit] + word;
+        u32* to = (u32*)&m.transposed[column][warp ^ unit] + word;
         constexpr int NEXT = UNITS * 4;  // words to the next column
         to[0] = permute(low[0], low[1], 0x5410), to[NEXT] = permute(low[0], low[1], 0x7632);
         to[2 * NEXT] = permute(high[0], high[1], 0x5410), to[3 * NEXT] = permute(high[0], high[1], 0x7632);
@@ -140,12 +140,12 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             codes[i] = encode_unit(x[i], [&](int k) { return by[k]; });
-            if (TURNED || row + i >= p.rows) continue;
+            if (TRANSPOSED || row + i >= p.rows) continue;
             store_codes(p.col_codes + (row + i) * p.cols + column, codes[i], width, p.wide);
         }
     }
-    if (!TURNED) return;
-    turn(codes, m, warp, lane);
+    if (!TRANSPOSED) return;
+    transpose(codes, m, warp, lane);
     __syncthreads();
     // Eight neighbouring threads have the 128 codes of a column.
 #pragma unroll
@@ -153,6 +153,6 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
         u32 c = (i * 256 + threadIdx.x) / UNITS, part = threadIdx.x % UNITS;
         u64 at_col = first_col + c, at_row = first_row + part * BLOCK;
         if (at_col >= p.cols) break;
-        store_codes(p.col_codes + at_col * p.rows + at_row, m.turned[c][part ^ c / BLOCK], width_at(at_row, p.rows), p.wide);
+        store_codes(p.col_codes + at_col * p.rows + at_row, m.transposed[c][part ^ c / BLOCK], width_at(at_row, p.rows), p.wide);
     }
 }

@@ -10,13 +10,13 @@ struct Batch {
     Elements<INPUT> x[PER_THREAD];
 };
 
-struct Place {
+struct Position {
     u64 row, column;
     u32 width;
 };
 
 // A unit by its index in the matrix.
-RULE Place place_of(const Params& p, u32 index, u32 units, u32 total) {
+RULE Position position_of(const Params& p, u32 index, u32 units, u32 total) {
     if (index >= total) return {0, 0, 0};
     if (FLAT) return {0, (u64)index * BLOCK, BLOCK};
     u32 row = divided(index, p.divisor_magic, p.divisor_shift);
@@ -28,7 +28,7 @@ RULE Batch load_batch(const Params& p, u32 first, u32 units, u32 total) {
     Batch batch;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        Place at = place_of(p, first + 128 * i, units, total);
+        Position at = position_of(p, first + 128 * i, units, total);
         batch.x[i] = load_unit(p, at.row, at.column, at.width);
     }
     return batch;
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_fp8_rows(
                 scale = tile_scale(p, from_bits(maximum_over_lanes<1, GROUP / 2>(word_maximum(m))));
                 if (index < total && index % GROUP == 0) store_scale(p.row_scales, index / GROUP, scale);
             }
-            Place at = place_of(p, index, units, total);
+            Position at = position_of(p, index, units, total);
             uint4 codes = encode_unit(batch.x[i], [&](int) { return scale.multiplier; });
             store_codes(p.row_codes + at.row * p.cols + at.column, codes, at.width, WHOLE);
         }

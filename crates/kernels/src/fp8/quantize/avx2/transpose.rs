@@ -17,20 +17,20 @@ pub(super) struct Codes<'a> {
 /// Writes the columns as rows of `pitch` bytes. `pitch` is at least the number of rows rounded up to 16, and `out` has room for the
 /// number of columns rounded up to 16.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn turn(x: Codes<'_>, pitch: usize, out: &mut [u8]) {
+pub(super) fn transpose(x: Codes<'_>, pitch: usize, out: &mut [u8]) {
     for c in (0..x.cols).step_by(SQUARE) {
         for r in (0..x.rows).step_by(SQUARE) {
             let (height, width) = (SQUARE.min(x.rows - r), SQUARE.min(x.cols - c));
             let out = &mut out[c * pitch + r..];
             if height == SQUARE && width == SQUARE {
-                turn_square(&x.data[r * x.stride + c..], x.stride, pitch, out);
+                transpose_square(&x.data[r * x.stride + c..], x.stride, pitch, out);
                 continue;
             }
             let mut padded = [0; SQUARE * SQUARE];
             for i in 0..height {
                 padded[i * SQUARE..][..width].copy_from_slice(&x.data[(r + i) * x.stride + c..][..width]);
             }
-            turn_square(&padded, SQUARE, pitch, out);
+            transpose_square(&padded, SQUARE, pitch, out);
         }
     }
 }
@@ -39,7 +39,7 @@ pub(super) fn turn(x: Codes<'_>, pitch: usize, out: &mut [u8]) {
 /// each half, and the halves of a column only have to be put side by side.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn turn_square(x: &[u8], stride: usize, pitch: usize, out: &mut [u8]) {
+fn transpose_square(x: &[u8], stride: usize, pitch: usize, out: &mut [u8]) {
     // One check for all rows, so that the loads and stores below need none.
     assert!(x.len() >= 15 * stride + SQUARE && out.len() >= 15 * pitch + SQUARE);
     let mut r = [_mm256_setzero_si256(); 8];

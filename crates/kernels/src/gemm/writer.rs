@@ -4,22 +4,22 @@ use crate::scatter::Scatter;
 use nvfp4_spec::gemm::{Operand, OutputScale, Product};
 use nvfp4_spec::{Element, GlobalScale};
 
-/// The most sums that [`Outputs::write`] takes.
+/// The most sums that [`Writer::write`] takes.
 pub(super) const MOST: usize = 32;
 
 /// Both operands as the rules take them.
 pub(super) type Operands<'a> = (Operand<'a>, Operand<'a>);
 
 /// Where the outputs of a product go.
-pub(super) struct Outputs<'a, T> {
+pub(super) struct Writer<'a, T> {
     operands: Operands<'a>,
     product: &'a Product<'a, T>,
     out: Scatter<'a, T>,
 }
 
-impl<'a, T: Element> Outputs<'a, T> {
+impl<'a, T: Element> Writer<'a, T> {
     pub fn new(operands: Operands<'a>, product: &'a Product<'a, T>, out: &'a mut [T]) -> Self {
-        Outputs { operands, product, out: Scatter::new(out) }
+        Writer { operands, product, out: Scatter::new(out) }
     }
 
     /// Writes outputs of row `i` from column `first` on, given their sums.

@@ -8,7 +8,7 @@
 //
 // Tokens have 16 bits; those of NVFP4 are decoded by a kernel before this one (tokens.cu).
 //
-// Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER, PER_TOKEN, ADD, TURNED, and what is done to the numbers
+// Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER, PER_TOKEN, ADD, SWAPPED, and what is done to the numbers
 // of registers where the kernel's two parts begin.
 
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
@@ -34,7 +34,7 @@ struct Params {
     float undo;          // the power of two that sums lack
 };
 
-static_assert(sizeof(Params) == 320, "as in ring.rs");
+static_assert(sizeof(Params) == 320, "as in pipeline.rs");
 
 constexpr u32 CONSUMERS = 128 * ROWS * SLICES;
 // Warps that fill. Of several slices each has its own, so that whoever uses a buffer uses it in every round: a warp that waits for
@@ -159,7 +159,7 @@ RULE uint2 load_shared8(u32 at) {
 }
 
 // A place in the ring: a buffer, and the parity of the rounds through it.
-struct Place {
+struct PipelineState {
     u32 stage = 0, parity = 0;
     RULE void advance(u32 by) {
         stage += by;
@@ -239,21 +239,21 @@ RULE void fill(const Params& p, u32 full, u32 empty, u32 stages) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     if (warp >= FILLERS) return;
     Schedule schedule(p);
-    Place place;
+    PipelineState state;
     Work work;
     u32 before = 0;  // steps of earlier work
-    place.advance(warp);
+    state.advance(warp);
     let_next_begin();
     wait_for_previous();
     while (schedule.next(work)) {
         // Step n of all that there are is for warp n % FILLERS.
         for (u32 step = work.first + (warp + FILLERS - before % FILLERS) % FILLERS; step < work.last; step += FILLERS) {
-            u32 at = stages + place.stage * STAGE_BYTES, bar = full + 8 * place.stage;
-            wait(empty + 8 * place.stage, place.parity ^ 1);
+            u32 at = stages + state.stage * STAGE_BYTES, bar = full + 8 * state.stage;
+            wait(empty + 8 * state.stage, state.parity ^ 1);
             copy_weights(p, work, step, at, bar, lane);
             copy_tokens(p, work, step, at, bar, lane);
             __syncwarp();
-            place.advance(FILLERS);
+            state.advance(FILLERS);
         }
         before += work.last - work.first;
     }
@@ -298,14 +298,14 @@ RULE void write(const Work& work, PairWriter& writer, float undo, const float (&
         // All tokens exist: no checks, and addresses a row apart.
         u8* at = writer.address(me.token(work, 0));
 #pragma unroll
-        for (u32 u = 0; TURNED && u < UNITS; u += 2) {
+        for (u32 u = 0; SWAPPED && u < UNITS; u += 2) {
             // Two tokens for each of two weights.
             const float* four = sums + first_of(u);
-            writer.write_turned(at + u / 2 * 8 * SIZE, 0, four[0] * undo, four[1] * undo);
-            writer.write_turned(at + u / 2 * 8 * SIZE + writer.pitch(), 1, four[2] * undo, four[3] * undo);
+            writer.write_swapped(at + u / 2 * 8 * SIZE, 0, four[0] * undo, four[1] * undo);
+            writer.write_swapped(at + u / 2 * 8 * SIZE + writer.pitch(), 1, four[2] * undo, four[3] * undo);
         }
 #pragma unroll
-        for (u32 u = 0; !TURNED && u < UNITS; u++) {
+        for (u32 u = 0; !SWAPPED && u < UNITS; u++) {
             u64 row = u / 2 * 8 + u % 2;
             writer.write_straight(at + row * writer.pitch(), sums[first_of(u)] * undo, sums[first_of(u) + 2] * undo);
         }
@@ -379,14 +379,14 @@ RULE void run(const Params& p, Consume consume) {
         wait_for_previous();
         Consumer me;
         Schedule schedule(p);
-        Place place;
+        PipelineState state;
         Work work;
-        place.advance(me.slice);
+        state.advance(me.slice);
         while (schedule.next(work)) {
             // What it loads comes while the sums are made.
             PairWriter writer(p.output, me.column(work));
             float sums[TOKENS / 2] = {};
-            consume(me, work, place, full, empty, stages, sums);
+            consume(me, work, state, full, empty, stages, sums);
             if (!REDUCE) {
                 write(work, writer, p.undo, sums);
                 continue;

@@ -14,11 +14,11 @@ use std::result::Result;
 /// a graph takes less time than its start.
 ///
 /// All work has ended when this returns.
-pub fn time_in_turns<M, W: Copy, E: From<Error>>(
+pub fn time_interleaved<M, W: Copy, E: From<Error>>(
     stream: &Stream,
     memory: &mut M,
     works: &[W],
-    turns: usize,
+    rounds: usize,
     record: fn(&mut M, &Stream, W) -> Result<(), E>,
 ) -> Result<Vec<Vec<f32>>, E> {
     works.iter().try_for_each(|&work| record(memory, stream, work))?;
@@ -30,8 +30,8 @@ pub fn time_in_turns<M, W: Copy, E: From<Error>>(
         event.record(stream).map(|()| event)
     };
     // The order of a turn, with a mark before each graph and one after the last.
-    let turn = |turn: usize| -> Result<(Vec<usize>, Vec<Event>), Error> {
-        let (order, mut marks) = (order(graphs.len(), turn), vec![mark()?]);
+    let round = |round: usize| -> Result<(Vec<usize>, Vec<Event>), Error> {
+        let (order, mut marks) = (order(graphs.len(), round), vec![mark()?]);
         for &i in &order {
             // SAFETY: the recorded memory is lent to this function, which waits for the end of all work before it gives that back or
             // drops a graph; while work was recorded, the driver let nothing be freed.
@@ -40,10 +40,10 @@ pub fn time_in_turns<M, W: Copy, E: From<Error>>(
         }
         Ok((order, marks))
     };
-    let queued = (0..=turns).map(turn).collect::<Result<Vec<_>, Error>>();
+    let queued = (0..=rounds).map(round).collect::<Result<Vec<_>, Error>>();
     // Even where something could not be queued: what was must end before graphs are dropped and memory is given back.
     stream.synchronize()?;
-    let (queued, mut times) = (queued?, vec![Vec::with_capacity(turns); works.len()]);
+    let (queued, mut times) = (queued?, vec![Vec::with_capacity(rounds); works.len()]);
     for (order, marks) in &queued[1..] {
         for (&i, pair) in order.iter().zip(marks.windows(2)) {
             times[i].push(pair[1].elapsed_us(&pair[0])?);
@@ -53,8 +53,8 @@ pub fn time_in_turns<M, W: Copy, E: From<Error>>(
 }
 
 /// The numbers below `len` in an order of the turn's own.
-fn order(len: usize, turn: usize) -> Vec<usize> {
+fn order(len: usize, round: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..len).collect();
-    order.sort_by_key(|&i| philox4x32([i as u32, 0, 0, 0], words(turn as u64)));
+    order.sort_by_key(|&i| philox4x32([i as u32, 0, 0, 0], words(round as u64)));
     order
 }

@@ -1,7 +1,7 @@
-//! Products by tensor cores; `ring.cuh` says how.
+//! Products by tensor cores; `pipeline.cuh` says how.
 
 use super::operand::Operand;
-use super::output::{self, Add, Kind, Order, Orientation, Output};
+use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
 use super::scratch::Scratch;
 use super::shape::{self, Instruction, Shape};
@@ -51,7 +51,7 @@ impl<'a> Tokens<'a> {
     }
 
     /// Whether kernels can read it where it lies: rows at multiples of 16 bytes, in pieces of 16 bytes.
-    fn lies_well(&self) -> bool {
+    fn is_aligned(&self) -> bool {
         match self {
             Tokens::Nvfp4(_) => false,
             Tokens::Plain(x, _) => x.rows_aligned() && x.cols().is_multiple_of(8),
@@ -135,13 +135,13 @@ pub(super) fn run(
     // Where they do not lie well, tokens get rows of whole blocks.
     let (m, pitch) = (tokens.rows(), 2 * cols.next_multiple_of(BLOCK));
     let part = match tokens {
-        Tokens::Nvfp4(_) if output.kind.orientation == Orientation::Upright => {
+        Tokens::Nvfp4(_) if output.kind.operands == OperandOrder::Given => {
             m.min((DECODED / pitch).next_multiple_of(PART).max(PART))
         }
         // Where tokens are columns of the outputs, they are the smaller side, and come at once.
         Tokens::Nvfp4(_) | Tokens::Plain(..) => m,
     };
-    let token_bytes = if tokens.lies_well() { 0 } else { part * pitch };
+    let token_bytes = if tokens.is_aligned() { 0 } else { part * pitch };
     // Dropped when everything is queued.
     let scratch = Scratch::new(stream, memory, [weight_bytes, token_bytes])?;
     let [weights, decoded] = scratch.addresses;
@@ -165,7 +165,7 @@ pub(super) fn run(
         Tokens::Plain(x, _) => {
             // The stride of a single row may be any number.
             let (from, stride) = (x.values().address(), 2 * if m == 1 { cols } else { x.stride() });
-            if tokens.lies_well() {
+            if tokens.is_aligned() {
                 return call.launch((from, stride), (0, m), UNDO);
             }
             // What stands after a row's end is multiplied by zeros, and must not be NaN.
@@ -212,9 +212,9 @@ impl Call<'_> {
             if shape.stays() { outputs.min(device.multiprocessors() as usize) } else { outputs * shape.split as usize };
         let blocks = u32::try_from(blocks).map_err(|_| cuda::Error::TooManyBlocks { rows: m, cols: rows })?;
         let kernel = VARIANTS.get(device, (shape, self.bits, self.output.kind), source)?;
-        // SAFETY: `Params` is laid out as in ring.cuh; operands and outputs were checked, and the scratch is this stream's alone.
+        // SAFETY: `Params` is laid out as in pipeline.cuh; operands and outputs were checked, and the scratch is this stream's alone.
         // The kernel waits for earlier work before it touches memory.
-        unsafe { kernel.launch_early(self.stream, [blocks, 1, 1], shape.threads(), shape.shared(), &params) }?;
+        unsafe { kernel.launch_dependent(self.stream, [blocks, 1, 1], shape.threads(), shape.shared(), &params) }?;
         Ok(())
     }
 }
@@ -250,7 +250,7 @@ fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64
     let kernel = VARIANTS.get(stream.device(), Precision::Bf16, decode_source)?;
     // SAFETY: `DecodeParams` is laid out as in tokens.cu; the matrix was checked, and the caller has room for what comes out. The kernel
     // waits for earlier work before it touches memory.
-    unsafe { kernel.launch_early(stream, [blocks, 1, 1], 256, 0, &params) }?;
+    unsafe { kernel.launch_dependent(stream, [blocks, 1, 1], 256, 0, &params) }?;
     Ok(())
 }
 
@@ -272,13 +272,15 @@ fn source((shape, bits, kind): Variant) -> (&'static str, &'static str, String) 
         math(bits),
         kind.settings()
     );
-    let ring = include_str!("ring.cuh");
+    let pipeline = include_str!("pipeline.cuh");
     match instruction {
-        Instruction::Mma => {
-            ("gemm_mma", "gemm_mma", assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, ring, include_str!("mma.cu")]))
-        }
+        Instruction::Mma => (
+            "gemm_mma",
+            "gemm_mma",
+            assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, pipeline, include_str!("mma.cu")]),
+        ),
         Instruction::Wgmma => {
-            let files = [ELEMENTS, OUTPUT, WEIGHTS, ring, &wgmma(tokens, bits), include_str!("wgmma.cu")];
+            let files = [ELEMENTS, OUTPUT, WEIGHTS, pipeline, &wgmma(tokens, bits), include_str!("wgmma.cu")];
             ("gemm_wgmma", "gemm_wgmma", assemble(&settings, &files))
         }
     }
@@ -311,12 +313,12 @@ pub(super) fn sources() -> Vec<(String, Source)> {
         order: Order::Folded,
         tokens: GlobalScale::PerTensor,
         add: Add::Nothing,
-        orientation: Orientation::Upright,
+        operands: OperandOrder::Given,
     };
     let shapes = shape::all().into_iter().flat_map(|shape| {
         let types = [Precision::Bf16, Precision::F16].map(|bits| entry((shape, bits, plain), source));
-        let turned = entry((shape, Precision::Bf16, Kind { orientation: Orientation::Turned, ..plain }), source);
-        types.into_iter().chain([turned]).chain([entry((Shape { split: 2, ..shape }, Precision::Bf16, plain), source)])
+        let swapped = entry((shape, Precision::Bf16, Kind { operands: OperandOrder::Swapped, ..plain }), source);
+        types.into_iter().chain([swapped]).chain([entry((Shape { split: 2, ..shape }, Precision::Bf16, plain), source)])
     });
     let small = shape::all()[0];
     let kinds = PRECISIONS.into_iter().flat_map(|precision| {
