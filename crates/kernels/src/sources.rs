@@ -1,10 +1,10 @@
-//! Kernel texts of every operation, for tests that compile them without a GPU.
+//! The kernel texts of all operations, for tests that compile them without a GPU.
 
 use crate::cuda::Source;
 use crate::{amax, dequantize, finite, fp8, gemm, hadamard, quantize, swizzle};
 
-/// Texts that between them have every function, type of elements and setting, though not every combination. Each comes with
-/// its variant in words, of which the first is the name of the function.
+/// Texts that cover every function, element type and setting, but not every combination. Each comes
+/// with its variant as text, which begins with the name of the function.
 pub fn sources() -> Vec<(String, Source)> {
     let operations = [
         amax::cuda::sources(),

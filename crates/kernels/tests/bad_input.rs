@@ -1,5 +1,5 @@
-//! What the entry points say of shapes and buffers that do not fit: an error that names what was expected, before
-//! anything is written.
+//! Shapes and buffers that do not fit: every entry point returns an error that names what was
+//! expected, before it writes anything.
 
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Error, Implementation, Input, Result, Values, amax, dequantize, fp8, gemm, gguf, swizzle};
@@ -47,8 +47,8 @@ fn quantize_checks_every_buffer() {
     assert_eq!(message(quantize_into(64, 8, 1, per_row, linear)), "amax: expected length 4, got 1");
 }
 
-/// Quantizes a 4 × 32 matrix in both directions with a setting for one of them, which every implementation must refuse
-/// before it writes to either.
+/// Quantizes a 4 × 32 matrix in both directions with a setting for one of them, which every
+/// implementation must refuse before it writes to either.
 fn refused(amax: [&[f32]; 2], rounding: [Rounding<Random<'_>>; 2], mode: Mode) -> Error {
     let x = [1.0; 128];
     let input = Input::new(Values::F32(&x), 4, 32).unwrap();
@@ -212,8 +212,8 @@ fn layouts_check_their_buffers() {
 
 const FP8: nvfp4_spec::fp8::Format = nvfp4_spec::fp8::Format::E4m3;
 
-/// Quantizes a 40 × 130 matrix to FP8 in one direction, into buffers of the given lengths that start as a pattern. A refusal leaves
-/// the pattern.
+/// Quantizes a 40 × 130 matrix to FP8 in one direction, into buffers of the given lengths that
+/// start as a pattern. A refusal leaves the pattern.
 fn quantize_fp8(scaling: Scaling, side: Side, codes: usize, scales: Scales<usize, usize>) -> Result<()> {
     all(|implementation| {
         let x = [1.0; 40 * 130];
@@ -307,7 +307,7 @@ fn fp8_decoding_checks_both_sides() {
     }
 }
 
-/// NaN, infinities, zeros and subnormals at known places, beside a known scale.
+/// NaN, infinities, zeros and subnormals at known positions, with a known scale.
 #[test]
 fn fp8_of_values_that_are_no_ordinary_numbers() {
     let x = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-45, -1e-45, f32::MIN, 3.0];

@@ -1,4 +1,5 @@
-//! Every kernel compiled for every generation of GPUs. Needs NVRTC but no GPU; without NVRTC it is skipped.
+//! Every kernel compiled for every generation of GPUs. Needs NVRTC but no GPU; without NVRTC it is
+//! skipped.
 #![cfg(feature = "cuda")]
 
 use nvfp4_kernels::cuda::{self, Source};
@@ -8,10 +9,10 @@ use std::thread;
 
 const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_90a", "sm_100a", "sm_120a"];
 
-/// Those whose conversions in hardware a text can be told to do without.
+/// Architectures with conversion instructions that PORTABLE turns off.
 const PORTABLE_TOO: [&str; 2] = ["sm_90a", "sm_100a"];
 
-/// A text, what to call it, and what to compile it for.
+/// A variant, an architecture, and the text.
 type Job<'a> = (&'a str, &'static str, Source);
 
 #[test]
@@ -48,7 +49,8 @@ fn every_kernel_compiles_for_every_generation() {
     assert!(problems.is_empty(), "{} of {} failed:\n{}", problems.len(), jobs.len(), problems.join("\n"));
 }
 
-/// Whether a kernel is ever launched there: one instruction is Hopper's alone, and blocks that share outputs began with it.
+/// Whether a kernel is ever launched on an architecture: only Hopper has `wgmma`, and clusters
+/// began with it.
 fn runs_on(variant: &str, source: &Source, architecture: &str) -> bool {
     let shares = source.text.contains("SPLIT = 2;");
     (!variant.starts_with("gemm_wgmma ") || architecture == "sm_90a") && (!shares || architecture != "sm_80")

@@ -1,4 +1,5 @@
-//! Products of FP8 and MXFP8 operands, with each other and with every other kind, in every implementation: within the derived bound.
+//! Products of FP8 and MXFP8 operands, with each other and with every other kind, in every
+//! implementation: within the derived bound.
 
 mod bounded;
 
@@ -131,7 +132,8 @@ fn epilogues_in_every_type() {
     }
 }
 
-/// The scale of a whole matrix is applied to sums of codes, which here are exact: the same bits everywhere, and those of the formula.
+/// The scale of a whole matrix is applied to sums of codes, which here are exact: the same bits
+/// everywhere, and those of the formula.
 #[test]
 fn a_scale_of_the_whole_matrix_is_applied_to_the_sum() {
     let (a, b) = (operands(4, 64, 1), operands(5, 64, 2));
@@ -148,7 +150,8 @@ fn a_scale_of_the_whole_matrix_is_applied_to_the_sum() {
     }
 }
 
-/// MXFP8's column direction is the row direction of the transposed matrix, so products give the same bits.
+/// MXFP8's column direction is the row direction of the transposed matrix, so products give the
+/// same bits.
 #[test]
 fn a_column_direction_is_taken_transposed() {
     let (x, other) = (matrix(70, 9, 1), matrix(5, 70, 2));
@@ -299,8 +302,9 @@ mod gpu {
         }
     }
 
-    /// Hopper's FP8 tensor cores add 32 products and an accumulator at a time, aligned to the largest, with 13 bits after the leading one:
-    /// each of the 33 loses less than 2⁻¹³ of the largest, so K/32 additions lose less than 33/32·K·2⁻¹³ of the magnitudes.
+    /// Hopper's FP8 tensor cores add 32 products and an accumulator at a time, aligned to the
+    /// largest, with 13 bits after the leading one: each of the 33 loses less than 2⁻¹³ of the
+    /// largest, so K/32 additions lose less than 33/32·K·2⁻¹³ of the magnitudes.
     fn short_bound(k: usize, magnitude: f64) -> f64 {
         (k + 32) as f64 * 2f64.powi(-12) * magnitude
     }

@@ -46,7 +46,8 @@ impl Scaling {
     }
 }
 
-/// Quantizes a tile. 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic rounding.
+/// Quantizes a tile. 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic
+/// rounding.
 pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
     match scaling.mode.rule {
         ScaleRule::Six => six(tile, scaling, rounding),
@@ -58,8 +59,9 @@ pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding
 
 /// The rule "six": the tile's largest magnitude is mapped to 6.
 ///
-/// In the TransformerEngine profile a tile of zeros gives scale 0 and codes 0, and a non-zero tile whose scale byte
-/// underflows to 0 is not zeroed: its elements are multiplied by `f32::MAX` and mostly saturate.
+/// In the TransformerEngine profile a tile of zeros gives scale 0 and codes 0, and a non-zero tile
+/// whose scale byte underflows to 0 is not zeroed: its elements are multiplied by `f32::MAX` and
+/// mostly saturate.
 pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
     let scale = scaling.block_scale(amax(tile.as_flattened(), scaling.mode.amax_edge()));
     let factor = scaling.factor(scale);

@@ -1,5 +1,6 @@
-//! The 16-point randomized Hadamard transform: it spreads an outlier over its group before quantization, and cancels in
-//! a product of two operands transformed alike. Source: numerics §0, §6.
+//! The 16-point randomized Hadamard transform: it spreads an outlier over its group before
+//! quantization, and cancels in a product of two operands transformed alike. Source: numerics §0,
+//! §6.
 
 use crate::{BLOCK, Precision};
 
@@ -9,7 +10,8 @@ pub const FACTOR: f32 = 0.25;
 /// The type of a transformed matrix.
 pub const PRECISION: Precision = Precision::Bf16;
 
-/// Which elements of a group change sign before the transform: bit `i` set means element `i` is negated.
+/// Which elements of a group change sign before the transform: bit `i` set means element `i` is
+/// negated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Signs(pub u16);
 
@@ -27,9 +29,9 @@ impl Signs {
 
 /// Transforms 16 values and rounds them to bf16: `out[j] = Σᵢ v[i]·g[i]·(−1)^popcount(i & j) / 4`.
 ///
-/// The order of additions is the fast butterfly in binary32: signs, then stages of distance 1, 2, 4, 8 (`a + b`,
-/// `a − b`), then × 0.25, then one rounding to bf16. Infinities and NaN go the way of IEEE arithmetic. Returned in
-/// binary32, exactly.
+/// The order of additions is the fast butterfly in binary32: signs, then stages of distance 1, 2,
+/// 4, 8 (`a + b`, `a − b`), then × 0.25, then one rounding to bf16. Infinities and NaN go the way
+/// of IEEE arithmetic. Returned in binary32, exactly.
 pub fn transform(mut v: [f32; BLOCK], signs: Signs) -> [f32; BLOCK] {
     for (i, x) in v.iter_mut().enumerate() {
         if signs.negates(i) {
@@ -62,7 +64,8 @@ mod tests {
         }
     }
 
-    /// An input (all bf16) on which the order of additions shows: stages of distance 8, 4, 2, 1 would give −100.5.
+    /// An input (all bf16) on which the order of additions shows: stages of distance 8, 4, 2, 1
+    /// would give −100.5.
     #[test]
     fn near_neighbours_are_added_first() {
         let v = [

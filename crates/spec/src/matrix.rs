@@ -1,14 +1,15 @@
 //! Whole matrices: amax, both directions, ragged shapes, and back. Read [`block`] first.
 //! Source: numerics §2, §4, §8.
 //!
-//! The row direction quantizes the matrix as it is, with blocks along its rows. The column direction quantizes the
-//! transposed matrix, computed from the same high-precision values and never from the row direction's codes:
-//! `quantize(&columns(&x, transform)?, …)`.
+//! The row direction quantizes the matrix as it is, with blocks along its rows. The column
+//! direction quantizes the transposed matrix, computed from the same high-precision values and
+//! never from the row direction's codes: `quantize(&columns(&x, transform)?, …)`.
 //!
-//! A quantized row of `C` elements has `ceil(C/2)` bytes of codes and `ceil(C/16)` scale bytes. Where a tile reaches
-//! beyond the matrix its missing elements are zeros, and nothing of them is stored: with an odd `C` the last high nibble
-//! is 0. A matrix with no rows or no columns is valid and has no codes and no scales; its other dimension may be any
-//! number, and no time is spent on it.
+//! A quantized row of `C` elements has `ceil(C/2)` bytes of codes and `ceil(C/16)` scale bytes.
+//! Where a tile reaches beyond the matrix its missing elements are zeros, and nothing of them is
+//! stored: with an odd `C` the last high nibble is 0. A matrix with no rows or no columns is valid
+//! and has no codes and no scales; its other dimension may be any number, and no time is spent on
+//! it.
 
 use crate::block::{self, Scaling, TileRounding};
 use crate::hadamard::{self, Signs};
@@ -29,7 +30,8 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// A matrix over `data`, which must have `rows · cols` values; 16-bit types are converted exactly.
+    /// A matrix over `data`, which must have `rows · cols` values; 16-bit types are converted
+    /// exactly.
     pub fn new<T: Element>(rows: usize, cols: usize, data: &[T]) -> Result<Self> {
         check_len("matrix", area(rows, cols)?, data.len())?;
         Ok(Matrix { rows, cols, precision: T::PRECISION, data: data.iter().map(|x| x.to_f32()).collect() })
@@ -83,8 +85,8 @@ impl Matrix {
     }
 }
 
-/// What the column direction quantizes: the transposed matrix, Hadamard-transformed along its rows (the columns of the
-/// original) where signs are given. The transform needs a multiple of 16 rows.
+/// What the column direction quantizes: the transposed matrix, Hadamard-transformed along its rows
+/// (the columns of the original) where signs are given. The transform needs a multiple of 16 rows.
 pub fn columns(x: &Matrix, signs: Option<Signs>) -> Result<Matrix> {
     match signs {
         Some(signs) => transform(&x.transpose(), signs),
@@ -104,8 +106,8 @@ pub fn transform(x: &Matrix, signs: Signs) -> Result<Matrix> {
     Matrix::new(x.rows(), x.cols(), &data)
 }
 
-/// The amax of the matrix, or of each row; 0 where there are no elements. With the Hadamard transform it is taken after
-/// the transform.
+/// The amax of the matrix, or of each row; 0 where there are no elements. With the Hadamard
+/// transform it is taken after the transform.
 pub fn amax(x: &Matrix, global: GlobalScale, edge: Edge) -> Result<Vec<f32>> {
     let mut amax = zeros(global.count(x.rows), x.rows, x.cols)?;
     match global {
@@ -199,7 +201,8 @@ impl<'a> View<'a> {
     }
 }
 
-/// Quantizes a matrix along its rows, with the amax of the tensor or of each row given ([`amax`] computes it).
+/// Quantizes a matrix along its rows, with the amax of the tensor or of each row given ([`amax`]
+/// computes it).
 ///
 /// A given amax need not be the true one; values beyond it saturate.
 pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random<'_>>) -> Result<Quantized> {
@@ -211,7 +214,8 @@ pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random
     }
 }
 
-/// Quantizes a bf16 matrix along its rows by [`fast_math`], which has 1×16 tiles, the rule "six" and rounds to nearest.
+/// Quantizes a bf16 matrix along its rows by [`fast_math`], which has 1×16 tiles, the rule "six"
+/// and rounds to nearest.
 pub fn quantize_fast_math(x: &Matrix, amax: &[f32], global: GlobalScale, edge: Edge) -> Result<Quantized> {
     let mode = Mode { global, edge, ..Mode::default() };
     quantize_tiles::<1>(x, amax, &mode, Rounding::NearestEven, |tile, scaling, _| {
@@ -272,9 +276,11 @@ fn quantize_tiles<const H: usize>(
     Ok(Quantized { rows: x.rows, cols: x.cols, codes, scales, stored, global: mode.global, unit })
 }
 
-/// Decodes a matrix: `fl(code value · f)` with [`Unit::decode_factor`] `f`, then one rounding to the output type.
+/// Decodes a matrix: `fl(code value · f)` with [`Unit::decode_factor`] `f`, then one rounding to
+/// the output type.
 ///
-/// A block whose scale is 0 decodes to zeros with the signs of its codes; a NaN scale decodes to NaN.
+/// A block whose scale is 0 decodes to zeros with the signs of its codes; a NaN scale decodes to
+/// NaN.
 pub fn dequantize<T: Element>(q: &View<'_>) -> Result<Vec<T>> {
     q.check()?;
     let mut out: Vec<T> = zeros(area(q.rows, q.cols)?, q.rows, q.cols)?;

@@ -1,4 +1,5 @@
-//! Whose bytes are written: four producers of NVFP4 agree on the format and differ in the arithmetic of the scales.
+//! Whose bytes are written: four producers of NVFP4 agree on the format and differ in the
+//! arithmetic of the scales.
 //!
 //! | | stored 32-bit number `g` | scale byte `S` of a block | elements |
 //! |---|---|---|---|
@@ -7,13 +8,14 @@
 //! | llm-compressor 0.14 | `2688 · (1/amax)`, both steps in the input's type, a divisor | `fl(g · bm/6)`, `bm/6` in the input's type; byte 0 → 0x20 | `fl(x / fl(S/g))` |
 //! | torchao 0.18 | `fl(amax/2688)`, a multiplier | `fl(fl(bm/6) / g)`, at least 2⁻⁶ | `fl(x · fl(fl(1/g)/S))` |
 //!
-//! All round scale bytes and codes to nearest even and saturate at 448 and 6. In the last three NaN takes over the amax,
-//! as in [`Edge::Reference`]; ModelOpt and llm-compressor write code 0 for −0, torchao code 8. An element that is NaN after
-//! scaling becomes code 7 in ModelOpt; the other two have no rule for it (their code depends on the NaN's bits and on the
-//! vector instructions at hand), and here it becomes 0 for llm-compressor and 7 for torchao.
+//! All round scale bytes and codes to nearest even and saturate at 448 and 6. In the last three NaN
+//! takes over the amax, as in [`Edge::Reference`]; ModelOpt and llm-compressor write code 0 for −0,
+//! torchao code 8. An element that is NaN after scaling becomes code 7 in ModelOpt; the other two
+//! have no rule for it (their code depends on the NaN's bits and on the vector instructions at
+//! hand), and here it becomes 0 for llm-compressor and 7 for torchao.
 //!
-//! Where a producer writes NaN for a tensor of zeros (ModelOpt, torchao), `g` is 1 here: the scales are finite and the
-//! tensor decodes to zeros.
+//! Where a producer writes NaN for a tensor of zeros (ModelOpt, torchao), `g` is 1 here: the scales
+//! are finite and the tensor decodes to zeros.
 
 use crate::scale::{self, Global, Unit};
 use crate::{Bound, Edge, Precision, Profile, e4m3};
@@ -53,7 +55,8 @@ impl Profile {
         }
     }
 
-    /// The stored 32-bit number of a tensor or row with this amax, whose elements came in this type.
+    /// The stored 32-bit number of a tensor or row with this amax, whose elements came in this
+    /// type.
     pub fn stored(self, amax: f32, precision: Precision) -> f32 {
         match self {
             Profile::TransformerEngine => amax,
@@ -62,7 +65,8 @@ impl Profile {
                 g => g,
             },
             Profile::LlmCompressor => {
-                // Its source divides a number by a tensor, which torch computes as the tensor's reciprocal times the number.
+                // Its source divides a number by a tensor, which torch computes as the tensor's
+                // reciprocal times the number.
                 let reciprocal = precision.round(1.0 / amax.max(precision.min_normal()));
                 match precision.round(reciprocal * SIX_E) {
                     g if g.is_finite() => g,

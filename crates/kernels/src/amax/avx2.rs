@@ -71,7 +71,8 @@ struct Panel<T> {
     cols: Vec<T>,
 }
 
-/// The bits of a row's largest magnitude; `cols`, if not empty, takes part in a maximum per column.
+/// The bits of a row's largest magnitude. If `cols` is not empty, it also collects a maximum per
+/// column.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(crate) fn row_amax<T: Element>(_: Avx2, row: &[T], edge: Edge, cols: &mut [T]) -> u32 {
     let (blocks, tail) = row.as_chunks::<BLOCK>();

@@ -10,7 +10,7 @@ use crate::{Implementation, Input, Result};
 use nvfp4_spec::matrix::Matrix;
 use nvfp4_spec::{Edge, scale};
 
-/// Which maxima to compute, any of them in one call.
+/// The maxima to compute, any of them in one call.
 #[derive(Debug, Default)]
 pub struct Outputs<'a> {
     /// The maximum over everything.
@@ -21,7 +21,8 @@ pub struct Outputs<'a> {
     pub cols: Option<&'a mut [f32]>,
 }
 
-/// Computes the maxima that are wanted. NaN is invisible in the kernel edge and wins in the reference edge.
+/// Computes the maxima in `outputs`. NaN is ignored in the kernel edge and wins in the reference
+/// edge.
 pub fn amax(implementation: Implementation, x: &Input<'_>, edge: Edge, outputs: Outputs<'_>) -> Result<()> {
     if let Some(rows) = &outputs.rows {
         check_len("row amax", x.rows(), rows.len())?;

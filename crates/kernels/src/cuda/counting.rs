@@ -2,14 +2,17 @@
 
 use nvfp4_spec::BLOCK;
 
-/// Whether kernels can count the blocks of `rows` rows of `cols` elements: in 31 bits.
+/// Whether the blocks of `rows` rows of `cols` elements fit a 31-bit index, which is what kernels
+/// use.
 pub(crate) fn countable(rows: usize, cols: usize) -> bool {
     rows.checked_mul(cols.div_ceil(BLOCK)).is_some_and(|blocks| blocks < 1 << 31)
 }
 
-/// A multiplier `m` and a shift `s` with `n / d = (n·m >> 32) >> s` for every n < 2³¹; (0, 0) for d = 1.
+/// A multiplier `m` and a shift `s` with `n / d = (n·m >> 32) >> s` for every n < 2³¹; (0, 0) for d
+/// = 1.
 ///
-/// With l = ceil(log₂ d) and m = ceil(2^(31+l) / d), m·d exceeds 2^(31+l) by less than 2^l, too little to show.
+/// With l = ceil(log₂ d) and m = ceil(2^(31+l) / d), m·d exceeds 2^(31+l) by less than 2^l, too
+/// little to show.
 pub(crate) fn divisor(d: usize) -> (u32, u32) {
     let l = d.next_power_of_two().trailing_zeros();
     if l == 0 { (0, 0) } else { ((1u64 << (31 + l)).div_ceil(d as u64) as u32, l - 1) }

@@ -1,5 +1,5 @@
-// The rules of FP8 and MXFP8 for the device, twins of nvfp4-spec's e5m2, e8m0, fp8::scale and fp8::delayed. Read
-// cuda/rules.cuh first: the same conventions, the same tests.
+// The rules of FP8 and MXFP8 for the device, twins of nvfp4-spec's e5m2, e8m0, fp8::scale and
+// fp8::delayed. Read cuda/rules.cuh first: the same conventions, the same tests.
 
 enum Format { E4M3, E5M2 };
 enum ScaleValues { ANY, POWERS_OF_TWO };
@@ -17,7 +17,8 @@ RULE float decode(u32 byte) {
 RULE float reciprocal(u32 byte) { return decode(byte == E8M0_NAN_BYTE ? byte : E8M0_MAX_BYTE - byte); }
 
 RULE u32 encode_up(float x) {
-    // Positive numbers are in the order of their bits: adding all ones of a mantissa carries unless it is zero.
+    // Positive numbers are in the order of their bits: adding all ones of a mantissa carries unless
+    // it is zero.
     u32 bits = to_bits(x) & 0x7FFFFFFF;
     if (bits > 0x7F800000) return E8M0_NAN_BYTE;
     if (bits <= 0x00400000) return 0;
@@ -36,8 +37,8 @@ RULE u32 encode(float x, Format f) {
     if (is_nan(x)) return f == E4M3 ? E4M3_NAN_BYTE : E5M2_NAN_BYTE;
     float a = absolute(x);
     a = a < max(f) ? a : max(f);
-    // Adding a power of two that leaves the bits of the mantissa rounds to nearest even; below the smallest normal value the
-    // steps of the grid shrink no more.
+    // Adding a power of two that leaves the bits of the mantissa rounds to nearest even; below the
+    // smallest normal value the steps of the grid shrink no more.
     u32 shift = 23 - (f == E4M3 ? E4M3_MANTISSA : E5M2_MANTISSA);
     u32 smallest = to_bits(f == E4M3 ? E4M3_MIN_NORMAL : E5M2_MIN_NORMAL), exponent = to_bits(a) & 0x7F800000;
     if (exponent < smallest) exponent = smallest;
@@ -84,7 +85,8 @@ RULE void decode_four(u32 codes, Format f, float out[4]) {
 #endif
 }
 
-// AmaxRule::scale; `overflow` is the largest value of the elements' type, of binary32 for the scale of a tensor.
+// AmaxRule::scale; `overflow` is the largest value of the elements' type, of binary32 for the scale
+// of a tensor.
 RULE float scale(float amax, Format f, ScaleValues values, float epsilon, float overflow) {
     amax = amax < epsilon ? epsilon : amax;
     // Not for 0, infinity and NaN. Negative ones come from callers only.
@@ -101,8 +103,9 @@ RULE float larger_number(float a, float b) { return is_nan(a) || b > a ? b : a; 
 
 RULE float finite(float scale) { return scale > FLOAT_MAX ? FLOAT_MAX : scale; }
 
-// Delayed::update of a tensor whose history is every `stride`-th of `length` numbers: the scale of the next step. `largest` is the
-// magnitude that an amax is mapped to; `reduced` is 0 where there is none, and looked at in the bulk entry only.
+// Delayed::update of a tensor whose history is every `stride`-th of `length` numbers: the scale of
+// the next step. `largest` is the magnitude that an amax is mapped to; `reduced` is 0 where there
+// is none, and looked at in the bulk entry only.
 RULE float update(float* history, u32 length, u32 stride, float scale, float largest, Algorithm algorithm, bool bulk,
                   float reduced) {
     float last = bulk && reduced != 0.0f ? reduced : history[0];

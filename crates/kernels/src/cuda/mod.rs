@@ -1,13 +1,14 @@
-//! What the GPU versions of the operations stand on: devices, memory, streams and kernels compiled at run time.
+//! The base of the GPU implementations: devices, memory, streams, and kernels compiled at run time.
 //!
-//! Nothing here knows an operation, or a number format but for the rules (`rules.cuh`, `fp8_rules.cuh`, and `text.rs`, which prints
-//! their constants). The driver and NVRTC are loaded when first needed; where they are missing, every call says so in an [`Error`], and the crate
-//! builds and runs without them.
+//! Nothing here knows an operation, and nothing knows a number format except the rules
+//! (`rules.cuh`, `fp8_rules.cuh`, and `text.rs`, which prints their constants). The driver and
+//! NVRTC are loaded when first needed. Where one is missing, every call returns an [`Error`] that
+//! says so; the crate builds and runs without them.
 //!
 //! Read in this order: [`Device`], [`Stream`], [`Buffer`] and its [`Slice`]s, [`Kernel`].
 //!
-//! Each call enters its device's context and leaves the calling thread's current device as it found it, so another
-//! framework in the same process notices nothing.
+//! Each call makes its device's context current and restores the calling thread's own, so other
+//! frameworks in the same process are not affected.
 
 mod cache;
 mod compile;
@@ -45,7 +46,8 @@ pub use timing::time_interleaved;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks; a panic elsewhere leaves these maps whole, since each insertion is one call.
+/// Locks a mutex even if it is poisoned: each insertion is one call, so a panic elsewhere leaves
+/// these maps whole.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,19 +1,20 @@
-//! Work timed beside other work.
+//! Interleaved timing of several kinds of work.
 
 use super::error::Error;
 use super::stream::{Event, Graph, Stream};
 use nvfp4_spec::philox::{philox4x32, words};
 use std::result::Result;
 
-/// Microseconds of pieces of work, as many of each as there are `turns`.
+/// Microseconds of each kind of work in each of `rounds` rounds.
 ///
-/// `record` is told which piece of work to give to the stream; all memory that it uses is in `memory`. It is called once for each piece
-/// as it is, so that what it needs is loaded, then once to capture a graph; the graphs run in turns, so that what the chip's clocks do
-/// happens to all of them alike, after one turn that does not count. Each turn has another order: a piece that follows one of more heat
-/// would run at a lower clock every time. Everything is queued before anything is waited for: the GPU never waits for the CPU, but where
-/// a graph takes less time than its start.
+/// `record` queues one kind of work; all memory that it uses is in `memory`. It is called twice for
+/// each kind: once so that its kernels are loaded, once to capture a graph. Each round launches
+/// every graph once, so that changes of the chip's clock affect all of them alike; a first round
+/// does not count. Each round has another order: work that always followed hotter work would always
+/// run at a lower clock. Everything is queued before anything is waited for, so the GPU waits for
+/// the CPU only where a graph takes less time than its launch.
 ///
-/// All work has ended when this returns.
+/// All work has finished when this returns.
 pub fn time_interleaved<M, W: Copy, E: From<Error>>(
     stream: &Stream,
     memory: &mut M,
@@ -29,19 +30,20 @@ pub fn time_interleaved<M, W: Copy, E: From<Error>>(
         let event = Event::new(stream.device())?;
         event.record(stream).map(|()| event)
     };
-    // The order of a turn, with a mark before each graph and one after the last.
+    // The order of a round, with a mark before each graph and one after the last.
     let round = |round: usize| -> Result<(Vec<usize>, Vec<Event>), Error> {
         let (order, mut marks) = (order(graphs.len(), round), vec![mark()?]);
         for &i in &order {
-            // SAFETY: the recorded memory is lent to this function, which waits for the end of all work before it gives that back or
-            // drops a graph; while work was recorded, the driver let nothing be freed.
+            // SAFETY: this function has borrowed the recorded memory, and waits for all work before
+            // it returns or drops a graph; during the capture the driver refused to free memory.
             unsafe { graphs[i].launch(stream) }?;
             marks.push(mark()?);
         }
         Ok((order, marks))
     };
     let queued = (0..=rounds).map(round).collect::<Result<Vec<_>, Error>>();
-    // Even where something could not be queued: what was must end before graphs are dropped and memory is given back.
+    // Also after an error: what was queued must finish before graphs are dropped and the borrow
+    // ends.
     stream.synchronize()?;
     let (queued, mut times) = (queued?, vec![Vec::with_capacity(rounds); works.len()]);
     for (order, marks) in &queued[1..] {
@@ -52,7 +54,7 @@ pub fn time_interleaved<M, W: Copy, E: From<Error>>(
     Ok(times)
 }
 
-/// The numbers below `len` in an order of the turn's own.
+/// The numbers below `len` in the order of a round.
 fn order(len: usize, round: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..len).collect();
     order.sort_by_key(|&i| philox4x32([i as u32, 0, 0, 0], words(round as u64)));

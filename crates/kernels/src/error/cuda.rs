@@ -88,7 +88,7 @@ pub enum Error {
         /// What it said.
         reason: String,
     },
-    /// Memory is asked for the work of a stream that its source does not serve.
+    /// Memory was requested for one stream from an allocator that serves another.
     OtherStream,
     /// Memory or a stream belongs to another GPU.
     WrongDevice {
@@ -148,47 +148,53 @@ impl fmt::Display for Error {
                  or in a container start it with access to the GPU",
             ),
             Error::NoDevice => f.write_str(
-                "the CUDA driver sees no GPU: check `nvidia-smi` and that CUDA_VISIBLE_DEVICES does not hide it",
+                "the CUDA driver sees no GPU: check `nvidia-smi` and that CUDA_VISIBLE_DEVICES does not \
+                 hide it",
             ),
             Error::Ordinal { asked, count } => {
                 write!(f, "GPU {asked} does not exist: this machine has {count}, from 0")
             }
             Error::OldDriver { found, needed } => write!(
                 f,
-                "the NVIDIA driver supports CUDA {found} and CUDA {needed} or newer is needed: update the driver \
-                 (another NVRTC does not help)"
+                "the NVIDIA driver supports CUDA {found} and CUDA {needed} or newer is needed: update \
+                 the driver (another NVRTC does not help)"
             ),
             Error::OlderThanCompiler { driver, compiler } => write!(
                 f,
-                "the NVIDIA driver supports CUDA {driver} and cannot load what the CUDA run-time compiler (libnvrtc) \
-                 {compiler} makes: install an NVRTC that is no newer than the driver (from PyPI, for a driver of CUDA 12: \
-                 `nvidia-cuda-nvrtc-cu12`), or update the driver"
+                "the NVIDIA driver supports CUDA {driver} and cannot load what the CUDA run-time \
+                 compiler (libnvrtc) {compiler} makes: install an NVRTC that is no newer than the driver \
+                 (from PyPI, for a driver of CUDA 12: `nvidia-cuda-nvrtc-cu12`), or update the driver"
             ),
             Error::OldDevice { name, major, minor } => {
                 write!(f, "{name} has compute capability {major}.{minor}: 8.0 (Ampere) or newer is needed")
             }
             Error::NoCompiler => f.write_str(
                 "the CUDA run-time compiler (libnvrtc) was not found: install the CUDA toolkit, or run \
-                 `pip install nvidia-cuda-nvrtc` (`nvidia-cuda-nvrtc-cu12` for a driver of CUDA 12) in a virtual \
-                 environment, which is searched while it is active, or add the folder of libnvrtc.so to LD_LIBRARY_PATH",
+                 `pip install nvidia-cuda-nvrtc` (`nvidia-cuda-nvrtc-cu12` for a driver of CUDA 12) in a \
+                 virtual environment, which is searched while it is active, or add the folder of \
+                 libnvrtc.so to LD_LIBRARY_PATH",
             ),
             Error::OldCompiler { found, needed } => write!(
                 f,
-                "the CUDA run-time compiler (libnvrtc) found is {found} and {needed} or newer is needed: \
-                 install a newer one and put its folder first in LD_LIBRARY_PATH"
+                "the CUDA run-time compiler (libnvrtc) found is {found} and {needed} or newer is \
+                 needed: install a newer one and put its folder first in LD_LIBRARY_PATH"
             ),
             Error::NoCublas => f.write_str(
-                "cuBLASLt (libcublasLt), which products are measured beside, was not found: install the CUDA toolkit, or run \
-                 `pip install nvidia-cublas` (`nvidia-cublas-cu12` for a driver of CUDA 12) in a virtual environment, which is \
-                 searched while it is active, or add the folder of libcublasLt.so to LD_LIBRARY_PATH",
+                "cuBLASLt (libcublasLt) was not found: install the CUDA toolkit, or run \
+                 `pip install nvidia-cublas` (`nvidia-cublas-cu12` for a driver of CUDA 12) in a virtual \
+                 environment, which is searched while it is active, or add the folder of \
+                 libcublasLt.so to LD_LIBRARY_PATH",
             ),
             Error::Compile { kernel, log } => write!(f, "NVRTC cannot compile the kernel '{kernel}':\n{}", log.trim()),
             Error::OutOfMemory { bytes } => {
-                write!(f, "the GPU has no {bytes} bytes of free memory: free some, or work on smaller pieces")
+                write!(f, "the GPU has no {bytes} bytes of free memory: free some, or use smaller matrices")
             }
-            Error::Allocator { bytes, reason } => write!(f, "no {bytes} bytes of the GPU's memory were given: {reason}"),
+            Error::Allocator { bytes, reason } => {
+                write!(f, "the allocator did not provide {bytes} bytes of GPU memory: {reason}")
+            }
             Error::OtherStream => f.write_str(
-                "memory that another library gives for one stream was asked for the work of another: use one stream for both",
+                "another library's allocator serves one stream and was asked for memory for another: \
+                 use the same stream for both",
             ),
             Error::WrongDevice { what, expected, got } => {
                 write!(f, "{what}: expected GPU {expected}, got GPU {got}: move it there first")
@@ -206,13 +212,13 @@ impl fmt::Display for Error {
             ),
             Error::TooManyBlocks { rows, cols } => write!(
                 f,
-                "a matrix of {rows} × {cols} elements is too large for one call on a GPU, which takes fewer than 2³¹ blocks of \
-                 16 per direction: split the matrix"
+                "a matrix of {rows} × {cols} elements is too large for one call on a GPU, which takes \
+                 fewer than 2³¹ blocks of 16 per direction: split the matrix"
             ),
             Error::Prepared => write!(
                 f,
-                "prepared weights: expected NVFP4, bf16 or f16 with at least one column on the left, got f32 or nothing: convert it, or \
-                 pass the weights as they were"
+                "prepared weights: expected NVFP4, bf16 or f16 with at least one column on the left, \
+                 got f32, FP8 or no columns: convert the left operand, or pass the weights unprepared"
             ),
             Error::Driver { call, code, text } => write!(f, "{call} failed with code {code}: {text}"),
         }

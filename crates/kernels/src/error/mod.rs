@@ -1,4 +1,4 @@
-//! What can go wrong in an operation: a rule that was not kept or, on a GPU, the machine.
+//! Errors of operations: an argument that a rule refuses or, on a GPU, a failure of the machine.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -41,5 +41,5 @@ impl fmt::Display for Error {
     }
 }
 
-// No `source`: the message is the cause's own, and a chain would say it twice.
+// No `source`: the message is the cause's own, and a chain would repeat it.
 impl std::error::Error for Error {}

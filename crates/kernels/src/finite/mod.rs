@@ -1,4 +1,5 @@
-//! The first number on a GPU that is NaN or infinite. The CPU checks its numbers where it reads them.
+//! The first number on a GPU that is NaN or infinite. The CPU checks its numbers where it reads
+//! them.
 
 pub mod cuda;
 

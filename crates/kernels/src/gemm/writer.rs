@@ -1,16 +1,17 @@
-//! From sums to outputs: the epilogue of [`nvfp4_spec::gemm::OutputScale`] on a few columns at a time, from any thread.
+//! Writes outputs: applies the epilogue of [`nvfp4_spec::gemm::OutputScale`] to the sums of a few
+//! columns, from any thread.
 
 use crate::scatter::Scatter;
 use nvfp4_spec::gemm::{Operand, OutputScale, Product};
 use nvfp4_spec::{Element, GlobalScale};
 
-/// The most sums that [`Writer::write`] takes.
+/// The maximum number of sums in one call of [`Writer::write`].
 pub(super) const MOST: usize = 32;
 
 /// Both operands as the rules take them.
 pub(super) type Operands<'a> = (Operand<'a>, Operand<'a>);
 
-/// Where the outputs of a product go.
+/// Writes the outputs of a product.
 pub(super) struct Writer<'a, T> {
     operands: Operands<'a>,
     product: &'a Product<'a, T>,
@@ -35,7 +36,7 @@ impl<'a, T: Element> Writer<'a, T> {
         let one = (b.global() == GlobalScale::PerTensor).then(|| scale(0));
         let add = product.add.filter(|&(_, beta)| beta != 0.0);
         match (one, product.bias, add) {
-            // The plain case apart, so that the compiler makes vectors of it.
+            // The common case is separate, so that the compiler vectorizes it.
             (Some(one), None, None) => {
                 outputs.iter_mut().zip(sums).for_each(|(y, &sum)| *y = one.finish(sum, product.alpha, None, None));
             }

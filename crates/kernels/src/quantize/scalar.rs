@@ -1,4 +1,5 @@
-//! Quantization by the rules as written: each direction goes through [`nvfp4_spec::matrix::quantize`].
+//! Quantization by the rules as written: each direction goes through
+//! [`nvfp4_spec::matrix::quantize`].
 
 use super::{Amax, Direction, Layout};
 use crate::{Input, Result};

@@ -1,5 +1,6 @@
-// Just enough of CUDA for g++ to build and run a kernel: the threads of a group are fibers that take turns, and wait where the
-// kernel makes them wait. For tests; comes before a kernel's text.
+// Just enough of CUDA for g++ to build and run a kernel: the threads of a group are fibers that are
+// scheduled round-robin, and wait at the kernel's barriers. For tests; comes before a kernel's
+// text.
 
 #include <stdlib.h>
 #include <string.h>
@@ -25,9 +26,11 @@ namespace emulated {
 constexpr unsigned MOST = 256, STACK = 1 << 16;
 static ucontext_t fibers[MOST], scheduler;
 static bool running[MOST];
-static unsigned groups[MOST], warps[MOST], exchanged[2][MOST];  // how often a thread waited; what its warp exchanges
+// How often a thread waited for its group and its warp; what its warp exchanges.
+static unsigned groups[MOST], warps[MOST], exchanged[2][MOST];
 
-// Waits for the threads from `first` to `end` to have waited as often. One that has returned is an error.
+// Waits for the threads from `first` to `end` to have waited as often. One that has returned is an
+// error.
 static void wait(unsigned* counts, unsigned first, unsigned end) {
     unsigned me = threadIdx.x, count = ++counts[me];
     for (unsigned t = first; t < end; t++) {
@@ -38,7 +41,7 @@ static void wait(unsigned* counts, unsigned first, unsigned end) {
     }
 }
 
-// Gives a value to the warp; the values of all its lanes.
+// Shares a value with the warp; returns the values of all its lanes.
 static const unsigned* exchange(unsigned value) {
     unsigned first = threadIdx.x / 32 * 32, *to = exchanged[warps[threadIdx.x] % 2];
     to[threadIdx.x] = value;

@@ -1,5 +1,5 @@
-//! The kernels of FP8 on the host, through its compiler, against `spec`, bit for bit: launches as they are planned, shapes, strides and
-//! memory that starts anywhere. Needs g++ but no GPU.
+//! The FP8 kernels, built by the host's compiler, against `spec`, bit for bit: launches as they are
+//! planned, many shapes, strides and alignments. Needs g++ but no GPU.
 
 use super::cuda::{Amax, Direction, Mode, Outputs, Scale, Scaling, View};
 use super::dequantize::cuda as decoding;
@@ -36,7 +36,8 @@ impl<V: Copy + Eq + Hash> Built<V> {
     }
 }
 
-/// Memory that begins a number of elements behind a multiple of 16 bytes, with a pattern before and after it.
+/// Memory that begins `offset` elements after a multiple of 16 bytes, with a pattern before and
+/// after it.
 struct Memory<T> {
     words: Vec<u128>,
     first: usize,
@@ -61,7 +62,8 @@ impl<T: Plain> Memory<T> {
 
     fn all(&mut self) -> &mut [T] {
         let len = self.words.len() * 16 / size_of::<T>();
-        // SAFETY: the words are that many elements, for which any bits are a value, and aligned to more than they need.
+        // SAFETY: the words are that many elements, for which any bits are a value, and aligned to
+        // more than they need.
         unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), len) }
     }
 
@@ -130,7 +132,7 @@ struct Case {
     rows: usize,
     cols: usize,
     gap: usize,
-    /// Elements that memory begins behind a multiple of 16 bytes, everywhere.
+    /// The offset of all memory from a multiple of 16 bytes, in elements.
     offset: usize,
 }
 
@@ -146,7 +148,7 @@ fn scale_bits(scales: &fp8::ScaleVec) -> Vec<u32> {
     }
 }
 
-/// A direction's outputs.
+/// The buffers of a direction.
 struct Buffers {
     codes: Memory<u8>,
     scales: Scales<Memory<f32>, Memory<u8>>,
@@ -277,7 +279,8 @@ fn check<T: Element + Plain>(
     assert_eq!(found.finish()[0].to_bits(), largest.to_bits(), "{}", what());
 }
 
-/// Whole matrices with and without gaps, whole units that are not whole tiles, ragged ones, and ones that start anywhere.
+/// Whole matrices with and without gaps, whole units that are not whole tiles, ragged ones, and
+/// ones that start anywhere.
 const CASES: [Case; 13] = {
     const fn case(rows: usize, cols: usize) -> Case {
         Case { rows, cols, gap: 0, offset: 0 }
@@ -299,7 +302,7 @@ const CASES: [Case; 13] = {
     ]
 };
 
-/// Checks those combinations of settings whose number is picked, in all cases.
+/// Checks the combinations of settings whose number `pick` accepts, in all cases.
 fn check_all(pick: impl Fn(usize) -> bool + Sync) {
     let mut all = Vec::new();
     for asked in ASKED {
@@ -326,7 +329,8 @@ fn check_all(pick: impl Fn(usize) -> bool + Sync) {
     });
 }
 
-/// Every scaling in every direction; types, formats and amaxes take turns. 18 numbers are one scaling in one direction.
+/// Every scaling in every direction; types, formats and amaxes alternate. 18 numbers are one
+/// scaling in one direction.
 #[test]
 fn kernels_quantize_by_the_rules() {
     check_all(|n| n % 19 == 0 || n % 19 == 7);

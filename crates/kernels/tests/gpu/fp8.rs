@@ -164,8 +164,8 @@ fn memory_that_starts_anywhere_gives_the_same_bits_of_fp8() {
     }
 }
 
-/// A step of delayed scaling, captured once: each replay quantizes with the scale that the one before left, and no replay waits for the
-/// host.
+/// A step of delayed scaling, captured once: each replay quantizes with the scale that the previous
+/// one computed, and no replay waits for the host.
 #[test]
 fn a_replayed_graph_moves_delayed_scaling_on() {
     let Some(device) = device() else { return };
@@ -271,7 +271,7 @@ fn wrong_memory_is_refused_by_fp8() {
     let Some(device) = device() else { return };
     let stream = Stream::new(device).unwrap();
     let values = [1.0f32; 64];
-    // SAFETY: the address is one of the host's; it is looked up, found wanting, and not followed.
+    // SAFETY: a host address; it is looked up and refused, not accessed.
     let foreign = unsafe { Slice::<f32>::from_raw(values.as_ptr() as u64, 1) };
     let memory = stream.to_device(&values).unwrap();
     let input = cuda::Input::new(cuda::Values::F32(memory.slice()), 4, 16).unwrap();
@@ -289,7 +289,8 @@ fn wrong_memory_is_refused_by_fp8() {
     assert_eq!(error.to_string(), "codes: expected length 64, got 68");
 }
 
-/// Every mode at the shape of the benchmark, a ragged one near it, and one of more than 2³¹ elements.
+/// Every mode at the shape of the benchmark, a ragged one near it, and one of more than 2³¹
+/// elements.
 #[test]
 #[ignore = "needs a GPU, 32 GB of memory and minutes"]
 fn large_matrices_in_every_mode_of_fp8() {

@@ -20,7 +20,8 @@ fn in_both_formats(values: impl IntoIterator<Item = u32>) -> Vec<[u32; 2]> {
     values.into_iter().flat_map(|x| [[x, 0], [x, 1]]).collect()
 }
 
-/// Rounding drops at least 20 bits, so the low 16 count only as zero, half, less or more: every upper half with each is every case.
+/// Rounding drops at least 20 bits, so the low 16 count only as zero, half, less or more: every
+/// upper half with each is every case.
 #[test]
 fn every_rounding_of_a_number_to_a_code() {
     let Some(rules) = driver() else { return };

@@ -1,5 +1,6 @@
-//! The rules of the GPU (`src/cuda/rules.cuh`, `src/cuda/fp8_rules.cuh`), built by g++ and held against `nvfp4_spec`, function by function and bit for
-//! bit; then whole tiles, the golden cases among them. Needs g++ but no GPU; without g++ each test is skipped.
+//! The rules of the GPU (`src/cuda/rules.cuh`, `src/cuda/fp8_rules.cuh`), built by g++ and held
+//! against `nvfp4_spec`, function by function and bit for bit; then whole tiles, the golden cases
+//! among them. Needs g++ but no GPU; without g++ each test is skipped.
 #![cfg(feature = "cuda")]
 
 mod driver;

@@ -1,4 +1,5 @@
-//! FP8 in the runner: quantizes and decodes in every implementation, and compares with the scalar one.
+//! FP8 in the runner: quantizes and decodes in every implementation, and compares with the scalar
+//! one.
 
 use super::{Runner, canonical};
 use half::{bf16, f16};

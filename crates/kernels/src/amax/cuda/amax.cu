@@ -1,8 +1,9 @@
-// The largest magnitudes of a matrix, of its rows and of its columns, each read once. Twin of spec's matrix::amax.
+// The largest magnitudes of a matrix, of its rows and of its columns, each read once. Twin of
+// spec's matrix::amax.
 //
-// A thread has a strip of columns 16 bytes wide, a warp 32 of them, and walks down the rows of its panel. Maxima meet in
-// memory by integer atomics, in any order; whoever launches this sets them to zero first. EDGE, INPUT, and which maxima are
-// OUTPUT_* come before this text.
+// A thread has a strip of columns, 16 bytes wide; a warp has 32 strips and walks down the rows of
+// its panel. Integer atomics combine the maxima in memory, in any order; the host sets them to zero
+// first. Settings before this text: EDGE, INPUT, and OUTPUT_*, which say which maxima are computed.
 
 struct Params {
     const u8* x;
@@ -18,7 +19,7 @@ struct Params {
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
 constexpr int STRIP = 16 / SIZE;  // elements of a strip
 
-// The larger magnitudes of two words by the edge: NaN is not seen, or wins.
+// The larger magnitudes of two words. The edge decides whether NaN is ignored or wins.
 RULE u32 larger_counted(u32 a, u32 b) {
     b = magnitudes(b, INPUT);
     return EDGE == REFERENCE ? larger(a, b, INPUT) : larger_seen(a, b, INPUT);
@@ -30,7 +31,7 @@ RULE u32 word_maximum(u32 word) {
     return to_bits(low_element(larger_counted(word, word >> 16), INPUT));
 }
 
-// Adds a maximum that the lanes of a warp have parts of.
+// Combines the maxima of a warp's lanes, then with the one in memory.
 RULE void meet(u32* at, u32 bits) {
     bits = __reduce_max_sync(0xFFFFFFFF, bits);
     if (threadIdx.x % 32 == 0 && bits) atomicMax(at, bits);
@@ -49,7 +50,8 @@ RULE uint4 load_strip(const Params& p, u64 r, u64 c) {
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// A block of 256 threads: 8 warps side by side in one row band, or, for a matrix of one long row, along it.
+// A block of 256 threads: 8 warps side by side in one band of rows, or along the row if there is
+// only one.
 extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ Params p) {
     u64 strips = (p.cols + STRIP - 1) / STRIP, groups = (strips + 255) / 256;
     u64 first = blockIdx.x / groups * p.panel, strip = blockIdx.x % groups * 256 + threadIdx.x, c = strip * STRIP;
@@ -93,8 +95,9 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
     }
 }
 
-// The maxima after the transform along columns (`col`: one per column; or all of them, `tensor`), and that before it (`plain`): a
-// thread has one column of f32 or two neighbouring ones, 16 rows at a time.
+// The maxima after the transform along columns (`col`: one per column; or all of them, `tensor`),
+// and that before it (`plain`): a thread has one column of f32 or two neighbouring ones, 16 rows at
+// a time.
 extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_constant__ Params p) {
     constexpr int WIDE = INPUT == F32 ? 1 : 2;
     u64 units = (p.cols + WIDE - 1) / WIDE, groups = (units + 127) / 128;
@@ -142,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
     if (OUTPUT_PLAIN) meet(p.plain, word_maximum(before));
 }
 
-// The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a thread has a block of 16.
+// The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a
+// thread has a block of 16.
 extern "C" __global__ void __launch_bounds__(256) amax_hadamard_rows(const __grid_constant__ Params p) {
     u64 units = p.cols / BLOCK, groups = (units + 255) / 256;
     u64 first = blockIdx.x / groups * p.panel, unit = blockIdx.x % groups * 256 + threadIdx.x;

@@ -7,7 +7,7 @@ use crate::{Result, input};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{BLOCK, Edge, Precision};
 
-/// Which maxima to compute, any of them in one pass.
+/// The maxima to compute, any of them in one pass.
 #[derive(Debug, Default)]
 pub struct Outputs<'a> {
     /// The maximum over everything: one value.
@@ -18,13 +18,14 @@ pub struct Outputs<'a> {
     pub cols: Option<SliceMut<'a, f32>>,
 }
 
-/// Computes the maxima that are wanted. NaN is invisible in the kernel edge and wins in the reference edge. Does not wait.
+/// Computes the maxima in `outputs`. NaN is ignored in the kernel edge and wins in the reference
+/// edge. Does not wait.
 pub fn amax(stream: &Stream, x: &Input<'_>, edge: Edge, outputs: Outputs<'_>) -> Result<()> {
     x.check(stream.device())?;
     run(stream, x, edge, Values::Plain, outputs)
 }
 
-/// Whose maxima.
+/// Which values the maxima are taken of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Values {
     /// Those of the matrix.
@@ -121,7 +122,8 @@ pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, ou
     pass(stream, x, edge, values, (outputs, None), Start::Zero)
 }
 
-/// [`run`] after the Hadamard transform along columns, and the maximum of everything before it, which is one value.
+/// [`run`] after the Hadamard transform along columns, and the maximum of everything before it,
+/// which is one value.
 pub(crate) fn run_with_plain(
     stream: &Stream,
     x: &Input<'_>,
@@ -133,12 +135,13 @@ pub(crate) fn run_with_plain(
     pass(stream, x, edge, Values::AlongColumns(signs), (outputs, Some(plain)), Start::Zero)
 }
 
-/// [`amax`] in the kernel edge, where maxima also count what their memory held before, which are magnitudes; `x` has been checked.
+/// [`amax`] in the kernel edge, combined with the magnitudes that the outputs held before; `x` has
+/// been checked.
 pub(crate) fn join(stream: &Stream, x: &Input<'_>, outputs: Outputs<'_>) -> Result<()> {
     pass(stream, x, Edge::Kernel, Values::Plain, (outputs, None), Start::AsItIs)
 }
 
-/// What maxima begin with.
+/// The initial values of maxima.
 #[derive(Clone, Copy, PartialEq)]
 enum Start {
     Zero,
@@ -191,7 +194,7 @@ fn pass(
     let kernel = VARIANTS.get(stream.device(), variant, source)?;
     let panel = if variant.cols || variant.function == Function::AlongColumns { PANEL_OF_COLUMNS } else { PANEL };
     let size = x.values().element_size();
-    // Where rows follow each other without a gap and only the maximum of all is asked for, they are one row.
+    // Contiguous rows are treated as one row if only the maximum of all elements is computed.
     let one_row = variant.function == Function::Plain && !variant.rows && !variant.cols && x.stride() == x.cols();
     let (rows, cols) = if one_row { fold(x.rows() * x.cols()) } else { (x.rows(), x.cols()) };
     let (threads, units) = match variant.function {
@@ -219,12 +222,14 @@ fn pass(
         panel: panel as u32,
         padding: 0,
     };
-    // SAFETY: `Params` is laid out as in amax.cu; every address was checked to be of this GPU's memory, and its length to fit.
+    // SAFETY: `Params` is laid out as in amax.cu; every address was checked to be of this GPU's
+    // memory, and its length to fit.
     unsafe { kernel.launch(stream, [blocks, 1, 1], threads as u32, 0, &params) }?;
     Ok(())
 }
 
-/// A length as a matrix with no gaps whose rows suit the kernel: rows of 6144 elements if that divides it, else one row.
+/// `len` elements as a contiguous matrix whose rows suit the kernel: rows of 6144, 4096 or 2048
+/// elements if that divides `len`, else one row.
 fn fold(len: usize) -> (usize, usize) {
     [6144, 4096, 2048].into_iter().find(|c| len.is_multiple_of(*c)).map_or((1, len), |c| (len / c, c))
 }

@@ -1,5 +1,5 @@
-// From codes and scales to values. Twin of spec's matrix::dequantize. OUTPUT, the type of the values, comes before this
-// text.
+// From codes and scales to values. Twin of spec's matrix::dequantize. Settings before this text:
+// OUTPUT, the type of the values.
 
 struct Params {
     const u8* codes;
@@ -7,18 +7,19 @@ struct Params {
     const float* stored;
     u8* out;
     u64 rows, cols;
-    u32 per_row, unit, swizzled, aligned;  // aligned: whole blocks, codes at multiples of 4 bytes, values of 16
+    // aligned: whole blocks, codes at multiples of 4 bytes, values at multiples of 16
+    u32 per_row, unit, swizzled, aligned;
     float reciprocal;  // fl(1/6E), where the stored number is an amax
     u32 divisor_magic, divisor_shift;
     u32 padding;
 };
 
 constexpr int SIZE = OUTPUT == F32 ? 4 : 2;
-constexpr int UNIT = 16 / SIZE;  // elements that a thread decodes at a time: 16 bytes, written at once
+constexpr int UNIT = 16 / SIZE;  // elements that a thread decodes at a time: 16 bytes, one store
 constexpr int PER_THREAD = 4;    // times
 
-// The values of codes 0 … 7 under a factor, in 16 bits, low bytes and high bytes apart: eight of each fill two words, in
-// which `prmt` looks up with three bits of a code.
+// The values of codes 0 … 7 under a factor, in 16 bits, low bytes and high bytes separate: eight of
+// each fill two words, and `prmt` selects with three bits of a code.
 struct Table {
     u32 low[2], high[2];
 };

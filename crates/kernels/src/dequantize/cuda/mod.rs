@@ -31,7 +31,7 @@ pub struct View<'a> {
 }
 
 impl View<'_> {
-    /// An error unless the parts have the lengths that belong to it and are memory of `device`.
+    /// An error unless all parts have the right lengths and are memory of `device`.
     pub(crate) fn check(&self, device: Device) -> Result<()> {
         let View { rows, cols, codes, scales, layout, stored, global, .. } = *self;
         check_len("codes", area(rows, e2m1::packed_len(cols))?, codes.len())?;
@@ -87,7 +87,7 @@ pub fn dequantize<T: Element + Plain>(stream: &Stream, q: &View<'_>, out: SliceM
         && out.address().is_multiple_of(16);
     let (mut params_rows, mut params_cols) = (rows, cols);
     if aligned && q.global == GlobalScale::PerTensor {
-        // Rows that follow each other without a gap are one.
+        // Contiguous rows are one row.
         (params_rows, params_cols) = (1, rows * cols);
     }
     let (unit, reciprocal) = match q.unit {
@@ -163,7 +163,7 @@ impl<'a> Copied<'a> {
 pub(super) fn on_host<T: Element>(device: Device, q: &matrix::View<'_>, out: &mut [T]) -> Result<()> {
     let stream = Stream::new(device)?;
     let copied = Copied::new(&stream, *q)?;
-    // Which of the three types `T` is, only its precision tells.
+    // Only its precision tells which of the three types `T` is.
     match T::PRECISION {
         Precision::F32 => stream.fetch::<f32, T>(out, |out| dequantize(&stream, &copied.view(), out)),
         Precision::Bf16 => stream.fetch::<bf16, T>(out, |out| dequantize(&stream, &copied.view(), out)),

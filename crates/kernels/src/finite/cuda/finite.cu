@@ -1,5 +1,5 @@
-// The first element that is NaN or infinite. A thread looks at 16 bytes at a time; whoever finds one leaves its place and kind, the
-// smallest place wins. INPUT comes before this text.
+// The first element that is NaN or infinite. A thread reads 16 bytes at a time. One that finds such
+// an element writes its index and kind; the smallest index wins. Settings before this text: INPUT.
 
 struct Params {
     const u8* x;

@@ -6,23 +6,24 @@ use crate::cuda::{self, SliceMut, Source, Stream, Values};
 use crate::input::check_len;
 use nvfp4_spec::Precision;
 
-/// What [`first_not_finite`] leaves alone where every number is finite, and what the place for its answer holds at first.
+/// The result of [`first_not_finite`] if every number is finite. The caller sets it before the
+/// call.
 pub const ALL_FINITE: u64 = u64::MAX;
 
-/// Leaves in `found`, one value that held [`ALL_FINITE`], where the first number lies that is NaN or infinite, and which of them it is:
-/// [`decode`] reads it. Does not wait.
+/// Writes the index and the kind of the first number that is NaN or infinite to `found`, one value
+/// that held [`ALL_FINITE`] before; [`decode`] reads it. Does not wait.
 pub fn first_not_finite(stream: &Stream, values: Values<'_>, found: SliceMut<'_, u64>) -> Result<()> {
     static VARIANTS: Variants<Precision> = Variants::new();
-    check_len("place of a number that is not finite", 1, found.len())?;
-    found.check(stream.device(), "place of a number that is not finite")?;
-    found.check_aligned(8, "place of a number that is not finite")?;
+    check_len("result of the search for numbers that are not finite", 1, found.len())?;
+    found.check(stream.device(), "result of the search for numbers that are not finite")?;
+    found.check_aligned(8, "result of the search for numbers that are not finite")?;
     values.check(stream.device())?;
     if values.is_empty() {
         return Ok(());
     }
     let kernel = VARIANTS.get(stream.device(), values.precision(), source)?;
     let groups = values.len().div_ceil(256 * 16 / values.element_size());
-    // As many threads as the device holds.
+    // No more threads than the device holds.
     let most = (8 * stream.device().multiprocessors()) as usize;
     let params = Params {
         x: values.address(),

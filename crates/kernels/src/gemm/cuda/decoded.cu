@@ -1,5 +1,6 @@
-// Any product: both operands are decoded to binary32, 64 rows of each and 16 columns at a time, and multiplied by multiply-adds.
-// Settings before this text: Kind, A and B, the operands' kinds, A_CODES and B_CODES, what FP8 codes are, OUTPUT, ORDER, ADD.
+// Any product: both operands are decoded to binary32, 64 rows of each and 16 columns at a time, and
+// multiplied by fused multiply-adds. Settings before this text: Kind; A and B, the operands' kinds;
+// A_CODES and B_CODES, the formats of FP8 codes; OUTPUT, ORDER, ADD.
 
 struct Operand {
     const u8* values;   // codes, or elements
@@ -41,7 +42,7 @@ RULE float element(const Operand& x, u64 row, u64 k, u64 cols) {
 
 constexpr u32 SIDE = 64, DEPTH = 16;
 
-// 64 × 16 elements, turned around: a thread decodes four of a row.
+// 64 × 16 elements, transposed: a thread decodes four of a row.
 template <Kind KIND, Format CODES>
 RULE void load(const Operand& x, u64 first, u64 rows, u64 from, u64 k, float (&tile)[DEPTH][SIDE + 4]) {
     u32 row = threadIdx.x / 4, column = threadIdx.x % 4 * 4;

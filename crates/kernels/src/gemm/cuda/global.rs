@@ -6,7 +6,8 @@ use nvfp4_spec::GlobalScale;
 use nvfp4_spec::fp8::{Scales, Tile};
 use nvfp4_spec::scale::Unit;
 
-/// The 32-bit scale of an operand: its kind, and the address of what is stored; 0 where the operand is plain.
+/// The 32-bit scale of an operand: its kind, and the address of the stored numbers, 0 for a plain
+/// operand.
 #[derive(Clone, Copy)]
 pub(super) struct Global {
     pub stored: u64,
@@ -17,7 +18,7 @@ pub(super) struct Global {
 impl Global {
     pub const NONE: Global = Global { stored: 0, of: GlobalScale::PerTensor, unit: Unit::Multiplier };
 
-    /// That of FP8: the scale of the whole matrix, if it is one.
+    /// That of an FP8 operand: the scale of the whole matrix, if it has one.
     pub fn of_fp8(view: &Fp8View<'_>) -> Self {
         match (view.scales, view.tile) {
             (Scales::F32(scale), Tile::Tensor) => Global { stored: scale.address(), ..Global::NONE },

@@ -1,4 +1,5 @@
-// Products of prepared weights (pipeline.cuh) with the instruction for a warp, `mma.sync`, which every GPU from sm_80 on has.
+// Products of prepared weights (pipeline.cuh) with the warp instruction `mma.sync`, which every GPU
+// from sm_80 on has.
 
 RULE void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
     if (MATH == BF16) {

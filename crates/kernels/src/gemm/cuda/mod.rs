@@ -1,10 +1,13 @@
-//! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
+//! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the
+//! exact ones.
 //!
-//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply (`pipeline.cuh`): weights are
-//! brought into an order of their own first, once and for all as [`PreparedWeight`] or before each product. A product of two decoded
-//! values is exact in binary32, and so is a weight in bf16 and in f16, so only additions round. Every other pair, FP8 among them, is decoded
-//! to binary32 and multiplied without tensor cores (`decoded.cu`). Codes with a scale for the whole matrix on both sides can also go to
-//! NVIDIA's library, which is faster and less precise: [`Cublas::matmul_fp8`].
+//! There are two methods. If the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor
+//! cores multiply (`pipeline.cuh`). The weights are reordered for them first, once as a
+//! [`PreparedWeight`] or before each product. A product of two decoded values is exact in binary32,
+//! and so is a weight in bf16 and in f16, so only additions round. Every other pair, including FP8,
+//! is decoded to binary32 and multiplied without tensor cores (`decoded.cu`). FP8 operands with one
+//! scale per matrix can also go to NVIDIA's library, which is faster and less precise:
+//! [`Cublas::matmul_fp8`].
 
 mod cublas;
 mod decoded;
@@ -33,12 +36,14 @@ use output::{OperandOrder, Output};
 const OUTPUT: &str = include_str!("output.cuh");
 const WEIGHTS: &str = include_str!("weights.cuh");
 
-/// Rows of B from which on it may take the place of the tokens: fewer do not fill the large tiles.
+/// The least number of rows of B for which the operands may be swapped: fewer do not fill the large
+/// tiles.
 const LEAST_SWAPPED: usize = 256;
 
 /// How a product is computed.
 enum Way<'a> {
-    /// By tensor cores, in the type of the tokens. They are rows of A, or turned around rows of B.
+    /// By tensor cores, in the type of the tokens. Tokens are the rows of A or, if the operands are
+    /// swapped, the rows of B.
     Pipeline(pipeline::Tokens<'a>, pipeline::Right<'a>, OperandOrder),
     /// By multiply-adds on decoded values.
     Decoded(Operand<'a>, Operand<'a>),
@@ -52,8 +57,9 @@ impl<'a> Way<'a> {
             && b.rows >= LEAST_SWAPPED
             && a.cols >= b.rows
         {
-            // Decoding tokens moves more bytes than bringing weights into order, so the larger side had better be the weights. Outputs
-            // are then written in shorter runs, which costs more where they are many beside K.
+            // Decoding tokens moves more bytes than preparing weights, so the larger side becomes
+            // the weights. Outputs are then written in shorter runs, which is slower if there are
+            // many compared with K.
             return Ok(Way::Pipeline(pipeline::Tokens::Nvfp4(b), pipeline::Right::View(a), Swapped));
         }
         match (pipeline::Tokens::of(a), b) {
@@ -64,7 +70,7 @@ impl<'a> Way<'a> {
                 Ok(Way::Pipeline(tokens, pipeline::Right::Prepared(weight), Given))
             }
             (_, Weights::Operand(b)) => Ok(Way::Decoded(a, b)),
-            // The order of its bytes is for tensor cores alone.
+            // Only tensor cores read prepared weights.
             (None, Weights::Prepared(_)) => Err(cuda::Error::Prepared.into()),
         }
     }
@@ -72,7 +78,8 @@ impl<'a> Way<'a> {
 
 /// `out = α·A·Bᵀ (+ bias) (+ β·C)`; `out` is `a.rows` × `b.rows`, row-major. Does not wait.
 ///
-/// `memory` gives what the product needs while it runs, which goes back before this returns, for later work of the stream.
+/// `memory` allocates the scratch of the product. It is dropped before this returns, so later work
+/// of the stream may reuse it.
 pub fn gemm<'a, T: Element + Plain>(
     stream: &Stream,
     a: impl Into<Operand<'a>>,
@@ -95,7 +102,7 @@ pub fn gemm<'a, T: Element + Plain>(
     }
 }
 
-/// Which kernel a product takes, in words.
+/// A description of the kernel that computes a product.
 pub fn describe<'a>(device: Device, a: impl Into<Operand<'a>>, b: impl Into<Weights<'a>>) -> Result<String> {
     Ok(match Way::of(a.into(), b.into())? {
         Way::Pipeline(tokens, right, OperandOrder::Given) => pipeline::describe(device, &tokens, &right)?,
@@ -119,8 +126,9 @@ pub struct Member<'a, T: Plain> {
     pub out: SliceMut<'a, T>,
 }
 
-/// Products that belong together: each with its own operands, of any size. One without outputs touches nothing; one whose K is 0 has
-/// a sum of exactly 0. All are checked before any begins. Does not wait.
+/// A group of products, each with operands of any size. A product without outputs is a no-op; a
+/// product with K = 0 has sums of exactly 0. All are checked before the first is launched. Does not
+/// wait.
 pub fn grouped<T: Element + Plain>(
     stream: &Stream,
     members: &mut [Member<'_, T>],
@@ -136,7 +144,7 @@ pub fn grouped<T: Element + Plain>(
     Ok(())
 }
 
-/// What the kernels need to know about the outputs, if everything fits.
+/// Checks a product; returns what the kernels need to know about its outputs.
 fn check<T: Element + Plain>(
     device: Device,
     a: &Operand<'_>,

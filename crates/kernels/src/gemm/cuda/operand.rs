@@ -21,7 +21,7 @@ pub enum Operand<'a> {
 /// The right side of a product, with rows along K.
 #[derive(Clone, Copy, Debug)]
 pub enum Weights<'a> {
-    /// An operand as it is. The bytes of one in NVFP4 are brought into the order of the tensor cores before each product.
+    /// An operand as it is. One in NVFP4 is reordered for the tensor cores before each product.
     Operand(Operand<'a>),
     /// A quantized matrix in the order of the tensor cores.
     Prepared(&'a PreparedWeight),

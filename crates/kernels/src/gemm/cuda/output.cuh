@@ -1,6 +1,7 @@
-// From sums to outputs: twin of spec's gemm::OutputScale. Settings before this text: OUTPUT, the type of the outputs, ORDER, in
-// which factors are applied, PER_TOKEN, whether they differ from token to token, ADD, whether there is a β·C, and SWAPPED, whether
-// tokens are the columns of the outputs and not, as usual, the rows.
+// From sums to outputs: twin of spec's gemm::OutputScale. Settings before this text: OUTPUT, the
+// type of the outputs; ORDER of the factors; PER_TOKEN, whether they differ between tokens; ADD,
+// whether there is a β·C; SWAPPED, whether tokens are the columns of the outputs instead of the
+// rows.
 
 // What the sums of one operand's rows are multiplied by.
 struct Side {
@@ -30,7 +31,8 @@ RULE float numerator(const Side& side, u64 i) {
     return side.divisor ? 1.0f / g : g;
 }
 
-// A sum is multiplied by the first, then by the second, then by the third; a factor of 1 changes nothing.
+// A sum is multiplied by the first, then by the second, then by the third; a factor of 1 changes
+// nothing.
 struct Factors {
     float x, y, z;
 };
@@ -106,7 +108,7 @@ struct PairWriter {
         for (int h = 0; h < 2; h++) f[h] = SWAPPED ? factors(o, own[h], other) : factors(o, other, own[h]);
     }
 
-    // Whether tokens before `last` can be written without a look at each.
+    // Whether tokens before `last` can be written without checks.
     RULE bool straight(u64 last) const {
         return !PER_TOKEN && !ADD && whole && last <= token_count(o) && !(SWAPPED && o.bias);
     }

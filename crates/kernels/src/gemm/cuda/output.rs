@@ -8,7 +8,8 @@ use nvfp4_spec::gemm::Epilogue;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{Element, GlobalScale, Precision};
 
-/// Everything about a product but its operands. Twin of [`nvfp4_spec::gemm::Product`]; how sums are accumulated is the GPU's to choose.
+/// Everything about a product but its operands. Twin of [`nvfp4_spec::gemm::Product`]; the GPU
+/// chooses the order of additions.
 #[derive(Clone, Copy, Debug)]
 pub struct Product<'a, T: Plain> {
     /// In what order the factors are applied; `None` picks row-scaled if either operand is.
@@ -35,7 +36,7 @@ pub(super) enum Order {
     BothRows,
 }
 
-/// What kernels are compiled for.
+/// The settings of kernels that concern outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Kind {
     pub precision: Precision,
@@ -162,13 +163,14 @@ impl Output {
         Output { kind: Kind { precision: T::PRECISION, order, tokens: left.of, add, operands }, params }
     }
 
-    /// The same outputs, where the right operand's rows are tokens.
+    /// The same outputs with swapped operands: the right operand's rows are tokens.
     pub fn swapped(&self) -> Self {
         let tokens = if self.params.b.per_row == 1 { GlobalScale::PerRow } else { GlobalScale::PerTensor };
         Output { kind: Kind { tokens, operands: OperandOrder::Swapped, ..self.kind }, params: self.params }
     }
 
-    /// What kernels need to know about the outputs of some tokens, from the first on; of all of them where they are columns.
+    /// The parameters for the outputs of `rows` tokens from `first` on; with swapped operands, of
+    /// all tokens.
     pub fn part(&self, first: usize, rows: usize) -> Params {
         let mut part = self.params;
         if self.kind.operands == OperandOrder::Swapped {

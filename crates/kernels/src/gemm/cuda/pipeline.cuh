@@ -1,15 +1,18 @@
-// What the kernels with prepared weights have in common: out = A·Bᵀ, B being the weights. The tensor cores see it turned around,
-// outᵀ = B·Aᵀ: weights are decoded in registers, the other operand's rows ("tokens") lie in shared memory.
+// The pipeline that the kernels with prepared weights share: out = A·Bᵀ, where B are the weights.
+// The tensor cores compute the transpose, outᵀ = B·Aᵀ: weights are decoded in registers, and the
+// other operand's rows ("tokens") are in shared memory.
 //
-// A block has ROWS × SLICES warpgroups that multiply, and one more that fills a ring of STAGES buffers, each with 64·TILES columns
-// of 64·ROWS rows of weights and of TOKENS tokens. Every buffer is filled by one warp and read by the ROWS warpgroups of one of the
-// SLICES. SPLIT blocks with the same outputs form a cluster, each with its part of K. Where there is more than one slice or part,
-// sums meet in shared memory at the end and are added in a fixed order.
+// A block has ROWS × SLICES warpgroups that multiply (consumers), and one more that fills STAGES
+// stages (the producer). A stage is a buffer with 64·TILES columns of 64·ROWS rows of weights and
+// of TOKENS tokens. One warp fills a stage, and the ROWS warpgroups of one of the SLICES read it.
+// SPLIT blocks with the same outputs form a cluster, each with its part of K. With more than one
+// slice or part, the partial sums are combined in shared memory at the end, in a fixed order.
 //
 // Tokens have 16 bits; those of NVFP4 are decoded by a kernel before this one (tokens.cu).
 //
-// Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER, PER_TOKEN, ADD, SWAPPED, and what is done to the numbers
-// of registers where the kernel's two parts begin.
+// Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER,
+// PER_TOKEN, ADD, SWAPPED, and LOWER_REGISTERS and RAISE_REGISTERS, which set the register counts
+// of producer and consumers.
 
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
 #define BULK 1  // copies by an engine, which waits for no thread
@@ -37,17 +40,18 @@ struct Params {
 static_assert(sizeof(Params) == 320, "as in pipeline.rs");
 
 constexpr u32 CONSUMERS = 128 * ROWS * SLICES;
-// Warps that fill. Of several slices each has its own, so that whoever uses a buffer uses it in every round: a warp that waits for
-// a round must not come before the round before has ended. A single one takes the buffers in order, which is as good.
+// Warps that fill. With several slices each has its own, so that a stage has the same users in
+// every round: a warp must not wait for a round before the previous one has ended. A single warp
+// takes the stages in order, which is equivalent.
 constexpr u32 FILLERS = SLICES == 1 && !BULK ? 4 : SLICES;
 constexpr u32 ROW = 128;  // bytes of 64 columns of a token
 constexpr u32 TOKEN_TILE = TOKENS * ROW, TOKEN_BYTES = TILES * TOKEN_TILE, GROUP_BYTES = TILES * TILE_BYTES;
 constexpr u32 STAGE_BYTES = (TOKEN_BYTES + ROWS * GROUP_BYTES + 1023) / 1024 * 1024;
 constexpr u32 BAND = 4;         // tiles of tokens that are worked on together
 constexpr u32 BARRIERS = 1024;  // bytes before the stages
-// Arrivals that fill a buffer: one for copies in bulk, else every lane's.
+// Arrivals that complete a stage: one for bulk copies, else one per lane.
 constexpr u32 FULL = BULK ? 1 : 32;
-// Where partial sums meet: a unit is two neighbouring outputs of a token.
+// Partial sums are combined in units: two neighbouring outputs of a token.
 constexpr u32 UNITS = TOKENS / 4;
 constexpr bool REDUCE = SLICES * SPLIT > 1;
 static_assert(!REDUCE || UNITS * CONSUMERS * 8 <= STAGES * STAGE_BYTES, "the sums fit where the stages were");
@@ -85,7 +89,7 @@ RULE void copy_bytes(u32 to, const u8* from, u32 bytes, u32 bar) {
                  : "memory");
 }
 
-// Bytes that nobody reads again.
+// Copies bytes that are not read again.
 RULE void copy_bytes_once(u32 to, const u8* from, u32 bytes, u32 bar) {
     asm volatile(
         "{\n.reg .b64 once;\ncreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
@@ -94,7 +98,7 @@ RULE void copy_bytes_once(u32 to, const u8* from, u32 bytes, u32 bar) {
         : "memory");
 }
 
-// 64 columns of TOKENS tokens; what lies beyond the matrix is zero.
+// Copies 64 columns of TOKENS tokens; elements beyond the matrix are zero.
 RULE void copy_box(u32 to, const TensorMap* map, u32 column, u32 token, u32 bar) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
                      to),
@@ -102,7 +106,7 @@ RULE void copy_box(u32 to, const TensorMap* map, u32 column, u32 token, u32 bar)
                  : "memory");
 }
 #else
-// 16 bytes, or as many zeros.
+// Copies 16 bytes, or writes 16 zero bytes.
 RULE void copy_16(u32 to, const u8* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
@@ -113,14 +117,14 @@ RULE void arrive_after_copies(u32 bar) {
 }
 #endif
 
-// Until kernels before this one have ended, where it was brought to the chip before.
+// With programmatic dependent launch: waits until earlier kernels have finished.
 RULE void wait_for_previous() {
 #if BULK
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may be brought to the chip.
+// With programmatic dependent launch: allows the next kernel to start.
 RULE void let_next_begin() {
 #if BULK
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -135,7 +139,7 @@ RULE u32 cluster_rank() {
     return rank;
 }
 
-// All threads of the cluster, or of the block where there is no other.
+// Synchronizes all threads of the cluster, or of the block if there is only one.
 RULE void sync_all() {
 #if BULK
     if (SPLIT > 1) {
@@ -158,7 +162,7 @@ RULE uint2 load_shared8(u32 at) {
     return v;
 }
 
-// A place in the ring: a buffer, and the parity of the rounds through it.
+// The state of the pipeline: a stage, and the parity of the rounds through it.
 struct PipelineState {
     u32 stage = 0, parity = 0;
     RULE void advance(u32 by) {
@@ -166,10 +170,10 @@ struct PipelineState {
         if (stage >= STAGES) stage -= STAGES, parity ^= 1;
     }
 };
-// A slice keeps a buffer until it has the next.
+// A slice keeps a stage until it has the next.
 static_assert(STAGES % SLICES == 0 && STAGES >= 2 * SLICES && STAGES >= FILLERS && FILLERS <= 4, "rounds are whole");
 
-// What a block works on: steps `first` … `last` of K of one tile of outputs.
+// The work of a block: steps `first` … `last` of K for one tile of outputs.
 struct Work {
     u32 row_tile, token, first, last;
 };
@@ -185,8 +189,8 @@ struct Schedule {
     RULE bool next(Work& work) {
         if (at >= count) return false;
         u32 steps = p.tiles / TILES, part = (steps + SPLIT - 1) / SPLIT, first = min(cluster_rank() * part, steps);
-        // BAND tiles of tokens after each other share their weights, then come the next weights: blocks that run at the same time
-        // find both in the cache.
+        // BAND consecutive tiles of tokens share their weights, then come the next weights:
+        // concurrent blocks find both in the cache.
         u32 band = at / (wide * BAND) * BAND, within = at - band * wide, height = min(BAND, p.token_tiles - band);
         work = {within / height * ROWS, (band + within % height) * TOKENS, first, min(first + part, steps)};
         at += step;
@@ -196,7 +200,7 @@ struct Schedule {
 
 // ---- filling ----
 
-// The weights of a step; and how many bytes will come, tokens included.
+// Copies the weights of a step, and announces the bytes of weights and tokens.
 RULE void copy_weights(const Params& p, const Work& work, u32 step, u32 to, u32 bar, u32 lane) {
     u32 rows = min(ROWS, p.row_tiles - work.row_tile);
     const u8* weights = p.weights + ((u64)work.row_tile * p.tiles + step * TILES) * TILE_BYTES;
@@ -217,7 +221,8 @@ RULE void copy_weights(const Params& p, const Work& work, u32 step, u32 to, u32 
 #endif
 }
 
-// The tokens of a step. A token's pieces of 16 bytes are exchanged: piece c stands at c ^ token % 8.
+// Copies the tokens of a step. A token's 16-byte chunks are swizzled: chunk c goes to c ^ token %
+// 8.
 RULE void copy_tokens(const Params& p, const Work& work, u32 step, u32 to, u32 bar, u32 lane) {
 #if BULK
     if (lane != 0) return;
@@ -246,7 +251,7 @@ RULE void fill(const Params& p, u32 full, u32 empty, u32 stages) {
     let_next_begin();
     wait_for_previous();
     while (schedule.next(work)) {
-        // Step n of all that there are is for warp n % FILLERS.
+        // Warp n % FILLERS fills step n, counted over all work.
         for (u32 step = work.first + (warp + FILLERS - before % FILLERS) % FILLERS; step < work.last; step += FILLERS) {
             u32 at = stages + state.stage * STAGE_BYTES, bar = full + 8 * state.stage;
             wait(empty + 8 * state.stage, state.parity ^ 1);
@@ -268,7 +273,7 @@ RULE void fill(const Params& p, u32 full, u32 empty, u32 stages) {
 struct Consumer {
     u32 t, row, slice;
 
-    // What is the same in a warp is taken from one lane: then the compiler knows.
+    // Read from one lane, so that the compiler knows that it is uniform in a warp.
     RULE Consumer() {
         u32 group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
         t = threadIdx.x % 128, row = group % ROWS, slice = SLICES == 1 ? 0 : group / ROWS;
@@ -281,8 +286,8 @@ struct Consumer {
     // Where its codes and scales are in a stage.
     RULE u32 codes() const { return TOKEN_BYTES + row * GROUP_BYTES + 16 * t; }
     RULE u32 scales() const { return TOKEN_BYTES + row * GROUP_BYTES + TILE_CODES + t / 4 * 8; }
-    // Tells the filling warps that this one needs a buffer no more. Right after an instruction of the whole warp: a
-    // synchronisation here would make the compiler wait for every `wgmma`.
+    // Releases a stage to the producer. Called right after an instruction of the whole warp: a
+    // synchronization here would make the compiler wait for every `wgmma`.
     RULE void release(u32 bar) const {
         if (t % 32 == 0) arrive(bar);
     }
@@ -291,7 +296,7 @@ struct Consumer {
 // The two sums of a unit among a thread's sums, in the order of the instructions.
 RULE constexpr u32 first_of(u32 unit) { return unit / 2 * 4 + unit % 2; }
 
-// Sums that are whole.
+// Writes complete sums.
 RULE void write(const Work& work, PairWriter& writer, float undo, const float (&sums)[TOKENS / 2]) {
     Consumer me;
     if (writer.straight(work.token + TOKENS)) {
@@ -317,7 +322,7 @@ RULE void write(const Work& work, PairWriter& writer, float undo, const float (&
     }
 }
 
-// Sums that are parts go where the stages were, once no warpgroup of this block reads those any more.
+// Stores partial sums over the stages, once no warpgroup of this block reads those any more.
 RULE void stash(u32 stages, const float (&sums)[TOKENS / 2]) {
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 #pragma unroll
@@ -339,7 +344,7 @@ RULE float2 load_part(u32 at, u32 rank) {
     return v;
 }
 
-// Adds up the parts: every slice of every block takes some of the units.
+// Adds the partial sums: every slice of every block takes some of the units.
 RULE void reduce(const Work& work, PairWriter& writer, float undo, u32 stages) {
     Consumer me;
     for (u32 u = cluster_rank() * SLICES + me.slice; u < UNITS; u += SPLIT * SLICES) {
@@ -383,7 +388,7 @@ RULE void run(const Params& p, Consume consume) {
         Work work;
         state.advance(me.slice);
         while (schedule.next(work)) {
-            // What it loads comes while the sums are made.
+            // Its loads are in flight while the sums are computed.
             PairWriter writer(p.output, me.column(work));
             float sums[TOKENS / 2] = {};
             consume(me, work, state, full, empty, stages, sums);
@@ -397,7 +402,7 @@ RULE void run(const Params& p, Consume consume) {
         }
         __syncwarp();
     }
-    // Nobody leaves while others use its shared memory.
+    // No block exits while others use its shared memory.
     if (SPLIT > 1) sync_all();
 }
 

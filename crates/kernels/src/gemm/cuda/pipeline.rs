@@ -50,7 +50,8 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// Whether kernels can read it where it lies: rows at multiples of 16 bytes, in pieces of 16 bytes.
+    /// Whether kernels can read it directly: rows start at multiples of 16 bytes and have whole
+    /// 16-byte chunks.
     fn is_aligned(&self) -> bool {
         match self {
             Tokens::Nvfp4(_) => false,
@@ -62,7 +63,7 @@ impl<'a> Tokens<'a> {
 /// The right operand.
 #[derive(Clone, Copy)]
 pub(super) enum Right<'a> {
-    /// To be brought into order first.
+    /// To be reordered first.
     View(View<'a>),
     Prepared(&'a PreparedWeight),
 }
@@ -93,7 +94,7 @@ struct Params {
 
 const _: () = assert!(size_of::<Params>() == 320);
 
-/// What decoded weights and decoded tokens lack.
+/// The power of two that decoded weights and decoded tokens lack.
 const UNDO: f32 = 128.0;
 
 type Variant = (Shape, Precision, Kind);
@@ -113,12 +114,13 @@ pub(super) fn describe(device: Device, tokens: &Tokens<'_>, right: &Right<'_>) -
     Ok(format!("{before}{}", choose(device, tokens.rows(), right.size())?))
 }
 
-/// Decoded tokens come in multiples of so many.
+/// Tokens are decoded in multiples of this number.
 const PART: usize = 1024;
-/// Bytes of decoded tokens at a time: about the second-level cache, so that much of them need not go further.
+/// Bytes of decoded tokens at a time: about the size of the L2 cache, so that most of them stay in
+/// it.
 const DECODED: usize = 64 << 20;
 
-/// The product of operands that were checked and have outputs.
+/// The product of checked operands with at least one output.
 pub(super) fn run(
     stream: &Stream,
     tokens: Tokens<'_>,
@@ -132,17 +134,17 @@ pub(super) fn run(
         Right::View(_) => row_tiles * k_tiles * TILE_BYTES,
         Right::Prepared(_) => 0,
     };
-    // Where they do not lie well, tokens get rows of whole blocks.
+    // Misaligned tokens are copied to rows padded to whole blocks.
     let (m, pitch) = (tokens.rows(), 2 * cols.next_multiple_of(BLOCK));
     let part = match tokens {
         Tokens::Nvfp4(_) if output.kind.operands == OperandOrder::Given => {
             m.min((DECODED / pitch).next_multiple_of(PART).max(PART))
         }
-        // Where tokens are columns of the outputs, they are the smaller side, and come at once.
+        // With swapped operands, tokens are the smaller side and are decoded all at once.
         Tokens::Nvfp4(_) | Tokens::Plain(..) => m,
     };
     let token_bytes = if tokens.is_aligned() { 0 } else { part * pitch };
-    // Dropped when everything is queued.
+    // Dropped when all work is queued.
     let scratch = Scratch::new(stream, memory, [weight_bytes, token_bytes])?;
     let [weights, decoded] = scratch.addresses;
     let weights = match right {
@@ -168,10 +170,10 @@ pub(super) fn run(
             if tokens.is_aligned() {
                 return call.launch((from, stride), (0, m), UNDO);
             }
-            // What stands after a row's end is multiplied by zeros, and must not be NaN.
-            // SAFETY: the scratch has so many bytes, for this stream alone.
+            // The padding of a row is multiplied by zeros, so it must not be NaN.
+            // SAFETY: the scratch has `token_bytes` bytes and belongs to this stream alone.
             stream.fill_bytes::<u8>(unsafe { SliceMut::from_raw(decoded, token_bytes) }, 0)?;
-            // SAFETY: the matrix was checked, and the scratch has as many rows of that pitch.
+            // SAFETY: the matrix was checked, and the scratch has `m` rows of that pitch.
             unsafe { stream.copy_rows((from, stride), (decoded, pitch), 2 * cols, m) }?;
             call.launch((decoded, pitch), (0, m), UNDO)
         }
@@ -189,7 +191,8 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Multiplies tokens at an address with a pitch, which are so many from the first on.
+    /// Multiplies `m` tokens, from number `first` on, which are at the address `tokens`, `pitch`
+    /// bytes apart.
     fn launch(&self, (tokens, pitch): (u64, usize), (first, m): (usize, usize), undo: f32) -> Result<()> {
         static VARIANTS: Variants<Variant> = Variants::new();
         let (device, (rows, cols)) = (self.stream.device(), self.size);
@@ -212,8 +215,9 @@ impl Call<'_> {
             if shape.stays() { outputs.min(device.multiprocessors() as usize) } else { outputs * shape.split as usize };
         let blocks = u32::try_from(blocks).map_err(|_| cuda::Error::TooManyBlocks { rows: m, cols: rows })?;
         let kernel = VARIANTS.get(device, (shape, self.bits, self.output.kind), source)?;
-        // SAFETY: `Params` is laid out as in pipeline.cuh; operands and outputs were checked, and the scratch is this stream's alone.
-        // The kernel waits for earlier work before it touches memory.
+        // SAFETY: `Params` is laid out as in pipeline.cuh; operands and outputs were checked, and
+        // the scratch belongs to this stream alone. The kernel waits for earlier work before it
+        // accesses memory.
         unsafe { kernel.launch_dependent(self.stream, [blocks, 1, 1], shape.threads(), shape.shared(), &params) }?;
         Ok(())
     }
@@ -232,7 +236,8 @@ struct DecodeParams {
     aligned: u32,
 }
 
-/// Decodes rows of a matrix that was checked, so many from the first on, to rows of whole blocks of bf16 at `out`.
+/// Decodes `rows` rows of a checked matrix, from row `first` on, to rows of whole blocks of bf16 at
+/// `out`.
 fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64) -> Result<()> {
     static VARIANTS: Variants<Precision> = Variants::new();
     let params = DecodeParams {
@@ -248,8 +253,8 @@ fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64
     let blocks = (rows * q.cols.div_ceil(BLOCK)).div_ceil(256);
     let blocks = u32::try_from(blocks).map_err(|_| cuda::Error::TooManyBlocks { rows: q.rows, cols: q.cols })?;
     let kernel = VARIANTS.get(stream.device(), Precision::Bf16, decode_source)?;
-    // SAFETY: `DecodeParams` is laid out as in tokens.cu; the matrix was checked, and the caller has room for what comes out. The kernel
-    // waits for earlier work before it touches memory.
+    // SAFETY: `DecodeParams` is laid out as in tokens.cu; the matrix was checked, and the caller
+    // has allocated the output. The kernel waits for earlier work before it accesses memory.
     unsafe { kernel.launch_dependent(stream, [blocks, 1, 1], 256, 0, &params) }?;
     Ok(())
 }
@@ -286,7 +291,7 @@ fn source((shape, bits, kind): Variant) -> (&'static str, &'static str, String) 
     }
 }
 
-/// The instruction for a warpgroup as a function, for so many tokens: its accumulators are all named.
+/// The warpgroup instruction as a function, for `tokens` tokens, with all accumulators named.
 fn wgmma(tokens: u32, bits: Precision) -> String {
     let count = tokens / 2;
     let list =

@@ -1,7 +1,8 @@
-// Products of prepared weights (pipeline.cuh) with Hopper's instruction for a warpgroup, `wgmma`, which takes its left operand from
-// registers and the right one from shared memory. It comes before this text, for TOKENS tokens.
+// Products of prepared weights (pipeline.cuh) with Hopper's warpgroup instruction `wgmma`, which
+// reads its left operand from registers and the right one from shared memory. The function `wgmma`
+// for TOKENS tokens comes before this text.
 
-// 8 rows of 128 bytes that follow each other, with their pieces of 16 bytes exchanged.
+// The descriptor of consecutive rows of 128 bytes, 8 to a group, with 128-byte swizzling.
 RULE u64 descriptor(u32 address) { return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
 RULE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -71,7 +71,7 @@ fn tile<const R: usize, const EXACT: bool>(rows: &[&[Step]], panel: &[PanelStep<
     }
 }
 
-/// Unpacks rows `first`, `first + 1`, … of B, as many as there are up to `N`, side by side.
+/// Unpacks up to `N` rows of B from row `first` on, side by side.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [PanelStep<N>]) {
     let scales = &*SCALES;
@@ -96,7 +96,7 @@ pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [Pa
                 unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), transposed) };
             }
         }
-        // A block that ends early is unpacked one value at a time.
+        // A partial block is unpacked one value at a time.
         if whole < panel.len() {
             for (i, row) in rows.iter().enumerate() {
                 for e in 0..BLOCK {

@@ -1,5 +1,5 @@
-// The Hadamard transform along rows. Twin of spec's matrix::transform. A thread has a group of 16; INPUT, the type of
-// the elements, comes before this text.
+// The Hadamard transform along rows. Twin of spec's matrix::transform. A thread has a group of 16.
+// Settings before this text: INPUT, the type of the elements.
 
 struct Params {
     const u8* x;

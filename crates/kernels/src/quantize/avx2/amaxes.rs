@@ -9,8 +9,9 @@ use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode};
 use rayon::prelude::*;
 
 impl<T: Element> Job<'_, T> {
-    /// Finds the amaxes that are asked for, in one pass over the matrix, or two if the directions treat NaN differently, and one
-    /// more for the Hadamard transform. Row amaxes are left out if only the row direction is wanted: they are found on the way.
+    /// Computes the missing amaxes: in one pass over the matrix, in two if the directions treat NaN
+    /// differently, plus one for the Hadamard transform. Row amaxes are left out if there is only
+    /// the row direction: they are computed together with the codes.
     pub(super) fn find_amaxes<'a>(&self, row: &mut Option<Target<'a>>, col: &mut Option<Target<'a>>) -> Result<()> {
         if let Some(target) = col
             && let Some(signs) = target.transform
@@ -67,7 +68,7 @@ impl<T: Element> Job<'_, T> {
                 (a, m | n)
             });
         if nan && mode.amax_edge() == Edge::Reference {
-            // Which maxima are NaN was not kept; the rules tell.
+            // Which maxima are NaN was not recorded; the rules compute it.
             let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
             return Ok(nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge())?);
         }

@@ -1,15 +1,17 @@
-// A block of 16 elements in the registers of one thread: its largest magnitude, its scale, its codes. Read rules.cuh and
-// elements.cuh first.
+// A block of 16 elements in the registers of one thread: its largest magnitude, its scale, its
+// codes. Read rules.cuh and elements.cuh first.
 //
-// The rules are followed by other means where the block is ordinary: profile TransformerEngine, kernel edge, no NaN, every
-// scaled element at most 6.5. All other blocks go by the rules themselves.
+// An ordinary block is computed by faster operations with the same results: profile
+// TransformerEngine, kernel edge, no NaN, every scaled element at most 6.5. All other blocks are
+// computed by the rules themselves.
 //
-// Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE), S::SQUARE, S::STOCHASTIC,
-// S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call), S::EDGE, S::PROFILE.
-// WHOLE says that all blocks are whole, rows of elements aligned to 16 bytes, rows of codes to 8, and scales linear. All come
-// before this text.
+// Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE),
+// S::SQUARE, S::STOCHASTIC, S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call),
+// S::EDGE, S::PROFILE. WHOLE means: all blocks are whole, rows of elements are aligned to 16 bytes,
+// rows of codes to 8, and scales are linear. These settings come before this text.
 
-// What a direction is asked for, as the host passes it. 80 bytes of addresses and counts, then small numbers.
+// The parameters of a direction, as the host passes them. 80 bytes of addresses and counts, then
+// small numbers.
 struct Direction {
     u8* codes;
     u8* scales;
@@ -32,14 +34,15 @@ constexpr Metric METRIC = S::RULE_OF == FOUR_OVER_SIX_MSE ? MSE : MAE;
 struct Scaling {
     scale::Global global;
     float multiplier;  // of the rule "six"
-    bool regular;      // whether the decode scale is so far from underflow and overflow that nothing below comes near them
+    bool regular;      // whether the decode scale is so far from its limits that nothing overflows
 };
 
 template <class S>
 RULE Scaling scaling_of(float amax, const Direction& d) {
     scale::Global global = scale::global(amax, d.six_e, S::EDGE);
     bool regular = global.decode >= 0x1p-44f && global.decode <= 0x1p41f;
-    // 4over6 also multiplies by the amax itself, which a decode scale of 1 may not tell: it stands for 0 and infinity too.
+    // 4over6 also multiplies by the amax itself, which a decode scale of 1 may not tell: it stands
+    // for 0 and infinity too.
     if (S::RULE_OF != SIX) regular = regular && amax > 0.0f && amax <= FLOAT_MAX;
     return {global, global.encode * SIXTH, PLAIN<S> && regular};
 }
@@ -49,8 +52,8 @@ constexpr float ORDINARY_LIMIT = 6.5f;
 
 RULE float scale_value(u32 byte) { return from_bits(byte << 20) * 0x1p120f; }
 
-// 1/x to nearest, for x within 2^±100: the hardware's approximation and one step of Newton's method, which is what a division
-// compiles to beside its checks. Zero gives NaN.
+// 1/x to nearest, for x within 2^±100: the hardware's approximation and one step of Newton's
+// method, which is what a division compiles to beside its checks. Zero gives NaN.
 RULE float reciprocal(float x) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -60,7 +63,7 @@ RULE float reciprocal(float x) {
 // Twin of scale::inverse_scale where the scaling is regular. A scale of 0 gives FLOAT_MAX.
 RULE float inverse_of(float value, const Scaling& s) { return fminf(reciprocal(value * s.global.decode), FLOAT_MAX); }
 
-// What counts in an amax of a block with a NaN.
+// The amax of a block that has a NaN.
 template <class S>
 RARE float amax_beside_nan(const float x[BLOCK]) {
     u32 bits = 0;
@@ -77,9 +80,10 @@ RARE float amax_beside_nan(const float x[BLOCK]) {
 constexpr float MAGIC = 12582912.0f;
 constexpr u32 MAGIC_BITS = 0x4B400000;
 
-// The bits of MAGIC plus the code of 0 ≤ y ≤ 6.5. Codes are min(2y, y + 2, y/2 + 4), rounded to nearest even: the three lines
-// meet at the values 2 and 4 where the grid's step changes, and rounding is monotone. Each sum rounds once. Positive numbers
-// are in the order of their bits, and three integers have their minimum in one instruction.
+// The bits of MAGIC plus the code of 0 ≤ y ≤ 6.5. Codes are min(2y, y + 2, y/2 + 4), rounded to
+// nearest even: the three lines meet at the values 2 and 4 where the grid's step changes, and
+// rounding is monotone. Each sum rounds once. Positive numbers are in the order of their bits, and
+// three integers have their minimum in one instruction.
 RULE u32 nearest_code(float y) {
     u32 low = to_bits(__fmaf_rn(y, 2.0f, MAGIC)), middle = to_bits(__fadd_rn(y, MAGIC + 2.0f));
     return min(min(low, middle), to_bits(__fmaf_rn(y, 0.5f, MAGIC + 4.0f)));
@@ -100,7 +104,8 @@ RULE u32 sign_bits(const Elements<P>& x, int h) {
         for (int i = 0; i < 8; i++) signs |= (x.w[8 * h + i] >> 31) << (4 * i + 3);
         return signs;
     }
-    // Bytes 1 and 3 of a word hold the signs of its elements; even elements go to low nibbles, odd ones to high nibbles.
+    // Bytes 1 and 3 of a word hold the signs of its elements; even elements go to low nibbles, odd
+    // ones to high nibbles.
     u32 first = permute(x.w[4 * h], x.w[4 * h + 1], 0x7351), second = permute(x.w[4 * h + 2], x.w[4 * h + 3], 0x7351);
     u32 even = permute(first, second, 0x5410), odd = permute(first, second, 0x7632);
     return (even >> 4 & 0x08080808) | (odd & 0x80808080);
@@ -141,8 +146,8 @@ RULE u64 nearest_codes(const Elements<P>& x, float inverse) {
     return both_halves(half[0], half[1]);
 }
 
-// Twin of stochastic::encode, for an ordinary block. With e the power of two at or below max(y, 1) the step at y is e/2, so
-// the random part is (r/512)·e.
+// Twin of stochastic::encode, for an ordinary block. With e the power of two at or below max(y, 1)
+// the step at y is e/2, so the random part is (r/512)·e.
 template <Precision P>
 RULE u64 stochastic_codes(const Elements<P>& x, float inverse, const philox::Words& random) {
     u32 half[2];
@@ -168,7 +173,7 @@ RULE void unpack(const Elements<P>& x, float out[BLOCK]) {
     for (int i = 0; i < BLOCK; i++) out[i] = element(x, i);
 }
 
-// The part of a block that counts in an amax, given its largest magnitude or NaN.
+// The amax of a block, given its largest magnitude or NaN.
 template <class S, Precision P>
 RULE float counted(const Elements<P>& x, float largest) {
     if (!is_nan(largest)) return largest;
@@ -197,23 +202,28 @@ RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, scale::Global global, Pre
 
 // ---- 4over6 ----
 //
-// The choice by a filter, as in the AVX2 version (quantize/avx2/four_over_six.rs has the argument; here is what differs).
-// With y = fl(x·inv), the rule's own product, and q its code's value, d = q − y is exact (Sterbenz, or q = 0). The error in
-// units of the input is e = q·f − x = f·d + (f·y − x); inv is 1/f within four roundings and y adds one, so |f·y − x| is at
-// most 5.05u·x ≤ 33u·f. The rule's computed errors are e within 12.2u·f + u·|e|. A lane adds 16 terms, 16 lanes of a square
+// The choice by a filter, as in the AVX2 version (quantize/avx2/four_over_six.rs has the argument;
+// here is what differs). With y = fl(x·inv), the rule's own product, and q its code's value, d = q
+// − y is exact (Sterbenz, or q = 0). The error in units of the input is e = q·f − x = f·d + (f·y −
+// x); inv is 1/f within four roundings and y adds one, so |f·y − x| is at most 5.05u·x ≤ 33u·f. The
+// rule's computed errors are e within 12.2u·f + u·|e|. A lane adds 16 terms, 16 lanes of a square
 // tile add up in 4 more steps: at most 22 roundings against the rule's 20.
-// MAE: the sums differ by at most u·(46·n·f + 48·Ê). MSE: |Δ| ≤ 46u·f per element, squares differ by |Δ|·(2.14·f + |Δ|) <
-// 99u·f²; plus one rounding per square: u·(100·n·f² + 50·Ê). Used are 48, 104 and 64.
+//
+// MAE: the sums differ by at most u·(46·n·f + 48·Ê). MSE: |Δ| ≤ 46u·f per element, squares differ
+// by |Δ|·(2.14·f + |Δ|) < 99u·f²; plus one rounding per square: u·(100·n·f² + 50·Ê). Used are 48,
+// 104 and 64.
+//
 // f is the scale's value times a unit that both candidates share, so all is compared in that unit.
 
-// Adding 1.5·2²²·e to y < 2e rounds it to multiples of e/2, the grid at y; e is the power of two at or below max(y, one).
+// Adding 1.5·2²²·e to y < 2e rounds it to multiples of e/2, the grid at y; e is the power of two at
+// or below max(y, one).
 constexpr float GRID_MAGIC = 6291456.0f;
 RULE float grid_exponent(float y, float one) { return fmaxf(from_bits(to_bits(y) & 0x7F800000), one); }
 RULE float grid_sum(float y, float e) { return __fmaf_rn(e, GRID_MAGIC, y); }
 RULE float grid_value(float sum, float e) { return __fmaf_rn(e, -GRID_MAGIC, sum); }
 
-// Candidates are looked at a 64th of their size, which changes no rounding: there the value 1 is the smallest normal number of E4M3,
-// and the byte of a value of the grid is four times its code.
+// Candidates are scaled by 1/64, which changes no rounding: there the value 1 is the smallest
+// normal number of E4M3, and the byte of a value of the grid is four times its code.
 constexpr float GRID_UNIT = 0x1p-6f;
 
 // The codes of eight values of the grid, given with their sums.
@@ -223,7 +233,8 @@ RULE u32 grid_codes(const float values[8], const float sums[8]) {
     u32 odd = e4m3::encode_four(values[1], values[3], values[5], values[7]);
     return even >> 2 | odd << 2;
 #else
-    // The top ten bits of a sum are 287 for e = 1 and two more for each doubling, its low bits count multiples of e/2.
+    // The top ten bits of a sum are 287 for e = 1 and two more for each doubling, its low bits
+    // count multiples of e/2.
     u32 codes = 0;
 #pragma unroll
     for (int i = 7; i >= 0; i--) {
@@ -241,7 +252,8 @@ RULE u64 with_signs(u32 low, u32 high, const Elements<P>& x) {
     return both_halves(low | sign_bits(x, 0), high | sign_bits(x, 1));
 }
 
-// A row of 16 with one of the candidates: its codes without signs, and its filtered error in units of f or f².
+// A row of 16 with one of the candidates: its codes without signs, and its filtered error in units
+// of f or f².
 struct Filtered {
     u32 codes[2];
     float error;
@@ -269,9 +281,9 @@ RULE Filtered filtered(const Elements<P>& x, float inverse, Metric metric) {
     return f;
 }
 
-// Twin of four_over_six::tile_error for one row of an ordinary tile: the rule's operations in the rule's order, with signs left
-// out, which change no error. The division is a product corrected by its remainder, which rounds as a division does where
-// nothing underflows (Markstein).
+// Twin of four_over_six::tile_error for one row of an ordinary tile: the rule's operations in the
+// rule's order, with signs left out, which change no error. The division is a product corrected by
+// its remainder, which rounds as a division does where nothing underflows (Markstein).
 RARE float ordinary_error(const float x[BLOCK], float value, float inverse, scale::Global global, Metric metric,
                           ErrorPath path) {
     float sum = 0.0f, by = -global.six_e, reciprocal = 1.0f / global.six_e;
@@ -302,16 +314,16 @@ struct Candidates {
     Candidate six, four;
 };
 
-// Twin of four_over_six::candidate_scales for a regular scaling. x/6 is a product, corrected by its remainder; where that
-// underflows, both bytes are 0 anyway.
+// Twin of four_over_six::candidate_scales for a regular scaling. x/6 is a product, corrected by its
+// remainder; where that underflows, both bytes are 0 anyway.
 RULE Candidates candidates(float amax, const Scaling& s) {
     float sixth = amax * SIXTH;
     float base = __fmaf_rn(__fmaf_rn(sixth, -6.0f, amax), SIXTH, sixth) * s.global.encode;
     return {candidate(e4m3::encode(base), s), candidate(e4m3::encode(base * 1.5f), s)};
 }
 
-// Whether the argument above covers a tile: a regular scaling, elements of at most 6.5 (the other candidate's are not larger)
-// and normal scales, or equal ones, which tie.
+// Whether the argument above covers a tile: a regular scaling, elements of at most 6.5 (the other
+// candidate's are not larger) and normal scales, or equal ones, which tie.
 RULE bool covered(const Candidates& c, float largest, const Scaling& s) {
     return s.regular && largest * c.six.inverse <= ORDINARY_LIMIT &&
            (c.six.byte >= E4M3_MIN_NORMAL_BYTE || c.six.byte == c.four.byte);
@@ -319,7 +331,8 @@ RULE bool covered(const Candidates& c, float largest, const Scaling& s) {
 
 enum Choice { SIX_WINS, FOUR_WINS, UNDECIDED };
 
-// The choice between candidates with the filtered errors `six` and `four` over a tile of `elements` elements. A tie is six.
+// The choice between candidates with the filtered errors `six` and `four` over a tile of `elements`
+// elements. A tie is six.
 RULE Choice filter(const Candidates& c, float six, float four, int elements, Metric metric) {
     float u6 = metric == MAE ? c.six.value : c.six.value * c.six.value;
     float u4 = metric == MAE ? c.four.value : c.four.value * c.four.value;
@@ -332,7 +345,8 @@ RULE Choice filter(const Candidates& c, float six, float four, int elements, Met
 
 // ---- Positions ----
 
-// Where a block lies: its row in the direction, its index in the row and in the direction, and how many elements it has.
+// The position of a block: its row in the direction, its index in the direction and in the row, and
+// its number of elements.
 struct Position {
     u32 row, index, block, width;
 };
@@ -381,13 +395,14 @@ RULE u64 codes_of(const Elements<P>& x, u32 byte, float inverse, bool ordinary, 
     return codes_by_rule<S>(values, byte, global, P, random);
 }
 
-// What is stored of a 1×16 block.
+// The results for a 1×16 block.
 struct Result {
     u64 codes;
     u32 byte;
 };
 
-// A 1×16 block by the rules: any block, any mode. Arguments by value, so that callers keep theirs in registers.
+// A 1×16 block by the rules: any block, any mode. Arguments by value, so that callers keep theirs
+// in registers.
 template <class S, Precision P>
 RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Direction& d, Position at) {
     u32 byte;

@@ -59,7 +59,8 @@ fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>
         divisor_shift,
         wide_codes: 0,
         padding: 0,
-        // A direction that is not wanted is not looked at; the other one's numbers are as good as any.
+        // The kernel ignores a direction that it does not compute; the other one's parameters stand
+        // in.
         row: row.or(col).expect("a direction is wanted").params(rows, cols),
         col: col.or(row).expect("a direction is wanted").params(cols, rows),
     }
@@ -68,7 +69,7 @@ fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>
 /// 1×16 blocks along rows, every amax known.
 pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
     let whole = x.rows_aligned() && d.is_whole(x.cols());
-    // Two blocks keep more of memory's requests under way; with more arithmetic, one leaves more registers.
+    // Two blocks keep more loads in flight; with more arithmetic, one leaves more registers.
     let light = d.settings().is_light();
     let per_thread = if light && x.values().precision() != Precision::F32 { 2 } else { 1 };
     let variant = Variant {
@@ -77,7 +78,7 @@ pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> R
         row: Some(d.settings()),
         col: None,
         whole,
-        // Rows that follow each other without a gap are one.
+        // Contiguous rows are one row.
         flat: whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols(),
         full: false,
         per_thread,
@@ -90,7 +91,7 @@ pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> R
         (params.row.rows, params.row.cols, params.stride) = (1, params.cols, params.cols);
     }
     let groups = (x.rows() * x.cols().div_ceil(BLOCK)).div_ceil((THREADS * per_thread) as usize) as u32;
-    // A few times what runs at once, so that multiprocessors which are done early find more.
+    // A few times what runs at once, so that multiprocessors that finish early get more work.
     let at_once = kernel.max_blocks_per_sm(THREADS, 0)? * stream.device().multiprocessors();
     let most = (if light { at_once } else { 6 * at_once }).max(1);
     // SAFETY: `Params` is laid out as in matrix.cuh; addresses and lengths were checked.
@@ -141,7 +142,7 @@ pub(super) fn squares(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Resu
     Ok(())
 }
 
-/// The column direction, and the row direction if it is wanted too.
+/// The column direction, and the row direction if `row` is given.
 pub(super) fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>, col: &Direction<'_>) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     let whole = x.rows_aligned()
@@ -175,8 +176,8 @@ pub(super) fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>
 /// Bytes of a `Scaling`.
 const SCALING: usize = 24;
 
-/// Bytes of shared memory of a panel: its elements, the codes and scales of its columns, how both
-/// directions are scaled, what square tiles agree on.
+/// Bytes of shared memory of a panel: its elements, the codes and scales of its columns, the
+/// scalings of both directions, and what the rows of square tiles share.
 fn panel_memory(element: usize, directions: [Option<&Direction<'_>>; 2]) -> u32 {
     let squares = |d: &Direction<'_>| match (d.mode.tile, d.mode.rule) {
         (Tile::Row16, _) => 0,

@@ -1,12 +1,14 @@
-// The matrix that is quantized: where its blocks lie and how they are loaded. Read block.cuh first.
+// The matrix that is quantized: the positions of its blocks, and how they are loaded. Read
+// block.cuh first.
 //
-// `Row` and `Col` (the settings of the directions) and INPUT (the type of the elements) come before this text.
+// `Row` and `Col` (the settings of the directions) and INPUT (the type of the elements) come before
+// this text.
 
 struct Params {
     const u8* x;
     u64 rows, cols, stride;  // stride in elements
     u32 divisor_magic, divisor_shift;
-    u32 wide_codes;  // whether every row of the column direction's codes is aligned to 16 bytes; for panels
+    u32 wide_codes;  // panels: whether all rows of the column direction's codes are 16-byte aligned
     u32 padding;
     Direction row, col;
 };

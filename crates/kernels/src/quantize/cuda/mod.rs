@@ -1,5 +1,5 @@
-//! Quantization on a GPU: which kernel a call needs, and with which settings. Read `block.cuh`, then `matrix.cuh`, then the
-//! kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`.
+//! Quantization on a GPU: the kernel and the settings of a call. Read `block.cuh`, then
+//! `matrix.cuh`, then the kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`.
 
 mod host;
 mod launch;
@@ -22,14 +22,15 @@ use variant::{Settings, Transform};
 /// What a thread does with a block of 16 elements, to come after `elements.cuh`.
 const BLOCK_TEXT: &str = include_str!("block.cuh");
 
-/// Where a direction takes its random bytes from.
+/// The source of a direction's random bytes.
 #[derive(Clone, Copy, Debug)]
 pub enum Random<'a> {
     /// Our position-keyed stream; see [`nvfp4_spec::stochastic::Stream`].
     Stream {
         /// The Philox key.
         seed: u64,
-        /// Tells calls apart. The column direction of a call takes the row direction's offset plus one.
+        /// Tells calls apart. The column direction of a call takes the row direction's offset plus
+        /// one.
         offset: Offset<'a>,
         /// Index of the first block within the whole direction.
         first_block: u64,
@@ -43,8 +44,8 @@ pub enum Random<'a> {
 pub enum Offset<'a> {
     /// Known when the work is queued.
     Value(u64),
-    /// Read when the work runs: what one value of the GPU's memory holds then, plus a number. A captured graph that also
-    /// [`advance`]s the value draws fresh random numbers at each replay.
+    /// Read when the work runs: what one value of the GPU's memory holds then, plus a number. A
+    /// captured graph that also [`advance`]s the value draws fresh random numbers at each replay.
     Memory {
         /// One value.
         at: Slice<'a, u64>,
@@ -53,12 +54,12 @@ pub enum Offset<'a> {
     },
 }
 
-/// Where the amax of a direction comes from: one value, or one per row of that direction.
+/// The source of a direction's amax: one value, or one per row of that direction.
 #[derive(Debug)]
 pub enum Amax<'a> {
     /// The caller knows it: magnitudes, which are not checked. Values beyond it saturate.
     Given(Slice<'a, f32>),
-    /// It is computed and left here.
+    /// It is computed and stored here.
     Compute(SliceMut<'a, f32>),
 }
 
@@ -136,7 +137,7 @@ impl Direction<'_> {
         }
     }
 
-    /// As the kernels get it.
+    /// The parameters for the kernels.
     fn params(&self, rows: usize, cols: usize) -> DirectionParams {
         let mut params = DirectionParams {
             codes: self.codes.address(),
@@ -173,7 +174,8 @@ impl Direction<'_> {
         params
     }
 
-    /// Whether all blocks of a direction of rows of `cols` elements are whole, its codes aligned and its scales linear.
+    /// Whether all blocks of a direction of rows of `cols` elements are whole, its codes aligned
+    /// and its scales linear.
     fn is_whole(&self, cols: usize) -> bool {
         cols.is_multiple_of(BLOCK) && self.layout == Layout::Linear && self.codes.address().is_multiple_of(8)
     }
@@ -208,10 +210,10 @@ pub fn quantize(
     if row.is_some() && !countable(rows, cols) || col.is_some() && !countable_along_columns(rows, cols) {
         return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
     }
-    // Only now, so that a call that is refused has written nothing.
+    // Only now, so that a refused call writes nothing.
     row.as_mut().map_or(Ok(()), |row| row.clear_padding(stream))?;
     col.as_mut().map_or(Ok(()), |col| col.clear_padding(stream))?;
-    // An amax per row needs no pass of its own where a row fits into the registers of a group of threads.
+    // An amax per row needs no separate pass if a row fits the registers of a group of threads.
     let in_one_pass = row.as_ref().is_some_and(|d| {
         col.is_none()
             && matches!(d.amax, Amax::Compute(_))
@@ -230,7 +232,8 @@ pub fn quantize(
         (Some(row), None) if in_one_pass => whole_rows(stream, x, &row),
         (Some(row), None) if row.mode.tile == Tile::Square16 => squares(stream, x, &row),
         (Some(row), None) => row_blocks(stream, x, &row),
-        // One kernel for both reads `x` once. Where arithmetic sets the time, two leave each direction more registers.
+        // One kernel for both reads `x` once. Where arithmetic is the bottleneck, two kernels leave
+        // each direction more registers.
         (Some(row), Some(col)) if row.mode.tile == Tile::Row16 && !row.settings().is_light() => {
             row_blocks(stream, x, &row)?;
             panels(stream, x, None, &col)
@@ -239,13 +242,13 @@ pub fn quantize(
     }
 }
 
-/// [`countable`] for the column direction of a matrix, whose kernel counts the rows of the matrix in
-/// 31 bits too.
+/// [`countable`] for the column direction of a matrix, whose kernel counts the rows of the matrix
+/// in 31 bits too.
 fn countable_along_columns(rows: usize, cols: usize) -> bool {
     countable(cols, rows) && countable(rows, cols.min(1))
 }
 
-/// Computes the amaxes that are to be computed, in one pass if one will do.
+/// Computes the missing amaxes, in one pass where that is possible.
 fn find_amaxes(
     stream: &Stream,
     x: &Input<'_>,
@@ -258,7 +261,8 @@ fn find_amaxes(
         (Some(mut row), Some(col), _) if (row.edge, row.values) == (col.edge, col.values) => {
             let (edge, values, mut both) = (row.edge, row.values, maxima::Outputs::default());
             if (row.global, col.global) == (GlobalScale::PerTensor, GlobalScale::PerTensor) {
-                // The maximum of all is the same in both directions; the copy comes after it in the stream.
+                // The maximum of all is the same in both directions; the copy comes after it in the
+                // stream.
                 both.tensor = Some(row.out.reborrow());
                 maxima::run(stream, x, edge, values, both)?;
                 return Ok(stream.copy(row.out.as_slice(), col.out)?);
@@ -280,14 +284,14 @@ fn find_amaxes(
     }
 }
 
-/// The way in which a direction goes through the matrix.
+/// Whether a direction runs along rows or along columns.
 #[derive(Clone, Copy)]
 enum Along {
     Rows,
     Columns,
 }
 
-/// An amax, or one per row of a direction, that is to be computed.
+/// An amax that has to be computed, or one per row of a direction.
 struct MissingAmax<'a> {
     along: Along,
     global: GlobalScale,
@@ -296,7 +300,7 @@ struct MissingAmax<'a> {
     out: SliceMut<'a, f32>,
 }
 
-/// What a direction wants computed.
+/// The amax that a direction has to compute, if any.
 fn missing_amax<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<MissingAmax<'a>> {
     let d = d?;
     let values = match (d.transform, along) {
@@ -312,7 +316,8 @@ fn missing_amax<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<Mi
 }
 
 impl<'a> MissingAmax<'a> {
-    /// The signs of the transform along columns if this one, the maximum before it, is found on the way to the other.
+    /// The signs of the transform along columns, if `other` is the maximum after it and this one,
+    /// the maximum before it, can be computed in the same pass.
     fn on_the_way_to(&self, other: &MissingAmax<'_>) -> Option<Signs> {
         let plain =
             (self.edge, self.global, self.values) == (other.edge, GlobalScale::PerTensor, maxima::Values::Plain);
@@ -332,8 +337,8 @@ impl<'a> MissingAmax<'a> {
     }
 }
 
-/// Adds the offsets that one quantization consumes to an offset in the GPU's memory, after the work queued before. Does not
-/// wait.
+/// Adds the offsets that one quantization consumes to an offset in the GPU's memory, after the work
+/// queued before. Does not wait.
 pub fn advance(stream: &Stream, offset: SliceMut<'_, u64>) -> Result<()> {
     static VARIANTS: Variants<()> = Variants::new();
     #[derive(Clone, Copy)]
@@ -378,8 +383,8 @@ mod tests {
         assert!(!countable_along_columns(most + 1, 1) && !countable_along_columns(most, 16));
     }
 
-    /// Every mantissa, at exponents from the smallest to the largest that regular scalings lead to: reciprocals without a
-    /// division's checks are those of a division.
+    /// Every mantissa, at exponents from the smallest to the largest that regular scalings lead to:
+    /// reciprocals without a division's checks are those of a division.
     #[test]
     fn reciprocals_round_as_divisions_do() {
         let device = match Device::open(0) {
@@ -403,7 +408,8 @@ mod tests {
         assert_eq!(stream.to_host(wrong.slice()).unwrap(), [0]);
     }
 
-    /// Every mantissa: products by a rounded reciprocal, corrected by their remainder, are quotients.
+    /// Every mantissa: products by a rounded reciprocal, corrected by their remainder, are
+    /// quotients.
     #[test]
     fn corrected_products_round_as_divisions_do() {
         for by in [6.0f32, 1536.0, 2688.0] {

@@ -1,6 +1,6 @@
-// The column direction, with or without the row direction: a group of 128 threads has 128 rows of 64 columns, which it reads
-// once and turns through shared memory. Read squares.cuh first; FULL, whether all panels lie within the matrix, comes before this
-// text.
+// The column direction, with or without the row direction. A group of 128 threads reads a panel of
+// 128 rows × 64 columns once and transposes it through shared memory. Read squares.cuh first.
+// Settings before this text: FULL, whether all panels lie within the matrix.
 
 constexpr int HEIGHT = 128, WIDTH = 64;                  // rows and columns of a panel
 constexpr int WORDS = INPUT == F32 ? WIDTH : WIDTH / 2;  // of a row of a panel
@@ -10,14 +10,15 @@ constexpr int TILES = BANDS * STRIPS;
 
 struct PanelMemory {
     u32 tile[HEIGHT][WORDS];
-    // Of the columns, a line for each 16 rows. Two more than there are columns, so that a column's lie in different banks.
+    // Of the columns, a line for each 16 rows. Padded by two columns, so that the codes of one
+    // column are in different banks.
     u64 codes[BANDS][WIDTH + 2];
     u8 scales[BANDS][WIDTH];
     Scaling row, col;
 };
 
-// Quantizes `UNITS` blocks of a panel that a thread has; `store(i, codes, byte)` gets the results, `reload(tile, row)` gives the
-// elements of any row of a square tile. All threads call this.
+// Quantizes the `UNITS` blocks of a thread. `store(i, codes, byte)` stores the results,
+// `reload(tile, row)` returns the elements of any row of a square tile. All threads call this.
 template <class S, Precision P, class Store, class Reload>
 RULE void quantize_units(const Elements<P>* x, const int* tile, const int* row, const Position* at, const Direction& d,
                          Scaling s, Squares<S, TILES>& shared, Store store, Reload reload) {
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
             tile[i] = r / 16 * STRIPS + t % STRIPS, row[i] = r % 16;
             x[i] = load(p, at_row, block, at[i].width);
         }
-        // Two threads find the scalings for all while the elements are on their way.
+        // Two threads compute the scalings for all while the loads are in flight.
         if (t == 0 && Row::WANTED && !p.row.per_row) m.row = scaling_of<Row>(p.row.amax[0], p.row);
         if (t == 32 && !p.col.per_row) m.col = scaling_of<Col>(p.col.amax[0], p.col);
 #pragma unroll
@@ -128,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
             quantize_units<Row>(y, tile, row, at, p.row, m.row, *(Squares<Row, TILES>*)(&m + 1), store, reload);
         }
     }
-    // A warp has two bands of 16 rows; a thread has two neighbouring columns of 16-bit elements in each, or two of 32 bits.
+    // A warp has two bands of 16 rows; a thread has two neighbouring columns of 16-bit elements in
+    // each, or two of 32 bits.
     const Direction& d = p.col;
     decltype(prepared<Col>(Elements<INPUT>(), 0)) y[UNITS];
     u32 column[UNITS], band[UNITS];

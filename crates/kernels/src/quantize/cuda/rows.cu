@@ -1,8 +1,9 @@
-// The row direction in 1×16 blocks. Read matrix.cuh first; PER_THREAD, blocks that a thread has at a time, and FLAT,
-// whether the matrix is one row of whole blocks under one amax, come before this text.
+// The row direction in 1×16 blocks. Read matrix.cuh first. Settings before this text: PER_THREAD,
+// the blocks of a thread at a time, and FLAT, whether the matrix is one row of whole blocks under
+// one amax.
 
-// Every amax is known. Blocks are handed out as they lie, to as many threads as the device holds; a thread has loaded its next
-// blocks before it quantizes the present ones.
+// Every amax is known. Blocks are distributed in memory order over as many threads as the device
+// holds. A thread loads its next blocks before it quantizes the current ones.
 struct Batch {
     Elements<INPUT> x[PER_THREAD];
 };

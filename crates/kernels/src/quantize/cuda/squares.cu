@@ -1,5 +1,5 @@
-// The row direction in 16×16 tiles: a group of threads has 32 tiles side by side, a warp PER_THREAD of their rows, which comes
-// before this text. Read squares.cuh first.
+// The row direction in 16×16 tiles. A group of threads has 32 tiles side by side, a warp has
+// PER_THREAD of their rows (a setting before this text). Read squares.cuh first.
 
 extern "C" __global__ void __launch_bounds__(512 / PER_THREAD, MIN_BLOCKS) quantize_squares(const __grid_constant__ Params p) {
     __shared__ Squares<Row, 32> shared;
@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(512 / PER_THREAD, MIN_BLOCKS) quant
     u32 width = block < blocks ? width_at(block, d.cols) : 0;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) x[i] = load(p, first + i, block, first + i < d.rows ? width : 0);
-    // One thread finds the scaling for all while the elements are on their way.
+    // One thread computes the scaling for all while the loads are in flight.
     __shared__ Scaling scaling;
     if (threadIdx.x == 0) scaling = scaling_of<Row>(d.amax[0], d);
     decltype(prepared<Row>(x[0], 0)) y[PER_THREAD];

@@ -1,14 +1,14 @@
-// Tiles of 16×16: sixteen rows, in the hands of several threads, agree on one scale. Read matrix.cuh first.
+// Tiles of 16×16: sixteen rows, held by several threads, share one scale. Read matrix.cuh first.
 
-// What the rows of a tile agree on, in shared memory: `TILES` tiles. Errors are for 4over6 only.
+// What the rows of a tile share, in shared memory, for `TILES` tiles. Errors are for 4over6 only.
 template <class S, int TILES>
 struct Squares {
     u32 largest[TILES], amax[TILES];
     float errors[2][16][S::RULE_OF == SIX ? 1 : TILES];
 };
 
-// The scale of a tile, what its elements are multiplied by, and whether it is ordinary; of 4over6 the codes of a row of an ordinary
-// tile, without signs.
+// The scale of a tile, the multiplier of its elements, and whether it is ordinary. For 4over6 also
+// the codes of a row of an ordinary tile, without signs.
 struct Scaled {
     u32 byte;
     float inverse;
@@ -16,8 +16,9 @@ struct Scaled {
     u32 codes[2];
 };
 
-// The scales of square tiles. All threads of the block call this; each has `N` rows of tiles, row `row[i]` (0 … 15) of tile
-// `tile[i]`, whose maxima are already combined in `largest` and `amax`. `reload(tile, row)` gives the elements of any row again.
+// The scales of square tiles. All threads of the block call this; each has `N` rows of tiles, row
+// `row[i]` (0 … 15) of tile `tile[i]`, whose maxima are already combined in `largest` and `amax`.
+// `reload(tile, row)` returns the elements of any row again.
 template <class S, Precision P, int N, int TILES, class Reload>
 RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, const Scaling& s, const Direction& d,
                         Squares<S, TILES>& shared, Scaled* out, Reload reload) {
@@ -45,8 +46,9 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
             shared.errors[1][row[i]][tile[i]] = four[i].error;
         }
         __syncthreads();
-        // One thread per tile decides, and leaves the byte in `amax`, with bit 8 set if it is that of four; or asks for the rule's own
-        // errors: the candidates' bytes, with bit 31 set, and bit 30 if the tile is not ordinary.
+        // One thread per tile decides, and leaves the byte in `amax`, with bit 8 set if it is that
+        // of four; or asks for the rule's own errors: the candidates' bytes, with bit 31 set, and
+        // bit 30 if the tile is not ordinary.
         bool ask = false;
         if (threadIdx.x < TILES) {
             int t = threadIdx.x;

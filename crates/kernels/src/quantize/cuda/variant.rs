@@ -1,4 +1,4 @@
-//! The variants of the kernels: their settings as text, one text for each combination.
+//! The variants of the kernels: one text for each combination of settings.
 
 use super::{BLOCK_TEXT, advance_source};
 use crate::Result;
@@ -21,7 +21,7 @@ pub(super) struct Settings {
     pub transform: Transform,
 }
 
-/// The Hadamard transform as kernels have it: the usual signs are constants, others are passed.
+/// The Hadamard transform in a kernel: the usual signs are constants, others are parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Transform {
     None,
@@ -40,12 +40,12 @@ impl Settings {
         transform: Transform::None,
     };
 
-    /// Whether memory, and not arithmetic, sets the time.
+    /// Whether memory bandwidth, not arithmetic, is the bottleneck.
     pub fn is_light(self) -> bool {
         self.metric.is_none() && !self.stochastic && self.transform == Transform::None
     }
 
-    /// A type with the settings, for a direction that may not be wanted.
+    /// A type with the settings of a direction, which may be absent.
     fn text(name: &str, settings: Option<Settings>) -> String {
         let s = settings.unwrap_or(Settings::PLAIN);
         let rule = match s.metric {
@@ -136,7 +136,8 @@ impl Variant {
         ("quantize", function, assemble(&settings, files))
     }
 
-    /// How many groups of threads a multiprocessor should hold at a time, which limits registers. Measured; docs/gpu.md.
+    /// How many groups of threads a multiprocessor should hold at a time, which limits registers.
+    /// Measured; docs/gpu.md.
     fn min_blocks(self) -> u32 {
         let filtered = [self.row, self.col].into_iter().flatten().any(|s| s.metric.is_some());
         match (self.function, self.precision, filtered) {
@@ -154,8 +155,8 @@ impl Variant {
     }
 }
 
-/// Texts for [`crate::sources`]: every setting in every function, while types, whole and ragged, and the directions of a
-/// panel take turns.
+/// Texts for [`crate::sources`]: every setting in every function. Types, whole or ragged, and the
+/// directions of a panel alternate.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     let plain = Settings::PLAIN;
     let profile = |profile| Settings { profile, ..plain };

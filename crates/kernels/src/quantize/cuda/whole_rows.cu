@@ -1,8 +1,9 @@
-// The row direction in 1×16 blocks where the amax of each row is computed too: a group of threads has a row, and reads it once.
-// Read matrix.cuh first; PER_THREAD, the most blocks that a thread has, and MOST_THREADS come before
-// this text.
+// The row direction in 1×16 blocks with the amax of each row: a group of threads reads a row once.
+// Read matrix.cuh first. Settings before this text: PER_THREAD, the most blocks of a thread, and
+// MOST_THREADS.
 
-// The maximum of magnitudes over the threads of a block, as integers, so that NaN counts as larger than everything.
+// The maximum of magnitudes over the threads of a block, as integers, so that NaN counts as larger
+// than everything.
 RULE float block_maximum(float mine, u32* shared) {
     u32 bits = __reduce_max_sync(0xFFFFFFFF, to_bits(mine));
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = bits;

@@ -1,5 +1,6 @@
-// Scale bytes between row-major order and tiles of 128 × 4. Twin of spec's swizzle. A thread has four neighbouring bytes of a
-// row, which stay neighbours; TO_TILES says which way, and comes before this text.
+// Scale bytes between row-major order and tiles of 128 × 4. Twin of spec's swizzle. A thread has
+// four neighbouring bytes of a row, which stay neighbours. Settings before this text: TO_TILES, the
+// direction.
 
 struct Params {
     const u8* from;

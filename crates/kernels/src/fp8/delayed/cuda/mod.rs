@@ -7,14 +7,16 @@ use crate::input::check_len;
 use nvfp4_spec::fp8::delayed::{Algorithm, Delayed};
 use nvfp4_spec::{Error, area};
 
-/// Who updates. Twin of [`nvfp4_spec::fp8::delayed::Entry`].
+/// What is updated. Twin of [`nvfp4_spec::fp8::delayed::Entry`].
 #[derive(Clone, Copy, Debug)]
 pub enum Entry<'a> {
     /// One tensor alone. The history always moves on.
     Single,
-    /// One tensor of many, after a reduction over devices. A last amax of 0 leaves history and scale as they are.
+    /// One tensor of many, after a reduction over devices. A last amax of 0 leaves history and
+    /// scale as they are.
     Bulk {
-        /// The reduced amaxes of this step, one per tensor, if there was a reduction; 0 stands for none.
+        /// The reduced amaxes of this step, one per tensor, if there was a reduction; 0 stands for
+        /// none.
         reduced: Option<Slice<'a, f32>>,
     },
 }
@@ -33,8 +35,8 @@ struct Params {
     padding: u32,
 }
 
-/// The scales of the next step, for as many tensors as there are scales. `history` has a row for each step that it goes back, of an
-/// amax per tensor; the first row is that of this step. Twin of [`Delayed::update`]. Does not wait.
+/// Computes the scales of the next step, one per tensor. `history` has one row per step, with an
+/// amax per tensor; the first row is the current step. Twin of [`Delayed::update`]. Does not wait.
 pub fn update(
     stream: &Stream,
     rule: &Delayed,

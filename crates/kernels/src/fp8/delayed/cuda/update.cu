@@ -1,4 +1,5 @@
-// The scales of many tensors from their histories, a thread each. Twin of spec's Delayed::update. Read cuda/fp8_rules.cuh first.
+// The scales of many tensors from their histories, a thread each. Twin of spec's Delayed::update.
+// Read cuda/fp8_rules.cuh first.
 
 struct Params {
     float* history;        // `length` rows of `tensors` amaxes

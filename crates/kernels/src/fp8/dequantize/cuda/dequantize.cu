@@ -1,7 +1,9 @@
-// From FP8 codes and scales to values. Twin of spec's fp8::dequantize. Read cuda/fp8_rules.cuh and cuda/elements.cuh first.
+// From FP8 codes and scales to values. Twin of spec's fp8::dequantize. Read cuda/fp8_rules.cuh and
+// cuda/elements.cuh first.
 //
-// A thread decodes units of 16 bytes of values, which it writes at once. Constants that come before this text: OUTPUT, the type
-// of the values; FORMAT of the codes; TILE, which elements share a scale; E8M0, whether scales are bytes.
+// A thread decodes units of 16 bytes of values and writes each with one store. Settings before this
+// text: OUTPUT, the type of the values; FORMAT of the codes; TILE, which elements share a scale;
+// E8M0, whether scales are bytes.
 
 struct Params {
     const u8* codes;
@@ -9,7 +11,8 @@ struct Params {
     u8* out;
     u64 rows, cols;
     u32 divisor_magic, divisor_shift;  // for blocks of 16 in a row
-    u32 aligned;  // whole blocks of 16, codes at multiples of 8 bytes, values of 16, bytes of scales of 8
+    // Whole blocks of 16; codes at multiples of 8 bytes, values of 16, bytes of scales of 8.
+    u32 aligned;
     u32 padding;
 };
 static_assert(sizeof(Params) == 56, "as the host has them");
@@ -22,7 +25,8 @@ RULE float factor_of(const u8* scales, u64 index) {
     return E8M0 ? e8m0::decode(scales[index]) : ((const float*)scales)[index];
 }
 
-// The scale of the first element of a unit: the unit's, or for COLUMN_32 one of a scale for each element.
+// The scale of the first element of a unit: the unit's, or for COLUMN_32 one of a scale for each
+// element.
 RULE u64 scale_index(const Params& p, u64 row, u64 column) {
     if (TILE == TENSOR) return 0;
     if (TILE == COLUMN_32) return row / MX_BLOCK * p.cols + column;

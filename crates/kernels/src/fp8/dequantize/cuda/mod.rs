@@ -29,7 +29,7 @@ pub struct View<'a> {
 }
 
 impl View<'_> {
-    /// An error unless the parts have the lengths that belong to it.
+    /// An error unless all parts have the right lengths.
     fn check_lengths(&self) -> Result<()> {
         let scales = match &self.scales {
             Scales::F32(scales) => scales.len(),
@@ -39,7 +39,7 @@ impl View<'_> {
         Ok(check_len("scales", self.tile.scale_count(self.rows, self.cols)?, scales)?)
     }
 
-    /// An error unless the parts have the lengths that belong to it and are memory of `device`.
+    /// An error unless all parts have the right lengths and are memory of `device`.
     pub(crate) fn check(&self, device: Device) -> Result<()> {
         self.check_lengths()?;
         self.codes.check(device, "codes")?;
@@ -95,7 +95,7 @@ pub(in crate::fp8) struct Launch {
     pub groups: u32,
 }
 
-/// What a call needs run, if anything.
+/// The launch that a call needs, if any.
 pub(in crate::fp8) fn plan<T: Element + Plain>(q: &View<'_>, out: &SliceMut<'_, T>) -> Result<Option<Launch>> {
     let (rows, cols) = (q.rows, q.cols);
     q.check_lengths()?;
@@ -122,7 +122,7 @@ pub(in crate::fp8) fn plan<T: Element + Plain>(q: &View<'_>, out: &SliceMut<'_, 
         Tile::Square128 | Tile::Column32 => false,
     };
     if aligned && one_row {
-        // Rows of whole tiles that follow each other without a gap are one.
+        // Contiguous rows of whole tiles are one row.
         (params_rows, params_cols) = (1, rows * cols);
     }
     let (divisor_magic, divisor_shift) = divisor(cols.div_ceil(BLOCK));
@@ -143,7 +143,7 @@ pub(in crate::fp8) fn plan<T: Element + Plain>(q: &View<'_>, out: &SliceMut<'_, 
     Ok(Some(Launch { variant, params, groups }))
 }
 
-/// What the kernel has as constants.
+/// The settings of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::fp8) struct Variant {
     output: Precision,
@@ -152,7 +152,7 @@ pub(in crate::fp8) struct Variant {
     scales: Kind,
 }
 
-/// What scales are.
+/// The type of scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Kind {
     F32,
@@ -180,7 +180,8 @@ impl Variant {
     }
 }
 
-/// Texts for [`crate::sources`]: every tile with either kind of scales, while formats and types take turns.
+/// Texts for [`crate::sources`]: every tile with either kind of scales. Formats and types
+/// alternate.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     let mut all = Vec::new();
     for (i, tile) in Tile::ALL.into_iter().enumerate() {
@@ -225,7 +226,7 @@ impl<'a> Copied<'a> {
 pub(super) fn on_host<T: Element>(device: Device, q: &fp8::View<'_>, out: &mut [T]) -> Result<()> {
     let stream = Stream::new(device)?;
     let copied = Copied::new(&stream, *q)?;
-    // Which of the three types `T` is, only its precision tells.
+    // Only its precision tells which of the three types `T` is.
     match T::PRECISION {
         Precision::F32 => stream.fetch::<f32, T>(out, |out| dequantize(&stream, &copied.view(), out)),
         Precision::Bf16 => stream.fetch::<bf16, T>(out, |out| dequantize(&stream, &copied.view(), out)),

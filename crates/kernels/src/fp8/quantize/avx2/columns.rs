@@ -1,4 +1,5 @@
-//! The column direction of an area: scales from maxima over its rows, and codes that are transposed or stay as they lie.
+//! The column direction of an area: scales from maxima over its rows, and codes, transposed except
+//! for MXFP8.
 
 use super::part::{Area, Part, Transposed, copy_some};
 use super::scales::EightScales;
@@ -11,7 +12,8 @@ use nvfp4_spec::{Edge, Element};
 use std::arch::x86_64::__m256;
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
-    /// Both directions where the codes of one are those of the other, transposed: one scale for the matrix, or squares.
+    /// Both directions where the codes of one are those of the other, transposed: one scale for the
+    /// matrix, or squares.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn same_codes(
         &self,
@@ -60,7 +62,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         self.write_transposed(&mut scratch.transposed, codes, area, out);
     }
 
-    /// The column direction of one row of MXFP8 blocks, as it lies.
+    /// The column direction of one row of MXFP8 blocks, not transposed.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn mx_columns(&self, scratch: &mut Scratch<T>, area: Area, out: &mut Part<'_>) {
         let Scales::E8m0(scales) = &mut out.scales else { unreachable!("MXFP8 has bytes for scales") };
@@ -69,7 +71,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         self.encode_columns(area, &scratch.multipliers, out.codes, out.code_stride);
     }
 
-    /// The multipliers of the columns of an area; `store` gets what to store for eight of them, from a column of the area on.
+    /// The multipliers of the columns of an area. `store` gets the index of a column of the area,
+    /// and the scales of eight columns from there on.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
     fn find_multipliers<S>(
@@ -96,7 +99,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         }
     }
 
-    /// The largest magnitudes of the columns of an area, NaN left out; zeros behind them up to a whole step.
+    /// The largest magnitudes of the columns of an area, NaN left out; zeros behind them up to a
+    /// whole step.
     #[target_feature(enable = "avx2,fma,f16c")]
     fn find_maxima(&self, scratch: &mut Scratch<T>, area: Area) {
         for edge in [Edge::Reference, Edge::Kernel] {

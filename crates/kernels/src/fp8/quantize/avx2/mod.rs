@@ -1,10 +1,11 @@
-//! Quantization to FP8 with AVX2, on all threads. Read [`encode`] for how a row becomes codes, then [`rows`] and [`columns`] for the
-//! directions; this file cuts a matrix into panels of rows and hands them out.
+//! Quantization to FP8 with AVX2, on all threads. Read [`encode`] for how a row becomes codes, then
+//! [`rows`] and [`columns`] for the directions; this file cuts a matrix into panels of rows and
+//! hands them out.
 //!
-//! For the row direction alone a panel's rows are worked through as they lie. For the column direction a panel is 128 rows, worked
-//! through in chunks of columns that stay in cache: scales come from maxima over its rows, a multiplier per column, and the
-//! codes are transposed on their way out, unless they stay as they lie (MXFP8). Where both directions have the same codes they
-//! are computed once.
+//! For the row direction alone, a panel's rows are processed in order. For the column direction, a
+//! panel is 128 rows, processed in chunks of columns that stay in cache: scales come from maxima
+//! over its rows, with a multiplier per column, and the codes are transposed when they are written,
+//! except for MXFP8. Where both directions have the same codes, they are computed once.
 
 mod columns;
 mod encode;
@@ -25,13 +26,13 @@ use part::{Area, Columns, Part, Transposed, is_tensor};
 use rayon::prelude::*;
 use std::marker::PhantomData;
 
-/// Elements of a panel where only the row direction is wanted.
+/// Elements of a panel with the row direction alone.
 const TASK: usize = 1 << 17;
-/// Columns that are worked through at a time where the column direction is wanted: whole blocks.
+/// Columns that are processed at a time with the column direction: whole blocks.
 const CHUNK: usize = 4 * BLOCK;
-/// The same where columns are written as they lie, 32 rows at a time.
+/// The same for MXFP8, whose columns are not transposed, 32 rows at a time.
 const MX_CHUNK: usize = 4096;
-/// Rows between one that is worked on and one that is asked for.
+/// Prefetch distance in rows.
 const AHEAD: usize = 8;
 /// Columns that are transposed at a time.
 const COLUMNS: usize = 64;
@@ -163,8 +164,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         largest
     }
 
-    /// Asks for a row of an area that comes soon. Where an area is a part of the columns the hardware does not see that its rows
-    /// go together.
+    /// Prefetches a row of an area. Where an area has only some of the columns, the hardware
+    /// prefetcher does not recognise the access pattern.
     fn prefetch(&self, area: Area, r: usize) {
         if area.width < self.x.cols() && r < area.height {
             prefetch(self.row(area, r));

@@ -1,4 +1,4 @@
-//! Codes of a panel as codes of its columns: a transposition of bytes.
+//! Transposes the codes of a panel: a transposition of bytes.
 
 use std::arch::x86_64::*;
 
@@ -14,8 +14,8 @@ pub(super) struct Codes<'a> {
     pub cols: usize,
 }
 
-/// Writes the columns as rows of `pitch` bytes. `pitch` is at least the number of rows rounded up to 16, and `out` has room for the
-/// number of columns rounded up to 16.
+/// Writes the columns as rows of `pitch` bytes. `pitch` is at least the number of rows rounded up
+/// to 16, and `out` has room for the number of columns rounded up to 16.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn transpose(x: Codes<'_>, pitch: usize, out: &mut [u8]) {
     for c in (0..x.cols).step_by(SQUARE) {
@@ -35,8 +35,9 @@ pub(super) fn transpose(x: Codes<'_>, pitch: usize, out: &mut [u8]) {
     }
 }
 
-/// Transposes 16 × 16 bytes. Rows `i` and `i + 8` share a vector; three rounds of unpacking leave eight rows of two columns in
-/// each half, and the halves of a column only have to be put side by side.
+/// Transposes 16 × 16 bytes. Rows `i` and `i + 8` share a vector; three rounds of unpacking leave
+/// eight rows of two columns in each half, and the halves of a column only have to be put side by
+/// side.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn transpose_square(x: &[u8], stride: usize, pitch: usize, out: &mut [u8]) {

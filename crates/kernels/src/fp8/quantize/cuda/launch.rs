@@ -45,7 +45,7 @@ pub(in crate::fp8) struct Launch {
 pub(in crate::fp8) enum Grid {
     /// This many.
     All(u32),
-    /// As many of these as the device holds at once; each takes more than one share then.
+    /// At most this many; if the device holds fewer at once, each processes more than one share.
     AtOnce(u32),
 }
 
@@ -62,7 +62,7 @@ impl Launch {
             function: Function::Rows,
             row: true,
             whole,
-            // Rows that follow each other without a gap are one.
+            // Contiguous rows are one row.
             flat: whole && x.stride() == cols && cols.is_multiple_of(tile),
             ..Variant::new(x.values().precision(), mode, amax)
         };
@@ -96,13 +96,13 @@ impl Launch {
         };
         let mut params = params(x, mode, [row, col], amax);
         (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(BLOCK));
-        // Rows of the codes that the column direction writes: transposed, or as they lie.
+        // Row length of the column direction's codes: transposed, or in the order of the matrix.
         let pitch = if variant.scaling == Kind::Blocks32 { cols } else { rows };
         params.wide = col.is_some_and(|col| aligned(col, pitch)).into();
         Ok(Launch { variant, params, grid: Grid::All(panels as u32) })
     }
 
-    /// Gives it to a stream.
+    /// Queues it on a stream.
     pub fn run(&self, stream: &Stream) -> Result<()> {
         let (device, threads) = (stream.device(), self.variant.threads());
         let kernel = self.variant.kernel(device)?;
@@ -156,7 +156,7 @@ fn params(x: &Input<'_>, mode: &Mode<'_>, [row, col]: [Option<&Direction<'_>>; 2
     }
 }
 
-/// What kernels have as constants.
+/// The settings of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::fp8) struct Variant {
     function: Function,
@@ -217,7 +217,7 @@ impl Kind {
 }
 
 impl Variant {
-    /// One that does nothing yet.
+    /// A variant without outputs.
     fn new(precision: Precision, mode: &Mode<'_>, amax: Option<u64>) -> Self {
         let source = match mode.scaling {
             Scaling::Tensor(Scale::Memory(_)) => ScaleSource::Memory,
@@ -285,7 +285,7 @@ impl Variant {
         ("fp8 quantize", function, assemble_fp8(&settings, &[UNITS, file]))
     }
 
-    /// Units that a thread has at a time: enough for memory's requests to be under way.
+    /// Units of a thread at a time: enough loads in flight.
     fn per_thread(self) -> u32 {
         match (self.function, self.precision) {
             (Function::Panels, _) => 4,
@@ -317,8 +317,8 @@ impl Variant {
     }
 }
 
-/// Texts for [`crate::sources`]: every scaling in every direction, while formats, types, whole and ragged, and whether an amax is wanted
-/// take turns.
+/// Texts for [`crate::sources`]: every scaling in every direction. Formats, types, whole or ragged,
+/// and with or without an amax alternate.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     // SAFETY: nothing is ever read there.
     let memory = unsafe { cuda::Slice::from_raw(16, 1) };
@@ -371,7 +371,7 @@ mod tests {
         unsafe { Direction { codes: SliceMut::from_raw(16, 0), scales: Scales::F32(SliceMut::from_raw(16, 1)) } }
     }
 
-    /// The launch for a matrix that is not there, in rows or in columns.
+    /// The launches for a matrix without memory, in rows or in columns.
     fn planned(rows: usize, cols: usize, scaling: Scaling<'_>, columns: bool) -> Result<Vec<Launch>> {
         // SAFETY: as above.
         let x = cuda::Values::F32(unsafe { cuda::Slice::from_raw(16, usize::MAX) });

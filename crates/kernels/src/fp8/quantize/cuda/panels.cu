@@ -1,9 +1,10 @@
-// The column direction, with or without the row direction, and squares: a group of 256 threads has a panel of 128 × 128 elements,
-// which it reads once and keeps in registers. Read units.cuh first.
+// The column direction, with or without the row direction, and squares. A group of 256 threads
+// reads a panel of 128 × 128 elements once and keeps it in registers. Read units.cuh first.
 //
-// A thread has four rows of one unit: sixteen columns. Its lane and its warp say which: lanes 0 … 7 have the eight units of rows
-// 0 … 3, and so on, so that a warp has 16 rows and two warps have 32, a block of MXFP8's columns. What is exchanged through
-// shared memory is maxima, multipliers, and codes on their way into columns.
+// A thread has four rows of one unit: sixteen columns. Its lane and its warp say which: lanes 0 … 7
+// have the eight units of rows 0 … 3, and so on, so that a warp has 16 rows and two warps have 32,
+// a block of MXFP8's columns. Shared memory is used to exchange maxima and multipliers, and to
+// transpose codes.
 
 constexpr int SIDE = 128, ROWS = 4, UNITS = 8, WARPS = 8;
 // Whether columns have scales, and so codes, of their own.
@@ -16,7 +17,8 @@ constexpr bool ONE_MAXIMUM = AMAX || SCALING == SQUARES_128;
 constexpr int BANDS = SCALING == BLOCKS_32 ? SIDE / MX_BLOCK : 1;
 
 struct PanelMemory {
-    // Codes of columns: 16 rows at index `row / 16 ^ column / 16` of a column, so that neither writing nor reading meets in banks.
+    // Codes of columns: 16 rows at index `row / 16 ^ column / 16` of a column, so that neither
+    // writes nor reads have bank conflicts.
     uint4 transposed[TRANSPOSED ? SIDE : 1][UNITS];
     float multipliers[OWN_SCALES ? BANDS : 1][SIDE];
     u32 of_columns[OWN_SCALES ? WARPS : 1][UNITS * WORDS];
@@ -41,7 +43,8 @@ RULE void transpose(const uint4 codes[ROWS], PanelMemory& m, u32 warp, u32 lane)
     }
 }
 
-// The maxima of columns: a warp's lanes agree on those of its 16 rows and leave them in the panel's memory.
+// The maxima of columns: a warp's lanes combine those of its 16 rows and store them in the panel's
+// memory.
 RULE void find_maxima_of_columns(const Elements<INPUT> x[ROWS], PanelMemory& m, u32 warp, u32 lane) {
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
@@ -56,7 +59,8 @@ RULE void find_maxima_of_columns(const Elements<INPUT> x[ROWS], PanelMemory& m, 
     }
 }
 
-// The scales of columns, from the maxima that all warps left; multipliers are left in the panel's memory.
+// The scales of columns, from the maxima that all warps stored; multipliers go to the panel's
+// memory.
 RULE void scale_columns(const Params& p, PanelMemory& m, u64 first_row, u64 first_col) {
 #pragma unroll
     for (u32 item = threadIdx.x; item < BANDS * SIDE; item += 256) {

@@ -1,8 +1,10 @@
-// The row direction of tensors, blocks of 128 and blocks of 32. Read units.cuh first; PER_THREAD, units that a thread has at a
-// time, and FLAT, whether the matrix is one row of whole tiles, come before this text.
+// The row direction of tensors, blocks of 128 and blocks of 32. Read units.cuh first. Settings
+// before this text: PER_THREAD, the units of a thread at a time, and FLAT, whether the matrix is
+// one row of whole tiles.
 //
-// Units are handed out as they lie, to as many threads as the device holds; a thread has loaded its next ones before it encodes
-// the present ones. Neighbouring lanes have the units of a tile, so rows are counted in whole tiles.
+// Units are distributed in memory order over as many threads as the device holds. A thread loads
+// its next units before it encodes the current ones. Neighbouring lanes have the units of a tile,
+// so rows are counted in whole tiles.
 
 constexpr u32 GROUP = SCALING == BLOCKS_128 ? FP8_BLOCK / BLOCK : SCALING == BLOCKS_32 ? MX_BLOCK / BLOCK : 1;
 

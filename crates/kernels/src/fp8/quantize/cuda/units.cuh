@@ -1,9 +1,10 @@
-// Sixteen neighbours of a row in the registers of one thread: loaded, measured, encoded, stored. Read cuda/fp8_rules.cuh and
-// cuda/elements.cuh first.
+// Sixteen neighbours of a row in the registers of one thread: loaded, measured, encoded, stored.
+// Read cuda/fp8_rules.cuh and cuda/elements.cuh first.
 //
-// Constants that come before this text: INPUT, the type of the elements; FORMAT of the codes; SCALING and, for TENSORS, SOURCE;
-// VALUES, the numbers that may be scales; which of ROW, COLUMN and AMAX are wanted. WHOLE says that units are whole: rows of
-// elements and of the row direction's codes begin at multiples of 16 bytes and have multiples of 16 elements.
+// Settings before this text: INPUT, the type of the elements; FORMAT of the codes; SCALING and, for
+// TENSORS, SOURCE; VALUES, the numbers that may be scales; ROW, COLUMN and AMAX, the outputs. WHOLE
+// means that units are whole: rows of elements and of the row direction's codes begin at multiples
+// of 16 bytes and have multiples of 16 elements.
 
 struct Params {
     const u8* x;
@@ -23,7 +24,8 @@ static_assert(sizeof(Params) == 96, "as the host has them");
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
 constexpr int WORDS = INPUT == F32 ? 16 : 8;  // of a unit
 
-// What a tile's elements are multiplied by, and what is stored for it: the bits of a number, or a byte.
+// The multiplier of a tile's elements, and what is stored for the tile: the bits of a number, or a
+// byte.
 struct TileScale {
     float multiplier;
     u32 stored;
@@ -78,7 +80,8 @@ RULE u32 word_maximum(u32 word) {
     return to_bits(low_element(larger_seen(word, word >> 16, INPUT), INPUT));
 }
 
-// The maximum over lanes at the distances FIRST, 2·FIRST, … LAST and their sums. All lanes of the warp call this.
+// The maximum over lanes at the distances FIRST, 2·FIRST, … LAST and their sums. All lanes of the
+// warp call this.
 template <int FIRST, int LAST>
 RULE u32 maximum_over_lanes(u32 bits) {
 #pragma unroll
@@ -103,7 +106,8 @@ RULE uint4 encode_unit(const Elements<INPUT>& x, Multiplier multiplier) {
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// Writes the first `width` codes of sixteen; `whole` says that it is all of them or none, at a multiple of 16 bytes.
+// Writes the first `width` codes of sixteen; `whole` says that it is all of them or none, at a
+// multiple of 16 bytes.
 RULE void store_codes(u8* to, const uint4& codes, u32 width, bool whole) {
     if (whole) {
         if (width) *(uint4*)to = codes;

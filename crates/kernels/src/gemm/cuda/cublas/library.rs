@@ -52,7 +52,8 @@ impl Descriptor {
     }
 
     pub fn set<T: Copy>(&self, api: &Api, call: &'static str, set: Set, attribute: c_int, value: &T) -> Result<()> {
-        // SAFETY: the descriptor exists, and cuBLASLt copies so many bytes; it refuses a number that is not the attribute's.
+        // SAFETY: the descriptor exists, and cuBLASLt copies `size_of::<T>()` bytes; it refuses a
+        // size that is not the attribute's.
         api.check(call, unsafe { set(self.raw, attribute, ptr::from_ref(value).cast(), size_of::<T>()) })
     }
 }
@@ -154,7 +155,8 @@ pub(super) struct Api {
 }
 
 impl Api {
-    /// The functions of a library that is loaded for as long as the process lives; `None` where it is not there or not whole.
+    /// The functions of a library, which stays loaded until the process ends; `None` if it is
+    /// missing or lacks a function.
     pub fn load(name: &OsString) -> Option<Api> {
         /// # Safety
         ///
@@ -202,7 +204,8 @@ impl Api {
     }
 }
 
-/// What the library may be called: by its name where the dynamic loader finds it, else in a folder that the environment names.
+/// Names and paths to try: bare names for the dynamic loader first, then files in the folders that
+/// the environment names.
 pub(super) fn candidates() -> Vec<OsString> {
     const NAMES: &[&str] = if cfg!(windows) {
         &["cublasLt64_13.dll", "cublasLt64_12.dll"]

@@ -1,8 +1,9 @@
-//! cuBLASLt: bf16 products by NVIDIA's own library, to measure ours beside, and FP8 products on the tensor cores of Hopper and newer
-//! GPUs. Optional: nothing else needs it.
+//! cuBLASLt, NVIDIA's library: bf16 products, which benchmarks compare ours with, and FP8 products
+//! on the tensor cores of Hopper and newer GPUs. Optional: nothing else needs it.
 //!
-//! Its interface is declared here, a few functions of it, rather than taken from cudarc: several libraries can then be tried in turn
-//! (one that is newer than the driver loads and does not start), and none that lacks a function is a panic.
+//! The few functions that are needed are declared in `library.rs`, not taken from cudarc. So
+//! several libraries can be tried one after another (one that is newer than the driver loads but
+//! does not start), and a missing function is not a panic.
 
 mod library;
 
@@ -20,22 +21,24 @@ use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::sync::Mutex;
 
-/// Bytes that a product may use meanwhile.
+/// Bytes of scratch memory for products.
 const WORKSPACE: usize = 32 << 20;
 
-/// cuBLASLt on one GPU, with memory for its products: of one stream, since work of two at the same time would meet in it.
+/// cuBLASLt on one GPU, with scratch memory for its products. For one stream only: concurrent
+/// products on two streams would share the scratch.
 pub struct Cublas {
     plans: Mutex<HashMap<Key, Plan>>,
     /// Aᵀ·B, sums in binary32.
     operation: Descriptor,
-    /// The same, both sides multiplied by numbers of the GPU's memory, which are set for each product while `plans` is locked.
+    /// The same with scales in GPU memory for both operands, which are set for each product while
+    /// `plans` is locked.
     scaled: Descriptor,
     workspace: Buffer<u8>,
     session: Session,
 }
 
-/// What a plan depends on: the types of the right side, the left side and the outputs, M, N and K, and what the addresses are multiples
-/// of.
+/// The key of a plan: the types of the right operand, the left operand and the outputs; M, N and K;
+/// the alignments of the addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     types: [c_int; 3],
@@ -52,7 +55,8 @@ struct Plan {
 }
 
 impl Cublas {
-    /// Loads the library and sets it up, or says why it cannot be used; [`Error::NoCublas`] where there is none.
+    /// Loads the library and sets it up, or says why it cannot be used; [`Error::NoCublas`] where
+    /// there is none.
     pub fn open(device: Device) -> cuda::Result<Cublas> {
         let mut reason = Error::NoCublas;
         for api in candidates().iter().filter_map(Api::load) {
@@ -88,7 +92,8 @@ impl Cublas {
 
     /// `out = A·Bᵀ`, row-major: M × K, N × K and M × N, with sums in binary32. Does not wait.
     ///
-    /// The first call of a shape chooses an algorithm and may load it, which a capture refuses: run a product once before capturing it.
+    /// The first call of a shape chooses an algorithm and may load it, which a capture refuses: run
+    /// a product once before capturing it.
     pub fn matmul_bf16(
         &self,
         stream: &Stream,
@@ -116,14 +121,15 @@ impl Cublas {
         Ok(self.run(stream, Key::new([R_16BF; 3], [m, n, k], addresses), addresses, None)?)
     }
 
-    /// `out = A·Bᵀ` of two FP8 matrices with a 32-bit scale each, which are applied to the sums. Does not wait; see
-    /// [`Cublas::matmul_bf16`] for captures.
+    /// `out = A·Bᵀ` of two FP8 matrices with a 32-bit scale each; the scales are applied to the
+    /// sums. Does not wait; see [`Cublas::matmul_bf16`] for captures.
     ///
-    /// **Not** within [`nvfp4_spec::gemm::bound`]: the FP8 tensor cores of Hopper keep about 14 bits of what they add, so that an output
-    /// may be off by K·2⁻¹² of its products' magnitudes. [`gemm::cuda`](crate::gemm::cuda) is precise, and slow.
+    /// **Not** within [`nvfp4_spec::gemm::bound`]: the FP8 tensor cores of Hopper keep about 14
+    /// bits of each summand, so an output may differ by K·2⁻¹² of its products' magnitudes.
+    /// [`gemm::cuda`](crate::gemm::cuda) is precise, and slow.
     ///
-    /// The library takes K and N that are multiples of 16, addresses that are multiples of 16 bytes, and no two E5M2 matrices; it needs a
-    /// GPU of compute capability 8.9 or newer.
+    /// The library takes K and N that are multiples of 16, addresses that are multiples of 16
+    /// bytes, and no two E5M2 matrices; it needs a GPU of compute capability 8.9 or newer.
     pub fn matmul_fp8<T: Element + Plain>(
         &self,
         stream: &Stream,
@@ -180,7 +186,8 @@ impl Cublas {
         Ok(self.run(stream, key, addresses, Some(scales.map(|scale| scale.address())))?)
     }
 
-    /// A product of checked operands: addresses of B, A and the outputs, and of both scales if they are scaled.
+    /// Runs a product of checked operands: the addresses of B, A and the outputs, and of both
+    /// scales if there are any.
     fn run(&self, stream: &Stream, key: Key, addresses: [u64; 3], scales: Option<[u64; 2]>) -> cuda::Result<()> {
         let api = self.session.api;
         let _current = self.session.device.enter()?;
@@ -203,8 +210,9 @@ impl Cublas {
         let (one, zero) = (1f32, 0f32);
         let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
         let workspace = self.workspace.slice().address() as *mut c_void;
-        // SAFETY: a context is current; the lengths were checked against the shape that the descriptors were made for, and all is memory
-        // of this GPU, the scales too. Both factors are read before the call returns. With a factor of 0, C is not read.
+        // SAFETY: a context is current; the lengths were checked against the shape that the
+        // descriptors were made for, and all is memory of this GPU, the scales too. Both factors
+        // are read before the call returns. With a factor of 0, C is not read.
         let status = unsafe {
             (api.matmul)(
                 self.session.handle,
@@ -228,8 +236,9 @@ impl Cublas {
         api.check("cublasLtMatmul", status)
     }
 
-    /// The algorithm that cuBLASLt expects to be the fastest. It counts in columns: what is row-major here is transposed there, so
-    /// that its left side is B, its right side A and its result N × M.
+    /// The algorithm that cuBLASLt expects to be the fastest. It is column-major: a row-major
+    /// matrix is a transposed one there, so its left operand is B, its right operand A and its
+    /// result N × M.
     fn plan(&self, Key { types, sizes: [m, n, k], alignments }: Key, operation: &Descriptor) -> cuda::Result<Plan> {
         let api = self.session.api;
         // SAFETY: cuBLASLt writes one handle.
@@ -246,14 +255,15 @@ impl Cublas {
             })?;
         let call = "cublasLtMatmulPreferenceSetAttribute";
         preference.set(&api, call, api.preference_set, PREFERENCE_WORKSPACE, &(WORKSPACE as u64))?;
-        // Parts of a sum may otherwise be rounded to bf16 before they are added.
+        // Otherwise partial sums may be rounded to bf16 before they are added.
         preference.set(&api, call, api.preference_set, PREFERENCE_REDUCTION, &REDUCTION_COMPUTE_TYPE)?;
         let [b, a, d] = alignments;
         for (attribute, alignment) in PREFERENCE_ALIGNMENTS.into_iter().zip([b, a, d, d]) {
             preference.set(&api, call, api.preference_set, attribute, &alignment)?;
         }
         let (mut found, mut count) = (Found::default(), 0);
-        // SAFETY: all descriptors exist; cuBLASLt writes at most one result, as it is told, and one number.
+        // SAFETY: all descriptors exist; cuBLASLt writes at most one result, as it is told, and one
+        // number.
         let status = unsafe {
             (api.heuristic)(
                 self.session.handle,
