@@ -31,10 +31,12 @@ unsafe impl Send for Loaded {}
 // SAFETY: as above.
 unsafe impl Sync for Loaded {}
 
-/// The modules loaded on each GPU, by its number and their text. The outer lock is held for a
-/// look-up, an inner one while its text is compiled: threads that ask for the same text wait for
-/// one compilation, others do not wait.
-static MODULES: Mutex<BTreeMap<usize, HashMap<String, Arc<Mutex<Option<Module>>>>>> = Mutex::new(BTreeMap::new());
+/// The modules of one GPU by their text. An inner lock is held while its text is compiled: threads
+/// that ask for the same text wait for one compilation, others do not wait.
+type Modules = HashMap<String, Arc<Mutex<Option<Module>>>>;
+
+/// The modules of each GPU, by its number. This lock is held for a look-up only.
+static MODULES: Mutex<BTreeMap<usize, Modules>> = Mutex::new(BTreeMap::new());
 
 struct Module {
     raw: CUmodule,
