@@ -148,7 +148,7 @@ fn fp8_on(
     let stream = gpu.stream();
     let mut found = gpu.alloc::<f32>(1)?;
     if matches!(scale, Scale::Current(_)) && given.is_none() {
-        let wanted = amax::Wanted { tensor: Some(found.slice_mut()), ..Default::default() };
+        let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
         amax::amax(stream, x, Edge::Kernel, wanted)?;
     }
     let scaling = match scale {
@@ -169,7 +169,7 @@ fn fp8_on(
         Scale::Delayed(_) => Some(gpu.alloc::<f32>(1)?),
         Scale::Current(_) | Scale::Block(..) | Scale::Mx => None,
     };
-    let wanted = kernel::Wanted {
+    let wanted = kernel::Outputs {
         row: row.as_mut().map(target),
         col: col.as_mut().map(target),
         amax: seen.as_mut().map(|seen| kernel::Amax::Replace(seen.slice_mut())),
