@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import nvfp4
@@ -37,6 +39,10 @@ def worker(rank, folder):
     assert torch.equal(rows._amax_columnwise, whole.abs().amax(0))
     for spec in SPECS:
         assert shares_of_the_whole(spec, whole, rank), spec
+    pieces = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(TypeError, match=r"a DTensor lies in pieces.*x\.to_local\(\)"):
+        nvfp4.quantize(pieces)
+    assert nvfp4.quantize(pieces.to_local()) == nvfp4.quantize(whole[rank * 32 : rank * 32 + 32])
     with pytest.raises(ValueError, match="leave out 'from row'"):
         quantized("mxfp8 / fp8 from row", mine, dist.group.WORLD)
     with pytest.raises(ValueError, match="leave out 'from row'"):

@@ -4,6 +4,7 @@
 use super::dialect::{Dialect, Model};
 use super::keep::{Defaults, Part};
 use super::outline::Outline;
+use super::sizes::Sizes;
 use super::verify::Report;
 use super::weight::Weight;
 use safetensors::Dtype;
@@ -15,16 +16,52 @@ pub(super) fn check(model: &Model<'_>, report: &mut Report) {
     check_parts(model, report);
     let config = model.checkpoint.config();
     let outline = Outline::new(config);
+    for wrong in outline.mistyped() {
+        let (key, value, expected) = (wrong.key, wrong.value, wrong.expected);
+        report.problem("config.json", format!("'{key}' is {value}, expected {expected}: a server refuses it"));
+    }
     let two = config
         .is_some_and(|c| c.get("is_encoder_decoder").is_some_and(|v| v == true) || c.get("decoder_layers").is_some());
-    let Some(layers) = outline.layers().filter(|_| !two) else { return };
+    let sizes = Sizes::new(model, &outline);
+    sizes.check_types(report);
+    sizes.check_biases(report);
+    if two {
+        return;
+    }
+    let Some(layers) = outline.layers() else {
+        if writes(model) && !outline.names_layers() {
+            let text = "'num_hidden_layers' is missing: whether layers are missing, and their sizes, was not checked";
+            report.note("config.json", text);
+        }
+        return;
+    };
+    let table = model.weights.iter().any(|w| beside_layers(&w.module) == Some("embed_tokens"));
+    for (key, asked) in
+        [("hidden_size", outline.hidden().is_none()), ("vocab_size", outline.vocabulary().is_none() && table)]
+    {
+        if writes(model) && asked && outline.mistyped().iter().all(|wrong| wrong.key != key) {
+            report.note("config.json", format!("'{key}' is missing: sizes were not held against it"));
+        }
+    }
     let found = Layers::find(model, layers);
     if !outline.is_irregular() {
         found.check_numbers(layers, report);
         found.check_kinds(&outline, report);
+        if sizes.is_uniform() {
+            found.check_uniform(model, &outline, report);
+        }
         found.check_experts(&outline, report);
     }
+    found.check_further(layers, &outline, report);
     check_ends(model, &outline, &found, report);
+    sizes.check_layers(&found.prefix, layers, report);
+    sizes.check_ends(report);
+}
+
+/// Whether a model writes text.
+pub(super) fn writes(model: &Model<'_>) -> bool {
+    let named = |name: &str| name.ends_with("ForCausalLM") || name.ends_with("ForConditionalGeneration");
+    model.architecture().is_some_and(named)
 }
 
 /// Tensors of a quantized weight that stand without the others.
@@ -66,6 +103,8 @@ struct Layers {
     kinds: BTreeMap<usize, BTreeSet<String>>,
     /// Numbers of experts by layer and kind.
     experts: BTreeMap<(usize, String), BTreeSet<u64>>,
+    /// Names of tensors of layers behind the last that the configuration counts, by layer.
+    further: BTreeMap<usize, BTreeSet<String>>,
 }
 
 impl Layers {
@@ -74,10 +113,9 @@ impl Layers {
         let mut all: BTreeMap<String, Layers> = BTreeMap::new();
         for tensor in model.checkpoint.tensors() {
             let Some((prefix, layer, rest)) = layer_of(&tensor.info.name) else { continue };
-            let of =
-                |prefix: &str| Layers { prefix: prefix.to_string(), kinds: BTreeMap::new(), experts: BTreeMap::new() };
-            let found = all.entry(prefix.to_string()).or_insert_with(|| of(prefix));
+            let found = all.entry(prefix.to_string()).or_insert_with(|| Layers::of(prefix));
             if layer as u64 >= layers {
+                found.further.entry(layer).or_default().insert(rest.to_string());
                 continue;
             }
             let kinds = found.kinds.entry(layer).or_default();
@@ -88,7 +126,23 @@ impl Layers {
             kinds.insert(kind);
         }
         let most = all.into_values().max_by_key(|found| found.kinds.values().map(BTreeSet::len).sum::<usize>());
-        most.unwrap_or(Layers { prefix: "layers".to_string(), kinds: BTreeMap::new(), experts: BTreeMap::new() })
+        most.unwrap_or_else(|| Layers::of("layers"))
+    }
+
+    fn of(prefix: &str) -> Self {
+        let (kinds, experts, further) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Layers { prefix: prefix.to_string(), kinds, experts, further }
+    }
+
+    /// Layers behind the last are there to predict further tokens, or the configuration says too few.
+    fn check_further(&self, layers: u64, outline: &Outline<'_>, report: &mut Report) {
+        let marks = ["eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head", "mtp"];
+        let predicts = |names: &BTreeSet<String>| names.iter().any(|name| marks.iter().any(|mark| name.contains(mark)));
+        let unknown = self.further.iter().find(|(_, names)| !predicts(names));
+        if let Some((layer, _)) = unknown.filter(|_| !outline.predicts()) {
+            let text = format!("has tensors, but config.json says {layers} layers: a server leaves it out, or refuses");
+            report.problem(&format!("{}.{layer}", self.prefix), text);
+        }
     }
 
     fn check_numbers(&self, layers: u64, report: &mut Report) {
@@ -130,13 +184,44 @@ impl Layers {
         }
     }
 
-    fn check_experts(&self, outline: &Outline<'_>, report: &mut Report) {
-        let Some(experts) = outline.experts() else { return };
-        for ((layer, kind), numbers) in &self.experts {
-            if kind.contains("experts.#.") && !kind.contains("shared") && (numbers.len() as u64) < experts {
-                let text = format!("only {} of {experts} experts have a '{kind}'", numbers.len());
+    /// What every layer has in families whose layers differ in their feed-forward parts alone, and what stands beside them: under other
+    /// names, a server does not find it.
+    fn check_uniform(&self, model: &Model<'_>, outline: &Outline<'_>, report: &mut Report) {
+        let feed_forward = |kind: &str| kind.starts_with("mlp.") || kind.starts_with("block_sparse_moe.");
+        let common = |kinds: &BTreeSet<String>| self.kinds.values().filter(|other| *other == kinds).count();
+        let usual = self.kinds.values().take(64).rev().max_by_key(|kinds| common(kinds));
+        for (layer, kinds) in &self.kinds {
+            let missing = usual.into_iter().flatten().find(|kind| !feed_forward(kind) && !kinds.contains(*kind));
+            // A layer that has less than others is another finding.
+            if let Some(missing) = missing.filter(|_| usual.is_some_and(|usual| !usual.is_superset(kinds))) {
+                let text = format!(
+                    "'{missing}' missing, which other layers have: a server leaves it uninitialised, or refuses"
+                );
                 report.problem(&format!("{}.{layer}", self.prefix), text);
             }
+        }
+        let Some(parent) = self.prefix.strip_suffix(".layers").filter(|_| writes(model)) else { return };
+        let normed = self.kinds.values().flatten().any(|kind| kind.contains("norm"));
+        for (last, asked) in [("embed_tokens.weight", outline.vocabulary().is_some()), ("norm.weight", normed)] {
+            let name = format!("{parent}.{last}");
+            if asked && model.checkpoint.get(&name).is_none() {
+                report.problem(&name, "missing: a server leaves it uninitialised, or refuses the checkpoint");
+            }
+        }
+    }
+
+    fn check_experts(&self, outline: &Outline<'_>, report: &mut Report) {
+        let Some(experts) = outline.experts() else { return };
+        let routed = |kind: &str| kind.contains("experts.#.") && !kind.contains("shared");
+        for ((layer, kind), numbers) in self.experts.iter().filter(|((_, kind), _)| routed(kind)) {
+            let text = match (numbers.len() as u64, numbers.last()) {
+                (count, _) if count < experts => format!("only {count} of {experts} experts have a '{kind}'"),
+                (_, Some(last)) if *last >= experts && !outline.varies() => {
+                    format!("expert {last} has a '{kind}', but config.json says {experts} experts: a server refuses it")
+                }
+                _ => continue,
+            };
+            report.problem(&format!("{}.{layer}", self.prefix), text);
         }
     }
 }
@@ -146,33 +231,9 @@ fn check_ends(model: &Model<'_>, outline: &Outline<'_>, layers: &Layers, report:
     let defaults = Defaults::new(outline);
     let part = |w: &Weight<'_>| defaults.reason(&w.module, w.rows);
     let outer = |name: &str| layer_of(name).is_none() && defaults.reason(name, 0) != Some(Part::Perception);
-    let writes = model
-        .architecture()
-        .is_some_and(|name| name.ends_with("ForCausalLM") || name.ends_with("ForConditionalGeneration"));
+    let writes = writes(model);
     if outline.vocabulary().is_some() && !model.weights.iter().any(|w| part(w) == Some(Part::Embedding)) {
         report.problem("embedding", "missing: a server leaves it uninitialised, or refuses the checkpoint");
-    }
-    let tables = ["embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embed_in"];
-    let table = |w: &&Weight<'_>| {
-        tables.contains(&w.module.rsplit('.').next().unwrap_or_default())
-            && part(w) == Some(Part::Embedding)
-            && outer(&w.module)
-    };
-    for weight in model.weights.iter().filter(table) {
-        for (key, said, has) in [
-            ("hidden_size", outline.embedded(), ("columns", weight.cols)),
-            ("vocab_size", outline.vocabulary(), ("rows", weight.rows)),
-        ] {
-            if said.is_some_and(|said| said != has.1 as u64) {
-                let text = format!(
-                    "{} {}, but '{key}' in config.json is {}: a server refuses it",
-                    has.1,
-                    has.0,
-                    said.unwrap_or(0)
-                );
-                report.problem(&weight.module, text);
-            }
-        }
     }
     let is_norm = |name: &str| name.contains("norm") || name.contains("ln_f");
     let normed = layers.kinds.values().flatten().any(|kind| is_norm(kind));
@@ -187,21 +248,29 @@ fn check_ends(model: &Model<'_>, outline: &Outline<'_>, layers: &Layers, report:
     }
 }
 
+/// Parts of names that lead to the layers of a text model.
+const WORDS: [&str; 11] = [
+    "model",
+    "language_model",
+    "transformer",
+    "backbone",
+    "gpt_neox",
+    "decoder",
+    "thinker",
+    "llm",
+    "text_model",
+    "encoder",
+    "bert",
+];
+
+/// The last part of a name that stands beside the layers of a text model.
+pub(super) fn beside_layers(module: &str) -> Option<&str> {
+    let (before, last) = module.rsplit_once('.').unwrap_or(("", module));
+    (before.is_empty() || before.split('.').all(|part| WORDS.contains(&part))).then_some(last)
+}
+
 /// The prefix of a layer of the text model, its number, and what follows.
-fn layer_of(name: &str) -> Option<(&str, usize, &str)> {
-    const WORDS: [&str; 11] = [
-        "model",
-        "language_model",
-        "transformer",
-        "backbone",
-        "gpt_neox",
-        "decoder",
-        "thinker",
-        "llm",
-        "text_model",
-        "encoder",
-        "bert",
-    ];
+pub(super) fn layer_of(name: &str) -> Option<(&str, usize, &str)> {
     let mut end = 0;
     for part in name.split('.') {
         end += part.len() + 1;
@@ -217,7 +286,7 @@ fn layer_of(name: &str) -> Option<(&str, usize, &str)> {
 }
 
 /// What a tensor of a layer is; nothing for scales, and for parts that only some layers of a type have.
-fn kind_of(rest: &str) -> Option<String> {
+pub(super) fn kind_of(rest: &str) -> Option<String> {
     const SCALES: [&str; 6] = ["_scale", "_scale_2", "_scale_inv", "_scales", "inv_freq", "_bias"];
     let parts = rest.split('.');
     let sparse = |part: &str| part.starts_with("index") || part == "compressor";

@@ -339,7 +339,7 @@ impl<'p> Conversion<'_, 'p> {
         let values = weight.values(rows.clone(), &mut memory.source)?;
         let input = Input::new(values, rows.len(), weight.cols)?;
         let mut amax = 0.0;
-        let wanted = amax::Wanted { tensor: Some(&mut amax), ..amax::Wanted::default() };
+        let wanted = amax::Outputs { tensor: Some(&mut amax), ..amax::Outputs::default() };
         amax::amax(self.settings.implementation, &input, Edge::Reference, wanted)?;
         if amax.is_finite() { Ok(amax) } else { Err(first_not_finite(weight, rows.start, &values)) }
     }

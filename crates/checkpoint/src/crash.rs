@@ -31,9 +31,18 @@ impl Case {
             named("model.norm.weight", &[64], 3),
         ]);
         if target == Target::Gguf {
+            let layer =
+                |name: &str, shape: &[usize], seed| named(&format!("model.layers.0.{name}.weight"), shape, seed);
             tensors.extend([
                 named("model.embed_tokens.weight", &[64, 64], 4),
-                named("model.layers.0.self_attn.q_proj.weight", &[64, 64], 5),
+                layer("self_attn.q_proj", &[64, 64], 5),
+                layer("self_attn.k_proj", &[64, 64], 6),
+                layer("self_attn.v_proj", &[64, 64], 7),
+                layer("self_attn.o_proj", &[64, 64], 8),
+                layer("mlp.gate_proj", &[64, 64], 9),
+                layer("mlp.up_proj", &[64, 64], 10),
+                layer("input_layernorm", &[64], 11),
+                layer("post_attention_layernorm", &[64], 12),
             ]);
         }
         let mut config = llama_config();
@@ -43,6 +52,7 @@ impl Case {
             ("intermediate_size", json!(64)),
             ("max_position_embeddings", json!(64)),
             ("rms_norm_eps", json!(1e-6)),
+            ("tie_word_embeddings", json!(true)),
         ];
         gguf.into_iter().for_each(|(key, value)| config[key] = value);
         folder(&dir.join("in"), &[tensors], &config);

@@ -3,6 +3,7 @@
 
 use super::architecture;
 use super::dialect::{Dialect, Model};
+use super::ignored::Ignored;
 use super::keep::{Defaults, Part};
 use super::outline::Outline;
 use super::plan;
@@ -10,18 +11,21 @@ use super::verify::{Client, Report};
 use super::weight::{Stored, Weight};
 use crate::Result;
 use nvfp4_spec::BLOCK;
-use regex_lite::Regex;
 use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// Checks `config.json` and `hf_quant_config.json`.
 pub(super) fn check(model: &Model<'_>, client: Client, report: &mut Report) -> Result<()> {
+    check_method(model, report);
     let said = algorithms(model);
     if !said.is_empty() && said.iter().all(|(_, algorithm)| algorithm == "MIXED_PRECISION") {
         report.note("quant_algo", "MIXED_PRECISION: what the configuration says of each layer is not checked");
         return Ok(());
     }
     check_algorithm(model, report);
+    if model.dialect == Dialect::CompressedTensors {
+        check_compressed_tensors(model, client, report);
+    }
     check_inputs(model, report)?;
     check_lists(model, client, report);
     Ok(())
@@ -40,6 +44,104 @@ fn algorithms(model: &Model<'_>) -> Vec<(&'static str, String)> {
     said(model, "quant_algo", "quant_algo").into_iter().map(|(file, value)| (file, text(value))).collect()
 }
 
+/// The names that decide who reads the weights.
+fn check_method(model: &Model<'_>, report: &mut Report) {
+    let config = model.checkpoint.config().and_then(|c| c.get("quantization_config")).filter(|c| !c.is_null());
+    let Some(config) = config else { return };
+    let known: &[&str] = match model.dialect {
+        Dialect::ModelOpt => &["modelopt", "modelopt_fp4", "modelopt_mixed"],
+        Dialect::CompressedTensors => &["compressed-tensors", "compressed_tensors"],
+        _ => return,
+    };
+    if !config.is_object() {
+        report.problem("config.json", format!("'quantization_config' is {config}, expected an object"));
+        return;
+    }
+    check_name("'quant_method'", config.get("quant_method"), known, report);
+    if let Some(own) = model.checkpoint.quantization().filter(|_| model.dialect == Dialect::ModelOpt) {
+        let kv = own.pointer("/quantization/kv_cache_quant_algo").filter(|kv| !kv.is_null());
+        let text = |kv: &Value| kv.as_str().is_some_and(|kv| ["FP8", "NVFP4"].contains(&kv.to_uppercase().as_str()));
+        if let Some(kv) = kv.filter(|kv| !text(kv)) {
+            let text = format!("'kv_cache_quant_algo' is {kv}, expected null, FP8 or NVFP4: vLLM refuses it");
+            report.problem("hf_quant_config.json", text);
+        }
+    }
+}
+
+/// A name that must be one of a few.
+fn check_name(key: &str, value: Option<&Value>, known: &[&str], report: &mut Report) {
+    if value.and_then(Value::as_str).is_some_and(|name| known.contains(&name.to_lowercase().as_str())) {
+        return;
+    }
+    let known = format!("expected '{}'", known[0]);
+    match value {
+        None => report.problem("config.json", format!("no {key} in 'quantization_config', {known}")),
+        Some(value) => report.problem(
+            "config.json",
+            format!("{key} in 'quantization_config' is {value}, {known}: a server reads the weights as something else, or refuses"),
+        ),
+    }
+}
+
+/// What compressed-tensors says of its groups: the format of each, what belongs to it, and how activations are quantized.
+fn check_compressed_tensors(model: &Model<'_>, client: Client, report: &mut Report) {
+    const FORMAT: &str = "nvfp4-pack-quantized";
+    let Some(config) = model.checkpoint.config().and_then(|c| c.get("quantization_config")) else { return };
+    check_name("'format'", config.get("format"), &[FORMAT, "mixed-precision"], report);
+    if let Some(kv) = config.get("kv_cache_scheme").filter(|kv| !kv.is_null() && kv.get("num_bits").is_none()) {
+        report.problem("config.json", format!("'kv_cache_scheme' is {kv}, expected null or an object with 'num_bits'"));
+    }
+    let groups = config.get("config_groups").and_then(Value::as_object);
+    let groups = groups.into_iter().flatten().filter(|(_, group)| is_nvfp4(group.get("weights")));
+    let mut targets = Vec::new();
+    for (name, group) in groups {
+        let format = group.get("format").filter(|format| !format.is_null());
+        if format.is_some() || config.get("format").is_some_and(|f| *f == "mixed-precision") {
+            check_name(&format!("'config_groups.{name}.format'"), format, &[FORMAT], report);
+        }
+        let input = group.get("input_activations").filter(|input| !input.is_null());
+        if input.is_some() && !is_nvfp4(input) {
+            let text = format!(
+                "'config_groups.{name}.input_activations' are not 4-bit floats in blocks of {BLOCK} ('tensor_group') as the                  weights are: a server knows no such layers"
+            );
+            report.problem("config.json", text);
+        }
+        let own = group.get("targets").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
+        targets.extend(own);
+    }
+    // A target is a part of the name of a class, or the name of a module.
+    let classes = ["linear", "parallellinear", "fusedmoe", "parallellmhead", "embedding"];
+    let is_class = |target: &&str| {
+        let target = target.to_lowercase();
+        !target.is_empty() && classes.iter().any(|class| class.contains(&target) || target.ends_with(class))
+    };
+    let modules = Ignored::new(targets.iter().copied(), client, Dialect::CompressedTensors);
+    if targets.iter().any(is_class) {
+        return;
+    }
+    let nvfp4 = || model.weights.iter().filter(|w| matches!(w.stored, Stored::Nvfp4(_)));
+    let lost = || nvfp4().filter(|w| modules.matching(&w.module).is_none());
+    if let Some(first) = lost().next() {
+        let text = format!(
+            "'{}' and {} more NVFP4 weights are no 'targets' of any group of 'config_groups' ({targets:?}), expected [\"Linear\"] or              names of modules: a server does not take them for NVFP4",
+            first.module,
+            lost().count() - 1
+        );
+        report.problem("config.json", text);
+    }
+}
+
+/// Whether weights or activations are described as NVFP4.
+fn is_nvfp4(described: Option<&Value>) -> bool {
+    let Some(described) = described else { return false };
+    let is = |key: &str, value: Value| described.get(key) == Some(&value);
+    is("num_bits", 4.into())
+        && is("type", "float".into())
+        && is("strategy", "tensor_group".into())
+        && described.get("group_size").is_some()
+        && described.get("symmetric").is_none_or(|symmetric| *symmetric == true)
+}
+
 /// The algorithm and the size of blocks.
 fn check_algorithm(model: &Model<'_>, report: &mut Report) {
     let groups = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/config_groups"));
@@ -51,7 +153,9 @@ fn check_algorithm(model: &Model<'_>, report: &mut Report) {
     sizes.extend(own.map(|size| ("config.json", size)));
     for (file, size) in sizes {
         let number = size.as_u64().or_else(|| size.as_str()?.parse().ok());
-        if number != Some(BLOCK as u64) && !size.is_null() {
+        // vLLM takes 16 for ModelOpt's null.
+        let unsaid = size.is_null() && model.dialect == Dialect::ModelOpt;
+        if number != Some(BLOCK as u64) && !unsaid {
             let text = format!(
                 "blocks of {size} ('group_size'), but the scales are for blocks of {BLOCK}: a server expects other shapes"
             );
@@ -59,13 +163,9 @@ fn check_algorithm(model: &Model<'_>, report: &mut Report) {
         }
     }
     if model.dialect == Dialect::CompressedTensors {
-        let is = |group: &Value, key: &str, value: Value| group.pointer(&format!("/weights/{key}")) == Some(&value);
-        let nvfp4 = |g: &Value| {
-            is(g, "num_bits", 4.into()) && is(g, "type", "float".into()) && is(g, "strategy", "tensor_group".into())
-        };
-        if model.checkpoint.config().is_some() && !groups().any(nvfp4) {
-            let text = "no entry of 'config_groups' has weights of 4-bit floats with the strategy 'tensor_group': a server does \
-                        not take the weights for NVFP4";
+        if model.checkpoint.config().is_some() && !groups().any(|group| is_nvfp4(group.get("weights"))) {
+            let text = "no entry of 'config_groups' has weights of symmetric 4-bit floats with the strategy 'tensor_group': a \
+                        server does not take the weights for NVFP4";
             report.problem("config.json", text);
         }
         return;
@@ -87,7 +187,10 @@ fn check_algorithm(model: &Model<'_>, report: &mut Report) {
             "NVFP4" | "W4A16_NVFP4" => {}
             other => report.problem(
                 file,
-                format!("the algorithm is '{other}', but the weights are NVFP4: a server reads them as something else, or refuses"),
+                format!(
+                    "the algorithm is '{other}', but the weights are NVFP4 ('quant_algo', expected NVFP4 or W4A16_NVFP4): a server \
+                     reads them as something else, or refuses"
+                ),
             ),
         }
     }
@@ -145,6 +248,11 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
     let mut lists = Vec::new();
     if let Some(list) = config.and_then(|c| c.pointer("/quantization_config/ignore")) {
         lists.push(("config.json", list));
+    } else if model.dialect == Dialect::ModelOpt && config.is_some_and(is_read) {
+        report.problem(
+            "config.json",
+            "no 'ignore' in 'quantization_config', which vLLM goes by: it expects every weight in NVFP4",
+        );
     } else if config.is_some() && !(model.dialect == Dialect::ModelOpt && model.checkpoint.quantization().is_some()) {
         // Servers read hf_quant_config.json where config.json says nothing, as older checkpoints of ModelOpt do.
         report.problem("config.json", "no 'quantization_config' with an 'ignore' list");
@@ -160,6 +268,13 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
                 Some(list) if key == "exclude_modules" => lists.push(("hf_quant_config.json", list)),
                 Some(_) => {}
             }
+        }
+    }
+    for (file, list) in &lists {
+        let texts = list.as_array().is_some_and(|list| list.iter().all(Value::is_string));
+        if !texts {
+            let key = if *file == "config.json" { "ignore" } else { "exclude_modules" };
+            report.problem(file, format!("'{key}' is not a list of names of modules: a server refuses it"));
         }
     }
     let names = |list: &Value| -> BTreeSet<String> {
@@ -180,13 +295,14 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
         weight.module.contains("embed") || defaults.reason(&weight.module, weight.rows) == Some(Part::Embedding)
     };
     for (file, list) in lists {
-        let patterns: Vec<Ignored> = names(list).iter().map(|name| Ignored::new(name)).collect();
+        let names = names(list);
+        let patterns = Ignored::new(names.iter().map(String::as_str), client, model.dialect);
         check_unnamed(model, client, file, &patterns, report);
         for weight in &model.weights {
-            let by = patterns.iter().find(|p| p.matches(&weight.module, client, model.dialect));
+            let by = patterns.matching(&weight.module);
             match (&weight.stored, by) {
                 (Stored::Nvfp4(_), Some(by)) => {
-                    report.problem(&weight.module, format!("NVFP4, but '{}' in {file} says that it is not", by.text))
+                    report.problem(&weight.module, format!("NVFP4, but '{by}' in {file} says that it is not"))
                 }
                 (Stored::Plain(_), None) if !is_embedding(weight) => report.problem(
                     &weight.module,
@@ -198,13 +314,20 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
     }
 }
 
+/// Whether vLLM reads the quantization of ModelOpt from `config.json`, and in the newer form.
+fn is_read(config: &Value) -> bool {
+    let own = config.get("quantization_config");
+    let has = |key: &str| own.is_some_and(|own| own.get(key).is_some());
+    has("quant_method") && !has("quantization") && !has("exclude_modules")
+}
+
 /// What vLLM builds although the checkpoint has no matrix of that name: experts that lie in one tensor, and heads that are tied
 /// to the embedding. It builds them quantized unless the list says otherwise, and finds nothing to fill them with.
-fn check_unnamed(model: &Model<'_>, client: Client, file: &str, patterns: &[Ignored], report: &mut Report) {
+fn check_unnamed(model: &Model<'_>, client: Client, file: &str, patterns: &Ignored<'_>, report: &mut Report) {
     if client != Client::Vllm {
         return;
     }
-    let listed = |module: &str| patterns.iter().any(|p| p.matches(module, client, model.dialect));
+    let listed = |module: &str| patterns.matching(module).is_some();
     let mut experts: Vec<String> = model.others.iter().filter_map(plan::experts).collect();
     experts.dedup();
     for module in experts {
@@ -228,27 +351,5 @@ fn check_unnamed(model: &Model<'_>, client: Client, file: &str, patterns: &[Igno
             );
             report.problem(head, text);
         }
-    }
-}
-
-/// An entry of an ignore list.
-struct Ignored {
-    text: String,
-    regex: Option<Regex>,
-}
-
-impl Ignored {
-    fn new(text: &str) -> Self {
-        let body = match text.strip_prefix("re:") {
-            Some(regex) => format!("^(?:{regex})"),
-            None => format!("^(?:{})$", text.split('*').map(regex_lite::escape).collect::<Vec<_>>().join(".*")),
-        };
-        Ignored { text: text.to_string(), regex: Regex::new(&body).ok() }
-    }
-
-    /// vLLM takes an entry of ModelOpt's list for a part of a name too: `mlp.gate` also excludes `mlp.gate_proj`.
-    fn matches(&self, module: &str, client: Client, dialect: Dialect) -> bool {
-        let part = client == Client::Vllm && dialect == Dialect::ModelOpt && !self.text.contains('*');
-        (part && module.contains(&self.text)) || self.regex.as_ref().is_some_and(|r| r.is_match(module))
     }
 }

@@ -3,7 +3,7 @@
 //! Read in this order: `file` (one safetensors file), `folder` (a checkpoint), `dialect` (whose it is), `weight` (its
 //! matrices), `names`, `joined`, `keep`, `architecture` and `plan` (what will happen to them), `target` and `shards` (what
 //! is written, and where; `gguf` for llama.cpp), `settings` (what is asked for), `convert` (the two passes) and `rows` (one
-//! piece of one weight); then `verify`, `described` and `complete` (whether a server would load the result).
+//! piece of one weight); then `verify`, `described`, `complete`, `sizes` and `finite` (whether a server would load the result).
 //!
 //! ```no_run
 //! use nvfp4_checkpoint::{Settings, convert};
@@ -32,10 +32,12 @@ mod described;
 mod dialect;
 mod error;
 mod file;
+mod finite;
 mod folder;
 #[doc(hidden)]
 pub mod fuzzed;
 pub mod gguf;
+mod ignored;
 mod inputs;
 mod joined;
 mod keep;
@@ -49,6 +51,7 @@ mod room;
 mod rows;
 mod settings;
 mod shards;
+mod sizes;
 mod stamp;
 mod statistics;
 mod target;

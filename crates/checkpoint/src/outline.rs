@@ -6,6 +6,88 @@ use serde_json::Value;
 const TEXT: [&str; 5] =
     ["/text_config", "/llm_config", "/language_config", "/thinker_config/text_config", "/thinker_config"];
 
+/// What a server takes at a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// A whole number of at least this.
+    Whole(u64),
+    /// The same, or one for each layer; or null, which stands for a default.
+    Each(u64),
+    /// A number greater than zero, or null.
+    Positive,
+    /// True, false or null.
+    Flag,
+    /// A text or null.
+    Text,
+    /// The name of a type of floats, or null.
+    Dtype,
+    /// An object or null.
+    Object,
+}
+
+/// Keys whose values a server calculates with. Other values may be whatever a family likes.
+const FORMS: [(&[&str], Form); 9] = [
+    (&LAYERS, Form::Whole(1)),
+    (&["hidden_size", "n_embd", "d_model", "vocab_size", "padded_vocab_size"], Form::Whole(1)),
+    (&["num_attention_heads", "num_key_value_heads", "head_dim"], Form::Each(0)),
+    (&["max_position_embeddings"], Form::Each(1)),
+    (&["intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "num_kv_shared_layers"], Form::Each(0)),
+    (&["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta"], Form::Positive),
+    (&["tie_word_embeddings", "is_encoder_decoder", "attention_bias", "mlp_bias"], Form::Flag),
+    (&["model_type", "hidden_act"], Form::Text),
+    (&["dtype", "torch_dtype"], Form::Dtype),
+];
+
+const DTYPES: [&str; 7] = ["bfloat16", "float16", "float32", "float64", "half", "float", "auto"];
+const LAYERS: [&str; 4] = ["num_hidden_layers", "n_layer", "n_layers", "num_layers"];
+const EXPERTS: [&str; 6] =
+    ["num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts", "n_experts"];
+
+/// Where a configuration says of each layer what kind it is.
+const KINDS: [&str; 4] = ["layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list"];
+
+impl Form {
+    fn fits(self, value: &Value) -> bool {
+        let whole = |value: &Value, least: u64| value.as_u64().is_some_and(|number| number >= least);
+        match (self, value) {
+            (Form::Whole(least), _) => whole(value, least),
+            (_, Value::Null) => true,
+            (Form::Each(least), Value::Array(each)) => {
+                !each.is_empty() && each.iter().all(|value| value.is_null() || whole(value, least))
+            }
+            (Form::Each(least), _) => whole(value, least),
+            (Form::Positive, _) => value.as_f64().is_some_and(|number| number > 0.0),
+            (Form::Flag, _) => value.is_boolean(),
+            (Form::Text, _) => value.is_string(),
+            (Form::Dtype, _) => {
+                let name = value.as_str().map(|name| name.strip_prefix("torch.").unwrap_or(name));
+                name.is_some_and(|name| DTYPES.contains(&name))
+            }
+            (Form::Object, _) => value.is_object(),
+        }
+    }
+
+    fn words(self) -> &'static str {
+        match self {
+            Form::Whole(0) | Form::Each(0) => "a whole number",
+            Form::Whole(_) | Form::Each(_) => "a whole number greater than 0",
+            Form::Positive => "a number greater than 0",
+            Form::Flag => "true or false",
+            Form::Text => "a text",
+            Form::Dtype => "bfloat16, float16 or float32",
+            Form::Object => "an object",
+        }
+    }
+}
+
+/// A value that is not what a server takes at its key.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mistyped<'c> {
+    pub key: &'static str,
+    pub value: &'c Value,
+    pub expected: &'static str,
+}
+
 /// A model in numbers; what its configuration does not say is `None`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Outline<'c> {
@@ -31,33 +113,91 @@ impl<'c> Outline<'c> {
         value.as_u64().or_else(|| value.get(0)?.as_u64())
     }
 
+    /// Values that are not what a server takes at their keys. Null stands for nothing, except where a model has no size without it.
+    pub fn mistyped(&self) -> Vec<Mistyped<'c>> {
+        let forms = FORMS.into_iter().chain([(&EXPERTS[..], Form::Each(0)), (&["text_config"], Form::Object)]);
+        let mut found: Vec<Mistyped<'c>> = Vec::new();
+        for (key, form) in forms.flat_map(|(keys, form)| keys.iter().map(move |key| (*key, form))) {
+            for value in [self.text, self.config].into_iter().flatten().filter_map(|part| part.get(key)) {
+                // A part may leave to another what it does not say itself.
+                let said = value.is_null() && self.get(&[key]).is_some();
+                if !form.fits(value) && !said && found.iter().all(|other| other.key != key) {
+                    found.push(Mistyped { key, value, expected: form.words() });
+                }
+            }
+        }
+        found
+    }
+
+    /// Whether some key says how many layers there are, rightly or wrongly.
+    pub fn names_layers(&self) -> bool {
+        let parts = [self.text, self.config];
+        parts.into_iter().flatten().any(|part| LAYERS.iter().any(|key| part.get(*key).is_some()))
+    }
+
     /// Layers, without those that predict further tokens.
     pub fn layers(&self) -> Option<u64> {
-        self.number(&["num_hidden_layers", "n_layer", "n_layers", "num_layers"])
+        self.number(&LAYERS)
+    }
+
+    /// Whether layers behind the last predict further tokens.
+    pub fn predicts(&self) -> bool {
+        let parts = [self.text, self.config].into_iter().flatten().filter_map(Value::as_object);
+        let named = |key: &String| ["nextn", "mtp", "num_predict"].iter().any(|word| key.contains(word));
+        parts.flatten().any(|(key, value)| named(key) && value.as_u64() != Some(0) && !value.is_null())
     }
 
     /// Experts that a router chooses from.
     pub fn experts(&self) -> Option<u64> {
-        let keys = [
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "num_routed_experts",
-            "moe_num_experts",
-            "n_experts",
-        ];
-        self.number(&keys).filter(|experts| *experts > 1)
+        self.number(&EXPERTS).filter(|experts| *experts > 1)
     }
 
     /// Columns of the embedding. Some families have a smaller one and a projection behind it.
     pub fn embedded(&self) -> Option<u64> {
         let own = self.get(&["embedding_size", "word_embed_proj_dim", "embedding_hidden_size"]);
-        self.number(&["hidden_size", "n_embd", "d_model"]).filter(|_| own.is_none())
+        self.hidden().filter(|_| own.is_none())
     }
 
     /// Rows of the embedding.
     pub fn vocabulary(&self) -> Option<u64> {
         self.number(&["padded_vocab_size", "vocab_size"])
+    }
+
+    /// The size of what goes from layer to layer.
+    pub fn hidden(&self) -> Option<u64> {
+        self.number(&["hidden_size", "n_embd", "d_model"])
+    }
+
+    /// What a key says that is true or false.
+    pub fn flag(&self, key: &str) -> Option<bool> {
+        self.get(&[key])?.as_bool()
+    }
+
+    /// A number that is the same for every layer.
+    pub fn constant(&self, key: &str) -> Option<u64> {
+        self.get(&[key])?.as_u64()
+    }
+
+    /// Every size that a feed-forward layer may have; none where one differs from layer to layer.
+    pub fn feed_forward(&self) -> Vec<u64> {
+        let parts = [self.text, self.config].into_iter().flatten().filter_map(Value::as_object);
+        let named = |key: &String| key.contains("intermediate") || key.contains("ffn") || key.contains("ff_");
+        let size = |value: &&Value| value.is_u64() || value.is_array();
+        let sizes = parts.flatten().filter(|(key, _)| named(key)).map(|(_, value)| value).filter(size);
+        let numbers: Option<Vec<u64>> = sizes.map(Value::as_u64).collect();
+        numbers.filter(|_| self.constant("intermediate_size").is_some()).unwrap_or_default()
+    }
+
+    /// Whether the configuration has a key with this word in it.
+    pub fn mentions(&self, word: &str) -> bool {
+        let parts = [self.text, self.config].into_iter().flatten().filter_map(Value::as_object);
+        parts.flatten().any(|(key, value)| key.contains(word) && !value.is_null())
+    }
+
+    /// Whether it says something layer by layer, apart from what kind of layer each is: then sizes may differ.
+    pub fn varies(&self) -> bool {
+        let model = self.text.or(self.config).and_then(Value::as_object);
+        model.is_some_and(|model| model.iter().any(|(key, value)| !is_the_same_for_all(key) && has_list(value)))
     }
 
     /// Whether the output head is the embedding.
@@ -67,7 +207,7 @@ impl<'c> Outline<'c> {
 
     /// What kind of layer a layer is, where the configuration says it of each.
     pub fn kind(&self, layer: usize) -> Option<String> {
-        let kinds = self.get(&["layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list"])?;
+        let kinds = self.get(&KINDS)?;
         match kinds {
             Value::String(letters) => letters.get(layer..layer.checked_add(1)?).map(String::from),
             _ => kinds.get(layer).map(Value::to_string),
@@ -78,6 +218,20 @@ impl<'c> Outline<'c> {
     /// values from another layer need no projections to them.
     pub fn is_irregular(&self) -> bool {
         self.get(&["block_configs"]).is_some() || self.number(&["num_kv_shared_layers"]).is_some_and(|n| n > 0)
+    }
+}
+
+/// Keys of lists that are not about layers.
+fn is_the_same_for_all(key: &str) -> bool {
+    let words = ["rope", "token", "quantization_config", "vision", "audio", "architectures", "auto_map", "label"];
+    KINDS.contains(&key) || words.iter().any(|word| key.contains(word))
+}
+
+fn has_list(value: &Value) -> bool {
+    match value {
+        Value::Array(list) => list.len() > 1,
+        Value::Object(object) => object.values().any(has_list),
+        _ => false,
     }
 }
 

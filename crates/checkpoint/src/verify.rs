@@ -5,7 +5,7 @@ use super::dialect::{Dialect, Model};
 use super::names::KvScale;
 use super::statistics::{Statistics, statistics};
 use super::weight::{Stored, Weight};
-use super::{architecture, complete, described, joined};
+use super::{architecture, complete, described, finite, joined};
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -79,6 +79,8 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
     complete::check(model, &mut report);
     report.findings.extend(architecture::loading(model, client));
     check_keys_and_values(model, client, &mut report);
+    finite::check(model, threads, &mut report)?;
+    finite::check_tied(model, &mut report)?;
     let counts = statistics(model, threads)?;
     for (weight, counts) in model.weights.iter().zip(&counts) {
         if let (Stored::Nvfp4(_), Some(counts)) = (&weight.stored, counts) {

@@ -400,9 +400,9 @@ fn lock(disk: &Disk, folder: &Path) -> Result<File> {
     if path.exists() { Ok(lock) } else { Err(busy()) }
 }
 
-/// Whether a folder is an unfinished conversion: it has a journal, or nothing but files that were just begun.
+/// Whether a folder is an unfinished conversion: it has a journal, or nothing but what comes before one.
 fn is_ours(folder: &Path) -> Result<bool> {
-    let begun = |name: &String| name.ends_with(".part") || name == LOCK;
+    let begun = |name: &String| name.strip_suffix(".part") == Some(JOURNAL) || name == LOCK;
     Ok(folder.join(JOURNAL).is_file() || (folder.is_dir() && entries(folder)?.iter().all(begun)))
 }
 

@@ -1,7 +1,9 @@
 //! Every checkpoint that must be refused: the message names what is wrong, and nothing is left under a final name.
 
+mod converted;
 mod generated;
 
+use converted::beside_layers;
 use generated::*;
 use nvfp4_checkpoint::*;
 use safetensors::Dtype;
@@ -316,9 +318,15 @@ fn a_target_that_exists() {
     assert!(error.contains("'precious.txt', which is no part of a checkpoint"), "{error}");
     assert_eq!(fs::read_to_string(dir.join("out/precious.txt")).unwrap(), "mine");
     fs::create_dir(dir.join("out2.partial")).unwrap();
-    fs::write(dir.join("out2.partial/precious.txt"), "mine").unwrap();
-    assert!(refused(&dir.join("in"), &dir.join("out2"), &force).contains("not an unfinished conversion"));
-    assert!(dir.join("out2.partial/precious.txt").exists());
+    // Files that are half written may be anybody's: ours have a journal beside them.
+    for precious in ["out2.partial/precious.txt", "out2.partial/precious.part"] {
+        fs::write(dir.join(precious), "mine").unwrap();
+        for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
+            let said = refused(&dir.join("in"), &dir.join("out2"), &Settings { existing, ..Settings::default() });
+            assert!(said.contains("out2.partial is in the way and not an unfinished conversion; move it"), "{said}");
+        }
+        fs::remove_file(dir.join(precious)).unwrap();
+    }
 }
 
 #[test]
@@ -410,7 +418,7 @@ fn checkpoints_that_would_load_wrongly() {
         change(&mut tensors);
         save(&dir.join("q/model.safetensors"), &tensors);
         let checkpoint = Checkpoint::open(&dir.join("q")).unwrap();
-        let findings = verify(&Model::new(&checkpoint).unwrap(), client, 1).unwrap();
+        let findings = beside_layers(verify(&Model::new(&checkpoint).unwrap(), client, 1).unwrap());
         findings.iter().map(|f| format!("{}: {}", f.about, f.text)).collect::<Vec<_>>().join("\n")
     };
     assert_eq!(found(&|_| {}, Client::Vllm), "");

@@ -232,14 +232,14 @@ fn sizes_in_config_json_that_no_tensor_has_are_refused() {
     let dir = Folder::new();
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-        "vocab_size": 64,
+        "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+        "vocab_size": 64, "tie_word_embeddings": true,
         "rope_scaling": { "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192 },
     });
     let mut tensors = layer(0, Dtype::BF16);
-    tensors.retain(|name, _| name.contains("self_attn") || name.contains("norm"));
     tensors.insert("model.embed_tokens.weight".to_string(), random(Dtype::BF16, &[64, 64], 7));
+    tensors.insert("model.norm.weight".to_string(), random(Dtype::BF16, &[64], 8));
     let refused = |name: &str, key: &str, size: u64| {
         let mut config = config.clone();
         config[key] = json!(size);
@@ -250,8 +250,18 @@ fn sizes_in_config_json_that_no_tensor_has_are_refused() {
         convert(&dir.join(name), &target, &settings, &(), &AtomicBool::new(false)).map(drop)
     };
     refused("right", "vocab_size", 64).unwrap();
-    let error = refused("vocabulary", "vocab_size", 1 << 31).unwrap_err().to_string();
-    assert_eq!(error, "config.json: 'vocab_size' is 2147483648, but 'model.embed_tokens' has 64 rows");
-    let error = refused("head", "head_dim", 1 << 31).unwrap_err().to_string();
-    assert_eq!(error, "config.json: 'head_dim' is 2147483648, but 'model.layers.0.self_attn.q_proj' has 64 rows");
+    for (key, said) in [
+        (
+            "vocab_size",
+            "'vocab_size' is 2147483648, by which 'model.embed_tokens.weight' has the shape [2147483648, 64]",
+        ),
+        (
+            "head_dim",
+            "'num_key_value_heads' x 'head_dim' is 4294967296, by which 'model.layers.0.self_attn.k_proj.weight'",
+        ),
+        ("num_hidden_layers", "has no 'model.layers.1.input_layernorm.weight'"),
+    ] {
+        let error = refused(key, key, 1 << 31).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
 }

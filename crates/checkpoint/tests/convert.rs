@@ -1,7 +1,9 @@
 //! Conversions of small generated checkpoints, and of the inputs that the real libraries were run on.
 
+mod converted;
 mod generated;
 
+use converted::beside_layers;
 use generated::*;
 use nvfp4::{Precision, Profile, Quantizer, Side, TensorRef, Unit};
 use nvfp4_checkpoint::*;
@@ -65,7 +67,7 @@ fn a_llama_becomes_modelopts_tensors_and_configuration() {
     assert!(!dir.join("out.partial").exists());
     let model = Model::new(&checkpoint).unwrap();
     assert_eq!(model.dialect, Dialect::ModelOpt);
-    assert_eq!(verify(&model, Client::Vllm, 2).unwrap(), []);
+    assert_eq!(beside_layers(verify(&model, Client::Vllm, 2).unwrap()), []);
 }
 
 #[test]
@@ -100,7 +102,7 @@ fn joined_weights_share_a_tensor_scale_inside_experts_too() {
             assert_ne!(expert("gate_proj"), expert("down_proj"));
         }
         assert!(matches!(model.weight("model.layers.0.mlp.gate").unwrap().stored, Stored::Plain(_)));
-        assert_eq!(verify(&model, Client::Vllm, 1).unwrap(), []);
+        assert_eq!(beside_layers(verify(&model, Client::Vllm, 1).unwrap()), []);
         let transformers = verify(&model, Client::Transformers, 1).unwrap();
         assert!(transformers.iter().any(|f| f.text.contains("does not load separate experts")), "{transformers:?}");
     }
@@ -332,7 +334,7 @@ fn mxfp4_experts_keep_their_values() {
     for rows in [0..24, 0..8, 3..5, 6..19] {
         assert_eq!(all(&source, rows.clone()), all(&model, rows));
     }
-    assert_eq!(verify(&model, Client::Vllm, 1).unwrap(), []);
+    assert_eq!(beside_layers(verify(&model, Client::Vllm, 1).unwrap()), []);
     run(&dir.join("out"), &dir.join("again"), &to(Target::ModelOpt)).unwrap();
     let weights = |folder: &str| contents(&dir.join(folder))["model.safetensors"].clone();
     assert!(weights("out") == weights("again"), "relabelled to itself");
@@ -388,7 +390,7 @@ fn nvfp4_is_relabelled_without_quantizing_again() {
     assert_eq!(json_of(&dir.join("back/hf_quant_config.json")), json_of(&dir.join("modelopt/hf_quant_config.json")));
     let back = Checkpoint::open(&dir.join("back")).unwrap();
     assert_eq!(bytes(&a, "weight"), bytes(&back, "weight"));
-    assert_eq!(verify(&Model::new(&b).unwrap(), Client::Transformers, 1).unwrap(), []);
+    assert_eq!(beside_layers(verify(&Model::new(&b).unwrap(), Client::Transformers, 1).unwrap()), []);
 }
 
 /// The same numbers in ComfyUI's and torchao's order.
@@ -405,7 +407,7 @@ fn other_dialects_are_read_in_their_own_order() {
     let byte = |dtype, shape: Vec<usize>, bytes: Vec<u8>| Tensor { dtype, shape, bytes };
     let swapped = row.codes().iter().map(|b| b.rotate_left(4)).collect();
     let scales = byte(Dtype::F8_E4M3, vec![256, swizzled.len() / 256], swizzled);
-    let global = tensor(Dtype::F32, &[], row.global().values());
+    let global = tensor(Dtype::F32, &[], row.stored());
     let comfy = Tensors::from([
         ("a.weight".to_string(), byte(Dtype::U8, vec![rows, cols / 2], swapped)),
         ("a.weight_scale".to_string(), scales.clone()),
@@ -493,7 +495,7 @@ fn activations_come_from_a_constant_or_a_table_and_joined_weights_share_the_larg
     };
     assert_eq!(modules.map(scale), [3.0, 3.0, 3.0, 4.0, 6.0, 6.0, 7.0]);
     assert_eq!(json_of(&dir.join("out/hf_quant_config.json"))["quantization"]["quant_algo"], "NVFP4");
-    assert_eq!(verify(&Model::new(&written).unwrap(), Client::Vllm, 1).unwrap(), []);
+    assert_eq!(beside_layers(verify(&Model::new(&written).unwrap(), Client::Vllm, 1).unwrap()), []);
     let table = modules[..5].iter().map(|m| (format!("model.layers.0.{m}"), 1.0)).collect();
     let missing = Settings { acts: Acts::Amaxes(table), ..to(Target::ModelOpt) };
     let refused = run(&dir.join("in"), &dir.join("no"), &missing).unwrap_err().to_string();
@@ -585,7 +587,7 @@ fn a_key_value_cache_in_fp8_is_said_and_stays_said() {
             assert_eq!((&scale.info.shape[..], scale.bytes().unwrap()), (&[1][..], 1f32.to_le_bytes().to_vec()));
             assert!(written.get(&format!("model.layers.1.self_attn.{letter}_proj.{letter}_scale")).is_none());
         }
-        assert_eq!(verify(&Model::new(&written).unwrap(), Client::Transformers, 1).unwrap(), []);
+        assert_eq!(beside_layers(verify(&Model::new(&written).unwrap(), Client::Transformers, 1).unwrap()), []);
     }
     run(&dir.join("ct"), &dir.join("back"), &to(Target::ModelOpt)).unwrap();
     let names = |folder: &str| {
@@ -617,13 +619,13 @@ fn scales_of_keys_and_values_that_a_source_lacks_are_written_as_one() {
         tensors.remove(removed);
         save(&dir.join(made).join("model.safetensors"), &tensors);
         if target == Target::CompressedTensors {
-            let found = verified(&dir.join(made), Client::Transformers);
+            let found = beside_layers(verified(&dir.join(made), Client::Transformers));
             assert_eq!(found.iter().map(|f| f.about.as_str()).collect::<Vec<_>>(), [missing]);
             assert!(found[0].text.ends_with("[fix: nvfp4 convert --to compressed-tensors]"), "{}", found[0].text);
         }
         let mended = dir.join(&format!("{made}-mended"));
         run(&dir.join(made), &mended, &to(Target::CompressedTensors)).unwrap();
-        assert_eq!(verified(&mended, Client::Transformers), []);
+        assert_eq!(beside_layers(verified(&mended, Client::Transformers)), []);
         let written = tensors_of(&mended);
         for layer in 0..2 {
             for letter in ["k", "v"] {

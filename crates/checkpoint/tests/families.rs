@@ -1,7 +1,9 @@
 //! What is decided about models of several families: what shares a scale, what stays, what a server is told, what is refused.
 
+mod converted;
 mod generated;
 
+use converted::beside_layers;
 use generated::*;
 use nvfp4_checkpoint::*;
 use safetensors::Dtype;
@@ -95,7 +97,7 @@ fn a_weight_that_is_joined_in_some_models_only_may_be_kept() {
     let selection = Selection { skip: vec!["*.g_proj".parse().unwrap()], ..Selection::default() };
     run(&dir.join("in"), &dir.join("out"), &Settings { selection, ..to(Target::ModelOpt) }).unwrap();
     let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
-    assert_eq!(verify(&Model::new(&checkpoint).unwrap(), Client::Vllm, 1).unwrap(), []);
+    assert_eq!(beside_layers(verify(&Model::new(&checkpoint).unwrap(), Client::Vllm, 1).unwrap()), []);
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! Checkpoints that are NVFP4 already: decoded to plain numbers, and with one tensor scale for what servers join.
 
+mod converted;
 mod generated;
 
+use converted::beside_layers;
 use generated::*;
 use half::{bf16, f16};
 use nvfp4::{Element, Precision};
@@ -53,7 +55,7 @@ fn globals(folder: &Path) -> BTreeMap<String, u32> {
 
 fn findings(folder: &Path) -> Vec<Finding> {
     let checkpoint = Checkpoint::open(folder).unwrap();
-    verify(&Model::new(&checkpoint).unwrap(), Client::Vllm, 1).unwrap()
+    beside_layers(verify(&Model::new(&checkpoint).unwrap(), Client::Vllm, 1).unwrap())
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

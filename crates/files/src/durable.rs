@@ -135,13 +135,6 @@ impl Disk {
         })
     }
 
-    /// Gives a folder the name of another, which moves to `old` and is removed.
-    pub fn replace(&self, new: &Path, target: &Path, old: &Path) -> Result<()> {
-        let replaces = target.symlink_metadata().is_ok();
-        self.exchange(new, target, old)?;
-        if replaces { self.remove_folder(old) } else { Ok(()) }
-    }
-
     /// Gives a folder the name of another, which moves to `old` if there is one.
     pub fn exchange(&self, new: &Path, target: &Path, old: &Path) -> Result<()> {
         let replaces = target.symlink_metadata().is_ok();
@@ -319,7 +312,7 @@ mod tests {
         fs::create_dir(&target).unwrap();
         fs::write(target.join("kept"), b"").unwrap();
         assert_eq!(aside(&target), old);
-        let said = Disk::default().replace(&new, &target, &old).unwrap_err().to_string();
+        let said = Disk::default().exchange(&new, &target, &old).unwrap_err().to_string();
         assert!(said.contains(&format!("{}: cannot be renamed to {}", new.display(), target.display())), "{said}");
         assert!(target.join("kept").exists());
     }

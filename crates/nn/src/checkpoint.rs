@@ -9,6 +9,7 @@ use crate::{Error, Result, Session};
 use candle_core::{Device, Tensor, Var};
 use nvfp4::Generator;
 use nvfp4_files::durable::{self, Disk};
+use nvfp4_files::regular;
 use nvfp4_recipe::{AmaxRules, States};
 use safetensors::SafeTensors;
 use std::collections::{BTreeMap, HashMap};
@@ -24,8 +25,9 @@ const STATES: &str = "states.safetensors";
 impl Session {
     /// Writes the state between two steps to a folder. The folder of an earlier checkpoint is replaced once the new one is complete.
     ///
-    /// `notes` are the caller's, and come back from [`Session::load`].
-    pub fn save(&self, folder: &Path, optimizer: &AdamW, notes: &BTreeMap<String, String>) -> Result<()> {
+    /// `notes` are the caller's, and come back from [`Session::load`]. The earlier checkpoint may be another user's, and cannot be removed:
+    /// returns where it is then.
+    pub fn save(&self, folder: &Path, optimizer: &AdamW, notes: &BTreeMap<String, String>) -> Result<Option<PathBuf>> {
         let refuse = |reason: &str| Error::Checkpoint { path: folder.to_path_buf(), reason: reason.to_string() };
         let mut state = self.state();
         state.record_amaxes()?;
@@ -70,7 +72,9 @@ impl Session {
         })?;
         states.save(&partial.join(STATES))?;
         // The old one stays until the new one stands in its place.
-        Ok(disk.replace(&partial, folder, &durable::aside(folder))?)
+        let old = durable::aside(folder);
+        disk.exchange(&partial, folder, &old)?;
+        Ok(Some(old).filter(|old| old.symlink_metadata().is_ok() && disk.remove_folder(old).is_err()))
     }
 
     /// Whether a folder has a checkpoint; an error where it has anything else, which a checkpoint would replace. One whose replacement was
@@ -132,8 +136,7 @@ impl Session {
     /// Takes the parameters alone, from a checkpoint's `training.safetensors` or from any safetensors file that has them by name: whatever the
     /// recipe, optimizer or seed they come from. All is checked before anything is changed.
     pub fn load_parameters(&self, path: &Path) -> Result<()> {
-        let bytes = std::fs::read(path)
-            .map_err(|error| Error::Checkpoint { path: path.to_path_buf(), reason: error.to_string() })?;
+        let bytes = regular::read(path, u64::MAX)?;
         let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)?;
         let named = tensors.into_iter().filter(|(name, _)| !name.starts_with("first.") && !name.starts_with("second."));
         let named =
@@ -183,7 +186,7 @@ impl Changes<'_> {
 /// A file of this format and version, and its metadata.
 fn read(path: &Path) -> Result<(Vec<u8>, HashMap<String, String>)> {
     let refuse = |reason: String| Error::Checkpoint { path: path.to_path_buf(), reason };
-    let bytes = std::fs::read(path).map_err(|error| refuse(error.to_string()))?;
+    let bytes = regular::read(path, u64::MAX)?;
     let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|error| refuse(error.to_string()))?;
     let metadata = header.metadata().clone().unwrap_or_default();
     for (key, expected) in [("format", FORMAT), ("version", VERSION)] {
@@ -212,7 +215,9 @@ fn put_back(folder: &Path) -> Result<()> {
         disk.rename(&last, folder)?;
         disk.sync_folder(durable::parent(folder))?;
     }
-    Ok(aside.iter().try_for_each(|old| disk.remove_folder(old))?)
+    // What may not be removed stays: it is in nobody's way.
+    aside.iter().for_each(|old| drop(disk.remove_folder(old)));
+    Ok(())
 }
 
 /// The folders that a checkpoint moved to when it was replaced, the last one last. A folder of such a name with anything else in it is not one.

@@ -5,7 +5,7 @@ use crate::codes::{Codes, Operand};
 use crate::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use nvfp4::{Direction, Element, Elements, Lies, PlainDirection, Product, QuantTensor, Side, TensorRef};
+use nvfp4::{Direction, Element, Elements, Orientation, PlainDirection, Product, QuantTensor, Side, TensorRef};
 
 /// Hands a tensor, of any strides, to `read`.
 pub(crate) fn with_values<R>(x: &Tensor, read: impl FnOnce(&TensorRef<'_>) -> nvfp4::Result<R>) -> Result<R> {
@@ -69,7 +69,7 @@ fn direction(x: &Tensor) -> Result<Direction> {
         DType::F16 => Elements::F16(flat.to_vec1()?),
         other => return Err(no_codes_of(other)),
     };
-    Ok(PlainDirection::from_parts(rows, cols, elements, Lies::Upright)?.into())
+    Ok(PlainDirection::from_parts(rows, cols, elements, Orientation::RowMajor)?.into())
 }
 
 /// An operand of a product of codes.

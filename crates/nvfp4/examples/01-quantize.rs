@@ -12,7 +12,7 @@ fn main() -> nvfp4::Result<()> {
 
     let row = q.nvfp4(Side::Row)?;
     println!("first block: scale byte {:#04x}, packed codes {:02x?}", row.scales()[0], &row.codes()[..8]);
-    println!("global scale: {:?}, meaning {:?}", row.global(), row.unit());
+    println!("global scale: {:?}, meaning {:?}", row.stored(), row.unit());
     println!(
         "{} bytes for {} values: {:.2} bits each",
         q.byte_len(),

@@ -41,7 +41,10 @@ mod storage;
 mod tensor;
 mod tensor_ref;
 
-pub use direction::{Direction, Elements, Fp8Direction, Global, Lies, Nvfp4Direction, PlainDirection};
+pub use direction::{
+    Array, Direction, Elements, Fp8Description, Fp8Direction, HostMemory, MemorySpace, Nvfp4Description,
+    Nvfp4Direction, Orientation, PlainDirection, PlainMatrix,
+};
 pub use error::{Error, Result};
 pub use format::{Directions, Finite, Format, QuantSpec, QuantizerBuilder, Rounding, Side, Transform};
 pub use generator::{Generator, Randomness};

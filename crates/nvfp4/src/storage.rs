@@ -14,8 +14,8 @@
 //! checkpoints for other programs are written elsewhere.
 
 use crate::{
-    Bound, Direction, Elements, Error, Fp8Code, Fp8Direction, Fp8Tile, Global, GlobalScale, Layout, Lies,
-    Nvfp4Direction, PlainDirection, QuantTensor, Result, Signs, Unit, Values, shape,
+    Bound, Direction, Elements, Error, Fp8Code, Fp8Description, Fp8Direction, Fp8Tile, GlobalScale, Layout,
+    Nvfp4Description, Nvfp4Direction, Orientation, PlainDirection, QuantTensor, Result, Signs, Unit, Values, shape,
 };
 use half::{bf16, f16};
 use nvfp4_files::container::{self, Checked, Container, Part, stored};
@@ -134,13 +134,15 @@ impl DirectionEntry {
 /// Where a direction's values are stored.
 fn place(d: &PlainDirection, row: Option<&Direction>) -> Place {
     let in_row = |row: &Direction| match row {
-        Direction::Plain(row) => row.shares(d) && (row.lies(), d.lies()) == (Lies::Upright, Lies::Turned),
+        Direction::Plain(row) => {
+            row.shares(d) && (row.orientation(), d.orientation()) == (Orientation::RowMajor, Orientation::ColumnMajor)
+        }
         Direction::Nvfp4(_) | Direction::Fp8(_) => false,
     };
-    match d.lies() {
+    match d.orientation() {
         _ if row.is_some_and(in_row) => Place::Row,
-        Lies::Upright => Place::Upright,
-        Lies::Turned => Place::Turned,
+        Orientation::RowMajor => Place::Upright,
+        Orientation::ColumnMajor => Place::Turned,
     }
 }
 
@@ -254,13 +256,13 @@ fn part(prefix: &str, what: &str, dtype: Dtype, shape: Vec<usize>, bytes: Vec<u8
 fn nvfp4_parts(d: &Nvfp4Direction, prefix: &str) -> [Part; 3] {
     let [codes, scales] = shapes(d.rows(), d.cols(), d.layout(), d.scales().len());
     let global_shape = match d.global() {
-        Global::PerTensor(_) => vec![],
-        Global::PerRow(values) => vec![values.len()],
+        GlobalScale::PerTensor => vec![],
+        GlobalScale::PerRow => vec![d.stored().len()],
     };
     [
         part(prefix, "codes", Dtype::U8, codes, d.codes().to_vec()),
         part(prefix, "scales", Dtype::F8_E4M3, scales, d.scales().to_vec()),
-        part(prefix, "global", Dtype::F32, global_shape, container::bytes(d.global().values())),
+        part(prefix, "global", Dtype::F32, global_shape, container::bytes(d.stored())),
     ]
 }
 
@@ -296,13 +298,13 @@ fn plain_part(d: &PlainDirection, prefix: &str) -> Part {
         Values::Bf16(x) => (Dtype::BF16, x.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect()),
         Values::F16(x) => (Dtype::F16, x.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect()),
     };
-    part(prefix, "values", dtype, plain_shape(d.rows(), d.cols(), d.lies()), bytes)
+    part(prefix, "values", dtype, plain_shape(d.rows(), d.cols(), d.orientation()), bytes)
 }
 
-fn plain_shape(rows: usize, cols: usize, lies: Lies) -> Vec<usize> {
-    match lies {
-        Lies::Upright => vec![rows, cols],
-        Lies::Turned => vec![cols, rows],
+fn plain_shape(rows: usize, cols: usize, orientation: Orientation) -> Vec<usize> {
+    match orientation {
+        Orientation::RowMajor => vec![rows, cols],
+        Orientation::ColumnMajor => vec![cols, rows],
     }
 }
 
@@ -379,10 +381,10 @@ impl Source<'_> {
             OtherEntry::Fp8Block { tile: TileEntry::Square128 } => self.fp8(Fp8Tile::Square128),
             OtherEntry::Mxfp8 {} if self.side == "row" => self.fp8(Fp8Tile::Row32),
             OtherEntry::Mxfp8 {} => self.fp8(Fp8Tile::Column32),
-            OtherEntry::HighPrecision { values: Place::Upright } => self.plain(Lies::Upright),
-            OtherEntry::HighPrecision { values: Place::Turned } => self.plain(Lies::Turned),
+            OtherEntry::HighPrecision { values: Place::Upright } => self.plain(Orientation::RowMajor),
+            OtherEntry::HighPrecision { values: Place::Turned } => self.plain(Orientation::ColumnMajor),
             OtherEntry::HighPrecision { values: Place::Row } => match row {
-                Some(Direction::Plain(row)) if row.lies() == Lies::Upright => Ok(row.turned().into()),
+                Some(Direction::Plain(row)) if row.orientation() == Orientation::RowMajor => Ok(row.turned().into()),
                 _ => Err(self.wrong("its values are the row direction's, which has none")),
             },
         }
@@ -405,17 +407,10 @@ impl Source<'_> {
         let scales = self.stored("scales", &[Dtype::F8_E4M3], &[&scale_shape])?;
         let global = self.stored("global", &[Dtype::F32], &[&[], &[rows]])?;
         let scope = if global.shape().is_empty() { GlobalScale::PerTensor } else { GlobalScale::PerRow };
-        Nvfp4Direction::from_parts(
-            rows,
-            cols,
-            codes.data().to_vec(),
-            scales.data().to_vec(),
-            Global::from_values(scope, container::floats(&global)),
-            entry.unit(),
-            entry.rotation.map(Signs),
-            layout,
-        )
-        .map_err(|e| self.wrong(e))
+        let (unit, rotation) = (entry.unit(), entry.rotation.map(Signs));
+        let about = Nvfp4Description { rows, cols, global: scope, unit, rotation, layout };
+        let (codes, scales) = (codes.data().to_vec(), scales.data().to_vec());
+        Nvfp4Direction::from_parts(about, codes, scales, container::floats(&global)).map_err(|e| self.wrong(e))
     }
 
     fn fp8(&self, tile: Fp8Tile) -> Checked<Direction> {
@@ -430,12 +425,13 @@ impl Source<'_> {
                 Scales::E8m0(self.stored("scales", &[Dtype::F8_E8M0], &[&scale_shape])?.data().to_vec())
             }
         };
-        let direction = Fp8Direction::from_parts(self.rows, self.cols, code, tile, codes.data().to_vec(), scales);
+        let about = Fp8Description { rows: self.rows, cols: self.cols, code, tile };
+        let direction = Fp8Direction::from_parts(about, codes.data().to_vec(), scales);
         direction.map(Direction::Fp8).map_err(|e| self.wrong(e))
     }
 
-    fn plain(&self, lies: Lies) -> Checked<Direction> {
-        let shape = plain_shape(self.rows, self.cols, lies);
+    fn plain(&self, orientation: Orientation) -> Checked<Direction> {
+        let shape = plain_shape(self.rows, self.cols, orientation);
         let values = self.stored("values", &[Dtype::F32, Dtype::BF16, Dtype::F16], &[&shape])?;
         let halves = || values.data().as_chunks::<2>().0.iter().map(|&bytes| u16::from_le_bytes(bytes));
         let elements = match values.dtype() {
@@ -443,7 +439,7 @@ impl Source<'_> {
             Dtype::F16 => Elements::F16(halves().map(f16::from_bits).collect()),
             _ => Elements::F32(container::floats(&values)),
         };
-        let direction = PlainDirection::from_parts(self.rows, self.cols, elements, lies);
+        let direction = PlainDirection::from_parts(self.rows, self.cols, elements, orientation);
         direction.map(Direction::Plain).map_err(|e| self.wrong(e))
     }
 }

@@ -1,49 +1,55 @@
 //! A quantized tensor: a shape and one or two directions.
 
-use crate::direction::{Direction, Nvfp4Direction, Outline};
+use crate::direction::{Direction, HostMemory, MemorySpace, Nvfp4Direction, PlainMatrix};
 use crate::format::{Directions, Side};
 use crate::{Element, Error, Fp8Tile, Layout, Result, TensorRef, shape};
 use std::fmt;
 
-/// An error unless these are directions of one tensor of that shape; see [`QuantTensor::from_parts`].
-pub(crate) fn check_parts(shape: &[usize], row: Option<Outline>, col: Option<Outline>) -> Result<()> {
-    let (rows, cols) = shape::flatten(shape)?;
-    for (part, expected) in [(&row, [rows, cols]), (&col, [cols, rows])] {
-        if let Some(part) = part
-            && [part.rows, part.cols] != expected
-        {
-            return Err(Error::OtherShape { expected: expected.to_vec(), got: vec![part.rows, part.cols] });
-        }
-    }
-    if row.is_none() && col.is_none() {
-        return Err(Error::NoDirection);
-    }
-    if row.as_ref().is_some_and(|part| part.rotation.is_some()) {
-        return Err(Error::RotatedRow);
-    }
-    for (side, part, other) in [(Side::Row, row, Fp8Tile::Column32), (Side::Column, col, Fp8Tile::Row32)] {
-        if part.is_some_and(|part| part.tile == Some(other)) {
-            return Err(Error::MxTile(side));
-        }
-    }
-    Ok(())
-}
-
 /// A quantized tensor. Each direction has its own format and owns all that belongs to it: codes, scales, rotation, layout. A clone has the
-/// same bytes.
-#[derive(Clone, Debug, PartialEq)]
-pub struct QuantTensor {
+/// same bytes. Its bytes lie in the memory of the host, or in that of a GPU.
+#[derive(Debug)]
+pub struct QuantTensor<M: MemorySpace = HostMemory> {
     pub(crate) shape: Vec<usize>,
-    pub(crate) row: Option<Direction>,
-    pub(crate) col: Option<Direction>,
+    pub(crate) row: Option<Direction<M>>,
+    pub(crate) col: Option<Direction<M>>,
 }
 
-impl QuantTensor {
+impl Clone for QuantTensor {
+    fn clone(&self) -> Self {
+        QuantTensor { shape: self.shape.clone(), row: self.row.clone(), col: self.col.clone() }
+    }
+}
+
+impl PartialEq for QuantTensor {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.shape, &self.row, &self.col) == (&other.shape, &other.row, &other.col)
+    }
+}
+
+impl<M: MemorySpace> QuantTensor<M> {
     /// A tensor over existing directions, at least one. The row direction must be [rows, cols] of the flattened shape and
     /// not rotated, the column direction [cols, rows]. Tiles of MXFP8 lie along the direction's rows as the tensor lies: 1×32 in the row
     /// direction, 32×1 in the column direction.
-    pub fn from_parts(shape: &[usize], row: Option<Direction>, col: Option<Direction>) -> Result<Self> {
-        check_parts(shape, row.as_ref().map(Direction::outline), col.as_ref().map(Direction::outline))?;
+    pub fn from_parts(shape: &[usize], row: Option<Direction<M>>, col: Option<Direction<M>>) -> Result<Self> {
+        let (rows, cols) = shape::flatten(shape)?;
+        if row.is_none() && col.is_none() {
+            return Err(Error::NoDirection);
+        }
+        let sides =
+            [(Side::Row, &row, [rows, cols], Fp8Tile::Column32), (Side::Column, &col, [cols, rows], Fp8Tile::Row32)];
+        for (side, direction, expected, other_tile) in sides {
+            let Some(direction) = direction else { continue };
+            let got = [direction.rows(), direction.cols()];
+            if got != expected {
+                return Err(Error::OtherShape { expected: expected.to_vec(), got: got.to_vec() });
+            }
+            if side == Side::Row && direction.rotation().is_some() {
+                return Err(Error::RotatedRow);
+            }
+            if direction.fp8_tile() == Some(other_tile) {
+                return Err(Error::MxTile(side));
+            }
+        }
         Ok(QuantTensor { shape: shape.to_vec(), row, col })
     }
 
@@ -63,17 +69,17 @@ impl QuantTensor {
     }
 
     /// The row direction, if the tensor holds it.
-    pub fn row(&self) -> Option<&Direction> {
+    pub fn row(&self) -> Option<&Direction<M>> {
         self.row.as_ref()
     }
 
     /// The column direction, if the tensor holds it: the quantized transposed matrix.
-    pub fn col(&self) -> Option<&Direction> {
+    pub fn col(&self) -> Option<&Direction<M>> {
         self.col.as_ref()
     }
 
     /// A direction, or an error that says it is missing.
-    pub fn direction(&self, side: Side) -> Result<&Direction> {
+    pub fn direction(&self, side: Side) -> Result<&Direction<M>> {
         match side {
             Side::Row => self.row.as_ref(),
             Side::Column => self.col.as_ref(),
@@ -81,20 +87,27 @@ impl QuantTensor {
         .ok_or(Error::MissingDirection(side))
     }
 
+    /// The directions by themselves.
+    pub fn into_directions(self) -> (Option<Direction<M>>, Option<Direction<M>>) {
+        (self.row, self.col)
+    }
+
     /// A direction that is NVFP4, or an error that says what it is instead.
-    pub fn nvfp4(&self, side: Side) -> Result<&Nvfp4Direction> {
+    pub fn nvfp4(&self, side: Side) -> Result<&Nvfp4Direction<M>> {
         self.direction(side)?.nvfp4()
     }
 
     /// Bytes that all directions take. Memory that both share counts once.
     pub fn byte_len(&self) -> usize {
-        let bytes = |d: &Option<Direction>| d.as_ref().map_or(0, Direction::byte_len);
+        let bytes = |d: &Option<Direction<M>>| d.as_ref().map_or(0, Direction::byte_len);
         match (&self.row, &self.col) {
             (Some(Direction::Plain(row)), Some(Direction::Plain(col))) if row.shares(col) => row.byte_len(),
             (row, col) => bytes(row) + bytes(col),
         }
     }
+}
 
+impl QuantTensor {
     /// The decoded values of a direction. The row direction comes in the shape of the tensor. The column direction comes transposed,
     /// and rotated if the Hadamard transform was on.
     pub fn dequantize<T: Element>(&self, side: Side) -> Result<Vec<T>> {
@@ -167,8 +180,8 @@ impl QuantTensor {
     }
 }
 
-/// The shape, and each direction in the words of a spec.
-impl fmt::Display for QuantTensor {
+/// The shape, and each direction in recipe syntax.
+impl<M: MemorySpace> fmt::Display for QuantTensor<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}", self.shape)?;
         for (side, direction) in [(Side::Row, &self.row), (Side::Column, &self.col)] {

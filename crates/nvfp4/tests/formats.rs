@@ -192,8 +192,8 @@ impl<'a> Held<'a> {
                 cols: d.cols(),
                 codes: d.codes(),
                 scales: d.scales(),
-                stored: d.global().values(),
-                global: d.global().scope(),
+                stored: d.stored(),
+                global: d.global(),
                 unit: d.unit(),
             }),
             Direction::Fp8(d) => Held::Fp8(fp8_view(d)),
@@ -442,14 +442,16 @@ fn slices_keep_their_bytes_and_blocks_stay_whole() {
 #[test]
 fn directions_from_parts_are_checked() {
     let part = |tile, codes: usize, scales| {
-        Fp8Direction::from_parts(4, 40, Fp8Code::E4m3, tile, vec![0; codes], scales).unwrap_err().to_string()
+        let about = Fp8Description { rows: 4, cols: 40, code: Fp8Code::E4m3, tile };
+        let part: Result<Fp8Direction> = Fp8Direction::from_parts(about, vec![0; codes], scales);
+        part.unwrap_err().to_string()
     };
     assert_eq!(part(Fp8Tile::Row32, 159, Fp8Scales::E8m0(vec![0; 8])), "codes: expected length 160, got 159");
     assert_eq!(part(Fp8Tile::Row32, 160, Fp8Scales::E8m0(vec![0; 9])), "scales: expected length 8, got 9");
     assert_eq!(part(Fp8Tile::Column32, 160, Fp8Scales::E8m0(vec![0; 9])), "scales: expected length 8, got 9");
     assert!(part(Fp8Tile::Row32, 160, Fp8Scales::F32(vec![0.0; 8])).starts_with("tiles of 32 have E8M0 scales"));
     assert!(part(Fp8Tile::Tensor, 160, Fp8Scales::E8m0(vec![0; 1])).contains("give scales of that kind"));
-    let plain = PlainDirection::from_parts(4, 40, Elements::F32(vec![0.0; 159]), Lies::Upright).unwrap_err();
+    let plain = PlainDirection::from_parts(4, 40, Elements::F32(vec![0.0; 159]), Orientation::RowMajor).unwrap_err();
     assert_eq!(plain.to_string(), "elements: expected length 160, got 159");
     let column = quantize("mxfp8", 1).col().cloned();
     let error = QuantTensor::from_parts(&[COLS, ROWS], column, None).unwrap_err().to_string();

@@ -126,8 +126,8 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
             let amax = matrix::amax(&x, settings.mode.global, settings.mode.amax_edge()).unwrap();
             let expected = matrix::quantize(&x, &amax, &settings.mode, rule).unwrap();
             assert_eq!((direction.codes(), direction.scales()), (&expected.codes[..], &expected.scales[..]));
-            assert_eq!(direction.global().values(), expected.stored);
-            assert_eq!((direction.global().scope(), direction.unit()), (settings.mode.global, expected.unit));
+            assert_eq!(direction.stored()[..], expected.stored[..]);
+            assert_eq!((direction.global(), direction.unit()), (settings.mode.global, expected.unit));
             assert_eq!(direction.rotation(), rotation);
         }
     }
@@ -237,7 +237,7 @@ fn empty_tensors_are_valid() {
     for shape in [[0, 16], [16, 0], [0, 0]] {
         let q = quantizer.quantize(&TensorRef::new(&[0.0f32; 0][..], &shape).unwrap()).unwrap();
         assert!(q.nvfp4(Side::Row).unwrap().codes().is_empty() && q.nvfp4(Side::Column).unwrap().scales().is_empty());
-        assert_eq!(q.nvfp4(Side::Row).unwrap().global().values().len(), shape[0]);
+        assert_eq!(q.nvfp4(Side::Row).unwrap().stored().len(), shape[0]);
         assert_eq!(q.dequantize::<f32>(Side::Row).unwrap(), [0.0f32; 0]);
     }
 }
@@ -279,7 +279,7 @@ fn a_known_amax_is_used_and_its_length_checked() {
     let x = TensorRef::new(&x[..], &[4, 16]).unwrap();
     let with = |amax| Options { row_amax: Some(amax), ..Options::default() };
     let q = Quantizer::default().quantize_with(&x, &with(&[2.0])).unwrap();
-    assert_eq!(q.nvfp4(Side::Row).unwrap().global(), &Global::PerTensor(2.0));
+    assert_eq!(q.nvfp4(Side::Row).unwrap().stored()[..], [2.0]);
     let message = |amax| Quantizer::default().quantize_with(&x, &with(amax)).unwrap_err().to_string();
     assert_eq!(message(&[1.0; 4]), "amax: expected length 1, got 4");
     assert_eq!(message(&[-1.0]), "amax: expected a magnitude, got -1 at index 0");

@@ -158,17 +158,9 @@ fn a_slice_at_a_ragged_end_has_consistent_directions() {
                 let parts = QuantTensor::from_parts(&[end - start, 20], slice.row().cloned(), slice.col().cloned());
                 assert_eq!(parts.unwrap(), slice);
                 for d in [Side::Row, Side::Column].map(|side| slice.nvfp4(side).unwrap()) {
-                    let (codes, scales, global) = (d.codes().to_vec(), d.scales().to_vec(), d.global().clone());
-                    let checked = Nvfp4Direction::from_parts(
-                        d.rows(),
-                        d.cols(),
-                        codes,
-                        scales,
-                        global,
-                        d.unit(),
-                        None,
-                        d.layout(),
-                    );
+                    let (codes, scales, stored) = (d.codes().to_vec(), d.scales().to_vec(), d.stored().to_vec());
+                    let checked: Result<Nvfp4Direction> =
+                        Nvfp4Direction::from_parts(*d.description(), codes, scales, stored);
                     assert_eq!(&checked.unwrap(), d, "rows {start}..{end}, {layout:?}");
                 }
                 let expected: Vec<f32> = column.chunks(17).flat_map(|c| &c[start..end]).copied().collect();
@@ -318,22 +310,30 @@ fn tensors_are_made_from_parts_only_where_they_fit() {
     let message = QuantTensor::from_parts(&[ROWS, COLS], col, None).unwrap_err().to_string();
     assert_eq!(message, "expected the shape [48, 64], got [64, 48]");
     assert!(QuantTensor::from_parts(&[usize::MAX, 2, 0], row, None).is_err());
-    assert!(matches!(QuantTensor::from_parts(&[ROWS, COLS], None, None), Err(Error::NoDirection)));
-    let unit = Unit::Amax(Bound::E448);
-    let part = |codes, scales, global| {
-        Nvfp4Direction::from_parts(2, 32, vec![0; codes], vec![0; scales], global, unit, None, Layout::Linear)
+    assert!(matches!(<QuantTensor>::from_parts(&[ROWS, COLS], None, None), Err(Error::NoDirection)));
+    let about = Nvfp4Description {
+        rows: 2,
+        cols: 32,
+        global: GlobalScale::PerTensor,
+        unit: Unit::Amax(Bound::E448),
+        rotation: None,
+        layout: Layout::Linear,
     };
-    assert!(part(32, 4, Global::PerTensor(1.0)).is_ok());
+    let part = |codes, scales, global, stored| -> Result<Nvfp4Direction> {
+        let about = Nvfp4Description { global, ..about };
+        Nvfp4Direction::from_parts(about, vec![0; codes], vec![0; scales], stored)
+    };
+    let (per_tensor, per_row) = (GlobalScale::PerTensor, GlobalScale::PerRow);
+    assert!(part(32, 4, per_tensor, vec![1.0]).is_ok());
     let message = |r: Result<Nvfp4Direction>| r.unwrap_err().to_string();
-    assert_eq!(message(part(31, 4, Global::PerTensor(1.0))), "codes: expected length 32, got 31");
-    assert_eq!(message(part(32, 5, Global::PerTensor(1.0))), "scales: expected length 4, got 5");
-    assert_eq!(message(part(32, 4, Global::PerRow(vec![1.0]))), "global scale: expected length 2, got 1");
-    let negative = Global::PerRow(vec![1.0, -0.5]);
-    assert_eq!(message(part(32, 4, negative)), "amax: expected a magnitude, got -0.5 at index 1");
+    assert_eq!(message(part(31, 4, per_tensor, vec![1.0])), "codes: expected length 32, got 31");
+    assert_eq!(message(part(32, 5, per_tensor, vec![1.0])), "scales: expected length 4, got 5");
+    assert_eq!(message(part(32, 4, per_row, vec![1.0])), "global scale: expected length 2, got 1");
+    assert_eq!(message(part(32, 4, per_row, vec![1.0, -0.5])), "amax: expected a magnitude, got -0.5 at index 1");
     let rotated = |cols: usize| {
         let (codes, scales) = (vec![0; 2 * cols.div_ceil(2)], vec![0; 2 * cols.div_ceil(16)]);
-        let (global, signs) = (Global::PerTensor(1.0), Some(Signs::FIXED));
-        Nvfp4Direction::from_parts(2, cols, codes, scales, global, unit, signs, Layout::Linear)
+        let about = Nvfp4Description { cols, rotation: Some(Signs::FIXED), ..about };
+        Nvfp4Direction::from_parts(about, codes, scales, vec![1.0])
     };
     let rows = QuantTensor::from_parts(&[2, 32], Some(rotated(32).unwrap().into()), None);
     assert!(matches!(rows, Err(Error::RotatedRow)));

@@ -172,9 +172,19 @@ impl Array {
     }
 }
 
+/// A tensor that lies in pieces on several devices has no memory of its own to lend.
+fn check_pieces(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<()> {
+    if framework == Framework::Torch && x.get_type().name()? == "DTensor" {
+        let advice = "a DTensor lies in pieces on several devices; pass x.to_local(), or x.full_tensor()";
+        return Err(PyTypeError::new_err(advice));
+    }
+    Ok(())
+}
+
 /// Takes an array's memory over, with the type of its elements.
 fn borrow(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataType)> {
     check_mask(x)?;
+    check_pieces(x, framework)?;
     let lent = match framework {
         Framework::Torch if x.getattr("requires_grad").is_ok_and(|grad| grad.is_truthy().unwrap_or(false)) => {
             Tensor::of(&x.call_method0("detach")?)

@@ -11,7 +11,7 @@ use nvfp4::cuda::{
     Allocator, Direction, Gpu, Input, Memory, Observed, Offset, Options, Owned, Plain, Product, QuantTensor,
     Randomness, Slice, Stream, Values, finite,
 };
-use nvfp4::{Element, Fp8Direction, Global, GlobalScale, Nvfp4Direction, Precision, Side};
+use nvfp4::{Element, Fp8Description, Fp8Direction, Nvfp4Description, Nvfp4Direction, Precision, Side};
 use nvfp4_spec::fp8::Scales;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -395,7 +395,7 @@ pub fn memory(direction: &Direction, part: Part) -> Option<&Memory> {
             Scales::F32(scales) => scales.memory(),
             Scales::E8m0(scales) => scales.memory(),
         }),
-        (_, Part::Values) | (Direction::Fp8(_), Part::Global) => None,
+        (Direction::Plain(_), _) | (_, Part::Values) | (Direction::Fp8(_), Part::Global) => None,
     }
 }
 
@@ -447,22 +447,20 @@ pub fn copied(py: Python<'_>, held: &Arc<Held>) -> PyResult<Held> {
 pub fn twin(direction: &Direction) -> PyResult<nvfp4::Direction> {
     Ok(match direction {
         Direction::Nvfp4(d) => {
-            let global = match d.global() {
-                GlobalScale::PerTensor => Global::PerTensor(0.0),
-                GlobalScale::PerRow => Global::PerRow(Vec::new()),
-            };
-            let (unit, rotation, layout) = (d.unit(), direction.rotation(), d.layout());
-            let none = Vec::new();
-            Nvfp4Direction::from_parts(0, 0, none.clone(), none, global, unit, rotation, layout).or_raise()?.into()
+            let about = Nvfp4Description { rows: 0, cols: 0, ..*d.description() };
+            let stored = vec![0.0; about.stored_len()];
+            Nvfp4Direction::from_parts(about, Vec::new(), Vec::new(), stored).or_raise()?.into()
         }
         Direction::Fp8(d) => {
-            let count = d.tile().scale_count(0, 0).map_err(nvfp4::Error::from).or_raise()?;
+            let about = Fp8Description { rows: 0, cols: 0, ..*d.description() };
+            let count = about.scale_len().or_raise()?;
             let scales = match d.scales() {
                 Scales::F32(_) => Scales::F32(vec![0.0; count]),
                 Scales::E8m0(_) => Scales::E8m0(vec![0; count]),
             };
-            Fp8Direction::from_parts(0, 0, d.code(), d.tile(), Vec::new(), scales).or_raise()?.into()
+            Fp8Direction::from_parts(about, Vec::new(), scales).or_raise()?.into()
         }
+        Direction::Plain(nothing) => match *nothing {},
     })
 }
 

@@ -17,8 +17,8 @@ use crate::error::OrRaise;
 use crate::words::{self, DIRECTIONS, choose};
 use half::{bf16, f16};
 use nvfp4::{
-    Direction, Directions, Elements, Fp8Direction, Fp8Scales, Fp8Tile, Global, GlobalScale, Layout, Lies,
-    Nvfp4Direction, Options, PlainDirection, Precision, QuantTensor, Randomness, Side, TensorRef, Values,
+    Direction, Directions, Elements, Fp8Description, Fp8Direction, Fp8Scales, Fp8Tile, Layout, Nvfp4Description,
+    Nvfp4Direction, Options, Orientation, PlainDirection, Precision, QuantTensor, Randomness, Side, TensorRef, Values,
 };
 use nvfp4_recipe::QuantSpec;
 use nvfp4_spec::fp8::ScaleRef;
@@ -72,7 +72,7 @@ pub fn shape(like: &Direction, part: Part, (rows, cols): (usize, usize)) -> Opti
     match (like, part) {
         (Direction::Nvfp4(_), Part::Codes) => Some((DataType::U8, vec![rows, e2m1::packed_len(cols)])),
         (Direction::Nvfp4(d), Part::Scales) => Some((DataType::U8, scale_shape(d.layout(), rows, cols).to_vec())),
-        (Direction::Nvfp4(d), Part::Global) => Some((DataType::F32, vec![d.global().scope().count(rows)])),
+        (Direction::Nvfp4(d), Part::Global) => Some((DataType::F32, vec![d.global().count(rows)])),
         (Direction::Fp8(d), Part::Codes) => {
             let (down, across) = d.tile().along_k((rows, cols));
             Some((DataType::U8, vec![down, across]))
@@ -87,9 +87,9 @@ pub fn shape(like: &Direction, part: Part, (rows, cols): (usize, usize)) -> Opti
             Some((dtype, vec![high, wide]))
         }
         (Direction::Plain(d), Part::Values) => {
-            let shape = match d.lies() {
-                Lies::Upright => vec![rows, cols],
-                Lies::Turned => vec![cols, rows],
+            let shape = match d.orientation() {
+                Orientation::RowMajor => vec![rows, cols],
+                Orientation::ColumnMajor => vec![cols, rows],
             };
             Some((d.values().precision().into(), shape))
         }
@@ -118,7 +118,7 @@ fn flat(shape: &[usize]) -> (usize, usize) {
 fn shares(tensor: &QuantTensor) -> bool {
     match (tensor.row(), tensor.col()) {
         (Some(Direction::Plain(row)), Some(Direction::Plain(col))) => {
-            row.lies() != col.lies() && {
+            row.orientation() != col.orientation() && {
                 let address = |values: Values<'_>| match values {
                     Values::F32(x) => x.as_ptr().addr(),
                     Values::Bf16(x) => x.as_ptr().addr(),
@@ -187,8 +187,9 @@ pub fn put_together(
     let (row, col) = match (row, column, shares(&like)) {
         (Some(row), Some(column), true) if column.is_empty() => {
             let elements = Arc::new(elements(&row)?);
-            let turned = PlainDirection::from_parts(cols, rows, Arc::clone(&elements), Lies::Turned).or_raise()?;
-            let row = PlainDirection::from_parts(rows, cols, elements, Lies::Upright).or_raise()?;
+            let turned =
+                PlainDirection::from_parts(cols, rows, Arc::clone(&elements), Orientation::ColumnMajor).or_raise()?;
+            let row = PlainDirection::from_parts(rows, cols, elements, Orientation::RowMajor).or_raise()?;
             (Some(row.into()), Some(turned.into()))
         }
         (row, column, _) => {
@@ -223,27 +224,20 @@ fn elements(arrays: &[Bound<'_, PyAny>]) -> PyResult<Elements> {
 fn direction(like: &Direction, (rows, cols): (usize, usize), arrays: &[Bound<'_, PyAny>]) -> PyResult<Direction> {
     match (like, arrays) {
         (Direction::Nvfp4(like), [codes, scales, stored]) => {
-            let stored = floats(stored)?;
-            let global = match (like.global().scope(), &stored[..]) {
-                (GlobalScale::PerTensor, [one]) => Global::PerTensor(*one),
-                (GlobalScale::PerTensor, all) => {
-                    return Err(PyValueError::new_err(format!("expected one 32-bit scale, got {}", all.len())));
-                }
-                (GlobalScale::PerRow, _) => Global::PerRow(stored),
-            };
-            let (unit, rotation, layout) = (like.unit(), like.rotation(), like.layout());
-            let (codes, scales) = (bytes(codes)?, bytes(scales)?);
-            Ok(Nvfp4Direction::from_parts(rows, cols, codes, scales, global, unit, rotation, layout).or_raise()?.into())
+            let about = Nvfp4Description { rows, cols, ..*like.description() };
+            let (codes, scales, stored) = (bytes(codes)?, bytes(scales)?, floats(stored)?);
+            Ok(Nvfp4Direction::from_parts(about, codes, scales, stored).or_raise()?.into())
         }
         (Direction::Fp8(like), [codes, scales]) => {
             let scales = match like.tile() {
                 Fp8Tile::Row32 | Fp8Tile::Column32 => Fp8Scales::E8m0(bytes(scales)?),
                 Fp8Tile::Tensor | Fp8Tile::Row128 | Fp8Tile::Square128 => Fp8Scales::F32(floats(scales)?),
             };
-            Ok(Fp8Direction::from_parts(rows, cols, like.code(), like.tile(), bytes(codes)?, scales).or_raise()?.into())
+            let about = Fp8Description { rows, cols, ..*like.description() };
+            Ok(Fp8Direction::from_parts(about, bytes(codes)?, scales).or_raise()?.into())
         }
         (Direction::Plain(like), arrays) => {
-            Ok(PlainDirection::from_parts(rows, cols, elements(arrays)?, like.lies()).or_raise()?.into())
+            Ok(PlainDirection::from_parts(rows, cols, elements(arrays)?, like.orientation()).or_raise()?.into())
         }
         (like, arrays) => {
             let (expected, got) = (Part::of(like).len(), arrays.len());
@@ -273,7 +267,7 @@ pub fn lend(tensor: &Arc<QuantTensor>, side: Side, part: Part) -> PyResult<Lent>
         let numbers = match (direction, part) {
             (Direction::Nvfp4(d), Part::Codes) => Numbers::Bytes(d.codes()),
             (Direction::Nvfp4(d), Part::Scales) => Numbers::Bytes(d.scales()),
-            (Direction::Nvfp4(d), _) => Numbers::Values(Values::F32(d.global().values())),
+            (Direction::Nvfp4(d), _) => Numbers::Values(Values::F32(d.stored())),
             (Direction::Fp8(d), Part::Codes) => Numbers::Bytes(d.codes()),
             (Direction::Fp8(d), _) => match d.scales() {
                 ScaleRef::F32(scales) => Numbers::Values(Values::F32(scales)),

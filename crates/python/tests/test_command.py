@@ -61,7 +61,7 @@ def checkpoint(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", weights)
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}')
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 64}')
     return folder
 
 

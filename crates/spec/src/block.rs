@@ -1,26 +1,13 @@
-//! A tile becomes one scale byte and its codes. Read [`scale`](mod@crate::scale) first.
-//!
-//! A tile is `H` rows of 16 elements: one row in 1×16 mode, sixteen in 16×16 mode. Elements outside the matrix are
-//! zeros. Source: numerics §3, §4.
+//! A tile becomes one scale byte and its codes. Read [`scale`](mod@crate::scale) and
+//! [`tile`](mod@crate::tile) first. Source: numerics §3, §4.
 
 use crate::profile::Factor;
 use crate::scale::{Global, amax};
-use crate::{BLOCK, Edge, Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
-
-/// `H` rows of 16 values.
-pub type Rows<T, const H: usize> = [[T; BLOCK]; H];
+use crate::tile::{Quantized, Rows};
+use crate::{Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
 
 /// The random bytes of a tile: one per element.
 pub type TileRounding<'a, const H: usize> = Rounding<&'a Rows<u8, H>>;
-
-/// A quantized tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Quantized<const H: usize> {
-    /// The E4M3 byte that all rows share.
-    pub scale: u8,
-    /// The E2M1 codes, one per byte.
-    pub codes: Rows<u8, H>,
-}
 
 /// How the blocks of a tensor or row are scaled: everything that depends on its amax.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,7 +46,8 @@ impl Scaling {
     }
 }
 
-/// Quantizes a tile. 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic rounding.
+/// Quantizes a tile. 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic
+/// rounding.
 pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
     match scaling.mode.rule {
         ScaleRule::Six => six(tile, scaling, rounding),
@@ -71,8 +59,9 @@ pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding
 
 /// The rule "six": the tile's largest magnitude is mapped to 6.
 ///
-/// In the TransformerEngine profile a tile of zeros gives scale 0 and codes 0, and a non-zero tile whose scale byte
-/// underflows to 0 is not zeroed: its elements are multiplied by `f32::MAX` and mostly saturate.
+/// In the TransformerEngine profile a tile of zeros gives scale 0 and codes 0, and a non-zero tile
+/// whose scale byte underflows to 0 is not zeroed: its elements are multiplied by `f32::MAX` and
+/// mostly saturate.
 pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
     let scale = scaling.block_scale(amax(tile.as_flattened(), scaling.mode.amax_edge()));
     let factor = scaling.factor(scale);
@@ -86,11 +75,6 @@ pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: Til
         })
     });
     Quantized { scale, codes }
-}
-
-/// The codes of a tile whose elements are multiplied by `inverse` and rounded to nearest.
-pub fn encode<const H: usize>(tile: &Rows<f32, H>, inverse: f32, edge: Edge) -> Rows<u8, H> {
-    tile.map(|row| row.map(|x| e2m1::encode(x * inverse, edge)))
 }
 
 #[cfg(test)]

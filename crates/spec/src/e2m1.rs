@@ -1,5 +1,5 @@
-//! E2M1: four bits, `s e e m`. Codes 0…7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; code `8 + c` is the negative of code `c`.
-//! There is no infinity and no NaN. Source: numerics §1.1, §1.3, §1.4.
+//! E2M1: four bits, `s e e m`. Codes 0…7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; code `8 + c` is the
+//! negative of code `c`. There is no infinity and no NaN. Source: numerics §1.1, §1.3, §1.4.
 
 use crate::Edge;
 
@@ -12,14 +12,16 @@ pub const SIGN: u8 = 8;
 /// The largest value, 6.
 pub const MAX: f32 = 6.0;
 
-/// The smallest magnitudes that round to the codes 1…7: the midpoints, or what follows them where a tie goes down.
+/// The smallest magnitudes that round to the codes 1…7: the midpoints, or what follows them where a
+/// tie goes down.
 pub const FIRSTS: [f32; 7] =
     [0.25f32.next_up(), 0.75, 1.25f32.next_up(), 1.75, 2.5f32.next_up(), 3.5, 5.0f32.next_up()];
 
 /// The code nearest to `x`; a tie goes to the even code.
 ///
-/// Anything beyond ±5, infinities included, becomes ±6. A negative value that rounds to zero gives code 8 (−0). The
-/// edge says what exactly −0 becomes (kernel: 8, reference: 0) and NaN (kernel: 7, reference: 0).
+/// Anything beyond ±5, infinities included, becomes ±6. A negative value that rounds to zero gives
+/// code 8 (−0). The edge says what exactly −0 becomes (kernel: 8, reference: 0) and NaN (kernel: 7,
+/// reference: 0).
 pub fn encode(x: f32, edge: Edge) -> u8 {
     if x.is_nan() {
         return nan_code(edge);
@@ -117,7 +119,8 @@ mod tests {
         }
     }
 
-    /// An independent statement of "nearest, ties to even": the closest value in f64, the even code among equals.
+    /// An independent statement of "nearest, ties to even": the closest value in f64, the even code
+    /// among equals.
     fn nearest(x: f32) -> u8 {
         let distance = |code: u8| (f64::from(decode(code)) - f64::from(x).clamp(-6.0, 6.0)).abs();
         let sign = if x < 0.0 { SIGN } else { 0 };

@@ -1,14 +1,16 @@
-//! Scales: from an amax to the global scale, from a block to its scale byte, and from both to the factor that the
-//! block's elements are multiplied by. Source: numerics §2, §3.
+//! Scales: from an amax to the global scale, from a block to its scale byte, and from both to the
+//! factor that the block's elements are multiplied by. Source: numerics §2, §3.
 //!
-//! The order of operations is the rule: `(bm/6)·enc`, `(bm·enc)·r6` and `bm·(enc·r6)` are three different numbers.
+//! The order of operations is the rule: `(bm/6)·enc`, `(bm·enc)·r6` and `bm·(enc·r6)` are three
+//! different numbers.
 
 use crate::{Bound, Edge, e4m3};
 
 /// `fl(1/6)`, bits 0x3E2AAAAB.
 pub const SIXTH: f32 = 1.0 / 6.0;
 
-/// The bits of the magnitude of `x` as amax sees them: an integer whose order is the order of magnitudes.
+/// The bits of the magnitude of `x` as amax sees them: an integer whose order is the order of
+/// magnitudes.
 ///
 /// NaN counts as 0 in the kernel edge and is larger than everything in the reference edge.
 pub fn magnitude_bits(x: f32, edge: Edge) -> u32 {
@@ -16,7 +18,8 @@ pub fn magnitude_bits(x: f32, edge: Edge) -> u32 {
     if bits > 0x7F80_0000 && edge == Edge::Kernel { 0 } else { bits }
 }
 
-/// The largest magnitude of some values, 0 if there are none. An integer maximum, hence the same in any order.
+/// The largest magnitude of some values, 0 if there are none. An integer maximum, hence the same in
+/// any order.
 pub fn amax<'a>(values: impl IntoIterator<Item = &'a f32>, edge: Edge) -> f32 {
     f32::from_bits(values.into_iter().map(|&x| magnitude_bits(x, edge)).max().unwrap_or(0))
 }
@@ -37,10 +40,10 @@ pub struct Global {
 impl Global {
     /// `enc = min(fl(6E/amax), f32::MAX)`; 1 where the amax is 0 or ∞.
     ///
-    /// The reference edge keeps `f32::MAX` for an amax of 0, which shows only when a caller gives an amax of 0 for a
-    /// tensor that is not zero. A NaN amax gives NaN in the reference edge and `f32::MAX` in the kernel edge, where no
-    /// computed amax is NaN and only a caller can give one: almost every value saturates, and since the NaN is what is
-    /// stored, all of it decodes to NaN.
+    /// The reference edge keeps `f32::MAX` for an amax of 0, which shows only when a caller gives
+    /// an amax of 0 for a tensor that is not zero. A NaN amax gives NaN in the reference edge and
+    /// `f32::MAX` in the kernel edge, where no computed amax is NaN and only a caller can give one:
+    /// almost every value saturates, and since the NaN is what is stored, all of it decodes to NaN.
     pub fn new(amax: f32, bound: Bound, edge: Edge) -> Self {
         let guarded = edge.min_with_max(bound.six_e() / amax);
         let encode = match (amax == 0.0, edge) {
@@ -81,10 +84,11 @@ pub enum Unit {
 }
 
 impl Unit {
-    /// The stored number as a fraction (numerator, denominator): what a block's value is multiplied by in a product.
+    /// The stored number as a fraction (numerator, denominator): what a block's value is multiplied
+    /// by in a product.
     ///
-    /// A divisor is inverted, one rounding: as a denominator, two of them (2688/amax each) would overflow for amaxes
-    /// below about 1.5·10⁻¹⁶.
+    /// A divisor is inverted, one rounding: as a denominator, two of them (2688/amax each) would
+    /// overflow for amaxes below about 1.5·10⁻¹⁶.
     pub fn fraction(self, stored: f32) -> (f32, f32) {
         match self {
             Unit::Amax(bound) => (stored, bound.six_e()),
@@ -93,8 +97,9 @@ impl Unit {
         }
     }
 
-    /// What a block's code values are multiplied by to decode them: `fl(fl(value(S) · amax) · fl(1/6E))` (numerics §8),
-    /// `fl(value(S) · g)` or `fl(value(S) / g)`. One more rounding, of `code value · factor`, gives the element.
+    /// What a block's code values are multiplied by to decode them: `fl(fl(value(S) · amax) ·
+    /// fl(1/6E))` (numerics §8), `fl(value(S) · g)` or `fl(value(S) / g)`. One more rounding, of
+    /// `code value · factor`, gives the element.
     pub fn decode_factor(self, scale: u8, stored: f32) -> f32 {
         let scale = e4m3::decode(scale);
         match self {

@@ -1,20 +1,22 @@
 //! Stochastic rounding to E2M1, and where its random bytes come from.
 //!
-//! Randomness goes by position: the bytes of a block depend on (seed, offset, index of the block) and on nothing else,
-//! so the result does not depend on threads, tiles or device. Source: numerics §0, §7.3.
+//! Randomness goes by position: the bytes of a block depend on (seed, offset, index of the block)
+//! and on nothing else, so the result does not depend on threads, tiles or device. Source: numerics
+//! §0, §7.3.
 
 use crate::philox::{philox4x32, words};
 use crate::{BLOCK, Edge, e2m1};
 
 /// Rounds `y` down or up to a neighbouring code, from 8 random bits.
 ///
-/// With `f` the position of |y| between its neighbours, `floor(256·f)` of the 256 possible bytes round away from zero
-/// (bar the rounding of the addition, which can carry a value just below a grid point up to it). Over the whole range,
-/// values below 1 included; never beyond a neighbour; magnitudes above 6 and infinities give ±6. The sign is kept, also
-/// where the result is zero; the edge says what −0 and NaN become.
+/// With `f` the position of |y| between its neighbours, `floor(256·f)` of the 256 possible bytes
+/// round away from zero (bar the rounding of the addition, which can carry a value just below a
+/// grid point up to it). Over the whole range, values below 1 included; never beyond a neighbour;
+/// magnitudes above 6 and infinities give ±6. The sign is kept, also where the result is zero; the
+/// edge says what −0 and NaN become.
 ///
-/// With `u = random/256` and `step` the grid spacing at |y|: `t = fma(u, step, |y|)`, one rounding; then the grid
-/// spacing at `t` decides what `t` is rounded down to.
+/// With `u = random/256` and `step` the grid spacing at |y|: `t = fma(u, step, |y|)`, one rounding;
+/// then the grid spacing at `t` decides what `t` is rounded down to.
 pub fn encode(y: f32, random: u8, edge: Edge) -> u8 {
     if y.is_nan() {
         return e2m1::nan_code(edge);
@@ -63,8 +65,8 @@ pub struct Stream {
     pub seed: u64,
     /// Tells calls apart; see [`Stream::row`] and [`Stream::column`].
     pub offset: u64,
-    /// Index of the first block within the whole direction, so that a slice of a tensor draws the same bytes as the
-    /// whole.
+    /// Index of the first block within the whole direction, so that a slice of a tensor draws the
+    /// same bytes as the whole.
     pub first_block: u64,
 }
 
@@ -82,8 +84,9 @@ impl Stream {
         Stream { seed, offset: offset.wrapping_add(1), first_block: 0 }
     }
 
-    /// The 16 bytes of the block at `index` after the first: counter words 0, 1 are the block's index in the direction,
-    /// words 2, 3 the offset; word `g` serves elements 4g…4g+3, its byte `i` element 4g+i.
+    /// The 16 bytes of the block at `index` after the first: counter words 0, 1 are the block's
+    /// index in the direction, words 2, 3 the offset; word `g` serves elements 4g…4g+3, its byte
+    /// `i` element 4g+i.
     pub fn block(&self, index: u64) -> [u8; BLOCK] {
         let [b0, b1] = words(self.first_block.wrapping_add(index));
         let [o0, o1] = words(self.offset);
@@ -146,8 +149,9 @@ mod tests {
         assert_eq!([encode(y, 255, Edge::Kernel), encode(y, 254, Edge::Kernel)], [1, 0]);
     }
 
-    /// An independent statement, exact in f64 for 16-bit inputs: with the neighbours `lower` and `upper` of |y| and
-    /// f = (|y| − lower)/(upper − lower), the last floor(256·f) of the 256 bytes round up.
+    /// An independent statement, exact in f64 for 16-bit inputs: with the neighbours `lower` and
+    /// `upper` of |y| and f = (|y| − lower)/(upper − lower), the last floor(256·f) of the 256 bytes
+    /// round up.
     fn by_neighbours(y: f32, random: u8, edge: Edge) -> u8 {
         if y.is_nan() {
             return if edge == Edge::Kernel { 7 } else { 0 };
@@ -221,8 +225,9 @@ mod tests {
     fn means_are_unbiased_below_and_above_one_and_at_midpoints() {
         for y in [0.1f32, 0.25, 0.3, 0.75, 0.9, 1.1, 1.75, 2.5, 2.9, 3.5, 4.4, 5.0, -0.2, -5.5] {
             let step = grid_step(y.abs());
-            // 8 random bits resolve the position to 1/256 of a step, rounded down in magnitude; 320,000 draws of a
-            // variable of deviation at most step/2 have a mean within 6 deviations = 0.0054 steps.
+            // 8 random bits resolve the position to 1/256 of a step, rounded down in magnitude;
+            // 320,000 draws of a variable of deviation at most step/2 have a mean within 6
+            // deviations = 0.0054 steps.
             let (resolution, noise) = (step / 256.0, 0.0054 * step);
             let bias = (mean(y, Stream::row(11, 4)) - f64::from(y)) * f64::from(y.signum());
             assert!(bias <= noise.into() && bias >= -f64::from(resolution + noise), "{y}: bias {bias}");

@@ -1,11 +1,11 @@
-//! Facts that hold for every input, checked on random ones: the small formats, the layouts, whole matrices, products
-//! and 4over6. Known answers are tested next to the code.
+//! Facts that hold for every input, checked on random ones: the small formats, the layouts, whole
+//! matrices, products and 4over6. Known answers are tested next to the code.
 
-use nvfp4_spec::block::{self, Rows};
 use nvfp4_spec::four_over_six::{self, candidate_scales, tile_error};
 use nvfp4_spec::gemm::{Accumulate, Product, gemm};
 use nvfp4_spec::matrix::{Matrix, Quantized, amax, columns, dequantize, quantize};
 use nvfp4_spec::scale::{self, Global, Unit, inverse_scale};
+use nvfp4_spec::tile::{self, Rows};
 use nvfp4_spec::{BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule};
 use nvfp4_spec::{e2m1, e4m3, gguf, philox::philox4x32, stochastic, swizzle};
 use proptest::collection::vec;
@@ -21,8 +21,8 @@ const RULES: [ScaleRule; 3] = [
     ScaleRule::FourOverSix { metric: Metric::Mse, error: ErrorPath::Strict, bound: Bound::E256 },
 ];
 
-/// Finite values: of every exponent; or at most one ulp from a value of 2⁻¹⁷…2¹⁰ with four mantissa bits, as every grid
-/// point and every tie of both formats is; or of the two formats' ranges.
+/// Finite values: of every exponent; or at most one ulp from a value of 2⁻¹⁷…2¹⁰ with four mantissa
+/// bits, as every grid point and every tie of both formats is; or of the two formats' ranges.
 fn finite() -> impl Strategy<Value = f32> {
     let near_tie = (0x6E0..0x890u32, 0..3u32).prop_map(|(n, ulps)| f32::from_bits((n << 19) + ulps - 1));
     let near_tie = prop_oneof![near_tie.clone(), near_tie.prop_map(|x| -x)];
@@ -142,9 +142,10 @@ proptest! {
         prop_assert_eq!(gguf::unpack(&packed, rows, blocks * 64).unwrap(), (codes.to_vec(), scales.to_vec()));
     }
 
-    /// A scale byte of 4 or more is at most 1/7 above the scale asked for, so the largest element lands above 5 and
-    /// gets the code of 6: the decoded block asks for the same byte, and no condition on the codes is needed. Byte 1
-    /// may come from half its value; its largest code is then 3, and the decoded block asks for byte 0.
+    /// A scale byte of 4 or more is at most 1/7 above the scale asked for, so the largest element
+    /// lands above 5 and gets the code of 6: the decoded block asks for the same byte, and no
+    /// condition on the codes is needed. Byte 1 may come from half its value; its largest code is
+    /// then 3, and the decoded block asks for byte 0.
     #[test]
     fn quantizing_decoded_values_gives_the_same_bytes(
         (x, exponent, edge) in (matrix(), -60..=60, select(&EDGES[..])),
@@ -209,7 +210,8 @@ fn operand(rows: usize, cols: usize, codes: Vec<u8>, scales: Vec<u8>, bound: Bou
     }
 }
 
-/// A pair of operands of random bytes. With an odd K the last high nibbles are random too, and nobody may look at them.
+/// A pair of operands of random bytes. With an odd K the last high nibbles are random too, and
+/// nobody may look at them.
 fn operands() -> impl Strategy<Value = [Quantized; 2]> {
     let scale = (0..=e4m3::MAX_BYTE, prop_oneof![Just(0), Just(0x80)]).prop_map(|(magnitude, sign)| magnitude | sign);
     let bytes = || (1..=4usize, vec(any::<u8>(), 4 * 100), vec(scale.clone(), 4 * 13));
@@ -242,8 +244,8 @@ fn reference_dot(a: &Quantized, i: usize, b: &Quantized, j: usize) -> f32 {
     })
 }
 
-/// 2¹⁷ blocks of the largest term, more than an `i64` holds, then half an ulp of their sum and one unit of 2⁻²⁰. A
-/// second rounding anywhere would lose the unit and resolve the tie downwards.
+/// 2¹⁷ blocks of the largest term, more than an `i64` holds, then half an ulp of their sum and one
+/// unit of 2⁻²⁰. A second rounding anywhere would lose the unit and resolve the tie downwards.
 #[test]
 fn a_long_sum_is_exact_to_the_last_unit() {
     let blocks = 1 << 17;
@@ -257,7 +259,7 @@ fn a_long_sum_is_exact_to_the_last_unit() {
 fn check_choice<const H: usize>(tile: &Rows<f32, H>, global: &Global, metric: Metric, error: ErrorPath, edge: Edge) {
     let candidates = candidate_scales(scale::amax(tile.as_flattened(), edge), global, edge).map(|scale| {
         let inverse = inverse_scale(scale, global, edge);
-        block::Quantized { scale, codes: block::encode(tile, inverse, edge) }
+        tile::Quantized { scale, codes: tile::encode(tile, inverse, edge) }
     });
     let chosen = four_over_six::quantize(tile, global, metric, error, edge);
     let total = |q| tile_error(tile, q, global, metric, error);

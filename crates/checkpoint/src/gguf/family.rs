@@ -1,8 +1,10 @@
 //! The models that are written as GGUF: what their tensors are called there, and what their configuration becomes.
 
 use super::container::Value;
+use super::object::{Object, shown};
+use super::rope::Rope;
+use super::sizes::{Has, Sizes};
 use crate::{Error, Result};
-use serde_json::Value as Json;
 
 /// A family of models that llama.cpp runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +24,7 @@ const FAMILIES: [(Family, &str, &str); 4] = [
 ];
 
 /// Parts of a layer, and what GGUF calls them.
-const PARTS: [(&str, &str); 14] = [
+const PARTS: [(&str, &str); 15] = [
     ("input_layernorm", "attn_norm"),
     ("post_attention_layernorm", "ffn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -37,7 +39,11 @@ const PARTS: [(&str, &str); 14] = [
     ("mlp.gate", "ffn_gate_inp"),
     ("model.embed_tokens", "token_embd"),
     ("model.norm", "output_norm"),
+    ("lm_head", "output"),
 ];
+
+/// The end of an error about a setting.
+const UNLIKE: &str = "llama.cpp's code for these models does not do: the file would compute something else";
 
 /// Where a tensor goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,42 +75,83 @@ impl Family {
         FAMILIES.iter().find(|(family, ..)| *family == self).expect("every family is in the table").2
     }
 
+    /// The family that a file names.
+    pub fn named(name: &str) -> Option<Self> {
+        FAMILIES.iter().find(|(.., own)| *own == name).map(|(family, ..)| *family)
+    }
+
+    /// Refuses what `config.json` asks for and llama.cpp's code for these models does not do.
+    pub fn check(config: &Object<'_>) -> Result<()> {
+        let refuse = |key: &str, value: &str| Err(config.wrong(format!("'{key}' is {value}, which {UNLIKE}")));
+        match config.text("hidden_act")? {
+            None | Some("silu" | "swish") => {}
+            Some(other) => return refuse("hidden_act", &format!("'{other}'")),
+        }
+        for layer in config.list("layer_types")?.unwrap_or_default() {
+            if layer != "full_attention" {
+                return refuse("layer_types", &shown(layer));
+            }
+        }
+        let layers = config.need("num_hidden_layers")?;
+        let whole = config.size("max_window_layers")?.is_some_and(|whole| whole >= layers);
+        if config.flag("use_sliding_window")? == Some(true) && !whole {
+            return refuse("use_sliding_window", "true");
+        }
+        if config.size("decoder_sparse_step")?.is_some_and(|step| step != 1) {
+            return refuse("decoder_sparse_step", "not 1");
+        }
+        match config.list("mlp_only_layers")? {
+            None | Some([]) => Ok(()),
+            Some(_) => refuse("mlp_only_layers", "not empty"),
+        }
+    }
+
     /// Where a tensor of the checkpoint goes; `None` for one that GGUF has no place for.
-    pub(super) fn place(self, tensor: &str, config: &Config<'_>) -> Result<Option<Place>> {
+    pub(super) fn place(self, tensor: &str, sizes: &Sizes) -> Result<Option<Place>> {
         let Some((module, last)) = tensor.rsplit_once('.').filter(|(_, last)| ["weight", "bias"].contains(last)) else {
             return Ok(None);
         };
         let call = |part: &str| PARTS.iter().find(|(theirs, _)| *theirs == part).map(|(_, ours)| *ours);
+        let known = |name: &str, last: &str| sizes.has(name, last) != Has::Never;
         let plain = |name: &str| Place { name: format!("{name}.{last}"), expert: None, head: None };
-        if module == "lm_head" {
-            return Ok(Some(plain("output")));
-        }
         let Some((layer, part)) = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) else {
-            return Ok(call(module).filter(|_| module.starts_with("model.")).map(plain));
+            let alone = module.starts_with("model.") || module == "lm_head";
+            return Ok(call(module).filter(|name| alone && known(name, last)).map(plain));
         };
         let Ok(layer) = layer.parse::<u64>() else { return Ok(None) };
-        if layer >= config.number("num_hidden_layers")? {
-            return Err(config.wrong(format!("'{tensor}' is beyond the 'num_hidden_layers' that it gives")));
+        if layer >= sizes.layers {
+            return Err(Error::Refused(format!(
+                "config.json: '{tensor}' is beyond the 'num_hidden_layers' that it gives"
+            )));
         }
         if let Some((expert, projection)) = part.strip_prefix("mlp.experts.").and_then(|rest| rest.split_once('.')) {
-            let expert = expert.parse::<usize>().ok().filter(|_| self == Family::Qwen3Moe && last == "weight");
-            let name = call(&format!("mlp.{projection}"));
+            let expert = expert.parse::<usize>().ok().filter(|_| last == "weight");
+            let name = call(&format!("mlp.{projection}")).map(|name| format!("{name}_exps"));
+            let name = name.filter(|name| known(name, last));
             return Ok(expert.zip(name).map(|(expert, name)| Place {
-                name: format!("blk.{layer}.{name}_exps.weight"),
+                name: format!("blk.{layer}.{name}.weight"),
                 expert: Some(expert),
                 head: None,
             }));
         }
         // llama.cpp rotates neighbours where transformers rotates the halves of a head; only Llama's code in it does.
         let rotated = self == Family::Llama && matches!(part, "self_attn.q_proj" | "self_attn.k_proj");
-        let head = if rotated { Some(config.head_dim()? as usize) } else { None };
+        let head = rotated.then_some(sizes.head_dim as usize);
         Ok(call(part)
-            .filter(|_| !part.starts_with("model."))
+            .filter(|name| !part.starts_with("model.") && part != "lm_head" && known(name, last))
             .map(|name| Place { head, ..plain(&format!("blk.{layer}.{name}")) }))
     }
 
+    /// What the checkpoint calls a tensor of a file.
+    pub(super) fn source(layer: Option<u64>, part: &str, last: &str) -> String {
+        let (part, expert) = part.strip_suffix("_exps").map_or((part, false), |part| (part, true));
+        let theirs = PARTS.iter().find(|(_, ours)| *ours == part).map_or(part, |(theirs, _)| *theirs);
+        let theirs = if expert { theirs.replace("mlp.", "mlp.experts.0.") } else { theirs.to_string() };
+        layer.map_or_else(|| format!("{theirs}.{last}"), |i| format!("model.layers.{i}.{theirs}.{last}"))
+    }
+
     /// The parameters of a model, as llama.cpp's keys.
-    pub(super) fn parameters(self, config: &Config<'_>) -> Result<Vec<(String, Value)>> {
+    pub(super) fn parameters(self, config: &Object<'_>, sizes: &Sizes) -> Result<Vec<(String, Value)>> {
         let arch = self.name();
         let mut entries = Vec::new();
         let mut number = |key: &str, of: u64| -> Result<()> {
@@ -112,150 +159,26 @@ impl Family {
             entries.push((format!("{arch}.{key}"), Value::U32(of)));
             Ok(())
         };
-        number("block_count", config.number("num_hidden_layers")?)?;
-        number("context_length", config.number("max_position_embeddings")?)?;
-        number("embedding_length", config.number("hidden_size")?)?;
-        number("feed_forward_length", config.number("intermediate_size")?)?;
-        let heads = config.number("num_attention_heads")?;
-        number("attention.head_count", heads)?;
-        number("attention.head_count_kv", config.optional("num_key_value_heads")?.unwrap_or(heads))?;
-        number("attention.key_length", config.head_dim()?)?;
-        number("attention.value_length", config.head_dim()?)?;
-        number("rope.dimension_count", config.head_dim()?)?;
-        number("vocab_size", config.number("vocab_size")?)?;
-        if self == Family::Qwen3Moe {
-            number("expert_count", config.experts()?)?;
-            number("expert_used_count", config.number("num_experts_per_tok")?)?;
-            number("expert_feed_forward_length", config.number("moe_intermediate_size")?)?;
+        number("block_count", sizes.layers)?;
+        number("context_length", config.need("max_position_embeddings")?)?;
+        number("embedding_length", sizes.hidden)?;
+        number("feed_forward_length", sizes.feed_forward)?;
+        number("attention.head_count", sizes.heads)?;
+        number("attention.head_count_kv", sizes.kv_heads)?;
+        number("attention.key_length", sizes.head_dim)?;
+        number("attention.value_length", sizes.head_dim)?;
+        number("rope.dimension_count", sizes.head_dim)?;
+        number("vocab_size", sizes.vocabulary)?;
+        if let Some(experts) = sizes.experts {
+            number("expert_count", experts.count)?;
+            number("expert_used_count", experts.used)?;
+            number("expert_feed_forward_length", experts.feed_forward)?;
         }
-        let mut float = |key: &str, of: f64| entries.push((format!("{arch}.{key}"), Value::F32(of as f32)));
-        float("attention.layer_norm_rms_epsilon", config.float("rms_norm_eps")?);
-        let rope = Rope::of(config)?;
-        float("rope.freq_base", rope.base);
-        match rope.scaling {
-            Scaling::None | Scaling::Llama3 { .. } => {}
-            Scaling::Linear { factor } => {
-                float("rope.scaling.factor", factor);
-                entries.push((format!("{arch}.rope.scaling.type"), Value::Text("linear".to_string())));
-            }
-            Scaling::Yarn { factor, original } => {
-                float("rope.scaling.factor", factor);
-                entries.push((format!("{arch}.rope.scaling.type"), Value::Text("yarn".to_string())));
-                let original = Value::U32(original as u32);
-                entries.push((format!("{arch}.rope.scaling.original_context_length"), original));
-            }
-        }
+        let epsilon = config.positive("rms_norm_eps")?.ok_or_else(|| config.missing("rms_norm_eps"))?;
+        entries.push((format!("{arch}.attention.layer_norm_rms_epsilon"), Value::F32(epsilon as f32)));
+        let rope = Rope::of(config, self)?.keys();
+        entries.extend(rope.into_iter().map(|(key, value)| (format!("{arch}.{key}"), value)));
         Ok(entries)
-    }
-}
-
-/// `config.json`, with errors that name it.
-pub(super) struct Config<'a> {
-    json: &'a Json,
-}
-
-impl<'a> Config<'a> {
-    pub fn new(json: Option<&'a Json>) -> Result<Self> {
-        let json =
-            json.ok_or_else(|| Error::Refused("GGUF needs the model's config.json beside its weights".into()))?;
-        Ok(Config { json })
-    }
-
-    pub fn wrong(&self, reason: String) -> Error {
-        Error::Refused(format!("config.json: {reason}"))
-    }
-
-    fn present(&self, key: &str) -> Option<&'a Json> {
-        self.json.get(key).filter(|v| !v.is_null())
-    }
-
-    fn optional(&self, key: &str) -> Result<Option<u64>> {
-        let whole = |v: &Json| v.as_u64().filter(|n| (1..=1 << 31).contains(n));
-        let wrong = |v: &Json| self.wrong(format!("'{key}': expected a positive whole number, got {v}"));
-        self.present(key).map(|v| whole(v).ok_or_else(|| wrong(v))).transpose()
-    }
-
-    pub fn number(&self, key: &str) -> Result<u64> {
-        self.optional(key)?.ok_or_else(|| self.wrong(format!("'{key}' is missing, which GGUF needs")))
-    }
-
-    /// Number of experts: newer configurations call it local.
-    pub fn experts(&self) -> Result<u64> {
-        self.optional("num_local_experts")?.map_or_else(|| self.number("num_experts"), Ok)
-    }
-
-    fn float(&self, key: &str) -> Result<f64> {
-        let value = self.present(key).and_then(Json::as_f64);
-        value.ok_or_else(|| self.wrong(format!("'{key}' is missing or not a number, and GGUF needs it")))
-    }
-
-    pub fn head_dim(&self) -> Result<u64> {
-        if let Some(own) = self.optional("head_dim")? {
-            return Ok(own);
-        }
-        let (hidden, heads) = (self.number("hidden_size")?, self.number("num_attention_heads")?);
-        match hidden.is_multiple_of(heads) {
-            true => Ok(hidden / heads),
-            false => Err(self.wrong(format!("{heads} heads do not divide a 'hidden_size' of {hidden}"))),
-        }
-    }
-}
-
-/// How positions are encoded.
-pub(super) struct Rope {
-    base: f64,
-    scaling: Scaling,
-}
-
-enum Scaling {
-    None,
-    Linear { factor: f64 },
-    Yarn { factor: f64, original: u64 },
-    Llama3 { factor: f64, low: f64, high: f64, original: f64 },
-}
-
-impl Rope {
-    /// From `rope_theta` and `rope_scaling`, or `rope_parameters`, which newer configurations have for both.
-    pub fn of(config: &Config<'_>) -> Result<Self> {
-        let own = config.present("rope_parameters").or(config.present("rope_scaling"));
-        let number = |key: &str| own.and_then(|r| r.get(key)).and_then(Json::as_f64);
-        let base = number("rope_theta").or(config.present("rope_theta").and_then(Json::as_f64)).unwrap_or(10_000.0);
-        let kind = own.and_then(|r| r.get("rope_type").or(r.get("type"))).and_then(Json::as_str).unwrap_or("default");
-        let need =
-            |key: &str| number(key).ok_or_else(|| config.wrong(format!("no '{key}' for the rope type '{kind}'")));
-        let scaling = match kind {
-            "default" => Scaling::None,
-            "linear" => Scaling::Linear { factor: need("factor")? },
-            "yarn" => {
-                Scaling::Yarn { factor: need("factor")?, original: need("original_max_position_embeddings")? as u64 }
-            }
-            "llama3" => Scaling::Llama3 {
-                factor: need("factor")?,
-                low: need("low_freq_factor")?,
-                high: need("high_freq_factor")?,
-                original: need("original_max_position_embeddings")?,
-            },
-            other => return Err(config.wrong(format!("the rope type '{other}' is not written as GGUF"))),
-        };
-        Ok(Rope { base, scaling })
-    }
-
-    /// What each frequency is divided by, where that is not one number: Llama 3's rule, which leaves short waves, divides
-    /// long ones by the factor, and goes from one to the other between.
-    pub fn divisors(&self, head_dim: u64) -> Option<Vec<f32>> {
-        let Scaling::Llama3 { factor, low, high, original } = self.scaling else { return None };
-        let divisor = |i: u64| {
-            let wavelength = 2.0 * std::f64::consts::PI * self.base.powf(2.0 * i as f64 / head_dim as f64);
-            if wavelength < original / high {
-                1.0
-            } else if wavelength > original / low {
-                factor
-            } else {
-                let smooth = (original / wavelength - low) / (high - low);
-                1.0 / ((1.0 - smooth) / factor + smooth)
-            }
-        };
-        Some((0..head_dim / 2).map(|i| divisor(i) as f32).collect())
     }
 }
 
@@ -264,17 +187,17 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn config() -> Json {
-        json!({ "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 128, "intermediate_size": 96, "vocab_size": 10 })
+    fn sizes(family: Family) -> Sizes {
+        let json = json!({ "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96,
+            "vocab_size": 10, "num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 32 });
+        Sizes::of(family, &Object::new("config.json", &json).unwrap()).unwrap()
     }
 
     #[test]
     fn tensors_have_llama_cpps_names() {
-        let json = config();
-        let config = Config::new(Some(&json)).unwrap();
-        let place =
-            |family: Family, name: &str| family.place(name, &config).unwrap().map(|p| (p.name, p.expert, p.head));
+        let place = |family: Family, name: &str| {
+            family.place(name, &sizes(family)).unwrap().map(|p| (p.name, p.expert, p.head))
+        };
         let named = |name: &str| Some((name.to_string(), None, None));
         assert_eq!(place(Family::Llama, "model.embed_tokens.weight"), named("token_embd.weight"));
         assert_eq!(place(Family::Llama, "lm_head.weight"), named("output.weight"));
@@ -284,29 +207,27 @@ mod tests {
         assert_eq!(place(Family::Llama, "model.layers.1.self_attn.q_proj.weight"), rotated);
         let expert = Some(("blk.0.ffn_up_exps.weight".to_string(), Some(7), None));
         assert_eq!(place(Family::Qwen3Moe, "model.layers.0.mlp.experts.7.up_proj.weight"), expert);
-        for stranger in ["model.layers.0.mlp.router.weight", "visual.merger.weight", "model.layers.0.model.norm.weight"]
-        {
-            assert_eq!(place(Family::Qwen3, stranger), None, "{stranger}");
+        for (family, stranger) in [
+            (Family::Qwen3, "model.layers.0.mlp.router.weight"),
+            (Family::Qwen3, "visual.merger.weight"),
+            (Family::Qwen3, "model.layers.0.model.norm.weight"),
+            (Family::Qwen3, "model.layers.0.lm_head.weight"),
+            (Family::Qwen3, "model.layers.0.mlp.experts.7.up_proj.weight"),
+            (Family::Qwen3, "model.layers.0.self_attn.o_proj.bias"),
+            (Family::Llama, "model.layers.0.self_attn.q_norm.weight"),
+            (Family::Llama, "model.layers.0.mlp.gate.weight"),
+            (Family::Llama, "model.layers.0.input_layernorm.bias"),
+            (Family::Llama, "lm_head.bias"),
+            (Family::Qwen3Moe, "model.layers.0.mlp.up_proj.weight"),
+        ] {
+            assert_eq!(place(family, stranger), None, "{stranger}");
         }
-        assert!(Family::Llama.place("model.layers.2.mlp.up_proj.weight", &config).is_err());
+        assert!(Family::Llama.place("model.layers.2.mlp.up_proj.weight", &sizes(Family::Llama)).is_err());
     }
 
     #[test]
     fn other_architectures_are_refused_by_name() {
         let error = Family::of(Some("GptOssForCausalLM")).unwrap_err().to_string();
         assert!(error.starts_with("GptOssForCausalLM is not written as GGUF, only LlamaForCausalLM, "), "{error}");
-    }
-
-    #[test]
-    fn llama_3s_divisors_go_from_one_to_the_factor() {
-        let mut json = config();
-        json["rope_scaling"] = json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192 });
-        json["rope_theta"] = json!(500_000.0);
-        let divisors = Rope::of(&Config::new(Some(&json)).unwrap()).unwrap().divisors(128).unwrap();
-        assert_eq!((divisors.len(), divisors[0], divisors[63]), (64, 1.0, 8.0));
-        assert!(divisors.is_sorted() && divisors.iter().any(|d| (1.5..7.5).contains(d)));
-        json["rope_scaling"] = json!({ "rope_type": "longrope" });
-        assert!(Rope::of(&Config::new(Some(&json)).unwrap()).is_err());
     }
 }

@@ -133,16 +133,24 @@ impl GgufFile {
 
     /// The tensor scales of an NVFP4 tensor, one for each matrix: what llama.cpp multiplies products by, 1 if absent.
     pub fn scales(&self, tensor: &GgufTensor) -> Result<Vec<f32>> {
-        let name = tensor.name.strip_suffix(".weight").map(|module| format!("{module}.scale"));
-        match name.and_then(|name| self.get(&name)) {
-            Some(scale) => {
-                let scales = self.floats(scale, 0..scale.rows())?;
-                let fits = scale.kind == Type::F32 && scales.len() == tensor.matrices();
-                let wrong = || format!("expected {} F32 scales, got {:?}", tensor.matrices(), scale.dims);
-                if fits { Ok(scales) } else { Err(self.wrong(&scale.name, &wrong())) }
-            }
-            None => Ok(vec![1.0; tensor.matrices()]),
+        Ok(self.scalars(tensor, "scale")?.unwrap_or_else(|| vec![1.0; tensor.matrices()]))
+    }
+
+    /// The scales of activations for an NVFP4 tensor, one for each matrix, where a file has them.
+    pub fn input_scales(&self, tensor: &GgufTensor) -> Result<Option<Vec<f32>>> {
+        self.scalars(tensor, "input_scale")
+    }
+
+    /// A number for each matrix of a tensor, from the tensor beside it whose name ends so.
+    fn scalars(&self, tensor: &GgufTensor, end: &str) -> Result<Option<Vec<f32>>> {
+        let name = tensor.name.strip_suffix(".weight").map(|module| format!("{module}.{end}"));
+        let Some(scale) = name.and_then(|name| self.get(&name)) else { return Ok(None) };
+        if scale.kind != Type::F32 || scale.dims.iter().product::<u64>() != tensor.matrices() as u64 {
+            let (expected, kind) = (tensor.matrices(), scale.kind);
+            let wrong = format!("expected {expected} F32 scales, got {kind} of {:?}", scale.dims);
+            return Err(self.wrong(&scale.name, &wrong));
         }
+        self.floats(scale, 0..scale.rows()).map(Some)
     }
 
     /// Codes (even element in the low nibble) and block scales of some rows of an NVFP4 tensor.

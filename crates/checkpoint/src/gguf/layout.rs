@@ -1,7 +1,10 @@
 //! Where every byte of a GGUF file goes, known before the first weight is read.
 
 use super::container::{Described, Type, Value, header};
-use super::family::{Config, Family, Place, Rope};
+use super::family::{Family, Place};
+use super::object::Object;
+use super::rope::Rope;
+use super::sizes::{self, Sizes};
 use super::tokenizer;
 use crate::dialect::Model;
 use crate::folder::{Checkpoint, Located};
@@ -9,7 +12,7 @@ use crate::names::KvScale;
 use crate::plan::{Item, Plan};
 use crate::shards::{Cast, Placed, RowOrder, Shard, Unit};
 use crate::target::{Activations, Role};
-use crate::weight::Stored;
+use crate::weight::{Stored, sized};
 use crate::{Error, Result};
 use nvfp4_spec::gguf::BLOCK_ELEMENTS;
 use safetensors::Dtype;
@@ -30,11 +33,14 @@ fn is_dropped(name: &str) -> bool {
 /// Lays out the file of a model.
 pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activations: Activations) -> Result<Shard<'a>> {
     let family = Family::of(model.architecture())?;
-    let config = Config::new(model.checkpoint.config())?;
-    check_sizes(model, &config)?;
+    let config = model.checkpoint.config();
+    let config =
+        config.ok_or_else(|| Error::Refused("GGUF needs the model's config.json beside its weights".into()))?;
+    let config = Object::new("config.json", config)?;
+    let sizes = Sizes::of(family, &config)?;
+    Family::check(&config)?;
     let mut layout = Layout {
-        family,
-        config: &config,
+        sizes,
         quantized: plan.quantized().map(|item| item.weight.module.as_str()).collect(),
         slots: Vec::new(),
         index: BTreeMap::new(),
@@ -54,11 +60,13 @@ pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activati
         }
     }
     layout.check_experts()?;
-    let divisors = Rope::of(&config)?.divisors(config.head_dim()?);
+    // All sizes of config.json are those of tensors from here on, so that what is made by them is no larger.
+    layout.check_complete(model, &config)?;
+    let divisors = Rope::of(&config, family)?.divisors(sizes.head_dim);
     let divisors = divisors.map(|d| layout.slot("rope_freqs.weight", Type::F32, vec![d.len() as u64]).map(|s| (s, d)));
     let divisors = divisors.transpose()?;
 
-    let entries = entries(model, family, &config)?;
+    let entries = entries(model, &config, &sizes)?;
     let (header, starts, len) = header(&entries, &layout.slots);
     let placed = units.into_iter().map(|(unit, to)| Placed {
         unit,
@@ -77,46 +85,32 @@ pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activati
     })
 }
 
-/// Refuses sizes of `config.json` that the tensors do not bear out, before anything is allocated for them.
-fn check_sizes(model: &Model<'_>, config: &Config<'_>) -> Result<()> {
-    let rows = |name: &str| match model.weight(name) {
-        Some(weight) if weight.elements() > 0 => weight.rows as u64,
-        _ => 0,
-    };
-    for (key, size, module) in [
-        ("vocab_size", config.number("vocab_size")?, "model.embed_tokens"),
-        ("head_dim", config.head_dim()?, "model.layers.0.self_attn.q_proj"),
-    ] {
-        let held = rows(module);
-        if size > held {
-            return Err(config.wrong(format!("'{key}' is {size}, but '{module}' has {held} rows")));
-        }
-    }
-    Ok(())
-}
-
 /// Keys and values: what the model is, its parameters, its tokenizer.
-fn entries(model: &Model<'_>, family: Family, config: &Config<'_>) -> Result<Vec<(String, Value)>> {
+fn entries(model: &Model<'_>, config: &Object<'_>, sizes: &Sizes) -> Result<Vec<(String, Value)>> {
     let text = |key: &str, text: &str| (key.to_string(), Value::Text(text.to_string()));
     let root = model.checkpoint.root();
     let name = root.canonicalize().ok().and_then(|p| Some(p.file_name()?.to_string_lossy().into_owned()));
     let mut entries = vec![
-        text("general.architecture", family.name()),
+        text("general.architecture", sizes.family.name()),
         text("general.type", "model"),
         text("general.name", &name.unwrap_or_else(|| "model".to_string())),
         ("general.quantization_version".to_string(), Value::U32(BLOCKS_VERSION)),
         ("general.file_type".to_string(), Value::U32(FILE_TYPE)),
     ];
-    entries.extend(family.parameters(config)?);
-    entries.extend(tokenizer::entries(model.checkpoint, config.number("vocab_size")?)?);
+    entries.extend(sizes.family.parameters(config, sizes)?);
+    entries.extend(tokenizer::entries(model.checkpoint, config, sizes.vocabulary)?);
     Ok(entries)
 }
 
 /// Reads the parameters of a model as the family that it names, or else as each of them, for fuzzing.
 pub(in super::super) fn check_parameters(checkpoint: &Checkpoint) -> bool {
-    let Ok(config) = Config::new(checkpoint.config()) else { return false };
-    let rope = Rope::of(&config).map(|rope| rope.divisors(128));
-    rope.is_ok() && [Family::Llama, Family::Qwen3Moe].iter().all(|family| family.parameters(&config).is_ok())
+    let Some(Ok(config)) = checkpoint.config().map(|json| Object::new("config.json", json)) else { return false };
+    let check = |family: Family| -> Result<()> {
+        Family::check(&config)?;
+        family.parameters(&config, &Sizes::of(family, &config)?)?;
+        Rope::of(&config, family).map(|rope| drop(rope.divisors(128)))
+    };
+    [Family::Llama, Family::Qwen3Moe].into_iter().all(|family| check(family).is_ok())
 }
 
 /// Where the parts of a unit go: a slot, and an offset in it.
@@ -128,8 +122,7 @@ struct Destination {
 
 /// A file that is being laid out.
 struct Layout<'c> {
-    family: Family,
-    config: &'c Config<'c>,
+    sizes: Sizes,
     /// Modules that will be NVFP4.
     quantized: BTreeSet<&'c str>,
     slots: Vec<Described>,
@@ -161,16 +154,38 @@ impl Layout<'_> {
     }
 
     fn place(&self, tensor: &str) -> Result<Place> {
-        let found = self.family.place(tensor, self.config)?;
+        let family = self.sizes.family;
+        let found = family.place(tensor, &self.sizes)?;
         found.ok_or_else(|| {
-            let family = self.family.name();
+            let family = family.name();
             Error::Refused(format!("tensor '{tensor}' has no place in llama.cpp's '{family}' models"))
         })
+    }
+
+    /// Refuses a tensor of the source, of a shape from the slowest dimension on, that config.json does not bear out.
+    fn check_shape(&self, place: &Place, tensor: &str, shape: &[usize]) -> Result<()> {
+        let mut dims: Vec<u64> = shape.iter().rev().map(|&d| d as u64).collect();
+        let count = self.sizes.len(sizes::Dim::Experts);
+        dims.extend(place.expert.map(|_| count));
+        let Some(misfit) = self.sizes.misfit(&place.name, &dims) else { return Ok(()) };
+        let of_one = self.sizes.dims(&place.name).unwrap_or_default();
+        let of_one = &of_one[..of_one.len() - usize::from(place.expert.is_some())];
+        let expected: Vec<u64> = of_one.iter().rev().map(|&dim| self.sizes.len(dim)).collect();
+        Err(Error::Refused(format!(
+            "config.json: {} is {}, by which '{tensor}' has the shape {expected:?}, but it has {shape:?}",
+            misfit.keys().0,
+            self.sizes.len(misfit)
+        )))
     }
 
     fn weight(&mut self, item: &Item<'_>, activations: Activations) -> Result<Destination> {
         let weight = &item.weight;
         let place = self.place(&format!("{}.weight", weight.module))?;
+        let shape = match weight.matrices() {
+            1 => vec![weight.rows, weight.cols],
+            n => vec![n, weight.rows / n.max(1), weight.cols],
+        };
+        self.check_shape(&place, &format!("{}.weight", weight.module), &shape)?;
         let (rows, cols) = (weight.rows as u64, weight.cols as u64);
         let quantized = item.action.is_nvfp4();
         let (kind, cast) = match (&weight.stored, place.name.ends_with(".ffn_gate_inp.weight")) {
@@ -185,7 +200,7 @@ impl Layout<'_> {
         let experts = match place.expert {
             None => None,
             Some(expert) => {
-                let count = self.config.experts()?;
+                let count = self.sizes.len(sizes::Dim::Experts);
                 if expert as u64 >= count {
                     return Err(Error::Refused(format!(
                         "'{}' is beyond the {count} experts that config.json gives",
@@ -234,6 +249,7 @@ impl Layout<'_> {
         let [len] = tensor.info.shape[..] else {
             return Err(tensor.wrong("expected one dimension, to be written as GGUF"));
         };
+        self.check_shape(&place, &tensor.info.name, &[len])?;
         let slot = self.slot(&place.name, Type::F32, vec![len as u64])?;
         Ok(Destination {
             parts: vec![(Role::Whole, slot, 0)],
@@ -243,15 +259,63 @@ impl Layout<'_> {
     }
 
     fn check_experts(&self) -> Result<()> {
-        for (name, seen) in &self.seen {
-            let count = self.config.experts()?;
-            if seen.len() as u64 != count {
+        let count = self.sizes.len(sizes::Dim::Experts);
+        match self.seen.iter().find(|(_, seen)| seen.len() as u64 != count) {
+            None => Ok(()),
+            Some((name, seen)) => {
                 let seen = seen.len();
-                return Err(Error::Refused(format!("'{name}' would hold {seen} experts, config.json says {count}")));
+                Err(Error::Refused(format!("'{name}' would hold {seen} experts, config.json says {count}")))
             }
         }
-        Ok(())
     }
+
+    /// Refuses a source that lacks a tensor, before llama.cpp does.
+    fn check_complete(&self, model: &Model<'_>, config: &Object<'_>) -> Result<()> {
+        let lacks = |(layer, part, last): &(Option<u64>, &str, &str)| {
+            !self.index.contains_key(&sizes::name(*layer, part, last))
+        };
+        if let Some((layer, part, last)) = self.sizes.needed().find(lacks) {
+            let (name, layers) = (Family::source(layer, part, last), self.sizes.layers);
+            return Err(Error::Refused(format!(
+                "the source has no '{name}', which llama.cpp's '{}' models have (config.json: 'num_hidden_layers' is {layers})",
+                self.sizes.family.name()
+            )));
+        }
+        let tied = config.flag("tie_word_embeddings")?.unwrap_or(false);
+        match (model.weight("lm_head"), model.weight("model.embed_tokens")) {
+            (None, _) if !tied => Err(config.wrong(
+                "there is no 'lm_head.weight', and 'tie_word_embeddings' is not true; llama.cpp would take the embedding",
+            )),
+            (Some(head), Some(embedding)) if tied && !same(&head.stored.parts(), &embedding.stored.parts())? => {
+                Err(config.wrong(
+                    "'tie_word_embeddings' is true, but 'lm_head.weight' is not 'model.embed_tokens.weight'; llama.cpp \
+                     would take it: remove the tensor, or set the key to false",
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether two weights have the same bytes.
+fn same(ours: &[Located<'_>], theirs: &[Located<'_>]) -> Result<bool> {
+    const PIECE: u64 = 8 << 20;
+    let kinds = |parts: &[Located<'_>]| parts.iter().map(|t| (t.info.dtype, t.info.len)).collect::<Vec<_>>();
+    if kinds(ours) != kinds(theirs) {
+        return Ok(false);
+    }
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    for (a, b) in ours.iter().zip(theirs) {
+        for start in (0..a.info.len).step_by(PIECE as usize) {
+            let len = PIECE.min(a.info.len - start) as usize;
+            a.read(start, sized(&mut left, len))?;
+            b.read(start, sized(&mut right, len))?;
+            if left[..len] != right[..len] {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
 }
 
 /// The error about two tensors for one place.

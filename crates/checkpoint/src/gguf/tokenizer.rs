@@ -1,10 +1,9 @@
-//! The tokenizer's files as llama.cpp's keys: a byte-level BPE (`tokenizer.json`) or SentencePiece (`tokenizer.model`).
-//!
-//! llama.cpp splits text with rules of its own, which a name (`tokenizer.ggml.pre`) chooses; the splitting rule in
-//! `tokenizer.json` says which one that is. A rule that is not in the table is refused: with the wrong one a model reads
-//! other tokens than it was trained on.
+//! The tokenizer's files as llama.cpp's keys: a byte-level BPE (`tokenizer.json`, in `bpe.rs`) or SentencePiece
+//! (`tokenizer.model`), and the tokens with a meaning of their own.
 
+use super::bpe::{self, Around, bpe};
 use super::container::Value;
+use super::object::Object;
 use crate::Checkpoint;
 use crate::folder::read_json;
 use crate::{Error, Result};
@@ -13,44 +12,37 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 
 /// Kinds of tokens, with the numbers that SentencePiece and GGUF have for them.
-mod kind {
+pub(super) mod kind {
     pub const NORMAL: i32 = 1;
     pub const CONTROL: i32 = 3;
     pub const USER_DEFINED: i32 = 4;
     pub const UNUSED: i32 = 5;
 }
 
-/// Splitting rules and llama.cpp's names for them. All but the first differ in how many digits stay together.
-const SPLITS: [(&str, &str); 3] = [
-    ("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", "gpt-2"),
-    (
-        "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-        "llama-bpe",
-    ),
-    (
-        "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-        "qwen2",
-    ),
-];
-
 /// The largest SentencePiece model or chat template that is read: a vocabulary of a million tokens takes about 30 MB.
 const MAX_FILE: u64 = 256 << 20;
 
-type Entries = Vec<(String, Value)>;
+pub(super) type Entries = Vec<(String, Value)>;
 
 /// The keys of a checkpoint's tokenizer, for a vocabulary of `size`. Without one there is no vocabulary.
-pub(super) fn entries(checkpoint: &Checkpoint, size: u64) -> Result<Entries> {
+pub(super) fn entries(checkpoint: &Checkpoint, config: &Object<'_>, size: u64) -> Result<Entries> {
     let optional = |name: &str| checkpoint.companion(name)?.map(|path| read_json(&path)).transpose();
     let (json, settings) = (optional("tokenizer.json")?, optional("tokenizer_config.json")?);
-    let byte_level = json.as_ref().is_some_and(is_byte_level);
-    let (mut found, tokens) = match (json, checkpoint.companion("tokenizer.model")?) {
-        (Some(json), _) if byte_level => bpe(&json, size as usize)?,
+    let settings = settings.as_ref().map(|json| Object::new("tokenizer_config.json", json)).transpose()?;
+    let byte_level = json.as_ref().filter(|json| bpe::is_byte_level(json));
+    let (mut found, tokens, around) = match (byte_level, checkpoint.companion("tokenizer.model")?) {
+        (Some(json), _) => {
+            let (entries, tokens, around) = bpe(json, size as usize)?;
+            (entries, tokens, Some(around))
+        }
         (_, Some(path)) => {
             let bytes = regular::read(&path, MAX_FILE)?;
-            let added = settings.as_ref().and_then(|s| s.get("added_tokens_decoder"));
-            sentence_piece(&bytes, added, size as usize).map_err(|reason| Error::content(&path, reason))?
+            let added = settings.as_ref().map(|s| s.object("added_tokens_decoder")).transpose()?.flatten();
+            let read = sentence_piece(&bytes, added.as_ref(), size as usize);
+            let (entries, tokens) = read.map_err(|reason| Error::content(&path, reason))?;
+            (entries, tokens, None)
         }
-        (Some(_), None) => {
+        (None, None) if json.is_some() => {
             return Err(Error::Refused(
                 "tokenizer.json is not a byte-level BPE, and there is no tokenizer.model (SentencePiece) beside it: \
                  GGUF needs one of the two"
@@ -64,11 +56,25 @@ pub(super) fn entries(checkpoint: &Checkpoint, size: u64) -> Result<Entries> {
             let text = String::from_utf8(regular::read(&path, MAX_FILE)?);
             Some(text.map_err(|_| Error::content(&path, "not UTF-8"))?)
         }
-        None => settings.as_ref().and_then(|s| s.get("chat_template")).and_then(Json::as_str).map(str::to_string),
+        None => settings.as_ref().map(chat_template).transpose()?.flatten(),
     };
-    special(&mut found, &tokens, checkpoint.config().unwrap_or(&Json::Null), settings.as_ref());
+    special(&mut found, &tokens, size, config, settings.as_ref(), around)?;
     found.extend(template.map(|text| ("tokenizer.chat_template".to_string(), Value::Text(text))));
     Ok(found)
+}
+
+/// The chat template in the settings: text, or a list of templates with names, of which the default one is taken.
+fn chat_template(settings: &Object<'_>) -> Result<Option<String>> {
+    let name = "chat_template";
+    if settings.get(name).is_none_or(Json::is_string) {
+        return Ok(settings.text(name)?.map(str::to_string));
+    }
+    for one in settings.objects(name)? {
+        if one.text("name")? == Some("default") {
+            return one.text("template")?.map(|text| Some(text.to_string())).ok_or_else(|| one.missing("template"));
+        }
+    }
+    Err(settings.wrong("no template in the list 'chat_template' has the name 'default'"))
 }
 
 /// Reads a `tokenizer.json` and a `tokenizer.model`, for fuzzing: whatever the bytes, this returns. The same bytes stand for both.
@@ -76,115 +82,34 @@ pub(super) fn entries(checkpoint: &Checkpoint, size: u64) -> Result<Entries> {
 pub fn check_tokenizer(bytes: &[u8]) -> bool {
     const SIZE: usize = 64;
     let json = serde_json::from_slice::<Json>(bytes).ok();
-    let found = match &json {
-        Some(json) => bpe(json, SIZE).ok(),
-        None => sentence_piece(bytes, None, SIZE).ok(),
+    let check = || -> Option<()> {
+        let nothing = Json::Object(serde_json::Map::new());
+        let object = Object::new("fuzzed", json.as_ref().unwrap_or(&nothing)).ok()?;
+        let (mut entries, tokens, around) = match &json {
+            Some(json) => bpe(json, SIZE).map(|(entries, tokens, around)| (entries, tokens, Some(around))).ok()?,
+            None => sentence_piece(bytes, None, SIZE).map(|(entries, tokens)| (entries, tokens, None)).ok()?,
+        };
+        let _ = chat_template(&object);
+        special(&mut entries, &tokens, SIZE as u64, &object, Some(&object), around).ok()
     };
-    found.is_some_and(|(mut entries, tokens)| {
-        special(&mut entries, &tokens, json.as_ref().unwrap_or(&Json::Null), json.as_ref());
-        true
-    })
+    check().is_some()
 }
 
-fn key(name: &str, value: Value) -> (String, Value) {
+pub(super) fn key(name: &str, value: Value) -> (String, Value) {
     (format!("tokenizer.ggml.{name}"), value)
 }
 
-/// Splitting steps of a `tokenizer.json`, in order.
-fn steps(json: &Json) -> Vec<&Json> {
-    match json.get("pre_tokenizer") {
-        Some(one) if one.get("type").and_then(Json::as_str) == Some("Sequence") => {
-            one.get("pretokenizers").and_then(Json::as_array).into_iter().flatten().collect()
-        }
-        Some(one) if !one.is_null() => vec![one],
-        _ => Vec::new(),
-    }
-}
-
-fn kind_of(step: &Json) -> &str {
-    step.get("type").and_then(Json::as_str).unwrap_or_default()
-}
-
-fn is_byte_level(json: &Json) -> bool {
-    steps(json).iter().any(|step| kind_of(step) == "ByteLevel")
-}
-
-/// llama.cpp's name for the splitting rule.
-fn split(json: &Json) -> Result<&'static str> {
-    let steps = steps(json);
-    let own_rule = |step: &&Json| step.get("use_regex").and_then(Json::as_bool) != Some(false);
-    let found = match &steps[..] {
-        [one] if kind_of(one) == "ByteLevel" && own_rule(one) => Some("gpt-2"),
-        [one, two] if kind_of(one) == "Digits" && kind_of(two) == "ByteLevel" && own_rule(two) => Some("smollm"),
-        [one, two] if kind_of(one) == "Split" && kind_of(two) == "ByteLevel" => {
-            let rule = one.pointer("/pattern/Regex").and_then(Json::as_str);
-            SPLITS.iter().find(|(known, _)| Some(*known) == rule).map(|(_, name)| *name)
-        }
-        _ => None,
-    };
-    found.ok_or_else(|| {
-        Error::Refused(
-            "tokenizer.json splits text by a rule for which no name of llama.cpp's is known here; convert to modelopt, \
-             which llama.cpp's own converter reads"
-                .to_string(),
-        )
-    })
-}
-
-/// A byte-level BPE.
-fn bpe(json: &Json, size: usize) -> Result<(Entries, BTreeMap<String, usize>)> {
-    let wrong = |reason: String| Error::Refused(format!("tokenizer.json: {reason}"));
-    let vocabulary = json.pointer("/model/vocab").and_then(Json::as_object);
-    let vocabulary = vocabulary.ok_or_else(|| wrong("no object 'vocab' in 'model'".to_string()))?;
-    let mut tokens: Vec<(String, i32)> = (0..size).map(|i| (format!("[PAD{i}]"), kind::UNUSED)).collect();
-    let mut put = |id: Option<u64>, text: &str, kind: i32| match id.and_then(|id| tokens.get_mut(id as usize)) {
-        Some(token) => {
-            *token = (text.to_string(), kind);
-            Ok(())
-        }
-        None => {
-            Err(wrong(format!("the token '{text}' has no place in the 'vocab_size' of {size} that config.json gives")))
-        }
-    };
-    for (text, id) in vocabulary {
-        put(id.as_u64(), text, kind::NORMAL)?;
-    }
-    for added in json.get("added_tokens").and_then(Json::as_array).into_iter().flatten() {
-        let text = added.get("content").and_then(Json::as_str).unwrap_or_default();
-        let special = added.get("special").and_then(Json::as_bool) == Some(true) || looks_special(text);
-        put(added.get("id").and_then(Json::as_u64), text, if special { kind::CONTROL } else { kind::USER_DEFINED })?;
-    }
-    let merges = json.pointer("/model/merges").and_then(Json::as_array).cloned().unwrap_or_default();
-    let merge = |merge: &Json| match merge {
-        Json::String(both) => Ok(both.clone()),
-        // Newer files have pairs. A byte-level token holds no space.
-        pair => match (pair.get(0).and_then(Json::as_str), pair.get(1).and_then(Json::as_str)) {
-            (Some(a), Some(b)) => Ok(format!("{a} {b}")),
-            _ => Err(wrong(format!("expected pairs of tokens in 'merges', got {pair}"))),
-        },
-    };
-    let merges = merges.iter().map(merge).collect::<Result<Vec<_>>>()?;
-    let ids = tokens.iter().enumerate().map(|(i, (text, _))| (text.clone(), i)).collect();
-    let (texts, kinds) = tokens.into_iter().unzip();
-    let entries = vec![
-        key("model", Value::Text("gpt2".to_string())),
-        key("pre", Value::Text(split(json)?.to_string())),
-        key("tokens", Value::Texts(texts)),
-        key("token_type", Value::I32s(kinds)),
-        key("merges", Value::Texts(merges)),
-    ];
-    Ok((entries, ids))
-}
-
-/// Tokens that are marks of a conversation even where a file does not call them special.
-fn looks_special(text: &str) -> bool {
-    text == "<pad>" || (text.starts_with("<|") && text.ends_with("|>"))
+/// The kind of a token that was added to a vocabulary. Some are marks of a conversation even where a file does not call
+/// them special.
+pub(super) fn added(text: &str, special: bool) -> i32 {
+    let special = special || text == "<pad>" || (text.starts_with("<|") && text.ends_with("|>"));
+    if special { kind::CONTROL } else { kind::USER_DEFINED }
 }
 
 /// A SentencePiece model: a Protocol Buffers message whose field 1 is a piece (text, score, kind), repeated.
 fn sentence_piece(
     bytes: &[u8],
-    added: Option<&Json>,
+    added: Option<&Object<'_>>,
     size: usize,
 ) -> std::result::Result<(Entries, BTreeMap<String, usize>), String> {
     let mut pieces: Vec<(String, f32, i32)> = Vec::new();
@@ -219,11 +144,10 @@ fn sentence_piece(
     }
     let tokens = pieces.len().max(size);
     pieces.extend((pieces.len()..tokens).map(|i| (format!("[PAD{i}]"), -1000.0, kind::UNUSED)));
-    for (id, token) in added.and_then(Json::as_object).into_iter().flatten() {
-        let text = token.get("content").and_then(Json::as_str).unwrap_or_default();
-        let special = token.get("special").and_then(Json::as_bool) == Some(true) || looks_special(text);
-        if let Some(piece) = id.parse().ok().and_then(|id: usize| pieces.get_mut(id)).filter(|p| p.0 != text) {
-            *piece = (text.to_string(), -1000.0, if special { kind::CONTROL } else { kind::USER_DEFINED });
+    for (id, token) in added_pieces(added).map_err(|error| error.to_string())? {
+        // One beyond the vocabulary has no embedding, and nothing to stand for.
+        if let Some(piece) = pieces.get_mut(id).filter(|piece| piece.0 != token.0) {
+            *piece = (token.0, -1000.0, token.1);
         }
     }
     if pieces.len() > size {
@@ -239,6 +163,19 @@ fn sentence_piece(
         key("add_space_prefix", Value::Bool(prefix)),
     ];
     Ok((entries, ids))
+}
+
+/// Tokens that the settings add to a SentencePiece model: numbers, texts and kinds.
+fn added_pieces(added_tokens: Option<&Object<'_>>) -> Result<Vec<(usize, (String, i32))>> {
+    let mut found = Vec::new();
+    for (name, value) in added_tokens.map(|object| object.fields()).into_iter().flatten() {
+        let list = added_tokens.expect("it has fields");
+        let id = name.parse().map_err(|_| list.unexpected(name, "numbers of tokens as keys", value))?;
+        let token = list.object(name)?.ok_or_else(|| list.missing(name))?;
+        let text = token.text("content")?.ok_or_else(|| token.missing("content"))?;
+        found.push((id, (text.to_string(), added(text, token.flag("special")?.unwrap_or(false)))));
+    }
+    Ok(found)
 }
 
 /// A field's value in Protocol Buffers' wire format; groups are not used there.
@@ -304,17 +241,55 @@ impl<'a> Iterator for Fields<'a> {
 }
 
 /// The tokens with a meaning of their own, and whether they are put around a text.
-fn special(entries: &mut Entries, tokens: &BTreeMap<String, usize>, config: &Json, settings: Option<&Json>) {
+fn special(
+    entries: &mut Entries,
+    tokens: &BTreeMap<String, usize>,
+    size: u64,
+    config: &Object<'_>,
+    settings: Option<&Object<'_>>,
+    around: Option<Around>,
+) -> Result<()> {
     for (ours, theirs) in [("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")] {
-        let setting = settings.and_then(|s| s.get(format!("{theirs}_token")));
-        let text = setting.and_then(|t| t.as_str().or(t.get("content").and_then(Json::as_str)));
-        let number = config.get(format!("{theirs}_token_id"));
-        let number = number.and_then(|n| n.as_u64().or(n.get(0).and_then(Json::as_u64)));
-        let id = text.and_then(|t| tokens.get(t)).map(|&id| id as u64).or(number);
-        entries.extend(id.map(|id| key(&format!("{ours}_token_id"), Value::U32(id as u32))));
-        let add = settings.and_then(|s| s.get(format!("add_{theirs}_token"))).and_then(Json::as_bool);
-        if let (Some(add), "bos" | "eos") = (add, theirs) {
-            entries.push(key(&format!("add_{theirs}_token"), Value::Bool(add)));
+        let number = number(config, &format!("{theirs}_token_id"), size)?;
+        let named = settings.map(|s| named(s, &format!("{theirs}_token"), tokens)).transpose()?.flatten();
+        let id = named.or(number);
+        entries.extend(id.map(|id| key(&format!("{ours}_token_id"), Value::U32(id))));
+        if !["bos", "eos"].contains(&theirs) {
+            continue;
         }
+        let add = format!("add_{theirs}_token");
+        let put = around.as_ref().map(|around| around.puts(theirs, tokens, id)).transpose()?.flatten();
+        let put = settings.map(|s| s.flag(&add)).transpose()?.flatten().or(put);
+        entries.extend(put.map(|put| key(&add, Value::Bool(put))));
     }
+    Ok(())
+}
+
+/// The token that the settings name: by its text, or by an object with it.
+fn named(settings: &Object<'_>, name: &str, tokens: &BTreeMap<String, usize>) -> Result<Option<u32>> {
+    let text = match settings.get(name) {
+        Some(Json::Object(_)) => {
+            let object = settings.object(name)?.expect("it is an object");
+            Some(object.text("content")?.ok_or_else(|| object.missing("content"))?)
+        }
+        _ => settings.text(name)?,
+    };
+    let find = |text: &str| {
+        let stranger = || settings.wrong(format!("'{name}' is '{text}', which is no token of the vocabulary"));
+        tokens.get(text).map(|&id| id as u32).ok_or_else(stranger)
+    };
+    text.map(find).transpose()
+}
+
+/// The token that `config.json` numbers; the first, where it has several. A padding token of -1 is none.
+fn number(config: &Object<'_>, name: &str, size: u64) -> Result<Option<u32>> {
+    let Some(value) = config.get(name).filter(|value| !(name == "pad_token_id" && value.as_i64() == Some(-1))) else {
+        return Ok(None);
+    };
+    let several = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+    let id = |value: &Json| value.as_u64().filter(|id| *id < size).and_then(|id| u32::try_from(id).ok());
+    let ids: Option<Vec<u32>> = several.iter().map(id).collect();
+    let expected = format!("the number of a token, less than the 'vocab_size' of {size}");
+    let first = ids.and_then(|ids| ids.first().copied());
+    first.map(Some).ok_or_else(|| config.unexpected(name, &expected, value))
 }

@@ -1,17 +1,13 @@
 //! Would llama.cpp load this file, and load it right?
 
+use super::container::Value;
+use super::family::Family;
 use super::file::{GgufFile, GgufTensor};
+use super::sizes::{self, Has, Mixture, Sizes};
 use crate::Result;
 use crate::statistics::Statistics;
 use crate::verify::{Finding, Severity};
 use nvfp4_spec::e4m3;
-use std::collections::BTreeSet;
-
-/// Tensors that every layer of the families written here has.
-const LAYER: [&str; 6] = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm"];
-
-/// Tensors that a layer has once, or once for all experts.
-const FEED_FORWARD: [&str; 3] = ["ffn_gate", "ffn_up", "ffn_down"];
 
 impl GgufFile {
     /// Counts over an NVFP4 tensor.
@@ -29,64 +25,290 @@ impl GgufFile {
 
 /// Checks a file for llama.cpp. An empty list is a clean bill.
 pub fn verify(file: &GgufFile) -> Result<Vec<Finding>> {
-    let mut findings = Vec::new();
-    let mut say = |severity, about: &str, text: String| {
-        findings.push(Finding { severity, about: about.to_string(), text });
-    };
-    let (problem, note) = (Severity::Problem, Severity::Note);
+    let mut check = Check { file, findings: Vec::new() };
     if file.nvfp4().next().is_none() {
-        say(problem, "file", "no tensor is NVFP4".to_string());
+        check.problem("file", "no tensor is NVFP4");
     }
-    let names: BTreeSet<&str> = file.tensors().iter().map(|t| t.name.as_str()).collect();
     match file.architecture() {
-        None => say(problem, "general.architecture", "missing".to_string()),
-        Some(arch) => {
-            let layers = file.values().get(&format!("{arch}.block_count")).and_then(|v| v.number());
-            if layers.is_none() {
-                say(problem, &format!("{arch}.block_count"), "missing, or not a whole number".to_string());
-            }
-            let layer = |i: u64| LAYER.iter().map(move |part| format!("blk.{i}.{part}.weight"));
-            let whole = ["token_embd.weight".to_string(), "output_norm.weight".to_string()];
-            // A file that claims more layers than it has tensors lacks the first of them already.
-            let layers = layers.unwrap_or(0).min(names.len() as u64);
-            let known = ["llama", "qwen2", "qwen3", "qwen3moe"].contains(&arch);
-            for name in whole.into_iter().chain((0..layers).flat_map(layer)).filter(|_| known) {
-                if !names.contains(name.as_str()) {
-                    say(problem, &name, "missing".to_string());
-                }
-            }
-            for (i, part) in (0..layers).filter(|_| known).flat_map(|i| FEED_FORWARD.map(|part| (i, part))) {
-                let has = |end: &str| names.contains(format!("blk.{i}.{part}{end}.weight").as_str());
-                if !has("") && !has("_exps") {
-                    say(problem, &format!("blk.{i}.{part}.weight"), "missing, and so are experts of it".to_string());
-                }
-            }
-        }
+        None => check.problem("general.architecture", "missing, or not text"),
+        Some(arch) => match Family::named(arch) {
+            Some(family) => check.model(family),
+            None => drop(check.size(&format!("{arch}.block_count"), Presence::Needed)),
+        },
     }
-    match file.values().get("tokenizer.ggml.model").and_then(|v| v.text()) {
-        None => say(problem, "tokenizer.ggml.model", "missing".to_string()),
-        Some("no_vocab") => say(note, "tokenizer", "none: the source had no tokenizer's files".to_string()),
-        Some(_) => {}
-    }
+    check.tokenizer();
     for tensor in file.nvfp4() {
-        if let Some(bad) = file.scales(tensor)?.iter().find(|s| !(s.is_finite() && **s > 0.0)) {
-            say(problem, &tensor.name, format!("a tensor scale is {bad}"));
+        check.weight(tensor)?;
+    }
+    check.findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
+    Ok(check.findings)
+}
+
+/// Whether llama.cpp asks for a key.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    Needed,
+    Optional,
+}
+
+/// A file that is being checked.
+struct Check<'f> {
+    file: &'f GgufFile,
+    findings: Vec<Finding>,
+}
+
+impl<'f> Check<'f> {
+    fn problem(&mut self, about: &str, text: impl Into<String>) {
+        self.findings.push(Finding { severity: Severity::Problem, about: about.to_string(), text: text.into() });
+    }
+
+    fn note(&mut self, about: &str, text: impl Into<String>) {
+        self.findings.push(Finding { severity: Severity::Note, about: about.to_string(), text: text.into() });
+    }
+
+    /// A value of the type that `read` takes, which llama.cpp insists on.
+    fn value<T>(
+        &mut self,
+        key: &str,
+        presence: Presence,
+        expected: &str,
+        read: impl Fn(&'f Value) -> Option<T>,
+    ) -> Option<T> {
+        match self.file.values().get(key) {
+            None if presence == Presence::Optional => None,
+            None => {
+                self.problem(key, "missing");
+                None
+            }
+            Some(value) => {
+                let read = read(value);
+                if read.is_none() {
+                    self.problem(key, format!("expected {expected}, got {}", described(value)));
+                }
+                read
+            }
         }
-        let module = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
-        if !names.contains(format!("{module}.scale").as_str()) {
-            say(note, &tensor.name, "no tensor scale: llama.cpp takes 1".to_string());
+    }
+
+    fn size(&mut self, key: &str, presence: Presence) -> Option<u64> {
+        self.value(key, presence, "a positive whole number of 32 bits", |value| match value {
+            Value::U32(n) if *n > 0 => Some(u64::from(*n)),
+            _ => None,
+        })
+    }
+
+    fn positive(&mut self, key: &str, presence: Presence) {
+        self.value(key, presence, "a positive binary32 number", |value| match value {
+            Value::F32(x) if x.is_finite() && *x > 0.0 => Some(()),
+            _ => None,
+        });
+    }
+
+    /// Sizes, tensors and their shapes.
+    fn model(&mut self, family: Family) {
+        let arch = family.name();
+        let key = |name: &str| format!("{arch}.{name}");
+        self.size(&key("context_length"), Presence::Needed);
+        self.positive(&key("attention.layer_norm_rms_epsilon"), Presence::Needed);
+        self.positive(&key("rope.freq_base"), Presence::Optional);
+        self.positive(&key("rope.scaling.factor"), Presence::Optional);
+        self.size(&key("rope.scaling.original_context_length"), Presence::Optional);
+        self.text(&key("rope.scaling.type"), Presence::Optional);
+        // llama.cpp reads these as one number or one for each layer.
+        let by_layer = ["feed_forward_length", "attention.head_count", "attention.head_count_kv"];
+        let is_list =
+            |name: &&str| matches!(self.file.values().get(&key(name)), Some(Value::I32s(_) | Value::Skipped(_)));
+        if let Some(name) = by_layer.into_iter().find(is_list) {
+            return self.note(&key(name), "a list: the shapes of tensors are not checked");
+        }
+        let before = self.findings.len();
+        let sizes = self.sizes(family);
+        let Some(sizes) = sizes.filter(|_| self.findings.len() == before) else { return };
+        self.shapes(&sizes);
+    }
+
+    /// The sizes that the keys give; every one that is missing or wrong is a problem.
+    fn sizes(&mut self, family: Family) -> Option<Sizes> {
+        use Presence::{Needed, Optional};
+        let key = |name: &str| format!("{}.{name}", family.name());
+        let layers = self.size(&key("block_count"), Needed);
+        let hidden = self.size(&key("embedding_length"), Needed);
+        let feed_forward = self.size(&key("feed_forward_length"), Needed);
+        let heads = self.size(&key("attention.head_count"), Needed);
+        let kv_heads = self.size(&key("attention.head_count_kv"), Optional).or(heads);
+        let head_dim = self.size(&key("attention.key_length"), Optional);
+        let head_dim = head_dim.or(hidden.zip(heads).map(|(hidden, heads)| hidden / heads));
+        for name in ["attention.value_length", "rope.dimension_count"] {
+            let own = self.size(&key(name), Optional).or(head_dim);
+            if let (Some(own), Some(head_dim)) = (own, head_dim)
+                && own != head_dim
+            {
+                self.problem(&key(name), format!("{own}, but attention.key_length is {head_dim}"));
+            }
+        }
+        if let (Some(heads), Some(kv_heads)) = (heads, kv_heads)
+            && !heads.is_multiple_of(kv_heads)
+        {
+            self.problem(&key("attention.head_count"), format!("{heads}, no multiple of head_count_kv, {kv_heads}"));
+        }
+        let count = match family {
+            Family::Qwen3Moe => self.size(&key("expert_count"), Needed),
+            // Files of other programs have 0 for no experts.
+            _ => self.file.values().get(&key("expert_count")).and_then(Value::number).filter(|n| *n > 0),
+        };
+        let used = self.size(&key("expert_used_count"), if count.is_some() { Needed } else { Optional });
+        if let (Some(used), Some(count)) = (used, count)
+            && used > count
+        {
+            self.problem(&key("expert_used_count"), format!("{used}, more than the {count} experts"));
+        }
+        let own = self.size(&key("expert_feed_forward_length"), Optional);
+        let experts = count.zip(used).zip(own.or(feed_forward));
+        let stated = self.size(&key("vocab_size"), Optional);
+        let tokens = match self.file.values().get("tokenizer.ggml.tokens") {
+            Some(Value::Texts(tokens)) => Some(tokens.len() as u64),
+            _ => None,
+        };
+        if let (Some(stated), Some(tokens)) = (stated, tokens)
+            && stated != tokens
+        {
+            self.problem(&key("vocab_size"), format!("{stated}, but tokenizer.ggml.tokens has {tokens}"));
+        }
+        Some(Sizes {
+            family,
+            layers: layers?,
+            hidden: hidden?,
+            heads: heads?,
+            kv_heads: kv_heads?,
+            head_dim: head_dim?,
+            feed_forward: feed_forward?,
+            vocabulary: tokens.or(stated)?,
+            experts: experts.map(|((count, used), feed_forward)| Mixture { count, used, feed_forward }),
+        })
+    }
+
+    fn shapes(&mut self, sizes: &Sizes) {
+        let file = self.file;
+        // A file that claims more layers than it has tensors lacks the first of them already.
+        let shown = Sizes { layers: sizes.layers.min(file.tensors().len() as u64), ..*sizes };
+        for (layer, part, last) in shown.needed() {
+            let name = sizes::name(layer, part, last);
+            if file.get(&name).is_none() {
+                self.problem(&name, "missing");
+            }
+        }
+        for tensor in file.tensors() {
+            let (name, dims) = (&tensor.name, &tensor.dims);
+            let layer = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+            if layer.is_some_and(|(layer, _)| layer.parse().is_ok_and(|layer: u64| layer >= sizes.layers)) {
+                self.problem(name, format!("beyond the {} layers of block_count", sizes.layers));
+            }
+            let part = layer.map_or(name.as_str(), |(_, part)| part).strip_suffix(".weight");
+            if sizes.dims(name).is_some() && part.is_some_and(|part| sizes.has(part, "weight") == Has::Never) {
+                self.problem(name, format!("llama.cpp's '{}' models have no such tensor", sizes.family.name()));
+            } else if let Some(misfit) = sizes.misfit(name, dims) {
+                let (key, len) = (misfit.keys().1, sizes.len(misfit));
+                self.problem(name, format!("has the dimensions {dims:?}, but {key} is {len}"));
+            }
+            if name == "rope_freqs.weight" && *dims != [sizes.head_dim / 2] {
+                let half = sizes.head_dim / 2;
+                self.problem(name, format!("has the dimensions {dims:?}, expected half a head, [{half}]"));
+            }
+        }
+    }
+
+    fn text(&mut self, key: &str, presence: Presence) -> Option<&'f str> {
+        self.value(key, presence, "text", Value::text)
+    }
+
+    fn tokenizer(&mut self) {
+        match self.text("tokenizer.ggml.model", Presence::Needed) {
+            Some("no_vocab") => return self.note("tokenizer", "none: the source had no tokenizer's files"),
+            None => return,
+            Some(_) => {}
+        }
+        let texts = |value: &'f Value| match value {
+            Value::Texts(texts) if !texts.is_empty() => Some(texts.len()),
+            _ => None,
+        };
+        let tokens = self.value("tokenizer.ggml.tokens", Presence::Needed, "a list of text", texts);
+        self.value("tokenizer.ggml.merges", Presence::Optional, "a list", |value| match value {
+            Value::Texts(_) | Value::Skipped(0) => Some(()),
+            _ => None,
+        });
+        let Some(tokens) = tokens else { return };
+        let lists = [("scores", "binary32 numbers"), ("token_type", "32-bit whole numbers")];
+        for (name, kind) in lists {
+            let expected = format!("{tokens} {kind}, one for each token");
+            self.value(&format!("tokenizer.ggml.{name}"), Presence::Optional, &expected, |value| match value {
+                Value::F32s(list) => (name == "scores" && list.len() == tokens).then_some(()),
+                Value::I32s(list) => (name == "token_type" && list.len() == tokens).then_some(()),
+                _ => None,
+            });
+        }
+        for name in ["bos", "eos", "unknown", "padding"] {
+            let expected = format!("the number of one of {tokens} tokens");
+            self.value(
+                &format!("tokenizer.ggml.{name}_token_id"),
+                Presence::Optional,
+                &expected,
+                |value| match value {
+                    Value::U32(id) if (*id as usize) < tokens => Some(()),
+                    _ => None,
+                },
+            );
+        }
+        for name in ["add_bos_token", "add_eos_token", "add_space_prefix"] {
+            self.value(&format!("tokenizer.ggml.{name}"), Presence::Optional, "yes or no", |value| match value {
+                Value::Bool(_) => Some(()),
+                _ => None,
+            });
+        }
+        self.text("tokenizer.ggml.pre", Presence::Optional);
+        self.text("tokenizer.chat_template", Presence::Optional);
+    }
+
+    /// The scales and codes of an NVFP4 tensor.
+    fn weight(&mut self, tensor: &GgufTensor) -> Result<()> {
+        let (file, name) = (self.file, tensor.name.as_str());
+        let bad = |scales: &[f32]| scales.iter().copied().find(|s| !(s.is_finite() && *s > 0.0));
+        if let Some(bad) = bad(&file.scales(tensor)?) {
+            self.problem(name, format!("a tensor scale is {bad}"));
+        }
+        if let Some(bad) = file.input_scales(tensor)?.as_deref().and_then(bad) {
+            self.problem(name, format!("a scale of activations is {bad}"));
+        }
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        if file.get(&format!("{module}.scale")).is_none() {
+            self.note(name, "no tensor scale: llama.cpp takes 1");
         }
         let counts = file.statistics(tensor)?;
         let unsigned: u64 = counts.scales[usize::from(e4m3::NAN_BYTE)..].iter().sum();
         if unsigned > 0 {
-            say(problem, &tensor.name, format!("{unsigned} block scales are NaN or negative: llama.cpp reads others"));
+            self.problem(name, format!("{unsigned} block scales are NaN or negative: llama.cpp reads others"));
         }
         if counts.vanished > 0 {
-            let text =
-                format!("{} blocks have the scale 0 and codes that are not: they decode to zeros", counts.vanished);
-            say(note, &tensor.name, text);
+            let vanished = counts.vanished;
+            self.note(name, format!("{vanished} blocks have the scale 0 and codes that are not: they decode to zeros"));
         }
+        Ok(())
     }
-    findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
-    Ok(findings)
+}
+
+/// A value of a file in a few words.
+fn described(value: &Value) -> String {
+    let list = |len: usize, of: &str| format!("a list of {len} {of}");
+    match value {
+        Value::U32(n) => n.to_string(),
+        Value::I32(n) => format!("{n}, signed"),
+        Value::Long(n) => format!("{n}, of 64 bits"),
+        Value::F32(x) => format!("{x:?}, of 32 bits"),
+        Value::F64(x) => format!("{x:?}, of 64 bits"),
+        Value::Bool(b) => b.to_string(),
+        Value::Text(_) => "text".to_string(),
+        Value::Texts(texts) => list(texts.len(), "texts"),
+        Value::I32s(numbers) => list(numbers.len(), "signed numbers"),
+        Value::F32s(numbers) => list(numbers.len(), "binary32 numbers"),
+        Value::Skipped(len) => format!("a list of {len} others"),
+    }
 }

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // every test file uses a part of it
 
+pub mod for_llama_cpp;
+
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, serialize_to_file};

@@ -99,7 +99,7 @@ impl Bench {
             Kind::Amax => {
                 let mut found = [0.0; 2];
                 for (value, implementation) in found.iter_mut().zip([self.implementation, Implementation::Scalar]) {
-                    let wanted = amax::Wanted { tensor: Some(value), ..Default::default() };
+                    let wanted = amax::Outputs { tensor: Some(value), ..Default::default() };
                     amax::amax(implementation, &input, Edge::Kernel, wanted)?;
                 }
                 ensure!(found[0] == found[1], "amax {} instead of {}", found[0], found[1]);
@@ -163,7 +163,7 @@ impl Bench {
         let input = Input::new(Values::Bf16(x), self.size, self.size)?;
         match &operation.kind {
             Kind::Amax => {
-                let wanted = amax::Wanted { tensor: Some(&mut self.row.amax[0]), ..Default::default() };
+                let wanted = amax::Outputs { tensor: Some(&mut self.row.amax[0]), ..Default::default() };
                 amax::amax(self.implementation, &input, Edge::Kernel, wanted)?;
             }
             Kind::Quantize(settings) => {

@@ -24,7 +24,7 @@ pub struct Tensor {
 
 impl Case {
     pub fn read(path: &Path) -> Result<Self> {
-        Self::parse(&std::fs::read(path).context("cannot read the file")?)
+        Self::parse(&nvfp4_files::regular::read(path, u64::MAX).context("cannot read the file")?)
     }
 
     pub fn parse(bytes: &[u8]) -> Result<Self> {

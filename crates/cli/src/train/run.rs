@@ -223,7 +223,10 @@ impl Training {
         }
         let notes = Notes { settings: job.settings.clone(), seed: job.seed, history: self.history.clone() };
         let notes = BTreeMap::from([("train".to_string(), serde_json::to_string(&notes)?)]);
-        Ok(self.session.save(folder, &self.optimizer, &notes)?)
+        if let Some(old) = self.session.save(folder, &self.optimizer, &notes)? {
+            eprintln!("note: the checkpoint that was replaced cannot be removed, and is at {}", old.display());
+        }
+        Ok(())
     }
 }
 

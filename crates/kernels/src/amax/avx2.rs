@@ -1,34 +1,34 @@
 //! Largest magnitudes with AVX2, on all threads: integer maxima, so the order does not matter.
 
-use super::Wanted;
+use super::Outputs;
 use crate::avx2::{Avx2, largest, load, magnitudes, max, store, value_of, zero};
 use crate::{Input, Values};
 use nvfp4_spec::{BLOCK, Edge, Element};
 use rayon::prelude::*;
 
-pub(super) fn amax(token: Avx2, x: &Input<'_>, edge: Edge, wanted: Wanted<'_>) {
+pub(super) fn amax(token: Avx2, x: &Input<'_>, edge: Edge, outputs: Outputs<'_>) {
     match x.values() {
-        Values::F32(values) => all(token, values, x, edge, wanted),
-        Values::Bf16(values) => all(token, values, x, edge, wanted),
-        Values::F16(values) => all(token, values, x, edge, wanted),
+        Values::F32(values) => all(token, values, x, edge, outputs),
+        Values::Bf16(values) => all(token, values, x, edge, outputs),
+        Values::F16(values) => all(token, values, x, edge, outputs),
     }
 }
 
 /// Elements that one task looks at.
 const TASK: usize = 1 << 18;
 
-fn all<T: Element>(token: Avx2, values: &[T], x: &Input<'_>, edge: Edge, mut wanted: Wanted<'_>) {
+fn all<T: Element>(token: Avx2, values: &[T], x: &Input<'_>, edge: Edge, mut outputs: Outputs<'_>) {
     let (rows, cols, stride) = (x.rows(), x.cols(), x.stride());
     if rows == 0 || cols == 0 {
-        return super::scalar(x, edge, wanted);
+        return super::scalar(x, edge, outputs);
     }
     let height = TASK.div_ceil(cols);
     let panels = rows.div_ceil(height);
-    let mut row_parts: Vec<Option<&mut [f32]>> = match wanted.rows.take() {
+    let mut row_parts: Vec<Option<&mut [f32]>> = match outputs.rows.take() {
         Some(out) => out.chunks_mut(height).map(Some).collect(),
         None => (0..panels).map(|_| None).collect(),
     };
-    let with_columns = wanted.cols.is_some();
+    let with_columns = outputs.cols.is_some();
     let maxima = row_parts
         .par_iter_mut()
         .enumerate()
@@ -56,10 +56,10 @@ fn all<T: Element>(token: Avx2, values: &[T], x: &Input<'_>, edge: Edge, mut wan
             a
         })
         .expect("there is at least one row");
-    if let Some(tensor) = wanted.tensor {
+    if let Some(tensor) = outputs.tensor {
         *tensor = value_of(maxima.tensor, T::PRECISION);
     }
-    if let Some(out) = wanted.cols {
+    if let Some(out) = outputs.cols {
         for (out, m) in out.iter_mut().zip(&maxima.cols) {
             *out = m.to_f32();
         }
@@ -71,7 +71,8 @@ struct Panel<T> {
     cols: Vec<T>,
 }
 
-/// The bits of a row's largest magnitude; `cols`, if not empty, takes part in a maximum per column.
+/// The bits of a row's largest magnitude. If `cols` is not empty, it also collects a maximum per
+/// column.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(crate) fn row_amax<T: Element>(_: Avx2, row: &[T], edge: Edge, cols: &mut [T]) -> u32 {
     let (blocks, tail) = row.as_chunks::<BLOCK>();

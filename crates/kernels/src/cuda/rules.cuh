@@ -1,10 +1,11 @@
-// The rules of nvfp4-spec for the device: a namespace per module, a function per rule, each the twin of the Rust function
-// of the same name (read that one for ties, extremes and source). Plain arithmetic, so that a C++ compiler for the host
-// builds the very same text and the tests can hold it against the Rust; every operation rounds once (`--fmad=false`,
-// `-ffp-contract=off`). Constants come before this text, printed from the Rust ones.
+// The rules of nvfp4-spec for the device: a namespace per module, a function per rule, each the
+// twin of the Rust function of the same name (read that one for ties, extremes and source). Plain
+// arithmetic, so that a C++ compiler for the host builds the very same text and the tests can hold
+// it against the Rust; every operation rounds once (`--fmad=false`, `-ffp-contract=off`). Constants
+// come before this text, printed from the Rust ones.
 //
-// What a chip does in hardware stands behind one `#if` beside the portable body that it must equal. With PORTABLE defined no
-// chip does anything in hardware.
+// A hardware instruction stands behind one `#if` beside the portable body that it must equal.
+// PORTABLE turns all of them off.
 
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 890
 #define HARDWARE_E4M3 1
@@ -62,7 +63,8 @@ RULE float from_bf16(u16 bits) { return from_bits((u32)bits << 16); }
 
 RULE float from_f16(u16 bits) {
     u32 magnitude = bits & 0x7FFF, sign = (u32)(bits & 0x8000) << 16;
-    // Shifted into place the exponent is 112 too small, subnormals included; infinities and NaN have their own exponent.
+    // Shifted into place the exponent is 112 too small, subnormals included; infinities and NaN
+    // have their own exponent.
     if (magnitude >= 0x7C00) return from_bits(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
     return from_bits(sign | to_bits(from_bits(magnitude << 13) * 0x1p112f));
 }
@@ -131,7 +133,8 @@ RULE u32 encode(float x) {
 #else
     if (is_nan(x)) return E4M3_NAN_BYTE;
     x = x < E4M3_MAX ? x : E4M3_MAX;
-    // Adding a power of two that leaves three mantissa bits (below 2^-6: units of 2^-9) rounds to nearest even.
+    // Adding a power of two that leaves three mantissa bits (below 2^-6: units of 2^-9) rounds to
+    // nearest even.
     u32 smallest = to_bits(E4M3_MIN_NORMAL), exponent = to_bits(x) & 0x7F800000;
     if (exponent < smallest) exponent = smallest;
     u32 magic = exponent + (20u << 23);
@@ -275,7 +278,8 @@ RULE u32 encode(float y, u32 random, Edge edge) {
     if (is_nan(y)) return e2m1::nan_code(edge);
     float a = absolute(y), t = fma_once((float)random / 256.0f, grid_step(a), a), step = grid_step(t);
     float steps = t / step;
-    // Beyond 6 everything saturates, infinities included; below, a conversion rounds towards zero as `floor` does.
+    // Beyond 6 everything saturates, infinities included; below, a conversion rounds towards zero
+    // as `floor` does.
     float magnitude = t >= 6.0f ? 6.0f : (float)(int)steps * step;
     return e2m1::encode(magnitude, edge) | e2m1::sign(y, edge);
 }
@@ -290,7 +294,8 @@ RULE philox::Words block(u64 seed, u64 offset, u64 index) {
 
 namespace hadamard {
 
-// Transforms 16 values in place; what is left is to quarter them, round them to bf16 and take those.
+// Transforms 16 values in place; what is left is to quarter them, round them to bf16 and take
+// those.
 RULE void butterflies(float v[BLOCK]) {
 #pragma unroll
     for (int distance = 1; distance < BLOCK; distance *= 2) {

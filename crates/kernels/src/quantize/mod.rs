@@ -35,12 +35,12 @@ impl Layout {
     }
 }
 
-/// Where the amax of a direction comes from: one value, or one per row of that direction.
+/// The source of a direction's amax: one value, or one per row of that direction.
 #[derive(Debug)]
 pub enum Amax<'a> {
     /// The caller knows it. Values beyond it saturate.
     Given(&'a [f32]),
-    /// It is computed and left here.
+    /// It is computed and stored here.
     Compute(&'a mut [f32]),
 }
 

@@ -18,7 +18,8 @@ pub struct Expected {
     pub scales: Vec<u8>,
 }
 
-/// Both directions of all cases in both edges, as far as they are on record; and how many cases there are.
+/// Both directions of all cases in both edges, as far as they are on record; and how many cases
+/// there are.
 pub fn quantize_cases() -> (usize, Vec<Expected>) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden");
     let mut files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -33,7 +34,8 @@ pub fn quantize_cases() -> (usize, Vec<Expected>) {
         for edge in [Edge::Kernel, Edge::Reference] {
             let mode = mode(&metadata, edge);
             for (suffix, input) in [("", input.clone()), ("_t", input.transpose())] {
-                // No kernel produced this direction, so its record holds in the reference edge only.
+                // No kernel produced this direction, so its record holds in the reference edge
+                // only.
                 let emulated = mode.global == GlobalScale::PerRow && metadata["kernel_emulated"] != "tuned_1D";
                 if edge == Edge::Kernel && suffix == "_t" && emulated {
                     continue;

@@ -1,5 +1,6 @@
-//! The rules of the GPU (`src/cuda/rules.cuh`, `src/fp8/rules.cuh`), built by g++ and held against `nvfp4_spec`, function by function and bit for
-//! bit; then whole tiles, the golden cases among them. Needs g++ but no GPU; without g++ each test is skipped.
+//! The rules of the GPU (`src/cuda/rules.cuh`, `src/cuda/fp8_rules.cuh`), built by g++ and held
+//! against `nvfp4_spec`, function by function and bit for bit; then whole tiles, the golden cases
+//! among them. Needs g++ but no GPU; without g++ each test is skipped.
 #![cfg(feature = "cuda")]
 
 mod driver;
@@ -9,11 +10,12 @@ mod values;
 
 use driver::Driver;
 use half::{bf16, f16};
-use nvfp4_spec::block::{self, Quantized, Scaling};
+use nvfp4_spec::block::{self, Scaling};
 use nvfp4_spec::hadamard::{self, Signs};
 use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scale::{self, Global, Unit};
 use nvfp4_spec::stochastic::{self, Stream};
+use nvfp4_spec::tile::{self, Quantized};
 use nvfp4_spec::{
     BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Precision, Profile, Rounding, ScaleRule, Tile,
 };
@@ -253,7 +255,7 @@ fn four_over_six_parts() {
     rules.check("four_over_six::row_error", &rows, |r| {
         let (g, edge, byte) = (global(&r), edge(r[2]), r[5] as u8);
         let tile = [std::array::from_fn(|i| float(r[6 + i]))];
-        let codes = block::encode(&tile, scale::inverse_scale(byte, &g, edge), edge);
+        let codes = tile::encode(&tile, scale::inverse_scale(byte, &g, edge), edge);
         let (metric, path) = (METRICS[r[3] as usize], PATHS[r[4] as usize]);
         [bits(four_over_six::tile_error(&tile, &Quantized { scale: byte, codes }, &g, metric, path))]
     });

@@ -15,8 +15,8 @@ pub fn records<const N: usize>(key: u32, count: usize) -> Vec<[u32; N]> {
     words(key, N * count).collect::<Vec<u32>>().as_chunks().0.to_vec()
 }
 
-/// The bits of zeros, subnormals, the largest and smallest numbers, infinities, NaNs, and where the two small formats change
-/// their rounding, with neighbours; of both signs.
+/// The bits of zeros, subnormals, the largest and smallest numbers, infinities, NaNs, and where the
+/// two small formats change their rounding, with neighbours; of both signs.
 pub fn edges() -> &'static [u32] {
     static EDGES: LazyLock<Vec<u32>> = LazyLock::new(find_edges);
     &EDGES
@@ -61,7 +61,8 @@ pub fn pick<T: Copy>(list: &[T], random: u32) -> T {
     list[random as usize % list.len()]
 }
 
-/// A vector of 16·H numbers of one kind: ordinary, of many exponents, near the code grid's ties, or with [`edges`] among them.
+/// A vector of 16·H numbers of one kind: ordinary, of many exponents, near the code grid's ties, or
+/// with [`edges`] among them.
 pub fn tile(key: u32, len: usize) -> Vec<u32> {
     let (edges, random) = (edges(), words(key, 2 * len).collect::<Vec<u32>>());
     let ties = [0.25f32, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 4.0];

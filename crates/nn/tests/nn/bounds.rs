@@ -26,8 +26,8 @@ impl<'a> Held<'a> {
                 cols: d.cols(),
                 codes: d.codes(),
                 scales: d.scales(),
-                stored: d.global().values(),
-                global: d.global().scope(),
+                stored: d.stored(),
+                global: d.global(),
                 unit: d.unit(),
             }),
             Direction::Fp8(d) => {

@@ -121,6 +121,26 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     fits.case.session.load(&folder.0, &mut fits.optimizer).unwrap();
 }
 
+/// A pipe would block whoever opens it.
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_refused_without_waiting() {
+    let folder = Folder::new();
+    std::fs::create_dir_all(&folder.0).unwrap();
+    let pipe = folder.0.join("training.safetensors");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let mut run = Run::new("linear", &recipe("nvfp4"), 4);
+    let session = run.case.session.clone();
+    for refused in [
+        session.load(&folder.0, &mut run.optimizer).map(drop),
+        Session::notes(&folder.0).map(drop),
+        session.load_parameters(&pipe),
+    ] {
+        let message = refused.unwrap_err().to_string();
+        assert!(message.contains("a pipe, socket or device, where a file is expected"), "{message}");
+    }
+}
+
 /// A model in another type of parameters.
 #[test]
 fn another_type_is_refused() {

@@ -49,7 +49,7 @@ impl Gpu {
         check_plain(None, weight.rotation())?;
         match weight {
             Direction::Nvfp4(d) => Ok(PreparedWeight::new(&self.stream, &d.view(), &*self.memory)?),
-            Direction::Fp8(_) => Err(Error::NotNvfp4 { got: weight.family() }),
+            Direction::Fp8(_) | Direction::Plain(_) => Err(Error::NotNvfp4 { got: weight.family() }),
         }
     }
 
@@ -92,5 +92,6 @@ fn operand(direction: &Direction) -> Operand<'_> {
     match direction {
         Direction::Nvfp4(d) => d.view().into(),
         Direction::Fp8(d) => d.view().into(),
+        Direction::Plain(nothing) => match *nothing {},
     }
 }

@@ -31,7 +31,7 @@ pub use nvfp4_kernels::finite;
 pub use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product};
 pub use nvfp4_kernels::quantize::cuda::Offset;
 pub use quantize::{Observed, Options, Randomness};
-pub use tensor::{Direction, Fp8Direction, Nvfp4Direction, QuantTensor};
+pub use tensor::{Direction, Fp8Direction, GpuMemory, Nothing, Nvfp4Direction, QuantTensor};
 
 use crate::Result;
 use std::fmt;

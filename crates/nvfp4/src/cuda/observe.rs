@@ -3,7 +3,7 @@
 use super::{Direction, Fp8Direction, Gpu, Input, Memory, Observed, Options, Owned, QuantTensor, Slice, Values};
 use crate::format::{BlockTile, ColumnSource, Directions, Finite, Fp8Code, Rounding, Side};
 use crate::quantizer::{Maker, Makers, Scale};
-use crate::{Error, Precision, Quantizer, Result};
+use crate::{Error, Fp8Description, Precision, Quantizer, Result};
 use half::{bf16, f16};
 use nvfp4_kernels::amax::cuda as amax;
 use nvfp4_kernels::fp8::cuda as kernel;
@@ -148,7 +148,7 @@ fn fp8_on(
     let stream = gpu.stream();
     let mut found = gpu.alloc::<f32>(1)?;
     if matches!(scale, Scale::Current(_)) && given.is_none() {
-        let wanted = amax::Wanted { tensor: Some(found.slice_mut()), ..Default::default() };
+        let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
         amax::amax(stream, x, Edge::Kernel, wanted)?;
     }
     let scaling = match scale {
@@ -169,7 +169,7 @@ fn fp8_on(
         Scale::Delayed(_) => Some(gpu.alloc::<f32>(1)?),
         Scale::Current(_) | Scale::Block(..) | Scale::Mx => None,
     };
-    let wanted = kernel::Wanted {
+    let wanted = kernel::Outputs {
         row: row.as_mut().map(target),
         col: col.as_mut().map(target),
         amax: seen.as_mut().map(|seen| kernel::Amax::Replace(seen.slice_mut())),
@@ -196,14 +196,15 @@ fn room(gpu: &Gpu, mode: &kernel::Mode<'_>, side: fp8::Side, x: &Input<'_>) -> R
     let shapes = mode.shapes();
     let (tile, stored) = (shapes.tile(side), shapes.shape(side, (x.rows(), x.cols())));
     let (rows, cols) = tile.along_k(stored);
-    let count = tile.scale_count(stored.0, stored.1)?;
+    let about = Fp8Description { rows, cols, code: mode.format, tile };
+    let count = about.scale_len()?;
     let scales = match mode.scaling {
         kernel::Scaling::Mx => Scales::E8m0(gpu.alloc(count)?),
         kernel::Scaling::Tensor(_) | kernel::Scaling::Row128(_) | kernel::Scaling::Square128(_) => {
             Scales::F32(gpu.alloc(count)?)
         }
     };
-    Ok(Fp8Direction { rows, cols, code: mode.format, tile, codes: gpu.alloc(area(rows, cols)?)?, scales })
+    Fp8Direction::from_parts(about, gpu.alloc(about.code_len()?)?, scales)
 }
 
 fn target(direction: &mut Fp8Direction) -> kernel::Direction<'_> {

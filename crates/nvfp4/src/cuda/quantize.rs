@@ -5,7 +5,7 @@ use crate::format::{Finite, Nvfp4, Rounding, Side};
 use crate::{Error, Profile, Quantizer, Result};
 use nvfp4_kernels::quantize::cuda as kernel;
 use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{Precision, Rounding as Rule, area, e2m1};
+use nvfp4_spec::{Precision, Rounding as Rule};
 
 /// Random numbers for one call: our position-keyed stream. The row direction draws at the offset, the column direction at the next.
 #[derive(Clone, Copy, Debug)]
@@ -115,17 +115,12 @@ impl Gpu {
 
     /// A direction with room for its bytes.
     fn room(&self, format: &Nvfp4, rows: usize, cols: usize, rotation: Option<Signs>) -> Result<Nvfp4Direction> {
-        let mode = &format.mode;
+        let about = format.description(rows, cols, rotation);
         Ok(Nvfp4Direction {
-            rows,
-            cols,
-            codes: self.alloc(area(rows, e2m1::packed_len(cols))?)?,
-            scales: self.alloc(format.layout.scale_len(rows, cols)?)?,
-            stored: self.alloc(mode.global.count(rows))?,
-            global: mode.global,
-            unit: mode.profile.unit(mode.rule.bound()),
-            rotation,
-            layout: format.layout,
+            about,
+            codes: self.alloc(about.code_len()?)?,
+            scales: self.alloc(about.scale_len()?)?,
+            stored: self.alloc(about.stored_len())?,
         })
     }
 
@@ -142,7 +137,7 @@ impl Gpu {
         }
         let profile = format.mode.profile;
         if profile != Profile::TransformerEngine {
-            let precision = room.rotation.map_or(precision, |_| nvfp4_spec::hadamard::PRECISION);
+            let precision = room.about.rotation.map_or(precision, |_| nvfp4_spec::hadamard::PRECISION);
             let amax = self.stream.to_host(room.stored.slice())?;
             let stored: Vec<f32> = amax.into_iter().map(|amax| profile.stored(amax, precision)).collect();
             self.stream.upload(&stored, room.stored.slice_mut())?;
@@ -161,8 +156,8 @@ impl Nvfp4Direction {
         kernel::Direction {
             mode: format.mode,
             rounding: random.map_or(Rule::NearestEven, Rule::Stochastic),
-            transform: self.rotation,
-            layout: self.layout,
+            transform: self.about.rotation,
+            layout: self.about.layout,
             amax: match amax {
                 Some(amax) => kernel::Amax::Given(amax),
                 None => kernel::Amax::Compute(self.stored.slice_mut()),

@@ -1,95 +1,81 @@
 //! Quantized tensors in the memory of a GPU.
 
 use super::{Gpu, Memory, Owned, Plain, Slice, SliceMut};
-use crate::direction::Outline;
-use crate::format::Family;
-use crate::tensor::check_parts;
-use crate::{Element, Error, Fp8Code, Fp8Tile, Global, GlobalScale, Layout, Result, Side, Unit};
+use crate::direction::private;
+use crate::{Array, Element, Error, Fp8Description, MemorySpace, Nvfp4Description, PlainMatrix, Result};
 use nvfp4_kernels::dequantize::cuda as nvfp4_kernel;
 use nvfp4_kernels::fp8::cuda as fp8_kernel;
+use nvfp4_spec::check_len;
 use nvfp4_spec::fp8::Scales;
-use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{area, check_len, e2m1};
+use std::fmt;
 use std::marker::PhantomData;
 
-/// A quantized tensor in the memory of a GPU. Twin of [`crate::QuantTensor`].
+/// The memory of a GPU. What is not quantized stays with its owner, whose [`Input`](super::Input) products take as it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GpuMemory;
+
+/// No matrix: on a GPU what is not quantized is not a direction.
 #[derive(Debug)]
-pub struct QuantTensor {
-    pub(crate) shape: Vec<usize>,
-    pub(crate) row: Option<Direction>,
-    pub(crate) col: Option<Direction>,
+pub enum Nothing {}
+
+/// A quantized tensor in the memory of a GPU.
+pub type QuantTensor = crate::QuantTensor<GpuMemory>;
+
+/// A matrix along whose rows products run, in the memory of a GPU.
+pub type Direction = crate::Direction<GpuMemory>;
+
+/// A matrix in NVFP4, in the memory of a GPU.
+pub type Nvfp4Direction = crate::Nvfp4Direction<GpuMemory>;
+
+/// A matrix in FP8, in the memory of a GPU.
+pub type Fp8Direction = crate::Fp8Direction<GpuMemory>;
+
+impl MemorySpace for GpuMemory {
+    type Bytes = Owned<u8>;
+    type Floats = Owned<f32>;
+    type Plain = Nothing;
+
+    /// To look would be to wait.
+    fn first_negative(_: &Owned<f32>) -> Option<(usize, f32)> {
+        None
+    }
 }
 
-/// A matrix along whose rows products run. Twin of [`crate::Direction`]; what is not quantized stays with its owner, whose
-/// [`Input`](super::Input) products take as it is.
-#[derive(Debug)]
-pub enum Direction {
-    /// NVFP4.
-    Nvfp4(Nvfp4Direction),
-    /// FP8 with a scale per tensor or per 128 values, or MXFP8.
-    Fp8(Fp8Direction),
+impl<T: Plain> Array for Owned<T> {
+    fn count(&self) -> usize {
+        self.slice().len()
+    }
 }
 
-/// A matrix in NVFP4. Twin of [`crate::Nvfp4Direction`].
-#[derive(Debug)]
-pub struct Nvfp4Direction {
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) codes: Owned<u8>,
-    pub(crate) scales: Owned<u8>,
-    pub(crate) stored: Owned<f32>,
-    pub(crate) global: GlobalScale,
-    pub(crate) unit: Unit,
-    pub(crate) rotation: Option<Signs>,
-    pub(crate) layout: Layout,
+impl PlainMatrix for Nothing {
+    fn rows(&self) -> usize {
+        match *self {}
+    }
+
+    fn cols(&self) -> usize {
+        match *self {}
+    }
+
+    fn byte_len(&self) -> usize {
+        match *self {}
+    }
+
+    fn shares(&self, _: &Self) -> bool {
+        match *self {}
+    }
 }
 
-/// A matrix in FP8. Twin of [`crate::Fp8Direction`].
-#[derive(Debug)]
-pub struct Fp8Direction {
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) code: Fp8Code,
-    pub(crate) tile: Fp8Tile,
-    pub(crate) codes: Owned<u8>,
-    pub(crate) scales: Scales<Owned<f32>, Owned<u8>>,
+impl fmt::Display for Nothing {
+    fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {}
+    }
 }
+
+impl private::Sealed for GpuMemory {}
+impl private::Sealed for Nothing {}
+impl<T: Plain> private::Sealed for Owned<T> {}
 
 impl QuantTensor {
-    /// The shape of the tensor that was quantized.
-    pub fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    /// The row direction, if there is one.
-    pub fn row(&self) -> Option<&Direction> {
-        self.row.as_ref()
-    }
-
-    /// The column direction, if there is one.
-    pub fn col(&self) -> Option<&Direction> {
-        self.col.as_ref()
-    }
-
-    /// A direction, or an error that says which one is missing.
-    pub fn direction(&self, side: Side) -> Result<&Direction> {
-        let direction = match side {
-            Side::Row => &self.row,
-            Side::Column => &self.col,
-        };
-        direction.as_ref().ok_or(Error::MissingDirection(side))
-    }
-
-    /// The directions by themselves.
-    pub fn into_directions(self) -> (Option<Direction>, Option<Direction>) {
-        (self.row, self.col)
-    }
-
-    /// Bytes of the GPU's memory that it takes.
-    pub fn byte_len(&self) -> usize {
-        [&self.row, &self.col].into_iter().flatten().map(Direction::byte_len).sum()
-    }
-
     /// A copy in the memory of the host. Waits.
     pub fn to_host(&self, gpu: &Gpu) -> Result<crate::QuantTensor> {
         let copy = |direction: &Option<Direction>| direction.as_ref().map(|d| d.to_host(gpu)).transpose();
@@ -106,66 +92,13 @@ impl crate::QuantTensor {
 }
 
 impl Direction {
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        match self {
-            Direction::Nvfp4(d) => d.rows,
-            Direction::Fp8(d) => d.rows,
-        }
-    }
-
-    /// Number of elements of a row.
-    pub fn cols(&self) -> usize {
-        match self {
-            Direction::Nvfp4(d) => d.cols,
-            Direction::Fp8(d) => d.cols,
-        }
-    }
-
-    /// The formats that it can be multiplied with.
-    pub fn family(&self) -> Family {
-        match self {
-            Direction::Nvfp4(_) => Family::Nvfp4,
-            Direction::Fp8(d) => Family::of_fp8(d.tile),
-        }
-    }
-
-    /// The signs of the Hadamard transform that the values went through.
-    pub fn rotation(&self) -> Option<Signs> {
-        match self {
-            Direction::Nvfp4(d) => d.rotation,
-            Direction::Fp8(_) => None,
-        }
-    }
-
-    fn outline(&self) -> Outline {
-        let tile = match self {
-            Direction::Nvfp4(_) => None,
-            Direction::Fp8(d) => Some(d.tile),
-        };
-        Outline { rows: self.rows(), cols: self.cols(), rotation: self.rotation(), tile }
-    }
-
-    /// Bytes that it takes.
-    pub fn byte_len(&self) -> usize {
-        match self {
-            Direction::Nvfp4(d) => d.codes.slice().bytes() + d.scales.slice().bytes() + d.stored.slice().bytes(),
-            Direction::Fp8(d) => {
-                let scales = match &d.scales {
-                    Scales::F32(scales) => scales.slice().bytes(),
-                    Scales::E8m0(scales) => scales.slice().bytes(),
-                };
-                d.codes.slice().bytes() + scales
-            }
-        }
-    }
-
     /// Decodes into a row-major matrix: `rows` × `cols`, or for MXFP8's column direction, which lies as the tensor does, `cols` × `rows`.
     /// Rotated values stay so.
     pub fn dequantize<T: Element + Plain>(&self, gpu: &Gpu, out: SliceMut<'_, T>) -> Result<()> {
         match self {
             Direction::Nvfp4(d) => nvfp4_kernel::dequantize(gpu.stream(), &d.view(), out)?,
             Direction::Fp8(d) => fp8_kernel::dequantize(gpu.stream(), &d.view(), out)?,
+            Direction::Plain(nothing) => match *nothing {},
         }
         Ok(())
     }
@@ -175,51 +108,34 @@ impl Direction {
         let (bytes, numbers) =
             (|slice: Slice<'_, u8>| gpu.stream().to_host(slice), |slice: Slice<'_, f32>| gpu.stream().to_host(slice));
         Ok(match self {
-            Direction::Nvfp4(d) => crate::Nvfp4Direction::from_parts(
-                d.rows,
-                d.cols,
-                bytes(d.codes.slice())?,
-                bytes(d.scales.slice())?,
-                Global::from_values(d.global, numbers(d.stored.slice())?),
-                d.unit,
-                d.rotation,
-                d.layout,
-            )?
-            .into(),
+            Direction::Nvfp4(d) => {
+                let (codes, scales) = (bytes(d.codes.slice())?, bytes(d.scales.slice())?);
+                crate::Nvfp4Direction::from_parts(d.about, codes, scales, numbers(d.stored.slice())?)?.into()
+            }
             Direction::Fp8(d) => {
                 let scales = match &d.scales {
                     Scales::F32(scales) => Scales::F32(numbers(scales.slice())?),
                     Scales::E8m0(scales) => Scales::E8m0(bytes(scales.slice())?),
                 };
-                crate::Fp8Direction::from_parts(d.rows, d.cols, d.code, d.tile, bytes(d.codes.slice())?, scales)?.into()
+                crate::Fp8Direction::from_parts(d.about, bytes(d.codes.slice())?, scales)?.into()
             }
+            Direction::Plain(nothing) => match *nothing {},
         })
     }
 
     fn upload(gpu: &Gpu, direction: &crate::Direction) -> Result<Self> {
         Ok(match direction {
-            crate::Direction::Nvfp4(d) => Direction::Nvfp4(Nvfp4Direction {
-                rows: d.rows,
-                cols: d.cols,
-                codes: gpu.upload(&d.codes)?,
-                scales: gpu.upload(&d.scales)?,
-                stored: gpu.upload(d.global.values())?,
-                global: d.global.scope(),
-                unit: d.unit,
-                rotation: d.rotation,
-                layout: d.layout,
-            }),
-            crate::Direction::Fp8(d) => Direction::Fp8(Fp8Direction {
-                rows: d.rows,
-                cols: d.cols,
-                code: d.code,
-                tile: d.tile,
-                codes: gpu.upload(&d.codes)?,
-                scales: match &d.scales {
+            crate::Direction::Nvfp4(d) => {
+                let (codes, scales) = (gpu.upload(&d.codes)?, gpu.upload(&d.scales)?);
+                Direction::Nvfp4(Nvfp4Direction::from_parts(d.about, codes, scales, gpu.upload(&d.stored)?)?)
+            }
+            crate::Direction::Fp8(d) => {
+                let scales = match &d.scales {
                     Scales::F32(scales) => Scales::F32(gpu.upload(scales)?),
                     Scales::E8m0(scales) => Scales::E8m0(gpu.upload(scales)?),
-                },
-            }),
+                };
+                Direction::Fp8(Fp8Direction::from_parts(d.about, gpu.upload(&d.codes)?, scales)?)
+            }
             crate::Direction::Plain(_) => return Err(Error::NotNvfp4 { got: direction.family() }),
         })
     }
@@ -250,38 +166,16 @@ impl Nvfp4Direction {
         &self.stored
     }
 
-    /// What a stored number belongs to.
-    pub fn global(&self) -> GlobalScale {
-        self.global
-    }
-
-    /// What a stored number means.
-    pub fn unit(&self) -> Unit {
-        self.unit
-    }
-
-    /// How scales are laid out.
-    pub fn layout(&self) -> Layout {
-        self.layout
-    }
-
     /// As kernels take it.
     pub fn view(&self) -> nvfp4_kernel::View<'_> {
-        nvfp4_kernel::View {
-            rows: self.rows,
-            cols: self.cols,
-            codes: self.codes.slice(),
-            scales: self.scales.slice(),
-            layout: self.layout,
-            stored: self.stored.slice(),
-            global: self.global,
-            unit: self.unit,
-        }
+        let Nvfp4Description { rows, cols, global, unit, layout, .. } = self.about;
+        let (codes, scales, stored) = (self.codes.slice(), self.scales.slice(), self.stored.slice());
+        nvfp4_kernel::View { rows, cols, codes, scales, layout, stored, global, unit }
     }
 }
 
 impl Fp8Direction {
-    /// A byte per element: `rows` × `cols`, or with [`Fp8Tile::Column32`] `cols` × `rows`.
+    /// A byte per element, as [`crate::Fp8Direction::codes`].
     pub fn codes(&self) -> &Owned<u8> {
         &self.codes
     }
@@ -291,24 +185,15 @@ impl Fp8Direction {
         &self.scales
     }
 
-    /// What a code is.
-    pub fn code(&self) -> Fp8Code {
-        self.code
-    }
-
-    /// Which elements share a scale.
-    pub fn tile(&self) -> Fp8Tile {
-        self.tile
-    }
-
     /// As kernels take it.
     pub fn view(&self) -> fp8_kernel::View<'_> {
-        let (rows, cols) = self.tile.along_k((self.rows, self.cols));
+        let (rows, cols) = self.about.stored_shape();
+        let Fp8Description { code, tile, .. } = self.about;
         let scales = match &self.scales {
             Scales::F32(scales) => Scales::F32(scales.slice()),
             Scales::E8m0(scales) => Scales::E8m0(scales.slice()),
         };
-        fp8_kernel::View { rows, cols, format: self.code, tile: self.tile, codes: self.codes.slice(), scales }
+        fp8_kernel::View { rows, cols, format: code, tile, codes: self.codes.slice(), scales }
     }
 }
 
@@ -316,15 +201,6 @@ impl Fp8Direction {
 impl<T: Plain> From<Memory> for Owned<T> {
     fn from(memory: Memory) -> Self {
         Owned { memory, elements: PhantomData }
-    }
-}
-
-impl QuantTensor {
-    /// A tensor over existing directions, at least one, of the flattened shape. Twin of [`crate::QuantTensor::from_parts`], by the same
-    /// check.
-    pub fn from_parts(shape: &[usize], row: Option<Direction>, col: Option<Direction>) -> Result<Self> {
-        check_parts(shape, row.as_ref().map(Direction::outline), col.as_ref().map(Direction::outline))?;
-        Ok(QuantTensor { shape: shape.to_vec(), row, col })
     }
 }
 
@@ -339,37 +215,20 @@ impl Direction {
         };
         check_len("arrays of a direction", expected, parts.len())?;
         let mut parts = parts.into_iter();
-        let mut next = |what: &'static str, len: usize| -> Result<Memory> {
-            let part = parts.next().expect("as many as were counted");
-            check_len(what, len, part.len())?;
-            Ok(part)
-        };
+        let mut next = || parts.next().expect("as many as were counted");
         Ok(match like {
-            crate::Direction::Nvfp4(like) => Direction::Nvfp4(Nvfp4Direction {
-                rows,
-                cols,
-                codes: next("codes, in bytes", area(rows, e2m1::packed_len(cols))?)?.into(),
-                scales: next("scales, in bytes", like.layout.scale_len(rows, cols)?)?.into(),
-                stored: next("global scale, in bytes", area(4, like.global.scope().count(rows))?)?.into(),
-                global: like.global.scope(),
-                unit: like.unit,
-                rotation: like.rotation,
-                layout: like.layout,
-            }),
+            crate::Direction::Nvfp4(like) => {
+                let about = Nvfp4Description { rows, cols, ..like.about };
+                let (codes, scales) = (next().into(), next().into());
+                Direction::Nvfp4(Nvfp4Direction::from_parts(about, codes, scales, next().into())?)
+            }
             crate::Direction::Fp8(like) => {
-                let (down, across) = like.tile.along_k((rows, cols));
-                let (codes, scales) = (area(rows, cols)?, like.tile.scale_count(down, across)?);
-                Direction::Fp8(Fp8Direction {
-                    rows,
-                    cols,
-                    code: like.code,
-                    tile: like.tile,
-                    codes: next("codes, in bytes", codes)?.into(),
-                    scales: match like.scales {
-                        Scales::F32(_) => Scales::F32(next("scales, in bytes", area(4, scales)?)?.into()),
-                        Scales::E8m0(_) => Scales::E8m0(next("scales, in bytes", scales)?.into()),
-                    },
-                })
+                let codes = next().into();
+                let scales = match like.scales {
+                    Scales::F32(_) => Scales::F32(next().into()),
+                    Scales::E8m0(_) => Scales::E8m0(next().into()),
+                };
+                Direction::Fp8(Fp8Direction::from_parts(Fp8Description { rows, cols, ..like.about }, codes, scales)?)
             }
             crate::Direction::Plain(_) => return Err(Error::PlainOnGpu),
         })

@@ -1,13 +1,17 @@
 //! One direction of a quantized tensor: everything that a consumer needs, so that nothing can be lost on the way.
 
 mod fp8;
+mod memory;
 mod nvfp4;
 mod plain;
 
-pub use fp8::Fp8Direction;
-pub use nvfp4::{Global, Nvfp4Direction};
+pub use fp8::{Fp8Description, Fp8Direction};
+#[cfg(feature = "cuda")]
+pub(crate) use memory::private;
+pub use memory::{Array, HostMemory, MemorySpace, PlainMatrix};
+pub use nvfp4::{Nvfp4Description, Nvfp4Direction};
 pub(crate) use plain::input as plain_input;
-pub use plain::{Elements, Lies, PlainDirection};
+pub use plain::{Elements, Orientation, PlainDirection};
 
 use crate::format::Family;
 use crate::{Element, Error, Fp8Tile, Implementation, Layout, Result, Signs};
@@ -30,24 +34,45 @@ use std::fmt;
 /// }
 /// # Ok::<(), nvfp4::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
-pub enum Direction {
+#[derive(Debug)]
+pub enum Direction<M: MemorySpace = HostMemory> {
     /// NVFP4.
-    Nvfp4(Nvfp4Direction),
+    Nvfp4(Nvfp4Direction<M>),
     /// FP8 with a scale per tensor or per 128 values, or MXFP8.
-    Fp8(Fp8Direction),
+    Fp8(Fp8Direction<M>),
     /// Not quantized.
-    Plain(PlainDirection),
+    Plain(M::Plain),
 }
 
-impl From<Nvfp4Direction> for Direction {
-    fn from(direction: Nvfp4Direction) -> Self {
+impl Clone for Direction {
+    fn clone(&self) -> Self {
+        match self {
+            Direction::Nvfp4(d) => Direction::Nvfp4(d.clone()),
+            Direction::Fp8(d) => Direction::Fp8(d.clone()),
+            Direction::Plain(d) => Direction::Plain(d.clone()),
+        }
+    }
+}
+
+impl PartialEq for Direction {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Direction::Nvfp4(a), Direction::Nvfp4(b)) => a == b,
+            (Direction::Fp8(a), Direction::Fp8(b)) => a == b,
+            (Direction::Plain(a), Direction::Plain(b)) => a == b,
+            (Direction::Nvfp4(_) | Direction::Fp8(_) | Direction::Plain(_), _) => false,
+        }
+    }
+}
+
+impl<M: MemorySpace> From<Nvfp4Direction<M>> for Direction<M> {
+    fn from(direction: Nvfp4Direction<M>) -> Self {
         Direction::Nvfp4(direction)
     }
 }
 
-impl From<Fp8Direction> for Direction {
-    fn from(direction: Fp8Direction) -> Self {
+impl<M: MemorySpace> From<Fp8Direction<M>> for Direction<M> {
+    fn from(direction: Fp8Direction<M>) -> Self {
         Direction::Fp8(direction)
     }
 }
@@ -58,31 +83,22 @@ impl From<PlainDirection> for Direction {
     }
 }
 
-/// What a tensor asks of a direction, wherever its bytes lie.
-pub(crate) struct Outline {
-    pub rows: usize,
-    pub cols: usize,
-    pub rotation: Option<Signs>,
-    /// Of FP8.
-    pub tile: Option<Fp8Tile>,
-}
-
-impl Direction {
+impl<M: MemorySpace> Direction<M> {
     /// Number of rows.
     pub fn rows(&self) -> usize {
         match self {
-            Direction::Nvfp4(d) => d.rows,
-            Direction::Fp8(d) => d.rows,
-            Direction::Plain(d) => d.rows,
+            Direction::Nvfp4(d) => d.rows(),
+            Direction::Fp8(d) => d.rows(),
+            Direction::Plain(d) => d.rows(),
         }
     }
 
     /// Number of elements of a row.
     pub fn cols(&self) -> usize {
         match self {
-            Direction::Nvfp4(d) => d.cols,
-            Direction::Fp8(d) => d.cols,
-            Direction::Plain(d) => d.cols,
+            Direction::Nvfp4(d) => d.cols(),
+            Direction::Fp8(d) => d.cols(),
+            Direction::Plain(d) => d.cols(),
         }
     }
 
@@ -96,7 +112,7 @@ impl Direction {
     }
 
     /// The NVFP4 direction, or an error that says what it is instead.
-    pub fn nvfp4(&self) -> Result<&Nvfp4Direction> {
+    pub fn nvfp4(&self) -> Result<&Nvfp4Direction<M>> {
         match self {
             Direction::Nvfp4(d) => Ok(d),
             Direction::Fp8(_) | Direction::Plain(_) => Err(Error::NotNvfp4 { got: self.family() }),
@@ -106,17 +122,17 @@ impl Direction {
     /// The signs of the Hadamard transform that the values went through.
     pub fn rotation(&self) -> Option<Signs> {
         match self {
-            Direction::Nvfp4(d) => d.rotation,
+            Direction::Nvfp4(d) => d.rotation(),
             Direction::Fp8(_) | Direction::Plain(_) => None,
         }
     }
 
-    pub(crate) fn outline(&self) -> Outline {
-        let tile = match self {
-            Direction::Fp8(d) => Some(d.tile),
+    /// Which elements share a scale, of FP8.
+    pub(crate) fn fp8_tile(&self) -> Option<Fp8Tile> {
+        match self {
+            Direction::Fp8(d) => Some(d.tile()),
             Direction::Nvfp4(_) | Direction::Plain(_) => None,
-        };
-        Outline { rows: self.rows(), cols: self.cols(), rotation: self.rotation(), tile }
+        }
     }
 
     /// Bytes that it takes.
@@ -127,7 +143,9 @@ impl Direction {
             Direction::Plain(d) => d.byte_len(),
         }
     }
+}
 
+impl Direction {
     /// The same direction with its scales in another layout, of which only NVFP4 has two.
     pub fn with_layout(self, layout: Layout) -> Result<Self> {
         match (self, layout) {
@@ -165,8 +183,8 @@ impl Direction {
     pub(crate) fn slice_rows(&self, start: usize, end: usize) -> Result<Self> {
         Ok(match self {
             Direction::Nvfp4(d) => d.slice_rows(start, end)?.into(),
-            Direction::Fp8(d) => d.slice(start..end, 0..d.cols).into(),
-            Direction::Plain(d) => d.slice(start..end, 0..d.cols)?.into(),
+            Direction::Fp8(d) => d.slice(start..end, 0..d.cols()).into(),
+            Direction::Plain(d) => d.slice(start..end, 0..d.cols())?.into(),
         })
     }
 
@@ -174,14 +192,14 @@ impl Direction {
     pub(crate) fn slice_cols(&self, start: usize, end: usize) -> Result<Self> {
         Ok(match self {
             Direction::Nvfp4(d) => d.slice_cols(start, end)?.into(),
-            Direction::Fp8(d) => d.slice(0..d.rows, start..end).into(),
-            Direction::Plain(d) => d.slice(0..d.rows, start..end)?.into(),
+            Direction::Fp8(d) => d.slice(0..d.rows(), start..end).into(),
+            Direction::Plain(d) => d.slice(0..d.rows(), start..end)?.into(),
         })
     }
 }
 
-/// In the words of a spec.
-impl fmt::Display for Direction {
+/// In recipe syntax.
+impl<M: MemorySpace> fmt::Display for Direction<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Direction::Nvfp4(d) => d.fmt(f),

@@ -1,5 +1,6 @@
 //! A direction in NVFP4.
 
+use super::memory::{Array, HostMemory, MemorySpace};
 use crate::{Layout, Result, Unit};
 use nvfp4_kernels::{Implementation, dequantize, swizzle};
 use nvfp4_spec::hadamard::Signs;
@@ -8,90 +9,122 @@ use nvfp4_spec::{BLOCK, Bound, Element, GlobalScale, area, check_len, e2m1, zero
 use std::borrow::Cow;
 use std::fmt;
 
-/// The stored 32-bit scale.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Global {
-    /// One number.
-    PerTensor(f32),
-    /// One number per row.
-    PerRow(Vec<f32>),
+/// What a matrix in NVFP4 is, wherever its bytes lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Nvfp4Description {
+    /// Number of rows.
+    pub rows: usize,
+    /// Number of elements of a row.
+    pub cols: usize,
+    /// What a stored 32-bit scale belongs to.
+    pub global: GlobalScale,
+    /// What a stored 32-bit scale means.
+    pub unit: Unit,
+    /// The signs of the Hadamard transform that the values went through.
+    pub rotation: Option<Signs>,
+    /// How the block scales are laid out.
+    pub layout: Layout,
 }
 
-impl Global {
-    /// What the numbers belong to.
-    pub fn scope(&self) -> GlobalScale {
-        match self {
-            Global::PerTensor(_) => GlobalScale::PerTensor,
-            Global::PerRow(_) => GlobalScale::PerRow,
-        }
+impl Nvfp4Description {
+    /// Bytes of the packed codes: `rows` × `ceil(cols/2)`.
+    pub fn code_len(&self) -> Result<usize> {
+        Ok(area(self.rows, e2m1::packed_len(self.cols))?)
     }
 
-    /// The numbers.
-    pub fn values(&self) -> &[f32] {
-        match self {
-            Global::PerTensor(value) => std::slice::from_ref(value),
-            Global::PerRow(values) => values,
-        }
+    /// Bytes of the block scales.
+    pub fn scale_len(&self) -> Result<usize> {
+        Ok(self.layout.scale_len(self.rows, self.cols)?)
     }
 
-    pub(crate) fn from_values(scope: GlobalScale, values: Vec<f32>) -> Self {
-        match scope {
-            GlobalScale::PerTensor => Global::PerTensor(values[0]),
-            GlobalScale::PerRow => Global::PerRow(values),
+    /// How many 32-bit scales are stored.
+    pub fn stored_len(&self) -> usize {
+        self.global.count(self.rows)
+    }
+
+    /// An error unless arrays of these lengths, and the rotation, fit it.
+    fn check(&self, codes: usize, scales: usize, stored: usize) -> Result<()> {
+        check_len("codes", self.code_len()?, codes)?;
+        check_len("scales", self.scale_len()?, scales)?;
+        check_len("global scale", self.stored_len(), stored)?;
+        if self.rotation.is_some() && !self.cols.is_multiple_of(BLOCK) {
+            let what = "the dimension that the Hadamard transform runs along";
+            return Err(nvfp4_spec::Error::Multiple { what, of: BLOCK, got: self.cols }.into());
         }
+        Ok(())
     }
 }
 
 /// A matrix quantized to NVFP4 along its rows. For a tensor's column direction that matrix is the transposed one.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Nvfp4Direction {
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) codes: Vec<u8>,
-    pub(crate) scales: Vec<u8>,
-    pub(crate) global: Global,
-    pub(crate) unit: Unit,
-    pub(crate) rotation: Option<Signs>,
-    pub(crate) layout: Layout,
+pub struct Nvfp4Direction<M: MemorySpace = HostMemory> {
+    pub(crate) about: Nvfp4Description,
+    pub(crate) codes: M::Bytes,
+    pub(crate) scales: M::Bytes,
+    pub(crate) stored: M::Floats,
 }
 
-impl Nvfp4Direction {
-    /// A direction over existing bytes. Lengths are checked, an amax must not be negative, and a rotation needs rows of a
-    /// multiple of 16 elements.
-    #[allow(clippy::too_many_arguments)] // each is a field; a second struct of the same fields would say no more
-    pub fn from_parts(
-        rows: usize,
-        cols: usize,
-        codes: Vec<u8>,
-        scales: Vec<u8>,
-        global: Global,
-        unit: Unit,
-        rotation: Option<Signs>,
-        layout: Layout,
-    ) -> Result<Self> {
-        check_len("codes", area(rows, e2m1::packed_len(cols))?, codes.len())?;
-        check_len("scales", layout.scale_len(rows, cols)?, scales.len())?;
-        check_len("global scale", global.scope().count(rows), global.values().len())?;
-        if let (Unit::Amax(_), Some(index)) = (unit, global.values().iter().position(|&a| a < 0.0)) {
-            return Err(nvfp4_spec::Error::NegativeAmax { index, value: global.values()[index] }.into());
+impl<M: MemorySpace> Nvfp4Direction<M> {
+    /// A direction over existing bytes. Lengths are checked, and a rotation needs rows of a multiple of 16 elements. On
+    /// the host an amax must not be negative; on a GPU it is not looked at.
+    pub fn from_parts(about: Nvfp4Description, codes: M::Bytes, scales: M::Bytes, stored: M::Floats) -> Result<Self> {
+        about.check(codes.count(), scales.count(), stored.count())?;
+        if let (Unit::Amax(_), Some((index, value))) = (about.unit, M::first_negative(&stored)) {
+            return Err(nvfp4_spec::Error::NegativeAmax { index, value }.into());
         }
-        if rotation.is_some() && !cols.is_multiple_of(BLOCK) {
-            let what = "the dimension that the Hadamard transform runs along";
-            return Err(nvfp4_spec::Error::Multiple { what, of: BLOCK, got: cols }.into());
-        }
-        Ok(Nvfp4Direction { rows, cols, codes, scales, global, unit, rotation, layout })
+        Ok(Nvfp4Direction { about, codes, scales, stored })
+    }
+
+    /// What it is, without its bytes.
+    pub fn description(&self) -> &Nvfp4Description {
+        &self.about
     }
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
-        self.rows
+        self.about.rows
     }
 
     /// Number of elements of a row.
     pub fn cols(&self) -> usize {
-        self.cols
+        self.about.cols
     }
 
+    /// What a stored number belongs to.
+    pub fn global(&self) -> GlobalScale {
+        self.about.global
+    }
+
+    /// What the stored 32-bit scale means.
+    pub fn unit(&self) -> Unit {
+        self.about.unit
+    }
+
+    /// The bound in the global scale; `None` where no amax is stored.
+    pub fn bound(&self) -> Option<Bound> {
+        match self.about.unit {
+            Unit::Amax(bound) => Some(bound),
+            Unit::Multiplier | Unit::Divisor => None,
+        }
+    }
+
+    /// The signs of the Hadamard transform that the values went through.
+    pub fn rotation(&self) -> Option<Signs> {
+        self.about.rotation
+    }
+
+    /// How the scales are laid out.
+    pub fn layout(&self) -> Layout {
+        self.about.layout
+    }
+
+    /// Bytes that codes, scales and global scale take.
+    pub fn byte_len(&self) -> usize {
+        self.codes.count() + self.scales.count() + 4 * self.stored.count()
+    }
+}
+
+impl Nvfp4Direction {
     /// Packed codes, `rows` × `ceil(cols/2)`, the even element in the low nibble.
     pub fn codes(&self) -> &[u8] {
         &self.codes
@@ -102,59 +135,32 @@ impl Nvfp4Direction {
         &self.scales
     }
 
-    /// The stored 32-bit scale.
-    pub fn global(&self) -> &Global {
-        &self.global
-    }
-
-    /// What the stored 32-bit scale means.
-    pub fn unit(&self) -> Unit {
-        self.unit
-    }
-
-    /// The bound in the global scale; `None` where no amax is stored.
-    pub fn bound(&self) -> Option<Bound> {
-        match self.unit {
-            Unit::Amax(bound) => Some(bound),
-            Unit::Multiplier | Unit::Divisor => None,
-        }
-    }
-
-    /// The signs of the Hadamard transform that the values went through.
-    pub fn rotation(&self) -> Option<Signs> {
-        self.rotation
-    }
-
-    /// How the scales are laid out.
-    pub fn layout(&self) -> Layout {
-        self.layout
-    }
-
-    /// Bytes that codes, scales and global scale take.
-    pub fn byte_len(&self) -> usize {
-        self.codes.len() + self.scales.len() + 4 * self.global.values().len()
+    /// The stored 32-bit scale: one number, or one per row.
+    pub fn stored(&self) -> &[f32] {
+        &self.stored
     }
 
     /// The same direction with its scales in another layout.
     pub fn with_layout(mut self, layout: Layout) -> Result<Self> {
-        if layout != self.layout {
-            let (rows, blocks) = (self.rows, self.cols.div_ceil(BLOCK));
-            let mut scales = zeros(layout.scale_len(rows, self.cols)?, rows, self.cols)?;
+        if layout != self.about.layout {
+            let Nvfp4Description { rows, cols, .. } = self.about;
+            let blocks = cols.div_ceil(BLOCK);
+            let mut scales = zeros(layout.scale_len(rows, cols)?, rows, cols)?;
             match layout {
                 Layout::Linear => swizzle::unswizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?,
                 Layout::Swizzled => swizzle::swizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?,
             }
-            (self.scales, self.layout) = (scales, layout);
+            (self.scales, self.about.layout) = (scales, layout);
         }
         Ok(self)
     }
 
     /// The scale bytes row by row, whatever the layout.
     pub fn linear_scales(&self) -> Result<Cow<'_, [u8]>> {
-        match self.layout {
+        match self.about.layout {
             Layout::Linear => Ok(Cow::Borrowed(&self.scales)),
             Layout::Swizzled => {
-                let (rows, blocks) = (self.rows, self.cols.div_ceil(BLOCK));
+                let (rows, blocks) = (self.rows(), self.cols().div_ceil(BLOCK));
                 let mut scales = vec![0; rows * blocks];
                 swizzle::unswizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?;
                 Ok(Cow::Owned(scales))
@@ -164,15 +170,8 @@ impl Nvfp4Direction {
 
     /// A view for the kernels, with scales from [`Nvfp4Direction::linear_scales`].
     pub(crate) fn view<'a>(&'a self, scales: &'a [u8]) -> View<'a> {
-        View {
-            rows: self.rows,
-            cols: self.cols,
-            codes: &self.codes,
-            scales,
-            stored: self.global.values(),
-            global: self.global.scope(),
-            unit: self.unit,
-        }
+        let Nvfp4Description { rows, cols, global, unit, .. } = self.about;
+        View { rows, cols, codes: &self.codes, scales, stored: &self.stored, global, unit }
     }
 
     /// The decoded matrix, still transposed and rotated if this is a transformed column direction.
@@ -184,60 +183,55 @@ impl Nvfp4Direction {
     pub fn dequantize_with<T: Element>(&self, implementation: Implementation) -> Result<Vec<T>> {
         let scales = self.linear_scales()?;
         let view = self.view(&scales);
-        let mut out = zeros(area(self.rows, self.cols)?, self.rows, self.cols)?;
+        let mut out = zeros(area(self.rows(), self.cols())?, self.rows(), self.cols())?;
         dequantize::dequantize(implementation, &view, &mut out)?;
         Ok(out)
     }
 
     /// Rows `start..end`, which keep their bytes.
     pub(crate) fn slice_rows(&self, start: usize, end: usize) -> Result<Self> {
-        let (bytes, blocks) = (e2m1::packed_len(self.cols), self.cols.div_ceil(BLOCK));
-        let global = match &self.global {
-            Global::PerTensor(value) => Global::PerTensor(*value),
-            Global::PerRow(values) => Global::PerRow(values[start..end].to_vec()),
-        };
+        let (bytes, blocks) = (e2m1::packed_len(self.cols()), self.cols().div_ceil(BLOCK));
         let linear = Nvfp4Direction {
-            rows: end - start,
+            about: Nvfp4Description { rows: end - start, layout: Layout::Linear, ..self.about },
             codes: self.codes[start * bytes..end * bytes].to_vec(),
             scales: self.linear_scales()?[start * blocks..end * blocks].to_vec(),
-            global,
-            layout: Layout::Linear,
-            ..*self
+            stored: match self.about.global {
+                GlobalScale::PerTensor => self.stored.clone(),
+                GlobalScale::PerRow => self.stored[start..end].to_vec(),
+            },
         };
-        linear.with_layout(self.layout)
+        linear.with_layout(self.about.layout)
     }
 
     /// Elements `start..end` of every row; both ends at multiples of 16 or at the end.
     pub(crate) fn slice_cols(&self, start: usize, end: usize) -> Result<Self> {
-        let (bytes, blocks) = (e2m1::packed_len(self.cols), self.cols.div_ceil(BLOCK));
+        let (bytes, blocks) = (e2m1::packed_len(self.cols()), self.cols().div_ceil(BLOCK));
         let cut = |data: &[u8], width: usize, from: usize, to: usize| -> Vec<u8> {
             // `chunks_exact` takes no width of 0, and a direction without bytes may claim any number of rows.
             data.chunks_exact(width.max(1)).flat_map(|row| &row[from..to]).copied().collect()
         };
         let linear = Nvfp4Direction {
-            cols: end - start,
+            about: Nvfp4Description { cols: end - start, layout: Layout::Linear, ..self.about },
             codes: cut(&self.codes, bytes, start.div_ceil(2), end.div_ceil(2)),
             scales: cut(&self.linear_scales()?, blocks, start.div_ceil(BLOCK), end.div_ceil(BLOCK)),
-            global: self.global.clone(),
-            layout: Layout::Linear,
-            ..*self
+            stored: self.stored.clone(),
         };
-        linear.with_layout(self.layout)
+        linear.with_layout(self.about.layout)
     }
 }
 
-/// In the words of a spec, as far as the bytes tell.
-impl fmt::Display for Nvfp4Direction {
+/// In recipe syntax, as far as the bytes tell.
+impl<M: MemorySpace> fmt::Display for Nvfp4Direction<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scale = match self.global {
-            Global::PerTensor(_) => None,
-            Global::PerRow(_) => Some("row-scaled".to_string()),
+        let scale = match self.about.global {
+            GlobalScale::PerTensor => None,
+            GlobalScale::PerRow => Some("row-scaled".to_string()),
         };
-        let rotation = self.rotation.map(|signs| match signs {
+        let rotation = self.about.rotation.map(|signs| match signs {
             Signs::FIXED => "hadamard".to_string(),
             signs => format!("hadamard={:#06x}", signs.0),
         });
-        let layout = match self.layout {
+        let layout = match self.about.layout {
             Layout::Linear => None,
             Layout::Swizzled => Some("swizzled".to_string()),
         };

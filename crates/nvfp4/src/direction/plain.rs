@@ -100,28 +100,33 @@ impl Change for Transpose {
 
 /// How a matrix lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Lies {
+pub enum Orientation {
     /// Row by row.
-    Upright,
+    RowMajor,
     /// Column by column: as the transposed matrix would row by row.
-    Turned,
+    ColumnMajor,
 }
 
-/// A matrix that is not quantized. Both directions of a tensor share one buffer, in which one of them lies turned.
+/// A matrix that is not quantized. Both directions of a tensor share one buffer, which is column-major for one of them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlainDirection {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) elements: Arc<Elements>,
-    pub(crate) lies: Lies,
+    pub(crate) orientation: Orientation,
 }
 
 impl PlainDirection {
     /// A direction of `rows` × `cols` over existing numbers.
-    pub fn from_parts(rows: usize, cols: usize, elements: impl Into<Arc<Elements>>, lies: Lies) -> Result<Self> {
+    pub fn from_parts(
+        rows: usize,
+        cols: usize,
+        elements: impl Into<Arc<Elements>>,
+        orientation: Orientation,
+    ) -> Result<Self> {
         let elements = elements.into();
         check_len("elements", area(rows, cols)?, elements.values().len())?;
-        Ok(PlainDirection { rows, cols, elements, lies })
+        Ok(PlainDirection { rows, cols, elements, orientation })
     }
 
     /// Number of rows.
@@ -140,8 +145,8 @@ impl PlainDirection {
     }
 
     /// How they lie.
-    pub fn lies(&self) -> Lies {
-        self.lies
+    pub fn orientation(&self) -> Orientation {
+        self.orientation
     }
 
     /// Bytes that the numbers take.
@@ -156,18 +161,18 @@ impl PlainDirection {
 
     /// The transposed matrix in the same memory.
     pub(crate) fn turned(&self) -> Self {
-        let lies = match self.lies {
-            Lies::Upright => Lies::Turned,
-            Lies::Turned => Lies::Upright,
+        let orientation = match self.orientation {
+            Orientation::RowMajor => Orientation::ColumnMajor,
+            Orientation::ColumnMajor => Orientation::RowMajor,
         };
-        PlainDirection { rows: self.cols, cols: self.rows, elements: Arc::clone(&self.elements), lies }
+        PlainDirection { rows: self.cols, cols: self.rows, elements: Arc::clone(&self.elements), orientation }
     }
 
     /// Row by row.
     pub(crate) fn upright(&self) -> Arc<Elements> {
-        match self.lies {
-            Lies::Upright => Arc::clone(&self.elements),
-            Lies::Turned => Arc::new(self.elements.map(Transpose(self.cols, self.rows))),
+        match self.orientation {
+            Orientation::RowMajor => Arc::clone(&self.elements),
+            Orientation::ColumnMajor => Arc::new(self.elements.map(Transpose(self.cols, self.rows))),
         }
     }
 
@@ -178,11 +183,11 @@ impl PlainDirection {
     /// A part of it, in memory of its own.
     pub(crate) fn slice(&self, rows: Range<usize>, cols: Range<usize>) -> Result<Self> {
         let part = (rows.len(), cols.len());
-        let elements = match self.lies {
-            Lies::Upright => self.elements.map(Cut(self.cols, rows, cols)),
-            Lies::Turned => self.elements.map(Cut(self.rows, cols, rows)),
+        let elements = match self.orientation {
+            Orientation::RowMajor => self.elements.map(Cut(self.cols, rows, cols)),
+            Orientation::ColumnMajor => self.elements.map(Cut(self.rows, cols, rows)),
         };
-        PlainDirection::from_parts(part.0, part.1, elements, self.lies)
+        PlainDirection::from_parts(part.0, part.1, elements, self.orientation)
     }
 }
 
@@ -199,7 +204,7 @@ fn element_size(precision: Precision) -> usize {
     }
 }
 
-/// In the words of a spec.
+/// In recipe syntax.
 impl fmt::Display for PlainDirection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.values().precision() {

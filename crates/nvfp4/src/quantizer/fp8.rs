@@ -1,13 +1,13 @@
 //! Tensors to FP8 and MXFP8 on the CPU.
 
 use super::{Made, Options, Scale};
-use crate::direction::{Direction, Fp8Direction};
+use crate::direction::{Direction, Fp8Description, Fp8Direction};
 use crate::format::{BlockTile, Directions, Fp8Code, Side};
 use crate::{Error, Fp8Scales, Implementation, Result};
 use nvfp4_kernels::fp8::quantize as kernel;
 use nvfp4_kernels::{Input, amax};
 use nvfp4_spec::fp8::{self, Mode, Scales, Scaling};
-use nvfp4_spec::{Edge, Error as RuleError, area, check_len, zeros};
+use nvfp4_spec::{Edge, Error as RuleError, check_len, zeros};
 
 /// The amax of the whole tensor, if it is given.
 pub(super) fn given_amax(options: &Options<'_>) -> Result<Option<f32>> {
@@ -36,8 +36,8 @@ pub(super) fn quantize(
         Scale::Current(rule) => {
             let mut found = given.unwrap_or_default();
             if given.is_none() {
-                let wanted = amax::Wanted { tensor: Some(&mut found), ..Default::default() };
-                amax::amax(implementation, x, Edge::Kernel, wanted)?;
+                let outputs = amax::Outputs { tensor: Some(&mut found), ..Default::default() };
+                amax::amax(implementation, x, Edge::Kernel, outputs)?;
             }
             Scaling::Tensor { scale: rule.tensor_scale(found, code) }
         }
@@ -51,12 +51,12 @@ pub(super) fn quantize(
     let (mut row, mut col) = (blank(fp8::Side::Row, Side::Row)?, blank(fp8::Side::Column, Side::Column)?);
     let mut found = 0.0;
     let delayed = matches!(scale, Scale::Delayed(_));
-    let wanted = kernel::Wanted {
+    let outputs = kernel::Outputs {
         row: row.as_mut().map(target),
         col: col.as_mut().map(target),
         amax: delayed.then_some(&mut found),
     };
-    kernel::quantize(implementation, x, &mode, wanted)?;
+    kernel::quantize(implementation, x, &mode, outputs)?;
     let seen = |side| (delayed && directions.has(side)).then_some(found);
     Ok(Made {
         row_amax: seen(Side::Row),
@@ -70,13 +70,13 @@ pub(super) fn quantize(
 fn blank(mode: &Mode, side: fp8::Side, x: &Input<'_>) -> Result<Fp8Direction> {
     let (tile, stored) = (mode.tile(side), mode.shape(side, (x.rows(), x.cols())));
     let (rows, cols) = tile.along_k(stored);
-    let count = tile.scale_count(stored.0, stored.1)?;
+    let about = Fp8Description { rows, cols, code: mode.format, tile };
+    let count = about.scale_len()?;
     let scales: Fp8Scales = match mode.scaling {
         Scaling::Mx => Scales::E8m0(zeros(count, rows, cols)?),
         Scaling::Tensor { .. } | Scaling::Row128(_) | Scaling::Square128(_) => Scales::F32(zeros(count, rows, cols)?),
     };
-    let codes = zeros(area(rows, cols)?, rows, cols)?;
-    Fp8Direction::from_parts(rows, cols, mode.format, tile, codes, scales)
+    Fp8Direction::from_parts(about, zeros(about.code_len()?, rows, cols)?, scales)
 }
 
 fn target(direction: &mut Fp8Direction) -> kernel::Direction<'_> {

@@ -3,7 +3,7 @@
 mod fp8;
 mod nvfp4;
 
-use crate::direction::{Direction, Elements, Lies, PlainDirection};
+use crate::direction::{Direction, Elements, Orientation, PlainDirection};
 use crate::format::{
     BlockTile, ColumnSource, Directions, Epsilon, Finite, Format, Fp8Code, MxTile, Nvfp4, QuantSpec, QuantizerBuilder,
     Rounding, ScaleStep, Side, Stored,
@@ -411,7 +411,7 @@ impl Maker {
 /// One buffer for both directions.
 fn plain(x: &TensorRef<'_>, directions: Directions, stored: Stored) -> Result<Made> {
     let elements = x.to_elements()?.stored_as(stored);
-    let row = PlainDirection::from_parts(x.rows(), x.cols(), elements, Lies::Upright)?;
+    let row = PlainDirection::from_parts(x.rows(), x.cols(), elements, Orientation::RowMajor)?;
     Ok(Made {
         col: directions.has(Side::Column).then(|| row.turned().into()),
         row: directions.has(Side::Row).then(|| row.into()),

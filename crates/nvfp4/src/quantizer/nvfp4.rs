@@ -1,13 +1,13 @@
 //! Tensors to NVFP4 on the CPU.
 
 use super::Options;
-use crate::direction::{Direction, Global, Nvfp4Direction};
+use crate::direction::{Direction, Nvfp4Description, Nvfp4Direction};
 use crate::format::{Directions, Finite, Nvfp4, Side};
 use crate::{Result, TensorRef};
-use nvfp4_kernels::quantize::{self as kernel, Amax, Layout};
+use nvfp4_kernels::quantize::{self as kernel, Amax};
 use nvfp4_kernels::{Implementation, Input};
 use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{Mode, Rounding as Rule, area, e2m1, zeros};
+use nvfp4_spec::{Mode, Rounding as Rule, zeros};
 use std::mem::take;
 
 impl Nvfp4 {
@@ -26,16 +26,14 @@ impl Nvfp4 {
 
     /// A direction without bytes.
     fn blank(&self, rows: usize, cols: usize, rotation: Option<Signs>) -> Direction {
-        Direction::Nvfp4(Nvfp4Direction {
-            rows,
-            cols,
-            codes: Vec::new(),
-            scales: Vec::new(),
-            global: Global::PerTensor(0.0),
-            unit: self.mode.profile.unit(self.mode.rule.bound()),
-            rotation,
-            layout: self.layout,
-        })
+        let about = self.description(rows, cols, rotation);
+        Direction::Nvfp4(Nvfp4Direction { about, codes: Vec::new(), scales: Vec::new(), stored: Vec::new() })
+    }
+
+    /// What a direction in this format is.
+    pub(crate) fn description(&self, rows: usize, cols: usize, rotation: Option<Signs>) -> Nvfp4Description {
+        let unit = self.mode.profile.unit(self.mode.rule.bound());
+        Nvfp4Description { rows, cols, global: self.mode.global, unit, rotation, layout: self.layout }
     }
 
     /// Quantizes into directions of the right shape, whose buffers are reused where they fit. On an error nothing is changed.
@@ -80,8 +78,7 @@ struct Writer<'a> {
     given: Option<&'a [f32]>,
     mode: Mode,
     rounding: Rule<nvfp4_spec::stochastic::Random<'a>>,
-    transform: Option<Signs>,
-    layout: Layout,
+    about: Nvfp4Description,
 }
 
 struct Buffers {
@@ -97,16 +94,16 @@ impl<'a> Writer<'a> {
         rounding: Rule<nvfp4_spec::stochastic::Random<'a>>,
         transform: Option<Signs>,
     ) -> Result<Self> {
-        let Nvfp4 { mode, layout, .. } = *format;
         let (rows, cols) = (direction.rows(), direction.cols());
-        let amax = zeros(mode.global.count(rows), rows, cols)?;
-        let (code_len, scale_len) = (area(rows, e2m1::packed_len(cols))?, layout.scale_len(rows, cols)?);
+        let about = format.description(rows, cols, transform);
+        let amax = zeros(about.stored_len(), rows, cols)?;
+        let (code_len, scale_len) = (about.code_len()?, about.scale_len()?);
         let fits = |d: &Nvfp4Direction| d.codes.len() == code_len && d.scales.len() == scale_len;
         let fresh = match direction.nvfp4().is_ok_and(fits) {
             true => None,
             false => Some(Buffers { codes: zeros(code_len, rows, cols)?, scales: zeros(scale_len, rows, cols)? }),
         };
-        Ok(Writer { direction, fresh, amax, given, mode, rounding, transform, layout })
+        Ok(Writer { direction, fresh, amax, given, mode: format.mode, rounding, about })
     }
 
     fn target(&mut self) -> kernel::Direction<'_> {
@@ -118,8 +115,8 @@ impl<'a> Writer<'a> {
         kernel::Direction {
             mode: self.mode,
             rounding: self.rounding,
-            transform: self.transform,
-            layout: self.layout,
+            transform: self.about.rotation,
+            layout: self.about.layout,
             amax: match self.given {
                 Some(amax) => Amax::Given(amax),
                 None => Amax::Compute(&mut self.amax),
@@ -130,26 +127,17 @@ impl<'a> Writer<'a> {
     }
 
     fn finish(self, x: &TensorRef<'_>) {
-        let precision = match self.transform {
+        let precision = match self.about.rotation {
             Some(_) => nvfp4_spec::hadamard::PRECISION,
             None => x.values().precision(),
         };
         let amax = self.given.map_or(self.amax, <[f32]>::to_vec);
         let stored = amax.iter().map(|&a| self.mode.profile.stored(a, precision)).collect();
-        let buffers = match (self.fresh, &mut *self.direction) {
+        let Buffers { codes, scales } = match (self.fresh, &mut *self.direction) {
             (Some(fresh), _) => fresh,
             (None, Direction::Nvfp4(d)) => Buffers { codes: take(&mut d.codes), scales: take(&mut d.scales) },
             (None, Direction::Fp8(_) | Direction::Plain(_)) => unreachable!("only NVFP4's buffers are reused"),
         };
-        *self.direction = Direction::Nvfp4(Nvfp4Direction {
-            rows: self.direction.rows(),
-            cols: self.direction.cols(),
-            codes: buffers.codes,
-            scales: buffers.scales,
-            global: Global::from_values(self.mode.global, stored),
-            unit: self.mode.profile.unit(self.mode.rule.bound()),
-            rotation: self.transform,
-            layout: self.layout,
-        });
+        *self.direction = Direction::Nvfp4(Nvfp4Direction { about: self.about, codes, scales, stored });
     }
 }

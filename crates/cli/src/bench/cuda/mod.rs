@@ -164,7 +164,7 @@ impl Bench {
         match &operation.kind {
             Kind::Amax => {
                 let mut expected = 0.0;
-                let wanted = kernels::amax::Wanted { tensor: Some(&mut expected), ..Default::default() };
+                let wanted = kernels::amax::Outputs { tensor: Some(&mut expected), ..Default::default() };
                 kernels::amax::amax(reference, &x, Edge::Kernel, wanted)?;
                 self.stream.fill_bytes(self.row.amax.slice_mut(), 0xFF)?;
                 self.amax(0, rows)?;
@@ -200,7 +200,7 @@ impl Bench {
     fn amax(&mut self, set: usize, rows: usize) -> Result<()> {
         let x = Input::new(Values::Bf16(self.x.slice().range(self.range(set, rows))), rows, self.cols)?;
         let tensor = Some(self.row.amax.slice_mut().range(0..1));
-        maxima::amax(&self.stream, &x, Edge::Kernel, maxima::Wanted { tensor, ..Default::default() })?;
+        maxima::amax(&self.stream, &x, Edge::Kernel, maxima::Outputs { tensor, ..Default::default() })?;
         Ok(())
     }
 

@@ -12,7 +12,8 @@ use nvfp4_spec::{Edge, Element};
 use std::arch::x86_64::__m256;
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
-    /// Quantizes an area in the row direction; its largest magnitude, where there is one scale for the whole matrix.
+    /// Quantizes an area in the row direction; its largest magnitude, where there is one scale for
+    /// the whole matrix.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn rows(&self, area: Area, out: &mut Part<'_>) -> f32 {
         let Part { codes, code_stride, scales, scale_stride } = out;

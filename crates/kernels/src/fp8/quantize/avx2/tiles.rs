@@ -23,8 +23,8 @@ impl<'a, T> Band<'a, T> {
     }
 }
 
-/// Quantizes a band: each run of `TILE` columns has one scale for all rows. `out` has the codes in rows, `out_stride` apart; the
-/// result is what to store for the tiles, of which the last may not exist.
+/// Quantizes a band: each run of `TILE` columns has one scale for all rows. `out` receives the
+/// codes in rows, `out_stride` apart. Returns the scales to store; the last tiles may not exist.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(super) fn quantize<T: Element, F: SmallFloat, S, const TILE: usize>(
