@@ -2,7 +2,7 @@
 
 use super::attention::{AttentionMode, AttentionPrecision};
 use super::consumers::Use;
-use super::factory::Because;
+use super::decision::Because;
 use super::fold::fold;
 use super::path::ModulePath;
 use super::role::{AttentionSlot, Site, Slot};

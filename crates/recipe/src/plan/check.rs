@@ -3,8 +3,9 @@
 use super::{Entry, Plan, Saved, Warning};
 use crate::attention::{self, AttentionConflict};
 use crate::consumers::{Support, support};
+use crate::decision::Because;
 use crate::device::{Capabilities, Runs};
-use crate::factory::{Because, Recipe};
+use crate::factory::Recipe;
 use crate::model::{KeepInput, Kind, Model, Module, Purpose};
 use crate::path::ModulePath;
 use crate::problem::{Found, Problem};

@@ -7,15 +7,14 @@ mod table;
 pub use diff::{Change, PlanDiff, Transition};
 
 use super::attention::AttentionMode;
+use super::decision::{Because, Decision};
 use super::device::{Capabilities, Runs};
-use super::factory::{Because, Decision, Recipe};
+use super::factory::Recipe;
 use super::model::{Model, Module, Purpose};
 use super::path::ModulePath;
 use super::problem::{Problem, Problems};
 use super::role::{Consumer, Pass, Role, Site, Slot};
-use super::state::Scales;
 use crate::{Error, Result};
-use nvfp4::Quantizer;
 use nvfp4::format::{ColumnSource, QuantSpec};
 use nvfp4::format::{Family, Format};
 use nvfp4::{Directions, Finite, Side};
@@ -217,36 +216,8 @@ impl Plan {
         Directions::of(row && coded(Side::Row), col && coded(Side::Column))
     }
 
-    /// The quantizer of a tensor, for the directions that something reads. `scales` are those of delayed scaling at this step, which may
-    /// be empty where the plan has none: `States::new(&plan)?.scales()`.
-    ///
-    /// ```
-    /// use nvfp4::TensorRef;
-    /// use nvfp4_recipe::{Capabilities, LinearSlot, Model, Module, Pass, Plan, Recipe, SingleProcess, Site, States};
-    ///
-    /// let mut model = Model::new();
-    /// model.add(Module::linear("fc"));
-    /// let plan = Plan::build(&model, &"delayed_scaling".parse::<Recipe>()?, &Capabilities::software())?;
-    /// let mut states = States::new(&plan)?;
-    ///
-    /// let (input, x) = (Site::new("fc", LinearSlot::Input), vec![7.0f32; 64 * 32]);
-    /// let x = TensorRef::new(&x[..], &[64, 32])?;
-    /// let observed = plan.quantizer(&input, &states.scales())?.observe(&x, &Default::default())?;
-    /// states.observe(&input, &observed)?;
-    /// states.update(Pass::Forward, &SingleProcess)?;
-    /// assert_eq!(states.scales().get(&input, nvfp4::Side::Row), Some(64.0));
-    /// # Ok::<(), nvfp4_recipe::Error>(())
-    /// ```
-    pub fn quantizer(&self, site: &Site, scales: &Scales) -> Result<Quantizer> {
-        let absent = |what: &str| Error::Setting(format!("{site}: {what}"));
-        let spec = self.spec(site).ok_or_else(|| absent("the plan has no such tensor"))?;
-        let (row, col) = self.needed(site).unwrap_or((false, false));
-        let directions = Directions::of(row, col).ok_or_else(|| absent("nothing reads this tensor quantized"))?;
-        Ok(Quantizer::with_scales(spec, directions, |side| scales.get(site, side))?.with_finite(self.finite))
-    }
-
     /// The directions of a tensor that something reads, or that the column direction is made from.
-    fn needed(&self, site: &Site) -> Option<(bool, bool)> {
+    pub(crate) fn needed(&self, site: &Site) -> Option<(bool, bool)> {
         let Entry { role, spec, .. } = self.get(site)?;
         let mut sides = self.read_sides(site);
         match &role.consumer {

@@ -4,7 +4,7 @@ mod read;
 
 use super::attention::AttentionPrecision;
 use super::backward::BackwardOverride;
-use super::factory::{Because, Decision};
+use super::decision::{Because, Decision};
 use super::path::Glob;
 use super::presets::Preset;
 use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
