@@ -7,7 +7,7 @@
 mod runner;
 
 use nvfp4_kernels::Implementation;
-use nvfp4_spec::{Edge, GlobalScale, Mode, Precision, Profile, ScaleRule, Tile};
+use nvfp4_spec::{GlobalScale, Mode, Precision, Profile, ScaleRule, Specials, Tile};
 use nvfp4_testing::{Need, missing};
 use rayon::prelude::*;
 use runner::{Case, Fill, Runner};
@@ -20,8 +20,8 @@ fn modes() -> Vec<Mode> {
         (Tile::Row16, GlobalScale::PerRow),
         (Tile::Square16, GlobalScale::PerTensor),
     ] {
-        for edge in [Edge::Kernel, Edge::Reference] {
-            modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, global, rule, edge, ..Mode::default() }));
+        for specials in [Specials::Kernel, Specials::Reference] {
+            modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, global, rule, specials, ..Mode::default() }));
         }
         for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
             modes.push(Mode { tile, global, profile, ..Mode::default() });

@@ -8,7 +8,7 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{Bound, Edge, Error as Rule, GlobalScale, Mode, Rounding, Tile};
+use nvfp4_spec::{Bound, Error as Rule, GlobalScale, Mode, Rounding, Specials, Tile};
 
 fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
     result.unwrap_err().to_string()
@@ -145,11 +145,11 @@ fn amax_checks_its_outputs() {
         let input = Input::new(Values::F32(&[1.0, -2.0, 3.0, 0.5, 0.25, 0.125]), 2, 3).unwrap();
         let (mut tensor, mut rows, mut cols) = (0.0, [0.0; 2], [0.0; 3]);
         let outputs = amax::Outputs { tensor: Some(&mut tensor), rows: Some(&mut rows), cols: Some(&mut cols) };
-        amax::amax(implementation, &input, Edge::Kernel, outputs).unwrap();
+        amax::amax(implementation, &input, Specials::Kernel, outputs).unwrap();
         assert_eq!((tensor, rows, cols), (3.0, [3.0, 0.5], [1.0, 2.0, 3.0]));
         let outputs = amax::Outputs { rows: Some(&mut cols), ..Default::default() };
         assert_eq!(
-            message(amax::amax(implementation, &input, Edge::Kernel, outputs)),
+            message(amax::amax(implementation, &input, Specials::Kernel, outputs)),
             "row amax: expected length 2, got 3"
         );
     }

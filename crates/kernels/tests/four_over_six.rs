@@ -10,7 +10,7 @@ use nvfp4_spec::four_over_six::{candidate_scales, tile_error};
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::{Global, inverse_scale};
 use nvfp4_spec::tile::{self, Rows};
-use nvfp4_spec::{Edge, ErrorPath, Metric, Mode, Rounding, ScaleRule, Tile};
+use nvfp4_spec::{ErrorPath, Metric, Mode, Rounding, ScaleRule, Specials, Tile};
 use rayon::prelude::*;
 
 fn modes(tile: Tile) -> Vec<Mode> {
@@ -51,10 +51,10 @@ fn check(x: &[f32], cols: usize, mode: &Mode, amax: f32) {
 /// The rule's two errors of a tile: six, four.
 fn errors<const H: usize>(tile: &Rows<f32, H>, mode: &Mode, amax: f32) -> [f32; 2] {
     let ScaleRule::FourOverSix { metric, error, bound } = mode.rule else { unreachable!() };
-    let global = Global::new(amax, bound, Edge::Kernel);
+    let global = Global::new(amax, bound, Specials::Kernel);
     let largest = tile.as_flattened().iter().fold(0f32, |m, x| m.max(x.abs()));
-    candidate_scales(largest, &global, Edge::Kernel).map(|scale| {
-        let codes = tile::encode(tile, inverse_scale(scale, &global, Edge::Kernel), Edge::Kernel);
+    candidate_scales(largest, &global, Specials::Kernel).map(|scale| {
+        let codes = tile::encode(tile, inverse_scale(scale, &global, Specials::Kernel), Specials::Kernel);
         tile_error(tile, &tile::Quantized { scale, codes }, &global, metric, error)
     })
 }
@@ -127,7 +127,7 @@ fn square_tiles_at_the_edge_of_a_tie() {
     }
 }
 
-/// The edge of a tie at magnitudes where products and squares underflow, overflow or come close to
+/// The neighbourhood of a tie at magnitudes where products and squares underflow, overflow or come close to
 /// it.
 #[test]
 fn ties_at_extreme_magnitudes() {

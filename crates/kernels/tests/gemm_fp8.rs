@@ -9,7 +9,7 @@ use nvfp4_kernels::{Implementation, Input, Values};
 use nvfp4_spec::fp8::{self, AmaxRule, Format, Mode, Quantized, Scales, Scaling, Side, Tile, View};
 use nvfp4_spec::matrix::{self, Matrix};
 use nvfp4_spec::philox::philox4x32;
-use nvfp4_spec::{Edge, Element, GlobalScale, Rounding, gemm as spec};
+use nvfp4_spec::{Element, GlobalScale, Rounding, Specials, gemm as spec};
 
 /// Uniform values whose size varies from 16 to 16.
 fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
@@ -49,7 +49,7 @@ fn operands(rows: usize, k: usize, seed: u32) -> Vec<Quantized> {
 
 fn nvfp4(rows: usize, k: usize, seed: u32, global: GlobalScale) -> matrix::Quantized {
     let (x, mode) = (matrix(rows, k, seed), nvfp4_spec::Mode { global, ..nvfp4_spec::Mode::default() });
-    matrix::quantize(&x, &matrix::amax(&x, global, Edge::Kernel).unwrap(), &mode, Rounding::NearestEven).unwrap()
+    matrix::quantize(&x, &matrix::amax(&x, global, Specials::Kernel).unwrap(), &mode, Rounding::NearestEven).unwrap()
 }
 
 fn run<T: Element>(implementation: Implementation, a: Operand<'_>, b: Operand<'_>, product: &Product<'_, T>) -> Vec<T> {

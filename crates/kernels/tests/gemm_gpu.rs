@@ -38,7 +38,7 @@ fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
 
 fn quantized(rows: usize, cols: usize, seed: u32, mode: Mode) -> Quantized {
     let x = Matrix::new(rows, cols, &values::<f32>(rows, cols, seed)).unwrap();
-    let amax = matrix::amax(&x, mode.global, mode.amax_edge()).unwrap();
+    let amax = matrix::amax(&x, mode.global, mode.amax_specials()).unwrap();
     matrix::quantize(&x, &amax, &mode, Rounding::NearestEven).unwrap()
 }
 

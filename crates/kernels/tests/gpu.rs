@@ -13,7 +13,7 @@ use nvfp4_kernels::{Error, Implementation, Input, Values, amax, dequantize};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic;
-use nvfp4_spec::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, e2m1};
+use nvfp4_spec::{Bound, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Specials, Tile, e2m1};
 use nvfp4_testing::{Need, missing};
 use rayon::prelude::*;
 
@@ -255,7 +255,7 @@ fn wrong_memory_is_refused_and_the_device_stays_usable() {
         let input = cuda::Input::new(cuda::Values::F32(slice), 4, 16).unwrap();
         let mut out = device.alloc::<f32>(1).unwrap();
         let outputs = amax::cuda::Outputs { tensor: Some(out.slice_mut()), ..Default::default() };
-        let error = amax::cuda::amax(&stream, &input, Edge::Kernel, outputs).unwrap_err();
+        let error = amax::cuda::amax(&stream, &input, Specials::Kernel, outputs).unwrap_err();
         println!("{error}");
         assert!(matches!(error, Error::Cuda(_)) && error.to_string().contains(words), "{error}");
     }

@@ -10,12 +10,12 @@ pub struct Decision {
     /// The answer.
     pub spec: QuantSpec,
     /// What to change for another answer.
-    pub because: Because,
+    pub reason: Reason,
 }
 
 /// What a spec follows from.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Because {
+pub enum Reason {
     /// A preset or a function.
     Recipe(Arc<str>),
     /// A rule of a rule file.
@@ -29,12 +29,12 @@ pub enum Because {
     Default,
 }
 
-impl fmt::Display for Because {
+impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Because::Recipe(name) => write!(f, "recipe {name}"),
-            Because::Rule { number, line } => write!(f, "rule {number} (line {line})"),
-            Because::Default => f.write_str("the default"),
+            Reason::Recipe(name) => write!(f, "recipe {name}"),
+            Reason::Rule { number, line } => write!(f, "rule {number} (line {line})"),
+            Reason::Default => f.write_str("the default"),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::attention::AttentionPrecision;
 use super::backward::BackwardOverride;
-use super::decision::{Because, Decision};
+use super::decision::{Decision, Reason};
 use super::presets::Preset;
 use super::role::Role;
 use super::rules::Rules;
@@ -162,10 +162,10 @@ impl Recipe {
     pub fn decide(&self, role: &Role) -> Result<Decision> {
         let decision = match &self.source {
             Source::Preset(preset) => {
-                Decision { spec: preset.spec(role)?, because: Because::Recipe(preset.to_string().into()) }
+                Decision { spec: preset.spec(role)?, reason: Reason::Recipe(preset.to_string().into()) }
             }
             Source::Rules(rules) => rules.decide(role)?,
-            Source::Function { key, spec } => Decision { spec: spec(role)?, because: Because::Recipe(key.clone()) },
+            Source::Function { key, spec } => Decision { spec: spec(role)?, reason: Reason::Recipe(key.clone()) },
         };
         Ok(Decision { spec: self.backward.apply(role.pass(), decision.spec)?, ..decision })
     }

@@ -23,17 +23,17 @@ pub struct Scaling {
 impl Scaling {
     /// The scaling of a tensor or row with this amax.
     pub fn new(amax: f32, mode: &Mode, precision: Precision) -> Self {
-        Scaling { global: Global::new(amax, mode.rule.bound(), mode.edge), mode: *mode, precision }
+        Scaling { global: Global::new(amax, mode.rule.bound(), mode.specials), mode: *mode, precision }
     }
 
     /// The scale byte of a block with this largest magnitude, by the rule "six".
     pub fn block_scale(&self, block_amax: f32) -> u8 {
-        self.mode.profile.block_scale(block_amax, &self.global, self.precision, self.mode.edge)
+        self.mode.profile.block_scale(block_amax, &self.global, self.precision, self.mode.specials)
     }
 
     /// How the elements of a block with this scale byte are scaled.
     pub fn factor(&self, scale: u8) -> Factor {
-        self.mode.profile.factor(scale, &self.global, self.precision, self.mode.edge)
+        self.mode.profile.factor(scale, &self.global, self.precision, self.mode.specials)
     }
 
     /// The code of a scaled element, rounded to nearest or with a random byte.
@@ -41,8 +41,8 @@ impl Scaling {
         if y.is_nan() && self.mode.profile == Profile::ModelOpt {
             return 7;
         }
-        let edge = self.mode.profile.code_edge(self.mode.edge);
-        random.map_or_else(|| e2m1::encode(y, edge), |r| stochastic::encode(y, r, edge))
+        let specials = self.mode.profile.code_specials(self.mode.specials);
+        random.map_or_else(|| e2m1::encode(y, specials), |r| stochastic::encode(y, r, specials))
     }
 }
 
@@ -52,7 +52,7 @@ pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding
     match scaling.mode.rule {
         ScaleRule::Six => six(tile, scaling, rounding),
         ScaleRule::FourOverSix { metric, error, .. } => {
-            four_over_six::quantize(tile, &scaling.global, metric, error, scaling.mode.edge)
+            four_over_six::quantize(tile, &scaling.global, metric, error, scaling.mode.specials)
         }
     }
 }
@@ -63,7 +63,7 @@ pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding
 /// whose scale byte underflows to 0 is not zeroed: its elements are multiplied by `f32::MAX` and
 /// mostly saturate.
 pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
-    let scale = scaling.block_scale(amax(tile.as_flattened(), scaling.mode.amax_edge()));
+    let scale = scaling.block_scale(amax(tile.as_flattened(), scaling.mode.amax_specials()));
     let factor = scaling.factor(scale);
     let codes = std::array::from_fn(|r| {
         std::array::from_fn(|i| {

@@ -4,7 +4,7 @@
 //! safe Rust that follows the sentence it implements. The fast implementations are twins of these
 //! functions and must give the same bits. Nothing here is tuned; read it in this order:
 //!
-//! 1. [`mode`]: the choices (tile, global scale, scale rule, rounding, edge);
+//! 1. [`mode`]: the choices (tile, global scale, scale rule, rounding, specials);
 //! 2. [`e2m1`] and [`e4m3`]: the two small number formats;
 //! 3. [`scale`]: the global scale and the block scale;
 //! 4. [`tile`] and [`block`]: a tile becomes one scale byte and its codes;
@@ -58,7 +58,7 @@ pub mod upstream;
 
 pub use element::{Element, Precision};
 pub use error::{Error, Result, area, check_len, zeros};
-pub use mode::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Profile, Rounding, ScaleRule, Tile};
+pub use mode::{Bound, ErrorPath, GlobalScale, Metric, Mode, Profile, Rounding, ScaleRule, Specials, Tile};
 
 /// Number of consecutive elements that share one block scale.
 pub const BLOCK: usize = 16;

@@ -16,7 +16,7 @@ use crate::hadamard::{self, Signs};
 use crate::scale::{self, Unit};
 use crate::stochastic::Random;
 use crate::tile::{Quantized as QuantizedTile, Rows};
-use crate::{BLOCK, Edge, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Tile};
+use crate::{BLOCK, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Specials, Tile};
 use crate::{area, check_len, e2m1, fast_math, zeros};
 use half::bf16;
 
@@ -108,12 +108,12 @@ pub fn transform(x: &Matrix, signs: Signs) -> Result<Matrix> {
 
 /// The amax of the matrix, or of each row; 0 where there are no elements. With the Hadamard
 /// transform it is taken after the transform.
-pub fn amax(x: &Matrix, global: GlobalScale, edge: Edge) -> Result<Vec<f32>> {
+pub fn amax(x: &Matrix, global: GlobalScale, specials: Specials) -> Result<Vec<f32>> {
     let mut amax = zeros(global.count(x.rows), x.rows, x.cols)?;
     match global {
-        GlobalScale::PerTensor => amax[0] = scale::amax(&x.data, edge),
+        GlobalScale::PerTensor => amax[0] = scale::amax(&x.data, specials),
         GlobalScale::PerRow if x.is_empty() => {}
-        GlobalScale::PerRow => (0..x.rows).for_each(|r| amax[r] = scale::amax(x.row(r), edge)),
+        GlobalScale::PerRow => (0..x.rows).for_each(|r| amax[r] = scale::amax(x.row(r), specials)),
     }
     Ok(amax)
 }
@@ -216,10 +216,10 @@ pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random
 
 /// Quantizes a bf16 matrix along its rows by [`fast_math`], which has 1×16 tiles, the rule "six"
 /// and rounds to nearest.
-pub fn quantize_fast_math(x: &Matrix, amax: &[f32], global: GlobalScale, edge: Edge) -> Result<Quantized> {
-    let mode = Mode { global, edge, ..Mode::default() };
+pub fn quantize_fast_math(x: &Matrix, amax: &[f32], global: GlobalScale, specials: Specials) -> Result<Quantized> {
+    let mode = Mode { global, specials, ..Mode::default() };
     quantize_tiles::<1>(x, amax, &mode, Rounding::NearestEven, |tile, scaling, _| {
-        fast_math::quantize(&tile[0], &scaling.global, edge)
+        fast_math::quantize(&tile[0], &scaling.global, specials)
     })
 }
 
@@ -309,7 +309,7 @@ mod tests {
     }
 
     fn quantize_all(x: &Matrix, mode: &Mode) -> Result<Quantized> {
-        quantize(x, &amax(x, mode.global, mode.amax_edge())?, mode, Rounding::NearestEven)
+        quantize(x, &amax(x, mode.global, mode.amax_specials())?, mode, Rounding::NearestEven)
     }
 
     #[test]
@@ -362,9 +362,9 @@ mod tests {
             }
         }
         let endless = Matrix::new::<f32>(1 << 62, 0, &[]).unwrap();
-        let error = amax(&endless, GlobalScale::PerRow, Edge::Kernel).unwrap_err();
+        let error = amax(&endless, GlobalScale::PerRow, Specials::Kernel).unwrap_err();
         assert_eq!(error, Error::TooLarge { rows: 1 << 62, cols: 0 }, "an amax per row needs memory");
-        assert_eq!(amax(&endless.transpose(), GlobalScale::PerRow, Edge::Kernel), Ok(vec![]));
+        assert_eq!(amax(&endless.transpose(), GlobalScale::PerRow, Specials::Kernel), Ok(vec![]));
     }
 
     #[test]
@@ -405,8 +405,8 @@ mod tests {
 
     #[test]
     fn a_given_amax_of_nan_saturates_and_decodes_to_nan() {
-        for (edge, scale, code) in [(Edge::Kernel, 0x7E, 7), (Edge::Reference, 0x7F, 0)] {
-            let mode = Mode { edge, ..Mode::default() };
+        for (specials, scale, code) in [(Specials::Kernel, 0x7E, 7), (Specials::Reference, 0x7F, 0)] {
+            let mode = Mode { specials, ..Mode::default() };
             let x = Matrix::new(1, 16, &[1.0f32; 16]).unwrap();
             let q = quantize(&x, &[f32::NAN], &mode, Rounding::NearestEven).unwrap();
             assert_eq!((&q.scales[..], &q.codes[..]), (&[scale][..], &[code << 4 | code; 8][..]));

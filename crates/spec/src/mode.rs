@@ -149,7 +149,7 @@ pub enum Rounding<R> {
 
 /// What NaN and −0 become (numerics §1.4). Everything else is the same in both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum Edge {
+pub enum Specials {
     /// As TransformerEngine's CUDA kernels: −0 keeps its sign, NaN becomes +6 and is invisible to
     /// every amax.
     #[default]
@@ -159,14 +159,14 @@ pub enum Edge {
     Reference,
 }
 
-impl Edge {
+impl Specials {
     /// `min(x, f32::MAX)`, the guard against infinite scales. NaN becomes `f32::MAX` in the kernel
-    /// edge (C's `fminf`) and stays NaN in the reference edge.
+    /// specials (C's `fminf`) and stays NaN with reference specials.
     pub fn min_with_max(self, x: f32) -> f32 {
         match self {
-            Edge::Kernel => x.min(f32::MAX),
-            Edge::Reference if x.is_nan() => x,
-            Edge::Reference => x.min(f32::MAX),
+            Specials::Kernel => x.min(f32::MAX),
+            Specials::Reference if x.is_nan() => x,
+            Specials::Reference => x.min(f32::MAX),
         }
     }
 }
@@ -175,7 +175,7 @@ impl Edge {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Profile {
     /// NVIDIA TransformerEngine, in every mode. The only profile with 4over6 and a choice of
-    /// [`Edge`].
+    /// [`Specials`].
     #[default]
     TransformerEngine,
     /// NVIDIA ModelOpt's checkpoints.
@@ -188,19 +188,19 @@ pub enum Profile {
 
 impl Profile {
     /// What −0 becomes as a code, and NaN outside ModelOpt.
-    pub fn code_edge(self, edge: Edge) -> Edge {
+    pub fn code_specials(self, specials: Specials) -> Specials {
         match self {
-            Profile::TransformerEngine => edge,
-            Profile::ModelOpt | Profile::LlmCompressor => Edge::Reference,
-            Profile::TorchAo => Edge::Kernel,
+            Profile::TransformerEngine => specials,
+            Profile::ModelOpt | Profile::LlmCompressor => Specials::Reference,
+            Profile::TorchAo => Specials::Kernel,
         }
     }
 
     /// How amax treats NaN: TransformerEngine has a choice, the others let NaN win.
-    pub fn amax_edge(self, edge: Edge) -> Edge {
+    pub fn amax_specials(self, specials: Specials) -> Specials {
         match self {
-            Profile::TransformerEngine => edge,
-            Profile::ModelOpt | Profile::LlmCompressor | Profile::TorchAo => Edge::Reference,
+            Profile::TransformerEngine => specials,
+            Profile::ModelOpt | Profile::LlmCompressor | Profile::TorchAo => Specials::Reference,
         }
     }
 }
@@ -215,7 +215,7 @@ pub struct Mode {
     /// How a block's scale is chosen.
     pub rule: ScaleRule,
     /// What NaN and −0 become.
-    pub edge: Edge,
+    pub specials: Specials,
     /// Whose arithmetic.
     pub profile: Profile,
 }
@@ -242,10 +242,10 @@ impl Mode {
                      use the profile `TransformerEngine` or the rule `Six`",
                 ));
             }
-            if self.edge != Edge::Kernel {
+            if self.specials != Specials::Kernel {
                 return Err(Error::Combination(
-                    "the edge `Reference` with another producer's profile: it decides NaN and −0 itself; \
-                     leave the edge at `Kernel` or use the profile `TransformerEngine`",
+                    "the specials `Reference` with another producer's profile: it decides NaN and −0 itself; \
+                     leave the specials at `Kernel` or use the profile `TransformerEngine`",
                 ));
             }
         }
@@ -253,7 +253,7 @@ impl Mode {
     }
 
     /// How amax treats NaN in this mode.
-    pub fn amax_edge(&self) -> Edge {
-        self.profile.amax_edge(self.edge)
+    pub fn amax_specials(&self) -> Specials {
+        self.profile.amax_specials(self.specials)
     }
 }

@@ -17,7 +17,7 @@ const OFFSETS: [i32; 7] = [0, -1, 1, -2, 2, -3, -4];
 /// "six" and within 1…0x7E, that gives the smallest sum of squared errors in binary64 between the
 /// elements and what they decode to.
 pub fn quantize(row: &[f32; BLOCK], scaling: &Scaling) -> Quantized<1> {
-    let six = scaling.block_scale(amax(row, scaling.mode.amax_edge()));
+    let six = scaling.block_scale(amax(row, scaling.mode.amax_specials()));
     let unit = scaling.mode.profile.unit(scaling.global.bound);
     let stored = scaling.mode.profile.stored(scaling.global.amax, scaling.precision);
     if six > e4m3::MAX_BYTE {

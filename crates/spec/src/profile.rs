@@ -9,7 +9,7 @@
 //! | torchao 0.18 | `fl(amax/2688)`, a multiplier | `fl(fl(bm/6) / g)`, at least 2⁻⁶ | `fl(x · fl(fl(1/g)/S))` |
 //!
 //! All round scale bytes and codes to nearest even and saturate at 448 and 6. In the last three NaN
-//! takes over the amax, as in [`Edge::Reference`]; ModelOpt and llm-compressor write code 0 for −0,
+//! takes over the amax, as in [`Specials::Reference`]; ModelOpt and llm-compressor write code 0 for −0,
 //! torchao code 8. An element that is NaN after scaling becomes code 7 in ModelOpt; the other two
 //! have no rule for it (their code depends on the NaN's bits and on the vector instructions at
 //! hand), and here it becomes 0 for llm-compressor and 7 for torchao.
@@ -18,7 +18,7 @@
 //! are finite and the tensor decodes to zeros.
 
 use crate::scale::{self, Global, Unit};
-use crate::{Bound, Edge, Precision, Profile, e4m3};
+use crate::{Bound, Precision, Profile, Specials, e4m3};
 
 /// `6 · 448`, what an amax is mapped to.
 const SIX_E: f32 = Bound::E448.six_e();
@@ -79,10 +79,10 @@ impl Profile {
     /// The scale byte of a block, where the stored number is `g` and elements came in this type.
     ///
     /// TransformerEngine's is [`scale::block_scale`](crate::scale::block_scale).
-    pub(crate) fn block_scale(self, block_amax: f32, global: &Global, precision: Precision, edge: Edge) -> u8 {
+    pub(crate) fn block_scale(self, block_amax: f32, global: &Global, precision: Precision, specials: Specials) -> u8 {
         let g = self.stored(global.amax, precision);
         match self {
-            Profile::TransformerEngine => scale::block_scale(block_amax, global, edge),
+            Profile::TransformerEngine => scale::block_scale(block_amax, global, specials),
             Profile::ModelOpt => match block_amax / (6.0 * g) {
                 0.0 => e4m3::encode(1.0),
                 s => e4m3::encode(at_least(e4m3::MIN_POSITIVE, s)),
@@ -96,10 +96,10 @@ impl Profile {
     }
 
     /// How the elements of a block with this scale byte are scaled.
-    pub(crate) fn factor(self, byte: u8, global: &Global, precision: Precision, edge: Edge) -> Factor {
+    pub(crate) fn factor(self, byte: u8, global: &Global, precision: Precision, specials: Specials) -> Factor {
         let (g, scale) = (self.stored(global.amax, precision), e4m3::decode(byte));
         match self {
-            Profile::TransformerEngine => Factor::Multiply(scale::inverse_scale(byte, global, edge)),
+            Profile::TransformerEngine => Factor::Multiply(scale::inverse_scale(byte, global, specials)),
             Profile::ModelOpt => Factor::Divide(scale * g),
             Profile::LlmCompressor => Factor::Divide(scale / g),
             Profile::TorchAo => Factor::Multiply(1.0 / g / scale),

@@ -6,7 +6,7 @@
 
 use crate::scale::Unit;
 use crate::tile::Quantized;
-use crate::{BLOCK, Edge, e2m1, e4m3, mse};
+use crate::{BLOCK, Specials, e2m1, e4m3, mse};
 
 /// The sign bit of a scale byte, which no producer sets and every reader obeys.
 const SIGN: u8 = 0x80;
@@ -37,7 +37,7 @@ pub fn block(codes: &[u8; BLOCK], scale: u8, from: f32, to: f32, unit: Unit) -> 
     let row = codes.map(|c| e2m1::decode(c) * factor);
     let quantize = |scale: u8| {
         let factor = unit.decode_factor(scale, to);
-        Quantized { scale, codes: [row.map(|x| e2m1::encode(x / factor, Edge::Kernel))] }
+        Quantized { scale, codes: [row.map(|x| e2m1::encode(x / factor, Specials::Kernel))] }
     };
     let best = mse::search(&row, nearest, quantize, |scale| unit.decode_factor(scale, to));
     Quantized { scale: sign | best.scale, ..best }

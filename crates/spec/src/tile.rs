@@ -3,7 +3,7 @@
 //! A tile is `H` rows of 16 elements: one row in 1×16 mode, sixteen in 16×16 mode. Elements outside
 //! the matrix are zeros. Source: numerics §3, §4.
 
-use crate::{BLOCK, Edge, e2m1};
+use crate::{BLOCK, Specials, e2m1};
 
 /// `H` rows of 16 values.
 pub type Rows<T, const H: usize> = [[T; BLOCK]; H];
@@ -18,6 +18,6 @@ pub struct Quantized<const H: usize> {
 }
 
 /// The codes of a tile whose elements are multiplied by `inverse` and rounded to nearest.
-pub fn encode<const H: usize>(tile: &Rows<f32, H>, inverse: f32, edge: Edge) -> Rows<u8, H> {
-    tile.map(|row| row.map(|x| e2m1::encode(x * inverse, edge)))
+pub fn encode<const H: usize>(tile: &Rows<f32, H>, inverse: f32, specials: Specials) -> Rows<u8, H> {
+    tile.map(|row| row.map(|x| e2m1::encode(x * inverse, specials)))
 }

@@ -5,7 +5,7 @@ use half::bf16;
 use nvfp4_kernels::fp8::dequantize::dequantize;
 use nvfp4_kernels::fp8::quantize::{Direction, Outputs, quantize};
 use nvfp4_kernels::{Implementation, Input, Values, amax};
-use nvfp4_spec::Edge;
+use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::{AmaxRule, Format, Mode, ScaleVec, Scales, Scaling, Side, View};
 
 /// The operations whose names contain `filter`.
@@ -165,7 +165,7 @@ impl<'a> Run<'a> {
         let mut amax = self.amax;
         if self.operation.scaling == Scale::Current {
             let wanted = amax::Outputs { tensor: Some(&mut amax), ..Default::default() };
-            amax::amax(self.implementation, &self.x, Edge::Kernel, wanted)?;
+            amax::amax(self.implementation, &self.x, Specials::Kernel, wanted)?;
         }
         let mode = self.operation.mode(amax);
         let Results { row, bf16s, f32s, .. } = &mut self.results;

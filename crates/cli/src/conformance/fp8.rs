@@ -1,4 +1,4 @@
-//! FP8 cases (numerics §14): `fp8_current`, `fp8_delayed`, `fp8_block`, `mxfp8`, and their tables. There is one edge, the kernels'.
+//! FP8 cases (numerics §14): `fp8_current`, `fp8_delayed`, `fp8_block`, `mxfp8`, and their tables. There is one kind of specials, the kernels'.
 
 use super::case::Case;
 use super::report::Differences;
@@ -10,7 +10,7 @@ use nvfp4_spec::fp8::delayed::{Algorithm, Delayed, Entry};
 use nvfp4_spec::fp8::matrix::amaxes;
 use nvfp4_spec::fp8::scale::mx_byte;
 use nvfp4_spec::fp8::{AmaxRule, Format, MX_BLOCK, Mode, ScaleValues, Scales, Scaling, Side, Tile, View};
-use nvfp4_spec::{Edge, Precision, e8m0};
+use nvfp4_spec::{Precision, Specials, e8m0};
 
 const FORMATS: [(&str, Format); 2] = [("e4m3", Format::E4m3), ("e5m2", Format::E5m2)];
 
@@ -96,7 +96,7 @@ fn amax_of(case: &Case, implementation: Implementation) -> Result<f32> {
     let ((rows, cols), elements) = (case.shape2("input")?, case.elements("input")?);
     let mut tensor = 0.0;
     let wanted = amax::Outputs { tensor: Some(&mut tensor), ..Default::default() };
-    amax::amax(implementation, &Input::new(elements.values(), rows, cols)?, Edge::Kernel, wanted)?;
+    amax::amax(implementation, &Input::new(elements.values(), rows, cols)?, Specials::Kernel, wanted)?;
     Ok(tensor)
 }
 

@@ -20,7 +20,7 @@ use std::str::FromStr;
 /// Check every golden case in a folder, bit for bit.
 ///
 /// Each `.safetensors` file of the folder is one case; its metadata says what kind. Cases run through every
-/// implementation on this machine, those of NVFP4 in both edges (what NaN and −0 become). Exits with 1 on any mismatch.
+/// implementation on this machine, those of NVFP4 with both specials (what NaN and −0 become). Exits with 1 on any mismatch.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder that holds the golden cases.
@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     let names: Vec<String> = implementations.iter().map(Implementation::to_string).collect();
-    let text = format!("implementations: {}; edges: kernel, reference\n{report}", names.join(", "));
+    let text = format!("implementations: {}; specials: kernel, reference\n{report}", names.join(", "));
     until_closed(std::io::stdout().write_all(text.as_bytes()).map_err(Into::into))?;
     Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -8,7 +8,7 @@
 pub(crate) mod philox;
 pub(crate) mod small_float;
 
-use nvfp4_spec::{BLOCK, Edge, Element, Precision};
+use nvfp4_spec::{BLOCK, Element, Precision, Specials};
 use std::arch::x86_64::*;
 
 /// Proof that this CPU has AVX2, FMA and F16C.
@@ -155,13 +155,13 @@ pub(crate) fn abs<T: Element>(b: Block) -> Block {
     }
 }
 
-/// The magnitudes' bits as amax sees them: NaN is 0 in the kernel edge. Twin of
+/// The magnitudes' bits as amax sees them: NaN is 0 with kernel specials. Twin of
 /// `scale::magnitude_bits`.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(crate) fn magnitudes<T: Element>(b: Block, edge: Edge) -> Block {
+pub(crate) fn magnitudes<T: Element>(b: Block, specials: Specials) -> Block {
     let a = abs::<T>(b);
-    if edge == Edge::Reference {
+    if specials == Specials::Reference {
         return a;
     }
     let infinity = infinity_bits(T::PRECISION);

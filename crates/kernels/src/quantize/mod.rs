@@ -56,7 +56,7 @@ impl Amax<'_> {
 /// What to write for one direction.
 #[derive(Debug)]
 pub struct Direction<'a> {
-    /// Tile, global scale, scale rule, edge.
+    /// Tile, global scale, scale rule, specials.
     pub mode: Mode,
     /// How values become codes.
     pub rounding: Rounding<Random<'a>>,

@@ -25,7 +25,7 @@ fn direction(x: Matrix, out: Direction<'_>) -> Result<()> {
     let amax = match out.amax {
         Amax::Given(amax) => amax.to_vec(),
         Amax::Compute(amax) => {
-            amax.copy_from_slice(&matrix::amax(&x, out.mode.global, out.mode.amax_edge())?);
+            amax.copy_from_slice(&matrix::amax(&x, out.mode.global, out.mode.amax_specials())?);
             amax.to_vec()
         }
     };

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use nvfp4_spec::fp8::{self, AmaxRule, Format, ScaleValues, Scales, Side, Tile};
 use nvfp4_spec::matrix::Matrix;
 use nvfp4_spec::philox::philox4x32;
-use nvfp4_spec::{Edge, Element, Precision, scale};
+use nvfp4_spec::{Element, Precision, Specials, scale};
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -227,7 +227,7 @@ fn check<T: Element + Plain>(
     let raw: Vec<T> = (0..rows * stride).map(|i| T::from_f32(value(i, rows as u32))).collect();
     let data: Vec<T> = (0..rows).flat_map(|r| &raw[r * stride..][..cols]).copied().collect();
     let matrix = Matrix::new(rows, cols, &data).unwrap();
-    let amax = scale::amax(matrix.data(), Edge::Kernel);
+    let amax = scale::amax(matrix.data(), Specials::Kernel);
     let (x, scale, of_tensor) = (Memory::of(&raw, offset), Memory::of(&[SCALE], offset), Memory::of(&[amax], offset));
     let (scaling, expected_scaling) = match asked {
         Asked::Given => (Scaling::Tensor(Scale::Value(SCALE)), fp8::Scaling::Tensor { scale: SCALE }),

@@ -8,7 +8,7 @@ use nvfp4_kernels::fp8::cuda::{
 };
 use nvfp4_kernels::fp8::{dequantize as host_decoding, quantize as host};
 use nvfp4_kernels::{Error, Implementation, Input, Values, amax};
-use nvfp4_spec::Edge;
+use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::delayed::{self, Delayed};
 use nvfp4_spec::fp8::{self, AmaxRule, Format, ScaleVec, Scales, Side};
 
@@ -229,7 +229,7 @@ fn current_scaling_needs_no_word_from_the_host() {
         for format in Format::ALL {
             let mut largest = device.alloc::<f32>(1).unwrap();
             let wanted = amax::cuda::Outputs { tensor: Some(largest.slice_mut()), ..Default::default() };
-            amax::cuda::amax(&stream, &input, Edge::Kernel, wanted).unwrap();
+            amax::cuda::amax(&stream, &input, Specials::Kernel, wanted).unwrap();
             let host_amax = x.iter().fold(0.0, |m: f32, x| m.max(x.to_f32().abs()));
             let scale = rule.tensor_scale(host_amax, format);
             let mode = fp8::Mode { format, scaling: fp8::Scaling::Tensor { scale } };

@@ -13,7 +13,7 @@ use nvfp4_spec::matrix::View;
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::{Random, Stream};
-use nvfp4_spec::{Bound, Edge, Element, GlobalScale, Mode, Precision, Rounding, ScaleRule, Tile, e2m1};
+use nvfp4_spec::{Bound, Element, GlobalScale, Mode, Precision, Rounding, ScaleRule, Specials, Tile, e2m1};
 
 /// Kinds of values.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -315,18 +315,18 @@ fn canonical(x: f32) -> u32 {
 
 pub fn check_amax(case: &Case) {
     let runner = Runner::new(*case);
-    for edge in [Edge::Kernel, Edge::Reference] {
+    for specials in [Specials::Kernel, Specials::Reference] {
         let all = |implementation| {
             let (mut tensor, mut rows, mut cols) = (0.0, vec![0.0; case.rows], vec![0.0; case.cols]);
             let outputs = amax::Outputs { tensor: Some(&mut tensor), rows: Some(&mut rows), cols: Some(&mut cols) };
-            amax::amax(implementation, &runner.input(), edge, outputs).unwrap();
+            amax::amax(implementation, &runner.input(), specials, outputs).unwrap();
             let mut alone = 0.0;
             let outputs = amax::Outputs { tensor: Some(&mut alone), ..Default::default() };
-            amax::amax(implementation, &runner.input(), edge, outputs).unwrap();
+            amax::amax(implementation, &runner.input(), specials, outputs).unwrap();
             [vec![tensor, alone], rows, cols].map(|v| v.into_iter().map(canonical).collect::<Vec<u32>>())
         };
         for implementation in Implementation::available() {
-            assert_eq!(all(implementation), all(Implementation::Scalar), "{implementation} {edge:?} {case:?}");
+            assert_eq!(all(implementation), all(Implementation::Scalar), "{implementation} {specials:?} {case:?}");
         }
     }
 }

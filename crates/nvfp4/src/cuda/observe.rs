@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use nvfp4_kernels::amax::cuda as amax;
 use nvfp4_kernels::fp8::cuda as kernel;
 use nvfp4_spec::fp8::{self, Scales};
-use nvfp4_spec::{Edge, area};
+use nvfp4_spec::{Specials, area};
 
 impl Quantizer {
     /// Quantizes a matrix in the memory of a GPU: same bits as [`Quantizer::observe`]. Directions in high precision are refused: products
@@ -149,7 +149,7 @@ fn fp8_on(
     let mut found = gpu.alloc::<f32>(1)?;
     if matches!(scale, Scale::Current(_)) && given.is_none() {
         let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
-        amax::amax(stream, x, Edge::Kernel, wanted)?;
+        amax::amax(stream, x, Specials::Kernel, wanted)?;
     }
     let scaling = match scale {
         Scale::Current(rule) => {

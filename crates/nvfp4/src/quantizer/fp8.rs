@@ -7,7 +7,7 @@ use crate::{Error, Fp8Scales, Implementation, Result};
 use nvfp4_kernels::fp8::quantize as kernel;
 use nvfp4_kernels::{Input, amax};
 use nvfp4_spec::fp8::{self, Mode, Scales, Scaling};
-use nvfp4_spec::{Edge, Error as RuleError, check_len, zeros};
+use nvfp4_spec::{Error as RuleError, Specials, check_len, zeros};
 
 /// The amax of the whole tensor, if it is given.
 pub(super) fn given_amax(options: &Options<'_>) -> Result<Option<f32>> {
@@ -37,7 +37,7 @@ pub(super) fn quantize(
             let mut found = given.unwrap_or_default();
             if given.is_none() {
                 let outputs = amax::Outputs { tensor: Some(&mut found), ..Default::default() };
-                amax::amax(implementation, x, Edge::Kernel, outputs)?;
+                amax::amax(implementation, x, Specials::Kernel, outputs)?;
             }
             Scaling::Tensor { scale: rule.tensor_scale(found, code) }
         }

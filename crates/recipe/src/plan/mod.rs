@@ -7,8 +7,8 @@ mod table;
 pub use diff::{Change, PlanDiff, Transition};
 
 use super::attention::AttentionMode;
-use super::decision::{Because, Decision};
-use super::device::{Capabilities, Runs};
+use super::decision::{Decision, Reason};
+use super::device::{Capabilities, Execution};
 use super::factory::Recipe;
 use super::model::{Model, Module, Purpose};
 use super::path::ModulePath;
@@ -45,7 +45,7 @@ pub struct Plan {
     handed: BTreeSet<Site>,
     attention: BTreeMap<ModulePath, AttentionMode>,
     saved: BTreeMap<ModulePath, Saved>,
-    runs: BTreeMap<Family, Runs>,
+    runs: BTreeMap<Family, Execution>,
     warnings: Vec<Warning>,
 }
 
@@ -57,7 +57,7 @@ pub struct Entry {
     /// How it is quantized.
     pub spec: QuantSpec,
     /// What that follows from.
-    pub because: Because,
+    pub reason: Reason,
 }
 
 /// What a linear layer keeps of its input for the backward pass.
@@ -122,9 +122,9 @@ impl Plan {
                 continue; // a path that stands twice, which was reported
             }
             match recipe.decide(&role) {
-                Ok(Decision { spec, because }) => {
+                Ok(Decision { spec, reason }) => {
                     index.insert(role.owner.clone(), entries.len());
-                    entries.push(Entry { role, spec, because });
+                    entries.push(Entry { role, spec, reason });
                 }
                 Err(error) => problems.push(Problem::NoSpec { site: role.owner, reason: error.to_string() }),
             }
@@ -199,7 +199,7 @@ impl Plan {
     }
 
     /// How each format of the plan runs on the device.
-    pub fn runs(&self) -> &BTreeMap<Family, Runs> {
+    pub fn execution(&self) -> &BTreeMap<Family, Execution> {
         &self.runs
     }
 

@@ -5,7 +5,7 @@
 
 use super::{Format, Mode, Scaling, Side, Tile};
 use crate::matrix::Matrix;
-use crate::{Edge, Element, Result, area, check_len, e8m0, scale, zeros};
+use crate::{Element, Result, Specials, area, check_len, e8m0, scale, zeros};
 use std::ops::Range;
 
 /// Scales of one of two kinds: single ones, vectors, borrowed or to be written.
@@ -144,7 +144,7 @@ pub fn amaxes(x: &Matrix, mode: &Mode, side: Side) -> Vec<f32> {
 
 fn amax(x: &Matrix, rows: Range<usize>, cols: Range<usize>) -> f32 {
     let rows = if x.is_empty() { 0..0 } else { rows };
-    scale::amax(rows.flat_map(|r| &x.row(r)[cols.clone()]), Edge::Kernel)
+    scale::amax(rows.flat_map(|r| &x.row(r)[cols.clone()]), Specials::Kernel)
 }
 
 /// The matrix that a direction quantizes.

@@ -136,14 +136,14 @@ mod tests {
     use super::*;
     use crate::matrix::Matrix;
     use crate::matrix::{self, Quantized};
-    use crate::{Edge, Mode, Rounding};
+    use crate::{Mode, Rounding, Specials};
     use half::bf16;
 
     fn quantized(rows: usize, cols: usize, global: GlobalScale) -> Quantized {
         let data: Vec<f32> = (0..rows * cols).map(|i| ((i * 7919) % 257) as f32 / 16.0 - 8.0).collect();
         let x = Matrix::new(rows, cols, &data).unwrap();
         let mode = Mode { global, ..Mode::default() };
-        matrix::quantize(&x, &matrix::amax(&x, global, mode.edge).unwrap(), &mode, Rounding::NearestEven).unwrap()
+        matrix::quantize(&x, &matrix::amax(&x, global, mode.specials).unwrap(), &mode, Rounding::NearestEven).unwrap()
     }
 
     #[test]
@@ -250,7 +250,7 @@ mod tests {
             let data: Vec<f32> = (0..rows * 32).map(|i| 7e-17 * ((i * 31 % 15) as f32 - 7.0) / 7.0).collect();
             let x = Matrix::new(rows, 32, &data).unwrap();
             let mode = Mode { global, ..mode };
-            matrix::quantize(&x, &matrix::amax(&x, global, Edge::Reference).unwrap(), &mode, Rounding::NearestEven)
+            matrix::quantize(&x, &matrix::amax(&x, global, Specials::Reference).unwrap(), &mode, Rounding::NearestEven)
         };
         for global in [GlobalScale::PerTensor, GlobalScale::PerRow] {
             let (a, b) = (operand(2, global).unwrap(), operand(3, global).unwrap());

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nvfp4_kernels::cuda::{Buffer, Device, Input, SliceMut, Stream, Values};
 use nvfp4_kernels::fp8::cuda as fp8;
 use nvfp4_kernels::{self as kernels, Implementation};
-use nvfp4_spec::Edge;
+use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::{AmaxRule, Mode, ScaleVec, Scales, Scaling, Side, Tile};
 use std::ops::Range;
 
@@ -100,7 +100,7 @@ impl Bench {
         let mut amax = 0.0;
         let wanted = kernels::amax::Outputs { tensor: Some(&mut amax), ..Default::default() };
         let input = kernels::Input::new(kernels::Values::Bf16(x), rows, self.cols)?;
-        kernels::amax::amax(reference, &input, Edge::Kernel, wanted)?;
+        kernels::amax::amax(reference, &input, Specials::Kernel, wanted)?;
         let mut run = Run::new(operation, reference, x, shape, amax)?;
         run.once()?;
         let Results { row, col, amax: found, bf16s, f32s } = &run.results;
@@ -181,7 +181,7 @@ impl Bench {
         let x = Input::new(Values::Bf16(self.x.slice().range(range.clone())), rows, self.cols)?;
         if operation.scaling == Scale::Current {
             let wanted = maxima::Outputs { tensor: Some(outputs.amax.slice_mut()), ..Default::default() };
-            maxima::amax(&self.stream, &x, Edge::Kernel, wanted)?;
+            maxima::amax(&self.stream, &x, Specials::Kernel, wanted)?;
         }
         let scaling = match operation.scaling {
             Scale::Given | Scale::Current => {

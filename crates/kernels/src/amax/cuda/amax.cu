@@ -3,7 +3,7 @@
 //
 // A thread has a strip of columns, 16 bytes wide; a warp has 32 strips and walks down the rows of
 // its panel. Integer atomics combine the maxima in memory, in any order; the host sets them to zero
-// first. Settings before this text: EDGE, INPUT, and OUTPUT_*, which say which maxima are computed.
+// first. Settings before this text: SPECIALS, INPUT, and OUTPUT_*, which say which maxima are computed.
 
 struct Params {
     const u8* x;
@@ -19,10 +19,10 @@ struct Params {
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
 constexpr int STRIP = 16 / SIZE;  // elements of a strip
 
-// The larger magnitudes of two words. The edge decides whether NaN is ignored or wins.
+// The larger magnitudes of two words. The specials decide whether NaN is ignored or wins.
 RULE u32 larger_counted(u32 a, u32 b) {
     b = magnitudes(b, INPUT);
-    return EDGE == REFERENCE ? larger(a, b, INPUT) : larger_seen(a, b, INPUT);
+    return SPECIALS == REFERENCE ? larger(a, b, INPUT) : larger_seen(a, b, INPUT);
 }
 
 // The magnitude's bits in binary32 of the larger element of a word.
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
 #pragma unroll
             for (int i = 0; i < BLOCK; i++) {
                 // Quartering and rounding are monotone: they wait until the end.
-                u32 bits = scale::magnitude_bits(v[i], EDGE);
+                u32 bits = scale::magnitude_bits(v[i], SPECIALS);
                 m[h] = m[h] > bits ? m[h] : bits;
             }
         }
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
 #pragma unroll
     for (int h = 0; h < WIDE; h++) {
         float rounded = precision::round(from_bits(m[h]) * HADAMARD_FACTOR, BF16);
-        m[h] = scale::magnitude_bits(rounded, EDGE);
+        m[h] = scale::magnitude_bits(rounded, SPECIALS);
     }
     if (OUTPUT_COLS && unit < units) {
         atomicMax(p.col + c, m[0]);
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(256) amax_hadamard_rows(const __gri
             hadamard::transform(v, p.signs);
 #pragma unroll
             for (int i = 0; i < BLOCK; i++) {
-                u32 bits = scale::magnitude_bits(v[i], EDGE);
+                u32 bits = scale::magnitude_bits(v[i], SPECIALS);
                 m = m > bits ? m : bits;
             }
         }

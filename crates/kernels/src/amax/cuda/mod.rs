@@ -5,7 +5,7 @@ use crate::cuda::{self, Buffer, Device, Input, SliceMut, Source, Stream, Uploade
 use crate::input::check_len;
 use crate::{Result, input};
 use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{BLOCK, Edge, Precision};
+use nvfp4_spec::{BLOCK, Precision, Specials};
 
 /// The maxima to compute, any of them in one pass.
 #[derive(Debug, Default)]
@@ -18,11 +18,11 @@ pub struct Outputs<'a> {
     pub cols: Option<SliceMut<'a, f32>>,
 }
 
-/// Computes the maxima in `outputs`. NaN is ignored in the kernel edge and wins in the reference
-/// edge. Does not wait.
-pub fn amax(stream: &Stream, x: &Input<'_>, edge: Edge, outputs: Outputs<'_>) -> Result<()> {
+/// Computes the maxima in `outputs`. NaN is ignored with kernel specials and wins with reference
+/// specials. Does not wait.
+pub fn amax(stream: &Stream, x: &Input<'_>, specials: Specials, outputs: Outputs<'_>) -> Result<()> {
     x.check(stream.device())?;
-    run(stream, x, edge, Values::Plain, outputs)
+    run(stream, x, specials, Values::Plain, outputs)
 }
 
 /// Which values the maxima are taken of.
@@ -39,7 +39,7 @@ pub(crate) enum Values {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     precision: Precision,
-    edge: Edge,
+    specials: Specials,
     function: Function,
     tensor: bool,
     rows: bool,
@@ -82,9 +82,9 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
         Function::AlongRows => "amax_hadamard_rows",
         Function::AlongColumns => "amax_hadamard",
     };
-    let edge = if v.edge == Edge::Kernel { "KERNEL" } else { "REFERENCE" };
+    let specials = if v.specials == Specials::Kernel { "KERNEL" } else { "REFERENCE" };
     let settings = format!(
-        "constexpr Precision INPUT = {};\nconstexpr Edge EDGE = {edge};\n\
+        "constexpr Precision INPUT = {};\nconstexpr Specials SPECIALS = {specials};\n\
          constexpr bool OUTPUT_TENSOR = {}, OUTPUT_ROWS = {}, OUTPUT_COLS = {}, OUTPUT_PLAIN = {};\n",
         precision(v.precision),
         v.tensor,
@@ -97,11 +97,11 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
 
 /// Texts for [`crate::sources`]; each has all three functions.
 pub(crate) fn sources() -> Vec<(String, Source)> {
-    let (mut variants, edges) = (Vec::new(), [Edge::Kernel, Edge::Reference]);
-    for (precision, edge) in PRECISIONS.into_iter().flat_map(|p| edges.map(|e| (p, e))) {
+    let (mut variants, specials) = (Vec::new(), [Specials::Kernel, Specials::Reference]);
+    for (precision, specials) in PRECISIONS.into_iter().flat_map(|p| specials.map(|e| (p, e))) {
         variants.push(Variant {
             precision,
-            edge,
+            specials,
             function: Function::Plain,
             tensor: true,
             rows: true,
@@ -109,7 +109,8 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             plain: false,
         });
     }
-    let tensor = Variant { rows: false, cols: false, precision: Precision::Bf16, edge: Edge::Kernel, ..variants[0] };
+    let tensor =
+        Variant { rows: false, cols: false, precision: Precision::Bf16, specials: Specials::Kernel, ..variants[0] };
     variants.push(tensor);
     variants.push(Variant { function: Function::AlongRows, tensor: false, rows: true, ..tensor });
     variants.push(Variant { function: Function::AlongColumns, tensor: false, cols: true, ..tensor });
@@ -118,8 +119,14 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
 }
 
 /// [`amax`], also after the Hadamard transform; `x` has been checked.
-pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, outputs: Outputs<'_>) -> Result<()> {
-    pass(stream, x, edge, values, (outputs, None), Start::Zero)
+pub(crate) fn run(
+    stream: &Stream,
+    x: &Input<'_>,
+    specials: Specials,
+    values: Values,
+    outputs: Outputs<'_>,
+) -> Result<()> {
+    pass(stream, x, specials, values, (outputs, None), Start::Zero)
 }
 
 /// [`run`] after the Hadamard transform along columns, and the maximum of everything before it,
@@ -127,18 +134,18 @@ pub(crate) fn run(stream: &Stream, x: &Input<'_>, edge: Edge, values: Values, ou
 pub(crate) fn run_with_plain(
     stream: &Stream,
     x: &Input<'_>,
-    edge: Edge,
+    specials: Specials,
     signs: Signs,
     outputs: Outputs<'_>,
     plain: SliceMut<'_, f32>,
 ) -> Result<()> {
-    pass(stream, x, edge, Values::AlongColumns(signs), (outputs, Some(plain)), Start::Zero)
+    pass(stream, x, specials, Values::AlongColumns(signs), (outputs, Some(plain)), Start::Zero)
 }
 
-/// [`amax`] in the kernel edge, combined with the magnitudes that the outputs held before; `x` has
+/// [`amax`] with kernel specials, combined with the magnitudes that the outputs held before; `x` has
 /// been checked.
 pub(crate) fn join(stream: &Stream, x: &Input<'_>, outputs: Outputs<'_>) -> Result<()> {
-    pass(stream, x, Edge::Kernel, Values::Plain, (outputs, None), Start::AsItIs)
+    pass(stream, x, Specials::Kernel, Values::Plain, (outputs, None), Start::AsItIs)
 }
 
 /// The initial values of maxima.
@@ -151,7 +158,7 @@ enum Start {
 fn pass(
     stream: &Stream,
     x: &Input<'_>,
-    edge: Edge,
+    specials: Specials,
     values: Values,
     (outputs, plain): (Outputs<'_>, Option<SliceMut<'_, f32>>),
     start: Start,
@@ -180,7 +187,7 @@ fn pass(
     }
     let variant = Variant {
         precision: x.values().precision(),
-        edge,
+        specials,
         function: match values {
             Values::Plain => Function::Plain,
             Values::AlongRows(_) => Function::AlongRows,
@@ -235,7 +242,12 @@ fn fold(len: usize) -> (usize, usize) {
 }
 
 /// The operation on memory of the host.
-pub(super) fn on_host(device: Device, x: &input::Input<'_>, edge: Edge, outputs: super::Outputs<'_>) -> Result<()> {
+pub(super) fn on_host(
+    device: Device,
+    x: &input::Input<'_>,
+    specials: Specials,
+    outputs: super::Outputs<'_>,
+) -> Result<()> {
     let stream = Stream::new(device)?;
     let uploaded = Uploaded::new(&stream, x)?;
     let room = |len: Option<usize>| len.map(|len| device.alloc::<f32>(len)).transpose();
@@ -247,7 +259,7 @@ pub(super) fn on_host(device: Device, x: &input::Input<'_>, edge: Edge, outputs:
         rows: rows.as_mut().map(Buffer::slice_mut),
         cols: cols.as_mut().map(Buffer::slice_mut),
     };
-    amax(&stream, &uploaded.input(), edge, all)?;
+    amax(&stream, &uploaded.input(), specials, all)?;
     let back = |from: Option<Buffer<f32>>, to: Option<&mut [f32]>| -> cuda::Result<()> {
         from.zip(to).map_or(Ok(()), |(from, to)| stream.download(from.slice(), to))
     };

@@ -10,7 +10,7 @@ pub mod cuda;
 use crate::input::check_len;
 use crate::{Implementation, Input, Result, amax};
 use nvfp4_spec::fp8::{self, Mode, Scales, Scaling, Side};
-use nvfp4_spec::{Edge, Error, area};
+use nvfp4_spec::{Error, Specials, area};
 
 /// Buffers for scales: 32-bit numbers, or E8M0 bytes for MXFP8.
 pub type ScaleMut<'a> = Scales<&'a mut [f32], &'a mut [u8]>;
@@ -106,6 +106,6 @@ fn scalar(x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
 fn find_amax(implementation: Implementation, x: &Input<'_>, out: Option<&mut f32>) -> Result<()> {
     match out {
         None => Ok(()),
-        out => amax::amax(implementation, x, Edge::Kernel, amax::Outputs { tensor: out, ..Default::default() }),
+        out => amax::amax(implementation, x, Specials::Kernel, amax::Outputs { tensor: out, ..Default::default() }),
     }
 }

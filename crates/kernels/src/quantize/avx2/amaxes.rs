@@ -5,7 +5,7 @@ use super::{Job, PANEL, column};
 use crate::amax::{self, Outputs};
 use crate::{Implementation, Result};
 use nvfp4_spec::hadamard::{FACTOR, PRECISION, Signs};
-use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode};
+use nvfp4_spec::{BLOCK, Element, GlobalScale, Mode, Specials};
 use rayon::prelude::*;
 
 impl<T: Element> Job<'_, T> {
@@ -20,9 +20,11 @@ impl<T: Element> Job<'_, T> {
             target.set_amax(self.transformed_amax(signs, &target.mode)?);
         }
         let rows_too = col.is_some();
-        for edge in [Edge::Kernel, Edge::Reference] {
+        for specials in [Specials::Kernel, Specials::Reference] {
             let needs = |target: &Option<Target<'_>>, global| {
-                target.as_ref().is_some_and(|t| t.needs_amax() && t.mode.amax_edge() == edge && t.mode.global == global)
+                target
+                    .as_ref()
+                    .is_some_and(|t| t.needs_amax() && t.mode.amax_specials() == specials && t.mode.global == global)
             };
             let of_tensor = needs(row, GlobalScale::PerTensor) || needs(col, GlobalScale::PerTensor);
             let of_rows = rows_too && needs(row, GlobalScale::PerRow);
@@ -36,10 +38,12 @@ impl<T: Element> Job<'_, T> {
                 cols: of_cols.then_some(&mut cols[..]),
             };
             if of_tensor || of_rows || of_cols {
-                amax::amax(Implementation::Avx2(self.token), self.x, edge, outputs)?;
+                amax::amax(Implementation::Avx2(self.token), self.x, specials, outputs)?;
             }
             for (target, of_each, values) in [(row.as_mut(), of_rows, rows), (col.as_mut(), of_cols, cols)] {
-                let Some(target) = target.filter(|t| t.needs_amax() && t.mode.amax_edge() == edge) else { continue };
+                let Some(target) = target.filter(|t| t.needs_amax() && t.mode.amax_specials() == specials) else {
+                    continue;
+                };
                 match target.mode.global {
                     GlobalScale::PerTensor => target.set_amax(vec![tensor]),
                     GlobalScale::PerRow if of_each => target.set_amax(values),
@@ -67,10 +71,10 @@ impl<T: Element> Job<'_, T> {
                 a.iter_mut().zip(b).for_each(|(a, b)| *a = a.max(b));
                 (a, m | n)
             });
-        if nan && mode.amax_edge() == Edge::Reference {
+        if nan && mode.amax_specials() == Specials::Reference {
             // Which maxima are NaN was not recorded; the rules compute it.
             let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
-            return Ok(nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge())?);
+            return Ok(nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_specials())?);
         }
         let values = (0..cols).map(|c| PRECISION.round(FACTOR * maxima[column::maximum_of::<T>(c)]));
         Ok(match mode.global {

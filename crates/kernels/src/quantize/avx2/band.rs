@@ -15,7 +15,7 @@ use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::tile::Rows;
-use nvfp4_spec::{BLOCK, Edge, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, e2m1, e4m3};
+use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, Specials, e2m1, e4m3};
 use std::arch::x86_64::*;
 
 /// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix
@@ -115,7 +115,7 @@ impl Worker {
                 }
             }
         }
-        let keep = mode.profile.code_edge(mode.edge) == Edge::Kernel;
+        let keep = mode.profile.code_specials(mode.specials) == Specials::Kernel;
         let divide = matches!(scaling.factor(e4m3::MAX_BYTE), Factor::Divide(_));
         for r in 0..band.height {
             let codes = &mut out.codes[r * out.code_stride..][..band.blocks * BLOCK / 2];

@@ -183,7 +183,7 @@ impl<T: Element> Job<'_, T> {
                 Some(out) => {
                     let row = &x.data[r * x.stride..][..x.cols];
                     // SAFETY: an Avx2 token is only made after detection.
-                    let bits = unsafe { amax::avx2::row_amax(self.token, row, context.mode.amax_edge(), &mut []) };
+                    let bits = unsafe { amax::avx2::row_amax(self.token, row, context.mode.amax_specials(), &mut []) };
                     out[r] = value_of(bits, T::PRECISION);
                     out[r]
                 }

@@ -2,12 +2,12 @@
 // codes. Read rules.cuh and elements.cuh first.
 //
 // An ordinary block is computed by faster operations with the same results: profile
-// TransformerEngine, kernel edge, no NaN, every scaled element at most 6.5. All other blocks are
+// TransformerEngine, kernel specials, no NaN, every scaled element at most 6.5. All other blocks are
 // computed by the rules themselves.
 //
 // Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE),
 // S::SQUARE, S::STOCHASTIC, S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call),
-// S::EDGE, S::PROFILE. WHOLE means: all blocks are whole, rows of elements are aligned to 16 bytes,
+// S::SPECIALS, S::PROFILE. WHOLE means: all blocks are whole, rows of elements are aligned to 16 bytes,
 // rows of codes to 8, and scales are linear. These settings come before this text.
 
 // The parameters of a direction, as the host passes them. 80 bytes of addresses and counts, then
@@ -25,7 +25,7 @@ struct Direction {
 };
 
 template <class S>
-constexpr bool PLAIN = S::PROFILE == TRANSFORMER_ENGINE && S::EDGE == KERNEL;
+constexpr bool PLAIN = S::PROFILE == TRANSFORMER_ENGINE && S::SPECIALS == KERNEL;
 
 template <class S>
 constexpr Metric METRIC = S::RULE_OF == FOUR_OVER_SIX_MSE ? MSE : MAE;
@@ -39,7 +39,7 @@ struct Scaling {
 
 template <class S>
 RULE Scaling scaling_of(float amax, const Direction& d) {
-    scale::Global global = scale::global(amax, d.six_e, S::EDGE);
+    scale::Global global = scale::global(amax, d.six_e, S::SPECIALS);
     bool regular = global.decode >= 0x1p-44f && global.decode <= 0x1p41f;
     // 4over6 also multiplies by the amax itself, which a decode scale of 1 may not tell: it stands
     // for 0 and infinity too.
@@ -68,7 +68,7 @@ template <class S>
 RARE float amax_beside_nan(const float x[BLOCK]) {
     u32 bits = 0;
     for (int i = 0; i < BLOCK; i++) {
-        u32 b = scale::magnitude_bits(x[i], profile::amax_edge(S::PROFILE, S::EDGE));
+        u32 b = scale::magnitude_bits(x[i], profile::amax_specials(S::PROFILE, S::SPECIALS));
         bits = bits > b ? bits : b;
     }
     return from_bits(bits);
@@ -185,16 +185,16 @@ RULE float counted(const Elements<P>& x, float largest) {
 // Twin of Scaling::code of every element: any block, any profile.
 template <class S>
 RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, scale::Global global, Precision p, philox::Words random) {
-    profile::Factor factor = profile::factor(byte, global, S::PROFILE, p, S::EDGE);
-    constexpr Edge edge = profile::code_edge(S::PROFILE, S::EDGE);
+    profile::Factor factor = profile::factor(byte, global, S::PROFILE, p, S::SPECIALS);
+    constexpr Specials specials = profile::code_specials(S::PROFILE, S::SPECIALS);
     u64 codes = 0;
 #pragma unroll 1
     for (int i = 0; i < BLOCK; i++) {
         float y = profile::apply(factor, x[i]);
         u32 code;
         if (S::PROFILE == MODEL_OPT && is_nan(y)) code = 7;
-        else if (S::STOCHASTIC) code = stochastic::encode(y, (i < 8 ? i < 4 ? random.w[0] : random.w[1] : i < 12 ? random.w[2] : random.w[3]) >> (8 * (i % 4)) & 255, edge);
-        else code = e2m1::encode(y, edge);
+        else if (S::STOCHASTIC) code = stochastic::encode(y, (i < 8 ? i < 4 ? random.w[0] : random.w[1] : i < 12 ? random.w[2] : random.w[3]) >> (8 * (i % 4)) & 255, specials);
+        else code = e2m1::encode(y, specials);
         codes |= (u64)code << (4 * i);
     }
     return codes;
@@ -407,11 +407,11 @@ template <class S, Precision P>
 RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Direction& d, Position at) {
     u32 byte;
     float amax = amax_beside_nan<S>(x);
-    if (S::RULE_OF == SIX) byte = profile::block_scale(amax, global, S::PROFILE, P, S::EDGE);
+    if (S::RULE_OF == SIX) byte = profile::block_scale(amax, global, S::PROFILE, P, S::SPECIALS);
     else {
-        four_over_six::Pair bytes = four_over_six::candidate_scales(amax, global, S::EDGE);
-        float six = four_over_six::row_error(x, bytes.six, global, METRIC<S>, (ErrorPath)d.error, S::EDGE);
-        float four = four_over_six::row_error(x, bytes.four, global, METRIC<S>, (ErrorPath)d.error, S::EDGE);
+        four_over_six::Pair bytes = four_over_six::candidate_scales(amax, global, S::SPECIALS);
+        float six = four_over_six::row_error(x, bytes.six, global, METRIC<S>, (ErrorPath)d.error, S::SPECIALS);
+        float four = four_over_six::row_error(x, bytes.four, global, METRIC<S>, (ErrorPath)d.error, S::SPECIALS);
         byte = four < six ? bytes.four : bytes.six;
     }
     philox::Words random = {};

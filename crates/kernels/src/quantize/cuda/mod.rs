@@ -16,7 +16,7 @@ use crate::cuda::{self, Device, Input, Slice, SliceMut, Stream, countable};
 use launch::{DirectionParams, panels, row_blocks, squares, whole_rows};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
-use nvfp4_spec::{BLOCK, Edge, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Tile};
+use nvfp4_spec::{BLOCK, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Specials, Tile};
 use variant::{Settings, Transform};
 
 /// What a thread does with a block of 16 elements, to come after `elements.cuh`.
@@ -75,7 +75,7 @@ impl Amax<'_> {
 /// What to write for one direction. Twin of [`super::Direction`].
 #[derive(Debug)]
 pub struct Direction<'a> {
-    /// Tile, global scale, scale rule, edge.
+    /// Tile, global scale, scale rule, specials.
     pub mode: Mode,
     /// How values become codes.
     pub rounding: Rounding<Random<'a>>,
@@ -126,7 +126,7 @@ impl Direction<'_> {
                 ScaleRule::Six => None,
                 ScaleRule::FourOverSix { metric, .. } => Some(metric),
             },
-            edge: self.mode.edge,
+            specials: self.mode.specials,
             profile: self.mode.profile,
             stochastic: matches!(self.rounding, Rounding::Stochastic(_)),
             transform: match self.transform {
@@ -258,28 +258,28 @@ fn find_amaxes(
     let (row, col) = (missing_amax(row, Along::Rows), missing_amax(col, Along::Columns));
     let on_the_way = row.as_ref().zip(col.as_ref()).and_then(|(row, col)| row.on_the_way_to(col));
     match (row, col, on_the_way) {
-        (Some(mut row), Some(col), _) if (row.edge, row.values) == (col.edge, col.values) => {
-            let (edge, values, mut both) = (row.edge, row.values, maxima::Outputs::default());
+        (Some(mut row), Some(col), _) if (row.specials, row.values) == (col.specials, col.values) => {
+            let (specials, values, mut both) = (row.specials, row.values, maxima::Outputs::default());
             if (row.global, col.global) == (GlobalScale::PerTensor, GlobalScale::PerTensor) {
                 // The maximum of all is the same in both directions; the copy comes after it in the
                 // stream.
                 both.tensor = Some(row.out.reborrow());
-                maxima::run(stream, x, edge, values, both)?;
+                maxima::run(stream, x, specials, values, both)?;
                 return Ok(stream.copy(row.out.as_slice(), col.out)?);
             }
             row.add_to(&mut both);
             col.add_to(&mut both);
-            maxima::run(stream, x, edge, values, both)
+            maxima::run(stream, x, specials, values, both)
         }
         (Some(row), Some(col), Some(signs)) => {
-            let (edge, mut after) = (col.edge, maxima::Outputs::default());
+            let (specials, mut after) = (col.specials, maxima::Outputs::default());
             col.add_to(&mut after);
-            maxima::run_with_plain(stream, x, edge, signs, after, row.out)
+            maxima::run_with_plain(stream, x, specials, signs, after, row.out)
         }
         (row, col, _) => [row, col].into_iter().flatten().try_for_each(|one| {
-            let (edge, values, mut alone) = (one.edge, one.values, maxima::Outputs::default());
+            let (specials, values, mut alone) = (one.specials, one.values, maxima::Outputs::default());
             one.add_to(&mut alone);
-            maxima::run(stream, x, edge, values, alone)
+            maxima::run(stream, x, specials, values, alone)
         }),
     }
 }
@@ -295,7 +295,7 @@ enum Along {
 struct MissingAmax<'a> {
     along: Along,
     global: GlobalScale,
-    edge: Edge,
+    specials: Specials,
     values: maxima::Values,
     out: SliceMut<'a, f32>,
 }
@@ -308,10 +308,10 @@ fn missing_amax<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<Mi
         (Some(signs), Along::Rows) => maxima::Values::AlongRows(signs),
         (Some(signs), Along::Columns) => maxima::Values::AlongColumns(signs),
     };
-    let (global, edge) = (d.mode.global, d.mode.amax_edge());
+    let (global, specials) = (d.mode.global, d.mode.amax_specials());
     match &mut d.amax {
         Amax::Given(_) => None,
-        Amax::Compute(out) => Some(MissingAmax { along, global, edge, values, out: out.reborrow() }),
+        Amax::Compute(out) => Some(MissingAmax { along, global, specials, values, out: out.reborrow() }),
     }
 }
 
@@ -319,8 +319,8 @@ impl<'a> MissingAmax<'a> {
     /// The signs of the transform along columns, if `other` is the maximum after it and this one,
     /// the maximum before it, can be computed in the same pass.
     fn on_the_way_to(&self, other: &MissingAmax<'_>) -> Option<Signs> {
-        let plain =
-            (self.edge, self.global, self.values) == (other.edge, GlobalScale::PerTensor, maxima::Values::Plain);
+        let plain = (self.specials, self.global, self.values)
+            == (other.specials, GlobalScale::PerTensor, maxima::Values::Plain);
         match other.values {
             maxima::Values::AlongColumns(signs) if plain => Some(signs),
             _ => None,

@@ -31,7 +31,7 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
             float amax = from_bits(shared.amax[tile[i]]);
             u32 byte;
             if (s.regular) byte = e4m3::encode(amax * s.multiplier);
-            else byte = profile::block_scale(amax, s.global, S::PROFILE, P, S::EDGE);
+            else byte = profile::block_scale(amax, s.global, S::PROFILE, P, S::SPECIALS);
             float inverse = inverse_of(scale_value(byte), s);
             out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT, {0, 0}};
         }
@@ -59,7 +59,7 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
             bool ordinary = covered(c, largest, s);
             Choice choice = ordinary ? filter(c, six, four, 256, metric) : UNDECIDED;
             four_over_six::Pair bytes = {c.six.byte, c.four.byte};
-            if (!ordinary) bytes = four_over_six::candidate_scales(amax, s.global, S::EDGE);
+            if (!ordinary) bytes = four_over_six::candidate_scales(amax, s.global, S::SPECIALS);
             ask = choice == UNDECIDED;
             u32 question = 0x80000000 | (ordinary ? 0 : 0x40000000) | bytes.four << 8 | bytes.six;
             shared.amax[t] = ask ? question : choice == FOUR_WINS ? 0x100 | bytes.four : bytes.six;
@@ -76,7 +76,7 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
                 u32 byte = question >> 8 * which & 255;
                 ErrorPath path = (ErrorPath)d.error;
                 float error, value = scale_value(byte);
-                if (question >> 30 & 1) error = four_over_six::row_error(values, byte, s.global, metric, path, S::EDGE);
+                if (question >> 30 & 1) error = four_over_six::row_error(values, byte, s.global, metric, path, S::SPECIALS);
                 else error = ordinary_error(values, value, inverse_of(value, s), s.global, metric, path);
                 shared.errors[which][r][t] = error;
                 __syncwarp();

@@ -5,7 +5,7 @@ use crate::Result;
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Device, Kernel, Source};
 use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{Edge, Metric, Precision, Profile, Tile};
+use nvfp4_spec::{Metric, Precision, Profile, Specials, Tile};
 
 /// Threads of a group, but for the kernel over whole rows.
 pub(super) const THREADS: u32 = 128;
@@ -15,7 +15,7 @@ pub(super) const THREADS: u32 = 128;
 pub(super) struct Settings {
     pub tile: Tile,
     pub metric: Option<Metric>,
-    pub edge: Edge,
+    pub specials: Specials,
     pub profile: Profile,
     pub stochastic: bool,
     pub transform: Transform,
@@ -34,7 +34,7 @@ impl Settings {
     const PLAIN: Settings = Settings {
         tile: Tile::Row16,
         metric: None,
-        edge: Edge::Kernel,
+        specials: Specials::Kernel,
         profile: Profile::TransformerEngine,
         stochastic: false,
         transform: Transform::None,
@@ -53,9 +53,9 @@ impl Settings {
             Some(Metric::Mae) => "FOUR_OVER_SIX_MAE",
             Some(Metric::Mse) => "FOUR_OVER_SIX_MSE",
         };
-        let edge = match s.edge {
-            Edge::Kernel => "KERNEL",
-            Edge::Reference => "REFERENCE",
+        let specials = match s.specials {
+            Specials::Kernel => "KERNEL",
+            Specials::Reference => "REFERENCE",
         };
         let profile = match s.profile {
             Profile::TransformerEngine => "TRANSFORMER_ENGINE",
@@ -65,7 +65,7 @@ impl Settings {
         };
         format!(
             "struct {name} {{\n    static constexpr bool WANTED = {}, SQUARE = {}, STOCHASTIC = {}, TRANSFORM = {};\n    \
-             static constexpr int SIGNS = {};\n    static constexpr ScaleRule RULE_OF = {rule};\n    static constexpr Edge EDGE = {edge};\n    \
+             static constexpr int SIGNS = {};\n    static constexpr ScaleRule RULE_OF = {rule};\n    static constexpr Specials SPECIALS = {specials};\n    \
              static constexpr Profile PROFILE = {profile};\n}};\n",
             settings.is_some(),
             s.tile == Tile::Square16,
@@ -162,11 +162,11 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
     let profile = |profile| Settings { profile, ..plain };
     let settings = [
         plain,
-        Settings { edge: Edge::Reference, ..plain },
+        Settings { specials: Specials::Reference, ..plain },
         Settings { stochastic: true, ..plain },
-        Settings { stochastic: true, transform: Transform::Passed, edge: Edge::Reference, ..plain },
+        Settings { stochastic: true, transform: Transform::Passed, specials: Specials::Reference, ..plain },
         Settings { metric: Some(Metric::Mae), ..plain },
-        Settings { metric: Some(Metric::Mse), edge: Edge::Reference, ..plain },
+        Settings { metric: Some(Metric::Mse), specials: Specials::Reference, ..plain },
         Settings { metric: Some(Metric::Mse), transform: Transform::Constant(Signs::FIXED), ..plain },
         profile(Profile::ModelOpt),
         Settings { stochastic: true, ..profile(Profile::LlmCompressor) },

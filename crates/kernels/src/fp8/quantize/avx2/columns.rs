@@ -8,7 +8,7 @@ use super::{AHEAD, CHUNK, COLUMNS, Job, Scratch, encode, scales};
 use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, Scales, Scaling};
-use nvfp4_spec::{Edge, Element};
+use nvfp4_spec::{Element, Specials};
 use std::arch::x86_64::__m256;
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
@@ -103,13 +103,13 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
     /// whole step.
     #[target_feature(enable = "avx2,fma,f16c")]
     fn find_maxima(&self, scratch: &mut Scratch<T>, area: Area) {
-        for edge in [Edge::Reference, Edge::Kernel] {
+        for specials in [Specials::Reference, Specials::Kernel] {
             scratch.maxima.clear();
             scratch.maxima.resize(area.width.next_multiple_of(encode::STEP), T::default());
             let maxima = &mut scratch.maxima[..area.width];
             let rows = (0..area.height).map(|r| {
                 self.prefetch(area, r + AHEAD);
-                row_amax(self.token, self.row(area, r), edge, maxima)
+                row_amax(self.token, self.row(area, r), specials, maxima)
             });
             if !encode::is_nan::<T>(rows.max().unwrap_or(0)) {
                 break;

@@ -8,7 +8,7 @@ use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
 use crate::avx2::value_of;
 use nvfp4_spec::fp8::{BLOCK, MX_BLOCK, Scales, Scaling};
-use nvfp4_spec::{Edge, Element};
+use nvfp4_spec::{Element, Specials};
 use std::arch::x86_64::__m256;
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
@@ -46,7 +46,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
             let x = self.row(area, r);
             let bits = encode::encode::<T, F>(x, scale, &mut codes[r * stride..][..area.width]);
             let nan = encode::is_nan::<T>(bits);
-            largest = largest.max(if nan { row_amax(self.token, x, Edge::Kernel, &mut []) } else { bits });
+            largest = largest.max(if nan { row_amax(self.token, x, Specials::Kernel, &mut []) } else { bits });
         }
         value_of(largest, T::PRECISION)
     }

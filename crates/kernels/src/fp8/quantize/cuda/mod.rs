@@ -15,7 +15,7 @@ use crate::amax::cuda as maxima;
 use crate::cuda::{Device, Input, Slice, SliceMut, Stream};
 use crate::input::check_len;
 use launch::Launch;
-use nvfp4_spec::Edge;
+use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::{self, AmaxRule, Format, Scales, Side};
 
 /// The source of the scale of a whole matrix.
@@ -185,7 +185,7 @@ pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Ou
         Some(Amax::Join(_)) if on_the_way => {}
         Some(Amax::Replace(amax)) => {
             let outputs = maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() };
-            maxima::run(stream, x, Edge::Kernel, maxima::Values::Plain, outputs)?;
+            maxima::run(stream, x, Specials::Kernel, maxima::Values::Plain, outputs)?;
         }
         Some(Amax::Join(amax)) => {
             maxima::join(stream, x, maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() })?;
