@@ -44,6 +44,7 @@ impl Device {
 }
 
 /// Where candle's tensors lie; an error that names what is missing.
+#[cfg(feature = "train")]
 impl TryFrom<Device> for candle_core::Device {
     type Error = anyhow::Error;
 

@@ -22,10 +22,15 @@ mod page;
 mod plan;
 mod progress;
 mod recipe;
+mod recipes;
 mod report;
 mod say;
 mod sizes;
 mod source;
+#[cfg(feature = "train")]
+mod train;
+#[cfg(not(feature = "train"))]
+#[path = "train/absent.rs"]
 mod train;
 mod verify;
 mod writing;

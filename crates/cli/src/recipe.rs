@@ -1,7 +1,7 @@
 //! `nvfp4 recipe`: what a recipe does to every layer, before anything is trained.
 
+use crate::recipes::NAMED;
 use crate::say::say;
-use crate::train::recipes::NAMED;
 use crate::until_closed;
 use anyhow::{Result, anyhow};
 use clap::Subcommand;

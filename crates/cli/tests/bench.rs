@@ -119,8 +119,14 @@ fn products_have_a_row_per_m() {
     let output = bench(&["gemm", "--m", "1,3,20", "--n", "48", "--k", "80", "--json"]);
     let rows: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(rows.iter().map(|row| row["m"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 3, 20]);
-    for key in ["f32_ms", "nvfp4_ms", "nvfp4_speedup", "nvfp4_of_floor", "weight_only_ms", "weight_only_of_floor"] {
+    for key in ["nvfp4_ms", "nvfp4_of_floor", "weight_only_ms", "weight_only_of_floor"] {
         assert!(rows.iter().all(|row| row[key].as_f64().unwrap() > 0.0), "{key}");
+    }
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(errors.contains("--features baseline"), !cfg!(feature = "baseline"), "{errors}");
+    for key in ["f32_ms", "nvfp4_speedup", "weight_only_speedup"] {
+        let known = |row: &serde_json::Value| row[key].as_f64().is_some_and(|value| value > 0.0);
+        assert!(rows.iter().all(|row| known(row) == cfg!(feature = "baseline")), "{key}");
     }
     let text =
         String::from_utf8(bench(&["gemm", "--m", "2", "--n", "32", "--k", "33", "--implementation", "scalar"]).stdout);

@@ -56,5 +56,5 @@ pub use transformer_layer::{LayerConfig, TransformerLayer};
 
 /// Runs the examples of the guide to training.
 #[cfg(doctest)]
-#[doc = include_str!("../../../docs/training.md")]
+#[doc = include_str!("../docs/training.md")]
 struct TrainingGuide;

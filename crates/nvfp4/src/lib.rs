@@ -63,7 +63,10 @@ pub use storage::{from_bytes, load, save, to_bytes};
 pub use tensor::QuantTensor;
 pub use tensor_ref::{TensorRef, index_of};
 
-/// Runs the examples of the README, and compiles the one that needs a GPU.
+/// Runs the examples of this crate's README, of the project's and of the guide to tensors. Those in
+/// `docs/` are links, so that they are in the package too.
 #[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-struct Readme;
+#[doc = include_str!("../README.md")]
+#[doc = include_str!("../docs/front.md")]
+#[doc = include_str!("../docs/tensors.md")]
+struct Guides;

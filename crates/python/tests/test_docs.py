@@ -35,3 +35,19 @@ def test_the_packages_example_runs():
     names = {}
     exec(compile(block, "README.md", "exec"), names)
     assert (names["q"].codes.shape, names["q"].scales.shape, names["q"].amax.shape) == ((64, 64), (64, 8), (1,))
+
+
+def test_every_link_of_the_documents_leads_somewhere():
+    def anchors(page):
+        headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+    pages = [path for pattern in ("*.md", "docs/*.md", "crates/*/README.md", "interop/**/*.md") for path in ROOT.glob(pattern)]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    inside = [(page, link) for page, link in links if not link.startswith("http")]
+    assert inside
+    for page, link in inside:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page}: {link}"

@@ -67,7 +67,8 @@ pub use role::{AttentionSlot, Consumer, ExtensionSlot, LinearSlot, Pass, Role, S
 pub use state::{Collective, DelayedState, Group, Scales, SingleProcess, States};
 pub use training::{Nvfp4Training, Scope};
 
-/// Runs the examples of the guide to recipes.
+/// Runs the examples of the README and of the guide to recipes.
 #[cfg(doctest)]
-#[doc = include_str!("../../../docs/recipes.md")]
-struct RecipesGuide;
+#[doc = include_str!("../README.md")]
+#[doc = include_str!("../docs/recipes.md")]
+struct Guides;

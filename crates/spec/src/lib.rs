@@ -62,3 +62,8 @@ pub use mode::{Bound, ErrorPath, GlobalScale, Metric, Mode, Profile, Rounding, S
 
 /// Number of consecutive elements that share one block scale.
 pub const BLOCK: usize = 16;
+
+/// Runs the example of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

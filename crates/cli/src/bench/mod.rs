@@ -1,5 +1,6 @@
 //! `nvfp4 bench`: every operation beside a copy of its input, measured in the same run.
 
+mod baseline;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;

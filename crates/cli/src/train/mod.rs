@@ -1,6 +1,6 @@
 //! `nvfp4 train`: small language models, trained side by side in several recipes.
 
-pub mod recipes;
+mod recipes;
 mod report;
 mod results;
 mod run;
@@ -12,6 +12,7 @@ mod vocabulary;
 use crate::device::Device;
 use crate::page::{self, Replaces};
 use crate::progress::Voice;
+use crate::recipes::BASELINE;
 use crate::say::say;
 use crate::{Host, interrupt, until_closed};
 use anyhow::{Context, Result, bail, ensure};
@@ -286,7 +287,7 @@ impl Args {
     fn recipes(&self) -> Result<Vec<Named>> {
         let chosen: Vec<&str> = match (self.ablations, self.recipes.is_empty()) {
             (true, _) => recipes::ABLATIONS.to_vec(),
-            (false, true) => vec![recipes::BASELINE, "nvfp4"],
+            (false, true) => vec![BASELINE, "nvfp4"],
             (false, false) => self.recipes.iter().map(String::as_str).collect(),
         };
         let found = chosen.into_iter().map(recipes::find).collect::<Result<Vec<_>>>()?;

@@ -1,25 +1,9 @@
-//! Recipes by name: what NVFP4 is compared with, and the preset `nvfp4` less or more one thing. They are the files of `crates/cli/recipes`.
+//! Which recipes a training compares.
 
+use crate::recipes::BASELINE;
 use anyhow::{Result, anyhow};
 use nvfp4_recipe::Recipe;
 use std::path::Path;
-
-/// The baseline of every comparison.
-pub const BASELINE: &str = "bf16";
-
-/// Name and rule file.
-pub const NAMED: [(&str, &str); 10] = [
-    (BASELINE, include_str!("../../recipes/bf16.toml")),
-    ("nvfp4-no-hadamard", include_str!("../../recipes/nvfp4-no-hadamard.toml")),
-    ("nvfp4-no-stochastic", include_str!("../../recipes/nvfp4-no-stochastic.toml")),
-    ("nvfp4-1d-weights", include_str!("../../recipes/nvfp4-1d-weights.toml")),
-    ("nvfp4-4over6-weights", include_str!("../../recipes/nvfp4-4over6-weights.toml")),
-    ("nvfp4-4over6-activations", include_str!("../../recipes/nvfp4-4over6-activations.toml")),
-    ("nvfp4-4over6-forward", include_str!("../../recipes/nvfp4-4over6-forward.toml")),
-    ("nvfp4-no-hadamard-4over6-activations", include_str!("../../recipes/nvfp4-no-hadamard-4over6-activations.toml")),
-    ("nvfp4-forward-only", include_str!("../../recipes/nvfp4-forward-only.toml")),
-    ("nvfp4-backward-only", include_str!("../../recipes/nvfp4-backward-only.toml")),
-];
 
 /// All that `--ablations` runs.
 pub const ABLATIONS: [&str; 7] = [
@@ -52,11 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_name_is_a_recipe() {
-        for (name, text) in NAMED {
-            assert_eq!(find(name).unwrap().recipe, Recipe::from_toml(text).unwrap());
-            assert!(text.contains(&format!("name = \"{name}\"")), "{name}");
-        }
+    fn every_ablation_is_a_recipe() {
         ABLATIONS.iter().for_each(|name| assert_eq!(find(name).unwrap().name, *name));
     }
 }

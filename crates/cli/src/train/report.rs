@@ -1,8 +1,8 @@
 //! `train --report`: one page with the curves of each recipe, their spread over the seeds, and the gap to the baseline.
 
-use super::recipes::BASELINE;
 use super::results::{self, Results, Row, RunResult, Spread};
 use crate::page::{self, Chart, Line, Marks, Point, escape};
+use crate::recipes::BASELINE;
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -1,6 +1,6 @@
 //! What runs have come to, as data: written by `--json`, read by `--merge`, and summed up in one table.
 
-use super::recipes::BASELINE;
+use crate::recipes::BASELINE;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -1,10 +1,12 @@
 //! Products on the CPU, beside the same product in binary32.
 
 use super::{Format, Sizes};
+use crate::bench::baseline::{F32, NOT_BUILT};
 use crate::bench::median;
+use crate::say::say;
 use anyhow::{Result, ensure};
 use half::bf16;
-use nvfp4_kernels::gemm::{Operand, Product, baseline, gemm};
+use nvfp4_kernels::gemm::{Operand, Product, gemm};
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values};
 use nvfp4_spec::gemm::{Accumulate, Interval, Sums};
@@ -21,18 +23,22 @@ struct Row {
     m: usize,
     n: usize,
     k: usize,
-    f32_ms: f64,
+    /// Not measured without the feature `baseline`; the speedups then are not known either.
+    f32_ms: Option<f64>,
     nvfp4_ms: f64,
-    nvfp4_speedup: f64,
+    nvfp4_speedup: Option<f64>,
     nvfp4_of_floor: f64,
     weight_only_ms: f64,
-    weight_only_speedup: f64,
+    weight_only_speedup: Option<f64>,
     weight_only_of_floor: f64,
 }
 
 pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let json = format == Format::Json;
+    if F32.is_none() {
+        say(NOT_BUILT);
+    }
     if !json {
         let threads = rayon::current_num_threads();
         writeln!(out, "N = {}, K = {}, {implementation}, threads: {threads}", sizes.n, sizes.k)?;
@@ -47,16 +53,18 @@ pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Res
     for &m in &sizes.m {
         let row = measure(implementation, m, &weights)?;
         if !json {
+            let known =
+                |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |value| format!("{value:.digits$}"));
             writeln!(
                 out,
-                "{:>6} {:>9.3} {:>9.3} {:>8.2} {:>9.2} {:>12.3} {:>8.2} {:>9.2}",
+                "{:>6} {:>9} {:>9.3} {:>8} {:>9.2} {:>12.3} {:>8} {:>9.2}",
                 row.m,
-                row.f32_ms,
+                known(row.f32_ms, 3),
                 row.nvfp4_ms,
-                row.nvfp4_speedup,
+                known(row.nvfp4_speedup, 2),
                 row.nvfp4_of_floor,
                 row.weight_only_ms,
-                row.weight_only_speedup,
+                known(row.weight_only_speedup, 2),
                 row.weight_only_of_floor
             )?;
         }
@@ -137,10 +145,12 @@ fn measure(implementation: Implementation, m: usize, weights: &Quantized) -> Res
             Ok(once.elapsed().as_secs_f64())
         };
         let product = Product::default();
-        times[0].push(time(&mut || {
-            baseline::f32(&x.wide, &weights.wide, (m, n, k), &mut out);
-            Ok(())
-        })?);
+        if let Some(multiply) = F32 {
+            times[0].push(time(&mut || {
+                multiply(&x.wide, &weights.wide, (m, n, k), &mut out);
+                Ok(())
+            })?);
+        }
         times[1].push(time(&mut || Ok(gemm(implementation, &a, &b, &product, &mut out)?))?);
         times[2].push(time(&mut || Ok(gemm(implementation, &plain, &b, &product, &mut out)?))?);
         copies.push(time(&mut || {
@@ -149,7 +159,9 @@ fn measure(implementation: Implementation, m: usize, weights: &Quantized) -> Res
             Ok(())
         })?);
     }
-    let [f32_time, nvfp4, weight_only] = times.map(median);
+    let [f32_times, nvfp4, weight_only] = times;
+    let f32_time = F32.map(|_| median(f32_times));
+    let [nvfp4, weight_only] = [nvfp4, weight_only].map(median);
     // Seconds per byte read and written.
     let copy = median(copies) / (2 * weights.codes.len()) as f64;
     let floor = |activations: usize| (weights.bytes() + activations + 4 * m * n) as f64 * copy;
@@ -157,12 +169,12 @@ fn measure(implementation: Implementation, m: usize, weights: &Quantized) -> Res
         m,
         n,
         k,
-        f32_ms: f32_time * 1e3,
+        f32_ms: f32_time.map(|time| time * 1e3),
         nvfp4_ms: nvfp4 * 1e3,
-        nvfp4_speedup: f32_time / nvfp4,
+        nvfp4_speedup: f32_time.map(|time| time / nvfp4),
         nvfp4_of_floor: floor(x.bytes()) / nvfp4,
         weight_only_ms: weight_only * 1e3,
-        weight_only_speedup: f32_time / weight_only,
+        weight_only_speedup: f32_time.map(|time| time / weight_only),
         weight_only_of_floor: floor(2 * x.values.len()) / weight_only,
     })
 }

@@ -1,10 +1,11 @@
 //! A layer on the CPU.
 
 use super::{Labels, Part, Printer, Quantizers, Sizes, Times};
+use crate::bench::baseline::{F32, Multiply, NOT_BUILT};
 use crate::bench::median;
+use crate::say::say;
 use anyhow::Result;
 use nvfp4::{Options, Product, QuantTensor, Randomness, Rounding, Side, TensorRef, matmul};
-use nvfp4_kernels::gemm::baseline;
 use nvfp4_recipe::LinearSlot;
 use std::time::Instant;
 
@@ -15,6 +16,9 @@ const SEED: u64 = 7;
 pub fn run(sizes: &[Sizes], recipes: &[Quantizers], mut printer: Printer) -> Result<()> {
     let threads = rayon::current_num_threads();
     let labels = Labels { machine: format!("CPU, {threads} threads"), plain: "f32", unit: "ms" };
+    if F32.is_none() {
+        say(NOT_BUILT);
+    }
     for &sizes in sizes {
         let layer = Layer::new(sizes)?;
         let mut steps: Vec<Vec<Times>> = recipes.iter().map(|_| Vec::new()).collect();
@@ -23,10 +27,11 @@ pub fn run(sizes: &[Sizes], recipes: &[Quantizers], mut printer: Printer) -> Res
             for (recipe, steps) in recipes.iter().zip(&mut steps) {
                 steps.push(layer.step(recipe)?);
             }
-            plain.push(layer.plain_step());
+            plain.extend(F32.map(|multiply| layer.plain_step(multiply)));
         }
         let times: Vec<Times> = steps.into_iter().map(medians).collect();
-        printer.add(&labels, sizes, recipes, &times, Some(&medians(plain)))?;
+        let plain = F32.map(|_| medians(plain));
+        printer.add(&labels, sizes, recipes, &times, plain.as_ref())?;
     }
     printer.finish()
 }
@@ -72,7 +77,7 @@ impl Layer {
     }
 
     /// Products in binary32. Every operand has its rows along the sum: a time, not a gradient.
-    fn plain_step(&self) -> Times {
+    fn plain_step(&self, multiply: Multiply) -> Times {
         let Sizes { m, n, k, groups } = self.sizes;
         let tokens = m / groups;
         let mut clock = Clock::new();
@@ -84,7 +89,7 @@ impl Layer {
             let mut out = vec![0.0; rows * cols];
             clock.time(part, || {
                 for (a, b) in a.chunks(rows * sum).zip(b.chunks(cols * sum)) {
-                    baseline::f32(a, b, (rows, cols, sum), &mut out);
+                    multiply(a, b, (rows, cols, sum), &mut out);
                 }
             });
         }

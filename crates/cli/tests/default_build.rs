@@ -1,0 +1,21 @@
+//! What a build without features answers to a command that needs one.
+
+#![cfg(not(any(feature = "train", feature = "cuda", feature = "baseline")))]
+
+use std::process::Command;
+
+#[test]
+fn a_command_that_is_not_in_the_build_says_how_to_get_it() {
+    for (args, message) in [
+        ("train", "cargo build --release --features train"),
+        ("train --steps 5 --device cuda", "cargo build --release --features train"),
+        ("bench --device cuda", "--features cuda"),
+        ("bench gemm --m 1 --n 16 --k 16", "--features baseline"),
+        ("bench linear --m 16 --n 16 --k 16", "--features baseline"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_nvfp4")).args(args.split(' ')).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(message), "{args}: {text}");
+        assert_eq!(output.status.success(), message.contains("baseline"), "{args}: {text}");
+    }
+}
