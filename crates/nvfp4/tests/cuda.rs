@@ -3,9 +3,8 @@
 #![cfg(feature = "cuda")]
 
 use half::{bf16, f16};
-use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Pool, Product, QuantTensor, Randomness, Values, finite};
+use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Product, QuantTensor, Randomness, Values, finite};
 use nvfp4::{Directions, Error, Finite, Profile, QuantSpec, Quantizer, Rounding, Side, TensorRef, Transform};
-use nvfp4_kernels::cuda::Allocator;
 use nvfp4_testing::{Need, missing};
 
 const ROWS: usize = 160;
@@ -217,19 +216,6 @@ fn parts_that_do_not_fit_are_refused_as_on_the_cpu() {
     assert!(matches!(made(column("mxfp8"), None), Err(Error::MxTile(Side::Row))));
     assert!(matches!(made(None, None), Err(Error::NoDirection)));
     assert!(matches!(made(None, column("nvfp4")), Err(Error::OtherShape { .. })));
-}
-
-#[test]
-fn the_pool_hands_memory_out_again_in_the_order_of_its_stream() {
-    let Some(gpu) = gpu() else { return };
-    let first = Pool.bytes(gpu.stream(), 1000).unwrap();
-    let address = first.address();
-    assert_eq!((first.len(), address % 256), (1000, 0));
-    drop(first);
-    let again = Pool.bytes(gpu.stream(), 1000).unwrap();
-    assert_eq!(again.address(), address);
-    let other = Pool.bytes(gpu.stream(), 1000).unwrap();
-    assert_ne!(other.address(), address);
 }
 
 #[test]
