@@ -8,7 +8,7 @@ use crate::say::{out, say};
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::writing::Writing;
-use crate::{Host, plan, report, sizes, until_closed, verify};
+use crate::{Host, exit, plan, report, sizes, until_closed, verify};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 use nvfp4::Profile;
@@ -301,7 +301,7 @@ fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<ExitCod
     if problems > 0 {
         until_closed(verify::print(out, findings))?;
         say(format_args!("{} in the result; see above", counted(problems, "problem")));
-        return Ok(ExitCode::from(verify::FAILED));
+        return Ok(exit::checked(false));
     }
     let (checked, next) = match args.to {
         Target::Gguf => ("names, types, scales, scale bytes, tokenizer", "llama-cli -m"),

@@ -4,7 +4,7 @@ use crate::names::{self, shown};
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::From;
-use crate::until_closed;
+use crate::{exit, until_closed};
 use anyhow::{Result, ensure};
 use nvfp4_checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 /// Show the error of each weight of one checkpoint against another, worst first.
 ///
-/// With --bits: compare bytes; exits with 2 if any differ.
+/// With --bits: compare bytes; exits with 1 if any differ.
 #[derive(clap::Args)]
 pub struct Args {
     /// The original, or one of two NVFP4 checkpoints.
@@ -48,7 +48,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         } else {
             print_bits(&mut out, &found, first.tensors().count())
         })?;
-        return Ok(if found.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(2) });
+        return Ok(exit::checked(found.is_empty()));
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     // What a checkpoint says of itself holds, since --from is for the one that does not say.

@@ -54,8 +54,11 @@ pub fn survive_full_files() {
     }
 }
 
-/// The exit status of a command that a signal ended, as shells give it: 130 for Ctrl-C, 143 for SIGTERM.
-pub fn status() -> Option<ExitCode> {
-    let signal = SIGNAL.load(Ordering::Relaxed);
-    (signal > 0).then(|| ExitCode::from(128 + signal as u8))
+/// The exit status of a command that was interrupted, as shells give it: 130 for Ctrl-C, 143 for SIGTERM.
+pub fn status() -> ExitCode {
+    let signal = match SIGNAL.load(Ordering::Relaxed) {
+        0 => SIGINT as usize,
+        signal => signal,
+    };
+    ExitCode::from(128 + signal as u8)
 }

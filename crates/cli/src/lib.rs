@@ -10,6 +10,7 @@ mod dequant;
 mod device;
 mod diff;
 mod doctor;
+mod exit;
 mod inspect;
 mod inspect_gguf;
 mod inspect_rows;
@@ -39,7 +40,7 @@ use std::process::ExitCode;
 
 /// NVFP4: quantize, multiply and check, exact to the bit.
 #[derive(Parser)]
-#[command(name = "nvfp4", version, about, arg_required_else_help = true)]
+#[command(name = "nvfp4", version, about, arg_required_else_help = true, after_help = exit::HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -79,7 +80,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
         Ok(cli) => cli.command,
         Err(answer) => {
             let _ = answer.print(); // a closed pipe has all that it wants
-            return if answer.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
+            return if answer.use_stderr() { ExitCode::from(exit::USAGE) } else { ExitCode::SUCCESS };
         }
     };
     if host == Host::Program {
@@ -88,8 +89,8 @@ pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     run(command, host).unwrap_or_else(|error| {
         say(format_args!("error: {}", names::shown_lines(&chain(&error))));
         match error.downcast_ref() {
-            Some(nvfp4_checkpoint::Error::Interrupted) => interrupt::status().unwrap_or(ExitCode::FAILURE),
-            _ => ExitCode::FAILURE,
+            Some(nvfp4_checkpoint::Error::Interrupted) => interrupt::status(),
+            _ => exit::error(),
         }
     })
 }

@@ -2,7 +2,7 @@
 
 use crate::say::say;
 use crate::train::recipes::NAMED;
-use crate::until_closed;
+use crate::{exit, until_closed};
 use anyhow::{Result, anyhow};
 use clap::Subcommand;
 use nvfp4_recipe::Error;
@@ -11,9 +11,6 @@ use serde_json::{Value, json};
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-
-/// The exit status of a recipe that was read and found wrong.
-const PROBLEMS: u8 = 2;
 
 /// Show or check a recipe: which tensor of which layer is quantized how.
 #[derive(clap::Args)]
@@ -45,7 +42,7 @@ struct Target {
 
 /// Print what every layer of a model resolves to.
 ///
-/// Exits with 2, and lists everything that is wrong, if the recipe cannot be used or does not fit the model.
+/// Exits with 1, and lists everything that is wrong, if the recipe cannot be used or does not fit the model.
 #[derive(clap::Args)]
 struct ExplainArgs {
     /// A preset, a rule file, or `env` for TransformerEngine's environment variables.
@@ -63,7 +60,7 @@ struct ExplainArgs {
 
 /// Check a rule file, alone and against a model.
 ///
-/// Exits with 2, and lists everything that is wrong, if it cannot be used or does not fit the model.
+/// Exits with 1, and lists everything that is wrong, if it cannot be used or does not fit the model.
 #[derive(clap::Args)]
 struct CheckArgs {
     /// The rule file.
@@ -182,7 +179,7 @@ fn problems(error: Error, as_json: bool) -> Result<ExitCode> {
     } else {
         problems.lines().iter().for_each(|line| say(format_args!("error: {line}")));
     }
-    Ok(ExitCode::from(PROBLEMS))
+    Ok(exit::checked(false))
 }
 
 fn print_json(out: &mut impl Write, value: &Value) -> Result<()> {

@@ -4,7 +4,7 @@ use crate::names::shown;
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From};
-use crate::until_closed;
+use crate::{exit, until_closed};
 use anyhow::Result;
 use nvfp4_checkpoint::gguf::{self, GgufFile};
 use nvfp4_checkpoint::{Checkpoint, Client, Finding, Severity};
@@ -16,7 +16,7 @@ use std::process::ExitCode;
 /// Check that a program would load an NVFP4 checkpoint, and load it right.
 ///
 /// Looks at scales and codes, at what the program joins, at what the configuration says, and for tensors that are missing.
-/// Exits with 2 if it would not load, or not rightly, and lists why; notes do not count.
+/// Exits with 1 if it would not load, or not rightly, and lists why; notes do not count.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or file.
@@ -31,9 +31,6 @@ pub struct Args {
     #[arg(long)]
     json: bool,
 }
-
-/// The exit code of checks that failed, as opposed to an error, 1.
-pub const FAILED: u8 = 2;
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let (dialect, weights, findings) = if gguf::is_gguf(&args.dir) {
@@ -63,8 +60,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     } else {
         print(&mut out, &findings)
     })?;
-    let failed = findings.iter().any(|f| f.severity == Severity::Problem);
-    Ok(if failed { ExitCode::from(FAILED) } else { ExitCode::SUCCESS })
+    Ok(exit::checked(findings.iter().all(|f| f.severity != Severity::Problem)))
 }
 
 fn word(finding: &Finding) -> &'static str {

@@ -82,7 +82,7 @@ fn settings_that_do_not_work_are_errors() {
     ] {
         let output = bench(&args.split(' ').collect::<Vec<_>>());
         let text = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{args}: {text}");
+        assert_eq!(output.status.code(), Some(3), "{args}: {text}");
         assert!(text.contains(message), "{args}: {text}");
     }
 }
@@ -108,7 +108,7 @@ fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
             true => "error: the CUDA driver ",
             false => "error: --device cuda: this build cannot use a GPU: build it with `--features cuda`",
         };
-        assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(3), 0));
         assert!(text.starts_with(message), "{text}");
         assert!(!cfg!(feature = "cuda") || text.ends_with("; `nvfp4 doctor` lists what is missing\n"), "{text}");
     }
@@ -142,7 +142,7 @@ fn products_with_settings_that_do_not_work_are_errors() {
     ] {
         let output = bench(&["gemm"].into_iter().chain(args.split(' ')).collect::<Vec<_>>());
         let text = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{args}: {text}");
+        assert_eq!(output.status.code(), Some(3), "{args}: {text}");
         assert!(text.contains(message), "{args}: {text}");
     }
 }

@@ -7,7 +7,7 @@ mod quantize;
 mod report;
 mod table;
 
-use crate::until_closed;
+use crate::{exit, until_closed};
 use anyhow::{Context, Result, bail};
 use case::Case;
 use nvfp4_kernels::Implementation;
@@ -70,7 +70,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let names: Vec<String> = implementations.iter().map(Implementation::to_string).collect();
     let text = format!("implementations: {}; edges: kernel, reference\n{report}", names.join(", "));
     until_closed(std::io::stdout().write_all(text.as_bytes()).map_err(Into::into))?;
-    Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(exit::checked(report.passed()))
 }
 
 fn golden_files(dir: &Path) -> Result<Vec<PathBuf>> {

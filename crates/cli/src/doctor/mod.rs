@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use crate::{sizes, until_closed};
+use crate::{exit, sizes, until_closed};
 use anyhow::Result;
 use nvfp4_kernels::Implementation;
 use serde_json::{Value, json};
@@ -57,7 +57,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let mut lines = own.iter().chain(&gpus.lines);
         lines.try_for_each(|(about, line)| writeln!(out, "{about:<8} {line}")).map_err(Into::into)
     })?;
-    Ok(if gpus.outcome == Outcome::Failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(exit::checked(gpus.outcome == Outcome::Passed))
 }
 
 /// Bytes of memory, and how many a new program can have, where the system says so in `/proc`.

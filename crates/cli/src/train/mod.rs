@@ -13,7 +13,7 @@ use crate::device::Device;
 use crate::page::{self, Replaces};
 use crate::progress::Voice;
 use crate::say::say;
-use crate::{Host, interrupt, until_closed};
+use crate::{Host, exit, interrupt, until_closed};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ArgAction;
 use recipes::Named;
@@ -173,8 +173,8 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     }
     Ok(match (failed.is_empty(), unfinished) {
         (true, 0) => ExitCode::SUCCESS,
-        (true, _) => interrupt::status().unwrap_or(ExitCode::FAILURE),
-        (false, _) => ExitCode::FAILURE,
+        (true, _) if args.merge.is_empty() => interrupt::status(),
+        _ => exit::error(),
     })
 }
 
