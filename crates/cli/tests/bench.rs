@@ -48,7 +48,8 @@ const NAMES: [&str; 35] = [
 #[test]
 fn json_has_a_row_per_operation() {
     let output = bench(&["--size", "64", "--json"]);
-    let rows: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = report["rows"].as_array().unwrap();
     let names: Vec<&str> = rows.iter().map(|row| row["name"].as_str().unwrap()).collect();
     assert_eq!(names, NAMES);
     for key in ["ms", "gbps", "copies"] {
@@ -117,7 +118,8 @@ fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
 #[test]
 fn products_have_a_row_per_m() {
     let output = bench(&["gemm", "--m", "1,3,20", "--n", "48", "--k", "80", "--json"]);
-    let rows: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.iter().map(|row| row["m"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 3, 20]);
     for key in ["f32_ms", "nvfp4_ms", "nvfp4_speedup", "nvfp4_of_floor", "weight_only_ms", "weight_only_of_floor"] {
         assert!(rows.iter().all(|row| row[key].as_f64().unwrap() > 0.0), "{key}");

@@ -20,9 +20,10 @@ fn converts_and_verifies_a_generated_checkpoint_and_writes_a_page() {
     let weights = std::fs::read(dir.join("llama-NVFP4/model.safetensors")).unwrap();
     let page = std::fs::read_to_string(dir.join("report.html")).unwrap();
     for part in [
-        "<!doctype html>",
+        "<!DOCTYPE html>",
         "prefers-color-scheme: dark",
-        "Error per layer",
+        "Relative error by layer",
+        "How it was made",
         "<polyline",
         "Worst weights",
         "Block scales",

@@ -131,7 +131,7 @@ fn check_accepts_a_good_file() {
 fn formats_of_your_own_are_accepted_by_name() {
     let rules = "[[rule]]\nmodule = 'attention'\nspec = 'high-precision'\n[default]\nspec = 'custom(mine)'\n";
     let rules = file("custom.toml", rules);
-    assert!(text(&["check", &rules], 1).contains("`--custom mine` on the command line"));
+    assert!(text(&["check", &rules], 1).contains("hint: --custom mine"));
     text(&["check", &rules, "--custom", "mine"], 0);
 }
 
