@@ -20,7 +20,7 @@ use super::weight::{Stored, Weight};
 use super::work::{Order, Part, Work};
 use super::{Checkpoint, first_not_finite, gguf, mxfp4, pool};
 use crate::{Error, Result, Setting};
-use nvfp4::{Edge, Precision};
+use nvfp4::{Precision, Specials};
 use nvfp4_files::durable::Disk;
 use nvfp4_kernels::{Input, amax};
 use nvfp4_spec::Mode;
@@ -322,8 +322,8 @@ impl<'p> Conversion<'_, 'p> {
         let values = weight.values(rows.clone(), &mut memory.source)?;
         let input = Input::new(values, rows.len(), weight.cols)?;
         let mut amax = 0.0;
-        let wanted = amax::Wanted { tensor: Some(&mut amax), ..amax::Wanted::default() };
-        amax::amax(self.settings.implementation, &input, Edge::Reference, wanted)?;
+        let wanted = amax::Outputs { tensor: Some(&mut amax), ..amax::Outputs::default() };
+        amax::amax(self.settings.implementation, &input, Specials::Reference, wanted)?;
         if amax.is_finite() { Ok(amax) } else { Err(first_not_finite(weight, rows.start, &values)) }
     }
 

@@ -8,7 +8,7 @@
 use super::rows::Memory;
 use super::weight::{MX_BLOCK, Weight};
 use crate::Result;
-use nvfp4_spec::{BLOCK, Edge, e2m1, e4m3, e8m0};
+use nvfp4_spec::{BLOCK, Specials, e2m1, e4m3, e8m0};
 use std::ops::Range;
 
 /// The exponent of the largest power of two among E4M3 numbers.
@@ -51,7 +51,7 @@ pub(super) fn cast(codes: &mut [u8], exponents: &[u8], top: u32, scales: &mut [u
         scales.fill(e4m3::encode(2f32.powi(within)));
         if power < BOTTOM {
             let factor = 2f32.powi(power - BOTTOM);
-            let round = |code: u8| e2m1::encode(e2m1::decode(code) * factor, Edge::Kernel);
+            let round = |code: u8| e2m1::encode(e2m1::decode(code) * factor, Specials::Kernel);
             codes.iter_mut().for_each(|b| *b = e2m1::pack(round(*b & 15), round(*b >> 4)));
         }
     }

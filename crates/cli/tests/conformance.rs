@@ -139,7 +139,7 @@ fn a_wrong_byte_is_named_by_file_tensor_index_and_values() {
     let (code, text) = run_on("wrong-byte", CASE, &bytes);
     assert_eq!(code, Some(1));
     let line = format!(
-        "mismatch: {CASE}: scalar kernel edge: data_kernel[5]: expected {:#04x}, got {expected:#04x}\n",
+        "mismatch: {CASE}: scalar kernel specials: data_kernel[5]: expected {:#04x}, got {expected:#04x}\n",
         expected ^ 1
     );
     assert!(text.contains(&line), "{text}");

@@ -9,8 +9,8 @@ use crate::cuda::Device;
 use std::fmt;
 use std::str::FromStr;
 
-/// A way to compute; all of them give the same bits, but for products with an operand that is plain or FP8 and those of a GPU,
-/// which are within a bound.
+/// A way to compute. All of them give the same bits, except products with a plain or FP8 operand
+/// and all products on a GPU: those are within a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Implementation {
@@ -19,7 +19,7 @@ pub enum Implementation {
     /// AVX2, FMA and F16C, on all threads of the current rayon pool.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
-    /// AVX-512 with VNNI and BF16 where it helps, which is in products; AVX2 elsewhere.
+    /// AVX-512 with VNNI and BF16 in products; AVX2 elsewhere.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
     /// A GPU. Operations on host slices copy there and back.
@@ -28,13 +28,13 @@ pub enum Implementation {
 }
 
 impl Implementation {
-    /// The fastest implementation that works where host slices lie: on the CPU.
+    /// The fastest implementation on the CPU, where host slices are.
     pub fn best() -> Self {
         Self::on_cpu().pop().expect("the scalar implementation is always available")
     }
 
-    /// Every implementation that this machine can run, the plainest first; the first GPU, if there is one and NVRTC too,
-    /// comes last.
+    /// Every implementation that this machine can run, the simplest first. The first GPU comes
+    /// last, if there is one and NVRTC too.
     pub fn available() -> Vec<Self> {
         let all = Self::on_cpu();
         #[cfg(feature = "cuda")]

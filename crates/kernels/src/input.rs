@@ -87,7 +87,7 @@ pub(crate) fn check_strided(len: usize, rows: usize, cols: usize, stride: usize)
     Ok(())
 }
 
-/// A borrowed row-major matrix whose rows may be further apart than they are long: of the host ([`Input`]) or of a GPU.
+/// A borrowed row-major matrix with a row stride: in host memory ([`Input`]) or in GPU memory.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixRef<V> {
     values: V,

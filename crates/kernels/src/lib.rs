@@ -1,8 +1,10 @@
 //! The same numbers as [`nvfp4_spec`], as operations on borrowed memory.
 //!
-//! One folder per operation, holding its entry point and, side by side, the versions that this machine may run. An entry
-//! point checks shapes and lengths, then hands over to the [`Implementation`] asked for; all of them give the same bits.
-//! This crate knows shapes, strides and buffers; it knows nothing of layers or recipes.
+//! Each operation has a folder: its entry point and its implementations, side by side. An entry
+//! point checks shapes and lengths, then calls the [`Implementation`] asked for. All of them give
+//! the same bits. The line: `error` and `input` are the bottom, `cuda`, `avx2` and `avx512` stand
+//! on them, the operations on these. This crate knows shapes, strides and buffers; it knows nothing
+//! of layers or recipes.
 
 pub mod amax;
 #[cfg(target_arch = "x86_64")]
@@ -12,6 +14,9 @@ mod avx512;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dequantize;
+#[cfg(all(test, feature = "cuda"))]
+#[path = "../tests/emulated/mod.rs"]
+mod emulated;
 mod error;
 #[cfg(feature = "cuda")]
 pub mod finite;
@@ -24,6 +29,8 @@ mod input;
 pub mod quantize;
 #[cfg(target_arch = "x86_64")]
 mod scatter;
+#[cfg(feature = "cuda")]
+mod sources;
 pub mod swizzle;
 
 #[cfg(target_arch = "x86_64")]
@@ -33,3 +40,6 @@ pub use avx512::Avx512;
 pub use error::{Error, Result};
 pub use implementation::Implementation;
 pub use input::{Elements, Input, MatrixRef, Values};
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub use sources::sources;

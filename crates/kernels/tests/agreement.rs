@@ -1,12 +1,13 @@
-//! Every implementation that this machine has, against the scalar one, bit for bit: all modes, all input types, awkward shapes,
-//! strides and values. A test is a line of intent; the runner owns loops and messages. Modes are
-//! checked in parallel: on a GPU most of the time goes into compiling their kernels.
+//! Every implementation that this machine has, against the scalar one, bit for bit: all modes, all
+//! input types, awkward shapes, strides and values. A test is a line of intent; the runner owns
+//! loops and messages. Modes are checked in parallel: on a GPU most of the time goes into compiling
+//! their kernels.
 
 #[allow(dead_code)] // another test uses the rest
 mod runner;
 
 use nvfp4_kernels::Implementation;
-use nvfp4_spec::{Edge, GlobalScale, Mode, Precision, Profile, ScaleRule, Tile};
+use nvfp4_spec::{GlobalScale, Mode, Precision, Profile, ScaleRule, Specials, Tile};
 use nvfp4_testing::{Need, missing};
 use rayon::prelude::*;
 use runner::{Case, Fill, Runner};
@@ -19,8 +20,8 @@ fn modes() -> Vec<Mode> {
         (Tile::Row16, GlobalScale::PerRow),
         (Tile::Square16, GlobalScale::PerTensor),
     ] {
-        for edge in [Edge::Kernel, Edge::Reference] {
-            modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, global, rule, edge, ..Mode::default() }));
+        for specials in [Specials::Kernel, Specials::Reference] {
+            modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, global, rule, specials, ..Mode::default() }));
         }
         for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
             modes.push(Mode { tile, global, profile, ..Mode::default() });
@@ -31,7 +32,7 @@ fn modes() -> Vec<Mode> {
 
 const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
 
-/// What the other tests did not compare, because this machine cannot run it.
+/// Reports what the other tests did not compare, because this machine cannot run it.
 #[test]
 fn what_is_not_compared_is_said() {
     let mut needs = vec![("avx2", Need::Avx2), ("avx512", Need::Avx512)];
@@ -79,7 +80,8 @@ fn ragged_and_odd_shapes_in_every_mode() {
     });
 }
 
-/// Shapes around the sizes of panels, chunks and strips, modes and values, drawn at random; a seed and nothing else.
+/// Shapes around the sizes of panels, chunks and strips, modes and values, drawn at random; a seed
+/// and nothing else.
 #[test]
 fn anything_with_anything() {
     let modes = modes();

@@ -1,5 +1,5 @@
-//! What the entry points say of shapes and buffers that do not fit: an error that names what was expected, before
-//! anything is written.
+//! Shapes and buffers that do not fit: every entry point returns an error that names what was
+//! expected, before it writes anything.
 
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Error, Implementation, Input, Result, Values, amax, dequantize, fp8, gemm, gguf, swizzle};
@@ -8,7 +8,7 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{Bound, Edge, Error as Rule, GlobalScale, Mode, Rounding, Tile};
+use nvfp4_spec::{Bound, Error as Rule, GlobalScale, Mode, Rounding, Specials, Tile};
 
 fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
     result.unwrap_err().to_string()
@@ -47,8 +47,8 @@ fn quantize_checks_every_buffer() {
     assert_eq!(message(quantize_into(64, 8, 1, per_row, linear)), "amax: expected length 4, got 1");
 }
 
-/// Quantizes a 4 × 32 matrix in both directions with a setting for one of them, which every implementation must refuse
-/// before it writes to either.
+/// Quantizes a 4 × 32 matrix in both directions with a setting for one of them, which every
+/// implementation must refuse before it writes to either.
 fn refused(amax: [&[f32]; 2], rounding: [Rounding<Random<'_>>; 2], mode: Mode) -> Error {
     let x = [1.0; 128];
     let input = Input::new(Values::F32(&x), 4, 32).unwrap();
@@ -144,12 +144,12 @@ fn amax_checks_its_outputs() {
     for implementation in Implementation::available() {
         let input = Input::new(Values::F32(&[1.0, -2.0, 3.0, 0.5, 0.25, 0.125]), 2, 3).unwrap();
         let (mut tensor, mut rows, mut cols) = (0.0, [0.0; 2], [0.0; 3]);
-        let wanted = amax::Wanted { tensor: Some(&mut tensor), rows: Some(&mut rows), cols: Some(&mut cols) };
-        amax::amax(implementation, &input, Edge::Kernel, wanted).unwrap();
+        let outputs = amax::Outputs { tensor: Some(&mut tensor), rows: Some(&mut rows), cols: Some(&mut cols) };
+        amax::amax(implementation, &input, Specials::Kernel, outputs).unwrap();
         assert_eq!((tensor, rows, cols), (3.0, [3.0, 0.5], [1.0, 2.0, 3.0]));
-        let wanted = amax::Wanted { rows: Some(&mut cols), ..Default::default() };
+        let outputs = amax::Outputs { rows: Some(&mut cols), ..Default::default() };
         assert_eq!(
-            message(amax::amax(implementation, &input, Edge::Kernel, wanted)),
+            message(amax::amax(implementation, &input, Specials::Kernel, outputs)),
             "row amax: expected length 2, got 3"
         );
     }
@@ -212,8 +212,8 @@ fn layouts_check_their_buffers() {
 
 const FP8: nvfp4_spec::fp8::Format = nvfp4_spec::fp8::Format::E4m3;
 
-/// Quantizes a 40 × 130 matrix to FP8 in one direction, into buffers of the given lengths that start as a pattern. A refusal leaves
-/// the pattern.
+/// Quantizes a 40 × 130 matrix to FP8 in one direction, into buffers of the given lengths that
+/// start as a pattern. A refusal leaves the pattern.
 fn quantize_fp8(scaling: Scaling, side: Side, codes: usize, scales: Scales<usize, usize>) -> Result<()> {
     all(|implementation| {
         let x = [1.0; 40 * 130];
@@ -231,8 +231,8 @@ fn quantize_fp8(scaling: Scaling, side: Side, codes: usize, scales: Scales<usize
         };
         let direction = Some(fp8::quantize::Direction { codes: &mut codes, scales });
         let (row, col) = if side == Side::Row { (direction, None) } else { (None, direction) };
-        let wanted = fp8::quantize::Wanted { row, col, amax: Some(&mut amax) };
-        let result = fp8::quantize::quantize(implementation, &input, &Fp8Mode { format: FP8, scaling }, wanted);
+        let outputs = fp8::quantize::Outputs { row, col, amax: Some(&mut amax) };
+        let result = fp8::quantize::quantize(implementation, &input, &Fp8Mode { format: FP8, scaling }, outputs);
         let untouched =
             codes.iter().chain(&bytes).all(|&b| b == 0xA5) && wide.iter().chain([&amax]).all(|&x| x == -1.0);
         assert_eq!(result.is_err(), untouched, "{implementation}");
@@ -274,13 +274,13 @@ fn empty_matrices_quantize_to_no_codes_of_fp8() {
             let mode = Fp8Mode { format: FP8, scaling: Scaling::Tensor { scale: 4.0 } };
             let (mut scale, mut amax) = ([7.0], 7.0);
             let row = fp8::quantize::Direction { codes: &mut [], scales: Scales::F32(&mut scale) };
-            let wanted = fp8::quantize::Wanted { row: Some(row), col: None, amax: Some(&mut amax) };
-            assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, wanted), Ok(()));
+            let outputs = fp8::quantize::Outputs { row: Some(row), col: None, amax: Some(&mut amax) };
+            assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, outputs), Ok(()));
             assert_eq!((scale, amax), ([0.25], 0.0));
             let mode = Fp8Mode { scaling: Scaling::Mx, ..mode };
             let direction = || Some(fp8::quantize::Direction { codes: &mut [], scales: Scales::E8m0(&mut []) });
-            let wanted = fp8::quantize::Wanted { row: direction(), col: direction(), amax: None };
-            assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, wanted), Ok(()));
+            let outputs = fp8::quantize::Outputs { row: direction(), col: direction(), amax: None };
+            assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, outputs), Ok(()));
         }
     }
 }
@@ -307,7 +307,7 @@ fn fp8_decoding_checks_both_sides() {
     }
 }
 
-/// NaN, infinities, zeros and subnormals at known places, beside a known scale.
+/// NaN, infinities, zeros and subnormals at known positions, with a known scale.
 #[test]
 fn fp8_of_values_that_are_no_ordinary_numbers() {
     let x = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-45, -1e-45, f32::MIN, 3.0];
@@ -317,8 +317,8 @@ fn fp8_of_values_that_are_no_ordinary_numbers() {
             let (mut codes, mut wide, mut bytes) = ([0xA5; 10], [-1.0], [0xA5]);
             let scales = if scaling == Scaling::Mx { Scales::E8m0(&mut bytes[..]) } else { Scales::F32(&mut wide[..]) };
             let row = Some(fp8::quantize::Direction { codes: &mut codes, scales });
-            let wanted = fp8::quantize::Wanted { row, ..Default::default() };
-            fp8::quantize::quantize(implementation, &input, &Fp8Mode { format: FP8, scaling }, wanted).unwrap();
+            let outputs = fp8::quantize::Outputs { row, ..Default::default() };
+            fp8::quantize::quantize(implementation, &input, &Fp8Mode { format: FP8, scaling }, outputs).unwrap();
             (codes, wide[0], bytes[0])
         };
         let codes = [0x7F, 0x7F, 0x7E, 0xFE, 0x00, 0x80, 0x00, 0x80, 0xFE, 0x44];

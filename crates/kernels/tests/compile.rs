@@ -1,4 +1,5 @@
-//! Every kernel compiled for every generation of GPUs. Needs NVRTC but no GPU; without NVRTC it is skipped.
+//! Every kernel compiled for every generation of GPUs. Needs NVRTC but no GPU; without NVRTC it is
+//! skipped.
 #![cfg(feature = "cuda")]
 
 use nvfp4_kernels::cuda::{self, Source};
@@ -8,10 +9,10 @@ use std::thread;
 
 const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_90a", "sm_100a", "sm_120a"];
 
-/// Those whose conversions in hardware a text can be told to do without.
+/// Architectures with conversion instructions that PORTABLE turns off.
 const PORTABLE_TOO: [&str; 2] = ["sm_90a", "sm_100a"];
 
-/// A text, what to call it, and what to compile it for.
+/// A variant, an architecture, and the text.
 type Job<'a> = (&'a str, &'static str, Source);
 
 #[test]
@@ -19,16 +20,16 @@ fn every_kernel_compiles_for_every_generation() {
     if let Err(reason) = cuda::compiler_version() {
         return missing(Need::Nvrtc, reason);
     }
-    let sources = cuda::sources();
+    let sources = nvfp4_kernels::sources();
     let mut jobs: Vec<Job<'_>> = Vec::new();
-    for (i, (words, source)) in sources.iter().enumerate() {
-        let architectures = ARCHITECTURES.iter().filter(|architecture| runs_on(words, source, architecture));
-        jobs.extend(architectures.map(|&architecture| (words.as_str(), architecture, source.clone())));
+    for (i, (variant, source)) in sources.iter().enumerate() {
+        let architectures = ARCHITECTURES.iter().filter(|architecture| runs_on(variant, source, architecture));
+        jobs.extend(architectures.map(|&architecture| (variant.as_str(), architecture, source.clone())));
         // One portable variant in three: enough for every operation to have some.
-        if i % 3 == 0 && runs_on(words, source, "sm_80") {
+        if i % 3 == 0 && runs_on(variant, source, "sm_80") {
             let text = format!("#define PORTABLE\n{}", source.text);
             let portable = Source { text, ..source.clone() };
-            jobs.extend(PORTABLE_TOO.map(|architecture| (words.as_str(), architecture, portable.clone())));
+            jobs.extend(PORTABLE_TOO.map(|architecture| (variant.as_str(), architecture, portable.clone())));
         }
     }
     let next = AtomicUsize::new(0);
@@ -48,18 +49,19 @@ fn every_kernel_compiles_for_every_generation() {
     assert!(problems.is_empty(), "{} of {} failed:\n{}", problems.len(), jobs.len(), problems.join("\n"));
 }
 
-/// Whether a kernel is ever launched there: one instruction is Hopper's alone, and blocks that share outputs began with it.
-fn runs_on(words: &str, source: &Source, architecture: &str) -> bool {
+/// Whether a kernel is ever launched on an architecture: only Hopper has `wgmma`, and clusters
+/// began with it.
+fn runs_on(variant: &str, source: &Source, architecture: &str) -> bool {
     let shares = source.text.contains("SPLIT = 2;");
-    (!words.starts_with("gemm_wgmma ") || architecture == "sm_90a") && (!shares || architecture != "sm_80")
+    (!variant.starts_with("gemm_wgmma ") || architecture == "sm_90a") && (!shares || architecture != "sm_80")
 }
 
 /// Why a job fails: it does not compile, or the machine code lacks the function that is launched.
-fn problem((words, architecture, source): &Job<'_>) -> Option<String> {
-    let function = words.split(' ').next().unwrap_or_default();
+fn problem((variant, architecture, source): &Job<'_>) -> Option<String> {
+    let function = variant.split(' ').next().unwrap_or_default();
     match cuda::compile(source, architecture) {
         Ok(image) if image.windows(function.len()).any(|w| w == function.as_bytes()) => None,
-        Ok(_) => Some(format!("{architecture}, {words}: no function '{function}' in the machine code")),
-        Err(error) => Some(format!("{architecture}, {words}: {error}")),
+        Ok(_) => Some(format!("{architecture}, {variant}: no function '{function}' in the machine code")),
+        Err(error) => Some(format!("{architecture}, {variant}: {error}")),
     }
 }

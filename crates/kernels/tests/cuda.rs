@@ -1,4 +1,5 @@
-//! The GPU runtime on a GPU: copies, kernels, graphs and errors. Without a GPU or NVRTC each test is skipped.
+//! The GPU runtime on a GPU: copies, kernels, graphs and errors. Without a GPU or NVRTC each test
+//! is skipped.
 #![cfg(feature = "cuda")]
 
 use nvfp4_kernels::cuda::{self, Buffer, Device, Error, Event, Kernel, Slice, SliceMut, Stream};
@@ -30,7 +31,8 @@ fn device() -> Option<Device> {
 fn step(kernel: Kernel, stream: &Stream, x: SliceMut<'_, f32>, shared: u32) -> cuda::Result<()> {
     let params = Params { x: x.address(), n: x.len() as u32, a: 2.0 };
     let grid = [params.n.div_ceil(128), 1, 1];
-    // SAFETY: `Params` is declared alike on both sides, and x is borrowed to write; every test waits for its stream.
+    // SAFETY: `Params` is declared alike on both sides, and x is borrowed to write; every test
+    // waits for its stream.
     unsafe { kernel.launch(stream, grid, 128, shared, &params) }
 }
 

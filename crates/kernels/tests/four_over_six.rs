@@ -1,15 +1,16 @@
-//! The 4over6 choice by filter against the rule: near ties, extreme magnitudes, and very many random blocks.
+//! The 4over6 choice by filter against the rule: near ties, extreme magnitudes, and very many
+//! random blocks.
 
 #[allow(dead_code)] // another test uses the rest
 mod runner;
 
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values};
-use nvfp4_spec::block::Rows;
 use nvfp4_spec::four_over_six::{candidate_scales, tile_error};
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::{Global, inverse_scale};
-use nvfp4_spec::{Edge, ErrorPath, Metric, Mode, Rounding, ScaleRule, Tile, block};
+use nvfp4_spec::tile::{self, Rows};
+use nvfp4_spec::{ErrorPath, Metric, Mode, Rounding, ScaleRule, Specials, Tile};
 use rayon::prelude::*;
 
 fn modes(tile: Tile) -> Vec<Mode> {
@@ -50,16 +51,16 @@ fn check(x: &[f32], cols: usize, mode: &Mode, amax: f32) {
 /// The rule's two errors of a tile: six, four.
 fn errors<const H: usize>(tile: &Rows<f32, H>, mode: &Mode, amax: f32) -> [f32; 2] {
     let ScaleRule::FourOverSix { metric, error, bound } = mode.rule else { unreachable!() };
-    let global = Global::new(amax, bound, Edge::Kernel);
+    let global = Global::new(amax, bound, Specials::Kernel);
     let largest = tile.as_flattened().iter().fold(0f32, |m, x| m.max(x.abs()));
-    candidate_scales(largest, &global, Edge::Kernel).map(|scale| {
-        let codes = block::encode(tile, inverse_scale(scale, &global, Edge::Kernel), Edge::Kernel);
-        tile_error(tile, &block::Quantized { scale, codes }, &global, metric, error)
+    candidate_scales(largest, &global, Specials::Kernel).map(|scale| {
+        let codes = tile::encode(tile, inverse_scale(scale, &global, Specials::Kernel), Specials::Kernel);
+        tile_error(tile, &tile::Quantized { scale, codes }, &global, metric, error)
     })
 }
 
-/// Finds where the rule's choice flips between two neighbouring values of a number that a tile is made from, and checks around
-/// that point; `false` if the choice is the same at both ends.
+/// Finds where the rule's choice flips between two neighbouring values of a number that a tile is
+/// made from, and checks around that point; `false` if the choice is the same at both ends.
 fn flip<const H: usize>(mode: &Mode, amax: f32, ends: [f32; 2], tile: impl Fn(f32) -> Rows<f32, H>) -> bool {
     let four_wins = |x: f32| {
         let [six, four] = errors(&tile(x), mode, amax);
@@ -85,8 +86,8 @@ fn flip<const H: usize>(mode: &Mode, amax: f32, ends: [f32; 2], tile: impl Fn(f3
     true
 }
 
-/// Flips of tiles of normal values whose largest element stays, so that the scales do: one element moves, then all others move
-/// together.
+/// Flips of tiles of normal values whose largest element stays, so that the scales do: one element
+/// moves, then all others move together.
 fn near_ties<const H: usize>(mode: &Mode, seed: u32, scale: f32) -> usize {
     let mut base: Rows<f32, H> =
         std::array::from_fn(|r| std::array::from_fn(|i| normal(seed, r * 16 + i).clamp(-3.0, 3.0) * scale));
@@ -126,15 +127,17 @@ fn square_tiles_at_the_edge_of_a_tie() {
     }
 }
 
-/// The edge of a tie at magnitudes where products and squares underflow, overflow or come close to it.
+/// The neighbourhood of a tie at magnitudes where products and squares underflow, overflow or come close to
+/// it.
 #[test]
 fn ties_at_extreme_magnitudes() {
     for exponent in [-126, -110, -80, -74, -70, -66, -62, -58, -51, -49, -20, 20, 49, 51, 62, 100, 117] {
         for mode in modes(Tile::Row16) {
             let flips: usize = (0..8).map(|seed| near_ties::<1>(&mode, seed, 2f32.powi(exponent))).sum();
             let ScaleRule::FourOverSix { metric, error, .. } = mode.rule else { unreachable!() };
-            // The strict rule's squares vanish or overflow far out, and its products with the amax at the very end; then all
-            // is a tie. The fast rule works in units of the scale, where nothing does.
+            // The strict rule's squares vanish or overflow far out, and its products with the amax
+            // at the very end; then all is a tie. The fast rule works in units of the scale, where
+            // nothing does.
             let strict = error == ErrorPath::Strict;
             let meaningful = match metric {
                 Metric::Mae => !strict || exponent < 117,
@@ -171,8 +174,8 @@ fn blocks_outside_the_filters_range() {
     }
 }
 
-/// 10⁸ random blocks over the eight 1×16 modes, then 10⁶ square tiles: `cargo test --release -p nvfp4-kernels --test four_over_six --
-/// --ignored`. About two minutes on two cores.
+/// 10⁸ random blocks over the eight 1×16 modes, then 10⁶ square tiles: `cargo test --release -p
+/// nvfp4-kernels --test four_over_six -- --ignored`. About two minutes on two cores.
 #[test]
 #[ignore = "takes minutes; run it after a change to the filter"]
 fn a_hundred_million_random_blocks() {

@@ -1,5 +1,5 @@
-//! FP8 and MXFP8 in every implementation that this machine has, against the scalar one, bit for bit: all scalings, all input
-//! types, awkward shapes, strides and values.
+//! FP8 and MXFP8 in every implementation that this machine has, against the scalar one, bit for
+//! bit: all scalings, all input types, awkward shapes, strides and values.
 
 #[allow(dead_code)] // another test uses the rest
 mod runner;

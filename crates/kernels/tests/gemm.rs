@@ -1,5 +1,5 @@
-//! Products in every implementation: on the CPU bit for bit where both operands are NVFP4; within the derived bound where one is
-//! plain, and on a GPU.
+//! Products in every implementation: on the CPU bit for bit where both operands are NVFP4; within
+//! the derived bound where one is plain, and on a GPU.
 
 mod bounded;
 
@@ -23,7 +23,7 @@ fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
 fn quantized(rows: usize, cols: usize, seed: u32, global: GlobalScale) -> Quantized {
     let mode = Mode { global, ..Mode::default() };
     let x = Matrix::new(rows, cols, &values::<f32>(rows, cols, seed)).unwrap();
-    let amax = matrix::amax(&x, global, mode.amax_edge()).unwrap();
+    let amax = matrix::amax(&x, global, mode.amax_specials()).unwrap();
     matrix::quantize(&x, &amax, &mode, Rounding::NearestEven).unwrap()
 }
 
@@ -127,7 +127,8 @@ fn global_scales_alpha_bias_and_c_in_every_type() {
     }
 }
 
-/// Any bytes as scales, NaN and negative ones among them, and any codes: scales so far apart that binary64 is not enough.
+/// Any bytes as scales, NaN and negative ones among them, and any codes: scales so far apart that
+/// binary64 is not enough.
 #[test]
 fn any_bytes_at_all() {
     let shapes = [(7, 19, 512), (1, 37, 1111), (4, 19, 2047), (9, 19, 2064), (13, 19, 33), (2, 9, 528), (3, 5, 70)];
@@ -135,7 +136,8 @@ fn any_bytes_at_all() {
         let bytes = |len: usize, salt: u32| -> Vec<u8> {
             (0..len).map(|i| philox4x32([i as u32, salt, 0, 0], [seed, 9])[0] as u8).collect()
         };
-        // Any at all, any but NaN, or within eight powers of two, where pairs of blocks are close together and far apart.
+        // Any at all, any but NaN, or within eight powers of two, where pairs of blocks are close
+        // together and far apart.
         let usual = |byte: u8| match seed / 7 % 3 {
             0 => byte,
             1 if byte & 0x7F == 0x7F => 0x7E,
@@ -249,7 +251,8 @@ fn one_wrong_member_is_refused_before_any_is_computed() {
     assert_eq!(first, [77.0; 6]);
 }
 
-/// bias, C and per-row scales beside a plain operand, from strided rows: sums that are exact in binary32 make the rest exact too.
+/// bias, C and per-row scales beside a plain operand, from strided rows: sums that are exact in
+/// binary32 make the rest exact too.
 #[test]
 fn a_plain_operand_has_the_epilogues_of_the_rule() {
     let (m, n, k) = (9, 37, 80);

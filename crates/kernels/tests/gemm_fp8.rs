@@ -1,4 +1,5 @@
-//! Products of FP8 and MXFP8 operands, with each other and with every other kind, in every implementation: within the derived bound.
+//! Products of FP8 and MXFP8 operands, with each other and with every other kind, in every
+//! implementation: within the derived bound.
 
 mod bounded;
 
@@ -8,7 +9,7 @@ use nvfp4_kernels::{Implementation, Input, Values};
 use nvfp4_spec::fp8::{self, AmaxRule, Format, Mode, Quantized, Scales, Scaling, Side, Tile, View};
 use nvfp4_spec::matrix::{self, Matrix};
 use nvfp4_spec::philox::philox4x32;
-use nvfp4_spec::{Edge, Element, GlobalScale, Rounding, gemm as spec};
+use nvfp4_spec::{Element, GlobalScale, Rounding, Specials, gemm as spec};
 
 /// Uniform values whose size varies from 16 to 16.
 fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
@@ -48,7 +49,7 @@ fn operands(rows: usize, k: usize, seed: u32) -> Vec<Quantized> {
 
 fn nvfp4(rows: usize, k: usize, seed: u32, global: GlobalScale) -> matrix::Quantized {
     let (x, mode) = (matrix(rows, k, seed), nvfp4_spec::Mode { global, ..nvfp4_spec::Mode::default() });
-    matrix::quantize(&x, &matrix::amax(&x, global, Edge::Kernel).unwrap(), &mode, Rounding::NearestEven).unwrap()
+    matrix::quantize(&x, &matrix::amax(&x, global, Specials::Kernel).unwrap(), &mode, Rounding::NearestEven).unwrap()
 }
 
 fn run<T: Element>(implementation: Implementation, a: Operand<'_>, b: Operand<'_>, product: &Product<'_, T>) -> Vec<T> {
@@ -131,7 +132,8 @@ fn epilogues_in_every_type() {
     }
 }
 
-/// The scale of a whole matrix is applied to sums of codes, which here are exact: the same bits everywhere, and those of the formula.
+/// The scale of a whole matrix is applied to sums of codes, which here are exact: the same bits
+/// everywhere, and those of the formula.
 #[test]
 fn a_scale_of_the_whole_matrix_is_applied_to_the_sum() {
     let (a, b) = (operands(4, 64, 1), operands(5, 64, 2));
@@ -148,7 +150,8 @@ fn a_scale_of_the_whole_matrix_is_applied_to_the_sum() {
     }
 }
 
-/// MXFP8's column direction is the row direction of the transposed matrix, so products give the same bits.
+/// MXFP8's column direction is the row direction of the transposed matrix, so products give the
+/// same bits.
 #[test]
 fn a_column_direction_is_taken_transposed() {
     let (x, other) = (matrix(70, 9, 1), matrix(5, 70, 2));
@@ -223,8 +226,9 @@ fn lengths_that_do_not_fit_are_errors() {
 #[cfg(feature = "cuda")]
 mod gpu {
     use super::*;
-    use nvfp4_kernels::cuda::{self, Buffer, Cublas, Device, Plain, Stream};
+    use nvfp4_kernels::cuda::{self, Buffer, Device, Plain, Stream};
     use nvfp4_kernels::fp8::cuda::View as There;
+    use nvfp4_kernels::gemm::cuda::Cublas;
     use nvfp4_kernels::gemm::{Stored, Units, cuda as on_gpu, units};
     use nvfp4_testing::{Need, missing};
 
@@ -298,8 +302,9 @@ mod gpu {
         }
     }
 
-    /// Hopper's FP8 tensor cores add 32 products and an accumulator at a time, aligned to the largest, with 13 bits after the leading one:
-    /// each of the 33 loses less than 2⁻¹³ of the largest, so K/32 additions lose less than 33/32·K·2⁻¹³ of the magnitudes.
+    /// Hopper's FP8 tensor cores add 32 products and an accumulator at a time, aligned to the
+    /// largest, with 13 bits after the leading one: each of the 33 loses less than 2⁻¹³ of the
+    /// largest, so K/32 additions lose less than 33/32·K·2⁻¹³ of the magnitudes.
     fn short_bound(k: usize, magnitude: f64) -> f64 {
         (k + 32) as f64 * 2f64.powi(-12) * magnitude
     }

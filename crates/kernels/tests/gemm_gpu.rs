@@ -1,4 +1,5 @@
-//! Products in the memory of a GPU: every shape of kernel, prepared weights, graphs. Needs a GPU; without one each test is skipped.
+//! Products in the memory of a GPU: every shape of kernel, prepared weights, graphs. Needs a GPU;
+//! without one each test is skipped.
 #![cfg(feature = "cuda")]
 
 mod bounded;
@@ -37,7 +38,7 @@ fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
 
 fn quantized(rows: usize, cols: usize, seed: u32, mode: Mode) -> Quantized {
     let x = Matrix::new(rows, cols, &values::<f32>(rows, cols, seed)).unwrap();
-    let amax = matrix::amax(&x, mode.global, mode.amax_edge()).unwrap();
+    let amax = matrix::amax(&x, mode.global, mode.amax_specials()).unwrap();
     matrix::quantize(&x, &amax, &mode, Rounding::NearestEven).unwrap()
 }
 
@@ -132,7 +133,7 @@ fn same<T: Element>(a: &[T], b: &[T]) -> bool {
     a.iter().map(bits).eq(b.iter().map(bits))
 }
 
-/// Corners, and others by chance: all outputs would take the oracle minutes.
+/// Checks the corners and random outputs: all outputs would take the oracle minutes.
 fn check_some<T: Element>(
     a: &spec::Operand<'_>,
     b: &spec::Operand<'_>,
@@ -169,7 +170,8 @@ fn every_shape_of_kernel_with_every_kind_of_tokens() {
         for (operand, oracle, name) in cases {
             let out = run::<f32>(&stream, operand, &prepared, &Product::default());
             check_some(&oracle, &(&b.view()).into(), &spec::Product::default(), &out, name);
-            // Weights that are prepared on the way give the same bits, and so does the same product again.
+            // Weights that are prepared on the way give the same bits, and so does the same product
+            // again.
             assert!(
                 same(&out, &run::<f32>(&stream, operand, b_there.view(), &Product::default())),
                 "{name} {m} × {n} × {k}"
@@ -210,7 +212,7 @@ fn global_scales_alpha_bias_and_c_in_every_type() {
     }
     let Some(stream) = stream() else { return };
     let globals = [GlobalScale::PerTensor, GlobalScale::PerRow];
-    // In the last two A has more rows, and is the side that tensor cores see as weights.
+    // In the last two A has more rows, so the operands are swapped.
     for (m, n, k) in [(5, 67, 80), (40, 130, 272), (300, 257, 272), (520, 256, 256)] {
         for (left, right) in globals.into_iter().flat_map(|l| globals.map(|r| (l, r))) {
             let (a, b) = (quantized(m, k, 3, per(left)), quantized(n, k, 4, per(right)));
@@ -221,7 +223,7 @@ fn global_scales_alpha_bias_and_c_in_every_type() {
     }
 }
 
-/// The side with more rows is the one that is brought into order, whichever it is.
+/// The operand with more rows is the one that is prepared.
 #[test]
 fn either_side_is_brought_into_order() {
     let Some(stream) = stream() else { return };
@@ -229,7 +231,7 @@ fn either_side_is_brought_into_order() {
         let (a, b) = (quantized(m, k, 1, per(GlobalScale::PerRow)), quantized(n, k, 2, per(GlobalScale::PerTensor)));
         let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Swizzled), Copied::new(&stream, &b, Layout::Linear));
         let kernel = describe(stream.device(), a_there.view(), b_there.view()).unwrap();
-        assert!(kernel.starts_with("turned: "), "{kernel}");
+        assert!(kernel.starts_with("swapped: "), "{kernel}");
         let out = run::<bf16>(&stream, a_there.view(), b_there.view(), &Product::default());
         check_some(&(&a.view()).into(), &(&b.view()).into(), &spec::Product::default(), &out, &kernel);
         let other = run::<bf16>(&stream, b_there.view(), a_there.view(), &Product::default());
@@ -269,7 +271,7 @@ fn any_bytes_at_all() {
             let mut b = quantized(n, k, 2, per(GlobalScale::PerRow));
             for (q, salt) in [(&mut a, 1), (&mut b, 2)] {
                 (q.codes, q.scales) = (bytes(q.codes.len(), salt), bytes(q.scales.len(), salt + 10));
-                // NaN in a few places only, else every output is.
+                // NaN in a few positions only; otherwise every output would be NaN.
                 let nan =
                     |i: usize, s: u8| if s & 0x7F == 0x7F && !(keep_nan && i.is_multiple_of(97)) { 0x7E } else { s };
                 q.scales.iter_mut().enumerate().for_each(|(i, s)| *s = nan(i, *s));
@@ -285,7 +287,7 @@ fn any_bytes_at_all() {
     }
 }
 
-/// Rows that begin anywhere, with gaps between them: the copy engine takes neither.
+/// Misaligned rows with gaps: the copy engine supports neither.
 #[test]
 fn tokens_that_lie_anywhere() {
     let Some(stream) = stream() else { return };
@@ -381,7 +383,8 @@ fn what_prepared_weights_cannot_be_multiplied_by_is_refused() {
     assert_eq!(attempt(short, 36), "matmul: expected K = 16, got K = 32");
 }
 
-/// Many products in a graph, each of which needs what the one before wrote: early starts must not let them overtake each other.
+/// Many products in a graph, each of which reads what the one before wrote: dependent launches must
+/// not break the order.
 #[test]
 fn products_in_a_graph_wait_for_each_other() {
     let Some(stream) = stream() else { return };
@@ -411,14 +414,15 @@ fn products_in_a_graph_wait_for_each_other() {
     }
     for round in 0..20 {
         buffers[1..].iter_mut().for_each(|buffer| stream.fill_bytes(buffer.slice_mut(), 0xFF).unwrap());
-        // SAFETY: everything that the graph uses is still there, and this stream alone uses it.
+        // SAFETY: everything that the graph uses is alive, and only this stream uses it.
         unsafe { graph.launch(&stream) }.unwrap();
         let got: Vec<Vec<bf16>> = buffers.iter().map(|buffer| stream.to_host(buffer.slice()).unwrap()).collect();
         assert!(got.iter().zip(&expected).all(|(a, b)| same(a, b)), "round {round}");
     }
 }
 
-/// A product whose operands are both quantized, so that it needs scratch: the same operands and the same result each time.
+/// A product whose operands are both quantized, so that it needs scratch: the same operands and the
+/// same result each time.
 struct Repeated {
     a: Copied<'static>,
     b: Copied<'static>,
@@ -444,7 +448,7 @@ impl Repeated {
     }
 }
 
-/// Scratch belongs to a call, so threads and streams do not meet in it.
+/// Scratch belongs to a call, so threads and streams do not share it.
 #[test]
 fn products_on_several_streams_and_threads_at_once() {
     let Some(first) = stream() else { return };
@@ -472,7 +476,8 @@ fn products_on_several_streams_and_threads_at_once() {
     });
 }
 
-/// A graph has memory of its own: larger work after the capture, on the same stream and beside it, does not touch what replays use.
+/// A graph has memory of its own: larger work after the capture, on the same stream or another,
+/// does not affect replays.
 #[test]
 fn a_captured_product_replays_after_larger_work() {
     let Some(stream) = stream() else { return };
@@ -486,7 +491,7 @@ fn a_captured_product_replays_after_larger_work() {
         stream.fill_bytes(out.slice_mut(), 0xFF).unwrap();
         stream.synchronize().unwrap();
         large.queue(&stream, &mut large_out).unwrap();
-        // SAFETY: everything that the graph uses is still there, and nobody else uses it.
+        // SAFETY: everything that the graph uses is alive, and nothing else uses it.
         unsafe { graph.launch(if round % 2 == 0 { &stream } else { &other }) }.unwrap();
         large.check(&stream, &large_out, &format!("beside replay {round}"));
         other.synchronize().unwrap();

@@ -1,5 +1,5 @@
-//! What only a GPU can show: memory that starts anywhere, captured graphs, matrices of billions of elements. Without a GPU
-//! or NVRTC each test is skipped. The slow ones: `./test --all`.
+//! Tests that need a GPU: misaligned memory, captured graphs, matrices of billions of elements.
+//! Without a GPU or NVRTC each test is skipped. The slow ones: `./test --all`.
 #![cfg(feature = "cuda")]
 
 #[path = "gpu/fp8.rs"]
@@ -13,7 +13,7 @@ use nvfp4_kernels::{Error, Implementation, Input, Values, amax, dequantize};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic;
-use nvfp4_spec::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, e2m1};
+use nvfp4_spec::{Bound, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Specials, Tile, e2m1};
 use nvfp4_testing::{Need, missing};
 use rayon::prelude::*;
 
@@ -22,7 +22,8 @@ fn device() -> Option<Device> {
     ready.inspect_err(|reason| missing(Need::Gpu, reason)).ok()
 }
 
-/// Bell-shaped values whose size changes from row to row of 1024, from a hash of the position: fast enough for billions.
+/// Bell-shaped values whose size changes from row to row of 1024, from a hash of the position: fast
+/// enough for billions.
 fn noise(seed: u32, i: usize) -> bf16 {
     let mut h = (i as u32 ^ (i >> 32) as u32).wrapping_mul(0x9E37_79B9) ^ seed;
     for _ in 0..2 {
@@ -111,7 +112,7 @@ fn strict(metric: Metric) -> Mode {
     Mode { rule, ..Mode::default() }
 }
 
-/// A part of a buffer, which starts where alignment ends.
+/// A misaligned part of a buffer.
 fn part<T: cuda::Plain>(buffer: &mut Buffer<T>, first: usize, len: usize) -> SliceMut<'_, T> {
     buffer.slice_mut().range(first..first + len)
 }
@@ -245,16 +246,16 @@ fn wrong_memory_is_refused_and_the_device_stays_usable() {
     let Some(device) = device() else { return };
     let stream = Stream::new(device).unwrap();
     let values = vec![1.0f32; 64];
-    // SAFETY: the address is one of the host's; it is looked up, found wanting, and not followed.
+    // SAFETY: a host address; it is looked up and refused, not accessed.
     let foreign = unsafe { Slice::<f32>::from_raw(values.as_ptr() as u64, 64) };
     let memory = device.alloc::<f32>(65).unwrap();
-    // SAFETY: within the buffer, though not aligned; it is refused.
+    // SAFETY: within the buffer, but misaligned; it is refused.
     let crooked = unsafe { Slice::<f32>::from_raw(memory.slice().address() + 2, 64) };
     for (slice, words) in [(foreign, "input"), (crooked, "input")] {
         let input = cuda::Input::new(cuda::Values::F32(slice), 4, 16).unwrap();
         let mut out = device.alloc::<f32>(1).unwrap();
-        let wanted = amax::cuda::Wanted { tensor: Some(out.slice_mut()), ..Default::default() };
-        let error = amax::cuda::amax(&stream, &input, Edge::Kernel, wanted).unwrap_err();
+        let outputs = amax::cuda::Outputs { tensor: Some(out.slice_mut()), ..Default::default() };
+        let error = amax::cuda::amax(&stream, &input, Specials::Kernel, outputs).unwrap_err();
         println!("{error}");
         assert!(matches!(error, Error::Cuda(_)) && error.to_string().contains(words), "{error}");
     }
@@ -299,7 +300,8 @@ fn large_matrices_in_every_mode() {
     }
 }
 
-/// A tensor of more than 2³¹ elements: its maxima found, quantized along rows and in both directions, decoded.
+/// A tensor of more than 2³¹ elements: its maxima found, quantized along rows and in both
+/// directions, decoded.
 #[test]
 #[ignore = "needs a GPU, 40 GB of memory and minutes"]
 fn more_elements_than_31_bits_count() {
@@ -340,7 +342,8 @@ fn more_elements_than_31_bits_count() {
     }
 }
 
-/// 10⁹ blocks by 4over6 with the strict error, half by MAE and half by MSE, and 10⁹ rounded stochastically.
+/// 10⁹ blocks by 4over6 with the strict error, half by MAE and half by MSE, and 10⁹ rounded
+/// stochastically.
 #[test]
 #[ignore = "needs a GPU and minutes"]
 fn a_billion_random_blocks() {

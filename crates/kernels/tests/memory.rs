@@ -1,6 +1,8 @@
-//! The smallest shapes of every path, in buffers of exactly their size: run under valgrind, which sees a byte too many.
+//! The smallest shapes of every path, in buffers of exactly their size: valgrind reports any access
+//! out of bounds.
 //!
-//! `cargo test -p nvfp4-kernels --test memory` runs it plainly; `.ci/run` runs the same program under valgrind.
+//! `cargo test -p nvfp4-kernels --test memory` runs it plainly; `.ci/run` runs the same program
+//! under valgrind.
 
 #[allow(dead_code)] // another test uses the rest
 mod runner;

@@ -57,7 +57,7 @@ pub use nvfp4_kernels::{Implementation, Values};
 pub use nvfp4_spec::fp8::{Format as Fp8Code, ScaleVec as Fp8Scales, Tile as Fp8Tile};
 pub use nvfp4_spec::hadamard::Signs;
 pub use nvfp4_spec::scale::Unit;
-pub use nvfp4_spec::{Bound, Edge, Element, ErrorPath, GlobalScale, Metric, Precision, Profile, ScaleRule, Tile};
+pub use nvfp4_spec::{Bound, Element, ErrorPath, GlobalScale, Metric, Precision, Profile, ScaleRule, Specials, Tile};
 pub use quantizer::{Observed, Options, Quantizer, Update};
 pub use storage::{from_bytes, load, save, to_bytes};
 pub use tensor::QuantTensor;

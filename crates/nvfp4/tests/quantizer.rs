@@ -11,7 +11,7 @@ const GLOBALS: [GlobalScale; 2] = [GlobalScale::PerTensor, GlobalScale::PerRow];
 const ROUNDINGS: [Rounding; 2] = [Rounding::NearestEven, Rounding::Stochastic];
 const TRANSFORMS: [Transform; 3] = [Transform::None, Transform::FixedSigns, Transform::Signs(Signs(0x1234))];
 const DIRECTIONS: [Directions; 3] = [Directions::Row, Directions::Column, Directions::Both];
-const EDGES: [Edge; 2] = [Edge::Kernel, Edge::Reference];
+const SPECIALS: [Specials; 2] = [Specials::Kernel, Specials::Reference];
 const PROFILES: [Profile; 4] =
     [Profile::TransformerEngine, Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo];
 
@@ -31,7 +31,7 @@ impl Settings {
             .rounding(self.rounding)
             .transform(self.transform)
             .directions(self.directions)
-            .edge(self.mode.edge)
+            .specials(self.mode.specials)
             .profile(self.mode.profile)
     }
 
@@ -45,8 +45,8 @@ impl Settings {
             Some(("4over6 with stochastic rounding", "use nearest-even rounding or the rule `Six`"))
         } else if four_over_six && other_producer {
             Some(("4over6 with another producer's profile", "use the profile `TransformerEngine` or the rule `Six`"))
-        } else if self.mode.edge == Edge::Reference && other_producer {
-            Some(("the edge `Reference` with another producer's profile", "leave the edge at `Kernel`"))
+        } else if self.mode.specials == Specials::Reference && other_producer {
+            Some(("the specials `Reference` with another producer's profile", "leave the specials at `Kernel`"))
         } else if self.transform != Transform::None && self.directions == Directions::Row {
             Some(("the Hadamard transform acts on the column direction", "use `Directions::Column`"))
         } else {
@@ -59,10 +59,10 @@ fn all_settings() -> Vec<Settings> {
     let mut all = Vec::new();
     for rule in ScaleRule::ALL {
         for (tile, global) in TILES.into_iter().flat_map(|t| GLOBALS.map(|g| (t, g))) {
-            for (edge, profile) in EDGES.into_iter().flat_map(|e| PROFILES.map(|p| (e, p))) {
+            for (specials, profile) in SPECIALS.into_iter().flat_map(|e| PROFILES.map(|p| (e, p))) {
                 for (rounding, transform) in ROUNDINGS.into_iter().flat_map(|r| TRANSFORMS.map(|t| (r, t))) {
                     for directions in DIRECTIONS {
-                        let mode = Mode { tile, global, rule, edge, profile };
+                        let mode = Mode { tile, global, rule, specials, profile };
                         all.push(Settings { mode, rounding, transform, directions });
                     }
                 }
@@ -123,7 +123,7 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
             let Some(direction) = direction else { continue };
             let direction = direction.nvfp4().unwrap();
             let rule = if stochastic { Rule::Stochastic(Random::Stream(stream)) } else { Rule::NearestEven };
-            let amax = matrix::amax(&x, settings.mode.global, settings.mode.amax_edge()).unwrap();
+            let amax = matrix::amax(&x, settings.mode.global, settings.mode.amax_specials()).unwrap();
             let expected = matrix::quantize(&x, &amax, &settings.mode, rule).unwrap();
             assert_eq!((direction.codes(), direction.scales()), (&expected.codes[..], &expected.scales[..]));
             assert_eq!(direction.stored()[..], expected.stored[..]);
@@ -131,8 +131,8 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
             assert_eq!(direction.rotation(), rotation);
         }
     }
-    // Tile and global scale: 3 of 4. Transform and directions: 7 of 9. TransformerEngine: 2 edges, each with the rule six in
-    // 2 roundings and 8 variants of 4over6; three other producers: one edge, the rule six, 2 roundings.
+    // Tile and global scale: 3 of 4. Transform and directions: 7 of 9. TransformerEngine: 2 kinds of specials, each with the rule six in
+    // 2 roundings and 8 variants of 4over6; three other producers: one kind of specials, the rule six, 2 roundings.
     assert_eq!(accepted, 3 * 7 * (2 * (2 + 8) + 3 * 2));
     assert_eq!(accepted + refused, 9 * 4 * 8 * 6 * 3);
 }
@@ -172,11 +172,11 @@ fn four_over_six_refuses_other_producers() {
 }
 
 #[test]
-fn other_producers_refuse_the_reference_edge() {
+fn other_producers_refuse_the_reference_specials() {
     assert_eq!(
-        refusal(Quantizer::builder().edge(Edge::Reference).profile(Profile::TorchAo)),
-        "the edge `Reference` with another producer's profile: it decides NaN and −0 itself; \
-         leave the edge at `Kernel` or use the profile `TransformerEngine`"
+        refusal(Quantizer::builder().specials(Specials::Reference).profile(Profile::TorchAo)),
+        "the specials `Reference` with another producer's profile: it decides NaN and −0 itself; \
+         leave the specials at `Kernel` or use the profile `TransformerEngine`"
     );
 }
 

@@ -101,7 +101,7 @@ impl Plan {
     #[getter]
     fn entries(&self) -> Vec<(String, String, String)> {
         let entries = self.0.entries().iter();
-        entries.map(|e| (e.role.to_string(), e.spec.to_string(), e.because.to_string())).collect()
+        entries.map(|e| (e.role.to_string(), e.spec.to_string(), e.reason.to_string())).collect()
     }
 
     /// What is done about NaN and infinities in tensors that are quantized: 'keep' or 'refuse'.

@@ -10,7 +10,7 @@ use crate::generator::Generator;
 use crate::tensor::QuantTensor;
 use crate::threads;
 use crate::words::{
-    self, DIRECTIONS, EDGES, FINITES, GLOBALS, LAYOUTS, PROFILES, ROUNDINGS, SCALE_RULES, TILES, choose,
+    self, DIRECTIONS, FINITES, GLOBALS, LAYOUTS, PROFILES, ROUNDINGS, SCALE_RULES, SPECIALS, TILES, choose,
 };
 use nvfp4::format::{Format, Nvfp4, QuantSpec};
 use nvfp4::{Elements, Options, Randomness, Side, Signs, Transform};
@@ -170,7 +170,7 @@ pub fn offset(offset: &Bound<'_, PyAny>) -> PyResult<u64> {
 impl Quantizer {
     #[new]
     #[pyo3(signature = (*, tile="1x16", global_scale="per-tensor", scale_rule="six", rounding="nearest", transform=None,
-                        directions="row", edge="kernel", profile="transformer-engine", layout="linear", finite="keep",
+                        directions="row", specials="kernel", profile="transformer-engine", layout="linear", finite="keep",
                         spec=None))]
     #[allow(clippy::too_many_arguments)] // each is a setting with a name
     fn new(
@@ -180,7 +180,7 @@ impl Quantizer {
         rounding: &str,
         transform: Option<Bound<'_, PyAny>>,
         directions: &str,
-        edge: &str,
+        specials: &str,
         profile: &str,
         layout: &str,
         finite: &str,
@@ -194,7 +194,7 @@ impl Quantizer {
             .scale_rule(choose("scale_rule", SCALE_RULES, scale_rule)?)
             .rounding(choose("rounding", ROUNDINGS, rounding)?)
             .transform(self::transform(transform)?)
-            .edge(choose("edge", EDGES, edge)?)
+            .specials(choose("specials", SPECIALS, specials)?)
             .profile(choose("profile", PROFILES, profile)?)
             .layout(choose("layout", LAYOUTS, layout)?);
         let spec = match spec {

@@ -1,8 +1,8 @@
 //! The words of settings. A word that is not known is a `ValueError` that names the known ones.
 
 use nvfp4::{
-    Bound as E4m3Bound, Directions, Edge, ErrorPath, Finite, GlobalScale, Layout, Metric, Precision, Profile, Rounding,
-    ScaleRule, Side, Tile,
+    Bound as E4m3Bound, Directions, ErrorPath, Finite, GlobalScale, Layout, Metric, Precision, Profile, Rounding,
+    ScaleRule, Side, Specials, Tile,
 };
 use nvfp4_recipe::{AttentionSlot, BackwardOverride, LinearSlot, Reduction, Slot};
 use pyo3::exceptions::PyValueError;
@@ -17,7 +17,7 @@ pub const ROUNDINGS: Words<Rounding> = &[("nearest", Rounding::NearestEven), ("s
 pub const DIRECTIONS: Words<Directions> =
     &[("row", Directions::Row), ("column", Directions::Column), ("both", Directions::Both)];
 pub const SIDES: Words<Side> = &[("row", Side::Row), ("column", Side::Column)];
-pub const EDGES: Words<Edge> = &[("kernel", Edge::Kernel), ("reference", Edge::Reference)];
+pub const SPECIALS: Words<Specials> = &[("kernel", Specials::Kernel), ("reference", Specials::Reference)];
 pub const PROFILES: Words<Profile> = &[
     ("transformer-engine", Profile::TransformerEngine),
     ("modelopt", Profile::ModelOpt),

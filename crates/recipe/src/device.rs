@@ -10,7 +10,7 @@ pub use nvfp4_kernels::gemm::Units;
 
 /// How products of a format run on a device: by what this engine does there, not by what the chip could do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Runs {
+pub enum Execution {
     /// On the CPU, or in a program of the user's.
     Software,
     /// On a GPU, by these units.
@@ -19,12 +19,12 @@ pub enum Runs {
     Missing,
 }
 
-impl fmt::Display for Runs {
+impl fmt::Display for Execution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Runs::Software => f.write_str("in software"),
-            Runs::On(units) => write!(f, "{units}"),
-            Runs::Missing => f.write_str("missing"),
+            Execution::Software => f.write_str("in software"),
+            Execution::On(units) => write!(f, "{units}"),
+            Execution::Missing => f.write_str("missing"),
         }
     }
 }
@@ -32,11 +32,11 @@ impl fmt::Display for Runs {
 /// What a device can run. High precision runs everywhere, so a recipe that quantizes nothing asks for nothing.
 ///
 /// ```
-/// use nvfp4_recipe::{Capabilities, Family, Runs, Units};
+/// use nvfp4_recipe::{Capabilities, Family, Execution, Units};
 ///
-/// assert_eq!(Capabilities::software().runs(&Family::Nvfp4), Runs::Software);
-/// assert_eq!(Capabilities::gpu(9, 0).runs(&Family::Nvfp4), Runs::On(Units::Bf16TensorCores));
-/// assert_eq!(Capabilities::gpu(9, 0).runs(&Family::Fp8), Runs::On(Units::MultiplyAdds));
+/// assert_eq!(Capabilities::software().execution(&Family::Nvfp4), Execution::Software);
+/// assert_eq!(Capabilities::gpu(9, 0).execution(&Family::Nvfp4), Execution::On(Units::Bf16TensorCores));
+/// assert_eq!(Capabilities::gpu(9, 0).execution(&Family::Fp8), Execution::On(Units::MultiplyAdds));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
@@ -69,18 +69,18 @@ impl Capabilities {
     }
 
     /// How a format runs.
-    pub fn runs(&self, family: &Family) -> Runs {
+    pub fn execution(&self, family: &Family) -> Execution {
         if self.missing.contains(family) {
-            return Runs::Missing;
+            return Execution::Missing;
         }
         let stored = match family {
             Family::Nvfp4 => Stored::Nvfp4,
             Family::Fp8 => Stored::Fp8,
             Family::Fp8Block => Stored::Fp8Block,
             Family::Mxfp8 => Stored::Mxfp8,
-            Family::Custom(name) if !self.custom.contains(name) => return Runs::Missing,
-            Family::HighPrecision | Family::Custom(_) => return Runs::Software,
+            Family::Custom(name) if !self.custom.contains(name) => return Execution::Missing,
+            Family::HighPrecision | Family::Custom(_) => return Execution::Software,
         };
-        self.gpu.and_then(|capability| gemm::units(stored, capability)).map_or(Runs::Software, Runs::On)
+        self.gpu.and_then(|capability| gemm::units(stored, capability)).map_or(Execution::Software, Execution::On)
     }
 }

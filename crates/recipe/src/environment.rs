@@ -2,8 +2,8 @@
 
 use super::backward::BackwardOverride;
 use super::factory::Recipe;
-use super::keywords::SCOPES;
 use super::problem::{Problem, Problems};
+use super::training::SCOPES;
 use super::training::{Nvfp4Training, Scope};
 use crate::{Error, Result};
 use nvfp4::format::keywords::{Keywords, find, list};

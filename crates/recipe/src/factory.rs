@@ -2,6 +2,7 @@
 
 use super::attention::AttentionPrecision;
 use super::backward::BackwardOverride;
+use super::decision::{Decision, Reason};
 use super::presets::Preset;
 use super::role::Role;
 use super::rules::Rules;
@@ -44,41 +45,6 @@ enum Source {
 }
 
 type SpecFn = dyn Fn(&Role) -> Result<QuantSpec> + Send + Sync;
-
-/// A recipe's answer, and what it follows from.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Decision {
-    /// The answer.
-    pub spec: QuantSpec,
-    /// What to change for another answer.
-    pub because: Because,
-}
-
-/// What a spec follows from.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Because {
-    /// A preset or a function.
-    Recipe(Arc<str>),
-    /// A rule of a rule file.
-    Rule {
-        /// Which rule, from 1.
-        number: usize,
-        /// Where it begins.
-        line: usize,
-    },
-    /// The default of a rule file.
-    Default,
-}
-
-impl fmt::Display for Because {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Because::Recipe(name) => write!(f, "recipe {name}"),
-            Because::Rule { number, line } => write!(f, "rule {number} (line {line})"),
-            Because::Default => f.write_str("the default"),
-        }
-    }
-}
 
 /// The largest rule file that is read.
 const MAX_FILE: u64 = 16 << 20;
@@ -196,10 +162,10 @@ impl Recipe {
     pub fn decide(&self, role: &Role) -> Result<Decision> {
         let decision = match &self.source {
             Source::Preset(preset) => {
-                Decision { spec: preset.spec(role)?, because: Because::Recipe(preset.to_string().into()) }
+                Decision { spec: preset.spec(role)?, reason: Reason::Recipe(preset.to_string().into()) }
             }
             Source::Rules(rules) => rules.decide(role)?,
-            Source::Function { key, spec } => Decision { spec: spec(role)?, because: Because::Recipe(key.clone()) },
+            Source::Function { key, spec } => Decision { spec: spec(role)?, reason: Reason::Recipe(key.clone()) },
         };
         Ok(Decision { spec: self.backward.apply(role.pass(), decision.spec)?, ..decision })
     }

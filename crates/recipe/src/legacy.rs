@@ -13,6 +13,13 @@ pub struct LegacyRole {
     pub name: String,
 }
 
+impl Role {
+    /// TransformerEngine's words for this role, for comparisons with it.
+    pub fn legacy(&self) -> LegacyRole {
+        LegacyRole::of(self)
+    }
+}
+
 impl LegacyRole {
     /// What is handed on is named for its first consumer. What nobody takes over has no role, except in attention, which gives
     /// a hint in the name alone.

@@ -23,6 +23,7 @@ mod attention;
 mod backward;
 mod config;
 mod consumers;
+mod decision;
 mod device;
 mod environment;
 mod error;
@@ -45,15 +46,16 @@ mod training;
 pub use attention::{AttentionMode, AttentionPrecision};
 pub use backward::BackwardOverride;
 pub use consumers::{Support, Use, support};
-pub use device::{Capabilities, Runs, Units};
+pub use decision::{Decision, Reason};
+pub use device::{Capabilities, Execution, Units};
 pub use error::{Error, Result};
-pub use factory::{Because, Decision, Recipe};
+pub use factory::Recipe;
 pub use layers::{AttentionKind, HandOver, LayerKind, LayerNormMlp, MultiheadAttention, TransformerLayer};
 pub use legacy::{LegacyModule, LegacyRole, LegacySlot, Read};
 pub use model::{Edge, KeepInput, Model, Module, Purpose, Quantizable, WeightStorage};
 pub use nvfp4::format::{
     AmaxFn, AmaxRule, AmaxRules, Arithmetic, BlockTile, ColumnSource, Conflict, Delayed, Epsilon, Family, Format, Fp8,
-    Fp8Block, Fp8Code, Made, MxTile, Mxfp8, Name, Nvfp4, QuantSpec, Reduction, Replay, ScaleStep, Split, Stored,
+    Fp8Block, Fp8Code, MxTile, Mxfp8, Name, Nvfp4, Origin, QuantSpec, Reduction, Replay, ScaleStep, Split, Stored,
     multiply,
 };
 pub use path::{Glob, ModulePath};

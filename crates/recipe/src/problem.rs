@@ -2,7 +2,7 @@
 
 use super::attention::{AttentionMode, AttentionPrecision};
 use super::consumers::Use;
-use super::factory::Because;
+use super::decision::Reason;
 use super::fold::fold;
 use super::path::ModulePath;
 use super::role::{AttentionSlot, Site, Slot};
@@ -59,7 +59,7 @@ pub struct Found {
     /// How the tensor is quantized.
     pub spec: QuantSpec,
     /// What that follows from.
-    pub because: Because,
+    pub reason: Reason,
 }
 
 impl fmt::Display for Found {
@@ -139,7 +139,7 @@ pub enum Problem {
     #[error(
         "{path}: attention reads high precision, FP8 with one scale per tensor, or MXFP8, but {}. Change {}",
         listed(tensors),
-        reasons(because)
+        reasons(reason)
     )]
     AttentionFormat {
         /// The module.
@@ -147,13 +147,13 @@ pub enum Problem {
         /// The tensors and their specs.
         tensors: Vec<(AttentionSlot, QuantSpec)>,
         /// What the specs follow from, each once.
-        because: Vec<Because>,
+        reason: Vec<Reason>,
     },
 
     /// Tensors of attention that want different arithmetic.
     #[error(
         "{path}: {} is {} but {} is {}; each pass of attention runs in one precision. Change {}",
-        left.0.name(), left.1, right.0.name(), right.1, reasons(because)
+        left.0.name(), left.1, right.0.name(), right.1, reasons(reason)
     )]
     AttentionMixed {
         /// The module.
@@ -163,13 +163,13 @@ pub enum Problem {
         /// Another one.
         right: (AttentionSlot, QuantSpec),
         /// What they follow from, each once.
-        because: Vec<Because>,
+        reason: Vec<Reason>,
     },
 
     /// Attention with a quantized backward pass alone.
     #[error(
         "{path}: {} is {spec} for the backward pass, but the forward pass is in high precision; attention cannot be quantized \
-         backward alone. Quantize its forward tensors too, or leave its gradients in high precision: change {because}",
+         backward alone. Quantize its forward tensors too, or leave its gradients in high precision: change {reason}",
         slot.name()
     )]
     AttentionOnlyBackward {
@@ -180,7 +180,7 @@ pub enum Problem {
         /// Its spec.
         spec: QuantSpec,
         /// What that follows from.
-        because: Because,
+        reason: Reason,
     },
 
     /// Attention that does not have the precision that the recipe requires.
@@ -188,7 +188,7 @@ pub enum Problem {
         "{path}: the recipe requires {required} attention, but its specs give {found} ({}). \
          Change {} or what is required",
         listed(tensors),
-        reasons(because)
+        reasons(reason)
     )]
     AttentionRequired {
         /// The module.
@@ -200,13 +200,13 @@ pub enum Problem {
         /// The forward tensors and their specs.
         tensors: Vec<(AttentionSlot, QuantSpec)>,
         /// What the specs follow from, each once.
-        because: Vec<Because>,
+        reason: Vec<Reason>,
     },
 
     /// Experts that differ.
     #[error(
         "{site}: the spec is {spec}, but expert 0 has {first}; the experts of one layer are computed together and need one spec. \
-         Change {because}"
+         Change {reason}"
     )]
     Grouped {
         /// The first expert that differs.
@@ -216,14 +216,14 @@ pub enum Problem {
         /// The spec of expert 0.
         first: QuantSpec,
         /// What the expert's spec follows from.
-        because: Because,
+        reason: Reason,
     },
 
     /// A tensor handed over in another format than its consumer reads.
     #[error(
         "{from} → {to}: the tensor is handed over as {given}, but the consumer reads {read}. Change {}, so that both have one \
          spec, or drop the edge, so that it is handed over in high precision",
-        reasons(because)
+        reasons(reason)
     )]
     HandOver {
         /// Who makes it.
@@ -235,7 +235,7 @@ pub enum Problem {
         /// What is expected.
         read: QuantSpec,
         /// What the two follow from, each once.
-        because: Vec<Because>,
+        reason: Vec<Reason>,
     },
 
     /// A use that a spec does not allow.
@@ -266,7 +266,7 @@ pub enum Problem {
     },
 
     /// A format that the device cannot run, nor software for it.
-    #[error("{site}: {spec} needs {family}, {}", missing(family, because))]
+    #[error("{site}: {spec} needs {family}, {}", missing(family, reason))]
     Device {
         /// The tensor.
         site: Site,
@@ -275,18 +275,18 @@ pub enum Problem {
         /// The formats in question.
         family: Family,
         /// What the spec follows from.
-        because: Because,
+        reason: Reason,
     },
 
     /// A format that has a name and no kernels.
-    #[error("{site}: {spec} cannot be made yet: use mxfp8 with 1x32. Change {because}")]
+    #[error("{site}: {spec} cannot be made yet: use mxfp8 with 1x32. Change {reason}")]
     NotMade {
         /// The tensor.
         site: Site,
         /// Its spec.
         spec: QuantSpec,
         /// What the spec follows from.
-        because: Because,
+        reason: Reason,
     },
 
     /// Something wrong in a rule file.
@@ -341,17 +341,17 @@ pub enum Problem {
 }
 
 /// What to change, where any of several may be what is wrong.
-fn reasons(because: &[Because]) -> String {
-    because.iter().map(Because::to_string).collect::<Vec<_>>().join(" or ")
+fn reasons(reason: &[Reason]) -> String {
+    reason.iter().map(Reason::to_string).collect::<Vec<_>>().join(" or ")
 }
 
 /// Why formats cannot be run, and what to change.
-fn missing(family: &Family, because: &Because) -> String {
+fn missing(family: &Family, reason: &Reason) -> String {
     match family {
         Family::Custom(_) => format!(
-            "a format of your own. Say that your program runs it (`Capabilities::with_custom`), or change {because}"
+            "a format of your own. Say that your program runs it (`Capabilities::with_custom`), or change {reason}"
         ),
-        _ => format!("which this build cannot run. Change {because}"),
+        _ => format!("which this build cannot run. Change {reason}"),
     }
 }
 
@@ -370,8 +370,8 @@ fn listed(tensors: &[(AttentionSlot, QuantSpec)]) -> String {
 
 /// What to change so that two operands go together.
 fn change(left: &Found, right: &Found) -> String {
-    match left.because == right.because {
-        true => format!("{} for {} or {}", left.because, left.slot, right.slot),
-        false => format!("{} for {} or {} for {}", left.because, left.slot, right.because, right.slot),
+    match left.reason == right.reason {
+        true => format!("{} for {} or {}", left.reason, left.slot, right.slot),
+        false => format!("{} for {} or {} for {}", left.reason, left.slot, right.reason, right.slot),
     }
 }

@@ -4,10 +4,8 @@
 //! takes the tensor over, where the module hands it on quantized. Nothing here is a position in a list, and no two sites of a
 //! model are alike. [`Role::legacy`] gives the words that TransformerEngine uses for the same tensor.
 
-use super::legacy::LegacyRole;
 use super::path::ModulePath;
-use crate::Result;
-use nvfp4::format::Name;
+use nvfp4::format::{Name, Result};
 use std::fmt;
 
 /// The half of a training step that makes a tensor.
@@ -268,11 +266,6 @@ impl Role {
             (_, Some(Consumer::Sites(sites))) if !sites.is_empty() => &sites[0].slot,
             _ => &self.owner.slot,
         }
-    }
-
-    /// TransformerEngine's words for this role, for comparisons with it.
-    pub fn legacy(&self) -> LegacyRole {
-        LegacyRole::of(self)
     }
 }
 

@@ -1,10 +1,10 @@
 //! The NVFP4 training recipe and its switches.
 
-use super::keywords::{SCOPES, TRANSFORMS};
+use super::keywords::TRANSFORMS;
 use super::role::{LinearSlot, Pass, Slot};
 use nvfp4::format::QuantSpec;
 use nvfp4::format::Result;
-use nvfp4::format::keywords::{ERROR_PATHS, GLOBALS, METRICS, ROUNDINGS, TILES, unless};
+use nvfp4::format::keywords::{ERROR_PATHS, GLOBALS, Keywords, METRICS, ROUNDINGS, TILES, unless};
 use nvfp4::format::{Format, Nvfp4};
 use nvfp4::{Bound, ErrorPath, GlobalScale, Metric, Quantizer, Rounding, ScaleRule, Tile, Transform};
 use std::fmt;
@@ -113,6 +113,10 @@ impl Nvfp4Training {
         }
     }
 }
+
+/// What rule files call the scopes.
+pub(super) const SCOPES: Keywords<Scope> =
+    &[("none", Scope::None), ("weights", Scope::Weights), ("activations", Scope::Activations), ("all", Scope::All)];
 
 /// `nvfp4`, and the switches that are not as usual, in the words of a rule file.
 impl fmt::Display for Nvfp4Training {

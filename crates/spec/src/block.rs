@@ -1,26 +1,13 @@
-//! A tile becomes one scale byte and its codes. Read [`scale`](mod@crate::scale) first.
-//!
-//! A tile is `H` rows of 16 elements: one row in 1×16 mode, sixteen in 16×16 mode. Elements outside the matrix are
-//! zeros. Source: numerics §3, §4.
+//! A tile becomes one scale byte and its codes. Read [`scale`](mod@crate::scale) and
+//! [`tile`](mod@crate::tile) first. Source: numerics §3, §4.
 
 use crate::profile::Factor;
 use crate::scale::{Global, amax};
-use crate::{BLOCK, Edge, Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
-
-/// `H` rows of 16 values.
-pub type Rows<T, const H: usize> = [[T; BLOCK]; H];
+use crate::tile::{Quantized, Rows};
+use crate::{Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
 
 /// The random bytes of a tile: one per element.
 pub type TileRounding<'a, const H: usize> = Rounding<&'a Rows<u8, H>>;
-
-/// A quantized tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Quantized<const H: usize> {
-    /// The E4M3 byte that all rows share.
-    pub scale: u8,
-    /// The E2M1 codes, one per byte.
-    pub codes: Rows<u8, H>,
-}
 
 /// How the blocks of a tensor or row are scaled: everything that depends on its amax.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,17 +23,17 @@ pub struct Scaling {
 impl Scaling {
     /// The scaling of a tensor or row with this amax.
     pub fn new(amax: f32, mode: &Mode, precision: Precision) -> Self {
-        Scaling { global: Global::new(amax, mode.rule.bound(), mode.edge), mode: *mode, precision }
+        Scaling { global: Global::new(amax, mode.rule.bound(), mode.specials), mode: *mode, precision }
     }
 
     /// The scale byte of a block with this largest magnitude, by the rule "six".
     pub fn block_scale(&self, block_amax: f32) -> u8 {
-        self.mode.profile.block_scale(block_amax, &self.global, self.precision, self.mode.edge)
+        self.mode.profile.block_scale(block_amax, &self.global, self.precision, self.mode.specials)
     }
 
     /// How the elements of a block with this scale byte are scaled.
     pub fn factor(&self, scale: u8) -> Factor {
-        self.mode.profile.factor(scale, &self.global, self.precision, self.mode.edge)
+        self.mode.profile.factor(scale, &self.global, self.precision, self.mode.specials)
     }
 
     /// The code of a scaled element, rounded to nearest or with a random byte.
@@ -54,27 +41,29 @@ impl Scaling {
         if y.is_nan() && self.mode.profile == Profile::ModelOpt {
             return 7;
         }
-        let edge = self.mode.profile.code_edge(self.mode.edge);
-        random.map_or_else(|| e2m1::encode(y, edge), |r| stochastic::encode(y, r, edge))
+        let specials = self.mode.profile.code_specials(self.mode.specials);
+        random.map_or_else(|| e2m1::encode(y, specials), |r| stochastic::encode(y, r, specials))
     }
 }
 
-/// Quantizes a tile. 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic rounding.
+/// Quantizes a tile. 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic
+/// rounding.
 pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
     match scaling.mode.rule {
         ScaleRule::Six => six(tile, scaling, rounding),
         ScaleRule::FourOverSix { metric, error, .. } => {
-            four_over_six::quantize(tile, &scaling.global, metric, error, scaling.mode.edge)
+            four_over_six::quantize(tile, &scaling.global, metric, error, scaling.mode.specials)
         }
     }
 }
 
 /// The rule "six": the tile's largest magnitude is mapped to 6.
 ///
-/// In the TransformerEngine profile a tile of zeros gives scale 0 and codes 0, and a non-zero tile whose scale byte
-/// underflows to 0 is not zeroed: its elements are multiplied by `f32::MAX` and mostly saturate.
+/// In the TransformerEngine profile a tile of zeros gives scale 0 and codes 0, and a non-zero tile
+/// whose scale byte underflows to 0 is not zeroed: its elements are multiplied by `f32::MAX` and
+/// mostly saturate.
 pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
-    let scale = scaling.block_scale(amax(tile.as_flattened(), scaling.mode.amax_edge()));
+    let scale = scaling.block_scale(amax(tile.as_flattened(), scaling.mode.amax_specials()));
     let factor = scaling.factor(scale);
     let codes = std::array::from_fn(|r| {
         std::array::from_fn(|i| {
@@ -86,11 +75,6 @@ pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: Til
         })
     });
     Quantized { scale, codes }
-}
-
-/// The codes of a tile whose elements are multiplied by `inverse` and rounded to nearest.
-pub fn encode<const H: usize>(tile: &Rows<f32, H>, inverse: f32, edge: Edge) -> Rows<u8, H> {
-    tile.map(|row| row.map(|x| e2m1::encode(x * inverse, edge)))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! E2M1: four bits, `s e e m`. Codes 0…7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; code `8 + c` is the negative of code `c`.
-//! There is no infinity and no NaN. Source: numerics §1.1, §1.3, §1.4.
+//! E2M1: four bits, `s e e m`. Codes 0…7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; code `8 + c` is the
+//! negative of code `c`. There is no infinity and no NaN. Source: numerics §1.1, §1.3, §1.4.
 
-use crate::Edge;
+use crate::Specials;
 
 /// The values of codes 0…7.
 pub const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
@@ -12,17 +12,19 @@ pub const SIGN: u8 = 8;
 /// The largest value, 6.
 pub const MAX: f32 = 6.0;
 
-/// The smallest magnitudes that round to the codes 1…7: the midpoints, or what follows them where a tie goes down.
+/// The smallest magnitudes that round to the codes 1…7: the midpoints, or what follows them where a
+/// tie goes down.
 pub const FIRSTS: [f32; 7] =
     [0.25f32.next_up(), 0.75, 1.25f32.next_up(), 1.75, 2.5f32.next_up(), 3.5, 5.0f32.next_up()];
 
 /// The code nearest to `x`; a tie goes to the even code.
 ///
-/// Anything beyond ±5, infinities included, becomes ±6. A negative value that rounds to zero gives code 8 (−0). The
-/// edge says what exactly −0 becomes (kernel: 8, reference: 0) and NaN (kernel: 7, reference: 0).
-pub fn encode(x: f32, edge: Edge) -> u8 {
+/// Anything beyond ±5, infinities included, becomes ±6. A negative value that rounds to zero gives
+/// code 8 (−0). The specials say what exactly −0 becomes (kernel: 8, reference: 0) and NaN (kernel: 7,
+/// reference: 0).
+pub fn encode(x: f32, specials: Specials) -> u8 {
     if x.is_nan() {
-        return nan_code(edge);
+        return nan_code(specials);
     }
     let a = x.abs();
     let magnitude = if a <= 0.25 {
@@ -42,22 +44,22 @@ pub fn encode(x: f32, edge: Edge) -> u8 {
     } else {
         7
     };
-    magnitude | sign(x, edge)
+    magnitude | sign(x, specials)
 }
 
-/// What NaN becomes: +6 in the kernel edge, 0 in the reference edge.
-pub fn nan_code(edge: Edge) -> u8 {
-    match edge {
-        Edge::Kernel => 7,
-        Edge::Reference => 0,
+/// What NaN becomes: +6 with kernel specials, 0 with reference specials.
+pub fn nan_code(specials: Specials) -> u8 {
+    match specials {
+        Specials::Kernel => 7,
+        Specials::Reference => 0,
     }
 }
 
-/// The sign bit of the code for `x`: set for negative values, and for −0 in the kernel edge.
-pub fn sign(x: f32, edge: Edge) -> u8 {
-    let negative = match edge {
-        Edge::Kernel => x.is_sign_negative(),
-        Edge::Reference => x < 0.0,
+/// The sign bit of the code for `x`: set for negative values, and for −0 with kernel specials.
+pub fn sign(x: f32, specials: Specials) -> u8 {
+    let negative = match specials {
+        Specials::Kernel => x.is_sign_negative(),
+        Specials::Reference => x < 0.0,
     };
     if negative { SIGN } else { 0 }
 }
@@ -96,28 +98,32 @@ mod tests {
     #[test]
     fn ties_go_to_the_even_code() {
         for (x, code) in [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6)] {
-            assert_eq!(encode(x, Edge::Kernel), code, "{x}");
-            assert_eq!(encode(-x, Edge::Reference), code | SIGN, "-{x}");
+            assert_eq!(encode(x, Specials::Kernel), code, "{x}");
+            assert_eq!(encode(-x, Specials::Reference), code | SIGN, "-{x}");
         }
     }
 
     #[test]
     fn edges_differ_only_at_negative_zero_and_nan() {
-        assert_eq!([encode(-0.0, Edge::Kernel), encode(-0.0, Edge::Reference)], [8, 0]);
-        assert_eq!([encode(f32::NAN, Edge::Kernel), encode(-f32::NAN, Edge::Kernel)], [7, 7]);
-        assert_eq!([encode(f32::NAN, Edge::Reference), encode(-f32::NAN, Edge::Reference)], [0, 0]);
-        assert_eq!([encode(-1e-40, Edge::Kernel), encode(-1e-40, Edge::Reference)], [8, 8]);
-        assert_eq!([encode(f32::INFINITY, Edge::Kernel), encode(f32::NEG_INFINITY, Edge::Reference)], [7, 15]);
+        assert_eq!([encode(-0.0, Specials::Kernel), encode(-0.0, Specials::Reference)], [8, 0]);
+        assert_eq!([encode(f32::NAN, Specials::Kernel), encode(-f32::NAN, Specials::Kernel)], [7, 7]);
+        assert_eq!([encode(f32::NAN, Specials::Reference), encode(-f32::NAN, Specials::Reference)], [0, 0]);
+        assert_eq!([encode(-1e-40, Specials::Kernel), encode(-1e-40, Specials::Reference)], [8, 8]);
+        assert_eq!([encode(f32::INFINITY, Specials::Kernel), encode(f32::NEG_INFINITY, Specials::Reference)], [7, 15]);
     }
 
     #[test]
     fn codes_begin_at_their_firsts() {
         for (code, first) in (1..).zip(FIRSTS) {
-            assert_eq!([encode(first.next_down(), Edge::Kernel), encode(first, Edge::Kernel)], [code - 1, code]);
+            assert_eq!(
+                [encode(first.next_down(), Specials::Kernel), encode(first, Specials::Kernel)],
+                [code - 1, code]
+            );
         }
     }
 
-    /// An independent statement of "nearest, ties to even": the closest value in f64, the even code among equals.
+    /// An independent statement of "nearest, ties to even": the closest value in f64, the even code
+    /// among equals.
     fn nearest(x: f32) -> u8 {
         let distance = |code: u8| (f64::from(decode(code)) - f64::from(x).clamp(-6.0, 6.0)).abs();
         let sign = if x < 0.0 { SIGN } else { 0 };
@@ -131,13 +137,13 @@ mod tests {
     fn every_16_bit_input_goes_to_the_nearest_code() {
         for bits in 0..=u16::MAX {
             for x in [bf16::from_bits(bits).to_f32(), f16::from_bits(bits).to_f32()] {
-                for edge in [Edge::Kernel, Edge::Reference] {
-                    let expected = match (x.is_nan(), x == 0.0 && x.is_sign_negative(), edge) {
-                        (true, _, edge) => nan_code(edge),
-                        (_, true, Edge::Kernel) => 8,
+                for specials in [Specials::Kernel, Specials::Reference] {
+                    let expected = match (x.is_nan(), x == 0.0 && x.is_sign_negative(), specials) {
+                        (true, _, specials) => nan_code(specials),
+                        (_, true, Specials::Kernel) => 8,
                         _ => nearest(x),
                     };
-                    assert_eq!(encode(x, edge), expected, "{x:e} {edge:?}");
+                    assert_eq!(encode(x, specials), expected, "{x:e} {specials:?}");
                 }
             }
         }
@@ -148,7 +154,7 @@ mod tests {
         for byte in 0..=255 {
             let [even, odd] = unpack(byte);
             assert_eq!(pack(even, odd), byte);
-            assert_eq!(encode(decode(even), Edge::Kernel), even);
+            assert_eq!(encode(decode(even), Specials::Kernel), even);
         }
     }
 }

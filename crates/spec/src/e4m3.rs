@@ -1,5 +1,6 @@
-//! E4M3 ("fn" flavour): eight bits, `s eeee mmm`, bias 7, no infinity, NaN at 0x7F and 0xFF. Block scales are E4M3
-//! bytes with the sign bit clear; FP8 tensors use both signs. Source: numerics §1.2.
+//! E4M3 ("fn" flavour): eight bits, `s eeee mmm`, bias 7, no infinity, NaN at 0x7F and 0xFF. Block
+//! scales are E4M3 bytes with the sign bit clear; FP8 tensors use both signs. Source: numerics
+//! §1.2.
 
 use crate::small_float::{self, SmallFloat};
 
@@ -28,8 +29,9 @@ const FORMAT: SmallFloat = SmallFloat { mantissa: MANTISSA, bias: 7, max: MAX };
 
 /// The byte nearest to `x`; a tie goes to the even mantissa.
 ///
-/// Magnitudes above 448, infinities included, saturate to ±448. Subnormals are produced: 2⁻¹⁰ is a tie between 0 and
-/// 2⁻⁹ and gives 0. NaN gives 0x7F whatever its sign; −0 and negative values that round to zero give 0x80.
+/// Magnitudes above 448, infinities included, saturate to ±448. Subnormals are produced: 2⁻¹⁰ is a
+/// tie between 0 and 2⁻⁹ and gives 0. NaN gives 0x7F whatever its sign; −0 and negative values that
+/// round to zero give 0x80.
 pub fn encode(x: f32) -> u8 {
     FORMAT.encode(x)
 }

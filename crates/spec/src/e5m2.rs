@@ -1,5 +1,5 @@
-//! E5M2: eight bits, `s eeeee mm`, bias 15; infinity at 0x7C and 0xFC, NaN above it. A value is the binary16 number
-//! whose high byte it is. Source: numerics §14.1.
+//! E5M2: eight bits, `s eeeee mm`, bias 15; infinity at 0x7C and 0xFC, NaN above it. A value is the
+//! binary16 number whose high byte it is. Source: numerics §14.1.
 
 use crate::small_float::{self, SmallFloat};
 
@@ -25,8 +25,9 @@ const FORMAT: SmallFloat = SmallFloat { mantissa: MANTISSA, bias: 15, max: MAX }
 
 /// The byte nearest to `x`; a tie goes to the even mantissa.
 ///
-/// Magnitudes above 57344, infinities included, saturate to ±57344. Subnormals are produced: 2⁻¹⁷ is a tie between 0 and
-/// 2⁻¹⁶ and gives 0. NaN gives 0x7F whatever its sign; −0 and negative values that round to zero give 0x80.
+/// Magnitudes above 57344, infinities included, saturate to ±57344. Subnormals are produced: 2⁻¹⁷
+/// is a tie between 0 and 2⁻¹⁶ and gives 0. NaN gives 0x7F whatever its sign; −0 and negative
+/// values that round to zero give 0x80.
 pub fn encode(x: f32) -> u8 {
     FORMAT.encode(x)
 }

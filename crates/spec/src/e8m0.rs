@@ -1,5 +1,5 @@
-//! E8M0: eight bits of exponent and nothing else. Byte `b` is 2^(b−127), 255 is NaN: the block scales of MXFP8.
-//! Source: numerics §14.5.
+//! E8M0: eight bits of exponent and nothing else. Byte `b` is 2^(b−127), 255 is NaN: the block
+//! scales of MXFP8. Source: numerics §14.5.
 
 /// The byte of NaN.
 pub const NAN_BYTE: u8 = 255;
@@ -19,15 +19,16 @@ pub fn decode(byte: u8) -> f32 {
     }
 }
 
-/// One over the value of a byte, exact in binary32: what elements are multiplied by when they are quantized.
+/// One over the value of a byte, exact in binary32: what elements are multiplied by when they are
+/// quantized.
 pub fn reciprocal(byte: u8) -> f32 {
     if byte == NAN_BYTE { f32::NAN } else { decode(MAX_BYTE - byte) }
 }
 
 /// The byte of the smallest power of two that is not below `x`, for `x ≥ 0`.
 ///
-/// What lies at or below 2⁻¹²⁷ gives byte 0, zero among it; what lies above 2¹²⁷, infinity among it, gives byte 254; NaN
-/// gives 255.
+/// Values up to 2⁻¹²⁷, including zero, give byte 0. Values above 2¹²⁷, including infinity, give
+/// byte 254. NaN gives 255.
 pub fn encode_up(x: f32) -> u8 {
     let (exponent, mantissa) = ((x.to_bits() >> 23 & 0xFF) as u8, x.to_bits() & 0x007F_FFFF);
     match (exponent, mantissa) {

@@ -11,8 +11,8 @@ mod sealed {
 
 /// An input or output type: `f32`, `bf16` or `f16`.
 ///
-/// Going to binary32 is exact. Coming back is one rounding to nearest even; NaN stays NaN and overflow becomes ∞. The
-/// trait is sealed: [`Element::PRECISION`] tells the type.
+/// Going to binary32 is exact. Coming back is one rounding to nearest even; NaN stays NaN and
+/// overflow becomes ∞. The trait is sealed: [`Element::PRECISION`] tells the type.
 pub trait Element: sealed::Sealed + Copy + Default + PartialEq + Send + Sync + std::fmt::Debug + 'static {
     /// Which of the three types this is.
     const PRECISION: Precision;

@@ -1,4 +1,4 @@
-//! What can be wrong with a call.
+//! Errors in the arguments of a call.
 
 use std::fmt;
 
@@ -88,12 +88,15 @@ pub fn area(rows: usize, cols: usize) -> Result<usize> {
     rows.checked_mul(cols).ok_or(Error::TooLarge { rows, cols })
 }
 
-/// `len` zeros, which a matrix of `rows` × `cols` asks for, or an error where there is no memory for them.
+/// `len` zeros, which a matrix of `rows` × `cols` asks for, or an error where there is no memory
+/// for them.
 ///
-/// A shape is only a claim: a matrix without columns may have any number of rows, and a repeated row any number of
-/// copies. What is allocated for a shape, and not for elements that are there already, is allocated here.
+/// A shape alone proves nothing: a matrix without columns may have any number of rows, and a
+/// repeated row any number of copies. So memory whose size comes from a shape, not from existing
+/// elements, is allocated here.
 pub fn zeros<T: Copy + Default>(len: usize, rows: usize, cols: usize) -> Result<Vec<T>> {
-    // Asked for twice: a reservation can fail politely, and only `vec!` takes zeroed pages from the system as they are.
+    // Allocated twice: a reservation returns an error instead of aborting, and only `vec!` uses the
+    // system's zeroed pages.
     Vec::<T>::new().try_reserve_exact(len).map_err(|_| Error::TooLarge { rows, cols })?;
     Ok(vec![T::default(); len])
 }

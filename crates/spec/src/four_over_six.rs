@@ -1,33 +1,35 @@
-//! 4over6: a block's largest magnitude is mapped to 6 or to 4, whichever gives the smaller error. Mapping to 4 gives up
-//! the codes ±6 and gains a finer grid. Source: numerics §5.
+//! 4over6: a block's largest magnitude is mapped to 6 or to 4, whichever gives the smaller error.
+//! Mapping to 4 gives up the codes ±6 and gains a finer grid. Source: numerics §5.
 
-use crate::block::{self, Quantized, Rows};
 use crate::scale::{Global, amax, inverse_scale};
-use crate::{BLOCK, Edge, ErrorPath, Metric, e2m1, e4m3};
+use crate::tile::{self, Quantized, Rows};
+use crate::{BLOCK, ErrorPath, Metric, Specials, e2m1, e4m3};
 
-/// Quantizes a tile both ways and keeps the better one. Mapping to 4 wins only if its error is strictly smaller: ties
-/// and errors that are NaN choose 6.
+/// Quantizes a tile both ways and keeps the better one. Mapping to 4 wins only if its error is
+/// strictly smaller: ties and errors that are NaN choose 6.
 pub fn quantize<const H: usize>(
     tile: &Rows<f32, H>,
     global: &Global,
     metric: Metric,
     error: ErrorPath,
-    edge: Edge,
+    specials: Specials,
 ) -> Quantized<H> {
-    let [six, four] = candidate_scales(amax(tile.as_flattened(), edge), global, edge)
-        .map(|scale| Quantized { scale, codes: block::encode(tile, inverse_scale(scale, global, edge), edge) });
+    let [six, four] = candidate_scales(amax(tile.as_flattened(), specials), global, specials)
+        .map(|scale| Quantized { scale, codes: tile::encode(tile, inverse_scale(scale, global, specials), specials) });
     let total = |candidate: &Quantized<H>| tile_error(tile, candidate, global, metric, error);
     if total(&four) < total(&six) { four } else { six }
 }
 
-/// The scale bytes `[S6, S4]`: with `base = fl(fl(bm/6) · enc)` they are `E4M3(base)` and `E4M3(fl(base · 1.5))`, both
-/// saturating at 448. The division by 6 comes first here, unlike in the rule "six".
-pub fn candidate_scales(block_amax: f32, global: &Global, edge: Edge) -> [u8; 2] {
+/// The scale bytes `[S6, S4]`: with `base = fl(fl(bm/6) · enc)` they are `E4M3(base)` and
+/// `E4M3(fl(base · 1.5))`, both saturating at 448. The division by 6 comes first here, unlike in
+/// the rule "six".
+pub fn candidate_scales(block_amax: f32, global: &Global, specials: Specials) -> [u8; 2] {
     let base = block_amax / 6.0 * global.encode;
-    [base, base * 1.5].map(|s| e4m3::encode(edge.min_with_max(s)))
+    [base, base * 1.5].map(|s| e4m3::encode(specials.min_with_max(s)))
 }
 
-/// The error of a candidate over a tile: each row summed in element order, then the rows by [`sum_rows`].
+/// The error of a candidate over a tile: each row summed in element order, then the rows by
+/// [`sum_rows`].
 pub fn tile_error<const H: usize>(
     tile: &Rows<f32, H>,
     candidate: &Quantized<H>,
@@ -62,10 +64,11 @@ pub fn strict_error(code: u8, scale: u8, x: f32, global: &Global) -> f32 {
     e2m1::decode(code) * e4m3::decode(scale) * global.amax / global.bound.six_e() - x
 }
 
-/// The fast error of an element, in the units of code × scale: `fl(q·sf − fl(x · enc))`, two roundings.
+/// The fast error of an element, in the units of code × scale: `fl(q·sf − fl(x · enc))`, two
+/// roundings.
 ///
-/// Upstream forms `q·sf` in FP16. It has at most 6 significant bits and lies in 0 ∪ [2⁻¹⁰, 2688], so it is exact there
-/// and equals the binary32 product.
+/// Upstream forms `q·sf` in FP16. It has at most 6 significant bits and lies in 0 ∪ [2⁻¹⁰, 2688],
+/// so it is exact there and equals the binary32 product.
 pub fn fast_error(code: u8, scale: u8, x: f32, global: &Global) -> f32 {
     fast_candidate(code, scale) - x * global.encode
 }
@@ -75,8 +78,9 @@ pub fn fast_candidate(code: u8, scale: u8) -> f32 {
     (e2m1::decode(code) + 0.0) * e4m3::decode(scale)
 }
 
-/// The rows' errors summed as a tree: with 16 rows `r[j] + r[j+8]` for j < 8, then `+ r[j+4]`, `+ r[j+2]`, `+ r[j+1]`.
-/// One row is its own sum. The number of rows must be a power of two; another one does not compile.
+/// The rows' errors summed as a tree: with 16 rows `r[j] + r[j+8]` for j < 8, then `+ r[j+4]`, `+
+/// r[j+2]`, `+ r[j+1]`. One row is its own sum. The number of rows must be a power of two; another
+/// one does not compile.
 pub fn sum_rows<const H: usize>(mut rows: [f32; H]) -> f32 {
     const { assert!(H.is_power_of_two(), "a tree that halves the rows reaches all of them") };
     let mut half = H / 2;
@@ -107,12 +111,13 @@ mod tests {
 
     #[test]
     fn four_wins_where_its_grid_fits_better() {
-        // 4 of 4 and 3 of 4 are on the grid of the candidate "four"; with "six" 3/4 would be 4.5 of 6.
+        // 4 of 4 and 3 of 4 are on the grid of the candidate "four"; with "six" 3/4 would be 4.5 of
+        // 6.
         let row = std::array::from_fn(|i| if i % 2 == 0 { 4.0 } else { 3.0 });
-        let global = Global::new(1536.0, Bound::E256, Edge::Kernel);
+        let global = Global::new(1536.0, Bound::E256, Specials::Kernel);
         for metric in [Metric::Mae, Metric::Mse] {
             for error in [ErrorPath::Strict, ErrorPath::Fast] {
-                let q = quantize(&[row], &global, metric, error, Edge::Kernel);
+                let q = quantize(&[row], &global, metric, error, Specials::Kernel);
                 assert_eq!((q.scale, q.codes[0][0], q.codes[0][1]), (0x38, 6, 5));
             }
         }
@@ -120,16 +125,16 @@ mod tests {
 
     #[test]
     fn ties_and_nan_errors_choose_six() {
-        let global = Global::new(448.0 * 6.0, Bound::E448, Edge::Kernel);
+        let global = Global::new(448.0 * 6.0, Bound::E448, Specials::Kernel);
         // Both candidates saturate at 448, so they are equal.
-        let q = quantize(&[[2688.0; 16]], &global, Metric::Mae, ErrorPath::Strict, Edge::Kernel);
+        let q = quantize(&[[2688.0; 16]], &global, Metric::Mae, ErrorPath::Strict, Specials::Kernel);
         assert_eq!((q.scale, q.codes[0][0]), (0x7E, 7));
-        let infinite = Global::new(f32::INFINITY, Bound::E256, Edge::Kernel);
+        let infinite = Global::new(f32::INFINITY, Bound::E256, Specials::Kernel);
         let row = std::array::from_fn(|i| if i == 0 { f32::INFINITY } else { 3.0 });
-        let q = quantize(&[row], &infinite, Metric::Mse, ErrorPath::Strict, Edge::Kernel);
+        let q = quantize(&[row], &infinite, Metric::Mse, ErrorPath::Strict, Specials::Kernel);
         assert_eq!(q.scale, 0x7E);
-        let tiny = quantize(&[[3.0; 16]], &infinite, Metric::Mae, ErrorPath::Strict, Edge::Kernel);
-        assert_eq!(tiny.scale, candidate_scales(3.0, &infinite, Edge::Kernel)[0]);
+        let tiny = quantize(&[[3.0; 16]], &infinite, Metric::Mae, ErrorPath::Strict, Specials::Kernel);
+        assert_eq!(tiny.scale, candidate_scales(3.0, &infinite, Specials::Kernel)[0]);
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! GGUF's NVFP4 blocks: 64 elements in 36 bytes, 4 scale bytes then 32 bytes of codes. In each 16-element sub-block the
-//! low nibbles hold elements 0…7 and the high nibbles elements 8…15. Source: llama.cpp's `block_nvfp4`.
+//! GGUF's NVFP4 blocks: 64 elements in 36 bytes, 4 scale bytes then 32 bytes of codes. In each
+//! 16-element sub-block the low nibbles hold elements 0…7 and the high nibbles elements 8…15.
+//! Source: llama.cpp's `block_nvfp4`.
 
 use crate::{BLOCK, Error, Result, area, check_len, e2m1, e4m3};
 
@@ -24,7 +25,8 @@ pub fn packed_len(rows: usize, cols: usize) -> Result<usize> {
     area(blocks(rows, cols)?, BLOCK_BYTES)
 }
 
-/// Checks that codes and scales have the lengths of a `rows` × `cols` matrix, and that GGUF can hold the scales.
+/// Checks that codes and scales have the lengths of a `rows` × `cols` matrix, and that GGUF can
+/// hold the scales.
 pub fn check(codes: &[u8], scales: &[u8], rows: usize, cols: usize) -> Result<()> {
     let blocks = blocks(rows, cols)?;
     check_len("codes", blocks * BLOCK_ELEMENTS / 2, codes.len())?;
@@ -35,8 +37,8 @@ pub fn check(codes: &[u8], scales: &[u8], rows: usize, cols: usize) -> Result<()
     }
 }
 
-/// Packs codes and scales into GGUF blocks. The same numbers in another order: the block scales must be finite and
-/// non-negative, because GGUF reads a NaN as 0 and has no sign.
+/// Packs codes and scales into GGUF blocks. The same numbers in another order: the block scales
+/// must be finite and non-negative, because GGUF reads a NaN as 0 and has no sign.
 pub fn pack(codes: &[u8], scales: &[u8], rows: usize, cols: usize) -> Result<Vec<u8>> {
     check(codes, scales, rows, cols)?;
     let mut out = Vec::with_capacity(packed_len(rows, cols)?);

@@ -1,9 +1,8 @@
-//! The 16-point randomized Hadamard transform: it spreads an outlier over its group before quantization, and cancels in
-//! a product of two operands transformed alike. Source: numerics §0, §6.
+//! The 16-point randomized Hadamard transform: it spreads an outlier over its group before
+//! quantization, and cancels in a product of two operands transformed alike. Source: numerics §0,
+//! §6.
 
-use crate::matrix::Matrix;
-use crate::{BLOCK, Error, Precision, Result};
-use half::bf16;
+use crate::{BLOCK, Precision};
 
 /// What the sums are multiplied by: 1/√16.
 pub const FACTOR: f32 = 0.25;
@@ -11,7 +10,8 @@ pub const FACTOR: f32 = 0.25;
 /// The type of a transformed matrix.
 pub const PRECISION: Precision = Precision::Bf16;
 
-/// Which elements of a group change sign before the transform: bit `i` set means element `i` is negated.
+/// Which elements of a group change sign before the transform: bit `i` set means element `i` is
+/// negated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Signs(pub u16);
 
@@ -29,9 +29,9 @@ impl Signs {
 
 /// Transforms 16 values and rounds them to bf16: `out[j] = Σᵢ v[i]·g[i]·(−1)^popcount(i & j) / 4`.
 ///
-/// The order of additions is the fast butterfly in binary32: signs, then stages of distance 1, 2, 4, 8 (`a + b`,
-/// `a − b`), then × 0.25, then one rounding to bf16. Infinities and NaN go the way of IEEE arithmetic. Returned in
-/// binary32, exactly.
+/// The order of additions is the fast butterfly in binary32: signs, then stages of distance 1, 2,
+/// 4, 8 (`a + b`, `a − b`), then × 0.25, then one rounding to bf16. Infinities and NaN go the way
+/// of IEEE arithmetic. Returned in binary32, exactly.
 pub fn transform(mut v: [f32; BLOCK], signs: Signs) -> [f32; BLOCK] {
     for (i, x) in v.iter_mut().enumerate() {
         if signs.negates(i) {
@@ -47,20 +47,10 @@ pub fn transform(mut v: [f32; BLOCK], signs: Signs) -> [f32; BLOCK] {
     v.map(|x| PRECISION.round(x * FACTOR))
 }
 
-/// Transforms every group of 16 along a matrix's rows, whose length must be a multiple of 16. The result is a bf16 matrix.
-pub fn transform_matrix(x: &Matrix, signs: Signs) -> Result<Matrix> {
-    if !x.cols().is_multiple_of(BLOCK) {
-        let what = "the dimension that the Hadamard transform runs along";
-        return Err(Error::Multiple { what, of: BLOCK, got: x.cols() });
-    }
-    let groups = x.data().as_chunks::<BLOCK>().0;
-    let data: Vec<bf16> = groups.iter().flat_map(|&group| transform(group, signs)).map(bf16::from_f32).collect();
-    Matrix::new(x.rows(), x.cols(), &data)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::bf16;
 
     #[test]
     fn unit_vectors_give_the_rows_of_the_matrix() {
@@ -74,7 +64,8 @@ mod tests {
         }
     }
 
-    /// An input (all bf16) on which the order of additions shows: stages of distance 8, 4, 2, 1 would give −100.5.
+    /// An input (all bf16) on which the order of additions shows: stages of distance 8, 4, 2, 1
+    /// would give −100.5.
     #[test]
     fn near_neighbours_are_added_first() {
         let v = [
@@ -103,14 +94,5 @@ mod tests {
     fn twice_without_signs_is_the_identity() {
         let v = std::array::from_fn(|i| i as f32 - 5.0);
         assert_eq!(transform(transform(v, Signs::NONE), Signs::NONE), v);
-    }
-
-    #[test]
-    fn a_ragged_row_is_refused() {
-        let error = transform_matrix(&Matrix::new(1, 24, &[0.0f32; 24]).unwrap(), Signs::FIXED).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "the dimension that the Hadamard transform runs along: expected a multiple of 16, got 24"
-        );
     }
 }

@@ -1,13 +1,13 @@
 //! What the NVFP4 numbers are.
 //!
-//! This crate is the textbook: every numeric rule of the format is written here once, in scalar, safe Rust that
-//! follows the sentence it implements. The fast implementations are twins of these functions and must give the same
-//! bits. Nothing here is tuned; read it in this order:
+//! This crate is the textbook: every numeric rule of the format is written here once, in scalar,
+//! safe Rust that follows the sentence it implements. The fast implementations are twins of these
+//! functions and must give the same bits. Nothing here is tuned; read it in this order:
 //!
-//! 1. [`mode`]: the choices (tile, global scale, scale rule, rounding, edge);
+//! 1. [`mode`]: the choices (tile, global scale, scale rule, rounding, specials);
 //! 2. [`e2m1`] and [`e4m3`]: the two small number formats;
 //! 3. [`scale`]: the global scale and the block scale;
-//! 4. [`block`]: a tile becomes one scale byte and its codes;
+//! 4. [`tile`] and [`block`]: a tile becomes one scale byte and its codes;
 //! 5. [`four_over_six`]: choosing between two scales per block;
 //! 6. [`philox`] and [`stochastic`]: randomness by position, and rounding with it;
 //! 7. [`hadamard`]: the randomized Hadamard transform;
@@ -16,15 +16,17 @@
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
 //! 11. [`profile`]: the same steps in the arithmetic of other producers;
 //! 12. [`mse`]: a block's scale by trial; [`rescale`]: a block under another tensor scale;
-//! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce its output;
+//! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce
+//!     its output;
 //! 14. [`e5m2`], [`e8m0`] and [`fp8`]: the eight-bit formats that recipes mix with NVFP4.
 //!
 //! # Notation
 //!
-//! `fl(…)` is one IEEE-754 binary32 operation, rounded to nearest even, subnormals kept. Rust's `f32` operators are
-//! exactly that and are never contracted, so an expression here has one rounding per operator, in the order written.
-//! The order is part of the rule. "numerics §n" names a section of `docs/numerics.md` in this repository: the same rules
-//! in prose and formulas, as TransformerEngine has them (commit d0067d0da6cb).
+//! `fl(…)` is one IEEE-754 binary32 operation, rounded to nearest even, subnormals kept. Rust's
+//! `f32` operators are exactly that and are never contracted, so an expression here has one
+//! rounding per operator, in the order written. The order is part of the rule. "numerics §n" names
+//! a section of `docs/numerics.md` in this repository: the same rules in prose and formulas, as
+//! TransformerEngine has them (commit d0067d0da6cb).
 
 #![forbid(unsafe_code)]
 
@@ -51,12 +53,12 @@ pub mod scale;
 mod small_float;
 pub mod stochastic;
 pub mod swizzle;
+pub mod tile;
 pub mod upstream;
 
 pub use element::{Element, Precision};
 pub use error::{Error, Result, area, check_len, zeros};
-pub use mode::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile};
-pub use profile::Profile;
+pub use mode::{Bound, ErrorPath, GlobalScale, Metric, Mode, Profile, Rounding, ScaleRule, Specials, Tile};
 
 /// Number of consecutive elements that share one block scale.
 pub const BLOCK: usize = 16;

@@ -1,21 +1,24 @@
 //! Whole matrices: amax, both directions, ragged shapes, and back. Read [`block`] first.
 //! Source: numerics §2, §4, §8.
 //!
-//! The row direction quantizes the matrix as it is, with blocks along its rows. The column direction quantizes the
-//! transposed matrix, computed from the same high-precision values and never from the row direction's codes:
-//! `quantize(&columns(&x, transform)?, …)`.
+//! The row direction quantizes the matrix as it is, with blocks along its rows. The column
+//! direction quantizes the transposed matrix, computed from the same high-precision values and
+//! never from the row direction's codes: `quantize(&columns(&x, transform)?, …)`.
 //!
-//! A quantized row of `C` elements has `ceil(C/2)` bytes of codes and `ceil(C/16)` scale bytes. Where a tile reaches
-//! beyond the matrix its missing elements are zeros, and nothing of them is stored: with an odd `C` the last high nibble
-//! is 0. A matrix with no rows or no columns is valid and has no codes and no scales; its other dimension may be any
-//! number, and no time is spent on it.
+//! A quantized row of `C` elements has `ceil(C/2)` bytes of codes and `ceil(C/16)` scale bytes.
+//! Where a tile reaches beyond the matrix its missing elements are zeros, and nothing of them is
+//! stored: with an odd `C` the last high nibble is 0. A matrix with no rows or no columns is valid
+//! and has no codes and no scales; its other dimension may be any number, and no time is spent on
+//! it.
 
-use crate::block::{self, Quantized as QuantizedTile, Rows, Scaling, TileRounding};
-use crate::hadamard::{Signs, transform_matrix};
+use crate::block::{self, Scaling, TileRounding};
+use crate::hadamard::{self, Signs};
 use crate::scale::{self, Unit};
 use crate::stochastic::Random;
-use crate::{BLOCK, Edge, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Tile};
+use crate::tile::{Quantized as QuantizedTile, Rows};
+use crate::{BLOCK, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Specials, Tile};
 use crate::{area, check_len, e2m1, fast_math, zeros};
+use half::bf16;
 
 /// A row-major matrix of binary32 values.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,7 +30,8 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// A matrix over `data`, which must have `rows · cols` values; 16-bit types are converted exactly.
+    /// A matrix over `data`, which must have `rows · cols` values; 16-bit types are converted
+    /// exactly.
     pub fn new<T: Element>(rows: usize, cols: usize, data: &[T]) -> Result<Self> {
         check_len("matrix", area(rows, cols)?, data.len())?;
         Ok(Matrix { rows, cols, precision: T::PRECISION, data: data.iter().map(|x| x.to_f32()).collect() })
@@ -81,23 +85,35 @@ impl Matrix {
     }
 }
 
-/// What the column direction quantizes: the transposed matrix, Hadamard-transformed along its rows (the columns of the
-/// original) where signs are given. The transform needs a multiple of 16 rows.
-pub fn columns(x: &Matrix, transform: Option<Signs>) -> Result<Matrix> {
-    match transform {
-        Some(signs) => transform_matrix(&x.transpose(), signs),
+/// What the column direction quantizes: the transposed matrix, Hadamard-transformed along its rows
+/// (the columns of the original) where signs are given. The transform needs a multiple of 16 rows.
+pub fn columns(x: &Matrix, signs: Option<Signs>) -> Result<Matrix> {
+    match signs {
+        Some(signs) => transform(&x.transpose(), signs),
         None => Ok(x.transpose()),
     }
 }
 
-/// The amax of the matrix, or of each row; 0 where there are no elements. With the Hadamard transform it is taken after
-/// the transform.
-pub fn amax(x: &Matrix, global: GlobalScale, edge: Edge) -> Result<Vec<f32>> {
+/// Transforms every group of 16 along the rows, whose length must be a multiple of 16. The result
+/// is a bf16 matrix.
+pub fn transform(x: &Matrix, signs: Signs) -> Result<Matrix> {
+    if !x.cols().is_multiple_of(BLOCK) {
+        let what = "the dimension that the Hadamard transform runs along";
+        return Err(Error::Multiple { what, of: BLOCK, got: x.cols() });
+    }
+    let groups = x.data().as_chunks::<BLOCK>().0.iter();
+    let data: Vec<bf16> = groups.flat_map(|&group| hadamard::transform(group, signs)).map(bf16::from_f32).collect();
+    Matrix::new(x.rows(), x.cols(), &data)
+}
+
+/// The amax of the matrix, or of each row; 0 where there are no elements. With the Hadamard
+/// transform it is taken after the transform.
+pub fn amax(x: &Matrix, global: GlobalScale, specials: Specials) -> Result<Vec<f32>> {
     let mut amax = zeros(global.count(x.rows), x.rows, x.cols)?;
     match global {
-        GlobalScale::PerTensor => amax[0] = scale::amax(&x.data, edge),
+        GlobalScale::PerTensor => amax[0] = scale::amax(&x.data, specials),
         GlobalScale::PerRow if x.is_empty() => {}
-        GlobalScale::PerRow => (0..x.rows).for_each(|r| amax[r] = scale::amax(x.row(r), edge)),
+        GlobalScale::PerRow => (0..x.rows).for_each(|r| amax[r] = scale::amax(x.row(r), specials)),
     }
     Ok(amax)
 }
@@ -185,7 +201,8 @@ impl<'a> View<'a> {
     }
 }
 
-/// Quantizes a matrix along its rows, with the amax of the tensor or of each row given ([`amax`] computes it).
+/// Quantizes a matrix along its rows, with the amax of the tensor or of each row given ([`amax`]
+/// computes it).
 ///
 /// A given amax need not be the true one; values beyond it saturate.
 pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random<'_>>) -> Result<Quantized> {
@@ -197,11 +214,12 @@ pub fn quantize(x: &Matrix, amax: &[f32], mode: &Mode, rounding: Rounding<Random
     }
 }
 
-/// Quantizes a bf16 matrix along its rows by [`fast_math`], which has 1×16 tiles, the rule "six" and rounds to nearest.
-pub fn quantize_fast_math(x: &Matrix, amax: &[f32], global: GlobalScale, edge: Edge) -> Result<Quantized> {
-    let mode = Mode { global, edge, ..Mode::default() };
+/// Quantizes a bf16 matrix along its rows by [`fast_math`], which has 1×16 tiles, the rule "six"
+/// and rounds to nearest.
+pub fn quantize_fast_math(x: &Matrix, amax: &[f32], global: GlobalScale, specials: Specials) -> Result<Quantized> {
+    let mode = Mode { global, specials, ..Mode::default() };
     quantize_tiles::<1>(x, amax, &mode, Rounding::NearestEven, |tile, scaling, _| {
-        fast_math::quantize(&tile[0], &scaling.global, edge)
+        fast_math::quantize(&tile[0], &scaling.global, specials)
     })
 }
 
@@ -258,9 +276,11 @@ fn quantize_tiles<const H: usize>(
     Ok(Quantized { rows: x.rows, cols: x.cols, codes, scales, stored, global: mode.global, unit })
 }
 
-/// Decodes a matrix: `fl(code value · f)` with [`Unit::decode_factor`] `f`, then one rounding to the output type.
+/// Decodes a matrix: `fl(code value · f)` with [`Unit::decode_factor`] `f`, then one rounding to
+/// the output type.
 ///
-/// A block whose scale is 0 decodes to zeros with the signs of its codes; a NaN scale decodes to NaN.
+/// A block whose scale is 0 decodes to zeros with the signs of its codes; a NaN scale decodes to
+/// NaN.
 pub fn dequantize<T: Element>(q: &View<'_>) -> Result<Vec<T>> {
     q.check()?;
     let mut out: Vec<T> = zeros(area(q.rows, q.cols)?, q.rows, q.cols)?;
@@ -289,7 +309,7 @@ mod tests {
     }
 
     fn quantize_all(x: &Matrix, mode: &Mode) -> Result<Quantized> {
-        quantize(x, &amax(x, mode.global, mode.amax_edge())?, mode, Rounding::NearestEven)
+        quantize(x, &amax(x, mode.global, mode.amax_specials())?, mode, Rounding::NearestEven)
     }
 
     #[test]
@@ -342,9 +362,9 @@ mod tests {
             }
         }
         let endless = Matrix::new::<f32>(1 << 62, 0, &[]).unwrap();
-        let error = amax(&endless, GlobalScale::PerRow, Edge::Kernel).unwrap_err();
+        let error = amax(&endless, GlobalScale::PerRow, Specials::Kernel).unwrap_err();
         assert_eq!(error, Error::TooLarge { rows: 1 << 62, cols: 0 }, "an amax per row needs memory");
-        assert_eq!(amax(&endless.transpose(), GlobalScale::PerRow, Edge::Kernel), Ok(vec![]));
+        assert_eq!(amax(&endless.transpose(), GlobalScale::PerRow, Specials::Kernel), Ok(vec![]));
     }
 
     #[test]
@@ -385,8 +405,8 @@ mod tests {
 
     #[test]
     fn a_given_amax_of_nan_saturates_and_decodes_to_nan() {
-        for (edge, scale, code) in [(Edge::Kernel, 0x7E, 7), (Edge::Reference, 0x7F, 0)] {
-            let mode = Mode { edge, ..Mode::default() };
+        for (specials, scale, code) in [(Specials::Kernel, 0x7E, 7), (Specials::Reference, 0x7F, 0)] {
+            let mode = Mode { specials, ..Mode::default() };
             let x = Matrix::new(1, 16, &[1.0f32; 16]).unwrap();
             let q = quantize(&x, &[f32::NAN], &mode, Rounding::NearestEven).unwrap();
             assert_eq!((&q.scales[..], &q.codes[..]), (&[scale][..], &[code << 4 | code; 8][..]));
@@ -428,5 +448,14 @@ mod tests {
             let (left, right) = (row.view(), col.view());
             assert_eq!(e2m1::code_at(left.code_row(r), c), e2m1::code_at(right.code_row(c), r));
         }
+    }
+
+    #[test]
+    fn the_transform_refuses_a_ragged_row() {
+        let error = transform(&Matrix::new(1, 24, &[0.0f32; 24]).unwrap(), Signs::FIXED).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the dimension that the Hadamard transform runs along: expected a multiple of 16, got 24"
+        );
     }
 }

@@ -1,6 +1,6 @@
 //! The choices that say how a matrix becomes NVFP4. Each is an enum; together they are a [`Mode`].
 
-use crate::{Error, Profile, Result};
+use crate::{Error, Result};
 
 /// Which elements share a block scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -28,8 +28,8 @@ pub enum GlobalScale {
     /// One value for the whole matrix.
     #[default]
     PerTensor,
-    /// One value per row of the quantized matrix ("row-scaled", per token). In the column direction a row is a
-    /// column of the original.
+    /// One value per row of the quantized matrix ("row-scaled", per token). In the column direction
+    /// a row is a column of the original.
     PerRow,
 }
 
@@ -43,7 +43,8 @@ impl GlobalScale {
     }
 }
 
-/// The largest block scale that the global scale aims at. The E4M3 cast itself saturates at 448 in both cases.
+/// The largest block scale that the global scale aims at. The E4M3 cast itself saturates at 448 in
+/// both cases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Bound {
     /// 448, the largest E4M3 value.
@@ -94,7 +95,8 @@ pub enum ScaleRule {
     /// The block's largest magnitude maps to 6, the bound is 448 (numerics §3).
     #[default]
     Six,
-    /// Map the block's largest magnitude to 6 or to 4, whichever gives the smaller error (numerics §5).
+    /// Map the block's largest magnitude to 6 or to 4, whichever gives the smaller error (numerics
+    /// §5).
     FourOverSix {
         /// What is minimised.
         metric: Metric,
@@ -134,8 +136,8 @@ impl ScaleRule {
     }
 }
 
-/// How a scaled value becomes a code. The payload is where the random bits come from: a stream or bytes for a
-/// matrix, sixteen bytes per row for a tile.
+/// How a scaled value becomes a code. The payload is where the random bits come from: a stream or
+/// bytes for a matrix, sixteen bytes per row for a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Rounding<R> {
     /// To the nearest code, ties to the even one.
@@ -147,22 +149,58 @@ pub enum Rounding<R> {
 
 /// What NaN and −0 become (numerics §1.4). Everything else is the same in both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum Edge {
-    /// As TransformerEngine's CUDA kernels: −0 keeps its sign, NaN becomes +6 and is invisible to every amax.
+pub enum Specials {
+    /// As TransformerEngine's CUDA kernels: −0 keeps its sign, NaN becomes +6 and is invisible to
+    /// every amax.
     #[default]
     Kernel,
-    /// As TransformerEngine's Python reference: −0 and NaN become code 0, and NaN takes over the amax.
+    /// As TransformerEngine's Python reference: −0 and NaN become code 0, and NaN takes over the
+    /// amax.
     Reference,
 }
 
-impl Edge {
-    /// `min(x, f32::MAX)`, the guard against infinite scales. NaN becomes `f32::MAX` in the kernel edge (C's `fminf`)
-    /// and stays NaN in the reference edge.
+impl Specials {
+    /// `min(x, f32::MAX)`, the guard against infinite scales. NaN becomes `f32::MAX` in the kernel
+    /// specials (C's `fminf`) and stays NaN with reference specials.
     pub fn min_with_max(self, x: f32) -> f32 {
         match self {
-            Edge::Kernel => x.min(f32::MAX),
-            Edge::Reference if x.is_nan() => x,
-            Edge::Reference => x.min(f32::MAX),
+            Specials::Kernel => x.min(f32::MAX),
+            Specials::Reference if x.is_nan() => x,
+            Specials::Reference => x.min(f32::MAX),
+        }
+    }
+}
+
+/// Whose bytes are written; [`profile`](mod@crate::profile) has the arithmetic of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Profile {
+    /// NVIDIA TransformerEngine, in every mode. The only profile with 4over6 and a choice of
+    /// [`Specials`].
+    #[default]
+    TransformerEngine,
+    /// NVIDIA ModelOpt's checkpoints.
+    ModelOpt,
+    /// llm-compressor's (compressed-tensors') checkpoints.
+    LlmCompressor,
+    /// torchao's `NVFP4Tensor`.
+    TorchAo,
+}
+
+impl Profile {
+    /// What −0 becomes as a code, and NaN outside ModelOpt.
+    pub fn code_specials(self, specials: Specials) -> Specials {
+        match self {
+            Profile::TransformerEngine => specials,
+            Profile::ModelOpt | Profile::LlmCompressor => Specials::Reference,
+            Profile::TorchAo => Specials::Kernel,
+        }
+    }
+
+    /// How amax treats NaN: TransformerEngine has a choice, the others let NaN win.
+    pub fn amax_specials(self, specials: Specials) -> Specials {
+        match self {
+            Profile::TransformerEngine => specials,
+            Profile::ModelOpt | Profile::LlmCompressor | Profile::TorchAo => Specials::Reference,
         }
     }
 }
@@ -177,7 +215,7 @@ pub struct Mode {
     /// How a block's scale is chosen.
     pub rule: ScaleRule,
     /// What NaN and −0 become.
-    pub edge: Edge,
+    pub specials: Specials,
     /// Whose arithmetic.
     pub profile: Profile,
 }
@@ -204,10 +242,10 @@ impl Mode {
                      use the profile `TransformerEngine` or the rule `Six`",
                 ));
             }
-            if self.edge != Edge::Kernel {
+            if self.specials != Specials::Kernel {
                 return Err(Error::Combination(
-                    "the edge `Reference` with another producer's profile: it decides NaN and −0 itself; \
-                     leave the edge at `Kernel` or use the profile `TransformerEngine`",
+                    "the specials `Reference` with another producer's profile: it decides NaN and −0 itself; \
+                     leave the specials at `Kernel` or use the profile `TransformerEngine`",
                 ));
             }
         }
@@ -215,7 +253,7 @@ impl Mode {
     }
 
     /// How amax treats NaN in this mode.
-    pub fn amax_edge(&self) -> Edge {
-        self.profile.amax_edge(self.edge)
+    pub fn amax_specials(&self) -> Specials {
+        self.profile.amax_specials(self.specials)
     }
 }

@@ -1,19 +1,23 @@
-//! Choosing a block's scale by its squared error: the scale bytes around the rule "six" are tried, and the best one kept.
+//! Choosing a block's scale by its squared error: the scale bytes around the rule "six" are tried,
+//! and the best one kept.
 //!
-//! This is our own rule, for weights that are quantized once and used often. It changes which byte a block gets, never
-//! what a byte means, so that every reader of the profile reads it.
+//! This is our own rule, for weights that are quantized once and used often. It changes which byte
+//! a block gets, never what a byte means, so that every reader of the profile reads it.
 
-use crate::block::{Quantized, Scaling};
+use crate::block::Scaling;
 use crate::scale::amax;
+use crate::tile::Quantized;
 use crate::{BLOCK, e2m1, e4m3};
 
-/// Distances from the byte of the rule "six", in the order in which ties are won: nearest first, then the smaller.
+/// Distances from the byte of the rule "six", in the order in which ties are won: nearest first,
+/// then the smaller.
 const OFFSETS: [i32; 7] = [0, -1, 1, -2, 2, -3, -4];
 
-/// Quantizes a row of 16 with the scale byte, of those from 4 below to 2 above the one of the rule "six" and within
-/// 1…0x7E, that gives the smallest sum of squared errors in binary64 between the elements and what they decode to.
+/// Quantizes a row of 16 with the scale byte, of those from 4 below to 2 above the one of the rule
+/// "six" and within 1…0x7E, that gives the smallest sum of squared errors in binary64 between the
+/// elements and what they decode to.
 pub fn quantize(row: &[f32; BLOCK], scaling: &Scaling) -> Quantized<1> {
-    let six = scaling.block_scale(amax(row, scaling.mode.amax_edge()));
+    let six = scaling.block_scale(amax(row, scaling.mode.amax_specials()));
     let unit = scaling.mode.profile.unit(scaling.global.bound);
     let stored = scaling.mode.profile.stored(scaling.global.amax, scaling.precision);
     if six > e4m3::MAX_BYTE {
@@ -22,8 +26,9 @@ pub fn quantize(row: &[f32; BLOCK], scaling: &Scaling) -> Quantized<1> {
     search(row, six, |scale| candidate(row, scale, scaling), |scale| unit.decode_factor(scale, stored))
 }
 
-/// The quantized row with the smallest error among those of the scale bytes around `centre`. `quantize` makes a row with
-/// a scale byte, `factor` says what its codes are multiplied by to decode them.
+/// The quantized row with the smallest error among those of the scale bytes around `centre`.
+/// `quantize` makes a row with a scale byte, `factor` says what its codes are multiplied by to
+/// decode them.
 pub(crate) fn search(
     row: &[f32; BLOCK],
     centre: u8,

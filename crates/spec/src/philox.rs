@@ -1,5 +1,6 @@
-//! Philox4x32 with 10 rounds: a counter-based random number generator, a pure function of (counter, key).
-//! Source: numerics §7.1; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+//! Philox4x32 with 10 rounds: a counter-based random number generator, a pure function of (counter,
+//! key). Source: numerics §7.1; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+//! (2011).
 
 /// Multipliers of the two halves of a round.
 pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];

@@ -1,4 +1,5 @@
-//! Whose bytes are written: four producers of NVFP4 agree on the format and differ in the arithmetic of the scales.
+//! Whose bytes are written: four producers of NVFP4 agree on the format and differ in the
+//! arithmetic of the scales.
 //!
 //! | | stored 32-bit number `g` | scale byte `S` of a block | elements |
 //! |---|---|---|---|
@@ -7,30 +8,17 @@
 //! | llm-compressor 0.14 | `2688 · (1/amax)`, both steps in the input's type, a divisor | `fl(g · bm/6)`, `bm/6` in the input's type; byte 0 → 0x20 | `fl(x / fl(S/g))` |
 //! | torchao 0.18 | `fl(amax/2688)`, a multiplier | `fl(fl(bm/6) / g)`, at least 2⁻⁶ | `fl(x · fl(fl(1/g)/S))` |
 //!
-//! All round scale bytes and codes to nearest even and saturate at 448 and 6. In the last three NaN takes over the amax,
-//! as in [`Edge::Reference`]; ModelOpt and llm-compressor write code 0 for −0, torchao code 8. An element that is NaN after
-//! scaling becomes code 7 in ModelOpt; the other two have no rule for it (their code depends on the NaN's bits and on the
-//! vector instructions at hand), and here it becomes 0 for llm-compressor and 7 for torchao.
+//! All round scale bytes and codes to nearest even and saturate at 448 and 6. In the last three NaN
+//! takes over the amax, as in [`Specials::Reference`]; ModelOpt and llm-compressor write code 0 for −0,
+//! torchao code 8. An element that is NaN after scaling becomes code 7 in ModelOpt; the other two
+//! have no rule for it (their code depends on the NaN's bits and on the vector instructions at
+//! hand), and here it becomes 0 for llm-compressor and 7 for torchao.
 //!
-//! Where a producer writes NaN for a tensor of zeros (ModelOpt, torchao), `g` is 1 here: the scales are finite and the
-//! tensor decodes to zeros.
+//! Where a producer writes NaN for a tensor of zeros (ModelOpt, torchao), `g` is 1 here: the scales
+//! are finite and the tensor decodes to zeros.
 
 use crate::scale::{self, Global, Unit};
-use crate::{Bound, Edge, Precision, e4m3};
-
-/// Whose bytes are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum Profile {
-    /// NVIDIA TransformerEngine, in every mode. The only profile with 4over6 and a choice of [`Edge`].
-    #[default]
-    TransformerEngine,
-    /// NVIDIA ModelOpt's checkpoints.
-    ModelOpt,
-    /// llm-compressor's (compressed-tensors') checkpoints.
-    LlmCompressor,
-    /// torchao's `NVFP4Tensor`.
-    TorchAo,
-}
+use crate::{Bound, Precision, Profile, Specials, e4m3};
 
 /// `6 · 448`, what an amax is mapped to.
 const SIX_E: f32 = Bound::E448.six_e();
@@ -67,7 +55,8 @@ impl Profile {
         }
     }
 
-    /// The stored 32-bit number of a tensor or row with this amax, whose elements came in this type.
+    /// The stored 32-bit number of a tensor or row with this amax, whose elements came in this
+    /// type.
     pub fn stored(self, amax: f32, precision: Precision) -> f32 {
         match self {
             Profile::TransformerEngine => amax,
@@ -76,7 +65,8 @@ impl Profile {
                 g => g,
             },
             Profile::LlmCompressor => {
-                // Its source divides a number by a tensor, which torch computes as the tensor's reciprocal times the number.
+                // Its source divides a number by a tensor, which torch computes as the tensor's
+                // reciprocal times the number.
                 let reciprocal = precision.round(1.0 / amax.max(precision.min_normal()));
                 match precision.round(reciprocal * SIX_E) {
                     g if g.is_finite() => g,
@@ -89,10 +79,10 @@ impl Profile {
     /// The scale byte of a block, where the stored number is `g` and elements came in this type.
     ///
     /// TransformerEngine's is [`scale::block_scale`](crate::scale::block_scale).
-    pub(crate) fn block_scale(self, block_amax: f32, global: &Global, precision: Precision, edge: Edge) -> u8 {
+    pub(crate) fn block_scale(self, block_amax: f32, global: &Global, precision: Precision, specials: Specials) -> u8 {
         let g = self.stored(global.amax, precision);
         match self {
-            Profile::TransformerEngine => scale::block_scale(block_amax, global, edge),
+            Profile::TransformerEngine => scale::block_scale(block_amax, global, specials),
             Profile::ModelOpt => match block_amax / (6.0 * g) {
                 0.0 => e4m3::encode(1.0),
                 s => e4m3::encode(at_least(e4m3::MIN_POSITIVE, s)),
@@ -106,30 +96,13 @@ impl Profile {
     }
 
     /// How the elements of a block with this scale byte are scaled.
-    pub(crate) fn factor(self, byte: u8, global: &Global, precision: Precision, edge: Edge) -> Factor {
+    pub(crate) fn factor(self, byte: u8, global: &Global, precision: Precision, specials: Specials) -> Factor {
         let (g, scale) = (self.stored(global.amax, precision), e4m3::decode(byte));
         match self {
-            Profile::TransformerEngine => Factor::Multiply(scale::inverse_scale(byte, global, edge)),
+            Profile::TransformerEngine => Factor::Multiply(scale::inverse_scale(byte, global, specials)),
             Profile::ModelOpt => Factor::Divide(scale * g),
             Profile::LlmCompressor => Factor::Divide(scale / g),
             Profile::TorchAo => Factor::Multiply(1.0 / g / scale),
-        }
-    }
-
-    /// What −0 becomes as a code, and NaN outside ModelOpt.
-    pub fn code_edge(self, edge: Edge) -> Edge {
-        match self {
-            Profile::TransformerEngine => edge,
-            Profile::ModelOpt | Profile::LlmCompressor => Edge::Reference,
-            Profile::TorchAo => Edge::Kernel,
-        }
-    }
-
-    /// How amax treats NaN: TransformerEngine has a choice, the others let NaN win.
-    pub fn amax_edge(self, edge: Edge) -> Edge {
-        match self {
-            Profile::TransformerEngine => edge,
-            Profile::ModelOpt | Profile::LlmCompressor | Profile::TorchAo => Edge::Reference,
         }
     }
 }
@@ -142,7 +115,8 @@ fn at_least(least: f32, x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::{self, Quantized, Scaling};
+    use crate::block::{self, Scaling};
+    use crate::tile::Quantized;
     use crate::{Mode, Rounding};
 
     const GRID: [f32; 16] =

@@ -1,28 +1,32 @@
-//! A quantized block under another tensor scale, for weights that are joined into one matrix and must share one.
+//! A quantized block under another tensor scale, for weights that are joined into one matrix and
+//! must share one.
 //!
-//! This is our own rule. The codes stay as they are where the scale byte can take up the whole change; elsewhere the
-//! block is quantized again from what it decodes to.
+//! This is our own rule. The codes stay as they are where the scale byte can take up the whole
+//! change; elsewhere the block is quantized again from what it decodes to.
 
-use crate::block::Quantized;
 use crate::scale::Unit;
-use crate::{BLOCK, Edge, e2m1, e4m3, mse};
+use crate::tile::Quantized;
+use crate::{BLOCK, Specials, e2m1, e4m3, mse};
 
 /// The sign bit of a scale byte, which no producer sets and every reader obeys.
 const SIGN: u8 = 0x80;
 
-/// The block of 16 codes with the scale byte `scale` and the stored number `from`, with the stored number `to`.
+/// The block of 16 codes with the scale byte `scale` and the stored number `from`, with the stored
+/// number `to`.
 ///
-/// A block that decodes to zeros or NaN stays as it is. With `c` the byte nearest to the scale times the ratio of the
-/// tensor scales: if `c` has exactly that value, the codes stay, and every element decodes to the same bits. Otherwise the
-/// elements, as they decode before, are quantized with each scale byte from 4 below to 2 above `c`, as in
-/// [`mse`], and the smallest sum of squared errors wins.
+/// A block that decodes to zeros or NaN stays as it is. With `c` the byte nearest to the scale
+/// times the ratio of the tensor scales: if `c` has exactly that value, the codes stay, and every
+/// element decodes to the same bits. Otherwise the elements, as they decode before, are quantized
+/// with each scale byte from 4 below to 2 above `c`, as in [`mse`], and the smallest sum of squared
+/// errors wins.
 pub fn block(codes: &[u8; BLOCK], scale: u8, from: f32, to: f32, unit: Unit) -> Quantized<1> {
     let (sign, magnitude) = (scale & SIGN, scale & !SIGN);
     let zeros = magnitude == 0 || codes.iter().all(|c| c & 7 == 0);
     if zeros || magnitude == e4m3::NAN_BYTE {
         return Quantized { scale, codes: [*codes] };
     }
-    // A stored number that divides has the ratio the other way around. Products of 4 and 24 bits are exact in binary64.
+    // A stored number that divides has the ratio the other way around. Products of 4 and 24 bits
+    // are exact in binary64.
     let (before, after) = if unit == Unit::Divisor { (to, from) } else { (from, to) };
     let wanted = f64::from(e4m3::decode(magnitude)) * f64::from(before);
     let nearest = e4m3::encode((wanted / f64::from(after)) as f32);
@@ -33,7 +37,7 @@ pub fn block(codes: &[u8; BLOCK], scale: u8, from: f32, to: f32, unit: Unit) -> 
     let row = codes.map(|c| e2m1::decode(c) * factor);
     let quantize = |scale: u8| {
         let factor = unit.decode_factor(scale, to);
-        Quantized { scale, codes: [row.map(|x| e2m1::encode(x / factor, Edge::Kernel))] }
+        Quantized { scale, codes: [row.map(|x| e2m1::encode(x / factor, Specials::Kernel))] }
     };
     let best = mse::search(&row, nearest, quantize, |scale| unit.decode_factor(scale, to));
     Quantized { scale: sign | best.scale, ..best }

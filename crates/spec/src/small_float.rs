@@ -1,4 +1,5 @@
-//! What E4M3 and E5M2 have in common: a sign, an exponent and a mantissa in eight bits. Source: numerics §1.2, §14.1.
+//! What E4M3 and E5M2 have in common: a sign, an exponent and a mantissa in eight bits. Source:
+//! numerics §1.2, §14.1.
 
 /// The NaN that encoders write, whatever the sign of theirs.
 pub(crate) const NAN_BYTE: u8 = 0x7F;
@@ -15,7 +16,8 @@ pub(crate) struct SmallFloat {
 }
 
 impl SmallFloat {
-    /// The byte nearest to `x`, ties to the even mantissa; infinities and what lies beyond the largest value saturate.
+    /// The byte nearest to `x`, ties to the even mantissa; infinities and what lies beyond the
+    /// largest value saturate.
     pub fn encode(self, x: f32) -> u8 {
         if x.is_nan() {
             return NAN_BYTE;
@@ -23,7 +25,8 @@ impl SmallFloat {
         let a = x.abs().min(self.max);
         // Below the smallest normal value the steps of the grid shrink no more.
         let exponent = ((a.to_bits() >> 23) as i32 - 127).max(1 - self.bias);
-        // The product is exact. Rounding up to a power of two carries into the exponent, as it must.
+        // The product is exact. Rounding up to a power of two carries into the exponent, as it
+        // must.
         let steps = (a * power_of_two(self.mantissa - exponent)).round_ties_even() as i32;
         let magnitude = (((exponent + self.bias - 1) << self.mantissa) + steps) as u8;
         if x.is_sign_negative() { magnitude | 0x80 } else { magnitude }
@@ -49,7 +52,8 @@ pub(crate) mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    /// An independent statement of "nearest, ties to even, saturating", by distance in f64 over the finite bytes.
+    /// An independent statement of "nearest, ties to even, saturating", by distance in f64 over the
+    /// finite bytes.
     fn nearest(x: f32, max_byte: u8, decode: fn(u8) -> f32) -> u8 {
         if x.is_nan() {
             return NAN_BYTE;
@@ -61,7 +65,8 @@ pub(crate) mod tests {
         byte | if x.is_sign_negative() { 0x80 } else { 0 }
     }
 
-    /// Every 16-bit input goes to the nearest byte, and so do the binary32 neighbours of every boundary.
+    /// Every 16-bit input goes to the nearest byte, and so do the binary32 neighbours of every
+    /// boundary.
     pub fn check_nearest(max_byte: u8, encode: fn(f32) -> u8, decode: fn(u8) -> f32) {
         for bits in 0..=u16::MAX {
             for x in [bf16::from_bits(bits).to_f32(), f16::from_bits(bits).to_f32()] {

@@ -1,5 +1,6 @@
-//! The layout of block scales that block-scaled tensor cores read: tiles of 128 × 4 scales, 512 contiguous bytes each,
-//! a tile being 32 lines that hold rows r, r+32, r+64, r+96. Source: numerics §10.
+//! The layout of block scales that block-scaled tensor cores read: tiles of 128 × 4 scales, 512
+//! contiguous bytes each, a tile being 32 lines that hold rows r, r+32, r+64, r+96. Source:
+//! numerics §10.
 
 use crate::{Error, Result, area, check_len, zeros};
 

@@ -1,5 +1,6 @@
-//! The orders in which two of TransformerEngine's kernels hand out random words. They exist to reproduce its stochastic
-//! rounding; our own stream ([`crate::stochastic`]) goes by position. Source: numerics §7.1, §7.2.
+//! The orders in which two of TransformerEngine's kernels hand out random words. They exist to
+//! reproduce its stochastic rounding; our own stream ([`crate::stochastic`]) goes by position.
+//! Source: numerics §7.1, §7.2.
 
 use crate::philox::{philox4x32, words};
 use crate::stochastic::bytes_of;
@@ -14,7 +15,8 @@ pub enum Kernel {
     Tuned1d,
 }
 
-/// Which directions a kernel call writes; words for the column direction are drawn only where it is written.
+/// Which directions a kernel call writes; words for the column direction are drawn only where it is
+/// written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Directions {
     /// The row direction alone.
@@ -47,8 +49,8 @@ impl Thread {
     }
 }
 
-/// The bytes that a kernel draws for a `rows` × `cols` matrix. Words are drawn for blocks outside the matrix too, but a
-/// matrix without elements draws none.
+/// The bytes that a kernel draws for a `rows` × `cols` matrix. Words are drawn for blocks outside
+/// the matrix too, but a matrix without elements draws none.
 pub fn random_bytes(
     kernel: Kernel,
     rows: usize,

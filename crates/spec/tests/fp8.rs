@@ -97,18 +97,18 @@ proptest! {
         (x, mode) in (matrix(value()), mode()), side in select(&SIDES[..]),
     ) {
         let q = quantize(&x, &mode, side);
-        let turned = if mode.shape(side, (2, 1)) == (1, 2) { x.transpose() } else { x.clone() };
-        prop_assert_eq!((q.rows, q.cols), (turned.rows(), turned.cols()));
+        let transposed = if mode.shape(side, (2, 1)) == (1, 2) { x.transpose() } else { x.clone() };
+        prop_assert_eq!((q.rows, q.cols), (transposed.rows(), transposed.cols()));
         let (height, width) = q.tile.size(q.rows, q.cols);
         let across = q.cols.div_ceil(width);
         let mut amaxes = vec![0f32; q.scales.view().len()];
-        for (i, &x) in turned.data().iter().enumerate() {
+        for (i, &x) in transposed.data().iter().enumerate() {
             let tile = (i / q.cols / height) * across + i % q.cols / width;
             amaxes[tile] = amaxes[tile].max(x.abs());
         }
         prop_assert_eq!(&matrix::amaxes(&x, &mode, side), &amaxes);
         let decoded: Vec<f32> = dequantize(&q.view()).unwrap();
-        for (i, &x) in turned.data().iter().enumerate() {
+        for (i, &x) in transposed.data().iter().enumerate() {
             let tile = (i / q.cols / height) * across + i % q.cols / width;
             let scale = mode.tile_scale(amaxes[tile], Precision::F32);
             let code = mode.format.encode(x * scale.multiplier);
@@ -123,8 +123,8 @@ proptest! {
         }
     }
 
-    /// With scales that are powers of two. An amax may be rounded down to where the next power fits; that only makes
-    /// finer what was exact.
+    /// With scales that are powers of two. An amax may be rounded down to where the next power
+    /// fits; that only makes finer what was exact.
     #[test]
     fn quantizing_decoded_values_changes_nothing(
         (x, format) in (matrix(-4.0f32..4.0), select(&Format::ALL[..])),
@@ -163,7 +163,8 @@ fn the_two_formats_agree_where_both_are_exact() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// The oracle of a product: values that an operand decodes to, tiles along K, and a scale of the whole matrix on the sum.
+    /// The oracle of a product: values that an operand decodes to, tiles along K, and a scale of
+    /// the whole matrix on the sum.
     #[test]
     fn products_are_sums_of_products_of_decoded_values(
         a in matrix(-4.0f32..4.0),
@@ -183,14 +184,16 @@ proptest! {
         for (i, j) in [(0, 0), (m - 1, n - 1), (m / 2, 0)] {
             let terms: Vec<f64> = (0..k).map(|k| decoded(&p, &values[0], i, k) * decoded(&q, &values[1], j, k)).collect();
             let (sum, magnitude) = (terms.iter().sum::<f64>(), terms.iter().map(|t| t.abs()).sum::<f64>());
-            // A scale of the whole matrix is rounded into every decoded value, but only once into the sum.
+            // A scale of the whole matrix is rounded into every decoded value, but only once into
+            // the sum.
             let error = (f64::from(y[i * n + j]) - sum).abs();
             prop_assert!(error <= magnitude * 6.0 * 2f64.powi(-24), "{} for {sum}", y[i * n + j]);
         }
     }
 }
 
-/// The fields of a view are public: one without scales is an error when it is used, and has no scale until then.
+/// The fields of a view are public: one without scales is an error when it is used, and has no
+/// scale until then.
 #[test]
 fn a_view_without_scales_has_no_tensor_scale() {
     let view =

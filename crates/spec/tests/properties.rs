@@ -1,19 +1,19 @@
-//! Facts that hold for every input, checked on random ones: the small formats, the layouts, whole matrices, products
-//! and 4over6. Known answers are tested next to the code.
+//! Facts that hold for every input, checked on random ones: the small formats, the layouts, whole
+//! matrices, products and 4over6. Known answers are tested next to the code.
 
-use nvfp4_spec::block::{self, Rows};
 use nvfp4_spec::four_over_six::{self, candidate_scales, tile_error};
 use nvfp4_spec::gemm::{Accumulate, Product, gemm};
 use nvfp4_spec::matrix::{Matrix, Quantized, amax, columns, dequantize, quantize};
 use nvfp4_spec::scale::{self, Global, Unit, inverse_scale};
-use nvfp4_spec::{BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule};
+use nvfp4_spec::tile::{self, Rows};
+use nvfp4_spec::{BLOCK, Bound, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Specials};
 use nvfp4_spec::{e2m1, e4m3, gguf, philox::philox4x32, stochastic, swizzle};
 use proptest::collection::vec;
 use proptest::num::f32::{NEGATIVE, NORMAL, POSITIVE, SUBNORMAL, ZERO};
 use proptest::prelude::*;
 use proptest::sample::select;
 
-const EDGES: [Edge; 2] = [Edge::Kernel, Edge::Reference];
+const SPECIALS: [Specials; 2] = [Specials::Kernel, Specials::Reference];
 
 const RULES: [ScaleRule; 3] = [
     ScaleRule::Six,
@@ -21,8 +21,8 @@ const RULES: [ScaleRule; 3] = [
     ScaleRule::FourOverSix { metric: Metric::Mse, error: ErrorPath::Strict, bound: Bound::E256 },
 ];
 
-/// Finite values: of every exponent; or at most one ulp from a value of 2⁻¹⁷…2¹⁰ with four mantissa bits, as every grid
-/// point and every tie of both formats is; or of the two formats' ranges.
+/// Finite values: of every exponent; or at most one ulp from a value of 2⁻¹⁷…2¹⁰ with four mantissa
+/// bits, as every grid point and every tie of both formats is; or of the two formats' ranges.
 fn finite() -> impl Strategy<Value = f32> {
     let near_tie = (0x6E0..0x890u32, 0..3u32).prop_map(|(n, ulps)| f32::from_bits((n << 19) + ulps - 1));
     let near_tie = prop_oneof![near_tie.clone(), near_tie.prop_map(|x| -x)];
@@ -51,9 +51,9 @@ fn scaled(x: &Matrix, exponent: i32) -> Matrix {
 #[test]
 fn codes_and_scale_bytes_survive_the_round_trip() {
     for code in 0..16 {
-        assert_eq!(e2m1::encode(e2m1::decode(code), Edge::Kernel), code);
-        // The reference edge drops the sign of −0.
-        assert_eq!(e2m1::encode(e2m1::decode(code), Edge::Reference), if code == 8 { 0 } else { code });
+        assert_eq!(e2m1::encode(e2m1::decode(code), Specials::Kernel), code);
+        // The reference specials drop the sign of −0.
+        assert_eq!(e2m1::encode(e2m1::decode(code), Specials::Reference), if code == 8 { 0 } else { code });
     }
     for byte in (0..=e4m3::MAX_BYTE).flat_map(|b| [b, b | 0x80]) {
         assert_eq!(e4m3::encode(e4m3::decode(byte)), byte);
@@ -66,15 +66,15 @@ proptest! {
     #[test]
     fn encoders_are_monotone(a in finite(), b in finite()) {
         let (a, b) = (a.min(b), a.max(b));
-        for edge in EDGES {
-            prop_assert!(e2m1::decode(e2m1::encode(a, edge)) <= e2m1::decode(e2m1::encode(b, edge)));
+        for specials in SPECIALS {
+            prop_assert!(e2m1::decode(e2m1::encode(a, specials)) <= e2m1::decode(e2m1::encode(b, specials)));
         }
         prop_assert!(e4m3::decode(e4m3::encode(a)) <= e4m3::decode(e4m3::encode(b)));
     }
 
     #[test]
     fn e2m1_saturates_beyond_5_and_errs_by_at_most_half_a_step_up_to_6(x in finite()) {
-        for code in EDGES.map(|edge| e2m1::encode(x, edge)) {
+        for code in SPECIALS.map(|specials| e2m1::encode(x, specials)) {
             let saturated = if x > 0.0 { 7 } else { 15 };
             prop_assert!(code < 16 && (x.abs() <= 5.0 || code == saturated));
             let error = (f64::from(e2m1::decode(code)) - f64::from(x)).abs();
@@ -96,8 +96,8 @@ proptest! {
         let clamped = x.abs().min(e2m1::MAX);
         let lower = e2m1::MAGNITUDES.into_iter().rfind(|&m| m <= clamped).unwrap();
         let upper = e2m1::MAGNITUDES.into_iter().find(|&m| m >= clamped).unwrap();
-        for edge in EDGES {
-            let rounded = [r, r + 1].map(|r| e2m1::decode(stochastic::encode(x, r, edge)));
+        for specials in SPECIALS {
+            let rounded = [r, r + 1].map(|r| e2m1::decode(stochastic::encode(x, r, specials)));
             prop_assert!(rounded.iter().all(|&y| y == lower.copysign(x) || y == upper.copysign(x)));
             prop_assert!(rounded[0].abs() <= rounded[1].abs());
         }
@@ -142,23 +142,24 @@ proptest! {
         prop_assert_eq!(gguf::unpack(&packed, rows, blocks * 64).unwrap(), (codes.to_vec(), scales.to_vec()));
     }
 
-    /// A scale byte of 4 or more is at most 1/7 above the scale asked for, so the largest element lands above 5 and
-    /// gets the code of 6: the decoded block asks for the same byte, and no condition on the codes is needed. Byte 1
-    /// may come from half its value; its largest code is then 3, and the decoded block asks for byte 0.
+    /// A scale byte of 4 or more is at most 1/7 above the scale asked for, so the largest element
+    /// lands above 5 and gets the code of 6: the decoded block asks for the same byte, and no
+    /// condition on the codes is needed. Byte 1 may come from half its value; its largest code is
+    /// then 3, and the decoded block asks for byte 0.
     #[test]
     fn quantizing_decoded_values_gives_the_same_bytes(
-        (x, exponent, edge) in (matrix(), -60..=60, select(&EDGES[..])),
+        (x, exponent, specials) in (matrix(), -60..=60, select(&SPECIALS[..])),
         global in select(&[GlobalScale::PerTensor, GlobalScale::PerRow][..]),
     ) {
-        let (x, mode) = (scaled(&x, exponent), Mode { edge, global, ..Mode::default() });
-        let first = quantize(&x, &amax(&x, global, edge).unwrap(), &mode, Rounding::NearestEven).unwrap();
+        let (x, mode) = (scaled(&x, exponent), Mode { specials, global, ..Mode::default() });
+        let first = quantize(&x, &amax(&x, global, specials).unwrap(), &mode, Rounding::NearestEven).unwrap();
         let decoded = Matrix::new(x.rows(), x.cols(), &dequantize::<f32>(&first.view()).unwrap()).unwrap();
         let second = quantize(&decoded, &first.stored, &mode, Rounding::NearestEven).unwrap();
         for (r, c) in (0..x.rows()).flat_map(|r| (0..x.cols()).map(move |c| (r, c))) {
             let scales = [&first, &second].map(|q| q.view().scale_row(r)[c / BLOCK]);
             let codes = [&first, &second].map(|q| e2m1::code_at(q.view().code_row(r), c));
-            // Code 8 decodes to −0, whose sign the reference edge drops.
-            let expected = if edge == Edge::Reference && codes[0] == 8 { 0 } else { codes[0] };
+            // Code 8 decodes to −0, whose sign the reference specials drop.
+            let expected = if specials == Specials::Reference && codes[0] == 8 { 0 } else { codes[0] };
             prop_assert!(scales[0] < 4 || (scales[1], codes[1]) == (scales[0], expected), "{scales:?} {codes:?}");
         }
     }
@@ -168,7 +169,7 @@ proptest! {
         let mode = Mode { rule, global: GlobalScale::PerRow, ..Mode::default() };
         let bytes = |rows, data: &[f32]| {
             let x = Matrix::new(rows, x.cols(), data).unwrap();
-            let q = quantize(&x, &amax(&x, mode.global, mode.edge).unwrap(), &mode, Rounding::NearestEven).unwrap();
+            let q = quantize(&x, &amax(&x, mode.global, mode.specials).unwrap(), &mode, Rounding::NearestEven).unwrap();
             [q.codes, q.scales]
         };
         for cut in 0..=x.rows() {
@@ -181,10 +182,10 @@ proptest! {
     /// The exponents are small enough that no squared error underflows.
     #[test]
     fn a_power_of_two_changes_only_the_amax(
-        (x, exponent, rule, edge) in (matrix(), -12..=12, select(&RULES[..]), select(&EDGES[..])),
+        (x, exponent, rule, specials) in (matrix(), -12..=12, select(&RULES[..]), select(&SPECIALS[..])),
     ) {
-        let mode = Mode { rule, edge, ..Mode::default() };
-        let quantize = |x: &Matrix| quantize(x, &amax(x, mode.global, edge).unwrap(), &mode, Rounding::NearestEven).unwrap();
+        let mode = Mode { rule, specials, ..Mode::default() };
+        let quantize = |x: &Matrix| quantize(x, &amax(x, mode.global, specials).unwrap(), &mode, Rounding::NearestEven).unwrap();
         let (p, q) = (quantize(&x), quantize(&scaled(&x, exponent)));
         prop_assert_eq!(q.stored[0], p.stored[0] * 2f32.powi(exponent));
         prop_assert_eq!((q.codes, q.scales), (p.codes, p.scales));
@@ -209,7 +210,8 @@ fn operand(rows: usize, cols: usize, codes: Vec<u8>, scales: Vec<u8>, bound: Bou
     }
 }
 
-/// A pair of operands of random bytes. With an odd K the last high nibbles are random too, and nobody may look at them.
+/// A pair of operands of random bytes. With an odd K the last high nibbles are random too, and
+/// nobody may look at them.
 fn operands() -> impl Strategy<Value = [Quantized; 2]> {
     let scale = (0..=e4m3::MAX_BYTE, prop_oneof![Just(0), Just(0x80)]).prop_map(|(magnitude, sign)| magnitude | sign);
     let bytes = || (1..=4usize, vec(any::<u8>(), 4 * 100), vec(scale.clone(), 4 * 13));
@@ -242,8 +244,8 @@ fn reference_dot(a: &Quantized, i: usize, b: &Quantized, j: usize) -> f32 {
     })
 }
 
-/// 2¹⁷ blocks of the largest term, more than an `i64` holds, then half an ulp of their sum and one unit of 2⁻²⁰. A
-/// second rounding anywhere would lose the unit and resolve the tie downwards.
+/// 2¹⁷ blocks of the largest term, more than an `i64` holds, then half an ulp of their sum and one
+/// unit of 2⁻²⁰. A second rounding anywhere would lose the unit and resolve the tie downwards.
 #[test]
 fn a_long_sum_is_exact_to_the_last_unit() {
     let blocks = 1 << 17;
@@ -254,12 +256,18 @@ fn a_long_sum_is_exact_to_the_last_unit() {
     assert_eq!(gemm::<f32>(&a.view(), &a.view(), &Product::default()), Ok(vec![largest.next_up()]));
 }
 
-fn check_choice<const H: usize>(tile: &Rows<f32, H>, global: &Global, metric: Metric, error: ErrorPath, edge: Edge) {
-    let candidates = candidate_scales(scale::amax(tile.as_flattened(), edge), global, edge).map(|scale| {
-        let inverse = inverse_scale(scale, global, edge);
-        block::Quantized { scale, codes: block::encode(tile, inverse, edge) }
+fn check_choice<const H: usize>(
+    tile: &Rows<f32, H>,
+    global: &Global,
+    metric: Metric,
+    error: ErrorPath,
+    specials: Specials,
+) {
+    let candidates = candidate_scales(scale::amax(tile.as_flattened(), specials), global, specials).map(|scale| {
+        let inverse = inverse_scale(scale, global, specials);
+        tile::Quantized { scale, codes: tile::encode(tile, inverse, specials) }
     });
-    let chosen = four_over_six::quantize(tile, global, metric, error, edge);
+    let chosen = four_over_six::quantize(tile, global, metric, error, specials);
     let total = |q| tile_error(tile, q, global, metric, error);
     assert!(candidates.contains(&chosen));
     assert!(candidates.iter().all(|other| total(&chosen) <= total(other)));
@@ -284,13 +292,13 @@ proptest! {
         (values, exponent, bound) in (vec(value(), 256), 1..20, select(&[Bound::E448, Bound::E256][..])),
         metric in select(&[Metric::Mae, Metric::Mse][..]),
         error in select(&[ErrorPath::Strict, ErrorPath::Fast][..]),
-        edge in select(&EDGES[..]),
+        specials in select(&SPECIALS[..]),
     ) {
-        let global = Global::new(2f32.powi(exponent), bound, edge);
+        let global = Global::new(2f32.powi(exponent), bound, specials);
         let tile: Rows<f32, 16> = std::array::from_fn(|r| std::array::from_fn(|i| values[r * BLOCK + i]));
-        check_choice(&tile, &global, metric, error, edge);
+        check_choice(&tile, &global, metric, error, specials);
         for row in tile {
-            check_choice(&[row], &global, metric, error, edge);
+            check_choice(&[row], &global, metric, error, specials);
         }
     }
 }

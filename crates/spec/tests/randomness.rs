@@ -1,5 +1,5 @@
-//! What stochastic rounding does with its random bytes, seen through whole quantizations: no bytes are used twice, block
-//! indices have 64 bits, and rows do not depend on each other.
+//! What stochastic rounding does with its random bytes, seen through whole quantizations: no bytes
+//! are used twice, block indices have 64 bits, and rows do not depend on each other.
 
 use nvfp4_spec::matrix::{Matrix, quantize};
 use nvfp4_spec::stochastic::{OFFSETS_PER_CALL, Random, Stream};
@@ -9,8 +9,8 @@ use std::collections::HashSet;
 const COLS: usize = 1024;
 const BLOCKS: u64 = (COLS / BLOCK) as u64;
 
-/// How each element of a row was rounded, +1 up and −1 down, for rows whose elements all lie halfway between two codes.
-/// The first of each block holds the largest magnitude and is left out.
+/// How each element of a row was rounded, +1 up and −1 down, for rows whose elements all lie
+/// halfway between two codes. The first of each block holds the largest magnitude and is left out.
 fn roundings(rows: usize, stream: Stream) -> Vec<Vec<i32>> {
     let row: [f32; COLS] = std::array::from_fn(|i| if i % BLOCK == 0 { 6.0 } else { 0.25 });
     let x = Matrix::new(rows, COLS, &row.repeat(rows)).unwrap();

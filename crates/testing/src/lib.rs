@@ -1,8 +1,12 @@
-//! What a test does where the machine lacks something that it needs.
+//! What the tests of this workspace share: this file has what a test does where the machine lacks
+//! something that it needs, [`imports`] finds modules that import each other.
 //!
-//! `NVFP4_REQUIRE` lists what must be there, as in `NVFP4_REQUIRE=avx2,g++`: a test that misses one of these fails. A test that misses
-//! anything else is skipped, says so, and writes a line to the file that `NVFP4_SKIPPED` names, which `./test` shows at its end. No test
-//! passes because of what it did not find, unless that line says so.
+//! `NVFP4_REQUIRE` lists what must be there, as in `NVFP4_REQUIRE=avx2,g++`: a test that misses one
+//! of these fails. A test that misses anything else is skipped, says so, and writes a line to the
+//! file that `NVFP4_SKIPPED` names, which `./test` shows at its end. No test passes because of what
+//! it did not find, unless that line says so.
+
+pub mod imports;
 
 use std::env;
 use std::fmt::{self, Display};
@@ -90,7 +94,8 @@ pub fn required(list: &str) -> Result<Vec<Need>, String> {
         .collect()
 }
 
-/// To be called by a test that found `need` missing, for a reason, and then leaves out what needs it.
+/// To be called by a test that found `need` missing, for a reason, and then leaves out what needs
+/// it.
 ///
 /// # Panics
 /// If `NVFP4_REQUIRE` lists the need, or a word that is unknown.
@@ -100,7 +105,8 @@ pub fn missing(need: Need, reason: impl Display) {
         required(&env::var("NVFP4_REQUIRE").unwrap_or_default()).unwrap_or_else(|problem| panic!("{problem}"));
     assert!(!required.contains(&need), "NVFP4_REQUIRE lists {need}, which is missing: {reason}");
     let test = thread::current().name().unwrap_or("a thread without a name").to_string();
-    // A line of its own, also where the reason has several, and written at once, since other tests write too.
+    // A line of its own, also where the reason has several, and written at once, since other tests
+    // write too.
     let line = format!("{need}\t{test}\t{reason}").replace('\n', " ") + "\n";
     eprint!("skipped: {line}");
     if let Some(file) = env::var_os("NVFP4_SKIPPED") {

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use half::bf16;
 use nvfp4_kernels::quantize::quantize;
 use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize};
-use nvfp4_spec::{Edge, Element, matrix};
+use nvfp4_spec::{Element, Specials, matrix};
 use rayon::prelude::*;
 use serde::Serialize;
 use std::io::Write;
@@ -99,8 +99,8 @@ impl Bench {
             Kind::Amax => {
                 let mut found = [0.0; 2];
                 for (value, implementation) in found.iter_mut().zip([self.implementation, Implementation::Scalar]) {
-                    let wanted = amax::Wanted { tensor: Some(value), ..Default::default() };
-                    amax::amax(implementation, &input, Edge::Kernel, wanted)?;
+                    let wanted = amax::Outputs { tensor: Some(value), ..Default::default() };
+                    amax::amax(implementation, &input, Specials::Kernel, wanted)?;
                 }
                 ensure!(found[0] == found[1], "amax {} instead of {}", found[0], found[1]);
             }
@@ -163,8 +163,8 @@ impl Bench {
         let input = Input::new(Values::Bf16(x), self.size, self.size)?;
         match &operation.kind {
             Kind::Amax => {
-                let wanted = amax::Wanted { tensor: Some(&mut self.row.amax[0]), ..Default::default() };
-                amax::amax(self.implementation, &input, Edge::Kernel, wanted)?;
+                let wanted = amax::Outputs { tensor: Some(&mut self.row.amax[0]), ..Default::default() };
+                amax::amax(self.implementation, &input, Specials::Kernel, wanted)?;
             }
             Kind::Quantize(settings) => {
                 let given = (settings.amax == Source::Given).then_some(given);

@@ -3,9 +3,9 @@
 use anyhow::{Result, ensure};
 use half::bf16;
 use nvfp4_kernels::fp8::dequantize::dequantize;
-use nvfp4_kernels::fp8::quantize::{Direction, Wanted, quantize};
+use nvfp4_kernels::fp8::quantize::{Direction, Outputs, quantize};
 use nvfp4_kernels::{Implementation, Input, Values, amax};
-use nvfp4_spec::Edge;
+use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::{AmaxRule, Format, Mode, ScaleVec, Scales, Scaling, Side, View};
 
 /// The operations whose names contain `filter`.
@@ -164,8 +164,8 @@ impl<'a> Run<'a> {
     pub fn once(&mut self) -> Result<()> {
         let mut amax = self.amax;
         if self.operation.scaling == Scale::Current {
-            let wanted = amax::Wanted { tensor: Some(&mut amax), ..Default::default() };
-            amax::amax(self.implementation, &self.x, Edge::Kernel, wanted)?;
+            let wanted = amax::Outputs { tensor: Some(&mut amax), ..Default::default() };
+            amax::amax(self.implementation, &self.x, Specials::Kernel, wanted)?;
         }
         let mode = self.operation.mode(amax);
         let Results { row, bf16s, f32s, .. } = &mut self.results;
@@ -181,7 +181,7 @@ impl<'a> Run<'a> {
 
     fn quantize(&mut self, mode: &Mode) -> Result<()> {
         let Results { row, col, amax, .. } = &mut self.results;
-        let wanted = Wanted {
+        let wanted = Outputs {
             row: Some(row.direction()),
             col: col.as_mut().map(Buffers::direction),
             amax: (self.operation.scaling == Scale::Delayed).then_some(amax),

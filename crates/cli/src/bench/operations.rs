@@ -8,7 +8,7 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::{Random, Stream};
-use nvfp4_spec::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Profile, Rounding, ScaleRule, Tile, e2m1};
+use nvfp4_spec::{Bound, ErrorPath, GlobalScale, Metric, Mode, Profile, Rounding, ScaleRule, Specials, Tile, e2m1};
 
 /// The operations of a device whose names contain `filter`.
 pub fn select(device: Device, filter: &str) -> Vec<&'static Operation> {
@@ -86,7 +86,7 @@ impl Settings {
 }
 
 const fn mode(tile: Tile, rule: ScaleRule) -> Mode {
-    Mode { tile, global: GlobalScale::PerTensor, rule, edge: Edge::Kernel, profile: Profile::TransformerEngine }
+    Mode { tile, global: GlobalScale::PerTensor, rule, specials: Specials::Kernel, profile: Profile::TransformerEngine }
 }
 
 const fn operation(name: &'static str, kind: Kind) -> Operation {

@@ -1,16 +1,16 @@
-//! FP8 cases (numerics §14): `fp8_current`, `fp8_delayed`, `fp8_block`, `mxfp8`, and their tables. There is one edge, the kernels'.
+//! FP8 cases (numerics §14): `fp8_current`, `fp8_delayed`, `fp8_block`, `mxfp8`, and their tables. There is one kind of specials, the kernels'.
 
 use super::case::Case;
 use super::report::Differences;
 use anyhow::{Context, Result, ensure};
 use nvfp4_kernels::fp8::dequantize::dequantize;
-use nvfp4_kernels::fp8::quantize::{Direction, Wanted, quantize};
+use nvfp4_kernels::fp8::quantize::{Direction, Outputs, quantize};
 use nvfp4_kernels::{Implementation, Input, Values, amax};
 use nvfp4_spec::fp8::delayed::{Algorithm, Delayed, Entry};
 use nvfp4_spec::fp8::matrix::amaxes;
 use nvfp4_spec::fp8::scale::mx_byte;
 use nvfp4_spec::fp8::{AmaxRule, Format, MX_BLOCK, Mode, ScaleValues, Scales, Scaling, Side, Tile, View};
-use nvfp4_spec::{Edge, Precision, e8m0};
+use nvfp4_spec::{Precision, Specials, e8m0};
 
 const FORMATS: [(&str, Format); 2] = [("e4m3", Format::E4m3), ("e5m2", Format::E5m2)];
 
@@ -95,8 +95,8 @@ pub fn check_mx(case: &Case, implementations: &[Implementation], differences: &m
 fn amax_of(case: &Case, implementation: Implementation) -> Result<f32> {
     let ((rows, cols), elements) = (case.shape2("input")?, case.elements("input")?);
     let mut tensor = 0.0;
-    let wanted = amax::Wanted { tensor: Some(&mut tensor), ..Default::default() };
-    amax::amax(implementation, &Input::new(elements.values(), rows, cols)?, Edge::Kernel, wanted)?;
+    let wanted = amax::Outputs { tensor: Some(&mut tensor), ..Default::default() };
+    amax::amax(implementation, &Input::new(elements.values(), rows, cols)?, Specials::Kernel, wanted)?;
     Ok(tensor)
 }
 
@@ -132,7 +132,7 @@ fn both(case: &Case, implementation: Implementation, mode: &Mode) -> Result<([Bu
     let x = Input::new(elements.values(), shape.0, shape.1)?;
     let (mut row, mut col) = (Buffers::new(mode, Side::Row, shape)?, Buffers::new(mode, Side::Column, shape)?);
     let mut amax = 0.0;
-    let wanted = Wanted { row: Some(row.direction(mode)), col: Some(col.direction(mode)), amax: Some(&mut amax) };
+    let wanted = Outputs { row: Some(row.direction(mode)), col: Some(col.direction(mode)), amax: Some(&mut amax) };
     quantize(implementation, &x, mode, wanted)?;
     Ok(([row, col], amax))
 }
@@ -265,7 +265,7 @@ fn check_encode(case: &Case, implementations: &[Implementation], differences: &m
     let x = Input::new(Values::F32(&input), 1, input.len())?;
     for &implementation in implementations {
         let mut got = Buffers::new(&mode, Side::Row, (1, input.len()))?;
-        let wanted = Wanted { row: Some(got.direction(&mode)), ..Default::default() };
+        let wanted = Outputs { row: Some(got.direction(&mode)), ..Default::default() };
         quantize(implementation, &x, &mode, wanted)?;
         differences.compare(&format!("{implementation}: data"), case.bytes("data")?, &got.codes);
     }

@@ -2,7 +2,7 @@
 //! of its own: its outputs must lie within the bound, which the recorded ones do too.
 
 use super::case::Case;
-use super::quantize::{Buffers, EDGES, bound, name as edge_name};
+use super::quantize::{Buffers, SPECIALS, bound, name as specials_name};
 use super::report::{Bits, Differences};
 use anyhow::{Result, bail};
 use half::{bf16, f16};
@@ -105,7 +105,7 @@ enum Side {
 }
 
 /// Quantizes an operand's input and compares it with the operand as recorded. Inputs have no NaN and no −0, so the record
-/// holds in both edges.
+/// holds with both specials.
 fn check_operand(
     case: &Case,
     implementations: &[Implementation],
@@ -128,8 +128,8 @@ fn check_operand(
     let (rows, cols) = case.shape2(input)?;
     let elements = case.elements(input)?;
     let x = Input::new(elements.values(), rows, cols)?;
-    for (implementation, edge) in implementations.iter().flat_map(|&i| EDGES.map(|edge| (i, edge))) {
-        let mode = Mode { tile, global: recorded.global, rule, edge, ..Mode::default() };
+    for (implementation, specials) in implementations.iter().flat_map(|&i| SPECIALS.map(|specials| (i, specials))) {
+        let mode = Mode { tile, global: recorded.global, rule, specials, ..Mode::default() };
         let got = match side {
             Side::Row => {
                 let mut got = Buffers::new(rows, cols, &mode)?;
@@ -142,7 +142,7 @@ fn check_operand(
                 got
             }
         };
-        let what = |tensor: &str| format!("{implementation} {}: {name}_{tensor}", edge_name(edge));
+        let what = |tensor: &str| format!("{implementation} {}: {name}_{tensor}", specials_name(specials));
         differences.compare(&what("data"), recorded.codes, &got.codes);
         differences.compare(&what("scale"), recorded.scales, &got.scales);
         differences.compare(&what("amax"), &recorded.amax, &got.amax);

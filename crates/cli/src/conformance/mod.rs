@@ -29,7 +29,7 @@ pub struct Args {
     /// Run only this implementation: scalar, avx2, avx512 or cuda. Default: all that this machine has.
     #[arg(long, value_name = "NAME")]
     implementation: Option<Chosen>,
-    /// Print JSON: {implementations, edges, modes: [{mode, cases, mismatches}], cases, mismatches, errors, problems}.
+    /// Print JSON: {implementations, specials, modes: [{mode, cases, mismatches}], cases, mismatches, errors, problems}.
     #[arg(long)]
     json: bool,
 }
@@ -75,10 +75,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if args.json {
         let mut json = report.to_json();
         json["implementations"] = names.into();
-        json["edges"] = json!(["kernel", "reference"]);
+        json["specials"] = json!(["kernel", "reference"]);
         json::print("conformance", &json)?;
     } else {
-        let text = format!("implementations: {}; edges: kernel, reference\n{report}", names.join(", "));
+        let text = format!("implementations: {}; specials: kernel, reference\n{report}", names.join(", "));
         until_closed(std::io::stdout().write_all(text.as_bytes()).map_err(Into::into))?;
     }
     Ok(exit::checked(report.passed()))

@@ -11,9 +11,11 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::matrix::{self, Matrix, Quantized, View};
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Tile, e2m1, upstream};
+use nvfp4_spec::{
+    BLOCK, Bound, ErrorPath, GlobalScale, Metric, Mode, Rounding, ScaleRule, Specials, Tile, e2m1, upstream,
+};
 
-pub const EDGES: [Edge; 2] = [Edge::Kernel, Edge::Reference];
+pub const SPECIALS: [Specials; 2] = [Specials::Kernel, Specials::Reference];
 
 pub fn check(case: &Case, implementations: &[Implementation], differences: &mut Differences) -> Result<String> {
     let (tile, global) = scaling(case)?;
@@ -22,7 +24,7 @@ pub fn check(case: &Case, implementations: &[Implementation], differences: &mut 
         case,
         implementations,
         differences,
-        |edge| Mode { tile, global, rule, edge, ..Mode::default() },
+        |specials| Mode { tile, global, rule, specials, ..Mode::default() },
         None,
     )?;
     let rule_name = match rule {
@@ -52,7 +54,7 @@ pub fn check_hadamard(
         case,
         implementations,
         differences,
-        |edge| Mode { tile, global, rule, edge, ..Mode::default() },
+        |specials| Mode { tile, global, rule, specials, ..Mode::default() },
         Some(signs),
     )?;
     Ok(format!("rht {} {name}", case.meta("scaling")?))
@@ -87,46 +89,46 @@ fn scale_rule(case: &Case) -> Result<ScaleRule> {
     })
 }
 
-/// Runs both directions in every implementation and edge, then the decoded values.
+/// Runs both directions in every implementation and both specials, then the decoded values.
 fn check_directions(
     case: &Case,
     implementations: &[Implementation],
     differences: &mut Differences,
-    mode: impl Fn(Edge) -> Mode,
+    mode: impl Fn(Specials) -> Mode,
     transform: Option<Signs>,
 ) -> Result<()> {
     let (rows, cols) = case.shape2("input")?;
     let elements = case.elements("input")?;
     let input = Input::new(elements.values(), rows, cols)?;
     for &implementation in implementations {
-        for edge in EDGES {
-            let mode = mode(edge);
+        for specials in SPECIALS {
+            let mode = mode(specials);
             let mut row = Buffers::new(rows, cols, &mode)?;
             let mut col = Buffers::new(cols, rows, &mode)?;
             quantize(implementation, &input, Some(row.direction(&mode, None)), Some(col.direction(&mode, transform)))?;
-            let prefix = format!("{implementation} {}: ", name(edge));
+            let prefix = format!("{implementation} {}: ", name(specials));
             compare(case, differences, &prefix, "", &row, (rows, cols), &mode)?;
             compare_amax(case, differences, &prefix, "", &row.amax, &mode)?;
-            // No kernel produced this direction, so its record holds in the reference edge only.
+            // No kernel produced this direction, so its record holds with reference specials only.
             let unrecorded = mode.global == GlobalScale::PerRow && case.meta("kernel_emulated")? != "tuned_1D";
-            if edge == Edge::Reference || !unrecorded {
+            if specials == Specials::Reference || !unrecorded {
                 compare(case, differences, &prefix, "_t", &col, (cols, rows), &mode)?;
                 compare_amax(case, differences, &prefix, "_t", &col.amax, &mode)?;
             }
         }
         for (suffix, rows, cols) in [("", rows, cols), ("_t", cols, rows)] {
             if case.has(&format!("dequant{suffix}")) {
-                check_dequantize(case, implementation, differences, suffix, (rows, cols), &mode(Edge::Reference))?;
+                check_dequantize(case, implementation, differences, suffix, (rows, cols), &mode(Specials::Reference))?;
             }
         }
     }
     Ok(())
 }
 
-pub fn name(edge: Edge) -> &'static str {
-    match edge {
-        Edge::Kernel => "kernel edge",
-        Edge::Reference => "reference edge",
+pub fn name(specials: Specials) -> &'static str {
+    match specials {
+        Specials::Kernel => "kernel specials",
+        Specials::Reference => "reference specials",
     }
 }
 
@@ -161,10 +163,10 @@ impl Buffers {
     }
 }
 
-/// The tensor that records this of a direction (`suffix` "" or "_t") in the mode's edge.
+/// The tensor that records this of a direction (`suffix` "" or "_t") in the mode's specials.
 fn recorded(case: &Case, tensor: &str, suffix: &str, mode: &Mode) -> String {
     let kernel = format!("{tensor}{suffix}_kernel");
-    if mode.edge == Edge::Kernel && case.has(&kernel) { kernel } else { format!("{tensor}{suffix}") }
+    if mode.specials == Specials::Kernel && case.has(&kernel) { kernel } else { format!("{tensor}{suffix}") }
 }
 
 /// Compares the codes and scales of a direction with what the case records.
@@ -206,7 +208,7 @@ fn compare_amax(
 ) -> Result<()> {
     let tensor = &recorded(case, "amax", suffix, mode);
     let mut expected = case.f32s(tensor)?;
-    if mode.edge == Edge::Kernel && tensor == "amax_t" && case.has("amax_kernel") {
+    if mode.specials == Specials::Kernel && tensor == "amax_t" && case.has("amax_kernel") {
         match mode.global {
             GlobalScale::PerTensor => expected = case.f32s("amax_kernel")?,
             GlobalScale::PerRow => {
@@ -253,7 +255,7 @@ pub fn check_fast_math(case: &Case, differences: &mut Differences) -> Result<Str
     let (Tile::Row16, global) = scaling(case)? else { bail!("metadata 'scaling': fast math has 1×16 tiles only") };
     let mode = Mode { global, ..Mode::default() };
     check_spec(case, differences, &mode, |x, amax, _| {
-        Ok(matrix::quantize_fast_math(x, amax, mode.global, mode.edge)?)
+        Ok(matrix::quantize_fast_math(x, amax, mode.global, mode.specials)?)
     })?;
     Ok(format!("fastmath {} (spec)", case.meta("scaling")?))
 }
@@ -278,7 +280,7 @@ pub fn check_stochastic(case: &Case, differences: &mut Differences) -> Result<St
     Ok(format!("sr {} {} (spec)", case.meta("kernel")?, case.meta("scaling")?))
 }
 
-/// Runs the directions that a case records through a rule of the spec, in the kernel edge: kernels produced them.
+/// Runs the directions that a case records through a rule of the spec, with kernel specials: kernels produced them.
 fn check_spec(
     case: &Case,
     differences: &mut Differences,
@@ -288,7 +290,7 @@ fn check_spec(
     let x = case.matrix("input")?;
     for (suffix, x) in [("", x.clone()), ("_t", x.transpose())] {
         if suffix.is_empty() || case.has(&format!("data{suffix}")) {
-            let amax = matrix::amax(&x, mode.global, mode.edge)?;
+            let amax = matrix::amax(&x, mode.global, mode.specials)?;
             let q = quantize(&x, &amax, suffix)?;
             let got = Buffers { codes: q.codes, scales: q.scales, amax };
             compare(case, differences, "spec: ", suffix, &got, (x.rows(), x.cols()), mode)?;

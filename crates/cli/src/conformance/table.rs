@@ -8,7 +8,7 @@ use nvfp4::Elements;
 use nvfp4_kernels::{Implementation, swizzle};
 use nvfp4_spec::hadamard::{Signs, transform};
 use nvfp4_spec::philox::{philox4x32, words};
-use nvfp4_spec::{Edge, e2m1, e4m3, four_over_six, stochastic};
+use nvfp4_spec::{Specials, e2m1, e4m3, four_over_six, stochastic};
 
 pub fn check_swizzle(case: &Case, implementations: &[Implementation], differences: &mut Differences) -> Result<String> {
     for suffix in ["", "_t"] {
@@ -30,12 +30,12 @@ pub fn check(case: &Case, differences: &mut Differences) -> Result<String> {
     let table = case.meta("table")?;
     match table {
         "e2m1_cast" => {
-            let codes: Vec<u8> = case.f32s("input")?.iter().map(|&x| e2m1::encode(x, Edge::Reference)).collect();
+            let codes: Vec<u8> = case.f32s("input")?.iter().map(|&x| e2m1::encode(x, Specials::Reference)).collect();
             let packed: Vec<u8> = codes.chunks(2).map(|p| e2m1::pack(p[0], *p.get(1).unwrap_or(&0))).collect();
             differences.compare("packed", case.bytes("packed")?, &packed);
         }
         "e2m1_cast_satfinite" => {
-            let codes: Vec<u8> = case.f32s("input")?.iter().map(|&x| e2m1::encode(x, Edge::Kernel)).collect();
+            let codes: Vec<u8> = case.f32s("input")?.iter().map(|&x| e2m1::encode(x, Specials::Kernel)).collect();
             differences.compare("code", case.bytes("code")?, &codes);
         }
         "e2m1_decode" => {
@@ -114,7 +114,7 @@ fn check_stochastic_rounding(case: &Case, differences: &mut Differences) -> Resu
     let (x, random) = (case.f32s("x")?, case.bytes("rbits8")?);
     ensure!(x.len() == random.len(), "tensors 'x' and 'rbits8' differ in length");
     let values: Vec<f32> =
-        x.iter().zip(random).map(|(&x, &r)| e2m1::decode(stochastic::encode(x, r, Edge::Kernel))).collect();
+        x.iter().zip(random).map(|(&x, &r)| e2m1::decode(stochastic::encode(x, r, Specials::Kernel))).collect();
     differences.compare("value", &case.f32s("value")?, &values);
     Ok(())
 }

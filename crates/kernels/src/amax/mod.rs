@@ -8,11 +8,11 @@ pub mod cuda;
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};
 use nvfp4_spec::matrix::Matrix;
-use nvfp4_spec::{Edge, scale};
+use nvfp4_spec::{Specials, scale};
 
-/// Which maxima to compute, any of them in one call.
+/// The maxima to compute, any of them in one call.
 #[derive(Debug, Default)]
-pub struct Wanted<'a> {
+pub struct Outputs<'a> {
     /// The maximum over everything.
     pub tensor: Option<&'a mut f32>,
     /// One per row.
@@ -21,38 +21,39 @@ pub struct Wanted<'a> {
     pub cols: Option<&'a mut [f32]>,
 }
 
-/// Computes the maxima that are wanted. NaN is invisible in the kernel edge and wins in the reference edge.
-pub fn amax(implementation: Implementation, x: &Input<'_>, edge: Edge, wanted: Wanted<'_>) -> Result<()> {
-    if let Some(rows) = &wanted.rows {
+/// Computes the maxima in `outputs`. NaN is ignored with kernel specials and wins with reference
+/// specials.
+pub fn amax(implementation: Implementation, x: &Input<'_>, specials: Specials, outputs: Outputs<'_>) -> Result<()> {
+    if let Some(rows) = &outputs.rows {
         check_len("row amax", x.rows(), rows.len())?;
     }
-    if let Some(cols) = &wanted.cols {
+    if let Some(cols) = &outputs.cols {
         check_len("column amax", x.cols(), cols.len())?;
     }
     match implementation {
-        Implementation::Scalar => scalar(x, edge, wanted),
+        Implementation::Scalar => scalar(x, specials, outputs),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(token) => avx2::amax(token, x, edge, wanted),
+        Implementation::Avx2(token) => avx2::amax(token, x, specials, outputs),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx512(token) => avx2::amax(token.avx2(), x, edge, wanted),
+        Implementation::Avx512(token) => avx2::amax(token.avx2(), x, specials, outputs),
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(device) => cuda::on_host(device, x, edge, wanted)?,
+        Implementation::Cuda(device) => cuda::on_host(device, x, specials, outputs)?,
     }
     Ok(())
 }
 
-fn scalar(x: &Input<'_>, edge: Edge, wanted: Wanted<'_>) {
+fn scalar(x: &Input<'_>, specials: Specials, outputs: Outputs<'_>) {
     let matrix = x.to_matrix();
-    if let Some(tensor) = wanted.tensor {
-        *tensor = scale::amax(matrix.data(), edge);
+    if let Some(tensor) = outputs.tensor {
+        *tensor = scale::amax(matrix.data(), specials);
     }
     let per_row = |matrix: &Matrix, out: &mut [f32]| {
-        out.iter_mut().enumerate().for_each(|(r, amax)| *amax = scale::amax(matrix.row(r), edge));
+        out.iter_mut().enumerate().for_each(|(r, amax)| *amax = scale::amax(matrix.row(r), specials));
     };
-    if let Some(rows) = wanted.rows {
+    if let Some(rows) = outputs.rows {
         per_row(&matrix, rows);
     }
-    if let Some(cols) = wanted.cols {
+    if let Some(cols) = outputs.cols {
         per_row(&matrix.transpose(), cols);
     }
 }

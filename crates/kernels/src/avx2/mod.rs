@@ -1,12 +1,14 @@
-//! What the AVX2 twins share: the token that proves the CPU has the instructions, and blocks of 16 elements in registers.
+//! What the AVX2 twins share: the token that proves that the CPU has the instructions, and blocks
+//! of 16 elements in registers.
 //!
-//! Functions here and in the `avx2` files carry `#[target_feature]`, so the compiler lets them use the instructions safely
-//! and lets only each other, or an `unsafe` block that holds a token, call them.
+//! Functions here and in the `avx2` files carry `#[target_feature]`, so the compiler lets them use
+//! the instructions safely. Only they themselves, or an `unsafe` block that holds a token, may call
+//! them.
 
 pub(crate) mod philox;
 pub(crate) mod small_float;
 
-use nvfp4_spec::{BLOCK, Edge, Element, Precision};
+use nvfp4_spec::{BLOCK, Element, Precision, Specials};
 use std::arch::x86_64::*;
 
 /// Proof that this CPU has AVX2, FMA and F16C.
@@ -22,7 +24,7 @@ impl Avx2 {
     }
 }
 
-/// Asks for elements that will be needed soon.
+/// Prefetches elements.
 #[inline]
 pub(crate) fn prefetch<T>(x: &[T]) {
     for line in x.chunks(64 / size_of::<T>()) {
@@ -31,7 +33,8 @@ pub(crate) fn prefetch<T>(x: &[T]) {
     }
 }
 
-/// The bits of 16 elements. 16-bit types fill `lo`; `hi` is then unused. `f32` has elements 0–7 in `lo`, 8–15 in `hi`.
+/// The bits of 16 elements. 16-bit types fill `lo`; `hi` is then unused. `f32` has elements 0–7 in
+/// `lo`, 8–15 in `hi`.
 #[derive(Clone, Copy)]
 pub(crate) struct Block {
     lo: __m256i,
@@ -63,7 +66,7 @@ impl Block {
 /// Four rows of four doublewords, transposed.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(crate) fn turned(rows: [__m128i; 4]) -> [__m128i; 4] {
+pub(crate) fn transposed(rows: [__m128i; 4]) -> [__m128i; 4] {
     let [a, b, c, d] = rows;
     let (t0, t1) = (_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b));
     let (t2, t3) = (_mm_unpacklo_epi32(c, d), _mm_unpackhi_epi32(c, d));
@@ -152,12 +155,13 @@ pub(crate) fn abs<T: Element>(b: Block) -> Block {
     }
 }
 
-/// The magnitudes' bits as amax sees them: NaN is 0 in the kernel edge. Twin of `scale::magnitude_bits`.
+/// The magnitudes' bits as amax sees them: NaN is 0 with kernel specials. Twin of
+/// `scale::magnitude_bits`.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(crate) fn magnitudes<T: Element>(b: Block, edge: Edge) -> Block {
+pub(crate) fn magnitudes<T: Element>(b: Block, specials: Specials) -> Block {
     let a = abs::<T>(b);
-    if edge == Edge::Reference {
+    if specials == Specials::Reference {
         return a;
     }
     let infinity = infinity_bits(T::PRECISION);
@@ -209,8 +213,8 @@ pub(crate) fn largest<T: Element>(a: Block) -> u32 {
     }
 }
 
-/// The largest magnitude's bits of each of eight blocks, as doublewords. A tree of unpacks and maxima, three operations a
-/// block where [`largest`] takes eight.
+/// The largest magnitude's bits of each of eight blocks, as doublewords. A tree of unpacks and
+/// maxima, three operations a block where [`largest`] takes eight.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(crate) fn largest_of_eight<T: Element>(b: [Block; 8]) -> __m256i {
@@ -270,7 +274,8 @@ pub(crate) fn load_eight(x: &[u32; 8]) -> __m256i {
     unsafe { _mm256_loadu_si256(x.as_ptr().cast()) }
 }
 
-/// Eight magnitudes' bits in doublewords, of a 16-bit or 32-bit type, as values. Twin of [`value_of`].
+/// Eight magnitudes' bits in doublewords, of a 16-bit or 32-bit type, as values. Twin of
+/// [`value_of`].
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(crate) fn values_of(bits: __m256i, precision: Precision) -> __m256 {
@@ -308,7 +313,8 @@ pub(crate) fn narrow(lo: __m256i, hi: __m256i) -> __m256i {
     _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(lo, hi))
 }
 
-/// Minus the number of cuts that each magnitude exceeds, as 16 words. A cut is a vector of equal magnitudes.
+/// Minus the number of cuts that each magnitude exceeds, as 16 words. A cut is a vector of equal
+/// magnitudes.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(crate) fn count_above<T: Element>(a: Block, cuts: &[__m256i]) -> __m256i {

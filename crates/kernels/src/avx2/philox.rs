@@ -1,4 +1,5 @@
-//! Philox for eight blocks at once. Twin of [`nvfp4_spec::philox`] and [`nvfp4_spec::stochastic::Stream`].
+//! Philox for eight blocks at once. Twin of [`nvfp4_spec::philox`] and
+//! [`nvfp4_spec::stochastic::Stream`].
 
 use nvfp4_spec::BLOCK;
 use nvfp4_spec::philox::{KEY_STEPS, MULTIPLIERS, ROUNDS, words};

@@ -1,4 +1,5 @@
-//! Numbers of eight bits in vectors. Twins of [`nvfp4_spec::e4m3`], [`nvfp4_spec::e5m2`] and [`nvfp4_spec::e8m0`].
+//! Eight-bit floats in vectors. Twins of [`nvfp4_spec::e4m3`], [`nvfp4_spec::e5m2`] and
+//! [`nvfp4_spec::e8m0`].
 
 use nvfp4_spec::fp8::Format;
 use nvfp4_spec::{e4m3, e5m2};
@@ -48,7 +49,8 @@ pub(crate) fn codes<F: SmallFloat>(a: __m256) -> __m256i {
     _mm256_srl_epi32(codes, _mm_cvtsi32_si128(7 - F::MANTISSA))
 }
 
-/// The codes of 16 magnitudes, 0–7 and 8–15, as words in the order of `packs`: 0–3, 8–11, 4–7, 12–15.
+/// The codes of 16 magnitudes, 0–7 and 8–15, as words in the order of `packs`: 0–3, 8–11, 4–7,
+/// 12–15.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(crate) fn code_words<F: SmallFloat>(a: [__m256; 2]) -> __m256i {
@@ -57,16 +59,19 @@ pub(crate) fn code_words<F: SmallFloat>(a: [__m256; 2]) -> __m256i {
     _mm256_srl_epi16(codes, _mm_cvtsi32_si128(7 - F::MANTISSA))
 }
 
-/// What [`shifted`] gives for code 0: the exponent of the number that it adds to the smallest magnitudes.
+/// What [`shifted`] gives for code 0: the exponent of the number that it adds to the smallest
+/// magnitudes.
 const fn offset<F: SmallFloat>() -> i32 {
     (F::MIN_NORMAL.to_bits() >> 16) as i32 + ((23 - F::MANTISSA) << 7)
 }
 
-/// The codes of eight magnitudes, times 2^(7 − mantissa), plus [`offset`]: positive 16-bit numbers in doublewords.
+/// The codes of eight magnitudes, times 2^(7 − mantissa), plus [`offset`]: positive 16-bit numbers
+/// in doublewords.
 ///
-/// Adding a power of two that leaves the format's mantissa bits (below the smallest normal value, its smallest step) makes the
-/// addition round to nearest even. The sum then has the exponent in its high half, the steps in its low half, and one
-/// multiplication of 16-bit halves joins them to the code.
+/// Adding a power of two that leaves the format's mantissa bits (below the smallest normal value,
+/// its smallest step) makes the addition round to nearest even. The sum then has the exponent in
+/// its high half, the steps in its low half, and one multiplication of 16-bit halves joins them to
+/// the code.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn shifted<F: SmallFloat>(a: __m256) -> __m256i {
@@ -78,7 +83,8 @@ fn shifted<F: SmallFloat>(a: __m256) -> __m256i {
     _mm256_madd_epi16(_mm256_castps_si256(sum), _mm256_set1_epi32(1 << 16 | 1 << (7 - F::MANTISSA)))
 }
 
-/// The E8M0 bytes of the smallest powers of two that are not below eight magnitudes, as doublewords. Not for NaN.
+/// The E8M0 bytes of the smallest powers of two that are not below eight magnitudes, as
+/// doublewords. Not for NaN.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(crate) fn e8m0_up(a: __m256) -> __m256i {

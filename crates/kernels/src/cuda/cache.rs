@@ -1,8 +1,9 @@
 //! Compiled kernels on disk, shared by processes.
 //!
-//! An entry is a file named after its key: magic, length, checksum, then the compiled kernel. It is written under a name
-//! of its own and renamed, so a reader sees a whole entry or none; one that does not check out is as good as absent.
-//! Nothing here fails: without a folder, or with one that cannot be written, kernels are compiled anew.
+//! An entry is a file named after its key: magic, length, checksum, then the compiled kernel. It is
+//! written under a temporary name and renamed, so a reader sees a whole entry or none. An entry
+//! with a wrong checksum counts as absent. Nothing here fails: without a writable folder, each
+//! process compiles its kernels.
 
 use std::fs;
 use std::io::Write;
@@ -25,7 +26,8 @@ pub(super) struct Key(u128);
 impl Key {
     /// The key of everything in `ingredients`, whose order counts.
     pub fn new(ingredients: &[&str]) -> Self {
-        // Each length goes first, so that moving text from one ingredient to the next changes the key.
+        // Each length goes first, so that moving text from one ingredient to the next changes the
+        // key.
         let hash = ingredients
             .iter()
             .fold(FNV_OFFSET, |hash, text| fnv1a(fnv1a(hash, &(text.len() as u64).to_le_bytes()), text.as_bytes()));
@@ -73,7 +75,7 @@ impl DiskCache {
     }
 }
 
-/// Writes `parts` to a new file, then gives it its name at once.
+/// Writes `parts` to a temporary file, then renames it.
 fn write(path: &Path, parts: &[&[u8]]) -> std::io::Result<()> {
     static WRITES: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
@@ -91,7 +93,8 @@ fn write(path: &Path, parts: &[&[u8]]) -> std::io::Result<()> {
     written
 }
 
-/// Of the contents, and of the key so that an entry under another's name is not taken for it.
+/// The checksum of the contents and of the key, so that an entry under another's name is not
+/// accepted.
 fn checksum(key: Key, image: &[u8]) -> u128 {
     fnv1a(key.0, image)
 }
@@ -99,7 +102,8 @@ fn checksum(key: Key, image: &[u8]) -> u128 {
 const FNV_OFFSET: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
 const FNV_PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
 
-/// FNV-1a of 128 bits. The standard library's hash may change with its version; this one is the same for all time.
+/// FNV-1a of 128 bits. The standard library's hash may change with its version; this one never
+/// changes.
 fn fnv1a(hash: u128, bytes: &[u8]) -> u128 {
     bytes.iter().fold(hash, |hash, &byte| (hash ^ u128::from(byte)).wrapping_mul(FNV_PRIME))
 }

@@ -1,7 +1,7 @@
-//! Kernel text to machine code, by NVRTC.
+//! Compiles kernel texts to machine code with NVRTC.
 //!
-//! No GPU is needed, and no header: kernel texts include nothing. Floating-point products and sums are never fused
-//! (`--fmad=false`), so that a kernel rounds where its text says so.
+//! No GPU is needed, and no header: kernel texts include nothing. Floating-point products and sums
+//! are never fused (`--fmad=false`), so that a kernel rounds exactly where its text does.
 
 use super::cache::{DiskCache, Key};
 use super::environment::Environment;
@@ -23,13 +23,14 @@ pub struct Source {
     pub text: String,
 }
 
-/// Compiles for an architecture: machine code (a cubin) for `sm_90a` and its like, PTX for `compute_90` and its like.
+/// Compiles for an architecture: machine code (a cubin) for `sm_90a` and its like, PTX for
+/// `compute_90` and its like.
 pub fn compile(source: &Source, architecture: &str) -> Result<Vec<u8>> {
     compiler_version()?;
     Program::new(source)?.compile(architecture, &options(architecture))
 }
 
-/// What [`compile`] gives, from the cache if it is there.
+/// The result of [`compile`], from the cache if it is there.
 pub(super) fn compile_cached(
     cache: &DiskCache,
     source: &Source,
@@ -48,11 +49,12 @@ pub(super) fn compile_cached(
     Ok(image)
 }
 
-/// The architecture to compile for, of a GPU of compute capability `major.minor` and an NVRTC that supports `supported`
-/// (`[80, 90, 100]` and so on).
+/// The architecture to compile for: the GPU has compute capability `major.minor`, NVRTC supports
+/// the architectures `supported` (`[80, 90, 100]` and so on).
 ///
-/// Chips with instructions of their own get the name that unlocks them (`sm_90a`), others the plain one. A chip that
-/// NVRTC does not know gets PTX for the nearest older one, which the driver translates; the portable bodies run there.
+/// Chips with instructions of their own get the name that unlocks them (`sm_90a`), others the plain
+/// one. A chip that NVRTC does not know gets PTX for the nearest older one, which the driver
+/// translates; the portable bodies run there.
 pub fn architecture(major: u32, minor: u32, supported: &[u32]) -> String {
     let number = major * 10 + minor;
     let nearest = supported.iter().copied().filter(|&s| s <= number).max();
@@ -76,8 +78,8 @@ pub fn supported_architectures() -> Result<Vec<u32>> {
     Ok(numbers.into_iter().map(|n| n as u32).collect())
 }
 
-/// The version of this machine's NVRTC, or why there is none to use. Everything else in this file asks here first:
-/// a call into a library that is not there would panic.
+/// The version of this machine's NVRTC, or why there is none to use. Everything else in this file
+/// asks here first: a call into a library that is not there would panic.
 pub fn compiler_version() -> Result<Version> {
     static FOUND: OnceLock<Version> = OnceLock::new();
     if let Some(&version) = FOUND.get() {
@@ -97,7 +99,8 @@ pub fn compiler_version() -> Result<Version> {
     Ok(*FOUND.get_or_init(|| found))
 }
 
-/// Names of NVRTC, all among those that cudarc tries. cudarc's own probe is missing from builds that link NVRTC.
+/// Names of NVRTC, all among those that cudarc tries. cudarc's own probe is missing from builds
+/// that link NVRTC.
 const NAMES: &[&str] =
     if cfg!(windows) { &["nvrtc64_130_0.dll"] } else { &["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"] };
 
@@ -107,8 +110,9 @@ fn is_loadable() -> bool {
     NAMES.iter().any(|name| unsafe { libloading::Library::new(*name) }.is_ok())
 }
 
-/// Loads NVRTC from a folder that the environment names. cudarc takes no path, but the loader answers later requests for
-/// the bare name with the library that is already loaded under it. NVRTC asks for its built-ins in the same way.
+/// Loads NVRTC from a folder that the environment names. cudarc takes no path, but the loader
+/// answers later requests for the bare name with the library that is already loaded under it. NVRTC
+/// asks for its built-ins in the same way.
 fn load_from(environment: &Environment) -> bool {
     let folder = environment.libraries.iter().find(|folder| NAMES.iter().any(|name| load(&folder.join(name))));
     for file in folder.and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten() {
@@ -149,7 +153,8 @@ impl Program {
     fn compile(&self, architecture: &str, options: &[String]) -> Result<Vec<u8>> {
         let options = options.iter().map(|o| nul_terminated(self.name, o)).collect::<Result<Vec<CString>>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
-        // SAFETY: the program exists, and there are as many options, each ending in NUL, as are announced.
+        // SAFETY: the program exists, and there are as many options, each ending in NUL, as are
+        // announced.
         let code = unsafe { sys::nvrtcCompileProgram(self.raw, pointers.len() as c_int, pointers.as_ptr()) };
         if code != nvrtcResult::NVRTC_SUCCESS {
             let log = self.log().filter(|log| !log.trim().is_empty()).unwrap_or_else(|| describe(code));

@@ -3,9 +3,7 @@
 use super::cache::DiskCache;
 use super::environment::Environment;
 use super::error::{Error, Result, Version, check};
-use super::kernel::Modules;
 use super::lock;
-use super::pool::RawPool;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int};
@@ -16,10 +14,12 @@ use std::{fmt, ptr};
 /// The oldest driver whose interface this build can call.
 const OLDEST_DRIVER: Version = Version { major: 12, minor: 0 };
 
-/// A GPU, opened once per process: every copy of this handle, and every further [`Device::open`], is the same one.
+/// A GPU, opened once per process: every copy of this handle, and every further [`Device::open`],
+/// is the same one.
 ///
-/// It holds the GPU's primary context, the one that PyTorch and candle use too, and the kernels loaded into it, until the
-/// process ends: the memory is leaked on purpose, since a context that others share cannot be torn down in time.
+/// It holds the GPU's primary context, the one that PyTorch and candle use too, and the kernels
+/// loaded into it, until the process ends: the memory is leaked on purpose, since a context that
+/// others share cannot be torn down in time.
 #[derive(Clone, Copy)]
 pub struct Device(pub(super) &'static Inner);
 
@@ -29,12 +29,11 @@ pub(super) struct Inner {
     properties: Properties,
     pub driver: Version,
     pub cache: DiskCache,
-    pub modules: Modules,
     portable: bool,
-    pub pool: OnceLock<RawPool>,
 }
 
-// SAFETY: the context is a handle that the driver lets any thread use; the rest is Send and Sync by itself.
+// SAFETY: the context is a handle that the driver lets any thread use; the rest is Send and Sync by
+// itself.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -57,7 +56,8 @@ pub struct Properties {
     pub l2_cache: usize,
     /// The most bytes of shared memory that a block may have.
     pub shared_memory: u32,
-    /// Whether it reads ordinary memory of the host by itself, as a Grace Hopper does: copies from there may then end late.
+    /// Whether it reads pageable host memory directly, as Grace Hopper does: a copy from there may
+    /// then return before the memory is read.
     pub reads_host_memory: bool,
 }
 
@@ -82,9 +82,7 @@ impl Device {
             properties,
             driver: driver_version()?,
             cache: DiskCache::new(environment.cache),
-            modules: Modules::default(),
             portable: environment.portable,
-            pool: OnceLock::new(),
         };
         Ok(Device(open.entry(ordinal).or_insert(Box::leak(Box::new(inner)))))
     }
@@ -128,12 +126,12 @@ impl Device {
         self.0.driver
     }
 
-    /// Whether kernels for it leave its conversion instructions alone; see [`Environment::portable`].
+    /// Whether its kernels avoid the chip's conversion instructions; see [`Environment::portable`].
     pub fn portable(self) -> bool {
         self.0.portable
     }
 
-    /// Bytes of memory that are free, and that there are.
+    /// Bytes of free memory and of all memory.
     pub fn memory_info(self) -> Result<(usize, usize)> {
         let _current = self.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -149,15 +147,15 @@ impl Device {
         check("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() })
     }
 
-    /// Makes this GPU the calling thread's current one, and leaves it so. No call of this crate needs it; with it, they
-    /// have nothing to switch.
+    /// Makes this GPU the calling thread's current one and leaves it so. Calls of this crate do not
+    /// need that; afterwards they need not switch contexts.
     pub fn make_current(self) -> Result<()> {
         // SAFETY: the context is retained for as long as the process lives.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.0.context) })
     }
 
     /// Makes this GPU current until the guard is dropped.
-    pub(super) fn enter(self) -> Result<Current> {
+    pub(crate) fn enter(self) -> Result<Current> {
         let mut previous = ptr::null_mut();
         // SAFETY: a device is open, so the driver is initialised; it writes one handle.
         check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut previous) })?;
@@ -169,7 +167,7 @@ impl Device {
     }
 
     /// An error unless `other`, which `what` belongs to, is this GPU.
-    pub(super) fn expect(self, what: &'static str, other: usize) -> Result<()> {
+    pub(crate) fn expect(self, what: &'static str, other: usize) -> Result<()> {
         if other == self.ordinal() {
             return Ok(());
         }
@@ -198,7 +196,7 @@ impl fmt::Debug for Device {
 }
 
 /// Restores the thread's current context.
-pub(super) struct Current {
+pub(crate) struct Current {
     restore: Option<CUcontext>,
 }
 
@@ -212,11 +210,12 @@ impl Drop for Current {
 }
 
 impl Properties {
-    /// What GPU `ordinal` is; it need not be one that can be opened.
+    /// The properties of GPU `ordinal`, also of one that cannot be opened.
     pub fn read(ordinal: usize) -> Result<Properties> {
         let device = handle(ordinal)?;
         let mut name = [0 as c_char; 256];
-        // SAFETY: the device exists; the driver writes no more than it is told there is room for, and ends it with NUL.
+        // SAFETY: the device exists; the driver writes no more than it is told there is room for,
+        // and ends it with NUL.
         check("cuDeviceGetName", unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, device) })?;
         // SAFETY: the last byte was not the driver's to write, so a NUL is there.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
@@ -265,8 +264,8 @@ fn handle(ordinal: usize) -> Result<CUdevice> {
     Ok(device)
 }
 
-/// The CUDA version that the driver supports, once it is loaded and initialised. Everything else asks here first: a call
-/// into a library that is not there would panic.
+/// The CUDA version that the driver supports, once it is loaded and initialised. Everything else
+/// asks here first: a call into a library that is not there would panic.
 pub(super) fn driver_version() -> Result<Version> {
     static FOUND: OnceLock<Version> = OnceLock::new();
     if let Some(&version) = FOUND.get() {

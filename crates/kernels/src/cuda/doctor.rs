@@ -31,7 +31,7 @@ pub enum Cache {
     None,
 }
 
-/// Looks at everything, and changes nothing but that it makes the cache's folder.
+/// Examines everything. The only change it makes is to create the cache's folder.
 pub fn doctor() -> Report {
     let cache = match Environment::read().cache {
         None => Cache::None,

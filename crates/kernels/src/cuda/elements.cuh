@@ -1,6 +1,8 @@
-// Elements in the registers of a thread, sixteen neighbours at a time, as they lie in memory. Read rules.cuh first.
+// Sixteen neighbouring elements in the registers of a thread, in memory order. Read rules.cuh
+// first.
 //
-// A C++ compiler for the host builds this text too, so what a chip has an instruction for stands beside plain arithmetic.
+// A C++ compiler for the host builds this text too, so what a chip has an instruction for stands
+// beside plain arithmetic.
 
 // Sixteen elements, two of the 16-bit types to a word.
 template <Precision P>
@@ -140,7 +142,17 @@ RULE Elements<P> load_some(const u8* from, u32 width) {
     return x;
 }
 
-// n / d for n < 2³¹, with the multiplier and the shift that the host found for d; a multiplier of 0 is for d = 1.
+// n / d for n < 2³¹, with the multiplier and the shift that the host found for d; a multiplier of 0
+// is for d = 1.
 RULE u32 divided(u32 n, u32 magic, u32 shift) { return magic ? mul_high(n, magic) >> shift : n; }
 
 RULE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// Twin of hadamard::transform, signs already changed.
+RULE Elements<BF16> transformed(float v[BLOCK]) {
+    hadamard::butterflies(v);
+    Elements<BF16> out;
+#pragma unroll
+    for (int i = 0; i < 8; i++) out.w[i] = pack_bf16(v[2 * i] * HADAMARD_FACTOR, v[2 * i + 1] * HADAMARD_FACTOR);
+    return out;
+}

@@ -1,4 +1,4 @@
-//! The environment variables that the GPU runtime heeds, read in one place.
+//! The environment variables that the GPU runtime uses. They are read here only.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -6,14 +6,14 @@ use std::path::PathBuf;
 /// What the environment says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
-    /// Where compiled kernels are kept: `NVFP4_CACHE_DIR`, else `$XDG_CACHE_HOME/nvfp4`, else `$HOME/.cache/nvfp4`.
-    /// Without it they are compiled anew in every process.
+    /// Where compiled kernels are kept: `NVFP4_CACHE_DIR`, else `$XDG_CACHE_HOME/nvfp4`, else
+    /// `$HOME/.cache/nvfp4`. Without it they are compiled anew in every process.
     pub cache: Option<PathBuf>,
-    /// Where NVRTC and cuBLASLt may lie if the dynamic loader does not find them, the likeliest first: the libraries of `CUDA_HOME`,
-    /// `CUDA_PATH`, `/usr/local/cuda` and `CONDA_PREFIX`, then those that pip installed into `VIRTUAL_ENV` or
-    /// `CONDA_PREFIX`.
+    /// Folders that may hold NVRTC and cuBLASLt if the dynamic loader does not find them, the
+    /// likeliest first: the libraries of `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda` and
+    /// `CONDA_PREFIX`, then those that pip installed into `VIRTUAL_ENV` or `CONDA_PREFIX`.
     pub libraries: Vec<PathBuf>,
-    /// Whether kernels do in plain arithmetic what a chip has conversion instructions for, as on chips without them:
+    /// Whether kernels use plain arithmetic instead of the chip's conversion instructions:
     /// `NVFP4_CUDA_PORTABLE`, any value but `0`. For tests; the bits are the same.
     pub portable: bool,
 }
@@ -26,7 +26,8 @@ impl Environment {
 
     fn from_lookup(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let path = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        // A relative folder of these two would follow the working directory; the XDG specification has it ignored.
+        // A relative folder of these two would follow the working directory; the XDG specification
+        // has it ignored.
         let xdg = || path("XDG_CACHE_HOME").filter(|p| p.is_absolute()).map(|p| p.join("nvfp4"));
         let home = || path("HOME").filter(|p| p.is_absolute()).map(|p| p.join(".cache/nvfp4"));
         let cache = path("NVFP4_CACHE_DIR").or_else(xdg).or_else(home);

@@ -91,7 +91,8 @@ impl Input<'_> {
 
     /// Whether every row starts at a multiple of 16 bytes.
     pub(crate) fn rows_aligned(&self) -> bool {
-        // In elements: the stride of a single row may be any number, and its bytes more than can be counted.
+        // In elements: the stride of a single row may be any number, and its bytes more than can be
+        // counted.
         let strides = self.rows() <= 1 || self.stride().is_multiple_of(16 / self.values().element_size());
         strides && self.values().address().is_multiple_of(16)
     }

@@ -6,12 +6,12 @@ use super::error::{Error, Result, check};
 use super::lock;
 use super::stream::Stream;
 use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule, CUresult};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_int, c_void};
 use std::sync::{Arc, Mutex};
 use std::{fmt, ptr};
 
-/// Dynamic shared memory that a launch may use without asking for more.
+/// The dynamic shared memory that every launch may use.
 const SHARED_BY_DEFAULT: u32 = 48 * 1024;
 
 /// A function on a GPU. It stays loaded for as long as the process lives.
@@ -31,27 +31,32 @@ unsafe impl Send for Loaded {}
 // SAFETY: as above.
 unsafe impl Sync for Loaded {}
 
-/// The modules loaded on a GPU, by their text. The outer lock is held for a look-up, an inner one while its text is
-/// compiled: threads that ask for the same text wait for one compilation, others do not wait.
-#[derive(Default)]
-pub(super) struct Modules(Mutex<HashMap<String, Arc<Mutex<Option<Module>>>>>);
+/// The modules of one GPU by their text. An inner lock is held while its text is compiled: threads
+/// that ask for the same text wait for one compilation, others do not wait.
+type Modules = HashMap<String, Arc<Mutex<Option<Module>>>>;
+
+/// The modules of each GPU, by its number. This lock is held for a look-up only.
+static MODULES: Mutex<BTreeMap<usize, Modules>> = Mutex::new(BTreeMap::new());
 
 struct Module {
     raw: CUmodule,
     functions: HashMap<String, Kernel>,
 }
 
-// SAFETY: the module is a handle that the driver lets any thread use; the mutex around it lets one at a time.
+// SAFETY: the module is a handle that the driver lets any thread use; the mutex around it lets one
+// at a time.
 unsafe impl Send for Module {}
 
 impl Device {
-    /// The function `function` (declared `extern "C"`) of the kernel text `text`, which messages call `name`.
+    /// The function `function` (declared `extern "C"`) of the kernel text `text`, which messages
+    /// call `name`.
     ///
-    /// Compiled and loaded if it is new to this process; a failure is not remembered. A look-up hashes the whole text, so
-    /// keep the result where it is launched often.
+    /// Compiled and loaded if it is new to this process; a failure is not remembered. A look-up
+    /// hashes the whole text, so keep the result where it is launched often.
     pub fn kernel(self, name: &'static str, function: &str, text: &str) -> Result<Kernel> {
         let entry = {
-            let mut modules = lock(&self.0.modules.0);
+            let mut modules = lock(&MODULES);
+            let modules = modules.entry(self.ordinal()).or_default();
             match modules.get(text) {
                 Some(entry) => entry.clone(),
                 None => modules.entry(text.to_string()).or_default().clone(),
@@ -106,13 +111,14 @@ impl Module {
 }
 
 impl Kernel {
-    /// Runs `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory each. Does not wait. A grid
-    /// with a zero in it runs nothing.
+    /// Runs `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory each.
+    /// Does not wait. A grid with a zero dimension is a no-op.
     ///
     /// # Safety
     ///
-    /// `P` has the layout of the kernel's one parameter, every address in it is of memory on this GPU that the kernel may
-    /// use as it does, and that memory is there, and nobody else uses it against the kernel, until the run has ended.
+    /// `P` has the layout of the kernel's one parameter, every address in it is of memory on this
+    /// GPU that the kernel may use as it does, and that memory stays allocated and is not accessed
+    /// concurrently until the run has finished.
     pub unsafe fn launch<P: Copy>(
         &self,
         stream: &Stream,
@@ -125,15 +131,16 @@ impl Kernel {
         unsafe { self.launch_with(stream, (grid, block, shared), &mut [], params) }
     }
 
-    /// As [`Kernel::launch`], of a kernel that may be brought to the chip before the work that it follows has ended. It is started as any
-    /// other on GPUs before Hopper, where nothing is brought early, and where kernels are [portable](Device::portable): their text does
-    /// not wait.
+    /// [`Kernel::launch`] with programmatic dependent launch: the kernel may start before earlier
+    /// work of the stream has finished. GPUs before Hopper do not have it, and
+    /// [portable](Device::portable) kernels do not wait for earlier work; for both this is an
+    /// ordinary launch.
     ///
     /// # Safety
     ///
-    /// As for [`Kernel::launch`]; and unless it is portable, the kernel waits for earlier work (`griddepcontrol.wait`) before it touches
-    /// memory.
-    pub(crate) unsafe fn launch_early<P: Copy>(
+    /// As for [`Kernel::launch`]. In addition, unless it is portable, the kernel waits for earlier
+    /// work (`griddepcontrol.wait`) before it accesses memory.
+    pub(crate) unsafe fn launch_dependent<P: Copy>(
         &self,
         stream: &Stream,
         grid: [u32; 3],
@@ -185,7 +192,8 @@ impl Kernel {
             numAttrs: attributes.len() as u32,
         };
         let mut params: [*mut c_void; 1] = [ptr::from_ref(params).cast_mut().cast()];
-        // SAFETY: the driver copies the parameter and the attributes before it returns; the caller vouches for layout and addresses.
+        // SAFETY: the driver copies the parameter and the attributes before it returns; the caller
+        // vouches for layout and addresses.
         let code = unsafe { sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), ptr::null_mut()) };
         check("cuLaunchKernelEx", code)
     }
@@ -203,7 +211,7 @@ impl Kernel {
         Ok(blocks as u32)
     }
 
-    /// Asks the driver to let launches have more shared memory than usual. A context must be current.
+    /// Raises the limit of dynamic shared memory for this kernel. A context must be current.
     fn allow_shared(&self, shared: u32) -> Result<()> {
         if shared <= SHARED_BY_DEFAULT {
             return Ok(());

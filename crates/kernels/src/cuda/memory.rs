@@ -25,8 +25,8 @@ plain!(u8 u16 u32 u64 f32 bf16 f16);
 
 /// Memory of a GPU, freed when dropped. What it holds at first is undefined.
 ///
-/// Dropping waits for all of the GPU's work that was begun before, because `cuMemFree` does: keep buffers
-/// where the caller is not to wait.
+/// Dropping waits for all earlier work of the GPU, because `cuMemFree` does. Keep a buffer alive
+/// where the caller must not wait.
 pub struct Buffer<T: Plain> {
     device: Device,
     address: u64,
@@ -35,7 +35,8 @@ pub struct Buffer<T: Plain> {
 }
 
 impl Device {
-    /// Memory for `len` elements, aligned to 256 bytes. Not to be called while a stream is captured on this thread.
+    /// Memory for `len` elements, aligned to 256 bytes. Not to be called while a stream is captured
+    /// on this thread.
     pub fn alloc<T: Plain>(self, len: usize) -> Result<Buffer<T>> {
         let bytes = len.checked_mul(size_of::<T>()).ok_or(Error::OutOfMemory { bytes: usize::MAX })?;
         let mut address = 0;
@@ -113,12 +114,13 @@ pub struct SliceMut<'a, T: Plain> {
 }
 
 impl<'a, T: Plain> Slice<'a, T> {
-    /// Memory of another framework. [`Slice::check`] finds an address that is none of a GPU's.
+    /// Memory of another framework. [`Slice::check`] refuses an address that is not in GPU memory.
     ///
     /// # Safety
     ///
-    /// `address` is that of `len` elements of a GPU's memory, which nothing frees or writes during `'a` or before the
-    /// work that is given this slice has ended. With no elements, any address will do.
+    /// `address` is that of `len` elements of a GPU's memory, which nothing frees or writes during
+    /// `'a` or before the work that is given this slice has ended. With no elements, any address
+    /// will do.
     pub unsafe fn from_raw(address: u64, len: usize) -> Self {
         Slice { address, len, memory: PhantomData }
     }
@@ -165,7 +167,8 @@ impl<'a, T: Plain> Slice<'a, T> {
         }
         let mut ordinal: i32 = -1;
         let (out, which) = ((&raw mut ordinal).cast(), CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
-        // SAFETY: this attribute is one `int`; the driver looks the address up and does not follow it.
+        // SAFETY: this attribute is one `int`; the driver looks the address up and does not follow
+        // it.
         check("cuPointerGetAttribute", unsafe { sys::cuPointerGetAttribute(out, which, self.address) })?;
         device.expect(what, usize::try_from(ordinal).map_err(|_| Error::NotDeviceMemory { what })?)
     }
@@ -180,7 +183,8 @@ impl<'a, T: Plain> Slice<'a, T> {
 }
 
 impl<'a, T: Plain> SliceMut<'a, T> {
-    /// Memory of another framework. [`SliceMut::check`] finds an address that is none of a GPU's.
+    /// Memory of another framework. [`SliceMut::check`] refuses an address that is not in GPU
+    /// memory.
     ///
     /// # Safety
     ///
@@ -245,18 +249,20 @@ fn part<T>(address: u64, len: usize, Range { start, end }: Range<usize>) -> (u64
     (address + (start * size_of::<T>()) as u64, end - start)
 }
 
-/// Whether a host address is of page-locked memory, which copies read and write behind the caller's back.
+/// Whether a host address is in page-locked memory: copies access that asynchronously.
 pub(super) fn is_page_locked(host: *const c_void) -> bool {
     memory_type(host as u64).is_some()
 }
 
-/// What kind of memory the driver knows an address as; ordinary host memory is unknown to it. A context must be current.
+/// What kind of memory the driver knows an address as; ordinary host memory is unknown to it. A
+/// context must be current.
 fn memory_type(address: u64) -> Option<CUmemorytype> {
     let mut kind: u32 = 0;
     let mut out = (&raw mut kind).cast();
     // The plural asks without an error for memory that is unknown, which a checker would report.
     let mut which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-    // SAFETY: this one attribute is an `unsigned int`; the driver looks the address up and does not follow it.
+    // SAFETY: this one attribute is an `unsigned int`; the driver looks the address up and does not
+    // follow it.
     let code = unsafe { sys::cuPointerGetAttributes(1, &mut which, &mut out, address) };
     let kinds = [
         CUmemorytype::CU_MEMORYTYPE_HOST,

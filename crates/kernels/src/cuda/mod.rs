@@ -1,21 +1,20 @@
-//! What the GPU versions of the operations stand on: devices, memory, streams and kernels compiled at run time.
+//! The base of the GPU implementations: devices, memory, streams, and kernels compiled at run time.
 //!
-//! Nothing here knows a number format, but for the rules (`rules.cuh`, and `text.rs`, which prints their constants) and NVIDIA's own
-//! products (`cublas.rs`). The driver and NVRTC are loaded when first needed; where they are missing, every call says so in an [`Error`], and the crate
-//! builds and runs without them.
+//! Nothing here knows an operation, and nothing knows a number format except the rules
+//! (`rules.cuh`, `fp8_rules.cuh`, and `text.rs`, which prints their constants). The driver and
+//! NVRTC are loaded when first needed. Where one is missing, every call returns an [`Error`] that
+//! says so; the crate builds and runs without them.
 //!
 //! Read in this order: [`Device`], [`Stream`], [`Buffer`] and its [`Slice`]s, [`Kernel`].
 //!
-//! Each call enters its device's context and leaves the calling thread's current device as it found it, so another
-//! framework in the same process notices nothing.
+//! Each call makes its device's context current and restores the calling thread's own, so other
+//! frameworks in the same process are not affected.
 
 mod cache;
 mod compile;
-mod cublas;
+mod counting;
 mod device;
 mod doctor;
-#[cfg(test)]
-pub(crate) mod emulate;
 mod environment;
 mod error;
 mod input;
@@ -23,14 +22,13 @@ mod kernel;
 mod memory;
 mod pool;
 pub mod shared;
-mod sources;
 mod stream;
 mod tensor_map;
 pub(crate) mod text;
-mod turns;
+mod timing;
 
 pub use compile::{Source, architecture, compile, compiler_version, supported_architectures};
-pub use cublas::Cublas;
+pub(crate) use counting::{countable, divisor};
 pub use device::{Device, Properties};
 pub use doctor::{Cache, Report, doctor};
 pub use environment::Environment;
@@ -40,17 +38,16 @@ pub use input::{Input, Values};
 pub use kernel::Kernel;
 pub use memory::{Buffer, Plain, Slice, SliceMut};
 pub use pool::{Allocator, Memory, Pool};
-pub(crate) use sources::entry;
-#[doc(hidden)]
-pub use sources::sources;
 pub use stream::{Event, Graph, Stream};
 pub(crate) use tensor_map::tensor_map;
+pub(crate) use text::entry;
 pub use text::{FP8_RULES, RULES, constants};
-pub use turns::time_in_turns;
+pub use timing::time_interleaved;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks; a panic elsewhere leaves these maps whole, since each insertion is one call.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a mutex even if it is poisoned: each insertion is one call, so a panic elsewhere leaves
+/// these maps whole.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

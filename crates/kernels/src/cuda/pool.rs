@@ -1,15 +1,18 @@
-//! Memory that comes from somewhere: from the driver, from a pool, or from another framework.
+//! Allocators of GPU memory: the driver, its stream-ordered pool, or another framework.
 
 use super::device::Device;
 use super::error::{Error, Result, check};
+use super::lock;
 use super::memory::{Buffer, Plain, Slice, SliceMut};
 use super::stream::Stream;
 use cudarc::driver::sys::{self, CUmemPool_attribute, CUmemoryPool, CUresult};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Mutex;
 use std::thread::ThreadId;
 
-/// Bytes of a GPU's memory, and whatever owns them. What they hold at first is undefined.
+/// Bytes of GPU memory and their owner. Their contents are undefined at first.
 pub struct Memory {
     address: u64,
     len: usize,
@@ -17,12 +20,12 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Memory of another framework, which is free again when `owner` is dropped.
+    /// Memory of another framework, freed when `owner` is dropped.
     ///
     /// # Safety
     ///
-    /// `address` is that of `len` bytes of a GPU's memory, aligned to 16 bytes, which belong to `owner` alone, until it is dropped and the
-    /// work that was queued by then has ended.
+    /// `address` is that of `len` bytes of a GPU's memory, aligned to 16 bytes, which belong to
+    /// `owner` alone, until it is dropped and the work that was queued by then has ended.
     pub unsafe fn from_raw(address: u64, len: usize, owner: impl Any + Send + Sync) -> Self {
         Memory { address, len, owner: Box::new(owner) }
     }
@@ -31,7 +34,7 @@ impl Memory {
     ///
     /// # Panics
     ///
-    /// If there are not so many.
+    /// If there are fewer than `len`.
     pub fn first(self, len: usize) -> Self {
         assert!(len <= self.len, "{len} bytes of {}", self.len);
         Memory { len, ..self }
@@ -84,12 +87,13 @@ impl fmt::Debug for Memory {
 
 /// Where memory comes from.
 pub trait Allocator {
-    /// `len` bytes for the work of `stream`, aligned to 16. What is dropped may serve later work of that stream at once, so it is not for
-    /// the work of another one, unless that is made to wait.
+    /// `len` bytes for the work of `stream`, aligned to 16. Once dropped, they may be reused at
+    /// once by later work of that stream. So no other stream may use them, unless it is made to
+    /// wait.
     fn bytes(&self, stream: &Stream, len: usize) -> Result<Memory>;
 }
 
-/// Straight from the driver: freeing waits for all of the GPU's work.
+/// Memory from the driver; freeing it waits for all of the GPU's work.
 impl Allocator for Device {
     fn bytes(&self, stream: &Stream, len: usize) -> Result<Memory> {
         self.expect("the stream that memory is for", stream.device().ordinal())?;
@@ -97,8 +101,9 @@ impl Allocator for Device {
     }
 }
 
-/// The driver's stream-ordered memory, from a pool of ours that each GPU has. What is dropped is handed out again without waiting, in the
-/// order of its stream, and neither asking nor dropping waits; a capture records both, so that a graph has memory of its own.
+/// The driver's stream-ordered memory, from one pool per GPU. Neither allocating nor dropping
+/// waits: dropped memory is reused in the order of its stream. A capture records both, so a graph
+/// has memory of its own.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pool;
 
@@ -119,7 +124,7 @@ impl Pool {
         Ok(read(CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?.saturating_sub(used))
     }
 
-    /// Gives what is free back to the driver. What was dropped by work that has not ended yet stays.
+    /// Returns free memory to the driver, except what unfinished work has dropped.
     pub fn clear(device: Device) -> Result<()> {
         let Some(pool) = device.pool()? else { return Ok(()) };
         let _current = device.enter()?;
@@ -164,8 +169,8 @@ impl Drop for InOrder {
     }
 }
 
-/// The thread that asked for memory. One handle of the driver names the default stream of whichever thread uses it: there, what another
-/// thread drops is not in the order of the work.
+/// The thread that allocated memory. One driver handle means the default stream of whichever thread
+/// uses it; if another thread drops the memory, that is not in the order of the work.
 pub(super) struct Thread(ThreadId);
 
 impl Thread {
@@ -181,14 +186,16 @@ impl Thread {
 }
 
 impl Device {
-    /// The pool of this GPU; none where the driver has no pools for it.
+    /// The pool of this GPU; `None` if the driver does not support pools for it.
     fn pool(self) -> Result<Option<CUmemoryPool>> {
-        if let Some(pool) = self.0.pool.get() {
+        static POOLS: Mutex<BTreeMap<usize, RawPool>> = Mutex::new(BTreeMap::new());
+        let mut pools = lock(&POOLS);
+        if let Some(pool) = pools.get(&self.ordinal()) {
             return Ok(pool.0);
         }
-        let made = self.new_pool()?;
-        // Of two that were made at the same time, one stays unused.
-        Ok(self.0.pool.get_or_init(|| RawPool(made)).0)
+        let pool = self.new_pool()?;
+        pools.insert(self.ordinal(), RawPool(pool));
+        Ok(pool)
     }
 
     fn new_pool(self) -> Result<Option<CUmemoryPool>> {
@@ -205,7 +212,7 @@ impl Device {
             code => check("cuMemPoolCreate", code)?,
         }
         let (mut all, keep) = (u64::MAX, CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD);
-        // Otherwise whoever waits for a stream gives everything back to the driver.
+        // Otherwise every synchronization would return all free memory to the driver.
         // SAFETY: the pool exists; this attribute is one `cuuint64_t`.
         check("cuMemPoolSetAttribute", unsafe { sys::cuMemPoolSetAttribute(pool, keep, (&raw mut all).cast()) })?;
         Ok(Some(pool))
@@ -213,9 +220,7 @@ impl Device {
 }
 
 /// The driver's handle of a pool.
-pub(super) struct RawPool(Option<CUmemoryPool>);
+struct RawPool(Option<CUmemoryPool>);
 
 // SAFETY: the driver lets any thread use a pool, several at once.
 unsafe impl Send for RawPool {}
-// SAFETY: as above.
-unsafe impl Sync for RawPool {}

@@ -1,10 +1,11 @@
-// The rules of nvfp4-spec for the device: a namespace per module, a function per rule, each the twin of the Rust function
-// of the same name (read that one for ties, extremes and source). Plain arithmetic, so that a C++ compiler for the host
-// builds the very same text and the tests can hold it against the Rust; every operation rounds once (`--fmad=false`,
-// `-ffp-contract=off`). Constants come before this text, printed from the Rust ones.
+// The rules of nvfp4-spec for the device: a namespace per module, a function per rule, each the
+// twin of the Rust function of the same name (read that one for ties, extremes and source). Plain
+// arithmetic, so that a C++ compiler for the host builds the very same text and the tests can hold
+// it against the Rust; every operation rounds once (`--fmad=false`, `-ffp-contract=off`). Constants
+// come before this text, printed from the Rust ones.
 //
-// What a chip does in hardware stands behind one `#if` beside the portable body that it must equal. With PORTABLE defined no
-// chip does anything in hardware.
+// A hardware instruction stands behind one `#if` beside the portable body that it must equal.
+// PORTABLE turns all of them off.
 
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 890
 #define HARDWARE_E4M3 1
@@ -40,7 +41,7 @@ RULE u32 mul_high(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 constexpr int BLOCK = 16;
 constexpr float FLOAT_MAX = 3.4028234663852886e38f;
 
-enum Edge { KERNEL, REFERENCE };
+enum Specials { KERNEL, REFERENCE };
 enum Profile { TRANSFORMER_ENGINE, MODEL_OPT, LLM_COMPRESSOR, TORCH_AO };
 enum Precision { F32, BF16, F16 };
 enum Metric { MAE, MSE };
@@ -50,9 +51,9 @@ enum Order { FOLDED, ONE_ROW, BOTH_ROWS };
 
 RULE bool is_nan(float x) { return (to_bits(x) & 0x7FFFFFFF) > 0x7F800000; }
 
-// Edge::min_with_max
-RULE float min_with_max(float x, Edge edge) {
-    if (edge == REFERENCE && is_nan(x)) return x;
+// Specials::min_with_max
+RULE float min_with_max(float x, Specials specials) {
+    if (specials == REFERENCE && is_nan(x)) return x;
     return x < FLOAT_MAX ? x : FLOAT_MAX;
 }
 
@@ -62,7 +63,8 @@ RULE float from_bf16(u16 bits) { return from_bits((u32)bits << 16); }
 
 RULE float from_f16(u16 bits) {
     u32 magnitude = bits & 0x7FFF, sign = (u32)(bits & 0x8000) << 16;
-    // Shifted into place the exponent is 112 too small, subnormals included; infinities and NaN have their own exponent.
+    // Shifted into place the exponent is 112 too small, subnormals included; infinities and NaN
+    // have their own exponent.
     if (magnitude >= 0x7C00) return from_bits(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
     return from_bits(sign | to_bits(from_bits(magnitude << 13) * 0x1p112f));
 }
@@ -95,20 +97,20 @@ RULE float max(Precision p) { return p == F32 ? FLOAT_MAX : p == BF16 ? BF16_MAX
 
 namespace e2m1 {
 
-RULE u32 nan_code(Edge edge) { return edge == KERNEL ? 7 : 0; }
+RULE u32 nan_code(Specials specials) { return specials == KERNEL ? 7 : 0; }
 
-RULE u32 sign(float x, Edge edge) {
-    bool negative = edge == KERNEL ? to_bits(x) >> 31 != 0 : x < 0.0f;
+RULE u32 sign(float x, Specials specials) {
+    bool negative = specials == KERNEL ? to_bits(x) >> 31 != 0 : x < 0.0f;
     return negative ? E2M1_SIGN : 0;
 }
 
 // Rounding is monotone, so the code is the number of thresholds that are not above the magnitude.
-RULE u32 encode(float x, Edge edge) {
-    if (is_nan(x)) return nan_code(edge);
+RULE u32 encode(float x, Specials specials) {
+    if (is_nan(x)) return nan_code(specials);
     float a = absolute(x);
     u32 code = 0;
     for (int i = 0; i < 7; i++) code += a >= E2M1_FIRSTS[i];
-    return code | sign(x, edge);
+    return code | sign(x, specials);
 }
 
 // The magnitudes are 0, 0.5, and from code 2 on one mantissa bit with an exponent.
@@ -131,7 +133,8 @@ RULE u32 encode(float x) {
 #else
     if (is_nan(x)) return E4M3_NAN_BYTE;
     x = x < E4M3_MAX ? x : E4M3_MAX;
-    // Adding a power of two that leaves three mantissa bits (below 2^-6: units of 2^-9) rounds to nearest even.
+    // Adding a power of two that leaves three mantissa bits (below 2^-6: units of 2^-9) rounds to
+    // nearest even.
     u32 smallest = to_bits(E4M3_MIN_NORMAL), exponent = to_bits(x) & 0x7F800000;
     if (exponent < smallest) exponent = smallest;
     u32 magic = exponent + (20u << 23);
@@ -159,28 +162,28 @@ RULE float decode(u32 byte) {
 
 namespace scale {
 
-RULE u32 magnitude_bits(float x, Edge edge) {
+RULE u32 magnitude_bits(float x, Specials specials) {
     u32 bits = to_bits(x) & 0x7FFFFFFF;
-    return edge == KERNEL && bits > 0x7F800000 ? 0 : bits;
+    return specials == KERNEL && bits > 0x7F800000 ? 0 : bits;
 }
 
 struct Global {
     float amax, six_e, encode, decode;
 };
 
-RULE Global global(float amax, float six_e, Edge edge) {
-    float guarded = min_with_max(six_e / amax, edge);
-    float encode = amax == 0.0f ? (edge == KERNEL ? 1.0f : FLOAT_MAX) : guarded == 0.0f ? 1.0f : guarded;
+RULE Global global(float amax, float six_e, Specials specials) {
+    float guarded = min_with_max(six_e / amax, specials);
+    float encode = amax == 0.0f ? (specials == KERNEL ? 1.0f : FLOAT_MAX) : guarded == 0.0f ? 1.0f : guarded;
     return {amax, six_e, encode, 1.0f / encode};
 }
 
-RULE u32 block_scale(float block_amax, const Global& global, Edge edge) {
+RULE u32 block_scale(float block_amax, const Global& global, Specials specials) {
     float multiplier = global.encode * SIXTH;
-    return e4m3::encode(min_with_max(block_amax * multiplier, edge));
+    return e4m3::encode(min_with_max(block_amax * multiplier, specials));
 }
 
-RULE float inverse_scale(u32 byte, const Global& global, Edge edge) {
-    return min_with_max(1.0f / (e4m3::decode(byte) * global.decode), edge);
+RULE float inverse_scale(u32 byte, const Global& global, Specials specials) {
+    return min_with_max(1.0f / (e4m3::decode(byte) * global.decode), specials);
 }
 
 enum Unit { AMAX, MULTIPLIER, DIVISOR };
@@ -217,8 +220,8 @@ RULE float stored(float amax, Profile profile, Precision p) {
 
 RULE float at_least(float least, float x) { return x < least ? least : x; }
 
-RULE u32 block_scale(float block_amax, const scale::Global& global, Profile profile, Precision p, Edge edge) {
-    if (profile == TRANSFORMER_ENGINE) return scale::block_scale(block_amax, global, edge);
+RULE u32 block_scale(float block_amax, const scale::Global& global, Profile profile, Precision p, Specials specials) {
+    if (profile == TRANSFORMER_ENGINE) return scale::block_scale(block_amax, global, specials);
     float g = stored(global.amax, profile, p);
     if (profile == MODEL_OPT) {
         float s = block_amax / (6.0f * g);
@@ -231,19 +234,19 @@ RULE u32 block_scale(float block_amax, const scale::Global& global, Profile prof
     return e4m3::encode(at_least(E4M3_MIN_NORMAL, block_amax / 6.0f / g));
 }
 
-RULE Factor factor(u32 byte, const scale::Global& global, Profile profile, Precision p, Edge edge) {
-    if (profile == TRANSFORMER_ENGINE) return {false, scale::inverse_scale(byte, global, edge)};
+RULE Factor factor(u32 byte, const scale::Global& global, Profile profile, Precision p, Specials specials) {
+    if (profile == TRANSFORMER_ENGINE) return {false, scale::inverse_scale(byte, global, specials)};
     float g = stored(global.amax, profile, p), value = e4m3::decode(byte);
     if (profile == MODEL_OPT) return {true, value * g};
     if (profile == LLM_COMPRESSOR) return {true, value / g};
     return {false, 1.0f / g / value};
 }
 
-RULE constexpr Edge code_edge(Profile profile, Edge edge) {
-    return profile == TRANSFORMER_ENGINE ? edge : profile == TORCH_AO ? KERNEL : REFERENCE;
+RULE constexpr Specials code_specials(Profile profile, Specials specials) {
+    return profile == TRANSFORMER_ENGINE ? specials : profile == TORCH_AO ? KERNEL : REFERENCE;
 }
 
-RULE constexpr Edge amax_edge(Profile profile, Edge edge) { return profile == TRANSFORMER_ENGINE ? edge : REFERENCE; }
+RULE constexpr Specials amax_specials(Profile profile, Specials specials) { return profile == TRANSFORMER_ENGINE ? specials : REFERENCE; }
 
 }  // namespace profile
 
@@ -271,13 +274,14 @@ namespace stochastic {
 
 RULE float grid_step(float a) { return a >= 4.0f ? 2.0f : a >= 2.0f ? 1.0f : 0.5f; }
 
-RULE u32 encode(float y, u32 random, Edge edge) {
-    if (is_nan(y)) return e2m1::nan_code(edge);
+RULE u32 encode(float y, u32 random, Specials specials) {
+    if (is_nan(y)) return e2m1::nan_code(specials);
     float a = absolute(y), t = fma_once((float)random / 256.0f, grid_step(a), a), step = grid_step(t);
     float steps = t / step;
-    // Beyond 6 everything saturates, infinities included; below, a conversion rounds towards zero as `floor` does.
+    // Beyond 6 everything saturates, infinities included; below, a conversion rounds towards zero
+    // as `floor` does.
     float magnitude = t >= 6.0f ? 6.0f : (float)(int)steps * step;
-    return e2m1::encode(magnitude, edge) | e2m1::sign(y, edge);
+    return e2m1::encode(magnitude, specials) | e2m1::sign(y, specials);
 }
 
 // Stream::block: the four words that serve a block.
@@ -290,7 +294,8 @@ RULE philox::Words block(u64 seed, u64 offset, u64 index) {
 
 namespace hadamard {
 
-// Transforms 16 values in place; what is left is to quarter them, round them to bf16 and take those.
+// Transforms 16 values in place; what is left is to quarter them, round them to bf16 and take
+// those.
 RULE void butterflies(float v[BLOCK]) {
 #pragma unroll
     for (int distance = 1; distance < BLOCK; distance *= 2) {
@@ -325,9 +330,9 @@ struct Pair {
     u32 six, four;
 };
 
-RULE Pair candidate_scales(float block_amax, const scale::Global& global, Edge edge) {
+RULE Pair candidate_scales(float block_amax, const scale::Global& global, Specials specials) {
     float base = block_amax / 6.0f * global.encode;
-    return {e4m3::encode(min_with_max(base, edge)), e4m3::encode(min_with_max(base * 1.5f, edge))};
+    return {e4m3::encode(min_with_max(base, specials)), e4m3::encode(min_with_max(base * 1.5f, specials))};
 }
 
 RULE float strict_error(u32 code, u32 byte, float x, const scale::Global& global) {
@@ -340,10 +345,10 @@ RULE float fast_error(u32 code, u32 byte, float x, const scale::Global& global) 
 
 // The error of one row of a tile, summed in element order.
 // By value, so that callers keep their copies in registers.
-RARE float row_error(const float x[BLOCK], u32 byte, scale::Global global, Metric metric, ErrorPath path, Edge edge) {
-    float inverse = scale::inverse_scale(byte, global, edge), sum = 0.0f;
+RARE float row_error(const float x[BLOCK], u32 byte, scale::Global global, Metric metric, ErrorPath path, Specials specials) {
+    float inverse = scale::inverse_scale(byte, global, specials), sum = 0.0f;
     for (int i = 0; i < BLOCK; i++) {
-        u32 code = e2m1::encode(x[i] * inverse, edge);
+        u32 code = e2m1::encode(x[i] * inverse, specials);
         float e = path == STRICT ? strict_error(code, byte, x[i], global) : fast_error(code, byte, x[i], global);
         sum = sum + (metric == MAE ? absolute(e) : e * e);
     }

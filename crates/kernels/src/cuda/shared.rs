@@ -1,5 +1,5 @@
-//! Streams and memory of other libraries in the same program that use cudarc too, as candle does: borrowed without a copy, kept alive by
-//! their own counts.
+//! Streams and memory of other libraries in the same program that also use cudarc, such as candle:
+//! borrowed without a copy, kept alive by their reference counts.
 
 use super::device::Device;
 use super::error::{Error, Result, check};
@@ -17,15 +17,16 @@ impl Stream {
     }
 }
 
-/// Gives elements of another library to work that reads them and is queued on `stream`.
+/// Lends elements of another library to `work`, which queues reads of them on `stream`.
 pub fn read<T: Plain, R>(from: &CudaSlice<T>, stream: &CudaStream, work: impl FnOnce(Slice<'_, T>) -> R) -> R {
     let len = cudarc::driver::DeviceSlice::len(from);
     let (address, _until_queued) = from.device_ptr(stream);
-    // SAFETY: so many elements are there, borrowed until the work is queued; the stream then is what their owner waits for.
+    // SAFETY: there are `len` elements, borrowed until the work is queued; after that their owner
+    // waits for the stream.
     work(unsafe { Slice::from_raw(address, len) })
 }
 
-/// Gives elements of another library to work that writes them and is queued on `stream`.
+/// Lends elements of another library to `work`, which queues writes of them on `stream`.
 pub fn write<T: Plain, R>(to: &mut CudaSlice<T>, stream: &CudaStream, work: impl FnOnce(SliceMut<'_, T>) -> R) -> R {
     let len = cudarc::driver::DeviceSlice::len(to);
     let (address, _until_queued) = to.device_ptr_mut(stream);
@@ -33,14 +34,14 @@ pub fn write<T: Plain, R>(to: &mut CudaSlice<T>, stream: &CudaStream, work: impl
     work(unsafe { SliceMut::from_raw(address, len) })
 }
 
-/// Room for elements in another library's memory. What they are at first is undefined.
+/// Allocates `len` elements through another library. Their contents are undefined at first.
 pub fn room<T: Plain + DeviceRepr>(stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<T>> {
     // SAFETY: any bits are a value of these types.
     unsafe { stream.alloc::<T>(len) }
         .map_err(|error| check("cuMemAllocAsync", error.0).expect_err("an error has a code that is not success"))
 }
 
-/// Memory in the order of the stream: what is given back may be used again by work that comes later in it.
+/// Stream-ordered memory: once dropped, it may be reused by later work of the stream.
 impl Allocator for Arc<CudaStream> {
     fn bytes(&self, stream: &Stream, len: usize) -> Result<Memory> {
         if stream.raw() != self.cu_stream().cast() || stream.device().ordinal() != self.context().ordinal() {
@@ -49,12 +50,14 @@ impl Allocator for Arc<CudaStream> {
         let room = room::<u8>(self, len)?;
         let address = room.device_ptr(self).0;
         let owner = InOrder { room: Some(room), stream: stream.clone(), from: Thread::current() };
-        // SAFETY: so many bytes are there, aligned to 256, and they are the slice's alone, which is freed in the order of the stream.
+        // SAFETY: there are `len` bytes, aligned to 256; they belong to the slice alone, which is
+        // freed in the order of the stream.
         Ok(unsafe { Memory::from_raw(address, len, owner) })
     }
 }
 
-/// Memory that cudarc frees in the order of the stream that its handle names on the thread which drops it.
+/// Memory that cudarc frees in the order of the stream that its handle names on the thread which
+/// drops it.
 struct InOrder {
     room: Option<CudaSlice<u8>>,
     stream: Stream,
@@ -63,7 +66,8 @@ struct InOrder {
 
 impl Drop for InOrder {
     fn drop(&mut self) {
-        // Where the work runs on another thread's stream, it ends first; memory that cannot be waited for is left alone.
+        // Work on another thread's stream has to finish first; memory whose work cannot be waited
+        // for is leaked.
         if !self.from.names(&self.stream) && self.stream.device().synchronize().is_err() {
             std::mem::forget(self.room.take());
         }

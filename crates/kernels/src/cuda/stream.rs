@@ -1,4 +1,4 @@
-//! Queues of a GPU's work, events to time it by, and graphs to repeat it.
+//! Streams, events that time their work, and graphs that repeat it.
 
 use super::device::Device;
 use super::error::{Error, Result, check};
@@ -10,7 +10,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 use std::{fmt, ptr};
 
-/// A queue of work: what is given to it runs in order, while the caller goes on. A clone is the same queue.
+/// A queue of asynchronous work, which runs in order. A clone is the same queue.
 #[derive(Clone)]
 pub struct Stream(Arc<Handle>);
 
@@ -46,17 +46,18 @@ impl Stream {
         Ok(Stream(Arc::new(Handle { device, raw, owner: Owner::Us })))
     }
 
-    /// Another framework's stream, which stays that framework's to destroy. Null is the default stream.
+    /// Another framework's stream, which stays that framework's to destroy. Null is the default
+    /// stream.
     ///
     /// # Safety
     ///
-    /// `raw` is null or a `CUstream` of `device`'s primary context that outlives what is returned, its clones, and memory that a
-    /// [`Pool`](super::Pool) gives for it.
+    /// `raw` is null or a `CUstream` of `device`'s primary context that outlives what is returned,
+    /// its clones, and memory that a [`Pool`](super::Pool) gives for it.
     pub unsafe fn borrow(device: Device, raw: *mut c_void) -> Stream {
         Stream(Arc::new(Handle { device, raw: raw.cast(), owner: Owner::Another }))
     }
 
-    /// A stream of a library that uses cudarc too, with a count of it.
+    /// A stream of another library that uses cudarc, with a reference to it.
     pub(super) fn kept(device: Device, stream: &Arc<CudaStream>) -> Stream {
         let owner = Owner::Kept { _stream: stream.clone() };
         Stream(Arc::new(Handle { device, raw: stream.cu_stream(), owner }))
@@ -79,8 +80,9 @@ impl Stream {
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0.raw) })
     }
 
-    /// Copies to the GPU. `from` may be changed at once: ordinary memory is read before this returns, and after
-    /// memory that the GPU reads by itself (page-locked memory, and on some GPUs all of it) this waits for the copy.
+    /// Copies to the GPU. `from` may be changed as soon as this returns: pageable memory is read
+    /// before that, and if the GPU reads the memory directly (page-locked memory, and on some GPUs
+    /// all memory) this waits for the copy.
     ///
     /// # Panics
     ///
@@ -92,8 +94,9 @@ impl Stream {
         }
         let _current = self.0.device.enter()?;
         let (address, host) = (to.address(), from.as_ptr().cast());
-        // SAFETY: both sides have that many bytes, and the host's are read before this function ends: the driver stages ordinary memory
-        // that the GPU cannot read before it returns, and any other is waited for below.
+        // SAFETY: both sides have that many bytes, and the host's are read before this function
+        // ends: the driver stages ordinary memory that the GPU cannot read before it returns, and
+        // any other is waited for below.
         check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(address, host, to.bytes(), self.0.raw) })?;
         let late = is_page_locked(host) || self.device().properties().reads_host_memory;
         if late { self.synchronize() } else { Ok(()) }
@@ -111,7 +114,8 @@ impl Stream {
         }
         let _current = self.0.device.enter()?;
         let host = to.as_mut_ptr().cast();
-        // SAFETY: both sides have that many bytes, any bits are a value, and the copy ends before this function does.
+        // SAFETY: both sides have that many bytes, any bits are a value, and the copy ends before
+        // this function does.
         check("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(host, from.address(), from.bytes(), self.0.raw)
         })?;
@@ -132,8 +136,8 @@ impl Stream {
         Ok(values)
     }
 
-    /// Brings what `make` leaves in memory of the GPU into `out`, which has as many values. `P` and `T` are the same type, which only
-    /// their precisions tell.
+    /// Downloads what `make` writes to GPU memory into `out`. `P` and `T` are the same type; only
+    /// their precisions say so.
     pub(crate) fn fetch<P: Element + Plain, T: Element>(
         &self,
         out: &mut [T],
@@ -159,16 +163,18 @@ impl Stream {
         }
         let _current = self.0.device.enter()?;
         let (source, bytes) = (from.address(), from.bytes());
-        // SAFETY: both sides have that many bytes, and one is borrowed to write, so they do not overlap.
+        // SAFETY: both sides have that many bytes, and one is borrowed to write, so they do not
+        // overlap.
         check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(to.address(), source, bytes, self.0.raw) })
     }
 
-    /// Copies `rows` rows of `bytes` bytes within the GPU, from and to addresses with a pitch in bytes each. Does not wait.
+    /// Copies `rows` rows of `bytes` bytes within the GPU, from and to addresses with a pitch in
+    /// bytes each. Does not wait.
     ///
     /// # Safety
     ///
-    /// Both sides are memory of this GPU with so many rows, and do not overlap; it is there, and nobody else uses it against the copy,
-    /// until that has ended.
+    /// Both sides are memory of this GPU with `rows` rows and do not overlap. The memory stays
+    /// allocated and is not accessed concurrently until the copy has finished.
     pub(crate) unsafe fn copy_rows(
         &self,
         (from, from_pitch): (u64, usize),
@@ -196,7 +202,8 @@ impl Stream {
             WidthInBytes: bytes,
             Height: rows,
         };
-        // SAFETY: the driver reads the description before it returns; the caller vouches for the memory.
+        // SAFETY: the driver reads the description before it returns; the caller vouches for the
+        // memory.
         check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.0.raw) })
     }
 
@@ -210,20 +217,21 @@ impl Stream {
         check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(to.address(), byte, to.bytes(), self.0.raw) })
     }
 
-    /// Makes what is given from now on wait for an event, of this stream or of another.
+    /// Makes all later work of this stream wait for an event, of this stream or another.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let _current = self.0.device.enter()?;
         // SAFETY: both exist.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.0.raw, event.raw, 0) })
     }
 
-    /// Records what `work` gives to the stream instead of running it.
+    /// Records the work that `work` queues, instead of running it.
     ///
-    /// Inside, this thread may launch kernels, fill and copy within the GPU. It may not allocate, free, wait or load a
-    /// kernel for the first time: the driver then refuses the capture, and the stream is as usable as before. So run the
-    /// work once before. Nor may it [`upload`](Stream::upload): that waits for page-locked memory, and a copy of ordinary
-    /// memory may be recorded with its address, which each replay would read, whatever is there by then. The default stream
-    /// cannot be captured.
+    /// Inside, this thread may launch kernels, fill and copy within the GPU. It may not allocate,
+    /// free, wait or load a kernel for the first time: the driver then refuses the capture, and the
+    /// stream is as usable as before. So run the work once before. Nor may it
+    /// [`upload`](Stream::upload): that waits for page-locked memory, and a copy of ordinary memory
+    /// may be recorded with its address, which each replay would read, whatever is there by then.
+    /// The default stream cannot be captured.
     pub fn capture<E: From<Error>>(
         &self,
         work: impl FnOnce(&Stream) -> std::result::Result<(), E>,
@@ -235,7 +243,7 @@ impl Stream {
         let capture = Capture(self);
         let done = work(self);
         let ended = capture.end();
-        // The reason why the work failed says more than that the capture did.
+        // The error of the work says more than that of the capture.
         done?;
         let recorded = ended?;
         let mut exec = ptr::null_mut();
@@ -250,7 +258,7 @@ impl Drop for Handle {
         if let Owner::Us = self.owner
             && let Ok(_current) = self.device.enter()
         {
-            // Work that is under way is finished by the driver.
+            // The driver finishes work in flight.
             // SAFETY: the stream is ours and destroyed once.
             unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
@@ -271,7 +279,8 @@ impl Capture<'_> {
         let stream = self.0.0.raw;
         std::mem::forget(self);
         let mut graph = ptr::null_mut();
-        // SAFETY: the stream exists and is being captured; the driver writes one handle, or null when it fails.
+        // SAFETY: the stream exists and is being captured; the driver writes one handle, or null
+        // when it fails.
         let code = unsafe { sys::cuStreamEndCapture(stream, &mut graph) };
         let recorded = Recorded(graph);
         check("cuStreamEndCapture", code)?;
@@ -291,7 +300,8 @@ struct Recorded(sys::CUgraph);
 impl Drop for Recorded {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: the recording is ours and destroyed once; an instantiated graph does not need it.
+            // SAFETY: the recording is ours and destroyed once; an instantiated graph does not need
+            // it.
             unsafe { sys::cuGraphDestroy(self.0) };
         }
     }
@@ -311,8 +321,8 @@ impl Graph {
     ///
     /// # Safety
     ///
-    /// The memory that the work was recorded with is still there, and nobody else uses it, until the run has ended; the
-    /// graph too is dropped only then.
+    /// The memory that the work was recorded with stays allocated and is not accessed concurrently
+    /// until the run has finished. The graph is dropped only then.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
         self.device.expect("the stream of a graph", stream.device().ordinal())?;
         let _current = self.device.enter()?;
@@ -402,18 +412,20 @@ impl fmt::Debug for Event {
 
 type ElapsedTime = unsafe extern "C" fn(*mut f32, CUevent, CUevent) -> CUresult;
 
-/// `cuEventElapsedTime` as CUDA 12.0 had it. cudarc calls the second version, and panics where the driver is older than
-/// 12.8; this one is in every driver that is let in.
+/// `cuEventElapsedTime` as CUDA 12.0 had it. cudarc calls the second version, and panics where the
+/// driver is older than 12.8; this one is in every driver that is let in.
 fn elapsed_time() -> Result<ElapsedTime> {
     static FOUND: OnceLock<ElapsedTime> = OnceLock::new();
     if let Some(&found) = FOUND.get() {
         return Ok(found);
     }
     let (name, mut address) = (c"cuEventElapsedTime", ptr::null_mut());
-    // SAFETY: an event exists, so the driver is initialised; it writes one address, and no status where it gets null.
+    // SAFETY: an event exists, so the driver is initialised; it writes one address, and no status
+    // where it gets null.
     let code = unsafe { sys::cuGetProcAddress_v2(name.as_ptr(), &mut address, 12000, 0, ptr::null_mut()) };
     check("cuGetProcAddress", code)?;
-    // SAFETY: null is `None`, and what the driver gives under that name and version has that signature.
+    // SAFETY: null is `None`, and what the driver gives under that name and version has that
+    // signature.
     let found = unsafe { std::mem::transmute::<*mut c_void, Option<ElapsedTime>>(address) };
     let missing = || Error::Driver { call: "cuEventElapsedTime", code: 500, text: "the driver lacks it".to_string() };
     let found = found.ok_or_else(missing)?;

@@ -1,14 +1,15 @@
-//! Descriptions of matrices for the tensor copy engine.
+//! Descriptors of matrices for the tensor copy engine (TMA).
 
 use super::device::Device;
 use super::error::{Result, check};
 use cudarc::driver::sys::{self, CUtensorMapDataType};
 use nvfp4_spec::Precision;
 
-/// Describes a matrix of numbers of 16 bits at `address`, with rows `pitch` bytes apart, for copies of 64 columns × `rows` rows whose
-/// pieces of 16 bytes are exchanged (piece c of row r stands at c ^ r % 8). All zeros on GPUs without the engine.
+/// The descriptor of a matrix of 16-bit numbers at `address`, with rows `pitch` bytes apart, for
+/// copies of 64 columns × `box_rows` rows with 128-byte swizzling (16-byte chunk c of row r goes to
+/// c ^ r % 8). All zeros on GPUs without the engine.
 ///
-/// The address and the pitch are multiples of 16; what is described is not looked at.
+/// The address and the pitch are multiples of 16; the memory is not accessed.
 pub(crate) fn tensor_map(
     device: Device,
     precision: Precision,
@@ -26,7 +27,8 @@ pub(crate) fn tensor_map(
     let (dims, strides, boxes, steps) = ([cols as u64, rows as u64], [pitch as u64], [64, box_rows], [1, 1]);
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     let _current = device.enter()?;
-    // SAFETY: the driver reads as many numbers as there are dimensions, and writes one description; the address is not followed.
+    // SAFETY: the driver reads as many numbers as there are dimensions, and writes one description;
+    // the address is not followed.
     let code = unsafe {
         sys::cuTensorMapEncodeTiled(
             &mut map,

@@ -1,5 +1,7 @@
-//! The text of a kernel: the constants of `spec`, the rules, the settings of one variant, the operation's own files.
+//! The text of a kernel: the constants of `spec`, the rules, the settings of one variant, the
+//! operation's own files.
 
+use super::compile::Source;
 use super::device::Device;
 use super::kernel::Kernel;
 use super::{Result, lock};
@@ -10,11 +12,12 @@ use std::fmt::Write;
 use std::hash::Hash;
 use std::sync::Mutex;
 
-/// The rules of `spec`, to come after [`constants`]. A C++ compiler for the host builds the same text.
+/// The rules of `spec`, to come after [`constants`]. A C++ compiler for the host builds the same
+/// text.
 pub const RULES: &str = include_str!("rules.cuh");
 
 /// The rules of FP8 and MXFP8, to come after [`RULES`].
-pub const FP8_RULES: &str = include_str!("../fp8/rules.cuh");
+pub const FP8_RULES: &str = include_str!("fp8_rules.cuh");
 
 /// Elements in the registers of a thread, to come after [`RULES`].
 pub(crate) const ELEMENTS: &str = include_str!("elements.cuh");
@@ -67,10 +70,10 @@ pub fn constants() -> String {
     text
 }
 
-/// Every type of elements.
+/// Every element type.
 pub(crate) const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
 
-/// The name of a type of elements in kernel text.
+/// The name of an element type in kernel text.
 pub(crate) fn precision(precision: Precision) -> &'static str {
     match precision {
         Precision::F32 => "F32",
@@ -79,7 +82,7 @@ pub(crate) fn precision(precision: Precision) -> &'static str {
     }
 }
 
-/// A whole text: `settings` are declarations that the files rely on.
+/// A whole text; `settings` are the declarations that `files` rely on.
 pub(crate) fn assemble(settings: &str, files: &[&str]) -> String {
     let mut text = constants();
     for part in [RULES, settings].iter().chain(files) {
@@ -89,12 +92,12 @@ pub(crate) fn assemble(settings: &str, files: &[&str]) -> String {
     text
 }
 
-/// A whole text of FP8: its rules and the elements come before the files.
+/// A whole text with the FP8 rules and the elements before `files`.
 pub(crate) fn assemble_fp8(settings: &str, files: &[&str]) -> String {
     assemble(&[FP8_RULES, settings, ELEMENTS].join("\n"), files)
 }
 
-/// The name of a format of codes in kernel text.
+/// The name of a code format in kernel text.
 pub(crate) fn format(format: Format) -> &'static str {
     match format {
         Format::E4m3 => "E4M3",
@@ -102,7 +105,16 @@ pub(crate) fn format(format: Format) -> &'static str {
     }
 }
 
-/// The variants of an operation's kernels that were asked for, by their settings `V` and the GPU.
+/// A variant as text, with the source that `source` makes of it.
+pub(crate) fn entry<V: Copy + std::fmt::Debug>(
+    variant: V,
+    source: impl Fn(V) -> (&'static str, &'static str, String),
+) -> (String, Source) {
+    let (name, function, text) = source(variant);
+    (format!("{function} {variant:?}"), Source { name, text })
+}
+
+/// The kernels of an operation that are loaded, by GPU and variant `V`.
 pub(crate) struct Variants<V>(Mutex<Option<HashMap<(usize, V), Kernel>>>);
 
 impl<V: Copy + Eq + Hash> Variants<V> {
@@ -110,7 +122,7 @@ impl<V: Copy + Eq + Hash> Variants<V> {
         Variants(Mutex::new(None))
     }
 
-    /// The kernel of a variant; `source` gives its name, its function and its text the first time.
+    /// The kernel of a variant; the first time, `source` makes its name, function and text.
     pub fn get(
         &self,
         device: Device,

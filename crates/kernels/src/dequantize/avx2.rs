@@ -1,8 +1,8 @@
 //! Decoding with AVX2, on all threads.
 //!
-//! A block can decode to sixteen values only, and they depend on its scale byte and the global scale alone. They are computed
-//! once per scale byte, by the rule, and looked up by code: 16-bit values as two byte shuffles, binary32 as a permutation of
-//! eight magnitudes and the sign.
+//! A block has at most sixteen different values, which depend only on its scale byte and the global
+//! scale. They are computed once per scale byte, by the rule, and looked up by code: 16-bit values
+//! as two byte shuffles, binary32 as a permutation of eight magnitudes and the sign.
 
 use crate::avx2::Avx2;
 use nvfp4_spec::matrix::View;

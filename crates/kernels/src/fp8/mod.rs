@@ -4,6 +4,7 @@
 pub mod delayed;
 pub mod dequantize;
 #[cfg(all(test, feature = "cuda"))]
+#[path = "../../tests/emulated/fp8.rs"]
 mod emulated;
 pub mod quantize;
 
@@ -12,5 +13,5 @@ pub mod quantize;
 pub mod cuda {
     pub use super::delayed::cuda::{Entry, update};
     pub use super::dequantize::cuda::{ScaleRef, View, dequantize};
-    pub use super::quantize::cuda::{Amax, Direction, Mode, Scale, ScaleMut, Scaling, Wanted, quantize};
+    pub use super::quantize::cuda::{Amax, Direction, Mode, Outputs, Scale, ScaleMut, Scaling, quantize};
 }

@@ -1,4 +1,4 @@
-//! The product in binary32 that ours are measured beside, by the `gemm` crate. For benchmarks.
+//! The binary32 product of the `gemm` crate, which benchmarks compare ours with.
 
 /// `out = A·Bᵀ` for `a` [m, k] and `b` [n, k], on all threads of the current rayon pool.
 ///
@@ -9,7 +9,8 @@ pub fn f32(a: &[f32], b: &[f32], (m, n, k): (usize, usize, usize), out: &mut [f3
     assert!(a.len() == m * k && b.len() == n * k && out.len() == m * n, "lengths fit the shape");
     let (rows, steps) = ([k as isize, n as isize], 1);
     let threads = gemm::Parallelism::Rayon(0);
-    // SAFETY: the lengths were checked against the strides: rows of A and B are k apart, rows of the output n.
+    // SAFETY: the lengths were checked against the strides: rows of A and B are k apart, rows of
+    // the output n.
     unsafe {
         gemm::gemm(
             m,

@@ -1,15 +1,17 @@
-//! Products with an operand that is FP8 or plain, in vectors. **Bounded**: sums in binary32, see [`nvfp4_spec::gemm::bound`].
+//! Products with an operand that is FP8 or plain, in vectors. **Bounded**: sums in binary32, see
+//! [`nvfp4_spec::gemm::bound`].
 //!
-//! Two ways. bf16 × NVFP4, the product of a layer whose weights alone are quantized, has its own with AVX-512: E2M1 values are exact in
-//! bf16, so pairs of them are multiplied as they are, and a block's sum is multiplied by its scale once. (The instruction takes
-//! subnormal numbers, below 2⁻¹²⁶, as zero, and gives zero for them.) Every other pair is decoded to binary32 a few rows at a time and goes through
-//! one dot product.
+//! There are two methods. bf16 × NVFP4, the product of a layer with quantized weights only, has its
+//! own with AVX-512: E2M1 values are exact in bf16, so pairs of them are multiplied directly, and a
+//! block's sum is multiplied by its scale once. (The instruction takes subnormal numbers, below
+//! 2⁻¹²⁶, as zero, and gives zero for them.) Every other pair is decoded to binary32, a few rows at
+//! a time, and multiplied by one dot product.
 
 use super::exact::row::{self, LANES, block_words};
 use super::exact::{CHUNK, FEW, SCALES, Vectors};
-use super::outputs::{Operands, Outputs};
+use super::writer::{Operands, Writer};
 use super::{Operand, spec};
-use crate::avx2::{Avx2, codes_of, turned};
+use crate::avx2::{Avx2, codes_of, transposed};
 use crate::avx512::Avx512;
 use crate::{Input, Values};
 use half::bf16;
@@ -20,7 +22,8 @@ use rayon::prelude::*;
 use std::arch::x86_64::*;
 use std::sync::LazyLock;
 
-/// The product of operands whose shapes were checked and which have elements; `matrices` are the plain ones, gathered.
+/// The product of operands whose shapes were checked and which have elements; `matrices` are the
+/// plain ones, gathered.
 pub(super) fn gemm<T: Element>(
     vectors: Vectors,
     (a, b): (&Operand<'_>, &Operand<'_>),
@@ -29,21 +32,21 @@ pub(super) fn gemm<T: Element>(
     out: &mut [T],
 ) {
     let operands = (a.to_spec(matrices[0]), b.to_spec(matrices[1]));
-    let outputs = &Outputs::new(operands, product, out);
+    let writer = &Writer::new(operands, product, out);
     match (vectors, a, b) {
         (Vectors::Avx512(token), Operand::Plain(x), Operand::Nvfp4(weights))
             if matches!(x.values(), Values::Bf16(_)) =>
         {
             if x.rows() <= FEW {
-                few_rows(token, x, weights, outputs);
+                few_rows(token, x, weights, writer);
             } else if token.has_bf16() {
-                panels(token, x, weights, outputs);
+                panels(token, x, weights, writer);
             } else {
-                decoded(token.avx2(), &operands, outputs);
+                decoded(token.avx2(), &operands, writer);
             }
         }
-        (Vectors::Avx512(token), ..) => decoded(token.avx2(), &operands, outputs),
-        (Vectors::Avx2(token), ..) => decoded(token, &operands, outputs),
+        (Vectors::Avx512(token), ..) => decoded(token.avx2(), &operands, writer),
+        (Vectors::Avx2(token), ..) => decoded(token, &operands, writer),
     }
 }
 
@@ -74,7 +77,7 @@ fn pairs(x: &Input<'_>, i: usize, blocks: usize) -> Vec<u32> {
     words
 }
 
-fn panels<T: Element>(token: Avx512, x: &Input<'_>, weights: &View<'_>, outputs: &Outputs<'_, T>) {
+fn panels<T: Element>(token: Avx512, x: &Input<'_>, weights: &View<'_>, writer: &Writer<'_, T>) {
     let blocks = weights.cols.div_ceil(BLOCK);
     let rows: Vec<Vec<u32>> = (0..x.rows()).into_par_iter().map(|i| pairs(x, i, blocks)).collect();
     let columns = weights.rows;
@@ -92,13 +95,13 @@ fn panels<T: Element>(token: Avx512, x: &Input<'_>, weights: &View<'_>, outputs:
             let mut tile = [[0f32; N]; R];
             for group in (0..rows.len()).step_by(R) {
                 let height = R.min(rows.len() - group);
-                // A short group repeats its last row; what that gives is not looked at.
+                // A short group repeats its last row; those sums are ignored.
                 let some: [&[u32]; R] = std::array::from_fn(|r| &rows[group + r.min(height - 1)][..]);
                 // SAFETY: an Avx512 token is only made after detection.
                 unsafe { tile_of(some, panel, &mut tile) };
                 for (r, sums) in tile[..height].iter().enumerate() {
                     // SAFETY: a panel writes the columns of its own rows of B only.
-                    unsafe { outputs.write(group + r, first, &sums[..width]) };
+                    unsafe { writer.write(group + r, first, &sums[..width]) };
                 }
             }
         },
@@ -148,7 +151,7 @@ const BYTES: [[u8; 16]; 2] = {
     [low, high]
 };
 
-/// Unpacks rows `first`, `first + 1`, … of B, as many as there are up to 16.
+/// Unpacks up to 16 rows of B from row `first` on.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
     let width = N.min(b.rows - first);
@@ -177,11 +180,11 @@ fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
                 words[1][i] = _mm_unpackhi_epi8(bytes[0], bytes[1]);
             }
             for (h, w) in words.into_iter().enumerate() {
-                for (q, turned) in turned(w).into_iter().enumerate() {
+                for (q, transposed) in transposed(w).into_iter().enumerate() {
                     let to: &mut [u32; 4] =
                         step.pairs[4 * h + q][c..].first_chunk_mut().expect("16 is a multiple of 4");
                     // SAFETY: the destination is an array of 16 bytes.
-                    unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), turned) };
+                    unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), transposed) };
                 }
             }
         }
@@ -193,8 +196,9 @@ fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
     }
 }
 
-/// The product where A has few rows: B's rows are read as they lie, for each row of A while they are in cache.
-fn few_rows<T: Element>(_token: Avx512, x: &Input<'_>, weights: &View<'_>, outputs: &Outputs<'_, T>) {
+/// The product for few rows of A: B's rows are read without unpacking, for each row of A while they
+/// are in cache.
+fn few_rows<T: Element>(_token: Avx512, x: &Input<'_>, weights: &View<'_>, writer: &Writer<'_, T>) {
     let Values::Bf16(values) = x.values() else { unreachable!("A is bf16") };
     let blocks = weights.cols.div_ceil(BLOCK);
     // Element e of sixteen blocks side by side: a lane of a vector has a block.
@@ -218,7 +222,7 @@ fn few_rows<T: Element>(_token: Avx512, x: &Input<'_>, weights: &View<'_>, outpu
                 *sum = unsafe { row_sum(row, weights.code_row(first + c), weights.scale_row(first + c)) };
             }
             // SAFETY: a chunk writes the columns of its own rows of B only.
-            unsafe { outputs.write(i, first, &sums[..width]) };
+            unsafe { writer.write(i, first, &sums[..width]) };
         }
     });
 }
@@ -232,7 +236,8 @@ fn row_sum(row: &[[[f32; LANES]; BLOCK]], codes: &[u8], scales: &[u8]) -> f32 {
     for (g, elements) in row.iter().enumerate() {
         let words = block_words(&codes[8 * LANES * g..]);
         let mut dots = [_mm512_setzero_ps(); 4];
-        // A look-up takes the low four bits of each lane. Written out, so that shifts are constants and sums stay in registers.
+        // A look-up takes the low four bits of each lane. Written out, so that shifts are constants
+        // and sums stay in registers.
         macro_rules! elements {
             ($($e:literal: $word:literal >> $shift:literal),*) => { $(
                 let value = _mm512_permutexvar_ps(_mm512_srli_epi32::<$shift>(words[$word]), table);
@@ -254,7 +259,7 @@ fn row_sum(row: &[[[f32; LANES]; BLOCK]], codes: &[u8], scales: &[u8]) -> f32 {
 /// Rows of B that are decoded at a time.
 const ROWS: usize = 8;
 
-fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, outputs: &Outputs<'_, T>) {
+fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, writer: &Writer<'_, T>) {
     let (a, b) = operands;
     let columns = b.rows();
     let rows: Vec<Vec<f32>> = (0..a.rows()).into_par_iter().map(|i| row_of(token, a, i)).collect();
@@ -273,7 +278,7 @@ fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, outputs: &Outputs<'
             for (r, sums) in sums[..two.len()].iter().enumerate() {
                 let i = 2 * pair + r;
                 // SAFETY: a group writes the columns of its own rows of B only.
-                unsafe { outputs.write(i, first, &sums[..width]) };
+                unsafe { writer.write(i, first, &sums[..width]) };
             }
         }
     });
@@ -293,7 +298,8 @@ fn row_of(token: Avx2, operand: &spec::Operand<'_>, i: usize) -> Vec<f32> {
                 // SAFETY: an Avx2 token is only made after detection.
                 unsafe { decode(token, eight, SCALES[usize::from(scale)], values) };
             }
-            // Codes beyond an odd end are zero by the format; a caller's buffer may say otherwise.
+            // The format requires codes beyond an odd end to be zero, but a caller's buffer may
+            // differ.
             row[view.cols..].fill(0.0);
         }
         spec::Operand::Fp8(view) => decode_fp8(view, i, &mut row),
@@ -354,7 +360,8 @@ fn decode(_token: Avx2, codes: [u8; 8], scale: f32, out: &mut [f32; BLOCK]) {
     }
 }
 
-/// The products of two rows with four others, added up in eight lanes. Lengths are equal and multiples of 8.
+/// The products of two rows with four others, added up in eight lanes. Lengths are equal and
+/// multiples of 8.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn dots(_token: Avx2, a: [&[f32]; 2], b: [&[f32]; 4]) -> [[f32; 4]; 2] {
     let mut sums = [[_mm256_setzero_ps(); 4]; 2];

@@ -1,7 +1,8 @@
-//! Products `α·A·Bᵀ (+ bias) (+ β·C)`. On the CPU **Exact** where both operands are NVFP4; where one is FP8 or plain, and on a GPU,
-//! **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones, under the conditions written there.
+//! Products `α·A·Bᵀ (+ bias) (+ β·C)`. On the CPU **Exact** where both operands are NVFP4; where
+//! one is FP8 or plain, and on a GPU, **Bounded**: sums in binary32, within
+//! [`nvfp4_spec::gemm::bound`] of the exact ones, under the conditions written there.
 //!
-//! Any two kinds can be multiplied here; which of them should be is for callers to say.
+//! Any two kinds can be multiplied here; callers decide which pairs make sense.
 
 #[cfg(feature = "baseline")]
 pub mod baseline;
@@ -11,9 +12,9 @@ pub mod cuda;
 mod exact;
 #[cfg(target_arch = "x86_64")]
 mod mixed;
-#[cfg(target_arch = "x86_64")]
-mod outputs;
 mod units;
+#[cfg(target_arch = "x86_64")]
+mod writer;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result};
@@ -98,7 +99,8 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// Checks a product and returns the number of its outputs. Looks at lengths alone, so that no operand has to be gathered.
+/// Checks a product and returns the number of its outputs. Reads only lengths, so no operand has to
+/// be gathered.
 fn check<T>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>) -> Result<usize> {
     a.check()?;
     b.check()?;
@@ -122,7 +124,7 @@ pub fn gemm<'a, T: Element>(
         Implementation::Avx2(token) => vectors(exact::Vectors::Avx2(token), a, b, product, out),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => vectors(exact::Vectors::Avx512(token), a, b, product, out),
-        // Sums in an order of additions that was asked for are the CPU's.
+        // A sum in a given order of additions is computed on the CPU.
         #[cfg(feature = "cuda")]
         Implementation::Cuda(_) if product.accumulate == Accumulate::Reference => {
             gemm(Implementation::best(), a, b, product, out)
@@ -148,8 +150,9 @@ pub struct Member<'a, T> {
     pub out: &'a mut [T],
 }
 
-/// Products that belong together, as those of the experts of a layer: each with its own operands, of any size. One without outputs
-/// touches nothing; one whose K is 0, as the weight gradient of an expert without tokens, has a sum of exactly 0.
+/// A group of products, for example those of the experts of a layer, each with operands of any
+/// size. A product without outputs is a no-op. A product with K = 0, for example the weight
+/// gradient of an expert without tokens, has sums of exactly 0.
 ///
 /// All are checked before any is computed.
 pub fn grouped<T: Element>(implementation: Implementation, members: &mut [Member<'_, T>]) -> Result<()> {
@@ -177,7 +180,7 @@ fn vectors<T: Element>(
     out: &mut [T],
 ) -> Result<()> {
     check(&a, &b, product)?;
-    // Without K there is nothing to add up, and without outputs nothing to do: the rule says what is left.
+    // The rule covers a product without outputs or with K = 0.
     if out.is_empty() || a.shape().1 == 0 {
         return scalar(a, b, product, out);
     }

@@ -1,9 +1,9 @@
-//! Which units of a GPU multiply what. This is the one place that says so without a GPU; `cuda::describe` says it of a product at hand, and
-//! tests on a GPU hold the two together.
+//! Which units of a GPU compute which products. This module answers without a GPU; `cuda::describe`
+//! answers for given operands, and tests on a GPU compare the two.
 
 use std::fmt;
 
-/// What two operands of a product are stored in.
+/// The format of both operands of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stored {
     /// NVFP4.
@@ -35,9 +35,11 @@ impl fmt::Display for Units {
     }
 }
 
-/// What multiplies two operands of this kind on a GPU of this compute capability; `None` where there are no kernels for it.
+/// The units that multiply two operands of this format on a GPU of this compute capability; `None`
+/// if there are no kernels for it.
 ///
-/// No kernel here uses the instructions for FP4 and FP8 that newer chips have, so Blackwell runs what Ampere runs.
+/// No kernel here uses the instructions for FP4 and FP8 that newer chips have, so Blackwell runs
+/// what Ampere runs.
 ///
 /// ```
 /// use nvfp4_kernels::gemm::{Stored, Units, units};

@@ -1,4 +1,5 @@
-//! GGUF blocks with AVX2: nibbles are spread to bytes, paired anew, and packed. Twin of [`nvfp4_spec::gguf`].
+//! GGUF blocks with AVX2: nibbles are spread to bytes, paired anew, and packed. Twin of
+//! [`nvfp4_spec::gguf`].
 
 use crate::avx2::Avx2;
 use nvfp4_spec::gguf::{BLOCK_BYTES, BLOCK_ELEMENTS};
@@ -61,7 +62,8 @@ fn bytes_of(x: __m256i) -> [u8; CODE_BYTES] {
 #[target_feature(enable = "avx2,fma,f16c")]
 fn far_pairs(_: Avx2, bytes: &[u8; CODE_BYTES]) -> [u8; CODE_BYTES] {
     let [even, odd] = nibbles(bytes);
-    // Each 128-bit half of a and b holds the 16 elements of a sub-block in order: 0 and 2 in a, 1 and 3 in b.
+    // Each 128-bit half of a and b holds the 16 elements of a sub-block in order: 0 and 2 in a, 1
+    // and 3 in b.
     let (a, b) = (_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd));
     let (first, last) = (_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
     bytes_of(_mm256_or_si256(first, _mm256_slli_epi16::<4>(last)))

@@ -1,5 +1,6 @@
-//! The 16-point randomized Hadamard transform along the rows of a matrix, alone. **Exact.** Quantization has it built in
-//! ([`quantize`](crate::quantize)); this is for whoever needs the transformed values.
+//! The 16-point randomized Hadamard transform along the rows of a matrix. **Exact.**
+//! [Quantization](crate::quantize) has it built in; this is for callers that need the transformed
+//! values.
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -11,8 +12,8 @@ use nvfp4_spec::hadamard::{Signs, transform};
 use nvfp4_spec::{BLOCK, Error, area};
 use rayon::prelude::*;
 
-/// Transforms every group of 16 along the rows of `x`, whose number of columns must be a multiple of 16, into a contiguous
-/// matrix of bf16. Twin of [`nvfp4_spec::hadamard::transform_matrix`].
+/// Transforms every group of 16 along the rows of `x`, whose number of columns must be a multiple
+/// of 16, into a contiguous matrix of bf16. Twin of [`nvfp4_spec::matrix::transform`].
 pub fn hadamard(implementation: Implementation, x: &Input<'_>, signs: Signs, out: &mut [bf16]) -> Result<()> {
     check(x.rows(), x.cols(), out.len())?;
     match implementation {
@@ -33,7 +34,7 @@ fn check(rows: usize, cols: usize, out: usize) -> Result<()> {
     Ok(check_len("output", area(rows, cols)?, out)?)
 }
 
-/// The rule on all threads. The compiler turns its butterflies into vectors by itself.
+/// The rule on all threads. The compiler vectorizes its butterflies.
 fn groups(x: &Input<'_>, signs: Signs, out: &mut [bf16]) {
     if x.cols() == 0 {
         return;

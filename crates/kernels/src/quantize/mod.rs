@@ -35,12 +35,12 @@ impl Layout {
     }
 }
 
-/// Where the amax of a direction comes from: one value, or one per row of that direction.
+/// The source of a direction's amax: one value, or one per row of that direction.
 #[derive(Debug)]
 pub enum Amax<'a> {
     /// The caller knows it. Values beyond it saturate.
     Given(&'a [f32]),
-    /// It is computed and left here.
+    /// It is computed and stored here.
     Compute(&'a mut [f32]),
 }
 
@@ -56,7 +56,7 @@ impl Amax<'_> {
 /// What to write for one direction.
 #[derive(Debug)]
 pub struct Direction<'a> {
-    /// Tile, global scale, scale rule, edge.
+    /// Tile, global scale, scale rule, specials.
     pub mode: Mode,
     /// How values become codes.
     pub rounding: Rounding<Random<'a>>,

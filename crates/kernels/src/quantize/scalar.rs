@@ -1,9 +1,10 @@
-//! Quantization by the rules as written: each direction goes through [`nvfp4_spec::matrix::quantize`].
+//! Quantization by the rules as written: each direction goes through
+//! [`nvfp4_spec::matrix::quantize`].
 
 use super::{Amax, Direction, Layout};
 use crate::{Input, Result};
 use nvfp4_spec::matrix::{self, Matrix};
-use nvfp4_spec::{hadamard, swizzle};
+use nvfp4_spec::swizzle;
 
 pub(super) fn quantize(x: &Input<'_>, row: Option<Direction<'_>>, col: Option<Direction<'_>>) -> Result<()> {
     let matrix = x.to_matrix();
@@ -18,13 +19,13 @@ pub(super) fn quantize(x: &Input<'_>, row: Option<Direction<'_>>, col: Option<Di
 
 fn direction(x: Matrix, out: Direction<'_>) -> Result<()> {
     let x = match out.transform {
-        Some(signs) => hadamard::transform_matrix(&x, signs)?,
+        Some(signs) => matrix::transform(&x, signs)?,
         None => x,
     };
     let amax = match out.amax {
         Amax::Given(amax) => amax.to_vec(),
         Amax::Compute(amax) => {
-            amax.copy_from_slice(&matrix::amax(&x, out.mode.global, out.mode.amax_edge())?);
+            amax.copy_from_slice(&matrix::amax(&x, out.mode.global, out.mode.amax_specials())?);
             amax.to_vec()
         }
     };

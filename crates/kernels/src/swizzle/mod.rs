@@ -1,4 +1,5 @@
-//! Scale bytes from row-major order to the 128 × 4 tiles of block-scaled tensor cores, and back. **Exact.**
+//! Scale bytes from row-major order to the 128 × 4 tiles of block-scaled tensor cores, and back.
+//! **Exact.**
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -69,8 +70,9 @@ pub fn unswizzle(
     Ok(())
 }
 
-/// Four neighbouring scales of a row stay neighbours. Visits them in up to 128 rows: where they lie row-major, where they
-/// lie swizzled, and how many there are. No vector instruction beats these copies of four bytes: memory sets the speed.
+/// Four neighbouring scales of a row stay neighbours. Visits the fours of up to 128 rows: the
+/// row-major index, the swizzled index and the count. Vector instructions would not be faster than
+/// these copies of four bytes: memory bandwidth is the bottleneck.
 fn for_each_four(rows: usize, cols: usize, mut visit: impl FnMut(usize, usize, usize)) {
     for r in 0..rows {
         for c in (0..cols).step_by(TILE_COLS) {

@@ -4,11 +4,11 @@ use super::{device, matrix, part};
 use half::bf16;
 use nvfp4_kernels::cuda::{self, Buffer, Slice, Stream};
 use nvfp4_kernels::fp8::cuda::{
-    Amax, Direction, Entry, Mode, Scale, Scaling, View, Wanted, dequantize, quantize, update,
+    Amax, Direction, Entry, Mode, Outputs, Scale, Scaling, View, dequantize, quantize, update,
 };
 use nvfp4_kernels::fp8::{dequantize as host_decoding, quantize as host};
 use nvfp4_kernels::{Error, Implementation, Input, Values, amax};
-use nvfp4_spec::Edge;
+use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::delayed::{self, Delayed};
 use nvfp4_spec::fp8::{self, AmaxRule, Format, ScaleVec, Scales, Side};
 
@@ -59,7 +59,7 @@ fn run(
     let mut all = [Side::Row, Side::Column].map(|side| room(mode, side, shape));
     let mut amax = -1.0;
     let [row, col] = &mut all;
-    let wanted = host::Wanted {
+    let wanted = host::Outputs {
         row: sides[0].then(|| host_direction(row)),
         col: sides[1].then(|| host_direction(col)),
         amax: Some(&mut amax),
@@ -70,19 +70,19 @@ fn run(
 }
 
 /// The buffers of a direction, with `first` elements before what is used.
-struct Outputs {
+struct Buffers {
     codes: Buffer<u8>,
     scales: Scales<Buffer<f32>, Buffer<u8>>,
     first: usize,
 }
 
-impl Outputs {
+impl Buffers {
     fn new(device: cuda::Device, (codes, scales): &(Vec<u8>, ScaleVec), first: usize) -> Self {
         let scales = match scales {
             Scales::F32(scales) => Scales::F32(device.alloc(first + scales.len()).unwrap()),
             Scales::E8m0(scales) => Scales::E8m0(device.alloc(first + scales.len()).unwrap()),
         };
-        Outputs { codes: device.alloc(first + codes.len()).unwrap(), scales, first }
+        Buffers { codes: device.alloc(first + codes.len()).unwrap(), scales, first }
     }
 
     fn direction(&mut self) -> Direction<'_> {
@@ -136,10 +136,10 @@ fn memory_that_starts_anywhere_gives_the_same_bits_of_fp8() {
                 stream.upload(&x, part(&mut memory, first, x.len())).unwrap();
                 let values = cuda::Values::Bf16(memory.slice().range(first..first + x.len()));
                 let input = cuda::Input::new(values, rows, cols).unwrap();
-                let mut outputs = expected.sides.each_ref().map(|side| Outputs::new(device, side, first));
+                let mut outputs = expected.sides.each_ref().map(|side| Buffers::new(device, side, first));
                 let mut largest = device.alloc::<f32>(first + 1).unwrap();
                 let [row, col] = &mut outputs;
-                let wanted = Wanted {
+                let wanted = Outputs {
                     row: Some(row.direction()),
                     col: Some(col.direction()),
                     amax: Some(Amax::Replace(part(&mut largest, first, 1))),
@@ -164,8 +164,8 @@ fn memory_that_starts_anywhere_gives_the_same_bits_of_fp8() {
     }
 }
 
-/// A step of delayed scaling, captured once: each replay quantizes with the scale that the one before left, and no replay waits for the
-/// host.
+/// A step of delayed scaling, captured once: each replay quantizes with the scale that the previous
+/// one computed, and no replay waits for the host.
 #[test]
 fn a_replayed_graph_moves_delayed_scaling_on() {
     let Some(device) = device() else { return };
@@ -176,7 +176,7 @@ fn a_replayed_graph_moves_delayed_scaling_on() {
     let (mut expected_history, mut expected_scale) = ([0.0f32; 4], 1.0);
     let mut tensor = fp8::Mode { format: rule.format, scaling: fp8::Scaling::Tensor { scale: 1.0 } };
     let first = [Side::Row, Side::Column].map(|side| room(&tensor, side, shape));
-    let mut outputs = first.each_ref().map(|side| Outputs::new(device, side, 0));
+    let mut outputs = first.each_ref().map(|side| Buffers::new(device, side, 0));
     let steps: Vec<Vec<bf16>> = (0..6).map(|seed| matrix(seed, rows * cols)).collect();
     let mut graph = None;
     for (step, x) in steps.iter().enumerate() {
@@ -185,7 +185,7 @@ fn a_replayed_graph_moves_delayed_scaling_on() {
         let mut work = |stream: &Stream| -> Result<(), Error> {
             let input = cuda::Input::new(cuda::Values::Bf16(memory.slice()), rows, cols)?;
             let [row, col] = &mut outputs;
-            let wanted = Wanted {
+            let wanted = Outputs {
                 row: Some(row.direction()),
                 col: Some(col.direction()),
                 amax: Some(Amax::Join(history.slice_mut().range(0..1))),
@@ -228,15 +228,15 @@ fn current_scaling_needs_no_word_from_the_host() {
     for rule in [AmaxRule::CURRENT, AmaxRule::BLOCK, AmaxRule { epsilon: 1e6, ..AmaxRule::CURRENT }] {
         for format in Format::ALL {
             let mut largest = device.alloc::<f32>(1).unwrap();
-            let wanted = amax::cuda::Wanted { tensor: Some(largest.slice_mut()), ..Default::default() };
-            amax::cuda::amax(&stream, &input, Edge::Kernel, wanted).unwrap();
+            let wanted = amax::cuda::Outputs { tensor: Some(largest.slice_mut()), ..Default::default() };
+            amax::cuda::amax(&stream, &input, Specials::Kernel, wanted).unwrap();
             let host_amax = x.iter().fold(0.0, |m: f32, x| m.max(x.to_f32().abs()));
             let scale = rule.tensor_scale(host_amax, format);
             let mode = fp8::Mode { format, scaling: fp8::Scaling::Tensor { scale } };
             let expected = run(Implementation::best(), &x, shape, &mode, [true, true]);
-            let mut outputs = expected.sides.each_ref().map(|side| Outputs::new(device, side, 0));
+            let mut outputs = expected.sides.each_ref().map(|side| Buffers::new(device, side, 0));
             let [row, col] = &mut outputs;
-            let wanted = Wanted { row: Some(row.direction()), col: Some(col.direction()), amax: None };
+            let wanted = Outputs { row: Some(row.direction()), col: Some(col.direction()), amax: None };
             let scaling = Scaling::Tensor(Scale::OfAmax { amax: largest.slice(), rule });
             quantize(&stream, &input, &Mode { format, scaling }, wanted).unwrap();
             for (outputs, expected) in outputs.iter().zip(&expected.sides) {
@@ -256,7 +256,7 @@ fn an_amax_is_replaced_or_joined() {
     for before in [0.5f32, 7.0] {
         let mut found = stream.to_device(&[before]).unwrap();
         let go = |amax: Amax<'_>| {
-            let wanted = Wanted { amax: Some(amax), ..Wanted::default() };
+            let wanted = Outputs { amax: Some(amax), ..Outputs::default() };
             quantize(&stream, &input, &modes()[0].into(), wanted).unwrap();
         };
         go(Amax::Join(found.slice_mut()));
@@ -271,25 +271,26 @@ fn wrong_memory_is_refused_by_fp8() {
     let Some(device) = device() else { return };
     let stream = Stream::new(device).unwrap();
     let values = [1.0f32; 64];
-    // SAFETY: the address is one of the host's; it is looked up, found wanting, and not followed.
+    // SAFETY: a host address; it is looked up and refused, not accessed.
     let foreign = unsafe { Slice::<f32>::from_raw(values.as_ptr() as u64, 1) };
     let memory = stream.to_device(&values).unwrap();
     let input = cuda::Input::new(cuda::Values::F32(memory.slice()), 4, 16).unwrap();
     let mode = modes()[0];
     for scale in [Scale::Memory(foreign), Scale::OfAmax { amax: foreign, rule: AmaxRule::CURRENT }] {
-        let mut outputs = Outputs::new(device, &room(&mode, Side::Row, (4, 16)), 0);
-        let wanted = Wanted { row: Some(outputs.direction()), ..Wanted::default() };
+        let mut outputs = Buffers::new(device, &room(&mode, Side::Row, (4, 16)), 0);
+        let wanted = Outputs { row: Some(outputs.direction()), ..Outputs::default() };
         let scaling = Scaling::Tensor(scale);
         let error = quantize(&stream, &input, &Mode { format: mode.format, scaling }, wanted).unwrap_err();
         assert!(matches!(error, Error::Cuda(_)) && error.to_string().contains("of the tensor"), "{error}");
     }
-    let mut outputs = Outputs::new(device, &room(&mode, Side::Row, (4, 17)), 0);
-    let wanted = Wanted { row: Some(outputs.direction()), ..Wanted::default() };
+    let mut outputs = Buffers::new(device, &room(&mode, Side::Row, (4, 17)), 0);
+    let wanted = Outputs { row: Some(outputs.direction()), ..Outputs::default() };
     let error = quantize(&stream, &input, &mode.into(), wanted).unwrap_err();
     assert_eq!(error.to_string(), "codes: expected length 64, got 68");
 }
 
-/// Every mode at the shape of the benchmark, a ragged one near it, and one of more than 2³¹ elements.
+/// Every mode at the shape of the benchmark, a ragged one near it, and one of more than 2³¹
+/// elements.
 #[test]
 #[ignore = "needs a GPU, 32 GB of memory and minutes"]
 fn large_matrices_in_every_mode_of_fp8() {

@@ -1,7 +1,9 @@
-// The rules for the host, one call per record. The constants, rules.cuh and fp8/rules.cuh come before this text.
+// The rules for the host, one call per record. The constants, rules.cuh and fp8_rules.cuh come
+// before this text.
 //
-// `driver NAME` reads records of 32-bit words from its input to the end, calls the function NAME with each, and writes the
-// words of the results. A binary32 number is the word of its bits, a 64-bit number two words, low one first.
+// `driver NAME` reads records of 32-bit words from its input to the end, calls the function NAME
+// with each, and writes the words of the results. A binary32 number is the word of its bits, a
+// 64-bit number two words, low one first.
 
 #include <cstdio>
 #include <cstring>
@@ -19,8 +21,9 @@ static void floats(const u32* in, float* out, int n) {
 // amax, 6E, edge
 static scale::Global global(const u32* in) { return scale::global(from_bits(in[0]), from_bits(in[1]), (Edge)in[2]); }
 
-// A tile of H rows by the rules alone: amax, 6E, edge, precision, profile, rule, error path, whether rounding is stochastic,
-// then H·16 elements, then H·4 words of random bytes. The results are the scale and H·16 codes.
+// A tile of H rows by the rules alone: amax, 6E, edge, precision, profile, rule, error path,
+// whether rounding is stochastic, then H·16 elements, then H·4 words of random bytes. The results
+// are the scale and H·16 codes.
 template <int H>
 static void quantize(const u32* in, u32* out) {
     constexpr int N = H * BLOCK;
@@ -175,7 +178,8 @@ static const Function FUNCTIONS[] = {
         out[0] = word(fp8::scale(from_bits(in[0]), (Format)in[1], (ScaleValues)in[2], from_bits(in[3]), overflow));
     }},
     {"fp8::mx_byte", 2, 1, [](In in, Out out) { out[0] = fp8::mx_byte(from_bits(in[0]), (Format)in[1]); }},
-    // largest, algorithm, whether bulk, reduced, scale, length, 4 amaxes of two tensors side by side: the first one's is updated
+    // largest, algorithm, whether bulk, reduced, scale, length, 4 amaxes of two tensors side by
+    // side: the first one's is updated
     {"fp8::update", 14, 9, [](In in, Out out) {
         float history[8];
         floats(in + 6, history, 8);

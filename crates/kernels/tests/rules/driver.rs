@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
-/// Every operation rounds once; undefined behaviour, and a float that does not fit its integer, ends the process.
+/// Every operation rounds once. Undefined behaviour ends the process, including a float that does
+/// not fit its integer.
 const OPTIONS: [&str; 8] = [
     "-std=c++17",
     "-O2",
@@ -18,11 +19,12 @@ const OPTIONS: [&str; 8] = [
     "-fsanitize-undefined-trap-on-error",
 ];
 
-/// The rules as the host's compiler understands them.
+/// The rules built by the host's compiler.
 pub struct Driver(PathBuf);
 
 impl Driver {
-    /// The driver, built once per process, or why there is none. A text that does not compile is a failure.
+    /// The driver, built once per process, or why there is none. A text that does not compile is a
+    /// failure.
     pub fn get() -> Result<&'static Driver, String> {
         static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
         DRIVER.get_or_init(Self::build).as_ref().map_err(String::clone)
@@ -57,7 +59,8 @@ impl Driver {
         output.stdout.as_chunks().0.iter().map(|&bytes| u32::from_le_bytes(bytes)).collect()
     }
 
-    /// Compares `function` with the rule of `spec` over all cases, of `N` words with a result of `M` words.
+    /// Compares `function` with the rule of `spec` over all cases, of `N` words with a result of
+    /// `M` words.
     pub fn check<const N: usize, const M: usize>(
         &self,
         function: &str,

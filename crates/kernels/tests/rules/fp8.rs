@@ -7,7 +7,7 @@ use nvfp4_spec::fp8::scale::mx_byte;
 use nvfp4_spec::fp8::{AmaxRule, Format, ScaleValues};
 use values::{pick, words};
 
-// In the order of the enums in fp8/rules.cuh: an index here is a value there.
+// In the order of the enums in fp8_rules.cuh: an index here is a value there.
 const FORMATS: [Format; 2] = Format::ALL;
 const SCALE_VALUES: [ScaleValues; 2] = [ScaleValues::Any, ScaleValues::PowersOfTwo];
 const ALGORITHMS: [Algorithm; 2] = [Algorithm::Max, Algorithm::MostRecent];
@@ -20,7 +20,8 @@ fn in_both_formats(values: impl IntoIterator<Item = u32>) -> Vec<[u32; 2]> {
     values.into_iter().flat_map(|x| [[x, 0], [x, 1]]).collect()
 }
 
-/// Rounding drops at least 20 bits, so the low 16 count only as zero, half, less or more: every upper half with each is every case.
+/// Rounding drops at least 20 bits, so the low 16 count only as zero, half, less or more: every
+/// upper half with each is every case.
 #[test]
 fn every_rounding_of_a_number_to_a_code() {
     let Some(rules) = driver() else { return };

@@ -2,12 +2,12 @@
 
 use half::{bf16, f16};
 use nvfp4_spec::matrix::Matrix;
-use nvfp4_spec::{Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, ScaleRule, Tile};
+use nvfp4_spec::{Bound, ErrorPath, GlobalScale, Metric, Mode, ScaleRule, Specials, Tile};
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// What one direction of a case is in one edge.
+/// What one direction of a case is for one kind of specials.
 pub struct Expected {
     pub name: String,
     pub input: Matrix,
@@ -18,7 +18,8 @@ pub struct Expected {
     pub scales: Vec<u8>,
 }
 
-/// Both directions of all cases in both edges, as far as they are on record; and how many cases there are.
+/// Both directions of all cases with both specials, as far as they are on record; and how many cases
+/// there are.
 pub fn quantize_cases() -> (usize, Vec<Expected>) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden");
     let mut files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -30,20 +31,26 @@ pub fn quantize_cases() -> (usize, Vec<Expected>) {
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
         let (metadata, file) = (header.metadata().clone().unwrap(), SafeTensors::deserialize(&bytes).unwrap());
         let input = matrix(&file);
-        for edge in [Edge::Kernel, Edge::Reference] {
-            let mode = mode(&metadata, edge);
+        for specials in [Specials::Kernel, Specials::Reference] {
+            let mode = mode(&metadata, specials);
             for (suffix, input) in [("", input.clone()), ("_t", input.transpose())] {
-                // No kernel produced this direction, so its record holds in the reference edge only.
+                // No kernel produced this direction, so its record holds with reference specials
+                // only.
                 let emulated = mode.global == GlobalScale::PerRow && metadata["kernel_emulated"] != "tuned_1D";
-                if edge == Edge::Kernel && suffix == "_t" && emulated {
+                if specials == Specials::Kernel && suffix == "_t" && emulated {
                     continue;
                 }
                 let recorded = |tensor: &str| {
                     let plain = file.tensor(&format!("{tensor}{suffix}"));
                     let kernel = file.tensor(&format!("{tensor}{suffix}_kernel"));
-                    kernel.ok().filter(|_| edge == Edge::Kernel).unwrap_or_else(|| plain.unwrap()).data().to_vec()
+                    kernel
+                        .ok()
+                        .filter(|_| specials == Specials::Kernel)
+                        .unwrap_or_else(|| plain.unwrap())
+                        .data()
+                        .to_vec()
                 };
-                let name = format!("{}, {edge:?}, data{suffix}", path.file_name().unwrap().display());
+                let name = format!("{}, {specials:?}, data{suffix}", path.file_name().unwrap().display());
                 all.push(Expected { name, input, mode, codes: recorded("data"), scales: recorded("scale") });
             }
         }
@@ -67,7 +74,7 @@ fn matrix(file: &SafeTensors<'_>) -> Matrix {
     .unwrap()
 }
 
-fn mode(metadata: &HashMap<String, String>, edge: Edge) -> Mode {
+fn mode(metadata: &HashMap<String, String>, specials: Specials) -> Mode {
     let (tile, global) = match metadata["scaling"].as_str() {
         "tensor1d" => (Tile::Row16, GlobalScale::PerTensor),
         "row1d" => (Tile::Row16, GlobalScale::PerRow),
@@ -80,5 +87,5 @@ fn mode(metadata: &HashMap<String, String>, edge: Edge) -> Mode {
         bound: if metadata["e4m3_max"] == "256" { Bound::E256 } else { Bound::E448 },
     };
     let rule = if metadata["use_4over6"] == "True" { four_over_six } else { ScaleRule::Six };
-    Mode { tile, global, rule, edge, ..Mode::default() }
+    Mode { tile, global, rule, specials, ..Mode::default() }
 }

@@ -1,5 +1,6 @@
-//! The rules of the GPU (`src/cuda/rules.cuh`, `src/fp8/rules.cuh`), built by g++ and held against `nvfp4_spec`, function by function and bit for
-//! bit; then whole tiles, the golden cases among them. Needs g++ but no GPU; without g++ each test is skipped.
+//! The rules of the GPU (`src/cuda/rules.cuh`, `src/cuda/fp8_rules.cuh`), built by g++ and held
+//! against `nvfp4_spec`, function by function and bit for bit; then whole tiles, the golden cases
+//! among them. Needs g++ but no GPU; without g++ each test is skipped.
 #![cfg(feature = "cuda")]
 
 mod driver;
@@ -9,20 +10,21 @@ mod values;
 
 use driver::Driver;
 use half::{bf16, f16};
-use nvfp4_spec::block::{self, Quantized, Scaling};
+use nvfp4_spec::block::{self, Scaling};
 use nvfp4_spec::hadamard::{self, Signs};
 use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scale::{self, Global, Unit};
 use nvfp4_spec::stochastic::{self, Stream};
+use nvfp4_spec::tile::{self, Quantized};
 use nvfp4_spec::{
-    BLOCK, Bound, Edge, ErrorPath, GlobalScale, Metric, Mode, Precision, Profile, Rounding, ScaleRule, Tile,
+    BLOCK, Bound, ErrorPath, GlobalScale, Metric, Mode, Precision, Profile, Rounding, ScaleRule, Specials, Tile,
 };
 use nvfp4_spec::{e2m1, e4m3, four_over_six, matrix, philox, swizzle};
 use nvfp4_testing::{Need, missing};
 use values::{pick, records, words};
 
 // In the order of the enums in rules.cuh: an index here is a value there.
-const EDGES: [Edge; 2] = [Edge::Kernel, Edge::Reference];
+const SPECIALS: [Specials; 2] = [Specials::Kernel, Specials::Reference];
 const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
 const PROFILES: [Profile; 4] =
     [Profile::TransformerEngine, Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo];
@@ -47,25 +49,25 @@ fn float(bits: u32) -> f32 {
     f32::from_bits(bits)
 }
 
-fn edge(i: u32) -> Edge {
-    EDGES[i as usize]
+fn specials(i: u32) -> Specials {
+    SPECIALS[i as usize]
 }
 
 fn bound(six_e: u32) -> Bound {
     *BOUNDS.iter().find(|b| b.six_e().to_bits() == six_e).unwrap()
 }
 
-/// The global scale of a record that begins with the amax, 6E and the edge.
+/// The global scale of a record that begins with the amax, 6E and the specials.
 fn global(record: &[u32]) -> Global {
-    Global::new(float(record[0]), bound(record[1]), edge(record[2]))
+    Global::new(float(record[0]), bound(record[1]), specials(record[2]))
 }
 
-/// Every value in both edges.
+/// Every value with both specials.
 fn in_both_edges(values: &[u32]) -> Vec<[u32; 2]> {
     values.iter().flat_map(|&x| [[x, 0], [x, 1]]).collect()
 }
 
-/// Global scales of many amaxes (amax, 6E, edge), each followed by a value of `others`.
+/// Global scales of many amaxes (amax, 6E, specials), each followed by a value of `others`.
 fn with_globals(key: u32, others: &[u32]) -> Vec<[u32; 4]> {
     let (amaxes, random) = (values::magnitudes(key), words(key + 7, others.len()));
     let record = |(&other, w): (&u32, u32)| {
@@ -99,7 +101,7 @@ fn precisions() {
 fn small_formats() {
     let Some(rules) = driver() else { return };
     let values = in_both_edges(&values::all(10));
-    rules.check("e2m1::encode", &values, |[x, e]| [e2m1::encode(float(x), edge(e)).into()]);
+    rules.check("e2m1::encode", &values, |[x, e]| [e2m1::encode(float(x), specials(e)).into()]);
     // Only the low four bits are looked at.
     let codes: Vec<[u32; 1]> = (0..256).chain(words(11, 1000)).map(|code| [code]).collect();
     rules.check("e2m1::decode", &codes, |[code]| [bits(e2m1::decode(code as u8))]);
@@ -112,8 +114,8 @@ fn small_formats() {
 fn scales() {
     let Some(rules) = driver() else { return };
     let values = in_both_edges(&values::all(20));
-    rules.check("min_with_max", &values, |[x, e]| [bits(edge(e).min_with_max(float(x)))]);
-    rules.check("scale::magnitude_bits", &values, |[x, e]| [scale::magnitude_bits(float(x), edge(e))]);
+    rules.check("min_with_max", &values, |[x, e]| [bits(specials(e).min_with_max(float(x)))]);
+    rules.check("scale::magnitude_bits", &values, |[x, e]| [scale::magnitude_bits(float(x), specials(e))]);
     let six_es = BOUNDS.map(|b| b.six_e().to_bits());
     let amaxes: Vec<[u32; 3]> = values.iter().flat_map(|&[x, e]| six_es.map(|six_e| [x, six_e, e])).collect();
     rules.check("scale::global", &amaxes, |record| {
@@ -122,11 +124,11 @@ fn scales() {
     });
     let magnitudes = with_globals(21, &values::magnitudes(22));
     rules.check("scale::block_scale", &magnitudes, |r| {
-        [scale::block_scale(float(r[3]), &global(&r), edge(r[2])).into()]
+        [scale::block_scale(float(r[3]), &global(&r), specials(r[2])).into()]
     });
     let bytes: Vec<u32> = words(23, 400_000).map(|w| w & 0xFF).collect();
     rules.check("scale::inverse_scale", &with_globals(24, &bytes), |r| {
-        [bits(scale::inverse_scale(r[3] as u8, &global(&r), edge(r[2])))]
+        [bits(scale::inverse_scale(r[3] as u8, &global(&r), specials(r[2])))]
     });
 }
 
@@ -145,10 +147,10 @@ fn decode_factors() {
     });
 }
 
-/// The scaling of a record that begins with the amax, 6E, the edge, the profile and the precision.
+/// The scaling of a record that begins with the amax, 6E, the specials, the profile and the precision.
 fn scaling(record: &[u32]) -> Scaling {
-    let (profile, edge) = (PROFILES[record[3] as usize], edge(record[2]));
-    let mode = Mode { profile, edge, ..Mode::default() };
+    let (profile, specials) = (PROFILES[record[3] as usize], specials(record[2]));
+    let mode = Mode { profile, specials, ..Mode::default() };
     let scaling = Scaling::new(float(record[0]), &mode, PRECISIONS[record[4] as usize]);
     Scaling { global: global(record), ..scaling }
 }
@@ -178,10 +180,10 @@ fn profiles() {
         };
         [divide, bits(by), bits(factor.apply(float(r[6])))]
     });
-    let edges: Vec<[u32; 2]> = (0..8).map(|i| [i / 2, i % 2]).collect();
-    rules.check("profile edges", &edges, |[p, e]| {
+    let specials: Vec<[u32; 2]> = (0..8).map(|i| [i / 2, i % 2]).collect();
+    rules.check("profile specials", &specials, |[p, e]| {
         let profile = PROFILES[p as usize];
-        [index(&EDGES, profile.code_edge(edge(e))), index(&EDGES, profile.amax_edge(edge(e)))]
+        [index(&SPECIALS, profile.code_specials(specials(e))), index(&SPECIALS, profile.amax_specials(specials(e)))]
     });
 }
 
@@ -205,10 +207,11 @@ fn stochastic_rounding() {
     let values = values::all(60);
     let steps: Vec<[u32; 1]> = values.iter().map(|&x| [x]).collect();
     rules.check("stochastic::grid_step", &steps, |[x]| [bits(stochastic::grid_step(float(x)))]);
-    let encode = |[y, random, e]: [u32; 3]| [stochastic::encode(float(y), random as u8, edge(e)).into()];
+    let encode = |[y, random, e]: [u32; 3]| [stochastic::encode(float(y), random as u8, specials(e)).into()];
     let both = |(y, random)| [[y, random, 0], [y, random, 1]];
     // Every byte at and around the grid's values and ties; a few bytes everywhere.
-    let near: Vec<u32> = values::edges().iter().copied().filter(|&y| (0.125..8.0).contains(&float(y).abs())).collect();
+    let near: Vec<u32> =
+        values::specials().iter().copied().filter(|&y| (0.125..8.0).contains(&float(y).abs())).collect();
     let every: Vec<[u32; 3]> = near.iter().flat_map(|&y| (0..256).map(move |r| (y, r))).flat_map(both).collect();
     rules.check("stochastic::encode", &every, encode);
     let few: Vec<[u32; 3]> = (values.iter().zip(words(61, values.len())))
@@ -238,7 +241,7 @@ fn four_over_six_parts() {
     let Some(rules) = driver() else { return };
     let magnitudes = with_globals(80, &values::magnitudes(81));
     rules.check("four_over_six::candidate_scales", &magnitudes, |r| {
-        four_over_six::candidate_scales(float(r[3]), &global(&r), edge(r[2])).map(u32::from)
+        four_over_six::candidate_scales(float(r[3]), &global(&r), specials(r[2])).map(u32::from)
     });
     let amaxes = values::magnitudes(82);
     let rows: Vec<[u32; 22]> = (words(83, 60_000).enumerate())
@@ -251,9 +254,9 @@ fn four_over_six_parts() {
         })
         .collect();
     rules.check("four_over_six::row_error", &rows, |r| {
-        let (g, edge, byte) = (global(&r), edge(r[2]), r[5] as u8);
+        let (g, specials, byte) = (global(&r), specials(r[2]), r[5] as u8);
         let tile = [std::array::from_fn(|i| float(r[6 + i]))];
-        let codes = block::encode(&tile, scale::inverse_scale(byte, &g, edge), edge);
+        let codes = tile::encode(&tile, scale::inverse_scale(byte, &g, specials), specials);
         let (metric, path) = (METRICS[r[3] as usize], PATHS[r[4] as usize]);
         [bits(four_over_six::tile_error(&tile, &Quantized { scale: byte, codes }, &g, metric, path))]
     });
@@ -295,7 +298,7 @@ fn record(amax: f32, mode: &Mode, precision: Precision, x: &[u32], random: Optio
     };
     let six_e = mode.rule.bound().six_e().to_bits();
     let (precision, profile) = (index(&PRECISIONS, precision), index(&PROFILES, mode.profile));
-    let mut words = vec![amax.to_bits(), six_e, index(&EDGES, mode.edge), precision, profile, rule, path];
+    let mut words = vec![amax.to_bits(), six_e, index(&SPECIALS, mode.specials), precision, profile, rule, path];
     words.push(random.is_some().into());
     words.extend(x);
     words.extend(random.unwrap_or(&vec![0; x.len() / 4]));
@@ -305,8 +308,8 @@ fn record(amax: f32, mode: &Mode, precision: Precision, x: &[u32], random: Optio
 /// Every mode that has a meaning, of one tile.
 fn modes(tile: Tile) -> Vec<Mode> {
     let mut modes = Vec::new();
-    for edge in EDGES {
-        modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, rule, edge, ..Mode::default() }));
+    for specials in SPECIALS {
+        modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, rule, specials, ..Mode::default() }));
     }
     modes.extend(PROFILES[1..].iter().map(|&profile| Mode { tile, profile, ..Mode::default() }));
     modes
@@ -327,7 +330,7 @@ fn check_tiles<const H: usize>(rules: &Driver, tile: Tile, count: u32) {
             }
             let values: Vec<f32> = x.iter().map(|&x| float(x)).collect();
             // The tile's own amax, a larger one, or any.
-            let own = scale::amax(&values, mode.amax_edge());
+            let own = scale::amax(&values, mode.amax_specials());
             let amax = [own, own * 37.0, float(pick(&amaxes, key * 31))][i as usize % 3];
             let random: Vec<u32> = words(key + 1_000_000, H * 4).collect();
             let scaling = Scaling::new(amax, &mode, precision);
@@ -406,7 +409,7 @@ fn walk<'a>(
     mut visit: impl FnMut(&'a golden::Expected, f32, usize, usize),
 ) {
     for case in cases {
-        let amax = matrix::amax(&case.input, case.mode.global, case.mode.amax_edge()).unwrap();
+        let amax = matrix::amax(&case.input, case.mode.global, case.mode.amax_specials()).unwrap();
         for r in (0..case.input.rows()).step_by(height) {
             let amax = if case.mode.global == GlobalScale::PerRow { amax[r] } else { amax[0] };
             (0..case.input.cols().div_ceil(BLOCK)).for_each(|b| visit(case, amax, r, b));

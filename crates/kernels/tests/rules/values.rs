@@ -15,11 +15,11 @@ pub fn records<const N: usize>(key: u32, count: usize) -> Vec<[u32; N]> {
     words(key, N * count).collect::<Vec<u32>>().as_chunks().0.to_vec()
 }
 
-/// The bits of zeros, subnormals, the largest and smallest numbers, infinities, NaNs, and where the two small formats change
-/// their rounding, with neighbours; of both signs.
-pub fn edges() -> &'static [u32] {
-    static EDGES: LazyLock<Vec<u32>> = LazyLock::new(find_edges);
-    &EDGES
+/// The bits of zeros, subnormals, the largest and smallest numbers, infinities, NaNs, and where the
+/// two small formats change their rounding, with neighbours; of both signs.
+pub fn specials() -> &'static [u32] {
+    static SPECIALS: LazyLock<Vec<u32>> = LazyLock::new(find_edges);
+    &SPECIALS
 }
 
 fn find_edges() -> Vec<u32> {
@@ -44,11 +44,11 @@ pub fn sixteen_bit() -> Vec<u32> {
     (0..=u16::MAX).flat_map(both).map(f32::to_bits).collect()
 }
 
-/// [`edges`], [`sixteen_bit`], random bits, and random bits with exponents around 1.
+/// [`specials`], [`sixteen_bit`], random bits, and random bits with exponents around 1.
 pub fn all(key: u32) -> Vec<u32> {
     let ordinary = |w: u32| (w & 0x807F_FFFF) | (112 + (w >> 23) % 32) << 23;
     let random = words(key, 150_000).chain(words(key + 1, 150_000).map(ordinary));
-    edges().iter().copied().chain(sixteen_bit()).chain(random).collect()
+    specials().iter().copied().chain(sixteen_bit()).chain(random).collect()
 }
 
 /// Those of [`all`] that a magnitude can be: not negative, or NaN.
@@ -61,9 +61,10 @@ pub fn pick<T: Copy>(list: &[T], random: u32) -> T {
     list[random as usize % list.len()]
 }
 
-/// A vector of 16·H numbers of one kind: ordinary, of many exponents, near the code grid's ties, or with [`edges`] among them.
+/// A vector of 16·H numbers of one kind: ordinary, of many exponents, near the code grid's ties, or
+/// with [`specials`] among them.
 pub fn tile(key: u32, len: usize) -> Vec<u32> {
-    let (edges, random) = (edges(), words(key, 2 * len).collect::<Vec<u32>>());
+    let (specials, random) = (specials(), words(key, 2 * len).collect::<Vec<u32>>());
     let ties = [0.25f32, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 4.0];
     let value = |pair: &[u32]| {
         let (a, b) = (pair[0], pair[1]);
@@ -71,7 +72,7 @@ pub fn tile(key: u32, len: usize) -> Vec<u32> {
         match key % 8 {
             0 => (unit * 2f32.powi((b % 40) as i32 - 20)).to_bits(),
             1 => pick(&ties, b).to_bits().wrapping_add(b >> 8 & 1) | a & 0x8000_0000,
-            2 if b % 8 == 0 => pick(edges, a),
+            2 if b % 8 == 0 => pick(specials, a),
             3 => (unit * 1e-38).to_bits(),
             4 => (unit * 3e38).to_bits(),
             _ => unit.to_bits(),

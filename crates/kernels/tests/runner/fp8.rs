@@ -1,10 +1,11 @@
-//! FP8 in the runner: quantizes and decodes in every implementation, and compares with the scalar one.
+//! FP8 in the runner: quantizes and decodes in every implementation, and compares with the scalar
+//! one.
 
 use super::{Runner, canonical};
 use half::{bf16, f16};
 use nvfp4_kernels::Implementation;
 use nvfp4_kernels::fp8::dequantize::dequantize;
-use nvfp4_kernels::fp8::quantize::{Direction, Wanted, quantize};
+use nvfp4_kernels::fp8::quantize::{Direction, Outputs, quantize};
 use nvfp4_spec::Element;
 use nvfp4_spec::fp8::{AmaxRule, Format, Mode, ScaleValues, ScaleVec, Scales, Scaling, Side, View};
 
@@ -96,12 +97,12 @@ impl Runner {
         });
         let mut found = -77.0;
         let [first, second] = &mut both;
-        let wanted = Wanted {
+        let outputs = Outputs {
             row: row.then(|| first.direction()),
             col: col.then(|| second.direction()),
             amax: amax.then_some(&mut found),
         };
-        quantize(implementation, &self.input(), mode, wanted).unwrap();
+        quantize(implementation, &self.input(), mode, outputs).unwrap();
         (both, found)
     }
 }

@@ -1,4 +1,5 @@
-//! The agreement runner: quantizes and decodes a generated matrix in every implementation, and compares with the scalar one.
+//! The agreement runner: quantizes and decodes a generated matrix in every implementation, and
+//! compares with the scalar one.
 
 #[path = "../bounded/mod.rs"]
 mod bounded;
@@ -12,7 +13,7 @@ use nvfp4_spec::matrix::View;
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::stochastic::{Random, Stream};
-use nvfp4_spec::{Bound, Edge, Element, GlobalScale, Mode, Precision, Rounding, ScaleRule, Tile, e2m1};
+use nvfp4_spec::{Bound, Element, GlobalScale, Mode, Precision, Rounding, ScaleRule, Specials, Tile, e2m1};
 
 /// Kinds of values.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -177,7 +178,8 @@ impl Runner {
         Input::strided(values, rows, cols, cols + gap).unwrap()
     }
 
-    /// Rows, columns and both; nearest and stochastic; with and without the transform; then decoded.
+    /// Rows, columns and both; nearest and stochastic; with and without the transform; then
+    /// decoded.
     pub fn check(&self) {
         let plain = Request { row: true, col: true, rounding: Source::Nearest, transform: None };
         let mut requests = vec![plain, Request { col: false, ..plain }, Request { row: false, ..plain }];
@@ -313,18 +315,18 @@ fn canonical(x: f32) -> u32 {
 
 pub fn check_amax(case: &Case) {
     let runner = Runner::new(*case);
-    for edge in [Edge::Kernel, Edge::Reference] {
+    for specials in [Specials::Kernel, Specials::Reference] {
         let all = |implementation| {
             let (mut tensor, mut rows, mut cols) = (0.0, vec![0.0; case.rows], vec![0.0; case.cols]);
-            let wanted = amax::Wanted { tensor: Some(&mut tensor), rows: Some(&mut rows), cols: Some(&mut cols) };
-            amax::amax(implementation, &runner.input(), edge, wanted).unwrap();
+            let outputs = amax::Outputs { tensor: Some(&mut tensor), rows: Some(&mut rows), cols: Some(&mut cols) };
+            amax::amax(implementation, &runner.input(), specials, outputs).unwrap();
             let mut alone = 0.0;
-            let wanted = amax::Wanted { tensor: Some(&mut alone), ..Default::default() };
-            amax::amax(implementation, &runner.input(), edge, wanted).unwrap();
+            let outputs = amax::Outputs { tensor: Some(&mut alone), ..Default::default() };
+            amax::amax(implementation, &runner.input(), specials, outputs).unwrap();
             [vec![tensor, alone], rows, cols].map(|v| v.into_iter().map(canonical).collect::<Vec<u32>>())
         };
         for implementation in Implementation::available() {
-            assert_eq!(all(implementation), all(Implementation::Scalar), "{implementation} {edge:?} {case:?}");
+            assert_eq!(all(implementation), all(Implementation::Scalar), "{implementation} {specials:?} {case:?}");
         }
     }
 }
@@ -344,7 +346,8 @@ pub fn check_scale_bytes() {
     }
 }
 
-/// The Hadamard transform along rows: alone, and in the row direction of a quantization with either global scale.
+/// The Hadamard transform along rows: alone, and in the row direction of a quantization with either
+/// global scale.
 pub fn check_hadamard(case: &Case) {
     let runner = Runner::new(*case);
     for signs in [Signs::FIXED, Signs::NONE, Signs(0x0F31)] {
@@ -382,8 +385,8 @@ pub fn check_hadamard(case: &Case) {
     }
 }
 
-/// A product of quantized matrices of any bytes, in every implementation, exact but on a GPU, which is within the bound; and of one
-/// of them with a plain matrix, within the bound everywhere.
+/// A product of quantized matrices of any bytes, in every implementation, exact but on a GPU, which
+/// is within the bound; and of one of them with a plain matrix, within the bound everywhere.
 pub fn check_product(m: usize, n: usize, k: usize) {
     let bytes = |len: usize, salt: usize| (0..len).map(|i| (i * 37 + salt) as u8 & 0x7B).collect::<Vec<u8>>();
     let codes = [m, n].map(|rows| bytes(rows * e2m1::packed_len(k), 11));

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use nvfp4_kernels::amax::cuda as amax;
 use nvfp4_kernels::fp8::cuda as kernel;
 use nvfp4_spec::fp8::{self, Scales};
-use nvfp4_spec::{Edge, area};
+use nvfp4_spec::{Specials, area};
 
 impl Quantizer {
     /// Quantizes a matrix in the memory of a GPU: same bits as [`Quantizer::observe`]. Directions in high precision are refused: products
@@ -148,8 +148,8 @@ fn fp8_on(
     let stream = gpu.stream();
     let mut found = gpu.alloc::<f32>(1)?;
     if matches!(scale, Scale::Current(_)) && given.is_none() {
-        let wanted = amax::Wanted { tensor: Some(found.slice_mut()), ..Default::default() };
-        amax::amax(stream, x, Edge::Kernel, wanted)?;
+        let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
+        amax::amax(stream, x, Specials::Kernel, wanted)?;
     }
     let scaling = match scale {
         Scale::Current(rule) => {
@@ -169,7 +169,7 @@ fn fp8_on(
         Scale::Delayed(_) => Some(gpu.alloc::<f32>(1)?),
         Scale::Current(_) | Scale::Block(..) | Scale::Mx => None,
     };
-    let wanted = kernel::Wanted {
+    let wanted = kernel::Outputs {
         row: row.as_mut().map(target),
         col: col.as_mut().map(target),
         amax: seen.as_mut().map(|seen| kernel::Amax::Replace(seen.slice_mut())),

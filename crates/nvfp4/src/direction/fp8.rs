@@ -1,5 +1,6 @@
 //! A direction in FP8 or MXFP8.
 
+use super::cut::{cut, transposed};
 use super::memory::{Array, HostMemory, MemorySpace};
 use crate::format::Family;
 use crate::{Element, Fp8Code, Fp8Tile, Implementation, Result};
@@ -170,23 +171,6 @@ impl Fp8Direction {
         let codes = cut(&self.codes, view.cols, (down, across));
         let about = Fp8Description { rows: part.0, cols: part.1, ..self.about };
         Fp8Direction { about, codes, scales }
-    }
-}
-
-/// Rows and columns of a matrix whose rows are `width` long.
-pub(super) fn cut<T: Copy>(data: &[T], width: usize, (rows, cols): (Range<usize>, Range<usize>)) -> Vec<T> {
-    match cols.is_empty() {
-        // Without columns there may be any number of rows.
-        true => Vec::new(),
-        false => rows.flat_map(|r| &data[r * width..][cols.clone()]).copied().collect(),
-    }
-}
-
-/// The transposed matrix of one of `rows` × `cols`.
-pub(crate) fn transposed<T: Copy>(data: &[T], (rows, cols): (usize, usize)) -> Vec<T> {
-    match data.is_empty() {
-        true => Vec::new(),
-        false => (0..cols).flat_map(|c| (0..rows).map(move |r| data[r * cols + c])).collect(),
     }
 }
 

@@ -1,5 +1,6 @@
 //! One direction of a quantized tensor: everything that a consumer needs, so that nothing can be lost on the way.
 
+mod cut;
 mod fp8;
 mod memory;
 mod nvfp4;

@@ -1,6 +1,6 @@
 //! A direction that is not quantized.
 
-use super::fp8::{cut, transposed};
+use super::cut::{cut, transposed};
 use crate::format::Stored;
 use crate::{Element, Precision, Result, Values};
 use half::{bf16, f16};

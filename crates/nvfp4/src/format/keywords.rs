@@ -4,7 +4,7 @@ use super::Reduction;
 use super::fp8::{BlockTile, Fp8Code, MxTile, ScaleStep};
 use super::settings::{Finite, Rounding, Transform};
 use nvfp4_kernels::quantize::Layout;
-use nvfp4_spec::{Bound, Edge, ErrorPath, GlobalScale, Metric, Precision, Profile, Tile};
+use nvfp4_spec::{Bound, ErrorPath, GlobalScale, Metric, Precision, Profile, Specials, Tile};
 
 /// Keywords and what they stand for, for both reading and printing.
 pub type Keywords<T> = &'static [(&'static str, T)];
@@ -31,7 +31,13 @@ pub const GLOBALS: Keywords<GlobalScale> =
     &[("per-tensor", GlobalScale::PerTensor), ("row-scaled", GlobalScale::PerRow)];
 /// How values become codes.
 pub const ROUNDINGS: Keywords<Rounding> = &[("nearest", Rounding::NearestEven), ("stochastic", Rounding::Stochastic)];
-pub(super) const EDGES: Keywords<Edge> = &[("kernel-edge", Edge::Kernel), ("reference-edge", Edge::Reference)];
+/// The last two are what files of earlier versions say.
+pub(super) const SPECIALS: Keywords<Specials> = &[
+    ("kernel-specials", Specials::Kernel),
+    ("reference-specials", Specials::Reference),
+    ("kernel-edge", Specials::Kernel),
+    ("reference-edge", Specials::Reference),
+];
 pub(super) const PROFILES: Keywords<Profile> = &[
     ("transformer-engine", Profile::TransformerEngine),
     ("modelopt", Profile::ModelOpt),

@@ -85,12 +85,12 @@ impl Format {
     }
 
     /// Whether this library can make it.
-    pub fn made(&self) -> Made {
+    pub fn origin(&self) -> Origin {
         match self {
-            Format::Mxfp8(Mxfp8 { tile: MxTile::Square32, .. }) => Made::NotYet,
-            Format::Custom(_) => Made::Elsewhere,
-            Format::HighPrecision(_) | Format::Fp8(_) | Format::Delayed(_) | Format::Fp8Block(_) => Made::Here,
-            Format::Mxfp8(_) | Format::Nvfp4(_) => Made::Here,
+            Format::Mxfp8(Mxfp8 { tile: MxTile::Square32, .. }) => Origin::NotYet,
+            Format::Custom(_) => Origin::Elsewhere,
+            Format::HighPrecision(_) | Format::Fp8(_) | Format::Delayed(_) | Format::Fp8Block(_) => Origin::Here,
+            Format::Mxfp8(_) | Format::Nvfp4(_) => Origin::Here,
         }
     }
 
@@ -146,7 +146,7 @@ pub enum Replay {
 
 /// Who makes a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Made {
+pub enum Origin {
     /// This library.
     Here,
     /// The user's own program.

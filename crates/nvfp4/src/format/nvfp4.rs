@@ -3,7 +3,7 @@
 use super::error::{Error, Result};
 use super::settings::{Directions, Finite, Rounding, Transform};
 use nvfp4_kernels::quantize::Layout;
-use nvfp4_spec::{Edge, GlobalScale, Mode, Profile, Rounding as Rule, ScaleRule, Tile};
+use nvfp4_spec::{GlobalScale, Mode, Profile, Rounding as Rule, ScaleRule, Specials, Tile};
 
 /// NVFP4 in one of its modes: the settings of a quantizer but for the directions.
 ///
@@ -109,8 +109,8 @@ impl QuantizerBuilder {
     }
 
     /// What NaN and −0 become in the TransformerEngine profile.
-    pub fn edge(mut self, edge: Edge) -> Self {
-        self.format.mode.edge = edge;
+    pub fn specials(mut self, specials: Specials) -> Self {
+        self.format.mode.specials = specials;
         self
     }
 

@@ -7,7 +7,7 @@ use crate::{Error, Fp8Scales, Implementation, Result};
 use nvfp4_kernels::fp8::quantize as kernel;
 use nvfp4_kernels::{Input, amax};
 use nvfp4_spec::fp8::{self, Mode, Scales, Scaling};
-use nvfp4_spec::{Edge, Error as RuleError, check_len, zeros};
+use nvfp4_spec::{Error as RuleError, Specials, check_len, zeros};
 
 /// The amax of the whole tensor, if it is given.
 pub(super) fn given_amax(options: &Options<'_>) -> Result<Option<f32>> {
@@ -36,8 +36,8 @@ pub(super) fn quantize(
         Scale::Current(rule) => {
             let mut found = given.unwrap_or_default();
             if given.is_none() {
-                let wanted = amax::Wanted { tensor: Some(&mut found), ..Default::default() };
-                amax::amax(implementation, x, Edge::Kernel, wanted)?;
+                let outputs = amax::Outputs { tensor: Some(&mut found), ..Default::default() };
+                amax::amax(implementation, x, Specials::Kernel, outputs)?;
             }
             Scaling::Tensor { scale: rule.tensor_scale(found, code) }
         }
@@ -51,12 +51,12 @@ pub(super) fn quantize(
     let (mut row, mut col) = (blank(fp8::Side::Row, Side::Row)?, blank(fp8::Side::Column, Side::Column)?);
     let mut found = 0.0;
     let delayed = matches!(scale, Scale::Delayed(_));
-    let wanted = kernel::Wanted {
+    let outputs = kernel::Outputs {
         row: row.as_mut().map(target),
         col: col.as_mut().map(target),
         amax: delayed.then_some(&mut found),
     };
-    kernel::quantize(implementation, x, &mode, wanted)?;
+    kernel::quantize(implementation, x, &mode, outputs)?;
     let seen = |side| (delayed && directions.has(side)).then_some(found);
     Ok(Made {
         row_amax: seen(Side::Row),

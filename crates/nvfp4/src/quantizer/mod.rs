@@ -20,7 +20,7 @@ pub struct Options<'a> {
     /// The amax of the row direction if it is known: one value, or one per row. Values beyond it saturate.
     ///
     /// A negative one is refused, and so is one for a direction that is not written. NaN and ∞ are refused by a
-    /// quantizer that checks for finite values, and otherwise taken as they are. In the kernel edge NaN gives an encode
+    /// quantizer that checks for finite values, and otherwise taken as they are. With kernel specials NaN gives an encode
     /// scale of `f32::MAX`, so that almost every value saturates, and decodes to NaN; ∞ gives an encode scale of 1 and
     /// decodes to ∞ or NaN.
     pub row_amax: Option<&'a [f32]>,

@@ -66,7 +66,7 @@ class Quantizer:
         rounding: Literal["nearest", "stochastic"] = "nearest",
         transform: Union[None, Literal["none", "hadamard"], int] = None,
         directions: _Directions = "row",
-        edge: Literal["kernel", "reference"] = "kernel",
+        specials: Literal["kernel", "reference"] = "kernel",
         profile: Literal["transformer-engine", "modelopt", "llm-compressor", "torchao"] = "transformer-engine",
         layout: Literal["linear", "swizzled"] = "linear",
         finite: Literal["keep", "refuse"] = "keep",

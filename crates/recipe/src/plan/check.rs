@@ -3,8 +3,9 @@
 use super::{Entry, Plan, Saved, Warning};
 use crate::attention::{self, AttentionConflict};
 use crate::consumers::{Support, support};
-use crate::device::{Capabilities, Runs};
-use crate::factory::{Because, Recipe};
+use crate::decision::Reason;
+use crate::device::{Capabilities, Execution};
+use crate::factory::Recipe;
 use crate::model::{KeepInput, Kind, Model, Module, Purpose};
 use crate::path::ModulePath;
 use crate::problem::{Found, Problem};
@@ -13,7 +14,7 @@ use crate::role::{AttentionSlot, Consumer, LinearSlot, Site, Slot};
 use nvfp4::Side;
 use nvfp4::format::multiply;
 use nvfp4::format::{ColumnSource, QuantSpec};
-use nvfp4::format::{Family, Format, Made, Replay};
+use nvfp4::format::{Family, Format, Origin, Replay};
 use std::collections::{BTreeSet, HashSet};
 
 /// What is wrong with a model by itself.
@@ -89,8 +90,8 @@ fn products(plan: &Plan, module: &Module, problems: &mut Vec<Problem>) {
     for product in module.products(plan.purpose) {
         let found = |operand: &Operand| -> Option<Found> {
             let entry = plan.get(&Site::new(module.path(), operand.slot.clone()))?;
-            let (spec, because) = (entry.spec.clone(), entry.because.clone());
-            Some(Found { slot: operand.slot.clone(), side: operand.side, spec, because })
+            let (spec, reason) = (entry.spec.clone(), entry.reason.clone());
+            Some(Found { slot: operand.slot.clone(), side: operand.side, spec, reason })
         };
         let (Some(left), Some(right)) = (found(&product.left), found(&product.right)) else { continue };
         let formats = (left.spec.format(left.side), right.spec.format(right.side));
@@ -118,7 +119,7 @@ fn grouped(plan: &Plan, module: &Module, problems: &mut Vec<Problem>) {
                 site: other.role.owner.clone(),
                 spec: other.spec.clone(),
                 first: first.spec.clone(),
-                because: other.because.clone(),
+                reason: other.reason.clone(),
             });
         }
     }
@@ -151,44 +152,44 @@ fn attention_mode(plan: &mut Plan, module: &Module, recipe: &Recipe, problems: &
     let found = |slots: &[AttentionSlot]| {
         let entries: Vec<(AttentionSlot, &Entry)> =
             slots.iter().filter_map(|&slot| Some((slot, entry(slot)?))).collect();
-        let because = each_once(entries.iter().map(|(_, entry)| &entry.because));
-        (entries.into_iter().map(|(slot, entry)| (slot, entry.spec.clone())).collect::<Vec<_>>(), because)
+        let reason = each_once(entries.iter().map(|(_, entry)| &entry.reason));
+        (entries.into_iter().map(|(slot, entry)| (slot, entry.spec.clone())).collect::<Vec<_>>(), reason)
     };
     match attention::derive(&specs) {
         Ok(mode) => {
             if let Some(required) = recipe.required_attention()
                 && required != mode.forward
             {
-                let (tensors, because) = found(&[AttentionSlot::Qkv, AttentionSlot::S, AttentionSlot::O]);
+                let (tensors, reason) = found(&[AttentionSlot::Qkv, AttentionSlot::S, AttentionSlot::O]);
                 let (path, found) = (path.clone(), mode);
-                problems.push(Problem::AttentionRequired { path, required, found, tensors, because });
+                problems.push(Problem::AttentionRequired { path, required, found, tensors, reason });
             }
             plan.attention.insert(path, mode);
         }
         Err(AttentionConflict::Formats(slots)) => {
-            let (tensors, because) = found(&slots);
-            problems.push(Problem::AttentionFormat { path, tensors, because });
+            let (tensors, reason) = found(&slots);
+            problems.push(Problem::AttentionFormat { path, tensors, reason });
         }
         Err(AttentionConflict::Mixed(a, b)) => {
             let [left, right] = [a, b].map(|slot| (slot, plan.spec(&Site::new(&path, slot)).cloned()));
             if let ((a, Some(left)), (b, Some(right))) = (left, right) {
-                let because = found(&[a, b]).1;
-                problems.push(Problem::AttentionMixed { path, left: (a, left), right: (b, right), because });
+                let reason = found(&[a, b]).1;
+                problems.push(Problem::AttentionMixed { path, left: (a, left), right: (b, right), reason });
             }
         }
         Err(AttentionConflict::OnlyBackward(slot)) => {
-            if let Some(Entry { spec, because, .. }) = entry(slot) {
-                let (spec, because) = (spec.clone(), because.clone());
-                problems.push(Problem::AttentionOnlyBackward { path, slot, spec, because });
+            if let Some(Entry { spec, reason, .. }) = entry(slot) {
+                let (spec, reason) = (spec.clone(), reason.clone());
+                problems.push(Problem::AttentionOnlyBackward { path, slot, spec, reason });
             }
         }
     }
 }
 
 /// What specs follow from, without repetition.
-fn each_once<'a>(because: impl Iterator<Item = &'a Because>) -> Vec<Because> {
+fn each_once<'a>(reason: impl Iterator<Item = &'a Reason>) -> Vec<Reason> {
     let mut seen = HashSet::new();
-    because.filter(|because| seen.insert(*because)).cloned().collect()
+    reason.filter(|reason| seen.insert(*reason)).cloned().collect()
 }
 
 /// What is kept of a linear layer's input, and whether that is enough.
@@ -229,8 +230,8 @@ fn hand_overs(plan: &Plan, problems: &mut Vec<Problem>) {
             if let Some(reader) = plan.get(to).filter(|reader| reader.spec != entry.spec) {
                 let (from, to) = (entry.role.owner.clone(), to.clone());
                 let (given, read) = (entry.spec.clone(), reader.spec.clone());
-                let because = each_once([&entry.because, &reader.because].into_iter());
-                problems.push(Problem::HandOver { from, to, given, read, because });
+                let reason = each_once([&entry.reason, &reader.reason].into_iter());
+                problems.push(Problem::HandOver { from, to, given, read, reason });
             }
         }
     }
@@ -243,19 +244,19 @@ fn devices(plan: &mut Plan, device: &Capabilities, problems: &mut Vec<Problem>) 
     let further = |entry: &&Entry| matches!(entry.role.slot(), Slot::Grouped { expert: 1.., .. });
     for entry in plan.entries.iter().filter(|entry| !further(entry)) {
         let formats = [Side::Row, Side::Column].map(|side| entry.spec.format(side));
-        if formats.iter().any(|format| format.made() == Made::NotYet) {
+        if formats.iter().any(|format| format.origin() == Origin::NotYet) {
             let (site, spec) = (entry.role.owner.clone(), entry.spec.clone());
-            problems.push(Problem::NotMade { site, spec, because: entry.because.clone() });
+            problems.push(Problem::NotMade { site, spec, reason: entry.reason.clone() });
         }
         let families: BTreeSet<Family> = formats.iter().map(Format::family).collect();
         for family in families.into_iter().filter(|family| *family != Family::HighPrecision) {
-            let how = device.runs(&family);
-            if how == Runs::Missing {
+            let how = device.execution(&family);
+            if how == Execution::Missing {
                 problems.push(Problem::Device {
                     site: entry.role.owner.clone(),
                     spec: entry.spec.clone(),
                     family: family.clone(),
-                    because: entry.because.clone(),
+                    reason: entry.reason.clone(),
                 });
             }
             runs.insert(family, how);
@@ -267,7 +268,7 @@ fn devices(plan: &mut Plan, device: &Capabilities, problems: &mut Vec<Problem>) 
 /// Rules that decided nothing: most often a typing error.
 fn unused_rules(plan: &Plan, recipe: &Recipe) -> Vec<Warning> {
     let used = |number: usize| {
-        plan.entries.iter().any(|entry| matches!(entry.because, Because::Rule { number: n, .. } if n == number))
+        plan.entries.iter().any(|entry| matches!(entry.reason, Reason::Rule { number: n, .. } if n == number))
     };
     let rules = recipe.rules().map_or(&[][..], |rules| &rules.rules);
     let numbered = rules.iter().enumerate().map(|(index, rule)| (index + 1, rule));

@@ -7,15 +7,14 @@ mod table;
 pub use diff::{Change, PlanDiff, Transition};
 
 use super::attention::AttentionMode;
-use super::device::{Capabilities, Runs};
-use super::factory::{Because, Decision, Recipe};
+use super::decision::{Decision, Reason};
+use super::device::{Capabilities, Execution};
+use super::factory::Recipe;
 use super::model::{Model, Module, Purpose};
 use super::path::ModulePath;
 use super::problem::{Problem, Problems};
 use super::role::{Consumer, Pass, Role, Site, Slot};
-use super::state::Scales;
 use crate::{Error, Result};
-use nvfp4::Quantizer;
 use nvfp4::format::{ColumnSource, QuantSpec};
 use nvfp4::format::{Family, Format};
 use nvfp4::{Directions, Finite, Side};
@@ -46,7 +45,7 @@ pub struct Plan {
     handed: BTreeSet<Site>,
     attention: BTreeMap<ModulePath, AttentionMode>,
     saved: BTreeMap<ModulePath, Saved>,
-    runs: BTreeMap<Family, Runs>,
+    runs: BTreeMap<Family, Execution>,
     warnings: Vec<Warning>,
 }
 
@@ -58,7 +57,7 @@ pub struct Entry {
     /// How it is quantized.
     pub spec: QuantSpec,
     /// What that follows from.
-    pub because: Because,
+    pub reason: Reason,
 }
 
 /// What a linear layer keeps of its input for the backward pass.
@@ -123,9 +122,9 @@ impl Plan {
                 continue; // a path that stands twice, which was reported
             }
             match recipe.decide(&role) {
-                Ok(Decision { spec, because }) => {
+                Ok(Decision { spec, reason }) => {
                     index.insert(role.owner.clone(), entries.len());
-                    entries.push(Entry { role, spec, because });
+                    entries.push(Entry { role, spec, reason });
                 }
                 Err(error) => problems.push(Problem::NoSpec { site: role.owner, reason: error.to_string() }),
             }
@@ -200,7 +199,7 @@ impl Plan {
     }
 
     /// How each format of the plan runs on the device.
-    pub fn runs(&self) -> &BTreeMap<Family, Runs> {
+    pub fn execution(&self) -> &BTreeMap<Family, Execution> {
         &self.runs
     }
 
@@ -217,36 +216,8 @@ impl Plan {
         Directions::of(row && coded(Side::Row), col && coded(Side::Column))
     }
 
-    /// The quantizer of a tensor, for the directions that something reads. `scales` are those of delayed scaling at this step, which may
-    /// be empty where the plan has none: `States::new(&plan)?.scales()`.
-    ///
-    /// ```
-    /// use nvfp4::TensorRef;
-    /// use nvfp4_recipe::{Capabilities, LinearSlot, Model, Module, Pass, Plan, Recipe, SingleProcess, Site, States};
-    ///
-    /// let mut model = Model::new();
-    /// model.add(Module::linear("fc"));
-    /// let plan = Plan::build(&model, &"delayed_scaling".parse::<Recipe>()?, &Capabilities::software())?;
-    /// let mut states = States::new(&plan)?;
-    ///
-    /// let (input, x) = (Site::new("fc", LinearSlot::Input), vec![7.0f32; 64 * 32]);
-    /// let x = TensorRef::new(&x[..], &[64, 32])?;
-    /// let observed = plan.quantizer(&input, &states.scales())?.observe(&x, &Default::default())?;
-    /// states.observe(&input, &observed)?;
-    /// states.update(Pass::Forward, &SingleProcess)?;
-    /// assert_eq!(states.scales().get(&input, nvfp4::Side::Row), Some(64.0));
-    /// # Ok::<(), nvfp4_recipe::Error>(())
-    /// ```
-    pub fn quantizer(&self, site: &Site, scales: &Scales) -> Result<Quantizer> {
-        let absent = |what: &str| Error::Setting(format!("{site}: {what}"));
-        let spec = self.spec(site).ok_or_else(|| absent("the plan has no such tensor"))?;
-        let (row, col) = self.needed(site).unwrap_or((false, false));
-        let directions = Directions::of(row, col).ok_or_else(|| absent("nothing reads this tensor quantized"))?;
-        Ok(Quantizer::with_scales(spec, directions, |side| scales.get(site, side))?.with_finite(self.finite))
-    }
-
     /// The directions of a tensor that something reads, or that the column direction is made from.
-    fn needed(&self, site: &Site) -> Option<(bool, bool)> {
+    pub(crate) fn needed(&self, site: &Site) -> Option<(bool, bool)> {
         let Entry { role, spec, .. } = self.get(site)?;
         let mut sides = self.read_sides(site);
         match &role.consumer {

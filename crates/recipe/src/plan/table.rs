@@ -18,12 +18,12 @@ impl fmt::Display for Plan {
         let mut lines: Vec<[String; 5]> = vec![HEADINGS.map(str::to_string)];
         for group in groups(&self.entries) {
             let mut module = group.module();
-            let alike = |a: &&Entry, b: &&Entry| a.spec == b.spec && a.because == b.because;
+            let alike = |a: &&Entry, b: &&Entry| a.spec == b.spec && a.reason == b.reason;
             for entries in group.entries.chunk_by(alike) {
                 let slots: Vec<String> = entries.iter().map(|entry| slot(entry, group.experts)).collect();
                 let [row, col] = cells(&entries[0].spec);
-                let because = entries[0].because.to_string();
-                lines.push([std::mem::take(&mut module), slots.join(", "), row, col, because]);
+                let reason = entries[0].reason.to_string();
+                lines.push([std::mem::take(&mut module), slots.join(", "), row, col, reason]);
             }
         }
         let widths: Vec<usize> =
@@ -67,7 +67,9 @@ impl Plan {
                     "spec": entry.spec,
                     "row": entry.spec.format(Side::Row).to_string(),
                     "column": entry.spec.format(Side::Column).to_string(),
-                    "because": entry.because.to_string(),
+                    "reason": entry.reason.to_string(),
+                    // An earlier name.
+                    "because": entry.reason.to_string(),
                 })
             })
             .collect();
@@ -148,7 +150,7 @@ impl Group<'_> {
     /// Whether another module has the same line: the same path but for the number, the same specs for the same reasons.
     fn like(&self, other: &Group<'_>) -> bool {
         let same = |(a, b): (&&Entry, &&Entry)| {
-            let slots = a.role.slot() == b.role.slot() && a.spec == b.spec && a.because == b.because;
+            let slots = a.role.slot() == b.role.slot() && a.spec == b.spec && a.reason == b.reason;
             slots && (a.role.consumer == b.role.consumer || self.neighbours(a, other, b))
         };
         let numbered = !self.numbers.is_empty() && !other.numbers.is_empty();

@@ -4,7 +4,7 @@ mod read;
 
 use super::attention::AttentionPrecision;
 use super::backward::BackwardOverride;
-use super::factory::{Because, Decision};
+use super::decision::{Decision, Reason};
 use super::path::Glob;
 use super::presets::Preset;
 use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
@@ -59,18 +59,18 @@ enum SlotWord {
 impl Rules {
     /// The first rule that fits decides, else the default.
     pub fn decide(&self, role: &Role) -> Result<Decision> {
-        let (action, because) = match self.rules.iter().position(|rule| rule.fits(role)) {
+        let (action, reason) = match self.rules.iter().position(|rule| rule.fits(role)) {
             Some(index) => {
                 let rule = &self.rules[index];
-                (&rule.action, Because::Rule { number: index + 1, line: rule.line })
+                (&rule.action, Reason::Rule { number: index + 1, line: rule.line })
             }
-            None => (&self.default, Because::Default),
+            None => (&self.default, Reason::Default),
         };
         let spec = match action {
             Action::Spec(spec) => spec.clone(),
             Action::Preset(preset) => preset.spec(role)?,
         };
-        Ok(Decision { spec, because })
+        Ok(Decision { spec, reason })
     }
 }
 

@@ -3,11 +3,12 @@
 use super::{Action, ModuleWord, Rule, Rules, SlotWord};
 use crate::attention::AttentionPrecision;
 use crate::backward::BackwardOverride;
-use crate::keywords::{POLICIES, SCOPES, TRANSFORMS};
+use crate::keywords::{POLICIES, TRANSFORMS};
 use crate::path::Glob;
 use crate::presets::Preset;
 use crate::problem::{Problem, Problems};
 use crate::role::{AttentionSlot, LinearSlot, Pass};
+use crate::training::SCOPES;
 use crate::training::{Nvfp4Training, Scope};
 use nvfp4::format::is_name;
 use nvfp4::format::keywords::{ERROR_PATHS, GLOBALS, Keywords, METRICS, ROUNDINGS, TILES, find, list};

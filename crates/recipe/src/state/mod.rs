@@ -4,6 +4,7 @@
 //! A recomputed forward pass takes the scales of the first time again, and records nothing.
 
 mod file;
+mod quantizer;
 
 use super::plan::{Plan, Transition};
 use super::problem::{Problem, Problems};

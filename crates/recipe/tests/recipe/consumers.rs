@@ -108,5 +108,5 @@ fn unknown_formats_are_opt_in() {
     );
     let device = Capabilities::software().with_custom("mine".parse().unwrap());
     let plan = Plan::build(&fc, &own, &device).unwrap();
-    assert_eq!(plan.runs()[&Family::Custom("mine".parse().unwrap())], Runs::Software);
+    assert_eq!(plan.execution()[&Family::Custom("mine".parse().unwrap())], Execution::Software);
 }

@@ -200,7 +200,7 @@ fn d12_a_device_is_asked_about_what_is_used() {
         .into_iter()
         .fold(Capabilities::gpu(8, 0), Capabilities::without);
     let build = |name: &str, device: &Capabilities| Plan::build(&fc(), &recipe(name), device);
-    assert!(build("high_precision", &poor).unwrap().runs().is_empty());
+    assert!(build("high_precision", &poor).unwrap().execution().is_empty());
     for (name, family) in [("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("current_scaling", "fp8")] {
         let custom = Recipe::from_fn("custom", move |role| recipe(name).spec(role));
         let problems = unwrap_problems(Plan::build(&fc(), &custom, &poor));
@@ -211,12 +211,12 @@ fn d12_a_device_is_asked_about_what_is_used() {
     // No device refuses a format for what its hardware lacks, and none is said to use units that no kernel here uses.
     for (major, minor) in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)] {
         let device = Capabilities::gpu(major, minor);
-        let runs = |name: &str, family: Family| build(name, &device).unwrap().runs()[&family];
-        assert_eq!(runs("nvfp4", Family::Nvfp4), Runs::On(Units::Bf16TensorCores));
-        assert_eq!(runs("current_scaling", Family::Fp8), Runs::On(Units::MultiplyAdds));
-        assert_eq!(runs("float8_block_scaling", Family::Fp8Block), Runs::On(Units::MultiplyAdds));
-        assert_eq!(runs("mxfp8", Family::Mxfp8), Runs::On(Units::MultiplyAdds));
+        let runs = |name: &str, family: Family| build(name, &device).unwrap().execution()[&family];
+        assert_eq!(runs("nvfp4", Family::Nvfp4), Execution::On(Units::Bf16TensorCores));
+        assert_eq!(runs("current_scaling", Family::Fp8), Execution::On(Units::MultiplyAdds));
+        assert_eq!(runs("float8_block_scaling", Family::Fp8Block), Execution::On(Units::MultiplyAdds));
+        assert_eq!(runs("mxfp8", Family::Mxfp8), Execution::On(Units::MultiplyAdds));
     }
     let old = build("nvfp4", &Capabilities::gpu(7, 5)).unwrap();
-    assert_eq!(old.runs()[&Family::Nvfp4], Runs::Software);
+    assert_eq!(old.execution()[&Family::Nvfp4], Execution::Software);
 }

@@ -32,7 +32,7 @@ fn identity_recipe_quantizes_nothing() {
         let plan = plan(&zoo(), &recipe);
         assert!(plan.entries().iter().all(|entry| plan.directions(&entry.role.owner).is_none()));
         assert!(States::new(&plan).unwrap().is_empty());
-        assert!(plan.runs().is_empty());
+        assert!(plan.execution().is_empty());
     }
 }
 
@@ -259,7 +259,7 @@ fn a_split_of_one_format_is_that_format() {
             Ok(QuantSpec::split(spec.format(Side::Row), spec.format(Side::Column), ColumnSource::Original)?)
         });
         let split = plan(&zoo(), &split);
-        assert_eq!(vanilla.runs(), split.runs());
+        assert_eq!(vanilla.execution(), split.execution());
         for (one, other) in vanilla.entries().iter().zip(split.entries()) {
             assert_eq!(one.role, other.role);
             for side in [Side::Row, Side::Column] {

@@ -36,7 +36,7 @@ preset = "nvfp4"
     .unwrap();
     let at = |path: &str, slot: Slot| {
         let decision = recipe.decide(&Role::new(Site::new(path, slot))).unwrap();
-        format!("{} ({})", decision.spec, decision.because)
+        format!("{} ({})", decision.spec, decision.reason)
     };
     assert_eq!(recipe.name(), "mine");
     assert_eq!(at("a.b", LinearSlot::Input.into()), "nvfp4 (rule 1 (line 3))");

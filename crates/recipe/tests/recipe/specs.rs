@@ -46,7 +46,7 @@ pub fn formats() -> Vec<Format> {
     }
     let plain = Quantizer::builder();
     for settings in [
-        plain.edge(nvfp4::Edge::Reference),
+        plain.specials(nvfp4::Specials::Reference),
         plain.profile(nvfp4::Profile::ModelOpt).layout(nvfp4::Layout::Swizzled),
         plain.profile(nvfp4::Profile::LlmCompressor).check_finite(),
         plain.profile(nvfp4::Profile::TorchAo),
@@ -149,7 +149,7 @@ fn illegal_combinations_are_refused_when_made() {
         ("nvfp4(16x16, row-scaled)", "use 1×16 tiles or a per-tensor global scale"),
         ("nvfp4(stochastic, 4over6-mae-strict-256)", "use nearest-even rounding or the rule `Six`"),
         ("nvfp4(modelopt, 4over6-mae-strict-256)", "use the profile `TransformerEngine` or the rule `Six`"),
-        ("nvfp4(torchao, reference-edge)", "leave the edge at `Kernel`"),
+        ("nvfp4(torchao, reference-specials)", "leave the specials at `Kernel`"),
         ("nvfp4(hadamard) / nvfp4", "leave `hadamard` out of the row format"),
     ] {
         let error = illegal.parse::<QuantSpec>().expect_err(illegal).to_string();

@@ -1,7 +1,8 @@
-//! Delayed scaling: a tensor's scale comes from the amaxes of earlier steps. Source: numerics §14.4.
+//! Delayed scaling: a tensor's scale comes from the amaxes of earlier steps. Source: numerics
+//! §14.4.
 //!
-//! A step quantizes with the scale that is there, [`record`]s the amax that it saw, and then [`Delayed::update`]s the
-//! scale for the next one.
+//! A step quantizes with the scale that is there, [`record`]s the amax that it saw, and then
+//! [`Delayed::update`]s the scale for the next one.
 
 use super::Format;
 use crate::{Error, Result};
@@ -16,12 +17,13 @@ pub enum Algorithm {
     MostRecent,
 }
 
-/// Who updates: TransformerEngine has two, and they differ where the last amax is 0.
+/// The two updates of TransformerEngine, which differ where the last amax is 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Entry {
     /// One tensor alone. The history always moves on.
     Single,
-    /// One tensor of many, after a reduction over devices. A last amax of 0 leaves history and scale as they are.
+    /// One tensor of many, after a reduction over devices. A last amax of 0 leaves history and
+    /// scale as they are.
     Bulk {
         /// The reduced amax of this step, if there was a reduction; 0 stands for none.
         reduced: Option<f32>,
@@ -47,8 +49,8 @@ pub fn record(history: &mut [f32], amax: f32) {
 }
 
 impl Delayed {
-    /// The scale of the next step. `history[0]` is the amax of this step, `history[1]` the oldest and the last one the
-    /// newest before it; all move up one place, and `history[0]` is cleared.
+    /// The scale of the next step. `history[0]` is the amax of this step, `history[1]` the oldest
+    /// and the last one the newest before it. All move up by one, and `history[0]` is cleared.
     ///
     /// The scale stays where the amax is 0, infinite or NaN. NaN is passed over by a maximum.
     pub fn update(&self, history: &mut [f32], scale: f32, entry: Entry) -> Result<f32> {
@@ -58,8 +60,8 @@ impl Delayed {
         })
     }
 
-    /// The same by a rule of the caller's in the place of the algorithm. `amax` chooses a magnitude from the window: the amax of this step,
-    /// then those of earlier ones, oldest first.
+    /// [`Delayed::update`] with the caller's rule instead of the algorithm. `amax` chooses a
+    /// magnitude from the window: the amax of this step, then those of earlier steps, oldest first.
     pub fn update_by(
         &self,
         history: &mut [f32],
@@ -87,7 +89,8 @@ impl Delayed {
 
     /// The magnitude that the amax is mapped to: `MAX · 2^(−margin)`.
     pub fn largest(&self) -> f32 {
-        // Exact in binary64, where 2ⁿ has the bits (n + 1023)·2⁵²; beyond ±1000 binary32 has 0 and ∞ only.
+        // Exact in binary64, where 2ⁿ has the bits (n + 1023)·2⁵²; beyond ±1000 binary32 has 0 and
+        // ∞ only.
         let power = f64::from_bits(((1023 - i64::from(self.margin.clamp(-1000, 1000))) as u64) << 52);
         (f64::from(self.format.max()) * power) as f32
     }

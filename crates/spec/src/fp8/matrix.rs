@@ -1,11 +1,11 @@
 //! Whole FP8 matrices. Read [`fp8`](crate::fp8) first. Source: numerics §14.3, §14.6.
 //!
-//! Codes are row-major, a byte each; scales are row-major too, one per tile. Where a tile reaches beyond the matrix, only
-//! the elements that exist count.
+//! Codes are row-major, a byte each; scales are row-major too, one per tile. Where a tile reaches
+//! beyond the matrix, only the elements that exist count.
 
 use super::{Format, Mode, Scaling, Side, Tile};
 use crate::matrix::Matrix;
-use crate::{Edge, Element, Result, area, check_len, e8m0, scale, zeros};
+use crate::{Element, Result, Specials, area, check_len, e8m0, scale, zeros};
 use std::ops::Range;
 
 /// Scales of one of two kinds: single ones, vectors, borrowed or to be written.
@@ -135,7 +135,8 @@ fn tiles(tile: Tile, rows: usize, cols: usize) -> impl Iterator<Item = (Range<us
     })
 }
 
-/// The largest magnitude of every tile; NaN is passed over. Tiles are those that `mode` has in a direction.
+/// The largest magnitude of every tile; NaN is passed over. Tiles are those that `mode` has in a
+/// direction.
 pub fn amaxes(x: &Matrix, mode: &Mode, side: Side) -> Vec<f32> {
     let x = &directed(x, mode, side);
     tiles(mode.tile(side), x.rows(), x.cols()).map(|(rows, cols)| amax(x, rows, cols)).collect()
@@ -143,7 +144,7 @@ pub fn amaxes(x: &Matrix, mode: &Mode, side: Side) -> Vec<f32> {
 
 fn amax(x: &Matrix, rows: Range<usize>, cols: Range<usize>) -> f32 {
     let rows = if x.is_empty() { 0..0 } else { rows };
-    scale::amax(rows.flat_map(|r| &x.row(r)[cols.clone()]), Edge::Kernel)
+    scale::amax(rows.flat_map(|r| &x.row(r)[cols.clone()]), Specials::Kernel)
 }
 
 /// The matrix that a direction quantizes.
@@ -262,11 +263,13 @@ mod tests {
     fn columns_of_mxfp8_are_those_of_the_transposed_matrix_as_they_lie() {
         let x = ramp(70, 40);
         let mode = Mode { format: Format::E5m2, scaling: Scaling::Mx };
-        let (col, turned) = (quantize(&x, &mode, Side::Column), quantize(&x.transpose(), &mode, Side::Row));
-        let (Scales::E8m0(scales), Scales::E8m0(turned_scales)) = (&col.scales, &turned.scales) else { panic!() };
+        let (col, transposed) = (quantize(&x, &mode, Side::Column), quantize(&x.transpose(), &mode, Side::Row));
+        let (Scales::E8m0(scales), Scales::E8m0(transposed_scales)) = (&col.scales, &transposed.scales) else {
+            panic!()
+        };
         for (r, c) in (0..70).flat_map(|r| (0..40).map(move |c| (r, c))) {
-            assert_eq!(col.codes[r * 40 + c], turned.codes[c * 70 + r]);
-            assert_eq!(scales[r / 32 * 40 + c], turned_scales[c * 3 + r / 32]);
+            assert_eq!(col.codes[r * 40 + c], transposed.codes[c * 70 + r]);
+            assert_eq!(scales[r / 32 * 40 + c], transposed_scales[c * 3 + r / 32]);
         }
     }
 

@@ -5,8 +5,9 @@
 //! 3. [`delayed`]: from the amaxes of earlier steps to a scale;
 //! 4. [`matrix`]: whole matrices, both directions, and back.
 //!
-//! A code is an E4M3 or E5M2 byte. What scales it belongs to a tile: the whole matrix, 128 neighbours or a square of
-//! 128 × 128 with a 32-bit scale each, or 32 neighbours with an E8M0 byte (MXFP8).
+//! A code is an E4M3 or E5M2 byte. What scales it belongs to a tile: the whole matrix, 128
+//! neighbours or a square of 128 × 128 with a 32-bit scale each, or 32 neighbours with an E8M0 byte
+//! (MXFP8).
 
 pub mod delayed;
 pub mod matrix;
@@ -59,8 +60,9 @@ impl Format {
 /// Where scales come from, and which elements share one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scaling {
-    /// One scale for the whole matrix, which the caller has: current scaling takes it from the matrix's amax
-    /// ([`AmaxRule::tensor_scale`]), delayed scaling from those of earlier steps ([`delayed`]).
+    /// One scale for the whole matrix, which the caller has: current scaling takes it from the
+    /// matrix's amax ([`AmaxRule::tensor_scale`]), delayed scaling from those of earlier steps
+    /// ([`delayed`]).
     Tensor {
         /// What elements are multiplied by. Any number: products are what arithmetic makes them.
         scale: f32,
@@ -78,7 +80,8 @@ pub enum Scaling {
 pub enum Side {
     /// As it is, tiles along its rows.
     Row,
-    /// Tiles along its columns, from the same values. The transposed matrix, but for MXFP8, which leaves it as it lies.
+    /// Tiles along its columns, from the same values. The transposed matrix, but for MXFP8, which
+    /// leaves it as it lies.
     Column,
 }
 
@@ -112,8 +115,8 @@ impl Tile {
         }
     }
 
-    /// How many tiles a matrix has: rows and columns of them. One that reaches beyond the matrix has fewer elements; the
-    /// tile of the whole matrix is there even without elements.
+    /// How many tiles a matrix has: rows and columns of them. One that reaches beyond the matrix
+    /// has fewer elements; the tile of the whole matrix is there even without elements.
     pub fn grid(self, rows: usize, cols: usize) -> (usize, usize) {
         let (height, width) = self.size(rows, cols);
         match self {
@@ -128,7 +131,8 @@ impl Tile {
         r / height * across + c / width
     }
 
-    /// Rows and columns of a matrix as a product takes it, tiles lying along K: transposed where they lie in columns.
+    /// Rows and columns of a matrix as a product takes it, tiles lying along K: transposed where
+    /// they lie in columns.
     pub fn along_k(self, (rows, cols): (usize, usize)) -> (usize, usize) {
         match self {
             Tile::Tensor | Tile::Row128 | Tile::Square128 | Tile::Row32 => (rows, cols),
@@ -181,7 +185,8 @@ impl Mode {
         }
     }
 
-    /// The scale of a tile whose largest magnitude is `amax`, of elements that came in the type `precision`.
+    /// The scale of a tile whose largest magnitude is `amax`, of elements that came in the type
+    /// `precision`.
     pub fn tile_scale(&self, amax: f32, precision: Precision) -> TileScale {
         let inverse = |scale: f32| TileScale { multiplier: scale, stored: Scales::F32(1.0 / scale) };
         match self.scaling {

@@ -40,13 +40,14 @@ impl AmaxRule {
         self.scale(amax, format, f32::MAX)
     }
 
-    /// The scale of a block. A quotient that overflows becomes the largest value of the type that elements came in.
+    /// The scale of a block. A quotient that overflows becomes the largest value of the type that
+    /// elements came in.
     pub fn block_scale(&self, amax: f32, format: Format, precision: Precision) -> f32 {
         self.scale(amax, format, precision.max())
     }
 
-    /// `fl(MAX / amax)`, or `overflow` where that is infinite, then rounded down to a power of two if asked; 1 where the
-    /// amax is 0, infinite or NaN.
+    /// `fl(MAX / amax)`, or `overflow` where that is infinite, then rounded down to a power of two
+    /// if asked; 1 where the amax is 0, infinite or NaN.
     fn scale(&self, amax: f32, format: Format, overflow: f32) -> f32 {
         let amax = if amax < self.epsilon { self.epsilon } else { amax };
         if amax == 0.0 || !amax.is_finite() {

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nvfp4_kernels::cuda::{Buffer, Device, Input, SliceMut, Stream, Values};
 use nvfp4_kernels::fp8::cuda as fp8;
 use nvfp4_kernels::{self as kernels, Implementation};
-use nvfp4_spec::Edge;
+use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::{AmaxRule, Mode, ScaleVec, Scales, Scaling, Side, Tile};
 use std::ops::Range;
 
@@ -98,9 +98,9 @@ impl Bench {
         let (shape, elements) = ((rows, self.cols), 0..rows * self.cols);
         let x = &self.host[elements.clone()];
         let mut amax = 0.0;
-        let wanted = kernels::amax::Wanted { tensor: Some(&mut amax), ..Default::default() };
+        let wanted = kernels::amax::Outputs { tensor: Some(&mut amax), ..Default::default() };
         let input = kernels::Input::new(kernels::Values::Bf16(x), rows, self.cols)?;
-        kernels::amax::amax(reference, &input, Edge::Kernel, wanted)?;
+        kernels::amax::amax(reference, &input, Specials::Kernel, wanted)?;
         let mut run = Run::new(operation, reference, x, shape, amax)?;
         run.once()?;
         let Results { row, col, amax: found, bf16s, f32s } = &run.results;
@@ -180,8 +180,8 @@ impl Bench {
         let outputs = self.fp8.as_mut().context("FP8 was not asked for")?;
         let x = Input::new(Values::Bf16(self.x.slice().range(range.clone())), rows, self.cols)?;
         if operation.scaling == Scale::Current {
-            let wanted = maxima::Wanted { tensor: Some(outputs.amax.slice_mut()), ..Default::default() };
-            maxima::amax(&self.stream, &x, Edge::Kernel, wanted)?;
+            let wanted = maxima::Outputs { tensor: Some(outputs.amax.slice_mut()), ..Default::default() };
+            maxima::amax(&self.stream, &x, Specials::Kernel, wanted)?;
         }
         let scaling = match operation.scaling {
             Scale::Given | Scale::Current => {
@@ -193,7 +193,7 @@ impl Bench {
         };
         let both = operation.kind == Kind::Both;
         let found: &mut Buffer<f32> = &mut outputs.found;
-        let wanted = fp8::Wanted {
+        let wanted = fp8::Outputs {
             row: Some(outputs.row.part(mode, Side::Row, shape, set, range.clone())?),
             col: both.then(|| outputs.col.part(mode, Side::Column, shape, set, range)).transpose()?,
             amax: (operation.scaling == Scale::Delayed).then(|| fp8::Amax::Join(found.slice_mut())),

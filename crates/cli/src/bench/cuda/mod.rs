@@ -11,7 +11,7 @@ use nvfp4_kernels::amax::cuda as maxima;
 use nvfp4_kernels::cuda::{Buffer, Device, Event, Input, Plain, Stream, Values};
 use nvfp4_kernels::quantize::cuda::quantize;
 use nvfp4_kernels::{self as kernels, Implementation};
-use nvfp4_spec::{Edge, Element, GlobalScale};
+use nvfp4_spec::{Element, GlobalScale, Specials};
 use outputs::{Outputs, codes, scales};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -164,8 +164,8 @@ impl Bench {
         match &operation.kind {
             Kind::Amax => {
                 let mut expected = 0.0;
-                let wanted = kernels::amax::Wanted { tensor: Some(&mut expected), ..Default::default() };
-                kernels::amax::amax(reference, &x, Edge::Kernel, wanted)?;
+                let wanted = kernels::amax::Outputs { tensor: Some(&mut expected), ..Default::default() };
+                kernels::amax::amax(reference, &x, Specials::Kernel, wanted)?;
                 self.stream.fill_bytes(self.row.amax.slice_mut(), 0xFF)?;
                 self.amax(0, rows)?;
                 let got = self.stream.to_host(self.row.amax.slice().range(0..1))?[0];
@@ -200,7 +200,7 @@ impl Bench {
     fn amax(&mut self, set: usize, rows: usize) -> Result<()> {
         let x = Input::new(Values::Bf16(self.x.slice().range(self.range(set, rows))), rows, self.cols)?;
         let tensor = Some(self.row.amax.slice_mut().range(0..1));
-        maxima::amax(&self.stream, &x, Edge::Kernel, maxima::Wanted { tensor, ..Default::default() })?;
+        maxima::amax(&self.stream, &x, Specials::Kernel, maxima::Outputs { tensor, ..Default::default() })?;
         Ok(())
     }
 

@@ -6,7 +6,8 @@ use anyhow::{Context, Result};
 use half::bf16;
 use nvfp4::cuda::{Device, Direction, Gpu, Input, Offset, Options, Product, QuantTensor, Randomness, Values};
 use nvfp4::{Rounding, Side};
-use nvfp4_kernels::cuda::{Buffer, Cublas, Slice, Stream, time_in_turns};
+use nvfp4_kernels::cuda::{Buffer, Slice, Stream, time_interleaved};
+use nvfp4_kernels::gemm::cuda::Cublas;
 use nvfp4_recipe::LinearSlot;
 use std::ops::Range;
 use std::sync::Arc;
@@ -104,7 +105,7 @@ impl<'a> Layer<'a> {
             parts.extend(Part::PRODUCTS.map(Work::Bf16Part));
         }
         let mut medians = |works: &[Work], steps: usize| -> Result<std::vec::IntoIter<f64>> {
-            let times = time_in_turns(gpu.stream(), self, works, TURNS, Layer::record)?;
+            let times = time_interleaved(gpu.stream(), self, works, TURNS, Layer::record)?;
             let one = |time: f32| f64::from(time) / steps as f64;
             let medians = times.into_iter().map(|times| median(times.into_iter().map(one).collect()));
             Ok(medians.collect::<Vec<f64>>().into_iter())

@@ -1,4 +1,4 @@
-//! Delayed scaling where scales and amaxes lie in a GPU's memory. On the host there is nothing to make fast:
+//! Delayed scaling with scales and amaxes in GPU memory. The host needs no faster version:
 //! [`nvfp4_spec::fp8::delayed`].
 
 pub mod cuda;

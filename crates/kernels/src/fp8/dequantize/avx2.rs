@@ -1,8 +1,9 @@
 //! Decoding FP8 with AVX2, on all threads. Twin of [`nvfp4_spec::fp8::dequantize`].
 //!
-//! A code becomes a binary16 number by moving its bits, and that becomes binary32 in hardware. E5M2 is the high byte of one. E4M3
-//! has another bias, so the number is 2⁻⁸ of the value, and the factor takes up the rest: a power of two that moves from one
-//! factor of a product to the other changes no rounding, as long as neither overflows.
+//! A code becomes a binary16 number by moving its bits, and that becomes binary32 in hardware. E5M2
+//! is the high byte of one. E4M3 has another bias, so the number is 2⁻⁸ of the value, and the
+//! factor takes up the rest: a power of two that moves from one factor of a product to the other
+//! changes no rounding, as long as neither overflows.
 
 use crate::avx2::small_float::{E4m3, E5m2, SmallFloat};
 use crate::avx2::{Avx2, Block, load, round_bits, store, widen};
@@ -44,11 +45,11 @@ fn decode<T: Element, F: SmallFloat>(_: Avx2, q: &View<'_>, out: &mut [T]) {
     });
 }
 
-/// What the binary16 numbers of a row of tiles are multiplied by, zeros behind them up to a whole block.
+/// The factors of the binary16 numbers of a row of tiles, padded with zeros to a whole block.
 #[derive(Default)]
 struct Factors {
     values: Vec<f32>,
-    /// Whether all are what they have to be: a finite one may be too large for the power of two that it takes up.
+    /// Whether all factors are exact: a finite one may overflow when it takes up the power of two.
     exact: bool,
     row: Option<usize>,
 }
@@ -149,7 +150,7 @@ fn half<F: SmallFloat>(words: __m128i) -> __m128i {
     match F::FORMAT {
         Format::E5m2 => words,
         Format::E4m3 => {
-            // The sign stays, the rest moves one place down, and a copy of the sign is cleared.
+            // The sign stays, the rest moves down by one bit, and a copy of the sign is cleared.
             let moved = _mm_and_si128(_mm_srai_epi16::<1>(words), _mm_set1_epi16(0xBFFF_u16 as i16));
             let magnitude = _mm_and_si128(words, _mm_set1_epi16(0x7FFF));
             let nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(i16::from(e4m3::NAN_BYTE) << 8));

@@ -1,6 +1,6 @@
 //! Quantization to FP8 in the row direction, the column direction, or both. **Exact.**
 //!
-//! What the directions are is said in [`nvfp4_spec::fp8::Side`].
+//! [`nvfp4_spec::fp8::Side`] defines the directions.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -10,9 +10,9 @@ pub mod cuda;
 use crate::input::check_len;
 use crate::{Implementation, Input, Result, amax};
 use nvfp4_spec::fp8::{self, Mode, Scales, Scaling, Side};
-use nvfp4_spec::{Edge, Error, area};
+use nvfp4_spec::{Error, Specials, area};
 
-/// Where scales go: 32-bit numbers, or for MXFP8 E8M0 bytes.
+/// Buffers for scales: 32-bit numbers, or E8M0 bytes for MXFP8.
 pub type ScaleMut<'a> = Scales<&'a mut [f32], &'a mut [u8]>;
 
 /// What to write for one direction, whose shape is [`Mode::shape`].
@@ -34,7 +34,8 @@ impl Direction<'_> {
     }
 }
 
-/// Checks the lengths of a direction's buffers, on the host or on a GPU, and the kind of its scales.
+/// Checks the lengths of a direction's buffers, on the host or on a GPU, and the kind of its
+/// scales.
 fn check(mode: &Mode, side: Side, shape: (usize, usize), codes: usize, scales: Scales<usize, usize>) -> Result<()> {
     let (rows, cols) = mode.shape(side, shape);
     check_len("codes", area(rows, cols)?, codes)?;
@@ -53,42 +54,42 @@ fn check(mode: &Mode, side: Side, shape: (usize, usize), codes: usize, scales: S
     Ok(check_len("scales", mode.tile(side).scale_count(rows, cols)?, len)?)
 }
 
-/// What to compute, any of it in one call.
+/// The outputs to compute, any of them in one call.
 #[derive(Debug, Default)]
-pub struct Wanted<'a> {
+pub struct Outputs<'a> {
     /// The row direction.
     pub row: Option<Direction<'a>>,
     /// The column direction.
     pub col: Option<Direction<'a>>,
-    /// The largest magnitude of the matrix, NaN left out, which delayed scaling records. With one scale for the whole
-    /// matrix it is found on the way.
+    /// The largest magnitude of the matrix, without NaN, which delayed scaling records. With one
+    /// scale for the whole matrix it needs no separate pass.
     pub amax: Option<&'a mut f32>,
 }
 
-/// Quantizes `x` in the directions that are wanted.
-pub fn quantize(implementation: Implementation, x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+/// Quantizes `x` in the directions of `outputs`.
+pub fn quantize(implementation: Implementation, x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
     let shape = (x.rows(), x.cols());
-    if let Some(row) = &wanted.row {
+    if let Some(row) = &outputs.row {
         row.check(mode, Side::Row, shape)?;
     }
-    if let Some(col) = &wanted.col {
+    if let Some(col) = &outputs.col {
         col.check(mode, Side::Column, shape)?;
     }
     match implementation {
-        Implementation::Scalar => scalar(x, mode, wanted),
+        Implementation::Scalar => scalar(x, mode, outputs),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(token) => avx2::quantize(token, x, mode, wanted),
+        Implementation::Avx2(token) => avx2::quantize(token, x, mode, outputs),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, mode, wanted),
+        Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, mode, outputs),
         #[cfg(feature = "cuda")]
-        Implementation::Cuda(device) => cuda::on_host(device, x, mode, wanted),
+        Implementation::Cuda(device) => cuda::on_host(device, x, mode, outputs),
     }
 }
 
 /// By the rules as written.
-fn scalar(x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+fn scalar(x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
     let matrix = x.to_matrix();
-    for (side, direction) in [(Side::Row, wanted.row), (Side::Column, wanted.col)] {
+    for (side, direction) in [(Side::Row, outputs.row), (Side::Column, outputs.col)] {
         let Some(out) = direction else { continue };
         let q = fp8::quantize(&matrix, mode, side);
         out.codes.copy_from_slice(&q.codes);
@@ -98,13 +99,13 @@ fn scalar(x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
             _ => unreachable!("the kind of scales was checked"),
         }
     }
-    find_amax(Implementation::Scalar, x, wanted.amax)
+    find_amax(Implementation::Scalar, x, outputs.amax)
 }
 
-/// The largest magnitude in a pass of its own.
+/// The largest magnitude, in a separate pass.
 fn find_amax(implementation: Implementation, x: &Input<'_>, out: Option<&mut f32>) -> Result<()> {
     match out {
         None => Ok(()),
-        out => amax::amax(implementation, x, Edge::Kernel, amax::Wanted { tensor: out, ..Default::default() }),
+        out => amax::amax(implementation, x, Specials::Kernel, amax::Outputs { tensor: out, ..Default::default() }),
     }
 }

@@ -1,5 +1,6 @@
-// Any product: both operands are decoded to binary32, 64 rows of each and 16 columns at a time, and multiplied by multiply-adds.
-// Settings before this text: Kind, A and B, the operands' kinds, A_CODES and B_CODES, what FP8 codes are, OUTPUT, ORDER, ADD.
+// Any product: both operands are decoded to binary32, 64 rows of each and 16 columns at a time, and
+// multiplied by fused multiply-adds. Settings before this text: Kind; A and B, the operands' kinds;
+// A_CODES and B_CODES, the formats of FP8 codes; OUTPUT, ORDER, ADD.
 
 struct Operand {
     const u8* values;   // codes, or elements
@@ -7,7 +8,7 @@ struct Operand {
     u64 stride;         // bytes of a row of values as they lie
     u64 across;         // FP8: tiles side by side
     u32 height, width;  // FP8: of a tile, as powers of two
-    u32 turned;         // FP8: the operand is the transposed matrix
+    u32 transposed;         // FP8: the operand is the transposed matrix
     u32 swizzled;       // NVFP4
 };
 
@@ -24,7 +25,7 @@ static_assert(sizeof(Params) == 216, "as in decoded.rs");
 template <Kind KIND, Format CODES>
 RULE float element(const Operand& x, u64 row, u64 k, u64 cols) {
     if (KIND == FP8_CODES || KIND == FP8_WIDE || KIND == FP8_BYTES) {
-        u64 r = x.turned ? k : row, c = x.turned ? row : k;
+        u64 r = x.transposed ? k : row, c = x.transposed ? row : k;
         float value = fp8::decode(x.values[r * x.stride + c], CODES);
         if (KIND == FP8_CODES) return value;
         u64 tile = (r >> x.height) * x.across + (c >> x.width);
@@ -41,7 +42,7 @@ RULE float element(const Operand& x, u64 row, u64 k, u64 cols) {
 
 constexpr u32 SIDE = 64, DEPTH = 16;
 
-// 64 × 16 elements, turned around: a thread decodes four of a row.
+// 64 × 16 elements, transposed: a thread decodes four of a row.
 template <Kind KIND, Format CODES>
 RULE void load(const Operand& x, u64 first, u64 rows, u64 from, u64 k, float (&tile)[DEPTH][SIDE + 4]) {
     u32 row = threadIdx.x / 4, column = threadIdx.x % 4 * 4;

@@ -2,7 +2,7 @@
 
 use super::OUTPUT;
 use super::operand::Operand;
-use super::output::{self, Add, Kind, Order, Orientation, Output};
+use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format as format_name};
 use crate::cuda::{Source, Stream, entry};
@@ -13,7 +13,7 @@ use nvfp4_spec::{GlobalScale, Precision, e2m1};
 
 /// Outputs of a block, along each side.
 const SIDE: usize = 64;
-/// The most blocks along the second side of a grid.
+/// The maximum of a grid's second dimension.
 const HIGHEST: usize = 65535;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,7 +23,7 @@ enum Values {
     Plain(Precision),
 }
 
-/// What an FP8 operand's values are multiplied by before they are summed.
+/// The scales that an FP8 operand's values are multiplied by before they are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Fp8Scales {
     /// Nothing: the scale of the whole matrix is for the outputs.
@@ -45,7 +45,7 @@ impl Values {
         }
     }
 
-    /// What its codes are, if it has some.
+    /// The format of its codes, if it is FP8.
     fn codes(self) -> Format {
         match self {
             Values::Fp8(format, _) => format,
@@ -63,7 +63,7 @@ struct Side {
     across: u64,
     height: u32,
     width: u32,
-    turned: u32,
+    transposed: u32,
     swizzled: u32,
 }
 
@@ -92,7 +92,7 @@ impl Side {
             (Scales::E8m0(scales), _) => (scales.address(), Fp8Scales::E8m0),
         };
         let (height, width) = match q.tile {
-            // A shift that leaves nothing.
+            // A shift to zero.
             Tile::Tensor => (63, 63),
             Tile::Row128 => (0, 7),
             Tile::Square128 => (7, 7),
@@ -106,7 +106,7 @@ impl Side {
             across: q.tile.grid(q.rows, q.cols).1 as u64,
             height,
             width,
-            turned: (q.tile == Tile::Column32).into(),
+            transposed: (q.tile == Tile::Column32).into(),
             swizzled: 0,
         };
         (Values::Fp8(q.format, kind), side)
@@ -127,7 +127,7 @@ const _: () = assert!(size_of::<Params>() == 216);
 
 type Variant = (Values, Values, Kind);
 
-/// The product of operands that were checked and have outputs.
+/// The product of checked operands with at least one output.
 pub(super) fn run(stream: &Stream, a: &Operand<'_>, b: &Operand<'_>, output: &Output) -> Result<()> {
     static VARIANTS: Variants<Variant> = Variants::new();
     let ((left, a_side), (right, b_side)) = (Side::new(a), Side::new(b));
@@ -166,7 +166,7 @@ pub(super) fn sources() -> Vec<(String, Source)> {
         order: Order::Folded,
         tokens: GlobalScale::PerTensor,
         add: Add::Nothing,
-        orientation: Orientation::Upright,
+        operands: OperandOrder::Given,
     };
     let pairs = kinds.map(|values| entry((values, Values::Nvfp4, plain), source));
     let outputs = PRECISIONS.into_iter().zip([Order::Folded, Order::OneRow, Order::BothRows]);
@@ -176,13 +176,7 @@ pub(super) fn sources() -> Vec<(String, Source)> {
             (
                 plain,
                 plain,
-                Kind {
-                    precision,
-                    order,
-                    tokens: GlobalScale::PerTensor,
-                    add: Add::C,
-                    orientation: Orientation::Upright,
-                },
+                Kind { precision, order, tokens: GlobalScale::PerTensor, add: Add::C, operands: OperandOrder::Given },
             ),
             source,
         )

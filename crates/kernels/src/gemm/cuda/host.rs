@@ -1,4 +1,4 @@
-//! Products of operands in the memory of the host: copied there and back.
+//! Products of operands in host memory: the operands are uploaded, the outputs downloaded.
 
 use super::super::{self as gemm, Product as HostProduct};
 use super::output::Product;
@@ -35,7 +35,7 @@ impl<'a> Copied<'a> {
     }
 }
 
-/// The operation on memory of the host, which was checked.
+/// The operation on checked host memory.
 pub(crate) fn on_host<T: Element>(
     device: Device,
     a: gemm::Operand<'_>,
@@ -43,7 +43,7 @@ pub(crate) fn on_host<T: Element>(
     product: &HostProduct<'_, T>,
     out: &mut [T],
 ) -> Result<()> {
-    // Which of the three types `T` is, only its precision tells.
+    // Only its precision tells which of the three types `T` is.
     match T::PRECISION {
         Precision::F32 => typed::<f32, T>(device, a, b, product, out),
         Precision::Bf16 => typed::<bf16, T>(device, a, b, product, out),

@@ -1,4 +1,5 @@
-// Products of prepared weights (ring.cuh) with the instruction for a warp, `mma.sync`, which every GPU from sm_80 on has.
+// Products of prepared weights (pipeline.cuh) with the warp instruction `mma.sync`, which every GPU
+// from sm_80 on has.
 
 RULE void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
     if (MATH == BF16) {
@@ -20,11 +21,11 @@ RULE uint4 load_matrices(u32 at) {
 }
 
 extern "C" KERNEL gemm_mma(const __grid_constant__ Params p) {
-    run(p, [](const Consumer& me, const Work& work, Place& place, u32 full, u32 empty, u32 stages, float (&sums)[TOKENS / 2]) {
-        u32 lane = me.t % 32, token = lane % 8, piece = lane / 8;
+    run(p, [](const Consumer& me, const Work& work, PipelineState& state, u32 full, u32 empty, u32 stages, float (&sums)[TOKENS / 2]) {
+        u32 lane = me.t % 32, token = lane % 8, chunk = lane / 8;
         for (u32 k = work.first + me.slice; k < work.last; k += SLICES) {
-            u32 at = stages + place.stage * STAGE_BYTES;
-            wait(full + 8 * place.stage, place.parity);
+            u32 at = stages + state.stage * STAGE_BYTES;
+            wait(full + 8 * state.stage, state.parity);
 #pragma unroll
             for (u32 tile = 0; tile < TILES; tile++) {
                 uint4 codes = load_shared16(at + me.codes() + tile * TILE_BYTES);
@@ -40,14 +41,14 @@ extern "C" KERNEL gemm_mma(const __grid_constant__ Params p) {
 #pragma unroll
                     for (u32 n = 0; n < TOKENS / 8; n++) {
                         u32 row = at + tile * TOKEN_TILE + (8 * n + token) * ROW;
-                        uint4 b = load_matrices(row + 16 * ((4 * h + piece) ^ token));
+                        uint4 b = load_matrices(row + 16 * ((4 * h + chunk) ^ token));
                         mma(sums + 4 * n, a[0], b.x, b.y);
                         mma(sums + 4 * n, a[1], b.z, b.w);
                     }
                 }
             }
-            me.release(empty + 8 * place.stage);
-            place.advance(SLICES);
+            me.release(empty + 8 * state.stage);
+            state.advance(SLICES);
         }
     });
 }

@@ -1,20 +1,26 @@
-//! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
+//! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the
+//! exact ones.
 //!
-//! Two ways. Where the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor cores multiply (`ring.cuh`): weights are
-//! brought into an order of their own first, once and for all as [`PreparedWeight`] or before each product. A product of two decoded
-//! values is exact in binary32, and so is a weight in bf16 and in f16, so only additions round. Every other pair, FP8 among them, is decoded
-//! to binary32 and multiplied without tensor cores (`decoded.cu`). Codes with a scale for the whole matrix on both sides can also go to
-//! NVIDIA's library, which is faster and less precise: [`Cublas::matmul_fp8`](crate::cuda::Cublas::matmul_fp8).
+//! There are two methods. If the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor
+//! cores multiply (`pipeline.cuh`). The weights are reordered for them first, once as a
+//! [`PreparedWeight`] or before each product. A product of two decoded values is exact in binary32,
+//! and so is a weight in bf16 and in f16, so only additions round. Every other pair, including FP8,
+//! is decoded to binary32 and multiplied without tensor cores (`decoded.cu`). FP8 operands with one
+//! scale per matrix can also go to NVIDIA's library, which is faster and less precise:
+//! [`Cublas::matmul_fp8`].
 
+mod cublas;
 mod decoded;
+mod global;
 mod host;
 mod operand;
 mod output;
+mod pipeline;
 mod prepared;
-mod ring;
 mod scratch;
 mod shape;
 
+pub use cublas::Cublas;
 pub(super) use host::on_host;
 pub use operand::{Operand, Weights};
 pub use output::Product;
@@ -25,39 +31,46 @@ use crate::cuda::{Allocator, Device, Plain, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::{Result, cuda};
 use nvfp4_spec::{Element, Error, Precision, area};
-use output::{Orientation, Output};
+use output::{OperandOrder, Output};
 
 const OUTPUT: &str = include_str!("output.cuh");
 const WEIGHTS: &str = include_str!("weights.cuh");
 
-/// Rows of B from which on it may take the place of the tokens: fewer do not fill the large tiles.
-const LEAST_TURNED: usize = 256;
+/// The least number of rows of B for which the operands may be swapped: fewer do not fill the large
+/// tiles.
+const LEAST_SWAPPED: usize = 256;
 
 /// How a product is computed.
 enum Way<'a> {
-    /// By tensor cores, in the type of the tokens. They are rows of A, or turned around rows of B.
-    Ring(ring::Tokens<'a>, ring::Right<'a>, Orientation),
+    /// By tensor cores, in the type of the tokens. Tokens are the rows of A or, if the operands are
+    /// swapped, the rows of B.
+    Pipeline(pipeline::Tokens<'a>, pipeline::Right<'a>, OperandOrder),
     /// By multiply-adds on decoded values.
     Decoded(Operand<'a>, Operand<'a>),
 }
 
 impl<'a> Way<'a> {
     fn of(a: Operand<'a>, b: Weights<'a>) -> Result<Way<'a>> {
-        use Orientation::{Turned, Upright};
+        use OperandOrder::{Given, Swapped};
         if let (Operand::Nvfp4(a), Weights::Operand(Operand::Nvfp4(b))) = (a, b)
             && a.rows > b.rows
-            && b.rows >= LEAST_TURNED
+            && b.rows >= LEAST_SWAPPED
             && a.cols >= b.rows
         {
-            // Decoding tokens moves more bytes than bringing weights into order, so the larger side had better be the weights. Outputs
-            // are then written in shorter runs, which costs more where they are many beside K.
-            return Ok(Way::Ring(ring::Tokens::Nvfp4(b), ring::Right::View(a), Turned));
+            // Decoding tokens moves more bytes than preparing weights, so the larger side becomes
+            // the weights. Outputs are then written in shorter runs, which is slower if there are
+            // many compared with K.
+            return Ok(Way::Pipeline(pipeline::Tokens::Nvfp4(b), pipeline::Right::View(a), Swapped));
         }
-        match (ring::Tokens::of(a), b) {
-            (Some(tokens), Weights::Operand(Operand::Nvfp4(b))) => Ok(Way::Ring(tokens, ring::Right::View(b), Upright)),
-            (Some(tokens), Weights::Prepared(weight)) => Ok(Way::Ring(tokens, ring::Right::Prepared(weight), Upright)),
+        match (pipeline::Tokens::of(a), b) {
+            (Some(tokens), Weights::Operand(Operand::Nvfp4(b))) => {
+                Ok(Way::Pipeline(tokens, pipeline::Right::View(b), Given))
+            }
+            (Some(tokens), Weights::Prepared(weight)) => {
+                Ok(Way::Pipeline(tokens, pipeline::Right::Prepared(weight), Given))
+            }
             (_, Weights::Operand(b)) => Ok(Way::Decoded(a, b)),
-            // The order of its bytes is for tensor cores alone.
+            // Only tensor cores read prepared weights.
             (None, Weights::Prepared(_)) => Err(cuda::Error::Prepared.into()),
         }
     }
@@ -65,7 +78,8 @@ impl<'a> Way<'a> {
 
 /// `out = α·A·Bᵀ (+ bias) (+ β·C)`; `out` is `a.rows` × `b.rows`, row-major. Does not wait.
 ///
-/// `memory` gives what the product needs while it runs, which goes back before this returns, for later work of the stream.
+/// `memory` allocates the scratch of the product. It is dropped before this returns, so later work
+/// of the stream may reuse it.
 pub fn gemm<'a, T: Element + Plain>(
     stream: &Stream,
     a: impl Into<Operand<'a>>,
@@ -80,18 +94,20 @@ pub fn gemm<'a, T: Element + Plain>(
         return Ok(());
     }
     match Way::of(a, b)? {
-        Way::Ring(tokens, right, Orientation::Upright) => ring::run(stream, tokens, right, &output, memory),
-        Way::Ring(tokens, right, Orientation::Turned) => ring::run(stream, tokens, right, &output.turned(), memory),
+        Way::Pipeline(tokens, right, OperandOrder::Given) => pipeline::run(stream, tokens, right, &output, memory),
+        Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
+            pipeline::run(stream, tokens, right, &output.swapped(), memory)
+        }
         Way::Decoded(a, b) => decoded::run(stream, &a, &b, &output),
     }
 }
 
-/// Which kernel a product takes, in words.
+/// A description of the kernel that computes a product.
 pub fn describe<'a>(device: Device, a: impl Into<Operand<'a>>, b: impl Into<Weights<'a>>) -> Result<String> {
     Ok(match Way::of(a.into(), b.into())? {
-        Way::Ring(tokens, right, Orientation::Upright) => ring::describe(device, &tokens, &right)?,
-        Way::Ring(tokens, right, Orientation::Turned) => {
-            format!("turned: {}", ring::describe(device, &tokens, &right)?)
+        Way::Pipeline(tokens, right, OperandOrder::Given) => pipeline::describe(device, &tokens, &right)?,
+        Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
+            format!("swapped: {}", pipeline::describe(device, &tokens, &right)?)
         }
         Way::Decoded(..) => "multiply-adds on decoded values".to_string(),
     })
@@ -110,8 +126,9 @@ pub struct Member<'a, T: Plain> {
     pub out: SliceMut<'a, T>,
 }
 
-/// Products that belong together: each with its own operands, of any size. One without outputs touches nothing; one whose K is 0 has
-/// a sum of exactly 0. All are checked before any begins. Does not wait.
+/// A group of products, each with operands of any size. A product without outputs is a no-op; a
+/// product with K = 0 has sums of exactly 0. All are checked before the first is launched. Does not
+/// wait.
 pub fn grouped<T: Element + Plain>(
     stream: &Stream,
     members: &mut [Member<'_, T>],
@@ -127,7 +144,7 @@ pub fn grouped<T: Element + Plain>(
     Ok(())
 }
 
-/// What the kernels need to know about the outputs, if everything fits.
+/// Checks a product; returns what the kernels need to know about its outputs.
 fn check<T: Element + Plain>(
     device: Device,
     a: &Operand<'_>,
@@ -157,9 +174,9 @@ fn check<T: Element + Plain>(
     Ok(Output::new(a, b, product, out.address()))
 }
 
-/// Texts for [`cuda::sources`].
+/// Texts for [`crate::sources`].
 pub(crate) fn sources() -> Vec<(String, Source)> {
-    [ring::sources(), decoded::sources()].concat()
+    [pipeline::sources(), decoded::sources()].concat()
 }
 
 /// The setting for the type in which tensor cores multiply.

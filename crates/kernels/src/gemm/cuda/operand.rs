@@ -1,13 +1,11 @@
 //! Operands in the memory of a GPU.
 
-use super::PreparedWeight;
+use super::global::Global;
+use super::prepared::PreparedWeight;
 use crate::Result;
 use crate::cuda::{Device, Input};
 use crate::dequantize::cuda::View;
 use crate::fp8::cuda::View as Fp8View;
-use nvfp4_spec::GlobalScale;
-use nvfp4_spec::fp8::{Scales, Tile};
-use nvfp4_spec::scale::Unit;
 
 /// A side of a product, with rows along K.
 #[derive(Clone, Copy, Debug)]
@@ -23,34 +21,10 @@ pub enum Operand<'a> {
 /// The right side of a product, with rows along K.
 #[derive(Clone, Copy, Debug)]
 pub enum Weights<'a> {
-    /// An operand as it is. The bytes of one in NVFP4 are brought into the order of the tensor cores before each product.
+    /// An operand as it is. One in NVFP4 is reordered for the tensor cores before each product.
     Operand(Operand<'a>),
     /// A quantized matrix in the order of the tensor cores.
     Prepared(&'a PreparedWeight),
-}
-
-/// The 32-bit scale of an operand: its kind, and the address of what is stored; 0 where the operand is plain.
-#[derive(Clone, Copy)]
-pub(super) struct Global {
-    pub stored: u64,
-    pub of: GlobalScale,
-    pub unit: Unit,
-}
-
-impl Global {
-    const NONE: Global = Global { stored: 0, of: GlobalScale::PerTensor, unit: Unit::Multiplier };
-
-    /// That of FP8: the scale of the whole matrix, if it is one.
-    fn of_fp8(view: &Fp8View<'_>) -> Self {
-        match (view.scales, view.tile) {
-            (Scales::F32(scale), Tile::Tensor) => Global { stored: scale.address(), ..Global::NONE },
-            _ => Global::NONE,
-        }
-    }
-
-    pub fn of_view(view: &View<'_>) -> Self {
-        Global { stored: view.stored.address(), of: view.global, unit: view.unit }
-    }
 }
 
 impl<'a> From<View<'a>> for Operand<'a> {

@@ -1,6 +1,7 @@
-// From sums to outputs: twin of spec's gemm::OutputScale. Settings before this text: OUTPUT, the type of the outputs, ORDER, in
-// which factors are applied, PER_TOKEN, whether they differ from token to token, ADD, whether there is a β·C, and TURNED, whether
-// tokens are the columns of the outputs and not, as usual, the rows.
+// From sums to outputs: twin of spec's gemm::OutputScale. Settings before this text: OUTPUT, the
+// type of the outputs; ORDER of the factors; PER_TOKEN, whether they differ between tokens; ADD,
+// whether there is a β·C; SWAPPED, whether tokens are the columns of the outputs instead of the
+// rows.
 
 // What the sums of one operand's rows are multiplied by.
 struct Side {
@@ -30,7 +31,8 @@ RULE float numerator(const Side& side, u64 i) {
     return side.divisor ? 1.0f / g : g;
 }
 
-// A sum is multiplied by the first, then by the second, then by the third; a factor of 1 changes nothing.
+// A sum is multiplied by the first, then by the second, then by the third; a factor of 1 changes
+// nothing.
 struct Factors {
     float x, y, z;
 };
@@ -78,7 +80,7 @@ RULE void store_pair(u8* at, float first, float second) {
 }
 
 // How many tokens there are.
-RULE u64 token_count(const Output& o) { return TURNED ? o.cols : o.rows; }
+RULE u64 token_count(const Output& o) { return SWAPPED ? o.cols : o.rows; }
 
 // Writes the outputs of weights j and j + 1, as far as they exist.
 struct PairWriter {
@@ -89,34 +91,34 @@ struct PairWriter {
     bool whole;  // both exist, and neighbouring outputs are written together
 
     RULE PairWriter(const Output& o, u64 j) : o(o), j(j) {
-        u64 weights = TURNED ? o.rows : o.cols;
+        u64 weights = SWAPPED ? o.rows : o.cols;
         whole = j + 1 < weights && o.pairs;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             bool there = j + h < weights;
-            own[h] = there ? numerator(TURNED ? o.a : o.b, j + h) : 0.0f;
-            bias[h] = TURNED ? -0.0f : there ? bias_of(o, j + h) : 0.0f;
+            own[h] = there ? numerator(SWAPPED ? o.a : o.b, j + h) : 0.0f;
+            bias[h] = SWAPPED ? -0.0f : there ? bias_of(o, j + h) : 0.0f;
         }
         if (!PER_TOKEN) of_token(0);
     }
 
     RULE void of_token(u64 t) {
-        float other = numerator(TURNED ? o.b : o.a, t);
+        float other = numerator(SWAPPED ? o.b : o.a, t);
 #pragma unroll
-        for (int h = 0; h < 2; h++) f[h] = TURNED ? factors(o, own[h], other) : factors(o, other, own[h]);
+        for (int h = 0; h < 2; h++) f[h] = SWAPPED ? factors(o, own[h], other) : factors(o, other, own[h]);
     }
 
-    // Whether tokens before `last` can be written without a look at each.
+    // Whether tokens before `last` can be written without checks.
     RULE bool straight(u64 last) const {
-        return !PER_TOKEN && !ADD && whole && last <= token_count(o) && !(TURNED && o.bias);
+        return !PER_TOKEN && !ADD && whole && last <= token_count(o) && !(SWAPPED && o.bias);
     }
     RULE u64 pitch() const { return o.cols * SIZE; }
-    RULE u8* address(u64 t) const { return o.out + (TURNED ? j * pitch() + t * SIZE : t * pitch() + j * SIZE); }
+    RULE u8* address(u64 t) const { return o.out + (SWAPPED ? j * pitch() + t * SIZE : t * pitch() + j * SIZE); }
     RULE void write_straight(u8* at, float first, float second) const {
         store_pair(at, finish(o, f[0], first, bias[0], 0), finish(o, f[1], second, bias[1], 0));
     }
     // The outputs of one weight with two neighbouring tokens, where tokens are columns.
-    RULE void write_turned(u8* at, int h, float first, float second) const {
+    RULE void write_swapped(u8* at, int h, float first, float second) const {
         store_pair(at, finish(o, f[h], first, -0.0f, 0), finish(o, f[h], second, -0.0f, 0));
     }
 
@@ -124,7 +126,7 @@ struct PairWriter {
     RULE void write(u64 t, float first, float second) {
         if (t >= token_count(o)) return;
         if (PER_TOKEN) of_token(t);
-        if (TURNED) {
+        if (SWAPPED) {
             float b = bias_of(o, t);
             if (j < o.rows) one(j * o.cols + t, f[0], first, b);
             if (j + 1 < o.rows) one((j + 1) * o.cols + t, f[1], second, b);

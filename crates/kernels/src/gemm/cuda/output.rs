@@ -1,13 +1,15 @@
 //! From sums to outputs; `output.cuh` says how.
 
-use super::operand::{Global, Operand, Weights};
+use super::global::Global;
+use super::operand::{Operand, Weights};
 use crate::cuda::text::precision;
 use crate::cuda::{Plain, Slice};
 use nvfp4_spec::gemm::Epilogue;
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{Element, GlobalScale, Precision};
 
-/// Everything about a product but its operands. Twin of [`nvfp4_spec::gemm::Product`]; how sums are accumulated is the GPU's to choose.
+/// Everything about a product but its operands. Twin of [`nvfp4_spec::gemm::Product`]; the GPU
+/// chooses the order of additions.
 #[derive(Clone, Copy, Debug)]
 pub struct Product<'a, T: Plain> {
     /// In what order the factors are applied; `None` picks row-scaled if either operand is.
@@ -34,7 +36,7 @@ pub(super) enum Order {
     BothRows,
 }
 
-/// What kernels are compiled for.
+/// The settings of kernels that concern outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Kind {
     pub precision: Precision,
@@ -42,16 +44,16 @@ pub(super) struct Kind {
     /// The scale of the operand whose rows are tokens.
     pub tokens: GlobalScale,
     pub add: Add,
-    pub orientation: Orientation,
+    pub operands: OperandOrder,
 }
 
 /// Which operand's rows are tokens to the tensor cores; the other's are weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Orientation {
+pub(super) enum OperandOrder {
     /// The left one's.
-    Upright,
+    Given,
     /// The right one's.
-    Turned,
+    Swapped,
 }
 
 /// Whether there is a β·C.
@@ -70,9 +72,9 @@ impl Kind {
             Order::BothRows => "BOTH_ROWS",
         };
         let (output, add, rows) = (precision(self.precision), self.add == Add::C, self.tokens == GlobalScale::PerRow);
-        let turned = self.orientation == Orientation::Turned;
+        let swapped = self.operands == OperandOrder::Swapped;
         format!(
-            "constexpr Precision OUTPUT = {output};\nconstexpr Order ORDER = {order};\nconstexpr bool PER_TOKEN = {rows}, ADD = {add}, TURNED = {turned};\n"
+            "constexpr Precision OUTPUT = {output};\nconstexpr Order ORDER = {order};\nconstexpr bool PER_TOKEN = {rows}, ADD = {add}, SWAPPED = {swapped};\n"
         )
     }
 }
@@ -157,20 +159,21 @@ impl Output {
             padding: 0,
         };
         let add = if add.is_some() { Add::C } else { Add::Nothing };
-        let orientation = Orientation::Upright;
-        Output { kind: Kind { precision: T::PRECISION, order, tokens: left.of, add, orientation }, params }
+        let operands = OperandOrder::Given;
+        Output { kind: Kind { precision: T::PRECISION, order, tokens: left.of, add, operands }, params }
     }
 
-    /// The same outputs, where the right operand's rows are tokens.
-    pub fn turned(&self) -> Self {
+    /// The same outputs with swapped operands: the right operand's rows are tokens.
+    pub fn swapped(&self) -> Self {
         let tokens = if self.params.b.per_row == 1 { GlobalScale::PerRow } else { GlobalScale::PerTensor };
-        Output { kind: Kind { tokens, orientation: Orientation::Turned, ..self.kind }, params: self.params }
+        Output { kind: Kind { tokens, operands: OperandOrder::Swapped, ..self.kind }, params: self.params }
     }
 
-    /// What kernels need to know about the outputs of some tokens, from the first on; of all of them where they are columns.
+    /// The parameters for the outputs of `rows` tokens from `first` on; with swapped operands, of
+    /// all tokens.
     pub fn part(&self, first: usize, rows: usize) -> Params {
         let mut part = self.params;
-        if self.kind.orientation == Orientation::Turned {
+        if self.kind.operands == OperandOrder::Swapped {
             return part;
         }
         let size = match self.kind.precision {

@@ -1,5 +1,5 @@
-// From a quantized matrix to prepared weights (weights.cuh). 128 threads bring a tile into shared memory, each 16 bytes of codes, and
-// write it in its new order, 16 bytes each.
+// From a quantized matrix to prepared weights (weights.cuh). 128 threads load a tile into shared
+// memory, 16 bytes of codes each, and write it in its new order, 16 bytes each.
 
 struct Params {
     const u8* codes;
@@ -18,7 +18,8 @@ constexpr u32 TILES_AT_ONCE = 2;
 RULE u32 prepared_scale(u32 byte) {
     if (byte == 0x7F) return 0xFF;
     if (byte == 0) return 0;
-    // As binary32 it is normal: the exponent's last five bits after a change of bias, and three bits of mantissa.
+    // As binary32 it is normal: the exponent's last five bits after a change of bias, and three
+    // bits of mantissa.
     u32 number = (to_bits(e4m3::decode(byte)) >> 20) - ((127 - 22) << 3);
     return number >> 4 | (number & 15) << 4;
 }

@@ -1,6 +1,6 @@
 //! Weights in the order of the tensor cores; `weights.cuh` says which.
 
-use super::operand::Global;
+use super::global::Global;
 use super::{WEIGHTS, math};
 use crate::cuda::text::{Variants, assemble};
 use crate::cuda::{Allocator, Device, Memory, Source, Stream, entry};
@@ -15,13 +15,15 @@ pub(super) const TILE: usize = 64;
 /// Bytes of a tile.
 pub(super) const TILE_BYTES: usize = 2304;
 
-/// Tiles along rows and along K; those along K are even in number, for kernels that take two at a time.
+/// The number of tiles along rows and along K. The latter is even, for kernels that take two at a
+/// time.
 pub(super) fn tiles(rows: usize, cols: usize) -> (usize, usize) {
     (rows.div_ceil(TILE), cols.div_ceil(2 * TILE) * 2)
 }
 
-/// A quantized matrix that products take as their right side, in the order in which tensor cores read it: 4.5 bits per element,
-/// rows being filled up to a multiple of 64 and columns to one of 128. Its values are those it was made of.
+/// A quantized matrix in the order in which tensor cores read it, as the right operand of products:
+/// 4.5 bits per element, rows padded to a multiple of 64 and columns to a multiple of 128. The
+/// values are unchanged.
 #[derive(Debug)]
 pub struct PreparedWeight {
     rows: usize,
@@ -33,7 +35,7 @@ pub struct PreparedWeight {
 }
 
 impl PreparedWeight {
-    /// Brings a matrix into order, in memory of `memory`. Does not wait.
+    /// Reorders a matrix, into memory from `memory`. Does not wait.
     pub fn new(stream: &Stream, q: &View<'_>, memory: &dyn Allocator) -> Result<Self> {
         q.check(stream.device())?;
         let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
@@ -89,7 +91,7 @@ struct Params {
 /// Tiles that a block of threads prepares.
 const AT_ONCE: u32 = 2;
 
-/// Writes the tiles of a matrix that was checked to `out`, which has room for them.
+/// Writes the tiles of a checked matrix to `out`, which has enough memory for them.
 pub(super) fn prepare(stream: &Stream, q: &View<'_>, out: u64) -> Result<()> {
     static VARIANTS: Variants<()> = Variants::new();
     let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
@@ -107,7 +109,8 @@ pub(super) fn prepare(stream: &Stream, q: &View<'_>, out: u64) -> Result<()> {
         aligned: (q.cols.is_multiple_of(32) && q.codes.address().is_multiple_of(16)).into(),
     };
     let kernel = VARIANTS.get(stream.device(), (), source)?;
-    // SAFETY: `Params` is laid out as in prepare.cu; the matrix was checked, and the caller has room for its tiles.
+    // SAFETY: `Params` is laid out as in prepare.cu; the matrix was checked, and the caller has
+    // room for its tiles.
     unsafe { kernel.launch(stream, [count.div_ceil(AT_ONCE), 1, 1], 128 * AT_ONCE, 0, &params) }?;
     Ok(())
 }

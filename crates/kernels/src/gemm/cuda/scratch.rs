@@ -1,17 +1,17 @@
-//! Memory that a product needs while it runs.
+//! Scratch memory of a product.
 
 use crate::cuda::{Allocator, Memory, Result, Stream};
 
-/// Memory for the work of one stream that is queued while this is there. It goes back to where it came from when dropped, for later work
-/// of that stream.
+/// Memory for work that is queued on one stream before this is dropped. Later work of that stream
+/// may reuse it.
 pub(super) struct Scratch<const N: usize> {
-    /// Where its pieces begin, at multiples of 256.
+    /// The addresses of the buffers, multiples of 256.
     pub addresses: [u64; N],
     _memory: Option<Memory>,
 }
 
 impl<const N: usize> Scratch<N> {
-    /// Pieces of so many bytes each. What is there is undefined.
+    /// `N` buffers of `bytes` bytes each. Their contents are undefined.
     pub fn new(stream: &Stream, memory: &dyn Allocator, bytes: [usize; N]) -> Result<Self> {
         const ALIGNED: usize = 256;
         let mut total = 0usize;

@@ -1,4 +1,4 @@
-//! Which kernel multiplies: shapes, and what they were measured to cost.
+//! The choice of a kernel: shapes, and their measured costs.
 
 use super::prepared::{TILE, TILE_BYTES};
 use crate::cuda::Device;
@@ -13,7 +13,7 @@ pub(super) enum Instruction {
     Mma,
 }
 
-/// The settings of `ring.cuh`.
+/// The settings of `pipeline.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
     pub instruction: Instruction,
@@ -27,7 +27,7 @@ pub(super) struct Shape {
     pub registers: Option<(u32, u32)>,
 }
 
-/// A shape that there is to choose from, as deep as is useful.
+/// A shape to choose from, with as many stages as are useful.
 struct Candidate {
     shape: Shape,
     /// Nanoseconds that a block takes for 64 columns on an H200, measured with N = K = 8192.
@@ -38,7 +38,8 @@ const fn shape(instruction: Instruction, tokens: u32, rows: u32, slices: u32, st
     Shape { instruction, tokens, rows, slices, stages, tiles, split: 1, registers: None }
 }
 
-/// Hopper's. The last one is for many tokens: accumulators take more than half of all registers.
+/// Shapes for Hopper. The last one is for many tokens: accumulators take more than half of all
+/// registers.
 const HOPPER: [Candidate; 6] = {
     use Instruction::{Mma, Wgmma};
     let most = Shape { registers: Some((40, 232)), ..shape(Wgmma, 256, 2, 1, 6, 1) };
@@ -52,7 +53,7 @@ const HOPPER: [Candidate; 6] = {
     ]
 };
 
-/// Every other GPU's.
+/// Shapes for every other GPU.
 const PORTABLE: [Candidate; 5] = {
     use Instruction::Mma;
     [
@@ -64,7 +65,7 @@ const PORTABLE: [Candidate; 5] = {
     ]
 };
 
-/// The most blocks that are made to share an output.
+/// The most blocks that share an output.
 const MOST_SPLIT: u32 = 8;
 /// What sharing costs, in nanoseconds.
 const SPLIT_COST: f64 = 1500.0;
@@ -87,7 +88,8 @@ impl Shape {
         128 * (self.rows * self.slices + 1)
     }
 
-    /// Whether a block takes one tile of outputs after the other. Where sums meet in the end it takes one.
+    /// Whether a block is persistent and computes one tile of outputs after another. A block whose
+    /// sums are combined with others computes one.
     pub fn stays(&self) -> bool {
         self.slices * self.split == 1
     }
@@ -97,7 +99,7 @@ impl Shape {
         row_tiles.div_ceil(self.rows as usize) * m.div_ceil(self.tokens as usize)
     }
 
-    /// With no more stages than fit, and steps that K is a multiple of; `None` where too few are left.
+    /// The shape with as many stages as fit and steps that divide K; `None` if too few stages fit.
     fn fitted(mut self, shared_memory: u32, k_tiles: usize) -> Option<Self> {
         if !k_tiles.is_multiple_of(self.tiles as usize) {
             (self.tiles, self.stages) = (self.tiles / 2, self.stages * 2);
@@ -109,7 +111,7 @@ impl Shape {
         (self.stages >= least).then_some(self)
     }
 
-    /// The shape that a product is expected to be fastest with.
+    /// The shape that is expected to be the fastest for a product.
     pub fn choose(device: Device, m: usize, (row_tiles, k_tiles): (usize, usize)) -> Option<Shape> {
         let chip = Chip::of(device);
         let candidates: &[Candidate] = if chip.wgmma { &HOPPER } else { &PORTABLE };
@@ -127,7 +129,7 @@ impl Shape {
 
     /// Nanoseconds.
     fn cost(&self, step: f64, chip: &Chip, m: usize, (row_tiles, k_tiles): (usize, usize)) -> f64 {
-        // Clusters do not fill the chip: they lie within its parts.
+        // Clusters do not fill the chip: each must fit within one of its partitions.
         let room = match self.split {
             1 => chip.multiprocessors,
             2 => chip.multiprocessors - chip.multiprocessors / 32,
@@ -158,7 +160,7 @@ impl fmt::Display for Shape {
     }
 }
 
-/// What matters of a GPU.
+/// The properties of a GPU that the choice depends on.
 struct Chip {
     wgmma: bool,
     clusters: bool,
@@ -178,7 +180,7 @@ impl Chip {
     }
 }
 
-/// Every shape that there is, for tests that compile them.
+/// Every shape, for tests that compile them.
 pub(super) fn all() -> Vec<Shape> {
     HOPPER.iter().chain(&PORTABLE).map(|candidate| candidate.shape).collect()
 }
@@ -203,7 +205,8 @@ mod tests {
     #[test]
     fn registers_are_only_handed_on() {
         for shape in all() {
-            // Changed numbers of registers come from those that the block was started with: else its threads would wait for ever.
+            // Changed numbers of registers come from those that the block was started with: else
+            // its threads would wait for ever.
             if let Some((fills, multiplies)) = shape.registers {
                 let start = 65536 / shape.threads() / 8 * 8;
                 assert!(128 * fills + (shape.threads() - 128) * multiplies <= shape.threads() * start, "{shape}");

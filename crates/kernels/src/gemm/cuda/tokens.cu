@@ -1,5 +1,6 @@
-// NVFP4 tokens as numbers of 16 bits: without their global scale and times 2⁻⁷, which is exact. A thread decodes a block. What
-// stands after the last column of a row is multiplied by zeros, which the weights have there.
+// NVFP4 tokens as numbers of 16 bits: without their global scale and times 2⁻⁷, which is exact. A
+// thread decodes a block. The padding after the last column of a row is multiplied by zeros, which
+// the weights have there.
 
 struct Params {
     const u8* codes;
@@ -19,7 +20,7 @@ RULE u32 token_scale(u32 byte) {
 
 extern "C" __global__ void __launch_bounds__(256) gemm_tokens(const __grid_constant__ Params p) {
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
-    // The product that follows may be brought to the chip once what this kernel follows has ended.
+    // The product that follows may start once the work before this kernel has finished.
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 #endif
     u64 at = (u64)blockIdx.x * 256 + threadIdx.x, blocks = (p.cols + BLOCK - 1) / BLOCK, pitch = (p.cols + 1) / 2;

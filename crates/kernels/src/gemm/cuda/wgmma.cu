@@ -1,7 +1,8 @@
-// Products of prepared weights (ring.cuh) with Hopper's instruction for a warpgroup, `wgmma`, which takes its left operand from
-// registers and the right one from shared memory. It comes before this text, for TOKENS tokens.
+// Products of prepared weights (pipeline.cuh) with Hopper's warpgroup instruction `wgmma`, which
+// reads its left operand from registers and the right one from shared memory. The function `wgmma`
+// for TOKENS tokens comes before this text.
 
-// 8 rows of 128 bytes that follow each other, with their pieces of 16 bytes exchanged.
+// The descriptor of consecutive rows of 128 bytes, 8 to a group, with 128-byte swizzling.
 RULE u64 descriptor(u32 address) { return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
 RULE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -10,11 +11,11 @@ template <int N>
 RULE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
 extern "C" KERNEL gemm_wgmma(const __grid_constant__ Params p) {
-    run(p, [](const Consumer& me, const Work& work, Place& place, u32 full, u32 empty, u32 stages, float (&sums)[TOKENS / 2]) {
+    run(p, [](const Consumer& me, const Work& work, PipelineState& state, u32 full, u32 empty, u32 stages, float (&sums)[TOKENS / 2]) {
         u32 a[4][4], before = STAGES;
         for (u32 k = work.first + me.slice; k < work.last; k += SLICES) {
-            u32 at = stages + place.stage * STAGE_BYTES;
-            wait(full + 8 * place.stage, place.parity);
+            u32 at = stages + state.stage * STAGE_BYTES;
+            wait(full + 8 * state.stage, state.parity);
 #pragma unroll
             for (u32 tile = 0; tile < TILES; tile++) {
                 uint4 codes = load_shared16(at + me.codes() + tile * TILE_BYTES);
@@ -33,8 +34,8 @@ extern "C" KERNEL gemm_wgmma(const __grid_constant__ Params p) {
                     wgmma_commit();
                 }
             }
-            before = place.stage;
-            place.advance(SLICES);
+            before = state.stage;
+            state.advance(SLICES);
         }
         wgmma_wait<0>();
         if (before < STAGES) me.release(empty + 8 * before);

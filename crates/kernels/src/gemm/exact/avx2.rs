@@ -1,7 +1,7 @@
 //! Eight rows of B at a time, with multiplications of bytes that add up in pairs.
 
 use super::{Accumulate, DOUBLED, Kernel, PanelStep, SCALES, SHIFT, Step, Tile, spread};
-use crate::avx2::{Avx2, codes_of, turned};
+use crate::avx2::{Avx2, codes_of, transposed};
 use nvfp4_spec::BLOCK;
 use nvfp4_spec::matrix::View;
 use std::arch::x86_64::*;
@@ -71,7 +71,7 @@ fn tile<const R: usize, const EXACT: bool>(rows: &[&[Step]], panel: &[PanelStep<
     }
 }
 
-/// Unpacks rows `first`, `first + 1`, … of B, as many as there are up to `N`, side by side.
+/// Unpacks up to `N` rows of B from row `first` on, side by side.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [PanelStep<N>]) {
     let scales = &*SCALES;
@@ -90,13 +90,13 @@ pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [Pa
                 let bytes = rows[i][8 * k..].first_chunk().expect("a whole block has 8 bytes");
                 _mm_shuffle_epi8(table, codes_of(*bytes))
             });
-            for (values, turned) in step.values.iter_mut().zip(turned(fours)) {
+            for (values, transposed) in step.values.iter_mut().zip(transposed(fours)) {
                 let to: &mut [[u8; 4]; 4] = values[c..].first_chunk_mut().expect("N is a multiple of 4");
                 // SAFETY: the destination is an array of 16 bytes.
-                unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), turned) };
+                unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), transposed) };
             }
         }
-        // A block that ends early is unpacked one value at a time.
+        // A partial block is unpacked one value at a time.
         if whole < panel.len() {
             for (i, row) in rows.iter().enumerate() {
                 for e in 0..BLOCK {

@@ -82,7 +82,8 @@ fn store(sums: [__m512d; 2], out: &mut [f64; 16]) {
     }
 }
 
-/// A step of a panel in registers: values, and scales, quartered because values are doubled on both sides.
+/// A step of a panel in registers: values, and scales, quartered because values are doubled on both
+/// sides.
 struct Loaded {
     values: [__m512i; 4],
     scales: __m512,

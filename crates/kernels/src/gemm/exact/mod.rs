@@ -1,23 +1,26 @@
 //! NVFP4 × NVFP4 in vectors. **Exact**: twin of [`nvfp4_spec::gemm`].
 //!
-//! E2M1 values doubled are integers of at most 12, so a block's 16 products add up in integers. Of two factors the
-//! instructions want one unsigned: B's get 12 added, which 12 times the sum of A's takes off again. A block's term is that
-//! integer times both scales, at most 20 significant bits: exact in binary32. Terms are added in binary64.
+//! E2M1 values doubled are integers of at most 12, so a block's 16 products add up in integers. The
+//! instructions need one unsigned factor: 12 is added to B's values, and 12 times the sum of A's
+//! values is subtracted again. A block's term is that integer times both scales, at most 20
+//! significant bits: exact in binary32. Terms are added in binary64.
 //!
 //! # Why that sum is exact
 //!
-//! With `g` the smallest unit that a row's scales are multiples of, every term of output (i, j) is a multiple of gᵢ·gⱼ/4 and at
-//! most 2304·sᵢ·sⱼ/4, s being the row's largest scale. While the number of blocks times 2304·sᵢ·sⱼ stays below 2⁵³·gᵢ·gⱼ,
-//! no partial sum needs more than 53 bits. Rows of ordinary matrices are far below that. Where they are not, sums are taken over runs of
-//! 64 blocks, which are within it whatever the scales, and added up as integers.
+//! With `g` the smallest unit that a row's scales are multiples of, every term of output (i, j) is
+//! a multiple of gᵢ·gⱼ/4 and at most 2304·sᵢ·sⱼ/4, s being the row's largest scale. While the
+//! number of blocks times 2304·sᵢ·sⱼ stays below 2⁵³·gᵢ·gⱼ, no partial sum needs more than 53 bits.
+//! Rows of ordinary matrices are far below that. Where they are not, sums are taken over runs of 64
+//! blocks, which are within it whatever the scales, and added up as integers.
 //!
-//! B is taken in panels of a few rows, which are unpacked once, side by side, and stay in cache while all rows of A pass.
+//! B is processed in panels of a few rows. A panel is unpacked once, side by side, and stays in
+//! cache for all rows of A.
 
 mod avx2;
 mod avx512;
 pub(super) mod row;
 
-use super::outputs::{MOST, Outputs};
+use super::writer::{MOST, Writer};
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
 use nvfp4_spec::gemm::{Accumulate, Product, TERM_UNIT};
@@ -39,8 +42,8 @@ pub(super) enum Vectors {
     Avx512(Avx512),
 }
 
-/// A block of a row of A: its values in fours, what undoes the shift of B's, its scale, and, in the first of two blocks, how far
-/// apart their scales are ([`spread`]).
+/// A block of a row of A: its values in fours, what undoes the shift of B's, its scale, and, in the
+/// first of two blocks, how far apart their scales are ([`spread`]).
 #[derive(Clone, Copy)]
 struct Step {
     values: [i32; 4],
@@ -58,8 +61,8 @@ struct Range {
 
 impl Range {
     fn of(scales: &[u8]) -> Self {
-        // Values and their units grow with the byte, so the largest and the smallest that is not zero say it all. NaN makes its
-        // outputs NaN whatever the range.
+        // Values and their units grow with the byte, so the largest and the smallest that is not
+        // zero say it all. NaN makes its outputs NaN whatever the range.
         let (mut largest, mut below) = (0, e4m3::MAX_BYTE - 1);
         for &byte in scales {
             let magnitude = (byte & 0x7F).min(e4m3::MAX_BYTE);
@@ -84,8 +87,8 @@ impl Range {
     }
 }
 
-/// A block of `N` rows of B side by side: values four by four, shifted, and scales; in the first of two blocks the largest
-/// [`spread`] of a row.
+/// A block of `N` rows of B side by side: values four by four, shifted, and scales; in the first of
+/// two blocks the largest [`spread`] of a row.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct PanelStep<const N: usize> {
@@ -96,13 +99,14 @@ struct PanelStep<const N: usize> {
 
 /// By how many powers of two the scales of two blocks differ; none if one of them is 0.
 ///
-/// A scale is at most 15 times the unit of its power of two. Two terms of an output, each a sum of 16 products times two scales,
-/// are then multiples of one unit, and with both sides' spreads at most [`PAIRED`] together their sum is at most
-/// 2·2304·15²·2⁴ = 16,588,800 < 2²⁴ of those units: exact in binary32.
+/// A scale is at most 15 times the unit of its power of two. Two terms of an output, each a sum of
+/// 16 products times two scales, are then multiples of one unit, and with both sides' spreads at
+/// most [`PAIRED`] together their sum is at most 2·2304·15²·2⁴ = 16,588,800 < 2²⁴ of those units:
+/// exact in binary32.
 fn spread(first: u8, second: u8) -> u8 {
     let power = |byte: u8| (byte >> 3 & 15).max(1);
     let difference = power(first).abs_diff(power(second));
-    // Without a branch, so that the compiler makes vectors of it.
+    // Without a branch, so that the compiler vectorizes it.
     difference * u8::from((first & 0x7F != 0) & (second & 0x7F != 0))
 }
 
@@ -133,7 +137,7 @@ pub(super) fn gemm<T: Element>(vectors: Vectors, a: &View<'_>, b: &View<'_>, pro
     }
 }
 
-/// Up to so many rows of A, unpacking B to memory costs more than it saves.
+/// The number of rows of A up to which unpacking B to memory costs more than it saves.
 pub(super) const FEW: usize = 4;
 /// Rows of B that a thread takes at a time where A has few.
 pub(super) const CHUNK: usize = MOST;
@@ -143,7 +147,7 @@ fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Pro
     let blocks = a.cols.div_ceil(BLOCK);
     let rows: Vec<Vec<row::Group>> = (0..a.rows).map(|i| row::groups(a, i)).collect();
     let a_range = (0..a.rows).map(|i| Range::of(a.scale_row(i))).reduce(Range::and).expect("A has rows");
-    let outputs = Outputs::new((a.into(), b.into()), product, out);
+    let writer = Writer::new((a.into(), b.into()), product, out);
     (0..b.rows.div_ceil(CHUNK)).into_par_iter().for_each(|chunk| {
         let first = chunk * CHUNK;
         let width = CHUNK.min(b.rows - first);
@@ -157,7 +161,7 @@ fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Pro
         for i in 0..a.rows {
             let sums = columns.map(|column| column[i][0]);
             // SAFETY: a chunk writes the columns of its own rows of B only.
-            unsafe { outputs.write(i, first, &sums[..width]) };
+            unsafe { writer.write(i, first, &sums[..width]) };
         }
     });
 }
@@ -175,7 +179,7 @@ fn run<T: Element, const N: usize>(
     let group_of = |first: usize| range(first..a.rows.min(first + MOST_ROWS)).expect("a group has rows");
     let a_ranges: Vec<Range> = (0..a.rows).step_by(MOST_ROWS).map(group_of).collect();
     let rows: Vec<&[Step]> = steps.chunks_exact(blocks).collect();
-    let outputs = Outputs::new((a.into(), b.into()), product, out);
+    let writer = Writer::new((a.into(), b.into()), product, out);
     (0..b.rows.div_ceil(N)).into_par_iter().for_each_init(
         || vec![PanelStep::<N>::EMPTY; blocks],
         |panel, p| {
@@ -200,18 +204,18 @@ fn run<T: Element, const N: usize>(
                 });
                 for (r, sums) in tile[..height].iter().enumerate() {
                     // SAFETY: a panel writes the columns of its own rows of B only.
-                    unsafe { outputs.write(group + r, first, &sums[..width]) };
+                    unsafe { writer.write(group + r, first, &sums[..width]) };
                 }
             }
         },
     );
 }
 
-/// Blocks of a run: a sum of 64·2304·(448·2⁹)² < 2⁵³ units is exact however far apart scales are. Even, and a multiple of what
-/// [`row::sums`] takes at a time.
+/// Blocks of a run: a sum of 64·2304·(448·2⁹)² < 2⁵³ units is exact however far apart scales are.
+/// Even, and a multiple of what [`row::sums`] takes at a time.
 const RUN: usize = 64;
 
-/// A tile of sums over all blocks, `step` of them at a time, each of which `sums` leaves exact; rounded once.
+/// A tile of sums over all blocks, rounded once. `sums` adds `step` blocks at a time, exactly.
 fn in_runs<const N: usize>(
     blocks: usize,
     step: usize,
@@ -242,7 +246,7 @@ fn steps<'a>(a: &View<'a>, i: usize) -> impl Iterator<Item = Step> + use<'a> {
         for (pair, &byte) in values.chunks_exact_mut(2).zip(&codes[k * BLOCK / 2..]) {
             pair.copy_from_slice(&[DOUBLED[usize::from(byte & 15)], DOUBLED[usize::from(byte >> 4)]]);
         }
-        // Codes beyond an odd end are zero by the format; a caller's buffer may say otherwise.
+        // The format requires codes beyond an odd end to be zero, but a caller's buffer may differ.
         if cols < (k + 1) * BLOCK {
             values[cols - k * BLOCK..].fill(0);
         }

@@ -1,8 +1,9 @@
-//! Few rows of A: B's rows are read as they lie, once, and nothing is unpacked to memory.
+//! The product for few rows of A: B's rows are read once, and nothing is unpacked to memory.
 //!
-//! Sixteen blocks of a row of B are 128 bytes. Each lane of a vector takes a block: one vector the first four bytes of each, one the
-//! other four. Their low nibbles are even elements, their high nibbles odd ones; A's are put into the same order beforehand, and four
-//! dot products add up to a block's sum in its lane.
+//! Sixteen blocks of a row of B are 128 bytes. Each lane of a vector takes a block: one vector the
+//! first four bytes of each, one the other four. Their low nibbles are even elements, their high
+//! nibbles odd ones; A's are put into the same order beforehand, and four dot products add up to a
+//! block's sum in its lane.
 
 use super::{BLOCK, DOUBLED, SHIFT};
 use crate::avx512::Avx512;
@@ -40,7 +41,8 @@ pub(super) fn groups(a: &View<'_>, i: usize) -> Vec<Group> {
     steps.chunks(LANES).map(group).collect()
 }
 
-/// The sums of row `j` of B with rows of A over some blocks, from a multiple of [`LANES`] on; exact where binary64 is.
+/// The sums of row `j` of B with rows of A over some blocks, from a multiple of [`LANES`] on; exact
+/// where binary64 is.
 pub(super) fn sums(_token: Avx512, rows: &[Vec<Group>], b: &View<'_>, j: usize, blocks: Range<usize>, out: &mut [f64]) {
     let groups = blocks.start / LANES..blocks.end.div_ceil(LANES);
     match rows {
@@ -105,7 +107,8 @@ pub(in super::super) fn block_words(codes: &[u8]) -> [__m512i; 2] {
     [_mm512_permutex2var_epi32(first, even, second), _mm512_permutex2var_epi32(first, odd, second)]
 }
 
-/// The codes of 16 blocks, one per byte: low and high nibbles of the first words, then of the second.
+/// The codes of 16 blocks, one per byte: low and high nibbles of the first words, then of the
+/// second.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 #[inline]
 fn nibbles(codes: &[u8]) -> [__m512i; 4] {
@@ -128,7 +131,8 @@ pub(in super::super) fn decoded(scales: &[u8]) -> __m512 {
     let bytes = _mm512_cvtepu8_epi32(unsafe { _mm_maskz_loadu_epi8(mask, scales.as_ptr().cast()) });
     let magnitude = _mm512_and_si512(bytes, _mm512_set1_epi32(0x7F));
     let sign = _mm512_slli_epi32::<24>(_mm512_and_si512(bytes, _mm512_set1_epi32(0x80)));
-    // Shifted into place the exponent is 120 too small; the product is exact and normalises subnormals.
+    // Shifted into place the exponent is 120 too small; the product is exact and normalises
+    // subnormals.
     let bits = _mm512_or_si512(_mm512_slli_epi32::<20>(magnitude), sign);
     let value = _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(f32::from_bits((127 + 120) << 23)));
     let nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7F));

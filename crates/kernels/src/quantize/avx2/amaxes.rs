@@ -2,43 +2,48 @@
 
 use super::target::Target;
 use super::{Job, PANEL, column};
-use crate::amax::{self, Wanted};
+use crate::amax::{self, Outputs};
 use crate::{Implementation, Result};
 use nvfp4_spec::hadamard::{FACTOR, PRECISION, Signs};
-use nvfp4_spec::{BLOCK, Edge, Element, GlobalScale, Mode};
+use nvfp4_spec::{BLOCK, Element, GlobalScale, Mode, Specials};
 use rayon::prelude::*;
 
 impl<T: Element> Job<'_, T> {
-    /// Finds the amaxes that are asked for, in one pass over the matrix, or two if the directions treat NaN differently, and one
-    /// more for the Hadamard transform. Row amaxes are left out if only the row direction is wanted: they are found on the way.
+    /// Computes the missing amaxes: in one pass over the matrix, in two if the directions treat NaN
+    /// differently, plus one for the Hadamard transform. Row amaxes are left out if there is only
+    /// the row direction: they are computed together with the codes.
     pub(super) fn find_amaxes<'a>(&self, row: &mut Option<Target<'a>>, col: &mut Option<Target<'a>>) -> Result<()> {
         if let Some(target) = col
             && let Some(signs) = target.transform
-            && target.wants_amax()
+            && target.needs_amax()
         {
             target.set_amax(self.transformed_amax(signs, &target.mode)?);
         }
         let rows_too = col.is_some();
-        for edge in [Edge::Kernel, Edge::Reference] {
-            let wants = |target: &Option<Target<'_>>, global| {
-                target.as_ref().is_some_and(|t| t.wants_amax() && t.mode.amax_edge() == edge && t.mode.global == global)
+        for specials in [Specials::Kernel, Specials::Reference] {
+            let needs = |target: &Option<Target<'_>>, global| {
+                target
+                    .as_ref()
+                    .is_some_and(|t| t.needs_amax() && t.mode.amax_specials() == specials && t.mode.global == global)
             };
-            let of_tensor = wants(row, GlobalScale::PerTensor) || wants(col, GlobalScale::PerTensor);
-            let of_rows = rows_too && wants(row, GlobalScale::PerRow);
-            let of_cols = wants(col, GlobalScale::PerRow);
+            let of_tensor = needs(row, GlobalScale::PerTensor) || needs(col, GlobalScale::PerTensor);
+            let of_rows = rows_too && needs(row, GlobalScale::PerRow);
+            let of_cols = needs(col, GlobalScale::PerRow);
             let (mut tensor, mut rows, mut cols) = (0.0, vec![], vec![]);
             rows.resize(if of_rows { self.x.rows() } else { 0 }, 0.0);
             cols.resize(if of_cols { self.x.cols() } else { 0 }, 0.0);
-            let wanted = Wanted {
+            let outputs = Outputs {
                 tensor: of_tensor.then_some(&mut tensor),
                 rows: of_rows.then_some(&mut rows[..]),
                 cols: of_cols.then_some(&mut cols[..]),
             };
             if of_tensor || of_rows || of_cols {
-                amax::amax(Implementation::Avx2(self.token), self.x, edge, wanted)?;
+                amax::amax(Implementation::Avx2(self.token), self.x, specials, outputs)?;
             }
             for (target, of_each, values) in [(row.as_mut(), of_rows, rows), (col.as_mut(), of_cols, cols)] {
-                let Some(target) = target.filter(|t| t.wants_amax() && t.mode.amax_edge() == edge) else { continue };
+                let Some(target) = target.filter(|t| t.needs_amax() && t.mode.amax_specials() == specials) else {
+                    continue;
+                };
                 match target.mode.global {
                     GlobalScale::PerTensor => target.set_amax(vec![tensor]),
                     GlobalScale::PerRow if of_each => target.set_amax(values),
@@ -59,17 +64,17 @@ impl<T: Element> Job<'_, T> {
                 let range = (p * PANEL, rows.min((p + 1) * PANEL));
                 let (mut maxima, _) = empty();
                 // SAFETY: an Avx2 token is only made after detection.
-                let nan = unsafe { column::hadamard_maxima(&self.piece(range, (0, cols)), signs, &mut maxima) };
+                let nan = unsafe { column::hadamard_maxima(&self.submatrix(range, (0, cols)), signs, &mut maxima) };
                 (maxima, nan)
             })
             .reduce(empty, |(mut a, m), (b, n)| {
                 a.iter_mut().zip(b).for_each(|(a, b)| *a = a.max(b));
                 (a, m | n)
             });
-        if nan && mode.amax_edge() == Edge::Reference {
-            // Which maxima are NaN was not kept; the rules tell.
+        if nan && mode.amax_specials() == Specials::Reference {
+            // Which maxima are NaN was not recorded; the rules compute it.
             let transposed = nvfp4_spec::matrix::columns(&self.x.to_matrix(), Some(signs))?;
-            return Ok(nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_edge())?);
+            return Ok(nvfp4_spec::matrix::amax(&transposed, mode.global, mode.amax_specials())?);
         }
         let values = (0..cols).map(|c| PRECISION.round(FACTOR * maxima[column::maximum_of::<T>(c)]));
         Ok(match mode.global {

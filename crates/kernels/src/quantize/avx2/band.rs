@@ -1,6 +1,7 @@
-//! A band is quantized in three sweeps over data that sits in cache: the largest magnitude of every tile, the scale bytes,
-//! the codes. What the sweeps cannot decide exactly (NaN in a tile, a factor that is not a positive number, a 4over6 choice
-//! within its error bound) is left to the rules of `spec`, tile by tile, at the end.
+//! A band is quantized in three sweeps over data that sits in cache: the largest magnitude of every
+//! tile, the scale bytes, the codes. What the sweeps cannot decide exactly (NaN in a tile, a factor
+//! that is not a positive number, a 4over6 choice within its error bound) is left to the rules of
+//! `spec`, tile by tile, at the end.
 
 use super::cuts::Table;
 use super::encode::{self, KEEP};
@@ -9,14 +10,16 @@ use crate::avx2::small_float::{E4m3, codes, store_bytes};
 use crate::avx2::{
     Avx2, abs, infinity_bits, largest_of_eight, load, load_eight, max, philox, value_of, values_of, zero,
 };
-use nvfp4_spec::block::{self, Rows, Scaling};
+use nvfp4_spec::block::{self, Scaling};
 use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::stochastic::Random;
-use nvfp4_spec::{BLOCK, Edge, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, e2m1, e4m3};
+use nvfp4_spec::tile::Rows;
+use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, Specials, e2m1, e4m3};
 use std::arch::x86_64::*;
 
-/// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix are zeros.
+/// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix
+/// are zeros.
 pub(super) struct Band<'a, T> {
     pub data: &'a [T],
     /// Distance between rows.
@@ -38,7 +41,7 @@ impl<'a, T: Element> Band<'a, T> {
     }
 }
 
-/// Where a band's bytes go: row `r` starts at `r` strides.
+/// The output buffers of a band: row `r` starts at `r` strides.
 pub(super) struct Output<'a> {
     pub codes: &'a mut [u8],
     pub code_stride: usize,
@@ -46,7 +49,7 @@ pub(super) struct Output<'a> {
     pub scale_stride: usize,
 }
 
-/// Where a band's random bytes come from.
+/// The source of a band's random bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Draw<'a> {
     pub rounding: Rounding<Random<'a>>,
@@ -92,7 +95,8 @@ impl Worker {
         unsafe { self.run(scaling, band, draw, out) }
     }
 
-    /// How many tiles of the last band were left to the rules; one that was so for two reasons counts twice.
+    /// The number of tiles of the last band that were left to the rules; a tile left for two
+    /// reasons counts twice.
     pub fn undecided(&self) -> usize {
         self.undecided.len()
     }
@@ -111,7 +115,7 @@ impl Worker {
                 }
             }
         }
-        let keep = mode.profile.code_edge(mode.edge) == Edge::Kernel;
+        let keep = mode.profile.code_specials(mode.specials) == Specials::Kernel;
         let divide = matches!(scaling.factor(e4m3::MAX_BYTE), Factor::Divide(_));
         for r in 0..band.height {
             let codes = &mut out.codes[r * out.code_stride..][..band.blocks * BLOCK / 2];
@@ -211,7 +215,7 @@ impl Worker {
         }
     }
 
-    /// The better of two scales for every tile; a tile that the filter cannot tell is undecided.
+    /// The better of two scales for every tile; a tile that the filter cannot decide is undecided.
     #[target_feature(enable = "avx2,fma,f16c")]
     fn choose_four_over_six<T: Element, const MAE: bool>(&mut self, band: &Band<'_, T>, error: ErrorPath) {
         let global = self.table.scaling().global;

@@ -1,4 +1,5 @@
-//! Columns of a panel as rows: the transposed input, Hadamard-transformed if asked. Twin of [`nvfp4_spec::matrix::columns`].
+//! Columns of a panel as rows: the transposed input, Hadamard-transformed if asked. Twin of
+//! [`nvfp4_spec::matrix::columns`].
 
 use crate::avx2::{Block, load, round_bits, store, widen, zero};
 use half::bf16;
@@ -6,18 +7,18 @@ use nvfp4_spec::hadamard::{FACTOR, Signs};
 use nvfp4_spec::{BLOCK, Element, Precision};
 use std::arch::x86_64::*;
 
-/// A piece of a matrix: `rows` × `cols` elements, rows `stride` apart.
+/// A submatrix: `rows` × `cols` elements, rows `stride` apart.
 #[derive(Clone, Copy)]
-pub(super) struct Piece<'a, T> {
+pub(super) struct Submatrix<'a, T> {
     pub data: &'a [T],
     pub stride: usize,
     pub rows: usize,
     pub cols: usize,
 }
 
-impl<'a, T: Element> Piece<'a, T> {
-    /// Hands the squares of 16 × 16 elements to `visit`, with the position of their first element. A ragged one comes as a copy,
-    /// padded with zeros.
+impl<'a, T: Element> Submatrix<'a, T> {
+    /// Hands the squares of 16 × 16 elements to `visit`, with the position of their first element.
+    /// A ragged one comes as a copy, padded with zeros.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
     fn for_each_square(&self, mut visit: impl FnMut(usize, usize, &[T], usize)) {
@@ -39,16 +40,16 @@ impl<'a, T: Element> Piece<'a, T> {
     }
 }
 
-/// Writes the columns as rows of `pitch` elements, zeros behind the last. `pitch` is the number of rows rounded up to 16, and
-/// `out` has room for the number of columns rounded up to 16.
+/// Writes the columns as rows of `pitch` elements, zeros behind the last. `pitch` is the number of
+/// rows rounded up to 16, and `out` has room for the number of columns rounded up to 16.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn transpose<T: Element>(x: &Piece<'_, T>, pitch: usize, out: &mut [T]) {
+pub(super) fn transpose<T: Element>(x: &Submatrix<'_, T>, pitch: usize, out: &mut [T]) {
     x.for_each_square(|r, c, square, stride| transpose_square(square, stride, pitch, &mut out[c * pitch + r..]));
 }
 
 /// The same for the transformed columns.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn transpose_hadamard<T: Element>(x: &Piece<'_, T>, signs: Signs, pitch: usize, out: &mut [bf16]) {
+pub(super) fn transpose_hadamard<T: Element>(x: &Submatrix<'_, T>, signs: Signs, pitch: usize, out: &mut [bf16]) {
     let flips = flips::<T>(signs);
     let mut rows = [[bf16::ZERO; BLOCK]; BLOCK];
     x.for_each_square(|r, c, square, stride| {
@@ -72,13 +73,14 @@ pub(super) fn transpose_hadamard<T: Element>(x: &Piece<'_, T>, signs: Signs, pit
     });
 }
 
-/// The largest magnitudes of the transformed columns before the factor 1/4 and the rounding to bf16, joined with those in
-/// `maxima`. That of column `c` is at [`maximum_of`] it; there is room for a multiple of 16 columns. NaN is passed over; the
-/// result says whether there was one.
+/// The largest magnitudes of the transformed columns before the factor 1/4 and the rounding to
+/// bf16, joined with those in `maxima`. That of column `c` is at [`maximum_of`] it; there is room
+/// for a multiple of 16 columns. NaN is passed over; the result says whether there was one.
 ///
-/// Factor and rounding are monotone, so the largest result is that of the largest value; they are left to the caller.
+/// Factor and rounding are monotone, so the largest result is that of the largest value; they are
+/// left to the caller.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn hadamard_maxima<T: Element>(x: &Piece<'_, T>, signs: Signs, maxima: &mut [f32]) -> bool {
+pub(super) fn hadamard_maxima<T: Element>(x: &Submatrix<'_, T>, signs: Signs, maxima: &mut [f32]) -> bool {
     let flips = flips::<T>(signs);
     let mut nan = false;
     x.for_each_square(|_, c, square, stride| {
@@ -98,7 +100,8 @@ pub(super) fn maximum_of<T: Element>(column: usize) -> usize {
     }
 }
 
-/// Joins the magnitudes of 16 transformed rows with the maxima of their eight columns; whether one was NaN.
+/// Joins the magnitudes of 16 transformed rows with the maxima of their eight columns; whether one
+/// was NaN.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn join_maxima(rows: [__m256; BLOCK], maxima: &mut [f32]) -> bool {
@@ -118,10 +121,12 @@ fn join_maxima(rows: [__m256; BLOCK], maxima: &mut [f32]) -> bool {
     _mm256_movemask_ps(unordered) != 0
 }
 
-/// The butterflies of eight columns of a square, one half (0) or the other (1), before the factor 1/4. Twin of
-/// [`nvfp4_spec::hadamard::transform`]: the same additions in the same order, a row per vector.
+/// The butterflies of eight columns of a square, one half (0) or the other (1), before the factor
+/// 1/4. Twin of [`nvfp4_spec::hadamard::transform`]: the same additions in the same order, a row
+/// per vector.
 ///
-/// The halves of bf16 are the even and the odd columns, which become binary32 by a shift or a mask alone.
+/// The halves of bf16 are the even and the odd columns, which become binary32 by a shift or a mask
+/// alone.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn hadamard<T: Element, const HALF: usize>(square: &[T], stride: usize, flips: &[Block; BLOCK]) -> [__m256; BLOCK] {
@@ -144,7 +149,8 @@ fn hadamard<T: Element, const HALF: usize>(square: &[T], stride: usize, flips: &
     v
 }
 
-/// The bits of 16 bf16 values in the high halves of two vectors, halves as in [`hadamard`], as a block.
+/// The bits of 16 bf16 values in the high halves of two vectors, halves as in [`hadamard`], as a
+/// block.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn join_bf16<T: Element>(a: __m256i, b: __m256i) -> Block {
@@ -178,7 +184,8 @@ fn flips<T: Element>(signs: Signs) -> [Block; BLOCK] {
     flips
 }
 
-/// One stage of butterflies. The distance is a constant so that the loop unrolls and the vectors stay in registers.
+/// One stage of butterflies. The distance is a constant so that the loop unrolls and the vectors
+/// stay in registers.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn stage<const DISTANCE: usize>(v: &mut [__m256; BLOCK]) {
@@ -216,12 +223,13 @@ fn transpose_square<T: Element>(x: &[T], stride: usize, pitch: usize, out: &mut 
     }
 }
 
-/// Sixteen rows of eight two-byte elements as eight columns. Rows `i` and `i + 8` share a vector, so that transposing both halves
-/// as 8 × 8 elements leaves a whole column in each.
+/// Sixteen rows of eight two-byte elements as eight columns. Rows `i` and `i + 8` share a vector,
+/// so that transposing both halves as 8 × 8 elements leaves a whole column in each.
 ///
 /// # Safety
 ///
-/// Eight elements must be readable at `x` and at each of the 15 rows that follow, `stride` elements apart.
+/// Eight elements must be readable at `x` and at each of the 15 rows that follow, `stride` elements
+/// apart.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 unsafe fn eight_columns(x: *const u16, stride: usize) -> [__m256i; 8] {

@@ -1,10 +1,11 @@
 //! Cuts: codes without arithmetic.
 //!
-//! Scaling an element is one rounded multiplication or division by a positive factor that depends on the block's scale byte
-//! alone, and so is monotone in the element's magnitude; rounding to E2M1 is monotone too. Hence for every scale byte there
-//! are seven magnitudes of the input type at which the code grows by one, and a code is the number of cuts that the
-//! element's magnitude, compared as an integer, lies above. Cuts are found with the rule's own operations and kept per scale
-//! byte; a tensor or a row uses a few dozen of the 127.
+//! Scaling an element is one rounded multiplication or division by a positive factor that depends
+//! on the block's scale byte alone, and so is monotone in the element's magnitude; rounding to E2M1
+//! is monotone too. Hence for every scale byte there are seven magnitudes of the input type at
+//! which the code grows by one, and a code is the number of cuts that the element's magnitude,
+//! compared as an integer, lies above. Cuts are found with the rule's own operations and kept per
+//! scale byte; a tensor or a row uses a few dozen of the 127.
 
 use crate::avx2::{infinity_bits, narrow, value_of};
 use nvfp4_spec::block::Scaling;
@@ -12,7 +13,7 @@ use nvfp4_spec::profile::Factor;
 use nvfp4_spec::{Element, GlobalScale, Precision, e2m1, e4m3};
 use std::arch::x86_64::*;
 
-/// What is known of a scale byte.
+/// The state of a scale byte's entry.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Empty,
@@ -21,7 +22,8 @@ enum State {
     Irregular,
 }
 
-/// Seven cuts for the codes; the eighth is the largest magnitude that scales to zero. Each fills a vector.
+/// Seven cuts for the codes; the eighth is the largest magnitude that scales to zero. Each fills a
+/// vector.
 pub(super) type Cuts = [__m256i; 8];
 
 /// The entries of one tensor or row, made when first asked for.
@@ -45,7 +47,7 @@ impl Table {
         &self.scaling
     }
 
-    /// Turns to another row of the same mode and type. The entries of the same amax are kept.
+    /// Switches to another row of the same mode and type. The entries of the same amax are kept.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
     pub fn set<T: Element>(&mut self, scaling: &Scaling) {
@@ -54,7 +56,8 @@ impl Table {
             self.states = [State::Empty; 128];
             self.complete = false;
         }
-        // One amax serves a whole tensor: worth knowing all bytes, so that no block has to ask.
+        // One amax serves a whole tensor, so it pays to fill all entries: no block has to check
+        // then.
         if self.states[0] == State::Empty && scaling.mode.global == GlobalScale::PerTensor {
             self.complete = true;
             for scale in 0..=e4m3::MAX_BYTE {
@@ -81,7 +84,8 @@ impl Table {
         self.factors[usize::from(scale & 127)]
     }
 
-    /// Makes sure of the entry of a scale byte; `false` if there is none, because the factor is 0, infinite or NaN.
+    /// Fills the entry of a scale byte if needed; `false` if there is none, because the factor is
+    /// 0, infinite or NaN.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
     pub fn prepare<T: Element>(&mut self, scale: u8) -> bool {
@@ -112,9 +116,9 @@ impl Table {
     }
 }
 
-/// Finds the eight cuts side by side: a guess by division, then steps of one until the rule's own operation says that a
-/// magnitude is the last below. Where that takes more than a few steps (the factor or the magnitude is subnormal),
-/// bisection does it.
+/// Finds the eight cuts side by side: a guess by division, then steps of one until the rule's own
+/// operation says that a magnitude is the last below. Where that takes more than a few steps (the
+/// factor or the magnitude is subnormal), bisection does it.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn make<T: Element, const MULTIPLY: bool>(f: f32, cuts: &mut Cuts) {
     let precision = T::PRECISION;
@@ -189,7 +193,8 @@ mod tests {
     use nvfp4_spec::{Mode, Profile};
     use nvfp4_testing::{Need, missing};
 
-    /// Cuts of every scale byte at amaxes over the whole range, against the rules on both sides of each cut.
+    /// Cuts of every scale byte at amaxes over the whole range, against the rules on both sides of
+    /// each cut.
     #[test]
     fn codes_change_exactly_at_the_cuts() {
         if crate::avx2::Avx2::detect().is_none() {

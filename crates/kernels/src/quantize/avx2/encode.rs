@@ -1,4 +1,5 @@
-//! From scaled elements to packed codes. Twins of [`nvfp4_spec::e2m1::encode`] and [`nvfp4_spec::stochastic::encode`].
+//! From scaled elements to packed codes. Twins of [`nvfp4_spec::e2m1::encode`] and
+//! [`nvfp4_spec::stochastic::encode`].
 
 use super::cuts::{Cuts, Table};
 use crate::avx2::{Block, abs, code_signs, count_above, load, narrow, widen};
@@ -33,7 +34,8 @@ pub(super) fn stochastic<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: b
     });
 }
 
-/// Packs the codes of four blocks at a time; `words` gets a block's index, its elements and its scale byte.
+/// Packs the codes of four blocks at a time; `words` gets a block's index, its elements and its
+/// scale byte.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn for_each_four<T>(
@@ -84,9 +86,10 @@ fn code_words<T: Element, const KEEP_ZERO_SIGN: bool>(x: Block, cuts: &Cuts) -> 
 
 /// 16 codes as words, rounded stochastically.
 ///
-/// With `e` the power of two at or below max(|y|, 1), the grid step at |y| is e/2, so `u·step = r·(e/512)`; beyond 8, where
-/// the rule's step stays 2, everything saturates. The grid at `t` is what is left of `t` when all mantissa bits but one are
-/// dropped; below 1 the only grid point other than 0 is 0.5.
+/// With `e` the power of two at or below max(|y|, 1), the grid step at |y| is e/2, so `u·step =
+/// r·(e/512)`; beyond 8, where the rule's step stays 2, everything saturates. The grid at `t` is
+/// what is left of `t` when all mantissa bits but one are dropped; below 1 the only grid point
+/// other than 0 is 0.5.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn stochastic_words<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: bool>(

@@ -1,34 +1,45 @@
 //! The 4over6 choice by a floating-point filter. Twin of [`nvfp4_spec::four_over_six`].
 //!
-//! Only the choice must equal the rule's; the errors themselves are stored nowhere. Both errors are computed in vectors, in
-//! another order and without the rule's divisions, and compared with a bound on how far they and the rule's own sums can be
-//! apart. Where the bound does not separate the candidates the choice is undecided, and the rule makes it.
+//! Only the choice must equal the rule's; the errors themselves are stored nowhere. Both errors are
+//! computed in vectors, in another order and without the rule's divisions, and compared with a
+//! bound on how far they and the rule's own sums can be apart. Where the bound does not separate
+//! the candidates the choice is undecided, and the rule makes it.
 //!
 //! # The bound
 //!
-//! Let u = 2⁻²⁴, n the number of elements of the tile, and for a candidate with scale value s and codes qᵢ let f = s·A/6E
-//! (strict; A is the amax) or f = s/enc (fast). The exact error of an element, in units of the input, is eᵢ = qᵢ·f − xᵢ
-//! (magnitudes; code and element have the same sign). The fast rule computes enc times that, which changes no comparison. The
-//! codes here are the rule's: the same product `fl(x·inv)`, rounded to nearest even.
+//! Let u = 2⁻²⁴, n the number of elements of the tile, and for a candidate with scale value s and
+//! codes qᵢ let f = s·A/6E (strict; A is the amax) or f = s/enc (fast). The exact error of an
+//! element, in units of the input, is eᵢ = qᵢ·f − xᵢ (magnitudes; code and element have the same
+//! sign). The fast rule computes enc times that, which changes no comparison. The codes here are
+//! the rule's: the same product `fl(x·inv)`, rounded to nearest even.
 //!
-//! A tile is filtered only if both scale bytes are normal E4M3 values, 2⁻⁵⁰ ≤ f ≤ 2⁵⁰ and every scaled element is at most 7.
-//! Then q ≤ 6; |q − fl(x·inv)| ≤ 1; inv is 1/f up to a few roundings, so |eᵢ| ≤ 1.01·f and xᵢ ≤ 7.01·f. Nothing overflows, and
-//! products that are not zero are at least f/2, far from underflow; only the square of a small error may lose up to 2⁻¹⁵⁰, which
-//! is at most 2⁻⁵⁰·f² and lost in the slack of the constants. (A normal scale byte that did not saturate leaves scaled elements
-//! below 6.4, and saturated candidates are equal; the limit of 7 is a guard for the argument.)
+//! A tile is filtered only if both scale bytes are normal E4M3 values, 2⁻⁵⁰ ≤ f ≤ 2⁵⁰ and every
+//! scaled element is at most 7. Then q ≤ 6; |q − fl(x·inv)| ≤ 1; inv is 1/f up to a few roundings,
+//! so |eᵢ| ≤ 1.01·f and xᵢ ≤ 7.01·f. Nothing overflows, and products that are not zero are at least
+//! f/2, far from underflow; only the square of a small error may lose up to 2⁻¹⁵⁰, which is at most
+//! 2⁻⁵⁰·f² and lost in the slack of the constants. (A normal scale byte that did not saturate
+//! leaves scaled elements below 6.4, and saturated candidates are equal; the limit of 7 is a guard
+//! for the argument.)
 //!
-//! *The rule*, strict: `t = fl(fl(q·s·A)/6E)` is q·f within 2.01u·q·f, and `fl(t − x)` adds one rounding, so an element's
-//! error is eᵢ within 2.02u·6f + u·|eᵢ|. Fast: `fl(x·enc)` is off by u·7.01f and the difference adds one rounding, which is
-//! less. The sum of n = 16 rounds 15 times, with 16 rows in a tree 4 times more.
-//! *The filter*: f̂ carries 3 roundings, `fma(q, f̂, −x)` one, so an element's error is eᵢ within 3.02u·6f + u·|eᵢ|. A lane adds
-//! at most 32 terms and the lanes add up in 3 more steps: 35 roundings.
+//! *The rule*, strict: `t = fl(fl(q·s·A)/6E)` is q·f within 2.01u·q·f, and `fl(t − x)` adds one
+//! rounding, so an element's error is eᵢ within 2.02u·6f + u·|eᵢ|. Fast: `fl(x·enc)` is off by
+//! u·7.01f and the difference adds one rounding, which is less. The sum of n = 16 rounds 15 times,
+//! with 16 rows in a tree 4 times more.
 //!
-//! MAE: the two sums differ by at most u·(5.1·6·n·f + (20 + 36 + 2)·Σ|eᵢ|) < u·(32·n·f + 64·Ê), Ê being the filter's sum.
-//! MSE: squares differ by at most |Δ|·(2·1.01·f + |Δ|), with |Δ| ≤ (12.2 + 1.1)·u·f for the rule and (18.2 + 1.1)·u·f for the
-//! filter: together 66·u·f² per element; the squares' own rounding is one more per term: u·(68·n·f² + 64·Ê).
+//! *The filter*: f̂ carries 3 roundings, `fma(q, f̂, −x)` one, so an element's error is eᵢ within
+//! 3.02u·6f + u·|eᵢ|. A lane adds at most 32 terms and the lanes add up in 3 more steps: 35
+//! roundings.
 //!
-//! The candidates are separated if their filtered errors differ by more than both bounds together; evaluating that
-//! comparison in binary32 costs a few u·Ê, which the 64 leaves room for (58 are used).
+//! MAE: the two sums differ by at most u·(5.1·6·n·f + (20 + 36 + 2)·Σ|eᵢ|) < u·(32·n·f + 64·Ê), Ê
+//! being the filter's sum.
+//!
+//! MSE: squares differ by at most |Δ|·(2·1.01·f + |Δ|), with |Δ| ≤ (12.2 + 1.1)·u·f for the rule
+//! and (18.2 + 1.1)·u·f for the filter: together 66·u·f² per element; the squares' own rounding is
+//! one more per term: u·(68·n·f² + 64·Ê).
+//!
+//! The candidates are separated if their filtered errors differ by more than both bounds together;
+//! evaluating that comparison in binary32 costs a few u·Ê, which the 64 leaves room for (58 are
+//! used).
 
 use crate::avx2::small_float::{E4m3, codes};
 use crate::avx2::{abs, load, widen};
@@ -36,8 +47,8 @@ use nvfp4_spec::scale::Global;
 use nvfp4_spec::{BLOCK, Element, ErrorPath, e4m3};
 use std::arch::x86_64::*;
 
-/// Eight neighbouring tiles of a band: `height` rows, `stride` elements apart, tile `j` at element `16·j`. `count` of them
-/// exist.
+/// Eight neighbouring tiles of a band: `height` rows, `stride` elements apart, tile `j` at element
+/// `16·j`. `count` of them exist.
 pub(super) struct Tiles<'a, T> {
     pub data: &'a [T],
     pub stride: usize,
@@ -74,10 +85,12 @@ pub(super) fn choose<T: Element, const MAE: bool>(
     let (mut inverse, mut decode) = ([[0f32; 8]; 2], [[0f32; 8]; 2]);
     let mut factors = [_mm256_setzero_ps(); 2];
     for c in 0..2 {
-        // The value of a normal E4M3 byte: its bits, shifted into place and with the exponent's bias exchanged.
+        // The value of a normal E4M3 byte: its bits, shifted into place and with the exponent's
+        // bias exchanged.
         let bits = _mm256_add_epi32(_mm256_slli_epi32::<20>(scales[c]), _mm256_set1_epi32(120 << 23));
         let value = _mm256_castsi256_ps(bits);
-        // Twin of `scale::inverse_scale`; what it guards against is outside the range that is filtered.
+        // Twin of `scale::inverse_scale`; what it guards against is outside the range that is
+        // filtered.
         let inv = _mm256_div_ps(_mm256_set1_ps(1.0), _mm256_mul_ps(value, _mm256_set1_ps(global.decode)));
         let f = _mm256_mul_ps(value, _mm256_set1_ps(unit));
         let normal = _mm256_cmpgt_epi32(scales[c], _mm256_set1_epi32(i32::from(e4m3::MIN_NORMAL_BYTE) - 1));
@@ -164,8 +177,8 @@ fn add_up(sums: &[[f32; 4]; 8]) -> [__m256; 2] {
     [_mm256_shuffle_ps::<0b10_00_10_00>(a, b), _mm256_shuffle_ps::<0b11_01_11_01>(a, b)]
 }
 
-/// The E2M1 magnitude nearest to `y`, 0 ≤ y ≤ 7. Adding a power of two that leaves one mantissa bit (below 1: units of 0.5)
-/// makes the addition round to nearest even.
+/// The E2M1 magnitude nearest to `y`, 0 ≤ y ≤ 7. Adding a power of two that leaves one mantissa bit
+/// (below 1: units of 0.5) makes the addition round to nearest even.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn round_to_grid(y: __m256) -> __m256 {

@@ -1,9 +1,11 @@
-//! Quantization with AVX2, on all threads. Read [`band`] for how a row of tiles is quantized and [`cuts`] for how elements
-//! become codes without arithmetic; this file cuts a matrix into panels and hands them out.
+//! Quantization with AVX2, on all threads. Read [`band`] for how a row of tiles is quantized and
+//! [`cuts`] for how elements become codes without arithmetic; this file cuts a matrix into panels
+//! and hands them out.
 //!
-//! A panel is a few rows. For the row direction alone its rows are bands as they lie. For the column direction the panel is
-//! worked through in chunks of columns, 16 rows at a time: they are bands if the row direction is wanted too, and are
-//! transposed into a buffer that stays in cache, whose rows are then bands for the column direction. Memory is read once.
+//! A panel is a few rows. For the row direction alone, its rows are bands. For the column
+//! direction, the panel is processed in chunks of columns, 16 rows at a time: these are bands of
+//! the row direction if that is computed too, and are transposed into a buffer that stays in cache,
+//! whose rows are the bands of the column direction. Memory is read once.
 
 mod amaxes;
 mod band;
@@ -18,7 +20,7 @@ use crate::amax;
 use crate::avx2::{Avx2, prefetch, value_of};
 use crate::{Input, Result, Values};
 use band::{Band, Draw, Output, Worker};
-use column::Piece;
+use column::Submatrix;
 use half::bf16;
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::{BLOCK, Element, GlobalScale, Rounding, e2m1};
@@ -26,13 +28,13 @@ use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use target::{ColContext, RowContext, RowPart, Target};
 
-/// Rows of a panel where the column direction is wanted: two cache lines of codes per column.
+/// Rows of a panel with the column direction: two cache lines of codes per column.
 const PANEL: usize = 256;
-/// Columns that are worked through at a time where the column direction is wanted.
+/// Columns that are processed at a time with the column direction.
 const CHUNK: usize = 512;
 /// Columns that are transposed at a time.
 const COLUMNS: usize = 64;
-/// Elements of a panel where only the row direction is wanted.
+/// Elements of a panel with the row direction alone.
 const ROW_TASK: usize = 1 << 17;
 /// Blocks of a band of square tiles at a time: 16 rows of this many stay in the first-level cache.
 const SQUARE_BLOCKS: usize = 32;
@@ -104,8 +106,8 @@ impl<T: Element> Job<'_, T> {
         let mut left = 0;
         let Some(context) = col else {
             if let Some((context, part)) = &mut row {
-                let piece = self.piece((first, end), (0, cols));
-                left += self.rows(&mut scratch.row_worker, &piece, (first, 0), context, &mut part.rows_from(0));
+                let submatrix = self.submatrix((first, end), (0, cols));
+                left += self.rows(&mut scratch.row_worker, &submatrix, (first, 0), context, &mut part.rows_from(0));
             }
             undecided.fetch_add(left, Ordering::Relaxed);
             return;
@@ -124,16 +126,16 @@ impl<T: Element> Job<'_, T> {
                     true => self.prefetch((r + BLOCK, end), c, width),
                     false => self.prefetch((first, end), c + width, CHUNK.min(cols - c - width)),
                 }
-                let piece = self.piece((r, end.min(r + BLOCK)), (c, width));
+                let submatrix = self.submatrix((r, end.min(r + BLOCK)), (c, width));
                 if let Some((context, part)) = &mut row {
-                    left += self.rows(row_worker, &piece, (r, c), context, &mut part.rows_from(r - first));
+                    left += self.rows(row_worker, &submatrix, (r, c), context, &mut part.rows_from(r - first));
                 }
                 match context.transform {
                     // SAFETY: an Avx2 token is only made after detection.
-                    None => unsafe { column::transpose(&piece, pitch, &mut plain[r - first..]) },
+                    None => unsafe { column::transpose(&submatrix, pitch, &mut plain[r - first..]) },
                     // SAFETY: an Avx2 token is only made after detection.
                     Some(signs) => unsafe {
-                        column::transpose_hadamard(&piece, signs, pitch, &mut transformed[r - first..])
+                        column::transpose_hadamard(&submatrix, signs, pitch, &mut transformed[r - first..])
                     },
                 }
             }
@@ -149,24 +151,24 @@ impl<T: Element> Job<'_, T> {
     }
 
     /// Rows `first..end` of columns `c..c + width`.
-    fn piece(&self, (first, end): (usize, usize), (c, width): (usize, usize)) -> Piece<'_, T> {
+    fn submatrix(&self, (first, end): (usize, usize), (c, width): (usize, usize)) -> Submatrix<'_, T> {
         let stride = self.x.stride();
-        Piece { data: &self.values[first * stride + c..], stride, rows: end - first, cols: width }
+        Submatrix { data: &self.values[first * stride + c..], stride, rows: end - first, cols: width }
     }
 
-    /// Asks for 16 rows of a chunk. The hardware does not see that the rows of a panel go together; without this, half of the
-    /// time is spent waiting for memory.
+    /// Prefetches 16 rows of a chunk. The hardware prefetcher does not recognise this access
+    /// pattern; without this, half of the time is spent waiting for memory.
     fn prefetch(&self, (first, end): (usize, usize), c: usize, width: usize) {
         for r in first..end.min(first + BLOCK) {
             prefetch(&self.values[r * self.x.stride()..][c..c + width]);
         }
     }
 
-    /// Quantizes a piece along its rows; its first element is at (`first`, `c`).
+    /// Quantizes a submatrix along its rows; its first element is at (`first`, `c`).
     fn rows(
         &self,
         worker: &mut Option<Worker>,
-        x: &Piece<'_, T>,
+        x: &Submatrix<'_, T>,
         (first, c): (usize, usize),
         context: &RowContext<'_>,
         part: &mut RowPart<'_>,
@@ -181,7 +183,7 @@ impl<T: Element> Job<'_, T> {
                 Some(out) => {
                     let row = &x.data[r * x.stride..][..x.cols];
                     // SAFETY: an Avx2 token is only made after detection.
-                    let bits = unsafe { amax::avx2::row_amax(self.token, row, context.mode.amax_edge(), &mut []) };
+                    let bits = unsafe { amax::avx2::row_amax(self.token, row, context.mode.amax_specials(), &mut []) };
                     out[r] = value_of(bits, T::PRECISION);
                     out[r]
                 }
@@ -196,7 +198,7 @@ impl<T: Element> Job<'_, T> {
                 pitch: blocks,
             };
             let (code_at, scale_at) = (r * bytes + c / 2, r * blocks + c / BLOCK);
-            // Whole tiles are quantized where they lie.
+            // Whole tiles are quantized in place.
             for b in (0..inside).step_by(step) {
                 let band = Band {
                     data: &x.data[r * x.stride + b * BLOCK..],
@@ -239,7 +241,8 @@ impl<T: Element> Job<'_, T> {
         left
     }
 
-    /// Quantizes transposed columns, `n` of them with `rows` elements each; the first element is at (`first`, `c`).
+    /// Quantizes transposed columns, `n` of them with `rows` elements each; the first element is at
+    /// (`first`, `c`).
     fn columns<U: Element>(
         &self,
         scratch: &mut ColumnOutput,
@@ -255,7 +258,8 @@ impl<T: Element> Job<'_, T> {
         let padded = n.next_multiple_of(height);
         codes.resize(padded * pitch / 2, 0);
         scales.resize(padded * nb, 0);
-        // One scale for all and no position to keep: all columns are one long row of blocks.
+        // One scale for all, and rounding does not depend on positions: all columns are one long
+        // row of blocks.
         let one_run = context.mode.global == GlobalScale::PerTensor
             && height == 1
             && matches!(context.rounding, Rounding::NearestEven);
@@ -279,7 +283,8 @@ impl<T: Element> Job<'_, T> {
         for i in 0..n {
             let column = &mut codes[i * pitch / 2..][..rows.div_ceil(2)];
             clear_padding(column, rows);
-            // SAFETY: a panel writes the blocks of its own rows only, and panels start at whole blocks.
+            // SAFETY: a panel writes the blocks of its own rows only, and panels start at whole
+            // blocks.
             unsafe { context.codes.write((c + i) * bytes + first / 2, column) };
             // SAFETY: as above.
             unsafe { context.scales.write((c + i) * blocks + first / BLOCK, &scales[i * nb..][..nb]) };

@@ -1,4 +1,5 @@
-//! What is written: a direction's settings, amaxes and buffers, and the pieces of them that panels get.
+//! The output of a direction: its settings, amaxes and buffers, and the parts of them that each
+//! panel writes.
 
 use crate::avx2::Avx2;
 use crate::quantize::{Amax, Direction, Layout};
@@ -11,8 +12,8 @@ use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1};
 /// The amaxes of a direction.
 enum Amaxes<'a> {
     Known(Vec<f32>),
-    /// To be found, beforehand or row by row on the way, and left here.
-    Wanted(&'a mut [f32]),
+    /// To be computed, beforehand or row by row together with the codes, and stored here.
+    Compute(&'a mut [f32]),
 }
 
 /// A direction's settings, its amaxes and its buffers, scales in linear layout.
@@ -27,7 +28,7 @@ pub(super) struct Target<'a> {
     amax: Amaxes<'a>,
     codes: &'a mut [u8],
     scales: &'a mut [u8],
-    /// Linear scales on their way to the swizzled ones in `scales`.
+    /// Linear scales, before they are swizzled into `scales`.
     linear: Option<Vec<u8>>,
 }
 
@@ -35,7 +36,7 @@ impl<'a> Target<'a> {
     pub fn new(token: Avx2, d: Direction<'a>, rows: usize, cols: usize) -> Self {
         let amax = match d.amax {
             Amax::Given(amax) => Amaxes::Known(amax.to_vec()),
-            Amax::Compute(out) => Amaxes::Wanted(out),
+            Amax::Compute(out) => Amaxes::Compute(out),
         };
         let blocks = cols.div_ceil(BLOCK);
         let linear = (d.layout == Layout::Swizzled).then(|| vec![0; rows * blocks]);
@@ -54,22 +55,22 @@ impl<'a> Target<'a> {
         }
     }
 
-    pub fn wants_amax(&self) -> bool {
-        matches!(self.amax, Amaxes::Wanted(_))
+    pub fn needs_amax(&self) -> bool {
+        matches!(self.amax, Amaxes::Compute(_))
     }
 
     pub fn set_amax(&mut self, values: Vec<f32>) {
-        if let Amaxes::Wanted(out) = &mut self.amax {
+        if let Amaxes::Compute(out) = &mut self.amax {
             out.copy_from_slice(&values);
         }
         self.amax = Amaxes::Known(values);
     }
 
-    /// The row direction in pieces of `height` rows.
+    /// The row direction in parts of `height` rows.
     pub fn split(&mut self, height: usize, panels: usize) -> (Option<RowContext<'_>>, Vec<Option<RowPart<'_>>>) {
         let (amax, mut on_the_way) = match &mut self.amax {
             Amaxes::Known(values) => (&values[..], None),
-            Amaxes::Wanted(out) => (&[][..], Some(out.chunks_mut(height))),
+            Amaxes::Compute(out) => (&[][..], Some(out.chunks_mut(height))),
         };
         let scales = self.linear.as_deref_mut().unwrap_or(self.scales);
         let mut codes = self.codes.chunks_mut(height * self.bytes);
@@ -109,7 +110,7 @@ impl<'a> Target<'a> {
     }
 }
 
-/// What all panels need to know of the row direction.
+/// What all panels need of the row direction.
 pub(super) struct RowContext<'a> {
     pub mode: Mode,
     pub rounding: Rounding<Random<'a>>,
@@ -120,7 +121,7 @@ pub(super) struct RowContext<'a> {
 pub(super) struct RowPart<'a> {
     pub codes: &'a mut [u8],
     pub scales: &'a mut [u8],
-    /// Row amaxes that are found on the way.
+    /// Row amaxes that are computed together with the codes.
     pub amax: Option<&'a mut [f32]>,
     /// Bytes of codes and of scales per row.
     pub bytes: usize,

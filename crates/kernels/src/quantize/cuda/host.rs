@@ -1,4 +1,5 @@
-//! Quantization on a GPU of a matrix in the host's memory: copied there, and its results back.
+//! Quantization on a GPU of a matrix in host memory: the matrix is uploaded, the results are
+//! downloaded.
 
 use super::{Amax, Direction, Offset, Random, quantize};
 use crate::cuda::{Buffer, Device, Stream, Uploaded};

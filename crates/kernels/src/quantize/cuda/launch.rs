@@ -1,9 +1,9 @@
 //! The four kernels and their parameters, laid out as in `matrix.cuh`.
 
 use super::Direction;
-use super::variant::{Function, Variant};
+use super::variant::{Function, THREADS, Variant};
 use crate::Result;
-use crate::cuda::{Input, Stream};
+use crate::cuda::{Input, Stream, divisor};
 use nvfp4_spec::{BLOCK, GlobalScale, Precision, ScaleRule, Tile};
 
 #[derive(Clone, Copy)]
@@ -42,12 +42,11 @@ pub(super) struct Params {
     col: DirectionParams,
 }
 
-/// Threads of a group, but for the kernel over whole rows.
-pub(super) const THREADS: u32 = 128;
 /// Rows and columns of a panel, and its tiles of 16×16.
 const HEIGHT: usize = 128;
 const WIDTH: usize = 64;
 const TILES: usize = HEIGHT * WIDTH / (BLOCK * BLOCK);
+
 fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>>) -> Params {
     let (rows, cols) = (x.rows(), x.cols());
     let (divisor_magic, divisor_shift) = divisor(cols.div_ceil(BLOCK));
@@ -60,24 +59,17 @@ fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>
         divisor_shift,
         wide_codes: 0,
         padding: 0,
-        // A direction that is not wanted is not looked at; the other one's numbers are as good as any.
+        // The kernel ignores a direction that it does not compute; the other one's parameters stand
+        // in.
         row: row.or(col).expect("a direction is wanted").params(rows, cols),
         col: col.or(row).expect("a direction is wanted").params(cols, rows),
     }
 }
 
-/// A multiplier `m` and a shift `s` with `n / d = (n·m >> 32) >> s` for every n < 2³¹; (0, 0) for d = 1.
-///
-/// With l = ceil(log₂ d) and m = ceil(2^(31+l) / d), m·d exceeds 2^(31+l) by less than 2^l, too little to show.
-pub(crate) fn divisor(d: usize) -> (u32, u32) {
-    let l = d.next_power_of_two().trailing_zeros();
-    if l == 0 { (0, 0) } else { ((1u64 << (31 + l)).div_ceil(d as u64) as u32, l - 1) }
-}
-
 /// 1×16 blocks along rows, every amax known.
 pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
     let whole = x.rows_aligned() && d.is_whole(x.cols());
-    // Two blocks keep more of memory's requests under way; with more arithmetic, one leaves more registers.
+    // Two blocks keep more loads in flight; with more arithmetic, one leaves more registers.
     let light = d.settings().is_light();
     let per_thread = if light && x.values().precision() != Precision::F32 { 2 } else { 1 };
     let variant = Variant {
@@ -86,7 +78,7 @@ pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> R
         row: Some(d.settings()),
         col: None,
         whole,
-        // Rows that follow each other without a gap are one.
+        // Contiguous rows are one row.
         flat: whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols(),
         full: false,
         per_thread,
@@ -99,7 +91,7 @@ pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> R
         (params.row.rows, params.row.cols, params.stride) = (1, params.cols, params.cols);
     }
     let groups = (x.rows() * x.cols().div_ceil(BLOCK)).div_ceil((THREADS * per_thread) as usize) as u32;
-    // A few times what runs at once, so that multiprocessors which are done early find more.
+    // A few times what runs at once, so that multiprocessors that finish early get more work.
     let at_once = kernel.max_blocks_per_sm(THREADS, 0)? * stream.device().multiprocessors();
     let most = (if light { at_once } else { 6 * at_once }).max(1);
     // SAFETY: `Params` is laid out as in matrix.cuh; addresses and lengths were checked.
@@ -150,7 +142,7 @@ pub(super) fn squares(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Resu
     Ok(())
 }
 
-/// The column direction, and the row direction if it is wanted too.
+/// The column direction, and the row direction if `row` is given.
 pub(super) fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>, col: &Direction<'_>) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     let whole = x.rows_aligned()
@@ -184,8 +176,8 @@ pub(super) fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>
 /// Bytes of a `Scaling`.
 const SCALING: usize = 24;
 
-/// Bytes of shared memory of a panel: its elements, the codes and scales of its columns, how both
-/// directions are scaled, what square tiles agree on.
+/// Bytes of shared memory of a panel: its elements, the codes and scales of its columns, the
+/// scalings of both directions, and what the rows of square tiles share.
 fn panel_memory(element: usize, directions: [Option<&Direction<'_>>; 2]) -> u32 {
     let squares = |d: &Direction<'_>| match (d.mode.tile, d.mode.rule) {
         (Tile::Row16, _) => 0,

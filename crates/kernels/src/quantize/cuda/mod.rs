@@ -1,36 +1,36 @@
-//! Quantization on a GPU: which kernel a call needs, and with which settings. Read `block.cuh`, then `matrix.cuh`, then the
-//! kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`.
+//! Quantization on a GPU: the kernel and the settings of a call. Read `block.cuh`, then
+//! `matrix.cuh`, then the kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`.
 
 mod host;
 mod launch;
 mod variant;
 
 pub(super) use host::on_host;
-pub(crate) use launch::divisor;
 pub(crate) use variant::sources;
 
 use super::{Layout, Lens, check};
 use crate::Result;
 use crate::amax::cuda as maxima;
 use crate::cuda::text::Variants;
-use crate::cuda::{self, Device, Input, Slice, SliceMut, Stream};
+use crate::cuda::{self, Device, Input, Slice, SliceMut, Stream, countable};
 use launch::{DirectionParams, panels, row_blocks, squares, whole_rows};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
-use nvfp4_spec::{BLOCK, Edge, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Tile};
+use nvfp4_spec::{BLOCK, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Specials, Tile};
 use variant::{Settings, Transform};
 
-/// What a thread does with a block of 16 elements.
-pub(crate) const BLOCK_TEXT: &str = concat!(include_str!("../../cuda/elements.cuh"), include_str!("../block.cuh"));
+/// What a thread does with a block of 16 elements, to come after `elements.cuh`.
+const BLOCK_TEXT: &str = include_str!("block.cuh");
 
-/// Where a direction takes its random bytes from.
+/// The source of a direction's random bytes.
 #[derive(Clone, Copy, Debug)]
 pub enum Random<'a> {
     /// Our position-keyed stream; see [`nvfp4_spec::stochastic::Stream`].
     Stream {
         /// The Philox key.
         seed: u64,
-        /// Tells calls apart. The column direction of a call takes the row direction's offset plus one.
+        /// Tells calls apart. The column direction of a call takes the row direction's offset plus
+        /// one.
         offset: Offset<'a>,
         /// Index of the first block within the whole direction.
         first_block: u64,
@@ -44,8 +44,8 @@ pub enum Random<'a> {
 pub enum Offset<'a> {
     /// Known when the work is queued.
     Value(u64),
-    /// Read when the work runs: what one value of the GPU's memory holds then, plus a number. A captured graph that also
-    /// [`advance`]s the value draws fresh random numbers at each replay.
+    /// Read when the work runs: what one value of the GPU's memory holds then, plus a number. A
+    /// captured graph that also [`advance`]s the value draws fresh random numbers at each replay.
     Memory {
         /// One value.
         at: Slice<'a, u64>,
@@ -54,12 +54,12 @@ pub enum Offset<'a> {
     },
 }
 
-/// Where the amax of a direction comes from: one value, or one per row of that direction.
+/// The source of a direction's amax: one value, or one per row of that direction.
 #[derive(Debug)]
 pub enum Amax<'a> {
     /// The caller knows it: magnitudes, which are not checked. Values beyond it saturate.
     Given(Slice<'a, f32>),
-    /// It is computed and left here.
+    /// It is computed and stored here.
     Compute(SliceMut<'a, f32>),
 }
 
@@ -75,7 +75,7 @@ impl Amax<'_> {
 /// What to write for one direction. Twin of [`super::Direction`].
 #[derive(Debug)]
 pub struct Direction<'a> {
-    /// Tile, global scale, scale rule, edge.
+    /// Tile, global scale, scale rule, specials.
     pub mode: Mode,
     /// How values become codes.
     pub rounding: Rounding<Random<'a>>,
@@ -126,7 +126,7 @@ impl Direction<'_> {
                 ScaleRule::Six => None,
                 ScaleRule::FourOverSix { metric, .. } => Some(metric),
             },
-            edge: self.mode.edge,
+            specials: self.mode.specials,
             profile: self.mode.profile,
             stochastic: matches!(self.rounding, Rounding::Stochastic(_)),
             transform: match self.transform {
@@ -137,7 +137,7 @@ impl Direction<'_> {
         }
     }
 
-    /// As the kernels get it.
+    /// The parameters for the kernels.
     fn params(&self, rows: usize, cols: usize) -> DirectionParams {
         let mut params = DirectionParams {
             codes: self.codes.address(),
@@ -174,7 +174,8 @@ impl Direction<'_> {
         params
     }
 
-    /// Whether all blocks of a direction of rows of `cols` elements are whole, its codes aligned and its scales linear.
+    /// Whether all blocks of a direction of rows of `cols` elements are whole, its codes aligned
+    /// and its scales linear.
     fn is_whole(&self, cols: usize) -> bool {
         cols.is_multiple_of(BLOCK) && self.layout == Layout::Linear && self.codes.address().is_multiple_of(8)
     }
@@ -209,10 +210,10 @@ pub fn quantize(
     if row.is_some() && !countable(rows, cols) || col.is_some() && !countable_along_columns(rows, cols) {
         return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
     }
-    // Only now, so that a call that is refused has written nothing.
+    // Only now, so that a refused call writes nothing.
     row.as_mut().map_or(Ok(()), |row| row.clear_padding(stream))?;
     col.as_mut().map_or(Ok(()), |col| col.clear_padding(stream))?;
-    // An amax per row needs no pass of its own where a row fits into the registers of a group of threads.
+    // An amax per row needs no separate pass if a row fits the registers of a group of threads.
     let in_one_pass = row.as_ref().is_some_and(|d| {
         col.is_none()
             && matches!(d.amax, Amax::Compute(_))
@@ -231,7 +232,8 @@ pub fn quantize(
         (Some(row), None) if in_one_pass => whole_rows(stream, x, &row),
         (Some(row), None) if row.mode.tile == Tile::Square16 => squares(stream, x, &row),
         (Some(row), None) => row_blocks(stream, x, &row),
-        // One kernel for both reads `x` once. Where arithmetic sets the time, two leave each direction more registers.
+        // One kernel for both reads `x` once. Where arithmetic is the bottleneck, two kernels leave
+        // each direction more registers.
         (Some(row), Some(col)) if row.mode.tile == Tile::Row16 && !row.settings().is_light() => {
             row_blocks(stream, x, &row)?;
             panels(stream, x, None, &col)
@@ -240,105 +242,103 @@ pub fn quantize(
     }
 }
 
-/// Whether kernels can count the blocks of `rows` rows of `cols` elements: in 31 bits.
-pub(crate) fn countable(rows: usize, cols: usize) -> bool {
-    rows.checked_mul(cols.div_ceil(BLOCK)).is_some_and(|blocks| blocks < 1 << 31)
-}
-
-/// The same for the column direction of a matrix, whose kernel counts the rows of the matrix in 31 bits too.
+/// [`countable`] for the column direction of a matrix, whose kernel counts the rows of the matrix
+/// in 31 bits too.
 fn countable_along_columns(rows: usize, cols: usize) -> bool {
     countable(cols, rows) && countable(rows, cols.min(1))
 }
 
-/// Computes the amaxes that are to be computed, in one pass if one will do.
+/// Computes the missing amaxes, in one pass where that is possible.
 fn find_amaxes(
     stream: &Stream,
     x: &Input<'_>,
     row: Option<&mut Direction<'_>>,
     col: Option<&mut Direction<'_>>,
 ) -> Result<()> {
-    let (row, col) = (wanted(row, Along::Rows), wanted(col, Along::Columns));
+    let (row, col) = (missing_amax(row, Along::Rows), missing_amax(col, Along::Columns));
     let on_the_way = row.as_ref().zip(col.as_ref()).and_then(|(row, col)| row.on_the_way_to(col));
     match (row, col, on_the_way) {
-        (Some(mut row), Some(col), _) if (row.edge, row.values) == (col.edge, col.values) => {
-            let (edge, values, mut both) = (row.edge, row.values, maxima::Wanted::default());
+        (Some(mut row), Some(col), _) if (row.specials, row.values) == (col.specials, col.values) => {
+            let (specials, values, mut both) = (row.specials, row.values, maxima::Outputs::default());
             if (row.global, col.global) == (GlobalScale::PerTensor, GlobalScale::PerTensor) {
-                // The maximum of all is the same in both directions; the copy comes after it in the stream.
+                // The maximum of all is the same in both directions; the copy comes after it in the
+                // stream.
                 both.tensor = Some(row.out.reborrow());
-                maxima::run(stream, x, edge, values, both)?;
+                maxima::run(stream, x, specials, values, both)?;
                 return Ok(stream.copy(row.out.as_slice(), col.out)?);
             }
             row.add_to(&mut both);
             col.add_to(&mut both);
-            maxima::run(stream, x, edge, values, both)
+            maxima::run(stream, x, specials, values, both)
         }
         (Some(row), Some(col), Some(signs)) => {
-            let (edge, mut after) = (col.edge, maxima::Wanted::default());
+            let (specials, mut after) = (col.specials, maxima::Outputs::default());
             col.add_to(&mut after);
-            maxima::run_with_plain(stream, x, edge, signs, after, row.out)
+            maxima::run_with_plain(stream, x, specials, signs, after, row.out)
         }
         (row, col, _) => [row, col].into_iter().flatten().try_for_each(|one| {
-            let (edge, values, mut alone) = (one.edge, one.values, maxima::Wanted::default());
+            let (specials, values, mut alone) = (one.specials, one.values, maxima::Outputs::default());
             one.add_to(&mut alone);
-            maxima::run(stream, x, edge, values, alone)
+            maxima::run(stream, x, specials, values, alone)
         }),
     }
 }
 
-/// The way in which a direction goes through the matrix.
+/// Whether a direction runs along rows or along columns.
 #[derive(Clone, Copy)]
 enum Along {
     Rows,
     Columns,
 }
 
-/// An amax, or one per row of a direction, that is to be computed.
-struct WantedAmax<'a> {
+/// An amax that has to be computed, or one per row of a direction.
+struct MissingAmax<'a> {
     along: Along,
     global: GlobalScale,
-    edge: Edge,
+    specials: Specials,
     values: maxima::Values,
     out: SliceMut<'a, f32>,
 }
 
-/// What a direction wants computed.
-fn wanted<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<WantedAmax<'a>> {
+/// The amax that a direction has to compute, if any.
+fn missing_amax<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<MissingAmax<'a>> {
     let d = d?;
     let values = match (d.transform, along) {
         (None, _) => maxima::Values::Plain,
         (Some(signs), Along::Rows) => maxima::Values::AlongRows(signs),
         (Some(signs), Along::Columns) => maxima::Values::AlongColumns(signs),
     };
-    let (global, edge) = (d.mode.global, d.mode.amax_edge());
+    let (global, specials) = (d.mode.global, d.mode.amax_specials());
     match &mut d.amax {
         Amax::Given(_) => None,
-        Amax::Compute(out) => Some(WantedAmax { along, global, edge, values, out: out.reborrow() }),
+        Amax::Compute(out) => Some(MissingAmax { along, global, specials, values, out: out.reborrow() }),
     }
 }
 
-impl<'a> WantedAmax<'a> {
-    /// The signs of the transform along columns if this one, the maximum before it, is found on the way to the other.
-    fn on_the_way_to(&self, other: &WantedAmax<'_>) -> Option<Signs> {
-        let plain =
-            (self.edge, self.global, self.values) == (other.edge, GlobalScale::PerTensor, maxima::Values::Plain);
+impl<'a> MissingAmax<'a> {
+    /// The signs of the transform along columns, if `other` is the maximum after it and this one,
+    /// the maximum before it, can be computed in the same pass.
+    fn on_the_way_to(&self, other: &MissingAmax<'_>) -> Option<Signs> {
+        let plain = (self.specials, self.global, self.values)
+            == (other.specials, GlobalScale::PerTensor, maxima::Values::Plain);
         match other.values {
             maxima::Values::AlongColumns(signs) if plain => Some(signs),
             _ => None,
         }
     }
 
-    fn add_to(self, pass: &mut maxima::Wanted<'a>) {
-        let place = match (self.global, self.along) {
+    fn add_to(self, pass: &mut maxima::Outputs<'a>) {
+        let slot = match (self.global, self.along) {
             (GlobalScale::PerTensor, _) => &mut pass.tensor,
             (GlobalScale::PerRow, Along::Rows) => &mut pass.rows,
             (GlobalScale::PerRow, Along::Columns) => &mut pass.cols,
         };
-        *place = Some(self.out);
+        *slot = Some(self.out);
     }
 }
 
-/// Adds the offsets that one quantization consumes to an offset in the GPU's memory, after the work queued before. Does not
-/// wait.
+/// Adds the offsets that one quantization consumes to an offset in the GPU's memory, after the work
+/// queued before. Does not wait.
 pub fn advance(stream: &Stream, offset: SliceMut<'_, u64>) -> Result<()> {
     static VARIANTS: Variants<()> = Variants::new();
     #[derive(Clone, Copy)]
@@ -367,21 +367,7 @@ fn advance_source((): ()) -> (&'static str, &'static str, String) {
 mod tests {
     use super::launch::Params;
     use super::*;
-    use crate::cuda::text::assemble;
-
-    #[test]
-    fn multiplications_divide() {
-        for d in (1..200).chain([1000, 6144 / 16, 65535, 65536, 65537, (1 << 27) - 1, 1 << 30, (1 << 31) - 1]) {
-            let (magic, shift) = divisor(d);
-            for n in [0, 1, d - 1, d, d + 1, 2 * d - 1, 7 * d + 3, 1 << 30, (1 << 31) - 2, (1 << 31) - 1] {
-                let n = n as u64;
-                if n < 1 << 31 {
-                    let quotient = if magic == 0 { n } else { ((n * u64::from(magic)) >> 32) >> shift };
-                    assert_eq!(quotient, n / d as u64, "{n} / {d}");
-                }
-            }
-        }
-    }
+    use crate::cuda::text::{ELEMENTS, assemble};
 
     #[test]
     fn parameters_have_the_sizes_that_the_kernels_expect() {
@@ -389,22 +375,16 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_counted_in_31_bits() {
+    fn the_blocks_and_the_rows_of_columns_are_counted_in_31_bits() {
         let most = (1 << 31) - 1;
-        for (rows, cols) in [(most, 16), (1, most * 16), (most, 1), (0, usize::MAX), (usize::MAX, 0)] {
-            assert!(countable(rows, cols), "{rows} × {cols}");
-        }
-        for (rows, cols) in [(most, 17), (1, most * 16 + 1), (most + 1, 1), (usize::MAX, usize::MAX)] {
-            assert!(!countable(rows, cols), "{rows} × {cols}");
-        }
         // Of few columns the row direction has more blocks than the column direction.
         assert!(countable_along_columns(most, 1) && countable_along_columns(1 << 30, 17));
         assert!(countable_along_columns(usize::MAX, 0) && countable_along_columns(0, usize::MAX));
         assert!(!countable_along_columns(most + 1, 1) && !countable_along_columns(most, 16));
     }
 
-    /// Every mantissa, at exponents from the smallest to the largest that regular scalings lead to: reciprocals without a
-    /// division's checks are those of a division.
+    /// Every mantissa, at exponents from the smallest to the largest that regular scalings lead to:
+    /// reciprocals without a division's checks are those of a division.
     #[test]
     fn reciprocals_round_as_divisions_do() {
         let device = match Device::open(0) {
@@ -419,7 +399,7 @@ mod tests {
                     if (reciprocal(x) != 1.0f / x) atomicAdd(p.wrong, 1);\n\
                 }\n\
             }\n";
-        let text = assemble("constexpr bool WHOLE = true;\n", &[BLOCK_TEXT, kernel]);
+        let text = assemble("constexpr bool WHOLE = true;\n", &[ELEMENTS, BLOCK_TEXT, kernel]);
         let kernel = device.kernel("reciprocals", "compare", &text).unwrap();
         let stream = Stream::new(device).unwrap();
         let wrong = stream.to_device(&[0u32]).unwrap();
@@ -428,7 +408,8 @@ mod tests {
         assert_eq!(stream.to_host(wrong.slice()).unwrap(), [0]);
     }
 
-    /// Every mantissa: products by a rounded reciprocal, corrected by their remainder, are quotients.
+    /// Every mantissa: products by a rounded reciprocal, corrected by their remainder, are
+    /// quotients.
     #[test]
     fn corrected_products_round_as_divisions_do() {
         for by in [6.0f32, 1536.0, 2688.0] {

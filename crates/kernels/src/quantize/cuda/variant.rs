@@ -1,25 +1,27 @@
-//! The variants of the kernels: their settings as text, one text for each combination.
+//! The variants of the kernels: one text for each combination of settings.
 
-use super::launch::THREADS;
 use super::{BLOCK_TEXT, advance_source};
 use crate::Result;
-use crate::cuda::text::{PRECISIONS, Variants, assemble, precision};
+use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Device, Kernel, Source};
 use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{Edge, Metric, Precision, Profile, Tile};
+use nvfp4_spec::{Metric, Precision, Profile, Specials, Tile};
+
+/// Threads of a group, but for the kernel over whole rows.
+pub(super) const THREADS: u32 = 128;
 
 /// The settings of a direction that kernels have as constants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Settings {
     pub tile: Tile,
     pub metric: Option<Metric>,
-    pub edge: Edge,
+    pub specials: Specials,
     pub profile: Profile,
     pub stochastic: bool,
     pub transform: Transform,
 }
 
-/// The Hadamard transform as kernels have it: the usual signs are constants, others are passed.
+/// The Hadamard transform in a kernel: the usual signs are constants, others are parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Transform {
     None,
@@ -32,18 +34,18 @@ impl Settings {
     const PLAIN: Settings = Settings {
         tile: Tile::Row16,
         metric: None,
-        edge: Edge::Kernel,
+        specials: Specials::Kernel,
         profile: Profile::TransformerEngine,
         stochastic: false,
         transform: Transform::None,
     };
 
-    /// Whether memory, and not arithmetic, sets the time.
+    /// Whether memory bandwidth, not arithmetic, is the bottleneck.
     pub fn is_light(self) -> bool {
         self.metric.is_none() && !self.stochastic && self.transform == Transform::None
     }
 
-    /// A type with the settings, for a direction that may not be wanted.
+    /// A type with the settings of a direction, which may be absent.
     fn text(name: &str, settings: Option<Settings>) -> String {
         let s = settings.unwrap_or(Settings::PLAIN);
         let rule = match s.metric {
@@ -51,9 +53,9 @@ impl Settings {
             Some(Metric::Mae) => "FOUR_OVER_SIX_MAE",
             Some(Metric::Mse) => "FOUR_OVER_SIX_MSE",
         };
-        let edge = match s.edge {
-            Edge::Kernel => "KERNEL",
-            Edge::Reference => "REFERENCE",
+        let specials = match s.specials {
+            Specials::Kernel => "KERNEL",
+            Specials::Reference => "REFERENCE",
         };
         let profile = match s.profile {
             Profile::TransformerEngine => "TRANSFORMER_ENGINE",
@@ -63,7 +65,7 @@ impl Settings {
         };
         format!(
             "struct {name} {{\n    static constexpr bool WANTED = {}, SQUARE = {}, STOCHASTIC = {}, TRANSFORM = {};\n    \
-             static constexpr int SIGNS = {};\n    static constexpr ScaleRule RULE_OF = {rule};\n    static constexpr Edge EDGE = {edge};\n    \
+             static constexpr int SIGNS = {};\n    static constexpr ScaleRule RULE_OF = {rule};\n    static constexpr Specials SPECIALS = {specials};\n    \
              static constexpr Profile PROFILE = {profile};\n}};\n",
             settings.is_some(),
             s.tile == Tile::Square16,
@@ -104,8 +106,8 @@ pub(super) enum Function {
 
 impl Variant {
     fn source(self) -> (&'static str, &'static str, String) {
-        const MATRIX: &str = include_str!("../matrix.cuh");
-        const SQUARES: &str = include_str!("../squares.cuh");
+        const MATRIX: &str = include_str!("matrix.cuh");
+        const SQUARES: &str = include_str!("squares.cuh");
         let settings = format!(
             "constexpr bool WHOLE = {}, FLAT = {}, FULL = {};\n\
              constexpr Precision INPUT = {};\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\n{}{}",
@@ -120,15 +122,22 @@ impl Variant {
             Settings::text("Col", self.col),
         );
         let (function, files): (_, &[&str]) = match self.function {
-            Function::Rows => ("quantize_rows", &[BLOCK_TEXT, MATRIX, include_str!("../rows.cu")]),
-            Function::WholeRows => ("quantize_whole_rows", &[BLOCK_TEXT, MATRIX, include_str!("../whole_rows.cu")]),
-            Function::Squares => ("quantize_squares", &[BLOCK_TEXT, MATRIX, SQUARES, include_str!("../squares.cu")]),
-            Function::Panels => ("quantize_panels", &[BLOCK_TEXT, MATRIX, SQUARES, include_str!("../panels.cu")]),
+            Function::Rows => ("quantize_rows", &[ELEMENTS, BLOCK_TEXT, MATRIX, include_str!("rows.cu")]),
+            Function::WholeRows => {
+                ("quantize_whole_rows", &[ELEMENTS, BLOCK_TEXT, MATRIX, include_str!("whole_rows.cu")])
+            }
+            Function::Squares => {
+                ("quantize_squares", &[ELEMENTS, BLOCK_TEXT, MATRIX, SQUARES, include_str!("squares.cu")])
+            }
+            Function::Panels => {
+                ("quantize_panels", &[ELEMENTS, BLOCK_TEXT, MATRIX, SQUARES, include_str!("panels.cu")])
+            }
         };
         ("quantize", function, assemble(&settings, files))
     }
 
-    /// How many groups of threads a multiprocessor should hold at a time, which limits registers. Measured; docs/gpu.md.
+    /// How many groups of threads a multiprocessor should hold at a time, which limits registers.
+    /// Measured; docs/gpu.md.
     fn min_blocks(self) -> u32 {
         let filtered = [self.row, self.col].into_iter().flatten().any(|s| s.metric.is_some());
         match (self.function, self.precision, filtered) {
@@ -146,18 +155,18 @@ impl Variant {
     }
 }
 
-/// Texts for [`cuda::sources`]: every setting in every function, while types, whole and ragged, and the directions of a
-/// panel take turns.
+/// Texts for [`crate::sources`]: every setting in every function. Types, whole or ragged, and the
+/// directions of a panel alternate.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     let plain = Settings::PLAIN;
     let profile = |profile| Settings { profile, ..plain };
     let settings = [
         plain,
-        Settings { edge: Edge::Reference, ..plain },
+        Settings { specials: Specials::Reference, ..plain },
         Settings { stochastic: true, ..plain },
-        Settings { stochastic: true, transform: Transform::Passed, edge: Edge::Reference, ..plain },
+        Settings { stochastic: true, transform: Transform::Passed, specials: Specials::Reference, ..plain },
         Settings { metric: Some(Metric::Mae), ..plain },
-        Settings { metric: Some(Metric::Mse), edge: Edge::Reference, ..plain },
+        Settings { metric: Some(Metric::Mse), specials: Specials::Reference, ..plain },
         Settings { metric: Some(Metric::Mse), transform: Transform::Constant(Signs::FIXED), ..plain },
         profile(Profile::ModelOpt),
         Settings { stochastic: true, ..profile(Profile::LlmCompressor) },
@@ -166,28 +175,28 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
     let square = |s: Settings| Settings { tile: Tile::Square16, ..s };
     let mut all = vec![cuda::entry((), advance_source)];
     for (i, s) in settings.into_iter().enumerate() {
-        // Every type comes whole and ragged within six turns.
-        let turn = |function, turn: usize, row, col| Variant {
+        // Every type comes whole and ragged within six variants.
+        let variant = |function, n: usize, row, col| Variant {
             function,
-            precision: PRECISIONS[(i + turn) % 3],
+            precision: PRECISIONS[(i + n) % 3],
             row,
             col,
-            whole: (i + turn).is_multiple_of(2),
+            whole: (i + n).is_multiple_of(2),
             flat: false,
-            full: function == Function::Panels && (i + turn).is_multiple_of(4),
+            full: function == Function::Panels && (i + n).is_multiple_of(4),
             per_thread: 4,
             threads: THREADS,
         };
         let (other, both) = (settings[(i + 3) % settings.len()], i.is_multiple_of(2));
-        let rows = turn(Function::Rows, 0, Some(s), None);
+        let rows = variant(Function::Rows, 0, Some(s), None);
         let (flat, light) = (i.is_multiple_of(4), s.is_light() && rows.precision != Precision::F32);
         let (per_thread, threads) = [(1, 128), (2, 1024), (4, 1024)][i % 3];
         let variants = [
             Variant { flat, per_thread: if light { 2 } else { 1 }, ..rows },
-            Variant { per_thread, threads, ..turn(Function::WholeRows, 1, Some(s), None) },
-            turn(Function::Squares, 2, Some(square(s)), None),
-            turn(Function::Panels, 3, both.then_some(square(other)), Some(s)),
-            turn(Function::Panels, 4, (!both).then_some(other), Some(square(s))),
+            Variant { per_thread, threads, ..variant(Function::WholeRows, 1, Some(s), None) },
+            variant(Function::Squares, 2, Some(square(s)), None),
+            variant(Function::Panels, 3, both.then_some(square(other)), Some(s)),
+            variant(Function::Panels, 4, (!both).then_some(other), Some(square(s))),
         ];
         all.extend(variants.map(|v| cuda::entry(v, Variant::source)));
     }

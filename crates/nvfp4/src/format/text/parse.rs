@@ -76,7 +76,7 @@ fn nvfp4_settings(options: &mut Options<'_>) -> Result<QuantizerBuilder> {
         .tile(options.word(TILES)?.unwrap_or_default())
         .global_scale(options.word(GLOBALS)?.unwrap_or_default())
         .rounding(options.word(ROUNDINGS)?.unwrap_or_default())
-        .edge(options.word(EDGES)?.unwrap_or_default())
+        .specials(options.word(SPECIALS)?.unwrap_or_default())
         .profile(options.word(PROFILES)?.unwrap_or_default())
         .layout(options.word(LAYOUTS)?.unwrap_or_default())
         .finite(options.word(FINITES)?.unwrap_or_default());

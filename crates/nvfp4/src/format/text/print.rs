@@ -74,7 +74,7 @@ fn nvfp4_options(format: &Nvfp4) -> Vec<Option<String>> {
         transform,
         unless(default.rounding, ROUNDINGS, settings.rounding),
         rule,
-        unless(default.mode.edge, EDGES, settings.mode.edge),
+        unless(default.mode.specials, SPECIALS, settings.mode.specials),
         unless(default.mode.profile, PROFILES, settings.mode.profile),
         unless(default.layout, LAYOUTS, settings.layout),
         unless(default.finite, FINITES, settings.finite),

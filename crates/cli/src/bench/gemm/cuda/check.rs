@@ -47,7 +47,7 @@ fn positions(m: usize, n: usize) -> Vec<(usize, usize)> {
 mod tests {
     use super::*;
     use nvfp4_spec::matrix::{Matrix, amax, dequantize, quantize};
-    use nvfp4_spec::{Edge, GlobalScale, Mode, Rounding};
+    use nvfp4_spec::{GlobalScale, Mode, Rounding, Specials};
 
     #[test]
     fn positions_lie_in_the_matrix_and_are_not_all_the_same() {
@@ -65,7 +65,7 @@ mod tests {
         let k = 4096;
         let matrix = |seed| Matrix::new(1, k, &crate::normal::standard::<bf16>(1, k, seed).unwrap()).unwrap();
         let (x, w) = (matrix(1), matrix(2));
-        let amax = amax(&w, GlobalScale::PerTensor, Edge::Kernel).unwrap();
+        let amax = amax(&w, GlobalScale::PerTensor, Specials::Kernel).unwrap();
         let w = quantize(&w, &amax, &Mode::default(), Rounding::NearestEven).unwrap();
         let decoded: Vec<f32> = dequantize(&w.view()).unwrap();
         let terms: Vec<f64> = x.data().iter().zip(&decoded).map(|(&x, &w)| f64::from(x) * f64::from(w)).collect();

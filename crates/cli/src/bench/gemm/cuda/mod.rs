@@ -8,9 +8,9 @@ use crate::bench::median;
 use anyhow::{Context, Result};
 use half::bf16;
 use matrix::{Form, Matrix};
-use nvfp4_kernels::cuda::{Buffer, Cublas, Device, Pool, Stream, time_in_turns};
+use nvfp4_kernels::cuda::{Buffer, Device, Pool, Stream, time_interleaved};
 use nvfp4_kernels::dequantize::cuda::dequantize;
-use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product, describe, gemm};
+use nvfp4_kernels::gemm::cuda::{Cublas, PreparedWeight, Product, describe, gemm};
 use serde::Serialize;
 use std::io::Write;
 
@@ -237,7 +237,7 @@ impl Bench {
 
     /// Median microseconds of one call of each.
     fn medians<const N: usize>(&mut self, stream: &Stream, m: usize, works: [Work; N]) -> Result<[f64; N]> {
-        let times = time_in_turns(stream, self, &works.map(|work| (work, m)), TURNS, Bench::calls)?;
+        let times = time_interleaved(stream, self, &works.map(|work| (work, m)), TURNS, Bench::calls)?;
         let mut medians = [0.0; N];
         for (to, times) in medians.iter_mut().zip(times) {
             *to = median(times.into_iter().map(f64::from).collect()) / calls(m) as f64;

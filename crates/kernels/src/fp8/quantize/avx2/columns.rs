@@ -1,17 +1,19 @@
-//! The column direction of an area: scales from maxima over its rows, and codes that are transposed or stay as they lie.
+//! The column direction of an area: scales from maxima over its rows, and codes, transposed except
+//! for MXFP8.
 
 use super::part::{Area, Part, Transposed, copy_some};
 use super::scales::EightScales;
-use super::turn::{self, Codes};
+use super::transpose::{self, Codes};
 use super::{AHEAD, CHUNK, COLUMNS, Job, Scratch, encode, scales};
 use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, Scales, Scaling};
-use nvfp4_spec::{Edge, Element};
+use nvfp4_spec::{Element, Specials};
 use std::arch::x86_64::__m256;
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
-    /// Both directions where the codes of one are those of the other, transposed: one scale for the matrix, or squares.
+    /// Both directions where the codes of one are those of the other, transposed: one scale for the
+    /// matrix, or squares.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn same_codes(
         &self,
@@ -39,7 +41,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
             }
         }
         let codes = Codes { data: part.codes, stride: part.code_stride, rows: area.height, cols: area.width };
-        self.write_turned(&mut scratch.turned, codes, area, out);
+        self.write_transposed(&mut scratch.transposed, codes, area, out);
         largest
     }
 
@@ -57,10 +59,10 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         scratch.codes.resize(BLOCK * CHUNK, 0);
         self.encode_columns(area, &scratch.multipliers, &mut scratch.codes, CHUNK);
         let codes = Codes { data: &scratch.codes, stride: CHUNK, rows: area.height, cols: area.width };
-        self.write_turned(&mut scratch.turned, codes, area, out);
+        self.write_transposed(&mut scratch.transposed, codes, area, out);
     }
 
-    /// The column direction of one row of MXFP8 blocks, as it lies.
+    /// The column direction of one row of MXFP8 blocks, not transposed.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn mx_columns(&self, scratch: &mut Scratch<T>, area: Area, out: &mut Part<'_>) {
         let Scales::E8m0(scales) = &mut out.scales else { unreachable!("MXFP8 has bytes for scales") };
@@ -69,7 +71,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         self.encode_columns(area, &scratch.multipliers, out.codes, out.code_stride);
     }
 
-    /// The multipliers of the columns of an area; `store` gets what to store for eight of them, from a column of the area on.
+    /// The multipliers of the columns of an area. `store` gets the index of a column of the area,
+    /// and the scales of eight columns from there on.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
     fn find_multipliers<S>(
@@ -96,16 +99,17 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         }
     }
 
-    /// The largest magnitudes of the columns of an area, NaN left out; zeros behind them up to a whole step.
+    /// The largest magnitudes of the columns of an area, NaN left out; zeros behind them up to a
+    /// whole step.
     #[target_feature(enable = "avx2,fma,f16c")]
     fn find_maxima(&self, scratch: &mut Scratch<T>, area: Area) {
-        for edge in [Edge::Reference, Edge::Kernel] {
+        for specials in [Specials::Reference, Specials::Kernel] {
             scratch.maxima.clear();
             scratch.maxima.resize(area.width.next_multiple_of(encode::STEP), T::default());
             let maxima = &mut scratch.maxima[..area.width];
             let rows = (0..area.height).map(|r| {
                 self.prefetch(area, r + AHEAD);
-                row_amax(self.token, self.row(area, r), edge, maxima)
+                row_amax(self.token, self.row(area, r), specials, maxima)
             });
             if !encode::is_nan::<T>(rows.max().unwrap_or(0)) {
                 break;
@@ -115,12 +119,12 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
 
     /// Transposes the codes of an area and writes its columns.
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn write_turned(&self, turned: &mut Vec<u8>, codes: Codes<'_>, area: Area, out: &Transposed<'_>) {
-        turned.resize(COLUMNS * BLOCK, 0);
+    fn write_transposed(&self, transposed: &mut Vec<u8>, codes: Codes<'_>, area: Area, out: &Transposed<'_>) {
+        transposed.resize(COLUMNS * BLOCK, 0);
         for c in (0..area.width).step_by(COLUMNS) {
             let cols = COLUMNS.min(area.width - c);
-            turn::turn(Codes { data: &codes.data[c..], cols, ..codes }, BLOCK, turned);
-            for (i, column) in turned.chunks_exact(BLOCK).take(cols).enumerate() {
+            transpose::transpose(Codes { data: &codes.data[c..], cols, ..codes }, BLOCK, transposed);
+            for (i, column) in transposed.chunks_exact(BLOCK).take(cols).enumerate() {
                 let at = (area.col + c + i) * self.x.rows() + area.row;
                 // SAFETY: a panel writes the codes of its own rows only.
                 unsafe { out.codes.write(at, &column[..area.height]) };

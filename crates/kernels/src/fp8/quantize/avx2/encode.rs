@@ -1,7 +1,7 @@
 //! Rows of elements to codes. Twin of the loop in [`nvfp4_spec::fp8::quantize`].
 //!
-//! Multipliers are positive numbers, so that a product has the sign of its element and is NaN only where the element is.
-//! A row with NaN in it is encoded like any other, and then mended.
+//! Multipliers are positive numbers, so that a product has the sign of its element and is NaN only
+//! where the element is. A row with NaN is encoded like any other, and corrected afterwards.
 
 use crate::avx2::small_float::{SmallFloat, code_words};
 use crate::avx2::{Block, abs, infinity_bits, largest, load, max, widen, zero};
@@ -23,7 +23,8 @@ pub(super) fn encode<T: Element, F: SmallFloat>(x: &[T], multiplier: f32, out: &
     for_each_step::<T, F>(x, out, |_| [[m; 2]; 2])
 }
 
-/// Encodes a row with a multiplier per column. Their number is that of the elements, rounded up to [`STEP`].
+/// Encodes a row with a multiplier per column. Their number is that of the elements, rounded up to
+/// [`STEP`].
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn encode_columns<T: Element, F: SmallFloat>(x: &[T], multipliers: &[f32], out: &mut [u8]) -> u32 {
     let blocks = multipliers.as_chunks::<BLOCK>().0;
@@ -32,7 +33,8 @@ pub(super) fn encode_columns<T: Element, F: SmallFloat>(x: &[T], multipliers: &[
     })
 }
 
-/// Encodes the elements of a row, [`STEP`] at a time, with the multipliers of each step; the bits of the largest magnitude.
+/// Encodes the elements of a row, [`STEP`] at a time, with the multipliers of each step; the bits
+/// of the largest magnitude.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn for_each_step<T: Element, F: SmallFloat>(
@@ -95,8 +97,8 @@ fn store_codes(codes: __m256i, out: &mut [u8; STEP]) {
     unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), codes) };
 }
 
-/// The elements of a block in binary32, in the order that is cheapest: 0–3, 8–11 and 4–7, 12–15 for bf16, whose bits are
-/// only moved, and 0–7, 8–15 for others.
+/// The elements of a block in binary32, in the order that is cheapest: 0–3, 8–11 and 4–7, 12–15 for
+/// bf16, whose bits are only moved, and 0–7, 8–15 for others.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn spread<T: Element>(b: Block) -> [__m256; 2] {

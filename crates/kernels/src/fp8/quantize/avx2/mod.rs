@@ -1,10 +1,11 @@
-//! Quantization to FP8 with AVX2, on all threads. Read [`encode`] for how a row becomes codes, then [`rows`] and [`columns`] for the
-//! directions; this file cuts a matrix into panels of rows and hands them out.
+//! Quantization to FP8 with AVX2, on all threads. Read [`encode`] for how a row becomes codes, then
+//! [`rows`] and [`columns`] for the directions; this file cuts a matrix into panels of rows and
+//! hands them out.
 //!
-//! For the row direction alone a panel's rows are worked through as they lie. For the column direction a panel is 128 rows, worked
-//! through in chunks of columns that stay in cache: scales come from maxima over its rows, a multiplier per column, and the
-//! codes are transposed on their way out, unless they stay as they lie (MXFP8). Where both directions have the same codes they
-//! are computed once.
+//! For the row direction alone, a panel's rows are processed in order. For the column direction, a
+//! panel is 128 rows, processed in chunks of columns that stay in cache: scales come from maxima
+//! over its rows, with a multiplier per column, and the codes are transposed when they are written,
+//! except for MXFP8. Where both directions have the same codes, they are computed once.
 
 mod columns;
 mod encode;
@@ -12,9 +13,9 @@ mod part;
 mod rows;
 mod scales;
 mod tiles;
-mod turn;
+mod transpose;
 
-use super::{Direction, ScaleMut, Wanted, find_amax};
+use super::{Direction, Outputs, ScaleMut, find_amax};
 use crate::avx2::small_float::{E4m3, E5m2, SmallFloat};
 use crate::avx2::{Avx2, prefetch};
 use crate::scatter::Scatter;
@@ -25,37 +26,37 @@ use part::{Area, Columns, Part, Transposed, is_tensor};
 use rayon::prelude::*;
 use std::marker::PhantomData;
 
-/// Elements of a panel where only the row direction is wanted.
+/// Elements of a panel with the row direction alone.
 const TASK: usize = 1 << 17;
-/// Columns that are worked through at a time where the column direction is wanted: whole blocks.
+/// Columns that are processed at a time with the column direction: whole blocks.
 const CHUNK: usize = 4 * BLOCK;
-/// The same where columns are written as they lie, 32 rows at a time.
+/// The same for MXFP8, whose columns are not transposed, 32 rows at a time.
 const MX_CHUNK: usize = 4096;
-/// Rows between one that is worked on and one that is asked for.
+/// Prefetch distance in rows.
 const AHEAD: usize = 8;
 /// Columns that are transposed at a time.
 const COLUMNS: usize = 64;
 
-pub(super) fn quantize(token: Avx2, x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+pub(super) fn quantize(token: Avx2, x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
     let positive = match mode.scaling {
         Scaling::Tensor { scale } => scale > 0.0 && scale.is_finite(),
         _ => true,
     };
     if x.rows() == 0 || x.cols() == 0 || !positive {
-        return super::scalar(x, mode, wanted);
+        return super::scalar(x, mode, outputs);
     }
     match mode.format {
-        Format::E4m3 => quantize_to::<E4m3>(token, x, mode, wanted),
-        Format::E5m2 => quantize_to::<E5m2>(token, x, mode, wanted),
+        Format::E4m3 => quantize_to::<E4m3>(token, x, mode, outputs),
+        Format::E5m2 => quantize_to::<E5m2>(token, x, mode, outputs),
     }
 }
 
-fn quantize_to<F: SmallFloat>(token: Avx2, x: &Input<'_>, mode: &Mode, wanted: Wanted<'_>) -> Result<()> {
+fn quantize_to<F: SmallFloat>(token: Avx2, x: &Input<'_>, mode: &Mode, outputs: Outputs<'_>) -> Result<()> {
     let format = PhantomData::<F>;
     match x.values() {
-        Values::F32(values) => Job { token, values, x, mode, format }.run(wanted),
-        Values::Bf16(values) => Job { token, values, x, mode, format }.run(wanted),
-        Values::F16(values) => Job { token, values, x, mode, format }.run(wanted),
+        Values::F32(values) => Job { token, values, x, mode, format }.run(outputs),
+        Values::Bf16(values) => Job { token, values, x, mode, format }.run(outputs),
+        Values::F16(values) => Job { token, values, x, mode, format }.run(outputs),
     }
 }
 
@@ -74,12 +75,12 @@ struct Scratch<T> {
     scales: Vec<f32>,
     maxima: Vec<T>,
     multipliers: Vec<f32>,
-    turned: Vec<u8>,
+    transposed: Vec<u8>,
 }
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
-    fn run(&self, wanted: Wanted<'_>) -> Result<()> {
-        let Wanted { mut row, mut col, amax } = wanted;
+    fn run(&self, outputs: Outputs<'_>) -> Result<()> {
+        let Outputs { mut row, mut col, amax } = outputs;
         let (rows, cols) = (self.x.rows(), self.x.cols());
         if let Scaling::Tensor { scale } = self.mode.scaling {
             let stored = self.mode.tile_scale(scale, T::PRECISION).stored;
@@ -163,8 +164,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         largest
     }
 
-    /// Asks for a row of an area that comes soon. Where an area is a part of the columns the hardware does not see that its rows
-    /// go together.
+    /// Prefetches a row of an area. Where an area has only some of the columns, the hardware
+    /// prefetcher does not recognise the access pattern.
     fn prefetch(&self, area: Area, r: usize) {
         if area.width < self.x.cols() && r < area.height {
             prefetch(self.row(area, r));

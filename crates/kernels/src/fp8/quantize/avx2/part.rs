@@ -1,4 +1,4 @@
-//! What is written: a direction's buffers, and the pieces of them that panels get.
+//! The output of a direction: its buffers, and the parts of them that each panel writes.
 
 use super::{Direction, ScaleMut};
 use crate::scatter::Scatter;
@@ -13,7 +13,7 @@ pub(super) struct Area {
     pub width: usize,
 }
 
-/// What is written for a panel or a chunk of it: codes and scales in rows, their strides.
+/// The output of a panel or a chunk of it: rows of codes and scales, and their strides.
 pub(super) struct Part<'a> {
     pub codes: &'a mut [u8],
     pub code_stride: usize,
@@ -34,7 +34,8 @@ impl<'a> Part<'a> {
         Part { codes: &mut self.codes[r * self.code_stride + c..], scales, ..*self }
     }
 
-    /// A direction that is written as it lies, in pieces of `height` rows. The one scale of a tensor is in none of them.
+    /// A direction that is not transposed, in parts of `height` rows. The single scale of a tensor
+    /// is in none of them.
     pub fn split(direction: Direction<'a>, mode: &Mode, side: Side, cols: usize, height: usize) -> Vec<Self> {
         let (tile_height, _) = mode.tile(side).size(1, 1);
         let (_, scale_stride) = mode.tile(side).grid(1, cols);
@@ -49,7 +50,7 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Puts eight values at `at`, as many as are before `end`.
+/// Stores up to eight values from index `at` on, stopping at `end`.
 pub(super) fn copy_some<S: Copy>(eight: &[S; 8], out: &mut [S], at: usize, end: usize) {
     let out = &mut out[at..end.min(at + 8)];
     match out.first_chunk_mut::<8>() {
@@ -62,7 +63,7 @@ pub(super) fn is_tensor(mode: &Mode) -> bool {
     matches!(mode.scaling, Scaling::Tensor { .. })
 }
 
-/// A column direction that is transposed, written to from all panels.
+/// A transposed column direction, which all panels write to.
 pub(super) struct Transposed<'a> {
     pub codes: Scatter<'a, u8>,
     pub scales: Scatter<'a, f32>,

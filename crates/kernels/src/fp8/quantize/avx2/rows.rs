@@ -8,11 +8,12 @@ use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
 use crate::avx2::value_of;
 use nvfp4_spec::fp8::{BLOCK, MX_BLOCK, Scales, Scaling};
-use nvfp4_spec::{Edge, Element};
+use nvfp4_spec::{Element, Specials};
 use std::arch::x86_64::__m256;
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
-    /// Quantizes an area in the row direction; its largest magnitude, where there is one scale for the whole matrix.
+    /// Quantizes an area in the row direction; its largest magnitude, where there is one scale for
+    /// the whole matrix.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn rows(&self, area: Area, out: &mut Part<'_>) -> f32 {
         let Part { codes, code_stride, scales, scale_stride } = out;
@@ -45,7 +46,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
             let x = self.row(area, r);
             let bits = encode::encode::<T, F>(x, scale, &mut codes[r * stride..][..area.width]);
             let nan = encode::is_nan::<T>(bits);
-            largest = largest.max(if nan { row_amax(self.token, x, Edge::Kernel, &mut []) } else { bits });
+            largest = largest.max(if nan { row_amax(self.token, x, Specials::Kernel, &mut []) } else { bits });
         }
         value_of(largest, T::PRECISION)
     }

@@ -1,4 +1,5 @@
-//! From eight largest magnitudes to eight scales. Twins of [`nvfp4_spec::fp8::Mode::tile_scale`]; not for NaN.
+//! From eight largest magnitudes to eight scales. Twins of [`nvfp4_spec::fp8::Mode::tile_scale`];
+//! not for NaN.
 
 use crate::avx2::small_float::{SmallFloat, e8m0_reciprocals, e8m0_up, store_bytes};
 use nvfp4_spec::Precision;

@@ -5,7 +5,7 @@ use super::encode::{STEP, encode_steps, mend};
 use super::scales::EightScales;
 use crate::avx2::small_float::SmallFloat;
 use crate::avx2::{Block, infinity_bits, largest_of_eight, load, magnitudes, max, prefetch, values_of, zero};
-use nvfp4_spec::{BLOCK, Edge, Element};
+use nvfp4_spec::{BLOCK, Element, Specials};
 use std::arch::x86_64::*;
 
 /// Rows of up to eight tiles, `stride` elements apart.
@@ -23,8 +23,8 @@ impl<'a, T> Band<'a, T> {
     }
 }
 
-/// Quantizes a band: each run of `TILE` columns has one scale for all rows. `out` has the codes in rows, `out_stride` apart; the
-/// result is what to store for the tiles, of which the last may not exist.
+/// Quantizes a band: each run of `TILE` columns has one scale for all rows. `out` receives the
+/// codes in rows, `out_stride` apart. Returns the scales to store; the last tiles may not exist.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(super) fn quantize<T: Element, F: SmallFloat, S, const TILE: usize>(
@@ -38,7 +38,7 @@ pub(super) fn quantize<T: Element, F: SmallFloat, S, const TILE: usize>(
         if r + AHEAD < band.height {
             prefetch(band.row(r + AHEAD));
         }
-        join::<T, TILE>(band.row(r), Edge::Reference, &mut maxima);
+        join::<T, TILE>(band.row(r), Specials::Reference, &mut maxima);
     }
     let bits = largest_of_eight::<T>(maxima);
     let infinity = _mm256_set1_epi32(infinity_bits(T::PRECISION) as i32);
@@ -61,7 +61,7 @@ pub(super) fn quantize<T: Element, F: SmallFloat, S, const TILE: usize>(
 fn without_nan<T: Element, const TILE: usize>(band: Band<'_, T>) -> __m256i {
     let mut maxima = [zero(); 8];
     for r in 0..band.height {
-        join::<T, TILE>(band.row(r), Edge::Kernel, &mut maxima);
+        join::<T, TILE>(band.row(r), Specials::Kernel, &mut maxima);
     }
     largest_of_eight::<T>(maxima)
 }
@@ -69,32 +69,32 @@ fn without_nan<T: Element, const TILE: usize>(band: Band<'_, T>) -> __m256i {
 /// Joins the magnitudes of a row with the maxima of its tiles.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn join<T: Element, const TILE: usize>(row: &[T], edge: Edge, maxima: &mut [Block; 8]) {
+fn join<T: Element, const TILE: usize>(row: &[T], specials: Specials, maxima: &mut [Block; 8]) {
     let (tiles, rest) = row.as_chunks::<TILE>();
     if let Some(eight) = tiles.first_chunk::<8>() {
         // All of them, so that the loop unrolls and the maxima stay in registers.
         for i in 0..8 {
-            maxima[i] = max::<T>(maxima[i], magnitude(&eight[i], edge));
+            maxima[i] = max::<T>(maxima[i], magnitude(&eight[i], specials));
         }
         return;
     }
     for (m, tile) in maxima.iter_mut().zip(tiles) {
-        *m = max::<T>(*m, magnitude(tile, edge));
+        *m = max::<T>(*m, magnitude(tile, specials));
     }
     if !rest.is_empty() {
         let mut padded = [T::default(); TILE];
         padded[..rest.len()].copy_from_slice(rest);
-        maxima[tiles.len()] = max::<T>(maxima[tiles.len()], magnitude(&padded, edge));
+        maxima[tiles.len()] = max::<T>(maxima[tiles.len()], magnitude(&padded, specials));
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn magnitude<T: Element, const TILE: usize>(tile: &[T; TILE], edge: Edge) -> Block {
+fn magnitude<T: Element, const TILE: usize>(tile: &[T; TILE], specials: Specials) -> Block {
     let mut m = [zero(); 2];
     for pair in tile.as_chunks::<BLOCK>().0.as_chunks::<2>().0 {
-        m[0] = max::<T>(m[0], magnitudes::<T>(load(&pair[0]), edge));
-        m[1] = max::<T>(m[1], magnitudes::<T>(load(&pair[1]), edge));
+        m[0] = max::<T>(m[0], magnitudes::<T>(load(&pair[0]), specials));
+        m[1] = max::<T>(m[1], magnitudes::<T>(load(&pair[1]), specials));
     }
     max::<T>(m[0], m[1])
 }

@@ -1,6 +1,7 @@
-//! Quantization on a GPU of a matrix in the host's memory: copied there, and its results back.
+//! Quantization on a GPU of a matrix in host memory: the matrix is uploaded, the results are
+//! downloaded.
 
-use super::{Amax, Direction, Mode, Wanted, quantize};
+use super::{Amax, Direction, Mode, Outputs, quantize};
 use crate::cuda::{Buffer, Device, Stream, Uploaded};
 use crate::fp8::quantize as host;
 use crate::{Result, input};
@@ -11,14 +12,14 @@ pub(in crate::fp8::quantize) fn on_host(
     device: Device,
     x: &input::Input<'_>,
     mode: &fp8::Mode,
-    wanted: host::Wanted<'_>,
+    outputs: host::Outputs<'_>,
 ) -> Result<()> {
     let stream = Stream::new(device)?;
     let uploaded = Uploaded::new(&stream, x)?;
-    let mut row = wanted.row.map(|d| Copied::new(device, d)).transpose()?;
-    let mut col = wanted.col.map(|d| Copied::new(device, d)).transpose()?;
-    let mut amax = wanted.amax.is_some().then(|| device.alloc(1)).transpose()?;
-    let on_device = Wanted {
+    let mut row = outputs.row.map(|d| Copied::new(device, d)).transpose()?;
+    let mut col = outputs.col.map(|d| Copied::new(device, d)).transpose()?;
+    let mut amax = outputs.amax.is_some().then(|| device.alloc(1)).transpose()?;
+    let on_device = Outputs {
         row: row.as_mut().map(Copied::direction),
         col: col.as_mut().map(Copied::direction),
         amax: amax.as_mut().map(|amax| Amax::Replace(amax.slice_mut())),
@@ -27,7 +28,7 @@ pub(in crate::fp8::quantize) fn on_host(
     for direction in [row, col].into_iter().flatten() {
         direction.finish(&stream)?;
     }
-    if let Some((from, to)) = amax.zip(wanted.amax) {
+    if let Some((from, to)) = amax.zip(outputs.amax) {
         stream.download(from.slice(), std::slice::from_mut(to))?;
     }
     Ok(())

@@ -3,8 +3,7 @@
 use super::{Direction, Mode, Scale, Scaling};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format, precision};
-use crate::cuda::{self, Device, Input, Kernel, Source, Stream};
-use crate::quantize::cuda::divisor;
+use crate::cuda::{self, Device, Input, Kernel, Source, Stream, divisor};
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, Format, MX_BLOCK, ScaleValues};
 use nvfp4_spec::{BLOCK as UNIT, Precision};
 
@@ -46,7 +45,7 @@ pub(in crate::fp8) struct Launch {
 pub(in crate::fp8) enum Grid {
     /// This many.
     All(u32),
-    /// As many of these as the device holds at once; each takes more than one share then.
+    /// At most this many; if the device holds fewer at once, each processes more than one share.
     AtOnce(u32),
 }
 
@@ -63,7 +62,7 @@ impl Launch {
             function: Function::Rows,
             row: true,
             whole,
-            // Rows that follow each other without a gap are one.
+            // Contiguous rows are one row.
             flat: whole && x.stride() == cols && cols.is_multiple_of(tile),
             ..Variant::new(x.values().precision(), mode, amax)
         };
@@ -97,13 +96,13 @@ impl Launch {
         };
         let mut params = params(x, mode, [row, col], amax);
         (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(BLOCK));
-        // Rows of the codes that the column direction writes: transposed, or as they lie.
+        // Row length of the column direction's codes: transposed, or in the order of the matrix.
         let pitch = if variant.scaling == Kind::Blocks32 { cols } else { rows };
         params.wide = col.is_some_and(|col| aligned(col, pitch)).into();
         Ok(Launch { variant, params, grid: Grid::All(panels as u32) })
     }
 
-    /// Gives it to a stream.
+    /// Queues it on a stream.
     pub fn run(&self, stream: &Stream) -> Result<()> {
         let (device, threads) = (stream.device(), self.variant.threads());
         let kernel = self.variant.kernel(device)?;
@@ -157,7 +156,7 @@ fn params(x: &Input<'_>, mode: &Mode<'_>, [row, col]: [Option<&Direction<'_>>; 2
     }
 }
 
-/// What kernels have as constants.
+/// The settings of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::fp8) struct Variant {
     function: Function,
@@ -218,7 +217,7 @@ impl Kind {
 }
 
 impl Variant {
-    /// One that does nothing yet.
+    /// A variant without outputs.
     fn new(precision: Precision, mode: &Mode<'_>, amax: Option<u64>) -> Self {
         let source = match mode.scaling {
             Scaling::Tensor(Scale::Memory(_)) => ScaleSource::Memory,
@@ -248,7 +247,7 @@ impl Variant {
 
     /// Name, function and text.
     pub fn source(self) -> (&'static str, &'static str, String) {
-        const UNITS: &str = include_str!("../units.cuh");
+        const UNITS: &str = include_str!("units.cuh");
         let scaling = match self.scaling {
             Kind::Tensors => "TENSORS",
             Kind::Blocks128 => "BLOCKS_128",
@@ -280,13 +279,13 @@ impl Variant {
             self.min_blocks(),
         );
         let (function, file) = match self.function {
-            Function::Rows => ("quantize_fp8_rows", include_str!("../rows.cu")),
-            Function::Panels => ("quantize_fp8_panels", include_str!("../panels.cu")),
+            Function::Rows => ("quantize_fp8_rows", include_str!("rows.cu")),
+            Function::Panels => ("quantize_fp8_panels", include_str!("panels.cu")),
         };
         ("fp8 quantize", function, assemble_fp8(&settings, &[UNITS, file]))
     }
 
-    /// Units that a thread has at a time: enough for memory's requests to be under way.
+    /// Units of a thread at a time: enough loads in flight.
     fn per_thread(self) -> u32 {
         match (self.function, self.precision) {
             (Function::Panels, _) => 4,
@@ -318,8 +317,8 @@ impl Variant {
     }
 }
 
-/// Texts for [`cuda::sources`]: every scaling in every direction, while formats, types, whole and ragged, and whether an amax is wanted
-/// take turns.
+/// Texts for [`crate::sources`]: every scaling in every direction. Formats, types, whole or ragged,
+/// and with or without an amax alternate.
 pub(crate) fn sources() -> Vec<(String, Source)> {
     // SAFETY: nothing is ever read there.
     let memory = unsafe { cuda::Slice::from_raw(16, 1) };
@@ -337,16 +336,16 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
     for (i, scaling) in scalings.into_iter().enumerate() {
         for (j, (row, col)) in [(true, false), (false, true), (true, true)].into_iter().enumerate() {
             for (k, format) in Format::ALL.into_iter().enumerate() {
-                let turn = i + j + k;
+                let n = i + j + k;
                 let mode = Mode { format, scaling };
                 let rows = !col && !matches!(scaling, Scaling::Square128(_));
                 let variant = Variant {
                     function: if rows { Function::Rows } else { Function::Panels },
                     row,
                     col,
-                    whole: turn.is_multiple_of(2),
-                    flat: rows && turn.is_multiple_of(4),
-                    ..Variant::new(PRECISIONS[(turn + j) % 3], &mode, (turn % 3 == 0).then_some(16))
+                    whole: n.is_multiple_of(2),
+                    flat: rows && n.is_multiple_of(4),
+                    ..Variant::new(PRECISIONS[(n + j) % 3], &mode, (n % 3 == 0).then_some(16))
                 };
                 all.push(cuda::entry(variant, Variant::source));
             }
@@ -357,7 +356,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Wanted, plan};
+    use super::super::{Outputs, plan};
     use super::*;
     use crate::cuda::SliceMut;
     use nvfp4_spec::fp8::Scales;
@@ -372,13 +371,13 @@ mod tests {
         unsafe { Direction { codes: SliceMut::from_raw(16, 0), scales: Scales::F32(SliceMut::from_raw(16, 1)) } }
     }
 
-    /// The launch for a matrix that is not there, in rows or in columns.
+    /// The launches for a matrix without memory, in rows or in columns.
     fn planned(rows: usize, cols: usize, scaling: Scaling<'_>, columns: bool) -> Result<Vec<Launch>> {
         // SAFETY: as above.
         let x = cuda::Values::F32(unsafe { cuda::Slice::from_raw(16, usize::MAX) });
         let x = Input::strided(x, rows, cols, cols).unwrap();
         let (row, col) = if columns { (None, Some(direction())) } else { (Some(direction()), None) };
-        plan(&x, &Mode { format: Format::E4m3, scaling }, &Wanted { row, col, amax: None })
+        plan(&x, &Mode { format: Format::E4m3, scaling }, &Outputs { row, col, amax: None })
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Quantization to FP8 on a GPU: what a call says, and what is checked of it. Read `units.cuh`, then the kernels: `rows.cu`,
-//! `panels.cu`; `launch.rs` says which of them a call needs.
+//! Quantization to FP8 on a GPU: the arguments of a call and their checks. Read `units.cuh`, then
+//! the kernels `rows.cu` and `panels.cu`; `launch.rs` chooses among them.
 
 mod host;
 mod launch;
@@ -15,18 +15,18 @@ use crate::amax::cuda as maxima;
 use crate::cuda::{Device, Input, Slice, SliceMut, Stream};
 use crate::input::check_len;
 use launch::Launch;
-use nvfp4_spec::Edge;
+use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::{self, AmaxRule, Format, Scales, Side};
 
-/// Where the scale of a whole matrix comes from.
+/// The source of the scale of a whole matrix.
 #[derive(Clone, Copy, Debug)]
 pub enum Scale<'a> {
     /// The caller knows it.
     Value(f32),
-    /// One number of the GPU's memory, read when the work runs: delayed scaling, whose [`update`](crate::fp8::cuda::update) leaves
-    /// it there.
+    /// One number in GPU memory, read when the work runs: delayed scaling, whose
+    /// [`update`](crate::fp8::cuda::update) writes it there.
     Memory(Slice<'a, f32>),
-    /// It follows from an amax in the GPU's memory, read when the work runs: current scaling, after
+    /// It follows from an amax in GPU memory, read when the work runs: current scaling, after
     /// [`amax`](crate::amax::cuda::amax). Twin of [`AmaxRule::tensor_scale`].
     OfAmax {
         /// One magnitude.
@@ -71,7 +71,7 @@ impl From<fp8::Mode> for Mode<'_> {
 }
 
 impl Mode<'_> {
-    /// What decides shapes and lengths.
+    /// The mode that determines shapes and lengths.
     pub fn shapes(&self) -> fp8::Mode {
         let scaling = match self.scaling {
             Scaling::Tensor(_) => fp8::Scaling::Tensor { scale: 1.0 },
@@ -94,7 +94,7 @@ impl Mode<'_> {
     }
 }
 
-/// Where scales go: 32-bit numbers, or for MXFP8 E8M0 bytes.
+/// Buffers for scales: 32-bit numbers, or E8M0 bytes for MXFP8.
 pub type ScaleMut<'a> = Scales<SliceMut<'a, f32>, SliceMut<'a, u8>>;
 
 /// What to write for one direction. Twin of [`super::Direction`].
@@ -132,12 +132,13 @@ impl Direction<'_> {
     }
 }
 
-/// Where the largest magnitude of the matrix goes: one number.
+/// The buffer for the largest magnitude of the matrix: one number.
 #[derive(Debug)]
 pub enum Amax<'a> {
-    /// Takes the place of what is there.
+    /// Replaces the value in the buffer.
     Replace(SliceMut<'a, f32>),
-    /// The larger of the two is kept, as delayed scaling does in the first row of its history; what is there is a magnitude.
+    /// Keeps the larger of the new value and the one in the buffer, which is a magnitude. Delayed
+    /// scaling does this in the first row of its history.
     Join(SliceMut<'a, f32>),
 }
 
@@ -155,46 +156,47 @@ impl<'a> Amax<'a> {
     }
 }
 
-/// What to compute, any of it in one call. Twin of [`super::Wanted`].
+/// The outputs to compute, any of them in one call. Twin of [`super::Outputs`].
 #[derive(Debug, Default)]
-pub struct Wanted<'a> {
+pub struct Outputs<'a> {
     /// The row direction.
     pub row: Option<Direction<'a>>,
     /// The column direction.
     pub col: Option<Direction<'a>>,
-    /// The largest magnitude of the matrix, NaN left out. With a direction it is found on the way.
+    /// The largest magnitude of the matrix, without NaN. With a direction it needs no separate
+    /// pass.
     pub amax: Option<Amax<'a>>,
 }
 
-/// Quantizes `x` in the directions that are wanted. Does not wait.
-pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut wanted: Wanted<'_>) -> Result<()> {
+/// Quantizes `x` in the directions of `outputs`. Does not wait.
+pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Outputs<'_>) -> Result<()> {
     let (device, shape) = (stream.device(), (x.rows(), x.cols()));
     x.check(device)?;
     mode.check(device)?;
-    for (direction, side) in [(&wanted.row, Side::Row), (&wanted.col, Side::Column)] {
+    for (direction, side) in [(&outputs.row, Side::Row), (&outputs.col, Side::Column)] {
         direction.as_ref().map_or(Ok(()), |direction| direction.check(device, mode, side, shape))?;
     }
-    wanted.amax.as_ref().map_or(Ok(()), |amax| amax.check(device))?;
-    let launches = plan(x, mode, &wanted)?;
-    let on_the_way = wanted.row.is_some() || wanted.col.is_some();
-    match &mut wanted.amax {
+    outputs.amax.as_ref().map_or(Ok(()), |amax| amax.check(device))?;
+    let launches = plan(x, mode, &outputs)?;
+    let on_the_way = outputs.row.is_some() || outputs.col.is_some();
+    match &mut outputs.amax {
         None => {}
         Some(Amax::Replace(amax)) if on_the_way => stream.fill_bytes(amax.reborrow(), 0)?,
         Some(Amax::Join(_)) if on_the_way => {}
         Some(Amax::Replace(amax)) => {
-            let wanted = maxima::Wanted { tensor: Some(amax.reborrow()), ..Default::default() };
-            maxima::run(stream, x, Edge::Kernel, maxima::Values::Plain, wanted)?;
+            let outputs = maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() };
+            maxima::run(stream, x, Specials::Kernel, maxima::Values::Plain, outputs)?;
         }
         Some(Amax::Join(amax)) => {
-            maxima::join(stream, x, maxima::Wanted { tensor: Some(amax.reborrow()), ..Default::default() })?;
+            maxima::join(stream, x, maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() })?;
         }
     }
     launches.iter().try_for_each(|launch| launch.run(stream))
 }
 
-/// The kernels that a call needs; an amax without a direction needs another.
-pub(in crate::fp8) fn plan(x: &Input<'_>, mode: &Mode<'_>, wanted: &Wanted<'_>) -> Result<Vec<Launch>> {
-    let Wanted { row, col, amax } = wanted;
+/// The launches of a call, except that of an amax without a direction.
+pub(in crate::fp8) fn plan(x: &Input<'_>, mode: &Mode<'_>, outputs: &Outputs<'_>) -> Result<Vec<Launch>> {
+    let Outputs { row, col, amax } = outputs;
     let amax = amax.as_ref().map(|amax| amax.slice().address());
     if x.rows() == 0 || x.cols() == 0 {
         // The tile of the whole matrix is there even without elements.

@@ -1,0 +1,176 @@
+// The largest magnitudes of a matrix, of its rows and of its columns, each read once. Twin of
+// spec's matrix::amax.
+//
+// A thread has a strip of columns, 16 bytes wide; a warp has 32 strips and walks down the rows of
+// its panel. Integer atomics combine the maxima in memory, in any order; the host sets them to zero
+// first. Settings before this text: SPECIALS, INPUT, and OUTPUT_*, which say which maxima are computed.
+
+struct Params {
+    const u8* x;
+    u64 rows, cols, stride;
+    u32* tensor;
+    u32* row;
+    u32* col;
+    u32* plain;  // the maximum of everything before the transform
+    u32 aligned, signs, panel;  // rows of a panel, a multiple of 16
+    u32 padding;
+};
+
+constexpr int SIZE = INPUT == F32 ? 4 : 2;
+constexpr int STRIP = 16 / SIZE;  // elements of a strip
+
+// The larger magnitudes of two words. The specials decide whether NaN is ignored or wins.
+RULE u32 larger_counted(u32 a, u32 b) {
+    b = magnitudes(b, INPUT);
+    return SPECIALS == REFERENCE ? larger(a, b, INPUT) : larger_seen(a, b, INPUT);
+}
+
+// The magnitude's bits in binary32 of the larger element of a word.
+RULE u32 word_maximum(u32 word) {
+    if (INPUT == F32) return word;
+    return to_bits(low_element(larger_counted(word, word >> 16), INPUT));
+}
+
+// Combines the maxima of a warp's lanes, then with the one in memory.
+RULE void meet(u32* at, u32 bits) {
+    bits = __reduce_max_sync(0xFFFFFFFF, bits);
+    if (threadIdx.x % 32 == 0 && bits) atomicMax(at, bits);
+}
+
+RULE uint4 load_strip(const Params& p, u64 r, u64 c) {
+    const u8* from = p.x + (r * p.stride + c) * SIZE;
+    if (p.aligned && c + STRIP <= p.cols) return *(const uint4*)from;
+    u32 w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < STRIP; i++) {
+        if (c + i >= p.cols) continue;
+        if (INPUT == F32) w[i] = ((const u32*)from)[i];
+        else w[i / 2] |= (u32)((const u16*)from)[i] << 16 * (i % 2);
+    }
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// A block of 256 threads: 8 warps side by side in one band of rows, or along the row if there is
+// only one.
+extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ Params p) {
+    u64 strips = (p.cols + STRIP - 1) / STRIP, groups = (strips + 255) / 256;
+    u64 first = blockIdx.x / groups * p.panel, strip = blockIdx.x % groups * 256 + threadIdx.x, c = strip * STRIP;
+    u64 end = first + p.panel < p.rows ? first + p.panel : p.rows;
+    bool mine = strip < strips;
+    u32 m[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (u64 r = first; r < end; r += 8) {
+        uint4 v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] = mine && r + i < end ? load_strip(p, r + i, c) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (OUTPUT_ROWS && r + i < end) {
+                u32 a = larger_counted(larger_counted(0, v[i].x), v[i].y);
+                u32 b = larger_counted(larger_counted(0, v[i].z), v[i].w);
+                meet(p.row + r + i, word_maximum(larger_counted(a, b)));
+            }
+            m[0] = larger_counted(m[0], v[i].x), m[1] = larger_counted(m[1], v[i].y);
+            m[2] = larger_counted(m[2], v[i].z), m[3] = larger_counted(m[3], v[i].w);
+        }
+    }
+    if (OUTPUT_COLS && mine) {
+#pragma unroll
+        for (int i = 0; i < STRIP; i++) {
+            if (c + i >= p.cols) break;
+            u32 word = INPUT == F32 ? m[i] : m[i / 2] >> 16 * (i % 2);
+            u32 bits = INPUT == F32 ? word : to_bits(low_element(word & 0xFFFF, INPUT));
+            if (bits) atomicMax(p.col + c + i, bits);
+        }
+    }
+    if (OUTPUT_TENSOR) {
+        u32 all = larger_counted(larger_counted(m[0], m[1]), larger_counted(m[2], m[3]));
+        __shared__ u32 maxima[8];
+        u32 bits = __reduce_max_sync(0xFFFFFFFF, word_maximum(all));
+        if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = bits;
+        __syncthreads();
+        if (threadIdx.x < 32) meet(p.tensor, threadIdx.x < 8 ? maxima[threadIdx.x] : 0);
+    }
+}
+
+// The maxima after the transform along columns (`col`: one per column; or all of them, `tensor`),
+// and that before it (`plain`): a thread has one column of f32 or two neighbouring ones, 16 rows at
+// a time.
+extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_constant__ Params p) {
+    constexpr int WIDE = INPUT == F32 ? 1 : 2;
+    u64 units = (p.cols + WIDE - 1) / WIDE, groups = (units + 127) / 128;
+    u64 first = blockIdx.x / groups * p.panel, unit = blockIdx.x % groups * 128 + threadIdx.x, c = unit * WIDE;
+    u64 end = first + p.panel < p.rows ? first + p.panel : p.rows;
+    u32 m[2] = {0, 0}, before = 0;
+    for (u64 r = first; unit < units && r < end; r += BLOCK) {
+        u32 w[BLOCK];
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) {
+            const u8* from = p.x + ((r + i) * p.stride + c) * SIZE;
+            if (INPUT == F32) w[i] = *(const u32*)from;
+            else if (p.aligned && c + 1 < p.cols) w[i] = *(const u32*)from;
+            else w[i] = *(const u16*)from | (c + 1 < p.cols ? (u32)((const u16*)from)[1] << 16 : 0);
+        }
+#pragma unroll
+        for (int i = 0; OUTPUT_PLAIN && i < BLOCK; i++) before = larger_counted(before, w[i]);
+#pragma unroll
+        for (int h = 0; h < WIDE; h++) {
+            float v[BLOCK];
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) {
+                v[i] = INPUT == F32 ? from_bits(w[i]) : h ? high_element(w[i], INPUT) : low_element(w[i], INPUT);
+            }
+            hadamard::negate(v, p.signs);
+            hadamard::butterflies(v);
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) {
+                // Quartering and rounding are monotone: they wait until the end.
+                u32 bits = scale::magnitude_bits(v[i], SPECIALS);
+                m[h] = m[h] > bits ? m[h] : bits;
+            }
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < WIDE; h++) {
+        float rounded = precision::round(from_bits(m[h]) * HADAMARD_FACTOR, BF16);
+        m[h] = scale::magnitude_bits(rounded, SPECIALS);
+    }
+    if (OUTPUT_COLS && unit < units) {
+        atomicMax(p.col + c, m[0]);
+        if (WIDE == 2 && c + 1 < p.cols) atomicMax(p.col + c + 1, m[1]);
+    }
+    if (OUTPUT_TENSOR) meet(p.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
+    if (OUTPUT_PLAIN) meet(p.plain, word_maximum(before));
+}
+
+// The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a
+// thread has a block of 16.
+extern "C" __global__ void __launch_bounds__(256) amax_hadamard_rows(const __grid_constant__ Params p) {
+    u64 units = p.cols / BLOCK, groups = (units + 255) / 256;
+    u64 first = blockIdx.x / groups * p.panel, unit = blockIdx.x % groups * 256 + threadIdx.x;
+    u64 end = first + p.panel < p.rows ? first + p.panel : p.rows;
+    u32 all = 0;
+    for (u64 r = first; r < end; r++) {
+        u32 m = 0;
+        if (unit < units) {
+            const u8* from = p.x + (r * p.stride + unit * BLOCK) * SIZE;
+            float v[BLOCK];
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) {
+                if (INPUT == F32) v[i] = ((const float*)from)[i];
+                else v[i] = low_element(((const u16*)from)[i], INPUT);
+            }
+            hadamard::transform(v, p.signs);
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) {
+                u32 bits = scale::magnitude_bits(v[i], SPECIALS);
+                m = m > bits ? m : bits;
+            }
+        }
+        if (OUTPUT_ROWS) meet(p.row + r, m);
+        all = all > m ? all : m;
+    }
+    if (OUTPUT_TENSOR) meet(p.tensor, all);
+}

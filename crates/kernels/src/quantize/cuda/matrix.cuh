@@ -1,0 +1,65 @@
+// The matrix that is quantized: the positions of its blocks, and how they are loaded. Read
+// block.cuh first.
+//
+// `Row` and `Col` (the settings of the directions) and INPUT (the type of the elements) come before
+// this text.
+
+struct Params {
+    const u8* x;
+    u64 rows, cols, stride;  // stride in elements
+    u32 divisor_magic, divisor_shift;
+    u32 wide_codes;  // panels: whether all rows of the column direction's codes are 16-byte aligned
+    u32 padding;
+    Direction row, col;
+};
+static_assert(sizeof(Direction) == 104 && sizeof(Params) == 256, "as the host has them");
+
+constexpr int SIZE = INPUT == F32 ? 4 : 2;
+
+// Elements of one block of a row; missing ones are zero.
+RULE Elements<INPUT> load(const Params& p, u32 row, u32 block, u32 width) {
+    const u8* from = p.x + (row * p.stride + (u64)block * BLOCK) * SIZE;
+    if (WHOLE && width) return load_whole<INPUT>(from);
+    return load_some<INPUT>(from, WHOLE ? 0 : width);
+}
+
+// Whether the transform negates element i of a group.
+template <class S>
+RULE u32 negated(u32 signs, int i) { return (S::SIGNS < 0 ? signs : S::SIGNS) >> i & 1; }
+
+// Twin of hadamard::transform.
+template <class S>
+RULE Elements<BF16> rotated(float v[BLOCK], u32 signs) {
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) {
+        if (S::SIGNS < 0) v[i] = from_bits(to_bits(v[i]) ^ negated<S>(signs, i) << 31);
+        else if (negated<S>(signs, i)) v[i] = -v[i];
+    }
+    return transformed(v);
+}
+
+// The elements that a direction quantizes, given those of the matrix along it.
+template <class S>
+RULE auto prepared(const Elements<INPUT>& x, u32 signs) {
+    if constexpr (S::TRANSFORM) {
+        float v[BLOCK];
+        unpack(x, v);
+        return rotated<S>(v, signs);
+    } else {
+        return x;
+    }
+}
+
+// How many elements of a block exist.
+RULE u32 width_at(u32 block, u64 cols) {
+    if (WHOLE) return BLOCK;
+    u64 left = cols - (u64)block * BLOCK;
+    return left < BLOCK ? (u32)left : BLOCK;
+}
+
+template <class S, Precision P>
+RULE void quantize_and_store(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Position& at) {
+    Result r = quantize_block<S>(x, largest, s, d, at);
+    store_codes(d, at, r.codes);
+    store_scale(d, at, r.byte);
+}

@@ -1,0 +1,189 @@
+// The column direction, with or without the row direction. A group of 128 threads reads a panel of
+// 128 rows × 64 columns once and transposes it through shared memory. Read squares.cuh first.
+// Settings before this text: FULL, whether all panels lie within the matrix.
+
+constexpr int HEIGHT = 128, WIDTH = 64;                  // rows and columns of a panel
+constexpr int WORDS = INPUT == F32 ? WIDTH : WIDTH / 2;  // of a row of a panel
+constexpr int BANDS = HEIGHT / 16, STRIPS = WIDTH / 16;  // blocks of a column and of a row
+constexpr int UNITS = 4;                                 // blocks of each direction that a thread has
+constexpr int TILES = BANDS * STRIPS;
+
+struct PanelMemory {
+    u32 tile[HEIGHT][WORDS];
+    // Of the columns, a line for each 16 rows. Padded by two columns, so that the codes of one
+    // column are in different banks.
+    u64 codes[BANDS][WIDTH + 2];
+    u8 scales[BANDS][WIDTH];
+    Scaling row, col;
+};
+
+// Quantizes the `UNITS` blocks of a thread. `store(i, codes, byte)` stores the results,
+// `reload(tile, row)` returns the elements of any row of a square tile. All threads call this.
+template <class S, Precision P, class Store, class Reload>
+RULE void quantize_units(const Elements<P>* x, const int* tile, const int* row, const Position* at, const Direction& d,
+                         Scaling s, Squares<S, TILES>& shared, Store store, Reload reload) {
+    if constexpr (S::SQUARE) {
+        if (threadIdx.x < TILES) shared.largest[threadIdx.x] = 0, shared.amax[threadIdx.x] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) combine_maxima(x[i], tile[i], shared);
+        __syncthreads();
+        Scaled scaled[UNITS];
+        square_scales<S, P, UNITS, TILES>(x, tile, row, s, d, shared, scaled, reload);
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) {
+            if (FULL || at[i].width) store(i, square_codes<S>(x[i], scaled[i], s, d, at[i]), scaled[i].byte);
+        }
+        __syncthreads();
+    } else {
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) {
+            if (!FULL && !at[i].width) continue;
+            if (d.per_row) s = scaling_of<S>(d.amax[at[i].row], d);
+            Result r = quantize_block<S>(x[i], largest(x[i]), s, d, at[i]);
+            store(i, r.codes, r.byte);
+        }
+    }
+}
+
+// Sixteen elements of a column of the panel, from row `first` on.
+RULE Elements<INPUT> column_elements(const PanelMemory& m, int column, int first) {
+    Elements<INPUT> x;
+#pragma unroll
+    for (int k = 0; k < BLOCK; k++) {
+        if (INPUT == F32) x.w[k] = m.tile[first + k][column];
+        else {
+            u32 e = m.tile[first + k][column / 2] >> 16 * (column % 2) & 0xFFFF;
+            x.w[k / 2] = k % 2 ? x.w[k / 2] | e << 16 : e;
+        }
+    }
+    return x;
+}
+
+// The elements of two neighbouring columns of 16-bit elements, given as words of a row each.
+template <class S>
+RULE void column_pair(const u32 w[BLOCK], u32 signs, decltype(prepared<S>(Elements<INPUT>(), 0))* out) {
+    if constexpr (S::TRANSFORM) {
+        float v[BLOCK];
+#pragma unroll
+        for (int k = 0; k < BLOCK; k++) v[k] = low_element(w[k], INPUT);
+        out[0] = rotated<S>(v, signs);
+#pragma unroll
+        for (int k = 0; k < BLOCK; k++) v[k] = high_element(w[k], INPUT);
+        out[1] = rotated<S>(v, signs);
+    } else {
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            out[0].w[k] = permute(w[2 * k], w[2 * k + 1], 0x5410);
+            out[1].w[k] = permute(w[2 * k], w[2 * k + 1], 0x7632);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(const __grid_constant__ Params p) {
+    extern __shared__ uint4 memory[];
+    PanelMemory& m = *(PanelMemory*)memory;
+    u32 panels = (u32)((p.cols + WIDTH - 1) / WIDTH), rows = (u32)p.rows, cols = (u32)p.cols, t = threadIdx.x;
+    u32 down = divided(blockIdx.x, p.divisor_magic, p.divisor_shift);
+    u32 first_row = down * HEIGHT, first_col = (blockIdx.x - down * panels) * WIDTH;
+    Position at[UNITS];
+    int tile[UNITS], row[UNITS];
+    {
+        // Four neighbouring threads have the four blocks of a row.
+        Elements<INPUT> x[UNITS];
+        u32 blocks = (u32)blocks_of(p.row), block = first_col / BLOCK + t % STRIPS;
+        u32 width = FULL || block * BLOCK < cols ? width_at(block, cols) : 0;
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) {
+            u32 r = i * 32 + t / STRIPS;
+            u32 at_row = first_row + r;
+            at[i] = {at_row, at_row * blocks + block, block, FULL || at_row < rows ? width : 0};
+            tile[i] = r / 16 * STRIPS + t % STRIPS, row[i] = r % 16;
+            x[i] = load(p, at_row, block, at[i].width);
+        }
+        // Two threads compute the scalings for all while the loads are in flight.
+        if (t == 0 && Row::WANTED && !p.row.per_row) m.row = scaling_of<Row>(p.row.amax[0], p.row);
+        if (t == 32 && !p.col.per_row) m.col = scaling_of<Col>(p.col.amax[0], p.col);
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) {
+            uint4* to = (uint4*)&m.tile[i * 32 + t / STRIPS][t % STRIPS * (WORDS / STRIPS)];
+#pragma unroll
+            for (int k = 0; k < WORDS / STRIPS / 4; k++) {
+                to[k] = make_uint4(x[i].w[4 * k], x[i].w[4 * k + 1], x[i].w[4 * k + 2], x[i].w[4 * k + 3]);
+            }
+        }
+        __syncthreads();
+        if constexpr (Row::WANTED) {
+            decltype(prepared<Row>(x[0], 0)) y[UNITS];
+#pragma unroll
+            for (int i = 0; i < UNITS; i++) y[i] = prepared<Row>(x[i], p.row.signs);
+            auto store = [&](int i, u64 codes, u32 byte) {
+                store_codes(p.row, at[i], codes);
+                store_scale(p.row, at[i], byte);
+            };
+            auto reload = [&](int tile, int r) {
+                u32 at_row = first_row + tile / STRIPS * 16 + r, at_block = first_col / BLOCK + tile % STRIPS;
+                bool inside = at_row < rows && at_block * BLOCK < cols;
+                return prepared<Row>(load(p, at_row, at_block, inside ? width_at(at_block, cols) : 0), p.row.signs);
+            };
+            quantize_units<Row>(y, tile, row, at, p.row, m.row, *(Squares<Row, TILES>*)(&m + 1), store, reload);
+        }
+    }
+    // A warp has two bands of 16 rows; a thread has two neighbouring columns of 16-bit elements in
+    // each, or two of 32 bits.
+    const Direction& d = p.col;
+    decltype(prepared<Col>(Elements<INPUT>(), 0)) y[UNITS];
+    u32 column[UNITS], band[UNITS];
+    u32 blocks = (u32)blocks_of(d);
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+        u32 c = INPUT == F32 ? i % 2 * 32 + t % 32 : t % 32 * 2 + i % 2, b = t / 32 + i / 2 * 4;
+        u32 at_col = first_col + c, block = first_row / BLOCK + b;
+        bool inside = FULL || (at_col < cols && block * BLOCK < rows);
+        at[i] = {at_col, at_col * blocks + block, block, inside ? width_at(block, rows) : 0};
+        tile[i] = c / 16 * BANDS + b, row[i] = c % 16, column[i] = c, band[i] = b;
+        if constexpr (INPUT == F32) y[i] = prepared<Col>(column_elements(m, c, b * BLOCK), d.signs);
+        else if (i % 2 == 0) {
+            u32 w[BLOCK];
+#pragma unroll
+            for (int k = 0; k < BLOCK; k++) w[k] = m.tile[b * BLOCK + k][c / 2];
+            column_pair<Col>(w, d.signs, y + i);
+        }
+    }
+    bool whole = p.wide_codes && (FULL || first_row + HEIGHT <= rows);
+    u64 previous;
+    auto store = [&](int i, u64 codes, u32 byte) {
+        if (!whole) {
+            store_codes(d, at[i], codes);
+            store_scale(d, at[i], byte);
+            return;
+        }
+        m.scales[band[i]][column[i]] = (u8)byte;
+        if (INPUT == F32) m.codes[band[i]][column[i]] = codes;
+        else if (i % 2 == 0) previous = codes;
+        else *(ulonglong2*)&m.codes[band[i]][column[i] - 1] = make_ulonglong2(previous, codes);
+    };
+    auto reload = [&](int tile, int r) {
+        return prepared<Col>(column_elements(m, tile / BANDS * 16 + r, tile % BANDS * BLOCK), d.signs);
+    };
+    quantize_units<Col>(y, tile, row, at, d, m.col, *(Squares<Col, TILES>*)(&m + 1), store, reload);
+    if (!whole) return;
+    __syncthreads();
+    // A column's codes are 64 bytes side by side, its scales 8.
+    u64 pitch = d.cols / 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 c = i * 32 + t / 4, part = t % 4;
+        if (!FULL && first_col + c >= cols) break;
+        u8* to = d.codes + (first_col + c) * pitch + first_row / 2 + 16 * part;
+        *(ulonglong2*)to = make_ulonglong2(m.codes[2 * part][c], m.codes[2 * part + 1][c]);
+    }
+    if (t < WIDTH && (FULL || first_col + t < cols)) {
+        u8* to = d.scales + (u64)(first_col + t) * blocks + first_row / BLOCK;
+        u64 scales = 0;
+#pragma unroll
+        for (int i = 0; i < BANDS; i++) scales |= (u64)m.scales[i][t] << 8 * i;
+        if ((u64)to % 8 == 0) *(u64*)to = scales;
+        else for (int i = 0; i < BANDS; i++) to[i] = (u8)(scales >> 8 * i);
+    }
+}
