@@ -320,7 +320,7 @@ impl Args {
         let name = self.text.as_ref().and_then(|path| path.file_name());
         let name = name.map_or("The Devil's Dictionary".into(), |name| name.to_string_lossy());
         Settings {
-            text: format!("{name}, {} bytes, {:016x}", text.len(), text::fingerprint(text)),
+            text: format!("{name}, {} bytes, {:016x}", text.len(), nvfp4_files::fingerprint(text.iter().copied())),
             vocabulary: self.vocab.to_string(),
             vocabulary_size: self.vocab.size(),
             layers: self.layers,
