@@ -2,7 +2,7 @@
 //! beside it.
 
 use super::dialect::{Dialect, Model};
-use super::verify::{Client, Finding, Severity};
+use super::verify::{Client, Finding, Fix, Severity};
 use super::weight::{Stored, Weight};
 use crate::Result;
 
@@ -53,7 +53,7 @@ const UNSERVED: [(&[&str], Treatment, &str); 4] = [
     (
         &["Bert", "Roberta", "XLMRoberta", "DistilBert", "Electra", "Albert", "Deberta", "MPNet", "Camembert"],
         Treatment::Tell,
-        "vLLM 0.32 does not load it in NVFP4, in ModelOpt's own export neither; `nvfp4 dequant` gives plain numbers back",
+        "vLLM 0.32 does not load it in NVFP4, in ModelOpt's own export neither",
     ),
 ];
 
@@ -159,7 +159,7 @@ pub(super) fn refusal(model: &Model<'_>) -> Result<Option<String>> {
 
 /// What is to be said about a client that would not load a checkpoint of this architecture, or that might not.
 pub fn loading(model: &Model<'_>, client: Client) -> Option<Finding> {
-    let finding = |severity, text: String| Finding { severity, about: "architecture".to_string(), text };
+    let finding = |severity, text: String| Finding::new(severity, "architecture", text);
     if client != Client::Vllm {
         return None;
     }
@@ -175,13 +175,12 @@ pub fn loading(model: &Model<'_>, client: Client) -> Option<Finding> {
     };
     if architecture.starts_with("GptOss") && model.dialect != Dialect::Plain && model.weights.iter().any(joined) {
         let text = format!(
-            "{architecture}: vLLM 0.32 has no loader for its experts in NVFP4, and does not load ModelOpt's own export either; \
-             `nvfp4 dequant` gives plain numbers back"
+            "{architecture}: vLLM 0.32 has no loader for its experts in NVFP4, and does not load ModelOpt's own export either"
         );
-        return Some(finding(Severity::Problem, text));
+        return Some(finding(Severity::Problem, text).with(Fix::Decode));
     }
     if let Some((_, reason)) = unserved(architecture) {
-        return Some(finding(Severity::Problem, format!("{architecture}: {reason}")));
+        return Some(finding(Severity::Problem, format!("{architecture}: {reason}")).with(Fix::Decode));
     }
     let known = VLLM.split_whitespace().any(|name| name == architecture);
     (!known).then(|| {

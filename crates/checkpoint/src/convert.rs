@@ -7,7 +7,6 @@
 use super::architecture::loading;
 use super::beside::{self, Beside};
 use super::dialect::Model;
-use super::folder::Kind;
 use super::inputs;
 use super::measure::Measure;
 use super::plan::{Action, Item, Plan};
@@ -20,7 +19,7 @@ use super::verify::{Client, Finding, Severity, verify};
 use super::weight::{Stored, Weight};
 use super::work::{Order, Part, Work};
 use super::{Checkpoint, first_not_finite, gguf, mxfp4, pool};
-use crate::{Error, Result};
+use crate::{Error, Result, Setting};
 use nvfp4::{Precision, Specials};
 use nvfp4_files::durable::Disk;
 use nvfp4_kernels::{Input, amax};
@@ -74,11 +73,11 @@ pub(super) fn convert_on(
         target => Plan::new(&model, &settings.selection, target)?,
     };
     if !matches!(settings.target, Target::Plain(_)) && plan.quantized().next().is_none() {
-        return Err(Error::Refused("no weight would be quantized; `nvfp4 plan` says why".to_string()));
+        return Err(Error::NothingToQuantize);
     }
     if settings.target == Target::CompressedTensors && plan.quantized().any(|item| item.weight.is_transposed()) {
-        let reason = "compressed-tensors has no form for experts in one tensor; convert to modelopt (--to modelopt)";
-        return Err(Error::Refused(reason.to_string()));
+        let reason = "compressed-tensors has no form for experts in one tensor; convert to ModelOpt's form";
+        return Err(Error::setting(Setting::Target, reason));
     }
     let extras = inputs::extras(settings, &model, &plan)?;
     let files = match settings.target {
@@ -90,7 +89,7 @@ pub(super) fn convert_on(
     let stamps = beside::stamps(&checkpoint, &beside.companions)?;
     let order = Order {
         target,
-        kind: if settings.target == Target::Gguf { Kind::File } else { Kind::Folder },
+        kind: settings.target.kind(),
         existing: settings.existing,
         companions: &beside.companions,
         bytes: files.iter().map(|f| f.len).sum::<u64>() + beside.bytes,
@@ -187,9 +186,8 @@ impl<'p> Conversion<'_, 'p> {
         self.check_source()?;
         let mut summary = self.summary(&files)?;
         if let Some(left) = self.work.finish(gguf::FILE)? {
-            let text = "the checkpoint that was replaced is there still, because it cannot be removed".to_string();
-            let about = left.display().to_string();
-            summary.findings.push(Finding { severity: Severity::Note, about, text });
+            let text = "the checkpoint that was replaced is there still, because it cannot be removed";
+            summary.findings.push(Finding::note(left.display().to_string(), text));
         }
         Ok(summary)
     }
@@ -198,10 +196,7 @@ impl<'p> Conversion<'_, 'p> {
     fn check_source(&self) -> Result<()> {
         for (path, stamp) in &self.stamps {
             if Stamp::of(path)? != *stamp {
-                return Err(Error::Refused(format!(
-                    "{} changed while it was read; start over with --force when it is complete",
-                    path.display()
-                )));
+                return Err(Error::SourceChanged { path: path.clone() });
             }
         }
         Ok(())
@@ -209,19 +204,7 @@ impl<'p> Conversion<'_, 'p> {
 
     /// Reads the result as a stranger would, before it has its name.
     fn read_back(&self) -> Result<(Vec<Finding>, Option<Finding>)> {
-        let unreadable = |error: Error| {
-            let next = match &error {
-                // The bytes may be right. 24 is EMFILE: a process may have too few files open at once.
-                Error::File(nvfp4_files::Error::Io { source, .. })
-                    if cfg!(unix) && source.raw_os_error() == Some(24) =>
-                {
-                    "raise the limit (ulimit -n) and continue with --resume"
-                }
-                Error::File(nvfp4_files::Error::Io { .. }) => "continue with --resume when that is mended",
-                _ => "start over with --force",
-            };
-            Error::Refused(format!("the result cannot be read back: {error}; {next}"))
-        };
+        let unreadable = |error: Error| Error::NotReadBack { error: Box::new(error) };
         match self.settings.target {
             Target::Gguf => {
                 let file = gguf::GgufFile::open(&self.work.path(gguf::FILE)).map_err(unreadable)?;

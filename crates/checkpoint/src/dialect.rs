@@ -22,6 +22,7 @@ use std::fmt;
 
 /// Whose names and layout a checkpoint has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Dialect {
     /// Not quantized: BF16, F16 or F32.
     Plain,
@@ -146,11 +147,7 @@ pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
     if has(".weight_scale_2") || has("_weight_scale_2") {
         return match method.starts_with("modelopt") || text(producer) == "modelopt" {
             true => Ok(Dialect::ModelOpt),
-            false => Err(refuse(
-                "the names fit both ModelOpt and ComfyUI, whose nibbles and scales are in opposite orders, and nothing \
-                 says which it is; say so with --from modelopt or --from comfyui"
-                    .to_string(),
-            )),
+            false => Err(Error::UnclearDialect { path: checkpoint.root().to_path_buf() }),
         };
     }
     if has(".weight_scale_inv") {

@@ -3,7 +3,7 @@
 use crate::target::Target;
 use nvfp4::Precision;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The result of a call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -13,9 +13,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A weight that holds NaN or infinity, which no block scale can represent.
-    #[error(
-        "weight '{module}' holds {value} at row {row}, column {col}; mend the checkpoint, or leave it as it is with --skip"
-    )]
+    #[error("weight '{module}' holds {value} at row {row}, column {col}; mend the checkpoint, or skip the weight")]
     WeightNotFinite {
         /// The module.
         module: String,
@@ -30,12 +28,12 @@ pub enum Error {
     /// A value of a weight that the type it is decoded to cannot hold.
     #[error(
         "weight '{module}' holds {value} at row {row}, column {col}, and {precision:?} ends at {}; \
-         {} and start over with --force",
+         {}, and start over",
         precision.max(),
         match (target, precision) {
-            (Target::Plain(_), Precision::F16) => "decode it to --dtype bf16 or f32",
-            (Target::Plain(_), _) => "decode it to --dtype f32",
-            _ => "quantize it too, or convert what `nvfp4 dequant --dtype f32` makes of the source,",
+            (Target::Plain(_), Precision::F16) => "decode to BF16 or F32",
+            (Target::Plain(_), _) => "decode to F32",
+            _ => "quantize it too, or decode the source to F32 and convert that",
         }
     )]
     WeightDoesNotFit {
@@ -54,8 +52,87 @@ pub enum Error {
     },
 
     /// A conversion that was stopped. What is done is kept.
-    #[error("interrupted; run the same command with --resume to continue")]
+    #[error("interrupted; what is done is kept, and can be continued")]
     Interrupted,
+
+    /// A target that is there already, and was not to be replaced: see [`Existing`](crate::Existing).
+    #[error("{} already exists; choose another target, or replace it", path.display())]
+    TargetExists {
+        /// The target.
+        path: PathBuf,
+    },
+
+    /// An earlier conversion to the same target that did not come to its end: see [`Existing`](crate::Existing).
+    #[error("{} holds an unfinished conversion; continue it, or start over", path.display())]
+    Unfinished {
+        /// The folder that holds what is done.
+        path: PathBuf,
+    },
+
+    /// An unfinished conversion that is to be continued as another one.
+    #[error("{} was begun with other settings or another source; repeat them, or start over", path.display())]
+    OtherRequest {
+        /// The folder that holds what is done.
+        path: PathBuf,
+    },
+
+    /// An unfinished conversion whose journal is damaged.
+    #[error("{}: {reason}; start over", path.display())]
+    DamagedJournal {
+        /// The journal.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// A file of the source that changed during the conversion.
+    #[error("{} changed while it was read; start over when it is complete", path.display())]
+    SourceChanged {
+        /// The file.
+        path: PathBuf,
+    },
+
+    /// A result that could not be read back, and so did not get its name.
+    #[error("the result cannot be read back: {error}; {}", if error.is_of_the_system() {
+        "continue when that is mended"
+    } else {
+        "start over"
+    })]
+    NotReadBack {
+        /// Why.
+        error: Box<Error>,
+    },
+
+    /// A conversion that would change no weight.
+    #[error("no weight would be quantized; the plan says why")]
+    NothingToQuantize,
+
+    /// A pattern of names that none of the weights has.
+    #[error("the pattern '{pattern}' matches no weight")]
+    UnknownWeight {
+        /// The pattern.
+        pattern: String,
+    },
+
+    /// A checkpoint that does not say whose it is.
+    #[error(
+        "{}: the names fit both ModelOpt and ComfyUI, whose nibbles and scales are in opposite orders, and nothing says \
+         which it is; name the dialect",
+        path.display()
+    )]
+    UnclearDialect {
+        /// The checkpoint.
+        path: PathBuf,
+    },
+
+    /// A setting that does not fit the source, the target or another setting.
+    #[error("{reason}")]
+    Setting {
+        /// What to change.
+        setting: Setting,
+        /// Why.
+        reason: String,
+    },
 
     /// A request that cannot be carried out; the text names the fix.
     #[error("{0}")]
@@ -70,7 +147,39 @@ pub enum Error {
     Tensor(#[from] nvfp4::Error),
 }
 
+/// A setting of a conversion that an error is about, so that a program can name its own option for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Setting {
+    /// Which architectures are converted.
+    Architectures,
+    /// Scales of activations.
+    Acts,
+    /// How keys and values are kept.
+    Kv,
+    /// Which weights are left as they are.
+    Skip,
+    /// Which weights are joined.
+    Fuse,
+    /// What becomes of joined weights with different tensor scales.
+    Differing,
+    /// Whose arithmetic is reproduced.
+    Profile,
+    /// What is written.
+    Target,
+}
+
 impl Error {
+    /// Whether it is an error of the system, such as a full disk, which says nothing about what is in files.
+    pub fn is_of_the_system(&self) -> bool {
+        matches!(self, Error::File(nvfp4_files::Error::Io { .. }))
+    }
+
+    /// A setting that does not fit.
+    pub(crate) fn setting(setting: Setting, reason: impl Into<String>) -> Self {
+        Error::Setting { setting, reason: reason.into() }
+    }
+
     /// The system's error about a file.
     pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
         nvfp4_files::Error::io(path, source).into()

@@ -5,7 +5,7 @@ use super::plan::{Differing, Item, Plan};
 use super::settings::{Acts, KvCache, Settings};
 use super::target::{Activations, Extras, Kv, Scale, Target};
 use super::weight::Stored;
-use crate::{Error, Result};
+use crate::{Error, Result, Setting};
 use nvfp4::Bound;
 use nvfp4_spec::scale::Unit as ScaleUnit;
 use serde_json::Value;
@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 /// What is written beside weights.
 pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) -> Result<Extras> {
     if settings.kv == KvCache::Fp8Cast && settings.target == Target::Gguf {
-        let reason = "GGUF does not say how keys and values are kept; llama.cpp has options for it. Leave out --kv";
-        return Err(Error::Refused(reason.to_string()));
+        let reason = "GGUF does not say how keys and values are kept; llama.cpp has options for it: ask for none here";
+        return Err(Error::setting(Setting::Kv, reason));
     }
     Ok(Extras { activations: activations(settings, plan)?, kv: kv(settings, model) })
 }
@@ -30,10 +30,10 @@ fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
     match (with.first(), without.first()) {
         (None, _) => Ok(Activations::Plain),
         (Some(_), None) => Ok(Activations::Nvfp4),
-        (Some(_), Some(missing)) => Err(Error::Refused(format!(
-            "the source has scales of activations, but none for '{}'; give them with --acts",
-            missing.weight.module
-        ))),
+        (Some(_), Some(missing)) => Err(Error::setting(
+            Setting::Acts,
+            format!("the source has scales of activations, but none for '{}'; give all of them", missing.weight.module),
+        )),
     }
 }
 
@@ -58,7 +58,7 @@ pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activati
     match &settings.acts {
         Acts::Amaxes(amaxes) => check_amaxes(amaxes, plan)?,
         Acts::Constant(scale) if !is_scale(*scale) => {
-            return Err(Error::Refused(format!("--acts: the scale {scale} or its inverse is no normal float32")));
+            return Err(wrong(format!("the scale {scale} or its inverse is no normal float32")));
         }
         Acts::Constant(_) | Acts::None => {}
     }
@@ -93,22 +93,26 @@ pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activati
     Ok(plan.items.iter().enumerate().map(stored).collect())
 }
 
+/// Scales of activations that cannot be used.
+fn wrong(reason: String) -> Error {
+    Error::setting(Setting::Acts, format!("scales of activations: {reason}"))
+}
+
 /// Every weight needs an amax, and all that are missing are named at once.
 fn check_amaxes(amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>) -> Result<()> {
     let modules = || plan.quantized().map(|item| item.weight.module.as_str());
     let missing: Vec<&str> = modules().filter(|module| !amaxes.contains_key(*module)).collect();
     if !missing.is_empty() {
-        return Err(Error::Refused(format!("--acts: no amax for '{}'", missing.join("', '"))));
+        return Err(wrong(format!("no amax for '{}'", missing.join("', '"))));
     }
     for module in modules() {
         let amax = amaxes[module];
         if !(amax.is_finite() && amax > 0.0) {
-            return Err(Error::Refused(format!("--acts: '{module}' has the amax {amax}; expected a positive number")));
+            return Err(wrong(format!("'{module}' has the amax {amax}; expected a positive number")));
         }
         if !is_scale(amax / Bound::E448.six_e()) {
-            let reason =
-                format!("--acts: '{module}' has the amax {amax}, whose scale is too small or too large for a float32");
-            return Err(Error::Refused(reason));
+            let reason = format!("'{module}' has the amax {amax}, whose scale is too small or too large for a float32");
+            return Err(wrong(reason));
         }
     }
     Ok(())

@@ -64,7 +64,7 @@ pub use architecture::{Architectures, loading};
 pub use compare::{Compared, Comparison, Difference, compare, differences};
 pub use convert::convert;
 pub use dialect::{Dialect, Model, detect};
-pub use error::{Error, Result};
+pub use error::{Error, Result, Setting};
 pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
 pub use folder::{Checkpoint, Kind, Located, check_config, check_index};
 pub use joined::fused;
@@ -75,7 +75,8 @@ pub use settings::{Acts, Finished, KvCache, Observer, Outcome, Pass, ScaleChoice
 pub use shards::Shards;
 pub use statistics::{Statistics, statistics};
 pub use target::{Activations, Target};
-pub use verify::{Client, Finding, Severity, verify};
+pub use there::check_free;
+pub use verify::{Client, Finding, Fix, Severity, verify};
 pub use weight::{Arrangement, Buffer, Nibbles, Nvfp4, Stored, Weight};
 pub use work::Existing;
 

@@ -9,7 +9,7 @@ use super::names::{Pattern, Preset};
 use super::outline::Outline;
 use super::target::Target;
 use super::weight::{Stored, Weight};
-use crate::{Error, Result};
+use crate::{Error, Result, Setting};
 use nvfp4::Unit;
 use nvfp4_spec::{BLOCK, gguf};
 use safetensors::Dtype;
@@ -139,7 +139,7 @@ impl<'a> Plan<'a> {
     /// Decides about every weight of a model.
     pub fn new(model: &Model<'a>, selection: &Selection, target: Target) -> Result<Self> {
         if let (Architectures::Served, Some(reason)) = (selection.architectures, architecture::refusal(model)?) {
-            return Err(Error::Refused(format!("{reason}; --any-architecture converts it all the same")));
+            return Err(Error::setting(Setting::Architectures, reason));
         }
         let rules = Rules {
             selection,
@@ -155,9 +155,7 @@ impl<'a> Plan<'a> {
         };
         for pattern in selection.skip.iter().chain(&selection.only) {
             if !plan.items.iter().any(|item| pattern.matches(&item.weight.module)) {
-                return Err(Error::Refused(format!(
-                    "the pattern '{pattern}' matches no weight; `nvfp4 plan` lists them"
-                )));
+                return Err(Error::UnknownWeight { pattern: pattern.to_string() });
             }
         }
         let left =
@@ -206,12 +204,13 @@ impl<'a> Plan<'a> {
             let (quantized, kept): (Vec<&usize>, Vec<&usize>) = members.iter().partition(nvfp4);
             if let (Some(yes), Some(no)) = (quantized.first(), kept.first()) {
                 let name = |i: usize| self.items[i].weight.module.rsplit('.').next().unwrap_or_default().to_string();
-                return Err(Error::Refused(format!(
+                let reason = format!(
                     "{parent}: {} would be quantized and {} not, but servers join {kind} into one matrix; \
-                     skip all of them or none, or turn joining off (--fuse off)",
+                     skip all of them or none, or turn joining off",
                     name(**yes),
                     name(**no)
-                )));
+                );
+                return Err(Error::setting(Setting::Fuse, reason));
             }
             if quantized.len() > 1 {
                 groups.push(Group { kind, members, rescaled: None });
@@ -228,12 +227,12 @@ impl<'a> Plan<'a> {
     /// Gives the groups of an NVFP4 source whose tensor scales differ the largest of them.
     fn rescale(&mut self, fuse: &Fuse, target: Target) -> Result<()> {
         if *fuse == Fuse::Off {
-            let reason = "--fix-scales is for weights that share a tensor scale, and --fuse off says that none do";
-            return Err(Error::Refused(reason.to_string()));
+            let reason = "only joined weights can get one tensor scale, and joining is turned off";
+            return Err(Error::setting(Setting::Differing, reason));
         }
         if target == Target::Gguf {
-            let reason = "GGUF has a tensor scale for each weight, and llama.cpp uses each; leave out --fix-scales";
-            return Err(Error::Refused(reason.to_string()));
+            let reason = "GGUF has a tensor scale for each weight, and llama.cpp uses each: there is nothing to fix";
+            return Err(Error::setting(Setting::Differing, reason));
         }
         for group in &mut self.groups {
             let mut scales = Vec::new();
@@ -355,10 +354,10 @@ impl Rules<'_> {
         let block = if self.target == Target::Gguf { gguf::BLOCK_ELEMENTS } else { BLOCK };
         let uneven = !weight.cols.is_multiple_of(block);
         if let Some(pattern) = selection.skip.iter().find(|p| p.matches(module)) {
-            return Some(format!("--skip {pattern}"));
+            return Some(format!("skipped by '{pattern}'"));
         }
         if !selection.only.is_empty() && !selection.only.iter().any(|p| p.matches(module)) {
-            return Some("not in --only".to_string());
+            return Some("not among those chosen".to_string());
         }
         if matches!(weight.stored, Stored::Nvfp4(_)) && !uneven {
             return None;
@@ -367,7 +366,7 @@ impl Rules<'_> {
             return Some(part.to_string());
         }
         if !selection.preset.has(module) {
-            return Some(format!("not in --preset {}", selection.preset));
+            return Some(format!("not in the preset {}", selection.preset));
         }
         if weight.rows == 0 || weight.cols == 0 {
             return Some("empty".to_string());

@@ -9,7 +9,7 @@ use super::stamp::Stamp;
 use super::target::Target;
 use super::verify::Finding;
 use super::work::Existing;
-use crate::{Error, Result};
+use crate::{Error, Result, Setting};
 use nvfp4::{Bound, ErrorPath, Metric, Profile, ScaleRule};
 use nvfp4_kernels::Implementation;
 use nvfp4_spec::{Mode, Rounding};
@@ -153,6 +153,7 @@ pub enum Outcome {
 
 /// What a conversion did.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Summary {
     /// Whether it had anything to do.
     pub outcome: Outcome,
@@ -185,9 +186,9 @@ impl Settings {
             ),
         };
         if self.scale == ScaleChoice::FourOverSix && self.profile.is_some_and(|p| p != Profile::TransformerEngine) {
-            let reason = "4over6 with another producer's profile: only TransformerEngine has the rule; leave out --profile, or \
-                          choose another --scale";
-            return Err(Error::Refused(reason.to_string()));
+            let reason = "4over6 with another producer's profile: only TransformerEngine has the rule; take its profile, or \
+                          another choice of scales";
+            return Err(Error::setting(Setting::Profile, reason));
         }
         let mode = Mode { rule, profile: self.profile.unwrap_or(default), ..Mode::default() };
         mode.check(&Rounding::<()>::NearestEven)?;

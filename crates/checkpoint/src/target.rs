@@ -2,7 +2,7 @@
 
 use super::architecture;
 use super::dialect::Model;
-use super::folder::{Checkpoint, Located};
+use super::folder::{Checkpoint, Kind, Located};
 use super::names::KvScale;
 use super::plan::{self, Action, Item, Plan};
 use super::weight::{Stored, Weight};
@@ -16,6 +16,7 @@ use std::str::FromStr;
 
 /// Whose checkpoint is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Target {
     /// NVIDIA ModelOpt's, which vLLM, SGLang, TensorRT-LLM and llama.cpp's converter read.
     #[default]
@@ -37,6 +38,16 @@ impl FromStr for Target {
             "compressed-tensors" => Ok(Target::CompressedTensors),
             "gguf" => Ok(Target::Gguf),
             _ => Err(Error::Refused(format!("expected modelopt, compressed-tensors or gguf, got '{text}'"))),
+        }
+    }
+}
+
+impl Target {
+    /// Whether it is a folder or a file.
+    pub(super) fn kind(self) -> Kind {
+        match self {
+            Target::Gguf => Kind::File,
+            Target::ModelOpt | Target::CompressedTensors | Target::Plain(_) => Kind::Folder,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::folder::{INDEX_SUFFIX, Kind};
 use super::gguf;
+use super::settings::Settings;
 use super::work::{Existing, JOURNAL, LOCK};
 use crate::{Error, Result};
 use std::fs;
@@ -37,6 +38,14 @@ pub(super) enum There {
     Finished,
 }
 
+/// An error if a target is there already and may not be, before anything else is looked at.
+pub fn check_free(target: &Path, settings: &Settings) -> Result<()> {
+    match settings.existing {
+        Existing::Refuse => check_target(target, settings.target.kind(), Existing::Refuse, &[]).map(drop),
+        Existing::Resume | Existing::Replace => Ok(()),
+    }
+}
+
 /// A target that exists is replaced only on request, and only if all of it is what a conversion writes or copies.
 pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, companions: &[PathBuf]) -> Result<There> {
     let Ok(metadata) = target.symlink_metadata() else { return Ok(There::Nothing) };
@@ -48,10 +57,8 @@ pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, compan
         (Existing::Replace, false) => {}
     }
     let refused = |what: &str| {
-        let text = format!(
-            "{} {what}; --force replaces checkpoints only: move it, or choose another target",
-            target.display()
-        );
+        let text =
+            format!("{} {what}; only checkpoints are replaced: move it, or choose another target", target.display());
         Err(Error::Refused(text))
     };
     match kind {
@@ -73,8 +80,7 @@ pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, compan
 }
 
 pub(super) fn exists(target: &Path) -> Error {
-    let target = target.display();
-    Error::Refused(format!("{target} already exists; choose another target, or replace it with --force"))
+    Error::TargetExists { path: target.to_path_buf() }
 }
 
 /// The first thing in a folder that no conversion writes or copies, by its path in the folder.

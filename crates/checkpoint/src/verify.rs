@@ -4,6 +4,7 @@
 use super::dialect::{Dialect, Model};
 use super::names::KvScale;
 use super::statistics::{Statistics, statistics};
+use super::target::Target;
 use super::weight::{Stored, Weight};
 use super::{architecture, complete, described, finite, joined};
 use crate::{Error, Result};
@@ -55,8 +56,21 @@ pub enum Severity {
     Problem,
 }
 
+/// What removes a finding, so that a program can name its own command for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Fix {
+    /// Convert the checkpoint to this form.
+    Convert(Target),
+    /// Convert the checkpoint to this form, with one tensor scale for weights that are joined.
+    ConvertWithOneScale(Target),
+    /// Decode the checkpoint to plain numbers.
+    Decode,
+}
+
 /// Something that a check found.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Finding {
     /// How bad it is.
     pub severity: Severity,
@@ -64,6 +78,30 @@ pub struct Finding {
     pub about: String,
     /// What it is and what comes of it.
     pub text: String,
+    /// What removes it, where a command of this library does.
+    pub fix: Option<Fix>,
+}
+
+impl Finding {
+    /// A finding without a fix.
+    pub fn new(severity: Severity, about: impl Into<String>, text: impl Into<String>) -> Self {
+        Finding { severity, about: about.into(), text: text.into(), fix: None }
+    }
+
+    /// A problem without a fix.
+    pub fn problem(about: impl Into<String>, text: impl Into<String>) -> Self {
+        Finding::new(Severity::Problem, about, text)
+    }
+
+    /// A note without a fix.
+    pub fn note(about: impl Into<String>, text: impl Into<String>) -> Self {
+        Finding::new(Severity::Note, about, text)
+    }
+
+    /// The same with a fix.
+    pub fn with(self, fix: impl Into<Option<Fix>>) -> Self {
+        Finding { fix: fix.into(), ..self }
+    }
 }
 
 /// Checks a checkpoint for a program. An empty list is a clean bill.
@@ -98,11 +136,15 @@ pub(super) struct Report {
 
 impl Report {
     pub fn problem(&mut self, about: &str, text: impl Into<String>) {
-        self.findings.push(Finding { severity: Severity::Problem, about: about.to_string(), text: text.into() });
+        self.findings.push(Finding::problem(about, text));
+    }
+
+    pub fn fixable(&mut self, about: &str, text: impl Into<String>, fix: impl Into<Option<Fix>>) {
+        self.findings.push(Finding::problem(about, text).with(fix));
     }
 
     pub fn note(&mut self, about: &str, text: impl Into<String>) {
-        self.findings.push(Finding { severity: Severity::Note, about: about.to_string(), text: text.into() });
+        self.findings.push(Finding::note(about, text));
     }
 }
 
@@ -112,17 +154,18 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
         Client::Transformers => model.dialect == Dialect::CompressedTensors,
     };
     if !loads {
-        let fix = match client {
-            Client::Transformers => "convert it with --to compressed-tensors",
-            Client::Vllm | Client::LlamaCpp => "convert it with --to modelopt",
+        let target = match client {
+            Client::Transformers => Target::CompressedTensors,
+            Client::Vllm | Client::LlamaCpp => Target::ModelOpt,
         };
-        report.problem("checkpoint", format!("{client} does not load the {} dialect; {fix}", model.dialect));
+        let text = format!("{client} does not load the {} dialect", model.dialect);
+        report.fixable("checkpoint", text, Fix::Convert(target));
     }
     // transformers joins experts as it loads them, and beside compressed-tensors that goes wrong without an error.
     let expert = |w: &&Weight<'_>| w.module.contains(".experts.");
     if let (Client::Transformers, Some(expert)) = (client, model.weights.iter().find(expert)) {
         let text = "transformers (5.17) does not load separate experts of a compressed-tensors checkpoint: quantized ones lose \
-                    their tensor scales, others are made anew; use vLLM, or --to gguf and llama.cpp";
+                    their tensor scales, others are made anew; use vLLM, or llama.cpp and GGUF";
         report.problem(&expert.module, text);
     }
     // The marker says high nibble first; a configuration that says ModelOpt would have it read low nibble first.
@@ -164,12 +207,12 @@ fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
         let matrices = scales.iter().map(Vec::len).max().unwrap_or(0);
         let differing: Vec<f32> = (0..matrices).map(of_matrix).filter(|s| differ(s)).map(|s| spread(&s)).collect();
         if let Some(ratio) = differing.iter().copied().reduce(f32::max) {
-            let to = if model.dialect == Dialect::CompressedTensors { " --to compressed-tensors" } else { "" };
-            let text = format!(
-                "{kind}: tensor scales differ (ratio {ratio:.4}); a server uses one of them for all \
-                 [fix: nvfp4 convert --fix-scales{to}]"
-            );
-            report.problem(parent, text);
+            let text = format!("{kind}: tensor scales differ (ratio {ratio:.4}); a server uses one of them for all");
+            let target = match model.dialect {
+                Dialect::CompressedTensors => Target::CompressedTensors,
+                _ => Target::ModelOpt,
+            };
+            report.fixable(parent, text, Fix::ConvertWithOneScale(target));
         }
         let inputs: Vec<f32> = inputs.into_iter().flatten().collect();
         if inputs.len() > 1 && differ(&inputs) {
@@ -199,23 +242,23 @@ fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report)
     let text = "the configuration says how keys and values are quantized, and their scale is missing: transformers reads \
                 uninitialised memory";
     let named = model.others.iter().filter_map(|t| KvScale::named(&t.info.name));
-    let mut attentions: BTreeMap<&str, &str> = named.map(|scale| (scale.attention, "")).collect();
+    let mut attentions: BTreeMap<&str, Option<Fix>> = named.map(|scale| (scale.attention, None)).collect();
     for (attention, last) in model.weights.iter().filter_map(|w| w.module.rsplit_once('.')) {
         if attention.ends_with("self_attn") && ["k_proj", "v_proj", "qkv_proj", "kv_b_proj"].contains(&last) {
-            let advice = attentions.entry(attention).or_default();
+            let fix = attentions.entry(attention).or_default();
             // The projections that a conversion writes scales beside.
             if ["k_proj", "v_proj"].contains(&last) {
-                *advice = " [fix: nvfp4 convert --to compressed-tensors]";
+                *fix = Some(Fix::Convert(Target::CompressedTensors));
             }
         }
     }
     if attentions.is_empty() {
         report.problem("self_attn.k_scale", text);
     }
-    for (attention, advice) in attentions {
+    for (attention, fix) in attentions {
         let names = ["k", "v"].map(|letter| KvScale { attention, letter }.compressed_tensors());
         for name in names.iter().filter(|name| model.checkpoint.get(name).is_none()) {
-            report.problem(name, format!("{text}{advice}"));
+            report.fixable(name, text, fix);
         }
     }
 }

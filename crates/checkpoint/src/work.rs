@@ -151,16 +151,10 @@ impl Work {
                 (lock(disk, &folder)?, fresh)
             }
             (Existing::Refuse, Some(_)) => {
-                return Err(Error::Refused(format!(
-                    "{} holds an unfinished conversion; continue it with --resume or start over with --force",
-                    folder.display()
-                )));
+                return Err(Error::Unfinished { path: folder });
             }
             (Existing::Resume, Some((_, Some(journal)))) if journal.request != fresh.request => {
-                return Err(Error::Refused(format!(
-                    "{} was begun with other settings or another source; repeat them, or start over with --force",
-                    folder.display()
-                )));
+                return Err(Error::OtherRequest { path: folder });
             }
             (_, Some((lock, journal))) => {
                 room::check(durable::parent(target), bytes.saturating_sub(room::taken(&folder)))?;
@@ -410,9 +404,9 @@ fn is_ours(folder: &Path) -> Result<bool> {
 fn read_journal(folder: &Path) -> Result<Option<Journal>> {
     let path = folder.join(JOURNAL);
     match fs::read(&path) {
-        Ok(bytes) => serde_json::from_slice(&bytes)
-            .map(Some)
-            .map_err(|e| Error::content(&path, format!("{e}; start over with --force"))),
+        Ok(bytes) => {
+            serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::DamagedJournal { path, reason: e.to_string() })
+        }
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(io(&path, e)),
     }

@@ -154,8 +154,8 @@ fn an_interrupted_conversion_continues_to_the_same_bytes() {
         match convert(&dir.join("in"), &target, &settings, &observer, &stop) {
             Err(Error::Interrupted) => {
                 assert!(!target.exists() && dir.join("out.partial").exists());
-                let refused = run(&dir.join("in"), &target, &settings).unwrap_err().to_string();
-                assert!(refused.contains("continue it with --resume"), "{refused}");
+                let refused = run(&dir.join("in"), &target, &settings).unwrap_err();
+                assert!(matches!(refused, Error::Unfinished { .. }), "{refused}");
                 let other = Settings { existing: Existing::Resume, scale: ScaleChoice::Mse, ..settings.clone() };
                 let refused = run(&dir.join("in"), &target, &other).unwrap_err().to_string();
                 assert!(refused.contains("begun with other settings"), "{refused}");
@@ -320,7 +320,7 @@ fn mxfp4_experts_keep_their_values() {
         assert_eq!(before, after);
     }
     let refused = run(&dir.join("in"), &dir.join("ct"), &to(Target::CompressedTensors)).unwrap_err().to_string();
-    assert!(refused.contains("--to modelopt"), "{refused}");
+    assert!(refused.contains("convert to ModelOpt's form"), "{refused}");
 
     // Read back: the same values, one tensor scale for each expert; decoded, inputs before outputs.
     let source = Checkpoint::open(&dir.join("in")).unwrap();
@@ -500,7 +500,7 @@ fn activations_come_from_a_constant_or_a_table_and_joined_weights_share_the_larg
     let missing = Settings { acts: Acts::Amaxes(table), ..to(Target::ModelOpt) };
     let refused = run(&dir.join("in"), &dir.join("no"), &missing).unwrap_err().to_string();
     assert_eq!(
-        refused, "--acts: no amax for 'model.layers.0.mlp.down_proj', 'model.layers.0.mlp.up_proj'",
+        refused, "scales of activations: no amax for 'model.layers.0.mlp.down_proj', 'model.layers.0.mlp.up_proj'",
         "all at once"
     );
     assert!(!dir.join("no.partial").exists(), "the corrected command is not in the way of its predecessor");
@@ -598,7 +598,7 @@ fn a_key_value_cache_in_fp8_is_said_and_stays_said() {
     run(&dir.join("modelopt"), &dir.join("plain"), &to(Target::Plain(Precision::Bf16))).unwrap();
     assert!(!names("plain").iter().any(|name| name.ends_with("_scale")), "nothing is quantized there");
     let refused = run(&dir.join("in"), &dir.join("a.gguf"), &fp8(Target::Gguf)).unwrap_err().to_string();
-    assert!(refused.contains("Leave out --kv"), "{refused}");
+    assert!(refused.contains("ask for none here"), "{refused}");
 }
 
 /// One layer's scale of keys is gone from a source that has all others: 1 takes its place, and the others stay.
@@ -621,7 +621,7 @@ fn scales_of_keys_and_values_that_a_source_lacks_are_written_as_one() {
         if target == Target::CompressedTensors {
             let found = beside_layers(verified(&dir.join(made), Client::Transformers));
             assert_eq!(found.iter().map(|f| f.about.as_str()).collect::<Vec<_>>(), [missing]);
-            assert!(found[0].text.ends_with("[fix: nvfp4 convert --to compressed-tensors]"), "{}", found[0].text);
+            assert_eq!(found[0].fix, Some(Fix::Convert(Target::CompressedTensors)));
         }
         let mended = dir.join(&format!("{made}-mended"));
         run(&dir.join(made), &mended, &to(Target::CompressedTensors)).unwrap();

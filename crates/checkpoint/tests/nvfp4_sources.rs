@@ -90,7 +90,7 @@ fn ratios_that_are_powers_of_two_go_into_block_scales_and_no_value_changes() {
         assert_eq!(problems.len(), 2, "{problems:?}");
         assert!(problems[0].text.contains("tensor scales differ (ratio 2.0000)"), "{problems:?}");
         assert!(problems[1].text.contains("tensor scales differ (ratio 8.0000)"), "{problems:?}");
-        assert!(problems.iter().all(|p| p.text.contains("[fix: nvfp4 convert --fix-scales")), "{problems:?}");
+        assert!(problems.iter().all(|p| p.fix == Some(Fix::ConvertWithOneScale(target))), "{problems:?}");
 
         let summary = run(&apart_dir, &fixed_dir, &fixed(target)).unwrap();
         let rescaled: Vec<&str> = summary.rescaled.iter().map(|w| w.module.rsplit('.').next().unwrap()).collect();
@@ -200,10 +200,10 @@ fn fixing_is_refused_where_it_means_nothing() {
     run(&dir.join("in"), &dir.join("apart"), &apart(Target::ModelOpt)).unwrap();
     let refused =
         |name: &str, settings: &Settings| run(&dir.join("apart"), &dir.join(name), settings).unwrap_err().to_string();
-    assert!(refused("a.gguf", &fixed(Target::Gguf)).contains("leave out --fix-scales"));
+    assert!(refused("a.gguf", &fixed(Target::Gguf)).contains("there is nothing to fix"));
     let mut off = fixed(Target::ModelOpt);
     off.selection.fuse = Fuse::Off;
-    assert!(refused("off", &off).contains("--fuse off"));
+    assert!(refused("off", &off).contains("joining is turned off"));
     // A source that is quantized here shares scales anyway.
     let summary = run(&dir.join("in"), &dir.join("out"), &fixed(Target::ModelOpt)).unwrap();
     assert_eq!((summary.quantized.len(), summary.rescaled.len()), (7, 0));
@@ -259,8 +259,8 @@ fn values_beyond_a_type_are_refused_and_values_that_vanish_are_counted() {
     let refused = run(&dir.join("large.safetensors"), &dir.join("f16"), &f16).unwrap_err().to_string();
     assert_eq!(
         refused,
-        "weight 'a' holds 448000 at row 3, column 5, and F16 ends at 65504; decode it to --dtype bf16 or f32 and start \
-         over with --force"
+        "weight 'a' holds 448000 at row 3, column 5, and F16 ends at 65504; decode to BF16 or F32, and start \
+         over"
     );
     assert!(!dir.join("f16").exists());
     run(&dir.join("large.safetensors"), &dir.join("bf16"), &to(Target::Plain(Precision::Bf16))).unwrap();
@@ -278,8 +278,7 @@ fn values_beyond_a_type_are_refused_and_values_that_vanish_are_counted() {
     let skips = Selection { skip: vec!["b".parse().unwrap()], ..Selection::default() };
     let settings = Settings { selection: skips, ..to(Target::ModelOpt) };
     let refused = run(&dir.join("skipped.safetensors"), &dir.join("kept"), &settings).unwrap_err().to_string();
-    let advice =
-        "quantize it too, or convert what `nvfp4 dequant --dtype f32` makes of the source, and start over with --force";
+    let advice = "quantize it too, or decode the source to F32 and convert that, and start over";
     assert!(refused.starts_with("weight 'b' holds 34003") && refused.ends_with(advice), "{refused}");
     // What it says helps.
     run(&dir.join("skipped.safetensors"), &dir.join("f32"), &to(Target::Plain(Precision::F32))).unwrap();

@@ -1,7 +1,7 @@
 //! `nvfp4 agreement`: how often the fast path of 4over6 picks the scale that the strict one picks.
 
 use crate::device::Device;
-use crate::{normal, until_closed};
+use crate::{json, normal, until_closed};
 use anyhow::Result;
 use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -31,7 +31,7 @@ pub struct Args {
     /// Seed of the generated values.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Print JSON: {rows, cols, seed, device, results: [{scaling, bound, type, metric, equal, total, percent}]}.
+    /// Print JSON: {shape, rows, cols, seed, device, results: [{scaling, bound, type, metric, equal, total, percent}]}.
     #[arg(long)]
     json: bool,
 }
@@ -62,6 +62,7 @@ impl FromStr for Shape {
 
 #[derive(Serialize)]
 struct Table {
+    shape: [usize; 2],
     rows: usize,
     cols: usize,
     seed: u64,
@@ -88,17 +89,17 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let Shape { rows, cols } = args.shape.unwrap_or(default);
     let engine = Engine::open(args.device)?;
     let table = Table {
+        shape: [rows, cols],
         rows,
         cols,
         seed: args.seed,
         device: engine.to_string(),
         results: compare(&engine, rows, cols, args.seed)?,
     };
-    let mut out = stdout().lock();
-    until_closed(match args.json {
-        true => writeln!(out, "{}", serde_json::to_string_pretty(&table)?).map_err(Into::into),
-        false => print(&mut out, &table),
-    })?;
+    match args.json {
+        true => json::print("agreement", &table)?,
+        false => until_closed(print(&mut stdout().lock(), &table))?,
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -158,7 +159,7 @@ fn count_equal(a: &[u8], b: &[u8], blocks_per_row: usize, tile: Tile) -> (usize,
 }
 
 fn print(out: &mut impl Write, table: &Table) -> Result<()> {
-    let Table { rows, cols, seed, device, results } = table;
+    let Table { rows, cols, seed, device, results, .. } = table;
     writeln!(
         out,
         "{rows} × {cols} standard normal values, seed {seed}, {device}: scales that fast 4over6 picks as strict does\n"

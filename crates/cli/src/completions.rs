@@ -6,7 +6,7 @@ use clap::CommandFactory;
 use std::io::{Write, stdout};
 use std::process::ExitCode;
 
-/// Print a completion script for a shell.
+/// Print a shell completion script.
 #[derive(clap::Args)]
 pub struct Args {
     /// The shell.

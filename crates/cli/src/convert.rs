@@ -4,21 +4,22 @@ use crate::device::Device;
 use crate::interrupt::interrupts;
 use crate::page::{self, Replaces};
 use crate::progress::{Progress, Voice};
+use crate::report::Subject;
 use crate::say::{out, say};
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::writing::Writing;
-use crate::{Host, plan, report, sizes, until_closed, verify};
+use crate::{Host, exit, json, plan, report, sizes, until_closed, verify};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 use nvfp4::Profile;
 use nvfp4_checkpoint::gguf::GgufFile;
 use nvfp4_checkpoint::{
     Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, ScaleChoice, Settings, Severity,
-    Shards, Statistics, Summary, Target,
+    Shards, Statistics, Summary, Target, check_free,
 };
 use nvfp4_files::regular;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -26,48 +27,48 @@ use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Instant;
 
-/// Convert a checkpoint to NVFP4, without a GPU and without loading it.
+/// Convert a checkpoint to NVFP4; needs no GPU and little memory.
 ///
-/// Reads BF16, F16, F32, FP8 with block scales, MXFP4 experts, and NVFP4 of other dialects (which keeps its codes). The
-/// target appears when it is whole; an interrupted conversion is continued with --resume, to the same bytes.
+/// Reads BF16, F16, F32, FP8 with block scales, MXFP4 experts, and NVFP4 in other formats (the codes are kept). The target
+/// appears under its name only when it is complete. --resume continues an interrupted conversion, to the same bytes.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
     /// Folder to write; with --to gguf, a file.
     target: PathBuf,
-    /// Whose checkpoint to write: modelopt (vLLM, SGLang, TensorRT-LLM), compressed-tensors (vLLM, transformers) or gguf
+    /// Output format: modelopt (vLLM, SGLang, TensorRT-LLM), compressed-tensors (vLLM, transformers) or gguf
     /// (llama.cpp; Llama and Qwen).
     #[arg(long, default_value = "modelopt")]
     to: Target,
-    /// Whose checkpoint the source is, if it does not say.
+    /// Format of the source, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Scales of activations: none (W4A16), const or const=VALUE, or a JSON file of the amax of each module, as
-    /// {"model.layers.0.mlp.up_proj": 12.5}; amax / 2688 becomes its scale.
+    /// Activation scales: none (W4A16), const (1) or const=VALUE, or a JSON file with the largest absolute value (amax) of
+    /// each module's input, such as {"model.layers.0.mlp.up_proj": 12.5}; the scale is amax / 2688.
     #[arg(long, default_value = "none")]
     acts: ActsArg,
     #[command(flatten)]
     weights: Weights,
-    /// How block scales are chosen.
+    /// How to choose block scales: by the largest value, by the least squared error, or 4over6.
     #[arg(long, value_enum, default_value = "max")]
     scale: ScaleArg,
-    /// Whose arithmetic, to the bit [default: modelopt; with --scale 4over6: transformer-engine].
+    /// Reproduce this library's rounding exactly [default: modelopt; with --scale 4over6: transformer-engine].
     #[arg(long, value_enum)]
     profile: Option<ProfileArg>,
-    /// How servers keep keys and values: none says nothing, fp8-cast says FP8 with the scale 1.
+    /// KV cache format to record for servers: none (not recorded) or fp8-cast (FP8 with a scale of 1).
     #[arg(long, value_enum, default_value = "none")]
     kv: KvArg,
-    /// Where weights are quantized, to the same bytes: cpu, cuda or cuda:N.
+    /// Where to quantize: cpu, cuda or cuda:N. The bytes are the same.
     #[arg(long, default_value = "cpu")]
     device: Device,
-    /// Split the output as the source is split.
+    /// Split the output into the same files as the source.
     #[arg(long, conflicts_with = "max_shard")]
     keep_shards: bool,
     /// Number of threads [default: one per core].
     #[arg(long)]
     threads: Option<usize>,
-    /// Write a page about the errors, scales and codes of all weights.
+    /// Write an HTML report on the errors, scales and codes of all weights.
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
     /// Show the plan and stop.
@@ -161,6 +162,32 @@ impl Args {
     }
 }
 
+impl Args {
+    /// How the checkpoint was made, for its report.
+    fn made(&self, summary: &Summary) -> Vec<(&'static str, String)> {
+        let word = |value: &dyn Fn() -> Option<clap::builder::PossibleValue>| {
+            value().map_or(String::new(), |value| value.get_name().to_string())
+        };
+        let acts = match &self.acts {
+            ActsArg::None => "none (W4A16)".to_string(),
+            ActsArg::Constant(scale) => format!("{scale}"),
+            ActsArg::File(path) => path.display().to_string(),
+        };
+        let problems = summary.findings.iter().filter(|f| f.severity == Severity::Problem).count();
+        let checks = if problems == 0 { "ok".to_string() } else { counted(problems, "problem") };
+        vec![
+            ("program", format!("nvfp4 {}", env!("CARGO_PKG_VERSION"))),
+            ("source", self.source.display().to_string()),
+            ("target", self.target.display().to_string()),
+            ("format", self.to.to_string()),
+            ("--scale", word(&|| self.scale.to_possible_value())),
+            ("--profile", self.profile.map_or("default".to_string(), |p| word(&|| p.to_possible_value()))),
+            ("--acts", acts),
+            ("checks", checks),
+        ]
+    }
+}
+
 fn amaxes(path: &Path) -> Result<BTreeMap<String, f32>> {
     // The text has the cause in it; a context would say the path twice.
     let json: Value = regular::read_json(path, source::MAX_LIST).map_err(|error| anyhow!("--acts {error}"))?;
@@ -169,7 +196,22 @@ fn amaxes(path: &Path) -> Result<BTreeMap<String, f32>> {
 }
 
 pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
+    let (report, passed) = match args.writing.json {
+        true => perform(args, host, &mut std::io::sink())?,
+        false => perform(args, host, &mut out())?,
+    };
+    if args.writing.json {
+        json::print("convert", &report)?;
+    }
+    Ok(exit::checked(passed))
+}
+
+/// Converts and writes what is done; gives the same as JSON, and whether the result has no problem.
+pub fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<(Value, bool)> {
     let settings = args.settings()?;
+    if !args.dry_run {
+        check_free(&args.target, &settings)?;
+    }
     let checkpoint = Checkpoint::open(&args.source)?;
     if let Some(path) = &args.report {
         let replaces = if settings.existing == Existing::Replace { Replaces::Files } else { Replaces::Pages };
@@ -182,19 +224,18 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     }
     let model = source::model(&checkpoint, args.from)?;
     let plan = Plan::new(&model, &settings.selection, settings.target)?;
-    let mut out = out();
     if args.dry_run {
-        until_closed(plan::print(&mut out, &model, &plan))?;
-        return Ok(ExitCode::SUCCESS);
+        until_closed(plan::print(out, &model, &plan))?;
+        return Ok((plan::to_json(&model, &plan), true));
     }
-    until_closed(introduce(&mut out, args, &model, &plan))?;
+    until_closed(introduce(out, args, &model, &plan))?;
     let voice = args.writing.voice();
     let weights = match voice {
         Voice::Verbose => plan.items.len(),
         Voice::Normal | Voice::Quiet => plan.items.iter().filter(|i| i.action == Action::Quantize).count(),
     };
     if let Acts::Amaxes(amaxes) = &settings.acts {
-        until_closed(strangers(&mut out, amaxes, &plan))?;
+        until_closed(strangers(out, amaxes, &plan))?;
     }
     if voice == Voice::Verbose {
         plan.copied.iter().for_each(|copied| say(plan::copied_line(copied)));
@@ -204,12 +245,55 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     let summary = nvfp4_checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts(host)?);
     progress.finish();
     let summary = summary?;
-    until_closed(conclude(&mut out, args, &summary, start.elapsed().as_secs_f64()))?;
+    let seconds = start.elapsed().as_secs_f64();
+    until_closed(conclude(out, args, &summary, seconds))?;
     if let Some(path) = &args.report {
         write_report(path, args, &plan, &summary, &settings)?;
         until_closed(writeln!(out, "report   {}", path.display()).map_err(Into::into))?;
     }
-    check(&mut out, args, &summary)
+    let passed = check(out, args, &summary)?;
+    Ok((to_json(args, &model, &summary, seconds, passed), passed))
+}
+
+/// What was written and what was found in it, as JSON.
+pub fn written(source: &Path, target: &Path, summary: &Summary) -> Value {
+    let outcome = match summary.outcome {
+        Outcome::Written => "written",
+        Outcome::AlreadyThere => "complete already",
+    };
+    json!({
+        "source": source, "target": target, "outcome": outcome, "files": summary.files,
+        "bytes": summary.before, "new_bytes": summary.after,
+        "findings": summary.findings.iter().map(verify::to_json).collect::<Vec<Value>>(),
+    })
+}
+
+fn to_json(args: &Args, model: &Model<'_>, summary: &Summary, seconds: f64, passed: bool) -> Value {
+    let weight = |w: &Finished| {
+        json!({
+            "module": w.module, "shape": [w.rows, w.cols], "group": w.group, "bytes": w.before, "new_bytes": w.after,
+            "relerr": w.measure.relative_error(), "sqnr_db": w.measure.sqnr()
+        })
+    };
+    let list = |weights: &[Finished]| weights.iter().map(weight).collect::<Vec<Value>>();
+    let mut report = written(&args.source, &args.target, summary);
+    report["dialect"] = json!(model.dialect.to_string());
+    report["to"] = json!(args.to.to_string());
+    report["relerr"] = json!(total_error(summary));
+    report["seconds"] = json!(seconds);
+    report["passed"] = json!(passed);
+    report["unserved"] = json!(summary.unserved.as_ref().map(verify::to_json));
+    report["report"] = json!(args.report);
+    report["weights"] = json!(list(&summary.quantized));
+    report["rescaled"] = json!(list(&summary.rescaled));
+    report
+}
+
+/// The relative error of all weights that were quantized; none where there are none.
+fn total_error(summary: &Summary) -> Option<f64> {
+    let mut total = nvfp4_checkpoint::Measure::default();
+    summary.quantized.iter().for_each(|w| total.add(&w.measure));
+    (!summary.quantized.is_empty()).then(|| total.relative_error())
 }
 
 /// Says which names of `--acts` are of no weight that is quantized: they may be mistyped.
@@ -234,7 +318,8 @@ fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, se
         counts.iter().flatten().for_each(|s| total.add(s));
     }
     let title = args.source.file_name().unwrap_or_default().to_string_lossy();
-    report::write(path, &title, plan, summary, &total)
+    let subject = Subject { title: &title, made: args.made(summary), plan, summary, statistics: &total };
+    report::write(path, &subject)
 }
 
 fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
@@ -282,10 +367,7 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
         writeln!(out, "{:<8} {}", "fixed", report::fixed(summary))?;
     }
     let ratio = summary.before as f64 / summary.after.max(1) as f64;
-    let mut total = nvfp4_checkpoint::Measure::default();
-    summary.quantized.iter().for_each(|w| total.add(&w.measure));
-    let error =
-        if summary.quantized.is_empty() { String::new() } else { format!(", relerr {:.4}", total.relative_error()) };
+    let error = total_error(summary).map_or(String::new(), |error| format!(", relerr {error:.4}"));
     // Another tensor scale or other names change no size.
     let smaller = if ratio < 1.05 { String::new() } else { format!(", {ratio:.1}x smaller") };
     let size = sizes::show(summary.after);
@@ -294,24 +376,24 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
     Ok(out.flush()?)
 }
 
-/// What was found when the result was read back.
-fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<ExitCode> {
+/// What was found when the result was read back; whether that is no problem.
+fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<bool> {
     let findings = &summary.findings;
     let problems = findings.iter().filter(|f| f.severity == Severity::Problem).count();
     if problems > 0 {
         until_closed(verify::print(out, findings))?;
         say(format_args!("{} in the result; see above", counted(problems, "problem")));
-        return Ok(ExitCode::from(verify::FAILED));
+        return Ok(false);
     }
     let (checked, next) = match args.to {
         Target::Gguf => ("names, types, scales, scale bytes, tokenizer", "llama-cli -m"),
         _ => ("names, shapes, layers, shared scales, scale bytes, index, configuration", "vllm serve"),
     };
     let next = match &summary.unserved {
-        Some(finding) => finding.text.clone(),
+        Some(finding) => verify::sentence(finding),
         None => format!("{next} {}", args.target.display()),
     };
     until_closed(verify::print(out, findings))?;
     until_closed(writeln!(out, "checks   ok: {checked}\nnext     {next}").map_err(Into::into))?;
-    Ok(ExitCode::SUCCESS)
+    Ok(true)
 }

@@ -1,14 +1,14 @@
 //! `nvfp4 demo`: a generated checkpoint, converted and verified with the commands that a user would type.
 
-use crate::{Cli, Host, normal, run, sizes, until_closed};
-use anyhow::{Context, Result, ensure};
+use crate::{Cli, Command, Host, convert, diff, exit, json, normal, run, sizes, until_closed, verify};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use half::bf16;
 use nvfp4_files::durable;
 use rayon::prelude::*;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, serialize_to_file};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
@@ -17,8 +17,7 @@ use std::process::ExitCode;
 /// Generate a small Llama-shaped checkpoint, convert it to NVFP4, verify it and write a report.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder to work in: a new one, an empty one, or that of an earlier demo [default: a new one among the system's temporary
-    /// files].
+    /// Working folder: a new or empty one, or that of an earlier demo [default: a new temporary folder].
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Number of layers, at most 1024; 8 make about 60 MB.
@@ -27,6 +26,9 @@ pub struct Args {
     /// Seed of the weights.
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Print JSON: {model, bytes, report, convert, verify, diff}, the last three as those commands do.
+    #[arg(long)]
+    json: bool,
 }
 
 /// Says of a folder that it is a demo's.
@@ -48,19 +50,31 @@ pub fn demonstrate(args: &Args, host: Host) -> Result<ExitCode> {
     std::fs::create_dir_all(&model).with_context(|| model.display().to_string())?;
     durable::write(&dir.join(MARK), b"Made by nvfp4 demo, which may replace what is in here.\n")?;
     let bytes = generate(&model, args.layers.into(), args.seed)?;
+    let text = |name: &str| dir.join(name).to_string_lossy().into_owned();
+    let (source, target, report) = (text("llama"), text("llama-NVFP4"), text("report.html"));
+    let commands = [
+        vec!["nvfp4", "convert", &source, &target, "--report", &report, "--quiet", "--force"],
+        vec!["nvfp4", "verify", &target, "--for", "vllm"],
+        vec!["nvfp4", "diff", &source, &target, "--top", "3"],
+    ];
+    if args.json {
+        let mut found = json!({ "model": source, "bytes": bytes, "report": report });
+        let mut passed = true;
+        for words in &commands {
+            let command = Cli::try_parse_from(words)?.command;
+            let (name, (result, good)) = (command.name(), silently(command, host)?);
+            (found[name], passed) = (result, passed && good);
+        }
+        json::print("demo", &found)?;
+        return Ok(exit::checked(passed));
+    }
     say(&format!(
         "generated a Llama of {} layers, {} in BF16, in {}\n",
         args.layers,
         sizes::show(bytes),
         model.display()
     ))?;
-    let text = |name: &str| dir.join(name).to_string_lossy().into_owned();
-    let (source, target, report) = (text("llama"), text("llama-NVFP4"), text("report.html"));
-    for command in [
-        vec!["nvfp4", "convert", &source, &target, "--report", &report, "--quiet", "--force"],
-        vec!["nvfp4", "verify", &target, "--for", "vllm"],
-        vec!["nvfp4", "diff", &source, &target, "--top", "3"],
-    ] {
+    for command in commands {
         say(&format!("$ {}", command.join(" ")))?;
         let code = run(Cli::try_parse_from(&command)?.command, host)?;
         if code != ExitCode::SUCCESS {
@@ -70,6 +84,16 @@ pub fn demonstrate(args: &Args, host: Host) -> Result<ExitCode> {
     }
     say(&format!("Open {report} in a browser. When done: rm -r {}", dir.display()))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What a command of the demonstration finds, as JSON, and whether it found no problem.
+fn silently(command: Command, host: Host) -> Result<(Value, bool)> {
+    match command {
+        Command::Convert(args) => convert::perform(&args, host, &mut std::io::sink()),
+        Command::Verify(args) => verify::perform(&args, &mut std::io::sink()),
+        Command::Diff(args) => diff::perform(&args, &mut std::io::sink()),
+        _ => bail!("a demo has no such command"),
+    }
 }
 
 /// An error where a folder holds anything but an earlier demo: what is in there is replaced, and said to be removable.

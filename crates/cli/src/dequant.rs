@@ -6,28 +6,29 @@ use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From};
 use crate::writing::Writing;
-use crate::{Host, sizes, until_closed};
-use anyhow::Result;
+use crate::{Host, json, sizes, until_closed};
+use anyhow::{Result, ensure};
 use clap::ValueEnum;
 use nvfp4::Precision;
-use nvfp4_checkpoint::{Checkpoint, Finished, Outcome, Settings, Shards, Summary, Target, convert};
+use nvfp4_checkpoint::{Checkpoint, Finished, Outcome, Settings, Shards, Stored, Summary, Target, check_free, convert};
+use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Decode a checkpoint (NVFP4 of any dialect, MXFP4 experts, or FP8 with block scales) to plain numbers.
+/// Decode a quantized checkpoint (NVFP4, MXFP4 experts, or FP8 with block scales) to BF16, F16 or F32.
 ///
-/// What the source has not quantized (embeddings, norms) keeps its type.
+/// Tensors that are not quantized (embeddings, norms) keep their type.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
     /// Folder to write.
     target: PathBuf,
-    /// Type of the decoded weights. A value beyond its range is an error; values that it rounds to 0 are counted.
+    /// Type of the decoded weights. Values out of range are an error; values that round to 0 are counted.
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Dtype,
-    /// Whose checkpoint the source is, if it does not say.
+    /// Format of the source, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
     #[command(flatten)]
@@ -68,17 +69,41 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
         existing: args.writing.existing(),
         ..Settings::default()
     };
-    let weights = source::model(&Checkpoint::open(&args.source)?, args.from)?.weights.len();
-    let progress = Progress::new(args.writing.voice(), weights);
+    check_free(&args.target, &settings)?;
+    let checkpoint = Checkpoint::open(&args.source)?;
+    let model = source::model(&checkpoint, args.from)?;
+    ensure!(
+        model.weights.iter().any(|weight| !matches!(weight.stored, Stored::Plain(_))),
+        "{}: no weight is quantized, so there is nothing to decode",
+        args.source.display()
+    );
+    let progress = Progress::new(args.writing.voice(), model.weights.len());
     let summary = convert(&args.source, &args.target, &settings, &progress, interrupts(host)?);
     progress.finish();
-    until_closed(conclude(&mut out(), args, &summary?))?;
+    let summary = summary?;
+    match args.writing.json {
+        true => json::print("dequant", &to_json(args, &summary))?,
+        false => until_closed(conclude(&mut out(), args, &summary))?,
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// How many values became 0.
+fn zeroed(summary: &Summary) -> u64 {
+    summary.decoded.iter().map(|w| w.measure.zeroed).sum()
+}
+
+fn to_json(args: &Args, summary: &Summary) -> Value {
+    let mut report = crate::convert::written(&args.source, &args.target, summary);
+    report["dtype"] = json!(args.dtype.name());
+    report["decoded"] = json!(summary.decoded.len());
+    report["zeroed"] = json!(zeroed(summary));
+    report
 }
 
 fn conclude(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<()> {
     let (before, after, name) = (sizes::show(summary.before), sizes::show(summary.after), args.dtype.name());
-    let vanished: u64 = summary.decoded.iter().map(|w| w.measure.zeroed).sum();
+    let vanished = zeroed(summary);
     if let (Some(most), 1..) = (summary.decoded.iter().max_by_key(|w| w.measure.zeroed), vanished) {
         let all: u64 = summary.decoded.iter().map(|w| w.measure.elements).sum();
         let Finished { module, measure, .. } = most;

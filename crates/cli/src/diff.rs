@@ -4,7 +4,7 @@ use crate::names::{self, shown};
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::From;
-use crate::until_closed;
+use crate::{exit, json, until_closed};
 use anyhow::{Result, ensure};
 use nvfp4_checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences};
 use serde_json::{Value, json};
@@ -12,43 +12,50 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Show the error of each weight of one checkpoint against another, worst first.
+/// Compare two checkpoints: the error of each weight, worst first.
 ///
-/// With --bits: compare bytes; exits with 2 if any differ.
+/// With --bits, compares bytes and exits with 1 if any differ.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The original, or one of two NVFP4 checkpoints.
+    /// The original checkpoint.
     first: PathBuf,
-    /// What to measure against it.
+    /// The checkpoint to compare with it.
     second: PathBuf,
-    /// Whose checkpoint one of them is that does not say.
+    /// Format of whichever checkpoint cannot be detected.
     #[arg(long, value_enum, conflicts_with = "bits")]
     from: Option<From>,
     /// How many weights to show.
     #[arg(long, default_value_t = 20)]
     top: usize,
-    /// Compare bytes instead.
+    /// Compare bytes instead of errors.
     #[arg(long)]
     bits: bool,
-    /// Print JSON, of all weights.
+    /// Print JSON, with all weights.
     #[arg(long)]
     json: bool,
 }
 
 /// The relative error that NVFP4 has on normal data, for comparison.
-const NORMAL_DATA: f64 = 0.095;
+pub const NORMAL_DATA: f64 = 0.095;
 
 pub fn run(args: &Args) -> Result<ExitCode> {
+    let (report, passed) = match args.json {
+        true => perform(args, &mut std::io::sink())?,
+        false => perform(args, &mut out())?,
+    };
+    if args.json {
+        json::print("diff", &report)?;
+    }
+    Ok(exit::checked(passed))
+}
+
+/// Compares and writes what differs; gives the same as JSON, and whether bytes are the same where that is asked for.
+pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
     let (first, second) = (Checkpoint::open(&args.first)?, Checkpoint::open(&args.second)?);
-    let mut out = out();
     if args.bits {
         let found = differences(&first, &second)?;
-        until_closed(if args.json {
-            bits_json(&mut out, &found)
-        } else {
-            print_bits(&mut out, &found, first.tensors().count())
-        })?;
-        return Ok(if found.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(2) });
+        until_closed(print_bits(out, &found, first.tensors().count()))?;
+        return Ok((bits_json(&found), found.is_empty()));
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     // What a checkpoint says of itself holds, since --from is for the one that does not say.
@@ -57,9 +64,19 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         (found, _) => Model::with_dialect(checkpoint, found?),
     };
     let comparison = compare(&model(&first)?, &model(&second)?, threads)?;
-    ensure!(!comparison.weights.is_empty(), "no weight of the same name is quantized in either checkpoint");
-    until_closed(if args.json { print_json(&mut out, &comparison) } else { print(&mut out, &comparison, args.top) })?;
-    Ok(ExitCode::SUCCESS)
+    if comparison.weights.is_empty() {
+        // Nothing is quantized, so that errors of quantization say nothing: bytes do.
+        let found = differences(&first, &second)?;
+        ensure!(
+            found.is_empty(),
+            "no weight of the same name is quantized in either checkpoint, and {}; --bits lists what differs",
+            differ(found.len())
+        );
+        until_closed(print_bits(out, &found, first.tensors().count()))?;
+        return Ok((bits_json(&found), true));
+    }
+    until_closed(print(out, &comparison, args.top))?;
+    Ok((to_json(&comparison), true))
 }
 
 fn print(out: &mut impl Write, comparison: &Comparison, top: usize) -> Result<()> {
@@ -118,7 +135,7 @@ fn total(comparison: &Comparison) -> Measure {
     total
 }
 
-fn print_json(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
+fn to_json(comparison: &Comparison) -> Value {
     let figures = |m: &Measure| {
         json!({
             "relerr": m.relative_error(), "sqnr_db": m.sqnr(), "max_error": m.largest, "cosine": m.cosine(),
@@ -126,13 +143,18 @@ fn print_json(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
         })
     };
     let weight = |w: &Compared| json!({ "module": w.module, "format": w.format, "error": figures(&w.measure) });
-    let report = json!({
+    json!({
         "weights": comparison.weights.iter().map(weight).collect::<Vec<Value>>(),
         "only_first": comparison.only_first,
         "only_second": comparison.only_second,
         "total": figures(&total(comparison)),
-    });
-    Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?)
+    })
+}
+
+/// `3 tensors differ`.
+fn differ(count: usize) -> String {
+    let verb = if count == 1 { "differs" } else { "differ" };
+    format!("{} {verb}", counted(count, "tensor"))
 }
 
 fn print_bits(out: &mut impl Write, found: &[Difference], tensors: usize) -> Result<()> {
@@ -148,20 +170,18 @@ fn print_bits(out: &mut impl Write, found: &[Difference], tensors: usize) -> Res
         }
     }
     match found.len() {
-        0 => writeln!(out, "identical: {tensors} tensors")?,
-        n => writeln!(out, "{n} tensors differ")?,
+        0 => writeln!(out, "identical: {}", counted(tensors, "tensor"))?,
+        n => writeln!(out, "{}", differ(n))?,
     }
     Ok(())
 }
 
-fn bits_json(out: &mut impl Write, found: &[Difference]) -> Result<()> {
+fn bits_json(found: &[Difference]) -> Value {
     let entry = |d: &Difference| match d {
         Difference::OnlyFirst(name) => json!({ "tensor": name, "only": "first" }),
         Difference::OnlySecond(name) => json!({ "tensor": name, "only": "second" }),
         Difference::Form(name, how) => json!({ "tensor": name, "form": how }),
         Difference::Bytes { name, count, first } => json!({ "tensor": name, "bytes": count, "first": first }),
     };
-    let report =
-        json!({ "identical": found.is_empty(), "differences": found.iter().map(entry).collect::<Vec<Value>>() });
-    Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?)
+    json!({ "identical": found.is_empty(), "differences": found.iter().map(entry).collect::<Vec<Value>>() })
 }

@@ -5,7 +5,7 @@ use crate::names::shown;
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From};
-use crate::{inspect_gguf, sizes, until_closed, verify};
+use crate::{inspect_gguf, json, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
 use nvfp4_checkpoint::gguf::{self, GgufFile};
 use nvfp4_checkpoint::{Buffer, Checkpoint, Client, Finding, Model, Statistics, Stored, Weight};
@@ -16,27 +16,27 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Say whose checkpoint this is, what its scales and codes look like, and what is odd about it.
+/// Show the format of a checkpoint, statistics of its scales and codes, and anything unusual.
 ///
-/// Recognises ModelOpt, compressed-tensors, torchao, ComfyUI and GGUF; refuses to guess. Exits with 0 whatever it finds:
-/// `verify` is the command that fails.
+/// Recognizes ModelOpt, compressed-tensors, torchao, ComfyUI and GGUF; refuses to guess. Exits with 0 whatever it finds:
+/// use `verify` to check.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or file.
     path: PathBuf,
-    /// Show one weight: its module's name, or a part of it that only it has.
+    /// Show one weight, given its name or a unique part of it.
     #[arg(long)]
     pub(crate) tensor: Option<String>,
-    /// Show a block of that weight: its row, and its number in the row.
+    /// Show one block of that weight, given its row and its index in the row.
     #[arg(long, value_name = "ROW,BLOCK", requires = "tensor", value_parser = block_at)]
     pub(crate) block: Option<(usize, usize)>,
-    /// Whose checkpoint it is, if it does not say.
+    /// Format of the checkpoint, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// A line for every weight: its shape, its type, its tensor scale and its scale bytes.
+    /// Print one line per weight: shape, type, tensor scale and scale bytes.
     #[arg(long, short, conflicts_with = "tensor")]
     pub(crate) verbose: bool,
-    /// Print JSON; with --verbose, of every weight too.
+    /// Print JSON; with --verbose, include every weight.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -67,15 +67,20 @@ fn find<'m, 'a>(model: &'m Model<'a>, name: &str) -> Result<&'m Weight<'a>> {
     if let Some(weight) = model.weight(name) {
         return Ok(weight);
     }
-    let found: Vec<_> = model.weights.iter().filter(|w| w.module.contains(name)).collect();
+    only(name, model.weights.iter().map(|w| (w.module.as_str(), w)))
+}
+
+/// The only one of some tensors that has a text in its name.
+pub fn only<'n, T: Copy>(name: &str, all: impl Iterator<Item = (&'n str, T)>) -> Result<T> {
+    let found: Vec<(&str, T)> = all.filter(|(own, _)| own.contains(name)).collect();
     ensure!(
         found.len() < 2,
         "--tensor {name}: fits {} weights, among them {} and {}",
         found.len(),
-        found[0].module,
-        found[1].module
+        found[0].0,
+        found[1].0
     );
-    found.first().copied().with_context(|| format!("--tensor {name}: no such weight"))
+    found.first().map(|(_, found)| *found).with_context(|| format!("--tensor {name}: no such weight"))
 }
 
 fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()> {
@@ -92,7 +97,7 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
         globals.extend_from_slice(&own);
         rows.push(Row {
             name: weight.module.clone(),
-            shape: format!("{}x{}", weight.rows, weight.cols),
+            shape: vec![weight.rows, weight.cols],
             format: weight.format(),
             globals: own,
             statistics,
@@ -115,7 +120,7 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
     let report =
         Report { model, total, globals, inputs, rows, findings, formats, quantized: quantized.len(), elements, bytes };
     if args.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&report.json())?)?
+        json::print("inspect", &report.json())?
     } else {
         report.print(out)?
     }
@@ -226,7 +231,7 @@ fn show_weight(out: &mut impl Write, args: &Args, weight: &Weight<'_>) -> Result
                 parts.iter().map(|(n, d, s)| json!({ "name": n, "type": format!("{d:?}"), "shape": s })).collect();
             let report =
                 json!({ "module": module, "shape": [rows, cols], "format": weight.format(), "tensors": parts });
-            return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
+            return json::print("inspect", &report);
         }
         writeln!(out, "{}  {rows}x{cols}  {}", shown(module), weight.format())?;
         for (name, dtype, shape) in parts {
@@ -256,7 +261,7 @@ fn show_weight(out: &mut impl Write, args: &Args, weight: &Weight<'_>) -> Result
     }
     if args.json {
         let report = json!({ "module": module, "row": row, "block": block, "nvfp4": own, "values": values });
-        return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
+        return json::print("inspect", &report);
     }
     let end = block * BLOCK + values.len();
     writeln!(out, "{}  row {row}, columns {}..{end}", shown(module), block * BLOCK)?;

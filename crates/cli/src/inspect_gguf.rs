@@ -1,11 +1,11 @@
 //! `nvfp4 inspect` of a GGUF file.
 
-use crate::inspect::{Args, print_statistics, scale_bytes};
+use crate::inspect::{Args, only, print_statistics, scale_bytes};
 use crate::inspect_rows::{self, Row};
 use crate::names::shown;
 use crate::sizes::counted;
-use crate::{sizes, verify};
-use anyhow::{Context, Result, ensure};
+use crate::{json, sizes, verify};
+use anyhow::{Result, ensure};
 use nvfp4_checkpoint::Statistics;
 use nvfp4_checkpoint::gguf::{self, GgufFile, GgufTensor, Type, Value};
 use nvfp4_spec::{BLOCK, e2m1, e4m3};
@@ -22,10 +22,16 @@ pub fn show(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
         None => show_file(out, file, args),
         Some(name) => {
             let exact = file.get(name).or_else(|| file.get(&format!("{name}.weight")));
-            let tensor = exact.with_context(|| format!("--tensor {name}: no such tensor"))?;
+            let all = file.tensors().iter().map(|tensor| (tensor.name.as_str(), tensor));
+            let tensor = exact.map_or_else(|| only(name, all), Ok)?;
             show_tensor(out, file, tensor, args.block, args.json)
         }
     }
+}
+
+/// Rows before columns: GGUF has the sides of a tensor in the opposite order.
+fn shape(dims: &[u64]) -> Vec<usize> {
+    dims.iter().rev().map(|&side| side as usize).collect()
 }
 
 fn show_file(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
@@ -34,7 +40,7 @@ fn show_file(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
     for tensor in file.tensors() {
         let mut row = Row {
             name: tensor.name.clone(),
-            shape: tensor.dims.iter().map(u64::to_string).collect::<Vec<_>>().join("x"),
+            shape: shape(&tensor.dims),
             format: tensor.kind.to_string(),
             globals: Vec::new(),
             statistics: None,
@@ -72,7 +78,7 @@ fn show_file(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
         if !rows.is_empty() {
             report["weights"] = rows.iter().map(Row::json).collect();
         }
-        return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
+        return json::print("inspect", &report);
     }
     writeln!(out, "dialect  GGUF  {}", shown(file.architecture().unwrap_or_default()))?;
     let list: Vec<String> = types.iter().map(|(t, n)| format!("{t} {}", sizes::show(*n))).collect();
@@ -91,11 +97,16 @@ fn show_file(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
 fn show_tensor(out: &mut impl Write, file: &GgufFile, tensor: &GgufTensor, block: Block, as_json: bool) -> Result<()> {
     let GgufTensor { name, kind, dims, .. } = tensor;
     let Some((row, block)) = block else {
-        match as_json {
-            true => writeln!(out, "{}", json!({ "tensor": name, "type": kind.to_string(), "dims": dims }))?,
-            false => writeln!(out, "{}  {kind} {dims:?}", shown(name))?,
+        if as_json {
+            let (kind, shape) = (kind.to_string(), shape(dims));
+            return json::print(
+                "inspect",
+                &json!({
+                    "module": name, "shape": shape, "format": kind, "tensor": name, "type": kind, "dims": dims
+                }),
+            );
         }
-        return Ok(());
+        return Ok(writeln!(out, "{}  {kind} {dims:?}", shown(name))?);
     };
     let blocks = tensor.cols().div_ceil(BLOCK);
     ensure!(row < tensor.rows() && block < blocks, "--block: {name} has {} rows of {blocks} blocks", tensor.rows());
@@ -114,8 +125,9 @@ fn show_tensor(out: &mut impl Write, file: &GgufFile, tensor: &GgufTensor, block
         lines.push(format!("scale    {byte:#04x} = {}   tensor scale {global:e}", e4m3::decode(byte)));
     }
     if as_json {
-        let report = json!({ "tensor": name, "row": row, "block": block, "nvfp4": own, "values": values });
-        return Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?);
+        let report =
+            json!({ "module": name, "tensor": name, "row": row, "block": block, "nvfp4": own, "values": values });
+        return json::print("inspect", &report);
     }
     let values: Vec<String> = values.iter().map(|v| format!("{v:.4e}")).collect();
     lines.push(format!("values   {}", values.join(" ")));

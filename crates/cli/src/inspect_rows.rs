@@ -2,6 +2,7 @@
 
 use crate::inspect::scale_bytes;
 use crate::names;
+use crate::plan::shape;
 use anyhow::Result;
 use nvfp4_checkpoint::Statistics;
 use serde_json::{Value, json};
@@ -10,7 +11,8 @@ use std::io::Write;
 /// A weight; what only NVFP4 has is empty for others.
 pub struct Row {
     pub name: String,
-    pub shape: String,
+    /// Rows before columns.
+    pub shape: Vec<usize>,
     pub format: String,
     /// Tensor scales as they are stored, one for each matrix.
     pub globals: Vec<f32>,
@@ -42,7 +44,7 @@ impl Row {
     /// The row as JSON.
     pub fn json(&self) -> Value {
         json!({
-            "name": self.name, "shape": self.shape, "format": self.format, "group": self.group, "globals": self.globals,
+            "module": self.name, "name": self.name, "shape": self.shape, "format": self.format, "group": self.group, "globals": self.globals,
             "scale_bytes": self.statistics.as_ref().map(scale_bytes), "codes": self.statistics.as_ref().map(|s| s.codes),
         })
     }
@@ -51,11 +53,12 @@ impl Row {
 /// The rows as a table.
 pub fn print(out: &mut impl Write, rows: &[Row]) -> Result<()> {
     let width = |of: fn(&Row) -> usize, least: usize| rows.iter().map(of).max().unwrap_or(0).max(least);
-    let (name, shape) = (names::width(rows.iter().map(|r| r.name.as_str()), 4), width(|r| r.shape.len(), 5));
+    let (name, shape_width) =
+        (names::width(rows.iter().map(|r| r.name.as_str()), 4), width(|r| shape(&r.shape).len(), 5));
     let global = width(|r| r.global().len(), 12);
     writeln!(
         out,
-        "{}  {:>shape$}  {:5}  {:global$}  {:12}  JOINED",
+        "{}  {:>shape_width$}  {:5}  {:global$}  {:12}  JOINED",
         names::padded("NAME", name),
         "SHAPE",
         "TYPE",
@@ -65,9 +68,9 @@ pub fn print(out: &mut impl Write, rows: &[Row]) -> Result<()> {
     for row in rows {
         let group = row.group.as_deref().unwrap_or_default();
         let line = format!(
-            "{}  {:>shape$}  {:5}  {:global$}  {:12}  {group}",
+            "{}  {:>shape_width$}  {:5}  {:global$}  {:12}  {group}",
             names::padded(&row.name, name),
-            row.shape,
+            shape(&row.shape),
             row.format,
             row.global(),
             row.bytes()

@@ -5,7 +5,6 @@ use anyhow::{Context, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::io;
-use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -54,8 +53,11 @@ pub fn survive_full_files() {
     }
 }
 
-/// The exit status of a command that a signal ended, as shells give it: 130 for Ctrl-C, 143 for SIGTERM.
-pub fn status() -> Option<ExitCode> {
-    let signal = SIGNAL.load(Ordering::Relaxed);
-    (signal > 0).then(|| ExitCode::from(128 + signal as u8))
+/// The exit status of a command that was interrupted, as shells give it: 130 for Ctrl-C, 143 for SIGTERM.
+pub fn status() -> u8 {
+    let signal = match SIGNAL.load(Ordering::Relaxed) {
+        0 => SIGINT as usize,
+        signal => signal,
+    };
+    128 + signal as u8
 }

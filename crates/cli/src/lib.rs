@@ -1,7 +1,9 @@
 //! The `nvfp4` command line: one file or folder per subcommand.
 
+mod advice;
 mod agreement;
 mod bench;
+mod chart;
 mod completions;
 mod conformance;
 mod convert;
@@ -10,10 +12,13 @@ mod dequant;
 mod device;
 mod diff;
 mod doctor;
+mod exit;
+mod help;
 mod inspect;
 mod inspect_gguf;
 mod inspect_rows;
 mod interrupt;
+mod json;
 mod modes;
 mod names;
 mod normal;
@@ -36,15 +41,15 @@ mod verify;
 mod writing;
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use say::say;
 use std::ffi::OsString;
 use std::io;
 use std::process::ExitCode;
 
-/// NVFP4: quantize, multiply and check, exact to the bit.
+/// Convert models to NVFP4, check the result, and train with it.
 #[derive(Parser)]
-#[command(name = "nvfp4", version, about, arg_required_else_help = true)]
+#[command(name = "nvfp4", version, arg_required_else_help = true, after_help = exit::HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -69,6 +74,29 @@ enum Command {
     Completions(completions::Args),
 }
 
+impl Command {
+    /// As it is typed.
+    fn name(&self) -> &'static str {
+        match self {
+            Command::Demo(_) => "demo",
+            Command::Convert(_) => "convert",
+            Command::Plan(_) => "plan",
+            Command::Inspect(_) => "inspect",
+            Command::Diff(_) => "diff",
+            Command::Verify(_) => "verify",
+            Command::Dequant(_) => "dequant",
+            Command::Train(_) => "train",
+            Command::Modes(_) => "modes",
+            Command::Conformance(_) => "conformance",
+            Command::Bench(args) => args.name(),
+            Command::Agreement(_) => "agreement",
+            Command::Doctor(_) => "doctor",
+            Command::Recipe(args) => args.name(),
+            Command::Completions(_) => "completions",
+        }
+    }
+}
+
 /// Whose process a command runs in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Host {
@@ -80,22 +108,41 @@ pub enum Host {
 
 /// Runs the command line, whose first word is the program's name. What is wrong with the words, or help, is printed.
 pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
-    let command = match Cli::try_parse_from(words) {
+    let words: Vec<OsString> = words.into_iter().collect();
+    let as_json = json::is_asked_for(&words);
+    let parsed = help::grouped(Cli::command()).try_get_matches_from(words);
+    let command = match parsed.and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli.command,
         Err(answer) => {
             let _ = answer.print(); // a closed pipe has all that it wants
-            return if answer.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
+            if !answer.use_stderr() {
+                return ExitCode::SUCCESS;
+            }
+            if as_json {
+                let _ = json::print_error(None, answer.to_string().trim_end(), None, exit::USAGE);
+            }
+            return ExitCode::from(exit::USAGE);
         }
     };
+    let name = command.name();
     if host == Host::Program {
         interrupt::survive_full_files();
     }
     run(command, host).unwrap_or_else(|error| {
-        say(format_args!("error: {}", names::shown_lines(&chain(&error))));
-        match error.downcast_ref() {
-            Some(nvfp4_checkpoint::Error::Interrupted) => interrupt::status().unwrap_or(ExitCode::FAILURE),
-            _ => ExitCode::FAILURE,
+        let (message, known) = (chain(&error), error.downcast_ref());
+        let hint = known.and_then(advice::advice);
+        let code = match known {
+            Some(nvfp4_checkpoint::Error::Interrupted) => interrupt::status(),
+            _ => exit::ERROR,
+        };
+        if as_json {
+            let _ = json::print_error(Some(name), &message, hint.as_deref(), code);
         }
+        say(format_args!("error: {}", names::shown_lines(&message)));
+        if let Some(hint) = hint {
+            say(format_args!("hint: {}", names::shown(&hint)));
+        }
+        ExitCode::from(code)
     })
 }
 

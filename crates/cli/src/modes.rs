@@ -1,10 +1,11 @@
 //! `nvfp4 modes`: quantizes a generated matrix in every mode and prints what it costs.
 
-use crate::{normal, until_closed};
+use crate::{json, normal, until_closed};
 use anyhow::{Result, ensure};
 use half::bf16;
 use nvfp4::*;
 use nvfp4_spec::matrix::{self, Matrix};
+use serde_json::{Value, json};
 use std::io::{Write, stdout};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -26,34 +27,42 @@ pub struct Args {
     /// Seed of the generated values and of stochastic rounding.
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Print JSON: {shape, seed, modes: [{mode, relerr, sqnr_db, bits_per_value, ms}]}.
+    #[arg(long)]
+    json: bool,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let Args { rows, cols, seed } = *args;
+    let Args { rows, cols, seed, json: as_json } = *args;
     ensure!(rows > 0 && cols > 0, "--rows and --cols must be at least 1");
     ensure!(rows.is_multiple_of(16), "--rows: the Hadamard transform needs a multiple of 16, got {rows}");
     ensure!(
         rows.checked_mul(cols).is_some_and(|n| n <= MAX_ELEMENTS),
         "--rows and --cols: expected at most {MAX_ELEMENTS} elements, got {rows} × {cols}"
     );
-    until_closed(print_table(&mut stdout().lock(), rows, cols, seed))?;
+    let mut measured = Vec::new();
+    match as_json {
+        true => print_table(&mut std::io::sink(), rows, cols, seed, &mut measured)?,
+        false => until_closed(print_table(&mut stdout().lock(), rows, cols, seed, &mut measured))?,
+    }
+    if as_json {
+        json::print("modes", &json!({ "shape": [rows, cols], "seed": seed, "modes": measured }))?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-fn print_table(out: &mut impl Write, rows: usize, cols: usize, seed: u64) -> Result<()> {
+fn print_table(out: &mut impl Write, rows: usize, cols: usize, seed: u64, measured: &mut Vec<Value>) -> Result<()> {
     let x = normal::with_outliers(rows, cols, seed)?;
     writeln!(out, "{rows} × {cols} bf16, standard normal with 1 outlier in 1000 (× 20), seed {seed}\n")?;
     writeln!(out, "{:<44} {:>8} {:>9} {:>10} {:>10}", "mode", "relerr", "SQNR dB", "bits/value", "time ms")?;
     for (name, builder, side) in modes() {
-        let row = measure(&x, rows, cols, seed, builder.build()?, side)?;
-        writeln!(
-            out,
-            "{name:<44} {:>8.4} {:>9.2} {:>10.3} {:>10.2}",
-            row.relative_error,
-            -20.0 * row.relative_error.log10(),
-            row.bits,
-            row.milliseconds
-        )?;
+        let Measured { relative_error: relerr, bits, milliseconds } =
+            measure(&x, rows, cols, seed, builder.build()?, side)?;
+        let sqnr = -20.0 * relerr.log10();
+        measured.push(json!({
+            "mode": name, "relerr": relerr, "sqnr_db": sqnr, "bits_per_value": bits, "ms": milliseconds
+        }));
+        writeln!(out, "{name:<44} {relerr:>8.4} {sqnr:>9.2} {bits:>10.3} {milliseconds:>10.2}")?;
     }
     writeln!(
         out,

@@ -28,7 +28,8 @@ pub fn padded(name: &str, width: usize) -> String {
     format!("{name}{}", " ".repeat(missing))
 }
 
-fn acts(c: char) -> bool {
+/// Whether a terminal would act on a character.
+pub fn acts(c: char) -> bool {
     c.is_control() || matches!(c, '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
 

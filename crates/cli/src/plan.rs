@@ -3,25 +3,25 @@
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
-use crate::{names, order, sizes, until_closed};
+use crate::{json, names, order, sizes, until_closed};
 use anyhow::Result;
 use nvfp4_checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Target};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Show what `convert` would do to each weight, and why. Nothing is written.
+/// Show what convert would do to each weight, and why; writes nothing.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
-    /// Whose checkpoint would be written: modelopt, compressed-tensors or gguf.
+    /// Output format: modelopt, compressed-tensors or gguf.
     #[arg(long, default_value = "modelopt")]
     to: Target,
     #[command(flatten)]
     weights: Weights,
-    /// Whose checkpoint the source is, if it does not say.
+    /// Format of the source, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
     /// Print JSON: {dialect, weights: [{module, shape, format, action, group, why, bytes, new_bytes}], bytes, new_bytes}; new_bytes are
@@ -34,8 +34,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let checkpoint = Checkpoint::open(&args.source)?;
     let model = source::model(&checkpoint, args.from)?;
     let plan = Plan::new(&model, &args.weights.selection()?, args.to)?;
-    let mut out = out();
-    until_closed(if args.json { print_json(&mut out, &model, &plan) } else { print(&mut out, &model, &plan) })?;
+    match args.json {
+        true => json::print("plan", &to_json(&model, &plan))?,
+        false => until_closed(print(&mut out(), &model, &plan))?,
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -123,7 +125,7 @@ pub fn stays(model: &Model<'_>, plan: &Plan<'_>) -> Option<String> {
 }
 
 /// `64x128`.
-fn shape(sides: &[usize]) -> String {
+pub fn shape(sides: &[usize]) -> String {
     sides.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
 
@@ -162,7 +164,8 @@ pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result
     Ok(())
 }
 
-fn print_json(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
+/// The plan as JSON. `convert --dry-run` prints it too.
+pub fn to_json(model: &Model<'_>, plan: &Plan<'_>) -> Value {
     let row = |row: Row<'_>| {
         json!({
             "module": row.name,
@@ -177,8 +180,5 @@ fn print_json(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Resul
     };
     let weights: Vec<_> = rows(plan).into_iter().map(row).collect();
     let (before, after) = totals(model, plan);
-    let report = json!({
-        "dialect": model.dialect.to_string(), "weights": weights, "bytes": before, "new_bytes": after
-    });
-    Ok(writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?)
+    json!({ "dialect": model.dialect.to_string(), "weights": weights, "bytes": before, "new_bytes": after })
 }

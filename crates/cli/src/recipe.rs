@@ -2,18 +2,16 @@
 
 use crate::recipes::NAMED;
 use crate::say::say;
-use crate::until_closed;
+use crate::{advice, exit, json, until_closed};
 use anyhow::{Result, anyhow};
 use clap::Subcommand;
 use nvfp4_recipe::Error;
 use nvfp4_recipe::{Capabilities, Model, Module, Name, Plan, Preset, Problem, Recipe, TransformerLayer, Warning};
-use serde_json::{Value, json};
+use serde_json::json;
+use std::collections::BTreeSet;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-
-/// The exit status of a recipe that was read and found wrong.
-const PROBLEMS: u8 = 2;
 
 /// Show or check a recipe: which tensor of which layer is quantized how.
 #[derive(clap::Args)]
@@ -31,21 +29,21 @@ enum Command {
 /// What a recipe is applied to.
 #[derive(clap::Args)]
 struct Target {
-    /// A checkpoint's config.json, of a decoder with the layers of Llama, Qwen, Mistral or DeepSeek. Without it the model is
-    /// one transformer layer and 8 experts.
+    /// The config.json of a model with the layers of Llama, Qwen, Mistral or DeepSeek. Without it, the model is one
+    /// transformer layer and 8 experts.
     #[arg(long, value_name = "CONFIG_JSON")]
     model: Option<PathBuf>,
-    /// A GPU by its compute capability, as in 9.0, to say which of its units this engine uses for each format. Without it all run in software.
+    /// Compute capability of a GPU, such as 9.0, to show which of its units run each format. Without it, all run in software.
     #[arg(long, value_name = "MAJOR.MINOR", value_parser = compute_capability)]
     gpu: Option<(u32, u32)>,
-    /// A format custom(NAME) of your own that your program can run; may be repeated.
+    /// Name of a custom(NAME) format that your program can run; may be repeated.
     #[arg(long, value_name = "NAME")]
     custom: Vec<Name>,
 }
 
-/// Print what every layer of a model resolves to.
+/// Print the format of every tensor of every layer.
 ///
-/// Exits with 2, and lists everything that is wrong, if the recipe cannot be used or does not fit the model.
+/// Exits with 1 and lists the problems if the recipe cannot be used or does not fit the model.
 #[derive(clap::Args)]
 struct ExplainArgs {
     /// A preset, a rule file, or `env` for TransformerEngine's environment variables.
@@ -53,7 +51,7 @@ struct ExplainArgs {
     recipe: String,
     #[command(flatten)]
     target: Target,
-    /// Print only what differs from this recipe.
+    /// Print only the differences from this recipe.
     #[arg(long, value_name = "RECIPE", conflicts_with = "json")]
     against: Option<String>,
     /// Print JSON: {recipe, fingerprint, tensors, attention, runs, warnings}, or {errors, warnings}.
@@ -63,7 +61,7 @@ struct ExplainArgs {
 
 /// Check a rule file, alone and against a model.
 ///
-/// Exits with 2, and lists everything that is wrong, if it cannot be used or does not fit the model.
+/// Exits with 1 and lists the problems if it cannot be used or does not fit the model.
 #[derive(clap::Args)]
 struct CheckArgs {
     /// The rule file.
@@ -73,6 +71,16 @@ struct CheckArgs {
     /// Print JSON: {errors, warnings}.
     #[arg(long)]
     json: bool,
+}
+
+impl Args {
+    /// The command as it is typed.
+    pub fn name(&self) -> &'static str {
+        match self.command {
+            Command::Explain(_) => "recipe explain",
+            Command::Check(_) => "recipe check",
+        }
+    }
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
@@ -88,11 +96,11 @@ fn explain(args: &ExplainArgs) -> Result<ExitCode> {
     let plans = plan(&args.recipe).and_then(|plan_| Ok((plan_, args.against.as_deref().map(plan).transpose()?)));
     let (plan, against) = match plans {
         Ok(plans) => plans,
-        Err(error) => return problems(error, args.json),
+        Err(error) => return problems(error, args.json.then_some("recipe explain")),
     };
     let mut out = stdout().lock();
     until_closed(match against {
-        _ if args.json => print_json(&mut out, &plan.to_json()),
+        _ if args.json => json::print("recipe explain", &plan.to_json()),
         None => write!(out, "{plan}").map_err(Into::into),
         Some(other) if other == plan => writeln!(out, "no difference").map_err(Into::into),
         Some(other) => write!(out, "{}", other.diff(&plan)).map_err(Into::into),
@@ -104,14 +112,14 @@ fn check(args: &CheckArgs) -> Result<ExitCode> {
     let (model, device) = (args.target.model()?, args.target.device());
     let plan = match Recipe::from_file(&args.file).and_then(|recipe| Plan::build(&model, &recipe, &device)) {
         Ok(plan) => plan,
-        Err(error) => return problems(error, args.json),
+        Err(error) => return problems(error, args.json.then_some("recipe check")),
     };
     // What a rule is for is not known without the model that it was written for.
     let known = |warning: &&Warning| args.target.model.is_some() || !matches!(warning, Warning::UnusedRule { .. });
     let warnings: Vec<String> = plan.warnings().iter().filter(known).map(ToString::to_string).collect();
     let mut out = stdout().lock();
     until_closed(match args.json {
-        true => print_json(&mut out, &json!({ "errors": [], "warnings": warnings })),
+        true => json::print("recipe check", &json!({ "errors": [], "warnings": warnings })),
         false => warnings
             .iter()
             .try_for_each(|warning| writeln!(out, "warning: {warning}"))
@@ -173,18 +181,17 @@ pub fn read(name: &str) -> nvfp4_recipe::Result<Recipe> {
 }
 
 /// Everything that is wrong, line by line; other errors are as anywhere. JSON has each problem by itself.
-fn problems(error: Error, as_json: bool) -> Result<ExitCode> {
+fn problems(error: Error, json_of: Option<&str>) -> Result<ExitCode> {
     // The text has the cause in it; `anyhow!(error)` would say it twice.
     let Error::Problems(problems) = error else { return Err(anyhow!("{error}")) };
-    if as_json {
+    if let Some(command) = json_of {
         let errors: Vec<String> = problems.0.iter().map(Problem::to_string).collect();
-        until_closed(print_json(&mut stdout().lock(), &json!({ "errors": errors, "warnings": [] })))?;
+        let hints: BTreeSet<String> = problems.0.iter().filter_map(advice::about_recipe).collect();
+        json::print(command, &json!({ "errors": errors, "warnings": [], "hints": hints }))?;
     } else {
         problems.lines().iter().for_each(|line| say(format_args!("error: {line}")));
+        let hints: BTreeSet<String> = problems.0.iter().filter_map(advice::about_recipe).collect();
+        hints.iter().for_each(|hint| say(format_args!("hint: {hint}")));
     }
-    Ok(ExitCode::from(PROBLEMS))
-}
-
-fn print_json(out: &mut impl Write, value: &Value) -> Result<()> {
-    writeln!(out, "{}", serde_json::to_string_pretty(value)?).map_err(Into::into)
+    Ok(exit::checked(false))
 }

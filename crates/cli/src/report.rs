@@ -1,25 +1,38 @@
 //! `convert --report`: one page that says what a conversion did to the weights.
 
+use crate::chart::{Chart, Line, Marks, Point, bars};
+use crate::diff::NORMAL_DATA;
 use crate::order;
-use crate::page::{self, Chart, Line, Marks, Point, escape};
+use crate::page;
 use crate::sizes;
 use crate::sizes::counted;
 use anyhow::Result;
+use maud::{Markup, html};
 use nvfp4_checkpoint::{Action, Finished, Measure, Plan, Statistics, Summary};
-use nvfp4_spec::e2m1;
+use nvfp4_spec::{e2m1, e4m3};
 use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::path::Path;
 
-/// Writes the page.
-pub fn write(path: &Path, title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics) -> Result<()> {
-    page::write(path, &page(title, plan, summary, statistics))
+/// What a page is about.
+pub struct Subject<'s> {
+    pub title: &'s str,
+    /// How the checkpoint was made: what, and how it was chosen.
+    pub made: Vec<(&'static str, String)>,
+    pub plan: &'s Plan<'s>,
+    pub summary: &'s Summary,
+    pub statistics: &'s Statistics,
 }
 
-fn page(title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics) -> String {
+/// Writes the page.
+pub fn write(path: &Path, subject: &Subject<'_>) -> Result<()> {
+    page::write(path, &page(subject))
+}
+
+fn page(subject: &Subject<'_>) -> String {
+    let Subject { title, made, plan, summary, statistics } = subject;
     let mut sections = Vec::new();
     if !summary.quantized.is_empty() {
-        sections.push(("Error per layer and projection", layers(&summary.quantized)));
+        sections.push(("Relative error by layer and projection", layers(&summary.quantized)));
         sections.push(("Worst weights", worst(&summary.quantized)));
     }
     if !summary.rescaled.is_empty() {
@@ -28,7 +41,12 @@ fn page(title: &str, plan: &Plan<'_>, summary: &Summary, statistics: &Statistics
     sections.push(("Codes", codes(statistics)));
     sections.push(("Block scales", scales(statistics)));
     sections.push(("Kept as they were", kept(plan)));
+    sections.push(("How it was made", settings(made)));
     page::page(&format!("{title} in NVFP4"), &introduction(summary), &sections)
+}
+
+fn settings(made: &[(&str, String)]) -> Markup {
+    html! { table { @for (name, value) in made { tr { td { (name) } td { (value) } } } } }
 }
 
 fn introduction(summary: &Summary) -> String {
@@ -41,7 +59,7 @@ fn introduction(summary: &Summary) -> String {
     let (count, error, sqnr) = (summary.quantized.len(), total.relative_error(), total.sqnr());
     format!(
         "{} quantized, {before} to {after}. Relative error {error:.4}, \
-         SQNR {sqnr:.1} dB; NVFP4 of normal data has 0.095.",
+         SQNR {sqnr:.1} dB; NVFP4 of normal data has {NORMAL_DATA}.",
         counted(count, "weight")
     )
 }
@@ -53,47 +71,62 @@ fn layer(module: &str) -> Option<usize> {
     parts.next()?.parse().ok()
 }
 
-/// A line per projection over the layers. Experts of a layer are measured together.
-fn layers(weights: &[Finished]) -> String {
-    let mut lines: BTreeMap<&str, BTreeMap<usize, Measure>> = BTreeMap::new();
+/// A line per projection over the layers: the mean of its weights in a layer, as of experts, and a band of their errors.
+fn layers(weights: &[Finished]) -> Markup {
+    let mut lines: BTreeMap<&str, BTreeMap<usize, Vec<&Measure>>> = BTreeMap::new();
     for weight in weights {
         if let Some(layer) = layer(&weight.module) {
             let projection = weight.module.rsplit('.').next().unwrap_or_default();
-            lines.entry(projection).or_default().entry(layer).or_default().add(&weight.measure);
+            lines.entry(projection).or_default().entry(layer).or_default().push(&weight.measure);
         }
     }
     if lines.is_empty() {
-        return "<p class=\"soft\">No weight has the number of a layer in its name.</p>".to_string();
+        return html! { p class="soft" { "No weight has the number of a layer in its name." } };
     }
-    let line = |(projection, errors): (&str, BTreeMap<usize, Measure>)| Line {
+    let point = |(layer, measures): (&usize, &Vec<&Measure>)| {
+        let mut total = Measure::default();
+        measures.iter().for_each(|measure| total.add(measure));
+        let errors = || measures.iter().map(|measure| measure.relative_error());
+        let (low, high) = (errors().fold(f64::MAX, f64::min), errors().fold(0.0, f64::max));
+        Point { x: *layer as f64, y: total.relative_error(), low, high }
+    };
+    let line = |(projection, errors): (&str, BTreeMap<usize, Vec<&Measure>>)| Line {
         name: projection.to_string(),
-        points: errors.iter().map(|(&layer, measure)| Point::new(layer as f64, measure.relative_error())).collect(),
+        points: errors.iter().map(point).collect(),
     };
     let lines = lines.into_iter().map(line).collect();
-    Chart { label: "Relative error by layer", x: "layer", digits: 4, marks: Marks::Circles, lines }.svg()
+    Chart {
+        label: "Relative error by layer",
+        x: "layer",
+        digits: 4,
+        marks: Marks::Circles,
+        reference: Some((NORMAL_DATA, "normal data")),
+        lines,
+    }
+    .svg()
 }
 
-fn worst(weights: &[Finished]) -> String {
+fn worst(weights: &[Finished]) -> Markup {
     let mut order: Vec<&Finished> = weights.iter().collect();
     order.sort_by(|a, b| b.measure.relative_error().total_cmp(&a.measure.relative_error()));
-    let mut html = String::from(
-        "<table><tr><th>weight</th><th>shape</th><th>relative error</th><th>SQNR dB</th><th>largest error</th><th>zeroed</th></tr>",
-    );
-    for w in order.iter().take(20) {
-        let m = &w.measure;
-        let zeroed = 100.0 * m.zeroed as f64 / m.elements.max(1) as f64;
-        let _ = write!(
-            html,
-            "<tr><td>{}</td><td>{}×{}</td><td>{:.4}</td><td>{:.1}</td><td>{:.2e}</td><td>{zeroed:.1} %</td></tr>",
-            escape(&w.module),
-            w.rows,
-            w.cols,
-            m.relative_error(),
-            m.sqnr(),
-            m.largest
-        );
+    let zeroed = |m: &Measure| 100.0 * m.zeroed as f64 / m.elements.max(1) as f64;
+    html! {
+        table {
+            tr {
+                th { "weight" } th { "shape" } th { "relative error" } th { "SQNR dB" } th { "largest error" } th { "zeroed" }
+            }
+            @for Finished { module, rows, cols, measure, .. } in order.into_iter().take(20) {
+                tr {
+                    td { (module) }
+                    td { (rows) "×" (cols) }
+                    td { (format!("{:.4}", measure.relative_error())) }
+                    td { (format!("{:.1}", measure.sqnr())) }
+                    td { (format!("{:.2e}", measure.largest)) }
+                    td { (format!("{:.1} %", zeroed(measure))) }
+                }
+            }
+        }
     }
-    html + "</table>"
 }
 
 /// What `--fix-scales` did, in a sentence.
@@ -119,50 +152,30 @@ pub fn fixed(summary: &Summary) -> String {
     )
 }
 
-fn rescaled(summary: &Summary) -> String {
-    format!("<p>{}</p>{}", escape(&fixed(summary)), worst(&summary.rescaled))
+fn rescaled(summary: &Summary) -> Markup {
+    html! { p { (fixed(summary)) } (worst(&summary.rescaled)) }
 }
 
-fn codes(statistics: &Statistics) -> String {
+fn codes(statistics: &Statistics) -> Markup {
     let magnitudes: Vec<(String, u64)> =
         (0..8).map(|m| (e2m1::MAGNITUDES[m].to_string(), statistics.codes[m] + statistics.codes[m + 8])).collect();
-    let entropy = statistics.entropy();
-    bars("How often each magnitude occurs", &magnitudes)
-        + &format!("<p class=\"soft\">Entropy {entropy:.2} of 4 bits.</p>")
-}
-
-fn scales(statistics: &Statistics) -> String {
-    let Some((least, most)) = statistics.scale_range() else { return String::new() };
-    let bytes: Vec<(String, u64)> =
-        (least..=most).map(|b| (format!("{b:#04x}"), statistics.scales[usize::from(b)])).collect();
-    bars("How often each scale byte occurs", &bytes)
-}
-
-/// A bar for each count; labels where there is room.
-fn bars(what: &str, counts: &[(String, u64)]) -> String {
-    let most = counts.iter().map(|(_, n)| *n).max().unwrap_or(1).max(1);
-    let total = counts.iter().map(|(_, n)| *n).sum::<u64>().max(1);
-    let width = 740.0 / counts.len().max(1) as f64;
-    let every = counts.len().div_ceil(12);
-    let mut svg = format!("<svg viewBox=\"0 0 800 200\" role=\"img\" aria-label=\"{what}\">");
-    for (i, (label, n)) in counts.iter().enumerate() {
-        let (x, height) = (30.0 + width * i as f64, 150.0 * *n as f64 / most as f64);
-        let share = 100.0 * *n as f64 / total as f64;
-        let _ = write!(
-            svg,
-            "<rect class=\"bar\" x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{height:.1}\"><title>{label}: {share:.2} %</title></rect>",
-            x + width * 0.05,
-            170.0 - height,
-            width * 0.9
-        );
-        if i % every == 0 {
-            let _ = write!(svg, "<text x=\"{:.1}\" y=\"188\" text-anchor=\"middle\">{label}</text>", x + width / 2.0);
-        }
+    html! {
+        (bars("How often each magnitude occurs", &magnitudes))
+        p class="soft" { (format!("Entropy {:.2} of 4 bits.", statistics.entropy())) }
     }
-    svg + "</svg>"
 }
 
-fn kept(plan: &Plan<'_>) -> String {
+fn scales(statistics: &Statistics) -> Markup {
+    let Some((least, most)) = statistics.scale_range() else { return html! {} };
+    let bytes: Vec<(String, u64)> =
+        (least..=most).map(|b| (e4m3::decode(b).to_string(), statistics.scales[usize::from(b)])).collect();
+    html! {
+        (bars("How often each block scale occurs", &bytes))
+        p class="soft" { (format!("Bytes {least:#04x} to {most:#04x}.")) }
+    }
+}
+
+fn kept(plan: &Plan<'_>) -> Markup {
     let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for item in &plan.items {
         if let Action::Keep(why) | Action::Decode(why) = &item.action {
@@ -173,13 +186,18 @@ fn kept(plan: &Plan<'_>) -> String {
         reasons.entry(&copied.reason).or_default().push(&copied.tensor.info.name);
     }
     reasons.values_mut().for_each(|names| names.sort_by(|a, b| order::natural(a, b)));
-    let line = |(why, modules): (&&str, &Vec<&str>)| {
-        let shown: Vec<String> = modules.iter().take(3).map(|m| escape(m)).collect();
-        let more = if modules.len() > 3 { format!(" and {} more", modules.len() - 3) } else { String::new() };
-        format!("<li>{}: {}{more}</li>", escape(why), shown.join(", "))
+    let more = |names: &[&str]| match names.len() {
+        ..=3 => String::new(),
+        n => format!(" and {} more", n - 3),
     };
-    let list: String = reasons.iter().map(line).collect();
-    format!("<ul>{list}</ul><p class=\"soft\">Tensors of one dimension (norms, biases) are copied too.</p>")
+    html! {
+        ul {
+            @for (why, names) in &reasons {
+                li { (why) ": " (names.iter().take(3).copied().collect::<Vec<_>>().join(", ")) (more(names)) }
+            }
+        }
+        p class="soft" { "Tensors of one dimension (norms, biases) are copied too." }
+    }
 }
 
 #[cfg(test)]
@@ -191,10 +209,5 @@ mod tests {
         assert_eq!(layer("model.layers.12.mlp.up_proj"), Some(12));
         assert_eq!(layer("encoder.layer.3.attention.query"), Some(3));
         assert_eq!(layer("pooler.dense"), None);
-    }
-
-    #[test]
-    fn text_from_a_checkpoint_cannot_become_markup() {
-        assert_eq!(escape("<script>\"&"), "&lt;script&gt;&quot;&amp;");
     }
 }

@@ -8,9 +8,11 @@ pub fn parse(text: &str) -> Result<u64, String> {
         "k" | "kb" => 1_000,
         "m" | "mb" => 1_000_000,
         "g" | "gb" => 1_000_000_000,
+        "t" | "tb" => 1_000_000_000_000,
         "kib" => 1 << 10,
         "mib" => 1 << 20,
         "gib" => 1 << 30,
+        "tib" => 1 << 40,
         _ => return Err("expected a size like 5GB, 512MiB or 1000000".to_string()),
     };
     let bytes = digits.parse::<f64>().ok().map(|n| n * unit as f64).filter(|n| *n >= 1.0 && *n < 1e18);
@@ -44,8 +46,8 @@ mod tests {
     #[test]
     fn sizes_are_read_and_shown() {
         assert_eq!(
-            [parse("5GB"), parse("1.5k"), parse("2MiB"), parse("7")],
-            [Ok(5_000_000_000), Ok(1500), Ok(2 << 20), Ok(7)]
+            [parse("5TB"), parse("5GB"), parse("1.5k"), parse("2MiB"), parse("1TiB"), parse("7")],
+            [Ok(5_000_000_000_000), Ok(5_000_000_000), Ok(1500), Ok(2 << 20), Ok(1 << 40), Ok(7)]
         );
         for wrong in ["", "GB", "-1", "5TB?", "0", "1e40", "nan", "5 GB"] {
             assert!(parse(wrong).is_err(), "{wrong}");

@@ -67,24 +67,24 @@ pub struct Weights {
     /// Part of the model: all, mlp, experts or mlp+o.
     #[arg(long, default_value = "all")]
     preset: Preset,
-    /// Leave modules alone: a glob over whole names, or re: and a regular expression. May be repeated.
+    /// Do not quantize these modules: a glob that matches the whole name, or re:REGEX. May be repeated.
     #[arg(long, value_name = "PATTERN")]
     skip: Vec<Pattern>,
-    /// Quantize only these modules. May be repeated.
+    /// Quantize only these modules (same patterns). May be repeated.
     #[arg(long, value_name = "PATTERN")]
     only: Vec<Pattern>,
-    /// Quantize embeddings, output heads, routers, vision and audio too.
+    /// Also quantize embeddings, output heads, routers, vision and audio layers.
     #[arg(long)]
     no_default_skips: bool,
-    /// Weights that share one tensor scale, as servers that join them expect: auto (q/k/v, gate/up and all others that vLLM
-    /// joins), off, or a JSON file of lists of last names, as [["q_proj", "k_proj"], ["w1", "w3"]].
+    /// Which weights share one tensor scale, because servers merge them into one matrix: auto (q/k/v, gate/up and whatever
+    /// else vLLM merges), off, or a JSON file with lists of module names, such as [["q_proj", "k_proj"], ["w1", "w3"]].
     #[arg(long, value_name = "auto|off|FILE.json", default_value = "auto")]
     fuse: FuseArg,
-    /// Give weights of an NVFP4 source that share a tensor scale, but carry different ones, the largest: exactly where
-    /// block scales can take up the ratio, else requantized from the decoded values.
+    /// Give merged weights of an NVFP4 source one tensor scale, the largest, where theirs differ. A weight is requantized
+    /// only if its block scales cannot absorb the difference exactly.
     #[arg(long)]
     fix_scales: bool,
-    /// Convert what no program is known to load afterwards too: LoRA adapters, GPT-2, T5, Jamba, models of diffusers.
+    /// Convert models that no server is known to load, too: LoRA adapters, GPT-2, T5, Jamba, diffusers models.
     #[arg(long)]
     any_architecture: bool,
 }

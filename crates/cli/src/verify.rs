@@ -4,7 +4,7 @@ use crate::names::shown;
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From};
-use crate::until_closed;
+use crate::{advice, exit, json, until_closed};
 use anyhow::Result;
 use nvfp4_checkpoint::gguf::{self, GgufFile};
 use nvfp4_checkpoint::{Checkpoint, Client, Finding, Severity};
@@ -13,35 +13,44 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Check that a program would load an NVFP4 checkpoint, and load it right.
+/// Check that an inference server would load an NVFP4 checkpoint, and load it correctly.
 ///
-/// Looks at scales and codes, at what the program joins, at what the configuration says, and for tensors that are missing.
-/// Exits with 2 if it would not load, or not rightly, and lists why; notes do not count.
+/// Checks scales and codes, merged weights, the configuration, and for missing tensors. Exits with 1 and lists the problems
+/// if the checkpoint would not load, or would load incorrectly; notes do not count.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or file.
     dir: PathBuf,
-    /// The program: vllm, llama.cpp or transformers.
+    /// The program that is to load it: vllm, llama.cpp or transformers.
     #[arg(long = "for", default_value = "vllm", value_name = "PROGRAM")]
     client: Client,
-    /// Whose checkpoint it is, if it does not say.
+    /// Format of the checkpoint, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Print JSON: {dialect, for, findings: [{severity, about, text}]}.
+    /// Print JSON: {dialect, for, weights, passed, findings: [{severity, about, text, fix}]}.
     #[arg(long)]
     json: bool,
 }
 
-/// The exit code of checks that failed, as opposed to an error, 1.
-pub const FAILED: u8 = 2;
-
 pub fn run(args: &Args) -> Result<ExitCode> {
+    let (report, passed) = match args.json {
+        true => perform(args, &mut std::io::sink())?,
+        false => perform(args, &mut out())?,
+    };
+    if args.json {
+        json::print("verify", &report)?;
+    }
+    Ok(exit::checked(passed))
+}
+
+/// Checks and writes what was found; gives the same as JSON, and whether there is no problem.
+pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
     let (dialect, weights, findings) = if gguf::is_gguf(&args.dir) {
         let file = GgufFile::open(&args.dir)?;
         let mut findings = gguf::verify(&file)?;
         if args.client != Client::LlamaCpp {
             let text = format!("{} does not load GGUF here; check it with --for llama.cpp", args.client);
-            findings.insert(0, Finding { severity: Severity::Problem, about: "file".to_string(), text });
+            findings.insert(0, Finding::problem("file", text));
         }
         ("GGUF".to_string(), file.nvfp4().count(), findings)
     } else {
@@ -52,19 +61,18 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
         (model.dialect.to_string(), weights, findings)
     };
-    let mut out = out();
-    until_closed(if args.json {
-        let list: Vec<Value> = findings.iter().map(to_json).collect();
-        let report = json!({ "dialect": dialect, "for": args.client.to_string(), "findings": list });
-        writeln!(out, "{}", serde_json::to_string_pretty(&report)?).map_err(Into::into)
-    } else if findings.is_empty() {
+    until_closed(if findings.is_empty() {
         writeln!(out, "ok       {} ({dialect}), for {}", counted(weights, "NVFP4 weight"), args.client)
             .map_err(Into::into)
     } else {
-        print(&mut out, &findings)
+        print(out, &findings)
     })?;
-    let failed = findings.iter().any(|f| f.severity == Severity::Problem);
-    Ok(if failed { ExitCode::from(FAILED) } else { ExitCode::SUCCESS })
+    let list: Vec<Value> = findings.iter().map(to_json).collect();
+    let passed = findings.iter().all(|f| f.severity != Severity::Problem);
+    let report = json!({
+        "dialect": dialect, "for": args.client.to_string(), "weights": weights, "passed": passed, "findings": list
+    });
+    Ok((report, passed))
 }
 
 fn word(finding: &Finding) -> &'static str {
@@ -74,15 +82,23 @@ fn word(finding: &Finding) -> &'static str {
     }
 }
 
+/// What was found, and the command that removes it.
+pub fn sentence(finding: &Finding) -> String {
+    match advice::fix(finding) {
+        Some(fix) => format!("{} [fix: {fix}]", finding.text),
+        None => finding.text.clone(),
+    }
+}
+
 /// A finding as JSON.
 pub fn to_json(f: &Finding) -> Value {
-    json!({ "severity": word(f), "about": f.about, "text": f.text })
+    json!({ "severity": word(f), "about": f.about, "text": f.text, "fix": advice::fix(f) })
 }
 
 /// A line per finding.
 pub fn print(out: &mut impl Write, findings: &[Finding]) -> Result<()> {
     for finding in findings {
-        writeln!(out, "{:<8} {}: {}", word(finding), shown(&finding.about), shown(&finding.text))?;
+        writeln!(out, "{:<8} {}: {}", word(finding), shown(&finding.about), shown(&sentence(finding)))?;
     }
     Ok(())
 }

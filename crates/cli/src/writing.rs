@@ -7,22 +7,25 @@ use nvfp4_checkpoint::Existing;
 /// How a checkpoint is written.
 #[derive(clap::Args)]
 pub struct Writing {
-    /// Largest size of a written file.
+    /// Largest size of an output file.
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = sizes::parse)]
     pub max_shard: u64,
-    /// Memory to stay below.
+    /// Memory limit.
     #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = sizes::parse)]
     pub mem: u64,
-    /// Continue an interrupted run; a target that is complete is compared, and no error.
+    /// Continue an interrupted run. If the target is already complete, check it and exit with 0.
     #[arg(long, conflicts_with = "force")]
     resume: bool,
-    /// Replace a target that is a checkpoint and nothing else, and throw an interrupted run away.
+    /// Replace an existing checkpoint (a folder with other files is never replaced), and discard an interrupted run.
     #[arg(long)]
     force: bool,
-    /// No progress.
+    /// Print JSON when done: what was written, how large it is, and what the checks found.
+    #[arg(long)]
+    pub json: bool,
+    /// Show no progress.
     #[arg(long, short)]
     quiet: bool,
-    /// A line for every weight: what happens to it, and why.
+    /// Print one line per weight: what happens to it, and why.
     #[arg(long, short, conflicts_with = "quiet")]
     verbose: bool,
 }

@@ -48,7 +48,8 @@ const NAMES: [&str; 35] = [
 #[test]
 fn json_has_a_row_per_operation() {
     let output = bench(&["--size", "64", "--json"]);
-    let rows: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = report["rows"].as_array().unwrap();
     let names: Vec<&str> = rows.iter().map(|row| row["name"].as_str().unwrap()).collect();
     assert_eq!(names, NAMES);
     for key in ["ms", "gbps", "copies"] {
@@ -82,7 +83,7 @@ fn settings_that_do_not_work_are_errors() {
     ] {
         let output = bench(&args.split(' ').collect::<Vec<_>>());
         let text = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{args}: {text}");
+        assert_eq!(output.status.code(), Some(3), "{args}: {text}");
         assert!(text.contains(message), "{args}: {text}");
     }
 }
@@ -108,7 +109,7 @@ fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
             true => "error: the CUDA driver ",
             false => "error: --device cuda: this build cannot use a GPU: build it with `--features cuda`",
         };
-        assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(3), 0));
         assert!(text.starts_with(message), "{text}");
         assert!(!cfg!(feature = "cuda") || text.ends_with("; `nvfp4 doctor` lists what is missing\n"), "{text}");
     }
@@ -117,7 +118,8 @@ fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
 #[test]
 fn products_have_a_row_per_m() {
     let output = bench(&["gemm", "--m", "1,3,20", "--n", "48", "--k", "80", "--json"]);
-    let rows: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.iter().map(|row| row["m"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 3, 20]);
     for key in ["nvfp4_ms", "nvfp4_of_floor", "weight_only_ms", "weight_only_of_floor"] {
         assert!(rows.iter().all(|row| row[key].as_f64().unwrap() > 0.0), "{key}");
@@ -148,7 +150,7 @@ fn products_with_settings_that_do_not_work_are_errors() {
     ] {
         let output = bench(&["gemm"].into_iter().chain(args.split(' ')).collect::<Vec<_>>());
         let text = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{args}: {text}");
+        assert_eq!(output.status.code(), Some(3), "{args}: {text}");
         assert!(text.contains(message), "{args}: {text}");
     }
 }

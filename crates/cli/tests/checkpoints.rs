@@ -127,10 +127,10 @@ fn convert_verify_inspect_diff_and_back() {
     }
     assert!(ok(&["verify", &out]).contains("14 NVFP4 weights (ModelOpt), for vLLM"));
     let failed = nvfp4(&["verify", &out, "--for", "transformers"]);
-    assert_eq!(failed.status.code(), Some(2), "{}", text(&failed));
+    assert_eq!(failed.status.code(), Some(1), "{}", text(&failed));
     assert!(text(&failed).contains("--to compressed-tensors"));
     let failed = nvfp4(&["verify", &source, "--json"]);
-    assert_eq!(failed.status.code(), Some(2));
+    assert_eq!(failed.status.code(), Some(1));
     let report: Value = serde_json::from_slice(&failed.stdout).unwrap();
     assert_eq!(report["findings"][0]["severity"], "problem");
 
@@ -141,19 +141,19 @@ fn convert_verify_inspect_diff_and_back() {
     assert_eq!(json_of(&["inspect", &out, "--json"])["nvfp4_weights"], 14);
     let block = ok(&["inspect", &out, "--tensor", "layers.0.mlp.up_proj", "--block", "3,1"]);
     assert!(block.contains("columns 16..32") && block.contains("scale    0x"), "{block}");
-    assert_eq!(nvfp4(&["inspect", &out, "--tensor", "up_proj"]).status.code(), Some(1));
+    assert_eq!(nvfp4(&["inspect", &out, "--tensor", "up_proj"]).status.code(), Some(3));
 
     let diff = ok(&["diff", &source, &out, "--top", "3"]);
     assert!(diff.contains("… and 11 more") && diff.contains("summary  14 weights"), "{diff}");
     let error = json_of(&["diff", &source, &out, "--json"])["total"]["relerr"].as_f64().unwrap();
     assert!((0.05..0.15).contains(&error), "{error}");
     assert!(ok(&["diff", &out, &out, "--bits"]).contains("identical"));
-    assert_eq!(nvfp4(&["diff", &out, &ct, "--bits"]).status.code(), Some(2));
+    assert_eq!(nvfp4(&["diff", &out, &ct, "--bits"]).status.code(), Some(1));
 
     let lone = dir.path("lone.safetensors");
     std::fs::copy(format!("{out}/model.safetensors"), &lone).unwrap();
     let refused = nvfp4(&["diff", &source, &lone]);
-    assert!(refused.status.code() == Some(1) && text(&refused).contains("--from modelopt"), "{}", text(&refused));
+    assert!(refused.status.code() == Some(3) && text(&refused).contains("--from modelopt"), "{}", text(&refused));
     assert_eq!(json_of(&["diff", &source, &lone, "--from", "modelopt", "--json"])["total"]["relerr"], error);
     let both = nvfp4(&["diff", &out, &lone, "--from", "modelopt", "--bits"]);
     assert!(both.status.code() == Some(2) && text(&both).contains("cannot be used with"), "{}", text(&both));
@@ -233,7 +233,7 @@ fn different_scales_in_a_fused_group_are_found_and_fixed() {
     let (source, apart, kept) = (dir.llama("in", 2, 64), dir.path("apart"), dir.path("kept"));
     let (fixed, page) = (dir.path("fixed"), dir.path("page.html"));
     let made = nvfp4(&["convert", &source, &apart, "-q", "--fuse", "off"]);
-    assert!(made.status.code() == Some(2) && text(&made).contains("tensor scales differ"), "{}", text(&made));
+    assert!(made.status.code() == Some(1) && text(&made).contains("tensor scales differ"), "{}", text(&made));
     for command in [vec!["verify", &apart], vec!["inspect", &apart], vec!["convert", &apart, &kept, "-q"]] {
         let said = text(&nvfp4(&command));
         assert!(said.contains("[fix: nvfp4 convert --fix-scales]"), "{command:?}: {said}");
@@ -268,10 +268,10 @@ fn a_gguf_file_is_written_inspected_and_verified() {
     assert!(block.contains("columns 16..32") && block.contains("scale    0x"), "{block}");
     ok(&["verify", &out, "--for", "llama.cpp"]);
     let wrong = nvfp4(&["verify", &out]);
-    assert!(wrong.status.code() == Some(2) && text(&wrong).contains("--for llama.cpp"), "{}", text(&wrong));
+    assert!(wrong.status.code() == Some(1) && text(&wrong).contains("--for llama.cpp"), "{}", text(&wrong));
     std::fs::write(dir.path("cut.gguf"), &std::fs::read(&out).unwrap()[..5000]).unwrap();
     let cut = nvfp4(&["inspect", &dir.path("cut.gguf")]);
-    assert!(cut.status.code() == Some(1) && text(&cut).contains("truncated"), "{}", text(&cut));
+    assert!(cut.status.code() == Some(3) && text(&cut).contains("truncated"), "{}", text(&cut));
 }
 
 #[cfg(unix)]
@@ -315,14 +315,14 @@ fn lists_that_are_no_files_or_say_a_thing_twice_are_refused_at_once() {
     for (args, expected) in cases {
         let output = nvfp4(&args);
         let error = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{args:?}: {error}");
+        assert_eq!(output.status.code(), Some(3), "{args:?}: {error}");
         assert!(error.contains(expected), "{args:?}: {error}");
         assert!(!Path::new(&target).exists() && !Path::new(&gguf).exists(), "{args:?}");
     }
 }
 
 #[test]
-fn mistakes_exit_with_1_and_name_the_fix() {
+fn mistakes_exit_with_2_or_3_and_name_the_fix() {
     let dir = Folder::new("mistakes");
     let source = dir.llama("in", 1, 64);
     let out = dir.path("out");
@@ -345,7 +345,7 @@ fn mistakes_exit_with_1_and_name_the_fix() {
         all.extend(args);
         let output = nvfp4(&all);
         assert!(
-            matches!(output.status.code(), Some(1 | 2)) && text(&output).contains(message),
+            matches!(output.status.code(), Some(2 | 3)) && text(&output).contains(message),
             "{all:?}: {}",
             text(&output)
         );
@@ -353,7 +353,7 @@ fn mistakes_exit_with_1_and_name_the_fix() {
     }
     ok(&["convert", &source, &out, "-q"]);
     let again = nvfp4(&["convert", &source, &out, "-q"]);
-    assert!(again.status.code() == Some(1) && text(&again).contains("already exists"), "{}", text(&again));
+    assert!(again.status.code() == Some(3) && text(&again).contains("already exists"), "{}", text(&again));
     ok(&["convert", &source, &out, "-q", "--force", "--scale", "mse"]);
     assert!(ok(&["completions", "bash"]).contains("nvfp4"));
 }
@@ -432,7 +432,7 @@ fn a_closed_or_full_stderr_ends_nothing() {
         for command in [format!("convert {source} {target} -v"), train.to_string(), "convert nowhere out".to_string()] {
             let script = format!("set -o pipefail; {program} {command} {stderr}");
             let output = Command::new("bash").args(["-c", &script]).output().unwrap();
-            let expected = if command.contains("nowhere") { Some(1) } else { Some(0) };
+            let expected = if command.contains("nowhere") { Some(3) } else { Some(0) };
             assert_eq!(output.status.code(), expected, "{script}: {}", text(&output));
         }
         ok(&["verify", &target]);
@@ -455,7 +455,7 @@ fn a_report_is_refused_before_the_conversion_and_replaces_reports_only() {
         (other.clone(), "there is a file that is not a report"),
     ] {
         let output = nvfp4(&["convert", &source, &out, "-q", "--report", &report]);
-        assert!(output.status.code() == Some(1) && text(&output).contains(message), "{report}: {}", text(&output));
+        assert!(output.status.code() == Some(3) && text(&output).contains(message), "{report}: {}", text(&output));
         assert!(!Path::new(&out).exists() && !Path::new(&format!("{out}.partial")).exists());
     }
     assert_eq!(std::fs::read(format!("{source}/model.safetensors")).unwrap(), weights);
@@ -463,7 +463,8 @@ fn a_report_is_refused_before_the_conversion_and_replaces_reports_only() {
     ok(&["convert", &source, &out, "-q", "--report", &page]);
     let first = std::fs::read(&page).unwrap();
     ok(&["convert", &source, &dir.path("again"), "-q", "--report", &page]);
-    assert_eq!(std::fs::read(&page).unwrap(), first);
+    let second = std::fs::read_to_string(&page).unwrap();
+    assert!(second.contains(&dir.path("again")) && !String::from_utf8_lossy(&first).contains(&dir.path("again")));
     let inside = nvfp4(&["convert", &source, &out, "-q", "--force", "--report", &format!("{out}/r.html")]);
     assert!(text(&inside).contains("this is in the target"), "{}", text(&inside));
     ok(&["convert", &source, &out, "-q", "--force", "--report", &other]);
@@ -484,7 +485,7 @@ fn a_report_never_takes_the_place_of_a_file_that_the_source_links_to() {
     let before = std::fs::read(&blob).unwrap();
     for report in [&link, &blob] {
         let output = nvfp4(&["convert", &source, &out, "-q", "--force", "--report", report]);
-        assert!(output.status.code() == Some(1) && text(&output).contains("in the source"), "{}", text(&output));
+        assert!(output.status.code() == Some(3) && text(&output).contains("in the source"), "{}", text(&output));
         assert!(std::fs::read(&blob).unwrap() == before && !Path::new(&out).exists());
     }
 }
@@ -565,7 +566,7 @@ fn names_of_any_length_are_printed_and_control_characters_are_not_obeyed() {
     let other = dir.path("other.safetensors");
     zeros(&other, &[(hostile, "BF16", &[16, 16]), (&long, "BF16", &[16, 32])], json!({}));
     let differ = nvfp4(&["diff", "--bits", &plain, &other]);
-    assert_eq!(differ.status.code(), Some(2));
+    assert_eq!(differ.status.code(), Some(1));
     assert!(text(&differ).contains(r"\u{1b}[31m") && !text(&differ).contains('\u{1b}'));
     let error = text(&nvfp4(&["inspect", &plain, "--tensor", "\u{1b}[31mno"]));
     assert!(error.starts_with(r"error: --tensor \u{1b}[31mno: no such weight"), "{error}");
@@ -587,7 +588,7 @@ fn weights_without_elements_are_refused_by_every_command_that_reads() {
     for (file, from) in [(&experts, &["--from", "modelopt"][..]), (&fp8, &[]), (&swizzled, &[])] {
         for command in [&["verify", file][..], &["inspect", file], &["inspect", "-v", file], &["dequant", file, &out]] {
             let output = nvfp4(&[command, from].concat());
-            assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+            assert_eq!(output.status.code(), Some(3), "{}", text(&output));
             assert!(text(&output).contains("tensor 'x") && text(&output).contains("has no elements"));
         }
     }
@@ -610,7 +611,7 @@ fn a_disk_that_takes_no_more_is_an_error_and_leaves_no_target() {
     let script = format!("ulimit -f 100; {} convert {source} {target} -q", env!("CARGO_BIN_EXE_nvfp4"));
     let output = Command::new("bash").args(["-c", &script]).output().unwrap();
     let said = text(&output);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(output.status.code(), Some(3), "{said}");
     assert!(said.contains("out.partial") && said.contains("File too large"), "{said}");
     assert!(!Path::new(&target).exists());
     ok(&["convert", &source, &target, "-q", "--resume"]);

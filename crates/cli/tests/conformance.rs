@@ -125,7 +125,7 @@ fn a_gpu_that_is_not_there_is_an_error_of_the_machine() {
     let message = String::from_utf8(output.stderr).unwrap();
     let which = if cfg!(feature = "cuda") { "this machine" } else { "this build" };
     assert!(message.starts_with(&format!("error: {which} cannot run 'cuda': ")), "{message}");
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(3));
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn a_folder_without_cases_or_no_folder_is_an_error() {
     for (dir, message) in [(dir.clone(), "holds no .safetensors file"), (dir.join("nowhere"), "cannot read the folder")]
     {
         let output = conformance(&[], &dir);
-        assert_eq!(output.status.code(), Some(1));
+        assert_eq!(output.status.code(), Some(3));
         assert!(String::from_utf8(output.stderr).unwrap().contains(message));
     }
 }

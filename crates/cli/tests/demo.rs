@@ -20,9 +20,10 @@ fn converts_and_verifies_a_generated_checkpoint_and_writes_a_page() {
     let weights = std::fs::read(dir.join("llama-NVFP4/model.safetensors")).unwrap();
     let page = std::fs::read_to_string(dir.join("report.html")).unwrap();
     for part in [
-        "<!doctype html>",
+        "<!DOCTYPE html>",
         "prefers-color-scheme: dark",
-        "Error per layer",
+        "Relative error by layer",
+        "How it was made",
         "<polyline",
         "Worst weights",
         "Block scales",
@@ -56,7 +57,7 @@ fn a_folder_with_files_of_others_is_refused_and_left_as_it_is() {
     std::fs::write(&weights, "precious").unwrap();
     let refused = demo();
     let said = String::from_utf8(refused.stderr).unwrap();
-    assert!(refused.status.code() == Some(1) && said.contains("there is 'llama' in it"), "{said}");
+    assert!(refused.status.code() == Some(3) && said.contains("there is 'llama' in it"), "{said}");
     assert_eq!(std::fs::read_to_string(&weights).unwrap(), "precious");
     std::fs::remove_dir_all(dir.join("llama")).unwrap();
     assert!(demo().status.success(), "an empty folder");

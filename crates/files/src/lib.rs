@@ -9,9 +9,11 @@
 pub mod container;
 pub mod durable;
 mod error;
+mod fingerprint;
 mod json;
 pub mod positioned;
 pub mod regular;
 
 pub use error::{Error, Result};
+pub use fingerprint::fingerprint;
 pub use json::unique_keys;

@@ -125,11 +125,7 @@ impl Place {
 
 impl Init {
     fn values(self, count: usize, seed: u64, name: &str) -> Vec<f64> {
-        // FNV-1a of the name.
-        let name = name
-            .bytes()
-            .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
-        let [low, high] = words(name);
+        let [low, high] = words(nvfp4_files::fingerprint(name.bytes()));
         // Four numbers in [0, 1) for each call.
         let uniforms = |call: u64| {
             let [i, j] = words(call);

@@ -73,9 +73,36 @@ impl Raised for nvfp4_checkpoint::Error {
             nvfp4_checkpoint::Error::Interrupted => {
                 PyKeyboardInterrupt::new_err("interrupted; the same call with existing='resume' continues")
             }
-            _ => PyValueError::new_err(self.to_string()),
+            _ => PyValueError::new_err(match argument(&self) {
+                Some(argument) => format!("{self} [{argument}]"),
+                None => self.to_string(),
+            }),
         }
     }
+}
+
+/// The argument of `convert` that helps.
+fn argument(error: &nvfp4_checkpoint::Error) -> Option<String> {
+    use nvfp4_checkpoint::{Error, Setting};
+    let text = match error {
+        Error::WeightNotFinite { module, .. } => return Some(format!("skip=['{module}']")),
+        Error::TargetExists { .. } => "existing='replace'",
+        Error::Unfinished { .. } => "existing='resume' or existing='replace'",
+        Error::OtherRequest { .. } | Error::DamagedJournal { .. } | Error::SourceChanged { .. } => "existing='replace'",
+        Error::NotReadBack { error } if error.is_of_the_system() => "existing='resume'",
+        Error::NotReadBack { .. } => "existing='replace'",
+        Error::UnclearDialect { .. } => "from_='modelopt' or from_='comfyui'",
+        Error::Setting { setting: Setting::Architectures, .. } => "any_architecture=True",
+        Error::Setting { setting: Setting::Acts, .. } => "acts=",
+        Error::Setting { setting: Setting::Kv, .. } => "kv='none'",
+        Error::Setting { setting: Setting::Skip, .. } => "skip=",
+        Error::Setting { setting: Setting::Fuse, .. } => "fuse='off'",
+        Error::Setting { setting: Setting::Differing, .. } => "fix_scales=False",
+        Error::Setting { setting: Setting::Profile, .. } => "profile=, scale=",
+        Error::Setting { setting: Setting::Target, .. } => "to='modelopt'",
+        _ => return None,
+    };
+    Some(text.to_string())
 }
 
 /// The library's results as Python's.

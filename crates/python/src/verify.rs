@@ -4,7 +4,7 @@ use crate::error::OrRaise;
 use crate::threads;
 use crate::words::{Words, choose};
 use nvfp4_checkpoint::gguf::{self, GgufFile};
-use nvfp4_checkpoint::{Checkpoint, Client, Dialect, Finding, Model, Severity};
+use nvfp4_checkpoint::{Checkpoint, Client, Dialect, Finding, Fix, Model, Severity};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ pub fn findings(
         let mut findings = gguf::verify(&GgufFile::open(path)?)?;
         if let Some(client) = client.filter(|&client| client != Client::LlamaCpp) {
             let text = format!("{client} does not load GGUF here; check it for llama.cpp");
-            findings.insert(0, Finding { severity: Severity::Problem, about: "file".to_string(), text });
+            findings.insert(0, Finding::problem("file", text));
         }
         return Ok(findings);
     }
@@ -65,5 +65,19 @@ pub fn findings(
 /// The texts of findings of one severity.
 pub fn texts(findings: &[Finding], severity: Severity) -> Vec<String> {
     let some = findings.iter().filter(|finding| finding.severity == severity);
-    some.map(|finding| format!("{}: {}", finding.about, finding.text)).collect()
+    let text = |finding: &Finding| match fix(finding) {
+        Some(fix) => format!("{}: {} [fix: {fix}]", finding.about, finding.text),
+        None => format!("{}: {}", finding.about, finding.text),
+    };
+    some.map(text).collect()
+}
+
+/// The call that removes a finding.
+fn fix(finding: &Finding) -> Option<String> {
+    match finding.fix? {
+        Fix::Convert(target) => Some(format!("nvfp4.convert(..., to='{target}')")),
+        Fix::ConvertWithOneScale(target) => Some(format!("nvfp4.convert(..., to='{target}', fix_scales=True)")),
+        Fix::Decode => Some("the command `nvfp4 dequant` gives plain numbers back".to_string()),
+        _ => None,
+    }
 }

@@ -348,9 +348,8 @@ fn reasons(reason: &[Reason]) -> String {
 /// Why formats cannot be run, and what to change.
 fn missing(family: &Family, reason: &Reason) -> String {
     match family {
-        Family::Custom(name) => format!(
-            "a format of your own. Say that your program runs it (`Capabilities::with_custom`; `--custom {name}` on the command \
-             line), or change {reason}"
+        Family::Custom(_) => format!(
+            "a format of your own. Say that your program runs it (`Capabilities::with_custom`), or change {reason}"
         ),
         _ => format!("which this build cannot run. Change {reason}"),
     }

@@ -13,7 +13,7 @@ use crate::plan::{Item, Plan};
 use crate::shards::{Cast, Placed, RowOrder, Shard, Unit};
 use crate::target::{Activations, Role};
 use crate::weight::{Stored, sized};
-use crate::{Error, Result};
+use crate::{Error, Result, Setting};
 use nvfp4_spec::gguf::BLOCK_ELEMENTS;
 use safetensors::Dtype;
 use std::collections::{BTreeMap, BTreeSet};
@@ -242,9 +242,8 @@ impl Layout<'_> {
         if let (Some(module), false) = (tensor.info.name.strip_suffix(".bias"), is_query(&place.name))
             && self.quantized.contains(module)
         {
-            return Err(Error::Refused(format!(
-                "'{module}' has a bias, beside which llama.cpp does not read NVFP4; leave it alone: --skip '{module}'"
-            )));
+            let reason = format!("'{module}' has a bias, beside which llama.cpp does not read NVFP4; skip the weight");
+            return Err(Error::setting(Setting::Skip, reason));
         }
         let [len] = tensor.info.shape[..] else {
             return Err(tensor.wrong("expected one dimension, to be written as GGUF"));

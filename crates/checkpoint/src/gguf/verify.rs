@@ -6,7 +6,7 @@ use super::file::{GgufFile, GgufTensor};
 use super::sizes::{self, Has, Mixture, Sizes};
 use crate::Result;
 use crate::statistics::Statistics;
-use crate::verify::{Finding, Severity};
+use crate::verify::Finding;
 use nvfp4_spec::e4m3;
 
 impl GgufFile {
@@ -59,11 +59,11 @@ struct Check<'f> {
 
 impl<'f> Check<'f> {
     fn problem(&mut self, about: &str, text: impl Into<String>) {
-        self.findings.push(Finding { severity: Severity::Problem, about: about.to_string(), text: text.into() });
+        self.findings.push(Finding::problem(about, text));
     }
 
     fn note(&mut self, about: &str, text: impl Into<String>) {
-        self.findings.push(Finding { severity: Severity::Note, about: about.to_string(), text: text.into() });
+        self.findings.push(Finding::note(about, text));
     }
 
     /// A value of the type that `read` takes, which llama.cpp insists on.

@@ -55,7 +55,7 @@ pub fn run(
         print(bench.time_fp8(operation)?)?;
     }
     if json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
+        crate::json::print("bench", &rows)?;
     }
     Ok(())
 }

@@ -59,7 +59,7 @@ pub struct Args {
     /// Implementation on the CPU: scalar, avx2 or avx512. Default: the fastest.
     #[arg(long)]
     implementation: Option<Implementation>,
-    /// Print JSON: an array of {name, ms, gbps, copies}, or on a GPU {name, us, bytes, tbps, of_copy, amax}.
+    /// Print JSON: {rows: [{name, ms, gbps, copies}]}, or on a GPU rows of {name, us, bytes, tbps, of_copy, amax}.
     #[arg(long)]
     json: bool,
 }
@@ -99,6 +99,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 }
 
 impl Args {
+    /// The command as it is typed.
+    pub fn name(&self) -> &'static str {
+        match self.what {
+            None => "bench",
+            Some(What::Gemm(_)) => "bench gemm",
+            Some(What::Linear(_)) => "bench linear",
+        }
+    }
+
     /// The size and the implementation.
     fn on_cpu(&self) -> Result<(usize, Implementation)> {
         ensure!(

@@ -7,20 +7,21 @@ mod quantize;
 mod report;
 mod table;
 
-use crate::until_closed;
+use crate::{exit, json, until_closed};
 use anyhow::{Context, Result, bail};
 use case::Case;
 use nvfp4_kernels::Implementation;
 use report::{Differences, Report};
+use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
 
-/// Check every golden case in a folder, bit for bit.
+/// Check the golden cases in a folder, bit for bit.
 ///
-/// Each `.safetensors` file of the folder is one case; its metadata says what kind. Cases run through every
-/// implementation on this machine, those of NVFP4 with both specials (what NaN and −0 become). Exits with 1 on any mismatch.
+/// Each `.safetensors` file of the folder is one case; its metadata says what kind. Every case runs on every implementation
+/// of this machine, NVFP4 cases with both treatments of NaN and −0. Exits with 1 on any mismatch.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder that holds the golden cases.
@@ -28,6 +29,9 @@ pub struct Args {
     /// Run only this implementation: scalar, avx2, avx512 or cuda. Default: all that this machine has.
     #[arg(long, value_name = "NAME")]
     implementation: Option<Chosen>,
+    /// Print JSON: {implementations, specials, modes: [{mode, cases, mismatches}], cases, mismatches, errors, problems}.
+    #[arg(long)]
+    json: bool,
 }
 
 /// An implementation by its name. Whether the machine has a GPU is not for the command line to say: it is opened in [`run`].
@@ -68,9 +72,16 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     let names: Vec<String> = implementations.iter().map(Implementation::to_string).collect();
-    let text = format!("implementations: {}; specials: kernel, reference\n{report}", names.join(", "));
-    until_closed(std::io::stdout().write_all(text.as_bytes()).map_err(Into::into))?;
-    Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    if args.json {
+        let mut json = report.to_json();
+        json["implementations"] = names.into();
+        json["specials"] = json!(["kernel", "reference"]);
+        json::print("conformance", &json)?;
+    } else {
+        let text = format!("implementations: {}; specials: kernel, reference\n{report}", names.join(", "));
+        until_closed(std::io::stdout().write_all(text.as_bytes()).map_err(Into::into))?;
+    }
+    Ok(exit::checked(report.passed()))
 }
 
 fn golden_files(dir: &Path) -> Result<Vec<PathBuf>> {

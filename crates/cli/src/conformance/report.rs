@@ -1,6 +1,7 @@
 //! What differs, and how it is told: one line per kind and mode, then a total.
 
 use half::{bf16, f16};
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -115,6 +116,20 @@ impl Report {
     pub fn passed(&self) -> bool {
         self.problems.is_empty()
     }
+
+    /// Cases and mismatches of all modes.
+    fn total(&self) -> (usize, usize) {
+        self.modes.values().fold((0, 0), |(c, m), count| (c + count.cases, m + count.mismatches))
+    }
+
+    pub fn to_json(&self) -> Value {
+        let mode = |(mode, count): (&String, &Count)| json!({ "mode": mode, "cases": count.cases, "mismatches": count.mismatches });
+        let (cases, mismatches) = self.total();
+        json!({
+            "modes": self.modes.iter().map(mode).collect::<Vec<Value>>(), "cases": cases, "mismatches": mismatches,
+            "errors": self.errors, "problems": self.problems
+        })
+    }
 }
 
 impl fmt::Display for Report {
@@ -129,8 +144,8 @@ impl fmt::Display for Report {
         for problem in &self.problems {
             writeln!(f, "{problem}")?;
         }
-        let total = self.modes.values().fold((0, 0), |(c, m), count| (c + count.cases, m + count.mismatches));
-        write!(f, "{}", counts(total.0, total.1))?;
+        let (cases, mismatches) = self.total();
+        write!(f, "{}", counts(cases, mismatches))?;
         match self.errors {
             0 => writeln!(f),
             n => writeln!(f, ", {} could not be run", plural(n, "file", "files")),

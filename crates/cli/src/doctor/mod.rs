@@ -3,17 +3,17 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use crate::{sizes, until_closed};
+use crate::{exit, json, sizes, until_closed};
 use anyhow::Result;
 use nvfp4_kernels::Implementation;
 use serde_json::{Value, json};
 use std::io::{Write, stdout};
 use std::process::ExitCode;
 
-/// Report what this build and this machine can run, and what is missing.
+/// Report what this build can run on this machine, and what is missing.
 ///
-/// Every GPU is tried: a small matrix is quantized on it and compared with the CPU's bits. Exits with 1 if a GPU fails
-/// that, and with 0 otherwise, also where there is no GPU.
+/// Tests every GPU: quantizes a small matrix on it and compares the bits with the CPU's. Exits with 1 if a GPU fails the
+/// test, and with 0 otherwise, also without a GPU.
 #[derive(clap::Args)]
 pub struct Args {
     /// Print JSON: {version, cpu, memory, cuda}.
@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let cpu = json!({ "implementations": implementations, "threads": threads });
         let memory = memory.map(|(total, free)| json!({ "bytes": total, "available": free }));
         let report = json!({ "version": version, "cpu": cpu, "memory": memory, "cuda": gpus.json });
-        writeln!(out, "{}", serde_json::to_string_pretty(&report)?).map_err(Into::into)
+        json::print("doctor", &report)
     } else {
         let cpu = format!("{}; threads: {threads}", implementations.join(", "));
         let memory = memory.map_or("unknown on this system".to_string(), |(total, free)| {
@@ -57,7 +57,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let mut lines = own.iter().chain(&gpus.lines);
         lines.try_for_each(|(about, line)| writeln!(out, "{about:<8} {line}")).map_err(Into::into)
     })?;
-    Ok(if gpus.outcome == Outcome::Failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(exit::checked(gpus.outcome == Outcome::Passed))
 }
 
 /// Bytes of memory, and how many a new program can have, where the system says so in `/proc`.

@@ -14,7 +14,7 @@ use crate::page::{self, Replaces};
 use crate::progress::Voice;
 use crate::recipes::BASELINE;
 use crate::say::say;
-use crate::{Host, interrupt, until_closed};
+use crate::{Host, exit, interrupt, json, until_closed};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ArgAction;
 use recipes::Named;
@@ -32,9 +32,9 @@ use text::Corpus;
 use threads::Threads;
 use vocabulary::Vocabulary;
 
-/// Train a small language model in NVFP4 and others, from the same seed and batches, and compare their held-out losses.
+/// Train a small language model with several recipes and compare the held-out losses.
 ///
-/// The model is a GPT: LayerNorm, attention, an MLP with GELU of four times the width; embeddings, the last norm and the head stay in
+/// Every recipe starts from the same seeds and sees the same batches. The model is a GPT: LayerNorm, attention, an MLP with GELU of four times the width; embeddings, the last norm and the head stay in
 /// high precision, and so does attention unless the recipe says otherwise. Runs go side by side, as many as there are threads, and no
 /// result depends on their number. The last tenth of the text is held out, at most 32,768 tokens. AdamW, a learning rate that warms up
 /// in the first twentieth of the steps and then falls along a cosine to a tenth.
@@ -46,7 +46,7 @@ pub struct Args {
     /// [default: bf16 and nvfp4].
     #[arg(long = "recipe", value_name = "RECIPE")]
     recipes: Vec<String>,
-    /// All recipes of the table in docs/training.md: bf16, nvfp4, and nvfp4 less or more one thing.
+    /// Train with every recipe of the table in docs/training.md: bf16, nvfp4, and variants of nvfp4 with one change each.
     #[arg(long, conflicts_with = "recipes")]
     ablations: bool,
     /// A seed; may be repeated [default: 1].
@@ -58,40 +58,40 @@ pub struct Args {
     /// Steps of the optimizer.
     #[arg(long, default_value_t = 500)]
     steps: u64,
-    /// A file to learn from [default: The Devil's Dictionary by Ambrose Bierce].
+    /// Text file to train on [default: The Devil's Dictionary by Ambrose Bierce].
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// Tokens: bytes, or how many of a byte-pair encoding of the text.
+    /// Tokens: bytes, or the size of a byte-pair vocabulary made from the text.
     #[arg(long, default_value_t = Vocabulary::Bytes)]
     vocab: Vocabulary,
-    /// Layers.
+    /// Number of layers.
     #[arg(long, default_value_t = 2)]
     layers: usize,
-    /// Features of a token.
+    /// Width of the model.
     #[arg(long, default_value_t = 256)]
     width: usize,
-    /// Heads of attention.
+    /// Number of attention heads.
     #[arg(long, default_value_t = 4)]
     heads: usize,
-    /// Tokens in a sequence.
+    /// Tokens per sequence.
     #[arg(long, default_value_t = 64)]
     context: usize,
-    /// Sequences in a step.
+    /// Sequences per step.
     #[arg(long, default_value_t = 4)]
     batch: usize,
     /// The largest learning rate.
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
-    /// Steps between two looks at the held-out part [default: a tenth of the steps].
+    /// Steps between evaluations on the held-out part [default: a tenth of the steps].
     #[arg(long, value_name = "STEPS")]
     eval_every: Option<u64>,
-    /// A folder to keep the state of each run in, also at Ctrl-C.
+    /// Folder for the state of each run; also written on Ctrl-C.
     #[arg(long, value_name = "FOLDER")]
     checkpoint: Option<PathBuf>,
     /// Steps between two checkpoints.
     #[arg(long, value_name = "STEPS", default_value_t = 200)]
     checkpoint_every: u64,
-    /// Go on from the state in --checkpoint, to the same bits as without the break.
+    /// Continue from the state in --checkpoint; the result is the same as without the interruption.
     #[arg(long, requires = "checkpoint")]
     resume: bool,
     /// Stop at this step, as Ctrl-C does.
@@ -103,17 +103,17 @@ pub struct Args {
     /// Threads; runs share them [default: one per core].
     #[arg(long)]
     threads: Option<usize>,
-    /// Write a page with the curves and the table.
+    /// Write an HTML report with the curves and the table.
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
     /// Print JSON: {settings, runs, table}.
     #[arg(long)]
     json: bool,
-    /// Do not train: sum up what other calls wrote with --json. Files, or folders of them; may be repeated.
+    /// Do not train: merge results that earlier runs wrote with --json. Files or folders; may be repeated.
     #[arg(long, value_name = "PATH", action = ArgAction::Append,
           conflicts_with_all = ["recipes", "ablations", "seeds", "seeds_up_to", "checkpoint", "text"])]
     merge: Vec<PathBuf>,
-    /// Say nothing on the way.
+    /// Show no progress.
     #[arg(long, short)]
     quiet: bool,
 }
@@ -148,9 +148,10 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
             (train(args, &recipes, threads, host)?, expected)
         }
     };
-    let mut out = stdout().lock();
-    until_closed(if args.json { results.write_json(&mut out) } else { results.write_table(&mut out) })?;
-    drop(out);
+    match args.json {
+        true => json::print("train", &results.to_json()?)?,
+        false => until_closed(results.write_table(&mut stdout().lock()))?,
+    }
     if let Some(path) = &args.report {
         report::write(path, &results)?;
     }
@@ -174,8 +175,8 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     }
     Ok(match (failed.is_empty(), unfinished) {
         (true, 0) => ExitCode::SUCCESS,
-        (true, _) => interrupt::status().unwrap_or(ExitCode::FAILURE),
-        (false, _) => ExitCode::FAILURE,
+        (true, _) if args.merge.is_empty() => ExitCode::from(interrupt::status()),
+        _ => exit::error(),
     })
 }
 
@@ -320,7 +321,7 @@ impl Args {
         let name = self.text.as_ref().and_then(|path| path.file_name());
         let name = name.map_or("The Devil's Dictionary".into(), |name| name.to_string_lossy());
         Settings {
-            text: format!("{name}, {} bytes, {:016x}", text.len(), text::fingerprint(text)),
+            text: format!("{name}, {} bytes, {:016x}", text.len(), nvfp4_files::fingerprint(text.iter().copied())),
             vocabulary: self.vocab.to_string(),
             vocabulary_size: self.vocab.size(),
             layers: self.layers,

@@ -1,11 +1,12 @@
 //! `train --report`: one page with the curves of each recipe, their spread over the seeds, and the gap to the baseline.
 
 use super::results::{self, Results, Row, RunResult, Spread};
-use crate::page::{self, Chart, Line, Marks, Point, escape};
+use crate::chart::{Chart, Line, Marks, Point};
+use crate::page;
 use crate::recipes::BASELINE;
 use anyhow::Result;
+use maud::{Markup, html};
 use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::path::Path;
 
 /// Writes the page.
@@ -22,11 +23,11 @@ fn page(results: &Results) -> String {
     };
     let introduction = format!(
         "{}. Text: {}. Losses are in nats per token.{spread}",
-        escape(&results.settings.describe()),
-        escape(&results.settings.text)
+        results.settings.describe(),
+        results.settings.text
     );
     let sections = [
-        ("Result", table(&results.rows()) + &errors(results)),
+        ("Result", html! { (table(&results.rows())) (errors(results)) }),
         ("Held-out loss", chart(results, "Held-out loss by step", 3, Marks::Circles, |run| points(&run.held_out))),
         ("Gap to bf16 in %", gaps(results)),
         ("Training loss", chart(results, "Training loss by step", 3, Marks::None, |run| points(&run.train))),
@@ -45,7 +46,7 @@ fn chart(
     digits: usize,
     marks: Marks,
     curve: impl Fn(&RunResult) -> BTreeMap<u64, f64>,
-) -> String {
+) -> Markup {
     let line = |recipe: &str| {
         let mut values: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
         for run in results.of(recipe) {
@@ -59,17 +60,17 @@ fn chart(
     };
     let lines: Vec<Line> = results.recipes().into_iter().map(line).filter(|line| !line.points.is_empty()).collect();
     match lines.is_empty() {
-        true => "<p class=\"soft\">Nothing to show.</p>".to_string(),
-        false => Chart { label, x: "step", digits, marks, lines }.svg(),
+        true => html! { p class="soft" { "Nothing to show." } },
+        false => Chart { label, x: "step", digits, marks, reference: None, lines }.svg(),
     }
 }
 
 /// By how much the held-out loss lies above the baseline's from the same seed.
-fn gaps(results: &Results) -> String {
+fn gaps(results: &Results) -> Markup {
     let baselines: BTreeMap<u64, BTreeMap<u64, f64>> =
         results.of(BASELINE).map(|run| (run.seed, points(&run.held_out))).collect();
     if baselines.is_empty() {
-        return format!("<p class=\"soft\">There is no run with the recipe {BASELINE}.</p>");
+        return html! { p class="soft" { "There is no run with the recipe " (BASELINE) "." } };
     }
     chart(results, "Gap to bf16 by step", 2, Marks::Circles, |run| {
         let baseline = baselines.get(&run.seed);
@@ -78,30 +79,39 @@ fn gaps(results: &Results) -> String {
     })
 }
 
-fn table(rows: &[Row]) -> String {
-    let mut html = format!(
-        "<table><tr><th>recipe</th><th>seeds</th><th>held-out loss</th><th>smallest–largest</th><th>gap to {BASELINE}</th>\
-         <th>smallest–largest</th><th>tokens/s</th></tr>"
-    );
-    for Row { recipe, seeds, held_out: Spread { mean, min, max }, gap_percent, tokens_per_second } in rows {
-        let (gap, gaps) = match gap_percent {
-            None => ("–".to_string(), "–".to_string()),
-            Some(Spread { mean, min, max }) => (format!("{mean:+.2} %"), format!("{min:+.2} to {max:+.2} %")),
-        };
-        let _ = write!(
-            html,
-            "<tr><td>{}</td><td>{seeds}</td><td>{mean:.4}</td><td>{min:.4}–{max:.4}</td><td>{gap}</td><td>{gaps}</td><td>{tokens_per_second:.0}</td></tr>",
-            escape(recipe)
-        );
+fn table(rows: &[Row]) -> Markup {
+    let gaps = |gap: &Option<Spread>| match gap {
+        None => ["–".to_string(), "–".to_string()],
+        Some(Spread { mean, min, max }) => [format!("{mean:+.2} %"), format!("{min:+.2} to {max:+.2} %")],
+    };
+    html! {
+        table {
+            tr {
+                th { "recipe" } th { "seeds" } th { "held-out loss" } th { "smallest–largest" }
+                th { "gap to " (BASELINE) } th { "smallest–largest" } th { "tokens/s" }
+            }
+            @for Row { recipe, seeds, held_out: Spread { mean, min, max }, gap_percent, tokens_per_second } in rows {
+                tr {
+                    td { (recipe) }
+                    td { (seeds) }
+                    td { (format!("{mean:.4}")) }
+                    td { (format!("{min:.4}–{max:.4}")) }
+                    @for gap in gaps(gap_percent) { td { (gap) } }
+                    td { (format!("{tokens_per_second:.0}")) }
+                }
+            }
+        }
     }
-    html + "</table>"
 }
 
 /// Runs that did not come to their end.
-fn errors(results: &Results) -> String {
-    let failed = results.runs.iter().filter_map(|run| Some((run, run.error.as_ref()?)));
-    let items: String = failed
-        .map(|(run, error)| format!("<li>{}, seed {}: {}</li>", escape(&run.recipe), run.seed, escape(error)))
-        .collect();
-    if items.is_empty() { items } else { format!("<p>Ended by an error:</p><ul>{items}</ul>") }
+fn errors(results: &Results) -> Markup {
+    let failed: Vec<(&RunResult, &String)> =
+        results.runs.iter().filter_map(|run| Some((run, run.error.as_ref()?))).collect();
+    html! {
+        @if !failed.is_empty() {
+            p { "Ended by an error:" }
+            ul { @for (run, error) in failed { li { (run.recipe) ", seed " (run.seed) ": " (error) } } }
+        }
+    }
 }

@@ -199,11 +199,11 @@ impl Results {
         self.recipes().into_iter().filter_map(row).collect()
     }
 
-    /// Writes all of it as JSON, the table included.
-    pub fn write_json(&self, out: &mut impl Write) -> Result<()> {
+    /// All of it as JSON, the table included.
+    pub fn to_json(&self) -> Result<Value> {
         let mut value = serde_json::to_value(self)?;
         value["table"] = serde_json::to_value(self.rows())?;
-        Ok(writeln!(out, "{}", serde_json::to_string(&value)?)?)
+        Ok(value)
     }
 
     /// Writes the table in Markdown, which a terminal shows as well.

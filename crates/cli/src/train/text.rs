@@ -22,11 +22,6 @@ pub fn read(path: Option<&Path>) -> Result<Vec<u8>> {
     }
 }
 
-/// A number that tells texts apart: FNV-1a.
-pub fn fingerprint(text: &[u8]) -> u64 {
-    text.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
 /// Tokens of a text.
 pub struct Corpus {
     train: Vec<u32>,

@@ -49,7 +49,8 @@ fn start(mut command: Command) -> Result<ExitCode> {
 #[cfg(not(unix))]
 fn start(mut command: Command) -> Result<ExitCode> {
     let status = command.status().context("cannot start this program again")?;
-    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let code = status.code().and_then(|code| u8::try_from(code).ok());
+    Ok(code.map_or_else(crate::exit::error, ExitCode::from))
 }
 
 #[cfg(test)]

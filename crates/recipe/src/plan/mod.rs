@@ -271,11 +271,8 @@ impl Plan {
 
     /// A number that is the same for plans with the same tensors and specs, in every version and on every machine.
     pub fn fingerprint(&self) -> u64 {
-        // FNV-1a, which is short and fixed for good.
         let lines = self.entries.iter().map(|entry| format!("{} = {}\n", entry.role, entry.spec));
-        lines
-            .flat_map(String::into_bytes)
-            .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+        nvfp4_files::fingerprint(lines.flat_map(String::into_bytes))
     }
 
     fn module(&self, path: &ModulePath) -> Option<&Module> {

@@ -100,7 +100,7 @@ pub fn run(
         add(bench.time_fp8(operation, copy.tbps)?)?;
     }
     if json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&table)?)?;
+        crate::json::print("bench", &table)?;
     }
     Ok(())
 }

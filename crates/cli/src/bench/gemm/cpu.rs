@@ -71,7 +71,7 @@ pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Res
         rows.push(row);
     }
     if json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
+        crate::json::print("bench gemm", &rows)?;
     }
     Ok(())
 }

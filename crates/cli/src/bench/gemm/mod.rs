@@ -38,10 +38,10 @@ pub struct Args {
     /// Implementation on the CPU: scalar, avx2 or avx512. Default: the fastest.
     #[arg(long)]
     implementation: Option<Implementation>,
-    /// Say which kernels multiply, on a GPU.
+    /// Show which kernels are used, on a GPU.
     #[arg(long)]
     verbose: bool,
-    /// Print JSON: an array of {m, n, k, f32_ms, nvfp4_ms, nvfp4_speedup, nvfp4_of_floor, weight_only_ms, …}, or on a GPU
+    /// Print JSON: rows of {m, n, k, f32_ms, nvfp4_ms, nvfp4_speedup, nvfp4_of_floor, weight_only_ms, …}, or on a GPU
     /// {m, n, k, weight_only: {us, of_cublas, of_floor, kernel}, nvfp4: {…}, cublas_us, decode_weights_us, decode_both_us}.
     #[arg(long)]
     json: bool,

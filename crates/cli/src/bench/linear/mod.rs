@@ -43,7 +43,7 @@ pub struct Args {
     /// A preset or a rule file; several are measured in turns.
     #[arg(long, default_values_t = ["nvfp4".to_string()])]
     recipe: Vec<String>,
-    /// Print JSON: an array of {m, n, k, groups, recipe, unit, parts: {name: time}, whole, plain_parts, plain_whole, of_plain, of_first}.
+    /// Print JSON: rows of {m, n, k, groups, recipe, unit, parts: {name: time}, whole, plain_parts, plain_whole, of_plain, of_first}.
     #[arg(long)]
     json: bool,
 }
@@ -235,7 +235,7 @@ impl Printer {
 
     fn finish(self) -> Result<()> {
         if self.json {
-            writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&self.rows)?)?;
+            crate::json::print("bench linear", &self.rows)?;
         }
         Ok(())
     }

@@ -84,7 +84,7 @@ pub fn run(device: Device, sizes: &Sizes, format: Format) -> Result<()> {
     }
     let rows = times.iter().map(|times| bench.row(device, times, &speeds)).collect::<Result<Vec<Row>>>()?;
     match format {
-        Format::Json => writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?,
+        Format::Json => crate::json::print("bench gemm", &rows)?,
         Format::Table | Format::Verbose => print(&mut out, &rows, &speeds, format)?,
     }
     Ok(())
