@@ -27,6 +27,7 @@ pub enum Marks {
     /// With a circle that says its values when pointed at.
     Circles,
     /// Only the line is drawn.
+    #[cfg_attr(not(feature = "train"), allow(dead_code))]
     None,
 }
 

@@ -20,6 +20,7 @@ pub fn checked(passed: bool) -> ExitCode {
 }
 
 /// The end of a command that could not do its work.
+#[cfg(feature = "train")]
 pub fn error() -> ExitCode {
     ExitCode::from(ERROR)
 }
