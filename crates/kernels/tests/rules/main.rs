@@ -180,8 +180,8 @@ fn profiles() {
         };
         [divide, bits(by), bits(factor.apply(float(r[6])))]
     });
-    let specials: Vec<[u32; 2]> = (0..8).map(|i| [i / 2, i % 2]).collect();
-    rules.check("profile specials", &specials, |[p, e]| {
+    let cases: Vec<[u32; 2]> = (0..8).map(|i| [i / 2, i % 2]).collect();
+    rules.check("profile specials", &cases, |[p, e]| {
         let profile = PROFILES[p as usize];
         [index(&SPECIALS, profile.code_specials(specials(e))), index(&SPECIALS, profile.amax_specials(specials(e)))]
     });

@@ -3,7 +3,7 @@
 use super::side::Side;
 use nvfp4_spec::hadamard::Signs;
 
-/// How a scaled value becomes a code. Random numbers are passed with each call: see [`Options`].
+/// How a scaled value becomes a code. Random numbers are passed with each call: see [`Options`](crate::Options).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Rounding {
     /// To the nearest code, ties to the even one.
