@@ -135,6 +135,7 @@ impl File {
                 let text = format!(r#"{{\"_type\":\"NVFP4Tensor\",\"_data\":{{\"is_swizzled_scales\":{swizzled}}}}}"#);
                 metadata.push(format!(r#""{}":"{text}""#, name("weight")));
             }
+            other => unreachable!("no weights are made for {other:?}"),
         }
     }
 
