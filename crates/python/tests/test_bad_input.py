@@ -14,7 +14,7 @@ X = np.ones((16, 32), np.float32)
 
 WORDS = {
     "tile": "1x16", "global_scale": "row-scaled", "scale_rule": "4over6-mae-strict-448", "rounding": "stochastic",
-    "directions": "both", "edge": "reference", "profile": "torchao", "layout": "swizzled", "finite": "refuse",
+    "directions": "both", "specials": "reference", "profile": "torchao", "layout": "swizzled", "finite": "refuse",
     "transform": "hadamard",
 }  # fmt: skip
 
