@@ -1,12 +1,13 @@
 //! Is everything there that a server asks for? It fills what it finds, and most of what it does not find stays uninitialised
 //! memory without a word: its own check passes over quantized layers.
 
-use super::dialect::{Dialect, Model};
+use super::dialect::{Dialect, Model, missing_part};
 use super::keep::{Defaults, Part};
 use super::outline::Outline;
 use super::sizes::Sizes;
 use super::verify::Report;
 use super::weight::Weight;
+use crate::Result;
 use safetensors::Dtype;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -64,35 +65,62 @@ pub(super) fn writes(model: &Model<'_>) -> bool {
     model.architecture().is_some_and(named)
 }
 
+/// A quantized weight of which a part is there.
+struct Incomplete<'m> {
+    module: &'m str,
+    there: &'m str,
+    missing: Vec<String>,
+}
+
+/// Tensors that are part of a quantized weight by their names and types, and stand without the others.
+fn incomplete<'m>(model: &'m Model<'_>) -> impl Iterator<Item = Incomplete<'m>> {
+    let has = |name: &str| model.checkpoint.get(name).is_some();
+    let (codes, of_codes, parts) = match model.dialect {
+        Dialect::CompressedTensors => (".weight_packed", Dtype::U8, &["weight_scale", "weight_global_scale"][..]),
+        Dialect::Fp8Block => (".weight", Dtype::F8_E4M3, &["weight_scale_inv"][..]),
+        _ => (".weight", Dtype::U8, &["weight_scale", "weight_scale_2"][..]),
+    };
+    model.others.iter().filter_map(move |tensor| {
+        let (name, dtype) = (tensor.info.name.as_str(), tensor.info.dtype);
+        let whole = |module| Incomplete { module, there: name, missing: Vec::new() };
+        if let Some(module) = name.strip_suffix(".weight_scale").filter(|_| dtype == Dtype::F8_E4M3) {
+            let missing = format!("{module}{codes}");
+            return (!has(&missing)).then(|| Incomplete { missing: vec![missing], ..whole(module) });
+        }
+        // Experts in one tensor have their scales behind an underscore.
+        let (module, join) = match name.strip_suffix(codes).filter(|_| dtype == of_codes) {
+            Some(module) => (module, '.'),
+            None if dtype == Dtype::U8 && has(&format!("{name}_weight_scale")) => (name, '_'),
+            None => return None,
+        };
+        // Other formats of the same library have scales of other types, or under another name.
+        let scale = model.checkpoint.get(&format!("{module}{join}weight_scale"));
+        if scale.is_some_and(|scale| scale.info.dtype != Dtype::F8_E4M3) {
+            return None;
+        }
+        let missing: Vec<String> = parts.iter().map(|part| format!("{module}{join}{part}")).filter(|p| !has(p)).collect();
+        (!missing.is_empty()).then(|| Incomplete { missing, ..whole(module) })
+    })
+}
+
+/// Refuses a model of which a quantized weight cannot be decoded: it would be copied as if its codes were its values.
+pub(super) fn refuse_incomplete(model: &Model<'_>) -> Result<()> {
+    let quantized = model.dialect.is_nvfp4() || model.dialect == Dialect::Fp8Block;
+    match incomplete(model).next().filter(|_| quantized) {
+        Some(Incomplete { there, missing, .. }) => Err(missing_part(model.checkpoint, &missing[0], there)),
+        None => Ok(()),
+    }
+}
+
 /// Tensors of a quantized weight that stand without the others.
 fn check_parts(model: &Model<'_>, report: &mut Report) {
-    let has = |name: &str| model.checkpoint.get(name).is_some();
-    let (codes, global) = match model.dialect {
-        Dialect::CompressedTensors => (".weight_packed", "weight_global_scale"),
-        _ => (".weight", "weight_scale_2"),
-    };
-    for tensor in &model.others {
-        let name = tensor.info.name.as_str();
-        let packed = tensor.info.dtype == Dtype::U8;
-        // Experts in one tensor have their scales behind an underscore.
-        let (module, join) = match name.strip_suffix(codes).filter(|_| packed) {
-            Some(module) => (module, '.'),
-            None if packed && has(&format!("{name}_weight_scale")) => (name, '_'),
-            None => {
-                let module = name.strip_suffix(".weight_scale").filter(|_| tensor.info.dtype == Dtype::F8_E4M3);
-                if let Some(module) = module.filter(|module| !has(&format!("{module}{codes}"))) {
-                    report.problem(module, format!("block scales without codes ('{module}{codes}')"));
-                }
-                continue;
-            }
+    for Incomplete { module, there, missing } in incomplete(model) {
+        let missing = missing.join("' and '");
+        let text = match there.ends_with(".weight_scale") {
+            true => format!("block scales without codes ('{missing}')"),
+            false => format!("NVFP4 codes without '{missing}': a server leaves the scale uninitialised"),
         };
-        let parts = ["weight_scale", global].map(|part| format!("{module}{join}{part}"));
-        let missing: Vec<&str> = parts.iter().map(String::as_str).filter(|part| !has(part)).collect();
-        if !missing.is_empty() {
-            let missing = missing.join("' and '");
-            let text = format!("NVFP4 codes without '{missing}': a server leaves the scale uninitialised");
-            report.problem(module, text);
-        }
+        report.problem(module, text);
     }
 }
 
