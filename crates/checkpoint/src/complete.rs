@@ -3,6 +3,7 @@
 
 use super::dialect::{Dialect, Model, missing_part};
 use super::keep::{Defaults, Part};
+use super::layer::{self, Parts};
 use super::outline::Outline;
 use super::sizes::Sizes;
 use super::verify::Report;
@@ -47,9 +48,13 @@ pub(super) fn check(model: &Model<'_>, report: &mut Report) {
     let found = Layers::find(model, layers);
     if !outline.is_irregular() {
         found.check_numbers(layers, report);
-        found.check_kinds(&outline, report);
+        // Parts that are known are asked for. All others are compared from layer to layer.
+        let parts = model.architecture().and_then(Parts::of).filter(|_| model.dialect != Dialect::TorchAo);
+        let compared = found.check_family(model, parts.as_ref(), &outline, report);
+        found.check_kinds(&compared, &outline, report);
         if sizes.is_uniform() {
-            found.check_uniform(model, &outline, report);
+            found.check_uniform(&compared, report);
+            found.check_beside(model, &outline, report);
         }
         found.check_experts(&outline, report);
     }
@@ -98,7 +103,8 @@ fn incomplete<'m>(model: &'m Model<'_>) -> impl Iterator<Item = Incomplete<'m>> 
         if scale.is_some_and(|scale| scale.info.dtype != Dtype::F8_E4M3) {
             return None;
         }
-        let missing: Vec<String> = parts.iter().map(|part| format!("{module}{join}{part}")).filter(|p| !has(p)).collect();
+        let missing: Vec<String> =
+            parts.iter().map(|part| format!("{module}{join}{part}")).filter(|p| !has(p)).collect();
         (!missing.is_empty()).then(|| Incomplete { missing, ..whole(module) })
     })
 }
@@ -124,11 +130,13 @@ fn check_parts(model: &Model<'_>, report: &mut Report) {
     }
 }
 
+/// Names of tensors by layer, after the layer's number, without scales, and with `#` for the number of an expert.
+type Kinds = BTreeMap<usize, BTreeSet<String>>;
+
 /// What the layers of a model hold.
 struct Layers {
     prefix: String,
-    /// Names of tensors by layer, after the layer's number, without scales, and with `#` for the number of an expert.
-    kinds: BTreeMap<usize, BTreeSet<String>>,
+    kinds: Kinds,
     /// Numbers of experts by layer and kind.
     experts: BTreeMap<(usize, String), BTreeSet<u64>>,
     /// Names of tensors of layers behind the last that the configuration counts, by layer.
@@ -185,10 +193,39 @@ impl Layers {
         }
     }
 
-    /// A layer that lacks what others of its type have. Layers of other types have something else instead.
-    fn check_kinds(&self, outline: &Outline<'_>, report: &mut Report) {
-        let mut variants: BTreeMap<(Option<String>, &BTreeSet<String>), Vec<usize>> = BTreeMap::new();
+    /// A layer that lacks what every layer of its family has. Returns the biases that its models may have or not.
+    fn check_family(
+        &self,
+        model: &Model<'_>,
+        parts: Option<&Parts>,
+        outline: &Outline<'_>,
+        report: &mut Report,
+    ) -> Kinds {
+        let Some(parts) = parts else { return self.kinds.clone() };
+        let architecture = model.architecture().unwrap_or_default();
         for (&layer, kinds) in &self.kinds {
+            let missing = parts.missing(layer::feed_forward(architecture, outline, layer), kinds);
+            let Some(first) = missing.first() else { continue };
+            let more = if missing.len() > 1 { format!(" and {} more", missing.len() - 1) } else { String::new() };
+            let there = self.kinds.iter().take(64).find(|(_, kinds)| kinds.contains(*first));
+            let whose = match there {
+                Some((other, _)) => format!("layer {other} has"),
+                None => format!("every layer of {architecture} has"),
+            };
+            let text = format!(
+                "'{first}'{more} missing, which {whose}: a server leaves it uninitialised, or refuses the checkpoint"
+            );
+            report.problem(&format!("{}.{layer}", self.prefix), text);
+        }
+        let open = |kind: &&String| kind.ends_with(".bias") && !parts.has(kind);
+        let beside = |kinds: &BTreeSet<String>| kinds.iter().filter(open).cloned().collect();
+        self.kinds.iter().map(|(layer, kinds)| (*layer, beside(kinds))).collect()
+    }
+
+    /// A layer that lacks what others of its type have. Layers of other types have something else instead.
+    fn check_kinds(&self, compared: &Kinds, outline: &Outline<'_>, report: &mut Report) {
+        let mut variants: BTreeMap<(Option<String>, &BTreeSet<String>), Vec<usize>> = BTreeMap::new();
+        for (&layer, kinds) in compared {
             variants.entry((outline.kind(layer), kinds)).or_default().push(layer);
         }
         // A model has few variants. Of a file that claims many, each is held against the most common.
@@ -212,14 +249,17 @@ impl Layers {
         }
     }
 
-    /// What every layer has in families whose layers differ in their feed-forward parts alone, and what stands beside them: under other
-    /// names, a server does not find it.
-    fn check_uniform(&self, model: &Model<'_>, outline: &Outline<'_>, report: &mut Report) {
+    /// What every layer has in families whose layers are alike, but for experts that some of them have: under other names, a server
+    /// does not find it.
+    fn check_uniform(&self, compared: &Kinds, report: &mut Report) {
+        let mixed = |kinds: &BTreeSet<String>| kinds.iter().any(|kind| kind.contains("experts"));
         let feed_forward = |kind: &str| kind.starts_with("mlp.") || kind.starts_with("block_sparse_moe.");
-        let common = |kinds: &BTreeSet<String>| self.kinds.values().filter(|other| *other == kinds).count();
-        let usual = self.kinds.values().take(64).rev().max_by_key(|kinds| common(kinds));
-        for (layer, kinds) in &self.kinds {
-            let missing = usual.into_iter().flatten().find(|kind| !feed_forward(kind) && !kinds.contains(*kind));
+        let common = |kinds: &BTreeSet<String>| compared.values().filter(|other| *other == kinds).count();
+        let usual = compared.values().take(64).rev().max_by_key(|kinds| common(kinds));
+        for (layer, kinds) in compared {
+            let alike = usual.is_some_and(|usual| mixed(usual) == mixed(kinds));
+            let needed = |kind: &&String| (alike || !feed_forward(kind)) && !kinds.contains(*kind);
+            let missing = usual.into_iter().flatten().find(needed);
             // A layer that has less than others is another finding.
             if let Some(missing) = missing.filter(|_| usual.is_some_and(|usual| !usual.is_superset(kinds))) {
                 let text = format!(
@@ -228,6 +268,10 @@ impl Layers {
                 report.problem(&format!("{}.{layer}", self.prefix), text);
             }
         }
+    }
+
+    /// What stands beside the layers of such a family.
+    fn check_beside(&self, model: &Model<'_>, outline: &Outline<'_>, report: &mut Report) {
         let Some(parent) = self.prefix.strip_suffix(".layers").filter(|_| writes(model)) else { return };
         let normed = self.kinds.values().flatten().any(|kind| kind.contains("norm"));
         for (last, asked) in [("embed_tokens.weight", outline.vocabulary().is_some()), ("norm.weight", normed)] {

@@ -178,6 +178,12 @@ impl<'c> Outline<'c> {
         self.get(&[key])?.as_u64()
     }
 
+    /// Whether a list of layers names this one.
+    pub fn lists(&self, key: &str, layer: usize) -> bool {
+        let list = self.get(&[key]).and_then(Value::as_array);
+        list.is_some_and(|list| list.iter().any(|listed| listed.as_u64() == Some(layer as u64)))
+    }
+
     /// Every size that a feed-forward layer may have; none where one differs from layer to layer.
     pub fn feed_forward(&self) -> Vec<u64> {
         let parts = [self.text, self.config].into_iter().flatten().filter_map(Value::as_object);
