@@ -203,6 +203,9 @@ impl Layers {
     ) -> Kinds {
         let Some(parts) = parts else { return self.kinds.clone() };
         let architecture = model.architecture().unwrap_or_default();
+        if let Some(other) = outline.text("hidden_act").filter(|name| !ACTIVATIONS.contains(name)) {
+            report.problem("config.json", format!("'hidden_act' is '{other}', which no server has for {architecture}"));
+        }
         for (&layer, kinds) in &self.kinds {
             let missing = parts.missing(layer::feed_forward(architecture, outline, layer), kinds);
             let Some(first) = missing.first() else { continue };
@@ -283,8 +286,17 @@ impl Layers {
     }
 
     fn check_experts(&self, outline: &Outline<'_>, report: &mut Report) {
-        let Some(experts) = outline.experts() else { return };
         let routed = |kind: &str| kind.contains("experts.#.") && !kind.contains("shared");
+        let Some(experts) = outline.experts() else {
+            let there = self.experts.iter().find(|((_, kind), _)| routed(kind)).filter(|_| !outline.names_experts());
+            if let Some(((layer, _), numbers)) = there {
+                let count = numbers.len();
+                let text =
+                    format!("no 'num_experts', but layer {layer} has {count}: a server takes a number of its own");
+                report.problem("config.json", text);
+            }
+            return;
+        };
         for ((layer, kind), numbers) in self.experts.iter().filter(|((_, kind), _)| routed(kind)) {
             let text = match (numbers.len() as u64, numbers.last()) {
                 (count, _) if count < experts => format!("only {count} of {experts} experts have a '{kind}'"),
@@ -319,6 +331,31 @@ fn check_ends(model: &Model<'_>, outline: &Outline<'_>, layers: &Layers, report:
         report.problem("output head", text);
     }
 }
+
+/// What transformers takes for `hidden_act`.
+const ACTIVATIONS: [&str; 21] = [
+    "gelu",
+    "gelu_10",
+    "gelu_accurate",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_python_tanh",
+    "gelu_pytorch_tanh",
+    "laplace",
+    "leaky_relu",
+    "linear",
+    "mish",
+    "prelu",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "sigmoid",
+    "silu",
+    "swish",
+    "tanh",
+];
 
 /// Parts of names that lead to the layers of a text model.
 const WORDS: [&str; 11] = [

@@ -135,6 +135,16 @@ impl<'c> Outline<'c> {
         parts.into_iter().flatten().any(|part| LAYERS.iter().any(|key| part.get(*key).is_some()))
     }
 
+    /// Whether some key says how many experts there are.
+    pub fn names_experts(&self) -> bool {
+        self.get(&EXPERTS).is_some()
+    }
+
+    /// What a key says in a text.
+    pub fn text(&self, key: &str) -> Option<&'c str> {
+        self.get(&[key])?.as_str()
+    }
+
     /// Layers, without those that predict further tokens.
     pub fn layers(&self) -> Option<u64> {
         self.number(&LAYERS)

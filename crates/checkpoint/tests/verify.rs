@@ -149,6 +149,16 @@ fn changes_of_modelopts_checkpoint_are_found() {
                 "Problem model.embed_tokens: 64 rows, but 'vocab_size' in config.json is 65",
             ),
             (
+                "an activation that nobody has",
+                &|p| p.config["hidden_act"] = json!("siluu"),
+                "Problem config.json: 'hidden_act' is 'siluu', which no server has for LlamaForCausalLM",
+            ),
+            (
+                "fewer heads of keys than of queries, and nothing that says so",
+                &|p| p.config["num_attention_heads"] = json!(4),
+                "32 rows, but 'num_key_value_heads · head_dim' in config.json is 64",
+            ),
+            (
                 "no architecture",
                 &|p| drop(p.config.as_object_mut().unwrap().remove("architectures")),
                 "Problem architecture: config.json names no architecture",
@@ -249,6 +259,11 @@ fn an_expert_that_is_missing_is_found_and_a_dense_layer_is_fine() {
                 "Problem model.layers.2: only 1 of 2 experts have a 'mlp.experts.#.down_proj.weight'",
             ),
             ("a router", &|p| p.remove("model.layers.2.mlp.gate"), "Problem model.layers.2: 'mlp.gate.weight' missing"),
+            (
+                "no number of experts",
+                &|p| drop(p.config.as_object_mut().unwrap().remove("num_experts")),
+                "Problem config.json: no 'num_experts', but layer 1 has 2",
+            ),
             (
                 "every router",
                 &|p| p.tensors.retain(|name, _| !name.contains(".mlp.gate.")),
