@@ -1,12 +1,14 @@
 //! Is everything there that a server asks for? It fills what it finds, and most of what it does not find stays uninitialised
 //! memory without a word: its own check passes over quantized layers.
 
-use super::dialect::{Dialect, Model};
+use super::dialect::{Dialect, Model, missing_part};
 use super::keep::{Defaults, Part};
+use super::layer::{self, Parts};
 use super::outline::Outline;
 use super::sizes::Sizes;
 use super::verify::Report;
 use super::weight::Weight;
+use crate::Result;
 use safetensors::Dtype;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -46,9 +48,13 @@ pub(super) fn check(model: &Model<'_>, report: &mut Report) {
     let found = Layers::find(model, layers);
     if !outline.is_irregular() {
         found.check_numbers(layers, report);
-        found.check_kinds(&outline, report);
+        // Parts that are known are asked for. All others are compared from layer to layer.
+        let parts = model.architecture().and_then(Parts::of).filter(|_| model.dialect != Dialect::TorchAo);
+        let compared = found.check_family(model, parts.as_ref(), &outline, report);
+        found.check_kinds(&compared, &outline, report);
         if sizes.is_uniform() {
-            found.check_uniform(model, &outline, report);
+            found.check_uniform(&compared, report);
+            found.check_beside(model, &outline, report);
         }
         found.check_experts(&outline, report);
     }
@@ -64,43 +70,73 @@ pub(super) fn writes(model: &Model<'_>) -> bool {
     model.architecture().is_some_and(named)
 }
 
-/// Tensors of a quantized weight that stand without the others.
-fn check_parts(model: &Model<'_>, report: &mut Report) {
+/// A quantized weight of which a part is there.
+struct Incomplete<'m> {
+    module: &'m str,
+    there: &'m str,
+    missing: Vec<String>,
+}
+
+/// Tensors that are part of a quantized weight by their names and types, and stand without the others.
+fn incomplete<'m>(model: &'m Model<'_>) -> impl Iterator<Item = Incomplete<'m>> {
     let has = |name: &str| model.checkpoint.get(name).is_some();
-    let (codes, global) = match model.dialect {
-        Dialect::CompressedTensors => (".weight_packed", "weight_global_scale"),
-        _ => (".weight", "weight_scale_2"),
+    let (codes, of_codes, parts) = match model.dialect {
+        Dialect::CompressedTensors => (".weight_packed", Dtype::U8, &["weight_scale", "weight_global_scale"][..]),
+        Dialect::Fp8Block => (".weight", Dtype::F8_E4M3, &["weight_scale_inv"][..]),
+        _ => (".weight", Dtype::U8, &["weight_scale", "weight_scale_2"][..]),
     };
-    for tensor in &model.others {
-        let name = tensor.info.name.as_str();
-        let packed = tensor.info.dtype == Dtype::U8;
-        // Experts in one tensor have their scales behind an underscore.
-        let (module, join) = match name.strip_suffix(codes).filter(|_| packed) {
-            Some(module) => (module, '.'),
-            None if packed && has(&format!("{name}_weight_scale")) => (name, '_'),
-            None => {
-                let module = name.strip_suffix(".weight_scale").filter(|_| tensor.info.dtype == Dtype::F8_E4M3);
-                if let Some(module) = module.filter(|module| !has(&format!("{module}{codes}"))) {
-                    report.problem(module, format!("block scales without codes ('{module}{codes}')"));
-                }
-                continue;
-            }
-        };
-        let parts = ["weight_scale", global].map(|part| format!("{module}{join}{part}"));
-        let missing: Vec<&str> = parts.iter().map(String::as_str).filter(|part| !has(part)).collect();
-        if !missing.is_empty() {
-            let missing = missing.join("' and '");
-            let text = format!("NVFP4 codes without '{missing}': a server leaves the scale uninitialised");
-            report.problem(module, text);
+    model.others.iter().filter_map(move |tensor| {
+        let (name, dtype) = (tensor.info.name.as_str(), tensor.info.dtype);
+        let whole = |module| Incomplete { module, there: name, missing: Vec::new() };
+        if let Some(module) = name.strip_suffix(".weight_scale").filter(|_| dtype == Dtype::F8_E4M3) {
+            let missing = format!("{module}{codes}");
+            return (!has(&missing)).then(|| Incomplete { missing: vec![missing], ..whole(module) });
         }
+        // Experts in one tensor have their scales behind an underscore.
+        let (module, join) = match name.strip_suffix(codes).filter(|_| dtype == of_codes) {
+            Some(module) => (module, '.'),
+            None if dtype == Dtype::U8 && has(&format!("{name}_weight_scale")) => (name, '_'),
+            None => return None,
+        };
+        // Other formats of the same library have scales of other types, or under another name.
+        let scale = model.checkpoint.get(&format!("{module}{join}weight_scale"));
+        if scale.is_some_and(|scale| scale.info.dtype != Dtype::F8_E4M3) {
+            return None;
+        }
+        let missing: Vec<String> =
+            parts.iter().map(|part| format!("{module}{join}{part}")).filter(|p| !has(p)).collect();
+        (!missing.is_empty()).then(|| Incomplete { missing, ..whole(module) })
+    })
+}
+
+/// Refuses a model of which a quantized weight cannot be decoded: it would be copied as if its codes were its values.
+pub(super) fn refuse_incomplete(model: &Model<'_>) -> Result<()> {
+    let quantized = model.dialect.is_nvfp4() || model.dialect == Dialect::Fp8Block;
+    match incomplete(model).next().filter(|_| quantized) {
+        Some(Incomplete { there, missing, .. }) => Err(missing_part(model.checkpoint, &missing[0], there)),
+        None => Ok(()),
     }
 }
+
+/// Tensors of a quantized weight that stand without the others.
+fn check_parts(model: &Model<'_>, report: &mut Report) {
+    for Incomplete { module, there, missing } in incomplete(model) {
+        let missing = missing.join("' and '");
+        let text = match there.ends_with(".weight_scale") {
+            true => format!("block scales without codes ('{missing}')"),
+            false => format!("NVFP4 codes without '{missing}': a server leaves the scale uninitialised"),
+        };
+        report.problem(module, text);
+    }
+}
+
+/// Names of tensors by layer, after the layer's number, without scales, and with `#` for the number of an expert.
+type Kinds = BTreeMap<usize, BTreeSet<String>>;
 
 /// What the layers of a model hold.
 struct Layers {
     prefix: String,
-    /// Names of tensors by layer, after the layer's number, without scales, and with `#` for the number of an expert.
-    kinds: BTreeMap<usize, BTreeSet<String>>,
+    kinds: Kinds,
     /// Numbers of experts by layer and kind.
     experts: BTreeMap<(usize, String), BTreeSet<u64>>,
     /// Names of tensors of layers behind the last that the configuration counts, by layer.
@@ -157,10 +193,42 @@ impl Layers {
         }
     }
 
-    /// A layer that lacks what others of its type have. Layers of other types have something else instead.
-    fn check_kinds(&self, outline: &Outline<'_>, report: &mut Report) {
-        let mut variants: BTreeMap<(Option<String>, &BTreeSet<String>), Vec<usize>> = BTreeMap::new();
+    /// A layer that lacks what every layer of its family has. Returns the biases that its models may have or not.
+    fn check_family(
+        &self,
+        model: &Model<'_>,
+        parts: Option<&Parts>,
+        outline: &Outline<'_>,
+        report: &mut Report,
+    ) -> Kinds {
+        let Some(parts) = parts else { return self.kinds.clone() };
+        let architecture = model.architecture().unwrap_or_default();
+        if let Some(other) = outline.text("hidden_act").filter(|name| !ACTIVATIONS.contains(name)) {
+            report.problem("config.json", format!("'hidden_act' is '{other}', which no server has for {architecture}"));
+        }
         for (&layer, kinds) in &self.kinds {
+            let missing = parts.missing(layer::feed_forward(architecture, outline, layer), kinds);
+            let Some(first) = missing.first() else { continue };
+            let more = if missing.len() > 1 { format!(" and {} more", missing.len() - 1) } else { String::new() };
+            let there = self.kinds.iter().take(64).find(|(_, kinds)| kinds.contains(*first));
+            let whose = match there {
+                Some((other, _)) => format!("layer {other} has"),
+                None => format!("every layer of {architecture} has"),
+            };
+            let text = format!(
+                "'{first}'{more} missing, which {whose}: a server leaves it uninitialised, or refuses the checkpoint"
+            );
+            report.problem(&format!("{}.{layer}", self.prefix), text);
+        }
+        let open = |kind: &&String| kind.ends_with(".bias") && !parts.has(kind);
+        let beside = |kinds: &BTreeSet<String>| kinds.iter().filter(open).cloned().collect();
+        self.kinds.iter().map(|(layer, kinds)| (*layer, beside(kinds))).collect()
+    }
+
+    /// A layer that lacks what others of its type have. Layers of other types have something else instead.
+    fn check_kinds(&self, compared: &Kinds, outline: &Outline<'_>, report: &mut Report) {
+        let mut variants: BTreeMap<(Option<String>, &BTreeSet<String>), Vec<usize>> = BTreeMap::new();
+        for (&layer, kinds) in compared {
             variants.entry((outline.kind(layer), kinds)).or_default().push(layer);
         }
         // A model has few variants. Of a file that claims many, each is held against the most common.
@@ -184,14 +252,17 @@ impl Layers {
         }
     }
 
-    /// What every layer has in families whose layers differ in their feed-forward parts alone, and what stands beside them: under other
-    /// names, a server does not find it.
-    fn check_uniform(&self, model: &Model<'_>, outline: &Outline<'_>, report: &mut Report) {
+    /// What every layer has in families whose layers are alike, but for experts that some of them have: under other names, a server
+    /// does not find it.
+    fn check_uniform(&self, compared: &Kinds, report: &mut Report) {
+        let mixed = |kinds: &BTreeSet<String>| kinds.iter().any(|kind| kind.contains("experts"));
         let feed_forward = |kind: &str| kind.starts_with("mlp.") || kind.starts_with("block_sparse_moe.");
-        let common = |kinds: &BTreeSet<String>| self.kinds.values().filter(|other| *other == kinds).count();
-        let usual = self.kinds.values().take(64).rev().max_by_key(|kinds| common(kinds));
-        for (layer, kinds) in &self.kinds {
-            let missing = usual.into_iter().flatten().find(|kind| !feed_forward(kind) && !kinds.contains(*kind));
+        let common = |kinds: &BTreeSet<String>| compared.values().filter(|other| *other == kinds).count();
+        let usual = compared.values().take(64).rev().max_by_key(|kinds| common(kinds));
+        for (layer, kinds) in compared {
+            let alike = usual.is_some_and(|usual| mixed(usual) == mixed(kinds));
+            let needed = |kind: &&String| (alike || !feed_forward(kind)) && !kinds.contains(*kind);
+            let missing = usual.into_iter().flatten().find(needed);
             // A layer that has less than others is another finding.
             if let Some(missing) = missing.filter(|_| usual.is_some_and(|usual| !usual.is_superset(kinds))) {
                 let text = format!(
@@ -200,6 +271,10 @@ impl Layers {
                 report.problem(&format!("{}.{layer}", self.prefix), text);
             }
         }
+    }
+
+    /// What stands beside the layers of such a family.
+    fn check_beside(&self, model: &Model<'_>, outline: &Outline<'_>, report: &mut Report) {
         let Some(parent) = self.prefix.strip_suffix(".layers").filter(|_| writes(model)) else { return };
         let normed = self.kinds.values().flatten().any(|kind| kind.contains("norm"));
         for (last, asked) in [("embed_tokens.weight", outline.vocabulary().is_some()), ("norm.weight", normed)] {
@@ -211,8 +286,17 @@ impl Layers {
     }
 
     fn check_experts(&self, outline: &Outline<'_>, report: &mut Report) {
-        let Some(experts) = outline.experts() else { return };
         let routed = |kind: &str| kind.contains("experts.#.") && !kind.contains("shared");
+        let Some(experts) = outline.experts() else {
+            let there = self.experts.iter().find(|((_, kind), _)| routed(kind)).filter(|_| !outline.names_experts());
+            if let Some(((layer, _), numbers)) = there {
+                let count = numbers.len();
+                let text =
+                    format!("no 'num_experts', but layer {layer} has {count}: a server takes a number of its own");
+                report.problem("config.json", text);
+            }
+            return;
+        };
         for ((layer, kind), numbers) in self.experts.iter().filter(|((_, kind), _)| routed(kind)) {
             let text = match (numbers.len() as u64, numbers.last()) {
                 (count, _) if count < experts => format!("only {count} of {experts} experts have a '{kind}'"),
@@ -247,6 +331,31 @@ fn check_ends(model: &Model<'_>, outline: &Outline<'_>, layers: &Layers, report:
         report.problem("output head", text);
     }
 }
+
+/// What transformers takes for `hidden_act`.
+const ACTIVATIONS: [&str; 21] = [
+    "gelu",
+    "gelu_10",
+    "gelu_accurate",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_python_tanh",
+    "gelu_pytorch_tanh",
+    "laplace",
+    "leaky_relu",
+    "linear",
+    "mish",
+    "prelu",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "sigmoid",
+    "silu",
+    "swish",
+    "tanh",
+];
 
 /// Parts of names that lead to the layers of a text model.
 const WORDS: [&str; 11] = [

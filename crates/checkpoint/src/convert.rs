@@ -18,7 +18,7 @@ use super::target::{Activations, Role, Scale, Target};
 use super::verify::{Client, Finding, Severity, verify};
 use super::weight::{Stored, Weight};
 use super::work::{Order, Part, Work};
-use super::{Checkpoint, first_not_finite, gguf, mxfp4, pool};
+use super::{Checkpoint, complete, first_not_finite, gguf, mxfp4, pool};
 use crate::{Error, Result, Setting};
 use nvfp4::{Precision, Specials};
 use nvfp4_files::durable::Disk;
@@ -68,6 +68,7 @@ pub(super) fn convert_on(
         Some(dialect) => Model::with_dialect(&checkpoint, dialect)?,
         None => Model::new(&checkpoint)?,
     };
+    complete::refuse_incomplete(&model)?;
     let plan = match settings.target {
         Target::Plain(_) => Plan::decode(&model),
         target => Plan::new(&model, &settings.selection, target)?,

@@ -185,10 +185,7 @@ impl<'a> Grouping<'a> {
     }
 
     fn need(&self, name: &str, because: &str) -> Result<Located<'a>> {
-        self.checkpoint.get(name).ok_or_else(|| {
-            let reason = format!("tensor '{name}' is missing, which '{because}' needs");
-            Error::content(self.checkpoint.root(), reason)
-        })
+        self.checkpoint.get(name).ok_or_else(|| missing_part(self.checkpoint, name, because))
     }
 
     /// Takes in a weight whose parts fit each other: the one place where sizes that a file claims become sizes to work with.
@@ -395,6 +392,11 @@ impl<'a> Grouping<'a> {
         }
         self.add(module, rows, cols, Stored::Nvfp4(parts))
     }
+}
+
+/// A tensor that another cannot be read without.
+pub(super) fn missing_part(checkpoint: &Checkpoint, name: &str, because: &str) -> Error {
+    Error::content(checkpoint.root(), format!("tensor '{name}' is missing, which '{because}' needs"))
 }
 
 /// The product of sizes that a tensor claims.

@@ -41,6 +41,7 @@ mod ignored;
 mod inputs;
 mod joined;
 mod keep;
+mod layer;
 mod measure;
 mod mxfp4;
 mod names;

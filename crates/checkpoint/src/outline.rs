@@ -135,6 +135,16 @@ impl<'c> Outline<'c> {
         parts.into_iter().flatten().any(|part| LAYERS.iter().any(|key| part.get(*key).is_some()))
     }
 
+    /// Whether some key says how many experts there are.
+    pub fn names_experts(&self) -> bool {
+        self.get(&EXPERTS).is_some()
+    }
+
+    /// What a key says in a text.
+    pub fn text(&self, key: &str) -> Option<&'c str> {
+        self.get(&[key])?.as_str()
+    }
+
     /// Layers, without those that predict further tokens.
     pub fn layers(&self) -> Option<u64> {
         self.number(&LAYERS)
@@ -176,6 +186,12 @@ impl<'c> Outline<'c> {
     /// A number that is the same for every layer.
     pub fn constant(&self, key: &str) -> Option<u64> {
         self.get(&[key])?.as_u64()
+    }
+
+    /// Whether a list of layers names this one.
+    pub fn lists(&self, key: &str, layer: usize) -> bool {
+        let list = self.get(&[key]).and_then(Value::as_array);
+        list.is_some_and(|list| list.iter().any(|listed| listed.as_u64() == Some(layer as u64)))
     }
 
     /// Every size that a feed-forward layer may have; none where one differs from layer to layer.

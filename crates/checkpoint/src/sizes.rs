@@ -212,7 +212,10 @@ impl<'m> Sizes<'m> {
         let divided = DIVIDED.iter().any(|name| architecture.starts_with(name)) && !outline.mentions("head_dim");
         let quotient = || outline.hidden()?.checked_div(heads?).filter(|_| divided);
         let head = own.or_else(quotient).filter(|_| attention);
-        let pairs = outline.constant("num_key_value_heads");
+        // Llama has as many heads of keys as of queries where nothing is said; others have a default of their own.
+        let same =
+            || heads.filter(|_| architecture.starts_with("LlamaFor") && !outline.mentions("num_key_value_heads"));
+        let pairs = outline.constant("num_key_value_heads").or_else(same);
         let product = |count: Option<u64>| count?.checked_mul(head?);
         let queries = |side| said(side, product(heads), "num_attention_heads · head_dim");
         let keys = |side| said(side, product(pairs), "num_key_value_heads · head_dim");

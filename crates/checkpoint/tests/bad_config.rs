@@ -118,7 +118,7 @@ fn what_a_server_passes_over_is_found() {
             (
                 "a norm by another name",
                 &|p| rename(p, "model.layers.1.input_layernorm.weight", "model.layers.1.input_layernorm.weightx"),
-                "Problem model.layers.1: 'input_layernorm.weight' missing, which other layers have",
+                "Problem model.layers.1: 'input_layernorm.weight' missing, which layer 0 has",
             ),
             (
                 "the last norm by another name",

@@ -371,8 +371,10 @@ fn verify_finds_shapes_keys_and_scales_that_llama_cpp_would_trip_on() {
         let mut changed = whole.clone();
         changed[at..at + bytes.len()].copy_from_slice(bytes);
         let findings = verify(&GgufFile::from_bytes(Path::new("changed.gguf"), changed).unwrap()).unwrap();
-        let problem = findings.into_iter().find(|f| f.severity == Severity::Problem).expect("a problem");
-        format!("{}: {}", problem.about, problem.text)
+        let problems = findings.into_iter().filter(|f| f.severity == Severity::Problem);
+        let lines: Vec<String> = problems.map(|problem| format!("{}: {}", problem.about, problem.text)).collect();
+        assert!(!lines.is_empty(), "a problem");
+        lines.join("\n")
     };
     for (key, number, said) in [
         ("embedding_length", 128, "has the dimensions [64, 64], but embedding_length is 128"),
@@ -401,6 +403,28 @@ fn verify_finds_shapes_keys_and_scales_that_llama_cpp_would_trip_on() {
     assert!(
         found(count - 4, &6u32.to_le_bytes()).starts_with("qwen3moe.block_count: expected a positive whole number")
     );
+    for (key, text, said) in [
+        ("tokenizer.ggml.model", "gpt9", "tokenizer.ggml.model: 'gpt9', which llama.cpp"),
+        ("tokenizer.ggml.pre", "qwen9", "tokenizer.ggml.pre: 'qwen9', which llama.cpp"),
+    ] {
+        let problem = found(value_at(&whole, key) + 8, text.as_bytes());
+        assert!(problem.starts_with(said), "{problem}");
+    }
+    // The type of a tensor stands behind its one dimension.
+    let kind = value_at(&whole, "blk.0.attn_norm.weight") + 8;
+    for (number, said) in [(99u32, "type 99, which ggml"), (1, "F16 of [64] ends before byte")] {
+        let problem = found(kind, &number.to_le_bytes());
+        assert!(problem.contains(&format!("blk.0.attn_norm.weight: {said}")), "{problem}");
+    }
+    for (name, other, said) in [
+        ("blk.1.attn_q_norm.weight", "blk.1.attn_x_norm.weight", "blk.1.attn_q_norm.weight: missing"),
+        ("blk.1.ffn_up_exps.scale", "blk.1.ffn_up_exps.scaly", "blk.1.ffn_up_exps.weight: no tensor scale, which '"),
+        ("blk.1.ffn_up_exps.input_scale", "blk.1.ffn_zz_exps.input_scale", ""),
+    ] {
+        let problem = found(value_at(&whole, name) - 4 - name.len(), other.as_bytes());
+        let stray = format!("{other}: llama.cpp's 'qwen3moe' models have no such tensor");
+        assert!(problem.contains(&stray) && problem.contains(said), "{problem}");
+    }
     for (name, said) in [("scale", "a tensor scale is"), ("input_scale", "a scale of activations is")] {
         let tensor = file.get(&format!("blk.1.ffn_up_exps.{name}")).unwrap();
         for bad in [f32::NAN, f32::INFINITY, 0.0, -1.0] {

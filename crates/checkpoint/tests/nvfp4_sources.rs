@@ -289,3 +289,46 @@ fn values_beyond_a_type_are_refused_and_values_that_vanish_are_counted() {
     let summary = run(&dir.join("small.safetensors"), &dir.join("zeros"), &f16).unwrap();
     assert_eq!(summary.decoded.iter().map(|w| w.measure.zeroed).collect::<Vec<_>>(), [1]);
 }
+
+/// Codes would be copied as if they were values. Nothing is written, whatever the target.
+#[test]
+fn weights_without_one_of_their_parts_are_refused_by_its_name() {
+    let dir = Folder::new();
+    folder(&dir.join("plain"), &llama(Dtype::BF16), &llama_config());
+    for target in [Target::ModelOpt, Target::CompressedTensors] {
+        run(&dir.join("plain"), &dir.join(&target.to_string()), &to(target)).unwrap();
+    }
+    let fp8 = |module: &str| {
+        let weight = Tensor { dtype: Dtype::F8_E4M3, shape: vec![16, 128], bytes: vec![1; 16 * 128] };
+        let scale = tensor(Dtype::F32, &[1, 1], &[1.0]);
+        [(format!("{module}.weight"), weight), (format!("{module}.weight_scale_inv"), scale)]
+    };
+    let blocks: Tensors = [fp8("a"), fp8("b")].into_iter().flatten().collect();
+    folder(&dir.join("fp8"), &[blocks], &llama_config());
+    const UP: &str = "model.layers.1.mlp.up_proj";
+    for (source, module, there, missing) in [
+        ("modelopt", UP, "weight", "weight_scale_2"),
+        ("modelopt", UP, "weight_scale", "weight"),
+        ("compressed-tensors", UP, "weight_packed", "weight_global_scale"),
+        ("fp8", "b", "weight", "weight_scale_inv"),
+    ] {
+        let checkpoint = Checkpoint::open(&dir.join(source)).unwrap();
+        let copy = |t: Located<'_>| {
+            let (dtype, shape) = (t.info.dtype, t.info.shape.clone());
+            (t.info.name.clone(), Tensor { dtype, shape, bytes: t.bytes().unwrap() })
+        };
+        let mut tensors: Tensors = checkpoint.tensors().map(copy).collect();
+        tensors.remove(&format!("{module}.{missing}")).unwrap();
+        if missing == "weight" {
+            tensors.remove(&format!("{module}.weight_scale_2")).unwrap();
+        }
+        let bad = dir.join("bad");
+        folder(&bad, &[tensors], checkpoint.config().unwrap());
+        for target in [Target::Plain(Precision::Bf16), Target::ModelOpt, Target::CompressedTensors] {
+            let said = run(&bad, &dir.join("out"), &to(target)).unwrap_err().to_string();
+            let expected = format!("tensor '{module}.{missing}' is missing, which '{module}.{there}' needs");
+            assert!(said.ends_with(&expected), "{source}, {target}: {said}");
+        }
+        assert!(!dir.join("out").exists() && !dir.join("out.partial").exists());
+    }
+}

@@ -149,6 +149,16 @@ fn changes_of_modelopts_checkpoint_are_found() {
                 "Problem model.embed_tokens: 64 rows, but 'vocab_size' in config.json is 65",
             ),
             (
+                "an activation that nobody has",
+                &|p| p.config["hidden_act"] = json!("siluu"),
+                "Problem config.json: 'hidden_act' is 'siluu', which no server has for LlamaForCausalLM",
+            ),
+            (
+                "fewer heads of keys than of queries, and nothing that says so",
+                &|p| p.config["num_attention_heads"] = json!(4),
+                "32 rows, but 'num_key_value_heads · head_dim' in config.json is 64",
+            ),
+            (
                 "no architecture",
                 &|p| drop(p.config.as_object_mut().unwrap().remove("architectures")),
                 "Problem architecture: config.json names no architecture",
@@ -210,6 +220,12 @@ fn hf_quant_config_alone_is_enough() {
 /// Weights of a mixture, one router and two experts a layer; the first layer is dense.
 fn mixture() -> (Tensors, Value) {
     let mut tensors: Tensors = llama(Dtype::BF16).into_iter().flatten().collect();
+    for l in 0..3 {
+        for norm in ["q_norm", "k_norm"] {
+            let name = format!("model.layers.{l}.self_attn.{norm}.weight");
+            tensors.insert(name, random(Dtype::BF16, &[16], 4));
+        }
+    }
     for l in 1..3 {
         let mut sparse = layer(l, Dtype::BF16);
         let dense: Vec<String> = sparse.keys().filter(|name| name.contains(".mlp.")).cloned().collect();
@@ -226,7 +242,7 @@ fn mixture() -> (Tensors, Value) {
     let mut config = config();
     config["architectures"] = json!(["Qwen3MoeForCausalLM"]);
     config["num_hidden_layers"] = json!(3);
-    config["num_experts"] = json!(2);
+    (config["num_experts"], config["mlp_only_layers"]) = (json!(2), json!([0]));
     (tensors, config)
 }
 
@@ -243,8 +259,72 @@ fn an_expert_that_is_missing_is_found_and_a_dense_layer_is_fine() {
                 "Problem model.layers.2: only 1 of 2 experts have a 'mlp.experts.#.down_proj.weight'",
             ),
             ("a router", &|p| p.remove("model.layers.2.mlp.gate"), "Problem model.layers.2: 'mlp.gate.weight' missing"),
+            (
+                "no number of experts",
+                &|p| drop(p.config.as_object_mut().unwrap().remove("num_experts")),
+                "Problem config.json: no 'num_experts', but layer 1 has 2",
+            ),
+            (
+                "every router",
+                &|p| p.tensors.retain(|name, _| !name.contains(".mlp.gate.")),
+                "Problem model.layers.1: 'mlp.gate.weight' missing, which every layer of Qwen3MoeForCausalLM has",
+            ),
+            (
+                "every expert",
+                &|p| p.tensors.retain(|name, _| !name.contains(".experts.")),
+                "Problem model.layers.2: 'mlp.experts.#.down_proj.weight' and 2 more missing, which every layer",
+            ),
+            (
+                "every norm of queries",
+                &|p| p.tensors.retain(|name, _| !name.contains("q_norm")),
+                "Problem model.layers.0: 'self_attn.q_norm.weight' missing, which every layer",
+            ),
+            (
+                "a dense layer that is not said to be one",
+                &|p| p.config["mlp_only_layers"] = json!([]),
+                "Problem model.layers.0: 'mlp.experts.#.down_proj.weight' and 3 more missing, which layer 1 has",
+            ),
         ],
     );
+}
+
+/// What no layer has, no comparison of layers finds; nor what one layer has under another name.
+#[test]
+fn parts_that_every_layer_of_a_family_has_are_asked_for() {
+    let of = |architecture: &str| {
+        let mut config = config();
+        config["architectures"] = json!([architecture]);
+        Parts::convert(&llama(Dtype::BF16), &config, &settings(Target::ModelOpt, Acts::None))
+    };
+    for (architecture, known) in [("LlamaForCausalLM", true), ("MistralForCausalLM", true), ("OlmoForCausalLM", false)]
+    {
+        let good = of(architecture);
+        assert_eq!(good.after(&|_| {}), "");
+        for (part, first) in [
+            ("mlp", "mlp.down_proj.weight' and 2 more"),
+            ("mlp.down_proj", "mlp.down_proj.weight'"),
+            ("self_attn.o_proj", "self_attn.o_proj.weight'"),
+            ("input_layernorm", "input_layernorm.weight'"),
+        ] {
+            let said = good.after(&|p| p.tensors.retain(|name, _| !name.contains(&format!(".{part}."))));
+            for layer in 0..2 {
+                let expected =
+                    format!("Problem model.layers.{layer}: '{first} missing, which every layer of {architecture}");
+                assert_eq!(said.contains(&expected), known, "{part}: {said}");
+            }
+        }
+        for (from, to) in [("layers.1.mlp.up_proj.", "layers.1.mlp.foo."), ("layers.1.mlp.", "layers.1.ffn.")] {
+            let renamed = |p: &mut Parts| {
+                p.tensors = p.tensors.iter().map(|(name, t)| (name.replace(from, to), t.clone())).collect();
+            };
+            let said = good.after(&renamed);
+            let found =
+                |line: &str| line.starts_with("Problem model.layers.1: 'mlp.") && line.contains("missing, which");
+            assert_eq!(said.lines().filter(|line| found(line)).count(), 1, "{architecture}, {to}: {said}");
+        }
+    }
+    let mixtral = of("MixtralForCausalLM").after(&|_| {});
+    assert!(mixtral.contains("'block_sparse_moe.experts.#.w1.weight' and 3 more missing"), "{mixtral}");
 }
 
 /// Layers of several types: what one lacks, the other type has instead, or the configuration says that it is another type.
@@ -262,6 +342,7 @@ fn layers_of_other_types_are_no_problem() {
     let mut shared: Tensors = llama(Dtype::BF16).into_iter().flatten().collect();
     shared.retain(|name, _| !name.contains("layers.1.self_attn.v_proj"));
     let mut typed = config();
+    typed["architectures"] = json!(["Gemma4ForCausalLM"]);
     typed["layer_types"] = json!(["sliding_attention", "full_attention"]);
     let good = Parts::convert(&[shared], &typed, &settings(Target::ModelOpt, Acts::None));
     assert_eq!(good.after(&|_| {}), "");

@@ -276,6 +276,26 @@ fn a_result_that_cannot_be_read_back_has_no_name() {
     assert!(contents(&other) == contents(&target));
 }
 
+/// Somebody puts a link where a part is written: what it leads to is not touched.
+#[cfg(unix)]
+#[test]
+fn a_link_in_an_unfinished_folder_leads_to_nothing() {
+    let (dir, source, target) = converted();
+    let (other, kept) = (dir.join("other"), dir.join("kept"));
+    stopped(&source, &other);
+    fs::write(&kept, "mine").unwrap();
+    for name in ["config.json", "tokenizer.json", ".nvfp4-journal.json", "model-00002-of-00002.safetensors"] {
+        let part = dir.join("other.partial").join(format!("{name}.part"));
+        let _ = fs::remove_file(&part); // one that was not finished
+        std::os::unix::fs::symlink(&kept, part).unwrap();
+    }
+    run(&source, &other, &with(Existing::Resume)).unwrap();
+    assert_eq!(fs::read_to_string(&kept).unwrap(), "mine");
+    let whole =
+        |path: &Path| contents(path).into_iter().filter(|(name, _)| !name.ends_with(".part")).collect::<Vec<_>>();
+    assert!(whole(&other) == whole(&target));
+}
+
 #[test]
 fn the_summary_says_what_a_check_of_the_result_found() {
     let (dir, source, _) = converted();

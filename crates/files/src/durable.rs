@@ -47,12 +47,15 @@ fn fill<E: From<Error>>(
         Ok(metadata) if !metadata.is_file() => {
             return Err(Error::content(path, "this is not a file; name one").into());
         }
-        Ok(metadata) => metadata.permissions(),
-        // Those of a file that is made as any other: `content` may make its own, which others cannot read.
-        Err(_) => File::create_new(part).and_then(|file| file.metadata()).map_err(io)?.permissions(),
+        Ok(metadata) => Some(metadata.permissions()),
+        Err(_) => None,
     };
+    // Nothing that had the name stays, least of all a link. A new file's permissions are those of one that is made as any
+    // other: `content` may make its own, which others cannot read.
+    let _ = fs::remove_file(part); // mostly there is none; what cannot be removed is refused below
+    let ordinary = File::create_new(part).and_then(|file| file.metadata()).map_err(io)?.permissions();
     content(part)?;
-    fs::set_permissions(part, permissions).map_err(io)?;
+    fs::set_permissions(part, permissions.unwrap_or(ordinary)).map_err(io)?;
     File::options().write(true).open(part).and_then(|file| file.sync_all()).map_err(io)?;
     let disk = Disk::default();
     disk.rename(part, last)?;
@@ -100,11 +103,15 @@ impl Disk {
         Ok(())
     }
 
-    /// A file of this length under a temporary name.
+    /// A file of this length under a temporary name. What has that name is removed first: a file that was not finished, or a link,
+    /// which must not lead to what is written.
     pub fn create(&self, last: &Path, len: u64) -> Result<Part> {
         let part = beside(last, ".part");
         self.create_folder(parent(last))?;
-        let open = || File::options().read(true).write(true).create(true).truncate(true).open(&part);
+        if part.symlink_metadata().is_ok() {
+            self.remove_file(&part)?;
+        }
+        let open = || File::options().read(true).write(true).create_new(true).open(&part);
         let file = self.operate().and_then(|()| open()).map_err(|e| Error::io(&part, e))?;
         self.operate().and_then(|()| file.set_len(len)).map_err(|e| Error::io(&part, e))?;
         Ok(Part { disk: self.clone(), file, part, last: last.to_path_buf(), action: Action::Write })
@@ -303,6 +310,23 @@ mod tests {
         write(&link, b"2").unwrap();
         assert!(link.is_symlink());
         assert_eq!((fs::read(&path).unwrap(), mode(&path) & 0o777), (b"2".to_vec(), 0o640));
+    }
+
+    /// Links that somebody put where parts are written: what they lead to keeps its bytes, or is not made.
+    #[cfg(unix)]
+    #[test]
+    fn a_part_is_never_written_through_a_link() {
+        let dir = Folder::new("part");
+        let (last, part, kept) = (dir.0.join("a"), dir.0.join("a.part"), dir.0.join("kept"));
+        fs::write(&kept, b"mine").unwrap();
+        for to in ["kept", "absent"] {
+            std::os::unix::fs::symlink(to, &part).unwrap();
+            let file = Disk::default().create(&last, 3).unwrap();
+            file.write_at(b"new", 0).unwrap();
+            file.finish().unwrap();
+            assert_eq!((fs::read(&last).unwrap(), last.is_symlink()), (b"new".to_vec(), false), "{to}");
+            assert_eq!((fs::read(&kept).unwrap(), dir.0.join("absent").exists()), (b"mine".to_vec(), false), "{to}");
+        }
     }
 
     #[test]

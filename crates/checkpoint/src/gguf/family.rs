@@ -3,7 +3,7 @@
 use super::container::Value;
 use super::object::{Object, shown};
 use super::rope::Rope;
-use super::sizes::{Has, Sizes};
+use super::sizes::{self, FeedForward, Has, Sizes};
 use crate::{Error, Result};
 
 /// A family of models that llama.cpp runs.
@@ -180,6 +180,13 @@ impl Family {
         entries.extend(rope.into_iter().map(|(key, value)| (format!("{arch}.{key}"), value)));
         Ok(entries)
     }
+}
+
+/// What the layers of an architecture always have, as a checkpoint calls it, with 0 for the number of an expert; `None` for
+/// an architecture that is not known here.
+pub(crate) fn layer_parts(architecture: &str, behind: FeedForward) -> Option<Vec<String>> {
+    let family = Family::of(Some(architecture)).ok()?;
+    Some(sizes::layer(family, behind).map(|(part, last)| Family::source(None, part, last)).collect())
 }
 
 #[cfg(test)]

@@ -24,4 +24,6 @@ pub use file::{GgufFile, GgufTensor, check_gguf, is_gguf};
 pub use tokenizer::check_tokenizer;
 pub use verify::verify;
 
+pub(crate) use family::layer_parts;
 pub(super) use layout::{FILE, check_parameters, lay_out};
+pub(crate) use sizes::FeedForward;

@@ -64,6 +64,13 @@ const LAYER: [(&str, &[Dim]); 15] = [
 const WHOLE: [(&str, &[Dim]); 3] =
     [("token_embd", &[Hidden, Vocabulary]), ("output_norm", &[Hidden]), ("output", &[Hidden, Vocabulary])];
 
+/// What a layer has behind its attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FeedForward {
+    Dense,
+    Experts,
+}
+
 /// Whether the models of a family have a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Has {
@@ -153,20 +160,8 @@ impl Sizes {
 
     /// Whether such a model has a tensor of a layer, or one that stands in none.
     pub fn has(&self, part: &str, last: &str) -> Has {
-        let when = |always: bool| if always { Has::Always } else { Has::Never };
-        match (part, last) {
-            ("attn_q_norm" | "attn_k_norm", "weight") => when(matches!(self.family, Family::Qwen3 | Family::Qwen3Moe)),
-            ("ffn_gate" | "ffn_up" | "ffn_down", "weight") => when(self.experts.is_none()),
-            ("ffn_gate_inp" | "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps", "weight") => {
-                when(self.experts.is_some())
-            }
-            ("output", "weight") => Has::Maybe,
-            (_, "weight") => Has::Always,
-            ("attn_q" | "attn_k" | "attn_v", "bias") if self.family == Family::Qwen2 => Has::Always,
-            ("attn_q" | "attn_k" | "attn_v", "bias") => Has::Maybe,
-            ("attn_output" | "ffn_gate" | "ffn_up" | "ffn_down", "bias") if self.family == Family::Llama => Has::Maybe,
-            _ => Has::Never,
-        }
+        let behind = if self.experts.is_some() { FeedForward::Experts } else { FeedForward::Dense };
+        has(self.family, behind, part, last)
     }
 
     /// The first dimension of a tensor that is not as long as the model's sizes say; the first of all where their number
@@ -182,10 +177,8 @@ impl Sizes {
 
     /// The tensors that such a model always has: layer, part and whether it is a weight or a bias.
     pub fn needed(&self) -> impl Iterator<Item = (Option<u64>, &'static str, &'static str)> {
-        let always = |table: &'static [(&'static str, &'static [Dim])]| {
-            let each = table.iter().flat_map(|(part, _)| ["weight", "bias"].map(|last| (*part, last)));
-            each.filter(|(part, last)| self.has(part, last) == Has::Always).collect::<Vec<_>>()
-        };
+        let always =
+            |table| parts(table).filter(|(part, last)| self.has(part, last) == Has::Always).collect::<Vec<_>>();
         let (whole, layer) = (always(&WHOLE), always(&LAYER));
         let whole = whole.into_iter().map(|(part, last)| (None, part, last));
         let layers = (0..self.layers).flat_map(move |i| {
@@ -193,6 +186,34 @@ impl Sizes {
             parts
         });
         whole.chain(layers)
+    }
+}
+
+/// The weights and biases of a table.
+fn parts(table: &'static [(&'static str, &'static [Dim])]) -> impl Iterator<Item = (&'static str, &'static str)> {
+    table.iter().flat_map(|(part, _)| ["weight", "bias"].map(|last| (*part, last)))
+}
+
+/// The tensors that a layer of a family always has.
+pub(super) fn layer(family: Family, behind: FeedForward) -> impl Iterator<Item = (&'static str, &'static str)> {
+    parts(&LAYER).filter(move |(part, last)| has(family, behind, part, last) == Has::Always)
+}
+
+/// Whether a model of a family has a tensor of a layer, or one that stands in none.
+fn has(family: Family, behind: FeedForward, part: &str, last: &str) -> Has {
+    let when = |always: bool| if always { Has::Always } else { Has::Never };
+    match (part, last) {
+        ("attn_q_norm" | "attn_k_norm", "weight") => when(matches!(family, Family::Qwen3 | Family::Qwen3Moe)),
+        ("ffn_gate" | "ffn_up" | "ffn_down", "weight") => when(behind == FeedForward::Dense),
+        ("ffn_gate_inp" | "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps", "weight") => {
+            when(behind == FeedForward::Experts)
+        }
+        ("output", "weight") => Has::Maybe,
+        (_, "weight") => Has::Always,
+        ("attn_q" | "attn_k" | "attn_v", "bias") if family == Family::Qwen2 => Has::Always,
+        ("attn_q" | "attn_k" | "attn_v", "bias") => Has::Maybe,
+        ("attn_output" | "ffn_gate" | "ffn_up" | "ffn_down", "bias") if family == Family::Llama => Has::Maybe,
+        _ => Has::Never,
     }
 }
 

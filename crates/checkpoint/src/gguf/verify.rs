@@ -1,6 +1,6 @@
 //! Would llama.cpp load this file, and load it right?
 
-use super::container::Value;
+use super::container::{ALIGNMENT, Value};
 use super::family::Family;
 use super::file::{GgufFile, GgufTensor};
 use super::sizes::{self, Has, Mixture, Sizes};
@@ -23,6 +23,19 @@ impl GgufFile {
     }
 }
 
+/// Tokenizers that llama.cpp has (August 2026).
+const TOKENIZERS: [&str; 8] = ["bert", "gemma4", "gpt2", "llama", "plamo2", "plamo3", "rwkv", "t5"];
+
+/// Rules by which llama.cpp splits text before it merges bytes (August 2026).
+const SPLITS: &str = "\
+    a.x-4.0 afmoe bailingmoe bailingmoe2 bloom chameleon chatglm-bpe codeshell cohere2moe command-r dbrx deepseek-coder \
+    deepseek-llm deepseek-r1-qwen deepseek-v3 default exaone exaone-moe exaone4 f2llmv2 falcon falcon-h1 falcon3 gemma4 \
+    gigachat glm4 gpt-2 gpt-4o gpt3-finnish granite-docling granite-embed-multi-311m granite-embed-multi-97m grok-2 hunyuan \
+    hunyuan-dense jais jais-2 jina-de jina-es jina-v1-en jina-v2-code jina-v2-de jina-v2-es jina-v5-nano joyai-llm kanana2 \
+    kimi-k2 kormo laguna lfm2 llada-moe llama-bpe llama-v3 llama3 llama4 megrez mellum mellum2 midm-2.0 minerva-7b minicpm5 \
+    minimax-m2 modern-bert mpt olmo phi-2 pixtral poro-chat qwen2 qwen35 refact roberta-bpe sarvam-moe seed-coder smaug-bpe \
+    smollm solar-open stablelm2 starcoder superbpe talkie tekken tiny_aya trillion viking whitespace youtu";
+
 /// Checks a file for llama.cpp. An empty list is a clean bill.
 pub fn verify(file: &GgufFile) -> Result<Vec<Finding>> {
     let mut check = Check { file, findings: Vec::new() };
@@ -37,8 +50,10 @@ pub fn verify(file: &GgufFile) -> Result<Vec<Finding>> {
         },
     }
     check.tokenizer();
+    check.slots();
+    let scaled = file.nvfp4().find(|tensor| check.has_scale(tensor)).map(|tensor| tensor.name.as_str());
     for tensor in file.nvfp4() {
-        check.weight(tensor)?;
+        check.weight(tensor, scaled)?;
     }
     check.findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     Ok(check.findings)
@@ -203,8 +218,7 @@ impl<'f> Check<'f> {
             if layer.is_some_and(|(layer, _)| layer.parse().is_ok_and(|layer: u64| layer >= sizes.layers)) {
                 self.problem(name, format!("beyond the {} layers of block_count", sizes.layers));
             }
-            let part = layer.map_or(name.as_str(), |(_, part)| part).strip_suffix(".weight");
-            if sizes.dims(name).is_some() && part.is_some_and(|part| sizes.has(part, "weight") == Has::Never) {
+            if !self.belongs(sizes, name) {
                 self.problem(name, format!("llama.cpp's '{}' models have no such tensor", sizes.family.name()));
             } else if let Some(misfit) = sizes.misfit(name, dims) {
                 let (key, len) = (misfit.keys().1, sizes.len(misfit));
@@ -217,15 +231,57 @@ impl<'f> Check<'f> {
         }
     }
 
+    /// Whether a model has a tensor of this name. llama.cpp counts those that it has loaded, and refuses a file with more.
+    fn belongs(&self, sizes: &Sizes, name: &str) -> bool {
+        let Some((module, last)) = name.rsplit_once('.') else { return false };
+        let part = match module.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+            Some((layer, _)) if layer.parse::<u64>().is_err() => return false,
+            Some((_, part)) => part,
+            None => module,
+        };
+        let rotates = ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"];
+        let known = |name: &str, last: &str| sizes.dims(name).is_some() && sizes.has(part, last) != Has::Never;
+        match last {
+            "scale" | "input_scale" => known(&format!("{module}.weight"), "weight"),
+            _ => known(name, last) || sizes.family == Family::Llama && rotates.contains(&name),
+        }
+    }
+
+    /// Types that ggml does not have, and tensors that do not lie one directly behind the other, as llama.cpp expects.
+    fn slots(&mut self) {
+        let tensors = self.file.tensors();
+        let alignment = self.file.values().get("general.alignment").and_then(Value::number).unwrap_or(ALIGNMENT);
+        for tensor in tensors.iter().filter(|tensor| !tensor.kind.is_known()) {
+            self.problem(&tensor.name, format!("{}, which ggml (August 2026) does not have", tensor.kind));
+        }
+        for (tensor, next) in tensors.iter().zip(tensors.iter().skip(1)).filter(|(tensor, _)| tensor.kind.is_known()) {
+            let (end, start) = ((tensor.start + tensor.len).next_multiple_of(alignment), next.start);
+            if end != start {
+                let (kind, dims) = (tensor.kind, &tensor.dims);
+                let text = format!("{kind} of {dims:?} ends before byte {end}, but the next tensor starts at {start}");
+                self.problem(&tensor.name, format!("{text}: llama.cpp refuses the file"));
+            }
+        }
+    }
+
+    fn has_scale(&self, tensor: &GgufTensor) -> bool {
+        let module = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
+        self.file.get(&format!("{module}.scale")).is_some()
+    }
+
     fn text(&mut self, key: &str, presence: Presence) -> Option<&'f str> {
         self.value(key, presence, "text", Value::text)
     }
 
     fn tokenizer(&mut self) {
-        match self.text("tokenizer.ggml.model", Presence::Needed) {
-            Some("no_vocab") => return self.note("tokenizer", "none: the source had no tokenizer's files"),
+        let model = match self.text("tokenizer.ggml.model", Presence::Needed) {
+            Some("no_vocab" | "none") => return self.note("tokenizer", "none: the source had no tokenizer's files"),
             None => return,
-            Some(_) => {}
+            Some(model) => model,
+        };
+        if !TOKENIZERS.contains(&model) {
+            let text = format!("'{model}', which llama.cpp (August 2026) does not have");
+            self.problem("tokenizer.ggml.model", text);
         }
         let texts = |value: &'f Value| match value {
             Value::Texts(texts) if !texts.is_empty() => Some(texts.len()),
@@ -264,12 +320,16 @@ impl<'f> Check<'f> {
                 _ => None,
             });
         }
-        self.text("tokenizer.ggml.pre", Presence::Optional);
+        // Other tokenizers do not split text first.
+        let split = self.text("tokenizer.ggml.pre", Presence::Optional).filter(|_| model == "gpt2");
+        if let Some(split) = split.filter(|split| !SPLITS.split_whitespace().any(|known| known == *split)) {
+            self.problem("tokenizer.ggml.pre", format!("'{split}', which llama.cpp (August 2026) does not have"));
+        }
         self.text("tokenizer.chat_template", Presence::Optional);
     }
 
-    /// The scales and codes of an NVFP4 tensor.
-    fn weight(&mut self, tensor: &GgufTensor) -> Result<()> {
+    /// The scales and codes of an NVFP4 tensor. `scaled` is one that has a tensor scale.
+    fn weight(&mut self, tensor: &GgufTensor, scaled: Option<&str>) -> Result<()> {
         let (file, name) = (self.file, tensor.name.as_str());
         let bad = |scales: &[f32]| scales.iter().copied().find(|s| !(s.is_finite() && *s > 0.0));
         if let Some(bad) = bad(&file.scales(tensor)?) {
@@ -278,9 +338,10 @@ impl<'f> Check<'f> {
         if let Some(bad) = file.input_scales(tensor)?.as_deref().and_then(bad) {
             self.problem(name, format!("a scale of activations is {bad}"));
         }
-        let module = name.strip_suffix(".weight").unwrap_or(name);
-        if file.get(&format!("{module}.scale")).is_none() {
-            self.note(name, "no tensor scale: llama.cpp takes 1");
+        match scaled.filter(|_| !self.has_scale(tensor)) {
+            Some(other) => self.problem(name, format!("no tensor scale, which '{other}' has: llama.cpp takes 1")),
+            None if scaled.is_none() => self.note(name, "no tensor scale: llama.cpp takes 1"),
+            None => {}
         }
         let counts = file.statistics(tensor)?;
         let unsigned: u64 = counts.scales[usize::from(e4m3::NAN_BYTE)..].iter().sum();
