@@ -223,9 +223,22 @@ impl Work {
     /// An empty file of this length under a temporary name.
     pub fn create(&self, name: &str, len: u64) -> Result<Part> {
         Ok(match self.state {
-            State::Writing { .. } => self.disk.create(&self.path(name), len)?,
+            State::Writing { .. } => {
+                self.check_inside(name)?;
+                self.disk.create(&self.path(name), len)?
+            }
             State::Comparing => self.disk.compare(&self.path(name), len)?,
         })
+    }
+
+    /// An error if a folder that a file lies in is a link, which would lead out of this one.
+    fn check_inside(&self, name: &str) -> Result<()> {
+        let file = self.folder.join(name);
+        let mut folders = file.ancestors().skip(1).take_while(|folder| *folder != self.folder);
+        match folders.find(|folder| folder.is_symlink()) {
+            Some(link) => Err(Error::content(link, "a link, where a folder is expected; remove it")),
+            None => Ok(()),
+        }
     }
 
     /// Writes a small file.

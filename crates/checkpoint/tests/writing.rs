@@ -296,6 +296,24 @@ fn a_link_in_an_unfinished_folder_leads_to_nothing() {
     assert!(whole(&other) == whole(&target));
 }
 
+#[cfg(unix)]
+#[test]
+fn a_linked_folder_in_an_unfinished_one_is_refused() {
+    let (dir, source, _) = converted();
+    fs::create_dir_all(source.join("1_Pooling")).unwrap();
+    fs::write(source.join("1_Pooling/config.json"), "{}").unwrap();
+    let (other, outside) = (dir.join("other"), dir.join("outside"));
+    stopped(&source, &other);
+    fs::create_dir(&outside).unwrap();
+    fs::write(outside.join("config.json"), "mine").unwrap();
+    let link = dir.join("other.partial/1_Pooling");
+    let _ = fs::remove_dir_all(&link);
+    std::os::unix::fs::symlink(&outside, &link).unwrap();
+    let said = refused(run(&source, &other, &with(Existing::Resume)));
+    assert!(said.contains("1_Pooling: a link, where a folder is expected"), "{said}");
+    assert_eq!(fs::read_to_string(outside.join("config.json")).unwrap(), "mine");
+}
+
 #[test]
 fn the_summary_says_what_a_check_of_the_result_found() {
     let (dir, source, _) = converted();
