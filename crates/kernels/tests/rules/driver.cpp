@@ -18,17 +18,17 @@ static void floats(const u32* in, float* out, int n) {
     for (int i = 0; i < n; i++) out[i] = from_bits(in[i]);
 }
 
-// amax, 6E, edge
-static scale::Global global(const u32* in) { return scale::global(from_bits(in[0]), from_bits(in[1]), (Edge)in[2]); }
+// amax, 6E, specials
+static scale::Global global(const u32* in) { return scale::global(from_bits(in[0]), from_bits(in[1]), (Specials)in[2]); }
 
-// A tile of H rows by the rules alone: amax, 6E, edge, precision, profile, rule, error path,
+// A tile of H rows by the rules alone: amax, 6E, specials, precision, profile, rule, error path,
 // whether rounding is stochastic, then H·16 elements, then H·4 words of random bytes. The results
 // are the scale and H·16 codes.
 template <int H>
 static void quantize(const u32* in, u32* out) {
     constexpr int N = H * BLOCK;
     scale::Global g = global(in);
-    Edge edge = (Edge)in[2];
+    Specials specials = (Specials)in[2];
     Precision precision = (Precision)in[3];
     Profile profile = (Profile)in[4];
     ScaleRule rule = (ScaleRule)in[5];
@@ -39,34 +39,34 @@ static void quantize(const u32* in, u32* out) {
 
     u32 bits = 0;
     for (int i = 0; i < N; i++) {
-        u32 b = scale::magnitude_bits(x[i], profile::amax_edge(profile, edge));
+        u32 b = scale::magnitude_bits(x[i], profile::amax_specials(profile, specials));
         bits = bits > b ? bits : b;
     }
     float block_amax = from_bits(bits);
 
     u32 byte;
     if (rule == SIX) {
-        byte = profile::block_scale(block_amax, g, profile, precision, edge);
+        byte = profile::block_scale(block_amax, g, profile, precision, specials);
     } else {
         Metric metric = rule == FOUR_OVER_SIX_MSE ? MSE : MAE;
-        four_over_six::Pair pair = four_over_six::candidate_scales(block_amax, g, edge);
+        four_over_six::Pair pair = four_over_six::candidate_scales(block_amax, g, specials);
         float six[BLOCK], four[BLOCK];
         for (int r = 0; r < H; r++) {
-            six[r] = four_over_six::row_error(x + r * BLOCK, pair.six, g, metric, path, edge);
-            four[r] = four_over_six::row_error(x + r * BLOCK, pair.four, g, metric, path, edge);
+            six[r] = four_over_six::row_error(x + r * BLOCK, pair.six, g, metric, path, specials);
+            four[r] = four_over_six::row_error(x + r * BLOCK, pair.four, g, metric, path, specials);
         }
         bool better = H == 1 ? four[0] < six[0] : four_over_six::sum_rows(four, 1) < four_over_six::sum_rows(six, 1);
         byte = better ? pair.four : pair.six;
     }
 
-    profile::Factor factor = profile::factor(byte, g, profile, precision, edge);
-    Edge code_edge = profile::code_edge(profile, edge);
+    profile::Factor factor = profile::factor(byte, g, profile, precision, specials);
+    Specials code_specials = profile::code_specials(profile, specials);
     out[0] = byte;
     for (int i = 0; i < N; i++) {
         float y = profile::apply(factor, x[i]);
         if (profile == MODEL_OPT && is_nan(y)) out[1 + i] = 7;
-        else if (in[7]) out[1 + i] = stochastic::encode(y, random[i / 4] >> (8 * (i % 4)) & 255, code_edge);
-        else out[1 + i] = e2m1::encode(y, code_edge);
+        else if (in[7]) out[1 + i] = stochastic::encode(y, random[i / 4] >> (8 * (i % 4)) & 255, code_specials);
+        else out[1 + i] = e2m1::encode(y, code_specials);
     }
 }
 
@@ -80,7 +80,7 @@ struct Function {
 };
 
 static const Function FUNCTIONS[] = {
-    {"min_with_max", 2, 1, [](In in, Out out) { out[0] = word(min_with_max(from_bits(in[0]), (Edge)in[1])); }},
+    {"min_with_max", 2, 1, [](In in, Out out) { out[0] = word(min_with_max(from_bits(in[0]), (Specials)in[1])); }},
     {"precision::from_bf16", 1, 1, [](In in, Out out) { out[0] = word(precision::from_bf16((u16)in[0])); }},
     {"precision::from_f16", 1, 1, [](In in, Out out) { out[0] = word(precision::from_f16((u16)in[0])); }},
     {"precision::to_bf16", 1, 1, [](In in, Out out) { out[0] = precision::to_bf16(from_bits(in[0])); }},
@@ -88,44 +88,44 @@ static const Function FUNCTIONS[] = {
     {"precision::round", 2, 1, [](In in, Out out) { out[0] = word(precision::round(from_bits(in[0]), (Precision)in[1])); }},
     {"precision::min_normal", 1, 1, [](In in, Out out) { out[0] = word(precision::min_normal((Precision)in[0])); }},
     {"precision::max", 1, 1, [](In in, Out out) { out[0] = word(precision::max((Precision)in[0])); }},
-    {"e2m1::encode", 2, 1, [](In in, Out out) { out[0] = e2m1::encode(from_bits(in[0]), (Edge)in[1]); }},
+    {"e2m1::encode", 2, 1, [](In in, Out out) { out[0] = e2m1::encode(from_bits(in[0]), (Specials)in[1]); }},
     {"e2m1::decode", 1, 1, [](In in, Out out) { out[0] = word(e2m1::decode(in[0])); }},
     {"e4m3::encode", 1, 1, [](In in, Out out) { out[0] = e4m3::encode(from_bits(in[0])); }},
     {"e4m3::decode", 1, 1, [](In in, Out out) { out[0] = word(e4m3::decode(in[0])); }},
-    {"scale::magnitude_bits", 2, 1, [](In in, Out out) { out[0] = scale::magnitude_bits(from_bits(in[0]), (Edge)in[1]); }},
+    {"scale::magnitude_bits", 2, 1, [](In in, Out out) { out[0] = scale::magnitude_bits(from_bits(in[0]), (Specials)in[1]); }},
     {"scale::global", 3, 4, [](In in, Out out) {
         scale::Global g = global(in);
         out[0] = word(g.amax), out[1] = word(g.six_e), out[2] = word(g.encode), out[3] = word(g.decode);
     }},
     {"scale::block_scale", 4, 1, [](In in, Out out) {
-        out[0] = scale::block_scale(from_bits(in[3]), global(in), (Edge)in[2]);
+        out[0] = scale::block_scale(from_bits(in[3]), global(in), (Specials)in[2]);
     }},
-    {"scale::inverse_scale", 4, 1, [](In in, Out out) { out[0] = word(scale::inverse_scale(in[3], global(in), (Edge)in[2])); }},
+    {"scale::inverse_scale", 4, 1, [](In in, Out out) { out[0] = word(scale::inverse_scale(in[3], global(in), (Specials)in[2])); }},
     {"scale::decode_factor", 4, 1, [](In in, Out out) {
         out[0] = word(scale::decode_factor(in[0], from_bits(in[1]), (scale::Unit)in[2], from_bits(in[3])));
     }},
     {"profile::stored", 3, 1, [](In in, Out out) {
         out[0] = word(profile::stored(from_bits(in[0]), (Profile)in[1], (Precision)in[2]));
     }},
-    // amax, 6E, edge, profile, precision, block amax
+    // amax, 6E, specials, profile, precision, block amax
     {"profile::block_scale", 6, 1, [](In in, Out out) {
-        out[0] = profile::block_scale(from_bits(in[5]), global(in), (Profile)in[3], (Precision)in[4], (Edge)in[2]);
+        out[0] = profile::block_scale(from_bits(in[5]), global(in), (Profile)in[3], (Precision)in[4], (Specials)in[2]);
     }},
-    // amax, 6E, edge, profile, precision, byte, element
+    // amax, 6E, specials, profile, precision, byte, element
     {"profile::factor", 7, 3, [](In in, Out out) {
-        profile::Factor f = profile::factor(in[5], global(in), (Profile)in[3], (Precision)in[4], (Edge)in[2]);
+        profile::Factor f = profile::factor(in[5], global(in), (Profile)in[3], (Precision)in[4], (Specials)in[2]);
         out[0] = f.divide, out[1] = word(f.by), out[2] = word(profile::apply(f, from_bits(in[6])));
     }},
-    {"profile edges", 2, 2, [](In in, Out out) {
-        out[0] = profile::code_edge((Profile)in[0], (Edge)in[1]);
-        out[1] = profile::amax_edge((Profile)in[0], (Edge)in[1]);
+    {"profile specials", 2, 2, [](In in, Out out) {
+        out[0] = profile::code_specials((Profile)in[0], (Specials)in[1]);
+        out[1] = profile::amax_specials((Profile)in[0], (Specials)in[1]);
     }},
     {"philox::philox4x32", 6, 4, [](In in, Out out) {
         philox::Words words = philox::philox4x32({{in[0], in[1], in[2], in[3]}}, in[4], in[5]);
         memcpy(out, words.w, sizeof words.w);
     }},
     {"stochastic::grid_step", 1, 1, [](In in, Out out) { out[0] = word(stochastic::grid_step(from_bits(in[0]))); }},
-    {"stochastic::encode", 3, 1, [](In in, Out out) { out[0] = stochastic::encode(from_bits(in[0]), in[1], (Edge)in[2]); }},
+    {"stochastic::encode", 3, 1, [](In in, Out out) { out[0] = stochastic::encode(from_bits(in[0]), in[1], (Specials)in[2]); }},
     {"stochastic::block", 6, 4, [](In in, Out out) {
         philox::Words words = stochastic::block(wide(in), wide(in + 2), wide(in + 4));
         memcpy(out, words.w, sizeof words.w);
@@ -137,14 +137,14 @@ static const Function FUNCTIONS[] = {
         for (int i = 0; i < BLOCK; i++) out[i] = word(v[i]);
     }},
     {"four_over_six::candidate_scales", 4, 2, [](In in, Out out) {
-        four_over_six::Pair pair = four_over_six::candidate_scales(from_bits(in[3]), global(in), (Edge)in[2]);
+        four_over_six::Pair pair = four_over_six::candidate_scales(from_bits(in[3]), global(in), (Specials)in[2]);
         out[0] = pair.six, out[1] = pair.four;
     }},
-    // amax, 6E, edge, metric, error path, byte, 16 elements
+    // amax, 6E, specials, metric, error path, byte, 16 elements
     {"four_over_six::row_error", 22, 1, [](In in, Out out) {
         float x[BLOCK];
         floats(in + 6, x, BLOCK);
-        out[0] = word(four_over_six::row_error(x, in[5], global(in), (Metric)in[3], (ErrorPath)in[4], (Edge)in[2]));
+        out[0] = word(four_over_six::row_error(x, in[5], global(in), (Metric)in[3], (ErrorPath)in[4], (Specials)in[2]));
     }},
     // stride, 16 errors
     {"four_over_six::sum_rows", 17, 1, [](In in, Out out) {
