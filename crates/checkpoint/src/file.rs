@@ -5,8 +5,7 @@
 
 use crate::{Error, Result};
 use nvfp4_files::positioned::Bytes;
-use nvfp4_files::regular;
-use nvfp4_files::unique_keys;
+use nvfp4_files::{regular, unique_keys};
 use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::{MapAccess, Visitor};

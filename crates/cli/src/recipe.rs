@@ -5,8 +5,9 @@ use crate::say::say;
 use crate::{advice, exit, json, until_closed};
 use anyhow::{Result, anyhow};
 use clap::Subcommand;
-use nvfp4_recipe::Error;
-use nvfp4_recipe::{Capabilities, Model, Module, Name, Plan, Preset, Problem, Recipe, TransformerLayer, Warning};
+use nvfp4_recipe::{
+    Capabilities, Error, Model, Module, Name, Plan, Preset, Problem, Recipe, TransformerLayer, Warning,
+};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::io::{Write, stdout};

@@ -2,8 +2,7 @@
 
 use crate::{Result, values};
 use candle_core::{DType, Tensor};
-use nvfp4::Quantizer;
-use nvfp4::{Directions, Options, QuantTensor, Randomness, Side};
+use nvfp4::{Directions, Options, QuantTensor, Quantizer, Randomness, Side};
 use std::sync::Arc;
 
 #[cfg(feature = "nn-cuda")]

@@ -3,8 +3,7 @@
 use crate::error::OrRaise;
 use crate::role::Role;
 use crate::words::{self, BACKWARDS, FINITES, choose};
-use nvfp4_recipe::Error;
-use nvfp4_recipe::{self as recipe, Preset, QuantSpec, Site};
+use nvfp4_recipe::{self as recipe, Error, Preset, QuantSpec, Site};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use std::path::PathBuf;

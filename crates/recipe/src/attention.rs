@@ -2,8 +2,7 @@
 
 use super::role::{AttentionSlot, Pass};
 use nvfp4::Side;
-use nvfp4::format::QuantSpec;
-use nvfp4::format::{Family, Format};
+use nvfp4::format::{Family, Format, QuantSpec};
 use std::fmt;
 
 /// What attention computes in.

@@ -3,8 +3,7 @@
 use super::role::Pass;
 use crate::Result;
 use nvfp4::Side;
-use nvfp4::format::Format;
-use nvfp4::format::{ColumnSource, QuantSpec};
+use nvfp4::format::{ColumnSource, Format, QuantSpec};
 
 /// What the backward pass computes with. It changes specs and nothing else, so it goes for every kind of module, and a recipe
 /// that says the same in its specs is the same recipe.

@@ -1,7 +1,6 @@
 //! How this engine runs formats on a device.
 
-use nvfp4::format::Family;
-use nvfp4::format::Name;
+use nvfp4::format::{Family, Name};
 use nvfp4_kernels::gemm::{self, Stored};
 use std::collections::BTreeSet;
 use std::fmt;

@@ -3,8 +3,7 @@
 use super::backward::BackwardOverride;
 use super::factory::Recipe;
 use super::problem::{Problem, Problems};
-use super::training::SCOPES;
-use super::training::{Nvfp4Training, Scope};
+use super::training::{Nvfp4Training, SCOPES, Scope};
 use crate::{Error, Result};
 use nvfp4::format::keywords::{Keywords, find, list};
 use nvfp4::{ErrorPath, GlobalScale, Metric, Rounding, Tile, Transform};

@@ -4,8 +4,9 @@ use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
 use super::training::{Nvfp4Training, Scope};
 use crate::{Error, Result};
 use nvfp4::format::keywords::{Keywords, find, list};
-use nvfp4::format::{AmaxRule, BlockTile, Delayed, Format, Fp8, Fp8Block, Fp8Code, Mxfp8, Nvfp4};
-use nvfp4::format::{ColumnSource, QuantSpec};
+use nvfp4::format::{
+    AmaxRule, BlockTile, ColumnSource, Delayed, Format, Fp8, Fp8Block, Fp8Code, Mxfp8, Nvfp4, QuantSpec,
+};
 use nvfp4::{GlobalScale, Quantizer};
 use std::fmt;
 use std::str::FromStr;

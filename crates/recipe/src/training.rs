@@ -2,10 +2,8 @@
 
 use super::keywords::TRANSFORMS;
 use super::role::{LinearSlot, Pass, Slot};
-use nvfp4::format::QuantSpec;
-use nvfp4::format::Result;
 use nvfp4::format::keywords::{ERROR_PATHS, GLOBALS, Keywords, METRICS, ROUNDINGS, TILES, unless};
-use nvfp4::format::{Format, Nvfp4};
+use nvfp4::format::{Format, Nvfp4, QuantSpec, Result};
 use nvfp4::{Bound, ErrorPath, GlobalScale, Metric, Quantizer, Rounding, ScaleRule, Tile, Transform};
 use std::fmt;
 

@@ -4,9 +4,8 @@
 use super::bpe::{self, Around, bpe};
 use super::container::Value;
 use super::object::Object;
-use crate::Checkpoint;
 use crate::folder::read_json;
-use crate::{Error, Result};
+use crate::{Checkpoint, Error, Result};
 use nvfp4_files::regular;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;

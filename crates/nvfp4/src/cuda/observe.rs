@@ -1,7 +1,7 @@
 //! Quantizers of any format on the memory of a GPU.
 
 use super::{Direction, Fp8Direction, Gpu, Input, Memory, Observed, Options, Owned, QuantTensor, Slice, Values};
-use crate::format::{BlockTile, ColumnSource, Directions, Finite, Fp8Code, Rounding, Side};
+use crate::format::{BlockTile, ColumnSource, Directions, Finite, Fp8Code, Side};
 use crate::quantizer::{Maker, Makers, Scale};
 use crate::{Error, Fp8Description, Precision, Quantizer, Result};
 use half::{bf16, f16};
@@ -14,16 +14,8 @@ impl Quantizer {
     /// Quantizes a matrix in the memory of a GPU: same bits as [`Quantizer::observe`]. Directions in high precision are refused: products
     /// take the matrix itself.
     pub fn observe_on(&self, gpu: &Gpu, x: &Input<'_>, options: &Options<'_>) -> Result<Observed> {
-        for (side, amax) in [(Side::Row, options.row_amax), (Side::Column, options.col_amax)] {
-            if amax.is_some() && !self.directions.has(side) {
-                return Err(Error::UnusedAmax(side));
-            }
-        }
-        match (self.rounding(), &options.randomness) {
-            (Rounding::NearestEven, Some(_)) => return Err(Error::UnusedRandomness),
-            (Rounding::Stochastic, None) => return Err(Error::NoRandomness),
-            (Rounding::NearestEven, None) | (Rounding::Stochastic, Some(_)) => {}
-        }
+        let amaxes = Directions::of(options.row_amax.is_some(), options.col_amax.is_some());
+        self.check_options(amaxes, options.randomness.is_some(), self.directions)?;
         if self.finite() == Finite::Refuse {
             return Err(Error::FiniteOnGpu);
         }

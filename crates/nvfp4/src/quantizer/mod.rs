@@ -235,17 +235,28 @@ impl Quantizer {
 
     /// Refuses options that nothing uses, and what the finite policy refuses.
     fn check(&self, x: &TensorRef<'_>, options: &Options<'_>, written: Directions) -> Result<()> {
-        for (side, amax) in [(Side::Row, options.row_amax), (Side::Column, options.col_amax)] {
-            if amax.is_some() && !written.has(side) {
-                return Err(Error::UnusedAmax(side));
-            }
-        }
-        match (self.rounding(), options.randomness) {
-            (Rounding::NearestEven, Some(_)) => return Err(Error::UnusedRandomness),
-            (Rounding::Stochastic, None) => return Err(Error::NoRandomness),
-            (Rounding::NearestEven, None) | (Rounding::Stochastic, Some(_)) => {}
-        }
+        let amaxes = Directions::of(options.row_amax.is_some(), options.col_amax.is_some());
+        self.check_options(amaxes, options.randomness.is_some(), written)?;
         self.check_finite(x, options)
+    }
+
+    /// Refuses amaxes of directions that are not written, and random numbers that nothing draws or that are missing:
+    /// on the CPU as on a GPU.
+    pub(crate) fn check_options(
+        &self,
+        amaxes: Option<Directions>,
+        randomness: bool,
+        written: Directions,
+    ) -> Result<()> {
+        let unused = |side: &Side| amaxes.is_some_and(|amaxes| amaxes.has(*side)) && !written.has(*side);
+        if let Some(side) = [Side::Row, Side::Column].into_iter().find(unused) {
+            return Err(Error::UnusedAmax(side));
+        }
+        match (self.rounding(), randomness) {
+            (Rounding::NearestEven, true) => Err(Error::UnusedRandomness),
+            (Rounding::Stochastic, false) => Err(Error::NoRandomness),
+            (Rounding::NearestEven, false) | (Rounding::Stochastic, true) => Ok(()),
+        }
     }
 
     /// Quantizes `x`, of the same shape, into the directions that the tensor holds. On an error nothing is changed.

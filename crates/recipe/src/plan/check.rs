@@ -12,9 +12,7 @@ use crate::problem::{Found, Problem};
 use crate::products::Operand;
 use crate::role::{AttentionSlot, Consumer, LinearSlot, Site, Slot};
 use nvfp4::Side;
-use nvfp4::format::multiply;
-use nvfp4::format::{ColumnSource, QuantSpec};
-use nvfp4::format::{Family, Format, Origin, Replay};
+use nvfp4::format::{ColumnSource, Family, Format, Origin, QuantSpec, Replay, multiply};
 use std::collections::{BTreeSet, HashSet};
 
 /// What is wrong with a model by itself.

@@ -8,8 +8,7 @@ use crate::problem::{Problem, Problems};
 use crate::role::{LinearSlot, Site, Slot};
 use crate::{Error, Result};
 use nvfp4::Side;
-use nvfp4::format::Family;
-use nvfp4::format::QuantSpec;
+use nvfp4::format::{Family, QuantSpec};
 use std::collections::BTreeSet;
 use std::fmt;
 

@@ -6,10 +6,8 @@
 use super::{Key, States};
 use crate::Result;
 use crate::plan::Plan;
-use nvfp4::format::AmaxRules;
-use nvfp4::format::QuantSpec;
-use nvfp4_files::container::{Checked, Container, Part, bytes, floats, stored};
-use nvfp4_files::container::{Dtype, SafeTensors};
+use nvfp4::format::{AmaxRules, QuantSpec};
+use nvfp4_files::container::{Checked, Container, Dtype, Part, SafeTensors, bytes, floats, stored};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -10,10 +10,8 @@ use super::plan::{Plan, Transition};
 use super::problem::{Problem, Problems};
 use super::role::{Pass, Site};
 use crate::{Error, Result};
-use nvfp4::Observed;
-use nvfp4::Side;
-use nvfp4::format::QuantSpec;
-use nvfp4::format::{AmaxRules, Delayed, Format, Reduction};
+use nvfp4::format::{AmaxRules, Delayed, Format, QuantSpec, Reduction};
+use nvfp4::{Observed, Side};
 use std::collections::BTreeMap;
 use std::fmt;
 

@@ -7,9 +7,9 @@ use super::error::{Error, Result};
 use super::keywords::*;
 use super::spec::{ColumnSource, QuantSpec};
 use super::{
-    AmaxRule, BlockTile, Delayed, Epsilon, Family, Format, Fp8, Fp8Block, MxTile, Mxfp8, Name, Nvfp4, Reduction,
+    AmaxRule, BlockTile, Delayed, Epsilon, Family, Format, Fp8, Fp8Block, MxTile, Mxfp8, Name, Nvfp4, QuantizerBuilder,
+    Reduction, ScaleStep, Stored, Transform,
 };
-use super::{QuantizerBuilder, ScaleStep, Stored, Transform};
 use nvfp4_spec::ScaleRule;
 use nvfp4_spec::hadamard::Signs;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
