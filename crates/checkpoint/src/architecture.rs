@@ -1,8 +1,9 @@
 //! Who loads a model once it is NVFP4: by the architecture that `config.json` names, and by files of other programs
 //! beside it.
 
+use super::client::Client;
 use super::dialect::{Dialect, Model};
-use super::verify::{Client, Finding, Fix, Severity};
+use super::finding::{Finding, Fix, Severity};
 use super::weight::{Stored, Weight};
 use crate::Result;
 
@@ -202,4 +203,10 @@ pub(super) fn heads(architecture: Option<&str>) -> &'static [&'static str] {
         Some(name) if name.starts_with("GPTNeoX") => &["lm_head", "embed_out"],
         _ => &["lm_head"],
     }
+}
+
+/// Whether a model writes text.
+pub(super) fn writes(model: &Model<'_>) -> bool {
+    let named = |name: &str| name.ends_with("ForCausalLM") || name.ends_with("ForConditionalGeneration");
+    model.architecture().is_some_and(named)
 }

@@ -1,11 +1,12 @@
 //! The files of a checkpoint beside its tensors.
 
 use super::Checkpoint;
+use super::configuration;
 use super::dialect::Model;
 use super::plan::{Action, Plan};
 use super::shards::{self, Shard};
 use super::stamp::Stamp;
-use super::target::{self, Extras, Target};
+use super::target::{Extras, Target};
 use crate::{Error, Result};
 use serde_json::Value;
 use std::fs::File;
@@ -39,11 +40,11 @@ impl Beside {
             let opened = File::open(&path).and_then(|file| file.metadata());
             bytes += opened.map_err(|source| Error::io(&path, source))?.len();
         }
-        let ignored = target::ignored(plan, model, target);
+        let ignored = configuration::ignored(plan, model, target);
         let mut config = target.config(checkpoint.config(), &ignored, extras);
         let decodes = plan.items.iter().any(|item| matches!(item.action, Action::Decode(_)));
         if let (Target::Plain(precision), true) = (target, decodes) {
-            target::name_type(&mut config, precision);
+            configuration::name_type(&mut config, precision);
         }
         let mut written = vec![("config.json".to_string(), pretty(&config)?)];
         if let Some(quantization) = target.quantization(&ignored, extras) {

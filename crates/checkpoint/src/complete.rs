@@ -1,12 +1,14 @@
 //! Is everything there that a server asks for? It fills what it finds, and most of what it does not find stays uninitialised
 //! memory without a word: its own check passes over quantized layers.
 
+use super::architecture::writes;
 use super::dialect::{Dialect, Model, missing_part};
+use super::finding::Report;
 use super::keep::{Defaults, Part};
 use super::layer::{self, Parts};
 use super::outline::Outline;
+use super::place::{beside_layers, kind_of, layer_of};
 use super::sizes::Sizes;
-use super::verify::Report;
 use super::weight::Weight;
 use crate::Result;
 use safetensors::Dtype;
@@ -62,12 +64,6 @@ pub(super) fn check(model: &Model<'_>, report: &mut Report) {
     check_ends(model, &outline, &found, report);
     sizes.check_layers(&found.prefix, layers, report);
     sizes.check_ends(report);
-}
-
-/// Whether a model writes text.
-pub(super) fn writes(model: &Model<'_>) -> bool {
-    let named = |name: &str| name.ends_with("ForCausalLM") || name.ends_with("ForConditionalGeneration");
-    model.architecture().is_some_and(named)
 }
 
 /// A quantized weight of which a part is there.
@@ -356,53 +352,3 @@ const ACTIVATIONS: [&str; 21] = [
     "swish",
     "tanh",
 ];
-
-/// Parts of names that lead to the layers of a text model.
-const WORDS: [&str; 11] = [
-    "model",
-    "language_model",
-    "transformer",
-    "backbone",
-    "gpt_neox",
-    "decoder",
-    "thinker",
-    "llm",
-    "text_model",
-    "encoder",
-    "bert",
-];
-
-/// The last part of a name that stands beside the layers of a text model.
-pub(super) fn beside_layers(module: &str) -> Option<&str> {
-    let (before, last) = module.rsplit_once('.').unwrap_or(("", module));
-    (before.is_empty() || before.split('.').all(|part| WORDS.contains(&part))).then_some(last)
-}
-
-/// The prefix of a layer of the text model, its number, and what follows.
-pub(super) fn layer_of(name: &str) -> Option<(&str, usize, &str)> {
-    let mut end = 0;
-    for part in name.split('.') {
-        end += part.len() + 1;
-        if ["layers", "h", "blocks", "layer"].contains(&part) {
-            let (number, rest) = name.get(end..)?.split_once('.')?;
-            return Some((&name[..end - 1], number.parse().ok()?, rest));
-        }
-        if !WORDS.contains(&part) {
-            return None;
-        }
-    }
-    None
-}
-
-/// What a tensor of a layer is; nothing for scales, and for parts that only some layers of a type have.
-pub(super) fn kind_of(rest: &str) -> Option<String> {
-    const SCALES: [&str; 6] = ["_scale", "_scale_2", "_scale_inv", "_scales", "inv_freq", "_bias"];
-    let parts = rest.split('.');
-    let sparse = |part: &str| part.starts_with("index") || part == "compressor";
-    if SCALES.iter().any(|end| rest.ends_with(end)) || parts.clone().any(sparse) {
-        return None;
-    }
-    let parts: Vec<&str> = parts.map(|part| if part.parse::<u64>().is_ok() { "#" } else { part }).collect();
-    let kind = parts.join(".");
-    Some(kind.strip_suffix("_packed").map(str::to_string).unwrap_or(kind))
-}

@@ -6,7 +6,10 @@
 
 use super::architecture::loading;
 use super::beside::{self, Beside};
+use super::client::Client;
+use super::conversion::Conversion;
 use super::dialect::Model;
+use super::finding::{Finding, Severity};
 use super::inputs;
 use super::measure::Measure;
 use super::plan::{Action, Item, Plan};
@@ -14,10 +17,11 @@ use super::rows::{Memory, Piece, copy};
 use super::settings::{Finished, Observer, Pass, Settings, Summary};
 use super::shards::{self, Placed, RowOrder, Shard, Unit};
 use super::stamp::Stamp;
-use super::target::{Activations, Role, Scale, Target};
-use super::verify::{Client, Finding, Severity, verify};
+use super::target::{Activations, Scale, Target};
+use super::verify::verify;
 use super::weight::{Stored, Weight};
 use super::work::{Order, Part, Work};
+use super::written::{self, Role};
 use super::{Checkpoint, complete, first_not_finite, gguf, mxfp4, pool};
 use crate::{Error, Result, Setting};
 use nvfp4::{Precision, Specials};
@@ -102,23 +106,6 @@ pub(super) fn convert_on(
     conversion.write()
 }
 
-/// A conversion under way.
-pub(super) struct Conversion<'a, 'p> {
-    pub settings: &'a Settings,
-    pub mode: Mode,
-    pub model: &'p Model<'p>,
-    pub plan: &'a Plan<'p>,
-    files: Vec<Shard<'p>>,
-    /// The scale of the activations of every weight.
-    inputs: BTreeMap<String, f32>,
-    beside: Beside,
-    /// The files of the source, as they were at the beginning.
-    stamps: Vec<(PathBuf, Stamp)>,
-    pub work: Work,
-    observer: &'a dyn Observer,
-    stop: &'a AtomicBool,
-}
-
 impl<'p> Conversion<'_, 'p> {
     /// The first pass. A conversion that is continued after it finds its results in the journal.
     fn find_amaxes(&mut self) -> Result<()> {
@@ -136,7 +123,7 @@ impl<'p> Conversion<'_, 'p> {
         pool::run(self.settings.threads, &tasks, self.stop, |(i, rows), memory: &mut Memory| {
             let weight = &self.plan.items[*i].weight;
             let largest = match weight.stored {
-                Stored::MxFp4 { .. } => mxfp4::top(weight, rows, memory)?,
+                Stored::MxFp4 { .. } => mxfp4::top(weight, rows, &mut memory.codes, &mut memory.exponents)?,
                 _ => self.find_amax(weight, rows, memory)?.to_bits(),
             };
             found[*i][rows.start / weight.matrix_rows()].fetch_max(largest, Ordering::Relaxed);
@@ -305,20 +292,6 @@ impl<'p> Conversion<'_, 'p> {
         }
     }
 
-    /// The tensor scales that a weight shares with the weights that it is joined with, if its source has others.
-    pub fn rescaled(&self, item: &Item<'_>) -> Option<&[f32]> {
-        self.plan.groups[item.group?].rescaled.as_deref()
-    }
-
-    /// What the first pass found: the bits of an amax, or the largest exponent of MXFP4.
-    pub fn found(&self, item: &Item<'_>, matrix: usize) -> u32 {
-        self.work.journal.amaxes.as_ref().expect("the first pass is over")[&item.weight.module][matrix]
-    }
-
-    pub fn amax(&self, item: &Item<'_>) -> f32 {
-        f32::from_bits(self.found(item, 0))
-    }
-
     fn find_amax(&self, weight: &Weight<'_>, rows: &Range<usize>, memory: &mut Memory) -> Result<f32> {
         let values = weight.values(rows.clone(), &mut memory.source)?;
         let input = Input::new(values, rows.len(), weight.cols)?;
@@ -338,7 +311,7 @@ impl<'p> Conversion<'_, 'p> {
     fn finished(&self, item: &Item<'_>, measure: Measure) -> Finished {
         let weight = &item.weight;
         let parts = self.settings.target.parts(item, Activations::Plain);
-        let after = parts.iter().map(super::target::Part::len).sum();
+        let after = parts.iter().map(written::Part::len).sum();
         Finished {
             module: weight.module.clone(),
             rows: weight.rows,

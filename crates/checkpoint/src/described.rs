@@ -2,12 +2,13 @@
 //! wrongly.
 
 use super::architecture;
+use super::client::Client;
 use super::dialect::{Dialect, Model};
+use super::finding::Report;
 use super::ignored::Ignored;
 use super::keep::{Defaults, Part};
 use super::outline::Outline;
 use super::plan;
-use super::verify::{Client, Report};
 use super::weight::{Stored, Weight};
 use crate::Result;
 use nvfp4_spec::BLOCK;
@@ -342,8 +343,7 @@ fn check_unnamed(model: &Model<'_>, client: Client, file: &str, patterns: &Ignor
             report.problem(&module, text);
         }
     }
-    let writes = |name: &str| name.ends_with("ForCausalLM") || name.ends_with("ForConditionalGeneration");
-    if model.dialect == Dialect::ModelOpt && model.architecture().is_some_and(writes) {
+    if model.dialect == Dialect::ModelOpt && architecture::writes(model) {
         let heads = architecture::heads(model.architecture()).iter();
         for head in heads.filter(|head| model.weight(head).is_none() && !listed(head)) {
             let text = format!(

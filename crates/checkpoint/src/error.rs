@@ -1,6 +1,5 @@
 //! What can go wrong with a checkpoint, and what to change.
 
-use crate::target::Target;
 use nvfp4::Precision;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -30,10 +29,10 @@ pub enum Error {
         "weight '{module}' holds {value} at row {row}, column {col}, and {precision:?} ends at {}; \
          {}, and start over",
         precision.max(),
-        match (target, precision) {
-            (Target::Plain(_), Precision::F16) => "decode to BF16 or F32",
-            (Target::Plain(_), _) => "decode to F32",
-            _ => "quantize it too, or decode the source to F32 and convert that",
+        match (decoding, precision) {
+            (Decoding::All, Precision::F16) => "decode to BF16 or F32",
+            (Decoding::All, _) => "decode to F32",
+            (Decoding::Rest, _) => "quantize it too, or decode the source to F32 and convert that",
         }
     )]
     WeightDoesNotFit {
@@ -47,8 +46,8 @@ pub enum Error {
         value: f32,
         /// The type that weights are decoded to.
         precision: Precision,
-        /// What was to be written.
-        target: Target,
+        /// Which weights are decoded.
+        decoding: Decoding,
     },
 
     /// A conversion that was stopped. What is done is kept.
@@ -145,6 +144,15 @@ pub enum Error {
     /// A tensor.
     #[error(transparent)]
     Tensor(#[from] nvfp4::Error),
+}
+
+/// Which weights a conversion decodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Decoding {
+    /// All of them: nothing is quantized.
+    All,
+    /// Those that it does not quantize.
+    Rest,
 }
 
 /// A setting of a conversion that an error is about, so that a program can name its own option for it.

@@ -1,11 +1,11 @@
 //! Are the numbers that stay in high precision numbers, and does a server read them? One NaN in a norm makes every output NaN.
 
-use super::complete::beside_layers;
 use super::dialect::Model;
+use super::finding::Report;
 use super::folder::Located;
 use super::outline::Outline;
+use super::place::beside_layers;
 use super::pool;
-use super::verify::Report;
 use super::weight::{Stored, sized};
 use crate::Result;
 use half::{bf16, f16};

@@ -369,17 +369,3 @@ impl Index {
 pub fn check_index(bytes: &[u8]) -> bool {
     regular::parse_json(bytes).is_ok_and(|json| Index::new(Path::new("index"), &json).is_ok())
 }
-
-/// Reads a `config.json` in all ways that there are, for fuzzing: whatever the bytes, this returns. The same text stands for
-/// `hf_quant_config.json`.
-#[doc(hidden)]
-pub fn check_config(bytes: &[u8]) -> bool {
-    let Ok(json) = regular::parse_json::<Value>(bytes) else { return false };
-    let (config, quantization) = (Some(json.clone()), Some(json));
-    let Ok(checkpoint) = Checkpoint::collect(Path::new("none"), Kind::Folder, Vec::new(), config, quantization) else {
-        return false;
-    };
-    let Ok(model) = super::Model::new(&checkpoint) else { return false };
-    let verified = super::verify(&model, super::Client::Vllm, 1).is_ok();
-    verified && super::gguf::check_parameters(&checkpoint)
-}

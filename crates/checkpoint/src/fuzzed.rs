@@ -12,6 +12,7 @@ use super::{Client, compare, verify};
 use crate::Result;
 use nvfp4::Precision;
 use nvfp4_files::regular::parse_json;
+use serde_json::Value;
 use std::path::Path;
 
 /// Reads a model of one safetensors file: groups its tensors, checks, decodes and compares its weights, and lays out what it
@@ -65,4 +66,16 @@ pub fn check_gguf_file(file: Vec<u8>) -> bool {
         let _ = file.floats(tensor, 0..if elements == 0 { 0 } else { tensor.rows().min(1 << 16) });
     }
     true
+}
+
+/// Reads a `config.json` in all ways that there are, for fuzzing: whatever the bytes, this returns. The same text stands for
+/// `hf_quant_config.json`.
+pub fn check_config(bytes: &[u8]) -> bool {
+    let Ok(json) = parse_json::<Value>(bytes) else { return false };
+    let (config, quantization) = (Some(json.clone()), Some(json));
+    let Ok(checkpoint) = Checkpoint::from_files(Path::new("fuzzed"), Vec::new(), config, quantization) else {
+        return false;
+    };
+    let Ok(model) = Model::new(&checkpoint) else { return false };
+    verify(&model, Client::Vllm, 1).is_ok() && gguf::check_parameters(&checkpoint)
 }

@@ -1,8 +1,8 @@
 //! Names and patterns of modules in a configuration, as servers match them. Lists may have an entry for each of thousands of
 //! weights, so names are looked up, and only patterns are tried one after another.
 
+use super::client::Client;
 use super::dialect::Dialect;
-use super::verify::Client;
 use regex_lite::Regex;
 use std::collections::{BTreeSet, HashSet};
 

@@ -1,9 +1,18 @@
-//! Checkpoints: what other programs write and load, read safely, converted to NVFP4, checked and explained.
+//! Checkpoints: what other programs write and load, read safely, converted to NVFP4, checked and
+//! explained.
 //!
-//! Read in this order: `file` (one safetensors file), `folder` (a checkpoint), `dialect` (whose it is), `weight` (its
-//! matrices), `names`, `joined`, `keep`, `architecture` and `plan` (what will happen to them), `target` and `shards` (what
-//! is written, and where; `gguf` for llama.cpp), `settings` (what is asked for), `convert` (the two passes) and `rows` (one
-//! piece of one weight); then `verify`, `described`, `complete`, `sizes` and `finite` (whether a server would load the result).
+//! No module imports what imports it. Read in this order:
+//!
+//! 1. what is read: `file` (one safetensors file), `folder` (a checkpoint), `weight` (its matrices)
+//!    and `dialect` (whose it is);
+//! 2. what is planned: `names`, `joined`, `outline`, `keep`, `architecture`, `target` and `plan`;
+//! 3. what is written, and where: `written`, `configuration`, `shards` and `beside`; `gguf` for
+//!    llama.cpp;
+//! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work` (the
+//!    files on the disk), `conversion`, `rows` (one piece of one weight) and `convert` (the two
+//!    passes);
+//! 5. whether a server would load the result: `client` and `finding`, `described`, `place`, `layer`,
+//!    `sizes`, `complete`, `finite` and `verify`.
 //!
 //! ```no_run
 //! use nvfp4_checkpoint::{Settings, convert};
@@ -23,15 +32,20 @@ compile_error!("weights are read as they lie in the file, which needs a little-e
 
 mod architecture;
 mod beside;
+mod client;
 mod compare;
 mod complete;
+mod configuration;
+mod conversion;
 mod convert;
 #[cfg(test)]
 mod crash;
 mod described;
 mod dialect;
 mod error;
+mod existing;
 mod file;
+mod finding;
 mod finite;
 mod folder;
 #[doc(hidden)]
@@ -40,12 +54,14 @@ pub mod gguf;
 mod ignored;
 mod inputs;
 mod joined;
+mod journal;
 mod keep;
 mod layer;
 mod measure;
 mod mxfp4;
 mod names;
 mod outline;
+mod place;
 mod plan;
 mod pool;
 mod room;
@@ -57,29 +73,35 @@ mod stamp;
 mod statistics;
 mod target;
 mod there;
+mod transpose;
 mod verify;
 mod weight;
 mod work;
+mod written;
 
 pub use architecture::{Architectures, loading};
+pub use client::Client;
 pub use compare::{Compared, Comparison, Difference, compare, differences};
 pub use convert::convert;
 pub use dialect::{Dialect, Model, detect};
-pub use error::{Error, Result, Setting};
+pub use error::{Decoding, Error, Result, Setting};
+pub use existing::{Existing, Outcome};
 pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
-pub use folder::{Checkpoint, Kind, Located, check_config, check_index};
+pub use finding::{Finding, Fix, Severity};
+pub use folder::{Checkpoint, Kind, Located, check_index};
+#[doc(hidden)]
+pub use fuzzed::check_config;
 pub use joined::fused;
 pub use measure::Measure;
 pub use names::{Pattern, Preset};
 pub use plan::{Action, Copied, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
-pub use settings::{Acts, Finished, KvCache, Observer, Outcome, Pass, ScaleChoice, Settings, Summary};
+pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use statistics::{Statistics, statistics};
 pub use target::{Activations, Target};
 pub use there::check_free;
-pub use verify::{Client, Finding, Fix, Severity, verify};
+pub use verify::verify;
 pub use weight::{Arrangement, Buffer, Nibbles, Nvfp4, Stored, Weight};
-pub use work::Existing;
 
 /// The error about the first value of some rows that is not finite.
 fn first_not_finite(weight: &Weight<'_>, first_row: usize, values: &nvfp4::Values<'_>) -> crate::Error {

@@ -5,7 +5,6 @@
 //! largest exponent mapped to 2⁸, blocks down to 2¹⁷ times smaller are exact. What lies below is rounded to the
 //! smallest scale.
 
-use super::rows::Memory;
 use super::weight::{MX_BLOCK, Weight};
 use crate::Result;
 use nvfp4_spec::{BLOCK, Specials, e2m1, e4m3, e8m0};
@@ -18,9 +17,14 @@ const TOP: i32 = 8;
 const BOTTOM: i32 = -9;
 
 /// The largest exponent of some rows of a weight that any code other than zero has; 0 for none.
-pub(super) fn top(weight: &Weight<'_>, rows: &Range<usize>, memory: &mut Memory) -> Result<u32> {
-    weight.mxfp4(rows.clone(), &mut memory.codes, &mut memory.exponents)?;
-    Ok(largest(&memory.codes, &memory.exponents))
+pub(super) fn top(
+    weight: &Weight<'_>,
+    rows: &Range<usize>,
+    codes: &mut Vec<u8>,
+    exponents: &mut Vec<u8>,
+) -> Result<u32> {
+    weight.mxfp4(rows.clone(), codes, exponents)?;
+    Ok(largest(codes, exponents))
 }
 
 fn largest(codes: &[u8], exponents: &[u8]) -> u32 {
@@ -53,22 +57,6 @@ pub(super) fn cast(codes: &mut [u8], exponents: &[u8], top: u32, scales: &mut [u
             let factor = 2f32.powi(power - BOTTOM);
             let round = |code: u8| e2m1::encode(e2m1::decode(code) * factor, Specials::Kernel);
             codes.iter_mut().for_each(|b| *b = e2m1::pack(round(*b & 15), round(*b >> 4)));
-        }
-    }
-}
-
-/// The transposed matrix of elements of `size` bytes.
-pub(super) fn transpose(from: &[u8], rows: usize, cols: usize, size: usize, to: &mut [u8]) {
-    /// A tile whose lines stay in the first-level cache.
-    const TILE: usize = 64;
-    for r0 in (0..rows).step_by(TILE) {
-        for c0 in (0..cols).step_by(TILE) {
-            for c in c0..(c0 + TILE).min(cols) {
-                for r in r0..(r0 + TILE).min(rows) {
-                    let (there, here) = ((c * rows + r) * size, (r * cols + c) * size);
-                    to[there..there + size].copy_from_slice(&from[here..here + size]);
-                }
-            }
         }
     }
 }
@@ -109,15 +97,5 @@ mod tests {
         let g = scale(top);
         assert_eq!(e4m3::decode(scales[0]) * g, e8m0::decode(100));
         assert!(codes[16..].iter().all(|&b| b & 0x77 == 0));
-    }
-
-    #[test]
-    fn transposed_twice_is_the_same() {
-        let from: Vec<u8> = (0..70 * 131).map(|i| i as u8).collect();
-        let (mut once, mut twice) = (vec![0; from.len()], vec![0; from.len()]);
-        transpose(&from, 70, 131, 1, &mut once);
-        assert_eq!(once[70 + 3], from[3 * 131 + 1]);
-        transpose(&once, 131, 70, 1, &mut twice);
-        assert_eq!(from, twice);
     }
 }

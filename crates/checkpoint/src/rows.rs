@@ -1,16 +1,18 @@
 //! Some rows of a weight, in their new form, at their place in the output.
 
-use super::convert::Conversion;
+use super::conversion::Conversion;
 use super::folder::Located;
 use super::measure::Measure;
 use super::mxfp4;
 use super::plan::{Action, Item};
 use super::settings::ScaleChoice;
 use super::shards::{Cast, Placed, RowOrder};
-use super::target::Role;
+use super::target::Target;
+use super::transpose::transpose;
 use super::weight::{Buffer, MX_BLOCK, Stored, sized};
 use super::work::Part;
-use crate::{Error, Result};
+use super::written::Role;
+use crate::{Decoding, Error, Result};
 use half::{bf16, f16};
 use nvfp4::{GlobalScale, Layout, Precision};
 use nvfp4_kernels::quantize::{self as kernel, Amax, Direction};
@@ -144,7 +146,10 @@ impl Conversion<'_, '_> {
                 col: at % weight.cols,
                 value: values.get(at),
                 precision,
-                target: self.settings.target,
+                decoding: match self.settings.target {
+                    Target::Plain(_) => Decoding::All,
+                    Target::ModelOpt | Target::CompressedTensors | Target::Gguf => Decoding::Rest,
+                },
             });
         }
         bytes.clear();
@@ -312,7 +317,7 @@ fn write_transposed(
     let (outputs, count) = (item.weight.matrix_rows(), rows.len());
     let width = bytes.len() / size / count.max(1);
     let transposed = sized(transposed, bytes.len());
-    mxfp4::transpose(bytes, count, width, size, transposed);
+    transpose(bytes, count, width, size, transposed);
     let (matrix, first) = (rows.start / outputs, rows.start % outputs);
     let at = |column: usize| start + (((matrix * width + column) * outputs + first) * size) as u64;
     match count == outputs {

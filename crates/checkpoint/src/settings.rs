@@ -1,14 +1,14 @@
 //! What a conversion is asked for, and what it says.
 
 use super::Dialect;
+use super::existing::{Existing, Outcome};
+use super::finding::Finding;
 use super::measure::Measure;
 use super::names::Pattern;
 use super::plan::{Action, Selection};
 use super::shards::Shards;
 use super::stamp::Stamp;
 use super::target::Target;
-use super::verify::Finding;
-use super::work::Existing;
 use crate::{Error, Result, Setting};
 use nvfp4::{Bound, ErrorPath, Metric, Profile, ScaleRule};
 use nvfp4_kernels::Implementation;
@@ -140,15 +140,6 @@ pub struct Finished {
     pub group: Option<String>,
     /// Its error against the source; all zeros where it kept its numbers.
     pub measure: Measure,
-}
-
-/// Whether a conversion had anything to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// It wrote the target.
-    Written,
-    /// The target was there already, and every byte of its tensors and configuration is what it would have written.
-    AlreadyThere,
 }
 
 /// What a conversion did.

@@ -3,7 +3,8 @@
 use super::Model;
 use super::folder::Located;
 use super::plan::Plan;
-use super::target::{Extras, Part, Role, Target};
+use super::target::{Extras, Target};
+use super::written::{Part, Role};
 use crate::{Error, Result};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};

@@ -4,10 +4,11 @@
 //! Families differ, so only what every server does is asked: a size is held against the configuration where the name of the
 //! tensor says which size it is, and against other layers where the configuration says nothing layer by layer.
 
-use super::complete::{beside_layers, kind_of, layer_of, writes};
+use super::architecture::writes;
 use super::dialect::{Dialect, Model};
+use super::finding::Report;
 use super::outline::Outline;
-use super::verify::Report;
+use super::place::{beside_layers, kind_of, layer_of};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 

@@ -1,9 +1,10 @@
 //! What is already where a checkpoint is to be written, and whether it may be replaced.
 
+use super::existing::Existing;
 use super::folder::{INDEX_SUFFIX, Kind};
 use super::gguf;
+use super::journal::{JOURNAL, LOCK};
 use super::settings::Settings;
-use super::work::{Existing, JOURNAL, LOCK};
 use crate::{Error, Result};
 use std::fs;
 use std::path::{Path, PathBuf};

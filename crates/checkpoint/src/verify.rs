@@ -1,112 +1,20 @@
 //! Would a program load this checkpoint, and load it right? Every check is something that a server gets wrong in silence.
 //! `described` holds the configuration against the weights, `complete` looks for what is missing.
 
+use super::client::Client;
 use super::dialect::{Dialect, Model};
+use super::finding::{Finding, Fix, Report};
 use super::names::KvScale;
 use super::statistics::{Statistics, statistics};
 use super::target::Target;
 use super::weight::{Stored, Weight};
 use super::{architecture, complete, described, finite, joined};
-use crate::{Error, Result};
+use crate::Result;
 use std::collections::BTreeMap;
-use std::fmt;
-use std::str::FromStr;
-
-/// The program that will load a checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum Client {
-    /// vLLM.
-    #[default]
-    Vllm,
-    /// llama.cpp, by way of its `convert_hf_to_gguf.py`.
-    LlamaCpp,
-    /// transformers.
-    Transformers,
-}
-
-impl FromStr for Client {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "vllm" => Ok(Client::Vllm),
-            "llama.cpp" => Ok(Client::LlamaCpp),
-            "transformers" => Ok(Client::Transformers),
-            _ => Err(Error::Refused(format!("expected vllm, llama.cpp or transformers, got '{text}'"))),
-        }
-    }
-}
-
-impl fmt::Display for Client {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Client::Vllm => "vLLM",
-            Client::LlamaCpp => "llama.cpp",
-            Client::Transformers => "transformers",
-        })
-    }
-}
-
-/// How bad a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Severity {
-    /// Worth knowing.
-    Note,
-    /// It would not load, or load wrongly.
-    Problem,
-}
-
-/// What removes a finding, so that a program can name its own command for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Fix {
-    /// Convert the checkpoint to this form.
-    Convert(Target),
-    /// Convert the checkpoint to this form, with one tensor scale for weights that are joined.
-    ConvertWithOneScale(Target),
-    /// Decode the checkpoint to plain numbers.
-    Decode,
-}
-
-/// Something that a check found.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Finding {
-    /// How bad it is.
-    pub severity: Severity,
-    /// The module or file that it is about.
-    pub about: String,
-    /// What it is and what comes of it.
-    pub text: String,
-    /// What removes it, where a command of this library does.
-    pub fix: Option<Fix>,
-}
-
-impl Finding {
-    /// A finding without a fix.
-    pub fn new(severity: Severity, about: impl Into<String>, text: impl Into<String>) -> Self {
-        Finding { severity, about: about.into(), text: text.into(), fix: None }
-    }
-
-    /// A problem without a fix.
-    pub fn problem(about: impl Into<String>, text: impl Into<String>) -> Self {
-        Finding::new(Severity::Problem, about, text)
-    }
-
-    /// A note without a fix.
-    pub fn note(about: impl Into<String>, text: impl Into<String>) -> Self {
-        Finding::new(Severity::Note, about, text)
-    }
-
-    /// The same with a fix.
-    pub fn with(self, fix: impl Into<Option<Fix>>) -> Self {
-        Finding { fix: fix.into(), ..self }
-    }
-}
 
 /// Checks a checkpoint for a program. An empty list is a clean bill.
 pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<Finding>> {
-    let mut report = Report { findings: Vec::new() };
+    let mut report = Report::default();
     if !model.dialect.is_nvfp4() {
         report.problem("checkpoint", format!("{}, not NVFP4; convert it first", model.dialect));
         return Ok(report.findings);
@@ -127,25 +35,6 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
     }
     report.findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     Ok(report.findings)
-}
-
-/// What was found so far.
-pub(super) struct Report {
-    findings: Vec<Finding>,
-}
-
-impl Report {
-    pub fn problem(&mut self, about: &str, text: impl Into<String>) {
-        self.findings.push(Finding::problem(about, text));
-    }
-
-    pub fn fixable(&mut self, about: &str, text: impl Into<String>, fix: impl Into<Option<Fix>>) {
-        self.findings.push(Finding::problem(about, text).with(fix));
-    }
-
-    pub fn note(&mut self, about: &str, text: impl Into<String>) {
-        self.findings.push(Finding::note(about, text));
-    }
 }
 
 fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {

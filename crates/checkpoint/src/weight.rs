@@ -1,6 +1,7 @@
 //! A weight matrix on disk, whatever it is stored as, read row by row.
 
 use super::folder::Located;
+use super::transpose::transpose;
 use crate::{Error, Result};
 use half::{bf16, f16};
 use nvfp4::{GlobalScale, Layout, Unit};
@@ -341,7 +342,7 @@ impl Nvfp4<'_> {
                 }
             }
             let to = &mut out[(start - rows.start) * width..][..count * width];
-            super::mxfp4::transpose(columns, width, count, 1, to);
+            transpose(columns, width, count, 1, to);
             start += count;
         }
         Ok(())

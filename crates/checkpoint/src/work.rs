@@ -8,61 +8,22 @@
 //! A checkpoint that is replaced moves to `TARGET.replaced-N`, a name that nobody has, before the new one takes its place;
 //! the journal says so before. A conversion that is stopped between the two is put right by the next one ([`mend`]).
 
+use super::existing::{Existing, Outcome};
 use super::folder::Kind;
 use super::gguf;
+use super::journal::{Done, JOURNAL, Journal, LOCK, read_journal, replaced};
 use super::measure::Measure;
 use super::room;
-use super::settings::Outcome;
 use super::stamp::Stamp;
 use super::there::{There, check_target, entries, exists};
 use crate::{Error, Result};
 use nvfp4_files::durable::{self, Disk};
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 pub(super) use nvfp4_files::durable::Part;
-
-/// What to do if the target, or an unfinished conversion to it, is there already.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub enum Existing {
-    /// Stop with an error, unless it is an empty folder.
-    #[default]
-    Refuse,
-    /// Continue an unfinished conversion, if there is one. One that is finished already is no error.
-    Resume,
-    /// Throw an unfinished conversion away, and replace a finished checkpoint when the new one is whole.
-    Replace,
-}
-
-pub(super) const JOURNAL: &str = ".nvfp4-journal.json";
-pub(super) const LOCK: &str = ".nvfp4-lock";
-
-/// What has been done so far.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct Journal {
-    /// What was asked for, and from what: a resumed run must ask for the same.
-    pub request: Value,
-    /// What was to happen to a target that exists. Whoever continues does the same.
-    existing: Existing,
-    /// The bits of the amax of every weight that is quantized, by module; for MXFP4, the largest exponent of each matrix.
-    pub amaxes: Option<BTreeMap<String, Vec<u32>>>,
-    /// Files that are whole.
-    done: BTreeMap<String, Done>,
-    /// What the checkpoint that is replaced is called, from just before it moves.
-    replaced: Option<String>,
-}
-
-/// A file that is whole.
-#[derive(Debug, Serialize, Deserialize)]
-struct Done {
-    /// As it was then: one that was changed since is made again.
-    stamp: Stamp,
-    /// What it did to its weights.
-    measures: BTreeMap<String, Measure>,
-}
 
 /// What is to be written, and where.
 #[derive(Clone, Copy, Debug)]
@@ -386,15 +347,6 @@ fn check_disk(target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Where a checkpoint is that was replaced. A journal may name nothing else.
-fn replaced(target: &Path, journal: &Journal) -> Option<PathBuf> {
-    let name = journal.replaced.as_deref()?;
-    let start = format!("{}.replaced-", target.file_name()?.to_string_lossy());
-    let number = name.strip_prefix(&start)?;
-    let counted = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
-    counted.then(|| target.with_file_name(name))
-}
-
 /// Keeps other processes away from a folder.
 fn lock(disk: &Disk, folder: &Path) -> Result<File> {
     let path = folder.join(LOCK);
@@ -411,18 +363,6 @@ fn lock(disk: &Disk, folder: &Path) -> Result<File> {
 fn is_ours(folder: &Path) -> Result<bool> {
     let begun = |name: &String| name.strip_suffix(".part") == Some(JOURNAL) || name == LOCK;
     Ok(folder.join(JOURNAL).is_file() || (folder.is_dir() && entries(folder)?.iter().all(begun)))
-}
-
-/// The journal of an unfinished conversion; `None` where it was stopped before it wrote one.
-fn read_journal(folder: &Path) -> Result<Option<Journal>> {
-    let path = folder.join(JOURNAL);
-    match fs::read(&path) {
-        Ok(bytes) => {
-            serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::DamagedJournal { path, reason: e.to_string() })
-        }
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(io(&path, e)),
-    }
 }
 
 /// Removes everything but the lock; the journal last, which says whose folder it is.
@@ -443,18 +383,7 @@ fn io(path: &Path, source: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_journal_names_nothing_but_a_numbered_checkpoint_beside_the_target() {
-        let named = |name: &str| {
-            let journal = Journal { replaced: Some(name.to_string()), ..Journal::default() };
-            replaced(Path::new("a/t"), &journal)
-        };
-        assert_eq!(named("t.replaced-12"), Some(PathBuf::from("a/t.replaced-12")));
-        for name in ["t.replaced-", "t.replaced-1/..", "t.replaced-x", "other", "../t.replaced-1"] {
-            assert_eq!(named(name), None, "{name}");
-        }
-    }
+    use std::fs;
 
     /// A file, which is removed as no folder is, stands for another user's files.
     #[test]

@@ -1,17 +1,17 @@
 //! What to do about an error or a finding, in the words of the command line. The library knows no flags.
 
 use nvfp4::Precision;
-use nvfp4_checkpoint::{Error, Finding, Fix, Setting, Target};
+use nvfp4_checkpoint::{Decoding, Error, Finding, Fix, Setting, Target};
 use nvfp4_recipe::{Family, Problem};
 
 /// The flag or command that helps, where there is one.
 pub fn advice(error: &Error) -> Option<String> {
     let text = match error {
         Error::WeightNotFinite { module, .. } => return Some(format!("--skip '{module}' leaves it as it is")),
-        Error::WeightDoesNotFit { target: Target::Plain(_), precision: Precision::F16, .. } => {
+        Error::WeightDoesNotFit { decoding: Decoding::All, precision: Precision::F16, .. } => {
             "--dtype bf16 or --dtype f32, with --force to start over"
         }
-        Error::WeightDoesNotFit { target: Target::Plain(_), .. } => "--dtype f32, with --force to start over",
+        Error::WeightDoesNotFit { decoding: Decoding::All, .. } => "--dtype f32, with --force to start over",
         Error::WeightDoesNotFit { .. } => "`nvfp4 dequant --dtype f32` decodes the source; --force starts over",
         Error::Interrupted => "run the same command with --resume to continue",
         Error::TargetExists { .. } => "--force replaces it",

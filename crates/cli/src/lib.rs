@@ -15,8 +15,6 @@ mod doctor;
 mod exit;
 mod help;
 mod inspect;
-mod inspect_gguf;
-mod inspect_rows;
 mod interrupt;
 mod json;
 mod modes;

@@ -6,7 +6,7 @@
 
 use super::container::Value;
 use super::object::{Object, shown};
-use super::tokenizer::{Entries, added, key, kind};
+use super::tokens::{Entries, added, key, kind};
 use crate::{Error, Result};
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet};

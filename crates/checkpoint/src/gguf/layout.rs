@@ -1,7 +1,8 @@
 //! Where every byte of a GGUF file goes, known before the first weight is read.
 
 use super::container::{Described, Type, Value, header};
-use super::family::{Family, Place};
+use super::family::Family;
+use super::names::Place;
 use super::object::Object;
 use super::rope::Rope;
 use super::sizes::{self, Sizes};
@@ -11,8 +12,9 @@ use crate::folder::{Checkpoint, Located};
 use crate::names::KvScale;
 use crate::plan::{Item, Plan};
 use crate::shards::{Cast, Placed, RowOrder, Shard, Unit};
-use crate::target::{Activations, Role};
+use crate::target::Activations;
 use crate::weight::{Stored, sized};
+use crate::written::Role;
 use crate::{Error, Result, Setting};
 use nvfp4_spec::gguf::BLOCK_ELEMENTS;
 use safetensors::Dtype;

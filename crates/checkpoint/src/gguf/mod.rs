@@ -1,8 +1,9 @@
 //! GGUF, llama.cpp's file format: one file that holds the tensors, the model's parameters and its tokenizer.
 //!
-//! Read in this order: `container` (what the bytes mean), `file` (a file, checked and read), `family` (which models, and what
-//! their tensors are called), `sizes` (what shapes they have), `rope`, `tokenizer` and `bpe`, `layout` (where everything
-//! goes), `verify`. `object` reads what JSON files say by type.
+//! Read in this order: `container` (what the bytes mean), `file` (a file, checked and read), `family`
+//! (which models), `sizes` (what shapes their tensors have), `names` (what the tensors are called),
+//! `rope` and `parameters` (what the configuration becomes), `tokens`, `bpe` and `tokenizer`,
+//! `layout` (where everything goes), `verify`. `object` reads what JSON files say by type.
 //!
 //! An NVFP4 weight is a tensor of type 40, blocks of 64 elements ([`nvfp4_spec::gguf`]), and a tensor `….scale` with the
 //! tensor scale, which llama.cpp multiplies a product by. Experts of a layer are one tensor with a scale for each.
@@ -12,10 +13,13 @@ mod container;
 mod family;
 mod file;
 mod layout;
+mod names;
 mod object;
+mod parameters;
 mod rope;
 mod sizes;
 mod tokenizer;
+mod tokens;
 mod verify;
 
 pub use container::{Type, Value};
@@ -24,6 +28,6 @@ pub use file::{GgufFile, GgufTensor, check_gguf, is_gguf};
 pub use tokenizer::check_tokenizer;
 pub use verify::verify;
 
-pub(crate) use family::layer_parts;
 pub(super) use layout::{FILE, check_parameters, lay_out};
+pub(crate) use names::layer_parts;
 pub(crate) use sizes::FeedForward;

@@ -4,24 +4,15 @@
 use super::bpe::{self, Around, bpe};
 use super::container::Value;
 use super::object::Object;
+use super::tokens::{Entries, added, key, kind};
 use crate::folder::read_json;
 use crate::{Checkpoint, Error, Result};
 use nvfp4_files::regular;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 
-/// Kinds of tokens, with the numbers that SentencePiece and GGUF have for them.
-pub(super) mod kind {
-    pub const NORMAL: i32 = 1;
-    pub const CONTROL: i32 = 3;
-    pub const USER_DEFINED: i32 = 4;
-    pub const UNUSED: i32 = 5;
-}
-
 /// The largest SentencePiece model or chat template that is read: a vocabulary of a million tokens takes about 30 MB.
 const MAX_FILE: u64 = 256 << 20;
-
-pub(super) type Entries = Vec<(String, Value)>;
 
 /// The keys of a checkpoint's tokenizer, for a vocabulary of `size`. Without one there is no vocabulary.
 pub(super) fn entries(checkpoint: &Checkpoint, config: &Object<'_>, size: u64) -> Result<Entries> {
@@ -92,17 +83,6 @@ pub fn check_tokenizer(bytes: &[u8]) -> bool {
         special(&mut entries, &tokens, SIZE as u64, &object, Some(&object), around).ok()
     };
     check().is_some()
-}
-
-pub(super) fn key(name: &str, value: Value) -> (String, Value) {
-    (format!("tokenizer.ggml.{name}"), value)
-}
-
-/// The kind of a token that was added to a vocabulary. Some are marks of a conversation even where a file does not call
-/// them special.
-pub(super) fn added(text: &str, special: bool) -> i32 {
-    let special = special || text == "<pad>" || (text.starts_with("<|") && text.ends_with("|>"));
-    if special { kind::CONTROL } else { kind::USER_DEFINED }
 }
 
 /// A SentencePiece model: a Protocol Buffers message whose field 1 is a piece (text, score, kind), repeated.

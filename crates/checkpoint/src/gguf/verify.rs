@@ -5,8 +5,8 @@ use super::family::Family;
 use super::file::{GgufFile, GgufTensor};
 use super::sizes::{self, Has, Mixture, Sizes};
 use crate::Result;
+use crate::finding::Finding;
 use crate::statistics::Statistics;
-use crate::verify::Finding;
 use nvfp4_spec::e4m3;
 
 impl GgufFile {

@@ -1,13 +1,12 @@
 //! `nvfp4 inspect`: whose checkpoint this is, what its bytes look like, and what is odd about it.
 
-use crate::inspect_rows::{self, Row};
 use crate::names::shown;
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From};
-use crate::{inspect_gguf, json, sizes, until_closed, verify};
+use crate::{json, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
-use nvfp4_checkpoint::gguf::{self, GgufFile};
+use nvfp4_checkpoint::gguf::{GgufFile, is_gguf};
 use nvfp4_checkpoint::{Buffer, Checkpoint, Client, Finding, Model, Statistics, Stored, Weight};
 use nvfp4_spec::{BLOCK, e2m1, e4m3};
 use serde_json::{Value, json};
@@ -15,6 +14,13 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
+
+mod gguf;
+mod rows;
+mod statistics;
+
+use rows::Row;
+use statistics::{print_statistics, scale_bytes};
 
 /// Show the format of a checkpoint, statistics of its scales and codes, and anything unusual.
 ///
@@ -48,9 +54,9 @@ fn block_at(text: &str) -> Result<(usize, usize), String> {
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let mut out = out();
-    if gguf::is_gguf(&args.path) {
+    if is_gguf(&args.path) {
         let file = GgufFile::open(&args.path)?;
-        until_closed(inspect_gguf::show(&mut out, &file, args))?;
+        until_closed(gguf::show(&mut out, &file, args))?;
         return Ok(ExitCode::SUCCESS);
     }
     let checkpoint = Checkpoint::open(&args.path)?;
@@ -175,7 +181,7 @@ impl Report<'_, '_> {
     }
 
     fn print_rows(&self, out: &mut impl Write) -> Result<()> {
-        if self.rows.is_empty() { Ok(()) } else { inspect_rows::print(out, &self.rows) }
+        if self.rows.is_empty() { Ok(()) } else { rows::print(out, &self.rows) }
     }
 
     fn json(&self) -> Value {
@@ -199,26 +205,6 @@ impl Report<'_, '_> {
         }
         report
     }
-}
-
-/// Scales, tensor scales and codes, a line each.
-pub fn print_statistics(out: &mut impl Write, total: &Statistics, globals: Option<(f32, f32)>) -> Result<()> {
-    let [zero, nan, negative] = [total.scales[0], total.nan_scales(), total.negative_scales()];
-    let range = total.scale_range().map_or("none".to_string(), |(a, b)| format!("{a:#04x} to {b:#04x}"));
-    writeln!(out, "scales   {range}, zero {zero}, NaN {nan}, negative {negative}")?;
-    if let Some((least, most)) = globals {
-        writeln!(out, "global   {least:.4e} to {most:.4e}")?;
-    }
-    let count = total.codes.iter().sum::<u64>().max(1);
-    let share = |m: usize| 100.0 * (total.codes[m] + total.codes[m + 8]) as f64 / count as f64;
-    let codes: Vec<String> = (0..8).map(|m| format!("{} {:.1}%", e2m1::MAGNITUDES[m], share(m))).collect();
-    Ok(writeln!(out, "codes    {}  entropy {:.2} bits", codes.join("  "), total.entropy())?)
-}
-
-/// Scale bytes that occur, and how often.
-pub fn scale_bytes(total: &Statistics) -> BTreeMap<String, u64> {
-    let counts = total.scales.iter().enumerate().filter(|(_, n)| **n > 0);
-    counts.map(|(byte, n)| (byte.to_string(), *n)).collect()
 }
 
 fn show_weight(out: &mut impl Write, args: &Args, weight: &Weight<'_>) -> Result<()> {

@@ -1,7 +1,8 @@
 //! `nvfp4 inspect` of a GGUF file.
 
-use crate::inspect::{Args, only, print_statistics, scale_bytes};
-use crate::inspect_rows::{self, Row};
+use super::rows::{self, Row};
+use super::statistics::{print_statistics, scale_bytes};
+use super::{Args, only};
 use crate::names::shown;
 use crate::sizes::counted;
 use crate::{json, sizes, verify};
@@ -89,7 +90,7 @@ fn show_file(out: &mut impl Write, file: &GgufFile, args: &Args) -> Result<()> {
         print_statistics(out, &total, range)?;
     }
     if !rows.is_empty() {
-        inspect_rows::print(out, &rows)?;
+        rows::print(out, &rows)?;
     }
     verify::print(out, &findings)
 }

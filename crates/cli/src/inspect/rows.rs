@@ -1,6 +1,6 @@
 //! `nvfp4 inspect --verbose`: a line for every weight.
 
-use crate::inspect::scale_bytes;
+use super::statistics::scale_bytes;
 use crate::names;
 use crate::plan::shape;
 use anyhow::Result;

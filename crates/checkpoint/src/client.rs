@@ -1,0 +1,40 @@
+//! The programs that load checkpoints.
+
+use crate::{Error, Result};
+use std::fmt;
+use std::str::FromStr;
+
+/// The program that will load a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Client {
+    /// vLLM.
+    #[default]
+    Vllm,
+    /// llama.cpp, by way of its `convert_hf_to_gguf.py`.
+    LlamaCpp,
+    /// transformers.
+    Transformers,
+}
+
+impl FromStr for Client {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "vllm" => Ok(Client::Vllm),
+            "llama.cpp" => Ok(Client::LlamaCpp),
+            "transformers" => Ok(Client::Transformers),
+            _ => Err(Error::Refused(format!("expected vllm, llama.cpp or transformers, got '{text}'"))),
+        }
+    }
+}
+
+impl fmt::Display for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Client::Vllm => "vLLM",
+            Client::LlamaCpp => "llama.cpp",
+            Client::Transformers => "transformers",
+        })
+    }
+}

@@ -1,0 +1,148 @@
+//! The configuration that tells a server about the tensors of a target.
+
+use super::architecture;
+use super::dialect::Model;
+use super::plan::{self, Action, Item, Plan};
+use super::target::{Activations, Extras, Kv, Target};
+use nvfp4::Precision;
+use nvfp4_spec::BLOCK;
+use serde_json::{Map, Value, json};
+
+impl Target {
+    /// `config.json`: the source's, in its order, with the description of the quantization put in.
+    pub(super) fn config(self, source: Option<&Value>, ignore: &[String], extras: Extras) -> Value {
+        let mut config = source.and_then(Value::as_object).cloned().unwrap_or_else(Map::new);
+        let description = match self {
+            Target::ModelOpt => modelopt(ignore, extras),
+            Target::CompressedTensors => compressed_tensors(ignore, extras),
+            Target::Plain(_) | Target::Gguf => {
+                config.shift_remove("quantization_config");
+                return Value::Object(config);
+            }
+        };
+        config.insert("quantization_config".to_string(), description);
+        Value::Object(config)
+    }
+
+    /// `hf_quant_config.json`, where the target has one.
+    pub(super) fn quantization(self, ignore: &[String], extras: Extras) -> Option<Value> {
+        (self == Target::ModelOpt).then(|| {
+            json!({
+                "producer": producer(),
+                "quantization": {
+                    "quant_algo": algorithm(extras.activations),
+                    "kv_cache_quant_algo": if extras.kv == Kv::Fp8 { json!("FP8") } else { Value::Null },
+                    "group_size": BLOCK,
+                    "exclude_modules": ignore,
+                }
+            })
+        })
+    }
+}
+
+/// vLLM knows a ModelOpt checkpoint by this name; the version is the one whose format this is.
+fn producer() -> Value {
+    json!({ "name": "modelopt", "version": "0.47.0" })
+}
+
+fn algorithm(activations: Activations) -> &'static str {
+    match activations {
+        Activations::Plain => "W4A16_NVFP4",
+        Activations::Nvfp4 => "NVFP4",
+    }
+}
+
+/// Names the type that weights were decoded to where a configuration names one: by it, transformers casts what it loads.
+pub(super) fn name_type(config: &mut Value, precision: Precision) {
+    let name = match precision {
+        Precision::F32 => "float32",
+        Precision::Bf16 => "bfloat16",
+        Precision::F16 => "float16",
+    };
+    for key in ["dtype", "torch_dtype"] {
+        if let Some(value) = config.get_mut(key) {
+            *value = json!(name);
+        }
+    }
+}
+
+fn modelopt(ignore: &[String], extras: Extras) -> Value {
+    let numbers = json!({ "dynamic": false, "num_bits": 4, "type": "float", "group_size": BLOCK });
+    let mut group = Map::new();
+    if extras.activations == Activations::Nvfp4 {
+        group.insert("input_activations".to_string(), numbers.clone());
+    }
+    group.insert("weights".to_string(), numbers);
+    group.insert("targets".to_string(), json!(["Linear"]));
+    let mut description = json!({
+        "config_groups": { "group_0": group },
+        "ignore": ignore,
+        "quant_algo": algorithm(extras.activations),
+    });
+    if extras.kv == Kv::Fp8 {
+        description["kv_cache_scheme"] = json!({ "dynamic": false, "num_bits": 8, "type": "float" });
+    }
+    description["producer"] = producer();
+    description["quant_method"] = json!("modelopt");
+    description
+}
+
+fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
+    let numbers = |dynamic: Value, observer: &str| {
+        json!({
+            "num_bits": 4, "type": "float", "symmetric": true, "group_size": BLOCK, "strategy": "tensor_group",
+            "block_structure": null, "dynamic": dynamic, "actorder": null, "scale_dtype": "torch.float8_e4m3fn",
+            "zp_dtype": null, "observer": observer, "observer_kwargs": {},
+        })
+    };
+    let input = match extras.activations {
+        Activations::Plain => Value::Null,
+        Activations::Nvfp4 => numbers(json!("local"), "static_minmax"),
+    };
+    let kv = match extras.kv {
+        Kv::Unsaid | Kv::Other => Value::Null,
+        Kv::Fp8 => json!({
+            "num_bits": 8, "type": "float", "symmetric": true, "strategy": "tensor", "dynamic": false,
+        }),
+    };
+    json!({
+        "config_groups": { "group_0": {
+            "targets": ["Linear"],
+            "weights": numbers(json!(false), "memoryless_minmax"),
+            "input_activations": input,
+            "output_activations": null,
+            "format": "nvfp4-pack-quantized",
+        }},
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": kv,
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": null,
+        "ignore": ignore,
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.19.0",
+    })
+}
+
+/// The modules that a server must not expect in NVFP4. Output heads are named even where they are tied to the embedding.
+/// Experts that lie in one tensor are not quantized, and are named as servers call them.
+pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec<String> {
+    let kept = |item: &&Item<'_>| matches!(item.action, Action::Keep(_) | Action::Decode(_));
+    let mut names: Vec<String> = plan.items.iter().filter(kept).map(|i| i.weight.module.clone()).collect();
+    for head in architecture::heads(model.architecture()) {
+        if !plan.items.iter().any(|i| i.weight.module == *head) {
+            names.push(head.to_string());
+        }
+    }
+    for experts in model.others.iter().filter_map(plan::experts) {
+        // vLLM asks compressed-tensors' list about the projections of the first expert, by these names in every family.
+        if target == Target::CompressedTensors {
+            names.extend(["gate_proj", "up_proj", "down_proj"].map(|name| format!("{experts}.0.{name}")));
+        }
+        names.push(experts);
+    }
+    names.sort();
+    names.dedup();
+    names
+}

@@ -1,0 +1,24 @@
+//! What becomes of a target that is there already.
+
+use serde::{Deserialize, Serialize};
+
+/// What to do if the target, or an unfinished conversion to it, is there already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub enum Existing {
+    /// Stop with an error, unless it is an empty folder.
+    #[default]
+    Refuse,
+    /// Continue an unfinished conversion, if there is one. One that is finished already is no error.
+    Resume,
+    /// Throw an unfinished conversion away, and replace a finished checkpoint when the new one is whole.
+    Replace,
+}
+
+/// Whether a conversion had anything to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It wrote the target.
+    Written,
+    /// The target was there already, and every byte of its tensors and configuration is what it would have written.
+    AlreadyThere,
+}
