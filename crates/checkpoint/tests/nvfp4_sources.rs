@@ -3,7 +3,7 @@
 mod converted;
 mod generated;
 
-use converted::beside_layers;
+use converted::{beside_layers, run, to};
 use generated::*;
 use half::{bf16, f16};
 use nvfp4::{Element, Precision};
@@ -12,15 +12,6 @@ use safetensors::Dtype;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
-
-fn run(source: &Path, target: &Path, settings: &Settings) -> Result<Summary> {
-    convert(source, target, settings, &(), &AtomicBool::new(false))
-}
-
-fn to(target: Target) -> Settings {
-    Settings { target, threads: 2, ..Settings::default() }
-}
 
 /// Every weight has a tensor scale of its own.
 fn apart(target: Target) -> Settings {

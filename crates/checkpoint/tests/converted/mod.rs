@@ -1,4 +1,4 @@
-//! A converted checkpoint in which one thing is changed, and what `verify` says of it.
+//! Conversions as tests run them, what they write, and what `verify` says of it after a change.
 
 #![allow(dead_code)] // every test file uses a part of it
 
@@ -7,6 +7,30 @@ use nvfp4_checkpoint::*;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
+
+pub fn run(source: &Path, target: &Path, settings: &Settings) -> Result<Summary> {
+    convert(source, target, settings, &(), &AtomicBool::new(false))
+}
+
+pub fn to(target: Target) -> Settings {
+    Settings { target, threads: 2, ..Settings::default() }
+}
+
+pub fn json_of(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// All tensors of a checkpoint.
+pub fn tensors_of(folder: &Path) -> Tensors {
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    let copy = |t: Located<'_>| Tensor { dtype: t.info.dtype, shape: t.info.shape.clone(), bytes: t.bytes().unwrap() };
+    checkpoint.tensors().map(|t| (t.info.name.clone(), copy(t))).collect()
+}
+
+pub fn verified(folder: &Path, client: Client) -> Vec<Finding> {
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    verify(&Model::new(&checkpoint).unwrap(), client, 1).unwrap()
+}
 
 /// A converted checkpoint, in pieces that can be changed.
 #[derive(Clone)]
@@ -23,22 +47,18 @@ pub fn config() -> Value {
     config
 }
 
-fn json_of(path: &Path) -> Value {
-    std::fs::read(path).map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).unwrap())
-}
-
 impl Parts {
     pub fn convert(source: &[Tensors], config: &Value, settings: &Settings) -> Self {
         let dir = Folder::new();
         folder(&dir.join("in"), source, config);
-        convert(&dir.join("in"), &dir.join("out"), settings, &(), &AtomicBool::new(false)).unwrap();
-        let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
-        let copy =
-            |t: Located<'_>| Tensor { dtype: t.info.dtype, shape: t.info.shape.clone(), bytes: t.bytes().unwrap() };
+        let out = dir.join("out");
+        run(&dir.join("in"), &out, settings).unwrap();
+        // Only ModelOpt's form has a file of its own.
+        let own = Some(out.join("hf_quant_config.json")).filter(|path| path.exists());
         Parts {
-            tensors: checkpoint.tensors().map(|t| (t.info.name.clone(), copy(t))).collect(),
-            config: json_of(&dir.join("out/config.json")),
-            own: json_of(&dir.join("out/hf_quant_config.json")),
+            tensors: tensors_of(&out),
+            config: json_of(&out.join("config.json")),
+            own: own.map_or(Value::Null, |path| json_of(&path)),
         }
     }
 
@@ -49,8 +69,7 @@ impl Parts {
         if !self.own.is_null() {
             std::fs::write(dir.join("hf_quant_config.json"), self.own.to_string()).unwrap();
         }
-        let checkpoint = Checkpoint::open(&dir.join("")).unwrap();
-        verify(&Model::new(&checkpoint).unwrap(), client, 1).unwrap()
+        verified(&dir.join(""), client)
     }
 
     /// What is said after a change.
