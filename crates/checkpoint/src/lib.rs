@@ -11,8 +11,8 @@
 //! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work` (the
 //!    files on the disk), `conversion`, `rows` (one piece of one weight) and `convert` (the two
 //!    passes);
-//! 5. whether a server would load the result: `client` and `finding`, `described`, `place`, `layer`,
-//!    `sizes`, `complete`, `finite` and `verify`.
+//! 5. whether a server would load the result: `client` and `finding`, `described`, `place`,
+//!    `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`.
 //!
 //! ```no_run
 //! use nvfp4_checkpoint::{Settings, convert};
@@ -42,6 +42,7 @@ mod convert;
 mod crash;
 mod described;
 mod dialect;
+mod dimension;
 mod error;
 mod existing;
 mod file;

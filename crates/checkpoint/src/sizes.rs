@@ -6,6 +6,7 @@
 
 use super::architecture::writes;
 use super::dialect::{Dialect, Model};
+use super::dimension::Dim;
 use super::finding::Report;
 use super::outline::Outline;
 use super::place::{beside_layers, kind_of, layer_of};
@@ -24,7 +25,7 @@ enum Side {
 struct Expected {
     side: Side,
     sizes: Vec<u64>,
-    key: &'static str,
+    dim: Dim,
 }
 
 /// What has one shape: a kind of tensor, in layers of one kind, or in one layer where layers differ.
@@ -178,7 +179,7 @@ impl<'m> Sizes<'m> {
                     self.table()
                 }
                 "norm" | "ln_f" | "final_layernorm" | "norm_f" | "final_norm" if writes(self.model) => {
-                    vec![said(Side::Length, self.outline.hidden(), "hidden_size")]
+                    vec![said(Side::Length, self.outline.hidden(), Dim::Hidden)]
                 }
                 _ => continue,
             };
@@ -191,8 +192,8 @@ impl<'m> Sizes<'m> {
     /// A row of numbers for each token. vLLM asks for exactly as many rows as the configuration says, padded or not.
     fn table(&self) -> Vec<Expected> {
         vec![
-            said(Side::Columns, self.outline.embedded(), "hidden_size"),
-            said(Side::Rows, self.outline.vocabulary(), "vocab_size"),
+            said(Side::Columns, self.outline.embedded(), Dim::Hidden),
+            said(Side::Rows, self.outline.vocabulary(), Dim::Vocabulary),
         ]
     }
 
@@ -202,11 +203,11 @@ impl<'m> Sizes<'m> {
         let architecture = self.model.architecture().unwrap_or_default();
         // Drafts of further tokens, and layers that are shared, read more than one state at once.
         let plain = !["Eagle", "Zamba", "Medusa"].iter().any(|name| architecture.contains(name));
-        let hidden = |side| said(side, outline.hidden().filter(|_| plain), "hidden_size");
-        let inner = |side| Expected { side, sizes: outline.feed_forward(), key: "intermediate_size" };
+        let hidden = |side| said(side, outline.hidden().filter(|_| plain), Dim::Hidden);
+        let inner = |side| Expected { side, sizes: outline.feed_forward(), dim: Dim::FeedForward };
         // Experts may work on something smaller than what goes from layer to layer.
         let latent = outline.mentions("latent");
-        let routed = |side| said(side, outline.hidden().filter(|_| !latent), "hidden_size");
+        let routed = |side| said(side, outline.hidden().filter(|_| !latent), Dim::Hidden);
         let attention = self.is_uniform();
         let heads = outline.constant("num_attention_heads").filter(|_| attention);
         let own = outline.constant("head_dim");
@@ -218,8 +219,8 @@ impl<'m> Sizes<'m> {
             || heads.filter(|_| architecture.starts_with("LlamaFor") && !outline.mentions("num_key_value_heads"));
         let pairs = outline.constant("num_key_value_heads").or_else(same);
         let product = |count: Option<u64>| count?.checked_mul(head?);
-        let queries = |side| said(side, product(heads), "num_attention_heads · head_dim");
-        let keys = |side| said(side, product(pairs), "num_key_value_heads · head_dim");
+        let queries = |side| said(side, product(heads), Dim::Queries);
+        let keys = |side| said(side, product(pairs), Dim::Keys);
         match kind {
             "input_layernorm"
             | "post_attention_layernorm"
@@ -229,7 +230,7 @@ impl<'m> Sizes<'m> {
             "self_attn.k_proj" | "self_attn.v_proj" => vec![hidden(Side::Columns), keys(Side::Rows)],
             "self_attn.o_proj" => vec![hidden(Side::Rows), queries(Side::Columns)],
             "self_attn.q_norm" | "self_attn.k_norm" if architecture.starts_with("Qwen3") => {
-                vec![said(Side::Length, own, "head_dim")]
+                vec![said(Side::Length, own, Dim::Head)]
             }
             "self_attn.qkv_proj" | "mlp.gate_up_proj" => vec![hidden(Side::Columns)],
             "mlp.gate_proj" | "mlp.up_proj" => vec![hidden(Side::Columns), inner(Side::Rows)],
@@ -237,7 +238,7 @@ impl<'m> Sizes<'m> {
             "mlp.gate" | "block_sparse_moe.gate" => {
                 vec![
                     hidden(Side::Columns),
-                    said(Side::Rows, outline.experts().filter(|_| !outline.varies()), "num_experts"),
+                    said(Side::Rows, outline.experts().filter(|_| !outline.varies()), Dim::Experts),
                 ]
             }
             "mlp.experts.#.gate_proj"
@@ -260,20 +261,21 @@ impl<'m> Sizes<'m> {
         if shape.len() != dimensions {
             return Some(format!("the shape {shape:?}, where a server expects {dimensions} dimensions: it refuses it"));
         }
-        expected.iter().find_map(|Expected { side, sizes, key }| {
+        expected.iter().find_map(|Expected { side, sizes, dim }| {
             let (found, word) = match side {
                 Side::Rows => (shape[0], "rows"),
                 Side::Columns => (shape[1], "columns"),
                 Side::Length => (shape[0], "numbers"),
             };
             let said = sizes.first().filter(|_| !sizes.contains(&(found as u64)))?;
-            Some(format!("{found} {word}, but '{key}' in config.json is {said}: a server refuses it"))
+            let keys = dim.in_config();
+            Some(format!("{found} {word}, but {keys} in config.json is {said}: a server refuses it"))
         })
     }
 }
 
-fn said(side: Side, size: Option<u64>, key: &'static str) -> Expected {
-    Expected { side, sizes: size.into_iter().collect(), key }
+fn said(side: Side, size: Option<u64>, dim: Dim) -> Expected {
+    Expected { side, sizes: size.into_iter().collect(), dim }
 }
 
 /// Tensors of one kind: those that differ from most of the others.

@@ -40,18 +40,18 @@ fn sizes_that_contradict_the_configuration_are_found() {
             (
                 "heads",
                 &|p| p.config["num_attention_heads"] = json!(8),
-                "Problem model.layers.0.self_attn.k_proj: 32 rows, but 'num_key_value_heads · head_dim' in config.json is 16: a \
+                "Problem model.layers.0.self_attn.k_proj: 32 rows, but 'num_key_value_heads' x 'head_dim' in config.json is 16: a \
                  server refuses it; 1 more are like it",
             ),
             (
                 "heads of keys",
                 &|p| p.config["num_key_value_heads"] = json!(4),
-                "32 rows, but 'num_key_value_heads · head_dim' in config.json is 64",
+                "32 rows, but 'num_key_value_heads' x 'head_dim' in config.json is 64",
             ),
             (
                 "their size",
                 &|p| p.config["head_dim"] = json!(32),
-                "Problem model.layers.0.self_attn.q_proj: 64 rows, but 'num_attention_heads · head_dim' in config.json is 128",
+                "Problem model.layers.0.self_attn.q_proj: 64 rows, but 'num_attention_heads' x 'head_dim' in config.json is 128",
             ),
             (
                 "the feed-forward size",

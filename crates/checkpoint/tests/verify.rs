@@ -156,7 +156,7 @@ fn changes_of_modelopts_checkpoint_are_found() {
             (
                 "fewer heads of keys than of queries, and nothing that says so",
                 &|p| p.config["num_attention_heads"] = json!(4),
-                "32 rows, but 'num_key_value_heads · head_dim' in config.json is 64",
+                "32 rows, but 'num_key_value_heads' x 'head_dim' in config.json is 64",
             ),
             (
                 "no architecture",

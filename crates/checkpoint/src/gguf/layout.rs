@@ -8,6 +8,7 @@ use super::rope::Rope;
 use super::sizes::{self, Sizes};
 use super::tokenizer;
 use crate::dialect::Model;
+use crate::dimension::Dim;
 use crate::folder::{Checkpoint, Located};
 use crate::names::KvScale;
 use crate::plan::{Item, Plan};
@@ -167,7 +168,7 @@ impl Layout<'_> {
     /// Refuses a tensor of the source, of a shape from the slowest dimension on, that config.json does not bear out.
     fn check_shape(&self, place: &Place, tensor: &str, shape: &[usize]) -> Result<()> {
         let mut dims: Vec<u64> = shape.iter().rev().map(|&d| d as u64).collect();
-        let count = self.sizes.len(sizes::Dim::Experts);
+        let count = self.sizes.len(Dim::Experts);
         dims.extend(place.expert.map(|_| count));
         let Some(misfit) = self.sizes.misfit(&place.name, &dims) else { return Ok(()) };
         let of_one = self.sizes.dims(&place.name).unwrap_or_default();
@@ -175,7 +176,7 @@ impl Layout<'_> {
         let expected: Vec<u64> = of_one.iter().rev().map(|&dim| self.sizes.len(dim)).collect();
         Err(Error::Refused(format!(
             "config.json: {} is {}, by which '{tensor}' has the shape {expected:?}, but it has {shape:?}",
-            misfit.keys().0,
+            misfit.in_config(),
             self.sizes.len(misfit)
         )))
     }
@@ -202,7 +203,7 @@ impl Layout<'_> {
         let experts = match place.expert {
             None => None,
             Some(expert) => {
-                let count = self.sizes.len(sizes::Dim::Experts);
+                let count = self.sizes.len(Dim::Experts);
                 if expert as u64 >= count {
                     return Err(Error::Refused(format!(
                         "'{}' is beyond the {count} experts that config.json gives",
@@ -260,7 +261,7 @@ impl Layout<'_> {
     }
 
     fn check_experts(&self) -> Result<()> {
-        let count = self.sizes.len(sizes::Dim::Experts);
+        let count = self.sizes.len(Dim::Experts);
         match self.seen.iter().find(|(_, seen)| seen.len() as u64 != count) {
             None => Ok(()),
             Some((name, seen)) => {

@@ -3,6 +3,7 @@
 use super::family::Family;
 use super::object::Object;
 use crate::Result;
+use crate::dimension::Dim::{self, *};
 
 /// The sizes of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,21 +26,6 @@ pub(super) struct Mixture {
     pub used: u64,
     pub feed_forward: u64,
 }
-
-/// What a dimension of a tensor is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Dim {
-    Hidden,
-    Queries,
-    Keys,
-    Head,
-    FeedForward,
-    ExpertFeedForward,
-    Experts,
-    Vocabulary,
-}
-
-use Dim::*;
 
 /// Tensors of a layer with their dimensions, from the fastest to the slowest.
 const LAYER: [(&str, &[Dim]); 15] = [
@@ -77,22 +63,6 @@ pub(super) enum Has {
     Always,
     Maybe,
     Never,
-}
-
-impl Dim {
-    /// The keys of `config.json` that it comes from, and those of a file.
-    pub fn keys(self) -> (&'static str, &'static str) {
-        match self {
-            Hidden => ("'hidden_size'", "embedding_length"),
-            Queries => ("'num_attention_heads' x 'head_dim'", "attention.head_count x attention.key_length"),
-            Keys => ("'num_key_value_heads' x 'head_dim'", "attention.head_count_kv x attention.key_length"),
-            Head => ("'head_dim'", "attention.key_length"),
-            FeedForward => ("'intermediate_size'", "feed_forward_length"),
-            ExpertFeedForward => ("'moe_intermediate_size'", "expert_feed_forward_length"),
-            Experts => ("'num_experts'", "expert_count"),
-            Vocabulary => ("'vocab_size'", "vocab_size"),
-        }
-    }
 }
 
 impl Sizes {

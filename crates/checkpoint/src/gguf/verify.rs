@@ -221,7 +221,7 @@ impl<'f> Check<'f> {
             if !self.belongs(sizes, name) {
                 self.problem(name, format!("llama.cpp's '{}' models have no such tensor", sizes.family.name()));
             } else if let Some(misfit) = sizes.misfit(name, dims) {
-                let (key, len) = (misfit.keys().1, sizes.len(misfit));
+                let (key, len) = (misfit.in_gguf(), sizes.len(misfit));
                 self.problem(name, format!("has the dimensions {dims:?}, but {key} is {len}"));
             }
             if name == "rope_freqs.weight" && *dims != [sizes.head_dim / 2] {
