@@ -1,5 +1,5 @@
-//! Who loads a model once it is NVFP4: by the architecture that `config.json` names, and by files of other programs
-//! beside it.
+//! Who loads a model once it is NVFP4: by the architecture that `config.json` names, and by files
+//! of other programs beside it.
 
 use super::client::Client;
 use super::dialect::{Dialect, Model};
@@ -158,7 +158,8 @@ pub(super) fn refusal(model: &Model<'_>) -> Result<Option<String>> {
     Ok(refused.map(|(_, reason)| format!("{architecture}: {reason}")))
 }
 
-/// What is to be said about a client that would not load a checkpoint of this architecture, or that might not.
+/// What is to be said about a client that would not load a checkpoint of this architecture, or that
+/// might not.
 pub fn loading(model: &Model<'_>, client: Client) -> Option<Finding> {
     let finding = |severity, text: String| Finding::new(severity, "architecture", text);
     if client != Client::Vllm {
@@ -195,8 +196,8 @@ fn unserved(architecture: &str) -> Option<(Treatment, &'static str)> {
     found.map(|(_, treatment, reason)| (*treatment, *reason))
 }
 
-/// The output heads that a server builds for an architecture whether or not the checkpoint has them: they may be tied to the
-/// embedding.
+/// The output heads that a server builds for an architecture whether or not the checkpoint has
+/// them: they may be tied to the embedding.
 pub(super) fn heads(architecture: Option<&str>) -> &'static [&'static str] {
     match architecture {
         Some(name) if name.starts_with("Whisper") => &["lm_head", "proj_out"],

@@ -1,4 +1,5 @@
-//! Two checkpoints side by side: the error of one against the other, and whether their bytes are the same.
+//! Two checkpoints side by side: the error of one against the other, and whether their bytes are
+//! the same.
 
 use super::dialect::Model;
 use super::measure::Measure;
@@ -32,8 +33,8 @@ pub struct Comparison {
     pub only_second: Vec<String>,
 }
 
-/// Measures every weight of `second` against the one of the same name in `first`. Weights that are plain in both are
-/// left out.
+/// Measures every weight of `second` against the one of the same name in `first`. Weights that are
+/// plain in both are left out.
 pub fn compare(first: &Model<'_>, second: &Model<'_>, threads: usize) -> Result<Comparison> {
     let by_name: BTreeMap<&str, &Weight<'_>> = second.weights.iter().map(|w| (w.module.as_str(), w)).collect();
     let names: BTreeMap<&str, ()> = first.weights.iter().map(|w| (w.module.as_str(), ())).collect();

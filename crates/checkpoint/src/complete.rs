@@ -1,5 +1,5 @@
-//! Is everything there that a server asks for? It fills what it finds, and most of what it does not find stays uninitialised
-//! memory without a word: its own check passes over quantized layers.
+//! Is everything there that a server asks for? It fills what it finds, and most of what it does not
+//! find stays uninitialised memory without a word: its own check passes over quantized layers.
 
 use super::architecture::writes;
 use super::dialect::{Dialect, Model, missing_part};
@@ -14,8 +14,8 @@ use crate::Result;
 use safetensors::Dtype;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Looks for parts of quantized weights, and for layers, embedding, norm and head of a model whose configuration says how many
-/// layers it has.
+/// Looks for parts of quantized weights, and for layers, embedding, norm and head of a model whose
+/// configuration says how many layers it has.
 pub(super) fn check(model: &Model<'_>, report: &mut Report) {
     check_parts(model, report);
     let config = model.checkpoint.config();
@@ -73,7 +73,8 @@ struct Incomplete<'m> {
     missing: Vec<String>,
 }
 
-/// Tensors that are part of a quantized weight by their names and types, and stand without the others.
+/// Tensors that are part of a quantized weight by their names and types, and stand without the
+/// others.
 fn incomplete<'m>(model: &'m Model<'_>) -> impl Iterator<Item = Incomplete<'m>> {
     let has = |name: &str| model.checkpoint.get(name).is_some();
     let (codes, of_codes, parts) = match model.dialect {
@@ -105,7 +106,8 @@ fn incomplete<'m>(model: &'m Model<'_>) -> impl Iterator<Item = Incomplete<'m>> 
     })
 }
 
-/// Refuses a model of which a quantized weight cannot be decoded: it would be copied as if its codes were its values.
+/// Refuses a model of which a quantized weight cannot be decoded: it would be copied as if its
+/// codes were its values.
 pub(super) fn refuse_incomplete(model: &Model<'_>) -> Result<()> {
     let quantized = model.dialect.is_nvfp4() || model.dialect == Dialect::Fp8Block;
     match incomplete(model).next().filter(|_| quantized) {
@@ -126,7 +128,8 @@ fn check_parts(model: &Model<'_>, report: &mut Report) {
     }
 }
 
-/// Names of tensors by layer, after the layer's number, without scales, and with `#` for the number of an expert.
+/// Names of tensors by layer, after the layer's number, without scales, and with `#` for the number
+/// of an expert.
 type Kinds = BTreeMap<usize, BTreeSet<String>>;
 
 /// What the layers of a model hold.
@@ -140,7 +143,8 @@ struct Layers {
 }
 
 impl Layers {
-    /// The layers that write text. A model may have others, for vision or for the prediction of further tokens.
+    /// The layers that write text. A model may have others, for vision or for the prediction of
+    /// further tokens.
     fn find(model: &Model<'_>, layers: u64) -> Self {
         let mut all: BTreeMap<String, Layers> = BTreeMap::new();
         for tensor in model.checkpoint.tensors() {
@@ -166,7 +170,8 @@ impl Layers {
         Layers { prefix: prefix.to_string(), kinds, experts, further }
     }
 
-    /// Layers behind the last are there to predict further tokens, or the configuration says too few.
+    /// Layers behind the last are there to predict further tokens, or the configuration says too
+    /// few.
     fn check_further(&self, layers: u64, outline: &Outline<'_>, report: &mut Report) {
         let marks = ["eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head", "mtp"];
         let predicts = |names: &BTreeSet<String>| names.iter().any(|name| marks.iter().any(|mark| name.contains(mark)));
@@ -189,7 +194,8 @@ impl Layers {
         }
     }
 
-    /// A layer that lacks what every layer of its family has. Returns the biases that its models may have or not.
+    /// A layer that lacks what every layer of its family has. Returns the biases that its models
+    /// may have or not.
     fn check_family(
         &self,
         model: &Model<'_>,
@@ -221,13 +227,15 @@ impl Layers {
         self.kinds.iter().map(|(layer, kinds)| (*layer, beside(kinds))).collect()
     }
 
-    /// A layer that lacks what others of its type have. Layers of other types have something else instead.
+    /// A layer that lacks what others of its type have. Layers of other types have something else
+    /// instead.
     fn check_kinds(&self, compared: &Kinds, outline: &Outline<'_>, report: &mut Report) {
         let mut variants: BTreeMap<(Option<String>, &BTreeSet<String>), Vec<usize>> = BTreeMap::new();
         for (&layer, kinds) in compared {
             variants.entry((outline.kind(layer), kinds)).or_default().push(layer);
         }
-        // A model has few variants. Of a file that claims many, each is held against the most common.
+        // A model has few variants. Of a file that claims many, each is held against the most
+        // common.
         let mut common: Vec<_> = variants.iter().collect();
         common.sort_by_key(|(_, layers)| std::cmp::Reverse(layers.len()));
         common.truncate(16);
@@ -248,8 +256,8 @@ impl Layers {
         }
     }
 
-    /// What every layer has in families whose layers are alike, but for experts that some of them have: under other names, a server
-    /// does not find it.
+    /// What every layer has in families whose layers are alike, but for experts that some of them
+    /// have: under other names, a server does not find it.
     fn check_uniform(&self, compared: &Kinds, report: &mut Report) {
         let mixed = |kinds: &BTreeSet<String>| kinds.iter().any(|kind| kind.contains("experts"));
         let feed_forward = |kind: &str| kind.starts_with("mlp.") || kind.starts_with("block_sparse_moe.");

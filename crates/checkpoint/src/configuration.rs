@@ -52,7 +52,8 @@ fn algorithm(activations: Activations) -> &'static str {
     }
 }
 
-/// Names the type that weights were decoded to where a configuration names one: by it, transformers casts what it loads.
+/// Names the type that weights were decoded to where a configuration names one: by it, transformers
+/// casts what it loads.
 pub(super) fn name_type(config: &mut Value, precision: Precision) {
     let name = match precision {
         Precision::F32 => "float32",
@@ -125,8 +126,9 @@ fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
     })
 }
 
-/// The modules that a server must not expect in NVFP4. Output heads are named even where they are tied to the embedding.
-/// Experts that lie in one tensor are not quantized, and are named as servers call them.
+/// The modules that a server must not expect in NVFP4. Output heads are named even where they are
+/// tied to the embedding. Experts that lie in one tensor are not quantized, and are named as
+/// servers call them.
 pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec<String> {
     let kept = |item: &&Item<'_>| matches!(item.action, Action::Keep(_) | Action::Decode(_));
     let mut names: Vec<String> = plan.items.iter().filter(kept).map(|i| i.weight.module.clone()).collect();
@@ -136,7 +138,8 @@ pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec
         }
     }
     for experts in model.others.iter().filter_map(plan::experts) {
-        // vLLM asks compressed-tensors' list about the projections of the first expert, by these names in every family.
+        // vLLM asks compressed-tensors' list about the projections of the first expert, by these
+        // names in every family.
         if target == Target::CompressedTensors {
             names.extend(["gate_proj", "up_proj", "down_proj"].map(|name| format!("{experts}.0.{name}")));
         }

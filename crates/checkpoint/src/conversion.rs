@@ -30,7 +30,8 @@ pub(super) struct Conversion<'a, 'p> {
 }
 
 impl Conversion<'_, '_> {
-    /// The tensor scales that a weight shares with the weights that it is joined with, if its source has others.
+    /// The tensor scales that a weight shares with the weights that it is joined with, if its
+    /// source has others.
     pub fn rescaled(&self, item: &Item<'_>) -> Option<&[f32]> {
         self.plan.groups[item.group?].rescaled.as_deref()
     }

@@ -1,8 +1,9 @@
 //! A checkpoint becomes an NVFP4 checkpoint, without ever being in memory as a whole.
 //!
-//! Two passes over the source, in pieces of some rows each: the first finds the amax of every weight, so that weights
-//! which servers join can share one; the second quantizes (`rows`). A piece is a function of the source alone, so the
-//! bytes do not depend on the number of threads, on the memory, or on how often the conversion was interrupted.
+//! Two passes over the source, in pieces of some rows each: the first finds the amax of every
+//! weight, so that weights which servers join can share one; the second quantizes (`rows`). A piece
+//! is a function of the source alone, so the bytes do not depend on the number of threads, on the
+//! memory, or on how often the conversion was interrupted.
 
 use super::architecture::loading;
 use super::beside::{self, Beside};
@@ -35,11 +36,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
-/// Converts a checkpoint. `stop` may be set from elsewhere: the conversion ends with [`Error::Interrupted`] and can be
-/// continued.
+/// Converts a checkpoint. `stop` may be set from elsewhere: the conversion ends with
+/// [`Error::Interrupted`] and can be continued.
 ///
-/// Everything that the source, the settings or the disk can be refused for is, before anything is written. The result is read back
-/// before it gets its name; what [`verify`] has to say about it is in the summary.
+/// Everything that the source, the settings or the disk can be refused for is, before anything is
+/// written. The result is read back before it gets its name; what [`verify`] has to say about it is
+/// in the summary.
 pub fn convert(
     source: &Path,
     target: &Path,
@@ -141,7 +143,8 @@ impl<'p> Conversion<'_, 'p> {
         self.work.note()
     }
 
-    /// Whether a journal has a number for every matrix, and one that the first pass can find: it is a file that can be changed.
+    /// Whether a journal has a number for every matrix, and one that the first pass can find: it is
+    /// a file that can be changed.
     fn fits(&self, amaxes: &BTreeMap<String, Vec<u32>>) -> bool {
         self.plan.items.iter().filter(|item| item.action == Action::Quantize).all(|item| {
             let possible = |&found: &u32| match item.weight.stored {
@@ -353,7 +356,8 @@ impl<'p> Conversion<'_, 'p> {
     }
 }
 
-/// The tensor scale of a weight with this amax. A weight of zeros has 1, which every reader can multiply or divide by.
+/// The tensor scale of a weight with this amax. A weight of zeros has 1, which every reader can
+/// multiply or divide by.
 fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) -> Scale {
     let stored = mode.profile.stored(amax, precision);
     match (mode.profile.unit(mode.rule.bound()), target) {
@@ -367,8 +371,8 @@ fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) ->
     }
 }
 
-/// Neither of source and target may lie in the other: what is written would be read as part of the source, or a target
-/// that is replaced would take its source along.
+/// Neither of source and target may lie in the other: what is written would be read as part of the
+/// source, or a target that is replaced would take its source along.
 fn check_apart(source: &Path, target: &Path) -> Result<()> {
     let real = |path: &Path| path.canonicalize().map_err(|source| Error::io(path, source));
     let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));

@@ -1,4 +1,5 @@
-//! Conversions on a disk that stops after every possible number of operations, as if the machine were switched off.
+//! Conversions on a disk that stops after every possible number of operations, as if the machine
+//! were switched off.
 
 #[path = "../tests/generated/mod.rs"]
 mod generated;
@@ -136,7 +137,8 @@ fn switched_off_at_any_moment_and_resumed_the_bytes_are_the_same() {
     }
 }
 
-/// At every moment the old checkpoint or the new one is there, whole; after the next run under the target's name.
+/// At every moment the old checkpoint or the new one is there, whole; after the next run under the
+/// target's name.
 #[test]
 fn switched_off_while_a_checkpoint_is_replaced_no_checkpoint_is_lost() {
     for target in [Target::ModelOpt, Target::Gguf] {

@@ -1,5 +1,5 @@
-//! Does the configuration describe the weights that a checkpoint has? A server believes it: what it says wrongly is read
-//! wrongly.
+//! Does the configuration describe the weights that a checkpoint has? A server believes it: what it
+//! says wrongly is read wrongly.
 
 use super::architecture;
 use super::client::Client;
@@ -84,7 +84,8 @@ fn check_name(key: &str, value: Option<&Value>, known: &[&str], report: &mut Rep
     }
 }
 
-/// What compressed-tensors says of its groups: the format of each, what belongs to it, and how activations are quantized.
+/// What compressed-tensors says of its groups: the format of each, what belongs to it, and how
+/// activations are quantized.
 fn check_compressed_tensors(model: &Model<'_>, client: Client, report: &mut Report) {
     const FORMAT: &str = "nvfp4-pack-quantized";
     let Some(config) = model.checkpoint.config().and_then(|c| c.get("quantization_config")) else { return };
@@ -255,7 +256,8 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
             "no 'ignore' in 'quantization_config', which vLLM goes by: it expects every weight in NVFP4",
         );
     } else if config.is_some() && !(model.dialect == Dialect::ModelOpt && model.checkpoint.quantization().is_some()) {
-        // Servers read hf_quant_config.json where config.json says nothing, as older checkpoints of ModelOpt do.
+        // Servers read hf_quant_config.json where config.json says nothing, as older checkpoints of
+        // ModelOpt do.
         report.problem("config.json", "no 'quantization_config' with an 'ignore' list");
     }
     if model.dialect == Dialect::ModelOpt
@@ -291,7 +293,8 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
         }
     }
     let defaults = Defaults::new(&Outline::new(config));
-    // A table that no matrix product is made with: no server takes it for a layer. Vision and audio have such too.
+    // A table that no matrix product is made with: no server takes it for a layer. Vision and audio
+    // have such too.
     let is_embedding = |weight: &Weight<'_>| {
         weight.module.contains("embed") || defaults.reason(&weight.module, weight.rows) == Some(Part::Embedding)
     };
@@ -322,8 +325,9 @@ fn is_read(config: &Value) -> bool {
     has("quant_method") && !has("quantization") && !has("exclude_modules")
 }
 
-/// What vLLM builds although the checkpoint has no matrix of that name: experts that lie in one tensor, and heads that are tied
-/// to the embedding. It builds them quantized unless the list says otherwise, and finds nothing to fill them with.
+/// What vLLM builds although the checkpoint has no matrix of that name: experts that lie in one
+/// tensor, and heads that are tied to the embedding. It builds them quantized unless the list says
+/// otherwise, and finds nothing to fill them with.
 fn check_unnamed(model: &Model<'_>, client: Client, file: &str, patterns: &Ignored<'_>, report: &mut Report) {
     if client != Client::Vllm {
         return;

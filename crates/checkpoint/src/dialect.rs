@@ -7,8 +7,9 @@
 //! | torchao | `X._weight_qdata` | `X._weight_scale`, either layout | `X._weight_per_tensor_scale`, a multiplier | low nibble |
 //! | ComfyUI | `X.weight` | `X.weight_scale`, swizzled | `X.weight_scale_2`, a multiplier | high nibble |
 //!
-//! ModelOpt and ComfyUI differ in nothing but a marker, and reading one as the other gives noise: without the marker, or
-//! the configuration that says ModelOpt, a checkpoint is refused rather than guessed at.
+//! ModelOpt and ComfyUI differ in nothing but a marker, and reading one as the other gives noise:
+//! without the marker, or the configuration that says ModelOpt, a checkpoint is refused rather than
+//! guessed at.
 
 use super::folder::{Checkpoint, Located};
 use super::weight::{Arrangement, FP8_BLOCK, MX_BLOCK, Nibbles, Nvfp4, Stored, Weight};
@@ -96,7 +97,8 @@ impl<'a> Model<'a> {
             Dialect::CompressedTensors | Dialect::ComfyUi => grouping.nvfp4(dialect)?,
         }
         grouping.plain()?;
-        // Tensors keep the order of their files, so that a converted checkpoint reads its source from front to back.
+        // Tensors keep the order of their files, so that a converted checkpoint reads its source
+        // from front to back.
         let (mut weights, mut others) = (Vec::new(), Vec::new());
         for tensor in checkpoint.tensors() {
             match grouping.weights.remove(&tensor.info.name) {
@@ -188,11 +190,13 @@ impl<'a> Grouping<'a> {
         self.checkpoint.get(name).ok_or_else(|| missing_part(self.checkpoint, name, because))
     }
 
-    /// Takes in a weight whose parts fit each other: the one place where sizes that a file claims become sizes to work with.
+    /// Takes in a weight whose parts fit each other: the one place where sizes that a file claims
+    /// become sizes to work with.
     ///
-    /// A quantized weight has elements, so that its rows, columns and matrices are at most as many as the file has bytes. Where one of
-    /// them is zero, another may be any number, for which nothing in the file stands. Experts of which there are none are the one
-    /// exception: nobody goes through what each of them would have.
+    /// A quantized weight has elements, so that its rows, columns and matrices are at most as many
+    /// as the file has bytes. Where one of them is zero, another may be any number, for which
+    /// nothing in the file stands. Experts of which there are none are the one exception: nobody
+    /// goes through what each of them would have.
     fn add(&mut self, module: &str, rows: usize, cols: usize, stored: Stored<'a>) -> Result<()> {
         let (parts, first) = (stored.parts(), stored.first());
         let weight = Weight { module: module.to_string(), rows, cols, stored };
@@ -276,7 +280,8 @@ impl<'a> Grouping<'a> {
         for module in self.modules(&format!(".{global}")) {
             let name = |part: &str| format!("{module}.{part}");
             let codes_at = self.need(&name(codes), &name(global))?;
-            // ModelOpt's FP8 layers have no second scale, but other 4-bit formats do: only bytes can hold codes.
+            // ModelOpt's FP8 layers have no second scale, but other 4-bit formats do: only bytes
+            // can hold codes.
             let parts = Nvfp4 {
                 codes: codes_at,
                 scales: self.need(&name("weight_scale"), &name(codes))?,
@@ -294,7 +299,8 @@ impl<'a> Grouping<'a> {
         Ok(())
     }
 
-    /// ModelOpt's experts in one tensor: `X`, `X_weight_scale`, `X_weight_scale_2`, inputs before outputs.
+    /// ModelOpt's experts in one tensor: `X`, `X_weight_scale`, `X_weight_scale_2`, inputs before
+    /// outputs.
     fn experts(&mut self) -> Result<()> {
         for module in self.modules("_weight_scale_2") {
             let name = |part: &str| format!("{module}_{part}");

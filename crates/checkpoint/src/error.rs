@@ -54,14 +54,16 @@ pub enum Error {
     #[error("interrupted; what is done is kept, and can be continued")]
     Interrupted,
 
-    /// A target that is there already, and was not to be replaced: see [`Existing`](crate::Existing).
+    /// A target that is there already, and was not to be replaced: see
+    /// [`Existing`](crate::Existing).
     #[error("{} already exists; choose another target, or replace it", path.display())]
     TargetExists {
         /// The target.
         path: PathBuf,
     },
 
-    /// An earlier conversion to the same target that did not come to its end: see [`Existing`](crate::Existing).
+    /// An earlier conversion to the same target that did not come to its end: see
+    /// [`Existing`](crate::Existing).
     #[error("{} holds an unfinished conversion; continue it, or start over", path.display())]
     Unfinished {
         /// The folder that holds what is done.
@@ -155,7 +157,8 @@ pub enum Decoding {
     Rest,
 }
 
-/// A setting of a conversion that an error is about, so that a program can name its own option for it.
+/// A setting of a conversion that an error is about, so that a program can name its own option for
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Setting {
@@ -178,7 +181,8 @@ pub enum Setting {
 }
 
 impl Error {
-    /// Whether it is an error of the system, such as a full disk, which says nothing about what is in files.
+    /// Whether it is an error of the system, such as a full disk, which says nothing about what is
+    /// in files.
     pub fn is_of_the_system(&self) -> bool {
         matches!(self, Error::File(nvfp4_files::Error::Io { .. }))
     }

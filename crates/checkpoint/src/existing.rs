@@ -8,9 +8,11 @@ pub enum Existing {
     /// Stop with an error, unless it is an empty folder.
     #[default]
     Refuse,
-    /// Continue an unfinished conversion, if there is one. One that is finished already is no error.
+    /// Continue an unfinished conversion, if there is one. One that is finished already is no
+    /// error.
     Resume,
-    /// Throw an unfinished conversion away, and replace a finished checkpoint when the new one is whole.
+    /// Throw an unfinished conversion away, and replace a finished checkpoint when the new one is
+    /// whole.
     Replace,
 }
 
@@ -19,6 +21,7 @@ pub enum Existing {
 pub enum Outcome {
     /// It wrote the target.
     Written,
-    /// The target was there already, and every byte of its tensors and configuration is what it would have written.
+    /// The target was there already, and every byte of its tensors and configuration is what it
+    /// would have written.
     AlreadyThere,
 }

@@ -1,7 +1,8 @@
-//! One safetensors file: its header, checked before anything is believed, and its bytes by position.
+//! One safetensors file: its header, checked before anything is believed, and its bytes by
+//! position.
 //!
-//! A file is 8 bytes of header length, that much JSON, then the tensors without gaps. Nothing is allocated for what a
-//! header merely claims.
+//! A file is 8 bytes of header length, that much JSON, then the tensors without gaps. Nothing is
+//! allocated for what a header merely claims.
 
 use crate::{Error, Result};
 use nvfp4_files::positioned::Bytes;
@@ -41,7 +42,8 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// Opens a file and checks its header: lengths, types, and that tensors fill the file without gap or overlap.
+    /// Opens a file and checks its header: lengths, types, and that tensors fill the file without
+    /// gap or overlap.
     pub fn open(path: &Path) -> Result<Self> {
         Self::new(path, Bytes::File(regular::open(path)?))
     }
@@ -123,7 +125,8 @@ pub(super) fn read_part(
     })
 }
 
-/// What is wrong with a file that is shorter than its header: it is truncated, or it is no safetensors file at all.
+/// What is wrong with a file that is shorter than its header: it is truncated, or it is no
+/// safetensors file at all.
 fn too_long(prefix: &[u8; 8], next: &[u8], file_len: u64) -> String {
     let header_len = u64::from_le_bytes(*prefix);
     match next {
@@ -186,7 +189,8 @@ impl<'de> Deserialize<'de> for Header {
 
 type Parsed = (Vec<TensorInfo>, BTreeMap<String, String>);
 
-/// Checks a header against the number of bytes that follow it. Starts are counted from the end of the header.
+/// Checks a header against the number of bytes that follow it. Starts are counted from the end of
+/// the header.
 fn parse(header: &[u8], data_len: u64) -> std::result::Result<Parsed, String> {
     unique_keys(header).map_err(|e| format!("header: {e}"))?;
     let header: Header = serde_json::from_slice(header).map_err(|e| format!("header: {e}"))?;

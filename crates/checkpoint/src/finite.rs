@@ -1,4 +1,5 @@
-//! Are the numbers that stay in high precision numbers, and does a server read them? One NaN in a norm makes every output NaN.
+//! Are the numbers that stay in high precision numbers, and does a server read them? One NaN in a
+//! norm makes every output NaN.
 
 use super::dialect::Model;
 use super::finding::Report;
@@ -18,7 +19,8 @@ const PIECE: u64 = 4 << 20;
 /// Elements that are looked at before one of them is looked for.
 const RUN: usize = 4096;
 
-/// Reports the first number of every tensor of floats that is NaN or infinite. Masks of attention are infinite for a reason.
+/// Reports the first number of every tensor of floats that is NaN or infinite. Masks of attention
+/// are infinite for a reason.
 pub(super) fn check(model: &Model<'_>, threads: usize, report: &mut Report) -> Result<()> {
     let plain = model.weights.iter().filter_map(|w| if let Stored::Plain(t) = w.stored { Some(t) } else { None });
     let float = |t: &Located<'_>| matches!(t.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::F64);
@@ -111,7 +113,8 @@ fn first(dtype: Dtype, bytes: &[u8]) -> Option<(usize, f64)> {
     }
 }
 
-/// The first element for which it is true. A whole run is looked at without a branch, which is several times as fast.
+/// The first element for which it is true. A whole run is looked at without a branch, which is
+/// several times as fast.
 fn search<const N: usize>(elements: &[[u8; N]], is: impl Fn([u8; N]) -> bool) -> Option<(usize, [u8; N])> {
     let run = elements.chunks(RUN).position(|run| run.iter().fold(false, |any, &element| any | is(element)))?;
     let at = run * RUN + elements[run * RUN..].iter().position(|&element| is(element))?;

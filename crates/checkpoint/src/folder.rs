@@ -70,8 +70,9 @@ pub enum Kind {
 impl Checkpoint {
     /// Opens a folder or a file.
     ///
-    /// In a folder the index says which files belong to the checkpoint; without one, `model.safetensors`, or else every
-    /// safetensors file. Every tensor must be in exactly one file, and in the one that the index names.
+    /// In a folder the index says which files belong to the checkpoint; without one,
+    /// `model.safetensors`, or else every safetensors file. Every tensor must be in exactly one
+    /// file, and in the one that the index names.
     pub fn open(path: &Path) -> Result<Self> {
         let metadata = fs::metadata(path).map_err(|source| {
             let missing =
@@ -88,7 +89,8 @@ impl Checkpoint {
         }
     }
 
-    /// A checkpoint of files that are open already, or in memory, without a folder around them. Errors call it `name`.
+    /// A checkpoint of files that are open already, or in memory, without a folder around them.
+    /// Errors call it `name`.
     pub fn from_files(
         name: &Path,
         files: Vec<TensorFile>,
@@ -123,7 +125,8 @@ impl Checkpoint {
                 ),
                 None => match parts(root, &names) {
                     parts if parts.is_empty() => "no safetensors files in this folder".to_string(),
-                    // A pipeline of diffusers, for one: several models, each in a folder of its own.
+                    // A pipeline of diffusers, for one: several models, each in a folder of its
+                    // own.
                     parts => format!(
                         "no safetensors files in this folder, but in {} in it; give one of these",
                         parts.join(", ")
@@ -230,8 +233,9 @@ impl Checkpoint {
         present.then(|| inside(&self.root, name)).transpose()
     }
 
-    /// Files that come along into a converted checkpoint (tokenizer, generation settings, code), relative to the folder:
-    /// everything but weights, the index, the two configurations, and hidden folders.
+    /// Files that come along into a converted checkpoint (tokenizer, generation settings, code),
+    /// relative to the folder: everything but weights, the index, the two configurations, and
+    /// hidden folders.
     pub fn companions(&self) -> Result<Vec<PathBuf>> {
         let mut found = Vec::new();
         if self.kind == Kind::Folder {
@@ -242,7 +246,8 @@ impl Checkpoint {
     }
 }
 
-/// The files under a folder that come along. `folder` is relative to the root, with slashes on every system.
+/// The files under a folder that come along. `folder` is relative to the root, with slashes on
+/// every system.
 ///
 /// Links to folders are not followed: one that leads to a folder around it would have no end.
 fn walk(root: &Path, folder: &str, found: &mut Vec<PathBuf>) -> Result<()> {
@@ -291,8 +296,9 @@ fn list(folder: &Path) -> Result<Vec<String>> {
 
 /// The path of a file of a folder, after checking that it stays there.
 ///
-/// A symbolic link may lead elsewhere in the folder, or from a snapshot of the Hugging Face cache to that
-/// repository's `blobs`, and nowhere else: what lies behind it would be read, and copied, as part of the model.
+/// A symbolic link may lead elsewhere in the folder, or from a snapshot of the Hugging Face cache
+/// to that repository's `blobs`, and nowhere else: what lies behind it would be read, and copied,
+/// as part of the model.
 fn inside(root: &Path, name: &str) -> Result<PathBuf> {
     let escapes = |reason: &str| Error::content(root, format!("'{name}' {reason}"));
     let plain = Path::new(name).components().all(|c| matches!(c, Component::Normal(_)));

@@ -1,4 +1,5 @@
-//! All that reads a checkpoint, over bytes in memory, for `fuzz/`: whatever the bytes, each of these returns.
+//! All that reads a checkpoint, over bytes in memory, for `fuzz/`: whatever the bytes, each of
+//! these returns.
 
 use super::dialect::{Dialect, Model};
 use super::file::TensorFile;
@@ -15,10 +16,11 @@ use nvfp4_files::regular::parse_json;
 use serde_json::Value;
 use std::path::Path;
 
-/// Reads a model of one safetensors file: groups its tensors, checks, decodes and compares its weights, and lays out what it
-/// would be converted to. Returns whether it is a model at all.
+/// Reads a model of one safetensors file: groups its tensors, checks, decodes and compares its
+/// weights, and lays out what it would be converted to. Returns whether it is a model at all.
 ///
-/// `config` stands for `config.json` and `hf_quant_config.json`; without a dialect, the model must say whose it is.
+/// `config` stands for `config.json` and `hf_quant_config.json`; without a dialect, the model must
+/// say whose it is.
 pub fn check_model(file: Vec<u8>, config: &[u8], dialect: Option<Dialect>, client: Client) -> bool {
     let open = || -> Result<Checkpoint> {
         let (name, config) = (Path::new("fuzzed"), parse_json(config).ok());
@@ -68,8 +70,8 @@ pub fn check_gguf_file(file: Vec<u8>) -> bool {
     true
 }
 
-/// Reads a `config.json` in all ways that there are, for fuzzing: whatever the bytes, this returns. The same text stands for
-/// `hf_quant_config.json`.
+/// Reads a `config.json` in all ways that there are, for fuzzing: whatever the bytes, this returns.
+/// The same text stands for `hf_quant_config.json`.
 pub fn check_config(bytes: &[u8]) -> bool {
     let Ok(json) = parse_json::<Value>(bytes) else { return false };
     let (config, quantization) = (Some(json.clone()), Some(json));

@@ -1,5 +1,6 @@
-//! Names and patterns of modules in a configuration, as servers match them. Lists may have an entry for each of thousands of
-//! weights, so names are looked up, and only patterns are tried one after another.
+//! Names and patterns of modules in a configuration, as servers match them. Lists may have an entry
+//! for each of thousands of weights, so names are looked up, and only patterns are tried one after
+//! another.
 
 use super::client::Client;
 use super::dialect::Dialect;
@@ -16,7 +17,8 @@ pub(super) struct Ignored<'n> {
 }
 
 impl<'n> Ignored<'n> {
-    /// vLLM takes an entry of ModelOpt's list for a part of a name too: `mlp.gate` also excludes `mlp.gate_proj`.
+    /// vLLM takes an entry of ModelOpt's list for a part of a name too: `mlp.gate` also excludes
+    /// `mlp.gate_proj`.
     pub fn new(entries: impl Iterator<Item = &'n str>, client: Client, dialect: Dialect) -> Self {
         let parts = client == Client::Vllm && dialect == Dialect::ModelOpt;
         let (names, lengths) = (HashSet::new(), BTreeSet::new());

@@ -1,4 +1,5 @@
-//! What a checkpoint says beside its weights: scales of activations, and how keys and values are kept.
+//! What a checkpoint says beside its weights: scales of activations, and how keys and values are
+//! kept.
 
 use super::dialect::Model;
 use super::plan::{Differing, Item, Plan};
@@ -20,7 +21,8 @@ pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) ->
     Ok(Extras { activations: activations(settings, plan)?, kv: kv(settings, model) })
 }
 
-/// Whether scales of activations are written. An NVFP4 source that has them for all of its weights keeps them.
+/// Whether scales of activations are written. An NVFP4 source that has them for all of its weights
+/// keeps them.
 fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
     if settings.acts != Acts::None {
         return Ok(Activations::Nvfp4);
@@ -50,7 +52,8 @@ fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
     }
 }
 
-/// The scale of the activations of every weight, as the target stores it. Weights that are joined share the largest.
+/// The scale of the activations of every weight, as the target stores it. Weights that are joined
+/// share the largest.
 pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activations) -> Result<BTreeMap<String, f32>> {
     if activations == Activations::Plain {
         return Ok(BTreeMap::new());

@@ -1,11 +1,12 @@
 //! Which weights a server joins into one matrix, and so reads with one tensor scale.
 
-/// Weights beside each other that become one matrix in some server, by the last part of their names.
+/// Weights beside each other that become one matrix in some server, by the last part of their
+/// names.
 struct Join {
     name: &'static str,
     members: &'static [&'static str],
-    /// Weights that are joined with them in some models and stand alone in others. They share the scale where they are
-    /// quantized too: that is never wrong.
+    /// Weights that are joined with them in some models and stand alone in others. They share the
+    /// scale where they are quantized too: that is never wrong.
     guests: &'static [&'static str],
 }
 
@@ -13,8 +14,8 @@ const fn join(name: &'static str, members: &'static [&'static str]) -> Join {
     Join { name, members, guests: &[] }
 }
 
-/// Every join of vLLM's models (August 2026). A model that has only some of the names, as `q_proj` and `k_proj` without a
-/// `v_proj`, joins those.
+/// Every join of vLLM's models (August 2026). A model that has only some of the names, as `q_proj`
+/// and `k_proj` without a `v_proj`, joins those.
 const JOINS: [Join; 14] = [
     Join {
         name: "q/k/v",
@@ -42,15 +43,16 @@ const JOINS: [Join; 14] = [
     join("fc1/fc3", &["fc1", "fc3"]),
 ];
 
-/// The group that a module is fused in: what precedes its last name, and the group's name. Experts have a number in
-/// what precedes, so each has its own group.
+/// The group that a module is fused in: what precedes its last name, and the group's name. Experts
+/// have a number in what precedes, so each has its own group.
 pub fn fused(module: &str) -> Option<(&str, &'static str)> {
     let (parent, last) = module.rsplit_once('.')?;
     let has = |join: &&Join| join.members.contains(&last) || join.guests.contains(&last);
     JOINS.iter().find(has).map(|join| (parent, join.name))
 }
 
-/// Whether a module is joined with others in some models only, so that it may be kept where they are quantized.
+/// Whether a module is joined with others in some models only, so that it may be kept where they
+/// are quantized.
 pub(super) fn is_guest(module: &str) -> bool {
     let last = module.rsplit('.').next().unwrap_or(module);
     JOINS.iter().any(|join| join.guests.contains(&last))

@@ -20,7 +20,8 @@ pub(super) struct Journal {
     pub request: Value,
     /// What was to happen to a target that exists. Whoever continues does the same.
     pub existing: Existing,
-    /// The bits of the amax of every weight that is quantized, by module; for MXFP4, the largest exponent of each matrix.
+    /// The bits of the amax of every weight that is quantized, by module; for MXFP4, the largest
+    /// exponent of each matrix.
     pub amaxes: Option<BTreeMap<String, Vec<u32>>>,
     /// Files that are whole.
     pub done: BTreeMap<String, Done>,

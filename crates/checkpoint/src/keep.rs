@@ -1,4 +1,5 @@
-//! Which weights are better left alone, by their names and by what `config.json` says about the model.
+//! Which weights are better left alone, by their names and by what `config.json` says about the
+//! model.
 
 use super::outline::Outline;
 use std::fmt;
@@ -31,13 +32,15 @@ impl fmt::Display for Part {
     }
 }
 
-/// Parts of a name that only heads have, and last names that heads have outside of layers (inside, `output` may be the
-/// projection of an attention, and Molmo's `ff_out` that of a feed-forward layer).
+/// Parts of a name that only heads have, and last names that heads have outside of layers (inside,
+/// `output` may be the projection of an attention, and Molmo's `ff_out` that of a feed-forward
+/// layer).
 const HEADS: [&str; 5] = ["lm_head", "output_layer", "embed_out", "v_head", "shared_head"];
 const OUTER_HEADS: [&str; 9] =
     ["proj_out", "output", "head", "score", "classifier", "pooler", "ff_out", "qa_outputs", "codec_head"];
 
-/// Parts of a name that vision and audio have. A part that begins with `vision`, `visual`, `audio` or `speech` is one too.
+/// Parts of a name that vision and audio have. A part that begins with `vision`, `visual`, `audio`
+/// or `speech` is one too.
 const PERCEPTION: [&str; 8] = [
     "multi_modal_projector",
     "mm_projector",

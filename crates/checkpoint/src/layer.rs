@@ -16,7 +16,8 @@ const JOINED: [(&str, &[&str]); 4] = [
 const MIXTRAL: [(&str, &str); 4] =
     [("mlp.", "block_sparse_moe."), (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3.")];
 
-/// The parts of a family's layers: names of tensors after the layer's number, with `#` for the number of an expert.
+/// The parts of a family's layers: names of tensors after the layer's number, with `#` for the
+/// number of an expert.
 pub(super) struct Parts {
     dense: Vec<String>,
     experts: Vec<String>,

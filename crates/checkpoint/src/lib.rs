@@ -8,9 +8,9 @@
 //! 2. what is planned: `names`, `joined`, `outline`, `keep`, `architecture`, `target` and `plan`;
 //! 3. what is written, and where: `written`, `configuration`, `shards` and `beside`; `gguf` for
 //!    llama.cpp;
-//! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work` (the
-//!    files on the disk), `conversion`, `rows` (one piece of one weight) and `convert` (the two
-//!    passes);
+//! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work`
+//!    (the files on the disk), `conversion`, `rows` (one piece of one weight) and `convert` (the
+//!    two passes);
 //! 5. whether a server would load the result: `client` and `finding`, `described`, `place`,
 //!    `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`.
 //!

@@ -26,7 +26,8 @@ pub struct Measure {
     pub largest: f64,
     /// Elements that are not zero and decode to zero.
     pub zeroed: u64,
-    /// Elements beyond what their block can hold: coded as ±6 and nearer to a 7 or more. Counted where codes are known.
+    /// Elements beyond what their block can hold: coded as ±6 and nearer to a 7 or more. Counted
+    /// where codes are known.
     pub clipped: u64,
 }
 

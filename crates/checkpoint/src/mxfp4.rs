@@ -1,9 +1,9 @@
 //! MXFP4 to NVFP4, by changing the scales and leaving the codes.
 //!
-//! An MXFP4 block is 32 E2M1 codes and a power of two. Both of its halves become NVFP4 blocks with the same codes, if the
-//! power of two, divided by one tensor scale, is an E4M3 number. Powers of two from 2⁻⁹ to 2⁸ are: with the matrix's
-//! largest exponent mapped to 2⁸, blocks down to 2¹⁷ times smaller are exact. What lies below is rounded to the
-//! smallest scale.
+//! An MXFP4 block is 32 E2M1 codes and a power of two. Both of its halves become NVFP4 blocks with
+//! the same codes, if the power of two, divided by one tensor scale, is an E4M3 number. Powers of
+//! two from 2⁻⁹ to 2⁸ are: with the matrix's largest exponent mapped to 2⁸, blocks down to 2¹⁷
+//! times smaller are exact. What lies below is rounded to the smallest scale.
 
 use super::weight::{MX_BLOCK, Weight};
 use crate::Result;
@@ -33,7 +33,8 @@ fn largest(codes: &[u8], exponents: &[u8]) -> u32 {
     used.max().unwrap_or(0)
 }
 
-/// The exponent that maps to the largest power of two, kept where the tensor scale is a normal binary32 number.
+/// The exponent that maps to the largest power of two, kept where the tensor scale is a normal
+/// binary32 number.
 fn mapped(top: u32) -> i32 {
     if top == 0 { 127 + TOP } else { (top as i32).max(1 + TOP) }
 }
@@ -81,7 +82,8 @@ mod tests {
             let before = values(&original, |i| e8m0::decode(exponents[i / 32]));
             let after = values(&codes, |i| e4m3::decode(scales[i / 16]) * g);
             assert_eq!(before[64..], after[64..], "exponents {base}…");
-            // Two blocks are further below the largest: off by at most half a step of the smallest scale.
+            // Two blocks are further below the largest: off by at most half a step of the smallest
+            // scale.
             let step = e4m3::decode(1) * g;
             assert!(before[..64].iter().zip(&after).all(|(x, y)| (x - y).abs() <= step), "exponents {base}…");
         }

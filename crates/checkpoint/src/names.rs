@@ -1,12 +1,13 @@
-//! What the names of modules say: patterns over them, scales of keys and values, and parts of a model. Which weights a server
-//! joins is in `joined`, which are better left alone in `keep`.
+//! What the names of modules say: patterns over them, scales of keys and values, and parts of a
+//! model. Which weights a server joins is in `joined`, which are better left alone in `keep`.
 
 use crate::{Error, Result};
 use regex_lite::Regex;
 use std::fmt;
 use std::str::FromStr;
 
-/// A pattern over whole module names: a glob (`*` and `?`, dots included), or a regular expression after `re:`.
+/// A pattern over whole module names: a glob (`*` and `?`, dots included), or a regular expression
+/// after `re:`.
 ///
 /// ```
 /// use nvfp4_checkpoint::Pattern;

@@ -113,7 +113,8 @@ impl<'c> Outline<'c> {
         value.as_u64().or_else(|| value.get(0)?.as_u64())
     }
 
-    /// Values that are not what a server takes at their keys. Null stands for nothing, except where a model has no size without it.
+    /// Values that are not what a server takes at their keys. Null stands for nothing, except where
+    /// a model has no size without it.
     pub fn mistyped(&self) -> Vec<Mistyped<'c>> {
         let forms = FORMS.into_iter().chain([(&EXPERTS[..], Form::Each(0)), (&["text_config"], Form::Object)]);
         let mut found: Vec<Mistyped<'c>> = Vec::new();
@@ -210,7 +211,8 @@ impl<'c> Outline<'c> {
         parts.flatten().any(|(key, value)| key.contains(word) && !value.is_null())
     }
 
-    /// Whether it says something layer by layer, apart from what kind of layer each is: then sizes may differ.
+    /// Whether it says something layer by layer, apart from what kind of layer each is: then sizes
+    /// may differ.
     pub fn varies(&self) -> bool {
         let model = self.text.or(self.config).and_then(Value::as_object);
         model.is_some_and(|model| model.iter().any(|(key, value)| !is_the_same_for_all(key) && has_list(value)))
@@ -230,8 +232,8 @@ impl<'c> Outline<'c> {
         }
     }
 
-    /// Whether layers may lack parts that others have: searched architectures leave them out, and layers that take keys and
-    /// values from another layer need no projections to them.
+    /// Whether layers may lack parts that others have: searched architectures leave them out, and
+    /// layers that take keys and values from another layer need no projections to them.
     pub fn is_irregular(&self) -> bool {
         self.get(&["block_configs"]).is_some() || self.number(&["num_kv_shared_layers"]).is_some_and(|n| n > 0)
     }

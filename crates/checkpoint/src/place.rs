@@ -37,7 +37,8 @@ pub(super) fn layer_of(name: &str) -> Option<(&str, usize, &str)> {
     None
 }
 
-/// What a tensor of a layer is; nothing for scales, and for parts that only some layers of a type have.
+/// What a tensor of a layer is; nothing for scales, and for parts that only some layers of a type
+/// have.
 pub(super) fn kind_of(rest: &str) -> Option<String> {
     const SCALES: [&str; 6] = ["_scale", "_scale_2", "_scale_inv", "_scales", "inv_freq", "_bias"];
     let parts = rest.split('.');

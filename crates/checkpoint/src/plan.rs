@@ -15,7 +15,8 @@ use nvfp4_spec::{BLOCK, gguf};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 
-/// Whether the weights that are better left alone (embeddings, output head, routers, vision) stay as they are.
+/// Whether the weights that are better left alone (embeddings, output head, routers, vision) stay
+/// as they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum DefaultSkips {
     /// They stay.
@@ -73,7 +74,8 @@ pub enum Action {
     Quantize,
     /// NVFP4 already: the same codes and scales under the target's names.
     Relabel,
-    /// NVFP4 already, with another tensor scale than the weights that it is joined with: expressed with theirs.
+    /// NVFP4 already, with another tensor scale than the weights that it is joined with: expressed
+    /// with theirs.
     Rescale,
     /// Decoded, because the target has no name for how it is stored, or nothing is quantized there.
     Decode(String),
@@ -111,7 +113,8 @@ pub struct Group {
     pub kind: String,
     /// Indices into [`Plan::items`].
     pub members: Vec<usize>,
-    /// The tensor scales of a group that is rescaled, one for each matrix, as the source stores them.
+    /// The tensor scales of a group that is rescaled, one for each matrix, as the source stores
+    /// them.
     pub rescaled: Option<Vec<f32>>,
 }
 
@@ -131,7 +134,8 @@ pub struct Plan<'a> {
     pub items: Vec<Item<'a>>,
     /// Weights that share a tensor scale.
     pub groups: Vec<Group>,
-    /// Tensors of several dimensions that are copied: experts in one tensor, types and names that are not quantized.
+    /// Tensors of several dimensions that are copied: experts in one tensor, types and names that
+    /// are not quantized.
     pub copied: Vec<Copied<'a>>,
 }
 
@@ -278,7 +282,8 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Why a tensor that is no weight here is copied, if it looks like one: it has rows and columns of numbers.
+/// Why a tensor that is no weight here is copied, if it looks like one: it has rows and columns of
+/// numbers.
 fn copied<'a>(tensor: &Located<'a>) -> Option<Copied<'a>> {
     let info = tensor.info;
     let float =
@@ -297,7 +302,8 @@ fn copied<'a>(tensor: &Located<'a>) -> Option<Copied<'a>> {
     Some(Copied { tensor: *tensor, reason })
 }
 
-/// The module of the experts that lie in one tensor: what servers call it, whatever the tensor's own name is.
+/// The module of the experts that lie in one tensor: what servers call it, whatever the tensor's
+/// own name is.
 pub(super) fn experts(tensor: &Located<'_>) -> Option<String> {
     let float = matches!(tensor.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
     let module = tensor.info.name.strip_suffix(".weight").unwrap_or(&tensor.info.name);
@@ -313,7 +319,8 @@ pub(super) fn experts(tensor: &Located<'_>) -> Option<String> {
     (float && dimensions == 3 && parent.ends_with("moe")).then(|| format!("{parent}.experts"))
 }
 
-/// The largest scale of each matrix among the weights of a group: the smallest number where it divides.
+/// The largest scale of each matrix among the weights of a group: the smallest number where it
+/// divides.
 fn largest(scales: &[(Unit, Vec<f32>)]) -> Option<Vec<f32>> {
     let (mut all, unit) = (scales.iter(), scales.first()?.0);
     let mut shared = all.next()?.1.clone();

@@ -1,14 +1,15 @@
 //! Tasks on a fixed number of threads, each with memory of its own that it uses again.
 //!
-//! Not rayon: while one of its tasks waits, it may begin another, and what is in memory would no longer be bounded by the
-//! number of threads.
+//! Not rayon: while one of its tasks waits, it may begin another, and what is in memory would no
+//! longer be bounded by the number of threads.
 
 use crate::{Error, Result};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-/// Runs every task, in order of their beginning. The first error stops the rest, and so does `stop`.
+/// Runs every task, in order of their beginning. The first error stops the rest, and so does
+/// `stop`.
 pub(super) fn run<T: Sync, M: Default>(
     threads: usize,
     tasks: &[T],
@@ -51,7 +52,8 @@ fn run_in<T: Sync, M: Default>(
         return outcome(failed, stop);
     }
     let alone = || match rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build() {
-        // The kernels split their work over the pool that they find themselves in: here, this thread alone.
+        // The kernels split their work over the pool that they find themselves in: here, this
+        // thread alone.
         Ok(alone) => alone.install(worker),
         Err(_) => worker(),
     };

@@ -16,8 +16,8 @@ pub(super) fn check(folder: &Path, needed: u64) -> Result<()> {
     }
 }
 
-/// Bytes of an unfinished conversion, which it has no need of a second time. A file that was just begun has its whole length from the beginning,
-/// and only takes what is written.
+/// Bytes of an unfinished conversion, which it has no need of a second time. A file that was just
+/// begun has its whole length from the beginning, and only takes what is written.
 #[cfg(unix)]
 pub(super) fn taken(folder: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;

@@ -127,7 +127,8 @@ impl Conversion<'_, '_> {
         Ok(())
     }
 
-    /// Rows in the type of decoded weights, or in F32 where the target wants that. Returns what rounding did to them.
+    /// Rows in the type of decoded weights, or in F32 where the target wants that. Returns what
+    /// rounding did to them.
     fn decode(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<Measure> {
         let Piece { item, rows, part, to } = *piece;
         let (weight, start) = (&item.weight, to.offsets[&Role::Whole]);
@@ -168,7 +169,8 @@ impl Conversion<'_, '_> {
         Ok(Measure::of(&values, decoded))
     }
 
-    /// Rows of MXFP4 become the same codes with other scales, in memory. Returns their tensor scale.
+    /// Rows of MXFP4 become the same codes with other scales, in memory. Returns their tensor
+    /// scale.
     fn cast(&self, item: &Item<'_>, rows: &Range<usize>, memory: &mut Memory) -> Result<f32> {
         let weight = &item.weight;
         let Memory { codes, exponents, scales, .. } = memory;
@@ -215,7 +217,8 @@ impl Conversion<'_, '_> {
         Ok(kernel::quantize(self.settings.implementation, &input, Some(direction), None)?)
     }
 
-    /// The rows of a weight in pieces of bounded size, each within one matrix, and of whole heads where they are reordered.
+    /// The rows of a weight in pieces of bounded size, each within one matrix, and of whole heads
+    /// where they are reordered.
     pub fn pieces(&self, item: &Item<'_>, order: RowOrder) -> impl Iterator<Item = Range<usize>> + use<> {
         let weight = &item.weight;
         let rows = (self.settings.piece() / weight.cols.max(1)).max(1);
@@ -291,7 +294,8 @@ fn widen(dtype: Dtype, bytes: &[u8], wide: &mut Vec<u8>) {
     }
 }
 
-/// Rows of `row` bytes in the order of the target. Of a head with halves a and b, the order is a₀ b₀ a₁ b₁ ….
+/// Rows of `row` bytes in the order of the target. Of a head with halves a and b, the order is a₀
+/// b₀ a₁ b₁ ….
 fn in_order<'m>(order: RowOrder, bytes: &'m [u8], row: usize, ordered: &'m mut Vec<u8>) -> &'m [u8] {
     let RowOrder::Interleaved(head) = order else { return bytes };
     ordered.clear();
@@ -305,7 +309,8 @@ fn in_order<'m>(order: RowOrder, bytes: &'m [u8], row: usize, ordered: &'m mut V
     ordered
 }
 
-/// Writes rows (of one matrix, in elements of `size` bytes) as columns: where inputs come before outputs.
+/// Writes rows (of one matrix, in elements of `size` bytes) as columns: where inputs come before
+/// outputs.
 fn write_transposed(
     piece: &Piece<'_, '_>,
     bytes: &[u8],

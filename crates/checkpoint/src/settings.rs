@@ -62,7 +62,8 @@ pub struct Settings {
     pub selection: Selection,
     /// How block scales are chosen.
     pub scale: ScaleChoice,
-    /// Whose arithmetic; ModelOpt's if not given, and TransformerEngine's for 4over6, which only it has.
+    /// Whose arithmetic; ModelOpt's if not given, and TransformerEngine's for 4over6, which only it
+    /// has.
     pub profile: Option<Profile>,
     /// Scales of activations.
     pub acts: Acts,
@@ -148,7 +149,8 @@ pub struct Finished {
 pub struct Summary {
     /// Whether it had anything to do.
     pub outcome: Outcome,
-    /// The weights that were quantized, with their errors. Weights that kept their codes are not among them.
+    /// The weights that were quantized, with their errors. Weights that kept their codes are not
+    /// among them.
     pub quantized: Vec<Finished>,
     /// The NVFP4 weights that got another tensor scale, with what it did to them.
     pub rescaled: Vec<Finished>,
@@ -160,7 +162,8 @@ pub struct Summary {
     pub after: u64,
     /// The files that were written.
     pub files: Vec<String>,
-    /// What [`super::verify`] says of the result, for vLLM or llama.cpp. Where weights were decoded, it is only read.
+    /// What [`super::verify`] says of the result, for vLLM or llama.cpp. Where weights were
+    /// decoded, it is only read.
     pub findings: Vec<Finding>,
     /// Why no server runs the result, if none does. That is no fault of the conversion.
     pub unserved: Option<Finding>,
@@ -214,8 +217,8 @@ impl Settings {
 
     /// Elements that a piece may have.
     pub(super) fn piece(&self) -> usize {
-        // An element is in memory as it was read, decoded, as codes and scales, and decoded again for its error: at most
-        // 12 bytes. A third is left to the rest.
+        // An element is in memory as it was read, decoded, as codes and scales, and decoded again
+        // for its error: at most 12 bytes. A third is left to the rest.
         let each = self.memory / self.threads.max(1) as u64 / 18;
         each.clamp(1 << 15, 4 << 20) as usize
     }

@@ -1,4 +1,5 @@
-//! Where every written byte goes: files, headers and offsets, all known before the first weight is read.
+//! Where every written byte goes: files, headers and offsets, all known before the first weight is
+//! read.
 
 use super::Model;
 use super::folder::Located;
@@ -125,7 +126,8 @@ pub(super) fn lay_out<'a>(
     Ok(files.into_iter().enumerate().map(|(i, (source, units))| shard(file_name(i, source), units)).collect())
 }
 
-/// Orders tensors as the safetensors library does, widest type first and then by name, and gives each its place.
+/// Orders tensors as the safetensors library does, widest type first and then by name, and gives
+/// each its place.
 fn shard(file: String, units: Units<'_>) -> Shard<'_> {
     let mut parts: Vec<(usize, &Part)> =
         units.iter().enumerate().flat_map(|(u, (_, parts))| parts.iter().map(move |p| (u, p))).collect();
@@ -149,12 +151,14 @@ fn shard(file: String, units: Units<'_>) -> Shard<'_> {
     Shard { file, header, len, units: units.collect(), names, constants: Vec::new() }
 }
 
-/// The first bytes of a file of tensors in this order; where each tensor starts; and how long the file is.
+/// The first bytes of a file of tensors in this order; where each tensor starts; and how long the
+/// file is.
 pub(super) fn header<'s>(
     tensors: impl Iterator<Item = (&'s str, Dtype, &'s [usize], u64)>,
 ) -> (Vec<u8>, Vec<u64>, u64) {
     let mut entries = Map::new();
-    // ModelOpt stays the producer in the configuration, as servers ask for that name; this says who wrote the file.
+    // ModelOpt stays the producer in the configuration, as servers ask for that name; this says who
+    // wrote the file.
     let writer = concat!("nvfp4 ", env!("CARGO_PKG_VERSION"));
     entries.insert("__metadata__".to_string(), json!({ "format": "pt", "written_by": writer }));
     let (mut at, mut starts) = (0, Vec::new());

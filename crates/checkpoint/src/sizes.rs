@@ -1,8 +1,9 @@
-//! Do the tensors have the sizes that the configuration says, and that others of their kind have? A server makes room by the
-//! configuration, and refuses a tensor that does not fit.
+//! Do the tensors have the sizes that the configuration says, and that others of their kind have? A
+//! server makes room by the configuration, and refuses a tensor that does not fit.
 //!
-//! Families differ, so only what every server does is asked: a size is held against the configuration where the name of the
-//! tensor says which size it is, and against other layers where the configuration says nothing layer by layer.
+//! Families differ, so only what every server does is asked: a size is held against the
+//! configuration where the name of the tensor says which size it is, and against other layers where
+//! the configuration says nothing layer by layer.
 
 use super::architecture::writes;
 use super::dialect::{Dialect, Model};
@@ -28,7 +29,8 @@ struct Expected {
     dim: Dim,
 }
 
-/// What has one shape: a kind of tensor, in layers of one kind, or in one layer where layers differ.
+/// What has one shape: a kind of tensor, in layers of one kind, or in one layer where layers
+/// differ.
 type Alike = (String, Option<String>, Option<usize>);
 
 /// The tensors of a model by what they are, and the sizes that its configuration says.
@@ -39,7 +41,8 @@ pub(super) struct Sizes<'m> {
     shapes: Vec<(&'m str, Vec<usize>)>,
 }
 
-/// Architectures whose attention has `num_attention_heads` heads of `head_dim`, and nothing else in its projections.
+/// Architectures whose attention has `num_attention_heads` heads of `head_dim`, and nothing else in
+/// its projections.
 const PLAIN_ATTENTION: [&str; 26] = [
     "LlamaFor",
     "MistralFor",
@@ -69,7 +72,8 @@ const PLAIN_ATTENTION: [&str; 26] = [
     "Glm4MoeFor",
 ];
 
-/// Those whose heads divide `hidden_size` where `head_dim` is not said; others have a default of their own.
+/// Those whose heads divide `hidden_size` where `head_dim` is not said; others have a default of
+/// their own.
 const DIVIDED: [&str; 5] = ["LlamaFor", "MistralFor", "MixtralFor", "Qwen2For", "Qwen2MoeFor"];
 
 impl<'m> Sizes<'m> {
@@ -89,7 +93,8 @@ impl<'m> Sizes<'m> {
         PLAIN_ATTENTION.iter().any(|name| architecture.starts_with(name)) && !self.outline.varies()
     }
 
-    /// Biases that are promised and missing stay uninitialised; those that are there and not promised are passed over.
+    /// Biases that are promised and missing stay uninitialised; those that are there and not
+    /// promised are passed over.
     fn check_flags(&self, prefix: &str, report: &mut Report) {
         let architecture = self.model.architecture().unwrap_or_default();
         if !["LlamaFor", "Qwen3For", "Qwen3MoeFor", "GraniteFor"].iter().any(|name| architecture.starts_with(name)) {
@@ -109,13 +114,15 @@ impl<'m> Sizes<'m> {
         }
     }
 
-    /// Norms, biases and weights that are no floats. A server casts them without a word, or refuses.
+    /// Norms, biases and weights that are no floats. A server casts them without a word, or
+    /// refuses.
     pub fn check_types(&self, report: &mut Report) {
         let float = |dtype: Dtype| matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
         for tensor in &self.model.others {
             let (name, dtype) = (&tensor.info.name, tensor.info.dtype);
             let Some((module, "weight" | "bias")) = name.rsplit_once('.') else { continue };
-            // Other formats keep bytes beside their scales, and ModelOpt's codes without scales are another finding.
+            // Other formats keep bytes beside their scales, and ModelOpt's codes without scales are
+            // another finding.
             let quantized = self.model.checkpoint.get(&format!("{module}.weight_scale")).is_some();
             let codes =
                 dtype == Dtype::U8 && self.model.dialect != Dialect::CompressedTensors && name.ends_with("weight");
@@ -189,7 +196,8 @@ impl<'m> Sizes<'m> {
         }
     }
 
-    /// A row of numbers for each token. vLLM asks for exactly as many rows as the configuration says, padded or not.
+    /// A row of numbers for each token. vLLM asks for exactly as many rows as the configuration
+    /// says, padded or not.
     fn table(&self) -> Vec<Expected> {
         vec![
             said(Side::Columns, self.outline.embedded(), Dim::Hidden),
@@ -214,7 +222,8 @@ impl<'m> Sizes<'m> {
         let divided = DIVIDED.iter().any(|name| architecture.starts_with(name)) && !outline.mentions("head_dim");
         let quotient = || outline.hidden()?.checked_div(heads?).filter(|_| divided);
         let head = own.or_else(quotient).filter(|_| attention);
-        // Llama has as many heads of keys as of queries where nothing is said; others have a default of their own.
+        // Llama has as many heads of keys as of queries where nothing is said; others have a
+        // default of their own.
         let same =
             || heads.filter(|_| architecture.starts_with("LlamaFor") && !outline.mentions("num_key_value_heads"));
         let pairs = outline.constant("num_key_value_heads").or_else(same);

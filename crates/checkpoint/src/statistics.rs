@@ -72,7 +72,8 @@ impl Statistics {
     }
 }
 
-/// The statistics of every NVFP4 weight, in the order of [`Model::weights`]; `None` for other weights.
+/// The statistics of every NVFP4 weight, in the order of [`Model::weights`]; `None` for other
+/// weights.
 pub fn statistics(model: &Model<'_>, threads: usize) -> Result<Vec<Option<Statistics>>> {
     let found: Vec<Mutex<Option<Statistics>>> = model.weights.iter().map(|_| Mutex::new(None)).collect();
     let tasks: Vec<(usize, &Weight<'_>)> = model.weights.iter().enumerate().collect();

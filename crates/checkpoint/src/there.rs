@@ -9,7 +9,8 @@ use crate::{Error, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Names of files that belong to a checkpoint, wherever it comes from. Others are a checkpoint's if its source has them too.
+/// Names of files that belong to a checkpoint, wherever it comes from. Others are a checkpoint's if
+/// its source has them too.
 const FILES: [&str; 15] = [
     "config.json",
     "hf_quant_config.json",
@@ -47,7 +48,8 @@ pub fn check_free(target: &Path, settings: &Settings) -> Result<()> {
     }
 }
 
-/// A target that exists is replaced only on request, and only if all of it is what a conversion writes or copies.
+/// A target that exists is replaced only on request, and only if all of it is what a conversion
+/// writes or copies.
 pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, companions: &[PathBuf]) -> Result<There> {
     let Ok(metadata) = target.symlink_metadata() else { return Ok(There::Nothing) };
     let empty = kind == Kind::Folder && metadata.is_dir() && entries(target)?.is_empty();

@@ -1,5 +1,6 @@
-//! Would a program load this checkpoint, and load it right? Every check is something that a server gets wrong in silence.
-//! `described` holds the configuration against the weights, `complete` looks for what is missing.
+//! Would a program load this checkpoint, and load it right? Every check is something that a server
+//! gets wrong in silence. `described` holds the configuration against the weights, `complete` looks
+//! for what is missing.
 
 use super::client::Client;
 use super::dialect::{Dialect, Model};
@@ -50,14 +51,16 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
         let text = format!("{client} does not load the {} dialect", model.dialect);
         report.fixable("checkpoint", text, Fix::Convert(target));
     }
-    // transformers joins experts as it loads them, and beside compressed-tensors that goes wrong without an error.
+    // transformers joins experts as it loads them, and beside compressed-tensors that goes wrong
+    // without an error.
     let expert = |w: &&Weight<'_>| w.module.contains(".experts.");
     if let (Client::Transformers, Some(expert)) = (client, model.weights.iter().find(expert)) {
         let text = "transformers (5.17) does not load separate experts of a compressed-tensors checkpoint: quantized ones lose \
                     their tensor scales, others are made anew; use vLLM, or llama.cpp and GGUF";
         report.problem(&expert.module, text);
     }
-    // The marker says high nibble first; a configuration that says ModelOpt would have it read low nibble first.
+    // The marker says high nibble first; a configuration that says ModelOpt would have it read low
+    // nibble first.
     let method = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_method"));
     if model.dialect == Dialect::ComfyUi && (method.is_some() || model.checkpoint.quantization().is_some()) {
         let text = "ComfyUI's marker (high nibble first, swizzled scales) beside a configuration for servers, which read \
@@ -120,8 +123,9 @@ fn spread(values: &[f32]) -> f32 {
     most / least
 }
 
-/// transformers makes a scale of keys and values wherever the configuration says that they are quantized, and fills it from
-/// the checkpoint or not at all. vLLM takes 1 for one that is missing. Every attention needs both.
+/// transformers makes a scale of keys and values wherever the configuration says that they are
+/// quantized, and fills it from the checkpoint or not at all. vLLM takes 1 for one that is missing.
+/// Every attention needs both.
 fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report) {
     let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
     let promised = model.dialect == Dialect::CompressedTensors && scheme.is_some_and(|scheme| !scheme.is_null());

@@ -31,7 +31,8 @@ pub enum Nibbles {
 pub enum Arrangement {
     /// Row by row: outputs before inputs.
     Rows,
-    /// This many matrices behind each other, inputs before outputs, as ModelOpt has experts in one tensor.
+    /// This many matrices behind each other, inputs before outputs, as ModelOpt has experts in one
+    /// tensor.
     Experts(usize),
 }
 
@@ -325,7 +326,8 @@ impl Nvfp4<'_> {
         self.input.filter(|t| t.info.len > 0).map(|t| number(&t, 0)).transpose()
     }
 
-    /// Bytes of some rows of a part that has `width` bytes for each, read from where inputs come before outputs.
+    /// Bytes of some rows of a part that has `width` bytes for each, read from where inputs come
+    /// before outputs.
     fn transposed(&self, part: &Located<'_>, rows: Range<usize>, width: usize, bytes: &mut Vec<u8>) -> Result<()> {
         let Arrangement::Experts(experts) = self.arrangement else { return Ok(()) };
         let (outputs, out) = (part.info.len as usize / (experts * width).max(1), sized(bytes, rows.len() * width));

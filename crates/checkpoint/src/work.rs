@@ -1,12 +1,13 @@
 //! The folder that a conversion is written in, until it is whole.
 //!
-//! Everything is written under `TARGET.partial`. A file there has a name ending in `.part` until its bytes are on the
-//! disk; the folder gets its own name last. So a name without `.part`, and a folder without `.partial`, are whole. What
-//! is already done, and the amaxes that took a pass over the source to find, are noted in a journal. A lock in the folder
-//! keeps a second conversion away.
+//! Everything is written under `TARGET.partial`. A file there has a name ending in `.part` until
+//! its bytes are on the disk; the folder gets its own name last. So a name without `.part`, and a
+//! folder without `.partial`, are whole. What is already done, and the amaxes that took a pass over
+//! the source to find, are noted in a journal. A lock in the folder keeps a second conversion away.
 //!
-//! A checkpoint that is replaced moves to `TARGET.replaced-N`, a name that nobody has, before the new one takes its place;
-//! the journal says so before. A conversion that is stopped between the two is put right by the next one ([`mend`]).
+//! A checkpoint that is replaced moves to `TARGET.replaced-N`, a name that nobody has, before the
+//! new one takes its place; the journal says so before. A conversion that is stopped between the
+//! two is put right by the next one ([`mend`]).
 
 use super::existing::{Existing, Outcome};
 use super::folder::Kind;
@@ -229,8 +230,8 @@ impl Work {
         self.write(JOURNAL, &json)
     }
 
-    /// Gives the folder its name; or `file` in it, if the target is one file. Returns where the checkpoint is that was replaced, if it
-    /// cannot be removed.
+    /// Gives the folder its name; or `file` in it, if the target is one file. Returns where the
+    /// checkpoint is that was replaced, if it cannot be removed.
     pub fn finish(mut self, file: &str) -> Result<Option<PathBuf>> {
         if matches!(self.state, State::Comparing) {
             return Ok(None);
@@ -269,7 +270,8 @@ impl Work {
 /// An unfinished conversion: its lock, and its journal, unless it was stopped before it wrote one.
 type Unfinished = (File, Result<Option<Journal>>);
 
-/// Completes, or takes back, what a conversion that was stopped in its last moments left; gives the unfinished one, if there is one.
+/// Completes, or takes back, what a conversion that was stopped in its last moments left; gives the
+/// unfinished one, if there is one.
 fn mend(disk: &Disk, target: &Path, kind: Kind, folder: &Path) -> Result<Option<Unfinished>> {
     if kind == Kind::Folder && target.join(JOURNAL).is_file() {
         // The new checkpoint has its name. Another process may be about to do the rest.
@@ -304,8 +306,8 @@ fn mend(disk: &Disk, target: &Path, kind: Kind, folder: &Path) -> Result<Option<
     Ok(Some((lock, journal)))
 }
 
-/// Removes what a conversion leaves beside and in a target that has its name. The checkpoint that was replaced may be another user's, and
-/// stay: returns where.
+/// Removes what a conversion leaves beside and in a target that has its name. The checkpoint that
+/// was replaced may be another user's, and stay: returns where.
 fn tidy(disk: &Disk, target: &Path) -> Result<Option<PathBuf>> {
     let old = read_journal(target).ok().flatten().and_then(|journal| replaced(target, &journal));
     let left = old.filter(|old| old.exists() && disk.remove_folder(old).is_err());
@@ -331,7 +333,8 @@ fn check_length(target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// An error where a target is the top of another disk: nothing that is made beside it can take its place.
+/// An error where a target is the top of another disk: nothing that is made beside it can take its
+/// place.
 fn check_disk(target: &Path) -> Result<()> {
     #[cfg(unix)]
     {
@@ -359,7 +362,8 @@ fn lock(disk: &Disk, folder: &Path) -> Result<File> {
     if path.exists() { Ok(lock) } else { Err(busy()) }
 }
 
-/// Whether a folder is an unfinished conversion: it has a journal, or nothing but what comes before one.
+/// Whether a folder is an unfinished conversion: it has a journal, or nothing but what comes before
+/// one.
 fn is_ours(folder: &Path) -> Result<bool> {
     let begun = |name: &String| name.strip_suffix(".part") == Some(JOURNAL) || name == LOCK;
     Ok(folder.join(JOURNAL).is_file() || (folder.is_dir() && entries(folder)?.iter().all(begun)))

@@ -40,7 +40,8 @@ impl Part {
 }
 
 impl Target {
-    /// The tensors that a weight becomes. GGUF's names are the business of `gguf`; here it has only sizes.
+    /// The tensors that a weight becomes. GGUF's names are the business of `gguf`; here it has only
+    /// sizes.
     pub(super) fn parts(self, item: &Item<'_>, activations: Activations) -> Vec<Part> {
         let weight = &item.weight;
         let mut parts = match &item.action {
@@ -60,8 +61,8 @@ impl Target {
         parts
     }
 
-    /// The scale 1 that is written beside a projection to keys or values whose scale the source lacks: servers take 1 for it,
-    /// but transformers has uninitialised memory there.
+    /// The scale 1 that is written beside a projection to keys or values whose scale the source
+    /// lacks: servers take 1 for it, but transformers has uninitialised memory there.
     pub(super) fn missing_kv_scale(self, module: &str, source: &Checkpoint, kv: Kv) -> Option<Part> {
         let scale = KvScale::of_projection(module).filter(|_| kv == Kv::Fp8)?;
         let has = |name: String| source.get(&name).is_some();
@@ -69,8 +70,9 @@ impl Target {
         missing.then(|| self.kv_scale(scale, Role::KvScale))?
     }
 
-    /// The tensor that another tensor becomes: itself, but for scales of keys and values. Where the source says that those are
-    /// quantized, they have names of their own, and none where nothing is quantized.
+    /// The tensor that another tensor becomes: itself, but for scales of keys and values. Where the
+    /// source says that those are quantized, they have names of their own, and none where nothing
+    /// is quantized.
     pub(super) fn other(self, tensor: &Located<'_>, kv: Kv) -> Option<Part> {
         let info = tensor.info;
         let number = info.shape.iter().product::<usize>() == 1;
@@ -116,7 +118,8 @@ impl Target {
     }
 }
 
-/// The tensor of a weight that is not quantized. Experts in one tensor keep inputs before outputs when they are decoded.
+/// The tensor of a weight that is not quantized. Experts in one tensor keep inputs before outputs
+/// when they are decoded.
 fn whole(weight: &Weight<'_>, decoded: Precision) -> Part {
     let (module, cols) = (&weight.module, weight.cols);
     let dtype = if let Stored::Plain(tensor) = &weight.stored { tensor.info.dtype } else { dtype(decoded) };

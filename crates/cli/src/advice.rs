@@ -1,4 +1,5 @@
-//! What to do about an error or a finding, in the words of the command line. The library knows no flags.
+//! What to do about an error or a finding, in the words of the command line. The library knows no
+//! flags.
 
 use nvfp4::Precision;
 use nvfp4_checkpoint::{Decoding, Error, Finding, Fix, Setting, Target};

@@ -17,9 +17,10 @@ use std::str::FromStr;
 
 /// Count how often fast 4over6 picks the same E4M3 scale as strict 4over6.
 ///
-/// A matrix of standard normal values is quantized by both paths, for every scaling (one amax per tensor with 1×16 blocks
-/// or 16×16 tiles; one amax per row with 1×16 blocks), bound, element type and error metric. A 16×16 tile counts as one
-/// scale. Percentages are rounded down, so 100 means all.
+/// A matrix of standard normal values is quantized by both paths, for every scaling (one amax per
+/// tensor with 1×16 blocks or 16×16 tiles; one amax per row with 1×16 blocks), bound, element type
+/// and error metric. A 16×16 tile counts as one scale. Percentages are rounded down, so 100 means
+/// all.
 #[derive(clap::Args)]
 pub struct Args {
     /// Where to quantize: cpu, cuda or cuda:N.
@@ -31,7 +32,8 @@ pub struct Args {
     /// Seed of the generated values.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Print JSON: {shape, rows, cols, seed, device, results: [{scaling, bound, type, metric, equal, total, percent}]}.
+    /// Print JSON: {shape, rows, cols, seed, device, results: [{scaling, bound, type, metric,
+    /// equal, total, percent}]}.
     #[arg(long)]
     json: bool,
 }
@@ -147,7 +149,8 @@ fn compare(engine: &Engine, rows: usize, cols: usize, seed: u64) -> Result<Vec<C
     Ok(cells)
 }
 
-/// How many scales are equal, and how many there are; those of a tile, which has one for each of its rows, count once.
+/// How many scales are equal, and how many there are; those of a tile, which has one for each of
+/// its rows, count once.
 fn count_equal(a: &[u8], b: &[u8], blocks_per_row: usize, tile: Tile) -> (usize, usize) {
     let every = match tile {
         Tile::Row16 => 1,

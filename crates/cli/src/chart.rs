@@ -40,7 +40,8 @@ pub struct Chart<'a> {
     /// Digits after the point on the left.
     pub digits: usize,
     pub marks: Marks,
-    /// A value to compare with, which is drawn with its name. The axis then begins at 0, so that distances can be judged.
+    /// A value to compare with, which is drawn with its name. The axis then begins at 0, so that
+    /// distances can be judged.
     pub reference: Option<(f64, &'a str)>,
     pub lines: Vec<Line>,
 }

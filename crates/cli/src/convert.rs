@@ -29,23 +29,25 @@ use std::time::Instant;
 
 /// Convert a checkpoint to NVFP4; needs no GPU and little memory.
 ///
-/// Reads BF16, F16, F32, FP8 with block scales, MXFP4 experts, and NVFP4 in other formats (the codes are kept). The target
-/// appears under its name only when it is complete. --resume continues an interrupted conversion, to the same bytes.
+/// Reads BF16, F16, F32, FP8 with block scales, MXFP4 experts, and NVFP4 in other formats (the
+/// codes are kept). The target appears under its name only when it is complete. --resume continues
+/// an interrupted conversion, to the same bytes.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
     /// Folder to write; with --to gguf, a file.
     target: PathBuf,
-    /// Output format: modelopt (vLLM, SGLang, TensorRT-LLM), compressed-tensors (vLLM, transformers) or gguf
-    /// (llama.cpp; Llama and Qwen).
+    /// Output format: modelopt (vLLM, SGLang, TensorRT-LLM), compressed-tensors (vLLM,
+    /// transformers) or gguf (llama.cpp; Llama and Qwen).
     #[arg(long, default_value = "modelopt")]
     to: Target,
     /// Format of the source, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Activation scales: none (W4A16), const (1) or const=VALUE, or a JSON file with the largest absolute value (amax) of
-    /// each module's input, such as {"model.layers.0.mlp.up_proj": 12.5}; the scale is amax / 2688.
+    /// Activation scales: none (W4A16), const (1) or const=VALUE, or a JSON file with the largest
+    /// absolute value (amax) of each module's input, such as {"model.layers.0.mlp.up_proj": 12.5};
+    /// the scale is amax / 2688.
     #[arg(long, default_value = "none")]
     acts: ActsArg,
     #[command(flatten)]
@@ -53,10 +55,12 @@ pub struct Args {
     /// How to choose block scales: by the largest value, by the least squared error, or 4over6.
     #[arg(long, value_enum, default_value = "max")]
     scale: ScaleArg,
-    /// Reproduce this library's rounding exactly [default: modelopt; with --scale 4over6: transformer-engine].
+    /// Reproduce this library's rounding exactly [default: modelopt; with --scale 4over6:
+    /// transformer-engine].
     #[arg(long, value_enum)]
     profile: Option<ProfileArg>,
-    /// KV cache format to record for servers: none (not recorded) or fp8-cast (FP8 with a scale of 1).
+    /// KV cache format to record for servers: none (not recorded) or fp8-cast (FP8 with a scale of
+    /// 1).
     #[arg(long, value_enum, default_value = "none")]
     kv: KvArg,
     /// Where to quantize: cpu, cuda or cuda:N. The bytes are the same.

@@ -1,4 +1,5 @@
-//! `nvfp4 demo`: a generated checkpoint, converted and verified with the commands that a user would type.
+//! `nvfp4 demo`: a generated checkpoint, converted and verified with the commands that a user would
+//! type.
 
 use crate::{Cli, Command, Host, convert, diff, exit, json, normal, run, sizes, until_closed, verify};
 use anyhow::{Context, Result, bail, ensure};
@@ -17,7 +18,8 @@ use std::process::ExitCode;
 /// Generate a small Llama-shaped checkpoint, convert it to NVFP4, verify it and write a report.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Working folder: a new or empty one, or that of an earlier demo [default: a new temporary folder].
+    /// Working folder: a new or empty one, or that of an earlier demo [default: a new temporary
+    /// folder].
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Number of layers, at most 1024; 8 make about 60 MB.
@@ -26,7 +28,8 @@ pub struct Args {
     /// Seed of the weights.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Print JSON: {model, bytes, report, convert, verify, diff}, the last three as those commands do.
+    /// Print JSON: {model, bytes, report, convert, verify, diff}, the last three as those commands
+    /// do.
     #[arg(long)]
     json: bool,
 }
@@ -96,7 +99,8 @@ fn silently(command: Command, host: Host) -> Result<(Value, bool)> {
     }
 }
 
-/// An error where a folder holds anything but an earlier demo: what is in there is replaced, and said to be removable.
+/// An error where a folder holds anything but an earlier demo: what is in there is replaced, and
+/// said to be removable.
 fn check(dir: &Path) -> Result<()> {
     if dir.symlink_metadata().is_err() {
         return Ok(());
@@ -159,8 +163,8 @@ fn generate(folder: &Path, layers: usize, seed: u64) -> Result<u64> {
     Ok(data.iter().map(|d| d.len() as u64).sum())
 }
 
-/// Normal values whose spread itself varies, which makes the tails heavy, as those of trained weights are; in some tensors
-/// more than in others.
+/// Normal values whose spread itself varies, which makes the tails heavy, as those of trained
+/// weights are; in some tensors more than in others.
 fn weights(shape: &[usize], seed: u64) -> Result<Vec<u8>> {
     let (rows, cols) = if let [rows, cols] = *shape { (rows, cols) } else { (1, shape[0]) };
     let (z, spread) =

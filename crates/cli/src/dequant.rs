@@ -16,7 +16,8 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Decode a quantized checkpoint (NVFP4, MXFP4 experts, or FP8 with block scales) to BF16, F16 or F32.
+/// Decode a quantized checkpoint (NVFP4, MXFP4 experts, or FP8 with block scales) to BF16, F16 or
+/// F32.
 ///
 /// Tensors that are not quantized (embeddings, norms) keep their type.
 #[derive(clap::Args)]
@@ -25,7 +26,8 @@ pub struct Args {
     source: PathBuf,
     /// Folder to write.
     target: PathBuf,
-    /// Type of the decoded weights. Values out of range are an error; values that round to 0 are counted.
+    /// Type of the decoded weights. Values out of range are an error; values that round to 0 are
+    /// counted.
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Dtype,
     /// Format of the source, when it cannot be detected.

@@ -49,7 +49,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(exit::checked(passed))
 }
 
-/// Compares and writes what differs; gives the same as JSON, and whether bytes are the same where that is asked for.
+/// Compares and writes what differs; gives the same as JSON, and whether bytes are the same where
+/// that is asked for.
 pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
     let (first, second) = (Checkpoint::open(&args.first)?, Checkpoint::open(&args.second)?);
     if args.bits {

@@ -13,8 +13,8 @@ static STOP: AtomicBool = AtomicBool::new(false);
 /// The last signal.
 static SIGNAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Set by Ctrl-C, and in a program of its own by SIGTERM. A second one ends a program at once, which loses no more than a kill does.
-/// Whoever watches for them besides goes on to do so.
+/// Set by Ctrl-C, and in a program of its own by SIGTERM. A second one ends a program at once,
+/// which loses no more than a kill does. Whoever watches for them besides goes on to do so.
 pub fn interrupts(host: Host) -> Result<&'static AtomicBool> {
     static WATCHED: Mutex<bool> = Mutex::new(false);
     STOP.store(false, Ordering::Relaxed);
@@ -28,7 +28,8 @@ pub fn interrupts(host: Host) -> Result<&'static AtomicBool> {
 }
 
 fn watch(host: Host) -> io::Result<()> {
-    // To watch for SIGTERM is to survive it, which is not for a guest to decide; nor is the end of its host.
+    // To watch for SIGTERM is to survive it, which is not for a guest to decide; nor is the end of
+    // its host.
     let signals: &[i32] = match host {
         Host::Program => &[SIGINT, SIGTERM],
         Host::Library => &[SIGINT],
@@ -43,7 +44,8 @@ fn watch(host: Host) -> io::Result<()> {
     Ok(())
 }
 
-/// A file that may grow no further (`ulimit -f`) is an error of the write that says its name, not a signal that ends the program.
+/// A file that may grow no further (`ulimit -f`) is an error of the write that says its name, not a
+/// signal that ends the program.
 pub fn survive_full_files() {
     #[cfg(unix)]
     {
@@ -53,7 +55,8 @@ pub fn survive_full_files() {
     }
 }
 
-/// The exit status of a command that was interrupted, as shells give it: 130 for Ctrl-C, 143 for SIGTERM.
+/// The exit status of a command that was interrupted, as shells give it: 130 for Ctrl-C, 143 for
+/// SIGTERM.
 pub fn status() -> u8 {
     let signal = match SIGNAL.load(Ordering::Relaxed) {
         0 => SIGINT as usize,

@@ -104,7 +104,8 @@ pub enum Host {
     Library,
 }
 
-/// Runs the command line, whose first word is the program's name. What is wrong with the words, or help, is printed.
+/// Runs the command line, whose first word is the program's name. What is wrong with the words, or
+/// help, is printed.
 pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     let words: Vec<OsString> = words.into_iter().collect();
     let as_json = json::is_asked_for(&words);
@@ -144,7 +145,8 @@ pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     })
 }
 
-/// An error and what it comes from, each said once: many errors end in the text of their cause already.
+/// An error and what it comes from, each said once: many errors end in the text of their cause
+/// already.
 fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(|cause| cause.to_string()).filter(|cause| !cause.is_empty()) {
@@ -177,8 +179,8 @@ fn run(command: Command, host: Host) -> Result<ExitCode> {
     }
 }
 
-/// The result of writing to standard output. A reader that closes the pipe early (`nvfp4 modes | head`) has all that it
-/// wants: that is no error.
+/// The result of writing to standard output. A reader that closes the pipe early (`nvfp4 modes |
+/// head`) has all that it wants: that is no error.
 fn until_closed(written: Result<()>) -> Result<()> {
     written.or_else(|error| match error.downcast_ref::<io::Error>() {
         Some(io) if io.kind() == io::ErrorKind::BrokenPipe => Ok(()),

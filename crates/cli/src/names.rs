@@ -1,12 +1,13 @@
-//! Names that strangers chose, as a terminal may show them. Every command that prints a name of a tensor, module or file goes through here.
+//! Names that strangers chose, as a terminal may show them. Every command that prints a name of a
+//! tensor, module or file goes through here.
 
 use std::borrow::Cow;
 
 /// The widest column of names. Longer names stand over the next column.
 const WIDEST: usize = 120;
 
-/// A text without what a terminal would act on: control characters, and marks that change the direction of writing, are shown
-/// as `\u{1b}`.
+/// A text without what a terminal would act on: control characters, and marks that change the
+/// direction of writing, are shown as `\u{1b}`.
 pub fn shown(text: &str) -> Cow<'_, str> {
     escaped(text, acts)
 }

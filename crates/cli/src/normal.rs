@@ -1,4 +1,5 @@
-//! Generated matrices: each value is a function of the seed and its position, whatever the number of threads.
+//! Generated matrices: each value is a function of the seed and its position, whatever the number
+//! of threads.
 
 use half::bf16;
 use nvfp4_spec::philox::{philox4x32, words};

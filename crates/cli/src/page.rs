@@ -1,4 +1,5 @@
-//! Pages that commands write with `--report`: one file, no scripts, nothing from the network, light and dark, wide and narrow.
+//! Pages that commands write with `--report`: one file, no scripts, nothing from the network, light
+//! and dark, wide and narrow.
 
 use anyhow::{Context, Result, ensure};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -30,7 +31,8 @@ pub enum Replaces {
     Files,
 }
 
-/// An error where a page cannot be written, before there is anything to write. None of the folders or files in `apart` may hold it.
+/// An error where a page cannot be written, before there is anything to write. None of the folders
+/// or files in `apart` may hold it.
 pub fn check(path: &Path, replaces: Replaces, apart: &[(&str, &Path)]) -> Result<()> {
     let folder = durable::parent(path);
     ensure!(folder.is_dir(), "--report {}: there is no folder {}", path.display(), folder.display());

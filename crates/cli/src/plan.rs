@@ -24,8 +24,8 @@ pub struct Args {
     /// Format of the source, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Print JSON: {dialect, weights: [{module, shape, format, action, group, why, bytes, new_bytes}], bytes, new_bytes}; new_bytes are
-    /// estimates.
+    /// Print JSON: {dialect, weights: [{module, shape, format, action, group, why, bytes,
+    /// new_bytes}], bytes, new_bytes}; new_bytes are estimates.
     #[arg(long)]
     json: bool,
 }
@@ -41,7 +41,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Bytes that a weight will take, about: each target has a few numbers beside it that are not counted here.
+/// Bytes that a weight will take, about: each target has a few numbers beside it that are not
+/// counted here.
 fn new_bytes(item: &Item<'_>) -> u64 {
     let elements = item.weight.elements();
     match item.action {
@@ -118,7 +119,8 @@ fn rows<'p>(plan: &'p Plan<'_>) -> Vec<Row<'p>> {
 /// The least share of a model whose staying as it is goes without saying.
 const MUCH: f64 = 0.3;
 
-/// How much stays as it is, if that is much: embeddings of a small model, or experts that lie in one tensor.
+/// How much stays as it is, if that is much: embeddings of a small model, or experts that lie in
+/// one tensor.
 pub fn stays(model: &Model<'_>, plan: &Plan<'_>) -> Option<String> {
     let share = plan.kept_share(model);
     (share >= MUCH).then(|| format!("{:.0} % of the source's bytes stay as they are", 100.0 * share))

@@ -30,11 +30,12 @@ enum Command {
 /// What a recipe is applied to.
 #[derive(clap::Args)]
 struct Target {
-    /// The config.json of a model with the layers of Llama, Qwen, Mistral or DeepSeek. Without it, the model is one
-    /// transformer layer and 8 experts.
+    /// The config.json of a model with the layers of Llama, Qwen, Mistral or DeepSeek. Without it,
+    /// the model is one transformer layer and 8 experts.
     #[arg(long, value_name = "CONFIG_JSON")]
     model: Option<PathBuf>,
-    /// Compute capability of a GPU, such as 9.0, to show which of its units run each format. Without it, all run in software.
+    /// Compute capability of a GPU, such as 9.0, to show which of its units run each format.
+    /// Without it, all run in software.
     #[arg(long, value_name = "MAJOR.MINOR", value_parser = compute_capability)]
     gpu: Option<(u32, u32)>,
     /// Name of a custom(NAME) format that your program can run; may be repeated.
@@ -55,7 +56,8 @@ struct ExplainArgs {
     /// Print only the differences from this recipe.
     #[arg(long, value_name = "RECIPE", conflicts_with = "json")]
     against: Option<String>,
-    /// Print JSON: {recipe, fingerprint, tensors, attention, runs, warnings}, or {errors, warnings}.
+    /// Print JSON: {recipe, fingerprint, tensors, attention, runs, warnings}, or {errors,
+    /// warnings}.
     #[arg(long)]
     json: bool,
 }
@@ -181,7 +183,8 @@ pub fn read(name: &str) -> nvfp4_recipe::Result<Recipe> {
     }
 }
 
-/// Everything that is wrong, line by line; other errors are as anywhere. JSON has each problem by itself.
+/// Everything that is wrong, line by line; other errors are as anywhere. JSON has each problem by
+/// itself.
 fn problems(error: Error, json_of: Option<&str>) -> Result<ExitCode> {
     // The text has the cause in it; `anyhow!(error)` would say it twice.
     let Error::Problems(problems) = error else { return Err(anyhow!("{error}")) };

@@ -71,7 +71,8 @@ fn layer(module: &str) -> Option<usize> {
     parts.next()?.parse().ok()
 }
 
-/// A line per projection over the layers: the mean of its weights in a layer, as of experts, and a band of their errors.
+/// A line per projection over the layers: the mean of its weights in a layer, as of experts, and a
+/// band of their errors.
 fn layers(weights: &[Finished]) -> Markup {
     let mut lines: BTreeMap<&str, BTreeMap<usize, Vec<&Measure>>> = BTreeMap::new();
     for weight in weights {

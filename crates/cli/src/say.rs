@@ -1,10 +1,12 @@
-//! What is written to a terminal: it cannot end a command, and names in a file cannot steer the terminal.
+//! What is written to a terminal: it cannot end a command, and names in a file cannot steer the
+//! terminal.
 
 use crate::names;
 use std::fmt::Display;
 use std::io::{self, StdoutLock, Write, stderr, stdout};
 
-/// A line on standard error. Where nobody can read it, because it is closed or full, the line is lost and the work is not.
+/// A line on standard error. Where nobody can read it, because it is closed or full, the line is
+/// lost and the work is not.
 pub fn say(line: impl Display) {
     let _ = writeln!(Plain(stderr().lock()), "{line}");
 }

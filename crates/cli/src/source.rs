@@ -67,7 +67,8 @@ pub struct Weights {
     /// Part of the model: all, mlp, experts or mlp+o.
     #[arg(long, default_value = "all")]
     preset: Preset,
-    /// Do not quantize these modules: a glob that matches the whole name, or re:REGEX. May be repeated.
+    /// Do not quantize these modules: a glob that matches the whole name, or re:REGEX. May be
+    /// repeated.
     #[arg(long, value_name = "PATTERN")]
     skip: Vec<Pattern>,
     /// Quantize only these modules (same patterns). May be repeated.
@@ -76,15 +77,17 @@ pub struct Weights {
     /// Also quantize embeddings, output heads, routers, vision and audio layers.
     #[arg(long)]
     no_default_skips: bool,
-    /// Which weights share one tensor scale, because servers merge them into one matrix: auto (q/k/v, gate/up and whatever
-    /// else vLLM merges), off, or a JSON file with lists of module names, such as [["q_proj", "k_proj"], ["w1", "w3"]].
+    /// Which weights share one tensor scale, because servers merge them into one matrix: auto
+    /// (q/k/v, gate/up and whatever else vLLM merges), off, or a JSON file with lists of module
+    /// names, such as [["q_proj", "k_proj"], ["w1", "w3"]].
     #[arg(long, value_name = "auto|off|FILE.json", default_value = "auto")]
     fuse: FuseArg,
-    /// Give merged weights of an NVFP4 source one tensor scale, the largest, where theirs differ. A weight is requantized
-    /// only if its block scales cannot absorb the difference exactly.
+    /// Give merged weights of an NVFP4 source one tensor scale, the largest, where theirs differ. A
+    /// weight is requantized only if its block scales cannot absorb the difference exactly.
     #[arg(long)]
     fix_scales: bool,
-    /// Convert models that no server is known to load, too: LoRA adapters, GPT-2, T5, Jamba, diffusers models.
+    /// Convert models that no server is known to load, too: LoRA adapters, GPT-2, T5, Jamba,
+    /// diffusers models.
     #[arg(long)]
     any_architecture: bool,
 }

@@ -15,8 +15,9 @@ use std::process::ExitCode;
 
 /// Check that an inference server would load an NVFP4 checkpoint, and load it correctly.
 ///
-/// Checks scales and codes, merged weights, the configuration, and for missing tensors. Exits with 1 and lists the problems
-/// if the checkpoint would not load, or would load incorrectly; notes do not count.
+/// Checks scales and codes, merged weights, the configuration, and for missing tensors. Exits with
+/// 1 and lists the problems if the checkpoint would not load, or would load incorrectly; notes do
+/// not count.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or file.

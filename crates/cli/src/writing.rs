@@ -16,7 +16,8 @@ pub struct Writing {
     /// Continue an interrupted run. If the target is already complete, check it and exit with 0.
     #[arg(long, conflicts_with = "force")]
     resume: bool,
-    /// Replace an existing checkpoint (a folder with other files is never replaced), and discard an interrupted run.
+    /// Replace an existing checkpoint (a folder with other files is never replaced), and discard an
+    /// interrupted run.
     #[arg(long)]
     force: bool,
     /// Print JSON when done: what was written, how large it is, and what the checks found.

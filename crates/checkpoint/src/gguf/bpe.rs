@@ -1,8 +1,9 @@
 //! A byte-level BPE, from `tokenizer.json`.
 //!
-//! llama.cpp splits text with rules of its own, which a name (`tokenizer.ggml.pre`) chooses; the splitting rule in
-//! `tokenizer.json` says which one that is. A rule that is not in the table is refused, and so is a setting that llama.cpp
-//! does not have: with another rule a model reads other tokens than it was trained on.
+//! llama.cpp splits text with rules of its own, which a name (`tokenizer.ggml.pre`) chooses; the
+//! splitting rule in `tokenizer.json` says which one that is. A rule that is not in the table is
+//! refused, and so is a setting that llama.cpp does not have: with another rule a model reads other
+//! tokens than it was trained on.
 
 use super::container::Value;
 use super::object::{Object, shown};
@@ -11,7 +12,8 @@ use crate::{Error, Result};
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Splitting rules and llama.cpp's names for them. All but the first differ in how many digits stay together.
+/// Splitting rules and llama.cpp's names for them. All but the first differ in how many digits stay
+/// together.
 const SPLITS: [(&str, &str); 3] = [
     ("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", "gpt-2"),
     (
@@ -24,7 +26,8 @@ const SPLITS: [(&str, &str); 3] = [
     ),
 ];
 
-/// llama.cpp's rule that takes a whole word that is a token as it is, and puts the first token before a text by itself.
+/// llama.cpp's rule that takes a whole word that is a token as it is, and puts the first token
+/// before a text by itself.
 const LLAMA: &str = "llama-bpe";
 
 /// Tokens that are put around a text.
@@ -35,7 +38,8 @@ pub(super) struct Around {
 }
 
 impl Around {
-    /// Whether the token `bos` or `eos` is put there, where llama.cpp would not do the same by itself.
+    /// Whether the token `bos` or `eos` is put there, where llama.cpp would not do the same by
+    /// itself.
     pub fn puts(&self, which: &str, tokens: &BTreeMap<String, usize>, id: Option<u32>) -> Result<Option<bool>> {
         let (text, unasked) = match which {
             "bos" => (&self.before, self.split == LLAMA),
@@ -178,7 +182,8 @@ pub(super) fn bpe(json: &Json, size: usize) -> Result<(Entries, BTreeMap<String,
     Ok((entries, ids, around(&whole, split)?))
 }
 
-/// Refuses a normalizer that changes text. llama.cpp has none for these tokenizers; NFC leaves text as programs write it.
+/// Refuses a normalizer that changes text. llama.cpp has none for these tokenizers; NFC leaves text
+/// as programs write it.
 fn check_normalizer(whole: &Object<'_>) -> Result<()> {
     let Some(normalizer) = whole.object("normalizer")? else { return Ok(()) };
     let steps = match normalizer.text("type")? {
@@ -213,7 +218,8 @@ fn check_model(model: &Object<'_>, split: &str) -> Result<()> {
     model.must_be("ignore_merges", split == LLAMA, false, &because)
 }
 
-/// Merges, each two tokens with a space between. Newer files have pairs. A byte-level token holds no space.
+/// Merges, each two tokens with a space between. Newer files have pairs. A byte-level token holds
+/// no space.
 fn merges(model: &Object<'_>, vocabulary: &Object<'_>) -> Result<Vec<String>> {
     let known = |text: &str| vocabulary.fields().contains_key(text);
     let list = model.list("merges")?.ok_or_else(|| model.missing("merges"))?;

@@ -1,5 +1,6 @@
-//! The bytes of GGUF, version 3, little-endian: a magic word, counts, keys with values, descriptions of tensors, data.
-//! Strings and arrays have their length in 64 bits before them; dimensions go from the fastest to the slowest.
+//! The bytes of GGUF, version 3, little-endian: a magic word, counts, keys with values,
+//! descriptions of tensors, data. Strings and arrays have their length in 64 bits before them;
+//! dimensions go from the fastest to the slowest.
 
 use nvfp4_spec::gguf::{BLOCK_BYTES, BLOCK_ELEMENTS};
 use std::fmt;
@@ -64,8 +65,8 @@ impl Type {
         })
     }
 
-    /// Bytes of a tensor; `None` if its rows are not whole blocks, if 64 bits cannot count them, or if the type is
-    /// unknown.
+    /// Bytes of a tensor; `None` if its rows are not whole blocks, if 64 bits cannot count them, or
+    /// if the type is unknown.
     pub(super) fn byte_len(self, dims: &[u64]) -> Option<u64> {
         let (_, elements, bytes) = self.known()?;
         let first = dims.first().copied().unwrap_or(1);
@@ -157,7 +158,8 @@ pub(super) struct Described {
     pub dims: Vec<u64>,
 }
 
-/// The first bytes of a file, up to where tensors begin, and where each tensor starts, and how long the file is.
+/// The first bytes of a file, up to where tensors begin, and where each tensor starts, and how long
+/// the file is.
 pub(super) fn header(entries: &[(String, Value)], tensors: &[Described]) -> (Vec<u8>, Vec<u64>, u64) {
     let mut out = MAGIC.to_vec();
     out.extend(VERSION.to_le_bytes());

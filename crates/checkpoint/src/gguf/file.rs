@@ -74,7 +74,8 @@ pub fn is_gguf(path: &Path) -> bool {
 }
 
 impl GgufFile {
-    /// Opens a file and checks its description: lengths, types, and that tensors lie in the file without overlap.
+    /// Opens a file and checks its description: lengths, types, and that tensors lie in the file
+    /// without overlap.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::io(path, source);
         let file = regular::open(path)?;
@@ -131,7 +132,8 @@ impl GgufFile {
         self.tensors.iter().filter(|t| t.kind == Type::NVFP4)
     }
 
-    /// The tensor scales of an NVFP4 tensor, one for each matrix: what llama.cpp multiplies products by, 1 if absent.
+    /// The tensor scales of an NVFP4 tensor, one for each matrix: what llama.cpp multiplies
+    /// products by, 1 if absent.
     pub fn scales(&self, tensor: &GgufTensor) -> Result<Vec<f32>> {
         Ok(self.scalars(tensor, "scale")?.unwrap_or_else(|| vec![1.0; tensor.matrices()]))
     }
@@ -189,7 +191,8 @@ impl GgufFile {
         })
     }
 
-    /// As a checkpoint's weight is decoded: by codes, block scales and a tensor scale, in the rule's order.
+    /// As a checkpoint's weight is decoded: by codes, block scales and a tensor scale, in the
+    /// rule's order.
     fn decode(&self, tensor: &GgufTensor, rows: Range<usize>) -> Result<Vec<f32>> {
         let (globals, each) = (self.scales(tensor)?, tensor.rows() / tensor.matrices().max(1));
         let (mut values, mut codes, mut scales) = (Vec::new(), Vec::new(), Vec::new());
@@ -343,7 +346,8 @@ impl<R: Read> Source<R> {
         if countable.is_none_or(|n| usize::try_from(n).is_err()) {
             return Err(wrong(&format!("the dimensions {dims:?} have more elements than an address can count")));
         }
-        // What is quantized has elements, so that the file's bytes bound its rows, columns and matrices.
+        // What is quantized has elements, so that the file's bytes bound its rows, columns and
+        // matrices.
         if kind == Type::NVFP4 && dims.contains(&0) {
             return Err(wrong(&format!("a quantized weight of the dimensions {dims:?} has no elements; remove it")));
         }
@@ -398,7 +402,8 @@ fn parse(from: impl Read, len: u64) -> Checked<Parsed> {
     Ok((values, tensors))
 }
 
-/// Counts the starts of tensors from the start of the file, and checks that they lie in it one after another.
+/// Counts the starts of tensors from the start of the file, and checks that they lie in it one
+/// after another.
 fn place(tensors: &mut [GgufTensor], data: u64, alignment: u64, len: u64) -> Checked<()> {
     tensors.sort_by_key(|t| (t.start, t.len));
     let mut end = data;

@@ -63,7 +63,8 @@ pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activati
         }
     }
     layout.check_experts()?;
-    // All sizes of config.json are those of tensors from here on, so that what is made by them is no larger.
+    // All sizes of config.json are those of tensors from here on, so that what is made by them is
+    // no larger.
     layout.check_complete(model, &config)?;
     let divisors = Rope::of(&config, family)?.divisors(sizes.head_dim);
     let divisors = divisors.map(|d| layout.slot("rope_freqs.weight", Type::F32, vec![d.len() as u64]).map(|s| (s, d)));
@@ -105,7 +106,8 @@ fn entries(model: &Model<'_>, config: &Object<'_>, sizes: &Sizes) -> Result<Vec<
     Ok(entries)
 }
 
-/// Reads the parameters of a model as the family that it names, or else as each of them, for fuzzing.
+/// Reads the parameters of a model as the family that it names, or else as each of them, for
+/// fuzzing.
 pub(in super::super) fn check_parameters(checkpoint: &Checkpoint) -> bool {
     let Some(Ok(config)) = checkpoint.config().map(|json| Object::new("config.json", json)) else { return false };
     let check = |family: Family| -> Result<()> {
@@ -165,7 +167,8 @@ impl Layout<'_> {
         })
     }
 
-    /// Refuses a tensor of the source, of a shape from the slowest dimension on, that config.json does not bear out.
+    /// Refuses a tensor of the source, of a shape from the slowest dimension on, that config.json
+    /// does not bear out.
     fn check_shape(&self, place: &Place, tensor: &str, shape: &[usize]) -> Result<()> {
         let mut dims: Vec<u64> = shape.iter().rev().map(|&d| d as u64).collect();
         let count = self.sizes.len(Dim::Experts);

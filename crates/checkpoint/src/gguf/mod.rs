@@ -1,12 +1,15 @@
-//! GGUF, llama.cpp's file format: one file that holds the tensors, the model's parameters and its tokenizer.
+//! GGUF, llama.cpp's file format: one file that holds the tensors, the model's parameters and its
+//! tokenizer.
 //!
-//! Read in this order: `container` (what the bytes mean), `file` (a file, checked and read), `family`
-//! (which models), `sizes` (what shapes their tensors have), `names` (what the tensors are called),
-//! `rope` and `parameters` (what the configuration becomes), `tokens`, `bpe` and `tokenizer`,
-//! `layout` (where everything goes), `verify`. `object` reads what JSON files say by type.
+//! Read in this order: `container` (what the bytes mean), `file` (a file, checked and read),
+//! `family` (which models), `sizes` (what shapes their tensors have), `names` (what the tensors are
+//! called), `rope` and `parameters` (what the configuration becomes), `tokens`, `bpe` and
+//! `tokenizer`, `layout` (where everything goes), `verify`. `object` reads what JSON files say by
+//! type.
 //!
-//! An NVFP4 weight is a tensor of type 40, blocks of 64 elements ([`nvfp4_spec::gguf`]), and a tensor `….scale` with the
-//! tensor scale, which llama.cpp multiplies a product by. Experts of a layer are one tensor with a scale for each.
+//! An NVFP4 weight is a tensor of type 40, blocks of 64 elements ([`nvfp4_spec::gguf`]), and a
+//! tensor `….scale` with the tensor scale, which llama.cpp multiplies a product by. Experts of a
+//! layer are one tensor with a scale for each.
 
 mod bpe;
 mod container;

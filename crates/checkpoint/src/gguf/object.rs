@@ -1,5 +1,6 @@
-//! An object of `config.json` or of a tokenizer's files, read by type: what is absent or null may have a default, what has
-//! another type than expected is refused with its key. A default in its place would make a file that is wrong.
+//! An object of `config.json` or of a tokenizer's files, read by type: what is absent or null may
+//! have a default, what has another type than expected is refused with its key. A default in its
+//! place would make a file that is wrong.
 
 use crate::{Error, Result};
 use serde_json::{Map, Value as Json};
@@ -98,7 +99,8 @@ impl<'a> Object<'a> {
         self.list(key)?.unwrap_or_default().iter().enumerate().map(each).collect()
     }
 
-    /// Refuses a flag that is not `expected`, where llama.cpp has no choice; absent counts as `otherwise`.
+    /// Refuses a flag that is not `expected`, where llama.cpp has no choice; absent counts as
+    /// `otherwise`.
     pub fn must_be(&self, key: &str, expected: bool, otherwise: bool, because: &str) -> Result<()> {
         match self.flag(key)?.unwrap_or(otherwise) == expected {
             true => Ok(()),

@@ -1,4 +1,5 @@
-//! How positions are encoded: what `config.json` says about rotary embeddings, as llama.cpp's keys and divisors.
+//! How positions are encoded: what `config.json` says about rotary embeddings, as llama.cpp's keys
+//! and divisors.
 
 use super::container::Value;
 use super::family::Family;
@@ -25,8 +26,8 @@ enum Scaling {
 }
 
 impl Rope {
-    /// From `rope_theta` and `rope_scaling`, or `rope_parameters`, which newer configurations have for both. Where two of
-    /// them say a thing, they must say the same.
+    /// From `rope_theta` and `rope_scaling`, or `rope_parameters`, which newer configurations have
+    /// for both. Where two of them say a thing, they must say the same.
     pub fn of(config: &Object<'_>, family: Family) -> Result<Self> {
         whole_heads(config)?;
         let (mut base, mut scaling) = (config.positive("rope_theta")?, None);
@@ -67,8 +68,8 @@ impl Rope {
         keys
     }
 
-    /// What each frequency is divided by, where that is not one number: Llama 3's rule, which leaves short waves, divides
-    /// long ones by the factor, and goes from one to the other between.
+    /// What each frequency is divided by, where that is not one number: Llama 3's rule, which
+    /// leaves short waves, divides long ones by the factor, and goes from one to the other between.
     pub fn divisors(&self, head_dim: u64) -> Option<Vec<f32>> {
         let Scaling::Llama3 { factor, low, high, original } = self.scaling else { return None };
         let original = f64::from(original);

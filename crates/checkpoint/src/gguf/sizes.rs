@@ -1,4 +1,5 @@
-//! The sizes of a model, and the shapes that its tensors must have by them: llama.cpp reads a file by these.
+//! The sizes of a model, and the shapes that its tensors must have by them: llama.cpp reads a file
+//! by these.
 
 use super::family::Family;
 use super::object::Object;
@@ -134,8 +135,8 @@ impl Sizes {
         has(self.family, behind, part, last)
     }
 
-    /// The first dimension of a tensor that is not as long as the model's sizes say; the first of all where their number
-    /// is another.
+    /// The first dimension of a tensor that is not as long as the model's sizes say; the first of
+    /// all where their number is another.
     pub fn misfit(&self, name: &str, dims: &[u64]) -> Option<Dim> {
         let expected = self.dims(name)?;
         let differs = |(dim, len): (&Dim, &u64)| (self.len(*dim) != *len).then_some(*dim);

@@ -1,5 +1,5 @@
-//! The tokenizer's files as llama.cpp's keys: a byte-level BPE (`tokenizer.json`, in `bpe.rs`) or SentencePiece
-//! (`tokenizer.model`), and the tokens with a meaning of their own.
+//! The tokenizer's files as llama.cpp's keys: a byte-level BPE (`tokenizer.json`, in `bpe.rs`) or
+//! SentencePiece (`tokenizer.model`), and the tokens with a meaning of their own.
 
 use super::bpe::{self, Around, bpe};
 use super::container::Value;
@@ -11,10 +11,12 @@ use nvfp4_files::regular;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 
-/// The largest SentencePiece model or chat template that is read: a vocabulary of a million tokens takes about 30 MB.
+/// The largest SentencePiece model or chat template that is read: a vocabulary of a million tokens
+/// takes about 30 MB.
 const MAX_FILE: u64 = 256 << 20;
 
-/// The keys of a checkpoint's tokenizer, for a vocabulary of `size`. Without one there is no vocabulary.
+/// The keys of a checkpoint's tokenizer, for a vocabulary of `size`. Without one there is no
+/// vocabulary.
 pub(super) fn entries(checkpoint: &Checkpoint, config: &Object<'_>, size: u64) -> Result<Entries> {
     let optional = |name: &str| checkpoint.companion(name)?.map(|path| read_json(&path)).transpose();
     let (json, settings) = (optional("tokenizer.json")?, optional("tokenizer_config.json")?);
@@ -53,7 +55,8 @@ pub(super) fn entries(checkpoint: &Checkpoint, config: &Object<'_>, size: u64) -
     Ok(found)
 }
 
-/// The chat template in the settings: text, or a list of templates with names, of which the default one is taken.
+/// The chat template in the settings: text, or a list of templates with names, of which the default
+/// one is taken.
 fn chat_template(settings: &Object<'_>) -> Result<Option<String>> {
     let name = "chat_template";
     if settings.get(name).is_none_or(Json::is_string) {
@@ -67,7 +70,8 @@ fn chat_template(settings: &Object<'_>) -> Result<Option<String>> {
     Err(settings.wrong("no template in the list 'chat_template' has the name 'default'"))
 }
 
-/// Reads a `tokenizer.json` and a `tokenizer.model`, for fuzzing: whatever the bytes, this returns. The same bytes stand for both.
+/// Reads a `tokenizer.json` and a `tokenizer.model`, for fuzzing: whatever the bytes, this returns.
+/// The same bytes stand for both.
 #[doc(hidden)]
 pub fn check_tokenizer(bytes: &[u8]) -> bool {
     const SIZE: usize = 64;
@@ -85,7 +89,8 @@ pub fn check_tokenizer(bytes: &[u8]) -> bool {
     check().is_some()
 }
 
-/// A SentencePiece model: a Protocol Buffers message whose field 1 is a piece (text, score, kind), repeated.
+/// A SentencePiece model: a Protocol Buffers message whose field 1 is a piece (text, score, kind),
+/// repeated.
 fn sentence_piece(
     bytes: &[u8],
     added: Option<&Object<'_>>,
@@ -260,7 +265,8 @@ fn named(settings: &Object<'_>, name: &str, tokens: &BTreeMap<String, usize>) ->
     text.map(find).transpose()
 }
 
-/// The token that `config.json` numbers; the first, where it has several. A padding token of -1 is none.
+/// The token that `config.json` numbers; the first, where it has several. A padding token of -1 is
+/// none.
 fn number(config: &Object<'_>, name: &str, size: u64) -> Result<Option<u32>> {
     let Some(value) = config.get(name).filter(|value| !(name == "pad_token_id" && value.as_i64() == Some(-1))) else {
         return Ok(None);

@@ -18,8 +18,8 @@ pub(super) fn key(name: &str, value: Value) -> (String, Value) {
     (format!("tokenizer.ggml.{name}"), value)
 }
 
-/// The kind of a token that was added to a vocabulary. Some are marks of a conversation even where a file does not call
-/// them special.
+/// The kind of a token that was added to a vocabulary. Some are marks of a conversation even where
+/// a file does not call them special.
 pub(super) fn added(text: &str, special: bool) -> i32 {
     let special = special || text == "<pad>" || (text.starts_with("<|") && text.ends_with("|>"));
     if special { kind::CONTROL } else { kind::USER_DEFINED }

@@ -231,7 +231,8 @@ impl<'f> Check<'f> {
         }
     }
 
-    /// Whether a model has a tensor of this name. llama.cpp counts those that it has loaded, and refuses a file with more.
+    /// Whether a model has a tensor of this name. llama.cpp counts those that it has loaded, and
+    /// refuses a file with more.
     fn belongs(&self, sizes: &Sizes, name: &str) -> bool {
         let Some((module, last)) = name.rsplit_once('.') else { return false };
         let part = match module.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
@@ -247,7 +248,8 @@ impl<'f> Check<'f> {
         }
     }
 
-    /// Types that ggml does not have, and tensors that do not lie one directly behind the other, as llama.cpp expects.
+    /// Types that ggml does not have, and tensors that do not lie one directly behind the other, as
+    /// llama.cpp expects.
     fn slots(&mut self) {
         let tensors = self.file.tensors();
         let alignment = self.file.values().get("general.alignment").and_then(Value::number).unwrap_or(ALIGNMENT);

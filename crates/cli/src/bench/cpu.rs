@@ -90,7 +90,8 @@ impl Bench {
         })
     }
 
-    /// Runs an operation on the first rows of the input and compares with the scalar implementation, which is `spec`.
+    /// Runs an operation on the first rows of the input and compares with the scalar
+    /// implementation, which is `spec`.
     fn check(&mut self, operation: &Operation) -> Result<()> {
         // More than one panel of the column direction.
         let (rows, cols) = (self.size.min(272), self.size);

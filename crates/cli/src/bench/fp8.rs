@@ -143,7 +143,8 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// Runs an operation on the first rows and compares with the scalar implementation, which is `spec`.
+    /// Runs an operation on the first rows and compares with the scalar implementation, which is
+    /// `spec`.
     pub fn check(
         operation: &Operation,
         implementation: Implementation,

@@ -148,7 +148,8 @@ static OPERATIONS: [Operation; 20] = {
     ]
 };
 
-/// A direction's results on the host, at first a pattern: so that pages exist, and a byte that is not written shows.
+/// A direction's results on the host, at first a pattern: so that pages exist, and a byte that is
+/// not written shows.
 pub struct Buffers {
     rows: usize,
     cols: usize,
@@ -172,8 +173,8 @@ impl Buffers {
         }
     }
 
-    /// The results of an implementation, a direction that is not wanted left as it was: rows, columns. Without `given`,
-    /// amaxes are computed.
+    /// The results of an implementation, a direction that is not wanted left as it was: rows,
+    /// columns. Without `given`, amaxes are computed.
     pub fn quantize(
         implementation: Implementation,
         x: &Input<'_>,

@@ -1,4 +1,5 @@
-//! FP8 cases (numerics §14): `fp8_current`, `fp8_delayed`, `fp8_block`, `mxfp8`, and their tables. There is one kind of specials, the kernels'.
+//! FP8 cases (numerics §14): `fp8_current`, `fp8_delayed`, `fp8_block`, `mxfp8`, and their tables.
+//! There is one kind of specials, the kernels'.
 
 use super::case::Case;
 use super::report::Differences;
@@ -215,7 +216,8 @@ fn check_tiles(
     Ok(())
 }
 
-/// The tables of FP8 rules. What a table says of codes is asked of every implementation, of scales only of `spec`.
+/// The tables of FP8 rules. What a table says of codes is asked of every implementation, of scales
+/// only of `spec`.
 pub fn check_table(
     case: &Case,
     implementations: &[Implementation],

@@ -1,5 +1,6 @@
-//! Product cases: `qgemm` (numerics §9) and `row_scaled_gemm` (numerics §9.1), accumulated in the reference order. A GPU has an order
-//! of its own: its outputs must lie within the bound, which the recorded ones do too.
+//! Product cases: `qgemm` (numerics §9) and `row_scaled_gemm` (numerics §9.1), accumulated in the
+//! reference order. A GPU has an order of its own: its outputs must lie within the bound, which the
+//! recorded ones do too.
 
 use super::case::Case;
 use super::quantize::{Buffers, SPECIALS, bound, name as specials_name};
@@ -104,8 +105,8 @@ enum Side {
     Col,
 }
 
-/// Quantizes an operand's input and compares it with the operand as recorded. Inputs have no NaN and no −0, so the record
-/// holds with both specials.
+/// Quantizes an operand's input and compares it with the operand as recorded. Inputs have no NaN
+/// and no −0, so the record holds with both specials.
 fn check_operand(
     case: &Case,
     implementations: &[Implementation],

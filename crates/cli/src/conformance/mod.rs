@@ -1,4 +1,5 @@
-//! `nvfp4 conformance DIR`: runs every golden case through every implementation on this machine and compares bits.
+//! `nvfp4 conformance DIR`: runs every golden case through every implementation on this machine and
+//! compares bits.
 
 mod case;
 mod fp8;
@@ -20,21 +21,25 @@ use std::str::FromStr;
 
 /// Check the golden cases in a folder, bit for bit.
 ///
-/// Each `.safetensors` file of the folder is one case; its metadata says what kind. Every case runs on every implementation
-/// of this machine, NVFP4 cases with both treatments of NaN and −0. Exits with 1 on any mismatch.
+/// Each `.safetensors` file of the folder is one case; its metadata says what kind. Every case runs
+/// on every implementation of this machine, NVFP4 cases with both treatments of NaN and −0. Exits
+/// with 1 on any mismatch.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder that holds the golden cases.
     dir: PathBuf,
-    /// Run only this implementation: scalar, avx2, avx512 or cuda. Default: all that this machine has.
+    /// Run only this implementation: scalar, avx2, avx512 or cuda. Default: all that this machine
+    /// has.
     #[arg(long, value_name = "NAME")]
     implementation: Option<Chosen>,
-    /// Print JSON: {implementations, specials, modes: [{mode, cases, mismatches}], cases, mismatches, errors, problems}.
+    /// Print JSON: {implementations, specials, modes: [{mode, cases, mismatches}], cases,
+    /// mismatches, errors, problems}.
     #[arg(long)]
     json: bool,
 }
 
-/// An implementation by its name. Whether the machine has a GPU is not for the command line to say: it is opened in [`run`].
+/// An implementation by its name. Whether the machine has a GPU is not for the command line to say:
+/// it is opened in [`run`].
 #[derive(Clone, Copy)]
 enum Chosen {
     Cpu(Implementation),

@@ -186,7 +186,8 @@ fn compare(
     Ok(())
 }
 
-/// Upstream keeps the scale rows of a tile that reaches beyond the matrix: copies of the tile's scale.
+/// Upstream keeps the scale rows of a tile that reaches beyond the matrix: copies of the tile's
+/// scale.
 fn pad_scales(scales: &[u8], rows: usize, cols: usize, tile: Tile, recorded_rows: usize) -> Vec<u8> {
     let mut padded = scales.to_vec();
     if tile == Tile::Square16 && rows > 0 && recorded_rows == rows.next_multiple_of(BLOCK) {
@@ -196,8 +197,9 @@ fn pad_scales(scales: &[u8], rows: usize, cols: usize, tile: Tile, recorded_rows
     padded
 }
 
-/// Cases with NaN in the input record the kernel's amax of the row direction only. A tensor's amax is the same in both
-/// directions; a column's is then not on record where the reference has NaN, and its scale bytes speak for it.
+/// Cases with NaN in the input record the kernel's amax of the row direction only. A tensor's amax
+/// is the same in both directions; a column's is then not on record where the reference has NaN,
+/// and its scale bytes speak for it.
 fn compare_amax(
     case: &Case,
     differences: &mut Differences,
@@ -280,7 +282,8 @@ pub fn check_stochastic(case: &Case, differences: &mut Differences) -> Result<St
     Ok(format!("sr {} {} (spec)", case.meta("kernel")?, case.meta("scaling")?))
 }
 
-/// Runs the directions that a case records through a rule of the spec, with kernel specials: kernels produced them.
+/// Runs the directions that a case records through a rule of the spec, with kernel specials:
+/// kernels produced them.
 fn check_spec(
     case: &Case,
     differences: &mut Differences,
@@ -294,7 +297,8 @@ fn check_spec(
             let q = quantize(&x, &amax, suffix)?;
             let got = Buffers { codes: q.codes, scales: q.scales, amax };
             compare(case, differences, "spec: ", suffix, &got, (x.rows(), x.cols()), mode)?;
-            // These kinds record the amax of the row direction, and that of the columns where it is another one.
+            // These kinds record the amax of the row direction, and that of the columns where it is
+            // another one.
             if suffix.is_empty() || case.has("amax_t") {
                 compare_amax(case, differences, "spec: ", suffix, &got.amax, mode)?;
             }

@@ -24,8 +24,8 @@ use statistics::{print_statistics, scale_bytes};
 
 /// Show the format of a checkpoint, statistics of its scales and codes, and anything unusual.
 ///
-/// Recognizes ModelOpt, compressed-tensors, torchao, ComfyUI and GGUF; refuses to guess. Exits with 0 whatever it finds:
-/// use `verify` to check.
+/// Recognizes ModelOpt, compressed-tensors, torchao, ComfyUI and GGUF; refuses to guess. Exits with
+/// 0 whatever it finds: use `verify` to check.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or file.

@@ -34,19 +34,23 @@ use vocabulary::Vocabulary;
 
 /// Train a small language model with several recipes and compare the held-out losses.
 ///
-/// Every recipe starts from the same seeds and sees the same batches. The model is a GPT: LayerNorm, attention, an MLP with GELU of four times the width; embeddings, the last norm and the head stay in
-/// high precision, and so does attention unless the recipe says otherwise. Runs go side by side, as many as there are threads, and no
-/// result depends on their number. The last tenth of the text is held out, at most 32,768 tokens. AdamW, a learning rate that warms up
-/// in the first twentieth of the steps and then falls along a cosine to a tenth.
+/// Every recipe starts from the same seeds and sees the same batches. The model is a GPT:
+/// LayerNorm, attention, an MLP with GELU of four times the width; embeddings, the last norm and
+/// the head stay in high precision, and so does attention unless the recipe says otherwise. Runs go
+/// side by side, as many as there are threads, and no result depends on their number. The last
+/// tenth of the text is held out, at most 32,768 tokens. AdamW, a learning rate that warms up in
+/// the first twentieth of the steps and then falls along a cosine to a tenth.
 ///
-/// Prints a table: the mean held-out loss of each recipe over the seeds, and its gap to bf16 from the same seed.
+/// Prints a table: the mean held-out loss of each recipe over the seeds, and its gap to bf16 from
+/// the same seed.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A recipe: bf16, a preset such as nvfp4 (see `nvfp4 recipe explain --help`), or a rule file; may be repeated
-    /// [default: bf16 and nvfp4].
+    /// A recipe: bf16, a preset such as nvfp4 (see `nvfp4 recipe explain --help`), or a rule file;
+    /// may be repeated [default: bf16 and nvfp4].
     #[arg(long = "recipe", value_name = "RECIPE")]
     recipes: Vec<String>,
-    /// Train with every recipe of the table in docs/training.md: bf16, nvfp4, and variants of nvfp4 with one change each.
+    /// Train with every recipe of the table in docs/training.md: bf16, nvfp4, and variants of nvfp4
+    /// with one change each.
     #[arg(long, conflicts_with = "recipes")]
     ablations: bool,
     /// A seed; may be repeated [default: 1].
@@ -109,7 +113,8 @@ pub struct Args {
     /// Print JSON: {settings, runs, table}.
     #[arg(long)]
     json: bool,
-    /// Do not train: merge results that earlier runs wrote with --json. Files or folders; may be repeated.
+    /// Do not train: merge results that earlier runs wrote with --json. Files or folders; may be
+    /// repeated.
     #[arg(long, value_name = "PATH", action = ArgAction::Append,
           conflicts_with_all = ["recipes", "ablations", "seeds", "seeds_up_to", "checkpoint", "text"])]
     merge: Vec<PathBuf>,
@@ -275,8 +280,9 @@ impl Args {
         Ok(())
     }
 
-    /// Bytes that a run holds at least, in float32: parameters with their gradients and the optimizer's two means, and of a batch
-    /// the probabilities of attention in every layer and the logits.
+    /// Bytes that a run holds at least, in float32: parameters with their gradients and the
+    /// optimizer's two means, and of a batch the probabilities of attention in every layer and the
+    /// logits.
     fn least_bytes(&self) -> u128 {
         let [layers, width, heads, context, batch, vocabulary] =
             [self.layers, self.width, self.heads, self.context, self.batch, self.vocab.size()].map(|n| n as u128);

@@ -1,4 +1,5 @@
-//! `train --report`: one page with the curves of each recipe, their spread over the seeds, and the gap to the baseline.
+//! `train --report`: one page with the curves of each recipe, their spread over the seeds, and the
+//! gap to the baseline.
 
 use super::results::{self, Results, Row, RunResult, Spread};
 use crate::chart::{Chart, Line, Marks, Point};

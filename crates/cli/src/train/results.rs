@@ -1,4 +1,5 @@
-//! What runs have come to, as data: written by `--json`, read by `--merge`, and summed up in one table.
+//! What runs have come to, as data: written by `--json`, read by `--merge`, and summed up in one
+//! table.
 
 use crate::recipes::BASELINE;
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -127,7 +128,8 @@ impl Results {
         Results { format: FORMAT.to_string(), version: VERSION, settings, runs }
     }
 
-    /// The results of several files, or of all files `*.json` of folders, which must have the same settings.
+    /// The results of several files, or of all files `*.json` of folders, which must have the same
+    /// settings.
     pub fn merged(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut all: Option<Results> = None;
         for path in files(paths)? {

@@ -230,7 +230,8 @@ impl Training {
     }
 }
 
-/// From 0 to the peak in the first twentieth of the steps, then down along a cosine to a tenth of it.
+/// From 0 to the peak in the first twentieth of the steps, then down along a cosine to a tenth of
+/// it.
 fn learning_rate(peak: f64, step: u64, steps: u64) -> f64 {
     let warm = (steps / 20).max(1);
     if step < warm {

@@ -1,4 +1,5 @@
-//! What is learned: a text, cut into a part to train on and a part that is held out, and the batches of each step.
+//! What is learned: a text, cut into a part to train on and a part that is held out, and the
+//! batches of each step.
 
 use anyhow::{Result, anyhow, ensure};
 use candle_core::{Device, Tensor};
@@ -38,7 +39,8 @@ pub struct Batch {
 }
 
 impl Corpus {
-    /// Cuts a text into its two parts, whose batches lie on a device. Each must have enough for a batch.
+    /// Cuts a text into its two parts, whose batches lie on a device. Each must have enough for a
+    /// batch.
     pub fn new(mut tokens: Vec<u32>, batch: usize, context: usize, device: Device) -> Result<Self> {
         let held_out = (tokens.len() / 10).min(MOST_HELD_OUT);
         let least = 10 * (batch * context + 1);
@@ -62,7 +64,8 @@ impl Corpus {
         (self.train.len(), self.held_out.len())
     }
 
-    /// The batch of a step: windows that follow from the seed, the step and the row alone, so that all recipes see the same.
+    /// The batch of a step: windows that follow from the seed, the step and the row alone, so that
+    /// all recipes see the same.
     pub fn batch(&self, seed: u64, step: u64) -> Result<Batch> {
         let places = (self.train.len() - self.context) as u64;
         let start = |row: usize| {

@@ -1,8 +1,10 @@
 //! How many threads each run gets.
 //!
-//! candle has one pool for the whole process, lends it to one tensor at a time, and takes its size from an environment variable when it
-//! is first used. Runs side by side would wait for each other; so the variable has to be right before the program starts, and the program
-//! starts itself again where it is not. In another program's process, which cannot start again, runs go one after the other.
+//! candle has one pool for the whole process, lends it to one tensor at a time, and takes its size
+//! from an environment variable when it is first used. Runs side by side would wait for each other;
+//! so the variable has to be right before the program starts, and the program starts itself again
+//! where it is not. In another program's process, which cannot start again, runs go one after the
+//! other.
 
 use anyhow::{Context, Result};
 use std::process::{Command, ExitCode};
@@ -18,19 +20,22 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// Shares threads among runs: as many runs at a time as there are threads, and where there are fewer runs, several threads for each.
+    /// Shares threads among runs: as many runs at a time as there are threads, and where there are
+    /// fewer runs, several threads for each.
     pub fn share(threads: usize, runs: usize) -> Self {
         let at_a_time = threads.min(runs).max(1);
         Threads { runs: at_a_time, each: threads / at_a_time }
     }
 
-    /// Starts the program again where candle would have another number of threads; `None` where it has this one.
+    /// Starts the program again where candle would have another number of threads; `None` where it
+    /// has this one.
     pub fn enforce(self) -> Result<Option<ExitCode>> {
         let wanted = self.each.to_string();
         if std::env::var(VARIABLE).is_ok_and(|found| found == wanted) {
             return Ok(None);
         }
-        // As it was called: where that is Python, the file behind the name would be an interpreter without its packages.
+        // As it was called: where that is Python, the file behind the name would be an interpreter
+        // without its packages.
         let mut words = std::env::args_os();
         let program = words.next().context("cannot find this program to start it with its threads")?;
         let mut again = Command::new(program);

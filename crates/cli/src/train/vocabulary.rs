@@ -1,4 +1,5 @@
-//! From text to tokens: its bytes, or pairs that were found to be frequent in it (byte-pair encoding).
+//! From text to tokens: its bytes, or pairs that were found to be frequent in it (byte-pair
+//! encoding).
 
 use anyhow::{Result, ensure};
 use std::collections::{BTreeMap, HashMap};
@@ -35,8 +36,9 @@ impl Vocabulary {
     }
 }
 
-/// Merges the most frequent pair, again and again. Pairs do not reach over the beginning of a word, so each different word is
-/// worked on once. Of equally frequent pairs the one with the smaller numbers is taken.
+/// Merges the most frequent pair, again and again. Pairs do not reach over the beginning of a word,
+/// so each different word is worked on once. Of equally frequent pairs the one with the smaller
+/// numbers is taken.
 fn encode(text: &[u8], size: usize) -> Result<Vec<u32>> {
     let pieces = words(text);
     let mut counts: BTreeMap<&[u8], u64> = BTreeMap::new();
@@ -113,7 +115,8 @@ mod tests {
 
     #[test]
     fn the_most_frequent_pairs_become_tokens() {
-        // "ab" is there three times; then " ab" and "abc" twice each, of which a space is the smaller number.
+        // "ab" is there three times; then " ab" and "abc" twice each, of which a space is the
+        // smaller number.
         assert_eq!(Vocabulary::Pairs(258).encode(b"abc abc ab").unwrap(), [256, 99, 257, 99, 257]);
         let words = words(b"it is, he said,\n  so");
         assert_eq!(words, [&b"it"[..], b" is", b",", b" he", b" said", b",\n", b" ", b" so"]);

@@ -47,7 +47,8 @@ impl Outputs {
 }
 
 impl Direction {
-    /// The part of a set, as what a quantization writes: `elements` of all sets, and as many scales as the mode has for `shape`.
+    /// The part of a set, as what a quantization writes: `elements` of all sets, and as many scales
+    /// as the mode has for `shape`.
     fn part(
         &mut self,
         mode: &Mode,
@@ -93,7 +94,8 @@ fn scale_count(mode: &Mode, side: Side, shape: (usize, usize)) -> Result<usize> 
 }
 
 impl Bench {
-    /// Runs an operation on the first `rows` rows, with its outputs poisoned, and compares with an implementation of the CPU.
+    /// Runs an operation on the first `rows` rows, with its outputs poisoned, and compares with an
+    /// implementation of the CPU.
     pub fn check_fp8(&mut self, operation: &Operation, rows: usize, reference: Implementation) -> Result<()> {
         let (shape, elements) = ((rows, self.cols), 0..rows * self.cols);
         let x = &self.host[elements.clone()];

@@ -74,7 +74,8 @@ pub fn run(
             bench.check_fp8(operation, rows, reference).with_context(what)?;
         }
     }
-    // Only now is anything timed, so that the GPU does not fall asleep between one operation and the next.
+    // Only now is anything timed, so that the GPU does not fall asleep between one operation and
+    // the next.
     let copy = bench.time_copy()?;
     if !json {
         let rows = match checks[..] {
@@ -111,8 +112,9 @@ fn print(out: &mut impl Write, row: &Row) -> std::io::Result<()> {
     writeln!(out, "{name:<36} {amax:>9} {us:>9.1} {megabytes:>9.1} {tbps:>7.2} {of_copy:>8.2}")
 }
 
-/// The input, its copy's destination and outputs large enough for every operation, `sets` of each: runs take turns among
-/// them, so that none finds in the GPU's cache what the one before left there.
+/// The input, its copy's destination and outputs large enough for every operation, `sets` of each:
+/// runs take turns among them, so that none finds in the GPU's cache what the one before left
+/// there.
 struct Bench {
     stream: Stream,
     rows: usize,
@@ -156,8 +158,8 @@ impl Bench {
         Ok(bench)
     }
 
-    /// Runs an operation on the first `rows` rows, with its outputs poisoned, and compares with an implementation of the
-    /// CPU.
+    /// Runs an operation on the first `rows` rows, with its outputs poisoned, and compares with an
+    /// implementation of the CPU.
     fn check(&mut self, operation: &Operation, rows: usize, reference: Implementation) -> Result<()> {
         let range = 0..rows * self.cols;
         let x = kernels::Input::new(kernels::Values::Bf16(&self.host[range.clone()]), rows, self.cols)?;
@@ -172,7 +174,8 @@ impl Bench {
                 ensure!(got.to_bits() == expected.to_bits(), "amax {got} instead of {expected}");
             }
             Kind::Quantize(settings) => {
-                // The CPU computes the amaxes in any case, and so has those that the GPU may be given.
+                // The CPU computes the amaxes in any case, and so has those that the GPU may be
+                // given.
                 let [row, col] = Buffers::quantize(reference, &x, settings, None)?;
                 self.row.poison(&self.stream, &row)?;
                 self.col.poison(&self.stream, &col)?;
@@ -285,7 +288,8 @@ impl Bench {
     }
 }
 
-/// Decodes on the GPU, in the first set, what the CPU quantized, and compares with what the CPU decodes.
+/// Decodes on the GPU, in the first set, what the CPU quantized, and compares with what the CPU
+/// decodes.
 fn check_decoded<T: Element + Plain>(
     stream: &Stream,
     row: &mut Outputs,
@@ -319,8 +323,8 @@ fn source_on_gpu(settings: &Settings) -> Source {
     }
 }
 
-/// The bytes that an operation on a bf16 matrix of `len` elements cannot do without. A row can be kept on the chip until its
-/// amax is known; a matrix cannot.
+/// The bytes that an operation on a bf16 matrix of `len` elements cannot do without. A row can be
+/// kept on the chip until its amax is known; a matrix cannot.
 fn least_bytes(kind: &Kind, len: usize) -> usize {
     let quantized = len / 2 + len / 16;
     match kind {

@@ -19,7 +19,8 @@ pub struct Outputs {
 }
 
 impl Outputs {
-    /// The part that belongs to a range of elements of the input, as what a quantization writes: a direction of `rows` rows.
+    /// The part that belongs to a range of elements of the input, as what a quantization writes: a
+    /// direction of `rows` rows.
     pub fn direction(
         &mut self,
         settings: &Settings,

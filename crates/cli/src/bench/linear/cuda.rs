@@ -96,7 +96,8 @@ impl<'a> Layer<'a> {
     }
 
     fn times(&mut self, gpu: &Gpu) -> Result<(Vec<Times>, Option<Times>)> {
-        // Whole steps in turns with each other, then parts with parts: steps that are compared have the same neighbours.
+        // Whole steps in turns with each other, then parts with parts: steps that are compared have
+        // the same neighbours.
         let (plain, recipes) = (self.cublas.is_some(), 0..self.recipes.len());
         let mut wholes: Vec<Work> = recipes.clone().map(Work::Whole).collect();
         let mut parts: Vec<Work> = recipes.flat_map(|recipe| Part::ALL.map(|part| Work::Part(recipe, part))).collect();
@@ -191,7 +192,8 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// The same product by cuBLAS. It is given the elements in the order that it likes best, rows along the sum: a time, not a gradient.
+    /// The same product by cuBLAS. It is given the elements in the order that it likes best, rows
+    /// along the sum: a time, not a gradient.
     fn multiply_bf16(&mut self, stream: &Stream, part: Part) -> Result<()> {
         let Sizes { m, n, k, groups } = self.sizes;
         let cublas = self.cublas.as_ref().context("cuBLAS is missing")?;

@@ -1,4 +1,5 @@
-//! `nvfp4 bench linear`: a layer's forward and backward pass under a recipe, beside the same without quantization.
+//! `nvfp4 bench linear`: a layer's forward and backward pass under a recipe, beside the same
+//! without quantization.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -16,14 +17,17 @@ use std::process::ExitCode;
 
 /// Measure a linear layer's forward and backward pass.
 ///
-/// M tokens of K features go through weights of N × K: y = x·wᵀ, dx = dy·w, dw = dyᵀ·x. The recipe says how x, w and dy are quantized; weights
-/// are quantized anew in every pass, as in a step of one batch. With --groups the tokens are spread evenly over so many experts, each with
-/// weights of its own.
+/// M tokens of K features go through weights of N × K: y = x·wᵀ, dx = dy·w, dw = dyᵀ·x. The recipe
+/// says how x, w and dy are quantized; weights are quantized anew in every pass, as in a step of
+/// one batch. With --groups the tokens are spread evenly over so many experts, each with weights of
+/// its own.
 ///
-/// On a GPU everything lies in its memory in bf16 and the results are bf16. Each part is timed by itself, and five whole steps one after the
-/// other, at the clock that they sustain, in CUDA graphs that run in turns; printed are medians, of one step. Beside them cuBLAS on bf16, on
-/// the CPU the `gemm` crate on f32, with every operand in the order that suits it best. `of plain` is the time of the whole over that of the
-/// product without quantization, `of first` that over the first recipe's.
+/// On a GPU everything lies in its memory in bf16 and the results are bf16. Each part is timed by
+/// itself, and five whole steps one after the other, at the clock that they sustain, in CUDA graphs
+/// that run in turns; printed are medians, of one step. Beside them cuBLAS on bf16, on the CPU the
+/// `gemm` crate on f32, with every operand in the order that suits it best. `of plain` is the time
+/// of the whole over that of the product without quantization, `of first` that over the first
+/// recipe's.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -43,7 +47,8 @@ pub struct Args {
     /// A preset or a rule file; several are measured in turns.
     #[arg(long, default_values_t = ["nvfp4".to_string()])]
     recipe: Vec<String>,
-    /// Print JSON: rows of {m, n, k, groups, recipe, unit, parts: {name: time}, whole, plain_parts, plain_whole, of_plain, of_first}.
+    /// Print JSON: rows of {m, n, k, groups, recipe, unit, parts: {name: time}, whole, plain_parts,
+    /// plain_whole, of_plain, of_first}.
     #[arg(long)]
     json: bool,
 }

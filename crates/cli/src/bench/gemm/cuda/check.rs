@@ -10,7 +10,8 @@ use nvfp4_spec::philox::{philox4x32, words};
 /// Outputs that are checked, beside the corners.
 const SAMPLES: u64 = 200;
 
-/// An error unless outputs of a product, chosen at random, lie where they may. `out` has whole rows of N.
+/// An error unless outputs of a product, chosen at random, lie where they may. `out` has whole rows
+/// of N.
 pub fn check(
     stream: &Stream,
     (a, left): (&Matrix, Form),

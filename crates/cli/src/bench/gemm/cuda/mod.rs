@@ -14,10 +14,12 @@ use nvfp4_kernels::gemm::cuda::{Cublas, PreparedWeight, Product, describe, gemm}
 use serde::Serialize;
 use std::io::Write;
 
-/// Sets of weights: calls take turns among them, so that none finds in the GPU's cache what the one before left there.
+/// Sets of weights: calls take turns among them, so that none finds in the GPU's cache what the one
+/// before left there.
 const SETS: usize = 4;
 const TURNS: usize = 11;
-/// Rows of activations that keep every multiprocessor busy: a rate of cuBLAS is measured with them in any case.
+/// Rows of activations that keep every multiprocessor busy: a rate of cuBLAS is measured with them
+/// in any case.
 const BUSY: usize = 4096;
 /// Bytes of a copy: several times the cache.
 const COPIED: usize = 1 << 28;
@@ -76,7 +78,8 @@ pub fn run(device: Device, sizes: &Sizes, format: Format) -> Result<()> {
     for (at, &m) in sizes.m.iter().enumerate() {
         bench.check(&stream, m, at % SETS)?;
     }
-    // Only now is anything timed, so that the GPU does not fall asleep between one product and the next.
+    // Only now is anything timed, so that the GPU does not fall asleep between one product and the
+    // next.
     let mut speeds = bench.speeds(&stream)?;
     let times = sizes.m.iter().map(|&m| bench.time(&stream, m)).collect::<Result<Vec<Times>>>()?;
     for (m, cublas) in times.iter().filter_map(|times| Some((times.m, times.cublas?))) {
@@ -318,7 +321,8 @@ fn operations(m: usize, n: usize, k: usize) -> f64 {
     2.0 * m as f64 * n as f64 * k as f64
 }
 
-/// The bytes that a product of activations in some form and NVFP4 weights cannot do without: both sides, and bf16 outputs.
+/// The bytes that a product of activations in some form and NVFP4 weights cannot do without: both
+/// sides, and bf16 outputs.
 fn least_bytes(activations: Form, m: usize, n: usize, k: usize) -> f64 {
     (n * Form::Nvfp4.row_bytes(k) + m * activations.row_bytes(k) + 2 * m * n) as f64
 }
