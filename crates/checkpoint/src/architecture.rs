@@ -13,7 +13,7 @@ pub enum Architectures {
     /// Those that some program may load afterwards.
     #[default]
     Served,
-    /// Whatever has weights.
+    /// Everything that has weights.
     Any,
 }
 
@@ -50,11 +50,11 @@ const UNSERVED: [(&[&str], Treatment, &str); 4] = [
         Treatment::Refuse,
         "no server runs its kind of encoder and decoder in NVFP4",
     ),
-    (&["Jamba"], Treatment::Refuse, "vLLM 0.32 does not load it in NVFP4, in ModelOpt's own export neither"),
+    (&["Jamba"], Treatment::Refuse, "vLLM 0.32 does not load it in NVFP4, not even ModelOpt's own export"),
     (
         &["Bert", "Roberta", "XLMRoberta", "DistilBert", "Electra", "Albert", "Deberta", "MPNet", "Camembert"],
         Treatment::Tell,
-        "vLLM 0.32 does not load it in NVFP4, in ModelOpt's own export neither",
+        "vLLM 0.32 does not load it in NVFP4, not even ModelOpt's own export",
     ),
 ];
 
@@ -149,8 +149,8 @@ pub(super) fn refusal(model: &Model<'_>) -> Result<Option<String>> {
         return Ok(Some(reason.to_string()));
     }
     if checkpoint.config().is_none() && checkpoint.companion("params.json")?.is_some() {
-        let reason = "in Mistral's own form (params.json), which servers do not read in NVFP4; take the files that have a \
-                      config.json";
+        let reason = "in Mistral's own form (params.json), which servers do not read in NVFP4; use \
+                      the files that have a config.json";
         return Ok(Some(reason.to_string()));
     }
     let architecture = model.architecture().unwrap_or_default();
@@ -158,8 +158,7 @@ pub(super) fn refusal(model: &Model<'_>) -> Result<Option<String>> {
     Ok(refused.map(|(_, reason)| format!("{architecture}: {reason}")))
 }
 
-/// What is to be said about a client that would not load a checkpoint of this architecture, or that
-/// might not.
+/// A finding if a client would not load a checkpoint of this architecture, or might not.
 pub fn loading(model: &Model<'_>, client: Client) -> Option<Finding> {
     let finding = |severity, text: String| Finding::new(severity, "architecture", text);
     if client != Client::Vllm {
@@ -177,7 +176,8 @@ pub fn loading(model: &Model<'_>, client: Client) -> Option<Finding> {
     };
     if architecture.starts_with("GptOss") && model.dialect != Dialect::Plain && model.weights.iter().any(joined) {
         let text = format!(
-            "{architecture}: vLLM 0.32 has no loader for its experts in NVFP4, and does not load ModelOpt's own export either"
+            "{architecture}: vLLM 0.32 has no loader for its experts in NVFP4, and does not load \
+             ModelOpt's own export either"
         );
         return Some(finding(Severity::Problem, text).with(Fix::Decode));
     }
@@ -186,7 +186,7 @@ pub fn loading(model: &Model<'_>, client: Client) -> Option<Finding> {
     }
     let known = VLLM.split_whitespace().any(|name| name == architecture);
     (!known).then(|| {
-        let text = format!("{architecture} is none that vLLM (August 2026) has code for; it would try transformers'");
+        let text = format!("vLLM (August 2026) has no code for {architecture}; it would try transformers'");
         finding(Severity::Note, text)
     })
 }

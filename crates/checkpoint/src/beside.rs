@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 /// The files beside the tensors.
 pub(super) struct Beside {
-    /// Tokenizer and whatever else comes along, by its path in the source.
+    /// The tokenizer and other files that are copied, by their paths in the source.
     pub companions: Vec<PathBuf>,
     /// Configuration and index, which are written.
     pub written: Vec<(String, Vec<u8>)>,

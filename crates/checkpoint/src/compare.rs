@@ -112,7 +112,7 @@ pub enum Difference {
     },
 }
 
-/// Compares all tensors byte by byte, by name. An empty list is identity.
+/// Compares all tensors byte by byte, by name. An empty list means that they are equal.
 pub fn differences(first: &super::Checkpoint, second: &super::Checkpoint) -> Result<Vec<Difference>> {
     const PIECE: usize = 4 << 20;
     let mut found = Vec::new();

@@ -1,5 +1,5 @@
-//! Is everything there that a server asks for? It fills what it finds, and most of what it does not
-//! find stays uninitialised memory without a word: its own check passes over quantized layers.
+//! Is everything there that a server asks for? A server fills what it finds. Most of what it does
+//! not find stays uninitialised memory, without an error: its own check skips quantized layers.
 
 use super::architecture::writes;
 use super::dialect::{Dialect, Model, missing_part};
@@ -44,7 +44,7 @@ pub(super) fn check(model: &Model<'_>, report: &mut Report) {
         [("hidden_size", outline.hidden().is_none()), ("vocab_size", outline.vocabulary().is_none() && table)]
     {
         if writes(model) && asked && outline.mistyped().iter().all(|wrong| wrong.key != key) {
-            report.note("config.json", format!("'{key}' is missing: sizes were not held against it"));
+            report.note("config.json", format!("'{key}' is missing: sizes were not compared with it"));
         }
     }
     let found = Layers::find(model, layers);
@@ -89,7 +89,7 @@ fn incomplete<'m>(model: &'m Model<'_>) -> impl Iterator<Item = Incomplete<'m>> 
             let missing = format!("{module}{codes}");
             return (!has(&missing)).then(|| Incomplete { missing: vec![missing], ..whole(module) });
         }
-        // Experts in one tensor have their scales behind an underscore.
+        // Scales of experts in one tensor follow an underscore.
         let (module, join) = match name.strip_suffix(codes).filter(|_| dtype == of_codes) {
             Some(module) => (module, '.'),
             None if dtype == Dtype::U8 && has(&format!("{name}_weight_scale")) => (name, '_'),
@@ -138,7 +138,7 @@ struct Layers {
     kinds: Kinds,
     /// Numbers of experts by layer and kind.
     experts: BTreeMap<(usize, String), BTreeSet<u64>>,
-    /// Names of tensors of layers behind the last that the configuration counts, by layer.
+    /// Names of tensors of layers after the last one that the configuration counts, by layer.
     further: BTreeMap<usize, BTreeSet<String>>,
 }
 
@@ -170,8 +170,7 @@ impl Layers {
         Layers { prefix: prefix.to_string(), kinds, experts, further }
     }
 
-    /// Layers behind the last are there to predict further tokens, or the configuration says too
-    /// few.
+    /// Layers after the last one predict further tokens, or the configuration counts too few.
     fn check_further(&self, layers: u64, outline: &Outline<'_>, report: &mut Report) {
         let marks = ["eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head", "mtp"];
         let predicts = |names: &BTreeSet<String>| names.iter().any(|name| marks.iter().any(|mark| name.contains(mark)));
@@ -234,8 +233,8 @@ impl Layers {
         for (&layer, kinds) in compared {
             variants.entry((outline.kind(layer), kinds)).or_default().push(layer);
         }
-        // A model has few variants. Of a file that claims many, each is held against the most
-        // common.
+        // A model has few variants. If a file claims many, each is compared with the most common
+        // ones.
         let mut common: Vec<_> = variants.iter().collect();
         common.sort_by_key(|(_, layers)| std::cmp::Reverse(layers.len()));
         common.truncate(16);
@@ -248,7 +247,8 @@ impl Layers {
             let rest = if missing.len() > 1 { format!(" and {} more", missing.len() - 1) } else { String::new() };
             for layer in layers {
                 let text = format!(
-                    "'{}'{rest} missing, which layer {} has: a server leaves it uninitialised, or refuses the checkpoint",
+                    "'{}'{rest} missing, which layer {} has: a server leaves it uninitialised, or \
+                     refuses the checkpoint",
                     missing[0], there[0]
                 );
                 report.problem(&format!("{}.{layer}", self.prefix), text);
@@ -314,7 +314,7 @@ impl Layers {
     }
 }
 
-/// What stands before and behind the layers: the embedding, the last norm and the head.
+/// What stands before and after the layers: the embedding, the last norm and the head.
 fn check_ends(model: &Model<'_>, outline: &Outline<'_>, layers: &Layers, report: &mut Report) {
     let defaults = Defaults::new(outline);
     let part = |w: &Weight<'_>| defaults.reason(&w.module, w.rows);
@@ -327,7 +327,7 @@ fn check_ends(model: &Model<'_>, outline: &Outline<'_>, layers: &Layers, report:
     let normed = layers.kinds.values().flatten().any(|kind| is_norm(kind));
     let last = |t: &super::Located<'_>| is_norm(&t.info.name) && outer(&t.info.name);
     if writes && normed && !model.others.iter().any(last) {
-        report.problem("norm", "the norm behind the last layer is missing: a server leaves it uninitialised");
+        report.problem("norm", "the norm after the last layer is missing: a server leaves it uninitialised");
     }
     let head = model.weights.iter().any(|w| part(w) == Some(Part::Head));
     if writes && outline.tied() == Some(false) && !head {

@@ -19,7 +19,7 @@ pub(super) struct Conversion<'a, 'p> {
     pub model: &'p Model<'p>,
     pub plan: &'a Plan<'p>,
     pub files: Vec<Shard<'p>>,
-    /// The scale of the activations of every weight.
+    /// The activation scale of every weight.
     pub inputs: BTreeMap<String, f32>,
     pub beside: Beside,
     /// The files of the source, as they were at the beginning.

@@ -39,9 +39,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 /// Converts a checkpoint. `stop` may be set from elsewhere: the conversion ends with
 /// [`Error::Interrupted`] and can be continued.
 ///
-/// Everything that the source, the settings or the disk can be refused for is, before anything is
-/// written. The result is read back before it gets its name; what [`verify`] has to say about it is
-/// in the summary.
+/// Whatever is wrong with the source, the settings or the disk is an error before anything is
+/// written. The result is read back before it gets its name. The summary has what [`verify`] finds
+/// in it.
 pub fn convert(
     source: &Path,
     target: &Path,
@@ -143,8 +143,8 @@ impl<'p> Conversion<'_, 'p> {
         self.work.note()
     }
 
-    /// Whether a journal has a number for every matrix, and one that the first pass can find: it is
-    /// a file that can be changed.
+    /// Whether a journal has a number for every matrix, and one that the first pass can find:
+    /// somebody may have changed the file.
     fn fits(&self, amaxes: &BTreeMap<String, Vec<u32>>) -> bool {
         self.plan.items.iter().filter(|item| item.action == Action::Quantize).all(|item| {
             let possible = |&found: &u32| match item.weight.stored {
@@ -177,7 +177,7 @@ impl<'p> Conversion<'_, 'p> {
         self.check_source()?;
         let mut summary = self.summary(&files)?;
         if let Some(left) = self.work.finish(gguf::FILE)? {
-            let text = "the checkpoint that was replaced is there still, because it cannot be removed";
+            let text = "the checkpoint that was replaced is still there, because it cannot be removed";
             summary.findings.push(Finding::note(left.display().to_string(), text));
         }
         Ok(summary)
@@ -371,8 +371,8 @@ fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) ->
     }
 }
 
-/// Neither of source and target may lie in the other: what is written would be read as part of the
-/// source, or a target that is replaced would take its source along.
+/// Neither of source and target may be inside the other: what is written would be read as part of
+/// the source, or replacing the target would remove the source.
 fn check_apart(source: &Path, target: &Path) -> Result<()> {
     let real = |path: &Path| path.canonicalize().map_err(|source| Error::io(path, source));
     let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -386,13 +386,13 @@ fn check_apart(source: &Path, target: &Path) -> Result<()> {
     if there.starts_with(&from) || from.starts_with(&there) {
         let (source, target) = (source.display(), target.display());
         return Err(Error::Refused(format!(
-            "{target} and the source {source} lie in each other; choose another target"
+            "one of {target} and the source {source} is inside the other; choose another target"
         )));
     }
     Ok(())
 }
 
-/// The part of a weight's bytes that some of its rows make up.
+/// The bytes of some rows of a weight.
 fn bytes_of(total: u64, rows: usize, part: usize) -> u64 {
     (u128::from(total) * part as u128 / rows.max(1) as u128) as u64
 }

@@ -79,7 +79,10 @@ fn check_name(key: &str, value: Option<&Value>, known: &[&str], report: &mut Rep
         None => report.problem("config.json", format!("no {key} in 'quantization_config', {known}")),
         Some(value) => report.problem(
             "config.json",
-            format!("{key} in 'quantization_config' is {value}, {known}: a server reads the weights as something else, or refuses"),
+            format!(
+                "{key} in 'quantization_config' is {value}, {known}: a server reads the weights as \
+                 something else, or refuses"
+            ),
         ),
     }
 }
@@ -104,7 +107,8 @@ fn check_compressed_tensors(model: &Model<'_>, client: Client, report: &mut Repo
         let input = group.get("input_activations").filter(|input| !input.is_null());
         if input.is_some() && !is_nvfp4(input) {
             let text = format!(
-                "'config_groups.{name}.input_activations' are not 4-bit floats in blocks of {BLOCK} ('tensor_group') as the                  weights are: a server knows no such layers"
+                "'config_groups.{name}.input_activations' are not 4-bit floats in blocks of \
+                 {BLOCK} ('tensor_group') as the weights are: a server has no such layers"
             );
             report.problem("config.json", text);
         }
@@ -125,7 +129,9 @@ fn check_compressed_tensors(model: &Model<'_>, client: Client, report: &mut Repo
     let lost = || nvfp4().filter(|w| modules.matching(&w.module).is_none());
     if let Some(first) = lost().next() {
         let text = format!(
-            "'{}' and {} more NVFP4 weights are no 'targets' of any group of 'config_groups' ({targets:?}), expected [\"Linear\"] or              names of modules: a server does not take them for NVFP4",
+            "'{}' and {} more NVFP4 weights are not among the 'targets' of any group of \
+             'config_groups' ({targets:?}), expected [\"Linear\"] or names of modules: a server \
+             does not read them as NVFP4",
             first.module,
             lost().count() - 1
         );
@@ -159,15 +165,16 @@ fn check_algorithm(model: &Model<'_>, report: &mut Report) {
         let unsaid = size.is_null() && model.dialect == Dialect::ModelOpt;
         if number != Some(BLOCK as u64) && !unsaid {
             let text = format!(
-                "blocks of {size} ('group_size'), but the scales are for blocks of {BLOCK}: a server expects other shapes"
+                "blocks of {size} ('group_size'), but the scales are for blocks of {BLOCK}: a \
+                 server expects other shapes"
             );
             report.problem(file, text);
         }
     }
     if model.dialect == Dialect::CompressedTensors {
         if model.checkpoint.config().is_some() && !groups().any(|group| is_nvfp4(group.get("weights"))) {
-            let text = "no entry of 'config_groups' has weights of symmetric 4-bit floats with the strategy 'tensor_group': a \
-                        server does not take the weights for NVFP4";
+            let text = "no entry of 'config_groups' has weights of symmetric 4-bit floats with the \
+                        strategy 'tensor_group': a server does not read the weights as NVFP4";
             report.problem("config.json", text);
         }
         return;
@@ -190,8 +197,8 @@ fn check_algorithm(model: &Model<'_>, report: &mut Report) {
             other => report.problem(
                 file,
                 format!(
-                    "the algorithm is '{other}', but the weights are NVFP4 ('quant_algo', expected NVFP4 or W4A16_NVFP4): a server \
-                     reads them as something else, or refuses"
+                    "the algorithm is '{other}', but the weights are NVFP4 ('quant_algo', expected \
+                     NVFP4 or W4A16_NVFP4): a server reads them as something else, or refuses"
                 ),
             ),
         }
@@ -200,14 +207,14 @@ fn check_algorithm(model: &Model<'_>, report: &mut Report) {
         && first != second
     {
         let text = format!(
-            "config.json says {first}, hf_quant_config.json says {second}: vLLM goes by config.json, and expects scales of activations \
-             for NVFP4 and none for W4A16_NVFP4"
+            "config.json says {first}, hf_quant_config.json says {second}: vLLM goes by \
+             config.json, and expects activation scales for NVFP4 and none for W4A16_NVFP4"
         );
         report.problem("quant_algo", text);
     }
 }
 
-/// A configuration that promises scales of activations needs one for every weight.
+/// A configuration that promises activation scales needs one for every weight.
 fn check_inputs(model: &Model<'_>, report: &mut Report) -> Result<()> {
     let config = model.checkpoint.config().and_then(|c| c.get("quantization_config"));
     let promised = match model.dialect {
@@ -223,20 +230,19 @@ fn check_inputs(model: &Model<'_>, report: &mut Report) -> Result<()> {
         match parts.input()? {
             None if promised => report.problem(
                 &weight.module,
-                "no scale of activations, which the configuration promises: vLLM reads uninitialised memory",
+                "no activation scale, which the configuration promises: vLLM reads uninitialised memory",
             ),
             Some(scale) if !(scale.is_finite() && scale > 0.0) => {
-                report.problem(&weight.module, format!("the scale of activations is {scale}"));
+                report.problem(&weight.module, format!("the activation scale is {scale}"));
             }
             Some(_) if !promised => unused += 1,
             _ => {}
         }
     }
     if unused > 0 {
-        let text = format!(
-            "the configuration says weights only, so the scales of activations of {unused} weights are not used"
-        );
-        report.note("scales of activations", text);
+        let text =
+            format!("the configuration says weights only, so the activation scales of {unused} weights are not used");
+        report.note("activation scales", text);
     }
     Ok(())
 }
@@ -293,8 +299,8 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
         }
     }
     let defaults = Defaults::new(&Outline::new(config));
-    // A table that no matrix product is made with: no server takes it for a layer. Vision and audio
-    // have such too.
+    // No product is made with an embedding, so no server treats it as a layer. Vision and audio
+    // have them too.
     let is_embedding = |weight: &Weight<'_>| {
         weight.module.contains("embed") || defaults.reason(&weight.module, weight.rows) == Some(Part::Embedding)
     };

@@ -76,7 +76,7 @@ pub struct Model<'a> {
 }
 
 impl<'a> Model<'a> {
-    /// Finds out whose checkpoint it is and groups its tensors.
+    /// Detects the dialect of a checkpoint and groups its tensors.
     pub fn new(checkpoint: &'a Checkpoint) -> Result<Self> {
         Self::with_dialect(checkpoint, detect(checkpoint)?)
     }
@@ -121,7 +121,7 @@ impl<'a> Model<'a> {
     }
 }
 
-/// Whose checkpoint it is: by its marks, never by likelihood.
+/// Detects the dialect of a checkpoint: by its marks, never by likelihood.
 pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
     let has = |suffix: &str| checkpoint.tensors().any(|t| t.info.name.ends_with(suffix));
     let config = checkpoint.config().and_then(|c| c.get("quantization_config")).filter(|c| !c.is_null());
@@ -161,8 +161,9 @@ pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
     let is_fp8 = |t: Located<'_>| t.info.dtype == Dtype::F8_E4M3 && t.info.name.ends_with(".weight");
     match config {
         Some(_) if checkpoint.tensors().any(is_fp8) => Err(refuse(format!(
-            "FP8 by '{method}' without 'weight_scale_inv': of FP8, weights with a scale per 128 × 128 block are read, not those with \
-             one per tensor or channel; use the checkpoint in BF16 that it was made from"
+            "FP8 by '{method}' without 'weight_scale_inv': of FP8, weights with a scale per 128 × \
+             128 block are read, not those with one per tensor or channel; use the checkpoint in \
+             BF16 that it was made from"
         ))),
         Some(_) if !method.is_empty() => Err(refuse(format!(
             "quantized by '{method}', which is not read; use the checkpoint in BF16 that it was made from"
@@ -194,9 +195,8 @@ impl<'a> Grouping<'a> {
     /// become sizes to work with.
     ///
     /// A quantized weight has elements, so that its rows, columns and matrices are at most as many
-    /// as the file has bytes. Where one of them is zero, another may be any number, for which
-    /// nothing in the file stands. Experts of which there are none are the one exception: nobody
-    /// goes through what each of them would have.
+    /// as the file has bytes. Where one of them is zero, another may be any number, without a byte
+    /// in the file. A tensor of 0 experts is the one exception: nothing goes through their rows.
     fn add(&mut self, module: &str, rows: usize, cols: usize, stored: Stored<'a>) -> Result<()> {
         let (parts, first) = (stored.parts(), stored.first());
         let weight = Weight { module: module.to_string(), rows, cols, stored };

@@ -12,7 +12,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A weight that holds NaN or infinity, which no block scale can represent.
-    #[error("weight '{module}' holds {value} at row {row}, column {col}; mend the checkpoint, or skip the weight")]
+    #[error("weight '{module}' holds {value} at row {row}, column {col}; repair the checkpoint, or skip the weight")]
     WeightNotFinite {
         /// The module.
         module: String,
@@ -24,10 +24,10 @@ pub enum Error {
         value: f32,
     },
 
-    /// A value of a weight that the type it is decoded to cannot hold.
+    /// A value that is too large for the type that its weight is decoded to.
     #[error(
-        "weight '{module}' holds {value} at row {row}, column {col}, and {precision:?} ends at {}; \
-         {}, and start over",
+        "weight '{module}' holds {value} at row {row}, column {col}, and the largest {precision:?} \
+         is {}; {}, and start over",
         precision.max(),
         match (decoding, precision) {
             (Decoding::All, Precision::F16) => "decode to BF16 or F32",
@@ -54,7 +54,7 @@ pub enum Error {
     #[error("interrupted; what is done is kept, and can be continued")]
     Interrupted,
 
-    /// A target that is there already, and was not to be replaced: see
+    /// A target that already exists and may not be replaced: see
     /// [`Existing`](crate::Existing).
     #[error("{} already exists; choose another target, or replace it", path.display())]
     TargetExists {
@@ -62,7 +62,7 @@ pub enum Error {
         path: PathBuf,
     },
 
-    /// An earlier conversion to the same target that did not come to its end: see
+    /// An earlier conversion to the same target that did not finish: see
     /// [`Existing`](crate::Existing).
     #[error("{} holds an unfinished conversion; continue it, or start over", path.display())]
     Unfinished {
@@ -70,7 +70,7 @@ pub enum Error {
         path: PathBuf,
     },
 
-    /// An unfinished conversion that is to be continued as another one.
+    /// An unfinished conversion that cannot be continued with these settings or this source.
     #[error("{} was begun with other settings or another source; repeat them, or start over", path.display())]
     OtherRequest {
         /// The folder that holds what is done.
@@ -95,7 +95,7 @@ pub enum Error {
 
     /// A result that could not be read back, and so did not get its name.
     #[error("the result cannot be read back: {error}; {}", if error.is_of_the_system() {
-        "continue when that is mended"
+        "continue when that is fixed"
     } else {
         "start over"
     })]
@@ -115,10 +115,10 @@ pub enum Error {
         pattern: String,
     },
 
-    /// A checkpoint that does not say whose it is.
+    /// A checkpoint whose dialect cannot be detected.
     #[error(
-        "{}: the names fit both ModelOpt and ComfyUI, whose nibbles and scales are in opposite orders, and nothing says \
-         which it is; name the dialect",
+        "{}: the names fit both ModelOpt and ComfyUI, whose nibbles and scales are in opposite \
+         orders, and nothing says which it is; name the dialect",
         path.display()
     )]
     UnclearDialect {
@@ -164,7 +164,7 @@ pub enum Decoding {
 pub enum Setting {
     /// Which architectures are converted.
     Architectures,
-    /// Scales of activations.
+    /// Activation scales.
     Acts,
     /// How keys and values are kept.
     Kv,

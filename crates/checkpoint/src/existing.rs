@@ -1,8 +1,8 @@
-//! What becomes of a target that is there already.
+//! What becomes of a target that already exists.
 
 use serde::{Deserialize, Serialize};
 
-/// What to do if the target, or an unfinished conversion to it, is there already.
+/// What to do if the target, or an unfinished conversion to it, already exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Existing {
     /// Stop with an error, unless it is an empty folder.
@@ -21,7 +21,7 @@ pub enum Existing {
 pub enum Outcome {
     /// It wrote the target.
     Written,
-    /// The target was there already, and every byte of its tensors and configuration is what it
+    /// The target already existed, and every byte of its tensors and configuration is what it
     /// would have written.
     AlreadyThere,
 }

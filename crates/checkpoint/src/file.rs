@@ -85,7 +85,7 @@ impl TensorFile {
         Ok(TensorFile { path: path.to_path_buf(), bytes, tensors, metadata })
     }
 
-    /// Where it lies.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }

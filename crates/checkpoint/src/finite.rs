@@ -1,4 +1,4 @@
-//! Are the numbers that stay in high precision numbers, and does a server read them? One NaN in a
+//! Are the values that stay in high precision finite, and does a server read them? One NaN in a
 //! norm makes every output NaN.
 
 use super::dialect::Model;
@@ -16,11 +16,11 @@ use std::sync::atomic::AtomicBool;
 
 /// Bytes that are read at once: whole elements of every type.
 const PIECE: u64 = 4 << 20;
-/// Elements that are looked at before one of them is looked for.
+/// Elements that are tested together before one of them is searched for.
 const RUN: usize = 4096;
 
-/// Reports the first number of every tensor of floats that is NaN or infinite. Masks of attention
-/// are infinite for a reason.
+/// Reports the first number of every tensor of floats that is NaN or infinite. Attention masks are
+/// infinite on purpose.
 pub(super) fn check(model: &Model<'_>, threads: usize, report: &mut Report) -> Result<()> {
     let plain = model.weights.iter().filter_map(|w| if let Stored::Plain(t) = w.stored { Some(t) } else { None });
     let float = |t: &Located<'_>| matches!(t.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::F64);
@@ -113,8 +113,8 @@ fn first(dtype: Dtype, bytes: &[u8]) -> Option<(usize, f64)> {
     }
 }
 
-/// The first element for which it is true. A whole run is looked at without a branch, which is
-/// several times as fast.
+/// The first element for which it is true. A whole run is tested without a branch, which is several
+/// times as fast.
 fn search<const N: usize>(elements: &[[u8; N]], is: impl Fn([u8; N]) -> bool) -> Option<(usize, [u8; N])> {
     let run = elements.chunks(RUN).position(|run| run.iter().fold(false, |any, &element| any | is(element)))?;
     let at = run * RUN + elements[run * RUN..].iter().position(|&element| is(element))?;

@@ -15,7 +15,7 @@ const MAX_JSON: u64 = 256 << 20;
 /// What the index of a sharded checkpoint is called, after the name of the model.
 pub(super) const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
-/// Weights in other formats, which do not come along into a converted checkpoint.
+/// Weights in other formats, which are not copied to a converted checkpoint.
 const OTHER_WEIGHTS: [&str; 10] = ["safetensors", "bin", "pt", "pth", "ckpt", "gguf", "onnx", "h5", "msgpack", "part"];
 
 /// A tensor of a checkpoint and the file that holds it.
@@ -121,14 +121,15 @@ impl Checkpoint {
         if files.is_empty() {
             let hint = match ending(".gguf").first() {
                 Some(gguf) => format!(
-                    "no safetensors files; '{gguf}' is GGUF, which `inspect` and `verify` read as a file, and nothing converts"
+                    "no safetensors files; '{gguf}' is GGUF: `inspect` and `verify` read it as a \
+                     file, and it cannot be converted"
                 ),
                 None => match parts(root, &names) {
                     parts if parts.is_empty() => "no safetensors files in this folder".to_string(),
                     // A pipeline of diffusers, for one: several models, each in a folder of its
                     // own.
                     parts => format!(
-                        "no safetensors files in this folder, but in {} in it; give one of these",
+                        "no safetensors files in this folder, but there are some in {}; give one of these",
                         parts.join(", ")
                     ),
                 },
@@ -174,7 +175,7 @@ impl Checkpoint {
         for (name, file) in &index.map {
             match self.get(name) {
                 Some(found) if found.file.path().file_name().is_some_and(|n| n == file.as_str()) => {}
-                _ => return Err(index.wrong(format!("tensor '{name}' is not in '{file}', where it says"))),
+                _ => return Err(index.wrong(format!("tensor '{name}' is not in '{file}', where the index has it"))),
             }
         }
         match self.tensors.keys().find(|name| !index.map.contains_key(*name)) {
@@ -233,7 +234,7 @@ impl Checkpoint {
         present.then(|| inside(&self.root, name)).transpose()
     }
 
-    /// Files that come along into a converted checkpoint (tokenizer, generation settings, code),
+    /// Files that are copied to a converted checkpoint (tokenizer, generation settings, code),
     /// relative to the folder: everything but weights, the index, the two configurations, and
     /// hidden folders.
     pub fn companions(&self) -> Result<Vec<PathBuf>> {
@@ -246,10 +247,10 @@ impl Checkpoint {
     }
 }
 
-/// The files under a folder that come along. `folder` is relative to the root, with slashes on
+/// The files under a folder that are copied. `folder` is relative to the root, with slashes on
 /// every system.
 ///
-/// Links to folders are not followed: one that leads to a folder around it would have no end.
+/// Links to folders are not followed: a link to a folder that contains it would have no end.
 fn walk(root: &Path, folder: &str, found: &mut Vec<PathBuf>) -> Result<()> {
     for name in list(&root.join(folder))? {
         let path = if folder.is_empty() { name.clone() } else { format!("{folder}/{name}") };
@@ -266,7 +267,8 @@ fn walk(root: &Path, folder: &str, found: &mut Vec<PathBuf>) -> Result<()> {
         let weights = extension.is_some_and(|e| OTHER_WEIGHTS.iter().any(|w| e.eq_ignore_ascii_case(w)));
         let ours = folder.is_empty() && ["config.json", "hf_quant_config.json"].contains(&name.as_str());
         if !weights && !ours && !name.ends_with(INDEX_SUFFIX) {
-            // What is no file is refused by its name: without it the target would lack it silently.
+            // What is not a file is an error that names it: otherwise the target would silently
+            // lack it.
             regular::open(&full)?;
             found.push(PathBuf::from(path));
         }
@@ -297,8 +299,8 @@ fn list(folder: &Path) -> Result<Vec<String>> {
 /// The path of a file of a folder, after checking that it stays there.
 ///
 /// A symbolic link may lead elsewhere in the folder, or from a snapshot of the Hugging Face cache
-/// to that repository's `blobs`, and nowhere else: what lies behind it would be read, and copied,
-/// as part of the model.
+/// to that repository's `blobs`, and nowhere else: what it leads to would be read, and copied, as
+/// part of the model.
 fn inside(root: &Path, name: &str) -> Result<PathBuf> {
     let escapes = |reason: &str| Error::content(root, format!("'{name}' {reason}"));
     let plain = Path::new(name).components().all(|c| matches!(c, Component::Normal(_)));
@@ -346,7 +348,7 @@ impl Index {
         for (name, file) in map {
             let file =
                 file.as_str().ok_or_else(|| invalid(&format!("tensor '{name}': expected the name of a file")))?;
-            // Anything but a plain name is refused before the disk is looked at.
+            // Anything but a plain name is refused before the disk is read.
             let mut components = Path::new(file).components();
             if !matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
                 || file.contains('\\')

@@ -1,5 +1,5 @@
-//! All that reads a checkpoint, over bytes in memory, for `fuzz/`: whatever the bytes, each of
-//! these returns.
+//! Entry points for `fuzz/`: all that reads a checkpoint, over bytes in memory. Each of them
+//! returns, whatever the bytes.
 
 use super::dialect::{Dialect, Model};
 use super::file::TensorFile;
@@ -70,8 +70,8 @@ pub fn check_gguf_file(file: Vec<u8>) -> bool {
     true
 }
 
-/// Reads a `config.json` in all ways that there are, for fuzzing: whatever the bytes, this returns.
-/// The same text stands for `hf_quant_config.json`.
+/// Reads a `config.json` in every way that this crate does, with the same text as
+/// `hf_quant_config.json`. Returns whether all of them accept it.
 pub fn check_config(bytes: &[u8]) -> bool {
     let Ok(json) = parse_json::<Value>(bytes) else { return false };
     let (config, quantization) = (Some(json.clone()), Some(json));

@@ -1,4 +1,4 @@
-//! What a checkpoint says beside its weights: scales of activations, and how keys and values are
+//! What a checkpoint says beside its weights: activation scales, and how keys and values are
 //! kept.
 
 use super::dialect::Model;
@@ -15,13 +15,14 @@ use std::collections::BTreeMap;
 /// What is written beside weights.
 pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) -> Result<Extras> {
     if settings.kv == KvCache::Fp8Cast && settings.target == Target::Gguf {
-        let reason = "GGUF does not say how keys and values are kept; llama.cpp has options for it: ask for none here";
+        let reason =
+            "GGUF does not record how keys and values are kept; leave the setting out, and use llama.cpp's own options";
         return Err(Error::setting(Setting::Kv, reason));
     }
     Ok(Extras { activations: activations(settings, plan)?, kv: kv(settings, model) })
 }
 
-/// Whether scales of activations are written. An NVFP4 source that has them for all of its weights
+/// Whether activation scales are written. An NVFP4 source that has them for all of its weights
 /// keeps them.
 fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
     if settings.acts != Acts::None {
@@ -34,7 +35,7 @@ fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
         (Some(_), None) => Ok(Activations::Nvfp4),
         (Some(_), Some(missing)) => Err(Error::setting(
             Setting::Acts,
-            format!("the source has scales of activations, but none for '{}'; give all of them", missing.weight.module),
+            format!("the source has activation scales, but none for '{}'; give all of them", missing.weight.module),
         )),
     }
 }
@@ -52,7 +53,7 @@ fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
     }
 }
 
-/// The scale of the activations of every weight, as the target stores it. Weights that are joined
+/// The activation scale of every weight, as the target stores it. Weights that are joined
 /// share the largest.
 pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activations) -> Result<BTreeMap<String, f32>> {
     if activations == Activations::Plain {
@@ -61,7 +62,7 @@ pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activati
     match &settings.acts {
         Acts::Amaxes(amaxes) => check_amaxes(amaxes, plan)?,
         Acts::Constant(scale) if !is_scale(*scale) => {
-            return Err(wrong(format!("the scale {scale} or its inverse is no normal float32")));
+            return Err(wrong(format!("the scale {scale} or its inverse is not a normal float32")));
         }
         Acts::Constant(_) | Acts::None => {}
     }
@@ -96,9 +97,9 @@ pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activati
     Ok(plan.items.iter().enumerate().map(stored).collect())
 }
 
-/// Scales of activations that cannot be used.
+/// Activation scales that cannot be used.
 fn wrong(reason: String) -> Error {
-    Error::setting(Setting::Acts, format!("scales of activations: {reason}"))
+    Error::setting(Setting::Acts, format!("activation scales: {reason}"))
 }
 
 /// Every weight needs an amax, and all that are missing are named at once.

@@ -14,8 +14,8 @@ const fn join(name: &'static str, members: &'static [&'static str]) -> Join {
     Join { name, members, guests: &[] }
 }
 
-/// Every join of vLLM's models (August 2026). A model that has only some of the names, as `q_proj`
-/// and `k_proj` without a `v_proj`, joins those.
+/// Every join of vLLM's models (August 2026). A model that has only some of the names, such as
+/// `q_proj` and `k_proj` without a `v_proj`, joins those.
 const JOINS: [Join; 14] = [
     Join {
         name: "q/k/v",

@@ -18,7 +18,7 @@ pub(super) const LOCK: &str = ".nvfp4-lock";
 pub(super) struct Journal {
     /// What was asked for, and from what: a resumed run must ask for the same.
     pub request: Value,
-    /// What was to happen to a target that exists. Whoever continues does the same.
+    /// What was to happen to a target that exists. A continued conversion does the same.
     pub existing: Existing,
     /// The bits of the amax of every weight that is quantized, by module; for MXFP4, the largest
     /// exponent of each matrix.
@@ -50,7 +50,7 @@ pub(super) fn read_journal(folder: &Path) -> Result<Option<Journal>> {
     }
 }
 
-/// Where a checkpoint is that was replaced. A journal may name nothing else.
+/// The path of a checkpoint that was replaced. A journal may name nothing else.
 pub(super) fn replaced(target: &Path, journal: &Journal) -> Option<PathBuf> {
     let name = journal.replaced.as_deref()?;
     let start = format!("{}.replaced-", target.file_name()?.to_string_lossy());

@@ -1,5 +1,5 @@
-//! Which weights are better left alone, by their names and by what `config.json` says about the
-//! model.
+//! Which weights are not quantized by default, by their names and by what `config.json` says about
+//! the model.
 
 use super::outline::Outline;
 use std::fmt;
@@ -121,7 +121,7 @@ impl Defaults {
         }
     }
 
-    /// Layers behind the last that the configuration counts, and whatever is called `mtp`.
+    /// Layers after the last one that the configuration counts, and everything called `mtp`.
     fn is_prediction(&self, parts: &[&str]) -> bool {
         if parts.iter().any(|part| *part == "mtp" || part.starts_with("mtp_") || *part == "eh_proj") {
             return true;

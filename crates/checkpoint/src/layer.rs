@@ -65,7 +65,7 @@ impl Parts {
     }
 }
 
-/// What a layer has behind its attention, by the rule of transformers.
+/// What a layer has after its attention, by the rule of transformers.
 pub(super) fn feed_forward(architecture: &str, outline: &Outline<'_>, layer: usize) -> FeedForward {
     let step = outline.constant("decoder_sparse_step").unwrap_or(1).max(1);
     let dense = || {

@@ -4,7 +4,7 @@ use nvfp4_kernels::Values;
 use nvfp4_spec::e2m1;
 use serde::{Deserialize, Serialize};
 
-/// Sums over the elements of a weight. Adding two of them is measuring their elements together.
+/// Sums over the elements of a weight. Adding two of them measures their elements together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measure {
     /// Number of elements.
@@ -48,7 +48,7 @@ impl Measure {
         self.clipped += (0..decoded.len()).filter(largest).filter(beyond).count() as u64;
     }
 
-    /// Takes in the elements of another.
+    /// Adds the elements of another.
     pub fn add(&mut self, other: &Measure) {
         self.elements += other.elements;
         self.error += other.error;

@@ -1,4 +1,4 @@
-//! MXFP4 to NVFP4, by changing the scales and leaving the codes.
+//! MXFP4 to NVFP4, by changing the scales and keeping the codes.
 //!
 //! An MXFP4 block is 32 E2M1 codes and a power of two. Both of its halves become NVFP4 blocks with
 //! the same codes, if the power of two, divided by one tensor scale, is an E4M3 number. Powers of

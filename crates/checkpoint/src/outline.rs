@@ -6,7 +6,7 @@ use serde_json::Value;
 const TEXT: [&str; 5] =
     ["/text_config", "/llm_config", "/language_config", "/thinker_config/text_config", "/thinker_config"];
 
-/// What a server takes at a key.
+/// What a server accepts as the value of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     /// A whole number of at least this.
@@ -25,7 +25,7 @@ enum Form {
     Object,
 }
 
-/// Keys whose values a server calculates with. Other values may be whatever a family likes.
+/// Keys whose values a server calculates with. Other keys may have any value.
 const FORMS: [(&[&str], Form); 9] = [
     (&LAYERS, Form::Whole(1)),
     (&["hidden_size", "n_embd", "d_model", "vocab_size", "padded_vocab_size"], Form::Whole(1)),
@@ -80,7 +80,7 @@ impl Form {
     }
 }
 
-/// A value that is not what a server takes at its key.
+/// A value that a server does not accept at its key.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mistyped<'c> {
     pub key: &'static str,
@@ -113,7 +113,7 @@ impl<'c> Outline<'c> {
         value.as_u64().or_else(|| value.get(0)?.as_u64())
     }
 
-    /// Values that are not what a server takes at their keys. Null stands for nothing, except where
+    /// Values that a server does not accept at their keys. Null stands for nothing, except where
     /// a model has no size without it.
     pub fn mistyped(&self) -> Vec<Mistyped<'c>> {
         let forms = FORMS.into_iter().chain([(&EXPERTS[..], Form::Each(0)), (&["text_config"], Form::Object)]);
@@ -141,7 +141,7 @@ impl<'c> Outline<'c> {
         self.get(&EXPERTS).is_some()
     }
 
-    /// What a key says in a text.
+    /// The text at a key.
     pub fn text(&self, key: &str) -> Option<&'c str> {
         self.get(&[key])?.as_str()
     }
@@ -151,7 +151,7 @@ impl<'c> Outline<'c> {
         self.number(&LAYERS)
     }
 
-    /// Whether layers behind the last predict further tokens.
+    /// Whether layers after the last one predict further tokens.
     pub fn predicts(&self) -> bool {
         let parts = [self.text, self.config].into_iter().flatten().filter_map(Value::as_object);
         let named = |key: &String| ["nextn", "mtp", "num_predict"].iter().any(|word| key.contains(word));
@@ -163,7 +163,7 @@ impl<'c> Outline<'c> {
         self.number(&EXPERTS).filter(|experts| *experts > 1)
     }
 
-    /// Columns of the embedding. Some families have a smaller one and a projection behind it.
+    /// Columns of the embedding. Some families have a smaller one and a projection after it.
     pub fn embedded(&self) -> Option<u64> {
         let own = self.get(&["embedding_size", "word_embed_proj_dim", "embedding_hidden_size"]);
         self.hidden().filter(|_| own.is_none())
@@ -179,7 +179,7 @@ impl<'c> Outline<'c> {
         self.number(&["hidden_size", "n_embd", "d_model"])
     }
 
-    /// What a key says that is true or false.
+    /// The flag at a key.
     pub fn flag(&self, key: &str) -> Option<bool> {
         self.get(&[key])?.as_bool()
     }

@@ -41,7 +41,7 @@ pub enum Fuse {
 /// What happens to weights of an NVFP4 source that servers join and whose tensor scales differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Differing {
-    /// They keep their bytes, and `verify` finds fault with them.
+    /// They keep their bytes, and `verify` reports them.
     #[default]
     Keep,
     /// They get the largest of their tensor scales; see [`nvfp4_spec::rescale`].
@@ -109,7 +109,7 @@ pub struct Item<'a> {
 /// Weights that share a tensor scale.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// What they are, as `q/k/v`.
+    /// What they are, such as `q/k/v`.
     pub kind: String,
     /// Indices into [`Plan::items`].
     pub members: Vec<usize>,
@@ -254,12 +254,14 @@ impl<'a> Plan<'a> {
                 let module = &self.items[i].weight.module;
                 if let Some(bad) = own.iter().find(|g| !(g.is_finite() && **g > 0.0)) {
                     return Err(Error::Refused(format!(
-                        "'{module}' has the tensor scale {bad}, which nothing can mend"
+                        "'{module}' has the tensor scale {bad}, which cannot be repaired"
                     )));
                 }
                 if own.len() != shared.len() {
                     let (a, b) = (own.len(), shared.len());
-                    return Err(Error::Refused(format!("'{module}' holds {a} matrices, what it is joined with {b}")));
+                    return Err(Error::Refused(format!(
+                        "'{module}' holds {a} matrices, and what it is joined with holds {b}"
+                    )));
                 }
                 if !same(own, &shared) {
                     self.items[i].action = Action::Rescale;

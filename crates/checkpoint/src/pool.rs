@@ -1,4 +1,4 @@
-//! Tasks on a fixed number of threads, each with memory of its own that it uses again.
+//! Tasks on a fixed number of threads, each with memory of its own that it reuses.
 //!
 //! Not rayon: while one of its tasks waits, it may begin another, and what is in memory would no
 //! longer be bounded by the number of threads.
@@ -46,14 +46,13 @@ fn run_in<T: Sync, M: Default>(
             }
         }
     };
-    // Where the kernels are alone already, one worker needs no thread of its own.
+    // Where kernels already run on one thread, one worker needs no thread of its own.
     if threads == 1 && rayon::current_num_threads() == 1 {
         worker();
         return outcome(failed, stop);
     }
     let alone = || match rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build() {
-        // The kernels split their work over the pool that they find themselves in: here, this
-        // thread alone.
+        // Kernels split their work over the pool that they are called in: here, this thread alone.
         Ok(alone) => alone.install(worker),
         Err(_) => worker(),
     };
@@ -68,7 +67,7 @@ fn run_in<T: Sync, M: Default>(
     outcome(failed, stop)
 }
 
-/// What has become of the tasks.
+/// The result of all tasks.
 fn outcome(failed: Mutex<Option<(usize, Error)>>, stop: &AtomicBool) -> Result<()> {
     match failed.into_inner().expect("the workers are done") {
         Some((_, error)) => Err(error),

@@ -3,7 +3,7 @@
 use crate::{Error, Result};
 use std::path::Path;
 
-/// An error where there are fewer bytes free than needed. Where nobody can say, there is room.
+/// An error if fewer bytes are free than needed. If the system does not say, there is room.
 pub(super) fn check(folder: &Path, needed: u64) -> Result<()> {
     match free(folder) {
         Some(free) if free < needed => Err(Error::Refused(format!(
@@ -16,8 +16,8 @@ pub(super) fn check(folder: &Path, needed: u64) -> Result<()> {
     }
 }
 
-/// Bytes of an unfinished conversion, which it has no need of a second time. A file that was just
-/// begun has its whole length from the beginning, and only takes what is written.
+/// Bytes that an unfinished conversion already takes. A file that was just begun has its whole
+/// length at once, and takes only what is written.
 #[cfg(unix)]
 pub(super) fn taken(folder: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;
@@ -41,7 +41,7 @@ fn free(folder: &Path) -> Option<u64> {
     let folder = std::path::absolute(folder).ok()?;
     let there = folder.ancestors().find(|ancestor| ancestor.is_dir())?;
     let disk = rustix::fs::statvfs(there).ok()?;
-    // Some file systems count nothing.
+    // Some file systems do not count blocks.
     (disk.f_blocks > 0).then(|| disk.f_bavail.saturating_mul(disk.f_frsize))
 }
 

@@ -1,4 +1,4 @@
-//! Some rows of a weight, in their new form, at their place in the output.
+//! Writes some rows of a weight, in their new form, to their place in the output.
 
 use super::conversion::Conversion;
 use super::folder::Located;
@@ -227,7 +227,7 @@ impl Conversion<'_, '_> {
             RowOrder::Interleaved(head) => (rows / head).max(1) * head,
         };
         let matrix = weight.matrix_rows();
-        // Rows without columns are as many as a header says, and nothing to go through.
+        // A weight without columns may claim any number of rows, and has nothing to write.
         (0..if weight.elements() == 0 { 0 } else { weight.matrices() })
             .flat_map(move |m| ranges(matrix, rows).map(move |r| m * matrix + r.start..m * matrix + r.end))
     }

@@ -1,4 +1,4 @@
-//! What a conversion is asked for, and what it says.
+//! What a conversion is asked for, and what it reports.
 
 use super::Dialect;
 use super::existing::{Existing, Outcome};
@@ -29,7 +29,7 @@ pub enum ScaleChoice {
     FourOverSix,
 }
 
-/// The scales of activations.
+/// The activation scales.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Acts {
     /// None are written: weights only. An NVFP4 source keeps the ones that it has.
@@ -44,7 +44,7 @@ pub enum Acts {
 /// How a server keeps keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum KvCache {
-    /// As it likes. An NVFP4 source that says FP8 keeps saying so.
+    /// The server decides. An NVFP4 source that says FP8 keeps saying so.
     #[default]
     Unsaid,
     /// In FP8 with the scale 1: a cast, which needs no data.
@@ -54,18 +54,18 @@ pub enum KvCache {
 /// What to convert to, and how.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Whose checkpoint is written.
+    /// The format that is written.
     pub target: Target,
-    /// Whose checkpoint the source is, if it does not say.
+    /// The dialect of the source, where it cannot be detected.
     pub source: Option<Dialect>,
     /// Which weights.
     pub selection: Selection,
     /// How block scales are chosen.
     pub scale: ScaleChoice,
-    /// Whose arithmetic; ModelOpt's if not given, and TransformerEngine's for 4over6, which only it
-    /// has.
+    /// The library whose arithmetic is reproduced. Default: ModelOpt; for 4over6 TransformerEngine,
+    /// which alone has it.
     pub profile: Option<Profile>,
-    /// Scales of activations.
+    /// Activation scales.
     pub acts: Acts,
     /// The key-value cache.
     pub kv: KvCache,
@@ -109,17 +109,17 @@ pub enum Pass {
     Write,
 }
 
-/// Who is told how far a conversion is. Calls come from several threads.
+/// Receives the progress of a conversion. Calls come from several threads.
 pub trait Observer: Sync {
     /// A pass begins, over this many bytes of the source.
     fn begin(&self, _pass: Pass, _bytes: u64) {}
-    /// Bytes of the source that were dealt with.
+    /// This many more bytes of the source are done.
     fn advance(&self, _bytes: u64) {}
     /// A weight is written.
     fn finished(&self, _weight: &Finished) {}
 }
 
-/// Tells no one.
+/// Ignores the progress.
 impl Observer for () {}
 
 /// A weight that was written.
@@ -137,7 +137,7 @@ pub struct Finished {
     pub after: u64,
     /// What happened to it.
     pub action: Action,
-    /// The kind of group that it shares a tensor scale with, as `q/k/v`.
+    /// The kind of group that it shares a tensor scale with, such as `q/k/v`.
     pub group: Option<String>,
     /// Its error against the source; all zeros where it kept its numbers.
     pub measure: Measure,
@@ -162,8 +162,8 @@ pub struct Summary {
     pub after: u64,
     /// The files that were written.
     pub files: Vec<String>,
-    /// What [`super::verify`] says of the result, for vLLM or llama.cpp. Where weights were
-    /// decoded, it is only read.
+    /// What [`super::verify`] finds in the result, for vLLM or llama.cpp. A decoded result is only
+    /// read back.
     pub findings: Vec<Finding>,
     /// Why no server runs the result, if none does. That is no fault of the conversion.
     pub unserved: Option<Finding>,
@@ -180,8 +180,8 @@ impl Settings {
             ),
         };
         if self.scale == ScaleChoice::FourOverSix && self.profile.is_some_and(|p| p != Profile::TransformerEngine) {
-            let reason = "4over6 with another producer's profile: only TransformerEngine has the rule; take its profile, or \
-                          another choice of scales";
+            let reason = "4over6 with another producer's profile: only TransformerEngine has the \
+                          rule; take its profile, or another choice of scales";
             return Err(Error::setting(Setting::Profile, reason));
         }
         let mode = Mode { rule, profile: self.profile.unwrap_or(default), ..Mode::default() };
@@ -218,7 +218,7 @@ impl Settings {
     /// Elements that a piece may have.
     pub(super) fn piece(&self) -> usize {
         // An element is in memory as it was read, decoded, as codes and scales, and decoded again
-        // for its error: at most 12 bytes. A third is left to the rest.
+        // for its error: at most 12 bytes. A third of the memory is left for the rest.
         let each = self.memory / self.threads.max(1) as u64 / 18;
         each.clamp(1 << 15, 4 << 20) as usize
     }

@@ -1,8 +1,8 @@
 //! Do the tensors have the sizes that the configuration says, and that others of their kind have? A
 //! server makes room by the configuration, and refuses a tensor that does not fit.
 //!
-//! Families differ, so only what every server does is asked: a size is held against the
-//! configuration where the name of the tensor says which size it is, and against other layers where
+//! Families differ, so only what every server does is checked. A size is compared with the
+//! configuration where the name of the tensor says which size it is, and with other layers where
 //! the configuration says nothing layer by layer.
 
 use super::architecture::writes;
@@ -14,7 +14,7 @@ use super::place::{beside_layers, kind_of, layer_of};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 
-/// What stands for a size in a finding.
+/// Which size of a tensor a finding is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Rows,
@@ -22,7 +22,7 @@ enum Side {
     Length,
 }
 
-/// A size that the configuration says, by one of several numbers.
+/// A size that the configuration gives, as one of several numbers.
 struct Expected {
     side: Side,
     sizes: Vec<u64>,
@@ -94,7 +94,7 @@ impl<'m> Sizes<'m> {
     }
 
     /// Biases that are promised and missing stay uninitialised; those that are there and not
-    /// promised are passed over.
+    /// promised are ignored.
     fn check_flags(&self, prefix: &str, report: &mut Report) {
         let architecture = self.model.architecture().unwrap_or_default();
         if !["LlamaFor", "Qwen3For", "Qwen3MoeFor", "GraniteFor"].iter().any(|name| architecture.starts_with(name)) {
@@ -299,8 +299,8 @@ fn check_alike(same: &[(&str, &[usize])], report: &mut Report) {
     let example = same[*example].0;
     for (shape, (count, first)) in counts.iter().filter(|(shape, _)| *shape != usual) {
         let text = format!(
-            "the shape {shape:?} (of {count}), but '{example}' has {usual:?} (of {most}), and nothing in config.json says that \
-             layers differ: a server refuses it"
+            "the shape {shape:?} (of {count}), but '{example}' has {usual:?} (of {most}), and \
+             nothing in config.json says that layers differ: a server refuses it"
         );
         report.problem(same[*first].0, text);
     }

@@ -1,4 +1,4 @@
-//! What tells a file from what it was before: its length and when it was changed.
+//! How a change of a file is noticed: by its length and the time of its last change.
 
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};

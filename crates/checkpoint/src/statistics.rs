@@ -41,7 +41,7 @@ impl Statistics {
         }
     }
 
-    /// Takes in the counts of another.
+    /// Adds the counts of another.
     pub fn add(&mut self, other: &Statistics) {
         self.codes.iter_mut().zip(other.codes).for_each(|(a, b)| *a += b);
         self.scales.iter_mut().zip(other.scales).for_each(|(a, b)| *a += b);

@@ -6,7 +6,7 @@ use nvfp4::Precision;
 use std::fmt;
 use std::str::FromStr;
 
-/// Whose checkpoint is written.
+/// The format that is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Target {
@@ -43,7 +43,7 @@ impl Target {
         }
     }
 
-    /// The type that a weight gets which is decoded and not quantized again.
+    /// The type of a weight that is decoded and not quantized again.
     pub(super) fn decoded(self) -> Precision {
         match self {
             Target::Plain(precision) => precision,
@@ -51,7 +51,7 @@ impl Target {
         }
     }
 
-    /// What a tensor scale is called when it multiplies, in the target's own sense.
+    /// A tensor scale as the target stores it.
     pub(super) fn stored(self, multiplier_or_divisor: Scale) -> f32 {
         match (self, multiplier_or_divisor) {
             (Target::CompressedTensors, Scale::Divisor(g)) => g,

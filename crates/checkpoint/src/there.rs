@@ -1,4 +1,4 @@
-//! What is already where a checkpoint is to be written, and whether it may be replaced.
+//! What exists where a checkpoint will be written, and whether it may be replaced.
 
 use super::existing::Existing;
 use super::folder::{INDEX_SUFFIX, Kind};
@@ -29,18 +29,18 @@ const FILES: [&str; 15] = [
     LOCK,
 ];
 
-/// What is where a checkpoint is to be written.
+/// What exists where a checkpoint will be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum There {
     /// Nothing, or an empty folder.
     Nothing,
     /// A checkpoint that may be replaced.
     Replaceable,
-    /// Something that was to be continued, and has its name already.
+    /// A finished checkpoint, where an unfinished one was to be continued.
     Finished,
 }
 
-/// An error if a target is there already and may not be, before anything else is looked at.
+/// An error if a target exists and may not, before anything else is checked.
 pub fn check_free(target: &Path, settings: &Settings) -> Result<()> {
     match settings.existing {
         Existing::Refuse => check_target(target, settings.target.kind(), Existing::Refuse, &[]).map(drop),
@@ -70,7 +70,7 @@ pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, compan
         Kind::File => refused("is not a GGUF file"),
         Kind::Folder if !metadata.is_dir() => refused("is a file"),
         Kind::Folder => match foreign(target, companions)? {
-            Some(name) => refused(&format!("holds '{}', which is no part of a checkpoint", name.display())),
+            Some(name) => refused(&format!("holds '{}', which is not part of a checkpoint", name.display())),
             None => {
                 let names = entries(target)?;
                 match names.iter().any(|name| is_weights(name)) && names.iter().any(|name| name == "config.json") {
@@ -110,7 +110,8 @@ fn foreign(folder: &Path, companions: &[PathBuf]) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Whether a file is called as those of one model are: a folder may hold many models, a file each.
+/// Whether a file has a name that the weights of one model have: a folder may hold many models, a
+/// file each.
 fn is_weights(name: &str) -> bool {
     let Some(stem) = name.strip_suffix(".safetensors") else { return name.ends_with(INDEX_SUFFIX) };
     let number = |text: &str| text.len() >= 5 && text.bytes().all(|b| b.is_ascii_digit());

@@ -1,6 +1,6 @@
-//! Would a program load this checkpoint, and load it right? Every check is something that a server
-//! gets wrong in silence. `described` holds the configuration against the weights, `complete` looks
-//! for what is missing.
+//! Would a program load this checkpoint, and load it correctly? Every check is about something that
+//! a server gets wrong without an error. `described` compares the configuration with the weights,
+//! `complete` looks for what is missing.
 
 use super::client::Client;
 use super::dialect::{Dialect, Model};
@@ -13,7 +13,7 @@ use super::{architecture, complete, described, finite, joined};
 use crate::Result;
 use std::collections::BTreeMap;
 
-/// Checks a checkpoint for a program. An empty list is a clean bill.
+/// Checks a checkpoint for a program. An empty list means that nothing was found.
 pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<Finding>> {
     let mut report = Report::default();
     if !model.dialect.is_nvfp4() {
@@ -51,25 +51,26 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
         let text = format!("{client} does not load the {} dialect", model.dialect);
         report.fixable("checkpoint", text, Fix::Convert(target));
     }
-    // transformers joins experts as it loads them, and beside compressed-tensors that goes wrong
-    // without an error.
+    // transformers joins experts as it loads them. With compressed-tensors, that goes wrong without
+    // an error.
     let expert = |w: &&Weight<'_>| w.module.contains(".experts.");
     if let (Client::Transformers, Some(expert)) = (client, model.weights.iter().find(expert)) {
-        let text = "transformers (5.17) does not load separate experts of a compressed-tensors checkpoint: quantized ones lose \
-                    their tensor scales, others are made anew; use vLLM, or llama.cpp and GGUF";
+        let text = "transformers (5.17) does not load separate experts of a compressed-tensors \
+                    checkpoint: quantized ones lose their tensor scales, others are made anew; use \
+                    vLLM, or llama.cpp and GGUF";
         report.problem(&expert.module, text);
     }
     // The marker says high nibble first; a configuration that says ModelOpt would have it read low
     // nibble first.
     let method = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_method"));
     if model.dialect == Dialect::ComfyUi && (method.is_some() || model.checkpoint.quantization().is_some()) {
-        let text = "ComfyUI's marker (high nibble first, swizzled scales) beside a configuration for servers, which read \
-                    the low nibble first: every weight would be noise";
+        let text = "ComfyUI's marker (high nibble first, swizzled scales) beside a configuration \
+                    for servers, which read the low nibble first: every weight would be noise";
         report.problem("nibble order", text);
     }
 }
 
-/// Weights that are joined must have one tensor scale and one scale of activations.
+/// Weights that are joined must have one tensor scale and one activation scale.
 fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
     let mut groups: BTreeMap<(&str, &str), Vec<&Weight<'_>>> = BTreeMap::new();
     for weight in &model.weights {
@@ -111,7 +112,7 @@ fn check_groups(model: &Model<'_>, report: &mut Report) -> Result<()> {
             let ratio = spread(&inputs);
             report.note(
                 parent,
-                format!("{kind}: scales of activations differ (ratio {ratio:.4}); a server uses the largest"),
+                format!("{kind}: activation scales differ (ratio {ratio:.4}); a server uses the largest"),
             );
         }
     }
@@ -132,8 +133,8 @@ fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report)
     if client != Client::Transformers || !promised {
         return;
     }
-    let text = "the configuration says how keys and values are quantized, and their scale is missing: transformers reads \
-                uninitialised memory";
+    let text = "the configuration says how keys and values are quantized, and their scale is \
+                missing: transformers reads uninitialised memory";
     let named = model.others.iter().filter_map(|t| KvScale::named(&t.info.name));
     let mut attentions: BTreeMap<&str, Option<Fix>> = named.map(|scale| (scale.attention, None)).collect();
     for (attention, last) in model.weights.iter().filter_map(|w| w.module.rsplit_once('.')) {

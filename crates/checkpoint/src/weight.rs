@@ -26,13 +26,13 @@ pub enum Nibbles {
     EvenHigh,
 }
 
-/// How the numbers of a weight lie.
+/// The order of the elements of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrangement {
     /// Row by row: outputs before inputs.
     Rows,
-    /// This many matrices behind each other, inputs before outputs, as ModelOpt has experts in one
-    /// tensor.
+    /// This many matrices, one after the other, inputs before outputs, as ModelOpt has experts in
+    /// one tensor.
     Experts(usize),
 }
 
@@ -75,7 +75,7 @@ pub enum Stored<'a> {
         blocks: Located<'a>,
         /// E8M0 scales.
         scales: Located<'a>,
-        /// How many matrices lie behind each other.
+        /// How many matrices it holds, one after the other.
         experts: usize,
     },
     /// NVFP4.
@@ -151,7 +151,7 @@ impl Weight<'_> {
         Ok(())
     }
 
-    /// How many matrices lie behind each other, each with a tensor scale of its own.
+    /// How many matrices it holds, one after the other, each with a tensor scale of its own.
     pub fn matrices(&self) -> usize {
         match &self.stored {
             Stored::MxFp4 { experts, .. } => *experts,
@@ -321,7 +321,7 @@ impl Nvfp4<'_> {
         }
     }
 
-    /// The scale of the activations as it is stored; experts of which there are none have none.
+    /// The scale of the activations as it is stored; a tensor of 0 experts has none.
     pub fn input(&self) -> Result<Option<f32>> {
         self.input.filter(|t| t.info.len > 0).map(|t| number(&t, 0)).transpose()
     }
@@ -376,7 +376,7 @@ impl Nvfp4<'_> {
         match self.layout {
             Layout::Linear => self.scales.read((rows.start * blocks) as u64, sized(scales, rows.len() * blocks))?,
             Layout::Swizzled => {
-                // Whole tiles of 128 rows lie behind each other.
+                // Whole tiles of 128 rows follow each other.
                 let tile_row = swizzle::len(swizzle::TILE_ROWS, blocks)?;
                 let tiles = rows.start / swizzle::TILE_ROWS..rows.end.div_ceil(swizzle::TILE_ROWS);
                 let mut swizzled = vec![0; tiles.len() * tile_row];

@@ -1,13 +1,13 @@
-//! The folder that a conversion is written in, until it is whole.
+//! The folder that a conversion is written to until it is whole.
 //!
 //! Everything is written under `TARGET.partial`. A file there has a name ending in `.part` until
 //! its bytes are on the disk; the folder gets its own name last. So a name without `.part`, and a
 //! folder without `.partial`, are whole. What is already done, and the amaxes that took a pass over
 //! the source to find, are noted in a journal. A lock in the folder keeps a second conversion away.
 //!
-//! A checkpoint that is replaced moves to `TARGET.replaced-N`, a name that nobody has, before the
-//! new one takes its place; the journal says so before. A conversion that is stopped between the
-//! two is put right by the next one ([`mend`]).
+//! A checkpoint that is replaced moves to `TARGET.replaced-N`, a name that nothing has, before the
+//! new one takes its place. The journal says so before that. A conversion that is stopped between
+//! the two is repaired by the next one ([`mend`]).
 
 use super::existing::{Existing, Outcome};
 use super::folder::Kind;
@@ -32,14 +32,14 @@ pub(super) struct Order<'a> {
     pub target: &'a Path,
     pub kind: Kind,
     pub existing: Existing,
-    /// Files that come along from the source.
+    /// Files that are copied from the source.
     pub companions: &'a [PathBuf],
     /// How many bytes there will be.
     pub bytes: u64,
 }
 
 impl Order<'_> {
-    /// With a target that is there already.
+    /// Compares with a target that already exists.
     fn compare(&self, disk: &Disk) -> Work {
         Work {
             disk: disk.clone(),
@@ -70,7 +70,7 @@ pub(super) struct Work {
 enum State {
     /// To write into a folder that it keeps others away from.
     Writing { _lock: File },
-    /// To compare a target that is there already with what it would write.
+    /// To compare a target that already exists with what it would write.
     Comparing,
 }
 
@@ -92,7 +92,7 @@ impl Work {
             Some((lock, journal)) => Some((lock, journal.unwrap_or_default())),
         };
         let asked = match (&unfinished, existing) {
-            // Whoever continues does with the target what was asked for at the beginning.
+            // A continued conversion treats the target as was asked for at its beginning.
             (Some((_, Some(journal))), Existing::Resume) => journal.existing,
             _ => existing,
         };
@@ -210,7 +210,7 @@ impl Work {
         Ok(part.finish()?)
     }
 
-    /// Copies a file. One that is there already may have been edited since.
+    /// Copies a file. One that already exists may have been edited since.
     pub fn copy(&self, from: &Path, name: &str) -> Result<()> {
         if matches!(self.state, State::Comparing) {
             return Ok(());
@@ -230,8 +230,8 @@ impl Work {
         self.write(JOURNAL, &json)
     }
 
-    /// Gives the folder its name; or `file` in it, if the target is one file. Returns where the
-    /// checkpoint is that was replaced, if it cannot be removed.
+    /// Gives the folder its name; or `file` in it, if the target is one file. Returns the path of
+    /// the checkpoint that was replaced, if it cannot be removed.
     pub fn finish(mut self, file: &str) -> Result<Option<PathBuf>> {
         if matches!(self.state, State::Comparing) {
             return Ok(None);
@@ -270,8 +270,8 @@ impl Work {
 /// An unfinished conversion: its lock, and its journal, unless it was stopped before it wrote one.
 type Unfinished = (File, Result<Option<Journal>>);
 
-/// Completes, or takes back, what a conversion that was stopped in its last moments left; gives the
-/// unfinished one, if there is one.
+/// Completes or takes back the last steps of a conversion that was stopped during them. Returns the
+/// unfinished conversion, if there is one.
 fn mend(disk: &Disk, target: &Path, kind: Kind, folder: &Path) -> Result<Option<Unfinished>> {
     if kind == Kind::Folder && target.join(JOURNAL).is_file() {
         // The new checkpoint has its name. Another process may be about to do the rest.
@@ -307,7 +307,7 @@ fn mend(disk: &Disk, target: &Path, kind: Kind, folder: &Path) -> Result<Option<
 }
 
 /// Removes what a conversion leaves beside and in a target that has its name. The checkpoint that
-/// was replaced may be another user's, and stay: returns where.
+/// was replaced may be another user's and stay: then returns its path.
 fn tidy(disk: &Disk, target: &Path) -> Result<Option<PathBuf>> {
     let old = read_journal(target).ok().flatten().and_then(|journal| replaced(target, &journal));
     let left = old.filter(|old| old.exists() && disk.remove_folder(old).is_err());
@@ -333,8 +333,7 @@ fn check_length(target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// An error where a target is the top of another disk: nothing that is made beside it can take its
-/// place.
+/// An error if a target is a mount point: no folder beside it can take its place.
 fn check_disk(target: &Path) -> Result<()> {
     #[cfg(unix)]
     {
@@ -343,14 +342,14 @@ fn check_disk(target: &Path) -> Result<()> {
         if there.is_some_and(|(target, parent)| target.dev() != parent.dev()) {
             let target = target.display();
             return Err(Error::Refused(format!(
-                "{target} is a mount point, which nothing can take the place of; name a target inside it"
+                "{target} is a mount point, which cannot be replaced; name a target inside it"
             )));
         }
     }
     Ok(())
 }
 
-/// Keeps other processes away from a folder.
+/// Locks a folder against other processes.
 fn lock(disk: &Disk, folder: &Path) -> Result<File> {
     let path = folder.join(LOCK);
     let busy = || {
@@ -358,7 +357,7 @@ fn lock(disk: &Disk, folder: &Path) -> Result<File> {
         Error::Refused(format!("another conversion is writing {folder}; wait for it, or choose another target"))
     };
     let lock = disk.lock(&path)?.ok_or_else(busy)?;
-    // One that just ended took the folder along.
+    // A conversion that has just ended may have removed the folder.
     if path.exists() { Ok(lock) } else { Err(busy()) }
 }
 

@@ -95,7 +95,8 @@ fn an_index_that_disagrees_with_the_files() {
     let text = fs::read_to_string(dir.join(INDEX)).unwrap();
     fs::write(dir.join(INDEX), text.replace("\"lm_head.weight\"", "\"head.weight\"")).unwrap();
     assert!(
-        open_error(&dir).contains("tensor 'head.weight' is not in 'model-00002-of-00002.safetensors', where it says")
+        open_error(&dir)
+            .contains("tensor 'head.weight' is not in 'model-00002-of-00002.safetensors', where the index has it")
     );
     fs::write(dir.join(INDEX), text.replace("\"lm_head.weight\":\"model-00002-of-00002.safetensors\",", "")).unwrap();
     assert!(open_error(&dir).contains("tensor 'lm_head.weight' is in the files but not in the index"));
@@ -315,7 +316,7 @@ fn a_target_that_exists() {
     assert!(error.contains("already exists"), "{error}");
     let force = Settings { existing: Existing::Replace, ..Settings::default() };
     let error = refused(&dir.join("in"), &dir.join("out"), &force);
-    assert!(error.contains("'precious.txt', which is no part of a checkpoint"), "{error}");
+    assert!(error.contains("'precious.txt', which is not part of a checkpoint"), "{error}");
     assert_eq!(fs::read_to_string(dir.join("out/precious.txt")).unwrap(), "mine");
     fs::create_dir(dir.join("out2.partial")).unwrap();
     // Files that are half written may be anybody's: ours have a journal beside them.
@@ -359,7 +360,7 @@ fn a_target_in_its_source_or_around_it() {
     let force = Settings { existing: Existing::Replace, ..Settings::default() };
     for (source, target) in [("in", "in"), ("in", "in/out"), ("in", "in/../in/out"), ("in", ".")] {
         let error = refused(&dir.join(source), &dir.join(target), &force);
-        assert!(error.contains("lie in each other"), "{source} {target}: {error}");
+        assert!(error.contains("is inside the other"), "{source} {target}: {error}");
     }
     assert!(contents(&dir.join("in")) == before);
 }
@@ -436,7 +437,7 @@ fn checkpoints_that_would_load_wrongly() {
     assert!(found(&set("weight_scale", 3, &[0xB8]), Client::Vllm).contains("1 block scales are negative"));
     assert!(found(&set("weight_scale", 3, &[0]), Client::Vllm).contains("1 blocks have the scale 0"));
     assert!(found(&|t| drop(t.remove(&name("input_scale"))), Client::Vllm).contains("vLLM reads uninitialised memory"));
-    assert!(found(&set("input_scale", 0, &float(-1.0)), Client::Vllm).contains("the scale of activations is -1"));
+    assert!(found(&set("input_scale", 0, &float(-1.0)), Client::Vllm).contains("the activation scale is -1"));
     assert!(found(&|_| {}, Client::LlamaCpp).contains("96 columns; GGUF needs a multiple of 64"));
     assert!(found(&|_| {}, Client::Transformers).contains("transformers does not load the ModelOpt dialect"));
     let plain = |t: &mut Tensors| {

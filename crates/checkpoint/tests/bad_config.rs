@@ -156,7 +156,7 @@ fn what_a_server_passes_over_is_found() {
             (
                 "no hidden size",
                 &|p| drop(p.config.as_object_mut().unwrap().remove("hidden_size")),
-                "Note config.json: 'hidden_size' is missing: sizes were not held against it",
+                "Note config.json: 'hidden_size' is missing: sizes were not compared with it",
             ),
         ],
     );
@@ -338,12 +338,12 @@ fn a_quantization_that_is_not_known_is_found() {
             (
                 "no targets",
                 &|p| p.quantization()["config_groups"]["group_0"]["targets"] = json!([]),
-                "and 13 more NVFP4 weights are no 'targets' of any group of 'config_groups' ([]), expected [\"Linear\"]",
+                "and 13 more NVFP4 weights are not among the 'targets' of any group of 'config_groups' ([]), expected [\"Linear\"]",
             ),
             (
                 "other targets",
                 &|p| p.quantization()["config_groups"]["group_0"]["targets"] = json!(["Lineer", "re:.*self_attn"]),
-                "and 5 more NVFP4 weights are no 'targets'",
+                "and 5 more NVFP4 weights are not among the 'targets'",
             ),
             (
                 "weights that are not symmetric",

@@ -97,7 +97,7 @@ fn numbers_of_a_wrong_type_or_range_are_refused_by_key() {
         (json!({ "rope_scaling": { "type": "linear", "factor": "2" } }), "'factor': expected a positive number"),
         (json!({ "rope_scaling": { "type": "linear", "factor": 0 } }), "'factor'"),
         (json!({ "rope_scaling": { "type": "linear" } }), "'factor' is missing"),
-        (json!({ "rope_scaling": { "rope_theta": 1e4 } }), "'rope_theta' is another one"),
+        (json!({ "rope_scaling": { "rope_theta": 1e4 } }), "'rope_theta' differs"),
         (json!({ "rope_scaling": { "full_attention": {} } }), "one encoding for all layers"),
         (
             json!({ "rope_scaling": { "type": "linear", "factor": 2 }, "rope_parameters": { "rope_type": "default" } }),
@@ -160,14 +160,14 @@ fn absent_and_null_have_defaults_and_what_is_said_is_written() {
 }
 
 #[test]
-fn shapes_that_config_json_does_not_bear_out_are_refused_with_the_tensor_and_the_key() {
+fn shapes_that_contradict_config_json_are_refused_with_the_tensor_and_the_key() {
     let model = Model::new(LLAMA);
     model.refuses(&[
         (json!({ "head_dim": 32 }), "'num_key_value_heads' x 'head_dim' is 64"),
         (json!({ "num_attention_heads": 2, "head_dim": 16 }), "'num_attention_heads' x 'head_dim' is 32"),
         (
             json!({ "num_key_value_heads": 4 }),
-            "'model.layers.0.self_attn.k_proj.weight' has the shape [64, 64], but it has [32, 64]",
+            "'model.layers.0.self_attn.k_proj.weight' must have the shape [64, 64], but it has [32, 64]",
         ),
         (json!({ "hidden_size": 128, "head_dim": 16 }), "'hidden_size' is 128"),
         (json!({ "intermediate_size": 64 }), "'intermediate_size' is 64"),
@@ -178,7 +178,7 @@ fn shapes_that_config_json_does_not_bear_out_are_refused_with_the_tensor_and_the
     Model::new(MOE).refuses(&[
         (json!({ "moe_intermediate_size": 64 }), "'moe_intermediate_size' is 64"),
         (json!({ "num_experts": 3 }), "3 experts"),
-        (json!({ "num_experts": 5 }), "'num_experts' is 5, by which 'model.layers.0.mlp.gate.weight'"),
+        (json!({ "num_experts": 5 }), "'num_experts' is 5, so 'model.layers.0.mlp.gate.weight'"),
     ]);
     let shape = |architecture: &str, name: &str, shape: Option<&[usize]>| {
         let dir = Folder::new();
@@ -301,7 +301,7 @@ fn tokenizers_that_llama_cpp_would_read_otherwise_are_refused_by_setting() {
     for (settings, said) in [
         (json!([]), "tokenizer_config.json: expected an object"),
         (json!({ "eos_token": 59 }), "'eos_token': expected text"),
-        (json!({ "eos_token": "<|stop|>" }), "'eos_token' is '<|stop|>', which is no token"),
+        (json!({ "eos_token": "<|stop|>" }), "'eos_token' is '<|stop|>', which is not a token"),
         (json!({ "add_bos_token": "no" }), "'add_bos_token': expected true or false"),
         (json!({ "chat_template": 1 }), "'chat_template': expected a list"),
         (json!({ "chat_template": [{ "name": "rag", "template": "" }] }), "has the name 'default'"),
@@ -425,7 +425,7 @@ fn verify_finds_shapes_keys_and_scales_that_llama_cpp_would_trip_on() {
         let stray = format!("{other}: llama.cpp's 'qwen3moe' models have no such tensor");
         assert!(problem.contains(&stray) && problem.contains(said), "{problem}");
     }
-    for (name, said) in [("scale", "a tensor scale is"), ("input_scale", "a scale of activations is")] {
+    for (name, said) in [("scale", "a tensor scale is"), ("input_scale", "an activation scale is")] {
         let tensor = file.get(&format!("blk.1.ffn_up_exps.{name}")).unwrap();
         for bad in [f32::NAN, f32::INFINITY, 0.0, -1.0] {
             let problem = found(tensor.start as usize + 8, &bad.to_le_bytes());

@@ -253,12 +253,9 @@ fn sizes_in_config_json_that_no_tensor_has_are_refused() {
     for (key, said) in [
         (
             "vocab_size",
-            "'vocab_size' is 2147483648, by which 'model.embed_tokens.weight' has the shape [2147483648, 64]",
+            "'vocab_size' is 2147483648, so 'model.embed_tokens.weight' must have the shape [2147483648, 64]",
         ),
-        (
-            "head_dim",
-            "'num_key_value_heads' x 'head_dim' is 4294967296, by which 'model.layers.0.self_attn.k_proj.weight'",
-        ),
+        ("head_dim", "'num_key_value_heads' x 'head_dim' is 4294967296, so 'model.layers.0.self_attn.k_proj.weight'"),
         ("num_hidden_layers", "has no 'model.layers.1.input_layernorm.weight'"),
     ] {
         let error = refused(key, key, 1 << 31).unwrap_err().to_string();

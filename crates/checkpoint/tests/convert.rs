@@ -269,7 +269,7 @@ fn activations_come_from_a_constant_or_a_table_and_joined_weights_share_the_larg
     let missing = Settings { acts: Acts::Amaxes(table), ..to(Target::ModelOpt) };
     let refused = run(&dir.join("in"), &dir.join("no"), &missing).unwrap_err().to_string();
     assert_eq!(
-        refused, "scales of activations: no amax for 'model.layers.0.mlp.down_proj', 'model.layers.0.mlp.up_proj'",
+        refused, "activation scales: no amax for 'model.layers.0.mlp.down_proj', 'model.layers.0.mlp.up_proj'",
         "all at once"
     );
     assert!(!dir.join("no.partial").exists(), "the corrected command is not in the way of its predecessor");

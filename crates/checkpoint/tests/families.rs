@@ -277,7 +277,7 @@ fn a_folder_of_models_names_them() {
     }
     std::fs::create_dir_all(dir.join("flux/scheduler")).unwrap();
     let error = Checkpoint::open(&dir.join("flux")).unwrap_err().to_string();
-    assert!(error.contains("but in 'transformer', 'vae' in it; give one of these"), "{error}");
+    assert!(error.contains("but there are some in 'transformer', 'vae'; give one of these"), "{error}");
     let refused = run(&dir.join("flux/transformer"), &dir.join("out"), &to(Target::ModelOpt)).unwrap_err().to_string();
     assert!(refused.starts_with("a model of diffusers"), "{refused}");
 }

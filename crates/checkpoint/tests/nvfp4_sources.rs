@@ -250,7 +250,7 @@ fn values_beyond_a_type_are_refused_and_values_that_vanish_are_counted() {
     let refused = run(&dir.join("large.safetensors"), &dir.join("f16"), &f16).unwrap_err().to_string();
     assert_eq!(
         refused,
-        "weight 'a' holds 448000 at row 3, column 5, and F16 ends at 65504; decode to BF16 or F32, and start \
+        "weight 'a' holds 448000 at row 3, column 5, and the largest F16 is 65504; decode to BF16 or F32, and start \
          over"
     );
     assert!(!dir.join("f16").exists());

@@ -38,9 +38,9 @@ fn changes_of_modelopts_checkpoint_are_found() {
                 "Problem model.layers.1.self_attn.k_proj: block scales without codes",
             ),
             (
-                "no scale of activations",
+                "no activation scale",
                 &|p| p.remove(&format!("{K}.input_scale")),
-                "no scale of activations, which the configuration promises",
+                "no activation scale, which the configuration promises",
             ),
             (
                 "the algorithms differ",
@@ -74,12 +74,12 @@ fn changes_of_modelopts_checkpoint_are_found() {
                 "Problem config.json: no 'quant_algo'",
             ),
             (
-                "scales of activations that are not promised",
+                "activation scales that are not promised",
                 &|p| {
                     p.quantization()["quant_algo"] = json!("W4A16_NVFP4");
                     p.own["quantization"]["quant_algo"] = json!("W4A16_NVFP4");
                 },
-                "Note scales of activations: the configuration says weights only, so the scales of activations of 14 weights",
+                "Note activation scales: the configuration says weights only, so the activation scales of 14 weights",
             ),
             (
                 "other blocks",
@@ -136,7 +136,7 @@ fn changes_of_modelopts_checkpoint_are_found() {
                 "Problem model.layers.2: has no tensors, nor have 999999999997 more",
             ),
             ("no embedding", &|p| p.remove("model.embed_tokens"), "Problem embedding: missing"),
-            ("no last norm", &|p| p.remove("model.norm"), "Problem norm: the norm behind the last layer is missing"),
+            ("no last norm", &|p| p.remove("model.norm"), "Problem norm: the norm after the last layer is missing"),
             ("no head", &|p| p.remove("lm_head"), "Problem output head: missing, and 'tie_word_embeddings'"),
             (
                 "another hidden size",
@@ -171,7 +171,7 @@ fn changes_of_modelopts_checkpoint_are_found() {
             (
                 "an architecture that is not known",
                 &|p| p.config["architectures"] = json!(["LamaForCausalLM"]),
-                "Note architecture: LamaForCausalLM is none that vLLM",
+                "Note architecture: vLLM (August 2026) has no code for LamaForCausalLM",
             ),
         ],
     );
@@ -190,9 +190,9 @@ fn changes_of_compressed_tensors_checkpoint_are_found() {
                 "NVFP4 codes without 'model.layers.1.self_attn.k_proj.weight_global_scale'",
             ),
             (
-                "no scale of activations",
+                "no activation scale",
                 &|p| p.remove(&format!("{K}.input_global_scale")),
-                "no scale of activations, which the configuration promises",
+                "no activation scale, which the configuration promises",
             ),
             (
                 "not 4 bits",

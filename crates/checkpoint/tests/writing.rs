@@ -49,7 +49,7 @@ fn a_folder_with_anything_but_a_checkpoint_is_not_replaced() {
         fs::write(&path, "mine").unwrap();
         let said = refused(run(&source, &target, &with(Existing::Replace)));
         let foreign = if new { name.split('/').next().unwrap() } else { name };
-        assert!(said.contains(&format!("holds '{foreign}', which is no part of a checkpoint")), "{said}");
+        assert!(said.contains(&format!("holds '{foreign}', which is not part of a checkpoint")), "{said}");
         assert!(path.exists() && !dir.join("out.partial").exists());
         if new { fs::remove_dir_all(parent).unwrap() } else { fs::remove_file(&path).unwrap() }
     }

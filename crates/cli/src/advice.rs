@@ -41,7 +41,7 @@ pub fn advice(error: &Error) -> Option<String> {
 fn flag(setting: Setting) -> Option<&'static str> {
     Some(match setting {
         Setting::Architectures => "--any-architecture converts it all the same",
-        Setting::Acts => "--acts gives scales of activations",
+        Setting::Acts => "--acts gives activation scales",
         Setting::Kv => "leave out --kv",
         Setting::Skip => "--skip NAME leaves a weight as it is",
         Setting::Fuse => "--fuse off turns joining off",

@@ -210,7 +210,8 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     Ok(exit::checked(passed))
 }
 
-/// Converts and writes what is done; gives the same as JSON, and whether the result has no problem.
+/// Converts, and writes what was done. Returns the same as JSON, and whether the result has no
+/// problem.
 pub fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<(Value, bool)> {
     let settings = args.settings()?;
     if !args.dry_run {
@@ -300,13 +301,13 @@ fn total_error(summary: &Summary) -> Option<f64> {
     (!summary.quantized.is_empty()).then(|| total.relative_error())
 }
 
-/// Says which names of `--acts` are of no weight that is quantized: they may be mistyped.
+/// Says which names of `--acts` match no quantized weight: they may be mistyped.
 fn strangers(out: &mut impl Write, amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>) -> Result<()> {
     let known: BTreeSet<&str> = plan.quantized().map(|item| item.weight.module.as_str()).collect();
     let strangers: Vec<&str> = amaxes.keys().map(String::as_str).filter(|name| !known.contains(name)).collect();
     if let Some(first) = strangers.first() {
         let count = counted(strangers.len(), "name");
-        writeln!(out, "acts     {count} of no quantized weight, as '{first}'")?;
+        writeln!(out, "acts     {count} for no quantized weight, such as '{first}'")?;
     }
     Ok(())
 }
@@ -380,7 +381,7 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
     Ok(out.flush()?)
 }
 
-/// What was found when the result was read back; whether that is no problem.
+/// Prints what was found when the result was read back. Returns whether there is no problem.
 fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<bool> {
     let findings = &summary.findings;
     let problems = findings.iter().filter(|f| f.severity == Severity::Problem).count();

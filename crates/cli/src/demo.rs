@@ -34,7 +34,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Says of a folder that it is a demo's.
+/// Marks a folder as a demo's.
 const MARK: &str = ".nvfp4-demo";
 
 /// What a demo makes in its folder.
@@ -99,8 +99,8 @@ fn silently(command: Command, host: Host) -> Result<(Value, bool)> {
     }
 }
 
-/// An error where a folder holds anything but an earlier demo: what is in there is replaced, and
-/// said to be removable.
+/// An error if a folder holds anything but an earlier demo: its files are replaced, and the user is
+/// told to remove them.
 fn check(dir: &Path) -> Result<()> {
     if dir.symlink_metadata().is_err() {
         return Ok(());
@@ -111,7 +111,7 @@ fn check(dir: &Path) -> Result<()> {
     let mine = names.iter().find(|name| !earlier || !MADE.iter().any(|made| name == made));
     ensure!(
         mine.is_none(),
-        "--dir {}: there is '{}' in it, which no demo made; name a new folder, or an empty one",
+        "--dir {}: it holds '{}', which no demo made; name a new or empty folder",
         dir.display(),
         mine.map(|name| name.to_string_lossy()).unwrap_or_default()
     );
@@ -163,8 +163,8 @@ fn generate(folder: &Path, layers: usize, seed: u64) -> Result<u64> {
     Ok(data.iter().map(|d| d.len() as u64).sum())
 }
 
-/// Normal values whose spread itself varies, which makes the tails heavy, as those of trained
-/// weights are; in some tensors more than in others.
+/// Normal values whose spread varies, so that tails are heavy, as in trained weights; in some
+/// tensors more than in others.
 fn weights(shape: &[usize], seed: u64) -> Result<Vec<u8>> {
     let (rows, cols) = if let [rows, cols] = *shape { (rows, cols) } else { (1, shape[0]) };
     let (z, spread) =

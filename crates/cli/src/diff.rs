@@ -49,8 +49,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(exit::checked(passed))
 }
 
-/// Compares and writes what differs; gives the same as JSON, and whether bytes are the same where
-/// that is asked for.
+/// Compares, and writes what differs. Returns the same as JSON, and with --bits whether the bytes
+/// are the same.
 pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
     let (first, second) = (Checkpoint::open(&args.first)?, Checkpoint::open(&args.second)?);
     if args.bits {
@@ -59,14 +59,14 @@ pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
         return Ok((bits_json(&found), found.is_empty()));
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    // What a checkpoint says of itself holds, since --from is for the one that does not say.
+    // --from is for the checkpoint that cannot be detected; the other one is detected.
     let model = |checkpoint| match (detect(checkpoint), args.from) {
         (Err(_), Some(from)) => Model::with_dialect(checkpoint, from.dialect()),
         (found, _) => Model::with_dialect(checkpoint, found?),
     };
     let comparison = compare(&model(&first)?, &model(&second)?, threads)?;
     if comparison.weights.is_empty() {
-        // Nothing is quantized, so that errors of quantization say nothing: bytes do.
+        // Nothing is quantized, so there are no errors to show: compare bytes.
         let found = differences(&first, &second)?;
         ensure!(
             found.is_empty(),
@@ -115,7 +115,7 @@ fn print(out: &mut impl Write, comparison: &Comparison, top: usize) -> Result<()
     }
     for (only, which) in [(&comparison.only_first, "first"), (&comparison.only_second, "second")] {
         if let Some(name) = only.first() {
-            writeln!(out, "{} only in the {which}, as {}", counted(only.len(), "weight"), names::shown(name))?;
+            writeln!(out, "{} only in the {which}, such as {}", counted(only.len(), "weight"), names::shown(name))?;
         }
     }
     let quantile = |q: f64| weights[((1.0 - q) * (weights.len() - 1) as f64) as usize].measure.relative_error();

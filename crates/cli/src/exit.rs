@@ -5,10 +5,10 @@ use std::process::ExitCode;
 /// What `--help` says about them.
 pub const HELP: &str = "Exit codes: 0 done, 1 checks failed, 2 wrong usage, 3 error, 130 interrupted (143 by SIGTERM).";
 
-/// A command ran, and what it checked is not as it must be.
+/// A command ran, and a check failed.
 pub const CHECKS_FAILED: u8 = 1;
 
-/// The words of the command line are wrong.
+/// The command line is wrong.
 pub const USAGE: u8 = 2;
 
 /// A command could not do its work.

@@ -13,8 +13,8 @@ static STOP: AtomicBool = AtomicBool::new(false);
 /// The last signal.
 static SIGNAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Set by Ctrl-C, and in a program of its own by SIGTERM. A second one ends a program at once,
-/// which loses no more than a kill does. Whoever watches for them besides goes on to do so.
+/// Set by Ctrl-C, and in a process of our own by SIGTERM. A second signal ends such a process at
+/// once, which loses no more than a kill does. Other handlers of these signals stay installed.
 pub fn interrupts(host: Host) -> Result<&'static AtomicBool> {
     static WATCHED: Mutex<bool> = Mutex::new(false);
     STOP.store(false, Ordering::Relaxed);
@@ -28,8 +28,8 @@ pub fn interrupts(host: Host) -> Result<&'static AtomicBool> {
 }
 
 fn watch(host: Host) -> io::Result<()> {
-    // To watch for SIGTERM is to survive it, which is not for a guest to decide; nor is the end of
-    // its host.
+    // Who handles SIGTERM survives it. A library does not decide that for its host, nor when its
+    // host ends.
     let signals: &[i32] = match host {
         Host::Program => &[SIGINT, SIGTERM],
         Host::Library => &[SIGINT],
@@ -44,12 +44,12 @@ fn watch(host: Host) -> io::Result<()> {
     Ok(())
 }
 
-/// A file that may grow no further (`ulimit -f`) is an error of the write that says its name, not a
+/// Makes a write beyond the limit on file sizes (`ulimit -f`) an error that names the file, not a
 /// signal that ends the program.
 pub fn survive_full_files() {
     #[cfg(unix)]
     {
-        // A program that cannot is ended by the signal, as it was before.
+        // If this fails, the signal ends the program, as it did before.
         static CAME: AtomicBool = AtomicBool::new(false);
         let _ = flag::register(signal_hook::consts::SIGXFSZ, &CAME);
     }

@@ -13,8 +13,8 @@ use std::io::{Write, stdout};
 /// is added.
 const SCHEMA: u32 = 1;
 
-/// Whether the words of a command ask for JSON. That must be known also where the rest of them is
-/// not understood.
+/// Whether the words of a command ask for JSON. That must be known even if the rest of them cannot
+/// be parsed.
 pub fn is_asked_for(words: &[OsString]) -> bool {
     words.iter().take_while(|word| *word != "--").any(|word| word == "--json")
 }
@@ -36,8 +36,8 @@ pub fn print_error(command: Option<&str>, message: &str, hint: Option<&str>, exi
     print(command.unwrap_or_default(), &report)
 }
 
-/// JSON with nothing in it that a terminal acts on. Such characters are in strings only, where JSON
-/// has a form for them.
+/// JSON without characters that a terminal acts on. They are in strings only, where JSON can escape
+/// them.
 fn plain(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     for c in text.chars() {

@@ -73,7 +73,7 @@ enum Command {
 }
 
 impl Command {
-    /// As it is typed.
+    /// Its name, as it is typed.
     fn name(&self) -> &'static str {
         match self {
             Command::Demo(_) => "demo",
@@ -104,8 +104,8 @@ pub enum Host {
     Library,
 }
 
-/// Runs the command line, whose first word is the program's name. What is wrong with the words, or
-/// help, is printed.
+/// Runs the command line, whose first word is the program's name. Prints help, or what is wrong
+/// with the words.
 pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     let words: Vec<OsString> = words.into_iter().collect();
     let as_json = json::is_asked_for(&words);
@@ -145,8 +145,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     })
 }
 
-/// An error and what it comes from, each said once: many errors end in the text of their cause
-/// already.
+/// An error and its causes, each said once: many errors already end in the text of their cause.
 fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(|cause| cause.to_string()).filter(|cause| !cause.is_empty()) {

@@ -6,8 +6,8 @@ use std::borrow::Cow;
 /// The widest column of names. Longer names stand over the next column.
 const WIDEST: usize = 120;
 
-/// A text without what a terminal would act on: control characters, and marks that change the
-/// direction of writing, are shown as `\u{1b}`.
+/// A text in which a terminal finds nothing to act on: control characters, and marks that change
+/// the direction of writing, are shown as `\u{1b}`.
 pub fn shown(text: &str) -> Cow<'_, str> {
     escaped(text, acts)
 }
@@ -17,7 +17,7 @@ pub fn shown_lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| acts(c) && !matches!(c, '\n' | '\t'))
 }
 
-/// How wide a column of these names, shown, is, with a heading of `least` characters.
+/// The width of a column of these names as they are shown, with a heading of `least` characters.
 pub fn width<'a>(names: impl Iterator<Item = &'a str>, least: usize) -> usize {
     names.map(|name| shown(name).chars().count()).max().unwrap_or(0).clamp(least, WIDEST.max(least))
 }

@@ -20,7 +20,7 @@ pub fn natural(a: &str, b: &str) -> Ordering {
     a.len().cmp(&b.len())
 }
 
-/// The digits, or all that is no digit, at the front of a text; and the rest.
+/// The digits, or the characters that are not digits, at the front of a text; and the rest.
 fn piece(text: &str) -> (&str, &str) {
     let number = text.starts_with(|c: char| c.is_ascii_digit());
     let end = text.find(|c: char| c.is_ascii_digit() != number).unwrap_or(text.len());

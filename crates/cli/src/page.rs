@@ -19,7 +19,7 @@ td:first-child, th:first-child { text-align: left; min-width: 14rem }
 .wide { overflow-x: auto } svg { width: 100%; min-width: 34rem; height: auto } svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
 .axis { stroke: var(--line) } .reference { stroke: var(--soft); stroke-dasharray: 4 4 } .bar { fill: var(--bar) } p, li { color: var(--text) } .soft { color: var(--soft) }";
 
-/// Says in a page that it is one of these.
+/// Marks a page as one of these.
 const MARK: &str = "<meta name=\"generator\" content=\"nvfp4\">";
 
 /// What a page may take the place of.
@@ -31,14 +31,14 @@ pub enum Replaces {
     Files,
 }
 
-/// An error where a page cannot be written, before there is anything to write. None of the folders
-/// or files in `apart` may hold it.
+/// An error if a page cannot be written, before there is anything to write. It may not be in any of
+/// the folders, or be any of the files, in `apart`.
 pub fn check(path: &Path, replaces: Replaces, apart: &[(&str, &Path)]) -> Result<()> {
     let folder = durable::parent(path);
     ensure!(folder.is_dir(), "--report {}: there is no folder {}", path.display(), folder.display());
     ensure!(!path.is_dir(), "--report {}: this is a folder; name a file in it", path.display());
     ensure!(path.is_file() || !path.exists(), "--report {}: this is not a file; name one", path.display());
-    // A link is where it is, and where it leads.
+    // A link counts both where it is and where it leads.
     let places = |path: &Path| -> Vec<PathBuf> {
         let here =
             durable::parent(path).canonicalize().ok().zip(path.file_name()).map(|(parent, name)| parent.join(name));

@@ -41,8 +41,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Bytes that a weight will take, about: each target has a few numbers beside it that are not
-/// counted here.
+/// About how many bytes a weight will take: the few numbers that each target has beside it are not
+/// counted.
 fn new_bytes(item: &Item<'_>) -> u64 {
     let elements = item.weight.elements();
     match item.action {
@@ -52,8 +52,8 @@ fn new_bytes(item: &Item<'_>) -> u64 {
     }
 }
 
-/// Why a weight of an NVFP4 source is expressed anew.
-pub const RESCALE: &str = "NVFP4 with another tensor scale than what it is joined with";
+/// Why a weight of an NVFP4 source gets another tensor scale.
+pub const RESCALE: &str = "NVFP4 with another tensor scale than the weights it is joined with";
 
 /// The word for an action, and why.
 fn words<'a>(item: &'a Item<'_>) -> (&'static str, &'a str) {
@@ -71,7 +71,7 @@ fn totals(model: &Model<'_>, plan: &Plan<'_>) -> (u64, u64) {
     (model.checkpoint.byte_len(), others + plan.items.iter().map(new_bytes).sum::<u64>())
 }
 
-/// What is said of one weight, or of a tensor that looks like one.
+/// What a line says of a weight, or of a tensor that looks like one.
 struct Row<'p> {
     name: &'p str,
     shape: Vec<usize>,
@@ -116,11 +116,10 @@ fn rows<'p>(plan: &'p Plan<'_>) -> Vec<Row<'p>> {
     rows
 }
 
-/// The least share of a model whose staying as it is goes without saying.
+/// The smallest share of a model that is reported if it stays as it is.
 const MUCH: f64 = 0.3;
 
-/// How much stays as it is, if that is much: embeddings of a small model, or experts that lie in
-/// one tensor.
+/// How much stays as it is, if it is much: embeddings of a small model, or experts in one tensor.
 pub fn stays(model: &Model<'_>, plan: &Plan<'_>) -> Option<String> {
     let share = plan.kept_share(model);
     (share >= MUCH).then(|| format!("{:.0} % of the source's bytes stay as they are", 100.0 * share))

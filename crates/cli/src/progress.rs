@@ -1,4 +1,5 @@
-//! How far a long command is, on standard error: a bar on a terminal, a line per weight elsewhere.
+//! The progress of a long command, on standard error: a bar on a terminal, a line per weight
+//! elsewhere.
 
 use crate::names::shown;
 use crate::plan::RESCALE;

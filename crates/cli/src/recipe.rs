@@ -183,8 +183,8 @@ pub fn read(name: &str) -> nvfp4_recipe::Result<Recipe> {
     }
 }
 
-/// Everything that is wrong, line by line; other errors are as anywhere. JSON has each problem by
-/// itself.
+/// Prints everything that is wrong, line by line. Other errors are handled as elsewhere. JSON has
+/// each problem by itself.
 fn problems(error: Error, json_of: Option<&str>) -> Result<ExitCode> {
     // The text has the cause in it; `anyhow!(error)` would say it twice.
     let Error::Problems(problems) = error else { return Err(anyhow!("{error}")) };

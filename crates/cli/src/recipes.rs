@@ -1,5 +1,5 @@
-//! Recipes by name: what NVFP4 is compared with, and the preset `nvfp4` less or more one thing.
-//! They are the files of `crates/cli/recipes`.
+//! Recipes by name: what NVFP4 is compared with, and variants of the preset `nvfp4` with one change
+//! each. They are the files of `crates/cli/recipes`.
 
 /// The baseline of every comparison.
 pub const BASELINE: &str = "bf16";

@@ -5,8 +5,8 @@ use crate::names;
 use std::fmt::Display;
 use std::io::{self, StdoutLock, Write, stderr, stdout};
 
-/// A line on standard error. Where nobody can read it, because it is closed or full, the line is
-/// lost and the work is not.
+/// Writes a line to standard error. Where that is closed or full, the line is lost and the work
+/// goes on.
 pub fn say(line: impl Display) {
     let _ = writeln!(Plain(stderr().lock()), "{line}");
 }
@@ -16,7 +16,7 @@ pub fn out() -> Plain<StdoutLock<'static>> {
     Plain(stdout().lock())
 }
 
-/// Where what a terminal would act on is [shown](names::shown_lines).
+/// A writer that [shows](names::shown_lines) what a terminal would act on.
 pub struct Plain<W>(W);
 
 impl<W: Write> Write for Plain<W> {

@@ -34,7 +34,7 @@ pub fn show(bytes: u64) -> String {
     }
 }
 
-/// So many of something: `1 weight`, `2 weights`.
+/// A count with its noun: `1 weight`, `2 weights`.
 pub fn counted(n: usize, word: &str) -> String {
     if n == 1 { format!("1 {word}") } else { format!("{n} {word}s") }
 }

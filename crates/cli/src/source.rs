@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// The dialects that a checkpoint may not tell by itself.
+/// The dialects that cannot always be detected.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum From {
     Plain,
@@ -32,7 +32,7 @@ impl From {
     }
 }
 
-/// The checkpoint as weights, of the dialect given or found.
+/// The weights of a checkpoint, in the dialect that is given or detected.
 pub fn model(checkpoint: &Checkpoint, from: Option<From>) -> Result<Model<'_>> {
     Ok(match from {
         Some(from) => Model::with_dialect(checkpoint, from.dialect())?,
@@ -120,6 +120,9 @@ pub const MAX_LIST: u64 = 64 << 20;
 fn names(path: &Path) -> Result<Vec<Vec<String>>> {
     let json: Value = regular::read_json(path, MAX_LIST).map_err(|error| anyhow!("--fuse {error}"))?;
     serde_json::from_value(json).with_context(|| {
-        format!("--fuse {}: expected lists of names, as [[\"q_proj\", \"k_proj\"], [\"w1\", \"w3\"]]", path.display())
+        format!(
+            "--fuse {}: expected lists of names, such as [[\"q_proj\", \"k_proj\"], [\"w1\", \"w3\"]]",
+            path.display()
+        )
     })
 }

@@ -1,4 +1,4 @@
-//! `nvfp4 verify`: would a program load this checkpoint, and load it right?
+//! `nvfp4 verify`: would a program load this checkpoint, and load it correctly?
 
 use crate::names::shown;
 use crate::say::out;
@@ -22,7 +22,7 @@ use std::process::ExitCode;
 pub struct Args {
     /// Model folder or file.
     dir: PathBuf,
-    /// The program that is to load it: vllm, llama.cpp or transformers.
+    /// The program that will load it: vllm, llama.cpp or transformers.
     #[arg(long = "for", default_value = "vllm", value_name = "PROGRAM")]
     client: Client,
     /// Format of the checkpoint, when it cannot be detected.
@@ -44,7 +44,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(exit::checked(passed))
 }
 
-/// Checks and writes what was found; gives the same as JSON, and whether there is no problem.
+/// Checks, and writes what was found. Returns the same as JSON, and whether there is no problem.
 pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
     let (dialect, weights, findings) = if gguf::is_gguf(&args.dir) {
         let file = GgufFile::open(&args.dir)?;

@@ -43,8 +43,11 @@ fn lists_that_are_no_files_or_say_a_thing_twice_are_refused_at_once() {
         (vec!["convert", &source, &target, "--acts", &tiny], small),
         (vec!["convert", &source, &target, "--acts", &tiny, "--to", "compressed-tensors"], small),
         (vec!["convert", &source, &gguf, "--acts", &tiny, "--to", "gguf"], small),
-        (vec!["convert", &source, &target, "--acts", "const=1e-45", "--to", "compressed-tensors"], "no normal float32"),
-        (vec!["convert", &source, &target, "--acts", "const=3e38"], "no normal float32"),
+        (
+            vec!["convert", &source, &target, "--acts", "const=1e-45", "--to", "compressed-tensors"],
+            "not a normal float32",
+        ),
+        (vec!["convert", &source, &target, "--acts", "const=3e38"], "not a normal float32"),
     ];
     for (args, expected) in cases {
         let output = nvfp4(&args);

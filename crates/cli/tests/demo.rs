@@ -57,14 +57,14 @@ fn a_folder_with_files_of_others_is_refused_and_left_as_it_is() {
     std::fs::write(&weights, "precious").unwrap();
     let refused = demo();
     let said = String::from_utf8(refused.stderr).unwrap();
-    assert!(refused.status.code() == Some(3) && said.contains("there is 'llama' in it"), "{said}");
+    assert!(refused.status.code() == Some(3) && said.contains("it holds 'llama'"), "{said}");
     assert_eq!(std::fs::read_to_string(&weights).unwrap(), "precious");
     std::fs::remove_dir_all(dir.join("llama")).unwrap();
     assert!(demo().status.success(), "an empty folder");
     std::fs::write(&notes, "precious").unwrap();
     let refused = demo();
     let said = String::from_utf8(refused.stderr).unwrap();
-    assert!(said.contains("there is 'notes.txt' in it"), "{said}");
+    assert!(said.contains("it holds 'notes.txt'"), "{said}");
     assert_eq!(std::fs::read_to_string(&notes).unwrap(), "precious");
     std::fs::remove_dir_all(&dir).unwrap();
 }

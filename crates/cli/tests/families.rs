@@ -132,5 +132,5 @@ fn names_of_acts_that_fit_nothing_are_said() {
     let (out, acts) = (dir.path("out"), dir.path("acts.json"));
     std::fs::write(&acts, r#"{ "model.layers.0.mlp.down_proj": 26.88, "model.layers.0.mlp.downproj": 1.0 }"#).unwrap();
     let said = ok(&["convert", &source, &out, "--acts", &acts]);
-    assert!(said.contains("acts     1 name of no quantized weight, as 'model.layers.0.mlp.downproj'"), "{said}");
+    assert!(said.contains("acts     1 name for no quantized weight, such as 'model.layers.0.mlp.downproj'"), "{said}");
 }

@@ -132,7 +132,7 @@ fn a_resumed_run_ends_in_the_same_bytes() {
     for stop in ["4", "7"] {
         let resume: &[&str] = if stop == "4" { &[] } else { &["--resume"] };
         let said = bad(&[&args(&broken)[..], &["--stop-at", stop], resume].concat());
-        assert!(said.contains("2 of 2 runs stopped; the same command with --resume goes on from"), "{said}");
+        assert!(said.contains("2 of 2 runs stopped; the same command with --resume continues from"), "{said}");
     }
     assert_eq!(results(&[&args(&broken)[..], &["--resume"]].concat()), expected);
     for run in ["nvfp4-seed-1", "delayed_scaling-seed-1"] {
@@ -155,7 +155,7 @@ fn ctrl_c_keeps_what_was_done() {
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
     assert!(lines.any(|line| line.contains("step 4/1000000")));
     assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
-    assert!(lines.any(|line| line.contains("1 of 1 runs stopped; the same command with --resume goes on from")));
+    assert!(lines.any(|line| line.contains("1 of 1 runs stopped; the same command with --resume continues from")));
     assert!(!child.wait().unwrap().success());
     let (_, metadata) = state(&Path::new(&kept).join("nvfp4-seed-1"));
     assert!(metadata["step"].parse::<u64>().unwrap() >= 4);
@@ -216,7 +216,7 @@ fn results_of_several_calls_make_one_table() {
     let other = good(&["--text", &text, "--steps", "4", "--recipe", "bf16", "--seed", "3", "--quiet", "--json"]);
     std::fs::write(folder.0.join("other.json"), other).unwrap();
     let (ok, _, said) = merged(&["--merge", folder.0.to_str().unwrap()]);
-    assert!(!ok && said.contains("made with steps = 4, but asked for is steps = 3"), "{said}");
+    assert!(!ok && said.contains("made with steps = 4, but steps = 3 was asked for"), "{said}");
 }
 
 #[test]
@@ -268,10 +268,10 @@ fn what_is_wrong_is_said_with_what_to_change() {
 
     let run = [&text[..], &["--recipe", "nvfp4", "--checkpoint", &kept]].concat();
     good(&[&run[..], &["--steps", "3"]].concat());
-    says(&[&run[..], &["--steps", "3"]].concat(), "there is a checkpoint already; go on from it with --resume");
-    says(&[&run[..], &["--steps", "4", "--resume"]].concat(), "made with steps = 3, but asked for is steps = 4");
+    says(&[&run[..], &["--steps", "3"]].concat(), "it already holds a checkpoint; continue it with --resume");
+    says(&[&run[..], &["--steps", "4", "--resume"]].concat(), "made with steps = 3, but steps = 4 was asked for");
     let other = [&run[..], &["--steps", "3", "--resume", "--layers", "2"]].concat();
-    says(&other, "nvfp4-seed-1: made with layers = 1, but asked for is layers = 2");
+    says(&other, "nvfp4-seed-1: made with layers = 1, but layers = 2 was asked for");
 
     let file = Path::new(&kept).join("nvfp4-seed-1/training.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();

@@ -26,8 +26,8 @@ const SPLITS: [(&str, &str); 3] = [
     ),
 ];
 
-/// llama.cpp's rule that takes a whole word that is a token as it is, and puts the first token
-/// before a text by itself.
+/// llama.cpp's rule that keeps a whole word that is a token, and puts the first token before a text
+/// unasked.
 const LLAMA: &str = "llama-bpe";
 
 /// Tokens that are put around a text.
@@ -49,8 +49,8 @@ impl Around {
             && tokens.get(text).map(|&id| id as u32) != id
         {
             return Err(Error::Refused(format!(
-                "tokenizer.json: 'post_processor' puts '{text}' around a text, which is not the '{which}_token'; llama.cpp \
-                 puts no other there"
+                "tokenizer.json: 'post_processor' puts '{text}' around a text, which is not the \
+                 '{which}_token'; llama.cpp puts no other token there"
             )));
         }
         Ok((text.is_some() != unasked).then_some(text.is_some()))
@@ -103,7 +103,7 @@ fn split(json: &Json) -> Result<&'static str> {
     };
     found.ok_or_else(|| {
         Error::Refused(
-            "tokenizer.json splits text by a rule for which no name of llama.cpp's is known here; convert to modelopt, \
+            "tokenizer.json splits text by a rule that has no known name in llama.cpp; convert to modelopt, \
              which llama.cpp's own converter reads"
                 .to_string(),
         )
@@ -138,7 +138,8 @@ pub(super) fn bpe(json: &Json, size: usize) -> Result<(Entries, BTreeMap<String,
         let Some(token) = id.as_u64().and_then(|id| tokens.get_mut(id as usize)) else {
             let id = shown(id);
             return Err(whole.wrong(format!(
-                "the token '{text}' has no place in the 'vocab_size' of {size} that config.json gives: its number is {id}"
+                "the token '{text}' has no place in the 'vocab_size' of {size} that config.json \
+                 gives: its number is {id}"
             )));
         };
         match token {
@@ -193,7 +194,7 @@ fn check_normalizer(whole: &Object<'_>) -> Result<()> {
     for step in steps {
         let name = step.text("type")?.unwrap_or_default();
         if name != "NFC" {
-            return Err(step.wrong(format!("llama.cpp does not do '{name}', only NFC is left out without loss")));
+            return Err(step.wrong(format!("llama.cpp does not do '{name}'; only NFC can be left out without loss")));
         }
     }
     Ok(())

@@ -44,7 +44,7 @@ impl GgufTensor {
         self.dims.first().map_or(1, |&d| d as usize)
     }
 
-    /// Rows, those of all experts behind each other.
+    /// Rows, those of all experts one after the other.
     pub fn rows(&self) -> usize {
         self.dims.iter().skip(1).product::<u64>() as usize
     }
@@ -97,7 +97,7 @@ impl GgufFile {
         Ok(GgufFile { path: path.to_path_buf(), bytes, values, tensors, index, len })
     }
 
-    /// Where it lies.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -138,7 +138,7 @@ impl GgufFile {
         Ok(self.scalars(tensor, "scale")?.unwrap_or_else(|| vec![1.0; tensor.matrices()]))
     }
 
-    /// The scales of activations for an NVFP4 tensor, one for each matrix, where a file has them.
+    /// The activation scales for an NVFP4 tensor, one for each matrix, where a file has them.
     pub fn input_scales(&self, tensor: &GgufTensor) -> Result<Option<Vec<f32>>> {
         self.scalars(tensor, "input_scale")
     }

@@ -63,8 +63,8 @@ pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activati
         }
     }
     layout.check_experts()?;
-    // All sizes of config.json are those of tensors from here on, so that what is made by them is
-    // no larger.
+    // From here on, every size of config.json is the size of some tensor, which bounds what is made
+    // with it.
     layout.check_complete(model, &config)?;
     let divisors = Rope::of(&config, family)?.divisors(sizes.head_dim);
     let divisors = divisors.map(|d| layout.slot("rope_freqs.weight", Type::F32, vec![d.len() as u64]).map(|s| (s, d)));
@@ -167,8 +167,8 @@ impl Layout<'_> {
         })
     }
 
-    /// Refuses a tensor of the source, of a shape from the slowest dimension on, that config.json
-    /// does not bear out.
+    /// Refuses a tensor of the source whose shape, slowest dimension first, is not what config.json
+    /// says.
     fn check_shape(&self, place: &Place, tensor: &str, shape: &[usize]) -> Result<()> {
         let mut dims: Vec<u64> = shape.iter().rev().map(|&d| d as u64).collect();
         let count = self.sizes.len(Dim::Experts);
@@ -178,7 +178,7 @@ impl Layout<'_> {
         let of_one = &of_one[..of_one.len() - usize::from(place.expert.is_some())];
         let expected: Vec<u64> = of_one.iter().rev().map(|&dim| self.sizes.len(dim)).collect();
         Err(Error::Refused(format!(
-            "config.json: {} is {}, by which '{tensor}' has the shape {expected:?}, but it has {shape:?}",
+            "config.json: {} is {}, so '{tensor}' must have the shape {expected:?}, but it has {shape:?}",
             misfit.in_config(),
             self.sizes.len(misfit)
         )))
@@ -248,7 +248,7 @@ impl Layout<'_> {
         if let (Some(module), false) = (tensor.info.name.strip_suffix(".bias"), is_query(&place.name))
             && self.quantized.contains(module)
         {
-            let reason = format!("'{module}' has a bias, beside which llama.cpp does not read NVFP4; skip the weight");
+            let reason = format!("'{module}' has a bias, with which llama.cpp does not read NVFP4; skip the weight");
             return Err(Error::setting(Setting::Skip, reason));
         }
         let [len] = tensor.info.shape[..] else {
@@ -282,14 +282,16 @@ impl Layout<'_> {
         if let Some((layer, part, last)) = self.sizes.needed().find(lacks) {
             let (name, layers) = (Family::source(layer, part, last), self.sizes.layers);
             return Err(Error::Refused(format!(
-                "the source has no '{name}', which llama.cpp's '{}' models have (config.json: 'num_hidden_layers' is {layers})",
+                "the source has no '{name}', which llama.cpp's '{}' models have (config.json: \
+                 'num_hidden_layers' is {layers})",
                 self.sizes.family.name()
             )));
         }
         let tied = config.flag("tie_word_embeddings")?.unwrap_or(false);
         match (model.weight("lm_head"), model.weight("model.embed_tokens")) {
             (None, _) if !tied => Err(config.wrong(
-                "there is no 'lm_head.weight', and 'tie_word_embeddings' is not true; llama.cpp would take the embedding",
+                "there is no 'lm_head.weight', and 'tie_word_embeddings' is not true; llama.cpp \
+                 would take the embedding",
             )),
             (Some(head), Some(embedding)) if tied && !same(&head.stored.parts(), &embedding.stored.parts())? => {
                 Err(config.wrong(

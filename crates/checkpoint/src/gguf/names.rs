@@ -28,7 +28,7 @@ const PARTS: [(&str, &str); 15] = [
 pub(super) struct Place {
     /// What GGUF calls it, with `.weight` or `.bias`.
     pub name: String,
-    /// Which of the matrices behind each other it is, for experts.
+    /// Which of several matrices it is, for experts.
     pub expert: Option<usize>,
     /// Rows of an attention head whose halves are interleaved.
     pub head: Option<usize>,

@@ -1,6 +1,6 @@
-//! An object of `config.json` or of a tokenizer's files, read by type: what is absent or null may
-//! have a default, what has another type than expected is refused with its key. A default in its
-//! place would make a file that is wrong.
+//! An object of `config.json` or of the tokenizer files, read by type. A value that is absent or
+//! null may have a default. A value of another type is an error that names its key: a default in
+//! its place would make a wrong file.
 
 use crate::{Error, Result};
 use serde_json::{Map, Value as Json};
@@ -35,7 +35,7 @@ impl<'a> Object<'a> {
 
     /// An error about a key that is not there.
     pub fn missing(&self, key: &str) -> Error {
-        self.wrong(format!("'{key}' is missing, which GGUF needs"))
+        self.wrong(format!("'{key}' is missing; GGUF needs it"))
     }
 
     /// The value of a key, unless it is null.

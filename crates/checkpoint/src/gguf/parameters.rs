@@ -8,10 +8,10 @@ use super::sizes::Sizes;
 use crate::Result;
 
 /// The end of an error about a setting.
-const UNLIKE: &str = "llama.cpp's code for these models does not do: the file would compute something else";
+const UNLIKE: &str = "llama.cpp's code for these models does not support: the file would compute something else";
 
 impl Family {
-    /// Refuses what `config.json` asks for and llama.cpp's code for these models does not do.
+    /// Refuses what `config.json` asks for and llama.cpp's code for these models does not support.
     pub fn check(config: &Object<'_>) -> Result<()> {
         let refuse = |key: &str, value: &str| Err(config.wrong(format!("'{key}' is {value}, which {UNLIKE}")));
         match config.text("hidden_act")? {

@@ -7,7 +7,7 @@ use super::object::Object;
 use crate::Result;
 use serde_json::Value as Json;
 
-/// The base of the frequencies where nothing says another.
+/// The base of the frequencies by default.
 const BASE: f64 = 10_000.0;
 
 /// How positions are encoded.
@@ -27,7 +27,7 @@ enum Scaling {
 
 impl Rope {
     /// From `rope_theta` and `rope_scaling`, or `rope_parameters`, which newer configurations have
-    /// for both. Where two of them say a thing, they must say the same.
+    /// for both. Where two of them give a value, the values must be equal.
     pub fn of(config: &Object<'_>, family: Family) -> Result<Self> {
         whole_heads(config)?;
         let (mut base, mut scaling) = (config.positive("rope_theta")?, None);
@@ -36,7 +36,7 @@ impl Rope {
             whole_heads(&own)?;
             let (here, of) = (own.positive("rope_theta")?, Scaling::of(&own)?);
             if base.zip(here).is_some_and(|(a, b)| a != b) {
-                return Err(own.wrong("'rope_theta' is another one than elsewhere in config.json; remove one"));
+                return Err(own.wrong("'rope_theta' differs from the one elsewhere in config.json; remove one"));
             }
             if scaling.is_some_and(|other| other != of) {
                 return Err(config.wrong("'rope_parameters' and 'rope_scaling' differ; remove one"));
@@ -93,7 +93,8 @@ fn whole_heads(object: &Object<'_>) -> Result<()> {
     match object.positive("partial_rotary_factor")? {
         None | Some(1.0) => Ok(()),
         Some(part) => Err(object.wrong(format!(
-            "'partial_rotary_factor' is {part}; llama.cpp rotates whole heads in these models, so only 1 is written as GGUF"
+            "'partial_rotary_factor' is {part}; llama.cpp rotates whole heads in these models, so \
+             only 1 is written as GGUF"
         ))),
     }
 }
@@ -142,18 +143,18 @@ impl Scaling {
     }
 }
 
-/// Refuses settings of YaRN that are not those which llama.cpp takes where a file has no others.
+/// Refuses settings of YaRN that differ from llama.cpp's defaults.
 fn llama_cpps_yarn(own: &Object<'_>, factor: f64) -> Result<()> {
     let attention = 0.1 * factor.max(1.0).ln() + 1.0;
     for (key, expected) in [("beta_fast", 32.0), ("beta_slow", 1.0), ("attention_factor", attention)] {
         if own.positive(key)?.is_some_and(|x| (x - expected).abs() > 1e-6) {
-            return Err(own.wrong(format!("'{key}' is not {expected}, the only one that is written as GGUF")));
+            return Err(own.wrong(format!("'{key}' is not {expected}, the only value that is written as GGUF")));
         }
     }
     if let Some(key) = ["mscale", "mscale_all_dim"].into_iter().find(|key| own.get(key).is_some()) {
         return Err(own.wrong(format!("'{key}' is not written as GGUF")));
     }
-    own.must_be("truncate", true, true, "llama.cpp rounds the dimensions between which YaRN goes over")
+    own.must_be("truncate", true, true, "llama.cpp rounds the dimensions between which YaRN interpolates")
 }
 
 #[cfg(test)]

@@ -47,11 +47,11 @@ const LAYER: [(&str, &[Dim]); 15] = [
     ("ffn_down_exps", &[ExpertFeedForward, Hidden, Experts]),
 ];
 
-/// Tensors that stand in no layer.
+/// Tensors outside the layers.
 const WHOLE: [(&str, &[Dim]); 3] =
     [("token_embd", &[Hidden, Vocabulary]), ("output_norm", &[Hidden]), ("output", &[Hidden, Vocabulary])];
 
-/// What a layer has behind its attention.
+/// What a layer has after its attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FeedForward {
     Dense,
@@ -129,7 +129,7 @@ impl Sizes {
         }
     }
 
-    /// Whether such a model has a tensor of a layer, or one that stands in none.
+    /// Whether such a model has a tensor, in a layer or outside.
     pub fn has(&self, part: &str, last: &str) -> Has {
         let behind = if self.experts.is_some() { FeedForward::Experts } else { FeedForward::Dense };
         has(self.family, behind, part, last)
@@ -170,7 +170,7 @@ pub(super) fn layer(family: Family, behind: FeedForward) -> impl Iterator<Item =
     parts(&LAYER).filter(move |(part, last)| has(family, behind, part, last) == Has::Always)
 }
 
-/// Whether a model of a family has a tensor of a layer, or one that stands in none.
+/// Whether a model of a family has a tensor, in a layer or outside.
 fn has(family: Family, behind: FeedForward, part: &str, last: &str) -> Has {
     let when = |always: bool| if always { Has::Always } else { Has::Never };
     match (part, last) {

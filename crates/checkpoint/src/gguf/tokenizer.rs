@@ -1,5 +1,5 @@
 //! The tokenizer's files as llama.cpp's keys: a byte-level BPE (`tokenizer.json`, in `bpe.rs`) or
-//! SentencePiece (`tokenizer.model`), and the tokens with a meaning of their own.
+//! SentencePiece (`tokenizer.model`), and the special tokens.
 
 use super::bpe::{self, Around, bpe};
 use super::container::Value;
@@ -129,7 +129,7 @@ fn sentence_piece(
     let tokens = pieces.len().max(size);
     pieces.extend((pieces.len()..tokens).map(|i| (format!("[PAD{i}]"), -1000.0, kind::UNUSED)));
     for (id, token) in added_pieces(added).map_err(|error| error.to_string())? {
-        // One beyond the vocabulary has no embedding, and nothing to stand for.
+        // A token beyond the vocabulary has no embedding.
         if let Some(piece) = pieces.get_mut(id).filter(|piece| piece.0 != token.0) {
             *piece = (token.0, -1000.0, token.1);
         }
@@ -224,7 +224,7 @@ impl<'a> Iterator for Fields<'a> {
     }
 }
 
-/// The tokens with a meaning of their own, and whether they are put around a text.
+/// The special tokens, and whether they are put around a text.
 fn special(
     entries: &mut Entries,
     tokens: &BTreeMap<String, usize>,
@@ -259,7 +259,7 @@ fn named(settings: &Object<'_>, name: &str, tokens: &BTreeMap<String, usize>) ->
         _ => settings.text(name)?,
     };
     let find = |text: &str| {
-        let stranger = || settings.wrong(format!("'{name}' is '{text}', which is no token of the vocabulary"));
+        let stranger = || settings.wrong(format!("'{name}' is '{text}', which is not a token of the vocabulary"));
         tokens.get(text).map(|&id| id as u32).ok_or_else(stranger)
     };
     text.map(find).transpose()

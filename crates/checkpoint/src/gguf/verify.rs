@@ -1,4 +1,4 @@
-//! Would llama.cpp load this file, and load it right?
+//! Would llama.cpp load this file, and load it correctly?
 
 use super::container::{ALIGNMENT, Value};
 use super::family::Family;
@@ -36,7 +36,7 @@ const SPLITS: &str = "\
     minimax-m2 modern-bert mpt olmo phi-2 pixtral poro-chat qwen2 qwen35 refact roberta-bpe sarvam-moe seed-coder smaug-bpe \
     smollm solar-open stablelm2 starcoder superbpe talkie tekken tiny_aya trillion viking whitespace youtu";
 
-/// Checks a file for llama.cpp. An empty list is a clean bill.
+/// Checks a file for llama.cpp. An empty list means that nothing was found.
 pub fn verify(file: &GgufFile) -> Result<Vec<Finding>> {
     let mut check = Check { file, findings: Vec::new() };
     if file.nvfp4().next().is_none() {
@@ -248,7 +248,7 @@ impl<'f> Check<'f> {
         }
     }
 
-    /// Types that ggml does not have, and tensors that do not lie one directly behind the other, as
+    /// Types that ggml does not have, and tensors that do not directly follow each other, as
     /// llama.cpp expects.
     fn slots(&mut self) {
         let tensors = self.file.tensors();
@@ -277,7 +277,7 @@ impl<'f> Check<'f> {
 
     fn tokenizer(&mut self) {
         let model = match self.text("tokenizer.ggml.model", Presence::Needed) {
-            Some("no_vocab" | "none") => return self.note("tokenizer", "none: the source had no tokenizer's files"),
+            Some("no_vocab" | "none") => return self.note("tokenizer", "none: the source had no tokenizer files"),
             None => return,
             Some(model) => model,
         };
@@ -338,7 +338,7 @@ impl<'f> Check<'f> {
             self.problem(name, format!("a tensor scale is {bad}"));
         }
         if let Some(bad) = file.input_scales(tensor)?.as_deref().and_then(bad) {
-            self.problem(name, format!("a scale of activations is {bad}"));
+            self.problem(name, format!("an activation scale is {bad}"));
         }
         match scaled.filter(|_| !self.has_scale(tensor)) {
             Some(other) => self.problem(name, format!("no tensor scale, which '{other}' has: llama.cpp takes 1")),
@@ -348,7 +348,7 @@ impl<'f> Check<'f> {
         let counts = file.statistics(tensor)?;
         let unsigned: u64 = counts.scales[usize::from(e4m3::NAN_BYTE)..].iter().sum();
         if unsigned > 0 {
-            self.problem(name, format!("{unsigned} block scales are NaN or negative: llama.cpp reads others"));
+            self.problem(name, format!("{unsigned} block scales are NaN or negative: llama.cpp reads other values"));
         }
         if counts.vanished > 0 {
             let vanished = counts.vanished;

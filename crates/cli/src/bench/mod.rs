@@ -18,22 +18,22 @@ use std::process::ExitCode;
 
 /// Measure every operation against a memory copy of its input.
 ///
-/// On the CPU, operation and copy are timed in turns, on the same threads; printed are medians:
+/// On the CPU, operation and copy are timed in turns, on the same threads. The table shows medians:
 /// milliseconds, GB of the bf16 matrix per second (what is read, or for dequantize what is
-/// restored), and the multiple of the copy of that matrix. Each operation's result is first checked
-/// against the rules on part of the input.
+/// restored), and the multiple of the time that a copy of that matrix takes. Each operation's
+/// result is first checked against the rules on part of the input.
 ///
 /// On a GPU (--device cuda), everything lies in its memory, and repeated runs take turns among
-/// copies of the matrix that are four times the GPU's cache. Printed are the median microseconds of
-/// 7 batches of 20 runs, the least MB that the operation can move (the matrix once, or twice where
-/// its amax has to be found first; codes and scales once), the TB/s that makes, and the fraction of
-/// a copy's TB/s. Every result is first compared with the CPU's, bit for bit, on fresh random
-/// values. Matrices of a few MB measure how fast the CPU starts work, not the GPU.
+/// copies of the matrix that are four times the GPU's cache. The table shows the median
+/// microseconds of 7 batches of 20 runs, the least MB that the operation can move (the matrix once,
+/// or twice where its amax has to be found first; codes and scales once), the TB/s that this gives,
+/// and the fraction of a copy's TB/s. Every result is first compared with the CPU's, bit for bit,
+/// on fresh random values. Matrices of a few MB measure how fast the CPU starts work, not the GPU.
 ///
 /// The column `amax` says whether the matrix's largest magnitude was given to an operation or had
 /// to be computed by it. Names mean the same on both devices, but for this: 16x16, 4over6,
 /// stochastic and hadamard compute it on the CPU and are given it on a GPU. Operations called
-/// `amax-given` and row+hadamard-column always are given it; `quantize 1x16`, its `row-scaled` and
+/// `amax-given` and row+hadamard-column are always given it; `quantize 1x16`, its `row-scaled` and
 /// its `both` always compute it. Of FP8 and MXFP8, codes are E4M3 unless the name says otherwise,
 /// `fp8-delayed` is given a scale and records the amax, and blocks find their own amaxes.
 #[derive(clap::Args)]

@@ -121,7 +121,8 @@ fn describe(p: &Properties, architecture: Option<&str>) -> String {
     let (major, minor) = p.capability;
     let compiled = architecture.map_or_else(String::new, |a| format!(", kernels compiled for {a}"));
     format!(
-        "{}: compute capability {major}.{minor}{compiled}, {} multiprocessors, {:.1} GiB of memory, {:.0} MiB of L2 cache",
+        "{}: compute capability {major}.{minor}{compiled}, {} multiprocessors, {:.1} GiB of \
+         memory, {:.0} MiB of L2 cache",
         p.name,
         p.multiprocessors,
         p.memory as f64 / (1u64 << 30) as f64,

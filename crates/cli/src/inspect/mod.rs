@@ -1,4 +1,4 @@
-//! `nvfp4 inspect`: whose checkpoint this is, what its bytes look like, and what is odd about it.
+//! `nvfp4 inspect`: the format of a checkpoint, statistics of its bytes, and anything unusual.
 
 use crate::names::shown;
 use crate::say::out;
@@ -49,7 +49,7 @@ pub struct Args {
 
 fn block_at(text: &str) -> Result<(usize, usize), String> {
     let parts = text.split_once(',').and_then(|(row, block)| Some((row.parse().ok()?, block.parse().ok()?)));
-    parts.ok_or_else(|| "expected two numbers with a comma between them, as 3,7".to_string())
+    parts.ok_or_else(|| "expected two numbers with a comma between them, such as 3,7".to_string())
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
@@ -76,12 +76,12 @@ fn find<'m, 'a>(model: &'m Model<'a>, name: &str) -> Result<&'m Weight<'a>> {
     only(name, model.weights.iter().map(|w| (w.module.as_str(), w)))
 }
 
-/// The only one of some tensors that has a text in its name.
+/// The only tensor with a text in its name.
 pub fn only<'n, T: Copy>(name: &str, all: impl Iterator<Item = (&'n str, T)>) -> Result<T> {
     let found: Vec<(&str, T)> = all.filter(|(own, _)| own.contains(name)).collect();
     ensure!(
         found.len() < 2,
-        "--tensor {name}: fits {} weights, among them {} and {}",
+        "--tensor {name}: matches {} weights, among them {} and {}",
         found.len(),
         found[0].0,
         found[1].0
@@ -171,7 +171,7 @@ impl Report<'_, '_> {
             return self.print_rows(out);
         }
         let acts = match self.inputs {
-            0 => "no scales of activations (W4A16)".to_string(),
+            0 => "no activation scales (W4A16)".to_string(),
             n => format!("{} of activations (W4A4)", counted(n, "scale")),
         };
         writeln!(out, "nvfp4    {}, {:.3} bits per weight, {acts}", counted(self.quantized, "weight"), self.bits())?;

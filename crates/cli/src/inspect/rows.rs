@@ -8,7 +8,7 @@ use nvfp4_checkpoint::Statistics;
 use serde_json::{Value, json};
 use std::io::Write;
 
-/// A weight; what only NVFP4 has is empty for others.
+/// A weight. What only NVFP4 has is empty for other formats.
 pub struct Row {
     pub name: String,
     /// Rows before columns.

@@ -169,7 +169,7 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     if unfinished > 0 {
         match &args.checkpoint {
             Some(folder) => say(format_args!(
-                "{unfinished} of {expected} runs stopped; the same command with --resume goes on from {}",
+                "{unfinished} of {expected} runs stopped; the same command with --resume continues from {}",
                 folder.display()
             )),
             None if args.merge.is_empty() => say(format_args!(
@@ -271,8 +271,8 @@ impl Args {
         let least = self.least_bytes();
         ensure!(
             least <= MOST_BYTES,
-            "a run needs at least {} GB of memory, and at most {} GB are taken: expected smaller --layers, --width, --heads, \
-             --context, --batch or --vocab",
+            "a run needs at least {} GB of memory, and at most {} GB are taken: expected smaller \
+             --layers, --width, --heads, --context, --batch or --vocab",
             least.div_ceil(GB),
             MOST_BYTES / GB
         );

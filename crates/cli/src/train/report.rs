@@ -105,7 +105,7 @@ fn table(rows: &[Row]) -> Markup {
     }
 }
 
-/// Runs that did not come to their end.
+/// Runs that did not finish.
 fn errors(results: &Results) -> Markup {
     let failed: Vec<(&RunResult, &String)> =
         results.runs.iter().filter_map(|run| Some((run, run.error.as_ref()?))).collect();

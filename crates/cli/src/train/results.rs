@@ -1,4 +1,4 @@
-//! What runs have come to, as data: written by `--json`, read by `--merge`, and summed up in one
+//! The results of runs, as data: written by `--json`, read by `--merge`, and summed up in one
 //! table.
 
 use crate::recipes::BASELINE;
@@ -50,7 +50,8 @@ impl Settings {
             Some((name, value)) => {
                 let other = theirs.get(name).cloned().unwrap_or_default();
                 bail!(
-                    "made with {name} = {other}, but asked for is {name} = {value}: give the same settings, or begin anew"
+                    "made with {name} = {other}, but {name} = {value} was asked for: give the same \
+                     settings, or start over"
                 )
             }
         }
@@ -79,7 +80,7 @@ pub struct RunResult {
 }
 
 impl RunResult {
-    /// The held-out loss after the last step, if it came to that.
+    /// The held-out loss after the last step, if the run reached it.
     pub fn last(&self, steps: u64) -> Option<f64> {
         let last = self.held_out.last().filter(|point| self.error.is_none() && point.step == steps);
         last.map(|point| f64::from(point.loss))
@@ -179,7 +180,7 @@ impl Results {
         self.runs.iter().filter(move |run| run.recipe == recipe)
     }
 
-    /// A row per recipe that came to the last step from some seed.
+    /// A row per recipe that reached the last step from some seed.
     pub fn rows(&self) -> Vec<Row> {
         let last = |run: &RunResult| run.last(self.settings.steps);
         let baseline = |seed: u64| self.of(BASELINE).find(|run| run.seed == seed).and_then(last);
@@ -304,7 +305,7 @@ mod tests {
         assert!(a.check(&a.clone()).is_ok());
         assert_eq!(
             a.check(&b).unwrap_err().to_string(),
-            "made with width = 64, but asked for is width = 32: give the same settings, or begin anew"
+            "made with width = 64, but width = 32 was asked for: give the same settings, or start over"
         );
     }
 }

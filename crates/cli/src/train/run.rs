@@ -20,7 +20,7 @@ pub struct Job<'a> {
     pub seed: u64,
     pub settings: &'a Settings,
     pub corpus: &'a Corpus,
-    /// How many steps lie between two looks at the held-out part.
+    /// Steps between two evaluations on the held-out part.
     pub eval_every: u64,
     /// Where its state is kept, if anywhere.
     pub checkpoint: Option<Kept>,
@@ -34,7 +34,7 @@ pub struct Job<'a> {
 #[derive(Clone)]
 pub struct Kept {
     pub folder: PathBuf,
-    /// How many steps lie between two writes.
+    /// Steps between two writes.
     pub every: u64,
     pub begin: Begin,
 }
@@ -67,7 +67,8 @@ struct History {
 }
 
 impl Job<'_> {
-    /// Trains to the last step, or until it is told to stop. What an error ends keeps its losses.
+    /// Trains to the last step, or until it is told to stop. A run that an error ends keeps its
+    /// losses.
     pub fn run(&self, show: &Show) -> RunResult {
         match Training::new(self) {
             Err(error) => self.result(&History::default(), Some(error)),
@@ -120,19 +121,19 @@ impl Training {
         Ok(Training { session, model, optimizer, history: History::default() })
     }
 
-    /// Takes up what an earlier process left.
+    /// Loads what an earlier process saved.
     fn begin(&mut self, job: &Job<'_>, show: &Show) -> Result<()> {
         let Some(Kept { folder, begin, .. }) = &job.checkpoint else { return Ok(()) };
         match (begin, Session::is_saved(folder)?) {
             (Begin::Anew, true) => {
                 bail!(
-                    "{}: there is a checkpoint already; go on from it with --resume, or name another folder",
+                    "{}: it already holds a checkpoint; continue it with --resume, or name another folder",
                     folder.display()
                 )
             }
             (Begin::Anew, false) => Ok(()),
             (Begin::Resume, false) => {
-                show.say(&format!("{}: no checkpoint, so from step 0", folder.display()));
+                show.say(&format!("{}: no checkpoint, so it starts at step 0", folder.display()));
                 Ok(())
             }
             (Begin::Resume, true) => {
@@ -183,7 +184,7 @@ impl Training {
         self.keep(job, kept_at)
     }
 
-    /// One step of the optimizer; gives the loss before it.
+    /// One step of the optimizer. Returns the loss before it.
     fn step(&mut self, job: &Job<'_>) -> Result<f32> {
         let step = self.session.step();
         let batch = job.corpus.batch(job.seed, step)?;

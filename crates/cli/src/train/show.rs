@@ -1,4 +1,4 @@
-//! How far the runs are, on standard error: a bar for each on a terminal, lines elsewhere.
+//! The progress of runs, on standard error: a bar for each on a terminal, lines elsewhere.
 
 use super::results::Point;
 use crate::progress::Voice;

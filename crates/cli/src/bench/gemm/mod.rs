@@ -13,21 +13,21 @@ use std::process::ExitCode;
 /// Measure products of M × K activations and N × K weights.
 ///
 /// On the CPU, NVFP4 × NVFP4 gives the correctly rounded sum; bf16 × NVFP4 ("weight-only") adds in
-/// binary32. Beside them the same product of f32 matrices by the `gemm` crate, timed in turns on
-/// the same threads. Printed are medians, how many times faster than f32 ours are, and the fraction
-/// of the floor: the time of copying the bytes that a product must read and write, over its own.
-/// Results are first checked on part of the outputs, NVFP4 × NVFP4 bit for bit, weight-only against
-/// its bound.
+/// binary32. The same product of f32 matrices by the `gemm` crate is timed in turns with them, on
+/// the same threads. The table shows medians, how many times faster than f32 ours are, and the
+/// fraction of the floor: the time of copying the bytes that a product must read and write, over
+/// its own. Results are first checked on part of the outputs, NVFP4 × NVFP4 bit for bit,
+/// weight-only against its bound.
 ///
 /// On a GPU (--device cuda), everything lies in its memory, the weights in the order of its tensor
-/// cores, and outputs are bf16. Beside ours the bf16 product by cuBLAS, and the same after decoding
-/// the weights, or both sides, to bf16; `-` where cuBLAS is missing. Each is a CUDA graph of 20
-/// calls (8 from M = 16384 on) over four sets of weights; graphs run in turns, and printed is the
-/// median of 11 turns, in microseconds per call. `/cuBLAS` is our time over that of cuBLAS. The
-/// floor is the time of the bytes that a product must read and write, at the speed of a copy in the
-/// same run, or of its operations, at the best rate of cuBLAS in the same run, whichever is longer;
-/// `of floor` is that over our time. About 200 outputs of each are first checked against their
-/// bound.
+/// cores, and outputs are bf16. cuBLAS's bf16 product is timed beside ours, alone and after
+/// decoding the weights, or both sides, to bf16; `-` where cuBLAS is missing. Each is a CUDA graph
+/// of 20 calls (8 from M = 16384 on) over four sets of weights; graphs run in turns, and the table
+/// shows the median of 11 turns, in microseconds per call. `/cuBLAS` is our time over that of
+/// cuBLAS. The floor is the time of the bytes that a product must read and write, at the speed of a
+/// copy in the same run, or of its operations, at the best rate of cuBLAS in the same run,
+/// whichever is longer; `of floor` is that over our time. About 200 outputs of each are first
+/// checked against their bound.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]

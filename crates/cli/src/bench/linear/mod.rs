@@ -19,15 +19,15 @@ use std::process::ExitCode;
 ///
 /// M tokens of K features go through weights of N × K: y = x·wᵀ, dx = dy·w, dw = dyᵀ·x. The recipe
 /// says how x, w and dy are quantized; weights are quantized anew in every pass, as in a step of
-/// one batch. With --groups the tokens are spread evenly over so many experts, each with weights of
-/// its own.
+/// one batch. With --groups the tokens are spread evenly over this many experts, each with weights
+/// of its own.
 ///
 /// On a GPU everything lies in its memory in bf16 and the results are bf16. Each part is timed by
 /// itself, and five whole steps one after the other, at the clock that they sustain, in CUDA graphs
-/// that run in turns; printed are medians, of one step. Beside them cuBLAS on bf16, on the CPU the
-/// `gemm` crate on f32, with every operand in the order that suits it best. `of plain` is the time
-/// of the whole over that of the product without quantization, `of first` that over the first
-/// recipe's.
+/// that run in turns. The table shows medians, of one step. cuBLAS on bf16, on the CPU the `gemm`
+/// crate on f32, is timed beside them, with every operand in the order that suits it best. `of
+/// plain` is the time of the whole over that of the product without quantization, `of first` that
+/// over the first recipe's.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]

@@ -310,7 +310,7 @@ impl Speeds {
         self.operations = Some(self.operations.map_or(operations, |best| best.max(operations)));
     }
 
-    /// Microseconds that moving so many bytes and doing so many operations takes at least.
+    /// The least microseconds that moving these bytes and doing these operations takes.
     fn floor(&self, bytes: f64, operations: f64) -> f64 {
         (bytes / self.bytes).max(self.operations.map_or(0.0, |rate| operations / rate))
     }
