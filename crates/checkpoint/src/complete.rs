@@ -66,15 +66,15 @@ pub(super) fn check(model: &Model<'_>, report: &mut Report) {
     sizes.check_ends(report);
 }
 
-/// A quantized weight of which a part is there.
+/// A quantized weight with only some of its parts.
 struct Incomplete<'m> {
     module: &'m str,
     there: &'m str,
     missing: Vec<String>,
 }
 
-/// Tensors that are part of a quantized weight by their names and types, and stand without the
-/// others.
+/// Tensors that are part of a quantized weight by their names and types, where other parts are
+/// missing.
 fn incomplete<'m>(model: &'m Model<'_>) -> impl Iterator<Item = Incomplete<'m>> {
     let has = |name: &str| model.checkpoint.get(name).is_some();
     let (codes, of_codes, parts) = match model.dialect {
@@ -106,7 +106,7 @@ fn incomplete<'m>(model: &'m Model<'_>) -> impl Iterator<Item = Incomplete<'m>> 
     })
 }
 
-/// Refuses a model of which a quantized weight cannot be decoded: it would be copied as if its
+/// Refuses a model with a quantized weight that cannot be decoded: it would be copied as if its
 /// codes were its values.
 pub(super) fn refuse_incomplete(model: &Model<'_>) -> Result<()> {
     let quantized = model.dialect.is_nvfp4() || model.dialect == Dialect::Fp8Block;
@@ -116,7 +116,7 @@ pub(super) fn refuse_incomplete(model: &Model<'_>) -> Result<()> {
     }
 }
 
-/// Tensors of a quantized weight that stand without the others.
+/// Reports quantized weights with missing parts.
 fn check_parts(model: &Model<'_>, report: &mut Report) {
     for Incomplete { module, there, missing } in incomplete(model) {
         let missing = missing.join("' and '");
@@ -277,7 +277,7 @@ impl Layers {
         }
     }
 
-    /// What stands beside the layers of such a family.
+    /// Reports what is missing beside the layers of such a family.
     fn check_beside(&self, model: &Model<'_>, outline: &Outline<'_>, report: &mut Report) {
         let Some(parent) = self.prefix.strip_suffix(".layers").filter(|_| writes(model)) else { return };
         let normed = self.kinds.values().flatten().any(|kind| kind.contains("norm"));

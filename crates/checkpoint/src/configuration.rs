@@ -127,8 +127,8 @@ fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
 }
 
 /// The modules that a server must not expect in NVFP4. Output heads are named even where they are
-/// tied to the embedding. Experts that lie in one tensor are not quantized, and are named as
-/// servers call them.
+/// tied to the embedding. Experts in one tensor are not quantized, and have the names that servers
+/// use.
 pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec<String> {
     let kept = |item: &&Item<'_>| matches!(item.action, Action::Keep(_) | Action::Decode(_));
     let mut names: Vec<String> = plan.items.iter().filter(kept).map(|i| i.weight.module.clone()).collect();

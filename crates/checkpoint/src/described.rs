@@ -87,7 +87,7 @@ fn check_name(key: &str, value: Option<&Value>, known: &[&str], report: &mut Rep
     }
 }
 
-/// What compressed-tensors says of its groups: the format of each, what belongs to it, and how
+/// What compressed-tensors says about its groups: the format of each, its modules, and how
 /// activations are quantized.
 fn check_compressed_tensors(model: &Model<'_>, client: Client, report: &mut Report) {
     const FORMAT: &str = "nvfp4-pack-quantized";
@@ -331,9 +331,9 @@ fn is_read(config: &Value) -> bool {
     has("quant_method") && !has("quantization") && !has("exclude_modules")
 }
 
-/// What vLLM builds although the checkpoint has no matrix of that name: experts that lie in one
-/// tensor, and heads that are tied to the embedding. It builds them quantized unless the list says
-/// otherwise, and finds nothing to fill them with.
+/// What vLLM builds although the checkpoint has no matrix of that name: experts in one tensor, and
+/// heads that are tied to the embedding. It builds them quantized unless the list says otherwise,
+/// and finds nothing to fill them with.
 fn check_unnamed(model: &Model<'_>, client: Client, file: &str, patterns: &Ignored<'_>, report: &mut Report) {
     if client != Client::Vllm {
         return;

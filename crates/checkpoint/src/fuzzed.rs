@@ -19,8 +19,8 @@ use std::path::Path;
 /// Reads a model of one safetensors file: groups its tensors, checks, decodes and compares its
 /// weights, and lays out what it would be converted to. Returns whether it is a model at all.
 ///
-/// `config` stands for `config.json` and `hf_quant_config.json`; without a dialect, the model must
-/// say whose it is.
+/// `config` is used as `config.json` and as `hf_quant_config.json`; without a dialect, the model
+/// must say whose it is.
 pub fn check_model(file: Vec<u8>, config: &[u8], dialect: Option<Dialect>, client: Client) -> bool {
     let open = || -> Result<Checkpoint> {
         let (name, config) = (Path::new("fuzzed"), parse_json(config).ok());

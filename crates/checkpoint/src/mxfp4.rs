@@ -3,7 +3,7 @@
 //! An MXFP4 block is 32 E2M1 codes and a power of two. Both of its halves become NVFP4 blocks with
 //! the same codes, if the power of two, divided by one tensor scale, is an E4M3 number. Powers of
 //! two from 2⁻⁹ to 2⁸ are: with the matrix's largest exponent mapped to 2⁸, blocks down to 2¹⁷
-//! times smaller are exact. What lies below is rounded to the smallest scale.
+//! times smaller are exact. Smaller ones are rounded to the smallest scale.
 
 use super::weight::{MX_BLOCK, Weight};
 use crate::Result;
@@ -44,7 +44,7 @@ pub(super) fn scale(top: u32) -> f32 {
     e8m0::decode((mapped(top) - TOP) as u8)
 }
 
-/// Casts rows of a matrix, whose largest exponent is `top`, in place of their codes.
+/// Casts the codes of some rows in place; the largest exponent of their matrix is `top`.
 ///
 /// `exponents` has a byte per 32 codes, none of them NaN; `scales` takes a byte per 16.
 pub(super) fn cast(codes: &mut [u8], exponents: &[u8], top: u32, scales: &mut [u8]) {

@@ -43,7 +43,7 @@ const LAYERS: [&str; 4] = ["num_hidden_layers", "n_layer", "n_layers", "num_laye
 const EXPERTS: [&str; 6] =
     ["num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts", "n_experts"];
 
-/// Where a configuration says of each layer what kind it is.
+/// Keys that give the kind of each layer.
 const KINDS: [&str; 4] = ["layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list"];
 
 impl Form {
@@ -113,7 +113,7 @@ impl<'c> Outline<'c> {
         value.as_u64().or_else(|| value.get(0)?.as_u64())
     }
 
-    /// Values that a server does not accept at their keys. Null stands for nothing, except where
+    /// Values that a server does not accept at their keys. Null means absent, except where
     /// a model has no size without it.
     pub fn mistyped(&self) -> Vec<Mistyped<'c>> {
         let forms = FORMS.into_iter().chain([(&EXPERTS[..], Form::Each(0)), (&["text_config"], Form::Object)]);

@@ -304,15 +304,14 @@ fn copied<'a>(tensor: &Located<'a>) -> Option<Copied<'a>> {
     Some(Copied { tensor: *tensor, reason })
 }
 
-/// The module of the experts that lie in one tensor: what servers call it, whatever the tensor's
-/// own name is.
+/// The module of experts in one tensor, as servers call it, whatever the tensor's own name is.
 pub(super) fn experts(tensor: &Located<'_>) -> Option<String> {
     let float = matches!(tensor.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
     let module = tensor.info.name.strip_suffix(".weight").unwrap_or(&tensor.info.name);
     let dimensions = tensor.info.shape.len();
     let parts: Vec<&str> = module.split('.').collect();
     if let Some(at) = parts.iter().position(|part| *part == "experts") {
-        // DBRX's experts lie below each other in two dimensions, `experts.mlp.w1`.
+        // DBRX's experts are stacked in two dimensions, `experts.mlp.w1`.
         let joined = dimensions == 3 || dimensions == 2 && parts.get(at + 1) == Some(&"mlp");
         return (float && joined).then(|| parts[..=at].join("."));
     }
@@ -351,7 +350,7 @@ impl Rules<'_> {
         match (&weight.stored, self.reason_to_keep(weight)) {
             (Stored::Nvfp4(_), None) => Action::Relabel,
             (Stored::Plain(_), Some(reason)) => Action::Keep(reason),
-            // A quantized checkpoint's plain weights were kept by whoever made it.
+            // The plain weights of a quantized checkpoint were kept by its producer.
             (Stored::Plain(_), None) if self.source_is_nvfp4 => Action::Keep("kept by the source".to_string()),
             (_, Some(reason)) => Action::Decode(reason),
             (_, None) => Action::Quantize,

@@ -114,7 +114,7 @@ impl<'m> Sizes<'m> {
         }
     }
 
-    /// Norms, biases and weights that are no floats. A server casts them without a word, or
+    /// Norms, biases and weights that are not floats. A server casts them without a warning, or
     /// refuses.
     pub fn check_types(&self, report: &mut Report) {
         let float = |dtype: Dtype| matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
-/// Length and time of the last change. A byte that a disk loses by itself is not seen: that would
-/// take another pass over every file.
+/// Length and time of the last change. A byte that a disk corrupts is not noticed: that would take
+/// another pass over every file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Stamp {
     len: u64,

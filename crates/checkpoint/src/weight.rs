@@ -203,7 +203,7 @@ impl Weight<'_> {
         }
     }
 
-    /// What it is stored as, in a word.
+    /// The name of the format that it is stored in.
     pub fn format(&self) -> String {
         match &self.stored {
             Stored::Plain(t) => format!("{:?}", t.info.dtype),

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 
 pub(super) use nvfp4_files::durable::Part;
 
-/// What is to be written, and where.
+/// What to write, and where.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Order<'a> {
     pub target: &'a Path,
@@ -156,7 +156,7 @@ impl Work {
         &self.folder
     }
 
-    /// Where a file lies once it is whole.
+    /// The path of a file once it is whole.
     pub fn path(&self, name: &str) -> PathBuf {
         match (&self.state, self.kind) {
             (State::Comparing, Kind::File) => self.target.clone(),
@@ -193,7 +193,7 @@ impl Work {
         })
     }
 
-    /// An error if a folder that a file lies in is a link, which would lead out of this one.
+    /// An error if a folder of a file's path is a link, which would lead out of this folder.
     fn check_inside(&self, name: &str) -> Result<()> {
         let file = self.folder.join(name);
         let mut folders = file.ancestors().skip(1).take_while(|folder| *folder != self.folder);
@@ -292,7 +292,7 @@ fn mend(disk: &Disk, target: &Path, kind: Kind, folder: &Path) -> Result<Option<
         && old.exists()
         && target.symlink_metadata().is_err()
     {
-        // The one that was to be replaced is aside, and the new one not in its place.
+        // The old checkpoint has moved aside, and the new one has not taken its place.
         disk.rename(&old, target)?;
         disk.sync_folder(durable::parent(target))?;
     }

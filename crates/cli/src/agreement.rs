@@ -190,7 +190,7 @@ fn print(out: &mut impl Write, table: &Table) -> Result<()> {
     Ok(())
 }
 
-/// With four decimals, rounded down: 100 is said only of all.
+/// With four decimals, rounded down, so that 100 means all.
 fn percent(equal: usize, total: usize) -> String {
     let parts = equal as u128 * 1_000_000 / (total as u128).max(1);
     format!("{}.{:04}", parts / 10_000, parts % 10_000)

@@ -43,7 +43,7 @@ impl Device {
     }
 }
 
-/// Where candle's tensors lie; an error that names what is missing.
+/// The device of candle's tensors; an error that names what is missing.
 #[cfg(feature = "train")]
 impl TryFrom<Device> for candle_core::Device {
     type Error = anyhow::Error;

@@ -37,7 +37,7 @@ pub fn standard<T: Element>(rows: usize, cols: usize, seed: u64) -> Result<Vec<T
     Ok(values)
 }
 
-/// Zeros in place of a matrix, or an error where there is no memory for them.
+/// A matrix of zeros, or an error if there is no memory for it.
 fn room<T: Element>(rows: usize, cols: usize) -> Result<Vec<T>> {
     zeros(area(rows, cols)?, rows, cols)
 }

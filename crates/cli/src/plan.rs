@@ -71,7 +71,7 @@ fn totals(model: &Model<'_>, plan: &Plan<'_>) -> (u64, u64) {
     (model.checkpoint.byte_len(), others + plan.items.iter().map(new_bytes).sum::<u64>())
 }
 
-/// What a line says of a weight, or of a tensor that looks like one.
+/// A line about a weight, or about a tensor that looks like one.
 struct Row<'p> {
     name: &'p str,
     shape: Vec<usize>,
@@ -130,7 +130,7 @@ pub fn shape(sides: &[usize]) -> String {
     sides.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
 
-/// What `convert -v` says of a tensor that looks like a weight and is copied.
+/// What `convert -v` says about a tensor that looks like a weight and is copied.
 pub fn copied_line(copied: &Copied<'_>) -> String {
     format!("{}  {}  keep: {}", names::shown(&copied.tensor.info.name), shape(&copied.tensor.info.shape), copied.reason)
 }

@@ -10,7 +10,7 @@ use nvfp4_checkpoint::{Action, Finished, Observer, Pass};
 use std::io::{IsTerminal, stderr};
 use std::sync::Mutex;
 
-/// How much is said.
+/// How much is printed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Voice {
     /// A bar where there is a terminal, a line per quantized weight elsewhere.

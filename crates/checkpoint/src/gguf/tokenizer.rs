@@ -71,7 +71,7 @@ fn chat_template(settings: &Object<'_>) -> Result<Option<String>> {
 }
 
 /// Reads a `tokenizer.json` and a `tokenizer.model`, for fuzzing: whatever the bytes, this returns.
-/// The same bytes stand for both.
+/// The same bytes are used for both.
 #[doc(hidden)]
 pub fn check_tokenizer(bytes: &[u8]) -> bool {
     const SIZE: usize = 64;

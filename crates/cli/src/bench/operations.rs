@@ -1,4 +1,4 @@
-//! What is measured: the operations, and the memory on the host that their results go to.
+//! What is measured: the operations, and the memory on the host for their results.
 
 use crate::device::Device;
 use anyhow::Result;

@@ -216,8 +216,8 @@ fn check_tiles(
     Ok(())
 }
 
-/// The tables of FP8 rules. What a table says of codes is asked of every implementation, of scales
-/// only of `spec`.
+/// The tables of FP8 rules. Tables of codes are checked in every implementation, those of scales
+/// only in `spec`.
 pub fn check_table(
     case: &Case,
     implementations: &[Implementation],

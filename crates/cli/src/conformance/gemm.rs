@@ -208,7 +208,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// What was got where it lies within its bound, what was expected elsewhere.
+    /// The result where it is within its bound, the expected value elsewhere.
     fn admitted<T: Element>(&self, got: &[T], expected: &[T], product: &Product<'_, T>) -> Vec<T> {
         let (a, b) = (self.a.into(), self.b.into());
         let sums = Sums::new(&a, &b, Accumulate::Exact);

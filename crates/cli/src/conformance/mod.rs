@@ -38,8 +38,7 @@ pub struct Args {
     json: bool,
 }
 
-/// An implementation by its name. Whether the machine has a GPU is not for the command line to say:
-/// it is opened in [`run`].
+/// An implementation by its name. A GPU is only opened in [`run`], which says if there is none.
 #[derive(Clone, Copy)]
 enum Chosen {
     Cpu(Implementation),

@@ -66,7 +66,7 @@ fn chart(
     }
 }
 
-/// By how much the held-out loss lies above the baseline's from the same seed.
+/// How far the held-out loss is above the baseline's from the same seed.
 fn gaps(results: &Results) -> Markup {
     let baselines: BTreeMap<u64, BTreeMap<u64, f64>> =
         results.of(BASELINE).map(|run| (run.seed, points(&run.held_out))).collect();

@@ -54,7 +54,7 @@ impl Corpus {
         Ok(Corpus { train: tokens, held_out, batch, context, device })
     }
 
-    /// Where batches lie.
+    /// The device of the batches.
     pub fn device(&self) -> &Device {
         &self.device
     }

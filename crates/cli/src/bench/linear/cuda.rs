@@ -212,7 +212,7 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// Standard normal values, the rows of which repeat after [`GENERATED`].
+/// Standard normal values, whose rows repeat after [`GENERATED`].
 fn generated(stream: &Stream, rows: usize, cols: usize, seed: u64) -> Result<Buffer<bf16>> {
     let some = crate::normal::standard::<bf16>(rows.min(GENERATED), cols, seed)?;
     let mut buffer = stream.device().alloc::<bf16>(rows * cols)?;

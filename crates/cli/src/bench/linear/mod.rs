@@ -198,7 +198,7 @@ struct Printer {
     rows: Vec<Row>,
 }
 
-/// What stands beside the recipes, and in what times are.
+/// What is timed beside the recipes, and the unit of the times.
 struct Labels {
     machine: String,
     plain: &'static str,

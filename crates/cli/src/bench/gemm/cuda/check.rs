@@ -10,8 +10,8 @@ use nvfp4_spec::philox::{philox4x32, words};
 /// Outputs that are checked, beside the corners.
 const SAMPLES: u64 = 200;
 
-/// An error unless outputs of a product, chosen at random, lie where they may. `out` has whole rows
-/// of N.
+/// An error unless outputs of a product, chosen at random, are within their bounds. `out` has whole
+/// rows of N.
 pub fn check(
     stream: &Stream,
     (a, left): (&Matrix, Form),
@@ -28,7 +28,7 @@ pub fn check(
     Ok(())
 }
 
-/// Where an output in bf16 may lie.
+/// The interval that an output in bf16 may be in.
 fn interval(a: &Row, b: &Row) -> Interval {
     let (a, b) = (a.operand(), b.operand());
     Interval::new((&a, 0), (&b, 0), &Product::<bf16>::default(), &Sums::new(&a, &b, Accumulate::Exact))
