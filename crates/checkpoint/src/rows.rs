@@ -20,7 +20,7 @@ use nvfp4_kernels::{Input, Values, dequantize, gguf};
 use nvfp4_spec::block::Scaling;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit as ScaleUnit;
-use nvfp4_spec::{BLOCK, Rounding, e2m1, e8m0, mse, rescale};
+use nvfp4_spec::{BLOCK, Rounding, e2m1, e4m3, e8m0, mse, rescale};
 use safetensors::Dtype;
 use std::ops::Range;
 
@@ -113,7 +113,8 @@ impl Conversion<'_, '_> {
         let Memory { codes, scales, bytes, ordered, .. } = memory;
         if let Some(&start) = to.offsets.get(&Role::Blocks) {
             let row = nvfp4_spec::gguf::packed_len(1, cols)?;
-            gguf::pack(self.settings.implementation, codes, scales, count, cols, sized(bytes, count * row))?;
+            gguf::pack(self.settings.implementation, codes, scales, count, cols, sized(bytes, count * row))
+                .map_err(|error| scale_not_held(piece, error))?;
             let at = start + (rows.start * row) as u64;
             return Ok(part.write_at(in_order(to.order, bytes, row, ordered), at)?);
         }
@@ -238,6 +239,21 @@ impl Conversion<'_, '_> {
         // Elements have at most 8 bytes, and what is reordered is one number per row.
         ranges(len, if order == RowOrder::AsStored { self.settings.piece() * 2 } else { len.max(1) })
     }
+}
+
+/// The error of packing, with the weight and the place of a block scale that GGUF cannot hold.
+fn scale_not_held(piece: &Piece<'_, '_>, error: nvfp4_kernels::Error) -> Error {
+    let nvfp4_kernels::Error::Rule(nvfp4_spec::Error::ScaleByte { index, byte }) = error else {
+        return error.into();
+    };
+    let (weight, blocks) = (&piece.item.weight, piece.item.weight.cols / BLOCK);
+    let (row, block) = (piece.rows.start + index / blocks, index % blocks);
+    Error::Refused(format!(
+        "weight '{}' has the block scale {} (byte {byte:#04x}) at row {row}, block {block}; GGUF has \
+         only finite scales that are not negative: repair the checkpoint, and start over",
+        weight.module,
+        e4m3::decode(byte)
+    ))
 }
 
 /// Expresses blocks with another tensor scale, in place.

@@ -380,3 +380,21 @@ fn a_quantization_that_is_not_known_is_found() {
     });
     assert_eq!(named, "");
 }
+
+/// Python writes such numbers.
+#[test]
+fn a_number_that_json_does_not_have_is_refused_with_its_key() {
+    let dir = Folder::new();
+    folder(&dir.join("in"), &llama(Dtype::BF16), &llama_config());
+    for (text, expected) in [
+        (
+            r#"{"hidden_size": 64, "rope_theta": Infinity}"#,
+            "config.json: 'rope_theta' is Infinity, which JSON does not",
+        ),
+        (r#"{"rope_scaling": {"factor": NaN}}"#, "config.json: 'factor' is NaN, which JSON does not have"),
+    ] {
+        std::fs::write(dir.join("in/config.json"), text).unwrap();
+        let error = Checkpoint::open(&dir.join("in")).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}

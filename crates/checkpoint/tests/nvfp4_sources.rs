@@ -3,7 +3,8 @@
 mod converted;
 mod generated;
 
-use converted::{beside_layers, run, to};
+use converted::{beside_layers, run, tensors_of, to};
+use generated::for_llama_cpp::source;
 use generated::*;
 use half::{bf16, f16};
 use nvfp4::{Element, Precision};
@@ -321,5 +322,23 @@ fn weights_without_one_of_their_parts_are_refused_by_its_name() {
             assert!(said.ends_with(&expected), "{source}, {target}: {said}");
         }
         assert!(!dir.join("out").exists() && !dir.join("out.partial").exists());
+    }
+}
+
+/// A scale that GGUF cannot hold is found when it is packed, and the error names its weight.
+#[test]
+fn a_block_scale_that_gguf_cannot_hold_is_refused_with_its_weight() {
+    let dir = Folder::new();
+    source(&dir.join("in"), "LlamaForCausalLM", 0);
+    run(&dir.join("in"), &dir.join("nvfp4"), &to(Target::ModelOpt)).unwrap();
+    let (module, file) = ("model.layers.1.mlp.up_proj", dir.join("nvfp4/model.safetensors"));
+    for (i, (byte, expected)) in [(0x7F, "NaN (byte 0x7f)"), (0xB8, "-1 (byte 0xb8)")].into_iter().enumerate() {
+        let mut tensors = tensors_of(&dir.join("nvfp4"));
+        // The second block of the sixth row, of 4 blocks each.
+        tensors.get_mut(&format!("{module}.weight_scale")).unwrap().bytes[5 * 4 + 1] = byte;
+        save(&file, &tensors);
+        let error = run(&dir.join("nvfp4"), &dir.join(&format!("{i}.gguf")), &to(Target::Gguf)).unwrap_err();
+        let expected = format!("weight '{module}' has the block scale {expected} at row 5, block 1; GGUF has");
+        assert!(error.to_string().starts_with(&expected), "{error}");
     }
 }

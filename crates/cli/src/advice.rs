@@ -4,9 +4,15 @@
 use nvfp4::Precision;
 use nvfp4_checkpoint::{Decoding, Error, Finding, Fix, Setting, Target};
 use nvfp4_recipe::{Family, Problem};
+use std::ffi::OsString;
 
-/// The flag or command that helps, where there is one.
-pub fn advice(error: &Error) -> Option<String> {
+/// The flag or command that helps a command of these words, where there is one.
+pub fn advice(error: &Error, words: &[OsString]) -> Option<String> {
+    // Both flags cannot be given: one starts over what the other continues.
+    let resume = match words.iter().any(|word| word == "--force") {
+        true => "--resume in place of --force",
+        false => "--resume",
+    };
     let text = match error {
         Error::WeightNotFinite { module, .. } => return Some(format!("--skip '{module}' leaves it as it is")),
         Error::WeightDoesNotFit { decoding: Decoding::All, precision: Precision::F16, .. } => {
@@ -14,15 +20,15 @@ pub fn advice(error: &Error) -> Option<String> {
         }
         Error::WeightDoesNotFit { decoding: Decoding::All, .. } => "--dtype f32, with --force to start over",
         Error::WeightDoesNotFit { .. } => "`nvfp4 dequant --dtype f32` decodes the source; --force starts over",
-        Error::Interrupted => "run the same command with --resume to continue",
+        Error::Interrupted => return Some(format!("run the same command with {resume} to continue")),
         Error::TargetExists { .. } => "--force replaces it",
         Error::Unfinished { .. } => "--resume continues it, --force starts over",
         Error::OtherRequest { .. } | Error::DamagedJournal { .. } | Error::SourceChanged { .. } => {
             "--force starts over"
         }
         Error::NotReadBack { error } if error.is_of_the_system() => {
-            let first = advice(error).map_or(String::new(), |first| format!("{first}; "));
-            return Some(format!("{first}--resume continues"));
+            let first = advice(error, words).map_or(String::new(), |first| format!("{first}; "));
+            return Some(format!("{first}{resume} continues"));
         }
         Error::NotReadBack { .. } => "--force starts over",
         Error::NothingToQuantize => "`nvfp4 plan` says why",
@@ -94,8 +100,11 @@ mod tests {
             (of(Setting::Kv), "--kv"),
             (of(Setting::Target), "--to"),
         ] {
-            let (text, advice) = (error.to_string(), advice(&error).unwrap());
+            let (text, advice) = (error.to_string(), advice(&error, &[]).unwrap());
             assert!(advice.contains(expected) && !text.contains("--") && !text.contains("nvfp4 "), "{text}: {advice}");
         }
+        let forced = ["nvfp4", "convert", "a", "b", "--force"].map(OsString::from);
+        let advice = advice(&Error::Interrupted, &forced).unwrap();
+        assert_eq!(advice, "run the same command with --resume in place of --force to continue");
     }
 }

@@ -38,7 +38,7 @@ mod train;
 mod verify;
 mod writing;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use say::say;
 use std::ffi::OsString;
@@ -109,7 +109,7 @@ pub enum Host {
 pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     let words: Vec<OsString> = words.into_iter().collect();
     let as_json = json::is_asked_for(&words);
-    let parsed = help::grouped(Cli::command()).try_get_matches_from(words);
+    let parsed = help::grouped(Cli::command()).try_get_matches_from(&words);
     let command = match parsed.and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli.command,
         Err(answer) => {
@@ -129,7 +129,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>, host: Host) -> ExitCode {
     }
     run(command, host).unwrap_or_else(|error| {
         let (message, known) = (chain(&error), error.downcast_ref());
-        let hint = known.and_then(advice::advice);
+        let hint = known.and_then(|known| advice::advice(known, &words));
         let code = match known {
             Some(nvfp4_checkpoint::Error::Interrupted) => interrupt::status(),
             _ => exit::ERROR,
@@ -183,6 +183,8 @@ fn run(command: Command, host: Host) -> Result<ExitCode> {
 fn until_closed(written: Result<()>) -> Result<()> {
     written.or_else(|error| match error.downcast_ref::<io::Error>() {
         Some(io) if io.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        // The system's own error says nothing about where it happened.
+        Some(io) if io.raw_os_error().is_some() => Err(anyhow!("standard output: {io}")),
         _ => Err(error),
     })
 }

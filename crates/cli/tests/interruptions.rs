@@ -50,15 +50,18 @@ fn killed_after_any_weight_and_resumed_the_bytes_are_the_same() {
 fn an_interrupt_leaves_a_state_that_can_be_resumed() {
     let dir = Folder::new("interrupt");
     let source = dir.llama("in", 8, 256);
-    for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
-        let target = dir.path(signal);
+    for (signal, code, force) in [("-INT", 130, None), ("-TERM", 143, None), ("-INT", 130, Some("--force"))] {
+        let target = dir.path(&format!("{signal}{}", force.unwrap_or_default()));
         let args = ["convert", &source, &target, "--scale", "mse", "--threads", "1", "--mem", "1MB"];
-        let (mut child, mut stderr) = said(1, &args);
+        let first: Vec<&str> = args.into_iter().chain(force).collect();
+        let (mut child, mut stderr) = said(1, &first);
         Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
         let mut rest = String::new();
         stderr.read_to_string(&mut rest).unwrap();
         assert_eq!(child.wait().unwrap().code(), Some(code), "{rest}");
-        assert!(rest.contains("run the same command with --resume"), "{rest}");
+        let instead = force.map_or(String::new(), |force| format!("in place of {force} "));
+        let hint = format!("hint: run the same command with --resume {instead}to continue");
+        assert!(rest.contains(&hint), "{rest}");
         assert!(!Path::new(&target).exists());
         let mut again = args.to_vec();
         again.push("--resume");
@@ -102,4 +105,20 @@ fn a_disk_that_takes_no_more_is_an_error_and_leaves_no_target() {
     assert!(!Path::new(&target).exists());
     ok(&["convert", &source, &target, "-q", "--resume"]);
     ok(&["verify", &target]);
+}
+
+/// The system's error says nothing about where it happened.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_standard_output_is_named() {
+    let dir = Folder::new("full");
+    let source = dir.llama("in", 1, 64);
+    for args in [&["plan", &source][..], &["plan", &source, "--json"], &["completions", "bash"], &["doctor", "--json"]]
+    {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = command(args).stdout(full).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{args:?}: {said}");
+        assert!(said.contains("error: standard output: No space left on device"), "{args:?}: {said}");
+    }
 }

@@ -266,6 +266,12 @@ fn what_is_wrong_is_said_with_what_to_change() {
     says(&[&text[..], &["--context", "10"]].concat(), tiles);
     says(&[&text[..], &["--resume"]].concat(), "--checkpoint");
 
+    let short = folder.path("short.txt");
+    says(&[&text[..], &["--checkpoint", &short]].concat(), "error: --checkpoint ");
+    says(&[&text[..], &["--checkpoint", &short]].concat(), "short.txt: this is a file; name a folder");
+    let inside = format!("{short}/kept");
+    says(&[&text[..], &["--checkpoint", &inside]].concat(), "short.txt/kept: Not a directory");
+
     let run = [&text[..], &["--recipe", "nvfp4", "--checkpoint", &kept]].concat();
     good(&[&run[..], &["--steps", "3"]].concat());
     says(&[&run[..], &["--steps", "3"]].concat(), "it already holds a checkpoint; continue it with --resume");

@@ -10,6 +10,41 @@ pub fn unique_keys(json: &[u8]) -> serde_json::Result<()> {
     serde_json::from_slice::<UniqueKeys>(json).map(drop)
 }
 
+/// The error about a text with its key, if it is about a number that JSON does not have. Python
+/// writes and reads such numbers.
+pub(crate) fn named(json: &[u8], error: serde_json::Error) -> serde_json::Error {
+    match not_a_number(json) {
+        Some((key, number)) => {
+            de::Error::custom(format!("'{key}' is {number}, which JSON does not have; write a finite number, or null"))
+        }
+        None => error,
+    }
+}
+
+/// The first NaN or infinity in a text, and the last key before it.
+fn not_a_number(json: &[u8]) -> Option<(String, &'static str)> {
+    let (mut key, mut last, mut at) = ("", "", 0);
+    while let Some(byte) = json.get(at) {
+        let number =
+            ["NaN", "-Infinity", "Infinity"].into_iter().find(|number| json[at..].starts_with(number.as_bytes()));
+        match (byte, number) {
+            (_, Some(number)) => return Some((key.to_string(), number)),
+            (b':', _) => key = last,
+            (b'"', _) => {
+                let start = at + 1;
+                at = start;
+                while *json.get(at)? != b'"' {
+                    at += if json[at] == b'\\' { 2 } else { 1 };
+                }
+                last = str::from_utf8(&json[start..at]).ok()?;
+            }
+            _ => {}
+        }
+        at += 1;
+    }
+    None
+}
+
 /// Any JSON value whose objects have no key twice.
 struct UniqueKeys;
 
@@ -82,5 +117,20 @@ mod tests {
             assert!(message.starts_with("the key 'a' stands twice in one object"), "{message}");
         }
         assert!(unique_keys(b"{").is_err());
+    }
+
+    #[test]
+    fn a_number_that_json_does_not_have_is_named_with_its_key() {
+        for (json, expected) in [
+            (r#"{"a": "NaN", "b": {"c": NaN}}"#, "'c' is NaN, which JSON does not have"),
+            (r#"{"x\":NaN": 1, "b": [1, -Infinity]}"#, "'b' is -Infinity, which JSON does not have"),
+            (r#"{"a": nan}"#, "expected ident"),
+            (r#"{"a": "b"#, "EOF while parsing a string"),
+            (r#"{"a": NoNe}"#, "expected value"),
+        ] {
+            let error = unique_keys(json.as_bytes()).unwrap_err();
+            let message = named(json.as_bytes(), error).to_string();
+            assert!(message.starts_with(expected), "{json}: {message}");
+        }
     }
 }

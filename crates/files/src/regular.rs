@@ -2,7 +2,7 @@
 //!
 //! A pipe in place of a file would block whoever opens it until somebody writes to it, and a device has no end.
 
-use crate::json::unique_keys;
+use crate::json::{named, unique_keys};
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
 use std::fs::{File, OpenOptions};
@@ -40,7 +40,7 @@ pub fn read_json<T: DeserializeOwned>(path: &Path, most: u64) -> Result<T> {
 /// JSON in which no object has a key twice. A byte order mark, which some editors write, is passed over.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
     let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(bytes);
-    unique_keys(bytes).and_then(|()| serde_json::from_slice(bytes))
+    unique_keys(bytes).map_err(|error| named(bytes, error)).and_then(|()| serde_json::from_slice(bytes))
 }
 
 fn open_regular(path: &Path) -> io::Result<File> {

@@ -140,6 +140,7 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
         true => {
             args.check()?;
             let recipes = args.recipes()?;
+            args.make_checkpoint()?;
             let expected = recipes.len() * args.seeds().len();
             let threads = match host {
                 Host::Program => Threads::share(args.threads(), expected),
@@ -315,6 +316,13 @@ impl Args {
 
     fn threads(&self) -> usize {
         self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    /// Makes the folder for the state of each run. Where that fails, a training would be lost.
+    fn make_checkpoint(&self) -> Result<()> {
+        let Some(folder) = &self.checkpoint else { return Ok(()) };
+        ensure!(!folder.is_file(), "--checkpoint {}: this is a file; name a folder", folder.display());
+        std::fs::create_dir_all(folder).with_context(|| format!("--checkpoint {}", folder.display()))
     }
 
     fn kept(&self, recipe: &Named, seed: u64) -> Option<Kept> {
