@@ -26,12 +26,12 @@ enum Treatment {
     Tell,
 }
 
-/// Architectures that no server loads in NVFP4, by how their names begin.
+/// Architectures that no server loads in NVFP4, by the beginnings of their names.
 const UNSERVED: [(&[&str], Treatment, &str); 4] = [
     (
         &["GPT2", "OpenAIGPT", "ImageGPT", "DecisionTransformer"],
         Treatment::Refuse,
-        "its weights lie with inputs before outputs (Conv1D), so blocks would run along the wrong side of each",
+        "its weights have inputs before outputs (Conv1D), so blocks would run along the wrong dimension",
     ),
     (
         &[
@@ -132,7 +132,7 @@ const VLLM: &str = "\
     VoyageQwen3BidirectionalEmbedModel WhisperForConditionalGeneration XLMRobertaForSequenceClassification \
     XLMRobertaForTokenClassification XLMRobertaModel Zamba2ForCausalLM";
 
-/// Why a model is not converted: what no program would load, or not as a checkpoint.
+/// Why a model is not converted: no program would load the result.
 pub(super) fn refusal(model: &Model<'_>) -> Result<Option<String>> {
     let checkpoint = model.checkpoint;
     let adapter = |w: &Weight<'_>| w.module.contains("lora_A") || w.module.contains("lora_B");

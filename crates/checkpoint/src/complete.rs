@@ -50,7 +50,7 @@ pub(super) fn check(model: &Model<'_>, report: &mut Report) {
     let found = Layers::find(model, layers);
     if !outline.is_irregular() {
         found.check_numbers(layers, report);
-        // Parts that are known are asked for. All others are compared from layer to layer.
+        // Known parts are required. All others are compared from layer to layer.
         let parts = model.architecture().and_then(Parts::of).filter(|_| model.dialect != Dialect::TorchAo);
         let compared = found.check_family(model, parts.as_ref(), &outline, report);
         found.check_kinds(&compared, &outline, report);
@@ -183,7 +183,7 @@ impl Layers {
 
     fn check_numbers(&self, layers: u64, report: &mut Report) {
         let missing = layers.saturating_sub(self.kinds.len() as u64);
-        // As many layers as are counted are all of them, so the first gap is soon found.
+        // The first gap is found after at most as many steps as there are layers with tensors.
         if let Some(first) = (0..layers).find(|layer| !self.kinds.contains_key(&(*layer as usize))) {
             let more = if missing > 1 { format!(", nor have {} more", missing - 1) } else { String::new() };
             let text = format!(
@@ -256,8 +256,8 @@ impl Layers {
         }
     }
 
-    /// What every layer has in families whose layers are alike, but for experts that some of them
-    /// have: under other names, a server does not find it.
+    /// Reports layers that lack what the others have, in families whose layers are alike except for
+    /// experts: a server does not find it under another name.
     fn check_uniform(&self, compared: &Kinds, report: &mut Report) {
         let mixed = |kinds: &BTreeSet<String>| kinds.iter().any(|kind| kind.contains("experts"));
         let feed_forward = |kind: &str| kind.starts_with("mlp.") || kind.starts_with("block_sparse_moe.");
@@ -296,7 +296,7 @@ impl Layers {
             if let Some(((layer, _), numbers)) = there {
                 let count = numbers.len();
                 let text =
-                    format!("no 'num_experts', but layer {layer} has {count}: a server takes a number of its own");
+                    format!("no 'num_experts', but layer {layer} has {count}: a server uses a number of its own");
                 report.problem("config.json", text);
             }
             return;
@@ -336,7 +336,7 @@ fn check_ends(model: &Model<'_>, outline: &Outline<'_>, layers: &Layers, report:
     }
 }
 
-/// What transformers takes for `hidden_act`.
+/// What transformers accepts as `hidden_act`.
 const ACTIVATIONS: [&str; 21] = [
     "gelu",
     "gelu_10",

@@ -40,7 +40,7 @@ impl Target {
     }
 }
 
-/// vLLM knows a ModelOpt checkpoint by this name; the version is the one whose format this is.
+/// vLLM recognizes a ModelOpt checkpoint by this name. The version is the one that has this format.
 fn producer() -> Value {
     json!({ "name": "modelopt", "version": "0.47.0" })
 }
@@ -52,8 +52,8 @@ fn algorithm(activations: Activations) -> &'static str {
     }
 }
 
-/// Names the type that weights were decoded to where a configuration names one: by it, transformers
-/// casts what it loads.
+/// Replaces the type that a configuration names by the one that weights were decoded to:
+/// transformers casts what it loads to it.
 pub(super) fn name_type(config: &mut Value, precision: Precision) {
     let name = match precision {
         Precision::F32 => "float32",
@@ -138,7 +138,7 @@ pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec
         }
     }
     for experts in model.others.iter().filter_map(plan::experts) {
-        // vLLM asks compressed-tensors' list about the projections of the first expert, by these
+        // vLLM looks for the projections of the first expert in compressed-tensors' list, by these
         // names in every family.
         if target == Target::CompressedTensors {
             names.extend(["gate_proj", "up_proj", "down_proj"].map(|name| format!("{experts}.0.{name}")));

@@ -62,7 +62,7 @@ pub(super) fn convert_on(
     stop: &AtomicBool,
 ) -> Result<Summary> {
     let mode = settings.mode()?;
-    // `out/.` and `out/` are `out`, which can be renamed to.
+    // `out/.` and `out/` mean `out`, to which a folder can be renamed.
     let target = &target.components().collect::<PathBuf>();
     if settings.target == Target::Gguf && target.extension().is_none_or(|e| e != "gguf") {
         let name = target.display();

@@ -1,4 +1,4 @@
-//! Whose checkpoint it is, and which tensors together are one weight.
+//! The dialect of a checkpoint, and which of its tensors together are one weight.
 //!
 //! | | codes of `X` | block scales | tensor scale | even column |
 //! |---|---|---|---|---|
@@ -21,7 +21,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// Whose names and layout a checkpoint has.
+/// The library whose names and layout a checkpoint has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Dialect {
@@ -67,7 +67,7 @@ impl fmt::Display for Dialect {
 pub struct Model<'a> {
     /// The checkpoint.
     pub checkpoint: &'a Checkpoint,
-    /// Whose it is.
+    /// Its dialect.
     pub dialect: Dialect,
     /// Matrices that are quantized or might be.
     pub weights: Vec<Weight<'a>>,
@@ -400,7 +400,7 @@ impl<'a> Grouping<'a> {
     }
 }
 
-/// A tensor that another cannot be read without.
+/// The error about a tensor that another one needs.
 pub(super) fn missing_part(checkpoint: &Checkpoint, name: &str, because: &str) -> Error {
     Error::content(checkpoint.root(), format!("tensor '{name}' is missing, which '{because}' needs"))
 }

@@ -8,8 +8,7 @@ pub enum Existing {
     /// Stop with an error, unless it is an empty folder.
     #[default]
     Refuse,
-    /// Continue an unfinished conversion, if there is one. One that is finished already is no
-    /// error.
+    /// Continue an unfinished conversion, if there is one. A finished one is no error.
     Resume,
     /// Throw an unfinished conversion away, and replace a finished checkpoint when the new one is
     /// whole.

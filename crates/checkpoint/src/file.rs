@@ -125,8 +125,8 @@ pub(super) fn read_part(
     })
 }
 
-/// What is wrong with a file that is shorter than its header: it is truncated, or it is no
-/// safetensors file at all.
+/// What is wrong with a file that is shorter than its header: it is truncated, or not a safetensors
+/// file at all.
 fn too_long(prefix: &[u8; 8], next: &[u8], file_len: u64) -> String {
     let header_len = u64::from_le_bytes(*prefix);
     match next {
@@ -137,7 +137,7 @@ fn too_long(prefix: &[u8; 8], next: &[u8], file_len: u64) -> String {
                 [0x80, 2..=5, ..] => "it is a pickle, as old .pt, .pth and .bin files are",
                 _ => "its first bytes are not the length of a header",
             };
-            format!("this is no safetensors file: {what}; use the model's .safetensors files")
+            format!("this is not a safetensors file: {what}; use the model's .safetensors files")
         }
         _ if header_len > MAX_HEADER => too_large(header_len),
         _ => format!("a header of {header_len} bytes in a file of {file_len}; the file is truncated"),

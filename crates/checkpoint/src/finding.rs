@@ -31,7 +31,7 @@ pub struct Finding {
     pub severity: Severity,
     /// The module or file that it is about.
     pub about: String,
-    /// What it is and what comes of it.
+    /// What it is, and what it leads to.
     pub text: String,
     /// What removes it, where a command of this library does.
     pub fix: Option<Fix>,

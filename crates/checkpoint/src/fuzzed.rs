@@ -37,7 +37,7 @@ pub fn check_model(file: Vec<u8>, config: &[u8], dialect: Option<Dialect>, clien
     let mut buffer = Buffer::default();
     for weight in &model.weights {
         let step = ((1 << 16) / weight.cols.max(1)).max(1);
-        // Rows without columns may be any number.
+        // A weight without columns may claim any number of rows.
         let rows = if weight.elements() == 0 { 0 } else { weight.rows };
         for start in (0..rows).step_by(step) {
             let rows = start..(start + step).min(weight.rows);

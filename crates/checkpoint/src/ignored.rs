@@ -17,8 +17,8 @@ pub(super) struct Ignored<'n> {
 }
 
 impl<'n> Ignored<'n> {
-    /// vLLM takes an entry of ModelOpt's list for a part of a name too: `mlp.gate` also excludes
-    /// `mlp.gate_proj`.
+    /// vLLM also finds an entry of ModelOpt's list inside a name: `mlp.gate` excludes
+    /// `mlp.gate_proj` too.
     pub fn new(entries: impl Iterator<Item = &'n str>, client: Client, dialect: Dialect) -> Self {
         let parts = client == Client::Vllm && dialect == Dialect::ModelOpt;
         let (names, lengths) = (HashSet::new(), BTreeSet::new());

@@ -58,7 +58,7 @@ pub(super) fn is_guest(module: &str) -> bool {
     JOINS.iter().any(|join| join.guests.contains(&last))
 }
 
-/// The same by lists of last names that someone gives.
+/// The same by given lists of last names.
 pub(super) fn listed<'m>(module: &'m str, lists: &[Vec<String>]) -> Option<(&'m str, String)> {
     let (parent, last) = module.rsplit_once('.')?;
     lists.iter().find(|list| list.iter().any(|name| name == last)).map(|list| (parent, list.join("/")))

@@ -25,14 +25,14 @@ pub(super) struct Journal {
     pub amaxes: Option<BTreeMap<String, Vec<u32>>>,
     /// Files that are whole.
     pub done: BTreeMap<String, Done>,
-    /// What the checkpoint that is replaced is called, from just before it moves.
+    /// The name that the replaced checkpoint moves to, noted just before it moves.
     pub replaced: Option<String>,
 }
 
 /// A file that is whole.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Done {
-    /// As it was then: one that was changed since is made again.
+    /// Its stamp at that time: a file that was changed since is written again.
     pub stamp: Stamp,
     /// What it did to its weights.
     pub measures: BTreeMap<String, Measure>,

@@ -35,8 +35,8 @@ impl Parts {
             let renamed = MIXTRAL.iter().filter(|_| architecture == "MixtralForCausalLM");
             renamed.fold(part, |part, (theirs, own)| part.replace(theirs, own))
         };
-        let parts = |behind| {
-            let mut parts: Vec<String> = layer_parts(like, behind)?.into_iter().map(call).collect();
+        let parts = |feed_forward| {
+            let mut parts: Vec<String> = layer_parts(like, feed_forward)?.into_iter().map(call).collect();
             parts.sort();
             Some(parts)
         };
@@ -44,7 +44,7 @@ impl Parts {
     }
 
     /// Those that a layer lacks.
-    pub fn missing(&self, behind: FeedForward, kinds: &BTreeSet<String>) -> Vec<&str> {
+    pub fn missing(&self, feed_forward: FeedForward, kinds: &BTreeSet<String>) -> Vec<&str> {
         let begins = |kind: &String, joined: &str| {
             kind.strip_prefix(joined).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         };
@@ -52,7 +52,7 @@ impl Parts {
             let mut tensors = JOINED.iter().filter(|(_, parts)| parts.contains(&part));
             tensors.any(|(joined, _)| kinds.iter().any(|kind| begins(kind, joined)))
         };
-        let parts = match behind {
+        let parts = match feed_forward {
             FeedForward::Dense => &self.dense,
             FeedForward::Experts => &self.experts,
         };

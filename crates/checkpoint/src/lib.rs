@@ -4,7 +4,7 @@
 //! No module imports what imports it. Read in this order:
 //!
 //! 1. what is read: `file` (one safetensors file), `folder` (a checkpoint), `weight` (its matrices)
-//!    and `dialect` (whose it is);
+//!    and `dialect` (its format);
 //! 2. what is planned: `names`, `joined`, `outline`, `keep`, `architecture`, `target` and `plan`;
 //! 3. what is written, and where: `written`, `configuration`, `shards` and `beside`; `gguf` for
 //!    llama.cpp;
@@ -28,7 +28,7 @@
 #![forbid(unsafe_code)]
 
 #[cfg(target_endian = "big")]
-compile_error!("weights are read as they lie in the file, which needs a little-endian machine");
+compile_error!("weights are read as they are in the file, which needs a little-endian machine");
 
 mod architecture;
 mod beside;

@@ -1,5 +1,5 @@
 //! What the names of modules say: patterns over them, scales of keys and values, and parts of a
-//! model. Which weights a server joins is in `joined`, which are better left alone in `keep`.
+//! model. Which weights a server joins is in `joined`, which are kept by default in `keep`.
 
 use crate::{Error, Result};
 use regex_lite::Regex;

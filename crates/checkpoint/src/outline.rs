@@ -174,7 +174,7 @@ impl<'c> Outline<'c> {
         self.number(&["padded_vocab_size", "vocab_size"])
     }
 
-    /// The size of what goes from layer to layer.
+    /// The hidden size: that of what goes from layer to layer.
     pub fn hidden(&self) -> Option<u64> {
         self.number(&["hidden_size", "n_embd", "d_model"])
     }
@@ -223,7 +223,7 @@ impl<'c> Outline<'c> {
         self.get(&["tie_word_embeddings"])?.as_bool()
     }
 
-    /// What kind of layer a layer is, where the configuration says it of each.
+    /// The kind of a layer, where the configuration gives the kind of each.
     pub fn kind(&self, layer: usize) -> Option<String> {
         let kinds = self.get(&KINDS)?;
         match kinds {

@@ -15,7 +15,7 @@ const WORDS: [&str; 11] = [
     "bert",
 ];
 
-/// The last part of a name that stands beside the layers of a text model.
+/// The last part of the name of a module that stands beside the layers of a text model.
 pub(super) fn beside_layers(module: &str) -> Option<&str> {
     let (before, last) = module.rsplit_once('.').unwrap_or(("", module));
     (before.is_empty() || before.split('.').all(|part| WORDS.contains(&part))).then_some(last)
@@ -37,8 +37,8 @@ pub(super) fn layer_of(name: &str) -> Option<(&str, usize, &str)> {
     None
 }
 
-/// What a tensor of a layer is; nothing for scales, and for parts that only some layers of a type
-/// have.
+/// The kind of a tensor of a layer; `None` for scales, and for parts that only some layers of a
+/// type have.
 pub(super) fn kind_of(rest: &str) -> Option<String> {
     const SCALES: [&str; 6] = ["_scale", "_scale_2", "_scale_inv", "_scales", "inv_freq", "_bias"];
     let parts = rest.split('.');

@@ -84,7 +84,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// Whether its numbers are not those of the source, so that it has an error.
+    /// Whether its numbers differ from those of the source, so that it has an error.
     pub(super) fn is_measured(&self) -> bool {
         matches!(self, Action::Quantize | Action::Rescale | Action::Decode(_))
     }
@@ -277,15 +277,15 @@ impl<'a> Plan<'a> {
         self.items.iter().filter(|i| i.action.is_nvfp4())
     }
 
-    /// The share of the source's bytes that is in no weight which will be NVFP4.
+    /// The share of the source's bytes outside the weights that will be NVFP4.
     pub fn kept_share(&self, model: &Model<'_>) -> f64 {
         let quantized: u64 = self.quantized().map(|item| item.weight.byte_len()).sum();
         1.0 - quantized as f64 / model.checkpoint.byte_len().max(1) as f64
     }
 }
 
-/// Why a tensor that is no weight here is copied, if it looks like one: it has rows and columns of
-/// numbers.
+/// Why a tensor is copied that looks like a weight, with rows and columns of numbers, and is none
+/// here.
 fn copied<'a>(tensor: &Located<'a>) -> Option<Copied<'a>> {
     let info = tensor.info;
     let float =

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-/// Runs every task, in order of their beginning. The first error stops the rest, and so does
+/// Runs every task; they begin in order. The first error stops the rest, and so does
 /// `stop`.
 pub(super) fn run<T: Sync, M: Default>(
     threads: usize,
@@ -19,7 +19,7 @@ pub(super) fn run<T: Sync, M: Default>(
     run_in(thread::Builder::new, threads, tasks, stop, work)
 }
 
-/// In threads that are made by `builder`.
+/// The same in threads that `builder` makes.
 fn run_in<T: Sync, M: Default>(
     builder: impl Fn() -> thread::Builder,
     threads: usize,

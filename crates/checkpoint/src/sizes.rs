@@ -1,5 +1,5 @@
-//! Do the tensors have the sizes that the configuration says, and that others of their kind have? A
-//! server makes room by the configuration, and refuses a tensor that does not fit.
+//! Do the tensors have the sizes that the configuration gives, and that others of their kind have?
+//! A server allocates memory by the configuration, and refuses a tensor that does not fit.
 //!
 //! Families differ, so only what every server does is checked. A size is compared with the
 //! configuration where the name of the tensor says which size it is, and with other layers where
@@ -33,7 +33,7 @@ struct Expected {
 /// differ.
 type Alike = (String, Option<String>, Option<usize>);
 
-/// The tensors of a model by what they are, and the sizes that its configuration says.
+/// The tensors of a model by what they are, and the sizes that its configuration gives.
 pub(super) struct Sizes<'m> {
     model: &'m Model<'m>,
     outline: Outline<'m>,
@@ -72,7 +72,7 @@ const PLAIN_ATTENTION: [&str; 26] = [
     "Glm4MoeFor",
 ];
 
-/// Those whose heads divide `hidden_size` where `head_dim` is not said; others have a default of
+/// Those whose heads divide `hidden_size` where `head_dim` is absent; others have a default of
 /// their own.
 const DIVIDED: [&str; 5] = ["LlamaFor", "MistralFor", "MixtralFor", "Qwen2For", "Qwen2MoeFor"];
 
@@ -151,7 +151,7 @@ impl<'m> Sizes<'m> {
     pub fn check_layers(&self, prefix: &str, layers: u64, report: &mut Report) {
         self.check_flags(prefix, report);
         let varies = self.outline.varies() || self.outline.is_irregular();
-        // The first that is wrong of each kind, and how many there are.
+        // The first wrong one of each kind, and how many there are.
         let mut wrong: BTreeMap<(String, String), (&str, usize)> = BTreeMap::new();
         let mut alike: BTreeMap<Alike, Vec<(&str, &[usize])>> = BTreeMap::new();
         for (module, shape) in &self.shapes {
@@ -209,7 +209,7 @@ impl<'m> Sizes<'m> {
     fn expected(&self, kind: &str) -> Vec<Expected> {
         let outline = &self.outline;
         let architecture = self.model.architecture().unwrap_or_default();
-        // Drafts of further tokens, and layers that are shared, read more than one state at once.
+        // Models that draft further tokens, and shared layers, read more than one state at once.
         let plain = !["Eagle", "Zamba", "Medusa"].iter().any(|name| architecture.contains(name));
         let hidden = |side| said(side, outline.hidden().filter(|_| plain), Dim::Hidden);
         let inner = |side| Expected { side, sizes: outline.feed_forward(), dim: Dim::FeedForward };
@@ -222,8 +222,8 @@ impl<'m> Sizes<'m> {
         let divided = DIVIDED.iter().any(|name| architecture.starts_with(name)) && !outline.mentions("head_dim");
         let quotient = || outline.hidden()?.checked_div(heads?).filter(|_| divided);
         let head = own.or_else(quotient).filter(|_| attention);
-        // Llama has as many heads of keys as of queries where nothing is said; others have a
-        // default of their own.
+        // Llama has as many heads of keys as of queries by default; others have a default of their
+        // own.
         let same =
             || heads.filter(|_| architecture.starts_with("LlamaFor") && !outline.mentions("num_key_value_heads"));
         let pairs = outline.constant("num_key_value_heads").or_else(same);

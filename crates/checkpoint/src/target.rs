@@ -1,4 +1,4 @@
-//! What is written: whose checkpoint, and what it says beside its weights.
+//! What is written: the format, and what it says beside its weights.
 
 use super::folder::Kind;
 use crate::{Error, Result};
@@ -91,7 +91,7 @@ pub(super) enum Kv {
     /// Nothing.
     #[default]
     Unsaid,
-    /// The source says another type than FP8, which is not passed on.
+    /// A type other than FP8 in the source, which is not passed on.
     Other,
     /// FP8, with the scales that the source has, and 1 for those that it lacks.
     Fp8,

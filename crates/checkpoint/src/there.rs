@@ -9,7 +9,7 @@ use crate::{Error, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Names of files that belong to a checkpoint, wherever it comes from. Others are a checkpoint's if
+/// Names of files that belong to a checkpoint, wherever it comes from. Other files belong to it if
 /// its source has them too.
 const FILES: [&str; 15] = [
     "config.json",

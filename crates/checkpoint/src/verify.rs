@@ -60,8 +60,8 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
                     vLLM, or llama.cpp and GGUF";
         report.problem(&expert.module, text);
     }
-    // The marker says high nibble first; a configuration that says ModelOpt would have it read low
-    // nibble first.
+    // The marker says high nibble first. With a configuration that says ModelOpt, the low nibble is
+    // read first.
     let method = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_method"));
     if model.dialect == Dialect::ComfyUi && (method.is_some() || model.checkpoint.quantization().is_some()) {
         let text = "ComfyUI's marker (high nibble first, swizzled scales) beside a configuration \
@@ -125,8 +125,8 @@ fn spread(values: &[f32]) -> f32 {
 }
 
 /// transformers makes a scale of keys and values wherever the configuration says that they are
-/// quantized, and fills it from the checkpoint or not at all. vLLM takes 1 for one that is missing.
-/// Every attention needs both.
+/// quantized, and fills it from the checkpoint or not at all. vLLM uses 1 for a missing one. Every
+/// attention needs both.
 fn check_keys_and_values(model: &Model<'_>, client: Client, report: &mut Report) {
     let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
     let promised = model.dialect == Dialect::CompressedTensors && scheme.is_some_and(|scheme| !scheme.is_null());

@@ -45,7 +45,7 @@ pub struct Nvfp4<'a> {
     pub scales: Located<'a>,
     /// The tensor scale; 1 where there is none.
     pub global: Option<Located<'a>>,
-    /// The scale of the activations.
+    /// The activation scale.
     pub input: Option<Located<'a>>,
     /// The order of codes in a byte.
     pub nibbles: Nibbles,
@@ -117,7 +117,7 @@ pub struct Weight<'a> {
     pub stored: Stored<'a>,
 }
 
-/// Memory that is used again from one read to the next.
+/// Memory that is reused from one read to the next.
 #[derive(Debug, Default)]
 pub struct Buffer {
     bytes: Vec<u8>,
@@ -305,7 +305,7 @@ impl Nvfp4<'_> {
     pub fn global(&self, matrix: usize) -> Result<f32> {
         match self.global {
             None => Ok(1.0),
-            // Several matrices may have one scale together.
+            // Several matrices may share one scale.
             Some(tensor) if tensor.info.len == 4 => number(&tensor, 0),
             Some(tensor) => number(&tensor, matrix),
         }
@@ -321,7 +321,7 @@ impl Nvfp4<'_> {
         }
     }
 
-    /// The scale of the activations as it is stored; a tensor of 0 experts has none.
+    /// The activation scale as it is stored; a tensor of 0 experts has none.
     pub fn input(&self) -> Result<Option<f32>> {
         self.input.filter(|t| t.info.len > 0).map(|t| number(&t, 0)).transpose()
     }

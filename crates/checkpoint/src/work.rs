@@ -3,7 +3,7 @@
 //! Everything is written under `TARGET.partial`. A file there has a name ending in `.part` until
 //! its bytes are on the disk; the folder gets its own name last. So a name without `.part`, and a
 //! folder without `.partial`, are whole. What is already done, and the amaxes that took a pass over
-//! the source to find, are noted in a journal. A lock in the folder keeps a second conversion away.
+//! the source to find, are noted in a journal. A lock in the folder keeps a second conversion out.
 //!
 //! A checkpoint that is replaced moves to `TARGET.replaced-N`, a name that nothing has, before the
 //! new one takes its place. The journal says so before that. A conversion that is stopped between
@@ -68,7 +68,7 @@ pub(super) struct Work {
 /// What a conversion has to do.
 #[derive(Debug)]
 enum State {
-    /// To write into a folder that it keeps others away from.
+    /// To write to a folder that it has locked.
     Writing { _lock: File },
     /// To compare a target that already exists with what it would write.
     Comparing,
@@ -164,7 +164,7 @@ impl Work {
         }
     }
 
-    /// Whether a file is whole, and as it was when it became so.
+    /// Whether a file is whole, and unchanged since it became so.
     pub fn is_done(&self, name: &str) -> bool {
         self.journal.done.get(name).is_some_and(|done| Stamp::of(&self.path(name)).is_ok_and(|s| s == done.stamp))
     }
@@ -368,7 +368,7 @@ fn is_ours(folder: &Path) -> Result<bool> {
     Ok(folder.join(JOURNAL).is_file() || (folder.is_dir() && entries(folder)?.iter().all(begun)))
 }
 
-/// Removes everything but the lock; the journal last, which says whose folder it is.
+/// Removes everything but the lock; the journal last, because it marks the folder as ours.
 fn clear(disk: &Disk, folder: &Path) -> Result<()> {
     let mut names = entries(folder)?;
     names.sort_by_key(|name| name == JOURNAL);

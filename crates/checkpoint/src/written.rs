@@ -40,8 +40,7 @@ impl Part {
 }
 
 impl Target {
-    /// The tensors that a weight becomes. GGUF's names are the business of `gguf`; here it has only
-    /// sizes.
+    /// The tensors that a weight becomes. `gguf` gives GGUF's names; here only its sizes count.
     pub(super) fn parts(self, item: &Item<'_>, activations: Activations) -> Vec<Part> {
         let weight = &item.weight;
         let mut parts = match &item.action {
@@ -62,7 +61,7 @@ impl Target {
     }
 
     /// The scale 1 that is written beside a projection to keys or values whose scale the source
-    /// lacks: servers take 1 for it, but transformers has uninitialised memory there.
+    /// lacks: servers use 1 then, but transformers reads uninitialised memory.
     pub(super) fn missing_kv_scale(self, module: &str, source: &Checkpoint, kv: Kv) -> Option<Part> {
         let scale = KvScale::of_projection(module).filter(|_| kv == Kv::Fp8)?;
         let has = |name: String| source.get(&name).is_some();
@@ -70,9 +69,9 @@ impl Target {
         missing.then(|| self.kv_scale(scale, Role::KvScale))?
     }
 
-    /// The tensor that another tensor becomes: itself, but for scales of keys and values. Where the
-    /// source says that those are quantized, they have names of their own, and none where nothing
-    /// is quantized.
+    /// The tensor that another tensor becomes: itself, except for scales of keys and values. Where
+    /// the source says that those are quantized, the target has its own names for their scales, or
+    /// drops them if it is not quantized.
     pub(super) fn other(self, tensor: &Located<'_>, kv: Kv) -> Option<Part> {
         let info = tensor.info;
         let number = info.shape.iter().product::<usize>() == 1;

@@ -211,12 +211,12 @@ fn files_that_are_no_safetensors_are_called_that() {
     };
     let zip = open(b"PK\x03\x04\0\0\x08\x08\0\0data.pkl");
     assert!(
-        zip.contains("no safetensors file: it is a ZIP archive, as PyTorch's .pt, .pth and .bin files are"),
+        zip.contains("not a safetensors file: it is a ZIP archive, as PyTorch's .pt, .pth and .bin files are"),
         "{zip}"
     );
     assert!(open(b"\x80\x02}q\0X\x06\0\0\0weight").contains("it is a pickle"));
     let text = open(b"version https://git-lfs.github.com/spec/v1");
-    assert!(text.contains("no safetensors file: its first bytes are not the length of a header"), "{text}");
+    assert!(text.contains("not a safetensors file: its first bytes are not the length of a header"), "{text}");
 }
 
 #[test]

@@ -207,7 +207,7 @@ fn models_that_no_server_loads_are_refused_by_name() {
         (
             &weights,
             json!({ "architectures": ["GPT2LMHeadModel"] }),
-            "GPT2LMHeadModel: its weights lie with inputs before outputs",
+            "GPT2LMHeadModel: its weights have inputs before outputs",
         ),
         (
             &weights,

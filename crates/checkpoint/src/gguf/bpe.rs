@@ -12,7 +12,7 @@ use crate::{Error, Result};
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Splitting rules and llama.cpp's names for them. All but the first differ in how many digits stay
+/// Splitting rules and llama.cpp's names for them. The last two differ in how many digits stay
 /// together.
 const SPLITS: [(&str, &str); 3] = [
     ("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", "gpt-2"),
@@ -38,8 +38,7 @@ pub(super) struct Around {
 }
 
 impl Around {
-    /// Whether the token `bos` or `eos` is put there, where llama.cpp would not do the same by
-    /// itself.
+    /// Whether the token `bos` or `eos` is put there, if llama.cpp would do otherwise by default.
     pub fn puts(&self, which: &str, tokens: &BTreeMap<String, usize>, id: Option<u32>) -> Result<Option<bool>> {
         let (text, unasked) = match which {
             "bos" => (&self.before, self.split == LLAMA),
@@ -208,7 +207,7 @@ fn check_model(model: &Object<'_>, split: &str) -> Result<()> {
     }
     for key in ["continuing_subword_prefix", "end_of_word_suffix"] {
         if model.text(key)?.is_some_and(|text| !text.is_empty()) {
-            return Err(model.wrong(format!("'{key}' is not empty, which llama.cpp does not do")));
+            return Err(model.wrong(format!("'{key}' is not empty, which llama.cpp does not support")));
         }
     }
     if let Some(dropout) = model.get("dropout").filter(|value| value.as_f64() != Some(0.0)) {

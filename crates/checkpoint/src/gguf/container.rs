@@ -158,8 +158,7 @@ pub(super) struct Described {
     pub dims: Vec<u64>,
 }
 
-/// The first bytes of a file, up to where tensors begin, and where each tensor starts, and how long
-/// the file is.
+/// The first bytes of a file up to its tensors, where each tensor starts, and how long the file is.
 pub(super) fn header(entries: &[(String, Value)], tensors: &[Described]) -> (Vec<u8>, Vec<u64>, u64) {
     let mut out = MAGIC.to_vec();
     out.extend(VERSION.to_le_bytes());
@@ -190,7 +189,7 @@ fn text(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
-/// A value with the tag of its type. What is only ever read has none.
+/// Writes a value after the tag of its type. What is only ever read is written as an empty array.
 fn put(out: &mut Vec<u8>, value: &Value) {
     let array = |out: &mut Vec<u8>, of: u32, len: usize| {
         out.extend([tag::ARRAY, of].into_iter().flat_map(u32::to_le_bytes));

@@ -34,7 +34,7 @@ pub struct GgufTensor {
     pub dims: Vec<u64>,
     /// Where its bytes start in the file.
     pub start: u64,
-    /// How many bytes it has; of types that are not known here, how many there are until the next.
+    /// How many bytes it has; for an unknown type, how many there are until the next tensor.
     pub len: u64,
 }
 
@@ -143,7 +143,7 @@ impl GgufFile {
         self.scalars(tensor, "input_scale")
     }
 
-    /// A number for each matrix of a tensor, from the tensor beside it whose name ends so.
+    /// A number for each matrix of a tensor, from the tensor beside it with this end of its name.
     fn scalars(&self, tensor: &GgufTensor, end: &str) -> Result<Option<Vec<f32>>> {
         let name = tensor.name.strip_suffix(".weight").map(|module| format!("{module}.{end}"));
         let Some(scale) = name.and_then(|name| self.get(&name)) else { return Ok(None) };
@@ -414,7 +414,7 @@ fn place(tensors: &mut [GgufTensor], data: u64, alignment: u64, len: u64) -> Che
         if !tensor.start.is_multiple_of(alignment) {
             return wrong(format!("starts at {}, not a multiple of {alignment}", tensor.start));
         }
-        let Some(start) = data.checked_add(tensor.start) else { return wrong("starts out of the file".to_string()) };
+        let Some(start) = data.checked_add(tensor.start) else { return wrong("starts beyond the file".to_string()) };
         if start < end {
             return wrong(format!("starts at byte {start}, inside the tensor that ends at {end}"));
         }

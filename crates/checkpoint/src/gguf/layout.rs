@@ -137,7 +137,7 @@ struct Layout<'c> {
 }
 
 impl Layout<'_> {
-    /// The slot of a tensor; several experts have one together.
+    /// The slot of a tensor; the experts of a layer share one.
     fn slot(&mut self, name: &str, kind: Type, dims: Vec<u64>) -> Result<usize> {
         let next = self.slots.len();
         let slot = *self.index.entry(name.to_string()).or_insert(next);

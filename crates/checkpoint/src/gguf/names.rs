@@ -63,8 +63,8 @@ impl Family {
                 head: None,
             }));
         }
-        // llama.cpp rotates neighbours where transformers rotates the halves of a head; only
-        // Llama's code in it does.
+        // llama.cpp's code for Llama rotates neighbours where transformers rotates the halves of a
+        // head; its code for others does not.
         let rotated = self == Family::Llama && matches!(part, "self_attn.q_proj" | "self_attn.k_proj");
         let head = rotated.then_some(sizes.head_dim as usize);
         Ok(call(part)
@@ -83,9 +83,9 @@ impl Family {
 
 /// What the layers of an architecture always have, as a checkpoint calls it, with 0 for the number
 /// of an expert; `None` for an architecture that is not known here.
-pub(crate) fn layer_parts(architecture: &str, behind: FeedForward) -> Option<Vec<String>> {
+pub(crate) fn layer_parts(architecture: &str, feed_forward: FeedForward) -> Option<Vec<String>> {
     let family = Family::of(Some(architecture)).ok()?;
-    Some(sizes::layer(family, behind).map(|(part, last)| Family::source(None, part, last)).collect())
+    Some(sizes::layer(family, feed_forward).map(|(part, last)| Family::source(None, part, last)).collect())
 }
 
 #[cfg(test)]

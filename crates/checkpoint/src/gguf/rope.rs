@@ -68,8 +68,8 @@ impl Rope {
         keys
     }
 
-    /// What each frequency is divided by, where that is not one number: Llama 3's rule, which
-    /// leaves short waves, divides long ones by the factor, and goes from one to the other between.
+    /// What each frequency is divided by, where that is not one number: Llama 3's rule keeps short
+    /// waves, divides long ones by the factor, and interpolates between.
     pub fn divisors(&self, head_dim: u64) -> Option<Vec<f32>> {
         let Scaling::Llama3 { factor, low, high, original } = self.scaling else { return None };
         let original = f64::from(original);
@@ -88,7 +88,7 @@ impl Rope {
     }
 }
 
-/// Refuses heads of which only a part is rotated.
+/// Refuses heads that are rotated only in part.
 fn whole_heads(object: &Object<'_>) -> Result<()> {
     match object.positive("partial_rotary_factor")? {
         None | Some(1.0) => Ok(()),

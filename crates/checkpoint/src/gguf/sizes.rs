@@ -1,5 +1,5 @@
-//! The sizes of a model, and the shapes that its tensors must have by them: llama.cpp reads a file
-//! by these.
+//! The sizes of a model, and the shapes that its tensors have by them: llama.cpp reads a file by
+//! these.
 
 use super::family::Family;
 use super::object::Object;
@@ -72,7 +72,7 @@ impl Sizes {
         let (hidden, heads) = (config.need("hidden_size")?, config.need("num_attention_heads")?);
         let kv_heads = config.size("num_key_value_heads")?.unwrap_or(heads);
         if !heads.is_multiple_of(kv_heads) {
-            let text = format!("'num_attention_heads' is {heads}, no multiple of 'num_key_value_heads', {kv_heads}");
+            let text = format!("'num_attention_heads' is {heads}, not a multiple of 'num_key_value_heads', {kv_heads}");
             return Err(config.wrong(text));
         }
         let head_dim = match config.size("head_dim")? {
@@ -131,12 +131,12 @@ impl Sizes {
 
     /// Whether such a model has a tensor, in a layer or outside.
     pub fn has(&self, part: &str, last: &str) -> Has {
-        let behind = if self.experts.is_some() { FeedForward::Experts } else { FeedForward::Dense };
-        has(self.family, behind, part, last)
+        let feed_forward = if self.experts.is_some() { FeedForward::Experts } else { FeedForward::Dense };
+        has(self.family, feed_forward, part, last)
     }
 
-    /// The first dimension of a tensor that is not as long as the model's sizes say; the first of
-    /// all where their number is another.
+    /// The first dimension of a tensor that is not as long as the model's sizes say; the first one
+    /// if the number of dimensions differs.
     pub fn misfit(&self, name: &str, dims: &[u64]) -> Option<Dim> {
         let expected = self.dims(name)?;
         let differs = |(dim, len): (&Dim, &u64)| (self.len(*dim) != *len).then_some(*dim);
@@ -166,18 +166,18 @@ fn parts(table: &'static [(&'static str, &'static [Dim])]) -> impl Iterator<Item
 }
 
 /// The tensors that a layer of a family always has.
-pub(super) fn layer(family: Family, behind: FeedForward) -> impl Iterator<Item = (&'static str, &'static str)> {
-    parts(&LAYER).filter(move |(part, last)| has(family, behind, part, last) == Has::Always)
+pub(super) fn layer(family: Family, feed_forward: FeedForward) -> impl Iterator<Item = (&'static str, &'static str)> {
+    parts(&LAYER).filter(move |(part, last)| has(family, feed_forward, part, last) == Has::Always)
 }
 
 /// Whether a model of a family has a tensor, in a layer or outside.
-fn has(family: Family, behind: FeedForward, part: &str, last: &str) -> Has {
+fn has(family: Family, feed_forward: FeedForward, part: &str, last: &str) -> Has {
     let when = |always: bool| if always { Has::Always } else { Has::Never };
     match (part, last) {
         ("attn_q_norm" | "attn_k_norm", "weight") => when(matches!(family, Family::Qwen3 | Family::Qwen3Moe)),
-        ("ffn_gate" | "ffn_up" | "ffn_down", "weight") => when(behind == FeedForward::Dense),
+        ("ffn_gate" | "ffn_up" | "ffn_down", "weight") => when(feed_forward == FeedForward::Dense),
         ("ffn_gate_inp" | "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps", "weight") => {
-            when(behind == FeedForward::Experts)
+            when(feed_forward == FeedForward::Experts)
         }
         ("output", "weight") => Has::Maybe,
         (_, "weight") => Has::Always,

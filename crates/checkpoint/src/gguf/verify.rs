@@ -164,7 +164,7 @@ impl<'f> Check<'f> {
         if let (Some(heads), Some(kv_heads)) = (heads, kv_heads)
             && !heads.is_multiple_of(kv_heads)
         {
-            self.problem(&key("attention.head_count"), format!("{heads}, no multiple of head_count_kv, {kv_heads}"));
+            self.problem(&key("attention.head_count"), format!("{heads}, not a multiple of head_count_kv, {kv_heads}"));
         }
         let count = match family {
             Family::Qwen3Moe => self.size(&key("expert_count"), Needed),
@@ -204,7 +204,7 @@ impl<'f> Check<'f> {
 
     fn shapes(&mut self, sizes: &Sizes) {
         let file = self.file;
-        // A file that claims more layers than it has tensors lacks the first of them already.
+        // A file that claims more layers than it has tensors already lacks one of the first.
         let shown = Sizes { layers: sizes.layers.min(file.tensors().len() as u64), ..*sizes };
         for (layer, part, last) in shown.needed() {
             let name = sizes::name(layer, part, last);
