@@ -1,5 +1,5 @@
-//! The product in binary32 by another library, which ours are measured beside. It is in builds with
-//! the feature `baseline`, since that library takes long to build.
+//! The product in binary32 by another library, to compare ours with. Builds with the feature
+//! `baseline` have it, since that library takes long to build.
 
 /// Multiplies `a`, M × K, with the transpose of `b`, N × K; sizes are (M, N, K).
 pub type Multiply = fn(a: &[f32], b: &[f32], sizes: (usize, usize, usize), out: &mut [f32]);
@@ -9,5 +9,5 @@ pub const F32: Option<Multiply> = Some(nvfp4_kernels::gemm::baseline::f32);
 #[cfg(not(feature = "baseline"))]
 pub const F32: Option<Multiply> = None;
 
-/// A line about columns that stay empty.
+/// Why columns are empty.
 pub const NOT_BUILT: &str = "f32 is not measured: build with `--features baseline` to have it";

@@ -201,7 +201,7 @@ fn measure(name: &'static str, x: &[bf16], to: &mut [bf16], mut once: impl FnMut
     Ok(Row { name, ms: time * 1e3, gbps: gigabytes / time, copies: time / copy })
 }
 
-/// Copies the input on all threads; seconds.
+/// Copies the input on all threads. Returns the seconds.
 fn copy(x: &[bf16], to: &mut [bf16]) -> f64 {
     let start = Instant::now();
     let part = x.len().div_ceil(4 * rayon::current_num_threads()).max(1);

@@ -78,7 +78,8 @@ pub struct Run<'a> {
     pub results: Results,
 }
 
-/// What an operation writes, at first a pattern, so that pages exist and what is not written shows.
+/// The outputs of an operation, filled with a pattern, so that pages exist and a byte that is not
+/// written shows.
 #[derive(PartialEq)]
 pub struct Results {
     pub row: Buffers,

@@ -23,7 +23,7 @@ use std::process::ExitCode;
 /// restored), and the multiple of the time that a copy of that matrix takes. Each operation's
 /// result is first checked against the rules on part of the input.
 ///
-/// On a GPU (--device cuda), everything lies in its memory, and repeated runs take turns among
+/// On a GPU (--device cuda), all data is in its memory, and repeated runs take turns among
 /// copies of the matrix that are four times the GPU's cache. The table shows the median
 /// microseconds of 7 batches of 20 runs, the least MB that the operation can move (the matrix once,
 /// or twice where its amax has to be found first; codes and scales once), the TB/s that this gives,
@@ -31,10 +31,10 @@ use std::process::ExitCode;
 /// on fresh random values. Matrices of a few MB measure how fast the CPU starts work, not the GPU.
 ///
 /// The column `amax` says whether the matrix's largest magnitude was given to an operation or had
-/// to be computed by it. Names mean the same on both devices, but for this: 16x16, 4over6,
+/// to be computed by it. Names mean the same on both devices, with one exception: 16x16, 4over6,
 /// stochastic and hadamard compute it on the CPU and are given it on a GPU. Operations called
 /// `amax-given` and row+hadamard-column are always given it; `quantize 1x16`, its `row-scaled` and
-/// its `both` always compute it. Of FP8 and MXFP8, codes are E4M3 unless the name says otherwise,
+/// its `both` always compute it. Codes of FP8 and MXFP8 are E4M3 unless the name says otherwise,
 /// `fp8-delayed` is given a scale and records the amax, and blocks find their own amaxes.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]

@@ -51,7 +51,7 @@ pub struct Settings {
 pub enum Source {
     Given,
     Computed,
-    /// Computed on the CPU; given on a GPU, where the goals are set so.
+    /// Computed on the CPU; given on a GPU, as its goals assume.
     GivenOnGpu,
 }
 
@@ -148,7 +148,7 @@ static OPERATIONS: [Operation; 20] = {
     ]
 };
 
-/// A direction's results on the host, at first a pattern: so that pages exist, and a byte that is
+/// A direction's results on the host, filled with a pattern, so that pages exist and a byte that is
 /// not written shows.
 pub struct Buffers {
     rows: usize,
@@ -158,7 +158,7 @@ pub struct Buffers {
     pub amax: Vec<f32>,
 }
 
-/// What fills memory that results go to.
+/// What fills memory for results.
 pub const POISON: u8 = 0xA5;
 
 impl Buffers {
@@ -173,8 +173,8 @@ impl Buffers {
         }
     }
 
-    /// The results of an implementation, a direction that is not wanted left as it was: rows,
-    /// columns. Without `given`, amaxes are computed.
+    /// The results of an implementation: rows, columns. A direction that is not wanted stays as it
+    /// was. Without `given`, amaxes are computed.
     pub fn quantize(
         implementation: Implementation,
         x: &Input<'_>,

@@ -32,19 +32,19 @@ pub struct Args {
     path: PathBuf,
     /// Show one weight, given its name or a unique part of it.
     #[arg(long)]
-    pub(crate) tensor: Option<String>,
+    tensor: Option<String>,
     /// Show one block of that weight, given its row and its index in the row.
     #[arg(long, value_name = "ROW,BLOCK", requires = "tensor", value_parser = block_at)]
-    pub(crate) block: Option<(usize, usize)>,
+    block: Option<(usize, usize)>,
     /// Format of the checkpoint, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
     /// Print one line per weight: shape, type, tensor scale and scale bytes.
     #[arg(long, short, conflicts_with = "tensor")]
-    pub(crate) verbose: bool,
+    verbose: bool,
     /// Print JSON; with --verbose, include every weight.
     #[arg(long)]
-    pub(crate) json: bool,
+    json: bool,
 }
 
 fn block_at(text: &str) -> Result<(usize, usize), String> {
@@ -77,7 +77,7 @@ fn find<'m, 'a>(model: &'m Model<'a>, name: &str) -> Result<&'m Weight<'a>> {
 }
 
 /// The only tensor with a text in its name.
-pub fn only<'n, T: Copy>(name: &str, all: impl Iterator<Item = (&'n str, T)>) -> Result<T> {
+fn only<'n, T: Copy>(name: &str, all: impl Iterator<Item = (&'n str, T)>) -> Result<T> {
     let found: Vec<(&str, T)> = all.filter(|(own, _)| own.contains(name)).collect();
     ensure!(
         found.len() < 2,
@@ -172,7 +172,7 @@ impl Report<'_, '_> {
         }
         let acts = match self.inputs {
             0 => "no activation scales (W4A16)".to_string(),
-            n => format!("{} of activations (W4A4)", counted(n, "scale")),
+            n => format!("{} (W4A4)", counted(n, "activation scale")),
         };
         writeln!(out, "nvfp4    {}, {:.3} bits per weight, {acts}", counted(self.quantized, "weight"), self.bits())?;
         print_statistics(out, &self.total, self.global_range())?;

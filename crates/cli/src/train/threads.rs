@@ -34,7 +34,7 @@ impl Threads {
         if std::env::var(VARIABLE).is_ok_and(|found| found == wanted) {
             return Ok(None);
         }
-        // As it was called: where that is Python, the file behind the name would be an interpreter
+        // As it was called: where that is Python, the file of that name would be an interpreter
         // without its packages.
         let mut words = std::env::args_os();
         let program = words.next().context("cannot find this program to start it with its threads")?;

@@ -10,7 +10,7 @@ use nvfp4_spec::Specials;
 use nvfp4_spec::fp8::{AmaxRule, Mode, ScaleVec, Scales, Scaling, Side, Tile};
 use std::ops::Range;
 
-/// What operations write, those of all sets in a row.
+/// The outputs of operations, those of all sets one after the other.
 pub struct Outputs {
     row: Direction,
     col: Direction,

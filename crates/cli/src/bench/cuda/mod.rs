@@ -57,7 +57,7 @@ pub fn run(
     if !fp8_operations.is_empty() {
         bench.fp8 = Some(fp8::Outputs::new(device, rows, cols, bench.sets)?);
     }
-    // A part in any case; everything where the CPU is quick about it.
+    // Always a part; everything where the CPU is fast enough.
     let mut checks = vec![rows.min(PART)];
     if reference != Implementation::Scalar && rows > PART {
         checks.push(rows);
@@ -74,8 +74,7 @@ pub fn run(
             bench.check_fp8(operation, rows, reference).with_context(what)?;
         }
     }
-    // Only now is anything timed, so that the GPU does not fall asleep between one operation and
-    // the next.
+    // Only now is anything timed, so that the GPU does not idle between one operation and the next.
     let copy = bench.time_copy()?;
     if !json {
         let rows = match checks[..] {

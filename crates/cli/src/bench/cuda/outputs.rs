@@ -10,7 +10,7 @@ use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{Bound, Element, GlobalScale, Rounding};
 use std::ops::Range;
 
-/// A direction's results, those of all sets in a row.
+/// A direction's results, those of all sets one after the other.
 pub struct Outputs {
     pub codes: Buffer<u8>,
     pub scales: Buffer<u8>,

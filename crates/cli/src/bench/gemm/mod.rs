@@ -19,7 +19,7 @@ use std::process::ExitCode;
 /// its own. Results are first checked on part of the outputs, NVFP4 × NVFP4 bit for bit,
 /// weight-only against its bound.
 ///
-/// On a GPU (--device cuda), everything lies in its memory, the weights in the order of its tensor
+/// On a GPU (--device cuda), all data is in its memory, the weights in the order of its tensor
 /// cores, and outputs are bf16. cuBLAS's bf16 product is timed beside ours, alone and after
 /// decoding the weights, or both sides, to bf16; `-` where cuBLAS is missing. Each is a CUDA graph
 /// of 20 calls (8 from M = 16384 on) over four sets of weights; graphs run in turns, and the table

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 /// one batch. With --groups the tokens are spread evenly over this many experts, each with weights
 /// of its own.
 ///
-/// On a GPU everything lies in its memory in bf16 and the results are bf16. Each part is timed by
+/// On a GPU all data is in its memory in bf16 and the results are bf16. Each part is timed by
 /// itself, and five whole steps one after the other, at the clock that they sustain, in CUDA graphs
 /// that run in turns. The table shows medians, of one step. cuBLAS on bf16, on the CPU the `gemm`
 /// crate on f32, is timed beside them, with every operand in the order that suits it best. `of

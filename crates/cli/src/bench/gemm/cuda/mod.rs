@@ -78,8 +78,7 @@ pub fn run(device: Device, sizes: &Sizes, format: Format) -> Result<()> {
     for (at, &m) in sizes.m.iter().enumerate() {
         bench.check(&stream, m, at % SETS)?;
     }
-    // Only now is anything timed, so that the GPU does not fall asleep between one product and the
-    // next.
+    // Only now is anything timed, so that the GPU does not idle between one product and the next.
     let mut speeds = bench.speeds(&stream)?;
     let times = sizes.m.iter().map(|&m| bench.time(&stream, m)).collect::<Result<Vec<Times>>>()?;
     for (m, cublas) in times.iter().filter_map(|times| Some((times.m, times.cublas?))) {
