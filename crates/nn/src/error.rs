@@ -1,6 +1,6 @@
 //! What can go wrong, and what to change.
 
-use crate::session::Fault;
+use crate::Fault;
 use std::path::PathBuf;
 
 /// The result of a call.

@@ -3,9 +3,8 @@
 //! Embeddings, the last norm and the head stay in high precision, as recipes for training in few bits have it; everything in between is
 //! what the recipe says.
 
-use crate::place::{Init, Parameter};
 use crate::transformer_layer::LayerConfig;
-use crate::{Error, Norm, NormKind, Place, Result, Session, TransformerLayer};
+use crate::{Error, Init, Norm, NormKind, Parameter, Place, Result, Session, TransformerLayer};
 use candle_core::{Module, Tensor};
 use nvfp4_recipe::ModulePath;
 

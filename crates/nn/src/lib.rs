@@ -16,6 +16,7 @@ mod attention;
 mod checkpoint;
 mod codes;
 mod error;
+mod fault;
 mod gpt;
 #[cfg(feature = "nn-cuda")]
 mod gpu;
@@ -28,6 +29,7 @@ mod linear;
 mod multihead_attention;
 mod norm;
 mod operand;
+mod parameter;
 mod place;
 mod projection;
 mod recompute;
@@ -40,6 +42,7 @@ pub use activation::Activation;
 pub use adamw::AdamW;
 pub use attention::{AttentionConfig, DotProductAttention, Mask};
 pub use error::{Error, Result};
+pub use fault::Fault;
 pub use gpt::{Gpt, GptConfig};
 pub use graph::graph_bytes;
 pub use grouped_linear::{GroupedLinear, Routed};
@@ -48,10 +51,11 @@ pub use layer_norm_mlp::{LayerNormMlp, MlpConfig};
 pub use linear::Linear;
 pub use multihead_attention::{MultiheadAttention, MultiheadConfig};
 pub use norm::{Norm, NormKind};
-pub use place::{Init, Parameter, Place, Storage};
+pub use parameter::{Init, Parameter};
+pub use place::{Place, Storage};
 pub use projection::Bias;
 pub use recompute::Recompute;
-pub use session::{Fault, Session, Watch};
+pub use session::{Session, Watch};
 pub use transformer_layer::{LayerConfig, TransformerLayer};
 
 /// Runs the examples of the guide to training.

@@ -1,7 +1,6 @@
 //! `(x − mean) / √(variance + ε) · w + b` over the last dimension, or without the mean: `x / √(mean of squares + ε) · w`.
 
-use crate::place::{Init, Parameter};
-use crate::{Place, Result, Session, graph, sums};
+use crate::{Init, Parameter, Place, Result, Session, graph, sums};
 use candle_core::{Module, Tensor};
 
 /// Which norm.

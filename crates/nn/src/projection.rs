@@ -1,8 +1,7 @@
 //! The three products of a linear layer, without a node of the graph: what all modules with weights are made of.
 
 use crate::operand::{Quantized, multiply, multiply_add};
-use crate::place::{Init, Parameter};
-use crate::{Error, Place, Result, Session, sums};
+use crate::{Error, Init, Parameter, Place, Result, Session, sums};
 use candle_core::{D, Module as _, Tensor};
 use nvfp4::{Directions, Generator, Side};
 use nvfp4_recipe::{KeepInput, LinearSlot, Module, ModulePath, QuantSpec, Saved, Site, Slot};

@@ -1,8 +1,7 @@
 //! Gradients of a step: those of all its micro-batches, added up.
 
 use super::Session;
-use crate::place::Parameter;
-use crate::{Error, Result};
+use crate::{Error, Parameter, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use nvfp4_recipe::ModulePath;
@@ -34,7 +33,7 @@ impl Session {
         let mut state = self.state();
         state.gradients.clear();
         state.weights.values_mut().for_each(|weight| weight.forget_note());
-        state.forget_amaxes();
+        state.forget_amaxes()?;
         drop(state);
         self.begin_looking(None)
     }

@@ -11,12 +11,11 @@ mod quantize;
 mod watch;
 mod weights;
 
-pub use watch::{Fault, Watch};
+pub use watch::Watch;
 
 use crate::operand::Quantized;
-use crate::place::{Parameter, Place};
-use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var};
+use crate::{Error, Fault, Parameter, Result};
+use candle_core::{Tensor, Var};
 use nvfp4::Generator;
 use nvfp4_recipe::{
     Capabilities, Edge, Model, Module, ModulePath, Pass, Plan, Recipe, Scales, SingleProcess, Site, States,
@@ -116,11 +115,6 @@ impl Session {
             amaxes: None,
             kept: BTreeMap::new(),
         })))
-    }
-
-    /// Where the outermost modules stand; parameters have this type.
-    pub fn place(&self, dtype: DType, device: &Device) -> Place {
-        Place::root(self.clone(), dtype, device.clone())
     }
 
     /// The modules made so far, as plans see them.
@@ -230,7 +224,7 @@ impl Session {
     pub(crate) fn resume(&self, step: u64, seed: u64, generator: Generator, states: States) -> Result<()> {
         let mut state = self.state();
         (state.step, state.seed, state.generator) = (step, seed, generator);
-        state.forget_amaxes();
+        state.forget_amaxes()?;
         state.scales = Some(Arc::new(states.scales()));
         state.states = Some(states);
         state.gradients.clear();

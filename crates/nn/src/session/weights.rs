@@ -3,8 +3,7 @@
 use super::quantize::Seen;
 use super::{Phase, Session};
 use crate::operand::Quantized;
-use crate::place::Parameter;
-use crate::{Error, Result};
+use crate::{Error, Parameter, Result};
 use nvfp4::QuantTensor;
 use nvfp4_recipe::Site;
 use std::collections::BTreeMap;
