@@ -3,7 +3,7 @@
 use crate::error::OrRaise;
 use crate::words::{self, REDUCTIONS};
 #[cfg(not(feature = "cuda"))]
-use crate::{device::Place, dlpack::Tensor};
+use crate::{dlpack::Tensor, place::Place};
 use nvfp4_recipe::{self as recipe, AmaxRule, AmaxRules, Format, QuantSpec};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

@@ -2,6 +2,7 @@
 
 use crate::error::OrRaise;
 use nvfp4::Randomness;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
@@ -66,4 +67,10 @@ impl Generator {
         let (seed, _, offset, _) = self.state();
         format!("Generator(seed={seed}, next offset {offset})")
     }
+}
+
+/// An offset: a number, or an array of one.
+pub fn offset(offset: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let item = if offset.hasattr("item")? { offset.call_method0("item")? } else { offset.clone() };
+    item.extract().map_err(|_| PyTypeError::new_err("expected an offset from 0 to 2**64 - 1"))
 }

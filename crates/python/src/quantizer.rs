@@ -4,9 +4,10 @@ use crate::array::{Array, floats};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::delayed;
-use crate::device::{Held, Place};
 use crate::error::OrRaise;
-use crate::generator::Generator;
+use crate::generator::{Generator, offset};
+use crate::held::Held;
+use crate::place::Place;
 use crate::tensor::QuantTensor;
 use crate::threads;
 use crate::words::{
@@ -158,12 +159,6 @@ fn randomness<'py>(
         (None, Some(_), None) => Err(PyValueError::new_err("`offset` without `seed`: give both, or a `generator`")),
         (_, _, Some(_)) => Err(PyValueError::new_err("give `seed` and `offset`, or a `generator`, not both")),
     }
-}
-
-/// An offset: a number, or an array of one.
-pub fn offset(offset: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let item = if offset.hasattr("item")? { offset.call_method0("item")? } else { offset.clone() };
-    item.extract().map_err(|_| PyTypeError::new_err("expected an offset from 0 to 2**64 - 1"))
 }
 
 #[pymethods]

@@ -1,10 +1,11 @@
 //! Quantized tensors and their directions.
 
-use crate::array::Framework;
-use crate::device::Held;
+use crate::array::{Array, Framework};
 use crate::error::OrRaise;
-use crate::matmul::matmul;
-use crate::parts::{self, Part};
+use crate::held::Held;
+use crate::matmul::{Operand, matmul};
+use crate::part::{self, Part};
+use crate::parts;
 use crate::threads;
 use crate::words::{self, DIRECTIONS, LAYOUTS, SIDES, choose};
 use nvfp4::{Layout, Precision, Side, Unit};
@@ -63,15 +64,6 @@ impl Direction {
         self.held.size(self.side).expect("made for a direction that is there")
     }
 
-    /// As it is on a GPU.
-    #[cfg(feature = "cuda")]
-    pub fn on_gpu(&self) -> PyResult<&nvfp4::cuda::Direction> {
-        match &self.held {
-            Held::Host(_) => Err(pyo3::exceptions::PyValueError::new_err("expected a tensor on a GPU")),
-            Held::Cuda(held) => held.tensor.direction(self.side).or_raise(),
-        }
-    }
-
     fn twin(&self) -> PyResult<Cow<'_, nvfp4::Direction>> {
         self.held.twin(self.side)
     }
@@ -79,6 +71,26 @@ impl Direction {
     /// A part as callers may have it: it cannot be used to change the tensor.
     fn array<'py>(&self, py: Python<'py>, part: Part) -> PyResult<Bound<'py, PyAny>> {
         self.framework.unchangeable(self.framework.array(py, self.held.lend(self.side, part)?)?)
+    }
+}
+
+/// A direction, the row direction of a quantized tensor, or an array.
+impl<'py> FromPyObject<'_, 'py> for Operand {
+    type Error = PyErr;
+
+    fn extract(x: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let direction = |direction: &Direction| Operand::Quantized {
+            held: direction.held.clone(),
+            side: direction.side,
+            framework: direction.framework,
+        };
+        if let Ok(x) = x.cast::<Direction>() {
+            return Ok(direction(x.get()));
+        }
+        if let Ok(x) = x.cast::<QuantTensor>() {
+            return Ok(direction(&x.get().side(Side::Row)?));
+        }
+        Ok(Operand::Plain(Array::of(&x)?))
     }
 }
 
@@ -327,7 +339,7 @@ impl Direction {
             Layout::Linear => {
                 let nvfp4 = self.held.host()?.nvfp4(self.side).or_raise()?;
                 let swizzled = threads::run(py, || nvfp4.clone().with_layout(Layout::Swizzled))?.or_raise()?;
-                let shape = parts::scale_shape(Layout::Swizzled, nvfp4.rows(), nvfp4.cols());
+                let shape = part::scale_shape(Layout::Swizzled, nvfp4.rows(), nvfp4.cols());
                 self.framework.bytes(py, swizzled.scales().to_vec(), &shape)
             }
         }

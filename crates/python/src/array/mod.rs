@@ -1,8 +1,14 @@
 //! Arrays of numpy and torch, in and out.
 
-use crate::device::Place;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+#[cfg(feature = "cuda")]
+pub use cuda::check_torch;
+
 use crate::dlpack::{DataType, Lent, Tensor};
 use crate::error::OrRaise;
+use crate::place::Place;
 use crate::words;
 use half::{bf16, f16};
 use nvfp4::{Elements, Precision, TensorRef, Values};
@@ -115,28 +121,10 @@ impl Array {
         let array = Array { tensor, precision, place, framework };
         match (place, array.values()) {
             #[cfg(feature = "cuda")]
-            (Place::Cuda(_), _) => crate::cuda::with_rows(x, array),
+            (Place::Cuda(_), _) => array.with_rows(x),
             (Place::Host, Some(_)) => Ok(array),
             (Place::Host, None) => Ok(Array { tensor: borrow(&copied(x, framework)?, framework)?.0, ..array }),
         }
-    }
-
-    /// The type of the elements.
-    #[cfg(feature = "cuda")]
-    pub fn precision(&self) -> Precision {
-        self.precision
-    }
-
-    /// The same numbers in other memory.
-    #[cfg(feature = "cuda")]
-    pub fn over(self, tensor: Tensor) -> Array {
-        Array { tensor, ..self }
-    }
-
-    /// As it was lent.
-    #[cfg(feature = "cuda")]
-    pub fn tensor(&self) -> &Tensor {
-        &self.tensor
     }
 
     /// Its shape.
