@@ -25,6 +25,7 @@ use nvfp4_recipe::{self as recipe, AttentionPrecision, AttentionSlot, ModulePath
 
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Mask {
     /// Its own and earlier ones.
     #[default]

@@ -5,6 +5,7 @@ use candle_core::{Module, Tensor};
 
 /// Which norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum NormKind {
     /// LayerNorm, with weight and bias.
     #[default]

@@ -16,6 +16,7 @@ pub struct Parameter {
 /// What a parameter is before the first step. Random values follow from the session's seed, the parameter's name and the position, and
 /// from nothing else: not from the order in which modules are made, nor from the machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Init {
     /// The same number everywhere.
     Constant(f64),

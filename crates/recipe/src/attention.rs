@@ -46,6 +46,7 @@ impl fmt::Display for AttentionMode {
 
 /// Why the formats of attention's tensors make no mode.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AttentionConflict {
     /// Attention does not read the formats of these slots.
     Formats(Vec<AttentionSlot>),

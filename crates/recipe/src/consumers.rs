@@ -8,6 +8,7 @@ use std::fmt;
 
 /// A use of a quantized tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Use {
     /// Decoding.
     Dequantize,

@@ -33,6 +33,9 @@ use nvfp4_spec::fp8::Tile as Fp8Tile;
 use nvfp4_spec::hadamard::Signs;
 
 /// A format: what the numbers of one direction are stored as, and by which rule they are made.
+///
+/// Exhaustive on purpose: consumers match on the format without a default arm, so a new one does not
+/// compile until each of them handles it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     /// Not quantized.
@@ -107,7 +110,9 @@ impl Format {
     }
 }
 
-/// Formats that differ in details which a product does not mind.
+/// Formats that differ only in details that do not matter to a product.
+///
+/// Exhaustive on purpose, as [`Format`] is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Family {
     /// Not quantized.

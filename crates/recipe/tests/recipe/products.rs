@@ -44,6 +44,7 @@ fn letter(result: Result<Arithmetic, Conflict>) -> &'static str {
         Ok(Arithmetic::Quantized) => "q",
         Err(Conflict::Formats) => "F",
         Err(Conflict::Rotation { .. }) => "R",
+        Err(_) => "?",
     }
 }
 
