@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// A factory of specs: a preset, a rule file or a function. Recipes are values: changing one makes another.
 ///
 /// ```
-/// use nvfp4_recipe::{Recipe, Slot};
+/// use nvfp4_recipe::{Capabilities, LinearSlot, Model, Module, Plan, Recipe, Site, Slot};
 ///
 /// // Dispatch by the kind of module, then delegate.
 /// let (attention, rest): (Recipe, Recipe) = ("mxfp8+attention".parse()?, "nvfp4".parse()?);
@@ -26,6 +26,10 @@ use std::sync::Arc;
 ///     Slot::Attention(_) => attention.spec(role),
 ///     _ => rest.spec(role),
 /// });
+/// let mut model = Model::new();
+/// model.add(Module::linear("fc"));
+/// let plan = Plan::build(&model, &recipe, &Capabilities::software())?;
+/// assert_eq!(plan.spec(&Site::new("fc", LinearSlot::Weight)).unwrap().to_string(), "nvfp4(16x16)");
 /// # Ok::<(), nvfp4_recipe::Error>(())
 /// ```
 #[derive(Clone)]
