@@ -83,11 +83,14 @@ impl<M: MemorySpace> QuantTensor<M> {
     }
 
     /// The row direction, if the tensor holds it.
+    #[doc(alias = "rowwise")]
     pub fn row(&self) -> Option<&Direction<M>> {
         self.row.as_ref()
     }
 
     /// The column direction, if the tensor holds it: the quantized transposed matrix.
+    #[doc(alias = "column")]
+    #[doc(alias = "columnwise")]
     pub fn col(&self) -> Option<&Direction<M>> {
         self.col.as_ref()
     }

@@ -64,11 +64,7 @@ pub struct Found {
 
 impl fmt::Display for Found {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let side = match self.side {
-            Side::Row => "row",
-            Side::Column => "col",
-        };
-        write!(f, "{}.{side} is {}", self.slot, self.spec.format(self.side))
+        write!(f, "{}.{} is {}", self.slot, self.side, self.spec.format(self.side))
     }
 }
 
