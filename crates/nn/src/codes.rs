@@ -1,4 +1,5 @@
-//! Codes of a tensor, where the tensor lies: the one place that knows how many kinds of devices there are.
+//! Codes of a tensor, where the tensor lies: the one place that knows how many kinds of devices
+//! there are.
 
 use crate::{Result, values};
 use candle_core::{DType, Tensor};

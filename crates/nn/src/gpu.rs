@@ -21,8 +21,8 @@ pub(crate) struct Codes {
     home: Home,
 }
 
-/// candle's device, and the engine on its stream. Nothing is shared between calls: each host thread has a stream of its own under one
-/// handle.
+/// candle's device, and the engine on its stream. Nothing is shared between calls: each host thread
+/// has a stream of its own under one handle.
 #[derive(Clone, Debug)]
 struct Home {
     device: CudaDevice,
@@ -85,7 +85,8 @@ pub(crate) struct Amax {
     memory: Arc<nvfp4::cuda::Memory>,
 }
 
-/// Answers that stay on the GPU until they are asked for: waiting for each would leave the GPU idle.
+/// Answers that stay on the GPU until they are asked for: waiting for each would leave the GPU
+/// idle.
 pub(crate) struct Answers<N: Plain, T> {
     home: Home,
     /// Bytes of 0xFF where there is no answer yet.
@@ -160,8 +161,8 @@ impl<T> Looks<T> {
         Ok(())
     }
 
-    /// Waits, if there were looks, and forgets them: what the first tensor that is not finite is, and the index and
-    /// value of its first such number.
+    /// Waits, if there were looks, and forgets them: what the first tensor that is not finite is,
+    /// and the index and value of its first such number.
     pub fn first_not_finite(&mut self) -> Result<Option<(T, usize, f32)>> {
         Ok(self.settle()?.into_iter().find_map(|(about, found)| {
             let (index, value) = finite::decode(found)?;
@@ -185,7 +186,8 @@ impl<T> Amaxes<T> {
     }
 }
 
-/// Quantizes a matrix: its codes, and the amaxes of the row and the column direction, where they are delayed.
+/// Quantizes a matrix: its codes, and the amaxes of the row and the column direction, where they
+/// are delayed.
 pub(crate) fn quantize(
     quantizer: &Quantizer,
     x: &Tensor,

@@ -1,12 +1,15 @@
-//! Transformer modules that train in NVFP4, on candle: its tensors, autograd, losses and optimizers.
+//! Transformer modules that train in NVFP4, on candle: its tensors, autograd, losses and
+//! optimizers.
 //!
-//! A [`Session`] is a training run. Modules are made at a [`Place`] of it, a recipe then says which of their tensors are quantized how
-//! ([`Session::apply`]), and every module is a [`candle_core::Module`]. See [`Session`] for a whole loop, and `docs/training.md`.
+//! A [`Session`] is a training run. Modules are made at a [`Place`] of it. A recipe then says how
+//! each of their tensors is quantized ([`Session::apply`]). Every module is a
+//! [`candle_core::Module`]. See [`Session`] for a whole loop, and `docs/training.md`.
 //!
-//! A module whose tensors the plan leaves alone is candle's own graph, bit for bit. Any other is one node of that graph, which keeps
-//! the codes that its backward pass reads.
+//! A module whose tensors the plan leaves alone is candle's own graph, bit for bit. Any other is
+//! one node of that graph, which keeps the codes that its backward pass reads.
 //!
-//! Reading order: `linear.rs`, `projection.rs`, `operand.rs`, `session/mod.rs`, then the other modules.
+//! Reading order: `linear.rs`, `projection.rs`, `operand.rs`, `session/mod.rs`, then the other
+//! modules.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,5 @@
-//! `(x − mean) / √(variance + ε) · w + b` over the last dimension, or without the mean: `x / √(mean of squares + ε) · w`.
+//! `(x − mean) / √(variance + ε) · w + b` over the last dimension, or without the mean: `x / √(mean
+//! of squares + ε) · w`.
 
 use crate::{Init, Parameter, Place, Result, Session, graph, sums};
 use candle_core::{Module, Tensor};

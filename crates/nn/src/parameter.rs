@@ -13,16 +13,18 @@ pub struct Parameter {
     pub var: Var,
 }
 
-/// What a parameter is before the first step. Random values follow from the session's seed, the parameter's name and the position, and
-/// from nothing else: not from the order in which modules are made, nor from the machine.
+/// What a parameter is before the first step. Random values follow from the session's seed, the
+/// parameter's name and the position, and from nothing else: not from the order in which modules
+/// are made, nor from the machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Init {
     /// The same number everywhere.
     Constant(f64),
-    /// Evenly between −a and a.
+    /// Uniform between −a and a.
     Uniform(f64),
-    /// Normally around 0, with this standard deviation: sums of twelve uniform numbers, so never beyond six of them.
+    /// Normal around 0, with this standard deviation: a sum of twelve uniform numbers, so never
+    /// beyond six deviations.
     Normal(f64),
 }
 

@@ -4,7 +4,8 @@ use crate::{Error, Init, Parameter, Result, Session};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use nvfp4_recipe::{Edge, Module, ModulePath, Site};
 
-/// Where a module stands in a model. Made by [`Session::place`]; each module gets a [`Place::child`].
+/// Where a module stands in a model. Made by [`Session::place`]; each module gets a
+/// [`Place::child`].
 #[derive(Clone, Debug)]
 pub struct Place {
     session: Session,
@@ -21,13 +22,13 @@ pub enum Storage {
     /// As masters in high precision; codes are made when a step first reads them, and go with it.
     #[default]
     Masters,
-    /// As codes too, which are always there: made with the plan and at the end of each step, and exchanged with files by
-    /// [`Session::stored_weights`] and [`Session::load_weights`].
+    /// As codes too, which are always there: made with the plan and at the end of each step, and
+    /// exchanged with files by [`Session::stored_weights`] and [`Session::load_weights`].
     MastersAndCodes,
 }
 
 impl Session {
-    /// Where the outermost modules stand; parameters have this type.
+    /// The place of the outermost modules; parameters have this type.
     pub fn place(&self, dtype: DType, device: &Device) -> Place {
         let (session, path, device) = (self.clone(), ModulePath::from(""), device.clone());
         Place { session, path, dtype, device, weights: None, storage: Storage::Masters }
@@ -40,7 +41,8 @@ impl Place {
         Place { path: self.path.child(name), ..self.clone() }
     }
 
-    /// The same place, where weights of linear layers begin like this; the default is evenly within ±1/√(inputs).
+    /// The same place, where weights of linear layers begin like this; the default is uniform
+    /// within ±1/√(inputs).
     pub fn with_weights(&self, init: Init) -> Self {
         Place { weights: Some(init), ..self.clone() }
     }

@@ -1,5 +1,5 @@
-//! Tensors on the CPU: candle's storage as borrowed slices, results as tensors again. `gpu.rs` is its twin; all else in this crate handles
-//! tensors and codes as wholes.
+//! Tensors on the CPU: candle's storage as borrowed slices, results as tensors again. `gpu.rs` is
+//! its twin; all else in this crate handles tensors and codes as wholes.
 
 use crate::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor};

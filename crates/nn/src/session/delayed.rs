@@ -1,5 +1,5 @@
-//! What delayed scaling is told. Amaxes of the CPU's tensors are recorded at once; those of a GPU's stay
-//! there until somebody asks for the state, so that no tensor makes the host wait.
+//! What delayed scaling is told. Amaxes of the CPU's tensors are recorded at once; those of a GPU's
+//! stay there until somebody asks for the state, so that no tensor makes the host wait.
 
 use super::State;
 use crate::Result;

@@ -30,8 +30,9 @@ impl Session {
         Ok(state.fault.clone())
     }
 
-    /// Looks anew, with a fault that is known already. What was cached of weights beside another fault goes: it may be a weight's, which is
-    /// looked at when its codes are made.
+    /// Begins to look again, with a fault that is known already. Cached codes of weights go if
+    /// there was another fault: it may be a weight's, and weights are looked at when their codes
+    /// are made.
     pub(super) fn begin_looking(&self, known: Option<Fault>) -> Result<()> {
         let mut state = self.state();
         state.settle()?;
