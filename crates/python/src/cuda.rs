@@ -28,8 +28,8 @@ pub struct Held {
     pub id: i32,
 }
 
-/// torch's memory, for the stream that it works on. What asks for it holds the interpreter's lock already: work is queued and not waited
-/// for, so the lock is not given away in between.
+/// torch's memory, for the stream that it works on. What asks for it holds the interpreter's lock
+/// already: work is queued and not waited for, so the lock is not given away in between.
 struct Torch {
     id: i32,
     exchange: Exchange,
@@ -37,7 +37,7 @@ struct Torch {
 
 impl Allocator for Torch {
     fn bytes(&self, _: &Stream, len: usize) -> Result<Memory, nvfp4_kernels::cuda::Error> {
-        // Of nothing torch has no address.
+        // torch has no address for 0 bytes.
         let device = Device { kind: 2, id: self.id };
         let tensor = Python::attach(|py| self.exchange.allocate(py, device, DataType::U8, len.max(1)));
         let failed = |reason: String| nvfp4_kernels::cuda::Error::Allocator { bytes: len, reason };
@@ -60,7 +60,8 @@ fn too_old() -> PyErr {
     PyRuntimeError::new_err("tensors on GPUs need torch 2.10 or newer, which lends its memory and its stream")
 }
 
-/// What works on the stream that torch works on now, with torch's memory. For one call: the next may be on another stream.
+/// What works on the stream that torch works on now, with torch's memory. For one call: the next
+/// may be on another stream.
 fn gpu(py: Python<'_>, id: i32) -> PyResult<Gpu> {
     static OPENED_BY: OnceLock<u32> = OnceLock::new();
     if *OPENED_BY.get_or_init(process::id) != process::id() {
@@ -149,8 +150,9 @@ pub fn quantize<'py>(
     Ok((held, [seen(row_amax)?, seen(col_amax)?]))
 }
 
-/// Looks for NaN and infinities in an array: the first is left in `found`, one int64 on the same GPU that held -1, as four times its index
-/// plus 0 for infinity, 1 for its negative, 2 for NaN. Does not wait.
+/// Looks for NaN and infinities in an array: the first is left in `found`, one int64 on the same
+/// GPU that held -1, as four times its index plus 0 for infinity, 1 for its negative, 2 for NaN.
+/// Does not wait.
 pub fn watch(x: &Bound<'_, PyAny>, array: &Array, id: i32, found: &Bound<'_, PyAny>) -> PyResult<()> {
     let wrong = || PyTypeError::new_err(format!("watch: expected a tensor of one int64 on cuda:{id}"));
     check_torch(found)?;

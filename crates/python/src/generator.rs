@@ -27,7 +27,8 @@ impl Generator {
         Generator(Mutex::new(nvfp4::Generator::new(seed)))
     }
 
-    /// The seed and the offset of one quantization: `quantize(x, rounding="stochastic", seed=seed, offset=offset)`.
+    /// The seed and the offset of one quantization: `quantize(x, rounding="stochastic", seed=seed,
+    /// offset=offset)`.
     pub fn draw(&self) -> PyResult<(u64, u64)> {
         match self.with(nvfp4::Generator::draw).or_raise()? {
             Randomness::At { seed, offset } => Ok((seed, offset)),

@@ -1,4 +1,5 @@
-//! A quantized tensor, wherever it lies: the one place that chooses between the code for the CPU and the code for GPUs.
+//! A quantized tensor, wherever it lies: the one place that chooses between the code for the CPU
+//! and the code for GPUs.
 
 use crate::array::Framework;
 #[cfg(feature = "cuda")]

@@ -1,9 +1,10 @@
-//! NVFP4 in Python. The module `nvfp4._nvfp4`, which the package `nvfp4` presents: parse, call, convert.
+//! NVFP4 in Python. The module `nvfp4._nvfp4`, which the package `nvfp4` presents: parse, call,
+//! convert.
 //!
-//! Read in this order: `dlpack` (memory of other libraries), `place` (where it lies), `array` (arrays
-//! in and out), `part` (the arrays of a quantized tensor), `cuda`, `held` (a quantized tensor wherever
-//! it lies), `matmul`, `tensor`, `quantizer`; then `recipe`, `plan`, `delayed`, `convert`, `verify` and
-//! `command`. The words of settings are in `words`.
+//! Read in this order: `dlpack` (memory of other libraries), `place` (where it lies), `array`
+//! (arrays in and out), `part` (the arrays of a quantized tensor), `cuda`, `held` (a quantized
+//! tensor wherever it lies), `matmul`, `tensor`, `quantizer`; then `recipe`, `plan`, `delayed`,
+//! `convert`, `verify` and `command`. The words of settings are in `words`.
 
 #![deny(unsafe_code)]
 

@@ -46,9 +46,11 @@ impl Operand {
 
 /// alpha · a · bᵀ + bias + beta · c, where a is [M, K] and b is [N, K].
 ///
-/// `a` is a quantized tensor (its row direction), a direction of one, or an array; `b` is quantized. The three products of a linear layer
-/// are `matmul(x, w)`, `matmul(dy, w.column)` and `matmul(dy.column, x.column)`. NVFP4 × NVFP4 on a CPU is rounded once per output; other
-/// products are summed in float32. A result is [M, N], or the shape of `a` but for the last dimension if `a` is an array.
+/// `a` is a quantized tensor (its row direction), a direction of one, or an array; `b` is
+/// quantized. The three products of a linear layer are `matmul(x, w)`, `matmul(dy, w.column)` and
+/// `matmul(dy.column, x.column)`. NVFP4 × NVFP4 on a CPU is rounded once per output; other products
+/// are summed in float32. A result is [M, N], or the shape of `a` but for the last dimension if `a`
+/// is an array.
 #[pyfunction]
 #[pyo3(signature = (a, b, *, bias=None, alpha=1.0, c=None, beta=1.0, dtype=None))]
 #[allow(clippy::too_many_arguments)] // each is an option with a name

@@ -71,7 +71,8 @@ pub fn shape(like: &Direction, part: Part, (rows, cols): (usize, usize)) -> Opti
     }
 }
 
-/// Scale bytes as a matrix: a row of blocks for each row, in whole tiles of 128 × 4 where they are swizzled.
+/// Scale bytes as a matrix: a row of blocks for each row, in whole tiles of 128 × 4 where they are
+/// swizzled.
 pub fn scale_shape(layout: Layout, rows: usize, cols: usize) -> [usize; 2] {
     let blocks = cols.div_ceil(BLOCK);
     match layout {

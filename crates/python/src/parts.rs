@@ -20,7 +20,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
-/// A tensor without elements, quantized so: it has everything of a spec but the bytes.
+/// A tensor without elements, quantized by a spec: it has everything but the bytes.
 fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> PyResult<QuantTensor> {
     let values = match precision {
         Precision::F32 => Values::F32(&[]),
@@ -61,7 +61,8 @@ fn shares(tensor: &QuantTensor) -> bool {
 
 type Arrays = Vec<(&'static str, Vec<usize>)>;
 
-/// The arrays that quantizing a tensor gives, as (dtype, shape), for the row direction and for the column direction.
+/// The arrays that quantizing a tensor gives, as (dtype, shape), for the row direction and for the
+/// column direction.
 #[pyfunction]
 pub fn layout(spec: &str, directions: &str, shape: Vec<usize>, dtype: &Bound<'_, PyAny>) -> PyResult<(Arrays, Arrays)> {
     let spec: QuantSpec = spec.parse().or_raise()?;
@@ -134,7 +135,8 @@ pub fn put_together(
 /// Where an array lies.
 #[cfg(feature = "cuda")]
 fn place(x: &Bound<'_, PyAny>) -> PyResult<Place> {
-    // Not every library lends elements of a byte or less under their own type, and their device is all that is asked for.
+    // Not every library lends elements of a byte or less under their own type, and their device is
+    // all that is asked for.
     match x.getattr("device").and_then(|device| device.getattr("type")?.extract::<String>()) {
         Ok(kind) if kind == "cuda" => Ok(Place::Cuda(x.getattr("device")?.getattr("index")?.extract()?)),
         _ => Ok(Place::Host),

@@ -7,7 +7,8 @@ use nvfp4::cuda::{Input, Values};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-/// An error for arrays of other libraries than torch: their work is queued on streams that ours does not wait for.
+/// An error for arrays of other libraries than torch: their work is queued on streams that ours
+/// does not wait for.
 pub fn check_torch(x: &Bound<'_, PyAny>) -> PyResult<()> {
     match Framework::of(x)? {
         Framework::Torch => Ok(()),
