@@ -145,5 +145,5 @@ def test_workers_quantize_with_the_scale_of_the_whole_batch(tmp_path):
 
 
 def test_workers_that_are_not_there_yet():
-    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group before"):
+    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group first"):
         nvfp4.torch.reduce_amaxes(nvfp4.torch.Linear(64, 48))

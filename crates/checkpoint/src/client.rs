@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 /// The program that will load a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Client {
     /// vLLM.
     #[default]

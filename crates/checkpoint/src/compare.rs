@@ -93,6 +93,8 @@ pub fn compare(first: &Model<'_>, second: &Model<'_>, threads: usize) -> Result<
 }
 
 /// How two checkpoints differ in bytes.
+///
+/// Exhaustive on purpose: a program that shows differences has words for each of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Difference {
     /// Only the first has the tensor.

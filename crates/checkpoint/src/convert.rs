@@ -42,6 +42,29 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 /// Whatever is wrong with the source, the settings or the disk is an error before anything is
 /// written. The result is read back before it gets its name. The summary has what [`verify`] finds
 /// in it.
+///
+/// ```
+/// use nvfp4_checkpoint::{Outcome, Settings, convert};
+/// use std::sync::atomic::AtomicBool;
+///
+/// # use safetensors::{Dtype, tensor::TensorView};
+/// # let folder = std::env::temp_dir().join(format!("nvfp4-convert-{}", std::process::id()));
+/// # let (source, target) = (folder.join("model"), folder.join("model-NVFP4"));
+/// # std::fs::create_dir_all(&source).unwrap();
+/// # let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}"#;
+/// # std::fs::write(source.join("config.json"), config).unwrap();
+/// # let bytes = [0x80, 0x3F].repeat(32 * 64); // 1.0 in BF16
+/// # let weight = TensorView::new(Dtype::BF16, vec![32, 64], &bytes).unwrap();
+/// # let file = source.join("model.safetensors");
+/// # safetensors::serialize_to_file([("model.layers.0.mlp.down_proj.weight", weight)], None, &file).unwrap();
+/// // `source` is a folder with one BF16 weight of 32 × 64, `target` is not there yet.
+/// let stop = AtomicBool::new(false);
+/// let summary = convert(&source, &target, &Settings::default(), &(), &stop)?;
+/// assert_eq!((summary.outcome, summary.quantized.len()), (Outcome::Written, 1));
+/// assert_eq!(summary.quantized[0].measure.largest, 0.0); // all ones: nothing is lost
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// # Ok::<(), nvfp4_checkpoint::Error>(())
+/// ```
 pub fn convert(
     source: &Path,
     target: &Path,

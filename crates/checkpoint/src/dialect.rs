@@ -122,6 +122,28 @@ impl<'a> Model<'a> {
 }
 
 /// Detects the dialect of a checkpoint: by its marks, never by likelihood.
+///
+/// ```
+/// use nvfp4_checkpoint::{Checkpoint, Dialect, Model, detect};
+///
+/// # use safetensors::{Dtype, tensor::TensorView};
+/// # let folder = std::env::temp_dir().join(format!("nvfp4-detect-{}", std::process::id()));
+/// # let source = folder.join("model");
+/// # std::fs::create_dir_all(&source).unwrap();
+/// # let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}"#;
+/// # std::fs::write(source.join("config.json"), config).unwrap();
+/// # let bytes = [0x80, 0x3F].repeat(32 * 64); // 1.0 in BF16
+/// # let weight = TensorView::new(Dtype::BF16, vec![32, 64], &bytes).unwrap();
+/// # let file = source.join("model.safetensors");
+/// # safetensors::serialize_to_file([("model.layers.0.mlp.down_proj.weight", weight)], None, &file).unwrap();
+/// // `source` is a folder with one BF16 weight of 32 × 64.
+/// let checkpoint = Checkpoint::open(&source)?;
+/// assert_eq!(detect(&checkpoint)?, Dialect::Plain);
+/// let weights = Model::new(&checkpoint)?.weights;
+/// assert_eq!((weights[0].module.as_str(), weights[0].rows), ("model.layers.0.mlp.down_proj", 32));
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// # Ok::<(), nvfp4_checkpoint::Error>(())
+/// ```
 pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
     let has = |suffix: &str| checkpoint.tensors().any(|t| t.info.name.ends_with(suffix));
     let config = checkpoint.config().and_then(|c| c.get("quantization_config")).filter(|c| !c.is_null());

@@ -101,6 +101,7 @@ impl<'n> KvScale<'n> {
 
 /// Which part of a model is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Preset {
     /// Every weight that the defaults allow.
     #[default]

@@ -68,6 +68,8 @@ pub struct Selection {
 }
 
 /// What happens to a weight.
+///
+/// Exhaustive on purpose: a program that shows a plan has words for each of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Quantized to NVFP4.

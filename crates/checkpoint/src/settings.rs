@@ -19,6 +19,7 @@ use std::path::PathBuf;
 
 /// How block scales are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum ScaleChoice {
     /// The largest magnitude of a block maps to 6.
     #[default]
@@ -31,6 +32,7 @@ pub enum ScaleChoice {
 
 /// The activation scales.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub enum Acts {
     /// None are written: weights only. An NVFP4 source keeps the ones that it has.
     #[default]
@@ -43,6 +45,7 @@ pub enum Acts {
 
 /// How a server keeps keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum KvCache {
     /// The server decides. An NVFP4 source that says FP8 keeps saying so.
     #[default]

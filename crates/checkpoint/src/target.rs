@@ -77,6 +77,7 @@ impl fmt::Display for Target {
 
 /// Whether a checkpoint says how activations are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Activations {
     #[default]
     /// It does not: weights only (W4A16).

@@ -14,6 +14,27 @@ use crate::Result;
 use std::collections::BTreeMap;
 
 /// Checks a checkpoint for a program. An empty list means that nothing was found.
+///
+/// ```
+/// use nvfp4_checkpoint::{Checkpoint, Client, Model, verify};
+///
+/// # use safetensors::{Dtype, tensor::TensorView};
+/// # let folder = std::env::temp_dir().join(format!("nvfp4-verify-{}", std::process::id()));
+/// # let source = folder.join("model");
+/// # std::fs::create_dir_all(&source).unwrap();
+/// # let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}"#;
+/// # std::fs::write(source.join("config.json"), config).unwrap();
+/// # let bytes = [0x80, 0x3F].repeat(32 * 64); // 1.0 in BF16
+/// # let weight = TensorView::new(Dtype::BF16, vec![32, 64], &bytes).unwrap();
+/// # let file = source.join("model.safetensors");
+/// # safetensors::serialize_to_file([("model.layers.0.mlp.down_proj.weight", weight)], None, &file).unwrap();
+/// // `source` is a folder with one BF16 weight.
+/// let checkpoint = Checkpoint::open(&source)?;
+/// let findings = verify(&Model::new(&checkpoint)?, Client::Vllm, 1)?;
+/// assert!(findings[0].text.ends_with("not NVFP4; convert it first"));
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// # Ok::<(), nvfp4_checkpoint::Error>(())
+/// ```
 pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<Finding>> {
     let mut report = Report::default();
     if !model.dialect.is_nvfp4() {

@@ -11,6 +11,16 @@ use std::str::FromStr;
 
 /// A way to compute. All of them give the same bits, except products with a plain or FP8 operand
 /// and all products on a GPU: those are within a bound.
+///
+/// ```
+/// use nvfp4_kernels::Implementation;
+///
+/// assert_eq!("scalar".parse(), Ok(Implementation::Scalar));
+/// // The simplest comes first, and the best is among them.
+/// let all = Implementation::available();
+/// assert_eq!(all[0], Implementation::Scalar);
+/// assert!(all.contains(&Implementation::best()));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Implementation {

@@ -3,8 +3,10 @@
 use crate::{Result, graph};
 use candle_core::{D, Module, Tensor};
 
-/// An activation. Gated ones take twice as many features as they give: `f(first half) · second half`.
+/// An activation. Gated ones take twice as many features as they give: `f(first half) · second
+/// half`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Activation {
     /// GELU, by its approximation with tanh.
     #[default]

@@ -1,4 +1,5 @@
-//! AdamW with moments that can be saved. candle's own has the same arithmetic, but keeps its moments to itself.
+//! AdamW with moments that can be saved. candle's own has the same arithmetic, but does not show
+//! its moments.
 
 use candle_core::backprop::GradStore;
 use candle_core::{Result, Var};

@@ -1,7 +1,7 @@
 //! `P = softmax(Q·Kᵀ/√d + mask)`, `O = P·V`, for each head.
 //!
-//! Q, K and V come packed, [batch, sequence, (heads + 2·groups)·d]: all heads of Q, then of K, then of V; a head of K and V serves
-//! heads/groups heads of Q. O is [batch, sequence, heads·d].
+//! Q, K and V come packed, [batch, sequence, (heads + 2·groups)·d]: all heads of Q, then of K, then
+//! of V; a head of K and V serves heads/groups heads of Q. O is [batch, sequence, heads·d].
 //!
 //! What the plan quantizes is multiplied as what its codes stand for, with sums in binary32:
 //!
@@ -14,8 +14,9 @@
 //! | `dQ = dS·K` | dp | qkv | keys |
 //! | `dK = dSᵀ·Q` | dp | qkv | queries |
 //!
-//! `dS = P ∘ (dP − Σ P∘dP)` is dP behind the softmax, which is what products read and what the slot `dp` quantizes. Nothing is kept for
-//! the backward pass: candle's graph holds the input, from which the same codes are made again.
+//! `dS = P ∘ (dP − Σ P∘dP)` is dP behind the softmax, which is what products read and what the slot
+//! `dp` quantizes. Nothing is kept for the backward pass: candle's graph holds the input, from
+//! which the same codes are made again.
 
 use crate::heads::{Along, Heads};
 use crate::{Error, Place, Result, Session, sums};
@@ -25,6 +26,7 @@ use nvfp4_recipe::{self as recipe, AttentionPrecision, AttentionSlot, ModulePath
 
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Mask {
     /// Its own and earlier ones.
     #[default]
@@ -148,7 +150,8 @@ impl DotProductAttention {
         Ok(mode.forward == high && mode.backward.is_none_or(|backward| backward == high))
     }
 
-    /// Q, K and V as products read them, each with a sum along an axis. They share a scale where there is one per tensor.
+    /// Q, K and V as products read them, each with a sum along an axis. They share a scale where
+    /// there is one per tensor.
     fn operands(&self, packed: &Tensor, side: Side, along: [Along; 3]) -> Result<[Tensor; 3]> {
         let site = self.site(AttentionSlot::Qkv);
         if self.session.is_handed_over(&site)? {
@@ -188,7 +191,8 @@ impl DotProductAttention {
         })
     }
 
-    /// What attention hands on, [batch, tokens, features]: quantized, left for a consumer that takes codes, and decoded.
+    /// What attention hands on, [batch, tokens, features]: quantized, left for a consumer that
+    /// takes codes, and decoded.
     fn handed(&self, slot: AttentionSlot, x: &Tensor) -> Result<Tensor> {
         let (batch, tokens, features) = x.dims3()?;
         let matrix = x.reshape((batch * tokens, features))?;
@@ -233,8 +237,9 @@ mod tests {
         x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// The node's own passes, where no tensor is quantized, against candle's graph of the plain formula, in binary64: both sum the same
-    /// terms in another order, fewer than 1000 of them, none above the largest gradient times 1000.
+    /// The node's own passes, where no tensor is quantized, against candle's graph of the plain
+    /// formula, in binary64: both sum the same terms in another order, fewer than 1000 of them,
+    /// none above the largest gradient times 1000.
     #[test]
     fn the_backward_pass_is_that_of_the_formula() {
         for (groups, mask) in [(4, Mask::Causal), (2, Mask::Causal), (1, Mask::None)] {
@@ -254,8 +259,8 @@ mod tests {
         }
     }
 
-    /// Both products of the forward pass against what their operands decode to, multiplied exactly, within the bound of sums in binary32;
-    /// scores have the roundings of their scale beside it.
+    /// Both products of the forward pass against what their operands decode to, multiplied exactly,
+    /// within the bound of sums in binary32; scores have the roundings of their scale beside it.
     #[test]
     fn products_of_codes_are_within_the_bound() {
         for recipe in ["current_scaling+attention", "delayed_scaling+attention", "mxfp8+attention"] {
@@ -284,8 +289,9 @@ mod tests {
         }
     }
 
-    /// MXFP8's blocks lie along the sum. Values that fall from token to token keep their digits in blocks along features, and lose them
-    /// beside larger ones in blocks along tokens; a scale per tensor knows no axis.
+    /// MXFP8's blocks lie along the sum. Values that fall from token to token keep their digits in
+    /// blocks along features, and lose them beside larger ones in blocks along tokens; a scale per
+    /// tensor knows no axis.
     #[test]
     fn blocks_lie_along_the_sum() {
         for (recipe, same) in [("mxfp8+attention", false), ("current_scaling+attention", true)] {

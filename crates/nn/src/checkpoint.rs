@@ -1,8 +1,9 @@
 //! Training state in files: a folder with everything that the next step depends on.
 //!
-//! `training.safetensors` holds `parameter.NAME`, `first.NAME` and `second.NAME` (the optimizer's moments); its metadata has `format =
-//! nvfp4-training`, `version = 1`, the step, the optimizer's step, the generator's state, the recipe with the plan's fingerprint, and the
-//! caller's notes under `note.KEY`. `states.safetensors` is delayed scaling's. Nothing in a file is executed.
+//! `training.safetensors` holds `parameter.NAME`, `first.NAME` and `second.NAME` (the optimizer's
+//! moments); its metadata has `format = nvfp4-training`, `version = 1`, the step, the optimizer's
+//! step, the generator's state, the recipe with the plan's fingerprint, and the caller's notes
+//! under `note.KEY`. `states.safetensors` is delayed scaling's. Nothing in a file is executed.
 
 use crate::adamw::{AdamW, Moments};
 use crate::{Error, Result, Session};
@@ -23,10 +24,11 @@ const TRAINING: &str = "training.safetensors";
 const STATES: &str = "states.safetensors";
 
 impl Session {
-    /// Writes the state between two steps to a folder. The folder of an earlier checkpoint is replaced once the new one is complete.
+    /// Writes the state between two steps to a folder. The folder of an earlier checkpoint is
+    /// replaced once the new one is complete.
     ///
-    /// `notes` are the caller's, and come back from [`Session::load`]. The earlier checkpoint may be another user's, and cannot be removed:
-    /// returns where it is then.
+    /// `notes` are the caller's, and come back from [`Session::load`]. If the earlier checkpoint
+    /// cannot be removed, since it is another user's, returns where it is.
     pub fn save(&self, folder: &Path, optimizer: &AdamW, notes: &BTreeMap<String, String>) -> Result<Option<PathBuf>> {
         let refuse = |reason: &str| Error::Checkpoint { path: folder.to_path_buf(), reason: reason.to_string() };
         let mut state = self.state();
@@ -77,14 +79,15 @@ impl Session {
         Ok(Some(old).filter(|old| old.symlink_metadata().is_ok() && disk.remove_folder(old).is_err()))
     }
 
-    /// Whether a folder has a checkpoint; an error where it has anything else, which a checkpoint would replace. One whose replacement was
-    /// interrupted is put back in its place.
+    /// Whether a folder has a checkpoint; an error where it has anything else, which a checkpoint
+    /// would replace. One whose replacement was interrupted is put back in its place.
     pub fn is_saved(folder: &Path) -> Result<bool> {
         put_back(folder)?;
         Ok(folder.join(TRAINING).exists())
     }
 
-    /// Goes on from a checkpoint: same modules, same recipe, applied before. All is checked before anything is changed. Gives the notes.
+    /// Continues from a checkpoint. The modules and the applied recipe must be those that it was
+    /// written with. Everything is checked before anything is changed. Returns the notes.
     pub fn load(&self, folder: &Path, optimizer: &mut AdamW) -> Result<BTreeMap<String, String>> {
         put_back(folder)?;
         let path = folder.join(TRAINING);
@@ -124,7 +127,8 @@ impl Session {
         Ok(notes(&metadata))
     }
 
-    /// The notes of a checkpoint, whatever its modules and its recipe are: a caller may keep there what it makes them from.
+    /// The notes of a checkpoint of any modules and any recipe: a caller may keep there how to make
+    /// them.
     pub fn notes(folder: &Path) -> Result<BTreeMap<String, String>> {
         put_back(folder)?;
         let (_, metadata) = read(&folder.join(TRAINING))?;
@@ -133,8 +137,9 @@ impl Session {
 }
 
 impl Session {
-    /// Takes the parameters alone, from a checkpoint's `training.safetensors` or from any safetensors file that has them by name: whatever the
-    /// recipe, optimizer or seed they come from. All is checked before anything is changed.
+    /// Loads the parameters alone, from a checkpoint's `training.safetensors` or from any
+    /// safetensors file that has them by name. The recipe, the optimizer and the seed may differ.
+    /// Everything is checked before anything is changed.
     pub fn load_parameters(&self, path: &Path) -> Result<()> {
         let bytes = regular::read(path, u64::MAX)?;
         let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)?;
@@ -150,7 +155,7 @@ impl Session {
     }
 }
 
-/// Variables and what they are to become, found to fit.
+/// Variables and their new values, checked to fit.
 struct Changes<'a> {
     path: &'a Path,
     tensors: HashMap<String, Tensor>,
@@ -204,7 +209,8 @@ fn notes(metadata: &HashMap<String, String>) -> BTreeMap<String, String> {
     notes.map(|(key, value)| (key.to_string(), value.clone())).collect()
 }
 
-/// Mends what a process that died in [`Session::save`] left: a checkpoint beside its place, or one that was replaced already.
+/// Repairs what a process that died in [`Session::save`] left: a checkpoint beside its place, or
+/// one that was replaced already.
 fn put_back(folder: &Path) -> Result<()> {
     check_ours(folder)?;
     let disk = Disk::default();
@@ -220,7 +226,8 @@ fn put_back(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The folders that a checkpoint moved to when it was replaced, the last one last. A folder of such a name with anything else in it is not one.
+/// The folders that a checkpoint moved to when it was replaced, the last one last. A folder of such
+/// a name with anything else in it is not one.
 fn replaced(folder: &Path) -> Result<Vec<PathBuf>> {
     let start = format!("{}.replaced-", folder.file_name().unwrap_or_default().to_string_lossy());
     let Ok(names) = std::fs::read_dir(durable::parent(folder)) else { return Ok(Vec::new()) };
@@ -234,7 +241,8 @@ fn replaced(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found.into_iter().map(|(_, path)| path).collect())
 }
 
-/// An error where a folder has anything that is no part of a checkpoint: it would be lost with the one that is replaced.
+/// An error where a folder has anything that is no part of a checkpoint: it would be lost with the
+/// one that is replaced.
 fn check_ours(folder: &Path) -> Result<()> {
     if folder.symlink_metadata().is_err() {
         return Ok(());

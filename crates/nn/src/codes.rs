@@ -1,4 +1,5 @@
-//! Codes of a tensor, where the tensor lies: the one place that knows how many kinds of devices there are.
+//! Codes of a tensor, where the tensor lies: the one place that knows how many kinds of devices
+//! there are.
 
 use crate::{Result, values};
 use candle_core::{DType, Tensor};
@@ -31,18 +32,17 @@ pub(crate) enum Amax {
     Gpu(gpu::Amax),
 }
 
-/// One side of a product: rows along the sum.
-pub(crate) enum Operand {
-    Plain(Tensor),
-    Codes(Codes, Side),
-}
+/// An operand wherever it lies.
+pub(crate) type Operand = values::Operand<Codes>;
 
 impl Codes {
     /// Quantizes a matrix where it lies.
     pub fn make(quantizer: &Quantizer, x: &Tensor, randomness: Option<Randomness<'static>>) -> Result<Observed> {
         #[cfg(feature = "nn-cuda")]
         if x.device().is_cuda() {
-            return gpu::quantize(quantizer, x, randomness);
+            let (codes, [row_amax, col_amax]) = gpu::quantize(quantizer, x, randomness)?;
+            let (row_amax, col_amax) = (row_amax.map(Amax::Gpu), col_amax.map(Amax::Gpu));
+            return Ok(Observed { codes: Codes::Gpu(codes), row_amax, col_amax });
         }
         let options = Options { randomness, ..Options::default() };
         let observed = values::with_values(x, |x| quantizer.observe(x, &options))?;
@@ -97,13 +97,29 @@ impl Codes {
             Codes::Gpu(here) => Ok(Codes::Gpu(here.upload(&codes)?)),
         }
     }
+
+    fn on_cpu(&self) -> Result<&QuantTensor> {
+        match self {
+            Codes::Cpu(codes) => Ok(codes),
+            #[cfg(feature = "nn-cuda")]
+            Codes::Gpu(_) => Err(gpu::elsewhere()),
+        }
+    }
+
+    #[cfg(feature = "nn-cuda")]
+    fn on_gpu(&self) -> Result<&gpu::Codes> {
+        match self {
+            Codes::Cpu(_) => Err(gpu::elsewhere()),
+            Codes::Gpu(codes) => Ok(codes),
+        }
+    }
 }
 
 /// `a · bᵀ (+ c)` of operands of which one is codes, in the type asked for.
 pub(crate) fn multiply(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
     #[cfg(feature = "nn-cuda")]
     if let (Operand::Codes(Codes::Gpu(codes), _), _) | (_, Operand::Codes(Codes::Gpu(codes), _)) = (a, b) {
-        return codes.multiply(a, b, c, dtype);
+        return codes.multiply(&a.map(Codes::on_gpu)?, &b.map(Codes::on_gpu)?, c, dtype);
     }
-    values::multiply(a, b, c, dtype)
+    values::multiply(&a.map(Codes::on_cpu)?, &b.map(Codes::on_cpu)?, c, dtype)
 }

@@ -1,6 +1,6 @@
 //! What can go wrong, and what to change.
 
-use crate::session::Fault;
+use crate::Fault;
 use std::path::PathBuf;
 
 /// The result of a call.
@@ -39,7 +39,7 @@ pub enum Error {
         cols: usize,
         /// How it was to be quantized.
         spec: String,
-        /// Why that does not go.
+        /// Why it cannot.
         source: Box<nvfp4::Error>,
     },
 
@@ -62,10 +62,10 @@ pub enum Error {
     },
 
     /// Two parameters of one name.
-    #[error("the parameter '{0}' stands twice: give each module a place of its own with `Place::child`")]
+    #[error("there are two parameters '{0}': give each module a place of its own with `Place::child`")]
     Duplicate(String),
 
-    /// Sizes of a module that do not go together.
+    /// Sizes of a module that do not fit together.
     #[error("{module}: expected {expected}, got {got}; {fix}")]
     Size {
         /// The module's path.
@@ -78,7 +78,7 @@ pub enum Error {
         fix: &'static str,
     },
 
-    /// A loss that is no number, or a tensor that is none although the loss is, with what went first.
+    /// A loss or a tensor that is not finite, with the first tensor that was not.
     #[error("step {step}, loss {loss}: {}", went_first(first))]
     NotFinite {
         /// The step.
@@ -89,8 +89,8 @@ pub enum Error {
         first: Option<Box<Fault>>,
     },
 
-    /// Codes that their producer did not leave.
-    #[error("{site}: the plan has an edge to it, but nothing was handed over; run the module that hands it on before")]
+    /// Codes that their producer did not hand over.
+    #[error("{site}: the plan has an edge to it, but nothing was handed over; run the module that hands it over first")]
     NotHandedOver {
         /// Who waits for codes.
         site: String,
@@ -136,7 +136,9 @@ pub enum Error {
 
 fn went_first(fault: &Option<Box<Fault>>) -> String {
     match fault {
-        Some(fault) => format!("not finite from {fault} on; a smaller learning rate or a wider format there may help"),
+        Some(fault) => format!(
+            "the first tensor that is not finite is {fault}; a smaller learning rate or a wider format there may help"
+        ),
         None => "not finite, although all tensors of modules were: look at what computes the loss".to_string(),
     }
 }

@@ -1,15 +1,16 @@
-//! `logits = norm(layers(tokens + positions))·headᵀ`: a small language model of [`TransformerLayer`]s.
+//! `logits = norm(layers(tokens + positions))·headᵀ`: a small language model of
+//! [`TransformerLayer`]s.
 //!
-//! Embeddings, the last norm and the head stay in high precision, as recipes for training in few bits have it; everything in between is
-//! what the recipe says.
+//! Embeddings, the last norm and the head stay in high precision, as recipes for training in few
+//! bits have it; everything in between is what the recipe says.
 
-use crate::place::{Init, Parameter};
 use crate::transformer_layer::LayerConfig;
-use crate::{Error, Norm, NormKind, Place, Result, Session, TransformerLayer};
+use crate::{Error, Init, Norm, NormKind, Parameter, Place, Result, Session, TransformerLayer};
 use candle_core::{Module, Tensor};
 use nvfp4_recipe::ModulePath;
 
-/// A language model: from numbers of tokens, [batch, sequence], to scores of the next ones, [batch, sequence, vocabulary].
+/// A language model: from token ids, [batch, sequence], to scores of the next ones, [batch,
+/// sequence, vocabulary].
 #[derive(Clone, Debug)]
 pub struct Gpt {
     session: Session,
@@ -56,7 +57,8 @@ impl Gpt {
         })
     }
 
-    /// The mean over all positions of −log p(next token), in nats; `next` is [batch, sequence] like `tokens`.
+    /// The mean over all positions of −log p(next token), in nats; `next` is [batch, sequence] like
+    /// `tokens`.
     pub fn loss(&self, tokens: &Tensor, next: &Tensor) -> Result<Tensor> {
         let scores = self.run(tokens)?.flatten_to(1)?;
         Ok(candle_nn::loss::cross_entropy(&scores, &next.flatten_all()?)?)

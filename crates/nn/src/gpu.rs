@@ -1,6 +1,6 @@
 //! Tensors on a GPU: candle's memory and stream, lent to the engine. Twin of `values.rs`.
 
-use crate::codes::{Amax as AnyAmax, Codes as AnyCodes, Observed, Operand};
+use crate::values::{Operand, no_codes_of};
 use crate::{Error, Result};
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
@@ -21,8 +21,8 @@ pub(crate) struct Codes {
     home: Home,
 }
 
-/// candle's device, and the engine on its stream. Nothing is shared between calls: each host thread has a stream of its own under one
-/// handle.
+/// candle's device, and the engine on its stream. Nothing is shared between calls: each host thread
+/// has a stream of its own under one handle.
 #[derive(Clone, Debug)]
 struct Home {
     device: CudaDevice,
@@ -67,7 +67,7 @@ impl Home {
             DType::F32 => self.read::<f32, R>(&x, |slice| work(Values::F32(slice))),
             DType::BF16 => self.read::<bf16, R>(&x, |slice| work(Values::Bf16(slice))),
             DType::F16 => self.read::<f16, R>(&x, |slice| work(Values::F16(slice))),
-            other => Err(crate::values::no_codes_of(other)),
+            other => Err(no_codes_of(other)),
         }
     }
 
@@ -78,59 +78,6 @@ impl Home {
     }
 }
 
-/// Tensors that were looked at for numbers that are not finite. What was found stays on the GPU until it is asked for: waiting for an
-/// answer after each tensor would leave the GPU idle.
-pub(crate) struct Looks<T> {
-    home: Home,
-    found: nvfp4::cuda::Owned<u64>,
-    /// What each of them is, in the order of the looks.
-    about: Vec<T>,
-}
-
-impl<T> Looks<T> {
-    /// The most that are kept; whoever has so many [settles](Self::settle) them.
-    pub const MOST: usize = 1024;
-
-    pub fn new(device: &Device) -> Result<Self> {
-        let home = Home::of(device)?;
-        let found = home.gpu.alloc(Self::MOST)?;
-        let mut looks = Looks { home, found, about: Vec::new() };
-        looks.forget()?;
-        Ok(looks)
-    }
-
-    pub fn len(&self) -> usize {
-        self.about.len()
-    }
-
-    /// Queues a look at a tensor of one of the three types.
-    pub fn add(&mut self, x: &Tensor, about: T) -> Result<()> {
-        let (at, stream) = (self.about.len(), self.home.gpu.stream());
-        let found = self.found.slice_mut().range(at..at + 1);
-        self.home.values(x, |x| Ok(finite::first_not_finite(stream, x, found).map_err(nvfp4::Error::from)?))?;
-        self.about.push(about);
-        Ok(())
-    }
-
-    /// Waits, and forgets all: what is known of the first tensor that is not finite, and the index and value of its first such number.
-    pub fn settle(&mut self) -> Result<Option<(T, usize, f32)>> {
-        let found = self.found.slice().range(0..self.about.len());
-        let found = self.home.gpu.stream().to_host::<u64>(found).map_err(nvfp4::Error::from)?;
-        let about = std::mem::take(&mut self.about);
-        self.forget()?;
-        Ok(about.into_iter().zip(found).find_map(|(about, found)| {
-            let (index, value) = finite::decode(found)?;
-            Some((about, index, value))
-        }))
-    }
-
-    pub fn forget(&mut self) -> Result<()> {
-        self.about.clear();
-        let found = self.found.slice_mut();
-        Ok(self.home.gpu.stream().fill_bytes(found, 0xFF).map_err(nvfp4::Error::from)?)
-    }
-}
-
 /// An amax in the memory of a GPU.
 #[derive(Clone, Debug)]
 pub(crate) struct Amax {
@@ -138,66 +85,126 @@ pub(crate) struct Amax {
     memory: Arc<nvfp4::cuda::Memory>,
 }
 
-/// Amaxes that stay on the GPU until they are asked for.
-pub(crate) struct Amaxes<T> {
+/// Answers that stay on the GPU until they are asked for: waiting for each would leave the GPU
+/// idle.
+pub(crate) struct Answers<N: Plain, T> {
     home: Home,
-    values: nvfp4::cuda::Owned<f32>,
-    /// Whose they are, in order.
+    /// Bytes of 0xFF where there is no answer yet.
+    memory: nvfp4::cuda::Owned<N>,
+    /// What each answer is about, in order.
     about: Vec<T>,
 }
 
-impl<T> Amaxes<T> {
-    /// The most that are kept; whoever has so many [settles](Self::settle) them.
+/// Whether tensors are finite.
+pub(crate) type Looks<T> = Answers<u64, T>;
+
+/// Amaxes of tensors.
+pub(crate) type Amaxes<T> = Answers<f32, T>;
+
+impl<N: Plain + Default, T> Answers<N, T> {
+    /// The most that are kept; whoever has this many [settles](Self::settle) them.
     const MOST: usize = 1024;
 
-    /// Where an amax lies.
-    pub fn new(beside: &Amax) -> Result<Self> {
-        let home = beside.home.clone();
-        let values = home.gpu.alloc(Self::MOST)?;
-        Ok(Amaxes { home, values, about: Vec::new() })
+    fn new(home: Home) -> Result<Self> {
+        let memory = home.gpu.alloc(Self::MOST)?;
+        let mut answers = Answers { home, memory, about: Vec::new() };
+        answers.clear()?;
+        Ok(answers)
     }
 
     pub fn is_full(&self) -> bool {
         self.about.len() == Self::MOST
     }
 
-    /// Queues a copy.
-    pub fn add(&mut self, amax: &Amax, about: T) -> Result<()> {
+    /// Waits, if there are any answers, and gives them away.
+    pub fn settle(&mut self) -> Result<Vec<(T, N)>> {
+        if self.about.is_empty() {
+            return Ok(Vec::new());
+        }
+        let answers = self.memory.slice().range(0..self.about.len());
+        let answers = self.home.gpu.stream().to_host::<N>(answers).map_err(nvfp4::Error::from)?;
+        let about = std::mem::take(&mut self.about);
+        self.clear()?;
+        Ok(about.into_iter().zip(answers).collect())
+    }
+
+    pub fn forget(&mut self) -> Result<()> {
+        if self.about.is_empty() {
+            return Ok(());
+        }
+        self.about.clear();
+        self.clear()
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        Ok(self.home.gpu.stream().fill_bytes(self.memory.slice_mut(), 0xFF).map_err(nvfp4::Error::from)?)
+    }
+
+    /// Where the next answer goes.
+    fn next(&mut self) -> nvfp4::cuda::SliceMut<'_, N> {
         let at = self.about.len();
-        let place = self.values.slice_mut().range(at..at + 1);
-        self.home.gpu.stream().copy::<f32>(amax.memory.slice(), place).map_err(nvfp4::Error::from)?;
+        self.memory.slice_mut().range(at..at + 1)
+    }
+}
+
+impl<T> Looks<T> {
+    pub fn on(device: &Device) -> Result<Self> {
+        Answers::new(Home::of(device)?)
+    }
+
+    /// Queues a look at a tensor of one of the three types.
+    pub fn look(&mut self, x: &Tensor, about: T) -> Result<()> {
+        let home = self.home.clone();
+        let (stream, found) = (home.gpu.stream(), self.next());
+        home.values(x, |x| Ok(finite::first_not_finite(stream, x, found).map_err(nvfp4::Error::from)?))?;
         self.about.push(about);
         Ok(())
     }
 
-    /// Waits, if there are any, and gives them away.
-    pub fn settle(&mut self) -> Result<Vec<(T, f32)>> {
-        let about = std::mem::take(&mut self.about);
-        if about.is_empty() {
-            return Ok(Vec::new());
-        }
-        let values = self.values.slice().range(0..about.len());
-        let values = self.home.gpu.stream().to_host::<f32>(values).map_err(nvfp4::Error::from)?;
-        Ok(about.into_iter().zip(values).collect())
-    }
-
-    pub fn forget(&mut self) {
-        self.about.clear();
+    /// Waits, if there were looks, and forgets them: what the first tensor that is not finite is,
+    /// and the index and value of its first such number.
+    pub fn first_not_finite(&mut self) -> Result<Option<(T, usize, f32)>> {
+        Ok(self.settle()?.into_iter().find_map(|(about, found)| {
+            let (index, value) = finite::decode(found)?;
+            Some((about, index, value))
+        }))
     }
 }
 
-/// Quantizes a matrix.
-pub(crate) fn quantize(quantizer: &Quantizer, x: &Tensor, randomness: Option<Randomness<'static>>) -> Result<Observed> {
+impl<T> Amaxes<T> {
+    /// On the device of an amax.
+    pub fn beside(amax: &Amax) -> Result<Self> {
+        Answers::new(amax.home.clone())
+    }
+
+    /// Queues a copy.
+    pub fn copy(&mut self, amax: &Amax, about: T) -> Result<()> {
+        let home = self.home.clone();
+        home.gpu.stream().copy::<f32>(amax.memory.slice(), self.next()).map_err(nvfp4::Error::from)?;
+        self.about.push(about);
+        Ok(())
+    }
+}
+
+/// Quantizes a matrix: its codes, and the amaxes of the row and the column direction, where they
+/// are delayed.
+pub(crate) fn quantize(
+    quantizer: &Quantizer,
+    x: &Tensor,
+    randomness: Option<Randomness<'static>>,
+) -> Result<(Codes, [Option<Amax>; 2])> {
     let home = Home::of(x.device())?;
     let randomness = randomness.map(TryInto::try_into).transpose()?;
     let options = Options { randomness, ..Options::default() };
     let observed = home.matrix(x, |x| Ok(quantizer.observe_on(&home.gpu, x, &options)?))?;
     let amax = |memory: Option<nvfp4::cuda::Memory>| {
-        memory.map(|memory| AnyAmax::Gpu(Amax { home: home.clone(), memory: Arc::new(memory) }))
+        memory.map(|memory| Amax { home: home.clone(), memory: Arc::new(memory) })
     };
-    let (row_amax, col_amax) = (amax(observed.row_amax), amax(observed.col_amax));
-    Ok(Observed { codes: AnyCodes::Gpu(Codes::new(home, observed.tensor)), row_amax, col_amax })
+    let amaxes = [amax(observed.row_amax), amax(observed.col_amax)];
+    Ok((Codes::new(home, observed.tensor), amaxes))
 }
+
+type GpuOperand<'a> = Operand<&'a Codes>;
 
 impl Codes {
     fn new(home: Home, tensor: QuantTensor) -> Self {
@@ -231,7 +238,7 @@ impl Codes {
             DType::F32 => home.tensor::<f32>(shape, |out| direction.dequantize(&home.gpu, out)),
             DType::BF16 => home.tensor::<bf16>(shape, |out| direction.dequantize(&home.gpu, out)),
             DType::F16 => home.tensor::<f16>(shape, |out| direction.dequantize(&home.gpu, out)),
-            other => Err(crate::values::no_codes_of(other)),
+            other => Err(no_codes_of(other)),
         }
     }
 
@@ -247,16 +254,16 @@ impl Codes {
     }
 
     /// `a · bᵀ (+ c)`, where these codes lie.
-    pub fn multiply(&self, a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+    pub fn multiply(&self, a: &GpuOperand<'_>, b: &GpuOperand<'_>, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
         match dtype {
             DType::F32 => self.multiply_as::<f32>(a, b, c),
             DType::BF16 => self.multiply_as::<bf16>(a, b, c),
             DType::F16 => self.multiply_as::<f16>(a, b, c),
-            other => Err(crate::values::no_codes_of(other)),
+            other => Err(no_codes_of(other)),
         }
     }
 
-    fn multiply_as<T: Number>(&self, a: &Operand, b: &Operand, c: Option<&Tensor>) -> Result<Tensor> {
+    fn multiply_as<T: Number>(&self, a: &GpuOperand<'_>, b: &GpuOperand<'_>, c: Option<&Tensor>) -> Result<Tensor> {
         let home = &self.home;
         match c.map(|c| c.contiguous()).transpose()? {
             None => self.product::<T>(a, b, Product::default()),
@@ -266,24 +273,24 @@ impl Codes {
         }
     }
 
-    fn product<T: Number>(&self, a: &Operand, b: &Operand, product: Product<'_, T>) -> Result<Tensor> {
+    fn product<T: Number>(&self, a: &GpuOperand<'_>, b: &GpuOperand<'_>, product: Product<'_, T>) -> Result<Tensor> {
         let home = &self.home;
         match (a, b) {
-            (Operand::Codes(AnyCodes::Gpu(a), a_side), Operand::Codes(AnyCodes::Gpu(b), b_side)) => {
+            (Operand::Codes(a, a_side), Operand::Codes(b, b_side)) => {
                 let (a, b) = (a.direction(*a_side)?, b.direction(*b_side)?);
                 home.tensor((a.rows(), b.rows()), |out| home.gpu.matmul(a, b, &product, out))
             }
-            (Operand::Plain(x), Operand::Codes(AnyCodes::Gpu(w), side)) => {
+            (Operand::Plain(x), Operand::Codes(w, side)) => {
                 let w = w.direction(*side)?;
                 home.matrix(x, |x| home.tensor((x.rows(), w.rows()), |out| home.gpu.matmul_plain(x, w, &product, out)))
             }
-            (Operand::Codes(AnyCodes::Gpu(a), side), Operand::Plain(x)) => {
+            (Operand::Codes(a, side), Operand::Plain(x)) => {
                 let a = a.direction(*side)?;
                 home.matrix(x, |x| {
                     home.tensor((a.rows(), x.rows()), |out| home.gpu.matmul_by_plain(a, x, &product, out))
                 })
             }
-            _ => Err(elsewhere()),
+            (Operand::Plain(_), Operand::Plain(_)) => unreachable!("candle multiplies plain matrices"),
         }
     }
 }
@@ -295,6 +302,6 @@ impl Number for f32 {}
 impl Number for bf16 {}
 impl Number for f16 {}
 
-fn elsewhere() -> Error {
+pub(crate) fn elsewhere() -> Error {
     Error::Candle(candle_core::Error::Msg("the operands of a product lie on different devices".to_string()))
 }

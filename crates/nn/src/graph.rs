@@ -1,15 +1,17 @@
 //! Nodes of candle's graph whose backward pass is ours.
 //!
-//! candle keeps the arguments of every operation until the backward pass. A module of several operations would keep all that lies
-//! between them, in high precision; so a module computes outside the graph and puts in one node, with a closure that has what the
-//! backward pass needs and nothing else.
+//! candle keeps the arguments of every operation until the backward pass. A module of several
+//! operations would keep all that lies between them, in high precision; so a module computes
+//! outside the graph and puts in one node, with a closure that has what the backward pass needs and
+//! nothing else.
 
 use crate::{Result, values};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Shape, Storage, Tensor, Var};
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-/// From the gradient of the result to those of the arguments, in their order; `None` for one that has none.
+/// From the gradient of the result to those of the arguments, in their order; `None` for one that
+/// has none.
 pub(crate) type Backward = Box<dyn Fn(&Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
 /// Puts a result into the graph, as a function of one or two arguments.
@@ -22,7 +24,8 @@ pub(crate) fn attach(name: &'static str, arguments: &[&Tensor], result: Tensor, 
     })
 }
 
-/// The gradients of `inputs` under `f`, given that of its result: candle's own, of a graph that lives only here.
+/// The gradients of `inputs` under `f`, given that of its result: candle's own, of a graph that
+/// lives only here.
 ///
 /// What is cheap (norms, activations) is computed again rather than kept.
 pub(crate) fn pull_back(
@@ -41,10 +44,12 @@ pub(crate) fn pull_back(
     vars.iter().map(of).collect()
 }
 
-/// Bytes that candle's graph keeps for the backward pass of a tensor: the results of all operations that lead to it and depend on a
-/// variable, variables left out. What nodes of this crate keep beside it is counted by [`crate::Session::kept_bytes`].
+/// Bytes that candle's graph keeps for the backward pass of a tensor: the results of all operations
+/// that lead to it and depend on a variable, variables left out. What nodes of this crate keep
+/// beside it is counted by [`crate::Session::kept_bytes`].
 pub fn graph_bytes(result: &Tensor) -> usize {
-    // A reshaped or transposed tensor shares its memory with another: each memory counts once, by its largest tensor.
+    // A reshaped or transposed tensor shares its memory with another: each memory counts once, by
+    // its largest tensor.
     let mut memories: HashMap<usize, usize> = HashMap::new();
     for node in result.sorted_nodes().into_iter().filter(|node| !node.is_variable()) {
         let memory = std::ptr::from_ref(&*node.storage_and_layout().0).addr();

@@ -1,6 +1,8 @@
-//! `y_e = x_e·w_eᵀ + b_e` for each expert `e`: x is [tokens, inputs], sorted by expert, and the splits say how many tokens each has.
+//! `y_e = x_e·w_eᵀ + b_e` for each expert `e`: x is [tokens, inputs], sorted by expert, and the
+//! splits say how many tokens each has.
 //!
-//! Each expert is a linear layer of its own, exactly. Tokens are padded with rows of zeros to whole tiles of the plan, inside.
+//! Each expert is a linear layer of its own, exactly. Tokens are padded with rows of zeros to whole
+//! tiles of the plan, inside.
 
 use crate::projection::{Kept, Projection};
 use crate::{Bias, Error, Place, Result, Session};
@@ -39,7 +41,7 @@ impl GroupedLinear {
         self.experts.get(expert).map(Projection::weight)
     }
 
-    /// With this many tokens for each expert, in their order; none is fine.
+    /// With this many tokens for each expert, in the order of the experts; 0 is allowed.
     pub fn routed(&self, splits: &[usize]) -> Routed {
         Routed { layer: self.clone(), splits: splits.to_vec() }
     }

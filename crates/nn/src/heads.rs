@@ -1,4 +1,5 @@
-//! How attention's tensors lie: packed by token for the layers around it, by head for its products.
+//! The layouts of attention's tensors: packed by token for the layers around it, by head for its
+//! products.
 
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -49,7 +50,8 @@ impl Heads {
         Ok([part(0, self.queries)?, part(self.queries, self.groups)?, part(self.queries + self.groups, self.groups)?])
     }
 
-    /// The reverse; keys and values come for each head of queries and are summed over those that share them.
+    /// The reverse; keys and values come for each head of queries and are summed over those that
+    /// share them.
     pub fn packed(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let shared = |x: &Tensor| -> Result<Tensor> {
             let (batch, heads, tokens, size) = x.dims4()?;

@@ -1,4 +1,5 @@
-//! `y = norm(x)·wᵀ + b` as one node: the normalized tensor exists only as codes once the forward pass is over.
+//! `y = norm(x)·wᵀ + b` as one node: the normalized tensor exists only as codes once the forward
+//! pass is over.
 
 use crate::projection::Projection;
 use crate::{Bias, Norm, NormKind, Place, Result};

@@ -1,4 +1,5 @@
-//! `y = f(norm(x)·w₁ᵀ + b₁)·w₂ᵀ + b₂` as one node: of what lies between, codes are kept and what `f` needs for its gradient.
+//! `y = f(norm(x)·w₁ᵀ + b₁)·w₂ᵀ + b₂` as one node: of what lies between, codes are kept and what
+//! `f` needs for its gradient.
 
 use crate::projection::Projection;
 use crate::{Activation, Bias, Norm, NormKind, Place, Result};

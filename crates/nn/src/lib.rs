@@ -1,12 +1,15 @@
-//! Transformer modules that train in NVFP4, on candle: its tensors, autograd, losses and optimizers.
+//! Transformer modules that train in NVFP4, on candle: its tensors, autograd, losses and
+//! optimizers.
 //!
-//! A [`Session`] is a training run. Modules are made at a [`Place`] of it, a recipe then says which of their tensors are quantized how
-//! ([`Session::apply`]), and every module is a [`candle_core::Module`]. See [`Session`] for a whole loop, and `docs/training.md`.
+//! A [`Session`] is a training run. Modules are made at a [`Place`] of it. A recipe then says how
+//! each of their tensors is quantized ([`Session::apply`]). Every module is a
+//! [`candle_core::Module`]. See [`Session`] for a whole loop, and `docs/training.md`.
 //!
-//! A module whose tensors the plan leaves alone is candle's own graph, bit for bit. Any other is one node of that graph, which keeps
-//! the codes that its backward pass reads.
+//! A module whose tensors the plan leaves alone is candle's own graph, bit for bit. Any other is
+//! one node of that graph, which keeps the codes that its backward pass reads.
 //!
-//! Reading order: `linear.rs`, `projection.rs`, `operand.rs`, `session/mod.rs`, then the other modules.
+//! Reading order: `linear.rs`, `projection.rs`, `operand.rs`, `session/mod.rs`, then the other
+//! modules.
 
 #![forbid(unsafe_code)]
 
@@ -16,6 +19,7 @@ mod attention;
 mod checkpoint;
 mod codes;
 mod error;
+mod fault;
 mod gpt;
 #[cfg(feature = "nn-cuda")]
 mod gpu;
@@ -28,6 +32,7 @@ mod linear;
 mod multihead_attention;
 mod norm;
 mod operand;
+mod parameter;
 mod place;
 mod projection;
 mod recompute;
@@ -40,6 +45,7 @@ pub use activation::Activation;
 pub use adamw::AdamW;
 pub use attention::{AttentionConfig, DotProductAttention, Mask};
 pub use error::{Error, Result};
+pub use fault::Fault;
 pub use gpt::{Gpt, GptConfig};
 pub use graph::graph_bytes;
 pub use grouped_linear::{GroupedLinear, Routed};
@@ -48,10 +54,11 @@ pub use layer_norm_mlp::{LayerNormMlp, MlpConfig};
 pub use linear::Linear;
 pub use multihead_attention::{MultiheadAttention, MultiheadConfig};
 pub use norm::{Norm, NormKind};
-pub use place::{Init, Parameter, Place, Storage};
+pub use parameter::{Init, Parameter};
+pub use place::{Place, Storage};
 pub use projection::Bias;
 pub use recompute::Recompute;
-pub use session::{Fault, Session, Watch};
+pub use session::{Session, Watch};
 pub use transformer_layer::{LayerConfig, TransformerLayer};
 
 /// Runs the examples of the guide to training.

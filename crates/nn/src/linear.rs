@@ -14,6 +14,26 @@ use nvfp4_recipe::KeepInput;
 /// A linear layer.
 ///
 /// Leading dimensions are flattened; how many tokens there are must fit the plan's tiles.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_nn::Optimizer;
+/// use nvfp4_nn::{AdamW, Bias, Linear, Session};
+///
+/// let session = Session::new(42);
+/// let layer = Linear::new(&session.place(DType::F32, &Device::Cpu).child("fc"), 32, 16, Bias::Without)?;
+/// session.apply(&"nvfp4".parse()?)?;
+/// let mut optimizer = AdamW::new(session.parameters(), Default::default())?;
+///
+/// let x = Tensor::ones((16, 32), DType::F32, &Device::Cpu)?;
+/// let loss = || layer.forward(&x)?.sqr()?.mean_all();
+/// let before = loss()?;
+/// session.backward(&before)?;
+/// optimizer.step(&session.gradients()?)?;
+/// session.next_step()?;
+/// assert!(loss()?.to_scalar::<f32>()? < before.to_scalar::<f32>()?);
+/// # Ok::<(), nvfp4_nn::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Linear {
     projection: Projection,

@@ -5,7 +5,8 @@ use crate::{Bias, DotProductAttention, LayerNormLinear, Linear, NormKind, Place,
 use candle_core::{Module, Tensor};
 use nvfp4_recipe::{AttentionSlot, Edge, HandOver, LinearSlot, Site};
 
-/// Attention to the own sequence, with the linear layers around it: `linear_qkv`, `core_attention`, `proj`.
+/// Attention to the own sequence, with the linear layers around it: `linear_qkv`, `core_attention`,
+/// `proj`.
 #[derive(Clone, Debug)]
 pub struct MultiheadAttention {
     qkv: Qkv,

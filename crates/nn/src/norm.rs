@@ -1,11 +1,12 @@
-//! `(x − mean) / √(variance + ε) · w + b` over the last dimension, or without the mean: `x / √(mean of squares + ε) · w`.
+//! `(x − mean) / √(variance + ε) · w + b` over the last dimension, or without the mean: `x / √(mean
+//! of squares + ε) · w`.
 
-use crate::place::{Init, Parameter};
-use crate::{Place, Result, Session, graph, sums};
+use crate::{Init, Parameter, Place, Result, Session, graph, sums};
 use candle_core::{Module, Tensor};
 
 /// Which norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum NormKind {
     /// LayerNorm, with weight and bias.
     #[default]

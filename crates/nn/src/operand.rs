@@ -6,7 +6,8 @@ use candle_core::{DType, Tensor};
 use nvfp4::{Directions, Precision, QuantTensor, Side};
 use nvfp4_recipe::{ColumnSource, Family, Format, QuantSpec, Stored};
 
-/// A matrix and the codes that its spec makes of it. A direction without codes is the matrix itself.
+/// A matrix and the codes that its spec makes of it. A direction without codes is the matrix
+/// itself.
 #[derive(Clone, Debug)]
 pub(crate) struct Quantized {
     spec: QuantSpec,
@@ -117,7 +118,8 @@ fn cast(x: &Tensor, format: &Format) -> Result<Tensor> {
     })
 }
 
-/// `a · bᵀ` in the type of `like`: sums of plain operands are candle's, in binary32 where an operand is smaller.
+/// `a · bᵀ` in the type of `like`: sums of plain operands are candle's, in binary32 where an
+/// operand is smaller.
 pub(crate) fn multiply(a: &Operand, b: &Operand, like: &Tensor) -> Result<Tensor> {
     match (a, b) {
         (Operand::Plain(a), Operand::Plain(b)) => {
@@ -128,12 +130,14 @@ pub(crate) fn multiply(a: &Operand, b: &Operand, like: &Tensor) -> Result<Tensor
     }
 }
 
-/// `c + a · bᵀ`, for the gradient of a weight: `a` is the output's gradient, `b` the input, both turned.
+/// `c + a · bᵀ`, for the gradient of a weight: `a` is the output's gradient, `b` the input, both
+/// turned.
 pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, like: &Tensor) -> Result<Tensor> {
     match (a, b) {
         (Operand::Plain(a), Operand::Plain(b)) => {
             let (a, b) = (widened(a, like)?, widened(b, like)?);
-            // Turned twice, as candle's own graph does it: the order of the sum is that of its product.
+            // Turned twice, as candle's own graph does it: the order of the sum is that of its
+            // product.
             let product = b.matmul(&a.t()?)?.t()?.to_dtype(like.dtype())?;
             Ok(match c {
                 None => product.contiguous()?,

@@ -1,8 +1,8 @@
-//! The three products of a linear layer, without a node of the graph: what all modules with weights are made of.
+//! The three products of a linear layer, without a node of the graph: what all modules with weights
+//! are made of.
 
 use crate::operand::{Quantized, multiply, multiply_add};
-use crate::place::{Init, Parameter};
-use crate::{Error, Place, Result, Session, sums};
+use crate::{Error, Init, Parameter, Place, Result, Session, sums};
 use candle_core::{D, Module as _, Tensor};
 use nvfp4::{Directions, Generator, Side};
 use nvfp4_recipe::{KeepInput, LinearSlot, Module, ModulePath, QuantSpec, Saved, Site, Slot};
@@ -51,7 +51,8 @@ impl Projection {
         Projection::parameters(place, place, (inputs, outputs), bias, None)
     }
 
-    /// One of the layers of a module that declares itself; its parameters stand at a place of their own.
+    /// One of the layers of a module that declares itself; its parameters stand at a place of their
+    /// own.
     pub fn expert(owner: &Place, place: &Place, sizes: (usize, usize), bias: Bias, expert: u32) -> Result<Self> {
         Projection::parameters(owner, place, sizes, bias, Some(expert))
     }
@@ -89,7 +90,8 @@ impl Projection {
         }
     }
 
-    /// Whether the plan leaves all tensors as they are. Then the module is candle's own graph, bit for bit.
+    /// Whether the plan leaves all tensors as they are. Then the module is candle's own graph, bit
+    /// for bit.
     pub fn is_plain(&self) -> Result<bool> {
         let plan = self.session.planned()?;
         let plain = |slot| plan.spec(&self.site(slot)).is_some_and(|spec| *spec == QuantSpec::HIGH_PRECISION);
@@ -149,7 +151,8 @@ impl Projection {
         Ok(dx)
     }
 
-    /// The column direction of an input that was kept as it is. It is no new amax, and draws what it would have drawn then.
+    /// The column direction of an input that was kept as it is. It records no amax, and draws the
+    /// random numbers of the first time.
     fn column(&self, x: &Tensor, before: &Generator) -> Result<Quantized> {
         let (site, plan) = (self.site(LinearSlot::Input), self.session.planned()?);
         let coded = matches!(plan.directions(&site), Some(Directions::Column | Directions::Both));

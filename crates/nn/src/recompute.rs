@@ -1,4 +1,5 @@
-//! A module whose forward pass is run again in the backward pass, instead of keeping what that needs.
+//! A module whose forward pass is run again in the backward pass, instead of keeping what that
+//! needs.
 
 use crate::{Place, Result, Session};
 use candle_core::{DType, Module, Tensor, Var};
@@ -6,8 +7,8 @@ use nvfp4_recipe::ModulePath;
 
 /// A module that keeps nothing but its input.
 ///
-/// Gradients are the same bytes as without it: the second forward pass takes the random numbers and the delayed scales of the first,
-/// and the weights' codes are those of the step.
+/// Gradients are the same bytes as without it: the second forward pass takes the random numbers and
+/// the delayed scales of the first, and the weights' codes are those of the step.
 #[derive(Clone, Debug)]
 pub struct Recompute<M> {
     session: Session,

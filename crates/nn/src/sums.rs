@@ -1,5 +1,5 @@
-//! Sums over many terms, taken in binary32 where a tensor's type is smaller. candle adds in the tensor's own type; in bf16 such a sum
-//! stands still as soon as it is 256 times its terms.
+//! Sums over many terms, taken in binary32 where a tensor's type is smaller. candle adds in the
+//! tensor's own type; in bf16 such a sum stops growing once it is 256 times its terms.
 
 use candle_core::shape::Dim;
 use candle_core::{DType, Result, Tensor};

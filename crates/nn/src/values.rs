@@ -1,7 +1,6 @@
-//! Tensors on the CPU: candle's storage as borrowed slices, results as tensors again. `gpu.rs` is its twin; all else in this crate handles
-//! tensors and codes as wholes.
+//! Tensors on the CPU: candle's storage as borrowed slices, results as tensors again. `gpu.rs` is
+//! its twin; all else in this crate handles tensors and codes as wholes.
 
-use crate::codes::{Codes, Operand};
 use crate::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor};
 use half::{bf16, f16};
@@ -36,8 +35,26 @@ pub(crate) fn stored(result: &Tensor) -> candle_core::Result<(Storage, Shape)> {
     stored(&result.copy()?)
 }
 
+/// One operand of a product, with rows along the sum: a matrix as it is, or one direction of codes.
+pub(crate) enum Operand<C> {
+    Plain(Tensor),
+    Codes(C, Side),
+}
+
+impl<C> Operand<C> {
+    /// The same operand, with its codes seen by `f`.
+    pub fn map<'a, D>(&'a self, f: impl FnOnce(&'a C) -> Result<D>) -> Result<Operand<D>> {
+        Ok(match self {
+            Operand::Plain(x) => Operand::Plain(x.clone()),
+            Operand::Codes(codes, side) => Operand::Codes(f(codes)?, *side),
+        })
+    }
+}
+
+type CpuOperand<'a> = Operand<&'a QuantTensor>;
+
 /// `a · bᵀ (+ c)` of operands of which one is codes, in the type asked for.
-pub(crate) fn multiply(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+pub(crate) fn multiply(a: &CpuOperand<'_>, b: &CpuOperand<'_>, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
     match dtype {
         DType::F32 => multiply_as::<f32>(a, b, c),
         DType::BF16 => multiply_as::<bf16>(a, b, c),
@@ -46,7 +63,7 @@ pub(crate) fn multiply(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DTyp
     }
 }
 
-fn multiply_as<T: Number>(a: &Operand, b: &Operand, c: Option<&Tensor>) -> Result<Tensor> {
+fn multiply_as<T: Number>(a: &CpuOperand<'_>, b: &CpuOperand<'_>, c: Option<&Tensor>) -> Result<Tensor> {
     let (a, b) = (Held::new(a)?, Held::new(b)?);
     let (a, b) = (a.get()?, b.get()?);
     let product = |add| Product { add, ..Product::default() };
@@ -79,11 +96,9 @@ enum Held<'a> {
 }
 
 impl<'a> Held<'a> {
-    fn new(operand: &'a Operand) -> Result<Self> {
+    fn new(operand: &CpuOperand<'a>) -> Result<Self> {
         Ok(match operand {
-            Operand::Codes(Codes::Cpu(codes), side) => Held::Codes(codes, *side),
-            #[cfg(feature = "nn-cuda")]
-            Operand::Codes(Codes::Gpu(_), _) => unreachable!("codes of a GPU are multiplied there"),
+            Operand::Codes(codes, side) => Held::Codes(codes, *side),
             Operand::Plain(x) => Held::Plain(direction(x)?),
         })
     }

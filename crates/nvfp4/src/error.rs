@@ -169,7 +169,7 @@ pub enum Error {
     NoAmax {
         /// Which direction's.
         side: Side,
-        /// The format, in the words of a spec.
+        /// The format, in recipe syntax.
         format: String,
     },
 

@@ -18,6 +18,17 @@ pub use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product};
 ///
 /// NVFP4 × NVFP4 is correctly rounded before the scales. In every other product sums are in binary32, within
 /// [`nvfp4_spec::gemm::bound`] of the exact ones.
+///
+/// ```
+/// use nvfp4::{Product, Quantizer, Side, TensorRef, matmul};
+///
+/// let x = Quantizer::default().quantize(&TensorRef::new(&[2.0f32; 2 * 16][..], &[2, 16])?)?;
+/// let w = Quantizer::default().quantize(&TensorRef::new(&[0.5f32; 3 * 16][..], &[3, 16])?)?;
+/// let product = Product { bias: Some(&[0.0, 1.0, 2.0]), ..Product::default() };
+/// let y: Vec<f32> = matmul(x.direction(Side::Row)?, w.direction(Side::Row)?, &product)?;
+/// assert_eq!(y, [16.0, 17.0, 18.0, 16.0, 17.0, 18.0]);
+/// # Ok::<(), nvfp4::Error>(())
+/// ```
 pub fn matmul<T: Element>(a: &Direction, b: &Direction, product: &Product<'_, T>) -> Result<Vec<T>> {
     matmul_with(Implementation::best(), a, b, product)
 }
@@ -42,6 +53,16 @@ pub fn matmul_with<T: Element>(
 /// quantized. Sums are in binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
 ///
 /// A weight that is Hadamard-transformed is refused: `x` is not.
+///
+/// ```
+/// use nvfp4::{Product, Quantizer, Side, TensorRef, matmul_plain};
+///
+/// let x = TensorRef::new(&[2.0f32; 16][..], &[1, 16])?;
+/// let w = Quantizer::default().quantize(&TensorRef::new(&[0.5f32; 3 * 16][..], &[3, 16])?)?;
+/// let y: Vec<f32> = matmul_plain(&x, w.direction(Side::Row)?, &Product::default())?;
+/// assert_eq!(y, [16.0; 3]);
+/// # Ok::<(), nvfp4::Error>(())
+/// ```
 pub fn matmul_plain<T: Element>(x: &TensorRef<'_>, w: &Direction, product: &Product<'_, T>) -> Result<Vec<T>> {
     matmul_plain_with(Implementation::best(), x, w, product)
 }

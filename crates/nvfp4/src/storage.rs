@@ -181,6 +181,17 @@ impl Nvfp4Entry {
 }
 
 /// Writes named tensors to a file, which is replaced if it exists.
+///
+/// ```
+/// use nvfp4::{Quantizer, TensorRef, load, save};
+///
+/// let q = Quantizer::default().quantize(&TensorRef::new(&[0.5f32; 32][..], &[2, 16])?)?;
+/// let path = std::env::temp_dir().join(format!("nvfp4-example-{}.safetensors", std::process::id()));
+/// save(&path, [("fc.weight", &q)])?;
+/// assert_eq!(load(&path)?["fc.weight"], q);
+/// # std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), nvfp4::Error>(())
+/// ```
 pub fn save<'a>(path: &Path, tensors: impl IntoIterator<Item = (&'a str, &'a QuantTensor)>) -> Result<()> {
     let Content { version, parts, entries } = Content::of(path, tensors)?;
     Ok(TENSORS.write(path, version, &parts, &entries)?)

@@ -5,8 +5,22 @@ use crate::format::{Directions, Side};
 use crate::{Element, Error, Fp8Tile, Layout, Result, TensorRef, shape};
 use std::fmt;
 
-/// A quantized tensor. Each direction has its own format and owns all that belongs to it: codes, scales, rotation, layout. A clone has the
-/// same bytes. Its bytes lie in the memory of the host, or in that of a GPU.
+/// A quantized tensor. Each direction has its own format and owns all that belongs to it: codes,
+/// scales, rotation, layout. A clone has the same bytes. Its bytes lie in the memory of the host, or
+/// in that of a GPU.
+///
+/// ```
+/// use nvfp4::{Directions, Quantizer, Side, TensorRef};
+///
+/// let values = [3.0f32; 2 * 3 * 32];
+/// let both = Quantizer::builder().directions(Directions::Both).build()?;
+/// let q = both.quantize(&TensorRef::new(&values[..], &[2, 3, 32])?)?;
+/// // Leading dimensions are rows. The column direction is the transposed matrix.
+/// assert_eq!((q.shape(), q.rows(), q.cols()), (&[2, 3, 32][..], 6, 32));
+/// assert_eq!(q.direction(Side::Column)?.rows(), 32);
+/// assert_eq!(q.dequantize::<f32>(Side::Row)?, values);
+/// # Ok::<(), nvfp4::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct QuantTensor<M: MemorySpace = HostMemory> {
     pub(crate) shape: Vec<usize>,
@@ -69,11 +83,14 @@ impl<M: MemorySpace> QuantTensor<M> {
     }
 
     /// The row direction, if the tensor holds it.
+    #[doc(alias = "rowwise")]
     pub fn row(&self) -> Option<&Direction<M>> {
         self.row.as_ref()
     }
 
     /// The column direction, if the tensor holds it: the quantized transposed matrix.
+    #[doc(alias = "column")]
+    #[doc(alias = "columnwise")]
     pub fn col(&self) -> Option<&Direction<M>> {
         self.col.as_ref()
     }

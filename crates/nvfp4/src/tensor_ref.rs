@@ -8,6 +8,18 @@ use nvfp4_spec::zeros;
 /// are flattened into rows.
 ///
 /// A tensor without elements may have any other dimensions, as long as its rows can be counted.
+///
+/// ```
+/// use nvfp4::TensorRef;
+///
+/// let values: Vec<f32> = (0..24).map(|i| i as f32).collect();
+/// let x = TensorRef::new(&values[..], &[2, 3, 4])?;
+/// assert_eq!((x.rows(), x.cols()), (6, 4));
+/// // The same memory as a transposed matrix.
+/// let transposed = TensorRef::strided(&values[..], &[4, 6], &[1, 4])?;
+/// assert_eq!((transposed.rows(), transposed.cols()), (4, 6));
+/// # Ok::<(), nvfp4::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct TensorRef<'a> {
     values: Values<'a>,

@@ -8,7 +8,8 @@ use std::process::ExitCode;
 
 /// Runs the command line, whose first word is the program's name, and gives its exit status.
 ///
-/// `program` says that this process is for the command alone: it may then start itself again, and signals are the command's to handle.
+/// `program` says that this process is for the command alone: it may then start itself again, and
+/// signals are the command's to handle.
 #[pyfunction]
 #[pyo3(signature = (words, *, program=false))]
 pub fn command(py: Python<'_>, words: Vec<OsString>, program: bool) -> PyResult<u8> {

@@ -26,17 +26,24 @@ const FUSES: Words<Fuse> = &[("auto", Fuse::Auto), ("off", Fuse::Off)];
 const KVS: Words<KvCache> = &[("none", KvCache::Unsaid), ("fp8-cast", KvCache::Fp8Cast)];
 const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 
-/// Converts a checkpoint, a folder or a safetensors file, to an NVFP4 checkpoint that servers load; needs no GPU and little memory.
+/// Converts a checkpoint, a folder or a safetensors file, to an NVFP4 checkpoint that servers load;
+/// needs no GPU and little memory.
 ///
-/// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf'; `from_` is whose checkpoint the source is, if it does not
-/// say. `skip` and `only` are patterns of module names; `no_default_skips` quantizes embeddings, heads, routers and vision layers too. `acts` is
-/// None (weights only), one scale for all activations, or a dict of the amax of each module; `kv` is 'fp8-cast' to say that keys and values
-/// are kept in FP8. `any_architecture` converts what no server would load, too. `fuse` says which weights share a tensor scale: 'auto', 'off', or lists of last names. `fix_scales` gives weights of an
-/// NVFP4 source that share a tensor scale, but carry different ones, the largest. `device` is 'cpu', 'cuda' or 'cuda:N', for the same bytes.
+/// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf'; `from_` is the
+/// format of the source, where it cannot be detected. `skip` and `only` are patterns of module
+/// names; `no_default_skips` quantizes embeddings, heads, routers and vision layers too. `acts` is
+/// None (weights only), one scale for all activations, or a dict of the amax of each module; `kv`
+/// is 'fp8-cast' to say that keys and values are kept in FP8. `any_architecture` also converts
+/// models that no server loads. `fuse` says which weights share a tensor scale: 'auto', 'off', or
+/// lists of the last names of modules, as [['q_proj', 'k_proj']]. `fix_scales` gives weights of an
+/// NVFP4 source that share a tensor scale, but carry different ones, the largest. `device` is
+/// 'cpu', 'cuda' or 'cuda:N', for the same bytes.
 ///
-/// The result is read back and checked as `verify` does: problems raise a ConversionError, with the target left where it is. Gives a dict of
-/// what was done: bytes before and after, files, the relative error of each weight, and notes of the check. `progress(pass, done, total)` is
-/// told the bytes of a pass, 'amax' or 'write'. Ctrl-C, or an exception of `progress`, stops the conversion; existing='resume' goes on.
+/// The result is read back and checked as `verify` does: problems raise a ConversionError, with the
+/// target left where it is. Returns a dict of what was done: bytes before and after, files, the
+/// relative error of each weight, and notes of the check. `progress(pass, done, total)` is called
+/// with the bytes of a pass, 'amax' or 'write'. Ctrl-C, or an exception of `progress`, stops the
+/// conversion; existing='resume' continues it.
 #[pyfunction]
 #[pyo3(signature = (source, target, *, to="modelopt", skip=Vec::new(), only=Vec::new(), preset="all", scale="max",
                     profile=None, acts=None, fuse=FuseWord::Word("auto".to_string()), fix_scales=false, max_shard=5_000_000_000,
@@ -105,12 +112,12 @@ pub fn convert<'py>(
     report(py, &summary)
 }
 
-/// Which weights share a tensor scale: a word, or lists of last names.
+/// Which weights share a tensor scale: a word, or lists of the last names of modules.
 #[derive(FromPyObject)]
 pub enum FuseWord {
     #[pyo3(annotation = "'auto' or 'off'")]
     Word(String),
-    #[pyo3(annotation = "lists of last names, as [['q_proj', 'k_proj'], ['w1', 'w3']]")]
+    #[pyo3(annotation = "lists of the last names of modules, as [['q_proj', 'k_proj'], ['w1', 'w3']]")]
     Names(Vec<Vec<String>>),
 }
 
@@ -164,11 +171,11 @@ fn activations(acts: Option<Bound<'_, PyAny>>) -> PyResult<Acts> {
     }
 }
 
-/// How far a conversion is: the pass, and its bytes that are done, of all.
+/// The progress of a conversion: the pass, the bytes of it that are done, and all its bytes.
 #[derive(Clone, Copy, PartialEq)]
 struct Done(Pass, u64, u64);
 
-/// What the threads of a conversion say, until the thread of the interpreter asks.
+/// What the threads of a conversion report, until the interpreter's thread reads it.
 #[derive(Default)]
 struct Heard(Mutex<Option<Done>>);
 
@@ -192,7 +199,8 @@ impl Observer for Heard {
     }
 }
 
-/// Runs `work` in another thread, so that this one can look for Ctrl-C and tell how far it is; it is told to stop if either raises.
+/// Runs `work` in another thread, so that this one can watch for Ctrl-C and report progress; the
+/// work is told to stop if either raises.
 fn watched<R: Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
@@ -226,7 +234,7 @@ fn watched<R: Send>(
         }
         let result = result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         match (result, interrupt) {
-            // It was done before it could stop; what was raised is still to be heard.
+            // It was done before it could stop; what was raised still goes to the caller.
             (Ok(_), Some(signal)) => Err(signal),
             (Err(nvfp4_checkpoint::Error::Interrupted), Some(signal))
                 if !signal.is_instance_of::<PyKeyboardInterrupt>(py) =>

@@ -1,15 +1,16 @@
 //! Tensors on GPUs: torch's memory, torch's stream, and nothing waits.
 
-use crate::array::{Array, Framework, contiguous};
-use crate::device::Place;
+use crate::array::{Array, Framework, check_torch, contiguous};
 use crate::dlpack::{DataType, Device, Exchange, Lent, Tensor, borrow_stream};
 use crate::error::OrRaise;
-use crate::parts::{self, Part};
+use crate::generator;
+use crate::part::{self, Part};
+use crate::place::Place;
 use half::{bf16, f16};
 use nvfp4::Quantizer;
 use nvfp4::cuda::{
-    Allocator, Direction, Gpu, Input, Memory, Observed, Offset, Options, Owned, Plain, Product, QuantTensor,
-    Randomness, Slice, Stream, Values, finite,
+    Allocator, Direction, Gpu, Memory, Observed, Offset, Options, Owned, Plain, Product, QuantTensor, Randomness,
+    Slice, Stream, finite,
 };
 use nvfp4::{Element, Fp8Description, Fp8Direction, Nvfp4Description, Nvfp4Direction, Precision, Side};
 use nvfp4_spec::fp8::Scales;
@@ -27,8 +28,8 @@ pub struct Held {
     pub id: i32,
 }
 
-/// torch's memory, for the stream that it works on. What asks for it holds the interpreter's lock already: work is queued and not waited
-/// for, so the lock is not given away in between.
+/// torch's memory, for the stream that it works on. What asks for it holds the interpreter's lock
+/// already: work is queued and not waited for, so the lock is not given away in between.
 struct Torch {
     id: i32,
     exchange: Exchange,
@@ -36,7 +37,7 @@ struct Torch {
 
 impl Allocator for Torch {
     fn bytes(&self, _: &Stream, len: usize) -> Result<Memory, nvfp4_kernels::cuda::Error> {
-        // Of nothing torch has no address.
+        // torch has no address for 0 bytes.
         let device = Device { kind: 2, id: self.id };
         let tensor = Python::attach(|py| self.exchange.allocate(py, device, DataType::U8, len.max(1)));
         let failed = |reason: String| nvfp4_kernels::cuda::Error::Allocator { bytes: len, reason };
@@ -59,7 +60,8 @@ fn too_old() -> PyErr {
     PyRuntimeError::new_err("tensors on GPUs need torch 2.10 or newer, which lends its memory and its stream")
 }
 
-/// What works on the stream that torch works on now, with torch's memory. For one call: the next may be on another stream.
+/// What works on the stream that torch works on now, with torch's memory. For one call: the next
+/// may be on another stream.
 fn gpu(py: Python<'_>, id: i32) -> PyResult<Gpu> {
     static OPENED_BY: OnceLock<u32> = OnceLock::new();
     if *OPENED_BY.get_or_init(process::id) != process::id() {
@@ -72,59 +74,6 @@ fn gpu(py: Python<'_>, id: i32) -> PyResult<Gpu> {
     let stream = exchange.stream(py, Device { kind: 2, id })?;
     let device = nvfp4::cuda::Device::open(id as usize).map_err(nvfp4::Error::from).or_raise()?;
     Ok(Gpu::with(borrow_stream(device, stream), Torch { id, exchange }))
-}
-
-/// An error for arrays of other libraries than torch: their work is queued on streams that ours does not wait for.
-fn check_torch(x: &Bound<'_, PyAny>) -> PyResult<()> {
-    match Framework::of(x)? {
-        Framework::Torch => Ok(()),
-        Framework::Numpy => Err(PyTypeError::new_err(
-            "expected torch's tensors on a GPU; torch.from_dlpack(x) makes one of another library's array, without a copy, and waits for its stream",
-        )),
-    }
-}
-
-/// A matrix as kernels take it: rows are contiguous and evenly spaced.
-fn input(array: &Array) -> Option<Input<'_>> {
-    let tensor = array.tensor();
-    let (&cols, leading) = tensor.shape.split_last().unwrap_or((&1, &[]));
-    let rows = leading.iter().product();
-    let strides: Vec<usize> = tensor.strides.iter().map(|&s| usize::try_from(s)).collect::<Result<_, _>>().ok()?;
-    if rows == 0 || cols == 0 {
-        return Input::new(values(array)?, rows, cols).ok();
-    }
-    let mut dims = tensor.shape.iter().zip(&strides).rev().filter(|(size, _)| **size > 1).peekable();
-    if cols > 1 && *dims.next()?.1 != 1 {
-        return None;
-    }
-    let stride = dims.peek().map_or(cols, |(_, stride)| **stride);
-    let mut expected = stride;
-    for (&size, &actual) in dims {
-        if actual != expected {
-            return None;
-        }
-        expected = actual.checked_mul(size)?;
-    }
-    Input::strided(values(array)?, rows, cols, stride.max(cols)).ok().filter(|_| stride >= cols)
-}
-
-/// The elements where they lie.
-fn values(array: &Array) -> Option<Values<'_>> {
-    let tensor = array.tensor();
-    Some(match array.precision() {
-        Precision::F32 => Values::F32(tensor.device_slice()?),
-        Precision::Bf16 => Values::Bf16(tensor.device_slice()?),
-        Precision::F16 => Values::F16(tensor.device_slice()?),
-    })
-}
-
-/// An array of torch whose rows are contiguous and evenly spaced: itself, or a copy.
-pub fn with_rows(x: &Bound<'_, PyAny>, array: Array) -> PyResult<Array> {
-    check_torch(x)?;
-    match input(&array) {
-        Some(_) => Ok(array),
-        None => Ok(array.over(Tensor::of(&contiguous(x)?)?)),
-    }
 }
 
 /// What a call gives beside the tensor.
@@ -192,7 +141,7 @@ pub fn quantize<'py>(
         row_scale: row_scale.as_ref().map(Numbers::slice),
         col_scale: col_scale.as_ref().map(Numbers::slice),
     };
-    let x = input(array).ok_or_else(|| PyValueError::new_err("the tensor's memory is not aligned; clone it"))?;
+    let x = array.input().ok_or_else(|| PyValueError::new_err("the tensor's memory is not aligned; clone it"))?;
     let made = maker.observe_on(&gpu, &x, &options).or_raise()?;
     let Observed { tensor, row_amax, col_amax } = made;
     let (row, col) = tensor.into_directions();
@@ -201,8 +150,9 @@ pub fn quantize<'py>(
     Ok((held, [seen(row_amax)?, seen(col_amax)?]))
 }
 
-/// Looks for NaN and infinities in an array: the first is left in `found`, one int64 on the same GPU that held -1, as four times its index
-/// plus 0 for infinity, 1 for its negative, 2 for NaN. Does not wait.
+/// Looks for NaN and infinities in an array: the first is left in `found`, one int64 on the same
+/// GPU that held -1, as four times its index plus 0 for infinity, 1 for its negative, 2 for NaN.
+/// Does not wait.
 pub fn watch(x: &Bound<'_, PyAny>, array: &Array, id: i32, found: &Bound<'_, PyAny>) -> PyResult<()> {
     let wrong = || PyTypeError::new_err(format!("watch: expected a tensor of one int64 on cuda:{id}"));
     check_torch(found)?;
@@ -217,7 +167,7 @@ pub fn watch(x: &Bound<'_, PyAny>, array: &Array, id: i32, found: &Bound<'_, PyA
         false => Some(Array::of(&contiguous(x)?)?),
     };
     let misaligned = || PyValueError::new_err("the tensor's memory is not aligned; clone it");
-    let values = values(dense.as_ref().unwrap_or(array)).ok_or_else(misaligned)?;
+    let values = dense.as_ref().unwrap_or(array).device_values().ok_or_else(misaligned)?;
     let place = found.device_slice_mut().ok_or_else(wrong)?;
     finite::first_not_finite(gpu(x.py(), id)?.stream(), values, place).map_err(nvfp4::Error::from).or_raise()
 }
@@ -259,7 +209,7 @@ impl Place64 {
                 return Ok(Place64::Memory(tensor));
             }
         }
-        Ok(Place64::Value(crate::quantizer::offset(offset)?))
+        Ok(Place64::Value(generator::offset(offset)?))
     }
 
     fn offset(&self) -> Offset<'_> {
@@ -375,7 +325,7 @@ fn product<T: Element + Plain>(
             out
         }
         Left::Plain(array) => {
-            let x = input(array).ok_or_else(|| PyValueError::new_err("the tensor is not aligned; clone it"))?;
+            let x = array.input().ok_or_else(|| PyValueError::new_err("the tensor is not aligned; clone it"))?;
             let mut out = room(x.rows())?;
             gpu.matmul_plain(&x, b, &product, out.slice_mut()).or_raise()?;
             out
@@ -435,8 +385,8 @@ pub fn copied(py: Python<'_>, held: &Arc<Held>) -> PyResult<Held> {
     let made = |side| -> PyResult<Option<Direction>> {
         let Ok(direction) = held.tensor.direction(side) else { return Ok(None) };
         let like = twin(direction)?;
-        let arrays = parts::take_apart(py, &crate::device::Held::Cuda(Arc::clone(held)), side, Framework::Torch)?;
-        let arrays = arrays.iter().map(|array| array.call_method0("clone")).collect::<PyResult<Vec<_>>>()?;
+        let copy = |&part| Framework::Torch.array(py, lend(held, side, part)?)?.call_method0("clone");
+        let arrays = Part::of(&like).iter().map(copy).collect::<PyResult<Vec<_>>>()?;
         self::direction(&like, (direction.rows(), direction.cols()), &arrays, held.id).map(Some)
     };
     let (row, col) = (made(Side::Row)?, made(Side::Column)?);
@@ -469,9 +419,9 @@ pub fn lend(held: &Arc<Held>, side: Side, part: Part) -> PyResult<Lent> {
     Lent::on_gpu(Arc::clone(held), held.id, |held| {
         let direction = held.tensor.direction(side).or_raise()?;
         let like = twin(direction)?;
-        let (dtype, shape) = parts::shape(&like, part, (direction.rows(), direction.cols()))
-            .ok_or_else(|| parts::absent(&like, side, part))?;
-        let memory = memory(direction, part).ok_or_else(|| parts::absent(&like, side, part))?;
+        let (dtype, shape) = part::shape(&like, part, (direction.rows(), direction.cols()))
+            .ok_or_else(|| part::absent(&like, side, part))?;
+        let memory = memory(direction, part).ok_or_else(|| part::absent(&like, side, part))?;
         Ok((memory, dtype, shape))
     })
 }

@@ -1,23 +1,26 @@
-//! Delayed scaling: how a tensor's scale follows from the amaxes of earlier steps. Who calls keeps both.
+//! Delayed scaling: how a tensor's scale follows from the amaxes of earlier steps. The caller keeps
+//! both.
 
 use crate::error::OrRaise;
 use crate::words::{self, REDUCTIONS};
 #[cfg(not(feature = "cuda"))]
-use crate::{device::Place, dlpack::Tensor};
+use crate::{dlpack::Tensor, place::Place};
 use nvfp4_recipe::{self as recipe, AmaxRule, AmaxRules, Format, QuantSpec};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
-/// How a scale follows from the amaxes of earlier steps. `spec` is the text of such a format, 'fp8-delayed' for instance.
+/// How a scale follows from the amaxes of earlier steps. `spec` is the text of such a format,
+/// 'fp8-delayed' for instance.
 ///
 /// >>> import nvfp4
 /// >>> delayed = nvfp4.Delayed("fp8-delayed(history=3)")
 /// >>> delayed.update([7.0, 0.0, 2.0], 1.0, 7.0)
 /// ([0.0, 2.0, 7.0], 64.0)
 ///
-/// A history begins with zeros and a scale with 1. A step quantizes with the scale, joins the amaxes that it sees to the history's first
-/// place by a maximum (`Quantizer.observe` gives them), and then updates both.
+/// A history begins with zeros and a scale with 1. A step quantizes with the scale, joins the
+/// amaxes that it sees to the history's first place by a maximum (`Quantizer.observe` gives them),
+/// and then updates both.
 #[pyclass(frozen, module = "nvfp4", eq)]
 #[derive(PartialEq)]
 pub struct Delayed(recipe::Delayed);
@@ -39,7 +42,8 @@ impl Delayed {
         }
     }
 
-    /// The scales that a spec asks for, as texts of delayed scaling: one under 'both', or one each under 'row' and 'column'.
+    /// The scales that a spec asks for, as texts of delayed scaling: one under 'both', or one each
+    /// under 'row' and 'column'.
     #[staticmethod]
     fn parts(spec: &str) -> PyResult<BTreeMap<&'static str, String>> {
         let parts = parts(&spec.parse().or_raise()?);
@@ -58,7 +62,8 @@ impl Delayed {
         words::word(REDUCTIONS, self.0.reduction())
     }
 
-    /// The history and the scale of the next step. `amax` is that of this step, among all workers if there are several.
+    /// The history and the scale of the next step. `amax` is that of this step, among all workers
+    /// if there are several.
     fn update(&self, mut history: Vec<f32>, scale: f32, amax: f32) -> PyResult<(Vec<f32>, f32)> {
         if history.len() != self.0.history() {
             let (expected, got) = (self.0.history(), history.len());
@@ -68,8 +73,9 @@ impl Delayed {
         Ok((history, scale))
     }
 
-    /// The same for many tensors whose state lies on a GPU, in place and without waiting: `history` is a tensor of torch with a row for each
-    /// step, of an amax per tensor, `scale` and `amax` have a number per tensor.
+    /// The same for many tensors whose state lies on a GPU, in place and without waiting: `history`
+    /// is a tensor of torch with a row for each step, of an amax per tensor, `scale` and `amax`
+    /// have a number per tensor.
     fn update_(&self, history: &Bound<'_, PyAny>, scale: &Bound<'_, PyAny>, amax: &Bound<'_, PyAny>) -> PyResult<()> {
         let tensors = [history, scale, amax];
         #[cfg(feature = "cuda")]

@@ -1,10 +1,11 @@
-//! What goes wrong, as Python's exceptions, in the words of this package.
+//! What goes wrong, as Python's exceptions, which name the arguments of this package.
 
 use nvfp4::{Error, format};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-/// An error of the library as an exception: `OSError` for files, `RuntimeError` for the machine, `ValueError` for what was asked.
+/// An error of the library as an exception: `OSError` for files, `RuntimeError` for the machine,
+/// `ValueError` for what was asked.
 pub trait Raised {
     /// The exception.
     fn raised(self) -> PyErr;

@@ -2,6 +2,7 @@
 
 use crate::error::OrRaise;
 use nvfp4::Randomness;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
@@ -26,7 +27,8 @@ impl Generator {
         Generator(Mutex::new(nvfp4::Generator::new(seed)))
     }
 
-    /// The seed and the offset of one quantization: `quantize(x, rounding="stochastic", seed=seed, offset=offset)`.
+    /// The seed and the offset of one quantization: `quantize(x, rounding="stochastic", seed=seed,
+    /// offset=offset)`.
     pub fn draw(&self) -> PyResult<(u64, u64)> {
         match self.with(nvfp4::Generator::draw).or_raise()? {
             Randomness::At { seed, offset } => Ok((seed, offset)),
@@ -66,4 +68,10 @@ impl Generator {
         let (seed, _, offset, _) = self.state();
         format!("Generator(seed={seed}, next offset {offset})")
     }
+}
+
+/// An offset: a number, or an array of one.
+pub fn offset(offset: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let item = if offset.hasattr("item")? { offset.call_method0("item")? } else { offset.clone() };
+    item.extract().map_err(|_| PyTypeError::new_err("expected an offset from 0 to 2**64 - 1"))
 }

@@ -1,7 +1,10 @@
-//! NVFP4 in Python. The module `nvfp4._nvfp4`, which the package `nvfp4` presents: parse, call, convert.
+//! NVFP4 in Python. The module `nvfp4._nvfp4`, which the package `nvfp4` presents: parse, call,
+//! convert.
 //!
-//! Read in this order: `dlpack` (memory of other libraries), `device` (where it lies), `array` (arrays in and out), `quantizer`, `tensor`,
-//! `matmul`; then `recipe`, `plan`, `delayed`, `convert`, `verify` and `command`. What the words of settings are is in `words`.
+//! Read in this order: `dlpack` (memory of other libraries), `place` (where it lies), `array`
+//! (arrays in and out), `part` (the arrays of a quantized tensor), `cuda`, `held` (a quantized
+//! tensor wherever it lies), `matmul`, `tensor`, `quantizer`; then `recipe`, `plan`, `delayed`,
+//! `convert`, `verify` and `command`. The words of settings are in `words`.
 
 #![deny(unsafe_code)]
 
@@ -11,13 +14,15 @@ mod convert;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod delayed;
-mod device;
 #[allow(unsafe_code)] // memory that other libraries lend us, and ours that we lend them
 mod dlpack;
 mod error;
 mod generator;
+mod held;
 mod matmul;
+mod part;
 mod parts;
+mod place;
 mod plan;
 mod quantizer;
 mod recipe;

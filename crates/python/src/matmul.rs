@@ -3,9 +3,9 @@
 use crate::array::{Array, Framework, contiguous, floats};
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::device::Place;
 use crate::error::OrRaise;
-use crate::tensor::{Direction, QuantTensor};
+use crate::held::Held;
+use crate::place::Place;
 use crate::threads;
 use crate::words;
 use half::{bf16, f16};
@@ -13,35 +13,32 @@ use nvfp4::{Element, Elements, Precision, Product, Side, Values};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-/// One side of a product.
-enum Operand<'py> {
-    Quantized(PyRef<'py, Direction>),
+/// One operand of a product. `tensor.rs`, where the classes are, reads it from Python's objects.
+pub enum Operand {
+    /// One direction of a quantized tensor.
+    Quantized {
+        /// The tensor.
+        held: Held,
+        /// Which direction of it.
+        side: Side,
+        /// In whose arrays results come.
+        framework: Framework,
+    },
+    /// An array as it is.
     Plain(Array),
 }
 
-impl Operand<'_> {
-    /// A direction, the row direction of a quantized tensor, or an array.
-    fn of<'py>(x: &Bound<'py, PyAny>) -> PyResult<Operand<'py>> {
-        if let Ok(direction) = x.cast::<Direction>() {
-            return Ok(Operand::Quantized(direction.borrow()));
-        }
-        if let Ok(tensor) = x.cast::<QuantTensor>() {
-            let direction = Bound::new(x.py(), tensor.get().side(Side::Row)?)?;
-            return Ok(Operand::Quantized(direction.borrow()));
-        }
-        Ok(Operand::Plain(Array::of(x)?))
-    }
-
+impl Operand {
     fn place(&self) -> Place {
         match self {
-            Operand::Quantized(direction) => direction.held.place(),
+            Operand::Quantized { held, .. } => held.place(),
             Operand::Plain(array) => array.place,
         }
     }
 
     fn framework(&self) -> Framework {
         match self {
-            Operand::Quantized(direction) => direction.framework,
+            Operand::Quantized { framework, .. } => *framework,
             Operand::Plain(array) => array.framework,
         }
     }
@@ -49,9 +46,11 @@ impl Operand<'_> {
 
 /// alpha · a · bᵀ + bias + beta · c, where a is [M, K] and b is [N, K].
 ///
-/// `a` is a quantized tensor (its row direction), a direction of one, or an array; `b` is quantized. The three products of a linear layer
-/// are `matmul(x, w)`, `matmul(dy, w.column)` and `matmul(dy.column, x.column)`. NVFP4 × NVFP4 on a CPU is rounded once per output; other
-/// products are summed in float32. A result is [M, N], or the shape of `a` but for the last dimension if `a` is an array.
+/// `a` is a quantized tensor (its row direction), a direction of one, or an array; `b` is
+/// quantized. The three products of a linear layer are `matmul(x, w)`, `matmul(dy, w.column)` and
+/// `matmul(dy.column, x.column)`. NVFP4 × NVFP4 on a CPU is rounded once per output; other products
+/// are summed in float32. A result is [M, N], or the shape of `a` but for the last dimension if `a`
+/// is an array.
 #[pyfunction]
 #[pyo3(signature = (a, b, *, bias=None, alpha=1.0, c=None, beta=1.0, dtype=None))]
 #[allow(clippy::too_many_arguments)] // each is an option with a name
@@ -65,8 +64,8 @@ pub fn matmul<'py>(
     beta: f32,
     dtype: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let (a, b) = (Operand::of(a)?, Operand::of(b)?);
-    let Operand::Quantized(right) = &b else {
+    let (a, b) = (a.extract::<Operand>()?, b.extract::<Operand>()?);
+    let Operand::Quantized { held: right, side: right_side, .. } = &b else {
         return Err(PyTypeError::new_err(
             "the right operand is an array: quantize it, or multiply arrays with their own library",
         ));
@@ -74,16 +73,16 @@ pub fn matmul<'py>(
     let precision = dtype.map_or(Ok(Precision::F32), |dtype| words::precision(&dtype))?;
     let c = c.map(|c| Array::of(&contiguous(&c)?)).transpose()?;
     let mut shape = match &a {
-        Operand::Quantized(direction) => vec![direction.size().0],
+        Operand::Quantized { held, side, .. } => vec![held.size(*side)?.0],
         Operand::Plain(array) => array.shape().split_last().map_or(vec![], |(_, leading)| leading.to_vec()),
     };
-    shape.push(right.size().0);
+    shape.push(right.size(*right_side)?.0);
     match (a.place(), b.place()) {
         (Place::Host, Place::Host) => {
             let bias = bias.map(|bias| floats(&bias)).transpose()?;
             let c = c.as_ref().map(Array::tensor_ref).transpose()?.map(|c| c.values());
             let terms = Terms { alpha, bias: bias.as_deref(), c, beta };
-            let b = right.held.host()?.direction(right.side).or_raise()?;
+            let b = right.host()?.direction(*right_side).or_raise()?;
             let values = match precision {
                 Precision::F32 => Elements::F32(product::<f32>(py, &a, b, &terms)?),
                 Precision::Bf16 => Elements::Bf16(product::<bf16>(py, &a, b, &terms)?),
@@ -94,11 +93,11 @@ pub fn matmul<'py>(
         #[cfg(feature = "cuda")]
         (Place::Cuda(id), Place::Cuda(other)) if id == other => {
             let left = match &a {
-                Operand::Quantized(a) => cuda::Left::Quantized(a.on_gpu()?),
+                Operand::Quantized { held, side, .. } => cuda::Left::Quantized(held.on_gpu(*side)?),
                 Operand::Plain(array) => cuda::Left::Plain(array),
             };
             let terms = cuda::Terms { alpha, bias, c, beta };
-            cuda::matmul(py, (left, right.on_gpu()?), id, &terms, precision, &shape)
+            cuda::matmul(py, (left, right.on_gpu(*right_side)?), id, &terms, precision, &shape)
         }
         #[cfg(feature = "cuda")]
         (left, right) => Err(PyValueError::new_err(format!(
@@ -138,7 +137,7 @@ impl Output for f16 {
     }
 }
 
-fn product<T: Output>(py: Python<'_>, a: &Operand<'_>, b: &nvfp4::Direction, terms: &Terms<'_>) -> PyResult<Vec<T>> {
+fn product<T: Output>(py: Python<'_>, a: &Operand, b: &nvfp4::Direction, terms: &Terms<'_>) -> PyResult<Vec<T>> {
     let mismatch = || PyValueError::new_err("c has another dtype than the result: cast it, or ask for its dtype");
     let add = match terms.c {
         Some(c) => Some((T::of(c).ok_or_else(mismatch)?, terms.beta)),
@@ -146,8 +145,8 @@ fn product<T: Output>(py: Python<'_>, a: &Operand<'_>, b: &nvfp4::Direction, ter
     };
     let product = Product { alpha: terms.alpha, bias: terms.bias, add, ..Product::default() };
     match a {
-        Operand::Quantized(a) => {
-            let a = a.held.host()?.direction(a.side).or_raise()?;
+        Operand::Quantized { held, side, .. } => {
+            let a = held.host()?.direction(*side).or_raise()?;
             threads::run(py, || nvfp4::matmul(a, b, &product))?.or_raise()
         }
         Operand::Plain(array) => {

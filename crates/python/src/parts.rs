@@ -1,57 +1,26 @@
-//! The arrays that a quantized tensor consists of: what they are, taken apart and put together again.
-//!
-//! | direction | arrays |
-//! |---|---|
-//! | NVFP4 | codes, two to a byte; scale bytes; the 32-bit scale, one or one per row |
-//! | FP8, MXFP8 | codes; scales |
-//! | high precision | the numbers; none in the column direction where it is the row direction's memory |
+//! All arrays of a quantized tensor: what they are, taken apart and put together again.
 
 use crate::array::{Array, Framework, bytes, contiguous, floats};
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::device::Held;
-#[cfg(feature = "cuda")]
-use crate::device::Place;
-use crate::dlpack::{DataType, Lent, Numbers};
+use crate::dlpack::DataType;
 use crate::error::OrRaise;
+use crate::held::Held;
+use crate::part::{self, Part};
+#[cfg(feature = "cuda")]
+use crate::place::Place;
 use crate::words::{self, DIRECTIONS, choose};
 use half::{bf16, f16};
 use nvfp4::{
-    Direction, Directions, Elements, Fp8Description, Fp8Direction, Fp8Scales, Fp8Tile, Layout, Nvfp4Description,
+    Direction, Directions, Elements, Fp8Description, Fp8Direction, Fp8Scales, Fp8Tile, Nvfp4Description,
     Nvfp4Direction, Options, Orientation, PlainDirection, Precision, QuantTensor, Randomness, Side, TensorRef, Values,
 };
 use nvfp4_recipe::QuantSpec;
-use nvfp4_spec::fp8::ScaleRef;
-use nvfp4_spec::{BLOCK, e2m1};
-use pyo3::exceptions::{PyAttributeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
-/// What an array holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// Codes.
-    Codes,
-    /// Scales of blocks, or of the whole tensor in FP8.
-    Scales,
-    /// The 32-bit scale of NVFP4.
-    Global,
-    /// Numbers as they are.
-    Values,
-}
-
-impl Part {
-    /// Those of a direction.
-    fn of(direction: &Direction) -> &'static [Part] {
-        match direction {
-            Direction::Nvfp4(_) => &[Part::Codes, Part::Scales, Part::Global],
-            Direction::Fp8(_) => &[Part::Codes, Part::Scales],
-            Direction::Plain(_) => &[Part::Values],
-        }
-    }
-}
-
-/// A tensor without elements, quantized so: it has everything of a spec but the bytes.
+/// A tensor without elements, quantized by a spec: it has everything but the bytes.
 fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> PyResult<QuantTensor> {
     let values = match precision {
         Precision::F32 => Values::F32(&[]),
@@ -65,47 +34,6 @@ fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> 
     };
     let empty = TensorRef::new(values, &[0, 0]).or_raise()?;
     quantizer.quantize_with(&empty, &Options { randomness, ..Options::default() }).or_raise()
-}
-
-/// The shape and type of an array of a direction like `like`, of `rows` × `cols`.
-pub fn shape(like: &Direction, part: Part, (rows, cols): (usize, usize)) -> Option<(DataType, Vec<usize>)> {
-    match (like, part) {
-        (Direction::Nvfp4(_), Part::Codes) => Some((DataType::U8, vec![rows, e2m1::packed_len(cols)])),
-        (Direction::Nvfp4(d), Part::Scales) => Some((DataType::U8, scale_shape(d.layout(), rows, cols).to_vec())),
-        (Direction::Nvfp4(d), Part::Global) => Some((DataType::F32, vec![d.global().count(rows)])),
-        (Direction::Fp8(d), Part::Codes) => {
-            let (down, across) = d.tile().along_k((rows, cols));
-            Some((DataType::U8, vec![down, across]))
-        }
-        (Direction::Fp8(d), Part::Scales) => {
-            let (down, across) = d.tile().along_k((rows, cols));
-            let (high, wide) = d.tile().grid(down, across);
-            let dtype = match d.scales() {
-                ScaleRef::F32(_) => DataType::F32,
-                ScaleRef::E8m0(_) => DataType::U8,
-            };
-            Some((dtype, vec![high, wide]))
-        }
-        (Direction::Plain(d), Part::Values) => {
-            let shape = match d.orientation() {
-                Orientation::RowMajor => vec![rows, cols],
-                Orientation::ColumnMajor => vec![cols, rows],
-            };
-            Some((d.values().precision().into(), shape))
-        }
-        (Direction::Fp8(_), Part::Global | Part::Values)
-        | (Direction::Nvfp4(_), Part::Values)
-        | (Direction::Plain(_), Part::Codes | Part::Scales | Part::Global) => None,
-    }
-}
-
-/// Scale bytes as a matrix: a row of blocks for each row, in whole tiles of 128 × 4 where they are swizzled.
-pub fn scale_shape(layout: Layout, rows: usize, cols: usize) -> [usize; 2] {
-    let blocks = cols.div_ceil(BLOCK);
-    match layout {
-        Layout::Linear => [rows, blocks],
-        Layout::Swizzled => [rows.next_multiple_of(128), blocks.next_multiple_of(4)],
-    }
 }
 
 /// Rows and columns of a shape.
@@ -133,7 +61,8 @@ fn shares(tensor: &QuantTensor) -> bool {
 
 type Arrays = Vec<(&'static str, Vec<usize>)>;
 
-/// The arrays that quantizing a tensor gives, as (dtype, shape), for the row direction and for the column direction.
+/// The arrays that quantizing a tensor gives, as (dtype, shape), for the row direction and for the
+/// column direction.
 #[pyfunction]
 pub fn layout(spec: &str, directions: &str, shape: Vec<usize>, dtype: &Bound<'_, PyAny>) -> PyResult<(Arrays, Arrays)> {
     let spec: QuantSpec = spec.parse().or_raise()?;
@@ -141,7 +70,7 @@ pub fn layout(spec: &str, directions: &str, shape: Vec<usize>, dtype: &Bound<'_,
     let (rows, cols) = flat(&shape);
     let arrays = |direction: Option<&Direction>, size: (usize, usize)| -> Arrays {
         let Some(like) = direction else { return Vec::new() };
-        let named = |part| self::shape(like, part, size).map(|(dtype, shape)| (name(dtype), shape));
+        let named = |part| part::shape(like, part, size).map(|(dtype, shape)| (name(dtype), shape));
         Part::of(like).iter().filter_map(|&part| named(part)).collect()
     };
     let col = like.col().filter(|_| !shares(&like));
@@ -206,7 +135,8 @@ pub fn put_together(
 /// Where an array lies.
 #[cfg(feature = "cuda")]
 fn place(x: &Bound<'_, PyAny>) -> PyResult<Place> {
-    // Not every library lends elements of a byte or less under their own type, and their device is all that is asked for.
+    // Not every library lends elements of a byte or less under their own type, and their device is
+    // all that is asked for.
     match x.getattr("device").and_then(|device| device.getattr("type")?.extract::<String>()) {
         Ok(kind) if kind == "cuda" => Ok(Place::Cuda(x.getattr("device")?.getattr("index")?.extract()?)),
         _ => Ok(Place::Host),
@@ -256,36 +186,4 @@ pub fn take_apart<'py>(
     let shared = side == Side::Column && held.host().is_ok_and(|tensor| shares(tensor));
     let parts = if shared { &[] } else { Part::of(&*held.twin(side)?) };
     parts.iter().map(|&part| framework.array(py, held.lend(side, part)?)).collect()
-}
-
-/// An array of a direction, lent out.
-pub fn lend(tensor: &Arc<QuantTensor>, side: Side, part: Part) -> PyResult<Lent> {
-    Lent::new(Arc::clone(tensor), |tensor| {
-        let direction = tensor.direction(side).or_raise()?;
-        let size = (direction.rows(), direction.cols());
-        let (_, shape) = shape(direction, part, size).ok_or_else(|| absent(direction, side, part))?;
-        let numbers = match (direction, part) {
-            (Direction::Nvfp4(d), Part::Codes) => Numbers::Bytes(d.codes()),
-            (Direction::Nvfp4(d), Part::Scales) => Numbers::Bytes(d.scales()),
-            (Direction::Nvfp4(d), _) => Numbers::Values(Values::F32(d.stored())),
-            (Direction::Fp8(d), Part::Codes) => Numbers::Bytes(d.codes()),
-            (Direction::Fp8(d), _) => match d.scales() {
-                ScaleRef::F32(scales) => Numbers::Values(Values::F32(scales)),
-                ScaleRef::E8m0(scales) => Numbers::Bytes(scales),
-            },
-            (Direction::Plain(d), _) => Numbers::Values(d.values()),
-        };
-        Ok((numbers, shape))
-    })
-}
-
-/// The exception about an array that a direction does not have.
-pub fn absent(direction: &Direction, side: Side, part: Part) -> PyErr {
-    let part = match part {
-        Part::Codes => "codes",
-        Part::Scales => "scales",
-        Part::Global => "32-bit scale",
-        Part::Values => "plain numbers",
-    };
-    PyAttributeError::new_err(format!("the {side} direction is {direction}, which has no {part}"))
 }

@@ -8,9 +8,11 @@ use nvfp4_recipe::{self as recipe, Capabilities, Model, Module, Purpose, Site, S
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// What every tensor of a model resolves to, checked as a whole: a ValueError lists everything that is wrong.
+/// What every tensor of a model resolves to, checked as a whole: a ValueError lists everything that
+/// is wrong.
 ///
-/// `modules` are pairs of a path and a kind: 'linear', 'attention', or 'grouped' with a number of experts.
+/// `modules` are pairs of a path and a kind: 'linear', 'attention', or 'grouped' with a number of
+/// experts.
 ///
 /// >>> import nvfp4
 /// >>> plan = nvfp4.Plan(nvfp4.Recipe("nvfp4"), [("fc1", "linear"), ("experts", "grouped", 4)])
@@ -19,7 +21,7 @@ use pyo3::prelude::*;
 #[pyclass(frozen, module = "nvfp4")]
 pub struct Plan(recipe::Plan);
 
-/// A module as Python says it.
+/// A module as Python passes it.
 #[derive(FromPyObject)]
 enum Entry {
     Grouped(String, String, u32),
@@ -87,7 +89,8 @@ impl Plan {
         Ok(self.0.spec(&site).ok_or_else(absent)?.to_string())
     }
 
-    /// The quantizer of a tensor, in the directions that something reads. A tensor with delayed scaling begins with a scale of 1.
+    /// The quantizer of a tensor, in the directions that something reads. A tensor with delayed
+    /// scaling begins with a scale of 1.
     #[pyo3(signature = (path, slot, *, expert=None))]
     fn quantizer(&self, path: &str, slot: &str, expert: Option<u32>) -> PyResult<Quantizer> {
         let site = Plan::site(path, slot, expert)?;
@@ -110,13 +113,13 @@ impl Plan {
         words::word(FINITES, self.0.finite())
     }
 
-    /// What is not wrong, but probably not meant.
+    /// Warnings: what is allowed, but probably not meant.
     #[getter]
     fn warnings(&self) -> Vec<String> {
         self.0.warnings().iter().map(ToString::to_string).collect()
     }
 
-    /// How many tokens a module's input is padded to a multiple of, or None.
+    /// The multiple that the tokens of a module's input are padded to, or None.
     fn alignment(&self, path: &str) -> Option<usize> {
         self.0.alignment(&path.into())
     }

@@ -4,9 +4,10 @@ use crate::array::{Array, floats};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::delayed;
-use crate::device::{Held, Place};
 use crate::error::OrRaise;
-use crate::generator::Generator;
+use crate::generator::{Generator, offset};
+use crate::held::Held;
+use crate::place::Place;
 use crate::tensor::QuantTensor;
 use crate::threads;
 use crate::words::{
@@ -21,7 +22,8 @@ use std::sync::Arc;
 
 /// A checked set of choices that turns arrays into quantized tensors.
 ///
-/// Settings are words; an unknown one is a ValueError that names the known ones, and so is a pair that has no meaning.
+/// Settings are words. An unknown one is a ValueError that names the known ones; so is a
+/// combination that has no meaning.
 ///
 /// >>> import numpy, nvfp4
 /// >>> weights = nvfp4.Quantizer(tile="16x16", directions="both")
@@ -29,7 +31,8 @@ use std::sync::Arc;
 /// >>> q.codes.shape, q.scales.shape, q.amax
 /// ((32, 32), (32, 4), array([1.], dtype=float32))
 ///
-/// `spec` is the text of any format instead, as recipes write it: `Quantizer(spec="mxfp8 / nvfp4(hadamard)", directions="both")`.
+/// Instead of settings, `spec` takes any format in recipe syntax: `Quantizer(spec="mxfp8 /
+/// nvfp4(hadamard)", directions="both")`.
 #[pyclass(frozen, module = "nvfp4", eq)]
 #[derive(PartialEq)]
 pub struct Quantizer {
@@ -160,12 +163,6 @@ fn randomness<'py>(
     }
 }
 
-/// An offset: a number, or an array of one.
-pub fn offset(offset: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let item = if offset.hasattr("item")? { offset.call_method0("item")? } else { offset.clone() };
-    item.extract().map_err(|_| PyTypeError::new_err("expected an offset from 0 to 2**64 - 1"))
-}
-
 #[pymethods]
 impl Quantizer {
     #[new]
@@ -205,7 +202,7 @@ impl Quantizer {
             Some(spec) if settings == nvfp4::Quantizer::builder() => spec.parse().or_raise()?,
             Some(_) => {
                 return Err(PyValueError::new_err(
-                    "`spec` says all settings but `directions` and `finite`; drop the others",
+                    "`spec` has all settings but `directions` and `finite`; leave the others out",
                 ));
             }
         };
@@ -213,17 +210,20 @@ impl Quantizer {
         Ok(Quantizer { spec, maker: maker.with_finite(finite) })
     }
 
-    /// Quantizes an array of float32, bfloat16 or float16: numpy's, torch's, or anything else with DLPack.
+    /// Quantizes an array of float32, bfloat16 or float16: numpy's, torch's, or anything else with
+    /// DLPack.
     ///
-    /// Stochastic rounding draws from (seed, offset, position) alone, so that the same call gives the same bytes on every machine; a
-    /// generator hands out offsets that do not overlap. An amax that is known, one number or one per row, is taken as it is: float32, or
-    /// another type whose number float32 has; a number of Python is rounded to float32.
+    /// Stochastic rounding draws from (seed, offset, position) alone, so that the same call gives
+    /// the same bytes on every machine; a generator hands out offsets that do not overlap. A known
+    /// amax, one number or one per row, is taken as it is: float32, or a number of another type
+    /// that float32 has exactly; a number of Python is rounded to float32.
     ///
-    /// Delayed scaling takes the `scale` that earlier steps led to, 1 if there is none, and `column_scale` where the column direction has
-    /// one of its own; see `Delayed`.
+    /// Delayed scaling takes the `scale` that earlier steps led to, 1 if there is none, and
+    /// `column_scale` where the column direction has one of its own; see `Delayed`.
     ///
-    /// `watch`, for tensors on a GPU: one int64 there that holds -1. The first NaN or infinity of `x` is left in it without waiting, as four
-    /// times its index plus 0 for infinity, 1 for its negative and 2 for NaN.
+    /// `watch`, for tensors on a GPU: one int64 there that holds -1. The first NaN or infinity of
+    /// `x` is left in it without waiting, as four times its index plus 0 for infinity, 1 for its
+    /// negative and 2 for NaN.
     #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None, watch=None))]
     #[allow(clippy::too_many_arguments)]
     fn quantize<'py>(
@@ -241,8 +241,9 @@ impl Quantizer {
         Ok(self.make(x, Call { seed, offset, generator, amax, column_amax, scale, column_scale, watch })?.0)
     }
 
-    /// Quantizes an array, and gives what delayed scaling is to remember of it: (tensor, amax, column_amax). An amax is an array of one
-    /// number, or None for a direction whose scale does not come from earlier steps.
+    /// Quantizes an array, and gives what delayed scaling is to remember of it: (tensor, amax,
+    /// column_amax). An amax is an array of one number, or None for a direction whose scale does
+    /// not come from earlier steps.
     #[pyo3(signature = (x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None, watch=None))]
     #[allow(clippy::too_many_arguments)]
     fn observe<'py>(
@@ -280,7 +281,8 @@ impl Quantizer {
         words::word(FINITES, self.maker.finite())
     }
 
-    /// The settings as recipes write them: `Quantizer(spec=q.spec, directions=q.directions, finite=q.finite) == q`.
+    /// The settings as recipes write them: `Quantizer(spec=q.spec, directions=q.directions,
+    /// finite=q.finite) == q`.
     #[getter]
     fn spec(&self) -> String {
         self.spec.to_string()

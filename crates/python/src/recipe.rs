@@ -72,9 +72,11 @@ impl Recipe {
         Ok(Recipe::of(recipe::Recipe::from_env().or_raise()?))
     }
 
-    /// A recipe from a function of a `Role` that returns the text of a spec. The key stands for the function where recipes are compared.
+    /// A recipe from a function of a `Role` that returns the text of a spec. The key stands for the
+    /// function where recipes are compared.
     ///
-    /// What the function raises becomes a ValueError that names the role, with the exception as its cause.
+    /// What the function raises becomes a ValueError that names the role, with the exception as its
+    /// cause.
     #[staticmethod]
     fn from_function(key: &str, function: Py<PyAny>) -> Self {
         let raised = Raised::default();
@@ -97,7 +99,8 @@ impl Recipe {
         Ok(Recipe { inner, raised: Arc::clone(&self.raised) })
     }
 
-    /// The same recipe with another answer to NaN and infinities in the tensors that it quantizes: 'keep' or 'refuse'.
+    /// The same recipe with another answer to NaN and infinities in the tensors that it quantizes:
+    /// 'keep' or 'refuse'.
     fn with_finite(&self, finite: &str) -> PyResult<Self> {
         let inner = self.inner.with_finite(choose("finite", FINITES, finite)?);
         Ok(Recipe { inner, raised: Arc::clone(&self.raised) })

@@ -57,10 +57,16 @@ impl Role {
         }
     }
 
-    /// 'forward' or 'backward'.
+    /// The pass that makes the tensor, as rule files name it: 'forward' or 'backward'.
+    #[getter]
+    fn pass_(&self) -> String {
+        self.0.pass().to_string()
+    }
+
+    /// The older name of `pass_`. Elsewhere a direction is 'row' or 'column'.
     #[getter]
     fn direction(&self) -> String {
-        self.0.pass().to_string()
+        self.pass_()
     }
 
     /// TransformerEngine's words for it: module_type, tensor_type and name.

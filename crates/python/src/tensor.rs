@@ -1,10 +1,11 @@
 //! Quantized tensors and their directions.
 
-use crate::array::Framework;
-use crate::device::Held;
+use crate::array::{Array, Framework};
 use crate::error::OrRaise;
-use crate::matmul::matmul;
-use crate::parts::{self, Part};
+use crate::held::Held;
+use crate::matmul::{Operand, matmul};
+use crate::part::{self, Part};
+use crate::parts;
 use crate::threads;
 use crate::words::{self, DIRECTIONS, LAYOUTS, SIDES, choose};
 use nvfp4::{Layout, Precision, Side, Unit};
@@ -16,8 +17,9 @@ use std::sync::Arc;
 
 /// A quantized tensor: a shape and one or two directions, each with its codes and scales.
 ///
-/// Arrays come back in the library that the input came from (`as_numpy()` and `as_torch()` choose another): numpy's are read-only views,
-/// torch's are copies, since torch has no tensors that are only read. So nothing that is done to them changes the quantized tensor.
+/// Arrays come back in the library that the input came from (`as_numpy()` and `as_torch()` choose
+/// another): numpy's are read-only views, torch's are copies, since torch has no read-only tensors.
+/// So nothing that is done to them changes the quantized tensor.
 #[pyclass(frozen, module = "nvfp4")]
 pub struct QuantTensor {
     /// The bytes.
@@ -25,7 +27,8 @@ pub struct QuantTensor {
     framework: Framework,
 }
 
-/// One direction of a quantized tensor: the matrix, or for the column direction the transposed one, quantized along its rows.
+/// One direction of a quantized tensor: the matrix, or for the column direction the transposed one,
+/// quantized along its rows.
 #[pyclass(frozen, module = "nvfp4")]
 pub struct Direction {
     /// The tensor.
@@ -63,15 +66,6 @@ impl Direction {
         self.held.size(self.side).expect("made for a direction that is there")
     }
 
-    /// As it is on a GPU.
-    #[cfg(feature = "cuda")]
-    pub fn on_gpu(&self) -> PyResult<&nvfp4::cuda::Direction> {
-        match &self.held {
-            Held::Host(_) => Err(pyo3::exceptions::PyValueError::new_err("expected a tensor on a GPU")),
-            Held::Cuda(held) => held.tensor.direction(self.side).or_raise(),
-        }
-    }
-
     fn twin(&self) -> PyResult<Cow<'_, nvfp4::Direction>> {
         self.held.twin(self.side)
     }
@@ -82,10 +76,31 @@ impl Direction {
     }
 }
 
+/// A direction, the row direction of a quantized tensor, or an array.
+impl<'py> FromPyObject<'_, 'py> for Operand {
+    type Error = PyErr;
+
+    fn extract(x: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let direction = |direction: &Direction| Operand::Quantized {
+            held: direction.held.clone(),
+            side: direction.side,
+            framework: direction.framework,
+        };
+        if let Ok(x) = x.cast::<Direction>() {
+            return Ok(direction(x.get()));
+        }
+        if let Ok(x) = x.cast::<QuantTensor>() {
+            return Ok(direction(&x.get().side(Side::Row)?));
+        }
+        Ok(Operand::Plain(Array::of(&x)?))
+    }
+}
+
 #[pymethods]
 impl QuantTensor {
-    /// A tensor of existing arrays, as `Direction.parts` gives them. `spec` is the text of its formats. Bytes in the host's memory are copied;
-    /// arrays on a GPU are used where they lie, and must not be changed as long as the tensor is there.
+    /// A tensor of existing arrays, as `Direction.parts` gives them. `spec` is the text of its
+    /// formats. Bytes in the host's memory are copied; arrays on a GPU are used where they lie, and
+    /// must not be changed as long as the tensor is there.
     #[staticmethod]
     #[pyo3(signature = (spec, shape, *, row=None, column=None))]
     fn from_parts(
@@ -117,13 +132,15 @@ impl QuantTensor {
         self.side(Side::Column).ok()
     }
 
-    /// The row direction's codes as bytes: in NVFP4 [rows, ceil(cols / 2)], the even element in the low nibble.
+    /// The row direction's codes as bytes: in NVFP4 [rows, ceil(cols / 2)], the even element in the
+    /// low nibble.
     #[getter]
     fn codes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.side(Side::Row)?.codes(py)
     }
 
-    /// The row direction's block scales: in NVFP4 E4M3 bytes, [rows, ceil(cols / 16)], or whole tiles of 128 × 4 if swizzled.
+    /// The row direction's block scales: in NVFP4 E4M3 bytes, [rows, ceil(cols / 16)], or whole
+    /// tiles of 128 × 4 if swizzled.
     #[getter]
     fn scales<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.side(Side::Row)?.scales(py)
@@ -151,12 +168,14 @@ impl QuantTensor {
         QuantTensor { held: self.held.clone(), framework: Framework::Torch }
     }
 
-    /// The same tensor in the host's memory: itself, or a copy of one on a GPU, which is waited for.
+    /// The same tensor in the host's memory: itself, or a copy of one on a GPU, which is waited
+    /// for.
     fn cpu(&self, py: Python<'_>) -> PyResult<Self> {
         Ok(QuantTensor { held: self.held.to_host(py)?, framework: self.framework })
     }
 
-    /// The decoded values. The column direction comes transposed, and rotated if the Hadamard transform was on.
+    /// The decoded values. The column direction comes transposed, and rotated if the Hadamard
+    /// transform was on.
     #[pyo3(signature = (dtype=None, *, side="row"))]
     pub fn dequantize<'py>(
         &self,
@@ -205,7 +224,8 @@ impl QuantTensor {
         Ok(QuantTensor::on_host(self.held.host()?.slice_rows(start, end).or_raise()?, self.framework))
     }
 
-    /// The bytes of a safetensors file with this tensor alone, for what is sent and not stored. `QuantTensor.from_bytes` reads them.
+    /// The bytes of a safetensors file with this tensor alone, for what is sent and not stored.
+    /// `QuantTensor.from_bytes` reads them.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let tensor = self.held.to_host(py)?;
         let tensor = tensor.host()?;
@@ -213,13 +233,15 @@ impl QuantTensor {
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// Reads what `to_bytes` wrote, with arrays of numpy. Nothing in it is executed, and nothing taken on trust.
+    /// Reads what `to_bytes` wrote, with arrays of numpy. Nothing in it is executed, and nothing
+    /// taken on trust.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         Ok(QuantTensor::on_host(threads::run(py, || nvfp4::from_bytes(data))?.or_raise()?, Framework::Numpy))
     }
 
-    /// Pickled are the bytes, and whose arrays are shown. A tensor on a GPU arrives in the host's memory.
+    /// Pickles keep the bytes, and whether arrays are torch's. A tensor on a GPU arrives in the
+    /// host's memory.
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
         let restored = py.import("nvfp4")?.getattr("_restored")?;
         Ok((restored, (self.to_bytes(py)?, self.framework == Framework::Torch)))
@@ -261,7 +283,7 @@ impl Direction {
         self.size()
     }
 
-    /// The format in the words of a spec.
+    /// The format in recipe syntax.
     #[getter]
     fn format(&self) -> PyResult<String> {
         Ok(self.twin()?.to_string())
@@ -327,7 +349,7 @@ impl Direction {
             Layout::Linear => {
                 let nvfp4 = self.held.host()?.nvfp4(self.side).or_raise()?;
                 let swizzled = threads::run(py, || nvfp4.clone().with_layout(Layout::Swizzled))?.or_raise()?;
-                let shape = parts::scale_shape(Layout::Swizzled, nvfp4.rows(), nvfp4.cols());
+                let shape = part::scale_shape(Layout::Swizzled, nvfp4.rows(), nvfp4.cols());
                 self.framework.bytes(py, swizzled.scales().to_vec(), &shape)
             }
         }
@@ -359,7 +381,8 @@ impl Direction {
         }
     }
 
-    /// The numbers of a direction that is not quantized, as they lie in memory: those of the tensor, not transposed.
+    /// The numbers of a direction that is not quantized, as they lie in memory: those of the
+    /// tensor, not transposed.
     #[getter]
     fn values<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Part::Values)
@@ -383,13 +406,14 @@ impl Direction {
         self._parts(py)?.into_iter().map(|array| self.framework.unchangeable(array)).collect()
     }
 
-    /// All arrays over the tensor's own memory, for code that gives the tensor up and keeps its arrays: torch's can be written to, which
-    /// nothing may do while a tensor is in use.
+    /// All arrays over the tensor's own memory, for code that gives the tensor up and keeps its
+    /// arrays: torch's can be written to, which nothing may do while a tensor is in use.
     fn _parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         parts::take_apart(py, &self.held, self.side, self.framework)
     }
 
-    /// The decoded matrix; for a column direction still transposed, and rotated if the Hadamard transform was on.
+    /// The decoded matrix; for a column direction still transposed, and rotated if the Hadamard
+    /// transform was on.
     #[pyo3(signature = (dtype=None))]
     fn dequantize<'py>(&self, py: Python<'py>, dtype: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
         self.decoded(py, dtype, &[self.size().0, self.size().1])

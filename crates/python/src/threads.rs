@@ -19,7 +19,8 @@ pub fn remember() {
 
 /// Runs `work` while other threads of Python go on.
 ///
-/// A forked process has none of its parent's threads, so that work given to them would wait for ever: it gets threads of its own.
+/// A forked process has none of its parent's threads, so that work given to them would wait for
+/// ever: it gets threads of its own.
 pub fn run<R: Send>(py: Python<'_>, work: impl FnOnce() -> R + Send) -> PyResult<R> {
     match is_forked() {
         false => Ok(py.detach(work)),

@@ -16,7 +16,7 @@ pyo3::create_exception!(
     "A checkpoint was written that programs would not load, or load wrongly; `problems` is the list of why."
 );
 
-/// The dialects that a checkpoint may not tell by itself.
+/// The dialects that may not be detected from a checkpoint alone.
 pub const DIALECTS: Words<Dialect> = &[
     ("plain", Dialect::Plain),
     ("modelopt", Dialect::ModelOpt),
@@ -25,10 +25,11 @@ pub const DIALECTS: Words<Dialect> = &[
     ("comfyui", Dialect::ComfyUi),
 ];
 
-/// What is wrong with an NVFP4 checkpoint: a list of texts, empty if a program would load it, and load it right.
+/// What is wrong with an NVFP4 checkpoint: a list of texts, empty if a program would load it, and
+/// load it right.
 ///
-/// `client` is the program: 'vllm' (for GGUF 'llama.cpp') unless it is given, 'llama.cpp' or 'transformers'. `from_` is whose checkpoint it is,
-/// if it does not say.
+/// `client` is the program: 'vllm', 'llama.cpp' or 'transformers'; the default is 'vllm', for GGUF
+/// 'llama.cpp'. `from_` is the format of the checkpoint, where it cannot be detected.
 #[pyfunction]
 #[pyo3(signature = (path, *, client=None, from_=None))]
 pub fn verify(py: Python<'_>, path: PathBuf, client: Option<&str>, from_: Option<&str>) -> PyResult<Vec<String>> {
@@ -77,7 +78,7 @@ fn fix(finding: &Finding) -> Option<String> {
     match finding.fix? {
         Fix::Convert(target) => Some(format!("nvfp4.convert(..., to='{target}')")),
         Fix::ConvertWithOneScale(target) => Some(format!("nvfp4.convert(..., to='{target}', fix_scales=True)")),
-        Fix::Decode => Some("the command `nvfp4 dequant` gives plain numbers back".to_string()),
+        Fix::Decode => Some("the command `nvfp4 dequant` decodes it".to_string()),
         _ => None,
     }
 }

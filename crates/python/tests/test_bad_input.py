@@ -78,7 +78,7 @@ def test_combinations_without_a_meaning_fail_when_they_are_built():
         nvfp4.Quantizer(transform="hadamard")
     with pytest.raises(ValueError):
         nvfp4.Quantizer(tile="16x16", global_scale="row-scaled")
-    with pytest.raises(ValueError, match="drop the others"):
+    with pytest.raises(ValueError, match="leave the others out"):
         nvfp4.Quantizer(spec="mxfp8", tile="16x16")
     with pytest.raises(TypeError, match="65535"):
         nvfp4.Quantizer(transform=1 << 16, directions="both")

@@ -53,6 +53,18 @@ def test_a_factory_that_raises_is_a_value_error_with_the_role_and_the_cause():
         nvfp4.Recipe.from_function("typo", lambda role: "nvfp4(colour)").spec("fc", "input")
 
 
+def test_a_factory_is_asked_about_each_tensor_and_its_pass():
+    asked = []
+    recipe = nvfp4.Recipe.from_function("asked", lambda role: asked.append(role) or "nvfp4")
+    nvfp4.Plan(recipe, [("fc", "linear")])
+    assert [(role.path, role.slot, role.pass_) for role in asked] == [
+        ("fc", "input", "forward"),
+        ("fc", "weight", "forward"),
+        ("fc", "grad_output", "backward"),
+    ]
+    assert all(role.direction == role.pass_ for role in asked)
+
+
 def test_what_is_unknown_is_named_with_what_is_known():
     with pytest.raises(ValueError, match="there are .*nvfp4_row_scaled"):
         nvfp4.Recipe("nvfp5")

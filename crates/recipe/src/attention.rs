@@ -1,4 +1,5 @@
-//! Which arithmetic attention runs in. It follows from the formats of its tensors; there is no switch for it.
+//! Which arithmetic attention runs in. It follows from the formats of its tensors; there is no
+//! switch for it.
 
 use super::role::{AttentionSlot, Pass};
 use nvfp4::Side;
@@ -46,6 +47,7 @@ impl fmt::Display for AttentionMode {
 
 /// Why the formats of attention's tensors make no mode.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AttentionConflict {
     /// Attention does not read the formats of these slots.
     Formats(Vec<AttentionSlot>),
@@ -55,8 +57,8 @@ pub enum AttentionConflict {
     OnlyBackward(AttentionSlot),
 }
 
-/// The mode that the specs make. In a forward tensor's spec the row format is what the forward pass reads and the column format
-/// what the backward pass reads.
+/// The mode that the specs make. In a forward tensor's spec the row format is what the forward pass
+/// reads and the column format what the backward pass reads.
 pub fn derive(specs: &[(AttentionSlot, &QuantSpec)]) -> Result<AttentionMode, AttentionConflict> {
     let unread =
         |spec: &QuantSpec| [Side::Row, Side::Column].iter().any(|&side| precision(&spec.format(side)).is_none());

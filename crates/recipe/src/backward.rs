@@ -5,8 +5,8 @@ use crate::Result;
 use nvfp4::Side;
 use nvfp4::format::{ColumnSource, Format, QuantSpec};
 
-/// What the backward pass computes with. It changes specs and nothing else, so it goes for every kind of module, and a recipe
-/// that says the same in its specs is the same recipe.
+/// What the backward pass computes with. It changes specs and nothing else, so it applies to every
+/// kind of module, and a recipe that says the same in its specs is the same recipe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum BackwardOverride {
     /// What the recipe says.

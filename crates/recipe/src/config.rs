@@ -16,31 +16,31 @@ struct Config {
     n_routed_experts: Option<u32>,
     /// Experts beside those, which see every token; they are computed as one layer.
     n_shared_experts: Option<u32>,
-    /// The same in Qwen's words.
+    /// Qwen's name for it.
     shared_expert_intermediate_size: Option<u64>,
     /// Queries through a narrow layer, as in DeepSeek's latent attention.
     q_lora_rank: Option<u64>,
     /// The same for keys and values.
     kv_lora_rank: Option<u64>,
-    /// Every how many layers one has experts.
+    /// Every n-th layer has experts.
     decoder_sparse_step: Option<usize>,
-    /// The same in DeepSeek's words.
+    /// DeepSeek's name for it.
     moe_layer_freq: Option<Frequency>,
     /// Layers before this one have no experts.
     first_k_dense_replace: Option<usize>,
     /// Layers without experts.
     mlp_only_layers: Option<Vec<usize>>,
-    /// A model for text and something else keeps the former's keys here.
+    /// A multimodal model keeps the keys of its language model here.
     text_config: Option<Box<Config>>,
 }
 
-/// How often something comes.
+/// Which layers have something.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Frequency {
-    /// Every so many layers, from the first on.
+    /// Every n-th layer, beginning with the first.
     Every(usize),
-    /// Said for each layer, 0 or 1.
+    /// One entry per layer, 0 or 1.
     Each(Vec<u8>),
 }
 
@@ -57,9 +57,10 @@ impl Frequency {
 const MAX_FILE: u64 = 64 << 20;
 
 impl Model {
-    /// The linear layers and the attention of a decoder, under the names that Llama, Qwen, Mistral, DeepSeek and their relatives
-    /// have. Experts are grouped layers, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`; attention stands at `self_attn`
-    /// itself. Embeddings, norms, routers and the head are not among them: they stay in high precision.
+    /// The linear layers and the attention of a decoder, under the names that Llama, Qwen, Mistral,
+    /// DeepSeek and their relatives have. Experts are grouped layers, `mlp.experts.gate_up_proj`
+    /// and `mlp.experts.down_proj`; attention stands at `self_attn` itself. Embeddings, norms,
+    /// routers and the head are not among them: they stay in high precision.
     ///
     /// ```
     /// use nvfp4_recipe::Model;

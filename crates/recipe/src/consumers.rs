@@ -1,13 +1,16 @@
-//! What can be done with NVFP4 data that has one global scale per row, beside data that has one per tensor.
+//! What can be done with NVFP4 data that has one global scale per row, and with data that has one
+//! per tensor.
 //!
-//! In the row direction those scales belong to tokens and go wherever the tokens go. In the column direction they belong to
-//! features, and each covers every token: a part of the tokens has no such scale of its own.
+//! In the row direction those scales belong to tokens and go wherever the tokens go. In the column
+//! direction they belong to features, and each covers every token: a part of the tokens has no such
+//! scale of its own.
 
 use nvfp4::{GlobalScale, Side};
 use std::fmt;
 
 /// A use of a quantized tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Use {
     /// Decoding.
     Dequantize,
@@ -25,11 +28,11 @@ pub enum Use {
     Copy,
     /// Some of the rows.
     SliceRows,
-    /// Rows dealt out to experts, each quantized on its own.
+    /// Rows split among experts, each part quantized on its own.
     SplitRows,
     /// Quantizing with an amax that is known beforehand.
     KnownAmax,
-    /// Scales in the order of block-scaled tensor cores.
+    /// Scales in the layout of block-scaled tensor cores.
     Swizzle,
     /// Kept from the forward pass for the backward pass, on the device or off it.
     Save,
@@ -41,9 +44,9 @@ pub enum Use {
     FusedBiasGradient,
     /// Rows gathered from all workers (sequence parallelism).
     AllGather,
-    /// Rows of a weight dealt out to workers and gathered again (sharded parameters).
+    /// Rows of a weight sharded among workers and gathered again.
     Shard,
-    /// A product that runs while parts of an operand are on their way.
+    /// A product that runs while parts of an operand are still arriving.
     Overlap,
     /// Attention.
     Attention,
@@ -103,7 +106,7 @@ impl fmt::Display for Use {
     }
 }
 
-/// An answer of the matrix.
+/// Whether a use is possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Support {
     /// As it is.

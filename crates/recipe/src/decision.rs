@@ -15,6 +15,7 @@ pub struct Decision {
 
 /// What a spec follows from.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Reason {
     /// A preset or a function.
     Recipe(Arc<str>),

@@ -7,7 +7,8 @@ use std::fmt;
 
 pub use nvfp4_kernels::gemm::Units;
 
-/// How products of a format run on a device: by what this engine does there, not by what the chip could do.
+/// How products of a format run on a device: by what this engine does there, not by what the chip
+/// could do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Execution {
     /// On the CPU, or in a program of the user's.
@@ -28,7 +29,8 @@ impl fmt::Display for Execution {
     }
 }
 
-/// What a device can run. High precision runs everywhere, so a recipe that quantizes nothing asks for nothing.
+/// What a device can run. High precision runs everywhere, so a recipe that quantizes nothing asks
+/// for nothing.
 ///
 /// ```
 /// use nvfp4_recipe::{Capabilities, Family, Execution, Units};
@@ -50,7 +52,8 @@ impl Capabilities {
         Capabilities::default()
     }
 
-    /// A GPU by its compute capability. One that is too old for this engine's kernels leaves the work to the CPU.
+    /// A GPU by its compute capability. One that is too old for this engine's kernels leaves the
+    /// work to the CPU.
     pub fn gpu(major: u32, minor: u32) -> Self {
         Capabilities { gpu: Some((major, minor)), ..Capabilities::default() }
     }

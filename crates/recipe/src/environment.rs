@@ -27,7 +27,8 @@ const BACKWARDS: &[(&str, BackwardOverride)] = &[
 ];
 
 impl Recipe {
-    /// The NVFP4 training recipe as the environment says; the error lists every variable that is wrong.
+    /// The NVFP4 training recipe as the environment says; the error lists every variable that is
+    /// wrong.
     ///
     /// | variable | values | default |
     /// |---|---|---|
@@ -66,7 +67,10 @@ impl Recipe {
         let backward = reader.read("NVTE_BACKWARD_OVERRIDE", BACKWARDS).unwrap_or_default();
         let mut notes = Vec::new();
         if reader.read("NVTE_USE_FAST_MATH", SWITCHES) == Some(Switch::On) {
-            notes.push("NVTE_USE_FAST_MATH=1 has no effect: bytes are those without it, at full speed".to_string());
+            notes.push(
+                "NVTE_USE_FAST_MATH=1 has no effect: the bytes are the same without it, and the kernels as fast"
+                    .to_string(),
+            );
         }
         if !reader.problems.is_empty() {
             return Err(Error::Problems(Problems(reader.problems)));
@@ -103,7 +107,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A detail of 4over6, which asks for 4over6 itself unless it is what would hold anyway.
+    /// A setting of 4over6. It needs 4over6 itself, unless it has the default value.
     fn detail<T: Copy + PartialEq>(
         &mut self,
         four_over_six: Scope,

@@ -15,10 +15,11 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// A factory of specs: a preset, a rule file or a function. Recipes are values: changing one makes another.
+/// A factory of specs: a preset, a rule file or a function. Recipes are values: changing one makes
+/// another.
 ///
 /// ```
-/// use nvfp4_recipe::{Recipe, Slot};
+/// use nvfp4_recipe::{Capabilities, LinearSlot, Model, Module, Plan, Recipe, Site, Slot};
 ///
 /// // Dispatch by the kind of module, then delegate.
 /// let (attention, rest): (Recipe, Recipe) = ("mxfp8+attention".parse()?, "nvfp4".parse()?);
@@ -26,6 +27,10 @@ use std::sync::Arc;
 ///     Slot::Attention(_) => attention.spec(role),
 ///     _ => rest.spec(role),
 /// });
+/// let mut model = Model::new();
+/// model.add(Module::linear("fc"));
+/// let plan = Plan::build(&model, &recipe, &Capabilities::software())?;
+/// assert_eq!(plan.spec(&Site::new("fc", LinearSlot::Weight)).unwrap().to_string(), "nvfp4(16x16)");
 /// # Ok::<(), nvfp4_recipe::Error>(())
 /// ```
 #[derive(Clone)]
@@ -50,8 +55,8 @@ type SpecFn = dyn Fn(&Role) -> Result<QuantSpec> + Send + Sync;
 const MAX_FILE: u64 = 16 << 20;
 
 impl Recipe {
-    /// A recipe from a function. The key stands for the function where recipes are compared, so it must change when the answers
-    /// do.
+    /// A recipe from a function. The key stands for the function where recipes are compared, so it
+    /// must change when the answers do.
     pub fn from_fn(key: &str, spec: impl Fn(&Role) -> Result<QuantSpec> + Send + Sync + 'static) -> Self {
         Recipe::new(Source::Function { key: key.into(), spec: Arc::new(spec) })
     }
@@ -107,15 +112,18 @@ impl Recipe {
         Recipe { backward, ..self.clone() }
     }
 
-    /// The same recipe, which refuses a model whose attention would not be computed in this precision in the forward pass.
+    /// The same recipe, which refuses a model whose attention would not be computed in this
+    /// precision in the forward pass.
     pub fn require_attention(&self, precision: AttentionPrecision) -> Self {
         Recipe { attention: Some(precision), ..self.clone() }
     }
 
-    /// The same recipe with another answer to NaN and infinities in the tensors that it quantizes. The bytes of finite tensors are the same.
+    /// The same recipe with another answer to NaN and infinities in the tensors that it quantizes.
+    /// The bytes of finite tensors are the same.
     ///
-    /// With [`Finite::Refuse`] the quantizers of a plan refuse such a tensor, on the CPU and in every format. A tensor that stays in high
-    /// precision is not looked at: what it holds goes on to the results.
+    /// With [`Finite::Refuse`] the quantizers of a plan refuse such a tensor, on the CPU and in
+    /// every format. A tensor that stays in high precision is not checked: its values go into the
+    /// results as they are.
     pub fn with_finite(&self, finite: Finite) -> Self {
         Recipe { finite, ..self.clone() }
     }

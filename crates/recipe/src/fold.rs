@@ -1,11 +1,12 @@
-//! Lines that differ in one number alone, as one line with ranges: layers of a model, experts of a layer.
+//! Lines that differ in one number alone, as one line with ranges: layers of a model, experts of a
+//! layer.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Range;
 
-/// Folds lines that name tensors: first over experts, `weight[0-7]`, then over layers, `layers.0-31.mlp`. A line stands where the
-/// first of its kind stood.
+/// Folds lines that name tensors: first over experts, `weight[0-7]`, then over layers,
+/// `layers.0-31.mlp`. A line stands where the first of its kind stood.
 pub(super) fn fold(lines: impl Iterator<Item = String>) -> Vec<String> {
     by(by(lines, expert).into_iter(), layer)
 }

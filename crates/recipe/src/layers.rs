@@ -36,7 +36,8 @@ pub enum HandOver {
     Both,
 }
 
-/// Attention with the linear layers around it: queries, keys and values before, `proj` after, `core_attention` between.
+/// Attention with the linear layers around it: queries, keys and values before, `proj` after,
+/// `core_attention` between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct MultiheadAttention {
     /// What the queries attend to.

@@ -1,4 +1,5 @@
-//! TransformerEngine's words for roles, and the order of its slots, for comparisons with it. Nothing else depends on this file.
+//! TransformerEngine's words for roles, and the order of its slots, for comparisons with it.
+//! Nothing else depends on this file.
 
 use super::role::{AttentionSlot, Consumer, LinearSlot, Pass, Role, Slot};
 
@@ -21,8 +22,8 @@ impl Role {
 }
 
 impl LegacyRole {
-    /// What is handed on is named for its first consumer. What nobody takes over has no role, except in attention, which gives
-    /// a hint in the name alone.
+    /// What is handed on is named for its first consumer. What nobody takes over has no role,
+    /// except in attention, which gives a hint in the name alone.
     pub(super) fn of(role: &Role) -> Self {
         let site = match &role.consumer {
             Some(Consumer::Sites(sites)) if !sites.is_empty() => &sites[0],

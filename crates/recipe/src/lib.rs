@@ -1,8 +1,9 @@
 //! Which tensor of which layer is quantized how.
 //!
-//! A [`Model`] lists its modules; each tensor that they quantize has a [`Role`]. A [`Recipe`] answers each role with a
-//! [`QuantSpec`], which is data. [`Plan::build`] asks once per tensor, checks the answers together and reports all that is wrong.
-//! What the plan needs to remember between steps is in [`States`].
+//! A [`Model`] lists its modules; each tensor that they quantize has a [`Role`]. A [`Recipe`]
+//! answers each role with a [`QuantSpec`], which is data. [`Plan::build`] asks once per tensor,
+//! checks the answers together and reports all that is wrong. What the plan needs to remember
+//! between steps is in [`States`].
 //!
 //! ```
 //! use nvfp4_recipe::{Capabilities, Model, Plan, Recipe, TransformerLayer};
@@ -14,8 +15,8 @@
 //! # Ok::<(), nvfp4_recipe::Error>(())
 //! ```
 //!
-//! The guide is `docs/recipes.md`. Reading order: `role.rs`, `factory.rs`, `presets.rs`, `model.rs`,
-//! `plan/mod.rs`, `plan/check.rs`, `state/mod.rs`.
+//! The guide is `docs/recipes.md`. Reading order: `role.rs`, `factory.rs`, `presets.rs`,
+//! `model.rs`, `plan/mod.rs`, `plan/check.rs`, `state/mod.rs`.
 
 #![forbid(unsafe_code)]
 

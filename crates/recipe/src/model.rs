@@ -1,4 +1,5 @@
-//! What a plan needs to know of a model: its modules, which tensors they quantize, and which are handed over quantized.
+//! What a plan needs to know of a model: its modules, which tensors they quantize, and which are
+//! handed over quantized.
 
 use super::consumers::Use;
 use super::path::ModulePath;
@@ -54,7 +55,8 @@ impl Edge {
     }
 }
 
-/// Something that consists of modules: all that the author of a layer writes. Roles are made from it.
+/// Something that consists of modules: all that the author of a layer writes. Roles are made from
+/// it.
 pub trait Quantizable {
     /// Adds the modules, under a path, and the edges between them.
     fn declare(&self, path: &ModulePath, model: &mut Model);
@@ -87,7 +89,8 @@ pub enum KeepInput {
     /// The codes that the backward pass reads.
     #[default]
     Quantized,
-    /// The input itself, quantized again in the backward pass; a spec for which that gives other bytes is refused.
+    /// The input itself, quantized again in the backward pass; a spec for which that gives other
+    /// bytes is refused.
     Original,
     /// The same, but with such a spec the codes are kept, and the plan has a warning.
     PreferOriginal,
@@ -132,7 +135,8 @@ impl Module {
         Module::new(path, Kind::Attention)
     }
 
-    /// A module that this library does not know. Its tensors and products come with [`Module::slot`] and [`Module::product`].
+    /// A module that this library does not know. Its tensors and products come with
+    /// [`Module::slot`] and [`Module::product`].
     pub fn extension(path: impl Into<ModulePath>) -> Self {
         Module::new(path, Kind::Extension)
     }
@@ -143,7 +147,8 @@ impl Module {
         self
     }
 
-    /// Adds a product that this library does not know, so that its operands are checked against each other.
+    /// Adds a product that this library does not know, so that its operands are checked against
+    /// each other.
     pub fn product(mut self, product: Product) -> Self {
         self.products.push(product);
         self
@@ -175,7 +180,7 @@ impl Module {
         &self.path
     }
 
-    /// The tensors that the module quantizes whoever its neighbours are.
+    /// The tensors that the module quantizes whatever its neighbours are.
     pub(super) fn slots(&self) -> Vec<Slot> {
         use LinearSlot::*;
         let mut slots = match self.kind {
@@ -263,8 +268,9 @@ impl Model {
         &self.modules
     }
 
-    /// The roles of all tensors that are quantized, module by module. A tensor that a linear layer could hand on has a role only
-    /// if an edge asks for it; attention computes its output in the format of that slot in any case.
+    /// The roles of all tensors that are quantized, module by module. A tensor that a linear layer
+    /// could hand on has a role only if an edge asks for it; attention computes its output in the
+    /// format of that slot in any case.
     pub fn roles(&self) -> Vec<Role> {
         let (mut roles, consumers) = (Vec::new(), self.consumers());
         for module in &self.modules {

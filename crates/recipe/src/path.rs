@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 /// A module's place in a model: segments joined by dots, as in `layers.3.mlp.fc2`.
 ///
-/// Any text can be written down; [`Plan::build`](super::Plan::build) refuses a path that is empty, has an empty segment or a
-/// character other than letters, digits, `_` and `-`.
+/// Any text can be written down; [`Plan::build`](super::Plan::build) refuses a path that is empty,
+/// has an empty segment or a character other than letters, digits, `_` and `-`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ModulePath(Arc<str>);
 
@@ -56,8 +56,8 @@ impl fmt::Display for ModulePath {
     }
 }
 
-/// A pattern over module paths. `*` stands for any text within a segment, `?` for one character, and the segment `**` for any
-/// number of segments, none too.
+/// A pattern over module paths. `*` stands for any text within a segment, `?` for one character,
+/// and the segment `**` for any number of segments, none too.
 ///
 /// ```
 /// use nvfp4_recipe::Glob;
@@ -102,8 +102,9 @@ impl fmt::Display for Glob {
     }
 }
 
-/// Whether items fit a pattern in which some stand for any number of items. Remembers the last such place only, which is enough
-/// (a later one can always take up what an earlier one would), so the time is at most pattern times items.
+/// Whether items fit a pattern in which some stand for any number of items. Remembers the last such
+/// place only, which is enough (a later one can always take up what an earlier one would), so the
+/// time is at most pattern times items.
 fn sequence<P, T>(pattern: &[P], items: &[T], any: impl Fn(&P) -> bool, one: impl Fn(&P, &T) -> bool) -> bool {
     let (mut p, mut i, mut retry) = (0, 0, None);
     while i < items.len() {

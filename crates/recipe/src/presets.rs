@@ -21,10 +21,12 @@ pub enum AttentionSlots {
     Quantized,
 }
 
-/// A ready recipe: TransformerEngine's built-in ones and the examples that come with it, under its names.
+/// A ready recipe: TransformerEngine's built-in ones and the examples that come with it, under its
+/// names.
 ///
-/// `a / b` below is row format / column format; "row" says that the column direction is made from what the row direction decodes
-/// to. "Other" is what users' modules get, and attention where it is quantized.
+/// `a / b` below is row format / column format; "row" says that the column direction is made from
+/// what the row direction decodes to. "Other" is what users' modules get, and attention where it is
+/// quantized.
 ///
 /// | preset | input | weight | output gradient | other |
 /// |---|---|---|---|---|
@@ -44,8 +46,8 @@ pub enum AttentionSlots {
 /// | `nvfp4_row_scaled_fwd_high_precision_bwd` | row-scaled / –, row | NVFP4 / –, row | – | NVFP4 |
 /// | `nvfp4_linear_fp8_dpa` | as `nvfp4` | as `nvfp4` | as `nvfp4` | as `nvfp4`; attention: S and dP FP8 delayed by one step, the rest FP8 |
 ///
-/// Attention stays in high precision, which is what those recipes do unless told otherwise, but for the last one.
-/// `NAME+attention` gives attention's tensors the "other" format too.
+/// Attention stays in high precision, which is what those recipes do unless told otherwise, but for
+/// the last one. `NAME+attention` gives attention's tensors the "other" format too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Preset {
     base: Base,

@@ -1,4 +1,5 @@
-//! What can be wrong with a recipe, a model or both together. Each problem says where, what, why and what to change.
+//! What can be wrong with a recipe, a model or both together. Each problem says where, what, why
+//! and what to change.
 
 use super::attention::{AttentionMode, AttentionPrecision};
 use super::consumers::Use;
@@ -17,7 +18,7 @@ use std::path::{Path, PathBuf};
 pub struct Problems(pub Vec<Problem>);
 
 impl Problems {
-    /// The same, of this file.
+    /// The same problems, as those of this file.
     pub(super) fn in_file(mut self, path: &Path) -> Self {
         for problem in &mut self.0 {
             if let Problem::File { file, .. } = problem {
@@ -27,7 +28,8 @@ impl Problems {
         self
     }
 
-    /// The problems as text. Those that differ only in the number of a layer, or of an expert, share a line.
+    /// The problems as text. Those that differ only in the number of a layer, or of an expert,
+    /// share a line.
     pub fn lines(&self) -> Vec<String> {
         fold(self.0.iter().map(Problem::to_string))
     }
@@ -62,11 +64,7 @@ pub struct Found {
 
 impl fmt::Display for Found {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let side = match self.side {
-            Side::Row => "row",
-            Side::Column => "col",
-        };
-        write!(f, "{}.{side} is {}", self.slot, self.spec.format(self.side))
+        write!(f, "{}.{} is {}", self.slot, self.side, self.spec.format(self.side))
     }
 }
 
@@ -237,7 +235,7 @@ pub enum Problem {
     },
 
     /// A use that a spec does not allow.
-    #[error("{site}: {spec} does not go with {usage} ({side} direction): {fix}")]
+    #[error("{site}: {spec} does not allow {usage} ({side} direction): {fix}")]
     Use {
         /// The tensor.
         site: Site,

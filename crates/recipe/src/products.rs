@@ -43,7 +43,8 @@ impl Product {
         Product { name: Cow::Owned(name.to_string()), left, right }
     }
 
-    /// The product of the forward pass and the two of the backward pass, over the slots of one linear layer.
+    /// The product of the forward pass and the two of the backward pass, over the slots of one
+    /// linear layer.
     pub(super) fn of_linear(slot: impl Fn(LinearSlot) -> Slot) -> [Product; 3] {
         use LinearSlot::*;
         let product = |name, left, left_side, right, right_side| Product {

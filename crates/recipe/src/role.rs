@@ -1,8 +1,9 @@
 //! Roles: which tensor of which module a quantizer is for.
 //!
-//! A [`Slot`] is a kind of tensor in a kind of module, a [`Site`] is that slot in one module of a model, and a [`Role`] adds who
-//! takes the tensor over, where the module hands it on quantized. Nothing here is a position in a list, and no two sites of a
-//! model are alike. [`Role::legacy`] gives the words that TransformerEngine uses for the same tensor.
+//! A [`Slot`] is a kind of tensor in a kind of module, a [`Site`] is that slot in one module of a
+//! model, and a [`Role`] adds who takes the tensor over, where the module hands it on quantized.
+//! Nothing here is a position in a list, and no two sites of a model are alike. [`Role::legacy`]
+//! gives the words that TransformerEngine uses for the same tensor.
 
 use super::path::ModulePath;
 use nvfp4::format::{Name, Result};
@@ -258,8 +259,9 @@ impl Role {
         self.owner.slot.pass()
     }
 
-    /// The slot whose needs decide the format: the first consumer's for what a module hands on, since a hand-over has no second
-    /// quantization; the owner's otherwise, and always for attention, whose kernel computes in the format of its own slots.
+    /// The slot whose needs decide the format: the first consumer's for what a module hands on,
+    /// since a hand-over has no second quantization; the owner's otherwise, and always for
+    /// attention, whose kernel computes in the format of its own slots.
     pub fn reader(&self) -> &Slot {
         match (&self.owner.slot, &self.consumer) {
             (Slot::Attention(_), _) => &self.owner.slot,

@@ -30,9 +30,10 @@ impl Scope {
     }
 }
 
-/// Training in NVFP4 as TransformerEngine does it. Weights are quantized in squares, so that both passes see the same values; the
-/// column directions of inputs and gradients are Hadamard-transformed, which cancels in the weight gradient; gradients are
-/// rounded stochastically. Every combination of the settings is legal.
+/// Training in NVFP4 as TransformerEngine does it. Weights are quantized in squares, so that both
+/// passes see the same values; the column directions of inputs and gradients are
+/// Hadamard-transformed, which cancels in the weight gradient; gradients are rounded
+/// stochastically. Every combination of the settings is legal.
 ///
 /// ```
 /// use nvfp4::GlobalScale;
@@ -116,7 +117,7 @@ impl Nvfp4Training {
 pub(super) const SCOPES: Keywords<Scope> =
     &[("none", Scope::None), ("weights", Scope::Weights), ("activations", Scope::Activations), ("all", Scope::All)];
 
-/// `nvfp4`, and the switches that are not as usual, in the words of a rule file.
+/// `nvfp4`, and the switches that are not as usual, as a rule file writes them.
 impl fmt::Display for Nvfp4Training {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Nvfp4Training::default();

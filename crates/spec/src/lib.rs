@@ -20,6 +20,19 @@
 //!     its output;
 //! 14. [`e5m2`], [`e8m0`] and [`fp8`]: the eight-bit formats that recipes mix with NVFP4.
 //!
+//! ```
+//! use nvfp4_spec::matrix::{self, Matrix};
+//! use nvfp4_spec::{Mode, Rounding};
+//!
+//! let x = Matrix::new(1, 16, &[3.0f32; 16])?;
+//! let mode = Mode::default();
+//! let amax = matrix::amax(&x, mode.global, mode.specials)?;
+//! let q = matrix::quantize(&x, &amax, &mode, Rounding::NearestEven)?;
+//! // Two codes to a byte, each 7 (which is 6), and one scale: E4M3's largest, 448.
+//! assert_eq!((q.codes, q.scales, q.stored), (vec![0x77; 8], vec![0x7E], vec![3.0]));
+//! # Ok::<(), nvfp4_spec::Error>(())
+//! ```
+//!
 //! # Notation
 //!
 //! `fl(…)` is one IEEE-754 binary32 operation, rounded to nearest even, subnormals kept. Rust's

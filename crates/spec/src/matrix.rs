@@ -281,6 +281,16 @@ fn quantize_tiles<const H: usize>(
 ///
 /// A block whose scale is 0 decodes to zeros with the signs of its codes; a NaN scale decodes to
 /// NaN.
+///
+/// ```
+/// use nvfp4_spec::matrix::{self, Matrix};
+/// use nvfp4_spec::{Mode, Rounding};
+///
+/// let x = Matrix::new(1, 4, &[6.0f32, 3.0, 0.4, -1.0])?;
+/// let q = matrix::quantize(&x, &[6.0], &Mode::default(), Rounding::NearestEven)?;
+/// assert_eq!(matrix::dequantize::<f32>(&q.view())?, [6.0, 3.0, 0.5, -1.0]);
+/// # Ok::<(), nvfp4_spec::Error>(())
+/// ```
 pub fn dequantize<T: Element>(q: &View<'_>) -> Result<Vec<T>> {
     q.check()?;
     let mut out: Vec<T> = zeros(area(q.rows, q.cols)?, q.rows, q.cols)?;

@@ -172,6 +172,9 @@ impl Specials {
 }
 
 /// Whose bytes are written; [`profile`](mod@crate::profile) has the arithmetic of each.
+///
+/// Exhaustive on purpose: every kernel matches on the profile without a default arm, so a new one
+/// does not compile until each of them handles it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Profile {
     /// NVIDIA TransformerEngine, in every mode. The only profile with 4over6 and a choice of

@@ -9,6 +9,8 @@ use std::fmt;
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Why an operation did not run.
+///
+/// Exhaustive on purpose: whoever wraps it gives each variant a place in an error of its own.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Error {
     /// A length, a shape or a combination that the rules refuse.

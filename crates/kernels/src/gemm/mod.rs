@@ -108,6 +108,22 @@ fn check<T>(a: &Operand<'_>, b: &Operand<'_>, product: &Product<'_, T>) -> Resul
 }
 
 /// `out = α·A·Bᵀ (+ bias) (+ β·C)`; `out` is `a.rows` × `b.rows`, row-major.
+///
+/// ```
+/// use nvfp4_kernels::gemm::{Product, gemm};
+/// use nvfp4_kernels::{Implementation, Input};
+/// use nvfp4_spec::matrix::{self, Matrix};
+/// use nvfp4_spec::{Mode, Rounding};
+///
+/// let w = Matrix::new(1, 16, &[6.0f32; 16])?;
+/// // With an amax of 6 · 448 the tensor scale is 1, so nothing here is rounded.
+/// let w = matrix::quantize(&w, &[2688.0], &Mode::default(), Rounding::NearestEven)?;
+/// let x = Input::new((&[2.0f32; 32][..]).into(), 2, 16)?;
+/// let mut y = [0.0f32; 2];
+/// gemm(Implementation::best(), &x, &w.view(), &Product::default(), &mut y)?;
+/// assert_eq!(y, [16.0 * 12.0; 2]);
+/// # Ok::<(), nvfp4_kernels::Error>(())
+/// ```
 pub fn gemm<'a, T: Element>(
     implementation: Implementation,
     a: impl Into<Operand<'a>>,

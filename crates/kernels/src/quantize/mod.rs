@@ -126,6 +126,27 @@ fn check<R>(
 }
 
 /// Quantizes `x` in the directions that are given.
+///
+/// ```
+/// use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
+/// use nvfp4_kernels::{Implementation, Input};
+/// use nvfp4_spec::{Mode, Rounding};
+///
+/// let x = Input::new((&[3.0f32; 16][..]).into(), 1, 16)?;
+/// let (mut codes, mut scales, mut amax) = ([0; 8], [0; 1], [0.0]);
+/// let row = Direction {
+///     mode: Mode::default(),
+///     rounding: Rounding::NearestEven,
+///     transform: None,
+///     layout: Layout::Linear,
+///     amax: Amax::Compute(&mut amax),
+///     codes: &mut codes,
+///     scales: &mut scales,
+/// };
+/// quantize(Implementation::best(), &x, Some(row), None)?;
+/// assert_eq!((codes, scales, amax), ([0x77; 8], [0x7E], [3.0]));
+/// # Ok::<(), nvfp4_kernels::Error>(())
+/// ```
 pub fn quantize(
     implementation: Implementation,
     x: &Input<'_>,

@@ -1,5 +1,5 @@
-//! What delayed scaling is told. Amaxes of the CPU's tensors are recorded at once; those of a GPU's stay
-//! there until somebody asks for the state, so that no tensor makes the host wait.
+//! What delayed scaling is told. Amaxes of the CPU's tensors are recorded at once; those of a GPU's
+//! stay there until somebody asks for the state, so that no tensor makes the host wait.
 
 use super::State;
 use crate::Result;
@@ -27,10 +27,11 @@ impl State {
     }
 
     /// Forgets the amaxes of the step: it is left out.
-    pub fn forget_amaxes(&mut self) {
-        #[cfg(feature = "nn-cuda")]
-        self.amaxes.iter_mut().for_each(gpu::Amaxes::forget);
+    pub fn forget_amaxes(&mut self) -> Result<()> {
         self.states.iter_mut().for_each(|states| states.forget());
+        #[cfg(feature = "nn-cuda")]
+        self.amaxes.iter_mut().try_for_each(gpu::Amaxes::forget)?;
+        Ok(())
     }
 
     /// Keeps an amax that lies on a GPU until [`State::record_amaxes`].
@@ -40,8 +41,8 @@ impl State {
             self.record_amaxes()?;
         }
         match &mut self.amaxes {
-            Some(amaxes) => amaxes.add(amax, whose),
-            none => none.insert(gpu::Amaxes::new(amax)?).add(amax, whose),
+            Some(amaxes) => amaxes.copy(amax, whose),
+            none => none.insert(gpu::Amaxes::beside(amax)?).copy(amax, whose),
         }
     }
 }

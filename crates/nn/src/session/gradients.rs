@@ -1,17 +1,17 @@
 //! Gradients of a step: those of all its micro-batches, added up.
 
 use super::Session;
-use crate::place::Parameter;
-use crate::{Error, Result};
+use crate::{Error, Parameter, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use nvfp4_recipe::ModulePath;
 
 impl Session {
-    /// Runs the backward pass of a loss and adds the gradients of all parameters to those of the step: call it once per micro-batch.
+    /// Runs the backward pass of a loss and adds the gradients of all parameters to those of the
+    /// step: call it once per micro-batch.
     ///
-    /// A loss that is not finite is an error that names the step, the module and the tensor that went first; and so is any other tensor that
-    /// is not, since codes may hide it from the loss.
+    /// A loss that is not finite is an error that names the step, the module and the first tensor
+    /// that was not finite. So is any other such tensor, since codes may hide it from the loss.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         let value = loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
         self.check_finite(value)?;
@@ -29,12 +29,13 @@ impl Session {
         Ok(all)
     }
 
-    /// Forgets the gradients of the step, and what delayed scaling has seen in it: a step that is left out.
+    /// Forgets the gradients of the step, and what delayed scaling has seen in it: a step that is
+    /// left out.
     pub fn drop_gradients(&self) -> Result<()> {
         let mut state = self.state();
         state.gradients.clear();
         state.weights.values_mut().for_each(|weight| weight.forget_note());
-        state.forget_amaxes();
+        state.forget_amaxes()?;
         drop(state);
         self.begin_looking(None)
     }

@@ -1,8 +1,11 @@
-//! What a training run carries from step to step: parameters, gradients, the plan, delayed scales, random numbers.
+//! What a training run carries from step to step: parameters, gradients, the plan, delayed scales,
+//! random numbers.
 //!
-//! Modules hold a clone of their [`Session`]; all clones are one. Nothing here is global. This file has a run's steps; `delayed.rs` tells
-//! delayed scaling what was seen, `gradients.rs` adds up gradients, `quantize.rs` is what modules ask for, `weights.rs` keeps the codes of weights, `nodes.rs` counts what is kept for backward
-//! passes, `watch.rs` looks for numbers that are not finite.
+//! Modules hold a clone of their [`Session`]; all clones are one. Nothing here is global. This file
+//! has a run's steps; `delayed.rs` tells delayed scaling what was seen, `gradients.rs` adds up
+//! gradients, `quantize.rs` is what modules ask for, `weights.rs` keeps the codes of weights,
+//! `nodes.rs` counts what is kept for backward passes, `watch.rs` looks for numbers that are not
+//! finite.
 
 mod delayed;
 mod gradients;
@@ -11,12 +14,11 @@ mod quantize;
 mod watch;
 mod weights;
 
-pub use watch::{Fault, Watch};
+pub use watch::Watch;
 
 use crate::operand::Quantized;
-use crate::place::{Parameter, Place};
-use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var};
+use crate::{Error, Fault, Parameter, Result};
+use candle_core::{Tensor, Var};
 use nvfp4::Generator;
 use nvfp4_recipe::{
     Capabilities, Edge, Model, Module, ModulePath, Pass, Plan, Recipe, Scales, SingleProcess, Site, States,
@@ -85,14 +87,16 @@ enum Phase {
     /// A backward pass follows.
     #[default]
     Train,
-    /// None follows: nothing is kept, delayed scaling takes no notice, and random numbers are not used up.
+    /// None follows: nothing is kept, delayed scaling takes no notice, and random numbers are not
+    /// used up.
     Evaluate(Generator),
-    /// It happened before: the random numbers of then.
+    /// It is a recomputation, with the random numbers of the first time.
     Again(Generator),
 }
 
 impl Session {
-    /// A run without modules, from whose seed follow its initial parameters and its stochastic rounding.
+    /// A run without modules. Its initial parameters and its stochastic rounding follow from the
+    /// seed.
     pub fn new(seed: u64) -> Self {
         Session(Arc::new(Mutex::new(State {
             seed,
@@ -118,26 +122,23 @@ impl Session {
         })))
     }
 
-    /// Where the outermost modules stand; parameters have this type.
-    pub fn place(&self, dtype: DType, device: &Device) -> Place {
-        Place::root(self.clone(), dtype, device.clone())
-    }
-
     /// The modules made so far, as plans see them.
     pub fn model(&self) -> Model {
         self.state().model.clone()
     }
 
-    /// Plans all modules made so far by a recipe. In mid-training this is a change of recipe: see [`Session::apply_plan`].
+    /// Plans all modules made so far by a recipe. In mid-training this is a change of recipe: see
+    /// [`Session::apply_plan`].
     pub fn apply(&self, recipe: &Recipe) -> Result<()> {
         let plan = Plan::build(&self.model(), recipe, &Capabilities::software())?;
         self.apply_plan(plan)
     }
 
-    /// Takes over a plan, which must be of [`Session::model`].
+    /// Follows a plan, which must be one of [`Session::model`].
     ///
-    /// Where there was another plan before, what has the same spec keeps its delayed scales and its cached codes. A change that is not
-    /// safe is refused, and so is one between a backward pass and [`Session::next_step`] if it would lose amaxes; then nothing is changed.
+    /// Where there was another plan before, what has the same spec keeps its delayed scales and its
+    /// cached codes. A change that is not safe is refused, and so is one between a backward pass
+    /// and [`Session::next_step`] if it would lose amaxes; then nothing is changed.
     pub fn apply_plan(&self, plan: Plan) -> Result<()> {
         let mut state = self.state();
         check_model(&state.model, &plan)?;
@@ -188,7 +189,8 @@ impl Session {
         self.state().generator.clone()
     }
 
-    /// Ends a step, after the optimizer's: gradients go, weights are quantized anew when next read, delayed scales move on.
+    /// Ends a step, after the optimizer's: gradients go, weights are quantized anew when next read,
+    /// delayed scales move on.
     pub fn next_step(&self) -> Result<()> {
         let mut state = self.state();
         state.record_amaxes()?;
@@ -206,8 +208,8 @@ impl Session {
         self.store_weights()
     }
 
-    /// Runs `f` without keeping anything for a backward pass: for held-out loss. [`Session::fault`] is the evaluation's own inside, and is
-    /// what it was before afterwards.
+    /// Runs `f` without keeping anything for a backward pass: for held-out loss. Inside,
+    /// [`Session::fault`] is that of the evaluation; afterwards it is what it was before.
     pub fn evaluate<T, E: From<Error>>(
         &self,
         f: impl FnOnce() -> std::result::Result<T, E>,
@@ -226,11 +228,11 @@ impl Session {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Goes on from another moment: nothing of this one is left.
+    /// Continues from another state, and forgets this one.
     pub(crate) fn resume(&self, step: u64, seed: u64, generator: Generator, states: States) -> Result<()> {
         let mut state = self.state();
         (state.step, state.seed, state.generator) = (step, seed, generator);
-        state.forget_amaxes();
+        state.forget_amaxes()?;
         state.scales = Some(Arc::new(states.scales()));
         state.states = Some(states);
         state.gradients.clear();

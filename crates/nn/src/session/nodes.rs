@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 impl Session {
-    /// Bytes that modules keep for backward passes at this moment, beside what candle's graph keeps ([`crate::graph_bytes`]).
+    /// Bytes that modules keep for backward passes at this moment, beside what candle's graph keeps
+    /// ([`crate::graph_bytes`]).
     pub fn kept_bytes(&self) -> usize {
         self.state().kept.values().sum()
     }

@@ -40,7 +40,7 @@ impl Session {
         Ok(made)
     }
 
-    /// The same, of which delayed scaling takes no notice yet.
+    /// The same, without telling delayed scaling yet.
     pub(super) fn quantize_unnoted(
         &self,
         plan: &Plan,
@@ -53,8 +53,9 @@ impl Session {
         self.quantize_as(site, |side| side, spec, x, directions)
     }
 
-    /// Lets delayed scaling remember amaxes, unless they are those of an evaluation. A pass that is run again tells nothing new, since
-    /// the amaxes of a step count as one; but it may be the first to read a direction.
+    /// Lets delayed scaling remember amaxes, unless they are those of an evaluation. A pass that is
+    /// run again tells nothing new, since the amaxes of a step count as one; but it may be the
+    /// first to read a direction.
     pub(super) fn note(&self, site: &Site, seen: &Seen) -> Result<()> {
         let mut state = self.state();
         if matches!(state.phase, Phase::Evaluate(_)) {
@@ -71,8 +72,8 @@ impl Session {
         Ok(())
     }
 
-    /// Quantizes a tensor that a module hands on, if the plan says so. Whoever takes the codes finds them; everybody else gets what they
-    /// stand for.
+    /// Quantizes a tensor that a module hands on, if the plan says so. Consumers of the codes find
+    /// them; everything else gets the decoded values.
     pub(crate) fn hand_over(&self, site: &Site, x: &Tensor) -> Result<Tensor> {
         let plan = self.planned()?;
         let Some(entry) = plan.get(site) else { return Ok(x.clone()) };
@@ -141,8 +142,9 @@ impl Session {
 
     /// Random numbers for one quantization.
     ///
-    /// A weight's codes are made when somebody first reads them, which may be an evaluation; so its random numbers do not come in turn, but
-    /// from the step and its place in the plan, in the half of the offsets that the generator does not reach.
+    /// A weight's codes are made when somebody first reads them, which may be an evaluation; so its
+    /// random numbers do not come in turn, but from the step and its place in the plan, in the half
+    /// of the offsets that the generator does not reach.
     fn draw(&self, site: &Site) -> Result<Randomness<'static>> {
         if let Slot::Linear(LinearSlot::Weight) | Slot::Grouped { slot: LinearSlot::Weight, .. } = site.slot {
             let plan = self.planned()?;

@@ -3,10 +3,9 @@
 use super::{Session, State};
 #[cfg(feature = "nn-cuda")]
 use crate::gpu;
-use crate::{Result, values};
+use crate::{Fault, Result, values};
 use candle_core::Tensor;
 use nvfp4_recipe::ModulePath;
-use std::fmt;
 
 /// Whether modules look for numbers that are not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -16,28 +15,6 @@ pub enum Watch {
     On,
     /// Only the loss and the gradients of parameters are looked at.
     Off,
-}
-
-/// The first tensor of a step that was not finite.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Fault {
-    /// The step, from 0.
-    pub step: u64,
-    /// The module, or the parameter.
-    pub module: String,
-    /// Which of its tensors: `input`, `weight`, `output`, `grad_output`, …
-    pub statistic: String,
-    /// Where in that tensor, as a matrix.
-    pub index: Vec<usize>,
-    /// NaN or an infinity.
-    pub value: f32,
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Fault { step, module, statistic, index, value } = self;
-        write!(f, "{statistic} of {module} at step {step}: {value} at index {index:?}")
-    }
 }
 
 impl Session {
@@ -53,8 +30,9 @@ impl Session {
         Ok(state.fault.clone())
     }
 
-    /// Looks anew, with a fault that is known already. What was cached of weights beside another fault goes: it may be a weight's, which is
-    /// looked at when its codes are made.
+    /// Begins to look again, with a fault that is known already. Cached codes of weights go if
+    /// there was another fault: it may be a weight's, and weights are looked at when their codes
+    /// are made.
     pub(super) fn begin_looking(&self, known: Option<Fault>) -> Result<()> {
         let mut state = self.state();
         state.settle()?;
@@ -87,8 +65,8 @@ impl State {
     /// Learns what looks at tensors of a GPU have found.
     pub fn settle(&mut self) -> Result<()> {
         #[cfg(feature = "nn-cuda")]
-        if let Some(looks) = self.looks.as_mut().filter(|looks| looks.len() > 0)
-            && let Some((Look { module, statistic, shape }, at, value)) = looks.settle()?
+        if let Some(looks) = &mut self.looks
+            && let Some((Look { module, statistic, shape }, at, value)) = looks.first_not_finite()?
             && self.fault.is_none()
         {
             let index = nvfp4::index_of(&shape, at);
@@ -101,24 +79,22 @@ impl State {
     pub fn look_anew(&mut self) -> Result<()> {
         self.fault = None;
         #[cfg(feature = "nn-cuda")]
-        if let Some(looks) = self.looks.as_mut().filter(|looks| looks.len() > 0) {
-            looks.forget()?;
-        }
+        self.looks.iter_mut().try_for_each(gpu::Looks::forget)?;
         Ok(())
     }
 
     /// A look at a tensor of a GPU, whose answer waits there.
     #[cfg(feature = "nn-cuda")]
     fn look_there(&mut self, (module, statistic): (&ModulePath, &str), x: &Tensor) -> Result<()> {
-        if self.looks.as_ref().is_some_and(|looks| looks.len() == gpu::Looks::<Look>::MOST) {
+        if self.looks.as_ref().is_some_and(gpu::Looks::is_full) {
             self.settle()?;
         }
         let looks = match &mut self.looks {
             Some(looks) => looks,
-            none => none.insert(gpu::Looks::new(x.device())?),
+            none => none.insert(gpu::Looks::on(x.device())?),
         };
         let shape = x.dims().to_vec();
-        looks.add(x, Look { module: module.clone(), statistic: statistic.to_string(), shape })
+        looks.look(x, Look { module: module.clone(), statistic: statistic.to_string(), shape })
     }
 }
 

@@ -1,10 +1,9 @@
-//! Codes of weights: made once per step, and for some always there.
+//! Codes of weights: made once per step, or kept between steps.
 
 use super::quantize::Seen;
 use super::{Phase, Session};
 use crate::operand::Quantized;
-use crate::place::Parameter;
-use crate::{Error, Result};
+use crate::{Error, Parameter, Result};
 use nvfp4::QuantTensor;
 use nvfp4_recipe::Site;
 use std::collections::BTreeMap;
@@ -34,15 +33,17 @@ impl Cached {
 }
 
 impl Session {
-    /// The codes of all weights that are stored as codes ([`crate::Storage`]), by the names of their masters: [`nvfp4::save`] writes them.
+    /// The codes of all weights that are stored as codes ([`crate::Storage`]), by the names of
+    /// their masters: [`nvfp4::save`] writes them.
     pub fn stored_weights(&self) -> Result<BTreeMap<String, QuantTensor>> {
         let stored = self.state().stored.clone();
         let codes = stored.iter().map(|(site, weight)| Ok((weight.name.clone(), self.weight(site, weight)?.codes()?)));
         codes.filter_map(|pair| pair.map(|(name, codes)| Some((name, codes?))).transpose()).collect()
     }
 
-    /// Takes over codes from a file that [`nvfp4::save`] wrote of [`Session::stored_weights`], of the same plan. They are read as they are until the
-    /// end of the step, and the masters become what they stand for. All is checked before anything is changed.
+    /// Loads codes from a file that [`nvfp4::save`] wrote of [`Session::stored_weights`], of the
+    /// same plan. They are read as they are until the end of the step, and the masters become what
+    /// they stand for. All is checked before anything is changed.
     pub fn load_weights(&self, path: &Path) -> Result<()> {
         let refuse = |reason: String| Error::Checkpoint { path: path.to_path_buf(), reason };
         let mut file = nvfp4::load(path)?;
@@ -74,7 +75,8 @@ impl Session {
         self.state().weights.values().map(|weight| weight.codes.code_bytes()).sum()
     }
 
-    /// A weight's codes: made once per step. Delayed scaling takes notice when a training pass reads them, whoever had them made.
+    /// A weight's codes: made once per step. Delayed scaling takes notice when a training pass
+    /// reads them, whoever had them made.
     pub(crate) fn weight(&self, site: &Site, weight: &Parameter) -> Result<Arc<Quantized>> {
         let held = self.state().weights.get(site).cloned();
         let held = match held {

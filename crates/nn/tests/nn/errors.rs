@@ -46,7 +46,7 @@ fn two_modules_at_one_place() {
     let message = Linear::new(&place, 64, 48, Bias::With).unwrap_err().to_string();
     assert_eq!(
         message,
-        "the parameter 'fc.weight' stands twice: give each module a place of its own with `Place::child`"
+        "there are two parameters 'fc.weight': give each module a place of its own with `Place::child`"
     );
 }
 
@@ -114,7 +114,9 @@ fn gradients_that_are_not_finite() {
     let loss = ((&y - &y.detach()).unwrap().sqr().unwrap().sum_all().unwrap().sqrt()).unwrap(); // √0
     let message = case.session.backward(&loss).unwrap_err().to_string();
     assert!(
-        message.starts_with("step 0, loss 0: not finite from grad_output of m at step 0: NaN at index [0, 0] on"),
+        message.starts_with(
+            "step 0, loss 0: the first tensor that is not finite is grad_output of m at step 0: NaN at index [0, 0]; "
+        ),
         "{message}"
     );
     // Without the watch only gradients of parameters are looked at.
@@ -123,7 +125,10 @@ fn gradients_that_are_not_finite() {
     let (y, _) = case.loss();
     let loss = ((&y - &y.detach()).unwrap().sqr().unwrap().sum_all().unwrap().sqrt()).unwrap();
     let message = case.session.backward(&loss).unwrap_err().to_string();
-    assert!(message.starts_with("step 0, loss 0: not finite from gradient of m.bias"), "{message}");
+    assert!(
+        message.starts_with("step 0, loss 0: the first tensor that is not finite is gradient of m.bias"),
+        "{message}"
+    );
 }
 
 /// The backward pass belongs to the step of its forward pass.

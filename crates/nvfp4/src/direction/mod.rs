@@ -35,6 +35,8 @@ use std::fmt;
 /// }
 /// # Ok::<(), nvfp4::Error>(())
 /// ```
+///
+/// Exhaustive on purpose, as [`Format`](crate::format::Format) is.
 #[derive(Debug)]
 pub enum Direction<M: MemorySpace = HostMemory> {
     /// NVFP4.

@@ -33,6 +33,18 @@ use nvfp4_spec::fp8::Tile as Fp8Tile;
 use nvfp4_spec::hadamard::Signs;
 
 /// A format: what the numbers of one direction are stored as, and by which rule they are made.
+///
+/// ```
+/// use nvfp4::format::{Family, Format, Mxfp8};
+///
+/// let format: Format = "nvfp4(16x16)".parse()?;
+/// assert_eq!((format.family(), format.alignment()), (Family::Nvfp4, 16));
+/// assert_eq!(Format::from(Mxfp8::default()).to_string(), "mxfp8(e4m3)");
+/// # Ok::<(), nvfp4::format::Error>(())
+/// ```
+///
+/// Exhaustive on purpose: consumers match on the format without a default arm, so a new one does not
+/// compile until each of them handles it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     /// Not quantized.
@@ -107,7 +119,9 @@ impl Format {
     }
 }
 
-/// Formats that differ in details which a product does not mind.
+/// Formats that differ only in details that do not matter to a product.
+///
+/// Exhaustive on purpose, as [`Format`] is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Family {
     /// Not quantized.

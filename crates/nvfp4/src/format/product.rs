@@ -17,6 +17,7 @@ pub enum Arithmetic {
 
 /// Why two operands cannot be multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Conflict {
     /// No product reads both formats.
     Formats,

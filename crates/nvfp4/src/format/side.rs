@@ -6,8 +6,10 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// Blocks along the rows.
+    #[doc(alias = "rowwise")]
     Row,
     /// Blocks along the columns.
+    #[doc(alias = "columnwise")]
     Column,
 }
 

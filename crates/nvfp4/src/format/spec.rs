@@ -69,6 +69,7 @@ impl Split {
     }
 
     /// The column direction's format.
+    #[doc(alias = "column")]
     pub fn col(&self) -> &Format {
         &self.col
     }

@@ -1,7 +1,7 @@
 """NVFP4 in Python: quantize, decode, multiply and store, exact to the bit.
 
-Arrays are numpy's (with ``ml_dtypes`` for bfloat16), torch's, or any other library's that speaks DLPack. Nothing is copied on the way in,
-and numpy's arrays of a result are views, which cannot be written to.
+Arrays are numpy's (with ``ml_dtypes`` for bfloat16), torch's, or those of any other library with
+DLPack. Inputs are not copied, and the numpy arrays of a result are read-only views.
 
 >>> import numpy, nvfp4
 >>> x = numpy.linspace(-3, 3, 32 * 64, dtype=numpy.float32).reshape(32, 64)
@@ -59,7 +59,10 @@ __all__ = [
 def quantize(
     x, *, seed=None, offset=None, generator=None, amax=None, column_amax=None, scale=None, column_scale=None, **settings
 ) -> QuantTensor:
-    """Quantizes an array. ``settings`` are those of :class:`Quantizer`: the directions are the row direction unless they say otherwise.
+    """Quantizes an array.
+
+    ``settings`` are those of :class:`Quantizer`; without ``directions``, only the row direction is
+    written.
 
     >>> import numpy, nvfp4
     >>> x = numpy.ones((4, 32), numpy.float32)

@@ -1,4 +1,5 @@
-//! The table of functions by which a library lends its tensors, gives memory and names its stream: `DLPackExchangeAPI`.
+//! The table of functions by which a library lends its tensors, gives memory and names its stream:
+//! `DLPackExchangeAPI`.
 
 #[cfg(feature = "cuda")]
 use super::{DataType, Device};
@@ -29,7 +30,8 @@ struct Table {
     stream: Option<unsafe extern "C" fn(c_int, i32, *mut *mut c_void) -> c_int>,
 }
 
-// SAFETY: the table is never changed, and its functions may be called by any thread that is attached to the interpreter.
+// SAFETY: the table is never changed, and its functions may be called by any thread that is
+// attached to the interpreter.
 unsafe impl Sync for Table {}
 
 impl Exchange {
@@ -37,7 +39,8 @@ impl Exchange {
     pub fn of(class: &Bound<'_, PyType>) -> Option<Exchange> {
         let table = class.getattr(pyo3::intern!(class.py(), "__dlpack_c_exchange_api__")).ok()?;
         let table = table.cast::<PyCapsule>().ok()?.pointer_checked(Some(NAME)).ok()?.cast::<Table>();
-        // SAFETY: the capsule's name says what it points to, and DLPack that it lives as long as the process; the version comes first.
+        // SAFETY: the capsule's name says what it points to, and DLPack that it lives as long as
+        // the process; the version comes first.
         let table = unsafe { table.as_ref() };
         (table.version.major == VERSION.major).then_some(Exchange(table))
     }
@@ -70,7 +73,8 @@ impl Exchange {
         };
         let (mut tensor, mut reason) = (ptr::null_mut(), String::new());
         let allocate = self.0.allocate.ok_or_else(|| missing("managed_tensor_allocator"))?;
-        // SAFETY: the library reads the description, and writes one pointer or calls `note` with the reason before it returns.
+        // SAFETY: the library reads the description, and writes one pointer or calls `note` with
+        // the reason before it returns.
         let failed = unsafe { allocate(&mut like, &mut tensor, (&raw mut reason).cast(), note) } != 0;
         match NonNull::new(tensor).filter(|_| !failed) {
             // SAFETY: a tensor of version 1 that is ours.
@@ -101,6 +105,7 @@ fn missing(function: &str) -> PyErr {
 /// Keeps the reason of a failure.
 #[cfg(feature = "cuda")]
 unsafe extern "C" fn note(reason: *mut c_void, _kind: *const c_char, message: *const c_char) {
-    // SAFETY: `Exchange::allocate` passes a string that lives until it returns; the message ends in a zero.
+    // SAFETY: `Exchange::allocate` passes a string that lives until it returns; the message ends in
+    // a zero.
     unsafe { *reason.cast::<String>() = CStr::from_ptr(message).to_string_lossy().into_owned() }
 }

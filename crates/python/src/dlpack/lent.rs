@@ -64,7 +64,8 @@ enum Access {
     Write,
 }
 
-// SAFETY: the memory is not changed while it is lent out, and its owner can be dropped by any thread.
+// SAFETY: the memory is not changed while it is lent out, and its owner can be dropped by any
+// thread.
 unsafe impl Send for Lent {}
 // SAFETY: as above.
 unsafe impl Sync for Lent {}
@@ -163,8 +164,8 @@ impl Lent {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        // Memory of the host has no stream. On a GPU, who uses it on another stream than it was made on makes that one wait, as with any
-        // tensor of torch.
+        // Memory of the host has no stream. On a GPU, who uses it on another stream than it was
+        // made on makes that one wait, as with any tensor of torch.
         let _ = stream;
         if dl_device.is_some_and(|(kind, _)| kind != self.device.kind) || copy == Some(true) {
             return Err(PyBufferError::new_err("only a view where the memory lies is lent out; copy it yourself"));
@@ -183,7 +184,8 @@ impl Lent {
                 (Box::into_raw(Box::new(managed)).cast(), LEGACY, drop_legacy)
             }
         };
-        // SAFETY: the pointer is not null, and name and destructor live for ever. A new reference or null comes back.
+        // SAFETY: the pointer is not null, and name and destructor live for ever. A new reference
+        // or null comes back.
         unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(pointer, name.as_ptr(), Some(destructor))) }
     }
 
@@ -212,7 +214,8 @@ unsafe extern "C" fn free_versioned(tensor: *mut Versioned) {
 
 /// Frees a capsule's tensor, unless somebody consumed it.
 unsafe extern "C" fn drop_legacy(capsule: *mut ffi::PyObject) {
-    // SAFETY: the interpreter calls this once, for a capsule that is going; under its first name it points to what we put there.
+    // SAFETY: the interpreter calls this once, for a capsule that is going; under its first name it
+    // points to what we put there.
     unsafe {
         let tensor = unconsumed(capsule, LEGACY);
         if !tensor.is_null() {

@@ -1,8 +1,10 @@
-//! Memory that other libraries lend us and that we lend to them, by DLPack. The only place of this crate with `unsafe`.
+//! Memory that other libraries lend us and that we lend to them, by DLPack. The only place of this
+//! crate with `unsafe`.
 //!
-//! A tensor that is taken over ([`Tensor::of`]) is given back when it is dropped. Ours is lent out ([`Lent`]) with a share in what owns it,
-//! so that it lives as long as any view of it. Libraries that have a table of functions for this ([`Exchange`]) are asked through it, which is
-//! faster than their methods.
+//! A tensor that is taken over ([`Tensor::of`]) is given back when it is dropped. Ours is lent out
+//! ([`Lent`]) with a share in what owns it, so that it lives as long as any view of it. Libraries
+//! that have a table of functions for this ([`Exchange`]) are asked through it, which is faster
+//! than their methods.
 
 mod exchange;
 mod lent;
@@ -22,7 +24,7 @@ const LEGACY: &CStr = c"dltensor";
 const LEGACY_USED: &CStr = c"used_dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
 const VERSIONED_USED: &CStr = c"used_dltensor_versioned";
-/// The version that we speak.
+/// The version that we use.
 const VERSION: Version = Version { major: 1, minor: 0 };
 /// Set in `Versioned::flags` where memory must not be written.
 const READ_ONLY: u64 = 1;
@@ -31,7 +33,8 @@ const READ_ONLY: u64 = 1;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// 1 is the host, 2 a GPU of CUDA, 3 page-locked memory of the host, 13 memory that CUDA manages.
+    /// 1 is the host, 2 a GPU of CUDA, 3 page-locked memory of the host, 13 memory that CUDA
+    /// manages.
     pub kind: i32,
     /// Which of them.
     pub id: i32,
@@ -126,7 +129,8 @@ enum Owner {
     Versioned(NonNull<Versioned>),
 }
 
-// SAFETY: DLPack lets any thread read the memory and call the deleter, which takes the interpreter's lock if it needs that.
+// SAFETY: DLPack lets any thread read the memory and call the deleter, which takes the
+// interpreter's lock if it needs that.
 unsafe impl Send for Tensor {}
 // SAFETY: as above; nothing is changed through a shared reference.
 unsafe impl Sync for Tensor {}
@@ -152,8 +156,9 @@ impl Drop for Owner {
 }
 
 impl Tensor {
-    /// Takes a tensor over: from anything with `__dlpack__`, or from a capsule that nobody consumed yet. Nothing is copied and no stream
-    /// waits for another: what is done with the memory belongs on the stream that its owner works on.
+    /// Takes a tensor over: from anything with `__dlpack__`, or from a capsule that nobody consumed
+    /// yet. Nothing is copied and no stream waits for another: what is done with the memory belongs
+    /// on the stream that its owner works on.
     pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Tensor> {
         match (x.cast::<PyCapsule>(), Exchange::of(&x.get_type())) {
             (Ok(capsule), _) => Tensor::consume(capsule),
@@ -232,7 +237,8 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// How many elements the memory has, gaps included; `None` if strides are negative or too large.
+    /// How many elements the memory has, gaps included; `None` if strides are negative or too
+    /// large.
     pub fn reach(&self) -> Option<usize> {
         if self.shape.contains(&0) {
             return Some(0);
@@ -244,7 +250,8 @@ impl Tensor {
 
     /// The elements from the first to the last, gaps included, as numbers of a type of this size.
     ///
-    /// `None` where that is no slice: memory of a GPU, negative strides, an address that is not aligned, another size.
+    /// `None` where that is no slice: memory of a GPU, negative strides, an address that is not
+    /// aligned, another size.
     pub fn slice<T: bytemuck::AnyBitPattern>(&self) -> Option<&[T]> {
         let size = usize::from(self.dtype.bits) / 8 * usize::from(self.dtype.lanes);
         let reach = self.reach()?;
@@ -257,8 +264,9 @@ impl Tensor {
         match (reach, self.address.is_null() || !(self.address as usize).is_multiple_of(align_of::<T>())) {
             (0, _) => Some(&[]),
             (_, true) => None,
-            // SAFETY: the producer vouches for the memory between the first and the last element until it is given back, which outlives
-            // `self`; any bits are a `T`, and the address is aligned for it.
+            // SAFETY: the producer vouches for the memory between the first and the last element
+            // until it is given back, which outlives `self`; any bits are a `T`, and the address is
+            // aligned for it.
             (_, false) => Some(unsafe { std::slice::from_raw_parts(self.address.cast(), reach) }),
         }
     }
@@ -266,28 +274,31 @@ impl Tensor {
 
 #[cfg(feature = "cuda")]
 impl Tensor {
-    /// The elements from the first to the last in a GPU's memory, gaps included, as numbers of a type of this size. `None` where that is no
-    /// slice.
+    /// The elements from the first to the last in a GPU's memory, gaps included, as numbers of a
+    /// type of this size. `None` where that is no slice.
     pub fn device_slice<T: nvfp4::cuda::Plain>(&self) -> Option<nvfp4::cuda::Slice<'_, T>> {
         let size = usize::from(self.dtype.bits) / 8 * usize::from(self.dtype.lanes);
         let reach = self.reach()?;
         if !matches!(self.device.kind, 2 | 13) || size != size_of::<T>() || !self.address.addr().is_multiple_of(size) {
             return None;
         }
-        // SAFETY: the producer vouches for the memory until it is given back, and gives it back to the stream that the work is queued on.
+        // SAFETY: the producer vouches for the memory until it is given back, and gives it back to
+        // the stream that the work is queued on.
         Some(unsafe { nvfp4::cuda::Slice::from_raw(self.address.addr() as u64, reach) })
     }
 
-    /// The numbers of a tensor in a GPU's memory, which lie row by row, to write: for what callers pass to be written, as `out` is elsewhere.
+    /// The numbers of a tensor in a GPU's memory, which lie row by row, to write: for what callers
+    /// pass to be written, as `out` is elsewhere.
     pub fn device_slice_mut<T: nvfp4::cuda::Plain>(&mut self) -> Option<nvfp4::cuda::SliceMut<'_, T>> {
         let dense = self.reach() == Some(self.shape.iter().product());
         let (address, len) = self.device_slice::<T>().filter(|_| dense).map(|slice| (slice.address(), slice.len()))?;
-        // SAFETY: the producer vouches for the memory; callers hand the numbers over to be written by the work that is queued next, and
-        // whoever reads them on that stream reads them after.
+        // SAFETY: the producer vouches for the memory; callers hand the numbers over to be written
+        // by the work that is queued next, and whoever reads them on that stream reads them after.
         Some(unsafe { nvfp4::cuda::SliceMut::from_raw(address, len) })
     }
 
-    /// The memory of a tensor that lies row by row, with the tensor as its owner; `None` if it is not aligned to 16 bytes.
+    /// The memory of a tensor that lies row by row, with the tensor as its owner; `None` if it is
+    /// not aligned to 16 bytes.
     ///
     /// What is made from memory that others see too is only read.
     pub fn into_memory(self) -> Option<nvfp4::cuda::Memory> {
@@ -297,7 +308,8 @@ impl Tensor {
         if !matches!(self.device.kind, 2 | 13) || !whole || (len > 0 && !address.is_multiple_of(16)) {
             return None;
         }
-        // SAFETY: the producer vouches for the memory until the tensor is dropped, after which it goes back to the stream's own allocator.
+        // SAFETY: the producer vouches for the memory until the tensor is dropped, after which it
+        // goes back to the stream's own allocator.
         Some(unsafe { nvfp4::cuda::Memory::from_raw(address, len, self) })
     }
 }
@@ -305,7 +317,8 @@ impl Tensor {
 /// A library's stream, which that library destroys.
 #[cfg(feature = "cuda")]
 pub fn borrow_stream(device: nvfp4::cuda::Device, raw: *mut c_void) -> nvfp4::cuda::Stream {
-    // SAFETY: libraries hand out streams of the primary context that live as long as the process; `Exchange::stream` is where it came from.
+    // SAFETY: libraries hand out streams of the primary context that live as long as the process;
+    // `Exchange::stream` is where it came from.
     unsafe { nvfp4::cuda::Stream::borrow(device, raw) }
 }
 
@@ -328,7 +341,8 @@ fn take<T>(capsule: &Bound<'_, PyCapsule>, name: &CStr, used: &'static CStr) -> 
     }
 }
 
-/// Asks a tensor for its capsule: of version 1, which may be read-only, or of whatever version an older library has.
+/// Asks a tensor for its capsule: of version 1, which may be read-only, or of whatever version an
+/// older library has.
 fn export<'py>(x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
     let method = x.getattr(pyo3::intern!(py, "__dlpack__")).map_err(|_| {

@@ -63,7 +63,7 @@ impl Transition {
         &self.diff
     }
 
-    /// The weights whose cached codes are worthless from now on.
+    /// The weights whose cached codes are stale from now on.
     pub fn stale_weights(&self) -> impl Iterator<Item = &Site> {
         self.diff.changes.iter().map(|change| &change.site).filter(|site| is_weight(site))
     }
@@ -87,7 +87,8 @@ impl Plan {
         PlanDiff { changes: changed.chain(gone).collect() }
     }
 
-    /// Checks that training can go on with another plan of the same model. Nothing is changed yet; all problems are listed.
+    /// Checks that training can go on with another plan of the same model. Nothing is changed yet;
+    /// all problems are listed.
     pub fn transition(&self, to: &Plan) -> Result<Transition> {
         let paths = |plan: &Plan| -> BTreeSet<ModulePath> { plan.modules.iter().map(|m| m.path().clone()).collect() };
         let (old, new) = (paths(self), paths(to));

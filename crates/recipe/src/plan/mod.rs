@@ -70,7 +70,7 @@ pub enum Saved {
     Column,
 }
 
-/// What is not wrong, but probably not meant.
+/// A warning: something that is allowed, but probably not meant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Warning {
@@ -90,7 +90,7 @@ pub enum Warning {
         /// Its spec.
         spec: QuantSpec,
     },
-    /// What the recipe itself has to say.
+    /// A note of the recipe itself.
     Note(String),
 }
 
@@ -112,7 +112,8 @@ impl fmt::Display for Warning {
 }
 
 impl Plan {
-    /// Asks the recipe once for every tensor that the model quantizes, then checks everything. The error lists all problems.
+    /// Asks the recipe once for every tensor that the model quantizes, then checks everything. The
+    /// error lists all problems.
     pub fn build(model: &Model, recipe: &Recipe, device: &Capabilities) -> Result<Plan> {
         let mut problems = check::model(model);
         let (mut entries, mut index) = (Vec::new(), BTreeMap::new());
@@ -202,13 +203,13 @@ impl Plan {
         &self.runs
     }
 
-    /// What is probably not meant.
+    /// The warnings.
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings
     }
 
-    /// The directions of a tensor that are quantized: those that something reads, and the row direction where the column
-    /// direction is made from it. `None` if no codes are made.
+    /// The directions of a tensor that are quantized: those that something reads, and the row
+    /// direction where the column direction is made from it. `None` if no codes are made.
     pub fn directions(&self, site: &Site) -> Option<Directions> {
         let (row, col) = self.needed(site)?;
         let coded = |side| self.spec(site).is_some_and(|spec| spec.format(side).family() != Family::HighPrecision);
@@ -233,7 +234,8 @@ impl Plan {
     fn read_sides(&self, site: &Site) -> Vec<Side> {
         let Some(module) = self.module(&site.path) else { return Vec::new() };
         let slot = match &site.slot {
-            // Attention reads the row direction of what a pass makes, and the column direction in a later pass.
+            // Attention reads the row direction of what a pass makes, and the column direction in a
+            // later pass.
             Slot::Attention(slot) => match (slot.pass(), self.purpose) {
                 (Pass::Forward, Purpose::Training) => return vec![Side::Row, Side::Column],
                 _ => return vec![Side::Row],
@@ -252,8 +254,8 @@ impl Plan {
         }
     }
 
-    /// How many tokens a module's input is padded to a multiple of: what the module says, else whole blocks in every format that
-    /// it uses. The recipe is not asked again.
+    /// How many tokens a module's input is padded to a multiple of: what the module says, else
+    /// whole blocks in every format that it uses. The recipe is not asked again.
     pub fn alignment(&self, path: &ModulePath) -> Option<usize> {
         let module = self.module(path)?;
         let entries = self.entries.iter().filter(|entry| entry.role.path() == path);
@@ -268,7 +270,8 @@ impl Plan {
         tokens.iter().map(|tokens| tokens.checked_next_multiple_of(alignment)).collect()
     }
 
-    /// A number that is the same for plans with the same tensors and specs, in every version and on every machine.
+    /// A number that is the same for plans with the same tensors and specs, in every version and on
+    /// every machine.
     pub fn fingerprint(&self) -> u64 {
         let lines = self.entries.iter().map(|entry| format!("{} = {}\n", entry.role, entry.spec));
         nvfp4_files::fingerprint(lines.flat_map(String::into_bytes))
@@ -279,7 +282,8 @@ impl Plan {
     }
 }
 
-/// Plans are equal if they quantize the same tensors in the same way, whatever recipe that follows from.
+/// Plans are equal if they quantize the same tensors in the same way, whatever recipe that follows
+/// from.
 impl PartialEq for Plan {
     fn eq(&self, other: &Self) -> bool {
         let pairs = |plan: &Plan| -> Vec<(Role, QuantSpec)> {

@@ -12,7 +12,8 @@ use std::fmt;
 
 const HEADINGS: [&str; 5] = ["MODULE", "SLOT", "ROW", "COLUMN", "BECAUSE OF"];
 
-/// Modules that differ in one number and resolve alike share lines; so do experts, and neighbouring tensors of a module.
+/// Modules that differ in one number and resolve alike share lines; so do experts, and neighbouring
+/// tensors of a module.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut lines: Vec<[String; 5]> = vec![HEADINGS.map(str::to_string)];
@@ -47,7 +48,8 @@ impl fmt::Display for Plan {
 }
 
 impl Plan {
-    /// The plan as JSON: {recipe, fingerprint, finite, tensors, attention, runs, warnings}, one entry per tensor.
+    /// The plan as JSON: {recipe, fingerprint, finite, tensors, attention, runs, warnings}, one
+    /// entry per tensor.
     pub fn to_json(&self) -> Value {
         let consumers = |entry: &Entry| match &entry.role.consumer {
             None => Value::Null,
@@ -147,7 +149,8 @@ impl Group<'_> {
         format!("{}{}{}", self.before, ranges(&self.numbers), self.after)
     }
 
-    /// Whether another module has the same line: the same path but for the number, the same specs for the same reasons.
+    /// Whether another module has the same line: the same path but for the number, the same specs
+    /// for the same reasons.
     fn like(&self, other: &Group<'_>) -> bool {
         let same = |(a, b): (&&Entry, &&Entry)| {
             let slots = a.role.slot() == b.role.slot() && a.spec == b.spec && a.reason == b.reason;

@@ -1,4 +1,4 @@
-//! Recipes as TOML files. What is in them is in the documentation of `Recipe::from_toml`.
+//! Recipes as TOML files. `Recipe::from_toml` documents what they hold.
 
 mod read;
 

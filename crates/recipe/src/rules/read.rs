@@ -135,7 +135,7 @@ impl<'a> Reader<'a> {
         let default = match table.get("default") {
             None => {
                 let reason =
-                    "there is no [default]: say what tensors get that no rule fits, as in `preset = \"nvfp4\"`";
+                    "there is no [default]: give the spec of tensors that no rule fits, as in `preset = \"nvfp4\"`";
                 self.problem(self.text.len(), reason);
                 None
             }
@@ -226,7 +226,7 @@ impl<'a> Reader<'a> {
             for detail in ["bound-256", "metric", "error"] {
                 let Some(value) = table.get(detail) else { continue };
                 let fix = "set `four-over-six` to weights, activations or all, or leave this out";
-                self.problem(value.span().start, format!("{detail}: there is no 4over6 that it could be for; {fix}"));
+                self.problem(value.span().start, format!("{detail} has no effect without 4over6; {fix}"));
             }
         }
         training

@@ -1,7 +1,9 @@
-//! State in files: plain numbers in safetensors, with a version. Nothing in a file is ever executed.
+//! State in files: plain numbers in safetensors, with a version. Nothing in a file is ever
+//! executed.
 //!
-//! Entry `i` is the tensors `i.history` (F32, [steps]) and `i.scale` (F32, []). The metadata holds `format =
-//! nvfp4-recipe-state`, `version = 1` and, under `entries`, a JSON list that gives each entry's site, directions and spec.
+//! Entry `i` is the tensors `i.history` (F32, [steps]) and `i.scale` (F32, []). The metadata holds
+//! `format = nvfp4-recipe-state`, `version = 1` and, under `entries`, a JSON list that gives each
+//! entry's site, directions and spec.
 
 use super::{Key, States};
 use crate::Result;
@@ -41,7 +43,8 @@ impl States {
         Ok(STATE.write(path, STATE.versions[0], &parts, &entries)?)
     }
 
-    /// Reads the state of a plan. A file that is truncated, foreign or of another plan is an error that says so.
+    /// Reads the state of a plan. A file that is truncated, foreign or of another plan is an error
+    /// that says so.
     pub fn load(path: &Path, plan: &Plan, rules: AmaxRules) -> Result<Self> {
         let mut states = States::with_rules(plan, rules)?;
         STATE.read(path, |file, _, entries| states.fill(file, entries))?;

@@ -1,7 +1,9 @@
-//! The state of delayed scaling: a history of amaxes and a scale for each tensor that asks for them.
+//! The state of delayed scaling: a history of amaxes and a scale for each tensor that asks for
+//! them.
 //!
-//! A step is: take the [`Scales`], quantize with them and [`States::record`] each amax; at the end of a pass, [`States::update`].
-//! A recomputed forward pass takes the scales of the first time again, and records nothing.
+//! A step is: take the [`Scales`], quantize with them and [`States::record`] each amax; at the end
+//! of a pass, [`States::update`]. A recomputed forward pass takes the scales of the first time
+//! again, and records nothing.
 
 mod file;
 mod quantizer;
@@ -76,8 +78,8 @@ pub struct Group {
 
 /// Workers that agree on amaxes.
 pub trait Collective {
-    /// Replaces each amax by the largest among all workers. Called once per group and update, also by a worker that saw no
-    /// tensors, so that none waits for another.
+    /// Replaces each amax by the largest among all workers. Called once per group and update, also
+    /// by a worker that saw no tensors, so that none waits for another.
     fn max(
         &self,
         group: &Group,
@@ -85,7 +87,7 @@ pub trait Collective {
     ) -> std::result::Result<(), Box<dyn std::error::Error + Send + Sync>>;
 }
 
-/// One worker, which agrees with itself.
+/// A single worker, with nobody to agree with.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SingleProcess;
 
@@ -194,7 +196,8 @@ impl States {
         self.states.values_mut().for_each(|state| state.history[0] = 0.0);
     }
 
-    /// Ends a pass: workers agree on the amaxes, histories roll, scales move on. On an error nothing is changed.
+    /// Ends a pass: workers agree on the amaxes, histories roll, scales move on. On an error
+    /// nothing is changed.
     pub fn update(&mut self, pass: Pass, workers: &dyn Collective) -> Result<()> {
         let mut groups: BTreeMap<Group, Vec<Key>> = BTreeMap::new();
         for (key, state) in self.states.iter().filter(|(key, _)| key.0.slot.pass() == pass) {
@@ -217,8 +220,8 @@ impl States {
         Ok(())
     }
 
-    /// Goes over to another plan: tensors whose delayed scaling is the same keep their state, others begin anew. On an error
-    /// nothing is changed.
+    /// Goes over to another plan: tensors whose delayed scaling is the same keep their state,
+    /// others begin anew. On an error nothing is changed.
     pub fn apply(&mut self, transition: &Transition) -> Result<()> {
         let mut fresh = States::with_rules(&transition.to, self.rules.clone())?.states;
         let mut problems = Vec::new();
@@ -246,7 +249,8 @@ fn keys(site: &Site, side: Side) -> [Key; 2] {
     [(site.clone(), Part::Both), (site.clone(), part)]
 }
 
-/// What a plan asks state for: one scale for both directions of a uniform spec, one per direction of a split one.
+/// What a plan asks state for: one scale for both directions of a uniform spec, one per direction
+/// of a split one.
 fn configs(plan: &Plan) -> BTreeMap<Key, Delayed> {
     let mut configs = BTreeMap::new();
     for entry in plan.entries() {

@@ -7,8 +7,9 @@ use crate::{Error, Result};
 use nvfp4::{Directions, Quantizer};
 
 impl Plan {
-    /// The quantizer of a tensor, for the directions that something reads. `scales` are those of delayed scaling at this step, which may
-    /// be empty where the plan has none: `States::new(&plan)?.scales()`.
+    /// The quantizer of a tensor, for the directions that something reads. `scales` are those of
+    /// delayed scaling at this step, which may be empty where the plan has none:
+    /// `States::new(&plan)?.scales()`.
     ///
     /// ```
     /// use nvfp4::TensorRef;

@@ -73,7 +73,7 @@ fn a_plan_asks_the_matrix() {
                         .collect();
                     assert_eq!(sides, refused, "{usage} {name}");
                     let message = problems[0].to_string();
-                    assert!(message.starts_with(&format!("fc:input: {input} does not go with {usage} (")), "{message}");
+                    assert!(message.starts_with(&format!("fc:input: {input} does not allow {usage} (")), "{message}");
                 }
                 (result, _) => panic!("{usage} {name}: {result:?}"),
             }

@@ -44,6 +44,7 @@ fn letter(result: Result<Arithmetic, Conflict>) -> &'static str {
         Ok(Arithmetic::Quantized) => "q",
         Err(Conflict::Formats) => "F",
         Err(Conflict::Rotation { .. }) => "R",
+        Err(_) => "?",
     }
 }
 
@@ -134,7 +135,7 @@ fn mismatched_columnwise_formats_raise() {
     assert_eq!(
         messages,
         [format!(
-            "tl1.mlp.fc1 wgrad: grad_output.col is nvfp4 but input.col is mxfp8(e4m3); a product reads one format, or one \
+            "tl1.mlp.fc1 wgrad: grad_output.column is nvfp4 but input.column is mxfp8(e4m3); a product reads one format, or one \
              beside high precision. Change recipe {} for grad_output or input",
             recipe.name()
         )]
@@ -165,7 +166,9 @@ fn rotations_must_be_equal() {
     // Signs that are the fixed ones are the same, however they are written.
     plan(&model([Module::linear("fc")]), &linear("nvfp4(hadamard)", "nvfp4", "nvfp4(hadamard=0xd7e8)"));
     let weight = problems(&model([Module::linear("fc")]), &linear("nvfp4", "nvfp4(hadamard)", "nvfp4"));
-    assert!(weight[0].to_string().starts_with("fc dgrad: grad_output.row is nvfp4 but weight.col is nvfp4(hadamard)"));
+    assert!(
+        weight[0].to_string().starts_with("fc dgrad: grad_output.row is nvfp4 but weight.column is nvfp4(hadamard)")
+    );
 }
 
 /// TestHybridThreeFormats: each product in a format of its own.

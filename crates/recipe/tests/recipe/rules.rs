@@ -129,7 +129,7 @@ fn settings_that_nothing_has_are_errors() {
         assert_eq!(messages(&format!("[nvfp4]\nweights = '1x16'\n[default]\n{default}")), [unused]);
     }
     let detail = "[default]\npreset = 'nvfp4'\n[nvfp4]\nmetric = 'mse'\n";
-    let message = "line 4: metric: there is no 4over6 that it could be for; \
+    let message = "line 4: metric has no effect without 4over6; \
                    set `four-over-six` to weights, activations or all, or leave this out";
     assert_eq!(messages(detail), [message]);
     assert_eq!(messages(&format!("{detail}four-over-six = 'none'")), [message]);

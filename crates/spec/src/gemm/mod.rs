@@ -103,6 +103,17 @@ impl<T> Default for Product<'_, T> {
 /// A block scale that is NaN makes every output it takes part in NaN. Unless both operands are
 /// NVFP4, the sum is computed in binary64, in which every product is exact, and rounded once.
 /// Faster versions need only be within the [`bound`] of it, not equal to it.
+///
+/// ```
+/// use nvfp4_spec::gemm::{Product, gemm};
+/// use nvfp4_spec::matrix::{self, Matrix};
+/// use nvfp4_spec::{Mode, Rounding};
+///
+/// let x = Matrix::new(1, 16, &[6.0f32; 16])?;
+/// let q = matrix::quantize(&x, &[6.0], &Mode::default(), Rounding::NearestEven)?;
+/// assert_eq!(gemm::<f32>(&q.view(), &q.view(), &Product::default())?, [16.0 * 36.0]);
+/// # Ok::<(), nvfp4_spec::Error>(())
+/// ```
 pub fn gemm<'a, T: Element>(
     a: impl Into<Operand<'a>>,
     b: impl Into<Operand<'a>>,

@@ -16,19 +16,21 @@ from nvfp4.torch._delayed import update
 from ._recipe import Region, Step, region
 from ._signature import refuse, supports
 
-# Around what several threads may change in a module: what it remembers of its calls.
+# Guards what several threads may change in a module: what it remembers of its calls.
 _lock = threading.RLock()
 # What ``use_recipe`` sets, in one kind of module or another.
 _PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products")
-# Recipes whose formats a module keeps at hand.
+# How many recipes a module keeps the formats of.
 _AT_HAND = 4
 
 
 class _Follows(torch.nn.Module):
-    """A module that computes in the formats of the ``autocast`` around its call, and in high precision outside of one.
+    """A module that computes in the formats of the ``autocast`` around its call, and in high
+    precision outside of one.
 
-    What a call computes in belongs to the call: threads may call one module in different regions. In a backward pass a module computes again
-    what it computed before, so there it follows the region of that call.
+    What a call computes in belongs to the call: threads may call one module in different regions.
+    In a backward pass a module computes again what it computed before, so there it follows the
+    region of that call.
     """
 
     use_recipe: Callable[[Any], None]
@@ -36,7 +38,8 @@ class _Follows(torch.nn.Module):
     delayed: Any
     # Recipes, and what each sets; the latest first.
     _plans: Tuple[Tuple[nvfp4.Recipe, Dict[str, Any]], ...] = ()
-    # The regions, each with another recipe, of calls that a backward pass may repeat, the latest last; and whether one has.
+    # The regions, each with another recipe, of calls that a backward pass may repeat, the latest
+    # last; and whether one has.
     _ran: Tuple[Region, ...] = ()
     _repeated: bool = False
     # The step of delayed scaling that it was last part of.
@@ -55,7 +58,9 @@ class _Follows(torch.nn.Module):
 
     @torch.compiler.disable
     def following(self):
-        """This module as the region around the call has it: with the formats and the workers of this call, and everything else in common."""
+        """This module as the region around the call has it: with the formats and the workers of
+        this call, and everything else in common.
+        """
         here = self._followed()
         planned = self._planned(here)
         if here.step is not None and _is_delayed(planned):

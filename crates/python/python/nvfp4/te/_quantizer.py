@@ -20,14 +20,15 @@ class IdentityQuantizer:
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
     def spec(self) -> str:
-        """The format in the words of a recipe."""
+        """The format in recipe syntax."""
         return "high-precision"
 
 
 class NVFP4Quantizer:
     """Quantizes to NVFP4, with TransformerEngine's arguments.
 
-    Stochastic rounding takes its offsets from torch's generator, so that it follows ``torch.manual_seed``.
+    Stochastic rounding takes its offsets from torch's generator, so that it follows
+    ``torch.manual_seed``.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class NVFP4Quantizer:
         return new
 
     def spec(self) -> str:
-        """The format in the words of a recipe."""
+        """The format in recipe syntax."""
         words = ["16x16"] if self.with_2d_quantization else []
         words += ["row-scaled"] if self.row_scaled_nvfp4 else []
         if self.nvfp4_use_4over6:
@@ -88,7 +89,10 @@ class NVFP4Quantizer:
         return self.quantize(tensor)
 
     def quantize(self, tensor: Tensor, *, seed: int = 0, offset=None) -> "NVFP4Tensor":
-        """Quantizes a tensor. Stochastic rounding draws at ``offset``, or where torch's generator says."""
+        """Quantizes a tensor.
+
+        Stochastic rounding draws at ``offset``, or where torch's generator says.
+        """
         usage = (self.rowwise_usage, self.columnwise_usage)
         if usage == (False, False):
             raise ValueError("neither direction is used: set_usage(rowwise=True), columnwise=True or both")
@@ -104,7 +108,10 @@ class NVFP4Quantizer:
         return NVFP4Tensor(q, tensor.dtype, self)
 
     def _reduced(self, q: nvfp4.QuantTensor) -> dict:
-        """The amaxes that all workers agree on. Of one row each there are none: rows are tokens, and every worker has its own."""
+        """The amaxes that all workers agree on.
+
+        Row-scaled ones are left out: rows are tokens, and every worker has its own.
+        """
         amaxes = {}
         for name, direction in (("amax", q.row), ("column_amax", q.column)):
             if direction is not None and not (self.row_scaled_nvfp4 and name == "amax"):
@@ -118,9 +125,10 @@ class NVFP4Quantizer:
 class NVFP4Tensor:
     """A quantized tensor under TransformerEngine's attribute names.
 
-    Data are bytes of two codes, [..., K/2] and transposed [K, M/2]; scales are E4M3 bytes, padded with zeros to multiples of 128 rows and 4
-    columns, not swizzled; amaxes are float32. A direction that is not there is None. These arrays are the tensor: what is written into them
-    is what is decoded.
+    Data are bytes of two codes, [..., K/2] and transposed [K, M/2]; scales are E4M3 bytes, padded
+    with zeros to multiples of 128 rows and 4 columns, not swizzled; amaxes are float32. A direction
+    that is not there is None. These arrays are the tensor: what is written into them is what is
+    decoded.
     """
 
     def __init__(self, q: nvfp4.QuantTensor, dtype: torch.dtype, quantizer: NVFP4Quantizer):
@@ -144,7 +152,9 @@ class NVFP4Tensor:
         return nvfp4.QuantTensor.from_parts(self._spec, self.shape, row=row, column=column)
 
     def dequantize(self, *, dtype: Optional[torch.dtype] = None) -> Tensor:
-        """The decoded values of the row direction, in the type that was quantized unless another is asked for."""
+        """The decoded values of the row direction, in the type that was quantized unless another is
+        asked for.
+        """
         return self.quantized.dequantize(dtype or self.dtype)
 
     def get_metadata(self) -> dict:

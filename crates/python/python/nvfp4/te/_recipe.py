@@ -32,9 +32,12 @@ class QuantizerRole:
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling:
-    """TransformerEngine's recipe for training in NVFP4, with its switches. The environment is not read: see ``nvfp4.Recipe.from_env``.
+    """TransformerEngine's recipe for training in NVFP4, with its switches.
 
-    Fields are TransformerEngine's. Formats, None, are E2M1 with E4M3 scales, and attention is not quantized: other values are refused.
+    The environment is not read: see ``nvfp4.Recipe.from_env``.
+
+    Fields are TransformerEngine's. A format of None is E2M1 with E4M3 scales; attention is not
+    quantized. Other values are refused.
     """
 
     disable_rht: bool = False
@@ -75,7 +78,7 @@ class NVFP4BlockScaling:
 
 
 def _only_defaults(recipe: Any, *names: str) -> None:
-    """Refuses a recipe with a field that nothing here answers to."""
+    """Refuses a recipe with a field that this package does not implement."""
     defaults = {field.name: field.default for field in fields(recipe)}
     for name in names:
         refuse(type(recipe).__name__, name, getattr(recipe, name), defaults[name])
@@ -86,7 +89,9 @@ _numbers = itertools.count()
 
 @functools.lru_cache(maxsize=64)
 def _number(factory: Callable) -> int:
-    """The number of a factory: the same for the same one, while it is among the last that were used."""
+    """The number of a factory: the same for the same one, while it is among the last that were
+    used.
+    """
     return next(_numbers)
 
 
@@ -94,10 +99,11 @@ def _number(factory: Callable) -> int:
 class CustomRecipe:
     """A recipe from a factory: ``qfactory(role)`` gives the quantizer of a tensor.
 
-    It may return an ``NVFP4Quantizer``, an ``IdentityQuantizer``, an ``nvfp4.Quantizer`` or the text of a spec. What it raises becomes a
-    ValueError that names the role. Recipes with the same factory and the same settings are equal, and a module asks a factory once: a factory
-    that is to answer otherwise is another one. Fields are TransformerEngine's; values other than its defaults are refused where nothing here
-    answers to them.
+    It may return an ``NVFP4Quantizer``, an ``IdentityQuantizer``, an ``nvfp4.Quantizer`` or the
+    text of a spec. What it raises becomes a ValueError that names the role. Recipes with the same
+    factory and the same settings are equal, and a module asks a factory once: to change the
+    answers, pass another factory. Fields are TransformerEngine's; values other than its defaults
+    are refused where this package does not implement them.
     """
 
     qfactory: Callable[[QuantizerRole], Any]
@@ -142,7 +148,8 @@ class CustomRecipe:
 class Step:
     """An outermost region and the backward pass after it, as delayed scaling sees them.
 
-    It ends when one of its modules is used in another region: then everything that it saw is there, and nothing of it is computed again.
+    It ends when one of its modules is used in another region: then everything that it saw is there,
+    and nothing of it is computed again.
     """
 
     def __init__(self) -> None:
@@ -151,7 +158,7 @@ class Step:
         self.ended = False
 
     def end(self) -> None:
-        """Moves the scales of its modules on, once."""
+        """Updates the scales of its modules, once."""
         if not self.ended:
             self.ended = True
             update(self.modules.values())
@@ -179,10 +186,12 @@ def region() -> Region:
 def autocast(
     enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None, _graph: bool = False
 ):
-    """Inside, modules compute in the formats of a recipe: one of this module's, an ``nvfp4.Recipe`` or a preset's name.
+    """Inside, modules compute in the formats of a recipe: one of this module's, an ``nvfp4.Recipe``
+    or a preset's name.
 
-    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Delayed scaling moves on from one outermost region to the next.
-    A region belongs to the thread, or the task of ``asyncio``, that enters it: a thread that is started inside enters its own.
+    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Delayed scaling
+    moves on from one outermost region to the next. A region belongs to the thread, or the task of
+    ``asyncio``, that enters it: a thread that is started inside enters its own.
     """
     step = region().step or Step()
     if not enabled:
@@ -208,9 +217,11 @@ def _inside(new: Region):
 
 
 def checkpoint(function: Callable, *args, use_reentrant: bool = True, **kwargs):
-    """``torch.utils.checkpoint.checkpoint`` for modules that follow ``autocast``: what is computed again is computed as the first time.
+    """``torch.utils.checkpoint.checkpoint`` for modules that follow ``autocast``: what is computed
+    again is computed as it was the first time.
 
-    With delayed scaling the backward pass has to come before the next outermost region, which moves the scales on.
+    With delayed scaling the backward pass has to come before the next outermost region, which moves
+    the scales on.
     """
     for name, default in (("distribute_saved_activations", False), ("get_rng_state_tracker", None), ("tp_group", None)):
         refuse("checkpoint", name, kwargs.pop(name, default), default)

@@ -1,4 +1,4 @@
-"""Arguments that stand where TransformerEngine's stand, also those that nothing here answers to."""
+"""Arguments in TransformerEngine's order, including those that this package does not implement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def supports(*names: str) -> Callable[[_Function], _Function]:
-    """For a function with TransformerEngine's signature: of the arguments that have a default, only these may be given another value.
+    """For a function with TransformerEngine's signature: of the arguments that have a default, only
+    these may be given another value.
 
     So a call means here what it means there, or it fails and names the argument.
     """

@@ -7,9 +7,10 @@
 <nvfp4: converted 2 layers (100 % of 16,576 parameters); left no matrix>
 >>> model(torch.randn(32, 64)).sum().backward()
 
-Modules hold their parameters in high precision and under the names of ``torch.nn``'s, so that state dicts go both ways. They work under
-activation checkpointing, ``torch.compile(fullgraph=True)`` and data parallelism (:func:`reduce_amaxes`). Stochastic rounding follows
-``torch.manual_seed``.
+Modules hold their parameters in high precision and under the names of ``torch.nn``'s, so state
+dicts load in both directions. They work under activation checkpointing,
+``torch.compile(fullgraph=True)`` and data parallelism (:func:`reduce_amaxes`). Stochastic rounding
+follows ``torch.manual_seed``.
 """
 
 import torch as _torch
@@ -37,5 +38,6 @@ __all__ = [
     "update_scales",
 ]
 
-# Quantized tensors in files of ``torch.save`` load with ``weights_only=True``: their bytes are checked, and nothing in them is executed.
+# Quantized tensors in files of ``torch.save`` load with ``weights_only=True``: their bytes are
+# checked, and nothing in them is executed.
 _torch.serialization.add_safe_globals([_nvfp4._restored])

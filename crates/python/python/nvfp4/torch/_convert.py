@@ -34,16 +34,18 @@ def convert_module(
     head: Literal["leave", "convert"] = "leave",
     seed: int = 0,
 ) -> Conversion:
-    """Makes the linear layers of a model, in place, layers in the formats that a recipe gives to their names. Returns what it did.
+    """Converts the linear layers of a model, in place, to the formats that a recipe gives their
+    names. Returns a report.
 
-    A layer stays the same object with the same parameters, hooks and attributes, so optimizers, state dicts and other references to it stay
-    valid. Converted are ``torch.nn.Linear``, its subclasses that leave ``forward`` alone, and ``Conv1D`` of transformers; a layer that is
-    quantized already goes over to the recipe. ``filter_fn(module, name)`` says which layers may be converted. The output head, also one that
-    shares its weight with an embedding, is left in high precision unless ``head`` is "convert". The recipe is checked for the whole
-    model before anything is changed.
+    A layer stays the same object with the same parameters, hooks and attributes, so optimizers,
+    state dicts and other references to it stay valid. Layers are ``torch.nn.Linear``, subclasses
+    that keep its ``forward``, and ``Conv1D`` of transformers; a layer that is quantized already
+    switches to the recipe. ``filter_fn(module, name)`` says which layers may be converted. The
+    output head, also one that shares its weight with an embedding, is left in high precision unless
+    ``head`` is "convert". The recipe is checked for the whole model before anything is changed.
 
-    The report's one line goes to the logger "nvfp4"; the plan's warnings, and one about large parameters that could not be converted, to
-    ``warnings``.
+    The report's summary goes to the logger "nvfp4"; the plan's warnings, and one about large
+    parameters that could not be converted, to ``warnings``.
 
     >>> import torch, nvfp4.torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
@@ -94,7 +96,7 @@ def convert_module(
 
 
 class Because(NamedTuple):
-    """Why a module is left. ``wanted`` says whether that was asked for, or nothing could be gained."""
+    """Why a module is left. ``wanted``: that was asked for, or nothing could be gained."""
 
     reason: str
     wanted: bool = False
@@ -124,7 +126,9 @@ class Part:
 
 
 def _walk(model: torch.nn.Module) -> Iterator[Part]:
-    """Every module with matrices, once; a parametrized one, or one that is quantized already, as a whole."""
+    """Every module with matrices, once; a parametrized one, or one that is quantized already, as a
+    whole.
+    """
     seen: Set[int] = set()
 
     def walk(path: str, module: torch.nn.Module, parent: Optional[torch.nn.Module]) -> Iterator[Part]:
@@ -198,13 +202,17 @@ def _hindrance_of_linear(module: torch.nn.Module, parent: Optional[torch.nn.Modu
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:
-    """Whether this is transformers' ``Conv1D``: a linear layer with a transposed weight. transformers need not be there."""
+    """Whether this is transformers' ``Conv1D``: a linear layer with a transposed weight.
+    transformers need not be there.
+    """
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def _heads(model: torch.nn.Module, parts: List[Part]) -> Set[int]:
-    """The modules that make logits: by their names, by what the model itself says, or by a weight that they share with an embedding."""
+    """The modules that make logits: by their names, by what the model itself says, or by a weight
+    that they share with an embedding.
+    """
     heads = set()
     ask = getattr(_unwrapped(model), "get_output_embeddings", None)
     if callable(ask):
@@ -228,7 +236,9 @@ def _convert(part: Part, plan: nvfp4.Plan, seed: int) -> None:
 
 
 def _leave_fast_paths(model: torch.nn.Module) -> None:
-    """In evaluation, torch's encoder layers have a kernel that reads the weights of their linear layers itself, past what is quantized."""
+    """In evaluation, torch's encoder layers have a kernel that reads the weights of their linear
+    layers itself, past what is quantized.
+    """
     for module in model.modules():
         if not any(isinstance(inner, Layer) for inner in module.modules()):
             continue
@@ -239,19 +249,23 @@ def _leave_fast_paths(model: torch.nn.Module) -> None:
 
 
 def reduce_amaxes(model: torch.nn.Module, group=None) -> torch.nn.Module:
-    """Makes all workers of a process group (of all processes, if none is given) agree on the amaxes of activations and gradients.
+    """Makes all workers of a process group (of all processes, if none is given) agree on the amaxes
+    of activations and gradients.
 
-    Workers have other tokens of one batch. Each then quantizes with the scales that the whole batch would have had: amaxes of a tensor are
-    reduced, and so are those of a feature over all tokens (the column direction of ``row-scaled``). Scales of a token, and of blocks as long as
-    each worker has whole ones, come from one worker's tokens alone; they are not reduced. Delayed scaling is, in :func:`update_scales`.
-    Works with gloo and NCCL.
+    Each worker has different tokens of one batch. It then quantizes with the scales that the whole
+    batch would have had: amaxes of a tensor are reduced, and so are those of a feature over all
+    tokens (the column direction of ``row-scaled``). Scales of a token, and of blocks as long as
+    each worker has whole ones, come from one worker's tokens alone; they are not reduced. Those of
+    delayed scaling are, in :func:`update_scales`. Works with gloo and NCCL.
 
-    Each layer in training mode then waits for the same layer of all workers, in both passes, so all have to call the same layers in the same
-    order: an expert that gets no tokens is called with none of them (``GroupedLinear`` does so) and not skipped. In evaluation mode
-    (``model.eval()``) every worker is by itself. :func:`stop_reducing_amaxes` ends it. A copy of the model has the group too; a pickle has not.
+    Each layer in training mode then waits for the same layer of all workers, in both passes, so all
+    have to call the same layers in the same order: an expert without tokens is called with zero of
+    them (``GroupedLinear`` does so), not skipped. In evaluation mode (``model.eval()``) every
+    worker is on its own. :func:`stop_reducing_amaxes` ends it. A copy of the model keeps the group;
+    a pickle does not.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        raise RuntimeError("reduce_amaxes: there is no process group yet; call torch.distributed.init_process_group before")
+        raise RuntimeError("reduce_amaxes: there is no process group yet; call torch.distributed.init_process_group first")
     _set_group(model, torch.distributed.group.WORLD if group is None else group)
     return model
 

@@ -1,7 +1,8 @@
 """Delayed scaling: scales that are made from the amaxes of earlier steps, in buffers of the layers.
 
-A step quantizes with the scales that are there, and joins the amaxes that it sees to the histories by a maximum: so a forward pass that is
-computed again changes nothing. :func:`update_scales` then ends the step.
+A step quantizes with the scales that are there, and joins the amaxes that it sees to the histories
+by a maximum: so a forward pass that is computed again changes nothing. :func:`update_scales` then
+ends the step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class State(NamedTuple):
 
 
 class Scale(torch.nn.Module):
-    """A scale and the amaxes that it is made from: that of the step under way, then those of earlier steps, oldest first."""
+    """A scale and the amaxes that it is made from: that of the step under way, then those of
+    earlier steps, oldest first.
+    """
 
     scale: Tensor
     history: Tensor
@@ -81,7 +84,10 @@ class Scales(torch.nn.Module):
     """The scales of a layer, by the names of its tensors."""
 
     def keep(self, name: str, spec: str, device) -> None:
-        """Keeps what a tensor of this spec asks for. State with the same rule stays, other state begins anew."""
+        """Keeps what a tensor of this spec asks for.
+
+        State with the same rule stays, other state begins anew.
+        """
         for part, rule in nvfp4.Delayed.parts(spec).items():
             name_of_part = name if part == "both" else f"{name}_{part}"
             there, steps = self._modules.get(name_of_part), nvfp4.Delayed(rule).history
@@ -113,7 +119,8 @@ class Delays(torch.nn.Module):
     delayed: Optional[Scales]
 
     def keep_scales(self, formats: Mapping[str, Formats], device) -> None:
-        """Keeps what the formats of linear layers ask for; each has a prefix for the names of its tensors.
+        """Keeps what the formats of linear layers ask for; each has a prefix for the names of its
+        tensors.
 
         What another recipe kept stays, so that a recipe can be left and come back to.
         """
@@ -150,10 +157,13 @@ class Delays(torch.nn.Module):
 
 
 def update_scales(model: torch.nn.Module) -> None:
-    """Ends a step of delayed scaling: histories move on, and scales follow from them. To be called once per step of the optimizer.
+    """Ends a step of delayed scaling: histories move on, and scales follow from them.
 
-    Workers that :func:`reduce_amaxes` made agree do so here, in one reduction. A model without delayed scaling is left as it is. Around a model
-    with it, ``DistributedDataParallel`` needs ``broadcast_buffers=False``: the amaxes of a step under way are each worker's own.
+    Call it once per step of the optimizer.
+
+    Workers of :func:`reduce_amaxes` agree on amaxes here, in one reduction. A model without delayed
+    scaling is left as it is. Around a model with it, ``DistributedDataParallel`` needs
+    ``broadcast_buffers=False``: the amaxes of a step under way are each worker's own.
 
     >>> import torch, nvfp4.torch
     >>> model = torch.nn.Linear(64, 64)

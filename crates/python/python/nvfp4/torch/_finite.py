@@ -1,6 +1,7 @@
 """NaN and infinities, for recipes that refuse them.
 
-On the CPU the call that meets one raises. On a GPU no call waits: a kernel sets a flag, and :func:`check_finite` asks for all of them at once.
+On the CPU the call that meets one raises. On a GPU no call waits: a kernel sets a flag, and
+:func:`check_finite` reads all flags at once.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class Watch(NamedTuple):
 
 
 def check_finite(model: torch.nn.Module) -> None:
-    """Raises a ValueError that names every tensor that was not finite since the last call, if the recipe refuses them.
+    """Raises a ValueError that names every tensor that was not finite since the last call, if the
+    recipe refuses them.
 
-    To be called once per step, before the optimizer's: it waits for a GPU, with one copy for the whole model. On the CPU the call that met
-    such a tensor has raised already, and nothing is left to do here. A recipe refuses them with ``finite = "refuse"``, or
-    ``recipe.with_finite("refuse")``.
+    Call it once per step, before the optimizer's. It waits for the GPU, with one copy for the whole
+    model. On the CPU it does nothing: the call that met such a tensor has raised already. A recipe
+    refuses them with ``finite = "refuse"``, or ``recipe.with_finite("refuse")``.
 
     >>> import torch, nvfp4, nvfp4.torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -67,5 +69,5 @@ def check_finite(model: torch.nn.Module) -> None:
 
 
 def _described(name: str, flag: int) -> str:
-    """What a kernel left: four times the index of the number, and which it is."""
+    """The text of a flag: four times the index of the number, plus its kind."""
     return f"{name} ({('inf', '-inf', 'NaN')[flag % 4]} at {flag // 4})"

@@ -10,9 +10,9 @@ import nvfp4
 class Format(NamedTuple):
     """How one tensor is quantized: in which spec, in which directions, and as how many arrays.
 
-    ``delayed`` says what has a scale from earlier steps: ("both",), or "row" and "column" apart. ``shared`` says for each direction what of its
-    scales comes from the tokens of several workers, if each has some of a batch: the "stored" 32-bit scale, the amax of the whole "tensor",
-    or "nothing".
+    ``delayed`` lists what has a scale from earlier steps: ("both",), or "row" and "column" apart.
+    ``shared`` says, for each direction, which of its scales depend on the tokens of several workers
+    of one batch: the "stored" 32-bit scale, the amax of the whole "tensor", or "nothing".
     """
 
     spec: str
@@ -45,10 +45,10 @@ def _shared(spec: str, directions: str) -> Tuple[str, str]:
 
 
 def _shares(format: str, side: str) -> str:
-    """What of a direction's scales comes from the tokens of several workers.
+    """Which of a direction's scales depend on the tokens of several workers.
 
-    A row of the row direction is a token, and blocks are of few tokens: both belong to one worker. A row of the column direction is a feature
-    of all tokens.
+    A row of the row direction is a token, and a block has few tokens: both belong to one worker. A
+    row of the column direction is a feature of all tokens.
     """
     name = format.split("(")[0].split(" ")[0]
     if name == "nvfp4":
@@ -57,7 +57,10 @@ def _shares(format: str, side: str) -> str:
 
 
 class Formats(NamedTuple):
-    """How the tensors of a linear layer are quantized. ``finite`` says what is done about NaN and infinities: "keep" or "refuse"."""
+    """How the tensors of a linear layer are quantized.
+
+    ``finite`` says what is done about NaN and infinities: "keep" or "refuse".
+    """
 
     input: Format
     weight: Format
@@ -72,7 +75,7 @@ class Formats(NamedTuple):
 
     @property
     def quantizes(self) -> bool:
-        """Whether anything is."""
+        """Whether any tensor is quantized."""
         return any(f.spec != "high-precision" for f in (self.input, self.weight, self.grad_output))
 
 

@@ -35,7 +35,10 @@ def linear(
     state: State = State(),
     watch: Watch = Watch(),
 ) -> Tensor:
-    """The product of a linear layer. ``group`` is the process group whose workers agree on amaxes, if any."""
+    """The product of a linear layer.
+
+    ``group`` is the process group whose workers agree on amaxes, if any.
+    """
     check_features(x, weight.shape[1])
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -45,7 +48,8 @@ def linear(
     if padding:
         tokens = functional.pad(tokens, (0, 0, 0, padding))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        # Drawn from torch's own generator, so that a recomputed forward pass draws the same, and a replayed graph afresh.
+        # Drawn from torch's own generator, so that a recomputed forward pass draws the same, and a
+        # replayed graph afresh.
         stochastic = formats.grad_output.rounding == "stochastic"
         offset = torch.randint(2**62, (1,), device=x.device) if stochastic else None
         y = _Linear.apply(tokens, weight, bias, offset, formats, seed, group, state, watch)
@@ -58,7 +62,9 @@ def linear(
 
 
 def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
-    """A result in another shape that is no view of anything, as that of ``torch.nn.Linear``: hooks on it survive operations in place."""
+    """A result in another shape that is no view of anything, as that of ``torch.nn.Linear``: hooks
+    on it survive operations in place.
+    """
     return torch.ops.aten._unsafe_view(y, shape)
 
 
@@ -77,7 +83,10 @@ def _quantized(
     kept: Optional[Kept] = None,
     watched: Optional[Watched] = None,
 ) -> List[Tensor]:
-    """The arrays of ``x``, with amaxes that all workers agree on. Those of delayed scaling, for which something is kept, they agree on later."""
+    """The arrays of ``x``, with amaxes that all workers agree on.
+
+    Those of delayed scaling, for which something is kept, they agree on later.
+    """
     if format.rounding == "stochastic" and offset is None:
         offset = torch.randint(2**62, (1,), device=x.device)
     if format.rounding != "stochastic":
@@ -147,8 +156,11 @@ def _forward(
 
 
 def _once(gradients: Callable[..., Tuple]) -> Callable[..., Tuple]:
-    """Makes gradients of gradients an error. ``once_differentiable`` does so only where ``dy`` has a graph, but dx depends on the weight too:
-    a penalty on it would silently be a constant."""
+    """Makes gradients of gradients an error.
+
+    ``once_differentiable`` does so only where ``dy`` has a graph, but dx depends on the weight too:
+    a penalty on it would silently be a constant.
+    """
 
     def backward(ctx, dy):
         again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # create_graph=True
@@ -185,7 +197,8 @@ class _Linear(torch.autograd.Function):
         y, xq, wq = _forward(
             x, weight, bias, formats.input, formats.weight, formats.finite, group, state, watch
         )
-        # What the backward pass reads: the column direction, or the numbers themselves where both directions share them.
+        # What the backward pass reads: the column direction, or the numbers themselves where both
+        # directions share them.
         xq = xq[formats.input.row :] if formats.input.column else xq
         wq = wq[formats.weight.row :] if formats.weight.column else wq
         ctx.save_for_backward(offset, *xq, *wq)

@@ -16,7 +16,10 @@ from ._norm import _parameter, _reset
 
 
 class GroupedLinear(Layer):
-    """One linear layer per expert, each on its own tokens. Parameters are ``weight0``, ``bias0``, ``weight1``, …"""
+    """One linear layer per expert, each on its own tokens.
+
+    Parameters are ``weight0``, ``bias0``, ``weight1``, …
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class GroupedLinear(Layer):
         self.use_recipe(recipe)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as at the beginning."""
+        """Initializes the parameters again."""
         for expert in range(self.num_gemms):
             _reset(getattr(self, f"weight{expert}"), getattr(self, f"bias{expert}"))
 
@@ -56,7 +59,7 @@ class GroupedLinear(Layer):
         self.formats = [formats_of(plan, self.path, expert) for expert in range(self.num_gemms)]
 
     def forward(self, input: Tensor, m_splits: List[int]) -> Tensor:
-        """``m_splits`` says how many tokens each expert has; tokens lie expert after expert."""
+        """``m_splits`` has the number of tokens of each expert; tokens are sorted by expert."""
         check_features(input, self.in_features)
         x = input.reshape(-1, self.in_features)
         if len(m_splits) != self.num_gemms or sum(m_splits) != x.shape[0]:

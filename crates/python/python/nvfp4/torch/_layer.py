@@ -1,4 +1,6 @@
-"""What all layers have in common: a recipe, the workers that they agree with, and what they note about a step."""
+"""What all layers have in common: a recipe, the workers that they agree with, and what they note
+about a step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from ._function import linear
 
 
 class Workers:
-    """A process group, which a layer is copied with but pickled without: another process has groups of its own."""
+    """A process group. Copies of a layer keep it, pickles do not: another process has its own."""
 
     def __init__(self, group: Any):
         self.group = group
@@ -29,7 +31,10 @@ class Workers:
 
 
 class Layer(Delays):
-    """A layer whose products are in the formats of a recipe. It is known to recipes by its ``path``."""
+    """A layer whose products are in the formats of a recipe.
+
+    It is known to recipes by its ``path``.
+    """
 
     path: str
     seed: int = 0
@@ -43,7 +48,9 @@ class Layer(Delays):
         return [(path, "linear")]
 
     def products(self) -> List[Tuple[str, str, Formats]]:
-        """Of each product the prefix of what is kept for its tensors, their name in messages with ``{}`` for the slot, and the formats."""
+        """For each product: the prefix of its state, the name of its tensors in messages with
+        ``{}`` for the slot, and the formats.
+        """
         raise NotImplementedError
 
     def follow_plan(self, plan: nvfp4.Plan) -> None:
@@ -51,11 +58,11 @@ class Layer(Delays):
         raise NotImplementedError
 
     def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
-        """Goes over to another recipe. Nothing else changes: parameters are in high precision."""
+        """Switches to another recipe. Nothing else changes: parameters are in high precision."""
         self.take_formats(plan_of(recipe, self.sites_of(self, self.path)))
 
     def take_formats(self, plan: nvfp4.Plan) -> None:
-        """Goes over to the formats of a plan that has its sites, and keeps what they ask for."""
+        """Switches to the formats of a plan that has its sites, and keeps the state they need."""
         self.follow_plan(plan)
         self._products = self.products()
         device = next(self.parameters()).device
@@ -72,11 +79,11 @@ class Layer(Delays):
         self._workers = None if group is None else Workers(group)
 
     def product(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], number: int = 0) -> Tensor:
-        """``x·wᵀ + bias`` as the product of this number says."""
+        """``x·wᵀ + bias`` in the formats of the product with this number."""
         prefix, name, formats = self._products[number]
         flags = self._flags(x.device)
         watch = Watch(name, None if flags is None else flags[number * len(SLOTS) : (number + 1) * len(SLOTS)])
-        # What is evaluated is one worker's own: another may evaluate nothing.
+        # Evaluation is one worker's own: another may evaluate nothing.
         group = self.amax_group if self.training else None
         return linear(x, weight, bias, formats, self.seed, group, self.state_of(formats, prefix), watch)
 
@@ -85,7 +92,9 @@ class Layer(Delays):
         return self._not_finite, [name.format(slot) for _, name, _ in self._products for slot in SLOTS]
 
     def _flags(self, device: torch.device) -> Optional[Tensor]:
-        """A flag for every tensor, on a GPU, where a call cannot wait to find out whether a tensor is finite."""
+        """A flag for every tensor, on a GPU, where a call cannot wait to find out whether a tensor
+        is finite.
+        """
         if device.type != "cuda" or all(formats.finite == "keep" for _, _, formats in self._products):
             return None
         count = len(SLOTS) * len(self._products)

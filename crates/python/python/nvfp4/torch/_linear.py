@@ -29,8 +29,8 @@ class OneProduct(Layer):
 class Linear(OneProduct, torch.nn.Linear):
     """``torch.nn.Linear`` with its products in the formats of a recipe.
 
-    ``recipe`` is a preset's name or an :class:`nvfp4.Recipe`; ``path`` is the module's name in the model, by which recipes know it. Weight and
-    bias stay in high precision, under the same names.
+    ``recipe`` is a preset's name or an :class:`nvfp4.Recipe`; ``path`` is the module's name in the
+    model, by which recipes know it. Weight and bias stay in high precision, under the same names.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Transposed(OneProduct):
 
 @functools.lru_cache(maxsize=None)
 def quantized_class(kind: Any, of: Any) -> Any:
-    """The class ``kind`` of a layer that was one of another class, with all that class has beside the product."""
+    """The class of a layer that was ``of``: its product is that of ``kind``, all else stays."""
     if of is torch.nn.Linear:
         return kind
 
@@ -88,7 +88,7 @@ def _restored(kind: Any, of: Any) -> torch.nn.Module:
 
 
 def become(module: torch.nn.Module, kind: Any, path: str, seed: int) -> None:
-    """Makes a layer a quantized one, where it is: its parameters, hooks and attributes are the same, and so is every reference to it."""
+    """Makes a layer a quantized one in place: parameters, hooks, attributes and references stay."""
     of: Any = type(module)
     module.__class__ = quantized_class(kind, of)
     assert isinstance(module, Layer)

@@ -33,7 +33,9 @@ _ACTIVATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Norm(Layer):
-    """The norm's parameters, under TransformerEngine's names: ``layer_norm_weight`` and ``layer_norm_bias``."""
+    """The norm's parameters, under TransformerEngine's names: ``layer_norm_weight`` and
+    ``layer_norm_bias``.
+    """
 
     layer_norm_bias: Optional[Tensor]
 
@@ -47,7 +49,7 @@ class _Norm(Layer):
         self.register_parameter("layer_norm_bias", bias)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as at the beginning."""
+        """Initializes the parameters again."""
         torch.nn.init.ones_(self.layer_norm_weight)
         if self.layer_norm_bias is not None:
             torch.nn.init.zeros_(self.layer_norm_bias)
@@ -111,7 +113,7 @@ class LayerNormLinear(OneProduct, _Norm):
 
 
 class LayerNormMLP(_Norm):
-    """A norm, a linear layer, an activation and another linear layer: ``fc2(activation(fc1(norm(x))))``."""
+    """A norm, two linear layers and an activation: ``fc2(activation(fc1(norm(x))))``."""
 
     fc1_weight: Tensor
     fc1_bias: Optional[Tensor]

@@ -1,8 +1,11 @@
-"""The operations that everything else is made of, as torch's own: ``torch.ops.nvfp4.quantize``, ``torch.ops.nvfp4.quantize_delayed`` for
-tensors with delayed scaling, and ``torch.ops.nvfp4.matmul``.
+"""The operations that everything else is made of, registered with torch.
 
-A quantized tensor travels as the list of its arrays: those of the row direction, then those of the column direction
-(``nvfp4.layout`` says which). So autograd can keep it, compilers can see it, and other devices can hold it.
+They are ``torch.ops.nvfp4.quantize``, ``torch.ops.nvfp4.quantize_delayed`` for tensors with delayed
+scaling, and ``torch.ops.nvfp4.matmul``.
+
+A quantized tensor travels as the list of its arrays: those of the row direction, then those of the
+column direction (``nvfp4.layout`` says which). So autograd can keep it, compilers can see it, and
+other devices can hold it.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ def quantize(
     column_amax: Optional[Tensor],
     finite: str = "",
 ) -> List[Tensor]:
-    """Quantizes ``x`` as ``spec`` says. Random numbers are drawn at ``offset``, an int64 tensor, if there is one.
+    """Quantizes ``x`` as ``spec`` says.
 
-    ``finite`` is the name of a tensor that must be finite. On the CPU one that is not raises. On a GPU it is noted: after the arrays comes a
-    flag, which is not -1 then.
+    Random numbers are drawn at ``offset``, an int64 tensor, if there is one.
+
+    ``finite`` is the name of a tensor that must be finite. If it is not, the CPU raises; a GPU
+    notes it in a flag after the arrays, which is -1 otherwise.
     """
     given, flag = _given(x, seed, offset, finite)
     if x.is_cuda and "high-precision" in spec:
@@ -57,7 +62,10 @@ def _given(x: Tensor, seed: int, offset: Optional[Tensor], finite: str) -> Tuple
 
 
 def _observed(x: Tensor, spec: str, directions: str, finite: str, **given):
-    """What a quantizer makes, and the amaxes that it saw. On the CPU it refuses what must be finite and is not, by name."""
+    """What a quantizer makes, and the amaxes that it saw.
+
+    On the CPU it refuses what must be finite and is not, by name.
+    """
     if x.is_cuda or not finite:
         return nvfp4.Quantizer(spec=spec, directions=directions).observe(x, **given)
     try:
@@ -69,8 +77,9 @@ def _observed(x: Tensor, spec: str, directions: str, finite: str, **given):
 def _partly(
     x: Tensor, spec: str, directions: str, row_given: Dict[str, Any], column_given: Dict[str, Any]
 ) -> Tuple[List[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """The arrays of a tensor on a GPU that is not quantized in one direction or in both: those are the numbers themselves. Beside them the
-    amaxes that delayed scaling saw."""
+    """The arrays of a tensor on a GPU that is not quantized in one direction or in both: those are
+    the numbers themselves. Beside them the amaxes that delayed scaling saw.
+    """
     row, _, column = spec.partition(" / ")
     amax = column_amax = None
     if not column:
@@ -117,8 +126,11 @@ def quantize_delayed(
     column_scale: Optional[Tensor],
     finite: str = "",
 ) -> List[Tensor]:
-    """Quantizes ``x`` by scales of earlier steps. After the arrays comes, for each scale, the amax that was seen; 0 if it was not used. Then the
-    flag of ``quantize``."""
+    """Quantizes ``x`` by scales of earlier steps.
+
+    After the arrays come the amax that was seen for each scale, 0 if it was not used, and the flag
+    of ``quantize``.
+    """
     given, flag = _given(x, seed, offset, finite)
     if x.is_cuda and "high-precision" in spec:
         # A spec of the column direction alone has one scale.
@@ -156,7 +168,8 @@ def matmul(
     bias: Optional[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The product of a direction of one quantized tensor and a direction of another, transposed, plus a bias.
+    """The product of a direction of one quantized tensor and a direction of another, transposed,
+    plus a bias.
 
     The arrays are those of one direction; the shapes are those of the tensors.
     """

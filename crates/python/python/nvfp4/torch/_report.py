@@ -18,7 +18,10 @@ class Converted(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module whose matrices are used as before, and why. ``wanted`` says whether the caller or the recipe asked for that, or no product reads it."""
+    """A module whose matrices are used as before, and why.
+
+    ``wanted`` says whether the caller or the recipe asked for that, or no product reads it.
+    """
 
     name: str
     kind: str
@@ -28,10 +31,12 @@ class Left(NamedTuple):
 
 
 class Conversion:
-    """What :func:`convert_module` did: what it converted, what it left and why, and how many parameters that are.
+    """What :func:`convert_module` did: what it converted, what it left and why, and how many
+    parameters each has.
 
-    ``str`` gives the whole of it, ``line`` one line. ``left`` lists modules with matrices; the vectors of norms and biases are in no list.
-    ``model`` is the model that was given, which was changed in place.
+    ``str`` is the whole report, ``line`` its summary. ``left`` lists modules with matrices; the
+    vectors of norms and biases are in no list. ``model`` is the model that was given, which was
+    changed in place.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class Conversion:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The summary."""
         layers = f"{len(self.converted)} layer{'' if len(self.converted) == 1 else 's'}"
         share = f"{_share(self.converted_parameters, self.parameters)} of {self.parameters:,} parameters"
         left = "; ".join(f"{_names([l.name for l in alike])} ({reason})" for (_, reason), alike in self._alike().items())

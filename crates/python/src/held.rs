@@ -1,70 +1,21 @@
-//! Where a tensor lies: the one place that looks at the device of memory that is lent to us, and the tensors that are made from it.
+//! A quantized tensor, wherever it lies: the one place that chooses between the code for the CPU
+//! and the code for GPUs.
 
 use crate::array::Framework;
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::dlpack::{Device, Lent, Tensor};
+use crate::dlpack::Lent;
 use crate::error::OrRaise;
-use crate::parts::{self, Part};
+use crate::part::{self, Part};
+use crate::place::Place;
 use crate::threads;
 use half::{bf16, f16};
 use nvfp4::{Direction, Elements, Precision, QuantTensor, Side};
+#[cfg(feature = "cuda")]
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::borrow::Cow;
-use std::fmt;
 use std::sync::Arc;
-
-/// Where a tensor lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// Memory that the CPU reads.
-    Host,
-    /// Memory of a GPU, by its number.
-    #[cfg(feature = "cuda")]
-    Cuda(i32),
-}
-
-impl Place {
-    /// The place of a tensor; an error for one that this build cannot compute on.
-    pub fn of(tensor: &Tensor) -> PyResult<Place> {
-        match tensor.device {
-            Device { kind: 1 | 3, .. } => Ok(Place::Host),
-            #[cfg(feature = "cuda")]
-            Device { kind: 2 | 13, id } => Ok(Place::Cuda(id)),
-            #[cfg(not(feature = "cuda"))]
-            Device { kind: 2 | 13, .. } => Err(PyValueError::new_err(
-                "the tensor is on a CUDA device, which this build does not compute on; move it with .cpu(), or install a \
-                 build with the feature `cuda`",
-            )),
-            Device { kind, id } => Err(PyValueError::new_err(format!(
-                "the tensor is on a device that is not known (DLPack's kind {kind}, number {id}); move it to the CPU"
-            ))),
-        }
-    }
-
-    /// An error unless this is the host's memory, which it always is in a build without GPUs.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub fn host(self, what: &str) -> PyResult<()> {
-        match self {
-            Place::Host => Ok(()),
-            #[cfg(feature = "cuda")]
-            Place::Cuda(_) => {
-                Err(PyValueError::new_err(format!("{what} is on {self}, the rest on the CPU; move them to one device")))
-            }
-        }
-    }
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Place::Host => f.write_str("the CPU"),
-            #[cfg(feature = "cuda")]
-            Place::Cuda(id) => write!(f, "cuda:{id}"),
-        }
-    }
-}
 
 /// A quantized tensor, wherever it lies.
 #[derive(Clone)]
@@ -123,10 +74,19 @@ impl Held {
         }
     }
 
+    /// A direction as it is on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn on_gpu(&self, side: Side) -> PyResult<&nvfp4::cuda::Direction> {
+        match self {
+            Held::Host(_) => Err(PyValueError::new_err("expected a tensor on a GPU")),
+            Held::Cuda(held) => held.tensor.direction(side).or_raise(),
+        }
+    }
+
     /// An array of a direction, lent out.
     pub fn lend(&self, side: Side, part: Part) -> PyResult<Lent> {
         match self {
-            Held::Host(tensor) => parts::lend(tensor, side, part),
+            Held::Host(tensor) => part::lend(tensor, side, part),
             #[cfg(feature = "cuda")]
             Held::Cuda(held) => cuda::lend(held, side, part),
         }

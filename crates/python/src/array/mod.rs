@@ -1,8 +1,14 @@
 //! Arrays of numpy and torch, in and out.
 
-use crate::device::Place;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+#[cfg(feature = "cuda")]
+pub use cuda::check_torch;
+
 use crate::dlpack::{DataType, Lent, Tensor};
 use crate::error::OrRaise;
+use crate::place::Place;
 use crate::words;
 use half::{bf16, f16};
 use nvfp4::{Elements, Precision, TensorRef, Values};
@@ -27,7 +33,8 @@ impl Framework {
         if module == "torch" || module.starts_with("torch.") {
             return Ok(Framework::Torch);
         }
-        // A class that someone derived from torch's: only where torch was imported can there be one.
+        // A class that someone derived from torch's: only where torch was imported can there be
+        // one.
         let modules = py.import("sys")?.getattr("modules")?;
         match modules.get_item("torch").and_then(|torch| torch.getattr("Tensor")) {
             Ok(class) if x.is_instance(class.cast::<PyType>()?)? => Ok(Framework::Torch),
@@ -56,8 +63,8 @@ impl Framework {
         }
     }
 
-    /// A view of memory that must not change, as callers may have it: numpy's cannot be written to; torch has no such tensors, so that
-    /// a copy takes its place.
+    /// A view of memory that must not change, as callers may have it: numpy's cannot be written to;
+    /// torch has no such tensors, so that a copy takes its place.
     pub fn unchangeable<'py>(self, view: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Framework::Numpy => Ok(view),
@@ -70,7 +77,8 @@ impl Framework {
         self.changeable(self.array(py, Lent::owned(bytes, DataType::U8, shape))?)
     }
 
-    /// An array that is the caller's to change. Before 2.1, numpy takes none from DLPack: then it is copied.
+    /// An array that is the caller's to change. Before 2.1, numpy takes none from DLPack: then it
+    /// is copied.
     fn changeable<'py>(self, array: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Framework::Numpy if !array.getattr("flags")?.getattr("writeable")?.is_truthy()? => copied(&array, self),
@@ -100,8 +108,8 @@ pub struct Array {
 }
 
 impl Array {
-    /// Borrows an array: `float32`, `bfloat16` or `float16`, of any shape and strides. What has negative strides, or strides between
-    /// elements as the fields of records have, is copied.
+    /// Borrows an array: `float32`, `bfloat16` or `float16`, of any shape and strides. What has
+    /// negative strides, or strides between elements as the fields of records have, is copied.
     pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Array> {
         let framework = Framework::of(x)?;
         let (tensor, dtype) = borrow(x, framework)?;
@@ -115,28 +123,10 @@ impl Array {
         let array = Array { tensor, precision, place, framework };
         match (place, array.values()) {
             #[cfg(feature = "cuda")]
-            (Place::Cuda(_), _) => crate::cuda::with_rows(x, array),
+            (Place::Cuda(_), _) => array.with_rows(x),
             (Place::Host, Some(_)) => Ok(array),
             (Place::Host, None) => Ok(Array { tensor: borrow(&copied(x, framework)?, framework)?.0, ..array }),
         }
-    }
-
-    /// The type of the elements.
-    #[cfg(feature = "cuda")]
-    pub fn precision(&self) -> Precision {
-        self.precision
-    }
-
-    /// The same numbers in other memory.
-    #[cfg(feature = "cuda")]
-    pub fn over(self, tensor: Tensor) -> Array {
-        Array { tensor, ..self }
-    }
-
-    /// As it was lent.
-    #[cfg(feature = "cuda")]
-    pub fn tensor(&self) -> &Tensor {
-        &self.tensor
     }
 
     /// Its shape.
@@ -205,8 +195,8 @@ fn borrow(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<(Tensor, DataT
     Ok((tensor, dtype))
 }
 
-/// Takes an array's memory over. What numpy does not lend, strides that are no multiple of an element and, before numpy 2.1, memory that is
-/// read-only, is copied.
+/// Takes an array's memory over. What numpy does not lend, strides that are no multiple of an
+/// element and, before numpy 2.1, memory that is read-only, is copied.
 fn take(x: &Bound<'_, PyAny>, framework: Framework) -> PyResult<Tensor> {
     Tensor::of(x).or_else(|error| match framework {
         Framework::Numpy if error.is_instance_of::<PyBufferError>(x.py()) => {
@@ -230,7 +220,7 @@ fn check_mask(x: &Bound<'_, PyAny>) -> PyResult<()> {
     // Only where this module was imported can there be one.
     match modules.get_item("numpy.ma").and_then(|masked| masked.getattr("MaskedArray")) {
         Ok(class) if x.is_instance(class.cast::<PyType>()?)? => Err(PyTypeError::new_err(
-            "a masked array: its mask would be ignored; put numbers in the place of what is masked, as x.filled(0.0) does",
+            "a masked array: its mask would be ignored; fill it first, for instance with x.filled(0.0)",
         )),
         _ => Ok(()),
     }
@@ -268,8 +258,8 @@ pub fn bytes(x: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
 
 /// Numbers of float32: an array, or numbers of Python, which are rounded to float32.
 ///
-/// An array of another type says that its numbers are of another precision: they are taken where float32 has them exactly, and are an error
-/// where they would be rounded unseen.
+/// An array of another type says that its numbers are of another precision: they are taken where
+/// float32 has them exactly, and are an error where they would be rounded unseen.
 pub fn floats(x: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
     if !x.hasattr("dtype")? {
         let number = x.extract::<f32>().map(|number| vec![number]);

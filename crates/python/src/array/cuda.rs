@@ -1,0 +1,69 @@
+//! Arrays of torch on a GPU, as kernels take them.
+
+use super::{Array, Framework, contiguous};
+use crate::dlpack::Tensor;
+use nvfp4::Precision;
+use nvfp4::cuda::{Input, Values};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+
+/// An error for arrays of other libraries than torch: their work is queued on streams that ours
+/// does not wait for.
+pub fn check_torch(x: &Bound<'_, PyAny>) -> PyResult<()> {
+    match Framework::of(x)? {
+        Framework::Torch => Ok(()),
+        Framework::Numpy => Err(PyTypeError::new_err(
+            "expected torch's tensors on a GPU; torch.from_dlpack(x) makes one of another library's array, without a copy, and waits for its stream",
+        )),
+    }
+}
+
+impl Array {
+    /// As it was lent.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// A matrix as kernels take it: rows are contiguous and evenly spaced.
+    pub fn input(&self) -> Option<Input<'_>> {
+        let tensor = &self.tensor;
+        let (&cols, leading) = tensor.shape.split_last().unwrap_or((&1, &[]));
+        let rows = leading.iter().product();
+        let strides: Vec<usize> = tensor.strides.iter().map(|&s| usize::try_from(s)).collect::<Result<_, _>>().ok()?;
+        if rows == 0 || cols == 0 {
+            return Input::new(self.device_values()?, rows, cols).ok();
+        }
+        let mut dims = tensor.shape.iter().zip(&strides).rev().filter(|(size, _)| **size > 1).peekable();
+        if cols > 1 && *dims.next()?.1 != 1 {
+            return None;
+        }
+        let stride = dims.peek().map_or(cols, |(_, stride)| **stride);
+        let mut expected = stride;
+        for (&size, &actual) in dims {
+            if actual != expected {
+                return None;
+            }
+            expected = actual.checked_mul(size)?;
+        }
+        Input::strided(self.device_values()?, rows, cols, stride.max(cols)).ok().filter(|_| stride >= cols)
+    }
+
+    /// The elements where they lie.
+    pub fn device_values(&self) -> Option<Values<'_>> {
+        let tensor = &self.tensor;
+        Some(match self.precision {
+            Precision::F32 => Values::F32(tensor.device_slice()?),
+            Precision::Bf16 => Values::Bf16(tensor.device_slice()?),
+            Precision::F16 => Values::F16(tensor.device_slice()?),
+        })
+    }
+
+    /// An array of torch whose rows are contiguous and evenly spaced: itself, or a copy.
+    pub(super) fn with_rows(self, x: &Bound<'_, PyAny>) -> PyResult<Array> {
+        check_torch(x)?;
+        match self.input() {
+            Some(_) => Ok(self),
+            None => Ok(Array { tensor: Tensor::of(&contiguous(x)?)?, ..self }),
+        }
+    }
+}
