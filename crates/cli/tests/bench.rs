@@ -7,7 +7,7 @@ fn bench(args: &[&str]) -> Output {
 }
 
 /// The names are an interface: others compare runs by them.
-const NAMES: [&str; 35] = [
+const NAMES: [&str; 37] = [
     "amax",
     "quantize 1x16 amax-given",
     "quantize 1x16",
@@ -38,6 +38,8 @@ const NAMES: [&str; 35] = [
     "quantize mxfp8",
     "quantize mxfp8 e5m2",
     "quantize mxfp8 both",
+    "quantize mxfp8 32x32",
+    "quantize mxfp8 32x32 both",
     "dequantize fp8-current bf16",
     "dequantize fp8-current f32",
     "dequantize fp8-1x128 bf16",

@@ -253,6 +253,8 @@ fn fp8_quantization_checks_every_buffer() {
         (Scaling::Square128(rule), Side::Column, wide, 2),
         (Scaling::Mx, Side::Row, bytes, 200),
         (Scaling::Mx, Side::Column, bytes, 260),
+        (Scaling::MxSquare, Side::Row, bytes, 200),
+        (Scaling::MxSquare, Side::Column, bytes, 260),
     ] {
         let run = |codes, scales| quantize_fp8(scaling, side, codes, scales);
         assert_eq!(run(5200, scales(count)), Ok(()));
@@ -260,8 +262,10 @@ fn fp8_quantization_checks_every_buffer() {
         let expected = format!("scales: expected length {count}, got {}", count + 1);
         assert_eq!(message(run(5200, scales(count + 1))), expected);
     }
-    let wrong = quantize_fp8(Scaling::Mx, Side::Row, 5200, Scales::F32(200));
-    assert_eq!(message(wrong), "MXFP8 has E8M0 scales: give a buffer of bytes for them");
+    for scaling in [Scaling::Mx, Scaling::MxSquare] {
+        let wrong = quantize_fp8(scaling, Side::Row, 5200, Scales::F32(200));
+        assert_eq!(message(wrong), "MXFP8 has E8M0 scales: give a buffer of bytes for them");
+    }
     let wrong = quantize_fp8(tensor, Side::Row, 5200, Scales::E8m0(1));
     assert!(message(wrong).starts_with("only MXFP8 has E8M0 scales: give a buffer of 32-bit numbers"));
 }
@@ -277,10 +281,12 @@ fn empty_matrices_quantize_to_no_codes_of_fp8() {
             let outputs = fp8::quantize::Outputs { row: Some(row), col: None, amax: Some(&mut amax) };
             assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, outputs), Ok(()));
             assert_eq!((scale, amax), ([0.25], 0.0));
-            let mode = Fp8Mode { scaling: Scaling::Mx, ..mode };
-            let direction = || Some(fp8::quantize::Direction { codes: &mut [], scales: Scales::E8m0(&mut []) });
-            let outputs = fp8::quantize::Outputs { row: direction(), col: direction(), amax: None };
-            assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, outputs), Ok(()));
+            for scaling in [Scaling::Mx, Scaling::MxSquare] {
+                let mode = Fp8Mode { scaling, ..mode };
+                let direction = || Some(fp8::quantize::Direction { codes: &mut [], scales: Scales::E8m0(&mut []) });
+                let outputs = fp8::quantize::Outputs { row: direction(), col: direction(), amax: None };
+                assert_eq!(fp8::quantize::quantize(implementation, &input, &mode, outputs), Ok(()));
+            }
         }
     }
 }
@@ -313,9 +319,9 @@ fn fp8_of_values_that_are_no_ordinary_numbers() {
     let x = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-45, -1e-45, f32::MIN, 3.0];
     for implementation in Implementation::available() {
         let input = Input::new(Values::F32(&x), 1, 10).unwrap();
-        let quantized = |scaling| {
+        let quantized = |scaling: Scaling| {
             let (mut codes, mut wide, mut bytes) = ([0xA5; 10], [-1.0], [0xA5]);
-            let scales = if scaling == Scaling::Mx { Scales::E8m0(&mut bytes[..]) } else { Scales::F32(&mut wide[..]) };
+            let scales = if scaling.is_mx() { Scales::E8m0(&mut bytes[..]) } else { Scales::F32(&mut wide[..]) };
             let row = Some(fp8::quantize::Direction { codes: &mut codes, scales });
             let outputs = fp8::quantize::Outputs { row, ..Default::default() };
             fp8::quantize::quantize(implementation, &input, &Fp8Mode { format: FP8, scaling }, outputs).unwrap();
@@ -326,6 +332,8 @@ fn fp8_of_values_that_are_no_ordinary_numbers() {
         assert_eq!(quantized(Scaling::Row128(AmaxRule::BLOCK)), (codes, 1.0, 0xA5), "{implementation}");
         assert_eq!(quantized(Scaling::Square128(AmaxRule::CURRENT)), (codes, 1.0, 0xA5), "{implementation}");
         let beside_infinity = [0x7F, 0x7F, 0x7E, 0xFE, 0x00, 0x80, 0x00, 0x80, 0xC0, 0x00];
-        assert_eq!(quantized(Scaling::Mx), (beside_infinity, -1.0, 254), "{implementation}");
+        for scaling in [Scaling::Mx, Scaling::MxSquare] {
+            assert_eq!(quantized(scaling), (beside_infinity, -1.0, 254), "{implementation}");
+        }
     }
 }

@@ -36,7 +36,7 @@ fn ragged_shapes_in_every_mode() {
 
 #[test]
 fn every_row_length_up_to_300() {
-    let scalings = [Scaling::Tensor { scale: 3.0 }, Scaling::Row128(AmaxRule::CURRENT), Scaling::Mx];
+    let scalings = [Scaling::Tensor { scale: 3.0 }, Scaling::Row128(AmaxRule::CURRENT), Scaling::Mx, Scaling::MxSquare];
     (1..=300usize).into_par_iter().for_each(|n| {
         for scaling in scalings {
             let mode = Mode { format: Format::ALL[n % 2], scaling };
@@ -53,6 +53,11 @@ fn shapes_of_several_panels_and_chunks() {
         Runner::new(Case { fill: Fill::Wide, ..Case::new(390, 1100) }).check_fp8(&mode);
         Runner::new(Case { precision: Precision::F32, fill: Fill::Special, ..Case::new(1100, 130) }).check_fp8(&mode);
     });
+    // Chunks of MXFP8 have 4096 columns.
+    for scaling in [Scaling::Mx, Scaling::MxSquare] {
+        Runner::new(Case { fill: Fill::Wide, ..Case::new(70, 4200) })
+            .check_fp8(&Mode { format: Format::E4m3, scaling });
+    }
 }
 
 #[test]

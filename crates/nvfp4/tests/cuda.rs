@@ -37,6 +37,8 @@ const SPECS: &[&str] = &[
     "fp8-block(e4m3)",
     "fp8-block(e4m3, 128x128)",
     "mxfp8(e4m3)",
+    "mxfp8(e4m3, 32x32)",
+    "mxfp8(e5m2, 32x32) / mxfp8",
     "mxfp8 / nvfp4(hadamard)",
     "nvfp4(row-scaled) / mxfp8 from row",
     "nvfp4 / nvfp4 from row",
@@ -132,6 +134,7 @@ fn products_of_a_layer_are_within_the_bound() {
             "nvfp4(hadamard, stochastic)",
         ],
         ["mxfp8(e4m3)", "mxfp8(e4m3)", "mxfp8(e4m3)"],
+        ["mxfp8(e4m3)", "mxfp8(e4m3, 32x32)", "mxfp8(e5m2)"],
         ["fp8(e4m3)", "fp8(e4m3)", "fp8(e5m2)"],
     ] {
         let (m, n, k) = (96, 64, 160);

@@ -41,13 +41,14 @@ fn other(spec: &str) -> QuantTensor {
     quantizer.quantize(&TensorRef::new(&x[..], &[2, 16, 40]).unwrap()).unwrap()
 }
 
-const OTHERS: [&str; 10] = [
+const OTHERS: [&str; 11] = [
     "fp8(e4m3)",
     "fp8-delayed(e5m2)",
     "fp8-block(e4m3)",
     "fp8-block(e5m2, 128x128)",
     "mxfp8(e4m3)",
     "mxfp8(e5m2)",
+    "mxfp8(e4m3, 32x32)",
     "high-precision",
     "high-precision(bf16)",
     "high-precision(f16) / mxfp8(e4m3)",

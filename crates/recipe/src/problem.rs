@@ -274,17 +274,6 @@ pub enum Problem {
         reason: Reason,
     },
 
-    /// A format that has a name and no kernels.
-    #[error("{site}: {spec} cannot be made yet: use mxfp8 with 1x32. Change {reason}")]
-    NotMade {
-        /// The tensor.
-        site: Site,
-        /// Its spec.
-        spec: QuantSpec,
-        /// What the spec follows from.
-        reason: Reason,
-    },
-
     /// Something wrong in a rule file.
     #[error("{}{reason}", place(file.as_deref(), *line))]
     File {

@@ -36,6 +36,7 @@ fn mode() -> impl Strategy<Value = Mode> {
         rule().prop_map(Scaling::Row128),
         rule().prop_map(Scaling::Square128),
         Just(Scaling::Mx),
+        Just(Scaling::MxSquare),
     ];
     (select(&Format::ALL[..]), scaling).prop_map(|(format, scaling)| Mode { format, scaling })
 }
@@ -91,7 +92,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
-    /// The tile of every element, found by division, and its elements, found by search.
+    /// The tile of every element, found by division, and its elements, found by search. Squares of
+    /// MXFP8 hold several tiles; all elements of a square count.
     #[test]
     fn every_element_is_scaled_by_the_amax_of_its_tile(
         (x, mode) in (matrix(value()), mode()), side in select(&SIDES[..]),
@@ -103,8 +105,15 @@ proptest! {
         let across = q.cols.div_ceil(width);
         let mut amaxes = vec![0f32; q.scales.view().len()];
         for (i, &x) in transposed.data().iter().enumerate() {
-            let tile = (i / q.cols / height) * across + i % q.cols / width;
-            amaxes[tile] = amaxes[tile].max(x.abs());
+            let (r, c) = (i / q.cols, i % q.cols);
+            let side = if mode.scaling == Scaling::MxSquare { 32 } else { 1 };
+            let sharing = |at: usize, len: usize| at / side * side..len.min((at / side + 1) * side);
+            for r in sharing(r, q.rows).step_by(height) {
+                for c in sharing(c, q.cols).step_by(width) {
+                    let amax = &mut amaxes[r / height * across + c / width];
+                    *amax = amax.max(x.abs());
+                }
+            }
         }
         prop_assert_eq!(&matrix::amaxes(&x, &mode, side), &amaxes);
         let decoded: Vec<f32> = dequantize(&q.view()).unwrap();
@@ -128,14 +137,16 @@ proptest! {
     #[test]
     fn quantizing_decoded_values_changes_nothing(
         (x, format) in (matrix(-4.0f32..4.0), select(&Format::ALL[..])),
-        scaling in select(&[Scaling::Row128(AmaxRule::BLOCK), Scaling::Square128(AmaxRule::BLOCK), Scaling::Mx][..]),
+        scaling in select(&[
+            Scaling::Row128(AmaxRule::BLOCK), Scaling::Square128(AmaxRule::BLOCK), Scaling::Mx, Scaling::MxSquare,
+        ][..]),
         side in select(&SIDES[..]),
     ) {
         let mode = Mode { format, scaling };
         let first = quantize(&x, &mode, side);
         let decoded = Matrix::new(first.rows, first.cols, &dequantize::<f32>(&first.view()).unwrap()).unwrap();
         // What the column direction writes is transposed already, but for MXFP8.
-        let again = quantize(&decoded, &mode, if scaling == Scaling::Mx { side } else { Side::Row });
+        let again = quantize(&decoded, &mode, if scaling.is_mx() { side } else { Side::Row });
         let back: Vec<f32> = dequantize(&again.view()).unwrap();
         prop_assert_eq!(&back[..], decoded.data());
     }

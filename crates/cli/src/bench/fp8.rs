@@ -40,13 +40,14 @@ pub enum Scale {
     Row128,
     Square128,
     Mx,
+    MxSquare,
 }
 
 const fn operation(name: &'static str, kind: Kind, scaling: Scale) -> Operation {
     Operation { name, kind, scaling, format: Format::E4m3 }
 }
 
-static OPERATIONS: [Operation; 17] = {
+static OPERATIONS: [Operation; 19] = {
     use {Kind::*, Scale::*};
     [
         operation("quantize fp8-current amax-given", Rows, Given),
@@ -61,6 +62,8 @@ static OPERATIONS: [Operation; 17] = {
         operation("quantize mxfp8", Rows, Mx),
         Operation { format: Format::E5m2, ..operation("quantize mxfp8 e5m2", Rows, Mx) },
         operation("quantize mxfp8 both", Both, Mx),
+        operation("quantize mxfp8 32x32", Rows, MxSquare),
+        operation("quantize mxfp8 32x32 both", Both, MxSquare),
         operation("dequantize fp8-current bf16", DequantizeBf16, Given),
         operation("dequantize fp8-current f32", DequantizeF32, Given),
         operation("dequantize fp8-1x128 bf16", DequantizeBf16, Row128),
@@ -100,7 +103,7 @@ impl Buffers {
         let (rows, cols) = mode.shape(side, shape);
         let count = mode.tile(side).scale_count(rows, cols)?;
         let scales = match mode.scaling {
-            Scaling::Mx => Scales::E8m0(vec![0xA5; count]),
+            Scaling::Mx | Scaling::MxSquare => Scales::E8m0(vec![0xA5; count]),
             _ => Scales::F32(vec![-1.0; count]),
         };
         Ok(Buffers { codes: vec![0xA5; rows * cols], scales })
@@ -202,6 +205,7 @@ impl Operation {
             Scale::Row128 => Scaling::Row128(AmaxRule::BLOCK),
             Scale::Square128 => Scaling::Square128(AmaxRule::BLOCK),
             Scale::Mx => Scaling::Mx,
+            Scale::MxSquare => Scaling::MxSquare,
         };
         Mode { format: self.format, scaling }
     }

@@ -114,13 +114,13 @@ impl Buffers {
     fn new(mode: &Mode, side: Side, shape: (usize, usize)) -> Result<Self> {
         let (rows, cols) = mode.shape(side, shape);
         let count = mode.tile(side).scale_count(rows, cols)?;
-        let (wide, bytes) = if mode.scaling == Scaling::Mx { (0, count) } else { (count, 0) };
+        let (wide, bytes) = if mode.scaling.is_mx() { (0, count) } else { (count, 0) };
         Ok(Buffers { rows, cols, codes: vec![0xA5; rows * cols], wide: vec![-1.0; wide], bytes: vec![0xA5; bytes] })
     }
 
     fn direction(&mut self, mode: &Mode) -> Direction<'_> {
         let scales = match mode.scaling {
-            Scaling::Mx => Scales::E8m0(&mut self.bytes[..]),
+            Scaling::Mx | Scaling::MxSquare => Scales::E8m0(&mut self.bytes[..]),
             _ => Scales::F32(&mut self.wide[..]),
         };
         Direction { codes: &mut self.codes, scales }
@@ -197,7 +197,7 @@ fn check_tiles(
             differences.compare(&what("data"), codes, &got.codes);
             let wide;
             let scales = match mode.scaling {
-                Scaling::Mx => {
+                Scaling::Mx | Scaling::MxSquare => {
                     let bytes = case.bytes(&name("scale_inv"))?;
                     differences.compare(&what("scale_inv"), bytes, &got.bytes);
                     Scales::E8m0(bytes)

@@ -5,7 +5,7 @@ enum Format { E4M3, E5M2 };
 enum ScaleValues { ANY, POWERS_OF_TWO };
 enum Algorithm { MAX_OF_HISTORY, MOST_RECENT };
 enum Tile { TENSOR, ROW_128, SQUARE_128, ROW_32, COLUMN_32 };
-enum Scaling { TENSORS, BLOCKS_128, SQUARES_128, BLOCKS_32 };
+enum Scaling { TENSORS, BLOCKS_128, SQUARES_128, BLOCKS_32, SQUARES_32 };
 enum ScaleSource { VALUE, MEMORY, OF_AMAX };
 
 namespace e8m0 {

@@ -159,7 +159,7 @@ impl Buffers {
         let (rows, cols) = mode.shape(side, (case.rows, case.cols));
         let count = mode.tile(side).scale_count(rows, cols).unwrap();
         let scales = match mode.scaling {
-            fp8::Scaling::Mx => Scales::E8m0(Memory::new(count, case.offset)),
+            fp8::Scaling::Mx | fp8::Scaling::MxSquare => Scales::E8m0(Memory::new(count, case.offset)),
             _ => Scales::F32(Memory::new(count, case.offset)),
         };
         Buffers { codes: Memory::new(rows * cols, case.offset), scales }
@@ -193,7 +193,7 @@ enum Asked {
 
 const SCALE: f32 = 3.7;
 
-const ASKED: [Asked; 9] = {
+const ASKED: [Asked; 10] = {
     const POWERS: AmaxRule = AmaxRule { values: ScaleValues::PowersOfTwo, epsilon: 0.3 };
     [
         Asked::Given,
@@ -205,6 +205,7 @@ const ASKED: [Asked; 9] = {
         Asked::Tiles(fp8::Scaling::Square128(AmaxRule::BLOCK)),
         Asked::Tiles(fp8::Scaling::Square128(AmaxRule { values: ScaleValues::Any, epsilon: 0.3 })),
         Asked::Tiles(fp8::Scaling::Mx),
+        Asked::Tiles(fp8::Scaling::MxSquare),
     ]
 };
 

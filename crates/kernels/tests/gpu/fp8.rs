@@ -21,6 +21,7 @@ fn modes() -> Vec<fp8::Mode> {
         fp8::Scaling::Square128(AmaxRule::BLOCK),
         fp8::Scaling::Square128(any),
         fp8::Scaling::Mx,
+        fp8::Scaling::MxSquare,
     ];
     scalings.into_iter().flat_map(|scaling| Format::ALL.map(|format| fp8::Mode { format, scaling })).collect()
 }
@@ -35,7 +36,7 @@ fn room(mode: &fp8::Mode, side: Side, shape: (usize, usize)) -> (Vec<u8>, ScaleV
     let (rows, cols) = mode.shape(side, shape);
     let count = mode.tile(side).scale_count(rows, cols).unwrap();
     let scales = match mode.scaling {
-        fp8::Scaling::Mx => Scales::E8m0(vec![0xA5; count]),
+        fp8::Scaling::Mx | fp8::Scaling::MxSquare => Scales::E8m0(vec![0xA5; count]),
         _ => Scales::F32(vec![-1.0; count]),
     };
     (vec![0xA5; rows * cols], scales)

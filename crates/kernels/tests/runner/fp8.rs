@@ -11,7 +11,7 @@ use nvfp4_spec::fp8::{AmaxRule, Format, Mode, ScaleValues, ScaleVec, Scales, Sca
 
 /// Every scaling, with scales that are any numbers and powers of two.
 pub fn modes() -> Vec<Mode> {
-    let mut scalings = vec![Scaling::Mx];
+    let mut scalings = vec![Scaling::Mx, Scaling::MxSquare];
     scalings.extend([1.0, 0.0371, 448.0 / 3.3, 1e-30, f32::MAX].map(|scale| Scaling::Tensor { scale }));
     for values in [ScaleValues::Any, ScaleValues::PowersOfTwo] {
         for epsilon in [0.0, 0.7] {
@@ -90,7 +90,7 @@ impl Runner {
             let (rows, cols) = mode.shape(side, (self.case.rows, self.case.cols));
             let count = mode.tile(side).scale_count(rows, cols).unwrap();
             let scales = match mode.scaling {
-                Scaling::Mx => Scales::E8m0(vec![0xA5; count]),
+                Scaling::Mx | Scaling::MxSquare => Scales::E8m0(vec![0xA5; count]),
                 _ => Scales::F32(vec![-77.0; count]),
             };
             Bytes { codes: vec![0xA5; rows * cols], scales }

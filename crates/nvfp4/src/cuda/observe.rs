@@ -1,7 +1,7 @@
 //! Quantizers of any format on the memory of a GPU.
 
 use super::{Direction, Fp8Direction, Gpu, Input, Memory, Observed, Options, Owned, QuantTensor, Slice, Values};
-use crate::format::{BlockTile, ColumnSource, Directions, Finite, Fp8Code, Side};
+use crate::format::{BlockTile, ColumnSource, Directions, Finite, Fp8Code, MxTile, Side};
 use crate::quantizer::{Maker, Makers, Scale};
 use crate::{Error, Fp8Description, Precision, Quantizer, Result};
 use half::{bf16, f16};
@@ -152,14 +152,15 @@ fn fp8_on(
         }
         Scale::Block(BlockTile::Row128, rule) => kernel::Scaling::Row128(rule),
         Scale::Block(BlockTile::Square128, rule) => kernel::Scaling::Square128(rule),
-        Scale::Mx => kernel::Scaling::Mx,
+        Scale::Mx(MxTile::Row32) => kernel::Scaling::Mx,
+        Scale::Mx(MxTile::Square32) => kernel::Scaling::MxSquare,
     };
     let mode = kernel::Mode { format: code, scaling };
     let room = |side, wanted| directions.has(wanted).then(|| room(gpu, &mode, side, x)).transpose();
     let (mut row, mut col) = (room(fp8::Side::Row, Side::Row)?, room(fp8::Side::Column, Side::Column)?);
     let mut seen = match scale {
         Scale::Delayed(_) => Some(gpu.alloc::<f32>(1)?),
-        Scale::Current(_) | Scale::Block(..) | Scale::Mx => None,
+        Scale::Current(_) | Scale::Block(..) | Scale::Mx(_) => None,
     };
     let wanted = kernel::Outputs {
         row: row.as_mut().map(target),
@@ -191,7 +192,7 @@ fn room(gpu: &Gpu, mode: &kernel::Mode<'_>, side: fp8::Side, x: &Input<'_>) -> R
     let about = Fp8Description { rows, cols, code: mode.format, tile };
     let count = about.scale_len()?;
     let scales = match mode.scaling {
-        kernel::Scaling::Mx => Scales::E8m0(gpu.alloc(count)?),
+        kernel::Scaling::Mx | kernel::Scaling::MxSquare => Scales::E8m0(gpu.alloc(count)?),
         kernel::Scaling::Tensor(_) | kernel::Scaling::Row128(_) | kernel::Scaling::Square128(_) => {
             Scales::F32(gpu.alloc(count)?)
         }

@@ -80,7 +80,8 @@ pub enum MxTile {
     /// 32 consecutive values of a row.
     #[default]
     Row32,
-    /// A square of 32 × 32.
+    /// A square of 32 × 32, whose power of two is stored for each of its rows, or columns: both
+    /// directions have the same codes. For weights.
     Square32,
 }
 

@@ -99,7 +99,6 @@ impl Format {
     /// Whether this library can make it.
     pub fn origin(&self) -> Origin {
         match self {
-            Format::Mxfp8(Mxfp8 { tile: MxTile::Square32, .. }) => Origin::NotYet,
             Format::Custom(_) => Origin::Elsewhere,
             Format::HighPrecision(_) | Format::Fp8(_) | Format::Delayed(_) | Format::Fp8Block(_) => Origin::Here,
             Format::Mxfp8(_) | Format::Nvfp4(_) => Origin::Here,
@@ -165,8 +164,6 @@ pub enum Origin {
     Here,
     /// The user's own program.
     Elsewhere,
-    /// Nobody so far: a spec can name it, and a plan refuses it.
-    NotYet,
 }
 
 /// The type that an unquantized tensor is kept in.

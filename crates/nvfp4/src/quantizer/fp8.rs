@@ -2,7 +2,7 @@
 
 use super::{Made, Options, Scale};
 use crate::direction::{Direction, Fp8Description, Fp8Direction};
-use crate::format::{BlockTile, Directions, Fp8Code, Side};
+use crate::format::{BlockTile, Directions, Fp8Code, MxTile, Side};
 use crate::{Error, Fp8Scales, Implementation, Result};
 use nvfp4_kernels::fp8::quantize as kernel;
 use nvfp4_kernels::{Input, amax};
@@ -44,7 +44,8 @@ pub(super) fn quantize(
         Scale::Delayed(scale) => Scaling::Tensor { scale },
         Scale::Block(BlockTile::Row128, rule) => Scaling::Row128(rule),
         Scale::Block(BlockTile::Square128, rule) => Scaling::Square128(rule),
-        Scale::Mx => Scaling::Mx,
+        Scale::Mx(MxTile::Row32) => Scaling::Mx,
+        Scale::Mx(MxTile::Square32) => Scaling::MxSquare,
     };
     let mode = Mode { format: code, scaling };
     let blank = |side, wanted| directions.has(wanted).then(|| blank(&mode, side, x)).transpose();
@@ -73,7 +74,7 @@ fn blank(mode: &Mode, side: fp8::Side, x: &Input<'_>) -> Result<Fp8Direction> {
     let about = Fp8Description { rows, cols, code: mode.format, tile };
     let count = about.scale_len()?;
     let scales: Fp8Scales = match mode.scaling {
-        Scaling::Mx => Scales::E8m0(zeros(count, rows, cols)?),
+        Scaling::Mx | Scaling::MxSquare => Scales::E8m0(zeros(count, rows, cols)?),
         Scaling::Tensor { .. } | Scaling::Row128(_) | Scaling::Square128(_) => Scales::F32(zeros(count, rows, cols)?),
     };
     Fp8Direction::from_parts(about, zeros(about.code_len()?, rows, cols)?, scales)

@@ -122,7 +122,7 @@ pub(crate) enum Scale {
     /// From earlier steps.
     Delayed(f32),
     Block(BlockTile, AmaxRule),
-    Mx,
+    Mx(MxTile),
 }
 
 /// A quantized tensor, and what delayed scaling is to remember of it.
@@ -354,14 +354,7 @@ impl Maker {
             Format::Fp8Block(block) => {
                 Maker::Fp8(block.code, Scale::Block(block.tile, rule(block.step, block.epsilon)))
             }
-            Format::Mxfp8(mx) => match mx.tile {
-                MxTile::Row32 => Maker::Fp8(mx.code, Scale::Mx),
-                MxTile::Square32 => {
-                    return Err(Error::setting(format!(
-                        "{format}: squares of 32 cannot be made yet; use mxfp8 with 1x32"
-                    )));
-                }
-            },
+            Format::Mxfp8(mx) => Maker::Fp8(mx.code, Scale::Mx(mx.tile)),
             Format::Nvfp4(format) => Maker::Nvfp4(*format),
             Format::Custom(_) => {
                 let fix = "quantize it with the program that knows it";
@@ -383,7 +376,7 @@ impl Maker {
             Maker::Fp8(code, scale) => {
                 let given = match scale {
                     Scale::Current(_) => fp8::given_amax(options)?,
-                    Scale::Delayed(_) | Scale::Block(..) | Scale::Mx => {
+                    Scale::Delayed(_) | Scale::Block(..) | Scale::Mx(_) => {
                         self.refuse_amaxes(options)?;
                         None
                     }
@@ -404,7 +397,7 @@ impl Maker {
             Maker::Fp8(_, Scale::Current(_)) => "fp8",
             Maker::Fp8(_, Scale::Delayed(_)) => "fp8-delayed",
             Maker::Fp8(_, Scale::Block(..)) => "fp8-block",
-            Maker::Fp8(_, Scale::Mx) => "mxfp8",
+            Maker::Fp8(_, Scale::Mx(_)) => "mxfp8",
             Maker::Nvfp4(_) => "nvfp4",
         }
     }

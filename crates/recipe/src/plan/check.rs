@@ -12,7 +12,7 @@ use crate::problem::{Found, Problem};
 use crate::products::Operand;
 use crate::role::{AttentionSlot, Consumer, LinearSlot, Site, Slot};
 use nvfp4::Side;
-use nvfp4::format::{ColumnSource, Family, Format, Origin, QuantSpec, Replay, multiply};
+use nvfp4::format::{ColumnSource, Family, Format, QuantSpec, Replay, multiply};
 use std::collections::{BTreeSet, HashSet};
 
 /// What is wrong with a model by itself.
@@ -242,10 +242,6 @@ fn devices(plan: &mut Plan, device: &Capabilities, problems: &mut Vec<Problem>) 
     let further = |entry: &&Entry| matches!(entry.role.slot(), Slot::Grouped { expert: 1.., .. });
     for entry in plan.entries.iter().filter(|entry| !further(entry)) {
         let formats = [Side::Row, Side::Column].map(|side| entry.spec.format(side));
-        if formats.iter().any(|format| format.origin() == Origin::NotYet) {
-            let (site, spec) = (entry.role.owner.clone(), entry.spec.clone());
-            problems.push(Problem::NotMade { site, spec, reason: entry.reason.clone() });
-        }
         let families: BTreeSet<Family> = formats.iter().map(Format::family).collect();
         for family in families.into_iter().filter(|family| *family != Family::HighPrecision) {
             let how = device.execution(&family);

@@ -54,11 +54,24 @@ fn a_plan_drives_its_quantizers() {
     assert_eq!(absent, "fd:input: the plan has no such tensor");
 }
 
+/// Weights in squares beside activations in rows, as TransformerEngine's `enable_2d_quantization` has them.
 #[test]
-fn a_plan_refuses_what_cannot_be_made() {
+fn a_rule_file_puts_mxfp8_weights_in_squares() {
     let mut model = Model::new();
     model.add(Module::linear("fc"));
-    let squares = Recipe::from_fn("squares", |_: &Role| Ok("mxfp8(e4m3, 32x32)".parse()?));
-    let error = Plan::build(&model, &squares, &Capabilities::software()).unwrap_err().to_string();
-    assert!(error.contains("fc:input: mxfp8(e4m3, 32x32) cannot be made yet: use mxfp8 with 1x32"), "{error}");
+    let rules = "[[rule]]\nslot = \"weight\"\nspec = \"mxfp8(32x32)\"\n[default]\npreset = \"mxfp8\"";
+    let recipe = Recipe::from_toml(rules).unwrap();
+    let plan = Plan::build(&model, &recipe, &Capabilities::software()).unwrap();
+    let spec = |slot| plan.spec(&Site::new("fc", slot)).unwrap().to_string();
+    assert_eq!(spec(LinearSlot::Weight), "mxfp8(e4m3, 32x32)");
+    assert_eq!((spec(LinearSlot::Input), spec(LinearSlot::GradOutput)), ("mxfp8(e4m3)".into(), "mxfp8(e4m3)".into()));
+    let quantizer =
+        plan.quantizer(&Site::new("fc", LinearSlot::Weight), &States::new(&plan).unwrap().scales()).unwrap();
+    let x = values(4);
+    let q = quantizer.quantize(&TensorRef::new(&x[..], &[ROWS, COLS]).unwrap()).unwrap();
+    let [Direction::Fp8(row), Direction::Fp8(col)] = [Side::Row, Side::Column].map(|side| q.direction(side).unwrap())
+    else {
+        panic!("{q}")
+    };
+    assert_eq!(row.codes(), col.codes(), "one scale for a square, whichever way it is read");
 }

@@ -3,7 +3,7 @@
 //! Codes are row-major, a byte each; scales are row-major too, one per tile. Where a tile reaches
 //! beyond the matrix, only the elements that exist count.
 
-use super::{Format, Mode, Scaling, Side, Tile};
+use super::{Format, MX_BLOCK, Mode, Scaling, Side, Tile};
 use crate::matrix::Matrix;
 use crate::{Element, Result, Specials, area, check_len, e8m0, scale, zeros};
 use std::ops::Range;
@@ -136,10 +136,28 @@ fn tiles(tile: Tile, rows: usize, cols: usize) -> impl Iterator<Item = (Range<us
 }
 
 /// The largest magnitude of every tile; NaN is passed over. Tiles are those that `mode` has in a
-/// direction.
+/// direction; where squares share a scale, it is the largest magnitude of the tile's square.
 pub fn amaxes(x: &Matrix, mode: &Mode, side: Side) -> Vec<f32> {
-    let x = &directed(x, mode, side);
-    tiles(mode.tile(side), x.rows(), x.cols()).map(|(rows, cols)| amax(x, rows, cols)).collect()
+    amaxes_as_directed(&directed(x, mode, side), mode, side)
+}
+
+fn amaxes_as_directed(x: &Matrix, mode: &Mode, side: Side) -> Vec<f32> {
+    let tiles = || tiles(mode.tile(side), x.rows(), x.cols());
+    let amaxes = tiles().map(|(rows, cols)| amax(x, rows, cols));
+    match mode.scaling {
+        Scaling::Tensor { .. } | Scaling::Row128(_) | Scaling::Square128(_) | Scaling::Mx => amaxes.collect(),
+        Scaling::MxSquare => {
+            let across = x.cols().div_ceil(MX_BLOCK);
+            let square =
+                |rows: Range<usize>, cols: Range<usize>| rows.start / MX_BLOCK * across + cols.start / MX_BLOCK;
+            let mut squares = vec![0f32; tiles().last().map_or(0, |(rows, cols)| square(rows, cols) + 1)];
+            for ((rows, cols), amax) in tiles().zip(amaxes) {
+                let largest = &mut squares[square(rows, cols)];
+                *largest = largest.max(amax);
+            }
+            tiles().map(|(rows, cols)| squares[square(rows, cols)]).collect()
+        }
+    }
 }
 
 fn amax(x: &Matrix, rows: Range<usize>, cols: Range<usize>) -> f32 {
@@ -149,9 +167,9 @@ fn amax(x: &Matrix, rows: Range<usize>, cols: Range<usize>) -> f32 {
 
 /// The matrix that a direction quantizes.
 fn directed(x: &Matrix, mode: &Mode, side: Side) -> Matrix {
-    match (mode.scaling, side) {
-        (_, Side::Row) | (Scaling::Mx, _) => x.clone(),
-        (_, Side::Column) => x.transpose(),
+    match side {
+        Side::Column if !mode.scaling.is_mx() => x.transpose(),
+        Side::Row | Side::Column => x.clone(),
     }
 }
 
@@ -161,8 +179,9 @@ pub fn quantize(x: &Matrix, mode: &Mode, side: Side) -> Quantized {
     let tile = mode.tile(side);
     let mut codes = vec![0; x.data().len()];
     let (mut wide, mut bytes) = (Vec::new(), Vec::new());
-    for (rows, cols) in tiles(tile, x.rows(), x.cols()) {
-        let scale = mode.tile_scale(amax(x, rows.clone(), cols.clone()), x.precision());
+    let amaxes = amaxes_as_directed(x, mode, side);
+    for ((rows, cols), amax) in tiles(tile, x.rows(), x.cols()).zip(amaxes) {
+        let scale = mode.tile_scale(amax, x.precision());
         match scale.stored {
             Scales::F32(scale) => wide.push(scale),
             Scales::E8m0(scale) => bytes.push(scale),
@@ -174,7 +193,7 @@ pub fn quantize(x: &Matrix, mode: &Mode, side: Side) -> Quantized {
             }
         }
     }
-    let scales = if mode.scaling == Scaling::Mx { Scales::E8m0(bytes) } else { Scales::F32(wide) };
+    let scales = if mode.scaling.is_mx() { Scales::E8m0(bytes) } else { Scales::F32(wide) };
     Quantized { rows: x.rows(), cols: x.cols(), format: mode.format, tile, codes, scales }
 }
 
@@ -200,6 +219,7 @@ pub fn dequantize<T: Element>(q: &View<'_>) -> Result<Vec<T>> {
 mod tests {
     use super::*;
     use crate::fp8::AmaxRule;
+    use crate::fp8::scale::mx_byte as scale_of;
 
     fn ramp(rows: usize, cols: usize) -> Matrix {
         let data: Vec<f32> =
@@ -214,6 +234,7 @@ mod tests {
             Scaling::Row128(AmaxRule::BLOCK),
             Scaling::Square128(AmaxRule::BLOCK),
             Scaling::Mx,
+            Scaling::MxSquare,
         ];
         scalings.into_iter().flat_map(|scaling| Format::ALL.map(|format| Mode { format, scaling })).collect()
     }
@@ -230,7 +251,9 @@ mod tests {
         assert_eq!(counts(Scaling::Tensor { scale: 1.0 }), [(130, 70, 1), (70, 130, 1)]);
         assert_eq!(counts(Scaling::Row128(AmaxRule::BLOCK)), [(130, 70, 130), (70, 130, 140)]);
         assert_eq!(counts(Scaling::Square128(AmaxRule::BLOCK)), [(130, 70, 2), (70, 130, 2)]);
-        assert_eq!(counts(Scaling::Mx), [(130, 70, 130 * 3), (130, 70, 5 * 70)]);
+        for scaling in [Scaling::Mx, Scaling::MxSquare] {
+            assert_eq!(counts(scaling), [(130, 70, 130 * 3), (130, 70, 5 * 70)]);
+        }
     }
 
     #[test]
@@ -271,6 +294,51 @@ mod tests {
             assert_eq!(col.codes[r * 40 + c], transposed.codes[c * 70 + r]);
             assert_eq!(scales[r / 32 * 40 + c], transposed_scales[c * 3 + r / 32]);
         }
+    }
+
+    fn bytes(q: &Quantized) -> &[u8] {
+        match &q.scales {
+            Scales::E8m0(bytes) => bytes,
+            Scales::F32(_) => panic!("MXFP8 has bytes"),
+        }
+    }
+
+    #[test]
+    fn a_square_has_the_byte_of_its_amax_in_both_directions_and_so_the_same_codes() {
+        // Squares at the edges have 6 rows or 8 columns.
+        let (rows, cols) = (70, 40);
+        let x = ramp(rows, cols);
+        for format in Format::ALL {
+            let mode = Mode { format, scaling: Scaling::MxSquare };
+            let [row, col] = [Side::Row, Side::Column].map(|side| quantize(&x, &mode, side));
+            for (r, c) in (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))) {
+                let (top, left) = (r / 32 * 32, c / 32 * 32);
+                let square = (top..rows.min(top + 32)).flat_map(|r| &x.row(r)[left..cols.min(left + 32)]);
+                let byte = scale_of(square.fold(0.0, |m: f32, x| m.max(x.abs())), format);
+                assert_eq!((bytes(&row)[r * 2 + c / 32], bytes(&col)[r / 32 * cols + c]), (byte, byte), "({r}, {c})");
+            }
+            assert_eq!(row.codes, col.codes);
+        }
+    }
+
+    #[test]
+    fn squares_whose_rows_have_one_amax_are_blocks_of_a_row() {
+        // Every row of a square is a permutation of the same 32 values.
+        let data: Vec<f32> = (0..64 * 64).map(|i| ((i + i / 64) % 32) as f32 - 11.3 * (i / 2048) as f32).collect();
+        let x = Matrix::new(64, 64, &data).unwrap();
+        let quantized = |scaling| quantize(&x, &Mode { format: Format::E4m3, scaling }, Side::Row);
+        assert_eq!(quantized(Scaling::MxSquare), quantized(Scaling::Mx));
+    }
+
+    #[test]
+    fn values_that_are_no_numbers_in_a_square() {
+        let mut data = vec![1.0f32; 33 * 33];
+        (data[33 * 20 + 3], data[5]) = (f32::INFINITY, -f32::NAN);
+        let x = Matrix::new(33, 33, &data).unwrap();
+        let q = quantize(&x, &Mode { format: Format::E5m2, scaling: Scaling::MxSquare }, Side::Row);
+        // An infinity takes its whole square along, and not the next ones; NaN is no magnitude.
+        assert_eq!((&bytes(&q)[..2], &bytes(&q)[2 * 32..]), (&[254, 112][..], &[112, 112][..]));
+        assert_eq!([33 * 20 + 3, 5, 0, 32].map(|i| q.codes[i]), [0x7B, 0x7F, 0x00, 0x78]);
     }
 
     #[test]

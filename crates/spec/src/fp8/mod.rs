@@ -7,7 +7,7 @@
 //!
 //! A code is an E4M3 or E5M2 byte. What scales it belongs to a tile: the whole matrix, 128
 //! neighbours or a square of 128 × 128 with a 32-bit scale each, or 32 neighbours with an E8M0 byte
-//! (MXFP8).
+//! (MXFP8), which a square of 32 × 32 may share.
 
 pub mod delayed;
 pub mod matrix;
@@ -73,6 +73,20 @@ pub enum Scaling {
     Square128(AmaxRule),
     /// MXFP8: an E8M0 byte for 32 neighbours.
     Mx,
+    /// MXFP8 in squares: 32 × 32 elements share the E8M0 byte of their largest magnitude. It is
+    /// stored once for every 32 neighbours of a direction, as in [`Scaling::Mx`], so both
+    /// directions have the same codes.
+    MxSquare,
+}
+
+impl Scaling {
+    /// Whether it is MXFP8: scales are E8M0 bytes, and the column direction is not transposed.
+    pub fn is_mx(&self) -> bool {
+        match self {
+            Scaling::Mx | Scaling::MxSquare => true,
+            Scaling::Tensor { .. } | Scaling::Row128(_) | Scaling::Square128(_) => false,
+        }
+    }
 }
 
 /// Which way a matrix is quantized.
@@ -172,27 +186,27 @@ impl Mode {
             (Scaling::Tensor { .. }, _) => Tile::Tensor,
             (Scaling::Row128(_), _) => Tile::Row128,
             (Scaling::Square128(_), _) => Tile::Square128,
-            (Scaling::Mx, Side::Row) => Tile::Row32,
-            (Scaling::Mx, Side::Column) => Tile::Column32,
+            (Scaling::Mx | Scaling::MxSquare, Side::Row) => Tile::Row32,
+            (Scaling::Mx | Scaling::MxSquare, Side::Column) => Tile::Column32,
         }
     }
 
     /// Rows and columns of what a direction writes for a matrix of `rows` × `cols`.
     pub fn shape(&self, side: Side, (rows, cols): (usize, usize)) -> (usize, usize) {
-        match (self.scaling, side) {
-            (_, Side::Row) | (Scaling::Mx, _) => (rows, cols),
-            (_, Side::Column) => (cols, rows),
+        match side {
+            Side::Column if !self.scaling.is_mx() => (cols, rows),
+            Side::Row | Side::Column => (rows, cols),
         }
     }
 
-    /// The scale of a tile whose largest magnitude is `amax`, of elements that came in the type
-    /// `precision`.
+    /// The scale of a tile whose largest magnitude, or that of its square, is `amax`, of elements
+    /// that came in the type `precision`.
     pub fn tile_scale(&self, amax: f32, precision: Precision) -> TileScale {
         let inverse = |scale: f32| TileScale { multiplier: scale, stored: Scales::F32(1.0 / scale) };
         match self.scaling {
             Scaling::Tensor { scale } => inverse(scale),
             Scaling::Row128(rule) | Scaling::Square128(rule) => inverse(rule.block_scale(amax, self.format, precision)),
-            Scaling::Mx => {
+            Scaling::Mx | Scaling::MxSquare => {
                 let byte = scale::mx_byte(amax, self.format);
                 TileScale { multiplier: e8m0::reciprocal(byte), stored: Scales::E8m0(byte) }
             }

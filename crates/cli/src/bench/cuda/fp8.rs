@@ -60,7 +60,7 @@ impl Direction {
         let count = scale_count(mode, side, shape)?;
         let range = set * count..(set + 1) * count;
         let scales = match mode.scaling {
-            Scaling::Mx => Scales::E8m0(self.bytes.slice_mut().range(range)),
+            Scaling::Mx | Scaling::MxSquare => Scales::E8m0(self.bytes.slice_mut().range(range)),
             _ => Scales::F32(self.wide.slice_mut().range(range)),
         };
         Ok(fp8::Direction { codes: self.codes.slice_mut().range(elements), scales })
@@ -216,7 +216,7 @@ impl Bench {
             tile: mode.tile(Side::Row),
             codes: outputs.row.codes.slice().range(range.clone()),
             scales: match mode.scaling {
-                Scaling::Mx => Scales::E8m0(outputs.row.bytes.slice().range(scales)),
+                Scaling::Mx | Scaling::MxSquare => Scales::E8m0(outputs.row.bytes.slice().range(scales)),
                 _ => Scales::F32(outputs.row.wide.slice().range(scales)),
             },
         };
@@ -235,7 +235,7 @@ impl Bench {
 fn least_bytes(operation: &Operation, shape: (usize, usize)) -> Result<usize> {
     let (len, mode) = (shape.0 * shape.1, operation.mode(1.0));
     let quantized = |side| -> Result<usize> {
-        let size = if mode.scaling == Scaling::Mx { 1 } else { 4 };
+        let size = if mode.scaling.is_mx() { 1 } else { 4 };
         Ok(len + size * scale_count(&mode, side, shape)?)
     };
     let passes = if operation.scaling == Scale::Current { 2 } else { 1 };
@@ -262,6 +262,7 @@ mod tests {
             ("quantize fp8-1x128", 305.0),
             ("quantize fp8-128x128 both", 403.0),
             ("quantize mxfp8 both", 409.0),
+            ("quantize mxfp8 32x32 both", 409.0),
             ("dequantize fp8-current f32", 503.0),
             ("dequantize mxfp8 bf16", 305.0),
         ] {

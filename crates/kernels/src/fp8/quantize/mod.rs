@@ -9,7 +9,7 @@ pub mod cuda;
 
 use crate::input::check_len;
 use crate::{Implementation, Input, Result, amax};
-use nvfp4_spec::fp8::{self, Mode, Scales, Scaling, Side};
+use nvfp4_spec::fp8::{self, Mode, Scales, Side};
 use nvfp4_spec::{Error, Specials, area};
 
 /// Buffers for scales: 32-bit numbers, or E8M0 bytes for MXFP8.
@@ -39,14 +39,15 @@ impl Direction<'_> {
 fn check(mode: &Mode, side: Side, shape: (usize, usize), codes: usize, scales: Scales<usize, usize>) -> Result<()> {
     let (rows, cols) = mode.shape(side, shape);
     check_len("codes", area(rows, cols)?, codes)?;
-    let len = match (scales, mode.scaling) {
-        (Scales::F32(_), Scaling::Mx) => {
+    let len = match (scales, mode.scaling.is_mx()) {
+        (Scales::F32(_), true) => {
             return Err(Error::Combination("MXFP8 has E8M0 scales: give a buffer of bytes for them").into());
         }
-        (Scales::E8m0(len), Scaling::Mx) | (Scales::F32(len), _) => len,
-        (Scales::E8m0(_), _) => {
+        (Scales::E8m0(len), true) | (Scales::F32(len), false) => len,
+        (Scales::E8m0(_), false) => {
             return Err(Error::Combination(
-                "only MXFP8 has E8M0 scales: give a buffer of 32-bit numbers for them, or use the scaling `Mx`",
+                "only MXFP8 has E8M0 scales: give a buffer of 32-bit numbers for them, or use the scaling `Mx` or \
+                 `MxSquare`",
             )
             .into());
         }

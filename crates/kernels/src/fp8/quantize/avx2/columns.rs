@@ -7,7 +7,7 @@ use super::transpose::{self, Codes};
 use super::{AHEAD, CHUNK, COLUMNS, Job, Scratch, encode, scales};
 use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
-use nvfp4_spec::fp8::{AmaxRule, BLOCK, Scales, Scaling};
+use nvfp4_spec::fp8::{AmaxRule, BLOCK, MX_BLOCK, Scales, Scaling};
 use nvfp4_spec::{Element, Specials};
 use std::arch::x86_64::__m256;
 
@@ -69,6 +69,26 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         let rule = |amaxes| scales::of_mx::<F>(amaxes);
         self.find_multipliers(scratch, area, rule, |i, stored| copy_some(&stored, scales, i, area.width));
         self.encode_columns(area, &scratch.multipliers, out.codes, out.code_stride);
+    }
+
+    /// The column direction of one row of MXFP8 squares, and the row direction, which has the same
+    /// codes and bytes. A byte is repeated: in the columns of its square here, in its rows there.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn mx_squares(&self, scratch: &mut Scratch<T>, area: Area, row: Option<Part<'_>>, out: Part<'_>) {
+        let squares = area.width.div_ceil(MX_BLOCK);
+        scratch.bytes.resize(MX_BLOCK * squares, 0);
+        let scales = Scales::E8m0(&mut scratch.bytes[..]);
+        self.rows(area, &mut Part { codes: &mut *out.codes, scales, scale_stride: squares, ..out });
+        let bytes = &scratch.bytes[..squares];
+        let Scales::E8m0(columns) = out.scales else { unreachable!("MXFP8 has bytes for scales") };
+        for (columns, byte) in columns[..area.width].chunks_mut(MX_BLOCK).zip(bytes) {
+            columns.fill(*byte);
+        }
+        let Some(Part { codes, code_stride, scales: Scales::E8m0(rows), scale_stride }) = row else { return };
+        for r in 0..area.height {
+            codes[r * code_stride..][..area.width].copy_from_slice(&out.codes[r * out.code_stride..][..area.width]);
+            rows[r * scale_stride..][..squares].copy_from_slice(bytes);
+        }
     }
 
     /// The multipliers of the columns of an area. `store` gets the index of a column of the area,

@@ -5,7 +5,8 @@
 //! For the row direction alone, a panel's rows are processed in order. For the column direction, a
 //! panel is 128 rows, processed in chunks of columns that stay in cache: scales come from maxima
 //! over its rows, with a multiplier per column, and the codes are transposed when they are written,
-//! except for MXFP8. Where both directions have the same codes, they are computed once.
+//! except for MXFP8. Where both directions have the same codes, they are computed once: with one
+//! scale for the matrix, and in squares.
 
 mod columns;
 mod encode;
@@ -73,6 +74,7 @@ struct Job<'a, T, F> {
 struct Scratch<T> {
     codes: Vec<u8>,
     scales: Vec<f32>,
+    bytes: Vec<u8>,
     maxima: Vec<T>,
     multipliers: Vec<f32>,
     transposed: Vec<u8>,
@@ -100,7 +102,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         let transposed;
         let col_parts: Vec<Option<Columns<'_>>> = match col {
             None => (0..panels).map(|_| None).collect(),
-            Some(col) if self.mode.scaling == Scaling::Mx => {
+            Some(col) if self.mode.scaling.is_mx() => {
                 let parts = Part::split(col, self.mode, Side::Column, cols, height);
                 parts.into_iter().map(|part| Some(Columns::AsTheyLie(part))).collect()
             }
@@ -143,21 +145,22 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
                 let (height, width) = (strip.min(area.height - r), chunk.min(area.width - c));
                 let area = Area { row: area.row + r, col: c, height, width };
                 let mut row = row.as_mut().map(|row| row.at((r, c), self.mode.tile(Side::Row)));
-                if let (Columns::Transposed(out), Scaling::Tensor { .. } | Scaling::Square128(_)) =
-                    (&columns, self.mode.scaling)
-                {
-                    largest = largest.max(self.same_codes(scratch, area, row, out));
-                    continue;
-                }
-                if let Some(row) = &mut row {
+                // In these, columns have codes of their own.
+                if let (Scaling::Row128(_) | Scaling::Mx, Some(row)) = (self.mode.scaling, &mut row) {
                     self.rows(area, row);
                 }
                 match (&mut *columns, self.mode.scaling) {
-                    (Columns::AsTheyLie(part), _) => {
-                        self.mx_columns(scratch, area, &mut part.at((r, c), self.mode.tile(Side::Column)));
+                    (Columns::Transposed(out), Scaling::Tensor { .. } | Scaling::Square128(_)) => {
+                        largest = largest.max(self.same_codes(scratch, area, row, out));
                     }
                     (Columns::Transposed(out), Scaling::Row128(rule)) => self.columns(scratch, area, rule, out),
-                    _ => unreachable!("tensors and squares have the same codes in both directions"),
+                    (Columns::AsTheyLie(part), Scaling::Mx) => {
+                        self.mx_columns(scratch, area, &mut part.at((r, c), self.mode.tile(Side::Column)));
+                    }
+                    (Columns::AsTheyLie(part), Scaling::MxSquare) => {
+                        self.mx_squares(scratch, area, row, part.at((r, c), self.mode.tile(Side::Column)));
+                    }
+                    _ => unreachable!("only MXFP8 has its columns as they lie"),
                 }
             }
         }

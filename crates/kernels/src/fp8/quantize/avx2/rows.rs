@@ -22,15 +22,19 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
             (Scaling::Tensor { scale }, _) => return self.tensor_rows(area, scale, codes),
             (Scaling::Row128(rule), Scales::F32(scales)) => {
                 let rule = |amaxes| scales::of_blocks::<F>(rule, T::PRECISION, amaxes);
-                self.tile_rows::<_, BLOCK>(area, 1, rule, codes, (scales, *scale_stride));
+                self.tile_rows::<_, BLOCK>(area, (1, 1), rule, codes, (scales, *scale_stride));
             }
             (Scaling::Square128(rule), Scales::F32(scales)) => {
                 let rule = |amaxes| scales::of_blocks::<F>(rule, T::PRECISION, amaxes);
-                self.tile_rows::<_, BLOCK>(area, BLOCK, rule, codes, (scales, *scale_stride));
+                self.tile_rows::<_, BLOCK>(area, (BLOCK, 1), rule, codes, (scales, *scale_stride));
             }
             (Scaling::Mx, Scales::E8m0(scales)) => {
                 let rule = |amaxes| scales::of_mx::<F>(amaxes);
-                self.tile_rows::<_, MX_BLOCK>(area, 1, rule, codes, (scales, *scale_stride));
+                self.tile_rows::<_, MX_BLOCK>(area, (1, 1), rule, codes, (scales, *scale_stride));
+            }
+            (Scaling::MxSquare, Scales::E8m0(scales)) => {
+                let rule = |amaxes| scales::of_mx::<F>(amaxes);
+                self.tile_rows::<_, MX_BLOCK>(area, (MX_BLOCK, MX_BLOCK), rule, codes, (scales, *scale_stride));
             }
             _ => unreachable!("the kind of scales was checked"),
         }
@@ -51,13 +55,14 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         value_of(largest, T::PRECISION)
     }
 
-    /// Tiles of `TILE` columns and `height` rows. Codes and scales come with their strides.
+    /// Tiles of `TILE` columns and `height` rows, whose scales are stored in `times` rows of
+    /// scales. Codes and scales come with their strides.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
     fn tile_rows<S: Copy, const TILE: usize>(
         &self,
         area: Area,
-        height: usize,
+        (height, times): (usize, usize),
         rule: impl Fn(__m256) -> EightScales<S>,
         (codes, code_stride): (&mut [u8], usize),
         (scales, scale_stride): (&mut [S], usize),
@@ -65,12 +70,15 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         let tiles = area.width.div_ceil(TILE);
         for r in (0..area.height).step_by(height) {
             self.prefetch(area, r + AHEAD);
-            let scales = &mut scales[r / height * scale_stride..];
+            let scales = &mut scales[r / height * times * scale_stride..];
+            let times = times.min(area.height - r);
             for c in (0..area.width).step_by(8 * TILE) {
                 let band = self.band(area, (r, height), (c, 8 * TILE));
                 let codes = &mut codes[r * code_stride + c..];
                 let found = tiles::quantize::<T, F, S, TILE>(band, &rule, codes, code_stride);
-                copy_some(&found, scales, c / TILE, tiles);
+                for i in 0..times {
+                    copy_some(&found, &mut scales[i * scale_stride..], c / TILE, tiles);
+                }
             }
         }
     }

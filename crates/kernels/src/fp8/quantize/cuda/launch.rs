@@ -97,7 +97,10 @@ impl Launch {
         let mut params = params(x, mode, [row, col], amax);
         (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(BLOCK));
         // Row length of the column direction's codes: transposed, or in the order of the matrix.
-        let pitch = if variant.scaling == Kind::Blocks32 { cols } else { rows };
+        let pitch = match variant.scaling {
+            Kind::Blocks32 | Kind::Squares32 => cols,
+            Kind::Tensors | Kind::Blocks128 | Kind::Squares128 => rows,
+        };
         params.wide = col.is_some_and(|col| aligned(col, pitch)).into();
         Ok(Launch { variant, params, grid: Grid::All(panels as u32) })
     }
@@ -136,7 +139,7 @@ fn params(x: &Input<'_>, mode: &Mode<'_>, [row, col]: [Option<&Direction<'_>>; 2
         Scaling::Tensor(Scale::Memory(scale)) => (scale.address(), 0.0),
         Scaling::Tensor(Scale::OfAmax { amax, rule }) => (amax.address(), rule.epsilon),
         Scaling::Row128(rule) | Scaling::Square128(rule) => (0, rule.epsilon),
-        Scaling::Mx => (0, 0.0),
+        Scaling::Mx | Scaling::MxSquare => (0, 0.0),
     };
     Params {
         x: x.values().address(),
@@ -185,6 +188,7 @@ enum Kind {
     Blocks128,
     Squares128,
     Blocks32,
+    Squares32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -201,6 +205,15 @@ impl Scaling<'_> {
             Scaling::Row128(_) => Kind::Blocks128,
             Scaling::Square128(_) => Kind::Squares128,
             Scaling::Mx => Kind::Blocks32,
+            Scaling::MxSquare => Kind::Squares32,
+        }
+    }
+
+    /// Whether squares share a scale: they are found in panels, even for the row direction alone.
+    pub(super) fn in_squares(&self) -> bool {
+        match self.kind() {
+            Kind::Squares128 | Kind::Squares32 => true,
+            Kind::Tensors | Kind::Blocks128 | Kind::Blocks32 => false,
         }
     }
 }
@@ -211,7 +224,7 @@ impl Kind {
         match self {
             Kind::Tensors => UNIT,
             Kind::Blocks128 | Kind::Squares128 => BLOCK,
-            Kind::Blocks32 => MX_BLOCK,
+            Kind::Blocks32 | Kind::Squares32 => MX_BLOCK,
         }
     }
 }
@@ -253,6 +266,7 @@ impl Variant {
             Kind::Blocks128 => "BLOCKS_128",
             Kind::Squares128 => "SQUARES_128",
             Kind::Blocks32 => "BLOCKS_32",
+            Kind::Squares32 => "SQUARES_32",
         };
         let source = match self.source {
             ScaleSource::Value => "VALUE",
@@ -331,6 +345,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
         Scaling::Row128(powers),
         Scaling::Square128(powers),
         Scaling::Mx,
+        Scaling::MxSquare,
     ];
     let mut all = Vec::new();
     for (i, scaling) in scalings.into_iter().enumerate() {
@@ -338,7 +353,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             for (k, format) in Format::ALL.into_iter().enumerate() {
                 let n = i + j + k;
                 let mode = Mode { format, scaling };
-                let rows = !col && !matches!(scaling, Scaling::Square128(_));
+                let rows = !col && !scaling.in_squares();
                 let variant = Variant {
                     function: if rows { Function::Rows } else { Function::Panels },
                     row,
@@ -386,7 +401,9 @@ mod tests {
             for columns in [false, true] {
                 let tensor = planned(rows, cols, Scaling::Tensor(Scale::Value(1.0)), columns).unwrap();
                 assert!(matches!(tensor[..], [Launch { grid: Grid::AtOnce(1), .. }]), "{rows} × {cols}");
-                assert!(planned(rows, cols, Scaling::Mx, columns).unwrap().is_empty(), "{rows} × {cols}");
+                for scaling in [Scaling::Mx, Scaling::MxSquare] {
+                    assert!(planned(rows, cols, scaling, columns).unwrap().is_empty(), "{rows} × {cols}");
+                }
             }
         }
     }

@@ -47,6 +47,8 @@ pub enum Scaling<'a> {
     Square128(AmaxRule),
     /// MXFP8: an E8M0 byte for 32 neighbours.
     Mx,
+    /// MXFP8 in squares: 32 × 32 elements share an E8M0 byte.
+    MxSquare,
 }
 
 /// How a matrix becomes FP8. Twin of [`nvfp4_spec::fp8::Mode`].
@@ -65,6 +67,7 @@ impl From<fp8::Mode> for Mode<'_> {
             fp8::Scaling::Row128(rule) => Scaling::Row128(rule),
             fp8::Scaling::Square128(rule) => Scaling::Square128(rule),
             fp8::Scaling::Mx => Scaling::Mx,
+            fp8::Scaling::MxSquare => Scaling::MxSquare,
         };
         Mode { format: mode.format, scaling }
     }
@@ -78,6 +81,7 @@ impl Mode<'_> {
             Scaling::Row128(rule) => fp8::Scaling::Row128(rule),
             Scaling::Square128(rule) => fp8::Scaling::Square128(rule),
             Scaling::Mx => fp8::Scaling::Mx,
+            Scaling::MxSquare => fp8::Scaling::MxSquare,
         };
         fp8::Mode { format: self.format, scaling }
     }
@@ -206,9 +210,7 @@ pub(in crate::fp8) fn plan(x: &Input<'_>, mode: &Mode<'_>, outputs: &Outputs<'_>
     }
     match (row, col) {
         (None, None) => Ok(vec![]),
-        (Some(row), None) if !matches!(mode.scaling, Scaling::Square128(_)) => {
-            Ok(vec![Launch::rows(x, mode, row, amax)?])
-        }
+        (Some(row), None) if !mode.scaling.in_squares() => Ok(vec![Launch::rows(x, mode, row, amax)?]),
         (row, col) => Ok(vec![Launch::panels(x, mode, [row.as_ref(), col.as_ref()], amax)?]),
     }
 }

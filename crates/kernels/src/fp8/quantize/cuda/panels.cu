@@ -3,18 +3,18 @@
 //
 // A thread has four rows of one unit: sixteen columns. Its lane and its warp say which: lanes 0 … 7
 // have the eight units of rows 0 … 3, and so on, so that a warp has 16 rows and two warps have 32,
-// a block of MXFP8's columns. Shared memory is used to exchange maxima and multipliers, and to
-// transpose codes.
+// a block of MXFP8's columns and the height of its squares. Shared memory is used to exchange maxima
+// and multipliers, and to transpose codes.
 
 constexpr int SIDE = 128, ROWS = 4, UNITS = 8, WARPS = 8;
 // Whether columns have scales, and so codes, of their own.
 constexpr bool OWN_SCALES = COLUMN && (SCALING == BLOCKS_128 || SCALING == BLOCKS_32);
 // Whether columns are written as rows of the transposed matrix.
-constexpr bool TRANSPOSED = COLUMN && SCALING != BLOCKS_32;
+constexpr bool TRANSPOSED = COLUMN && !MX;
 // Whether there is one maximum for the panel.
 constexpr bool ONE_MAXIMUM = AMAX || SCALING == SQUARES_128;
 // Tiles of a column within a panel.
-constexpr int BANDS = SCALING == BLOCKS_32 ? SIDE / MX_BLOCK : 1;
+constexpr int BANDS = MX ? SIDE / MX_BLOCK : 1;
 
 struct PanelMemory {
     // Codes of columns: 16 rows at index `row / 16 ^ column / 16` of a column, so that neither
@@ -23,6 +23,8 @@ struct PanelMemory {
     float multipliers[OWN_SCALES ? BANDS : 1][SIDE];
     u32 of_columns[OWN_SCALES ? WARPS : 1][UNITS * WORDS];
     u32 of_warps[WARPS];
+    // Maxima of the 16 rows of a warp and 32 columns: halves of squares.
+    u32 of_halves[SCALING == SQUARES_32 ? WARPS : 1][SIDE / MX_BLOCK];
 };
 
 // The codes of four rows of sixteen columns, as four rows of every column, into the panel's memory.
@@ -79,6 +81,23 @@ RULE void scale_columns(const Params& p, PanelMemory& m, u64 first_row, u64 firs
     }
 }
 
+// The scale of a square of 32, from the maxima that its two warps stored.
+RULE TileScale scale_of_square(const Params& p, const PanelMemory& m, u32 band, u32 square) {
+    u32 upper = m.of_halves[2 * band][square], lower = m.of_halves[2 * band + 1][square];
+    return tile_scale(p, from_bits(upper > lower ? upper : lower));
+}
+
+// The scales of squares of 32 in the column direction: each column of a square has its byte.
+RULE void store_scales_of_squares(const Params& p, const PanelMemory& m, u64 first_row, u64 first_col) {
+#pragma unroll
+    for (u32 item = threadIdx.x; item < BANDS * SIDE; item += 256) {
+        u32 band = item / SIDE, c = item % SIDE;
+        u64 column = first_col + c, row = first_row + band * MX_BLOCK;
+        if (column >= p.cols || row >= p.rows) continue;
+        store_scale(p.col_scales, row / MX_BLOCK * p.cols + column, scale_of_square(p, m, band, c / MX_BLOCK));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panels(const __grid_constant__ Params p) {
     __shared__ PanelMemory m;
     u32 across = (u32)((p.cols + SIDE - 1) / SIDE), down = (u32)((p.rows + SIDE - 1) / SIDE);
@@ -96,20 +115,28 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
         seen[i] = ONE_MAXIMUM || SCALING != TENSORS ? seen_in(x[i]) : 0;
         all = larger_seen(all, seen[i], INPUT);
     }
+    if (SCALING == SQUARES_32) {
+        u32 half = maximum_over_lanes<UNITS, 16>(maximum_over_lanes<1, 1>(word_maximum(all)));
+        if (lane < UNITS && lane % 2 == 0) m.of_halves[warp][lane / 2] = half;
+    }
     if (ONE_MAXIMUM) {
         all = __reduce_max_sync(0xFFFFFFFF, word_maximum(all));
         if (lane == 0) m.of_warps[warp] = all;
     }
     if (OWN_SCALES) find_maxima_of_columns(x, m, warp, lane);
-    if (ONE_MAXIMUM || OWN_SCALES) __syncthreads();
+    if (ONE_MAXIMUM || OWN_SCALES || SCALING == SQUARES_32) __syncthreads();
     if (ONE_MAXIMUM) {
 #pragma unroll
         for (int w = 0; w < WARPS; w++) all = all > m.of_warps[w] ? all : m.of_warps[w];
         if (AMAX && threadIdx.x == 0 && all) atomicMax(p.amax, all);
     }
     if (OWN_SCALES) scale_columns(p, m, first_row, first_col);
-    // One scale for the panel.
     TileScale scale;
+    if (SCALING == SQUARES_32) {
+        scale = scale_of_square(p, m, warp / 2, unit / 2);
+        if (COLUMN) store_scales_of_squares(p, m, first_row, first_col);
+    }
+    // One scale for the panel.
     if (SCALING == TENSORS || SCALING == SQUARES_128) {
         scale = SCALING == TENSORS ? tensor_scale(p) : tile_scale(p, from_bits(all));
         if (threadIdx.x == 0 && (SCALING == SQUARES_128 || blockIdx.x == 0)) {
@@ -125,13 +152,18 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
         for (int i = 0; i < ROWS; i++) {
             if (SCALING == BLOCKS_128 || SCALING == BLOCKS_32) {
                 scale = tile_scale(p, from_bits(maximum_over_lanes<1, GROUP / 2>(word_maximum(seen[i]))));
+            }
+            if (ROW && (SCALING == BLOCKS_128 || MX)) {
                 u64 tiles = (p.cols + BLOCK * GROUP - 1) / (BLOCK * GROUP);
                 if (unit % GROUP == 0 && width && row + i < p.rows) {
                     store_scale(p.row_scales, (row + i) * tiles + column / (BLOCK * GROUP), scale);
                 }
             }
             codes[i] = encode_unit(x[i], [&](int) { return scale.multiplier; });
-            if (ROW && row + i < p.rows) store_codes(p.row_codes + (row + i) * p.cols + column, codes[i], width, WHOLE);
+            if (row + i >= p.rows) continue;
+            if (ROW) store_codes(p.row_codes + (row + i) * p.cols + column, codes[i], width, WHOLE);
+            // Squares of 32 have the same codes in both directions, as they lie.
+            if (COLUMN && SCALING == SQUARES_32) store_codes(p.col_codes + (row + i) * p.cols + column, codes[i], width, p.wide);
         }
     }
     if (!COLUMN) return;

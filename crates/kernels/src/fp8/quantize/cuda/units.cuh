@@ -21,6 +21,8 @@ struct Params {
 };
 static_assert(sizeof(Params) == 96, "as the host has them");
 
+// Whether scales are E8M0 bytes, and columns stay as they lie.
+constexpr bool MX = SCALING == BLOCKS_32 || SCALING == SQUARES_32;
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
 constexpr int WORDS = INPUT == F32 ? 16 : 8;  // of a unit
 
@@ -33,7 +35,7 @@ struct TileScale {
 
 // Twin of Mode::tile_scale.
 RULE TileScale tile_scale(const Params& p, float amax) {
-    if (SCALING == BLOCKS_32) {
+    if (MX) {
         u32 byte = fp8::mx_byte(amax, FORMAT);
         return {e8m0::reciprocal(byte), byte};
     }
@@ -50,7 +52,7 @@ RULE TileScale tensor_scale(const Params& p) {
 }
 
 RULE void store_scale(u8* scales, u64 index, const TileScale& s) {
-    if (SCALING == BLOCKS_32) scales[index] = (u8)s.stored;
+    if (MX) scales[index] = (u8)s.stored;
     else ((u32*)scales)[index] = s.stored;
 }
 
