@@ -73,6 +73,7 @@ fn grouped_equals_independent_layers() {
         recipe("current_scaling"),
         recipe("float8_block_scaling"),
         recipe("mxfp8"),
+        operands("mxfp8", "mxfp8(32x32)", "mxfp8"),
         recipe("high_precision"),
         recipe("nvfp4_row_scaled").with_backward(BackwardOverride::HighPrecision),
         recipe("nvfp4_row_scaled").with_backward(BackwardOverride::Dequantized),

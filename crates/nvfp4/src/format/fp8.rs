@@ -85,7 +85,7 @@ pub enum MxTile {
     Square32,
 }
 
-/// FP8 with a power of two per 32 values.
+/// FP8 with a power of two per 32 values, or per square of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Mxfp8 {
     /// The code.

@@ -55,7 +55,7 @@ pub enum Format {
     Delayed(Delayed),
     /// FP8 with one binary32 scale per 128 values, or per square of them.
     Fp8Block(Fp8Block),
-    /// FP8 with one power of two per 32 values.
+    /// FP8 with one power of two per 32 values, or per square of them.
     Mxfp8(Mxfp8),
     /// NVFP4, in any of its modes.
     Nvfp4(Nvfp4),

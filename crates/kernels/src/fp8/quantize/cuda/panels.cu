@@ -116,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
         all = larger_seen(all, seen[i], INPUT);
     }
     if (SCALING == SQUARES_32) {
+        // Two lanes have 32 columns; those 8 and 16 further have the other rows of the warp.
         u32 half = maximum_over_lanes<UNITS, 16>(maximum_over_lanes<1, 1>(word_maximum(all)));
         if (lane < UNITS && lane % 2 == 0) m.of_halves[warp][lane / 2] = half;
     }
