@@ -173,6 +173,39 @@ fn products_of_a_layer_are_within_the_bound() {
     }
 }
 
+/// Tensors that a capture makes belong to its graph, and each replay makes them anew.
+#[test]
+fn a_capture_may_quantize_and_multiply_what_it_quantized() {
+    let Some(gpu) = gpu() else { return };
+    let (first, second) = (values(ROWS * COLS, 3), values(ROWS * COLS, 4));
+    for text in ["nvfp4", "fp8(e4m3)", "mxfp8(e4m3)"] {
+        let quantizer = Quantizer::new(text.parse::<QuantSpec>().unwrap(), Directions::Row).unwrap();
+        let mut x = gpu.upload(&first).unwrap();
+        let mut y = gpu.alloc::<f32>(ROWS * ROWS).unwrap();
+        let mut work = || -> nvfp4::Result<()> {
+            let input = Input::new(Values::Bf16(x.slice()), ROWS, COLS)?;
+            let q = gpu.quantize(&quantizer, &input, &Options::default())?;
+            gpu.matmul(q.direction(Side::Row)?, q.direction(Side::Row)?, &Product::default(), y.slice_mut())
+        };
+        work().unwrap();
+        gpu.stream().synchronize().unwrap();
+        let graph = gpu.stream().capture(|_| work()).unwrap();
+        for values in [&second, &first] {
+            gpu.stream().upload(values, x.slice_mut()).unwrap();
+            // SAFETY: everything that the graph uses is alive, and only this stream uses it.
+            unsafe { graph.launch(gpu.stream()) }.unwrap();
+            let replayed = gpu.stream().to_host(y.slice()).unwrap();
+            let tensor = TensorRef::new(&values[..], &[ROWS, COLS]).unwrap();
+            let q = quantizer.quantize(&tensor).unwrap();
+            let exact: Vec<f32> = q.matmul(&q).unwrap();
+            let scale = exact.iter().fold(0f32, |most, y| most.max(y.abs()));
+            // Another test compares products with their bound; this one tells two inputs apart.
+            let near = replayed.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= scale * 1e-4);
+            assert!(near, "{text}");
+        }
+    }
+}
+
 #[test]
 fn what_a_gpu_does_not_do_is_refused() {
     let Some(gpu) = gpu() else { return };

@@ -1,5 +1,6 @@
 //! Memory of a GPU: owned buffers, and borrowed slices of them or of another framework's memory.
 
+use super::captured;
 use super::device::Device;
 use super::error::{Error, Result, check};
 use cudarc::driver::sys::{self, CUmemorytype, CUpointer_attribute, CUresult};
@@ -157,7 +158,7 @@ impl<'a, T: Plain> Slice<'a, T> {
 
     /// An error unless this is memory of `device`; `what` names it in the message.
     pub fn check(&self, device: Device, what: &'static str) -> Result<()> {
-        if self.is_empty() {
+        if self.is_empty() || captured::contains(device, self.address) {
             return Ok(());
         }
         let _current = device.enter()?;
@@ -231,6 +232,19 @@ impl<'a, T: Plain> SliceMut<'a, T> {
     pub fn range(self, range: Range<usize>) -> SliceMut<'a, T> {
         let (address, len) = part::<T>(self.address, self.len, range);
         SliceMut { address, len, memory: PhantomData }
+    }
+
+    /// The first `count` elements, and those after them.
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer.
+    pub fn split_at(self, count: usize) -> (SliceMut<'a, T>, SliceMut<'a, T>) {
+        let half = |range| {
+            let (address, len) = part::<T>(self.address, self.len, range);
+            SliceMut { address, len, memory: PhantomData }
+        };
+        (half(0..count), half(count..self.len))
     }
 
     /// See [`Slice::check`].

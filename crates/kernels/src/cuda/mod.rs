@@ -11,6 +11,7 @@
 //! frameworks in the same process are not affected.
 
 mod cache;
+mod captured;
 mod compile;
 mod counting;
 mod device;

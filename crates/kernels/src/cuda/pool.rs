@@ -1,5 +1,6 @@
 //! Allocators of GPU memory: the driver, its stream-ordered pool, or another framework.
 
+use super::captured;
 use super::device::Device;
 use super::error::{Error, Result, check};
 use super::lock;
@@ -144,6 +145,7 @@ impl Allocator for Pool {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(Error::OutOfMemory { bytes: len }),
             code => check("cuMemAllocFromPoolAsync", code)?,
         }
+        captured::note(device, address, len);
         let owner = InOrder { address, stream: stream.clone(), from: Thread::current() };
         Ok(Memory { address, len, owner: Box::new(owner) })
     }

@@ -1,5 +1,6 @@
 //! Streams, events that time their work, and graphs that repeat it.
 
+use super::captured;
 use super::device::Device;
 use super::error::{Error, Result, check};
 use super::memory::{Buffer, Plain, Slice, SliceMut, is_page_locked};
@@ -240,6 +241,7 @@ impl Stream {
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream exists; `Capture` ends what begins here, on this thread.
         check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.0.raw, mode) })?;
+        captured::begin();
         let capture = Capture(self);
         let done = work(self);
         let ended = capture.end();
@@ -278,6 +280,7 @@ impl Capture<'_> {
     fn end(self) -> Result<Recorded> {
         let stream = self.0.0.raw;
         std::mem::forget(self);
+        captured::end();
         let mut graph = ptr::null_mut();
         // SAFETY: the stream exists and is being captured; the driver writes one handle, or null
         // when it fails.
