@@ -83,6 +83,25 @@ def products():
         check(f"{name} × nvfp4", bool(((y - exact).abs() <= bound).all()))
 
 
+def accumulators():
+    """Sums of FP8 on a GPU are within `nvfp4_spec::gemm::Accumulator::bound` of the exact ones, with a bias in the type of the result."""
+    k = 512
+    a, b, bias = torch.randn(128, k).bfloat16(), torch.randn(256, k).bfloat16(), torch.randn(256).bfloat16()
+    sums = {"precise": (k + 8) * 2**-22}
+    sums["split"] = 136 * 2**-13 + (k / 128 + 8) * 2**-22
+    sums["fast"] = 34 * 2**-13 * k / 32 + (k / 128 + 8) * 2**-22
+    for left, right in (("fp8", "fp8"), ("fp8(e5m2)", "fp8"), ("fp8-block", "fp8-block(128x128)"), ("mxfp8", "mxfp8")):
+        one, other = nvfp4.Quantizer(spec=left).quantize(a), nvfp4.Quantizer(spec=right).quantize(b)
+        values, weights = one.dequantize().double(), other.dequantize().double()
+        exact, magnitude = values @ weights.t() + bias.double(), values.abs() @ weights.abs().t()
+        there = nvfp4.Quantizer(spec=left).quantize(a.cuda()), nvfp4.Quantizer(spec=right).quantize(b.cuda())
+        for name, bound in sums.items():
+            y = nvfp4.matmul(*there, bias=bias.cuda(), dtype=torch.bfloat16, accumulator=name).cpu().double()
+            # Decoding and scales are rounded to float32, the result to bfloat16.
+            allowed = magnitude * (bound + 32 * 2**-24) + exact.abs() * 2**-8
+            check(f"{left} × {right}, {name}", bool(((y - exact).abs() <= allowed).all()))
+
+
 RECIPES = Path(__file__).resolve().parents[2] / "crates" / "cli" / "recipes"
 
 
@@ -391,7 +410,7 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here, and these checks are of nothing else")
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    parts = (bits, products, delayed, copies, graphs, modules, graphs_of_modules, threads, memory, foreign, watched, refused, bad_input, overhead)
+    parts = (bits, products, accumulators, delayed, copies, graphs, modules, graphs_of_modules, threads, memory, foreign, watched, refused, bad_input, overhead)
     for part in parts:
         part()
     print("all checks passed")

@@ -115,7 +115,11 @@ fn global_scales_alpha_bias_and_c_in_every_type() {
                 let c: Vec<T> = values(a.rows, b.rows, 6);
                 let add = beta.map(|beta| (&c[..], beta));
                 for accumulate in [Accumulate::Exact, Accumulate::Reference] {
-                    check(&a.view(), &b.view(), &Product { accumulate, epilogue, alpha, bias, add });
+                    check(
+                        &a.view(),
+                        &b.view(),
+                        &Product { accumulate, epilogue, alpha, bias, add, ..Product::default() },
+                    );
                 }
             }
             let bias: Vec<f32> = values(1, n, 7);

@@ -2,6 +2,9 @@
 //! implementation: within the derived bound.
 
 mod bounded;
+#[cfg(feature = "cuda")]
+#[path = "gemm_fp8/gpu.rs"]
+mod gpu;
 
 use half::{bf16, f16};
 use nvfp4_kernels::gemm::{Epilogue, Member, Operand, Product, gemm, grouped};
@@ -219,138 +222,5 @@ fn lengths_that_do_not_fit_are_errors() {
             let scaleless = View { scales: Scales::F32(&[]), ..a.view() };
             assert!(message(a.view(), scaleless).starts_with("scales: expected length "), "{:?}", a.tile);
         }
-    }
-}
-
-/// In the memory of a GPU. Without one, these are skipped.
-#[cfg(feature = "cuda")]
-mod gpu {
-    use super::*;
-    use nvfp4_kernels::cuda::{self, Buffer, Device, Plain, Stream};
-    use nvfp4_kernels::fp8::cuda::View as There;
-    use nvfp4_kernels::gemm::cuda::Cublas;
-    use nvfp4_kernels::gemm::{Stored, Units, cuda as on_gpu, units};
-    use nvfp4_testing::{Need, missing};
-
-    fn stream() -> Option<Stream> {
-        match cuda::compiler_version().and_then(|_| Device::open(0)).and_then(Stream::new) {
-            Ok(stream) => Some(stream),
-            Err(reason) => {
-                missing(Need::Gpu, reason);
-                None
-            }
-        }
-    }
-
-    /// A quantized matrix on the GPU.
-    struct Copied<'a> {
-        host: &'a Quantized,
-        codes: Buffer<u8>,
-        scales: Scales<Buffer<f32>, Buffer<u8>>,
-    }
-
-    impl<'a> Copied<'a> {
-        fn new(stream: &Stream, host: &'a Quantized) -> Self {
-            let scales = match &host.scales {
-                Scales::F32(scales) => Scales::F32(stream.to_device(scales).unwrap()),
-                Scales::E8m0(scales) => Scales::E8m0(stream.to_device(scales).unwrap()),
-            };
-            Copied { host, codes: stream.to_device(&host.codes).unwrap(), scales }
-        }
-
-        fn view(&self) -> There<'_> {
-            let Quantized { rows, cols, format, tile, .. } = *self.host;
-            let scales = match &self.scales {
-                Scales::F32(scales) => Scales::F32(scales.slice()),
-                Scales::E8m0(scales) => Scales::E8m0(scales.slice()),
-            };
-            There { rows, cols, format, tile, codes: self.codes.slice(), scales }
-        }
-    }
-
-    #[test]
-    fn products_of_device_memory() {
-        let Some(stream) = stream() else { return };
-        let (m, n, k) = (130, 70, 300);
-        let (left, right) = (operands(m, k, 1), operands(n, k, 2));
-        for (a, b) in left.iter().zip(right.iter().rev()).chain(left.iter().zip(&right)) {
-            let (a_there, b_there) = (Copied::new(&stream, a), Copied::new(&stream, b));
-            let mut out = stream.to_device(&vec![77f32; m * n]).unwrap();
-            let product = on_gpu::Product::default();
-            let (left, right) = (a_there.view(), b_there.view());
-            on_gpu::gemm(&stream, left, right, &product, out.slice_mut(), &nvfp4_kernels::cuda::Pool).unwrap();
-            let out = stream.to_host(out.slice()).unwrap();
-            bounded::check(&(&a.view()).into(), &(&b.view()).into(), &Product::default(), &out, "device memory");
-        }
-    }
-
-    /// What is said of GPUs in general holds for this one.
-    #[test]
-    fn the_units_that_are_named_are_those_of_the_kernel() {
-        let Some(stream) = stream() else { return };
-        let (major, minor) = stream.device().capability();
-        for operand in operands(64, 128, 1) {
-            let there = Copied::new(&stream, &operand);
-            let kernel = on_gpu::describe(stream.device(), there.view(), there.view()).unwrap();
-            let stored = match operand.tile {
-                Tile::Tensor => Stored::Fp8,
-                Tile::Row128 | Tile::Square128 => Stored::Fp8Block,
-                Tile::Row32 | Tile::Column32 => Stored::Mxfp8,
-            };
-            let units = units(stored, (major, minor)).unwrap();
-            assert_eq!(units == Units::MultiplyAdds, kernel.starts_with("multiply-adds"), "{stored:?}: {kernel}");
-        }
-    }
-
-    /// Hopper's FP8 tensor cores add 32 products and an accumulator at a time, aligned to the
-    /// largest, with 13 bits after the leading one: each of the 33 loses less than 2⁻¹³ of the
-    /// largest, so K/32 additions lose less than 33/32·K·2⁻¹³ of the magnitudes.
-    fn short_bound(k: usize, magnitude: f64) -> f64 {
-        (k + 32) as f64 * 2f64.powi(-12) * magnitude
-    }
-
-    #[test]
-    fn nvidias_library_where_it_is_there() {
-        let Some(stream) = stream() else { return };
-        if stream.device().capability() < (8, 9) {
-            return missing(Need::Cublas, "FP8 tensor cores came with compute capability 8.9");
-        }
-        let library = match Cublas::open(stream.device()) {
-            Ok(library) => library,
-            Err(reason) => return missing(Need::Cublas, reason),
-        };
-        fn check<T: Element + Plain + Default>(stream: &Stream, library: &Cublas, a: &Quantized, b: &Quantized) {
-            let (a_there, b_there) = (Copied::new(stream, a), Copied::new(stream, b));
-            let mut out = stream.to_device(&vec![T::from_f32(77.0); a.rows * b.rows]).unwrap();
-            library.matmul_fp8(stream, &a_there.view(), &b_there.view(), out.slice_mut()).unwrap();
-            let out = stream.to_host(out.slice()).unwrap();
-            let (left, right): (spec::Operand<'_>, spec::Operand<'_>) = ((&a.view()).into(), (&b.view()).into());
-            let sums = spec::Sums::new(&left, &right, spec::Accumulate::Exact);
-            let scale = f64::from(a.scales.view().factor(0)) * f64::from(b.scales.view().factor(0));
-            for (at, y) in out.iter().enumerate() {
-                let (i, j) = (at / b.rows, at % b.rows);
-                let exact = f64::from(sums.sum(i, j)) * scale;
-                let allowed = short_bound(a.cols, sums.magnitude(i, j)) * scale + exact.abs() * 2f64.powi(-8);
-                let error = (f64::from(y.to_f32()) - exact).abs();
-                assert!(error <= allowed, "({i}, {j}): {y:?} for {exact}, allowed {allowed:e}");
-            }
-        }
-        for (m, n, k) in [(16, 16, 16), (1, 32, 64), (33, 48, 1024), (256, 64, 4096)] {
-            let (left, right) = (operands(m, k, 1), operands(n, k, 2));
-            for (a, b) in [(0, 0), (0, 1), (1, 0)] {
-                check::<f32>(&stream, &library, &left[a], &right[b]);
-                check::<bf16>(&stream, &library, &left[a], &right[b]);
-                check::<f16>(&stream, &library, &left[a], &right[b]);
-            }
-        }
-        let refused = |a: &Quantized, b: &Quantized| {
-            let (a_there, b_there) = (Copied::new(&stream, a), Copied::new(&stream, b));
-            let mut out = stream.device().alloc::<f32>(a.rows * b.rows).unwrap();
-            library.matmul_fp8(&stream, &a_there.view(), &b_there.view(), out.slice_mut()).unwrap_err().to_string()
-        };
-        let (square, ragged) = (operands(16, 32, 1), operands(16, 40, 1));
-        assert!(refused(&square[1], &square[1]).contains("no two E5M2 matrices"));
-        assert!(refused(&square[2], &square[0]).contains("one 32-bit scale"));
-        assert_eq!(refused(&ragged[0], &ragged[0]), "K of an FP8 product: expected a multiple of 16, got 40");
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{Result, values};
 use candle_core::{DType, Tensor};
-use nvfp4::{Directions, Options, QuantTensor, Quantizer, Randomness, Side};
+use nvfp4::{Accumulator, Directions, Options, QuantTensor, Quantizer, Randomness, Side};
 use std::sync::Arc;
 
 #[cfg(feature = "nn-cuda")]
@@ -116,10 +116,19 @@ impl Codes {
 }
 
 /// `a · bᵀ (+ c)` of operands of which one is codes, in the type asked for.
-pub(crate) fn multiply(a: &Operand, b: &Operand, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+pub(crate) fn multiply(
+    a: &Operand,
+    b: &Operand,
+    c: Option<&Tensor>,
+    accumulator: Accumulator,
+    dtype: DType,
+) -> Result<Tensor> {
     #[cfg(feature = "nn-cuda")]
     if let (Operand::Codes(Codes::Gpu(codes), _), _) | (_, Operand::Codes(Codes::Gpu(codes), _)) = (a, b) {
-        return codes.multiply(&a.map(Codes::on_gpu)?, &b.map(Codes::on_gpu)?, c, dtype);
+        return codes.multiply(&a.map(Codes::on_gpu)?, &b.map(Codes::on_gpu)?, c, accumulator, dtype);
     }
+    // A CPU adds precisely, whatever is allowed.
+    #[cfg(not(feature = "nn-cuda"))]
+    let _ = accumulator;
     values::multiply(&a.map(Codes::on_cpu)?, &b.map(Codes::on_cpu)?, c, dtype)
 }

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Shape, Storage, Tensor};
 use half::{bf16, f16};
 use nvfp4::Quantizer;
 use nvfp4::cuda::{Direction, Gpu, Input, Options, Plain, Product, QuantTensor, Slice, Stream, Values, finite, shared};
-use nvfp4::{Directions, Element, Randomness, Side};
+use nvfp4::{Accumulator, Directions, Element, Randomness, Side};
 use std::sync::Arc;
 
 /// Codes in the memory of a GPU.
@@ -254,21 +254,34 @@ impl Codes {
     }
 
     /// `a · bᵀ (+ c)`, where these codes lie.
-    pub fn multiply(&self, a: &GpuOperand<'_>, b: &GpuOperand<'_>, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+    pub fn multiply(
+        &self,
+        a: &GpuOperand<'_>,
+        b: &GpuOperand<'_>,
+        c: Option<&Tensor>,
+        accumulator: Accumulator,
+        dtype: DType,
+    ) -> Result<Tensor> {
         match dtype {
-            DType::F32 => self.multiply_as::<f32>(a, b, c),
-            DType::BF16 => self.multiply_as::<bf16>(a, b, c),
-            DType::F16 => self.multiply_as::<f16>(a, b, c),
+            DType::F32 => self.multiply_as::<f32>(a, b, c, accumulator),
+            DType::BF16 => self.multiply_as::<bf16>(a, b, c, accumulator),
+            DType::F16 => self.multiply_as::<f16>(a, b, c, accumulator),
             other => Err(no_codes_of(other)),
         }
     }
 
-    fn multiply_as<T: Number>(&self, a: &GpuOperand<'_>, b: &GpuOperand<'_>, c: Option<&Tensor>) -> Result<Tensor> {
+    fn multiply_as<T: Number>(
+        &self,
+        a: &GpuOperand<'_>,
+        b: &GpuOperand<'_>,
+        c: Option<&Tensor>,
+        accumulator: Accumulator,
+    ) -> Result<Tensor> {
         let home = &self.home;
         match c.map(|c| c.contiguous()).transpose()? {
-            None => self.product::<T>(a, b, Product::default()),
+            None => self.product::<T>(a, b, Product { accumulator, ..Product::default() }),
             Some(c) => home.read::<T, Tensor>(&c, |c| {
-                self.product::<T>(a, b, Product { add: Some((c, 1.0)), ..Product::default() })
+                self.product::<T>(a, b, Product { add: Some((c, 1.0)), accumulator, ..Product::default() })
             }),
         }
     }

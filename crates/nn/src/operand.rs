@@ -3,7 +3,7 @@
 use crate::codes::{Codes, Operand};
 use crate::{Result, codes};
 use candle_core::{DType, Tensor};
-use nvfp4::{Directions, Precision, QuantTensor, Side};
+use nvfp4::{Accumulator, Directions, Precision, QuantTensor, Side};
 use nvfp4_recipe::{ColumnSource, Family, Format, QuantSpec, Stored};
 
 /// A matrix and the codes that its spec makes of it. A direction without codes is the matrix
@@ -120,19 +120,25 @@ fn cast(x: &Tensor, format: &Format) -> Result<Tensor> {
 
 /// `a · bᵀ` in the type of `like`: sums of plain operands are candle's, in binary32 where an
 /// operand is smaller.
-pub(crate) fn multiply(a: &Operand, b: &Operand, like: &Tensor) -> Result<Tensor> {
+pub(crate) fn multiply(a: &Operand, b: &Operand, accumulator: Accumulator, like: &Tensor) -> Result<Tensor> {
     match (a, b) {
         (Operand::Plain(a), Operand::Plain(b)) => {
             let (a, b) = (widened(a, like)?, widened(b, like)?);
             Ok(a.matmul(&b.t()?)?.to_dtype(like.dtype())?)
         }
-        _ => codes::multiply(a, b, None, like.dtype()),
+        _ => codes::multiply(a, b, None, accumulator, like.dtype()),
     }
 }
 
 /// `c + a · bᵀ`, for the gradient of a weight: `a` is the output's gradient, `b` the input, both
 /// turned.
-pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, like: &Tensor) -> Result<Tensor> {
+pub(crate) fn multiply_add(
+    a: &Operand,
+    b: &Operand,
+    c: Option<&Tensor>,
+    accumulator: Accumulator,
+    like: &Tensor,
+) -> Result<Tensor> {
     match (a, b) {
         (Operand::Plain(a), Operand::Plain(b)) => {
             let (a, b) = (widened(a, like)?, widened(b, like)?);
@@ -144,7 +150,7 @@ pub(crate) fn multiply_add(a: &Operand, b: &Operand, c: Option<&Tensor>, like: &
                 Some(c) => c.add(&product)?,
             })
         }
-        _ => codes::multiply(a, b, c, like.dtype()),
+        _ => codes::multiply(a, b, c, accumulator, like.dtype()),
     }
 }
 

@@ -112,7 +112,8 @@ impl Projection {
         let before = self.session.active_generator();
         let input = self.session.quantize(&self.site(LinearSlot::Input), x)?;
         let weight = self.session.weight(&self.site(LinearSlot::Weight), &self.weight)?;
-        let y = multiply(&input.side(Side::Row)?, &weight.side(Side::Row)?, x)?;
+        let fprop = self.session.planned()?.accumulators().fprop;
+        let y = multiply(&input.side(Side::Row)?, &weight.side(Side::Row)?, fprop, x)?;
         let y = match self.bias() {
             None => y,
             Some(bias) => y.broadcast_add(&bias.detach())?,
@@ -134,7 +135,8 @@ impl Projection {
     pub fn backward(&self, kept: &Kept, dy: &Tensor) -> Result<Tensor> {
         let gradient = self.session.quantize(&self.site(LinearSlot::GradOutput), dy)?;
         let weight = self.session.weight(&self.site(LinearSlot::Weight), &self.weight)?;
-        let dx = multiply(&gradient.side(Side::Row)?, &weight.side(Side::Column)?, dy)?;
+        let sums = self.session.planned()?.accumulators();
+        let dx = multiply(&gradient.side(Side::Row)?, &weight.side(Side::Column)?, sums.dgrad, dy)?;
         self.session.look(&self.path, "grad_input", &dx)?;
         let dx = self.session.hand_over(&self.site(LinearSlot::GradInput), &dx)?;
 
@@ -143,7 +145,7 @@ impl Projection {
             Kept::Original(input, before) => self.column(input, before)?.side(Side::Column)?,
         };
         let turned = gradient.side(Side::Column)?;
-        self.session.add_gradient(&self.weight, |sum| multiply_add(&turned, &input, sum, dy))?;
+        self.session.add_gradient(&self.weight, |sum| multiply_add(&turned, &input, sum, sums.wgrad, dy))?;
         if let Some(bias) = &self.bias {
             let db = sums::sum(dy, 0)?.squeeze(0)?;
             self.session.add_to_gradient(bias, &db)?;

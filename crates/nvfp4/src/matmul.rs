@@ -8,7 +8,7 @@ use nvfp4_spec::{area, zeros};
 use std::borrow::Cow;
 use std::sync::Arc;
 
-pub use nvfp4_kernels::gemm::{Accumulate, Epilogue, Product};
+pub use nvfp4_kernels::gemm::{Accumulate, Accumulator, Epilogue, Product};
 
 /// `α·A·Bᵀ (+ bias) (+ β·C)`: `a` is [M, K], `b` is [N, K], the result [M, N], row-major.
 ///

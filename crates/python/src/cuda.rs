@@ -10,9 +10,9 @@ use half::{bf16, f16};
 use nvfp4::Quantizer;
 use nvfp4::cuda::{
     Allocator, Direction, Gpu, Memory, Observed, Offset, Options, Owned, Plain, Product, QuantTensor, Randomness,
-    Slice, Stream, finite,
+    Slice, Stream, Values, finite,
 };
-use nvfp4::{Element, Fp8Description, Fp8Direction, Nvfp4Description, Nvfp4Direction, Precision, Side};
+use nvfp4::{Accumulator, Element, Fp8Description, Fp8Direction, Nvfp4Description, Nvfp4Direction, Precision, Side};
 use nvfp4_spec::fp8::Scales;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -282,6 +282,39 @@ pub struct Terms<'py> {
     pub c: Option<Array>,
     /// Its factor.
     pub beta: f32,
+    /// How precisely products of FP8 are added.
+    pub accumulator: Accumulator,
+}
+
+/// A bias: a tensor of torch on the GPU as it is, or numbers that were copied there.
+enum Bias {
+    There(Array),
+    Copied(Owned<f32>),
+}
+
+impl Bias {
+    fn of(gpu: &Gpu, id: i32, x: &Bound<'_, PyAny>) -> PyResult<Bias> {
+        if Framework::of(x)? == Framework::Torch {
+            let array = Array::of(&contiguous(&x.call_method0("detach")?)?)?;
+            match array.place {
+                Place::Cuda(other) if other == id => return Ok(Bias::There(array)),
+                Place::Cuda(other) => {
+                    return Err(PyValueError::new_err(format!("the bias is on cuda:{other}; move it to cuda:{id}")));
+                }
+                Place::Host => {}
+            }
+        }
+        Ok(Bias::Copied(gpu.upload(&crate::array::floats(x)?).or_raise()?))
+    }
+
+    fn values(&self) -> PyResult<Values<'_>> {
+        match self {
+            Bias::There(array) => {
+                array.device_values().ok_or_else(|| PyValueError::new_err("the bias's memory is not aligned; clone it"))
+            }
+            Bias::Copied(owned) => Ok(Values::F32(owned.slice())),
+        }
+    }
 }
 
 /// A product on a GPU, as a new tensor of torch.
@@ -294,8 +327,8 @@ pub fn matmul<'py>(
     shape: &[usize],
 ) -> PyResult<Bound<'py, PyAny>> {
     let gpu = gpu(py, id)?;
-    let bias = terms.bias.as_ref().map(|bias| floats(&gpu, id, bias)).transpose()?;
-    let bias = bias.as_ref().map(Numbers::slice);
+    let bias = terms.bias.as_ref().map(|bias| Bias::of(&gpu, id, bias)).transpose()?;
+    let bias = bias.as_ref().map(Bias::values).transpose()?;
     let memory = match precision {
         Precision::F32 => product::<f32>(&gpu, (a, b), terms, bias),
         Precision::Bf16 => product::<bf16>(&gpu, (a, b), terms, bias),
@@ -308,7 +341,7 @@ fn product<T: Element + Plain>(
     gpu: &Gpu,
     (a, b): (Left<'_>, &Direction),
     terms: &Terms<'_>,
-    bias: Option<Slice<'_, f32>>,
+    bias: Option<Values<'_>>,
 ) -> PyResult<Memory> {
     let mismatch = || PyValueError::new_err("c has another dtype or device than the result: cast or move it");
     let add = match &terms.c {
@@ -316,7 +349,8 @@ fn product<T: Element + Plain>(
         Some(c) => Some((c.tensor().device_slice::<T>().ok_or_else(mismatch)?, terms.beta)),
         None => None,
     };
-    let product = Product { alpha: terms.alpha, bias, add, ..Product::default() };
+    let Terms { alpha, accumulator, .. } = *terms;
+    let product = Product { alpha, bias, add, accumulator, ..Product::default() };
     let room = |rows| gpu.alloc::<T>(rows * b.rows()).or_raise();
     let out = match a {
         Left::Quantized(a) => {

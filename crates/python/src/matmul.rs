@@ -7,9 +7,9 @@ use crate::error::OrRaise;
 use crate::held::Held;
 use crate::place::Place;
 use crate::threads;
-use crate::words;
+use crate::words::{self, ACCUMULATORS};
 use half::{bf16, f16};
-use nvfp4::{Element, Elements, Precision, Product, Side, Values};
+use nvfp4::{Accumulator, Element, Elements, Precision, Product, Side, Values};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -49,10 +49,11 @@ impl Operand {
 /// `a` is a quantized tensor (its row direction), a direction of one, or an array; `b` is
 /// quantized. The three products of a linear layer are `matmul(x, w)`, `matmul(dy, w.column)` and
 /// `matmul(dy.column, x.column)`. NVFP4 × NVFP4 on a CPU is rounded once per output; other products
-/// are summed in float32. A result is [M, N], or the shape of `a` but for the last dimension if `a`
-/// is an array.
+/// are summed in float32. Two FP8 operands on a GPU may have another `accumulator` than 'precise':
+/// 'split' and 'fast' use FP8 tensor cores, which add in fewer bits. A result is [M, N], or the
+/// shape of `a` but for the last dimension if `a` is an array.
 #[pyfunction]
-#[pyo3(signature = (a, b, *, bias=None, alpha=1.0, c=None, beta=1.0, dtype=None))]
+#[pyo3(signature = (a, b, *, bias=None, alpha=1.0, c=None, beta=1.0, dtype=None, accumulator="precise"))]
 #[allow(clippy::too_many_arguments)] // each is an option with a name
 pub fn matmul<'py>(
     py: Python<'py>,
@@ -63,6 +64,7 @@ pub fn matmul<'py>(
     c: Option<Bound<'py, PyAny>>,
     beta: f32,
     dtype: Option<Bound<'py, PyAny>>,
+    accumulator: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (a, b) = (a.extract::<Operand>()?, b.extract::<Operand>()?);
     let Operand::Quantized { held: right, side: right_side, .. } = &b else {
@@ -71,6 +73,7 @@ pub fn matmul<'py>(
         ));
     };
     let precision = dtype.map_or(Ok(Precision::F32), |dtype| words::precision(&dtype))?;
+    let accumulator = words::choose("accumulator", ACCUMULATORS, accumulator)?;
     let c = c.map(|c| Array::of(&contiguous(&c)?)).transpose()?;
     let mut shape = match &a {
         Operand::Quantized { held, side, .. } => vec![held.size(*side)?.0],
@@ -81,7 +84,7 @@ pub fn matmul<'py>(
         (Place::Host, Place::Host) => {
             let bias = bias.map(|bias| floats(&bias)).transpose()?;
             let c = c.as_ref().map(Array::tensor_ref).transpose()?.map(|c| c.values());
-            let terms = Terms { alpha, bias: bias.as_deref(), c, beta };
+            let terms = Terms { alpha, bias: bias.as_deref(), c, beta, accumulator };
             let b = right.host()?.direction(*right_side).or_raise()?;
             let values = match precision {
                 Precision::F32 => Elements::F32(product::<f32>(py, &a, b, &terms)?),
@@ -96,7 +99,7 @@ pub fn matmul<'py>(
                 Operand::Quantized { held, side, .. } => cuda::Left::Quantized(held.on_gpu(*side)?),
                 Operand::Plain(array) => cuda::Left::Plain(array),
             };
-            let terms = cuda::Terms { alpha, bias, c, beta };
+            let terms = cuda::Terms { alpha, bias, c, beta, accumulator };
             cuda::matmul(py, (left, right.on_gpu(*right_side)?), id, &terms, precision, &shape)
         }
         #[cfg(feature = "cuda")]
@@ -112,6 +115,7 @@ struct Terms<'a> {
     bias: Option<&'a [f32]>,
     c: Option<Values<'a>>,
     beta: f32,
+    accumulator: Accumulator,
 }
 
 /// Element types by which C is read.
@@ -143,7 +147,8 @@ fn product<T: Output>(py: Python<'_>, a: &Operand, b: &nvfp4::Direction, terms: 
         Some(c) => Some((T::of(c).ok_or_else(mismatch)?, terms.beta)),
         None => None,
     };
-    let product = Product { alpha: terms.alpha, bias: terms.bias, add, ..Product::default() };
+    let Terms { alpha, bias, accumulator, .. } = *terms;
+    let product = Product { alpha, bias, add, accumulator, ..Product::default() };
     match a {
         Operand::Quantized { held, side, .. } => {
             let a = held.host()?.direction(*side).or_raise()?;

@@ -3,7 +3,7 @@
 use crate::error::OrRaise;
 use crate::quantizer::Quantizer;
 use crate::recipe::Recipe;
-use crate::words::{self, FINITES};
+use crate::words::{self, ACCUMULATORS, FINITES};
 use nvfp4_recipe::{self as recipe, Capabilities, Model, Module, Purpose, Site, States};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -111,6 +111,15 @@ impl Plan {
     #[getter]
     fn finite(&self) -> &'static str {
         words::word(FINITES, self.0.finite())
+    }
+
+    /// How precisely a GPU adds the products of FP8 operands in fprop, dgrad and wgrad: 'precise',
+    /// 'split' or 'fast'.
+    #[getter]
+    fn accumulators(&self) -> (&'static str, &'static str, &'static str) {
+        let all = self.0.accumulators();
+        let word = |one| words::word(ACCUMULATORS, one);
+        (word(all.fprop), word(all.dgrad), word(all.wgrad))
     }
 
     /// Warnings: what is allowed, but probably not meant.

@@ -2,7 +2,7 @@
 
 use crate::error::OrRaise;
 use crate::role::Role;
-use crate::words::{self, BACKWARDS, FINITES, choose};
+use crate::words::{self, ACCUMULATORS, BACKWARDS, FINITES, choose};
 use nvfp4_recipe::{self as recipe, Error, Preset, QuantSpec, Site};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -110,6 +110,24 @@ impl Recipe {
     #[getter]
     fn finite(&self) -> &'static str {
         words::word(FINITES, self.inner.finite())
+    }
+
+    /// The same recipe with other accumulators of FP8 products on a GPU: 'precise', 'split' or 'fast' for each product of a
+    /// linear layer. What is not given stays.
+    #[pyo3(signature = (*, fprop=None, dgrad=None, wgrad=None))]
+    fn with_accumulators(&self, fprop: Option<&str>, dgrad: Option<&str>, wgrad: Option<&str>) -> PyResult<Self> {
+        let mut accumulators = self.inner.accumulators();
+        for (name, word, into) in [
+            ("fprop", fprop, &mut accumulators.fprop),
+            ("dgrad", dgrad, &mut accumulators.dgrad),
+            ("wgrad", wgrad, &mut accumulators.wgrad),
+        ] {
+            if let Some(word) = word {
+                *into = choose(name, ACCUMULATORS, word)?;
+            }
+        }
+        let inner = self.inner.with_accumulators(accumulators);
+        Ok(Recipe { inner, raised: Arc::clone(&self.raised) })
     }
 
     /// A short name.

@@ -193,14 +193,15 @@ impl QuantTensor {
     }
 
     /// The product of the row directions: self · otherᵀ. `nvfp4.matmul` has more settings.
-    #[pyo3(signature = (other, *, bias=None, dtype=None))]
+    #[pyo3(signature = (other, *, bias=None, dtype=None, accumulator="precise"))]
     fn matmul<'py>(
         slf: &Bound<'py, Self>,
         other: &Bound<'py, PyAny>,
         bias: Option<Bound<'py, PyAny>>,
         dtype: Option<Bound<'py, PyAny>>,
+        accumulator: &str,
     ) -> PyResult<Bound<'py, PyAny>> {
-        matmul(slf.py(), slf.as_any(), other, bias, 1.0, None, 1.0, dtype)
+        matmul(slf.py(), slf.as_any(), other, bias, 1.0, None, 1.0, dtype, accumulator)
     }
 
     /// The same tensor with its scales 'linear' or 'swizzled'.

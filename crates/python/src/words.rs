@@ -1,8 +1,8 @@
 //! The words of settings. A word that is not known is a `ValueError` that names the known ones.
 
 use nvfp4::{
-    Bound as E4m3Bound, Directions, ErrorPath, Finite, GlobalScale, Layout, Metric, Precision, Profile, Rounding,
-    ScaleRule, Side, Specials, Tile,
+    Accumulator, Bound as E4m3Bound, Directions, ErrorPath, Finite, GlobalScale, Layout, Metric, Precision, Profile,
+    Rounding, ScaleRule, Side, Specials, Tile,
 };
 use nvfp4_recipe::{AttentionSlot, BackwardOverride, LinearSlot, Reduction, Slot};
 use pyo3::exceptions::PyValueError;
@@ -26,6 +26,8 @@ pub const PROFILES: Words<Profile> = &[
 ];
 pub const LAYOUTS: Words<Layout> = &[("linear", Layout::Linear), ("swizzled", Layout::Swizzled)];
 pub const FINITES: Words<Finite> = &[("keep", Finite::Keep), ("refuse", Finite::Refuse)];
+pub const ACCUMULATORS: Words<Accumulator> =
+    &[("precise", Accumulator::Precise), ("split", Accumulator::Split), ("fast", Accumulator::Fast)];
 pub const PRECISIONS: Words<Precision> =
     &[("float32", Precision::F32), ("bfloat16", Precision::Bf16), ("float16", Precision::F16)];
 pub const REDUCTIONS: Words<Reduction> = &[("max", Reduction::Max), ("local", Reduction::Local)];

@@ -99,3 +99,23 @@ def test_a_recipe_that_refuses_what_is_not_finite():
                 nvfp4.Quantizer(spec=spec, directions="both", finite="refuse").quantize(x)
     with pytest.raises(ValueError, match="unknown finite 'no'; there are 'keep', 'refuse'"):
         recipe.with_finite("no")
+
+
+def test_accumulators_of_fp8_are_those_of_the_preset_unless_given():
+    def of(recipe):
+        return nvfp4.Plan(recipe, [("fc", "linear")]).accumulators
+
+    assert of(nvfp4.Recipe("current_scaling")) == ("fast", "split", "split")
+    assert of(nvfp4.Recipe("float8_block_scaling")) == ("split", "split", "split")
+    recipe = nvfp4.Recipe("delayed_scaling").with_accumulators(fprop="precise")
+    assert of(recipe) == ("precise", "split", "split") and recipe != nvfp4.Recipe("delayed_scaling")
+    text = '[default]\npreset = "delayed_scaling"\n[accumulators]\nfprop = "precise"'
+    assert of(nvfp4.Recipe.from_toml(text)) == of(recipe)
+    assert "sums of FP8 on a GPU: fprop precise, dgrad split, wgrad split" in str(nvfp4.Plan(recipe, [("fc", "linear")]))
+    with pytest.raises(ValueError, match="unknown wgrad 'slow'; there are 'precise', 'split', 'fast'"):
+        recipe.with_accumulators(wgrad="slow")
+    x = nvfp4.Quantizer(spec="fp8").quantize(np.ones((16, 32), np.float32))
+    # A CPU adds precisely, whatever is allowed.
+    assert np.array_equal(nvfp4.matmul(x, x, accumulator="fast"), nvfp4.matmul(x, x))
+    with pytest.raises(ValueError, match="unknown accumulator 'half'"):
+        nvfp4.matmul(x, x, accumulator="half")

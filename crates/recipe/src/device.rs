@@ -1,7 +1,7 @@
 //! How this engine runs formats on a device.
 
 use nvfp4::format::{Family, Name};
-use nvfp4_kernels::gemm::{self, Stored};
+use nvfp4_kernels::gemm::{self, Accumulator, Stored};
 use std::collections::BTreeSet;
 use std::fmt;
 
@@ -33,11 +33,12 @@ impl fmt::Display for Execution {
 /// for nothing.
 ///
 /// ```
-/// use nvfp4_recipe::{Capabilities, Family, Execution, Units};
+/// use nvfp4_recipe::{Accumulator, Capabilities, Execution, Family, Units};
 ///
-/// assert_eq!(Capabilities::software().execution(&Family::Nvfp4), Execution::Software);
-/// assert_eq!(Capabilities::gpu(9, 0).execution(&Family::Nvfp4), Execution::On(Units::Bf16TensorCores));
-/// assert_eq!(Capabilities::gpu(9, 0).execution(&Family::Fp8), Execution::On(Units::MultiplyAdds));
+/// let (hopper, sums) = (Capabilities::gpu(9, 0), Accumulator::Split);
+/// assert_eq!(Capabilities::software().execution(&Family::Nvfp4, sums), Execution::Software);
+/// assert_eq!(hopper.execution(&Family::Nvfp4, sums), Execution::On(Units::Bf16TensorCores));
+/// assert_eq!(hopper.execution(&Family::Fp8, sums), Execution::On(Units::Fp8TensorCores));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
@@ -70,8 +71,8 @@ impl Capabilities {
         self
     }
 
-    /// How a format runs.
-    pub fn execution(&self, family: &Family) -> Execution {
+    /// How products of a format run; FP8's with this accumulator.
+    pub fn execution(&self, family: &Family, accumulator: Accumulator) -> Execution {
         if self.missing.contains(family) {
             return Execution::Missing;
         }
@@ -83,6 +84,8 @@ impl Capabilities {
             Family::Custom(name) if !self.custom.contains(name) => return Execution::Missing,
             Family::HighPrecision | Family::Custom(_) => return Execution::Software,
         };
-        self.gpu.and_then(|capability| gemm::units(stored, capability)).map_or(Execution::Software, Execution::On)
+        self.gpu
+            .and_then(|capability| gemm::units(stored, accumulator, capability))
+            .map_or(Execution::Software, Execution::On)
     }
 }

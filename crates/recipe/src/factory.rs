@@ -1,5 +1,6 @@
 //! Recipes: what answers "how is this tensor quantized?".
 
+use super::accumulators::Accumulators;
 use super::attention::AttentionPrecision;
 use super::backward::BackwardOverride;
 use super::decision::{Decision, Reason};
@@ -39,6 +40,8 @@ pub struct Recipe {
     backward: BackwardOverride,
     attention: Option<AttentionPrecision>,
     finite: Finite,
+    /// What the source says, if there is none.
+    accumulators: Option<Accumulators>,
     notes: Arc<[String]>,
 }
 
@@ -84,6 +87,9 @@ impl Recipe {
     /// [nvfp4]                      # switches of the preset nvfp4, wherever this file names it
     /// activations = "row-scaled"
     ///
+    /// [accumulators]               # of products of FP8 operands on a GPU
+    /// fprop = "split"              # or "fast", "precise"
+    ///
     /// [require]
     /// attention = "high-precision"
     /// ```
@@ -104,7 +110,7 @@ impl Recipe {
 
     fn new(source: Source) -> Self {
         let (backward, finite) = (BackwardOverride::None, Finite::Keep);
-        Recipe { source, backward, attention: None, finite, notes: Arc::default() }
+        Recipe { source, backward, attention: None, finite, accumulators: None, notes: Arc::default() }
     }
 
     /// The same recipe with another backward pass.
@@ -128,6 +134,11 @@ impl Recipe {
         Recipe { finite, ..self.clone() }
     }
 
+    /// The same recipe with other accumulators of FP8 products.
+    pub fn with_accumulators(&self, accumulators: Accumulators) -> Self {
+        Recipe { accumulators: Some(accumulators), ..self.clone() }
+    }
+
     pub(super) fn with_notes(self, notes: Vec<String>) -> Self {
         Recipe { notes: notes.into(), ..self }
     }
@@ -140,6 +151,15 @@ impl Recipe {
     /// What is done about NaN and infinities.
     pub fn finite(&self) -> Finite {
         self.finite
+    }
+
+    /// How precisely a GPU adds the products of FP8 operands.
+    pub fn accumulators(&self) -> Accumulators {
+        self.accumulators.unwrap_or_else(|| match &self.source {
+            Source::Preset(preset) => preset.accumulators(),
+            Source::Rules(rules) => rules.accumulators,
+            Source::Function { .. } => Accumulators::default(),
+        })
     }
 
     /// The precision that attention must have.
@@ -196,7 +216,11 @@ impl PartialEq for Recipe {
             (Source::Function { key: a, .. }, Source::Function { key: b, .. }) => a == b,
             _ => false,
         };
-        sources && self.backward == other.backward && self.attention == other.attention && self.finite == other.finite
+        sources
+            && self.backward == other.backward
+            && self.attention == other.attention
+            && self.finite == other.finite
+            && self.accumulators() == other.accumulators()
     }
 }
 
@@ -212,6 +236,7 @@ impl fmt::Debug for Recipe {
             .field("backward", &self.backward)
             .field("attention", &self.attention)
             .field("finite", &self.finite)
+            .field("accumulators", &self.accumulators())
             .finish()
     }
 }

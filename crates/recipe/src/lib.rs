@@ -20,6 +20,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accumulators;
 mod attention;
 mod backward;
 mod config;
@@ -44,6 +45,7 @@ mod rules;
 mod state;
 mod training;
 
+pub use accumulators::Accumulators;
 pub use attention::{AttentionMode, AttentionPrecision};
 pub use backward::BackwardOverride;
 pub use consumers::{Support, Use, support};
@@ -54,6 +56,7 @@ pub use factory::Recipe;
 pub use layers::{AttentionKind, HandOver, LayerKind, LayerNormMlp, MultiheadAttention, TransformerLayer};
 pub use legacy::{LegacyModule, LegacyRole, LegacySlot, Read};
 pub use model::{Edge, KeepInput, Model, Module, Purpose, Quantizable, WeightStorage};
+pub use nvfp4::Accumulator;
 pub use nvfp4::format::{
     AmaxFn, AmaxRule, AmaxRules, Arithmetic, BlockTile, ColumnSource, Conflict, Delayed, Epsilon, Family, Format, Fp8,
     Fp8Block, Fp8Code, MxTile, Mxfp8, Name, Nvfp4, Origin, QuantSpec, Reduction, Replay, ScaleStep, Split, Stored,

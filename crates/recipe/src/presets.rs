@@ -1,5 +1,6 @@
 //! Ready recipes.
 
+use super::accumulators::Accumulators;
 use super::role::{AttentionSlot, LinearSlot, Pass, Role, Slot};
 use super::training::{Nvfp4Training, Scope};
 use crate::{Error, Result};
@@ -7,7 +8,7 @@ use nvfp4::format::keywords::{Keywords, find, list};
 use nvfp4::format::{
     AmaxRule, BlockTile, ColumnSource, Delayed, Format, Fp8, Fp8Block, Fp8Code, Mxfp8, Nvfp4, QuantSpec,
 };
-use nvfp4::{GlobalScale, Quantizer};
+use nvfp4::{Accumulator, GlobalScale, Quantizer};
 use std::fmt;
 use std::str::FromStr;
 
@@ -106,6 +107,14 @@ impl Preset {
     /// The NVFP4 training recipe with its switches.
     pub const fn nvfp4(training: Nvfp4Training) -> Self {
         Preset { base: Base::Nvfp4(training), attention: AttentionSlots::HighPrecision }
+    }
+
+    /// The accumulators of its FP8 products: upstream's.
+    pub(super) fn accumulators(&self) -> Accumulators {
+        match self.base {
+            Base::Fp8BlockScaling => Accumulators::all(Accumulator::Split),
+            _ => Accumulators::default(),
+        }
     }
 
     /// The same preset with another answer for attention.

@@ -188,9 +188,9 @@ impl Run<'_> {
         let product = Product {
             accumulate: Accumulate::Reference,
             epilogue: Some(self.epilogue),
-            alpha: 1.0,
             bias: self.bias,
             add: c.map(|c| (c, 1.0)),
+            ..Product::default()
         };
         for &implementation in self.implementations {
             let mut got = vec![T::default(); expected.len()];

@@ -64,16 +64,22 @@ RULE u32 encode_four(float a, float b, float c, float d, Format f) {
 // Format::decode. E5M2 is the high byte of a binary16 number.
 RULE float decode(u32 byte, Format f) { return f == E4M3 ? e4m3::decode(byte) : precision::from_f16((u16)(byte << 8)); }
 
-// The values of four bytes, the lowest one first.
-RULE void decode_four(u32 codes, Format f, float out[4]) {
 #if HARDWARE_E4M3
-    // Through binary16, which has every value of both formats.
-    u32 halves[2];
+// Four bytes in binary16, which has every value of both formats, the lowest one first.
+RULE void decode_halves(u32 codes, Format f, u32 halves[2]) {
     if (f == E4M3)
         asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
             : "=r"(halves[0]), "=r"(halves[1]) : "r"(codes));
     else
         halves[0] = __byte_perm(codes, 0, 0x1404), halves[1] = __byte_perm(codes, 0, 0x3424);
+}
+#endif
+
+// The values of four bytes, the lowest one first.
+RULE void decode_four(u32 codes, Format f, float out[4]) {
+#if HARDWARE_E4M3
+    u32 halves[2];
+    decode_halves(codes, f, halves);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"

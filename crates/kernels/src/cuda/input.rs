@@ -53,15 +53,15 @@ impl Values<'_> {
     }
 
     /// An error unless they are memory of `device`, aligned to their size.
-    pub(crate) fn check(&self, device: Device) -> super::Result<()> {
-        fn check<T: Plain>(x: &Slice<'_, T>, device: Device) -> super::Result<()> {
-            x.check(device, "input")?;
-            x.check_aligned(size_of::<T>(), "input")
+    pub(crate) fn check(&self, device: Device, what: &'static str) -> super::Result<()> {
+        fn check<T: Plain>(x: &Slice<'_, T>, device: Device, what: &'static str) -> super::Result<()> {
+            x.check(device, what)?;
+            x.check_aligned(size_of::<T>(), what)
         }
         match self {
-            Values::F32(x) => check(x, device),
-            Values::Bf16(x) => check(x, device),
-            Values::F16(x) => check(x, device),
+            Values::F32(x) => check(x, device, what),
+            Values::Bf16(x) => check(x, device, what),
+            Values::F16(x) => check(x, device, what),
         }
     }
 
@@ -86,7 +86,7 @@ impl Elements for Values<'_> {
 impl Input<'_> {
     /// An error unless the elements are memory of `device`, aligned to their size.
     pub(crate) fn check(&self, device: Device) -> super::Result<()> {
-        self.values().check(device)
+        self.values().check(device, "input")
     }
 
     /// Whether every row starts at a multiple of 16 bytes.

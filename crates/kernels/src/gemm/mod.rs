@@ -21,7 +21,7 @@ use crate::{Implementation, Input, Result};
 use nvfp4_spec::matrix::{Matrix, View};
 use nvfp4_spec::{Element, Error, fp8, gemm as spec};
 
-pub use spec::{Accumulate, Epilogue, Product};
+pub use spec::{Accumulate, Accumulator, Epilogue, Product};
 pub use units::{Stored, Units, units};
 
 /// One side of a product, with rows along K.

@@ -1,6 +1,7 @@
 //! Which units of a GPU compute which products. This module answers without a GPU; `cuda::describe`
 //! answers for given operands, and tests on a GPU compare the two.
 
+use nvfp4_spec::gemm::Accumulator;
 use std::fmt;
 
 /// The format of both operands of a product.
@@ -22,6 +23,9 @@ pub enum Stored {
 pub enum Units {
     /// Tensor cores that multiply bf16, which holds every decoded value exactly.
     Bf16TensorCores,
+    /// Tensor cores that multiply FP8 codes, through cuBLASLt: twice as fast, with sums of fewer
+    /// bits.
+    Fp8TensorCores,
     /// Multiply-adds in binary32, without tensor cores: an order of magnitude slower.
     MultiplyAdds,
 }
@@ -30,27 +34,36 @@ impl fmt::Display for Units {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Units::Bf16TensorCores => "on bf16 tensor cores",
+            Units::Fp8TensorCores => "on FP8 tensor cores",
             Units::MultiplyAdds => "by multiply-adds without tensor cores",
         })
     }
 }
 
 /// The units that multiply two operands of this format on a GPU of this compute capability; `None`
-/// if there are no kernels for it.
+/// if there are no kernels for it. Where cuBLASLt is missing, or refuses a shape, FP8 goes to bf16
+/// tensor cores too.
 ///
-/// No kernel here uses the instructions for FP4 and FP8 that newer chips have, so Blackwell runs
-/// what Ampere runs.
+/// No kernel here uses the instructions for FP4 that newer chips have, so Blackwell runs what
+/// Hopper runs.
 ///
 /// ```
-/// use nvfp4_kernels::gemm::{Stored, Units, units};
+/// use nvfp4_kernels::gemm::{Accumulator, Stored, Units, units};
 ///
-/// assert_eq!(units(Stored::Nvfp4, (10, 0)), Some(Units::Bf16TensorCores));
-/// assert_eq!(units(Stored::Mxfp8, (10, 0)), Some(Units::MultiplyAdds));
-/// assert_eq!(units(Stored::Nvfp4, (7, 5)), None);
+/// assert_eq!(units(Stored::Nvfp4, Accumulator::Fast, (10, 0)), Some(Units::Bf16TensorCores));
+/// assert_eq!(units(Stored::Fp8, Accumulator::Fast, (9, 0)), Some(Units::Fp8TensorCores));
+/// assert_eq!(units(Stored::Fp8, Accumulator::Precise, (9, 0)), Some(Units::Bf16TensorCores));
+/// assert_eq!(units(Stored::Nvfp4, Accumulator::Precise, (7, 5)), None);
 /// ```
-pub fn units(stored: Stored, capability: (u32, u32)) -> Option<Units> {
+pub fn units(stored: Stored, accumulator: Accumulator, capability: (u32, u32)) -> Option<Units> {
+    let reduced = accumulator != Accumulator::Precise && capability >= LEAST_FP8;
     (capability >= (8, 0)).then_some(match stored {
-        Stored::Nvfp4 => Units::Bf16TensorCores,
-        Stored::Fp8 | Stored::Fp8Block | Stored::Mxfp8 => Units::MultiplyAdds,
+        Stored::Fp8 if reduced => Units::Fp8TensorCores,
+        // cuBLASLt has blocks of 128 on Hopper alone.
+        Stored::Fp8Block if reduced && capability.0 == 9 => Units::Fp8TensorCores,
+        Stored::Nvfp4 | Stored::Fp8 | Stored::Fp8Block | Stored::Mxfp8 => Units::Bf16TensorCores,
     })
 }
+
+/// FP8 tensor cores came with this compute capability.
+pub(crate) const LEAST_FP8: (u32, u32) = (8, 9);

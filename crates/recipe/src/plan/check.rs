@@ -244,7 +244,7 @@ fn devices(plan: &mut Plan, device: &Capabilities, problems: &mut Vec<Problem>) 
         let formats = [Side::Row, Side::Column].map(|side| entry.spec.format(side));
         let families: BTreeSet<Family> = formats.iter().map(Format::family).collect();
         for family in families.into_iter().filter(|family| *family != Family::HighPrecision) {
-            let how = device.execution(&family);
+            let how = device.execution(&family, plan.accumulators.reduced());
             if how == Execution::Missing {
                 problems.push(Problem::Device {
                     site: entry.role.owner.clone(),

@@ -6,6 +6,7 @@ mod table;
 
 pub use diff::{Change, PlanDiff, Transition};
 
+use super::accumulators::Accumulators;
 use super::attention::AttentionMode;
 use super::decision::{Decision, Reason};
 use super::device::{Capabilities, Execution};
@@ -35,6 +36,7 @@ use std::fmt;
 pub struct Plan {
     recipe: String,
     finite: Finite,
+    accumulators: Accumulators,
     purpose: Purpose,
     modules: Vec<Module>,
     /// Where each module is in the list.
@@ -137,6 +139,7 @@ impl Plan {
         let plan = Plan {
             recipe: recipe.name(),
             finite: recipe.finite(),
+            accumulators: recipe.accumulators(),
             purpose: model.purpose,
             modules: model.modules.clone(),
             // Backwards: of a path that stands twice, which was reported, the first counts.
@@ -161,6 +164,11 @@ impl Plan {
     /// What the quantizers of this plan do about NaN and infinities.
     pub fn finite(&self) -> Finite {
         self.finite
+    }
+
+    /// How precisely a GPU adds the products of FP8 operands.
+    pub fn accumulators(&self) -> Accumulators {
+        self.accumulators
     }
 
     /// All tensors, in the order of the model.

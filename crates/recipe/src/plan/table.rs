@@ -2,10 +2,10 @@
 
 use super::{Entry, Plan};
 use crate::fold::ranges;
-use crate::keywords::POLICIES;
+use crate::keywords::{ACCUMULATORS, POLICIES};
 use crate::role::{Consumer, Site, Slot};
 use nvfp4::format::keywords::keyword;
-use nvfp4::format::{ColumnSource, QuantSpec};
+use nvfp4::format::{ColumnSource, Family, QuantSpec};
 use nvfp4::{Finite, Side};
 use serde_json::{Value, json};
 use std::fmt;
@@ -40,6 +40,9 @@ impl fmt::Display for Plan {
         if !runs.is_empty() {
             writeln!(f, "runs: {}", runs.join(", "))?;
         }
+        if self.has_fp8() {
+            writeln!(f, "sums of FP8 on a GPU: {}", self.accumulators)?;
+        }
         if self.finite == Finite::Refuse {
             writeln!(f, "NaN and infinities: refused in tensors that are quantized")?;
         }
@@ -48,8 +51,8 @@ impl fmt::Display for Plan {
 }
 
 impl Plan {
-    /// The plan as JSON: {recipe, fingerprint, finite, tensors, attention, runs, warnings}, one
-    /// entry per tensor.
+    /// The plan as JSON: {recipe, fingerprint, finite, tensors, attention, runs, accumulators,
+    /// warnings}, one entry per tensor.
     pub fn to_json(&self) -> Value {
         let consumers = |entry: &Entry| match &entry.role.consumer {
             None => Value::Null,
@@ -87,8 +90,18 @@ impl Plan {
             "tensors": tensors,
             "attention": attention,
             "runs": runs,
+            "accumulators": {
+                "fprop": keyword(ACCUMULATORS, self.accumulators.fprop),
+                "dgrad": keyword(ACCUMULATORS, self.accumulators.dgrad),
+                "wgrad": keyword(ACCUMULATORS, self.accumulators.wgrad),
+            },
             "warnings": warnings,
         })
+    }
+
+    /// Whether products may meet FP8 on both sides.
+    fn has_fp8(&self) -> bool {
+        self.runs.keys().any(|family| matches!(family, Family::Fp8 | Family::Fp8Block))
     }
 
     /// Each mode of attention and the modules that have it.

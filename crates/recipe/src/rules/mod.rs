@@ -2,6 +2,7 @@
 
 mod read;
 
+use super::accumulators::Accumulators;
 use super::attention::AttentionPrecision;
 use super::backward::BackwardOverride;
 use super::decision::{Decision, Reason};
@@ -20,6 +21,7 @@ pub(super) struct Rules {
     pub backward: BackwardOverride,
     pub attention: Option<AttentionPrecision>,
     pub finite: Finite,
+    pub accumulators: Accumulators,
     pub rules: Vec<Rule>,
     default: Action,
 }
@@ -71,6 +73,16 @@ impl Rules {
             Action::Preset(preset) => preset.spec(role)?,
         };
         Ok(Decision { spec, reason })
+    }
+}
+
+impl Action {
+    /// The accumulators of what it gives.
+    fn accumulators(&self) -> Accumulators {
+        match self {
+            Action::Spec(_) => Accumulators::default(),
+            Action::Preset(preset) => preset.accumulators(),
+        }
     }
 }
 

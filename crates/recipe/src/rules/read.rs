@@ -1,9 +1,10 @@
 //! Reads a rule file, and collects all that is wrong with it.
 
 use super::{Action, ModuleWord, Rule, Rules, SlotWord};
+use crate::accumulators::Accumulators;
 use crate::attention::AttentionPrecision;
 use crate::backward::BackwardOverride;
-use crate::keywords::{POLICIES, TRANSFORMS};
+use crate::keywords::{ACCUMULATORS, POLICIES, TRANSFORMS};
 use crate::path::Glob;
 use crate::presets::Preset;
 use crate::problem::{Problem, Problems};
@@ -112,7 +113,11 @@ impl<'a> Reader<'a> {
             return None;
         }
         let table = table.get_ref();
-        self.keys(table, "a rule file", &["name", "backward", "finite", "rule", "default", "nvfp4", "require"]);
+        self.keys(
+            table,
+            "a rule file",
+            &["name", "backward", "finite", "rule", "default", "nvfp4", "accumulators", "require"],
+        );
         let name = table.get("name").and_then(|value| self.text(value, "name")).unwrap_or("rules".to_string());
         let backward = table.get("backward").and_then(|value| self.word(value, "backward", BACKWARDS));
         let finite = table.get("finite").and_then(|value| self.word(value, "finite", POLICIES)).unwrap_or_default();
@@ -149,7 +154,12 @@ impl<'a> Reader<'a> {
                           use that preset or leave [nvfp4] out";
             self.problem(switches.span().start, reason);
         }
-        Some(Rules { name, backward: backward.unwrap_or_default(), attention, finite, rules, default: default? })
+        let accumulators = table.get("accumulators").and_then(|value| self.table(value, "[accumulators]"));
+        let default = default?;
+        // Those of the default, but for what the file says.
+        let accumulators = accumulators.map_or(default.accumulators(), |table| self.accumulators(table, &default));
+        let backward = backward.unwrap_or_default();
+        Some(Rules { name, backward, attention, finite, accumulators, rules, default })
     }
 
     fn rule(&mut self, value: &Value<'a>, training: Option<Nvfp4Training>) -> Option<Rule> {
@@ -230,6 +240,15 @@ impl<'a> Reader<'a> {
             }
         }
         training
+    }
+
+    fn accumulators(&mut self, table: &DeTable<'a>, default: &Action) -> Accumulators {
+        self.keys(table, "[accumulators]", &["fprop", "dgrad", "wgrad"]);
+        let mut accumulators = default.accumulators();
+        self.set(table, "fprop", ACCUMULATORS, &mut accumulators.fprop);
+        self.set(table, "dgrad", ACCUMULATORS, &mut accumulators.dgrad);
+        self.set(table, "wgrad", ACCUMULATORS, &mut accumulators.wgrad);
+        accumulators
     }
 
     fn set<T: Copy>(&mut self, table: &DeTable<'a>, key: &str, words: Keywords<T>, into: &mut T) {

@@ -76,6 +76,24 @@ attention = "high-precision"
     plan(&zoo(), &recipe);
 }
 
+/// Those of the default, but for what a file says.
+#[test]
+fn accumulators_of_a_file() {
+    let of = |text: &str| Recipe::from_toml(text).unwrap().accumulators().to_string();
+    for (preset, expected) in [
+        ("current_scaling", "fprop fast, dgrad split, wgrad split"),
+        ("float8_block_scaling", "fprop split, dgrad split, wgrad split"),
+    ] {
+        assert_eq!(of(&format!("[default]\npreset = '{preset}'")), expected);
+        assert_eq!(preset.parse::<Recipe>().unwrap().accumulators().to_string(), expected);
+    }
+    let file = "[default]\npreset = 'current_scaling'\n[accumulators]\ndgrad = 'precise'";
+    assert_eq!(of(file), "fprop fast, dgrad precise, wgrad split");
+    let found = messages("[default]\nspec = 'fp8'\n[accumulators]\nfprop = 'slow'\ngrad = 'fast'");
+    assert_eq!(found[0], "line 4: fprop: unknown value 'slow'; there are precise, split, fast");
+    assert_eq!(found[1], "line 5: unknown key `grad`; [accumulators] takes fprop, dgrad, wgrad");
+}
+
 #[test]
 fn all_errors_of_a_file_are_listed_with_their_lines() {
     let found = messages(
@@ -100,7 +118,7 @@ attention = "nvfp4"
 "#,
     );
     let starts = [
-        "line 2: unknown key `title`; a rule file takes name, backward, finite, rule, default, nvfp4, require",
+        "line 2: unknown key `title`; a rule file takes name, backward, finite, rule, default, nvfp4, accumulators, require",
         "line 3: backward: unknown value 'sometimes'; there are none, high-precision, dequantized",
         "line 5: unknown key `paths`; a rule takes path, module, slot, pass, spec, preset",
         "line 6: path: the list is empty; leave the key out to fit everything",

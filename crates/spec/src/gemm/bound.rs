@@ -32,7 +32,8 @@ pub fn bound(k: usize, magnitude: f64) -> f64 {
     (k + 8) as f64 * 2f64.powi(-22) * magnitude
 }
 
-/// The interval of an output whose sum is within the [`bound`].
+/// The interval of an output whose sum is within the bound of the product's
+/// [`Accumulator`](super::Accumulator).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Interval {
     /// The exact output, in binary64: NaN if it is.
@@ -76,7 +77,8 @@ impl Interval {
         // The sum is rounded here, and at most seven roundings to binary32 follow; 1 % covers their
         // interaction.
         let wide = 8.0 * 2f64.powi(-24) * ((magnitude * scale).abs() + bias.abs() + c.abs());
-        let allowed = bound(a.cols(), magnitude) * scale.abs() + wide + 1.01 * unit * rounded + 3.0 * least;
+        let allowed =
+            product.accumulator.bound(a.cols(), magnitude) * scale.abs() + wide + 1.01 * unit * rounded + 3.0 * least;
         Interval { exact, allowed }
     }
 

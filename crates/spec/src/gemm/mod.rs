@@ -10,13 +10,16 @@
 //! is no multiple of 16 ends in zeros.
 //!
 //! Any other pair is a sum of products of the operands' values ([`Operand`] says which those are),
-//! and has a [`bound`].
+//! and has a [`bound`]; one of FP8 tensor cores, which add in fewer bits, has that of its
+//! [`Accumulator`].
 
+mod accumulator;
 mod bound;
 mod operand;
 mod output_scale;
 mod sums;
 
+pub use accumulator::{Accumulator, SPLIT};
 pub use bound::{Interval, bound};
 pub use operand::Operand;
 pub use output_scale::OutputScale;
@@ -64,6 +67,8 @@ impl Epilogue {
 pub struct Product<'a, T> {
     /// How the terms are summed.
     pub accumulate: Accumulate,
+    /// How precisely a GPU may add the products of FP8 operands.
+    pub accumulator: Accumulator,
     /// In what order the factors are applied; `None` picks [`Epilogue::of`] the operands.
     pub epilogue: Option<Epilogue>,
     /// The caller's factor α.
@@ -94,7 +99,14 @@ impl<T> Product<'_, T> {
 
 impl<T> Default for Product<'_, T> {
     fn default() -> Self {
-        Product { accumulate: Accumulate::Exact, epilogue: None, alpha: 1.0, bias: None, add: None }
+        Product {
+            accumulate: Accumulate::Exact,
+            accumulator: Accumulator::Precise,
+            epilogue: None,
+            alpha: 1.0,
+            bias: None,
+            add: None,
+        }
     }
 }
 

@@ -41,6 +41,10 @@ pub struct Args {
     /// Columns of both. Default: 4096, or on a GPU 8192.
     #[arg(long)]
     k: Option<usize>,
+    /// The format of both operands, on a GPU. FP8 is timed with every accumulator that it has: `precise` adds in binary32, `split` and
+    /// `fast` on FP8 tensor cores.
+    #[arg(long, value_enum, default_value_t = Operands::Nvfp4)]
+    format: Operands,
     /// Implementation on the CPU: scalar, avx2 or avx512. Default: the fastest.
     #[arg(long)]
     implementation: Option<Implementation>,
@@ -52,6 +56,31 @@ pub struct Args {
     /// nvfp4: {…}, cublas_us, decode_weights_us, decode_both_us}.
     #[arg(long)]
     json: bool,
+}
+
+/// The format of operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Operands {
+    /// NVFP4 activations, and bf16 ones, with NVFP4 weights.
+    Nvfp4,
+    /// FP8 with a scale per tensor.
+    Fp8,
+    /// FP8 in blocks: 1×128 activations, 128×128 weights.
+    Fp8Block,
+    /// MXFP8.
+    Mxfp8,
+}
+
+impl Operands {
+    #[cfg(feature = "cuda")]
+    fn name(self) -> &'static str {
+        match self {
+            Operands::Nvfp4 => "nvfp4",
+            Operands::Fp8 => "fp8",
+            Operands::Fp8Block => "fp8-block",
+            Operands::Mxfp8 => "mxfp8",
+        }
+    }
 }
 
 /// What to multiply.
@@ -75,13 +104,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let (sizes, implementation) = args.on_cpu()?;
         cpu::run(&sizes, implementation, args.format())
     };
-    crate::until_closed(args.place.run(on_cpu, |ordinal| run_on_gpu(ordinal, &args.on_gpu()?, args.format())))?;
+    let on_gpu = |ordinal| run_on_gpu(ordinal, &args.on_gpu()?, args.format, args.format());
+    crate::until_closed(args.place.run(on_cpu, on_gpu))?;
     Ok(ExitCode::SUCCESS)
 }
 
 impl Args {
     fn on_cpu(&self) -> Result<(Sizes, Implementation)> {
         ensure!(!self.verbose, "--verbose is for --device cuda: on the CPU --implementation says what multiplies");
+        ensure!(self.format == Operands::Nvfp4, "--format is for --device cuda: on the CPU both are NVFP4");
         let implementation = self.implementation.unwrap_or_else(Implementation::best);
         ensure!(
             !implementation.is_gpu(),
@@ -117,11 +148,15 @@ impl Args {
 }
 
 #[cfg(feature = "cuda")]
-fn run_on_gpu(ordinal: usize, sizes: &Sizes, format: Format) -> Result<()> {
-    cuda::run(crate::device::open(ordinal)?, sizes, format)
+fn run_on_gpu(ordinal: usize, sizes: &Sizes, operands: Operands, format: Format) -> Result<()> {
+    let device = crate::device::open(ordinal)?;
+    match operands {
+        Operands::Nvfp4 => cuda::run(device, sizes, format),
+        _ => cuda::fp8::run(device, sizes, operands, format),
+    }
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run_on_gpu(_: usize, _: &Sizes, _: Format) -> Result<()> {
+fn run_on_gpu(_: usize, _: &Sizes, _: Operands, _: Format) -> Result<()> {
     anyhow::bail!(crate::device::NOT_BUILT)
 }

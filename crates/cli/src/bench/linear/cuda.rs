@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use half::bf16;
 use nvfp4::cuda::{Device, Direction, Gpu, Input, Offset, Options, Product, QuantTensor, Randomness, Values};
 use nvfp4::{Rounding, Side};
-use nvfp4_kernels::cuda::{Buffer, Slice, Stream, time_interleaved};
+use nvfp4_kernels::cuda::{Buffer, Pool, Slice, Stream, time_interleaved};
 use nvfp4_kernels::gemm::cuda::Cublas;
 use nvfp4_recipe::LinearSlot;
 use std::ops::Range;
@@ -129,9 +129,9 @@ impl<'a> Layer<'a> {
                 let held = std::mem::take(&mut self.held);
                 let Held { x, w, dy } = &held[recipe];
                 let done = match part {
-                    Part::Forward => self.multiply(part, x, w),
-                    Part::InputGradient => self.multiply(part, dy, w),
-                    _ => self.multiply(part, dy, x),
+                    Part::Forward => self.multiply(recipe, part, x, w),
+                    Part::InputGradient => self.multiply(recipe, part, dy, w),
+                    _ => self.multiply(recipe, part, dy, x),
                 };
                 self.held = held;
                 done
@@ -146,10 +146,10 @@ impl<'a> Layer<'a> {
         let quantizers = &self.recipes[recipe];
         let x = self.quantize(quantizers, LinearSlot::Input)?;
         let w = self.quantize(quantizers, LinearSlot::Weight)?;
-        self.multiply(Part::Forward, &x, &w)?;
+        self.multiply(recipe, Part::Forward, &x, &w)?;
         let dy = self.quantize(quantizers, LinearSlot::GradOutput)?;
-        self.multiply(Part::InputGradient, &dy, &w)?;
-        self.multiply(Part::WeightGradient, &dy, &x)
+        self.multiply(recipe, Part::InputGradient, &dy, &w)?;
+        self.multiply(recipe, Part::WeightGradient, &dy, &x)
     }
 
     /// Rows of the tensors' experts.
@@ -177,19 +177,23 @@ impl<'a> Layer<'a> {
     }
 
     /// One product of every expert.
-    fn multiply(&mut self, part: Part, a: &[QuantTensor], b: &[QuantTensor]) -> Result<()> {
-        let Sizes { m, n, k, groups } = self.sizes;
-        let (out, (a_side, b_side), each) = match part {
-            Part::Forward => (&mut self.y, (Side::Row, Side::Row), m / groups * n),
-            Part::InputGradient => (&mut self.dx, (Side::Row, Side::Column), m / groups * k),
-            _ => (&mut self.dw, (Side::Column, Side::Column), n * k),
+    fn multiply(&mut self, recipe: usize, part: Part, a: &[QuantTensor], b: &[QuantTensor]) -> Result<()> {
+        let (Sizes { m, n, k, groups }, sums) = (self.sizes, self.recipes[recipe].accumulators);
+        let (out, (a_side, b_side), each, accumulator) = match part {
+            Part::Forward => (&mut self.y, (Side::Row, Side::Row), m / groups * n, sums.fprop),
+            Part::InputGradient => (&mut self.dx, (Side::Row, Side::Column), m / groups * k, sums.dgrad),
+            _ => (&mut self.dw, (Side::Column, Side::Column), n * k, sums.wgrad),
         };
-        for (group, (a, b)) in a.iter().zip(b).enumerate() {
+        let product = Product { accumulator, ..Product::default() };
+        let mut rest = out.slice_mut();
+        let mut members = Vec::with_capacity(groups);
+        for (a, b) in a.iter().zip(b) {
             let (a, b): (&Direction, &Direction) = (a.direction(a_side)?, b.direction(b_side)?);
-            let out = out.slice_mut().range(group * each..(group + 1) * each);
-            self.gpu.matmul(a, b, &Product::default(), out)?;
+            let (out, after) = rest.split_at(each);
+            members.push((a, b, product, out));
+            rest = after;
         }
-        Ok(())
+        Ok(self.gpu.matmul_grouped(members)?)
     }
 
     /// The same product by cuBLAS. It is given the elements in the order that it likes best, rows
@@ -206,7 +210,8 @@ impl<'a> Layer<'a> {
         for group in 0..groups {
             let part = |each: usize| group * each..(group + 1) * each;
             let (a, b) = (a.range(part(shape.0 * shape.2)), b.range(part(shape.1 * shape.2)));
-            cublas.matmul_bf16(stream, a, b, shape, out.slice_mut().range(part(shape.0 * shape.1)))?;
+            let out = out.slice_mut().range(part(shape.0 * shape.1));
+            cublas.matmul_bf16(stream, a, b, shape, out, &Pool)?;
         }
         Ok(())
     }

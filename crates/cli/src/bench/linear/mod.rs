@@ -9,7 +9,7 @@ use super::place::{Place, check_size};
 use crate::device::Device;
 use anyhow::{Result, ensure};
 use nvfp4::Quantizer;
-use nvfp4_recipe::{Capabilities, LinearSlot, Model, Module, Plan, Recipe, Site, States};
+use nvfp4_recipe::{Accumulators, Capabilities, LinearSlot, Model, Module, Plan, Recipe, Site, States};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::io::Write;
@@ -129,6 +129,8 @@ struct Quantizers {
     input: Quantizer,
     weight: Quantizer,
     grad_output: Quantizer,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for GPUs"))]
+    accumulators: Accumulators,
 }
 
 impl Quantizers {
@@ -144,6 +146,7 @@ impl Quantizers {
             input: quantizer(LinearSlot::Input)?,
             weight: quantizer(LinearSlot::Weight)?,
             grad_output: quantizer(LinearSlot::GradOutput)?,
+            accumulators: plan.accumulators(),
         })
     }
 

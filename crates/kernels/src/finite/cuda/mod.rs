@@ -17,7 +17,7 @@ pub fn first_not_finite(stream: &Stream, values: Values<'_>, found: SliceMut<'_,
     check_len("result of the search for numbers that are not finite", 1, found.len())?;
     found.check(stream.device(), "result of the search for numbers that are not finite")?;
     found.check_aligned(8, "result of the search for numbers that are not finite")?;
-    values.check(stream.device())?;
+    values.check(stream.device(), "input")?;
     if values.is_empty() {
         return Ok(());
     }

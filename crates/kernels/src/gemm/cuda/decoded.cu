@@ -16,10 +16,11 @@ struct Params {
     Operand a, b;
     Output output;
     u64 k;
-    u64 first_row;  // of the outputs of this launch
+    const u32* only_if;  // if there is one, nothing is done unless it is the mark
+    u64 mark;
 };
 
-static_assert(sizeof(Params) == 216, "as in decoded.rs");
+static_assert(sizeof(Params) == 224, "as in decoded.rs");
 
 // Element k of a row without the global scale.
 template <Kind KIND, Format CODES>
@@ -53,9 +54,9 @@ RULE void load(const Operand& x, u64 first, u64 rows, u64 from, u64 k, float (&t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) gemm_decoded(const __grid_constant__ Params p) {
-    __shared__ float a[DEPTH][SIDE + 4], b[DEPTH][SIDE + 4];
-    u64 first_row = p.first_row + (u64)blockIdx.y * SIDE, first_column = (u64)blockIdx.x * SIDE;
+// The outputs of one tile.
+RULE void multiply_tile(const Params& p, u64 first_row, u64 first_column, float (&a)[DEPTH][SIDE + 4],
+                        float (&b)[DEPTH][SIDE + 4]) {
     u32 x = threadIdx.x % 16, y = threadIdx.x / 16;
     float sums[4][4] = {};
     for (u64 k = 0; k < p.k; k += DEPTH) {
@@ -86,5 +87,14 @@ extern "C" __global__ void __launch_bounds__(256) gemm_decoded(const __grid_cons
             Factors f = factors(p.output, na, numerator(p.output.b, column));
             store_output(p.output, at, finish(p.output, f, sums[i][j], bias_of(p.output, column), at));
         }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) gemm_decoded(const __grid_constant__ Params p) {
+    __shared__ float a[DEPTH][SIDE + 4], b[DEPTH][SIDE + 4];
+    if (p.only_if && *p.only_if != (u32)p.mark) return;
+    u64 wide = (p.output.cols + SIDE - 1) / SIDE, tiles = wide * ((p.output.rows + SIDE - 1) / SIDE);
+    for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        multiply_tile(p, tile / wide * SIDE, tile % wide * SIDE, a, b);
     }
 }

@@ -10,11 +10,12 @@ use crate::fp8::cuda::View as Fp8View;
 use crate::quantize::Layout;
 use nvfp4_spec::fp8::{Format, Scales, Tile};
 use nvfp4_spec::{GlobalScale, Precision, e2m1};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Outputs of a block, along each side.
 const SIDE: usize = 64;
-/// The maximum of a grid's second dimension.
-const HIGHEST: usize = 65535;
+/// Blocks of a multiprocessor: as many as run at once, and some to fill up.
+const BLOCKS: usize = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Values {
@@ -120,26 +121,53 @@ struct Params {
     b: Side,
     output: output::Params,
     k: u64,
-    first_row: u64,
+    only_if: u64,
+    mark: u64,
 }
 
-const _: () = assert!(size_of::<Params>() == 216);
+const _: () = assert!(size_of::<Params>() == 224);
 
 type Variant = (Values, Values, Kind);
 
 /// The product of checked operands with at least one output.
 pub(super) fn run(stream: &Stream, a: &Operand<'_>, b: &Operand<'_>, output: &Output) -> Result<()> {
+    run_if(stream, a, b, output, None)
+}
+
+/// What a kernel before leaves in the memory of the GPU if a product is to be computed again: a mark
+/// that no other product has, so that the memory need not be cleared.
+#[derive(Clone, Copy)]
+pub(super) struct Condition {
+    pub at: u64,
+    pub mark: u32,
+}
+
+impl Condition {
+    pub fn new(at: u64) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0x6E76_0001);
+        Condition { at, mark: NEXT.fetch_add(1, Ordering::Relaxed) }
+    }
+}
+
+/// The same, if a condition is met.
+pub(super) fn run_if(
+    stream: &Stream,
+    a: &Operand<'_>,
+    b: &Operand<'_>,
+    output: &Output,
+    condition: Option<Condition>,
+) -> Result<()> {
     static VARIANTS: Variants<Variant> = Variants::new();
     let ((left, a_side), (right, b_side)) = (Side::new(a), Side::new(b));
     let kernel = VARIANTS.get(stream.device(), (left, right, output.kind), source)?;
-    let (high, wide) = (a.rows().div_ceil(SIDE), b.rows().div_ceil(SIDE));
-    for first in (0..high).step_by(HIGHEST) {
-        let first_row = (first * SIDE) as u64;
-        let params = Params { a: a_side, b: b_side, output: output.part(0, a.rows()), k: a.cols() as u64, first_row };
-        let grid = [u32::try_from(wide).unwrap_or(u32::MAX), (high - first).min(HIGHEST) as u32, 1];
-        // SAFETY: `Params` is laid out as in decoded.cu; operands and outputs were checked.
-        unsafe { kernel.launch(stream, grid, 256, 0, &params) }?;
-    }
+    let tiles = a.rows().div_ceil(SIDE).saturating_mul(b.rows().div_ceil(SIDE));
+    let blocks = tiles.min(BLOCKS * stream.device().multiprocessors() as usize) as u32;
+    let Condition { at: only_if, mark } = condition.unwrap_or(Condition { at: 0, mark: 0 });
+    let (output, k, mark) = (output.part(0, a.rows()), a.cols() as u64, mark.into());
+    let params = Params { a: a_side, b: b_side, output, k, only_if, mark };
+    // SAFETY: `Params` is laid out as in decoded.cu; operands and outputs were checked, and the
+    // caller gives the address of a number or 0.
+    unsafe { kernel.launch(stream, [blocks, 1, 1], 256, 0, &params) }?;
     Ok(())
 }
 

@@ -4,7 +4,7 @@ use super::super::{self as gemm, Product as HostProduct};
 use super::output::Product;
 use super::{Operand, gemm as on_device};
 use crate::Result;
-use crate::cuda::{Buffer, Device, Plain, Pool, Stream, Uploaded};
+use crate::cuda::{Buffer, Device, Plain, Pool, Stream, Uploaded, Values};
 use crate::dequantize::cuda as dequantize;
 use crate::fp8::dequantize::cuda as fp8;
 use half::{bf16, f16};
@@ -69,8 +69,9 @@ fn typed<P: Element + Plain, T: Element>(
     let c = c.transpose()?;
     let product = Product {
         epilogue: product.epilogue,
+        accumulator: product.accumulator,
         alpha: product.alpha,
-        bias: bias.as_ref().map(Buffer::slice),
+        bias: bias.as_ref().map(|bias| Values::F32(bias.slice())),
         add: c.as_ref().map(Buffer::slice).zip(add.map(|(_, beta)| beta)),
     };
     stream.fetch::<P, T>(out, |out| on_device(&stream, a.operand(), b.operand(), &product, out, &Pool))

@@ -1,14 +1,21 @@
 //! Products on a GPU. **Bounded**: sums in binary32, within [`nvfp4_spec::gemm::bound`] of the
-//! exact ones.
+//! exact ones. **Reduced** where FP8 operands meet and the product asks for it: within
+//! [`Accumulator::bound`](nvfp4_spec::gemm::Accumulator::bound).
 //!
-//! There are two methods. If the right operand is NVFP4 and the left one NVFP4, bf16 or f16, tensor
-//! cores multiply (`pipeline.cuh`). The weights are reordered for them first, once as a
-//! [`PreparedWeight`] or before each product. A product of two decoded values is exact in binary32,
-//! and so is a weight in bf16 and in f16, so only additions round. Every other pair, including FP8,
-//! is decoded to binary32 and multiplied without tensor cores (`decoded.cu`). FP8 operands with one
-//! scale per matrix can also go to NVIDIA's library, which is faster and less precise:
-//! [`Cublas::matmul_fp8`].
+//! A product of two decoded values is exact in binary32, and values of NVFP4, FP8 codes and MXFP8
+//! are exact in bf16, so on bf16 tensor cores only additions round. The ways to compute one:
+//!
+//! | way | for |
+//! |---|---|
+//! | `codes.rs`: cuBLASLt on FP8 codes | two FP8 operands, where the product allows fewer bits |
+//! | `to_bf16.rs`: both sides decoded to bf16, then cuBLASLt | NVFP4 with many rows; FP8 codes, MXFP8 |
+//! | `pipeline.rs`: weights decoded in registers | NVFP4 on the right, NVFP4, bf16 or f16 on the left |
+//! | `tiles.rs`: decoded on the way to shared memory | FP8 otherwise, also in blocks of 128 |
+//! | `decoded.rs`: multiply-adds on binary32 | everything else |
+//!
+//! What a product is decides, and for NVFP4 the expected time; nothing is timed in a run.
 
+mod codes;
 mod cublas;
 mod decoded;
 mod global;
@@ -19,6 +26,8 @@ mod pipeline;
 mod prepared;
 mod scratch;
 mod shape;
+mod tiles;
+mod to_bf16;
 
 pub use cublas::Cublas;
 pub(super) use host::on_host;
@@ -33,46 +42,104 @@ use crate::{Result, cuda};
 use nvfp4_spec::{Element, Error, Precision, area};
 use output::{OperandOrder, Output};
 
+const MMA: &str = include_str!("mma.cuh");
 const OUTPUT: &str = include_str!("output.cuh");
 const WEIGHTS: &str = include_str!("weights.cuh");
 
 /// The least number of rows of B for which the operands may be swapped: fewer do not fill the large
 /// tiles.
 const LEAST_SWAPPED: usize = 256;
+/// The alignment of outputs that a description assumes, in bytes.
+const ALIGNED: u64 = 256;
 
 /// How a product is computed.
 enum Way<'a> {
+    /// By cuBLASLt on FP8 codes.
+    Codes(codes::Codes<'a>),
+    /// By cuBLASLt on operands decoded to bf16.
+    ToBf16(to_bf16::ToBf16<'a>),
     /// By tensor cores, in the type of the tokens. Tokens are the rows of A or, if the operands are
     /// swapped, the rows of B.
     Pipeline(pipeline::Tokens<'a>, pipeline::Right<'a>, OperandOrder),
+    /// By tensor cores, FP8 decoded to bf16.
+    Tiles(Operand<'a>, Operand<'a>, (tiles::Values, tiles::Values)),
     /// By multiply-adds on decoded values.
-    Decoded(Operand<'a>, Operand<'a>),
+    MultiplyAdds(Operand<'a>, Operand<'a>),
 }
 
 impl<'a> Way<'a> {
-    fn of(a: Operand<'a>, b: Weights<'a>) -> Result<Way<'a>> {
+    /// The ways that compute a product, the best one first. cuBLASLt may refuse; the last way never
+    /// does.
+    fn of(device: Device, a: Operand<'a>, b: Weights<'a>, output: &Output) -> Result<Vec<Way<'a>>> {
+        let right = match b {
+            Weights::Prepared(weight) => {
+                // Only the pipeline reads prepared weights.
+                let tokens = pipeline::Tokens::of(a).ok_or(cuda::Error::Prepared)?;
+                return Ok(vec![Way::Pipeline(tokens, pipeline::Right::Prepared(weight), OperandOrder::Given)]);
+            }
+            Weights::Operand(operand) => operand,
+        };
+        let library = Cublas::of(device);
+        let pipeline = Way::pipeline(a, right);
+        let to_bf16 = to_bf16::ToBf16::of(library, a, right, output).filter(|way| match &pipeline {
+            Some(Way::Pipeline(tokens, weights, _)) => {
+                shape::prefers_library(device, way.bytes(), (tokens.rows(), weights.size()))
+            }
+            _ => true,
+        });
+        let own = pipeline.unwrap_or_else(|| match tiles::kinds(&a, &right) {
+            Some(kinds) => Way::Tiles(a, right, kinds),
+            None => Way::MultiplyAdds(a, right),
+        });
+        let codes = codes::Codes::of(library, device, a, right, output).map(Way::Codes);
+        Ok(codes.into_iter().chain(to_bf16.map(Way::ToBf16)).chain([own]).collect())
+    }
+
+    /// The pipeline, if it reads both operands.
+    fn pipeline(a: Operand<'a>, b: Operand<'a>) -> Option<Way<'a>> {
         use OperandOrder::{Given, Swapped};
-        if let (Operand::Nvfp4(a), Weights::Operand(Operand::Nvfp4(b))) = (a, b)
-            && a.rows > b.rows
-            && b.rows >= LEAST_SWAPPED
-            && a.cols >= b.rows
+        let Operand::Nvfp4(right) = b else { return None };
+        if let Operand::Nvfp4(left) = a
+            && left.rows > right.rows
+            && right.rows >= LEAST_SWAPPED
+            && left.cols >= right.rows
         {
             // Decoding tokens moves more bytes than preparing weights, so the larger side becomes
             // the weights. Outputs are then written in shorter runs, which is slower if there are
             // many compared with K.
-            return Ok(Way::Pipeline(pipeline::Tokens::Nvfp4(b), pipeline::Right::View(a), Swapped));
+            return Some(Way::Pipeline(pipeline::Tokens::Nvfp4(right), pipeline::Right::View(left), Swapped));
         }
-        match (pipeline::Tokens::of(a), b) {
-            (Some(tokens), Weights::Operand(Operand::Nvfp4(b))) => {
-                Ok(Way::Pipeline(tokens, pipeline::Right::View(b), Given))
+        Some(Way::Pipeline(pipeline::Tokens::of(a)?, pipeline::Right::View(right), Given))
+    }
+
+    /// Queues the product; `false` if this way does not compute it.
+    fn run(&self, stream: &Stream, output: &Output, memory: &dyn Allocator) -> Result<bool> {
+        match self {
+            Way::Codes(codes) => return codes.run(stream, output, memory),
+            Way::ToBf16(way) => return way.run(stream, output, memory),
+            Way::Pipeline(tokens, right, OperandOrder::Given) => {
+                pipeline::run(stream, *tokens, *right, output, memory)?
             }
-            (Some(tokens), Weights::Prepared(weight)) => {
-                Ok(Way::Pipeline(tokens, pipeline::Right::Prepared(weight), Given))
+            Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
+                pipeline::run(stream, *tokens, *right, &output.swapped(), memory)?;
             }
-            (_, Weights::Operand(b)) => Ok(Way::Decoded(a, b)),
-            // Only tensor cores read prepared weights.
-            (None, Weights::Prepared(_)) => Err(cuda::Error::Prepared.into()),
+            Way::Tiles(a, b, kinds) => tiles::run(stream, (a, b), *kinds, output, memory)?,
+            Way::MultiplyAdds(a, b) => decoded::run(stream, a, b, output)?,
         }
+        Ok(true)
+    }
+
+    fn describe(&self, device: Device, output: &Output) -> Result<Option<String>> {
+        Ok(match self {
+            Way::Codes(codes) => codes.taken(output)?.then(|| format!("cuBLASLt: {}", codes.describe())),
+            Way::ToBf16(_) => Some("decode to bf16, cuBLASLt: bf16 tensor cores".to_string()),
+            Way::Pipeline(tokens, right, OperandOrder::Given) => Some(pipeline::describe(device, tokens, right)?),
+            Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
+                Some(format!("swapped: {}", pipeline::describe(device, tokens, right)?))
+            }
+            Way::Tiles(..) => Some("mma.sync 128×128×64, FP8 decoded to bf16".to_string()),
+            Way::MultiplyAdds(..) => Some("multiply-adds on decoded values".to_string()),
+        })
     }
 }
 
@@ -93,24 +160,29 @@ pub fn gemm<'a, T: Element + Plain>(
     if out.is_empty() {
         return Ok(());
     }
-    match Way::of(a, b)? {
-        Way::Pipeline(tokens, right, OperandOrder::Given) => pipeline::run(stream, tokens, right, &output, memory),
-        Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
-            pipeline::run(stream, tokens, right, &output.swapped(), memory)
+    for way in Way::of(stream.device(), a, b, &output)? {
+        if way.run(stream, &output, memory)? {
+            return Ok(());
         }
-        Way::Decoded(a, b) => decoded::run(stream, &a, &b, &output),
     }
+    unreachable!("the last way computes every product")
 }
 
-/// A description of the kernel that computes a product.
-pub fn describe<'a>(device: Device, a: impl Into<Operand<'a>>, b: impl Into<Weights<'a>>) -> Result<String> {
-    Ok(match Way::of(a.into(), b.into())? {
-        Way::Pipeline(tokens, right, OperandOrder::Given) => pipeline::describe(device, &tokens, &right)?,
-        Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
-            format!("swapped: {}", pipeline::describe(device, &tokens, &right)?)
+/// A description of how a product with outputs of type `T` is computed.
+pub fn describe<'a, T: Element + Plain>(
+    device: Device,
+    a: impl Into<Operand<'a>>,
+    b: impl Into<Weights<'a>>,
+    product: &Product<'_, T>,
+) -> Result<String> {
+    let (a, b) = (a.into(), b.into());
+    let output = Output::new(&a, &b, product, ALIGNED);
+    for way in Way::of(device, a, b, &output)? {
+        if let Some(text) = way.describe(device, &output)? {
+            return Ok(text);
         }
-        Way::Decoded(..) => "multiply-adds on decoded values".to_string(),
-    })
+    }
+    unreachable!("the last way computes every product")
 }
 
 /// One product of a group.
@@ -135,8 +207,8 @@ pub fn grouped<T: Element + Plain>(
     memory: &dyn Allocator,
 ) -> Result<()> {
     for member in &*members {
-        check(stream.device(), &member.a, &member.b, &member.product, &member.out)?;
-        Way::of(member.a, member.b)?;
+        let output = check(stream.device(), &member.a, &member.b, &member.product, &member.out)?;
+        Way::of(stream.device(), member.a, member.b, &output)?;
     }
     for member in members {
         gemm(stream, member.a, member.b, &member.product, member.out.reborrow(), memory)?;
@@ -164,7 +236,6 @@ fn check<T: Element + Plain>(
     if let Some(bias) = product.bias {
         check_len("bias", b.rows(), bias.len())?;
         bias.check(device, "bias")?;
-        bias.check_aligned(size_of::<f32>(), "bias")?;
     }
     if let Some((c, _)) = product.add {
         check_len("C", outputs, c.len())?;
@@ -176,7 +247,7 @@ fn check<T: Element + Plain>(
 
 /// Texts for [`crate::sources`].
 pub(crate) fn sources() -> Vec<(String, Source)> {
-    [pipeline::sources(), decoded::sources()].concat()
+    [pipeline::sources(), tiles::sources(), decoded::sources(), to_bf16::sources(), codes::sources()].concat()
 }
 
 /// The setting for the type in which tensor cores multiply.

@@ -14,13 +14,13 @@ struct Side {
 
 struct Output {
     Side a, b;
-    const float* bias;  // null where there is none
+    const u8* bias;  // null where there is none
     const u8* c;
     u8* out;
     u64 rows, cols;  // M and N
     float alpha, beta;
     u32 pairs;  // whether every even output starts at a multiple of two outputs' bytes
-    u32 padding;
+    u32 bias_type;
 };
 
 static_assert(sizeof(Output) == 104, "as in output.rs");
@@ -44,14 +44,14 @@ RULE Factors factors(const Output& o, float na, float nb) {
     return {1.0f / denominator, na, nb};
 }
 
-// What a missing bias is: the one number that changes no sum.
-RULE float bias_of(const Output& o, u64 j) { return o.bias ? o.bias[j] : -0.0f; }
-
-RULE float load_output(const u8* from, u64 at) {
-    if (OUTPUT == F32) return ((const float*)from)[at];
+RULE float load_number(const u8* from, u64 at, Precision type) {
+    if (type == F32) return ((const float*)from)[at];
     u16 bits = ((const u16*)from)[at];
-    return OUTPUT == BF16 ? precision::from_bf16(bits) : precision::from_f16(bits);
+    return type == BF16 ? precision::from_bf16(bits) : precision::from_f16(bits);
 }
+
+// What a missing bias is: the one number that changes no sum.
+RULE float bias_of(const Output& o, u64 j) { return o.bias ? load_number(o.bias, j, (Precision)o.bias_type) : -0.0f; }
 
 // The output at index `at`, before it is rounded to its type.
 RULE float finish(const Output& o, const Factors& f, float sum, float bias, u64 at) {
@@ -60,7 +60,7 @@ RULE float finish(const Output& o, const Factors& f, float sum, float bias, u64 
     if (ORDER == BOTH_ROWS) y = y * f.z;
     y = y * o.alpha + bias;
     if (!ADD) return y;
-    float c = o.beta * load_output(o.c, at);
+    float c = o.beta * load_number(o.c, at, OUTPUT);
     if (ORDER == FOLDED) return y + c;
     return precision::round(y, OUTPUT) + precision::round(c, OUTPUT);
 }

@@ -3,8 +3,8 @@
 use super::global::Global;
 use super::operand::{Operand, Weights};
 use crate::cuda::text::precision;
-use crate::cuda::{Plain, Slice};
-use nvfp4_spec::gemm::Epilogue;
+use crate::cuda::{Plain, Slice, Values};
+use nvfp4_spec::gemm::{Accumulator, Epilogue};
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{Element, GlobalScale, Precision};
 
@@ -14,17 +14,19 @@ use nvfp4_spec::{Element, GlobalScale, Precision};
 pub struct Product<'a, T: Plain> {
     /// In what order the factors are applied; `None` picks row-scaled if either operand is.
     pub epilogue: Option<Epilogue>,
+    /// How precisely the products of FP8 operands may be added.
+    pub accumulator: Accumulator,
     /// The caller's factor α.
     pub alpha: f32,
-    /// One value per output column.
-    pub bias: Option<Slice<'a, f32>>,
+    /// One value per output column, of any type.
+    pub bias: Option<Values<'a>>,
     /// The matrix C and its factor β. A β of 0 leaves C unread.
     pub add: Option<(Slice<'a, T>, f32)>,
 }
 
 impl<T: Plain> Default for Product<'_, T> {
     fn default() -> Self {
-        Product { epilogue: None, alpha: 1.0, bias: None, add: None }
+        Product { epilogue: None, accumulator: Accumulator::Precise, alpha: 1.0, bias: None, add: None }
     }
 }
 
@@ -82,7 +84,7 @@ impl Kind {
 /// `Side` of `output.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Side {
+pub(super) struct Side {
     stored: u64,
     denominator: f32,
     divisor: u32,
@@ -111,17 +113,17 @@ impl Side {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Params {
-    a: Side,
-    b: Side,
-    bias: u64,
-    c: u64,
-    out: u64,
+    pub a: Side,
+    pub b: Side,
+    pub bias: u64,
+    pub c: u64,
+    pub out: u64,
     rows: u64,
     cols: u64,
-    alpha: f32,
-    beta: f32,
+    pub alpha: f32,
+    pub beta: f32,
     pairs: u32,
-    padding: u32,
+    bias_type: u32,
 }
 
 const _: () = assert!(size_of::<Params>() == 104);
@@ -129,6 +131,9 @@ const _: () = assert!(size_of::<Params>() == 104);
 /// The outputs of a product.
 pub(super) struct Output {
     pub kind: Kind,
+    pub accumulator: Accumulator,
+    /// The type of the bias, if there is one.
+    bias: Option<Precision>,
     params: Params,
 }
 
@@ -156,17 +161,42 @@ impl Output {
             alpha: product.alpha,
             beta: add.map_or(0.0, |(_, beta)| beta),
             pairs: pairs.into(),
-            padding: 0,
+            bias_type: product.bias.map_or(Precision::F32, |bias| bias.precision()) as u32,
         };
         let add = if add.is_some() { Add::C } else { Add::Nothing };
         let operands = OperandOrder::Given;
-        Output { kind: Kind { precision: T::PRECISION, order, tokens: left.of, add, operands }, params }
+        let kind = Kind { precision: T::PRECISION, order, tokens: left.of, add, operands };
+        let bias = product.bias.map(|bias| bias.precision());
+        Output { kind, accumulator: product.accumulator, bias, params }
+    }
+
+    pub fn has_bias(&self) -> bool {
+        self.bias.is_some()
+    }
+
+    /// Whether there is no bias, or one in the type of the outputs.
+    pub fn bias_fits(&self) -> bool {
+        self.bias.is_none_or(|bias| bias == self.kind.precision)
+    }
+
+    /// Whether outputs and C start at multiples of so many bytes, and their rows too.
+    pub fn aligned(&self, bytes: u64) -> bool {
+        let pitch = self.params.cols * self.size();
+        [self.params.out, self.params.c, pitch].iter().all(|at| at.is_multiple_of(bytes))
+    }
+
+    /// Bytes of an output.
+    fn size(&self) -> u64 {
+        match self.kind.precision {
+            Precision::F32 => 4,
+            Precision::Bf16 | Precision::F16 => 2,
+        }
     }
 
     /// The same outputs with swapped operands: the right operand's rows are tokens.
     pub fn swapped(&self) -> Self {
         let tokens = if self.params.b.per_row == 1 { GlobalScale::PerRow } else { GlobalScale::PerTensor };
-        Output { kind: Kind { tokens, operands: OperandOrder::Swapped, ..self.kind }, params: self.params }
+        Output { kind: Kind { tokens, operands: OperandOrder::Swapped, ..self.kind }, ..*self }
     }
 
     /// The parameters for the outputs of `rows` tokens from `first` on; with swapped operands, of
@@ -176,11 +206,7 @@ impl Output {
         if self.kind.operands == OperandOrder::Swapped {
             return part;
         }
-        let size = match self.kind.precision {
-            Precision::F32 => 4,
-            Precision::Bf16 | Precision::F16 => 2,
-        };
-        let outputs = first as u64 * part.cols * size;
+        let outputs = first as u64 * part.cols * self.size();
         part.out += outputs;
         part.c += if self.kind.add == Add::C { outputs } else { 0 };
         part.a.stored += if part.a.per_row == 1 { 4 * first as u64 } else { 0 };

@@ -5,7 +5,7 @@ use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
 use super::scratch::Scratch;
 use super::shape::{self, Instruction, Shape};
-use super::{OUTPUT, WEIGHTS, math};
+use super::{MMA, OUTPUT, WEIGHTS, math};
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
 use crate::cuda::{Allocator, Device, Input, SliceMut, Source, Stream, entry, tensor_map};
 use crate::dequantize::cuda::View;
@@ -36,7 +36,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    fn rows(&self) -> usize {
+    pub fn rows(&self) -> usize {
         match self {
             Tokens::Nvfp4(view) => view.rows,
             Tokens::Plain(x, _) => x.rows(),
@@ -69,7 +69,7 @@ pub(super) enum Right<'a> {
 }
 
 impl Right<'_> {
-    fn size(&self) -> (usize, usize) {
+    pub fn size(&self) -> (usize, usize) {
         match self {
             Right::View(view) => (view.rows, view.cols),
             Right::Prepared(weight) => (weight.rows(), weight.cols()),
@@ -282,7 +282,7 @@ fn source((shape, bits, kind): Variant) -> (&'static str, &'static str, String) 
         Instruction::Mma => (
             "gemm_mma",
             "gemm_mma",
-            assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, pipeline, include_str!("mma.cu")]),
+            assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, pipeline, MMA, include_str!("mma.cu")]),
         ),
         Instruction::Wgmma => {
             let files = [ELEMENTS, OUTPUT, WEIGHTS, pipeline, &wgmma(tokens, bits), include_str!("wgmma.cu")];

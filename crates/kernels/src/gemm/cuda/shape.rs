@@ -1,6 +1,6 @@
 //! The choice of a kernel: shapes, and their measured costs.
 
-use super::prepared::{TILE, TILE_BYTES};
+use super::prepared::{TILE, TILE_BYTES, tiles};
 use crate::cuda::Device;
 use std::fmt;
 
@@ -112,19 +112,23 @@ impl Shape {
     }
 
     /// The shape that is expected to be the fastest for a product.
-    pub fn choose(device: Device, m: usize, (row_tiles, k_tiles): (usize, usize)) -> Option<Shape> {
-        let chip = Chip::of(device);
+    pub fn choose(device: Device, m: usize, tiles: (usize, usize)) -> Option<Shape> {
+        Shape::with_cost(&Chip::of(device), m, tiles).map(|(shape, _)| shape)
+    }
+
+    /// The same, and the nanoseconds that it is expected to take.
+    fn with_cost(chip: &Chip, m: usize, (row_tiles, k_tiles): (usize, usize)) -> Option<(Shape, f64)> {
         let candidates: &[Candidate] = if chip.wgmma { &HOPPER } else { &PORTABLE };
         let shapes = candidates.iter().filter_map(|candidate| {
             let shape = candidate.shape.fitted(chip.shared_memory, k_tiles)?;
             let splits = (0..).map(|i| 1 << i).take_while(|&split| split == 1 || chip.clusters && split <= MOST_SPLIT);
             let costs = splits.map(|split| {
                 let shape = Shape { split, ..shape };
-                (shape, shape.cost(candidate.step, &chip, m, (row_tiles, k_tiles)))
+                (shape, shape.cost(candidate.step, chip, m, (row_tiles, k_tiles)))
             });
             costs.min_by(|(_, a), (_, b)| a.total_cmp(b))
         });
-        shapes.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(shape, _)| shape)
+        shapes.min_by(|(_, a), (_, b)| a.total_cmp(b))
     }
 
     /// Nanoseconds.
@@ -140,6 +144,35 @@ impl Shape {
         let split = if self.split == 1 { 0.0 } else { SPLIT_COST };
         waves as f64 * (steps as f64 * step + split)
     }
+}
+
+/// What cuBLASLt's tile of 256 × 128 takes for 64 columns on an H200, in nanoseconds, measured
+/// beside the last of [`HOPPER`].
+const LIBRARY_STEP: f64 = 652.0;
+/// Bytes that a kernel which only moves them moves in a nanosecond there.
+const BYTES: f64 = 3900.0;
+/// What the pipeline does before it multiplies, for each element, in bytes that would take as long:
+/// it brings weights into order, and decodes tokens.
+const PREPARED: f64 = 4.1;
+const TOKENS: f64 = 4.9;
+
+/// Whether decoding both operands of an NVFP4 product, which moves so many bytes, and a call of
+/// cuBLASLt are expected to take less time than the pipeline, which has `m` tokens and weights of
+/// the given size.
+pub(super) fn prefers_library(device: Device, bytes: f64, (m, (rows, cols)): (usize, (usize, usize))) -> bool {
+    let chip = Chip::of(device);
+    chip.wgmma && library_cost(&chip, bytes, m, (rows, cols)) < pipeline_cost(&chip, m, (rows, cols))
+}
+
+fn library_cost(chip: &Chip, bytes: f64, m: usize, (rows, cols): (usize, usize)) -> f64 {
+    // Its tiles have many shapes, so that the last wave is nearly full too.
+    let waves = (m as f64 / 128.0) * (rows as f64 / 256.0) / f64::from(chip.multiprocessors);
+    waves.max(1.0) * cols.div_ceil(TILE) as f64 * LIBRARY_STEP + bytes / BYTES
+}
+
+fn pipeline_cost(chip: &Chip, m: usize, (rows, cols): (usize, usize)) -> f64 {
+    let before = (rows as f64 * PREPARED + m as f64 * TOKENS) * cols as f64;
+    Shape::with_cost(chip, m, tiles(rows, cols)).map_or(f64::INFINITY, |(_, cost)| cost + before / BYTES)
 }
 
 impl fmt::Display for Shape {
@@ -199,6 +232,24 @@ mod tests {
         // 99 KiB, as on sm_86 and sm_120.
         for candidate in &PORTABLE {
             assert!(candidate.shape.fitted(101376, 128).is_some(), "{}", candidate.shape);
+        }
+    }
+
+    /// As measured: with the weights of a training step, and those of a server that were not
+    /// prepared.
+    #[test]
+    fn many_rows_go_to_the_library() {
+        let decoded = |m: usize, rows: usize, cols: usize| 2.5625 * (m + rows) as f64 * cols as f64;
+        for ((m, rows, cols), library) in [
+            ((8192, 8192, 8192), true),
+            ((2048, 7168, 4096), true),
+            ((4096, 2048, 7168), true),
+            ((64, 8192, 8192), false),
+            ((16, 4096, 4096), false),
+        ] {
+            let costs =
+                [library_cost(&H200, decoded(m, rows, cols), m, (rows, cols)), pipeline_cost(&H200, m, (rows, cols))];
+            assert_eq!(costs[0] < costs[1], library, "{m} × {rows} × {cols}: {costs:?}");
         }
     }
 

@@ -60,6 +60,7 @@ class Formats(NamedTuple):
     """How the tensors of a linear layer are quantized.
 
     ``finite`` says what is done about NaN and infinities: "keep" or "refuse".
+    ``accumulators`` are those of FP8 products on a GPU, in fprop, dgrad and wgrad.
     """
 
     input: Format
@@ -69,6 +70,7 @@ class Formats(NamedTuple):
     weight_row: Format
     alignment: int
     finite: str
+    accumulators: Tuple[str, str, str]
 
     def __str__(self) -> str:
         return f"input={self.input.spec}, weight={self.weight.spec}, grad_output={self.grad_output.spec}"
@@ -90,7 +92,8 @@ def formats_of(plan: nvfp4.Plan, path: str, expert: Optional[int] = None) -> For
         Format.of(plan.quantizer(path, slot, expert=expert)) for slot in ("input", "weight", "grad_output")
     )
     alignment = plan.alignment(path) or 1
-    return Formats(input, weight, grad_output, input.alone("row"), weight.alone("row"), alignment, plan.finite)
+    alone = input.alone("row"), weight.alone("row")
+    return Formats(input, weight, grad_output, *alone, alignment, plan.finite, plan.accumulators)
 
 
 def plan_of(recipe: Union[str, nvfp4.Recipe], modules: list) -> nvfp4.Plan:

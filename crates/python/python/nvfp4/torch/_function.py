@@ -55,7 +55,7 @@ def linear(
         y = _Linear.apply(tokens, weight, bias, offset, formats, seed, group, state, watch)
     else:
         unseen = State(*(kept and kept.unseen() for kept in state))
-        y = _forward(tokens, weight, bias, formats.input_row, formats.weight_row, formats.finite, group, unseen, watch)[0]
+        y = _forward(tokens, weight, bias, formats, (formats.input_row, formats.weight_row), group, unseen, watch)[0]
     if padding:
         y = y[:count]
     return shaped(y, (*x.shape[:-1], weight.shape[0]))
@@ -138,19 +138,19 @@ def _forward(
     x: Tensor,
     weight: Tensor,
     bias: Optional[Tensor],
-    x_format: Format,
-    w_format: Format,
-    finite: str,
+    formats: Formats,
+    pair: Tuple[Format, Format],
     group,
     state: State,
     watch: Watch,
 ):
+    (x_format, w_format), finite = pair, formats.finite
     xq = _quantized(x, x_format, group=group, kept=state.input, watched=_watched(finite, watch, "input"))
     wq = _quantized(weight, w_format, kept=state.weight, watched=_watched(finite, watch, "weight"))
     y = matmul(
         xq[: x_format.row], x_format.spec, "row", x.shape,
         wq[: w_format.row], w_format.spec, "row", weight.shape,
-        bias, x.dtype,
+        bias, x.dtype, formats.accumulators[0],
     )  # fmt: skip
     return y, xq, wq
 
@@ -195,7 +195,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, offset, formats, seed, group, state, watch):
         y, xq, wq = _forward(
-            x, weight, bias, formats.input, formats.weight, formats.finite, group, state, watch
+            x, weight, bias, formats, (formats.input, formats.weight), group, state, watch
         )
         # What the backward pass reads: the column direction, or the numbers themselves where both
         # directions share them.
@@ -225,12 +225,14 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = matmul(
-                row, format.spec, "row", dy.shape, wq, formats.weight.spec, "column", w_shape, None, x_dtype
-            )
+                row, format.spec, "row", dy.shape, wq, formats.weight.spec, "column", w_shape, None, x_dtype,
+                formats.accumulators[1],
+            )  # fmt: skip
         if ctx.needs_input_grad[1]:
             dw = matmul(
-                column, format.spec, "column", dy.shape, xq, formats.input.spec, "column", x_shape, None, w_dtype
-            )
+                column, format.spec, "column", dy.shape, xq, formats.input.spec, "column", x_shape, None, w_dtype,
+                formats.accumulators[2],
+            )  # fmt: skip
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None, None, None, None, None

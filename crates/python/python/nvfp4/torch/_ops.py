@@ -167,6 +167,7 @@ def matmul(
     b_shape: List[int],
     bias: Optional[Tensor],
     dtype: torch.dtype,
+    accumulator: str = "precise",
 ) -> Tensor:
     """The product of a direction of one quantized tensor and a direction of another, transposed,
     plus a bias.
@@ -178,7 +179,8 @@ def matmul(
         right = b[0] if b_side == "row" else b[0].t()
         y = torch.mm(left.to(dtype), right.to(dtype).t())
         return y if bias is None else y + bias.to(dtype)
-    bias = None if bias is None else bias.detach().float()
+    if bias is not None:
+        bias = bias.detach() if bias.is_cuda else bias.detach().float()
     if a[0].is_cuda and len(a) == 1:
         left = a[0] if a_side == "row" else a[0].t()
         return nvfp4.matmul(left, _direction(b, b_spec, b_side, b_shape), bias=bias, dtype=dtype)
@@ -187,11 +189,11 @@ def matmul(
         y = nvfp4.matmul(right, _direction(a, a_spec, a_side, a_shape), dtype=dtype).t().contiguous()
         return y if bias is None else y + bias.to(dtype)
     quantized = _direction(a, a_spec, a_side, a_shape), _direction(b, b_spec, b_side, b_shape)
-    return nvfp4.matmul(*quantized, bias=bias, dtype=dtype)
+    return nvfp4.matmul(*quantized, bias=bias, dtype=dtype, accumulator=accumulator)
 
 
 @matmul.register_fake
-def _(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype):
+def _(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype, accumulator="precise"):
     rows = a_shape[0] if a_side == "row" else a_shape[1]
     cols = b_shape[0] if b_side == "row" else b_shape[1]
     return a[0].new_empty((rows, cols), dtype=dtype)

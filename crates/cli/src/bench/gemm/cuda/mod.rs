@@ -1,6 +1,7 @@
 //! Products on a GPU, beside those of cuBLAS.
 
 mod check;
+pub(super) mod fp8;
 mod matrix;
 
 use super::{Format, Sizes};
@@ -229,7 +230,7 @@ impl Bench {
             Work::DecodeBoth => (self.decoded_x.slice().range(0..m * k), self.decoded_weights.slice()),
         };
         let cublas = self.cublas.as_ref().context("cuBLAS is missing")?;
-        Ok(cublas.matmul_bf16(stream, a, b, (m, n, k), out)?)
+        Ok(cublas.matmul_bf16(stream, a, b, (m, n, k), out, &Pool)?)
     }
 
     /// Gives a graph's worth of work to the stream.
@@ -271,7 +272,7 @@ impl Bench {
 
     fn row(&self, device: Device, times: &Times, speeds: &Speeds) -> Result<Row> {
         let (Times { m, cublas, .. }, (matrix, prepared)) = (*times, &self.weights[0]);
-        let (n, k) = (matrix.rows, matrix.cols);
+        let (n, k, product) = (matrix.rows, matrix.cols, Product::<bf16>::default());
         let ours = |us: f64, form, kernel| Ours {
             us,
             of_cublas: cublas.map(|cublas| us / cublas.bf16),
@@ -282,8 +283,8 @@ impl Bench {
             m,
             n,
             k,
-            weight_only: ours(times.weight_only, Form::Bf16, describe(device, self.x.input(m)?, prepared)?),
-            nvfp4: ours(times.nvfp4, Form::Nvfp4, describe(device, self.x.view(m), prepared)?),
+            weight_only: ours(times.weight_only, Form::Bf16, describe(device, self.x.input(m)?, prepared, &product)?),
+            nvfp4: ours(times.nvfp4, Form::Nvfp4, describe(device, self.x.view(m), prepared, &product)?),
             cublas_us: cublas.map(|cublas| cublas.bf16),
             decode_weights_us: cublas.map(|cublas| cublas.decode_weights),
             decode_both_us: cublas.map(|cublas| cublas.decode_both),

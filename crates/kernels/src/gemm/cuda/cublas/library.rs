@@ -13,6 +13,12 @@ pub(super) struct Session {
     pub handle: *mut c_void,
 }
 
+// SAFETY: cuBLASLt's functions may be called with one handle from any number of threads, at any
+// time.
+unsafe impl Send for Session {}
+// SAFETY: as above.
+unsafe impl Sync for Session {}
+
 impl Session {
     pub fn new(device: Device, api: Api) -> Result<Session> {
         let _current = device.enter()?;
@@ -37,6 +43,9 @@ pub(super) struct Descriptor {
     pub raw: *mut c_void,
     destroy: Destroy,
 }
+
+// SAFETY: a description belongs to no thread; it is changed by its owner alone.
+unsafe impl Send for Descriptor {}
 
 impl Descriptor {
     /// What `create` writes, to be destroyed by `destroy`.
@@ -72,10 +81,17 @@ pub(super) const R_16BF: c_int = 14;
 pub(super) const R_8F_E4M3: c_int = 28;
 pub(super) const R_8F_E5M2: c_int = 29;
 pub(super) const COMPUTE_32F: c_int = 68;
-pub(super) const OPERATION_TRANSA: c_int = 3;
-pub(super) const OPERATION_TRANSB: c_int = 4;
+pub(super) const OPERATION_POINTER_MODE: c_int = 2;
+pub(super) const OPERATION_EPILOGUE: c_int = 7;
+pub(super) const OPERATION_BIAS: c_int = 8;
+pub(super) const OPERATION_FAST_ACCUMULATION: c_int = 25;
+pub(super) const OPERATION_BIAS_TYPE: c_int = 26;
 /// Of the library's left and right side.
+pub(super) const OPERATION_TRANSPOSED: [c_int; 2] = [3, 4];
 pub(super) const OPERATION_SCALES: [c_int; 2] = [17, 18];
+pub(super) const OPERATION_SCALE_MODES: [c_int; 2] = [31, 32];
+pub(super) const POINTERS_TO_GPU: i32 = 1;
+pub(super) const EPILOGUE_BIAS: u32 = 4;
 pub(super) const SET_OPERATION: &str = "cublasLtMatmulDescSetAttribute";
 pub(super) const AS_IT_IS: i32 = 0;
 pub(super) const TRANSPOSED: i32 = 1;
@@ -84,6 +100,7 @@ pub(super) const PREFERENCE_REDUCTION: c_int = 3;
 /// Of A, B, C and D.
 pub(super) const PREFERENCE_ALIGNMENTS: [c_int; 4] = [5, 6, 7, 8];
 pub(super) const REDUCTION_COMPUTE_TYPE: u32 = 2;
+pub(super) const INVALID_VALUE: c_int = 7;
 pub(super) const NOT_SUPPORTED: c_int = 15;
 
 /// `cublasLtMatmulAlgo_t`.
@@ -96,7 +113,7 @@ pub(super) struct Algorithm([u64; 8]);
 #[repr(C)]
 pub(super) struct Found {
     pub algorithm: Algorithm,
-    workspace: usize,
+    pub workspace: usize,
     pub state: c_int,
     waves: f32,
     reserved: [c_int; 4],

@@ -1,0 +1,265 @@
+//! Products by NVIDIA's library on operands that were decoded to bf16, which has every value of
+//! NVFP4, FP8 codes and MXFP8 exactly; `to_bf16.cu` decodes.
+//!
+//! An MXFP8 value below the normal numbers of bf16 may lose bits. The decoder notes that in the
+//! memory of the GPU, and multiply-adds then compute the product once more (`decoded.cu`).
+
+use super::cublas::{self, Call, Cublas, Factors, Values};
+use super::decoded::{self, Condition};
+use super::operand::Operand;
+use super::output::{Add, Kind, OperandOrder, Order, Output, Side as Scale};
+use super::scratch::Scratch;
+use super::{OUTPUT, WEIGHTS, math};
+use crate::Result;
+use crate::cuda::text::{Variants, assemble_fp8};
+use crate::cuda::{Allocator, Source, Stream, entry};
+use crate::quantize::Layout;
+use nvfp4_spec::fp8::{Format, MX_BLOCK, Scales, Tile};
+use nvfp4_spec::gemm::Accumulator;
+use nvfp4_spec::{BLOCK, GlobalScale, Precision};
+
+/// How an operand becomes bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Decoder {
+    /// It is bf16.
+    Plain,
+    Nvfp4,
+    /// Codes of a matrix with one scale.
+    Codes,
+    /// MXFP8.
+    Rows32,
+    /// MXFP8's column direction.
+    Columns32,
+}
+
+/// The power of two that decoded NVFP4 values lack.
+const UNDO: f32 = 128.0;
+/// Elements of a unit of `to_bf16.cu`.
+const UNIT: usize = 8;
+const THREADS: usize = 256;
+const PER_THREAD: usize = 4;
+
+impl Decoder {
+    /// `None` if there is none for the operand, or if it does not lie in whole units.
+    fn of(operand: &Operand<'_>) -> Option<Self> {
+        match operand {
+            Operand::Plain(x) => {
+                let whole = x.rows_aligned() && x.cols().is_multiple_of(UNIT);
+                (x.values().precision() == Precision::Bf16 && whole).then_some(Decoder::Plain)
+            }
+            Operand::Nvfp4(q) => {
+                let whole = q.cols.is_multiple_of(BLOCK) && q.codes.address().is_multiple_of(4);
+                (whole && q.layout == Layout::Linear && q.global == GlobalScale::PerTensor).then_some(Decoder::Nvfp4)
+            }
+            Operand::Fp8(q) => {
+                let whole = q.cols.is_multiple_of(UNIT) && q.codes.address().is_multiple_of(8);
+                match (q.tile, q.scales) {
+                    _ if !whole => None,
+                    (Tile::Tensor, Scales::F32(_)) => Some(Decoder::Codes),
+                    (Tile::Row32, Scales::E8m0(_)) if q.cols.is_multiple_of(MX_BLOCK) => Some(Decoder::Rows32),
+                    (Tile::Column32, Scales::E8m0(scales)) if scales.address().is_multiple_of(8) => {
+                        Some(Decoder::Columns32)
+                    }
+                    _ => None,
+                }
+            }
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Decoder::Plain => "PLAIN",
+            Decoder::Nvfp4 => "NVFP4",
+            Decoder::Codes => "FP8_CODES",
+            Decoder::Rows32 => "FP8_BYTES",
+            Decoder::Columns32 => "FP8_COLUMNS",
+        }
+    }
+
+    fn undo(self) -> f32 {
+        if self == Decoder::Nvfp4 { UNDO } else { 1.0 }
+    }
+
+    /// Whether values may be too small for bf16.
+    fn may_lose(self) -> bool {
+        matches!(self, Decoder::Rows32 | Decoder::Columns32)
+    }
+}
+
+/// A product of operands that have decoders.
+pub(super) struct ToBf16<'a> {
+    a: (Operand<'a>, Decoder),
+    b: (Operand<'a>, Decoder),
+    library: &'static Cublas,
+}
+
+impl<'a> ToBf16<'a> {
+    /// `None` if a product cannot be computed so.
+    pub fn of(library: Option<&'static Cublas>, a: Operand<'a>, b: Operand<'a>, output: &Output) -> Option<Self> {
+        let (left, right) = (Decoder::of(&a)?, Decoder::of(&b)?);
+        let here = output.kind.order == Order::Folded && output.bias_fits() && a.cols() > 0;
+        let made = ToBf16 { a: (a, left), b: (b, right), library: library? };
+        // cuBLASLt takes any shape, but outputs and operands that are not aligned make it slow.
+        (here && (left, right) != (Decoder::Plain, Decoder::Plain) && output.aligned(16)).then_some(made)
+    }
+
+    /// Bytes that decoding reads and writes.
+    pub fn bytes(&self) -> f64 {
+        let bytes = |(operand, decoder): &(Operand<'_>, Decoder)| {
+            let each = match decoder {
+                Decoder::Plain => 0.0,
+                Decoder::Nvfp4 => 2.5625,
+                Decoder::Codes | Decoder::Rows32 | Decoder::Columns32 => 3.0,
+            };
+            each * operand.rows() as f64 * operand.cols() as f64
+        };
+        bytes(&self.a) + bytes(&self.b)
+    }
+
+    /// Computes a checked product with at least one output; `false` if the library does not.
+    pub fn run(&self, stream: &Stream, output: &Output, memory: &dyn Allocator) -> Result<bool> {
+        let ((a, left), (b, right)) = (self.a, self.b);
+        let (m, n, k) = (a.rows(), b.rows(), a.cols());
+        let bytes = |operand: &Operand<'_>, decoder| if decoder == Decoder::Plain { 0 } else { operand.rows() * k * 2 };
+        // Two factors, and whether a value lost bits.
+        let scratch = Scratch::new(stream, memory, [bytes(&a, left), bytes(&b, right), 16])?;
+        let [a_at, b_at, factors] = scratch.addresses;
+        let params = output.part(0, m);
+        let call = Call {
+            sizes: [m, n, k],
+            a: side(&a, left, a_at),
+            b: side(&b, right, b_at),
+            factors: Factors::Memory(factors),
+            c: if params.c == 0 { params.out } else { params.c },
+            out: params.out,
+            precision: output.kind.precision,
+            bias: (params.bias != 0).then_some(params.bias),
+            accumulator: Accumulator::Precise,
+        };
+        if !self.library.takes(&call)? {
+            return Ok(false);
+        }
+        let condition = Condition::new(factors + 8);
+        let may_lose = left.may_lose() || right.may_lose();
+        let (a_matrix, b_matrix) = (Matrix::new(&a, left, a_at), Matrix::new(&b, right, b_at));
+        let groups = (a_matrix.groups + b_matrix.groups).max(1);
+        let decode = Params {
+            a: a_matrix,
+            b: b_matrix,
+            left: params.a,
+            right: params.b,
+            factors,
+            inexact: condition.at,
+            alpha: params.alpha,
+            beta: params.beta,
+            undo: left.undo() * right.undo(),
+            mark: condition.mark,
+        };
+        static VARIANTS: Variants<(Decoder, Decoder)> = Variants::new();
+        let kernel = VARIANTS.get(stream.device(), (left, right), source)?;
+        // SAFETY: `Params` is laid out as in to_bf16.cu; operands were checked, and the scratch has
+        // room for them.
+        unsafe { kernel.launch(stream, [groups, 1, 1], THREADS as u32, 0, &decode) }?;
+        self.library.run(stream, &call, memory)?;
+        if may_lose {
+            decoded::run_if(stream, &a, &b, output, Some(condition))?;
+        }
+        Ok(true)
+    }
+}
+
+/// An operand as the library reads it; a decoded one is at `at`.
+fn side(operand: &Operand<'_>, decoder: Decoder, at: u64) -> cublas::Side {
+    let (address, pitch) = match operand {
+        Operand::Plain(x) if x.rows() == 1 => (x.values().address(), x.cols()),
+        Operand::Plain(x) => (x.values().address(), x.stride()),
+        Operand::Nvfp4(q) => (at, q.cols),
+        Operand::Fp8(q) => (at, q.cols),
+    };
+    let transposed = decoder == Decoder::Columns32;
+    cublas::Side { address, values: Values::Bf16, pitch, transposed, scales: None }
+}
+
+/// `Matrix` of `to_bf16.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Matrix {
+    codes: u64,
+    scales: u64,
+    out: u64,
+    units: u64,
+    across: u32,
+    groups: u32,
+    format: u64,
+}
+
+impl Matrix {
+    fn new(operand: &Operand<'_>, decoder: Decoder, out: u64) -> Self {
+        let (codes, scales, across, format) = match operand {
+            Operand::Plain(_) => (0, 0, 0, Format::default()),
+            Operand::Nvfp4(q) => (q.codes.address(), q.scales.address(), q.cols / UNIT, Format::default()),
+            Operand::Fp8(q) => {
+                let scales = match q.scales {
+                    Scales::F32(scales) => scales.address(),
+                    Scales::E8m0(scales) => scales.address(),
+                };
+                (q.codes.address(), scales, q.cols / UNIT, q.format)
+            }
+        };
+        let units = if decoder == Decoder::Plain { 0 } else { operand.rows() * operand.cols() / UNIT };
+        let groups = units.div_ceil(THREADS * PER_THREAD);
+        Matrix {
+            codes,
+            scales,
+            out,
+            units: units as u64,
+            across: across as u32,
+            groups: groups as u32,
+            format: format as u64,
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    a: Matrix,
+    b: Matrix,
+    left: Scale,
+    right: Scale,
+    factors: u64,
+    inexact: u64,
+    alpha: f32,
+    beta: f32,
+    undo: f32,
+    mark: u32,
+}
+
+const _: () = assert!(size_of::<Params>() == 176);
+
+fn source((a, b): (Decoder, Decoder)) -> (&'static str, &'static str, String) {
+    // Factors are one number whatever the outputs are.
+    let kind = Kind {
+        precision: Precision::Bf16,
+        order: Order::Folded,
+        tokens: GlobalScale::PerTensor,
+        add: Add::Nothing,
+        operands: OperandOrder::Given,
+    };
+    let settings = format!(
+        "enum Kind {{ PLAIN, NVFP4, FP8_CODES, FP8_BYTES, FP8_COLUMNS }};\nconstexpr Kind A = {}, B = {};\n\
+         {}{}",
+        a.name(),
+        b.name(),
+        math(Precision::Bf16),
+        kind.settings()
+    );
+    ("gemm_to_bf16", "gemm_to_bf16", assemble_fp8(&settings, &[OUTPUT, WEIGHTS, include_str!("to_bf16.cu")]))
+}
+
+/// Every decoder on either side.
+pub(super) fn sources() -> Vec<(String, Source)> {
+    let all = [Decoder::Plain, Decoder::Nvfp4, Decoder::Codes, Decoder::Rows32, Decoder::Columns32];
+    let pairs = all.iter().zip(all.iter().cycle().skip(1));
+    pairs.map(|(&a, &b)| entry((a, b), source)).collect()
+}
