@@ -41,7 +41,7 @@ fn the_report_says_what_runs_and_what_is_missing() {
     assert_eq!(cuda["built"], cfg!(feature = "cuda"));
     if !cfg!(feature = "cuda") {
         assert_eq!(text.lines().count(), 4, "{text}");
-        let line = "cuda     not in this build: build it with the feature `cuda` (cargo build --release --features cuda; for Python see docs/python.md)";
+        let line = "cuda     not in this build: install it with the feature `cuda` (cargo install --locked --path crates/cli --features cuda; for Python see docs/python.md)";
         assert!(text.ends_with(&format!("{line}\n")), "{text}");
         return;
     }

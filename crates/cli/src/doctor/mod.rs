@@ -77,7 +77,7 @@ fn gpus() -> Section {
 
 #[cfg(not(feature = "cuda"))]
 fn gpus() -> Section {
-    let problem = "not in this build: build it with the feature `cuda` (cargo build --release --features cuda; \
+    let problem = "not in this build: install it with the feature `cuda` (cargo install --locked --path crates/cli --features cuda; \
                    for Python see docs/python.md)";
     Section {
         lines: vec![("cuda".to_string(), problem.to_string())],

@@ -13,5 +13,5 @@ pub struct Args {
 }
 
 pub fn run(_: &Args, _: Host) -> Result<ExitCode> {
-    bail!("train: this build cannot train: build it with `cargo build --release --features train`")
+    bail!("train: this build cannot train: install it with `--features train`")
 }
