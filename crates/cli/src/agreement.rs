@@ -1,6 +1,7 @@
 //! `nvfp4 agreement`: how often the fast path of 4over6 picks the scale that the strict one picks.
 
 use crate::device::Device;
+use crate::table::{self, left, right};
 use crate::{json, normal, until_closed};
 use anyhow::Result;
 use half::{bf16, f16};
@@ -167,27 +168,22 @@ fn print(out: &mut impl Write, table: &Table) -> Result<()> {
         out,
         "{rows} × {cols} standard normal values, seed {seed}, {device}: scales that fast 4over6 picks as strict does\n"
     )?;
-    let columns: Vec<String> = TYPES.iter().flat_map(|t| METRICS.map(|(m, _)| format!("{t} {m}"))).collect();
-    let header: String = columns.iter().map(|c| format!(" {c:>12}")).collect();
-    let lines = |last: &str, cell: &dyn Fn(&Cell) -> String, end: &dyn Fn(&Cell) -> String| {
-        let mut lines = vec![format!("{:<10} {:>5}{header}{last}", "scaling", "bound")];
-        for (scaling, ..) in SCALINGS {
-            for (bound, _) in BOUNDS {
-                let row: Vec<&Cell> = results.iter().filter(|c| (c.scaling, c.bound) == (scaling, bound)).collect();
-                let figures: String = row.iter().map(|c| format!(" {:>12}", cell(c))).collect();
-                lines.push(format!("{scaling:<10} {bound:>5}{figures}{}", end(row[0])));
-            }
+    let columns = || TYPES.iter().flat_map(|t| METRICS.map(|(m, _)| right(format!("{t} {m}"))));
+    let mut shares = table::Table::new([left("scaling"), right("bound")].into_iter().chain(columns()));
+    let mut counts =
+        table::Table::new([left("scaling"), right("bound")].into_iter().chain(columns()).chain([right("total")]));
+    for (scaling, ..) in SCALINGS {
+        for (bound, _) in BOUNDS {
+            let row: Vec<&Cell> = results.iter().filter(|c| (c.scaling, c.bound) == (scaling, bound)).collect();
+            let about = || [scaling.to_string(), bound.to_string()].into_iter();
+            shares.row(about().chain(row.iter().map(|c| format!("{} %", percent(c.equal, c.total)))));
+            let total = row.first().map(|c| c.total.to_string());
+            counts.row(about().chain(row.iter().map(|c| c.equal.to_string())).chain(total));
         }
-        lines
-    };
-    for line in lines("", &|c| format!("{} %", percent(c.equal, c.total)), &|_| String::new()) {
-        writeln!(out, "{line}")?;
     }
+    shares.write(out)?;
     writeln!(out, "\nequal, of total")?;
-    for line in lines(&format!(" {:>12}", "total"), &|c| c.equal.to_string(), &|c| format!(" {:>12}", c.total)) {
-        writeln!(out, "{line}")?;
-    }
-    Ok(())
+    Ok(counts.write(out)?)
 }
 
 /// With four decimals, rounded down, so that 100 means all.

@@ -1,9 +1,10 @@
 //! `nvfp4 diff`: the error of one checkpoint against another, or whether their bytes are the same.
 
-use crate::names::{self, shown};
+use crate::names::shown;
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::From;
+use crate::table::{Table, left, right};
 use crate::{exit, json, until_closed};
 use anyhow::{Result, ensure};
 use nvfp4_checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences};
@@ -83,39 +84,28 @@ pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
 fn print(out: &mut impl Write, comparison: &Comparison, top: usize) -> Result<()> {
     let mut weights: Vec<&Compared> = comparison.weights.iter().collect();
     weights.sort_by(|a, b| b.measure.relative_error().total_cmp(&a.measure.relative_error()));
-    let width = names::width(weights.iter().take(top).map(|w| w.module.as_str()), 6);
-    writeln!(
-        out,
-        "{}  {:>7}  {:>7}  {:>9}  {:>8}  {:>8}  {:>7}",
-        names::padded("WEIGHT", width),
-        "relerr",
-        "SQNR dB",
-        "max|e|",
-        "cosine",
-        "clipped",
-        "zeroed"
-    )?;
+    let numbers = ["relerr", "SQNR dB", "max|e|", "cosine", "clipped", "zeroed"];
+    let mut table = Table::new([left("WEIGHT")].into_iter().chain(numbers.map(right)));
     for w in weights.iter().take(top) {
         let m = &w.measure;
         let share = |n: u64| 100.0 * n as f64 / m.elements.max(1) as f64;
-        writeln!(
-            out,
-            "{}  {:>7.4}  {:>7.1}  {:>9.3e}  {:>8.5}  {:>7.3}%  {:>6.2}%",
-            names::padded(&w.module, width),
-            m.relative_error(),
-            m.sqnr(),
-            m.largest,
-            m.cosine(),
-            share(m.clipped),
-            share(m.zeroed)
-        )?;
+        table.row([
+            w.module.clone(),
+            format!("{:.4}", m.relative_error()),
+            format!("{:.1}", m.sqnr()),
+            format!("{:.3e}", m.largest),
+            format!("{:.5}", m.cosine()),
+            format!("{:.3}%", share(m.clipped)),
+            format!("{:.2}%", share(m.zeroed)),
+        ]);
     }
+    table.write(out)?;
     if weights.len() > top {
         writeln!(out, "… and {} more (--top)", weights.len() - top)?;
     }
     for (only, which) in [(&comparison.only_first, "first"), (&comparison.only_second, "second")] {
         if let Some(name) = only.first() {
-            writeln!(out, "{} only in the {which}, such as {}", counted(only.len(), "weight"), names::shown(name))?;
+            writeln!(out, "{} only in the {which}, such as {}", counted(only.len(), "weight"), shown(name))?;
         }
     }
     let quantile = |q: f64| weights[((1.0 - q) * (weights.len() - 1) as f64) as usize].measure.relative_error();

@@ -30,6 +30,7 @@ mod report;
 mod say;
 mod sizes;
 mod source;
+mod table;
 #[cfg(feature = "train")]
 mod train;
 #[cfg(not(feature = "train"))]

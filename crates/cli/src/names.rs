@@ -3,9 +3,6 @@
 
 use std::borrow::Cow;
 
-/// The widest column of names. Longer names stand over the next column.
-const WIDEST: usize = 120;
-
 /// A text in which a terminal finds nothing to act on: control characters, and marks that change
 /// the direction of writing, are shown as `\u{1b}`.
 pub fn shown(text: &str) -> Cow<'_, str> {
@@ -15,18 +12,6 @@ pub fn shown(text: &str) -> Cow<'_, str> {
 /// The same for a text of several lines, which may have tabs.
 pub fn shown_lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| acts(c) && !matches!(c, '\n' | '\t'))
-}
-
-/// The width of a column of these names as they are shown, with a heading of `least` characters.
-pub fn width<'a>(names: impl Iterator<Item = &'a str>, least: usize) -> usize {
-    names.map(|name| shown(name).chars().count()).max().unwrap_or(0).clamp(least, WIDEST.max(least))
-}
-
-/// A name in a column. The widths of `format!` end at 65,535 characters, and a name may have more.
-pub fn padded(name: &str, width: usize) -> String {
-    let name = shown(name);
-    let missing = width.saturating_sub(name.chars().count());
-    format!("{name}{}", " ".repeat(missing))
 }
 
 /// Whether a terminal would act on a character.
@@ -57,15 +42,5 @@ mod tests {
         assert_eq!(shown("model.layers.0 – ä"), "model.layers.0 – ä");
         assert_eq!(shown("a\u{1b}[31mb\n\u{202e}\u{9b}\u{7f}"), r"a\u{1b}[31mb\u{a}\u{202e}\u{9b}\u{7f}");
         assert_eq!(shown_lines("a\n\rb"), "a\n\\u{d}b");
-    }
-
-    #[test]
-    fn columns_are_as_wide_as_their_names_up_to_a_limit() {
-        assert_eq!(width(["ab", "abcdef", "\u{1b}"].into_iter(), 4), 6);
-        assert_eq!(width(std::iter::empty(), 4), 4);
-        let long = "a".repeat(100_000);
-        assert_eq!(width([long.as_str()].into_iter(), 4), WIDEST);
-        assert_eq!(padded(&long, WIDEST), long);
-        assert_eq!(padded("ä\u{1b}", 9), r"ä\u{1b}  ");
     }
 }

@@ -3,6 +3,7 @@
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
+use crate::table::{Table, left, right};
 use crate::{json, names, order, sizes, until_closed};
 use anyhow::Result;
 use nvfp4_checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Target};
@@ -137,24 +138,16 @@ pub fn copied_line(copied: &Copied<'_>) -> String {
 
 /// One line per weight, then the rest and the sum. `convert --dry-run` prints it too.
 pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
-    let rows = rows(plan);
-    let width = names::width(rows.iter().map(|row| row.name), 4);
-    let name = names::padded("NAME", width);
-    writeln!(out, "{name}  {:>13}  {:5}  {:17}  {:>19}  WHY", "SHAPE", "TYPE", "ACTION", "SIZE")?;
-    for row in &rows {
+    let mut table =
+        Table::new([left("NAME"), right("SHAPE"), left("TYPE"), left("ACTION"), right("SIZE"), left("WHY")]);
+    for row in rows(plan) {
         let group = row.group.map(|g| format!(" ({})", plan.groups[g].kind)).unwrap_or_default();
         let (old, new) = (sizes::show(row.bytes), sizes::show(row.new_bytes));
         let size = if row.bytes == row.new_bytes { old } else { format!("{old} -> {new}") };
-        let line = format!(
-            "{}  {:>13}  {:5}  {:17}  {size:>19}  {}",
-            names::padded(row.name, width),
-            shape(&row.shape),
-            row.format,
-            format!("{}{group}", row.action),
-            names::shown(row.why)
-        );
-        writeln!(out, "{}", line.trim_end())?;
+        let action = format!("{}{group}", row.action);
+        table.row([row.name.to_string(), shape(&row.shape), row.format, action, size, row.why.to_string()]);
     }
+    table.write(out)?;
     let bytes = model.others.iter().map(|t| t.info.len).sum::<u64>();
     let listed = plan.copied.iter().map(|c| c.tensor.info.len).sum::<u64>();
     let others = counted(model.others.len() - plan.copied.len(), "other tensor");

@@ -1,8 +1,8 @@
 //! `nvfp4 inspect --verbose`: a line for every weight.
 
 use super::statistics::scale_bytes;
-use crate::names;
 use crate::plan::shape;
+use crate::table::{Table, left, right};
 use anyhow::Result;
 use nvfp4_checkpoint::Statistics;
 use serde_json::{Value, json};
@@ -52,30 +52,12 @@ impl Row {
 
 /// The rows as a table.
 pub fn print(out: &mut impl Write, rows: &[Row]) -> Result<()> {
-    let width = |of: fn(&Row) -> usize, least: usize| rows.iter().map(of).max().unwrap_or(0).max(least);
-    let (name, shape_width) =
-        (names::width(rows.iter().map(|r| r.name.as_str()), 4), width(|r| shape(&r.shape).len(), 5));
-    let global = width(|r| r.global().len(), 12);
-    writeln!(
-        out,
-        "{}  {:>shape_width$}  {:5}  {:global$}  {:12}  JOINED",
-        names::padded("NAME", name),
-        "SHAPE",
-        "TYPE",
-        "TENSOR SCALE",
-        "SCALE BYTES"
-    )?;
+    let columns =
+        [left("NAME"), right("SHAPE"), left("TYPE"), left("TENSOR SCALE"), left("SCALE BYTES"), left("JOINED")];
+    let mut table = Table::new(columns);
     for row in rows {
-        let group = row.group.as_deref().unwrap_or_default();
-        let line = format!(
-            "{}  {:>shape_width$}  {:5}  {:global$}  {:12}  {group}",
-            names::padded(&row.name, name),
-            shape(&row.shape),
-            row.format,
-            row.global(),
-            row.bytes()
-        );
-        writeln!(out, "{}", line.trim_end())?;
+        let group = row.group.clone().unwrap_or_default();
+        table.row([row.name.clone(), shape(&row.shape), row.format.clone(), row.global(), row.bytes(), group]);
     }
-    Ok(())
+    Ok(table.write(out)?)
 }

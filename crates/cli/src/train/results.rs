@@ -2,6 +2,7 @@
 //! table.
 
 use crate::recipes::BASELINE;
+use crate::table::{Table, left, right};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -211,31 +212,20 @@ impl Results {
 
     /// Writes the table in Markdown, which a terminal shows as well.
     pub fn write_table(&self, out: &mut impl Write) -> Result<()> {
-        let rows = self.rows();
-        let width = rows.iter().map(|row| row.recipe.len()).max().unwrap_or(0).max(6);
-        writeln!(
-            out,
-            "| {:width$} | seeds | held-out loss | smallest–largest | gap to {BASELINE} | smallest–largest  | tokens/s |",
-            "recipe"
-        )?;
-        writeln!(
-            out,
-            "|-{:-<width$}-|-------|---------------|------------------|-------------|-------------------|----------|",
-            ""
-        )?;
-        for Row { recipe, seeds, held_out, gap_percent, tokens_per_second } in rows {
+        let spread = "smallest–largest";
+        let gap = format!("gap to {BASELINE}");
+        let numbers = ["seeds", "held-out loss", spread, &gap, spread, "tokens/s"];
+        let mut table = Table::new([left("recipe")].into_iter().chain(numbers.map(right)));
+        for Row { recipe, seeds, held_out, gap_percent, tokens_per_second } in self.rows() {
             let (gap, gaps) = match gap_percent {
                 None => ("–".to_string(), "–".to_string()),
                 Some(Spread { mean, min, max }) => (format!("{mean:+.2} %"), format!("{min:+.2} to {max:+.2} %")),
             };
             let Spread { mean, min, max } = held_out;
-            writeln!(
-                out,
-                "| {recipe:width$} | {seeds:>5} | {mean:>13.4} | {:>16} | {gap:>11} | {gaps:>17} | {tokens_per_second:>8.0} |",
-                format!("{min:.4}–{max:.4}")
-            )?;
+            let (loss, losses) = (format!("{mean:.4}"), format!("{min:.4}–{max:.4}"));
+            table.row([recipe, seeds.to_string(), loss, losses, gap, gaps, format!("{tokens_per_second:.0}")]);
         }
-        Ok(())
+        Ok(table.markdown().iter().try_for_each(|line| writeln!(out, "{line}"))?)
     }
 }
 

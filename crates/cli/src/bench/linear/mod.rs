@@ -7,6 +7,7 @@ mod cuda;
 
 use super::place::{Place, check_size};
 use crate::device::Device;
+use crate::table::{Table, left, right};
 use anyhow::{Result, ensure};
 use nvfp4::Quantizer;
 use nvfp4_recipe::{Accumulators, Capabilities, LinearSlot, Model, Module, Plan, Recipe, Site, States};
@@ -254,19 +255,19 @@ fn print(out: &mut impl Write, labels: &Labels, rows: &[Row]) -> Result<()> {
     let experts = if *groups == 1 { String::new() } else { format!(", {groups} experts") };
     writeln!(out, "M = {m}, N = {n}, K = {k}{experts}, {}", labels.machine)?;
     let number = |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |time| format!("{time:.digits$}"));
-    let mut line = |name: &str, value: &dyn Fn(&Row) -> String, plain: String| -> Result<()> {
-        write!(out, "{name:<14}")?;
-        rows.iter().try_for_each(|row| write!(out, " {:>26}", value(row)))?;
-        Ok(writeln!(out, " {plain:>12}")?)
+    let recipes = rows.iter().map(|row| right(short(&row.recipe)));
+    let mut table = Table::new([left(labels.unit)].into_iter().chain(recipes).chain([right(labels.plain)]));
+    let mut line = |name: &str, value: &dyn Fn(&Row) -> String, plain: String| {
+        table.row([name.to_string()].into_iter().chain(rows.iter().map(value)).chain([plain]));
     };
-    line(labels.unit, &|row| short(&row.recipe).to_string(), labels.plain.to_string())?;
     for part in Part::ALL {
         let of = |parts: &Map<String, Value>| number(parts.get(part.name()).and_then(Value::as_f64), 1);
-        line(part.name(), &|row| of(&row.parts), of(plain_parts))?;
+        line(part.name(), &|row| of(&row.parts), of(plain_parts));
     }
-    line("whole", &|row| number(Some(row.whole), 1), number(*plain_whole, 1))?;
-    line("of plain", &|row| number(row.of_plain, 3), String::new())?;
-    line("of first", &|row| number(Some(row.of_first), 3), String::new())
+    line("whole", &|row| number(Some(row.whole), 1), number(*plain_whole, 1));
+    line("of plain", &|row| number(row.of_plain, 3), String::new());
+    line("of first", &|row| number(Some(row.of_first), 3), String::new());
+    Ok(table.write(out)?)
 }
 
 /// The end of a name that may be a path.

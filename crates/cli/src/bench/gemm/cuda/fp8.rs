@@ -3,6 +3,7 @@
 use super::{TURNS, calls};
 use crate::bench::gemm::{Format, Operands, Sizes};
 use crate::bench::median;
+use crate::table::{Table, right};
 use anyhow::{Context, Result};
 use half::bf16;
 use nvfp4::cuda::{Device, Gpu, Input, Options, Product, QuantTensor, Values};
@@ -83,11 +84,12 @@ pub fn run(device: Device, sizes: &Sizes, operands: Operands, format: Format) ->
     let mut out = std::io::stdout().lock();
     let number = |x: Option<f64>, digits: usize| x.map_or("-".to_string(), |x| format!("{x:.digits$}"));
     writeln!(out, "{}: N = {}, K = {}, {}", operands.name(), sizes.n, sizes.k, device.name())?;
-    writeln!(out, "{:>6} {:>12} {:>10} {:>12} {:>8}", "M", "accumulator", "µs", "cuBLAS bf16", "× bf16")?;
+    let mut table = Table::new(["M", "accumulator", "µs", "cuBLAS bf16", "× bf16"].map(right));
     for Row { m, accumulator, us, cublas_us, speedup, .. } in &rows {
-        writeln!(out, "{m:>6} {accumulator:>12} {us:>10.1} {:>12} {:>8}", number(*cublas_us, 1), number(*speedup, 2))?;
+        let (cublas, speedup) = (number(*cublas_us, 1), number(*speedup, 2));
+        table.row([m.to_string(), accumulator.to_string(), format!("{us:.1}"), cublas, speedup]);
     }
-    Ok(())
+    Ok(table.write(&mut out)?)
 }
 
 impl Bench {

@@ -6,6 +6,7 @@ mod matrix;
 
 use super::{Format, Sizes};
 use crate::bench::median;
+use crate::table::{Table, right};
 use anyhow::{Context, Result};
 use half::bf16;
 use matrix::{Form, Matrix};
@@ -100,9 +101,7 @@ fn print(out: &mut impl Write, rows: &[Row], speeds: &Speeds, format: Format) ->
         None => "operations not counted".to_string(),
     };
     writeln!(out, "checked: about 200 outputs of each; floor: copy {:.2} TB/s, {rate}", speeds.bytes / 1e6)?;
-    writeln!(
-        out,
-        "{:>6} {:>13} {:>8} {:>9} {:>14} {:>8} {:>9} {:>12} {:>10} {:>13}",
+    let columns = [
         "M",
         "bf16 × NVFP4",
         "/cuBLAS",
@@ -112,23 +111,27 @@ fn print(out: &mut impl Write, rows: &[Row], speeds: &Speeds, format: Format) ->
         "of floor",
         "cuBLAS bf16",
         "W decoded",
-        "both decoded"
-    )?;
-    for row in rows {
-        let Row { m, weight_only, nvfp4, .. } = row;
-        writeln!(
-            out,
-            "{m:>6} {:>13.1} {:>8} {:>9.2} {:>14.1} {:>8} {:>9.2} {:>12} {:>10} {:>13}",
-            weight_only.us,
+        "both decoded",
+    ];
+    let mut table = Table::new(columns.map(right));
+    for Row { m, weight_only, nvfp4, cublas_us, decode_weights_us, decode_both_us, .. } in rows {
+        table.row([
+            m.to_string(),
+            format!("{:.1}", weight_only.us),
             number(weight_only.of_cublas, 2),
-            weight_only.of_floor,
-            nvfp4.us,
+            format!("{:.2}", weight_only.of_floor),
+            format!("{:.1}", nvfp4.us),
             number(nvfp4.of_cublas, 2),
-            nvfp4.of_floor,
-            number(row.cublas_us, 1),
-            number(row.decode_weights_us, 1),
-            number(row.decode_both_us, 1)
-        )?;
+            format!("{:.2}", nvfp4.of_floor),
+            number(*cublas_us, 1),
+            number(*decode_weights_us, 1),
+            number(*decode_both_us, 1),
+        ]);
+    }
+    let mut lines = table.lines().into_iter();
+    lines.by_ref().take(1).try_for_each(|heading| writeln!(out, "{heading}"))?;
+    for (line, Row { weight_only, nvfp4, .. }) in lines.zip(rows) {
+        writeln!(out, "{line}")?;
         if format == Format::Verbose {
             writeln!(out, "       bf16 × NVFP4: {}; NVFP4 × NVFP4: {}", weight_only.kernel, nvfp4.kernel)?;
         }
