@@ -2,14 +2,14 @@
 
 use super::OUTPUT;
 use super::operand::Operand;
-use super::output::{self, Add, Kind, OperandOrder, Order, Output};
+use super::output::{self, Add, Kind, Order, Output};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format as format_name};
 use crate::cuda::{Source, Stream, entry};
 use crate::fp8::cuda::View as Fp8View;
 use crate::quantize::Layout;
 use nvfp4_spec::fp8::{Format, Scales, Tile};
-use nvfp4_spec::{GlobalScale, Precision, e2m1};
+use nvfp4_spec::{Precision, e2m1};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Outputs of a block, along each side.
@@ -189,25 +189,12 @@ pub(super) fn sources() -> Vec<(String, Source)> {
     let fp8 = [Fp8Scales::Codes, Fp8Scales::F32, Fp8Scales::E8m0];
     let fp8 = Format::ALL.into_iter().flat_map(|format| fp8.map(|scales| Values::Fp8(format, scales)));
     let kinds = [Values::Nvfp4].into_iter().chain(PRECISIONS.map(Values::Plain)).chain(fp8);
-    let plain = Kind {
-        precision: Precision::F32,
-        order: Order::Folded,
-        tokens: GlobalScale::PerTensor,
-        add: Add::Nothing,
-        operands: OperandOrder::Given,
-    };
+    let plain = Kind { precision: Precision::F32, ..Kind::PLAIN };
     let pairs = kinds.map(|values| entry((values, Values::Nvfp4, plain), source));
     let outputs = PRECISIONS.into_iter().zip([Order::Folded, Order::OneRow, Order::BothRows]);
     let outputs = outputs.map(|(precision, order)| {
         let plain = Values::Plain(precision);
-        entry(
-            (
-                plain,
-                plain,
-                Kind { precision, order, tokens: GlobalScale::PerTensor, add: Add::C, operands: OperandOrder::Given },
-            ),
-            source,
-        )
+        entry((plain, plain, Kind { precision, order, add: Add::C, ..Kind::PLAIN }), source)
     });
     pairs.chain(outputs).collect()
 }

@@ -66,6 +66,15 @@ pub(super) enum Add {
 }
 
 impl Kind {
+    /// bf16 outputs of given operands with one scale each, and nothing added.
+    pub const PLAIN: Kind = Kind {
+        precision: Precision::Bf16,
+        order: Order::Folded,
+        tokens: GlobalScale::PerTensor,
+        add: Add::Nothing,
+        operands: OperandOrder::Given,
+    };
+
     /// The settings of `output.cuh`.
     pub fn settings(self) -> String {
         let order = match self.order {

@@ -313,13 +313,7 @@ fn wgmma(tokens: u32, bits: Precision) -> String {
 
 /// Every shape in both types, and every kind of output.
 pub(super) fn sources() -> Vec<(String, Source)> {
-    let plain = Kind {
-        precision: Precision::Bf16,
-        order: Order::Folded,
-        tokens: GlobalScale::PerTensor,
-        add: Add::Nothing,
-        operands: OperandOrder::Given,
-    };
+    let plain = Kind::PLAIN;
     let shapes = shape::all().into_iter().flat_map(|shape| {
         let types = [Precision::Bf16, Precision::F16].map(|bits| entry((shape, bits, plain), source));
         let swapped = entry((shape, Precision::Bf16, Kind { operands: OperandOrder::Swapped, ..plain }), source);

@@ -2,14 +2,14 @@
 
 use super::decoded::{self, Condition};
 use super::operand::Operand;
-use super::output::{self, Add, Kind, OperandOrder, Order, Output};
+use super::output::{self, Add, Kind, Order, Output};
 use super::scratch::Scratch;
 use super::{MMA, OUTPUT, math};
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8};
 use crate::cuda::{Allocator, Source, Stream, entry};
 use crate::{Result, cuda};
+use nvfp4_spec::Precision;
 use nvfp4_spec::fp8::{Scales, Tile};
-use nvfp4_spec::{GlobalScale, Precision};
 
 /// Outputs of a block, along each side.
 const SIDE: usize = 128;
@@ -91,21 +91,15 @@ impl Side {
                 let stride = if x.rows() <= 1 { 0 } else { 2 * x.stride() as u64 };
                 Side { values, scales: 0, rows, stride, across: 0, height: 0, format: 0 }
             }
-            Operand::Fp8(q) => {
-                let scales = match q.scales {
-                    Scales::F32(scales) => scales.address(),
-                    Scales::E8m0(scales) => scales.address(),
-                };
-                Side {
-                    values: q.codes.address(),
-                    scales,
-                    rows,
-                    stride: q.cols as u64,
-                    across: q.tile.grid(q.rows, q.cols).1 as u64,
-                    height: if q.tile == Tile::Square128 { 7 } else { 0 },
-                    format: q.format as u32,
-                }
-            }
+            Operand::Fp8(q) => Side {
+                values: q.codes.address(),
+                scales: q.scale_address(),
+                rows,
+                stride: q.cols as u64,
+                across: q.tile.grid(q.rows, q.cols).1 as u64,
+                height: if q.tile == Tile::Square128 { 7 } else { 0 },
+                format: q.format as u32,
+            },
             Operand::Nvfp4(_) => unreachable!("`kinds` refuses it"),
         }
     }
@@ -184,13 +178,7 @@ fn source((a, b, aligned, kind): Variant) -> (&'static str, &'static str, String
 /// Every kind on either side, and every kind of output.
 pub(super) fn sources() -> Vec<(String, Source)> {
     let all = [Values::Bf16, Values::Codes, Values::Wide, Values::Rows32, Values::Columns32];
-    let plain = Kind {
-        precision: Precision::Bf16,
-        order: Order::Folded,
-        tokens: GlobalScale::PerTensor,
-        add: Add::Nothing,
-        operands: OperandOrder::Given,
-    };
+    let plain = Kind::PLAIN;
     let pairs = all
         .iter()
         .zip(all.iter().cycle().skip(1))

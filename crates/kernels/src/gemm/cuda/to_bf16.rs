@@ -7,7 +7,7 @@
 use super::cublas::{self, Call, Cublas, Factors, Values};
 use super::decoded::{self, Condition};
 use super::operand::Operand;
-use super::output::{Add, Kind, OperandOrder, Order, Output, Side as Scale};
+use super::output::{Kind, Order, Output, Side as Scale};
 use super::scratch::Scratch;
 use super::{OUTPUT, WEIGHTS, math};
 use crate::Result;
@@ -198,13 +198,7 @@ impl Matrix {
         let (codes, scales, across, format) = match operand {
             Operand::Plain(_) => (0, 0, 0, Format::default()),
             Operand::Nvfp4(q) => (q.codes.address(), q.scales.address(), q.cols / UNIT, Format::default()),
-            Operand::Fp8(q) => {
-                let scales = match q.scales {
-                    Scales::F32(scales) => scales.address(),
-                    Scales::E8m0(scales) => scales.address(),
-                };
-                (q.codes.address(), scales, q.cols / UNIT, q.format)
-            }
+            Operand::Fp8(q) => (q.codes.address(), q.scale_address(), q.cols / UNIT, q.format),
         };
         let units = if decoder == Decoder::Plain { 0 } else { operand.rows() * operand.cols() / UNIT };
         let groups = units.div_ceil(THREADS * PER_THREAD);
@@ -239,20 +233,13 @@ const _: () = assert!(size_of::<Params>() == 176);
 
 fn source((a, b): (Decoder, Decoder)) -> (&'static str, &'static str, String) {
     // Factors are one number whatever the outputs are.
-    let kind = Kind {
-        precision: Precision::Bf16,
-        order: Order::Folded,
-        tokens: GlobalScale::PerTensor,
-        add: Add::Nothing,
-        operands: OperandOrder::Given,
-    };
     let settings = format!(
         "enum Kind {{ PLAIN, NVFP4, FP8_CODES, FP8_BYTES, FP8_COLUMNS }};\nconstexpr Kind A = {}, B = {};\n\
          {}{}",
         a.name(),
         b.name(),
         math(Precision::Bf16),
-        kind.settings()
+        Kind::PLAIN.settings()
     );
     ("gemm_to_bf16", "gemm_to_bf16", assemble_fp8(&settings, &[OUTPUT, WEIGHTS, include_str!("to_bf16.cu")]))
 }

@@ -39,6 +39,14 @@ impl View<'_> {
         Ok(check_len("scales", self.tile.scale_count(self.rows, self.cols)?, scales)?)
     }
 
+    /// Where its scales begin.
+    pub(crate) fn scale_address(&self) -> u64 {
+        match &self.scales {
+            Scales::F32(scales) => scales.address(),
+            Scales::E8m0(scales) => scales.address(),
+        }
+    }
+
     /// An error unless all parts have the right lengths and are memory of `device`.
     pub(crate) fn check(&self, device: Device) -> Result<()> {
         self.check_lengths()?;
