@@ -3,6 +3,8 @@
 
 mod bounded;
 #[cfg(feature = "cuda")]
+mod device;
+#[cfg(feature = "cuda")]
 #[path = "gemm_fp8/gpu.rs"]
 mod gpu;
 

@@ -3,32 +3,23 @@
 #![cfg(feature = "cuda")]
 
 mod bounded;
+mod device;
 #[path = "gemm_gpu/scratch.rs"]
 mod scratch;
 
+use device::stream;
 use half::{bf16, f16};
-use nvfp4_kernels::cuda::{Buffer, Device, Input, Plain, Pool, Stream, Values};
+use nvfp4_kernels::Implementation;
+use nvfp4_kernels::cuda::{Buffer, Input, Plain, Pool, Stream, Values};
 use nvfp4_kernels::dequantize::cuda::View;
 use nvfp4_kernels::gemm::cuda::{Member, Operand, PreparedWeight, Product, Weights, describe, gemm, grouped};
 use nvfp4_kernels::quantize::Layout;
 use nvfp4_kernels::swizzle;
-use nvfp4_kernels::{Implementation, cuda};
 use nvfp4_spec::gemm::{self as spec, Accumulate, Accumulator};
 use nvfp4_spec::matrix::{self, Matrix, Quantized};
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::{Element, GlobalScale, Mode, Profile, Rounding};
-use nvfp4_testing::{Need, missing};
 use std::collections::BTreeSet;
-
-fn stream() -> Option<Stream> {
-    match cuda::compiler_version().and_then(|_| Device::open(0)).and_then(Stream::new) {
-        Ok(stream) => Some(stream),
-        Err(reason) => {
-            missing(Need::Gpu, reason);
-            None
-        }
-    }
-}
 
 fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
     let value = |i: usize| {

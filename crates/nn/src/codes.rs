@@ -127,8 +127,5 @@ pub(crate) fn multiply(
     if let (Operand::Codes(Codes::Gpu(codes), _), _) | (_, Operand::Codes(Codes::Gpu(codes), _)) = (a, b) {
         return codes.multiply(&a.map(Codes::on_gpu)?, &b.map(Codes::on_gpu)?, c, accumulator, dtype);
     }
-    // A CPU adds precisely, whatever is allowed.
-    #[cfg(not(feature = "nn-cuda"))]
-    let _ = accumulator;
-    values::multiply(&a.map(Codes::on_cpu)?, &b.map(Codes::on_cpu)?, c, dtype)
+    values::multiply(&a.map(Codes::on_cpu)?, &b.map(Codes::on_cpu)?, c, accumulator, dtype)
 }

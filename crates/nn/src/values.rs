@@ -4,7 +4,9 @@
 use crate::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use nvfp4::{Direction, Element, Elements, Orientation, PlainDirection, Product, QuantTensor, Side, TensorRef};
+use nvfp4::{
+    Accumulator, Direction, Element, Elements, Orientation, PlainDirection, Product, QuantTensor, Side, TensorRef,
+};
 
 /// Hands a tensor, of any strides, to `read`.
 pub(crate) fn with_values<R>(x: &Tensor, read: impl FnOnce(&TensorRef<'_>) -> nvfp4::Result<R>) -> Result<R> {
@@ -54,19 +56,30 @@ impl<C> Operand<C> {
 type CpuOperand<'a> = Operand<&'a QuantTensor>;
 
 /// `a · bᵀ (+ c)` of operands of which one is codes, in the type asked for.
-pub(crate) fn multiply(a: &CpuOperand<'_>, b: &CpuOperand<'_>, c: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+pub(crate) fn multiply(
+    a: &CpuOperand<'_>,
+    b: &CpuOperand<'_>,
+    c: Option<&Tensor>,
+    accumulator: Accumulator,
+    dtype: DType,
+) -> Result<Tensor> {
     match dtype {
-        DType::F32 => multiply_as::<f32>(a, b, c),
-        DType::BF16 => multiply_as::<bf16>(a, b, c),
-        DType::F16 => multiply_as::<f16>(a, b, c),
+        DType::F32 => multiply_as::<f32>(a, b, c, accumulator),
+        DType::BF16 => multiply_as::<bf16>(a, b, c, accumulator),
+        DType::F16 => multiply_as::<f16>(a, b, c, accumulator),
         other => Err(no_codes_of(other)),
     }
 }
 
-fn multiply_as<T: Number>(a: &CpuOperand<'_>, b: &CpuOperand<'_>, c: Option<&Tensor>) -> Result<Tensor> {
+fn multiply_as<T: Number>(
+    a: &CpuOperand<'_>,
+    b: &CpuOperand<'_>,
+    c: Option<&Tensor>,
+    accumulator: Accumulator,
+) -> Result<Tensor> {
     let (a, b) = (Held::new(a)?, Held::new(b)?);
     let (a, b) = (a.get()?, b.get()?);
-    let product = |add| Product { add, ..Product::default() };
+    let product = |add| Product { add, accumulator, ..Product::default() };
     let y = match c {
         None => nvfp4::matmul::<T>(a, b, &product(None))?,
         Some(c) => {

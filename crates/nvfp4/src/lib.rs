@@ -61,7 +61,7 @@ pub use nvfp4_spec::{Bound, Element, ErrorPath, GlobalScale, Metric, Precision, 
 pub use quantizer::{Observed, Options, Quantizer, Update};
 pub use storage::{from_bytes, load, save, to_bytes};
 pub use tensor::QuantTensor;
-pub use tensor_ref::{TensorRef, index_of};
+pub use tensor_ref::{TensorRef, index_of, row_stride};
 
 /// Runs the examples of this crate's README, of the project's and of the guide to tensors. Those in
 /// `docs/` are links, so that they are in the package too.

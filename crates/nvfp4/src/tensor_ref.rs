@@ -137,7 +137,7 @@ impl<'a> TensorRef<'a> {
     /// Hands the tensor as a matrix to `use_input`: without a copy where rows are contiguous and evenly spaced.
     pub(crate) fn with_input<R>(&self, use_input: impl FnOnce(&Input<'_>) -> Result<R>) -> Result<R> {
         let (rows, cols) = shape::flattened(&self.shape);
-        if let Some(stride) = self.row_stride() {
+        if let Some(stride) = row_stride(&self.shape, &self.strides) {
             return use_input(&Input::strided(self.values, rows, cols, stride)?);
         }
         match self.values {
@@ -170,28 +170,34 @@ impl<'a> TensorRef<'a> {
         }
         Ok(copy)
     }
+}
 
-    /// The distance between rows, if rows are contiguous, evenly spaced and do not overlap.
-    fn row_stride(&self) -> Option<usize> {
-        let (rows, cols) = shape::flattened(&self.shape);
-        if rows == 0 || cols == 0 {
-            return Some(cols);
-        }
-        // Dimensions of size 1 have no neighbours, so their strides say nothing.
-        let mut dims = self.shape.iter().zip(&self.strides).rev().filter(|(size, _)| **size > 1).peekable();
-        if cols > 1 && *dims.next()?.1 != 1 {
+/// The distance between rows, if rows are contiguous, evenly spaced and do not overlap. The last
+/// dimension is a row.
+///
+/// ```
+/// assert_eq!(nvfp4::row_stride(&[2, 3, 8], &[48, 16, 1]), Some(16));
+/// assert_eq!(nvfp4::row_stride(&[2, 3, 8], &[24, 16, 1]), None);
+/// ```
+pub fn row_stride(shape: &[usize], strides: &[usize]) -> Option<usize> {
+    let (rows, cols) = shape::flattened(shape);
+    if rows == 0 || cols == 0 {
+        return Some(cols);
+    }
+    // Dimensions of size 1 have no neighbours, so their strides say nothing.
+    let mut dims = shape.iter().zip(strides).rev().filter(|(size, _)| **size > 1).peekable();
+    if cols > 1 && *dims.next()?.1 != 1 {
+        return None;
+    }
+    let stride = dims.peek().map_or(cols, |(_, stride)| **stride);
+    let mut expected = stride;
+    for (&size, &actual) in dims {
+        if actual != expected {
             return None;
         }
-        let stride = dims.peek().map_or(cols, |(_, stride)| **stride);
-        let mut expected = stride;
-        for (&size, &actual) in dims {
-            if actual != expected {
-                return None;
-            }
-            expected = actual.checked_mul(size)?;
-        }
-        (stride >= cols).then_some(stride)
+        expected = actual.checked_mul(size)?;
     }
+    (stride >= cols).then_some(stride)
 }
 
 /// The index of the `i`-th element in row-major order; zeros where the shape has no elements.
@@ -214,17 +220,15 @@ mod tests {
 
     #[test]
     fn leading_dimensions_flatten_without_a_copy_where_rows_are_evenly_spaced() {
-        let values: Vec<f32> = (0..48).map(|i| i as f32).collect();
-        let view = |shape: &[usize], strides: &[usize]| TensorRef::strided(&values[..], shape, strides).unwrap();
-        assert_eq!(view(&[2, 3, 8], &[24, 8, 1]).row_stride(), Some(8));
-        assert_eq!(view(&[2, 3, 4], &[24, 8, 1]).row_stride(), Some(8));
-        assert_eq!(view(&[2, 2, 4], &[24, 8, 1]).row_stride(), None, "uneven");
-        assert_eq!(view(&[6, 8], &[1, 6]).row_stride(), None, "transposed");
-        assert_eq!(view(&[3, 8], &[0, 1]).row_stride(), None, "repeated rows");
-        assert_eq!(view(&[1, 6, 1, 8], &[99, 8, 77, 1]).row_stride(), Some(8));
-        assert_eq!(view(&[5], &[1]).row_stride(), Some(5));
-        assert_eq!(view(&[5], &[2]).row_stride(), None);
-        assert_eq!(view(&[], &[]).row_stride(), Some(1));
+        assert_eq!(row_stride(&[2, 3, 8], &[24, 8, 1]), Some(8));
+        assert_eq!(row_stride(&[2, 3, 4], &[24, 8, 1]), Some(8));
+        assert_eq!(row_stride(&[2, 2, 4], &[24, 8, 1]), None, "uneven");
+        assert_eq!(row_stride(&[6, 8], &[1, 6]), None, "transposed");
+        assert_eq!(row_stride(&[3, 8], &[0, 1]), None, "repeated rows");
+        assert_eq!(row_stride(&[1, 6, 1, 8], &[99, 8, 77, 1]), Some(8));
+        assert_eq!(row_stride(&[5], &[1]), Some(5));
+        assert_eq!(row_stride(&[5], &[2]), None);
+        assert_eq!(row_stride(&[], &[]), Some(1));
     }
 
     #[test]

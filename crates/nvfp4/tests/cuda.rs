@@ -3,8 +3,11 @@
 #![cfg(feature = "cuda")]
 
 use half::{bf16, f16};
-use nvfp4::cuda::{Device, Gpu, Input, Offset, Options, Product, QuantTensor, Randomness, Values, finite};
+use nvfp4::cuda::{
+    Device, Gpu, Input, Offset, Options, Owned, Product, QuantTensor, Randomness, Stream, Values, finite,
+};
 use nvfp4::{Directions, Error, Finite, Profile, QuantSpec, Quantizer, Rounding, Side, TensorRef, Transform};
+use nvfp4_kernels::cuda::time_interleaved;
 use nvfp4_testing::{Need, missing};
 
 const ROWS: usize = 160;
@@ -173,36 +176,37 @@ fn products_of_a_layer_are_within_the_bound() {
     }
 }
 
+/// What a capture works on.
+struct Captured {
+    gpu: Gpu,
+    x: Owned<bf16>,
+    y: Owned<f32>,
+}
+
+impl Captured {
+    /// Quantizes x, and multiplies what it quantized.
+    fn record(&mut self, _: &Stream, text: &str) -> nvfp4::Result<()> {
+        let quantizer = Quantizer::new(text.parse::<QuantSpec>()?, Directions::Row)?;
+        let input = Input::new(Values::Bf16(self.x.slice()), ROWS, COLS)?;
+        let q = self.gpu.quantize(&quantizer, &input, &Options::default())?;
+        let row = q.direction(Side::Row)?;
+        self.gpu.matmul(row, row, &Product::default(), self.y.slice_mut())
+    }
+}
+
 /// Tensors that a capture makes belong to its graph, and each replay makes them anew.
 #[test]
 fn a_capture_may_quantize_and_multiply_what_it_quantized() {
     let Some(gpu) = gpu() else { return };
-    let (first, second) = (values(ROWS * COLS, 3), values(ROWS * COLS, 4));
+    let stream = gpu.stream().clone();
+    let (x, y) = (gpu.upload(&values(ROWS * COLS, 3)).unwrap(), gpu.alloc::<f32>(ROWS * ROWS).unwrap());
+    let mut work = Captured { gpu, x, y };
     for text in ["nvfp4", "fp8(e4m3)", "mxfp8(e4m3)"] {
-        let quantizer = Quantizer::new(text.parse::<QuantSpec>().unwrap(), Directions::Row).unwrap();
-        let mut x = gpu.upload(&first).unwrap();
-        let mut y = gpu.alloc::<f32>(ROWS * ROWS).unwrap();
-        let mut work = || -> nvfp4::Result<()> {
-            let input = Input::new(Values::Bf16(x.slice()), ROWS, COLS)?;
-            let q = gpu.quantize(&quantizer, &input, &Options::default())?;
-            gpu.matmul(q.direction(Side::Row)?, q.direction(Side::Row)?, &Product::default(), y.slice_mut())
-        };
-        work().unwrap();
-        gpu.stream().synchronize().unwrap();
-        let graph = gpu.stream().capture(|_| work()).unwrap();
-        for values in [&second, &first] {
-            gpu.stream().upload(values, x.slice_mut()).unwrap();
-            // SAFETY: everything that the graph uses is alive, and only this stream uses it.
-            unsafe { graph.launch(gpu.stream()) }.unwrap();
-            let replayed = gpu.stream().to_host(y.slice()).unwrap();
-            let tensor = TensorRef::new(&values[..], &[ROWS, COLS]).unwrap();
-            let q = quantizer.quantize(&tensor).unwrap();
-            let exact: Vec<f32> = q.matmul(&q).unwrap();
-            let scale = exact.iter().fold(0f32, |most, y| most.max(y.abs()));
-            // Another test compares products with their bound; this one tells two inputs apart.
-            let near = replayed.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= scale * 1e-4);
-            assert!(near, "{text}");
-        }
+        work.record(&stream, text).unwrap();
+        let once = stream.to_host(work.y.slice()).unwrap();
+        // Captures the work, and replays it.
+        time_interleaved(&stream, &mut work, &[text], 3, Captured::record).unwrap();
+        assert_eq!(stream.to_host(work.y.slice()).unwrap(), once, "{text}");
     }
 }
 

@@ -59,8 +59,7 @@ pub use model::{Edge, KeepInput, Model, Module, Purpose, Quantizable, WeightStor
 pub use nvfp4::Accumulator;
 pub use nvfp4::format::{
     AmaxFn, AmaxRule, AmaxRules, Arithmetic, BlockTile, ColumnSource, Conflict, Delayed, Epsilon, Family, Format, Fp8,
-    Fp8Block, Fp8Code, MxTile, Mxfp8, Name, Nvfp4, Origin, QuantSpec, Reduction, Replay, ScaleStep, Split, Stored,
-    multiply,
+    Fp8Block, Fp8Code, MxTile, Mxfp8, Name, Nvfp4, QuantSpec, Reduction, Replay, ScaleStep, Split, Stored, multiply,
 };
 pub use path::{Glob, ModulePath};
 pub use plan::{Change, Entry, Plan, PlanDiff, Saved, Transition, Warning};

@@ -91,6 +91,13 @@ RULE void decode_four(u32 codes, Format f, float out[4]) {
 #endif
 }
 
+// The least scale byte with which every value of MXFP8 is a normal bf16 number: the smallest of E5M2
+// is 2⁻¹⁶.
+constexpr u32 LEAST_NORMAL = 17;
+
+// Whether a number is another one in bf16.
+RULE bool lost_in_bf16(float exact, u16 bits) { return precision::from_bf16(bits) != exact && !is_nan(exact); }
+
 // AmaxRule::scale; `overflow` is the largest value of the elements' type, of binary32 for the scale
 // of a tensor.
 RULE float scale(float amax, Format f, ScaleValues values, float epsilon, float overflow) {

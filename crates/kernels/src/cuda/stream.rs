@@ -227,9 +227,10 @@ impl Stream {
 
     /// Records the work that `work` queues, instead of running it.
     ///
-    /// Inside, this thread may launch kernels, fill and copy within the GPU. It may not allocate,
-    /// free, wait or load a kernel for the first time: the driver then refuses the capture, and the
-    /// stream is as usable as before. So run the work once before. Nor may it
+    /// Inside, this thread may launch kernels, fill and copy within the GPU, and take memory from a
+    /// [`Pool`](super::Pool), which then is the graph's. It may not allocate otherwise, wait or load
+    /// a kernel for the first time: the driver then refuses the capture, and the stream is as usable
+    /// as before. So run the work once before. Nor may it
     /// [`upload`](Stream::upload): that waits for page-locked memory, and a copy of ordinary memory
     /// may be recorded with its address, which each replay would read, whatever is there by then.
     /// The default stream cannot be captured.

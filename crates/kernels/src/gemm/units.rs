@@ -26,8 +26,6 @@ pub enum Units {
     /// Tensor cores that multiply FP8 codes, through cuBLASLt: twice as fast, with sums of fewer
     /// bits.
     Fp8TensorCores,
-    /// Multiply-adds in binary32, without tensor cores: an order of magnitude slower.
-    MultiplyAdds,
 }
 
 impl fmt::Display for Units {
@@ -35,7 +33,6 @@ impl fmt::Display for Units {
         f.write_str(match self {
             Units::Bf16TensorCores => "on bf16 tensor cores",
             Units::Fp8TensorCores => "on FP8 tensor cores",
-            Units::MultiplyAdds => "by multiply-adds without tensor cores",
         })
     }
 }

@@ -1,22 +1,13 @@
 //! In the memory of a GPU. Without one, these are skipped.
 
 use super::*;
-use nvfp4_kernels::cuda::{self, Buffer, Device, Plain, Slice, Stream, Values as Numbers};
+use crate::device::stream;
+use nvfp4_kernels::cuda::{Buffer, Plain, Slice, Stream, Values as Numbers};
 use nvfp4_kernels::fp8::cuda::View as There;
 use nvfp4_kernels::gemm::cuda::Cublas;
 use nvfp4_kernels::gemm::{Accumulator, Stored, Units, cuda as on_gpu, units};
 use nvfp4_spec::gemm::Accumulator::{Fast, Precise, Split};
 use nvfp4_testing::{Need, missing};
-
-fn stream() -> Option<Stream> {
-    match cuda::compiler_version().and_then(|_| Device::open(0)).and_then(Stream::new) {
-        Ok(stream) => Some(stream),
-        Err(reason) => {
-            missing(Need::Gpu, reason);
-            None
-        }
-    }
-}
 
 /// A quantized matrix on the GPU.
 struct Copied<'a> {

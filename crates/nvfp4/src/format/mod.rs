@@ -96,15 +96,6 @@ impl Format {
         }
     }
 
-    /// Whether this library can make it.
-    pub fn origin(&self) -> Origin {
-        match self {
-            Format::Custom(_) => Origin::Elsewhere,
-            Format::HighPrecision(_) | Format::Fp8(_) | Format::Delayed(_) | Format::Fp8Block(_) => Origin::Here,
-            Format::Mxfp8(_) | Format::Nvfp4(_) => Origin::Here,
-        }
-    }
-
     /// How many rows of a tensor make whole blocks of the column direction.
     pub fn alignment(&self) -> usize {
         match self {
@@ -155,15 +146,6 @@ pub enum Replay {
     Same,
     /// They depend on random numbers, on a scale that moves on, or on a rule that this library does not know.
     Differs,
-}
-
-/// Who makes a format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Origin {
-    /// This library.
-    Here,
-    /// The user's own program.
-    Elsewhere,
 }
 
 /// The type that an unquantized tensor is kept in.

@@ -30,22 +30,8 @@ impl Array {
         let (&cols, leading) = tensor.shape.split_last().unwrap_or((&1, &[]));
         let rows = leading.iter().product();
         let strides: Vec<usize> = tensor.strides.iter().map(|&s| usize::try_from(s)).collect::<Result<_, _>>().ok()?;
-        if rows == 0 || cols == 0 {
-            return Input::new(self.device_values()?, rows, cols).ok();
-        }
-        let mut dims = tensor.shape.iter().zip(&strides).rev().filter(|(size, _)| **size > 1).peekable();
-        if cols > 1 && *dims.next()?.1 != 1 {
-            return None;
-        }
-        let stride = dims.peek().map_or(cols, |(_, stride)| **stride);
-        let mut expected = stride;
-        for (&size, &actual) in dims {
-            if actual != expected {
-                return None;
-            }
-            expected = actual.checked_mul(size)?;
-        }
-        Input::strided(self.device_values()?, rows, cols, stride.max(cols)).ok().filter(|_| stride >= cols)
+        let stride = nvfp4::row_stride(&tensor.shape, &strides)?;
+        Input::strided(self.device_values()?, rows, cols, stride).ok()
     }
 
     /// The elements where they lie.

@@ -137,7 +137,7 @@ mod tests {
             ("", "use crate::b::B;", "use crate::a::A;", circle),
             ("", "use super::b::B;", "use std::{fmt, io}; use super::{a::A};", circle),
             ("", "use crate::{b::{self, B}};", "use crate::{a as other};", circle),
-            ("", "fn f() { crate::b::f() }", "fn f() -> super::a::A { todo!() }", circle),
+            ("", "fn f() { crate::b::f() }", "fn f() -> super::a::A { loop {} }", circle),
             ("pub use a::A; pub(crate) use b::B as C;", "use crate::C;", "use super::A;", circle),
             ("", "pub mod inner { use super::super::b::B; }", "use crate::a::inner::*;", circle),
             // One way only, or only in words, or only in tests.

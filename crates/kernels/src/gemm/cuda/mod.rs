@@ -44,6 +44,7 @@ use output::{OperandOrder, Output};
 
 const MMA: &str = include_str!("mma.cuh");
 const OUTPUT: &str = include_str!("output.cuh");
+const TOKENS: &str = include_str!("tokens.cuh");
 const WEIGHTS: &str = include_str!("weights.cuh");
 
 /// The least number of rows of B for which the operands may be swapped: fewer do not fill the large

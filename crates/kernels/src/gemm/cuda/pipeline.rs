@@ -5,7 +5,7 @@ use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
 use super::scratch::Scratch;
 use super::shape::{self, Instruction, Shape};
-use super::{MMA, OUTPUT, WEIGHTS, math};
+use super::{MMA, OUTPUT, TOKENS, WEIGHTS, math};
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
 use crate::cuda::{Allocator, Device, Input, SliceMut, Source, Stream, entry, tensor_map};
 use crate::dequantize::cuda::View;
@@ -260,7 +260,7 @@ fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64
 }
 
 fn decode_source(bits: Precision) -> (&'static str, &'static str, String) {
-    let files = [ELEMENTS, WEIGHTS, include_str!("tokens.cu")];
+    let files = [ELEMENTS, WEIGHTS, TOKENS, include_str!("tokens.cu")];
     ("gemm_tokens", "gemm_tokens", assemble(&math(bits), &files))
 }
 

@@ -35,9 +35,6 @@ constexpr u32 SIDE = 128, DEPTH = 64, THREADS = 256, ROW = 2 * DEPTH;
 constexpr u32 BAND = 8;
 constexpr u32 CHUNKS = SIDE * DEPTH / 16 / THREADS;  // of 16 values that a thread loads
 constexpr bool PROMOTES = A == FP8_WIDE || B == FP8_WIDE;
-// The least scale byte with which every value is a normal bf16 number: the smallest of E5M2 is
-// 2⁻¹⁶.
-constexpr u32 LEAST_NORMAL = 17;
 
 // Sixteen values as they lie: codes in the first half, or bf16; and the scale byte of MXFP8.
 struct Chunk {
@@ -127,10 +124,9 @@ RULE void store(u8* tile, u32 row, u32 column, const Chunk& c, Format format, co
         }
 #pragma unroll
         for (u32 i = 0; i < 8; i++) w[i] = pack_bf16(v[2 * i] * f, v[2 * i + 1] * f);
-        if (KIND == FP8_BYTES && c.byte < LEAST_NORMAL) {
+        if (KIND == FP8_BYTES && c.byte < fp8::LEAST_NORMAL) {
             for (u32 i = 0; i < 16; i++) {
-                float exact = v[i] * f, got = precision::from_bf16((u16)(w[i / 2] >> 16 * (i % 2)));
-                if (got != exact && !is_nan(exact)) *p.inexact = (u32)p.mark;
+                if (fp8::lost_in_bf16(v[i] * f, (u16)(w[i / 2] >> 16 * (i % 2)))) *p.inexact = (u32)p.mark;
             }
         }
         out[0] = make_uint4(w[0], w[1], w[2], w[3]), out[1] = make_uint4(w[4], w[5], w[6], w[7]);

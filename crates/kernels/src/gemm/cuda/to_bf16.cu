@@ -26,33 +26,13 @@ static_assert(sizeof(Params) == 176, "as in to_bf16.rs");
 
 constexpr u32 THREADS = 256, PER_THREAD = 4;
 
-// What NVFP4 codes are multiplied by, twice.
-RULE u32 token_scale(u32 byte) {
-    u32 bits = to_bits(e4m3::decode(byte) * 0x1p119f) >> 16;
-    return bits | bits << 16;
-}
-
-RULE uint4 decode_nvfp4(u32 codes, u32 scale) {
-    u32 x[4];
-    unpack_in_order(codes, x);
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) x[j] = multiply(x[j], scale);
-    return make_uint4(__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[2], x[3], 0x5410), __byte_perm(x[0], x[1], 0x7632),
-                      __byte_perm(x[2], x[3], 0x7632));
-}
-
-// The least scale byte with which every value is a normal bf16 number: the smallest of E5M2 is
-// 2⁻¹⁶.
-constexpr u32 LEAST_NORMAL = 17;
-
 // Whether one of eight values lost bits.
 RULE bool lost(const float (&values)[8], const float (&factors)[8], uint4 packed) {
     u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
     bool any = false;
 #pragma unroll
     for (u32 k = 0; k < 8; k++) {
-        float exact = values[k] * factors[k];
-        any |= precision::from_bf16((u16)(words[k / 2] >> 16 * (k % 2))) != exact && !is_nan(exact);
+        any |= fp8::lost_in_bf16(values[k] * factors[k], (u16)(words[k / 2] >> 16 * (k % 2)));
     }
     return any;
 }
@@ -81,7 +61,7 @@ RULE void decode(const Matrix& m, u32 group, u32* inexact, u32 mark) {
         u64 unit = first + THREADS * i;
         if (unit >= m.units) break;
         if (KIND == NVFP4) {
-            m.out[unit] = decode_nvfp4(codes[i].x, token_scale(bytes[i].x));
+            m.out[unit] = decode_in_order(codes[i].x, token_scale(bytes[i].x));
             continue;
         }
         float v[8], f[8];
@@ -92,7 +72,7 @@ RULE void decode(const Matrix& m, u32 group, u32* inexact, u32 mark) {
         for (u32 k = 0; k < 8; k++) {
             u32 byte = KIND == FP8_COLUMNS ? (k < 4 ? bytes[i].x : bytes[i].y) >> 8 * (k % 4) & 0xFF : bytes[i].x;
             f[k] = KIND == FP8_CODES ? 1.0f : e8m0::decode(byte);
-            small |= KIND != FP8_CODES && byte < LEAST_NORMAL;
+            small |= KIND != FP8_CODES && byte < fp8::LEAST_NORMAL;
         }
         uint4 out = make_uint4(pack_bf16(v[0] * f[0], v[1] * f[1]), pack_bf16(v[2] * f[2], v[3] * f[3]),
                                pack_bf16(v[4] * f[4], v[5] * f[5]), pack_bf16(v[6] * f[6], v[7] * f[7]));

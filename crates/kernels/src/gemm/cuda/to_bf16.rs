@@ -9,7 +9,7 @@ use super::decoded::{self, Condition};
 use super::operand::Operand;
 use super::output::{Kind, Order, Output, Side as Scale};
 use super::scratch::Scratch;
-use super::{OUTPUT, WEIGHTS, math};
+use super::{OUTPUT, TOKENS, WEIGHTS, math};
 use crate::Result;
 use crate::cuda::text::{Variants, assemble_fp8};
 use crate::cuda::{Allocator, Source, Stream, entry};
@@ -241,7 +241,7 @@ fn source((a, b): (Decoder, Decoder)) -> (&'static str, &'static str, String) {
         math(Precision::Bf16),
         Kind::PLAIN.settings()
     );
-    ("gemm_to_bf16", "gemm_to_bf16", assemble_fp8(&settings, &[OUTPUT, WEIGHTS, include_str!("to_bf16.cu")]))
+    ("gemm_to_bf16", "gemm_to_bf16", assemble_fp8(&settings, &[OUTPUT, WEIGHTS, TOKENS, include_str!("to_bf16.cu")]))
 }
 
 /// Every decoder on either side.

@@ -11,13 +11,6 @@ struct Params {
     u32 aligned;  // whether every block's codes start at a multiple of 8 bytes
 };
 
-// What the codes are multiplied by, twice.
-RULE u32 token_scale(u32 byte) {
-    float s = e4m3::decode(byte);
-    u32 bits = MATH == BF16 ? to_bits(s * 0x1p119f) >> 16 : pack_f16(s * 0x1p7f, 0.0f);
-    return bits | bits << 16;
-}
-
 extern "C" __global__ void __launch_bounds__(256) gemm_tokens(const __grid_constant__ Params p) {
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
     // The product that follows may start once the work before this kernel has finished.
@@ -36,12 +29,5 @@ extern "C" __global__ void __launch_bounds__(256) gemm_tokens(const __grid_const
     }
     u32 scale = token_scale(p.scales[p.swizzled ? swizzle::offset(row, column, blocks) : index]);
 #pragma unroll
-    for (u32 k = 0; k < 2; k++) {
-        u32 x[4];
-        unpack_in_order(words[k], x);
-#pragma unroll
-        for (u32 j = 0; j < 4; j++) x[j] = multiply(x[j], scale);
-        ((uint4*)p.out)[2 * at + k] = make_uint4(__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[2], x[3], 0x5410),
-                                                    __byte_perm(x[0], x[1], 0x7632), __byte_perm(x[2], x[3], 0x7632));
-    }
+    for (u32 k = 0; k < 2; k++) ((uint4*)p.out)[2 * at + k] = decode_in_order(words[k], scale);
 }
