@@ -7,6 +7,7 @@ use crate::{amax, dequantize, finite, fp8, gemm, hadamard, quantize, swizzle};
 /// with its variant as text, which begins with the name of the function.
 pub fn sources() -> Vec<(String, Source)> {
     let operations = [
+        crate::cuda::groups_sources(),
         amax::cuda::sources(),
         quantize::cuda::sources(),
         dequantize::cuda::sources(),

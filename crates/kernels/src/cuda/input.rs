@@ -65,6 +65,19 @@ impl Values<'_> {
         }
     }
 
+    /// Elements `range`.
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer.
+    pub(crate) fn range(&self, range: std::ops::Range<usize>) -> Self {
+        match self {
+            Values::F32(x) => Values::F32(x.range(range)),
+            Values::Bf16(x) => Values::Bf16(x.range(range)),
+            Values::F16(x) => Values::F16(x.range(range)),
+        }
+    }
+
     /// Bytes of an element.
     pub(crate) fn element_size(&self) -> usize {
         match self {

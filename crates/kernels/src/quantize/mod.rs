@@ -80,7 +80,8 @@ impl Direction<'_> {
             _ => None,
         };
         let lens = Lens { codes: self.codes.len(), scales: self.scales.len(), amax: self.amax.len(), random };
-        check(&self.mode, &self.rounding, self.transform, self.layout, lens, (rows, cols))?;
+        let amaxes = self.mode.global.count(rows);
+        check(&self.mode, &self.rounding, self.transform, self.layout, lens, amaxes, (rows, cols))?;
         if let Amax::Given(amax) = self.amax
             && let Some(index) = amax.iter().position(|&a| a < 0.0)
         {
@@ -99,13 +100,15 @@ struct Lens {
     random: Option<usize>,
 }
 
-/// Checks settings and lengths for a direction of `rows` rows of `cols` elements.
+/// Checks settings and lengths for a direction of `rows` rows of `cols` elements, which has so many
+/// amaxes.
 fn check<R>(
     mode: &Mode,
     rounding: &Rounding<R>,
     transform: Option<Signs>,
     layout: Layout,
     lens: Lens,
+    amaxes: usize,
     (rows, cols): (usize, usize),
 ) -> Result<()> {
     mode.check(rounding)?;
@@ -116,7 +119,7 @@ fn check<R>(
     let code_len = rows.checked_mul(e2m1::packed_len(cols)).ok_or(Error::TooLarge { rows, cols })?;
     check_len("codes", code_len, lens.codes)?;
     check_len("scales", layout.scale_len(rows, cols)?, lens.scales)?;
-    check_len("amax", mode.global.count(rows), lens.amax)?;
+    check_len("amax", amaxes, lens.amax)?;
     if let Some(got) = lens.random {
         let expected = Layout::Linear.scale_len(rows, cols)?.checked_mul(BLOCK);
         let expected = expected.ok_or(Error::TooLarge { rows, cols })?;

@@ -63,6 +63,14 @@ static inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     return value;
 }
 
+static inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
+    if (mask != 0xFFFFFFFF) abort();
+    const unsigned* values = emulated::exchange(value);
+    value = 0;
+    for (int i = 0; i < 32; i++) value += values[i];
+    return value;
+}
+
 static inline unsigned atomicMax(unsigned* at, unsigned value) {
     unsigned old = *at;
     *at = old > value ? old : value;

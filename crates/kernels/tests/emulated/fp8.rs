@@ -254,7 +254,7 @@ fn check<T: Element + Plain>(
     };
     let input = Input::strided(x.values(), rows, cols, stride).unwrap();
     let what = || format!("{asked:?} {format:?} {:?} {case:?} rows {row} columns {col} {joined:?}", T::PRECISION);
-    for launch in encoding::plan(&input, &Mode { format, scaling }, &wanted).unwrap() {
+    for launch in encoding::plan((&input, None), &Mode { format, scaling }, &wanted).unwrap() {
         // Few groups, so that those that persist have several shares.
         let grid = match launch.grid {
             encoding::Grid::All(groups) => groups,

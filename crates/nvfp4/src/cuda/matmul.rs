@@ -79,7 +79,7 @@ impl Gpu {
     }
 }
 
-fn check(a: &Direction, b: &Direction) -> Result<()> {
+pub(super) fn check(a: &Direction, b: &Direction) -> Result<()> {
     crate::matmul::check_pair((a.family(), a.rotation()), (b.family(), b.rotation()))
 }
 
@@ -88,7 +88,7 @@ fn check_plain(left: Option<Signs>, right: Option<Signs>) -> Result<()> {
     if left == right { Ok(()) } else { Err(Error::Rotation { left, right }) }
 }
 
-fn operand(direction: &Direction) -> Operand<'_> {
+pub(super) fn operand(direction: &Direction) -> Operand<'_> {
     match direction {
         Direction::Nvfp4(d) => d.view().into(),
         Direction::Fp8(d) => d.view().into(),

@@ -21,12 +21,16 @@
 //! ```
 
 mod delayed;
+mod groups;
 mod matmul;
 mod observe;
 mod quantize;
 mod tensor;
 
-pub use nvfp4_kernels::cuda::{Allocator, Device, Input, Memory, Plain, Pool, Slice, SliceMut, Stream, Values, shared};
+pub use groups::{GroupOnHost, GroupedObserved, GroupedTensor};
+pub use nvfp4_kernels::cuda::{
+    Allocator, Device, Groups, Input, Memory, Plain, Pool, Recycled, Slice, SliceMut, Stream, Values, shared,
+};
 pub use nvfp4_kernels::finite;
 pub use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product};
 pub use nvfp4_kernels::quantize::cuda::Offset;

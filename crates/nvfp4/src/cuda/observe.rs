@@ -1,6 +1,9 @@
 //! Quantizers of any format on the memory of a GPU.
 
-use super::{Direction, Fp8Direction, Gpu, Input, Memory, Observed, Options, Owned, QuantTensor, Slice, Values};
+use super::quantize::Matrix;
+use super::{
+    Direction, Fp8Direction, Gpu, Groups, Input, Memory, Observed, Options, Owned, QuantTensor, Slice, Values,
+};
 use crate::format::{BlockTile, ColumnSource, Directions, Finite, Fp8Code, MxTile, Side};
 use crate::quantizer::{Maker, Makers, Scale};
 use crate::{Error, Fp8Description, Precision, Quantizer, Result};
@@ -14,6 +17,11 @@ impl Quantizer {
     /// Quantizes a matrix in the memory of a GPU: same bits as [`Quantizer::observe`]. Directions in high precision are refused: products
     /// take the matrix itself.
     pub fn observe_on(&self, gpu: &Gpu, x: &Input<'_>, options: &Options<'_>) -> Result<Observed> {
+        self.observe_matrix(gpu, (x, None), options)
+    }
+
+    /// Quantizes a matrix or its groups.
+    pub(super) fn observe_matrix(&self, gpu: &Gpu, x: Matrix<'_>, options: &Options<'_>) -> Result<Observed> {
         let amaxes = Directions::of(options.row_amax.is_some(), options.col_amax.is_some());
         self.check_options(amaxes, options.randomness.is_some(), self.directions)?;
         if self.finite() == Finite::Refuse {
@@ -33,14 +41,15 @@ impl Quantizer {
 /// A direction after the other. Twin of `make_split` on the CPU.
 fn split_on(
     gpu: &Gpu,
-    x: &Input<'_>,
+    matrix: Matrix<'_>,
     options: &Options<'_>,
     (row, col): (Option<&Maker>, Option<&Maker>),
     source: ColumnSource,
 ) -> Result<Observed> {
+    let (x, groups) = matrix;
     if let (Some(Maker::Nvfp4(row)), Some(Maker::Nvfp4(col)), ColumnSource::Original) = (row, col, source) {
         // One pass for both.
-        return Ok(Observed { tensor: gpu.quantize_each(x, (Some(row), Some(col)), options)?, ..blank(x) });
+        return Ok(Observed { tensor: gpu.quantize_each(matrix, (Some(row), Some(col)), options)?, ..blank(x) });
     }
     let concern = |maker: &Maker| Options {
         randomness: options.randomness.filter(|_| maker.is_stochastic()),
@@ -49,18 +58,22 @@ fn split_on(
     let mut made = match row {
         Some(row) => {
             let options = Options { row_amax: options.row_amax, row_scale: options.row_scale, ..concern(row) };
-            row.make_on(gpu, x, Directions::Row, &options)?
+            row.make_on(gpu, matrix, Directions::Row, &options)?
         }
         None => blank(x),
     };
     if let Some(col) = col {
         let options = Options { col_amax: options.col_amax, col_scale: options.col_scale, ..concern(col) };
         let second = match source {
-            ColumnSource::Original => col.make_on(gpu, x, Directions::Column, &options)?,
+            ColumnSource::Original => col.make_on(gpu, matrix, Directions::Column, &options)?,
+            ColumnSource::RowDequantized if groups.is_some() => {
+                let why = "columns of decoded rows: quantize the groups one by one";
+                return Err(Error::setting(why.to_string()));
+            }
             ColumnSource::RowDequantized => {
                 let row = made.tensor.direction(Side::Row)?;
                 let decoded = Decoded::new(gpu, row, x.values().precision())?;
-                col.make_on(gpu, &decoded.input(x)?, Directions::Column, &options)?
+                col.make_on(gpu, (&decoded.input(x)?, None), Directions::Column, &options)?
             }
         };
         (made.tensor.col, made.col_amax) = (second.tensor.col, second.col_amax);
@@ -108,7 +121,7 @@ fn blank(x: &Input<'_>) -> Observed {
 }
 
 impl Maker {
-    fn make_on(&self, gpu: &Gpu, x: &Input<'_>, directions: Directions, options: &Options<'_>) -> Result<Observed> {
+    fn make_on(&self, gpu: &Gpu, x: Matrix<'_>, directions: Directions, options: &Options<'_>) -> Result<Observed> {
         match self {
             Maker::Plain(_) => Err(Error::PlainOnGpu),
             Maker::Fp8(code, scale) => {
@@ -122,7 +135,7 @@ impl Maker {
             Maker::Nvfp4(format) => {
                 let has = |side| directions.has(side).then_some(format);
                 let tensor = gpu.quantize_each(x, (has(Side::Row), has(Side::Column)), options)?;
-                Ok(Observed { tensor, ..blank(x) })
+                Ok(Observed { tensor, ..blank(x.0) })
             }
         }
     }
@@ -131,17 +144,21 @@ impl Maker {
 /// Twin of `fp8::quantize` on the CPU.
 fn fp8_on(
     gpu: &Gpu,
-    x: &Input<'_>,
+    matrix: Matrix<'_>,
     directions: Directions,
     (code, scale): (Fp8Code, Scale),
     given: Option<Slice<'_, f32>>,
     kept: Option<Slice<'_, f32>>,
 ) -> Result<Observed> {
-    let stream = gpu.stream();
-    let mut found = gpu.alloc::<f32>(1)?;
+    let (stream, (x, groups)) = (gpu.stream(), matrix);
+    let count = groups.map_or(1, Groups::count);
+    let mut found = gpu.alloc::<f32>(count)?;
     if matches!(scale, Scale::Current(_)) && given.is_none() {
         let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
-        amax::amax(stream, x, Specials::Kernel, wanted)?;
+        match groups {
+            None => amax::amax(stream, x, Specials::Kernel, wanted)?,
+            Some(groups) => amax::amax_grouped(stream, x, groups, Specials::Kernel, wanted)?,
+        }
     }
     let scaling = match scale {
         Scale::Current(rule) => {
@@ -156,10 +173,10 @@ fn fp8_on(
         Scale::Mx(MxTile::Square32) => kernel::Scaling::MxSquare,
     };
     let mode = kernel::Mode { format: code, scaling };
-    let room = |side, wanted| directions.has(wanted).then(|| room(gpu, &mode, side, x)).transpose();
+    let room = |side, wanted| directions.has(wanted).then(|| room(gpu, &mode, side, matrix)).transpose();
     let (mut row, mut col) = (room(fp8::Side::Row, Side::Row)?, room(fp8::Side::Column, Side::Column)?);
     let mut seen = match scale {
-        Scale::Delayed(_) => Some(gpu.alloc::<f32>(1)?),
+        Scale::Delayed(_) => Some(gpu.alloc::<f32>(count)?),
         Scale::Current(_) | Scale::Block(..) | Scale::Mx(_) => None,
     };
     let wanted = kernel::Outputs {
@@ -167,12 +184,15 @@ fn fp8_on(
         col: col.as_mut().map(target),
         amax: seen.as_mut().map(|seen| kernel::Amax::Replace(seen.slice_mut())),
     };
-    kernel::quantize(stream, x, &mode, wanted)?;
+    match groups {
+        None => kernel::quantize(stream, x, &mode, wanted)?,
+        Some(groups) => kernel::quantize_grouped(stream, x, groups, &mode, wanted)?,
+    }
     let mut made = blank(x);
     if let Some(seen) = seen {
         // Both directions saw the same matrix.
         if directions == Directions::Both {
-            let mut copy = gpu.alloc::<f32>(1)?;
+            let mut copy = gpu.alloc::<f32>(count)?;
             stream.copy(seen.slice(), copy.slice_mut())?;
             made.col_amax = Some(copy.into_memory());
         }
@@ -185,19 +205,26 @@ fn fp8_on(
 }
 
 /// A direction with room for its bytes.
-fn room(gpu: &Gpu, mode: &kernel::Mode<'_>, side: fp8::Side, x: &Input<'_>) -> Result<Fp8Direction> {
+fn room(gpu: &Gpu, mode: &kernel::Mode<'_>, side: fp8::Side, (x, groups): Matrix<'_>) -> Result<Fp8Direction> {
     let shapes = mode.shapes();
-    let (tile, stored) = (shapes.tile(side), shapes.shape(side, (x.rows(), x.cols())));
+    let tile = shapes.tile(side);
+    let (stored, count) = match groups {
+        None => (shapes.shape(side, (x.rows(), x.cols())), None),
+        Some(groups) => {
+            let (stored, count) = kernel::grouped_shape(mode, side, x.cols(), groups)?;
+            (stored, Some(count))
+        }
+    };
     let (rows, cols) = tile.along_k(stored);
     let about = Fp8Description { rows, cols, code: mode.format, tile };
-    let count = about.scale_len()?;
+    let count = count.map_or_else(|| about.scale_len(), Ok)?;
     let scales = match mode.scaling {
         kernel::Scaling::Mx | kernel::Scaling::MxSquare => Scales::E8m0(gpu.alloc(count)?),
         kernel::Scaling::Tensor(_) | kernel::Scaling::Row128(_) | kernel::Scaling::Square128(_) => {
             Scales::F32(gpu.alloc(count)?)
         }
     };
-    Fp8Direction::from_parts(about, gpu.alloc(about.code_len()?)?, scales)
+    Ok(Fp8Direction { about, codes: gpu.alloc(about.code_len()?)?, scales })
 }
 
 fn target(direction: &mut Fp8Direction) -> kernel::Direction<'_> {

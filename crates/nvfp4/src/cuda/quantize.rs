@@ -1,11 +1,14 @@
 //! Quantizers on the memory of a GPU.
 
-use super::{Direction, Gpu, Input, Memory, Nvfp4Direction, Offset, QuantTensor, Slice};
+use super::{Direction, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, QuantTensor, Slice};
 use crate::format::{Finite, Nvfp4, Rounding, Side};
 use crate::{Error, Profile, Quantizer, Result};
 use nvfp4_kernels::quantize::cuda as kernel;
 use nvfp4_spec::hadamard::Signs;
-use nvfp4_spec::{Precision, Rounding as Rule};
+use nvfp4_spec::{GlobalScale, Precision, Rounding as Rule};
+
+/// A matrix, and its groups if it has several.
+pub(super) type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Random numbers for one call: our position-keyed stream. The row direction draws at the offset, the column direction at the next.
 #[derive(Clone, Copy, Debug)]
@@ -81,10 +84,10 @@ impl Gpu {
         Ok(quantizer.observe_on(self, x, options)?.tensor)
     }
 
-    /// Quantizes a matrix in both directions at once, each to NVFP4 by its own settings.
+    /// Quantizes a matrix, or its groups, in both directions at once, each to NVFP4 by its own settings.
     pub(crate) fn quantize_each(
         &self,
-        x: &Input<'_>,
+        (x, groups): Matrix<'_>,
         (row, col): (Option<&Nvfp4>, Option<&Nvfp4>),
         options: &Options<'_>,
     ) -> Result<QuantTensor> {
@@ -96,14 +99,25 @@ impl Gpu {
             options.randomness.filter(|_| stochastic).map(|randomness| randomness.random(side))
         };
         let (rows, cols) = (x.rows(), x.cols());
-        let mut row_room = row.map(|row| self.room(row, rows, cols, None)).transpose()?;
-        let mut col_room = col.map(|col| self.room(col, cols, rows, col.transform().signs())).transpose()?;
-        kernel::quantize(
-            &self.stream,
-            x,
-            row.zip(row_room.as_mut()).map(|(f, room)| room.target(f, random(f, Side::Row), options.row_amax)),
-            col.zip(col_room.as_mut()).map(|(f, room)| room.target(f, random(f, Side::Column), options.col_amax)),
-        )?;
+        let padded = groups.map_or(rows, Groups::padded_rows);
+        let count = |format: &Nvfp4, rows: usize, repeated: usize| match (format.mode.global, groups) {
+            (GlobalScale::PerTensor, Some(groups)) => groups.count(),
+            (global, _) => global.count(rows) * repeated,
+        };
+        let row_room = row.map(|row| self.room(row, (rows, cols), count(row, rows, 1), None));
+        let col_room = col.map(|col| {
+            let count = count(col, cols, groups.map_or(1, Groups::count));
+            self.room(col, (cols, padded), count, col.transform().signs())
+        });
+        let (mut row_room, mut col_room) = (row_room.transpose()?, col_room.transpose()?);
+        let row_target =
+            row.zip(row_room.as_mut()).map(|(f, room)| room.target(f, random(f, Side::Row), options.row_amax));
+        let col_target =
+            col.zip(col_room.as_mut()).map(|(f, room)| room.target(f, random(f, Side::Column), options.col_amax));
+        match groups {
+            None => kernel::quantize(&self.stream, x, row_target, col_target)?,
+            Some(groups) => kernel::quantize_grouped(&self.stream, x, groups, row_target, col_target)?,
+        }
         for (format, room, amax) in [(row, &mut row_room, options.row_amax), (col, &mut col_room, options.col_amax)] {
             if let (Some(format), Some(room)) = (format, room) {
                 self.store_global(format, room, amax, x.values().precision())?;
@@ -113,14 +127,20 @@ impl Gpu {
         Ok(QuantTensor { shape: vec![rows, cols], row, col })
     }
 
-    /// A direction with room for its bytes.
-    fn room(&self, format: &Nvfp4, rows: usize, cols: usize, rotation: Option<Signs>) -> Result<Nvfp4Direction> {
+    /// A direction with room for its bytes and so many global scales.
+    fn room(
+        &self,
+        format: &Nvfp4,
+        (rows, cols): (usize, usize),
+        stored: usize,
+        rotation: Option<Signs>,
+    ) -> Result<Nvfp4Direction> {
         let about = format.description(rows, cols, rotation);
         Ok(Nvfp4Direction {
             about,
             codes: self.alloc(about.code_len()?)?,
             scales: self.alloc(about.scale_len()?)?,
-            stored: self.alloc(about.stored_len())?,
+            stored: self.alloc(stored)?,
         })
     }
 

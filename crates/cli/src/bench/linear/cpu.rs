@@ -56,7 +56,7 @@ struct Layer {
 
 impl Layer {
     fn new(sizes: Sizes) -> Result<Self> {
-        let Sizes { m, n, k, groups } = sizes;
+        let Sizes { m, n, k, groups, .. } = sizes;
         Ok(Layer {
             sizes,
             x: crate::normal::standard(m, k, 1)?,
@@ -78,7 +78,7 @@ impl Layer {
 
     /// Products in binary32. Every operand has its rows along the sum: a time, not a gradient.
     fn plain_step(&self, multiply: Multiply) -> Times {
-        let Sizes { m, n, k, groups } = self.sizes;
+        let Sizes { m, n, k, groups, .. } = self.sizes;
         let tokens = m / groups;
         let mut clock = Clock::new();
         for (part, a, b, (rows, cols, sum)) in [
@@ -98,7 +98,7 @@ impl Layer {
 
     /// One tensor of every expert.
     fn quantize(&self, recipe: &Quantizers, slot: LinearSlot) -> Result<Vec<QuantTensor>> {
-        let (Sizes { m, n, k, groups }, quantizer) = (self.sizes, recipe.of(slot));
+        let (Sizes { m, n, k, groups, .. }, quantizer) = (self.sizes, recipe.of(slot));
         let (values, rows, cols) = match slot {
             LinearSlot::Input => (&self.x, m / groups, k),
             LinearSlot::Weight => (&self.w, n, k),

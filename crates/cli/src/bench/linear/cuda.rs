@@ -4,12 +4,13 @@ use super::{Labels, Part, Printer, Quantizers, Sizes, Times};
 use crate::bench::median;
 use anyhow::{Context, Result};
 use half::bf16;
-use nvfp4::cuda::{Device, Direction, Gpu, Input, Offset, Options, Product, QuantTensor, Randomness, Values};
+use nvfp4::cuda::{
+    Device, Gpu, GroupedTensor, Groups, Input, Offset, Options, Product, QuantTensor, Randomness, Values,
+};
 use nvfp4::{Rounding, Side};
-use nvfp4_kernels::cuda::{Buffer, Pool, Slice, Stream, time_interleaved};
+use nvfp4_kernels::cuda::{Buffer, Recycled, Slice, Stream, time_interleaved};
 use nvfp4_kernels::gemm::cuda::Cublas;
 use nvfp4_recipe::LinearSlot;
-use std::ops::Range;
 use std::sync::Arc;
 
 const TURNS: usize = 15;
@@ -36,7 +37,9 @@ pub fn run(device: Device, sizes: &[Sizes], recipes: &[Quantizers], mut printer:
         .map(Arc::new);
     let labels = Labels { machine: device.name().to_string(), plain: "bf16", unit: "µs" };
     for &sizes in sizes {
-        let gpu = Arc::new(Gpu::new(device)?);
+        // Graphs that allocate take their time to do so, which frameworks with memory of their own
+        // do not.
+        let gpu = Arc::new(Gpu::with(Stream::new(device)?, Recycled::default()));
         let mut layer = Layer::new(gpu.clone(), sizes, recipes, cublas.clone())?;
         let (times, plain) = layer.times(&gpu)?;
         printer.add(&labels, sizes, recipes, &times, plain.as_ref())?;
@@ -57,20 +60,35 @@ struct Layer<'a> {
     dw: Buffer<bf16>,
     /// What the products of each recipe multiply when they are timed by themselves.
     held: Vec<Held>,
+    /// Of the tokens, and of the weights.
+    groups: [Arc<Groups>; 2],
     cublas: Option<Arc<Cublas>>,
+    /// Of cuBLAS.
+    scratch: Recycled,
 }
 
-/// The quantized tensors of a step, one each per expert.
+/// The quantized tensors of a step.
 struct Held {
-    x: Vec<QuantTensor>,
-    w: Vec<QuantTensor>,
-    dy: Vec<QuantTensor>,
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+}
+
+/// A tensor, or those of all experts.
+enum Tensor {
+    One(QuantTensor),
+    Experts(GroupedTensor),
 }
 
 impl<'a> Layer<'a> {
     fn new(gpu: Arc<Gpu>, sizes: Sizes, recipes: &'a [Quantizers], cublas: Option<Arc<Cublas>>) -> Result<Self> {
-        let Sizes { m, n, k, groups } = sizes;
+        let Sizes { m, n, k, groups, routed } = sizes;
         let device = gpu.stream().device();
+        let tokens = if routed {
+            gpu.groups_in_memory(gpu.upload(&vec![(m / groups) as u64; groups])?.slice(), m)?
+        } else {
+            gpu.groups(&vec![m / groups; groups])?
+        };
         let mut layer = Layer {
             x: generated(gpu.stream(), m, k, 1)?,
             w: generated(gpu.stream(), groups * n, k, 2)?,
@@ -78,11 +96,13 @@ impl<'a> Layer<'a> {
             y: device.alloc(m * n)?,
             dx: device.alloc(m * k)?,
             dw: device.alloc(groups * n * k)?,
+            groups: [tokens, gpu.groups(&vec![n; groups])?],
             gpu,
             sizes,
             recipes,
             held: Vec::new(),
             cublas,
+            scratch: Recycled::default(),
         };
         for recipe in recipes {
             let held = Held {
@@ -152,54 +172,51 @@ impl<'a> Layer<'a> {
         self.multiply(recipe, Part::WeightGradient, &dy, &x)
     }
 
-    /// Rows of the tensors' experts.
-    fn tokens(&self, group: usize) -> Range<usize> {
-        let each = self.sizes.m / self.sizes.groups;
-        group * each..(group + 1) * each
-    }
-
-    /// One tensor of every expert.
-    fn quantize(&self, quantizers: &Quantizers, slot: LinearSlot) -> Result<Vec<QuantTensor>> {
-        let (Sizes { n, k, groups, .. }, quantizer) = (self.sizes, quantizers.of(slot));
-        let one = |group: usize| -> Result<QuantTensor> {
-            let (values, rows, cols) = match slot {
-                LinearSlot::Input => (self.x.slice(), self.tokens(group), k),
-                LinearSlot::Weight => (self.w.slice(), group * n..(group + 1) * n, k),
-                _ => (self.dy.slice(), self.tokens(group), n),
-            };
-            let values = Values::Bf16(values.range(rows.start * cols..rows.end * cols));
-            let randomness = (quantizer.rounding() == Rounding::Stochastic)
-                .then_some(Randomness { seed: SEED, offset: Offset::Value(2 * group as u64) });
-            let options = Options { randomness, ..Options::default() };
-            Ok(quantizer.observe_on(&self.gpu, &Input::new(values, rows.len(), cols)?, &options)?.tensor)
+    /// A tensor of the layer.
+    fn quantize(&self, quantizers: &Quantizers, slot: LinearSlot) -> Result<Tensor> {
+        let (Sizes { m, n, k, groups, routed }, quantizer) = (self.sizes, quantizers.of(slot));
+        let [tokens, weights] = &self.groups;
+        let (values, rows, cols, experts) = match slot {
+            LinearSlot::Input => (self.x.slice(), m, k, tokens),
+            LinearSlot::Weight => (self.w.slice(), groups * n, k, weights),
+            _ => (self.dy.slice(), m, n, tokens),
         };
-        (0..groups).map(one).collect()
+        let input = Input::new(Values::Bf16(values), rows, cols)?;
+        let randomness = (quantizer.rounding() == Rounding::Stochastic)
+            .then_some(Randomness { seed: SEED, offset: Offset::Value(0) });
+        let options = Options { randomness, ..Options::default() };
+        Ok(if groups == 1 && !routed {
+            Tensor::One(quantizer.observe_on(&self.gpu, &input, &options)?.tensor)
+        } else {
+            Tensor::Experts(self.gpu.quantize_groups(quantizer, &input, experts, &options)?.tensor)
+        })
     }
 
-    /// One product of every expert.
-    fn multiply(&mut self, recipe: usize, part: Part, a: &[QuantTensor], b: &[QuantTensor]) -> Result<()> {
-        let (Sizes { m, n, k, groups }, sums) = (self.sizes, self.recipes[recipe].accumulators);
-        let (out, (a_side, b_side), each, accumulator) = match part {
-            Part::Forward => (&mut self.y, (Side::Row, Side::Row), m / groups * n, sums.fprop),
-            Part::InputGradient => (&mut self.dx, (Side::Row, Side::Column), m / groups * k, sums.dgrad),
-            _ => (&mut self.dw, (Side::Column, Side::Column), n * k, sums.wgrad),
+    /// A product of the layer.
+    fn multiply(&mut self, recipe: usize, part: Part, a: &Tensor, b: &Tensor) -> Result<()> {
+        let sums = self.recipes[recipe].accumulators;
+        let (out, (a_side, b_side), accumulator) = match part {
+            Part::Forward => (&mut self.y, (Side::Row, Side::Row), sums.fprop),
+            Part::InputGradient => (&mut self.dx, (Side::Row, Side::Column), sums.dgrad),
+            _ => (&mut self.dw, (Side::Column, Side::Column), sums.wgrad),
         };
         let product = Product { accumulator, ..Product::default() };
-        let mut rest = out.slice_mut();
-        let mut members = Vec::with_capacity(groups);
-        for (a, b) in a.iter().zip(b) {
-            let (a, b): (&Direction, &Direction) = (a.direction(a_side)?, b.direction(b_side)?);
-            let (out, after) = rest.split_at(each);
-            members.push((a, b, product, out));
-            rest = after;
+        match (a, b) {
+            (Tensor::One(a), Tensor::One(b)) => {
+                self.gpu.matmul(a.direction(a_side)?, b.direction(b_side)?, &product, out.slice_mut())?;
+            }
+            (Tensor::Experts(a), Tensor::Experts(b)) => {
+                self.gpu.matmul_groups((a, a_side), (b, b_side), &product, out.slice_mut())?;
+            }
+            _ => unreachable!("a layer has experts or not"),
         }
-        Ok(self.gpu.matmul_grouped(members)?)
+        Ok(())
     }
 
     /// The same product by cuBLAS. It is given the elements in the order that it likes best, rows
     /// along the sum: a time, not a gradient.
     fn multiply_bf16(&mut self, stream: &Stream, part: Part) -> Result<()> {
-        let Sizes { m, n, k, groups } = self.sizes;
+        let Sizes { m, n, k, groups, .. } = self.sizes;
         let cublas = self.cublas.as_ref().context("cuBLAS is missing")?;
         let tokens = m / groups;
         let (a, b, out, shape): (Slice<'_, bf16>, Slice<'_, bf16>, &mut Buffer<bf16>, _) = match part {
@@ -211,7 +228,7 @@ impl<'a> Layer<'a> {
             let part = |each: usize| group * each..(group + 1) * each;
             let (a, b) = (a.range(part(shape.0 * shape.2)), b.range(part(shape.1 * shape.2)));
             let out = out.slice_mut().range(part(shape.0 * shape.1));
-            cublas.matmul_bf16(stream, a, b, shape, out, &Pool)?;
+            cublas.matmul_bf16(stream, a, b, shape, out, &self.scratch)?;
         }
         Ok(())
     }

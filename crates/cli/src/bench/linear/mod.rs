@@ -45,6 +45,10 @@ pub struct Args {
     /// Experts, a list.
     #[arg(long, value_delimiter = ',', default_values_t = [1])]
     groups: Vec<usize>,
+    /// Leave the sizes of the experts' batches in the GPU's memory, as a router does. Nothing waits
+    /// for them, and one launch multiplies for all experts.
+    #[arg(long)]
+    routed: bool,
     /// A preset or a rule file; several are measured in turns.
     #[arg(long, default_values_t = ["nvfp4".to_string()])]
     recipe: Vec<String>,
@@ -61,6 +65,9 @@ struct Sizes {
     n: usize,
     k: usize,
     groups: usize,
+    /// Whether the sizes of groups lie in the GPU's memory.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "there is no GPU"))]
+    routed: bool,
 }
 
 /// The parts of a step.
@@ -163,6 +170,7 @@ impl Quantizers {
 pub fn run(args: &Args) -> Result<ExitCode> {
     let (m, n_and_k) = if args.place.device == Device::Cpu { (512, 2048) } else { (8192, 8192) };
     let (n, k) = (args.n.unwrap_or(n_and_k), args.k.unwrap_or(n_and_k));
+    ensure!(!args.routed || args.place.device != Device::Cpu, "--routed: name a GPU with --device cuda");
     let mut sizes = Vec::new();
     let tokens = if args.m.is_empty() { vec![m] } else { args.m.clone() };
     for m in tokens {
@@ -174,7 +182,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                 groups > 0 && m.is_multiple_of(16 * groups),
                 "--groups: {m} tokens do not make {groups} groups of a multiple of 16"
             );
-            sizes.push(Sizes { m, n, k, groups });
+            sizes.push(Sizes { m, n, k, groups, routed: args.routed });
         }
     }
     let recipes = args.recipe.iter().map(|name| Quantizers::new(name)).collect::<Result<Vec<_>>>()?;
@@ -219,7 +227,7 @@ impl Printer {
         times: &[Times],
         plain: Option<&Times>,
     ) -> Result<()> {
-        let Sizes { m, n, k, groups } = sizes;
+        let Sizes { m, n, k, groups, .. } = sizes;
         let rows = recipes.iter().zip(times).map(|(recipe, times_of)| Row {
             m,
             n,

@@ -3,7 +3,10 @@
 //
 // A thread has a strip of columns, 16 bytes wide; a warp has 32 strips and walks down the rows of
 // its panel. Integer atomics combine the maxima in memory, in any order; the host sets them to zero
-// first. Settings before this text: SPECIALS, INPUT, and OUTPUT_*, which say which maxima are computed.
+// first. Settings before this text: SPECIALS, INPUT, OUTPUT_*, which say which maxima are computed,
+// and GROUPED, whether the rows are in groups (groups.cuh), which have maxima of their own.
+
+constexpr int SIZE = INPUT == F32 ? 4 : 2;
 
 struct Params {
     const u8* x;
@@ -14,9 +17,26 @@ struct Params {
     u32* plain;  // the maximum of everything before the transform
     u32 aligned, signs, panel;  // rows of a panel, a multiple of 16
     u32 padding;
+    Groups groups;
 };
 
-constexpr int SIZE = INPUT == F32 ? 4 : 2;
+// The rows of a block of threads, which belong to one group, its elements and its maxima.
+struct Panel {
+    u64 first, end;
+    const u8* x;
+    u32 *tensor, *row, *col, *plain;
+};
+
+RULE Panel panel_at(const Params& p, u64 index) {
+    u64 first = index * p.panel;
+    if (!GROUPED) return {first, first + p.panel < p.rows ? first + p.panel : p.rows, p.x, p.tensor, p.row, p.col, p.plain};
+    Group g = group_at(p.groups, (u32)first);
+    first -= g.padded;
+    const u8* x = p.x + g.first * p.stride * SIZE;
+    u64 end = first + p.panel < g.rows ? first + p.panel : g.rows;
+    return {first, end, x, p.tensor + g.index, p.row + g.first, p.col + g.index * p.cols, p.plain + g.index};
+}
+
 constexpr int STRIP = 16 / SIZE;  // elements of a strip
 
 // The larger magnitudes of two words. The specials decide whether NaN is ignored or wins.
@@ -37,8 +57,8 @@ RULE void meet(u32* at, u32 bits) {
     if (threadIdx.x % 32 == 0 && bits) atomicMax(at, bits);
 }
 
-RULE uint4 load_strip(const Params& p, u64 r, u64 c) {
-    const u8* from = p.x + (r * p.stride + c) * SIZE;
+RULE uint4 load_strip(const Params& p, const u8* x, u64 r, u64 c) {
+    const u8* from = x + (r * p.stride + c) * SIZE;
     if (p.aligned && c + STRIP <= p.cols) return *(const uint4*)from;
     u32 w[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -54,23 +74,24 @@ RULE uint4 load_strip(const Params& p, u64 r, u64 c) {
 // only one.
 extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ Params p) {
     u64 strips = (p.cols + STRIP - 1) / STRIP, groups = (strips + 255) / 256;
-    u64 first = blockIdx.x / groups * p.panel, strip = blockIdx.x % groups * 256 + threadIdx.x, c = strip * STRIP;
-    u64 end = first + p.panel < p.rows ? first + p.panel : p.rows;
+    u64 strip = blockIdx.x % groups * 256 + threadIdx.x, c = strip * STRIP;
+    Panel panel = panel_at(p, blockIdx.x / groups);
+    u64 end = panel.end;
     bool mine = strip < strips;
     u32 m[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (u64 r = first; r < end; r += 8) {
+    for (u64 r = panel.first; r < end; r += 8) {
         uint4 v[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            v[i] = mine && r + i < end ? load_strip(p, r + i, c) : make_uint4(0, 0, 0, 0);
+            v[i] = mine && r + i < end ? load_strip(p, panel.x, r + i, c) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             if (OUTPUT_ROWS && r + i < end) {
                 u32 a = larger_counted(larger_counted(0, v[i].x), v[i].y);
                 u32 b = larger_counted(larger_counted(0, v[i].z), v[i].w);
-                meet(p.row + r + i, word_maximum(larger_counted(a, b)));
+                meet(panel.row + r + i, word_maximum(larger_counted(a, b)));
             }
             m[0] = larger_counted(m[0], v[i].x), m[1] = larger_counted(m[1], v[i].y);
             m[2] = larger_counted(m[2], v[i].z), m[3] = larger_counted(m[3], v[i].w);
@@ -82,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
             if (c + i >= p.cols) break;
             u32 word = INPUT == F32 ? m[i] : m[i / 2] >> 16 * (i % 2);
             u32 bits = INPUT == F32 ? word : to_bits(low_element(word & 0xFFFF, INPUT));
-            if (bits) atomicMax(p.col + c + i, bits);
+            if (bits) atomicMax(panel.col + c + i, bits);
         }
     }
     if (OUTPUT_TENSOR) {
@@ -91,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
         u32 bits = __reduce_max_sync(0xFFFFFFFF, word_maximum(all));
         if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = bits;
         __syncthreads();
-        if (threadIdx.x < 32) meet(p.tensor, threadIdx.x < 8 ? maxima[threadIdx.x] : 0);
+        if (threadIdx.x < 32) meet(panel.tensor, threadIdx.x < 8 ? maxima[threadIdx.x] : 0);
     }
 }
 
@@ -101,15 +122,17 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
 extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_constant__ Params p) {
     constexpr int WIDE = INPUT == F32 ? 1 : 2;
     u64 units = (p.cols + WIDE - 1) / WIDE, groups = (units + 127) / 128;
-    u64 first = blockIdx.x / groups * p.panel, unit = blockIdx.x % groups * 128 + threadIdx.x, c = unit * WIDE;
-    u64 end = first + p.panel < p.rows ? first + p.panel : p.rows;
+    u64 unit = blockIdx.x % groups * 128 + threadIdx.x, c = unit * WIDE;
+    Panel panel = panel_at(p, blockIdx.x / groups);
     u32 m[2] = {0, 0}, before = 0;
-    for (u64 r = first; unit < units && r < end; r += BLOCK) {
+    for (u64 r = panel.first; unit < units && r < panel.end; r += BLOCK) {
         u32 w[BLOCK];
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
-            const u8* from = p.x + ((r + i) * p.stride + c) * SIZE;
-            if (INPUT == F32) w[i] = *(const u32*)from;
+            const u8* from = panel.x + ((r + i) * p.stride + c) * SIZE;
+            // A group that ends within a block has zeros there.
+            if (GROUPED && r + i >= panel.end) w[i] = 0;
+            else if (INPUT == F32) w[i] = *(const u32*)from;
             else if (p.aligned && c + 1 < p.cols) w[i] = *(const u32*)from;
             else w[i] = *(const u16*)from | (c + 1 < p.cols ? (u32)((const u16*)from)[1] << 16 : 0);
         }
@@ -138,24 +161,24 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
         m[h] = scale::magnitude_bits(rounded, SPECIALS);
     }
     if (OUTPUT_COLS && unit < units) {
-        atomicMax(p.col + c, m[0]);
-        if (WIDE == 2 && c + 1 < p.cols) atomicMax(p.col + c + 1, m[1]);
+        atomicMax(panel.col + c, m[0]);
+        if (WIDE == 2 && c + 1 < p.cols) atomicMax(panel.col + c + 1, m[1]);
     }
-    if (OUTPUT_TENSOR) meet(p.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
-    if (OUTPUT_PLAIN) meet(p.plain, word_maximum(before));
+    if (OUTPUT_TENSOR) meet(panel.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
+    if (OUTPUT_PLAIN) meet(panel.plain, word_maximum(before));
 }
 
 // The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a
 // thread has a block of 16.
 extern "C" __global__ void __launch_bounds__(256) amax_hadamard_rows(const __grid_constant__ Params p) {
     u64 units = p.cols / BLOCK, groups = (units + 255) / 256;
-    u64 first = blockIdx.x / groups * p.panel, unit = blockIdx.x % groups * 256 + threadIdx.x;
-    u64 end = first + p.panel < p.rows ? first + p.panel : p.rows;
+    u64 unit = blockIdx.x % groups * 256 + threadIdx.x;
+    Panel panel = panel_at(p, blockIdx.x / groups);
     u32 all = 0;
-    for (u64 r = first; r < end; r++) {
+    for (u64 r = panel.first; r < panel.end; r++) {
         u32 m = 0;
         if (unit < units) {
-            const u8* from = p.x + (r * p.stride + unit * BLOCK) * SIZE;
+            const u8* from = panel.x + (r * p.stride + unit * BLOCK) * SIZE;
             float v[BLOCK];
 #pragma unroll
             for (int i = 0; i < BLOCK; i++) {
@@ -169,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(256) amax_hadamard_rows(const __gri
                 m = m > bits ? m : bits;
             }
         }
-        if (OUTPUT_ROWS) meet(p.row + r, m);
+        if (OUTPUT_ROWS) meet(panel.row + r, m);
         all = all > m ? all : m;
     }
-    if (OUTPUT_TENSOR) meet(p.tensor, all);
+    if (OUTPUT_TENSOR) meet(panel.tensor, all);
 }

@@ -1,7 +1,7 @@
 //! The largest magnitudes on a GPU; `amax.cu` says how.
 
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
-use crate::cuda::{self, Buffer, Device, Input, SliceMut, Source, Stream, Uploaded};
+use crate::cuda::{self, Buffer, Device, GROUPS, Groups, GroupsParams, Input, SliceMut, Source, Stream, Uploaded};
 use crate::input::check_len;
 use crate::{Result, input};
 use nvfp4_spec::hadamard::Signs;
@@ -22,8 +22,25 @@ pub struct Outputs<'a> {
 /// specials. Does not wait.
 pub fn amax(stream: &Stream, x: &Input<'_>, specials: Specials, outputs: Outputs<'_>) -> Result<()> {
     x.check(stream.device())?;
-    run(stream, x, specials, Values::Plain, outputs)
+    run(stream, (x, None), specials, Values::Plain, outputs)
 }
+
+/// [`amax`] of each group of a matrix, in one launch: `tensor` has one value per group, `cols` one
+/// per group and column.
+pub fn amax_grouped(
+    stream: &Stream,
+    x: &Input<'_>,
+    groups: &Groups,
+    specials: Specials,
+    outputs: Outputs<'_>,
+) -> Result<()> {
+    x.check(stream.device())?;
+    check_len("rows of all groups", groups.rows(), x.rows())?;
+    run(stream, (x, Some(groups)), specials, Values::Plain, outputs)
+}
+
+/// A matrix, and its groups if it has several.
+pub(crate) type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Which values the maxima are taken of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -46,6 +63,7 @@ struct Variant {
     cols: bool,
     /// Beside those after a transform.
     plain: bool,
+    grouped: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -70,6 +88,7 @@ struct Params {
     signs: u32,
     panel: u32,
     padding: u32,
+    groups: GroupsParams,
 }
 
 /// Rows that a block of threads walks down. More rows mean fewer atomic updates per column.
@@ -85,14 +104,15 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
     let specials = if v.specials == Specials::Kernel { "KERNEL" } else { "REFERENCE" };
     let settings = format!(
         "constexpr Precision INPUT = {};\nconstexpr Specials SPECIALS = {specials};\n\
-         constexpr bool OUTPUT_TENSOR = {}, OUTPUT_ROWS = {}, OUTPUT_COLS = {}, OUTPUT_PLAIN = {};\n",
+         constexpr bool OUTPUT_TENSOR = {}, OUTPUT_ROWS = {}, OUTPUT_COLS = {}, OUTPUT_PLAIN = {}, GROUPED = {};\n",
         precision(v.precision),
         v.tensor,
         v.rows,
         v.cols,
         v.plain,
+        v.grouped,
     );
-    ("amax", function, assemble(&settings, &[ELEMENTS, include_str!("amax.cu")]))
+    ("amax", function, assemble(&settings, &[ELEMENTS, GROUPS, include_str!("amax.cu")]))
 }
 
 /// Texts for [`crate::sources`]; each has all three functions.
@@ -107,21 +127,29 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             rows: true,
             cols: true,
             plain: false,
+            grouped: specials == Specials::Kernel,
         });
     }
-    let tensor =
-        Variant { rows: false, cols: false, precision: Precision::Bf16, specials: Specials::Kernel, ..variants[0] };
+    let tensor = Variant {
+        rows: false,
+        cols: false,
+        precision: Precision::Bf16,
+        specials: Specials::Kernel,
+        grouped: false,
+        ..variants[0]
+    };
     variants.push(tensor);
     variants.push(Variant { function: Function::AlongRows, tensor: false, rows: true, ..tensor });
     variants.push(Variant { function: Function::AlongColumns, tensor: false, cols: true, ..tensor });
     variants.push(Variant { function: Function::AlongColumns, plain: true, ..tensor });
+    variants.push(Variant { function: Function::AlongColumns, plain: true, grouped: true, ..tensor });
     variants.into_iter().map(|v| cuda::entry(v, source)).collect()
 }
 
 /// [`amax`], also after the Hadamard transform; `x` has been checked.
 pub(crate) fn run(
     stream: &Stream,
-    x: &Input<'_>,
+    x: Matrix<'_>,
     specials: Specials,
     values: Values,
     outputs: Outputs<'_>,
@@ -133,7 +161,7 @@ pub(crate) fn run(
 /// which is one value.
 pub(crate) fn run_with_plain(
     stream: &Stream,
-    x: &Input<'_>,
+    x: Matrix<'_>,
     specials: Specials,
     signs: Signs,
     outputs: Outputs<'_>,
@@ -145,7 +173,7 @@ pub(crate) fn run_with_plain(
 /// [`amax`] with kernel specials, combined with the magnitudes that the outputs held before; `x` has
 /// been checked.
 pub(crate) fn join(stream: &Stream, x: &Input<'_>, outputs: Outputs<'_>) -> Result<()> {
-    pass(stream, x, Specials::Kernel, Values::Plain, (outputs, None), Start::AsItIs)
+    pass(stream, (x, None), Specials::Kernel, Values::Plain, (outputs, None), Start::AsItIs)
 }
 
 /// The initial values of maxima.
@@ -157,7 +185,7 @@ enum Start {
 
 fn pass(
     stream: &Stream,
-    x: &Input<'_>,
+    (x, groups): Matrix<'_>,
     specials: Specials,
     values: Values,
     (outputs, plain): (Outputs<'_>, Option<SliceMut<'_, f32>>),
@@ -166,11 +194,12 @@ fn pass(
     static VARIANTS: Variants<Variant> = Variants::new();
     let Outputs { tensor, rows, cols } = outputs;
     let mut address = [0; 4];
+    let count = groups.map_or(1, Groups::count);
     let asked = [
-        ("tensor amax", tensor, 1),
+        ("tensor amax", tensor, count),
         ("row amax", rows, x.rows()),
-        ("column amax", cols, x.cols()),
-        ("tensor amax", plain, 1),
+        ("column amax", cols, count * x.cols()),
+        ("tensor amax", plain, count),
     ];
     for ((what, slice, len), address) in asked.into_iter().zip(&mut address) {
         let Some(mut slice) = slice else { continue };
@@ -197,13 +226,22 @@ fn pass(
         rows: address[1] != 0,
         cols: address[2] != 0,
         plain: address[3] != 0,
+        grouped: groups.is_some(),
     };
     let kernel = VARIANTS.get(stream.device(), variant, source)?;
     let panel = if variant.cols || variant.function == Function::AlongColumns { PANEL_OF_COLUMNS } else { PANEL };
     let size = x.values().element_size();
     // Contiguous rows are treated as one row if only the maximum of all elements is computed.
-    let one_row = variant.function == Function::Plain && !variant.rows && !variant.cols && x.stride() == x.cols();
-    let (rows, cols) = if one_row { fold(x.rows() * x.cols()) } else { (x.rows(), x.cols()) };
+    let one_row = variant.function == Function::Plain
+        && !variant.rows
+        && !variant.cols
+        && x.stride() == x.cols()
+        && groups.is_none();
+    let (rows, cols) = match groups {
+        _ if one_row => fold(x.rows() * x.cols()),
+        Some(groups) => (groups.padded_rows(), x.cols()),
+        None => (x.rows(), x.cols()),
+    };
     let (threads, units) = match variant.function {
         Function::Plain => (256, cols.div_ceil(16 / size)),
         Function::AlongRows => (256, cols.div_ceil(BLOCK)),
@@ -228,6 +266,7 @@ fn pass(
         },
         panel: panel as u32,
         padding: 0,
+        groups: groups.map(Groups::params).unwrap_or_default(),
     };
     // SAFETY: `Params` is laid out as in amax.cu; every address was checked to be of this GPU's
     // memory, and its length to fit.

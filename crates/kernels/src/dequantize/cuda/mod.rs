@@ -33,10 +33,15 @@ pub struct View<'a> {
 impl View<'_> {
     /// An error unless all parts have the right lengths and are memory of `device`.
     pub(crate) fn check(&self, device: Device) -> Result<()> {
-        let View { rows, cols, codes, scales, layout, stored, global, .. } = *self;
+        self.check_with(device, self.global.count(self.rows))
+    }
+
+    /// [`View::check`] with another number of global scales.
+    pub(crate) fn check_with(&self, device: Device, count: usize) -> Result<()> {
+        let View { rows, cols, codes, scales, layout, stored, .. } = *self;
         check_len("codes", area(rows, e2m1::packed_len(cols))?, codes.len())?;
         check_len("scales", layout.scale_len(rows, cols)?, scales.len())?;
-        check_len("global scale", global.count(rows), stored.len())?;
+        check_len("global scale", count, stored.len())?;
         codes.check(device, "codes")?;
         scales.check(device, "scales")?;
         stored.check(device, "global scale")?;

@@ -1,6 +1,6 @@
 // Any product: both operands are decoded to binary32, 64 rows of each and 16 columns at a time, and
 // multiplied by fused multiply-adds. Settings before this text: Kind; A and B, the operands' kinds;
-// A_CODES and B_CODES, the formats of FP8 codes; OUTPUT, ORDER, ADD.
+// A_CODES and B_CODES, the formats of FP8 codes; OUTPUT, ORDER, ADD; GROUPING, for operands of FP8.
 
 struct Operand {
     const u8* values;   // codes, or elements
@@ -18,9 +18,10 @@ struct Params {
     u64 k;
     const u32* only_if;  // if there is one, nothing is done unless it is the mark
     u64 mark;
+    Part left, right;    // of operands in groups
 };
 
-static_assert(sizeof(Params) == 224, "as in decoded.rs");
+static_assert(sizeof(Params) == 336, "as in decoded.rs");
 
 // Element k of a row without the global scale.
 template <Kind KIND, Format CODES>
@@ -90,9 +91,27 @@ RULE void multiply_tile(const Params& p, u64 first_row, u64 first_column, float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) gemm_decoded(const __grid_constant__ Params p) {
+// The product of one group.
+RULE Params product_of(Params p, u32 group) {
+    Extent left = take_part(p.a, p.left, group);
+    take_part(p.b, p.right, group);
+    if (GROUPING == GROUPED_K) {
+        p.k = left.k;
+        p.output = matrix_of_group(p.output, group);
+    } else p.output = rows_of_group(p.output, group, p.left.groups.offsets[group], left.rows);
+    return p;
+}
+
+// The second number of a block is that of its group.
+extern "C" __global__ void __launch_bounds__(256) gemm_decoded(const __grid_constant__ Params given) {
     __shared__ float a[DEPTH][SIDE + 4], b[DEPTH][SIDE + 4];
-    if (p.only_if && *p.only_if != (u32)p.mark) return;
+    __shared__ Params own;
+    if (given.only_if && *given.only_if != (u32)given.mark) return;
+    if (GROUPING != ALONE) {
+        if (threadIdx.x == 0) own = product_of(given, blockIdx.y);
+        __syncthreads();
+    }
+    const Params& p = GROUPING == ALONE ? given : (const Params&)own;
     u64 wide = (p.output.cols + SIDE - 1) / SIDE, tiles = wide * ((p.output.rows + SIDE - 1) / SIDE);
     for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         multiply_tile(p, tile / wide * SIDE, tile % wide * SIDE, a, b);

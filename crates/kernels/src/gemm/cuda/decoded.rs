@@ -1,13 +1,14 @@
 //! Products of any operands; `decoded.cu` says how.
 
 use super::OUTPUT;
+use super::grouped::{GroupedOperand, Grouping, PARTS, Part};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
-use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format as format_name};
-use crate::cuda::{Source, Stream, entry};
+use crate::cuda::{GROUPS, Source, Stream, entry};
 use crate::fp8::cuda::View as Fp8View;
 use crate::quantize::Layout;
+use crate::{Result, cuda};
 use nvfp4_spec::fp8::{Format, Scales, Tile};
 use nvfp4_spec::{Precision, e2m1};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -123,11 +124,13 @@ struct Params {
     k: u64,
     only_if: u64,
     mark: u64,
+    left: Part,
+    right: Part,
 }
 
-const _: () = assert!(size_of::<Params>() == 224);
+const _: () = assert!(size_of::<Params>() == 336);
 
-type Variant = (Values, Values, Kind);
+type Variant = (Values, Values, Kind, Grouping);
 
 /// The product of checked operands with at least one output.
 pub(super) fn run(stream: &Stream, a: &Operand<'_>, b: &Operand<'_>, output: &Output) -> Result<()> {
@@ -157,31 +160,72 @@ pub(super) fn run_if(
     output: &Output,
     condition: Option<Condition>,
 ) -> Result<()> {
-    static VARIANTS: Variants<Variant> = Variants::new();
     let ((left, a_side), (right, b_side)) = (Side::new(a), Side::new(b));
-    let kernel = VARIANTS.get(stream.device(), (left, right, output.kind), source)?;
     let tiles = a.rows().div_ceil(SIDE).saturating_mul(b.rows().div_ceil(SIDE));
     let blocks = tiles.min(BLOCKS * stream.device().multiprocessors() as usize) as u32;
     let Condition { at: only_if, mark } = condition.unwrap_or(Condition { at: 0, mark: 0 });
-    let (output, k, mark) = (output.part(0, a.rows()), a.cols() as u64, mark.into());
-    let params = Params { a: a_side, b: b_side, output, k, only_if, mark };
+    let params = Params {
+        a: a_side,
+        b: b_side,
+        output: output.part(0, a.rows()),
+        k: a.cols() as u64,
+        only_if,
+        mark: mark.into(),
+        left: Part::default(),
+        right: Part::default(),
+    };
+    launch(stream, (left, right, output.kind, Grouping::Alone), [blocks, 1, 1], &params)
+}
+
+fn launch(stream: &Stream, variant: Variant, grid: [u32; 3], params: &Params) -> Result<()> {
+    static VARIANTS: Variants<Variant> = Variants::new();
+    let kernel = VARIANTS.get(stream.device(), variant, source)?;
     // SAFETY: `Params` is laid out as in decoded.cu; operands and outputs were checked, and the
     // caller gives the address of a number or 0.
-    unsafe { kernel.launch(stream, [blocks, 1, 1], 256, 0, &params) }?;
+    unsafe { kernel.launch(stream, grid, 256, 0, params) }?;
     Ok(())
 }
 
-fn source((a, b, kind): Variant) -> (&'static str, &'static str, String) {
+/// The products of groups of FP8 whose sizes the GPU reads, if a condition is met.
+pub(super) fn run_groups_if(
+    stream: &Stream,
+    (a, b): (&GroupedOperand<'_>, &GroupedOperand<'_>),
+    grouping: Grouping,
+    output: &Output,
+    condition: Condition,
+) -> Result<()> {
+    let (Operand::Fp8(left), Operand::Fp8(right)) = (&a.operand, &b.operand) else { unreachable!("the caller knows") };
+    let ((left_values, a_side), (right_values, b_side)) = (Side::of_fp8(left), Side::of_fp8(right));
+    let params = Params {
+        a: a_side,
+        b: b_side,
+        output: output.part(0, a.rows()),
+        k: a.operand.cols() as u64,
+        only_if: condition.at,
+        mark: condition.mark.into(),
+        left: a.part(left),
+        right: b.part(right),
+    };
+    let count = a.groups.count();
+    let too_many = cuda::Error::TooManyBlocks { rows: a.rows(), cols: count };
+    let count = u16::try_from(count).map_err(|_| too_many)?;
+    let variant = (left_values, right_values, output.kind, grouping);
+    launch(stream, variant, [stream.device().multiprocessors(), count.into(), 1], &params)
+}
+
+fn source((a, b, kind, grouping): Variant) -> (&'static str, &'static str, String) {
     let settings = format!(
         "enum Kind {{ NVFP4, FP8_CODES, FP8_WIDE, FP8_BYTES, WIDE, BRAIN, HALF }};\nconstexpr Kind A = {}, B = {};\n\
-         constexpr Format A_CODES = {}, B_CODES = {};\n{}",
+         constexpr Format A_CODES = {}, B_CODES = {};\n{}{}",
         a.name(),
         b.name(),
         format_name(a.codes()),
         format_name(b.codes()),
+        grouping.settings(),
         kind.settings()
     );
-    ("gemm_decoded", "gemm_decoded", assemble_fp8(&settings, &[OUTPUT, include_str!("decoded.cu")]))
+    let files = [GROUPS, OUTPUT, PARTS, include_str!("decoded.cu")];
+    ("gemm_decoded", "gemm_decoded", assemble_fp8(&settings, &files))
 }
 
 /// Every kind on both sides, and every kind of output.
@@ -190,11 +234,13 @@ pub(super) fn sources() -> Vec<(String, Source)> {
     let fp8 = Format::ALL.into_iter().flat_map(|format| fp8.map(|scales| Values::Fp8(format, scales)));
     let kinds = [Values::Nvfp4].into_iter().chain(PRECISIONS.map(Values::Plain)).chain(fp8);
     let plain = Kind { precision: Precision::F32, ..Kind::PLAIN };
-    let pairs = kinds.map(|values| entry((values, Values::Nvfp4, plain), source));
+    let pairs = kinds.map(|values| entry((values, Values::Nvfp4, plain, Grouping::Alone), source));
     let outputs = PRECISIONS.into_iter().zip([Order::Folded, Order::OneRow, Order::BothRows]);
     let outputs = outputs.map(|(precision, order)| {
         let plain = Values::Plain(precision);
-        entry((plain, plain, Kind { precision, order, add: Add::C, ..Kind::PLAIN }), source)
+        entry((plain, plain, Kind { precision, order, add: Add::C, ..Kind::PLAIN }, Grouping::Alone), source)
     });
-    pairs.chain(outputs).collect()
+    let mx = Values::Fp8(Format::E4m3, Fp8Scales::E8m0);
+    let groups = [Grouping::Tokens, Grouping::K].map(|of| entry((mx, mx, plain, of), source));
+    pairs.chain(outputs).chain(groups).collect()
 }

@@ -19,6 +19,7 @@ mod codes;
 mod cublas;
 mod decoded;
 mod global;
+mod grouped;
 mod host;
 mod operand;
 mod output;
@@ -30,6 +31,7 @@ mod tiles;
 mod to_bf16;
 
 pub use cublas::Cublas;
+pub use grouped::{Along, GroupedOperand, multiply_groups};
 pub(super) use host::on_host;
 pub use operand::{Operand, Weights};
 pub use output::Product;

@@ -9,7 +9,7 @@ struct Side {
     float denominator;
     u32 divisor;  // whether a stored number is a divisor
     u32 per_row;
-    u32 padding;
+    u32 step;  // numbers from one group to the next, where one is for a whole group
 };
 
 struct Output {
@@ -73,6 +73,19 @@ RULE void store_output(const Output& o, u64 at, float y) {
 }
 
 constexpr u32 SIZE = OUTPUT == F32 ? 4 : 2;
+
+// The outputs of a group of rows of A, and of as many groups of rows of B.
+RULE Output rows_of_group(Output o, u32 group, u64 first, u64 rows) {
+    u64 before = first * o.cols * SIZE;
+    o.rows = rows, o.out += before, o.c += ADD ? before : 0;
+    if (o.a.stored) o.a.stored += o.a.per_row ? first : group * o.a.step;
+    if (o.b.stored) o.b.stored += o.b.per_row ? group * o.cols : group * o.b.step;
+    if (o.bias) o.bias += group * o.cols * (o.bias_type == F32 ? 4 : 2);
+    return o;
+}
+
+// The outputs of a group along K: a matrix of its own.
+RULE Output matrix_of_group(const Output& o, u32 group) { return rows_of_group(o, group, group * o.rows, o.rows); }
 
 RULE void store_pair(u8* at, float first, float second) {
     if (OUTPUT == F32) *(float2*)at = make_float2(first, second);

@@ -98,7 +98,7 @@ pub(super) struct Side {
     denominator: f32,
     divisor: u32,
     per_row: u32,
-    padding: u32,
+    step: u32,
 }
 
 impl Side {
@@ -113,7 +113,7 @@ impl Side {
             denominator,
             divisor: divisor.into(),
             per_row: (global.of == GlobalScale::PerRow).into(),
-            padding: 0,
+            step: global.step,
         }
     }
 }
@@ -177,6 +177,19 @@ impl Output {
         let kind = Kind { precision: T::PRECISION, order, tokens: left.of, add, operands };
         let bias = product.bias.map(|bias| bias.precision());
         Output { kind, accumulator: product.accumulator, bias, params }
+    }
+
+    /// The same with so many columns: those of one group.
+    pub fn with_columns(mut self, cols: usize) -> Self {
+        let aligned = self.params.out.is_multiple_of(2 * self.size());
+        self.params.cols = cols as u64;
+        self.params.pairs = (cols.is_multiple_of(2) && aligned).into();
+        self
+    }
+
+    /// N.
+    pub fn columns(&self) -> usize {
+        self.params.cols as usize
     }
 
     pub fn has_bias(&self) -> bool {

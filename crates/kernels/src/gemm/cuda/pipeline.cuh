@@ -10,9 +10,13 @@
 //
 // Tokens have 16 bits; those of NVFP4 are decoded by a kernel before this one (tokens.cu).
 //
+// The products of several groups (groups.cuh) are one launch. Either tokens are in groups, each with
+// weights of its own, which lie one after the other along their rows or along K; or K is, and every
+// group has outputs of its own.
+//
 // Settings before this text: TOKENS, ROWS, SLICES, STAGES, TILES, SPLIT, MATH, OUTPUT, ORDER,
-// PER_TOKEN, ADD, SWAPPED, and LOWER_REGISTERS and RAISE_REGISTERS, which set the register counts
-// of producer and consumers.
+// PER_TOKEN, ADD, SWAPPED, GROUPING, and LOWER_REGISTERS and RAISE_REGISTERS, which set the register
+// counts of producer and consumers.
 
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
 #define BULK 1  // copies by an engine, which waits for no thread
@@ -32,9 +36,13 @@ struct Params {
     u64 k;
     u64 pitch;           // bytes of a token
     u32 tiles;           // of the weights along K, a multiple of 2
-    u32 row_tiles;       // of the weights along N
-    u32 token_tiles;
+    u32 row_tiles;       // of the weights along N; of a group, those of its own
+    u32 token_tiles;     // where tokens are not in groups
     float undo;          // the power of two that sums lack
+    Groups groups;
+    // Tiles of the weights from one group to the next, along rows and along K; and those along K
+    // that a product reads.
+    u32 next_rows, next_columns, k_tiles;
 };
 
 static_assert(sizeof(Params) == 320, "as in pipeline.rs");
@@ -176,23 +184,45 @@ static_assert(STAGES % SLICES == 0 && STAGES >= 2 * SLICES && STAGES >= FILLERS 
 // The work of a block: steps `first` … `last` of K for one tile of outputs.
 struct Work {
     u32 row_tile, token, first, last;
+    u32 group, before;  // and the tokens before it
+    u64 weights;        // the first tile of weights
+    u32 column;         // where K begins for tokens
 };
 
 struct Schedule {
     const Params& p;
     u32 at, step, wide, count;
+    u32 group = 0, before = 0;  // the group, and the tiles of outputs before it
 
     RULE Schedule(const Params& p) : p(p) {
         at = blockIdx.x / SPLIT, step = gridDim.x / SPLIT;
         wide = (p.row_tiles + ROWS - 1) / ROWS, count = wide * p.token_tiles;
     }
     RULE bool next(Work& work) {
-        if (at >= count) return false;
-        u32 steps = p.tiles / TILES, part = (steps + SPLIT - 1) / SPLIT, first = min(cluster_rank() * part, steps);
+        u32 index = at, first_token = 0, high = p.token_tiles, k_tiles = GROUPING == ALONE ? p.tiles : p.k_tiles, column = 0;
+        if (GROUPING == GROUPED_TOKENS) {
+            for (;; group++) {
+                if (group >= p.groups.count) return false;
+                first_token = p.groups.offsets[group];
+                high = (p.groups.offsets[group + 1] - first_token + TOKENS - 1) / TOKENS;
+                if (at - before < wide * high) break;
+                before += wide * high;
+            }
+            index = at - before;
+        } else if (GROUPING == GROUPED_K) {
+            group = at / count, index = at - group * count;
+            if (group >= p.groups.count) return false;
+            column = p.groups.padded[group], k_tiles = (p.groups.padded[group + 1] - column) / TILE;
+        } else if (at >= count) return false;
+        u32 steps = k_tiles / TILES, part = (steps + SPLIT - 1) / SPLIT, first = min(cluster_rank() * part, steps);
         // BAND consecutive tiles of tokens share their weights, then come the next weights:
         // concurrent blocks find both in the cache.
-        u32 band = at / (wide * BAND) * BAND, within = at - band * wide, height = min(BAND, p.token_tiles - band);
-        work = {within / height * ROWS, (band + within % height) * TOKENS, first, min(first + part, steps)};
+        u32 band = index / (wide * BAND) * BAND, within = index - band * wide, height = min(BAND, high - band);
+        u32 row_tile = within / height * ROWS, token = (band + within % height) * TOKENS;
+        u64 weights = (u64)row_tile * p.tiles;
+        if (GROUPING == GROUPED_TOKENS) weights += (u64)group * p.next_rows * p.tiles + (u64)group * p.next_columns;
+        if (GROUPING == GROUPED_K) weights += column / TILE;
+        work = {row_tile, token, first, min(first + part, steps), group, first_token, weights, column};
         at += step;
         return true;
     }
@@ -203,7 +233,7 @@ struct Schedule {
 // Copies the weights of a step, and announces the bytes of weights and tokens.
 RULE void copy_weights(const Params& p, const Work& work, u32 step, u32 to, u32 bar, u32 lane) {
     u32 rows = min(ROWS, p.row_tiles - work.row_tile);
-    const u8* weights = p.weights + ((u64)work.row_tile * p.tiles + step * TILES) * TILE_BYTES;
+    const u8* weights = p.weights + (work.weights + step * TILES) * TILE_BYTES;
     to += TOKEN_BYTES;
 #if BULK
     if (lane != 0) return;
@@ -227,11 +257,11 @@ RULE void copy_tokens(const Params& p, const Work& work, u32 step, u32 to, u32 b
 #if BULK
     if (lane != 0) return;
 #pragma unroll
-    for (u32 t = 0; t < TILES; t++) copy_box(to + t * TOKEN_TILE, &p.map, (step * TILES + t) * TILE, work.token, bar);
+    for (u32 t = 0; t < TILES; t++) copy_box(to + t * TOKEN_TILE, &p.map, work.column + (step * TILES + t) * TILE, work.before + work.token, bar);
 #else
     for (u32 i = lane; i < TOKENS * 8 * TILES; i += 32) {
         u32 c = i % 8, tile = i / 8 % TILES, token = i / (8 * TILES);
-        u64 row = work.token + token, column = (u64)(step * TILES + tile) * TILE + 8 * c;
+        u64 row = work.before + work.token + token, column = work.column + (u64)(step * TILES + tile) * TILE + 8 * c;
         bool there = row < token_count(p.output) && column < p.k;
         const u8* from = there ? p.tokens + row * p.pitch + 2 * column : p.tokens;
         copy_16(to + tile * TOKEN_TILE + token * ROW + 16 * (c ^ (token & 7)), from, there);
@@ -240,16 +270,19 @@ RULE void copy_tokens(const Params& p, const Work& work, u32 step, u32 to, u32 b
 #endif
 }
 
-RULE void fill(const Params& p, u32 full, u32 empty, u32 stages) {
+// Whether there was any work.
+RULE bool fill(const Params& p, u32 full, u32 empty, u32 stages) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    if (warp >= FILLERS) return;
     Schedule schedule(p);
-    PipelineState state;
     Work work;
+    // The bounds of groups come from earlier work.
+    if (warp < FILLERS) let_next_begin();
+    if (warp < FILLERS || GROUPING != ALONE) wait_for_previous();
+    if (warp >= FILLERS) return GROUPING == ALONE || schedule.next(work);
+    PipelineState state;
     u32 before = 0;  // steps of earlier work
+    bool any = GROUPING == ALONE;
     state.advance(warp);
-    let_next_begin();
-    wait_for_previous();
     while (schedule.next(work)) {
         // Warp n % FILLERS fills step n, counted over all work.
         for (u32 step = work.first + (warp + FILLERS - before % FILLERS) % FILLERS; step < work.last; step += FILLERS) {
@@ -261,10 +294,12 @@ RULE void fill(const Params& p, u32 full, u32 empty, u32 stages) {
             state.advance(FILLERS);
         }
         before += work.last - work.first;
+        any = true;
     }
 #if !BULK
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
+    return any;
 }
 
 // ---- multiplying ----
@@ -359,6 +394,12 @@ RULE void reduce(const Work& work, PairWriter& writer, float undo, u32 stages) {
     }
 }
 
+// The outputs of a group.
+RULE Output output_of(const Params& p, const Work& work) {
+    if (GROUPING == GROUPED_K) return matrix_of_group(p.output, work.group);
+    return rows_of_group(p.output, work.group, work.before, p.groups.offsets[work.group + 1] - work.before);
+}
+
 // The kernel, given what multiplies.
 template <typename Consume>
 RULE void run(const Params& p, Consume consume) {
@@ -376,9 +417,9 @@ RULE void run(const Params& p, Consume consume) {
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
         LOWER_REGISTERS;
-        fill(p, full, empty, stages);
+        bool any = fill(p, full, empty, stages);
         __syncwarp();
-        if (REDUCE) sync_all();
+        if (REDUCE && any) sync_all();
     } else {
         RAISE_REGISTERS;
         wait_for_previous();
@@ -389,7 +430,9 @@ RULE void run(const Params& p, Consume consume) {
         state.advance(me.slice);
         while (schedule.next(work)) {
             // Its loads are in flight while the sums are computed.
-            PairWriter writer(p.output, me.column(work));
+            Output mine;
+            if (GROUPING != ALONE) mine = output_of(p, work);
+            PairWriter writer(GROUPING == ALONE ? p.output : (const Output&)mine, me.column(work));
             float sums[TOKENS / 2] = {};
             consume(me, work, state, full, empty, stages, sums);
             if (!REDUCE) {

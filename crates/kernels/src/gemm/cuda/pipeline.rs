@@ -1,17 +1,20 @@
 //! Products by tensor cores; `pipeline.cuh` says how.
 
+use super::grouped::{Along, Grouping};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, OperandOrder, Order, Output};
-use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
+use super::prepared::{self, PreparedWeight, TILE, TILE_BYTES, prepare, tiles};
 use super::scratch::Scratch;
 use super::shape::{self, Instruction, Shape};
 use super::{MMA, OUTPUT, TOKENS, WEIGHTS, math};
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
-use crate::cuda::{Allocator, Device, Input, SliceMut, Source, Stream, entry, tensor_map};
+use crate::cuda::{
+    Allocator, Device, GROUP_ROWS, GROUPS, Groups, GroupsParams, Input, SliceMut, Source, Stream, entry, tensor_map,
+};
 use crate::dequantize::cuda::View;
 use crate::quantize::Layout;
 use crate::{Result, cuda};
-use nvfp4_spec::{BLOCK, GlobalScale, Precision};
+use nvfp4_spec::{BLOCK, Error, GlobalScale, Precision};
 
 /// The left operand.
 #[derive(Clone, Copy)]
@@ -90,6 +93,11 @@ struct Params {
     row_tiles: u32,
     token_tiles: u32,
     undo: f32,
+    groups: GroupsParams,
+    next_rows: u32,
+    next_columns: u32,
+    k_tiles: u32,
+    padding: u32,
 }
 
 const _: () = assert!(size_of::<Params>() == 320);
@@ -97,7 +105,7 @@ const _: () = assert!(size_of::<Params>() == 320);
 /// The power of two that decoded weights and decoded tokens lack.
 const UNDO: f32 = 128.0;
 
-type Variant = (Shape, Precision, Kind);
+type Variant = (Shape, Precision, Kind, Grouping);
 
 fn choose(device: Device, m: usize, (rows, cols): (usize, usize)) -> Result<Shape> {
     let too_large = cuda::Error::TooManyBlocks { rows, cols };
@@ -149,7 +157,7 @@ pub(super) fn run(
     let [weights, decoded] = scratch.addresses;
     let weights = match right {
         Right::View(view) => {
-            prepare(stream, &view, weights)?;
+            prepare(stream, &view, None, weights)?;
             weights
         }
         Right::Prepared(weight) => weight.address(),
@@ -194,7 +202,6 @@ impl Call<'_> {
     /// Multiplies `m` tokens, from number `first` on, which are at the address `tokens`, `pitch`
     /// bytes apart.
     fn launch(&self, (tokens, pitch): (u64, usize), (first, m): (usize, usize), undo: f32) -> Result<()> {
-        static VARIANTS: Variants<Variant> = Variants::new();
         let (device, (rows, cols)) = (self.stream.device(), self.size);
         let shape = choose(device, m, self.size)?;
         let (row_tiles, k_tiles) = tiles(rows, cols);
@@ -209,18 +216,103 @@ impl Call<'_> {
             row_tiles: row_tiles as u32,
             token_tiles: m.div_ceil(shape.tokens as usize) as u32,
             undo,
+            groups: GroupsParams::default(),
+            next_rows: 0,
+            next_columns: 0,
+            k_tiles: k_tiles as u32,
+            padding: 0,
         };
         let outputs = shape.outputs(m, row_tiles);
         let blocks =
             if shape.stays() { outputs.min(device.multiprocessors() as usize) } else { outputs * shape.split as usize };
-        let blocks = u32::try_from(blocks).map_err(|_| cuda::Error::TooManyBlocks { rows: m, cols: rows })?;
-        let kernel = VARIANTS.get(device, (shape, self.bits, self.output.kind), source)?;
-        // SAFETY: `Params` is laid out as in pipeline.cuh; operands and outputs were checked, and
-        // the scratch belongs to this stream alone. The kernel waits for earlier work before it
-        // accesses memory.
-        unsafe { kernel.launch_dependent(self.stream, [blocks, 1, 1], shape.threads(), shape.shared(), &params) }?;
-        Ok(())
+        start(self.stream, (shape, self.bits, self.output.kind, Grouping::Alone), blocks, &params)
     }
+}
+
+/// Launches `blocks` groups of threads.
+fn start(stream: &Stream, variant: Variant, blocks: usize, params: &Params) -> Result<()> {
+    static VARIANTS: Variants<Variant> = Variants::new();
+    let (shape, ..) = variant;
+    let too_many = cuda::Error::TooManyBlocks { rows: params.token_tiles as usize, cols: params.row_tiles as usize };
+    let blocks = u32::try_from(blocks).map_err(|_| too_many)?;
+    let kernel = VARIANTS.get(stream.device(), variant, source)?;
+    // SAFETY: `Params` is laid out as in pipeline.cuh; operands and outputs were checked, and the
+    // scratch belongs to this stream alone. The kernel waits for earlier work before it accesses
+    // memory.
+    unsafe { kernel.launch_dependent(stream, [blocks, 1, 1], shape.threads(), shape.shared(), params) }?;
+    Ok(())
+}
+
+/// The products of groups whose sizes the GPU reads, in one launch. All operands were checked;
+/// tokens are A's rows, weights B's, as [`multiply_groups`](super::multiply_groups) pairs them.
+/// `outputs` are those of A's rows and the rows of one group of B.
+pub(super) fn run_groups(
+    stream: &Stream,
+    (a, a_along): (View<'_>, Along),
+    (b, b_along): (View<'_>, Along),
+    (tokens, weights): (&Groups, &Groups),
+    output: &Output,
+    memory: &dyn Allocator,
+) -> Result<()> {
+    let (device, count) = (stream.device(), tokens.count());
+    // Of all weights; then of those of a group, and from one group to the next.
+    let (row_tiles, k_tiles) = tiles(b.rows, b.cols);
+    let each = b.rows / weights.count().max(1);
+    if b_along == Along::Rows && !each.is_multiple_of(TILE) {
+        return Err(Error::Multiple { what: "rows of the weights of a group", of: TILE, got: each }.into());
+    }
+    let (own_rows, own_k, next) = match (a_along, b_along) {
+        (Along::Rows, Along::Rows) => (each.div_ceil(TILE), k_tiles, (each / TILE, 0)),
+        (Along::Rows, Along::K) => (row_tiles, tiles(0, a.cols).1, (0, k_tiles / count.max(1))),
+        (Along::K, _) => (row_tiles, k_tiles, (0, 0)),
+    };
+    let (grouping, average) = match a_along {
+        Along::Rows => (Grouping::Tokens, a.rows.div_ceil(count.max(1))),
+        Along::K => (Grouping::K, a.rows),
+    };
+    let too_large = cuda::Error::TooManyBlocks { rows: b.rows, cols: b.cols };
+    // Groups along K have any even number of tiles, so a step has at most two.
+    let steps = if a_along == Along::K { 2 * ((k_tiles / 2).div_ceil(count.max(1)) | 1) } else { own_k };
+    let shape = Shape::choose_for_groups(device, (average, count), (own_rows, steps)).ok_or(too_large)?;
+    let pitch = 2 * a.cols;
+    let scratch = Scratch::new(stream, memory, [row_tiles * k_tiles * TILE_BYTES, a.rows * pitch])?;
+    let [prepared, decoded] = scratch.addresses;
+    prepare(stream, &b, (b_along == Along::K).then_some(weights), prepared)?;
+    match a_along {
+        Along::Rows => decode(stream, &a, (0, a.rows), decoded)?,
+        Along::K => decode_groups(stream, &a, tokens, decoded)?,
+    }
+    let params = Params {
+        map: tensor_map(device, Precision::Bf16, (decoded, pitch), (a.rows, a.cols), shape.tokens)?,
+        tokens: decoded,
+        weights: prepared,
+        output: output.part(0, a.rows),
+        k: a.cols as u64,
+        pitch: pitch as u64,
+        tiles: k_tiles as u32,
+        row_tiles: own_rows as u32,
+        token_tiles: a.rows.div_ceil(shape.tokens as usize) as u32,
+        undo: UNDO * UNDO,
+        groups: tokens.params(),
+        next_rows: next.0 as u32,
+        next_columns: next.1 as u32,
+        k_tiles: own_k as u32,
+        padding: 0,
+    };
+    // As many as there may be: each group has at most one tile of tokens that is not full.
+    let outputs = match grouping {
+        Grouping::Tokens => {
+            let high = a.rows / shape.tokens as usize + count.min(a.rows);
+            own_rows.div_ceil(shape.rows as usize) * high
+        }
+        Grouping::Alone | Grouping::K => count * shape.outputs(a.rows, own_rows),
+    };
+    let blocks =
+        if shape.stays() { outputs.min(device.multiprocessors() as usize) } else { outputs * shape.split as usize };
+    if blocks == 0 {
+        return Ok(());
+    }
+    start(stream, (shape, Precision::Bf16, output.kind, grouping), blocks, &params)
 }
 
 #[derive(Clone, Copy)]
@@ -234,12 +326,16 @@ struct DecodeParams {
     cols: u64,
     swizzled: u32,
     aligned: u32,
+    groups: GroupsParams,
 }
 
 /// Decodes `rows` rows of a checked matrix, from row `first` on, to rows of whole blocks of bf16 at
 /// `out`.
 fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64) -> Result<()> {
     static VARIANTS: Variants<Precision> = Variants::new();
+    if rows * q.cols == 0 {
+        return Ok(());
+    }
     let params = DecodeParams {
         codes: q.codes.address(),
         scales: q.scales.address(),
@@ -249,6 +345,7 @@ fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64
         cols: q.cols as u64,
         swizzled: (q.layout == Layout::Swizzled).into(),
         aligned: (q.cols.is_multiple_of(BLOCK) && q.codes.address().is_multiple_of(8)).into(),
+        groups: GroupsParams::default(),
     };
     let blocks = (rows * q.cols.div_ceil(BLOCK)).div_ceil(256);
     let blocks = u32::try_from(blocks).map_err(|_| cuda::Error::TooManyBlocks { rows: q.rows, cols: q.cols })?;
@@ -260,11 +357,43 @@ fn decode(stream: &Stream, q: &View<'_>, (first, rows): (usize, usize), out: u64
 }
 
 fn decode_source(bits: Precision) -> (&'static str, &'static str, String) {
-    let files = [ELEMENTS, WEIGHTS, TOKENS, include_str!("tokens.cu")];
+    let files = [ELEMENTS, WEIGHTS, GROUPS, TOKENS, include_str!("tokens.cu")];
     ("gemm_tokens", "gemm_tokens", assemble(&math(bits), &files))
 }
 
-fn source((shape, bits, kind): Variant) -> (&'static str, &'static str, String) {
+/// Decodes groups along K to rows of bf16 in which they come side by side.
+fn decode_groups(stream: &Stream, q: &View<'_>, groups: &Groups, out: u64) -> Result<()> {
+    static VARIANTS: Variants<Precision> = Variants::new();
+    let params = DecodeParams {
+        codes: q.codes.address(),
+        scales: q.scales.address(),
+        out,
+        first: 0,
+        rows: q.rows as u64,
+        cols: q.cols as u64,
+        swizzled: 0,
+        aligned: 1,
+        groups: groups.params(),
+    };
+    let (across, down) = (q.cols / GROUP_ROWS, q.rows.div_ceil(32));
+    if across * down == 0 {
+        return Ok(());
+    }
+    let too_many = || cuda::Error::TooManyBlocks { rows: q.rows, cols: q.cols };
+    let grid =
+        [u32::try_from(across).map_err(|_| too_many())?, u32::from(u16::try_from(down).map_err(|_| too_many())?), 1];
+    let kernel = VARIANTS.get(stream.device(), Precision::Bf16, grouped_decode_source)?;
+    // SAFETY: as above.
+    unsafe { kernel.launch(stream, grid, 256, 0, &params) }?;
+    Ok(())
+}
+
+fn grouped_decode_source(bits: Precision) -> (&'static str, &'static str, String) {
+    let (name, _, text) = decode_source(bits);
+    (name, "gemm_grouped_tokens", text)
+}
+
+fn source((shape, bits, kind, grouping): Variant) -> (&'static str, &'static str, String) {
     let Shape { instruction, tokens, rows, slices, stages, tiles, split, registers } = shape;
     let set = |how: &str, registers: Option<u32>| match registers {
         Some(n) => format!("asm volatile(\"setmaxnreg.{how}.sync.aligned.u32 {n};\")"),
@@ -273,7 +402,8 @@ fn source((shape, bits, kind): Variant) -> (&'static str, &'static str, String) 
     let (lower, raise) = (set("dec", registers.map(|r| r.0)), set("inc", registers.map(|r| r.1)));
     let settings = format!(
         "#define LOWER_REGISTERS {lower}\n#define RAISE_REGISTERS {raise}\nconstexpr u32 TOKENS = {tokens}, ROWS = {rows}, SLICES = {slices}, \
-         STAGES = {stages}, TILES = {tiles}, SPLIT = {split};\n{}{}",
+         STAGES = {stages}, TILES = {tiles}, SPLIT = {split};\n{}{}{}",
+        grouping.settings(),
         math(bits),
         kind.settings()
     );
@@ -282,10 +412,10 @@ fn source((shape, bits, kind): Variant) -> (&'static str, &'static str, String) 
         Instruction::Mma => (
             "gemm_mma",
             "gemm_mma",
-            assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, pipeline, MMA, include_str!("mma.cu")]),
+            assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, GROUPS, pipeline, MMA, include_str!("mma.cu")]),
         ),
         Instruction::Wgmma => {
-            let files = [ELEMENTS, OUTPUT, WEIGHTS, pipeline, &wgmma(tokens, bits), include_str!("wgmma.cu")];
+            let files = [ELEMENTS, OUTPUT, WEIGHTS, GROUPS, pipeline, &wgmma(tokens, bits), include_str!("wgmma.cu")];
             ("gemm_wgmma", "gemm_wgmma", assemble(&settings, &files))
         }
     }
@@ -315,16 +445,24 @@ fn wgmma(tokens: u32, bits: Precision) -> String {
 pub(super) fn sources() -> Vec<(String, Source)> {
     let plain = Kind::PLAIN;
     let shapes = shape::all().into_iter().flat_map(|shape| {
-        let types = [Precision::Bf16, Precision::F16].map(|bits| entry((shape, bits, plain), source));
-        let swapped = entry((shape, Precision::Bf16, Kind { operands: OperandOrder::Swapped, ..plain }), source);
-        types.into_iter().chain([swapped]).chain([entry((Shape { split: 2, ..shape }, Precision::Bf16, plain), source)])
+        let alone = |shape, bits, kind| entry((shape, bits, kind, Grouping::Alone), source);
+        let types = [Precision::Bf16, Precision::F16].map(|bits| alone(shape, bits, plain));
+        let swapped = alone(shape, Precision::Bf16, Kind { operands: OperandOrder::Swapped, ..plain });
+        let split = alone(Shape { split: 2, ..shape }, Precision::Bf16, plain);
+        let groups = [Grouping::Tokens, Grouping::K].map(|of| entry((shape, Precision::Bf16, plain, of), source));
+        types.into_iter().chain([swapped, split]).chain(groups)
     });
     let small = shape::all()[0];
     let kinds = PRECISIONS.into_iter().flat_map(|precision| {
         let orders = [Order::Folded, Order::OneRow, Order::BothRows];
         orders.map(|order| {
             entry(
-                (small, Precision::Bf16, Kind { precision, order, tokens: GlobalScale::PerRow, add: Add::C, ..plain }),
+                (
+                    small,
+                    Precision::Bf16,
+                    Kind { precision, order, tokens: GlobalScale::PerRow, add: Add::C, ..plain },
+                    if order == Order::Folded { Grouping::K } else { Grouping::Alone },
+                ),
                 source,
             )
         })

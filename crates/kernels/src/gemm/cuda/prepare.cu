@@ -1,5 +1,7 @@
 // From a quantized matrix to prepared weights (weights.cuh). 128 threads load a tile into shared
-// memory, 16 bytes of codes each, and write it in its new order, 16 bytes each.
+// memory, 16 bytes of codes each, and write it in its new order, 16 bytes each. Settings before this
+// text: GROUPED, whether there is one matrix after the other, whose tiles come side by side
+// (groups.cuh).
 
 struct Params {
     const u8* codes;
@@ -10,6 +12,7 @@ struct Params {
     u32 count;  // of all tiles
     u32 swizzled;
     u32 aligned;  // whether every 32 columns' codes start at a multiple of 16 bytes
+    Groups groups;
 };
 
 constexpr u32 TILES_AT_ONCE = 2;
@@ -24,10 +27,16 @@ RULE u32 prepared_scale(u32 byte) {
     return number >> 4 | (number & 15) << 4;
 }
 
+// The element of a column, which is that of all groups.
+RULE u64 element_of(const Params& p, const Group& g, u64 row, u64 column) {
+    return p.rows * g.padded + row * g.height() + column - g.padded;
+}
+
 // Codes of 32 columns from `column` on; zeros where there are none.
-RULE uint4 load_codes(const Params& p, u64 row, u64 column) {
+RULE uint4 load_codes(const Params& p, const Group& g, u64 row, u64 column) {
     u32 words[4] = {};
     if (row >= p.rows || column >= p.cols) return make_uint4(0, 0, 0, 0);
+    if (GROUPED) return __ldg((const uint4*)(p.codes + element_of(p, g, row, column) / 2));
     u64 pitch = (p.cols + 1) / 2, start = column / 2;
     const u8* from = p.codes + row * pitch;
     if (p.aligned) return __ldg((const uint4*)(from + start));
@@ -36,10 +45,11 @@ RULE uint4 load_codes(const Params& p, u64 row, u64 column) {
 }
 
 // Scale bytes of 64 columns from `column` on; zeros where there are none.
-RULE u32 load_scales(const Params& p, u64 row, u64 column) {
+RULE u32 load_scales(const Params& p, const Group& g, u64 row, u64 column) {
     u64 blocks = (p.cols + BLOCK - 1) / BLOCK, first = column / BLOCK;
     u32 word = 0;
     if (row >= p.rows) return 0;
+    if (GROUPED) return *(const u32*)(p.scales + element_of(p, g, row, column) / BLOCK);
     for (u32 i = 0; i < 4 && first + i < blocks; i++) {
         word |= (u32)p.scales[p.swizzled ? swizzle::offset(row, first + i, blocks) : row * blocks + first + i] << 8 * i;
     }
@@ -51,14 +61,16 @@ extern "C" __global__ void __launch_bounds__(128 * TILES_AT_ONCE) gemm_prepare(c
     __shared__ u32 codes[TILES_AT_ONCE][TILE][9], scales[TILES_AT_ONCE][TILE];
     u32 t = threadIdx.x % 128, slot = threadIdx.x / 128;
     u64 tile = (u64)blockIdx.x * TILES_AT_ONCE + slot, first = tile / p.tiles * TILE, column = tile % p.tiles * TILE;
-    if (tile < p.count) {
-        uint4 words = load_codes(p, first + t / 2, column + t % 2 * 32);
+    Group group = {};
+    if (GROUPED && tile < p.count) group = group_at(p.groups, (u32)column);
+    if (tile < p.count && (!GROUPED || group.index < p.groups.count)) {
+        uint4 words = load_codes(p, group, first + t / 2, column + t % 2 * 32);
         u32* row = &codes[slot][t / 2][t % 2 * 4];
         row[0] = words.x, row[1] = words.y, row[2] = words.z, row[3] = words.w;
-        if (t < TILE) scales[slot][t] = load_scales(p, first + t, column);
+        if (t < TILE) scales[slot][t] = load_scales(p, group, first + t, column);
     }
     __syncthreads();
-    if (tile >= p.count) return;
+    if (tile >= p.count || (GROUPED && group.index >= p.groups.count)) return;
     u32 w = t / 32, g = t / 4 % 8, q = t % 4, words[4], bytes[2] = {};
 #pragma unroll
     for (u32 step = 0; step < 4; step++) {

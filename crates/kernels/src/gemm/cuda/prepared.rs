@@ -3,7 +3,7 @@
 use super::global::Global;
 use super::{WEIGHTS, math};
 use crate::cuda::text::{Variants, assemble};
-use crate::cuda::{Allocator, Device, Memory, Source, Stream, entry};
+use crate::cuda::{Allocator, Device, GROUPS, Groups, GroupsParams, Memory, Source, Stream, entry};
 use crate::dequantize::cuda::View;
 use crate::quantize::Layout;
 use crate::{Result, cuda};
@@ -40,7 +40,7 @@ impl PreparedWeight {
         q.check(stream.device())?;
         let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
         let tiles = memory.bytes(stream, row_tiles * k_tiles * TILE_BYTES)?;
-        prepare(stream, q, tiles.address())?;
+        prepare(stream, q, None, tiles.address())?;
         let mut stored = memory.bytes(stream, q.stored.bytes())?;
         stream.copy(q.stored, stored.slice_mut())?;
         Ok(PreparedWeight { rows: q.rows, cols: q.cols, tiles, stored, global: q.global, unit: q.unit })
@@ -66,7 +66,7 @@ impl PreparedWeight {
     }
 
     pub(super) fn global(&self) -> Global {
-        Global { stored: self.stored.address(), of: self.global, unit: self.unit }
+        Global { stored: self.stored.address(), of: self.global, unit: self.unit, step: 1 }
     }
 
     pub(super) fn check(&self, device: Device) -> Result<()> {
@@ -86,14 +86,16 @@ struct Params {
     count: u32,
     swizzled: u32,
     aligned: u32,
+    groups: GroupsParams,
 }
 
 /// Tiles that a block of threads prepares.
 const AT_ONCE: u32 = 2;
 
-/// Writes the tiles of a checked matrix to `out`, which has enough memory for them.
-pub(super) fn prepare(stream: &Stream, q: &View<'_>, out: u64) -> Result<()> {
-    static VARIANTS: Variants<()> = Variants::new();
+/// Writes the tiles of a checked matrix to `out`, which has enough memory for them. Groups along K
+/// come side by side.
+pub(super) fn prepare(stream: &Stream, q: &View<'_>, groups: Option<&Groups>, out: u64) -> Result<()> {
+    static VARIANTS: Variants<bool> = Variants::new();
     let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
     let count =
         u32::try_from(row_tiles * k_tiles).map_err(|_| cuda::Error::TooManyBlocks { rows: q.rows, cols: q.cols })?;
@@ -107,19 +109,21 @@ pub(super) fn prepare(stream: &Stream, q: &View<'_>, out: u64) -> Result<()> {
         count,
         swizzled: (q.layout == Layout::Swizzled).into(),
         aligned: (q.cols.is_multiple_of(32) && q.codes.address().is_multiple_of(16)).into(),
+        groups: groups.map(Groups::params).unwrap_or_default(),
     };
-    let kernel = VARIANTS.get(stream.device(), (), source)?;
+    let kernel = VARIANTS.get(stream.device(), groups.is_some(), source)?;
     // SAFETY: `Params` is laid out as in prepare.cu; the matrix was checked, and the caller has
     // room for its tiles.
     unsafe { kernel.launch(stream, [count.div_ceil(AT_ONCE), 1, 1], 128 * AT_ONCE, 0, &params) }?;
     Ok(())
 }
 
-fn source((): ()) -> (&'static str, &'static str, String) {
-    let text = assemble(&math(Precision::Bf16), &[WEIGHTS, include_str!("prepare.cu")]);
+fn source(grouped: bool) -> (&'static str, &'static str, String) {
+    let settings = format!("{}constexpr bool GROUPED = {grouped};\n", math(Precision::Bf16));
+    let text = assemble(&settings, &[WEIGHTS, GROUPS, include_str!("prepare.cu")]);
     ("gemm_prepare", "gemm_prepare", text)
 }
 
 pub(super) fn sources() -> Vec<(String, Source)> {
-    vec![entry((), source)]
+    [false, true].map(|grouped| entry(grouped, source)).to_vec()
 }

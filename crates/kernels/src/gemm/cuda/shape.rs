@@ -116,6 +116,14 @@ impl Shape {
         Shape::with_cost(&Chip::of(device), m, tiles).map(|(shape, _)| shape)
     }
 
+    /// The same for so many groups, of `m` tokens each.
+    pub fn choose_for_groups(device: Device, (m, count): (usize, usize), tiles: (usize, usize)) -> Option<Shape> {
+        // Weights of many groups are as many more rows, in whole tiles.
+        let (row_tiles, k_tiles) = tiles;
+        let many = (row_tiles.next_multiple_of(2) * count.max(1), k_tiles);
+        Shape::with_cost(&Chip::of(device), m, many).map(|(shape, _)| shape)
+    }
+
     /// The same, and the nanoseconds that it is expected to take.
     fn with_cost(chip: &Chip, m: usize, (row_tiles, k_tiles): (usize, usize)) -> Option<(Shape, f64)> {
         let candidates: &[Candidate] = if chip.wgmma { &HOPPER } else { &PORTABLE };

@@ -10,7 +10,7 @@
 //
 // Settings before this text: Kind; A and B, the operands' kinds; A_TRANSPOSED and B_TRANSPOSED,
 // whether the transposed operand lies in memory; ALIGNED, whether 16 values of a row can be loaded at
-// once; MATH; those of output.cuh.
+// once; MATH; those of output.cuh and parts.cuh.
 
 struct Operand {
     const u8* values;   // codes, or elements
@@ -28,8 +28,9 @@ struct Params {
     u64 k;
     u32* inexact;  // the mark if a value does not fit
     u64 mark;
+    Part left, right;  // of operands in groups
 };
-static_assert(sizeof(Params) == 224, "as in tiles.rs");
+static_assert(sizeof(Params) == 336, "as in tiles.rs");
 
 constexpr u32 SIDE = 128, DEPTH = 64, THREADS = 256, ROW = 2 * DEPTH;
 constexpr u32 BAND = 8;
@@ -142,13 +143,34 @@ RULE float scale_of(const Operand& x, u64 row, u64 part) {
     return row < x.rows ? ((const float*)x.scales)[(row >> x.height) * x.across + part] : 0.0f;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tiles(const __grid_constant__ Params p) {
+// The product of one group.
+RULE Params product_of(Params p, u32 group) {
+    Extent left = take_part(p.a, p.left, group), right = take_part(p.b, p.right, group);
+    if (left.rows) p.a.rows = left.rows;
+    if (right.rows) p.b.rows = right.rows;
+    if (GROUPING == GROUPED_K) {
+        p.k = left.k;
+        p.output = matrix_of_group(p.output, group);
+    } else p.output = rows_of_group(p.output, group, p.left.groups.offsets[group], left.rows);
+    return p;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tiles(const __grid_constant__ Params given) {
     extern __shared__ __align__(128) u8 shared[];
+    __shared__ Params own;
+    u32 index = blockIdx.x, group;
+    if (GROUPING != ALONE) {
+        u32 wide = (u32)((given.output.cols + SIDE - 1) / SIDE);
+        if (!find_group(given.left.groups, given.output.rows, SIDE, wide, index, group)) return;
+        if (threadIdx.x == 0) own = product_of(given, group);
+        __syncthreads();
+    }
+    const Params& p = GROUPING == ALONE ? given : (const Params&)own;
     constexpr u32 BYTES = SIDE * ROW;  // of one operand's tile
     // Bands of BAND tiles of rows, column after column: concurrent blocks find both operands in the
     // cache.
     u32 wide = (u32)((p.output.cols + SIDE - 1) / SIDE), high = (u32)((p.output.rows + SIDE - 1) / SIDE);
-    u32 band = blockIdx.x / (wide * BAND) * BAND, within = blockIdx.x - band * wide, height = min(BAND, high - band);
+    u32 band = index / (wide * BAND) * BAND, within = index - band * wide, height = min(BAND, high - band);
     u64 first_row = (u64)(band + within % height) * SIDE, first_column = (u64)(within / height) * SIDE;
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = warp / 4 * 64, left = warp % 4 * 32;
     float sums[4][4][4] = {}, totals[PROMOTES ? 4 : 1][4][4] = {};

@@ -1,15 +1,16 @@
 //! Products of FP8 operands on bf16 tensor cores; `tiles.cu` says how.
 
 use super::decoded::{self, Condition};
+use super::grouped::{Along, GroupedOperand, Grouping, PARTS, Part};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
 use super::scratch::Scratch;
 use super::{MMA, OUTPUT, math};
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8};
-use crate::cuda::{Allocator, Source, Stream, entry};
+use crate::cuda::{Allocator, GROUPS, Source, Stream, entry};
 use crate::{Result, cuda};
-use nvfp4_spec::Precision;
 use nvfp4_spec::fp8::{Scales, Tile};
+use nvfp4_spec::{Error, Precision};
 
 /// Outputs of a block, along each side.
 const SIDE: usize = 128;
@@ -114,9 +115,11 @@ struct Params {
     k: u64,
     inexact: u64,
     mark: u64,
+    left: Part,
+    right: Part,
 }
 
-const _: () = assert!(size_of::<Params>() == 224);
+const _: () = assert!(size_of::<Params>() == 336);
 
 /// Whether 16 values of a row can be loaded at once.
 fn aligned(operand: &Operand<'_>) -> bool {
@@ -135,57 +138,120 @@ pub(super) fn run(
     output: &Output,
     memory: &dyn Allocator,
 ) -> Result<()> {
-    static VARIANTS: Variants<Variant> = Variants::new();
     let may_lose = left.may_lose() || right.may_lose();
     let scratch = Scratch::new(stream, memory, [if may_lose { 4 } else { 0 }])?;
     let [inexact] = scratch.addresses;
     let condition = Condition::new(inexact);
-    let kernel = VARIANTS.get(stream.device(), (left, right, aligned(a) && aligned(b), output.kind), source)?;
     let tiles = a.rows().div_ceil(SIDE).saturating_mul(b.rows().div_ceil(SIDE));
-    let blocks = u32::try_from(tiles).map_err(|_| cuda::Error::TooManyBlocks { rows: a.rows(), cols: b.rows() })?;
-    let (a_side, b_side, mark) = (Side::new(a), Side::new(b), condition.mark.into());
-    let params = Params { a: a_side, b: b_side, output: output.part(0, a.rows()), k: a.cols() as u64, inexact, mark };
-    // SAFETY: `Params` is laid out as in tiles.cu; operands and outputs were checked, and the
-    // scratch belongs to this stream alone.
-    unsafe { kernel.launch(stream, [blocks, 1, 1], THREADS, SHARED, &params) }?;
+    let params = Params {
+        a: Side::new(a),
+        b: Side::new(b),
+        output: output.part(0, a.rows()),
+        k: a.cols() as u64,
+        inexact,
+        mark: condition.mark.into(),
+        left: Part::default(),
+        right: Part::default(),
+    };
+    let variant = (left, right, aligned(a) && aligned(b), output.kind, Grouping::Alone);
+    launch(stream, variant, tiles, &params)?;
     if may_lose {
         decoded::run_if(stream, a, b, output, Some(condition))?;
     }
     Ok(())
 }
 
-/// The kinds of both operands, whether 16 of their values can be loaded at once, and the outputs.
-type Variant = (Values, Values, bool, Kind);
+fn launch(stream: &Stream, variant: Variant, tiles: usize, params: &Params) -> Result<()> {
+    static VARIANTS: Variants<Variant> = Variants::new();
+    let too_many = cuda::Error::TooManyBlocks { rows: params.a.rows as usize, cols: params.b.rows as usize };
+    let blocks = u32::try_from(tiles).map_err(|_| too_many)?;
+    let kernel = VARIANTS.get(stream.device(), variant, source)?;
+    // SAFETY: `Params` is laid out as in tiles.cu; operands and outputs were checked, and the
+    // scratch belongs to this stream alone.
+    unsafe { kernel.launch(stream, [blocks, 1, 1], THREADS, SHARED, params) }?;
+    Ok(())
+}
 
-fn source((a, b, aligned, kind): Variant) -> (&'static str, &'static str, String) {
+/// The products of groups whose sizes the GPU reads, in one launch. All operands were checked.
+pub(super) fn run_groups(
+    stream: &Stream,
+    (a, b): (&GroupedOperand<'_>, &GroupedOperand<'_>),
+    output: &Output,
+    memory: &dyn Allocator,
+) -> Result<()> {
+    let (Operand::Fp8(left), Operand::Fp8(right)) = (a.operand, b.operand) else { unreachable!("the caller knows") };
+    let unlike = Error::Combination("this kernel multiplies FP8");
+    let (Some(left_kind), Some(right_kind)) = (Values::of(&a.operand), Values::of(&b.operand)) else {
+        return Err(unlike.into());
+    };
+    let may_lose = left_kind.may_lose() || right_kind.may_lose();
+    let scratch = Scratch::new(stream, memory, [if may_lose { 4 } else { 0 }])?;
+    let [inexact] = scratch.addresses;
+    let condition = Condition::new(inexact);
+    let (grouping, count) = match a.along {
+        Along::Rows => (Grouping::Tokens, a.groups.count().min(a.rows())),
+        Along::K => (Grouping::K, a.groups.count()),
+    };
+    let params = Params {
+        a: Side::new(&a.operand),
+        b: Side::new(&b.operand),
+        output: output.part(0, a.rows()),
+        k: a.operand.cols() as u64,
+        inexact,
+        mark: condition.mark.into(),
+        left: a.part(&left),
+        right: b.part(&right),
+    };
+    let wide = output.columns().div_ceil(SIDE);
+    // As many as there may be: each group has at most one row of tiles that is not full.
+    let tiles = match grouping {
+        Grouping::Tokens => (a.rows() / SIDE + count).saturating_mul(wide),
+        Grouping::Alone | Grouping::K => count.saturating_mul(a.rows().div_ceil(SIDE)).saturating_mul(wide),
+    };
+    let variant = (left_kind, right_kind, aligned(&a.operand) && aligned(&b.operand), output.kind, grouping);
+    launch(stream, variant, tiles, &params)?;
+    if may_lose {
+        decoded::run_groups_if(stream, (a, b), grouping, output, condition)?;
+    }
+    Ok(())
+}
+
+/// The kinds of both operands, whether 16 of their values can be loaded at once, and the outputs.
+type Variant = (Values, Values, bool, Kind, Grouping);
+
+fn source((a, b, aligned, kind, grouping): Variant) -> (&'static str, &'static str, String) {
     let bf16 = [a, b].iter().any(|&values| values == Values::Bf16 || values.may_lose());
     let precision = if bf16 { Precision::Bf16 } else { Precision::F16 };
     let transposed = |values: Values| values == Values::Columns32;
     let settings = format!(
         "enum Kind {{ FP8_CODES, FP8_WIDE, FP8_BYTES, BRAIN }};\nconstexpr Kind A = {}, B = {};\n\
-         constexpr bool A_TRANSPOSED = {}, B_TRANSPOSED = {}, ALIGNED = {};\n{}{}",
+         constexpr bool A_TRANSPOSED = {}, B_TRANSPOSED = {}, ALIGNED = {};\n{}{}{}",
         a.name(),
         b.name(),
         transposed(a),
         transposed(b),
         aligned,
+        grouping.settings(),
         math(precision),
         kind.settings()
     );
-    ("gemm_tiles", "gemm_tiles", assemble_fp8(&settings, &[OUTPUT, MMA, include_str!("tiles.cu")]))
+    let files = [GROUPS, OUTPUT, PARTS, MMA, include_str!("tiles.cu")];
+    ("gemm_tiles", "gemm_tiles", assemble_fp8(&settings, &files))
 }
 
 /// Every kind on either side, and every kind of output.
 pub(super) fn sources() -> Vec<(String, Source)> {
     let all = [Values::Bf16, Values::Codes, Values::Wide, Values::Rows32, Values::Columns32];
     let plain = Kind::PLAIN;
-    let pairs = all
-        .iter()
-        .zip(all.iter().cycle().skip(1))
-        .flat_map(|(&a, &b)| [true, false].map(|aligned| entry((a, b, aligned, plain), source)));
+    let pairs = all.iter().zip(all.iter().cycle().skip(1)).flat_map(|(&a, &b)| {
+        let kinds = [(true, Grouping::Alone), (false, Grouping::Alone), (true, Grouping::Tokens), (true, Grouping::K)];
+        kinds.map(|(aligned, of)| entry((a, b, aligned, plain, of), source))
+    });
     let outputs = PRECISIONS.into_iter().zip([Order::Folded, Order::OneRow, Order::BothRows]);
     let wide = Values::Wide;
-    let outputs = outputs
-        .map(|(precision, order)| entry((wide, wide, true, Kind { precision, order, add: Add::C, ..plain }), source));
+    let outputs = outputs.map(|(precision, order)| {
+        let kind = Kind { precision, order, add: Add::C, ..plain };
+        entry((wide, wide, true, kind, Grouping::Alone), source)
+    });
     pairs.chain(outputs).collect()
 }

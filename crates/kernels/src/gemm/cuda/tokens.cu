@@ -9,7 +9,24 @@ struct Params {
     u64 first, rows, cols;  // rows from the first on
     u32 swizzled;
     u32 aligned;  // whether every block's codes start at a multiple of 8 bytes
+    Groups groups;
 };
+
+RULE void decode_block(u8* out, u64 to, uint2 codes, u32 byte) {
+    u32 scale = token_scale(byte);
+    ((uint4*)out)[2 * to] = decode_in_order(codes.x, scale), ((uint4*)out)[2 * to + 1] = decode_in_order(codes.y, scale);
+}
+
+// The same of groups along K (groups.cuh), which come side by side: a warp has 128 columns of four
+// rows.
+extern "C" __global__ void __launch_bounds__(256) gemm_grouped_tokens(const __grid_constant__ Params p) {
+    u32 lane = threadIdx.x % 32, block = lane % 8;
+    u64 row = (u64)blockIdx.y * 32 + threadIdx.x / 32 * 4 + lane / 8;
+    Group g = group_at(p.groups, blockIdx.x * GROUP_ROWS);
+    if (g.index >= p.groups.count || row >= p.rows) return;
+    u64 from = (p.rows * g.padded + row * g.height() + blockIdx.x * GROUP_ROWS - g.padded) / BLOCK + block;
+    decode_block(p.out, row * (p.cols / BLOCK) + blockIdx.x * (GROUP_ROWS / BLOCK) + block, __ldg((const uint2*)p.codes + from), p.scales[from]);
+}
 
 extern "C" __global__ void __launch_bounds__(256) gemm_tokens(const __grid_constant__ Params p) {
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
@@ -20,14 +37,13 @@ extern "C" __global__ void __launch_bounds__(256) gemm_tokens(const __grid_const
     if (at >= p.rows * blocks) return;
     u64 index = p.first * blocks + at, row = 0, column = 0;
     u32 words[2] = {};
+    uint2 codes;
     if (p.aligned && !p.swizzled) {
-        uint2 codes = __ldg((const uint2*)p.codes + index);
-        words[0] = codes.x, words[1] = codes.y;
+        codes = __ldg((const uint2*)p.codes + index);
     } else {
         row = index / blocks, column = index % blocks;
         for (u32 i = 0; i < 8 && 8 * column + i < pitch; i++) words[i / 4] |= (u32)p.codes[row * pitch + 8 * column + i] << 8 * (i % 4);
+        codes = make_uint2(words[0], words[1]);
     }
-    u32 scale = token_scale(p.scales[p.swizzled ? swizzle::offset(row, column, blocks) : index]);
-#pragma unroll
-    for (u32 k = 0; k < 2; k++) ((uint4*)p.out)[2 * at + k] = decode_in_order(words[k], scale);
+    decode_block(p.out, at, codes, p.scales[p.swizzled ? swizzle::offset(row, column, blocks) : index]);
 }

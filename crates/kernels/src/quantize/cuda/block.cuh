@@ -8,7 +8,8 @@
 // Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE),
 // S::SQUARE, S::STOCHASTIC, S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call),
 // S::SPECIALS, S::PROFILE. WHOLE means: all blocks are whole, rows of elements are aligned to 16 bytes,
-// rows of codes to 8, and scales are linear. These settings come before this text.
+// rows of codes to 8, and scales are linear. GROUPED means: the rows of the matrix are in groups
+// (groups.cuh). These settings come before this text.
 
 // The parameters of a direction, as the host passes them. 80 bytes of addresses and counts, then
 // small numbers.
@@ -346,9 +347,9 @@ RULE Choice filter(const Candidates& c, float six, float four, int elements, Met
 // ---- Positions ----
 
 // The position of a block: its row in the direction, its index in the direction and in the row, and
-// its number of elements.
+// its number of elements; in a group also the group and its index there.
 struct Position {
-    u32 row, index, block, width;
+    u32 row, index, block, width, group, within;
 };
 
 RULE u64 blocks_of(const Direction& d) { return (d.cols + BLOCK - 1) / BLOCK; }
@@ -378,6 +379,8 @@ RULE philox::Words random_of(const Direction& d, const Position& at) {
         return words;
     }
     u64 offset = d.offset + (d.offset_memory ? *d.offset_memory : 0);
+    // A group draws what it would draw as a matrix by itself, one call after the other.
+    if (GROUPED) return stochastic::block(d.seed, offset + (u64)OFFSETS_PER_CALL * at.group, at.within);
     return stochastic::block(d.seed, offset, d.first_block + at.index);
 }
 

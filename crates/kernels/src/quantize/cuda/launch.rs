@@ -3,7 +3,7 @@
 use super::Direction;
 use super::variant::{Function, THREADS, Variant};
 use crate::Result;
-use crate::cuda::{Input, Stream, divisor};
+use crate::cuda::{Groups, GroupsParams, Input, Stream, divisor};
 use nvfp4_spec::{BLOCK, GlobalScale, Precision, ScaleRule, Tile};
 
 #[derive(Clone, Copy)]
@@ -40,15 +40,20 @@ pub(super) struct Params {
     padding: u32,
     row: DirectionParams,
     col: DirectionParams,
+    groups: GroupsParams,
 }
+
+/// A matrix, and its groups if it has several.
+type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Rows and columns of a panel, and its tiles of 16×16.
 const HEIGHT: usize = 128;
 const WIDTH: usize = 64;
 const TILES: usize = HEIGHT * WIDTH / (BLOCK * BLOCK);
 
-fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>>) -> Params {
+fn params((x, groups): Matrix<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>>) -> Params {
     let (rows, cols) = (x.rows(), x.cols());
+    let padded = groups.map_or(rows, Groups::padded_rows);
     let (divisor_magic, divisor_shift) = divisor(cols.div_ceil(BLOCK));
     Params {
         x: x.values().address(),
@@ -62,12 +67,14 @@ fn params(x: &Input<'_>, row: Option<&Direction<'_>>, col: Option<&Direction<'_>
         // The kernel ignores a direction that it does not compute; the other one's parameters stand
         // in.
         row: row.or(col).expect("a direction is wanted").params(rows, cols),
-        col: col.or(row).expect("a direction is wanted").params(cols, rows),
+        col: col.or(row).expect("a direction is wanted").params(cols, padded),
+        groups: groups.map(Groups::params).unwrap_or_default(),
     }
 }
 
 /// 1×16 blocks along rows, every amax known.
-pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
+pub(super) fn row_blocks(stream: &Stream, matrix: Matrix<'_>, d: &Direction<'_>) -> Result<()> {
+    let (x, groups) = matrix;
     let whole = x.rows_aligned() && d.is_whole(x.cols());
     // Two blocks keep more loads in flight; with more arithmetic, one leaves more registers.
     let light = d.settings().is_light();
@@ -79,23 +86,24 @@ pub(super) fn row_blocks(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> R
         col: None,
         whole,
         // Contiguous rows are one row.
-        flat: whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols(),
+        flat: whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols() && groups.is_none(),
         full: false,
+        grouped: groups.is_some(),
         per_thread,
         threads: THREADS,
     };
     let kernel = variant.kernel(stream.device())?;
-    let mut params = params(x, Some(d), None);
+    let mut params = params(matrix, Some(d), None);
     if variant.flat {
         (params.cols, params.rows) = (params.rows * params.cols, 1);
         (params.row.rows, params.row.cols, params.stride) = (1, params.cols, params.cols);
     }
-    let groups = (x.rows() * x.cols().div_ceil(BLOCK)).div_ceil((THREADS * per_thread) as usize) as u32;
+    let blocks = (x.rows() * x.cols().div_ceil(BLOCK)).div_ceil((THREADS * per_thread) as usize) as u32;
     // A few times what runs at once, so that multiprocessors that finish early get more work.
     let at_once = kernel.max_blocks_per_sm(THREADS, 0)? * stream.device().multiprocessors();
     let most = (if light { at_once } else { 6 * at_once }).max(1);
     // SAFETY: `Params` is laid out as in matrix.cuh; addresses and lengths were checked.
-    unsafe { kernel.launch(stream, [groups.min(most), 1, 1], THREADS, 0, &params) }?;
+    unsafe { kernel.launch(stream, [blocks.min(most), 1, 1], THREADS, 0, &params) }?;
     Ok(())
 }
 
@@ -112,39 +120,49 @@ pub(super) fn whole_rows(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> R
         whole: x.rows_aligned() && d.is_whole(x.cols()),
         flat: false,
         full: false,
+        grouped: false,
         per_thread,
         threads: threads.next_power_of_two(),
     };
     let kernel = variant.kernel(stream.device())?;
     // SAFETY: as above.
-    unsafe { kernel.launch(stream, [x.rows() as u32, 1, 1], threads, 0, &params(x, Some(d), None)) }?;
+    unsafe { kernel.launch(stream, [x.rows() as u32, 1, 1], threads, 0, &params((x, None), Some(d), None)) }?;
     Ok(())
 }
 
 /// 16×16 tiles, the row direction alone.
-pub(super) fn squares(stream: &Stream, x: &Input<'_>, d: &Direction<'_>) -> Result<()> {
+pub(super) fn squares(stream: &Stream, matrix: Matrix<'_>, d: &Direction<'_>) -> Result<()> {
+    let (x, groups) = matrix;
     let variant = Variant {
         function: Function::Squares,
         precision: x.values().precision(),
         row: Some(d.settings()),
         col: None,
-        whole: x.rows_aligned() && d.is_whole(x.cols()) && x.rows().is_multiple_of(BLOCK),
+        whole: x.rows_aligned() && d.is_whole(x.cols()) && (x.rows().is_multiple_of(BLOCK) || groups.is_some()),
         flat: false,
         full: false,
+        grouped: groups.is_some(),
         per_thread: 4,
         threads: THREADS,
     };
-    let groups = x.rows().div_ceil(BLOCK) * x.cols().div_ceil(BLOCK).div_ceil(32);
+    let rows = groups.map_or(x.rows(), Groups::padded_rows);
+    let blocks = rows.div_ceil(BLOCK) * x.cols().div_ceil(BLOCK).div_ceil(32);
     let kernel = variant.kernel(stream.device())?;
     let threads = 512 / variant.per_thread;
     // SAFETY: as above.
-    unsafe { kernel.launch(stream, [groups as u32, 1, 1], threads, 0, &params(x, Some(d), None)) }?;
+    unsafe { kernel.launch(stream, [blocks as u32, 1, 1], threads, 0, &params(matrix, Some(d), None)) }?;
     Ok(())
 }
 
 /// The column direction, and the row direction if `row` is given.
-pub(super) fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>, col: &Direction<'_>) -> Result<()> {
-    let (rows, cols) = (x.rows(), x.cols());
+pub(super) fn panels(
+    stream: &Stream,
+    matrix: Matrix<'_>,
+    row: Option<&Direction<'_>>,
+    col: &Direction<'_>,
+) -> Result<()> {
+    let (x, groups) = matrix;
+    let (rows, cols) = (groups.map_or(x.rows(), Groups::padded_rows), x.cols());
     let whole = x.rows_aligned()
         && row.is_none_or(|row| row.is_whole(cols))
         && col.is_whole(rows)
@@ -157,19 +175,20 @@ pub(super) fn panels(stream: &Stream, x: &Input<'_>, row: Option<&Direction<'_>>
         col: Some(col.settings()),
         whole,
         flat: false,
-        full: whole && rows.is_multiple_of(HEIGHT) && cols.is_multiple_of(WIDTH),
+        full: whole && rows.is_multiple_of(HEIGHT) && cols.is_multiple_of(WIDTH) && groups.is_none(),
+        grouped: groups.is_some(),
         per_thread: 4,
         threads: THREADS,
     };
     let kernel = variant.kernel(stream.device())?;
-    let mut params = params(x, row, Some(col));
+    let mut params = params(matrix, row, Some(col));
     (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(WIDTH));
     let wide_codes = whole && col.codes.address().is_multiple_of(16) && rows.is_multiple_of(2 * BLOCK);
     params.wide_codes = wide_codes.into();
-    let groups = rows.div_ceil(HEIGHT) * cols.div_ceil(WIDTH);
+    let blocks = rows.div_ceil(HEIGHT) * cols.div_ceil(WIDTH);
     let shared = panel_memory(x.values().element_size(), [row, Some(col)]);
     // SAFETY: as above.
-    unsafe { kernel.launch(stream, [groups as u32, 1, 1], THREADS, shared, &params) }?;
+    unsafe { kernel.launch(stream, [blocks as u32, 1, 1], THREADS, shared, &params) }?;
     Ok(())
 }
 

@@ -1,5 +1,5 @@
 // The matrix that is quantized: the positions of its blocks, and how they are loaded. Read
-// block.cuh first.
+// block.cuh and groups.cuh first.
 //
 // `Row` and `Col` (the settings of the directions) and INPUT (the type of the elements) come before
 // this text.
@@ -11,8 +11,9 @@ struct Params {
     u32 wide_codes;  // panels: whether all rows of the column direction's codes are 16-byte aligned
     u32 padding;
     Direction row, col;
+    Groups groups;
 };
-static_assert(sizeof(Direction) == 104 && sizeof(Params) == 256, "as the host has them");
+static_assert(sizeof(Direction) == 104 && sizeof(Params) == 280, "as the host has them");
 
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
 

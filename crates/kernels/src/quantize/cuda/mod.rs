@@ -12,11 +12,11 @@ use super::{Layout, Lens, check};
 use crate::Result;
 use crate::amax::cuda as maxima;
 use crate::cuda::text::Variants;
-use crate::cuda::{self, Device, Input, Slice, SliceMut, Stream, countable};
+use crate::cuda::{self, Device, Groups, Input, Slice, SliceMut, Stream, countable};
 use launch::{DirectionParams, panels, row_blocks, squares, whole_rows};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
-use nvfp4_spec::{BLOCK, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Specials, Tile};
+use nvfp4_spec::{BLOCK, Error, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Specials, Tile};
 use variant::{Settings, Transform};
 
 /// What a thread does with a block of 16 elements, to come after `elements.cuh`.
@@ -92,7 +92,7 @@ pub struct Direction<'a> {
 }
 
 impl Direction<'_> {
-    fn check(&self, device: Device, rows: usize, cols: usize) -> Result<()> {
+    fn check(&self, device: Device, (rows, cols): (usize, usize), amaxes: usize) -> Result<()> {
         let random = match self.rounding {
             Rounding::Stochastic(Random::Bytes(bytes)) => Some(bytes),
             _ => None,
@@ -103,7 +103,7 @@ impl Direction<'_> {
             amax: self.amax.slice().len(),
             random: random.map(|bytes| bytes.len()),
         };
-        check(&self.mode, &self.rounding, self.transform, self.layout, lens, (rows, cols))?;
+        check(&self.mode, &self.rounding, self.transform, self.layout, lens, amaxes, (rows, cols))?;
         self.codes.check(device, "codes")?;
         self.scales.check(device, "scales")?;
         self.amax.slice().check(device, "amax")?;
@@ -193,23 +193,77 @@ impl Direction<'_> {
 const LONGEST_ROW: usize = 4096;
 
 /// Quantizes `x` in the directions that are given. Does not wait.
-pub fn quantize(
-    stream: &Stream,
-    x: &Input<'_>,
-    mut row: Option<Direction<'_>>,
-    mut col: Option<Direction<'_>>,
-) -> Result<()> {
+pub fn quantize(stream: &Stream, x: &Input<'_>, row: Option<Direction<'_>>, col: Option<Direction<'_>>) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     x.check(stream.device())?;
     if let Some(row) = &row {
-        row.check(stream.device(), rows, cols)?;
+        row.check(stream.device(), (rows, cols), row.mode.global.count(rows))?;
     }
     if let Some(col) = &col {
-        col.check(stream.device(), cols, rows)?;
+        col.check(stream.device(), (cols, rows), col.mode.global.count(cols))?;
     }
     if row.is_some() && !countable(rows, cols) || col.is_some() && !countable_along_columns(rows, cols) {
         return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
     }
+    checked(stream, x, None, (row, col))
+}
+
+/// Quantizes the groups of a matrix in the directions that are given, all in one launch. Does not
+/// wait.
+///
+/// The row direction has the rows of `x` as they lie. The column direction has one matrix after the
+/// other, each of a group whose rows were padded with zeros to a multiple of
+/// [`GROUP_ROWS`](cuda::GROUP_ROWS); together they have [`Groups::padded_rows`] columns. The amax of
+/// a tensor is one per group, that of a row of the column direction one per group and row. Each
+/// group has the bits that it would have as a matrix by itself; its random numbers are those of the
+/// next call after the group before it.
+pub fn quantize_grouped(
+    stream: &Stream,
+    x: &Input<'_>,
+    groups: &Groups,
+    row: Option<Direction<'_>>,
+    col: Option<Direction<'_>>,
+) -> Result<()> {
+    let (rows, cols, padded) = (x.rows(), x.cols(), groups.padded_rows());
+    x.check(stream.device())?;
+    nvfp4_spec::check_len("rows of all groups", groups.rows(), rows)?;
+    if !cols.is_multiple_of(BLOCK) {
+        return Err(Error::Multiple { what: "columns of a matrix in groups", of: BLOCK, got: cols }.into());
+    }
+    let amaxes = |d: &Direction<'_>, each: usize| match d.mode.global {
+        GlobalScale::PerTensor => groups.count(),
+        GlobalScale::PerRow => each,
+    };
+    if let Some(row) = &row {
+        row.check(stream.device(), (rows, cols), amaxes(row, rows))?;
+    }
+    if let Some(col) = &col {
+        col.check(stream.device(), (cols, padded), amaxes(col, groups.count() * cols))?;
+    }
+    for d in [&row, &col].into_iter().flatten() {
+        if d.layout != Layout::Linear || matches!(d.rounding, Rounding::Stochastic(Random::Bytes(_))) {
+            let why = "groups have linear scales, and random numbers from a seed";
+            return Err(Error::Combination(why).into());
+        }
+        d.codes.check_aligned(16, "codes of a matrix in groups")?;
+    }
+    if !x.rows_aligned() {
+        return Err(Error::Combination("the rows of a matrix in groups begin at multiples of 16 bytes").into());
+    }
+    if !countable(padded.max(rows), cols) {
+        return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
+    }
+    checked(stream, x, Some(groups), (row, col))
+}
+
+/// Quantizes what was checked.
+fn checked(
+    stream: &Stream,
+    x: &Input<'_>,
+    groups: Option<&Groups>,
+    (mut row, mut col): (Option<Direction<'_>>, Option<Direction<'_>>),
+) -> Result<()> {
+    let (rows, cols) = (x.rows(), x.cols());
     // Only now, so that a refused call writes nothing.
     row.as_mut().map_or(Ok(()), |row| row.clear_padding(stream))?;
     col.as_mut().map_or(Ok(()), |col| col.clear_padding(stream))?;
@@ -220,9 +274,11 @@ pub fn quantize(
             && d.mode.global == GlobalScale::PerRow
             && cols.div_ceil(BLOCK) <= LONGEST_ROW
             && rows * cols > 0
+            // Random numbers depend on the group.
+            && !(groups.is_some() && matches!(d.rounding, Rounding::Stochastic(_)))
     });
     if !in_one_pass {
-        find_amaxes(stream, x, row.as_mut(), col.as_mut())?;
+        find_amaxes(stream, (x, groups), row.as_mut(), col.as_mut())?;
     }
     if rows == 0 || cols == 0 {
         return Ok(());
@@ -230,15 +286,15 @@ pub fn quantize(
     match (row, col) {
         (None, None) => Ok(()),
         (Some(row), None) if in_one_pass => whole_rows(stream, x, &row),
-        (Some(row), None) if row.mode.tile == Tile::Square16 => squares(stream, x, &row),
-        (Some(row), None) => row_blocks(stream, x, &row),
+        (Some(row), None) if row.mode.tile == Tile::Square16 => squares(stream, (x, groups), &row),
+        (Some(row), None) => row_blocks(stream, (x, groups), &row),
         // One kernel for both reads `x` once. Where arithmetic is the bottleneck, two kernels leave
         // each direction more registers.
         (Some(row), Some(col)) if row.mode.tile == Tile::Row16 && !row.settings().is_light() => {
-            row_blocks(stream, x, &row)?;
-            panels(stream, x, None, &col)
+            row_blocks(stream, (x, groups), &row)?;
+            panels(stream, (x, groups), None, &col)
         }
-        (row, Some(col)) => panels(stream, x, row.as_ref(), &col),
+        (row, Some(col)) => panels(stream, (x, groups), row.as_ref(), &col),
     }
 }
 
@@ -251,7 +307,7 @@ fn countable_along_columns(rows: usize, cols: usize) -> bool {
 /// Computes the missing amaxes, in one pass where that is possible.
 fn find_amaxes(
     stream: &Stream,
-    x: &Input<'_>,
+    x: (&Input<'_>, Option<&Groups>),
     row: Option<&mut Direction<'_>>,
     col: Option<&mut Direction<'_>>,
 ) -> Result<()> {
@@ -371,7 +427,7 @@ mod tests {
 
     #[test]
     fn parameters_have_the_sizes_that_the_kernels_expect() {
-        assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (104, 256));
+        assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (104, 280));
     }
 
     #[test]
@@ -399,7 +455,7 @@ mod tests {
                     if (reciprocal(x) != 1.0f / x) atomicAdd(p.wrong, 1);\n\
                 }\n\
             }\n";
-        let text = assemble("constexpr bool WHOLE = true;\n", &[ELEMENTS, BLOCK_TEXT, kernel]);
+        let text = assemble("constexpr bool WHOLE = true, GROUPED = false;\n", &[ELEMENTS, BLOCK_TEXT, kernel]);
         let kernel = device.kernel("reciprocals", "compare", &text).unwrap();
         let stream = Stream::new(device).unwrap();
         let wrong = stream.to_device(&[0u32]).unwrap();

@@ -83,9 +83,12 @@ RULE void column_pair(const u32 w[BLOCK], u32 signs, decltype(prepared<S>(Elemen
 extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(const __grid_constant__ Params p) {
     extern __shared__ uint4 memory[];
     PanelMemory& m = *(PanelMemory*)memory;
-    u32 panels = (u32)((p.cols + WIDTH - 1) / WIDTH), rows = (u32)p.rows, cols = (u32)p.cols, t = threadIdx.x;
+    u32 panels = (u32)((p.cols + WIDTH - 1) / WIDTH), cols = (u32)p.cols, t = threadIdx.x;
     u32 down = divided(blockIdx.x, p.divisor_magic, p.divisor_shift);
-    u32 first_row = down * HEIGHT, first_col = (blockIdx.x - down * panels) * WIDTH;
+    Group g = GROUPED ? group_at(p.groups, down * HEIGHT) : Group{0, 0, 0, p.rows};
+    // Rows count from the group's first one.
+    u32 rows = (u32)g.rows, first_row = down * HEIGHT - g.padded, first_col = (blockIdx.x - down * panels) * WIDTH;
+    if (GROUPED && first_row >= rows) return;
     Position at[UNITS];
     int tile[UNITS], row[UNITS];
     {
@@ -97,13 +100,14 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
         for (int i = 0; i < UNITS; i++) {
             u32 r = i * 32 + t / STRIPS;
             u32 at_row = first_row + r;
-            at[i] = {at_row, at_row * blocks + block, block, FULL || at_row < rows ? width : 0};
+            u32 stored_row = g.first + at_row;
+            at[i] = {stored_row, stored_row * blocks + block, block, FULL || at_row < rows ? width : 0, g.index, at_row * blocks + block};
             tile[i] = r / 16 * STRIPS + t % STRIPS, row[i] = r % 16;
-            x[i] = load(p, at_row, block, at[i].width);
+            x[i] = load(p, stored_row, block, at[i].width);
         }
         // Two threads compute the scalings for all while the loads are in flight.
-        if (t == 0 && Row::WANTED && !p.row.per_row) m.row = scaling_of<Row>(p.row.amax[0], p.row);
-        if (t == 32 && !p.col.per_row) m.col = scaling_of<Col>(p.col.amax[0], p.col);
+        if (t == 0 && Row::WANTED && !p.row.per_row) m.row = scaling_of<Row>(p.row.amax[g.index], p.row);
+        if (t == 32 && !p.col.per_row) m.col = scaling_of<Col>(p.col.amax[g.index], p.col);
 #pragma unroll
         for (int i = 0; i < UNITS; i++) {
             uint4* to = (uint4*)&m.tile[i * 32 + t / STRIPS][t % STRIPS * (WORDS / STRIPS)];
@@ -124,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
             auto reload = [&](int tile, int r) {
                 u32 at_row = first_row + tile / STRIPS * 16 + r, at_block = first_col / BLOCK + tile % STRIPS;
                 bool inside = at_row < rows && at_block * BLOCK < cols;
-                return prepared<Row>(load(p, at_row, at_block, inside ? width_at(at_block, cols) : 0), p.row.signs);
+                return prepared<Row>(load(p, g.first + at_row, at_block, inside ? width_at(at_block, cols) : 0), p.row.signs);
             };
             quantize_units<Row>(y, tile, row, at, p.row, m.row, *(Squares<Row, TILES>*)(&m + 1), store, reload);
         }
@@ -134,13 +138,16 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     const Direction& d = p.col;
     decltype(prepared<Col>(Elements<INPUT>(), 0)) y[UNITS];
     u32 column[UNITS], band[UNITS];
-    u32 blocks = (u32)blocks_of(d);
+    // Of a row of the direction; and before the group's.
+    u32 blocks = GROUPED ? (u32)g.height() / BLOCK : (u32)blocks_of(d), before = GROUPED ? g.padded / BLOCK * cols : 0;
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
         u32 c = INPUT == F32 ? i % 2 * 32 + t % 32 : t % 32 * 2 + i % 2, b = t / 32 + i / 2 * 4;
         u32 at_col = first_col + c, block = first_row / BLOCK + b;
-        bool inside = FULL || (at_col < cols && block * BLOCK < rows);
-        at[i] = {at_col, at_col * blocks + block, block, inside ? width_at(block, rows) : 0};
+        // A group's padding is written too.
+        bool inside = FULL || (at_col < cols && (GROUPED || block * BLOCK < rows));
+        at[i] = {g.index * cols + at_col, before + at_col * blocks + block, block, inside ? width_at(block, rows) : 0, g.index,
+                 at_col * blocks + block};
         tile[i] = c / 16 * BANDS + b, row[i] = c % 16, column[i] = c, band[i] = b;
         if constexpr (INPUT == F32) y[i] = prepared<Col>(column_elements(m, c, b * BLOCK), d.signs);
         else if (i % 2 == 0) {
@@ -150,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
             column_pair<Col>(w, d.signs, y + i);
         }
     }
-    bool whole = p.wide_codes && (FULL || first_row + HEIGHT <= rows);
+    bool whole = p.wide_codes && (FULL || GROUPED || first_row + HEIGHT <= rows);
     u64 previous;
     auto store = [&](int i, u64 codes, u32 byte) {
         if (!whole) {
@@ -170,16 +177,17 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     if (!whole) return;
     __syncthreads();
     // A column's codes are 64 bytes side by side, its scales 8.
-    u64 pitch = d.cols / 2;
+    u64 pitch = (u64)blocks * 8;
+    u8* all_codes = d.codes + (u64)before * 8;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         u32 c = i * 32 + t / 4, part = t % 4;
         if (!FULL && first_col + c >= cols) break;
-        u8* to = d.codes + (first_col + c) * pitch + first_row / 2 + 16 * part;
+        u8* to = all_codes + (first_col + c) * pitch + first_row / 2 + 16 * part;
         *(ulonglong2*)to = make_ulonglong2(m.codes[2 * part][c], m.codes[2 * part + 1][c]);
     }
     if (t < WIDTH && (FULL || first_col + t < cols)) {
-        u8* to = d.scales + (u64)(first_col + t) * blocks + first_row / BLOCK;
+        u8* to = d.scales + before + (u64)(first_col + t) * blocks + first_row / BLOCK;
         u64 scales = 0;
 #pragma unroll
         for (int i = 0; i < BANDS; i++) scales |= (u64)m.scales[i][t] << 8 * i;

@@ -29,9 +29,13 @@ RULE Batch load_batch(const Params& p, u32 first, u32 total) {
 
 extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_rows(const __grid_constant__ Params p) {
     const Direction& d = p.row;
-    u32 total = (u32)(d.rows * blocks_of(d)), step = gridDim.x * (128 * PER_THREAD);
+    u32 rows = GROUPED ? p.groups.offsets[p.groups.count] : (u32)d.rows, blocks = (u32)blocks_of(d);
+    u32 total = rows * blocks, step = gridDim.x * (128 * PER_THREAD);
     Scaling s;
-    if (!d.per_row) s = scaling_of<Row>(d.amax[0], d);
+    if (!GROUPED && !d.per_row) s = scaling_of<Row>(d.amax[0], d);
+    // The group of the last block, and its bounds.
+    u32 group = 0, begin = 0, end = GROUPED ? p.groups.offsets[1] : 0;
+    if (GROUPED && !d.per_row && total > 0) s = scaling_of<Row>(d.amax[0], d);
     u32 first = blockIdx.x * (128 * PER_THREAD) + threadIdx.x;
     Batch batch = load_batch(p, first, total);
 #pragma unroll 1
@@ -42,6 +46,11 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_rows(cons
             u32 index = first + 128 * i;
             if (index >= total) break;
             Position at = position_of(p, index);
+            if (GROUPED && at.row >= end) {
+                while (at.row >= end) begin = end, end = p.groups.offsets[++group + 1];
+                if (!d.per_row) s = scaling_of<Row>(d.amax[group], d);
+            }
+            if (GROUPED) at.group = group, at.within = index - begin * blocks;
             if (!FLAT && d.per_row) s = scaling_of<Row>(d.amax[at.row], d);
             auto y = prepared<Row>(batch.x[i], d.signs);
             quantize_and_store<Row>(y, largest(y), s, d, at);

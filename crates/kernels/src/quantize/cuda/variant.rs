@@ -3,8 +3,9 @@
 use super::{BLOCK_TEXT, advance_source};
 use crate::Result;
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
-use crate::cuda::{self, Device, Kernel, Source};
+use crate::cuda::{self, Device, GROUPS, Kernel, Source};
 use nvfp4_spec::hadamard::Signs;
+use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
 use nvfp4_spec::{Metric, Precision, Profile, Specials, Tile};
 
 /// Threads of a group, but for the kernel over whole rows.
@@ -90,6 +91,8 @@ pub(super) struct Variant {
     pub flat: bool,
     /// Whether all panels lie within the matrix.
     pub full: bool,
+    /// Whether the rows of the matrix are in groups.
+    pub grouped: bool,
     /// Blocks that a thread has at a time, where that is a choice.
     pub per_thread: u32,
     /// The most threads of a group.
@@ -109,11 +112,12 @@ impl Variant {
         const MATRIX: &str = include_str!("matrix.cuh");
         const SQUARES: &str = include_str!("squares.cuh");
         let settings = format!(
-            "constexpr bool WHOLE = {}, FLAT = {}, FULL = {};\n\
+            "constexpr bool WHOLE = {}, FLAT = {}, FULL = {}, GROUPED = {};\nconstexpr unsigned OFFSETS_PER_CALL = {OFFSETS_PER_CALL};\n\
              constexpr Precision INPUT = {};\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\n{}{}",
             self.whole,
             self.flat,
             self.full,
+            self.grouped,
             precision(self.precision),
             self.per_thread,
             self.threads,
@@ -122,15 +126,15 @@ impl Variant {
             Settings::text("Col", self.col),
         );
         let (function, files): (_, &[&str]) = match self.function {
-            Function::Rows => ("quantize_rows", &[ELEMENTS, BLOCK_TEXT, MATRIX, include_str!("rows.cu")]),
+            Function::Rows => ("quantize_rows", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, include_str!("rows.cu")]),
             Function::WholeRows => {
-                ("quantize_whole_rows", &[ELEMENTS, BLOCK_TEXT, MATRIX, include_str!("whole_rows.cu")])
+                ("quantize_whole_rows", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, include_str!("whole_rows.cu")])
             }
             Function::Squares => {
-                ("quantize_squares", &[ELEMENTS, BLOCK_TEXT, MATRIX, SQUARES, include_str!("squares.cu")])
+                ("quantize_squares", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, SQUARES, include_str!("squares.cu")])
             }
             Function::Panels => {
-                ("quantize_panels", &[ELEMENTS, BLOCK_TEXT, MATRIX, SQUARES, include_str!("panels.cu")])
+                ("quantize_panels", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, SQUARES, include_str!("panels.cu")])
             }
         };
         ("quantize", function, assemble(&settings, files))
@@ -184,6 +188,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             whole: (i + n).is_multiple_of(2),
             flat: false,
             full: function == Function::Panels && (i + n).is_multiple_of(4),
+            grouped: false,
             per_thread: 4,
             threads: THREADS,
         };
@@ -198,7 +203,10 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             variant(Function::Panels, 3, both.then_some(square(other)), Some(s)),
             variant(Function::Panels, 4, (!both).then_some(other), Some(square(s))),
         ];
-        all.extend(variants.map(|v| cuda::entry(v, Variant::source)));
+        // One function of each setting in groups.
+        let grouped = variants[[0, 2, 3, 4][i % 4]];
+        let grouped = Variant { whole: true, flat: false, full: false, grouped: true, ..grouped };
+        all.extend(variants.into_iter().chain([grouped]).map(|v| cuda::entry(v, Variant::source)));
     }
     all
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use half::bf16;
 use nvfp4::cuda::{Device, Gpu, Input, Options, Product, QuantTensor, Values};
 use nvfp4::{Accumulator, Directions, QuantSpec, Quantizer, Side};
-use nvfp4_kernels::cuda::{Buffer, Pool, Stream, time_interleaved};
+use nvfp4_kernels::cuda::{Buffer, Recycled, Stream, time_interleaved};
 use nvfp4_kernels::gemm::cuda::Cublas;
 use serde::Serialize;
 use std::io::Write;
@@ -43,6 +43,7 @@ struct Bench {
     out: Buffer<bf16>,
     shape: (usize, usize, usize),
     cublas: Option<Cublas>,
+    scratch: Recycled,
 }
 
 impl Operands {
@@ -74,7 +75,7 @@ pub fn run(device: Device, sizes: &Sizes, operands: Operands, format: Format) ->
     let mut rows = Vec::new();
     for &m in &sizes.m {
         let cublas = Cublas::open(device).ok();
-        let gpu = Arc::new(Gpu::new(device)?);
+        let gpu = Arc::new(Gpu::with(Stream::new(device)?, Recycled::default()));
         let mut bench = Bench::new(gpu.clone(), (m, sizes.n, sizes.k), operands, cublas)?;
         rows.extend(bench.rows(gpu.stream(), operands)?);
     }
@@ -110,7 +111,7 @@ impl Bench {
         };
         let (a, b) = (quantize(&x, m, left)?, quantize(&w, n, right)?);
         let out = stream.device().alloc(m * n)?;
-        Ok(Bench { x, w, a, b, out, shape: (m, n, k), cublas, gpu })
+        Ok(Bench { x, w, a, b, out, shape: (m, n, k), cublas, scratch: Recycled::default(), gpu })
     }
 
     fn rows(&mut self, stream: &Stream, operands: Operands) -> Result<Vec<Row>> {
@@ -147,7 +148,7 @@ impl Bench {
                 Work::Bf16 => {
                     let cublas = self.cublas.as_ref().context("cuBLAS is missing")?;
                     let (x, w) = (self.x.slice(), self.w.slice());
-                    cublas.matmul_bf16(stream, x, w, self.shape, self.out.slice_mut(), &Pool)?;
+                    cublas.matmul_bf16(stream, x, w, self.shape, self.out.slice_mut(), &self.scratch)?;
                 }
             }
         }

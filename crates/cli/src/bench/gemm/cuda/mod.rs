@@ -10,7 +10,7 @@ use crate::table::{Table, right};
 use anyhow::{Context, Result};
 use half::bf16;
 use matrix::{Form, Matrix};
-use nvfp4_kernels::cuda::{Buffer, Device, Pool, Stream, time_interleaved};
+use nvfp4_kernels::cuda::{Buffer, Device, Recycled, Stream, time_interleaved};
 use nvfp4_kernels::dequantize::cuda::dequantize;
 use nvfp4_kernels::gemm::cuda::{Cublas, PreparedWeight, Product, describe, gemm};
 use serde::Serialize;
@@ -167,6 +167,7 @@ struct Bench {
     from: Buffer<u8>,
     to: Buffer<u8>,
     cublas: Option<Cublas>,
+    scratch: Recycled,
 }
 
 impl Bench {
@@ -187,6 +188,7 @@ impl Bench {
             from: device.alloc(COPIED)?,
             to: device.alloc(COPIED)?,
             cublas,
+            scratch: Recycled::default(),
         };
         stream.fill_bytes(bench.from.slice_mut(), 1)?;
         Ok(bench)
@@ -225,15 +227,15 @@ impl Bench {
         let (a, b) = match work {
             Work::Copy => return Ok(stream.copy(self.from.slice(), self.to.slice_mut())?),
             Work::WeightOnly => {
-                return Ok(gemm(stream, self.x.input(m)?, prepared, &product, out, &Pool)?);
+                return Ok(gemm(stream, self.x.input(m)?, prepared, &product, out, &self.scratch)?);
             }
-            Work::Nvfp4 => return Ok(gemm(stream, self.x.view(m), prepared, &product, out, &Pool)?),
+            Work::Nvfp4 => return Ok(gemm(stream, self.x.view(m), prepared, &product, out, &self.scratch)?),
             Work::Cublas => (self.x.values(m), matrix.values(n)),
             Work::DecodeWeights => (self.x.values(m), self.decoded_weights.slice()),
             Work::DecodeBoth => (self.decoded_x.slice().range(0..m * k), self.decoded_weights.slice()),
         };
         let cublas = self.cublas.as_ref().context("cuBLAS is missing")?;
-        Ok(cublas.matmul_bf16(stream, a, b, (m, n, k), out, &Pool)?)
+        Ok(cublas.matmul_bf16(stream, a, b, (m, n, k), out, &self.scratch)?)
     }
 
     /// Gives a graph's worth of work to the stream.

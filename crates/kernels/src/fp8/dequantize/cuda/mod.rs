@@ -29,14 +29,14 @@ pub struct View<'a> {
 }
 
 impl View<'_> {
-    /// An error unless all parts have the right lengths.
-    fn check_lengths(&self) -> Result<()> {
+    /// An error unless there are codes for every element, and so many scales.
+    fn check_lengths(&self, count: usize) -> Result<()> {
         let scales = match &self.scales {
             Scales::F32(scales) => scales.len(),
             Scales::E8m0(scales) => scales.len(),
         };
         check_len("codes", area(self.rows, self.cols)?, self.codes.len())?;
-        Ok(check_len("scales", self.tile.scale_count(self.rows, self.cols)?, scales)?)
+        Ok(check_len("scales", count, scales)?)
     }
 
     /// Where its scales begin.
@@ -49,7 +49,12 @@ impl View<'_> {
 
     /// An error unless all parts have the right lengths and are memory of `device`.
     pub(crate) fn check(&self, device: Device) -> Result<()> {
-        self.check_lengths()?;
+        self.check_with(device, self.tile.scale_count(self.rows, self.cols)?)
+    }
+
+    /// [`View::check`] with another number of scales.
+    pub(crate) fn check_with(&self, device: Device, count: usize) -> Result<()> {
+        self.check_lengths(count)?;
         self.codes.check(device, "codes")?;
         match &self.scales {
             Scales::F32(scales) => {
@@ -106,7 +111,7 @@ pub(in crate::fp8) struct Launch {
 /// The launch that a call needs, if any.
 pub(in crate::fp8) fn plan<T: Element + Plain>(q: &View<'_>, out: &SliceMut<'_, T>) -> Result<Option<Launch>> {
     let (rows, cols) = (q.rows, q.cols);
-    q.check_lengths()?;
+    q.check_lengths(q.tile.scale_count(q.rows, q.cols)?)?;
     let (scales, kind) = match &q.scales {
         Scales::F32(scales) => (scales.address(), Kind::F32),
         Scales::E8m0(scales) => (scales.address(), Kind::E8m0),

@@ -1,9 +1,9 @@
 //! The two kernels, their variants and their parameters, laid out as in `units.cuh`.
 
-use super::{Direction, Mode, Scale, Scaling};
+use super::{Direction, GROUP_SCALES, Mode, Scale, Scaling};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format, precision};
-use crate::cuda::{self, Device, Input, Kernel, Source, Stream, divisor};
+use crate::cuda::{self, Device, GROUPS, Groups, GroupsParams, Input, Kernel, Source, Stream, divisor};
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, Format, MX_BLOCK, ScaleValues};
 use nvfp4_spec::{BLOCK as UNIT, Precision};
 
@@ -25,7 +25,11 @@ pub(in crate::fp8) struct Params {
     divisor_magic: u32,
     divisor_shift: u32,
     wide: u32,
+    groups: GroupsParams,
 }
+
+/// A matrix, and its groups if it has several.
+pub(super) type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Threads of a group of the kernel over rows.
 const THREADS_OF_ROWS: u32 = 128;
@@ -51,7 +55,8 @@ pub(in crate::fp8) enum Grid {
 
 impl Launch {
     /// The row direction of tensors and of blocks along rows.
-    pub fn rows(x: &Input<'_>, mode: &Mode<'_>, row: &Direction<'_>, amax: Option<u64>) -> Result<Self> {
+    pub fn rows(matrix: Matrix<'_>, mode: &Mode<'_>, row: &Direction<'_>, amax: Option<u64>) -> Result<Self> {
+        let (x, groups) = matrix;
         let (rows, cols, scaling) = (x.rows(), x.cols(), mode.scaling.kind());
         let tile = scaling.width();
         // Rows are counted in whole tiles.
@@ -63,10 +68,10 @@ impl Launch {
             row: true,
             whole,
             // Contiguous rows are one row.
-            flat: whole && x.stride() == cols && cols.is_multiple_of(tile),
-            ..Variant::new(x.values().precision(), mode, amax)
+            flat: whole && x.stride() == cols && cols.is_multiple_of(tile) && groups.is_none(),
+            ..Variant::new(matrix, mode, amax)
         };
-        let mut params = params(x, mode, [Some(row), None], amax);
+        let mut params = params(matrix, mode, [Some(row), None], amax);
         if units > 0 {
             (params.divisor_magic, params.divisor_shift) = divisor(units / rows);
         }
@@ -79,12 +84,13 @@ impl Launch {
 
     /// The column direction, with or without the row direction, and squares in either.
     pub fn panels(
-        x: &Input<'_>,
+        matrix: Matrix<'_>,
         mode: &Mode<'_>,
         [row, col]: [Option<&Direction<'_>>; 2],
         amax: Option<u64>,
     ) -> Result<Self> {
-        let (rows, cols) = (x.rows(), x.cols());
+        let (x, groups) = matrix;
+        let (rows, cols) = (groups.map_or(x.rows(), Groups::padded_rows), x.cols());
         let panels = rows.div_ceil(BLOCK).checked_mul(cols.div_ceil(BLOCK)).filter(|&panels| panels < 1 << 31);
         let panels = panels.ok_or(cuda::Error::TooManyBlocks { rows, cols })?;
         let variant = Variant {
@@ -92,9 +98,9 @@ impl Launch {
             row: row.is_some(),
             col: col.is_some(),
             whole: is_whole(x, row),
-            ..Variant::new(x.values().precision(), mode, amax)
+            ..Variant::new(matrix, mode, amax)
         };
-        let mut params = params(x, mode, [row, col], amax);
+        let mut params = params(matrix, mode, [row, col], amax);
         (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(BLOCK));
         // Row length of the column direction's codes: transposed, or in the order of the matrix.
         let pitch = match variant.scaling {
@@ -131,7 +137,12 @@ fn is_whole(x: &Input<'_>, row: Option<&Direction<'_>>) -> bool {
     x.rows_aligned() && x.cols().is_multiple_of(UNIT) && row.is_none_or(|row| aligned(row, x.cols()))
 }
 
-fn params(x: &Input<'_>, mode: &Mode<'_>, [row, col]: [Option<&Direction<'_>>; 2], amax: Option<u64>) -> Params {
+fn params(
+    (x, groups): Matrix<'_>,
+    mode: &Mode<'_>,
+    [row, col]: [Option<&Direction<'_>>; 2],
+    amax: Option<u64>,
+) -> Params {
     let codes = |direction: Option<&Direction<'_>>| direction.map_or(0, |d| d.codes.address());
     let scales = |direction: Option<&Direction<'_>>| direction.map_or(0, Direction::scale_address);
     let (tensor, number) = match mode.scaling {
@@ -156,6 +167,7 @@ fn params(x: &Input<'_>, mode: &Mode<'_>, [row, col]: [Option<&Direction<'_>>; 2
         divisor_magic: 0,
         divisor_shift: 0,
         wide: 0,
+        groups: groups.map(Groups::params).unwrap_or_default(),
     }
 }
 
@@ -173,6 +185,7 @@ pub(in crate::fp8) struct Variant {
     amax: bool,
     whole: bool,
     flat: bool,
+    grouped: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -231,7 +244,7 @@ impl Kind {
 
 impl Variant {
     /// A variant without outputs.
-    fn new(precision: Precision, mode: &Mode<'_>, amax: Option<u64>) -> Self {
+    fn new((x, groups): Matrix<'_>, mode: &Mode<'_>, amax: Option<u64>) -> Self {
         let source = match mode.scaling {
             Scaling::Tensor(Scale::Memory(_)) => ScaleSource::Memory,
             Scaling::Tensor(Scale::OfAmax { .. }) => ScaleSource::OfAmax,
@@ -245,7 +258,7 @@ impl Variant {
         };
         Variant {
             function: Function::Rows,
-            precision,
+            precision: x.values().precision(),
             format: mode.format,
             scaling: mode.scaling.kind(),
             source,
@@ -255,6 +268,7 @@ impl Variant {
             amax: amax.is_some(),
             whole: false,
             flat: false,
+            grouped: groups.is_some(),
         }
     }
 
@@ -280,7 +294,8 @@ impl Variant {
         let settings = format!(
             "constexpr Precision INPUT = {};\nconstexpr Format FORMAT = {};\nconstexpr Scaling SCALING = {scaling};\n\
              constexpr ScaleSource SOURCE = {source};\nconstexpr ScaleValues VALUES = {values};\n\
-             constexpr bool ROW = {}, COLUMN = {}, AMAX = {}, WHOLE = {}, FLAT = {};\n\
+             constexpr bool ROW = {}, COLUMN = {}, AMAX = {}, WHOLE = {}, FLAT = {}, GROUPED = {};\n\
+             constexpr unsigned GROUP_SCALES = {GROUP_SCALES};\n\
              constexpr int PER_THREAD = {}, MIN_BLOCKS = {};\n",
             precision(self.precision),
             format(self.format),
@@ -289,6 +304,7 @@ impl Variant {
             self.amax,
             self.whole,
             self.flat,
+            self.grouped,
             self.per_thread(),
             self.min_blocks(),
         );
@@ -296,7 +312,7 @@ impl Variant {
             Function::Rows => ("quantize_fp8_rows", include_str!("rows.cu")),
             Function::Panels => ("quantize_fp8_panels", include_str!("panels.cu")),
         };
-        ("fp8 quantize", function, assemble_fp8(&settings, &[UNITS, file]))
+        ("fp8 quantize", function, assemble_fp8(&settings, &[GROUPS, UNITS, file]))
     }
 
     /// Units of a thread at a time: enough loads in flight.
@@ -336,6 +352,7 @@ impl Variant {
 pub(crate) fn sources() -> Vec<(String, Source)> {
     // SAFETY: nothing is ever read there.
     let memory = unsafe { cuda::Slice::from_raw(16, 1) };
+    let x = Input::new(cuda::Values::F32(memory), 1, 1).expect("one element");
     let powers = AmaxRule::BLOCK;
     let scalings = [
         Scaling::Tensor(Scale::Value(1.0)),
@@ -360,9 +377,14 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
                     col,
                     whole: n.is_multiple_of(2),
                     flat: rows && n.is_multiple_of(4),
-                    ..Variant::new(PRECISIONS[(n + j) % 3], &mode, (n % 3 == 0).then_some(16))
+                    precision: PRECISIONS[(n + j) % 3],
+                    ..Variant::new((&x, None), &mode, (n % 3 == 0).then_some(16))
                 };
                 all.push(cuda::entry(variant, Variant::source));
+                if n.is_multiple_of(2) {
+                    let grouped = Variant { whole: true, flat: false, grouped: true, ..variant };
+                    all.push(cuda::entry(grouped, Variant::source));
+                }
             }
         }
     }
@@ -378,7 +400,7 @@ mod tests {
 
     #[test]
     fn parameters_have_the_size_that_the_kernels_expect() {
-        assert_eq!(size_of::<Params>(), 96);
+        assert_eq!(size_of::<Params>(), 120);
     }
 
     fn direction<'a>() -> Direction<'a> {
@@ -392,7 +414,7 @@ mod tests {
         let x = cuda::Values::F32(unsafe { cuda::Slice::from_raw(16, usize::MAX) });
         let x = Input::strided(x, rows, cols, cols).unwrap();
         let (row, col) = if columns { (None, Some(direction())) } else { (Some(direction()), None) };
-        plan(&x, &Mode { format: Format::E4m3, scaling }, &Outputs { row, col, amax: None })
+        plan((&x, None), &Mode { format: Format::E4m3, scaling }, &Outputs { row, col, amax: None })
     }
 
     #[test]

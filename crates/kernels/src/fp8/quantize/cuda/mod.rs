@@ -12,11 +12,11 @@ pub(in crate::fp8) use launch::{Grid, Variant};
 use super::check;
 use crate::Result;
 use crate::amax::cuda as maxima;
-use crate::cuda::{Device, Input, Slice, SliceMut, Stream};
+use crate::cuda::{Device, Groups, Input, Slice, SliceMut, Stream};
 use crate::input::check_len;
-use launch::Launch;
-use nvfp4_spec::Specials;
+use launch::{Launch, Matrix};
 use nvfp4_spec::fp8::{self, AmaxRule, Format, Scales, Side};
+use nvfp4_spec::{BLOCK, Error, Specials, area};
 
 /// The source of the scale of a whole matrix.
 #[derive(Clone, Copy, Debug)]
@@ -86,13 +86,14 @@ impl Mode<'_> {
         fp8::Mode { format: self.format, scaling }
     }
 
-    fn check(&self, device: Device) -> Result<()> {
+    /// Scales and amaxes of a matrix are `count` numbers.
+    fn check(&self, device: Device, count: usize) -> Result<()> {
         let (slice, what) = match self.scaling {
             Scaling::Tensor(Scale::Memory(scale)) => (scale, "scale of the tensor"),
             Scaling::Tensor(Scale::OfAmax { amax, .. }) => (amax, "amax of the tensor"),
             _ => return Ok(()),
         };
-        check_len(what, 1, slice.len())?;
+        check_len(what, count, slice.len())?;
         slice.check(device, what)?;
         Ok(slice.check_aligned(4, what)?)
     }
@@ -117,6 +118,10 @@ impl Direction<'_> {
             Scales::E8m0(scales) => Scales::E8m0(scales.len()),
         };
         check(&mode.shapes(), side, shape, self.codes.len(), len)?;
+        self.check_memory(device)
+    }
+
+    fn check_memory(&self, device: Device) -> Result<()> {
         self.codes.check(device, "codes")?;
         match &self.scales {
             Scales::F32(scales) => {
@@ -153,8 +158,8 @@ impl<'a> Amax<'a> {
         }
     }
 
-    fn check(&self, device: Device) -> Result<()> {
-        check_len("amax", 1, self.slice().len())?;
+    fn check(&self, device: Device, count: usize) -> Result<()> {
+        check_len("amax", count, self.slice().len())?;
         self.slice().check(device, "amax")?;
         Ok(self.slice().check_aligned(4, "amax")?)
     }
@@ -176,12 +181,12 @@ pub struct Outputs<'a> {
 pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Outputs<'_>) -> Result<()> {
     let (device, shape) = (stream.device(), (x.rows(), x.cols()));
     x.check(device)?;
-    mode.check(device)?;
+    mode.check(device, 1)?;
     for (direction, side) in [(&outputs.row, Side::Row), (&outputs.col, Side::Column)] {
         direction.as_ref().map_or(Ok(()), |direction| direction.check(device, mode, side, shape))?;
     }
-    outputs.amax.as_ref().map_or(Ok(()), |amax| amax.check(device))?;
-    let launches = plan(x, mode, &outputs)?;
+    outputs.amax.as_ref().map_or(Ok(()), |amax| amax.check(device, 1))?;
+    let launches = plan((x, None), mode, &outputs)?;
     let on_the_way = outputs.row.is_some() || outputs.col.is_some();
     match &mut outputs.amax {
         None => {}
@@ -189,7 +194,7 @@ pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Ou
         Some(Amax::Join(_)) if on_the_way => {}
         Some(Amax::Replace(amax)) => {
             let outputs = maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() };
-            maxima::run(stream, x, Specials::Kernel, maxima::Values::Plain, outputs)?;
+            maxima::run(stream, (x, None), Specials::Kernel, maxima::Values::Plain, outputs)?;
         }
         Some(Amax::Join(amax)) => {
             maxima::join(stream, x, maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() })?;
@@ -198,19 +203,87 @@ pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Ou
     launches.iter().try_for_each(|launch| launch.run(stream))
 }
 
+/// The scales of groups that have one each are so many numbers apart: cuBLASLt reads a scale at a
+/// multiple of 16 bytes.
+pub const GROUP_SCALES: usize = 4;
+
+/// The rows and columns of the codes of a direction of a matrix in groups, and the number of its
+/// scales: MXFP8's column direction has the rows of `x` as they lie, others have
+/// [`Groups::padded_rows`] in each row. Tiles begin anew in every group.
+pub fn grouped_shape(mode: &Mode<'_>, side: Side, cols: usize, groups: &Groups) -> Result<((usize, usize), usize)> {
+    let (padded, shapes) = (groups.padded_rows(), mode.shapes());
+    let codes = match (side, mode.scaling) {
+        (Side::Row, _) | (Side::Column, Scaling::Mx | Scaling::MxSquare) => (groups.rows(), cols),
+        (Side::Column, _) => (cols, padded),
+    };
+    // Rows that have scales of their own are not padded.
+    let rows = if side == Side::Row && !matches!(mode.scaling, Scaling::Square128(_)) { groups.rows() } else { padded };
+    let (tile, shape) = (shapes.tile(side), shapes.shape(side, (rows, cols)));
+    let scales = match mode.scaling {
+        Scaling::Tensor(_) => GROUP_SCALES * groups.count(),
+        _ => tile.scale_count(shape.0, shape.1)?,
+    };
+    Ok((codes, scales))
+}
+
+/// Quantizes the groups of a matrix in the directions of `outputs`, all in one launch. Does not
+/// wait.
+///
+/// Shapes are those of [`grouped_shape`]. What is one number for a matrix is one per group here:
+/// scales, amaxes. Each group has the bits that it would have as a matrix by itself, with zeros
+/// after its rows.
+pub fn quantize_grouped(
+    stream: &Stream,
+    x: &Input<'_>,
+    groups: &Groups,
+    mode: &Mode<'_>,
+    mut outputs: Outputs<'_>,
+) -> Result<()> {
+    let (device, cols) = (stream.device(), x.cols());
+    x.check(device)?;
+    mode.check(device, groups.count())?;
+    check_len("rows of all groups", groups.rows(), x.rows())?;
+    if !cols.is_multiple_of(BLOCK) {
+        return Err(Error::Multiple { what: "columns of a matrix in groups", of: BLOCK, got: cols }.into());
+    }
+    if !x.rows_aligned() {
+        return Err(Error::Combination("the rows of a matrix in groups begin at multiples of 16 bytes").into());
+    }
+    for (direction, side) in [(&outputs.row, Side::Row), (&outputs.col, Side::Column)] {
+        let Some(direction) = direction else { continue };
+        let ((rows, cols), scales) = grouped_shape(mode, side, cols, groups)?;
+        check_len("codes", area(rows, cols)?, direction.codes.len())?;
+        let got = match (&direction.scales, mode.shapes().scaling.is_mx()) {
+            (Scales::F32(got), false) => got.len(),
+            (Scales::E8m0(got), true) => got.len(),
+            _ => return Err(Error::Combination("MXFP8 has scales of a byte, others of 32 bits").into()),
+        };
+        check_len("scales", scales, got)?;
+        direction.check_memory(device)?;
+        direction.codes.check_aligned(16, "codes of a matrix in groups")?;
+    }
+    outputs.amax.as_ref().map_or(Ok(()), |amax| amax.check(device, groups.count()))?;
+    let launches = plan((x, Some(groups)), mode, &outputs)?;
+    if let Some(Amax::Replace(amax)) = &mut outputs.amax {
+        stream.fill_bytes(amax.reborrow(), 0)?;
+    }
+    launches.iter().try_for_each(|launch| launch.run(stream))
+}
+
 /// The launches of a call, except that of an amax without a direction.
-pub(in crate::fp8) fn plan(x: &Input<'_>, mode: &Mode<'_>, outputs: &Outputs<'_>) -> Result<Vec<Launch>> {
+pub(in crate::fp8) fn plan(matrix: Matrix<'_>, mode: &Mode<'_>, outputs: &Outputs<'_>) -> Result<Vec<Launch>> {
+    let (x, _) = matrix;
     let Outputs { row, col, amax } = outputs;
     let amax = amax.as_ref().map(|amax| amax.slice().address());
     if x.rows() == 0 || x.cols() == 0 {
         // The tile of the whole matrix is there even without elements.
         let tensors = matches!(mode.scaling, Scaling::Tensor(_));
         let directions = [row, col].into_iter().flatten().filter(|_| tensors);
-        return directions.map(|direction| Launch::rows(x, mode, direction, None)).collect();
+        return directions.map(|direction| Launch::rows(matrix, mode, direction, None)).collect();
     }
     match (row, col) {
         (None, None) => Ok(vec![]),
-        (Some(row), None) if !mode.scaling.in_squares() => Ok(vec![Launch::rows(x, mode, row, amax)?]),
-        (row, col) => Ok(vec![Launch::panels(x, mode, [row.as_ref(), col.as_ref()], amax)?]),
+        (Some(row), None) if !mode.scaling.in_squares() => Ok(vec![Launch::rows(matrix, mode, row, amax)?]),
+        (row, col) => Ok(vec![Launch::panels(matrix, mode, [row.as_ref(), col.as_ref()], amax)?]),
     }
 }

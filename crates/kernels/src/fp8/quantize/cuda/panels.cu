@@ -63,7 +63,7 @@ RULE void find_maxima_of_columns(const Elements<INPUT> x[ROWS], PanelMemory& m, 
 
 // The scales of columns, from the maxima that all warps stored; multipliers go to the panel's
 // memory.
-RULE void scale_columns(const Params& p, PanelMemory& m, u64 first_row, u64 first_col) {
+RULE void scale_columns(const Params& p, PanelMemory& m, const Group& g, u64 first_row, u64 first_col) {
 #pragma unroll
     for (u32 item = threadIdx.x; item < BANDS * SIDE; item += 256) {
         u32 band = item / SIDE, c = item % SIDE, word = 0;
@@ -75,9 +75,10 @@ RULE void scale_columns(const Params& p, PanelMemory& m, u64 first_row, u64 firs
         TileScale scale = tile_scale(p, amax);
         m.multipliers[band][c] = scale.multiplier;
         u64 column = first_col + c, row = first_row + band * (SIDE / BANDS);
-        if (column >= p.cols || row >= p.rows) continue;
-        u64 down = (p.rows + SIDE - 1) / SIDE;
-        store_scale(p.col_scales, SCALING == BLOCKS_32 ? row / MX_BLOCK * p.cols + column : column * down + row / SIDE, scale);
+        if (column >= p.cols || row >= g.rows) continue;
+        u64 down = (g.height() + SIDE - 1) / SIDE, before = g.padded / SIDE * p.cols;
+        u64 at = SCALING == BLOCKS_32 ? (g.padded + row) / MX_BLOCK * p.cols + column : before + column * down + row / SIDE;
+        store_scale(p.col_scales, at, scale);
     }
 }
 
@@ -88,28 +89,39 @@ RULE TileScale scale_of_square(const Params& p, const PanelMemory& m, u32 band, 
 }
 
 // The scales of squares of 32 in the column direction: each column of a square has its byte.
-RULE void store_scales_of_squares(const Params& p, const PanelMemory& m, u64 first_row, u64 first_col) {
+RULE void store_scales_of_squares(const Params& p, const PanelMemory& m, const Group& g, u64 first_row, u64 first_col) {
 #pragma unroll
     for (u32 item = threadIdx.x; item < BANDS * SIDE; item += 256) {
         u32 band = item / SIDE, c = item % SIDE;
         u64 column = first_col + c, row = first_row + band * MX_BLOCK;
-        if (column >= p.cols || row >= p.rows) continue;
-        store_scale(p.col_scales, row / MX_BLOCK * p.cols + column, scale_of_square(p, m, band, c / MX_BLOCK));
+        if (column >= p.cols || row >= g.rows) continue;
+        store_scale(p.col_scales, (g.padded + row) / MX_BLOCK * p.cols + column, scale_of_square(p, m, band, c / MX_BLOCK));
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panels(const __grid_constant__ Params p) {
     __shared__ PanelMemory m;
-    u32 across = (u32)((p.cols + SIDE - 1) / SIDE), down = (u32)((p.rows + SIDE - 1) / SIDE);
+    u32 across = (u32)((p.cols + SIDE - 1) / SIDE);
     u32 panel_row = divided(blockIdx.x, p.divisor_magic, p.divisor_shift), panel_col = blockIdx.x - panel_row * across;
-    u64 first_row = (u64)panel_row * SIDE, first_col = (u64)panel_col * SIDE;
+    Group g = GROUPED ? group_at(p.groups, panel_row * SIDE) : Group{0, 0, 0, p.rows};
+    // Rows count from the group's first one.
+    u64 first_row = (u64)panel_row * SIDE - g.padded, first_col = (u64)panel_col * SIDE;
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, unit = lane % UNITS;
     u64 row = first_row + (warp * 4 + lane / UNITS) * ROWS, column = first_col + unit * BLOCK;
     u32 width = width_at(column, p.cols);
+    if (GROUPED && SCALING == TENSORS && blockIdx.x == 0) {
+        // Also of groups without rows.
+        for (u32 i = threadIdx.x; i < p.groups.count; i += 256) {
+            TileScale scale = tensor_scale(p, i);
+            if (ROW) store_scale(p.row_scales, GROUP_SCALES * i, scale);
+            if (COLUMN) store_scale(p.col_scales, GROUP_SCALES * i, scale);
+        }
+    }
+    if (GROUPED && first_row >= g.rows) return;
     Elements<INPUT> x[ROWS];
     u32 seen[ROWS], all = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) x[i] = load_unit(p, row + i, column, row + i < p.rows ? width : 0);
+    for (int i = 0; i < ROWS; i++) x[i] = load_unit(p, g.first + row + i, column, row + i < g.rows ? width : 0);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         seen[i] = ONE_MAXIMUM || SCALING != TENSORS ? seen_in(x[i]) : 0;
@@ -129,21 +141,22 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
     if (ONE_MAXIMUM) {
 #pragma unroll
         for (int w = 0; w < WARPS; w++) all = all > m.of_warps[w] ? all : m.of_warps[w];
-        if (AMAX && threadIdx.x == 0 && all) atomicMax(p.amax, all);
+        if (AMAX && threadIdx.x == 0 && all) atomicMax(p.amax + g.index, all);
     }
-    if (OWN_SCALES) scale_columns(p, m, first_row, first_col);
+    if (OWN_SCALES) scale_columns(p, m, g, first_row, first_col);
     TileScale scale;
     if (SCALING == SQUARES_32) {
         scale = scale_of_square(p, m, warp / 2, unit / 2);
-        if (COLUMN) store_scales_of_squares(p, m, first_row, first_col);
+        if (COLUMN) store_scales_of_squares(p, m, g, first_row, first_col);
     }
     // One scale for the panel.
     if (SCALING == TENSORS || SCALING == SQUARES_128) {
-        scale = SCALING == TENSORS ? tensor_scale(p) : tile_scale(p, from_bits(all));
-        if (threadIdx.x == 0 && (SCALING == SQUARES_128 || blockIdx.x == 0)) {
+        scale = SCALING == TENSORS ? tensor_scale(p, g.index) : tile_scale(p, from_bits(all));
+        if (threadIdx.x == 0 && (SCALING == SQUARES_128 || (!GROUPED && blockIdx.x == 0))) {
             bool squares = SCALING == SQUARES_128;
             if (ROW) store_scale(p.row_scales, squares ? (u64)panel_row * across + panel_col : 0, scale);
-            if (COLUMN) store_scale(p.col_scales, squares ? (u64)panel_col * down + panel_row : 0, scale);
+            u64 in_columns = (u64)across * (g.padded / SIDE) + panel_col * (g.height() / SIDE) + first_row / SIDE;
+            if (COLUMN) store_scale(p.col_scales, squares ? in_columns : 0, scale);
         }
     }
     uint4 codes[ROWS];
@@ -156,15 +169,16 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
             }
             if (ROW && (SCALING == BLOCKS_128 || MX)) {
                 u64 tiles = (p.cols + BLOCK * GROUP - 1) / (BLOCK * GROUP);
-                if (unit % GROUP == 0 && width && row + i < p.rows) {
-                    store_scale(p.row_scales, (row + i) * tiles + column / (BLOCK * GROUP), scale);
+                if (unit % GROUP == 0 && width && row + i < g.rows) {
+                    store_scale(p.row_scales, (g.first + row + i) * tiles + column / (BLOCK * GROUP), scale);
                 }
             }
             codes[i] = encode_unit(x[i], [&](int) { return scale.multiplier; });
-            if (row + i >= p.rows) continue;
-            if (ROW) store_codes(p.row_codes + (row + i) * p.cols + column, codes[i], width, WHOLE);
+            if (row + i >= g.rows) continue;
+            u64 at = (g.first + row + i) * p.cols + column;
+            if (ROW) store_codes(p.row_codes + at, codes[i], width, WHOLE);
             // Squares of 32 have the same codes in both directions, as they lie.
-            if (COLUMN && SCALING == SQUARES_32) store_codes(p.col_codes + (row + i) * p.cols + column, codes[i], width, p.wide);
+            if (COLUMN && SCALING == SQUARES_32) store_codes(p.col_codes + at, codes[i], width, p.wide);
         }
     }
     if (!COLUMN) return;
@@ -177,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             codes[i] = encode_unit(x[i], [&](int k) { return by[k]; });
-            if (TRANSPOSED || row + i >= p.rows) continue;
-            store_codes(p.col_codes + (row + i) * p.cols + column, codes[i], width, p.wide);
+            if (TRANSPOSED || row + i >= g.rows) continue;
+            store_codes(p.col_codes + (g.first + row + i) * p.cols + column, codes[i], width, p.wide);
         }
     }
     if (!TRANSPOSED) return;
@@ -190,6 +204,9 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) quantize_fp8_panel
         u32 c = (i * 256 + threadIdx.x) / UNITS, part = threadIdx.x % UNITS;
         u64 at_col = first_col + c, at_row = first_row + part * BLOCK;
         if (at_col >= p.cols) break;
-        store_codes(p.col_codes + at_col * p.rows + at_row, m.transposed[c][part ^ c / BLOCK], width_at(at_row, p.rows), p.wide);
+        // A group's padding is written too.
+        u32 many = GROUPED ? BLOCK : width_at(at_row, g.rows);
+        u64 pitch = GROUPED ? g.height() : p.rows, before = GROUPED ? g.padded * p.cols : 0;
+        store_codes(p.col_codes + before + at_col * pitch + at_row, m.transposed[c][part ^ c / BLOCK], many, p.wide);
     }
 }

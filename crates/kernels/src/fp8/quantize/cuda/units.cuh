@@ -1,10 +1,11 @@
 // Sixteen neighbours of a row in the registers of one thread: loaded, measured, encoded, stored.
-// Read cuda/fp8_rules.cuh and cuda/elements.cuh first.
+// Read cuda/fp8_rules.cuh, cuda/elements.cuh and cuda/groups.cuh first.
 //
 // Settings before this text: INPUT, the type of the elements; FORMAT of the codes; SCALING and, for
 // TENSORS, SOURCE; VALUES, the numbers that may be scales; ROW, COLUMN and AMAX, the outputs. WHOLE
 // means that units are whole: rows of elements and of the row direction's codes begin at multiples
-// of 16 bytes and have multiples of 16 elements.
+// of 16 bytes and have multiples of 16 elements. GROUPED means that the rows of the matrix are in
+// groups, with a scale each where a matrix has one.
 
 struct Params {
     const u8* x;
@@ -18,8 +19,9 @@ struct Params {
     float number;         // the scale of the matrix, or the epsilon of the rule
     u32 divisor_magic, divisor_shift;
     u32 wide;  // whether every row of the column direction's codes is aligned to 16 bytes
+    Groups groups;
 };
-static_assert(sizeof(Params) == 96, "as the host has them");
+static_assert(sizeof(Params) == 120, "as the host has them");
 
 // Whether scales are E8M0 bytes, and columns stay as they lie.
 constexpr bool MX = SCALING == BLOCKS_32 || SCALING == SQUARES_32;
@@ -43,11 +45,11 @@ RULE TileScale tile_scale(const Params& p, float amax) {
     return {scale, to_bits(1.0f / scale)};
 }
 
-// The same for the whole matrix.
-RULE TileScale tensor_scale(const Params& p) {
+// The same for the whole matrix, or for a group of it.
+RULE TileScale tensor_scale(const Params& p, u32 group) {
     float scale = p.number;
-    if (SOURCE == MEMORY) scale = *p.tensor;
-    if (SOURCE == OF_AMAX) scale = fp8::scale(*p.tensor, FORMAT, VALUES, p.number, FLOAT_MAX);
+    if (SOURCE == MEMORY) scale = p.tensor[group];
+    if (SOURCE == OF_AMAX) scale = fp8::scale(p.tensor[group], FORMAT, VALUES, p.number, FLOAT_MAX);
     return {scale, to_bits(1.0f / scale)};
 }
 

@@ -1,0 +1,189 @@
+//! Matrices in groups on a GPU, quantized and multiplied in one launch, against each group by itself on the CPU. Without a GPU every test
+//! is skipped.
+#![cfg(feature = "cuda")]
+
+use half::bf16;
+use nvfp4::cuda::{Device, Gpu, GroupedTensor, Groups, Input, Offset, Options, Product, Randomness, Values};
+use nvfp4::format::Family;
+use nvfp4::{Directions, QuantSpec, Quantizer, Rounding, Side, TensorRef};
+use nvfp4_testing::{Need, missing};
+use std::sync::Arc;
+
+const COLS: usize = 208;
+const SIZES: [usize; 7] = [0, 5, 128, 0, 300, 77, 144];
+const SEED: u64 = 5;
+const OFFSET: u64 = 12;
+
+fn gpu() -> Option<Gpu> {
+    let device = Device::open(0).inspect_err(|reason| missing(Need::Gpu, reason)).ok()?;
+    Some(Gpu::new(device).unwrap())
+}
+
+fn values(len: usize, seed: usize) -> Vec<bf16> {
+    let value = |i: usize| {
+        let size = 2f32.powi((i / 4000 * 7 + seed) as i32 % 9 - 4);
+        bf16::from_f32((((i * 7919 + seed * 104729) % 2003) as f32 / 1001.0 - 1.0) * size)
+    };
+    (0..len).map(value).collect()
+}
+
+/// Groups of these sizes: known now, and read from the GPU's memory.
+fn both_kinds(gpu: &Gpu, sizes: &[usize]) -> [Arc<Groups>; 2] {
+    let in_memory: Vec<u64> = sizes.iter().map(|&size| size as u64).collect();
+    let in_memory = gpu.upload(&in_memory).unwrap();
+    [gpu.groups(sizes).unwrap(), gpu.groups_in_memory(in_memory.slice(), sizes.iter().sum()).unwrap()]
+}
+
+fn quantizer(text: &str, directions: Directions) -> Quantizer {
+    Quantizer::with_scales(&text.parse::<QuantSpec>().unwrap(), directions, |_| Some(371.3)).unwrap()
+}
+
+fn quantize(gpu: &Gpu, quantizer: &Quantizer, x: &[bf16], groups: &Arc<Groups>, cols: usize) -> GroupedTensor {
+    let device = gpu.upload(x).unwrap();
+    let input = Input::new(Values::Bf16(device.slice()), x.len() / cols, cols).unwrap();
+    let stochastic = quantizer.rounding() == Rounding::Stochastic;
+    let randomness = stochastic.then_some(Randomness { seed: SEED, offset: Offset::Value(OFFSET) });
+    gpu.quantize_groups(quantizer, &input, groups, &Options { randomness, ..Default::default() }).unwrap().tensor
+}
+
+/// A group on the CPU, in one direction.
+fn on_cpu(text: &str, side: Side, x: &[bf16], number: usize) -> nvfp4::Direction {
+    let quantizer = quantizer(text, if side == Side::Row { Directions::Row } else { Directions::Column });
+    let offset = OFFSET + 2 * number as u64;
+    let stochastic = quantizer.rounding() == Rounding::Stochastic;
+    let options = nvfp4::Options {
+        randomness: stochastic.then_some(nvfp4::Randomness::At { seed: SEED, offset }),
+        ..Default::default()
+    };
+    let tensor = quantizer.quantize_with(&TensorRef::new(x, &[x.len() / COLS, COLS]).unwrap(), &options).unwrap();
+    tensor.direction(side).unwrap().clone()
+}
+
+#[test]
+fn every_group_has_the_bits_of_a_tensor_by_itself() {
+    let Some(gpu) = gpu() else { return };
+    let x = values(SIZES.iter().sum::<usize>() * COLS, 3);
+    for text in [
+        "nvfp4",
+        "nvfp4(16x16)",
+        "nvfp4(hadamard)",
+        "nvfp4(row-scaled)",
+        "nvfp4(row-scaled) / nvfp4(hadamard, stochastic)",
+        "nvfp4(stochastic) / nvfp4(hadamard, stochastic)",
+        "nvfp4(row-scaled, stochastic) / nvfp4(16x16)",
+        "nvfp4(4over6-mae-strict-256) / nvfp4(hadamard)",
+        "nvfp4(16x16, 4over6-mse-strict-256)",
+        "fp8(e4m3)",
+        "fp8(e5m2, pow2-scale)",
+        "fp8-delayed(e4m3)",
+        "fp8-block(e4m3)",
+        "fp8-block(e4m3, 128x128)",
+        "mxfp8(e4m3)",
+        "mxfp8(e4m3, 32x32)",
+        "mxfp8 / nvfp4(hadamard)",
+    ] {
+        for directions in [Directions::Row, Directions::Column, Directions::Both] {
+            for groups in both_kinds(&gpu, &SIZES) {
+                let got = quantize(&gpu, &quantizer(text, directions), &x, &groups, COLS).to_host(&gpu).unwrap();
+                let mut rest = &x[..];
+                for (number, (size, got)) in SIZES.iter().zip(got).enumerate() {
+                    let (mine, after) = rest.split_at(size * COLS);
+                    rest = after;
+                    let what = format!("{text}, {directions:?}, group {number}");
+                    for (side, got) in [(Side::Row, got.row), (Side::Column, got.col)] {
+                        assert_eq!(got.is_some(), directions.has(side), "{what}");
+                        let Some(got) = got else { continue };
+                        // MXFP8 lies as the matrix does; other columns are padded.
+                        let padded = side == Side::Column && got.family() != Family::Mxfp8;
+                        let rows = if padded { size.next_multiple_of(128) } else { *size };
+                        let mut mine = mine.to_vec();
+                        mine.resize(rows * COLS, bf16::ZERO);
+                        assert_eq!(got, on_cpu(text, side, &mine, number), "{what}, {side:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Every product of a layer of experts, and an expert without tokens.
+#[test]
+fn products_of_groups_are_within_the_bound() {
+    let Some(gpu) = gpu() else { return };
+    let (n, k, experts) = (256, COLS, SIZES.len());
+    let tokens = SIZES.iter().sum::<usize>();
+    for [input, weight, gradient] in [
+        ["nvfp4(hadamard)", "nvfp4(16x16)", "nvfp4(hadamard, stochastic)"],
+        ["nvfp4(row-scaled, hadamard)", "nvfp4(16x16)", "nvfp4(row-scaled, hadamard)"],
+        ["fp8(e4m3)", "fp8(e4m3)", "fp8(e5m2)"],
+        ["fp8-block(e4m3)", "fp8-block(e4m3, 128x128)", "fp8-block(e4m3)"],
+        ["mxfp8(e4m3)", "mxfp8(e4m3, 32x32)", "mxfp8(e5m2)"],
+    ] {
+        let (x, w, dy) = (values(tokens * k, 1), values(experts * n * k, 2), values(tokens * n, 3));
+        let weights = gpu.groups(&vec![n; experts]).unwrap();
+        for groups in both_kinds(&gpu, &SIZES) {
+            let spec = |text: &str| quantizer(text, Directions::Both);
+            let x = quantize(&gpu, &spec(input), &x, &groups, k);
+            let w = quantize(&gpu, &spec(weight), &w, &weights, k);
+            let dy = quantize(&gpu, &spec(gradient), &dy, &groups, n);
+            for ((a, a_side), (b, b_side)) in [
+                ((&x, Side::Row), (&w, Side::Row)),
+                ((&dy, Side::Row), (&w, Side::Column)),
+                ((&dy, Side::Column), (&x, Side::Column)),
+            ] {
+                let pick = |tensor: &GroupedTensor, side| -> Vec<nvfp4::Direction> {
+                    let groups = tensor.to_host(&gpu).unwrap().into_iter();
+                    groups.map(|group| if side == Side::Row { group.row } else { group.col }.unwrap()).collect()
+                };
+                let (left, right) = (pick(a, a_side), pick(b, b_side));
+                let len = left.iter().zip(&right).map(|(a, b)| a.rows() * b.rows()).sum();
+                let mut out = gpu.upload(&vec![f32::NAN; len]).unwrap();
+                gpu.matmul_groups((a, a_side), (b, b_side), &Product::default(), out.slice_mut()).unwrap();
+                let got: Vec<f32> = gpu.stream().to_host(out.slice()).unwrap();
+                let mut got = &got[..];
+                for (number, (a, b)) in left.iter().zip(&right).enumerate() {
+                    let what = format!("{input}, {weight}, {a_side:?} × {b_side:?}, group {number}");
+                    let (mine, after) = got.split_at(a.rows() * b.rows());
+                    got = after;
+                    check(mine, a, b, &what);
+                }
+            }
+        }
+    }
+}
+
+fn check(got: &[f32], a: &nvfp4::Direction, b: &nvfp4::Direction, what: &str) {
+    let decode = |d: &nvfp4::Direction| d.dequantize::<f32>().unwrap();
+    let (left, right, k) = (decode(a), decode(b), a.cols());
+    let expected: Vec<f32> = nvfp4::matmul(a, b, &nvfp4::Product::default()).unwrap();
+    // MXFP8's columns are decoded as they lie.
+    let upright = |d: &nvfp4::Direction, values: Vec<f32>| match d {
+        nvfp4::Direction::Fp8(f) if f.description().stored_shape() != (f.rows(), f.cols()) => {
+            let (rows, cols) = (f.rows(), f.cols());
+            (0..rows * cols).map(|i| values[i % cols * rows + i / cols]).collect()
+        }
+        _ => values,
+    };
+    let (left, right) = (upright(a, left), upright(b, right));
+    for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
+        let (i, j) = (at / b.rows(), at % b.rows());
+        let terms = left[i * k..][..k].iter().zip(&right[j * k..]);
+        let magnitude: f64 = terms.map(|(l, r)| (f64::from(*l) * f64::from(*r)).abs()).sum();
+        // The bound of either sum, and a few roundings of the scales after it.
+        let allowed = 2.0 * nvfp4_spec::gemm::bound(k + 16, magnitude);
+        let error = (f64::from(*got) - f64::from(*expected)).abs();
+        assert!(error <= allowed, "{what} ({i}, {j}): {got} for {expected}");
+    }
+}
+
+#[test]
+fn groups_stay_within_the_matrix() {
+    let Some(gpu) = gpu() else { return };
+    let sizes = gpu.upload(&[3u64, u64::MAX, 4, 1 << 40, 7]).unwrap();
+    let groups = gpu.groups_in_memory(sizes.slice(), 20).unwrap();
+    assert_eq!(groups.read_sizes(gpu.stream()).unwrap(), [3, 0, 4, 13, 0]);
+    assert_eq!(groups.padded_rows(), 640);
+    let many = vec![3; 700];
+    let groups = gpu.groups(&many).unwrap();
+    assert_eq!((groups.rows(), groups.padded_rows()), (2100, 700 * 128));
+}
