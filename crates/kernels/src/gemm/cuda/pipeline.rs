@@ -1,5 +1,6 @@
 //! Products by tensor cores; `pipeline.cuh` says how.
 
+use super::choice::Choice;
 use super::operand::Operand;
 use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use super::prepared::{self, PreparedWeight, TILE_BYTES, prepare, tiles};
@@ -99,9 +100,12 @@ const UNDO: f32 = 128.0;
 
 type Variant = (Shape, Precision, Kind);
 
-fn choose(device: Device, m: usize, (rows, cols): (usize, usize)) -> Result<Shape> {
-    let too_large = cuda::Error::TooManyBlocks { rows, cols };
-    Ok(Shape::choose(device, m, tiles(rows, cols)).ok_or(too_large)?)
+fn choose(choice: Choice, device: Device, m: usize, (rows, cols): (usize, usize)) -> Result<Shape> {
+    let reason = match choice {
+        Choice::Fastest => cuda::Error::TooManyBlocks { rows, cols },
+        Choice::Given { .. } => cuda::Error::NotThisWay,
+    };
+    Ok(choice.shape(device, m, (rows, cols)).ok_or(reason)?)
 }
 
 pub(super) fn describe(device: Device, tokens: &Tokens<'_>, right: &Right<'_>) -> Result<String> {
@@ -111,7 +115,7 @@ pub(super) fn describe(device: Device, tokens: &Tokens<'_>, right: &Right<'_>) -
         (Tokens::Plain(..), Right::View(_)) => "prepare B, ",
         (Tokens::Plain(..), Right::Prepared(_)) => "",
     };
-    Ok(format!("{before}{}", choose(device, tokens.rows(), right.size())?))
+    Ok(format!("{before}{}", choose(Choice::Fastest, device, tokens.rows(), right.size())?))
 }
 
 /// Tokens are decoded in multiples of this number.
@@ -125,6 +129,7 @@ pub(super) fn run(
     stream: &Stream,
     tokens: Tokens<'_>,
     right: Right<'_>,
+    choice: Choice,
     output: &Output,
     memory: &dyn Allocator,
 ) -> Result<()> {
@@ -154,7 +159,7 @@ pub(super) fn run(
         }
         Right::Prepared(weight) => weight.address(),
     };
-    let call = Call { stream, bits: tokens.math(), weights, size: (rows, cols), output };
+    let call = Call { stream, choice, bits: tokens.math(), weights, size: (rows, cols), output };
     match tokens {
         Tokens::Nvfp4(view) => {
             for first in (0..m).step_by(part) {
@@ -183,6 +188,7 @@ pub(super) fn run(
 /// What the launches of a product have in common.
 struct Call<'a> {
     stream: &'a Stream,
+    choice: Choice,
     bits: Precision,
     weights: u64,
     /// N and K.
@@ -196,7 +202,7 @@ impl Call<'_> {
     fn launch(&self, (tokens, pitch): (u64, usize), (first, m): (usize, usize), undo: f32) -> Result<()> {
         static VARIANTS: Variants<Variant> = Variants::new();
         let (device, (rows, cols)) = (self.stream.device(), self.size);
-        let shape = choose(device, m, self.size)?;
+        let shape = choose(self.choice, device, m, self.size)?;
         let (row_tiles, k_tiles) = tiles(rows, cols);
         let params = Params {
             map: tensor_map(device, self.bits, (tokens, pitch), (m, cols), shape.tokens)?,

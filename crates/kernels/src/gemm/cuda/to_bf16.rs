@@ -34,6 +34,8 @@ enum Decoder {
 
 /// The power of two that decoded NVFP4 values lack.
 const UNDO: f32 = 128.0;
+/// Bytes that decoding an element of NVFP4 reads and writes.
+pub(super) const NVFP4_BYTES: f64 = 2.5625;
 /// Elements of a unit of `to_bf16.cu`.
 const UNIT: usize = 8;
 const THREADS: usize = 256;
@@ -108,7 +110,7 @@ impl<'a> ToBf16<'a> {
         let bytes = |(operand, decoder): &(Operand<'_>, Decoder)| {
             let each = match decoder {
                 Decoder::Plain => 0.0,
-                Decoder::Nvfp4 => 2.5625,
+                Decoder::Nvfp4 => NVFP4_BYTES,
                 Decoder::Codes | Decoder::Rows32 | Decoder::Columns32 => 3.0,
             };
             each * operand.rows() as f64 * operand.cols() as f64
