@@ -10,12 +10,12 @@ other ratios.
 
 import argparse
 import copy
-import statistics
-import time
+import functools
 
 import torch
 from torch import nn
 from torch.nn import functional
+from turns import captured, in_turns, keep_busy, machine
 
 import nvfp4.torch
 
@@ -55,20 +55,6 @@ def step(model, x):
     y.backward(torch.ones_like(y))
 
 
-def captured(model, x):
-    """The same step as a CUDA graph: no time of the host is in it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step(model, x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(model, x)
-    return graph.replay
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="presets, or rule files")
@@ -97,33 +83,16 @@ def main():
     for name, model in models.items():
         for _ in range(2):
             step(model, x)
-        steps[name] = captured(model, x) if args.graphs else (lambda model=model: step(model, x))
+        work = functools.partial(step, model, x)
+        steps[name] = captured(work) if args.graphs else work
 
-    end = time.monotonic() + args.warmup
-    while time.monotonic() < end:
-        steps["bf16"]()
-        torch.cuda.synchronize()
-    times, host = {name: [] for name in steps}, {name: [] for name in steps}
-    for round in range(args.rounds):
-        names = list(steps)
-        for name in names[round % len(names) :] + names[: round % len(names)]:
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            steps[name]()  # what follows has the clock and the caches that it leaves
-            marks[0].record()
-            begin = time.perf_counter()
-            steps[name]()
-            host[name].append(1e3 * (time.perf_counter() - begin))
-            marks[1].record()
-            marks[1].synchronize()
-            times[name].append(marks[0].elapsed_time(marks[1]))
-    bf16 = statistics.median(times["bf16"])
-    clock = torch.cuda.clock_rate() if hasattr(torch.cuda, "clock_rate") else 0
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {clock} MHz at the end")
+    keep_busy(steps["bf16"], args.warmup)
+    times = in_turns(steps, args.rounds)
+    print(machine())
     print(f"{args.layers} layers of width {args.width}, {args.batch} × {args.tokens} tokens, forward and backward")
     print(f"| {'recipe':<22} | {'ms':>7} | × bf16 | host ms |\n|{'-' * 24}|{'-' * 9}|--------|---------|")
-    for name in steps:
-        ms = statistics.median(times[name])
-        print(f"| {name:<22} | {ms:7.2f} | {ms / bf16:6.3f} | {statistics.median(host[name]):7.2f} |")
+    for name, (ms, host) in times.items():
+        print(f"| {name:<22} | {ms:7.2f} | {ms / times['bf16'][0]:6.3f} | {host:7.2f} |")
 
 
 if __name__ == "__main__":

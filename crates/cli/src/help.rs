@@ -6,7 +6,7 @@ use std::fmt::Write;
 const GROUPS: [(&str, &[&str]); 5] = [
     ("Convert", &["convert", "plan", "verify", "inspect", "diff", "dequant"]),
     ("Recipes", &["recipe", "train"]),
-    ("This machine", &["doctor", "bench"]),
+    ("This machine", &["doctor", "bench", "tune"]),
     ("For developers", &["modes", "agreement", "conformance"]),
     ("Other", &["demo", "completions", "help"]),
 ];

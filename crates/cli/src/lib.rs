@@ -36,6 +36,7 @@ mod train;
 #[cfg(not(feature = "train"))]
 #[path = "train/absent.rs"]
 mod train;
+mod tune;
 mod verify;
 mod writing;
 
@@ -69,6 +70,7 @@ enum Command {
     Bench(bench::Args),
     Agreement(agreement::Args),
     Doctor(doctor::Args),
+    Tune(tune::Args),
     Recipe(recipe::Args),
     Completions(completions::Args),
 }
@@ -90,6 +92,7 @@ impl Command {
             Command::Bench(args) => args.name(),
             Command::Agreement(_) => "agreement",
             Command::Doctor(_) => "doctor",
+            Command::Tune(_) => "tune",
             Command::Recipe(args) => args.name(),
             Command::Completions(_) => "completions",
         }
@@ -174,6 +177,7 @@ fn run(command: Command, host: Host) -> Result<ExitCode> {
         Command::Conformance(args) => conformance::run(&args),
         Command::Agreement(args) => agreement::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Tune(args) => tune::run(&args),
         Command::Recipe(args) => recipe::run(&args),
         Command::Completions(args) => completions::run(&args),
     }

@@ -102,7 +102,9 @@ fn a_device_that_is_none_is_an_error() {
 
 #[test]
 fn without_a_gpu_or_without_the_feature_it_says_what_to_do() {
-    for args in [&["bench", "--device", "cuda"][..], &["bench", "gemm", "--device", "cuda"]] {
+    for args in
+        [&["bench", "--device", "cuda"][..], &["bench", "gemm", "--device", "cuda"], &["tune"], &["tune", "--reset"]]
+    {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
         // Hides the GPUs of a machine that has some.
         let output = command.args(args).env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap();

@@ -10,6 +10,7 @@ fn a_command_that_is_not_in_the_build_says_how_to_get_it() {
         ("train", "install it with `--features train`"),
         ("train --steps 5 --device cuda", "install it with `--features train`"),
         ("bench --device cuda", "--features cuda"),
+        ("tune", "--features cuda"),
         ("bench gemm --m 1 --n 16 --k 16", "--features baseline"),
         ("bench linear --m 16 --n 16 --k 16", "--features baseline"),
     ] {

@@ -21,6 +21,8 @@ fn exit_codes_say_what_kind_of_end_it_was() {
         (vec!["conformance", "nowhere"], 3),
         (vec!["recipe", "check", "nowhere"], 3),
         (vec!["bench", "--size", "100"], 3),
+        (vec!["tune", "--reset", "--dry-run"], 2),
+        (vec!["tune", "--device", "cpu"], 3),
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_nvfp4")).args(&words).output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));

@@ -113,6 +113,7 @@ fn every_command_prints_what_the_schema_says() {
     check(&["recipe", "explain", "nvfp4"], "recipe explain", 0);
     check(&["recipe", "explain", "nvfp4+attention"], "recipe", 1);
     check(&["doctor"], "doctor", 0);
+    check(&["tune"], "error", 3);
     check(&["bench", "--size", "32", "--filter", "dequantize"], "bench", 0);
     check(&["bench", "gemm", "--m", "1", "--n", "32", "--k", "32"], "bench", 0);
     check(&["modes", "--rows", "16", "--cols", "16"], "modes", 0);

@@ -10,9 +10,11 @@ mod scratch;
 use device::stream;
 use half::{bf16, f16};
 use nvfp4_kernels::Implementation;
-use nvfp4_kernels::cuda::{Buffer, Input, Plain, Pool, Stream, Values};
+use nvfp4_kernels::cuda::{Buffer, Error, Input, Plain, Pool, Stream, Values};
 use nvfp4_kernels::dequantize::cuda::View;
-use nvfp4_kernels::gemm::cuda::{Member, Operand, PreparedWeight, Product, Weights, describe, gemm, grouped};
+use nvfp4_kernels::gemm::cuda::{
+    By, Costs, Cublas, Member, Operand, PreparedWeight, Product, Weights, describe, gemm, gemm_by, grouped,
+};
 use nvfp4_kernels::quantize::Layout;
 use nvfp4_kernels::swizzle;
 use nvfp4_spec::gemm::{self as spec, Accumulate, Accumulator};
@@ -174,6 +176,60 @@ fn every_shape_of_kernel_with_every_kind_of_tokens() {
         }
     }
     println!("{} kernels: {kernels:#?}", kernels.len());
+}
+
+/// What measurements time computes the product; what a GPU or a product has no kernel for is an
+/// error.
+#[test]
+fn every_way_that_is_asked_for_computes_the_product() {
+    let Some(stream) = stream() else { return };
+    let (m, n, k) = (70, 192, 256);
+    let (a, b) = (quantized(m, k, 1, per(GlobalScale::PerTensor)), quantized(n, k, 2, per(GlobalScale::PerTensor)));
+    let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Linear), Copied::new(&stream, &b, Layout::Linear));
+    let prepared = PreparedWeight::new(&stream, &b_there.view(), &Pool).unwrap();
+    let mut out = stream.to_device(&vec![77.0f32; m * n]).unwrap();
+    let mut run = |by, weights: Weights<'_>| {
+        stream.fill_bytes(out.slice_mut(), 0xFF).unwrap();
+        gemm_by(&stream, by, (a_there.view(), weights), &Product::default(), out.slice_mut(), &Pool)?;
+        Ok::<_, nvfp4_kernels::Error>(stream.to_host(out.slice()).unwrap())
+    };
+    let shapes = Costs::shipped(stream.device()).list(stream.device());
+    let shapes = shapes.iter().filter(|cost| cost.name.starts_with("step ")).count();
+    let clusters = stream.device().capability().0 >= 9 && !stream.device().portable();
+    for number in 0..shapes {
+        for split in [1, 2, 4, 8].into_iter().filter(|&split| split == 1 || clusters) {
+            let by = By::Shape { number, split };
+            for weights in [Weights::from(&prepared), b_there.view().into()] {
+                let out = run(by, weights).unwrap();
+                check_some(
+                    &(&a.view()).into(),
+                    &(&b.view()).into(),
+                    &spec::Product::default(),
+                    &out,
+                    &format!("{by:?}"),
+                );
+            }
+        }
+    }
+    let library = run(By::Library, b_there.view().into());
+    match Cublas::open(stream.device()).is_ok() && !stream.device().portable() {
+        true => check_some(
+            &(&a.view()).into(),
+            &(&b.view()).into(),
+            &spec::Product::default(),
+            &library.unwrap(),
+            "library",
+        ),
+        false => assert_eq!(library, Err(Error::NotThisWay.into())),
+    }
+    for (by, weights) in [
+        (By::Shape { number: shapes, split: 1 }, Weights::from(&prepared)),
+        (By::Shape { number: 0, split: 3 }, (&prepared).into()),
+        (By::Shape { number: 0, split: 16 }, (&prepared).into()),
+        (By::Library, (&prepared).into()),
+    ] {
+        assert_eq!(run(by, weights), Err(Error::NotThisWay.into()), "{by:?}");
+    }
 }
 
 #[test]

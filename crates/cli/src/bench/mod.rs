@@ -10,6 +10,9 @@ mod linear;
 pub mod operations;
 mod place;
 
+#[cfg(feature = "cuda")]
+pub use gemm::Matrix;
+
 use crate::device::Device;
 use anyhow::{Result, ensure};
 use nvfp4_kernels::Implementation;
@@ -163,7 +166,7 @@ fn run_on_gpu(_: usize, _: (usize, usize), _: &[&Operation], _: &[&fp8::Operatio
     anyhow::bail!(crate::device::NOT_BUILT)
 }
 
-fn median(mut times: Vec<f64>) -> f64 {
+pub fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
 }

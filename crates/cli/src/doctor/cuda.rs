@@ -5,6 +5,7 @@ use crate::bench::operations::{Buffers, PLAIN};
 use crate::normal;
 use anyhow::Result;
 use nvfp4_kernels::cuda::{self, Cache, Device, Environment, Properties, Version};
+use nvfp4_kernels::gemm::cuda::{Costs, Kept};
 use nvfp4_kernels::{Implementation, Input, Values};
 use serde_json::{Value, json};
 
@@ -40,7 +41,14 @@ pub fn examine() -> Section {
                         problems.push(format!("gpu {}: {reason}", properties.ordinal));
                     }
                 }
-                gpus.push(to_json(properties, architecture, &checked));
+                let mut gpu = to_json(properties, architecture, &checked);
+                if let Ok(device) = Device::open(properties.ordinal) {
+                    let (text, costs) = describe_costs(&Costs::kept(device));
+                    lines.push(line("", text));
+                    problems.extend(costs["problem"].as_str().map(String::from));
+                    gpu["costs"] = costs;
+                }
+                gpus.push(gpu);
             }
         }
     }
@@ -149,6 +157,23 @@ fn to_json(p: &Properties, architecture: Option<String>, checked: &Check) -> Val
     })
 }
 
+/// Where the costs come from that choose among kernels.
+fn describe_costs(kept: &Kept) -> (String, Value) {
+    match kept {
+        Kept::Nothing => ("costs as shipped".to_string(), json!({ "source": "shipped", "file": null })),
+        Kept::Tuned(path, _) => {
+            let file = path.display().to_string();
+            (format!("costs tuned, from {file}"), json!({ "source": "tuned", "file": file }))
+        }
+        Kept::Ignored(path, reason) => {
+            let file = path.display().to_string();
+            let problem =
+                format!("{file} is ignored, because {reason}: run `nvfp4 tune` again, or `nvfp4 tune --reset`");
+            (format!("costs as shipped: {problem}"), json!({ "source": "shipped", "file": file, "problem": problem }))
+        }
+    }
+}
+
 fn describe_cache(cache: &Cache) -> (String, Value) {
     let anew = "kernels are compiled anew in every process: set NVFP4_CACHE_DIR to a folder that can be written";
     match cache {
@@ -165,5 +190,20 @@ fn describe_cache(cache: &Cache) -> (String, Value) {
             let problem = format!("no folder, so {anew}");
             (problem.clone(), json!({ "folder": null, "writable": false, "problem": problem }))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_name_their_file_and_what_is_wrong_with_it() {
+        let path = || "/cache/costs.txt".into();
+        let (text, json) = describe_costs(&Kept::Nothing);
+        assert_eq!((text.as_str(), &json["source"]), ("costs as shipped", &json!("shipped")));
+        let (text, json) = describe_costs(&Kept::Ignored(path(), "it is damaged".to_string()));
+        assert!(text.starts_with("costs as shipped: /cache/costs.txt is ignored, because it is damaged: "), "{text}");
+        assert!(text.ends_with(json["problem"].as_str().unwrap()), "{text}");
     }
 }

@@ -62,6 +62,11 @@ impl DiskCache {
         }
     }
 
+    /// Where entries are kept.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
     /// Whether entries can be kept; tries it.
     pub fn is_writable(&self) -> bool {
         self.folder.as_ref().is_some_and(|folder| {
@@ -76,7 +81,7 @@ impl DiskCache {
 }
 
 /// Writes `parts` to a temporary file, then renames it.
-fn write(path: &Path, parts: &[&[u8]]) -> std::io::Result<()> {
+pub(crate) fn write(path: &Path, parts: &[&[u8]]) -> std::io::Result<()> {
     static WRITES: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;
@@ -97,6 +102,11 @@ fn write(path: &Path, parts: &[&[u8]]) -> std::io::Result<()> {
 /// accepted.
 fn checksum(key: Key, image: &[u8]) -> u128 {
     fnv1a(key.0, image)
+}
+
+/// A checksum of some bytes.
+pub(crate) fn fingerprint(bytes: &[u8]) -> u128 {
+    fnv1a(FNV_OFFSET, bytes)
 }
 
 const FNV_OFFSET: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;

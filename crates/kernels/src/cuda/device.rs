@@ -8,6 +8,7 @@ use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int};
 use std::hash::{Hash, Hasher};
+use std::path::Path;
 use std::sync::{Mutex, OnceLock};
 use std::{fmt, ptr};
 
@@ -129,6 +130,11 @@ impl Device {
     /// Whether its kernels avoid the chip's conversion instructions; see [`Environment::portable`].
     pub fn portable(self) -> bool {
         self.0.portable
+    }
+
+    /// The folder in which compiled kernels, and what else was found out about it, are kept.
+    pub(crate) fn cache_folder(self) -> Option<&'static Path> {
+        self.0.cache.folder()
     }
 
     /// Bytes of free memory and of all memory.

@@ -6,8 +6,9 @@ use std::path::PathBuf;
 /// What the environment says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
-    /// Where compiled kernels are kept: `NVFP4_CACHE_DIR`, else `$XDG_CACHE_HOME/nvfp4`, else
-    /// `$HOME/.cache/nvfp4`. Without it they are compiled anew in every process.
+    /// Where compiled kernels and measured costs are kept: `NVFP4_CACHE_DIR`, else
+    /// `$XDG_CACHE_HOME/nvfp4`, else `$HOME/.cache/nvfp4`. Without it kernels are compiled anew in
+    /// every process, and costs are those that ship.
     pub cache: Option<PathBuf>,
     /// Folders that may hold NVRTC and cuBLASLt if the dynamic loader does not find them, the
     /// likeliest first: the libraries of `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda` and

@@ -30,6 +30,7 @@ mod tensor_map;
 pub(crate) mod text;
 mod timing;
 
+pub(crate) use cache::{fingerprint, write as write_whole};
 pub use compile::{Source, architecture, compile, compiler_version, supported_architectures};
 pub(crate) use counting::{countable, divisor};
 pub use device::{Device, Properties};

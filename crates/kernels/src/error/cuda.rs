@@ -129,6 +129,8 @@ pub enum Error {
     },
     /// Prepared weights in a product with an operand that tensor cores do not take.
     Prepared,
+    /// A product that cannot be computed in the way that was asked for.
+    NotThisWay,
     /// Anything else that the driver, NVRTC or cuBLASLt answers.
     Driver {
         /// The call that failed.
@@ -219,6 +221,10 @@ impl fmt::Display for Error {
                 f,
                 "prepared weights: expected NVFP4, bf16 or f16 with at least one column on the left, \
                  got f32, FP8 or no columns: convert the left operand, or pass the weights unprepared"
+            ),
+            Error::NotThisWay => f.write_str(
+                "this product cannot be computed in the way that was asked for, on this GPU and of these \
+                 operands: let the library choose one",
             ),
             Error::Driver { call, code, text } => write!(f, "{call} failed with code {code}: {text}"),
         }

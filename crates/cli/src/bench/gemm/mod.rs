@@ -5,6 +5,9 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
+#[cfg(feature = "cuda")]
+pub use cuda::Matrix;
+
 use super::place::{Place, check_size};
 use anyhow::{Result, ensure};
 use nvfp4_kernels::Implementation;

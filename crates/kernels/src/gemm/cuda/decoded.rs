@@ -1,7 +1,7 @@
 //! Products of any operands; `decoded.cu` says how.
 
 use super::OUTPUT;
-use super::grouped::{GroupedOperand, Grouping, PARTS, Part};
+use super::groups::{GroupedOperand, Grouping, PARTS, Part};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format as format_name};

@@ -13,14 +13,19 @@
 //! | `tiles.rs`: decoded on the way to shared memory | FP8 otherwise, also in blocks of 128 |
 //! | `decoded.rs`: multiply-adds on binary32 | everything else |
 //!
-//! What a product is decides, and for NVFP4 the expected time; nothing is timed in a run.
+//! What a product is decides, and for NVFP4 the expected time by the [`Costs`] of the GPU. They ship,
+//! or were measured before and lie in a file; nothing is timed in a run.
 
+mod choice;
 mod codes;
+mod costs;
 mod cublas;
 mod decoded;
 mod global;
 mod grouped;
+mod groups;
 mod host;
+mod kept;
 mod operand;
 mod output;
 mod pipeline;
@@ -29,18 +34,24 @@ mod scratch;
 mod shape;
 mod tiles;
 mod to_bf16;
+mod tune;
 
+pub use costs::{Cost, Costs};
 pub use cublas::Cublas;
-pub use grouped::{Along, GroupedOperand, multiply_groups};
+pub use grouped::multiply_groups;
+pub use groups::{Along, GroupedOperand};
 pub(super) use host::on_host;
+pub use kept::Kept;
 pub use operand::{Operand, Weights};
 pub use output::Product;
 pub use prepared::PreparedWeight;
+pub use tune::{By, Form, Probe};
 
 use crate::cuda::text::precision;
 use crate::cuda::{Allocator, Device, Plain, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::{Result, cuda};
+use choice::Choice;
 use nvfp4_spec::{Element, Error, Precision, area};
 use output::{OperandOrder, Output};
 
@@ -86,7 +97,7 @@ impl<'a> Way<'a> {
         let pipeline = Way::pipeline(a, right);
         let to_bf16 = to_bf16::ToBf16::of(library, a, right, output).filter(|way| match &pipeline {
             Some(Way::Pipeline(tokens, weights, _)) => {
-                shape::prefers_library(device, way.bytes(), (tokens.rows(), weights.size()))
+                choice::prefers_library(device, way.bytes(), (tokens.rows(), weights.size()))
             }
             _ => true,
         });
@@ -121,10 +132,10 @@ impl<'a> Way<'a> {
             Way::Codes(codes) => return codes.run(stream, output, memory),
             Way::ToBf16(way) => return way.run(stream, output, memory),
             Way::Pipeline(tokens, right, OperandOrder::Given) => {
-                pipeline::run(stream, *tokens, *right, output, memory)?
+                pipeline::run(stream, *tokens, *right, Choice::Fastest, output, memory)?
             }
             Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
-                pipeline::run(stream, *tokens, *right, &output.swapped(), memory)?;
+                pipeline::run(stream, *tokens, *right, Choice::Fastest, &output.swapped(), memory)?;
             }
             Way::Tiles(a, b, kinds) => tiles::run(stream, (a, b), *kinds, output, memory)?,
             Way::MultiplyAdds(a, b) => decoded::run(stream, a, b, output)?,
@@ -169,6 +180,43 @@ pub fn gemm<'a, T: Element + Plain>(
         }
     }
     unreachable!("the last way computes every product")
+}
+
+/// The same as [`gemm`], in a way that the caller chooses, to find out what it takes; an error if the
+/// product cannot be computed so. Does not wait.
+pub fn gemm_by<'a, T: Element + Plain>(
+    stream: &Stream,
+    by: By,
+    (a, b): (impl Into<Operand<'a>>, impl Into<Weights<'a>>),
+    product: &Product<'_, T>,
+    out: SliceMut<'_, T>,
+    memory: &dyn Allocator,
+) -> Result<()> {
+    let (a, b) = (a.into(), b.into());
+    let output = check(stream.device(), &a, &b, product, &out)?;
+    if out.is_empty() {
+        return Ok(());
+    }
+    let ran = match (by, b) {
+        (By::Library, Weights::Operand(b)) => {
+            let way = to_bf16::ToBf16::of(Cublas::of(stream.device()), a, b, &output);
+            way.map(|way| way.run(stream, &output, memory)).transpose()?.unwrap_or(false)
+        }
+        (By::Shape { number, split }, b) => {
+            let right = match b {
+                Weights::Prepared(weight) => Some(pipeline::Right::Prepared(weight)),
+                Weights::Operand(Operand::Nvfp4(view)) => Some(pipeline::Right::View(view)),
+                Weights::Operand(_) => None,
+            };
+            let operands = pipeline::Tokens::of(a).zip(right);
+            let run = |(tokens, right)| {
+                pipeline::run(stream, tokens, right, Choice::Given { number, split }, &output, memory)
+            };
+            operands.map(run).transpose()?.is_some()
+        }
+        (By::Library, Weights::Prepared(_)) => false,
+    };
+    if ran { Ok(()) } else { Err(cuda::Error::NotThisWay.into()) }
 }
 
 /// A description of how a product with outputs of type `T` is computed.

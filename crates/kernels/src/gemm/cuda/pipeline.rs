@@ -1,6 +1,7 @@
 //! Products by tensor cores; `pipeline.cuh` says how.
 
-use super::grouped::{Along, Grouping};
+use super::choice::{Choice, shape_for_groups};
+use super::groups::{Along, Grouping};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use super::prepared::{self, PreparedWeight, TILE, TILE_BYTES, prepare, tiles};
@@ -107,9 +108,12 @@ const UNDO: f32 = 128.0;
 
 type Variant = (Shape, Precision, Kind, Grouping);
 
-fn choose(device: Device, m: usize, (rows, cols): (usize, usize)) -> Result<Shape> {
-    let too_large = cuda::Error::TooManyBlocks { rows, cols };
-    Ok(Shape::choose(device, m, tiles(rows, cols)).ok_or(too_large)?)
+fn choose(choice: Choice, device: Device, m: usize, (rows, cols): (usize, usize)) -> Result<Shape> {
+    let reason = match choice {
+        Choice::Fastest => cuda::Error::TooManyBlocks { rows, cols },
+        Choice::Given { .. } => cuda::Error::NotThisWay,
+    };
+    Ok(choice.shape(device, m, (rows, cols)).ok_or(reason)?)
 }
 
 pub(super) fn describe(device: Device, tokens: &Tokens<'_>, right: &Right<'_>) -> Result<String> {
@@ -119,7 +123,7 @@ pub(super) fn describe(device: Device, tokens: &Tokens<'_>, right: &Right<'_>) -
         (Tokens::Plain(..), Right::View(_)) => "prepare B, ",
         (Tokens::Plain(..), Right::Prepared(_)) => "",
     };
-    Ok(format!("{before}{}", choose(device, tokens.rows(), right.size())?))
+    Ok(format!("{before}{}", choose(Choice::Fastest, device, tokens.rows(), right.size())?))
 }
 
 /// Tokens are decoded in multiples of this number.
@@ -133,6 +137,7 @@ pub(super) fn run(
     stream: &Stream,
     tokens: Tokens<'_>,
     right: Right<'_>,
+    choice: Choice,
     output: &Output,
     memory: &dyn Allocator,
 ) -> Result<()> {
@@ -162,7 +167,7 @@ pub(super) fn run(
         }
         Right::Prepared(weight) => weight.address(),
     };
-    let call = Call { stream, bits: tokens.math(), weights, size: (rows, cols), output };
+    let call = Call { stream, choice, bits: tokens.math(), weights, size: (rows, cols), output };
     match tokens {
         Tokens::Nvfp4(view) => {
             for first in (0..m).step_by(part) {
@@ -191,6 +196,7 @@ pub(super) fn run(
 /// What the launches of a product have in common.
 struct Call<'a> {
     stream: &'a Stream,
+    choice: Choice,
     bits: Precision,
     weights: u64,
     /// N and K.
@@ -203,7 +209,7 @@ impl Call<'_> {
     /// bytes apart.
     fn launch(&self, (tokens, pitch): (u64, usize), (first, m): (usize, usize), undo: f32) -> Result<()> {
         let (device, (rows, cols)) = (self.stream.device(), self.size);
-        let shape = choose(device, m, self.size)?;
+        let shape = choose(self.choice, device, m, self.size)?;
         let (row_tiles, k_tiles) = tiles(rows, cols);
         let params = Params {
             map: tensor_map(device, self.bits, (tokens, pitch), (m, cols), shape.tokens)?,
@@ -273,7 +279,7 @@ pub(super) fn run_groups(
     let too_large = cuda::Error::TooManyBlocks { rows: b.rows, cols: b.cols };
     // Groups along K have any even number of tiles, so a step has at most two.
     let steps = if a_along == Along::K { 2 * ((k_tiles / 2).div_ceil(count.max(1)) | 1) } else { own_k };
-    let shape = Shape::choose_for_groups(device, (average, count), (own_rows, steps)).ok_or(too_large)?;
+    let shape = shape_for_groups(device, (average, count), (own_rows, steps)).ok_or(too_large)?;
     let pitch = 2 * a.cols;
     let scratch = Scratch::new(stream, memory, [row_tiles * k_tiles * TILE_BYTES, a.rows * pitch])?;
     let [prepared, decoded] = scratch.addresses;

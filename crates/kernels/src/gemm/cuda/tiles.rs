@@ -1,7 +1,7 @@
 //! Products of FP8 operands on bf16 tensor cores; `tiles.cu` says how.
 
 use super::decoded::{self, Condition};
-use super::grouped::{Along, GroupedOperand, Grouping, PARTS, Part};
+use super::groups::{Along, GroupedOperand, Grouping, PARTS, Part};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
 use super::scratch::Scratch;

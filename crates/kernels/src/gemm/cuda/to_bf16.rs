@@ -4,6 +4,7 @@
 //! An MXFP8 value below the normal numbers of bf16 may lose bits. The decoder notes that in the
 //! memory of the GPU, and multiply-adds then compute the product once more (`decoded.cu`).
 
+use super::costs::NVFP4_BYTES;
 use super::cublas::{self, Call, Cublas, Factors, Values};
 use super::decoded::{self, Condition};
 use super::operand::Operand;
@@ -108,7 +109,7 @@ impl<'a> ToBf16<'a> {
         let bytes = |(operand, decoder): &(Operand<'_>, Decoder)| {
             let each = match decoder {
                 Decoder::Plain => 0.0,
-                Decoder::Nvfp4 => 2.5625,
+                Decoder::Nvfp4 => NVFP4_BYTES,
                 Decoder::Codes | Decoder::Rows32 | Decoder::Columns32 => 3.0,
             };
             each * operand.rows() as f64 * operand.cols() as f64

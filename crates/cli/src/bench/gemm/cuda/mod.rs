@@ -4,12 +4,14 @@ mod check;
 pub(super) mod fp8;
 mod matrix;
 
+pub use matrix::Matrix;
+
 use super::{Format, Sizes};
 use crate::bench::median;
 use crate::table::{Table, right};
 use anyhow::{Context, Result};
 use half::bf16;
-use matrix::{Form, Matrix};
+use matrix::Form;
 use nvfp4_kernels::cuda::{Buffer, Device, Recycled, Stream, time_interleaved};
 use nvfp4_kernels::dequantize::cuda::dequantize;
 use nvfp4_kernels::gemm::cuda::{Cublas, PreparedWeight, Product, describe, gemm};
