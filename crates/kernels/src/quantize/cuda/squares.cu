@@ -45,6 +45,6 @@ extern "C" __global__ void __launch_bounds__(512 / PER_THREAD, MIN_BLOCKS) quant
         if (width == 0 || first + i >= d.rows) break;
         Position at = {first + i, (first + i) * blocks + block, block, width};
         store_codes(d, at, square_codes<Row>(y[i], scaled[i], s, d, at));
-        store_scale(d, at, scaled[i].byte);
+        store_scale<Row>(d, at, scaled[i].byte);
     }
 }
