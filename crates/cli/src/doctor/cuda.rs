@@ -1,10 +1,12 @@
 //! The driver, the compiler, the GPUs, and a run on each.
 
+use super::products::Products;
 use super::{Outcome, Section};
 use crate::bench::operations::{Buffers, PLAIN};
 use crate::normal;
 use anyhow::Result;
 use nvfp4_kernels::cuda::{self, Cache, Device, Environment, Properties, Version};
+use nvfp4_kernels::gemm::cuda::{ProductKind, verdict};
 use nvfp4_kernels::{Implementation, Input, Values};
 use serde_json::{Value, json};
 
@@ -33,6 +35,11 @@ pub fn examine() -> Section {
                     },
                 };
                 lines.push(line("", checked.text()));
+                let products = products(properties.ordinal, &checked);
+                if !products.0.is_empty() {
+                    lines.push(line("", products.text()));
+                }
+                problems.extend(products.problems().map(|problem| format!("gpu {}: {problem}", properties.ordinal)));
                 if let Check::Failed(reason) = &checked {
                     outcome = Outcome::Failed;
                     // Why kernels cannot be compiled is in the list already.
@@ -40,7 +47,7 @@ pub fn examine() -> Section {
                         problems.push(format!("gpu {}: {reason}", properties.ordinal));
                     }
                 }
-                gpus.push(to_json(properties, architecture, &checked));
+                gpus.push(to_json(properties, architecture, &checked, &products));
             }
         }
     }
@@ -96,6 +103,16 @@ fn check(ordinal: usize) -> Result<()> {
     got.check_equal(&expected)
 }
 
+/// What becomes of products by cuBLASLt; of none where the GPU does not work.
+fn products(ordinal: usize, checked: &Check) -> Products {
+    let device = match checked {
+        Check::Ok => Device::open(ordinal).ok(),
+        Check::Failed(_) | Check::Unusable(_) => None,
+    };
+    let each = |device| ProductKind::ALL.map(|kind| (kind, verdict(device, kind))).to_vec();
+    Products(device.map_or(Vec::new(), each))
+}
+
 fn line(about: &str, text: impl Into<String>) -> (String, String) {
     (about.to_string(), text.into())
 }
@@ -130,7 +147,7 @@ fn describe(p: &Properties, architecture: Option<&str>) -> String {
     )
 }
 
-fn to_json(p: &Properties, architecture: Option<String>, checked: &Check) -> Value {
+fn to_json(p: &Properties, architecture: Option<String>, checked: &Check, products: &Products) -> Value {
     let (result, problem) = match checked {
         Check::Ok => ("ok", None),
         Check::Failed(reason) => ("failed", Some(reason)),
@@ -146,6 +163,7 @@ fn to_json(p: &Properties, architecture: Option<String>, checked: &Check) -> Val
         "l2_cache": p.l2_cache,
         "check": result,
         "problem": problem,
+        "products": products.to_json(),
     })
 }
 
