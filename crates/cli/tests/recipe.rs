@@ -56,8 +56,8 @@ fn explain_prints_what_every_layer_resolves_to() {
     assert!(diff.starts_with("~ model.layers.0-2.mlp.down_proj:input: nvfp4(hadamard) → high-precision\n"), "{diff}");
     assert_eq!(text(&["explain", "nvfp4", "--against", "nvfp4"], 0), "no difference\n");
     for (recipe, runs) in [
-        ("nvfp4", "nvfp4 on bf16 tensor cores\n"),
-        ("mxfp8", "mxfp8 on bf16 tensor cores\n"),
+        ("nvfp4", "nvfp4 on block-scaled tensor cores\n"),
+        ("mxfp8", "mxfp8 on block-scaled tensor cores\n"),
         ("current_scaling", "fp8 on FP8 tensor cores\nsums of FP8 on a GPU: fprop fast, dgrad split, wgrad split\n"),
     ] {
         let table = text(&["explain", recipe, "--gpu", "10.0"], 0);

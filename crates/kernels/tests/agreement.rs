@@ -154,8 +154,16 @@ fn the_number_of_threads_does_not_matter() {
 
 #[test]
 fn scales_swizzled_on_the_way() {
-    for (rows, cols) in [(16, 16), (130, 100), (300, 1040)] {
-        Runner::new(Case { swizzled: true, ..Case::new(rows, cols) }).check();
+    // Ragged blocks; whole ones with padding of rows, of columns and of both; none.
+    for (rows, cols) in [(130, 100), (300, 1040), (16, 16), (144, 64), (256, 80), (272, 1056), (128, 64), (256, 1024)] {
+        for (tile, global) in [
+            (Tile::Row16, GlobalScale::PerTensor),
+            (Tile::Row16, GlobalScale::PerRow),
+            (Tile::Square16, GlobalScale::PerTensor),
+        ] {
+            let mode = Mode { tile, global, ..Mode::default() };
+            Runner::new(Case { mode, swizzled: true, ..Case::new(rows, cols) }).check();
+        }
     }
 }
 

@@ -4,82 +4,25 @@
 
 mod bounded;
 mod device;
+#[path = "gemm_gpu/operands.rs"]
+mod operands;
 #[path = "gemm_gpu/scratch.rs"]
 mod scratch;
 
 use device::stream;
 use half::{bf16, f16};
-use nvfp4_kernels::Implementation;
 use nvfp4_kernels::cuda::{Buffer, Error, Input, Plain, Pool, Stream, Values};
-use nvfp4_kernels::dequantize::cuda::View;
 use nvfp4_kernels::gemm::cuda::{
-    By, Costs, Cublas, Member, Operand, PreparedWeight, Product, Weights, describe, gemm, gemm_by, grouped,
+    By, Costs, Cublas, Member, Operand, PreparedWeight, Product, ProductKind, Verdict, Weights, describe, gemm,
+    gemm_by, grouped, verdict,
 };
 use nvfp4_kernels::quantize::Layout;
-use nvfp4_kernels::swizzle;
 use nvfp4_spec::gemm::{self as spec, Accumulate, Accumulator};
-use nvfp4_spec::matrix::{self, Matrix, Quantized};
+use nvfp4_spec::matrix::{Matrix, Quantized};
 use nvfp4_spec::philox::philox4x32;
-use nvfp4_spec::{Element, GlobalScale, Mode, Profile, Rounding};
+use nvfp4_spec::{Element, GlobalScale, Mode, Profile};
+use operands::{Copied, per, quantized, run, same, values};
 use std::collections::BTreeSet;
-
-fn values<T: Element>(rows: usize, cols: usize, seed: u32) -> Vec<T> {
-    let value = |i: usize| {
-        let [a, b, ..] = philox4x32([i as u32, (i / 16) as u32, 0, 0], [seed, 5]);
-        T::from_f32((a as f32 - b as f32) / 4294967296.0 / (1 << (b % 5)) as f32)
-    };
-    (0..rows * cols).map(value).collect()
-}
-
-fn quantized(rows: usize, cols: usize, seed: u32, mode: Mode) -> Quantized {
-    let x = Matrix::new(rows, cols, &values::<f32>(rows, cols, seed)).unwrap();
-    let amax = matrix::amax(&x, mode.global, mode.amax_specials()).unwrap();
-    matrix::quantize(&x, &amax, &mode, Rounding::NearestEven).unwrap()
-}
-
-fn per(global: GlobalScale) -> Mode {
-    Mode { global, ..Mode::default() }
-}
-
-/// A quantized matrix on the GPU.
-struct Copied<'a> {
-    host: &'a Quantized,
-    codes: Buffer<u8>,
-    scales: Buffer<u8>,
-    stored: Buffer<f32>,
-    layout: Layout,
-}
-
-impl<'a> Copied<'a> {
-    fn new(stream: &Stream, host: &'a Quantized, layout: Layout) -> Self {
-        let scales = match layout {
-            Layout::Linear => host.scales.clone(),
-            Layout::Swizzled => {
-                let mut out = vec![0; layout.scale_len(host.rows, host.cols).unwrap()];
-                swizzle::swizzle(Implementation::Scalar, &host.scales, host.rows, host.cols.div_ceil(16), &mut out)
-                    .unwrap();
-                out
-            }
-        };
-        let upload = |bytes: &[u8]| stream.to_device(bytes).unwrap();
-        let stored = stream.to_device(&host.stored).unwrap();
-        Copied { host, codes: upload(&host.codes), scales: upload(&scales), stored, layout }
-    }
-
-    fn view(&self) -> View<'_> {
-        let Quantized { rows, cols, global, unit, .. } = *self.host;
-        View {
-            rows,
-            cols,
-            codes: self.codes.slice(),
-            scales: self.scales.slice(),
-            layout: self.layout,
-            stored: self.stored.slice(),
-            global,
-            unit,
-        }
-    }
-}
 
 /// Sizes of both sides that take every shape of kernel, whole and ragged.
 const SIZES: [(usize, usize, usize); 24] = [
@@ -108,25 +51,6 @@ const SIZES: [(usize, usize, usize); 24] = [
     (256, 8192, 2048),
     (1000, 8200, 192),
 ];
-
-fn run<'a, T: Element + Plain>(
-    stream: &Stream,
-    a: impl Into<Operand<'a>>,
-    b: impl Into<Weights<'a>>,
-    product: &Product<'_, T>,
-) -> Vec<T> {
-    let (a, b) = (a.into(), b.into());
-    let mut out = stream.to_device(&vec![T::from_f32(77.0); a.rows() * b.rows()]).unwrap();
-    gemm(stream, a, b, product, out.slice_mut(), &Pool).unwrap();
-    let mut host = vec![T::default(); out.len()];
-    stream.download(out.slice(), &mut host).unwrap();
-    host
-}
-
-fn same<T: Element>(a: &[T], b: &[T]) -> bool {
-    let bits = |x: &T| if x.to_f32().is_nan() { u32::MAX } else { x.to_f32().to_bits() };
-    a.iter().map(bits).eq(b.iter().map(bits))
-}
 
 /// Checks the corners and random outputs: all outputs would take the oracle minutes.
 fn check_some<T: Element>(
@@ -276,6 +200,29 @@ fn global_scales_alpha_bias_and_c_in_every_type() {
     }
 }
 
+/// Shapes that block-scaled units take where the chip has them, with linear and swizzled scales.
+#[test]
+fn whole_blocks_with_scales_in_either_order() {
+    let Some(stream) = stream() else { return };
+    for (seed, (m, n, k)) in (0..).zip([(1, 16, 32), (130, 48, 96), (128, 128, 256), (300, 272, 1056)]) {
+        for (left, right) in
+            [(GlobalScale::PerTensor, GlobalScale::PerTensor), (GlobalScale::PerRow, GlobalScale::PerTensor)]
+        {
+            let (a, b) = (quantized(m, k, seed, per(left)), quantized(n, k, seed + 9, per(right)));
+            for (a_layout, b_layout) in [(Layout::Linear, Layout::Swizzled), (Layout::Swizzled, Layout::Swizzled)] {
+                let (a_there, b_there) = (Copied::new(&stream, &a, a_layout), Copied::new(&stream, &b, b_layout));
+                let out = run::<bf16>(&stream, a_there.view(), b_there.view(), &Product::default());
+                let how =
+                    describe(stream.device(), a_there.view(), b_there.view(), &Product::<bf16>::default()).unwrap();
+                let kind = if left == GlobalScale::PerRow { ProductKind::Nvfp4RowScaled } else { ProductKind::Nvfp4 };
+                let used = verdict(stream.device(), kind) == Verdict::Used;
+                assert_eq!(how.contains("block-scaled"), used, "{how}");
+                check_some(&(&a.view()).into(), &(&b.view()).into(), &spec::Product::default(), &out, &how);
+            }
+        }
+    }
+}
+
 /// The operand with more rows is the one that is prepared.
 #[test]
 fn either_side_is_brought_into_order() {
@@ -284,7 +231,7 @@ fn either_side_is_brought_into_order() {
         let (a, b) = (quantized(m, k, 1, per(GlobalScale::PerRow)), quantized(n, k, 2, per(GlobalScale::PerTensor)));
         let (a_there, b_there) = (Copied::new(&stream, &a, Layout::Swizzled), Copied::new(&stream, &b, Layout::Linear));
         let kernel = describe(stream.device(), a_there.view(), b_there.view(), &Product::<bf16>::default()).unwrap();
-        assert!(kernel.starts_with("swapped: "), "{kernel}");
+        assert!(kernel.starts_with("swapped: ") || kernel.contains("block-scaled"), "{kernel}");
         let out = run::<bf16>(&stream, a_there.view(), b_there.view(), &Product::default());
         check_some(&(&a.view()).into(), &(&b.view()).into(), &spec::Product::default(), &out, &kernel);
         let other = run::<bf16>(&stream, b_there.view(), a_there.view(), &Product::default());

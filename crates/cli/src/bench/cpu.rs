@@ -4,7 +4,7 @@ use super::operations::{Buffers, Kind, Operation, PLAIN, Side, Source};
 use super::{fp8, median};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
-use nvfp4_kernels::quantize::quantize;
+use nvfp4_kernels::quantize::{Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values, amax, dequantize};
 use nvfp4_spec::{Element, Specials, matrix};
 use rayon::prelude::*;
@@ -83,8 +83,8 @@ impl Bench {
             amax: [x.iter().fold(0.0, |m, x| x.to_f32().abs().max(m))],
             copy: x.clone(),
             x,
-            row: Buffers::new(size, size),
-            col: Buffers::new(size, size),
+            row: Buffers::new(size, size, Layout::Linear)?,
+            col: Buffers::new(size, size, Layout::Linear)?,
             decoded: Vec::new(),
             decoded_bf16: Vec::new(),
         })

@@ -44,6 +44,8 @@ pub struct Settings {
     /// Of the column direction.
     pub transform: Option<Signs>,
     pub stochastic: bool,
+    /// Of the scales.
+    pub layout: Layout,
 }
 
 /// Where the amaxes come from.
@@ -106,9 +108,10 @@ pub const PLAIN: Settings = Settings {
     col: false,
     transform: None,
     stochastic: false,
+    layout: Layout::Linear,
 };
 
-static OPERATIONS: [Operation; 20] = {
+static OPERATIONS: [Operation; 21] = {
     use {ErrorPath::*, Kind::*, Metric::*, Source::*, Tile::*};
     const ROW_SCALED: Mode = Mode { global: GlobalScale::PerRow, ..PLAIN.mode };
     const SQUARE: Mode = mode(Square16, ScaleRule::Six);
@@ -116,6 +119,10 @@ static OPERATIONS: [Operation; 20] = {
         operation("amax", Amax),
         operation("quantize 1x16 amax-given", Quantize(Settings { amax: Given, ..PLAIN })),
         operation("quantize 1x16", Quantize(PLAIN)),
+        Operation {
+            on: On::Gpu,
+            ..operation("quantize 1x16 swizzled", Quantize(Settings { layout: Layout::Swizzled, amax: Given, ..PLAIN }))
+        },
         operation("quantize 1x16 row-scaled", Quantize(Settings { mode: ROW_SCALED, ..PLAIN })),
         operation("quantize 16x16", Quantize(Settings { mode: SQUARE, amax: GivenOnGpu, ..PLAIN })),
         operation("quantize 1x16 both", Quantize(Settings { col: true, ..PLAIN })),
@@ -163,14 +170,14 @@ pub const POISON: u8 = 0xA5;
 
 impl Buffers {
     /// For a direction of `rows` rows of `cols` elements.
-    pub fn new(rows: usize, cols: usize) -> Self {
-        Buffers {
+    pub fn new(rows: usize, cols: usize, layout: Layout) -> Result<Self> {
+        Ok(Buffers {
             rows,
             cols,
             codes: vec![POISON; rows * e2m1::packed_len(cols)],
-            scales: vec![POISON; rows * cols.div_ceil(16)],
+            scales: vec![POISON; layout.scale_len(rows, cols)?],
             amax: vec![f32::NAN; rows],
-        }
+        })
     }
 
     /// The results of an implementation: rows, columns. A direction that is not wanted stays as it
@@ -181,8 +188,11 @@ impl Buffers {
         settings: &Settings,
         given: Option<&[f32]>,
     ) -> Result<[Buffers; 2]> {
-        let new = |side, rows, cols| if settings.wants(side) { Buffers::new(rows, cols) } else { Buffers::new(0, 0) };
-        let mut both = [new(Side::Row, x.rows(), x.cols()), new(Side::Column, x.cols(), x.rows())];
+        let new = |side, rows, cols| {
+            let (rows, cols) = if settings.wants(side) { (rows, cols) } else { (0, 0) };
+            Buffers::new(rows, cols, settings.layout)
+        };
+        let mut both = [new(Side::Row, x.rows(), x.cols())?, new(Side::Column, x.cols(), x.rows())?];
         let [row, col] = &mut both;
         quantize(
             implementation,
@@ -203,7 +213,7 @@ impl Buffers {
                 Rounding::Stochastic(stream) => Rounding::Stochastic(Random::Stream(stream)),
             },
             transform: settings.transform(side),
-            layout: Layout::Linear,
+            layout: settings.layout,
             amax: given.map_or_else(|| Amax::Compute(&mut self.amax[..count]), Amax::Given),
             codes: &mut self.codes,
             scales: &mut self.scales,
@@ -213,7 +223,9 @@ impl Buffers {
     /// New ones of the same size.
     #[cfg(feature = "cuda")]
     pub fn new_like(&self) -> Self {
-        Buffers::new(self.rows, self.cols)
+        let filled = |bytes: &[u8]| vec![POISON; bytes.len()];
+        let (codes, scales) = (filled(&self.codes), filled(&self.scales));
+        Buffers { rows: self.rows, cols: self.cols, codes, scales, amax: vec![f32::NAN; self.amax.len()] }
     }
 
     /// How many amaxes a quantization uses.

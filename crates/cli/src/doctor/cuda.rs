@@ -1,11 +1,13 @@
 //! The driver, the compiler, the GPUs, and a run on each.
 
+use super::products::Products;
 use super::{Outcome, Section};
 use crate::bench::operations::{Buffers, PLAIN};
 use crate::normal;
 use anyhow::Result;
 use nvfp4_kernels::cuda::{self, Cache, Device, Environment, Properties, Version};
 use nvfp4_kernels::gemm::cuda::{Costs, Kept};
+use nvfp4_kernels::gemm::cuda::{ProductKind, verdict};
 use nvfp4_kernels::{Implementation, Input, Values};
 use serde_json::{Value, json};
 
@@ -34,6 +36,11 @@ pub fn examine() -> Section {
                     },
                 };
                 lines.push(line("", checked.text()));
+                let products = products(properties.ordinal, &checked);
+                if !products.0.is_empty() {
+                    lines.push(line("", products.text()));
+                }
+                problems.extend(products.problems().map(|problem| format!("gpu {}: {problem}", properties.ordinal)));
                 if let Check::Failed(reason) = &checked {
                     outcome = Outcome::Failed;
                     // Why kernels cannot be compiled is in the list already.
@@ -41,7 +48,7 @@ pub fn examine() -> Section {
                         problems.push(format!("gpu {}: {reason}", properties.ordinal));
                     }
                 }
-                let mut gpu = to_json(properties, architecture, &checked);
+                let mut gpu = to_json(properties, architecture, &checked, &products);
                 if let Ok(device) = Device::open(properties.ordinal) {
                     let (text, costs) = describe_costs(&Costs::kept(device));
                     lines.push(line("", text));
@@ -104,6 +111,16 @@ fn check(ordinal: usize) -> Result<()> {
     got.check_equal(&expected)
 }
 
+/// What becomes of products by cuBLASLt; of none where the GPU does not work.
+fn products(ordinal: usize, checked: &Check) -> Products {
+    let device = match checked {
+        Check::Ok => Device::open(ordinal).ok(),
+        Check::Failed(_) | Check::Unusable(_) => None,
+    };
+    let each = |device| ProductKind::ALL.map(|kind| (kind, verdict(device, kind))).to_vec();
+    Products(device.map_or(Vec::new(), each))
+}
+
 fn line(about: &str, text: impl Into<String>) -> (String, String) {
     (about.to_string(), text.into())
 }
@@ -138,7 +155,7 @@ fn describe(p: &Properties, architecture: Option<&str>) -> String {
     )
 }
 
-fn to_json(p: &Properties, architecture: Option<String>, checked: &Check) -> Value {
+fn to_json(p: &Properties, architecture: Option<String>, checked: &Check, products: &Products) -> Value {
     let (result, problem) = match checked {
         Check::Ok => ("ok", None),
         Check::Failed(reason) => ("failed", Some(reason)),
@@ -154,6 +171,7 @@ fn to_json(p: &Properties, architecture: Option<String>, checked: &Check) -> Val
         "l2_cache": p.l2_cache,
         "check": result,
         "problem": problem,
+        "products": products.to_json(),
     })
 }
 

@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod products;
 
 use crate::{exit, json, sizes, until_closed};
 use anyhow::Result;
@@ -12,8 +14,9 @@ use std::process::ExitCode;
 
 /// Report what this build can run on this machine, and what is missing.
 ///
-/// Tests every GPU: quantizes a small matrix on it and compares the bits with the CPU's. Exits with
-/// 1 if a GPU fails the test, and with 0 otherwise, also without a GPU.
+/// Tests every GPU: quantizes a small matrix on it and compares the bits with the CPU's. Says which
+/// small products cuBLASLt computes within their bound; what it does not, goes another way. Exits
+/// with 1 if a GPU fails the test of bits, and with 0 otherwise, also without a GPU.
 #[derive(clap::Args)]
 pub struct Args {
     /// Print JSON: {version, cpu, memory, cuda}.

@@ -22,6 +22,7 @@ typedef unsigned long long u64;
 
 #ifdef __CUDACC__
 #define RULE __device__ __forceinline__
+#define METHOD RULE
 #define RARE __device__ __noinline__
 RULE u32 to_bits(float x) { return __float_as_uint(x); }
 RULE float from_bits(u32 x) { return __uint_as_float(x); }
@@ -30,6 +31,7 @@ RULE float absolute(float x) { return fabsf(x); }
 RULE u32 mul_high(u32 a, u32 b) { return __umulhi(a, b); }
 #else
 #define RULE static inline
+#define METHOD inline
 #define RARE static
 RULE u32 to_bits(float x) { return __builtin_bit_cast(u32, x); }
 RULE float from_bits(u32 x) { return __builtin_bit_cast(float, x); }

@@ -5,7 +5,7 @@ use super::device::Device;
 use super::error::{Error, Result, check};
 use super::memory::{Buffer, Plain, Slice, SliceMut, is_page_locked};
 use cudarc::driver::CudaStream;
-use cudarc::driver::sys::{self, CUevent, CUgraphExec, CUresult, CUstream, CUstreamCaptureMode};
+use cudarc::driver::sys::{self, CUevent, CUgraphExec, CUresult, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
 use nvfp4_spec::Element;
 use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
@@ -79,6 +79,16 @@ impl Stream {
         let _current = self.0.device.enter()?;
         // SAFETY: the stream exists.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0.raw) })
+    }
+
+    /// Whether a graph is being recorded from it, by anyone.
+    pub(crate) fn is_capturing(&self) -> bool {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let Ok(_current) = self.0.device.enter() else { return false };
+        // SAFETY: the stream exists; the driver writes one number.
+        let code = unsafe { sys::cuStreamIsCapturing(self.0.raw, &mut status) };
+        // The default stream answers with an error while another one is captured.
+        code != CUresult::CUDA_SUCCESS || status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
     }
 
     /// Copies to the GPU. `from` may be changed as soon as this returns: pageable memory is read

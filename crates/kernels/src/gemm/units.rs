@@ -26,6 +26,8 @@ pub enum Units {
     /// Tensor cores that multiply FP8 codes, through cuBLASLt: twice as fast, with sums of fewer
     /// bits.
     Fp8TensorCores,
+    /// Tensor cores that multiply codes by the scales of their blocks, through cuBLASLt.
+    BlockScaledTensorCores,
 }
 
 impl fmt::Display for Units {
@@ -33,21 +35,20 @@ impl fmt::Display for Units {
         f.write_str(match self {
             Units::Bf16TensorCores => "on bf16 tensor cores",
             Units::Fp8TensorCores => "on FP8 tensor cores",
+            Units::BlockScaledTensorCores => "on block-scaled tensor cores",
         })
     }
 }
 
 /// The units that multiply two operands of this format on a GPU of this compute capability; `None`
-/// if there are no kernels for it. Where cuBLASLt is missing, or refuses a shape, FP8 goes to bf16
-/// tensor cores too.
-///
-/// No kernel here uses the instructions for FP4 that newer chips have, so Blackwell runs what
-/// Hopper runs.
+/// if there are no kernels for it. Where cuBLASLt is missing or refuses a shape, and on Blackwell
+/// where its first products are not right, all formats go to bf16 tensor cores.
 ///
 /// ```
 /// use nvfp4_kernels::gemm::{Accumulator, Stored, Units, units};
 ///
-/// assert_eq!(units(Stored::Nvfp4, Accumulator::Fast, (10, 0)), Some(Units::Bf16TensorCores));
+/// assert_eq!(units(Stored::Nvfp4, Accumulator::Precise, (9, 0)), Some(Units::Bf16TensorCores));
+/// assert_eq!(units(Stored::Nvfp4, Accumulator::Precise, (10, 0)), Some(Units::BlockScaledTensorCores));
 /// assert_eq!(units(Stored::Fp8, Accumulator::Fast, (9, 0)), Some(Units::Fp8TensorCores));
 /// assert_eq!(units(Stored::Fp8, Accumulator::Precise, (9, 0)), Some(Units::Bf16TensorCores));
 /// assert_eq!(units(Stored::Nvfp4, Accumulator::Precise, (7, 5)), None);
@@ -58,9 +59,13 @@ pub fn units(stored: Stored, accumulator: Accumulator, capability: (u32, u32)) -
         Stored::Fp8 if reduced => Units::Fp8TensorCores,
         // cuBLASLt has blocks of 128 on Hopper alone.
         Stored::Fp8Block if reduced && capability.0 == 9 => Units::Fp8TensorCores,
+        Stored::Nvfp4 | Stored::Mxfp8 if capability >= LEAST_BLOCK_SCALED => Units::BlockScaledTensorCores,
         Stored::Nvfp4 | Stored::Fp8 | Stored::Fp8Block | Stored::Mxfp8 => Units::Bf16TensorCores,
     })
 }
 
 /// FP8 tensor cores came with this compute capability.
 pub(crate) const LEAST_FP8: (u32, u32) = (8, 9);
+
+/// Block-scaled tensor cores came with this compute capability.
+pub(crate) const LEAST_BLOCK_SCALED: (u32, u32) = (10, 0);

@@ -16,8 +16,10 @@
 // Loads and stores of these trap where they are not aligned, as on a GPU.
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(8) float2 { float x, y; };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
 
 static struct { unsigned x; } threadIdx, blockIdx, gridDim, blockDim;
 

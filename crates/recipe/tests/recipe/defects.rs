@@ -212,11 +212,13 @@ fn d12_a_device_is_asked_about_what_is_used() {
     for (major, minor) in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)] {
         let device = Capabilities::gpu(major, minor);
         let runs = |name: &str, family: Family| build(name, &device).unwrap().execution()[&family];
-        let fp8 = |has: bool| Execution::On(if has { Units::Fp8TensorCores } else { Units::Bf16TensorCores });
-        assert_eq!(runs("nvfp4", Family::Nvfp4), fp8(false));
+        let on = |units, has: bool| Execution::On(if has { units } else { Units::Bf16TensorCores });
+        let fp8 = |has| on(Units::Fp8TensorCores, has);
+        let blocks = on(Units::BlockScaledTensorCores, major >= 10);
+        assert_eq!(runs("nvfp4", Family::Nvfp4), blocks);
         assert_eq!(runs("current_scaling", Family::Fp8), fp8((major, minor) >= (8, 9)));
         assert_eq!(runs("float8_block_scaling", Family::Fp8Block), fp8(major == 9));
-        assert_eq!(runs("mxfp8", Family::Mxfp8), fp8(false));
+        assert_eq!(runs("mxfp8", Family::Mxfp8), blocks);
     }
     let old = build("nvfp4", &Capabilities::gpu(7, 5)).unwrap();
     assert_eq!(old.execution()[&Family::Nvfp4], Execution::Software);

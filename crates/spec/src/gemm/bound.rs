@@ -18,7 +18,8 @@ use crate::{Element, Precision};
 /// exponent and keeping at least 24 bits of each, cut off or rounded. With 16 products each of the
 /// 17 summands then loses less than 2⁻²³ of the largest, so K/16 instructions err by at most
 /// `17/16·K·2⁻²³` of the magnitudes; fewer products per addition by at most `2·K·2⁻²³`, which is
-/// the bound.
+/// the bound. Block-scaled tensor cores, which add products of codes times the scales of their
+/// blocks, are compared with the bound before they are used.
 ///
 /// It holds while values, products and partial sums stay in the normal range of binary32, block
 /// scales left out: plain values of 2⁻¹²⁶ to 2¹²¹ are enough for NVFP4 on the other side. Beyond,

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use half::bf16;
 use nvfp4_kernels::amax::cuda as maxima;
 use nvfp4_kernels::cuda::{Buffer, Device, Event, Input, Plain, Stream, Values};
+use nvfp4_kernels::quantize::Layout;
 use nvfp4_kernels::quantize::cuda::quantize;
 use nvfp4_kernels::{self as kernels, Implementation};
 use nvfp4_spec::{Element, GlobalScale, Specials};
@@ -134,9 +135,11 @@ impl Bench {
     fn new(device: Device, rows: usize, cols: usize, seed: u64) -> Result<Self> {
         let len = rows * cols;
         let sets = (4 * device.properties().l2_cache).div_ceil(2 * len).max(1);
-        let outputs = |rows| -> Result<Outputs> {
-            let (codes, scales) = (device.alloc(sets * len / 2)?, device.alloc(sets * len / 16)?);
-            Ok(Outputs { codes, scales, amax: device.alloc(rows)? })
+        let outputs = |rows, cols| -> Result<Outputs> {
+            // Padding included.
+            let swizzled = Layout::Swizzled.scale_len(rows, cols)?;
+            let (codes, scales) = (device.alloc(sets * len / 2)?, device.alloc(sets * swizzled)?);
+            Ok(Outputs { codes, scales, set: (len, swizzled), amax: device.alloc(rows)? })
         };
         let mut bench = Bench {
             stream: Stream::new(device)?,
@@ -147,8 +150,8 @@ impl Bench {
             x: device.alloc(sets * len)?,
             copy: device.alloc(sets * len)?,
             decoded: device.alloc(sets * len)?,
-            row: outputs(rows)?,
-            col: outputs(cols)?,
+            row: outputs(rows, cols)?,
+            col: outputs(cols, rows)?,
             fp8: None,
         };
         for set in 0..sets {
@@ -209,8 +212,9 @@ impl Bench {
     fn quantize(&mut self, settings: &Settings, source: Source, set: usize, rows: usize) -> Result<()> {
         let (range, cols) = (self.range(set, rows), self.cols);
         let x = Input::new(Values::Bf16(self.x.slice().range(range.clone())), rows, cols)?;
-        let row = settings.row.then(|| self.row.direction(settings, Side::Row, source, rows, range.clone()));
-        let col = settings.col.then(|| self.col.direction(settings, Side::Column, source, cols, range));
+        let row =
+            settings.row.then(|| self.row.direction(settings, Side::Row, source, rows, range.clone())).transpose()?;
+        let col = settings.col.then(|| self.col.direction(settings, Side::Column, source, cols, range)).transpose()?;
         Ok(quantize(&self.stream, &x, row, col)?)
     }
 
@@ -362,6 +366,7 @@ mod tests {
             ("amax", 201.0),
             ("quantize 1x16 amax-given", 258.0),
             ("quantize 1x16", 459.0),
+            ("quantize 1x16 swizzled", 258.0),
             ("quantize 1x16 row-scaled", 258.0),
             ("quantize 16x16", 258.0),
             ("quantize 1x16 both", 516.0),

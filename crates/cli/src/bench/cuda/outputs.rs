@@ -14,6 +14,8 @@ use std::ops::Range;
 pub struct Outputs {
     pub codes: Buffer<u8>,
     pub scales: Buffer<u8>,
+    /// Elements of a set, and bytes of its scales where they are swizzled.
+    pub set: (usize, usize),
     /// One for all sets.
     pub amax: Buffer<f32>,
 }
@@ -28,9 +30,16 @@ impl Outputs {
         source: Source,
         rows: usize,
         range: Range<usize>,
-    ) -> Direction<'_> {
+    ) -> Result<Direction<'_>> {
         let count = settings.mode.global.count(rows);
-        Direction {
+        let scales = match settings.layout {
+            Layout::Linear => scales(&range),
+            Layout::Swizzled => {
+                let start = range.start / self.set.0 * self.set.1;
+                start..start + Layout::Swizzled.scale_len(rows, range.len() / rows.max(1))?
+            }
+        };
+        Ok(Direction {
             mode: settings.mode,
             rounding: match settings.rounding(side) {
                 Rounding::NearestEven => Rounding::NearestEven,
@@ -41,14 +50,14 @@ impl Outputs {
                 }),
             },
             transform: settings.transform(side),
-            layout: Layout::Linear,
+            layout: settings.layout,
             amax: match source {
                 Source::Given => Amax::Given(self.amax.slice().range(0..count)),
                 _ => Amax::Compute(self.amax.slice_mut().range(0..count)),
             },
             codes: self.codes.slice_mut().range(codes(&range)),
-            scales: self.scales.slice_mut().range(scales(&range)),
-        }
+            scales: self.scales.slice_mut().range(scales),
+        })
     }
 
     /// Decodes what [`PLAIN`] left in the part that belongs to a range of elements of the input.

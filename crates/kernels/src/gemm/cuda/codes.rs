@@ -4,11 +4,12 @@
 use super::cublas::{Call, Cublas, Factors, ScaleMode, Side, Values};
 use super::operand::Operand;
 use super::output::{Order, Output};
+use super::product_kind::ProductKind;
 use super::scratch::Scratch;
 use crate::cuda::text::{Variants, assemble};
 use crate::cuda::{Allocator, Device, Slice, Source, Stream, entry};
 use crate::fp8::cuda::View;
-use crate::gemm::units::LEAST_FP8;
+use crate::gemm::units::{LEAST_BLOCK_SCALED, LEAST_FP8};
 use crate::{Result, cuda};
 use nvfp4_spec::Precision;
 use nvfp4_spec::fp8::{BLOCK, Format, Scales, Tile};
@@ -55,7 +56,7 @@ impl<'a> Operand8<'a> {
     /// Bytes of scratch for scales that have to be in another order.
     fn scratch(&self) -> usize {
         match self.mode {
-            ScaleMode::Tensor => 0,
+            ScaleMode::Tensor | ScaleMode::Block16 | ScaleMode::Block32 => 0,
             ScaleMode::Row128 => 4 * self.view.rows * self.across(),
             ScaleMode::Square128
                 if self.across().is_multiple_of(SCALES) && self.scales.address().is_multiple_of(16) =>
@@ -84,7 +85,7 @@ impl<'a> Operand8<'a> {
         }
         let (rows, across) = (self.view.rows, self.across());
         match self.mode {
-            ScaleMode::Tensor => Ok(()),
+            ScaleMode::Tensor | ScaleMode::Block16 | ScaleMode::Block32 => Ok(()),
             ScaleMode::Row128 => transpose(stream, self.scales, (rows, across), to),
             ScaleMode::Square128 => {
                 let pitch = 4 * across.next_multiple_of(SCALES);
@@ -111,6 +112,7 @@ impl<'a> Codes<'a> {
         let fits = accumulator != Accumulator::Precise
             && device.capability() >= LEAST_FP8
             && tensors[0] == tensors[1]
+            && (tensors[0] || device.capability() < LEAST_BLOCK_SCALED)
             && (a.mode, b.mode) != (ScaleMode::Square128, ScaleMode::Square128)
             && (a.view.format, b.view.format) != (Format::E5m2, Format::E5m2)
             && output.kind.order == Order::Folded
@@ -155,6 +157,14 @@ impl<'a> Codes<'a> {
         self.b.arrange(stream, scratch.addresses[1])?;
         self.library.run(stream, &call, memory)?;
         Ok(true)
+    }
+
+    /// What is tried before it is used.
+    pub fn kind(&self) -> ProductKind {
+        match self.accumulator {
+            Accumulator::Fast => ProductKind::Fp8Fast,
+            Accumulator::Split | Accumulator::Precise => ProductKind::Fp8Split,
+        }
     }
 
     /// What multiplies.

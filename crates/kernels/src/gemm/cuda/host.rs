@@ -11,14 +11,14 @@ use half::{bf16, f16};
 use nvfp4_spec::{Element, Precision};
 
 /// An operand that was copied to a GPU.
-enum Copied<'a> {
+pub(super) enum Copied<'a> {
     Nvfp4(dequantize::Copied<'a>),
     Fp8(fp8::Copied<'a>),
     Plain(Uploaded),
 }
 
 impl<'a> Copied<'a> {
-    fn new(stream: &Stream, operand: gemm::Operand<'a>) -> Result<Self> {
+    pub fn new(stream: &Stream, operand: gemm::Operand<'a>) -> Result<Self> {
         Ok(match operand {
             gemm::Operand::Nvfp4(view) => Copied::Nvfp4(dequantize::Copied::new(stream, view)?),
             gemm::Operand::Fp8(view) => Copied::Fp8(fp8::Copied::new(stream, view)?),
@@ -26,7 +26,7 @@ impl<'a> Copied<'a> {
         })
     }
 
-    fn operand(&self) -> Operand<'_> {
+    pub fn operand(&self) -> Operand<'_> {
         match self {
             Copied::Nvfp4(copied) => copied.view().into(),
             Copied::Fp8(copied) => copied.view().into(),

@@ -7,6 +7,7 @@
 //!
 //! | way | for |
 //! |---|---|
+//! | `blocks.rs`: cuBLASLt on codes and their block scales | two NVFP4 or two MXFP8 operands, from compute capability 10.0 on |
 //! | `codes.rs`: cuBLASLt on FP8 codes | two FP8 operands, where the product allows fewer bits |
 //! | `to_bf16.rs`: both sides decoded to bf16, then cuBLASLt | NVFP4 with many rows; FP8 codes, MXFP8 |
 //! | `pipeline.rs`: weights decoded in registers | NVFP4 on the right, NVFP4, bf16 or f16 on the left |
@@ -14,8 +15,11 @@
 //! | `decoded.rs`: multiply-adds on binary32 | everything else |
 //!
 //! What a product is decides, and for NVFP4 the expected time by the [`Costs`] of the GPU. They ship,
-//! or were measured before and lie in a file; nothing is timed in a run.
+//! or were measured before and lie in a file; nothing is timed in a run. From compute capability
+//! 10.0 on, the first product of a kind that cuBLASLt computes from codes is preceded by small ones
+//! with known sums, which are waited for (`trial.rs`).
 
+mod blocks;
 mod choice;
 mod codes;
 mod costs;
@@ -30,10 +34,13 @@ mod operand;
 mod output;
 mod pipeline;
 mod prepared;
+mod product_kind;
 mod scratch;
 mod shape;
 mod tiles;
 mod to_bf16;
+mod trial;
+mod trial_data;
 mod tune;
 
 pub use costs::{Cost, Costs};
@@ -45,6 +52,8 @@ pub use kept::Kept;
 pub use operand::{Operand, Weights};
 pub use output::Product;
 pub use prepared::PreparedWeight;
+pub use product_kind::ProductKind;
+pub use trial::{Verdict, known, try_on_any_chip, verdict};
 pub use tune::{By, Form, Probe};
 
 use crate::cuda::text::precision;
@@ -68,6 +77,8 @@ const ALIGNED: u64 = 256;
 
 /// How a product is computed.
 enum Way<'a> {
+    /// By cuBLASLt on codes and block scales.
+    Blocks(blocks::Blocks<'a>),
     /// By cuBLASLt on FP8 codes.
     Codes(codes::Codes<'a>),
     /// By cuBLASLt on operands decoded to bf16.
@@ -83,8 +94,14 @@ enum Way<'a> {
 
 impl<'a> Way<'a> {
     /// The ways that compute a product, the best one first. cuBLASLt may refuse; the last way never
-    /// does.
-    fn of(device: Device, a: Operand<'a>, b: Weights<'a>, output: &Output) -> Result<Vec<Way<'a>>> {
+    /// does. `stream` is where it runs, if that is known.
+    fn of(
+        device: Device,
+        stream: Option<&Stream>,
+        a: Operand<'a>,
+        b: Weights<'a>,
+        output: &Output,
+    ) -> Result<Vec<Way<'a>>> {
         let right = match b {
             Weights::Prepared(weight) => {
                 // Only the pipeline reads prepared weights.
@@ -105,8 +122,12 @@ impl<'a> Way<'a> {
             Some(kinds) => Way::Tiles(a, right, kinds),
             None => Way::MultiplyAdds(a, right),
         });
-        let codes = codes::Codes::of(library, device, a, right, output).map(Way::Codes);
-        Ok(codes.into_iter().chain(to_bf16.map(Way::ToBf16)).chain([own]).collect())
+        let blocks = blocks::Blocks::of(library, a, right);
+        let blocks = blocks.filter(|way| trial::allows(device, way.kind(), stream)).map(Way::Blocks);
+        let codes = codes::Codes::of(library, device, a, right, output);
+        let codes = codes.filter(|way| trial::allows(device, way.kind(), stream)).map(Way::Codes);
+        let library = blocks.into_iter().chain(codes).chain(to_bf16.map(Way::ToBf16));
+        Ok(library.chain([own]).collect())
     }
 
     /// The pipeline, if it reads both operands.
@@ -129,6 +150,7 @@ impl<'a> Way<'a> {
     /// Queues the product; `false` if this way does not compute it.
     fn run(&self, stream: &Stream, output: &Output, memory: &dyn Allocator) -> Result<bool> {
         match self {
+            Way::Blocks(blocks) => return blocks.run(stream, output, memory),
             Way::Codes(codes) => return codes.run(stream, output, memory),
             Way::ToBf16(way) => return way.run(stream, output, memory),
             Way::Pipeline(tokens, right, OperandOrder::Given) => {
@@ -145,6 +167,7 @@ impl<'a> Way<'a> {
 
     fn describe(&self, device: Device, output: &Output) -> Result<Option<String>> {
         Ok(match self {
+            Way::Blocks(blocks) => blocks.taken(output)?.then(|| format!("cuBLASLt: {}", blocks.describe())),
             Way::Codes(codes) => codes.taken(output)?.then(|| format!("cuBLASLt: {}", codes.describe())),
             Way::ToBf16(_) => Some("decode to bf16, cuBLASLt: bf16 tensor cores".to_string()),
             Way::Pipeline(tokens, right, OperandOrder::Given) => Some(pipeline::describe(device, tokens, right)?),
@@ -174,7 +197,7 @@ pub fn gemm<'a, T: Element + Plain>(
     if out.is_empty() {
         return Ok(());
     }
-    for way in Way::of(stream.device(), a, b, &output)? {
+    for way in Way::of(stream.device(), Some(stream), a, b, &output)? {
         if way.run(stream, &output, memory)? {
             return Ok(());
         }
@@ -228,7 +251,7 @@ pub fn describe<'a, T: Element + Plain>(
 ) -> Result<String> {
     let (a, b) = (a.into(), b.into());
     let output = Output::new(&a, &b, product, ALIGNED);
-    for way in Way::of(device, a, b, &output)? {
+    for way in Way::of(device, None, a, b, &output)? {
         if let Some(text) = way.describe(device, &output)? {
             return Ok(text);
         }
@@ -259,7 +282,7 @@ pub fn grouped<T: Element + Plain>(
 ) -> Result<()> {
     for member in &*members {
         let output = check(stream.device(), &member.a, &member.b, &member.product, &member.out)?;
-        Way::of(stream.device(), member.a, member.b, &output)?;
+        Way::of(stream.device(), Some(stream), member.a, member.b, &output)?;
     }
     for member in members {
         gemm(stream, member.a, member.b, &member.product, member.out.reborrow(), memory)?;
@@ -298,7 +321,15 @@ fn check<T: Element + Plain>(
 
 /// Texts for [`crate::sources`].
 pub(crate) fn sources() -> Vec<(String, Source)> {
-    [pipeline::sources(), tiles::sources(), decoded::sources(), to_bf16::sources(), codes::sources()].concat()
+    let parts = [
+        pipeline::sources(),
+        tiles::sources(),
+        decoded::sources(),
+        to_bf16::sources(),
+        codes::sources(),
+        blocks::sources(),
+    ];
+    parts.concat()
 }
 
 /// The setting for the type in which tensor cores multiply.

@@ -103,7 +103,7 @@ struct PairWriter {
     Factors f[2];
     bool whole;  // both exist, and neighbouring outputs are written together
 
-    RULE PairWriter(const Output& o, u64 j) : o(o), j(j) {
+    METHOD PairWriter(const Output& o, u64 j) : o(o), j(j) {
         u64 weights = SWAPPED ? o.rows : o.cols;
         whole = j + 1 < weights && o.pairs;
 #pragma unroll
@@ -115,28 +115,28 @@ struct PairWriter {
         if (!PER_TOKEN) of_token(0);
     }
 
-    RULE void of_token(u64 t) {
+    METHOD void of_token(u64 t) {
         float other = numerator(SWAPPED ? o.b : o.a, t);
 #pragma unroll
         for (int h = 0; h < 2; h++) f[h] = SWAPPED ? factors(o, own[h], other) : factors(o, other, own[h]);
     }
 
     // Whether tokens before `last` can be written without checks.
-    RULE bool straight(u64 last) const {
+    METHOD bool straight(u64 last) const {
         return !PER_TOKEN && !ADD && whole && last <= token_count(o) && !(SWAPPED && o.bias);
     }
-    RULE u64 pitch() const { return o.cols * SIZE; }
-    RULE u8* address(u64 t) const { return o.out + (SWAPPED ? j * pitch() + t * SIZE : t * pitch() + j * SIZE); }
-    RULE void write_straight(u8* at, float first, float second) const {
+    METHOD u64 pitch() const { return o.cols * SIZE; }
+    METHOD u8* address(u64 t) const { return o.out + (SWAPPED ? j * pitch() + t * SIZE : t * pitch() + j * SIZE); }
+    METHOD void write_straight(u8* at, float first, float second) const {
         store_pair(at, finish(o, f[0], first, bias[0], 0), finish(o, f[1], second, bias[1], 0));
     }
     // The outputs of one weight with two neighbouring tokens, where tokens are columns.
-    RULE void write_swapped(u8* at, int h, float first, float second) const {
+    METHOD void write_swapped(u8* at, int h, float first, float second) const {
         store_pair(at, finish(o, f[h], first, -0.0f, 0), finish(o, f[h], second, -0.0f, 0));
     }
 
     // The outputs of both weights with a token.
-    RULE void write(u64 t, float first, float second) {
+    METHOD void write(u64 t, float first, float second) {
         if (t >= token_count(o)) return;
         if (PER_TOKEN) of_token(t);
         if (SWAPPED) {
@@ -156,7 +156,7 @@ struct PairWriter {
         }
     }
 
-    RULE void one(u64 at, const Factors& f, float sum, float bias) const {
+    METHOD void one(u64 at, const Factors& f, float sum, float bias) const {
         store_output(o, at, finish(o, f, sum, bias, at));
     }
 };

@@ -7,9 +7,9 @@
 //
 // Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE),
 // S::SQUARE, S::STOCHASTIC, S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call),
-// S::SPECIALS, S::PROFILE. WHOLE means: all blocks are whole, rows of elements are aligned to 16 bytes,
-// rows of codes to 8, and scales are linear. GROUPED means: the rows of the matrix are in groups
-// (groups.cuh). These settings come before this text.
+// S::SPECIALS, S::PROFILE, S::SWIZZLED (the layout of scales). WHOLE means: all blocks are whole, rows
+// of elements are aligned to 16 bytes, rows of codes to 8. GROUPED means: the rows of the matrix are
+// in groups (groups.cuh). These settings come before this text.
 
 // The parameters of a direction, as the host passes them. 80 bytes of addresses and counts, then
 // small numbers.
@@ -22,7 +22,7 @@ struct Direction {
     u64 seed, offset, first_block;
     u64 rows, cols;            // of the direction
     float six_e;
-    u32 per_row, swizzled, error, signs, padding;
+    u32 per_row, error, signs, padding[2];
 };
 
 template <class S>
@@ -354,8 +354,9 @@ struct Position {
 
 RULE u64 blocks_of(const Direction& d) { return (d.cols + BLOCK - 1) / BLOCK; }
 
+template <class S>
 RULE void store_scale(const Direction& d, const Position& at, u32 byte) {
-    d.scales[!WHOLE && d.swizzled ? swizzle::offset(at.row, at.block, blocks_of(d)) : at.index] = (u8)byte;
+    d.scales[S::SWIZZLED ? swizzle::offset(at.row, at.block, blocks_of(d)) : at.index] = (u8)byte;
 }
 
 RULE void store_codes(const Direction& d, const Position& at, u64 codes) {

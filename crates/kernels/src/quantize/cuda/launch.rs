@@ -1,5 +1,6 @@
 //! The four kernels and their parameters, laid out as in `matrix.cuh`.
 
+use super::super::Layout;
 use super::Direction;
 use super::variant::{Function, THREADS, Variant};
 use crate::Result;
@@ -21,10 +22,9 @@ pub(super) struct DirectionParams {
     pub cols: u64,
     pub six_e: f32,
     pub per_row: u32,
-    pub swizzled: u32,
     pub error: u32,
     pub signs: u32,
-    pub padding: u32,
+    pub padding: [u32; 2],
 }
 
 #[derive(Clone, Copy)]
@@ -85,8 +85,12 @@ pub(super) fn row_blocks(stream: &Stream, matrix: Matrix<'_>, d: &Direction<'_>)
         row: Some(d.settings()),
         col: None,
         whole,
-        // Contiguous rows are one row.
-        flat: whole && d.mode.global == GlobalScale::PerTensor && x.stride() == x.cols() && groups.is_none(),
+        // Contiguous rows are one row, unless scales or groups tell them apart.
+        flat: whole
+            && d.mode.global == GlobalScale::PerTensor
+            && d.layout == Layout::Linear
+            && x.stride() == x.cols()
+            && groups.is_none(),
         full: false,
         grouped: groups.is_some(),
         per_thread,

@@ -62,5 +62,5 @@ template <class S, Precision P>
 RULE void quantize_and_store(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Position& at) {
     Result r = quantize_block<S>(x, largest, s, d, at);
     store_codes(d, at, r.codes);
-    store_scale(d, at, r.byte);
+    store_scale<S>(d, at, r.byte);
 }

@@ -128,6 +128,7 @@ impl Direction<'_> {
             },
             specials: self.mode.specials,
             profile: self.mode.profile,
+            layout: self.layout,
             stochastic: matches!(self.rounding, Rounding::Stochastic(_)),
             transform: match self.transform {
                 None => Transform::None,
@@ -152,13 +153,12 @@ impl Direction<'_> {
             cols: cols as u64,
             six_e: self.mode.rule.bound().six_e(),
             per_row: (self.mode.global == GlobalScale::PerRow).into(),
-            swizzled: (self.layout == Layout::Swizzled).into(),
             error: match self.mode.rule {
                 ScaleRule::FourOverSix { error: ErrorPath::Fast, .. } => 1,
                 _ => 0,
             },
             signs: self.transform.map_or(0, |signs| signs.0.into()),
-            padding: 0,
+            padding: [0; 2],
         };
         match self.rounding {
             Rounding::NearestEven => {}
@@ -174,15 +174,15 @@ impl Direction<'_> {
         params
     }
 
-    /// Whether all blocks of a direction of rows of `cols` elements are whole, its codes aligned
-    /// and its scales linear.
+    /// Whether all blocks of a direction of rows of `cols` elements are whole and its codes aligned.
     fn is_whole(&self, cols: usize) -> bool {
-        cols.is_multiple_of(BLOCK) && self.layout == Layout::Linear && self.codes.address().is_multiple_of(8)
+        cols.is_multiple_of(BLOCK) && self.codes.address().is_multiple_of(8)
     }
 
-    /// Swizzled scales have padding, which is zero.
-    fn clear_padding(&mut self, stream: &Stream) -> Result<()> {
-        if self.layout == Layout::Swizzled {
+    /// Swizzled scales of a direction of `rows` rows of `cols` elements may have padding, which is
+    /// zero.
+    fn clear_padding(&mut self, stream: &Stream, rows: usize, cols: usize) -> Result<()> {
+        if self.scales.len() > rows * cols.div_ceil(BLOCK) {
             stream.fill_bytes(self.scales.reborrow(), 0)?;
         }
         Ok(())
@@ -265,8 +265,8 @@ fn checked(
 ) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     // Only now, so that a refused call writes nothing.
-    row.as_mut().map_or(Ok(()), |row| row.clear_padding(stream))?;
-    col.as_mut().map_or(Ok(()), |col| col.clear_padding(stream))?;
+    row.as_mut().map_or(Ok(()), |row| row.clear_padding(stream, rows, cols))?;
+    col.as_mut().map_or(Ok(()), |col| col.clear_padding(stream, cols, rows))?;
     // An amax per row needs no separate pass if a row fits the registers of a group of threads.
     let in_one_pass = row.as_ref().is_some_and(|d| {
         col.is_none()

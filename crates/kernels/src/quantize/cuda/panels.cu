@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
             for (int i = 0; i < UNITS; i++) y[i] = prepared<Row>(x[i], p.row.signs);
             auto store = [&](int i, u64 codes, u32 byte) {
                 store_codes(p.row, at[i], codes);
-                store_scale(p.row, at[i], byte);
+                store_scale<Row>(p.row, at[i], byte);
             };
             auto reload = [&](int tile, int r) {
                 u32 at_row = first_row + tile / STRIPS * 16 + r, at_block = first_col / BLOCK + tile % STRIPS;
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     auto store = [&](int i, u64 codes, u32 byte) {
         if (!whole) {
             store_codes(d, at[i], codes);
-            store_scale(d, at[i], byte);
+            store_scale<Col>(d, at[i], byte);
             return;
         }
         m.scales[band[i]][column[i]] = (u8)byte;
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     quantize_units<Col>(y, tile, row, at, d, m.col, *(Squares<Col, TILES>*)(&m + 1), store, reload);
     if (!whole) return;
     __syncthreads();
-    // A column's codes are 64 bytes side by side, its scales 8.
+    // A column's codes are 64 bytes side by side, its scales 8, or in tiles twice 4.
     u64 pitch = (u64)blocks * 8;
     u8* all_codes = d.codes + (u64)before * 8;
 #pragma unroll
@@ -187,11 +187,18 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
         *(ulonglong2*)to = make_ulonglong2(m.codes[2 * part][c], m.codes[2 * part + 1][c]);
     }
     if (t < WIDTH && (FULL || first_col + t < cols)) {
-        u8* to = d.scales + before + (u64)(first_col + t) * blocks + first_row / BLOCK;
         u64 scales = 0;
 #pragma unroll
         for (int i = 0; i < BANDS; i++) scales |= (u64)m.scales[i][t] << 8 * i;
-        if ((u64)to % 8 == 0) *(u64*)to = scales;
-        else for (int i = 0; i < BANDS; i++) to[i] = (u8)(scales >> 8 * i);
+        constexpr int RUN = Col::SWIZZLED ? 4 : BANDS;
+#pragma unroll
+        for (int i = 0; i < BANDS; i += RUN) {
+            u32 at_col = first_col + t, block = first_row / BLOCK + i;
+            u64 part = scales >> 8 * i;
+            u8* to = d.scales + (Col::SWIZZLED ? swizzle::offset(at_col, block, blocks) : before + (u64)at_col * blocks + block);
+            if ((u64)to % RUN) for (int k = 0; k < RUN; k++) to[k] = (u8)(part >> 8 * k);
+            else if (Col::SWIZZLED) *(u32*)to = (u32)part;
+            else *(u64*)to = part;
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! The variants of the kernels: one text for each combination of settings.
 
+use super::super::Layout;
 use super::{BLOCK_TEXT, advance_source};
 use crate::Result;
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
@@ -18,6 +19,7 @@ pub(super) struct Settings {
     pub metric: Option<Metric>,
     pub specials: Specials,
     pub profile: Profile,
+    pub layout: Layout,
     pub stochastic: bool,
     pub transform: Transform,
 }
@@ -37,6 +39,7 @@ impl Settings {
         metric: None,
         specials: Specials::Kernel,
         profile: Profile::TransformerEngine,
+        layout: Layout::Linear,
         stochastic: false,
         transform: Transform::None,
     };
@@ -65,13 +68,14 @@ impl Settings {
             Profile::TorchAo => "TORCH_AO",
         };
         format!(
-            "struct {name} {{\n    static constexpr bool WANTED = {}, SQUARE = {}, STOCHASTIC = {}, TRANSFORM = {};\n    \
+            "struct {name} {{\n    static constexpr bool WANTED = {}, SQUARE = {}, STOCHASTIC = {}, TRANSFORM = {}, SWIZZLED = {};\n    \
              static constexpr int SIGNS = {};\n    static constexpr ScaleRule RULE_OF = {rule};\n    static constexpr Specials SPECIALS = {specials};\n    \
              static constexpr Profile PROFILE = {profile};\n}};\n",
             settings.is_some(),
             s.tile == Tile::Square16,
             s.stochastic,
             s.transform != Transform::None,
+            s.layout == Layout::Swizzled,
             match s.transform {
                 Transform::Constant(signs) => i32::from(signs.0),
                 Transform::None | Transform::Passed => -1,
@@ -176,6 +180,9 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
         Settings { stochastic: true, ..profile(Profile::LlmCompressor) },
         Settings { transform: Transform::Constant(Signs::NONE), ..profile(Profile::TorchAo) },
     ];
+    // The second and the seventh, which no variant has flat.
+    let mut settings = settings;
+    settings.iter_mut().skip(1).step_by(5).for_each(|s| s.layout = Layout::Swizzled);
     let square = |s: Settings| Settings { tile: Tile::Square16, ..s };
     let mut all = vec![cuda::entry((), advance_source)];
     for (i, s) in settings.into_iter().enumerate() {

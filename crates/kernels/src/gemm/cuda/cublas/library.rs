@@ -80,6 +80,7 @@ pub(super) const R_16F: c_int = 2;
 pub(super) const R_16BF: c_int = 14;
 pub(super) const R_8F_E4M3: c_int = 28;
 pub(super) const R_8F_E5M2: c_int = 29;
+pub(super) const R_4F_E2M1: c_int = 33;
 pub(super) const COMPUTE_32F: c_int = 68;
 pub(super) const OPERATION_POINTER_MODE: c_int = 2;
 pub(super) const OPERATION_EPILOGUE: c_int = 7;

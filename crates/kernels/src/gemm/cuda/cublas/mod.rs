@@ -1,5 +1,5 @@
-//! cuBLASLt, NVIDIA's library: products on the tensor cores for bf16 and FP8. Optional: without it,
-//! kernels of this crate multiply.
+//! cuBLASLt, NVIDIA's library: products on the tensor cores for bf16, FP8, and on newer chips NVFP4
+//! and MXFP8. Optional: without it, kernels of this crate multiply.
 //!
 //! The few functions that are needed are declared in `library.rs`, not taken from cudarc. So
 //! several libraries can be tried one after another (one that is newer than the driver loads but
@@ -35,9 +35,11 @@ pub struct Cublas {
 pub(super) enum Values {
     Bf16,
     Fp8(Format),
+    /// Two codes to a byte, the first in the low half.
+    E2m1,
 }
 
-/// What the scales of an FP8 operand belong to.
+/// What the scales of an operand belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum ScaleMode {
     /// The whole matrix.
@@ -46,6 +48,10 @@ pub(super) enum ScaleMode {
     Row128,
     /// A square of 128 × 128. Rows of scales start at multiples of four.
     Square128,
+    /// 16 values along K: E4M3 bytes, swizzled.
+    Block16,
+    /// 32 values along K: E8M0 bytes, swizzled.
+    Block32,
 }
 
 /// An operand as it lies.
@@ -57,7 +63,7 @@ pub(super) struct Side {
     pub pitch: usize,
     /// Whether what lies there is the transposed operand.
     pub transposed: bool,
-    /// Scales of FP8 codes, and their address.
+    /// Scales of codes, and their address.
     pub scales: Option<(ScaleMode, u64)>,
 }
 

@@ -5,7 +5,7 @@
 
 use super::library::*;
 use super::{Call, Factors, ScaleMode, Side, Values};
-use crate::cuda::Result;
+use crate::cuda::{Error, Result};
 use nvfp4_spec::Precision;
 use nvfp4_spec::fp8::Format;
 use nvfp4_spec::gemm::Accumulator;
@@ -72,6 +72,7 @@ fn type_of(values: Values) -> c_int {
         Values::Bf16 => R_16BF,
         Values::Fp8(Format::E4m3) => R_8F_E4M3,
         Values::Fp8(Format::E5m2) => R_8F_E5M2,
+        Values::E2m1 => R_4F_E2M1,
     }
 }
 
@@ -83,20 +84,31 @@ fn output_type(precision: Precision) -> c_int {
     }
 }
 
-/// The library's numbers for what scales belong to; the last two came with CUDA 12.9.
+/// The library's numbers for what scales belong to. Blocks came with CUDA 12.8, rows and squares of
+/// 128 with CUDA 12.9.
 fn scale_mode(mode: ScaleMode) -> i32 {
     match mode {
         ScaleMode::Tensor => 0,
+        ScaleMode::Block16 => 1,
+        ScaleMode::Block32 => 2,
         ScaleMode::Row128 => 4,
         ScaleMode::Square128 => 5,
     }
 }
 
 impl Plan {
-    /// The algorithm that the library expects to be the fastest; `None` if it has none.
+    /// The algorithm that the library expects to be the fastest; `None` if it has none, or is too
+    /// old to know the types and scales.
     pub fn new(session: &Session, key: &Key, call: &Call) -> Result<Option<Plan>> {
+        match Plan::find(session, key, call) {
+            Err(Error::Driver { code, .. }) if [NOT_SUPPORTED, INVALID_VALUE].contains(&(code as c_int)) => Ok(None),
+            found => found,
+        }
+    }
+
+    fn find(session: &Session, key: &Key, call: &Call) -> Result<Option<Plan>> {
         let (api, [m, n, k]) = (session.api, key.sizes);
-        let Some(operation) = operation(&api, key)? else { return Ok(None) };
+        let operation = operation(&api, key)?;
         // The library looks at them when it chooses.
         set_addresses(&operation, &api, call)?;
         // SAFETY: cuBLASLt writes one handle.
@@ -140,11 +152,10 @@ impl Plan {
                 &mut count,
             )
         };
-        let call = "cublasLtMatmulAlgoGetHeuristic";
-        if [NOT_SUPPORTED, INVALID_VALUE].contains(&status) || status == 0 && (count < 1 || found.state != 0) {
+        api.check("cublasLtMatmulAlgoGetHeuristic", status)?;
+        if count < 1 || found.state != 0 {
             return Ok(None);
         }
-        api.check(call, status)?;
         Ok(Some(Plan { operation, b, a, out, algorithm: found.algorithm, workspace: found.workspace }))
     }
 }
@@ -162,8 +173,7 @@ pub(super) fn set_addresses(operation: &Descriptor, api: &Api, call: &Call) -> R
     call.bias.map_or(Ok(()), |address| set(OPERATION_BIAS, address))
 }
 
-/// The operation; `None` if the library is too old for it.
-fn operation(api: &Api, key: &Key) -> Result<Option<Descriptor>> {
+fn operation(api: &Api, key: &Key) -> Result<Descriptor> {
     // SAFETY: cuBLASLt writes one handle.
     let operation = Descriptor::new(api, "cublasLtMatmulDescCreate", api.operation_destroy, |raw| unsafe {
         (api.operation_create)(raw, COMPUTE_32F, R_32F)
@@ -177,10 +187,8 @@ fn operation(api: &Api, key: &Key) -> Result<Option<Descriptor>> {
     }
     for (attribute, side) in OPERATION_SCALE_MODES.into_iter().zip(&key.sides) {
         // One scale for a matrix is the default, which older libraries know no name for.
-        if let Some(mode @ (ScaleMode::Row128 | ScaleMode::Square128)) = side.scales
-            && operation.set(api, SET_OPERATION, api.operation_set, attribute, &scale_mode(mode)).is_err()
-        {
-            return Ok(None);
+        if let Some(mode) = side.scales.filter(|&mode| mode != ScaleMode::Tensor) {
+            operation.set(api, SET_OPERATION, api.operation_set, attribute, &scale_mode(mode))?;
         }
     }
     if key.factors_in_memory {
@@ -193,5 +201,5 @@ fn operation(api: &Api, key: &Key) -> Result<Option<Descriptor>> {
         operation.set(api, SET_OPERATION, api.operation_set, OPERATION_EPILOGUE, &EPILOGUE_BIAS)?;
         operation.set(api, SET_OPERATION, api.operation_set, OPERATION_BIAS_TYPE, &output_type(key.precision))?;
     }
-    Ok(Some(operation))
+    Ok(operation)
 }
