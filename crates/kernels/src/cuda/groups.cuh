@@ -15,7 +15,7 @@ struct Group {
     u64 rows;
 
     // How many padded rows it has.
-    RULE u64 height() const { return (rows + GROUP_ROWS - 1) / GROUP_ROWS * GROUP_ROWS; }
+    METHOD u64 height() const { return (rows + GROUP_ROWS - 1) / GROUP_ROWS * GROUP_ROWS; }
 };
 
 // The group of a padded row; beyond the last one a group without rows. All lanes of a warp call it

@@ -20,7 +20,8 @@ struct Params {
     Groups groups;
 };
 
-// The rows of a block of threads, which belong to one group, its elements and its maxima.
+// The rows of a block of threads, which belong to one group, its elements and its maxima. There may
+// be none.
 struct Panel {
     u64 first, end;
     const u8* x;
@@ -76,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
     u64 strips = (p.cols + STRIP - 1) / STRIP, groups = (strips + 255) / 256;
     u64 strip = blockIdx.x % groups * 256 + threadIdx.x, c = strip * STRIP;
     Panel panel = panel_at(p, blockIdx.x / groups);
+    if (panel.first >= panel.end) return;
     u64 end = panel.end;
     bool mine = strip < strips;
     u32 m[4] = {0, 0, 0, 0};
@@ -124,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
     u64 units = (p.cols + WIDE - 1) / WIDE, groups = (units + 127) / 128;
     u64 unit = blockIdx.x % groups * 128 + threadIdx.x, c = unit * WIDE;
     Panel panel = panel_at(p, blockIdx.x / groups);
+    if (panel.first >= panel.end) return;
     u32 m[2] = {0, 0}, before = 0;
     for (u64 r = panel.first; unit < units && r < panel.end; r += BLOCK) {
         u32 w[BLOCK];
@@ -174,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(256) amax_hadamard_rows(const __gri
     u64 units = p.cols / BLOCK, groups = (units + 255) / 256;
     u64 unit = blockIdx.x % groups * 256 + threadIdx.x;
     Panel panel = panel_at(p, blockIdx.x / groups);
+    if (panel.first >= panel.end) return;
     u32 all = 0;
     for (u64 r = panel.first; r < panel.end; r++) {
         u32 m = 0;
