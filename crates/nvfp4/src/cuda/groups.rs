@@ -12,6 +12,27 @@ use std::sync::Arc;
 /// launch.
 ///
 /// In the column direction, a group's rows are padded with zeros to a multiple of 128.
+///
+/// ```no_run
+/// use half::bf16;
+/// use nvfp4::cuda::{Device, Gpu, Input, Options, Product, Values};
+/// use nvfp4::{Quantizer, Side};
+///
+/// # fn main() -> nvfp4::Result<()> {
+/// let gpu = Gpu::new(Device::open(0)?)?;
+/// let (n, k, quantizer, options) = (256, 512, Quantizer::default(), Options::default());
+/// let x = gpu.upload(&vec![bf16::ONE; 300 * k])?;
+/// let w = gpu.upload(&vec![bf16::ONE; 3 * n * k])?;
+/// // 300 tokens for three experts, of which one has none.
+/// let (tokens, weights) = (gpu.groups(&[120, 0, 180])?, gpu.groups(&[n; 3])?);
+/// let x = Input::new(Values::Bf16(x.slice()), 300, k)?;
+/// let w = Input::new(Values::Bf16(w.slice()), 3 * n, k)?;
+/// let x = gpu.quantize_groups(&quantizer, &x, &tokens, &options)?.tensor;
+/// let w = gpu.quantize_groups(&quantizer, &w, &weights, &options)?.tensor;
+/// let mut y = gpu.alloc::<bf16>(300 * n)?;
+/// gpu.matmul_groups((&x, Side::Row), (&w, Side::Row), &Product::default(), y.slice_mut())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct GroupedTensor {
     groups: Arc<Groups>,
