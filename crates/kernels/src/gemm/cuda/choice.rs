@@ -108,13 +108,30 @@ pub(super) fn cost(
 /// Whether decoding both operands of an NVFP4 product, which moves so many bytes, and a call of
 /// cuBLASLt are expected to take less time than the pipeline, which has `m` tokens and weights of
 /// the given size.
-pub(super) fn prefers_library(device: Device, bytes: f64, sizes: (usize, (usize, usize))) -> bool {
-    prefers(&Chip::of(device), Costs::of(device), bytes, sizes)
+pub(super) fn prefers_library(device: Device, bytes: f64, before: Before, sizes: (usize, (usize, usize))) -> bool {
+    prefers(&Chip::of(device), Costs::of(device), bytes, before, sizes)
 }
 
-fn prefers(chip: &Chip, costs: &Costs, bytes: f64, (m, (rows, cols)): (usize, (usize, usize))) -> bool {
+/// What the pipeline does before it multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Before {
+    /// It decodes tokens and brings weights into order.
+    Both,
+    /// It decodes tokens.
+    Tokens,
+    /// Nothing.
+    Nothing,
+}
+
+fn prefers(chip: &Chip, costs: &Costs, bytes: f64, before: Before, (m, (rows, cols)): (usize, (usize, usize))) -> bool {
     let Some(library) = costs.library else { return false };
-    let before = (rows as f64 * library.prepared + m as f64 * library.tokens) * cols as f64;
+    let (weights, tokens) = (rows as f64 * library.prepared, m as f64 * library.tokens);
+    let before = match before {
+        Before::Both => weights + tokens,
+        Before::Tokens => tokens,
+        Before::Nothing => 0.0,
+    };
+    let before = before * cols as f64;
     let pipeline =
         fastest(chip, costs, m, tiles(rows, cols)).map_or(f64::INFINITY, |(_, cost)| cost + before / library.bytes);
     library_cost(&library, chip, bytes, m, (rows, cols)) < pipeline
@@ -134,6 +151,16 @@ mod tests {
     const H200: Chip = Chip { wgmma: true, clusters: true, multiprocessors: 132, shared_memory: 232448 };
     const A100: Chip = Chip { wgmma: false, clusters: false, multiprocessors: 108, shared_memory: 166912 };
     const RTX_5090: Chip = Chip { wgmma: false, clusters: true, multiprocessors: 170, shared_memory: 101376 };
+
+    /// As measured with prepared weights of 8192 × 8192.
+    #[test]
+    fn prepared_weights_go_to_the_library_with_many_tokens() {
+        let costs = Costs::shipped_for(&H200);
+        let size = (8192, 8192);
+        let prefers = |m: usize, before| prefers(&H200, costs, decoded(m, size.0, size.1), before, (m, size));
+        assert!(prefers(16384, Before::Tokens) && !prefers(1024, Before::Tokens));
+        assert!(!prefers(64, Before::Nothing));
+    }
 
     /// As measured with weights of 2048 × 7168.
     #[test]
@@ -167,7 +194,7 @@ mod tests {
             let (m, rows, cols) = (sizes[0], sizes[1], sizes[2]);
             let costs = Costs::shipped_for(chip);
             let shape = fastest(chip, costs, m, tiles(rows, cols)).unwrap().0;
-            let library = prefers(chip, costs, decoded(m, rows, cols), (m, (rows, cols)));
+            let library = prefers(chip, costs, decoded(m, rows, cols), Before::Both, (m, (rows, cols)));
             assert_eq!(format!("{shape}{}", if library { " | library" } else { "" }), expected, "{product}");
         }
         assert_eq!(lines.count(), 81);
@@ -184,7 +211,8 @@ mod tests {
             ((64, 8192, 8192), false),
             ((16, 4096, 4096), false),
         ] {
-            let prefers = prefers(&H200, Costs::shipped_for(&H200), decoded(m, rows, cols), (m, (rows, cols)));
+            let prefers =
+                prefers(&H200, Costs::shipped_for(&H200), decoded(m, rows, cols), Before::Both, (m, (rows, cols)));
             assert_eq!(prefers, library, "{m} × {rows} × {cols}");
         }
     }
@@ -194,8 +222,8 @@ mod tests {
     fn costs_of_the_library_open_it_to_every_chip() {
         let (m, size) = (4096, (8192, 8192));
         let mut costs = Costs::shipped_for(&A100).clone();
-        assert!(!prefers(&A100, &costs, decoded(m, size.0, size.1), (m, size)));
+        assert!(!prefers(&A100, &costs, decoded(m, size.0, size.1), Before::Both, (m, size)));
         costs.library = Some(Library { step: 300.0, bytes: 1300.0, prepared: 4.0, tokens: 5.0 });
-        assert!(prefers(&A100, &costs, decoded(m, size.0, size.1), (m, size)));
+        assert!(prefers(&A100, &costs, decoded(m, size.0, size.1), Before::Both, (m, size)));
     }
 }

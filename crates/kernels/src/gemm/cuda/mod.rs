@@ -60,7 +60,7 @@ use crate::cuda::text::precision;
 use crate::cuda::{Allocator, Device, Plain, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::{Result, cuda};
-use choice::Choice;
+use choice::{Before, Choice};
 use nvfp4_spec::{Element, Error, Precision, area};
 use output::{OperandOrder, Output};
 
@@ -104,17 +104,24 @@ impl<'a> Way<'a> {
     ) -> Result<Vec<Way<'a>>> {
         let right = match b {
             Weights::Prepared(weight) => {
-                // Only the pipeline reads prepared weights.
                 let tokens = pipeline::Tokens::of(a).ok_or(cuda::Error::Prepared)?;
-                return Ok(vec![Way::Pipeline(tokens, pipeline::Right::Prepared(weight), OperandOrder::Given)]);
+                let before = match tokens {
+                    pipeline::Tokens::Nvfp4(_) => Before::Tokens,
+                    pipeline::Tokens::Plain(..) => Before::Nothing,
+                };
+                let size = (a.rows(), (weight.rows(), weight.cols()));
+                let library = to_bf16::ToBf16::of(Cublas::of(device), a, b, output)
+                    .filter(|way| choice::prefers_library(device, way.bytes(), before, size));
+                let pipeline = Way::Pipeline(tokens, pipeline::Right::Prepared(weight), OperandOrder::Given);
+                return Ok(library.map(Way::ToBf16).into_iter().chain([pipeline]).collect());
             }
             Weights::Operand(operand) => operand,
         };
         let library = Cublas::of(device);
         let pipeline = Way::pipeline(a, right);
-        let to_bf16 = to_bf16::ToBf16::of(library, a, right, output).filter(|way| match &pipeline {
+        let to_bf16 = to_bf16::ToBf16::of(library, a, b, output).filter(|way| match &pipeline {
             Some(Way::Pipeline(tokens, weights, _)) => {
-                choice::prefers_library(device, way.bytes(), (tokens.rows(), weights.size()))
+                choice::prefers_library(device, way.bytes(), Before::Both, (tokens.rows(), weights.size()))
             }
             _ => true,
         });
@@ -221,7 +228,7 @@ pub fn gemm_by<'a, T: Element + Plain>(
         return Ok(());
     }
     let ran = match (by, b) {
-        (By::Library, Weights::Operand(b)) => {
+        (By::Library, b) => {
             let way = to_bf16::ToBf16::of(Cublas::of(stream.device()), a, b, &output);
             way.map(|way| way.run(stream, &output, memory)).transpose()?.unwrap_or(false)
         }
@@ -237,7 +244,6 @@ pub fn gemm_by<'a, T: Element + Plain>(
             };
             operands.map(run).transpose()?.is_some()
         }
-        (By::Library, Weights::Prepared(_)) => false,
     };
     if ran { Ok(()) } else { Err(cuda::Error::NotThisWay.into()) }
 }

@@ -118,6 +118,38 @@ pub(super) fn prepare(stream: &Stream, q: &View<'_>, groups: Option<&Groups>, ou
     Ok(())
 }
 
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RestoreParams {
+    weights: u64,
+    out: u64,
+    rows: u64,
+    cols: u64,
+    tiles: u32,
+    count: u32,
+}
+
+/// Decodes checked weights to rows of bf16 at `out`, which has enough memory for them; columns are a
+/// multiple of 8.
+pub(super) fn restore(stream: &Stream, weight: &PreparedWeight, out: u64) -> Result<()> {
+    static VARIANTS: Variants<()> = Variants::new();
+    let (rows, cols) = (weight.rows, weight.cols);
+    let (row_tiles, k_tiles) = tiles(rows, cols);
+    let count = u32::try_from(row_tiles * k_tiles).map_err(|_| cuda::Error::TooManyBlocks { rows, cols })?;
+    let (weights, tiles) = (weight.address(), k_tiles as u32);
+    let params = RestoreParams { weights, out, rows: rows as u64, cols: cols as u64, tiles, count };
+    let kernel = VARIANTS.get(stream.device(), (), restore_source)?;
+    // SAFETY: `RestoreParams` is laid out as in restore.cu; the weights were checked, and the caller
+    // has room for them.
+    unsafe { kernel.launch(stream, [count, 1, 1], 128, 0, &params) }?;
+    Ok(())
+}
+
+fn restore_source((): ()) -> (&'static str, &'static str, String) {
+    let text = assemble(&math(Precision::Bf16), &[WEIGHTS, include_str!("restore.cu")]);
+    ("gemm_restore", "gemm_restore", text)
+}
+
 fn source(grouped: bool) -> (&'static str, &'static str, String) {
     let settings = format!("{}constexpr bool GROUPED = {grouped};\n", math(Precision::Bf16));
     let text = assemble(&settings, &[WEIGHTS, GROUPS, include_str!("prepare.cu")]);
@@ -125,5 +157,5 @@ fn source(grouped: bool) -> (&'static str, &'static str, String) {
 }
 
 pub(super) fn sources() -> Vec<(String, Source)> {
-    [false, true].map(|grouped| entry(grouped, source)).to_vec()
+    [entry(false, source), entry(true, source), entry((), restore_source)].to_vec()
 }

@@ -7,8 +7,9 @@
 use super::costs::NVFP4_BYTES;
 use super::cublas::{self, Call, Cublas, Factors, Values};
 use super::decoded::{self, Condition};
-use super::operand::Operand;
+use super::operand::{Operand, Weights};
 use super::output::{Kind, Order, Output, Side as Scale};
+use super::prepared::restore;
 use super::scratch::Scratch;
 use super::{OUTPUT, TOKENS, WEIGHTS, math};
 use crate::Result;
@@ -31,6 +32,8 @@ enum Decoder {
     Rows32,
     /// MXFP8's column direction.
     Columns32,
+    /// Prepared weights, which another kernel decodes.
+    Prepared,
 }
 
 /// The power of two that decoded NVFP4 values lack.
@@ -69,7 +72,7 @@ impl Decoder {
 
     fn name(self) -> &'static str {
         match self {
-            Decoder::Plain => "PLAIN",
+            Decoder::Plain | Decoder::Prepared => "PLAIN",
             Decoder::Nvfp4 => "NVFP4",
             Decoder::Codes => "FP8_CODES",
             Decoder::Rows32 => "FP8_BYTES",
@@ -78,7 +81,7 @@ impl Decoder {
     }
 
     fn undo(self) -> f32 {
-        if self == Decoder::Nvfp4 { UNDO } else { 1.0 }
+        if matches!(self, Decoder::Nvfp4 | Decoder::Prepared) { UNDO } else { 1.0 }
     }
 
     /// Whether values may be too small for bf16.
@@ -90,14 +93,18 @@ impl Decoder {
 /// A product of operands that have decoders.
 pub(super) struct ToBf16<'a> {
     a: (Operand<'a>, Decoder),
-    b: (Operand<'a>, Decoder),
+    b: (Weights<'a>, Decoder),
     library: &'static Cublas,
 }
 
 impl<'a> ToBf16<'a> {
     /// `None` if a product cannot be computed so.
-    pub fn of(library: Option<&'static Cublas>, a: Operand<'a>, b: Operand<'a>, output: &Output) -> Option<Self> {
-        let (left, right) = (Decoder::of(&a)?, Decoder::of(&b)?);
+    pub fn of(library: Option<&'static Cublas>, a: Operand<'a>, b: Weights<'a>, output: &Output) -> Option<Self> {
+        let right = match b {
+            Weights::Operand(b) => Decoder::of(&b)?,
+            Weights::Prepared(weight) => weight.cols().is_multiple_of(UNIT).then_some(Decoder::Prepared)?,
+        };
+        let left = Decoder::of(&a)?;
         let here = output.kind.order == Order::Folded && output.bias_fits() && a.cols() > 0;
         let made = ToBf16 { a: (a, left), b: (b, right), library: library? };
         // cuBLASLt takes any shape, but outputs and operands that are not aligned make it slow.
@@ -106,30 +113,33 @@ impl<'a> ToBf16<'a> {
 
     /// Bytes that decoding reads and writes.
     pub fn bytes(&self) -> f64 {
-        let bytes = |(operand, decoder): &(Operand<'_>, Decoder)| {
+        let bytes = |decoder: Decoder, rows: usize| {
             let each = match decoder {
                 Decoder::Plain => 0.0,
-                Decoder::Nvfp4 => NVFP4_BYTES,
+                Decoder::Nvfp4 | Decoder::Prepared => NVFP4_BYTES,
                 Decoder::Codes | Decoder::Rows32 | Decoder::Columns32 => 3.0,
             };
-            each * operand.rows() as f64 * operand.cols() as f64
+            each * rows as f64 * self.a.0.cols() as f64
         };
-        bytes(&self.a) + bytes(&self.b)
+        bytes(self.a.1, self.a.0.rows()) + bytes(self.b.1, self.b.0.rows())
     }
 
     /// Computes a checked product with at least one output; `false` if the library does not.
     pub fn run(&self, stream: &Stream, output: &Output, memory: &dyn Allocator) -> Result<bool> {
         let ((a, left), (b, right)) = (self.a, self.b);
         let (m, n, k) = (a.rows(), b.rows(), a.cols());
-        let bytes = |operand: &Operand<'_>, decoder| if decoder == Decoder::Plain { 0 } else { operand.rows() * k * 2 };
+        let bytes = |rows: usize, decoder| if decoder == Decoder::Plain { 0 } else { rows * k * 2 };
         // Two factors, and whether a value lost bits.
-        let scratch = Scratch::new(stream, memory, [bytes(&a, left), bytes(&b, right), 16])?;
+        let scratch = Scratch::new(stream, memory, [bytes(m, left), bytes(n, right), 16])?;
         let [a_at, b_at, factors] = scratch.addresses;
         let params = output.part(0, m);
         let call = Call {
             sizes: [m, n, k],
             a: side(&a, left, a_at),
-            b: side(&b, right, b_at),
+            b: match &b {
+                Weights::Operand(b) => side(b, right, b_at),
+                Weights::Prepared(weight) => decoded_side(b_at, weight.cols(), false),
+            },
             factors: Factors::Memory(factors),
             c: if params.c == 0 { params.out } else { params.c },
             out: params.out,
@@ -142,7 +152,14 @@ impl<'a> ToBf16<'a> {
         }
         let condition = Condition::new(factors + 8);
         let may_lose = left.may_lose() || right.may_lose();
-        let (a_matrix, b_matrix) = (Matrix::new(&a, left, a_at), Matrix::new(&b, right, b_at));
+        let a_matrix = Matrix::new(&a, left, a_at);
+        let b_matrix = match &b {
+            Weights::Operand(b) => Matrix::new(b, right, b_at),
+            Weights::Prepared(weight) => {
+                restore(stream, weight, b_at)?;
+                Matrix::NONE
+            }
+        };
         let groups = (a_matrix.groups + b_matrix.groups).max(1);
         let decode = Params {
             a: a_matrix,
@@ -162,8 +179,8 @@ impl<'a> ToBf16<'a> {
         // room for them.
         unsafe { kernel.launch(stream, [groups, 1, 1], THREADS as u32, 0, &decode) }?;
         self.library.run(stream, &call, memory)?;
-        if may_lose {
-            decoded::run_if(stream, &a, &b, output, Some(condition))?;
+        if let (true, Weights::Operand(b)) = (may_lose, &b) {
+            decoded::run_if(stream, &a, b, output, Some(condition))?;
         }
         Ok(true)
     }
@@ -178,6 +195,10 @@ fn side(operand: &Operand<'_>, decoder: Decoder, at: u64) -> cublas::Side {
         Operand::Fp8(q) => (at, q.cols),
     };
     let transposed = decoder == Decoder::Columns32;
+    decoded_side(address, pitch, transposed)
+}
+
+fn decoded_side(address: u64, pitch: usize, transposed: bool) -> cublas::Side {
     cublas::Side { address, values: Values::Bf16, pitch, transposed, scales: None }
 }
 
@@ -195,6 +216,9 @@ struct Matrix {
 }
 
 impl Matrix {
+    /// Nothing to decode.
+    const NONE: Matrix = Matrix { codes: 0, scales: 0, out: 0, units: 0, across: 0, groups: 0, format: 0 };
+
     fn new(operand: &Operand<'_>, decoder: Decoder, out: u64) -> Self {
         let (codes, scales, across, format) = match operand {
             Operand::Plain(_) => (0, 0, 0, Format::default()),
