@@ -49,6 +49,16 @@ RULE u32 larger_seen(u32 a, u32 b, Precision p) {
     return m;
 }
 
+#if __CUDA_ARCH__ >= 860
+// The larger magnitudes of two words of 16-bit elements, under signs that mean nothing; NaN wins.
+RULE u32 larger_magnitudes(u32 a, u32 b, Precision p) {
+    u32 m;
+    if (p == BF16) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+    else asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+    return m;
+}
+#endif
+
 // Two values rounded to bf16, the first in the low half.
 RULE u32 pack_bf16(float low, float high) {
     u32 word;
@@ -105,6 +115,14 @@ template <Precision P>
 RULE float largest(const Elements<P>& x) {
     constexpr int N = P == F32 ? 16 : 8;
     u32 m[N];
+#if __CUDA_ARCH__ >= 860
+    if constexpr (P != F32) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) m[i] = larger_magnitudes(x.w[i], x.w[i + 4], P);
+        m[0] = larger_magnitudes(larger_magnitudes(m[0], m[2], P), larger_magnitudes(m[1], m[3], P), P);
+        return absolute(low_element(larger_magnitudes(m[0], m[0] >> 16, P), P));
+    }
+#endif
 #pragma unroll
     for (int i = 0; i < N; i++) m[i] = magnitudes(x.w[i], P);
 #pragma unroll
@@ -148,11 +166,11 @@ RULE u32 divided(u32 n, u32 magic, u32 shift) { return magic ? mul_high(n, magic
 
 RULE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
-// Twin of hadamard::transform, signs already changed.
-RULE Elements<BF16> transformed(float v[BLOCK]) {
+// Twin of hadamard::transform, signs already changed. Another factor is for multiples of it.
+RULE Elements<BF16> transformed(float v[BLOCK], float factor = HADAMARD_FACTOR) {
     hadamard::butterflies(v);
     Elements<BF16> out;
 #pragma unroll
-    for (int i = 0; i < 8; i++) out.w[i] = pack_bf16(v[2 * i] * HADAMARD_FACTOR, v[2 * i + 1] * HADAMARD_FACTOR);
+    for (int i = 0; i < 8; i++) out.w[i] = pack_bf16(v[2 * i] * factor, v[2 * i + 1] * factor);
     return out;
 }

@@ -126,12 +126,20 @@ RULE float decode(u32 code) {
 
 namespace e4m3 {
 
+#if HARDWARE_E4M3
+// The byte of any value, sign included.
+RULE u32 convert(float x) {
+    u32 byte;
+    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %1, %2; mov.b16 h, 0; mov.b32 %0, {l, h}; }"
+        : "=r"(byte) : "f"(0.0f), "f"(x));
+    return byte;
+}
+#endif
+
 // The byte of a value that is not negative, or NaN.
 RULE u32 encode(float x) {
 #if HARDWARE_E4M3
-    u16 pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-    return pair & 0x7F;
+    return convert(x) & 0x7F;
 #else
     if (is_nan(x)) return E4M3_NAN_BYTE;
     x = x < E4M3_MAX ? x : E4M3_MAX;
@@ -297,10 +305,11 @@ RULE philox::Words block(u64 seed, u64 offset, u64 index) {
 namespace hadamard {
 
 // Transforms 16 values in place; what is left is to quarter them, round them to bf16 and take
-// those.
+// those. Sums of elements that are `END` or more apart are left out.
+template <int END = BLOCK>
 RULE void butterflies(float v[BLOCK]) {
 #pragma unroll
-    for (int distance = 1; distance < BLOCK; distance *= 2) {
+    for (int distance = 1; distance < END; distance *= 2) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
             if (i & distance) continue;

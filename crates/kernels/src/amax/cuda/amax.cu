@@ -46,6 +46,39 @@ RULE u32 larger_counted(u32 a, u32 b) {
     return SPECIALS == REFERENCE ? larger(a, b, INPUT) : larger_seen(a, b, INPUT);
 }
 
+// The same under signs that mean nothing.
+RULE u32 larger_under_signs(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 860
+    if (INPUT != F32 && SPECIALS == KERNEL) {
+        u32 m;
+        if (INPUT == BF16) asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+        else asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+        return m;
+    }
+#endif
+    return larger_counted(a, b);
+}
+
+// The largest of the magnitude `bits` and those of 16 values after the transform's sums. Ignoring
+// NaN, the larger magnitude of a + b and a − b is |a| + |b|: the last sums are half as many.
+RULE u32 transformed_maximum(float v[BLOCK], u32 bits) {
+    if (SPECIALS == KERNEL) {
+        hadamard::butterflies<BLOCK / 2>(v);
+#pragma unroll
+        for (int i = 0; i < BLOCK / 2; i++) {
+            bits = to_bits(fmaxf(from_bits(bits), absolute(v[i]) + absolute(v[i + BLOCK / 2])));
+        }
+        return bits;
+    }
+    hadamard::butterflies(v);
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) {
+        u32 b = scale::magnitude_bits(v[i], SPECIALS);
+        bits = bits > b ? bits : b;
+    }
+    return bits;
+}
+
 // The magnitude's bits in binary32 of the larger element of a word.
 RULE u32 word_maximum(u32 word) {
     if (INPUT == F32) return word;
@@ -121,26 +154,40 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
 // The maxima after the transform along columns (`col`: one per column; or all of them, `tensor`),
 // and that before it (`plain`): a thread has one column of f32 or two neighbouring ones, 16 rows at
 // a time.
-extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128, 6) amax_hadamard(const __grid_constant__ Params p) {
     constexpr int WIDE = INPUT == F32 ? 1 : 2;
     u64 units = (p.cols + WIDE - 1) / WIDE, groups = (units + 127) / 128;
     u64 unit = blockIdx.x % groups * 128 + threadIdx.x, c = unit * WIDE;
     Panel panel = panel_at(p, blockIdx.x / groups);
     if (panel.first >= panel.end) return;
     u32 m[2] = {0, 0}, before = 0;
-    for (u64 r = panel.first; unit < units && r < panel.end; r += BLOCK) {
-        u32 w[BLOCK];
+    const u8* from = panel.x + (panel.first * p.stride + c) * SIZE;
+    u64 step = p.stride * SIZE;
+    bool wide = INPUT == F32 || (p.aligned && c + 1 < p.cols);
+    u32 negated[BLOCK];
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-            const u8* from = panel.x + ((r + i) * p.stride + c) * SIZE;
-            // A group that ends within a block has zeros there.
-            if (GROUPED && r + i >= panel.end) w[i] = 0;
-            else if (INPUT == F32) w[i] = *(const u32*)from;
-            else if (p.aligned && c + 1 < p.cols) w[i] = *(const u32*)from;
-            else w[i] = *(const u16*)from | (c + 1 < p.cols ? (u32)((const u16*)from)[1] << 16 : 0);
+    for (int i = 0; i < BLOCK; i++) negated[i] = (p.signs >> i & 1) * (INPUT == F32 ? 0x80000000 : 0x80008000);
+#pragma unroll 1
+    for (u64 r = panel.first; unit < units && r < panel.end; r += BLOCK, from += BLOCK * step) {
+        u32 w[BLOCK];
+        // One branch for all loads, so that all are in flight together.
+        if (wide && (!GROUPED || r + BLOCK <= panel.end)) {
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) w[i] = *(const u32*)(from + i * step);
+        } else {
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) {
+                const u8* at = from + i * step;
+                // A group that ends within a block has zeros there.
+                if (GROUPED && r + i >= panel.end) w[i] = 0;
+                else if (INPUT == F32) w[i] = *(const u32*)at;
+                else w[i] = *(const u16*)at | (c + 1 < p.cols ? (u32)((const u16*)at)[1] << 16 : 0);
+            }
         }
 #pragma unroll
-        for (int i = 0; OUTPUT_PLAIN && i < BLOCK; i++) before = larger_counted(before, w[i]);
+        for (int i = 0; OUTPUT_PLAIN && i < BLOCK; i++) before = larger_under_signs(before, w[i]);
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) w[i] ^= negated[i];
 #pragma unroll
         for (int h = 0; h < WIDE; h++) {
             float v[BLOCK];
@@ -148,14 +195,8 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
             for (int i = 0; i < BLOCK; i++) {
                 v[i] = INPUT == F32 ? from_bits(w[i]) : h ? high_element(w[i], INPUT) : low_element(w[i], INPUT);
             }
-            hadamard::negate(v, p.signs);
-            hadamard::butterflies(v);
-#pragma unroll
-            for (int i = 0; i < BLOCK; i++) {
-                // Quartering and rounding are monotone: they wait until the end.
-                u32 bits = scale::magnitude_bits(v[i], SPECIALS);
-                m[h] = m[h] > bits ? m[h] : bits;
-            }
+            // Quartering and rounding are monotone: they wait until the end.
+            m[h] = transformed_maximum(v, m[h]);
         }
     }
 #pragma unroll
@@ -168,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(128) amax_hadamard(const __grid_con
         if (WIDE == 2 && c + 1 < p.cols) atomicMax(panel.col + c + 1, m[1]);
     }
     if (OUTPUT_TENSOR) meet(panel.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
-    if (OUTPUT_PLAIN) meet(panel.plain, word_maximum(before));
+    if (OUTPUT_PLAIN) meet(panel.plain, word_maximum(magnitudes(before, INPUT)));
 }
 
 // The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a

@@ -51,6 +51,15 @@ RULE Scaling scaling_of(float amax, const Direction& d) {
 // A block is ordinary if its scaling is regular and its largest scaled element at most this.
 constexpr float ORDINARY_LIMIT = 6.5f;
 
+// Twin of e4m3::encode where the scaling is regular; the bytes of others are not used.
+RULE u32 scale_byte(float x) {
+#if HARDWARE_E4M3
+    return e4m3::convert(x);
+#else
+    return e4m3::encode(x);
+#endif
+}
+
 RULE float scale_value(u32 byte) { return from_bits(byte << 20) * 0x1p120f; }
 
 // 1/x to nearest, for x within 2^±100: the hardware's approximation and one step of Newton's
@@ -77,23 +86,36 @@ RARE float amax_beside_nan(const float x[BLOCK]) {
 
 // ---- Codes ----
 
-// Where 1.5·2²³ is added, a sum rounds to an integer, which its low bits hold.
-constexpr float MAGIC = 12582912.0f;
-constexpr u32 MAGIC_BITS = 0x4B400000;
+// Codes by truncation. L(y) = min(2y, y + 2, y/2 + 4) is the line through the codes: a value of the
+// grid has its code there, and between two values it is linear. At 2⁻¹⁴ of its size, where the
+// smallest normal number of binary16 stands for 1, y cut off to binary16 has the bits
+// floor(512·L(y)). One instruction cuts off two numbers.
+constexpr float CODE_UNIT = 0x1p-14f;
 
-// The bits of MAGIC plus the code of 0 ≤ y ≤ 6.5. Codes are min(2y, y + 2, y/2 + 4), rounded to
-// nearest even: the three lines meet at the values 2 and 4 where the grid's step changes, and
-// rounding is monotone. Each sum rounds once. Positive numbers are in the order of their bits, and
-// three integers have their minimum in one instruction.
-RULE u32 nearest_code(float y) {
-    u32 low = to_bits(__fmaf_rn(y, 2.0f, MAGIC)), middle = to_bits(__fadd_rn(y, MAGIC + 2.0f));
-    return min(min(low, middle), to_bits(__fmaf_rn(y, 0.5f, MAGIC + 4.0f)));
+// Two numbers cut off to binary16, the first in the low half.
+RULE u32 cut_off(float low, float high) {
+    u32 word;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
 }
 
-// The same lines rounded down, for t = |y| plus its random part; t may exceed 6.
-RULE u32 floor_code(float t) {
-    u32 low = to_bits(__fmaf_rd(t, 2.0f, MAGIC)), middle = to_bits(__fadd_rd(t, MAGIC + 2.0f));
-    return min(min(min(low, middle), to_bits(__fmaf_rd(t, 0.5f, MAGIC + 4.0f))), MAGIC_BITS + 7);
+// The high bytes of four such numbers, in two words.
+RULE u32 high_bytes(u32 first, u32 second) { return permute(first, second, 0x7531); }
+
+// Bits of `a` where `mask` has ones, of `b` elsewhere.
+RULE u32 merged(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
+
+// Cut off after one half is added, L(y) is rounded to nearest with all ties up. Ties go to the even
+// code: at 1/4, 5/4, 5/2 and 5 down, at 3/4, 7/4 and 7/2 up. A mantissa of the former is less than
+// 11/8, one of the latter more. The sum moves y up by a unit in its last place where its mantissa is
+// more than 11/8, the product moves every y down by one.
+RULE float with_ties(float y) { return __fmul_rz(__fmaf_rn(y, 4.0f / 11.0f * 0x1p-23f, y), 0x1.FFFFFEp-1f); }
+
+// A byte full of the sign of each 16-bit element of two words: bytes 1, 5, 3, 7.
+RULE u32 sign_bytes(u32 a, u32 b) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, 0xFBD9;" : "=r"(bytes) : "r"(a), "r"(b));
+    return bytes;
 }
 
 // Signs of elements 8h … 8h+7 at the top bits of eight nibbles.
@@ -107,9 +129,9 @@ RULE u32 sign_bits(const Elements<P>& x, int h) {
     }
     // Bytes 1 and 3 of a word hold the signs of its elements; even elements go to low nibbles, odd
     // ones to high nibbles.
-    u32 first = permute(x.w[4 * h], x.w[4 * h + 1], 0x7351), second = permute(x.w[4 * h + 2], x.w[4 * h + 3], 0x7351);
+    u32 first = sign_bytes(x.w[4 * h], x.w[4 * h + 1]), second = sign_bytes(x.w[4 * h + 2], x.w[4 * h + 3]);
     u32 even = permute(first, second, 0x5410), odd = permute(first, second, 0x7632);
-    return (even >> 4 & 0x08080808) | (odd & 0x80808080);
+    return (even & 0x08080808) | (odd & 0x80808080);
 }
 
 // 16 codes, element 0 in the lowest nibble.
@@ -134,36 +156,45 @@ RULE u64 nearest_codes(const Elements<P>& x, float inverse) {
             : "=r"(half[h])
             : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]), "f"(y[4]), "f"(y[5]), "f"(y[6]), "f"(y[7]));
 #else
-        u32 codes = 0;
+        float y[8];
 #pragma unroll
-        for (int i = 7; i >= 0; i--) {
-            float y = __fmul_rn(absolute(element(x, 8 * h + i)), inverse);
-            codes = codes * 16 + nearest_code(y);
-        }
-        // The bits of MAGIC came along eight times.
-        half[h] = (codes - MAGIC_BITS * 0x11111111u) | sign_bits(x, h);
+        for (int i = 0; i < 8; i++) y[i] = with_ties(__fmul_rn(element(x, 8 * h + i), inverse * CODE_UNIT));
+        // A byte of floor(2·L(y)), at most 14, under its sign. One more makes bits 1 to 3 the code.
+        u32 even = high_bytes(cut_off(y[0], y[2]), cut_off(y[4], y[6])) + 0x01010101;
+        u32 odd = high_bytes(cut_off(y[1], y[3]), cut_off(y[5], y[7])) + 0x01010101;
+        even = merged(even >> 1, even >> 4, 0x07070707);
+        odd = merged(odd << 3, odd, 0x70707070);
+        half[h] = merged(even, odd, 0x0F0F0F0F);
 #endif
     }
     return both_halves(half[0], half[1]);
 }
 
-// Twin of stochastic::encode, for an ordinary block. With e the power of two at or below max(y, 1)
-// the step at y is e/2, so the random part is (r/512)·e.
+// Twin of stochastic::encode, for an ordinary block. The random part of the code is r/256 in every
+// step of the grid, so the code is the integer part of L(y) + r/256, and 8 bits of L's fraction are
+// enough. But the rule rounds y plus its random part. That matters below 1/4 alone: what is within
+// 2⁻²⁶ below a value of the grid is rounded up to it. Adding that much to y, rounded down, does the
+// same, and changes nothing from 1/4 on.
 template <Precision P>
 RULE u64 stochastic_codes(const Elements<P>& x, float inverse, const philox::Words& random) {
     u32 half[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        u32 codes = 0;
+        float y[8];
 #pragma unroll
-        for (int i = 7; i >= 0; i--) {
-            float y = __fmul_rn(absolute(element(x, 8 * h + i)), inverse);
-            float e = fmaxf(from_bits(to_bits(y) & 0x7F800000), 1.0f);
-            // 2¹⁴ + r/512, by putting the byte below the leading bit.
-            float r = __fadd_rn(from_bits(permute(random.w[2 * h + i / 4], 0x46800000, 0x7650 | i % 4)), -16384.0f);
-            codes = codes * 16 + floor_code(__fmaf_rn(r, e, y));
+        for (int i = 0; i < 8; i++) {
+            y[i] = __fadd_rd(__fmul_rn(absolute(element(x, 8 * h + i)), inverse * CODE_UNIT), 0x1p-26f * CODE_UNIT);
         }
-        half[h] = (codes - MAGIC_BITS * 0x11111111u) | sign_bits(x, h);
+        // Elements 0 and 2, 1 and 3, 4 and 6, 5 and 7, with their bytes of randomness.
+        u32 sums[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int first = i / 2 * 4 + i % 2;
+            u32 r = permute(random.w[2 * h + i / 2], 0, i % 2 ? 0x4341 : 0x4240);
+            sums[i] = __vminu2(cut_off(y[first], y[first + 2]) + r * 2, 0x0FFF0FFF);
+        }
+        u32 even = high_bytes(sums[0], sums[2]), odd = high_bytes(sums[1], sums[3]);
+        half[h] = (even >> 1 & 0x07070707) | (odd << 3 & 0x70707070) | sign_bits(x, h);
     }
     return both_halves(half[0], half[1]);
 }
@@ -216,36 +247,26 @@ RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, scale::Global global, Pre
 //
 // f is the scale's value times a unit that both candidates share, so all is compared in that unit.
 
-// Adding 1.5·2²²·e to y < 2e rounds it to multiples of e/2, the grid at y; e is the power of two at
-// or below max(y, one).
-constexpr float GRID_MAGIC = 6291456.0f;
-RULE float grid_exponent(float y, float one) { return fmaxf(from_bits(to_bits(y) & 0x7F800000), one); }
-RULE float grid_sum(float y, float e) { return __fmaf_rn(e, GRID_MAGIC, y); }
-RULE float grid_value(float sum, float e) { return __fmaf_rn(e, -GRID_MAGIC, sum); }
-
-// Candidates are scaled by 1/64, which changes no rounding: there the value 1 is the smallest
-// normal number of E4M3, and the byte of a value of the grid is four times its code.
-constexpr float GRID_UNIT = 0x1p-6f;
-
-// The codes of eight values of the grid, given with their sums.
-RULE u32 grid_codes(const float values[8], const float sums[8]) {
-#if HARDWARE_E4M3
-    u32 even = e4m3::encode_four(values[0], values[2], values[4], values[6]);
-    u32 odd = e4m3::encode_four(values[1], values[3], values[5], values[7]);
-    return even >> 2 | odd << 2;
-#else
-    // The top ten bits of a sum are 287 for e = 1 and two more for each doubling, its low bits
-    // count multiples of e/2.
-    u32 codes = 0;
-#pragma unroll
-    for (int i = 7; i >= 0; i--) {
-        u32 sum = to_bits(sums[i]), top = sum >> 22;
-        // Without its top bits, which are added again at the bottom: 287 + code.
-        codes = codes * 16 + sum - top * ((1 << 22) - 1);
-    }
-    return codes - 287 * 0x11111111u;
-#endif
+// 0 ≤ y ≤ 6.5 rounded to the grid, both in units of `one`, a power of two. With e the power of two at
+// or below max(y, 1) the grid's step is e/2. c·2²² is a multiple of that: if c is y, y is a multiple
+// of 2⁻²³e. Numbers as large as y − c·2²² are e/2 apart, so it is rounded to the grid, ties to even;
+// where they are e/4 apart, y is next to e and becomes e. Adding c·2²² again is exact.
+RULE float grid_value(float y, float one) {
+    float c = fmaxf(y, one * 0x1.000004p0f);
+    return __fmaf_rn(c, 0x1p22f, __fmaf_rn(c, -0x1p22f, y));
 }
+
+// Candidates are scaled by GRID_UNIT, which changes no rounding: there a small type has values of
+// the grid as bytes that are their codes, shifted.
+#if HARDWARE_E4M3
+constexpr float GRID_UNIT = 0x1p-6f;
+constexpr int GRID_SHIFT = 2;
+RULE u32 grid_bytes(float a, float b, float c, float d) { return e4m3::encode_four(a, b, c, d); }
+#else
+constexpr float GRID_UNIT = CODE_UNIT;
+constexpr int GRID_SHIFT = 1;
+RULE u32 grid_bytes(float a, float b, float c, float d) { return high_bytes(cut_off(a, b), cut_off(c, d)); }
+#endif
 
 // 16 codes that lack the signs of their elements.
 template <Precision P>
@@ -253,32 +274,35 @@ RULE u64 with_signs(u32 low, u32 high, const Elements<P>& x) {
     return both_halves(low | sign_bits(x, 0), high | sign_bits(x, 1));
 }
 
-// A row of 16 with one of the candidates: its codes without signs, and its filtered error in units
-// of f or f².
+// A row of 16 with one of the candidates: its codes without signs, those of even and of odd elements
+// apart, and its filtered error in units of GRID_UNIT·f or its square.
 struct Filtered {
-    u32 codes[2];
+    u32 even[2], odd[2];
     float error;
 };
+
+RULE u32 joined(u32 even, u32 odd) { return even >> GRID_SHIFT | odd << (4 - GRID_SHIFT); }
 
 template <Precision P>
 RULE Filtered filtered(const Elements<P>& x, float inverse, Metric metric) {
     Filtered f;
-    float error[2] = {0.0f, 0.0f};
+    float error[2];
     inverse = inverse * GRID_UNIT;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float values[8], sums[8];
+        float values[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            float y = __fmul_rn(absolute(element(x, 8 * h + i)), inverse), e = grid_exponent(y, GRID_UNIT);
-            sums[i] = grid_sum(y, e);
-            values[i] = grid_value(sums[i], e);
+            float y = __fmul_rn(absolute(element(x, 8 * h + i)), inverse);
+            values[i] = grid_value(y, GRID_UNIT);
             float d = __fadd_rn(values[i], -y);
-            error[i % 2] = metric == MAE ? __fadd_rn(error[i % 2], absolute(d)) : __fmaf_rn(d, d, error[i % 2]);
+            if (h == 0 && i < 2) error[i] = metric == MAE ? absolute(d) : __fmul_rn(d, d);
+            else error[i % 2] = metric == MAE ? __fadd_rn(error[i % 2], absolute(d)) : __fmaf_rn(d, d, error[i % 2]);
         }
-        f.codes[h] = grid_codes(values, sums);
+        f.even[h] = grid_bytes(values[0], values[2], values[4], values[6]);
+        f.odd[h] = grid_bytes(values[1], values[3], values[5], values[7]);
     }
-    f.error = __fadd_rn(error[0], error[1]) * (metric == MAE ? 1.0f / GRID_UNIT : 1.0f / (GRID_UNIT * GRID_UNIT));
+    f.error = __fadd_rn(error[0], error[1]);
     return f;
 }
 
@@ -290,8 +314,7 @@ RARE float ordinary_error(const float x[BLOCK], float value, float inverse, scal
     float sum = 0.0f, by = -global.six_e, reciprocal = 1.0f / global.six_e;
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        float a = absolute(x[i]), y = __fmul_rn(a, inverse), grid = grid_exponent(y, 1.0f);
-        float q = grid_value(grid_sum(y, grid), grid) * value, e;
+        float a = absolute(x[i]), q = grid_value(__fmul_rn(a, inverse), 1.0f) * value, e;
         if (path == STRICT) {
             float product = q * global.amax, quotient = product * reciprocal;
             e = __fmaf_rn(__fmaf_rn(by, quotient, product), reciprocal, quotient) - a;
@@ -320,14 +343,14 @@ struct Candidates {
 RULE Candidates candidates(float amax, const Scaling& s) {
     float sixth = amax * SIXTH;
     float base = __fmaf_rn(__fmaf_rn(sixth, -6.0f, amax), SIXTH, sixth) * s.global.encode;
-    return {candidate(e4m3::encode(base), s), candidate(e4m3::encode(base * 1.5f), s)};
+    return {candidate(scale_byte(base), s), candidate(scale_byte(base * 1.5f), s)};
 }
 
 // Whether the argument above covers a tile: a regular scaling, elements of at most 6.5 (the other
 // candidate's are not larger) and normal scales, or equal ones, which tie.
 RULE bool covered(const Candidates& c, float largest, const Scaling& s) {
     return s.regular && largest * c.six.inverse <= ORDINARY_LIMIT &&
-           (c.six.byte >= E4M3_MIN_NORMAL_BYTE || c.six.byte == c.four.byte);
+           !(c.six.byte < E4M3_MIN_NORMAL_BYTE && c.six.byte != c.four.byte);
 }
 
 enum Choice { SIX_WINS, FOUR_WINS, UNDECIDED };
@@ -338,7 +361,8 @@ RULE Choice filter(const Candidates& c, float six, float four, int elements, Met
     float u6 = metric == MAE ? c.six.value : c.six.value * c.six.value;
     float u4 = metric == MAE ? c.four.value : c.four.value * c.four.value;
     six = six * u6, four = four * u4;
-    float bound = (six + four) * 0x40p-24f + (u6 + u4) * ((metric == MAE ? 0x30p-24f : 0x68p-24f) * elements);
+    float term = metric == MAE ? 0x30p-24f * GRID_UNIT : 0x68p-24f * GRID_UNIT * GRID_UNIT;
+    float bound = (six + four) * 0x40p-24f + (u6 + u4) * (term * elements);
     float difference = four - six;
     if (difference < -bound) return FOUR_WINS;
     return difference > bound || c.six.byte == c.four.byte ? SIX_WINS : UNDECIDED;
@@ -352,7 +376,7 @@ struct Position {
     u32 row, index, block, width, group, within;
 };
 
-RULE u64 blocks_of(const Direction& d) { return (d.cols + BLOCK - 1) / BLOCK; }
+RULE u64 blocks_of(const Direction& d) { return (d.cols + (WHOLE ? 0 : BLOCK - 1)) / BLOCK; }
 
 template <class S>
 RULE void store_scale(const Direction& d, const Position& at, u32 byte) {
@@ -426,7 +450,7 @@ RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Dire
 template <class S, Precision P>
 RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Position& at) {
     if (S::RULE_OF == SIX) {
-        u32 byte = e4m3::encode(largest * s.multiplier);
+        u32 byte = scale_byte(largest * s.multiplier);
         float inverse = inverse_of(scale_value(byte), s);
         if (s.regular && largest * inverse <= ORDINARY_LIMIT) {
             return {codes_of<S>(x, byte, inverse, true, s.global, d, at), byte};
@@ -436,18 +460,18 @@ RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& s
         if (covered(c, largest, s)) {
             Filtered six = filtered(x, c.six.inverse, METRIC<S>), four = filtered(x, c.four.inverse, METRIC<S>);
             Choice choice = filter(c, six.error, four.error, BLOCK, METRIC<S>);
+            bool four_wins = choice == FOUR_WINS;
             if (choice == UNDECIDED) {
                 float values[BLOCK];
                 unpack(x, values);
                 ErrorPath path = (ErrorPath)d.error;
                 float e6 = ordinary_error(values, c.six.value, c.six.inverse, s.global, METRIC<S>, path);
                 float e4 = ordinary_error(values, c.four.value, c.four.inverse, s.global, METRIC<S>, path);
-                choice = e4 < e6 ? FOUR_WINS : SIX_WINS;
+                four_wins = e4 < e6;
             }
-            Candidate won = choice == FOUR_WINS ? c.four : c.six;
-            u32 low = choice == FOUR_WINS ? four.codes[0] : six.codes[0];
-            u32 high = choice == FOUR_WINS ? four.codes[1] : six.codes[1];
-            return {with_signs(low, high, x), won.byte};
+            u32 low = joined(four_wins ? four.even[0] : six.even[0], four_wins ? four.odd[0] : six.odd[0]);
+            u32 high = joined(four_wins ? four.even[1] : six.even[1], four_wins ? four.odd[1] : six.odd[1]);
+            return {with_signs(low, high, x), four_wins ? c.four.byte : c.six.byte};
         }
     }
     float values[BLOCK];

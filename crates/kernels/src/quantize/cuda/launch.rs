@@ -1,4 +1,4 @@
-//! The four kernels and their parameters, laid out as in `matrix.cuh`.
+//! The five kernels and their parameters, laid out as in `matrix.cuh`.
 
 use super::super::Layout;
 use super::Direction;
@@ -167,13 +167,9 @@ pub(super) fn panels(
 ) -> Result<()> {
     let (x, groups) = matrix;
     let (rows, cols) = (groups.map_or(x.rows(), Groups::padded_rows), x.cols());
-    let whole = x.rows_aligned()
-        && row.is_none_or(|row| row.is_whole(cols))
-        && col.is_whole(rows)
-        && cols.is_multiple_of(BLOCK)
-        && rows.is_multiple_of(BLOCK);
+    let whole = whole_panels(matrix, row, col);
     let variant = Variant {
-        function: Function::Panels,
+        function: if full_panels(matrix, row, col) { Function::FullPanels } else { Function::Panels },
         precision: x.values().precision(),
         row: row.map(Direction::settings),
         col: Some(col.settings()),
@@ -187,13 +183,40 @@ pub(super) fn panels(
     let kernel = variant.kernel(stream.device())?;
     let mut params = params(matrix, row, Some(col));
     (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(WIDTH));
-    let wide_codes = whole && col.codes.address().is_multiple_of(16) && rows.is_multiple_of(2 * BLOCK);
-    params.wide_codes = wide_codes.into();
+    params.wide_codes = (whole && wide_codes(col, rows)).into();
     let blocks = rows.div_ceil(HEIGHT) * cols.div_ceil(WIDTH);
     let shared = panel_memory(x.values().element_size(), [row, Some(col)]);
     // SAFETY: as above.
     unsafe { kernel.launch(stream, [blocks as u32, 1, 1], THREADS, shared, &params) }?;
     Ok(())
+}
+
+/// Whether all blocks of both directions are whole.
+fn whole_panels((x, groups): Matrix<'_>, row: Option<&Direction<'_>>, col: &Direction<'_>) -> bool {
+    let (rows, cols) = (groups.map_or(x.rows(), Groups::padded_rows), x.cols());
+    x.rows_aligned()
+        && row.is_none_or(|row| row.is_whole(cols))
+        && col.is_whole(rows)
+        && cols.is_multiple_of(BLOCK)
+        && rows.is_multiple_of(BLOCK)
+}
+
+/// Whether rows of the column direction's codes are aligned to 16 bytes.
+fn wide_codes(col: &Direction<'_>, rows: usize) -> bool {
+    col.codes.address().is_multiple_of(16) && rows.is_multiple_of(2 * BLOCK)
+}
+
+/// Whether [`panels`] takes the kernel that has a block in registers at a time, which is faster and
+/// leaves both directions enough of them.
+pub(super) fn full_panels(matrix: Matrix<'_>, row: Option<&Direction<'_>>, col: &Direction<'_>) -> bool {
+    let (x, groups) = matrix;
+    whole_panels(matrix, row, col)
+        && groups.is_none()
+        && x.rows().is_multiple_of(HEIGHT)
+        && x.cols().is_multiple_of(WIDTH)
+        && wide_codes(col, x.rows())
+        && x.values().precision() != Precision::F32
+        && [row, Some(col)].into_iter().flatten().all(|d| d.mode.tile == Tile::Row16)
 }
 
 /// Bytes of a `Scaling`.

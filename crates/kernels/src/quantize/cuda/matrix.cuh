@@ -28,15 +28,15 @@ RULE Elements<INPUT> load(const Params& p, u32 row, u32 block, u32 width) {
 template <class S>
 RULE u32 negated(u32 signs, int i) { return (S::SIGNS < 0 ? signs : S::SIGNS) >> i & 1; }
 
-// Twin of hadamard::transform.
+// Twin of hadamard::transform. Another factor is for multiples of it.
 template <class S>
-RULE Elements<BF16> rotated(float v[BLOCK], u32 signs) {
+RULE Elements<BF16> rotated(float v[BLOCK], u32 signs, float factor = HADAMARD_FACTOR) {
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
         if (S::SIGNS < 0) v[i] = from_bits(to_bits(v[i]) ^ negated<S>(signs, i) << 31);
         else if (negated<S>(signs, i)) v[i] = -v[i];
     }
-    return transformed(v);
+    return transformed(v, factor);
 }
 
 // The elements that a direction quantizes, given those of the matrix along it.

@@ -1,8 +1,11 @@
 //! Quantization on a GPU: the kernel and the settings of a call. Read `block.cuh`, then
-//! `matrix.cuh`, then the kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`.
+//! `matrix.cuh`, then the kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`,
+//! `full_panels.cu`.
 
 mod host;
 mod launch;
+#[cfg(test)]
+mod tests;
 mod variant;
 
 pub(super) use host::on_host;
@@ -13,7 +16,7 @@ use crate::Result;
 use crate::amax::cuda as maxima;
 use crate::cuda::text::Variants;
 use crate::cuda::{self, Device, Groups, Input, Slice, SliceMut, Stream, countable};
-use launch::{DirectionParams, panels, row_blocks, squares, whole_rows};
+use launch::{DirectionParams, full_panels, panels, row_blocks, squares, whole_rows};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
 use nvfp4_spec::{BLOCK, Error, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Specials, Tile};
@@ -289,8 +292,12 @@ fn checked(
         (Some(row), None) if row.mode.tile == Tile::Square16 => squares(stream, (x, groups), &row),
         (Some(row), None) => row_blocks(stream, (x, groups), &row),
         // One kernel for both reads `x` once. Where arithmetic is the bottleneck, two kernels leave
-        // each direction more registers.
-        (Some(row), Some(col)) if row.mode.tile == Tile::Row16 && !row.settings().is_light() => {
+        // each direction more registers, unless one has enough for both.
+        (Some(row), Some(col))
+            if row.mode.tile == Tile::Row16
+                && !row.settings().is_light()
+                && !full_panels((x, groups), Some(&row), &col) =>
+        {
             row_blocks(stream, (x, groups), &row)?;
             panels(stream, (x, groups), None, &col)
         }
@@ -417,65 +424,4 @@ fn advance_source((): ()) -> (&'static str, &'static str, String) {
     let text = "struct Params { unsigned long long* at; unsigned long long by; };\n\
                 extern \"C\" __global__ void advance(Params p) { *p.at += p.by; }\n";
     ("advance", "advance", text.to_string())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::launch::Params;
-    use super::*;
-    use crate::cuda::text::{ELEMENTS, assemble};
-
-    #[test]
-    fn parameters_have_the_sizes_that_the_kernels_expect() {
-        assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (104, 280));
-    }
-
-    #[test]
-    fn the_blocks_and_the_rows_of_columns_are_counted_in_31_bits() {
-        let most = (1 << 31) - 1;
-        // Of few columns the row direction has more blocks than the column direction.
-        assert!(countable_along_columns(most, 1) && countable_along_columns(1 << 30, 17));
-        assert!(countable_along_columns(usize::MAX, 0) && countable_along_columns(0, usize::MAX));
-        assert!(!countable_along_columns(most + 1, 1) && !countable_along_columns(most, 16));
-    }
-
-    /// Every mantissa, at exponents from the smallest to the largest that regular scalings lead to:
-    /// reciprocals without a division's checks are those of a division.
-    #[test]
-    fn reciprocals_round_as_divisions_do() {
-        let device = match Device::open(0) {
-            Ok(device) => device,
-            Err(reason) => return nvfp4_testing::missing(nvfp4_testing::Need::Gpu, reason),
-        };
-        let kernel = "struct Params { u32* wrong; };\n\
-            extern \"C\" __global__ void compare(Params p) {\n\
-                u32 mantissa = blockIdx.x * 256 + threadIdx.x;\n\
-                for (u32 exponent = 27; exponent <= 227; exponent += 25) {\n\
-                    float x = from_bits(exponent << 23 | mantissa);\n\
-                    if (reciprocal(x) != 1.0f / x) atomicAdd(p.wrong, 1);\n\
-                }\n\
-            }\n";
-        let text = assemble("constexpr bool WHOLE = true, GROUPED = false;\n", &[ELEMENTS, BLOCK_TEXT, kernel]);
-        let kernel = device.kernel("reciprocals", "compare", &text).unwrap();
-        let stream = Stream::new(device).unwrap();
-        let wrong = stream.to_device(&[0u32]).unwrap();
-        // SAFETY: the kernel has one address as its parameter, of one counter.
-        unsafe { kernel.launch(&stream, [1 << 15, 1, 1], 256, 0, &wrong.slice().address()) }.unwrap();
-        assert_eq!(stream.to_host(wrong.slice()).unwrap(), [0]);
-    }
-
-    /// Every mantissa: products by a rounded reciprocal, corrected by their remainder, are
-    /// quotients.
-    #[test]
-    fn corrected_products_round_as_divisions_do() {
-        for by in [6.0f32, 1536.0, 2688.0] {
-            let reciprocal = 1.0 / by;
-            for bits in 0x3F80_0000..0x4000_0000 {
-                let x = f32::from_bits(bits);
-                let quotient = x * reciprocal;
-                let corrected = (-by).mul_add(quotient, x).mul_add(reciprocal, quotient);
-                assert!(corrected == x / by, "{x} / {by}");
-            }
-        }
-    }
 }

@@ -1,11 +1,8 @@
 // The column direction, with or without the row direction. A group of 128 threads reads a panel of
-// 128 rows × 64 columns once and transposes it through shared memory. Read squares.cuh first.
-// Settings before this text: FULL, whether all panels lie within the matrix.
+// 128 rows × 64 columns once and transposes it through shared memory. Read panel.cuh and squares.cuh
+// first. Settings before this text: FULL, whether all panels lie within the matrix.
 
-constexpr int HEIGHT = 128, WIDTH = 64;                  // rows and columns of a panel
-constexpr int WORDS = INPUT == F32 ? WIDTH : WIDTH / 2;  // of a row of a panel
-constexpr int BANDS = HEIGHT / 16, STRIPS = WIDTH / 16;  // blocks of a column and of a row
-constexpr int UNITS = 4;                                 // blocks of each direction that a thread has
+constexpr int UNITS = 4;  // blocks of each direction that a thread has
 constexpr int TILES = BANDS * STRIPS;
 
 struct PanelMemory {
@@ -42,40 +39,6 @@ RULE void quantize_units(const Elements<P>* x, const int* tile, const int* row, 
             if (d.per_row) s = scaling_of<S>(d.amax[at[i].row], d);
             Result r = quantize_block<S>(x[i], largest(x[i]), s, d, at[i]);
             store(i, r.codes, r.byte);
-        }
-    }
-}
-
-// Sixteen elements of a column of the panel, from row `first` on.
-RULE Elements<INPUT> column_elements(const PanelMemory& m, int column, int first) {
-    Elements<INPUT> x;
-#pragma unroll
-    for (int k = 0; k < BLOCK; k++) {
-        if (INPUT == F32) x.w[k] = m.tile[first + k][column];
-        else {
-            u32 e = m.tile[first + k][column / 2] >> 16 * (column % 2) & 0xFFFF;
-            x.w[k / 2] = k % 2 ? x.w[k / 2] | e << 16 : e;
-        }
-    }
-    return x;
-}
-
-// The elements of two neighbouring columns of 16-bit elements, given as words of a row each.
-template <class S>
-RULE void column_pair(const u32 w[BLOCK], u32 signs, decltype(prepared<S>(Elements<INPUT>(), 0))* out) {
-    if constexpr (S::TRANSFORM) {
-        float v[BLOCK];
-#pragma unroll
-        for (int k = 0; k < BLOCK; k++) v[k] = low_element(w[k], INPUT);
-        out[0] = rotated<S>(v, signs);
-#pragma unroll
-        for (int k = 0; k < BLOCK; k++) v[k] = high_element(w[k], INPUT);
-        out[1] = rotated<S>(v, signs);
-    } else {
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[0].w[k] = permute(w[2 * k], w[2 * k + 1], 0x5410);
-            out[1].w[k] = permute(w[2 * k], w[2 * k + 1], 0x7632);
         }
     }
 }
@@ -149,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
         at[i] = {g.index * cols + at_col, before + at_col * blocks + block, block, inside ? width_at(block, rows) : 0, g.index,
                  at_col * blocks + block};
         tile[i] = c / 16 * BANDS + b, row[i] = c % 16, column[i] = c, band[i] = b;
-        if constexpr (INPUT == F32) y[i] = prepared<Col>(column_elements(m, c, b * BLOCK), d.signs);
+        if constexpr (INPUT == F32) y[i] = prepared<Col>(column_elements(m.tile, c, b * BLOCK), d.signs);
         else if (i % 2 == 0) {
             u32 w[BLOCK];
 #pragma unroll
@@ -171,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
         else *(ulonglong2*)&m.codes[band[i]][column[i] - 1] = make_ulonglong2(previous, codes);
     };
     auto reload = [&](int tile, int r) {
-        return prepared<Col>(column_elements(m, tile / BANDS * 16 + r, tile % BANDS * BLOCK), d.signs);
+        return prepared<Col>(column_elements(m.tile, tile / BANDS * 16 + r, tile % BANDS * BLOCK), d.signs);
     };
     quantize_units<Col>(y, tile, row, at, d, m.col, *(Squares<Col, TILES>*)(&m + 1), store, reload);
     if (!whole) return;
@@ -190,15 +153,6 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
         u64 scales = 0;
 #pragma unroll
         for (int i = 0; i < BANDS; i++) scales |= (u64)m.scales[i][t] << 8 * i;
-        constexpr int RUN = Col::SWIZZLED ? 4 : BANDS;
-#pragma unroll
-        for (int i = 0; i < BANDS; i += RUN) {
-            u32 at_col = first_col + t, block = first_row / BLOCK + i;
-            u64 part = scales >> 8 * i;
-            u8* to = d.scales + (Col::SWIZZLED ? swizzle::offset(at_col, block, blocks) : before + (u64)at_col * blocks + block);
-            if ((u64)to % RUN) for (int k = 0; k < RUN; k++) to[k] = (u8)(part >> 8 * k);
-            else if (Col::SWIZZLED) *(u32*)to = (u32)part;
-            else *(u64*)to = part;
-        }
+        store_column_scales<Col>(d.scales + (Col::SWIZZLED ? 0 : before), first_col + t, first_row / BLOCK, blocks, scales);
     }
 }

@@ -30,20 +30,24 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
         for (int i = 0; i < N; i++) {
             float amax = from_bits(shared.amax[tile[i]]);
             u32 byte;
-            if (s.regular) byte = e4m3::encode(amax * s.multiplier);
+            if (s.regular) byte = scale_byte(amax * s.multiplier);
             else byte = profile::block_scale(amax, s.global, S::PROFILE, P, S::SPECIALS);
             float inverse = inverse_of(scale_value(byte), s);
             out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT, {0, 0}};
         }
     } else {
         constexpr Metric metric = METRIC<S>;
-        Filtered six[N], four[N];
+        u32 codes[N][2][2];  // with six and with four
 #pragma unroll
         for (int i = 0; i < N; i++) {
             Candidates c = candidates(largest[i], s);
-            six[i] = filtered(x[i], c.six.inverse, metric), four[i] = filtered(x[i], c.four.inverse, metric);
-            shared.errors[0][row[i]][tile[i]] = six[i].error;
-            shared.errors[1][row[i]][tile[i]] = four[i].error;
+            Filtered six = filtered(x[i], c.six.inverse, metric), four = filtered(x[i], c.four.inverse, metric);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                codes[i][0][h] = joined(six.even[h], six.odd[h]), codes[i][1][h] = joined(four.even[h], four.odd[h]);
+            }
+            shared.errors[0][row[i]][tile[i]] = six.error;
+            shared.errors[1][row[i]][tile[i]] = four.error;
         }
         __syncthreads();
         // One thread per tile decides, and leaves the byte in `amax`, with bit 8 set if it is that
@@ -90,9 +94,10 @@ RULE void square_scales(const Elements<P>* x, const int* tile, const int* row, c
 #pragma unroll
         for (int i = 0; i < N; i++) {
             u32 byte = shared.amax[tile[i]] & 255;
-            Filtered& won = shared.amax[tile[i]] >> 8 ? four[i] : six[i];
+            bool four = shared.amax[tile[i]] >> 8;
+            u32 low = four ? codes[i][1][0] : codes[i][0][0], high = four ? codes[i][1][1] : codes[i][0][1];
             float inverse = inverse_of(scale_value(byte), s);
-            out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT, {won.codes[0], won.codes[1]}};
+            out[i] = {byte, inverse, s.regular && largest[i] * inverse <= ORDINARY_LIMIT, {low, high}};
         }
     }
 }

@@ -109,11 +109,13 @@ pub(super) enum Function {
     WholeRows,
     Squares,
     Panels,
+    FullPanels,
 }
 
 impl Variant {
     fn source(self) -> (&'static str, &'static str, String) {
         const MATRIX: &str = include_str!("matrix.cuh");
+        const PANEL: &str = include_str!("panel.cuh");
         const SQUARES: &str = include_str!("squares.cuh");
         let settings = format!(
             "constexpr bool WHOLE = {}, FLAT = {}, FULL = {}, GROUPED = {};\nconstexpr unsigned OFFSETS_PER_CALL = {OFFSETS_PER_CALL};\n\
@@ -138,7 +140,10 @@ impl Variant {
                 ("quantize_squares", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, SQUARES, include_str!("squares.cu")])
             }
             Function::Panels => {
-                ("quantize_panels", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, SQUARES, include_str!("panels.cu")])
+                ("quantize_panels", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, PANEL, SQUARES, include_str!("panels.cu")])
+            }
+            Function::FullPanels => {
+                ("quantize_full_panels", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, PANEL, include_str!("full_panels.cu")])
             }
         };
         ("quantize", function, assemble(&settings, files))
@@ -151,9 +156,11 @@ impl Variant {
         match (self.function, self.precision, filtered) {
             (Function::WholeRows, ..) => 1,
             (_, Precision::F32, _) => 4,
+            (Function::Rows, _, true) if self.flat => 7,
             (Function::Panels, ..) | (_, _, true) => 6,
             (Function::Rows, ..) if self.per_thread > 1 => 6,
-            (Function::Rows | Function::Squares, ..) => 8,
+            (Function::Rows, ..) if self.flat && self.row.is_some_and(|s| s.transform == Transform::None) => 10,
+            (Function::Rows | Function::Squares | Function::FullPanels, ..) => 8,
         }
     }
 
@@ -209,6 +216,12 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             variant(Function::Squares, 2, Some(square(s)), None),
             variant(Function::Panels, 3, both.then_some(square(other)), Some(s)),
             variant(Function::Panels, 4, (!both).then_some(other), Some(square(s))),
+            Variant {
+                precision: PRECISIONS[1 + i % 2],
+                whole: true,
+                full: true,
+                ..variant(Function::FullPanels, 5, both.then_some(other), Some(s))
+            },
         ];
         // One function of each setting in groups.
         let grouped = variants[[0, 2, 3, 4][i % 4]];
