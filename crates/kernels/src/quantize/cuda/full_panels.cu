@@ -1,5 +1,5 @@
-// As panels.cu, where every panel lies within the matrix, tiles are 1×16, elements have 16 bits and
-// rows of the columns' codes are aligned to 16 bytes. Blocks come one after the other, each from
+// As panels.cu, where every panel lies within the matrix, or within a group whose missing rows are
+// zeros, tiles are 1×16, elements have 16 bits and rows of the columns' codes are aligned to 16 bytes. Blocks come one after the other, each from
 // shared memory: the code is short, and few registers leave room for many groups of threads. Read
 // panel.cuh first.
 
@@ -12,15 +12,18 @@ struct PanelMemory {
     Scaling row, col;
 };
 
-// Copies the panel to shared memory, 16 bytes per thread at a time. Does not wait.
-RULE void start_copy(const Params& p, PanelMemory& m, u32 first_row, u32 first_col) {
+// Copies the panel to shared memory, 16 bytes per thread at a time; rows of a group that are not
+// there are zeros. Does not wait.
+RULE void start_copy(const Params& p, PanelMemory& m, const Group& g, u32 first_row, u32 first_col) {
     u32 row = threadIdx.x / 8, part = threadIdx.x % 8;
-    const u8* from = p.x + ((first_row + row) * p.stride + first_col) * SIZE + part * 16;
+    const u8* from = p.x + ((u64)(g.first + first_row + row) * p.stride + first_col) * SIZE + part * 16;
     u32 to = (u32)__cvta_generic_to_shared(&m.tile[row][part * 4]);
     u64 step = 16 * p.stride * SIZE;
 #pragma unroll
     for (int i = 0; i < HEIGHT / 16; i++) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 16 * WORDS * 4), "l"(from + i * step));
+        bool there = !GROUPED || first_row + row + 16 * i < g.rows;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 16 * WORDS * 4), "l"(there ? from + i * step : p.x),
+                     "r"(there ? 16 : 0));
     }
 }
 
@@ -68,11 +71,14 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_pane
     PanelMemory& m = *(PanelMemory*)memory;
     u32 panels = (u32)(p.cols / WIDTH), t = threadIdx.x;
     u32 down = divided(blockIdx.x, p.divisor_magic, p.divisor_shift);
-    u32 first_row = down * HEIGHT, first_col = (blockIdx.x - down * panels) * WIDTH;
-    start_copy(p, m, first_row, first_col);
+    Group g = GROUPED ? group_at(p.groups, down * HEIGHT) : Group{0, 0, 0, p.rows};
+    // Rows count from the group's first one.
+    u32 first_row = down * HEIGHT - g.padded, first_col = (blockIdx.x - down * panels) * WIDTH;
+    if (GROUPED && first_row >= g.rows) return;
+    start_copy(p, m, g, first_row, first_col);
     // Two threads compute the scalings for all meanwhile.
-    if (t == 0 && Row::WANTED && !p.row.per_row) m.row = scaling_of<Row>(p.row.amax[0], p.row);
-    if (t == 32 && !p.col.per_row) m.col = scaling_of<Col>(p.col.amax[0], p.col);
+    if (t == 0 && Row::WANTED && !p.row.per_row) m.row = scaling_of<Row>(p.row.amax[g.index], p.row);
+    if (t == 32 && !p.col.per_row) m.col = scaling_of<Col>(p.col.amax[g.index], p.col);
     wait_for_copy();
     __syncthreads();
     if constexpr (Row::WANTED) {
@@ -83,8 +89,9 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_pane
         Scaling s = m.row;
 #pragma unroll 1
         for (int i = 0; i < HEIGHT * STRIPS / 128; i++) {
-            u32 row = first_row + i * (128 / STRIPS) + t / STRIPS;
-            Position at = {row, row * blocks + block, block, BLOCK};
+            u32 within = first_row + i * (128 / STRIPS) + t / STRIPS, row = g.first + within;
+            if (GROUPED && within >= g.rows) break;
+            Position at = {row, row * blocks + block, block, BLOCK, g.index, within * blocks + block};
             if (d.per_row) s = scaling_of<Row>(d.amax[row], d);
             auto y = prepared<Row>(load_whole<INPUT>(from + i * (128 / STRIPS) * WORDS * 4), d.signs);
             quantize_and_store<Row>(y, largest(y), s, d, at);
@@ -92,7 +99,9 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_pane
     }
     // A thread has two neighbouring columns in two bands of 16 rows.
     const Direction& d = p.col;
-    u32 blocks = (u32)blocks_of(d), column = t % 32 * 2;
+    u32 column = t % 32 * 2;
+    // Blocks of a row of the direction; and before the group's.
+    u32 blocks = GROUPED ? (u32)g.height() / BLOCK : (u32)blocks_of(d), before = GROUPED ? g.padded / BLOCK * (u32)p.cols : 0;
     Scaling s = m.col;
 #pragma unroll 1
     for (u32 band = t / 32; band < BANDS; band += 4) {
@@ -105,8 +114,9 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_pane
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             u32 at_col = first_col + column + i, block = first_row / BLOCK + band;
-            Position at = {at_col, at_col * blocks + block, block, BLOCK};
-            if (d.per_row) s = scaling_of<Col>(d.amax[at_col], d);
+            u32 within = at_col * blocks + block, row = GROUPED ? g.index * (u32)p.cols + at_col : at_col;
+            Position at = {row, before + within, block, BLOCK, g.index, within};
+            if (d.per_row) s = scaling_of<Col>(d.amax[row], d);
             r[i] = quantize_column<Col>(m, y[i], s, d, at, column + i, band * BLOCK);
             m.scales[column + i][band] = (u8)r[i].byte;
         }
@@ -114,14 +124,15 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_pane
     }
     __syncthreads();
     // A column's codes are 64 bytes side by side.
-    u64 pitch = d.cols / 2;
+    u64 pitch = (u64)blocks * 8;
+    u8* all_codes = d.codes + (u64)before * 8;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         u32 c = i * 32 + t / 4, part = t % 4;
-        u8* to = d.codes + (first_col + c) * pitch + first_row / 2 + 16 * part;
+        u8* to = all_codes + (first_col + c) * pitch + first_row / 2 + 16 * part;
         *(ulonglong2*)to = make_ulonglong2(m.codes[2 * part][c], m.codes[2 * part + 1][c]);
     }
     if (t < WIDTH) {
-        store_column_scales<Col>(d.scales, first_col + t, first_row / BLOCK, blocks, *(const u64*)m.scales[t]);
+        store_column_scales<Col>(d.scales + before, first_col + t, first_row / BLOCK, blocks, *(const u64*)m.scales[t]);
     }
 }

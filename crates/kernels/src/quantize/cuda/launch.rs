@@ -210,11 +210,11 @@ fn wide_codes(col: &Direction<'_>, rows: usize) -> bool {
 /// leaves both directions enough of them.
 pub(super) fn full_panels(matrix: Matrix<'_>, row: Option<&Direction<'_>>, col: &Direction<'_>) -> bool {
     let (x, groups) = matrix;
+    let rows = groups.map_or(x.rows(), Groups::padded_rows);
     whole_panels(matrix, row, col)
-        && groups.is_none()
-        && x.rows().is_multiple_of(HEIGHT)
+        && rows.is_multiple_of(HEIGHT)
         && x.cols().is_multiple_of(WIDTH)
-        && wide_codes(col, x.rows())
+        && wide_codes(col, rows)
         && x.values().precision() != Precision::F32
         && [row, Some(col)].into_iter().flatten().all(|d| d.mode.tile == Tile::Row16)
 }

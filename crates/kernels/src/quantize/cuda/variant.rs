@@ -224,8 +224,14 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             },
         ];
         // One function of each setting in groups.
-        let grouped = variants[[0, 2, 3, 4][i % 4]];
-        let grouped = Variant { whole: true, flat: false, full: false, grouped: true, ..grouped };
+        let grouped = variants[[0, 2, 3, 4, 5][i % 5]];
+        let grouped = Variant {
+            whole: true,
+            flat: false,
+            full: grouped.function == Function::FullPanels,
+            grouped: true,
+            ..grouped
+        };
         all.extend(variants.into_iter().chain([grouped]).map(|v| cuda::entry(v, Variant::source)));
     }
     all
