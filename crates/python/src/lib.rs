@@ -19,6 +19,7 @@ mod dlpack;
 mod error;
 mod generator;
 mod held;
+mod linear;
 mod matmul;
 mod part;
 mod parts;
@@ -48,6 +49,8 @@ mod _nvfp4 {
     use crate::dlpack::Lent;
     #[pymodule_export]
     use crate::generator::Generator;
+    #[pymodule_export]
+    use crate::linear::{backward, blocks, forward};
     #[pymodule_export]
     use crate::matmul::matmul;
     #[pymodule_export]

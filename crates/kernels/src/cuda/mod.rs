@@ -37,7 +37,7 @@ pub use error::{Error, Result, Version};
 pub(crate) use input::Uploaded;
 pub use input::{Input, Values};
 pub use kernel::Kernel;
-pub use memory::{Buffer, Plain, Slice, SliceMut};
+pub use memory::{Buffer, Place, Plain, Slice, SliceMut};
 pub use pool::{Allocator, Memory, Pool};
 pub use stream::{Event, Graph, Stream};
 pub(crate) use tensor_map::tensor_map;

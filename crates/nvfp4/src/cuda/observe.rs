@@ -190,14 +190,18 @@ fn room(gpu: &Gpu, mode: &kernel::Mode<'_>, side: fp8::Side, x: &Input<'_>) -> R
     let (tile, stored) = (shapes.tile(side), shapes.shape(side, (x.rows(), x.cols())));
     let (rows, cols) = tile.along_k(stored);
     let about = Fp8Description { rows, cols, code: mode.format, tile };
-    let count = about.scale_len()?;
+    let whose = match side {
+        fp8::Side::Row => Side::Row,
+        fp8::Side::Column => Side::Column,
+    };
+    let [codes, scales] = gpu.block(whose, about.block()?)?;
     let scales = match mode.scaling {
-        kernel::Scaling::Mx | kernel::Scaling::MxSquare => Scales::E8m0(gpu.alloc(count)?),
+        kernel::Scaling::Mx | kernel::Scaling::MxSquare => Scales::E8m0(scales.into()),
         kernel::Scaling::Tensor(_) | kernel::Scaling::Row128(_) | kernel::Scaling::Square128(_) => {
-            Scales::F32(gpu.alloc(count)?)
+            Scales::F32(scales.into())
         }
     };
-    Fp8Direction::from_parts(about, gpu.alloc(about.code_len()?)?, scales)
+    Fp8Direction::from_parts(about, codes.into(), scales)
 }
 
 fn target(direction: &mut Fp8Direction) -> kernel::Direction<'_> {

@@ -2,9 +2,8 @@
 
 use super::{Direction, Gpu, Input, Memory, Nvfp4Direction, Offset, QuantTensor, Slice};
 use crate::format::{Finite, Nvfp4, Rounding, Side};
-use crate::{Error, Profile, Quantizer, Result};
+use crate::{Error, Nvfp4Description, Profile, Quantizer, Result};
 use nvfp4_kernels::quantize::cuda as kernel;
-use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{Precision, Rounding as Rule};
 
 /// Random numbers for one call: our position-keyed stream. The row direction draws at the offset, the column direction at the next.
@@ -96,8 +95,10 @@ impl Gpu {
             options.randomness.filter(|_| stochastic).map(|randomness| randomness.random(side))
         };
         let (rows, cols) = (x.rows(), x.cols());
-        let mut row_room = row.map(|row| self.room(row, rows, cols, None)).transpose()?;
-        let mut col_room = col.map(|col| self.room(col, cols, rows, col.transform().signs())).transpose()?;
+        let row_about = row.map(|row| row.description(rows, cols, None));
+        let col_about = col.map(|col| col.description(cols, rows, col.transform().signs()));
+        let mut row_room = row_about.map(|about| self.room(Side::Row, about)).transpose()?;
+        let mut col_room = col_about.map(|about| self.room(Side::Column, about)).transpose()?;
         kernel::quantize(
             &self.stream,
             x,
@@ -114,14 +115,9 @@ impl Gpu {
     }
 
     /// A direction with room for its bytes.
-    fn room(&self, format: &Nvfp4, rows: usize, cols: usize, rotation: Option<Signs>) -> Result<Nvfp4Direction> {
-        let about = format.description(rows, cols, rotation);
-        Ok(Nvfp4Direction {
-            about,
-            codes: self.alloc(about.code_len()?)?,
-            scales: self.alloc(about.scale_len()?)?,
-            stored: self.alloc(about.stored_len())?,
-        })
+    fn room(&self, side: Side, about: Nvfp4Description) -> Result<Nvfp4Direction> {
+        let [codes, scales, stored] = self.block(side, about.block()?)?;
+        Ok(Nvfp4Direction { about, codes: codes.into(), scales: scales.into(), stored: stored.into() })
     }
 
     /// Brings the stored numbers of a direction in place, which hold its amax if that was not given.
