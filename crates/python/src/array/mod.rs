@@ -150,7 +150,7 @@ impl Array {
         self.precision
     }
 
-    /// Whether its elements lie row by row, without gaps.
+    /// Whether there are no gaps between its elements.
     pub fn is_dense(&self) -> bool {
         self.tensor.reach() == Some(self.shape().iter().product())
     }

@@ -53,9 +53,10 @@ def quantized(
 
     if kept is not None:
         given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name)
-        parts = arrays(quantize_delayed(x, *given))
-        kept.note(parts, len(parts) - kept.count())
-        return parts[: len(parts) - kept.count()]
+        made = arrays(quantize_delayed(x, *given))
+        amaxes = len(made) - kept.number()
+        kept.note(made, amaxes)
+        return made[:amaxes]
     if group is None or format.shared == ("nothing", "nothing"):
         return arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name))
     if format.spec.endswith(" from row") and ("tensor" in format.shared or "nothing" not in format.shared):

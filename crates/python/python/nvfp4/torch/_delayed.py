@@ -35,7 +35,7 @@ class Kept(NamedTuple):
                 at += 1
         return at
 
-    def count(self) -> int:
+    def number(self) -> int:
         """How many scales there are."""
         return (self.scale is not None) + (self.column_scale is not None)
 

@@ -30,6 +30,8 @@ _linear = torch.ops.nvfp4.linear.default
 _linear_backward = torch.ops.nvfp4.linear_backward.default
 
 STATELESS, UNWATCHED = State(), Watch()
+# Formats, seed, state and watch of a layer.
+_Settings = Tuple[Formats, int, State, Watch]
 
 
 def linear(
@@ -46,15 +48,17 @@ def linear(
 
     ``group`` is the process group whose workers agree on amaxes, if any.
     """
-    shape = x.shape
-    check_features(x, weight.shape[1])
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    count = shape[:-1].numel()
+    shape, (outputs, inputs) = x.shape, weight.shape
+    if shape[-1] != inputs:
+        check_features(x, inputs)
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    whole = group is None and formats.trained
+    count = shape[0] if len(shape) == 2 else shape[:-1].numel()
     padding = -count % formats.alignment
-    whole = formats.trained and group is None
     if padding or not whole:
-        x = x.reshape(-1, shape[-1])
+        x = x.reshape(-1, inputs)
         if padding:
             x = functional.pad(x, (0, 0, 0, padding))
     trains = torch.is_grad_enabled() and (
@@ -66,10 +70,8 @@ def linear(
         # replayed graph afresh.
         offset = torch.randint(2**62, (1,), device=x.device)
     if whole:
-        if trains:
-            y = _Linear.apply(x, weight, bias, offset, formats, seed, state, watch)
-        else:
-            y = _evaluated(x, weight, bias, formats, state, watch)
+        settings = (formats, seed, state, watch)
+        y = _Linear.apply(x, weight, bias, offset, settings) if trains else _evaluated(x, weight, bias, settings)
         if not padding:
             return y
     elif not formats.quantizes:
@@ -81,7 +83,7 @@ def linear(
         y = forward(x, weight, bias, formats, (formats.input_row, formats.weight_row), group, unseen, watch)[0]
     if padding:
         y = y[:count]
-    return shaped(y, (*shape[:-1], weight.shape[0]))
+    return shaped(y, (*shape[:-1], outputs))
 
 
 def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
@@ -109,9 +111,8 @@ def _name(formats: Formats, watch: Watch) -> str:
     return watch.name if formats.finite == "refuse" else ""
 
 
-def _evaluated(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], formats: Formats, state: State, watch: Watch
-) -> Tensor:
+def _evaluated(x: Tensor, weight: Tensor, bias: Optional[Tensor], settings: _Settings) -> Tensor:
+    formats, _, state, watch = settings
     scales = [] if state is STATELESS else _scales(state.input, state.weight)
     made = _linear(x, weight, bias, formats.evaluated, scales, _name(formats, watch))
     if formats.finite == "refuse":
@@ -121,13 +122,12 @@ def _evaluated(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, offset, formats, seed, state, watch):
+    def forward(ctx, x, weight, bias, offset, settings):
+        formats, _, state, watch = settings
         scales = [] if state is STATELESS else _scales(state.input, state.weight)
         made = _linear(x, weight, bias, formats.trained, scales, _name(formats, watch))
         ctx.save_for_backward(made[1], made[2], offset)
-        ctx.features = weight.shape[1]
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.settings = (formats, seed, state, watch)
+        ctx.call = (settings, weight.shape[1], x.dtype, weight.dtype, None if bias is None else bias.dtype)
         if formats.finite == "refuse":
             watch.note(made[-1])
         if state is not STATELESS:
@@ -137,28 +137,28 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx, dy):
-        formats, seed, state, watch = ctx.settings
-        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        (formats, seed, state, watch), features, x_dtype, weight_dtype, bias_dtype = ctx.call
         x, weight, offset = ctx.saved_tensors
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
-        if needs_x or needs_w:
-            wanted = (x_dtype if needs_x else None, w_dtype if needs_w else None)
+        if needs_x or needs_weight:
             scales = [] if state is STATELESS else _scales(state.grad_output)
             made = _linear_backward(
-                dy, x, weight, formats.trained, ctx.features, *wanted, seed, offset, scales, _name(formats, watch)
-            )
-            gradients = needs_x + needs_w
+                dy, x, weight, formats.trained, features, x_dtype if needs_x else None,
+                weight_dtype if needs_weight else None, seed, offset, scales, _name(formats, watch),
+            )  # fmt: skip
+            gradients = needs_x + needs_weight
             dx = made[0] if needs_x else None
-            dw = made[gradients - 1] if needs_w else None
+            dw = made[gradients - 1] if needs_weight else None
             if formats.finite == "refuse":
                 watch.note(made[-1], 2)
             if state is not STATELESS:
                 _note(made[gradients:], state.grad_output)
         if needs_bias:
             rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-            db = rows.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None
+            db = rows.sum(0, dtype=torch.float32)
+            db = db if bias_dtype is torch.float32 else db.to(bias_dtype)
+        return dx, dw, db, None, None
 
 
 def _note(amaxes: List[Tensor], *kept: Optional[Kept]) -> None:
