@@ -54,9 +54,9 @@ def quantized(
     if kept is not None:
         given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name)
         made = arrays(quantize_delayed(x, *given))
-        amaxes = len(made) - kept.number()
-        kept.note(made, amaxes)
-        return made[:amaxes]
+        end = len(made) - kept.number()
+        kept.note(made, end)
+        return made[:end]
     if group is None or format.shared == ("nothing", "nothing"):
         return arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name))
     if format.spec.endswith(" from row") and ("tensor" in format.shared or "nothing" not in format.shared):
