@@ -3,8 +3,9 @@
 //!
 //! Read in this order: `dlpack` (memory of other libraries), `place` (where it lies), `array`
 //! (arrays in and out), `part` (the arrays of a quantized tensor), `cuda`, `held` (a quantized
-//! tensor wherever it lies), `matmul`, `tensor`, `quantizer`; then `recipe`, `plan`, `delayed`,
-//! `convert`, `verify` and `command`. The words of settings are in `words`.
+//! tensor wherever it lies), `matmul`, `tensor`, `quantizer`, `linear` (the passes of a layer of
+//! torch); then `recipe`, `plan`, `delayed`, `convert`, `verify` and `command`. The words of
+//! settings are in `words`.
 
 #![deny(unsafe_code)]
 

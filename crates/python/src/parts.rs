@@ -36,7 +36,7 @@ pub fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision)
 }
 
 /// Rows and columns of a shape.
-fn flat(shape: &[usize]) -> (usize, usize) {
+pub fn flat(shape: &[usize]) -> (usize, usize) {
     let (&cols, leading) = shape.split_last().unwrap_or((&1, &[]));
     (leading.iter().product(), cols)
 }

@@ -31,12 +31,6 @@ pub fn run<R: Send>(py: Python<'_>, work: impl FnOnce() -> R + Send) -> PyResult
     }
 }
 
-/// [`run`] for work with several steps that are each split over threads. It runs on one of them, so
-/// that the steps do not each wait for one.
-pub fn run_steps<R: Send>(py: Python<'_>, work: impl FnOnce() -> R + Send) -> PyResult<R> {
-    run(py, || rayon::scope(|_| work()))
-}
-
 /// Whether this process was forked after the module was loaded.
 pub fn is_forked() -> bool {
     LOADED_BY.get().is_some_and(|&id| id != process::id())

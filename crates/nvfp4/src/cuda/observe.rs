@@ -138,14 +138,19 @@ fn fp8_on(
     kept: Option<Slice<'_, f32>>,
 ) -> Result<Observed> {
     let stream = gpu.stream();
-    let mut found = gpu.alloc::<f32>(1)?;
-    if matches!(scale, Scale::Current(_)) && given.is_none() {
-        let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
-        amax::amax(stream, x, Specials::Kernel, wanted)?;
-    }
+    let mut found = None;
     let scaling = match scale {
         Scale::Current(rule) => {
-            kernel::Scaling::Tensor(kernel::Scale::OfAmax { amax: given.unwrap_or(found.slice()), rule })
+            let amax = match given {
+                Some(amax) => amax,
+                None => {
+                    let found = found.insert(gpu.alloc::<f32>(1)?);
+                    let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
+                    amax::amax(stream, x, Specials::Kernel, wanted)?;
+                    found.slice()
+                }
+            };
+            kernel::Scaling::Tensor(kernel::Scale::OfAmax { amax, rule })
         }
         Scale::Delayed(scale) => {
             kernel::Scaling::Tensor(kept.map_or(kernel::Scale::Value(scale), kernel::Scale::Memory))

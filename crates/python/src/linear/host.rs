@@ -50,7 +50,7 @@ pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>) -> PyResult<Vec<Bo
         let (y, blocks): (_, nvfp4::Result<Vec<_>>) = made().map_err(Failed::Product)?;
         Ok((y, blocks.map_err(Failed::Product)?, [x, weight].map(|of| [of.row_amax, of.col_amax])))
     };
-    let (y, blocks, seen) = threads::run_steps(py, work)?.map_err(|failed| failed.raised(py, *watched))?;
+    let (y, blocks, seen) = threads::run(py, work)?.map_err(|failed| failed.raised(py, *watched))?;
     let mut made = vec![shown(py, y, &shape)?];
     for block in blocks {
         let len = block.len();
@@ -93,7 +93,7 @@ pub fn backward<'py>(py: Python<'py>, call: &Backward<'_, 'py>) -> PyResult<Vec<
         };
         Ok((made().map_err(Failed::Product)?, [dy.row_amax, dy.col_amax]))
     };
-    let (gradients, seen) = threads::run_steps(py, work)?.map_err(|failed| failed.raised(py, *watched))?;
+    let (gradients, seen) = threads::run(py, work)?.map_err(|failed| failed.raised(py, *watched))?;
     let mut made = Vec::new();
     for (gradient, shape) in gradients.into_iter().zip(shapes) {
         if let Some(gradient) = gradient {

@@ -15,6 +15,8 @@ mod formats;
 mod host;
 
 use crate::array::Array;
+use crate::error::OrRaise;
+use crate::parts::flat;
 use crate::place::Place;
 use crate::words::{self, PRECISIONS};
 use formats::Formats;
@@ -158,7 +160,6 @@ pub fn blocks(
     in_features: usize,
     out_features: usize,
 ) -> PyResult<Option<(usize, usize)>> {
-    use crate::error::OrRaise;
     let formats = Formats::of(formats)?;
     if formats.directions != Directions::Both {
         return Ok(None);
@@ -178,10 +179,4 @@ fn precision(dtype: &Bound<'_, PyAny>) -> PyResult<Precision> {
 fn with_last(shape: &[usize], last: usize) -> Vec<usize> {
     let leading = shape.split_last().map_or(&[][..], |(_, leading)| leading);
     leading.iter().copied().chain([last]).collect()
-}
-
-/// Rows and columns of a tensor.
-fn flat(shape: &[usize]) -> (usize, usize) {
-    let (&cols, leading) = shape.split_last().unwrap_or((&1, &[]));
-    (leading.iter().product(), cols)
 }

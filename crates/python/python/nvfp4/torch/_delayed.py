@@ -31,7 +31,7 @@ class Kept(NamedTuple):
             if scale is not None:
                 if history is not None:
                     now = history[:1]
-                    now.copy_(torch.maximum(now, amaxes[at]))
+                    torch.maximum(now, amaxes[at], out=now)
                 at += 1
         return at
 

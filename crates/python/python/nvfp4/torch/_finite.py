@@ -36,7 +36,7 @@ class Watch(NamedTuple):
         """Joins what an operation found in neighbouring slots, the first of which has this number."""
         if self.flags is not None:
             flags = self.flags[first : first + found.numel()]
-            flags.copy_(torch.maximum(flags, found))
+            torch.maximum(flags, found, out=flags)
 
     def of(self, slot: str) -> Watched:
         """One of them."""

@@ -4,9 +4,9 @@
 each in one call. Its parts are ``torch.ops.nvfp4.quantize``, ``torch.ops.nvfp4.quantize_delayed``
 for tensors with delayed scaling, and ``torch.ops.nvfp4.matmul``.
 
-Between the parts, a quantized tensor travels as the list of its arrays: those of the row direction, then those of the
-column direction (``nvfp4.layout`` says which). So autograd can keep it, compilers can see it, and
-other devices can hold it.
+Between the parts, a quantized tensor travels as the list of its arrays: those of the row direction,
+then those of the column direction (``nvfp4.layout`` says which). So autograd can keep it, compilers
+can see it, and other devices can hold it.
 """
 
 from __future__ import annotations
