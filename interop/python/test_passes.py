@@ -113,6 +113,17 @@ def test_what_is_kept_for_the_backward_pass(recipe):
         assert each * elements <= block.numel() <= each * elements + 1024
 
 
+def test_high_precision_keeps_what_it_was_given():
+    kept = []
+    module, x = nvfp4.torch.Linear(64, 48, recipe="high_precision"), torch.randn(32, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = module(x)
+    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr(), module.weight.data_ptr()]
+    y.sum().backward()
+    with torch.no_grad():
+        assert torch.equal(module(x), torch.mm(x, module.weight.t()) + module.bias)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 33])
 def test_any_number_of_tokens(tokens):
     for recipe in WHOLE:

@@ -57,10 +57,12 @@ def linear(
     whole = group is None and formats.trained
     count = shape[0] if len(shape) == 2 else shape[:-1].numel()
     padding = -count % formats.alignment
-    if padding or not whole:
+    # A whole pass takes any shape, everything else a matrix.
+    reshaped = len(shape) != 2 and (padding or not whole)
+    if reshaped:
         x = x.reshape(-1, inputs)
-        if padding:
-            x = functional.pad(x, (0, 0, 0, padding))
+    if padding:
+        x = functional.pad(x, (0, 0, 0, padding))
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -72,8 +74,6 @@ def linear(
     if whole:
         settings = (formats, seed, state, watch)
         y = _Linear.apply(x, weight, bias, offset, settings) if trains else _evaluated(x, weight, bias, settings)
-        if not padding:
-            return y
     elif not formats.quantizes:
         y = Plain.apply(x, weight, bias) if trains else product(x, weight, bias)
     elif trains:
@@ -83,7 +83,7 @@ def linear(
         y = forward(x, weight, bias, formats, (formats.input_row, formats.weight_row), group, unseen, watch)[0]
     if padding:
         y = y[:count]
-    return shaped(y, (*shape[:-1], outputs))
+    return shaped(y, (*shape[:-1], outputs)) if reshaped or padding else y
 
 
 def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
