@@ -142,6 +142,29 @@ def modules():
         check(f"a compiled step of {name}", all(torch.equal(a, b) for a, b in zip(eager, compiled)))
 
 
+def passes():
+    """A pass in one operation has the bits of an operation for each tensor and each product, for any number of tokens, strides and a GPU's flags."""
+    for name, recipe in recipes():
+        whole = linear(recipe)
+        if not whole.formats.trained:
+            continue
+        parts = copy.deepcopy(whole)
+        parts.formats = parts.formats._replace(trained="", evaluated="")
+        parts._products = parts.products()
+        for x in (tokens(128, 256), tokens(256, 128).t(), tokens(5, 256), tokens(0, 256), tokens(64, 256).reshape(2, 32, 256)):
+            dy = tokens(x.shape[:-1].numel(), 128).reshape(*x.shape[:-1], 128)
+            for given in (dy, dy[..., :1].expand(dy.shape)):
+                same = all(torch.equal(a, b) for a, b in zip(gradients(whole, x, given), gradients(parts, x, given)))
+                check(f"a pass of {name} is its parts, {tuple(x.shape)} with strides {given.stride()}", same)
+            with torch.no_grad():
+                check(f"an evaluation of {name}", torch.equal(whole(x), parts(x)))
+        module, x, dy = linear(recipe), tokens(128, 256), tokens(128, 128)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor.cpu(), lambda tensor: tensor.cuda()):
+            moved = gradients(module, x, dy)
+        check(f"what {name} keeps may be moved to the host and back", len(kept) >= 2 and all(torch.equal(a, b) for a, b in zip(moved, gradients(module, x, dy))))
+
+
 def captured(module, x, dy, stream):
     """A graph of a step, what it makes, and what it reads, which must stay."""
     x, dy = x.detach().clone().requires_grad_(), dy.clone()
@@ -410,7 +433,7 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here, and these checks are of nothing else")
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    parts = (bits, products, accumulators, delayed, copies, graphs, modules, graphs_of_modules, threads, memory, foreign, watched, refused, bad_input, overhead)
+    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, threads, memory, foreign, watched, refused, bad_input, overhead)
     for part in parts:
         part()
     print("all checks passed")

@@ -17,7 +17,7 @@ import nvfp4
 import nvfp4.te
 import nvfp4.torch
 from nvfp4.torch._formats import Format
-from nvfp4.torch._function import _quantized
+from nvfp4.torch._composed import quantized as arrays_of
 
 
 def worker(rank, folder):
@@ -85,7 +85,7 @@ SPECS = ["nvfp4", "nvfp4(hadamard)", "nvfp4(row-scaled)", "fp8", "mxfp8", "fp8 /
 
 def quantized(spec, x, group):
     format = Format.of(nvfp4.Quantizer(spec=spec, directions="both"))
-    parts = _quantized(x, format, group=group)
+    parts = arrays_of(x, format, group=group)
     return nvfp4.QuantTensor.from_parts(spec, x.shape, row=parts[: format.row], column=parts[format.row :])
 
 

@@ -2,7 +2,7 @@
 //! is skipped.
 #![cfg(feature = "cuda")]
 
-use nvfp4_kernels::cuda::{self, Buffer, Device, Error, Event, Kernel, Slice, SliceMut, Stream};
+use nvfp4_kernels::cuda::{self, Buffer, Device, Error, Event, Kernel, Place, Slice, SliceMut, Stream};
 use nvfp4_testing::{Need, missing};
 
 /// `x[i] = a·x[i] + i` for i < n, through dynamic shared memory.
@@ -179,6 +179,12 @@ fn mistakes_are_told_and_do_no_harm() {
     }
     let mut buffer = device.alloc::<f32>(100).unwrap();
     assert_eq!(buffer.slice().range(50..60).check(device, "x"), Ok(()));
+    let (here, elsewhere) = (device.ordinal(), device.ordinal() + 1);
+    // SAFETY: as above; what is said about the places is compared, and the driver is not asked.
+    let [known, other] = [here, elsewhere].map(|at| unsafe { nowhere.known(Place::On(at)) });
+    assert_eq!(known.check(device, "x"), Ok(()));
+    let wrong = Error::WrongDevice { what: "x", expected: here, got: elsewhere };
+    assert_eq!(other.range(0..1).check(device, "x"), Err(wrong));
     assert!(matches!(device.kernel("bad", "f", "__global__ void f() { x; }"), Err(Error::Compile { .. })));
     let missing = device.kernel("step", "stop", TEXT).unwrap_err();
     assert_eq!(missing.to_string(), "NVRTC cannot compile the kernel 'step':\nit has no function 'stop'");

@@ -159,6 +159,10 @@ pub enum Error {
     #[error("values that are not finite are found on the CPU only; leave `check_finite` out")]
     FiniteOnGpu,
 
+    /// A direction in high precision, whose numbers are one array.
+    #[error("a direction in high precision has no codes and scales to put in a block; keep its numbers as they are")]
+    PlainBlock,
+
     /// A direction in high precision, which a GPU does not copy.
     #[cfg(feature = "cuda")]
     #[error("a direction in high precision is not quantized; on a GPU products take the matrix itself")]

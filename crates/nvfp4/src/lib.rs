@@ -42,7 +42,7 @@ mod tensor;
 mod tensor_ref;
 
 pub use direction::{
-    Array, Direction, Elements, Fp8Description, Fp8Direction, HostMemory, MemorySpace, Nvfp4Description,
+    Array, Block, Direction, Elements, Fp8Description, Fp8Direction, HostMemory, MemorySpace, Nvfp4Description,
     Nvfp4Direction, Orientation, PlainDirection, PlainMatrix,
 };
 pub use error::{Error, Result};

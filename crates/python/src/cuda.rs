@@ -1,7 +1,7 @@
 //! Tensors on GPUs: torch's memory, torch's stream, and nothing waits.
 
 use crate::array::{Array, Framework, check_torch, contiguous};
-use crate::dlpack::{DataType, Device, Exchange, Lent, Tensor, borrow_stream};
+use crate::dlpack::{DataType, Device, Exchange, Lent, Tensor, borrow_stream, show};
 use crate::error::OrRaise;
 use crate::generator;
 use crate::part::{self, Part};
@@ -10,13 +10,12 @@ use half::{bf16, f16};
 use nvfp4::Quantizer;
 use nvfp4::cuda::{
     Allocator, Direction, Gpu, Memory, Observed, Offset, Options, Owned, Plain, Product, QuantTensor, Randomness,
-    Slice, Stream, Values, finite,
+    Slice, SliceMut, Stream, Values, finite,
 };
 use nvfp4::{Accumulator, Element, Fp8Description, Fp8Direction, Nvfp4Description, Nvfp4Direction, Precision, Side};
 use nvfp4_spec::fp8::Scales;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyType;
 use std::process;
 use std::sync::{Arc, OnceLock};
 
@@ -46,23 +45,13 @@ impl Allocator for Torch {
     }
 }
 
-/// `torch.Tensor`.
-fn class(py: Python<'_>) -> PyResult<Bound<'_, PyType>> {
-    static CLASS: OnceLock<Py<PyType>> = OnceLock::new();
-    if let Some(class) = CLASS.get() {
-        return Ok(class.bind(py).clone());
-    }
-    let class = py.import("torch")?.getattr("Tensor")?.cast_into::<PyType>()?;
-    Ok(CLASS.get_or_init(|| class.unbind()).bind(py).clone())
-}
-
 fn too_old() -> PyErr {
     PyRuntimeError::new_err("tensors on GPUs need torch 2.10 or newer, which lends its memory and its stream")
 }
 
 /// What works on the stream that torch works on now, with torch's memory. For one call: the next
 /// may be on another stream.
-fn gpu(py: Python<'_>, id: i32) -> PyResult<Gpu> {
+pub fn gpu(py: Python<'_>, id: i32) -> PyResult<Gpu> {
     static OPENED_BY: OnceLock<u32> = OnceLock::new();
     if *OPENED_BY.get_or_init(process::id) != process::id() {
         return Err(PyRuntimeError::new_err(
@@ -70,7 +59,7 @@ fn gpu(py: Python<'_>, id: i32) -> PyResult<Gpu> {
              start processes with multiprocessing.set_start_method('spawn')",
         ));
     }
-    let exchange = Exchange::of(&class(py)?).ok_or_else(too_old)?;
+    let exchange = Exchange::torch(py)?.ok_or_else(too_old)?;
     let stream = exchange.stream(py, Device { kind: 2, id })?;
     let device = nvfp4::cuda::Device::open(id as usize).map_err(nvfp4::Error::from).or_raise()?;
     Ok(Gpu::with(borrow_stream(device, stream), Torch { id, exchange }))
@@ -161,15 +150,19 @@ pub fn watch(x: &Bound<'_, PyAny>, array: &Array, id: i32, found: &Bound<'_, PyA
     if Place::of(&found)? != Place::Cuda(id) || !fits {
         return Err(wrong());
     }
+    first_not_finite(&gpu(x.py(), id)?, x, array, found.device_slice_mut().ok_or_else(wrong)?)
+}
+
+/// Leaves the first NaN or infinity of an array in `found`, as [`watch`] says.
+pub fn first_not_finite(gpu: &Gpu, x: &Bound<'_, PyAny>, array: &Array, found: SliceMut<'_, u64>) -> PyResult<()> {
     // Between rows that lie apart are numbers that are not the array's.
-    let dense = match array.tensor().reach() == Some(array.shape().iter().product()) {
+    let dense = match array.is_dense() {
         true => None,
         false => Some(Array::of(&contiguous(x)?)?),
     };
     let misaligned = || PyValueError::new_err("the tensor's memory is not aligned; clone it");
     let values = dense.as_ref().unwrap_or(array).device_values().ok_or_else(misaligned)?;
-    let place = found.device_slice_mut().ok_or_else(wrong)?;
-    finite::first_not_finite(gpu(x.py(), id)?.stream(), values, place).map_err(nvfp4::Error::from).or_raise()
+    finite::first_not_finite(gpu.stream(), values, found).map_err(nvfp4::Error::from).or_raise()
 }
 
 /// The scales of the next step of delayed scaling, in place: see `Delayed.update_`.
@@ -253,7 +246,7 @@ pub fn dequantize<'py>(
 }
 
 /// A tensor of torch over memory that nobody else has.
-fn shown<'py>(
+pub fn shown<'py>(
     py: Python<'py>,
     memory: Memory,
     id: i32,
@@ -261,7 +254,7 @@ fn shown<'py>(
     shape: &[usize],
 ) -> PyResult<Bound<'py, PyAny>> {
     let lent = Lent::on_gpu(Arc::new(memory), id, |memory| Ok::<_, PyErr>((memory, precision.into(), shape.to_vec())))?;
-    Framework::Torch.array(py, lent)
+    show(py, lent)
 }
 
 /// The left side of a product.
@@ -287,8 +280,10 @@ pub struct Terms<'py> {
 }
 
 /// A bias: a tensor of torch on the GPU as it is, or numbers that were copied there.
-enum Bias {
+pub enum Bias {
+    /// A tensor of torch.
     There(Array),
+    /// A copy of numbers.
     Copied(Owned<f32>),
 }
 
@@ -307,7 +302,16 @@ impl Bias {
         Ok(Bias::Copied(gpu.upload(&crate::array::floats(x)?).or_raise()?))
     }
 
-    fn values(&self) -> PyResult<Values<'_>> {
+    /// That of a layer, a tensor of torch.
+    pub fn of_torch(gpu: &Gpu, id: i32, x: &Bound<'_, PyAny>) -> PyResult<Bias> {
+        match Array::of_torch(x)? {
+            array if array.place == Place::Cuda(id) && array.is_dense() => Ok(Bias::There(array)),
+            _ => Bias::of(gpu, id, x),
+        }
+    }
+
+    /// Its numbers where they lie.
+    pub fn values(&self) -> PyResult<Values<'_>> {
         match self {
             Bias::There(array) => {
                 array.device_values().ok_or_else(|| PyValueError::new_err("the bias's memory is not aligned; clone it"))

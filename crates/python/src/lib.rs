@@ -3,8 +3,9 @@
 //!
 //! Read in this order: `dlpack` (memory of other libraries), `place` (where it lies), `array`
 //! (arrays in and out), `part` (the arrays of a quantized tensor), `cuda`, `held` (a quantized
-//! tensor wherever it lies), `matmul`, `tensor`, `quantizer`; then `recipe`, `plan`, `delayed`,
-//! `convert`, `verify` and `command`. The words of settings are in `words`.
+//! tensor wherever it lies), `matmul`, `tensor`, `quantizer`, `linear` (the passes of a layer of
+//! torch); then `recipe`, `plan`, `delayed`, `convert`, `verify` and `command`. The words of
+//! settings are in `words`.
 
 #![deny(unsafe_code)]
 
@@ -19,6 +20,7 @@ mod dlpack;
 mod error;
 mod generator;
 mod held;
+mod linear;
 mod matmul;
 mod part;
 mod parts;
@@ -48,6 +50,8 @@ mod _nvfp4 {
     use crate::dlpack::Lent;
     #[pymodule_export]
     use crate::generator::Generator;
+    #[pymodule_export]
+    use crate::linear::{backward, blocks, forward};
     #[pymodule_export]
     use crate::matmul::matmul;
     #[pymodule_export]

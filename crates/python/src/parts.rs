@@ -3,7 +3,6 @@
 use crate::array::{Array, Framework, bytes, contiguous, floats};
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::dlpack::DataType;
 use crate::error::OrRaise;
 use crate::held::Held;
 use crate::part::{self, Part};
@@ -21,7 +20,7 @@ use pyo3::prelude::*;
 use std::sync::Arc;
 
 /// A tensor without elements, quantized by a spec: it has everything but the bytes.
-fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> PyResult<QuantTensor> {
+pub fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> PyResult<QuantTensor> {
     let values = match precision {
         Precision::F32 => Values::F32(&[]),
         Precision::Bf16 => Values::Bf16(&[] as &[bf16]),
@@ -37,7 +36,7 @@ fn prototype(spec: &QuantSpec, directions: Directions, precision: Precision) -> 
 }
 
 /// Rows and columns of a shape.
-fn flat(shape: &[usize]) -> (usize, usize) {
+pub fn flat(shape: &[usize]) -> (usize, usize) {
     let (&cols, leading) = shape.split_last().unwrap_or((&1, &[]));
     (leading.iter().product(), cols)
 }
@@ -70,20 +69,11 @@ pub fn layout(spec: &str, directions: &str, shape: Vec<usize>, dtype: &Bound<'_,
     let (rows, cols) = flat(&shape);
     let arrays = |direction: Option<&Direction>, size: (usize, usize)| -> Arrays {
         let Some(like) = direction else { return Vec::new() };
-        let named = |part| part::shape(like, part, size).map(|(dtype, shape)| (name(dtype), shape));
+        let named = |part| part::shape(like, part, size).map(|(dtype, shape)| (dtype.name(), shape));
         Part::of(like).iter().filter_map(|&part| named(part)).collect()
     };
     let col = like.col().filter(|_| !shares(&like));
     Ok((arrays(like.row(), (rows, cols)), arrays(col, (cols, rows))))
-}
-
-fn name(dtype: DataType) -> &'static str {
-    match dtype {
-        DataType::U8 => "uint8",
-        DataType::F32 => "float32",
-        DataType::BF16 => "bfloat16",
-        _ => "float16",
-    }
 }
 
 /// Puts a tensor together from arrays as [`take_apart`] gives them.

@@ -24,6 +24,8 @@ struct Loaded {
     function: CUfunction,
     /// The most dynamic shared memory that was asked for.
     shared: Mutex<u32>,
+    /// How many blocks one multiprocessor runs, by their threads and their shared memory.
+    occupancy: Mutex<BTreeMap<(u32, u32), u32>>,
 }
 
 // SAFETY: the function is a handle that the driver lets any thread use, several at once.
@@ -105,7 +107,8 @@ impl Module {
             CUresult::CUDA_ERROR_NOT_FOUND => return Err(missing()),
             code => check("cuModuleGetFunction", code)?,
         }
-        let loaded = Loaded { device, name, function: raw, shared: Mutex::new(SHARED_BY_DEFAULT) };
+        let (shared, occupancy) = (Mutex::new(SHARED_BY_DEFAULT), Mutex::default());
+        let loaded = Loaded { device, name, function: raw, shared, occupancy };
         Ok(Kernel(Box::leak(Box::new(loaded))))
     }
 }
@@ -198,8 +201,11 @@ impl Kernel {
         check("cuLaunchKernelEx", code)
     }
 
-    /// How many blocks of this size one multiprocessor runs at a time.
+    /// How many blocks of this size one multiprocessor runs at a time. The driver is asked once.
     pub fn max_blocks_per_sm(&self, block: u32, shared: u32) -> Result<u32> {
+        if let Some(&blocks) = lock(&self.0.occupancy).get(&(block, shared)) {
+            return Ok(blocks);
+        }
         let _current = self.0.device.enter()?;
         self.allow_shared(shared)?;
         let (function, mut blocks): (_, c_int) = (self.0.function, 0);
@@ -208,6 +214,7 @@ impl Kernel {
             sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut blocks, function, block as c_int, shared as usize)
         };
         check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code)?;
+        lock(&self.0.occupancy).insert((block, shared), blocks as u32);
         Ok(blocks as u32)
     }
 

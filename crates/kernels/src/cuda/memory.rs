@@ -71,12 +71,16 @@ impl<T: Plain> Buffer<T> {
 
     /// All of it, to read.
     pub fn slice(&self) -> Slice<'_, T> {
-        Slice { address: self.address, len: self.len, memory: PhantomData }
+        Slice { address: self.address, len: self.len, place: self.place(), memory: PhantomData }
     }
 
     /// All of it, to write.
     pub fn slice_mut(&mut self) -> SliceMut<'_, T> {
-        SliceMut { address: self.address, len: self.len, memory: PhantomData }
+        SliceMut { address: self.address, len: self.len, place: self.place(), memory: PhantomData }
+    }
+
+    fn place(&self) -> Place {
+        Place::On(self.device.ordinal())
     }
 }
 
@@ -98,11 +102,21 @@ impl<T: Plain> fmt::Debug for Buffer<T> {
     }
 }
 
+/// What is known about where memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Nothing: the driver is asked.
+    Unknown,
+    /// On the GPU with this number.
+    On(usize),
+}
+
 /// Borrowed memory of a GPU, to read.
 #[derive(Clone, Copy, Debug)]
 pub struct Slice<'a, T: Plain> {
     address: u64,
     len: usize,
+    place: Place,
     memory: PhantomData<&'a [T]>,
 }
 
@@ -111,6 +125,7 @@ pub struct Slice<'a, T: Plain> {
 pub struct SliceMut<'a, T: Plain> {
     address: u64,
     len: usize,
+    place: Place,
     memory: PhantomData<&'a mut [T]>,
 }
 
@@ -123,7 +138,16 @@ impl<'a, T: Plain> Slice<'a, T> {
     /// `'a` or before the work that is given this slice has ended. With no elements, any address
     /// will do.
     pub unsafe fn from_raw(address: u64, len: usize) -> Self {
-        Slice { address, len, memory: PhantomData }
+        Slice { address, len, place: Place::Unknown, memory: PhantomData }
+    }
+
+    /// The same memory, which is known to lie there: [`Slice::check`] then does not ask the driver.
+    ///
+    /// # Safety
+    ///
+    /// It does lie there.
+    pub unsafe fn known(self, place: Place) -> Self {
+        Slice { place, ..self }
     }
 
     /// Where it begins.
@@ -153,12 +177,18 @@ impl<'a, T: Plain> Slice<'a, T> {
     /// If the range does not lie within the slice.
     pub fn range(self, range: Range<usize>) -> Slice<'a, T> {
         let (address, len) = part::<T>(self.address, self.len, range);
-        Slice { address, len, memory: PhantomData }
+        Slice { address, len, ..self }
     }
 
     /// An error unless this is memory of `device`; `what` names it in the message.
     pub fn check(&self, device: Device, what: &'static str) -> Result<()> {
-        if self.is_empty() || captured::contains(device, self.address) {
+        if self.is_empty() {
+            return Ok(());
+        }
+        if let Place::On(ordinal) = self.place {
+            return device.expect(what, ordinal);
+        }
+        if captured::contains(device, self.address) {
             return Ok(());
         }
         let _current = device.enter()?;
@@ -191,7 +221,16 @@ impl<'a, T: Plain> SliceMut<'a, T> {
     ///
     /// As for [`Slice::from_raw`]; and nothing else reads the memory in that time either.
     pub unsafe fn from_raw(address: u64, len: usize) -> Self {
-        SliceMut { address, len, memory: PhantomData }
+        SliceMut { address, len, place: Place::Unknown, memory: PhantomData }
+    }
+
+    /// See [`Slice::known`].
+    ///
+    /// # Safety
+    ///
+    /// As there.
+    pub unsafe fn known(self, place: Place) -> Self {
+        SliceMut { place, ..self }
     }
 
     /// Where it begins.
@@ -216,12 +255,12 @@ impl<'a, T: Plain> SliceMut<'a, T> {
 
     /// The same memory, to read.
     pub fn as_slice(&self) -> Slice<'_, T> {
-        Slice { address: self.address, len: self.len, memory: PhantomData }
+        Slice { address: self.address, len: self.len, place: self.place, memory: PhantomData }
     }
 
     /// The same memory, for a shorter time.
     pub fn reborrow(&mut self) -> SliceMut<'_, T> {
-        SliceMut { address: self.address, len: self.len, memory: PhantomData }
+        SliceMut { address: self.address, len: self.len, place: self.place, memory: PhantomData }
     }
 
     /// The elements in `range`.
@@ -231,7 +270,7 @@ impl<'a, T: Plain> SliceMut<'a, T> {
     /// If the range does not lie within the slice.
     pub fn range(self, range: Range<usize>) -> SliceMut<'a, T> {
         let (address, len) = part::<T>(self.address, self.len, range);
-        SliceMut { address, len, memory: PhantomData }
+        SliceMut { address, len, ..self }
     }
 
     /// The first `count` elements, and those after them.
@@ -242,7 +281,7 @@ impl<'a, T: Plain> SliceMut<'a, T> {
     pub fn split_at(self, count: usize) -> (SliceMut<'a, T>, SliceMut<'a, T>) {
         let half = |range| {
             let (address, len) = part::<T>(self.address, self.len, range);
-            SliceMut { address, len, memory: PhantomData }
+            SliceMut { address, len, place: self.place, memory: PhantomData }
         };
         (half(0..count), half(count..self.len))
     }

@@ -42,7 +42,7 @@ pub(crate) use groups::{GROUPS, GroupsParams, sources as groups_sources};
 pub(crate) use input::Uploaded;
 pub use input::{Input, Values};
 pub use kernel::Kernel;
-pub use memory::{Buffer, Plain, Slice, SliceMut};
+pub use memory::{Buffer, Place, Plain, Slice, SliceMut};
 pub use pool::{Allocator, Memory, Pool};
 pub use recycled::Recycled;
 pub use stream::{Event, Graph, Stream};

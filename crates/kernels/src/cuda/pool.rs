@@ -4,20 +4,22 @@ use super::captured;
 use super::device::Device;
 use super::error::{Error, Result, check};
 use super::lock;
-use super::memory::{Buffer, Plain, Slice, SliceMut};
+use super::memory::{Buffer, Place, Plain, Slice, SliceMut};
 use super::stream::Stream;
 use cudarc::driver::sys::{self, CUmemPool_attribute, CUmemoryPool, CUresult};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Mutex;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 
 /// Bytes of GPU memory and their owner. Their contents are undefined at first.
 pub struct Memory {
     address: u64,
     len: usize,
-    owner: Box<dyn Any + Send + Sync>,
+    place: Place,
+    owner: Arc<dyn Any + Send + Sync>,
 }
 
 impl Memory {
@@ -28,7 +30,33 @@ impl Memory {
     /// `address` is that of `len` bytes of a GPU's memory, aligned to 16 bytes, which belong to
     /// `owner` alone, until it is dropped and the work that was queued by then has ended.
     pub unsafe fn from_raw(address: u64, len: usize, owner: impl Any + Send + Sync) -> Self {
-        Memory { address, len, owner: Box::new(owner) }
+        Memory { address, len, place: Place::Unknown, owner: Arc::new(owner) }
+    }
+
+    /// The same memory, which is known to lie there: nothing asks the driver about it.
+    ///
+    /// # Safety
+    ///
+    /// It does lie there.
+    pub unsafe fn known(self, place: Place) -> Self {
+        Memory { place, ..self }
+    }
+
+    /// Parts of it, each with the same owner.
+    ///
+    /// # Panics
+    ///
+    /// If a part does not lie within it, begins at no multiple of 16, or before the end of the part
+    /// before it.
+    pub fn parts<const N: usize>(self, parts: [Range<usize>; N]) -> [Memory; N] {
+        let mut end = 0;
+        parts.map(|part| {
+            let apart = end <= part.start && part.start <= part.end && part.end <= self.len;
+            assert!(apart && part.start.is_multiple_of(16), "the part {part:?} of {} bytes", self.len);
+            end = part.end;
+            let (address, owner) = (self.address + part.start as u64, Arc::clone(&self.owner));
+            Memory { address, len: part.len(), place: self.place, owner }
+        })
     }
 
     /// Its first bytes, with the same owner.
@@ -64,19 +92,20 @@ impl Memory {
     /// As many whole elements as it holds, to read.
     pub fn slice<T: Plain>(&self) -> Slice<'_, T> {
         // SAFETY: the owner is alive as long as the slice, and any bits are a value of `T`.
-        unsafe { Slice::from_raw(self.address, self.len / size_of::<T>()) }
+        unsafe { Slice::from_raw(self.address, self.len / size_of::<T>()).known(self.place) }
     }
 
     /// As many whole elements as it holds, to write.
     pub fn slice_mut<T: Plain>(&mut self) -> SliceMut<'_, T> {
         // SAFETY: as above; the memory is borrowed for writing, so nothing else reads it.
-        unsafe { SliceMut::from_raw(self.address, self.len / size_of::<T>()) }
+        unsafe { SliceMut::from_raw(self.address, self.len / size_of::<T>()).known(self.place) }
     }
 }
 
 impl From<Buffer<u8>> for Memory {
     fn from(buffer: Buffer<u8>) -> Self {
-        Memory { address: buffer.slice().address(), len: buffer.len(), owner: Box::new(buffer) }
+        let (address, place) = (buffer.slice().address(), Place::On(buffer.device().ordinal()));
+        Memory { address, len: buffer.len(), place, owner: Arc::new(buffer) }
     }
 }
 
@@ -147,7 +176,7 @@ impl Allocator for Pool {
         }
         captured::note(device, address, len);
         let owner = InOrder { address, stream: stream.clone(), from: Thread::current() };
-        Ok(Memory { address, len, owner: Box::new(owner) })
+        Ok(Memory { address, len, place: Place::On(device.ordinal()), owner: Arc::new(owner) })
     }
 }
 
@@ -226,3 +255,29 @@ struct RawPool(Option<CUmemoryPool>);
 
 // SAFETY: the driver lets any thread use a pool, several at once.
 unsafe impl Send for RawPool {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_memory_share_its_owner() {
+        let owner = Arc::new(());
+        // SAFETY: nothing is ever read there.
+        let memory = unsafe { Memory::from_raw(0x1000, 64, Arc::clone(&owner)) };
+        let [codes, scales] = memory.parts([0..5, 16..64]);
+        assert_eq!((codes.address(), codes.len()), (0x1000, 5));
+        assert_eq!((scales.address(), scales.slice::<f32>().len()), (0x1010, 12));
+        drop(codes);
+        assert_eq!(Arc::strong_count(&owner), 2, "the other part still has it");
+        drop(scales);
+        assert_eq!(Arc::strong_count(&owner), 1);
+    }
+
+    #[test]
+    #[should_panic = "the part 16..80 of 64 bytes"]
+    fn a_part_beyond_the_end_is_refused() {
+        // SAFETY: nothing is ever read there.
+        unsafe { Memory::from_raw(0x1000, 64, ()) }.parts([0..16, 16..80]);
+    }
+}

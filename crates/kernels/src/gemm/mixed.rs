@@ -9,6 +9,7 @@
 
 use super::exact::row::{self, LANES, block_words};
 use super::exact::{CHUNK, FEW, SCALES, Vectors};
+use super::pieces::{in_pieces, rows_in_pieces};
 use super::writer::{Operands, Writer};
 use super::{Operand, spec};
 use crate::avx2::{Avx2, codes_of, transposed};
@@ -262,8 +263,8 @@ const ROWS: usize = 8;
 fn decoded<T: Element>(token: Avx2, operands: &Operands<'_>, writer: &Writer<'_, T>) {
     let (a, b) = operands;
     let columns = b.rows();
-    let rows: Vec<Vec<f32>> = (0..a.rows()).into_par_iter().map(|i| row_of(token, a, i)).collect();
-    (0..columns.div_ceil(ROWS)).into_par_iter().for_each(|p| {
+    let rows: Vec<Vec<f32>> = rows_in_pieces(a.rows(), a.cols()).map(|i| row_of(token, a, i)).collect();
+    in_pieces(columns.div_ceil(ROWS), ROWS * a.rows() * a.cols()).for_each(|p| {
         let first = p * ROWS;
         let width = ROWS.min(columns - first);
         let few: Vec<Vec<f32>> = (0..width).map(|j| row_of(token, b, first + j)).collect();

@@ -12,6 +12,8 @@ pub mod cuda;
 mod exact;
 #[cfg(target_arch = "x86_64")]
 mod mixed;
+#[cfg(target_arch = "x86_64")]
+mod pieces;
 mod units;
 #[cfg(target_arch = "x86_64")]
 mod writer;

@@ -29,7 +29,7 @@ mod tensor;
 
 pub use groups::{GroupOnHost, GroupedObserved, GroupedTensor};
 pub use nvfp4_kernels::cuda::{
-    Allocator, Device, Groups, Input, Memory, Plain, Pool, Recycled, Slice, SliceMut, Stream, Values, shared,
+    Allocator, Device, Groups, Input, Memory, Place, Plain, Pool, Recycled, Slice, SliceMut, Stream, Values, shared,
 };
 pub use nvfp4_kernels::finite;
 pub use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product};
@@ -37,7 +37,7 @@ pub use nvfp4_kernels::quantize::cuda::Offset;
 pub use quantize::{Observed, Options, Randomness};
 pub use tensor::{Direction, Fp8Direction, GpuMemory, Nothing, Nvfp4Direction, QuantTensor};
 
-use crate::Result;
+use crate::{Block, Result, Side};
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -48,6 +48,8 @@ use std::marker::PhantomData;
 pub struct Gpu {
     stream: Stream,
     memory: Box<dyn Allocator + Send + Sync>,
+    /// Where the memory of column directions comes from, if from elsewhere.
+    columns: Option<Box<dyn Allocator + Send + Sync>>,
 }
 
 impl Gpu {
@@ -59,7 +61,22 @@ impl Gpu {
 
     /// A stream, and the memory that another framework gives for its work.
     pub fn with(stream: Stream, memory: impl Allocator + Send + Sync + 'static) -> Self {
-        Gpu { stream, memory: Box::new(memory) }
+        Gpu { stream, memory: Box::new(memory), columns: None }
+    }
+
+    /// The same, where another allocator gives the memory of the column directions that are made: those that a backward pass reads are
+    /// kept longer than the rest. A direction is one allocation, with the arrays that [`Nvfp4Description::block`](crate::Nvfp4Description::block)
+    /// and [`Fp8Description::block`](crate::Fp8Description::block) say.
+    #[must_use]
+    pub fn with_columns(self, columns: impl Allocator + Send + Sync + 'static) -> Self {
+        Gpu { columns: Some(Box::new(columns)), ..self }
+    }
+
+    /// Memory for the arrays of a direction.
+    pub(crate) fn block<const N: usize>(&self, side: Side, block: Block<N>) -> Result<[Memory; N]> {
+        let columns = self.columns.as_ref().filter(|_| side == Side::Column);
+        let memory = columns.unwrap_or(&self.memory).bytes(&self.stream, block.len)?;
+        Ok(memory.parts(block.arrays))
     }
 
     /// Where work is queued.

@@ -152,17 +152,22 @@ fn fp8_on(
 ) -> Result<Observed> {
     let (stream, (x, groups)) = (gpu.stream(), matrix);
     let count = groups.map_or(1, Groups::count);
-    let mut found = gpu.alloc::<f32>(count)?;
-    if matches!(scale, Scale::Current(_)) && given.is_none() {
-        let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
-        match groups {
-            None => amax::amax(stream, x, Specials::Kernel, wanted)?,
-            Some(groups) => amax::amax_grouped(stream, x, groups, Specials::Kernel, wanted)?,
-        }
-    }
+    let mut found = None;
     let scaling = match scale {
         Scale::Current(rule) => {
-            kernel::Scaling::Tensor(kernel::Scale::OfAmax { amax: given.unwrap_or(found.slice()), rule })
+            let amax = match given {
+                Some(amax) => amax,
+                None => {
+                    let found = found.insert(gpu.alloc::<f32>(count)?);
+                    let wanted = amax::Outputs { tensor: Some(found.slice_mut()), ..Default::default() };
+                    match groups {
+                        None => amax::amax(stream, x, Specials::Kernel, wanted)?,
+                        Some(groups) => amax::amax_grouped(stream, x, groups, Specials::Kernel, wanted)?,
+                    }
+                    found.slice()
+                }
+            };
+            kernel::Scaling::Tensor(kernel::Scale::OfAmax { amax, rule })
         }
         Scale::Delayed(scale) => {
             kernel::Scaling::Tensor(kept.map_or(kernel::Scale::Value(scale), kernel::Scale::Memory))
@@ -217,14 +222,18 @@ fn room(gpu: &Gpu, mode: &kernel::Mode<'_>, side: fp8::Side, (x, groups): Matrix
     };
     let (rows, cols) = tile.along_k(stored);
     let about = Fp8Description { rows, cols, code: mode.format, tile };
-    let count = count.map_or_else(|| about.scale_len(), Ok)?;
+    let whose = match side {
+        fp8::Side::Row => Side::Row,
+        fp8::Side::Column => Side::Column,
+    };
+    let [codes, scales] = gpu.block(whose, about.block_of(count.map_or_else(|| about.scale_len(), Ok)?)?)?;
     let scales = match mode.scaling {
-        kernel::Scaling::Mx | kernel::Scaling::MxSquare => Scales::E8m0(gpu.alloc(count)?),
+        kernel::Scaling::Mx | kernel::Scaling::MxSquare => Scales::E8m0(scales.into()),
         kernel::Scaling::Tensor(_) | kernel::Scaling::Row128(_) | kernel::Scaling::Square128(_) => {
-            Scales::F32(gpu.alloc(count)?)
+            Scales::F32(scales.into())
         }
     };
-    Ok(Fp8Direction { about, codes: gpu.alloc(about.code_len()?)?, scales })
+    Ok(Fp8Direction { about, codes: codes.into(), scales })
 }
 
 fn target(direction: &mut Fp8Direction) -> kernel::Direction<'_> {

@@ -2,9 +2,8 @@
 
 use super::{Direction, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, QuantTensor, Slice};
 use crate::format::{Finite, Nvfp4, Rounding, Side};
-use crate::{Error, Profile, Quantizer, Result};
+use crate::{Error, Nvfp4Description, Profile, Quantizer, Result};
 use nvfp4_kernels::quantize::cuda as kernel;
-use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{GlobalScale, Precision, Rounding as Rule};
 
 /// A matrix, and its groups if it has several.
@@ -104,10 +103,13 @@ impl Gpu {
             (GlobalScale::PerTensor, Some(groups)) => groups.count(),
             (global, _) => global.count(rows) * repeated,
         };
-        let row_room = row.map(|row| self.room(row, (rows, cols), count(row, rows, 1), None));
+        let row_room = row.map(|row| {
+            let about = row.description(rows, cols, None);
+            self.room(Side::Row, about, count(row, rows, 1))
+        });
         let col_room = col.map(|col| {
-            let count = count(col, cols, groups.map_or(1, Groups::count));
-            self.room(col, (cols, padded), count, col.transform().signs())
+            let about = col.description(cols, padded, col.transform().signs());
+            self.room(Side::Column, about, count(col, cols, groups.map_or(1, Groups::count)))
         });
         let (mut row_room, mut col_room) = (row_room.transpose()?, col_room.transpose()?);
         let row_target =
@@ -128,20 +130,9 @@ impl Gpu {
     }
 
     /// A direction with room for its bytes and so many global scales.
-    fn room(
-        &self,
-        format: &Nvfp4,
-        (rows, cols): (usize, usize),
-        stored: usize,
-        rotation: Option<Signs>,
-    ) -> Result<Nvfp4Direction> {
-        let about = format.description(rows, cols, rotation);
-        Ok(Nvfp4Direction {
-            about,
-            codes: self.alloc(about.code_len()?)?,
-            scales: self.alloc(about.scale_len()?)?,
-            stored: self.alloc(stored)?,
-        })
+    fn room(&self, side: Side, about: Nvfp4Description, stored: usize) -> Result<Nvfp4Direction> {
+        let [codes, scales, stored] = self.block(side, about.block_of(stored)?)?;
+        Ok(Nvfp4Direction { about, codes: codes.into(), scales: scales.into(), stored: stored.into() })
     }
 
     /// Brings the stored numbers of a direction in place, which hold its amax if that was not given.

@@ -205,6 +205,21 @@ impl<T: Plain> From<Memory> for Owned<T> {
 }
 
 impl Direction {
+    /// [`Direction::over`] a block with all arrays, as [`crate::Direction::to_block`] makes it on the host.
+    pub fn over_block(like: &crate::Direction, rows: usize, cols: usize, block: Memory) -> Result<Self> {
+        check_len("block of a direction", like.block_len(rows, cols)?, block.len())?;
+        let parts = match like {
+            crate::Direction::Nvfp4(like) => {
+                Vec::from(block.parts(Nvfp4Description { rows, cols, ..like.about }.block()?.arrays))
+            }
+            crate::Direction::Fp8(like) => {
+                Vec::from(block.parts(Fp8Description { rows, cols, ..like.about }.block()?.arrays))
+            }
+            crate::Direction::Plain(_) => return Err(Error::PlainOnGpu),
+        };
+        Direction::over(like, rows, cols, parts)
+    }
+
     /// A direction of `rows` × `cols` over existing memory, in the format and with the settings of `like`: codes, scales, and for NVFP4 the
     /// stored 32-bit scale. Lengths are checked.
     pub fn over(like: &crate::Direction, rows: usize, cols: usize, parts: Vec<Memory>) -> Result<Self> {

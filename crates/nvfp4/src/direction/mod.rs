@@ -1,11 +1,13 @@
 //! One direction of a quantized tensor: everything that a consumer needs, so that nothing can be lost on the way.
 
+mod block;
 mod cut;
 mod fp8;
 mod memory;
 mod nvfp4;
 mod plain;
 
+pub use block::Block;
 pub use fp8::{Fp8Description, Fp8Direction};
 #[cfg(feature = "cuda")]
 pub(crate) use memory::private;

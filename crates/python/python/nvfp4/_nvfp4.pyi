@@ -28,6 +28,9 @@ __all__ = [
     "Role",
     "_Lent",
     "__version__",
+    "_linear",
+    "_linear_backward",
+    "_linear_blocks",
     "command",
     "convert",
     "cuda",
@@ -300,6 +303,23 @@ def matmul(
 def layout(
     spec: str, directions: _Directions, shape: Sequence[int], dtype: _Dtype
 ) -> Tuple[List[Tuple[str, List[int]]], List[Tuple[str, List[int]]]]: ...
+def _linear(
+    x: _Array, weight: _Array, bias: Optional[_Array], formats: str, scales: Sequence[Optional[_Array]], watched: str
+) -> List[Any]: ...
+def _linear_backward(
+    dy: _Array,
+    x: _Array,
+    weight: _Array,
+    formats: str,
+    in_features: int,
+    dx: Any,
+    dw: Any,
+    seed: int,
+    offset: Optional[_Array],
+    scales: Sequence[Optional[_Array]],
+    watched: str,
+) -> List[Any]: ...
+def _linear_blocks(formats: str, tokens: int, in_features: int, out_features: int) -> Optional[Tuple[int, int]]: ...
 def save(path: _Path, tensors: Mapping[str, QuantTensor]) -> None: ...
 def load(path: _Path) -> Dict[str, QuantTensor]: ...
 def convert(

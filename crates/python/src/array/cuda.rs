@@ -10,11 +10,17 @@ use pyo3::prelude::*;
 /// An error for arrays of other libraries than torch: their work is queued on streams that ours
 /// does not wait for.
 pub fn check_torch(x: &Bound<'_, PyAny>) -> PyResult<()> {
-    match Framework::of(x)? {
-        Framework::Torch => Ok(()),
-        Framework::Numpy => Err(PyTypeError::new_err(
-            "expected torch's tensors on a GPU; torch.from_dlpack(x) makes one of another library's array, without a copy, and waits for its stream",
-        )),
+    Framework::of(x)?.check_torch()
+}
+
+impl Framework {
+    fn check_torch(self) -> PyResult<()> {
+        match self {
+            Framework::Torch => Ok(()),
+            Framework::Numpy => Err(PyTypeError::new_err(
+                "expected torch's tensors on a GPU; torch.from_dlpack(x) makes one of another library's array, without a copy, and waits for its stream",
+            )),
+        }
     }
 }
 
@@ -46,10 +52,10 @@ impl Array {
 
     /// An array of torch whose rows are contiguous and evenly spaced: itself, or a copy.
     pub(super) fn with_rows(self, x: &Bound<'_, PyAny>) -> PyResult<Array> {
-        check_torch(x)?;
+        self.framework.check_torch()?;
         match self.input() {
             Some(_) => Ok(self),
-            None => Ok(Array { tensor: Tensor::of(&contiguous(x)?)?, ..self }),
+            None => Ok(Array { tensor: Tensor::borrowed(&contiguous(x)?)?, ..self }),
         }
     }
 }

@@ -113,6 +113,17 @@ impl Array {
     pub fn of(x: &Bound<'_, PyAny>) -> PyResult<Array> {
         let framework = Framework::of(x)?;
         let (tensor, dtype) = borrow(x, framework)?;
+        Array::over(x, tensor, dtype, framework)
+    }
+
+    /// Borrows a tensor of torch for as long as the object lives.
+    pub fn of_torch(x: &Bound<'_, PyAny>) -> PyResult<Array> {
+        let tensor = Tensor::borrowed(x)?;
+        let dtype = tensor.dtype;
+        Array::over(x, tensor, dtype, Framework::Torch)
+    }
+
+    fn over(x: &Bound<'_, PyAny>, tensor: Tensor, dtype: DataType, framework: Framework) -> PyResult<Array> {
         let place = Place::of(&tensor)?;
         let precision = match dtype {
             DataType::F32 => Precision::F32,
@@ -132,6 +143,16 @@ impl Array {
     /// Its shape.
     pub fn shape(&self) -> &[usize] {
         &self.tensor.shape
+    }
+
+    /// The type of its elements.
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// Whether there are no gaps between its elements.
+    pub fn is_dense(&self) -> bool {
+        self.tensor.reach() == Some(self.shape().iter().product())
     }
 
     fn values(&self) -> Option<Values<'_>> {

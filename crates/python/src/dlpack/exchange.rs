@@ -1,14 +1,17 @@
 //! The table of functions by which a library lends its tensors, gives memory and names its stream:
 //! `DLPackExchangeAPI`.
 
+use super::lent::{Lent, free_versioned};
 #[cfg(feature = "cuda")]
 use super::{DataType, Device};
-use super::{Raw, Tensor, VERSION, Version, Versioned};
+use super::{Owner, Raw, Tensor, VERSION, Version, Versioned};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyType};
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
+use std::sync::OnceLock;
 
 const NAME: &CStr = c"dlpack_exchange_api";
 
@@ -33,6 +36,8 @@ struct Table {
 // SAFETY: the table is never changed, and its functions may be called by any thread that is
 // attached to the interpreter.
 unsafe impl Sync for Table {}
+// SAFETY: as above.
+unsafe impl Send for Table {}
 
 impl Exchange {
     /// The table of a class of tensors, if it has one of a version that we know.
@@ -43,6 +48,45 @@ impl Exchange {
         // the process; the version comes first.
         let table = unsafe { table.as_ref() };
         (table.version.major == VERSION.major).then_some(Exchange(table))
+    }
+
+    /// That of `torch.Tensor`, from torch 2.10 on.
+    pub fn torch(py: Python<'_>) -> PyResult<Option<Exchange>> {
+        static TORCH: OnceLock<Option<Exchange>> = OnceLock::new();
+        if let Some(table) = TORCH.get() {
+            return Ok(*table);
+        }
+        let class = py.import("torch")?.getattr("Tensor")?.cast_into::<PyType>()?;
+        Ok(*TORCH.get_or_init(|| Exchange::of(&class)))
+    }
+
+    /// Looks at a tensor for as long as the object lives, without taking it over. No stream waits
+    /// for another.
+    pub fn borrow(self, x: &Bound<'_, PyAny>) -> PyResult<Tensor> {
+        let borrow = self.0.borrow.ok_or_else(|| missing("dltensor_from_py_object_no_sync"))?;
+        let mut raw = MaybeUninit::<Raw>::uninit();
+        // SAFETY: the object is alive, and of the class that the table came from; the library
+        // writes a description, or an exception.
+        if unsafe { borrow(x.as_ptr(), raw.as_mut_ptr()) } != 0 {
+            return Err(PyErr::fetch(x.py()));
+        }
+        // SAFETY: the library has written it. Shape and strides are the object's own, which is
+        // alive while they are copied; its memory is as long as the reference that is kept.
+        Tensor::read(Owner::Object(x.clone().unbind()), unsafe { raw.assume_init_ref() })
+    }
+
+    /// A tensor of the library over memory that is lent.
+    pub fn import<'py>(self, py: Python<'py>, lent: Lent) -> PyResult<Bound<'py, PyAny>> {
+        let import = self.0.import.ok_or_else(|| missing("managed_tensor_to_py_object_no_sync"))?;
+        let (managed, mut made) = (lent.managed(), ptr::null_mut());
+        // SAFETY: the library takes the description over, unless it fails; then it is still ours.
+        unsafe {
+            if import(managed, &mut made) != 0 {
+                free_versioned(managed);
+                return Err(PyErr::fetch(py));
+            }
+            Bound::from_owned_ptr_or_err(py, made)
+        }
     }
 
     /// Takes a tensor over. No stream waits for another.

@@ -134,6 +134,15 @@ impl Lent {
         Lent { dtype, ..self }
     }
 
+    /// As libraries take it over; [`free_versioned`] frees it.
+    pub(super) fn managed(&self) -> *mut Versioned {
+        let mut context = self.context();
+        let tensor = self.raw(&mut context);
+        let context = Box::into_raw(context).cast();
+        let flags = if self.access == Access::Read { READ_ONLY } else { 0 };
+        Box::into_raw(Box::new(Versioned { version: VERSION, context, deleter: Some(free_versioned), flags, tensor }))
+    }
+
     fn raw(&self, context: &mut Context) -> Raw {
         Raw {
             data: self.address.cast(),
@@ -170,16 +179,12 @@ impl Lent {
         if dl_device.is_some_and(|(kind, _)| kind != self.device.kind) || copy == Some(true) {
             return Err(PyBufferError::new_err("only a view where the memory lies is lent out; copy it yourself"));
         }
-        let mut context = self.context();
-        let tensor = self.raw(&mut context);
-        let context = Box::into_raw(context).cast();
         let (pointer, name, destructor): (*mut c_void, &CStr, ffi::PyCapsule_Destructor) = match max_version {
-            Some((major, _)) if major >= VERSION.major => {
-                let flags = if self.access == Access::Read { READ_ONLY } else { 0 };
-                let managed = Versioned { version: VERSION, context, deleter: Some(free_versioned), flags, tensor };
-                (Box::into_raw(Box::new(managed)).cast(), VERSIONED, drop_versioned)
-            }
+            Some((major, _)) if major >= VERSION.major => (self.managed().cast(), VERSIONED, drop_versioned),
             _ => {
+                let mut context = self.context();
+                let tensor = self.raw(&mut context);
+                let context = Box::into_raw(context).cast();
                 let managed = Legacy { tensor, context, deleter: Some(free_legacy) };
                 (Box::into_raw(Box::new(managed)).cast(), LEGACY, drop_legacy)
             }
@@ -204,7 +209,7 @@ unsafe extern "C" fn free_legacy(tensor: *mut Legacy) {
 }
 
 /// Frees what [`Lent::__dlpack__`] made.
-unsafe extern "C" fn free_versioned(tensor: *mut Versioned) {
+pub(super) unsafe extern "C" fn free_versioned(tensor: *mut Versioned) {
     // SAFETY: a consumer calls this once, with what it got from us.
     unsafe {
         let tensor = Box::from_raw(tensor);

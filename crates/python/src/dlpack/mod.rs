@@ -70,6 +70,19 @@ impl DataType {
     pub const F32: DataType = DataType { code: 2, bits: 32, lanes: 1 };
     /// bfloat16.
     pub const BF16: DataType = DataType { code: 4, bits: 16, lanes: 1 };
+
+    /// The name that numpy and torch have for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            DataType::U8 => "uint8",
+            DataType::U16 => "uint16",
+            DataType::I64 => "int64",
+            DataType::F16 => "float16",
+            DataType::F32 => "float32",
+            DataType::BF16 => "bfloat16",
+            _ => "another type",
+        }
+    }
 }
 
 /// `DLTensor`.
@@ -127,6 +140,8 @@ pub struct Tensor {
 enum Owner {
     Legacy(NonNull<Legacy>),
     Versioned(NonNull<Versioned>),
+    /// An object of Python, which has it back when the reference to it is dropped.
+    Object(#[allow(dead_code)] Py<PyAny>),
 }
 
 // SAFETY: DLPack lets any thread read the memory and call the deleter, which takes the
@@ -150,6 +165,7 @@ impl Drop for Owner {
                         deleter(tensor.as_ptr());
                     }
                 }
+                Owner::Object(_) => {}
             }
         }
     }
@@ -168,6 +184,14 @@ impl Tensor {
                 let capsule = capsule.cast::<PyCapsule>();
                 Tensor::consume(capsule.map_err(|_| PyTypeError::new_err("__dlpack__ returned no capsule"))?)
             }
+        }
+    }
+
+    /// Looks at a tensor of torch for as long as the object lives.
+    pub fn borrowed(x: &Bound<'_, PyAny>) -> PyResult<Tensor> {
+        match Exchange::torch(x.py())? {
+            Some(exchange) => exchange.borrow(x),
+            None => Tensor::of(&x.call_method0("detach")?),
         }
     }
 
@@ -283,8 +307,16 @@ impl Tensor {
             return None;
         }
         // SAFETY: the producer vouches for the memory until it is given back, and gives it back to
-        // the stream that the work is queued on.
-        Some(unsafe { nvfp4::cuda::Slice::from_raw(self.address.addr() as u64, reach) })
+        // the stream that the work is queued on. It says where the memory lies.
+        Some(unsafe { nvfp4::cuda::Slice::from_raw(self.address.addr() as u64, reach).known(self.on_gpu()) })
+    }
+
+    /// On which GPU it lies. Memory that CUDA manages is on none in particular.
+    fn on_gpu(&self) -> nvfp4::cuda::Place {
+        match (self.device.kind, usize::try_from(self.device.id)) {
+            (2, Ok(id)) => nvfp4::cuda::Place::On(id),
+            _ => nvfp4::cuda::Place::Unknown,
+        }
     }
 
     /// The numbers of a tensor in a GPU's memory, which lie row by row, to write: for what callers
@@ -294,7 +326,7 @@ impl Tensor {
         let (address, len) = self.device_slice::<T>().filter(|_| dense).map(|slice| (slice.address(), slice.len()))?;
         // SAFETY: the producer vouches for the memory; callers hand the numbers over to be written
         // by the work that is queued next, and whoever reads them on that stream reads them after.
-        Some(unsafe { nvfp4::cuda::SliceMut::from_raw(address, len) })
+        Some(unsafe { nvfp4::cuda::SliceMut::from_raw(address, len).known(self.on_gpu()) })
     }
 
     /// The memory of a tensor that lies row by row, with the tensor as its owner; `None` if it is
@@ -308,9 +340,10 @@ impl Tensor {
         if !matches!(self.device.kind, 2 | 13) || !whole || (len > 0 && !address.is_multiple_of(16)) {
             return None;
         }
+        let place = self.on_gpu();
         // SAFETY: the producer vouches for the memory until the tensor is dropped, after which it
-        // goes back to the stream's own allocator.
-        Some(unsafe { nvfp4::cuda::Memory::from_raw(address, len, self) })
+        // goes back to the stream's own allocator. It says where the memory lies.
+        Some(unsafe { nvfp4::cuda::Memory::from_raw(address, len, self).known(place) })
     }
 }
 
@@ -320,6 +353,14 @@ pub fn borrow_stream(device: nvfp4::cuda::Device, raw: *mut c_void) -> nvfp4::cu
     // SAFETY: libraries hand out streams of the primary context that live as long as the process;
     // `Exchange::stream` is where it came from.
     unsafe { nvfp4::cuda::Stream::borrow(device, raw) }
+}
+
+/// A tensor of torch over memory that is lent.
+pub fn show<'py>(py: Python<'py>, lent: Lent) -> PyResult<Bound<'py, PyAny>> {
+    match Exchange::torch(py)? {
+        Some(exchange) => exchange.import(py, lent),
+        None => py.import("torch")?.call_method1("from_dlpack", (Bound::new(py, lent)?,)),
+    }
 }
 
 /// Row-major strides.

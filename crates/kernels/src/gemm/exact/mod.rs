@@ -20,6 +20,7 @@ mod avx2;
 mod avx512;
 pub(super) mod row;
 
+use super::pieces::{in_pieces, rows_in_pieces};
 use super::writer::{MOST, Writer};
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
@@ -174,13 +175,13 @@ fn run<T: Element, const N: usize>(
     out: &mut [T],
 ) {
     let blocks = a.cols.div_ceil(BLOCK);
-    let steps: Vec<Step> = (0..a.rows).into_par_iter().with_min_len(8).flat_map_iter(|i| steps(a, i)).collect();
+    let steps: Vec<Step> = rows_in_pieces(a.rows, a.cols).flat_map_iter(|i| steps(a, i)).collect();
     let range = |rows: std::ops::Range<usize>| rows.map(|i| Range::of(a.scale_row(i))).reduce(Range::and);
     let group_of = |first: usize| range(first..a.rows.min(first + MOST_ROWS)).expect("a group has rows");
     let a_ranges: Vec<Range> = (0..a.rows).step_by(MOST_ROWS).map(group_of).collect();
     let rows: Vec<&[Step]> = steps.chunks_exact(blocks).collect();
     let writer = Writer::new((a.into(), b.into()), product, out);
-    (0..b.rows.div_ceil(N)).into_par_iter().for_each_init(
+    in_pieces(b.rows.div_ceil(N), N * a.rows * a.cols).for_each_init(
         || vec![PanelStep::<N>::EMPTY; blocks],
         |panel, p| {
             let first = p * N;

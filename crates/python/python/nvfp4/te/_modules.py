@@ -12,6 +12,7 @@ from torch import Tensor
 import nvfp4
 import nvfp4.torch
 from nvfp4.torch._delayed import update
+from nvfp4.torch._layer import Workers
 
 from ._recipe import Region, Step, region
 from ._signature import refuse, supports
@@ -56,26 +57,33 @@ class _Follows(torch.nn.Module):
         if key in unexpected:
             unexpected.remove(key)
 
-    @torch.compiler.disable
     def following(self):
         """This module as the region around the call has it: with the formats and the workers of
         this call, and everything else in common.
         """
+        # A compiler cannot see through it; to keep one out costs time that eager calls save.
+        return self._kept_from_compilers() if torch.compiler.is_compiling() else self._twin()
+
+    @torch.compiler.disable
+    def _kept_from_compilers(self):
+        return self._twin()
+
+    def _twin(self):
         here = self._followed()
         planned = self._planned(here)
         if here.step is not None and _is_delayed(planned):
             self._begin(here, here.step)
+        # Neither is a parameter or a module, for which an assignment would look.
+        workers = None if here.group is None else Workers(here.group)
         same = object.__new__(type(self))
-        same.__dict__.update(self.__dict__, **planned)
-        same.amax_group = here.group
+        same.__dict__.update(self.__dict__, **planned, _workers=workers)
         return same
 
     def _followed(self) -> Region:
         here = region()
         if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
             with _lock:
-                self._ran = self._remembered(here)
-                self._repeated = False
+                self.__dict__.update(_ran=self._remembered(here), _repeated=False)
             return here
         with _lock:
             ran, self._repeated = self._ran, True

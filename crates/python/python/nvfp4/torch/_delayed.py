@@ -25,14 +25,19 @@ class Kept(NamedTuple):
     column_scale: Optional[Tensor] = None
     column_history: Optional[Tensor] = None
 
-    def note(self, parts: List[Tensor]) -> List[Tensor]:
-        """Joins the amaxes at the end of an operation's results to this step's. Gives the rest."""
-        kept = [(self.scale, self.history), (self.column_scale, self.column_history)]
-        histories = [history for scale, history in kept if scale is not None]
-        for amax, history in zip(parts[len(parts) - len(histories) :], histories):
-            if history is not None:
-                history[:1].copy_(torch.maximum(history[:1], amax))
-        return parts[: len(parts) - len(histories)]
+    def note(self, amaxes: List[Tensor], at: int = 0) -> int:
+        """Joins amaxes to this step's: one for each scale, from ``at`` on. Gives the next place."""
+        for scale, history in ((self.scale, self.history), (self.column_scale, self.column_history)):
+            if scale is not None:
+                if history is not None:
+                    now = history[:1]
+                    torch.maximum(now, amaxes[at], out=now)
+                at += 1
+        return at
+
+    def number(self) -> int:
+        """How many scales there are."""
+        return (self.scale is not None) + (self.column_scale is not None)
 
     def unseen(self) -> "Kept":
         """The same scales, for a tensor that is not to be remembered."""

@@ -32,6 +32,12 @@ class Watch(NamedTuple):
     name: str = "{}"
     flags: Optional[Tensor] = None
 
+    def note(self, found: Tensor, first: int = 0) -> None:
+        """Joins what an operation found in neighbouring slots, the first of which has this number."""
+        if self.flags is not None:
+            flags = self.flags[first : first + found.numel()]
+            torch.maximum(flags, found, out=flags)
+
     def of(self, slot: str) -> Watched:
         """One of them."""
         at = SLOTS.index(slot)

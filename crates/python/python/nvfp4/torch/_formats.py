@@ -60,7 +60,9 @@ class Formats(NamedTuple):
     """How the tensors of a linear layer are quantized.
 
     ``finite`` says what is done about NaN and infinities: "keep" or "refuse".
-    ``accumulators`` are those of FP8 products on a GPU, in fprop, dgrad and wgrad.
+    ``accumulators`` are those of FP8 products on a GPU, in fprop, dgrad and wgrad. ``trained`` and
+    ``evaluated`` are all of it as one text for operations that compute a whole pass, with and
+    without a backward pass to come; they are empty if there is no such operation.
     """
 
     input: Format
@@ -71,6 +73,8 @@ class Formats(NamedTuple):
     alignment: int
     finite: str
     accumulators: Tuple[str, str, str]
+    trained: str
+    evaluated: str
 
     def __str__(self) -> str:
         return f"input={self.input.spec}, weight={self.weight.spec}, grad_output={self.grad_output.spec}"
@@ -93,7 +97,20 @@ def formats_of(plan: nvfp4.Plan, path: str, expert: Optional[int] = None) -> For
     )
     alignment = plan.alignment(path) or 1
     alone = input.alone("row"), weight.alone("row")
-    return Formats(input, weight, grad_output, *alone, alignment, plan.finite, plan.accumulators)
+    texts = _texts(input, weight, grad_output, plan.accumulators)
+    return Formats(input, weight, grad_output, *alone, alignment, plan.finite, plan.accumulators, *texts)
+
+
+def _texts(input: Format, weight: Format, grad_output: Format, accumulators: Tuple[str, str, str]) -> Tuple[str, str]:
+    """What an operation computes a whole pass from. There is none for what is not quantized in a
+    direction, nor for random numbers in the forward pass.
+    """
+    formats = (input, weight, grad_output)
+    whole = all(f.directions == "both" and "high-precision" not in f.spec for f in formats)
+    if not whole or "stochastic" in (input.rounding, weight.rounding):
+        return "", ""
+    text = " | ".join([*(f.spec for f in formats), " ".join(accumulators)])
+    return f"{text} | both", f"{text} | row"
 
 
 def plan_of(recipe: Union[str, nvfp4.Recipe], modules: list) -> nvfp4.Plan:

@@ -5,24 +5,33 @@
 | forward, ``y = x·wᵀ`` | x, row | w, row |
 | ``dx = dy·w`` | dy, row | w, column |
 | ``dw = dyᵀ·x`` | dy, column | x, column |
+
+A pass is one operation, ``torch.ops.nvfp4.linear`` or ``torch.ops.nvfp4.linear_backward``. What the
+backward pass reads of x and w is kept as one block of bytes each.
 """
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from . import _ops  # noqa: F401  (makes the operations known)
+from ._composed import Composed, forward
 from ._delayed import Kept, State
-from ._finite import Watch, Watched
-from ._formats import Format, Formats
+from ._finite import Watch
+from ._formats import Formats
+from ._once import once
+from ._plain import Plain, product
 
-quantize = torch.ops.nvfp4.quantize
-quantize_delayed = torch.ops.nvfp4.quantize_delayed
-matmul = torch.ops.nvfp4.matmul
+_linear = torch.ops.nvfp4.linear.default
+_linear_backward = torch.ops.nvfp4.linear_backward.default
+
+STATELESS, UNWATCHED = State(), Watch()
+# Formats, seed, state and watch of a layer.
+_Settings = Tuple[Formats, int, State, Watch]
 
 
 def linear(
@@ -32,33 +41,49 @@ def linear(
     formats: Formats,
     seed: int = 0,
     group=None,
-    state: State = State(),
-    watch: Watch = Watch(),
+    state: State = STATELESS,
+    watch: Watch = UNWATCHED,
 ) -> Tensor:
     """The product of a linear layer.
 
     ``group`` is the process group whose workers agree on amaxes, if any.
     """
-    check_features(x, weight.shape[1])
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    tokens = x.reshape(-1, x.shape[-1])
-    count = tokens.shape[0]
+    shape, (outputs, inputs) = x.shape, weight.shape
+    if shape[-1] != inputs:
+        check_features(x, inputs)
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    whole = group is None and formats.trained
+    count = shape[0] if len(shape) == 2 else shape[:-1].numel()
     padding = -count % formats.alignment
+    # A whole pass takes any shape, everything else a matrix.
+    reshaped = len(shape) != 2 and (padding or not whole)
+    if reshaped:
+        x = x.reshape(-1, inputs)
     if padding:
-        tokens = functional.pad(tokens, (0, 0, 0, padding))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        x = functional.pad(x, (0, 0, 0, padding))
+    trains = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    offset = None
+    if trains and formats.grad_output.rounding == "stochastic":
         # Drawn from torch's own generator, so that a recomputed forward pass draws the same, and a
         # replayed graph afresh.
-        stochastic = formats.grad_output.rounding == "stochastic"
-        offset = torch.randint(2**62, (1,), device=x.device) if stochastic else None
-        y = _Linear.apply(tokens, weight, bias, offset, formats, seed, group, state, watch)
+        offset = torch.randint(2**62, (1,), device=x.device)
+    if whole:
+        settings = (formats, seed, state, watch)
+        y = _Linear.apply(x, weight, bias, offset, settings) if trains else _evaluated(x, weight, bias, settings)
+    elif not formats.quantizes:
+        y = Plain.apply(x, weight, bias) if trains else product(x, weight, bias)
+    elif trains:
+        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch)
     else:
         unseen = State(*(kept and kept.unseen() for kept in state))
-        y = _forward(tokens, weight, bias, formats, (formats.input_row, formats.weight_row), group, unseen, watch)[0]
+        y = forward(x, weight, bias, formats, (formats.input_row, formats.weight_row), group, unseen, watch)[0]
     if padding:
         y = y[:count]
-    return shaped(y, (*x.shape[:-1], weight.shape[0]))
+    return shaped(y, (*shape[:-1], outputs)) if reshaped or padding else y
 
 
 def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
@@ -74,165 +99,71 @@ def check_features(x: Tensor, expected: int) -> None:
         raise ValueError(f"the input has {x.shape[-1]} features, this layer takes {expected}")
 
 
-def _quantized(
-    x: Tensor,
-    format: Format,
-    seed: int = 0,
-    offset: Optional[Tensor] = None,
-    group=None,
-    kept: Optional[Kept] = None,
-    watched: Optional[Watched] = None,
-) -> List[Tensor]:
-    """The arrays of ``x``, with amaxes that all workers agree on.
-
-    Those of delayed scaling, for which something is kept, they agree on later.
-    """
-    if format.rounding == "stochastic" and offset is None:
-        offset = torch.randint(2**62, (1,), device=x.device)
-    if format.rounding != "stochastic":
-        offset = None
-    if format.spec == "high-precision":
-        watched = None  # what is in it reaches the result
-    name = "" if watched is None else watched.name
-
-    def arrays(made: List[Tensor]) -> List[Tensor]:
-        """What an operation made, without the flag at its end."""
-        if watched is None:
-            return made
-        watched.note(made[-1])
-        return made[:-1]
-
-    if kept is not None:
-        given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name)
-        return kept.note(arrays(quantize_delayed(x, *given)))
-    if group is None or format.shared == ("nothing", "nothing"):
-        return arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name))
-    if format.spec.endswith(" from row") and ("tensor" in format.shared or "nothing" not in format.shared):
-        raise ValueError(f"{format.spec}: workers cannot agree on an amax of decoded values; leave out 'from row'")
-    parts: List[Tensor] = []
-    if "stored" in format.shared:
-        parts = arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name))
-    ends = (format.row, format.row + format.column)
-    amaxes = [
-        {"stored": lambda: parts[end - 1].clone(), "tensor": lambda: _amax(x), "nothing": lambda: None}[shared]()
-        for shared, end in zip(format.shared, ends)
-    ]
-    for amax in amaxes:
-        if amax is not None:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
-    return arrays(quantize(x, format.spec, format.directions, seed, offset, *amaxes, name))
+def _scales(*kept: Optional[Kept]) -> List[Optional[Tensor]]:
+    """The scales of tensors as operations take them; none if no tensor has any."""
+    if not any(kept):
+        return []
+    return [scale for of in kept for scale in ((None, None) if of is None else (of.scale, of.column_scale))]
 
 
-def _amax(x: Tensor) -> Tensor:
-    """The largest magnitude, NaN left out; 0 of nothing."""
-    if x.numel() == 0:
-        return x.new_zeros(1, dtype=torch.float32)
-    return x.detach().abs().nan_to_num(nan=0.0, posinf=float("inf")).amax().float().reshape(1)
+def _name(formats: Formats, watch: Watch) -> str:
+    """The name of tensors that must be finite."""
+    return watch.name if formats.finite == "refuse" else ""
 
 
-def _watched(finite: str, watch: Watch, slot: str) -> Optional[Watched]:
-    return watch.of(slot) if finite == "refuse" else None
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    formats: Formats,
-    pair: Tuple[Format, Format],
-    group,
-    state: State,
-    watch: Watch,
-):
-    (x_format, w_format), finite = pair, formats.finite
-    xq = _quantized(x, x_format, group=group, kept=state.input, watched=_watched(finite, watch, "input"))
-    wq = _quantized(weight, w_format, kept=state.weight, watched=_watched(finite, watch, "weight"))
-    y = matmul(
-        xq[: x_format.row], x_format.spec, "row", x.shape,
-        wq[: w_format.row], w_format.spec, "row", weight.shape,
-        bias, x.dtype, formats.accumulators[0],
-    )  # fmt: skip
-    return y, xq, wq
-
-
-def _once(gradients: Callable[..., Tuple]) -> Callable[..., Tuple]:
-    """Makes gradients of gradients an error.
-
-    ``once_differentiable`` does so only where ``dy`` has a graph, but dx depends on the weight too:
-    a penalty on it would silently be a constant.
-    """
-
-    def backward(ctx, dy):
-        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # create_graph=True
-        with torch.no_grad():
-            found = gradients(ctx, dy)
-        if not again:
-            return found
-        # They depend on everything that this product does.
-        depends = [*_leaves(ctx), *([dy] if dy.requires_grad else [])]
-        text = b"gradients of gradients: the product of a quantized layer is differentiated once only; leave it in torch.nn.Linear"
-        raises = torch._C._functions.DelayedError(text, len(found) + len(depends))
-        marked = raises(*(None if g is None else g.detach().requires_grad_() for g in found), *depends)
-        return marked[: len(found)]
-
-    return backward
-
-
-def _leaves(node) -> List[Tensor]:
-    """The tensors at the beginning of a graph."""
-    leaves, seen, nodes = [], set(), [node]
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        following = [next for next, _ in node.next_functions if next is not None and next not in seen]
-        seen.update(following)
-        nodes += following
-    return leaves
+def _evaluated(x: Tensor, weight: Tensor, bias: Optional[Tensor], settings: _Settings) -> Tensor:
+    formats, _, state, watch = settings
+    scales = [] if state is STATELESS else _scales(state.input, state.weight)
+    made = _linear(x, weight, bias, formats.evaluated, scales, _name(formats, watch))
+    if formats.finite == "refuse":
+        watch.note(made[-1])
+    return made[0]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, offset, formats, seed, group, state, watch):
-        y, xq, wq = _forward(
-            x, weight, bias, formats, (formats.input, formats.weight), group, state, watch
-        )
-        # What the backward pass reads: the column direction, or the numbers themselves where both
-        # directions share them.
-        xq = xq[formats.input.row :] if formats.input.column else xq
-        wq = wq[formats.weight.row :] if formats.weight.column else wq
-        ctx.save_for_backward(offset, *xq, *wq)
-        ctx.x_arrays = len(xq)
-        ctx.shapes = (x.shape, weight.shape)
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.settings = (formats, seed, group, state, watch)
-        return y
+    def forward(ctx, x, weight, bias, offset, settings):
+        formats, _, state, watch = settings
+        scales = [] if state is STATELESS else _scales(state.input, state.weight)
+        made = _linear(x, weight, bias, formats.trained, scales, _name(formats, watch))
+        ctx.save_for_backward(made[1], made[2], offset)
+        ctx.call = (settings, weight.shape[1], x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        if formats.finite == "refuse":
+            watch.note(made[-1])
+        if state is not STATELESS:
+            _note(made[3:], state.input, state.weight)
+        return made[0]
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx, dy):
-        formats, seed, group, state, watch = ctx.settings
-        x_shape, w_shape = ctx.shapes
-        x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        offset, *arrays = ctx.saved_tensors
-        xq, wq = arrays[: ctx.x_arrays], arrays[ctx.x_arrays :]
-        format = formats.grad_output
-        row, column = [], []
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            watched = _watched(formats.finite, watch, "grad_output")
-            dyq = _quantized(dy.contiguous(), format, seed, offset, group, state.grad_output, watched)
-            row, column = dyq[: format.row], dyq[format.row :] if format.column else dyq
+        (formats, seed, state, watch), features, x_dtype, weight_dtype, bias_dtype = ctx.call
+        x, weight, offset = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = matmul(
-                row, format.spec, "row", dy.shape, wq, formats.weight.spec, "column", w_shape, None, x_dtype,
-                formats.accumulators[1],
+        if needs_x or needs_weight:
+            scales = [] if state is STATELESS else _scales(state.grad_output)
+            made = _linear_backward(
+                dy, x, weight, formats.trained, features, x_dtype if needs_x else None,
+                weight_dtype if needs_weight else None, seed, offset, scales, _name(formats, watch),
             )  # fmt: skip
-        if ctx.needs_input_grad[1]:
-            dw = matmul(
-                column, format.spec, "column", dy.shape, xq, formats.input.spec, "column", x_shape, None, w_dtype,
-                formats.accumulators[2],
-            )  # fmt: skip
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None, None
+            gradients = needs_x + needs_weight
+            dx = made[0] if needs_x else None
+            dw = made[gradients - 1] if needs_weight else None
+            if formats.finite == "refuse":
+                watch.note(made[-1], 2)
+            if state is not STATELESS:
+                _note(made[gradients:], state.grad_output)
+        if needs_bias:
+            rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+            db = rows.sum(0, dtype=torch.float32)
+            db = db if bias_dtype is torch.float32 else db.to(bias_dtype)
+        return dx, dw, db, None, None
+
+
+def _note(amaxes: List[Tensor], *kept: Optional[Kept]) -> None:
+    """Joins amaxes that an operation saw to those of this step, in the order of ``_scales``."""
+    at = 0
+    for of in kept:
+        if of is not None:
+            at = of.note(amaxes, at)

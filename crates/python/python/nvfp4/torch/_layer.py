@@ -14,7 +14,7 @@ import nvfp4
 from ._delayed import Delays
 from ._finite import SLOTS, Watch
 from ._formats import Formats, plan_of
-from ._function import linear
+from ._function import STATELESS, UNWATCHED, linear
 
 
 class Workers:
@@ -81,11 +81,15 @@ class Layer(Delays):
     def product(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], number: int = 0) -> Tensor:
         """``x·wᵀ + bias`` in the formats of the product with this number."""
         prefix, name, formats = self._products[number]
-        flags = self._flags(x.device)
-        watch = Watch(name, None if flags is None else flags[number * len(SLOTS) : (number + 1) * len(SLOTS)])
+        watch = UNWATCHED
+        if formats.finite == "refuse":
+            flags, first = self._flags(x.device), number * len(SLOTS)
+            watch = Watch(name, None if flags is None else flags[first : first + len(SLOTS)])
+        state = STATELESS if self.delayed is None else self.state_of(formats, prefix)
         # Evaluation is one worker's own: another may evaluate nothing.
-        group = self.amax_group if self.training else None
-        return linear(x, weight, bias, formats, self.seed, group, self.state_of(formats, prefix), watch)
+        workers = self._workers if self.training else None
+        group = None if workers is None else workers.group
+        return linear(x, weight, bias, formats, self.seed, group, state, watch)
 
     def not_finite(self) -> Tuple[Optional[Tensor], List[str]]:
         """The flags on a GPU, if something is watched there, and the tensors that they are for."""

@@ -1,29 +1,46 @@
 """The operations that everything else is made of, registered with torch.
 
-They are ``torch.ops.nvfp4.quantize``, ``torch.ops.nvfp4.quantize_delayed`` for tensors with delayed
-scaling, and ``torch.ops.nvfp4.matmul``.
+``torch.ops.nvfp4.linear`` and ``torch.ops.nvfp4.linear_backward`` are the passes of a linear layer,
+each in one call. Its parts are ``torch.ops.nvfp4.quantize``, ``torch.ops.nvfp4.quantize_delayed``
+for tensors with delayed scaling, and ``torch.ops.nvfp4.matmul``.
 
-A quantized tensor travels as the list of its arrays: those of the row direction, then those of the
-column direction (``nvfp4.layout`` says which). So autograd can keep it, compilers can see it, and
-other devices can hold it.
+Between the parts, a quantized tensor travels as the list of its arrays: those of the row direction,
+then those of the column direction (``nvfp4.layout`` says which). So autograd can keep it, compilers
+can see it, and other devices can hold it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 import nvfp4
+from nvfp4 import _nvfp4
 
 _SHORT = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
            "int64": torch.int64}  # fmt: skip
 
 
-@torch.library.custom_op("nvfp4::quantize", mutates_args=())
-def quantize(
+_library = torch.library.Library("nvfp4", "FRAGMENT")
+
+
+def _define(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Makes an operation known.
+
+    torch calls what computes it as it is, without the Python that ``torch.library.custom_op`` puts
+    around it. It has no gradient: that is the layers'.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, compute, device)
+    torch.library.register_fake(f"nvfp4::{name}", fake, lib=_library)
+
+
+def _quantize(
     x: Tensor,
     spec: str,
     directions: str,
@@ -108,15 +125,13 @@ def _kept(x: Tensor, format: str) -> Tensor:
     return x.to(_SHORT[name] if name else x.dtype, copy=True)
 
 
-@quantize.register_fake
-def _(x, spec, directions, seed, offset, amax, column_amax, finite=""):
+def _quantize_fake(x, spec, directions, seed, offset, amax, column_amax, finite=""):
     row, column = nvfp4.layout(spec, directions, [int(size) for size in x.shape], str(x.dtype))
     flag = [("int64", [1])] if finite else []
     return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column + flag]
 
 
-@torch.library.custom_op("nvfp4::quantize_delayed", mutates_args=())
-def quantize_delayed(
+def _quantize_delayed(
     x: Tensor,
     spec: str,
     directions: str,
@@ -147,16 +162,14 @@ def quantize_delayed(
     return parts + seen + flag
 
 
-@quantize_delayed.register_fake
-def _(x, spec, directions, seed, offset, scale, column_scale, finite=""):
+def _quantize_delayed_fake(x, spec, directions, seed, offset, scale, column_scale, finite=""):
     row, column = nvfp4.layout(spec, directions, [int(size) for size in x.shape], str(x.dtype))
     amaxes = [("float32", [1]) for given in (scale, column_scale) if given is not None]
     flag = [("int64", [1])] if finite else []
     return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column + amaxes + flag]
 
 
-@torch.library.custom_op("nvfp4::matmul", mutates_args=())
-def matmul(
+def _matmul(
     a: List[Tensor],
     a_spec: str,
     a_side: str,
@@ -192,8 +205,7 @@ def matmul(
     return nvfp4.matmul(*quantized, bias=bias, dtype=dtype, accumulator=accumulator)
 
 
-@matmul.register_fake
-def _(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype, accumulator="precise"):
+def _matmul_fake(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype, accumulator="precise"):
     rows = a_shape[0] if a_side == "row" else a_shape[1]
     cols = b_shape[0] if b_side == "row" else b_shape[1]
     return a[0].new_empty((rows, cols), dtype=dtype)
@@ -207,3 +219,53 @@ def _side(q: nvfp4.QuantTensor, side: str) -> nvfp4.Direction:
     direction = q.row if side == "row" else q.column
     assert direction is not None, "it was made with this direction"
     return direction
+
+
+def _linear_fake(x, weight, bias, formats, scales, watched):
+    tokens, features = x.shape[:-1], weight.shape
+    y = x.new_empty((*tokens, features[0]))
+    blocks = _nvfp4._linear_blocks(formats, int(tokens.numel()), int(features[1]), int(features[0])) or ()
+    return [y, *(x.new_empty(size, dtype=torch.uint8) for size in blocks), *_noted(x, scales, watched, 2)]
+
+
+def _linear_backward_fake(dy, x, weight, formats, in_features, dx, dw, seed, offset, scales, watched):
+    made = [] if dx is None else [dy.new_empty((*dy.shape[:-1], in_features), dtype=dx)]
+    made += [] if dw is None else [dy.new_empty((dy.shape[-1], in_features), dtype=dw)]
+    return [*made, *_noted(dy, scales, watched, 1)]
+
+
+def _noted(x: Tensor, scales: List[Optional[Tensor]], watched: str, tensors: int) -> List[Tensor]:
+    """What operations note: an amax for each scale, and flags of the tensors that must be finite."""
+    flags = [x.new_empty(tensors, dtype=torch.int64)] if watched else []
+    return [x.new_empty(1, dtype=torch.float32) for scale in scales if scale is not None] + flags
+
+
+_define(
+    "quantize(Tensor x, str spec, str directions, int seed, Tensor? offset, Tensor? amax, Tensor? column_amax,"
+    ' str finite="") -> Tensor[]',
+    _quantize,
+    _quantize_fake,
+)
+_define(
+    "quantize_delayed(Tensor x, str spec, str directions, int seed, Tensor? offset, Tensor? scale,"
+    ' Tensor? column_scale, str finite="") -> Tensor[]',
+    _quantize_delayed,
+    _quantize_delayed_fake,
+)
+_define(
+    "matmul(Tensor[] a, str a_spec, str a_side, SymInt[] a_shape, Tensor[] b, str b_spec, str b_side, SymInt[] b_shape,"
+    ' Tensor? bias, ScalarType dtype, str accumulator="precise") -> Tensor',
+    _matmul,
+    _matmul_fake,
+)
+_define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, str formats, Tensor?[] scales, str watched) -> Tensor[]",
+    _nvfp4._linear,
+    _linear_fake,
+)
+_define(
+    "linear_backward(Tensor dy, Tensor x, Tensor weight, str formats, SymInt in_features, ScalarType? dx, ScalarType? dw,"
+    " int seed, Tensor? offset, Tensor?[] scales, str watched) -> Tensor[]",
+    _nvfp4._linear_backward,
+    _linear_backward_fake,
+)

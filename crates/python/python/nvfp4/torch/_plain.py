@@ -1,0 +1,31 @@
+"""``y = x·wᵀ + bias`` where no tensor is quantized: torch's products, with nothing copied."""
+
+from __future__ import annotations
+
+import torch
+
+from ._once import once
+
+
+class Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return product(x, weight, bias)
+
+    @staticmethod
+    @once
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = torch.mm(dy.to(x.dtype), weight.to(x.dtype)) if needs_x else None
+        dw = torch.mm(dy.t().to(weight.dtype), x.to(weight.dtype)) if needs_weight else None
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return dx, dw, db
+
+
+def product(x, weight, bias):
+    """The forward pass alone."""
+    y = torch.mm(x, weight.to(x.dtype).t())
+    return y if bias is None else y + bias.to(x.dtype)

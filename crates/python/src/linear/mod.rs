@@ -1,0 +1,182 @@
+//! The passes of a linear layer, each in one call: what `torch.ops.nvfp4.linear` and
+//! `torch.ops.nvfp4.linear_backward` do.
+//!
+//! | product | reads | and |
+//! |---|---|---|
+//! | forward, `y = x·wᵀ` | x, row | w, row |
+//! | `dx = dy·w` | dy, row | w, column |
+//! | `dw = dyᵀ·x` | dy, column | x, column |
+//!
+//! What the backward pass reads of x and w is kept as one block of bytes each.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+mod formats;
+mod host;
+
+use crate::array::Array;
+use crate::error::OrRaise;
+use crate::parts::flat;
+use crate::place::Place;
+use crate::words::{self, PRECISIONS};
+use formats::Formats;
+use nvfp4::{Directions, Finite, Precision};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+/// An optional tensor of torch.
+type Given<'py> = Option<Bound<'py, PyAny>>;
+
+/// What a forward pass is given.
+struct Forward<'a, 'py> {
+    formats: &'a Formats,
+    x: (&'a Bound<'py, PyAny>, Array),
+    weight: (&'a Bound<'py, PyAny>, Array),
+    bias: Option<&'a Bound<'py, PyAny>>,
+    scales: Scales<'a, 'py, 4>,
+    watched: Watched<'a>,
+}
+
+/// What a backward pass is given.
+struct Backward<'a, 'py> {
+    formats: &'a Formats,
+    dy: (&'a Bound<'py, PyAny>, Array),
+    /// The blocks of x and w.
+    kept: [&'a Bound<'py, PyAny>; 2],
+    in_features: usize,
+    /// The types of dx and dw, if they are wanted.
+    wanted: [Option<Precision>; 2],
+    seed: u64,
+    offset: Option<&'a Bound<'py, PyAny>>,
+    scales: Scales<'a, 'py, 2>,
+    watched: Watched<'a>,
+}
+
+/// The scales of delayed scaling: for each tensor that of both directions or of the row direction,
+/// then that of the column direction.
+struct Scales<'a, 'py, const N: usize>([Option<&'a Bound<'py, PyAny>>; N]);
+
+impl<'a, 'py, const N: usize> Scales<'a, 'py, N> {
+    fn of(given: &'a [Given<'py>]) -> PyResult<Self> {
+        match given.len() {
+            0 => Ok(Scales([None; N])),
+            len if len == N => Ok(Scales(std::array::from_fn(|at| given[at].as_ref()))),
+            len => Err(PyValueError::new_err(format!("scales: expected {N} or none, got {len}"))),
+        }
+    }
+}
+
+/// The name of tensors that must be finite, with `{}` for the slot; nothing if they need not be.
+#[derive(Clone, Copy)]
+struct Watched<'a>(&'a str);
+
+impl Watched<'_> {
+    fn finite(self) -> Finite {
+        if self.0.is_empty() { Finite::Keep } else { Finite::Refuse }
+    }
+
+    /// The exception about a tensor, which says its name if it must be finite.
+    fn name(self, slot: &str, py: Python<'_>, error: PyErr) -> PyErr {
+        match self.finite() {
+            Finite::Refuse if error.is_instance_of::<PyValueError>(py) => {
+                PyValueError::new_err(format!("{}: {}", self.0.replace("{}", slot), error.value(py)))
+            }
+            _ => error,
+        }
+    }
+}
+
+/// `x·wᵀ + bias`: y; in training the column directions of x and the weight, a block of bytes each;
+/// the amax that was seen for each scale that is given; and if tensors must be finite, the flags of
+/// x and the weight, -1 where nothing was found.
+#[pyfunction]
+#[pyo3(name = "_linear")]
+pub fn forward<'py>(
+    x: Bound<'py, PyAny>,
+    weight: Bound<'py, PyAny>,
+    bias: Given<'py>,
+    formats: &str,
+    scales: Vec<Given<'py>>,
+    watched: &str,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let call = Forward {
+        formats: &*Formats::of(formats)?,
+        x: (&x, Array::of_torch(&x)?),
+        weight: (&weight, Array::of_torch(&weight)?),
+        bias: bias.as_ref(),
+        scales: Scales::of(&scales)?,
+        watched: Watched(watched),
+    };
+    match call.x.1.place {
+        Place::Host => host::forward(x.py(), &call),
+        #[cfg(feature = "cuda")]
+        Place::Cuda(id) => cuda::forward(x.py(), &call, id),
+    }
+}
+
+/// The gradients of a forward pass in training: dx and dw, those of them that have a type; then the
+/// amaxes and the flag of dy, as the forward pass gives them.
+#[pyfunction]
+#[pyo3(name = "_linear_backward")]
+#[allow(clippy::too_many_arguments)] // they are the operator's
+pub fn backward<'py>(
+    dy: Bound<'py, PyAny>,
+    x: Bound<'py, PyAny>,
+    weight: Bound<'py, PyAny>,
+    formats: &str,
+    in_features: usize,
+    dx: Given<'py>,
+    dw: Given<'py>,
+    seed: u64,
+    offset: Given<'py>,
+    scales: Vec<Given<'py>>,
+    watched: &str,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let precision = |dtype: Given<'py>| dtype.map(|dtype| precision(&dtype)).transpose();
+    let call = Backward {
+        formats: &*Formats::of(formats)?,
+        dy: (&dy, Array::of_torch(&dy)?),
+        kept: [&x, &weight],
+        in_features,
+        wanted: [precision(dx)?, precision(dw)?],
+        seed,
+        offset: offset.as_ref(),
+        scales: Scales::of(&scales)?,
+        watched: Watched(watched),
+    };
+    match call.dy.1.place {
+        Place::Host => host::backward(dy.py(), &call),
+        #[cfg(feature = "cuda")]
+        Place::Cuda(id) => cuda::backward(dy.py(), &call, id),
+    }
+}
+
+/// Bytes of the blocks of x and the weight that a forward pass gives, none in evaluation.
+#[pyfunction]
+#[pyo3(name = "_linear_blocks")]
+pub fn blocks(
+    formats: &str,
+    tokens: usize,
+    in_features: usize,
+    out_features: usize,
+) -> PyResult<Option<(usize, usize)>> {
+    let formats = Formats::of(formats)?;
+    if formats.directions != Directions::Both {
+        return Ok(None);
+    }
+    let x = formats.input.column()?.block_len(in_features, tokens).or_raise()?;
+    Ok(Some((x, formats.weight.column()?.block_len(in_features, out_features).or_raise()?)))
+}
+
+/// A `torch.dtype`.
+fn precision(dtype: &Bound<'_, PyAny>) -> PyResult<Precision> {
+    let text = dtype.str()?;
+    let text = text.to_str()?;
+    words::choose("dtype", PRECISIONS, text.strip_prefix("torch.").unwrap_or(text))
+}
+
+/// The shape of a tensor whose last dimension has another size.
+fn with_last(shape: &[usize], last: usize) -> Vec<usize> {
+    let leading = shape.split_last().map_or(&[][..], |(_, leading)| leading);
+    leading.iter().copied().chain([last]).collect()
+}
