@@ -66,6 +66,13 @@ fn one_launch(chip: &Chip, costs: &Costs, tokens: &[usize], (rows, cols): (usize
     together < tokens.iter().filter(|&&m| m > 0).map(alone).sum()
 }
 
+/// Whether cuBLASLt, after everything was decoded, is expected to take less time than the pipeline
+/// for each of these products of NVFP4: M, N and K.
+pub(super) fn prefers_library_for_all(device: Device, mut products: impl Iterator<Item = [usize; 3]>) -> bool {
+    let bytes = |m: usize, n: usize, k: usize| NVFP4_BYTES * (m + n) as f64 * k as f64;
+    products.all(|[m, n, k]| prefers_library(device, bytes(m, n, k), Before::Both, (m, (n, k))))
+}
+
 /// How many blocks may share an output.
 fn splits(chip: &Chip) -> impl Iterator<Item = u32> {
     let most = if chip.clusters { MOST_SPLIT } else { 1 };

@@ -1,15 +1,22 @@
 //! Products of groups: those of a layer of experts.
 
-use super::choice::prefers_one_launch;
+use super::choice::{prefers_library_for_all, prefers_one_launch};
+use super::cublas::Cublas;
 use super::groups::{Along, GroupedOperand};
-use super::operand::Operand;
+use super::operand::{Operand, Weights};
 use super::output::{Output, Product};
 use super::prepared::TILE;
-use super::{Member, grouped, pipeline, tiles};
+use super::{Member, check, grouped, pipeline, tiles, to_bf16};
 use crate::Result;
 use crate::cuda::{Allocator, GROUP_ROWS, Plain, SliceMut, Stream};
+use crate::gemm::units::LEAST_BLOCK_SCALED;
 use crate::input::check_len;
 use nvfp4_spec::{Element, Error, area};
+
+/// Bytes of decoded operands up to which those of all groups are decoded in one launch. Beyond, a
+/// launch more per group takes no time beside its work, and decoding one after the other needs less
+/// memory.
+const MOST_DECODED: usize = 512 << 20;
 
 /// `out = α·A·Bᵀ (+ bias) (+ β·C)` of every group. Does not wait.
 ///
@@ -100,5 +107,27 @@ pub fn multiply_groups<T: Element + Plain>(
         before += len;
         members.push(Member { a, b: b.into(), product, out });
     }
+    if let (Operand::Nvfp4(left), Operand::Nvfp4(right)) = (a.operand, b.operand)
+        && let Some(library) = Cublas::of(stream.device())
+        && stream.device().capability() < LEAST_BLOCK_SCALED
+        && 2 * (left.rows * left.cols + right.rows * right.cols) <= MOST_DECODED
+    {
+        // All are decoded in one launch, unless something about one of them is special.
+        let parts = members.iter().filter(|member| member.a.cols() > 0 && !member.out.is_empty());
+        let parts: Vec<to_bf16::Part<'_>> =
+            parts.filter_map(|member| part(stream, member).transpose()).collect::<Result<_>>()?;
+        let sizes = parts.iter().map(|(a, b, _)| [a.rows, b.rows, a.cols]);
+        if prefers_library_for_all(stream.device(), sizes)
+            && to_bf16::run_groups(stream, library, (left, right), &parts, memory)?
+        {
+            members.retain(|member| member.a.cols() == 0);
+        }
+    }
     grouped(stream, &mut members, memory)
+}
+
+/// A member in NVFP4 with its checked outputs.
+fn part<'a, T: Element + Plain>(stream: &Stream, member: &Member<'a, T>) -> Result<Option<to_bf16::Part<'a>>> {
+    let (Operand::Nvfp4(a), Weights::Operand(Operand::Nvfp4(b))) = (member.a, member.b) else { return Ok(None) };
+    Ok(Some((a, b, check(stream.device(), &member.a, &member.b, &member.product, &member.out)?)))
 }

@@ -118,6 +118,13 @@ impl Side {
     }
 }
 
+impl Side {
+    /// That of groups, a number for each.
+    pub fn of_each(global: Global) -> Self {
+        Side { per_row: 1, ..Side::new(global) }
+    }
+}
+
 /// `Output` of `output.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]

@@ -17,12 +17,14 @@ struct Matrix {
 struct Params {
     Matrix a, b;
     Side left, right;
-    float* factors;  // α and β
+    float* factors;  // α and β of each product
     u32* inexact;    // the mark if a value does not fit
     float alpha, beta, undo;
     u32 mark;
+    u32 count;  // of products: each has two factors, and of either side a number of its own
+    u32 padding;
 };
-static_assert(sizeof(Params) == 176, "as in to_bf16.rs");
+static_assert(sizeof(Params) == 184, "as in to_bf16.rs");
 
 constexpr u32 THREADS = 256, PER_THREAD = 4;
 
@@ -82,10 +84,10 @@ RULE void decode(const Matrix& m, u32 group, u32* inexact, u32 mark) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_to_bf16(const __grid_constant__ Params p) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
+    for (u32 i = threadIdx.x; blockIdx.x == 0 && i < p.count; i += THREADS) {
         float denominator = p.left.denominator * p.right.denominator;
-        p.factors[0] = numerator(p.left, 0) * numerator(p.right, 0) / denominator * p.alpha * p.undo;
-        p.factors[1] = p.beta;
+        p.factors[2 * i] = numerator(p.left, i) * numerator(p.right, i) / denominator * p.alpha * p.undo;
+        p.factors[2 * i + 1] = p.beta;
     }
     if (A != PLAIN && blockIdx.x < p.a.groups) decode<A>(p.a, blockIdx.x, p.inexact, p.mark);
     else if (B != PLAIN) decode<B>(p.b, blockIdx.x - p.a.groups, p.inexact, p.mark);

@@ -7,6 +7,7 @@
 use super::costs::NVFP4_BYTES;
 use super::cublas::{self, Call, Cublas, Factors, Values};
 use super::decoded::{self, Condition};
+use super::global::Global;
 use super::operand::{Operand, Weights};
 use super::output::{Kind, Order, Output, Side as Scale};
 use super::prepared::restore;
@@ -15,6 +16,7 @@ use super::{OUTPUT, TOKENS, WEIGHTS, math};
 use crate::Result;
 use crate::cuda::text::{Variants, assemble_fp8};
 use crate::cuda::{Allocator, Source, Stream, entry};
+use crate::dequantize::cuda::View;
 use crate::quantize::Layout;
 use nvfp4_spec::fp8::{Format, MX_BLOCK, Scales, Tile};
 use nvfp4_spec::gemm::Accumulator;
@@ -160,7 +162,6 @@ impl<'a> ToBf16<'a> {
                 Matrix::NONE
             }
         };
-        let groups = (a_matrix.groups + b_matrix.groups).max(1);
         let decode = Params {
             a: a_matrix,
             b: b_matrix,
@@ -172,12 +173,10 @@ impl<'a> ToBf16<'a> {
             beta: params.beta,
             undo: left.undo() * right.undo(),
             mark: condition.mark,
+            count: 1,
+            padding: 0,
         };
-        static VARIANTS: Variants<(Decoder, Decoder)> = Variants::new();
-        let kernel = VARIANTS.get(stream.device(), (left, right), source)?;
-        // SAFETY: `Params` is laid out as in to_bf16.cu; operands were checked, and the scratch has
-        // room for them.
-        unsafe { kernel.launch(stream, [groups, 1, 1], THREADS as u32, 0, &decode) }?;
+        decode.launch(stream, (left, right))?;
         self.library.run(stream, &call, memory)?;
         if let (true, Weights::Operand(b)) = (may_lose, &b) {
             decoded::run_if(stream, &a, b, output, Some(condition))?;
@@ -252,9 +251,87 @@ struct Params {
     beta: f32,
     undo: f32,
     mark: u32,
+    count: u32,
+    padding: u32,
 }
 
-const _: () = assert!(size_of::<Params>() == 176);
+const _: () = assert!(size_of::<Params>() == 184);
+
+impl Params {
+    /// Decodes both operands.
+    fn launch(&self, stream: &Stream, decoders: (Decoder, Decoder)) -> Result<()> {
+        static VARIANTS: Variants<(Decoder, Decoder)> = Variants::new();
+        let kernel = VARIANTS.get(stream.device(), decoders, source)?;
+        let groups = (self.a.groups + self.b.groups).max(1);
+        // SAFETY: `Params` is laid out as in to_bf16.cu; operands were checked, and the scratch has
+        // room for them.
+        unsafe { kernel.launch(stream, [groups, 1, 1], THREADS as u32, 0, self) }?;
+        Ok(())
+    }
+}
+
+/// A product of a group: its operands, which are parts of those of all groups, and its outputs.
+pub(super) type Part<'a> = (View<'a>, View<'a>, Output);
+
+/// The products of groups of NVFP4 after all operands were decoded in one launch; `false` if the
+/// library does not compute them so. All have at least one output and a K.
+pub(super) fn run_groups(
+    stream: &Stream,
+    library: &'static Cublas,
+    (a, b): (View<'_>, View<'_>),
+    parts: &[Part<'_>],
+    memory: &dyn Allocator,
+) -> Result<bool> {
+    let takes =
+        |(a, b, output): &Part<'_>| ToBf16::of(Some(library), (*a).into(), Operand::from(*b).into(), output).is_some();
+    let Some((_, _, first)) = parts.first().filter(|_| parts.iter().all(takes)) else { return Ok(false) };
+    let params = first.part(0, 0);
+    let scratch = Scratch::new(stream, memory, [2 * a.rows * a.cols, 2 * b.rows * b.cols, 8 * a.stored.len()])?;
+    let [a_at, b_at, factors] = scratch.addresses;
+    let call = |(part_a, part_b, output): &Part<'_>| {
+        // Decoded elements lie as codes do.
+        let side = |part: &View<'_>, whole: &View<'_>, at: u64| {
+            decoded_side(at + 4 * (part.codes.address() - whole.codes.address()), part.cols, false)
+        };
+        let number = (part_a.stored.address() - a.stored.address()) / 4;
+        let params = output.part(0, part_a.rows);
+        Call {
+            sizes: [part_a.rows, part_b.rows, part_a.cols],
+            a: side(part_a, &a, a_at),
+            b: side(part_b, &b, b_at),
+            factors: Factors::Memory(factors + 8 * number),
+            c: if params.c == 0 { params.out } else { params.c },
+            out: params.out,
+            precision: output.kind.precision,
+            bias: (params.bias != 0).then_some(params.bias),
+            accumulator: Accumulator::Precise,
+        }
+    };
+    let calls: Vec<Call> = parts.iter().map(call).collect();
+    for call in &calls {
+        if !library.takes(call)? {
+            return Ok(false);
+        }
+    }
+    let of_all = |view: View<'_>, at| Matrix::new(&view.into(), Decoder::Nvfp4, at);
+    let decode = Params {
+        a: of_all(a, a_at),
+        b: of_all(b, b_at),
+        left: Scale::of_each(Global::of_view(&a)),
+        right: Scale::of_each(Global::of_view(&b)),
+        factors,
+        inexact: 0,
+        alpha: params.alpha,
+        beta: params.beta,
+        undo: UNDO * UNDO,
+        mark: 0,
+        count: a.stored.len() as u32,
+        padding: 0,
+    };
+    decode.launch(stream, (Decoder::Nvfp4, Decoder::Nvfp4))?;
+    calls.iter().try_for_each(|call| library.run(stream, call, memory))?;
+    Ok(true)
+}
 
 fn source((a, b): (Decoder, Decoder)) -> (&'static str, &'static str, String) {
     // Factors are one number whatever the outputs are.

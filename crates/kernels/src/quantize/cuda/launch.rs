@@ -175,7 +175,7 @@ pub(super) fn panels(
         col: Some(col.settings()),
         whole,
         flat: false,
-        full: whole && rows.is_multiple_of(HEIGHT) && cols.is_multiple_of(WIDTH) && groups.is_none(),
+        full: whole && rows.is_multiple_of(HEIGHT) && cols.is_multiple_of(WIDTH) && full_groups(groups),
         grouped: groups.is_some(),
         per_thread: 4,
         threads: THREADS,
@@ -199,6 +199,11 @@ fn whole_panels((x, groups): Matrix<'_>, row: Option<&Direction<'_>>, col: &Dire
         && col.is_whole(rows)
         && cols.is_multiple_of(BLOCK)
         && rows.is_multiple_of(BLOCK)
+}
+
+/// Whether no group has a panel with missing rows.
+fn full_groups(groups: Option<&Groups>) -> bool {
+    groups.is_none_or(|groups| groups.sizes().is_some_and(|sizes| sizes.iter().all(|size| size.is_multiple_of(HEIGHT))))
 }
 
 /// Whether rows of the column direction's codes are aligned to 16 bytes.
