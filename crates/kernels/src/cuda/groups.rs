@@ -1,11 +1,13 @@
 //! Rows of a matrix in groups, whose bounds lie in the memory of a GPU; `groups.cuh` says how.
 
 use super::compile::Source;
+use super::device::Device;
 use super::error::{Error, Result};
 use super::memory::Slice;
 use super::pool::{Allocator, Memory};
 use super::stream::Stream;
 use super::text::{Variants, assemble, entry};
+use crate::input::check_len;
 
 /// What kernels know of groups, to come after the rules.
 pub(crate) const GROUPS: &str = include_str!("groups.cuh");
@@ -133,6 +135,12 @@ impl Groups {
         }
         let bounds = stream.to_host(self.bounds.slice::<u32>().range(0..self.count + 1))?;
         Ok(bounds.windows(2).map(|pair| (pair[1] - pair[0]) as usize).collect())
+    }
+
+    /// An error unless these are groups of `rows` rows of a matrix in the memory of `device`.
+    pub(crate) fn check(&self, device: Device, rows: usize) -> crate::Result<()> {
+        check_len("rows of all groups", self.rows, rows)?;
+        Ok(self.bounds.slice::<u32>().check(device, "groups")?)
     }
 
     pub(crate) fn params(&self) -> GroupsParams {

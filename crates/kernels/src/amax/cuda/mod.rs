@@ -35,7 +35,7 @@ pub fn amax_grouped(
     outputs: Outputs<'_>,
 ) -> Result<()> {
     x.check(stream.device())?;
-    check_len("rows of all groups", groups.rows(), x.rows())?;
+    groups.check(stream.device(), x.rows())?;
     run(stream, (x, Some(groups)), specials, Values::Plain, outputs)
 }
 

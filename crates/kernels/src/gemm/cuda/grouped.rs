@@ -6,7 +6,7 @@ use super::groups::{Along, GroupedOperand};
 use super::operand::{Operand, Weights};
 use super::output::{Output, Product};
 use super::prepared::TILE;
-use super::{Member, check, grouped, pipeline, tiles, to_bf16};
+use super::{Member, check, check_outputs, grouped, pipeline, tiles, to_bf16};
 use crate::Result;
 use crate::cuda::{Allocator, GROUP_ROWS, Plain, SliceMut, Stream};
 use crate::gemm::units::LEAST_BLOCK_SCALED;
@@ -36,43 +36,7 @@ pub fn multiply_groups<T: Element + Plain>(
     out: SliceMut<'_, T>,
     memory: &dyn Allocator,
 ) -> Result<()> {
-    a.check(stream.device())?;
-    b.check(stream.device())?;
-    check_len("groups of the right operand", a.groups.count(), b.groups.count())?;
-    let count = a.groups.count();
-    let unlike = || Error::Combination("every group of the right operand has the same, known size");
-    let n = match (a.along, b.along) {
-        (Along::Rows, Along::Rows) => b.each().ok_or_else(unlike)?,
-        (Along::Rows, Along::K) => {
-            let k = b.each().ok_or_else(unlike)?;
-            if !k.is_multiple_of(GROUP_ROWS) {
-                return Err(Error::Multiple { what: "rows of a group that are K", of: GROUP_ROWS, got: k }.into());
-            }
-            if k != a.operand.cols() {
-                return Err(Error::InnerLength { expected: a.operand.cols(), got: k }.into());
-            }
-            b.rows()
-        }
-        (Along::K, Along::K) => {
-            if a.groups.sizes() != b.groups.sizes() || a.groups.sizes().is_none() && !std::ptr::eq(a.groups, b.groups) {
-                return Err(Error::Combination("operands with groups along K have the same groups").into());
-            }
-            b.rows()
-        }
-        (Along::K, Along::Rows) => {
-            return Err(
-                Error::Combination("where groups of the left operand lie along K, so do the right one's").into()
-            );
-        }
-    };
-    let outputs = area(if a.along == Along::Rows { a.rows() } else { area(count, a.rows())? }, n)?;
-    check_len("output", outputs, out.len())?;
-    if let Some(bias) = product.bias {
-        check_len("bias", area(count, n)?, bias.len())?;
-    }
-    if let Some((c, _)) = product.add {
-        check_len("C", outputs, c.len())?;
-    }
+    let (n, count) = (check_groups(stream, (&a, &b), product, &out)?, a.groups.count());
     if out.is_empty() {
         return Ok(());
     }
@@ -124,6 +88,57 @@ pub fn multiply_groups<T: Element + Plain>(
         }
     }
     grouped(stream, &mut members, memory)
+}
+
+/// Checks products of groups; returns the number of columns of a group's outputs.
+fn check_groups<T: Element + Plain>(
+    stream: &Stream,
+    (a, b): (&GroupedOperand<'_>, &GroupedOperand<'_>),
+    product: &Product<'_, T>,
+    out: &SliceMut<'_, T>,
+) -> Result<usize> {
+    let device = stream.device();
+    a.check(device)?;
+    b.check(device)?;
+    let count = a.groups.count();
+    check_len("groups of the right operand", count, b.groups.count())?;
+    let each = || b.each().ok_or(Error::Combination("every group of the right operand has the same, known size"));
+    let same_k = |k: usize| match a.operand.cols() == k {
+        true => Ok(()),
+        false => Err(Error::InnerLength { expected: a.operand.cols(), got: k }),
+    };
+    let n = match (a.along, b.along) {
+        (Along::Rows, Along::Rows) => {
+            same_k(b.operand.cols())?;
+            each()?
+        }
+        (Along::Rows, Along::K) => {
+            let k = each()?;
+            if !k.is_multiple_of(GROUP_ROWS) {
+                return Err(Error::Multiple { what: "rows of a group that are K", of: GROUP_ROWS, got: k }.into());
+            }
+            same_k(k)?;
+            b.rows()
+        }
+        (Along::K, Along::K) => {
+            let same = match (a.groups.sizes(), b.groups.sizes()) {
+                (Some(left), Some(right)) => left == right,
+                _ => std::ptr::eq(a.groups, b.groups),
+            };
+            if !same || a.lies_as_rows() != b.lies_as_rows() {
+                return Err(Error::Combination("operands with groups along K have the same groups and format").into());
+            }
+            b.rows()
+        }
+        (Along::K, Along::Rows) => {
+            return Err(
+                Error::Combination("where groups of the left operand lie along K, so do the right one's").into()
+            );
+        }
+    };
+    let outputs = area(if a.along == Along::Rows { a.rows() } else { area(count, a.rows())? }, n)?;
+    check_outputs(device, product, out, (outputs, area(count, n)?))?;
+    Ok(n)
 }
 
 /// A member in NVFP4 with its checked outputs.

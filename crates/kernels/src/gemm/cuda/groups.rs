@@ -99,7 +99,7 @@ impl<'a> GroupedOperand<'a> {
     }
 
     /// Whether the transposed operand lies there, unpadded: MXFP8's column direction.
-    fn lies_as_rows(&self) -> bool {
+    pub(super) fn lies_as_rows(&self) -> bool {
         matches!(&self.operand, Operand::Fp8(view) if view.tile == Tile::Column32)
     }
 
@@ -114,9 +114,12 @@ impl<'a> GroupedOperand<'a> {
         let (groups, along) = (self.groups, self.along);
         let (rows, cols) = (self.operand.rows(), self.operand.cols());
         match along {
-            Along::Rows => check_len("rows of all groups", groups.rows(), rows)?,
-            Along::K if self.lies_as_rows() => check_len("rows of all groups", groups.rows(), cols)?,
-            Along::K => check_len("padded rows of all groups", groups.padded_rows(), cols)?,
+            Along::Rows => groups.check(device, rows)?,
+            Along::K if self.lies_as_rows() => groups.check(device, cols)?,
+            Along::K => {
+                check_len("padded rows of all groups", groups.padded_rows(), cols)?;
+                groups.check(device, groups.rows())?;
+            }
         }
         match &self.operand {
             Operand::Plain(_) => Err(Error::Combination("operands in groups are NVFP4 or FP8").into()),

@@ -309,12 +309,22 @@ fn check<T: Element + Plain>(
     if a.cols() != b.cols() {
         return Err(Error::InnerLength { expected: a.cols(), got: b.cols() }.into());
     }
-    let outputs = area(a.rows(), b.rows())?;
+    check_outputs(device, product, out, (area(a.rows(), b.rows())?, b.rows()))?;
+    Ok(Output::new(a, b, product, out.address()))
+}
+
+/// Checks the memory of so many outputs, of as many numbers of C, and of so many of a bias.
+fn check_outputs<T: Element + Plain>(
+    device: Device,
+    product: &Product<'_, T>,
+    out: &SliceMut<'_, T>,
+    (outputs, biases): (usize, usize),
+) -> Result<()> {
     check_len("output", outputs, out.len())?;
     out.check(device, "output")?;
     out.check_aligned(size_of::<T>(), "output")?;
     if let Some(bias) = product.bias {
-        check_len("bias", b.rows(), bias.len())?;
+        check_len("bias", biases, bias.len())?;
         bias.check(device, "bias")?;
     }
     if let Some((c, _)) = product.add {
@@ -322,7 +332,7 @@ fn check<T: Element + Plain>(
         c.check(device, "C")?;
         c.check_aligned(size_of::<T>(), "C")?;
     }
-    Ok(Output::new(a, b, product, out.address()))
+    Ok(())
 }
 
 /// Texts for [`crate::sources`].

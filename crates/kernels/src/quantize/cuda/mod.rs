@@ -229,7 +229,7 @@ pub fn quantize_grouped(
 ) -> Result<()> {
     let (rows, cols, padded) = (x.rows(), x.cols(), groups.padded_rows());
     x.check(stream.device())?;
-    nvfp4_spec::check_len("rows of all groups", groups.rows(), rows)?;
+    groups.check(stream.device(), rows)?;
     if !cols.is_multiple_of(BLOCK) {
         return Err(Error::Multiple { what: "columns of a matrix in groups", of: BLOCK, got: cols }.into());
     }

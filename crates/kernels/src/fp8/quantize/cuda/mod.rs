@@ -242,7 +242,7 @@ pub fn quantize_grouped(
     let (device, cols) = (stream.device(), x.cols());
     x.check(device)?;
     mode.check(device, groups.count())?;
-    check_len("rows of all groups", groups.rows(), x.rows())?;
+    groups.check(device, x.rows())?;
     if !cols.is_multiple_of(BLOCK) {
         return Err(Error::Multiple { what: "columns of a matrix in groups", of: BLOCK, got: cols }.into());
     }
