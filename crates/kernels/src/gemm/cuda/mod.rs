@@ -212,7 +212,7 @@ pub fn gemm<'a, T: Element + Plain>(
     unreachable!("the last way computes every product")
 }
 
-/// The same as [`gemm`], in a way that the caller chooses, to find out what it takes; an error if the
+/// The same as [`gemm()`], in a way that the caller chooses, to find out what it takes; an error if the
 /// product cannot be computed so. Does not wait.
 pub fn gemm_by<'a, T: Element + Plain>(
     stream: &Stream,
