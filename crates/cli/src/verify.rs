@@ -62,14 +62,15 @@ pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
         let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
         (model.dialect.to_string(), weights, findings)
     };
-    until_closed(if findings.is_empty() {
-        writeln!(out, "ok       {} ({dialect}), for {}", counted(weights, "NVFP4 weight"), args.client)
-            .map_err(Into::into)
-    } else {
-        print(out, &findings)
-    })?;
-    let list: Vec<Value> = findings.iter().map(to_json).collect();
     let passed = findings.iter().all(|f| f.severity != Severity::Problem);
+    until_closed(print(out, &findings).and_then(|()| {
+        match passed {
+            true => writeln!(out, "ok       {} ({dialect}), for {}", counted(weights, "NVFP4 weight"), args.client)
+                .map_err(Into::into),
+            false => Ok(()),
+        }
+    }))?;
+    let list: Vec<Value> = findings.iter().map(to_json).collect();
     let report = json!({
         "dialect": dialect, "for": args.client.to_string(), "weights": weights, "passed": passed, "findings": list
     });

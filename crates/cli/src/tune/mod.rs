@@ -26,6 +26,10 @@ use std::process::ExitCode;
 /// before they multiply, in bytes that would take as long. Each comes from medians of products that
 /// take turns, after the GPU was kept busy. Nothing else should run on it meanwhile.
 #[derive(clap::Args)]
+#[cfg_attr(
+    not(feature = "cuda"),
+    command(about = "Measure what products cost on a GPU: not in this build, which is without the feature `cuda`")
+)]
 pub struct Args {
     /// The GPU: cuda or cuda:N.
     #[arg(long, default_value_t = Device::Cuda(0))]
