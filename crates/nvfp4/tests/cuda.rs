@@ -2,21 +2,16 @@
 //! is skipped.
 #![cfg(feature = "cuda")]
 
+mod on_gpu;
+
 use half::{bf16, f16};
-use nvfp4::cuda::{
-    Device, Gpu, Input, Offset, Options, Owned, Product, QuantTensor, Randomness, Stream, Values, finite,
-};
+use nvfp4::cuda::{Gpu, Input, Offset, Options, Owned, Product, QuantTensor, Randomness, Stream, Values, finite};
 use nvfp4::{Directions, Error, Finite, Profile, QuantSpec, Quantizer, Rounding, Side, TensorRef, Transform};
 use nvfp4_kernels::cuda::time_interleaved;
-use nvfp4_testing::{Need, missing};
+use on_gpu::{check, gpu};
 
 const ROWS: usize = 160;
 const COLS: usize = 208;
-
-fn gpu() -> Option<Gpu> {
-    let device = Device::open(0).inspect_err(|reason| missing(Need::Gpu, reason)).ok()?;
-    Some(Gpu::new(device).unwrap())
-}
 
 fn values(len: usize, seed: usize) -> Vec<bf16> {
     let value = |i: usize| {
@@ -161,17 +156,7 @@ fn products_of_a_layer_are_within_the_bound() {
             gpu.matmul(a, b, &Product::default(), out.slice_mut()).unwrap();
             let got: Vec<f32> = gpu.stream().to_host(out.slice()).unwrap();
             let (a, b) = (a.to_host(&gpu).unwrap(), b.to_host(&gpu).unwrap());
-            let expected: Vec<f32> = nvfp4::matmul(&a, &b, &nvfp4::Product::default()).unwrap();
-            let decode = |d: &nvfp4::Direction| d.dequantize::<f32>().unwrap();
-            let (left, right, k) = (decode(&a), decode(&b), a.cols());
-            for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
-                let (i, j) = (at / b.rows(), at % b.rows());
-                let terms = left[i * k..][..k].iter().zip(&right[j * k..]);
-                let magnitude: f64 = terms.map(|(l, r)| (f64::from(*l) * f64::from(*r)).abs()).sum();
-                // The bound of either sum, and a few roundings of the scales after it.
-                let allowed = 2.0 * nvfp4_spec::gemm::bound(k + 16, magnitude);
-                assert!((f64::from(*got) - f64::from(*expected)).abs() <= allowed, "({i}, {j}): {got} for {expected}");
-            }
+            check(&got, &a, &b, &format!("{input}, {weight}, {a_side:?} × {b_side:?}"));
         }
     }
 }

@@ -3,11 +3,13 @@
 use super::compile::Source;
 use super::device::Device;
 use super::error::{Error, Result};
+use super::input::Input;
 use super::memory::Slice;
 use super::pool::{Allocator, Memory};
 use super::stream::Stream;
 use super::text::{Variants, assemble, entry};
 use crate::input::check_len;
+use nvfp4_spec::BLOCK;
 
 /// What kernels know of groups, to come after the rules.
 pub(crate) const GROUPS: &str = include_str!("groups.cuh");
@@ -35,6 +37,9 @@ pub(crate) struct GroupsParams {
     pub count: u32,
     pub padding: u32,
 }
+
+/// A matrix, and its groups if it has several.
+pub type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Sizes that come with one call.
 const GIVEN: usize = 256;
@@ -141,6 +146,22 @@ impl Groups {
     pub(crate) fn check(&self, device: Device, rows: usize) -> crate::Result<()> {
         check_len("rows of all groups", self.rows, rows)?;
         Ok(self.bounds.slice::<u32>().check(device, "groups")?)
+    }
+
+    /// An error unless `x` is in the memory of `device`, has these groups, and can be quantized in
+    /// whole blocks.
+    pub(crate) fn check_input(&self, device: Device, x: &Input<'_>) -> crate::Result<()> {
+        x.check(device)?;
+        self.check(device, x.rows())?;
+        if !x.cols().is_multiple_of(BLOCK) {
+            let what = "columns of a matrix in groups";
+            return Err(nvfp4_spec::Error::Multiple { what, of: BLOCK, got: x.cols() }.into());
+        }
+        if !x.rows_aligned() {
+            let why = "the rows of a matrix in groups begin at multiples of 16 bytes";
+            return Err(nvfp4_spec::Error::Combination(why).into());
+        }
+        Ok(())
     }
 
     pub(crate) fn params(&self) -> GroupsParams {

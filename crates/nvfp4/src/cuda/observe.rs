@@ -1,6 +1,5 @@
 //! Quantizers of any format on the memory of a GPU.
 
-use super::quantize::Matrix;
 use super::{
     Direction, Fp8Direction, Gpu, Groups, Input, Memory, Observed, Options, Owned, QuantTensor, Slice, Values,
 };
@@ -9,6 +8,7 @@ use crate::quantizer::{Maker, Makers, Scale};
 use crate::{Error, Fp8Description, Precision, Quantizer, Result};
 use half::{bf16, f16};
 use nvfp4_kernels::amax::cuda as amax;
+use nvfp4_kernels::cuda::Matrix;
 use nvfp4_kernels::fp8::cuda as kernel;
 use nvfp4_spec::fp8::{self, Scales};
 use nvfp4_spec::{Specials, area};

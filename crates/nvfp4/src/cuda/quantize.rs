@@ -3,11 +3,9 @@
 use super::{Direction, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, QuantTensor, Slice};
 use crate::format::{Finite, Nvfp4, Rounding, Side};
 use crate::{Error, Nvfp4Description, Profile, Quantizer, Result};
+use nvfp4_kernels::cuda::Matrix;
 use nvfp4_kernels::quantize::cuda as kernel;
 use nvfp4_spec::{GlobalScale, Precision, Rounding as Rule};
-
-/// A matrix, and its groups if it has several.
-pub(super) type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Random numbers for one call: our position-keyed stream. The row direction draws at the offset, the column direction at the next.
 #[derive(Clone, Copy, Debug)]

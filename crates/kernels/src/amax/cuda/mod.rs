@@ -1,7 +1,9 @@
 //! The largest magnitudes on a GPU; `amax.cu` says how.
 
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
-use crate::cuda::{self, Buffer, Device, GROUPS, Groups, GroupsParams, Input, SliceMut, Source, Stream, Uploaded};
+use crate::cuda::{
+    self, Buffer, Device, GROUPS, Groups, GroupsParams, Input, Matrix, SliceMut, Source, Stream, Uploaded,
+};
 use crate::input::check_len;
 use crate::{Result, input};
 use nvfp4_spec::hadamard::Signs;
@@ -38,9 +40,6 @@ pub fn amax_grouped(
     groups.check(stream.device(), x.rows())?;
     run(stream, (x, Some(groups)), specials, Values::Plain, outputs)
 }
-
-/// A matrix, and its groups if it has several.
-pub(crate) type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Which values the maxima are taken of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -172,8 +171,8 @@ pub(crate) fn run_with_plain(
 
 /// [`amax`] with kernel specials, combined with the magnitudes that the outputs held before; `x` has
 /// been checked.
-pub(crate) fn join(stream: &Stream, x: &Input<'_>, outputs: Outputs<'_>) -> Result<()> {
-    pass(stream, (x, None), Specials::Kernel, Values::Plain, (outputs, None), Start::AsItIs)
+pub(crate) fn join(stream: &Stream, x: Matrix<'_>, outputs: Outputs<'_>) -> Result<()> {
+    pass(stream, x, Specials::Kernel, Values::Plain, (outputs, None), Start::AsItIs)
 }
 
 /// The initial values of maxima.

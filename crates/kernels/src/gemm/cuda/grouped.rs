@@ -41,9 +41,10 @@ pub fn multiply_groups<T: Element + Plain>(
         return Ok(());
     }
     let known = a.groups.sizes().zip(b.groups.sizes()).filter(|(tokens, _)| {
-        // Few tokens per group are multiplied at once, also where sizes are known.
+        // Few tokens per group are multiplied at once, also where sizes are known, unless the chip
+        // has units for codes.
         let nvfp4 = matches!(a.operand, Operand::Nvfp4(_)) && n.is_multiple_of(TILE);
-        let at_once = a.along == Along::Rows && nvfp4;
+        let at_once = a.along == Along::Rows && nvfp4 && stream.device().capability() < LEAST_BLOCK_SCALED;
         !(at_once && prefers_one_launch(stream.device(), tokens, (n, a.operand.cols())))
     });
     let Some((left, right)) = known else {

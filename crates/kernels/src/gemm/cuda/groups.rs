@@ -6,6 +6,7 @@ use crate::cuda::{Device, GROUP_ROWS, Groups, GroupsParams};
 use crate::dequantize::cuda::View;
 use crate::fp8::cuda::{GROUP_SCALES, View as Fp8View};
 use crate::input::check_len;
+use crate::quantize::Layout;
 use nvfp4_spec::fp8::{BLOCK as WIDE, MX_BLOCK, Scales, Tile};
 use nvfp4_spec::{BLOCK, Error, GlobalScale, area};
 
@@ -123,6 +124,9 @@ impl<'a> GroupedOperand<'a> {
         }
         match &self.operand {
             Operand::Plain(_) => Err(Error::Combination("operands in groups are NVFP4 or FP8").into()),
+            Operand::Nvfp4(view) if view.layout != Layout::Linear => {
+                Err(Error::Combination("operands in groups have linear scales").into())
+            }
             Operand::Nvfp4(view) => {
                 let stored = match (view.global, along) {
                     (GlobalScale::PerTensor, _) => groups.count(),

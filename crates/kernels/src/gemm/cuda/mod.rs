@@ -227,12 +227,12 @@ pub fn gemm_by<'a, T: Element + Plain>(
     if out.is_empty() {
         return Ok(());
     }
-    let ran = match (by, b) {
-        (By::Library, b) => {
+    let ran = match by {
+        By::Library => {
             let way = to_bf16::ToBf16::of(Cublas::of(stream.device()), a, b, &output);
             way.map(|way| way.run(stream, &output, memory)).transpose()?.unwrap_or(false)
         }
-        (By::Shape { number, split }, b) => {
+        By::Shape { number, split } => {
             let right = match b {
                 Weights::Prepared(weight) => Some(pipeline::Right::Prepared(weight)),
                 Weights::Operand(Operand::Nvfp4(view)) => Some(pipeline::Right::View(view)),

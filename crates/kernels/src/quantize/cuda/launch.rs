@@ -4,7 +4,7 @@ use super::super::Layout;
 use super::Direction;
 use super::variant::{Function, THREADS, Variant};
 use crate::Result;
-use crate::cuda::{Groups, GroupsParams, Input, Stream, divisor};
+use crate::cuda::{Groups, GroupsParams, Input, Matrix, Stream, divisor};
 use nvfp4_spec::{BLOCK, GlobalScale, Precision, ScaleRule, Tile};
 
 #[derive(Clone, Copy)]
@@ -42,9 +42,6 @@ pub(super) struct Params {
     col: DirectionParams,
     groups: GroupsParams,
 }
-
-/// A matrix, and its groups if it has several.
-type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Rows and columns of a panel, and its tiles of 16×16.
 const HEIGHT: usize = 128;

@@ -228,11 +228,7 @@ pub fn quantize_grouped(
     col: Option<Direction<'_>>,
 ) -> Result<()> {
     let (rows, cols, padded) = (x.rows(), x.cols(), groups.padded_rows());
-    x.check(stream.device())?;
-    groups.check(stream.device(), rows)?;
-    if !cols.is_multiple_of(BLOCK) {
-        return Err(Error::Multiple { what: "columns of a matrix in groups", of: BLOCK, got: cols }.into());
-    }
+    groups.check_input(stream.device(), x)?;
     let amaxes = |d: &Direction<'_>, each: usize| match d.mode.global {
         GlobalScale::PerTensor => groups.count(),
         GlobalScale::PerRow => each,
@@ -249,9 +245,6 @@ pub fn quantize_grouped(
             return Err(Error::Combination(why).into());
         }
         d.codes.check_aligned(16, "codes of a matrix in groups")?;
-    }
-    if !x.rows_aligned() {
-        return Err(Error::Combination("the rows of a matrix in groups begin at multiples of 16 bytes").into());
     }
     if !countable(padded.max(rows), cols) {
         return Err(cuda::Error::TooManyBlocks { rows, cols }.into());

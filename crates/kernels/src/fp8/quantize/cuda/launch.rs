@@ -3,7 +3,7 @@
 use super::{Direction, GROUP_SCALES, Mode, Scale, Scaling};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format, precision};
-use crate::cuda::{self, Device, GROUPS, Groups, GroupsParams, Input, Kernel, Source, Stream, divisor};
+use crate::cuda::{self, Device, GROUPS, Groups, GroupsParams, Input, Kernel, Matrix, Source, Stream, divisor};
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, Format, MX_BLOCK, ScaleValues};
 use nvfp4_spec::{BLOCK as UNIT, Precision};
 
@@ -27,9 +27,6 @@ pub(in crate::fp8) struct Params {
     wide: u32,
     groups: GroupsParams,
 }
-
-/// A matrix, and its groups if it has several.
-pub(super) type Matrix<'a> = (&'a Input<'a>, Option<&'a Groups>);
 
 /// Threads of a group of the kernel over rows.
 const THREADS_OF_ROWS: u32 = 128;

@@ -12,11 +12,11 @@ pub(in crate::fp8) use launch::{Grid, Variant};
 use super::check;
 use crate::Result;
 use crate::amax::cuda as maxima;
-use crate::cuda::{Device, Groups, Input, Slice, SliceMut, Stream};
+use crate::cuda::{Device, Groups, Input, Matrix, Slice, SliceMut, Stream};
 use crate::input::check_len;
-use launch::{Launch, Matrix};
+use launch::Launch;
 use nvfp4_spec::fp8::{self, AmaxRule, Format, Scales, Side};
-use nvfp4_spec::{BLOCK, Error, Specials, area};
+use nvfp4_spec::{Error, Specials, area};
 
 /// The source of the scale of a whole matrix.
 #[derive(Clone, Copy, Debug)]
@@ -178,7 +178,7 @@ pub struct Outputs<'a> {
 }
 
 /// Quantizes `x` in the directions of `outputs`. Does not wait.
-pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Outputs<'_>) -> Result<()> {
+pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, outputs: Outputs<'_>) -> Result<()> {
     let (device, shape) = (stream.device(), (x.rows(), x.cols()));
     x.check(device)?;
     mode.check(device, 1)?;
@@ -186,7 +186,12 @@ pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Ou
         direction.as_ref().map_or(Ok(()), |direction| direction.check(device, mode, side, shape))?;
     }
     outputs.amax.as_ref().map_or(Ok(()), |amax| amax.check(device, 1))?;
-    let launches = plan((x, None), mode, &outputs)?;
+    checked(stream, (x, None), mode, outputs)
+}
+
+/// Quantizes what was checked.
+fn checked(stream: &Stream, matrix: Matrix<'_>, mode: &Mode<'_>, mut outputs: Outputs<'_>) -> Result<()> {
+    let launches = plan(matrix, mode, &outputs)?;
     let on_the_way = outputs.row.is_some() || outputs.col.is_some();
     match &mut outputs.amax {
         None => {}
@@ -194,10 +199,10 @@ pub fn quantize(stream: &Stream, x: &Input<'_>, mode: &Mode<'_>, mut outputs: Ou
         Some(Amax::Join(_)) if on_the_way => {}
         Some(Amax::Replace(amax)) => {
             let outputs = maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() };
-            maxima::run(stream, (x, None), Specials::Kernel, maxima::Values::Plain, outputs)?;
+            maxima::run(stream, matrix, Specials::Kernel, maxima::Values::Plain, outputs)?;
         }
         Some(Amax::Join(amax)) => {
-            maxima::join(stream, x, maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() })?;
+            maxima::join(stream, matrix, maxima::Outputs { tensor: Some(amax.reborrow()), ..Default::default() })?;
         }
     }
     launches.iter().try_for_each(|launch| launch.run(stream))
@@ -237,18 +242,11 @@ pub fn quantize_grouped(
     x: &Input<'_>,
     groups: &Groups,
     mode: &Mode<'_>,
-    mut outputs: Outputs<'_>,
+    outputs: Outputs<'_>,
 ) -> Result<()> {
     let (device, cols) = (stream.device(), x.cols());
-    x.check(device)?;
+    groups.check_input(device, x)?;
     mode.check(device, groups.count())?;
-    groups.check(device, x.rows())?;
-    if !cols.is_multiple_of(BLOCK) {
-        return Err(Error::Multiple { what: "columns of a matrix in groups", of: BLOCK, got: cols }.into());
-    }
-    if !x.rows_aligned() {
-        return Err(Error::Combination("the rows of a matrix in groups begin at multiples of 16 bytes").into());
-    }
     for (direction, side) in [(&outputs.row, Side::Row), (&outputs.col, Side::Column)] {
         let Some(direction) = direction else { continue };
         let ((rows, cols), scales) = grouped_shape(mode, side, cols, groups)?;
@@ -263,11 +261,7 @@ pub fn quantize_grouped(
         direction.codes.check_aligned(16, "codes of a matrix in groups")?;
     }
     outputs.amax.as_ref().map_or(Ok(()), |amax| amax.check(device, groups.count()))?;
-    let launches = plan((x, Some(groups)), mode, &outputs)?;
-    if let Some(Amax::Replace(amax)) = &mut outputs.amax {
-        stream.fill_bytes(amax.reborrow(), 0)?;
-    }
-    launches.iter().try_for_each(|launch| launch.run(stream))
+    checked(stream, (x, Some(groups)), mode, outputs)
 }
 
 /// The launches of a call, except that of an amax without a direction.
