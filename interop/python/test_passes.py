@@ -60,9 +60,15 @@ def test_torch_dispatches_one_operation_for_a_pass(recipe, shape):
         y.backward(torch.randn(y.shape))
     ours = [name for name in backward.names if name.startswith("nvfp4.")]
     assert ours == ["nvfp4.linear_backward"] and "aten.copy_" not in backward.names
+    # The codes of the weight serve until it changes.
     with torch.no_grad(), Calls() as evaluated:
         module(x)
-    assert evaluated.names == ["nvfp4.linear"]
+    assert evaluated.names == ["nvfp4.linear_codes"]
+    with torch.no_grad():
+        module.weight.mul_(2)
+        with Calls() as changed:
+            module(x)
+    assert changed.names == ["nvfp4.linear"]
 
 
 @pytest.mark.parametrize("recipe", WHOLE)

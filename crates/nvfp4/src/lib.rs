@@ -42,14 +42,14 @@ mod tensor;
 mod tensor_ref;
 
 pub use direction::{
-    Array, Block, Direction, Elements, Fp8Description, Fp8Direction, HostMemory, MemorySpace, Nvfp4Description,
-    Nvfp4Direction, Orientation, PlainDirection, PlainMatrix,
+    Array, Block, BlockRef, Direction, Elements, Fp8Description, Fp8Direction, HostMemory, MemorySpace,
+    Nvfp4Description, Nvfp4Direction, Orientation, PlainDirection, PlainMatrix,
 };
 pub use error::{Error, Result};
 pub use format::{Directions, Finite, Format, QuantSpec, QuantizerBuilder, Rounding, Side, Transform};
 pub use generator::{Generator, Randomness};
 pub use matmul::{
-    Accumulate, Accumulator, Epilogue, Product, matmul, matmul_grouped, matmul_grouped_with, matmul_plain,
+    Accumulate, Accumulator, Epilogue, Operand, Product, matmul, matmul_grouped, matmul_grouped_with, matmul_plain,
     matmul_plain_with, matmul_with,
 };
 pub use nvfp4_kernels::quantize::Layout;

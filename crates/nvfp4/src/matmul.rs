@@ -1,11 +1,10 @@
 //! Products of quantized tensors. What they compute is written in [`nvfp4_spec::gemm`].
 
-use crate::direction::{Elements, Fp8Direction, Nvfp4Direction, plain_input};
+use crate::direction::{BlockRef, Elements, Fp8Parts, Nvfp4Parts, Parts, plain_input};
 use crate::format::Family;
 use crate::{Direction, Element, Error, QuantTensor, Result, Side, Signs, TensorRef};
 use nvfp4_kernels::{Implementation, gemm};
 use nvfp4_spec::{area, zeros};
-use std::borrow::Cow;
 use std::sync::Arc;
 
 pub use nvfp4_kernels::gemm::{Accumulate, Accumulator, Epilogue, Product};
@@ -15,6 +14,8 @@ pub use nvfp4_kernels::gemm::{Accumulate, Accumulator, Epilogue, Product};
 /// The three products of a linear layer are `x.row · w.row`, `dy.row · w.col` and `dy.col · x.col`. Operands are of one format, or one of
 /// them is in high precision ([`multiply`](crate::format::multiply) is the rule); others are refused, and so are operands whose Hadamard
 /// transforms differ: only equal rotations cancel.
+///
+/// An operand is a direction, or the block of one ([`Direction::in_block`]), which is read where it lies.
 ///
 /// NVFP4 × NVFP4 is correctly rounded before the scales. In every other product sums are in binary32, within
 /// [`nvfp4_spec::gemm::bound`] of the exact ones.
@@ -29,18 +30,23 @@ pub use nvfp4_kernels::gemm::{Accumulate, Accumulator, Epilogue, Product};
 /// assert_eq!(y, [16.0, 17.0, 18.0, 16.0, 17.0, 18.0]);
 /// # Ok::<(), nvfp4::Error>(())
 /// ```
-pub fn matmul<T: Element>(a: &Direction, b: &Direction, product: &Product<'_, T>) -> Result<Vec<T>> {
+pub fn matmul<'a, T: Element>(
+    a: impl Into<Operand<'a>>,
+    b: impl Into<Operand<'a>>,
+    product: &Product<'_, T>,
+) -> Result<Vec<T>> {
     matmul_with(Implementation::best(), a, b, product)
 }
 
 /// [`matmul`] by the implementation asked for. On the CPU all give the same bits where both operands are NVFP4; a GPU and other operands
 /// are within the bound.
-pub fn matmul_with<T: Element>(
+pub fn matmul_with<'a, T: Element>(
     implementation: Implementation,
-    a: &Direction,
-    b: &Direction,
+    a: impl Into<Operand<'a>>,
+    b: impl Into<Operand<'a>>,
     product: &Product<'_, T>,
 ) -> Result<Vec<T>> {
+    let (a, b) = (a.into(), b.into());
     check(a, b)?;
     let (a, b) = (Held::new(a)?, Held::new(b)?);
     let (a, b) = (a.operand()?, b.operand()?);
@@ -63,19 +69,25 @@ pub fn matmul_with<T: Element>(
 /// assert_eq!(y, [16.0; 3]);
 /// # Ok::<(), nvfp4::Error>(())
 /// ```
-pub fn matmul_plain<T: Element>(x: &TensorRef<'_>, w: &Direction, product: &Product<'_, T>) -> Result<Vec<T>> {
+pub fn matmul_plain<'a, T: Element>(
+    x: &TensorRef<'_>,
+    w: impl Into<Operand<'a>>,
+    product: &Product<'_, T>,
+) -> Result<Vec<T>> {
     matmul_plain_with(Implementation::best(), x, w, product)
 }
 
 /// [`matmul_plain`] by the implementation asked for.
-pub fn matmul_plain_with<T: Element>(
+pub fn matmul_plain_with<'a, T: Element>(
     implementation: Implementation,
     x: &TensorRef<'_>,
-    w: &Direction,
+    w: impl Into<Operand<'a>>,
     product: &Product<'_, T>,
 ) -> Result<Vec<T>> {
-    if w.rotation().is_some() {
-        return Err(Error::Rotation { left: None, right: w.rotation() });
+    let w = w.into();
+    let rotation = w.like().rotation();
+    if rotation.is_some() {
+        return Err(Error::Rotation { left: None, right: rotation });
     }
     let w = Held::new(w)?;
     let w = w.operand()?;
@@ -99,8 +111,9 @@ pub fn matmul_grouped_with<T: Element>(
     let mut held = Vec::with_capacity(pairs.len());
     let mut outs = Vec::with_capacity(pairs.len());
     for (a, b) in pairs {
-        check(a, b)?;
-        held.push((Held::new(a)?, Held::new(b)?));
+        let pair = ((*a).into(), (*b).into());
+        check(pair.0, pair.1)?;
+        held.push((Held::new(pair.0)?, Held::new(pair.1)?));
         outs.push(zeros(area(a.rows(), b.rows())?, a.rows(), b.rows())?);
     }
     let members = held
@@ -113,7 +126,8 @@ pub fn matmul_grouped_with<T: Element>(
 }
 
 /// An error unless a product reads both operands.
-fn check(a: &Direction, b: &Direction) -> Result<()> {
+fn check(a: Operand<'_>, b: Operand<'_>) -> Result<()> {
+    let (a, b) = (a.like(), b.like());
     check_pair((a.family(), a.rotation()), (b.family(), b.rotation()))
 }
 
@@ -131,26 +145,61 @@ pub(crate) fn check_pair(
     }
 }
 
-/// A direction in the order in which kernels read it.
+/// What a product reads: a direction, or the block of one, which stays where it is.
+#[derive(Clone, Copy, Debug)]
+pub enum Operand<'a> {
+    /// A direction.
+    Direction(&'a Direction),
+    /// The bytes of one.
+    Block(BlockRef<'a>),
+}
+
+impl<'a> From<&'a Direction> for Operand<'a> {
+    fn from(direction: &'a Direction) -> Self {
+        Operand::Direction(direction)
+    }
+}
+
+impl<'a> From<BlockRef<'a>> for Operand<'a> {
+    fn from(block: BlockRef<'a>) -> Self {
+        Operand::Block(block)
+    }
+}
+
+impl<'a> Operand<'a> {
+    /// A direction of its format.
+    fn like(self) -> &'a Direction {
+        match self {
+            Operand::Direction(direction) => direction,
+            Operand::Block(block) => block.like(),
+        }
+    }
+}
+
+/// An operand in the order in which kernels read it.
 enum Held<'a> {
-    Nvfp4(&'a Nvfp4Direction, Cow<'a, [u8]>),
-    Fp8(&'a Fp8Direction),
+    Nvfp4(Nvfp4Parts<'a>),
+    Fp8(Fp8Parts<'a>),
     Plain(Arc<Elements>, (usize, usize)),
 }
 
 impl<'a> Held<'a> {
-    fn new(direction: &'a Direction) -> Result<Self> {
-        Ok(match direction {
-            Direction::Nvfp4(d) => Held::Nvfp4(d, d.linear_scales()?),
-            Direction::Fp8(d) => Held::Fp8(d),
-            Direction::Plain(d) => Held::Plain(d.upright(), (d.rows, d.cols)),
+    fn new(operand: Operand<'a>) -> Result<Self> {
+        Ok(match operand {
+            Operand::Direction(Direction::Nvfp4(d)) => Held::Nvfp4(d.parts()?),
+            Operand::Direction(Direction::Fp8(d)) => Held::Fp8(d.parts()),
+            Operand::Direction(Direction::Plain(d)) => Held::Plain(d.upright(), (d.rows, d.cols)),
+            Operand::Block(block) => match block.parts()? {
+                Parts::Nvfp4(parts) => Held::Nvfp4(parts),
+                Parts::Fp8(parts) => Held::Fp8(parts),
+            },
         })
     }
 
     fn operand(&self) -> Result<gemm::Operand<'_>> {
         Ok(match self {
-            Held::Nvfp4(d, scales) => gemm::Operand::Nvfp4(d.view(scales)),
-            Held::Fp8(d) => gemm::Operand::Fp8(d.view()),
+            Held::Nvfp4(parts) => gemm::Operand::Nvfp4(parts.view()),
+            Held::Fp8(parts) => gemm::Operand::Fp8(parts.view()),
             Held::Plain(elements, (rows, cols)) => gemm::Operand::Plain(plain_input(elements, *rows, *cols)?),
         })
     }

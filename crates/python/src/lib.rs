@@ -51,7 +51,7 @@ mod _nvfp4 {
     #[pymodule_export]
     use crate::generator::Generator;
     #[pymodule_export]
-    use crate::linear::{backward, blocks, forward};
+    use crate::linear::{backward, dequantize, forward, forward_codes, prepare, quantize, sizes};
     #[pymodule_export]
     use crate::matmul::matmul;
     #[pymodule_export]

@@ -1,6 +1,7 @@
 //! Products of tensors in the memory of a GPU.
 
 use super::{Direction, Gpu, Input, Plain, PreparedWeight, Product, SliceMut};
+use crate::format::Family;
 use crate::{Element, Error, Result};
 use nvfp4_kernels::gemm::cuda::{Member, Operand, gemm, grouped};
 use nvfp4_spec::hadamard::Signs;
@@ -62,6 +63,19 @@ impl Gpu {
         out: SliceMut<'_, T>,
     ) -> Result<()> {
         Ok(gemm(&self.stream, *x, w, product, out, &*self.memory)?)
+    }
+
+    /// [`Gpu::matmul`] with a weight that was prepared.
+    pub fn matmul_on_prepared<T: Element + Plain>(
+        &self,
+        a: &Direction,
+        w: &PreparedWeight,
+        product: &Product<'_, T>,
+        out: SliceMut<'_, T>,
+    ) -> Result<()> {
+        // Those that are transformed cannot be prepared.
+        crate::matmul::check_pair((a.family(), a.rotation()), (Family::Nvfp4, None))?;
+        Ok(gemm(&self.stream, operand(a), w, product, out, &*self.memory)?)
     }
 
     /// Products that belong together, each with operands of its own and a place for its result; empty ones touch nothing. All are checked

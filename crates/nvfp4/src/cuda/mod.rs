@@ -37,7 +37,7 @@ pub use nvfp4_kernels::quantize::cuda::Offset;
 pub use quantize::{Observed, Options, Randomness};
 pub use tensor::{Direction, Fp8Direction, GpuMemory, Nothing, Nvfp4Direction, QuantTensor};
 
-use crate::{Block, Result, Side};
+use crate::{Block, Directions, Result, Side};
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -48,8 +48,8 @@ use std::marker::PhantomData;
 pub struct Gpu {
     stream: Stream,
     memory: Box<dyn Allocator + Send + Sync>,
-    /// Where the memory of column directions comes from, if from elsewhere.
-    columns: Option<Box<dyn Allocator + Send + Sync>>,
+    /// Directions whose memory comes from elsewhere, and from where.
+    kept: Option<(Directions, Box<dyn Allocator + Send + Sync>)>,
 }
 
 impl Gpu {
@@ -61,21 +61,28 @@ impl Gpu {
 
     /// A stream, and the memory that another framework gives for its work.
     pub fn with(stream: Stream, memory: impl Allocator + Send + Sync + 'static) -> Self {
-        Gpu { stream, memory: Box::new(memory), columns: None }
+        Gpu { stream, memory: Box::new(memory), kept: None }
     }
 
-    /// The same, where another allocator gives the memory of the column directions that are made: those that a backward pass reads are
-    /// kept longer than the rest. A direction is one allocation, with the arrays that [`Nvfp4Description::block`](crate::Nvfp4Description::block)
-    /// and [`Fp8Description::block`](crate::Fp8Description::block) say.
+    /// The same, where another allocator gives the memory of the directions that are made, of these: those that a backward pass or a
+    /// later call reads are kept longer than the rest. A direction is one allocation, with the arrays that
+    /// [`Nvfp4Description::block`](crate::Nvfp4Description::block) and [`Fp8Description::block`](crate::Fp8Description::block) say.
     #[must_use]
-    pub fn with_columns(self, columns: impl Allocator + Send + Sync + 'static) -> Self {
-        Gpu { columns: Some(Box::new(columns)), ..self }
+    pub fn with_kept(self, directions: Directions, memory: impl Allocator + Send + Sync + 'static) -> Self {
+        Gpu { kept: Some((directions, Box::new(memory))), ..self }
+    }
+
+    /// From here on the allocator of [`Gpu::with_kept`] gives the memory of these directions.
+    pub fn keep(&mut self, directions: Directions) {
+        if let Some((kept, _)) = &mut self.kept {
+            *kept = directions;
+        }
     }
 
     /// Memory for the arrays of a direction.
     pub(crate) fn block<const N: usize>(&self, side: Side, block: Block<N>) -> Result<[Memory; N]> {
-        let columns = self.columns.as_ref().filter(|_| side == Side::Column);
-        let memory = columns.unwrap_or(&self.memory).bytes(&self.stream, block.len)?;
+        let kept = self.kept.as_ref().filter(|(directions, _)| directions.has(side)).map(|(_, memory)| memory);
+        let memory = kept.unwrap_or(&self.memory).bytes(&self.stream, block.len)?;
         Ok(memory.parts(block.arrays))
     }
 

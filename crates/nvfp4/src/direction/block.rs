@@ -1,9 +1,12 @@
 //! All arrays of a direction in one block of bytes, for callers that keep a direction as one piece of memory.
 
+use super::fp8::Fp8Parts;
+use super::nvfp4::Nvfp4Parts;
 use super::{Direction, Fp8Description, Fp8Direction, Nvfp4Description, Nvfp4Direction};
 use crate::{Error, Fp8Scales, Fp8Tile, Result};
 use nvfp4_spec::check_len;
-use nvfp4_spec::fp8::ScaleRef;
+use nvfp4_spec::fp8::{ScaleRef, Scales};
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// Each array begins at a multiple of this, as GPUs read memory.
@@ -106,6 +109,13 @@ impl Direction {
         })
     }
 
+    /// A block with the arrays of a direction in the format of this one, of `rows` × `cols`: an operand of products that
+    /// copies nothing.
+    pub fn in_block<'a>(&'a self, rows: usize, cols: usize, bytes: &'a [u8]) -> Result<BlockRef<'a>> {
+        check_len("block of a direction", self.block_len(rows, cols)?, bytes.len())?;
+        Ok(BlockRef { like: self, rows, cols, bytes })
+    }
+
     /// A direction in the format of this one, of `rows` × `cols`, from a block with its arrays.
     pub fn from_block(&self, rows: usize, cols: usize, bytes: &[u8]) -> Result<Self> {
         // They need not be aligned.
@@ -131,6 +141,60 @@ impl Direction {
     }
 }
 
+/// A block of bytes as a direction.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockRef<'a> {
+    like: &'a Direction,
+    rows: usize,
+    cols: usize,
+    bytes: &'a [u8],
+}
+
+/// The arrays in a block.
+pub(crate) enum Parts<'a> {
+    Nvfp4(Nvfp4Parts<'a>),
+    Fp8(Fp8Parts<'a>),
+}
+
+impl<'a> BlockRef<'a> {
+    /// A direction of its format.
+    pub(crate) fn like(self) -> &'a Direction {
+        self.like
+    }
+
+    /// The direction, with bytes of its own.
+    pub fn to_direction(self) -> Result<Direction> {
+        self.like.from_block(self.rows, self.cols, self.bytes)
+    }
+
+    pub(crate) fn parts(self) -> Result<Parts<'a>> {
+        let BlockRef { like, rows, cols, bytes } = self;
+        let floats = |at: Range<usize>| match bytemuck::try_cast_slice(&bytes[at.clone()]) {
+            Ok(floats) => Cow::Borrowed(floats),
+            Err(_) => bytes[at].chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>).collect(),
+        };
+        Ok(match like {
+            Direction::Nvfp4(like) => {
+                let about = Nvfp4Description { rows, cols, ..*like.description() };
+                let [codes, scales, stored] = about.block()?.arrays;
+                let (scales, stored) = (about.linear_scales(&bytes[scales])?, floats(stored));
+                about.check_stored(&stored)?;
+                Parts::Nvfp4(Nvfp4Parts { about, codes: &bytes[codes], scales, stored })
+            }
+            Direction::Fp8(like) => {
+                let about = Fp8Description { rows, cols, ..*like.description() };
+                let [codes, scales] = about.block()?.arrays;
+                let scales = match like.scales() {
+                    ScaleRef::F32(_) => Scales::F32(floats(scales)),
+                    ScaleRef::E8m0(_) => Scales::E8m0(&bytes[scales]),
+                };
+                Parts::Fp8(Fp8Parts { about, codes: &bytes[codes], scales })
+            }
+            Direction::Plain(_) => return Err(Error::PlainBlock),
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use crate::{Directions, QuantSpec, Quantizer, Side, TensorRef};
@@ -150,6 +214,17 @@ mod tests {
                 let block = direction.to_block().unwrap();
                 assert_eq!(block.len(), direction.block_len(rows, cols).unwrap(), "{text} {side}");
                 assert_eq!(&direction.from_block(rows, cols, &block).unwrap(), direction, "{text} {side}");
+                // A product reads it where it lies, aligned or not.
+                let product = crate::Product::<f32>::default();
+                let expected = crate::matmul(direction, direction, &product).unwrap();
+                let mut moved = vec![0; 1];
+                moved.extend_from_slice(&block);
+                for bytes in [&block[..], &moved[1..]] {
+                    let there = direction.in_block(rows, cols, bytes).unwrap();
+                    assert_eq!(crate::matmul(direction, there, &product).unwrap(), expected, "{text} {side}");
+                    assert_eq!(&there.to_direction().unwrap(), direction);
+                }
+                assert!(direction.in_block(rows, cols, &moved).is_err());
                 let error = direction.from_block(rows, cols, &block[1..]).unwrap_err().to_string();
                 assert!(error.contains("block of a direction"), "{error}");
             }

@@ -7,6 +7,7 @@ use crate::{Element, Fp8Code, Fp8Tile, Implementation, Result};
 use nvfp4_kernels::fp8::dequantize;
 use nvfp4_spec::fp8::{ScaleRef, Scales, View};
 use nvfp4_spec::{Error as RuleError, area, check_len, zeros};
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
@@ -54,6 +55,30 @@ impl Fp8Description {
         };
         check_len("codes", self.code_len()?, codes)?;
         Ok(check_len("scales", self.scale_len()?, count)?)
+    }
+}
+
+impl Fp8Description {
+    fn view<'a>(&self, codes: &'a [u8], scales: ScaleRef<'a>) -> View<'a> {
+        let ((rows, cols), Fp8Description { code, tile, .. }) = (self.stored_shape(), *self);
+        View { rows, cols, format: code, tile, codes, scales }
+    }
+}
+
+/// The arrays of a direction as the kernels read them.
+pub(crate) struct Fp8Parts<'a> {
+    pub about: Fp8Description,
+    pub codes: &'a [u8],
+    pub scales: Scales<Cow<'a, [f32]>, &'a [u8]>,
+}
+
+impl Fp8Parts<'_> {
+    pub fn view(&self) -> View<'_> {
+        let scales = match &self.scales {
+            Scales::F32(scales) => ScaleRef::F32(scales),
+            Scales::E8m0(scales) => ScaleRef::E8m0(scales),
+        };
+        self.about.view(self.codes, scales)
     }
 }
 
@@ -127,9 +152,16 @@ impl Fp8Direction {
 
     /// As kernels take it.
     pub(crate) fn view(&self) -> View<'_> {
-        let (rows, cols) = self.about.stored_shape();
-        let Fp8Description { code, tile, .. } = self.about;
-        View { rows, cols, format: code, tile, codes: &self.codes, scales: self.scales.view() }
+        self.about.view(&self.codes, self.scales.view())
+    }
+
+    /// Its arrays as the kernels read them.
+    pub(crate) fn parts(&self) -> Fp8Parts<'_> {
+        let scales = match self.scales.view() {
+            ScaleRef::F32(scales) => Scales::F32(Cow::Borrowed(scales)),
+            ScaleRef::E8m0(scales) => Scales::E8m0(scales),
+        };
+        Fp8Parts { about: self.about, codes: &self.codes, scales }
     }
 
     pub(crate) fn dequantize_with<T: Element>(&self, implementation: Implementation) -> Result<Vec<T>> {

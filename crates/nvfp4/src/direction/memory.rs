@@ -46,8 +46,12 @@ impl MemorySpace for HostMemory {
     type Plain = PlainDirection;
 
     fn first_negative(floats: &Vec<f32>) -> Option<(usize, f32)> {
-        floats.iter().copied().enumerate().find(|(_, value)| *value < 0.0)
+        first_negative(floats)
     }
+}
+
+pub(super) fn first_negative(floats: &[f32]) -> Option<(usize, f32)> {
+    floats.iter().copied().enumerate().find(|(_, value)| *value < 0.0)
 }
 
 impl<T: fmt::Debug> Array for Vec<T> {

@@ -7,11 +7,14 @@ mod memory;
 mod nvfp4;
 mod plain;
 
-pub use block::Block;
+pub(crate) use block::Parts;
+pub use block::{Block, BlockRef};
+pub(crate) use fp8::Fp8Parts;
 pub use fp8::{Fp8Description, Fp8Direction};
 #[cfg(feature = "cuda")]
 pub(crate) use memory::private;
 pub use memory::{Array, HostMemory, MemorySpace, PlainMatrix};
+pub(crate) use nvfp4::Nvfp4Parts;
 pub use nvfp4::{Nvfp4Description, Nvfp4Direction};
 pub(crate) use plain::input as plain_input;
 pub use plain::{Elements, Orientation, PlainDirection};

@@ -1,6 +1,6 @@
 //! A direction in NVFP4.
 
-use super::memory::{Array, HostMemory, MemorySpace};
+use super::memory::{Array, HostMemory, MemorySpace, first_negative};
 use crate::{Layout, Result, Unit};
 use nvfp4_kernels::{Implementation, dequantize, swizzle};
 use nvfp4_spec::hadamard::Signs;
@@ -69,9 +69,7 @@ impl<M: MemorySpace> Nvfp4Direction<M> {
     /// the host an amax must not be negative; on a GPU it is not looked at.
     pub fn from_parts(about: Nvfp4Description, codes: M::Bytes, scales: M::Bytes, stored: M::Floats) -> Result<Self> {
         about.check(codes.count(), scales.count(), stored.count())?;
-        if let (Unit::Amax(_), Some((index, value))) = (about.unit, M::first_negative(&stored)) {
-            return Err(nvfp4_spec::Error::NegativeAmax { index, value }.into());
-        }
+        about.check_negative(M::first_negative(&stored))?;
         Ok(Nvfp4Direction { about, codes, scales, stored })
     }
 
@@ -157,21 +155,13 @@ impl Nvfp4Direction {
 
     /// The scale bytes row by row, whatever the layout.
     pub fn linear_scales(&self) -> Result<Cow<'_, [u8]>> {
-        match self.about.layout {
-            Layout::Linear => Ok(Cow::Borrowed(&self.scales)),
-            Layout::Swizzled => {
-                let (rows, blocks) = (self.rows(), self.cols().div_ceil(BLOCK));
-                let mut scales = vec![0; rows * blocks];
-                swizzle::unswizzle(Implementation::best(), &self.scales, rows, blocks, &mut scales)?;
-                Ok(Cow::Owned(scales))
-            }
-        }
+        self.about.linear_scales(&self.scales)
     }
 
-    /// A view for the kernels, with scales from [`Nvfp4Direction::linear_scales`].
-    pub(crate) fn view<'a>(&'a self, scales: &'a [u8]) -> View<'a> {
-        let Nvfp4Description { rows, cols, global, unit, .. } = self.about;
-        View { rows, cols, codes: &self.codes, scales, stored: &self.stored, global, unit }
+    /// Its arrays as the kernels read them.
+    pub(crate) fn parts(&self) -> Result<Nvfp4Parts<'_>> {
+        let (codes, scales) = (&self.codes[..], self.linear_scales()?);
+        Ok(Nvfp4Parts { about: self.about, codes, scales, stored: Cow::Borrowed(&self.stored) })
     }
 
     /// The decoded matrix, still transposed and rotated if this is a transformed column direction.
@@ -181,8 +171,8 @@ impl Nvfp4Direction {
 
     /// The decoded matrix, computed by the implementation asked for. All give the same bits.
     pub fn dequantize_with<T: Element>(&self, implementation: Implementation) -> Result<Vec<T>> {
-        let scales = self.linear_scales()?;
-        let view = self.view(&scales);
+        let parts = self.parts()?;
+        let view = parts.view();
         let mut out = zeros(area(self.rows(), self.cols())?, self.rows(), self.cols())?;
         dequantize::dequantize(implementation, &view, &mut out)?;
         Ok(out)
@@ -217,6 +207,48 @@ impl Nvfp4Direction {
             stored: self.stored.clone(),
         };
         linear.with_layout(self.about.layout)
+    }
+}
+
+impl Nvfp4Description {
+    /// An error if a stored number is an amax and negative.
+    pub(crate) fn check_stored(&self, stored: &[f32]) -> Result<()> {
+        self.check_negative(first_negative(stored))
+    }
+
+    fn check_negative(&self, found: Option<(usize, f32)>) -> Result<()> {
+        match (self.unit, found) {
+            (Unit::Amax(_), Some((index, value))) => Err(nvfp4_spec::Error::NegativeAmax { index, value }.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Scale bytes of this layout row by row.
+    pub(crate) fn linear_scales<'a>(&self, scales: &'a [u8]) -> Result<Cow<'a, [u8]>> {
+        match self.layout {
+            Layout::Linear => Ok(Cow::Borrowed(scales)),
+            Layout::Swizzled => {
+                let (rows, blocks) = (self.rows, self.cols.div_ceil(BLOCK));
+                let mut linear = vec![0; rows * blocks];
+                swizzle::unswizzle(Implementation::best(), scales, rows, blocks, &mut linear)?;
+                Ok(Cow::Owned(linear))
+            }
+        }
+    }
+}
+
+/// The arrays of a direction as the kernels read them, scales row by row.
+pub(crate) struct Nvfp4Parts<'a> {
+    pub about: Nvfp4Description,
+    pub codes: &'a [u8],
+    pub scales: Cow<'a, [u8]>,
+    pub stored: Cow<'a, [f32]>,
+}
+
+impl Nvfp4Parts<'_> {
+    pub fn view(&self) -> View<'_> {
+        let Nvfp4Description { rows, cols, global, unit, .. } = self.about;
+        View { rows, cols, codes: self.codes, scales: &self.scales, stored: &self.stored, global, unit }
     }
 }
 

@@ -28,9 +28,13 @@ __all__ = [
     "Role",
     "_Lent",
     "__version__",
+    "_dequantize_block",
     "_linear",
     "_linear_backward",
     "_linear_blocks",
+    "_linear_codes",
+    "_prepare_block",
+    "_quantize_blocks",
     "command",
     "convert",
     "cuda",
@@ -319,7 +323,21 @@ def _linear_backward(
     scales: Sequence[Optional[_Array]],
     watched: str,
 ) -> List[Any]: ...
-def _linear_blocks(formats: str, tokens: int, in_features: int, out_features: int) -> Optional[Tuple[int, int]]: ...
+def _linear_blocks(formats: str, tokens: int, in_features: int, out_features: int) -> Tuple[int, int, int]: ...
+def _linear_codes(
+    x: _Array,
+    weight: _Array,
+    prepared: Optional[_Array],
+    bias: Optional[_Array],
+    formats: str,
+    out_features: int,
+    amax: Optional[_Array],
+    scales: Sequence[Optional[_Array]],
+    watched: str,
+) -> List[Any]: ...
+def _quantize_blocks(x: _Array, spec: str, directions: _Directions) -> List[Any]: ...
+def _dequantize_block(block: _Array, spec: str, rows: int, cols: int, dtype: Any) -> Any: ...
+def _prepare_block(block: _Array, spec: str, rows: int, cols: int) -> Optional[Any]: ...
 def save(path: _Path, tensors: Mapping[str, QuantTensor]) -> None: ...
 def load(path: _Path) -> Dict[str, QuantTensor]: ...
 def convert(

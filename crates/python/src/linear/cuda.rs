@@ -2,7 +2,7 @@
 //! is held throughout. Results are torch's own tensors; a quantized direction is one allocation.
 
 use super::formats::Slot;
-use super::{Backward, Forward, Scales, Watched, flat, with_last};
+use super::{Backward, Forward, Scales, Watched, Weight, flat, with_last};
 use crate::array::Array;
 use crate::cuda::{Bias, first_not_finite, gpu, shown};
 use crate::dlpack::{DataType, Tensor};
@@ -10,7 +10,8 @@ use crate::error::OrRaise;
 use crate::place::Place;
 use half::{bf16, f16};
 use nvfp4::cuda::{
-    Allocator, Direction, Gpu, Memory, Observed, Offset, Options, Plain, Product, Randomness, Slice, Stream, Values,
+    Allocator, Direction, Gpu, Input, Memory, Observed, Offset, Options, Plain, PreparedWeight, Product, Randomness,
+    Slice, Stream, Values,
 };
 use nvfp4::{Accumulator, Directions, Element, Finite, Precision, Side};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -22,35 +23,66 @@ use std::sync::{Arc, Mutex, PoisonError};
 type Object<'py> = Bound<'py, PyAny>;
 
 pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>, id: i32) -> PyResult<Vec<Object<'py>>> {
-    let Forward { formats, x: (x, x_array), weight: (weight, weight_array), bias, scales, watched } = call;
-    same_gpu("weight", weight_array.place, id)?;
+    let Forward { formats, x: (x, x_array), weight, bias, amax, scales, watched } = call;
     let blocks = Blocks::beside(x);
-    let gpu = gpu(py, id)?.with_columns(blocks.clone());
+    let mut gpu = gpu(py, id)?.with_kept(Directions::Column, blocks.clone());
     let [x_scales, weight_scales] = [[scales.0[0], scales.0[1]], [scales.0[2], scales.0[3]]];
     let flags = watched.flags(x, 2)?;
-    let tensors = [
-        (*x, x_array, &formats.input, x_scales, "input"),
-        (*weight, weight_array, &formats.weight, weight_scales, "weight"),
-    ];
-    let mut quantized = Vec::with_capacity(tensors.len());
-    for (number, (object, array, slot, scales, name)) in tensors.into_iter().enumerate() {
-        if let Some(flags) = &flags {
-            look(&gpu, object, array, flags, number)?;
+    let watch = |gpu: &Gpu, object, array, number| match &flags {
+        Some(flags) => look(gpu, object, array, flags, number),
+        None => Ok(()),
+    };
+    let amax = amax.map(|amax| one(amax, DataType::F32, "amax", id)).transpose()?;
+    watch(&gpu, x, x_array, 0)?;
+    let x_made = match formats.input.is_plain() {
+        true => None,
+        false => {
+            let given = Given { scales: x_scales, amax: amax.as_ref(), drawn: None };
+            Some(quantize(&gpu, x_array, &formats.input, given, id).map_err(|error| watched.name("input", py, error))?)
         }
-        let made = quantize(&gpu, array, slot, scales, None, id);
-        quantized.push(made.map_err(|error| watched.name(name, py, error))?);
-    }
-    let y = empty(x, with_last(x_array.shape(), flat(weight_array.shape()).0), x_array.precision())?;
+    };
+    let weight_made = match weight {
+        Weight::Plain(object, array) => {
+            same_gpu("weight", array.place, id)?;
+            if formats.keeps {
+                gpu.keep(Directions::Both);
+            }
+            watch(&gpu, object, array, 1)?;
+            let given = Given { scales: weight_scales, ..Given::default() };
+            let made = quantize(&gpu, array, &formats.weight, given, id);
+            Some(made.map_err(|error| watched.name("weight", py, error))?)
+        }
+        Weight::Codes { .. } => None,
+    };
+    let (rows, (_, cols)) = (weight.out_features(), flat(x_array.shape()));
+    let y = empty(x, with_last(x_array.shape(), rows), x_array.precision())?;
     let bias = bias.map(|bias| Bias::of_torch(&gpu, id, bias)).transpose()?;
     let bias = bias.as_ref().map(Bias::values).transpose()?;
-    let [left, right] = [&quantized[0], &quantized[1]].map(|made| made.tensor.direction(Side::Row).or_raise());
-    product(&gpu, (left?, right?), bias, formats.accumulators[0], &y, x_array.precision())?;
+    let left = match &x_made {
+        Some(made) => Left::Quantized(made.tensor.direction(Side::Row).or_raise()?),
+        None => Left::Plain(x_array.input().ok_or_else(misaligned)?),
+    };
+    let like = formats.weight.like(Side::Row)?;
+    let (codes, prepared);
+    let right = match (&weight_made, weight) {
+        (Some(made), _) => Right::Direction(made.tensor.direction(Side::Row).or_raise()?),
+        (None, Weight::Codes { prepared: Some(block), .. }) => {
+            prepared = super::blocks::prepared(like, (rows, cols), block, id)?;
+            Right::Prepared(&prepared)
+        }
+        (None, Weight::Codes { block, .. }) => {
+            codes = over(like, (rows, cols), block, id)?;
+            Right::Direction(&codes)
+        }
+        (None, Weight::Plain(..)) => unreachable!("it was quantized"),
+    };
+    product(&gpu, (left, right), bias, formats.accumulators[0], &y, x_array.precision())?;
     let mut made = vec![y];
-    if formats.directions == Directions::Both {
-        made.extend(blocks.into_objects(py));
-    }
-    for (quantized, given) in quantized.into_iter().zip([x_scales, weight_scales]) {
-        note(&mut made, x, quantized, given, id)?;
+    made.extend(blocks.into_objects(py));
+    for (quantized, given) in [x_made, weight_made].into_iter().zip([x_scales, weight_scales]) {
+        if let Some(quantized) = quantized {
+            note(&mut made, x, quantized, given, id)?;
+        }
     }
     made.extend(flags);
     Ok(made)
@@ -66,21 +98,24 @@ pub fn backward<'py>(py: Python<'py>, call: &Backward<'_, 'py>, id: i32) -> PyRe
     }
     let offset = offset.map(|offset| one(offset, DataType::I64, "offset", id)).transpose()?;
     let drawn = offset.as_ref().map(|offset| (*seed, offset));
-    let quantized = quantize(&gpu, array, &formats.grad_output, scales, drawn, id);
+    let given = Given { scales, drawn, amax: None };
+    let quantized = quantize(&gpu, array, &formats.grad_output, given, id);
     let quantized = quantized.map_err(|error| watched.name("grad_output", py, error))?;
     let (tokens, out_features) = flat(array.shape());
     let [_, dgrad, wgrad] = formats.accumulators;
     let mut made = Vec::new();
     if let Some(precision) = wanted[0] {
-        let weight = over(formats.weight.column()?, (*in_features, out_features), kept[1], id)?;
+        let weight = over(formats.weight.like(Side::Column)?, (*in_features, out_features), kept[1], id)?;
         let dx = empty(dy, with_last(array.shape(), *in_features), precision)?;
-        product(&gpu, (quantized.tensor.direction(Side::Row).or_raise()?, &weight), None, dgrad, &dx, precision)?;
+        let row = Left::Quantized(quantized.tensor.direction(Side::Row).or_raise()?);
+        product(&gpu, (row, Right::Direction(&weight)), None, dgrad, &dx, precision)?;
         made.push(dx);
     }
     if let Some(precision) = wanted[1] {
-        let x = over(formats.input.column()?, (*in_features, tokens), kept[0], id)?;
+        let x = over(formats.input.like(Side::Column)?, (*in_features, tokens), kept[0], id)?;
         let dw = empty(dy, vec![out_features, *in_features], precision)?;
-        product(&gpu, (quantized.tensor.direction(Side::Column).or_raise()?, &x), None, wgrad, &dw, precision)?;
+        let column = Left::Quantized(quantized.tensor.direction(Side::Column).or_raise()?);
+        product(&gpu, (column, Right::Direction(&x)), None, wgrad, &dw, precision)?;
         made.push(dw);
     }
     note(&mut made, dy, quantized, scales, id)?;
@@ -88,17 +123,17 @@ pub fn backward<'py>(py: Python<'py>, call: &Backward<'_, 'py>, id: i32) -> PyRe
     Ok(made)
 }
 
-/// Gives the memory of column directions as tensors of torch, and keeps them in the order in which
+/// Gives the memory of directions as tensors of torch, and keeps them in the order in which
 /// they were asked for.
 #[derive(Clone)]
-struct Blocks {
+pub struct Blocks {
     /// A tensor on the GPU.
     beside: Arc<Py<PyAny>>,
     made: Arc<Mutex<Vec<Py<PyAny>>>>,
 }
 
 impl Blocks {
-    fn beside(x: &Object<'_>) -> Self {
+    pub fn beside(x: &Object<'_>) -> Self {
         Blocks { beside: Arc::new(x.clone().unbind()), made: Arc::default() }
     }
 
@@ -111,7 +146,7 @@ impl Blocks {
         })
     }
 
-    fn into_objects(self, py: Python<'_>) -> Vec<Object<'_>> {
+    pub fn into_objects(self, py: Python<'_>) -> Vec<Object<'_>> {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(&mut *made).into_iter().map(|block| block.into_bound(py)).collect()
     }
@@ -154,19 +189,23 @@ fn one(x: &Object<'_>, dtype: DataType, what: &str, id: i32) -> PyResult<Tensor>
     }
 }
 
-/// Quantizes a tensor; `drawn` are the seed and the offset of random numbers.
-fn quantize(
-    gpu: &Gpu,
-    array: &Array,
-    slot: &Slot,
-    scales: [Option<&Object<'_>>; 2],
-    drawn: Option<(u64, &Tensor)>,
-    id: i32,
-) -> PyResult<Observed> {
-    let [row, column] = scales.map(|scale| scale.map(|scale| one(scale, DataType::F32, "scale", id)).transpose());
+/// What a call gives to a quantizer: scales of delayed scaling, an amax, and the seed and the offset
+/// of random numbers.
+#[derive(Clone, Copy, Default)]
+struct Given<'a, 'py> {
+    scales: [Option<&'a Object<'py>>; 2],
+    amax: Option<&'a Tensor>,
+    drawn: Option<(u64, &'a Tensor)>,
+}
+
+pub fn misaligned() -> PyErr {
+    PyValueError::new_err("the tensor's memory is not aligned; clone it")
+}
+
+fn quantize(gpu: &Gpu, array: &Array, slot: &Slot, given: Given<'_, '_>, id: i32) -> PyResult<Observed> {
+    let [row, column] = given.scales.map(|scale| scale.map(|scale| one(scale, DataType::F32, "scale", id)).transpose());
     let (row, column) = (row?, column?);
-    let misaligned = || PyValueError::new_err("the tensor's memory is not aligned; clone it");
-    let randomness = match drawn {
+    let randomness = match given.drawn {
         Some((seed, offset)) => {
             let at = offset.device_slice().ok_or_else(misaligned)?;
             Some(Randomness { seed, offset: Offset::Memory { at, plus: 0 } })
@@ -175,14 +214,27 @@ fn quantize(
     };
     let [row_scale, col_scale]: [Option<Slice<'_, f32>>; 2] =
         [&row, &column].map(|scale| scale.as_ref().and_then(Tensor::device_slice));
-    let options = Options { randomness, row_scale, col_scale, ..Options::default() };
+    let row_amax = given.amax.map(|amax| amax.device_slice().ok_or_else(misaligned)).transpose()?;
+    let options = Options { randomness, row_amax, row_scale, col_scale, ..Options::default() };
     let x = array.input().ok_or_else(misaligned)?;
     slot.maker([None, None], Finite::Keep)?.observe_on(gpu, &x, &options).or_raise()
 }
 
+/// The left operand of a product.
+enum Left<'a> {
+    Quantized(&'a Direction),
+    Plain(Input<'a>),
+}
+
+/// The right operand.
+enum Right<'a> {
+    Direction(&'a Direction),
+    Prepared(&'a PreparedWeight),
+}
+
 fn product(
     gpu: &Gpu,
-    operands: (&Direction, &Direction),
+    operands: (Left<'_>, Right<'_>),
     bias: Option<Values<'_>>,
     accumulator: Accumulator,
     out: &Object<'_>,
@@ -190,14 +242,21 @@ fn product(
 ) -> PyResult<()> {
     fn into<T: Element + Plain>(
         gpu: &Gpu,
-        (a, b): (&Direction, &Direction),
+        operands: (Left<'_>, Right<'_>),
         bias: Option<Values<'_>>,
         accumulator: Accumulator,
         out: &Object<'_>,
     ) -> PyResult<()> {
         let mut out = Tensor::borrowed(out)?;
         let out = out.device_slice_mut::<T>().expect("torch aligns what it allocates");
-        gpu.matmul(a, b, &Product { bias, accumulator, ..Product::default() }, out).or_raise()
+        let product = Product { bias, accumulator, ..Product::default() };
+        match operands {
+            (Left::Quantized(a), Right::Direction(b)) => gpu.matmul(a, b, &product, out),
+            (Left::Quantized(a), Right::Prepared(b)) => gpu.matmul_on_prepared(a, b, &product, out),
+            (Left::Plain(x), Right::Direction(b)) => gpu.matmul_plain(&x, b, &product, out),
+            (Left::Plain(x), Right::Prepared(b)) => gpu.matmul_prepared(&x, b, &product, out),
+        }
+        .or_raise()
     }
     match precision {
         Precision::F32 => into::<f32>(gpu, operands, bias, accumulator, out),
@@ -207,7 +266,12 @@ fn product(
 }
 
 /// A direction over its block.
-fn over(like: &nvfp4::Direction, (rows, cols): (usize, usize), block: &Object<'_>, id: i32) -> PyResult<Direction> {
+pub fn over(like: &nvfp4::Direction, (rows, cols): (usize, usize), block: &Object<'_>, id: i32) -> PyResult<Direction> {
+    Direction::over_block(like, rows, cols, memory_of(block, id)?).or_raise()
+}
+
+/// The memory of a block.
+pub fn memory_of(block: &Object<'_>, id: i32) -> PyResult<Memory> {
     let tensor = Tensor::borrowed(block)?;
     same_gpu("block of a direction", Place::of(&tensor)?, id)?;
     // A hook may have brought it back to another address.
@@ -215,8 +279,7 @@ fn over(like: &nvfp4::Direction, (rows, cols): (usize, usize), block: &Object<'_
         Some(memory) => Some(memory),
         None => Tensor::of(&block.call_method0("clone")?)?.into_memory(),
     };
-    let misaligned = || PyValueError::new_err("the memory of a block is not aligned to 16 bytes");
-    Direction::over_block(like, rows, cols, memory.ok_or_else(misaligned)?).or_raise()
+    memory.ok_or_else(|| PyValueError::new_err("the memory of a block is not aligned to 16 bytes"))
 }
 
 impl Watched<'_> {

@@ -2,7 +2,7 @@
 
 use crate::error::OrRaise;
 use crate::parts;
-use crate::words::{ACCUMULATORS, DIRECTIONS, choose};
+use crate::words::{ACCUMULATORS, choose};
 use nvfp4::{Accumulator, Direction, Directions, Finite, Precision, QuantTensor, Quantizer, Side};
 use nvfp4_recipe::QuantSpec;
 use pyo3::exceptions::PyValueError;
@@ -19,7 +19,8 @@ pub struct Slot {
 }
 
 impl Slot {
-    fn of(spec: &str, directions: Directions) -> PyResult<Slot> {
+    /// A tensor of a spec, of which these directions are made.
+    pub fn of(spec: &str, directions: Directions) -> PyResult<Slot> {
         let spec: QuantSpec = spec.parse().or_raise()?;
         let like = parts::prototype(&spec, directions, Precision::F32)?;
         let maker = Quantizer::with_scales(&spec, directions, |_| Some(1.0)).or_raise()?;
@@ -43,9 +44,38 @@ impl Slot {
         Ok(maker.with_finite(finite))
     }
 
-    /// The format of the column direction, which is there in training.
-    pub fn column(&self) -> PyResult<&Direction> {
-        self.like.direction(Side::Column).or_raise()
+    /// The format of a direction.
+    pub fn like(&self, side: Side) -> PyResult<&Direction> {
+        self.like.direction(side).or_raise()
+    }
+
+    /// Whether the tensor stays as it is.
+    pub fn is_plain(&self) -> bool {
+        matches!(self.like.row().or(self.like.col()), Some(Direction::Plain(_)))
+    }
+}
+
+/// What comes after a forward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// A backward pass with both gradients.
+    Trained,
+    /// A backward pass without the weight's: only dx is asked for.
+    Frozen,
+    /// Nothing.
+    Evaluated,
+}
+
+const PASSES: &[(&str, Pass)] = &[("trained", Pass::Trained), ("frozen", Pass::Frozen), ("evaluated", Pass::Evaluated)];
+
+impl Pass {
+    /// The directions that are made of input, weight and the gradient of the output.
+    fn directions(self) -> [Directions; 3] {
+        match self {
+            Pass::Trained => [Directions::Both; 3],
+            Pass::Frozen => [Directions::Row, Directions::Both, Directions::Row],
+            Pass::Evaluated => [Directions::Row; 3],
+        }
     }
 }
 
@@ -57,15 +87,17 @@ pub struct Formats {
     pub weight: Slot,
     /// Of the gradient of the output.
     pub grad_output: Slot,
-    /// What of input and weight is made: both directions in training, the rows in evaluation.
-    pub directions: Directions,
+    /// What comes after the forward pass.
+    pub pass: Pass,
+    /// Whether the weight's row direction is given back, for later passes with the same weight.
+    pub keeps: bool,
     /// How precisely FP8 is added in fprop, dgrad and wgrad.
     pub accumulators: [Accumulator; 3],
 }
 
 impl Formats {
-    /// What a text says: `input | weight | grad_output | fprop dgrad wgrad | directions`. Texts are
-    /// read once.
+    /// What a text says: `input | weight | grad_output | fprop dgrad wgrad | pass`, where ` keep` may
+    /// follow. Texts are read once.
     pub fn of(text: &str) -> PyResult<Arc<Formats>> {
         static KNOWN: RwLock<Option<HashMap<String, Arc<Formats>>>> = RwLock::new(None);
         let known = KNOWN.read().unwrap_or_else(PoisonError::into_inner);
@@ -81,20 +113,23 @@ impl Formats {
 
     fn read(text: &str) -> PyResult<Formats> {
         let wrong = || {
-            let form = "'input | weight | grad_output | fprop dgrad wgrad | directions'";
+            let form = "'input | weight | grad_output | fprop dgrad wgrad | pass'";
             PyValueError::new_err(format!("formats: expected {form}, got '{text}'"))
         };
         let fields: Vec<&str> = text.split(" | ").collect();
-        let [input, weight, grad_output, accumulators, directions] = fields[..] else { return Err(wrong()) };
+        let [input, weight, grad_output, accumulators, pass] = fields[..] else { return Err(wrong()) };
         let accumulators: Vec<&str> = accumulators.split(' ').collect();
         let [fprop, dgrad, wgrad] = accumulators[..] else { return Err(wrong()) };
         let accumulator = |word| choose("accumulator", ACCUMULATORS, word);
-        let directions = choose("directions", DIRECTIONS, directions)?;
+        let (pass, keeps) = pass.strip_suffix(" keep").map_or((pass, false), |pass| (pass, true));
+        let pass = choose("pass", PASSES, pass)?;
+        let [of_input, of_weight, of_grad_output] = pass.directions();
         Ok(Formats {
-            input: Slot::of(input, directions)?,
-            weight: Slot::of(weight, directions)?,
-            grad_output: Slot::of(grad_output, Directions::Both)?,
-            directions,
+            input: Slot::of(input, of_input)?,
+            weight: Slot::of(weight, of_weight)?,
+            grad_output: Slot::of(grad_output, of_grad_output)?,
+            pass,
+            keeps,
             accumulators: [accumulator(fprop)?, accumulator(dgrad)?, accumulator(wgrad)?],
         })
     }

@@ -1,13 +1,14 @@
 //! On the CPU.
 
-use super::{Backward, Forward, Scales, flat, with_last};
+use super::{Backward, Forward, Pass, Scales, Weight, flat, with_last};
 use crate::array::{self, Array};
 use crate::dlpack::{DataType, Lent, Tensor, show};
-use crate::error::Raised;
+use crate::error::{OrRaise, Raised};
 use crate::threads;
 use half::{bf16, f16};
 use nvfp4::{
-    Accumulator, Direction, Directions, Element, Elements, Observed, Options, Precision, Product, Randomness, Side,
+    Accumulator, Element, Elements, Observed, Operand, Options, Precision, Product, Quantizer, Randomness, Side,
+    TensorRef,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -28,33 +29,71 @@ impl Failed {
 }
 
 pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let Forward { formats, x: (_, x), weight: (_, weight), bias, scales, watched } = call;
+    let Forward { formats, x: (_, x), weight, bias, amax, scales, watched } = call;
     let bias = bias.map(numbers).transpose()?;
+    let amax = amax.map(numbers).transpose()?;
     let [row, column, weight_row, weight_column] = values(scales)?;
-    let makers = (
-        formats.input.maker([row, column], watched.finite())?,
-        formats.weight.maker([weight_row, weight_column], watched.finite())?,
-    );
-    let (precision, shape) = (x.precision(), with_last(x.shape(), flat(weight.shape()).0));
-    let (x, weight) = (x.tensor_ref()?, weight.tensor_ref()?);
+    let x_maker = formats.input.maker([row, column], watched.finite())?;
+    let (precision, shape, (_, cols)) = (x.precision(), with_last(x.shape(), weight.out_features()), flat(x.shape()));
+    let x = x.tensor_ref()?;
+    // A weight to quantize, or its bytes.
+    let block = match weight {
+        Weight::Codes { block, .. } => Some(Tensor::borrowed(block)?),
+        Weight::Plain(..) => None,
+    };
+    let rows = weight.out_features();
+    let codes = block.as_ref().map(bytes).transpose()?;
+    let codes =
+        codes.map(|codes| formats.weight.like(Side::Row)?.in_block(rows, cols, codes).or_raise()).transpose()?;
+    let plain = match weight {
+        Weight::Plain(_, array) => {
+            let maker = formats.weight.maker([weight_row, weight_column], watched.finite())?;
+            Some((maker, array.tensor_ref()?))
+        }
+        Weight::Codes { .. } => None,
+    };
     let accumulator = formats.accumulators[0];
     let work = || -> Result<_, Failed> {
-        let x = makers.0.observe(&x, &Options::default()).map_err(|error| Failed::Slot("input", error))?;
-        let weight = makers.1.observe(&weight, &Options::default()).map_err(|error| Failed::Slot("weight", error))?;
-        let made = || -> nvfp4::Result<_> {
-            let (left, right) = (x.tensor.direction(Side::Row)?, weight.tensor.direction(Side::Row)?);
-            let y = product(precision, left, right, bias.as_deref(), accumulator)?;
-            let block = |of: &Observed| of.tensor.direction(Side::Column)?.to_block();
-            Ok((y, [&x, &weight].into_iter().filter(|_| formats.directions == Directions::Both).map(block).collect()))
+        let options = Options { row_amax: amax.as_deref(), ..Options::default() };
+        let observed = |maker: &Quantizer, of: &TensorRef<'_>, options: &Options<'_>, slot| {
+            maker.observe(of, options).map_err(|error| Failed::Slot(slot, error))
         };
-        let (y, blocks): (_, nvfp4::Result<Vec<_>>) = made().map_err(Failed::Product)?;
-        Ok((y, blocks.map_err(Failed::Product)?, [x, weight].map(|of| [of.row_amax, of.col_amax])))
+        let x_made = match formats.input.is_plain() {
+            true => None,
+            false => Some(observed(&x_maker, &x, &options, "input")?),
+        };
+        let weight = match &plain {
+            Some((maker, weight)) => Some(observed(maker, weight, &Options::default(), "weight")?),
+            None => None,
+        };
+        let made = || -> nvfp4::Result<_> {
+            let right = match (&weight, codes) {
+                (Some(weight), _) => Operand::from(weight.tensor.direction(Side::Row)?),
+                (None, Some(codes)) => codes.into(),
+                (None, None) => unreachable!("a weight is one of both"),
+            };
+            let left = match &x_made {
+                Some(made) => Left::Quantized(made.tensor.direction(Side::Row)?.into()),
+                None => Left::Plain(&x),
+            };
+            let y = product(precision, left, right, bias.as_deref(), accumulator)?;
+            let mut blocks = Vec::new();
+            let mut keep = |of: &Option<Observed>, side, wanted: bool| match of.as_ref().filter(|_| wanted) {
+                Some(of) => of.tensor.direction(side)?.to_block().map(|block| blocks.push(block)),
+                None => Ok(()),
+            };
+            keep(&x_made, Side::Column, formats.pass == Pass::Trained)?;
+            keep(&weight, Side::Row, formats.keeps)?;
+            keep(&weight, Side::Column, formats.pass != Pass::Evaluated)?;
+            Ok((y, blocks))
+        };
+        let (y, blocks) = made().map_err(Failed::Product)?;
+        Ok((y, blocks, [x_made, weight].map(|of| of.map_or([None; 2], |of| [of.row_amax, of.col_amax]))))
     };
     let (y, blocks, seen) = threads::run(py, work)?.map_err(|failed| failed.raised(py, *watched))?;
     let mut made = vec![shown(py, y, &shape)?];
     for block in blocks {
-        let len = block.len();
-        made.push(show(py, Lent::owned(block, DataType::U8, &[len]))?);
+        made.push(shown_block(py, block)?);
     }
     for ([row, column], given) in seen.into_iter().zip(scales.0.chunks(2)) {
         note(py, &mut made, [row, column], [given[0], given[1]])?;
@@ -75,19 +114,21 @@ pub fn backward<'py>(py: Python<'py>, call: &Backward<'_, 'py>) -> PyResult<Vec<
     let shapes = [with_last(dy.shape(), *in_features), vec![out_features, *in_features]];
     let [x, weight] = [Tensor::borrowed(kept[0])?, Tensor::borrowed(kept[1])?];
     let [x, weight] = [bytes(&x)?, bytes(&weight)?];
-    let (x_like, weight_like) = (formats.input.column()?, formats.weight.column()?);
+    // Where only dx is asked for, there is no column direction of x.
+    let weight_like = formats.weight.like(Side::Column)?;
+    let x_like = wanted[1].map(|_| formats.input.like(Side::Column)).transpose()?;
     let dy = dy.tensor_ref()?;
     let work = || -> Result<_, Failed> {
         let dy = maker.observe(&dy, &options).map_err(|error| Failed::Slot("grad_output", error))?;
         let made = || -> nvfp4::Result<_> {
             let [_, dgrad, wgrad] = formats.accumulators;
             let dx = wanted[0].map(|precision| {
-                let weight = weight_like.from_block(*in_features, out_features, weight)?;
-                product(precision, dy.tensor.direction(Side::Row)?, &weight, None, dgrad)
+                let weight = weight_like.in_block(*in_features, out_features, weight)?;
+                product(precision, Left::of(&dy, Side::Row)?, weight, None, dgrad)
             });
-            let dw = wanted[1].map(|precision| {
-                let x = x_like.from_block(*in_features, tokens, x)?;
-                product(precision, dy.tensor.direction(Side::Column)?, &x, None, wgrad)
+            let dw = wanted[1].zip(x_like).map(|(precision, x_like)| {
+                let x = x_like.in_block(*in_features, tokens, x)?;
+                product(precision, Left::of(&dy, Side::Column)?, x, None, wgrad)
             });
             Ok([dx.transpose()?, dw.transpose()?])
         };
@@ -107,26 +148,50 @@ pub fn backward<'py>(py: Python<'py>, call: &Backward<'_, 'py>) -> PyResult<Vec<
     Ok(made)
 }
 
-fn product(
+/// The left operand of a product.
+#[derive(Clone, Copy)]
+enum Left<'a> {
+    Quantized(Operand<'a>),
+    Plain(&'a TensorRef<'a>),
+}
+
+impl<'a> Left<'a> {
+    fn of(made: &'a Observed, side: Side) -> nvfp4::Result<Self> {
+        Ok(Left::Quantized(made.tensor.direction(side)?.into()))
+    }
+}
+
+fn product<'a>(
     precision: Precision,
-    a: &Direction,
-    b: &Direction,
+    left: Left<'a>,
+    right: impl Into<Operand<'a>>,
     bias: Option<&[f32]>,
     accumulator: Accumulator,
 ) -> nvfp4::Result<Elements> {
     fn of<T: Element>(
-        a: &Direction,
-        b: &Direction,
+        left: Left<'_>,
+        right: Operand<'_>,
         bias: Option<&[f32]>,
         accumulator: Accumulator,
     ) -> nvfp4::Result<Vec<T>> {
-        nvfp4::matmul(a, b, &Product { bias, accumulator, ..Product::default() })
+        let product = Product { bias, accumulator, ..Product::default() };
+        match left {
+            Left::Quantized(left) => nvfp4::matmul(left, right, &product),
+            Left::Plain(x) => nvfp4::matmul_plain(x, right, &product),
+        }
     }
+    let right = right.into();
     Ok(match precision {
-        Precision::F32 => Elements::F32(of::<f32>(a, b, bias, accumulator)?),
-        Precision::Bf16 => Elements::Bf16(of::<bf16>(a, b, bias, accumulator)?),
-        Precision::F16 => Elements::F16(of::<f16>(a, b, bias, accumulator)?),
+        Precision::F32 => Elements::F32(of::<f32>(left, right, bias, accumulator)?),
+        Precision::Bf16 => Elements::Bf16(of::<bf16>(left, right, bias, accumulator)?),
+        Precision::F16 => Elements::F16(of::<f16>(left, right, bias, accumulator)?),
     })
+}
+
+/// A block of bytes as a tensor of torch.
+pub fn shown_block(py: Python<'_>, block: Vec<u8>) -> PyResult<Bound<'_, PyAny>> {
+    let len = block.len();
+    show(py, Lent::owned(block, DataType::U8, &[len]))
 }
 
 /// The values of delayed scaling's scales.
@@ -164,11 +229,11 @@ fn integer(offset: &Bound<'_, PyAny>) -> PyResult<u64> {
 }
 
 /// The bytes of a block.
-fn bytes(block: &Tensor) -> PyResult<&[u8]> {
+pub fn bytes(block: &Tensor) -> PyResult<&[u8]> {
     block.slice::<u8>().ok_or_else(|| PyTypeError::new_err("expected a block of bytes on the CPU"))
 }
 
-fn shown<'py>(py: Python<'py>, elements: Elements, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
+pub fn shown<'py>(py: Python<'py>, elements: Elements, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
     show(
         py,
         match elements {

@@ -7,8 +7,10 @@
 //! | `dx = dy·w` | dy, row | w, column |
 //! | `dw = dyᵀ·x` | dy, column | x, column |
 //!
-//! What the backward pass reads of x and w is kept as one block of bytes each.
+//! What the backward pass reads of x and w is kept as one block of bytes each. A weight may also come
+//! as the block of its row direction: one that was quantized before, or that exists as codes alone.
 
+mod blocks;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod formats;
@@ -19,8 +21,9 @@ use crate::error::OrRaise;
 use crate::parts::flat;
 use crate::place::Place;
 use crate::words::{self, PRECISIONS};
-use formats::Formats;
-use nvfp4::{Directions, Finite, Precision};
+pub use blocks::{dequantize, prepare, quantize};
+use formats::{Formats, Pass};
+use nvfp4::{Finite, Precision, Side};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -31,10 +34,42 @@ type Given<'py> = Option<Bound<'py, PyAny>>;
 struct Forward<'a, 'py> {
     formats: &'a Formats,
     x: (&'a Bound<'py, PyAny>, Array),
-    weight: (&'a Bound<'py, PyAny>, Array),
+    weight: Weight<'a, 'py>,
     bias: Option<&'a Bound<'py, PyAny>>,
+    /// The amax of x, if it is known before.
+    amax: Option<&'a Bound<'py, PyAny>>,
     scales: Scales<'a, 'py, 4>,
     watched: Watched<'a>,
+}
+
+/// The weight of a forward pass.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // the CPU needs less of it
+enum Weight<'a, 'py> {
+    /// As it is.
+    Plain(&'a Bound<'py, PyAny>, Array),
+    /// The block of its row direction; and its block in the order of tensor cores, if there is one.
+    Codes { block: &'a Bound<'py, PyAny>, prepared: Option<&'a Bound<'py, PyAny>>, out_features: usize },
+}
+
+impl Weight<'_, '_> {
+    fn out_features(&self) -> usize {
+        match self {
+            Weight::Plain(_, array) => flat(array.shape()).0,
+            Weight::Codes { out_features, .. } => *out_features,
+        }
+    }
+}
+
+impl<'py> Forward<'_, 'py> {
+    /// Runs it where x lies.
+    fn run(&self) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let py = self.x.0.py();
+        match self.x.1.place {
+            Place::Host => host::forward(py, self),
+            #[cfg(feature = "cuda")]
+            Place::Cuda(id) => cuda::forward(py, self, id),
+        }
+    }
 }
 
 /// What a backward pass is given.
@@ -86,9 +121,10 @@ impl Watched<'_> {
     }
 }
 
-/// `x·wᵀ + bias`: y; in training the column directions of x and the weight, a block of bytes each;
-/// the amax that was seen for each scale that is given; and if tensors must be finite, the flags of
-/// x and the weight, -1 where nothing was found.
+/// `x·wᵀ + bias`: y; the column direction of x if the weight's gradient is to come; the row direction
+/// of the weight if it is to be kept; its column direction if a backward pass is to come, each a
+/// block of bytes; the amax that was seen for each scale that is given; and if tensors must be
+/// finite, the flags of x and the weight, -1 where nothing was found.
 #[pyfunction]
 #[pyo3(name = "_linear")]
 pub fn forward<'py>(
@@ -102,16 +138,42 @@ pub fn forward<'py>(
     let call = Forward {
         formats: &*Formats::of(formats)?,
         x: (&x, Array::of_torch(&x)?),
-        weight: (&weight, Array::of_torch(&weight)?),
+        weight: Weight::Plain(&weight, Array::of_torch(&weight)?),
         bias: bias.as_ref(),
+        amax: None,
         scales: Scales::of(&scales)?,
         watched: Watched(watched),
     };
-    match call.x.1.place {
-        Place::Host => host::forward(x.py(), &call),
-        #[cfg(feature = "cuda")]
-        Place::Cuda(id) => cuda::forward(x.py(), &call, id),
-    }
+    call.run()
+}
+
+/// The same with a weight that is there as the block of its row direction: y, then what of the above
+/// is x's. `prepared` is the weight's block in the order of tensor cores, `amax` that of x where it
+/// is known before.
+#[pyfunction]
+#[pyo3(name = "_linear_codes")]
+#[allow(clippy::too_many_arguments)] // they are the operator's
+pub fn forward_codes<'py>(
+    x: Bound<'py, PyAny>,
+    weight: Bound<'py, PyAny>,
+    prepared: Given<'py>,
+    bias: Given<'py>,
+    formats: &str,
+    out_features: usize,
+    amax: Given<'py>,
+    scales: Vec<Given<'py>>,
+    watched: &str,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let call = Forward {
+        formats: &*Formats::of(formats)?,
+        x: (&x, Array::of_torch(&x)?),
+        weight: Weight::Codes { block: &weight, prepared: prepared.as_ref(), out_features },
+        bias: bias.as_ref(),
+        amax: amax.as_ref(),
+        scales: Scales::of(&scales)?,
+        watched: Watched(watched),
+    };
+    call.run()
 }
 
 /// The gradients of a forward pass in training: dx and dw, those of them that have a type; then the
@@ -151,21 +213,22 @@ pub fn backward<'py>(
     }
 }
 
-/// Bytes of the blocks of x and the weight that a forward pass gives, none in evaluation.
+/// Bytes of the blocks that a forward pass gives: of x's column direction, of the weight's row and
+/// column direction; 0 for those that it does not give.
 #[pyfunction]
 #[pyo3(name = "_linear_blocks")]
-pub fn blocks(
-    formats: &str,
-    tokens: usize,
-    in_features: usize,
-    out_features: usize,
-) -> PyResult<Option<(usize, usize)>> {
+pub fn sizes(formats: &str, tokens: usize, in_features: usize, out_features: usize) -> PyResult<(usize, usize, usize)> {
     let formats = Formats::of(formats)?;
-    if formats.directions != Directions::Both {
-        return Ok(None);
-    }
-    let x = formats.input.column()?.block_len(in_features, tokens).or_raise()?;
-    Ok(Some((x, formats.weight.column()?.block_len(in_features, out_features).or_raise()?)))
+    let Formats { input, weight, pass, keeps, .. } = &*formats;
+    let len = |given: bool, slot: &formats::Slot, side, rows, cols| match given {
+        true => slot.like(side)?.block_len(rows, cols).or_raise(),
+        false => Ok(0),
+    };
+    Ok((
+        len(*pass == Pass::Trained, input, Side::Column, in_features, tokens)?,
+        len(*keeps, weight, Side::Row, out_features, in_features)?,
+        len(*pass != Pass::Evaluated, weight, Side::Column, in_features, out_features)?,
+    ))
 }
 
 /// A `torch.dtype`.

@@ -8,7 +8,7 @@ use crate::dequantize::cuda::View;
 use crate::quantize::Layout;
 use crate::{Result, cuda};
 use nvfp4_spec::scale::Unit;
-use nvfp4_spec::{GlobalScale, Precision};
+use nvfp4_spec::{GlobalScale, Precision, check_len};
 
 /// Rows and columns of a tile.
 pub(super) const TILE: usize = 64;
@@ -19,6 +19,12 @@ pub(super) const TILE_BYTES: usize = 2304;
 /// time.
 pub(super) fn tiles(rows: usize, cols: usize) -> (usize, usize) {
     (rows.div_ceil(TILE), cols.div_ceil(2 * TILE) * 2)
+}
+
+/// Bytes of the tiles. Each is a multiple of 256, so what follows is aligned.
+fn tiles_len(rows: usize, cols: usize) -> usize {
+    let (row_tiles, k_tiles) = tiles(rows, cols);
+    row_tiles.saturating_mul(k_tiles).saturating_mul(TILE_BYTES)
 }
 
 /// A quantized matrix in the order in which tensor cores read it, as the right operand of products:
@@ -38,12 +44,25 @@ impl PreparedWeight {
     /// Reorders a matrix, into memory from `memory`. Does not wait.
     pub fn new(stream: &Stream, q: &View<'_>, memory: &dyn Allocator) -> Result<Self> {
         q.check(stream.device())?;
-        let (row_tiles, k_tiles) = tiles(q.rows, q.cols);
-        let tiles = memory.bytes(stream, row_tiles * k_tiles * TILE_BYTES)?;
-        prepare(stream, q, None, tiles.address())?;
-        let mut stored = memory.bytes(stream, q.stored.bytes())?;
-        stream.copy(q.stored, stored.slice_mut())?;
-        Ok(PreparedWeight { rows: q.rows, cols: q.cols, tiles, stored, global: q.global, unit: q.unit })
+        let block = memory.bytes(stream, PreparedWeight::block_len(q.rows, q.cols, q.global))?;
+        let mut made = PreparedWeight::over(q.rows, q.cols, (q.global, q.unit), block)?;
+        prepare(stream, q, None, made.tiles.address())?;
+        stream.copy(q.stored, made.stored.slice_mut())?;
+        Ok(made)
+    }
+
+    /// Bytes of the block that [`PreparedWeight::new`] asks for: tiles, then 32-bit scales.
+    pub fn block_len(rows: usize, cols: usize, global: GlobalScale) -> usize {
+        tiles_len(rows, cols).saturating_add(global.count(rows).saturating_mul(size_of::<f32>()))
+    }
+
+    /// A prepared matrix over the block of one.
+    pub fn over(rows: usize, cols: usize, (global, unit): (GlobalScale, Unit), block: Memory) -> Result<Self> {
+        let len = PreparedWeight::block_len(rows, cols, global);
+        check_len("block of a prepared weight", len, block.len())?;
+        let at = tiles_len(rows, cols);
+        let [tiles, stored] = block.parts([0..at, at..len]);
+        Ok(PreparedWeight { rows, cols, tiles, stored, global, unit })
     }
 
     /// Number of rows: N.

@@ -35,6 +35,7 @@ class _Follows(torch.nn.Module):
     """
 
     use_recipe: Callable[[Any], None]
+    forget_weights: Callable[[], None]
     path: str
     delayed: Any
     # Recipes, and what each sets; the latest first.
@@ -67,6 +68,14 @@ class _Follows(torch.nn.Module):
     @torch.compiler.disable
     def _kept_from_compilers(self):
         return self._twin()
+
+    def _follow(self, is_first_microbatch: Optional[bool]):
+        """:meth:`following`, where the first of several micro-batches has new weights. Without a
+        word, or later, they are quantized again if they were changed.
+        """
+        if is_first_microbatch:
+            self.forget_weights()
+        return self.following()
 
     def _twin(self):
         here = self._followed()
@@ -166,7 +175,7 @@ class Linear(_Follows, nvfp4.torch.Linear):
     ) -> Tensor:
         refuse("Linear.forward", "fp8_output", fp8_output, False)
         refuse("Linear.forward", "fp8_grad", fp8_grad, False)
-        return super(Linear, self.following()).forward(inp)
+        return super(Linear, self._follow(is_first_microbatch)).forward(inp)
 
 
 class LayerNormLinear(_Follows, nvfp4.torch.LayerNormLinear):
@@ -193,7 +202,7 @@ class LayerNormLinear(_Follows, nvfp4.torch.LayerNormLinear):
     ) -> Tensor:
         refuse("LayerNormLinear.forward", "fp8_output", fp8_output, False)
         refuse("LayerNormLinear.forward", "fp8_grad", fp8_grad, False)
-        return super(LayerNormLinear, self.following()).forward(inp)
+        return super(LayerNormLinear, self._follow(is_first_microbatch)).forward(inp)
 
 
 class LayerNormMLP(_Follows, nvfp4.torch.LayerNormMLP):
@@ -217,7 +226,7 @@ class LayerNormMLP(_Follows, nvfp4.torch.LayerNormMLP):
         )  # fmt: skip
 
     def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Tensor:  # type: ignore[override]
-        return super(LayerNormMLP, self.following()).forward(inp)
+        return super(LayerNormMLP, self._follow(is_first_microbatch)).forward(inp)
 
 
 class GroupedLinear(_Follows, nvfp4.torch.GroupedLinear):
@@ -243,4 +252,4 @@ class GroupedLinear(_Follows, nvfp4.torch.GroupedLinear):
     ) -> Tensor:
         refuse("GroupedLinear.forward", "out", out, None)
         refuse("GroupedLinear.forward", "dgrad_out", dgrad_out, None)
-        return super(GroupedLinear, self.following()).forward(inp, m_splits)
+        return super(GroupedLinear, self._follow(is_first_microbatch)).forward(inp, m_splits)

@@ -22,7 +22,10 @@ from ._delayed import update_scales
 from ._finite import check_finite
 from ._grouped import GroupedLinear
 from ._linear import Linear
+from ._load import Loaded, load
 from ._norm import LayerNormLinear, LayerNormMLP
+from ._parameters import quantize_parameters, quantized_model_init, weights_changed
+from ._quantized import QuantizedTensor
 from ._report import Conversion
 
 __all__ = [
@@ -31,13 +34,19 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "Loaded",
+    "QuantizedTensor",
     "check_finite",
     "convert_module",
+    "load",
+    "quantize_parameters",
+    "quantized_model_init",
     "reduce_amaxes",
     "stop_reducing_amaxes",
     "update_scales",
+    "weights_changed",
 ]
 
 # Quantized tensors in files of ``torch.save`` load with ``weights_only=True``: their bytes are
 # checked, and nothing in them is executed.
-_torch.serialization.add_safe_globals([_nvfp4._restored])
+_torch.serialization.add_safe_globals([_nvfp4._restored, QuantizedTensor])

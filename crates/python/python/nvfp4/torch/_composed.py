@@ -16,6 +16,7 @@ from . import _ops  # noqa: F401  (makes the operations known)
 from ._delayed import Kept, State
 from ._finite import Watch, Watched
 from ._formats import Format, Formats
+from ._main_grad import added, dtype_of
 from ._once import once
 
 quantize = torch.ops.nvfp4.quantize
@@ -109,7 +110,7 @@ def forward(
 
 class Composed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, offset, formats, seed, group, state, watch):
+    def forward(ctx, x, weight, bias, offset, formats, seed, group, state, watch, main=None):
         y, xq, wq = forward(
             x, weight, bias, formats, (formats.input, formats.weight), group, state, watch
         )
@@ -122,6 +123,7 @@ class Composed(torch.autograd.Function):
         ctx.shapes = (x.shape, weight.shape)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.settings = (formats, seed, group, state, watch)
+        ctx.main = main
         return y
 
     @staticmethod
@@ -146,9 +148,10 @@ class Composed(torch.autograd.Function):
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             dw = matmul(
-                column, format.spec, "column", dy.shape, xq, formats.input.spec, "column", x_shape, None, w_dtype,
-                formats.accumulators[2],
+                column, format.spec, "column", dy.shape, xq, formats.input.spec, "column", x_shape, None,
+                dtype_of(ctx.main, w_dtype), formats.accumulators[2],
             )  # fmt: skip
+            dw = added(ctx.main, dw)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None

@@ -15,6 +15,7 @@ from torch import Tensor
 import nvfp4
 
 from ._formats import Format, Formats
+from ._kept import weights_may_have_changed
 
 
 class Kept(NamedTuple):
@@ -190,6 +191,7 @@ def update(layers: Iterable[Tuple[Any, Any]]) -> None:
     for group, scales in groups.items():
         if scales:
             _update(scales, group)
+            weights_may_have_changed()  # or rather what their codes are
 
 
 def _known(scales: Scales) -> Iterator[Scale]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Optional, Tuple, Union
 
 import nvfp4
@@ -60,9 +61,12 @@ class Formats(NamedTuple):
     """How the tensors of a linear layer are quantized.
 
     ``finite`` says what is done about NaN and infinities: "keep" or "refuse".
-    ``accumulators`` are those of FP8 products on a GPU, in fprop, dgrad and wgrad. ``trained`` and
-    ``evaluated`` are all of it as one text for operations that compute a whole pass, with and
-    without a backward pass to come; they are empty if there is no such operation.
+    ``accumulators`` are those of FP8 products on a GPU, in fprop, dgrad and wgrad.
+
+    The rest is all of it as one text for operations that compute a whole pass: with a backward pass
+    to come, with one that asks for no gradient of the weight, and without one; they are empty if
+    there is no such operation. ``coded`` is that of a forward pass alone whose weight is there as
+    codes, empty if there is none.
     """
 
     input: Format
@@ -74,10 +78,16 @@ class Formats(NamedTuple):
     finite: str
     accumulators: Tuple[str, str, str]
     trained: str
+    frozen: str
     evaluated: str
+    coded: str
 
     def __str__(self) -> str:
         return f"input={self.input.spec}, weight={self.weight.spec}, grad_output={self.grad_output.spec}"
+
+    def for_codes(self, spec: str) -> "Formats":
+        """The same for a weight that is there as codes in this format."""
+        return self if spec == self.weight.spec else _for_codes(self, spec)
 
     @property
     def quantizes(self) -> bool:
@@ -101,16 +111,29 @@ def formats_of(plan: nvfp4.Plan, path: str, expert: Optional[int] = None) -> For
     return Formats(input, weight, grad_output, *alone, alignment, plan.finite, plan.accumulators, *texts)
 
 
-def _texts(input: Format, weight: Format, grad_output: Format, accumulators: Tuple[str, str, str]) -> Tuple[str, str]:
+def _texts(
+    input: Format, weight: Format, grad_output: Format, accumulators: Tuple[str, str, str]
+) -> Tuple[str, str, str, str]:
     """What an operation computes a whole pass from. There is none for what is not quantized in a
     direction, nor for random numbers in the forward pass.
     """
     formats = (input, weight, grad_output)
-    whole = all(f.directions == "both" and "high-precision" not in f.spec for f in formats)
-    if not whole or "stochastic" in (input.rounding, weight.rounding):
-        return "", ""
     text = " | ".join([*(f.spec for f in formats), " ".join(accumulators)])
-    return f"{text} | both", f"{text} | row"
+    coded = "" if "stochastic" in (input.rounding, weight.rounding) else f"{text} | evaluated"
+    whole = all(f.directions == "both" and "high-precision" not in f.spec for f in formats)
+    if not whole or not coded:
+        return "", "", "", coded
+    return f"{text} | trained", f"{text} | frozen", f"{text} | evaluated", coded
+
+
+@functools.lru_cache(maxsize=None)
+def _for_codes(formats: Formats, spec: str) -> Formats:
+    weight = Format.of(nvfp4.Quantizer(spec=spec, directions="both"))
+    texts = _texts(formats.input, weight, formats.grad_output, formats.accumulators)
+    alone = formats.input_row, weight.alone("row")
+    return Formats(
+        formats.input, weight, formats.grad_output, *alone, formats.alignment, formats.finite, formats.accumulators, *texts
+    )
 
 
 def plan_of(recipe: Union[str, nvfp4.Recipe], modules: list) -> nvfp4.Plan:

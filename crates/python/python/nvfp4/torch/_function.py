@@ -7,7 +7,8 @@
 | ``dw = dyᵀ·x`` | dy, column | x, column |
 
 A pass is one operation, ``torch.ops.nvfp4.linear`` or ``torch.ops.nvfp4.linear_backward``. What the
-backward pass reads of x and w is kept as one block of bytes each.
+backward pass reads of x and w is kept as one block of bytes each. A weight whose codes are there
+(``_kept.py``, ``_quantized.py``) goes through ``torch.ops.nvfp4.linear_codes``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import _ops  # noqa: F401  (makes the operations known)
+from ._coded import _FEW, autocast, from_codes
 from ._composed import Composed, forward
-from ._delayed import Kept, State
+from ._delayed import Kept as KeptScales
+from ._delayed import State
 from ._finite import Watch
 from ._formats import Formats
+from ._kept import Kept
+from ._main_grad import added, dtype_of
 from ._once import once
 from ._plain import Plain, product
+from ._quantized import Codes, QuantizedTensor
 
 _linear = torch.ops.nvfp4.linear.default
+_linear_codes = torch.ops.nvfp4.linear_codes.default
+_prepare = torch.ops.nvfp4.prepare_block.default
 _linear_backward = torch.ops.nvfp4.linear_backward.default
 
 STATELESS, UNWATCHED = State(), Watch()
@@ -43,18 +51,30 @@ def linear(
     group=None,
     state: State = STATELESS,
     watch: Watch = UNWATCHED,
+    kept: Optional[Kept] = None,
+    amax: Optional[Tensor] = None,
+    main: Optional[Tensor] = None,
 ) -> Tensor:
     """The product of a linear layer.
 
-    ``group`` is the process group whose workers agree on amaxes, if any.
+    ``group`` is the process group whose workers agree on amaxes, if any. ``kept`` has the codes of
+    the weight until it changes. ``amax`` is that of x where it is known before, for a weight that is
+    there as codes. ``main`` is the weight if its gradient goes into ``main_grad``.
     """
     shape, (outputs, inputs) = x.shape, weight.shape
     if shape[-1] != inputs:
         check_features(x, inputs)
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    whole = group is None and formats.trained
+    x = autocast(x)
+    coded = isinstance(weight, QuantizedTensor)
+    if coded:
+        formats = formats.for_codes(weight.spec)
+        if group is not None:
+            raise ValueError("reduce_amaxes: a layer with a quantized parameter does not agree on amaxes; stop_reducing_amaxes ends it")
+        if not formats.coded:
+            raise ValueError(f"{formats}: random numbers in the forward pass need a weight in high precision")
+    # Gradients in high precision, from the decoded weight.
+    decoded = coded and (not formats.trained or weight.column is None or amax is not None)
+    whole = group is None and (formats.trained or decoded)
     count = shape[0] if len(shape) == 2 else shape[:-1].numel()
     padding = -count % formats.alignment
     # A whole pass takes any shape, everything else a matrix.
@@ -67,17 +87,26 @@ def linear(
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     offset = None
-    if trains and formats.grad_output.rounding == "stochastic":
+    if trains and not decoded and formats.grad_output.rounding == "stochastic":
         # Drawn from torch's own generator, so that a recomputed forward pass draws the same, and a
         # replayed graph afresh.
         offset = torch.randint(2**62, (1,), device=x.device)
-    if whole:
+    if decoded:
+        scales = [] if state is STATELESS else _scales(state.input, None)
+        y = from_codes(x, weight, bias, formats.coded, amax, scales, _name(formats, watch), main)
+    elif whole:
         settings = (formats, seed, state, watch)
-        y = _Linear.apply(x, weight, bias, offset, settings) if trains else _evaluated(x, weight, bias, settings)
+        codes = weight.codes if coded else None
+        if kept is not None:
+            codes = kept.find(weight, formats.evaluated, columns=trains)
+        if trains:
+            y = _Linear.apply(x, weight, bias, offset, settings, codes, kept, main)
+        else:
+            y = _evaluated(x, weight, bias, settings, codes, kept)
     elif not formats.quantizes:
-        y = Plain.apply(x, weight, bias) if trains else product(x, weight, bias)
+        y = Plain.apply(x, weight, bias, main) if trains else product(x, weight, bias)
     elif trains:
-        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch)
+        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch, main)
     else:
         unseen = State(*(kept and kept.unseen() for kept in state))
         y = forward(x, weight, bias, formats, (formats.input_row, formats.weight_row), group, unseen, watch)[0]
@@ -99,7 +128,7 @@ def check_features(x: Tensor, expected: int) -> None:
         raise ValueError(f"the input has {x.shape[-1]} features, this layer takes {expected}")
 
 
-def _scales(*kept: Optional[Kept]) -> List[Optional[Tensor]]:
+def _scales(*kept: Optional[KeptScales]) -> List[Optional[Tensor]]:
     """The scales of tensors as operations take them; none if no tensor has any."""
     if not any(kept):
         return []
@@ -111,57 +140,97 @@ def _name(formats: Formats, watch: Watch) -> str:
     return watch.name if formats.finite == "refuse" else ""
 
 
-def _evaluated(x: Tensor, weight: Tensor, bias: Optional[Tensor], settings: _Settings) -> Tensor:
+def _evaluated(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], settings: _Settings, codes: Optional[Codes], kept: Optional[Kept]
+) -> Tensor:
     formats, _, state, watch = settings
-    scales = [] if state is STATELESS else _scales(state.input, state.weight)
-    made = _linear(x, weight, bias, formats.evaluated, scales, _name(formats, watch))
+    name = _name(formats, watch)
+    if codes is None:
+        scales = [] if state is STATELESS else _scales(state.input, state.weight)
+        text = formats.evaluated if kept is None else f"{formats.evaluated} keep"
+        made = _linear(x, weight, bias, text, scales, name)
+        if kept is not None:
+            kept.keep(weight, formats.evaluated, Codes(made[1]))
+    else:
+        scales = [] if state is STATELESS else _scales(state.input, None)
+        if codes.prepared is None and x.is_cuda and x.numel() <= _FEW * x.shape[-1]:
+            codes = _prepared(weight, formats, codes, kept)
+        made = _linear_codes(x, codes.row, codes.prepared, bias, formats.evaluated, weight.shape[0], None, scales, name)
     if formats.finite == "refuse":
         watch.note(made[-1])
     return made[0]
 
 
+def _prepared(weight: Tensor, formats: Formats, codes: Codes, kept: Optional[Kept]) -> Codes:
+    """The codes of a weight that serves again, in the order of tensor cores too."""
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return codes
+    if isinstance(weight, QuantizedTensor):
+        weight.prepare()
+        return weight.codes
+    made = _prepare(codes.row, formats.weight.spec, *weight.shape)
+    codes = codes._replace(prepared=made[0]) if made else codes
+    if kept is not None:
+        kept.keep(weight, formats.evaluated, codes)
+    return codes
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, offset, settings):
+    def forward(ctx, x, weight, bias, offset, settings, codes, kept, main):
         formats, _, state, watch = settings
-        scales = [] if state is STATELESS else _scales(state.input, state.weight)
-        made = _linear(x, weight, bias, formats.trained, scales, _name(formats, watch))
-        ctx.save_for_backward(made[1], made[2], offset)
-        ctx.call = (settings, weight.shape[1], x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        trains_weight = ctx.needs_input_grad[1]
+        text, at = (formats.trained, 2) if trains_weight else (formats.frozen, 1)
+        name = _name(formats, watch)
+        if codes is None:
+            scales = [] if state is STATELESS else _scales(state.input, state.weight)
+            made = _linear(x, weight, bias, text if kept is None else f"{text} keep", scales, name)
+            if kept is not None:
+                kept.keep(weight, formats.evaluated, Codes(made[at], made[at + 1]))
+                at += 1
+            column, noted = made[at], (state.input, state.weight)
+            at += 1
+        else:
+            scales = [] if state is STATELESS else _scales(state.input, None)
+            made = _linear_codes(x, codes.row, None, bias, text, weight.shape[0], None, scales, name)
+            column, noted = codes.column, (state.input,)
+        # Without a gradient of the weight, nothing of x is read again.
+        ctx.save_for_backward(made[1] if trains_weight else column, column, offset)
+        ctx.call = (settings, text, weight.shape[1], x.dtype, weight.dtype, None if bias is None else bias.dtype, main)
         if formats.finite == "refuse":
             watch.note(made[-1])
         if state is not STATELESS:
-            _note(made[3:], state.input, state.weight)
+            _note(made[at:], *noted)
         return made[0]
 
     @staticmethod
     @once
     def backward(ctx, dy):
-        (formats, seed, state, watch), features, x_dtype, weight_dtype, bias_dtype = ctx.call
+        (formats, seed, state, watch), text, features, x_dtype, weight_dtype, bias_dtype, main = ctx.call
         x, weight, offset = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_x or needs_weight:
             scales = [] if state is STATELESS else _scales(state.grad_output)
             made = _linear_backward(
-                dy, x, weight, formats.trained, features, x_dtype if needs_x else None,
-                weight_dtype if needs_weight else None, seed, offset, scales, _name(formats, watch),
+                dy, x, weight, text, features, x_dtype if needs_x else None,
+                dtype_of(main, weight_dtype) if needs_weight else None, seed, offset, scales, _name(formats, watch),
             )  # fmt: skip
             gradients = needs_x + needs_weight
             dx = made[0] if needs_x else None
-            dw = made[gradients - 1] if needs_weight else None
+            dw = added(main, made[gradients - 1]) if needs_weight else None
             if formats.finite == "refuse":
                 watch.note(made[-1], 2)
             if state is not STATELESS:
                 _note(made[gradients:], state.grad_output)
         if needs_bias:
             rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-            db = rows.sum(0, dtype=torch.float32)
-            db = db if bias_dtype is torch.float32 else db.to(bias_dtype)
-        return dx, dw, db, None, None
+            # Summed in float32, whatever the type.
+            db = rows.sum(0) if rows.dtype is bias_dtype else rows.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None, None, None, None
 
 
-def _note(amaxes: List[Tensor], *kept: Optional[Kept]) -> None:
+def _note(amaxes: List[Tensor], *kept: Optional[KeptScales]) -> None:
     """Joins amaxes that an operation saw to those of this step, in the order of ``_scales``."""
     at = 0
     for of in kept:

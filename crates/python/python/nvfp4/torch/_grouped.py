@@ -13,6 +13,7 @@ from ._formats import Formats, formats_of
 from ._function import check_features, shaped
 from ._layer import Layer
 from ._norm import _parameter, _reset
+from ._parameters import as_asked
 
 
 class GroupedLinear(Layer):
@@ -42,6 +43,7 @@ class GroupedLinear(Layer):
         self.path = path
         self.reset_parameters()
         self.use_recipe(recipe)
+        as_asked(self)
 
     def reset_parameters(self) -> None:
         """Initializes the parameters again."""
@@ -57,6 +59,9 @@ class GroupedLinear(Layer):
 
     def follow_plan(self, plan: nvfp4.Plan) -> None:
         self.formats = [formats_of(plan, self.path, expert) for expert in range(self.num_gemms)]
+
+    def weights(self) -> List[str]:
+        return [f"weight{expert}" for expert in range(self.num_gemms)]
 
     def forward(self, input: Tensor, m_splits: List[int]) -> Tensor:
         """``m_splits`` has the number of tokens of each expert; tokens are sorted by expert."""

@@ -15,6 +15,7 @@ from ._delayed import Delays
 from ._finite import SLOTS, Watch
 from ._formats import Formats, plan_of
 from ._function import STATELESS, UNWATCHED, linear
+from ._kept import Kept, can_be_kept, weights_may_have_changed
 
 
 class Workers:
@@ -33,14 +34,19 @@ class Workers:
 class Layer(Delays):
     """A layer whose products are in the formats of a recipe.
 
-    It is known to recipes by its ``path``.
+    It is known to recipes by its ``path``. With a buffer ``input_amax`` and a quantized parameter,
+    x is quantized by that amax instead of its own.
     """
 
     path: str
     seed: int = 0
+    # Whether gradients of weights are added to ``weight.main_grad``, where a weight has one.
+    fuse_wgrad_accumulation: bool = False
     _workers: Optional[Workers] = None
     _not_finite: Optional[Tensor] = None
     _products: List[Tuple[str, str, Formats]] = []
+    # The codes of each product's weight.
+    _kept: List[Kept] = []
 
     @classmethod
     def sites_of(cls, layer: torch.nn.Module, path: str) -> List[Tuple]:
@@ -52,6 +58,10 @@ class Layer(Delays):
         ``{}`` for the slot, and the formats.
         """
         raise NotImplementedError
+
+    def weights(self) -> List[str]:
+        """The names of the products' weights; none of weights that lie in another order."""
+        return []
 
     def follow_plan(self, plan: nvfp4.Plan) -> None:
         """Takes its formats from a plan that has its sites."""
@@ -65,6 +75,7 @@ class Layer(Delays):
         """Switches to the formats of a plan that has its sites, and keeps the state they need."""
         self.follow_plan(plan)
         self._products = self.products()
+        self._kept = [Kept() for _ in self._products]
         device = next(self.parameters()).device
         self.keep_scales({prefix: formats for prefix, _, formats in self._products}, device)
         self._flags(device)
@@ -89,7 +100,15 @@ class Layer(Delays):
         # Evaluation is one worker's own: another may evaluate nothing.
         workers = self._workers if self.training else None
         group = None if workers is None else workers.group
-        return linear(x, weight, bias, formats, self.seed, group, state, watch)
+        kept = self._kept[number] if can_be_kept(weight) else None
+        amax = self._buffers.get("input_amax")
+        main = weight if self.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
+        return linear(x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main)
+
+    def forget_weights(self) -> None:
+        """Drops the codes of weights that are kept."""
+        for kept in self._kept:
+            kept.forget()
 
     def not_finite(self) -> Tuple[Optional[Tensor], List[str]]:
         """The flags on a GPU, if something is watched there, and the tensors that they are for."""
@@ -106,7 +125,12 @@ class Layer(Delays):
             self._not_finite = torch.full((count,), -1, dtype=torch.int64, device=device)
         return self._not_finite
 
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        weights_may_have_changed()  # those of FSDP change where no version is counted
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
+        self.forget_weights()
         self._flags(next(self.parameters()).device)
         return self

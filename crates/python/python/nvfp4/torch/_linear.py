@@ -12,6 +12,7 @@ import nvfp4
 
 from ._formats import Formats, formats_of
 from ._layer import Layer
+from ._parameters import as_asked
 
 
 class OneProduct(Layer):
@@ -48,6 +49,10 @@ class Linear(OneProduct, torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.path, self.seed = path, seed
         self.use_recipe(recipe)
+        as_asked(self)
+
+    def weights(self) -> List[str]:
+        return ["weight"]
 
     def forward(self, input: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         return self.product(input, self.weight if weight is None else weight, self.bias)

@@ -13,6 +13,7 @@ import nvfp4
 from ._formats import Formats, formats_of
 from ._layer import Layer
 from ._linear import OneProduct
+from ._parameters import as_asked
 
 
 # Functions with names, so that they can be pickled.
@@ -96,10 +97,14 @@ class LayerNormLinear(OneProduct, _Norm):
         self.path = path
         self.reset_parameters()
         self.use_recipe(recipe)
+        as_asked(self)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         _reset(self.weight, self.bias)
+
+    def weights(self) -> List[str]:
+        return ["weight"]
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(self.normalized(input), self.weight, self.bias)
@@ -146,6 +151,7 @@ class LayerNormMLP(_Norm):
         self.path = path
         self.reset_parameters()
         self.use_recipe(recipe)
+        as_asked(self)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -164,6 +170,9 @@ class LayerNormMLP(_Norm):
 
     def follow_plan(self, plan: nvfp4.Plan) -> None:
         self.fc1_formats, self.fc2_formats = (formats_of(plan, f"{self.path}.{name}") for name in ("fc1", "fc2"))
+
+    def weights(self) -> List[str]:
+        return ["fc1_weight", "fc2_weight"]
 
     def forward(self, input: Tensor) -> Tensor:
         x = self.product(self.normalized(input), self.fc1_weight, self.fc1_bias, 0)

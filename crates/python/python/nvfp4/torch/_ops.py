@@ -1,7 +1,10 @@
 """The operations that everything else is made of, registered with torch.
 
 ``torch.ops.nvfp4.linear`` and ``torch.ops.nvfp4.linear_backward`` are the passes of a linear layer,
-each in one call. Its parts are ``torch.ops.nvfp4.quantize``, ``torch.ops.nvfp4.quantize_delayed``
+each in one call; ``torch.ops.nvfp4.linear_codes`` is the forward pass of a weight that is there as
+codes. Such weights are blocks of bytes, which ``quantize_blocks``, ``dequantize_block`` and
+``prepare_block`` make and read. The parts of a layer are
+``torch.ops.nvfp4.quantize``, ``torch.ops.nvfp4.quantize_delayed``
 for tensors with delayed scaling, and ``torch.ops.nvfp4.matmul``.
 
 Between the parts, a quantized tensor travels as the list of its arrays: those of the row direction,
@@ -224,8 +227,36 @@ def _side(q: nvfp4.QuantTensor, side: str) -> nvfp4.Direction:
 def _linear_fake(x, weight, bias, formats, scales, watched):
     tokens, features = x.shape[:-1], weight.shape
     y = x.new_empty((*tokens, features[0]))
-    blocks = _nvfp4._linear_blocks(formats, int(tokens.numel()), int(features[1]), int(features[0])) or ()
-    return [y, *(x.new_empty(size, dtype=torch.uint8) for size in blocks), *_noted(x, scales, watched, 2)]
+    blocks = _nvfp4._linear_blocks(formats, int(tokens.numel()), int(features[1]), int(features[0]))
+    made = [x.new_empty(size, dtype=torch.uint8) for size in blocks if size]
+    return [y, *made, *_noted(x, scales, watched, 2)]
+
+
+def _linear_codes_fake(x, weight, prepared, bias, formats, out_features, amax, scales, watched):
+    tokens, features = x.shape[:-1], x.shape[-1]
+    y = x.new_empty((*tokens, out_features))
+    blocks = _nvfp4._linear_blocks(formats, int(tokens.numel()), int(features), int(out_features))
+    made = [x.new_empty(size, dtype=torch.uint8) for size in blocks[:1] if size]
+    return [y, *made, *_noted(x, scales, watched, 2)]
+
+
+def _quantize_blocks_fake(x, spec, directions):
+    text = f"{spec} | {spec} | {spec} | precise precise precise | {'trained' if directions == 'both' else 'evaluated'} keep"
+    _, row, column = _nvfp4._linear_blocks(text, 0, int(x.shape[1]), int(x.shape[0]))
+    return [x.new_empty(size, dtype=torch.uint8) for size in (row, column) if size]
+
+
+def _dequantize_block_fake(block, spec, rows, cols, dtype):
+    return block.new_empty((rows, cols), dtype=dtype)
+
+
+def _prepare_block(block: Tensor, spec: str, rows: int, cols: int) -> List[Tensor]:
+    made = _nvfp4._prepare_block(block, spec, rows, cols)
+    return [] if made is None else [made]
+
+
+def _prepare_block_fake(block, spec, rows, cols):
+    raise NotImplementedError("a weight is prepared before a model is compiled: call it once")
 
 
 def _linear_backward_fake(dy, x, weight, formats, in_features, dx, dw, seed, offset, scales, watched):
@@ -262,6 +293,21 @@ _define(
     "linear(Tensor x, Tensor weight, Tensor? bias, str formats, Tensor?[] scales, str watched) -> Tensor[]",
     _nvfp4._linear,
     _linear_fake,
+)
+_define(
+    "linear_codes(Tensor x, Tensor weight, Tensor? prepared, Tensor? bias, str formats, SymInt out_features, Tensor? amax,"
+    " Tensor?[] scales, str watched) -> Tensor[]",
+    _nvfp4._linear_codes,
+    _linear_codes_fake,
+)
+_define("quantize_blocks(Tensor x, str spec, str directions) -> Tensor[]", _nvfp4._quantize_blocks, _quantize_blocks_fake)
+_define(
+    "dequantize_block(Tensor block, str spec, SymInt rows, SymInt cols, ScalarType dtype) -> Tensor",
+    _nvfp4._dequantize_block,
+    _dequantize_block_fake,
+)
+_define(
+    "prepare_block(Tensor block, str spec, SymInt rows, SymInt cols) -> Tensor[]", _prepare_block, _prepare_block_fake
 )
 _define(
     "linear_backward(Tensor dy, Tensor x, Tensor weight, str formats, SymInt in_features, ScalarType? dx, ScalarType? dw,"

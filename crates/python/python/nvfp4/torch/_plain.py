@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from ._main_grad import added
 from ._once import once
 
 
 class Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, main=None):
         ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype, ctx.main = None if bias is None else bias.dtype, main
         return product(x, weight, bias)
 
     @staticmethod
     @once
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = torch.mm(dy.to(x.dtype), weight.to(x.dtype)) if needs_x else None
-        dw = torch.mm(dy.t().to(weight.dtype), x.to(weight.dtype)) if needs_weight else None
+        dw = added(ctx.main, torch.mm(dy.t().to(weight.dtype), x.to(weight.dtype))) if needs_weight else None
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        return dx, dw, db
+        return dx, dw, db, None
 
 
 def product(x, weight, bias):

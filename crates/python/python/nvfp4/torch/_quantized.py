@@ -1,0 +1,468 @@
+"""A parameter that exists as codes: a tensor of torch that holds a quantized matrix."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import nvfp4
+
+from . import _ops  # noqa: F401  (makes the operations known)
+
+_quantize = torch.ops.nvfp4.quantize_blocks.default
+_dequantize = torch.ops.nvfp4.dequantize_block.default
+_prepare = torch.ops.nvfp4.prepare_block.default
+_aten = torch.ops.aten
+
+# Arrays in a block begin at a multiple of this.
+_ALIGNED = 256
+_DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
+
+
+class Codes(NamedTuple):
+    """The blocks of a weight: its row direction, its column direction if it is there, and the row
+    direction in the order of tensor cores if it is prepared.
+    """
+
+    row: Tensor
+    column: Optional[Tensor] = None
+    prepared: Optional[Tensor] = None
+
+
+class QuantizedTensor(torch.Tensor):
+    """A matrix that exists as codes and scales, with the shape, type and device that torch sees.
+
+    Its values are those of the row direction: ``dequantize()``. Layers of this package multiply by
+    the codes as they are; any other operation computes on the values. An operation in place, as an
+    optimizer's, quantizes its result again: with a ``master``, a copy in float32, it changes the
+    master, and the codes follow from it.
+
+    >>> import torch, nvfp4.torch
+    >>> w = nvfp4.torch.QuantizedTensor.quantize(torch.randn(32, 64), "nvfp4(16x16)")
+    >>> w.shape, w.dtype, w.nbytes
+    (torch.Size([32, 64]), torch.float32, 2568)
+    >>> torch.equal(w + 0, w.dequantize())
+    True
+    """
+
+    row: Tensor
+    column: Optional[Tensor]
+    master: Optional[Tensor]
+    spec: str
+    matrix: Tuple[int, int]
+    _prepared: Optional[Tensor]
+    # Whether it is some rows of another one; whether they changed since the workers last agreed on
+    # its amax; and, without a master, the values that they changed to.
+    _part: bool
+    _changed: bool
+    _values: Optional[Tensor]
+
+    @staticmethod
+    def __new__(cls, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
+        shape = matrix if shape is None else shape
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=row.device, requires_grad=requires_grad
+        )
+
+    def __init__(self, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
+        self.row, self.column, self.master = row, column, master
+        self.spec, self.matrix, self._prepared = spec, matrix, None
+        self._part, self._changed, self._values = False, False, None
+
+    @classmethod
+    def quantize(
+        cls, x: Tensor, spec: str, directions: str = "both", master: Optional[Tensor] = None
+    ) -> "QuantizedTensor":
+        """Quantizes a matrix.
+
+        ``directions`` is "both", or "row" for weights that no gradient passes through in a quantized
+        format. ``master`` is kept beside the codes.
+        """
+        if x.dim() != 2:
+            raise ValueError(f"a quantized parameter is a matrix; this tensor has the shape {tuple(x.shape)}")
+        if directions not in ("row", "both"):
+            raise ValueError(f"unknown directions '{directions}'; there are 'row', 'both'")
+        _check_spec(spec)
+        blocks = _quantize(x.detach(), spec, directions)
+        return cls(blocks[0], blocks[1] if len(blocks) > 1 else None, spec, tuple(x.shape), x.dtype, master)
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """The values, as a tensor like any other."""
+        rows, cols = self.matrix
+        return _dequantize(self.row, self.spec, rows, cols, self.dtype).view(self.shape)
+
+    @property
+    def codes(self) -> Codes:
+        """The blocks that products read."""
+        return Codes(self.row, self.column, self._prepared)
+
+    @property
+    def directions(self) -> str:
+        """"both" or "row"."""
+        return "row" if self.column is None else "both"
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of codes and scales, and of the master if there is one."""
+        kept = (self.row, self.column, self.master)
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    def prepare(self) -> None:
+        """Brings the codes in the order of tensor cores, once: for products with few tokens on a GPU.
+
+        Elsewhere it does nothing. A copy, or a change of the codes, drops it.
+        """
+        if self._prepared is None and self.row.is_cuda:
+            made = _prepare(self.row, self.spec, *self.matrix)
+            self._prepared = made[0] if made else None
+
+    def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
+        master = "" if self.master is None else f", master={self.master.dtype}"
+        return (
+            f"QuantizedTensor({tuple(self.shape)}, {self.spec}, {self.directions}, "
+            f"dtype={self.dtype}, device='{self.device}'{master})"
+        )
+
+    # How compilers see it.
+
+    def __tensor_flatten__(self):
+        inner = [name for name in ("row", "column", "master") if getattr(self, name) is not None]
+        return inner, (self.spec, self.matrix, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, outer_size, outer_stride):
+        spec, matrix, dtype = context
+        return QuantizedTensor(
+            inner["row"], inner.get("column"), spec, matrix, dtype, inner.get("master"), tuple(outer_size)
+        )
+
+    # What is saved: not the order of one kind of GPU.
+
+    def __getstate__(self):
+        return {**self.__dict__, "_prepared": None}
+
+    # How FSDP2 gathers the shards: codes and scales travel, not values.
+
+    def fsdp_pre_all_gather(self, mesh, outer_size=None, outer_stride=None, module=None, mp_policy=None):
+        if self._changed:
+            self._agree(mesh.get_group())
+        sides = [(self.row, "row")] + ([] if self.column is None else [(self.column, "column")])
+        arrays = [part for block, side in sides for part in _parts(block, self.spec, side, self.matrix)]
+        split, shared = _sharded(arrays, self.spec, self.directions, self.matrix)
+        # A shard's part of an array has its columns side by side only by itself.
+        bytes_of = [arrays[at].contiguous().view(torch.uint8).reshape(-1) for at in split]
+        return tuple(bytes_of), (self.spec, self.directions, self.matrix, {at: arrays[at] for at in shared})
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        spec, directions, (rows, cols), shared = metadata
+        shapes = _shapes(spec, directions, (rows, cols))
+        pieces = iter(gathered)
+        count = next(tensor.numel() for tensor in gathered) // _bytes(shapes[0])
+        whole = _shapes(spec, directions, (rows * count, cols))
+        arrays: List[Tensor] = []
+        for at, (dtype, shape) in enumerate(shapes):
+            if at in shared:
+                arrays.append(shared[at])
+                continue
+            dim = _scaling_dim(shape, whole[at][1])
+            each = next(pieces).view(count, -1).view(_DTYPES[dtype]).view(count, *shape)
+            arrays.append(torch.cat(list(each.unbind(0)), dim))
+        number = len(_shapes(spec, "row", (rows, cols)))
+        row = _block(arrays[:number])
+        column = _block(arrays[number:]) if directions == "both" else None
+        made = QuantizedTensor(row, column, spec, (rows * count, cols), param_dtype)
+        if out is not None:
+            # Its memory is there again, with what a backward pass has saved of it.
+            blocks = tuple(block for block in (out.row, out.column) if block is not None)
+            with torch.autograd._unsafe_preserve_version_counter(blocks):
+                _copy(None, out, made)
+            return None
+        return made, tuple(tensor for tensor in (row, column) if tensor is not None)
+
+    def _agree(self, group) -> None:
+        """Quantizes changed values again, by the amaxes of all workers' rows: a shard alone has its
+        own.
+        """
+        from ._composed import quantized
+        from ._formats import Format
+
+        values = self.master if self._values is None else self._values
+        assert values is not None, "it changed"
+        format = Format.of(nvfp4.Quantizer(spec=self.spec, directions=self.directions))
+        parts = quantized(values.view(self.matrix), format, group=group)
+        self.row.copy_(_block(parts[: format.row]))
+        if self.column is not None:
+            self.column.copy_(_block(parts[format.row :]))
+        self._changed, self._values, self._prepared = False, None, None
+
+    # Operations.
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            from ._coded import linear_codes
+
+            return linear_codes(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        known = _KNOWN.get(function)
+        if known is not None:
+            return known(function, *args, **kwargs)
+        if function._schema.is_mutable:
+            return _in_place(function, args, kwargs)
+        args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def like_this(self, change, shape=None, dtype=None) -> "QuantizedTensor":
+        """The same with something done to each of its tensors."""
+        inner = [None if tensor is None else change(tensor) for tensor in (self.row, self.column, self.master)]
+        made = QuantizedTensor(
+            inner[0], inner[1], self.spec, self.matrix, dtype or self.dtype, inner[2], self.shape if shape is None else shape
+        )
+        made._shares(self)
+        return made
+
+    def _shares(self, other: "QuantizedTensor") -> None:
+        """Is of the same shard as another one."""
+        self._part, self._changed, self._values = other._part, other._changed, other._values
+
+    def take(self, values: Tensor) -> None:
+        """Takes other values: the master, if there is one, as they are, and the codes of them."""
+        values = values.view(self.matrix)
+        if self.master is not None:
+            self.master.copy_(values)
+            values = self.master
+        made = QuantizedTensor.quantize(values.to(torch.promote_types(self.dtype, values.dtype)), self.spec, self.directions)
+        self.row.copy_(made.row)
+        if self.column is not None and made.column is not None:
+            self.column.copy_(made.column)
+        self._prepared = None
+        if self._part:
+            self._changed, self._values = True, None if self.master is not None else values
+
+
+def _check_spec(spec: str) -> None:
+    if nvfp4.Delayed.parts(spec):
+        raise ValueError(f"{spec}: a quantized parameter has no scale of earlier steps; choose another format for the weight")
+    if "stochastic" in spec or spec.startswith("high-precision"):
+        raise ValueError(f"{spec}: a quantized parameter is rounded to the nearest code of a quantized format")
+
+
+# What a block consists of.
+
+
+@functools.lru_cache(maxsize=None)
+def _shapes(spec: str, directions: str, matrix: Tuple[int, int]) -> List[Tuple[str, Tuple[int, ...]]]:
+    """Type and shape of the arrays of a matrix: those of the row direction, then of the column."""
+    row, column = nvfp4.layout(spec, directions, list(matrix), "float32")
+    return [(dtype, tuple(shape)) for dtype, shape in row + column]
+
+
+def _bytes(array: Tuple[str, Tuple[int, ...]]) -> int:
+    dtype, shape = array
+    return functools.reduce(lambda a, b: a * b, shape, _DTYPES[dtype].itemsize)
+
+
+def _parts(block: Tensor, spec: str, side: str, matrix: Tuple[int, int]) -> List[Tensor]:
+    """The arrays in a block, as views of it."""
+    begin, parts = 0, []
+    for array in _shapes(spec, side, matrix):
+        begin = -(-begin // _ALIGNED) * _ALIGNED
+        end = begin + _bytes(array)
+        parts.append(block[begin:end].view(_DTYPES[array[0]]).view(array[1]))
+        begin = end
+    return parts
+
+
+def _block(parts: Sequence[Tensor]) -> Tensor:
+    """A block of arrays."""
+    pieces, length = [], 0
+    for part in parts:
+        pieces.append(part.new_zeros(-length % _ALIGNED, dtype=torch.uint8))
+        pieces.append(part.contiguous().view(-1).view(torch.uint8))
+        length += sum(piece.numel() for piece in pieces[-2:])
+    return torch.cat(pieces)
+
+
+def _scaling_dim(part: Tuple[int, ...], whole: Tuple[int, ...]) -> int:
+    """The dimension in which the arrays of a matrix and of some of its rows differ."""
+    return next(dim for dim, (a, b) in enumerate(zip(part, whole)) if a != b)
+
+
+def _sharded(arrays: List[Tensor], spec: str, directions: str, matrix: Tuple[int, int]) -> Tuple[List[int], List[int]]:
+    """The arrays that grow with the rows of a matrix, and those that do not."""
+    rows, cols = matrix
+    twice = _shapes(spec, directions, (2 * rows, cols))
+    split = [at for at, array in enumerate(arrays) if tuple(array.shape) != twice[at][1]]
+    return split, [at for at in range(len(arrays)) if at not in split]
+
+
+def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
+    """Some rows, by their codes."""
+    rows, cols = tensor.matrix
+    sides = [("row", tensor.row)] + ([] if tensor.column is None else [("column", tensor.column)])
+    blocks: Dict[str, Tensor] = {}
+    for side, block in sides:
+        pieces = []
+        for part, (_, shape) in zip(_parts(block, tensor.spec, side, tensor.matrix), _shapes(tensor.spec, side, (end - start, cols))):
+            if tuple(part.shape) != shape:
+                dim = _scaling_dim(shape, tuple(part.shape))
+                size, length = part.shape[dim], shape[dim]
+                if length * rows != size * (end - start) or start * size % rows:
+                    raise ValueError(
+                        f"rows {start} to {end} of {rows} cut through blocks of {tensor.spec}: shard such weights in whole ones"
+                    )
+                part = part.narrow(dim, start * size // rows, length)
+            pieces.append(part)
+        blocks[side] = _block(pieces)
+    master = None if tensor.master is None else tensor.master[start:end].clone()
+    made = QuantizedTensor(blocks["row"], blocks.get("column"), tensor.spec, (end - start, cols), tensor.dtype, master)
+    made._part = True
+    return made
+
+
+# Operations that keep it quantized.
+
+
+def _same(function, tensor, *args, **kwargs):
+    return tensor.like_this(lambda inner: function(inner, *args, **kwargs))
+
+
+def _alias(function, tensor, *args, **kwargs):
+    made = tensor.like_this(lambda inner: function(inner))
+    made._prepared = tensor._prepared
+    return made
+
+
+def _clone(function, tensor, *args, **kwargs):
+    return tensor.like_this(torch.clone)
+
+
+def _to(function, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
+    if dtype is not None and not dtype.is_floating_point:
+        return function(tensor.dequantize(), dtype=dtype, device=device)
+    # Codes are the same in every type. The master stays what it is.
+    move = functools.partial(torch.ops.aten._to_copy.default, device=device, non_blocking=non_blocking)
+    return tensor.like_this(move, dtype=dtype)
+
+
+def _copy(function, target, source, non_blocking=False):
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(source.dequantize(), non_blocking)
+    same = isinstance(source, QuantizedTensor) and (source.spec, source.matrix) == (target.spec, target.matrix)
+    if not same or (target.column is not None and source.column is None):
+        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+        target.take(values.to(target.device))
+        return target
+    target.row.copy_(source.row, non_blocking)
+    if target.column is not None:
+        target.column.copy_(source.column, non_blocking)
+    if target.master is not None:
+        target.master.copy_(source.dequantize() if source.master is None else source.master)
+    target._prepared = None
+    target._shares(source)
+    return target
+
+
+def _view(function, tensor, shape):
+    sizes = tuple(shape)
+    if sizes in ((-1,), (tensor.numel(),)):
+        return tensor.like_this(lambda inner: inner, shape=(tensor.numel(),))
+    if sizes == tensor.matrix:
+        return tensor.like_this(lambda inner: inner, shape=sizes)
+    return function(tensor.dequantize(), shape)
+
+
+def _strided(function, tensor, size, stride, storage_offset=None):
+    if tuple(size) == tensor.matrix and tuple(stride) == (tensor.matrix[1], 1) and not storage_offset:
+        return tensor.like_this(lambda inner: inner, shape=tensor.matrix)
+    return function(tensor.dequantize(), size, stride, storage_offset)
+
+
+def _split(function, tensor, size, dim=0):
+    rows = tensor.matrix[0]
+    if dim not in (0, -2) or tuple(tensor.shape) != tensor.matrix or not isinstance(size, int):
+        return function(tensor.dequantize(), size, dim)
+    if rows % size:
+        raise ValueError(f"{rows} rows of a quantized parameter do not divide into shards of {size}: choose another number of workers")
+    return [_rows(tensor, start, start + size) for start in range(0, rows, size)]
+
+
+def _slice(function, tensor, dim=0, start=None, end=None, step=1):
+    begin, stop = start or 0, tensor.shape[dim] if end is None else end
+    if begin == 0 and stop >= tensor.shape[dim] and step == 1:
+        return tensor.like_this(lambda inner: inner)
+    return function(tensor.dequantize(), dim, start, end, step)
+
+
+def _zeros(function, tensor, size, **kwargs):
+    plain = tensor.row.new_zeros(size, dtype=kwargs.get("dtype") or tensor.dtype, device=kwargs.get("device"))
+    if len(size) != 2 or kwargs.get("dtype") not in (None, tensor.dtype):
+        return plain
+    master = None if tensor.master is None else plain.to(tensor.master.dtype)
+    made = QuantizedTensor.quantize(plain, tensor.spec, tensor.directions, master)
+    made._part = tuple(size) != tensor.matrix  # where FSDP2 puts a shard
+    return made
+
+
+def _like(function, tensor, **kwargs):
+    """A tensor beside it, which is not quantized: the state of an optimizer."""
+    kwargs = {name: value for name, value in kwargs.items() if value is not None and name != "memory_format"}
+    plain = torch.empty(tensor.shape, dtype=kwargs.pop("dtype", tensor.dtype), device=kwargs.pop("device", tensor.device))
+    return function(plain, **kwargs)
+
+
+def _in_place(function, args, kwargs):
+    """An operation that changes its arguments: those that are quantized take the results."""
+    changed = [
+        (at, argument.name)
+        for at, argument in enumerate(function._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    plain: Dict[int, Tuple[Any, Tensor]] = {}
+
+    def values(tensor):
+        if id(tensor) not in plain:
+            found = tensor.dequantize() if tensor.master is None else tensor.master.clone().view(tensor.shape)
+            plain[id(tensor)] = (tensor, found)
+        return plain[id(tensor)][1]
+
+    inner_args, inner_kwargs = tree_map_only(QuantizedTensor, values, (args, kwargs))
+    result = function(*inner_args, **inner_kwargs)
+    for at, name in changed:
+        given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
+        for tensor in given if isinstance(given, (list, tuple)) else [given]:
+            if isinstance(tensor, QuantizedTensor):
+                tensor.take(values(tensor))
+    if not function._schema.returns:
+        return None
+    return args[0] if changed and changed[0][0] == 0 else result
+
+
+_KNOWN: Dict[Any, Any] = {
+    _aten.detach.default: _alias,
+    _aten.alias.default: _alias,
+    _aten.clone.default: _clone,
+    _aten._to_copy.default: _to,
+    _aten._pin_memory.default: _same,
+    _aten.copy_.default: _copy,
+    _aten.view.default: _view,
+    _aten._unsafe_view.default: _view,
+    _aten.as_strided.default: _strided,
+    _aten.split.Tensor: _split,
+    _aten.slice.Tensor: _slice,
+    _aten.new_zeros.default: _zeros,
+    _aten.zeros_like.default: _like,
+    _aten.ones_like.default: _like,
+    _aten.empty_like.default: _like,
+    _aten.rand_like.default: _like,
+    _aten.randn_like.default: _like,
+}

@@ -1,0 +1,471 @@
+"""Parameters that exist as codes, and codes of weights that serve until the weights change."""
+
+import copy
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import nvfp4
+import nvfp4.te as te
+import nvfp4.torch
+from nvfp4.torch import QuantizedTensor, quantize_parameters, quantized_model_init
+
+SPECS = ["nvfp4", "nvfp4(16x16)", "nvfp4(row-scaled)", "fp8", "mxfp8", "fp8-block", "fp8-block(128x128)"]
+RECIPES = ["nvfp4", "nvfp4_4over6", "nvfp4_row_scaled", "mxfp8", "current_scaling", "float8_block_scaling"]
+
+
+class Operations(TorchDispatchMode):
+    """The names of our operations that torch dispatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "nvfp4":
+            self.names.append(function._schema.name.removeprefix("nvfp4::"))
+        return function(*args, **(kwargs or {}))
+
+
+def model_of(recipe, bias=True, **settings):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256, bias), torch.nn.GELU(), torch.nn.Linear(256, 128, bias))
+    nvfp4.torch.convert_module(model, recipe)
+    return quantize_parameters(model, **settings) if settings else model
+
+
+def step(model, x, seed=0):
+    torch.manual_seed(seed)
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return y
+
+
+def gradients(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# Codes of weights that are kept.
+
+
+def test_a_weight_is_quantized_once_per_step_of_the_optimizer():
+    layer = nvfp4.torch.Linear(64, 32)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    x = torch.randn(16, 64)
+    with Operations() as seen:
+        for _ in range(3):  # micro-batches
+            layer(x).sum().backward()
+        checkpoint(layer, x.requires_grad_(), use_reentrant=False).sum().backward()
+        with torch.no_grad():
+            layer(x)
+        optimizer.step()
+        layer(x).sum().backward()
+    forward = [name for name in seen.names if name != "linear_backward"]
+    assert forward == ["linear", *["linear_codes"] * 5, "linear"]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed_scaling"])
+def test_kept_codes_are_those_of_the_weight(recipe):
+    kept, fresh = model_of(recipe), model_of(recipe)
+    x = torch.randn(32, 128, requires_grad=True)
+    for seed in range(4):
+        nvfp4.torch.weights_changed(fresh)
+        assert same([step(kept, x, seed), *gradients(kept)], [step(fresh, x, seed), *gradients(fresh)])
+        if seed == 2:
+            for model in (kept, fresh):
+                nvfp4.torch.update_scales(model)
+
+
+def changes():
+    def in_place(layer):
+        with torch.no_grad():
+            layer.weight.mul_(2)
+
+    def optimizer_of_data(layer):
+        class Data(torch.optim.Optimizer):
+            def step(self):
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data.mul_(2)
+
+        Data(layer.parameters(), {}).step()
+
+    def state_dict(layer):
+        layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
+
+    def another_parameter(layer):
+        layer.weight = torch.nn.Parameter(2 * layer.weight.detach())
+
+    def another_storage(layer):
+        layer.weight.data = 2 * layer.weight.data
+
+    def another_type(layer):
+        layer.double().float()
+        in_place(layer)
+
+    def told(layer):
+        layer.weight.data.mul_(2)
+        nvfp4.torch.weights_changed(layer)
+
+    return [in_place, optimizer_of_data, state_dict, another_parameter, another_storage, another_type, told]
+
+
+@pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
+def test_changes_are_seen(change):
+    layer, x = nvfp4.torch.Linear(64, 32, bias=False), torch.randn(16, 64)
+    before = layer(x).detach()
+    change(layer)
+    # A factor of two moves every scale by as much.
+    assert torch.equal(layer(x), 2 * before)
+    with torch.no_grad():
+        assert torch.equal(layer(x), 2 * before)
+
+
+def test_copies_and_pickles_keep_nothing():
+    layer, x = nvfp4.torch.Linear(64, 32), torch.randn(16, 64)
+    y = layer(x)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert other._kept[0]._codes is None
+        assert torch.equal(other(x), y)
+
+
+def test_codes_of_inference_mode_do_not_reach_training():
+    layer, x = nvfp4.torch.Linear(64, 32), torch.randn(16, 64)
+    with torch.inference_mode():
+        y = layer(x)
+        assert torch.equal(layer(x), y)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_transformer_engines_first_micro_batch_has_new_weights():
+    layer, x = te.Linear(64, 64, bias=False), torch.randn(16, 64)
+    with te.autocast(recipe=te.NVFP4BlockScaling()):
+        before = layer(x, is_first_microbatch=True).detach()
+        layer.weight.data.mul_(2)  # nobody counts this
+        assert torch.equal(layer(x, is_first_microbatch=False), before)
+        assert torch.equal(layer(x, is_first_microbatch=True), 2 * before)
+
+
+# Quantized parameters.
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_quantized_tensor_has_the_values_of_its_codes(spec, dtype):
+    x = torch.randn(256, 128, dtype=dtype)
+    made = QuantizedTensor.quantize(x, spec)
+    expected = torch.as_tensor(nvfp4.Quantizer(spec=spec)(x).dequantize(dtype))
+    assert made.shape == x.shape and made.dtype == dtype and made.device == x.device
+    assert torch.equal(made.dequantize(), expected)
+    assert torch.equal(made * 2, expected * 2) and torch.equal(made[3:5], expected[3:5])
+    assert torch.equal(made.t() @ x, expected.t() @ x)
+    assert type(torch.zeros_like(made)) is torch.Tensor
+    for other in (made.detach(), made.clone(), copy.deepcopy(made), made.to("cpu", copy=True), made.view(-1).view(256, 128)):
+        assert type(other) is QuantizedTensor and torch.equal(other.dequantize(), expected)
+    assert made.to(torch.float16).dtype is torch.float16 and spec in repr(made)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_compute_the_same_from_codes(recipe):
+    plain, codes = model_of(recipe), model_of(recipe, masters=torch.float32)
+    x = torch.randn(2, 128, 128, requires_grad=True)
+    assert isinstance(codes[0].weight, torch.nn.Parameter) and isinstance(codes[0].weight, QuantizedTensor)
+    results = []
+    for model in (plain, codes):
+        x.grad = None
+        results.append([step(model, x), x.grad, *gradients(model)])
+    assert same(*results) and type(codes[0].weight.grad) is torch.Tensor
+    with torch.no_grad():
+        assert torch.equal(plain(x), codes(x))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("foreach", [True, False])
+def test_masters_train_as_weights_do(optimizer, foreach):
+    plain, codes = model_of("nvfp4"), model_of("nvfp4", masters=torch.float32)
+    optimizers = [optimizer(model.parameters(), 1e-2, foreach=foreach) for model in (plain, codes)]
+    x = torch.randn(32, 128)
+    for seed in range(3):
+        for model, of in zip((plain, codes), optimizers):
+            step(model, x, seed)
+            of.step()
+    assert torch.equal(codes[0].weight.master, plain[0].weight) and torch.equal(codes(x), plain(x))
+
+
+def test_without_masters_the_decoded_values_change():
+    model = model_of("nvfp4", masters=None, directions="both")
+    weight = model[0].weight
+    before = weight.dequantize()
+    with torch.no_grad():
+        weight.add_(torch.full_like(weight, 0.5))
+    assert torch.equal(weight.dequantize(), QuantizedTensor.quantize(before + 0.5, weight.spec).dequantize())
+
+
+def test_what_cannot_be_a_quantized_parameter_is_refused():
+    for spec, message in [("fp8-delayed", "earlier steps"), ("nvfp4(stochastic)", "nearest"), ("high-precision", "nearest")]:
+        with pytest.raises(ValueError, match=message):
+            QuantizedTensor.quantize(torch.randn(32, 32), spec)
+    with pytest.raises(ValueError, match="matrix"):
+        QuantizedTensor.quantize(torch.randn(2, 32, 32), "nvfp4")
+    with pytest.raises(ValueError, match="^linear: "):
+        quantize_parameters(nvfp4.torch.Linear(32, 32, recipe="delayed_scaling"))
+
+
+def test_state_dicts_have_codes_and_load_everywhere():
+    codes = model_of("nvfp4", masters=torch.float32)
+    step(codes, torch.randn(32, 128))
+    torch.optim.SGD(codes.parameters(), 0.1).step()
+    file = io.BytesIO()
+    torch.save(codes.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    x = torch.randn(16, 128)
+    for settings in ({"masters": torch.float32}, {"directions": "both"}, {"directions": "row"}):
+        other = model_of("nvfp4", **settings)
+        other.load_state_dict(state)
+        assert torch.equal(other(x), codes(x))
+    plain = model_of("nvfp4")
+    plain.load_state_dict(state)
+    assert torch.equal(plain[0].weight, codes[0].weight.dequantize())
+    codes.load_state_dict(plain.state_dict())  # and back: values are quantized
+    assert torch.equal(codes[0].weight.master, plain[0].weight)
+
+
+def test_a_layer_can_begin_as_codes():
+    with quantized_model_init(directions="row"):
+        layers = [
+            nvfp4.torch.Linear(64, 64), nvfp4.torch.LayerNormLinear(64, 64), nvfp4.torch.LayerNormMLP(64, 128),
+            nvfp4.torch.GroupedLinear(2, 64, 64),
+        ]  # fmt: skip
+        with quantized_model_init(enabled=False):
+            plain = nvfp4.torch.Linear(64, 64)
+    assert type(plain.weight) is torch.nn.Parameter
+    for layer in layers:
+        weights = [getattr(layer, name) for name in layer.weights()]
+        assert weights and all(type(weight) is QuantizedTensor and weight.directions == "row" for weight in weights)
+        x = torch.randn(32, 64, requires_grad=True)
+        y = layer(x, [16, 16]) if isinstance(layer, nvfp4.torch.GroupedLinear) else layer(x)
+        y.sum().backward()
+        assert x.grad is not None and all(weight.grad is not None for weight in weights)
+
+
+@pytest.mark.parametrize("directions", ["row", "both"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_adapters_train_beside_frozen_codes(recipe, directions):
+    layer = nvfp4.torch.Linear(64, 64, recipe=recipe)
+    quantize_parameters(layer, directions=directions, requires_grad=False)
+    down, up = torch.nn.Linear(64, 8, bias=False), torch.nn.Linear(8, 64, bias=False)
+    x = torch.randn(32, 64, requires_grad=True)
+    with Operations() as seen:
+        (layer(x) + up(down(x))).square().sum().backward()
+    assert layer.weight.grad is None and down.weight.grad is not None and x.grad is not None
+    # Forward and dx from codes, and no column direction of x.
+    assert seen.names == ["linear_codes", "linear_backward" if directions == "both" else "dequantize_block"]
+    # A frozen weight in high precision does not need it either.
+    plain = nvfp4.torch.Linear(64, 64, recipe=recipe)
+    plain.weight.requires_grad_(False)
+    y = plain(x)
+    saved = [tensor for tensor in y.grad_fn.saved_tensors if tensor is not None and tensor.dtype is torch.uint8]
+    assert len({tensor.data_ptr() for tensor in saved}) == 1
+
+
+def test_any_module_multiplies_by_codes():
+    layer, x = torch.nn.Linear(64, 32), torch.randn(2, 8, 64, requires_grad=True)
+    layer.weight = torch.nn.Parameter(QuantizedTensor.quantize(layer.weight, "nvfp4"))
+    y, expected = layer(x), functional.linear(x, layer.weight.dequantize(), layer.bias)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy @ layer.weight.dequantize())
+    torch.testing.assert_close(layer.weight.grad, dy.reshape(-1, 32).t() @ x.reshape(-1, 64))
+
+
+@pytest.mark.parametrize("settings", [{"directions": "both"}, {"directions": "row"}, {"masters": torch.float32}], ids=str)
+def test_codes_compile(settings):
+    torch._dynamo.reset()
+    # A compiler may draw random numbers in another order.
+    nearest = nvfp4.Recipe.from_toml('[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"')
+    model, x = model_of(nearest, **settings), torch.randn(32, 128)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for of in (model, compiled):
+        results.append([step(of, x), *(gradient.clone() for gradient in gradients(model))])
+    assert same(*results)
+
+
+# Checkpoints.
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.lm_head = torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 32, bias=False)
+
+    def forward(self, x):
+        return self.lm_head(self.norm(self.first(x)))
+
+
+def written(folder: Path, dialect: str, model, activations: bool):
+    """A checkpoint as the other tools write it."""
+    from safetensors.torch import save_file
+
+    profile, unit, given = {"modelopt": ("modelopt", "weight_scale_2", "input_scale"),
+                            "compressed-tensors": ("llm-compressor", "weight_global_scale", "input_global_scale")}[dialect]  # fmt: skip
+    q = nvfp4.Quantizer(profile=profile)(model.first.weight.detach())
+    tensors = {name: value.clone() for name, value in model.state_dict().items() if name != "first.weight"}
+    tensors["first.weight" if dialect == "modelopt" else "first.weight_packed"] = q.codes.clone()
+    tensors["first.weight_scale"] = q.scales.clone().view(torch.float8_e4m3fn)
+    tensors[f"first.{unit}"] = q.row.global_scale.clone().reshape([] if dialect == "modelopt" else [1])
+    if activations:
+        amax = 4.0
+        tensors[f"first.{given}"] = torch.tensor(amax / 2688) if dialect == "modelopt" else torch.tensor([2688 / amax])
+    half = len(tensors) // 2
+    names = sorted(tensors)
+    parts = {"model-1.safetensors": names[:half], "model-2.safetensors": names[half:]}
+    for file, of in parts.items():
+        save_file({name: tensors[name] for name in of}, folder / file)
+    index = {"weight_map": {name: file for file, of in parts.items() for name in of}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return q
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("activations", [True, False])
+def test_checkpoints_load(tmp_path, dialect, activations):
+    source, model, x = Small(), Small(), torch.randn(16, 64)
+    q = written(tmp_path, dialect, source, activations)
+    report = nvfp4.torch.load(tmp_path, model)
+    assert report.quantized == ["first"] and report.missing == [] and "lm_head.weight" in report.copied
+    assert torch.equal(model.lm_head.weight, source.lm_head.weight) and torch.equal(model.first.bias, source.first.bias)
+    assert torch.equal(model.first.weight.dequantize(), q.dequantize("float32")) and not model.first.weight.requires_grad
+    y = model.first(x)
+    left = nvfp4.Quantizer().quantize(x, amax=4.0) if activations else x
+    assert torch.equal(y, nvfp4.matmul(left, q, bias=source.first.bias.detach()))
+    plain = Small()
+    nvfp4.torch.load(tmp_path, plain, activations="none")
+    assert torch.equal(plain.first(x), nvfp4.matmul(x, q, bias=source.first.bias.detach()))
+
+
+def test_our_own_files_load(tmp_path):
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), torch.randn(16, 64)
+    q = nvfp4.Quantizer()(torch.randn(32, 64))
+    nvfp4.save(tmp_path / "codes.safetensors", {"0.weight": q})
+    nvfp4.torch.load(tmp_path / "codes.safetensors", model)
+    assert torch.equal(model(x), nvfp4.matmul(x, q))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+    written(tmp_path, "modelopt", Small(), False)
+    with pytest.raises(ValueError, match="no codes for any"):
+        nvfp4.torch.load(tmp_path, torch.nn.Sequential(torch.nn.Linear(64, 128)))
+    wide = Small()
+    wide.first = torch.nn.Linear(128, 128)
+    with pytest.raises(ValueError, match=r"first: the model's weight is \(128, 128\), the checkpoint's \(128, 64\)"):
+        nvfp4.torch.load(tmp_path, wide)
+    more = Small()
+    more.extra = torch.nn.LayerNorm(4)
+    with pytest.raises(ValueError, match="lacks extra.weight, extra.bias"):
+        nvfp4.torch.load(tmp_path, more)
+    assert nvfp4.torch.load(tmp_path, more, strict=False).missing == ["extra.weight", "extra.bias"]
+
+
+# Gradients of Megatron.
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "high_precision", "mxfp8_fwd_high_precision_bwd", "nvfp4_row_scaled"])
+def test_gradients_go_into_main_grad(recipe):
+    layer = nvfp4.torch.Linear(64, 64, recipe=recipe, dtype=torch.bfloat16)
+    layer.fuse_wgrad_accumulation = True
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    step(layer, x)
+    expected = layer.weight.grad.float()
+    layer.weight.grad, layer.weight.main_grad = None, torch.ones(64, 64)
+    step(layer, x)
+    assert layer.weight.grad is None
+    # In float32, of which the gradient above is a rounding.
+    rounded = (layer.weight.main_grad - 1).bfloat16().float()
+    torch.testing.assert_close(rounded, expected, rtol=2**-7, atol=2**-7)
+    layer.weight.grad_added_to_main_grad = False
+    step(layer, x)
+    assert layer.weight.grad_added_to_main_grad and not layer.weight.grad.any()
+
+
+# Shards.
+
+
+def of_codes(directions, masters, requires_grad=None):
+    nearest = nvfp4.Recipe.from_toml('[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"')
+    return model_of(nearest, directions=directions, masters=masters, requires_grad=requires_grad)
+
+
+def worker(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    x = torch.randn(32, 128)
+    for directions, masters in (("both", torch.float32), ("both", None), ("row", torch.float32)):
+        whole, model = of_codes(directions, masters), of_codes(directions, masters)
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        local = model[0].weight.to_local()
+        assert type(local) is QuantizedTensor and local.shape == (128, 128) and local.directions == directions
+        expected = whole[0].weight.dequantize()[128 * rank : 128 * rank + 128]
+        assert torch.equal(local.dequantize(), expected)
+        # Workers see the same tokens, so gradients are those of one.
+        optimizers = [torch.optim.AdamW(of.parameters(), 1e-2) for of in (whole, model)]
+        for seed in range(3):
+            torch.testing.assert_close(step(whole, x, seed), step(model, x, seed))
+            for of in optimizers:
+                of.step()
+            model[0].unshard()
+            gathered, expected = model[0].weight, whole[0].weight
+            assert type(gathered) is QuantizedTensor
+            # Sums of gradients are rounded otherwise, and values on the edge between codes may move.
+            assert (gathered.dequantize() != expected.dequantize()).float().mean() < 1e-3
+            model[0].reshard()
+        state = model.state_dict()
+        before = model(x)
+        model.load_state_dict(state)
+        assert torch.equal(model(x), before)
+    frozen, whole = of_codes("row", None, False), of_codes("row", None, False)
+    fully_shard(frozen)
+    given = x.clone().requires_grad_()
+    frozen(given).sum().backward()
+    assert given.grad is not None
+    torch.testing.assert_close(frozen(x), whole(x))
+    odd = torch.nn.Sequential(nvfp4.torch.Linear(64, 48))
+    quantize_parameters(odd)
+    with pytest.raises(ValueError, match="cut through blocks|do not divide"):
+        fully_shard(odd)
+    # Any operation on a DTensor of codes computes on their values.
+    weight = whole[0].weight.detach()
+    mesh = init_device_mesh("cpu", (2,))
+    part = weight.split(128)[rank]
+    spread = DTensor.from_local(part, mesh, [Shard(0)])
+    y = functional.linear(DTensor.from_local(x, mesh, [Replicate()]), spread)
+    torch.testing.assert_close(y.full_tensor(), x @ weight.dequantize().t())
+    torch.distributed.destroy_process_group()
+    (Path(folder) / f"{rank}.done").touch()
+
+
+def test_codes_are_sharded_and_gathered_as_codes(tmp_path):
+    torch.multiprocessing.spawn(worker, (str(tmp_path),), 2)
+    assert all((tmp_path / f"{rank}.done").exists() for rank in range(2))
