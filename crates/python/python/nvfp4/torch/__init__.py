@@ -24,6 +24,7 @@ from ._grouped import GroupedLinear
 from ._linear import Linear
 from ._norm import LayerNormLinear, LayerNormMLP
 from ._report import Conversion
+from ._torchao import from_torchao, quantize_torchao, to_torchao
 
 __all__ = [
     "Conversion",
@@ -33,8 +34,11 @@ __all__ = [
     "Linear",
     "check_finite",
     "convert_module",
+    "from_torchao",
+    "quantize_torchao",
     "reduce_amaxes",
     "stop_reducing_amaxes",
+    "to_torchao",
     "update_scales",
 ]
 
