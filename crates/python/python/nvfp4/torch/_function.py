@@ -49,8 +49,6 @@ def linear(
     ``group`` is the process group whose workers agree on amaxes, if any.
     """
     shape, (outputs, inputs) = x.shape, weight.shape
-    if shape[-1] != inputs:
-        check_features(x, inputs)
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -91,12 +89,6 @@ def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
     on it survive operations in place.
     """
     return torch.ops.aten._unsafe_view(y, shape)
-
-
-def check_features(x: Tensor, expected: int) -> None:
-    """Refuses an input that a layer does not take."""
-    if x.shape[-1] != expected:
-        raise ValueError(f"the input has {x.shape[-1]} features, this layer takes {expected}")
 
 
 def _scales(*kept: Optional[Kept]) -> List[Optional[Tensor]]:
