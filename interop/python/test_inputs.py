@@ -60,6 +60,17 @@ def test_float64_is_refused_where_it_would_be_quantized(path):
 
 
 @pytest.mark.parametrize("path", KINDS)
+def test_sparse_and_nested_tensors_are_refused(path):
+    layer = KINDS[path]()
+    sparse = torch.ones(4, 64).to_sparse()
+    with pytest.raises(TypeError, match=rf"^{path}:input: expected a dense tensor, got one of torch.sparse_coo; .*input.to_dense\(\)"):
+        called(layer, sparse)
+    nested = torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(5, 64)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=rf"^{path}:input: expected a dense tensor, got a nested one; .*input.values\(\)"):
+        called(layer, nested)
+
+
+@pytest.mark.parametrize("path", KINDS)
 def test_a_layer_without_numbers_says_so(path):
     layer = KINDS[path](device="meta")
     with pytest.raises(ValueError, match=rf"^{path}:weight: it is on the meta device and has no numbers; load them with"):

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 import nvfp4
 
 from ._formats import plan_of
+from ._inputs import FLOATS
 from ._layer import Layer
 from ._linear import Linear, Transposed, become
 from ._report import Conversion, Converted, Left
@@ -213,7 +214,7 @@ def _hindrance_of_linear(module: torch.nn.Module, parent: Optional[torch.nn.Modu
         return Because("its forward was replaced, as accelerate does; convert it before")
     if type(weight).__module__.partition(".")[0] == "torchao":
         return Because(f"its weight is quantized already, as torchao's {type(weight).__name__}; convert the model before torchao does")
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in FLOATS:
         return Because(f"its weight is {weight.dtype}; torch.float32, torch.bfloat16 and torch.float16 are quantized")
     return None
 

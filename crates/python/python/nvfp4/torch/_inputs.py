@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_DENSE = torch.strided
 
 
 def fits(x: Any, weight: Tensor) -> bool:
     """Whether a layer takes an input as it is. Every call asks, so it is short."""
     return (
         isinstance(x, Tensor)
+        and x.layout is _DENSE
         and x.dtype in FLOATS
         and weight.dtype in FLOATS
         and x.device == weight.device
-        and x.dim() > 0
+        and x.ndim > 0
         and x.shape[-1] == weight.shape[-1]
     )
 
@@ -30,6 +32,10 @@ def check_input(x: Any, weight: Tensor, name: str, quantizes: bool) -> None:
     if not isinstance(x, Tensor):
         kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
         raise TypeError(f"{input}: expected a torch.Tensor, got {kind}; make one with torch.as_tensor")
+    if x.is_nested:
+        raise TypeError(f"{input}: expected a dense tensor, got a nested one; give its tokens alone, as with input.values()")
+    if quantizes and x.layout is not _DENSE:
+        raise TypeError(f"{input}: expected a dense tensor, got one of {x.layout}; make it dense with input.to_dense()")
     if x.dim() == 0:
         raise ValueError(f"{input}: expected {features} features in the last dimension, got a number without dimensions")
     if x.shape[-1] != features:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 import nvfp4
 
+from ._inputs import FLOATS
+
 _BLOCK = 16
 # The largest code times the largest scale: torchao divides an amax by it.
 _LARGEST = 6 * 448
@@ -119,7 +121,7 @@ def quantize_torchao(
         raise ValueError("rounding_mode 'rn' draws no random numbers: leave out seed and offset, or use 'rs'")
     if block_size != _BLOCK:
         raise ValueError(f"block_size: NVFP4 has blocks of {_BLOCK}, got {block_size}")
-    if not isinstance(data_hp, Tensor) or data_hp.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not isinstance(data_hp, Tensor) or data_hp.dtype not in FLOATS:
         got = data_hp.dtype if isinstance(data_hp, Tensor) else _kind(data_hp)
         raise TypeError(f"data_hp: expected a tensor of float32, bfloat16 or float16, got {got}")
     _check_shape(tuple(data_hp.shape), "data_hp")
