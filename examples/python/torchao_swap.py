@@ -1,10 +1,12 @@
-"""Takes a model that torchao has quantized over to nvfp4 and back, on the CPU, and prints what is equal.
+"""Takes a model that torchao has quantized over to nvfp4 and back, on the CPU, and prints what is
+equal.
 
     pip install torchao
     python examples/python/torchao_swap.py
 
-torchao's `quantize_` makes the weights of a model NVFP4. Their bytes become `nvfp4.QuantTensor`s, which `nvfp4.matmul` multiplies with; then
-they become torchao's tensors again. Nothing is quantized a second time, so nothing is lost on the way.
+torchao's `quantize_` makes the weights of a model NVFP4. Their bytes become `nvfp4.QuantTensor`s,
+which `nvfp4.matmul` multiplies with; then they become torchao's tensors again. Nothing is quantized
+a second time, so nothing is lost on the way.
 """
 
 import copy
@@ -28,7 +30,9 @@ class Product(nn.Module):
         self.weight, self.bias = nvfp4.torch.from_torchao(theirs.weight), theirs.bias
 
     def forward(self, x):
-        y = nvfp4.matmul(x.reshape(-1, x.shape[-1]), self.weight, bias=self.bias.detach().float(), dtype=x.dtype)
+        y = nvfp4.matmul(
+            x.reshape(-1, x.shape[-1]), self.weight, bias=self.bias.detach().float(), dtype=x.dtype
+        )
         return y.reshape(*x.shape[:-1], -1)
 
 
@@ -67,16 +71,24 @@ def main():
 
     for name, input in (("0", x), ("2", theirs[:2](x).detach())):
         weight, q = theirs.get_submodule(name).weight, ours.get_submodule(name).weight
-        made = nvfp4.quantize(plain.get_submodule(name).weight.detach(), profile="torchao", layout="swizzled")
+        made = nvfp4.quantize(
+            plain.get_submodule(name).weight.detach(), profile="torchao", layout="swizzled"
+        )
         said(f"layer {name}: bytes of torchao, bytes of nvfp4.quantize", q == made)
-        said(f"layer {name}: decoded by torchao, decoded by nvfp4", torch.equal(weight.dequantize(torch.float32), q.dequantize()))
+        said(
+            f"layer {name}: decoded by torchao, decoded by nvfp4",
+            torch.equal(weight.dequantize(torch.float32), q.dequantize()),
+        )
         products = linear(input, weight), linear(input, q.dequantize("bfloat16"))
         said(f"layer {name}: torch's product with either", torch.equal(*products))
     with torch.no_grad():
         expected, y = theirs(x), ours(x)
         said("the model after nvfp4 and back", torch.equal(again(x), expected))
     error = (y - expected).float().norm() / expected.float().norm()
-    print(f"the model with nvfp4.matmul: {error:.1e} from torchao's, which rounds decoded weights to bfloat16 before it multiplies")
+    print(
+        f"the model with nvfp4.matmul: {error:.1e} from torchao's, "
+        "which rounds decoded weights to bfloat16 before it multiplies"
+    )
     assert error < 2**-7
 
 

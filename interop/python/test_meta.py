@@ -31,7 +31,13 @@ def test_both_passes_have_the_shapes_and_types_of_real_ones(path, recipe, place)
         y.sum().backward()
         with torch.no_grad():
             evaluated = layer.eval()(x, *args)
-        return layer, [y, evaluated, x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()]
+        return layer, [
+            y,
+            evaluated,
+            x.grad,
+            *(p.grad for p in layer.parameters()),
+            *layer.buffers(),
+        ]
 
     for dtype in (torch.float32, torch.bfloat16):
         _, real = both(dtype)
@@ -83,12 +89,18 @@ def test_assigned_scales_are_those_of_the_state():
     layer = nvfp4.torch.Linear(64, 64, recipe="delayed_scaling", device="meta")
     layer.load_state_dict(trained.state_dict(), assign=True)
     state, expected = layer.state_dict(), trained.state_dict()
-    assert list(state) == list(expected) and all(torch.equal(state[key], expected[key]) for key in state)
+    assert list(state) == list(expected) and all(
+        torch.equal(state[key], expected[key]) for key in state
+    )
     assert layer.delayed.input.scale != 1
 
 
 def test_modules_of_te():
-    layers = [te.Linear(64, 48, device="meta"), te.LayerNormLinear(64, 48, device="meta"), te.LayerNormMLP(64, 96, device="meta")]
+    layers = [
+        te.Linear(64, 48, device="meta"),
+        te.LayerNormLinear(64, 48, device="meta"),
+        te.LayerNormMLP(64, 96, device="meta"),
+    ]
     for layer in layers:
         with te.autocast(recipe=te.NVFP4BlockScaling()):
             y = layer(torch.randn(32, 64, device="meta"))

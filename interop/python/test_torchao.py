@@ -41,18 +41,29 @@ def test_ours_as_theirs_and_back_is_no_copy_and_decodes_to_the_same_bits(shape, 
     x = matrix(*shape, dtype=torch.bfloat16)
     q = nvfp4.quantize(x, profile="torchao", layout=layout)
     if shape == (2, 4, 64) and layout == "swizzled":
-        with pytest.raises(ValueError, match=r'q: .*matrices of 4 rows share swizzled tiles.*use q.with_layout\("linear"\)'):
+        with pytest.raises(
+            ValueError,
+            match=r'q: .*matrices of 4 rows share swizzled tiles.*use q.with_layout\("linear"\)',
+        ):
             to_torchao(q)
         return
     made = to_torchao(q)
     lent = q.row._parts()
-    assert [made.qdata.data_ptr(), made.scale.data_ptr(), made.per_tensor_scale.data_ptr()] == [a.data_ptr() for a in lent]
-    assert (made.shape, made.dtype, made.is_swizzled_scales) == (x.shape, torch.bfloat16, layout == "swizzled")
+    assert [made.qdata.data_ptr(), made.scale.data_ptr(), made.per_tensor_scale.data_ptr()] == [
+        a.data_ptr() for a in lent
+    ]
+    assert (made.shape, made.dtype, made.is_swizzled_scales) == (
+        x.shape,
+        torch.bfloat16,
+        layout == "swizzled",
+    )
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(made.dequantize(dtype), q.dequantize(dtype))
     assert from_torchao(made) == q
     del q
-    assert from_torchao(made) == nvfp4.quantize(x, profile="torchao", layout=layout), "it keeps the memory alive"
+    assert from_torchao(made) == nvfp4.quantize(x, profile="torchao", layout=layout), (
+        "it keeps the memory alive"
+    )
 
 
 @pytest.mark.parametrize("swizzled", [False, True])
@@ -81,7 +92,9 @@ def test_theirs_as_ours_decodes_to_the_same_bits_and_goes_back(shape, swizzled):
 
 def test_products_with_ours_are_products_with_theirs():
     weight, x = matrix(96, 64), matrix(8, 64)
-    given = theirs.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=scale_of(weight), is_swizzled_scales=True)
+    given = theirs.NVFP4Tensor.to_nvfp4(
+        weight, per_tensor_scale=scale_of(weight), is_swizzled_scales=True
+    )
     y = nvfp4.matmul(x, from_torchao(given))
     torch.testing.assert_close(y, torch.nn.functional.linear(x, given), rtol=1e-5, atol=1e-5)
     exact = x.double() @ given.dequantize().double().t()
@@ -90,12 +103,19 @@ def test_products_with_ours_are_products_with_theirs():
 
 def test_what_other_profiles_store_is_rounded_once_more():
     x = matrix(256, 512)
-    rules = [{"profile": "modelopt"}, {"profile": "llm-compressor"}, {"scale_rule": "4over6-mse-strict-256"}, {}]
+    rules = [
+        {"profile": "modelopt"},
+        {"profile": "llm-compressor"},
+        {"scale_rule": "4over6-mse-strict-256"},
+        {},
+    ]
     for settings in rules:
         q = nvfp4.quantize(x, directions="both", **settings)
         made = to_torchao(q)
         ours, decoded = q.dequantize(), made.dequantize(torch.float32)
-        assert torch.equal(made.qdata, q.codes) and torch.equal(made.scale.view(torch.uint8), q.scales)
+        assert torch.equal(made.qdata, q.codes) and torch.equal(
+            made.scale.view(torch.uint8), q.scales
+        )
         assert torch.equal(from_torchao(made).dequantize(), decoded)
         if settings.get("profile") == "modelopt":
             assert torch.equal(ours, decoded)
@@ -108,8 +128,16 @@ def test_what_other_profiles_store_is_rounded_once_more():
 @pytest.mark.parametrize(
     "settings, shape, message",
     [
-        ({"global_scale": "row-scaled"}, (32, 64), 'a 32-bit scale for each row; quantize with global_scale="per-tensor"'),
-        ({"directions": "column"}, (32, 64), 'the column direction alone; quantize with directions="row" or "both"'),
+        (
+            {"global_scale": "row-scaled"},
+            (32, 64),
+            'a 32-bit scale for each row; quantize with global_scale="per-tensor"',
+        ),
+        (
+            {"directions": "column"},
+            (32, 64),
+            'the column direction alone; quantize with directions="row" or "both"',
+        ),
         ({"spec": "mxfp8"}, (32, 64), "it is mxfp8.*; quantize it as nvfp4"),
         ({}, (32, 40), "a last dimension that is a multiple of 16, this has 40; pad it with zeros"),
         ({}, (64,), "2 or 3 dimensions, this has 1; reshape it before"),
@@ -125,11 +153,18 @@ def test_other_things_are_refused_by_their_names():
     x = matrix(2, 32, 64)
     scales = torch.stack([scale_of(expert) for expert in x]).reshape(2, 1, 1)
     experts = theirs.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scales)
-    with pytest.raises(ValueError, match=r"tensor: it has 2 scales, one per expert; .*from_torchao\(tensor\[0\]\)"):
+    with pytest.raises(
+        ValueError, match=r"tensor: it has 2 scales, one per expert; .*from_torchao\(tensor\[0\]\)"
+    ):
         from_torchao(experts)
     assert torch.equal(from_torchao(experts[1]).dequantize(), experts.dequantize()[1])
-    few = theirs.NVFP4Tensor(experts.qdata, torch.zeros(2, 32, 16), 16, torch.float32, is_swizzled_scales=True)
-    with pytest.raises(ValueError, match=r"tensor: .*each matrix of 32 rows; .*one by one, from_torchao\(tensor\[0\]\)"):
+    few = theirs.NVFP4Tensor(
+        experts.qdata, torch.zeros(2, 32, 16), 16, torch.float32, is_swizzled_scales=True
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"tensor: .*each matrix of 32 rows; .*one by one, from_torchao\(tensor\[0\]\)",
+    ):
         from_torchao(few)
     with pytest.raises(ValueError, match="tensor: it is a transposed view; give the tensor itself"):
         from_torchao(experts[1].t())
@@ -144,12 +179,19 @@ def test_other_things_are_refused_by_their_names():
 def test_conversion_of_a_model_leaves_what_torchao_has_quantized():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     scale = scale_of(model[0].weight)
-    weight = theirs.NVFP4Tensor.to_nvfp4(model[0].weight.detach(), per_tensor_scale=scale, is_swizzled_scales=True)
+    weight = theirs.NVFP4Tensor.to_nvfp4(
+        model[0].weight.detach(), per_tensor_scale=scale, is_swizzled_scales=True
+    )
     model[0].weight = torch.nn.Parameter(weight, requires_grad=False)
-    with pytest.warns(UserWarning, match="could not be converted: 0: Linear, its weight is quantized already"):
+    with pytest.warns(
+        UserWarning, match="could not be converted: 0: Linear, its weight is quantized already"
+    ):
         report = nvfp4.torch.convert_module(model, "nvfp4")
     assert [layer.name for layer in report.converted] == ["1"]
-    reason = "its weight is quantized already, as torchao's NVFP4Tensor; convert the model before torchao does"
+    reason = (
+        "its weight is quantized already, as torchao's NVFP4Tensor; "
+        "convert the model before torchao does"
+    )
     assert [layer.reason for layer in report.left] == [reason]
     model(torch.randn(16, 64)).sum().backward()
 
@@ -161,8 +203,12 @@ def test_torchao_need_not_be_there():
         "try: nvfp4.torch.to_torchao(nvfp4.quantize(torch.ones(16, 16)))\n"
         "except ImportError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("this needs torchao with prototype.mx_formats: pip install torchao")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(
+        "this needs torchao with prototype.mx_formats: pip install torchao"
+    )
 
 
 class Mode(enum.Enum):
@@ -179,9 +225,16 @@ def test_rn_has_the_bytes_of_torchao(shape, swizzled, dtype):
     x = matrix(*shape, dtype=dtype)
     kwargs = theirs.QuantizeTensorToNVFP4Kwargs(is_swizzled_scales=True)
     for scale in (None, scale_of(x), scale_of(3 * x), scale_of(x / 3)):
-        expected = theirs.NVFP4Tensor.to_nvfp4(x, 16, scale, torch.tensor(0.5), swizzled, False, kwargs)
+        expected = theirs.NVFP4Tensor.to_nvfp4(
+            x, 16, scale, torch.tensor(0.5), swizzled, False, kwargs
+        )
         for mode in ("rn", Mode.RN):
-            assert same(quantize_torchao(x, 16, scale, torch.tensor(0.5), swizzled, False, kwargs, rounding_mode=mode), expected)
+            assert same(
+                quantize_torchao(
+                    x, 16, scale, torch.tensor(0.5), swizzled, False, kwargs, rounding_mode=mode
+                ),
+                expected,
+            )
 
 
 def test_every_scale_that_torchao_makes_of_an_amax_is_kept():
@@ -207,7 +260,10 @@ def steps(low, high, rows=64):
 
 def ups(x, low, high, seed, offset):
     """Which elements became the upper code, for each k, with the same random bytes for all k."""
-    drawn = [quantize_torchao(of_k, rounding_mode="rs", seed=seed, offset=offset).dequantize()[:, :15] for of_k in x]
+    drawn = [
+        quantize_torchao(of_k, rounding_mode="rs", seed=seed, offset=offset).dequantize()[:, :15]
+        for of_k in x
+    ]
     decoded = torch.stack(drawn)
     assert ((decoded == low) | (decoded == high)).all()
     return decoded == high
@@ -229,7 +285,9 @@ def test_rs_goes_up_for_exactly_k_of_256_random_bytes_in_every_step_also_below_1
 def test_rs_has_no_bias_below_1():
     x = steps(0.0, 1.0, rows=2048)[::2]  # k/256 of 0.5 from 0 on, and from 0.5 on
     for offset, of_k in enumerate(x):
-        sample = quantize_torchao(of_k, rounding_mode="rs", seed=11, offset=offset).dequantize()[:, :15]
+        sample = quantize_torchao(of_k, rounding_mode="rs", seed=11, offset=offset).dequantize()[
+            :, :15
+        ]
         value = of_k[0, 0]
         low = 0.0 if value < 0.5 else 0.5
         p = float((value - low) / 0.5)
@@ -241,20 +299,47 @@ def test_rs_depends_on_seed_and_offset_alone():
     x = matrix(64, 64)
 
     def drawn(seed, offset, mode="rs"):
-        return quantize_torchao(x, per_tensor_scale=scale_of(x), rounding_mode=mode, seed=seed, offset=offset)
+        return quantize_torchao(
+            x, per_tensor_scale=scale_of(x), rounding_mode=mode, seed=seed, offset=offset
+        )
 
     first = drawn(1, 2)
-    assert same(first, drawn(1, 2)) and same(first, drawn(1, torch.tensor([2]))) and same(first, drawn(1, 2, Mode.RS))
-    assert not torch.equal(first.qdata, drawn(1, 3).qdata) and not torch.equal(first.qdata, drawn(2, 2).qdata)
+    assert (
+        same(first, drawn(1, 2))
+        and same(first, drawn(1, torch.tensor([2])))
+        and same(first, drawn(1, 2, Mode.RS))
+    )
+    assert not torch.equal(first.qdata, drawn(1, 3).qdata) and not torch.equal(
+        first.qdata, drawn(2, 2).qdata
+    )
     q = nvfp4.quantize(x, profile="torchao", rounding="stochastic", seed=1, offset=2)
     assert same(first, to_torchao(q, dtype=torch.float32))
 
 
 def test_the_codes_of_a_seed_and_an_offset_are_these():
     x = ((torch.arange(4096) - 2048).reshape(64, 64) / 512).t().contiguous()
-    codes = quantize_torchao(x, per_tensor_scale=scale_of(x), rounding_mode="rs", seed=1, offset=2).qdata
+    codes = quantize_torchao(
+        x, per_tensor_scale=scale_of(x), rounding_mode="rs", seed=1, offset=2
+    ).qdata
     counts = torch.bincount(torch.cat([codes & 15, codes >> 4]).flatten().long(), minlength=16)
-    assert counts.tolist() == [43, 79, 83, 92, 116, 345, 761, 529, 41, 85, 79, 85, 127, 313, 801, 517]
+    assert counts.tolist() == [
+        43,
+        79,
+        83,
+        92,
+        116,
+        345,
+        761,
+        529,
+        41,
+        85,
+        79,
+        85,
+        127,
+        313,
+        801,
+        517,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -266,8 +351,14 @@ def test_the_codes_of_a_seed_and_an_offset_are_these():
         ({"block_size": 32}, "block_size: NVFP4 has blocks of 16, got 32"),
         ({"data_hp": torch.ones(4, 40)}, "data_hp: .*multiple of 16, this has 40; pad it"),
         ({"per_tensor_scale": torch.ones(2, 1, 1)}, "per_tensor_scale: expected one number, got 2"),
-        ({"data_hp": torch.ones(16, 16, dtype=torch.float64)}, "data_hp: expected a tensor of float32.*got torch.float64"),
-        ({"data_hp": [1.0]}, "data_hp: expected a tensor of float32, bfloat16 or float16, got builtins.list"),
+        (
+            {"data_hp": torch.ones(16, 16, dtype=torch.float64)},
+            "data_hp: expected a tensor of float32.*got torch.float64",
+        ),
+        (
+            {"data_hp": [1.0]},
+            "data_hp: expected a tensor of float32, bfloat16 or float16, got builtins.list",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(given, message):

@@ -56,7 +56,8 @@ def convert_module(
     nvfp4: converted 2 layers (100 % of 16,576 parameters); left no matrix
     """
     if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}")
+        kind = type(filter_fn).__name__
+        raise TypeError(f"filter_fn: expected a function of (module, name), got {kind}")
     if head not in ("leave", "convert"):
         raise ValueError(f"unknown head '{head}'; there are 'leave', 'convert'")
     parts = list(_walk(model))
@@ -136,8 +137,9 @@ def _chosen(filter_fn: Callable[[torch.nn.Module, str], bool], part: Part) -> bo
         return bool(filter_fn(part.module, part.path))
     except Exception as error:
         raise ValueError(
-            f"filter_fn(module, {part.path!r}) on {part.kind} raised {type(error).__name__}: {error}; it is called as "
-            "filter_fn(module, name) for every module with matrices, also those that are no linear layers"
+            f"filter_fn(module, {part.path!r}) on {part.kind} raised {type(error).__name__}: {error}; "
+            "it is called as filter_fn(module, name) for every module with matrices, "
+            "also those that are no linear layers"
         ) from error
 
 
@@ -213,7 +215,9 @@ def _hindrance_of_linear(module: torch.nn.Module, parent: Optional[torch.nn.Modu
     if "forward" in module.__dict__:
         return Because("its forward was replaced, as accelerate does; convert it before")
     if type(weight).__module__.partition(".")[0] == "torchao":
-        return Because(f"its weight is quantized already, as torchao's {type(weight).__name__}; convert the model before torchao does")
+        kind = type(weight).__name__
+        fix = "convert the model before torchao does"
+        return Because(f"its weight is quantized already, as torchao's {kind}; {fix}")
     if weight.dtype not in FLOATS:
         return Because(f"its weight is {weight.dtype}; torch.float32, torch.bfloat16 and torch.float16 are quantized")
     return None
@@ -238,7 +242,8 @@ def _heads(model: torch.nn.Module, parts: List[Part]) -> Set[int]:
             heads.add(id(ask()))
     tables = {id(part.module.weight) for part in parts if isinstance(part.module, torch.nn.Embedding)}
     for part in parts:
-        if not _HEADS.isdisjoint(part.path.split(".")) or id(getattr(part.module, "weight", None)) in tables:
+        named = not _HEADS.isdisjoint(part.path.split("."))
+        if named or id(getattr(part.module, "weight", None)) in tables:
             heads.add(id(part.module))
     return heads
 

@@ -204,8 +204,8 @@ def update(layers: Iterable[Tuple[Any, Any]]) -> None:
 
 def _known(scales: Scales) -> Iterator[Scale]:
     """Those whose rule is known and which have numbers."""
-    known = (scale for scale in scales.children() if isinstance(scale, Scale) and scale.spec is not None)
-    return (scale for scale in known if not scale.history.is_meta)
+    real = (s for s in scales.children() if isinstance(s, Scale) and not s.history.is_meta)
+    return (scale for scale in real if scale.spec is not None)
 
 
 @torch.no_grad()

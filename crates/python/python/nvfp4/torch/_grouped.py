@@ -64,12 +64,14 @@ class GroupedLinear(Layer):
     def forward(self, input: Tensor, m_splits: List[int]) -> Tensor:
         """``m_splits`` has the number of tokens of each expert; tokens are sorted by expert."""
         if not fits(input, self.weight0):
-            check_input(input, self.weight0, self.path + ":{}", any(formats.quantizes for formats in self.formats))
+            quantizes = any(formats.quantizes for formats in self.formats)
+            check_input(input, self.weight0, self.path + ":{}", quantizes)
         x = input.reshape(-1, self.in_features)
         splits = list(m_splits)
         if len(splits) != self.num_gemms or sum(splits) != x.shape[0] or min(splits) < 0:
             raise ValueError(
-                f"{self.path}:m_splits: expected {self.num_gemms} numbers of tokens that add up to {x.shape[0]}, got {splits}"
+                f"{self.path}:m_splits: expected {self.num_gemms} numbers of tokens "
+                f"that add up to {x.shape[0]}, got {splits}"
             )
         parts = torch.split(x, splits)
         outputs = [self._expert(expert, tokens) for expert, tokens in enumerate(parts)]

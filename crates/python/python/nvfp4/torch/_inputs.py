@@ -31,22 +31,37 @@ def check_input(x: Any, weight: Tensor, name: str, quantizes: bool) -> None:
     input, features = name.format("input"), weight.shape[-1]
     if not isinstance(x, Tensor):
         kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-        raise TypeError(f"{input}: expected a torch.Tensor, got {kind}; make one with torch.as_tensor")
+        raise TypeError(
+            f"{input}: expected a torch.Tensor, got {kind}; make one with torch.as_tensor"
+        )
     if x.is_nested:
-        raise TypeError(f"{input}: expected a dense tensor, got a nested one; give its tokens alone, as with input.values()")
+        raise TypeError(
+            f"{input}: expected a dense tensor, got a nested one; "
+            "give its tokens alone, as with input.values()"
+        )
     if quantizes and x.layout is not _DENSE:
-        raise TypeError(f"{input}: expected a dense tensor, got one of {x.layout}; make it dense with input.to_dense()")
+        raise TypeError(
+            f"{input}: expected a dense tensor, got one of {x.layout}; "
+            "make it dense with input.to_dense()"
+        )
     if x.dim() == 0:
-        raise ValueError(f"{input}: expected {features} features in the last dimension, got a number without dimensions")
+        raise ValueError(
+            f"{input}: expected {features} features in the last dimension, "
+            "got a number without dimensions"
+        )
     if x.shape[-1] != features:
         turned = "; it may be transposed" if x.dim() > 1 and x.shape[-2] == features else ""
         raise ValueError(
-            f"{input}: expected {features} features in the last dimension, got {x.shape[-1]} (shape {list(x.shape)}){turned}"
+            f"{input}: expected {features} features in the last dimension, "
+            f"got {x.shape[-1]} (shape {list(x.shape)}){turned}"
         )
     if x.device != weight.device:
         _refuse_device(x, weight, name)
     if quantizes and weight.dtype not in FLOATS:
-        raise TypeError(_expected(name.format("weight"), weight) + "; cast the layer, as with layer.to(torch.float32)")
+        raise TypeError(
+            _expected(name.format("weight"), weight)
+            + "; cast the layer, as with layer.to(torch.float32)"
+        )
     device = x.device.type
     if x.dtype in FLOATS or (device != "meta" and torch.is_autocast_enabled(device)):
         return
@@ -63,10 +78,14 @@ def _refuse_device(x: Tensor, weight: Tensor, name: str) -> None:
     if weight.is_meta:
         raise ValueError(
             f"{name.format('weight')}: it is on the meta device and has no numbers; load them with "
-            'load_state_dict(state, assign=True), or make room with to_empty(device="..."), then load or initialize'
+            'load_state_dict(state, assign=True), or make room with to_empty(device="..."), '
+            "then load or initialize"
         )
     if x.is_meta:
-        raise ValueError(f"{name.format('input')}: it is on the meta device and has no numbers; the weight is on {weight.device}")
+        raise ValueError(
+            f"{name.format('input')}: it is on the meta device and has no numbers; "
+            f"the weight is on {weight.device}"
+        )
     raise ValueError(
         f"{name.format('input')}: it is on {x.device} and the weight on {weight.device}; "
         f'move the input with input.to("{weight.device}"), or the layer with layer.to("{x.device}")'

@@ -24,7 +24,9 @@ _LARGEST = 6 * 448
 _ROUNDINGS: Dict[str, Any] = {"rn": "nearest", "rs": "stochastic"}
 
 
-def to_torchao(q: nvfp4.QuantTensor, *, dtype: torch.dtype = torch.bfloat16, like: Optional[Tensor] = None) -> Tensor:
+def to_torchao(
+    q: nvfp4.QuantTensor, *, dtype: torch.dtype = torch.bfloat16, like: Optional[Tensor] = None
+) -> Tensor:
     """torchao's ``NVFP4Tensor`` over the bytes of a quantized tensor's row direction, without a
     copy. Do not write to either while the other is in use.
 
@@ -61,13 +63,19 @@ def from_torchao(tensor: Tensor) -> nvfp4.QuantTensor:
         raise TypeError(f"tensor: expected a torchao NVFP4Tensor, got {_kind(tensor)}")
     given: Any = tensor
     if given.block_size != _BLOCK:
-        raise ValueError(f"tensor: NVFP4 has blocks of {_BLOCK}, this tensor's have {given.block_size}")
+        raise ValueError(
+            f"tensor: NVFP4 has blocks of {_BLOCK}, this tensor's have {given.block_size}"
+        )
     if given.qdata.stride(-2) < given.qdata.stride(-1):
-        raise ValueError("tensor: it is a transposed view; give the tensor itself, tensor.t() or tensor.transpose(-2, -1)")
+        raise ValueError(
+            "tensor: it is a transposed view; "
+            "give the tensor itself, tensor.t() or tensor.transpose(-2, -1)"
+        )
     scale = given.per_tensor_scale
     if scale is not None and scale.numel() != 1:
         raise ValueError(
-            f"tensor: it has {scale.numel()} scales, one per expert; take its experts one by one, from_torchao(tensor[0])"
+            f"tensor: it has {scale.numel()} scales, one per expert; "
+            "take its experts one by one, from_torchao(tensor[0])"
         )
     rows, cols = given.shape[:-1].numel(), given.shape[-1]
     swizzled = given.is_swizzled_scales
@@ -76,7 +84,11 @@ def from_torchao(tensor: Tensor) -> nvfp4.QuantTensor:
             f"tensor: its swizzled scales are padded for each matrix of {given.shape[-2]} rows; "
             "take its matrices one by one, from_torchao(tensor[0])"
         )
-    size = (128 * math.ceil(rows / 128), 4 * math.ceil(cols / 64)) if swizzled else (rows, cols // _BLOCK)
+    size = (
+        (128 * math.ceil(rows / 128), 4 * math.ceil(cols / 64))
+        if swizzled
+        else (rows, cols // _BLOCK)
+    )
     arrays = [
         given.qdata.contiguous().view(torch.uint8).reshape(rows, cols // 2),
         given.scale.contiguous().view(torch.uint8).reshape(size),
@@ -103,8 +115,8 @@ def quantize_torchao(
     mode.
 
     ``per_tensor_scale`` is torchao's ``per_tensor_amax_to_scale(amax)``; a number that is no
-    amax / 2688 of float32 becomes its neighbour that is. Without it, blocks have their own scales alone.
-    ``use_triton_kernel`` goes into the tensor and changes nothing here.
+    amax / 2688 of float32 becomes its neighbour that is. Without it, blocks have their own scales
+    alone. ``use_triton_kernel`` goes into the tensor and changes nothing here.
 
     "rn" rounds to nearest even, with torchao's bytes. "rs" rounds stochastically: a value that is
     k/256 on its way from one code to the next becomes the next with the probability k/256, in every
@@ -116,9 +128,14 @@ def quantize_torchao(
     if mode not in _ROUNDINGS:
         raise ValueError(f"unknown rounding_mode {rounding_mode!r}; there are 'rn', 'rs'")
     if mode == "rs" and (seed is None or offset is None):
-        raise ValueError("rounding_mode 'rs' draws random numbers: give a seed, and an offset that no other call has")
+        raise ValueError(
+            "rounding_mode 'rs' draws random numbers: "
+            "give a seed, and an offset that no other call has"
+        )
     if mode == "rn" and (seed is not None or offset is not None):
-        raise ValueError("rounding_mode 'rn' draws no random numbers: leave out seed and offset, or use 'rs'")
+        raise ValueError(
+            "rounding_mode 'rn' draws no random numbers: leave out seed and offset, or use 'rs'"
+        )
     if block_size != _BLOCK:
         raise ValueError(f"block_size: NVFP4 has blocks of {_BLOCK}, got {block_size}")
     if not isinstance(data_hp, Tensor) or data_hp.dtype not in FLOATS:
@@ -126,10 +143,15 @@ def quantize_torchao(
         raise TypeError(f"data_hp: expected a tensor of float32, bfloat16 or float16, got {got}")
     _check_shape(tuple(data_hp.shape), "data_hp")
     if per_tensor_scale is not None and per_tensor_scale.numel() != 1:
-        raise ValueError(f"per_tensor_scale: expected one number, got {per_tensor_scale.numel()}; quantize experts one by one")
+        raise ValueError(
+            f"per_tensor_scale: expected one number, got {per_tensor_scale.numel()}; "
+            "quantize experts one by one"
+        )
     layout: Any = "swizzled" if is_swizzled_scales else "linear"
     quantizer = nvfp4.Quantizer(profile="torchao", rounding=_ROUNDINGS[mode], layout=layout)
-    q = quantizer.quantize(data_hp.detach(), amax=_amax_of(data_hp, per_tensor_scale), seed=seed, offset=offset)
+    q = quantizer.quantize(
+        data_hp.detach(), amax=_amax_of(data_hp, per_tensor_scale), seed=seed, offset=offset
+    )
     made: Any = _over(
         q, data_hp.dtype, act_per_tensor_scale=act_per_tensor_scale, use_triton_kernel=use_triton_kernel,
         act_quant_kwargs=act_quant_kwargs,
@@ -152,7 +174,11 @@ def _over(q: nvfp4.QuantTensor, dtype: torch.dtype, **settings: Any) -> Tensor:
             'use q.with_layout("linear")'
         )
     # torchao counts a tile of 128 × 4 scales as 32 × 16.
-    size = (32 * math.ceil(rows / 128), 16 * math.ceil(cols / 64)) if swizzled else (rows, cols // _BLOCK)
+    size = (
+        (32 * math.ceil(rows / 128), 16 * math.ceil(cols / 64))
+        if swizzled
+        else (rows, cols // _BLOCK)
+    )
     return _torchao().NVFP4Tensor(
         codes.reshape(*leading, rows, cols // 2),
         scales.reshape(*leading, *size).view(torch.float8_e4m3fn),
@@ -168,7 +194,9 @@ def _torchao() -> Any:
     try:
         from torchao.prototype.mx_formats import nvfp4_tensor
     except ImportError as error:
-        raise ImportError(f"this needs torchao with prototype.mx_formats: pip install torchao ({error})") from error
+        raise ImportError(
+            f"this needs torchao with prototype.mx_formats: pip install torchao ({error})"
+        ) from error
     return nvfp4_tensor
 
 
@@ -182,7 +210,10 @@ def _refuse(why: str) -> NoReturn:
 
 def _check_shape(shape: Tuple[int, ...], name: str) -> None:
     if len(shape) not in (2, 3):
-        raise ValueError(f"{name}: torchao's NVFP4Tensor has 2 or 3 dimensions, this has {len(shape)}; reshape it before")
+        raise ValueError(
+            f"{name}: torchao's NVFP4Tensor has 2 or 3 dimensions, this has {len(shape)}; "
+            "reshape it before"
+        )
     if shape[-1] % _BLOCK or not shape[-1]:
         raise ValueError(
             f"{name}: torchao's NVFP4Tensor needs a last dimension that is a multiple of {_BLOCK}, "
