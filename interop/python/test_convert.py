@@ -181,6 +181,41 @@ def test_the_head_is_left_unless_asked_for():
         convert_module(model(), "nvfp4", head="yes")
 
 
+def test_names_that_only_heads_have():
+    names = ["lm_head", "output_layer", "embed_out", "v_head", "shared_head"]
+    whole = nn.ModuleDict({name: nn.Linear(64, 64) for name in names})
+    inner = nn.ModuleDict({"lm_head": nn.ModuleDict({"dense": nn.Linear(64, 64)}), "head_proj": nn.Linear(64, 64)})
+    report = convert_module(nn.ModuleDict({"a": whole, "b": inner}), "nvfp4")
+    assert [c.name for c in report.converted] == ["b.head_proj"]
+    assert set(reasons(report)) == {*(f"a.{name}" for name in names), "b.lm_head.dense"}
+
+
+def test_a_filter_is_asked_about_every_module_with_matrices_and_the_report_says_what_it_left():
+    def whole():
+        return nn.ModuleDict({"table": nn.Embedding(96, 64), "attention": nn.MultiheadAttention(64, 4), "fc": nn.Linear(64, 64)})
+
+    asked = []
+    with pytest.warns(UserWarning, match="could not be converted: attention"):
+        report = convert_module(whole(), "nvfp4", filter_fn=lambda module, name: asked.append((type(module), name)) or True)
+    linear = nn.modules.linear.NonDynamicallyQuantizableLinear
+    modules = [(nn.Embedding, "table"), (nn.MultiheadAttention, "attention"), (linear, "attention.out_proj"), (nn.Linear, "fc")]
+    assert asked == modules and [c.name for c in report.converted] == ["fc"]
+    assert reasons(report)["table"] == "a table, not a product"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = convert_module(whole(), "nvfp4", filter_fn=lambda module, name: name == "fc")
+    assert [c.name for c in report.converted] == ["fc"]
+    assert set(reasons(report).values()) == {"filter_fn leaves it"}
+    untouched = whole()
+    with pytest.raises(ValueError, match=r"filter_fn\(module, 'table'\) on Embedding raised AttributeError: .*in_features") as raised:
+        convert_module(untouched, "nvfp4", filter_fn=lambda module, name: module.in_features > 1)
+    assert isinstance(raised.value.__cause__, AttributeError) and type(untouched["fc"]) is nn.Linear
+    with pytest.raises(ValueError, match=r"it is called as filter_fn\(module, name\)"):
+        convert_module(untouched, "nvfp4", filter_fn=lambda name: True)
+    with pytest.raises(TypeError, match=r"filter_fn: expected a function of \(module, name\), got str"):
+        convert_module(untouched, "nvfp4", filter_fn="fc")
+
+
 def test_rules_know_models_in_wrappers_by_their_own_names():
     rules = nvfp4.Recipe.from_toml('[[rule]]\npath = "2"\nspec = "high-precision"\n[default]\npreset = "nvfp4"')
     for wrapped in (torch.compile(model()), nn.DataParallel(model()), torch.compile(nn.DataParallel(model()))):

@@ -27,6 +27,7 @@ from ._norm import LayerNormLinear, LayerNormMLP
 from ._parameters import quantize_parameters, quantized_model_init, weights_changed
 from ._quantized import QuantizedTensor
 from ._report import Conversion
+from ._torchao import from_torchao, quantize_torchao, to_torchao
 
 __all__ = [
     "Conversion",
@@ -38,11 +39,14 @@ __all__ = [
     "QuantizedTensor",
     "check_finite",
     "convert_module",
+    "from_torchao",
     "load",
     "quantize_parameters",
+    "quantize_torchao",
     "quantized_model_init",
     "reduce_amaxes",
     "stop_reducing_amaxes",
+    "to_torchao",
     "update_scales",
     "weights_changed",
 ]

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 import nvfp4
 
 from ._formats import plan_of
+from ._inputs import FLOATS
 from ._layer import Layer
 from ._linear import Linear, Transposed, become
 from ._report import Conversion, Converted, Left
@@ -23,7 +24,8 @@ _logger = logging.getLogger("nvfp4")
 
 # What compilers and wrappers put between a model and its parts. Recipes do not see it.
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_HEADS = ("lm_head", "output_layer")
+# Parts of a name that only output heads have, as those that conversion of checkpoints leaves.
+_HEADS = {"lm_head", "output_layer", "embed_out", "v_head", "shared_head"}
 
 
 def convert_module(
@@ -40,9 +42,10 @@ def convert_module(
     A layer stays the same object with the same parameters, hooks and attributes, so optimizers,
     state dicts and other references to it stay valid. Layers are ``torch.nn.Linear``, subclasses
     that keep its ``forward``, and ``Conv1D`` of transformers; a layer that is quantized already
-    switches to the recipe. ``filter_fn(module, name)`` says which layers may be converted. The
-    output head, also one that shares its weight with an embedding, is left in high precision unless
-    ``head`` is "convert". The recipe is checked for the whole model before anything is changed.
+    switches to the recipe. ``filter_fn(module, name)``, as torchao's, says which modules may be
+    converted; it is asked about every module with matrices. The output head, also one that shares
+    its weight with an embedding, is left in high precision unless ``head`` is "convert". The recipe
+    is checked for the whole model before anything is changed.
 
     The report's summary goes to the logger "nvfp4"; the plan's warnings, and one about large
     parameters that could not be converted, to ``warnings``.
@@ -52,12 +55,16 @@ def convert_module(
     >>> print(nvfp4.torch.convert_module(model, "nvfp4").line)
     nvfp4: converted 2 layers (100 % of 16,576 parameters); left no matrix
     """
+    if filter_fn is not None and not callable(filter_fn):
+        kind = type(filter_fn).__name__
+        raise TypeError(f"filter_fn: expected a function of (module, name), got {kind}")
     if head not in ("leave", "convert"):
         raise ValueError(f"unknown head '{head}'; there are 'leave', 'convert'")
     parts = list(_walk(model))
     for part in parts:
-        part.because = _hindrance(part.module, part.parent)
-        if part.because is None and filter_fn is not None and not filter_fn(part.module, part.path):
+        if filter_fn is None or _chosen(filter_fn, part):
+            part.because = _hindrance(part.module, part.parent)
+        else:
             part.because = Because("filter_fn leaves it", wanted=True)
     layers = [part for part in parts if part.because is None]
     # The head is in the plan too: a rule that names it is not misspelt.
@@ -123,6 +130,17 @@ class Part:
     def sites(self) -> List[Tuple]:
         kind = type(self.module) if isinstance(self.module, Layer) else Layer
         return kind.sites_of(self.module, self.name)
+
+
+def _chosen(filter_fn: Callable[[torch.nn.Module, str], bool], part: Part) -> bool:
+    try:
+        return bool(filter_fn(part.module, part.path))
+    except Exception as error:
+        raise ValueError(
+            f"filter_fn(module, {part.path!r}) on {part.kind} raised {type(error).__name__}: {error}; "
+            "it is called as filter_fn(module, name) for every module with matrices, "
+            "also those that are no linear layers"
+        ) from error
 
 
 def _walk(model: torch.nn.Module) -> Iterator[Part]:
@@ -196,7 +214,11 @@ def _hindrance_of_linear(module: torch.nn.Module, parent: Optional[torch.nn.Modu
         return Because("a subclass of torch.nn.Linear with a forward of its own")
     if "forward" in module.__dict__:
         return Because("its forward was replaced, as accelerate does; convert it before")
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if type(weight).__module__.partition(".")[0] == "torchao":
+        kind = type(weight).__name__
+        fix = "convert the model before torchao does"
+        return Because(f"its weight is quantized already, as torchao's {kind}; {fix}")
+    if weight.dtype not in FLOATS:
         return Because(f"its weight is {weight.dtype}; torch.float32, torch.bfloat16 and torch.float16 are quantized")
     return None
 
@@ -220,7 +242,8 @@ def _heads(model: torch.nn.Module, parts: List[Part]) -> Set[int]:
             heads.add(id(ask()))
     tables = {id(part.module.weight) for part in parts if isinstance(part.module, torch.nn.Embedding)}
     for part in parts:
-        if part.path.rpartition(".")[2] in _HEADS or id(getattr(part.module, "weight", None)) in tables:
+        named = not _HEADS.isdisjoint(part.path.split("."))
+        if named or id(getattr(part.module, "weight", None)) in tables:
             heads.add(id(part.module))
     return heads
 

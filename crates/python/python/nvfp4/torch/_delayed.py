@@ -64,16 +64,21 @@ class Scale(torch.nn.Module):
     def __init__(self, spec: Optional[str], steps: int, device):
         super().__init__()
         self.spec = spec
-        self.register_buffer("scale", torch.ones(1, dtype=torch.float32, device=device))
-        self.register_buffer("history", torch.zeros(steps, dtype=torch.float32, device=device))
+        self.register_buffer("scale", None)
+        self.register_buffer("history", None)
+        self.begin(steps, device)
+
+    def begin(self, steps: int, device) -> None:
+        """Forgets all steps."""
+        self.scale = torch.ones(1, dtype=torch.float32, device=device)
+        self.history = torch.zeros(steps, dtype=torch.float32, device=device)
 
     def _apply(self, fn, recurse=True):
         scale, history = self.scale, self.history
         super()._apply(fn, recurse)
         device = self.scale.device
         if scale.is_meta:  # which has no numbers to take along
-            self.scale = torch.ones(1, dtype=torch.float32, device=device)
-            self.history = torch.zeros(history.shape, dtype=torch.float32, device=device)
+            self.begin(history.numel(), device)
         else:  # to another device, but never to another type
             self.scale, self.history = scale.to(device), history.to(device)
         return self
@@ -160,6 +165,11 @@ class Delays(torch.nn.Module):
                 if name not in self.delayed._modules:
                     self.delayed.add_module(name, Scale(None, history.numel(), device))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        device = next(self.parameters()).device
+        for scale in () if self.delayed is None else self.delayed.children():
+            # Parameters were assigned, and the state may not say what the scales are.
+            if isinstance(scale, Scale) and scale.scale.is_meta and device.type != "meta":
+                scale.begin(scale.history.numel(), device)
 
 
 def update_scales(model: torch.nn.Module) -> None:
@@ -195,8 +205,9 @@ def update(layers: Iterable[Tuple[Any, Any]]) -> None:
 
 
 def _known(scales: Scales) -> Iterator[Scale]:
-    """Those whose rule is known."""
-    return (scale for scale in scales.children() if isinstance(scale, Scale) and scale.spec is not None)
+    """Those whose rule is known and which have numbers."""
+    real = (s for s in scales.children() if isinstance(s, Scale) and not s.history.is_meta)
+    return (scale for scale in real if scale.spec is not None)
 
 
 @torch.no_grad()

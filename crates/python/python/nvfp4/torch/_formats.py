@@ -97,6 +97,9 @@ class Formats(NamedTuple):
 
 def recipe_of(recipe: Union[str, nvfp4.Recipe]) -> nvfp4.Recipe:
     """A recipe, or a preset by its name."""
+    if not isinstance(recipe, (str, nvfp4.Recipe)):
+        kind = type(recipe).__name__
+        raise TypeError(f"recipe: expected the name of a preset or an nvfp4.Recipe, got {kind}")
     return nvfp4.Recipe(recipe) if isinstance(recipe, str) else recipe
 
 

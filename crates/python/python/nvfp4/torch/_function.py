@@ -62,8 +62,6 @@ def linear(
     there as codes. ``main`` is the weight if its gradient goes into ``main_grad``.
     """
     shape, (outputs, inputs) = x.shape, weight.shape
-    if shape[-1] != inputs:
-        check_features(x, inputs)
     x = autocast(x)
     coded = isinstance(weight, QuantizedTensor)
     if coded:
@@ -120,12 +118,6 @@ def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
     on it survive operations in place.
     """
     return torch.ops.aten._unsafe_view(y, shape)
-
-
-def check_features(x: Tensor, expected: int) -> None:
-    """Refuses an input that a layer does not take."""
-    if x.shape[-1] != expected:
-        raise ValueError(f"the input has {x.shape[-1]} features, this layer takes {expected}")
 
 
 def _scales(*kept: Optional[KeptScales]) -> List[Optional[Tensor]]:

@@ -10,7 +10,8 @@ from torch import Tensor
 import nvfp4
 
 from ._formats import Formats, formats_of
-from ._function import check_features, shaped
+from ._function import shaped
+from ._inputs import check_input, fits
 from ._layer import Layer
 from ._norm import _parameter, _reset
 from ._parameters import as_asked
@@ -21,6 +22,8 @@ class GroupedLinear(Layer):
 
     Parameters are ``weight0``, ``bias0``, ``weight1``, …
     """
+
+    weight0: Tensor
 
     def __init__(
         self,
@@ -65,13 +68,17 @@ class GroupedLinear(Layer):
 
     def forward(self, input: Tensor, m_splits: List[int]) -> Tensor:
         """``m_splits`` has the number of tokens of each expert; tokens are sorted by expert."""
-        check_features(input, self.in_features)
+        if not fits(input, self.weight0):
+            quantizes = any(formats.quantizes for formats in self.formats)
+            check_input(input, self.weight0, self.path + ":{}", quantizes)
         x = input.reshape(-1, self.in_features)
-        if len(m_splits) != self.num_gemms or sum(m_splits) != x.shape[0]:
+        splits = list(m_splits)
+        if len(splits) != self.num_gemms or sum(splits) != x.shape[0] or min(splits) < 0:
             raise ValueError(
-                f"m_splits: expected {self.num_gemms} numbers that add up to {x.shape[0]} tokens, got {list(m_splits)}"
+                f"{self.path}:m_splits: expected {self.num_gemms} numbers of tokens "
+                f"that add up to {x.shape[0]}, got {splits}"
             )
-        parts = torch.split(x, list(m_splits))
+        parts = torch.split(x, splits)
         outputs = [self._expert(expert, tokens) for expert, tokens in enumerate(parts)]
         return shaped(torch.cat(outputs), (*input.shape[:-1], self.out_features))
 

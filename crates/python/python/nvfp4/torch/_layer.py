@@ -15,6 +15,7 @@ from ._delayed import Delays
 from ._finite import SLOTS, Watch
 from ._formats import Formats, plan_of
 from ._function import STATELESS, UNWATCHED, linear
+from ._inputs import check_input, fits
 from ._kept import Kept, can_be_kept, weights_may_have_changed
 
 
@@ -92,6 +93,8 @@ class Layer(Delays):
     def product(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], number: int = 0) -> Tensor:
         """``x·wᵀ + bias`` in the formats of the product with this number."""
         prefix, name, formats = self._products[number]
+        if not fits(x, weight):
+            check_input(x, weight, name, formats.quantizes)
         watch = UNWATCHED
         if formats.finite == "refuse":
             flags, first = self._flags(x.device), number * len(SLOTS)

@@ -11,6 +11,7 @@ from torch.nn import functional
 import nvfp4
 
 from ._formats import Formats, formats_of
+from ._inputs import check_input, fits
 from ._layer import Layer
 from ._linear import OneProduct
 from ._parameters import as_asked
@@ -57,6 +58,9 @@ class _Norm(Layer):
 
     def normalized(self, x: Tensor) -> Tensor:
         size = self.layer_norm_weight.shape
+        if not fits(x, self.layer_norm_weight):
+            quantizes = any(formats.quantizes for _, _, formats in self._products)
+            check_input(x, self.layer_norm_weight, self.path + ":{}", quantizes)
         if self.normalization == "RMSNorm":
             return functional.rms_norm(x, size, self.layer_norm_weight, self.eps)
         return functional.layer_norm(x, size, self.layer_norm_weight, self.layer_norm_bias, self.eps)
