@@ -11,7 +11,7 @@ mod scratch;
 
 use device::stream;
 use half::{bf16, f16};
-use nvfp4_kernels::cuda::{Buffer, Error, Input, Plain, Pool, Stream, Values};
+use nvfp4_kernels::cuda::{Buffer, Error, Input, Plain, Pool, Recycled, Stream, Values};
 use nvfp4_kernels::gemm::cuda::{
     By, Costs, Cublas, Member, Operand, PreparedWeight, Product, ProductKind, Verdict, Weights, describe, gemm,
     gemm_by, grouped, verdict,
@@ -382,6 +382,38 @@ fn what_prepared_weights_cannot_be_multiplied_by_is_refused() {
     let short = stream.to_device(&values::<f32>(4, 16, 1)).unwrap();
     let short = Input::new(Values::F32(short.slice()), 4, 16).unwrap();
     assert_eq!(attempt(short, 36), "matmul: expected K = 16, got K = 32");
+}
+
+/// Weights that were brought into order right before a product, in memory that had others: the
+/// product reads them, not what was there before.
+#[test]
+fn a_product_reads_the_weights_that_were_prepared_right_before_it() {
+    let Some(stream) = stream() else { return };
+    let (n, k) = (2048, 4096);
+    let kinds = [1, 2].map(|seed| quantized(n, k, seed, per(GlobalScale::PerTensor)));
+    let there = kinds.each_ref().map(|b| Copied::new(&stream, b, Layout::Linear));
+    for m in [1, 16, 64] {
+        let x = stream.to_device(&values::<bf16>(m, k, 3)).unwrap();
+        let x = Input::new(Values::Bf16(x.slice()), m, k).unwrap();
+        let expected = there.each_ref().map(|b| run::<f32>(&stream, x, b.view(), &Product::default()));
+        // The memory is the same in every turn.
+        let memory = Recycled::default();
+        let mut outs: Vec<[Buffer<f32>; 2]> =
+            (0..8).map(|_| [(); 2].map(|()| stream.to_device(&vec![77.0f32; m * n]).unwrap())).collect();
+        stream.synchronize().unwrap();
+        for (turn, [on_the_way, before]) in outs.iter_mut().enumerate() {
+            let weights = there[turn % 2].view();
+            gemm(&stream, x, weights, &Product::default(), on_the_way.slice_mut(), &memory).unwrap();
+            let prepared = PreparedWeight::new(&stream, &weights, &memory).unwrap();
+            gemm(&stream, x, &prepared, &Product::default(), before.slice_mut(), &memory).unwrap();
+        }
+        for (turn, outs) in outs.iter().enumerate() {
+            for (out, how) in outs.iter().zip(["on the way", "before"]) {
+                let got = stream.to_host(out.slice()).unwrap();
+                assert!(same(&got, &expected[turn % 2]), "{m} tokens, turn {turn}, prepared {how}");
+            }
+        }
+    }
 }
 
 /// Many products in a graph, each of which reads what the one before wrote: dependent launches must

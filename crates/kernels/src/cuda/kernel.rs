@@ -142,7 +142,8 @@ impl Kernel {
     /// # Safety
     ///
     /// As for [`Kernel::launch`]. In addition, unless it is portable, the kernel waits for earlier
-    /// work (`griddepcontrol.wait`) before it accesses memory.
+    /// work (`griddepcontrol.wait`) before it writes memory, or reads any that may have been written
+    /// by a kernel that no other work has waited for.
     pub(crate) unsafe fn launch_dependent<P: Copy>(
         &self,
         stream: &Stream,

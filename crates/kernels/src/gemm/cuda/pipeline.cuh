@@ -43,6 +43,7 @@ struct Params {
     // Tiles of the weights from one group to the next, along rows and along K; and those along K
     // that a product reads.
     u32 next_rows, next_columns, k_tiles;
+    u32 settled;  // whether weights may be read before earlier work has finished
 };
 
 static_assert(sizeof(Params) == 320, "as in pipeline.rs");
@@ -125,7 +126,11 @@ RULE void arrive_after_copies(u32 bar) {
 }
 #endif
 
-// With programmatic dependent launch: waits until earlier kernels have finished.
+// With programmatic dependent launch: waits until earlier kernels have finished. Only what was
+// complete before this kernel could start may be read sooner. Settled weights were: after the kernel
+// that wrote them came work that waited for it to end, before any other kernel (prepared.rs).
+// Kernels between may allow the next one to start as soon as they like, since none of them started
+// before that work.
 RULE void wait_for_previous() {
 #if BULK
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -156,6 +161,12 @@ RULE void sync_all() {
     }
 #endif
     __syncthreads();
+}
+
+// A number in a register: the compiler would compute it again in every step.
+RULE u32 kept(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 RULE uint4 load_shared16(u32 at) {
@@ -275,20 +286,34 @@ RULE bool fill(const Params& p, u32 full, u32 empty, u32 stages) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     Schedule schedule(p);
     Work work;
-    // The bounds of groups come from earlier work.
     if (warp < FILLERS) let_next_begin();
-    if (warp < FILLERS || GROUPING != ALONE) wait_for_previous();
-    if (warp >= FILLERS) return GROUPING == ALONE || schedule.next(work);
+    if (warp >= FILLERS) {
+        // The bounds of groups come from earlier work.
+        if (GROUPING != ALONE) wait_for_previous();
+        return GROUPING == ALONE || schedule.next(work);
+    }
     PipelineState state;
     u32 before = 0;  // steps of earlier work
     bool any = GROUPING == ALONE;
     state.advance(warp);
+    // Settled weights of a warp's first step come while earlier work ends. Tokens, which must wait,
+    // would come after those of more steps.
+    bool ahead = false;
+    if (GROUPING == ALONE && p.settled) {
+        Schedule start(p);
+        ahead = start.next(work) && work.first + warp < work.last;
+        if (ahead) copy_weights(p, work, work.first + warp, stages + state.stage * STAGE_BYTES, full + 8 * state.stage, lane);
+    }
+    wait_for_previous();
     while (schedule.next(work)) {
         // Warp n % FILLERS fills step n, counted over all work.
         for (u32 step = work.first + (warp + FILLERS - before % FILLERS) % FILLERS; step < work.last; step += FILLERS) {
             u32 at = stages + state.stage * STAGE_BYTES, bar = full + 8 * state.stage;
-            wait(empty + 8 * state.stage, state.parity ^ 1);
-            copy_weights(p, work, step, at, bar, lane);
+            if (!ahead) {
+                wait(empty + 8 * state.stage, state.parity ^ 1);
+                copy_weights(p, work, step, at, bar, lane);
+            }
+            ahead = false;
             copy_tokens(p, work, step, at, bar, lane);
             __syncwarp();
             state.advance(FILLERS);

@@ -6,7 +6,7 @@ use super::operand::Operand;
 use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use super::prepared::{self, PreparedWeight, TILE, TILE_BYTES, prepare, tiles};
 use super::scratch::Scratch;
-use super::shape::{self, Instruction, Shape};
+use super::shape::{self, Chip, Instruction, Shape};
 use super::{MMA, OUTPUT, TOKENS, WEIGHTS, math};
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
 use crate::cuda::{
@@ -98,7 +98,7 @@ struct Params {
     next_rows: u32,
     next_columns: u32,
     k_tiles: u32,
-    padding: u32,
+    settled: u32,
 }
 
 const _: () = assert!(size_of::<Params>() == 320);
@@ -160,14 +160,14 @@ pub(super) fn run(
     // Dropped when all work is queued.
     let scratch = Scratch::new(stream, memory, [weight_bytes, token_bytes])?;
     let [weights, decoded] = scratch.addresses;
-    let weights = match right {
+    let (weights, settled) = match right {
         Right::View(view) => {
             prepare(stream, &view, None, weights)?;
-            weights
+            (weights, false)
         }
-        Right::Prepared(weight) => weight.address(),
+        Right::Prepared(weight) => (weight.address(), weight.is_settled()),
     };
-    let call = Call { stream, choice, bits: tokens.math(), weights, size: (rows, cols), output };
+    let call = Call { stream, choice, bits: tokens.math(), weights, settled, size: (rows, cols), output };
     match tokens {
         Tokens::Nvfp4(view) => {
             for first in (0..m).step_by(part) {
@@ -199,6 +199,8 @@ struct Call<'a> {
     choice: Choice,
     bits: Precision,
     weights: u64,
+    /// Whether they may be read before earlier work has finished.
+    settled: bool,
     /// N and K.
     size: (usize, usize),
     output: &'a Output,
@@ -226,7 +228,7 @@ impl Call<'_> {
             next_rows: 0,
             next_columns: 0,
             k_tiles: k_tiles as u32,
-            padding: 0,
+            settled: self.settled.into(),
         };
         let outputs = shape.outputs(m, row_tiles);
         let blocks =
@@ -242,10 +244,11 @@ fn start(stream: &Stream, variant: Variant, blocks: usize, params: &Params) -> R
     let too_many = cuda::Error::TooManyBlocks { rows: params.token_tiles as usize, cols: params.row_tiles as usize };
     let blocks = u32::try_from(blocks).map_err(|_| too_many)?;
     let kernel = VARIANTS.get(stream.device(), variant, source)?;
+    let shared = Chip::of(stream.device()).shared_memory_of(&shape);
     // SAFETY: `Params` is laid out as in pipeline.cuh; operands and outputs were checked, and the
     // scratch belongs to this stream alone. The kernel waits for earlier work before it accesses
-    // memory.
-    unsafe { kernel.launch_dependent(stream, [blocks, 1, 1], shape.threads(), shape.shared(), params) }?;
+    // memory other than settled weights.
+    unsafe { kernel.launch_dependent(stream, [blocks, 1, 1], shape.threads(), shared, params) }?;
     Ok(())
 }
 
@@ -303,7 +306,7 @@ pub(super) fn run_groups(
         next_rows: next.0 as u32,
         next_columns: next.1 as u32,
         k_tiles: own_k as u32,
-        padding: 0,
+        settled: 0,
     };
     // As many as there may be: each group has at most one tile of tokens that is not full.
     let outputs = match grouping {

@@ -17,14 +17,13 @@ struct Params {
 
 constexpr u32 TILES_AT_ONCE = 2;
 
-// The stored byte of an E4M3 byte without its sign.
+// The stored number of an E4M3 byte without its sign.
 RULE u32 prepared_scale(u32 byte) {
     if (byte == 0x7F) return 0xFF;
     if (byte == 0) return 0;
     // As binary32 it is normal: the exponent's last five bits after a change of bias, and three
     // bits of mantissa.
-    u32 number = (to_bits(e4m3::decode(byte)) >> 20) - ((127 - 22) << 3);
-    return number >> 4 | (number & 15) << 4;
+    return (to_bits(e4m3::decode(byte)) >> 20) - ((127 - 22) << 3);
 }
 
 // The element of a column, which is that of all groups.
@@ -71,14 +70,13 @@ extern "C" __global__ void __launch_bounds__(128 * TILES_AT_ONCE) gemm_prepare(c
     }
     __syncthreads();
     if (tile >= p.count || (GROUPED && group.index >= p.groups.count)) return;
-    u32 w = t / 32, g = t / 4 % 8, q = t % 4, words[4], bytes[2] = {};
+    u32 w = t / 32, g = t / 4 % 8, q = t % 4, words[4] = {}, numbers[2] = {};
 #pragma unroll
     for (u32 step = 0; step < 4; step++) {
-        words[step] = 0;
 #pragma unroll
         for (u32 h = 0; h < 2; h++) {
             u32 row = 16 * w + 2 * g + h, byte = scales[slot][row] >> 8 * step & 0xFF, magnitude = byte & 0x7F;
-            bytes[step / 2] |= prepared_scale(magnitude) << (16 * (step % 2) + 8 * h);
+            numbers[step / 2] |= turned_back(prepared_scale(magnitude), 28 - 16 * h - 8 * (step % 2));
 #pragma unroll
             for (u32 k = 0; k < 4; k++) {
                 // Element k % 2 of register h + 2·(k / 2).
@@ -86,11 +84,14 @@ extern "C" __global__ void __launch_bounds__(128 * TILES_AT_ONCE) gemm_prepare(c
                 u32 code = codes[slot][row][at / 8] >> 4 * (at % 8) & 15;
                 if (magnitude == 0 || column + at >= p.cols) code = 0;
                 else if (byte & 0x80) code ^= E2M1_SIGN;
-                words[step] |= ((code & 7) << MAGNITUDES[j] | code >> 3 << SIGNS[j]) << 16 * (k % 2);
+                // In its place, and from there to where `unpack` finds it.
+                u32 bits = turned_back(((code & 7) << 6 | code >> 3 << 15) << 16 * (k % 2), TURNS[step % 2][j]);
+                u32 in_first = j == 3 ? IN_FIRST : step % 2 == 0 ? ~0u : 0;
+                words[step / 2 * 2] |= bits & in_first, words[step / 2 * 2 + 1] |= bits & ~in_first;
             }
         }
     }
     u8* out = p.out + tile * TILE_BYTES;
     ((uint4*)out)[t] = make_uint4(words[0], words[1], words[2], words[3]);
-    if (q == 0) ((uint2*)(out + TILE_CODES))[8 * w + g] = make_uint2(bytes[0], bytes[1]);
+    if (q == 0) ((uint2*)(out + TILE_CODES))[8 * w + g] = make_uint2(numbers[0], numbers[1]);
 }

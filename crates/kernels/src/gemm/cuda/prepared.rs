@@ -38,6 +38,7 @@ pub struct PreparedWeight {
     stored: Memory,
     global: GlobalScale,
     unit: Unit,
+    settled: bool,
 }
 
 impl PreparedWeight {
@@ -47,7 +48,10 @@ impl PreparedWeight {
         let block = memory.bytes(stream, PreparedWeight::block_len(q.rows, q.cols, q.global))?;
         let mut made = PreparedWeight::over(q.rows, q.cols, (q.global, q.unit), block)?;
         prepare(stream, q, None, made.tiles.address())?;
+        // The copy begins when the tiles are there, and everything later after the copy has begun:
+        // products need not wait for the tiles.
         stream.copy(q.stored, made.stored.slice_mut())?;
+        made.settled = !q.stored.is_empty();
         Ok(made)
     }
 
@@ -62,7 +66,8 @@ impl PreparedWeight {
         check_len("block of a prepared weight", len, block.len())?;
         let at = tiles_len(rows, cols);
         let [tiles, stored] = block.parts([0..at, at..len]);
-        Ok(PreparedWeight { rows, cols, tiles, stored, global, unit })
+        // Whoever has the block may write it by a kernel that comes right before a product.
+        Ok(PreparedWeight { rows, cols, tiles, stored, global, unit, settled: false })
     }
 
     /// Number of rows: N.
@@ -82,6 +87,13 @@ impl PreparedWeight {
 
     pub(super) fn address(&self) -> u64 {
         self.tiles.address()
+    }
+
+    /// Whether its tiles are complete before any kernel that is launched from now on can start, even
+    /// one that starts before earlier work has finished. Other streams wait for this one's copy, as
+    /// for all that they read of it.
+    pub(super) fn is_settled(&self) -> bool {
+        self.settled
     }
 
     pub(super) fn global(&self) -> Global {

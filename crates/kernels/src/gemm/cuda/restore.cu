@@ -17,12 +17,13 @@ extern "C" __global__ void __launch_bounds__(128) gemm_restore(const __grid_cons
     const u8* from = p.weights + (u64)blockIdx.x * TILE_BYTES;
     uint4 codes = ((const uint4*)from)[t];
     uint2 scales = ((const uint2*)(from + TILE_CODES))[t / 4];
-    u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, factors[2][2];
+    u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, factors[2][2], x[2][2][4];
     scale_words(scales.x, factors[0]), scale_words(scales.y, factors[1]);
+    unpack(words[0], words[1], x[0]), unpack(words[2], words[3], x[1]);
 #pragma unroll
     for (u32 step = 0; step < 4; step++) {
         u32 a[4];
-        fragment(words[step], factors[step / 2][step % 2], a);
+        fragment(x[step / 2][step % 2], factors[step / 2][step % 2], a);
 #pragma unroll
         for (u32 j = 0; j < 4; j++) values[16 * w + 2 * g + j % 2][8 * step + q + 4 * (j / 2)] = a[j];
     }

@@ -139,6 +139,13 @@ impl Chip {
         }
     }
 
+    /// Bytes of shared memory for a block of a shape. On Hopper no two blocks fit on a
+    /// multiprocessor: a product that starts while another one ends would put two blocks on some and
+    /// none on others.
+    pub fn shared_memory_of(&self, shape: &Shape) -> u32 {
+        if self.wgmma { shape.shared().max(self.shared_memory / 2 + 16) } else { shape.shared() }
+    }
+
     /// The shapes to choose from.
     pub fn shapes(&self) -> &'static [Shape] {
         if self.wgmma { &HOPPER } else { &PORTABLE }
@@ -165,6 +172,15 @@ mod tests {
         // 99 KiB, as on sm_86 and sm_120.
         for shape in PORTABLE {
             assert!(shape.fitted(101376, 128).is_some(), "{shape}");
+        }
+    }
+
+    #[test]
+    fn a_multiprocessor_of_hopper_has_one_block() {
+        let chip = Chip { wgmma: true, clusters: true, multiprocessors: 132, shared_memory: H200 };
+        for shape in HOPPER {
+            let shared = chip.shared_memory_of(&shape);
+            assert!(shape.shared() <= shared && shared <= H200 && 2 * shared > H200, "{shape}");
         }
     }
 

@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(256) gemm_grouped_tokens(const __gr
 
 extern "C" __global__ void __launch_bounds__(256) gemm_tokens(const __grid_constant__ Params p) {
 #if !defined(PORTABLE) && __CUDA_ARCH__ >= 900
-    // The product that follows may start once the work before this kernel has finished.
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    // The product that follows may start at once: it waits for this kernel to end.
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 #endif
     u64 at = (u64)blockIdx.x * 256 + threadIdx.x, blocks = (p.cols + BLOCK - 1) / BLOCK, pitch = (p.cols + 1) / 2;
     if (at >= p.rows * blocks) return;
