@@ -149,7 +149,7 @@ def passes():
         if not whole.formats.trained:
             continue
         parts = copy.deepcopy(whole)
-        parts.formats = parts.formats._replace(trained="", evaluated="")
+        parts.formats = parts.formats._replace(trained="", frozen="", evaluated="")
         parts._products = parts.products()
         for x in (tokens(128, 256), tokens(256, 128).t(), tokens(5, 256), tokens(0, 256), tokens(64, 256).reshape(2, 32, 256)):
             dy = tokens(x.shape[:-1].numel(), 128).reshape(*x.shape[:-1], 128)
@@ -239,6 +239,122 @@ def threads(rounds=200):
     for worker in workers:
         worker.join()
     check(f"two threads replay and compute side by side ({len(failures)} wrong rounds)", not failures)
+
+
+def kept_weights():
+    """Codes of a weight serve until it changes, on the stream that made them; a graph reads the weight of its replay."""
+    for name, recipe in recipes():
+        module, x, dy = linear(recipe), tokens(128, 256), tokens(128, 128)
+        first = gradients(module, x, dy)
+        check(f"{name} from kept codes", all(torch.equal(a, b) for a, b in zip(first, gradients(module, x, dy))))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.no_grad():
+            y = module(x)
+        side.synchronize()
+        check(f"{name} on another stream", torch.equal(y, first[0]))
+        with torch.no_grad():
+            few = module(x[:3])
+            check(f"{name} prepared for few tokens", torch.equal(module(x[:3]), few) or (module(x[:3]) - few).abs().max() <= 2**-6 * few.abs().max())
+    stream, module, x = torch.cuda.Stream(), linear("nvfp4"), tokens(128, 256)
+    graph, made, read = captured(module, x, tokens(128, 128), stream)
+    with torch.no_grad():
+        module.weight.mul_(2), module.bias.mul_(2)
+    with torch.cuda.stream(stream):
+        replay(graph, made)
+        check("a replay quantizes the weight of now", torch.equal(made[0], module(read[0]).detach()))
+    module = linear("nvfp4")
+    step = torch.cuda.make_graphed_callables(module, (x.clone().requires_grad_(),))
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = step(x.clone().requires_grad_())
+        expected = nvfp4.torch.Linear.forward(module, x)
+        check("a graphed callable follows the optimizer", torch.equal(y, expected))
+        y.square().sum().backward()
+        optimizer.step()
+
+
+def training_graph():
+    """A whole training step, optimizer included, is captured; each replay draws afresh and moves the scales of delayed scaling on."""
+    for name in ("nvfp4", "delayed_scaling", "mxfp8"):
+        runs = []
+        for graphed in (False, True):
+            torch.manual_seed(3)
+            model = torch.nn.Sequential(linear(name), torch.nn.GELU(), linear(name, 128, 256))
+            optimizer = torch.optim.Adam(model.parameters(), 1e-3, capturable=True)
+            x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(1))
+
+            def step():
+                optimizer.zero_grad(set_to_none=False)
+                loss = (model(x) - x).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                nvfp4.torch.update_scales(model)
+                return loss.detach()
+
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    step()
+            stream.synchronize()
+            run = step
+            if graphed:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    loss = step()
+
+                def run():
+                    graph.replay()
+                    return loss.clone()
+
+            torch.cuda.manual_seed(11)
+            with torch.cuda.stream(stream):
+                losses = [run() for _ in range(6)]
+            stream.synchronize()
+            runs.append(torch.stack(losses))
+        check(f"six replayed steps of {name} are six eager ones: {runs[1].tolist()}", torch.equal(*runs))
+        check("which are not the same step", len(set(runs[1].tolist())) == 6)
+
+
+def codes():
+    """Parameters of codes on a GPU: the CPU's bytes, the numbers of plain weights, and products of few tokens in a graph."""
+    specs = ["nvfp4", "nvfp4(16x16)", "nvfp4(row-scaled)", "nvfp4(modelopt)", "fp8", "mxfp8", "fp8-block", "fp8-block(128x128)"]
+    for spec in specs:
+        host = torch.randn(256, 512).bfloat16()
+        here, there = (nvfp4.torch.QuantizedTensor.quantize(x, spec) for x in (host, host.cuda()))
+        for name in ("row", "column"):
+            check(f"{spec}, block of the {name} direction", torch.equal(getattr(here, name), getattr(there, name).cpu()))
+        check(f"{spec}, values", torch.equal(here.dequantize(), there.dequantize().cpu()))
+        check(f"{spec}, moved", torch.equal(here.cuda().dequantize(), there.dequantize()) and here.cuda().is_cuda)
+        layer = torch.nn.Linear(512, 256, device="cuda", dtype=torch.bfloat16)
+        layer.weight = torch.nn.Parameter(there)
+        for count in (1, 3, 64, 300):
+            x = tokens(count, 512)
+            exact = x.double() @ there.dequantize().double().t() + layer.bias.double()
+            magnitude = x.double().abs() @ there.dequantize().double().abs().t() + layer.bias.double().abs()
+            with torch.no_grad():
+                y = layer(x).double()
+            # Decoding to bfloat16 rounds the weights of formats with a scale in float32 once.
+            check(f"{spec}, {count} tokens", bool(((y - exact).abs() <= magnitude * 2**-8 + exact.abs() * 2**-8).all()))
+    for name, recipe in recipes():
+        plain = linear(recipe)
+        if not plain.formats.trained or plain.formats.weight.delayed:
+            continue
+        of_codes = nvfp4.torch.quantize_parameters(copy.deepcopy(plain))
+        x, dy = tokens(128, 256), tokens(128, 128)
+        check(f"{name} from codes", all(torch.equal(a, b) for a, b in zip(gradients(plain, x, dy), gradients(of_codes, x, dy))))
+    layer = torch.nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(nvfp4.torch.QuantizedTensor.quantize(layer.weight, "nvfp4", "row"), requires_grad=False)
+    x = tokens(1, 1024)
+    with torch.no_grad():
+        expected = layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+    check("a token through frozen codes in a graph", torch.equal(y, expected) and layer.weight._prepared is not None)
 
 
 def memory():
@@ -360,8 +476,10 @@ def refused():
         nvfp4.torch.check_finite(module)
         for slot, bad in (("input", x), ("weight", module.weight.data), ("grad_output", dy)):
             kept, bad[3, 5] = bad[3, 5].clone(), float("nan")
+            nvfp4.torch.weights_changed(module)  # torch does not count what is written through .data
             gradients(module, x, dy)
             bad[3, 5] = kept
+            nvfp4.torch.weights_changed(module)
             try:
                 nvfp4.torch.check_finite(module)
                 check(f"{name}: NaN in {slot} is named", False)
@@ -433,7 +551,7 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here, and these checks are of nothing else")
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, threads, memory, foreign, watched, refused, bad_input, overhead)
+    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, threads, kept_weights, training_graph, codes, memory, foreign, watched, refused, bad_input, overhead)
     for part in parts:
         part()
     print("all checks passed")

@@ -73,17 +73,19 @@ def linear(
     # Gradients in high precision, from the decoded weight.
     decoded = coded and (not formats.trained or weight.column is None or amax is not None)
     whole = group is None and (formats.trained or decoded)
+    trains = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
     count = shape[0] if len(shape) == 2 else shape[:-1].numel()
-    padding = -count % formats.alignment
+    # Blocks along the tokens are those of a weight's gradient.
+    aligned = not trains or decoded or (whole and not weight.requires_grad)
+    padding = 0 if aligned else -count % formats.alignment
     # A whole pass takes any shape, everything else a matrix.
     reshaped = len(shape) != 2 and (padding or not whole)
     if reshaped:
         x = x.reshape(-1, inputs)
     if padding:
         x = functional.pad(x, (0, 0, 0, padding))
-    trains = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
     offset = None
     if trains and not decoded and formats.grad_output.rounding == "stochastic":
         # Drawn from torch's own generator, so that a recomputed forward pass draws the same, and a
