@@ -26,7 +26,7 @@ class Gpt(nn.Module):
     def forward(self, tokens, targets):
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         logits = self.lm_head(self.norm(self.blocks(x)))
-        return functional.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
+        return functional.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
 
 def main():
