@@ -13,6 +13,8 @@ _Directions = str
 _Accumulator = str
 # "row" or "column".
 _Side = str
+# "rows", "cols" or "one", a step, and the multiple that steps are rounded up to.
+_Extent = Tuple[str, int, int]
 _Dialect = Literal["plain", "modelopt", "compressed-tensors", "torchao", "comfyui"]
 _Modules = Sequence[Union[Tuple[str, str], Tuple[str, str, int]]]
 
@@ -28,6 +30,8 @@ __all__ = [
     "Role",
     "_Lent",
     "__version__",
+    "_block_alignment",
+    "_extents",
     "_linear",
     "_linear_backward",
     "_linear_blocks",
@@ -43,6 +47,7 @@ __all__ = [
 
 __version__: str
 cuda: bool
+_block_alignment: int
 
 class ConversionError(ValueError):
     problems: List[str]
@@ -303,6 +308,9 @@ def matmul(
 def layout(
     spec: str, directions: _Directions, shape: Sequence[int], dtype: _Dtype
 ) -> Tuple[List[Tuple[str, List[int]]], List[Tuple[str, List[int]]]]: ...
+def _extents(
+    spec: str, directions: _Directions, dtype: _Dtype
+) -> Tuple[List[Tuple[str, List[_Extent]]], List[Tuple[str, List[_Extent]]]]: ...
 def _linear(
     x: _Array, weight: _Array, bias: Optional[_Array], formats: str, scales: Sequence[Optional[_Array]], watched: str
 ) -> List[Any]: ...

@@ -16,7 +16,6 @@ from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from . import _ops  # noqa: F401  (makes the operations known)
 from ._composed import Composed, forward
@@ -55,14 +54,10 @@ def linear(
     if device != "meta" and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     whole = group is None and formats.trained
-    count = shape[0] if len(shape) == 2 else shape[:-1].numel()
-    padding = -count % formats.alignment
     # A whole pass takes any shape, everything else a matrix.
-    reshaped = len(shape) != 2 and (padding or not whole)
+    reshaped = len(shape) != 2 and not whole
     if reshaped:
         x = x.reshape(-1, inputs)
-    if padding:
-        x = functional.pad(x, (0, 0, 0, padding))
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -81,9 +76,7 @@ def linear(
     else:
         unseen = State(*(kept and kept.unseen() for kept in state))
         y = forward(x, weight, bias, formats, (formats.input_row, formats.weight_row), group, unseen, watch)[0]
-    if padding:
-        y = y[:count]
-    return shaped(y, (*shape[:-1], outputs)) if reshaped or padding else y
+    return shaped(y, (*shape[:-1], outputs)) if reshaped else y
 
 
 def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
@@ -114,7 +107,7 @@ def _name(formats: Formats, watch: Watch) -> str:
 def _evaluated(x: Tensor, weight: Tensor, bias: Optional[Tensor], settings: _Settings) -> Tensor:
     formats, _, state, watch = settings
     scales = [] if state is STATELESS else _scales(state.input, state.weight)
-    made = _linear(x, weight, bias, formats.evaluated, scales, _name(formats, watch))
+    made = _linear(x, weight, bias, formats.evaluated, scales, _name(formats, watch), formats.alignment)
     if formats.finite == "refuse":
         watch.note(made[-1])
     return made[0]
@@ -125,7 +118,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, offset, settings):
         formats, _, state, watch = settings
         scales = [] if state is STATELESS else _scales(state.input, state.weight)
-        made = _linear(x, weight, bias, formats.trained, scales, _name(formats, watch))
+        made = _linear(x, weight, bias, formats.trained, scales, _name(formats, watch), formats.alignment)
         ctx.save_for_backward(made[1], made[2], offset)
         ctx.call = (settings, weight.shape[1], x.dtype, weight.dtype, None if bias is None else bias.dtype)
         if formats.finite == "refuse":
@@ -146,6 +139,7 @@ class _Linear(torch.autograd.Function):
             made = _linear_backward(
                 dy, x, weight, formats.trained, features, x_dtype if needs_x else None,
                 weight_dtype if needs_weight else None, seed, offset, scales, _name(formats, watch),
+                formats.alignment,
             )  # fmt: skip
             gradients = needs_x + needs_weight
             dx = made[0] if needs_x else None
