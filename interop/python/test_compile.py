@@ -10,8 +10,10 @@ import torch._dynamo.utils
 import torch._inductor.config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import nvfp4
+import nvfp4.te as te
 import nvfp4.torch
 from nvfp4 import _nvfp4
 from nvfp4.torch import _ops, _sizes
@@ -128,6 +130,85 @@ def test_a_graph_in_evaluation():
         for tokens in TOKENS:
             x = torch.randn(tokens, 64)
             assert torch.equal(module(x), compiled(x))
+
+
+FOLLOWING = {
+    "Linear": (lambda: te.Linear(64, 48), ()),
+    "LayerNormLinear": (lambda: te.LayerNormLinear(64, 48), ()),
+    "LayerNormMLP": (lambda: te.LayerNormMLP(64, 96), ()),
+    "GroupedLinear": (lambda: te.GroupedLinear(2, 64, 48), ([48, 16],)),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_modules_that_follow_regions_are_one_graph_for_each_recipe(name):
+    module, args = FOLLOWING[name][0](), FOLLOWING[name][1]
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x, graphs = torch.randn(64, 64, requires_grad=True), torch._dynamo.utils.counters["stats"]
+    recipes = {"high precision": dict(enabled=False), "rules": dict(recipe=NEAREST), "mxfp8": dict(recipe="mxfp8")}
+    for number, asked in enumerate(recipes.values(), 1):
+        with te.autocast(**asked):
+            found = step(compiled, x, *args)  # before any eager call
+        with te.autocast(**asked):
+            assert same(found, step(module, x, *args))
+        assert graphs["unique_graphs"] == number
+    # Regions are new ones each time, and so are recipes; what they stand for is known.
+    with once_compiled():
+        for asked in (dict(recipe=nvfp4.Recipe("mxfp8")), recipes["rules"], dict(enabled=False), recipes["mxfp8"]):
+            with te.autocast(**asked):
+                assert same(step(compiled, x, *args), step(module, x, *args))
+
+
+def test_a_model_around_modules_that_follow_regions():
+    model = torch.nn.Sequential(te.LayerNormMLP(64, 96), torch.nn.GELU(), te.Linear(64, 48))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with once_compiled():
+        for tokens in (32, 64, 50):
+            x = torch.randn(tokens, 64, requires_grad=True)
+            with te.autocast(recipe=NEAREST):
+                assert same(step(model, x), step(compiled, x))
+
+
+def test_a_graph_outside_of_regions():
+    module, x = te.Linear(64, 48), torch.randn(32, 64, requires_grad=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert same(step(compiled, x), step(module, x))
+    with te.autocast():
+        step(compiled, x)
+    # Now such a call may be one that a backward pass repeats.
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"te.autocast\(enabled=False\) for high precision"):
+        compiled(x)
+    with te.autocast(enabled=False):
+        assert torch.equal(compiled(x), module(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_a_backward_pass_repeats_a_compiled_call_in_its_recipe(reentrant):
+    module, twin, x = te.Linear(64, 48), te.Linear(64, 48), torch.randn(32, 64, requires_grad=True)
+    twin.load_state_dict(module.state_dict())
+    compiled = torch.compile(module, backend="aot_eager")
+    with te.autocast(recipe=NEAREST):
+        expected = step(twin, x)
+        y = checkpoint(compiled, x, use_reentrant=reentrant)
+    y.backward((torch.arange(y.numel()) % 7 - 3).reshape(y.shape).to(y.dtype))
+    assert same(expected, [y.detach(), *(p.grad for p in module.parameters()), x.grad])
+
+
+def test_delayed_scaling_of_regions_breaks_the_graph():
+    x = torch.randn(32, 64, requires_grad=True)
+    module, twin = te.Linear(64, 48), te.Linear(64, 48)
+    twin.load_state_dict(module.state_dict())
+    compiled = torch.compile(twin, backend="aot_eager")
+    for _ in range(3):
+        with te.autocast(recipe="delayed_scaling"):
+            eager = step(module, x)
+        with te.autocast(recipe="delayed_scaling"):
+            assert same(eager, step(compiled, x))
+    assert same(list(module.buffers()), list(twin.buffers()))
+    torch._dynamo.reset()
+    whole = torch.compile(te.Linear(64, 48), backend="aot_eager", fullgraph=True)
+    with te.autocast(recipe="delayed_scaling"), pytest.raises(torch._dynamo.exc.Unsupported, match="delayed scaling"):
+        whole(x)
 
 
 def operations(module, x, *args):
