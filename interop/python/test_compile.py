@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shutil
 
 import pytest
 import torch
@@ -90,6 +91,8 @@ def test_formulas_give_the_sizes_of_blocks():
 @pytest.mark.parametrize("how", ["dynamic=True", "mark_dynamic", "inductor"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_graph_is_for_every_number_of_tokens(recipe, how):
+    if how == "inductor" and shutil.which("g++") is None:
+        pytest.skip("g++: inductor compiles for the CPU with it")
     torch.manual_seed(0)
     module, backend = nvfp4.torch.Linear(64, 48, recipe=recipe), "inductor" if how == "inductor" else "aot_eager"
     compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=None if how == "mark_dynamic" else True)
