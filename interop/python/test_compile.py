@@ -261,3 +261,14 @@ def test_an_exported_model_takes_every_batch(recipe, strict):
         x = torch.randn(batch, 9, 64)
         with torch.no_grad():
             assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_an_exported_module_keeps_the_recipe_of_its_region(strict):
+    module, x = te.LayerNormMLP(64, 96).eval(), torch.randn(21, 64)
+    with te.autocast(recipe="nvfp4"), torch.no_grad():
+        tokens = {"inp": {0: torch.export.Dim("tokens")}}
+        exported = torch.export.export(module, (torch.randn(40, 64),), dynamic_shapes=tokens, strict=strict)
+        expected = module(x)
+    with torch.no_grad():
+        assert torch.equal(exported.module()(x), expected)
