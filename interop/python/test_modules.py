@@ -55,6 +55,15 @@ def test_the_products_are_those_of_the_quantized_operands(recipe):
     assert torch.equal(db, dy.sum(0))
 
 
+@pytest.mark.parametrize("tokens", [31, 64, 127])
+def test_the_gradient_of_a_bias_is_torchs(tokens):
+    module, plain = nvfp4.torch.Linear(64, 48), torch.nn.Linear(64, 48)
+    x, dy = torch.randn(tokens, 64), torch.randn(tokens, 48)
+    for layer in (module, plain):
+        layer(x).backward(dy)
+    assert torch.equal(module.bias.grad, plain.bias.grad)
+
+
 def test_tokens_are_padded_to_whole_blocks_and_back():
     torch.manual_seed(0)
     module, x = nvfp4.torch.Linear(64, 48), torch.randn(3, 11, 64)

@@ -55,7 +55,7 @@ mod _nvfp4 {
     #[pymodule_export]
     use crate::matmul::matmul;
     #[pymodule_export]
-    use crate::parts::layout;
+    use crate::parts::{extents, layout};
     #[pymodule_export]
     use crate::plan::Plan;
     #[pymodule_export]
@@ -75,6 +75,7 @@ mod _nvfp4 {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::threads::remember();
         module.add("ConversionError", module.py().get_type::<crate::verify::ConversionError>())?;
+        module.add("_block_alignment", nvfp4::Direction::BLOCK_ALIGNMENT)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("cuda", cfg!(feature = "cuda"))
     }

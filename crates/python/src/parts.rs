@@ -3,6 +3,7 @@
 use crate::array::{Array, Framework, bytes, contiguous, floats};
 #[cfg(feature = "cuda")]
 use crate::cuda;
+use crate::dlpack::DataType;
 use crate::error::OrRaise;
 use crate::held::Held;
 use crate::part::{self, Part};
@@ -58,22 +59,59 @@ fn shares(tensor: &QuantTensor) -> bool {
     }
 }
 
-type Arrays = Vec<(&'static str, Vec<usize>)>;
+/// The arrays of the row direction and those of the column direction: the type of each, and what
+/// else is said of it.
+type Arrays<T> = (Vec<(&'static str, T)>, Vec<(&'static str, T)>);
 
 /// The arrays that quantizing a tensor gives, as (dtype, shape), for the row direction and for the
 /// column direction.
 #[pyfunction]
-pub fn layout(spec: &str, directions: &str, shape: Vec<usize>, dtype: &Bound<'_, PyAny>) -> PyResult<(Arrays, Arrays)> {
+pub fn layout(
+    spec: &str,
+    directions: &str,
+    shape: Vec<usize>,
+    dtype: &Bound<'_, PyAny>,
+) -> PyResult<Arrays<Vec<usize>>> {
+    let (rows, cols) = flat(&shape);
+    arrays(spec, directions, dtype, |like, part, side| {
+        let size = match side {
+            Side::Row => (rows, cols),
+            Side::Column => (cols, rows),
+        };
+        part::shape(like, part, size)
+    })
+}
+
+/// The axis that a length follows, its step, and the multiple that steps are rounded up to.
+type Extent = (&'static str, usize, usize);
+
+/// What [`layout`] says, for tensors of every size. The rows of the column direction are the
+/// columns of the tensor.
+#[pyfunction]
+#[pyo3(name = "_extents")]
+pub fn extents(spec: &str, directions: &str, dtype: &Bound<'_, PyAny>) -> PyResult<Arrays<Vec<Extent>>> {
+    arrays(spec, directions, dtype, |like, part, _| {
+        let (dtype, extents) = part::extents(like, part)?;
+        Some((dtype, extents.iter().map(|of| (of.axis.word(), of.step, of.multiple)).collect()))
+    })
+}
+
+/// The arrays of each direction, with what is said of one.
+fn arrays<T>(
+    spec: &str,
+    directions: &str,
+    dtype: &Bound<'_, PyAny>,
+    said: impl Fn(&Direction, Part, Side) -> Option<(DataType, T)>,
+) -> PyResult<Arrays<T>> {
     let spec: QuantSpec = spec.parse().or_raise()?;
     let like = prototype(&spec, choose("directions", DIRECTIONS, directions)?, words::precision(dtype)?)?;
-    let (rows, cols) = flat(&shape);
-    let arrays = |direction: Option<&Direction>, size: (usize, usize)| -> Arrays {
+    let of = |direction: Option<&Direction>, side| {
         let Some(like) = direction else { return Vec::new() };
-        let named = |part| part::shape(like, part, size).map(|(dtype, shape)| (dtype.name(), shape));
+        let named = |part| said(like, part, side).map(|(dtype, said)| (dtype.name(), said));
         Part::of(like).iter().filter_map(|&part| named(part)).collect()
     };
     let col = like.col().filter(|_| !shares(&like));
-    Ok((arrays(like.row(), (rows, cols)), arrays(col, (cols, rows))))
+    Ok((of(like.row(), Side::Row), of(col, Side::Column)))
 }
 
 /// Puts a tensor together from arrays as [`take_apart`] gives them.

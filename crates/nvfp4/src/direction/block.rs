@@ -9,9 +9,6 @@ use nvfp4_spec::fp8::{ScaleRef, Scales};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// Each array begins at a multiple of this, as GPUs read memory.
-const ALIGNED: usize = 256;
-
 /// Where `N` arrays lie in a block: codes, scales, and for NVFP4 the stored 32-bit scales.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block<const N: usize> {
@@ -25,7 +22,7 @@ impl<const N: usize> Block<N> {
     fn of(lens: [usize; N]) -> Result<Self> {
         let mut len = 0usize;
         let arrays = lens.map(|bytes| {
-            let start = len.checked_next_multiple_of(ALIGNED).unwrap_or(usize::MAX);
+            let start = len.checked_next_multiple_of(Direction::BLOCK_ALIGNMENT).unwrap_or(usize::MAX);
             len = start.saturating_add(bytes);
             start..len
         });
@@ -65,6 +62,9 @@ impl Fp8Description {
 }
 
 impl Direction {
+    /// Each array of a block begins at a multiple of this, as GPUs read memory.
+    pub const BLOCK_ALIGNMENT: usize = 256;
+
     /// Bytes of the block of a direction in the format of this one, of `rows` × `cols`. What is not quantized is
     /// refused, here and below: its numbers are one array already.
     pub fn block_len(&self, rows: usize, cols: usize) -> Result<usize> {

@@ -13,6 +13,8 @@ _Directions = str
 _Accumulator = str
 # "row" or "column".
 _Side = str
+# "rows", "cols" or "one", a step, and the multiple that steps are rounded up to.
+_Extent = Tuple[str, int, int]
 _Dialect = Literal["plain", "modelopt", "compressed-tensors", "torchao", "comfyui"]
 _Modules = Sequence[Union[Tuple[str, str], Tuple[str, str, int]]]
 
@@ -28,7 +30,9 @@ __all__ = [
     "Role",
     "_Lent",
     "__version__",
+    "_block_alignment",
     "_dequantize_block",
+    "_extents",
     "_linear",
     "_linear_backward",
     "_linear_blocks",
@@ -47,6 +51,7 @@ __all__ = [
 
 __version__: str
 cuda: bool
+_block_alignment: int
 
 class ConversionError(ValueError):
     problems: List[str]
@@ -307,6 +312,9 @@ def matmul(
 def layout(
     spec: str, directions: _Directions, shape: Sequence[int], dtype: _Dtype
 ) -> Tuple[List[Tuple[str, List[int]]], List[Tuple[str, List[int]]]]: ...
+def _extents(
+    spec: str, directions: _Directions, dtype: _Dtype
+) -> Tuple[List[Tuple[str, List[_Extent]]], List[Tuple[str, List[_Extent]]]]: ...
 def _linear(
     x: _Array, weight: _Array, bias: Optional[_Array], formats: str, scales: Sequence[Optional[_Array]], watched: str
 ) -> List[Any]: ...
@@ -323,7 +331,9 @@ def _linear_backward(
     scales: Sequence[Optional[_Array]],
     watched: str,
 ) -> List[Any]: ...
-def _linear_blocks(formats: str, tokens: int, in_features: int, out_features: int) -> Tuple[int, int, int]: ...
+def _linear_blocks(
+    formats: str, tokens: int, in_features: int, out_features: int
+) -> Tuple[Optional[int], Optional[int], Optional[int]]: ...
 def _linear_codes(
     x: _Array,
     weight: _Array,

@@ -214,15 +214,20 @@ pub fn backward<'py>(
 }
 
 /// Bytes of the blocks that a forward pass gives: of x's column direction, of the weight's row and
-/// column direction; 0 for those that it does not give.
+/// column direction; none for those that it does not give.
 #[pyfunction]
 #[pyo3(name = "_linear_blocks")]
-pub fn sizes(formats: &str, tokens: usize, in_features: usize, out_features: usize) -> PyResult<(usize, usize, usize)> {
+pub fn sizes(
+    formats: &str,
+    tokens: usize,
+    in_features: usize,
+    out_features: usize,
+) -> PyResult<(Option<usize>, Option<usize>, Option<usize>)> {
     let formats = Formats::of(formats)?;
     let Formats { input, weight, pass, keeps, .. } = &*formats;
     let len = |given: bool, slot: &formats::Slot, side, rows, cols| match given {
-        true => slot.like(side)?.block_len(rows, cols).or_raise(),
-        false => Ok(0),
+        true => slot.like(side)?.block_len(rows, cols).or_raise().map(Some),
+        false => Ok(None),
     };
     Ok((
         len(*pass == Pass::Trained, input, Side::Column, in_features, tokens)?,

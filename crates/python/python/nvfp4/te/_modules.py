@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,29 @@ _lock = threading.RLock()
 _PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products")
 # How many recipes a module keeps the formats of.
 _AT_HAND = 4
+# What a module remembers of its calls, which is no part of what is saved or copied.
+_REMEMBERED = ("_plans", "_ran", "_repeated", "_regional", "_compiled", "_step")
+
+
+# What a compiler says that needs one graph and meets what cannot be in it.
+_WHY = (
+    "delayed scaling counts its steps outside of graphs, and so do calls outside of all regions once a module was "
+    "called in one; enter te.autocast around the compiled call, te.autocast(enabled=False) for high precision"
+)
+
+
+def _outside_of_graphs(function):
+    try:
+        return torch.compiler.disable(function, reason=_WHY)
+    except TypeError:  # older versions of torch take no reason
+        return torch.compiler.disable(function)
+
+
+class _Planned(NamedTuple):
+    """What a recipe sets in a module, and whether a scale comes from earlier steps."""
+
+    sets: Dict[str, Any]
+    delayed: bool
 
 
 class _Follows(torch.nn.Module):
@@ -38,18 +61,22 @@ class _Follows(torch.nn.Module):
     forget_weights: Callable[[], None]
     path: str
     delayed: Any
-    # Recipes, and what each sets; the latest first.
-    _plans: Tuple[Tuple[nvfp4.Recipe, Dict[str, Any]], ...] = ()
+    # By the keys of regions: what their recipes set; the latest first.
+    _plans: Dict[str, _Planned] = {}
     # The regions, each with another recipe, of calls that a backward pass may repeat, the latest
     # last; and whether one has.
     _ran: Tuple[Region, ...] = ()
     _repeated: bool = False
+    # The region of the last compiled call, if it is not among these yet.
+    _compiled: Optional[Region] = None
+    # Whether any call was in a region.
+    _regional: bool = False
     # The step of delayed scaling that it was last part of.
     _step: Optional[Step] = None
 
     def __getstate__(self):
-        # The next call finds out what to follow: that is no part of what is saved or copied.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_ran", "_repeated", "_step")}
+        # The next call finds out what to follow.
+        return {name: value for name, value in self.__dict__.items() if name not in _REMEMBERED}
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -62,10 +89,34 @@ class _Follows(torch.nn.Module):
         """This module as the region around the call has it: with the formats and the workers of
         this call, and everything else in common.
         """
-        # A compiler cannot see through it; to keep one out costs time that eager calls save.
-        return self._kept_from_compilers() if torch.compiler.is_compiling() else self._twin()
+        return self._traced() if torch.compiler.is_compiling() else self._twin()
 
-    @torch.compiler.disable
+    def _traced(self):
+        """The same in a graph, which is that of this region's recipe. A compiler sees what is
+        assigned here in this call alone.
+        """
+        self._plan_ahead()
+        here = region()
+        planned = self._plans[here.key]
+        # Steps of delayed scaling are counted call by call. A call outside of all regions may be
+        # one that a backward pass repeats, which no graph can tell.
+        if planned.delayed or (self._regional and not here.key):
+            return self._kept_from_compilers()
+        if here.key:
+            self._compiled = here
+        for name, value in planned.sets.items():
+            setattr(self, name, value)
+        self._workers = None if here.group is None else Workers(here.group)
+        return self
+
+    @torch.compiler.assume_constant_result
+    def _plan_ahead(self) -> None:
+        """Makes the plan of a region at hand while a compiler looks at the call."""
+        here = region()
+        self._planned(here)
+        self._regional = self._regional or bool(here.key)
+
+    @_outside_of_graphs
     def _kept_from_compilers(self):
         return self._twin()
 
@@ -80,19 +131,23 @@ class _Follows(torch.nn.Module):
     def _twin(self):
         here = self._followed()
         planned = self._planned(here)
-        if here.step is not None and _is_delayed(planned):
+        if here.step is not None and planned.delayed:
             self._begin(here, here.step)
         # Neither is a parameter or a module, for which an assignment would look.
         workers = None if here.group is None else Workers(here.group)
         same = object.__new__(type(self))
-        same.__dict__.update(self.__dict__, **planned, _workers=workers)
+        same.__dict__.update(self.__dict__, **planned.sets, _workers=workers)
         return same
 
     def _followed(self) -> Region:
         here = region()
+        with _lock:
+            if self._compiled is not None:
+                self.__dict__.update(_ran=self._remembered(self._compiled), _repeated=False, _compiled=None)
         if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
             with _lock:
                 self.__dict__.update(_ran=self._remembered(here), _repeated=False)
+                self._regional = self._regional or bool(here.key)
             return here
         with _lock:
             ran, self._repeated = self._ran, True
@@ -116,19 +171,20 @@ class _Follows(torch.nn.Module):
             return (here,)
         return (*(before for before in self._ran if before.recipe != here.recipe), here)
 
-    def _planned(self, here: Region) -> Dict[str, Any]:
+    def _planned(self, here: Region) -> _Planned:
         """What the recipe sets."""
-        for recipe, planned in self._plans:
-            if recipe is here.recipe or recipe == here.recipe:
-                return planned
+        planned = self._plans.get(here.key)
+        if planned is not None:
+            return planned
         with _lock:
             if self._step is not None and self._step is not here.step:
                 self._step.end()  # while its scales are there: another recipe may need other ones
             self.use_recipe(here.recipe)
-            planned = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
+            sets = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
+            planned = _Planned(sets, _is_delayed(sets))
             # Scales that a module keeps are those of one recipe.
-            kept = [plan for plan in self._plans if not (_is_delayed(planned) and _is_delayed(plan[1]))]
-            self._plans = ((here.recipe, planned), *kept[: _AT_HAND - 1])
+            kept = [item for item in self._plans.items() if not (planned.delayed and item[1].delayed)]
+            self._plans = dict([(here.key, planned), *kept[: _AT_HAND - 1]])
             return planned
 
     def _begin(self, here: Region, step: Step) -> None:

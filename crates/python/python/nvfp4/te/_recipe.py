@@ -6,8 +6,10 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import threading
+from collections import deque
 from dataclasses import dataclass, fields
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, NamedTuple, Optional, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -165,11 +167,32 @@ class Step:
 
 
 class Region(NamedTuple):
-    """What modules follow inside ``autocast``."""
+    """What modules follow inside ``autocast``.
+
+    ``key`` stands for the recipe, and is empty outside. Compilers compare it: to them, recipes and
+    steps are objects that are new each time.
+    """
 
     recipe: nvfp4.Recipe
     group: Any = None
     step: Optional[Step] = None
+    key: str = ""
+
+
+# The last recipes that regions had, each with its key.
+_keys: Deque[Tuple[nvfp4.Recipe, str]] = deque(maxlen=64)
+_keys_lock = threading.Lock()
+
+
+def _key(recipe: nvfp4.Recipe) -> str:
+    """The key of a recipe: the same for equal ones, while they are among the last."""
+    with _keys_lock:
+        for known, key in _keys:
+            if known is recipe or known == recipe:
+                return key
+        key = f"{recipe.name} {next(_numbers)}"
+        _keys.append((recipe, key))
+        return key
 
 
 _HIGH_PRECISION = Region(nvfp4.Recipe("high_precision"))
@@ -195,14 +218,14 @@ def autocast(
     """
     step = region().step or Step()
     if not enabled:
-        new = _HIGH_PRECISION._replace(step=step)
+        new = _HIGH_PRECISION._replace(step=step, key=_key(_HIGH_PRECISION.recipe))
     else:
         recipe = NVFP4BlockScaling() if recipe is None else recipe
         if isinstance(recipe, str):
             recipe = nvfp4.Recipe(recipe)
         elif not isinstance(recipe, nvfp4.Recipe):
             recipe = recipe.recipe()
-        new = Region(recipe, amax_reduction_group, step)
+        new = Region(recipe, amax_reduction_group, step, _key(recipe))
     with _inside(new):
         yield
 

@@ -9,8 +9,8 @@
 
 Modules hold their parameters in high precision and under the names of ``torch.nn``'s, so state
 dicts load in both directions. They work under activation checkpointing,
-``torch.compile(fullgraph=True)`` and data parallelism (:func:`reduce_amaxes`). Stochastic rounding
-follows ``torch.manual_seed``.
+``torch.compile(fullgraph=True)``, with one graph for every number of tokens, ``torch.export`` and
+data parallelism (:func:`reduce_amaxes`). Stochastic rounding follows ``torch.manual_seed``.
 """
 
 import torch as _torch

@@ -18,6 +18,7 @@ from ._finite import Watch, Watched
 from ._formats import Format, Formats
 from ._main_grad import added, dtype_of
 from ._once import once
+from ._sizes import padded
 
 quantize = torch.ops.nvfp4.quantize
 quantize_delayed = torch.ops.nvfp4.quantize_delayed
@@ -32,8 +33,9 @@ def quantized(
     group=None,
     kept: Optional[Kept] = None,
     watched: Optional[Watched] = None,
+    alignment: int = 1,
 ) -> List[Tensor]:
-    """The arrays of ``x``, with amaxes that all workers agree on.
+    """The arrays of ``x``, padded to whole blocks, with amaxes that all workers agree on.
 
     Those of delayed scaling, for which something is kept, they agree on later.
     """
@@ -53,18 +55,18 @@ def quantized(
         return made[:-1]
 
     if kept is not None:
-        given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name)
+        given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name, alignment)
         made = arrays(quantize_delayed(x, *given))
         end = len(made) - kept.number()
         kept.note(made, end)
         return made[:end]
     if group is None or format.shared == ("nothing", "nothing"):
-        return arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name))
+        return arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name, alignment))
     if format.spec.endswith(" from row") and ("tensor" in format.shared or "nothing" not in format.shared):
         raise ValueError(f"{format.spec}: workers cannot agree on an amax of decoded values; leave out 'from row'")
     parts: List[Tensor] = []
     if "stored" in format.shared:
-        parts = arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name))
+        parts = arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name, alignment))
     ends = (format.row, format.row + format.column)
     amaxes = [
         {"stored": lambda: parts[end - 1].clone(), "tensor": lambda: _amax(x), "nothing": lambda: None}[shared]()
@@ -73,7 +75,7 @@ def quantized(
     for amax in amaxes:
         if amax is not None:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
-    return arrays(quantize(x, format.spec, format.directions, seed, offset, *amaxes, name))
+    return arrays(quantize(x, format.spec, format.directions, seed, offset, *amaxes, name, alignment))
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -98,14 +100,20 @@ def forward(
     watch: Watch,
 ):
     (x_format, w_format), finite = pair, formats.finite
-    xq = quantized(x, x_format, group=group, kept=state.input, watched=_watched(finite, watch, "input"))
+    watched = _watched(finite, watch, "input")
+    xq = quantized(x, x_format, group=group, kept=state.input, watched=watched, alignment=formats.alignment)
     wq = quantized(weight, w_format, kept=state.weight, watched=_watched(finite, watch, "weight"))
     y = matmul(
-        xq[: x_format.row], x_format.spec, "row", x.shape,
+        xq[: x_format.row], x_format.spec, "row", _whole(x, formats),
         wq[: w_format.row], w_format.spec, "row", weight.shape,
-        bias, x.dtype, formats.accumulators[0],
+        bias, x.dtype, formats.accumulators[0], x.shape[0],
     )  # fmt: skip
     return y, xq, wq
+
+
+def _whole(x: Tensor, formats: Formats) -> Tuple[int, int]:
+    """The shape of a matrix with its tokens in whole blocks."""
+    return padded(x.shape[0], formats.alignment), x.shape[1]
 
 
 class Composed(torch.autograd.Function):
@@ -120,7 +128,7 @@ class Composed(torch.autograd.Function):
         wq = wq[formats.weight.row :] if formats.weight.column else wq
         ctx.save_for_backward(offset, *xq, *wq)
         ctx.x_arrays = len(xq)
-        ctx.shapes = (x.shape, weight.shape)
+        ctx.shapes = (_whole(x, formats), weight.shape)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.settings = (formats, seed, group, state, watch)
         ctx.main = main
@@ -138,17 +146,19 @@ class Composed(torch.autograd.Function):
         row, column = [], []
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             watched = _watched(formats.finite, watch, "grad_output")
-            dyq = quantized(dy.contiguous(), format, seed, offset, group, state.grad_output, watched)
+            given = (format, seed, offset, group, state.grad_output, watched, formats.alignment)
+            dyq = quantized(dy.contiguous(), *given)
             row, column = dyq[: format.row], dyq[format.row :] if format.column else dyq
         dx = dw = db = None
+        dy_shape = _whole(dy, formats)
         if ctx.needs_input_grad[0]:
             dx = matmul(
-                row, format.spec, "row", dy.shape, wq, formats.weight.spec, "column", w_shape, None, x_dtype,
-                formats.accumulators[1],
+                row, format.spec, "row", dy_shape, wq, formats.weight.spec, "column", w_shape, None, x_dtype,
+                formats.accumulators[1], dy.shape[0],
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             dw = matmul(
-                column, format.spec, "column", dy.shape, xq, formats.input.spec, "column", x_shape, None,
+                column, format.spec, "column", dy_shape, xq, formats.input.spec, "column", x_shape, None,
                 dtype_of(ctx.main, w_dtype), formats.accumulators[2],
             )  # fmt: skip
             dw = added(ctx.main, dw)

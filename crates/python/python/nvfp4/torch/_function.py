@@ -17,7 +17,6 @@ from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from . import _ops  # noqa: F401  (makes the operations known)
 from ._coded import _FEW, autocast, from_codes
@@ -76,16 +75,10 @@ def linear(
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    count = shape[0] if len(shape) == 2 else shape[:-1].numel()
-    # Blocks along the tokens are those of a weight's gradient.
-    aligned = not trains or decoded or (whole and not weight.requires_grad)
-    padding = 0 if aligned else -count % formats.alignment
     # A whole pass takes any shape, everything else a matrix.
-    reshaped = len(shape) != 2 and (padding or not whole)
+    reshaped = len(shape) != 2 and not whole
     if reshaped:
         x = x.reshape(-1, inputs)
-    if padding:
-        x = functional.pad(x, (0, 0, 0, padding))
     offset = None
     if trains and not decoded and formats.grad_output.rounding == "stochastic":
         # Drawn from torch's own generator, so that a recomputed forward pass draws the same, and a
@@ -109,10 +102,9 @@ def linear(
         y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch, main)
     else:
         unseen = State(*(kept and kept.unseen() for kept in state))
-        y = forward(x, weight, bias, formats, (formats.input_row, formats.weight_row), group, unseen, watch)[0]
-    if padding:
-        y = y[:count]
-    return shaped(y, (*shape[:-1], outputs)) if reshaped or padding else y
+        pair = formats.input_row, formats.weight_row
+        y = forward(x, weight, bias, formats._replace(alignment=1), pair, group, unseen, watch)[0]
+    return shaped(y, (*shape[:-1], outputs)) if reshaped else y
 
 
 def shaped(y: Tensor, shape: Tuple[int, ...]) -> Tensor:
@@ -174,11 +166,12 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, offset, settings, codes, kept, main):
         formats, _, state, watch = settings
         trains_weight = ctx.needs_input_grad[1]
-        text, at = (formats.trained, 2) if trains_weight else (formats.frozen, 1)
+        # Blocks along the tokens are those of the weight's gradient.
+        text, at, alignment = (formats.trained, 2, formats.alignment) if trains_weight else (formats.frozen, 1, 1)
         name = _name(formats, watch)
         if codes is None:
             scales = [] if state is STATELESS else _scales(state.input, state.weight)
-            made = _linear(x, weight, bias, text if kept is None else f"{text} keep", scales, name)
+            made = _linear(x, weight, bias, text if kept is None else f"{text} keep", scales, name, alignment)
             if kept is not None:
                 kept.keep(weight, formats.evaluated, Codes(made[at], made[at + 1]))
                 at += 1
@@ -186,11 +179,11 @@ class _Linear(torch.autograd.Function):
             at += 1
         else:
             scales = [] if state is STATELESS else _scales(state.input, None)
-            made = _linear_codes(x, codes.row, None, bias, text, weight.shape[0], None, scales, name)
+            made = _linear_codes(x, codes.row, None, bias, text, weight.shape[0], None, scales, name, alignment)
             column, noted = codes.column, (state.input,)
         # Without a gradient of the weight, nothing of x is read again.
         ctx.save_for_backward(made[1] if trains_weight else column, column, offset)
-        ctx.call = (settings, text, weight.shape[1], x.dtype, weight.dtype, None if bias is None else bias.dtype, main)
+        ctx.call = (settings, text, alignment, weight.shape[1], x.dtype, weight.dtype, None if bias is None else bias.dtype, main)
         if formats.finite == "refuse":
             watch.note(made[-1])
         if state is not STATELESS:
@@ -200,7 +193,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx, dy):
-        (formats, seed, state, watch), text, features, x_dtype, weight_dtype, bias_dtype, main = ctx.call
+        (formats, seed, state, watch), text, alignment, features, x_dtype, weight_dtype, bias_dtype, main = ctx.call
         x, weight, offset = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
@@ -208,7 +201,7 @@ class _Linear(torch.autograd.Function):
             scales = [] if state is STATELESS else _scales(state.grad_output)
             made = _linear_backward(
                 dy, x, weight, text, features, x_dtype if needs_x else None,
-                dtype_of(main, weight_dtype) if needs_weight else None, seed, offset, scales, _name(formats, watch),
+                dtype_of(main, weight_dtype) if needs_weight else None, seed, offset, scales, _name(formats, watch), alignment,
             )  # fmt: skip
             gradients = needs_x + needs_weight
             dx = made[0] if needs_x else None

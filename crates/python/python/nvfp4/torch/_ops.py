@@ -10,17 +10,24 @@ for tensors with delayed scaling, and ``torch.ops.nvfp4.matmul``.
 Between the parts, a quantized tensor travels as the list of its arrays: those of the row direction,
 then those of the column direction (``nvfp4.layout`` says which). So autograd can keep it, compilers
 can see it, and other devices can hold it.
+
+Operations take any number of tokens, and pad it themselves to a multiple of ``alignment``. So a
+graph with them is that of every number of tokens.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import nvfp4
 from nvfp4 import _nvfp4
+
+from . import _sizes
 
 _SHORT = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -52,6 +59,7 @@ def _quantize(
     amax: Optional[Tensor],
     column_amax: Optional[Tensor],
     finite: str = "",
+    alignment: int = 1,
 ) -> List[Tensor]:
     """Quantizes ``x`` as ``spec`` says.
 
@@ -60,12 +68,24 @@ def _quantize(
     ``finite`` is the name of a tensor that must be finite. If it is not, the CPU raises; a GPU
     notes it in a flag after the arrays, which is -1 otherwise.
     """
+    x = _padded(x, alignment)
     given, flag = _given(x, seed, offset, finite)
     if x.is_cuda and "high-precision" in spec:
         parts = _partly(x, spec, directions, {"amax": amax, **given}, {"column_amax": column_amax, **given})[0]
     else:
         parts = _parts(_observed(x, spec, directions, finite, amax=amax, column_amax=column_amax, **given)[0])
     return parts + flag
+
+
+def _padded(x: Tensor, alignment: int) -> Tensor:
+    """The tensor with zeros for tokens that are missing in the last block; the same if none are."""
+    missing = -x.shape[:-1].numel() % alignment
+    return functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, missing)) if missing else x
+
+
+def _first(y: Tensor, shape: torch.Size) -> Tensor:
+    """The first rows of a result, in this shape: no view, so that operations in place may follow."""
+    return torch.ops.aten._unsafe_view(y[: shape[:-1].numel()], shape)
 
 
 def _parts(q: nvfp4.QuantTensor) -> List[Tensor]:
@@ -128,10 +148,15 @@ def _kept(x: Tensor, format: str) -> Tensor:
     return x.to(_SHORT[name] if name else x.dtype, copy=True)
 
 
-def _quantize_fake(x, spec, directions, seed, offset, amax, column_amax, finite=""):
-    row, column = nvfp4.layout(spec, directions, [int(size) for size in x.shape], str(x.dtype))
+def _quantize_fake(x, spec, directions, seed, offset, amax, column_amax, finite="", alignment=1):
     flag = [("int64", [1])] if finite else []
-    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column + flag]
+    return _arrays_fake(x, spec, directions, alignment, flag)
+
+
+def _arrays_fake(x, spec, directions, alignment, more):
+    tokens = _sizes.padded(math.prod(x.shape[:-1]), alignment)
+    arrays = _sizes.arrays(spec, directions, (tokens, x.shape[-1]), str(x.dtype))
+    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in arrays + more]
 
 
 def _quantize_delayed(
@@ -143,12 +168,14 @@ def _quantize_delayed(
     scale: Optional[Tensor],
     column_scale: Optional[Tensor],
     finite: str = "",
+    alignment: int = 1,
 ) -> List[Tensor]:
     """Quantizes ``x`` by scales of earlier steps.
 
     After the arrays come the amax that was seen for each scale, 0 if it was not used, and the flag
     of ``quantize``.
     """
+    x = _padded(x, alignment)
     given, flag = _given(x, seed, offset, finite)
     if x.is_cuda and "high-precision" in spec:
         # A spec of the column direction alone has one scale.
@@ -165,11 +192,10 @@ def _quantize_delayed(
     return parts + seen + flag
 
 
-def _quantize_delayed_fake(x, spec, directions, seed, offset, scale, column_scale, finite=""):
-    row, column = nvfp4.layout(spec, directions, [int(size) for size in x.shape], str(x.dtype))
+def _quantize_delayed_fake(x, spec, directions, seed, offset, scale, column_scale, finite="", alignment=1):
     amaxes = [("float32", [1]) for given in (scale, column_scale) if given is not None]
     flag = [("int64", [1])] if finite else []
-    return [x.new_empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in row + column + amaxes + flag]
+    return _arrays_fake(x, spec, directions, alignment, amaxes + flag)
 
 
 def _matmul(
@@ -184,12 +210,19 @@ def _matmul(
     bias: Optional[Tensor],
     dtype: torch.dtype,
     accumulator: str = "precise",
+    rows: Optional[int] = None,
 ) -> Tensor:
     """The product of a direction of one quantized tensor and a direction of another, transposed,
     plus a bias.
 
-    The arrays are those of one direction; the shapes are those of the tensors.
+    The arrays are those of one direction; the shapes are those of the tensors. Of the result the
+    first ``rows`` are wanted, all if there is no such number.
     """
+    y = _product(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype, accumulator)
+    return y if rows is None or rows == y.shape[0] else _first(y, torch.Size((rows, y.shape[1])))
+
+
+def _product(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype, accumulator) -> Tensor:
     if len(a) == 1 and len(b) == 1:  # neither is quantized
         left = a[0] if a_side == "row" else a[0].t()
         right = b[0] if b_side == "row" else b[0].t()
@@ -208,8 +241,9 @@ def _matmul(
     return nvfp4.matmul(*quantized, bias=bias, dtype=dtype, accumulator=accumulator)
 
 
-def _matmul_fake(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype, accumulator="precise"):
-    rows = a_shape[0] if a_side == "row" else a_shape[1]
+def _matmul_fake(a, a_spec, a_side, a_shape, b, b_spec, b_side, b_shape, bias, dtype, accumulator="precise", rows=None):
+    if rows is None:
+        rows = a_shape[0] if a_side == "row" else a_shape[1]
     cols = b_shape[0] if b_side == "row" else b_shape[1]
     return a[0].new_empty((rows, cols), dtype=dtype)
 
@@ -224,26 +258,40 @@ def _side(q: nvfp4.QuantTensor, side: str) -> nvfp4.Direction:
     return direction
 
 
-def _linear_fake(x, weight, bias, formats, scales, watched):
-    tokens, features = x.shape[:-1], weight.shape
-    y = x.new_empty((*tokens, features[0]))
-    blocks = _nvfp4._linear_blocks(formats, int(tokens.numel()), int(features[1]), int(features[0]))
-    made = [x.new_empty(size, dtype=torch.uint8) for size in blocks if size]
-    return [y, *made, *_noted(x, scales, watched, 2)]
+def _linear(x, weight, bias, formats, scales, watched, alignment=1) -> List[Tensor]:
+    whole = _padded(x, alignment)
+    made = _nvfp4._linear(whole, weight, bias, formats, scales, watched)
+    if whole is not x:
+        made[0] = _first(made[0], torch.Size((*x.shape[:-1], weight.shape[0])))
+    return made
 
 
-def _linear_codes_fake(x, weight, prepared, bias, formats, out_features, amax, scales, watched):
-    tokens, features = x.shape[:-1], x.shape[-1]
+def _linear_fake(x, weight, bias, formats, scales, watched, alignment=1):
+    (*tokens, _), (outputs, inputs) = x.shape, weight.shape
+    y = x.new_empty((*tokens, outputs))
+    blocks = _sizes.linear_blocks(formats, _sizes.padded(math.prod(tokens), alignment), inputs, outputs)
+    return [y, *(x.new_empty(size, dtype=torch.uint8) for size in blocks), *_noted(x, scales, watched, 2)]
+
+
+def _linear_codes(
+    x, weight, prepared, bias, formats, out_features, amax, scales, watched, alignment=1
+) -> List[Tensor]:
+    whole = _padded(x, alignment)
+    made = _nvfp4._linear_codes(whole, weight, prepared, bias, formats, out_features, amax, scales, watched)
+    if whole is not x:
+        made[0] = _first(made[0], torch.Size((*x.shape[:-1], out_features)))
+    return made
+
+
+def _linear_codes_fake(x, weight, prepared, bias, formats, out_features, amax, scales, watched, alignment=1):
+    *tokens, inputs = x.shape
     y = x.new_empty((*tokens, out_features))
-    blocks = _nvfp4._linear_blocks(formats, int(tokens.numel()), int(features), int(out_features))
-    made = [x.new_empty(size, dtype=torch.uint8) for size in blocks[:1] if size]
-    return [y, *made, *_noted(x, scales, watched, 2)]
+    blocks = _sizes.input_blocks(formats, _sizes.padded(math.prod(tokens), alignment), inputs)
+    return [y, *(x.new_empty(size, dtype=torch.uint8) for size in blocks), *_noted(x, scales, watched, 2)]
 
 
 def _quantize_blocks_fake(x, spec, directions):
-    text = f"{spec} | {spec} | {spec} | precise precise precise | {'trained' if directions == 'both' else 'evaluated'} keep"
-    _, row, column = _nvfp4._linear_blocks(text, 0, int(x.shape[1]), int(x.shape[0]))
-    return [x.new_empty(size, dtype=torch.uint8) for size in (row, column) if size]
+    return [x.new_empty(size, dtype=torch.uint8) for size in _sizes.blocks(spec, directions, *x.shape)]
 
 
 def _dequantize_block_fake(block, spec, rows, cols, dtype):
@@ -259,7 +307,17 @@ def _prepare_block_fake(block, spec, rows, cols):
     raise NotImplementedError("a weight is prepared before a model is compiled: call it once")
 
 
-def _linear_backward_fake(dy, x, weight, formats, in_features, dx, dw, seed, offset, scales, watched):
+def _linear_backward(
+    dy, x, weight, formats, in_features, dx, dw, seed, offset, scales, watched, alignment=1
+) -> List[Tensor]:
+    whole = _padded(dy, alignment)
+    made = _nvfp4._linear_backward(whole, x, weight, formats, in_features, dx, dw, seed, offset, scales, watched)
+    if whole is not dy and dx is not None:
+        made[0] = _first(made[0], torch.Size((*dy.shape[:-1], in_features)))
+    return made
+
+
+def _linear_backward_fake(dy, x, weight, formats, in_features, dx, dw, seed, offset, scales, watched, alignment=1):
     made = [] if dx is None else [dy.new_empty((*dy.shape[:-1], in_features), dtype=dx)]
     made += [] if dw is None else [dy.new_empty((dy.shape[-1], in_features), dtype=dw)]
     return [*made, *_noted(dy, scales, watched, 1)]
@@ -273,31 +331,32 @@ def _noted(x: Tensor, scales: List[Optional[Tensor]], watched: str, tensors: int
 
 _define(
     "quantize(Tensor x, str spec, str directions, int seed, Tensor? offset, Tensor? amax, Tensor? column_amax,"
-    ' str finite="") -> Tensor[]',
+    ' str finite="", int alignment=1) -> Tensor[]',
     _quantize,
     _quantize_fake,
 )
 _define(
     "quantize_delayed(Tensor x, str spec, str directions, int seed, Tensor? offset, Tensor? scale,"
-    ' Tensor? column_scale, str finite="") -> Tensor[]',
+    ' Tensor? column_scale, str finite="", int alignment=1) -> Tensor[]',
     _quantize_delayed,
     _quantize_delayed_fake,
 )
 _define(
     "matmul(Tensor[] a, str a_spec, str a_side, SymInt[] a_shape, Tensor[] b, str b_spec, str b_side, SymInt[] b_shape,"
-    ' Tensor? bias, ScalarType dtype, str accumulator="precise") -> Tensor',
+    ' Tensor? bias, ScalarType dtype, str accumulator="precise", SymInt? rows=None) -> Tensor',
     _matmul,
     _matmul_fake,
 )
 _define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str formats, Tensor?[] scales, str watched) -> Tensor[]",
-    _nvfp4._linear,
+    "linear(Tensor x, Tensor weight, Tensor? bias, str formats, Tensor?[] scales, str watched, int alignment=1)"
+    " -> Tensor[]",
+    _linear,
     _linear_fake,
 )
 _define(
     "linear_codes(Tensor x, Tensor weight, Tensor? prepared, Tensor? bias, str formats, SymInt out_features, Tensor? amax,"
-    " Tensor?[] scales, str watched) -> Tensor[]",
-    _nvfp4._linear_codes,
+    " Tensor?[] scales, str watched, int alignment=1) -> Tensor[]",
+    _linear_codes,
     _linear_codes_fake,
 )
 _define("quantize_blocks(Tensor x, str spec, str directions) -> Tensor[]", _nvfp4._quantize_blocks, _quantize_blocks_fake)
@@ -311,7 +370,7 @@ _define(
 )
 _define(
     "linear_backward(Tensor dy, Tensor x, Tensor weight, str formats, SymInt in_features, ScalarType? dx, ScalarType? dw,"
-    " int seed, Tensor? offset, Tensor?[] scales, str watched) -> Tensor[]",
-    _nvfp4._linear_backward,
+    " int seed, Tensor? offset, Tensor?[] scales, str watched, int alignment=1) -> Tensor[]",
+    _linear_backward,
     _linear_backward_fake,
 )
