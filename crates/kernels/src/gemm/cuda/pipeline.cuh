@@ -56,6 +56,8 @@ constexpr u32 FILLERS = SLICES == 1 && !BULK ? 4 : SLICES;
 constexpr u32 ROW = 128;  // bytes of 64 columns of a token
 constexpr u32 TOKEN_TILE = TOKENS * ROW, TOKEN_BYTES = TILES * TOKEN_TILE, GROUP_BYTES = TILES * TILE_BYTES;
 constexpr u32 STAGE_BYTES = (TOKEN_BYTES + ROWS * GROUP_BYTES + 1023) / 1024 * 1024;
+// Whether starting early matters. The filling warp of a large tile has no registers to spare.
+constexpr bool FEW = TOKENS <= 64;
 constexpr u32 BAND = 4;         // tiles of tokens that are worked on together
 constexpr u32 BARRIERS = 1024;  // bytes before the stages
 // Arrivals that complete a stage: one for bulk copies, else one per lane.
@@ -299,7 +301,7 @@ RULE bool fill(const Params& p, u32 full, u32 empty, u32 stages) {
     // Settled weights of a warp's first step come while earlier work ends. Tokens, which must wait,
     // would come after those of more steps.
     bool ahead = false;
-    if (GROUPING == ALONE && p.settled) {
+    if (FEW && GROUPING == ALONE && p.settled) {
         Schedule start(p);
         ahead = start.next(work) && work.first + warp < work.last;
         if (ahead) copy_weights(p, work, work.first + warp, stages + state.stage * STAGE_BYTES, full + 8 * state.stage, lane);
