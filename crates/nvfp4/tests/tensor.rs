@@ -378,6 +378,6 @@ fn grouped_products_are_the_products_one_by_one() {
     let together: Vec<Vec<f32>> = matmul_grouped(&pairs, &Product::default()).unwrap();
     assert_eq!(together.iter().map(Vec::len).collect::<Vec<_>>(), [ROWS * ROWS, 0, ROWS * ROWS]);
     for ((a, b), together) in pairs.iter().zip(&together) {
-        assert_eq!(&matmul::<f32>(a, b, &Product::default()).unwrap(), together);
+        assert_eq!(&matmul::<f32>(*a, *b, &Product::default()).unwrap(), together);
     }
 }
