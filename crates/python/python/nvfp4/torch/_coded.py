@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ._main_grad import added, dtype_of
 from ._once import once
-from ._quantized import QuantizedTensor, _dequantize
+from ._quantized import QuantizedTensor, dequantize_block
 
 _linear_codes = torch.ops.nvfp4.linear_codes.default
 
 # Up to so many tokens, products read prepared weights faster on a GPU.
-_FEW = 256
+FEW = 256
 
 
 def linear_codes(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
@@ -63,7 +63,7 @@ def from_codes(
 
 def product(x, weight, bias, formats, amax, scales, watched) -> Tensor:
     """The forward pass alone."""
-    if x.is_cuda and not torch.compiler.is_compiling() and x.numel() <= _FEW * x.shape[-1]:
+    if x.is_cuda and not torch.compiler.is_compiling() and x.numel() <= FEW * x.shape[-1]:
         if weight._prepared is None and not torch.cuda.is_current_stream_capturing():
             weight.prepare()
     codes = weight.codes
@@ -88,7 +88,7 @@ class FromCodes(torch.autograd.Function):
         flat = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if needs_x:
-            dx = torch.matmul(dy.to(x_dtype), _dequantize(row, spec, *matrix, x_dtype))
+            dx = torch.matmul(dy.to(x_dtype), dequantize_block(row, spec, *matrix, x_dtype))
         if needs_weight:
             dw = torch.mm(flat.t().to(x_dtype), x.reshape(-1, x.shape[-1]))
             dw = added(main, dw.to(dtype_of(main, weight_dtype)))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _ops  # noqa: F401  (makes the operations known)
-from ._coded import _FEW, autocast, from_codes
+from ._coded import FEW, autocast, from_codes
 from ._composed import Composed, forward
 from ._delayed import Kept as KeptScales
 from ._delayed import State
@@ -29,11 +29,10 @@ from ._kept import Kept
 from ._main_grad import added, dtype_of
 from ._once import once
 from ._plain import Plain, product
-from ._quantized import Codes, QuantizedTensor
+from ._quantized import Codes, QuantizedTensor, prepare_block
 
 _linear = torch.ops.nvfp4.linear.default
 _linear_codes = torch.ops.nvfp4.linear_codes.default
-_prepare = torch.ops.nvfp4.prepare_block.default
 _linear_backward = torch.ops.nvfp4.linear_backward.default
 
 STATELESS, UNWATCHED = State(), Watch()
@@ -62,15 +61,15 @@ def linear(
     """
     shape, (outputs, inputs) = x.shape, weight.shape
     x = autocast(x)
-    coded = isinstance(weight, QuantizedTensor)
-    if coded:
-        formats = formats.for_codes(weight.spec)
+    coded = weight if isinstance(weight, QuantizedTensor) else None
+    if coded is not None:
+        formats = formats.for_codes(coded.spec)
         if group is not None:
             raise ValueError("reduce_amaxes: a layer with a quantized parameter does not agree on amaxes; stop_reducing_amaxes ends it")
         if not formats.coded:
             raise ValueError(f"{formats}: random numbers in the forward pass need a weight in high precision")
     # Gradients in high precision, from the decoded weight.
-    decoded = coded and (not formats.trained or weight.column is None or amax is not None)
+    decoded = coded is not None and (not formats.trained or coded.column is None or amax is not None)
     whole = group is None and (formats.trained or decoded)
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -84,12 +83,12 @@ def linear(
         # Drawn from torch's own generator, so that a recomputed forward pass draws the same, and a
         # replayed graph afresh.
         offset = torch.randint(2**62, (1,), device=x.device)
-    if decoded:
+    if coded is not None and decoded:
         scales = [] if state is STATELESS else _scales(state.input, None)
-        y = from_codes(x, weight, bias, formats.coded, amax, scales, _name(formats, watch), main)
+        y = from_codes(x, coded, bias, formats.coded, amax, scales, _name(formats, watch), main)
     elif whole:
         settings = (formats, seed, state, watch)
-        codes = weight.codes if coded else None
+        codes = None if coded is None else coded.codes
         if kept is not None:
             codes = kept.find(weight, formats.evaluated, columns=trains)
         if trains:
@@ -139,7 +138,7 @@ def _evaluated(
             kept.keep(weight, formats.evaluated, Codes(made[1]))
     else:
         scales = [] if state is STATELESS else _scales(state.input, None)
-        if codes.prepared is None and x.is_cuda and x.numel() <= _FEW * x.shape[-1]:
+        if codes.prepared is None and x.is_cuda and x.numel() <= FEW * x.shape[-1]:
             codes = _prepared(weight, formats, codes, kept)
         made = _linear_codes(x, codes.row, codes.prepared, bias, formats.evaluated, weight.shape[0], None, scales, name)
     if formats.finite == "refuse":
@@ -154,7 +153,7 @@ def _prepared(weight: Tensor, formats: Formats, codes: Codes, kept: Optional[Kep
     if isinstance(weight, QuantizedTensor):
         weight.prepare()
         return weight.codes
-    made = _prepare(codes.row, formats.weight.spec, *weight.shape)
+    made = prepare_block(codes.row, formats.weight.spec, *weight.shape)
     codes = codes._replace(prepared=made[0]) if made else codes
     if kept is not None:
         kept.keep(weight, formats.evaluated, codes)

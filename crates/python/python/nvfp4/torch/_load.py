@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
@@ -50,12 +51,13 @@ def load(folder: Union[str, Path], model: torch.nn.Module, *, activations: str =
     quantized: List[str] = []
     used: set = set()
     for part in _walk(model):
-        found = _codes_of(tensors, part.path) if isinstance(part.module, torch.nn.Linear) else None
-        if found is None:
+        module = part.module
+        found = _codes_of(tensors, part.path) if isinstance(module, torch.nn.Linear) else None
+        if found is None or not isinstance(module, torch.nn.Linear):
             continue
         names, make, amax = found
         used.update(names)
-        _put(part.module, part.path, make(), amax() if activations == "file" and amax is not None else None)
+        _put(module, part.path, make(), amax() if activations == "file" and amax is not None else None)
         quantized.append(part.path)
     state = model.state_dict()
     plain = {name: get for name, get in tensors.items() if name in state and name not in used}
@@ -80,7 +82,8 @@ _Get = Callable[[], Any]
 def _tensors(folder: Path) -> Dict[str, _Get]:
     """The tensors of a checkpoint by their names, each read when it is asked for."""
     if folder.is_file():
-        return {name: (lambda tensor=tensor: tensor) for name, tensor in nvfp4.load(folder).items()}
+        ours = nvfp4.load(folder)
+        return {name: functools.partial(ours.__getitem__, name) for name in ours}
     try:
         from safetensors import safe_open
     except ImportError:
@@ -96,7 +99,7 @@ def _tensors(folder: Path) -> Dict[str, _Get]:
     for file in files:
         opened = safe_open(str(file), framework="pt")
         for name in opened.keys():
-            tensors[name] = lambda opened=opened, name=name: opened.get_tensor(name)
+            tensors[name] = functools.partial(opened.get_tensor, name)
     return tensors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -10,16 +11,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import nvfp4
+from nvfp4 import _nvfp4
 
-from . import _ops  # noqa: F401  (makes the operations known)
+from . import _ops, _sizes  # noqa: F401  (makes the operations known)
 
 _quantize = torch.ops.nvfp4.quantize_blocks.default
-_dequantize = torch.ops.nvfp4.dequantize_block.default
-_prepare = torch.ops.nvfp4.prepare_block.default
+dequantize_block = torch.ops.nvfp4.dequantize_block.default
+prepare_block = torch.ops.nvfp4.prepare_block.default
 _aten = torch.ops.aten
 
-# Arrays in a block begin at a multiple of this.
-_ALIGNED = 256
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
 
 
@@ -59,7 +59,7 @@ class QuantizedTensor(torch.Tensor):
     # its amax; and, without a master, the values that they changed to.
     _part: bool
     _changed: bool
-    _values: Optional[Tensor]
+    _pending: Optional[Tensor]
 
     @staticmethod
     def __new__(cls, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
@@ -71,7 +71,7 @@ class QuantizedTensor(torch.Tensor):
     def __init__(self, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
         self.row, self.column, self.master = row, column, master
         self.spec, self.matrix, self._prepared = spec, matrix, None
-        self._part, self._changed, self._values = False, False, None
+        self._part, self._changed, self._pending = False, False, None
 
     @classmethod
     def quantize(
@@ -93,7 +93,7 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """The values, as a tensor like any other."""
         rows, cols = self.matrix
-        return _dequantize(self.row, self.spec, rows, cols, self.dtype).view(self.shape)
+        return dequantize_block(self.row, self.spec, rows, cols, self.dtype).view(self.shape)
 
     @property
     def codes(self) -> Codes:
@@ -117,7 +117,7 @@ class QuantizedTensor(torch.Tensor):
         Elsewhere it does nothing. A copy, or a change of the codes, drops it.
         """
         if self._prepared is None and self.row.is_cuda:
-            made = _prepare(self.row, self.spec, *self.matrix)
+            made = prepare_block(self.row, self.spec, *self.matrix)
             self._prepared = made[0] if made else None
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
@@ -190,14 +190,14 @@ class QuantizedTensor(torch.Tensor):
         from ._composed import quantized
         from ._formats import Format
 
-        values = self.master if self._values is None else self._values
+        values = self.master if self._pending is None else self._pending
         assert values is not None, "it changed"
         format = Format.of(nvfp4.Quantizer(spec=self.spec, directions=self.directions))
         parts = quantized(values.view(self.matrix), format, group=group)
         self.row.copy_(_block(parts[: format.row]))
         if self.column is not None:
             self.column.copy_(_block(parts[format.row :]))
-        self._changed, self._values, self._prepared = False, None, None
+        self._changed, self._pending, self._prepared = False, None, None
 
     # Operations.
 
@@ -232,9 +232,9 @@ class QuantizedTensor(torch.Tensor):
 
     def _shares(self, other: "QuantizedTensor") -> None:
         """Is of the same shard as another one."""
-        self._part, self._changed, self._values = other._part, other._changed, other._values
+        self._part, self._changed, self._pending = other._part, other._changed, other._pending
 
-    def take(self, values: Tensor) -> None:
+    def take_values(self, values: Tensor) -> None:
         """Takes other values: the master, if there is one, as they are, and the codes of them."""
         values = values.view(self.matrix)
         if self.master is not None:
@@ -246,7 +246,7 @@ class QuantizedTensor(torch.Tensor):
             self.column.copy_(made.column)
         self._prepared = None
         if self._part:
-            self._changed, self._values = True, None if self.master is not None else values
+            self._changed, self._pending = True, None if self.master is not None else values
 
 
 def _check_spec(spec: str) -> None:
@@ -259,23 +259,21 @@ def _check_spec(spec: str) -> None:
 # What a block consists of.
 
 
-@functools.lru_cache(maxsize=None)
 def _shapes(spec: str, directions: str, matrix: Tuple[int, int]) -> List[Tuple[str, Tuple[int, ...]]]:
     """Type and shape of the arrays of a matrix: those of the row direction, then of the column."""
-    row, column = nvfp4.layout(spec, directions, list(matrix), "float32")
-    return [(dtype, tuple(shape)) for dtype, shape in row + column]
+    return [(dtype, tuple(shape)) for dtype, shape in _sizes.arrays(spec, directions, matrix, "float32")]
 
 
 def _bytes(array: Tuple[str, Tuple[int, ...]]) -> int:
     dtype, shape = array
-    return functools.reduce(lambda a, b: a * b, shape, _DTYPES[dtype].itemsize)
+    return math.prod(shape) * _DTYPES[dtype].itemsize
 
 
 def _parts(block: Tensor, spec: str, side: str, matrix: Tuple[int, int]) -> List[Tensor]:
     """The arrays in a block, as views of it."""
     begin, parts = 0, []
     for array in _shapes(spec, side, matrix):
-        begin = -(-begin // _ALIGNED) * _ALIGNED
+        begin = _sizes.padded(begin, _nvfp4._block_alignment)
         end = begin + _bytes(array)
         parts.append(block[begin:end].view(_DTYPES[array[0]]).view(array[1]))
         begin = end
@@ -286,7 +284,7 @@ def _block(parts: Sequence[Tensor]) -> Tensor:
     """A block of arrays."""
     pieces, length = [], 0
     for part in parts:
-        pieces.append(part.new_zeros(-length % _ALIGNED, dtype=torch.uint8))
+        pieces.append(part.new_zeros(-length % _nvfp4._block_alignment, dtype=torch.uint8))
         pieces.append(part.contiguous().view(-1).view(torch.uint8))
         length += sum(piece.numel() for piece in pieces[-2:])
     return torch.cat(pieces)
@@ -360,7 +358,7 @@ def _copy(function, target, source, non_blocking=False):
     same = isinstance(source, QuantizedTensor) and (source.spec, source.matrix) == (target.spec, target.matrix)
     if not same or (target.column is not None and source.column is None):
         values = source.dequantize() if isinstance(source, QuantizedTensor) else source
-        target.take(values.to(target.device))
+        target.take_values(values.to(target.device))
         return target
     target.row.copy_(source.row, non_blocking)
     if target.column is not None:
@@ -441,7 +439,7 @@ def _in_place(function, args, kwargs):
         given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
         for tensor in given if isinstance(given, (list, tuple)) else [given]:
             if isinstance(tensor, QuantizedTensor):
-                tensor.take(values(tensor))
+                tensor.take_values(values(tensor))
     if not function._schema.returns:
         return None
     return args[0] if changed and changed[0][0] == 0 else result
