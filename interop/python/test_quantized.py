@@ -142,7 +142,7 @@ def test_copies_and_pickles_keep_nothing():
     torch.save(layer, file)
     file.seek(0)
     for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
-        assert other._kept[0]._codes is None
+        assert other._kept[0]._kept is None
         assert torch.equal(other(x), y)
 
 

@@ -38,7 +38,7 @@ register_optimizer_step_post_hook(weights_may_have_changed)
 class Kept:
     """The codes of one weight. Copies and pickles of it are empty."""
 
-    __slots__ = ("_weight", "_key", "_codes")
+    __slots__ = ("_kept",)
 
     def __init__(self) -> None:
         self.forget()
@@ -48,21 +48,24 @@ class Kept:
 
     def forget(self) -> None:
         """Drops the codes."""
-        self._weight: Any = None
-        self._key: Optional[Tuple] = None
-        self._codes: Optional[Codes] = None
+        # A reference to the weight, its key and the codes, all at once: threads may share a layer.
+        self._kept: Optional[Tuple[Any, Tuple, Codes]] = None
 
     def find(self, weight: Tensor, formats: str, columns: bool) -> Optional[Codes]:
         """The codes, if they are there and still those of this weight in these formats."""
-        codes, known = self._codes, self._weight
-        if codes is None or known is None or known() is not weight or self._key != _key(weight, formats):
-            self._codes = None  # its memory may serve the ones to come
+        kept = self._kept
+        if kept is None:
+            return None
+        known, key, codes = kept
+        if known() is not weight or key != _key(weight, formats):
+            del kept, codes
+            self._kept = None  # its memory may serve the ones to come
             return None
         return None if columns and codes.column is None else codes
 
     def keep(self, weight: Tensor, formats: str, codes: Codes) -> None:
         """Keeps the codes of a weight."""
-        self._codes, self._key, self._weight = codes, _key(weight, formats), weakref.ref(weight)
+        self._kept = (weakref.ref(weight), _key(weight, formats), codes)
 
 
 def can_be_kept(weight: Tensor) -> bool:
