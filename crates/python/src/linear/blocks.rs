@@ -13,7 +13,7 @@ use crate::threads;
 use crate::words::{DIRECTIONS, choose};
 use half::{bf16, f16};
 #[cfg(feature = "cuda")]
-use nvfp4::cuda::{Options as OnGpu, PreparedWeight};
+use nvfp4::cuda::Options as OnGpu;
 use nvfp4::{Direction, Directions, Elements, Finite, Options, Precision, Side};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -112,17 +112,4 @@ fn row(slot: &Slot) -> PyResult<&Direction> {
         Direction::Plain(_) => Err(PyValueError::new_err("expected the spec of a quantized format")),
         like => Ok(like),
     }
-}
-
-/// A prepared weight over its block.
-#[cfg(feature = "cuda")]
-pub fn prepared(
-    like: &Direction,
-    (rows, cols): (usize, usize),
-    block: &Object<'_>,
-    id: i32,
-) -> PyResult<PreparedWeight> {
-    let like = like.nvfp4().or_raise()?;
-    let made = PreparedWeight::over(rows, cols, (like.global(), like.unit()), cuda::memory_of(block, id)?);
-    made.map_err(|error| PyValueError::new_err(error.to_string()))
 }

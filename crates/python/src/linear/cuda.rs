@@ -67,7 +67,7 @@ pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>, id: i32) -> PyResu
     let right = match (&weight_made, weight) {
         (Some(made), _) => Right::Direction(made.tensor.direction(Side::Row).or_raise()?),
         (None, Weight::Codes { prepared: Some(block), .. }) => {
-            prepared = super::blocks::prepared(like, (rows, cols), block, id)?;
+            prepared = prepared_over(like, (rows, cols), block, id)?;
             Right::Prepared(&prepared)
         }
         (None, Weight::Codes { block, .. }) => {
@@ -270,8 +270,20 @@ pub fn over(like: &nvfp4::Direction, (rows, cols): (usize, usize), block: &Objec
     Direction::over_block(like, rows, cols, memory_of(block, id)?).or_raise()
 }
 
+/// A prepared weight over its block.
+fn prepared_over(
+    like: &nvfp4::Direction,
+    (rows, cols): (usize, usize),
+    block: &Object<'_>,
+    id: i32,
+) -> PyResult<PreparedWeight> {
+    let like = like.nvfp4().or_raise()?;
+    let made = PreparedWeight::over(rows, cols, (like.global(), like.unit()), memory_of(block, id)?);
+    made.map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
 /// The memory of a block.
-pub fn memory_of(block: &Object<'_>, id: i32) -> PyResult<Memory> {
+fn memory_of(block: &Object<'_>, id: i32) -> PyResult<Memory> {
     let tensor = Tensor::borrowed(block)?;
     same_gpu("block of a direction", Place::of(&tensor)?, id)?;
     // A hook may have brought it back to another address.
