@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -117,16 +118,59 @@ def changes():
         layer.double().float()
         in_place(layer)
 
+    def other_memory_at_the_same_address(layer):
+        values = layer.weight.detach().numpy().copy()
+        layer.weight.data = torch.from_numpy(values)
+        layer(torch.randn(16, 64))
+        values *= 2
+        layer.weight.data = torch.from_numpy(values)
+
+    def the_same_memory_transposed(layer):
+        half = layer.weight.detach().clone()
+        layer.weight.data = (2 * half).t().contiguous()
+        layer(torch.randn(16, 64))
+        layer.weight.data = layer.weight.data.t()
+
+    def averages_that_come_and_go(layer):
+        layer.weight.data.mul_(3)
+        layer.eval()
+        layer(torch.randn(16, 64))
+        layer.weight.data.mul_(2 / 3)
+        layer.train()
+
+    def swapped(layer):
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            layer.double().float()
+            layer(torch.randn(16, 64))
+            state_dict(layer)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    def imagined(layer):
+        in_place(layer)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            layer(torch.randn(16, 64))
+
+    def another_process(layer):
+        layer.share_memory()
+        layer(torch.randn(16, 64))
+        layer.weight.data.mul_(2)  # as it would
+
     def told(layer):
         layer.weight.data.mul_(2)
         nvfp4.torch.weights_changed(layer)
 
-    return [in_place, optimizer_of_data, state_dict, another_parameter, another_storage, another_type, told]
+    return [
+        in_place, optimizer_of_data, state_dict, another_parameter, another_storage, another_type,
+        other_memory_at_the_same_address, the_same_memory_transposed, averages_that_come_and_go, swapped,
+        imagined, another_process, told,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
 def test_changes_are_seen(change):
-    layer, x = nvfp4.torch.Linear(64, 32, bias=False), torch.randn(16, 64)
+    layer, x = nvfp4.torch.Linear(64, 64, bias=False), torch.randn(16, 64)
     before = layer(x).detach()
     change(layer)
     # A factor of two moves every scale by as much.
@@ -142,7 +186,7 @@ def test_copies_and_pickles_keep_nothing():
     torch.save(layer, file)
     file.seek(0)
     for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
-        assert other._kept[0]._codes is None
+        assert other._kept[0]._held is None
         assert torch.equal(other(x), y)
 
 
@@ -445,6 +489,16 @@ def worker(rank, folder):
         before = model(x)
         model.load_state_dict(state)
         assert torch.equal(model(x), before)
+    # Changes of plain shards are seen too, though gathers are not counted.
+    whole, model = model_of("nvfp4"), model_of("nvfp4")
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, reshard_after_forward=True)
+    for _ in range(3):
+        for of in (whole, model):
+            with torch.no_grad():
+                for parameter in of.parameters():
+                    parameter.mul_(2)
+        torch.testing.assert_close(whole(x), model(x))
     frozen, whole = of_codes("row", None, False), of_codes("row", None, False)
     fully_shard(frozen)
     given = x.clone().requires_grad_()
