@@ -263,6 +263,51 @@ def test_without_masters_the_decoded_values_change():
     assert torch.equal(weight.dequantize(), QuantizedTensor.quantize(before + 0.5, weight.spec).dequantize())
 
 
+def test_all_of_a_quantized_parameter_can_be_set():
+    values = torch.randn(64, 64)
+    for masters in (None, torch.float32):
+        for change in (
+            lambda w: w.copy_(values), lambda w: w.data.copy_(values), lambda w: w.detach().view(-1).copy_(values.view(-1)),
+            lambda w: setattr(w, "data", values), lambda w: torch.nn.utils.vector_to_parameters(values.view(-1), [w]),
+            lambda w: w.__setitem__(slice(None), values), lambda w: (w.zero_(), w.add_(values)),
+        ):  # fmt: skip
+            weight = quantize_parameters(nvfp4.torch.Linear(64, 64), masters=masters).weight
+            with torch.no_grad():
+                change(weight)
+            assert torch.equal(weight.dequantize(), QuantizedTensor.quantize(values, weight.spec).dequantize())
+            assert masters is None or torch.equal(weight.master, values)
+        with torch.no_grad():
+            assert not weight.copy_(torch.zeros(64)).any()
+
+
+@pytest.mark.parametrize("masters", [None, torch.float32])
+def test_a_change_that_codes_do_not_follow_is_an_error(masters):
+    for change in (
+        lambda w: w[0].zero_(), lambda w: w.__setitem__((0, 0), 1.0), lambda w: w.t().zero_(),
+        lambda w: w.chunk(2, 1)[0].mul_(2), lambda w: w.fill_diagonal_(1.0), lambda w: w.view(8, -1).zero_(),
+    ):  # fmt: skip
+        layer = quantize_parameters(nvfp4.torch.Linear(64, 64), masters=masters)
+        with torch.no_grad():
+            change(layer.weight)
+        for use in (lambda: layer(torch.randn(16, 64)), lambda: layer.weight + 1, layer.state_dict, layer.weight.dequantize):
+            with pytest.raises(RuntimeError, match="changed through a view of its values"):
+                use()
+        with torch.no_grad():
+            layer.weight.copy_(torch.ones(64, 64))
+        assert torch.equal(layer.weight.dequantize(), torch.ones(64, 64))
+
+
+@pytest.mark.parametrize("directions", ["row", "both"])
+@pytest.mark.parametrize("change", [lambda w: w.mul_(2), lambda w: w.data.mul_(2), lambda w: w.copy_(w * 2)])
+def test_a_backward_pass_does_not_read_later_codes(directions, change):
+    layer = quantize_parameters(nvfp4.torch.Linear(64, 64), directions=directions)
+    y = layer(torch.randn(16, 64, requires_grad=True))
+    with torch.no_grad():
+        change(layer.weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_what_cannot_be_a_quantized_parameter_is_refused():
     for spec, message in [("fp8-delayed", "earlier steps"), ("nvfp4(stochastic)", "nearest"), ("high-precision", "nearest")]:
         with pytest.raises(ValueError, match=message):

@@ -60,6 +60,8 @@ class QuantizedTensor(torch.Tensor):
     _part: bool
     _changed: bool
     _values: Optional[Tensor]
+    # Its version and that of its codes when it was last used.
+    _seen: Optional[Tuple[int, int]]
 
     @staticmethod
     def __new__(cls, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
@@ -71,7 +73,7 @@ class QuantizedTensor(torch.Tensor):
     def __init__(self, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
         self.row, self.column, self.master = row, column, master
         self.spec, self.matrix, self._prepared = spec, matrix, None
-        self._part, self._changed, self._values = False, False, None
+        self._part, self._changed, self._values, self._seen = False, False, None, None
 
     @classmethod
     def quantize(
@@ -92,12 +94,14 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """The values, as a tensor like any other."""
+        self._check()
         rows, cols = self.matrix
         return _dequantize(self.row, self.spec, rows, cols, self.dtype).view(self.shape)
 
     @property
     def codes(self) -> Codes:
         """The blocks that products read."""
+        self._check()
         return Codes(self.row, self.column, self._prepared)
 
     @property
@@ -143,7 +147,7 @@ class QuantizedTensor(torch.Tensor):
     # What is saved: not the order of one kind of GPU.
 
     def __getstate__(self):
-        return {**self.__dict__, "_prepared": None}
+        return {**self.__dict__, "_prepared": None, "_seen": None}
 
     # How FSDP2 gathers the shards: codes and scales travel, not values.
 
@@ -207,6 +211,8 @@ class QuantizedTensor(torch.Tensor):
             from ._coded import linear_codes
 
             return linear_codes(*args, **(kwargs or {}))
+        if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            return args[0].detach().copy_(args[1])
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -214,6 +220,8 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         known = _KNOWN.get(function)
+        if function is not _aten.copy_.default:  # it asks for no earlier values
+            tree_map_only(QuantizedTensor, QuantizedTensor._check, (args, kwargs))
         if known is not None:
             return known(function, *args, **kwargs)
         if function._schema.is_mutable:
@@ -236,7 +244,7 @@ class QuantizedTensor(torch.Tensor):
 
     def take(self, values: Tensor) -> None:
         """Takes other values: the master, if there is one, as they are, and the codes of them."""
-        values = values.view(self.matrix)
+        values = values.expand(self.shape).reshape(self.matrix)
         if self.master is not None:
             self.master.copy_(values)
             values = self.master
@@ -244,9 +252,32 @@ class QuantizedTensor(torch.Tensor):
         self.row.copy_(made.row)
         if self.column is not None and made.column is not None:
             self.column.copy_(made.column)
-        self._prepared = None
+        self._count()
         if self._part:
             self._changed, self._values = True, None if self.master is not None else values
+
+    def _count(self) -> None:
+        """Counts a change of the codes, as torch does not below an operation in place: a backward
+        pass that has saved them must not read other ones.
+        """
+        self._prepared = None
+        for block in (self.row, self.column):
+            if block is not None and not torch.compiler.is_compiling() and not block.is_inference():
+                torch.autograd.graph.increment_version(block)
+
+    def _check(self) -> None:
+        """Makes it an error if a view of the values was written to: they are a copy, so the change
+        would be lost. torch counts it as a change of this tensor; the codes are those of before.
+        """
+        if torch.compiler.is_compiling() or self.is_inference() or self.row.is_inference():
+            return
+        now = self._version, self.row._version
+        if self._seen is not None and now[0] != self._seen[0] and now[1] == self._seen[1]:
+            raise RuntimeError(
+                f"{self!r} was changed through a view of its values (as weight[0].zero_() does), which its codes do not follow: "
+                "change all of it, as by weight.copy_(values)"
+            )
+        self._seen = now
 
 
 def _check_spec(spec: str) -> None:
@@ -337,7 +368,8 @@ def _same(function, tensor, *args, **kwargs):
 
 
 def _alias(function, tensor, *args, **kwargs):
-    made = tensor.like_this(lambda inner: function(inner))
+    # The same blocks, so that changes of either are counted for both.
+    made = tensor.like_this(lambda inner: inner)
     made._prepared = tensor._prepared
     return made
 
@@ -367,7 +399,7 @@ def _copy(function, target, source, non_blocking=False):
         target.column.copy_(source.column, non_blocking)
     if target.master is not None:
         target.master.copy_(source.dequantize() if source.master is None else source.master)
-    target._prepared = None
+    target._count()
     target._shares(source)
     return target
 
