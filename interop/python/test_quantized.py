@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -398,82 +397,6 @@ def test_codes_compile(settings):
     for of in (model, compiled):
         results.append([step(of, x), *(gradient.clone() for gradient in gradients(model))])
     assert same(*results)
-
-
-# Checkpoints.
-
-
-class Small(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.lm_head = torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 32, bias=False)
-
-    def forward(self, x):
-        return self.lm_head(self.norm(self.first(x)))
-
-
-def written(folder: Path, dialect: str, model, activations: bool):
-    """A checkpoint as the other tools write it."""
-    from safetensors.torch import save_file
-
-    profile, unit, given = {"modelopt": ("modelopt", "weight_scale_2", "input_scale"),
-                            "compressed-tensors": ("llm-compressor", "weight_global_scale", "input_global_scale")}[dialect]  # fmt: skip
-    q = nvfp4.Quantizer(profile=profile)(model.first.weight.detach())
-    tensors = {name: value.clone() for name, value in model.state_dict().items() if name != "first.weight"}
-    tensors["first.weight" if dialect == "modelopt" else "first.weight_packed"] = q.codes.clone()
-    tensors["first.weight_scale"] = q.scales.clone().view(torch.float8_e4m3fn)
-    tensors[f"first.{unit}"] = q.row.global_scale.clone().reshape([] if dialect == "modelopt" else [1])
-    if activations:
-        amax = 4.0
-        tensors[f"first.{given}"] = torch.tensor(amax / 2688) if dialect == "modelopt" else torch.tensor([2688 / amax])
-    half = len(tensors) // 2
-    names = sorted(tensors)
-    parts = {"model-1.safetensors": names[:half], "model-2.safetensors": names[half:]}
-    for file, of in parts.items():
-        save_file({name: tensors[name] for name in of}, folder / file)
-    index = {"weight_map": {name: file for file, of in parts.items() for name in of}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return q
-
-
-@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("activations", [True, False])
-def test_checkpoints_load(tmp_path, dialect, activations):
-    source, model, x = Small(), Small(), torch.randn(16, 64)
-    q = written(tmp_path, dialect, source, activations)
-    report = nvfp4.torch.load(tmp_path, model)
-    assert report.quantized == ["first"] and report.missing == [] and "lm_head.weight" in report.copied
-    assert torch.equal(model.lm_head.weight, source.lm_head.weight) and torch.equal(model.first.bias, source.first.bias)
-    assert torch.equal(model.first.weight.dequantize(), q.dequantize("float32")) and not model.first.weight.requires_grad
-    y = model.first(x)
-    left = nvfp4.Quantizer().quantize(x, amax=4.0) if activations else x
-    assert torch.equal(y, nvfp4.matmul(left, q, bias=source.first.bias.detach()))
-    plain = Small()
-    nvfp4.torch.load(tmp_path, plain, activations="none")
-    assert torch.equal(plain.first(x), nvfp4.matmul(x, q, bias=source.first.bias.detach()))
-
-
-def test_our_own_files_load(tmp_path):
-    model, x = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), torch.randn(16, 64)
-    q = nvfp4.Quantizer()(torch.randn(32, 64))
-    nvfp4.save(tmp_path / "codes.safetensors", {"0.weight": q})
-    nvfp4.torch.load(tmp_path / "codes.safetensors", model)
-    assert torch.equal(model(x), nvfp4.matmul(x, q))
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
-    written(tmp_path, "modelopt", Small(), False)
-    with pytest.raises(ValueError, match="no codes for any"):
-        nvfp4.torch.load(tmp_path, torch.nn.Sequential(torch.nn.Linear(64, 128)))
-    wide = Small()
-    wide.first = torch.nn.Linear(128, 128)
-    with pytest.raises(ValueError, match=r"first: the model's weight is \(128, 128\), the checkpoint's \(128, 64\)"):
-        nvfp4.torch.load(tmp_path, wide)
-    more = Small()
-    more.extra = torch.nn.LayerNorm(4)
-    with pytest.raises(ValueError, match="lacks extra.weight, extra.bias"):
-        nvfp4.torch.load(tmp_path, more)
-    assert nvfp4.torch.load(tmp_path, more, strict=False).missing == ["extra.weight", "extra.bias"]
 
 
 # Gradients of Megatron.
