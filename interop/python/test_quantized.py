@@ -125,8 +125,7 @@ def changes():
         layer.weight.data = torch.from_numpy(values)
 
     def the_same_memory_transposed(layer):
-        half = layer.weight.detach().clone()
-        layer.weight.data = (2 * half).t().contiguous()
+        layer.weight.data = (2 * layer.weight.data).t().contiguous()
         layer(torch.randn(16, 64))
         layer.weight.data = layer.weight.data.t()
 
@@ -275,8 +274,14 @@ def test_all_of_a_quantized_parameter_can_be_set():
                 change(weight)
             assert torch.equal(weight.dequantize(), QuantizedTensor.quantize(values, weight.spec).dequantize())
             assert masters is None or torch.equal(weight.master, values)
-        with torch.no_grad():
-            assert not weight.copy_(torch.zeros(64)).any()
+        assert not weight.detach().copy_(torch.zeros(64)).any()
+
+
+def test_codes_can_be_shared():
+    model, x = model_of("nvfp4", masters=torch.float32), torch.randn(16, 128)
+    y = model(x)
+    weight = model.share_memory()[0].weight
+    assert weight.is_shared() and weight.column.is_shared() and weight.master.is_shared() and torch.equal(model(x), y)
 
 
 @pytest.mark.parametrize("masters", [None, torch.float32])
@@ -409,6 +414,8 @@ def test_gradients_go_into_main_grad(recipe):
     x = torch.randn(64, 64, dtype=torch.bfloat16)
     step(layer, x)
     expected = layer.weight.grad.float()
+    layer.weight.main_grad = None  # not there yet
+    assert step(layer, x) is not None and torch.equal(layer.weight.grad.float(), expected)
     layer.weight.grad, layer.weight.main_grad = None, torch.ones(64, 64)
     step(layer, x)
     assert layer.weight.grad is None

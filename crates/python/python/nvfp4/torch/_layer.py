@@ -105,7 +105,7 @@ class Layer(Delays):
         group = None if workers is None else workers.group
         kept = self._kept[number] if can_be_kept(weight) else None
         amax = self._buffers.get("input_amax")
-        main = weight if self.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
+        main = weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
         return linear(x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main)
 
     def forget_weights(self) -> None:

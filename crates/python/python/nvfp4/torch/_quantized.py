@@ -131,6 +131,16 @@ class QuantizedTensor(torch.Tensor):
             f"dtype={self.dtype}, device='{self.device}'{master})"
         )
 
+    def share_memory_(self) -> "QuantizedTensor":
+        """Moves codes and master to memory that processes share."""
+        for tensor in (self.row, self.column, self.master):
+            if tensor is not None:
+                tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.row.is_shared()
+
     # How compilers see it.
 
     def __tensor_flatten__(self):
@@ -287,9 +297,6 @@ def _check_spec(spec: str) -> None:
         raise ValueError(f"{spec}: a quantized parameter is rounded to the nearest code of a quantized format")
 
 
-# What a block consists of.
-
-
 @functools.lru_cache(maxsize=None)
 def _shapes(spec: str, directions: str, matrix: Tuple[int, int]) -> List[Tuple[str, Tuple[int, ...]]]:
     """Type and shape of the arrays of a matrix: those of the row direction, then of the column."""
@@ -360,9 +367,6 @@ def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
     return made
 
 
-# Operations that keep it quantized.
-
-
 def _same(function, tensor, *args, **kwargs):
     return tensor.like_this(lambda inner: function(inner, *args, **kwargs))
 
@@ -372,10 +376,6 @@ def _alias(function, tensor, *args, **kwargs):
     made = tensor.like_this(lambda inner: inner)
     made._prepared = tensor._prepared
     return made
-
-
-def _clone(function, tensor, *args, **kwargs):
-    return tensor.like_this(torch.clone)
 
 
 def _to(function, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
@@ -482,7 +482,7 @@ def _in_place(function, args, kwargs):
 _KNOWN: Dict[Any, Any] = {
     _aten.detach.default: _alias,
     _aten.alias.default: _alias,
-    _aten.clone.default: _clone,
+    _aten.clone.default: _same,
     _aten._to_copy.default: _to,
     _aten._pin_memory.default: _same,
     _aten.copy_.default: _copy,
