@@ -252,7 +252,7 @@ class QuantizedTensor(torch.Tensor):
         """Is of the same shard as another one."""
         self._part, self._changed, self._values = other._part, other._changed, other._values
 
-    def take(self, values: Tensor) -> None:
+    def _take(self, values: Tensor) -> None:
         """Takes other values: the master, if there is one, as they are, and the codes of them."""
         values = values.expand(self.shape).reshape(self.matrix)
         if self.master is not None:
@@ -392,7 +392,7 @@ def _copy(function, target, source, non_blocking=False):
     same = isinstance(source, QuantizedTensor) and (source.spec, source.matrix) == (target.spec, target.matrix)
     if not same or (target.column is not None and source.column is None):
         values = source.dequantize() if isinstance(source, QuantizedTensor) else source
-        target.take(values.to(target.device))
+        target._take(values.to(target.device))
         return target
     target.row.copy_(source.row, non_blocking)
     if target.column is not None:
@@ -473,7 +473,7 @@ def _in_place(function, args, kwargs):
         given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
         for tensor in given if isinstance(given, (list, tuple)) else [given]:
             if isinstance(tensor, QuantizedTensor):
-                tensor.take(values(tensor))
+                tensor._take(values(tensor))
     if not function._schema.returns:
         return None
     return args[0] if changed and changed[0][0] == 0 else result
