@@ -2,11 +2,14 @@
 recomputed passes, evaluation.
 
 A layer keeps the codes of its weight beside it. They are those of one object, one version (torch
-counts changes in place) and one place in memory, and they end with a step of any optimizer of
-torch, a state dict that is loaded, and :func:`nvfp4.torch.update_scales`. What is written through
-``.data`` outside of an optimizer is not counted: :func:`weights_changed` says so.
+counts changes in place) and one storage. They end with a step of any optimizer of torch, a state
+dict that is loaded, a parameter that is set, a switch between training and evaluation, and
+:func:`nvfp4.torch.update_scales`. What is written through ``.data`` or by a collective operation
+outside of an optimizer is not counted: :func:`weights_changed` says so.
 
-A compiled or captured pass keeps nothing: what it replays must read the weights of that time.
+A compiled or captured pass keeps nothing: what it replays must read the weights of that time. Nor
+is anything kept that others change unseen: weights in memory that processes share, and weights on
+a GPU once the step of an optimizer is in a graph, which replays it without a word.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ._quantized import Codes
@@ -25,6 +30,8 @@ class _Epoch:
     """Counts what may have changed weights without a trace."""
 
     now = 0
+    # Whether the step of an optimizer was captured in a graph.
+    replayed = False
 
 
 def weights_may_have_changed(*_: Any) -> None:
@@ -32,13 +39,20 @@ def weights_may_have_changed(*_: Any) -> None:
     _Epoch.now += 1
 
 
-register_optimizer_step_post_hook(weights_may_have_changed)
+def _after_a_step(*_: Any) -> None:
+    weights_may_have_changed()
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        _Epoch.replayed = True
+
+
+register_optimizer_step_post_hook(_after_a_step)
 
 
 class Kept:
     """The codes of one weight. Copies and pickles of it are empty."""
 
-    __slots__ = ("_kept",)
+    # The weight, the key and the codes. Threads replace all of it at once.
+    __slots__ = ("_held",)
 
     def __init__(self) -> None:
         self.forget()
@@ -48,24 +62,23 @@ class Kept:
 
     def forget(self) -> None:
         """Drops the codes."""
-        # A reference to the weight, its key and the codes, all at once: threads may share a layer.
-        self._kept: Optional[Tuple[Any, Tuple, Codes]] = None
+        self._held: Optional[Tuple[Any, Tuple, Codes]] = None
 
     def find(self, weight: Tensor, formats: str, columns: bool) -> Optional[Codes]:
         """The codes, if they are there and still those of this weight in these formats."""
-        kept = self._kept
-        if kept is None:
+        held = self._held
+        if held is None:
             return None
-        known, key, codes = kept
+        known, key, codes = held
         if known() is not weight or key != _key(weight, formats):
-            del kept, codes
-            self._kept = None  # its memory may serve the ones to come
+            self._held = None  # its memory may serve the ones to come
             return None
         return None if columns and codes.column is None else codes
 
     def keep(self, weight: Tensor, formats: str, codes: Codes) -> None:
         """Keeps the codes of a weight."""
-        self._kept = (weakref.ref(weight), _key(weight, formats), codes)
+        if not isinstance(codes.row, FakeTensor):  # of a pass that is only imagined
+            self._held = weakref.ref(weight), _key(weight, formats), codes
 
 
 def can_be_kept(weight: Tensor) -> bool:
@@ -73,11 +86,15 @@ def can_be_kept(weight: Tensor) -> bool:
     if type(weight) is not torch.nn.Parameter or torch.compiler.is_compiling() or weight.is_inference():
         return False
     device = weight.device.type
-    return device == "cpu" or (device == "cuda" and not torch.cuda.is_current_stream_capturing())
+    if device == "cpu":
+        return not weight.untyped_storage().is_shared()
+    return device == "cuda" and not _Epoch.replayed and not torch.cuda.is_current_stream_capturing()
 
 
 def _key(weight: Tensor, formats: str) -> Tuple:
     # Another stream would have to wait for the one that made them.
     stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else 0
+    # An address may be that of other memory by now, a storage is itself as long as this is there.
+    place = StorageWeakRef(weight.untyped_storage()), weight.data_ptr(), weight.stride(), weight.dtype
     # What is made in inference mode cannot be saved for a backward pass.
-    return formats, weight._version, weight.data_ptr(), _Epoch.now, stream, torch.is_inference_mode_enabled()
+    return formats, weight._version, place, _Epoch.now, stream, torch.is_inference_mode_enabled()

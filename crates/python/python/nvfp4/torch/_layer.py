@@ -105,7 +105,7 @@ class Layer(Delays):
         group = None if workers is None else workers.group
         kept = self._kept[number] if can_be_kept(weight) else None
         amax = self._buffers.get("input_amax")
-        main = weight if self.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
+        main = weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
         return linear(x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main)
 
     def forget_weights(self) -> None:
@@ -128,12 +128,25 @@ class Layer(Delays):
             self._not_finite = torch.full((count,), -1, dtype=torch.int64, device=device)
         return self._not_finite
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # FSDP2 sets a parameter that it has gathered anew, in the same memory.
+        if name in self.__dict__.get("_parameters", ()):
+            self.forget_weights()
+
+    def train(self, mode: bool = True):
+        # Averages of weights come and go here, as a rule through ``.data``.
+        if mode != self.training:
+            self.forget_weights()
+        return super().train(mode)
+
     def _load_from_state_dict(self, *args):
+        self.forget_weights()  # nothing refers to a parameter that is swapped
         super()._load_from_state_dict(*args)
         weights_may_have_changed()  # those of FSDP change where no version is counted
 
     def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
         self.forget_weights()
+        super()._apply(fn, recurse)
         self._flags(next(self.parameters()).device)
         return self

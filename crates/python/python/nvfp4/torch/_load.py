@@ -12,10 +12,11 @@ from torch import Tensor
 
 import nvfp4
 
+from ._blocks import block_of
 from ._convert import _walk
 from ._layer import Layer
 from ._linear import Linear, become
-from ._quantized import QuantizedTensor, _block
+from ._quantized import QuantizedTensor
 
 # What an amax is divided by for the scale of a tensor: 6 times 448.
 _LARGEST = 2688.0
@@ -62,10 +63,13 @@ def load(folder: Union[str, Path], model: torch.nn.Module, *, activations: str =
     state = model.state_dict()
     plain = {name: get for name, get in tensors.items() if name in state and name not in used}
     copied = {name: get() for name, get in plain.items()}
+    meta = any(state[name].is_meta for name in copied)
     wrong = [name for name, tensor in copied.items() if isinstance(tensor, Tensor) and not tensor.is_floating_point()]
     if wrong:
-        raise ValueError(f"{', '.join(wrong[:4])}: codes of a layer that is no torch.nn.Linear of the model")
-    result = model.load_state_dict(copied, strict=False)
+        raise ValueError(f"{', '.join(wrong[:4])}: codes without their scales, or of a layer that is no torch.nn.Linear of the model")
+    if meta:  # parameters on the meta device cannot be copied to, so all become those of the file
+        copied = {name: _beside(state[name], tensor) for name, tensor in copied.items()}
+    result = model.load_state_dict(copied, strict=False, assign=meta)
     weights = {f"{path}.weight" for path in quantized}
     amaxes = {f"{path}.input_amax" for path in quantized}
     missing = [name for name in result.missing_keys if name not in weights and name not in amaxes]
@@ -90,7 +94,7 @@ def _tensors(folder: Path) -> Dict[str, _Get]:
         raise ImportError("nvfp4.torch.load reads checkpoints with safetensors: pip install safetensors") from None
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        files = sorted({folder / name for name in _indexed(index)})
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -101,6 +105,24 @@ def _tensors(folder: Path) -> Dict[str, _Get]:
         for name in opened.keys():
             tensors[name] = functools.partial(opened.get_tensor, name)
     return tensors
+
+
+def _indexed(index: Path) -> List[str]:
+    """The files that an index names."""
+    try:
+        names = [str(name) for name in json.loads(index.read_text())["weight_map"].values()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: expected JSON with a weight_map of tensors and files ({error!r})") from None
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index}: expected names of files in its folder, got {name!r}")
+    return names
+
+
+def _beside(parameter: Tensor, tensor: Any) -> Any:
+    """A tensor of a file in the type and on the device of a parameter, in memory if that has none."""
+    device = None if parameter.is_meta else parameter.device
+    return tensor.to(device=device, dtype=parameter.dtype) if isinstance(tensor, Tensor) else tensor
 
 
 _Found = Tuple[List[str], Callable[[], QuantizedTensor], Optional[Callable[[], Tensor]]]
@@ -127,7 +149,10 @@ def _codes_of(tensors: Dict[str, _Get], path: str) -> Optional[_Found]:
                 return _from_parts(names[0], spec, *(tensors[name]() for name in names))
 
             def amax(static=static, amax_of=amax_of) -> Tensor:
-                return amax_of(tensors[static]().float()).reshape(-1).amax().reshape(1)
+                found = amax_of(tensors[static]().float()).reshape(-1).amax().reshape(1)
+                if not 0 < found.item() < float("inf"):
+                    raise ValueError(f'{static}: expected a positive number; activations="none" does without')
+                return found
 
             return names + ([static] if static else []), make, amax if static else None
     name = prefix + "weight"
@@ -137,11 +162,16 @@ def _codes_of(tensors: Dict[str, _Get], path: str) -> Optional[_Found]:
 
 
 def _from_parts(name: str, spec: str, codes: Tensor, scales: Tensor, stored: Tensor) -> QuantizedTensor:
+    if codes.dtype is not torch.uint8 or codes.dim() != 2:
+        raise ValueError(f"{name}: expected a matrix of codes of uint8, got {tuple(codes.shape)} of {codes.dtype}")
     rows, packed = codes.shape
-    if codes.dtype is not torch.uint8 or scales.element_size() != 1 or stored.numel() != 1:
-        raise ValueError(f"{name}: expected codes of uint8, scales of E4M3 and one scale of the tensor")
+    blocks = (rows, -(-packed // 8))
+    if scales.dtype not in (torch.uint8, torch.float8_e4m3fn) or tuple(scales.shape) != blocks:
+        raise ValueError(f"{name}: expected scales {blocks} of E4M3, got {tuple(scales.shape)} of {scales.dtype}")
+    if stored.numel() != 1 or stored.isnan().any():
+        raise ValueError(f"{name}: expected one scale of the tensor, got {stored}")
     parts = [codes, scales.contiguous().view(torch.uint8), stored.float().reshape(1)]
-    return QuantizedTensor(_block(parts), None, spec, (rows, 2 * packed), torch.get_default_dtype())
+    return QuantizedTensor(block_of(parts), None, spec, (rows, 2 * packed), torch.get_default_dtype())
 
 
 def _of_ours(name: str, tensor: nvfp4.QuantTensor) -> QuantizedTensor:
@@ -151,7 +181,7 @@ def _of_ours(name: str, tensor: nvfp4.QuantTensor) -> QuantizedTensor:
     parts = row._parts()
     specs = {"amax": row.format, "multiplier": "nvfp4(modelopt)", "divisor": "nvfp4(llm-compressor)"}
     spec = specs[row.unit] if row.format.startswith("nvfp4") else row.format
-    made = QuantizedTensor(_block(parts), None, spec, tuple(tensor.shape), torch.float32)  # type: ignore[arg-type]
+    made = QuantizedTensor(block_of(parts), None, spec, tuple(tensor.shape), torch.float32)  # type: ignore[arg-type]
     expected = tensor.as_torch().dequantize("float32")
     if not torch.equal(made.dequantize(), expected):
         raise ValueError(f"{name}: {row.format} cannot be a parameter; quantize the weight again in the format that the recipe names")
@@ -167,6 +197,7 @@ def _put(module: torch.nn.Linear, path: str, codes: QuantizedTensor, amax: Optio
     there = codes.to(device=device, dtype=weight.dtype)
     module._parameters["weight"] = torch.nn.Parameter(there, requires_grad=False)
     if amax is None:
+        module._buffers.pop("input_amax", None)  # of a file before
         if isinstance(module, Layer):
             module.use_recipe(_recipe(path, "high-precision", codes.spec))
         return

@@ -102,8 +102,8 @@ def as_asked(layer: Layer) -> None:
 
 
 def weights_changed(model: torch.nn.Module) -> None:
-    """Says that weights were written where torch does not count changes: through ``.data``, or by
-    another program. Their codes are made again at the next call.
+    """Says that weights were written where torch does not count changes: through ``.data``, by a
+    collective operation, or by another program. Their codes are made again at the next call.
 
     Steps of torch's optimizers, changes in place and state dicts that are loaded need no such call.
     """

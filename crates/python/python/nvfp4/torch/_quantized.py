@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -11,16 +10,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import nvfp4
-from nvfp4 import _nvfp4
 
-from . import _ops, _sizes  # noqa: F401  (makes the operations known)
+from . import _ops  # noqa: F401  (makes the operations known)
+from ._blocks import DTYPES, block_of, bytes_of, parts_of, scaling_dim, shapes, sharded
 
 _quantize = torch.ops.nvfp4.quantize_blocks.default
 dequantize_block = torch.ops.nvfp4.dequantize_block.default
 prepare_block = torch.ops.nvfp4.prepare_block.default
 _aten = torch.ops.aten
 
-_DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
 
 
 class Codes(NamedTuple):
@@ -60,6 +58,8 @@ class QuantizedTensor(torch.Tensor):
     _part: bool
     _changed: bool
     _pending: Optional[Tensor]
+    # Its version and that of its codes when it was last used.
+    _seen: Optional[Tuple[int, int]]
 
     @staticmethod
     def __new__(cls, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
@@ -71,7 +71,7 @@ class QuantizedTensor(torch.Tensor):
     def __init__(self, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
         self.row, self.column, self.master = row, column, master
         self.spec, self.matrix, self._prepared = spec, matrix, None
-        self._part, self._changed, self._pending = False, False, None
+        self._part, self._changed, self._pending, self._seen = False, False, None, None
 
     @classmethod
     def quantize(
@@ -92,12 +92,14 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """The values, as a tensor like any other."""
+        self._check()
         rows, cols = self.matrix
         return dequantize_block(self.row, self.spec, rows, cols, self.dtype).view(self.shape)
 
     @property
     def codes(self) -> Codes:
         """The blocks that products read."""
+        self._check()
         return Codes(self.row, self.column, self._prepared)
 
     @property
@@ -127,6 +129,16 @@ class QuantizedTensor(torch.Tensor):
             f"dtype={self.dtype}, device='{self.device}'{master})"
         )
 
+    def share_memory_(self) -> "QuantizedTensor":
+        """Moves codes and master to memory that processes share."""
+        for tensor in (self.row, self.column, self.master):
+            if tensor is not None:
+                tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.row.is_shared()
+
     # How compilers see it.
 
     def __tensor_flatten__(self):
@@ -143,7 +155,7 @@ class QuantizedTensor(torch.Tensor):
     # What is saved: not the order of one kind of GPU.
 
     def __getstate__(self):
-        return {**self.__dict__, "_prepared": None}
+        return {**self.__dict__, "_prepared": None, "_seen": None}
 
     # How FSDP2 gathers the shards: codes and scales travel, not values.
 
@@ -151,29 +163,29 @@ class QuantizedTensor(torch.Tensor):
         if self._changed:
             self._agree(mesh.get_group())
         sides = [(self.row, "row")] + ([] if self.column is None else [(self.column, "column")])
-        arrays = [part for block, side in sides for part in _parts(block, self.spec, side, self.matrix)]
-        split, shared = _sharded(arrays, self.spec, self.directions, self.matrix)
+        arrays = [part for block, side in sides for part in parts_of(block, self.spec, side, self.matrix)]
+        split, shared = sharded(arrays, self.spec, self.directions, self.matrix)
         # A shard's part of an array has its columns side by side only by itself.
         bytes_of = [arrays[at].contiguous().view(torch.uint8).reshape(-1) for at in split]
         return tuple(bytes_of), (self.spec, self.directions, self.matrix, {at: arrays[at] for at in shared})
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         spec, directions, (rows, cols), shared = metadata
-        shapes = _shapes(spec, directions, (rows, cols))
+        each_array = shapes(spec, directions, (rows, cols))
         pieces = iter(gathered)
-        count = next(tensor.numel() for tensor in gathered) // _bytes(shapes[0])
-        whole = _shapes(spec, directions, (rows * count, cols))
+        count = next(tensor.numel() for tensor in gathered) // bytes_of(each_array[0])
+        whole = shapes(spec, directions, (rows * count, cols))
         arrays: List[Tensor] = []
-        for at, (dtype, shape) in enumerate(shapes):
+        for at, (dtype, shape) in enumerate(each_array):
             if at in shared:
                 arrays.append(shared[at])
                 continue
-            dim = _scaling_dim(shape, whole[at][1])
-            each = next(pieces).view(count, -1).view(_DTYPES[dtype]).view(count, *shape)
+            dim = scaling_dim(shape, whole[at][1])
+            each = next(pieces).view(count, -1).view(DTYPES[dtype]).view(count, *shape)
             arrays.append(torch.cat(list(each.unbind(0)), dim))
-        number = len(_shapes(spec, "row", (rows, cols)))
-        row = _block(arrays[:number])
-        column = _block(arrays[number:]) if directions == "both" else None
+        number = len(shapes(spec, "row", (rows, cols)))
+        row = block_of(arrays[:number])
+        column = block_of(arrays[number:]) if directions == "both" else None
         made = QuantizedTensor(row, column, spec, (rows * count, cols), param_dtype)
         if out is not None:
             # Its memory is there again, with what a backward pass has saved of it.
@@ -194,9 +206,9 @@ class QuantizedTensor(torch.Tensor):
         assert values is not None, "it changed"
         format = Format.of(nvfp4.Quantizer(spec=self.spec, directions=self.directions))
         parts = quantized(values.view(self.matrix), format, group=group)
-        self.row.copy_(_block(parts[: format.row]))
+        self.row.copy_(block_of(parts[: format.row]))
         if self.column is not None:
-            self.column.copy_(_block(parts[format.row :]))
+            self.column.copy_(block_of(parts[format.row :]))
         self._changed, self._pending, self._prepared = False, None, None
 
     # Operations.
@@ -207,6 +219,8 @@ class QuantizedTensor(torch.Tensor):
             from ._coded import linear_codes
 
             return linear_codes(*args, **(kwargs or {}))
+        if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            return args[0].detach().copy_(args[1])
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -214,6 +228,8 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         known = _KNOWN.get(function)
+        if function is not _aten.copy_.default:  # it asks for no earlier values
+            tree_map_only(QuantizedTensor, QuantizedTensor._check, (args, kwargs))
         if known is not None:
             return known(function, *args, **kwargs)
         if function._schema.is_mutable:
@@ -234,9 +250,9 @@ class QuantizedTensor(torch.Tensor):
         """Is of the same shard as another one."""
         self._part, self._changed, self._pending = other._part, other._changed, other._pending
 
-    def take_values(self, values: Tensor) -> None:
+    def _take(self, values: Tensor) -> None:
         """Takes other values: the master, if there is one, as they are, and the codes of them."""
-        values = values.view(self.matrix)
+        values = values.expand(self.shape).reshape(self.matrix)
         if self.master is not None:
             self.master.copy_(values)
             values = self.master
@@ -244,9 +260,32 @@ class QuantizedTensor(torch.Tensor):
         self.row.copy_(made.row)
         if self.column is not None and made.column is not None:
             self.column.copy_(made.column)
-        self._prepared = None
+        self._count()
         if self._part:
             self._changed, self._pending = True, None if self.master is not None else values
+
+    def _count(self) -> None:
+        """Counts a change of the codes, as torch does not below an operation in place: a backward
+        pass that has saved them must not read other ones.
+        """
+        self._prepared = None
+        for block in (self.row, self.column):
+            if block is not None and not torch.compiler.is_compiling() and not block.is_inference():
+                torch.autograd.graph.increment_version(block)
+
+    def _check(self) -> None:
+        """Makes it an error if a view of the values was written to: they are a copy, so the change
+        would be lost. torch counts it as a change of this tensor; the codes are those of before.
+        """
+        if torch.compiler.is_compiling() or self.is_inference() or self.row.is_inference():
+            return
+        now = self._version, self.row._version
+        if self._seen is not None and now[0] != self._seen[0] and now[1] == self._seen[1]:
+            raise RuntimeError(
+                f"{self!r} was changed through a view of its values (as weight[0].zero_() does), which its codes do not follow: "
+                "change all of it, as by weight.copy_(values)"
+            )
+        self._seen = now
 
 
 def _check_spec(spec: str) -> None:
@@ -256,53 +295,6 @@ def _check_spec(spec: str) -> None:
         raise ValueError(f"{spec}: a quantized parameter is rounded to the nearest code of a quantized format")
 
 
-# What a block consists of.
-
-
-def _shapes(spec: str, directions: str, matrix: Tuple[int, int]) -> List[Tuple[str, Tuple[int, ...]]]:
-    """Type and shape of the arrays of a matrix: those of the row direction, then of the column."""
-    return [(dtype, tuple(shape)) for dtype, shape in _sizes.arrays(spec, directions, matrix, "float32")]
-
-
-def _bytes(array: Tuple[str, Tuple[int, ...]]) -> int:
-    dtype, shape = array
-    return math.prod(shape) * _DTYPES[dtype].itemsize
-
-
-def _parts(block: Tensor, spec: str, side: str, matrix: Tuple[int, int]) -> List[Tensor]:
-    """The arrays in a block, as views of it."""
-    begin, parts = 0, []
-    for array in _shapes(spec, side, matrix):
-        begin = _sizes.padded(begin, _nvfp4._block_alignment)
-        end = begin + _bytes(array)
-        parts.append(block[begin:end].view(_DTYPES[array[0]]).view(array[1]))
-        begin = end
-    return parts
-
-
-def _block(parts: Sequence[Tensor]) -> Tensor:
-    """A block of arrays."""
-    pieces, length = [], 0
-    for part in parts:
-        pieces.append(part.new_zeros(-length % _nvfp4._block_alignment, dtype=torch.uint8))
-        pieces.append(part.contiguous().view(-1).view(torch.uint8))
-        length += sum(piece.numel() for piece in pieces[-2:])
-    return torch.cat(pieces)
-
-
-def _scaling_dim(part: Tuple[int, ...], whole: Tuple[int, ...]) -> int:
-    """The dimension in which the arrays of a matrix and of some of its rows differ."""
-    return next(dim for dim, (a, b) in enumerate(zip(part, whole)) if a != b)
-
-
-def _sharded(arrays: List[Tensor], spec: str, directions: str, matrix: Tuple[int, int]) -> Tuple[List[int], List[int]]:
-    """The arrays that grow with the rows of a matrix, and those that do not."""
-    rows, cols = matrix
-    twice = _shapes(spec, directions, (2 * rows, cols))
-    split = [at for at, array in enumerate(arrays) if tuple(array.shape) != twice[at][1]]
-    return split, [at for at in range(len(arrays)) if at not in split]
-
-
 def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
     """Some rows, by their codes."""
     rows, cols = tensor.matrix
@@ -310,9 +302,9 @@ def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
     blocks: Dict[str, Tensor] = {}
     for side, block in sides:
         pieces = []
-        for part, (_, shape) in zip(_parts(block, tensor.spec, side, tensor.matrix), _shapes(tensor.spec, side, (end - start, cols))):
+        for part, (_, shape) in zip(parts_of(block, tensor.spec, side, tensor.matrix), shapes(tensor.spec, side, (end - start, cols))):
             if tuple(part.shape) != shape:
-                dim = _scaling_dim(shape, tuple(part.shape))
+                dim = scaling_dim(shape, tuple(part.shape))
                 size, length = part.shape[dim], shape[dim]
                 if length * rows != size * (end - start) or start * size % rows:
                     raise ValueError(
@@ -320,14 +312,11 @@ def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
                     )
                 part = part.narrow(dim, start * size // rows, length)
             pieces.append(part)
-        blocks[side] = _block(pieces)
+        blocks[side] = block_of(pieces)
     master = None if tensor.master is None else tensor.master[start:end].clone()
     made = QuantizedTensor(blocks["row"], blocks.get("column"), tensor.spec, (end - start, cols), tensor.dtype, master)
     made._part = True
     return made
-
-
-# Operations that keep it quantized.
 
 
 def _same(function, tensor, *args, **kwargs):
@@ -335,13 +324,10 @@ def _same(function, tensor, *args, **kwargs):
 
 
 def _alias(function, tensor, *args, **kwargs):
-    made = tensor.like_this(lambda inner: function(inner))
+    # The same blocks, so that changes of either are counted for both.
+    made = tensor.like_this(lambda inner: inner)
     made._prepared = tensor._prepared
     return made
-
-
-def _clone(function, tensor, *args, **kwargs):
-    return tensor.like_this(torch.clone)
 
 
 def _to(function, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
@@ -358,14 +344,14 @@ def _copy(function, target, source, non_blocking=False):
     same = isinstance(source, QuantizedTensor) and (source.spec, source.matrix) == (target.spec, target.matrix)
     if not same or (target.column is not None and source.column is None):
         values = source.dequantize() if isinstance(source, QuantizedTensor) else source
-        target.take_values(values.to(target.device))
+        target._take(values.to(target.device))
         return target
     target.row.copy_(source.row, non_blocking)
     if target.column is not None:
         target.column.copy_(source.column, non_blocking)
     if target.master is not None:
         target.master.copy_(source.dequantize() if source.master is None else source.master)
-    target._prepared = None
+    target._count()
     target._shares(source)
     return target
 
@@ -439,7 +425,7 @@ def _in_place(function, args, kwargs):
         given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
         for tensor in given if isinstance(given, (list, tuple)) else [given]:
             if isinstance(tensor, QuantizedTensor):
-                tensor.take_values(values(tensor))
+                tensor._take(values(tensor))
     if not function._schema.returns:
         return None
     return args[0] if changed and changed[0][0] == 0 else result
@@ -448,7 +434,7 @@ def _in_place(function, args, kwargs):
 _KNOWN: Dict[Any, Any] = {
     _aten.detach.default: _alias,
     _aten.alias.default: _alias,
-    _aten.clone.default: _clone,
+    _aten.clone.default: _same,
     _aten._to_copy.default: _to,
     _aten._pin_memory.default: _same,
     _aten.copy_.default: _copy,

@@ -1,0 +1,59 @@
+"""What the block of a direction consists of: its arrays, one after the other."""
+
+from __future__ import annotations
+
+import math
+from typing import List, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from nvfp4 import _nvfp4
+
+from . import _sizes
+
+DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
+
+
+def shapes(spec: str, directions: str, matrix: Tuple[int, int]) -> List[Tuple[str, Tuple[int, ...]]]:
+    """Type and shape of the arrays of a matrix: those of the row direction, then of the column."""
+    return [(dtype, tuple(shape)) for dtype, shape in _sizes.arrays(spec, directions, matrix, "float32")]
+
+
+def bytes_of(array: Tuple[str, Tuple[int, ...]]) -> int:
+    dtype, shape = array
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def parts_of(block: Tensor, spec: str, side: str, matrix: Tuple[int, int]) -> List[Tensor]:
+    """The arrays in a block, as views of it."""
+    begin, parts = 0, []
+    for array in shapes(spec, side, matrix):
+        begin = _sizes.padded(begin, _nvfp4._block_alignment)
+        end = begin + bytes_of(array)
+        parts.append(block[begin:end].view(DTYPES[array[0]]).view(array[1]))
+        begin = end
+    return parts
+
+
+def block_of(parts: Sequence[Tensor]) -> Tensor:
+    """A block of arrays."""
+    pieces, length = [], 0
+    for part in parts:
+        pieces.append(part.new_zeros(-length % _nvfp4._block_alignment, dtype=torch.uint8))
+        pieces.append(part.contiguous().view(-1).view(torch.uint8))
+        length += sum(piece.numel() for piece in pieces[-2:])
+    return torch.cat(pieces)
+
+
+def scaling_dim(part: Tuple[int, ...], whole: Tuple[int, ...]) -> int:
+    """The dimension in which the arrays of a matrix and of some of its rows differ."""
+    return next(dim for dim, (a, b) in enumerate(zip(part, whole)) if a != b)
+
+
+def sharded(arrays: List[Tensor], spec: str, directions: str, matrix: Tuple[int, int]) -> Tuple[List[int], List[int]]:
+    """The arrays that grow with the rows of a matrix, and those that do not."""
+    rows, cols = matrix
+    twice = shapes(spec, directions, (2 * rows, cols))
+    split = [at for at, array in enumerate(arrays) if tuple(array.shape) != twice[at][1]]
+    return split, [at for at in range(len(arrays)) if at not in split]

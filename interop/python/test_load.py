@@ -1,0 +1,145 @@
+"""Quantized checkpoints into models of torch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import nvfp4
+import nvfp4.torch
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.lm_head = torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 32, bias=False)
+
+    def forward(self, x):
+        return self.lm_head(self.norm(self.first(x)))
+
+
+def written(folder: Path, dialect: str, model, activations: bool):
+    """A checkpoint as the other tools write it."""
+    from safetensors.torch import save_file
+
+    profile, unit, given = {"modelopt": ("modelopt", "weight_scale_2", "input_scale"),
+                            "compressed-tensors": ("llm-compressor", "weight_global_scale", "input_global_scale")}[dialect]  # fmt: skip
+    q = nvfp4.Quantizer(profile=profile)(model.first.weight.detach())
+    tensors = {name: value.clone() for name, value in model.state_dict().items() if name != "first.weight"}
+    tensors["first.weight" if dialect == "modelopt" else "first.weight_packed"] = q.codes.clone()
+    tensors["first.weight_scale"] = q.scales.clone().view(torch.float8_e4m3fn)
+    tensors[f"first.{unit}"] = q.row.global_scale.clone().reshape([] if dialect == "modelopt" else [1])
+    if activations:
+        amax = 4.0
+        tensors[f"first.{given}"] = torch.tensor(amax / 2688) if dialect == "modelopt" else torch.tensor([2688 / amax])
+    half = len(tensors) // 2
+    names = sorted(tensors)
+    parts = {"model-1.safetensors": names[:half], "model-2.safetensors": names[half:]}
+    for file, of in parts.items():
+        save_file({name: tensors[name] for name in of}, folder / file)
+    index = {"weight_map": {name: file for file, of in parts.items() for name in of}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return q
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("activations", [True, False])
+def test_checkpoints_load(tmp_path, dialect, activations):
+    source, model, x = Small(), Small(), torch.randn(16, 64)
+    q = written(tmp_path, dialect, source, activations)
+    report = nvfp4.torch.load(tmp_path, model)
+    assert report.quantized == ["first"] and report.missing == [] and "lm_head.weight" in report.copied
+    assert torch.equal(model.lm_head.weight, source.lm_head.weight) and torch.equal(model.first.bias, source.first.bias)
+    assert torch.equal(model.first.weight.dequantize(), q.dequantize("float32")) and not model.first.weight.requires_grad
+    y = model.first(x)
+    left = nvfp4.Quantizer().quantize(x, amax=4.0) if activations else x
+    assert torch.equal(y, nvfp4.matmul(left, q, bias=source.first.bias.detach()))
+    plain = Small()
+    nvfp4.torch.load(tmp_path, plain, activations="none")
+    assert torch.equal(plain.first(x), nvfp4.matmul(x, q, bias=source.first.bias.detach()))
+
+
+def test_our_own_files_load(tmp_path):
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), torch.randn(16, 64)
+    q = nvfp4.Quantizer()(torch.randn(32, 64))
+    nvfp4.save(tmp_path / "codes.safetensors", {"0.weight": q})
+    nvfp4.torch.load(tmp_path / "codes.safetensors", model)
+    assert torch.equal(model(x), nvfp4.matmul(x, q))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+    written(tmp_path, "modelopt", Small(), False)
+    with pytest.raises(ValueError, match="no codes for any"):
+        nvfp4.torch.load(tmp_path, torch.nn.Sequential(torch.nn.Linear(64, 128)))
+    wide = Small()
+    wide.first = torch.nn.Linear(128, 128)
+    with pytest.raises(ValueError, match=r"first: the model's weight is \(128, 128\), the checkpoint's \(128, 64\)"):
+        nvfp4.torch.load(tmp_path, wide)
+    more = Small()
+    more.extra = torch.nn.LayerNorm(4)
+    with pytest.raises(ValueError, match="lacks extra.weight, extra.bias"):
+        nvfp4.torch.load(tmp_path, more)
+    assert nvfp4.torch.load(tmp_path, more, strict=False).missing == ["extra.weight", "extra.bias"]
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("weight_scale", lambda t: t.view(torch.uint8).t(), r"first.weight: expected scales \(128, 4\) of E4M3, got \(4, 128\)"),
+        ("weight_scale", lambda t: t.reshape(-1), r"first.weight: expected scales .* got \(512,\)"),
+        ("weight_scale", lambda t: t.view(torch.float8_e5m2), "first.weight: expected scales .* of torch.float8_e5m2"),
+        ("weight", lambda t: t[None], r"first.weight: expected a matrix of codes of uint8, got \(1, 128, 32\)"),
+        ("weight_scale_2", lambda t: t.expand(128), "first.weight: expected one scale"),
+        ("weight_scale_2", lambda t: t * float("nan"), "first.weight: expected one scale"),
+        ("weight_scale_2", None, "first.weight: codes without their scales"),
+        ("input_scale", lambda t: t * 0, "first.input_scale: expected a positive number"),
+    ],
+)
+def test_codes_that_do_not_fit_are_refused(tmp_path, name, change, message):
+    from safetensors.torch import load_file, save_file
+
+    written(tmp_path, "modelopt", Small(), True)
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        found = tensors.pop(f"first.{name}", None)
+        if found is not None and change is not None:
+            tensors[f"first.{name}"] = change(found).contiguous()
+        save_file(tensors, file)
+    with pytest.raises(ValueError, match=message):
+        nvfp4.torch.load(tmp_path, Small())
+
+
+def test_an_index_names_files_of_its_folder(tmp_path):
+    written(tmp_path, "modelopt", Small(), False)
+    index = tmp_path / "model.safetensors.index.json"
+    for text, message in [
+        ('{"weight_map": {"a": "../model-1.safetensors"}}', "files in its folder, got '../model-1"),
+        (json.dumps({"weight_map": {"a": str(tmp_path / "model-1.safetensors")}}), "files in its folder"),
+        ("{}", "index.json: expected JSON with a weight_map"),
+        ("{", "index.json: expected JSON with a weight_map"),
+    ]:
+        index.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            nvfp4.torch.load(tmp_path, Small())
+
+
+def test_a_model_on_the_meta_device_is_filled(tmp_path):
+    source, x = Small(), torch.randn(16, 64)
+    written(tmp_path, "modelopt", source, True)
+    model, expected = Small().half().to("meta"), Small().half()
+    for of in (model, expected):
+        nvfp4.torch.load(tmp_path, of)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.float16)}
+    assert torch.equal(model(x.half()), expected(x.half()))
+
+
+def test_a_second_checkpoint_leaves_nothing_of_the_first(tmp_path):
+    model, x = Small(), torch.randn(16, 64)
+    for activations in (True, False):
+        folder = tmp_path / str(activations)
+        folder.mkdir()
+        q = written(folder, "modelopt", Small(), activations)
+        nvfp4.torch.load(folder, model)
+    assert "first.input_amax" not in model.state_dict()
+    assert torch.equal(model.first(x), nvfp4.matmul(x, q, bias=model.first.bias.detach()))
