@@ -147,7 +147,6 @@ def test_arguments_stand_where_transformer_engines_stand(name):
         (lambda: te.autocast(True, True), "calibrating"),
         (lambda: te.autocast(True, te.NVFP4BlockScaling()), "calibrating"),
         (lambda: te.NVFP4BlockScaling(fp8_dpa=True), "fp8_dpa"),
-        (lambda: te.CustomRecipe(str, quantization_alignment=32), "quantization_alignment"),
         (lambda: te.IdentityQuantizer(dtype=torch.bfloat16), "dtype"),
         (lambda: te.checkpoint(torch.nn.Identity(), torch.ones(1), distribute_saved_activations=True), "distribute_saved_activations"),
         (lambda: te.Linear(64, 64)(torch.ones(16, 64), fp8_output=True), "fp8_output"),
