@@ -11,9 +11,20 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 """
 
 from . import recipe
+from ._codes import fp8_model_init, quantized_model_init
 from ._format import DType
+from ._graph import make_graphed_callables
+from ._machine import (
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from ._modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor
+from ._random import CudaRNGStatesTracker
 from ._recipe import autocast, checkpoint, fp8_autocast, get_default_recipe
 from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from .recipe import (
@@ -30,6 +41,7 @@ from .recipe import (
 )
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "CustomRecipe",
     "DType",
     "DelayedScaling",
@@ -54,6 +66,15 @@ __all__ = [
     "autocast",
     "checkpoint",
     "fp8_autocast",
+    "fp8_model_init",
     "get_default_recipe",
+    "get_device_compute_capability",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "make_graphed_callables",
+    "quantized_model_init",
     "recipe",
 ]

@@ -146,19 +146,38 @@ def _inside(new: Region):
         _region.reset(token)
 
 
-def checkpoint(function: Callable, *args, use_reentrant: bool = True, **kwargs):
+def checkpoint(function: Callable, *args, **kwargs):
     """``torch.utils.checkpoint.checkpoint`` for modules that follow ``autocast``: what is computed
-    again is computed as it was the first time.
+    again is computed as it was the first time, with the numbers that ``get_rng_state_tracker()``
+    gave then.
 
     With delayed scaling the backward pass has to come before the next outermost region, which moves
     the scales on.
     """
-    for name, default in (("distribute_saved_activations", False), ("get_rng_state_tracker", None), ("tp_group", None)):
-        refuse("checkpoint", name, kwargs.pop(name, default), default)
-    here = region()
+    use_reentrant = kwargs.pop("use_reentrant", True)
+    distributed = kwargs.pop("distribute_saved_activations", False)
+    tracker = kwargs.pop("get_rng_state_tracker", None)
+    kwargs.pop("tp_group", None)  # of distributed activations alone
+    if len(args) > 3 and isinstance(args[0], bool) and callable(args[1]):
+        warnings.warn(
+            "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group as keyword arguments",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        distributed, tracker, args = args[0], args[1], args[3:]
+    refuse("checkpoint", "distribute_saved_activations", distributed, False)
+    here, before = region(), None
 
     def again(*args, **kwargs):
-        with _inside(here):
+        nonlocal before
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_inside(here))
+            if tracker is not None and before is None:
+                before = tracker().get_states()
+            elif tracker is not None:
+                now = tracker().get_states()
+                tracker().set_states(dict(before))
+                stack.callback(tracker().set_states, now)
             return function(*args, **kwargs)
 
     return torch.utils.checkpoint.checkpoint(again, *args, use_reentrant=use_reentrant, **kwargs)
