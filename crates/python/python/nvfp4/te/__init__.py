@@ -10,7 +10,7 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 ``_rowwise_scale_inv``, ``_amax_rowwise`` and their ``_columnwise`` twins.
 """
 
-from . import recipe
+from . import custom_recipes, recipe
 from ._codes import fp8_model_init, quantized_model_init
 from ._format import DType
 from ._graph import make_graphed_callables
@@ -23,7 +23,8 @@ from ._machine import (
     is_nvfp4_available,
 )
 from ._modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
-from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor
+from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor, Quantizer
+from ._quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer
 from ._random import CudaRNGStatesTracker
 from ._recipe import autocast, checkpoint, fp8_autocast, get_default_recipe
 from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
@@ -46,25 +47,31 @@ __all__ = [
     "DType",
     "DelayedScaling",
     "DelayedScalingRequest",
+    "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8CurrentScalingQuantizer",
     "Format",
     "GroupedLinear",
+    "HybridQuantizer",
     "IdentityQuantizer",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MMParams",
     "MXFP8BlockScaling",
+    "MXFP8Quantizer",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "QParams",
+    "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
     "Recipe",
     "autocast",
     "checkpoint",
+    "custom_recipes",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",

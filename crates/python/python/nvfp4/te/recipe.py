@@ -369,6 +369,8 @@ class CustomRecipe(Recipe):
         factory = self.qfactory
 
         def spec(asked: nvfp4.Role) -> str:
+            if asked.module == "attention":  # without fp8_dpa, which is refused
+                return "high-precision"
             role = QuantizerRole(*asked.legacy)
             return _spec_of_answer(factory(role), role, asked.pass_)
 
