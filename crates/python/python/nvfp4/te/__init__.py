@@ -10,10 +10,14 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 ``_rowwise_scale_inv``, ``_amax_rowwise`` and their ``_columnwise`` twins.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import custom_recipes, recipe
 from ._codes import fp8_model_init, quantized_model_init
 from ._format import DType
+from ._glu import deinterleave_glu_tensor, interleave_glu_tensor
 from ._graph import make_graphed_callables
+from ._left_out import WHY as _WHY
 from ._machine import (
     get_device_compute_capability,
     is_bf16_available,
@@ -72,10 +76,12 @@ __all__ = [
     "autocast",
     "checkpoint",
     "custom_recipes",
+    "deinterleave_glu_tensor",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
     "get_device_compute_capability",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
@@ -85,3 +91,9 @@ __all__ = [
     "quantized_model_init",
     "recipe",
 ]
+
+if not _TYPE_CHECKING:  # to which every name would be there
+
+    def __getattr__(name: str):
+        why = f": {_WHY[name]}" if name in _WHY else "; docs/transformer-engine.md has TransformerEngine's names"
+        raise AttributeError(f"nvfp4.te has no '{name}'{why}")

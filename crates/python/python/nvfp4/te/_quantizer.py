@@ -9,6 +9,7 @@ from torch import Tensor
 
 import nvfp4
 
+from ._format import DType
 from ._signature import supports
 
 
@@ -69,7 +70,7 @@ class NVFP4Quantizer(Quantizer):
 
     def __init__(
         self,
-        fp4_dtype=None,
+        fp4_dtype: Any = DType.kFloat4E2M1,
         rowwise: bool = True,
         columnwise: bool = True,
         with_amax_reduction: bool = False,
