@@ -22,8 +22,12 @@ def test_a_factory_is_the_preset_of_its_name(name):
     preset, custom = nvfp4.Recipe(name), te.CustomRecipe(FACTORIES[name]).recipe()
     for expert in (None, 0):
         for slot in ("input", "weight", "output", "grad_output"):
-            assert custom.spec("fc", slot, expert=expert) == preset.spec("fc", slot, expert=expert), (slot, expert)
-    assert custom.spec("core", "qkv") == "high-precision", "attention is quantized with fp8_dpa alone"
+            assert custom.spec("fc", slot, expert=expert) == preset.spec(
+                "fc", slot, expert=expert
+            ), (slot, expert)
+    assert (
+        custom.spec("core", "qkv") == "high-precision"
+    ), "attention is quantized with fp8_dpa alone"
     FACTORIES[name](None)  # what is nothing's role
 
 
@@ -42,13 +46,20 @@ def test_a_step_is_that_of_the_preset_to_the_bit(name):
 
 
 def test_attention_gets_fp8():
-    factory, preset = quantizer_factory_zoo.nvfp4_linear_fp8_dpa_factory, nvfp4.Recipe("nvfp4_linear_fp8_dpa")
+    factory, preset = quantizer_factory_zoo.nvfp4_linear_fp8_dpa_factory, nvfp4.Recipe(
+        "nvfp4_linear_fp8_dpa"
+    )
     roles = {slot: te.QuantizerRole("dpa", slot, "core") for slot in ("qkv", "s", "do", "dp")}
-    roles |= {"o": te.QuantizerRole(name="core.dpa_output"), "dqkv": te.QuantizerRole(name="core.dpa_grad_input")}
+    roles |= {
+        "o": te.QuantizerRole(name="core.dpa_output"),
+        "dqkv": te.QuantizerRole(name="core.dpa_grad_input"),
+    }
     for slot, role in roles.items():
         answer = factory(role)
         direction = "backward" if slot.startswith("d") else "forward"
-        spec = answer.spec_in(direction) if isinstance(answer, te.QuantizerRequest) else answer.spec()
+        spec = (
+            answer.spec_in(direction) if isinstance(answer, te.QuantizerRequest) else answer.spec()
+        )
         assert nvfp4.Quantizer(spec=spec, directions="both").spec == preset.spec("core", slot), slot
 
 

@@ -12,7 +12,9 @@ import torch
 
 import nvfp4.te as te
 
-SIGNATURES = json.loads((pathlib.Path(__file__).parent / "te-signatures.json").read_text())["signatures"]
+SIGNATURES = json.loads((pathlib.Path(__file__).parent / "te-signatures.json").read_text())[
+    "signatures"
+]
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "transformer-engine.md"
 # What differs, and why.
 DEVICE = "modules are made on torch's own default device, which may be a CPU"
@@ -35,13 +37,19 @@ def arguments(thing):
         if given.kind is given.KEYWORD_ONLY and not star:
             names.append("*")
         star = star or given.kind in (given.KEYWORD_ONLY, given.VAR_POSITIONAL)
-        names.append({given.VAR_POSITIONAL: "*", given.VAR_KEYWORD: "**"}.get(given.kind, "") + given.name)
+        names.append(
+            {given.VAR_POSITIONAL: "*", given.VAR_KEYWORD: "**"}.get(given.kind, "") + given.name
+        )
     return names
 
 
 def defaults(thing):
     """Defaults by name; those of a recipe that the environment gives are a new recipe's."""
-    given = {p.name: p.default for p in inspect.signature(thing).parameters.values() if p.default is not p.empty}
+    given = {
+        p.name: p.default
+        for p in inspect.signature(thing).parameters.values()
+        if p.default is not p.empty
+    }
     if dataclasses.is_dataclass(thing):
         made = thing(str) if "qfactory" in inspect.signature(thing).parameters else thing()
         given = {name: getattr(made, name) for name in given}
@@ -54,11 +62,21 @@ def test_arguments_stand_where_transformer_engines_stand(path):
     if theirs is None or (path, None) in DIFFERS:
         return
     assert arguments(thing) == [argument[0] for argument in theirs]
-    known = {"os": os, "Format": te.Format, "MMParams": te.MMParams, "DType": te.DType, "torch": torch}
+    known = {
+        "os": os,
+        "Format": te.Format,
+        "MMParams": te.MMParams,
+        "DType": te.DType,
+        "torch": torch,
+    }
     expected = {argument[0]: eval(argument[1], known) for argument in theirs if len(argument) > 1}
     found = defaults(thing)
     assert found.keys() == expected.keys()
-    different = {name for name in found if found[name] != expected[name] or type(found[name]) is not type(expected[name])}
+    different = {
+        name
+        for name in found
+        if found[name] != expected[name] or type(found[name]) is not type(expected[name])
+    }
     assert different <= {"device"} and all(found[name] is None for name in different), DEVICE
 
 
@@ -67,13 +85,30 @@ def test_enumerations_have_transformer_engines_members():
         "E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344),
     }  # fmt: skip
     assert te.Format.HYBRID.value.max_fwd == 448 and te.Format.HYBRID.value.max_bwd == 57344
-    assert te.DType.cast(7) is te.DType.kFloat8E4M3 and [int(member) for member in te.DType] == [0, 2, 4, 5, 6, 7, 8, 10]
+    assert te.DType.cast(7) is te.DType.kFloat8E4M3 and [int(member) for member in te.DType] == [
+        0,
+        2,
+        4,
+        5,
+        6,
+        7,
+        8,
+        10,
+    ]
 
 
 def rows():
     """The state of each name in the guide's tables, and what is said about it."""
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in GUIDE.read_text().splitlines() if line.startswith("| `")]
-    return {name: (state, note) for names, state, note in cells for name in re.findall(r"`([\w.]+)`", names)}
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in GUIDE.read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    return {
+        name: (state, note)
+        for names, state, note in cells
+        for name in re.findall(r"`([\w.]+)`", names)
+    }
 
 
 def test_the_guide_says_of_every_name_whether_it_is_there():
@@ -99,5 +134,7 @@ def test_rows_of_gated_layers_are_brought_in_turn():
     assert turned[:, 0].tolist() == [0, 2, 8, 10, 4, 6, 12, 14]
     assert torch.equal(te.deinterleave_glu_tensor(turned, 2), rows)
     for wrong in (0, 3):
-        with pytest.raises(ValueError, match="a positive interleave_size and a multiple of twice of it"):
+        with pytest.raises(
+            ValueError, match="a positive interleave_size and a multiple of twice of it"
+        ):
             te.interleave_glu_tensor(rows, wrong)

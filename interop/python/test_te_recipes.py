@@ -32,18 +32,30 @@ def step(layer, x):
     return [y.detach(), *(p.grad.clone() for p in layer.parameters())]
 
 
-@pytest.mark.parametrize("recipe, preset", HYBRID, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "recipe, preset", HYBRID, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_step_is_that_of_the_preset_to_the_bit(recipe, preset):
     assert recipe.recipe() == nvfp4.Recipe(preset)
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(3))
-    theirs, ours = te.Linear(128, 128, name="fc"), nvfp4.torch.Linear(128, 128, recipe=preset, path="fc")
+    theirs, ours = te.Linear(128, 128, name="fc"), nvfp4.torch.Linear(
+        128, 128, recipe=preset, path="fc"
+    )
     ours.load_state_dict(theirs.state_dict())
     with te.autocast(recipe=recipe):
         made = step(theirs, x)
     assert all(torch.equal(a, b) for a, b in zip(made, step(ours, x)))
 
 
-KINDS = ["nvfp4", "mxfp8", "delayed", "float8_current_scaling", "float8_per_tensor_scaling", "float8_block_scaling", "custom"]
+KINDS = [
+    "nvfp4",
+    "mxfp8",
+    "delayed",
+    "float8_current_scaling",
+    "float8_per_tensor_scaling",
+    "float8_block_scaling",
+    "custom",
+]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +93,9 @@ def test_kinds(recipe, kinds):
     ids=lambda value: type(value).__name__ if isinstance(value, te.Recipe) else "",
 )  # fmt: skip
 def test_fields_say_what_they_say_there(recipe, input, weight, grad_output):
-    canonical = [nvfp4.Quantizer(spec=spec, directions="both").spec for spec in (input, weight, grad_output)]
+    canonical = [
+        nvfp4.Quantizer(spec=spec, directions="both").spec for spec in (input, weight, grad_output)
+    ]
     assert specs(recipe) == canonical
     assert recipe.recipe().name in (type(recipe).__name__, "mxfp8")
 
@@ -96,13 +110,23 @@ def test_settings_that_are_assigned_later_count():
     assert specs(rotated) == ["nvfp4", "nvfp4(16x16)", "nvfp4(hadamard)"]
     blocks = te.Float8BlockScaling()
     blocks.fp8_quant_fwd_weight = QParams(power_2_scale=False, amax_epsilon=0.5)
-    assert specs(blocks) == ["fp8-block(e4m3)", "fp8-block(e4m3, 128x128, any-scale, epsilon=0.5)", "fp8-block(e4m3)"]
+    assert specs(blocks) == [
+        "fp8-block(e4m3)",
+        "fp8-block(e4m3, 128x128, any-scale, epsilon=0.5)",
+        "fp8-block(e4m3)",
+    ]
 
 
 def test_products_are_added_as_the_recipe_says():
-    assert accumulators(te.DelayedScaling()) == accumulators(te.Float8CurrentScaling()) == ("fast", "split", "split")
+    assert (
+        accumulators(te.DelayedScaling())
+        == accumulators(te.Float8CurrentScaling())
+        == ("fast", "split", "split")
+    )
     assert accumulators(te.Float8BlockScaling()) == ("split", "split", "split")
-    changed = te.Float8CurrentScaling(fp8_gemm_fprop=MMParams(), fp8_gemm_wgrad=MMParams(use_split_accumulator=False))
+    changed = te.Float8CurrentScaling(
+        fp8_gemm_fprop=MMParams(), fp8_gemm_wgrad=MMParams(use_split_accumulator=False)
+    )
     assert accumulators(changed) == ("split", "split", "fast")
 
 
@@ -174,7 +198,9 @@ def test_requests_keep_scales_of_earlier_steps():
             with te.autocast(recipe=recipe):
                 layer.made = step(layer, x * scale)
         assert all(torch.equal(a, b) for a, b in zip(asked.made, preset.made))
-    with pytest.raises(ValueError, match="fc:input"), te.autocast(recipe=te.CustomRecipe(lambda role: te.QuantizerRequest())):
+    with pytest.raises(ValueError, match="fc:input"), te.autocast(
+        recipe=te.CustomRecipe(lambda role: te.QuantizerRequest())
+    ):
         asked(x)
 
 

@@ -11,7 +11,12 @@ from nvfp4.torch import QuantizedTensor
 
 
 def modules():
-    return [te.Linear(64, 64), te.LayerNormLinear(64, 64), te.LayerNormMLP(64, 96), te.GroupedLinear(2, 64, 64)]
+    return [
+        te.Linear(64, 64),
+        te.LayerNormLinear(64, 64),
+        te.LayerNormMLP(64, 96),
+        te.GroupedLinear(2, 64, 64),
+    ]
 
 
 def results(module, x, recipe):
@@ -23,7 +28,11 @@ def results(module, x, recipe):
     return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
 
 
-@pytest.mark.parametrize("recipe", [te.NVFP4BlockScaling(), te.MXFP8BlockScaling(), te.Float8CurrentScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "recipe",
+    [te.NVFP4BlockScaling(), te.MXFP8BlockScaling(), te.Float8CurrentScaling()],
+    ids=lambda r: type(r).__name__,
+)
 def test_weights_that_are_codes_alone_give_the_same_step(recipe):
     x = torch.randn(48, 64, generator=torch.Generator().manual_seed(3))
     torch.manual_seed(1)
@@ -42,7 +51,10 @@ def test_weights_that_are_codes_alone_give_the_same_step(recipe):
             assert torch.equal(weight.get_high_precision_init_val(), getattr(before, name))
             weight.clear_high_precision_init_val()
             assert weight.get_high_precision_init_val() is None
-        assert all(torch.equal(a, b) for a, b in zip(results(before, x, recipe), results(module, x, recipe)))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(results(before, x, recipe), results(module, x, recipe))
+        )
 
 
 def test_weights_that_are_codes_alone_go_on():
@@ -53,13 +65,19 @@ def test_weights_that_are_codes_alone_go_on():
     assert layer.weight.spec == "mxfp8(e4m3)", "the default recipe's"
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other.weight.dequantize(), layer.weight.dequantize())
-        assert torch.equal(other.weight.get_high_precision_init_val(), layer.weight.get_high_precision_init_val())
-    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight.dequantize(), layer.bias))
+        assert torch.equal(
+            other.weight.get_high_precision_init_val(), layer.weight.get_high_precision_init_val()
+        )
+    torch.testing.assert_close(
+        layer(x), torch.nn.functional.linear(x, layer.weight.dequantize(), layer.bias)
+    )
     before, optimizer = layer.weight.dequantize(), torch.optim.SGD(layer.parameters(), 1.0)
     with te.autocast():
         layer(x).square().sum().backward()
     optimizer.step()
-    assert type(layer.weight) is QuantizedTensor and not torch.equal(layer.weight.dequantize(), before)
+    assert type(layer.weight) is QuantizedTensor and not torch.equal(
+        layer.weight.dequantize(), before
+    )
     plain = te.Linear(64, 64)
     with te.quantized_model_init():
         assert not hasattr(te.Linear(64, 64).weight, "get_high_precision_init_val")
@@ -68,9 +86,13 @@ def test_weights_that_are_codes_alone_go_on():
 
 
 def test_codes_and_old_names_say_what_to_do():
-    with pytest.warns(DeprecationWarning, match="use quantized_model_init"), te.fp8_model_init(True, te.NVFP4BlockScaling()):
+    with pytest.warns(DeprecationWarning, match="use quantized_model_init"), te.fp8_model_init(
+        True, te.NVFP4BlockScaling()
+    ):
         assert te.Linear(64, 64).weight.spec == "nvfp4(16x16)"
-    with pytest.raises(ValueError, match="fc: .*no scale of earlier steps; choose another format for the weight"):
+    with pytest.raises(
+        ValueError, match="fc: .*no scale of earlier steps; choose another format for the weight"
+    ):
         with te.quantized_model_init(recipe=te.DelayedScaling()):
             te.Linear(64, 64, name="fc")
 
@@ -93,7 +115,9 @@ def test_graphs_need_a_gpu():
     layer, x = te.Linear(64, 64), torch.ones(16, 64)
     with pytest.raises(RuntimeError, match="torch sees no GPU here; on the CPU call the modules"):
         te.make_graphed_callables(layer, (x,), enabled=True)
-    with pytest.warns(DeprecationWarning, match="fp8_enabled is deprecated"), pytest.raises(RuntimeError, match="no GPU"):
+    with pytest.warns(DeprecationWarning, match="fp8_enabled is deprecated"), pytest.raises(
+        RuntimeError, match="no GPU"
+    ):
         te.make_graphed_callables(layer, (x,), fp8_enabled=True)
 
 
@@ -152,7 +176,9 @@ def test_what_is_computed_again_draws_again(reentrant):
 
     x = torch.randn(32, 64, requires_grad=True)
     with te.autocast(recipe="nvfp4"):
-        y = te.checkpoint(run, x, use_reentrant=reentrant, get_rng_state_tracker=lambda: tracker, tp_group=None)
+        y = te.checkpoint(
+            run, x, use_reentrant=reentrant, get_rng_state_tracker=lambda: tracker, tp_group=None
+        )
     with tracker.fork():
         after = torch.rand(4)
     y.sum().backward()
@@ -160,6 +186,10 @@ def test_what_is_computed_again_draws_again(reentrant):
     with tracker.fork():
         third = torch.rand(4)
     torch.manual_seed(7)
-    assert torch.equal(torch.cat([drawn[0], after, third]), torch.cat([torch.rand(4) for _ in range(3)]))
+    assert torch.equal(
+        torch.cat([drawn[0], after, third]), torch.cat([torch.rand(4) for _ in range(3)])
+    )
     with pytest.warns(DeprecationWarning, match="as keyword arguments"):
-        te.checkpoint(run, False, lambda: tracker, None, x, use_reentrant=reentrant).sum().backward()
+        te.checkpoint(
+            run, False, lambda: tracker, None, x, use_reentrant=reentrant
+        ).sum().backward()

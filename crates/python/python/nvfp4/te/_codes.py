@@ -45,7 +45,11 @@ def quantized_model_init(
     have no scales of earlier steps, so recipes with delayed scaling are refused.
     """
     ours = recipe_of(get_default_recipe() if recipe is None else recipe)
-    with asking((lambda layer: _quantize(layer, ours, preserve_high_precision_init_val)) if enabled else None):
+    with asking(
+        (lambda layer: _quantize(layer, ours, preserve_high_precision_init_val))
+        if enabled
+        else None
+    ):
         yield
 
 
@@ -59,8 +63,12 @@ def _quantize(layer: Layer, recipe: nvfp4.Recipe, preserve: bool) -> None:
         layer.use_recipe("high_precision")
     for name, values in begun.items():
         weight = layer._parameters[name]
-        if isinstance(weight, QuantizedTensor):  # what the recipe leaves in high precision has no such methods
-            weight.__dict__.update(get_high_precision_init_val=values.get, clear_high_precision_init_val=values.clear)
+        if isinstance(
+            weight, QuantizedTensor
+        ):  # what the recipe leaves in high precision has no such methods
+            weight.__dict__.update(
+                get_high_precision_init_val=values.get, clear_high_precision_init_val=values.clear
+            )
 
 
 @contextlib.contextmanager
@@ -68,6 +76,8 @@ def fp8_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
     """The old name of :func:`quantized_model_init`."""
-    warnings.warn("fp8_model_init is deprecated: use quantized_model_init", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        "fp8_model_init is deprecated: use quantized_model_init", DeprecationWarning, stacklevel=3
+    )
     with quantized_model_init(enabled, recipe, preserve_high_precision_init_val):
         yield

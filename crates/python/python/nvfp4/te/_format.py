@@ -93,14 +93,18 @@ def fp8_code_of(dtype: Any) -> str:
     try:
         return codes[DType.cast(dtype)]
     except (KeyError, ValueError, TypeError):
-        raise ValueError(f"fp8_dtype: expected DType.kFloat8E4M3 or DType.kFloat8E5M2, got {dtype!r}") from None
+        raise ValueError(
+            f"fp8_dtype: expected DType.kFloat8E4M3 or DType.kFloat8E5M2, got {dtype!r}"
+        ) from None
 
 
 def delayed_spec(settings: Any, direction: str) -> str:
     """The spec of a tensor with delayed scaling; a recipe and a request have the same settings."""
     where, algorithm = type(settings).__name__, settings.amax_compute_algo
     if callable(algorithm):
-        raise NotImplementedError(f"te.{where}: amax_compute_algo is a function; there are 'max' and 'most_recent' here")
+        raise NotImplementedError(
+            f"te.{where}: amax_compute_algo is a function; there are 'max' and 'most_recent' here"
+        )
     if algorithm not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo: expected 'max' or 'most_recent', got {algorithm!r}")
     if settings.scaling_factor_compute_algo is not None:

@@ -13,7 +13,11 @@ def _swapped(tensor: Tensor, interleave_size: int, halves_first: bool) -> Tensor
         )
     blocks = tensor.shape[0] // (2 * interleave_size)
     order = (2, blocks) if halves_first else (blocks, 2)
-    return tensor.reshape(*order, interleave_size, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+    return (
+        tensor.reshape(*order, interleave_size, *tensor.shape[1:])
+        .transpose(0, 1)
+        .reshape(tensor.shape)
+    )
 
 
 def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:

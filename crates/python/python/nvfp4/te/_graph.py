@@ -43,9 +43,13 @@ def make_graphed_callables(
     several = modules if isinstance(modules, tuple) else (modules,)
     each = on if isinstance(on, tuple) else (bool(on),) * len(several)
     if len(each) != len(several):
-        raise ValueError(f"enabled: expected one answer or {len(several)}, one for each module, got {len(each)}")
+        raise ValueError(
+            f"enabled: expected one answer or {len(several)}, one for each module, got {len(each)}"
+        )
     chosen = recipe_of(get_default_recipe() if given["recipe"] is None else given["recipe"])
-    if any(each) and any("delayed" in chosen.spec("any", slot) for slot in ("input", "weight", "grad_output")):
+    if any(each) and any(
+        "delayed" in chosen.spec("any", slot) for slot in ("input", "weight", "grad_output")
+    ):
         raise NotImplementedError(
             "te.make_graphed_callables: delayed scaling counts its steps outside of graphs; use Float8CurrentScaling"
         )
@@ -56,7 +60,9 @@ def make_graphed_callables(
 
     def capture(modules: Any, sample_args: Any, enabled: bool) -> Any:
         with autocast(enabled, bool(given["calibrating"]), chosen, given["amax_reduction_group"]):
-            return torch.cuda.make_graphed_callables(modules, sample_args, num_warmup_iters, allow_unused_input, pool)
+            return torch.cuda.make_graphed_callables(
+                modules, sample_args, num_warmup_iters, allow_unused_input, pool
+            )
 
     if len(set(each)) == 1:
         return capture(modules, sample_args, each[0])
@@ -69,7 +75,13 @@ def _renamed(given: Dict[str, Any]) -> Dict[str, Any]:
         if given[old] is None:
             continue
         if given[new] is not None:
-            raise ValueError(f"make_graphed_callables: {old} is the old name of {new}; give one of them")
-        warnings.warn(f"make_graphed_callables: {old} is deprecated, use {new}", DeprecationWarning, stacklevel=4)
+            raise ValueError(
+                f"make_graphed_callables: {old} is the old name of {new}; give one of them"
+            )
+        warnings.warn(
+            f"make_graphed_callables: {old} is deprecated, use {new}",
+            DeprecationWarning,
+            stacklevel=4,
+        )
         given[new] = given[old]
     return given

@@ -17,7 +17,11 @@ def _answer(return_reason: bool) -> Union[bool, Tuple[bool, str]]:
     available = not torch.cuda.is_available() or get_device_compute_capability() >= (8, 0)
     if not return_reason:
         return available
-    return available, "" if available else "a GPU of compute capability 8.0 or higher is needed; the CPU computes it too"
+    return available, (
+        ""
+        if available
+        else "a GPU of compute capability 8.0 or higher is needed; the CPU computes it too"
+    )
 
 
 def is_fp8_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:

@@ -50,7 +50,9 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_:
             raise RuntimeError(f"seed {seed} is used already: give every state its own")
         if name in self.states_:
-            raise RuntimeError(f"there is a state '{name}' already: choose another name, or reset() first")
+            raise RuntimeError(
+                f"there is a state '{name}' already: choose another name, or reset() first"
+            )
         self.seeds_.add(seed)
         generator = _generator()
         before = generator.get_state()
@@ -62,7 +64,9 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Inside it, torch draws from this state, which moves on; outside it goes on as before."""
         if name not in self.states_:
-            raise KeyError(f"there is no state '{name}': add() it first; there are {sorted(self.states_)}")
+            raise KeyError(
+                f"there is no state '{name}': add() it first; there are {sorted(self.states_)}"
+            )
         generator = _generator()
         before = generator.get_state()
         generator.set_state(self.states_[name])

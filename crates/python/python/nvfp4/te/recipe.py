@@ -92,7 +92,9 @@ class Recipe:
 
     def recipe(self) -> _Mapped:
         """The recipe of this package that it stands for."""
-        raise NotImplementedError(f"{type(self).__name__} is no recipe by itself: use a class that derives from Recipe")
+        raise NotImplementedError(
+            f"{type(self).__name__} is no recipe by itself: use a class that derives from Recipe"
+        )
 
     def _check(self) -> None:
         """Refuses what no recipe of TransformerEngine takes, and what is not implemented here."""
@@ -109,12 +111,20 @@ def _one_of(name: str, value: Any, allowed: tuple) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _mapped(
-    name: str, preset: str, input: str, weight: str, grad_output: str, backward: Optional[str], sums: Optional[tuple] = None
+    name: str,
+    preset: str,
+    input: str,
+    weight: str,
+    grad_output: str,
+    backward: Optional[str],
+    sums: Optional[tuple] = None,
 ) -> nvfp4.Recipe:
     """The preset if it has these specs, or else rules that give them; attention stays in high
     precision.
     """
-    specs = [nvfp4.Quantizer(spec=text, directions="both").spec for text in (input, weight, grad_output)]
+    specs = [
+        nvfp4.Quantizer(spec=text, directions="both").spec for text in (input, weight, grad_output)
+    ]
     recipe = nvfp4.Recipe(preset)
     if specs != [recipe.spec("any", slot) for slot in ("input", "weight", "grad_output")]:
         recipe = nvfp4.Recipe.from_toml(
@@ -184,14 +194,21 @@ class Float8CurrentScaling(Recipe):
 
     def recipe(self) -> nvfp4.Recipe:
         words = QParams(power_2_scale=self.use_power_2_scales).words
-        forward, backward = (spec_of("fp8", fp8_code(self.fp8_format, d), *words) for d in ("forward", "backward"))
+        forward, backward = (
+            spec_of("fp8", fp8_code(self.fp8_format, d), *words) for d in ("forward", "backward")
+        )
         name = type(self).__name__
-        return _mapped(name, "current_scaling", forward, forward, backward, self.backward_override, _sums(self))
+        return _mapped(
+            name, "current_scaling", forward, forward, backward, self.backward_override, _sums(self)
+        )
 
 
 def _sums(recipe: Any) -> tuple:
     """How a recipe adds the products of fprop, dgrad and wgrad."""
-    return tuple(params.accumulator for params in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad))
+    return tuple(
+        params.accumulator
+        for params in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    )
 
 
 @dataclass
@@ -213,9 +230,15 @@ class MXFP8BlockScaling(Recipe):
         fp8_code(self.fp8_format, "forward")
 
     def recipe(self) -> nvfp4.Recipe:
-        forward, backward = (fp8_code(self.fp8_format, direction) for direction in ("forward", "backward"))
+        forward, backward = (
+            fp8_code(self.fp8_format, direction) for direction in ("forward", "backward")
+        )
         weight = spec_of("mxfp8", forward, "32x32" if self.enable_2d_quantization else "")
-        name, input, grad_output = type(self).__name__, spec_of("mxfp8", forward), spec_of("mxfp8", backward)
+        name, input, grad_output = (
+            type(self).__name__,
+            spec_of("mxfp8", forward),
+            spec_of("mxfp8", backward),
+        )
         return _mapped(name, "mxfp8", input, weight, grad_output, self.backward_override)
 
 
@@ -246,22 +269,33 @@ class Float8BlockScaling(Recipe):
         for name, dim in zip(("x", "w", "grad"), dims):
             _one_of(f"{name}_block_scaling_dim", dim, (1, 2))
         if dims.count(2) > 1:
-            raise ValueError("of x_block_scaling_dim, w_block_scaling_dim and grad_block_scaling_dim only one may be 2")
+            raise ValueError(
+                "of x_block_scaling_dim, w_block_scaling_dim and grad_block_scaling_dim only one may be 2"
+            )
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             if not getattr(self, name).use_split_accumulator:
-                raise ValueError(f"{name}: FP8 in blocks needs MMParams(use_split_accumulator=True)")
+                raise ValueError(
+                    f"{name}: FP8 in blocks needs MMParams(use_split_accumulator=True)"
+                )
         scales = QParams(power_2_scale=not self.use_f32_scales)
         self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = scales
 
     def recipe(self) -> nvfp4.Recipe:
         def spec(params: QParams, dim: int, direction: str) -> str:
-            return spec_of("fp8-block", fp8_code(self.fp8_format, direction), ("1x128", "128x128")[dim - 1], *params.words)
+            return spec_of(
+                "fp8-block",
+                fp8_code(self.fp8_format, direction),
+                ("1x128", "128x128")[dim - 1],
+                *params.words,
+            )
 
         input = spec(self.fp8_quant_fwd_inp, self.x_block_scaling_dim, "forward")
         weight = spec(self.fp8_quant_fwd_weight, self.w_block_scaling_dim, "forward")
         grad_output = spec(self.fp8_quant_bwd_grad, self.grad_block_scaling_dim, "backward")
         name, preset = type(self).__name__, "float8_block_scaling"
-        return _mapped(name, preset, input, weight, grad_output, self.backward_override, _sums(self))
+        return _mapped(
+            name, preset, input, weight, grad_output, self.backward_override, _sums(self)
+        )
 
 
 @dataclass
@@ -279,7 +313,9 @@ class NVFP4BlockScaling(Recipe):
     row_scaled_activation: bool = _switch("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
     nvfp4_4over6: str = _variable("NVTE_NVFP4_4OVER6", "none")
     nvfp4_4over6_e4m3_use_256: str = _variable("NVTE_NVFP4_4OVER6_E4M3_USE_256", "all")
-    nvfp4_4over6_err_mode: str = field(default_factory=lambda: os.getenv("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper())
+    nvfp4_4over6_err_mode: str = field(
+        default_factory=lambda: os.getenv("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper()
+    )
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -296,7 +332,9 @@ class NVFP4BlockScaling(Recipe):
         rotated, stochastic = not self.disable_rht, not self.disable_stochastic_rounding
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=rotated)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
-        self.fp4_quant_bwd_grad = QParams(random_hadamard_transform=rotated, stochastic_rounding=stochastic)
+        self.fp4_quant_bwd_grad = QParams(
+            random_hadamard_transform=rotated, stochastic_rounding=stochastic
+        )
 
     def recipe(self) -> nvfp4.Recipe:
         def spec(params: QParams, *more: str) -> str:
@@ -312,13 +350,17 @@ class NVFP4BlockScaling(Recipe):
         input = spec(self.fp4_quant_fwd_inp, row_scaled, self._four_over_six("activations"))
         weight = spec(self.fp4_quant_fwd_weight, self._four_over_six("weights"))
         grad_output = spec(self.fp4_quant_bwd_grad)
-        return _mapped(type(self).__name__, "nvfp4", input, weight, grad_output, self.backward_override)
+        return _mapped(
+            type(self).__name__, "nvfp4", input, weight, grad_output, self.backward_override
+        )
 
     def _four_over_six(self, scope: str) -> str:
         if self.nvfp4_4over6 not in (scope, "all"):
             return ""
         # TransformerEngine has no field for it, and reads it at each quantization.
-        errors = "fast" if os.getenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1" else "strict"
+        errors = (
+            "fast" if os.getenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1" else "strict"
+        )
         bound = 256 if self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
         return f"4over6-{self.nvfp4_4over6_err_mode.lower()}-{errors}-{bound}"
 
@@ -355,7 +397,9 @@ class CustomRecipe(Recipe):
     def __post_init__(self) -> None:
         self._check()
         if self.quantization_alignment <= 0:
-            raise ValueError(f"quantization_alignment: expected a positive number, got {self.quantization_alignment}")
+            raise ValueError(
+                f"quantization_alignment: expected a positive number, got {self.quantization_alignment}"
+            )
 
     @property
     def key(self) -> str:

@@ -29,13 +29,17 @@ def delayed_scaling_factory(role: Optional[QuantizerRole]) -> DelayedScalingRequ
 def current_scaling_factory(role: Optional[QuantizerRole]) -> Float8CurrentScalingQuantizer:
     """As ``Float8CurrentScaling()``: output gradients are E5M2, all else is E4M3."""
     backward = role is not None and role.tensor_type == "grad_output"
-    return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if backward else DType.kFloat8E4M3, device=None)
+    return Float8CurrentScalingQuantizer(
+        DType.kFloat8E5M2 if backward else DType.kFloat8E4M3, device=None
+    )
 
 
 def float8_block_scaling_factory(role: Optional[QuantizerRole]) -> Float8BlockQuantizer:
     """As ``Float8BlockScaling()``: squares for weights, rows for all else."""
     dim = 2 if tensor_of(role) == "weight" else 1
-    return Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
+    return Float8BlockQuantizer(
+        DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim
+    )
 
 
 def mxfp8_factory(role: Optional[QuantizerRole]) -> MXFP8Quantizer:
@@ -49,4 +53,6 @@ def nvfp4_factory(role: Optional[QuantizerRole]) -> NVFP4Quantizer:
     """
     if tensor_of(role) == "weight":
         return NVFP4Quantizer(with_2d_quantization=True)
-    return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=tensor_of(role) == "grad_output")
+    return NVFP4Quantizer(
+        with_rht=True, with_post_rht_amax=True, stochastic_rounding=tensor_of(role) == "grad_output"
+    )

@@ -12,7 +12,9 @@ from .quantizer_factories import mxfp8_factory, nvfp4_factory, tensor_of
 
 
 def _split(row: Any, column: Any, source: str = "rowwise_dequantized") -> HybridQuantizer:
-    return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source)
+    return HybridQuantizer(
+        rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source
+    )
 
 
 def high_precision_fwd_mxfp8_bwd_factory(role: Optional[QuantizerRole]) -> Any:
@@ -36,7 +38,11 @@ def nvfp4_1d_weight_factory(role: Optional[QuantizerRole]) -> Any:
     """As ``nvfp4_factory``, but weights have scales for 16 values of a row, and their column
     direction is made from the row direction.
     """
-    return _split(NVFP4Quantizer(), NVFP4Quantizer()) if tensor_of(role) == "weight" else nvfp4_factory(role)
+    return (
+        _split(NVFP4Quantizer(), NVFP4Quantizer())
+        if tensor_of(role) == "weight"
+        else nvfp4_factory(role)
+    )
 
 
 def mxfp8_fwd_high_precision_bwd_factory(role: Optional[QuantizerRole]) -> Any:
@@ -77,5 +83,7 @@ def nvfp4_linear_fp8_dpa_factory(role: Optional[QuantizerRole]) -> Any:
     edges = [edge for edge in ("dpa_grad_input", "dpa_output") if edge in name]
     if (role is not None and role.module_type == "dpa") or edges:
         backward = tensor in ("do", "dqkv") or edges[:1] == ["dpa_grad_input"]
-        return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if backward else DType.kFloat8E4M3, device=None)
+        return Float8CurrentScalingQuantizer(
+            DType.kFloat8E5M2 if backward else DType.kFloat8E4M3, device=None
+        )
     return nvfp4_factory(role)
