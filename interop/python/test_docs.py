@@ -18,7 +18,7 @@ def test_the_examples_run_as_they_are_printed(tmp_path, monkeypatch):
     """Each by itself, with nothing added, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     run = 0
-    for page in ("README.md", "docs/python.md"):
+    for page in ("README.md", "docs/python.md", "docs/transformer-engine.md"):
         for block in blocks(page):
             if "nvfp4.convert(" in block:
                 continue  # it needs a checkpoint: crates/python/tests/test_docs.py
@@ -29,7 +29,7 @@ def test_the_examples_run_as_they_are_printed(tmp_path, monkeypatch):
             if page == "README.md":
                 assert names["y"].shape == (32, 48)
             run += 1
-    assert run == 9
+    assert run == 10
 
 
 def test_the_example_fine_tunes():

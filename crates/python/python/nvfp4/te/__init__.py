@@ -10,21 +10,90 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 ``_rowwise_scale_inv``, ``_amax_rowwise`` and their ``_columnwise`` twins.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from . import custom_recipes, recipe
+from ._codes import fp8_model_init, quantized_model_init
+from ._format import DType
+from ._glu import deinterleave_glu_tensor, interleave_glu_tensor
+from ._graph import make_graphed_callables
+from ._left_out import WHY as _WHY
+from ._machine import (
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from ._modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
-from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor
-from ._recipe import CustomRecipe, NVFP4BlockScaling, QuantizerRole, autocast, checkpoint
+from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor, Quantizer
+from ._quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer
+from ._random import CudaRNGStatesTracker
+from ._recipe import autocast, checkpoint, fp8_autocast, get_default_recipe
+from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+from .recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "CustomRecipe",
+    "DType",
+    "DelayedScaling",
+    "DelayedScalingRequest",
+    "Float8BlockQuantizer",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8CurrentScalingQuantizer",
+    "Format",
     "GroupedLinear",
+    "HybridQuantizer",
     "IdentityQuantizer",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "MXFP8Quantizer",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4Tensor",
+    "QParams",
+    "Quantizer",
+    "QuantizerRequest",
     "QuantizerRole",
+    "Recipe",
     "autocast",
     "checkpoint",
+    "custom_recipes",
+    "deinterleave_glu_tensor",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "interleave_glu_tensor",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "make_graphed_callables",
+    "quantized_model_init",
+    "recipe",
 ]
+
+if not _TYPE_CHECKING:  # to which every name would be there
+
+    def __getattr__(name: str):
+        why = f": {_WHY[name]}" if name in _WHY else "; docs/transformer-engine.md has TransformerEngine's names"
+        raise AttributeError(f"nvfp4.te has no '{name}'{why}")

@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import Any, List, Optional
 
 import torch
 from torch import Tensor
 
 import nvfp4
 
+from ._format import DType
 from ._signature import supports
 
 
-class IdentityQuantizer:
-    """Leaves a tensor as it is: what a factory returns for a tensor in high precision."""
+class Quantizer:
+    """What all quantizers have: the directions of the next tensor, and a spec."""
 
-    @supports("rowwise", "columnwise")
-    def __init__(self, *, dtype: Optional[torch.dtype] = None, rowwise: bool = True, columnwise: bool = True):
+    def __init__(self, *, rowwise: bool, columnwise: bool):
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
     def spec(self) -> str:
         """The format in recipe syntax."""
+        raise NotImplementedError(f"{type(self).__name__} has no format: use a class that derives from Quantizer")
+
+    def set_usage(self, *, rowwise: Optional[bool] = None, columnwise: Optional[bool] = None) -> None:
+        """Chooses the directions of the next tensor."""
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def copy(self) -> Any:
+        """Another one with the same settings."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    @property
+    def directions(self) -> str:
+        """The directions that are chosen, as ``nvfp4.Quantizer`` names them."""
+        usage = (self.rowwise_usage, self.columnwise_usage)
+        if usage == (False, False):
+            raise ValueError("neither direction is used: set_usage(rowwise=True), columnwise=True or both")
+        return {(True, True): "both", (True, False): "row", (False, True): "column"}[usage]
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return self.quantize(tensor)
+
+    def quantize(self, tensor: Tensor) -> Any:
+        """Quantizes a tensor in the directions that are chosen."""
+        return nvfp4.Quantizer(spec=self.spec(), directions=self.directions).quantize(tensor)
+
+
+class IdentityQuantizer(Quantizer):
+    """Leaves a tensor as it is: what a factory returns for a tensor in high precision."""
+
+    @supports("rowwise", "columnwise")
+    def __init__(self, *, dtype: Optional[torch.dtype] = None, rowwise: bool = True, columnwise: bool = True):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+
+    def spec(self) -> str:
         return "high-precision"
 
 
-class NVFP4Quantizer:
+class NVFP4Quantizer(Quantizer):
     """Quantizes to NVFP4, with TransformerEngine's arguments.
 
     Stochastic rounding takes its offsets from torch's generator, so that it follows
@@ -33,7 +70,7 @@ class NVFP4Quantizer:
 
     def __init__(
         self,
-        fp4_dtype=None,
+        fp4_dtype: Any = DType.kFloat4E2M1,
         rowwise: bool = True,
         columnwise: bool = True,
         with_amax_reduction: bool = False,
@@ -52,8 +89,8 @@ class NVFP4Quantizer:
             raise ValueError(f"nvfp4_e4m3_max={nvfp4_e4m3_max} needs nvfp4_use_4over6=True; without it the largest scale is 448")
         if with_rht and not with_post_rht_amax:
             raise ValueError("with_rht needs with_post_rht_amax=True: the scale of rotated values comes from their own amax")
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = fp4_dtype
-        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
         self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
@@ -62,19 +99,7 @@ class NVFP4Quantizer:
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
         self.spec()  # an illegal combination fails here
 
-    def set_usage(self, *, rowwise: Optional[bool] = None, columnwise: Optional[bool] = None) -> None:
-        """Chooses the directions of the next tensor."""
-        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
-        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
-
-    def copy(self) -> "NVFP4Quantizer":
-        """Another one with the same settings."""
-        new = type(self).__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        return new
-
     def spec(self) -> str:
-        """The format in recipe syntax."""
         words = ["16x16"] if self.with_2d_quantization else []
         words += ["row-scaled"] if self.row_scaled_nvfp4 else []
         if self.nvfp4_use_4over6:
@@ -85,19 +110,12 @@ class NVFP4Quantizer:
         text = f"nvfp4({', '.join(words)})" if words else "nvfp4"
         return nvfp4.Quantizer(spec=text, directions="both").spec
 
-    def __call__(self, tensor: Tensor) -> "NVFP4Tensor":
-        return self.quantize(tensor)
-
     def quantize(self, tensor: Tensor, *, seed: int = 0, offset=None) -> "NVFP4Tensor":
         """Quantizes a tensor.
 
         Stochastic rounding draws at ``offset``, or where torch's generator says.
         """
-        usage = (self.rowwise_usage, self.columnwise_usage)
-        if usage == (False, False):
-            raise ValueError("neither direction is used: set_usage(rowwise=True), columnwise=True or both")
-        directions = {(True, True): "both", (True, False): "row", (False, True): "column"}[usage]
-        quantizer = nvfp4.Quantizer(spec=self.spec(), directions=directions)
+        quantizer = nvfp4.Quantizer(spec=self.spec(), directions=self.directions)
         randomness = {}
         if self.stochastic_rounding:
             offset = torch.randint(2**62, (1,), device=tensor.device) if offset is None else offset

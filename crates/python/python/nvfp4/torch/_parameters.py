@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from typing import Iterator, Optional
+from typing import Callable, Iterator, Optional
 
 import torch
 
@@ -68,10 +69,21 @@ def _quantize(
 
 
 class _Here(threading.local):
-    settings: Optional[dict] = None
+    # What is done to a new layer.
+    asked: Optional[Callable[[Layer], object]] = None
 
 
 _here = _Here()
+
+
+@contextlib.contextmanager
+def asking(asked: Optional[Callable[[Layer], object]]) -> Iterator[None]:
+    """Inside it, this is done to every new layer."""
+    before, _here.asked = _here.asked, asked
+    try:
+        yield
+    finally:
+        _here.asked = before
 
 
 @contextlib.contextmanager
@@ -88,17 +100,14 @@ def quantized_model_init(
     Parameter containing:
     QuantizedTensor((64, 64), nvfp4(16x16), both, dtype=torch.bfloat16, device='cpu', master=torch.float32)
     """
-    before, _here.settings = _here.settings, {"directions": directions, "masters": masters} if enabled else None
-    try:
+    with asking(functools.partial(quantize_parameters, directions=directions, masters=masters) if enabled else None):
         yield
-    finally:
-        _here.settings = before
 
 
 def as_asked(layer: Layer) -> None:
     """Quantizes the weights of a new layer, inside :func:`quantized_model_init`."""
-    if _here.settings is not None:
-        quantize_parameters(layer, **_here.settings)
+    if _here.asked is not None:
+        _here.asked(layer)
 
 
 def weights_changed(model: torch.nn.Module) -> None:

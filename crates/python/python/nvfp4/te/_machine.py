@@ -1,0 +1,49 @@
+"""What a machine can do, under TransformerEngine's names."""
+
+from __future__ import annotations
+
+from typing import Tuple, Union
+
+import torch
+
+
+def get_device_compute_capability() -> Tuple[int, int]:
+    """The compute capability of the current GPU; (0, 0) where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def _answer(return_reason: bool) -> Union[bool, Tuple[bool, str]]:
+    """Whether formats are computed here: on every CPU, and on GPUs from Ampere on."""
+    available = not torch.cuda.is_available() or get_device_compute_capability() >= (8, 0)
+    if not return_reason:
+        return available
+    return available, (
+        ""
+        if available
+        else "a GPU of compute capability 8.0 or higher is needed; the CPU computes it too"
+    )
+
+
+def is_fp8_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether FP8 with scales per tensor is computed here, and if asked for, why not."""
+    return _answer(return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether MXFP8 is computed here, and if asked for, why not."""
+    return _answer(return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether FP8 in blocks is computed here, and if asked for, why not."""
+    return _answer(return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether NVFP4 is computed here, and if asked for, why not."""
+    return _answer(return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether bfloat16 is computed here, and if asked for, why not."""
+    return _answer(return_reason)

@@ -1,0 +1,195 @@
+"""TransformerEngine's regions, and what stands beside them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import nvfp4.te as te
+from nvfp4.torch import QuantizedTensor
+
+
+def modules():
+    return [
+        te.Linear(64, 64),
+        te.LayerNormLinear(64, 64),
+        te.LayerNormMLP(64, 96),
+        te.GroupedLinear(2, 64, 64),
+    ]
+
+
+def results(module, x, recipe):
+    x = x.clone().requires_grad_()
+    torch.manual_seed(5)
+    with te.autocast(recipe=recipe):
+        y = module(x, *([16, 32],) if isinstance(module, te.GroupedLinear) else ())
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [te.NVFP4BlockScaling(), te.MXFP8BlockScaling(), te.Float8CurrentScaling()],
+    ids=lambda r: type(r).__name__,
+)
+def test_weights_that_are_codes_alone_give_the_same_step(recipe):
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(1)
+    plain = modules()
+    torch.manual_seed(1)
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        coded = modules()
+        with te.quantized_model_init(enabled=False):
+            assert type(te.Linear(64, 64).weight) is torch.nn.Parameter
+    assert type(te.Linear(64, 64).weight) is torch.nn.Parameter
+    for before, module in zip(plain, coded):
+        for name in module.weights():
+            weight = getattr(module, name)
+            assert type(weight) is QuantizedTensor and weight.requires_grad
+            assert weight.spec == recipe.recipe().spec("any", "weight")
+            assert torch.equal(weight.get_high_precision_init_val(), getattr(before, name))
+            weight.clear_high_precision_init_val()
+            assert weight.get_high_precision_init_val() is None
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(results(before, x, recipe), results(module, x, recipe))
+        )
+
+
+def test_weights_that_are_codes_alone_go_on():
+    """They train, they are copied and saved, and regions of other recipes read them."""
+    with te.quantized_model_init(preserve_high_precision_init_val=True):
+        layer = te.Linear(64, 64)
+    x = torch.randn(32, 64)
+    assert layer.weight.spec == "mxfp8(e4m3)", "the default recipe's"
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other.weight.dequantize(), layer.weight.dequantize())
+        assert torch.equal(
+            other.weight.get_high_precision_init_val(), layer.weight.get_high_precision_init_val()
+        )
+    torch.testing.assert_close(
+        layer(x), torch.nn.functional.linear(x, layer.weight.dequantize(), layer.bias)
+    )
+    before, optimizer = layer.weight.dequantize(), torch.optim.SGD(layer.parameters(), 1.0)
+    with te.autocast():
+        layer(x).square().sum().backward()
+    optimizer.step()
+    assert type(layer.weight) is QuantizedTensor and not torch.equal(
+        layer.weight.dequantize(), before
+    )
+    plain = te.Linear(64, 64)
+    with te.quantized_model_init():
+        assert not hasattr(te.Linear(64, 64).weight, "get_high_precision_init_val")
+    plain.load_state_dict(layer.state_dict())
+    assert torch.equal(plain.weight, layer.weight.dequantize())
+
+
+def test_codes_and_old_names_say_what_to_do():
+    with pytest.warns(DeprecationWarning, match="use quantized_model_init"), te.fp8_model_init(
+        True, te.NVFP4BlockScaling()
+    ):
+        assert te.Linear(64, 64).weight.spec == "nvfp4(16x16)"
+    with pytest.raises(
+        ValueError, match="fc: .*no scale of earlier steps; choose another format for the weight"
+    ):
+        with te.quantized_model_init(recipe=te.DelayedScaling()):
+            te.Linear(64, 64, name="fc")
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "fp8_block_scaling", "bf16"])
+def test_every_format_is_there(monkeypatch, name):
+    ask = getattr(te, f"is_{name}_available")
+    for there, capability in ((False, None), (True, (9, 0)), (True, (8, 0))):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        assert ask() is True and ask(return_reason=True) == (True, "")
+        assert te.get_device_compute_capability() == (capability or (0, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    available, reason = ask(True)
+    assert not available and "8.0" in reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
+def test_graphs_need_a_gpu():
+    layer, x = te.Linear(64, 64), torch.ones(16, 64)
+    with pytest.raises(RuntimeError, match="torch sees no GPU here; on the CPU call the modules"):
+        te.make_graphed_callables(layer, (x,), enabled=True)
+    with pytest.warns(DeprecationWarning, match="fp8_enabled is deprecated"), pytest.raises(
+        RuntimeError, match="no GPU"
+    ):
+        te.make_graphed_callables(layer, (x,), fp8_enabled=True)
+
+
+@pytest.mark.parametrize(
+    "given, error, says",
+    [
+        ({"enabled": True, "recipe": te.DelayedScaling()}, NotImplementedError, "use Float8CurrentScaling"),
+        ({"enabled": True, "fp8_enabled": True}, ValueError, "fp8_enabled is the old name of enabled"),
+        ({"enabled": (True, False)}, ValueError, "expected one answer or 1"),
+        ({"sample_kwargs": {}}, NotImplementedError, "the argument sample_kwargs"),
+        ({"_order": [1, -1]}, NotImplementedError, "the argument _order"),
+    ],
+)  # fmt: skip
+def test_what_graphs_do_not_take_is_named(given, error, says):
+    with pytest.raises(error, match=says):
+        te.make_graphed_callables(te.Linear(64, 64), (torch.ones(16, 64),), **given)
+
+
+def test_states_of_random_numbers_go_their_own_ways():
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 7)
+    tracker.add("other", 8)
+    torch.manual_seed(3)
+    with tracker.fork():
+        inside = torch.rand(4)
+    outside = torch.rand(4)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4), outside), "as if nothing had been drawn inside"
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(4), inside)
+    with tracker.fork():
+        assert not torch.equal(torch.rand(4), inside), "it moved on"
+    with pytest.raises(RuntimeError, match="seed 7 is used already"):
+        tracker.add("third", 7)
+    with pytest.raises(RuntimeError, match="there is a state 'other' already"):
+        tracker.add("other", 9)
+    with pytest.raises(KeyError, match="there is no state 'none'"), tracker.fork("none"):
+        pass
+    states = tracker.get_states()
+    tracker.reset()
+    assert tracker.get_states() == {}
+    tracker.set_states(states)
+    assert set(tracker.get_states()) == {"model-parallel-rng", "other"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_draws_again(reentrant):
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 7)
+    drawn, layer = [], te.Linear(64, 64)
+
+    def run(x):
+        with tracker.fork():
+            drawn.append(torch.rand(4))
+        return layer(x)
+
+    x = torch.randn(32, 64, requires_grad=True)
+    with te.autocast(recipe="nvfp4"):
+        y = te.checkpoint(
+            run, x, use_reentrant=reentrant, get_rng_state_tracker=lambda: tracker, tp_group=None
+        )
+    with tracker.fork():
+        after = torch.rand(4)
+    y.sum().backward()
+    assert len(drawn) == 2 and torch.equal(*drawn) and not torch.equal(drawn[0], after)
+    with tracker.fork():
+        third = torch.rand(4)
+    torch.manual_seed(7)
+    assert torch.equal(
+        torch.cat([drawn[0], after, third]), torch.cat([torch.rand(4) for _ in range(3)])
+    )
+    with pytest.warns(DeprecationWarning, match="as keyword arguments"):
+        te.checkpoint(
+            run, False, lambda: tracker, None, x, use_reentrant=reentrant
+        ).sum().backward()
