@@ -10,7 +10,8 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 ``_rowwise_scale_inv``, ``_amax_rowwise`` and their ``_columnwise`` twins.
 """
 
-from ._modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
+from ._linear import LayerNormLinear, Linear
+from ._mlp import GroupedLinear, LayerNormMLP
 from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor
 from ._recipe import CustomRecipe, NVFP4BlockScaling, QuantizerRole, autocast, checkpoint
 
