@@ -10,15 +10,30 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 ``_rowwise_scale_inv``, ``_amax_rowwise`` and their ``_columnwise`` twins.
 """
 
+from ._experts import (
+    Fp8Padding,
+    Fp8Unpadding,
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from ._linear import LayerNormLinear, Linear
 from ._mlp import GroupedLinear, LayerNormMLP
+from ._norms import LayerNorm, RMSNorm
 from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor
 from ._recipe import CustomRecipe, NVFP4BlockScaling, QuantizerRole, autocast, checkpoint
+from ._rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 __all__ = [
     "CustomRecipe",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "IdentityQuantizer",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -26,6 +41,15 @@ __all__ = [
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "QuantizerRole",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
 ]

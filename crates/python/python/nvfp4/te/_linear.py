@@ -101,13 +101,13 @@ class Normed(Begins):
     def normalized(self, x: Tensor) -> Tensor:
         if not self.zero_centered_gamma:
             return super().normalized(x)  # type: ignore[misc]
-        return centred(x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps)
+        return wide_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, 1.0)
 
 
-def centred(x: Tensor, weight: Tensor, bias: Optional[Tensor], normalization: str, eps: float) -> Tensor:
-    """A norm with ``1 + weight``, which types of 16 bits would round: it is computed in 32."""
+def wide_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], normalization: str, eps: float, centre: float) -> Tensor:
+    """A norm with ``centre + weight``, which types of 16 bits would round: it is computed in 32."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    scale = 1 + weight.to(wide)
+    scale = centre + weight.to(wide)
     if normalization == "RMSNorm":
         return functional.rms_norm(x.to(wide), weight.shape, scale, eps).to(x.dtype)
     shift = None if bias is None else bias.to(wide)
