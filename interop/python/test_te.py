@@ -15,7 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import nvfp4
 import nvfp4.te as te
 
-SIGNATURES = json.loads((pathlib.Path(__file__).parent / "te-signatures.json").read_text())["signatures"]
+SIGNATURES = {
+    name: arguments
+    for file in ("te-signatures.json", "te-modules.json")
+    for name, arguments in json.loads((pathlib.Path(__file__).parent / file).read_text())["signatures"].items()
+}
 
 
 @pytest.fixture
@@ -120,7 +124,7 @@ def test_a_factory_that_fails_is_named_with_its_role(x, answer):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_stand_where_transformer_engines_stand(name):
-    thing, theirs = te, [argument for argument in SIGNATURES[name] if argument[0] != "*"]
+    thing, theirs = te, [[argument[0].lstrip("*"), *argument[1:]] for argument in SIGNATURES[name] if argument[0] != "*"]
     for part in name.split("."):
         thing = getattr(thing, part)
     ours = [given for given in inspect.signature(thing).parameters.values() if given.name != "self"]

@@ -10,6 +10,7 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 ``_rowwise_scale_inv``, ``_amax_rowwise`` and their ``_columnwise`` twins.
 """
 
+from ._attention import DotProductAttention
 from ._experts import (
     Fp8Padding,
     Fp8Unpadding,
@@ -20,29 +21,36 @@ from ._experts import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from ._inference import InferenceParams
 from ._linear import LayerNormLinear, Linear
 from ._mlp import GroupedLinear, LayerNormMLP
+from ._multihead import MultiheadAttention
 from ._norms import LayerNorm, RMSNorm
 from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor
 from ._recipe import CustomRecipe, NVFP4BlockScaling, QuantizerRole, autocast, checkpoint
 from ._rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from ._transformer import TransformerLayer
 
 __all__ = [
     "CustomRecipe",
+    "DotProductAttention",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
     "IdentityQuantizer",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "QuantizerRole",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
