@@ -34,7 +34,9 @@ def test_a_bias_is_returned_and_not_added(x):
     torch.nn.init.ones_(mlp.fc2_bias)
     y, bias, ln = mlp(x)
     assert bias is mlp.fc2_bias
-    torch.testing.assert_close(y, functional.gelu(ln @ mlp.fc1_weight.t(), approximate="tanh") @ mlp.fc2_weight.t())
+    torch.testing.assert_close(
+        y, functional.gelu(ln @ mlp.fc1_weight.t(), approximate="tanh") @ mlp.fc2_weight.t()
+    )
     grouped = te.GroupedLinear(2, 64, 32, return_bias=True)
     torch.nn.init.ones_(grouped.bias1)
     y, biases = grouped(x, torch.tensor([16, 32]))
@@ -44,9 +46,16 @@ def test_a_bias_is_returned_and_not_added(x):
 
 def test_a_weight_is_several_parameters(x):
     for make in (te.Linear, te.LayerNormLinear):
-        layer = make(64, 48, parameters_split={"query_": 32, "key": 16}, init_method=torch.nn.init.ones_)
+        layer = make(
+            64, 48, parameters_split={"query_": 32, "key": 16}, init_method=torch.nn.init.ones_
+        )
         norm = [name for name in layer.state_dict() if "norm" in name]
-        assert set(layer.state_dict()) - set(norm) == {"query_weight", "key_weight", "query_bias", "key_bias"}
+        assert set(layer.state_dict()) - set(norm) == {
+            "query_weight",
+            "key_weight",
+            "query_bias",
+            "key_bias",
+        }
         assert layer.query_weight.shape == (32, 64) and (layer.key_weight == 1).all()
         torch.nn.init.normal_(layer.query_weight), torch.nn.init.normal_(layer.key_bias)
         one = make(64, 48)
@@ -65,7 +74,10 @@ def test_a_weight_is_several_parameters(x):
             torch.manual_seed(2)
             torch.testing.assert_close(torch.cat(parts), *gradients(same, one.weight))
         assert "out_features=48, bias=True" in repr(layer)
-    assert te.Linear(64, 48, parameters_split=("a", "b", "c"), bias=False).b_weight.shape == (16, 64)
+    assert te.Linear(64, 48, parameters_split=("a", "b", "c"), bias=False).b_weight.shape == (
+        16,
+        64,
+    )
     with pytest.raises(ValueError, match="add up to 48"):
         te.Linear(64, 48, parameters_split={"a": 5})
     with pytest.raises(ValueError, match="leave out parameters_split"):
@@ -76,11 +88,17 @@ def test_parameters_begin_as_asked():
     def of(value):
         return lambda tensor: torch.nn.init.constant_(tensor, value)
 
-    mlp = te.LayerNormMLP(64, 96, init_method=of(2.0), output_layer_init_method=of(3.0), zero_centered_gamma=True)
+    mlp = te.LayerNormMLP(
+        64, 96, init_method=of(2.0), output_layer_init_method=of(3.0), zero_centered_gamma=True
+    )
     assert (mlp.fc1_weight == 2).all() and (mlp.fc2_weight == 3).all()
-    assert not any(p.any() for p in (mlp.fc1_bias, mlp.fc2_bias, mlp.layer_norm_weight, mlp.layer_norm_bias))
+    assert not any(
+        p.any() for p in (mlp.fc1_bias, mlp.fc2_bias, mlp.layer_norm_weight, mlp.layer_norm_bias)
+    )
     assert (te.LayerNormLinear(64, 64).layer_norm_weight == 1).all()
-    assert abs(te.Linear(256, 256).weight.std().item() - 0.023) < 0.001, "as TransformerEngine's begin"
+    assert abs(te.Linear(256, 256).weight.std().item() - 0.023) < 0.001, (
+        "as TransformerEngine's begin"
+    )
     assert (te.GroupedLinear(2, 64, 64, init_method=of(4.0)).weight1 == 4).all()
     forks = []
 
@@ -96,7 +114,10 @@ def test_parameters_begin_as_asked():
     assert pickle.loads(pickle.dumps(te.Linear(64, 64))).weight.shape == (64, 64)
 
 
-@pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear, te.LayerNormMLP, lambda *a, **k: te.GroupedLinear(2, *a, **k)])
+@pytest.mark.parametrize(
+    "make",
+    [te.Linear, te.LayerNormLinear, te.LayerNormMLP, lambda *a, **k: te.GroupedLinear(2, *a, **k)],
+)
 def test_a_module_on_the_meta_device_becomes_real(make, x):
     module = make(64, 64, device="meta")
     assert all(p.is_meta for p in module.parameters())
@@ -120,8 +141,14 @@ def test_weights_of_norms_may_be_centred_on_zero(x, normalization):
         centred.weight.copy_(plain.weight)
     y, same = plain(x), centred(x)
     torch.testing.assert_close(y, same)
-    torch.testing.assert_close(gradients(y, plain.layer_norm_weight), gradients(same, centred.layer_norm_weight))
-    tiny = te.LayerNormLinear(64, 64, normalization=normalization, zero_centered_gamma=True, params_dtype=torch.bfloat16)
+    torch.testing.assert_close(
+        gradients(y, plain.layer_norm_weight), gradients(same, centred.layer_norm_weight)
+    )
+    with pytest.raises(ValueError, match="expected 64 features in the last dimension, got 63"):
+        centred(x[:, :63])
+    tiny = te.LayerNormLinear(
+        64, 64, normalization=normalization, zero_centered_gamma=True, params_dtype=torch.bfloat16
+    )
     torch.nn.init.constant_(tiny.layer_norm_weight, 2.0**-10)
     wide = functional.layer_norm if normalization == "LayerNorm" else functional.rms_norm
     expected = (wide(x.bfloat16().float(), (64,), eps=1e-5) * (1 + 2.0**-10)).bfloat16()
@@ -148,17 +175,23 @@ ACTIVATIONS = {
     "sreglu": halves(lambda x: torch.relu(x) ** 2),
     "silu": functional.silu,
     "swiglu": halves(functional.silu),
-    "clamped_swiglu": lambda x: quick(x[..., :96].clamp(max=7.0)) * (x[..., 96:].clamp(-7.0, 7.0) + 1),
+    "clamped_swiglu": lambda x: (
+        quick(x[..., :96].clamp(max=7.0)) * (x[..., 96:].clamp(-7.0, 7.0) + 1)
+    ),
 }
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_transformer_engines(x, activation):
-    mlp = te.LayerNormMLP(64, 96, activation=activation, init_method=lambda t: torch.nn.init.normal_(t, std=1.0))
+    mlp = te.LayerNormMLP(
+        64, 96, activation=activation, init_method=lambda t: torch.nn.init.normal_(t, std=1.0)
+    )
     inside = functional.layer_norm(x, (64,)) @ mlp.fc1_weight.t()
     expected = ACTIVATIONS[activation](inside) @ mlp.fc2_weight.t()
     torch.testing.assert_close(mlp(x), expected)
-    torch.testing.assert_close(gradients(mlp(x), mlp.fc1_weight), gradients(expected, mlp.fc1_weight), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        gradients(mlp(x), mlp.fc1_weight), gradients(expected, mlp.fc1_weight), rtol=1e-4, atol=1e-3
+    )
 
 
 def test_the_settings_of_an_activation_and_one_that_there_is_not(x):
@@ -166,18 +199,28 @@ def test_the_settings_of_an_activation_and_one_that_there_is_not(x):
     mlp = te.LayerNormMLP(64, 96, activation="clamped_swiglu", activation_params=settings)
     inside = functional.layer_norm(x, (64,)) @ mlp.fc1_weight.t()
     gate, linear = inside[:, :96].clamp(max=1.0), inside[:, 96:].clamp(-1, 1)
-    torch.testing.assert_close(mlp(x), (gate * torch.sigmoid(2 * gate) * (linear + 0.5)) @ mlp.fc2_weight.t())
+    torch.testing.assert_close(
+        mlp(x), (gate * torch.sigmoid(2 * gate) * (linear + 0.5)) @ mlp.fc2_weight.t()
+    )
     with pytest.raises(ValueError, match="unknown activation 'tanh'; there are 'gelu', 'geglu'"):
         te.LayerNormMLP(64, 96, activation="tanh")
 
 
 def test_gradients_go_to_main_grad_and_begin_with_the_first_micro_batch(x):
-    for layer in (te.Linear(64, 32, fuse_wgrad_accumulation=True), te.LayerNormLinear(64, 32, fuse_wgrad_accumulation=True)):
+    for layer in (
+        te.Linear(64, 32, fuse_wgrad_accumulation=True),
+        te.LayerNormLinear(64, 32, fuse_wgrad_accumulation=True),
+    ):
         layer.weight.main_grad = torch.full((32, 64), 7.0)
         for first, times in ((True, 1), (False, 2), (None, 3), (True, 1)):
             layer(x, is_first_microbatch=first).sum().backward()
             inside = layer.normalized(x) if isinstance(layer, te.LayerNormLinear) else x
-            torch.testing.assert_close(layer.weight.main_grad, times * inside.sum(0).detach().expand(32, 64), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                layer.weight.main_grad,
+                times * inside.sum(0).detach().expand(32, 64),
+                rtol=1e-4,
+                atol=1e-4,
+            )
         with torch.no_grad():
             before = layer.weight.main_grad.clone()
             layer(x, is_first_microbatch=True)

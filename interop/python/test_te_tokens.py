@@ -59,7 +59,9 @@ def test_rotary_embeddings_turn_pairs_of_features(interleaved, fused):
     x = torch.randn(5, 2, 3, 16, generator=generator(), dtype=torch.float64, requires_grad=True)
 
     def apply(x, *args, **kwargs):
-        return te.apply_rotary_pos_emb(x, freqs, *args, interleaved=interleaved, fused=fused, **kwargs)
+        return te.apply_rotary_pos_emb(
+            x, freqs, *args, interleaved=interleaved, fused=fused, **kwargs
+        )
 
     expected = torch.stack([turned(x[s], s, interleaved, 8) for s in range(5)])
     close = {"rtol": 1e-5, "atol": 1e-5}
@@ -67,12 +69,21 @@ def test_rotary_embeddings_turn_pairs_of_features(interleaved, fused):
     torch.testing.assert_close(apply(x.transpose(0, 1), "bshd").transpose(0, 1), expected, **close)
     assert torch.autograd.gradcheck(apply, (x,))
     starts = torch.tensor([3, 7])
-    later = torch.stack([torch.stack([turned(x[s, b], s + 3 + 4 * b, interleaved, 8) for b in range(2)]) for s in range(5)])
+    later = torch.stack(
+        [
+            torch.stack([turned(x[s, b], s + 3 + 4 * b, interleaved, 8) for b in range(2)])
+            for s in range(5)
+        ]
+    )
     torch.testing.assert_close(apply(x, "sbhd", starts), later, **close)
     packed = x.transpose(0, 1).flatten(0, 1)[:8]  # sequences of 5 and 3 tokens
     cu = torch.tensor([0, 5, 8], dtype=torch.int32)
-    torch.testing.assert_close(apply(packed, "thd", cu_seqlens=cu), torch.cat([expected[:, 0], expected[:3, 1]]), **close)
-    torch.testing.assert_close(apply(packed, "thd", starts, cu_seqlens=cu), torch.cat([later[:, 0], later[:3, 1]]), **close)
+    torch.testing.assert_close(
+        apply(packed, "thd", cu_seqlens=cu), torch.cat([expected[:, 0], expected[:3, 1]]), **close
+    )
+    torch.testing.assert_close(
+        apply(packed, "thd", starts, cu_seqlens=cu), torch.cat([later[:, 0], later[:3, 1]]), **close
+    )
     with pytest.raises(ValueError, match="angles for 25 positions, got 20"):
         apply(x, "sbhd", torch.tensor([20, 0]))
 
@@ -85,7 +96,9 @@ def test_positions_are_interpolated():
     torch.testing.assert_close(te.RotaryPositionEmbedding(8)(4, offset=10), plain[10:14])
 
 
-@pytest.mark.parametrize("recipe, tokens", [(None, 16), ("mxfp8", 32), ("nvfp4", 128), ("delayed_scaling", 16)])
+@pytest.mark.parametrize(
+    "recipe, tokens", [(None, 16), ("mxfp8", 32), ("nvfp4", 128), ("delayed_scaling", 16)]
+)
 def test_tokens_are_padded_to_whole_blocks_of_the_recipe(recipe, tokens):
     x = torch.randn(40, 8, generator=generator(), dtype=torch.float64, requires_grad=True)
     splits = [5, 0, 35]
@@ -93,11 +106,17 @@ def test_tokens_are_padded_to_whole_blocks_of_the_recipe(recipe, tokens):
         padded, counts = te.Fp8Padding(3)(x, splits)
         whole = -(-35 // tokens) * tokens
         assert counts == [tokens, 0, whole] and padded.shape == (tokens + whole, 8)
-        assert torch.equal(padded[:5], x[:5]) and not padded[5:tokens].any() and torch.equal(padded[tokens : tokens + 35], x[5:])
+        assert (
+            torch.equal(padded[:5], x[:5])
+            and not padded[5:tokens].any()
+            and torch.equal(padded[tokens : tokens + 35], x[5:])
+        )
         assert torch.equal(te.Fp8Unpadding(3)(padded, splits), x)
     assert te.Fp8Padding(1, 8)(x, [40])[0] is x
     pad = te.Fp8Padding(3, 8)
-    assert torch.autograd.gradcheck(lambda x: te.Fp8Unpadding(3, 8)(pad(x, splits)[0] ** 2, splits), (x,))
+    assert torch.autograd.gradcheck(
+        lambda x: te.Fp8Unpadding(3, 8)(pad(x, splits)[0] ** 2, splits), (x,)
+    )
     with pytest.raises(ValueError, match="expected 3 numbers"):
         pad(x, [40])
 
@@ -117,8 +136,17 @@ def test_tokens_are_sorted_by_expert_and_back():
     permuted, row_id_map = te.moe_permute(x, ROUTING, 7)
     assert torch.equal(permuted, x[ORDER])
     n = -1
-    assert row_id_map.tolist() == [[3, 0, n, 1, 0, n, 2], [5, 1, n, 2, 0, n, 2], [6, n, n, 2, n, n, 1], [4, 2, n, 1, 0, n, 2], [n] * 6 + [0]]
-    torch.testing.assert_close(te.moe_unpermute(permuted, row_id_map, restore_shape=x.shape), x * ROUTING.sum(1, keepdim=True))
+    assert row_id_map.tolist() == [
+        [3, 0, n, 1, 0, n, 2],
+        [5, 1, n, 2, 0, n, 2],
+        [6, n, n, 2, n, n, 1],
+        [4, 2, n, 1, 0, n, 2],
+        [n] * 6 + [0],
+    ]
+    torch.testing.assert_close(
+        te.moe_unpermute(permuted, row_id_map, restore_shape=x.shape),
+        x * ROUTING.sum(1, keepdim=True),
+    )
     merged = te.moe_unpermute(permuted, row_id_map, probs, x.shape)
     torch.testing.assert_close(merged, x * (probs * ROUTING).sum(1, keepdim=True))
     same, weights, _ = te.moe_permute_with_probs(x, probs, ROUTING, 7)
@@ -136,7 +164,9 @@ def test_tokens_are_sorted_by_expert_and_back():
 def test_tokens_of_experts_are_padded_as_they_are_sorted():
     x, probs = tokens_and_probs()
     counts = ROUTING.sum(0)
-    permuted, weights, row_id_map, offsets, padded = te.moe_permute_and_pad_with_probs(x, probs, ROUTING, counts, 4)
+    permuted, weights, row_id_map, offsets, padded = te.moe_permute_and_pad_with_probs(
+        x, probs, ROUTING, counts, 4
+    )
     assert padded.tolist() == [4, 4, 4] and offsets.tolist() == [0, 1, 3]
     rows = [0, 1, 2, 4, 5, 8, 9]
     assert torch.equal(permuted[rows], x[ORDER]) and not permuted[[3, 6, 7, 10, 11]].any()
@@ -167,4 +197,6 @@ def test_chunks_are_sorted():
     assert torch.equal(te.moe_sort_chunks_by_index(x, sizes, order), x[expected])
     chunks, probs = te.moe_sort_chunks_by_index_with_probs(x, x[:, 0], sizes, order)
     assert torch.equal(chunks, x[expected]) and torch.equal(probs, x[expected, 0])
-    assert torch.autograd.gradcheck(lambda x: te.moe_sort_chunks_by_index(x, sizes, order) ** 2, (x,))
+    assert torch.autograd.gradcheck(
+        lambda x: te.moe_sort_chunks_by_index(x, sizes, order) ** 2, (x,)
+    )

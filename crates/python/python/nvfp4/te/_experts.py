@@ -14,7 +14,11 @@ from ._recipe import region
 
 
 def moe_permute(
-    inp: Tensor, routing_map: Tensor, num_out_tokens: int, max_token_num: int = -1, map_type: str = "mask"
+    inp: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int,
+    max_token_num: int = -1,
+    map_type: str = "mask",
 ) -> Tuple[Tensor, Tensor]:
     """``transformer_engine.pytorch.moe_permute``: tokens sorted by expert, and a map for
     :func:`moe_unpermute`.
@@ -42,7 +46,9 @@ def moe_permute_and_pad_with_probs(
     with zeros to a multiple of ``align_size``.
     """
     if align_size <= 0:
-        raise ValueError(f"moe_permute_and_pad_with_probs: expected a positive align_size, got {align_size}")
+        raise ValueError(
+            f"moe_permute_and_pad_with_probs: expected a positive align_size, got {align_size}"
+        )
     tokens_per_expert = tokens_per_expert.to(inp.device)
     padded = (tokens_per_expert + align_size - 1) // align_size * align_size
     more = padded - tokens_per_expert
@@ -53,8 +59,9 @@ def moe_permute_and_pad_with_probs(
 
 
 def moe_unpermute(
-    inp: Tensor, row_id_map: Tensor, merging_probs: Optional[Tensor] = None, restore_shape: Any = None,
-    map_type: str = "mask", probs: Optional[Tensor] = None, pad_offsets: Optional[Tensor] = None,
+    inp: Tensor, row_id_map: Tensor, merging_probs: Optional[Tensor] = None,
+    restore_shape: Any = None, map_type: str = "mask", probs: Optional[Tensor] = None,
+    pad_offsets: Optional[Tensor] = None,
 ) -> Tensor:  # fmt: skip
     """``transformer_engine.pytorch.moe_unpermute``: tokens in their own order, the sum of what their
     experts gave, times ``merging_probs``.
@@ -78,7 +85,9 @@ def moe_unpermute(
     there = row < inp.shape[0]
     token, row, expert = token[there], row[there], expert[there]
     factor = None if merging_probs is None else merging_probs[token, expert]
-    return _sums(inp, row, token, factor, inp.shape[0] if restore_shape is None else restore_shape[0])
+    return _sums(
+        inp, row, token, factor, inp.shape[0] if restore_shape is None else restore_shape[0]
+    )
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -100,11 +109,17 @@ def _check_map(map_type: str) -> None:
 
 
 def _permute(
-    inp: Tensor, probs: Optional[Tensor], routing_map: Tensor, num_out_tokens: int, offsets: Optional[Tensor]
+    inp: Tensor,
+    probs: Optional[Tensor],
+    routing_map: Tensor,
+    num_out_tokens: int,
+    offsets: Optional[Tensor],
 ) -> Tuple[Tensor, Optional[Tensor], Tensor]:
     routed = routing_map.bool()
     if routed.shape[0] != inp.shape[0]:
-        raise ValueError(f"routing_map: expected {inp.shape[0]} rows, one for each token, got {routed.shape[0]}")
+        raise ValueError(
+            f"routing_map: expected {inp.shape[0]} rows, one for each token, got {routed.shape[0]}"
+        )
     expert, token = routed.t().nonzero(as_tuple=True)
     row = torch.arange(token.numel(), device=inp.device)
     row_id_map = _row_id_map(routed, expert, token, row)
@@ -112,10 +127,16 @@ def _permute(
         row = row + offsets[expert]
     there = row < num_out_tokens
     expert, token, row = expert[there], token[there], row[there]
-    output = inp.new_zeros(num_out_tokens, *inp.shape[1:]).index_copy(0, row, inp.index_select(0, token))
+    output = inp.new_zeros(num_out_tokens, *inp.shape[1:]).index_copy(
+        0, row, inp.index_select(0, token)
+    )
     if probs is None:
         return output, None, row_id_map
-    return output, probs.new_zeros(num_out_tokens).index_copy(0, row, probs[token, expert]), row_id_map
+    return (
+        output,
+        probs.new_zeros(num_out_tokens).index_copy(0, row, probs[token, expert]),
+        row_id_map,
+    )
 
 
 def _row_id_map(routed: Tensor, expert: Tensor, token: Tensor, row: Tensor) -> Tensor:
@@ -133,7 +154,9 @@ def _permute_by_index(inp: Tensor, index: Tensor, num_out_tokens: int) -> Tuple[
     tokens, chosen = index.shape
     order = index.flatten().sort(stable=True).indices[: num_out_tokens or None]
     row_id_map = torch.full((chosen, tokens), -1, dtype=torch.int32, device=inp.device)
-    row_id_map[order % chosen, order // chosen] = torch.arange(order.numel(), dtype=torch.int32, device=inp.device)
+    row_id_map[order % chosen, order // chosen] = torch.arange(
+        order.numel(), dtype=torch.int32, device=inp.device
+    )
     return inp.index_select(0, order // chosen), row_id_map.flatten()
 
 
@@ -179,7 +202,9 @@ class _Aligned(torch.nn.Module):
         call decides.
         """
         if len(m_splits) != self.num_gemms:
-            raise ValueError(f"m_splits: expected {self.num_gemms} numbers of tokens, got {len(m_splits)}")
+            raise ValueError(
+                f"m_splits: expected {self.num_gemms} numbers of tokens, got {len(m_splits)}"
+            )
         if self.align_size is None:
             self.align_size = alignment()
         return [-(-tokens // self.align_size) * self.align_size for tokens in m_splits]
@@ -210,4 +235,6 @@ class Fp8Unpadding(_Aligned):
         padded = self.padded(m_splits)
         if padded == list(m_splits):
             return inp
-        return inp.reshape(-1, inp.shape[-1]).index_select(0, self.rows(m_splits, padded, inp.device))
+        return inp.reshape(-1, inp.shape[-1]).index_select(
+            0, self.rows(m_splits, padded, inp.device)
+        )

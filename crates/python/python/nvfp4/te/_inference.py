@@ -25,15 +25,20 @@ class InferenceParams:
     @supports("num_heads_kv", "head_dim_k", "dtype", "head_dim_v", "max_ctx_len", "qkv_format")
     def __init__(
         self, max_batch_size: int, max_sequence_length: int, num_heads_kv: Optional[int] = None,
-        head_dim_k: Optional[int] = None, dtype: Optional[torch.dtype] = None, head_dim_v: Optional[int] = None,
-        is_paged: bool = False, total_num_pages: Optional[int] = None, page_size: Optional[int] = None,
-        max_ctx_len: Optional[int] = None, qkv_format: str = "bshd", custom_cache_manager: Any = None,
+        head_dim_k: Optional[int] = None, dtype: Optional[torch.dtype] = None,
+        head_dim_v: Optional[int] = None, is_paged: bool = False,
+        total_num_pages: Optional[int] = None, page_size: Optional[int] = None,
+        max_ctx_len: Optional[int] = None, qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
     ):  # fmt: skip
         if num_heads_kv is None or head_dim_k is None or dtype is None:
             raise ValueError("InferenceParams needs num_heads_kv, head_dim_k and dtype")
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.dtype, self.is_paged = num_heads_kv, dtype, False
-        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
+        self.head_dim_k, self.head_dim_v = (
+            head_dim_k,
+            head_dim_k if head_dim_v is None else head_dim_v,
+        )
         self.max_ctx_len, self.input_qkv_format = max_ctx_len, qkv_format
         # By the numbers of layers: keys and values, [sequences, tokens, heads, features].
         self.cache: Dict[int, Tuple[Tensor, Tensor]] = {}
@@ -64,23 +69,33 @@ class InferenceParams:
         lengths = OrderedDict((name, self.sequences[name]) for name in before if name in step_dict)
         lengths.update((name, 0) for name in step_dict if name not in lengths)
         if len(lengths) > self.max_batch_size:
-            raise ValueError(f"InferenceParams: expected at most {self.max_batch_size} sequences, got {len(lengths)}")
+            raise ValueError(
+                f"InferenceParams: expected at most {self.max_batch_size} sequences, got {len(lengths)}"
+            )
         stay = [place for place, name in enumerate(before) if name in lengths]
         if stay != list(range(len(stay))):
             if self._to_move:
-                raise RuntimeError(f"InferenceParams: the layers {sorted(self._to_move)} were left out of the last step")
+                raise RuntimeError(
+                    f"InferenceParams: the layers {sorted(self._to_move)} were left out of the last step"
+                )
             self._moved, self._to_move = tuple(stay), set(self.cache)
         self.sequences_pre_step, self._new = lengths, dict(step_dict)
-        self.sequences = OrderedDict((name, tokens + step_dict[name]) for name, tokens in lengths.items())
+        self.sequences = OrderedDict(
+            (name, tokens + step_dict[name]) for name, tokens in lengths.items()
+        )
         longest = max(self.sequences.values(), default=0)
         if longest > self.max_sequence_length:
-            raise ValueError(f"InferenceParams: expected at most {self.max_sequence_length} tokens in a sequence, got {longest}")
+            raise ValueError(
+                f"InferenceParams: expected at most {self.max_sequence_length} tokens in a sequence, got {longest}"
+            )
 
     def get_seqlens_pre_step(self) -> Tensor:
         """How many tokens each sequence had before this step."""
         return torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32)
 
-    def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    def step(
+        self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
+    ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         """Adds keys and values of new tokens to the cache of a layer. Gives the whole cache,
         [sequences, tokens, heads, features], and how many queries and keys each sequence has.
         """
@@ -109,4 +124,9 @@ class InferenceParams:
         device = new_k.device
         queries = torch.tensor([self._new[name] for name in self.sequences], device=device)
         keys = torch.tensor(list(self.sequences.values()), device=device)
-        return caches[0][: self.batch_size, :longest], caches[1][: self.batch_size, :longest], queries, keys
+        return (
+            caches[0][: self.batch_size, :longest],
+            caches[1][: self.batch_size, :longest],
+            queries,
+            keys,
+        )

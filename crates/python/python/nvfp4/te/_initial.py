@@ -89,7 +89,9 @@ def made_real(module: torch.nn.Module) -> None:
     device = torch.get_default_device()
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta and device.type != "meta":
-            real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            real = torch.nn.Parameter(
+                torch.empty_like(parameter, device=device), parameter.requires_grad
+            )
             for key, value in parameter.__dict__.items():
                 real.__dict__.setdefault(key, value)
             module._parameters[name] = real
@@ -105,7 +107,9 @@ def sizes_of(parameters_split: Any, out_features: int) -> Dict[str, int]:
         names: List[str] = [name.rstrip("_") for name in parameters_split]
         sizes = {name: out_features // len(names) for name in names}
     if not sizes or sum(sizes.values()) != out_features:
-        raise ValueError(f"parameters_split: expected sizes that add up to {out_features}, got {sizes}")
+        raise ValueError(
+            f"parameters_split: expected sizes that add up to {out_features}, got {sizes}"
+        )
     return sizes
 
 
@@ -120,7 +124,9 @@ def split(module: torch.nn.Module, parameters_split: Any) -> List[str]:
         setattr(module, kind, None)
         for name, size in sizes.items():
             part = None if whole is None else whole.new_empty(size, *whole.shape[1:])
-            module.register_parameter(f"{name}_{kind}", None if part is None else torch.nn.Parameter(part))
+            module.register_parameter(
+                f"{name}_{kind}", None if part is None else torch.nn.Parameter(part)
+            )
     return list(sizes)
 
 

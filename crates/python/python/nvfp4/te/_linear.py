@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -42,13 +42,24 @@ class OneLinear(Begins, Follows):
 
     def extra_repr(self) -> str:
         weight = self._weight()
-        bias = any("bias" in name and "norm" not in name and of is not None for name, of in self._parameters.items())
-        return f"in_features={weight.shape[1]}, out_features={weight.shape[0]}, bias={bias}, {self.formats}"
+        bias = any(
+            "bias" in name and "norm" not in name and of is not None
+            for name, of in self._parameters.items()
+        )
+        sizes = f"in_features={weight.shape[1]}, out_features={weight.shape[0]}, bias={bias}"
+        norm = (
+            f", normalization={self.normalization}, eps={self.eps}"
+            if isinstance(self, Normed)
+            else ""
+        )
+        return f"{sizes}{norm}, {self.formats}"
 
 
 def _no_fusion_of_parts(where: str, fuse_wgrad_accumulation: bool, parameters_split: Any) -> None:
     if fuse_wgrad_accumulation and parameters_split is not None:
-        raise ValueError(f"te.{where}: fuse_wgrad_accumulation needs one weight; leave out parameters_split")
+        raise ValueError(
+            f"te.{where}: fuse_wgrad_accumulation needs one weight; leave out parameters_split"
+        )
 
 
 class Linear(OneLinear, nvfp4.torch.Linear):
@@ -56,32 +67,44 @@ class Linear(OneLinear, nvfp4.torch.Linear):
 
     # What is listed and not used below says nothing with one worker, or nothing about numbers.
     @supports(
-        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method", "bias", "return_bias",
-        "params_dtype", "parameters_split", "device", "name", "tp_group", "tp_size",
-        "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
+        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method",
+        "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
+        "tp_size", "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
     )  # fmt: skip
     def __init__(
-        self, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
-        tp_group=None, tp_size: int = 1, get_rng_state_tracker=None, rng_tracker_name: Optional[str] = None, init_method=None,
+        self, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group=None, tp_size: int = 1,
+        get_rng_state_tracker=None, rng_tracker_name: Optional[str] = None, init_method=None,
         bias: bool = True, return_bias: bool = False, params_dtype: Optional[torch.dtype] = None,
-        parallel_mode: Optional[str] = None, parameters_split=None, device=None, ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
-        ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
+        parallel_mode: Optional[str] = None, parameters_split=None, device=None,
+        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, ub_name: Optional[str] = None,
+        delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
         save_original_input: bool = False, name: Optional[str] = None,
     ):  # fmt: skip
         one_worker("Linear", tp_size, tp_group)
         _no_fusion_of_parts("Linear", fuse_wgrad_accumulation, parameters_split)
-        self.begins(Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name), parameters_split)
+        self.begins(
+            Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name), parameters_split
+        )
         super().__init__(
             in_features, out_features, bias=bias, device=device, dtype=params_dtype,
             recipe="high_precision", path=name or "linear",
         )  # fmt: skip
-        self.name, self.return_bias, self.fuse_wgrad_accumulation = name, return_bias, fuse_wgrad_accumulation
+        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
+            name,
+            return_bias,
+            fuse_wgrad_accumulation,
+        )
         self.made()
 
     # The arguments are TransformerEngine's.
     def forward(  # type: ignore[override]
-        self, inp: Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: bool = False, fp8_grad: bool = False
+        self,
+        inp: Tensor,
+        is_first_microbatch: Optional[bool] = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> Any:
         refuse("Linear.forward", "fp8_output", fp8_output, False)
         refuse("Linear.forward", "fp8_grad", fp8_grad, False)
@@ -93,6 +116,7 @@ class Normed(Begins):
     """A module that begins with a norm, whose weight may be centred on zero."""
 
     zero_centered_gamma: bool
+    check: Callable[[Tensor], None]
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: Optional[Tensor]
     normalization: str
@@ -101,10 +125,15 @@ class Normed(Begins):
     def normalized(self, x: Tensor) -> Tensor:
         if not self.zero_centered_gamma:
             return super().normalized(x)  # type: ignore[misc]
-        return wide_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, 1.0)
+        self.check(x)
+        return wide_norm(
+            x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, 1.0
+        )
 
 
-def wide_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], normalization: str, eps: float, centre: float) -> Tensor:
+def wide_norm(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], normalization: str, eps: float, centre: float
+) -> Tensor:
     """A norm with ``centre + weight``, which types of 16 bits would round: it is computed in 32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = centre + weight.to(wide)
@@ -118,34 +147,50 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
     """``transformer_engine.pytorch.LayerNormLinear``."""
 
     @supports(
-        "eps", "fuse_wgrad_accumulation", "get_rng_state_tracker", "init_method", "bias", "normalization", "return_bias",
-        "params_dtype", "return_layernorm_output", "parameters_split", "zero_centered_gamma", "device", "name", "tp_group",
-        "tp_size", "sequence_parallel", "parallel_mode", "return_layernorm_output_gathered", "ub_name",
+        "eps", "fuse_wgrad_accumulation", "get_rng_state_tracker", "init_method", "bias",
+        "normalization", "return_bias", "params_dtype", "return_layernorm_output",
+        "parameters_split", "zero_centered_gamma", "device", "name", "tp_group", "tp_size",
+        "sequence_parallel", "parallel_mode", "return_layernorm_output_gathered", "ub_name",
     )  # fmt: skip
     def __init__(
-        self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group=None, tp_size: int = 1, get_rng_state_tracker=None, init_method=None,
-        bias: bool = True, normalization: str = "LayerNorm", return_bias: bool = False,
-        params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None, return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False, parameters_split=None, zero_centered_gamma: bool = False, device=None,
-        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False, ub_name: Optional[str] = None, delay_wgrad_compute: bool = False,
-        symmetric_ar_type: Optional[str] = None, name: Optional[str] = None,
+        self, in_features: int, out_features: int, eps: float = 1e-5,
+        sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False, tp_group=None,
+        tp_size: int = 1, get_rng_state_tracker=None, init_method=None, bias: bool = True,
+        normalization: str = "LayerNorm", return_bias: bool = False,
+        params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None,
+        return_layernorm_output: bool = False, return_layernorm_output_gathered: bool = False,
+        parameters_split=None, zero_centered_gamma: bool = False, device=None,
+        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False, ub_bulk_dgrad: bool = False, ub_name: Optional[str] = None,
+        delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
+        name: Optional[str] = None,
     ):  # fmt: skip
         one_worker("LayerNormLinear", tp_size, tp_group)
         _no_fusion_of_parts("LayerNormLinear", fuse_wgrad_accumulation, parameters_split)
         initial = Initial((("", init_method),), get_rng_state_tracker, None, zero_centered_gamma)
         self.begins(initial, parameters_split)
         super().__init__(
-            in_features, out_features, eps=eps, bias=bias, normalization=normalization, device=device, dtype=params_dtype,
-            recipe="high_precision", path=name or "layernorm_linear",
+            in_features, out_features, eps=eps, bias=bias, normalization=normalization,
+            device=device, dtype=params_dtype, recipe="high_precision",
+            path=name or "layernorm_linear",
         )  # fmt: skip
-        self.name, self.return_bias, self.fuse_wgrad_accumulation = name, return_bias, fuse_wgrad_accumulation
-        self.return_layernorm_output, self.zero_centered_gamma = return_layernorm_output, zero_centered_gamma
+        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
+            name,
+            return_bias,
+            fuse_wgrad_accumulation,
+        )
+        self.return_layernorm_output, self.zero_centered_gamma = (
+            return_layernorm_output,
+            zero_centered_gamma,
+        )
         self.made()
 
     def forward(  # type: ignore[override]
-        self, inp: Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: bool = False, fp8_grad: bool = False
+        self,
+        inp: Tensor,
+        is_first_microbatch: Optional[bool] = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> Any:
         refuse("LayerNormLinear.forward", "fp8_output", fp8_output, False)
         refuse("LayerNormLinear.forward", "fp8_grad", fp8_grad, False)

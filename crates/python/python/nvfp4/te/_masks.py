@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 MASKS = (
-    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary",
+    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+    "padding_causal_bottom_right", "arbitrary",
 )  # fmt: skip
 BIASES = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
 Window = Tuple[int, int]
@@ -33,7 +34,9 @@ def window_of(mask: str, window: Optional[Window]) -> Window:
     elif (before, after) == (-1, 0):
         after = -1
     if before < -1 or after < -1 or ("causal" not in mask and (before < 0) != (after < 0)):
-        raise ValueError(f"window_size: expected (-1, -1) or two numbers of keys for '{mask}', got {window}")
+        raise ValueError(
+            f"window_size: expected (-1, -1) or two numbers of keys for '{mask}', got {window}"
+        )
     return before, after
 
 
@@ -52,7 +55,9 @@ class Padding(NamedTuple):
 
     def more_keys(self) -> Tensor:
         """How many more keys than queries each sequence has, [sequences, 1, 1, 1]."""
-        return (self.queries.sum(1) - self.queries.shape[1] - self.keys.sum(1) + self.keys.shape[1]).reshape(-1, 1, 1, 1)
+        return (
+            self.queries.sum(1) - self.queries.shape[1] - self.keys.sum(1) + self.keys.shape[1]
+        ).reshape(-1, 1, 1, 1)
 
 
 def padding_of_lengths(queries: Tensor, keys: Tensor, longest: Tuple[int, int]) -> Padding:
@@ -69,7 +74,9 @@ def padding_of_mask(mask: Any, sizes: Tuple[int, int, int]) -> Padding:
     queries, keys = mask if isinstance(mask, (tuple, list)) else (mask, mask)
     batch = sizes[0]
     try:
-        return Padding(queries.reshape(batch, sizes[1]).bool(), keys.reshape(batch, sizes[2]).bool())
+        return Padding(
+            queries.reshape(batch, sizes[1]).bool(), keys.reshape(batch, sizes[2]).bool()
+        )
     except RuntimeError:
         raise ValueError(
             f"attention_mask: expected [{batch}, 1, 1, {sizes[1]}] for queries and [{batch}, 1, 1, {sizes[2]}] for keys, "
@@ -77,7 +84,9 @@ def padding_of_mask(mask: Any, sizes: Tuple[int, int, int]) -> Padding:
         ) from None
 
 
-def distances(sizes: Tuple[int, int], padding: Optional[Padding], bottom_right: bool, device: torch.device) -> Tensor:
+def distances(
+    sizes: Tuple[int, int], padding: Optional[Padding], bottom_right: bool, device: torch.device
+) -> Tensor:
     """How far before a query each key is, [sequences or 1, 1, queries, keys]."""
     query, key = torch.arange(sizes[0], device=device), torch.arange(sizes[1], device=device)
     between = (query[:, None] - key[None, :])[None, None]
@@ -87,8 +96,8 @@ def distances(sizes: Tuple[int, int], padding: Optional[Padding], bottom_right: 
 
 
 def seen(
-    mask: str, window: Window, bottom_right: bool, sizes: Tuple[int, int], padding: Optional[Padding],
-    attention_mask: Any, device: torch.device,
+    mask: str, window: Window, bottom_right: bool, sizes: Tuple[int, int],
+    padding: Optional[Padding], attention_mask: Any, device: torch.device,
 ) -> Optional[Tensor]:  # fmt: skip
     """Which keys queries see, [sequences or 1, heads or 1, queries, keys]; None for all."""
     parts = []

@@ -27,20 +27,40 @@ class _Norm(TheirState):
     ):  # fmt: skip
         super().__init__()
         if (normalized_shape is None) == (hidden_size is None):
-            raise RuntimeError(f"te.{self.normalization}: pass normalized_shape, and not hidden_size, its older name")
+            raise RuntimeError(
+                f"te.{self.normalization}: pass normalized_shape, and not hidden_size, its older name"
+            )
         if hidden_size is not None:
-            warnings.warn("hidden_size is the older name of normalized_shape", DeprecationWarning, stacklevel=3)
+            warnings.warn(
+                "hidden_size is the older name of normalized_shape",
+                DeprecationWarning,
+                stacklevel=3,
+            )
             normalized_shape = hidden_size
         if params_dtype is not None and "dtype" in kwargs:
-            raise RuntimeError(f"te.{self.normalization}: pass dtype, and not params_dtype, its older name")
+            raise RuntimeError(
+                f"te.{self.normalization}: pass dtype, and not params_dtype, its older name"
+            )
         device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", params_dtype)
         if kwargs:
-            raise NotImplementedError(f"te.{self.normalization}: the argument {next(iter(kwargs))} is not supported here; leave it out")
+            raise NotImplementedError(
+                f"te.{self.normalization}: the argument {next(iter(kwargs))} is not supported here; leave it out"
+            )
         assert normalized_shape is not None
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.eps, self.zero_centered_gamma, self.sequence_parallel = eps, zero_centered_gamma, sequence_parallel
+        shape = (
+            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        )
+        self.eps, self.zero_centered_gamma, self.sequence_parallel = (
+            eps,
+            zero_centered_gamma,
+            sequence_parallel,
+        )
         self.weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        bias = torch.nn.Parameter(torch.empty_like(self.weight)) if self.normalization == "LayerNorm" else None
+        bias = (
+            torch.nn.Parameter(torch.empty_like(self.weight))
+            if self.normalization == "LayerNorm"
+            else None
+        )
         self.register_parameter("bias", bias)
         if not self.weight.is_meta:
             self.reset_parameters()

@@ -18,8 +18,10 @@ class RotaryPositionEmbedding(torch.nn.Module):
     inv_freq: Tensor
 
     def __init__(
-        self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: Optional[int] = None,
-        pretrained_max_position_embeddings: Optional[int] = None, rotary_base: float = 10000.0, interleaved: bool = False,
+        self, dim: int, rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: Optional[int] = None,
+        pretrained_max_position_embeddings: Optional[int] = None, rotary_base: float = 10000.0,
+        interleaved: bool = False,
     ):  # fmt: skip
         super().__init__()
         if rotary_percent < 1.0:
@@ -27,23 +29,36 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = rotary_base, interleaved
-        self.register_buffer("inv_freq", 1.0 / rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        self.register_buffer(
+            "inv_freq", 1.0 / rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        )
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         with torch.autocast(device_type=self.inv_freq.device.type, enabled=False):
-            positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
-            known, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+            positions = (
+                torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype)
+                + offset
+            )
+            known, factor = (
+                self.pretrained_max_position_embeddings,
+                self.seq_len_interpolation_factor,
+            )
             if known is not None and factor is not None:
                 # Beyond what it was trained for, positions are as dense as they have to be.
-                positions = positions / (max_seq_len / known if max_seq_len > known * factor else factor)
+                positions = positions / (
+                    max_seq_len / known if max_seq_len > known * factor else factor
+                )
             angles = torch.outer(positions, self.inv_freq)
-        both = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        both = (
+            angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        )
         return both[:, None, None, :]
 
 
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", start_positions: Optional[Tensor] = None,
-    interleaved: bool = False, fused: bool = False, cu_seqlens: Optional[Tensor] = None, cp_size: int = 1, cp_rank: int = 0,
+    interleaved: bool = False, fused: bool = False, cu_seqlens: Optional[Tensor] = None,
+    cp_size: int = 1, cp_rank: int = 0,
 ) -> Tensor:  # fmt: skip
     """``transformer_engine.pytorch.attention.apply_rotary_pos_emb``.
 
@@ -61,19 +76,29 @@ def apply_rotary_pos_emb(
         position = of_token - ends[sequence]
         if start_positions is not None:
             position = position + start_positions.to(t.device)[sequence]
-        return _turned(t, freqs.flatten(0, 2)[position.clamp(max=freqs.shape[0] - 1), None], interleaved, fused)
+        return _turned(
+            t, freqs.flatten(0, 2)[position.clamp(max=freqs.shape[0] - 1), None], interleaved, fused
+        )
     if tensor_format not in ("sbhd", "bshd"):
-        raise ValueError(f"apply_rotary_pos_emb: unknown tensor_format '{tensor_format}'; there are 'sbhd', 'bshd', 'thd'")
+        raise ValueError(
+            f"apply_rotary_pos_emb: unknown tensor_format '{tensor_format}'; there are 'sbhd', 'bshd', 'thd'"
+        )
     length = t.shape[0 if tensor_format == "sbhd" else 1]
     needed = length if start_positions is None else length + int(start_positions.max())
     if needed > freqs.shape[0]:
-        raise ValueError(f"apply_rotary_pos_emb: expected angles for {needed} positions, got {freqs.shape[0]}")
+        raise ValueError(
+            f"apply_rotary_pos_emb: expected angles for {needed} positions, got {freqs.shape[0]}"
+        )
     if start_positions is None:
         angles = freqs[:length]
     else:  # [positions, sequences, 1, features]
-        position = torch.arange(length, device=t.device)[:, None] + start_positions.to(t.device)[None, :]
+        position = (
+            torch.arange(length, device=t.device)[:, None] + start_positions.to(t.device)[None, :]
+        )
         angles = freqs[position, 0]
-    return _turned(t, angles if tensor_format == "sbhd" else angles.transpose(0, 1), interleaved, fused)
+    return _turned(
+        t, angles if tensor_format == "sbhd" else angles.transpose(0, 1), interleaved, fused
+    )
 
 
 def _turned(t: Tensor, angles: Tensor, interleaved: bool, fused: bool) -> Tensor:

@@ -51,7 +51,9 @@ def swiglu(x: Tensor) -> Tensor:
     return functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
 
 
-def clamped_swiglu(x: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0) -> Tensor:
+def clamped_swiglu(
+    x: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
+) -> Tensor:
     gate = x.chunk(2, -1)[0].clamp(max=limit)
     linear = x.chunk(2, -1)[1].clamp(-limit, limit)
     return gate * (alpha * gate).sigmoid() * (linear + glu_linear_offset)

@@ -40,11 +40,15 @@ class _Norm(Layer):
         if self.layer_norm_bias is not None:
             torch.nn.init.zeros_(self.layer_norm_bias)
 
-    def normalized(self, x: Tensor) -> Tensor:
-        size = self.layer_norm_weight.shape
+    def check(self, x: Tensor) -> None:
+        """Refuses an input that has not the norm's features, or a type that nothing is computed in."""
         if not fits(x, self.layer_norm_weight):
             quantizes = any(formats.quantizes for _, _, formats in self._products)
             check_input(x, self.layer_norm_weight, self.path + ":{}", quantizes)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        self.check(x)
+        size = self.layer_norm_weight.shape
         if self.normalization == "RMSNorm":
             return functional.rms_norm(x, size, self.layer_norm_weight, self.eps)
         return functional.layer_norm(x, size, self.layer_norm_weight, self.layer_norm_bias, self.eps)
