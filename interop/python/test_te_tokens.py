@@ -88,6 +88,14 @@ def test_rotary_embeddings_turn_pairs_of_features(interleaved, fused):
         apply(x, "sbhd", torch.tensor([20, 0]))
 
 
+def test_angles_stay_in_32_bits():
+    rotary = te.RotaryPositionEmbedding(8)
+    angles = rotary(64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(rotary(64), angles) and angles.dtype == torch.float32
+    assert rotary.to("meta")(64).shape == (64, 1, 1, 8)
+
+
 def test_positions_are_interpolated():
     plain = te.RotaryPositionEmbedding(8)(64)
     factor = {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 16}

@@ -364,6 +364,14 @@ def test_layers_train_in_recipes(x, recipe):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_a_layer_is_one_graph(x):
+    layer = te.TransformerLayer(SIZE, WIDE, HEADS, GROUPS, **QUIET)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for recipe in ("nvfp4", "mxfp8"):
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            assert torch.equal(compiled(x), layer(x))
+
+
 def test_a_state_dict_of_transformer_engine_loads():
     """It has an entry for the recipes of each module that computes."""
     layer = te.TransformerLayer(SIZE, WIDE, HEADS, layer_type="decoder", output_layernorm=True)

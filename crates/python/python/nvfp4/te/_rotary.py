@@ -34,25 +34,16 @@ class RotaryPositionEmbedding(torch.nn.Module):
         )
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        with torch.autocast(device_type=self.inv_freq.device.type, enabled=False):
-            positions = (
-                torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype)
-                + offset
-            )
-            known, factor = (
-                self.pretrained_max_position_embeddings,
-                self.seq_len_interpolation_factor,
-            )
-            if known is not None and factor is not None:
-                # Beyond what it was trained for, positions are as dense as they have to be.
-                positions = positions / (
-                    max_seq_len / known if max_seq_len > known * factor else factor
-                )
-            angles = torch.outer(positions, self.inv_freq)
-        both = (
-            angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
-        )
-        return both[:, None, None, :]
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device) + offset
+        places = positions.to(self.inv_freq.dtype)
+        known, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+        if known is not None and factor is not None:
+            # Beyond what it was trained for, positions are as dense as they have to be.
+            places = places / (max_seq_len / known if max_seq_len > known * factor else factor)
+        angles = places[:, None] * self.inv_freq  # torch.autocast leaves it in 32 bits
+        if self.interleaved:
+            return angles.repeat_interleave(2, -1)[:, None, None, :]
+        return torch.cat((angles, angles), -1)[:, None, None, :]
 
 
 def apply_rotary_pos_emb(
