@@ -13,7 +13,25 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import custom_recipes, recipe
+from ._attention import DotProductAttention
 from ._codes import fp8_model_init, quantized_model_init
+from ._experts import (
+    Fp8Padding,
+    Fp8Unpadding,
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
+from ._inference import InferenceParams
+from ._linear import LayerNormLinear, Linear
+from ._mlp import GroupedLinear, LayerNormMLP
+from ._multihead import MultiheadAttention
+from ._norms import LayerNorm, RMSNorm
+from ._rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from ._transformer import TransformerLayer
 from ._format import DType
 from ._glu import deinterleave_glu_tensor, interleave_glu_tensor
 from ._graph import make_graphed_callables
@@ -26,7 +44,6 @@ from ._machine import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from ._modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor, Quantizer
 from ._quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer
 from ._random import CudaRNGStatesTracker
@@ -51,20 +68,26 @@ __all__ = [
     "DType",
     "DelayedScaling",
     "DelayedScalingRequest",
+    "DotProductAttention",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
     "Format",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "InferenceParams",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MMParams",
     "MXFP8BlockScaling",
     "MXFP8Quantizer",
+    "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4Tensor",
@@ -72,7 +95,11 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "RMSNorm",
     "Recipe",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
     "custom_recipes",
@@ -88,6 +115,12 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "quantized_model_init",
     "recipe",
 ]

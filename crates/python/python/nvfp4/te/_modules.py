@@ -1,21 +1,17 @@
-"""Modules under TransformerEngine's names, which follow ``autocast``."""
+"""What modules under TransformerEngine's names have in common: they follow ``autocast``."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
-from torch import Tensor
 
-import nvfp4
-import nvfp4.torch
 from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 
 from ._recipe import Region, Step, region
-from ._signature import refuse, supports
 
 # Guards what several threads may change in a module: what it remembers of its calls.
 _lock = threading.RLock()
@@ -48,7 +44,18 @@ class _Planned(NamedTuple):
     delayed: bool
 
 
-class _Follows(torch.nn.Module):
+class TheirState(torch.nn.Module):
+    """A module that loads a state dict of TransformerEngine's."""
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        # TransformerEngine keeps the state of its recipes under this name, in a form of its own.
+        key = f"{prefix}_extra_state"
+        if key in unexpected:
+            unexpected.remove(key)
+
+
+class Follows(TheirState):
     """A module that computes in the formats of the ``autocast`` around its call, and in high
     precision outside of one.
 
@@ -59,6 +66,7 @@ class _Follows(torch.nn.Module):
 
     use_recipe: Callable[[Any], None]
     forget_weights: Callable[[], None]
+    fuse_wgrad_accumulation: bool
     path: str
     delayed: Any
     # By the keys of regions: what their recipes set; the latest first.
@@ -77,13 +85,6 @@ class _Follows(torch.nn.Module):
     def __getstate__(self):
         # The next call finds out what to follow.
         return {name: value for name, value in self.__dict__.items() if name not in _REMEMBERED}
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        # TransformerEngine keeps the state of its recipes under this name, in a form of its own.
-        key = f"{prefix}_extra_state"
-        if key in unexpected:
-            unexpected.remove(key)
 
     def following(self):
         """This module as the region around the call has it: with the formats and the workers of
@@ -121,11 +122,16 @@ class _Follows(torch.nn.Module):
         return self._twin()
 
     def _follow(self, is_first_microbatch: Optional[bool]):
-        """:meth:`following`, where the first of several micro-batches has new weights. Without a
-        word, or later, they are quantized again if they were changed.
+        """:meth:`following`, where the first of several micro-batches has new weights, and its
+        gradients are the first in ``main_grad``. Without a word, or later, weights are quantized
+        again if they were changed, and gradients are added.
         """
         if is_first_microbatch:
             self.forget_weights()
+            if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+                for weight in self._parameters.values():
+                    if weight is not None and weight.requires_grad and hasattr(weight, "main_grad"):
+                        weight.main_grad.zero_()  # type: ignore[operator]
         return self.following()
 
     def _twin(self):
@@ -205,107 +211,3 @@ def _is_delayed(planned: Dict[str, Any]) -> bool:
     named = [value for name, value in planned.items() if name.endswith("formats")]
     each = [formats for value in named for formats in (value if isinstance(value, list) else [value])]
     return any(format.delayed for of in each for format in (of.input, of.weight, of.grad_output))
-
-
-class Linear(_Follows, nvfp4.torch.Linear):
-    """``transformer_engine.pytorch.Linear``."""
-
-    @supports("bias", "params_dtype", "device", "name")
-    def __init__(
-        self, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
-        tp_group=None, tp_size: int = 1, get_rng_state_tracker=None, rng_tracker_name: Optional[str] = None, init_method=None,
-        bias: bool = True, return_bias: bool = False, params_dtype: Optional[torch.dtype] = None,
-        parallel_mode: Optional[str] = None, parameters_split=None, device=None, ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
-        ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
-        save_original_input: bool = False, name: Optional[str] = None,
-    ):  # fmt: skip
-        super().__init__(
-            in_features, out_features, bias=bias, device=device, dtype=params_dtype,
-            recipe="high_precision", path=name or "linear",
-        )  # fmt: skip
-
-    # The arguments are TransformerEngine's.
-    def forward(  # type: ignore[override]
-        self, inp: Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: bool = False, fp8_grad: bool = False
-    ) -> Tensor:
-        refuse("Linear.forward", "fp8_output", fp8_output, False)
-        refuse("Linear.forward", "fp8_grad", fp8_grad, False)
-        return super(Linear, self._follow(is_first_microbatch)).forward(inp)
-
-
-class LayerNormLinear(_Follows, nvfp4.torch.LayerNormLinear):
-    """``transformer_engine.pytorch.LayerNormLinear``."""
-
-    @supports("eps", "bias", "normalization", "params_dtype", "device", "name")
-    def __init__(
-        self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group=None, tp_size: int = 1, get_rng_state_tracker=None, init_method=None,
-        bias: bool = True, normalization: str = "LayerNorm", return_bias: bool = False,
-        params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None, return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False, parameters_split=None, zero_centered_gamma: bool = False, device=None,
-        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False, ub_name: Optional[str] = None, delay_wgrad_compute: bool = False,
-        symmetric_ar_type: Optional[str] = None, name: Optional[str] = None,
-    ):  # fmt: skip
-        super().__init__(
-            in_features, out_features, eps=eps, bias=bias, normalization=normalization, device=device, dtype=params_dtype,
-            recipe="high_precision", path=name or "layernorm_linear",
-        )  # fmt: skip
-
-    def forward(  # type: ignore[override]
-        self, inp: Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: bool = False, fp8_grad: bool = False
-    ) -> Tensor:
-        refuse("LayerNormLinear.forward", "fp8_output", fp8_output, False)
-        refuse("LayerNormLinear.forward", "fp8_grad", fp8_grad, False)
-        return super(LayerNormLinear, self._follow(is_first_microbatch)).forward(inp)
-
-
-class LayerNormMLP(_Follows, nvfp4.torch.LayerNormMLP):
-    """``transformer_engine.pytorch.LayerNormMLP``."""
-
-    @supports("eps", "bias", "normalization", "activation", "params_dtype", "device", "name")
-    def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False, return_bias: bool = False,
-        get_rng_state_tracker=None, tp_group=None, tp_size: int = 1, init_method=None, bias: bool = True,
-        normalization: str = "LayerNorm", activation: str = "gelu", activation_params=None, output_layer_init_method=None,
-        fuse_wgrad_accumulation: bool = False, params_dtype: Optional[torch.dtype] = None, return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None,
-        set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device=None, ub_overlap_ag: bool = False,
-        name: Optional[str] = None, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
-        checkpoint: bool = False,
-    ):  # fmt: skip
-        super().__init__(
-            hidden_size, ffn_hidden_size, eps=eps, bias=bias, normalization=normalization, activation=activation,
-            device=device, dtype=params_dtype, recipe="high_precision", path=name or "layernorm_mlp",
-        )  # fmt: skip
-
-    def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Tensor:  # type: ignore[override]
-        return super(LayerNormMLP, self._follow(is_first_microbatch)).forward(inp)
-
-
-class GroupedLinear(_Follows, nvfp4.torch.GroupedLinear):
-    """``transformer_engine.pytorch.GroupedLinear``."""
-
-    @supports("bias", "params_dtype", "device", "name")
-    def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group=None, tp_size: int = 1, get_rng_state_tracker=None,
-        rng_tracker_name: Optional[str] = None, init_method=None, bias: bool = True, return_bias: bool = False,
-        params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None, device=None, ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False, ub_name: Optional[str] = None, delay_wgrad_compute: bool = False,
-        save_original_input: bool = False, single_grouped_weight: bool = False, single_grouped_bias: bool = False,
-        name: Optional[str] = None, use_grouped_tensor: Optional[bool] = None,
-    ):  # fmt: skip
-        super().__init__(
-            num_gemms, in_features, out_features, bias=bias, device=device, dtype=params_dtype,
-            recipe="high_precision", path=name or "grouped_linear",
-        )  # fmt: skip
-
-    def forward(  # type: ignore[override]
-        self, inp: Tensor, m_splits: List[int], is_first_microbatch: Optional[bool] = None, out=None, dgrad_out=None
-    ) -> Tensor:
-        refuse("GroupedLinear.forward", "out", out, None)
-        refuse("GroupedLinear.forward", "dgrad_out", dgrad_out, None)
-        return super(GroupedLinear, self._follow(is_first_microbatch)).forward(inp, m_splits)

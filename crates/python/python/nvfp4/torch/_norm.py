@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Tuple, Union
+from typing import Callable, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -10,28 +10,12 @@ from torch.nn import functional
 
 import nvfp4
 
+from ._activations import inputs_of, named
 from ._formats import Formats, formats_of
 from ._inputs import check_input, fits
 from ._layer import Layer
 from ._linear import OneProduct
 from ._parameters import as_asked
-
-
-# Functions with names, so that they can be pickled.
-def gelu(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
-def swiglu(x: Tensor) -> Tensor:
-    return functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
-
-
-_ACTIVATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": gelu,
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "swiglu": swiglu,
-}
 
 
 class _Norm(Layer):
@@ -56,11 +40,15 @@ class _Norm(Layer):
         if self.layer_norm_bias is not None:
             torch.nn.init.zeros_(self.layer_norm_bias)
 
-    def normalized(self, x: Tensor) -> Tensor:
-        size = self.layer_norm_weight.shape
+    def check(self, x: Tensor) -> None:
+        """Refuses an input that has not the norm's features, or a type that nothing is computed in."""
         if not fits(x, self.layer_norm_weight):
             quantizes = any(formats.quantizes for _, _, formats in self._products)
             check_input(x, self.layer_norm_weight, self.path + ":{}", quantizes)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        self.check(x)
+        size = self.layer_norm_weight.shape
         if self.normalization == "RMSNorm":
             return functional.rms_norm(x, size, self.layer_norm_weight, self.eps)
         return functional.layer_norm(x, size, self.layer_norm_weight, self.layer_norm_bias, self.eps)
@@ -144,11 +132,8 @@ class LayerNormMLP(_Norm):
         path: str = "mlp",
     ):
         super().__init__(hidden_size, eps, normalization, device, dtype)
-        if isinstance(activation, str) and activation not in _ACTIVATIONS:
-            known = ", ".join(f"'{name}'" for name in _ACTIVATIONS)
-            raise ValueError(f"unknown activation '{activation}'; there are {known}")
-        wide = 2 * ffn_hidden_size if activation == "swiglu" else ffn_hidden_size
-        self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.activation = named(activation) if isinstance(activation, str) else activation
+        wide = ffn_hidden_size * inputs_of(activation)
         for name, rows, cols in (("fc1", wide, hidden_size), ("fc2", hidden_size, ffn_hidden_size)):
             setattr(self, f"{name}_weight", _parameter(rows, cols, device=device, dtype=dtype))
             self.register_parameter(f"{name}_bias", _parameter(rows, device=device, dtype=dtype) if bias else None)

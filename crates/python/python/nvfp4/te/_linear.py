@@ -1,0 +1,204 @@
+"""Linear layers under TransformerEngine's names."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import nvfp4.torch
+
+from ._initial import Begins, Initial, joined
+from ._modules import Follows
+from ._parallel import one_worker
+from ._signature import refuse, supports
+
+
+class OneLinear(Begins, Follows):
+    """A module with one linear layer."""
+
+    return_bias: bool
+
+    def weights(self) -> List[str]:
+        # Parts of a weight are quantized together.
+        return ["weight"] if self._split is None else []
+
+    def _weight(self) -> Tensor:
+        weight = joined(self, "weight", self._parts)
+        assert weight is not None
+        return weight
+
+    def _bias(self, inp: Tensor) -> Optional[Tensor]:
+        """The bias in the input's type, as it is returned."""
+        bias = joined(self, "bias", self._parts)
+        return None if bias is None else bias.to(inp.dtype)
+
+    def _linear(self, inp: Tensor) -> Tensor:
+        """The product, with the bias if that is not returned."""
+        bias = None if self.return_bias else joined(self, "bias", self._parts)
+        return self.product(inp, self._weight(), bias)  # type: ignore[operator]
+
+    def extra_repr(self) -> str:
+        weight = self._weight()
+        bias = any(
+            "bias" in name and "norm" not in name and of is not None
+            for name, of in self._parameters.items()
+        )
+        sizes = f"in_features={weight.shape[1]}, out_features={weight.shape[0]}, bias={bias}"
+        norm = (
+            f", normalization={self.normalization}, eps={self.eps}"
+            if isinstance(self, Normed)
+            else ""
+        )
+        return f"{sizes}{norm}, {self.formats}"
+
+
+def _no_fusion_of_parts(where: str, fuse_wgrad_accumulation: bool, parameters_split: Any) -> None:
+    if fuse_wgrad_accumulation and parameters_split is not None:
+        raise ValueError(
+            f"te.{where}: fuse_wgrad_accumulation needs one weight; leave out parameters_split"
+        )
+
+
+class Linear(OneLinear, nvfp4.torch.Linear):
+    """``transformer_engine.pytorch.Linear``."""
+
+    # What is listed and not used below says nothing with one worker, or nothing about numbers.
+    @supports(
+        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method",
+        "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
+        "tp_size", "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
+    )  # fmt: skip
+    def __init__(
+        self, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group=None, tp_size: int = 1,
+        get_rng_state_tracker=None, rng_tracker_name: Optional[str] = None, init_method=None,
+        bias: bool = True, return_bias: bool = False, params_dtype: Optional[torch.dtype] = None,
+        parallel_mode: Optional[str] = None, parameters_split=None, device=None,
+        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, ub_name: Optional[str] = None,
+        delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
+        save_original_input: bool = False, name: Optional[str] = None,
+    ):  # fmt: skip
+        one_worker("Linear", tp_size, tp_group)
+        _no_fusion_of_parts("Linear", fuse_wgrad_accumulation, parameters_split)
+        self.begins(
+            Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name), parameters_split
+        )
+        super().__init__(
+            in_features, out_features, bias=bias, device=device, dtype=params_dtype,
+            recipe="high_precision", path=name or "linear",
+        )  # fmt: skip
+        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
+            name,
+            return_bias,
+            fuse_wgrad_accumulation,
+        )
+        self.made()
+
+    # The arguments are TransformerEngine's.
+    def forward(  # type: ignore[override]
+        self,
+        inp: Tensor,
+        is_first_microbatch: Optional[bool] = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        refuse("Linear.forward", "fp8_output", fp8_output, False)
+        refuse("Linear.forward", "fp8_grad", fp8_grad, False)
+        y = self._follow(is_first_microbatch)._linear(inp)
+        return (y, self._bias(inp)) if self.return_bias else y
+
+
+class Normed(Begins):
+    """A module that begins with a norm, whose weight may be centred on zero."""
+
+    zero_centered_gamma: bool
+    check: Callable[[Tensor], None]
+    layer_norm_weight: torch.nn.Parameter
+    layer_norm_bias: Optional[Tensor]
+    normalization: str
+    eps: float
+
+    def normalized(self, x: Tensor) -> Tensor:
+        if not self.zero_centered_gamma:
+            return super().normalized(x)  # type: ignore[misc]
+        self.check(x)
+        return wide_norm(
+            x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, 1.0
+        )
+
+
+def wide_norm(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], normalization: str, eps: float, centre: float
+) -> Tensor:
+    """A norm with ``centre + weight``, which types of 16 bits would round: it is computed in 32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = centre + weight.to(wide)
+    if normalization == "RMSNorm":
+        return functional.rms_norm(x.to(wide), weight.shape, scale, eps).to(x.dtype)
+    shift = None if bias is None else bias.to(wide)
+    return functional.layer_norm(x.to(wide), weight.shape, scale, shift, eps).to(x.dtype)
+
+
+class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
+    """``transformer_engine.pytorch.LayerNormLinear``."""
+
+    @supports(
+        "eps", "fuse_wgrad_accumulation", "get_rng_state_tracker", "init_method", "bias",
+        "normalization", "return_bias", "params_dtype", "return_layernorm_output",
+        "parameters_split", "zero_centered_gamma", "device", "name", "tp_group", "tp_size",
+        "sequence_parallel", "parallel_mode", "return_layernorm_output_gathered", "ub_name",
+    )  # fmt: skip
+    def __init__(
+        self, in_features: int, out_features: int, eps: float = 1e-5,
+        sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False, tp_group=None,
+        tp_size: int = 1, get_rng_state_tracker=None, init_method=None, bias: bool = True,
+        normalization: str = "LayerNorm", return_bias: bool = False,
+        params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None,
+        return_layernorm_output: bool = False, return_layernorm_output_gathered: bool = False,
+        parameters_split=None, zero_centered_gamma: bool = False, device=None,
+        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False, ub_bulk_dgrad: bool = False, ub_name: Optional[str] = None,
+        delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
+        name: Optional[str] = None,
+    ):  # fmt: skip
+        one_worker("LayerNormLinear", tp_size, tp_group)
+        _no_fusion_of_parts("LayerNormLinear", fuse_wgrad_accumulation, parameters_split)
+        initial = Initial((("", init_method),), get_rng_state_tracker, None, zero_centered_gamma)
+        self.begins(initial, parameters_split)
+        super().__init__(
+            in_features, out_features, eps=eps, bias=bias, normalization=normalization,
+            device=device, dtype=params_dtype, recipe="high_precision",
+            path=name or "layernorm_linear",
+        )  # fmt: skip
+        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
+            name,
+            return_bias,
+            fuse_wgrad_accumulation,
+        )
+        self.return_layernorm_output, self.zero_centered_gamma = (
+            return_layernorm_output,
+            zero_centered_gamma,
+        )
+        self.made()
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: Tensor,
+        is_first_microbatch: Optional[bool] = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        refuse("LayerNormLinear.forward", "fp8_output", fp8_output, False)
+        refuse("LayerNormLinear.forward", "fp8_grad", fp8_grad, False)
+        here = self._follow(is_first_microbatch)
+        norm = here.normalized(inp)
+        outputs: Tuple[Any, ...] = (here._linear(norm),)
+        if self.return_bias:
+            outputs += (self._bias(inp),)
+        if self.return_layernorm_output:
+            outputs += (norm,)
+        return outputs if len(outputs) > 1 else outputs[0]

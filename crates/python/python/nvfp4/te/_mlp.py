@@ -1,0 +1,142 @@
+"""``LayerNormMLP`` and ``GroupedLinear`` under TransformerEngine's names."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+import nvfp4.torch
+from nvfp4.torch._activations import named
+
+from ._initial import Begins, Initial
+from ._linear import Normed
+from ._modules import Follows
+from ._parallel import one_worker
+from ._signature import refuse, supports
+
+
+class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
+    """``transformer_engine.pytorch.LayerNormMLP``."""
+
+    # What is listed and not used below says nothing with one worker, or nothing about numbers.
+    @supports(
+        "eps", "return_bias", "get_rng_state_tracker", "init_method", "bias", "normalization",
+        "activation", "activation_params", "output_layer_init_method", "fuse_wgrad_accumulation",
+        "params_dtype", "return_layernorm_output", "zero_centered_gamma", "device", "name",
+        "checkpoint", "tp_group", "tp_size", "sequence_parallel",
+        "return_layernorm_output_gathered", "seq_length", "micro_batch_size", "set_parallel_mode",
+    )  # fmt: skip
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5,
+        sequence_parallel: bool = False, return_bias: bool = False, get_rng_state_tracker=None,
+        tp_group=None, tp_size: int = 1, init_method=None, bias: bool = True,
+        normalization: str = "LayerNorm", activation: str = "gelu", activation_params=None,
+        output_layer_init_method=None, fuse_wgrad_accumulation: bool = False,
+        params_dtype: Optional[torch.dtype] = None, return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False, seq_length: Optional[int] = None,
+        micro_batch_size: Optional[int] = None, set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False, device=None, ub_overlap_ag: bool = False,
+        name: Optional[str] = None, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, delay_wgrad_compute: bool = False,
+        symmetric_ar_type: Optional[str] = None, checkpoint: bool = False,
+    ):  # fmt: skip
+        one_worker("LayerNormMLP", tp_size, tp_group)
+        methods = (("fc1", init_method), ("fc2", output_layer_init_method))
+        self.begins(Initial(methods, get_rng_state_tracker, None, zero_centered_gamma))
+        super().__init__(
+            hidden_size, ffn_hidden_size, eps=eps, bias=bias, normalization=normalization,
+            activation=activation, device=device, dtype=params_dtype, recipe="high_precision",
+            path=name or "layernorm_mlp",
+        )  # fmt: skip
+        self.activation = named(activation, activation_params)
+        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
+            name,
+            return_bias,
+            fuse_wgrad_accumulation,
+        )
+        self.return_layernorm_output, self.zero_centered_gamma = (
+            return_layernorm_output,
+            zero_centered_gamma,
+        )
+        self.checkpoint = checkpoint
+        self.made()
+
+    def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Any:  # type: ignore[override]
+        here = self._follow(is_first_microbatch)
+        if self.checkpoint and torch.is_grad_enabled():
+            # What is computed again is computed by the module as this call has it.
+            y, norm = torch.utils.checkpoint.checkpoint(here._mlp, inp, use_reentrant=False)
+        else:
+            y, norm = here._mlp(inp)
+        outputs: Tuple[Any, ...] = (y,)
+        if self.return_bias:
+            outputs += (None if self.fc2_bias is None else self.fc2_bias.to(inp.dtype),)
+        if self.return_layernorm_output:
+            outputs += (norm,)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _mlp(self, inp: Tensor) -> Tuple[Tensor, Tensor]:
+        norm = self.normalized(inp)
+        x = self.activation(self.product(norm, self.fc1_weight, self.fc1_bias, 0))
+        return self.product(
+            x, self.fc2_weight, None if self.return_bias else self.fc2_bias, 1
+        ), norm
+
+
+class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
+    """``transformer_engine.pytorch.GroupedLinear``."""
+
+    return_bias = False
+
+    @supports(
+        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method",
+        "bias", "return_bias", "params_dtype", "device", "name", "tp_group", "tp_size",
+        "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
+    )  # fmt: skip
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group=None, tp_size: int = 1,
+        get_rng_state_tracker=None, rng_tracker_name: Optional[str] = None, init_method=None,
+        bias: bool = True, return_bias: bool = False, params_dtype: Optional[torch.dtype] = None,
+        parallel_mode: Optional[str] = None, device=None, ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False, ub_name: Optional[str] = None,
+        delay_wgrad_compute: bool = False, save_original_input: bool = False,
+        single_grouped_weight: bool = False, single_grouped_bias: bool = False,
+        name: Optional[str] = None, use_grouped_tensor: Optional[bool] = None,
+    ):  # fmt: skip
+        one_worker("GroupedLinear", tp_size, tp_group)
+        self.begins(Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name))
+        super().__init__(
+            num_gemms, in_features, out_features, bias=bias, device=device, dtype=params_dtype,
+            recipe="high_precision", path=name or "grouped_linear",
+        )  # fmt: skip
+        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
+            name,
+            return_bias,
+            fuse_wgrad_accumulation,
+        )
+        self.made()
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: Tensor,
+        m_splits: List[int],
+        is_first_microbatch: Optional[bool] = None,
+        out=None,
+        dgrad_out=None,
+    ) -> Any:
+        refuse("GroupedLinear.forward", "out", out, None)
+        refuse("GroupedLinear.forward", "dgrad_out", dgrad_out, None)
+        splits = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
+        y = super(GroupedLinear, self._follow(is_first_microbatch)).forward(inp, splits)
+        if not self.return_bias:
+            return y
+        biases = [getattr(self, f"bias{expert}") for expert in range(self.num_gemms)]
+        return y, [inp.new_empty(0) if bias is None else bias.to(inp.dtype) for bias in biases]
+
+    def _expert(self, expert: int, tokens: Tensor) -> Tensor:
+        bias = None if self.return_bias else getattr(self, f"bias{expert}")
+        return self.product(tokens, getattr(self, f"weight{expert}"), bias, expert)

@@ -1,0 +1,239 @@
+"""The arguments of TransformerEngine's linear modules."""
+
+import contextlib
+import pickle
+
+import pytest
+import torch
+from torch.nn import functional
+
+import nvfp4.te as te
+
+
+@pytest.fixture
+def x():
+    return torch.randn(48, 64, generator=torch.Generator().manual_seed(3))
+
+
+def gradients(y, *of):
+    return torch.autograd.grad(y.square().sum(), of)
+
+
+def test_a_bias_is_returned_and_not_added(x):
+    layer = te.Linear(64, 32, return_bias=True)
+    torch.nn.init.ones_(layer.bias)
+    y, bias = layer(x)
+    torch.testing.assert_close(y, x @ layer.weight.t())
+    assert bias is layer.bias and layer(x.bfloat16())[1].dtype == torch.bfloat16
+    assert te.Linear(64, 32, bias=False, return_bias=True)(x)[1] is None
+    norm = te.LayerNormLinear(64, 32, return_bias=True, return_layernorm_output=True)
+    y, bias, ln = norm(x)
+    torch.testing.assert_close(ln, functional.layer_norm(x, (64,)))
+    torch.testing.assert_close(y, ln @ norm.weight.t())
+    mlp = te.LayerNormMLP(64, 96, return_bias=True, return_layernorm_output=True)
+    torch.nn.init.ones_(mlp.fc2_bias)
+    y, bias, ln = mlp(x)
+    assert bias is mlp.fc2_bias
+    torch.testing.assert_close(
+        y, functional.gelu(ln @ mlp.fc1_weight.t(), approximate="tanh") @ mlp.fc2_weight.t()
+    )
+    grouped = te.GroupedLinear(2, 64, 32, return_bias=True)
+    torch.nn.init.ones_(grouped.bias1)
+    y, biases = grouped(x, torch.tensor([16, 32]))
+    torch.testing.assert_close(y[16:], x[16:] @ grouped.weight1.t())
+    assert biases[1] is grouped.bias1
+
+
+def test_a_weight_is_several_parameters(x):
+    for make in (te.Linear, te.LayerNormLinear):
+        layer = make(
+            64, 48, parameters_split={"query_": 32, "key": 16}, init_method=torch.nn.init.ones_
+        )
+        norm = [name for name in layer.state_dict() if "norm" in name]
+        assert set(layer.state_dict()) - set(norm) == {
+            "query_weight",
+            "key_weight",
+            "query_bias",
+            "key_bias",
+        }
+        assert layer.query_weight.shape == (32, 64) and (layer.key_weight == 1).all()
+        torch.nn.init.normal_(layer.query_weight), torch.nn.init.normal_(layer.key_bias)
+        one = make(64, 48)
+        with torch.no_grad():
+            one.weight.copy_(torch.cat([layer.query_weight, layer.key_weight]))
+            one.bias.copy_(torch.cat([layer.query_bias, layer.key_bias]))
+        for recipe in (None, "nvfp4"):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                torch.manual_seed(1)
+                y = layer(x)
+                torch.manual_seed(1)
+                same = one(x)
+            torch.testing.assert_close(y, same)
+            torch.manual_seed(2)
+            parts = gradients(y, layer.query_weight, layer.key_weight)
+            torch.manual_seed(2)
+            torch.testing.assert_close(torch.cat(parts), *gradients(same, one.weight))
+        assert "out_features=48, bias=True" in repr(layer)
+    assert te.Linear(64, 48, parameters_split=("a", "b", "c"), bias=False).b_weight.shape == (
+        16,
+        64,
+    )
+    with pytest.raises(ValueError, match="add up to 48"):
+        te.Linear(64, 48, parameters_split={"a": 5})
+    with pytest.raises(ValueError, match="leave out parameters_split"):
+        te.Linear(64, 48, parameters_split=("a", "b"), fuse_wgrad_accumulation=True)
+
+
+def test_parameters_begin_as_asked():
+    def of(value):
+        return lambda tensor: torch.nn.init.constant_(tensor, value)
+
+    mlp = te.LayerNormMLP(
+        64, 96, init_method=of(2.0), output_layer_init_method=of(3.0), zero_centered_gamma=True
+    )
+    assert (mlp.fc1_weight == 2).all() and (mlp.fc2_weight == 3).all()
+    assert not any(
+        p.any() for p in (mlp.fc1_bias, mlp.fc2_bias, mlp.layer_norm_weight, mlp.layer_norm_bias)
+    )
+    assert (te.LayerNormLinear(64, 64).layer_norm_weight == 1).all()
+    assert abs(te.Linear(256, 256).weight.std().item() - 0.023) < 0.001, (
+        "as TransformerEngine's begin"
+    )
+    assert (te.GroupedLinear(2, 64, 64, init_method=of(4.0)).weight1 == 4).all()
+    forks = []
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self, name="model-parallel-rng"):
+            forks.append(name)
+            yield
+
+    te.Linear(64, 64, get_rng_state_tracker=Tracker, rng_tracker_name="experts")
+    te.LayerNormMLP(64, 64, get_rng_state_tracker=Tracker)
+    assert forks == ["experts", "model-parallel-rng", "model-parallel-rng"]
+    assert pickle.loads(pickle.dumps(te.Linear(64, 64))).weight.shape == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [te.Linear, te.LayerNormLinear, te.LayerNormMLP, lambda *a, **k: te.GroupedLinear(2, *a, **k)],
+)
+def test_a_module_on_the_meta_device_becomes_real(make, x):
+    module = make(64, 64, device="meta")
+    assert all(p.is_meta for p in module.parameters())
+    module.reset_parameters(defer_init=True)
+    assert all(p.is_meta for p in module.parameters())
+    module.reset_parameters()
+    assert not any(p.is_meta for p in module.parameters())
+    args = ([16, 32],) if isinstance(module, te.GroupedLinear) else ()
+    with te.autocast():
+        module(x, *args).sum().backward()
+    assert module(x, *args).std() > 0
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_weights_of_norms_may_be_centred_on_zero(x, normalization):
+    plain = te.LayerNormLinear(64, 32, normalization=normalization)
+    centred = te.LayerNormLinear(64, 32, normalization=normalization, zero_centered_gamma=True)
+    torch.nn.init.uniform_(plain.layer_norm_weight)
+    with torch.no_grad():
+        centred.layer_norm_weight.copy_(plain.layer_norm_weight - 1)
+        centred.weight.copy_(plain.weight)
+    y, same = plain(x), centred(x)
+    torch.testing.assert_close(y, same)
+    torch.testing.assert_close(
+        gradients(y, plain.layer_norm_weight), gradients(same, centred.layer_norm_weight)
+    )
+    with pytest.raises(ValueError, match="expected 64 features in the last dimension, got 63"):
+        centred(x[:, :63])
+    tiny = te.LayerNormLinear(
+        64, 64, normalization=normalization, zero_centered_gamma=True, params_dtype=torch.bfloat16
+    )
+    torch.nn.init.constant_(tiny.layer_norm_weight, 2.0**-10)
+    wide = functional.layer_norm if normalization == "LayerNorm" else functional.rms_norm
+    expected = (wide(x.bfloat16().float(), (64,), eps=1e-5) * (1 + 2.0**-10)).bfloat16()
+    assert torch.equal(tiny.normalized(x.bfloat16()), expected), "1 + weight is not rounded"
+
+
+def halves(function):
+    return lambda x: function(x[..., :96]) * x[..., 96:]
+
+
+def quick(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = {
+    "gelu": torch.nn.GELU("tanh"),
+    "geglu": halves(torch.nn.GELU("tanh")),
+    "glu": halves(torch.sigmoid),
+    "qgelu": quick,
+    "qgeglu": halves(quick),
+    "relu": torch.relu,
+    "reglu": halves(torch.relu),
+    "srelu": lambda x: torch.relu(x) ** 2,
+    "sreglu": halves(lambda x: torch.relu(x) ** 2),
+    "silu": functional.silu,
+    "swiglu": halves(functional.silu),
+    "clamped_swiglu": lambda x: (
+        quick(x[..., :96].clamp(max=7.0)) * (x[..., 96:].clamp(-7.0, 7.0) + 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_transformer_engines(x, activation):
+    mlp = te.LayerNormMLP(
+        64, 96, activation=activation, init_method=lambda t: torch.nn.init.normal_(t, std=1.0)
+    )
+    inside = functional.layer_norm(x, (64,)) @ mlp.fc1_weight.t()
+    expected = ACTIVATIONS[activation](inside) @ mlp.fc2_weight.t()
+    torch.testing.assert_close(mlp(x), expected)
+    torch.testing.assert_close(
+        gradients(mlp(x), mlp.fc1_weight), gradients(expected, mlp.fc1_weight), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_the_settings_of_an_activation_and_one_that_there_is_not(x):
+    settings = {"limit": 1.0, "alpha": 2.0, "glu_linear_offset": 0.5}
+    mlp = te.LayerNormMLP(64, 96, activation="clamped_swiglu", activation_params=settings)
+    inside = functional.layer_norm(x, (64,)) @ mlp.fc1_weight.t()
+    gate, linear = inside[:, :96].clamp(max=1.0), inside[:, 96:].clamp(-1, 1)
+    torch.testing.assert_close(
+        mlp(x), (gate * torch.sigmoid(2 * gate) * (linear + 0.5)) @ mlp.fc2_weight.t()
+    )
+    with pytest.raises(ValueError, match="unknown activation 'tanh'; there are 'gelu', 'geglu'"):
+        te.LayerNormMLP(64, 96, activation="tanh")
+
+
+def test_gradients_go_to_main_grad_and_begin_with_the_first_micro_batch(x):
+    for layer in (
+        te.Linear(64, 32, fuse_wgrad_accumulation=True),
+        te.LayerNormLinear(64, 32, fuse_wgrad_accumulation=True),
+    ):
+        layer.weight.main_grad = torch.full((32, 64), 7.0)
+        for first, times in ((True, 1), (False, 2), (None, 3), (True, 1)):
+            layer(x, is_first_microbatch=first).sum().backward()
+            inside = layer.normalized(x) if isinstance(layer, te.LayerNormLinear) else x
+            torch.testing.assert_close(
+                layer.weight.main_grad,
+                times * inside.sum(0).detach().expand(32, 64),
+                rtol=1e-4,
+                atol=1e-4,
+            )
+        with torch.no_grad():
+            before = layer.weight.main_grad.clone()
+            layer(x, is_first_microbatch=True)
+        assert torch.equal(layer.weight.main_grad, before) and layer.weight.grad is None
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4", "mxfp8"])
+def test_an_mlp_that_is_computed_again_gives_the_same(x, recipe):
+    results = []
+    for checkpoint in (False, True):
+        torch.manual_seed(4)
+        mlp = te.LayerNormMLP(64, 96, checkpoint=checkpoint)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = mlp(x)
+        results.append([y, *gradients(y, *mlp.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
