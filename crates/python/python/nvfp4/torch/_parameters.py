@@ -35,7 +35,7 @@ def quantize_parameters(
     >>> report = nvfp4.torch.convert_module(model, "nvfp4")
     >>> model = nvfp4.torch.quantize_parameters(model, directions="row", requires_grad=False)
     >>> model[0].weight.nbytes
-    2564
+    2308
     """
     for module in model.modules():
         if isinstance(module, Layer):
@@ -97,7 +97,6 @@ def quantized_model_init(
     >>> with nvfp4.torch.quantized_model_init(masters=torch.float32):
     ...     layer = nvfp4.torch.Linear(64, 64, dtype=torch.bfloat16)
     >>> layer.weight
-    Parameter containing:
     QuantizedTensor((64, 64), nvfp4(16x16), both, dtype=torch.bfloat16, device='cpu', master=torch.float32)
     """
     with asking(functools.partial(quantize_parameters, directions=directions, masters=masters) if enabled else None):
