@@ -310,3 +310,15 @@ def test_checkpoints_of_models_without_it(tmp_path):
     dcp.load(state, checkpoint_id=tmp_path / "delayed", no_dist=True)
     plain.load_state_dict(state)
     assert torch.equal(trained[0].weight, plain[0].weight)
+
+
+def test_a_weight_of_codes_leaves_the_scales_of_its_input_delayed():
+    specs = {"input": "fp8-delayed", "weight": "fp8", "grad_output": "high-precision"}
+    recipe = nvfp4.Recipe.from_function("delayed input", lambda role: specs[role.slot])
+    plain, codes = (nvfp4.torch.Linear(64, 64, recipe=recipe) for _ in range(2))
+    nvfp4.torch.quantize_parameters(codes, directions="row")
+    for layer in (plain, codes):
+        layer(torch.full((32, 64), 3.0)).sum().backward()
+        with torch.no_grad():
+            layer(torch.full((32, 64), 9.0))  # which is not to be remembered
+        assert layer.delayed.input.history[0] == 3

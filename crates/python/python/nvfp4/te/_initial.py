@@ -63,8 +63,10 @@ class Begins(torch.nn.Module):
         """Says how parameters begin, before there are any."""
         self.__dict__.update(_initial=initial, _split=parameters_split)
 
-    def made(self) -> None:
-        """Says that its bases have made all parameters."""
+    def made(self, name: Optional[str], return_bias: bool, fuse_wgrad_accumulation: bool) -> None:
+        """Says that its bases have made all parameters, and what all modules are told."""
+        self.name, self.return_bias = name, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if self._split is not None:
             self._parts = split(self, self._split)
             self.reset_parameters()

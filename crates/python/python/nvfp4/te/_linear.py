@@ -91,12 +91,7 @@ class Linear(OneLinear, nvfp4.torch.Linear):
             in_features, out_features, bias=bias, device=device, dtype=params_dtype,
             recipe="high_precision", path=name or "linear",
         )  # fmt: skip
-        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
-            name,
-            return_bias,
-            fuse_wgrad_accumulation,
-        )
-        self.made()
+        self.made(name, return_bias, fuse_wgrad_accumulation)
 
     # The arguments are TransformerEngine's.
     def forward(  # type: ignore[override]
@@ -174,16 +169,11 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
             device=device, dtype=params_dtype, recipe="high_precision",
             path=name or "layernorm_linear",
         )  # fmt: skip
-        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
-            name,
-            return_bias,
-            fuse_wgrad_accumulation,
-        )
         self.return_layernorm_output, self.zero_centered_gamma = (
             return_layernorm_output,
             zero_centered_gamma,
         )
-        self.made()
+        self.made(name, return_bias, fuse_wgrad_accumulation)
 
     def forward(  # type: ignore[override]
         self,

@@ -52,17 +52,12 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
             path=name or "layernorm_mlp",
         )  # fmt: skip
         self.activation = named(activation, activation_params)
-        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
-            name,
-            return_bias,
-            fuse_wgrad_accumulation,
-        )
         self.return_layernorm_output, self.zero_centered_gamma = (
             return_layernorm_output,
             zero_centered_gamma,
         )
         self.checkpoint = checkpoint
-        self.made()
+        self.made(name, return_bias, fuse_wgrad_accumulation)
 
     def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Any:  # type: ignore[override]
         here = self._follow(is_first_microbatch)
@@ -113,12 +108,7 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
             num_gemms, in_features, out_features, bias=bias, device=device, dtype=params_dtype,
             recipe="high_precision", path=name or "grouped_linear",
         )  # fmt: skip
-        self.name, self.return_bias, self.fuse_wgrad_accumulation = (
-            name,
-            return_bias,
-            fuse_wgrad_accumulation,
-        )
-        self.made()
+        self.made(name, return_bias, fuse_wgrad_accumulation)
 
     def forward(  # type: ignore[override]
         self,

@@ -10,12 +10,12 @@ from torch import Tensor
 from ._attention import DotProductAttention
 from ._linear import LayerNormLinear, Linear
 from ._norms import L2Normalization, LayerNorm, RMSNorm
-from ._parallel import no_context_parallelism, one_worker
+from ._parallel import OneWorker, one_worker
 from ._rotary import apply_rotary_pos_emb
 from ._signature import supports
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(OneWorker, torch.nn.Module):
     """``transformer_engine.pytorch.MultiheadAttention``, with its names of parameters."""
 
     # What is listed and not used below says nothing with one worker, or nothing about numbers.
@@ -146,14 +146,6 @@ class MultiheadAttention(torch.nn.Module):
         self.proj = Linear(
             of_queries, hidden_size, return_bias=return_bias, name=called("proj"), **linear
         )
-
-    def set_tensor_parallel_group(self, tp_group) -> None:
-        one_worker("MultiheadAttention.set_tensor_parallel_group", 1, tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
-    ) -> None:
-        no_context_parallelism("MultiheadAttention.set_context_parallel_group", cp_group)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None,

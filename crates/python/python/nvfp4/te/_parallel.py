@@ -23,6 +23,18 @@ def one_worker(where: str, tp_size: int, tp_group: Any) -> None:
         )
 
 
+class OneWorker:
+    """A module that takes the process groups of one worker."""
+
+    def set_tensor_parallel_group(self, tp_group) -> None:
+        one_worker(f"{type(self).__name__}.set_tensor_parallel_group", 1, tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
+    ) -> None:
+        no_context_parallelism(f"{type(self).__name__}.set_context_parallel_group", cp_group)
+
+
 def no_context_parallelism(where: str, cp_group: Any) -> None:
     """Refuses sequences that are split over workers."""
     if cp_group is not None:

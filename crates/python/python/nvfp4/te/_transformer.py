@@ -12,7 +12,7 @@ from ._masks import mask_type
 from ._mlp import LayerNormMLP
 from ._multihead import MultiheadAttention
 from ._norms import LayerNorm, RMSNorm
-from ._parallel import no_context_parallelism, one_worker
+from ._parallel import OneWorker, one_worker
 from ._signature import supports
 
 
@@ -31,7 +31,7 @@ class DropPath(torch.nn.Module):
         return x / keep * (keep + torch.rand(shape, dtype=x.dtype, device=x.device)).floor()
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(OneWorker, torch.nn.Module):
     """``transformer_engine.pytorch.TransformerLayer``, with its names of parameters."""
 
     # What is listed and not used below says nothing with one worker, or nothing about numbers; the
@@ -141,14 +141,6 @@ class TransformerLayer(torch.nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
-
-    def set_tensor_parallel_group(self, tp_group) -> None:
-        one_worker("TransformerLayer.set_tensor_parallel_group", 1, tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
-    ) -> None:
-        no_context_parallelism("TransformerLayer.set_context_parallel_group", cp_group)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None,

@@ -9,11 +9,13 @@ everything train as any weight does (``_function.py``).
 from __future__ import annotations
 
 import functools
-from typing import List, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from ._delayed import Kept
+from ._finite import Watch
 from ._main_grad import added, dtype_of
 from ._once import once
 from ._quantized import QuantizedTensor, dequantize_block
@@ -22,6 +24,15 @@ _linear_codes = torch.ops.nvfp4.linear_codes.default
 
 # Up to so many tokens, products read prepared weights faster on a GPU.
 FEW = 256
+
+
+class Noted(NamedTuple):
+    """What a pass notes about x: its amax for delayed scaling, and whether it is finite; None for
+    what it does not.
+    """
+
+    scale: Optional[Kept] = None
+    watch: Optional[Watch] = None
 
 
 def linear_codes(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
@@ -51,33 +62,53 @@ def from_codes(
     bias: Optional[Tensor],
     formats: str,
     amax: Optional[Tensor] = None,
-    scales: Optional[List[Optional[Tensor]]] = None,
-    watched: str = "",
+    noted: Noted = Noted(),
     main: Optional[Tensor] = None,
 ) -> Tensor:
     """The product, with its gradient if one is asked for."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        return FromCodes.apply(x, weight, bias, formats, amax, scales or [], watched, main)
-    return product(x, weight, bias, formats, amax, scales or [], watched)
+        return FromCodes.apply(x, weight, bias, formats, amax, noted, main)
+    unseen = noted._replace(scale=noted.scale and noted.scale.unseen())
+    return product(x, weight, bias, formats, amax, unseen)
 
 
-def product(x, weight, bias, formats, amax, scales, watched) -> Tensor:
+def few(x: Tensor) -> bool:
+    """Whether a weight is to be prepared for the product of these tokens. A compiled or captured
+    product takes what is there.
+    """
+    return (
+        x.is_cuda
+        and x.numel() <= FEW * x.shape[-1]
+        and not torch.compiler.is_compiling()
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def product(
+    x: Tensor, weight: QuantizedTensor, bias: Optional[Tensor], formats: str, amax: Optional[Tensor], noted: Noted
+) -> Tensor:
     """The forward pass alone."""
-    if x.is_cuda and not torch.compiler.is_compiling() and x.numel() <= FEW * x.shape[-1]:
-        if weight._prepared is None and not torch.cuda.is_current_stream_capturing():
-            weight.prepare()
-    codes = weight.codes
+    if few(x):
+        weight.prepare()
+    codes, of = weight.codes, noted.scale
     bias = None if bias is None else bias.detach()
-    return _linear_codes(x, codes.row, codes.prepared, bias, formats, weight.shape[0], amax, scales, watched)[0]
+    scales = [] if of is None else [of.scale, of.column_scale, None, None]
+    name = "" if noted.watch is None else noted.watch.name
+    made = _linear_codes(x, codes.row, codes.prepared, bias, formats, weight.shape[0], amax, scales, name)
+    if noted.watch is not None:
+        noted.watch.note(made[-1])
+    if of is not None:
+        of.note(made, 1)
+    return made[0]
 
 
 class FromCodes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, formats, amax, scales, watched, main):
+    def forward(ctx, x, weight, bias, formats, amax, noted, main):
         needs_weight = ctx.needs_input_grad[1]
         ctx.save_for_backward(x if needs_weight else None, weight.row)
         ctx.call = (weight.spec, weight.matrix, x.dtype, weight.dtype, None if bias is None else bias.dtype, main)
-        return product(x, weight, bias, formats, amax, scales, watched)
+        return product(x, weight, bias, formats, amax, noted)
 
     @staticmethod
     @once
@@ -94,4 +125,4 @@ class FromCodes(torch.autograd.Function):
             dw = added(main, dw.to(dtype_of(main, weight_dtype)))
         if needs_bias:
             db = flat.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None

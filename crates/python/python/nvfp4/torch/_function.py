@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _ops  # noqa: F401  (makes the operations known)
-from ._coded import FEW, autocast, from_codes
+from ._coded import Noted, autocast, few, from_codes
 from ._composed import Composed, forward
 from ._delayed import Kept as KeptScales
 from ._delayed import State
@@ -84,8 +84,8 @@ def linear(
         # replayed graph afresh.
         offset = torch.randint(2**62, (1,), device=x.device)
     if coded is not None and decoded:
-        scales = [] if state is STATELESS else _scales(state.input, None)
-        y = from_codes(x, coded, bias, formats.coded, amax, scales, _name(formats, watch), main)
+        noted = Noted(state.input, watch if formats.finite == "refuse" else None)
+        y = from_codes(x, coded, bias, formats.coded, amax, noted, main)
     elif whole:
         settings = (formats, seed, state, watch)
         codes = None if coded is None else coded.codes
@@ -138,7 +138,7 @@ def _evaluated(
             kept.keep(weight, formats.evaluated, Codes(made[1]))
     else:
         scales = [] if state is STATELESS else _scales(state.input, None)
-        if codes.prepared is None and x.is_cuda and x.numel() <= FEW * x.shape[-1]:
+        if codes.prepared is None and few(x):
             codes = _prepared(weight, formats, codes, kept)
         made = _linear_codes(x, codes.row, codes.prepared, bias, formats.evaluated, weight.shape[0], None, scales, name)
     if formats.finite == "refuse":
@@ -148,8 +148,6 @@ def _evaluated(
 
 def _prepared(weight: Tensor, formats: Formats, codes: Codes, kept: Optional[Kept]) -> Codes:
     """The codes of a weight that serves again, in the order of tensor cores too."""
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return codes
     if isinstance(weight, QuantizedTensor):
         weight.prepare()
         return weight.codes

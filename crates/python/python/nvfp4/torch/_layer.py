@@ -69,7 +69,7 @@ class Layer(Delays):
         raise NotImplementedError
 
     def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
-        """Switches to another recipe. Nothing else changes: parameters are in high precision."""
+        """Switches to another recipe. Nothing else changes: parameters stay what they are."""
         self.take_formats(plan_of(recipe, self.sites_of(self, self.path)))
 
     def take_formats(self, plan: nvfp4.Plan) -> None:

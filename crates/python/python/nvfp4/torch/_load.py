@@ -12,7 +12,7 @@ from torch import Tensor
 
 import nvfp4
 
-from ._blocks import block_of
+from ._blocks import block_of, shapes
 from ._convert import _walk
 from ._layer import Layer
 from ._linear import Linear, become
@@ -165,13 +165,14 @@ def _from_parts(name: str, spec: str, codes: Tensor, scales: Tensor, stored: Ten
     if codes.dtype is not torch.uint8 or codes.dim() != 2:
         raise ValueError(f"{name}: expected a matrix of codes of uint8, got {tuple(codes.shape)} of {codes.dtype}")
     rows, packed = codes.shape
-    blocks = (rows, -(-packed // 8))
+    matrix = (rows, 2 * packed)
+    blocks = shapes(spec, "row", matrix)[1][1]
     if scales.dtype not in (torch.uint8, torch.float8_e4m3fn) or tuple(scales.shape) != blocks:
         raise ValueError(f"{name}: expected scales {blocks} of E4M3, got {tuple(scales.shape)} of {scales.dtype}")
     if stored.numel() != 1 or stored.isnan().any():
         raise ValueError(f"{name}: expected one scale of the tensor, got {stored}")
     parts = [codes, scales.contiguous().view(torch.uint8), stored.float().reshape(1)]
-    return QuantizedTensor(block_of(parts), None, spec, (rows, 2 * packed), torch.get_default_dtype())
+    return QuantizedTensor(block_of(parts), None, spec, matrix, torch.get_default_dtype())
 
 
 def _of_ours(name: str, tensor: nvfp4.QuantTensor) -> QuantizedTensor:
@@ -199,15 +200,15 @@ def _put(module: torch.nn.Linear, path: str, codes: QuantizedTensor, amax: Optio
     if amax is None:
         module._buffers.pop("input_amax", None)  # of a file before
         if isinstance(module, Layer):
-            module.use_recipe(_recipe(path, "high-precision", codes.spec))
+            module.use_recipe(_recipe("high-precision"))
         return
     if not isinstance(module, Layer):
         become(module, Linear, path, 0)
-    module.use_recipe(_recipe(path, "nvfp4", codes.spec))  # type: ignore[operator]
+    module.use_recipe(_recipe("nvfp4"))  # type: ignore[operator]
     module.register_buffer("input_amax", amax.to(device))
 
 
-def _recipe(path: str, input: str, weight: str) -> nvfp4.Recipe:
+def _recipe(input: str) -> nvfp4.Recipe:
     """A layer with the weights of a file, and gradients in high precision."""
     column = "" if input == "high-precision" else " / high-precision"
     formats = {"input": input + column, "weight": "nvfp4 / high-precision", "grad_output": "high-precision"}

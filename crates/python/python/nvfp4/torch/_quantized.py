@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ _quantize = torch.ops.nvfp4.quantize_blocks.default
 dequantize_block = torch.ops.nvfp4.dequantize_block.default
 prepare_block = torch.ops.nvfp4.prepare_block.default
 _aten = torch.ops.aten
-
 
 
 class Codes(NamedTuple):
@@ -62,13 +61,11 @@ class QuantizedTensor(torch.Tensor):
     _seen: Optional[Tuple[int, int]]
 
     @staticmethod
-    def __new__(cls, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
+    def __new__(cls, row, column, spec, matrix, dtype, master=None, shape=None):
         shape = matrix if shape is None else shape
-        return torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=row.device, requires_grad=requires_grad
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=row.device)
 
-    def __init__(self, row, column, spec, matrix, dtype, master=None, shape=None, requires_grad=False):
+    def __init__(self, row, column, spec, matrix, dtype, master=None, shape=None):
         self.row, self.column, self.master = row, column, master
         self.spec, self.matrix, self._prepared = spec, matrix, None
         self._part, self._changed, self._pending, self._seen = False, False, None, None
@@ -101,6 +98,10 @@ class QuantizedTensor(torch.Tensor):
         """The blocks that products read."""
         self._check()
         return Codes(self.row, self.column, self._prepared)
+
+    def _sides(self) -> List[Tuple[str, Tensor]]:
+        """The blocks by their directions."""
+        return [("row", self.row)] + ([] if self.column is None else [("column", self.column)])
 
     @property
     def directions(self) -> str:
@@ -162,12 +163,11 @@ class QuantizedTensor(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh, outer_size=None, outer_stride=None, module=None, mp_policy=None):
         if self._changed:
             self._agree(mesh.get_group())
-        sides = [(self.row, "row")] + ([] if self.column is None else [(self.column, "column")])
-        arrays = [part for block, side in sides for part in parts_of(block, self.spec, side, self.matrix)]
+        arrays = [part for side, block in self._sides() for part in parts_of(block, self.spec, side, self.matrix)]
         split, shared = sharded(arrays, self.spec, self.directions, self.matrix)
         # A shard's part of an array has its columns side by side only by itself.
-        bytes_of = [arrays[at].contiguous().view(torch.uint8).reshape(-1) for at in split]
-        return tuple(bytes_of), (self.spec, self.directions, self.matrix, {at: arrays[at] for at in shared})
+        alone = [arrays[at].contiguous().view(torch.uint8).reshape(-1) for at in split]
+        return tuple(alone), (self.spec, self.directions, self.matrix, {at: arrays[at] for at in shared})
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         spec, directions, (rows, cols), shared = metadata
@@ -298,9 +298,8 @@ def _check_spec(spec: str) -> None:
 def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
     """Some rows, by their codes."""
     rows, cols = tensor.matrix
-    sides = [("row", tensor.row)] + ([] if tensor.column is None else [("column", tensor.column)])
     blocks: Dict[str, Tensor] = {}
-    for side, block in sides:
+    for side, block in tensor._sides():
         pieces = []
         for part, (_, shape) in zip(parts_of(block, tensor.spec, side, tensor.matrix), shapes(tensor.spec, side, (end - start, cols))):
             if tuple(part.shape) != shape:
