@@ -1,10 +1,10 @@
 // Products of FP8 codes on Hopper's FP8 tensor cores: out = A·Bᵀ. Their accumulators have few bits,
 // so after 128 products a sum is multiplied by the scales of these 128 and added in binary32.
 //
-// A block has 256 × 128 outputs. Two warpgroups multiply, 128 rows each, 64 at a time: while one
-// adds sums, the other's instructions run. A warp of the third warpgroup fills STAGES stages, each
-// with 128 columns of both operands; the other three fetch the scales of a stage. Two blocks with
-// the same rows form a cluster: each copies half of A's rows into both.
+// A block has 192 × 128 outputs. Three warpgroups multiply, 64 rows each: while one adds sums, the
+// others' instructions run. A warp of the fourth warpgroup fills STAGES stages, each with 128 columns
+// of both operands; the other three fetch the scales of a stage. Two blocks with the same rows form
+// a cluster: each copies half of A's rows into both.
 //
 // The products of several groups (groups.cuh) are one launch. A group along K is a matrix by itself,
 // whose size the GPU knows: `gemm_group_maps` writes a map for each.
@@ -23,19 +23,19 @@ struct Params {
 };
 static_assert(sizeof(Params) == 640, "as in promoted.rs");
 
-constexpr u32 HIGH = 256, WIDE = 128, DEPTH = 128;
-constexpr u32 CLUSTER = 2, STAGES = 4, GROUPS_OF_WARPS = 2, WAVES = 2, WAVE = 64;
-constexpr u32 CONSUMERS = 128 * GROUPS_OF_WARPS;
+constexpr u32 WARPGROUPS = 3, ROWS = 64;  // that multiply, and the rows of each
+constexpr u32 HIGH = WARPGROUPS * ROWS, WIDE = 128, DEPTH = 128, CLUSTER = 2, STAGES = 4;
+constexpr u32 CONSUMERS = 128 * WARPGROUPS;
 constexpr u32 A_BYTES = HIGH * DEPTH, B_BYTES = WIDE * DEPTH, STAGE_BYTES = A_BYTES + B_BYTES;
 // A lane of a quarter reads the scales of its columns 16 bytes at a time, from another bank than the
 // other quarters.
-constexpr u32 QUARTER = 4 * (WIDE / 4 + 4), SCALE_BYTES = 4 * HIGH + 4 * QUARTER;
+constexpr u32 QUARTER = 4 * (WIDE / 4 + 4), A_SCALES = 4 * HIGH, SCALE_BYTES = A_SCALES + 4 * QUARTER;
 constexpr u32 EXCHANGE_BYTES = 16 * 128;  // of a warp
 constexpr u32 BARRIERS = 1024;  // bytes before the stages
 constexpr u32 BAND = 8;         // tiles of rows that are worked on together
 constexpr bool PROMOTES = A_WIDE || B_WIDE;
 constexpr u32 SCALE_WARPS = PROMOTES ? 3 : 0;
-constexpr u32 SUMS = WAVE * WIDE / 128;
+constexpr u32 SUMS = ROWS * WIDE / 128;
 
 RULE u32 cluster_rank() {
     u32 rank;
@@ -162,11 +162,10 @@ RULE void fill_codes(const Params& p, const Shared& shared) {
 // of j for each quarter q.
 RULE u32 column_at(u32 column) { return column % 8 / 2 * QUARTER + 4 * (column / 8 * 2 + column % 2); }
 
-// A warp fetches 128 scales for every step: those of the first or the second half of A's rows, or
-// B's.
+// A warp fetches scales for every step: those of the first or the second half of A's rows, or B's.
 template <bool IS_B, bool IS_WIDE>
 RULE void fill_scales(const Params& p, const Shared& shared, u32 which) {
-    constexpr u32 NONE = ~0u;
+    constexpr u32 NONE = ~0u, COUNT = IS_B ? WIDE / 32 : HIGH / 2 / 32;
     Schedule schedule(p);
     PipelineState state;
     Work work;
@@ -178,26 +177,26 @@ RULE void fill_scales(const Params& p, const Shared& shared, u32 which) {
             if (own.rows) x.rows = own.rows;
         }
         const float* scales = (const float*)x.scales;
-        u32 at[4];
+        u32 at[COUNT];
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            u32 row = (IS_B ? work.column : work.row + which * 128) + 32 * i + lane;
+        for (u32 i = 0; i < COUNT; i++) {
+            u32 row = (IS_B ? work.column : work.row + which * (HIGH / 2)) + 32 * i + lane;
             at[i] = row < x.rows ? (row >> x.height) * (u32)x.across : NONE;
         }
         // Four steps at a time: their scales are neighbours in memory.
-        float v[4][4];
+        float v[COUNT][4];
         for (u32 step = 0; step < work.steps; step++) {
             if (IS_WIDE && step % 4 == 0) {
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) {
+                for (u32 i = 0; i < COUNT; i++) {
 #pragma unroll
                     for (u32 s = 0; s < 4; s++) v[i][s] = at[i] != NONE && step + s < work.steps ? __ldg(scales + at[i] + step + s) : 0.0f;
                 }
             }
             wait(shared.empty + 8 * state.stage, state.parity ^ 1);
-            u32 to = shared.scales + state.stage * SCALE_BYTES + (IS_B ? 4 * HIGH + column_at(lane) : 4 * (which * 128 + lane));
+            u32 to = shared.scales + state.stage * SCALE_BYTES + (IS_B ? A_SCALES + column_at(lane) : 4 * (which * (HIGH / 2) + lane));
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) {
+            for (u32 i = 0; i < COUNT; i++) {
                 asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + (IS_B ? 32 : 128) * i), "f"(IS_WIDE ? v[i][0] : 1.0f) : "memory");
                 v[i][0] = v[i][1], v[i][1] = v[i][2], v[i][2] = v[i][3];
             }
@@ -229,15 +228,12 @@ RULE void pin(float (&sums)[SUMS]) {
 }
 
 // The first of a thread's rows in the tile: it has this one and the eighth after it.
-RULE u32 own_row(u32 wave) {
-    u32 t = threadIdx.x;
-    return t / 128 * (HIGH / GROUPS_OF_WARPS) + wave * WAVE + t % 128 / 32 * 16 + t % 32 / 4;
-}
+RULE u32 own_row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
 
 // The scales of a thread's two rows.
-RULE float2 scales_of_rows(u32 scales, u32 wave) {
+RULE float2 scales_of_rows(u32 scales) {
     if (!A_WIDE) return make_float2(1.0f, 1.0f);
-    return make_float2(load_float(scales + 4 * own_row(wave)), load_float(scales + 4 * (own_row(wave) + 8)));
+    return make_float2(load_float(scales + 4 * own_row()), load_float(scales + 4 * (own_row() + 8)));
 }
 
 // Whether a product of scales has all its bits.
@@ -254,7 +250,7 @@ RULE void promote(u32 scales, float2 rows, float square, const float (&sums)[SUM
 #pragma unroll
     for (u32 j = 0; j < WIDE / 8; j += 2) {
         float4 columns = make_float4(square, square, square, square);
-        if (B_WIDE && !B_SQUARE) columns = load_four(scales + 4 * HIGH + threadIdx.x % 4 * QUARTER + 8 * j);
+        if (B_WIDE && !B_SQUARE) columns = load_four(scales + A_SCALES + threadIdx.x % 4 * QUARTER + 8 * j);
         float own[4] = {columns.x, columns.y, columns.z, columns.w};
 #pragma unroll
         for (u32 i = 0; i < 8; i++) {
@@ -276,12 +272,12 @@ RULE void store_four(u8* to, const float (&x)[4]) {
 
 // Writes the outputs of a tile. A warp exchanges the sums of 16 rows and 32 columns, so that
 // neighbouring lanes write neighbouring outputs.
-RULE void write(const Output& o, const Work& work, u32 exchange, const float (&totals)[WAVES][SUMS]) {
+RULE void write(const Output& o, const Work& work, u32 exchange, const float (&totals)[SUMS]) {
     u32 lane = threadIdx.x % 32, own = exchange + threadIdx.x / 32 * EXCHANGE_BYTES;
     Factors f = factors(o, numerator(o.a, 0), numerator(o.b, 0));
     bool fours = o.cols % 4 == 0 && (u64)o.out % (4 * SIZE) == 0;
     // Rows that exist, from the lane's first on.
-    u64 first = work.row + own_row(0) - lane / 4 + lane / 8, rows = o.rows > first ? o.rows - first : 0;
+    u64 first = work.row + own_row() - lane / 4 + lane / 8, rows = o.rows > first ? o.rows - first : 0;
 #pragma unroll
     for (u32 part = 0; part < WIDE / 32; part++) {
         u64 column = work.column + 32 * part + lane % 8 * 4, at = first * o.cols + column;
@@ -289,35 +285,31 @@ RULE void write(const Output& o, const Work& work, u32 exchange, const float (&t
 #pragma unroll
         for (u32 i = 0; i < 4; i++) bias[i] = column + i < o.cols ? bias_of(o, column + i) : 0.0f;
 #pragma unroll
-        for (u32 wave = 0; wave < WAVES; wave++) {
-#pragma unroll
-            for (u32 i = 0; i < 8; i++) {
-                u32 j = i / 2, half = i % 2;
-                const float* pair = totals[wave] + 4 * (4 * part + j) + 2 * half;
-                u32 to = chunk_at(own, lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8;
-                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair[0]), "f"(pair[1]) : "memory");
-            }
-            __syncwarp();
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                u32 down = wave * WAVE + 4 * i;
-                float4 sums = load_four(chunk_at(own, 4 * i + lane / 8, lane % 8));
-                float x[4] = {sums.x, sums.y, sums.z, sums.w};
-                if (down >= rows || column >= o.cols) continue;
-                u64 to = at + down * o.cols;
-                if (fours) {
-#pragma unroll
-                    for (u32 h = 0; h < 4; h++) x[h] = finish(o, f, x[h], bias[h], to + h);
-                    store_four(o.out + SIZE * to, x);
-                    continue;
-                }
-#pragma unroll
-                for (u32 h = 0; h < 4; h++) {
-                    if (column + h < o.cols) store_output(o, to + h, finish(o, f, x[h], bias[h], to + h));
-                }
-            }
-            __syncwarp();
+        for (u32 i = 0; i < 8; i++) {
+            u32 j = i / 2, half = i % 2;
+            const float* pair = totals + 4 * (4 * part + j) + 2 * half;
+            u32 to = chunk_at(own, lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8;
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair[0]), "f"(pair[1]) : "memory");
         }
+        __syncwarp();
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            float4 sums = load_four(chunk_at(own, 4 * i + lane / 8, lane % 8));
+            float x[4] = {sums.x, sums.y, sums.z, sums.w};
+            if (4 * i >= rows || column >= o.cols) continue;
+            u64 to = at + 4 * i * o.cols;
+            if (fours) {
+#pragma unroll
+                for (u32 h = 0; h < 4; h++) x[h] = finish(o, f, x[h], bias[h], to + h);
+                store_four(o.out + SIZE * to, x);
+                continue;
+            }
+#pragma unroll
+            for (u32 h = 0; h < 4; h++) {
+                if (column + h < o.cols) store_output(o, to + h, finish(o, f, x[h], bias[h], to + h));
+            }
+        }
+        __syncwarp();
     }
 }
 
@@ -335,25 +327,21 @@ RULE void multiply(const Params& p, const Shared& shared) {
     PipelineState state;
     Work work;
     while (schedule.next(work)) {
-        float totals[WAVES][SUMS] = {};
+        float totals[SUMS] = {};
         for (u32 step = 0; step < work.steps; step++) {
             u32 at = shared.stages + state.stage * STAGE_BYTES, scales = shared.scales + state.stage * SCALE_BYTES;
             wait(shared.full + 8 * state.stage, state.parity);
-            float square = B_SQUARE ? load_float(scales + 4 * HIGH) : 1.0f;
+            float square = B_SQUARE ? load_float(scales + A_SCALES) : 1.0f, sums[SUMS];
+            float2 rows = scales_of_rows(scales);
+            u64 a = descriptor(at + own * ROWS * DEPTH), b = descriptor(at + A_BYTES);
+            pin(sums);
+            wgmma_fence();
 #pragma unroll
-            for (u32 wave = 0; wave < WAVES; wave++) {
-                float sums[SUMS];
-                float2 rows = scales_of_rows(scales, wave);
-                u64 a = descriptor(at + (own * WAVES + wave) * WAVE * DEPTH), b = descriptor(at + A_BYTES);
-                pin(sums);
-                wgmma_fence();
-#pragma unroll
-                for (u32 s = 0; s < 4; s++) wgmma(sums, a + 2 * s, b + 2 * s, s > 0);
-                wgmma_commit();
-                wgmma_wait<0>();
-                pin(sums);
-                promote(scales, rows, square, sums, totals[wave]);
-            }
+            for (u32 s = 0; s < 4; s++) wgmma(sums, a + 2 * s, b + 2 * s, s > 0);
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(sums);
+            promote(scales, rows, square, sums, totals);
             __syncwarp();
             if (threadIdx.x % 32 == 0) arrive_at_all(shared.empty + 8 * state.stage);
             state.advance();
@@ -376,14 +364,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
     __syncthreads();
     sync_cluster();
     if (threadIdx.x >= CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         u32 warp = (threadIdx.x - CONSUMERS) / 32;
         if (warp == 0 && threadIdx.x % 32 == 0) fill_codes(p, shared);
         if (PROMOTES && (warp == 1 || warp == 2)) fill_scales<false, A_WIDE>(p, shared, warp - 1);
         if (PROMOTES && warp == 3) fill_scales<true, B_WIDE>(p, shared, 2);
         __syncwarp();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
         multiply(p, shared);
         __syncwarp();
     }

@@ -14,16 +14,16 @@ use nvfp4_spec::fp8::{BLOCK, Format, Scales, Tile};
 use nvfp4_spec::gemm::Accumulator;
 
 /// Outputs of a block.
-const HIGH: usize = 256;
+const HIGH: usize = 192;
 const WIDE: usize = 128;
 /// Blocks of a cluster, side by side.
 const CLUSTER: usize = 2;
-/// Rows that one copy brings.
-const BOX: u32 = 128;
-const THREADS: u32 = 384;
-/// Four stages of codes and scales, the sums that eight warps exchange, barriers, and what alignment
+/// Rows that one copy brings, of A to both blocks, and of B.
+const BOXES: [u32; 2] = [(HIGH / CLUSTER) as u32, WIDE as u32];
+const THREADS: u32 = 512;
+/// Four stages of codes and scales, the sums that twelve warps exchange, barriers, and what alignment
 /// takes.
-const SHARED: u32 = 4 * ((HIGH + WIDE) * (128 + 4) + 64) as u32 + 8 * 2048 + 2048;
+const SHARED: u32 = 4 * ((HIGH + WIDE) * (128 + 4) + 64) as u32 + 12 * 2048 + 2048;
 
 /// The scales of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -66,15 +66,16 @@ impl<'a> Promoted<'a> {
 
     /// What multiplies.
     pub fn describe() -> &'static str {
-        "FP8 tensor cores: wgmma 256×128×128, split accumulator"
+        "FP8 tensor cores: wgmma 192×128×128, split accumulator"
     }
 
     /// Computes a checked product with at least one output.
     pub fn run(&self, stream: &Stream, output: &Output) -> Result<()> {
         let (a, b, device) = (&self.a, &self.b, stream.device());
+        let [a_map, b_map] = maps(device, [a, b])?;
         let params = Params {
-            a_map: map(device, a, a.rows)?,
-            b_map: map(device, b, b.rows)?,
+            a_map,
+            b_map,
             maps: 0,
             a: Side::new(&Operand::Fp8(*a)),
             b: Side::new(&Operand::Fp8(*b)),
@@ -100,22 +101,20 @@ impl<'a> Promoted<'a> {
         let grouping = if a.along == Along::Rows { Grouping::Tokens } else { Grouping::K };
         let scratch =
             Scratch::new(stream, memory, [if grouping == Grouping::K { group_maps::bytes(count) } else { 0 }])?;
-        let [maps] = scratch.addresses;
+        let [groups_at] = scratch.addresses;
         // Of groups along K with one length: a matrix below the other.
         let right = View { rows: output.columns() * count, cols: a.operand.cols(), ..self.b };
         let maps_of = match grouping {
-            Grouping::K => [map(device, &self.a, self.a.rows)?, map(device, &self.b, self.b.rows)?],
-            Grouping::Tokens | Grouping::Alone => {
-                [map(device, &self.a, self.a.rows)?, map(device, &right, right.rows)?]
-            }
+            Grouping::K => maps(device, [&self.a, &self.b])?,
+            Grouping::Tokens | Grouping::Alone => maps(device, [&self.a, &right])?,
         };
         if grouping == Grouping::K {
-            group_maps::write(stream, maps_of, (&self.a, &self.b), a.groups, maps)?;
+            group_maps::write(stream, maps_of, (&self.a, &self.b), a.groups, groups_at)?;
         }
         let params = Params {
             a_map: maps_of[0],
             b_map: maps_of[1],
-            maps,
+            maps: groups_at,
             a: Side::new(&a.operand),
             b: Side::new(&b.operand),
             output: output.part(0, a.rows()),
@@ -156,8 +155,13 @@ fn scales_of(view: &View<'_>) -> Option<Of> {
     }
 }
 
-fn map(device: Device, view: &View<'_>, rows: usize) -> Result<[u64; 16]> {
-    Ok(tensor_map(device, MapValues::Bytes, (view.codes.address(), view.cols), (rows, view.cols), BOX)?)
+/// Maps of both operands.
+fn maps(device: Device, views: [&View<'_>; 2]) -> Result<[[u64; 16]; 2]> {
+    let map = |view: &View<'_>, high| {
+        let at = (view.codes.address(), view.cols);
+        tensor_map(device, MapValues::Bytes, at, (view.rows, view.cols), high)
+    };
+    Ok([map(views[0], BOXES[0])?, map(views[1], BOXES[1])?])
 }
 
 #[derive(Clone, Copy)]
