@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import nvfp4.torch
 
+from ._handover import handed_over
 from ._initial import Begins, Initial, joined
 from ._modules import Follows
 from ._parallel import one_worker
@@ -38,7 +39,8 @@ class OneLinear(Begins, Follows):
     def _linear(self, inp: Tensor) -> Tensor:
         """The product, with the bias if that is not returned."""
         bias = None if self.return_bias else joined(self, "bias", self._parts)
-        return self.product(inp, self._weight(), bias)  # type: ignore[operator]
+        handed = handed_over(inp)
+        return self.product(inp, self._weight(), bias, handed=handed)  # type: ignore[operator]
 
     def extra_repr(self) -> str:
         weight = self._weight()

@@ -79,6 +79,9 @@ class Follows(TheirState):
     _compiled: Optional[Region] = None
     # Whether any call was in a region.
     _regional: bool = False
+    _workers: Optional[Workers] = None
+    # What attention hands over in the region of this call.
+    _hand_over: str = "none"
     # The step of delayed scaling that it was last part of.
     _step: Optional[Step] = None
 
@@ -108,6 +111,7 @@ class Follows(TheirState):
         for name, value in planned.sets.items():
             setattr(self, name, value)
         self._workers = None if here.group is None else Workers(here.group)
+        self._hand_over = here.hand_over
         return self
 
     @torch.compiler.assume_constant_result
@@ -142,7 +146,9 @@ class Follows(TheirState):
         # Neither is a parameter or a module, for which an assignment would look.
         workers = None if here.group is None else Workers(here.group)
         same = object.__new__(type(self))
-        same.__dict__.update(self.__dict__, **planned.sets, _workers=workers)
+        same.__dict__.update(
+            self.__dict__, **planned.sets, _workers=workers, _hand_over=here.hand_over
+        )
         return same
 
     def _followed(self) -> Region:
@@ -210,4 +216,4 @@ def _is_delayed(planned: Dict[str, Any]) -> bool:
     """Whether a scale comes from earlier steps."""
     named = [value for name, value in planned.items() if name.endswith("formats")]
     each = [formats for value in named for formats in (value if isinstance(value, list) else [value])]
-    return any(format.delayed for of in each for format in (of.input, of.weight, of.grad_output))
+    return any(format.delayed for of in each for format in of.tensors)

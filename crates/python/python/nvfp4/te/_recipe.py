@@ -17,7 +17,7 @@ import nvfp4
 from nvfp4.torch._delayed import update
 
 from ._signature import refuse, supports
-from .recipe import MXFP8BlockScaling, Recipe
+from .recipe import MXFP8BlockScaling, Recipe, hand_over_of
 from .recipe import of as recipe_of
 
 
@@ -47,13 +47,15 @@ class Region(NamedTuple):
     """What modules follow inside ``autocast``.
 
     ``key`` stands for the recipe, and is empty outside. Compilers compare it: to them, recipes and
-    steps are objects that are new each time.
+    steps are objects that are new each time. ``hand_over`` says which tensors attention hands over
+    quantized: "none", its "output", or "both" this and its gradients.
     """
 
     recipe: nvfp4.Recipe
     group: Any = None
     step: Optional[Step] = None
     key: str = ""
+    hand_over: str = "none"
 
 
 # The last recipes that regions had, each with its key.
@@ -106,8 +108,9 @@ class autocast(contextlib.ContextDecorator):
         if not self._enabled:
             new = _HIGH_PRECISION._replace(step=step, key=_key(_HIGH_PRECISION.recipe))
         else:
-            recipe = recipe_of(get_default_recipe() if self._recipe is None else self._recipe)
-            new = Region(recipe, self._group, step, _key(recipe))
+            asked = get_default_recipe() if self._recipe is None else self._recipe
+            recipe = recipe_of(asked)
+            new = Region(recipe, self._group, step, _key(recipe), hand_over_of(asked))
         self._token = _region.set(new)
         return self
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from dataclasses import dataclass
-from typing import Callable, Optional, Union
+from typing import Callable, Iterator, Mapping, Optional, Union
 
 from ._format import Format, delayed_spec
 
@@ -40,3 +42,24 @@ class DelayedScalingRequest(QuantizerRequest):
     def spec_in(self, direction: str) -> str:
         """The format in recipe syntax, in the "forward" or the "backward" pass."""
         return delayed_spec(self, direction)
+
+
+# Who takes over the tensors that attention hands over, by their slots.
+_edges: contextvars.ContextVar[Mapping[str, QuantizerRole]] = contextvars.ContextVar(
+    "nvfp4_te_edges", default={}
+)
+
+
+@contextlib.contextmanager
+def handed_to(roles: Mapping[str, QuantizerRole]) -> Iterator[None]:
+    """Inside, factories are asked about tensors that are handed over with these roles."""
+    token = _edges.set(roles)
+    try:
+        yield
+    finally:
+        _edges.reset(token)
+
+
+def consumer(slot: str, role: QuantizerRole) -> QuantizerRole:
+    """The role of who takes over what attention has in a slot; the role itself if nobody does."""
+    return _edges.get().get(slot, role)

@@ -13,15 +13,13 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Union
 
 import nvfp4
 
 from ._format import Format, MMParams, QParams, delayed_spec, fp8_code, spec_of
-from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
-from ._signature import refuse
-
+from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole, consumer
 __all__ = [
     "CustomRecipe",
     "DelayedScaling",
@@ -53,7 +51,9 @@ def _switch(name: str) -> Any:
 class Recipe:
     """What all recipes have: questions about their kind, and :meth:`recipe`."""
 
-    backward_override: Optional[str]
+    backward_override: Optional[str] = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -97,11 +97,17 @@ class Recipe:
         )
 
     def _check(self) -> None:
-        """Refuses what no recipe of TransformerEngine takes, and what is not implemented here."""
+        """Refuses what no recipe of TransformerEngine takes."""
         _one_of("backward_override", self.backward_override, _BACKWARD)
-        defaults = {given.name: given.default for given in fields(self)}  # type: ignore[arg-type]
-        for name in ("fp8_dpa", "fp8_mha"):
-            refuse(type(self).__name__, name, getattr(self, name), defaults[name])
+        if self.fp8_mha and not self.fp8_dpa:
+            raise ValueError(
+                "fp8_mha: attention that hands over FP8 computes in it; say fp8_dpa=True too"
+            )
+        if self.fp8_dpa and (self.float8_block_scaling() or self.nvfp4()):
+            raise ValueError(
+                f"fp8_dpa: {type(self).__name__} has no format that attention reads; a CustomRecipe "
+                "gives its tensors FP8 or MXFP8, as with nvfp4_linear_fp8_dpa_factory"
+            )
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
@@ -118,20 +124,24 @@ def _mapped(
     grad_output: str,
     backward: Optional[str],
     sums: Optional[tuple] = None,
+    attention: bool = False,
 ) -> nvfp4.Recipe:
-    """The preset if it has these specs, or else rules that give them; attention stays in high
-    precision.
+    """The preset if it has these specs, or else rules that give them. Attention stays in high
+    precision, or its tensors have the specs of inputs and of gradients.
     """
     specs = [
         nvfp4.Quantizer(spec=text, directions="both").spec for text in (input, weight, grad_output)
     ]
     recipe = nvfp4.Recipe(preset)
     if specs != [recipe.spec("any", slot) for slot in ("input", "weight", "grad_output")]:
+        plain = "" if attention else '[[rule]]\nmodule = "attention"\nspec = "high-precision"\n'
         recipe = nvfp4.Recipe.from_toml(
-            f'name = "{name}"\n[[rule]]\nmodule = "attention"\nspec = "high-precision"\n'
+            f'name = "{name}"\n{plain}'
             f'[[rule]]\nslot = "weight"\nspec = "{specs[1]}"\n[[rule]]\npass = "backward"\nspec = "{specs[2]}"\n'
             f'[default]\nspec = "{specs[0]}"\n'
         )
+    elif attention:
+        recipe = nvfp4.Recipe(f"{preset}+attention")
     if sums is not None:
         fprop, dgrad, wgrad = sums
         recipe = recipe.with_accumulators(fprop=fprop, dgrad=dgrad, wgrad=wgrad)
@@ -166,7 +176,10 @@ class DelayedScaling(Recipe):
 
     def recipe(self) -> nvfp4.Recipe:
         forward, backward = (delayed_spec(self, direction) for direction in ("forward", "backward"))
-        return _mapped(type(self).__name__, "delayed_scaling", forward, forward, backward, None)
+        name, attention = type(self).__name__, self.fp8_dpa
+        return _mapped(
+            name, "delayed_scaling", forward, forward, backward, None, attention=attention
+        )
 
 
 @dataclass
@@ -199,8 +212,9 @@ class Float8CurrentScaling(Recipe):
         )
         name = type(self).__name__
         return _mapped(
-            name, "current_scaling", forward, forward, backward, self.backward_override, _sums(self)
-        )
+            name, "current_scaling", forward, forward, backward, self.backward_override,
+            _sums(self), self.fp8_dpa,
+        )  # fmt: skip
 
 
 def _sums(recipe: Any) -> tuple:
@@ -239,7 +253,10 @@ class MXFP8BlockScaling(Recipe):
             spec_of("mxfp8", forward),
             spec_of("mxfp8", backward),
         )
-        return _mapped(name, "mxfp8", input, weight, grad_output, self.backward_override)
+        return _mapped(
+            name, "mxfp8", input, weight, grad_output, self.backward_override,
+            attention=self.fp8_dpa,
+        )  # fmt: skip
 
 
 @dataclass
@@ -404,18 +421,22 @@ class CustomRecipe(Recipe):
     @property
     def key(self) -> str:
         """What stands for the factory where recipes are compared."""
+        names = ("fp8_dpa", "fp8_mha")
+        flags = "".join(f" with {name}" for name in names if getattr(self, name))
         try:
-            return f"custom recipe {_number(self.qfactory)}"
+            return f"custom recipe {_number(self.qfactory)}{flags}"
         except TypeError:  # it has no hash, so it can only be compared with itself
-            return f"custom recipe at {id(self.qfactory)}"
+            return f"custom recipe at {id(self.qfactory)}{flags}"
 
     def recipe(self) -> nvfp4.Recipe:
-        factory = self.qfactory
+        factory, attention, handed_over = self.qfactory, self.fp8_dpa, self.fp8_mha
 
         def spec(asked: nvfp4.Role) -> str:
-            if asked.module == "attention":  # without fp8_dpa, which is refused
-                return "high-precision"
             role = QuantizerRole(*asked.legacy)
+            if asked.module == "attention":
+                if not attention:
+                    return "high-precision"
+                role = consumer(asked.slot, role) if handed_over else role
             return _spec_of_answer(factory(role), role, asked.pass_)
 
         backward = (self.backward_override or "none").replace("_", "-")
@@ -437,6 +458,17 @@ def _spec_of_answer(answer: Any, role: QuantizerRole, direction: str) -> str:
     return answer.spec()
 
 
+def hand_over_of(recipe: Any) -> str:
+    """Which tensors attention hands over quantized: "none", its "output", or "both" this and its
+    gradients.
+    """
+    if not isinstance(recipe, Recipe) or not recipe.fp8_dpa:
+        return "none"
+    if recipe.fp8_mha:
+        return "both"
+    return "none" if recipe.custom() else "output"
+
+
 def of(recipe: Any) -> nvfp4.Recipe:
     """The recipe of this package for what ``autocast`` takes: a recipe of either package, or the
     name of a preset.
@@ -446,6 +478,7 @@ def of(recipe: Any) -> nvfp4.Recipe:
     if isinstance(recipe, nvfp4.Recipe):
         return recipe
     if isinstance(recipe, Recipe):
+        recipe._check()  # it may have been changed
         return recipe.recipe()
     raise TypeError(
         f"recipe: expected a recipe of nvfp4.te, an nvfp4.Recipe or the name of a preset, got {type(recipe).__name__}"

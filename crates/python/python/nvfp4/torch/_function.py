@@ -21,8 +21,8 @@ from torch import Tensor
 from . import _ops  # noqa: F401  (makes the operations known)
 from ._coded import Noted, autocast, few, from_codes
 from ._composed import Composed, forward
+from ._delayed import HandedOver, State
 from ._delayed import Kept as KeptScales
-from ._delayed import State
 from ._finite import Watch
 from ._formats import Formats
 from ._kept import Kept
@@ -52,12 +52,14 @@ def linear(
     kept: Optional[Kept] = None,
     amax: Optional[Tensor] = None,
     main: Optional[Tensor] = None,
+    handed: Optional[HandedOver] = None,
 ) -> Tensor:
     """The product of a linear layer.
 
     ``group`` is the process group whose workers agree on amaxes, if any. ``kept`` has the codes of
     the weight until it changes. ``amax`` is that of x where it is known before, for a weight that is
-    there as codes. ``main`` is the weight if its gradient goes into ``main_grad``.
+    there as codes. ``main`` is the weight if its gradient goes into ``main_grad``. ``handed`` says
+    which tensors other modules have quantized.
     """
     shape, (outputs, inputs) = x.shape, weight.shape
     x = autocast(x)
@@ -70,7 +72,12 @@ def linear(
             raise ValueError(f"{formats}: random numbers in the forward pass need a weight in high precision")
     # Gradients in high precision, from the decoded weight.
     decoded = coded is not None and (not formats.trained or coded.column is None or amax is not None)
-    whole = group is None and (formats.trained or decoded)
+    given: Optional[Tensor] = None
+    if handed is not None and formats.quantizes and coded is None:
+        state = state.given(formats, handed)
+        fits = handed.input is not None and handed.input.spec == formats.input.spec
+        given = handed.input.amax if fits and handed.input is not None else None
+    whole = group is None and given is None and (formats.trained or decoded)
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -98,11 +105,11 @@ def linear(
     elif not formats.quantizes:
         y = Plain.apply(x, weight, bias, main) if trains else product(x, weight, bias)
     elif trains:
-        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch, main)
+        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch, main, given)
     else:
         unseen = State(*(kept and kept.unseen() for kept in state))
         pair = formats.input_row, formats.weight_row
-        y = forward(x, weight, bias, formats._replace(alignment=1), pair, group, unseen, watch)[0]
+        y = forward(x, weight, bias, formats._replace(alignment=1), pair, group, unseen, watch, given)[0]
     return shaped(y, (*shape[:-1], outputs)) if reshaped else y
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import nvfp4
 
-from ._delayed import Delays
+from ._delayed import Delays, HandedOver
 from ._finite import SLOTS, Watch
 from ._formats import Formats, plan_of
 from ._function import STATELESS, UNWATCHED, linear
@@ -90,7 +90,14 @@ class Layer(Delays):
     def amax_group(self, group: Any) -> None:
         self._workers = None if group is None else Workers(group)
 
-    def product(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], number: int = 0) -> Tensor:
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        number: int = 0,
+        handed: Optional[HandedOver] = None,
+    ) -> Tensor:
         """``x·wᵀ + bias`` in the formats of the product with this number."""
         prefix, name, formats = self._products[number]
         if not fits(x, weight):
@@ -106,7 +113,7 @@ class Layer(Delays):
         kept = self._kept[number] if can_be_kept(weight) else None
         amax = self._buffers.get("input_amax")
         main = weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
-        return linear(x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main)
+        return linear(x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main, handed)
 
     def forget_weights(self) -> None:
         """Drops the codes of weights that are kept."""
