@@ -98,6 +98,11 @@ class autocast(contextlib.ContextDecorator):
         self, enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:  # fmt: skip
+        if isinstance(enabled, (str, Recipe, nvfp4.Recipe, torch.nn.Module)):
+            raise TypeError(
+                f"enabled: expected True or False, got {type(enabled).__name__}; a recipe is the "
+                "argument recipe=, and modules are called inside of the region"
+            )
         self._enabled, self._recipe, self._group = enabled, recipe, amax_reduction_group
         self._token: Optional[contextvars.Token] = None
 

@@ -413,6 +413,11 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         self._check()
+        # Quantizers can be called too, with tensors.
+        if not callable(self.qfactory) or hasattr(self.qfactory, "spec"):
+            raise TypeError(
+                f"qfactory: expected a function of a role that returns a quantizer, got {self.qfactory!r}"
+            )
         if self.quantization_alignment <= 0:
             raise ValueError(
                 f"quantization_alignment: expected a positive number, got {self.quantization_alignment}"
@@ -421,8 +426,7 @@ class CustomRecipe(Recipe):
     @property
     def key(self) -> str:
         """What stands for the factory where recipes are compared."""
-        names = ("fp8_dpa", "fp8_mha")
-        flags = "".join(f" with {name}" for name in names if getattr(self, name))
+        flags = " with fp8_mha" if self.fp8_mha else " with fp8_dpa" if self.fp8_dpa else ""
         try:
             return f"custom recipe {_number(self.qfactory)}{flags}"
         except TypeError:  # it has no hash, so it can only be compared with itself
@@ -450,6 +454,11 @@ def _spec_of_answer(answer: Any, role: QuantizerRole, direction: str) -> str:
         return answer.spec
     if isinstance(answer, DelayedScalingRequest):
         return answer.spec_in(direction)
+    if isinstance(answer, type):
+        raise TypeError(
+            f"the factory returned the class {answer.__name__} for {role}: return an object of it, "
+            f"as with {answer.__name__}(...)"
+        )
     if isinstance(answer, QuantizerRequest) or not hasattr(answer, "spec"):
         raise TypeError(
             f"the factory returned {answer!r} for {role}: expected a quantizer or a DelayedScalingRequest; "

@@ -160,6 +160,10 @@ class Delays(torch.nn.Module):
     amax_group: Any
     delayed: Optional[Scales]
 
+    def not_finite(self) -> Tuple[Optional[Tensor], List[str]]:
+        """The flags on a GPU, if something is watched there, and the tensors that they are for."""
+        return None, []
+
     def keep_scales(self, formats: Mapping[str, Formats], device) -> None:
         """Keeps what the formats of linear layers ask for; each has a prefix for the names of its
         tensors.
