@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 
+from ._quantized_attention import SLOTS
 from ._recipe import autocast, get_default_recipe
 from ._signature import supports
 from .recipe import of as recipe_of
@@ -15,6 +16,8 @@ _OLD = {
     "fp8_enabled": "enabled", "fp8_calibrating": "calibrating", "fp8_recipe": "recipe",
     "fp8_group": "amax_reduction_group", "fp8_weight_caching": "cache_quantized_params",
 }  # fmt: skip
+# The tensors of linear layers and of attention.
+_TENSORS = ("input", "weight", "grad_output", *SLOTS)
 
 
 @supports(
@@ -46,10 +49,8 @@ def make_graphed_callables(
         raise ValueError(
             f"enabled: expected one answer or {len(several)}, one for each module, got {len(each)}"
         )
-    chosen = recipe_of(get_default_recipe() if given["recipe"] is None else given["recipe"])
-    if any(each) and any(
-        "delayed" in chosen.spec("any", slot) for slot in ("input", "weight", "grad_output")
-    ):
+    chosen = get_default_recipe() if given["recipe"] is None else given["recipe"]
+    if any(each) and any("delayed" in recipe_of(chosen).spec("any", slot) for slot in _TENSORS):
         raise NotImplementedError(
             "te.make_graphed_callables: delayed scaling counts its steps outside of graphs; use Float8CurrentScaling"
         )

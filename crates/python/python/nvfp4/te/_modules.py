@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
+from nvfp4.torch._main_grad import Store
 
 from ._recipe import Region, Step, region
 
@@ -64,6 +65,8 @@ class Follows(TheirState):
     region of that call.
     """
 
+    _store: Optional[Store] = None
+    _hooks: List[Callable[[], Any]] = []
     use_recipe: Callable[[Any], None]
     forget_weights: Callable[[], None]
     fuse_wgrad_accumulation: bool
@@ -84,6 +87,36 @@ class Follows(TheirState):
     _hand_over: str = "none"
     # The step of delayed scaling that it was last part of.
     _step: Optional[Step] = None
+
+    def delay_wgrad(self, delayed: bool) -> None:
+        """Whether gradients of weights wait for :meth:`backward_dw`."""
+        self._store, self._hooks = Store() if delayed else None, []
+        for name, parameter in self.named_parameters() if delayed else ():
+            if not name.startswith("layer_norm"):
+                # As TransformerEngine tells those who reduce gradients.
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def need_backward_dw(self) -> bool:
+        """Whether gradients of weights wait for :meth:`backward_dw`."""
+        return self._store is not None
+
+    def backward_dw(self) -> None:
+        """Computes the gradients of weights that a backward pass has left, that of the first of
+        several. It does nothing without ``delay_wgrad_compute``.
+        """
+        if self._store is None:
+            return
+        if not self._store.run():
+            raise RuntimeError(
+                f"{type(self).__name__} '{self.path}': backward_dw() has nothing to compute; it comes "
+                "once after each backward pass"
+            )
+        for hook in self._hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Has a function called after each :meth:`backward_dw`."""
+        self._hooks.append(hook)
 
     def __getstate__(self):
         # The next call finds out what to follow.

@@ -16,7 +16,7 @@ from . import _ops  # noqa: F401  (makes the operations known)
 from ._delayed import Kept, State
 from ._finite import Watch, Watched
 from ._formats import Format, Formats
-from ._main_grad import added, dtype_of
+from ._main_grad import dtype_of, settled
 from ._once import once
 from ._sizes import padded
 
@@ -123,7 +123,7 @@ def _whole(x: Tensor, formats: Formats) -> Tuple[int, int]:
 
 class Composed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, offset, formats, seed, group, state, watch, main=None, amax=None):
+    def forward(ctx, x, weight, bias, offset, formats, seed, group, state, watch, main=None, amax=None, later=None):
         pair = formats.input, formats.weight
         y, xq, wq = forward(x, weight, bias, formats, pair, group, state, watch, amax)
         # What the backward pass reads: the column direction, or the numbers themselves where both
@@ -135,7 +135,7 @@ class Composed(torch.autograd.Function):
         ctx.shapes = (_whole(x, formats), weight.shape)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.settings = (formats, seed, group, state, watch)
-        ctx.main = main
+        ctx.main, ctx.later = main, later
         return y
 
     @staticmethod
@@ -161,11 +161,11 @@ class Composed(torch.autograd.Function):
                 formats.accumulators[1], dy.shape[0],
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
-            dw = matmul(
-                column, format.spec, "column", dy_shape, xq, formats.input.spec, "column", x_shape, None,
-                dtype_of(ctx.main, w_dtype), formats.accumulators[2],
-            )  # fmt: skip
-            dw = added(ctx.main, dw)
+            dtype, sums = dtype_of(ctx.main, w_dtype), formats.accumulators[2]
+            dw = settled(ctx.main, ctx.later, lambda: matmul(
+                column, format.spec, "column", dy_shape, xq, formats.input.spec, "column", x_shape,
+                None, dtype, sums,
+            ))  # fmt: skip
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None, None, None

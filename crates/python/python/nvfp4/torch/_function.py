@@ -26,7 +26,7 @@ from ._delayed import Kept as KeptScales
 from ._finite import Watch
 from ._formats import Formats
 from ._kept import Kept
-from ._main_grad import added, dtype_of
+from ._main_grad import Later, added, dtype_of
 from ._once import once
 from ._plain import Plain, product
 from ._quantized import Codes, QuantizedTensor, prepare_block
@@ -53,13 +53,14 @@ def linear(
     amax: Optional[Tensor] = None,
     main: Optional[Tensor] = None,
     handed: Optional[HandedOver] = None,
+    later: Optional[Later] = None,
 ) -> Tensor:
     """The product of a linear layer.
 
     ``group`` is the process group whose workers agree on amaxes, if any. ``kept`` has the codes of
     the weight until it changes. ``amax`` is that of x where it is known before, for a weight that is
     there as codes. ``main`` is the weight if its gradient goes into ``main_grad``. ``handed`` says
-    which tensors other modules have quantized.
+    which tensors other modules have quantized, ``later`` where the weight's gradient waits.
     """
     shape, (outputs, inputs) = x.shape, weight.shape
     x = autocast(x)
@@ -77,7 +78,10 @@ def linear(
         state = state.given(formats, handed)
         fits = handed.input is not None and handed.input.spec == formats.input.spec
         given = handed.input.amax if fits and handed.input is not None else None
-    whole = group is None and given is None and (formats.trained or decoded)
+    if later is not None and coded is not None:
+        raise ValueError("delay_wgrad_compute needs a weight in high precision, and this one is codes")
+    apart = group is not None or given is not None or later is not None
+    whole = not apart and (formats.trained or decoded)
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -103,9 +107,9 @@ def linear(
         else:
             y = _evaluated(x, weight, bias, settings, codes, kept)
     elif not formats.quantizes:
-        y = Plain.apply(x, weight, bias, main) if trains else product(x, weight, bias)
+        y = Plain.apply(x, weight, bias, main, later) if trains else product(x, weight, bias)
     elif trains:
-        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch, main, given)
+        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch, main, given, later)
     else:
         unseen = State(*(kept and kept.unseen() for kept in state))
         pair = formats.input_row, formats.weight_row

@@ -17,6 +17,11 @@ from ._formats import Formats, plan_of
 from ._function import STATELESS, UNWATCHED, linear
 from ._inputs import check_input, fits
 from ._kept import Kept, can_be_kept, weights_may_have_changed
+from ._main_grad import Later, Store
+
+
+# A graph has no place for what is computed after the backward pass.
+_delaying = torch.compiler.disable(linear)
 
 
 class Workers:
@@ -43,6 +48,8 @@ class Layer(Delays):
     seed: int = 0
     # Whether gradients of weights are added to ``weight.main_grad``, where a weight has one.
     fuse_wgrad_accumulation: bool = False
+    # The gradients of weights that are computed later, if they are.
+    _store: Optional[Store] = None
     _workers: Optional[Workers] = None
     _not_finite: Optional[Tensor] = None
     _products: List[Tuple[str, str, Formats]] = []
@@ -113,7 +120,10 @@ class Layer(Delays):
         kept = self._kept[number] if can_be_kept(weight) else None
         amax = self._buffers.get("input_amax")
         main = weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
-        return linear(x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main, handed)
+        given = (x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main, handed)
+        if self._store is None:
+            return linear(*given)
+        return _delaying(*given, Later(self._store, weight))
 
     def forget_weights(self) -> None:
         """Drops the codes of weights that are kept."""
