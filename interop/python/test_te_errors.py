@@ -40,6 +40,7 @@ WRONG = [
     (lambda: te.autocast(te.NVFP4BlockScaling()), TypeError, "enabled: .* argument recipe="),
     (lambda: te.autocast(te.Linear(64, 64)), TypeError, "enabled: .* called inside of the region"),
     (lambda: te.autocast("nvfp4"), TypeError, "enabled: .* got str"),
+    (lambda: te.autocast(True, te.NVFP4BlockScaling()), TypeError, "calibrating: .* recipe="),
     (lambda: te.autocast(recipe=te.NVFP4BlockScaling).__enter__(), TypeError, "recipe: expected"),
     (lambda: te.autocast(recipe=factories.nvfp4_factory).__enter__(), TypeError, "recipe: expected"),
     # Factories.

@@ -7,7 +7,10 @@ import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
+from torch import Tensor
 
+import nvfp4
+from nvfp4.torch._composed import amax_of
 from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 from nvfp4.torch._main_grad import Store
@@ -18,6 +21,7 @@ from ._recipe import Region, Step, region
 _lock = threading.RLock()
 # What ``use_recipe`` sets, in one kind of module or another.
 _PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products")
+_PLAIN = nvfp4.Recipe("high_precision")
 # How many recipes a module keeps the formats of.
 _AT_HAND = 4
 # What a module remembers of its calls, which is no part of what is saved or copied.
@@ -83,6 +87,8 @@ class Follows(TheirState):
     # Whether any call was in a region.
     _regional: bool = False
     _workers: Optional[Workers] = None
+    # The products of the recipe that this call is calibrated for.
+    _calibrated: Any = None
     # What attention hands over in the region of this call.
     _hand_over: str = "none"
     # The step of delayed scaling that it was last part of.
@@ -137,7 +143,7 @@ class Follows(TheirState):
         planned = self._plans[here.key]
         # Steps of delayed scaling are counted call by call. A call outside of all regions may be
         # one that a backward pass repeats, which no graph can tell.
-        if planned.delayed or (self._regional and not here.key):
+        if here.calibrating or planned.delayed or (self._regional and not here.key):
             return self._kept_from_compilers()
         if here.key:
             self._compiled = here
@@ -176,13 +182,30 @@ class Follows(TheirState):
         planned = self._planned(here)
         if here.step is not None and planned.delayed:
             self._begin(here, here.step)
+        sets, calibrated = planned.sets, None
+        if here.calibrating:
+            outside = Region(_PLAIN, step=here.step, key=_PLAIN.name)
+            sets, calibrated = self._planned(outside).sets, sets.get("_products")
         # Neither is a parameter or a module, for which an assignment would look.
         workers = None if here.group is None else Workers(here.group)
         same = object.__new__(type(self))
         same.__dict__.update(
-            self.__dict__, **planned.sets, _workers=workers, _hand_over=here.hand_over
-        )
+            self.__dict__, **sets, _workers=workers, _hand_over=here.hand_over,
+            _calibrated=calibrated,
+        )  # fmt: skip
         return same
+
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Any, number: int = 0, handed: Any = None
+    ) -> Tensor:
+        """That of the layer. Where a recipe is calibrated, delayed scaling sees the operands."""
+        if self._calibrated is not None:
+            prefix, _, formats = self._calibrated[number]
+            state = self.state_of(formats, prefix)  # type: ignore[attr-defined]
+            for kept, operand in ((state.input, x), (state.weight, weight)):
+                if kept is not None:
+                    kept.note([amax_of(operand)] * kept.number())
+        return super().product(x, weight, bias, number, handed)  # type: ignore
 
     def _followed(self) -> Region:
         here = region()

@@ -48,7 +48,8 @@ class Region(NamedTuple):
 
     ``key`` stands for the recipe, and is empty outside. Compilers compare it: to them, recipes and
     steps are objects that are new each time. ``hand_over`` says which tensors attention hands over
-    quantized: "none", its "output", or "both" this and its gradients.
+    quantized: "none", its "output", or "both" this and its gradients. ``calibrating`` says that
+    modules compute in high precision, and note the amaxes that the recipe keeps.
     """
 
     recipe: nvfp4.Recipe
@@ -56,6 +57,7 @@ class Region(NamedTuple):
     step: Optional[Step] = None
     key: str = ""
     hand_over: str = "none"
+    calibrating: bool = False
 
 
 # The last recipes that regions had, each with its key.
@@ -88,34 +90,40 @@ class autocast(contextlib.ContextDecorator):
     or a preset's name; without one, :func:`get_default_recipe`'s.
 
     ``amax_reduction_group`` is the process group whose workers agree on amaxes. Delayed scaling
-    moves on from one outermost region to the next. A region belongs to the thread, or the task of
+    moves on from one outermost region to the next. With ``enabled=False, calibrating=True`` modules
+    compute in high precision, and delayed scaling notes the amaxes of inputs and weights. A region
+    belongs to the thread, or the task of
     ``asyncio``, that enters it: a thread that is started inside enters its own. It may be entered
     again after it was left.
     """
 
-    @supports("enabled", "recipe", "amax_reduction_group")
+    @supports("enabled", "calibrating", "recipe", "amax_reduction_group")
     def __init__(
         self, enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:  # fmt: skip
-        if isinstance(enabled, (str, Recipe, nvfp4.Recipe, torch.nn.Module)):
-            raise TypeError(
-                f"enabled: expected True or False, got {type(enabled).__name__}; a recipe is the "
-                "argument recipe=, and modules are called inside of the region"
-            )
+        for name, given in (("enabled", enabled), ("calibrating", calibrating)):
+            if isinstance(given, (str, Recipe, nvfp4.Recipe, torch.nn.Module)):
+                raise TypeError(
+                    f"{name}: expected True or False, got {type(given).__name__}; a recipe is the "
+                    "argument recipe=, and modules are called inside of the region"
+                )
         self._enabled, self._recipe, self._group = enabled, recipe, amax_reduction_group
+        # What is quantized notes its amaxes anyway.
+        self._calibrating = bool(calibrating) and not enabled
         self._token: Optional[contextvars.Token] = None
 
     def __enter__(self) -> "autocast":
         if self._token is not None:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
         step = region().step or Step()
-        if not self._enabled:
+        if not self._enabled and not self._calibrating:
             new = _HIGH_PRECISION._replace(step=step, key=_key(_HIGH_PRECISION.recipe))
         else:
             asked = get_default_recipe() if self._recipe is None else self._recipe
             recipe = recipe_of(asked)
-            new = Region(recipe, self._group, step, _key(recipe), hand_over_of(asked))
+            handed = "none" if self._calibrating else hand_over_of(asked)
+            new = Region(recipe, self._group, step, _key(recipe), handed, self._calibrating)
         self._token = _region.set(new)
         return self
 
@@ -126,7 +134,7 @@ class autocast(contextlib.ContextDecorator):
 
     def _recreate_cm(self) -> "autocast":
         # As a decorator: every call has a region of its own.
-        return autocast(self._enabled, recipe=self._recipe, amax_reduction_group=self._group)
+        return autocast(self._enabled, self._calibrating, self._recipe, self._group)
 
 
 def fp8_autocast(
