@@ -417,3 +417,10 @@ def test_compiled_modules_leave_the_graph_for_it():
     for recipe in (te.Float8CurrentScaling(fp8_dpa=True), te.MXFP8BlockScaling(fp8_dpa=True)):
         with te.autocast(recipe=recipe):
             torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+    torch._dynamo.reset()
+    whole = torch.compile(module, backend="eager", fullgraph=True)
+    with te.autocast(recipe=te.MXFP8BlockScaling()):  # attention in high precision is in the graph
+        torch.testing.assert_close(whole(x), module(x))
+    with te.autocast(recipe=recipe):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fp8_dpa"):
+            whole(x)

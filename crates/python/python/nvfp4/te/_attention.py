@@ -21,7 +21,7 @@ from ._masks import (
     BIASES, Padding, alibi, distances, is_bottom_right, mask_type, padding_of_lengths,
     padding_of_mask, seen, window_of,
 )  # fmt: skip
-from ._modules import Follows
+from ._modules import Follows, outside_of_graphs
 from ._parallel import no_context_parallelism, one_worker
 from ._quantized_attention import (
     SLOTS, Attention, AttentionFormats, Codes, check_types, given_of,
@@ -323,7 +323,7 @@ class DotProductAttention(Follows, Delays):
             )
         return (y if blind is None else y.masked_fill(blind, 0.0)), None
 
-    @torch.compiler.disable
+    @outside_of_graphs("attention that a recipe quantizes is computed step by step; leave out fp8_dpa")
     def _attend_quantized(
         self,
         q: Tensor,

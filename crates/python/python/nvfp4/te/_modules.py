@@ -35,11 +35,16 @@ _WHY = (
 )
 
 
-def _outside_of_graphs(function):
-    try:
-        return torch.compiler.disable(function, reason=_WHY)
-    except TypeError:  # older versions of torch take no reason
-        return torch.compiler.disable(function)
+def outside_of_graphs(why: str):
+    """Keeps a function from compilers, which say why."""
+
+    def kept(function):
+        try:
+            return torch.compiler.disable(function, reason=why)
+        except TypeError:  # older versions of torch take no reason
+            return torch.compiler.disable(function)
+
+    return kept
 
 
 class _Planned(NamedTuple):
@@ -160,7 +165,7 @@ class Follows(TheirState):
         self._planned(here)
         self._regional = self._regional or bool(here.key)
 
-    @_outside_of_graphs
+    @outside_of_graphs(_WHY)
     def _kept_from_compilers(self):
         return self._twin()
 
@@ -201,7 +206,7 @@ class Follows(TheirState):
         """That of the layer. Where a recipe is calibrated, delayed scaling sees the operands."""
         if self._calibrated is not None:
             prefix, _, formats = self._calibrated[number]
-            state = self.state_of(formats, prefix)  # type: ignore[attr-defined]
+            state = self.state_of(formats, prefix)  # type: ignore[operator]
             for kept, operand in ((state.input, x), (state.weight, weight)):
                 if kept is not None:
                     kept.note([amax_of(operand)] * kept.number())
