@@ -424,3 +424,58 @@ def test_compiled_modules_leave_the_graph_for_it():
     with te.autocast(recipe=recipe):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fp8_dpa"):
             whole(x)
+
+
+def test_a_backward_pass_after_the_next_region_has_the_scales_of_its_own():
+    """What the forward pass made is made again with the scales that it had, and the step under way
+    does not see it.
+    """
+    recipe, grads = te.DelayedScaling(fp8_dpa=True), []
+    for between in (False, True):
+        q, k, v = tensors()
+        module, y = attended(recipe, q, k, v)
+        if between:
+            smaller = [x.detach().div(2).requires_grad_() for x in (q, k, v)]
+            with te.autocast(recipe=recipe):
+                module(*smaller)
+            assert module.delayed.qkv.scale.item() != 1
+        grads.append(torch.autograd.grad(y, (q, k, v), weights(y)))
+    for one, other in zip(*grads):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    largest = max(x.abs().max().item() for x in smaller)
+    assert module.delayed.qkv.history[0].item() == largest
+
+
+def test_packed_sequences_are_padded_ones():
+    lengths, recipe = [9, 17, 4], te.MXFP8BlockScaling(fp8_dpa=True)
+    generator = torch.Generator().manual_seed(9)
+    packed = [torch.randn(30, heads, SIZE, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
+    ends = torch.tensor([0, 9, 26, 30], dtype=torch.int32)
+    padded = [torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True) for x in packed]
+    hidden = torch.arange(17) >= torch.tensor(lengths)[:, None]
+    _, y = attended(recipe, *padded, mask="padding_causal", attention_mask=hidden[:, None, None])
+    _, other = attended(
+        recipe, *packed, mask="padding_causal", qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends
+    )  # fmt: skip
+    torch.testing.assert_close(other, y[~hidden], rtol=0, atol=0)
+
+
+def test_a_cache_of_keys_gives_what_whole_sequences_give():
+    """Causal attention of MXFP8, whose blocks along features do not depend on other tokens. Those of
+    values lie along tokens, so they are near.
+    """
+    torch.manual_seed(0)
+    module = te.MultiheadAttention(
+        HEADS * SIZE, HEADS, num_gqa_groups=GROUPS, attention_dropout=0.0, qkv_format="bshd",
+        attn_mask_type="causal",
+    ).eval()  # fmt: skip
+    x = torch.randn(BATCH, 12, HEADS * SIZE)
+    cache = te.InferenceParams(BATCH, 16, GROUPS, SIZE, torch.float32)
+    with torch.no_grad(), te.autocast(recipe=te.MXFP8BlockScaling(fp8_dpa=True)):
+        expected, made, done = module(x), [], 0
+        for count in (8, 1, 3):
+            cache.pre_step({0: count, 1: count})
+            part = x[:, done : done + count]
+            made.append(module(part, attn_mask_type="padding_causal", inference_params=cache))
+            done += count
+    assert distance(torch.cat(made, 1), expected) < 0.05
