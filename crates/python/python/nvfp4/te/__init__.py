@@ -70,6 +70,7 @@ from ._tensor import QuantizedTensor
 from ._random import CudaRNGStatesTracker
 from ._recipe import autocast, checkpoint, fp8_autocast, get_default_recipe
 from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+from .standin import install
 from .recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -143,6 +144,7 @@ __all__ = [
     "fp8_model_init",
     "get_default_recipe",
     "get_device_compute_capability",
+    "install",
     "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",

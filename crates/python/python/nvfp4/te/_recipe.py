@@ -54,6 +54,8 @@ class Region(NamedTuple):
     group: Any = None
     step: Optional[Step] = None
     key: str = ""
+    # The recipe as it was given; None in high precision.
+    asked: Any = None
 
 
 # The last recipes that regions had, each with its key.
@@ -106,8 +108,9 @@ class autocast(contextlib.ContextDecorator):
         if not self._enabled:
             new = _HIGH_PRECISION._replace(step=step, key=_key(_HIGH_PRECISION.recipe))
         else:
-            recipe = recipe_of(get_default_recipe() if self._recipe is None else self._recipe)
-            new = Region(recipe, self._group, step, _key(recipe))
+            asked = get_default_recipe() if self._recipe is None else self._recipe
+            recipe = recipe_of(asked)
+            new = Region(recipe, self._group, step, _key(recipe), asked)
         self._token = _region.set(new)
         return self
 

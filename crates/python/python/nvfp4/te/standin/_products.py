@@ -1,0 +1,1 @@
+"""``transformer_engine.pytorch.cpp_extensions``: products of quantized tensors."""

@@ -1,0 +1,3 @@
+"""``transformer_engine.pytorch.tensor`` and ``.quantized_tensor``: what is asked about quantized
+tensors, beside the classes.
+"""
