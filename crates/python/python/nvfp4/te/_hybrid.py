@@ -7,6 +7,8 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+import nvfp4
+
 from ._nvfp4_tensor import NVFP4Quantizer
 from ._quantizer import Quantizer
 from ._roles import QuantizerRequest
@@ -121,6 +123,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def _arrays_there(self) -> List[Tensor]:
         return [array for side in self._sides() for array in side._arrays_there()]
+
+    @property
+    def quantized(self) -> nvfp4.QuantTensor:
+        """The arrays as a tensor of this package."""
+        sides = {"row": self._rowwise_storage, "column": self._columnwise_storage}
+        parts = {name: side._parts(name) for name, side in sides.items() if side is not None}
+        return nvfp4.QuantTensor.from_parts(self._quantizer.spec(), tuple(self.size()), **parts)
 
     def dequantize(self, *, dtype: Optional[torch.dtype] = None) -> Tensor:
         """The values of the row direction, or of the column direction if there is no other."""

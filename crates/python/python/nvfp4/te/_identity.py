@@ -4,12 +4,12 @@ names.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from ._quantizer import Quantizer
+from ._quantizer import Quantizer, matrix_of
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
 from .recipe import CustomRecipe
@@ -38,6 +38,9 @@ class IdentityTensorStorage(ArrayStorage):
     @classmethod
     def _settings_of(cls, quantizer: Any) -> Dict[str, Any]:
         return {}
+
+    def _parts(self, side: str) -> List[Tensor]:
+        return [matrix_of(self._hp_data)]
 
     def _decoded(self, dtype: torch.dtype) -> Tensor:
         if self._hp_data is None:

@@ -113,8 +113,6 @@ class NVFP4TensorStorage(ArrayStorage):
         return [codes, scales[: codes.shape[0], : -(-codes.shape[1] // 8)].contiguous(), amax]
 
     def _spec(self) -> str:
-        if self._quantizer is not None:
-            return self._quantizer.spec()
         rule = f"4over6-mae-strict-{self._nvfp4_e4m3_max}" if self._nvfp4_use_4over6 else ""
         return spec_of("nvfp4", "row-scaled" if self._row_scaled_nvfp4 else "", rule)
 

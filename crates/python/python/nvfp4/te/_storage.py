@@ -148,7 +148,7 @@ class ArrayStorage(QuantizedTensorStorage):
         raise NotImplementedError
 
     def _spec(self) -> str:
-        """The format in recipe syntax."""
+        """What decodes it, in recipe syntax."""
         raise NotImplementedError
 
     def _stored_shape(self) -> torch.Size:
@@ -177,7 +177,8 @@ class ArrayStorage(QuantizedTensorStorage):
     def quantized(self) -> nvfp4.QuantTensor:
         """The arrays as a tensor of this package."""
         sides = {side: self._parts(side) for side in self._CODES if self._has(side)}
-        return nvfp4.QuantTensor.from_parts(self._spec(), tuple(self.size()), **sides)  # type: ignore[arg-type]
+        spec = self._spec() if self._quantizer is None else self._quantizer.spec()
+        return nvfp4.QuantTensor.from_parts(spec, tuple(self.size()), **sides)  # type: ignore[arg-type]
 
     def _decoded(self, dtype: torch.dtype) -> Tensor:
         name = type(self).__name__
