@@ -67,6 +67,7 @@ from ._storage import (
     restore_from_saved,
 )
 from ._tensor import QuantizedTensor
+from ._loading import allow as _allow_loading
 from ._random import CudaRNGStatesTracker
 from ._recipe import autocast, checkpoint, fp8_autocast, get_default_recipe
 from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
@@ -164,6 +165,8 @@ __all__ = [
     "restore_from_func_ctx",
     "restore_from_saved",
 ]
+
+_allow_loading()
 
 if not _TYPE_CHECKING:  # to which every name would be there
 

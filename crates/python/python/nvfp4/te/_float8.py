@@ -8,6 +8,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ._fsdp import Gathered
 from ._format import DType, QParams, fp8_code_of, spec_of
 from ._quantizer import Quantizer, matrix_of, matrix_shape
 from ._storage import ArrayStorage
@@ -26,6 +27,10 @@ class Float8TensorStorage(ArrayStorage):
     _SETTINGS = {"_fp8_dtype": "fp8_dtype"}
     _CODES = {"row": "_data", "column": "_transpose"}
     _SIDES = {"row": ("_data",), "column": ("_transpose",)}
+    _data: Any
+    _transpose: Any
+    _scale_inv: Any
+    _fp8_dtype: DType
     _transpose_invalid: bool
 
     def __new__(
@@ -142,7 +147,7 @@ class Float8TensorStorage(ArrayStorage):
         super().fsdp_assign_gathered(gathered, meta)
 
 
-class Float8Tensor(Float8TensorStorage, ArrayTensor):
+class Float8Tensor(Float8TensorStorage, Gathered, ArrayTensor):  # type: ignore[misc, override]
     """A tensor in FP8 with one scale."""
 
     @classmethod
@@ -172,10 +177,18 @@ class Float8Tensor(Float8TensorStorage, ArrayTensor):
         return type(self).make_like(self, data=self._data.contiguous(memory_format=memory_format))
 
     def _cut(self, function, *args, **kwargs):
-        if self._data is None:
+        if self._data is not None:
+            made = function(self._data, *args, **kwargs)
+            wrap = lambda data: Float8Tensor.make_like(self, data=data)  # noqa: E731
+        elif self._has("column") and function is not torch.ops.aten.as_strided.default:
+            # Transposed codes are cut where the codes would be.
+            made = function(self._transpose.movedim(0, -1), *args, **kwargs)
+
+            def wrap(data):
+                turned = data.movedim(-1, 0) if data.dim() else data
+                return Float8Tensor.make_like(self, shape=data.shape, data_transpose=turned)
+        else:
             return NotImplemented
-        made = function(self._data, *args, **kwargs)
-        wrap = lambda data: Float8Tensor.make_like(self, data=data)  # noqa: E731
         return [wrap(data) for data in made] if isinstance(made, (list, tuple)) else wrap(made)
 
     def _reset_caches(self) -> None:
@@ -188,8 +201,8 @@ class Float8Tensor(Float8TensorStorage, ArrayTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Scales of delayed scaling belong to a module.
-        rebuilt, (cls, shape, dtype, metadata) = super().__reduce_ex__(protocol)
-        return rebuilt, (cls, shape, dtype, {**metadata, "quantizer": None})
+        made, (cls, shape, dtype, metadata) = super().__reduce_ex__(protocol)
+        return made, (cls, shape, dtype, {**metadata, "quantizer": None})
 
 
 class _Float8(Quantizer):
@@ -220,12 +233,12 @@ class _Float8(Quantizer):
         internal: bool = False,
     ) -> Any:
         """A tensor of codes."""
-        given = {
+        given: Dict[str, Any] = {
             "data": data, "fp8_scale_inv": self._scale_inv_of(data), "fp8_dtype": self.dtype,
             "fake_dtype": fake_dtype, "quantizer": self,
         }  # fmt: skip
         if internal:
-            return Float8TensorStorage(**given)  # type: ignore[arg-type]
+            return Float8TensorStorage(**given)
         return Float8Tensor(shape=data.shape, dtype=fake_dtype, requires_grad=requires_grad, **given)
 
     def supports_only_rowwise_all_gather(self) -> bool:
@@ -258,8 +271,9 @@ class Float8Quantizer(_Float8):
         scale = self.scale.detach().reshape(1).to(tensor.device)
         *parts, amax = _quantize_delayed(matrix_of(tensor), self.spec(), "row", 0, None, scale, None)
         seen = torch.maximum(self.amax, amax.reshape(self.amax.shape).to(self.amax.device))
-        keep = False if noop_flag is None else noop_flag.reshape(()).to(seen.device) != 0
-        self.amax.copy_(seen if noop_flag is None else torch.where(keep, self.amax, seen))
+        if noop_flag is not None:
+            seen = torch.where(noop_flag.reshape(()).to(seen.device) == 0, seen, self.amax)
+        self.amax.copy_(seen)
         return self.stored(parts, [], tensor.shape)
 
     def calibrate(self, tensor: Tensor) -> None:

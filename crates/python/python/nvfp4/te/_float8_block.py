@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ._fsdp import Gathered
 from ._format import DType, QParams, fp8_code_of, spec_of
 from ._order import padded
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
@@ -30,6 +31,8 @@ class Float8BlockwiseQTensorStorage(ArrayStorage):
         "_columnwise_scale_inv": "columnwise_scale_inv",
     }
     _SETTINGS = {"_fp8_dtype": "fp8_dtype", "_is_2D_scaled": "is_2D_scaled"}
+    _fp8_dtype: DType
+    _is_2D_scaled: bool
 
     def __new__(
         cls,
@@ -116,9 +119,58 @@ class Float8BlockwiseQTensorStorage(ArrayStorage):
         self._columnwise_data = codes.t().contiguous().reshape(shape[-1], *shape[:-1])
         self._columnwise_scale_inv = padded(scales.t(), 1, 4).contiguous()
 
+    def fsdp_buffer_fields(self) -> Tuple[str, ...]:
+        if not self._is_2D_scaled:
+            raise NotImplementedError(
+                f"FSDP2 for {type(self).__name__} requires 2D block scaling (block_scaling_dim=2): "
+                "scales of 128 values lie in columns, and workers gather rows"
+            )
+        return super().fsdp_buffer_fields()
 
-class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, ArrayTensor):
+    def fsdp_extract_buffers(self) -> Tuple[Tuple[Optional[Tensor], ...], Dict[str, Any]]:
+        names = self.fsdp_buffer_fields()
+        rows, _ = matrix_shape(self.size())
+        if rows % BLOCK:
+            raise RuntimeError(
+                f"FSDP2 cannot all-gather a 2-D {type(self).__name__} whose local flattened M "
+                f"dimension ({rows}) is not a multiple of {BLOCK}: its scales are those of squares"
+            )
+        # Workers gather rows, which are columns of the column direction.
+        side = "row" if self._has("row") else "column"
+        codes, scales = self._parts(side)
+        turned = (codes, scales) if side == "row" else (codes.t(), scales.t())
+        codes = turned[0].contiguous().reshape(self.size())
+        return (codes, turned[1].contiguous()), {"direction": f"{side}wise", "field_names": names}
+
+    def fsdp_assign_gathered(
+        self, gathered: Tuple[Optional[Tensor], ...], meta: Dict[str, Any]
+    ) -> None:
+        codes, scales = gathered
+        direction = meta["direction"]
+        if direction not in ("rowwise", "columnwise"):
+            raise RuntimeError(f"Invalid Float8Block FSDP gather direction: {direction!r}")
+        if codes is None or scales is None:
+            raise RuntimeError(
+                "Float8Block FSDP gathered data and scale buffers must both be present."
+            )
+        rows, cols = matrix_shape(codes.shape)
+        expected = (-(-rows // BLOCK), -(-cols // BLOCK))
+        if tuple(scales.shape) != expected:
+            raise RuntimeError(
+                "Float8Block FSDP gathered scale geometry does not match gathered data: got scale "
+                f"shape {tuple(scales.shape)}, expected {expected}"
+            )
+        if direction == "columnwise":
+            codes = codes.reshape(rows, cols).t().reshape(cols, *codes.shape[:-1])
+            scales = scales.t()
+        setattr(self, f"_{direction}_data", codes.contiguous())
+        setattr(self, f"_{direction}_scale_inv", padded(scales, 1, 4).contiguous())
+
+
+class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Gathered, ArrayTensor):  # type: ignore[misc, override]
     """A tensor in FP8 with scales of 128 values or of squares."""
+
+    _column_of_rows = True
 
     def __new__(
         cls,

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import nvfp4
 
+from ._fsdp import GatheredSides
+from ._identity import IdentityTensorStorage
 from ._nvfp4_tensor import NVFP4Quantizer
 from ._quantizer import Quantizer
 from ._roles import QuantizerRequest
@@ -92,12 +94,14 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def update_usage(
         self, rowwise_usage: Optional[bool] = None, columnwise_usage: Optional[bool] = None
     ) -> None:
-        for side, usage in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
+        asked = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        for side, usage in asked.items():
             if usage and getattr(self, f"_{side}_storage") is None:
                 raise RuntimeError(
                     f"Requested {side} usage, but HybridQuantizedTensorStorage has no {side} "
                     "sub-storage"
                 )
+        for side, usage in asked.items():
             if usage is False:
                 setattr(self, f"_{side}_storage", None)
 
@@ -162,7 +166,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return f"{type(self).__name__}(rowwise={row}, columnwise={column}, dtype={self._dtype})"
 
 
-class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
+class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, QuantizedTensor):  # type: ignore[misc, override]
     """A tensor in two formats, one for each direction."""
 
     def __new__(cls, *args, rowwise_storage: Any, columnwise_storage: Any, quantizer: Any, **kwargs):
@@ -177,11 +181,12 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
 
     def detach(self) -> "HybridQuantizedTensor":
         # With sides of its own: a copy may give its arrays away.
-        for side in self._sides():
-            if not hasattr(side, "make_like"):
+        for role in ("rowwise", "columnwise"):
+            side = getattr(self, f"_{role}_storage")
+            if side is not None and not hasattr(side, "make_like"):
                 raise NotImplementedError(
-                    "HybridQuantizedTensor.detach() does not support storage-only sub-storage "
-                    f"{type(side).__name__}"
+                    f"HybridQuantizedTensor.detach() does not support storage-only {role} "
+                    f"sub-storage {type(side).__name__}"
                 )
         return self._made(self._each(lambda side: type(side).make_like(side)))
 
@@ -252,11 +257,40 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
             torch.ops.aten.copy_.default(here, there)
         return True
 
+    def _zeros(self, size, dtype, device, pin_memory) -> Any:
+        if not self._sides():
+            raise RuntimeError(
+                "HybridQuantizedTensor.new_zeros requires at least one present sub-storage"
+            )
+        dtype = self.dtype if dtype is None else dtype
+        quantizer, sides = self._quantizer.copy(), {}
+        for role in ("rowwise", "columnwise"):
+            side = getattr(self, f"_{role}_storage")
+            sides[f"{role}_storage"] = None
+            if side is None:
+                continue
+            known = (torch.float32, torch.float16, torch.bfloat16)
+            if dtype not in known and not isinstance(side, IdentityTensorStorage):
+                raise TypeError(
+                    "HybridQuantizedTensor.new_zeros only supports float32, float16, or bfloat16 "
+                    f"with a {role} {type(side).__name__}; got {dtype}."
+                )
+            own = side._get_quantizer().copy()
+            setattr(quantizer, f"{role}_quantizer", own)
+            made = own.make_empty(
+                size, dtype=dtype, device=device or self.device, pin_memory=bool(pin_memory)
+            )
+            for array in made._arrays_there():
+                array.zero_()
+            sides[f"{role}_storage"] = made
+        quantizer.set_usage(**self.get_usages())
+        return type(self)(shape=size, dtype=dtype, quantizer=quantizer, **sides)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (tuple(self.shape), self.dtype, self.get_metadata())
+        return rebuilt, (tuple(self.shape), self.dtype, self.get_metadata())
 
 
-def _rebuilt(shape, dtype, metadata):
+def rebuilt(shape, dtype, metadata):
     return HybridQuantizedTensor(shape=shape, dtype=dtype, **metadata)
 
 
@@ -308,8 +342,10 @@ class HybridQuantizer(Quantizer):
         columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
 
     def spec(self) -> str:
-        column = self.columnwise_quantizer.spec() + _SOURCES[self.columnwise_source]
-        return f"{self.rowwise_quantizer.spec()} / {column}"
+        row, column = self.rowwise_quantizer.row_spec(), self.columnwise_quantizer.spec()
+        if row == column and row.startswith("high-precision"):
+            return row
+        return f"{row} / {column}{_SOURCES[self.columnwise_source]}"
 
     def __repr__(self) -> str:
         return super().__repr__()[:-1] + f", columnwise_source={self.columnwise_source!r})"
@@ -355,8 +391,13 @@ class HybridQuantizer(Quantizer):
         """What the column direction is made from."""
         if self.columnwise_source == "original":
             return tensor
-        row = self.rowwise_quantizer.quantize(tensor) if row is None else row
-        return row.dequantize(dtype=tensor.dtype)
+        return self._columnwise_src_from_rowwise(tensor, row)
+
+    def _columnwise_src_from_rowwise(self, tensor: Tensor, rowwise_result: Any) -> Tensor:
+        """What the row direction decodes to; it is made if there is none."""
+        if rowwise_result is None:
+            rowwise_result = self.rowwise_quantizer.quantize(tensor)
+        return rowwise_result.dequantize(dtype=tensor.dtype)
 
     def _wrap(self, row: Any, column: Any, shape: Iterable[int], dtype: torch.dtype, **kwargs) -> Any:
         sides = {"rowwise_storage": row, "columnwise_storage": column, "quantizer": self}

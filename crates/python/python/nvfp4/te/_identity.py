@@ -4,7 +4,7 @@ names.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, ClassVar, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ class IdentityTensorStorage(ArrayStorage):
     """The values themselves, which serve both directions."""
 
     _ARRAYS = {"_hp_data": "hp_data"}
-    _SETTINGS: Dict[str, str] = {}
+    _SETTINGS: ClassVar[Dict[str, str]] = {}
     _CODES = {"row": "_hp_data", "column": "_hp_data"}
     _SIDES = {"row": ("_hp_data",), "column": ("_hp_data",)}
+    _hp_data: Any
 
     def __new__(
         cls,
@@ -75,11 +76,11 @@ class IdentityTensorStorage(ArrayStorage):
     def fsdp_buffer_fields(self) -> Tuple[str, ...]:
         return ("_hp_data",)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(dtype={self._dtype}, data={self._hp_data})"
 
 
-class IdentityTensor(IdentityTensorStorage, ArrayTensor):
+class IdentityTensor(IdentityTensorStorage, ArrayTensor):  # type: ignore[misc, override]
     """A tensor that is not quantized."""
 
     def _held(self, data: Tensor, requires_grad: bool = False) -> "IdentityTensor":
@@ -97,6 +98,9 @@ class IdentityTensor(IdentityTensorStorage, ArrayTensor):
         if self._hp_data.is_contiguous(memory_format=memory_format):
             return self
         return self._held(self._hp_data.contiguous(memory_format=memory_format), self.requires_grad)
+
+    def clone(self, *, memory_format: Any = None) -> "IdentityTensor":
+        return self._held(self._hp_data.detach().clone(), self.requires_grad)
 
     def _shaped(self, shape: torch.Size) -> Any:
         return self._held(self._hp_data.view(shape))

@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ._fsdp import Gathered
 from ._format import DType, fp8_code_of, spec_of
 from ._order import padded, swizzled, unswizzled
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
@@ -35,6 +36,9 @@ class MXFP8TensorStorage(ArrayStorage):
         "_fp8_dtype": "fp8_dtype",
         "_with_gemm_swizzled_scales": "with_gemm_swizzled_scales",
     }
+
+    _fp8_dtype: DType
+    _with_gemm_swizzled_scales: bool
 
     def __new__(
         cls,
@@ -123,7 +127,7 @@ class MXFP8TensorStorage(ArrayStorage):
                 setattr(self, name, padded(getattr(self, name), rows, 1))
 
 
-class MXFP8Tensor(MXFP8TensorStorage, ArrayTensor):
+class MXFP8Tensor(MXFP8TensorStorage, Gathered, ArrayTensor):  # type: ignore[misc, override]
     """A tensor in MXFP8."""
 
     def __new__(
@@ -142,6 +146,25 @@ class MXFP8Tensor(MXFP8TensorStorage, ArrayTensor):
             cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype,
             quantizer, with_gemm_swizzled_scales, *args, **kwargs,
         )  # fmt: skip
+
+    def _cut(self, function, *args, **kwargs) -> Any:
+        if function is not torch.ops.aten.split.Tensor or self._with_gemm_swizzled_scales:
+            return NotImplemented
+        size, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if dim != 0 or self.dim() != 2 or self.shape[0] % size or size % BLOCK:
+            return NotImplemented
+        pieces = [{} for _ in range(self.shape[0] // size)]  # type: ignore[var-annotated]
+        for side in self._CODES:
+            if self._has(side):
+                codes, scales = self._parts(side)
+                heights = size, size if side == "row" else size // BLOCK
+                for piece, *parts in zip(pieces, codes.split(heights[0]), scales.split(heights[1])):
+                    stored = (parts[0], padded(parts[1], *_TILE[side]))
+                    piece.update(zip((self._ARRAYS[name] for name in self._SIDES[side]), stored))
+        empty = dict.fromkeys(self._ARRAYS.values())
+        given = {**self.get_metadata(), **empty}
+        shape = (size, self.shape[1])
+        return [type(self)(shape=shape, dtype=self.dtype, **{**given, **piece}) for piece in pieces]
 
 
 class MXFP8Quantizer(Quantizer):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import nvfp4
 
+from ._fsdp import Gathered
 from ._format import DType, spec_of
 from ._order import padded, swizzled, unswizzled
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
@@ -42,6 +43,13 @@ class NVFP4TensorStorage(ArrayStorage):
         "_nvfp4_use_4over6": "nvfp4_use_4over6",
         "_nvfp4_e4m3_max": "nvfp4_e4m3_max",
     }
+    _amax_rowwise: Any
+    _amax_columnwise: Any
+    _fp4_dtype: DType
+    _with_gemm_swizzled_scales: bool
+    _row_scaled_nvfp4: bool
+    _nvfp4_use_4over6: bool
+    _nvfp4_e4m3_max: int
     _SIDES = {
         "row": ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
         "column": ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
@@ -162,8 +170,10 @@ class NVFP4TensorStorage(ArrayStorage):
         raise NotImplementedError(f"{type(self).__name__} class does not implement fsdp_buffer_fields")
 
 
-class NVFP4Tensor(NVFP4TensorStorage, ArrayTensor):
+class NVFP4Tensor(NVFP4TensorStorage, Gathered, ArrayTensor):  # type: ignore[misc, override]
     """A tensor in NVFP4. Its arrays are the tensor: what is written into them is what is decoded."""
+
+    _column_of_rows = True
 
     def __new__(
         cls,
@@ -188,6 +198,23 @@ class NVFP4Tensor(NVFP4TensorStorage, ArrayTensor):
             row_scaled_nvfp4=row_scaled_nvfp4, nvfp4_use_4over6=nvfp4_use_4over6,
             nvfp4_e4m3_max=nvfp4_e4m3_max, **kwargs,
         )  # fmt: skip
+
+    def _shard(self) -> Tuple[Tuple[Optional[Tensor], ...], Dict[str, Any]]:
+        rows, _ = matrix_shape(self.shape)
+        if rows % BLOCK or self._rowwise_data is None:
+            raise ValueError(f"FSDP2 requires rows, and a multiple of {BLOCK} of them; got {rows}")
+        if self._quantizer.columnwise_usage and not self._quantizer.with_2d_quantization:
+            raise ValueError(
+                "FSDP2 columnwise usage requires 2D quantization: with_2d_quantization=True"
+            )
+        names = ("_rowwise_data", "_rowwise_scale_inv")
+        return (self._rowwise_data, self._rowwise_scale_inv[:rows]), {"field_names": names}
+
+    def fsdp_assign_gathered(
+        self, gathered: Tuple[Optional[Tensor], ...], meta: Dict[str, Any]
+    ) -> None:
+        super().fsdp_assign_gathered(gathered, meta)
+        self._rowwise_scale_inv = padded(self._rowwise_scale_inv, 128, 4)
 
 
 class NVFP4Quantizer(Quantizer):
@@ -253,6 +280,12 @@ class NVFP4Quantizer(Quantizer):
         return _rotation(self.rht_matrix_random_sign_mask_t)
 
     def spec(self) -> str:
+        return self._words(self.rht_matrix_random_sign_mask_t if self.with_rht else None)
+
+    def row_spec(self) -> str:
+        return self._words(None)
+
+    def _words(self, signs: Optional[int]) -> str:
         return _spec(
             self.with_2d_quantization,
             self.row_scaled_nvfp4,
@@ -260,7 +293,7 @@ class NVFP4Quantizer(Quantizer):
             if self.nvfp4_use_4over6
             else "",
             self.stochastic_rounding,
-            (self.rht_matrix_random_sign_mask_t != 0) if self.with_rht else None,
+            None if signs is None else signs != 0,
         )
 
     def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> Tuple[int, int]:

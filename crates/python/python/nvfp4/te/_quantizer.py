@@ -28,6 +28,8 @@ class Quantizer:
     # The storage and the tensor that it makes.
     _CLASSES: ClassVar[Tuple[Any, Any]]
 
+    amax_reduction_group: Any
+
     def __init__(self, *, rowwise: bool, columnwise: bool):
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
         self.internal = self.optimize_for_gemm = False
@@ -47,6 +49,10 @@ class Quantizer:
         raise NotImplementedError(
             f"{type(self).__name__} has no format: use a class that derives from Quantizer"
         )
+
+    def row_spec(self) -> str:
+        """The format of the row direction alone."""
+        return self.spec()
 
     def copy(self) -> Any:
         """Another one with the same settings."""
@@ -90,7 +96,7 @@ class Quantizer:
             made = self.quantize_impl(tensor)
         else:
             made = _Quantize.apply(tensor, self.quantize_impl)
-        own = getattr(made, "_quantizer", None)
+        own: Any = getattr(made, "_quantizer", None)
         if getattr(own, "with_amax_reduction", False):
             own.with_amax_reduction, own.amax_reduction_group = False, None
         return made

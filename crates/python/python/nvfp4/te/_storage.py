@@ -19,7 +19,7 @@ class QuantizedTensorStorage:
     """
 
     _dtype: torch.dtype
-    _quantizer: Optional[Quantizer]
+    _quantizer: Any
 
     @property
     def shape(self) -> torch.Size:
@@ -101,6 +101,10 @@ class QuantizedTensorStorage:
 class ArrayStorage(QuantizedTensorStorage):
     """A quantized tensor of arrays and settings; a format says how they lie."""
 
+    _rowwise_data: Any
+    _rowwise_scale_inv: Any
+    _columnwise_data: Any
+    _columnwise_scale_inv: Any
     # Attributes and the arguments of the constructor that they come from.
     _ARRAYS: ClassVar[Dict[str, str]]
     _SETTINGS: ClassVar[Dict[str, str]]

@@ -137,7 +137,7 @@ class QuantizedTensor(torch.Tensor):
 
     # Operations.
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
@@ -159,6 +159,15 @@ class QuantizedTensor(torch.Tensor):
         """Takes the arrays of another tensor, if they fit."""
         return False
 
+    def _zeros(self, size, dtype, device, pin_memory) -> Any:
+        """A tensor of zeros of its kind; NotImplemented where it has no quantizer."""
+        if self._quantizer is None:
+            return NotImplemented
+        made = _empty_of(self, self._quantizer.copy(), size, dtype, device, pin_memory)
+        for array in made._arrays_there():
+            array.zero_()
+        return made
+
     def _cut(self, function, *args, **kwargs) -> Any:
         """Pieces of it; NotImplemented where they are pieces of the values."""
         return NotImplemented
@@ -167,6 +176,13 @@ class QuantizedTensor(torch.Tensor):
 class ArrayTensor(QuantizedTensor):
     """What tensors of all formats with arrays have."""
 
+    _ARRAYS: Any
+    _SETTINGS: Any
+    _codes_in: Any
+    _follow: Any
+    _get_quantizer: Any
+    get_data_tensors: Any
+    get_usages: Any
     # The workers whose amax counts when it is quantized again.
     amax_reduction_group: Any = None
 
@@ -236,16 +252,17 @@ class ArrayTensor(QuantizedTensor):
             torch._C.TensorBase.data.__set__(self, empty)  # type: ignore[attr-defined]
         for name in (*self._ARRAYS, *self._SETTINGS):
             setattr(self, name, getattr(tensor, name))
-        self._quantizer = None if tensor._quantizer is None else tensor._quantizer.copy()
+        quantizer = getattr(tensor, "_quantizer")
+        self._quantizer = None if quantizer is None else quantizer.copy()
         self._dtype = tensor.dtype
 
     data = property(QuantizedTensor._get_data, _set_data)  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (type(self), tuple(self.shape), self.dtype, self.get_metadata())
+        return rebuilt, (type(self), tuple(self.shape), self.dtype, self.get_metadata())
 
 
-def _rebuilt(cls, shape, dtype, metadata):
+def rebuilt(cls, shape, dtype, metadata):
     return cls(shape=shape, dtype=dtype, **metadata)
 
 
@@ -408,12 +425,7 @@ def _empty_of(tensor, quantizer, shape, dtype, device, pin_memory):
 
 
 def _new_zeros(function, tensor, size, dtype=None, device=None, pin_memory=False, **kwargs):
-    if tensor._quantizer is None:
-        return NotImplemented
-    made = _new_empty(function, tensor, size, dtype=dtype, device=device, pin_memory=pin_memory)
-    for array in made._arrays_there():
-        array.zero_()
-    return made
+    return tensor._zeros(tuple(size), dtype, device, pin_memory)
 
 
 def _numel(function, tensor):
