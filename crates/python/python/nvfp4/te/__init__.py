@@ -44,8 +44,29 @@ from ._machine import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor, Quantizer
-from ._quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer
+from ._float8 import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
+from ._float8_block import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+)
+from ._hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from ._identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from ._mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from ._nvfp4_tensor import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from ._quantizer import Quantizer
+from ._storage import (
+    QuantizedTensorStorage,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
+from ._tensor import QuantizedTensor
 from ._random import CudaRNGStatesTracker
 from ._recipe import autocast, checkpoint, fp8_autocast, get_default_recipe
 from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
@@ -72,14 +93,23 @@ __all__ = [
     "DotProductAttention",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
     "Format",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
@@ -88,11 +118,16 @@ __all__ = [
     "MMParams",
     "MXFP8BlockScaling",
     "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
     "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4Tensor",
+    "NVFP4TensorStorage",
     "QParams",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
@@ -123,8 +158,11 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "prepare_for_saving",
     "quantized_model_init",
     "recipe",
+    "restore_from_func_ctx",
+    "restore_from_saved",
 ]
 
 if not _TYPE_CHECKING:  # to which every name would be there

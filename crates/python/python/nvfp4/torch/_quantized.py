@@ -13,6 +13,7 @@ import nvfp4
 
 from . import _ops  # noqa: F401  (makes the operations known)
 from ._blocks import DTYPES, block_of, bytes_of, parts_of, scaling_dim, shapes, sharded
+from ._changes import in_place
 
 _quantize = torch.ops.nvfp4.quantize_blocks.default
 dequantize_block = torch.ops.nvfp4.dequantize_block.default
@@ -233,7 +234,9 @@ class QuantizedTensor(torch.Tensor):
         if known is not None:
             return known(function, *args, **kwargs)
         if function._schema.is_mutable:
-            return _in_place(function, args, kwargs)
+            return in_place(
+                function, args, kwargs, QuantizedTensor, QuantizedTensor._values, QuantizedTensor._take
+            )
         args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -249,6 +252,12 @@ class QuantizedTensor(torch.Tensor):
     def _shares(self, other: "QuantizedTensor") -> None:
         """Is of the same shard as another one."""
         self._part, self._changed, self._pending = other._part, other._changed, other._pending
+
+    def _values(self) -> Tensor:
+        """What an operation in place starts from: the master, if there is one."""
+        if self.master is None:
+            return self.dequantize()
+        return self.master.clone().view(self.shape)
 
     def _take(self, values: Tensor) -> None:
         """Takes other values: the master, if there is one, as they are, and the codes of them."""
@@ -401,33 +410,6 @@ def _like(function, tensor, **kwargs):
     kwargs = {name: value for name, value in kwargs.items() if value is not None and name != "memory_format"}
     plain = torch.empty(tensor.shape, dtype=kwargs.pop("dtype", tensor.dtype), device=kwargs.pop("device", tensor.device))
     return function(plain, **kwargs)
-
-
-def _in_place(function, args, kwargs):
-    """An operation that changes its arguments: those that are quantized take the results."""
-    changed = [
-        (at, argument.name)
-        for at, argument in enumerate(function._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    plain: Dict[int, Tuple[Any, Tensor]] = {}
-
-    def values(tensor):
-        if id(tensor) not in plain:
-            found = tensor.dequantize() if tensor.master is None else tensor.master.clone().view(tensor.shape)
-            plain[id(tensor)] = (tensor, found)
-        return plain[id(tensor)][1]
-
-    inner_args, inner_kwargs = tree_map_only(QuantizedTensor, values, (args, kwargs))
-    result = function(*inner_args, **inner_kwargs)
-    for at, name in changed:
-        given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
-        for tensor in given if isinstance(given, (list, tuple)) else [given]:
-            if isinstance(tensor, QuantizedTensor):
-                tensor._take(values(tensor))
-    if not function._schema.returns:
-        return None
-    return args[0] if changed and changed[0][0] == 0 else result
 
 
 _KNOWN: Dict[Any, Any] = {
