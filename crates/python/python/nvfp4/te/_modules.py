@@ -11,9 +11,9 @@ import torch
 from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 
+from ._identity import IdentityQuantizer
 from ._meta import ShowsQuantizers
 from ._products import foreign_linear
-from ._quantizer import IdentityQuantizer
 from ._recipe import Region, Step, region
 
 # Guards what several threads may change in a module: what it remembers of its calls.

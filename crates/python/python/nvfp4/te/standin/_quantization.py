@@ -19,6 +19,7 @@ from .._states import (
     RecipeState,
     fp8_dtype,
 )
+from ._extension import scale_of
 
 get_default_fp8_recipe = get_default_recipe
 
@@ -64,6 +65,22 @@ def get_fp4_te_dtype(fp4_recipe: Any) -> DType:
 def get_fp8_max(fp8_recipe: Any, fprop_tensor: bool = True) -> float:
     """The largest FP8 number of a pass."""
     return _format(fp8_recipe, fprop_tensor).value.max_fwd
+
+
+def _default_sf_compute(
+    amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, margin: int, _fp32_max: float = 0.0
+) -> torch.Tensor:
+    return scale.copy_(scale_of(amax, scale, fp8_max, margin))
+
+
+def _amax_and_scale_update(
+    amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: Any
+) -> None:
+    latest = recipe.amax_compute_algo == "most_recent"
+    amax = amax_history[0].clone() if latest else amax_history.max(dim=0).values
+    amax_history.copy_(torch.roll(amax_history, -1, 0))
+    amax_history[0].zero_()
+    scale.copy_(scale_of(amax, scale, fp8_max, recipe.margin))
 
 
 class FP8GlobalStateManager:
