@@ -42,13 +42,14 @@ class _CrossEntropy(torch.autograd.Function):
         counts = target != ignored
         grad = shifted.exp() / total - share
         grad.scatter_add_(-1, index, -(1 - smoothing) * mine.unsqueeze(-1).to(grad.dtype))
-        ctx.save_for_backward((grad * counts.unsqueeze(-1)).to(logits.dtype))
+        ctx.save_for_backward(grad * counts.unsqueeze(-1))
+        ctx.dtype = logits.dtype
         return loss * counts
 
     @staticmethod
     def backward(ctx, loss_grad):
         (grad,) = ctx.saved_tensors
-        return (grad * loss_grad.unsqueeze(-1)).to(grad.dtype), None, None, None, None
+        return (grad * loss_grad.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
 
 
 def parallel_cross_entropy(

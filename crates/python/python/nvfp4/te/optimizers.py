@@ -41,6 +41,15 @@ class _Optimizer(torch.optim.Optimizer):
                 if getattr(self, "use_decoupled_grad", False):
                     parameter.decoupled_grad = None
 
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Loads a state, in the types that it was saved in."""
+        super().load_state_dict(state_dict)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
+            for key, parameter in zip(saved["params"], group["params"]):
+                for name, value in state_dict["state"].get(key, {}).items():
+                    if isinstance(value, Tensor):
+                        self.state[parameter][name] = value.to(parameter.device, copy=True)
+
     def _moments(self, parameter: Tensor, names: Dict[str, torch.dtype]) -> Dict[str, Any]:
         """The state of a parameter, which begins with zeros."""
         state = self.state[parameter]
