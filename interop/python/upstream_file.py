@@ -19,7 +19,7 @@ import nvfp4.te
 from nvfp4.te.standin import _hook
 
 # These stay TransformerEngine's, and are loaded from the checkout.
-REFERENCES = ("gemm", "reference_utils", "reference_nvfp4", "reference_current_scaling")
+REFERENCES = ("reference_utils", "reference_nvfp4", "reference_current_scaling")
 
 # Why something is left out, by its name or by the message that it gave; the first that fits.
 REASONS = (

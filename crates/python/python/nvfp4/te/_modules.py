@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 
+from ._identity import IdentityQuantizer
+from ._meta import ShowsQuantizers
+from ._products import foreign_linear
 from ._recipe import Region, Step, region
 
 # Guards what several threads may change in a module: what it remembers of its calls.
 _lock = threading.RLock()
 # What ``use_recipe`` sets, in one kind of module or another.
-_PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products")
+_PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products", "_foreign")
 # How many recipes a module keeps the formats of.
 _AT_HAND = 4
 # What a module remembers of its calls, which is no part of what is saved or copied.
-_REMEMBERED = ("_plans", "_ran", "_repeated", "_regional", "_compiled", "_step")
+_REMEMBERED = ("_plans", "_ran", "_repeated", "_regional", "_compiled", "_step", "_foreign", "_asked", "_shown", "_stale")
 
 
 # What a compiler says that needs one graph and meets what cannot be in it.
@@ -55,7 +58,7 @@ class TheirState(torch.nn.Module):
             unexpected.remove(key)
 
 
-class Follows(TheirState):
+class Follows(ShowsQuantizers, TheirState):
     """A module that computes in the formats of the ``autocast`` around its call, and in high
     precision outside of one.
 
@@ -81,6 +84,8 @@ class Follows(TheirState):
     _regional: bool = False
     # The step of delayed scaling that it was last part of.
     _step: Optional[Step] = None
+    # For each product: its quantizers, if one of them brings its own product.
+    _foreign: Optional[List[Optional[Dict[str, Any]]]] = None
 
     def __getstate__(self):
         # The next call finds out what to follow.
@@ -153,6 +158,8 @@ class Follows(TheirState):
         if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
             with _lock:
                 self.__dict__.update(_ran=self._remembered(here), _repeated=False)
+                if here.asked is not None:
+                    self.__dict__["_asked"] = here.asked
                 self._regional = self._regional or bool(here.key)
             return here
         with _lock:
@@ -186,12 +193,35 @@ class Follows(TheirState):
             if self._step is not None and self._step is not here.step:
                 self._step.end()  # while its scales are there: another recipe may need other ones
             self.use_recipe(here.recipe)
+            self.__dict__["_foreign"] = self._foreign_of(here)
             sets = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
             planned = _Planned(sets, _is_delayed(sets))
             # Scales that a module keeps are those of one recipe.
             kept = [item for item in self._plans.items() if not (planned.delayed and item[1].delayed)]
             self._plans = dict([(here.key, planned), *kept[: _AT_HAND - 1]])
             return planned
+
+    def _foreign_of(self, here: Region) -> Optional[List[Optional[Dict[str, Any]]]]:
+        """The quantizers of each product of which one brings its own product."""
+        found = getattr(here.asked, "_foreign", None)
+        if not found:
+            return None
+        of: List[Optional[Dict[str, Any]]] = []
+        for site in self.sites_of(self, self.path):  # type: ignore[attr-defined]
+            for expert in range(site[2]) if len(site) > 2 else (None,):
+                of.append(found.get((site[0], expert)))
+        for quantizers in of:
+            for slot in ("input", "weight", "grad_output"):
+                if quantizers is not None:
+                    quantizers.setdefault(slot, IdentityQuantizer())
+        return of if any(of) else None
+
+    def product(self, x: Any, weight: Any, bias: Any, number: int = 0) -> Any:
+        """``x·wᵀ + bias`` in the formats of the product with this number."""
+        foreign = None if self._foreign is None else self._foreign[number]
+        if foreign is not None:
+            return foreign_linear(x, weight, bias, foreign)
+        return super().product(x, weight, bias, number)  # type: ignore[misc]
 
     def _begin(self, here: Region, step: Step) -> None:
         """Takes part in a step of delayed scaling. The one before ends with it."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ._attention import DotProductAttention
 from ._linear import LayerNormLinear, Linear
+from ._machine import place
 from ._norms import L2Normalization, LayerNorm, RMSNorm
 from ._parallel import OneWorker, one_worker
 from ._rotary import apply_rotary_pos_emb
@@ -140,8 +141,8 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
             get_rng_state_tracker=get_rng_state_tracker, layer_number=self.layer_number,
             attention_type=attention_type, softmax_type=softmax_type, name=called("core_attention"),
         )  # fmt: skip
-        if device is not None:
-            self.core_attention.to(device)
+        if place(device) is not None:
+            self.core_attention.to(place(device))
         linear["init_method"] = output_layer_init_method
         self.proj = Linear(
             of_queries, hidden_size, return_bias=return_bias, name=called("proj"), **linear

@@ -398,7 +398,7 @@ class CustomRecipe(Recipe):
         self._check()
         if self.quantization_alignment <= 0:
             raise ValueError(
-                f"quantization_alignment: expected a positive number, got {self.quantization_alignment}"
+                f"quantization_alignment must be positive, got {self.quantization_alignment}"
             )
 
     @property
@@ -411,12 +411,18 @@ class CustomRecipe(Recipe):
 
     def recipe(self) -> nvfp4.Recipe:
         factory = self.qfactory
+        # Quantizers that bring their own product, by path, expert and slot.
+        self._foreign: dict = {}
 
         def spec(asked: nvfp4.Role) -> str:
             if asked.module == "attention":  # without fp8_dpa, which is refused
                 return "high-precision"
             role = QuantizerRole(*asked.legacy)
-            return _spec_of_answer(factory(role), role, asked.pass_)
+            answer = factory(role)
+            if getattr(answer, "custom", False):
+                self._foreign.setdefault((asked.path, asked.expert), {})[asked.slot] = answer
+                return "high-precision"
+            return _spec_of_answer(answer, role, asked.pass_)
 
         backward = (self.backward_override or "none").replace("_", "-")
         return nvfp4.Recipe.from_function(self.key, spec).with_backward(backward)

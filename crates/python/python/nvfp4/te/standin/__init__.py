@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import warnings
 
+from .._machine import stand_in
 from ._hook import Finder, StandIn
 from ._table import EXTENSION, ROOT, VERSION
 
@@ -25,6 +26,7 @@ def install() -> None:
     """Lets ``import transformer_engine`` and ``transformer_engine_torch`` find this package from now
     on, and says so in a warning.
 
+    Modules are then made on the GPU, if there is one and no device is named.
     ``importlib.metadata`` answers with the version whose interface it is. A second call does
     nothing. Where the real package is imported already, it is a ``RuntimeError``: two would be
     mixed.
@@ -36,4 +38,5 @@ def install() -> None:
         )
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+        stand_in()
         warnings.warn(f"nvfp4.te stands in for {ROOT} ({VERSION}) from now on", stacklevel=2)

@@ -9,6 +9,17 @@ import torch
 from .. import _machine
 from .._format import DType, Format
 from .._recipe import get_default_recipe, region
+from .._states import (
+    CustomRecipeState,
+    DelayedScalingRecipeState,
+    Float8BlockScalingRecipeState,
+    Float8CurrentScalingRecipeState,
+    MXFP8BlockScalingRecipeState,
+    NVFP4BlockScalingRecipeState,
+    RecipeState,
+    fp8_dtype,
+)
+from ._extension import scale_of
 
 get_default_fp8_recipe = get_default_recipe
 
@@ -41,8 +52,7 @@ def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dty
 
 def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
     """The FP8 type of a pass, as quantizers name it."""
-    forward = _format(fp8_recipe, fprop_tensor) is Format.E4M3
-    return DType.kFloat8E4M3 if forward else DType.kFloat8E5M2
+    return fp8_dtype(fp8_recipe, fprop_tensor)
 
 
 def get_fp4_te_dtype(fp4_recipe: Any) -> DType:
@@ -55,6 +65,22 @@ def get_fp4_te_dtype(fp4_recipe: Any) -> DType:
 def get_fp8_max(fp8_recipe: Any, fprop_tensor: bool = True) -> float:
     """The largest FP8 number of a pass."""
     return _format(fp8_recipe, fprop_tensor).value.max_fwd
+
+
+def _default_sf_compute(
+    amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, margin: int, _fp32_max: float = 0.0
+) -> torch.Tensor:
+    return scale.copy_(scale_of(amax, scale, fp8_max, margin))
+
+
+def _amax_and_scale_update(
+    amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: Any
+) -> None:
+    latest = recipe.amax_compute_algo == "most_recent"
+    amax = amax_history[0].clone() if latest else amax_history.max(dim=0).values
+    amax_history.copy_(torch.roll(amax_history, -1, 0))
+    amax_history[0].zero_()
+    scale.copy_(scale_of(amax, scale, fp8_max, recipe.margin))
 
 
 class FP8GlobalStateManager:
@@ -86,6 +112,16 @@ class FP8GlobalStateManager:
     def get_fp8_group(cls) -> Optional[Any]:
         """The workers that agree on amaxes."""
         return region().group
+
+    @staticmethod
+    def get_meta_tensor_key(forward: bool = True) -> str:
+        """The key of a pass in ``fp8_meta``."""
+        return "scaling_fwd" if forward else "scaling_bwd"
+
+    @staticmethod
+    def get_fwd_bwd_key(forward: bool = True) -> str:
+        """The name of a pass."""
+        return "forward" if forward else "backward"
 
     is_fp8_available = staticmethod(check_fp8_support)
     is_mxfp8_available = staticmethod(check_fp8_support)

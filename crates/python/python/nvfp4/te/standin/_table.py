@@ -33,6 +33,7 @@ _PYTORCH: Dict[str, Tuple[str, ...]] = {
     "cpp_extensions.gemm": _PRODUCTS,
     "cross_entropy": _TE,
     "custom_recipes": ("nvfp4.te.custom_recipes",),
+    "custom_recipes.gemm": ("nvfp4.te.custom_recipes.gemm",),
     "custom_recipes.quantizer_factories": ("nvfp4.te.custom_recipes.quantizer_factories",),
     "custom_recipes.quantizer_factory_zoo": ("nvfp4.te.custom_recipes.quantizer_factory_zoo",),
     "distributed": (_HERE + "_machine", *_TE),
