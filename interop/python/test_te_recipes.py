@@ -176,7 +176,7 @@ def test_the_metric_in_fast_math_is_read_when_a_region_is_entered(monkeypatch):
         (lambda: te.NVFP4BlockScaling(fp4_format=Format.E4M3), ValueError, "fp4_format"),
         (lambda: te.NVFP4BlockScaling(nvfp4_4over6="some"), ValueError, "expected one of 'none', 'weights'"),
         (lambda: te.NVFP4BlockScaling(nvfp4_4over6_err_mode="MAX"), ValueError, "expected one of 'MAE', 'MSE'"),
-        (lambda: te.CustomRecipe(str, quantization_alignment=0), ValueError, "quantization_alignment: expected a positive"),
+        (lambda: te.CustomRecipe(str, quantization_alignment=0), ValueError, "quantization_alignment must be positive"),
         (lambda: te.autocast(recipe=3).__enter__(), TypeError, "recipe: expected a recipe of nvfp4.te"),
         (lambda: te.Recipe().recipe(), NotImplementedError, "Recipe is no recipe by itself"),
     ],

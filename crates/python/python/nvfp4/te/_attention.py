@@ -118,10 +118,44 @@ class DotProductAttention(Follows, Delays):
     def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
         """Switches to another recipe."""
         with handed_to(self.edges):
-            plan = plan_of(recipe, [(self.path, "attention")])
+            plan = plan_of(recipe, self.sites_of(self, self.path))
         self.formats = AttentionFormats.of(plan, self.path)
         delayed = zip(SLOTS, self.formats.tensors)
         self.keep_each({slot: of.spec for slot, of in delayed if of.delayed}, self._home())
+
+    def _groups(self) -> int:
+        return 3
+
+    def _places(self, mode: str) -> Dict[str, int]:
+        places = {"forward": {"qkv": 2, "o": 3, "s": 8}, "backward": {"dqkv": 0, "do": 3, "dp": 5}}
+        return places[mode]
+
+    @classmethod
+    def sites_of(cls, module: torch.nn.Module, path: str) -> List[Tuple]:
+        """What plans name it if it is at this path."""
+        return [(path, "attention")]
+
+    def get_quantizer_roles(
+        self, *, fwd: bool, num_quantizers: int
+    ) -> List[Optional[QuantizerRole]]:
+        """The roles of the tensors of a pass, each several times, as TransformerEngine numbers them.
+        Those of the output and of gradients are their readers', or have a name alone.
+        """
+        name = self.name or ""
+
+        def edge(role: Optional[QuantizerRole], end: str) -> QuantizerRole:
+            return role or QuantizerRole(name=f"{name}.{end}" if name else end)
+
+        def inner(tensor: str) -> QuantizerRole:
+            return QuantizerRole("dpa", tensor, name)
+
+        if fwd:
+            output = edge(self.output_quantizer_role, "dpa_output")
+            of = [*[inner("qkv")] * 3, *[output] * 3, *[inner("s")] * 3]
+        else:
+            gradients = edge(self.grad_input_quantizer_role, "dpa_grad_input")
+            of = [*[gradients] * 2, *[inner("do")] * 2, *[inner("dp")] * 2]
+        return list(of[:num_quantizers])
 
     def hands_over(self, device: torch.device) -> Tuple[bool, Optional[Given]]:
         """What the recipe around a call hands over to the linear layers around attention: whether

@@ -10,6 +10,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ._machine import place
+
 Method = Callable[[Tensor], Any]
 
 
@@ -88,7 +90,7 @@ class Begins(torch.nn.Module):
 
 def made_real(module: torch.nn.Module) -> None:
     """Moves the module's own parameters from the meta device to torch's default device."""
-    device = torch.get_default_device()
+    device = torch.device(place(None) or torch.get_default_device())
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta and device.type != "meta":
             real = torch.nn.Parameter(

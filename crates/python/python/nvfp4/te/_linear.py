@@ -12,6 +12,7 @@ import nvfp4.torch
 
 from ._handover import handed_over
 from ._initial import Begins, Initial, joined
+from ._machine import place
 from ._modules import Follows
 from ._parallel import one_worker
 from ._signature import refuse, supports
@@ -93,7 +94,7 @@ class Linear(OneLinear, nvfp4.torch.Linear):
             Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name), parameters_split
         )
         super().__init__(
-            in_features, out_features, bias=bias, device=device, dtype=params_dtype,
+            in_features, out_features, bias=bias, device=place(device), dtype=params_dtype,
             recipe="high_precision", path=name or "linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
@@ -176,7 +177,7 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
         self.begins(initial, parameters_split)
         super().__init__(
             in_features, out_features, eps=eps, bias=bias, normalization=normalization,
-            device=device, dtype=params_dtype, recipe="high_precision",
+            device=place(device), dtype=params_dtype, recipe="high_precision",
             path=name or "layernorm_linear",
         )  # fmt: skip
         self.return_layernorm_output, self.zero_centered_gamma = (

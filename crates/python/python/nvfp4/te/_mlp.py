@@ -11,6 +11,7 @@ from torch import Tensor
 import nvfp4.torch
 from nvfp4.torch._activations import named
 
+from ._machine import place
 from ._initial import Begins, Initial
 from ._linear import Normed
 from ._modules import Follows
@@ -49,7 +50,7 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
         self.begins(Initial(methods, get_rng_state_tracker, None, zero_centered_gamma))
         super().__init__(
             hidden_size, ffn_hidden_size, eps=eps, bias=bias, normalization=normalization,
-            activation=activation, device=device, dtype=params_dtype, recipe="high_precision",
+            activation=activation, device=place(device), dtype=params_dtype, recipe="high_precision",
             path=name or "layernorm_mlp",
         )  # fmt: skip
         self.activation = named(activation, activation_params)
@@ -108,7 +109,7 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
         one_worker("GroupedLinear", tp_size, tp_group)
         self.begins(Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name))
         super().__init__(
-            num_gemms, in_features, out_features, bias=bias, device=device, dtype=params_dtype,
+            num_gemms, in_features, out_features, bias=bias, device=place(device), dtype=params_dtype,
             recipe="high_precision", path=name or "grouped_linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)

@@ -7,7 +7,6 @@ import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
-from torch import Tensor
 
 import nvfp4
 from nvfp4.torch._composed import amax_of
@@ -15,17 +14,20 @@ from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 from nvfp4.torch._main_grad import Store
 
+from ._identity import IdentityQuantizer
+from ._meta import ShowsQuantizers
+from ._products import foreign_linear
 from ._recipe import Region, Step, region
 
 # Guards what several threads may change in a module: what it remembers of its calls.
 _lock = threading.RLock()
 # What ``use_recipe`` sets, in one kind of module or another.
-_PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products")
+_PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products", "_foreign")
 _PLAIN = nvfp4.Recipe("high_precision")
 # How many recipes a module keeps the formats of.
 _AT_HAND = 4
 # What a module remembers of its calls, which is no part of what is saved or copied.
-_REMEMBERED = ("_plans", "_ran", "_repeated", "_regional", "_compiled", "_step")
+_REMEMBERED = ("_plans", "_ran", "_repeated", "_regional", "_compiled", "_step", "_foreign", "_asked", "_shown", "_stale")
 
 
 # What a compiler says that needs one graph and meets what cannot be in it.
@@ -65,7 +67,7 @@ class TheirState(torch.nn.Module):
             unexpected.remove(key)
 
 
-class Follows(TheirState):
+class Follows(ShowsQuantizers, TheirState):
     """A module that computes in the formats of the ``autocast`` around its call, and in high
     precision outside of one.
 
@@ -98,6 +100,8 @@ class Follows(TheirState):
     _hand_over: str = "none"
     # The step of delayed scaling that it was last part of.
     _step: Optional[Step] = None
+    # For each product: its quantizers, if one of them brings its own product.
+    _foreign: Optional[List[Optional[Dict[str, Any]]]] = None
 
     def delay_wgrad(self, delayed: bool) -> None:
         """Whether gradients of weights wait for :meth:`backward_dw`."""
@@ -201,9 +205,14 @@ class Follows(TheirState):
         return same
 
     def product(
-        self, x: Tensor, weight: Tensor, bias: Any, number: int = 0, handed: Any = None
-    ) -> Tensor:
-        """That of the layer. Where a recipe is calibrated, delayed scaling sees the operands."""
+        self, x: Any, weight: Any, bias: Any, number: int = 0, handed: Any = None
+    ) -> Any:
+        """``x·wᵀ + bias`` in the formats of the product with this number. Where a recipe is
+        calibrated, delayed scaling sees the operands.
+        """
+        foreign = None if self._foreign is None else self._foreign[number]
+        if foreign is not None:
+            return foreign_linear(x, weight, bias, foreign)
         if self._calibrated is not None:
             prefix, _, formats = self._calibrated[number]
             state = self.state_of(formats, prefix)  # type: ignore[operator]
@@ -220,6 +229,8 @@ class Follows(TheirState):
         if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
             with _lock:
                 self.__dict__.update(_ran=self._remembered(here), _repeated=False)
+                if here.asked is not None:
+                    self.__dict__["_asked"] = here.asked
                 self._regional = self._regional or bool(here.key)
             return here
         with _lock:
@@ -253,12 +264,28 @@ class Follows(TheirState):
             if self._step is not None and self._step is not here.step:
                 self._step.end()  # while its scales are there: another recipe may need other ones
             self.use_recipe(here.recipe)
+            self.__dict__["_foreign"] = self._foreign_of(here)
             sets = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
             planned = _Planned(sets, _is_delayed(sets))
             # Scales that a module keeps are those of one recipe.
             kept = [item for item in self._plans.items() if not (planned.delayed and item[1].delayed)]
             self._plans = dict([(here.key, planned), *kept[: _AT_HAND - 1]])
             return planned
+
+    def _foreign_of(self, here: Region) -> Optional[List[Optional[Dict[str, Any]]]]:
+        """The quantizers of each product of which one brings its own product."""
+        found = getattr(here.asked, "_foreign", None)
+        if not found:
+            return None
+        of: List[Optional[Dict[str, Any]]] = []
+        for site in self.sites_of(self, self.path):  # type: ignore[attr-defined]
+            for expert in range(site[2]) if len(site) > 2 else (None,):
+                of.append(found.get((site[0], expert)))
+        for quantizers in of:
+            for slot in ("input", "weight", "grad_output"):
+                if quantizers is not None:
+                    quantizers.setdefault(slot, IdentityQuantizer())
+        return of if any(of) else None
 
     def _begin(self, here: Region, step: Step) -> None:
         """Takes part in a step of delayed scaling. The one before ends with it."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ._attention import DotProductAttention
 from ._handover import gradients_as
 from ._linear import LayerNormLinear, Linear
+from ._machine import place
 from ._norms import L2Normalization, LayerNorm, RMSNorm
 from ._parallel import OneWorker, one_worker
 from ._roles import QuantizerRole
@@ -142,8 +143,8 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
             get_rng_state_tracker=get_rng_state_tracker, layer_number=self.layer_number,
             attention_type=attention_type, softmax_type=softmax_type, name=called("core_attention"),
         )  # fmt: skip
-        if device is not None:
-            self.core_attention.to(device)
+        if place(device) is not None:
+            self.core_attention.to(place(device))
         self.core_attention.edges = {
             "o": QuantizerRole("linear", "input", called("proj") or "linear"),
             "dqkv": QuantizerRole("linear", "grad_output", self._first().path),

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ._initial import made_real
 from ._linear import wide_norm
+from ._machine import place
 from ._modules import TheirState
 
 
@@ -41,7 +42,7 @@ class _Norm(TheirState):
             raise RuntimeError(
                 f"te.{self.normalization}: pass dtype, and not params_dtype, its older name"
             )
-        device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", params_dtype)
+        device, dtype = place(kwargs.pop("device", None)), kwargs.pop("dtype", params_dtype)
         if kwargs:
             raise NotImplementedError(
                 f"te.{self.normalization}: the argument {next(iter(kwargs))} is not supported here; leave it out"

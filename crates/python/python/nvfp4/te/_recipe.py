@@ -58,6 +58,8 @@ class Region(NamedTuple):
     key: str = ""
     hand_over: str = "none"
     calibrating: bool = False
+    # The recipe as it was given; None in high precision.
+    asked: Any = None
 
 
 # The last recipes that regions had, each with its key.
@@ -123,7 +125,7 @@ class autocast(contextlib.ContextDecorator):
             asked = get_default_recipe() if self._recipe is None else self._recipe
             recipe = recipe_of(asked)
             handed = "none" if self._calibrating else hand_over_of(asked)
-            new = Region(recipe, self._group, step, _key(recipe), handed, self._calibrating)
+            new = Region(recipe, self._group, step, _key(recipe), handed, self._calibrating, asked)
         self._token = _region.set(new)
         return self
 

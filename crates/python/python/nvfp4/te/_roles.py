@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from dataclasses import dataclass
-from typing import Callable, Iterator, Mapping, Optional, Union
+from typing import Any, Callable, Iterator, Mapping, Optional, Union
+
+import nvfp4
 
 from ._format import Format, delayed_spec
 
@@ -63,3 +65,24 @@ def handed_to(roles: Mapping[str, QuantizerRole]) -> Iterator[None]:
 def consumer(slot: str, role: QuantizerRole) -> QuantizerRole:
     """The role of who takes over what attention has in a slot; the role itself if nobody does."""
     return _edges.get().get(slot, role)
+
+
+def spec_of_answer(answer: Any, role: QuantizerRole, direction: str) -> str:
+    """The spec of what a factory returned, in the "forward" or the "backward" pass."""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, nvfp4.Quantizer):
+        return answer.spec
+    if isinstance(answer, DelayedScalingRequest):
+        return answer.spec_in(direction)
+    if isinstance(answer, type):
+        raise TypeError(
+            f"the factory returned the class {answer.__name__} for {role}: return an object of it, "
+            f"as with {answer.__name__}(...)"
+        )
+    if isinstance(answer, QuantizerRequest) or not hasattr(answer, "spec"):
+        raise TypeError(
+            f"the factory returned {answer!r} for {role}: expected a quantizer or a DelayedScalingRequest; "
+            "IdentityQuantizer() leaves a tensor in high precision"
+        )
+    return answer.spec()

@@ -19,7 +19,7 @@ from typing import Any, Callable, Optional, Union
 import nvfp4
 
 from ._format import Format, MMParams, QParams, delayed_spec, fp8_code, spec_of
-from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole, consumer
+from ._roles import QuantizerRole, consumer, spec_of_answer
 __all__ = [
     "CustomRecipe",
     "DelayedScaling",
@@ -420,7 +420,7 @@ class CustomRecipe(Recipe):
             )
         if self.quantization_alignment <= 0:
             raise ValueError(
-                f"quantization_alignment: expected a positive number, got {self.quantization_alignment}"
+                f"quantization_alignment must be positive, got {self.quantization_alignment}"
             )
 
     @property
@@ -434,6 +434,8 @@ class CustomRecipe(Recipe):
 
     def recipe(self) -> nvfp4.Recipe:
         factory, attention, handed_over = self.qfactory, self.fp8_dpa, self.fp8_mha
+        # Quantizers that bring their own product, by path, expert and slot.
+        self._foreign: dict = {}
 
         def spec(asked: nvfp4.Role) -> str:
             role = QuantizerRole(*asked.legacy)
@@ -441,30 +443,19 @@ class CustomRecipe(Recipe):
                 if not attention:
                     return "high-precision"
                 role = consumer(asked.slot, role) if handed_over else role
-            return _spec_of_answer(factory(role), role, asked.pass_)
+            answer = factory(role)
+            if getattr(answer, "custom", False):
+                if asked.module == "attention":
+                    raise TypeError(
+                        f"the factory returned {type(answer).__name__} for {role}, which brings its own "
+                        "product: attention reads FP8 and MXFP8 alone"
+                    )
+                self._foreign.setdefault((asked.path, asked.expert), {})[asked.slot] = answer
+                return "high-precision"
+            return spec_of_answer(answer, role, asked.pass_)
 
         backward = (self.backward_override or "none").replace("_", "-")
         return nvfp4.Recipe.from_function(self.key, spec).with_backward(backward)
-
-
-def _spec_of_answer(answer: Any, role: QuantizerRole, direction: str) -> str:
-    if isinstance(answer, str):
-        return answer
-    if isinstance(answer, nvfp4.Quantizer):
-        return answer.spec
-    if isinstance(answer, DelayedScalingRequest):
-        return answer.spec_in(direction)
-    if isinstance(answer, type):
-        raise TypeError(
-            f"the factory returned the class {answer.__name__} for {role}: return an object of it, "
-            f"as with {answer.__name__}(...)"
-        )
-    if isinstance(answer, QuantizerRequest) or not hasattr(answer, "spec"):
-        raise TypeError(
-            f"the factory returned {answer!r} for {role}: expected a quantizer or a DelayedScalingRequest; "
-            "IdentityQuantizer() leaves a tensor in high precision"
-        )
-    return answer.spec()
 
 
 def hand_over_of(recipe: Any) -> str:

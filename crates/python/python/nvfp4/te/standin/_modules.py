@@ -1,0 +1,3 @@
+"""``transformer_engine.pytorch.module.base``: what all modules are."""
+
+from .._modules import Follows as TransformerEngineBaseModule
