@@ -1,7 +1,7 @@
 """Runs TransformerEngine's own tests, unchanged, on ``nvfp4.te``, which stands in for the package:
 
     python interop/python/upstream.py --te CHECKOUT [--per-function N] [--seed S] [--file NAME ...]
-                                      [--cpu] [--limit SECONDS] [--json FILE]
+                                      [--cpu] [--jobs N] [--limit SECONDS] [--json FILE]
 
 CHECKOUT is a checkout of TransformerEngine. Nothing is built of it: its test files are run, and its
 Python references (``tests/pytorch/references``, ``custom_recipes/reference_*.py``) are compared with.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -45,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--file", action="append", help="a file below tests/pytorch; may be given again")
     parser.add_argument("--cpu", action="store_true", help="put on the CPU what tests put on a GPU")
     parser.add_argument("--limit", type=int, default=120, help="seconds for a case")
+    parser.add_argument("--jobs", type=int, default=1, help="files at a time")
     parser.add_argument("--json", type=pathlib.Path, help="where to write every case")
     parser.add_argument("--only", default="", help="pytest's -k")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -64,12 +66,13 @@ def main() -> None:
     width = max(map(len, files))
     print(f"{'file':{width}}  passed  failed  skipped  left out")
     every, sums = {}, collections.Counter()
-    for file in files:
-        every[file] = cases = _cases(asked, file)
-        count = collections.Counter(case["outcome"] for case in cases)
-        sums.update(count)
-        reasons = collections.Counter(case["why"] for case in cases if case["outcome"] == "left out")
-        _line(width, file, count, "; ".join(f"{why}: {n}" for why, n in reasons.most_common()))
+    with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
+        for file, cases in zip(files, pool.map(lambda file: _cases(asked, file), files)):
+            every[file] = cases
+            count = collections.Counter(case["outcome"] for case in cases)
+            sums.update(count)
+            reasons = collections.Counter(case["why"] for case in cases if case["outcome"] == "left out")
+            _line(width, file, count, "; ".join(f"{why}: {n}" for why, n in reasons.most_common()))
     _line(width, "all", sums, "")
     for file, cases in every.items():
         for case in cases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib
 import importlib.machinery
 import importlib.util
 import json
@@ -36,6 +37,13 @@ REASONS = (
     (r"ran past", "the time limit"),
     (r"has no|pytorch\.", "a name that is not there"),
 )  # fmt: skip
+
+
+# The same for errors of tests that look into TransformerEngine's own objects.
+INSIDE = (
+    (r"tensor_objects|not expose required", "what TransformerEngine's autograd functions save"),
+    (r"Found no NVIDIA driver|CUDA_HOME", "needs a GPU"),
+)
 
 
 def reason(text: str) -> str:
@@ -74,8 +82,25 @@ class _Nothing(type):
     def __getitem__(cls, key):
         return nothing(cls.__name__, str(key))
 
+    def _compared(cls, other):
+        touched.append(cls.__name__)
+        return False
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
+
+    def __iter__(cls):
+        touched.append(cls.__name__)
+        return iter(())
+
+    def __or__(cls, other):  # in a type
+        return cls
+
+    __ror__ = __or__
+
 
 def nothing(module: str, name: str):
+    if module.endswith(".custom_recipes") and name in REFERENCES:
+        return importlib.import_module(f"{module}.{name}")
     return _Nothing(f"{module}.{name}", (), {})
 
 
@@ -146,6 +171,9 @@ class Cases:
             return "left out", reason(text)
         if touched:
             return "left out", reason(touched[-1])
+        for pattern, why in INSIDE:
+            if re.search(pattern, text):
+                return "left out", why
         return "failed", text
 
     def save(self):

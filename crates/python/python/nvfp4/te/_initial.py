@@ -68,6 +68,8 @@ class Begins(torch.nn.Module):
     def made(self, name: Optional[str], return_bias: bool, fuse_wgrad_accumulation: bool) -> None:
         """Says that its bases have made all parameters, and what all modules are told."""
         self.name, self.return_bias = name, return_bias
+        biases = ("bias", "bias0", "fc1_bias")
+        self.use_bias = any(self._parameters.get(of) is not None for of in biases)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if self._split is not None:
             self._parts = split(self, self._split)

@@ -57,7 +57,7 @@ class ShowsQuantizers(torch.nn.Module):
         """The roles of the tensors of a pass. Those of the output and of the input's gradient are
         their readers', and None if no one is known.
         """
-        sites = [site for site in self.sites_of(self, getattr(self, "name", None) or "")]  # type: ignore[attr-defined]
+        sites = self.sites_of(self, getattr(self, "name", None) or "")  # type: ignore[operator]
         kind = "grouped_linear" if len(sites[0]) > 2 else "linear"
         names = [site[0].removeprefix(".") for site in sites]
 

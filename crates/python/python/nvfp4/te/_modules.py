@@ -278,7 +278,7 @@ class Follows(ShowsQuantizers, TheirState):
         if not found:
             return None
         of: List[Optional[Dict[str, Any]]] = []
-        for site in self.sites_of(self, self.path):  # type: ignore[attr-defined]
+        for site in self.sites_of(self, self.path):  # type: ignore[operator]
             for expert in range(site[2]) if len(site) > 2 else (None,):
                 of.append(found.get((site[0], expert)))
         for quantizers in of:

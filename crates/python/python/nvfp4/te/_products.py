@@ -119,7 +119,7 @@ def general_grouped_gemm(
         assert m_splits is not None
         outs = list(torch.split(out[0], m_splits))
     biases: List[Any] = list(bias) if use_bias and bias is not None else [None] * len(A)
-    made = []
+    made: List[Tuple[Any, Any, Any, Any]] = []
     for index, (a, b) in enumerate(zip(A, B)):
         if b.shape[0] == 0 or outs[index].numel() == 0:
             if layout == "NT" and not accumulate:

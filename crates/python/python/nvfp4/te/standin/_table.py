@@ -25,6 +25,7 @@ _PYTORCH: Dict[str, Tuple[str, ...]] = {
     "attention": _TE,
     "attention.dot_product_attention": _TE,
     "attention.dot_product_attention.dot_product_attention": _TE,
+    "attention.dot_product_attention.utils": (_HERE + "_attention",),
     "attention.inference": _TE,
     "attention.multi_head_attention": _TE,
     "attention.rope": _TE,
