@@ -94,23 +94,20 @@ def distance(made, expected):
 
 
 CURRENT = dict(zip(SLOTS, 3 * ["fp8(e4m3)"] + 3 * ["fp8(e5m2)"]))
+BLOCKS = dict.fromkeys(SLOTS, "mxfp8(e4m3)")
 RECIPES = {
     "current": (lambda: te.Float8CurrentScaling(fp8_dpa=True), CURRENT),
     "current in E4M3": (
         lambda: te.Float8CurrentScaling(fp8_format=te.Format.E4M3, fp8_dpa=True),
         dict.fromkeys(SLOTS, "fp8(e4m3)"),
     ),
-    "mxfp8": (lambda: te.MXFP8BlockScaling(fp8_dpa=True), dict.fromkeys(SLOTS, "mxfp8(e4m3)")),
+    "mxfp8": (lambda: te.MXFP8BlockScaling(fp8_dpa=True), BLOCKS),
     "mxfp8 with squares": (
-        lambda: te.MXFP8BlockScaling(fp8_dpa=True, enable_2d_quantization=True),
-        dict.fromkeys(SLOTS, "mxfp8(e4m3)"),
+        lambda: te.MXFP8BlockScaling(fp8_dpa=True, enable_2d_quantization=True), BLOCKS,
     ),
-    "factory": (
-        lambda: te.CustomRecipe(factories.mxfp8_factory, fp8_dpa=True),
-        dict.fromkeys(SLOTS, "mxfp8(e4m3)"),
-    ),
+    "factory": (lambda: te.CustomRecipe(factories.mxfp8_factory, fp8_dpa=True), BLOCKS),
     "preset": (lambda: "current_scaling+attention", CURRENT),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -479,3 +476,25 @@ def test_a_cache_of_keys_gives_what_whole_sequences_give():
             made.append(module(part, attn_mask_type="padding_causal", inference_params=cache))
             done += count
     assert distance(torch.cat(made, 1), expected) < 0.05
+
+
+def test_modules_show_the_quantizers_of_attention():
+    """As TransformerEngine numbers them: QKV, O, S forward, dQKV, dO, dP backward, each several
+    times. Scales of earlier steps are the module's own.
+    """
+    q, k, v = tensors()
+    module, y = attended(te.CustomRecipe(nvfp4_linear_fp8_dpa_factory, fp8_dpa=True), q, k, v)
+    y.backward(weights(y))
+    kinds = {key: [type(of).__name__ for of in made] for key, made in module.quantizers.items()}
+    current, delayed = "Float8CurrentScalingQuantizer", "Float8Quantizer"
+    assert kinds == {
+        "scaling_fwd": [current] * 6 + [delayed] * 3,
+        "scaling_bwd": [current] * 4 + [delayed] * 2,
+    }
+    module.delayed.s.scale.fill_(7)
+    module.delayed.dp.scale.fill_(9)
+    assert module.quantizers["scaling_fwd"][8].scale.item() == 7
+    assert module.quantizers["scaling_bwd"][5].scale.item() == 9
+    roles = module.get_quantizer_roles(fwd=True, num_quantizers=9)
+    assert [role.tensor_type for role in roles] == ["qkv"] * 3 + [""] * 3 + ["s"] * 3
+    assert roles[3].name == "dpa_output"

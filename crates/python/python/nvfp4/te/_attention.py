@@ -15,6 +15,7 @@ from nvfp4.torch._delayed import Delays, Given, Kept, Scale
 from nvfp4.torch._finite import Watched
 from nvfp4.torch._formats import plan_of
 
+from ._float8 import Float8CurrentScalingQuantizer
 from ._handover import hand_over
 from ._initial import made_real, random_state
 from ._masks import (
@@ -22,6 +23,7 @@ from ._masks import (
     padding_of_mask, seen, window_of,
 )  # fmt: skip
 from ._modules import Follows, outside_of_graphs
+from ._mxfp8 import MXFP8Quantizer
 from ._parallel import no_context_parallelism, one_worker
 from ._quantized_attention import (
     SLOTS, Attention, AttentionFormats, Codes, check_types, given_of,
@@ -156,6 +158,14 @@ class DotProductAttention(Follows, Delays):
             gradients = edge(self.grad_input_quantizer_role, "dpa_grad_input")
             of = [*[gradients] * 2, *[inner("do")] * 2, *[inner("dp")] * 2]
         return list(of[:num_quantizers])
+
+    def get_qkv_quantization_capabilities(self) -> Tuple[bool, bool]:
+        """Whether queries, keys and values have scales of their own tensors, and whether MXFP8's."""
+        self.following()
+        quantizer = self.quantizers["scaling_fwd"][self._places("forward")["qkv"]]
+        self.__dict__["_qkv_capabilities_quantizer"] = quantizer
+        current, blocks = Float8CurrentScalingQuantizer, MXFP8Quantizer
+        return isinstance(quantizer, current), isinstance(quantizer, blocks)
 
     def hands_over(self, device: torch.device) -> Tuple[bool, Optional[Given]]:
         """What the recipe around a call hands over to the linear layers around attention: whether
