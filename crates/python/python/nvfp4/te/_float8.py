@@ -8,11 +8,14 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+import nvfp4
+
 from ._fsdp import Gathered
 from ._format import DType, QParams, fp8_code_of, spec_of
 from ._quantizer import Quantizer, matrix_of, matrix_shape
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._weights import Weight
 from .recipe import DelayedScaling, Float8CurrentScaling
 
 _quantize_delayed = torch.ops.nvfp4.quantize_delayed
@@ -61,6 +64,13 @@ class Float8TensorStorage(ArrayStorage):
     ) -> Dict[str, Tensor]:
         codes, scale = parts[:2]
         return {"_data": codes.reshape(shape), "_scale_inv": scale.reshape(1)}
+
+    @property
+    def quantized(self) -> nvfp4.QuantTensor:
+        sides = {side: self._parts(side) for side in ("row", "column")}
+        delayed = self._quantizer is None or isinstance(self._quantizer, Float8Quantizer)
+        spec = self._spec() if delayed else self._quantizer.spec()
+        return nvfp4.QuantTensor.from_parts(spec, tuple(self.size()), **sides)  # type: ignore[arg-type]
 
     def _has(self, side: str) -> bool:
         if side == "row":
@@ -147,7 +157,7 @@ class Float8TensorStorage(ArrayStorage):
         super().fsdp_assign_gathered(gathered, meta)
 
 
-class Float8Tensor(Float8TensorStorage, Gathered, ArrayTensor):  # type: ignore[misc, override]
+class Float8Tensor(Float8TensorStorage, Gathered, Weight, ArrayTensor):  # type: ignore[misc, override]
     """A tensor in FP8 with one scale."""
 
     @classmethod
@@ -201,8 +211,16 @@ class Float8Tensor(Float8TensorStorage, Gathered, ArrayTensor):  # type: ignore[
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Scales of delayed scaling belong to a module.
-        made, (cls, shape, dtype, metadata) = super().__reduce_ex__(protocol)
-        return made, (cls, shape, dtype, {**metadata, "quantizer": None})
+        made, (cls, shape, dtype, metadata, *rest) = super().__reduce_ex__(protocol)
+        if isinstance(metadata["quantizer"], Float8Quantizer):
+            metadata["quantizer"] = None
+        return made, (cls, shape, dtype, metadata, *rest)
+
+    def _engine(self) -> Tuple[str, Dict[str, List[Tensor]]]:
+        there = self._data is not None
+        delayed = self._quantizer is None or isinstance(self._quantizer, Float8Quantizer)
+        spec = self._spec() if delayed else self._quantizer.spec()
+        return spec, {side: self._parts(side) for side in ("row", "column") if there}
 
 
 class _Float8(Quantizer):

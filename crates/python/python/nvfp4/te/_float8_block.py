@@ -13,6 +13,7 @@ from ._order import padded
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._weights import Weight
 from .recipe import Float8BlockScaling
 
 BLOCK = 128
@@ -167,7 +168,7 @@ class Float8BlockwiseQTensorStorage(ArrayStorage):
         setattr(self, f"_{direction}_scale_inv", padded(scales, 1, 4).contiguous())
 
 
-class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Gathered, ArrayTensor):  # type: ignore[misc, override]
+class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Gathered, Weight, ArrayTensor):  # type: ignore[misc, override]
     """A tensor in FP8 with scales of 128 values or of squares."""
 
     _column_of_rows = True

@@ -16,6 +16,7 @@ from ._quantizer import Quantizer
 from ._roles import QuantizerRequest
 from ._storage import QuantizedTensorStorage
 from ._tensor import QuantizedTensor, View, resolved
+from ._weights import Weight
 from .recipe import CustomRecipe
 
 _SOURCES = {"original": "", "rowwise_dequantized": " from row"}
@@ -166,7 +167,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return f"{type(self).__name__}(rowwise={row}, columnwise={column}, dtype={self._dtype})"
 
 
-class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, QuantizedTensor):  # type: ignore[misc, override]
+class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, Weight, QuantizedTensor):  # type: ignore[misc, override]
     """A tensor in two formats, one for each direction."""
 
     def __new__(cls, *args, rowwise_storage: Any, columnwise_storage: Any, quantizer: Any, **kwargs):
@@ -286,12 +287,15 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, Quantiz
         quantizer.set_usage(**self.get_usages())
         return type(self)(shape=size, dtype=dtype, quantizer=quantizer, **sides)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuilt, (tuple(self.shape), self.dtype, self.get_metadata())
-
-
-def rebuilt(shape, dtype, metadata):
-    return HybridQuantizedTensor(shape=shape, dtype=dtype, **metadata)
+    def _engine(self) -> Tuple[str, Dict[str, List[Tensor]]]:
+        row, column = self._rowwise_storage, self._columnwise_storage
+        plain = [isinstance(side, IdentityTensorStorage) for side in (row, column)]
+        spec = self._quantizer.spec()
+        if row is None or plain[0] or (plain[1] and not spec.endswith(" from row")):
+            return spec, {}
+        if column is None or plain[1]:  # gradients are those of the decoded rows
+            return spec.partition(" / ")[0], {"row": row._parts("row")}
+        return spec, {"row": row._parts("row"), "column": column._parts("column")}
 
 
 class HybridQuantizer(Quantizer):

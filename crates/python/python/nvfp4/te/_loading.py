@@ -20,4 +20,4 @@ def allow() -> None:
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, kinds)
     ]
-    torch.serialization.add_safe_globals([*found, DType, _tensor.rebuilt, _hybrid.rebuilt])
+    torch.serialization.add_safe_globals([*found, DType, _tensor.rebuilt])

@@ -13,6 +13,7 @@ from ._order import padded, swizzled, unswizzled
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._weights import Weight
 from .recipe import MXFP8BlockScaling
 
 BLOCK = 32
@@ -127,7 +128,7 @@ class MXFP8TensorStorage(ArrayStorage):
                 setattr(self, name, padded(getattr(self, name), rows, 1))
 
 
-class MXFP8Tensor(MXFP8TensorStorage, Gathered, ArrayTensor):  # type: ignore[misc, override]
+class MXFP8Tensor(MXFP8TensorStorage, Gathered, Weight, ArrayTensor):  # type: ignore[misc, override]
     """A tensor in MXFP8."""
 
     def __new__(

@@ -16,6 +16,7 @@ from ._order import padded, swizzled, unswizzled
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._weights import Weight
 from .recipe import NVFP4BlockScaling
 
 BLOCK = 16
@@ -170,7 +171,7 @@ class NVFP4TensorStorage(ArrayStorage):
         raise NotImplementedError(f"{type(self).__name__} class does not implement fsdp_buffer_fields")
 
 
-class NVFP4Tensor(NVFP4TensorStorage, Gathered, ArrayTensor):  # type: ignore[misc, override]
+class NVFP4Tensor(NVFP4TensorStorage, Gathered, Weight, ArrayTensor):  # type: ignore[misc, override]
     """A tensor in NVFP4. Its arrays are the tensor: what is written into them is what is decoded."""
 
     _column_of_rows = True

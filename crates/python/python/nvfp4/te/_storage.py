@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import nvfp4
+from nvfp4.torch._blocks import block_of
+from nvfp4.torch._quantized import dequantize_block
 
 from ._quantizer import Quantizer, matrix_shape
 
@@ -194,6 +196,9 @@ class ArrayStorage(QuantizedTensorStorage):
         known = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
         side = "row" if self._has("row") else "column"
         matrix = matrix_shape(shape)
+        if side == "row" and (self.device.type == "meta" or torch.compiler.is_compiling()):
+            block = block_of(self._parts(side))
+            return dequantize_block(block, self._spec(), *matrix, known).reshape(shape).to(dtype)
         whole = nvfp4.QuantTensor.from_parts(self._spec(), matrix, **{side: self._parts(side)})  # type: ignore[arg-type]
         values = whole.dequantize(known, side=side)
         values = values if side == "row" else values.t()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from typing import Any, Dict, Iterable, Optional
@@ -77,6 +78,21 @@ class QuantizedTensor(torch.Tensor):
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
         """The tensor, whose codes lie side by side."""
         raise NotImplementedError(f"{type(self).__name__} class does not implement contiguous function")
+
+    # What others have noted on it.
+
+    def _noted(self) -> Dict[str, Any]:
+        own = {*self.get_metadata(), "dtype", "prepared", "transpose_invalid", "scale_inv", "data", "transpose"}
+        return {name: value for name, value in self.__dict__.items() if name.lstrip("_") not in own}
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = _clone(None, self).requires_grad_(self.requires_grad)
+        made.__dict__.update(copy.deepcopy(self._noted(), memo))
+        return memo.setdefault(id(self), made)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        given = (type(self), tuple(self.shape), self.dtype, self.get_metadata())
+        return rebuilt, (*given, self.requires_grad, self._noted())
 
     # The same in another form.
 
@@ -258,12 +274,12 @@ class ArrayTensor(QuantizedTensor):
 
     data = property(QuantizedTensor._get_data, _set_data)  # type: ignore[assignment]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuilt, (type(self), tuple(self.shape), self.dtype, self.get_metadata())
 
-
-def rebuilt(cls, shape, dtype, metadata):
-    return cls(shape=shape, dtype=dtype, **metadata)
+def rebuilt(cls, shape, dtype, metadata, requires_grad=False, noted=None):
+    """What pickles make."""
+    made = cls(shape=shape, dtype=dtype, requires_grad=requires_grad, **metadata)
+    made.__dict__.update(noted or {})
+    return made
 
 
 def resolved(old: Iterable[int], shape: Any) -> torch.Size:

@@ -29,7 +29,7 @@ from ._kept import Kept
 from ._main_grad import added, dtype_of
 from ._once import once
 from ._plain import Plain, product
-from ._quantized import Codes, QuantizedTensor, prepare_block
+from ._quantized import Codes, coded as coded_of, prepare_block
 
 _linear = torch.ops.nvfp4.linear.default
 _linear_codes = torch.ops.nvfp4.linear_codes.default
@@ -61,7 +61,7 @@ def linear(
     """
     shape, (outputs, inputs) = x.shape, weight.shape
     x = autocast(x)
-    coded = weight if isinstance(weight, QuantizedTensor) else None
+    coded = coded_of(weight)
     if coded is not None:
         formats = formats.for_codes(coded.spec)
         if group is not None:
@@ -148,9 +148,10 @@ def _evaluated(
 
 def _prepared(weight: Tensor, formats: Formats, codes: Codes, kept: Optional[Kept]) -> Codes:
     """The codes of a weight that serves again, in the order of tensor cores too."""
-    if isinstance(weight, QuantizedTensor):
-        weight.prepare()
-        return weight.codes
+    coded = coded_of(weight)
+    if coded is not None:
+        coded.prepare()
+        return coded.codes
     made = prepare_block(codes.row, formats.weight.spec, *weight.shape)
     codes = codes._replace(prepared=made[0]) if made else codes
     if kept is not None:

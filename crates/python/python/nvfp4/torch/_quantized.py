@@ -31,7 +31,32 @@ class Codes(NamedTuple):
     prepared: Optional[Tensor] = None
 
 
-class QuantizedTensor(torch.Tensor):
+class CodedWeight:
+    """A tensor that layers multiply by as codes: it has a ``spec``, its ``codes``, and blocks of
+    directions as ``row`` and ``column``.
+    """
+
+    spec: str
+    matrix: Tuple[int, int]
+    row: Tensor
+    column: Optional[Tensor]
+    _prepared: Optional[Any]
+
+    @property
+    def codes(self) -> Codes:
+        """The blocks that products read."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Brings the codes in the order of tensor cores, once, where products have use for it."""
+
+
+def coded(weight: Any) -> Any:
+    """A weight if layers multiply by its codes, else None."""
+    return weight if isinstance(weight, CodedWeight) and weight.row is not None else None
+
+
+class QuantizedTensor(CodedWeight, torch.Tensor):
     """A matrix that exists as codes and scales, with the shape, type and device that torch sees.
 
     Its values are those of the row direction: ``dequantize()``. Layers of this package multiply by
@@ -47,11 +72,7 @@ class QuantizedTensor(torch.Tensor):
     True
     """
 
-    row: Tensor
-    column: Optional[Tensor]
     master: Optional[Tensor]
-    spec: str
-    matrix: Tuple[int, int]
     _prepared: Optional[Tensor]
     # Whether it is some rows of another one; whether they changed since the workers last agreed on
     # its amax; and, without a master, the values that they changed to.
@@ -84,7 +105,7 @@ class QuantizedTensor(torch.Tensor):
             raise ValueError(f"a quantized parameter is a matrix; this tensor has the shape {tuple(x.shape)}")
         if directions not in ("row", "both"):
             raise ValueError(f"unknown directions '{directions}'; there are 'row', 'both'")
-        _check_spec(spec)
+        check_spec(spec)
         blocks = _quantize(x.detach(), spec, directions)
         return cls(blocks[0], blocks[1] if len(blocks) > 1 else None, spec, tuple(x.shape), x.dtype, master)
 
@@ -297,7 +318,7 @@ class QuantizedTensor(torch.Tensor):
         self._seen = now
 
 
-def _check_spec(spec: str) -> None:
+def check_spec(spec: str) -> None:
     if nvfp4.Delayed.parts(spec):
         raise ValueError(f"{spec}: a quantized parameter has no scale of earlier steps; choose another format for the weight")
     if "stochastic" in spec or spec.startswith("high-precision"):
