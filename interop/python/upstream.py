@@ -46,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--file", action="append", help="a file below tests/pytorch; may be given again")
     parser.add_argument("--cpu", action="store_true", help="put on the CPU what tests put on a GPU")
     parser.add_argument("--limit", type=int, default=120, help="seconds for a case")
+    parser.add_argument("--file-limit", type=int, help="seconds for a file; cases that did not begin are not counted")
     parser.add_argument("--jobs", type=int, default=1, help="files at a time")
     parser.add_argument("--json", type=pathlib.Path, help="where to write every case")
     parser.add_argument("--only", default="", help="pytest's -k")
@@ -97,14 +98,20 @@ def _cases(asked: argparse.Namespace, file: str) -> list:
             "--per-function", str(asked.per_function), "--seed", str(asked.seed),
             "--limit", str(asked.limit), "--only", asked.only, *(["--cpu"] if asked.cpu else []),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "0"})
-        if found.exists():
-            cases = json.loads(found.read_text())
-            if done.returncode >= 0 and cases:
-                return cases
-            end = {"name": "(process)", "outcome": "failed", "why": f"it ended with {done.returncode}"}
-            return [*cases, end]
-        return [{"name": "(process)", "outcome": "failed", "why": (done.stderr or done.stdout)[-400:]}]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=asked.file_limit,
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            done = None
+        cases = json.loads(found.read_text()) if found.exists() else []
+        if done is None:
+            return [*cases, {"name": "(file)", "outcome": "left out", "why": "the time limit"}]
+        if cases and done.returncode >= 0:
+            return cases
+        why = f"it ended with {done.returncode}: {(done.stderr or done.stdout)[-400:]}"
+        return [*cases, {"name": "(file)", "outcome": "failed", "why": why}]
 
 
 if __name__ == "__main__":

@@ -35,14 +35,15 @@ REASONS = (
     (r"needs a GPU|captures CUDA graphs", "needs a GPU"),
     (r"is not supported here|stands in", "an argument that is refused, with its name"),
     (r"ran past", "the time limit"),
-    (r"has no|pytorch\.", "a name that is not there"),
+    (r"has no|pytorch\.|transformer_engine", "a name that is not there"),
 )  # fmt: skip
 
 
 # The same for errors of tests that look into TransformerEngine's own objects.
 INSIDE = (
     (r"tensor_objects|not expose required", "what TransformerEngine's autograd functions save"),
-    (r"Found no NVIDIA driver|CUDA_HOME", "needs a GPU"),
+    (r"Found no NVIDIA driver|CUDA_HOME|torch sees no GPU|'cpu' == 'cuda'|is_cuda", "needs a GPU"),
+    (r"has no attribute '_(?!_)", "a private name of TransformerEngine's"),
 )
 
 

@@ -128,6 +128,10 @@ class Float8TensorStorage(ArrayStorage):
             self._transpose = self._data.movedim(-1, 0).contiguous()
             self._transpose_invalid = False
 
+    def _follow(self) -> None:
+        if self._transpose is not None:
+            self._create_transpose()
+
     def clear(self) -> None:
         # The scale may be that of other tensors too.
         for array in (self._data, self._transpose):
@@ -190,9 +194,14 @@ class Float8Tensor(Float8TensorStorage, Gathered, Weight, ArrayTensor):  # type:
         if self._data is not None:
             made = function(self._data, *args, **kwargs)
             wrap = lambda data: Float8Tensor.make_like(self, data=data)  # noqa: E731
-        elif self._has("column") and function is not torch.ops.aten.as_strided.default:
+        elif self._has("column"):
             # Transposed codes are cut where the codes would be.
-            made = function(self._transpose.movedim(0, -1), *args, **kwargs)
+            logical = self._transpose.movedim(0, -1)
+            if function is torch.ops.aten.as_strided.default:
+                function, args = torch.ops.aten.slice.Tensor, self._rows_of(*args)
+                if not args:
+                    return NotImplemented
+            made = function(logical, *args, **kwargs)
 
             def wrap(data):
                 turned = data.movedim(-1, 0) if data.dim() else data
@@ -201,6 +210,27 @@ class Float8Tensor(Float8TensorStorage, Gathered, Weight, ArrayTensor):  # type:
             return NotImplemented
         return [wrap(data) for data in made] if isinstance(made, (list, tuple)) else wrap(made)
 
+    def _rows_of(self, size, stride, storage_offset=None) -> Tuple[Any, ...]:
+        """The arguments of ``slice`` if strides name whole rows of a matrix; nothing if not."""
+        offset = self.storage_offset() if storage_offset is None else storage_offset
+        whole = self.dim() == len(size) == 2 and size[1] == self.shape[1] and self.shape[1] > 0
+        if not whole or tuple(stride) != tuple(self.stride()) or offset % self.shape[1]:
+            return ()
+        start = offset // self.shape[1]
+        return (0, start, start + size[0]) if start + size[0] <= self.shape[0] else ()
+
+    def _zeros(self, size, dtype, device, pin_memory) -> Any:
+        if self._data is not None or not self._has("column"):
+            return super()._zeros(size, dtype, device, pin_memory)
+        device = self.device if device is None else device
+        given = {"dtype": torch.uint8, "device": device, "pin_memory": bool(pin_memory)}
+        turned = torch.zeros(size[-1], *size[:-1], **given)
+        scale = self._scale_inv.detach().clone().to(device)
+        return type(self)(
+            shape=size, dtype=dtype or self.dtype, data=None, data_transpose=turned,
+            fp8_scale_inv=scale, fp8_dtype=self._fp8_dtype, quantizer=self._quantizer,
+        )  # fmt: skip
+
     def _reset_caches(self) -> None:
         """Notes that the transposed codes are no longer those of the tensor."""
         self._transpose_invalid = self._data is not None or self._transpose is None
@@ -208,13 +238,6 @@ class Float8Tensor(Float8TensorStorage, Gathered, Weight, ArrayTensor):  # type:
     def remove_caches(self) -> None:
         """Drops the transposed codes."""
         self._transpose, self._transpose_invalid = None, True
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Scales of delayed scaling belong to a module.
-        made, (cls, shape, dtype, metadata, *rest) = super().__reduce_ex__(protocol)
-        if isinstance(metadata["quantizer"], Float8Quantizer):
-            metadata["quantizer"] = None
-        return made, (cls, shape, dtype, metadata, *rest)
 
     def _engine(self) -> Tuple[str, Dict[str, List[Tensor]]]:
         there = self._data is not None

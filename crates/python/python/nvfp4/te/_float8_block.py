@@ -34,6 +34,7 @@ class Float8BlockwiseQTensorStorage(ArrayStorage):
     _SETTINGS = {"_fp8_dtype": "fp8_dtype", "_is_2D_scaled": "is_2D_scaled"}
     _fp8_dtype: DType
     _is_2D_scaled: bool
+    _FSDP_BLOCK_LEN = BLOCK
 
     def __new__(
         cls,
@@ -127,6 +128,10 @@ class Float8BlockwiseQTensorStorage(ArrayStorage):
                 "scales of 128 values lie in columns, and workers gather rows"
             )
         return super().fsdp_buffer_fields()
+
+    def _fsdp_logical_mn(self) -> Tuple[int, int]:
+        """Rows and columns."""
+        return matrix_shape(self.size())
 
     def fsdp_extract_buffers(self) -> Tuple[Tuple[Optional[Tensor], ...], Dict[str, Any]]:
         names = self.fsdp_buffer_fields()

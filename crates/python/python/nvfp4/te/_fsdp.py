@@ -113,6 +113,6 @@ def _check(role: str, side: Any) -> None:
     except NotImplementedError as error:
         raise NotImplementedError(
             f"Hybrid FSDP2 all-gather is not supported for a {name} {role} sub-storage: it does not "
-            "implement fsdp_buffer_fields. Use another format (Float8CurrentScaling, MXFP8, "
+            "implement fsdp_buffer_fields. Use a supported sub-quantizer (Float8CurrentScaling, MXFP8, "
             "Float8Block) or run without FSDP2."
         ) from error

@@ -217,7 +217,10 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, Weight,
         return self._made(self._each(lambda side: side.view(shape)), shape)
 
     def _cut(self, function, *args, **kwargs) -> Any:
-        sides = self._each(lambda side: function(side, *args, **kwargs))
+        try:
+            sides = self._each(lambda side: function(side, *args, **kwargs))
+        except NotImplementedError:  # a direction that is not decoded
+            return NotImplemented
         parts = [sides[name] for name in ("rowwise_storage", "columnwise_storage")]
         if any(isinstance(part, (list, tuple)) for part in parts):
             return self._pieces(parts, *args, **kwargs)
@@ -258,13 +261,17 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, Weight,
             torch.ops.aten.copy_.default(here, there)
         return True
 
+    def _adopt(self, tensor: Any) -> None:
+        self._rowwise_storage = tensor._rowwise_storage
+        self._columnwise_storage = tensor._columnwise_storage
+
     def _zeros(self, size, dtype, device, pin_memory) -> Any:
         if not self._sides():
             raise RuntimeError(
                 "HybridQuantizedTensor.new_zeros requires at least one present sub-storage"
             )
         dtype = self.dtype if dtype is None else dtype
-        quantizer, sides = self._quantizer.copy(), {}
+        quantizer, sides = self._quantizer.copy(), {}  # type: ignore[var-annotated]
         for role in ("rowwise", "columnwise"):
             side = getattr(self, f"_{role}_storage")
             sides[f"{role}_storage"] = None

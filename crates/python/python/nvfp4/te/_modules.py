@@ -14,9 +14,8 @@ from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 from nvfp4.torch._main_grad import Store
 
-from ._identity import IdentityQuantizer
 from ._meta import ShowsQuantizers
-from ._products import foreign_linear
+from ._products import foreign_linear, is_foreign
 from ._recipe import Region, Step, region
 
 # Guards what several threads may change in a module: what it remembers of its calls.
@@ -274,17 +273,14 @@ class Follows(ShowsQuantizers, TheirState):
 
     def _foreign_of(self, here: Region) -> Optional[List[Optional[Dict[str, Any]]]]:
         """The quantizers of each product of which one brings its own product."""
-        found = getattr(here.asked, "_foreign", None)
-        if not found:
+        answers = getattr(here.asked, "_answers", None)
+        if not answers:
             return None
         of: List[Optional[Dict[str, Any]]] = []
         for site in self.sites_of(self, self.path):  # type: ignore[operator]
             for expert in range(site[2]) if len(site) > 2 else (None,):
-                of.append(found.get((site[0], expert)))
-        for quantizers in of:
-            for slot in ("input", "weight", "grad_output"):
-                if quantizers is not None:
-                    quantizers.setdefault(slot, IdentityQuantizer())
+                quantizers = answers.get((site[0], expert), {})
+                of.append(quantizers if any(map(is_foreign, quantizers.values())) else None)
         return of if any(of) else None
 
     def _begin(self, here: Region, step: Step) -> None:

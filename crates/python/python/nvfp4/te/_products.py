@@ -13,12 +13,32 @@ import nvfp4
 
 from .custom_recipes.gemm import custom_gemm
 
+_OWN = __name__.rpartition(".")[0]
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_foreign(quantizer: Any) -> bool:
+    """Whether a quantizer has to be called: one with a product of its own, or of a class outside of
+    this package that quantizes by itself.
+    """
+    if getattr(quantizer, "custom", False):
+        return True
+    for kind in type(quantizer).__mro__:
+        if kind.__module__.startswith(_OWN):
+            break
+        if "quantize" in vars(kind) or "quantize_impl" in vars(kind):
+            return hasattr(quantizer, "rowwise_usage")
+    parts = ("rowwise_quantizer", "columnwise_quantizer")
+    return any(is_foreign(part) for part in (getattr(quantizer, of, None) for of in parts) if part)
 
 
 def _operand(tensor: Any, transposed: bool) -> Any:
     """What a product reads: rows whose values are summed up with those of the other operand."""
-    quantized = getattr(tensor, "quantized", None)
+    if hasattr(tensor, "rowwise_sub_storage"):
+        tensor = tensor.columnwise_sub_storage if transposed else tensor.rowwise_sub_storage
+    from ._identity import IdentityTensorStorage  # which imports recipes, and they this file
+
+    quantized = None if isinstance(tensor, IdentityTensorStorage) else getattr(tensor, "quantized", None)
     if quantized is None:
         values = tensor if isinstance(tensor, Tensor) else tensor.dequantize()
         values = values.reshape(-1, values.shape[-1]) if values.dim() != 2 else values
@@ -171,4 +191,10 @@ def foreign_linear(
     """A linear layer over quantizers of its input, weight and output's gradient, as
     TransformerEngine computes it: each is called, and products are those of :func:`general_gemm`.
     """
+    for slot, quantizer in quantizers.items():
+        if not hasattr(quantizer, "set_usage"):
+            raise NotImplementedError(
+                f"the factory returned {quantizer!r} for the {slot} beside a quantizer of one's own class; "
+                "return a quantizer for every tensor of such a layer"
+            )
     return _Foreign.apply(x, weight, bias, quantizers)

@@ -57,7 +57,8 @@ class Quantizer:
     def copy(self) -> Any:
         """Another one with the same settings."""
         new = type(self).__new__(type(self))
-        new.__dict__.update(self.__dict__)
+        # A method that was replaced stays with the one that it was replaced on.
+        new.__dict__.update({n: v for n, v in self.__dict__.items() if not callable(v)})
         return new
 
     # Directions.

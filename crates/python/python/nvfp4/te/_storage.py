@@ -315,7 +315,7 @@ class ArrayStorage(QuantizedTensorStorage):
         for name in self._ARRAYS:
             here, there = getattr(self, name), getattr(src, name)
             if here is not None and there is not None:
-                here.copy_(there)
+                write(here, there)
 
     def _take(self, arrays: Dict[str, Tensor], noop_flag: Optional[Tensor] = None) -> None:
         """Takes other arrays, in its own memory where they fit."""
@@ -324,10 +324,9 @@ class ArrayStorage(QuantizedTensorStorage):
             if old is None or new is None or old.shape != new.shape or old.device != new.device:
                 if noop_flag is None or not noop_flag.any():
                     setattr(self, name, new)
-            elif noop_flag is None:
-                old.copy_(new)
             else:
-                old.copy_(torch.where(noop_flag.reshape(()) == 0, new, old))
+                kept = noop_flag is not None
+                write(old, torch.where(noop_flag.reshape(()) == 0, new, old) if kept else new)  # type: ignore[union-attr]
 
     def _follow(self) -> None:
         """Makes what follows from arrays that were written."""
@@ -377,6 +376,15 @@ class ArrayStorage(QuantizedTensorStorage):
             stride=None if outer_stride is None else tuple(outer_stride),
             **kwargs,
         )
+
+
+def write(array: Tensor, values: Tensor) -> None:
+    """Writes an array, and counts it, as torch does not below an operation in place: what was made
+    of the array is no longer its own.
+    """
+    array.copy_(values)
+    if not torch.compiler.is_compiling() and not array.is_inference():
+        torch.autograd.graph.increment_version(array)
 
 
 class _Dequantize(torch.autograd.Function):

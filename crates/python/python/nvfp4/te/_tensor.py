@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from nvfp4.torch._changes import in_place
 
+from ._storage import write
+
 _aten = torch.ops.aten
 
 
@@ -23,6 +25,7 @@ class QuantizedTensor(torch.Tensor):
 
     _dtype: torch.dtype
     _quantizer: Any
+    _get_quantizer: Any
 
     def __new__(
         cls,
@@ -145,9 +148,34 @@ class QuantizedTensor(torch.Tensor):
     def _get_data(self) -> Any:
         return super().data
 
-    def _set_data(self, tensor: Tensor) -> None:
-        super(QuantizedTensor, type(self)).data.__set__(self, tensor)  # type: ignore[attr-defined]
+    @torch.no_grad()
+    def _set_data(self, tensor: Any) -> None:
+        if not isinstance(tensor, (type(self), QuantizedTensor)) or not self._adopts(tensor):
+            if tensor.shape == self.shape and tensor.dtype == self.dtype:
+                self.quantize_(tensor)
+                return
+            quantizer = self._get_quantizer().copy()
+            quantizer.internal = False
+            tensor = quantizer.quantize(tensor.to(self.device))
+        # What torch itself keeps of a tensor.
+        own: Any = torch._C.TensorBase
+        here = [kept.__get__(self) for kept in (own.shape, own.dtype, own.device)]
+        if here != [tensor.shape, tensor.dtype, tensor.device] or self.stride() != tensor.stride():
+            empty = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                type(self), tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            own.data.__set__(self, empty)
+        self._adopt(tensor)
+        self._quantizer = None if tensor._quantizer is None else tensor._quantizer.copy()
         self._dtype = tensor.dtype
+
+    def _adopts(self, tensor: Any) -> bool:
+        """Whether the arrays of another tensor may become its own."""
+        return isinstance(tensor, type(self)) or isinstance(self, type(tensor))
+
+    def _adopt(self, tensor: Any) -> None:
+        """Takes the arrays of another tensor as its own."""
+        raise NotImplementedError(f"{type(self).__name__} class does not implement data")
 
     data = property(_get_data, _set_data)  # type: ignore[assignment]
 
@@ -196,7 +224,6 @@ class ArrayTensor(QuantizedTensor):
     _SETTINGS: Any
     _codes_in: Any
     _follow: Any
-    _get_quantizer: Any
     get_data_tensors: Any
     get_usages: Any
     # The workers whose amax counts when it is quantized again.
@@ -236,43 +263,24 @@ class ArrayTensor(QuantizedTensor):
         return type(self)(shape=shape, dtype=self.dtype, device=self.device, **kwargs)  # type: ignore[call-arg]
 
     def _copied(self, source: Any) -> bool:
-        if getattr(source, "_ARRAYS", None) is not self._ARRAYS or self.shape != source.shape:
+        arrays: Dict[str, str] = getattr(source, "_ARRAYS", {})
+        if arrays is not self._ARRAYS or self.shape != source.shape:
             return False
         here, there = self.get_usages(), source.get_usages()
         if any(here[side] and not there[side] for side in here):
             return False
         if any(getattr(self, name) != getattr(source, name) for name in self._SETTINGS):
             return False
-        for name in self._ARRAYS:
+        for name in arrays:
             old, new = getattr(self, name), getattr(source, name)
             if old is not None and new is not None:
-                old.copy_(new.detach().reshape(old.shape))
+                write(old, new.detach().reshape(old.shape))
         self._follow()
         return True
 
-    @torch.no_grad()
-    def _set_data(self, tensor: Tensor) -> None:
-        same = isinstance(tensor, type(self)) or isinstance(self, type(tensor))
-        if not isinstance(tensor, ArrayTensor) or not same:
-            if tensor.shape == self.shape and tensor.dtype == self.dtype:
-                self._get_quantizer().update_quantized(tensor, self)
-                return
-            quantizer = self._get_quantizer().copy()
-            quantizer.internal = False
-            tensor = quantizer.quantize(tensor.to(self.device))
-        here = (self.size(), self.stride(), self.dtype, torch._C.TensorBase.device.__get__(self))  # type: ignore[attr-defined]
-        if here != (tensor.size(), tensor.stride(), tensor.dtype, tensor.device):
-            empty = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                type(self), tensor.size(), strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
-            torch._C.TensorBase.data.__set__(self, empty)  # type: ignore[attr-defined]
+    def _adopt(self, tensor: Any) -> None:
         for name in (*self._ARRAYS, *self._SETTINGS):
             setattr(self, name, getattr(tensor, name))
-        quantizer = getattr(tensor, "_quantizer")
-        self._quantizer = None if quantizer is None else quantizer.copy()
-        self._dtype = tensor.dtype
-
-    data = property(QuantizedTensor._get_data, _set_data)  # type: ignore[assignment]
 
 
 def rebuilt(cls, shape, dtype, metadata, requires_grad=False, noted=None):

@@ -137,7 +137,7 @@ class FusedAdam(_Optimizer):
         state["exp_avg_sq"].copy_(exp_avg_sq)
         if master is not None:
             master.copy_(weight)
-        parameter.copy_(weight.to(parameter.dtype))
+        parameter.copy_(weight)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state as float32."""

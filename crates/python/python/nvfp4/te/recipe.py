@@ -19,7 +19,9 @@ from typing import Any, Callable, Optional, Union
 import nvfp4
 
 from ._format import Format, MMParams, QParams, delayed_spec, fp8_code, spec_of
+from ._products import is_foreign
 from ._roles import QuantizerRole, consumer, spec_of_answer
+
 __all__ = [
     "CustomRecipe",
     "DelayedScaling",
@@ -398,7 +400,8 @@ class CustomRecipe(Recipe):
     """A recipe from a factory: ``qfactory(role)`` gives the quantizer of a tensor.
 
     It may return a quantizer of ``nvfp4.te``, a ``DelayedScalingRequest``, an ``nvfp4.Quantizer``
-    or the text of a spec. What it raises becomes a ValueError that names the role. Recipes with the
+    or the text of a spec, or a quantizer of a class of one's own, which is then called for every
+    tensor. What it raises becomes a ValueError that names the role. Recipes with the
     same factory and the same settings are equal, and a module asks a factory once: to change the
     answers, pass another factory. ``fp8_format`` changes nothing, as in TransformerEngine, and
     neither does ``quantization_alignment`` in modules: they pad by themselves.
@@ -434,8 +437,8 @@ class CustomRecipe(Recipe):
 
     def recipe(self) -> nvfp4.Recipe:
         factory, attention, handed_over = self.qfactory, self.fp8_dpa, self.fp8_mha
-        # Quantizers that bring their own product, by path, expert and slot.
-        self._foreign: dict = {}
+        # What it answered, by path and expert, and then by slot.
+        self._answers: dict = {}
 
         def spec(asked: nvfp4.Role) -> str:
             role = QuantizerRole(*asked.legacy)
@@ -444,13 +447,13 @@ class CustomRecipe(Recipe):
                     return "high-precision"
                 role = consumer(asked.slot, role) if handed_over else role
             answer = factory(role)
-            if getattr(answer, "custom", False):
+            self._answers.setdefault((asked.path, asked.expert), {})[asked.slot] = answer
+            if is_foreign(answer):
                 if asked.module == "attention":
                     raise TypeError(
                         f"the factory returned {type(answer).__name__} for {role}, which brings its own "
                         "product: attention reads FP8 and MXFP8 alone"
                     )
-                self._foreign.setdefault((asked.path, asked.expert), {})[asked.slot] = answer
                 return "high-precision"
             return spec_of_answer(answer, role, asked.pass_)
 
