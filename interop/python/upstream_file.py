@@ -189,7 +189,7 @@ class Cases:
 def _last_line(excinfo) -> str:
     where = excinfo.traceback[-1]
     lines = str(excinfo.value).strip().splitlines() or [""]
-    return f"{excinfo.typename}: {' '.join(lines[:3])[:300]} ({where.path}:{where.lineno + 1})"
+    return f"{excinfo.typename}: {' '.join(lines[:9])[:500]} ({where.path}:{where.lineno + 1})"
 
 
 def run(asked: argparse.Namespace) -> None:
