@@ -24,12 +24,14 @@ def test_the_examples_run_as_they_are_printed(tmp_path, monkeypatch):
                 continue  # it needs a checkpoint: crates/python/tests/test_docs.py
             if "torchao" in block:
                 continue  # it needs torchao: test_torchao.py
+            if "nvfp4.te.install()" in block:
+                continue  # it is for a whole process: test_te_standin.py
             names = {}
             exec(compile(block, page, "exec"), names)
             if page == "README.md":
                 assert names["y"].shape == (32, 48)
             run += 1
-    assert run == 10
+    assert run == 11
 
 
 def test_the_example_fine_tunes():

@@ -3,6 +3,8 @@
 Each test is a program of its own: what stands in, stands in for the whole of one.
 """
 
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -87,6 +89,20 @@ except RuntimeError as error:
 """
     )
     assert "transformer_engine is imported already: call nvfp4.te.install() before" in out
+
+
+def test_the_example_of_the_guide_runs():
+    guide = pathlib.Path(__file__).parents[2] / "docs" / "transformer-engine.md"
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    (example,) = [block for block in blocks if "install()" in block]
+    run(example)
+
+
+def test_the_layer_of_megatron_trains():
+    script = pathlib.Path(__file__).parents[2] / "examples" / "python" / "te_megatron.py"
+    out, _ = run(None, "-m", "nvfp4.te", str(script), "--steps", "8")
+    first, last = (float(line.split()[-1]) for line in out.splitlines()[1:])
+    assert last < first / 2
 
 
 def test_programs_run_as_they_are(tmp_path):
