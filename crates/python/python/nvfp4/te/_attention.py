@@ -65,6 +65,8 @@ class DotProductAttention(Follows, Delays):
     softmax_offset: Optional[Tensor]
     formats: AttentionFormats
     amax_group = None
+    # It has no linear layers.
+    _products: List[Tuple] = []
     # Who takes over what it makes: the roles of the slots "o" and "dqkv" where it is handed over.
     edges: Dict[str, QuantizerRole] = {}
     # The flags of tensors that must be finite, on each GPU.
@@ -124,6 +126,9 @@ class DotProductAttention(Follows, Delays):
         self.formats = AttentionFormats.of(plan, self.path)
         delayed = zip(SLOTS, self.formats.tensors)
         self.keep_each({slot: of.spec for slot, of in delayed if of.delayed}, self._home())
+
+    def weights(self) -> List[str]:
+        return []
 
     def _groups(self) -> int:
         return 3
