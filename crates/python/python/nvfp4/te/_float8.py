@@ -15,6 +15,7 @@ from ._format import DType, QParams, fp8_code_of, spec_of
 from ._quantizer import Quantizer, matrix_of, matrix_shape
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._values import ValueQuantizer
 from ._weights import Weight
 from .recipe import DelayedScaling, Float8CurrentScaling
 
@@ -327,7 +328,7 @@ class Float8Quantizer(_Float8):
         return DelayedScaling
 
 
-class Float8CurrentScalingQuantizer(_Float8):
+class Float8CurrentScalingQuantizer(ValueQuantizer, _Float8):
     """FP8 with one scale, from the tensor itself. It goes where the tensor is, whatever ``device``
     says.
     """

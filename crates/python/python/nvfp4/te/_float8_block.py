@@ -13,6 +13,7 @@ from ._order import padded
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._values import ValueQuantizer
 from ._weights import Weight
 from .recipe import Float8BlockScaling
 
@@ -196,7 +197,7 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Gathered, Weight, Ar
         )  # fmt: skip
 
 
-class Float8BlockQuantizer(Quantizer):
+class Float8BlockQuantizer(ValueQuantizer):
     """FP8 with a scale for 128 values, or for squares of 128×128."""
 
     dtype: DType

@@ -13,6 +13,7 @@ from ._order import padded, swizzled, unswizzled
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._values import ValueQuantizer
 from ._weights import Weight
 from .recipe import MXFP8BlockScaling
 
@@ -168,7 +169,7 @@ class MXFP8Tensor(MXFP8TensorStorage, Gathered, Weight, ArrayTensor):  # type: i
         return [type(self)(shape=shape, dtype=self.dtype, **{**given, **piece}) for piece in pieces]
 
 
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(ValueQuantizer):
     """MXFP8, with a scale for 32 values or for squares of 32×32."""
 
     dtype: DType

@@ -16,6 +16,7 @@ from ._order import padded, swizzled, unswizzled
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._values import ValueQuantizer
 from ._weights import Weight
 from .recipe import NVFP4BlockScaling
 
@@ -218,7 +219,7 @@ class NVFP4Tensor(NVFP4TensorStorage, Gathered, Weight, ArrayTensor):  # type: i
         self._rowwise_scale_inv = padded(self._rowwise_scale_inv, 128, 4)
 
 
-class NVFP4Quantizer(Quantizer):
+class NVFP4Quantizer(ValueQuantizer):
     """Quantizes to NVFP4, with TransformerEngine's arguments.
 
     Stochastic rounding takes its offsets from torch's generator, so that it follows

@@ -321,6 +321,8 @@ class ArrayStorage(QuantizedTensorStorage):
         """Takes other arrays, in its own memory where they fit."""
         for name in self._ARRAYS:
             old, new = getattr(self, name), arrays.get(name)
+            if old is None and new is None:
+                continue
             if old is None or new is None or old.shape != new.shape or old.device != new.device:
                 if noop_flag is None or not noop_flag.any():
                     setattr(self, name, new)

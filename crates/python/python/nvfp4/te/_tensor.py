@@ -375,6 +375,8 @@ def _to(function, tensor, *, dtype=None, device=None, non_blocking=False, pin_me
     device = torch.device(tensor.device if device is None else device)
 
     def moved(value):
+        if isinstance(value, QuantizedTensor):  # a direction of a tensor in two formats
+            return _to(function, value, device=device, non_blocking=non_blocking, pin_memory=pin_memory)
         value = value.to(device=device, non_blocking=non_blocking)
         return value.pin_memory() if pin_memory and device.type == "cpu" else value
 
