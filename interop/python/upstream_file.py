@@ -43,6 +43,7 @@ REASONS = (
 INSIDE = (
     (r"tensor_objects|not expose required", "what TransformerEngine's autograd functions save"),
     (r"Found no NVIDIA driver|CUDA_HOME|torch sees no GPU|'cpu' == 'cuda'|is_cuda", "needs a GPU"),
+    (r"opaque type", "quantizers as constants of compiled graphs"),
     (r"has no attribute '_(?!_)", "a private name of TransformerEngine's"),
 )
 
@@ -154,7 +155,7 @@ class Cases:
     def pytest_exception_interact(self, node, call, report):
         if isinstance(node, pytest.Item):
             return
-        self.found[node.nodeid] = ("failed", _last_line(call.excinfo))
+        self.found[node.nodeid] = self._failed(call.excinfo)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -190,7 +191,7 @@ class Cases:
 def _last_line(excinfo) -> str:
     where = excinfo.traceback[-1]
     lines = str(excinfo.value).strip().splitlines() or [""]
-    return f"{excinfo.typename}: {' '.join(lines[:3])[:300]} ({where.path}:{where.lineno + 1})"
+    return f"{excinfo.typename}: {' '.join(lines[:9])[:500]} ({where.path}:{where.lineno + 1})"
 
 
 def run(asked: argparse.Namespace) -> None:

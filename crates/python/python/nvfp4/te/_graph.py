@@ -60,13 +60,36 @@ def make_graphed_callables(
 
     def capture(modules: Any, sample_args: Any, enabled: bool) -> Any:
         with autocast(enabled, bool(given["calibrating"]), chosen, given["amax_reduction_group"]):
-            return torch.cuda.make_graphed_callables(
+            made = torch.cuda.make_graphed_callables(
                 modules, sample_args, num_warmup_iters, allow_unused_input, pool
             )
+        return tuple(map(_finished, made)) if isinstance(made, tuple) else _finished(made)
 
     if len(set(each)) == 1:
         return capture(modules, sample_args, each[0])
     return tuple(capture(*one) for one in zip(several, sample_args, each))
+
+
+def _finished(graphed: Any) -> Any:
+    """What was captured, with ``reset()``, which lets go of the graphs, and with
+    ``is_first_microbatch`` as an argument, which says nothing where weights are quantized at every
+    call.
+    """
+    is_module = isinstance(graphed, torch.nn.Module)
+    replay = graphed.forward if is_module else graphed
+
+    def forward(*args: Any, is_first_microbatch: Optional[bool] = None, **kwargs: Any) -> Any:
+        return replay(*args, **kwargs)
+
+    def reset() -> None:
+        for name in ("forward", "reset"):
+            graphed.__dict__.pop(name, None)
+
+    (graphed if is_module else forward).__dict__["reset"] = reset
+    if not is_module:
+        return forward
+    graphed.__dict__["forward"] = forward
+    return graphed
 
 
 def _renamed(given: Dict[str, Any]) -> Dict[str, Any]:

@@ -70,6 +70,7 @@ class Follows(ShowsQuantizers, TheirState):
     forget_weights: Callable[[], None]
     fuse_wgrad_accumulation: bool
     path: str
+    _products: Any
     delayed: Any
     # By the keys of regions: what their recipes set; the latest first.
     _plans: Dict[str, _Planned] = {}
@@ -158,7 +159,7 @@ class Follows(ShowsQuantizers, TheirState):
             with _lock:
                 self.__dict__.update(_ran=self._remembered(here), _repeated=False)
                 if here.asked is not None:
-                    self.__dict__["_asked"] = here.asked
+                    self._notice(here.asked)
                 self._regional = self._regional or bool(here.key)
             return here
         with _lock:
@@ -176,6 +177,13 @@ class Follows(ShowsQuantizers, TheirState):
             )
         return ran[-1]
 
+    def _notice(self, asked: Any) -> None:
+        """Warns of a recipe of another kind than that of the call before."""
+        before, self.__dict__["_asked"] = self._asked, asked
+        if before is not None and not isinstance(asked, type(before)) and not isinstance(before, type(asked)):
+            kinds = f"from {type(before).__name__} to {type(asked).__name__}"
+            warnings.warn(f"Recipe type changed {kinds} in '{self.path}'", stacklevel=6)
+
     def _remembered(self, here: Region) -> Tuple[Region, ...]:
         """The regions that a backward pass may repeat after a call in this one."""
         only_outside = here.step is not None and all(before.step is None for before in self._ran)
@@ -192,6 +200,7 @@ class Follows(ShowsQuantizers, TheirState):
             if self._step is not None and self._step is not here.step:
                 self._step.end()  # while its scales are there: another recipe may need other ones
             self.use_recipe(here.recipe)
+            self._check_codes(here)
             self.__dict__["_foreign"] = self._foreign_of(here)
             sets = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
             planned = _Planned(sets, _is_delayed(sets))
@@ -199,6 +208,19 @@ class Follows(ShowsQuantizers, TheirState):
             kept = [item for item in self._plans.items() if not (planned.delayed and item[1].delayed)]
             self._plans = dict([(here.key, planned), *kept[: _AT_HAND - 1]])
             return planned
+
+    def _check_codes(self, here: Region) -> None:
+        """Refuses a recipe of another format than the weights that exist as codes alone."""
+        for name, (_, _, formats) in zip(self.weights(), self._products):  # type: ignore[operator]
+            quantizer = getattr(self._parameters.get(name), "_quantizer", None)
+            there, asked = getattr(quantizer, "spec", str)(), formats.weight.spec
+            if quantizer is None or "high-precision" in (there, asked):
+                continue
+            if there.split("(")[0] != asked.split("(")[0]:
+                raise RuntimeError(
+                    f"Recipe mismatch for '{name}' of {self.path}: its codes are {there}, and the recipe "
+                    f"{type(here.asked).__name__} asks for {asked}; use one recipe in quantized_model_init and autocast"
+                )
 
     def _foreign_of(self, here: Region) -> Optional[List[Optional[Dict[str, Any]]]]:
         """The quantizers of each product of which one brings its own product."""
