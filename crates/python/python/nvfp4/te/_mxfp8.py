@@ -81,7 +81,9 @@ class MXFP8TensorStorage(ArrayStorage):
         codes, scales = parts
         scales = padded(scales, *_TILE[side])
         if quantizer.optimize_for_gemm:
-            scales = swizzled(scales) if side == "row" else swizzled(scales.t()).reshape(scales.shape)
+            scales = (
+                swizzled(scales) if side == "row" else swizzled(scales.t()).reshape(scales.shape)
+            )
         return {f"_{side}wise_data": codes.reshape(shape), f"_{side}wise_scale_inv": scales}
 
     def _parts(self, side: str) -> List[Tensor]:
@@ -110,7 +112,9 @@ class MXFP8TensorStorage(ArrayStorage):
 
     def fsdp_extract_buffers(self) -> Tuple[Tuple[Optional[Tensor], ...], Dict[str, Any]]:
         if self._with_gemm_swizzled_scales:
-            raise NotImplementedError("FSDP2 is only supported for MXFP8Tensors with compact scales")
+            raise NotImplementedError(
+                "FSDP2 is only supported for MXFP8Tensors with compact scales"
+            )
         rows, _ = matrix_shape(self.size())
         heights = {"_rowwise_scale_inv": rows, "_columnwise_scale_inv": -(-rows // BLOCK)}
         names = self.fsdp_buffer_fields()

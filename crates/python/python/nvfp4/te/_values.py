@@ -20,7 +20,9 @@ class ValueQuantizer(Quantizer):
                 f"{type(self).__name__} has a process group in amax_reduction_group, which is no "
                 "constant of a compiled program: set it on a copy"
             )
-        kept = {name: value for name, value in self.__dict__.items() if name != "amax_reduction_group"}
+        kept = {
+            name: value for name, value in self.__dict__.items() if name != "amax_reduction_group"
+        }
         return tuple(sorted((n, int(v) if isinstance(v, DType) else v) for n, v in kept.items()))
 
     def __eq__(self, other: object) -> Any:
@@ -38,7 +40,7 @@ class ValueQuantizer(Quantizer):
         return f"remade({name}, {self._settings()!r})", {"remade": remade, name: type(self)}
 
 
-def remade(cls: type, settings: Tuple[Tuple[str, Any], ...]) -> Any:
+def remade(cls: Any, settings: Tuple[Tuple[str, Any], ...]) -> Any:
     """A quantizer with these settings."""
     made = cls.__new__(cls)
     made.__dict__.update(settings)
