@@ -105,6 +105,8 @@ class _Nothing(type):
 def nothing(module: str, name: str):
     if module.endswith(".custom_recipes") and name in REFERENCES:
         return importlib.import_module(f"{module}.{name}")
+    if module.endswith(".custom_recipes") and name in REFERENCES:
+        return importlib.import_module(f"{module}.{name}")
     return _Nothing(f"{module}.{name}", (), {})
 
 
