@@ -117,10 +117,14 @@ def test_compiled_modules_leave_the_graph_for_it():
     torch.testing.assert_close(module.weight.grad, other.weight.grad, rtol=0, atol=0)
 
 
-def test_what_cannot_wait_is_named():
-    with pytest.raises(ValueError, match="delay_wgrad_compute needs one weight; leave out"):
-        te.Linear(64, 48, parameters_split=("a", "b"), delay_wgrad_compute=True)
-    with te.quantized_model_init(recipe=te.MXFP8BlockScaling()):
-        module = te.Linear(64, 48, delay_wgrad_compute=True)
-    with pytest.raises(ValueError, match="needs a weight in high precision, and this one is codes"):
-        passed(module, 1)
+def test_weights_of_codes_wait_too():
+    recipe, grads = te.MXFP8BlockScaling(), []
+    for delayed in (True, False):
+        torch.manual_seed(0)
+        with te.quantized_model_init(recipe=recipe):
+            module = te.Linear(64, 48, delay_wgrad_compute=delayed)
+        passed(module, 1, recipe)
+        assert (module.weight.grad is None) is delayed
+        module.backward_dw()
+        grads.append(module.weight.grad)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)

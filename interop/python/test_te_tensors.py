@@ -65,8 +65,14 @@ def same(one, other):
 
 # Shapes of a tensor of 2×32×384 values: codes and scales of rows, and of columns.
 STORED = {
-    "nvfp4": [((2, 32, 192), U8), ((128, 24), U8), ((1,), F32), ((384, 32), U8), ((384, 4), U8), ((1,), F32)],
-    "nvfp4 row-scaled": [((2, 32, 192), U8), ((128, 24), U8), ((64,), F32), ((384, 32), U8), ((384, 4), U8), ((384,), F32)],
+    "nvfp4": [
+        ((2, 32, 192), U8), ((128, 24), U8), ((1,), F32),
+        ((384, 32), U8), ((384, 4), U8), ((1,), F32),
+    ],
+    "nvfp4 row-scaled": [
+        ((2, 32, 192), U8), ((128, 24), U8), ((64,), F32),
+        ((384, 32), U8), ((384, 4), U8), ((384,), F32),
+    ],
     "mxfp8": [((2, 32, 384), U8), ((128, 12), U8), ((2, 32, 384), U8), ((4, 384), U8)],
     "block 1": [((2, 32, 384), U8), ((3, 64), F32), ((384, 2, 32), U8), ((1, 384), F32)],
     "block 2": [((2, 32, 384), U8), ((1, 4), F32), ((384, 2, 32), U8), ((3, 4), F32)],
@@ -114,7 +120,9 @@ def test_scales_for_products_lie_as_tensor_cores_read_them():
         flat = ordered._rowwise_scale_inv.flatten()
         for row, col in ((0, 0), (1, 0), (32, 0), (33, 2), (127, 3), (128, 4), (255, width - 1)):
             tile = row // 128 * (width // 4) + col // 4
-            assert flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4] == scales[row, col]
+            assert (
+                flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4] == scales[row, col]
+            )
         assert torch.equal(ordered.dequantize(), plain.dequantize())
         assert ordered.quantized == plain.quantized
 
@@ -156,7 +164,12 @@ def test_a_flag_leaves_a_tensor_as_it_is(x, make):
 @ALL
 def test_copies_are_their_own(x, make):
     q = make()(x.clone())
-    for other in (q.clone(), copy.deepcopy(q), pickle.loads(pickle.dumps(q)), torch.empty_like(q).copy_(q)):
+    for other in (
+        q.clone(),
+        copy.deepcopy(q),
+        pickle.loads(pickle.dumps(q)),
+        torch.empty_like(q).copy_(q),
+    ):
         assert type(other) is type(q) and same(other, q) and other.shape == q.shape
         other.zero_()
         assert not same(other, q)
@@ -170,7 +183,12 @@ def test_copies_are_their_own(x, make):
 
 
 def test_shapes_change_where_scales_allow_it(x):
-    for name, shape in (("mxfp8", (2, 32, 384)), ("nvfp4", (2, 32, 384)), ("block 1", (4, 16, 384)), ("current", (128, 192))):
+    for name, shape in (
+        ("mxfp8", (2, 32, 384)),
+        ("nvfp4", (2, 32, 384)),
+        ("block 1", (4, 16, 384)),
+        ("current", (128, 192)),
+    ):
         q = MAKE[name]()(x)
         for viewed in (q.view(*shape), q.reshape(shape), q.view(-1, *shape[1:])):
             assert type(viewed) is type(q) and viewed.shape == shape
@@ -266,7 +284,9 @@ def test_shards_are_gathered_as_codes(name):
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(3))
     x[0, 0] = x[128, 0] = 8.0  # each half has the amax of both
     shards = [MAKE[name]()(half) for half in x.chunk(2)]
-    sent = [shard.fsdp_pre_all_gather(None, shard.shape, shard.stride(), None, None) for shard in shards]
+    sent = [
+        shard.fsdp_pre_all_gather(None, shard.shape, shard.stride(), None, None) for shard in shards
+    ]
     gathered = tuple(torch.cat(parts) for parts in zip(*(arrays for arrays, _ in sent)))
     whole, _ = shards[0].fsdp_post_all_gather(gathered, sent[0][1], torch.float32)
     expected = MAKE[name]()(x)
@@ -289,7 +309,9 @@ def test_layers_multiply_by_the_codes_that_are_there(x):
 
 
 def test_what_is_of_another_format_is_named(x):
-    with pytest.raises(ValueError, match="MXFP8Quantizer can only update MXFP8TensorStorage, not NVFP4Tensor"):
+    with pytest.raises(
+        ValueError, match="MXFP8Quantizer can only update MXFP8TensorStorage, not NVFP4Tensor"
+    ):
         te.MXFP8Quantizer(E4M3).update_quantized(x, te.NVFP4Quantizer()(x))
     with pytest.raises(TypeError, match="expected the format of MXFP8Tensor"):
         te.MXFP8Quantizer(E4M3)(x).copy_from_storage(te.NVFP4Quantizer()(x))
@@ -297,3 +319,14 @@ def test_what_is_of_another_format_is_named(x):
         q = te.MXFP8Quantizer(E4M3)(x)
         q.prepare_for_saving()
         q.dequantize()
+
+
+def test_quantizers_of_settings_are_equal_if_their_settings_are():
+    for name in ("nvfp4", "mxfp8", "block 1", "current"):
+        quantizer, other = MAKE[name](), MAKE[name]()
+        assert quantizer == other and hash(quantizer) == hash(other)
+        text, names = quantizer.__fx_repr__()
+        assert eval(text, dict(names)) == quantizer, "what a compiled program makes"
+        other.set_usage(columnwise=False)
+        assert quantizer != other
+    assert MAKE["delayed"]() != MAKE["delayed"](), "scales are its own"

@@ -68,7 +68,7 @@ from ._storage import (
     restore_from_saved,
 )
 from ._tensor import QuantizedTensor
-from ._loading import allow as _allow_loading
+from ._loading import register as _register
 from ._random import CudaRNGStatesTracker
 from ._recipe import autocast, checkpoint, fp8_autocast, get_default_recipe
 from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
@@ -169,7 +169,7 @@ __all__ = [
     "restore_from_saved",
 ]
 
-_allow_loading()
+_register()
 
 if not _TYPE_CHECKING:  # to which every name would be there
 

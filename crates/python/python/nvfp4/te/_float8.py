@@ -15,6 +15,7 @@ from ._format import DType, QParams, fp8_code_of, spec_of
 from ._quantizer import Quantizer, matrix_of, matrix_shape
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._values import ValueQuantizer
 from ._weights import Weight
 from .recipe import DelayedScaling, Float8CurrentScaling
 
@@ -280,14 +281,16 @@ class _Float8(Quantizer):
         }  # fmt: skip
         if internal:
             return Float8TensorStorage(**given)
-        return Float8Tensor(shape=data.shape, dtype=fake_dtype, requires_grad=requires_grad, **given)
+        return Float8Tensor(
+            shape=data.shape, dtype=fake_dtype, requires_grad=requires_grad, **given
+        )
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
 
 
 class Float8Quantizer(_Float8):
-    """FP8 with a scale that is given. It notes the amax of what it quantizes, for the next scale."""
+    """FP8 with a scale that is given. It notes the amax of what it quantizes."""
 
     scale: Tensor
     amax: Tensor
@@ -310,7 +313,9 @@ class Float8Quantizer(_Float8):
 
     def arrays(self, tensor: Tensor, noop_flag: Optional[Tensor] = None) -> Dict[str, Tensor]:
         scale = self.scale.detach().reshape(1).to(tensor.device)
-        *parts, amax = _quantize_delayed(matrix_of(tensor), self.spec(), "row", 0, None, scale, None)
+        *parts, amax = _quantize_delayed(
+            matrix_of(tensor), self.spec(), "row", 0, None, scale, None
+        )
         seen = torch.maximum(self.amax, amax.reshape(self.amax.shape).to(self.amax.device))
         if noop_flag is not None:
             seen = torch.where(noop_flag.reshape(()).to(seen.device) == 0, seen, self.amax)
@@ -327,7 +332,7 @@ class Float8Quantizer(_Float8):
         return DelayedScaling
 
 
-class Float8CurrentScalingQuantizer(_Float8):
+class Float8CurrentScalingQuantizer(ValueQuantizer, _Float8):
     """FP8 with one scale, from the tensor itself. It goes where the tensor is, whatever ``device``
     says.
     """
@@ -361,7 +366,10 @@ class Float8CurrentScalingQuantizer(_Float8):
             )
         fp8_code_of(fp8_dtype)  # a wrong type fails here
         self.dtype = DType.cast(fp8_dtype)
-        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.with_amax_reduction, self.amax_reduction_group = (
+            with_amax_reduction,
+            amax_reduction_group,
+        )
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
 
     def spec(self) -> str:

@@ -10,9 +10,10 @@ from torch import Tensor
 from ._fsdp import Gathered
 from ._format import DType, QParams, fp8_code_of, spec_of
 from ._order import padded
-from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
+from ._quantizer import matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._values import ValueQuantizer
 from ._weights import Weight
 from .recipe import Float8BlockScaling
 
@@ -67,7 +68,9 @@ class Float8BlockwiseQTensorStorage(ArrayStorage):
         cls, side: str, parts: List[Tensor], shape: torch.Size, quantizer: Any
     ) -> Dict[str, Tensor]:
         codes, scales = parts
-        scales = padded(scales if quantizer.block_scaling_dim == 2 else scales.t(), 1, 4).contiguous()
+        scales = padded(
+            scales if quantizer.block_scaling_dim == 2 else scales.t(), 1, 4
+        ).contiguous()
         turned = shape if side == "row" else quantizer.get_columnwise_shape(shape)
         return {f"_{side}wise_data": codes.reshape(turned), f"_{side}wise_scale_inv": scales}
 
@@ -83,7 +86,9 @@ class Float8BlockwiseQTensorStorage(ArrayStorage):
         return [data.reshape(height, width).contiguous(), scales.contiguous()]
 
     def _spec(self) -> str:
-        return spec_of("fp8-block", fp8_code_of(self._fp8_dtype), "128x128" if self._is_2D_scaled else "1x128")
+        return spec_of(
+            "fp8-block", fp8_code_of(self._fp8_dtype), "128x128" if self._is_2D_scaled else "1x128"
+        )
 
     def _stored_shape(self) -> torch.Size:
         if self._rowwise_data is not None:
@@ -196,7 +201,7 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Gathered, Weight, Ar
         )  # fmt: skip
 
 
-class Float8BlockQuantizer(Quantizer):
+class Float8BlockQuantizer(ValueQuantizer):
     """FP8 with a scale for 128 values, or for squares of 128×128."""
 
     dtype: DType

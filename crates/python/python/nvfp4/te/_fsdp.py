@@ -21,14 +21,12 @@ class Gathered:
         """The arrays that travel, and what puts them together again."""
         return self.fsdp_extract_buffers()
 
-    def fsdp_pre_all_gather(
-        self: Any, mesh, orig_size, contiguous_orig_stride, module, mp_policy
-    ):
+    def fsdp_pre_all_gather(self: Any, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
         """What a shard sends."""
         if self._with_gemm_swizzled_scales:
             raise NotImplementedError(
-                f"FSDP2 is not supported for {type(self).__name__}s with GEMM-swizzled scales: they "
-                "lie in tiles of 128 rows"
+                f"FSDP2 is not supported for {type(self).__name__}s with GEMM-swizzled scales: "
+                "they lie in tiles of 128 rows"
             )
         if mesh is not None and hasattr(self._quantizer, "with_amax_reduction"):
             self.amax_reduction_group = mesh.get_group()
@@ -55,9 +53,7 @@ class Gathered:
 class GatheredSides:
     """A tensor of two formats whose shards are gathered: both directions of them."""
 
-    def fsdp_pre_all_gather(
-        self: Any, mesh, orig_size, contiguous_orig_stride, module, mp_policy
-    ):
+    def fsdp_pre_all_gather(self: Any, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
         """What a shard sends."""
         if mesh is not None:
             self._quantizer.amax_reduction_group = mesh.get_group()
@@ -112,7 +108,7 @@ def _check(role: str, side: Any) -> None:
         side.fsdp_buffer_fields()  # type: ignore[attr-defined]
     except NotImplementedError as error:
         raise NotImplementedError(
-            f"Hybrid FSDP2 all-gather is not supported for a {name} {role} sub-storage: it does not "
-            "implement fsdp_buffer_fields. Use a supported sub-quantizer (Float8CurrentScaling, MXFP8, "
-            "Float8Block) or run without FSDP2."
+            f"Hybrid FSDP2 all-gather is not supported for a {name} {role} sub-storage: it does "
+            "not implement fsdp_buffer_fields. Use a supported sub-quantizer "
+            "(Float8CurrentScaling, MXFP8, Float8Block) or run without FSDP2."
         ) from error

@@ -15,7 +15,8 @@ from ._nvfp4_tensor import NVFP4Quantizer
 from ._quantizer import Quantizer
 from ._roles import QuantizerRequest
 from ._storage import QuantizedTensorStorage
-from ._tensor import QuantizedTensor, View, resolved
+from ._tensor import QuantizedTensor
+from ._views import View, resolved
 from ._weights import Weight
 from .recipe import CustomRecipe
 
@@ -39,7 +40,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         fake_dtype: Optional[torch.dtype] = None,
         **kwargs,
     ):
-        if not hasattr(quantizer, "rowwise_quantizer") or not hasattr(quantizer, "columnwise_quantizer"):
+        if not hasattr(quantizer, "rowwise_quantizer") or not hasattr(
+            quantizer, "columnwise_quantizer"
+        ):
             raise TypeError(
                 "HybridQuantizedTensorStorage requires a parent HybridQuantizer with "
                 "rowwise_quantizer and columnwise_quantizer attributes; "
@@ -69,7 +72,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._columnwise_storage
 
     def _sides(self) -> List[Any]:
-        return [side for side in (self._rowwise_storage, self._columnwise_storage) if side is not None]
+        return [
+            side for side in (self._rowwise_storage, self._columnwise_storage) if side is not None
+        ]
 
     def _first(self) -> Any:
         sides = self._sides()
@@ -79,7 +84,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def _each(self, change: Callable[[Any], Any]) -> Dict[str, Any]:
         """The arguments of the constructor with something done to each direction."""
-        sides = {"rowwise_storage": self._rowwise_storage, "columnwise_storage": self._columnwise_storage}
+        sides = {
+            "rowwise_storage": self._rowwise_storage,
+            "columnwise_storage": self._columnwise_storage,
+        }
         made = {name: None if side is None else change(side) for name, side in sides.items()}
         return {**made, "quantizer": self._quantizer, "fake_dtype": self._dtype}
 
@@ -170,7 +178,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, Weight, QuantizedTensor):  # type: ignore[misc, override]
     """A tensor in two formats, one for each direction."""
 
-    def __new__(cls, *args, rowwise_storage: Any, columnwise_storage: Any, quantizer: Any, **kwargs):
+    def __new__(
+        cls, *args, rowwise_storage: Any, columnwise_storage: Any, quantizer: Any, **kwargs
+    ):
         return super().__new__(
             cls, *args, rowwise_storage=rowwise_storage, columnwise_storage=columnwise_storage,
             quantizer=quantizer, **kwargs,
@@ -240,10 +250,15 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, Weight,
                         "support high-precision fallback children. MXFP8 FSDP shards must have a "
                         "first dimension divisible by 32."
                     )
-        row, column = ([None] * len(parts[0] or parts[1]) if part is None else part for part in parts)
+        row, column = (
+            [None] * len(parts[0] or parts[1]) if part is None else part for part in parts
+        )
         given = {"quantizer": self._quantizer, "fake_dtype": self._dtype}
         return [
-            self._made({"rowwise_storage": r, "columnwise_storage": c, **given}, (c if r is None else r).shape)
+            self._made(
+                {"rowwise_storage": r, "columnwise_storage": c, **given},
+                (c if r is None else r).shape,
+            )
             for r, c in zip(row, column)
         ]
 
@@ -253,9 +268,9 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, Weight,
             return False
         if self.get_usages() != source.get_usages():
             raise NotImplementedError(
-                "HybridQuantizedTensor.copy_ requires matching rowwise/columnwise usages, but source "
-                f"has {source.get_usages()} and destination has {self.get_usages()}. Copy from a "
-                "high-precision tensor instead."
+                "HybridQuantizedTensor.copy_ requires matching rowwise/columnwise usages, but "
+                f"source has {source.get_usages()} and destination has {self.get_usages()}. "
+                "Copy from a high-precision tensor instead."
             )
         for here, there in zip(self._sides(), source._sides()):
             torch.ops.aten.copy_.default(here, there)
@@ -329,9 +344,9 @@ class HybridQuantizer(Quantizer):
         ):
             if isinstance(given, QuantizerRequest):
                 raise TypeError(
-                    f"{name}: HybridQuantizer does not support nested QuantizerRequest objects yet; "
-                    f"got {type(given).__name__}. A factory returns a DelayedScalingRequest for a "
-                    "whole tensor"
+                    f"{name}: HybridQuantizer does not support nested QuantizerRequest objects "
+                    f"yet; got {type(given).__name__}. A factory returns a "
+                    "DelayedScalingRequest for a whole tensor"
                 )
             if not isinstance(given, Quantizer):
                 raise TypeError(
@@ -339,8 +354,9 @@ class HybridQuantizer(Quantizer):
                 )
         if rowwise_quantizer is columnwise_quantizer:
             raise ValueError(
-                "rowwise_quantizer and columnwise_quantizer are the same object, but HybridQuantizer "
-                "requires distinct rowwise and columnwise quantizer instances: pass a copy() of it"
+                "rowwise_quantizer and columnwise_quantizer are the same object, but "
+                "HybridQuantizer requires distinct rowwise and columnwise quantizer instances: "
+                "pass a copy() of it"
             )
         if columnwise_source not in _SOURCES:
             raise ValueError(
@@ -410,7 +426,9 @@ class HybridQuantizer(Quantizer):
             rowwise_result = self.rowwise_quantizer.quantize(tensor)
         return rowwise_result.dequantize(dtype=tensor.dtype)
 
-    def _wrap(self, row: Any, column: Any, shape: Iterable[int], dtype: torch.dtype, **kwargs) -> Any:
+    def _wrap(
+        self, row: Any, column: Any, shape: Iterable[int], dtype: torch.dtype, **kwargs
+    ) -> Any:
         sides = {"rowwise_storage": row, "columnwise_storage": column, "quantizer": self}
         if self.internal:
             return HybridQuantizedTensorStorage(**sides, fake_dtype=dtype)
@@ -424,9 +442,7 @@ class HybridQuantizer(Quantizer):
             column = self.columnwise_quantizer.quantize(self._source(tensor, row))
         return self._wrap(row, column, tensor.shape, tensor.dtype)
 
-    def update_quantized(
-        self, src: Tensor, dst: Any, *, noop_flag: Optional[Tensor] = None
-    ) -> Any:
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Optional[Tensor] = None) -> Any:
         if not isinstance(dst, HybridQuantizedTensorStorage):
             raise ValueError(
                 "HybridQuantizer can only update HybridQuantizedTensorStorage, got "
@@ -452,7 +468,9 @@ class HybridQuantizer(Quantizer):
     ) -> Any:
         shape, given = tuple(shape), {"dtype": dtype, "device": device, "pin_memory": pin_memory}
         row = self.rowwise_quantizer.make_empty(shape, **given) if self.rowwise_usage else None
-        column = self.columnwise_quantizer.make_empty(shape, **given) if self.columnwise_usage else None
+        column = (
+            self.columnwise_quantizer.make_empty(shape, **given) if self.columnwise_usage else None
+        )
         return self._wrap(row, column, shape, dtype, requires_grad=requires_grad)
 
     def supports_only_rowwise_all_gather(self) -> bool:

@@ -154,7 +154,9 @@ class IdentityQuantizer(Quantizer):
         if self.dtype is None:
             return "high-precision"
         if self.dtype not in _SHORT:
-            raise ValueError(f"dtype: expected one of {', '.join(map(str, _SHORT))}, got {self.dtype}")
+            raise ValueError(
+                f"dtype: expected one of {', '.join(map(str, _SHORT))}, got {self.dtype}"
+            )
         return f"high-precision({_SHORT[self.dtype]})"
 
     def _held(self, tensor: Tensor) -> Tensor:
@@ -166,9 +168,7 @@ class IdentityQuantizer(Quantizer):
         data = self._held(tensor)
         return self.wrapped({"_hp_data": data}, data.shape, data.dtype)
 
-    def update_quantized(
-        self, src: Tensor, dst: Any, *, noop_flag: Optional[Tensor] = None
-    ) -> Any:
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Optional[Tensor] = None) -> Any:
         if not isinstance(dst, IdentityTensorStorage):
             raise ValueError(
                 f"IdentityQuantizer can only update IdentityTensorStorage, got {type(dst).__name__}"

@@ -58,10 +58,11 @@ class OneLinear(Begins, Follows):
         return f"{sizes}{norm}, {self.formats}"
 
 
-def _one_weight(where: str, parameters_split: Any, **needs: bool) -> None:
-    for name, asked in needs.items():
-        if asked and parameters_split is not None:
-            raise ValueError(f"te.{where}: {name} needs one weight; leave out parameters_split")
+def _no_fusion_of_parts(where: str, fuse_wgrad_accumulation: bool, parameters_split: Any) -> None:
+    if fuse_wgrad_accumulation and parameters_split is not None:
+        raise ValueError(
+            f"te.{where}: fuse_wgrad_accumulation needs one weight; leave out parameters_split"
+        )
 
 
 class Linear(OneLinear, nvfp4.torch.Linear):
@@ -69,10 +70,9 @@ class Linear(OneLinear, nvfp4.torch.Linear):
 
     # What is listed and not used below says nothing with one worker, or nothing about numbers.
     @supports(
-        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method",
-        "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
+        "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
+        "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
         "tp_size", "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
-        "delay_wgrad_compute",
     )  # fmt: skip
     def __init__(
         self, in_features: int, out_features: int, sequence_parallel: bool = False,
@@ -86,10 +86,7 @@ class Linear(OneLinear, nvfp4.torch.Linear):
         save_original_input: bool = False, name: Optional[str] = None,
     ):  # fmt: skip
         one_worker("Linear", tp_size, tp_group)
-        _one_weight(
-            "Linear", parameters_split, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )  # fmt: skip
+        _no_fusion_of_parts("Linear", fuse_wgrad_accumulation, parameters_split)
         self.begins(
             Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name), parameters_split
         )
@@ -98,7 +95,7 @@ class Linear(OneLinear, nvfp4.torch.Linear):
             recipe="high_precision", path=name or "linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
-        self.delay_wgrad(delay_wgrad_compute)
+        self.postpones(delay_wgrad_compute)
 
     # The arguments are TransformerEngine's.
     def forward(  # type: ignore[override]
@@ -149,11 +146,11 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
     """``transformer_engine.pytorch.LayerNormLinear``."""
 
     @supports(
-        "eps", "fuse_wgrad_accumulation", "get_rng_state_tracker", "init_method", "bias",
+        "eps", "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
+        "init_method", "bias",
         "normalization", "return_bias", "params_dtype", "return_layernorm_output",
         "parameters_split", "zero_centered_gamma", "device", "name", "tp_group", "tp_size",
         "sequence_parallel", "parallel_mode", "return_layernorm_output_gathered", "ub_name",
-        "delay_wgrad_compute",
     )  # fmt: skip
     def __init__(
         self, in_features: int, out_features: int, eps: float = 1e-5,
@@ -169,10 +166,7 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
         name: Optional[str] = None,
     ):  # fmt: skip
         one_worker("LayerNormLinear", tp_size, tp_group)
-        _one_weight(
-            "LayerNormLinear", parameters_split, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )  # fmt: skip
+        _no_fusion_of_parts("LayerNormLinear", fuse_wgrad_accumulation, parameters_split)
         initial = Initial((("", init_method),), get_rng_state_tracker, None, zero_centered_gamma)
         self.begins(initial, parameters_split)
         super().__init__(
@@ -185,7 +179,7 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
             zero_centered_gamma,
         )
         self.made(name, return_bias, fuse_wgrad_accumulation)
-        self.delay_wgrad(delay_wgrad_compute)
+        self.postpones(delay_wgrad_compute)
 
     def forward(  # type: ignore[override]
         self,

@@ -12,11 +12,13 @@ import nvfp4
 from nvfp4.torch._composed import amax_of
 from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
-from nvfp4.torch._main_grad import Store
+from nvfp4.torch._quantized import coded as coded_of
 
+from ._later import Postpones, computed_again
 from ._meta import ShowsQuantizers
 from ._products import foreign_linear, is_foreign
 from ._recipe import Region, Step, region
+from .recipe import Recipe
 
 # Guards what several threads may change in a module: what it remembers of its calls.
 _lock = threading.RLock()
@@ -66,7 +68,7 @@ class TheirState(torch.nn.Module):
             unexpected.remove(key)
 
 
-class Follows(ShowsQuantizers, TheirState):
+class Follows(Postpones, ShowsQuantizers, TheirState):
     """A module that computes in the formats of the ``autocast`` around its call, and in high
     precision outside of one.
 
@@ -75,8 +77,6 @@ class Follows(ShowsQuantizers, TheirState):
     region of that call.
     """
 
-    _store: Optional[Store] = None
-    _hooks: List[Callable[[], Any]] = []
     use_recipe: Callable[[Any], None]
     forget_weights: Callable[[], None]
     fuse_wgrad_accumulation: bool
@@ -102,36 +102,6 @@ class Follows(ShowsQuantizers, TheirState):
     _step: Optional[Step] = None
     # For each product: its quantizers, if one of them brings its own product.
     _foreign: Optional[List[Optional[Dict[str, Any]]]] = None
-
-    def delay_wgrad(self, delayed: bool) -> None:
-        """Whether gradients of weights wait for :meth:`backward_dw`."""
-        self._store, self._hooks = Store() if delayed else None, []
-        for name, parameter in self.named_parameters() if delayed else ():
-            if not name.startswith("layer_norm"):
-                # As TransformerEngine tells those who reduce gradients.
-                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
-
-    def need_backward_dw(self) -> bool:
-        """Whether gradients of weights wait for :meth:`backward_dw`."""
-        return self._store is not None
-
-    def backward_dw(self) -> None:
-        """Computes the gradients of weights that a backward pass has left, that of the first of
-        several. It does nothing without ``delay_wgrad_compute``.
-        """
-        if self._store is None:
-            return
-        if not self._store.run():
-            raise RuntimeError(
-                f"{type(self).__name__} '{self.path}': backward_dw() has nothing to compute; it comes "
-                "once after each backward pass"
-            )
-        for hook in self._hooks:
-            hook()
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Has a function called after each :meth:`backward_dw`."""
-        self._hooks.append(hook)
 
     def __getstate__(self):
         # The next call finds out what to follow.
@@ -205,21 +175,36 @@ class Follows(ShowsQuantizers, TheirState):
         return same
 
     def product(
-        self, x: Any, weight: Any, bias: Any, number: int = 0, handed: Any = None
+        self, x: Any, weight: Any, bias: Any, number: int = 0, handed: Any = None, store: Any = None
     ) -> Any:
         """``x·wᵀ + bias`` in the formats of the product with this number. Where a recipe is
         calibrated, delayed scaling sees the operands.
         """
-        foreign = None if self._foreign is None else self._foreign[number]
-        if foreign is not None:
-            return foreign_linear(x, weight, bias, foreign)
         if self._calibrated is not None:
             prefix, _, formats = self._calibrated[number]
             state = self.state_of(formats, prefix)  # type: ignore[operator]
             for kept, operand in ((state.input, x), (state.weight, weight)):
                 if kept is not None:
                     kept.note([amax_of(operand)] * kept.number())
-        return super().product(x, weight, bias, number, handed)  # type: ignore
+        waits = self._store is not None and torch.is_grad_enabled() and weight.requires_grad
+        if not waits:
+            return self._product(x, weight, bias, number, handed, store)
+        plain = self._foreign is None and weight.is_leaf and coded_of(weight) is None
+        if plain:
+            return self._product(x, weight, bias, number, handed, self._store)
+
+        def again(x: Any, weight: Any, bias: Any) -> Any:
+            return self._product(x, weight, bias, number, handed)
+
+        return computed_again(self._store, again, x, weight, bias)  # type: ignore[arg-type]
+
+    def _product(
+        self, x: Any, weight: Any, bias: Any, number: int, handed: Any, store: Any = None
+    ) -> Any:
+        foreign = None if self._foreign is None else self._foreign[number]
+        if foreign is not None:
+            return foreign_linear(x, weight, bias, foreign)
+        return super().product(x, weight, bias, number, handed, store)  # type: ignore
 
     def _followed(self) -> Region:
         here = region()
@@ -229,7 +214,7 @@ class Follows(ShowsQuantizers, TheirState):
         if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
             with _lock:
                 self.__dict__.update(_ran=self._remembered(here), _repeated=False)
-                if here.asked is not None:
+                if isinstance(here.asked, Recipe):  # a preset's name has no quantizers to show
                     self._notice(here.asked)
                 self._regional = self._regional or bool(here.key)
             return here

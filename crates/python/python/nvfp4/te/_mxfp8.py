@@ -13,6 +13,7 @@ from ._order import padded, swizzled, unswizzled
 from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._values import ValueQuantizer
 from ._weights import Weight
 from .recipe import MXFP8BlockScaling
 
@@ -80,7 +81,9 @@ class MXFP8TensorStorage(ArrayStorage):
         codes, scales = parts
         scales = padded(scales, *_TILE[side])
         if quantizer.optimize_for_gemm:
-            scales = swizzled(scales) if side == "row" else swizzled(scales.t()).reshape(scales.shape)
+            scales = (
+                swizzled(scales) if side == "row" else swizzled(scales.t()).reshape(scales.shape)
+            )
         return {f"_{side}wise_data": codes.reshape(shape), f"_{side}wise_scale_inv": scales}
 
     def _parts(self, side: str) -> List[Tensor]:
@@ -109,7 +112,9 @@ class MXFP8TensorStorage(ArrayStorage):
 
     def fsdp_extract_buffers(self) -> Tuple[Tuple[Optional[Tensor], ...], Dict[str, Any]]:
         if self._with_gemm_swizzled_scales:
-            raise NotImplementedError("FSDP2 is only supported for MXFP8Tensors with compact scales")
+            raise NotImplementedError(
+                "FSDP2 is only supported for MXFP8Tensors with compact scales"
+            )
         rows, _ = matrix_shape(self.size())
         heights = {"_rowwise_scale_inv": rows, "_columnwise_scale_inv": -(-rows // BLOCK)}
         names = self.fsdp_buffer_fields()
@@ -168,7 +173,7 @@ class MXFP8Tensor(MXFP8TensorStorage, Gathered, Weight, ArrayTensor):  # type: i
         return [type(self)(shape=shape, dtype=self.dtype, **{**given, **piece}) for piece in pieces]
 
 
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(ValueQuantizer):
     """MXFP8, with a scale for 32 values or for squares of 32×32."""
 
     dtype: DType

@@ -13,9 +13,10 @@ import nvfp4
 from ._fsdp import Gathered
 from ._format import DType, spec_of
 from ._order import padded, swizzled, unswizzled
-from ._quantizer import Quantizer, matrix_shape, up, whole_blocks
+from ._quantizer import matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
 from ._tensor import ArrayTensor
+from ._values import ValueQuantizer
 from ._weights import Weight
 from .recipe import NVFP4BlockScaling
 
@@ -159,7 +160,11 @@ class NVFP4TensorStorage(ArrayStorage):
         each = torch.stack((codes & 15, codes >> 4), -1).reshape(rows, -1)[:, :cols].t()
         each = torch.nn.functional.pad(each, (0, rows % 2))
         turned = scales[::BLOCK].t().repeat_interleave(BLOCK, 0)[:cols]
-        parts = [(each[:, 0::2] | (each[:, 1::2] << 4)).contiguous(), turned.contiguous(), amax.clone()]
+        parts = [
+            (each[:, 0::2] | (each[:, 1::2] << 4)).contiguous(),
+            turned.contiguous(),
+            amax.clone(),
+        ]
         for name, array in self.stored("column", parts, self.size(), self._quantizer).items():
             setattr(self, name, array)
 
@@ -168,11 +173,13 @@ class NVFP4TensorStorage(ArrayStorage):
 
     def fsdp_buffer_fields(self) -> Tuple[str, ...]:
         # Bytes of two codes of a column belong to two rows, which may be those of two workers.
-        raise NotImplementedError(f"{type(self).__name__} class does not implement fsdp_buffer_fields")
+        raise NotImplementedError(
+            f"{type(self).__name__} class does not implement fsdp_buffer_fields"
+        )
 
 
 class NVFP4Tensor(NVFP4TensorStorage, Gathered, Weight, ArrayTensor):  # type: ignore[misc, override]
-    """A tensor in NVFP4. Its arrays are the tensor: what is written into them is what is decoded."""
+    """A tensor in NVFP4. Its arrays are the tensor: what is written there is what is decoded."""
 
     _column_of_rows = True
 
@@ -194,8 +201,8 @@ class NVFP4Tensor(NVFP4TensorStorage, Gathered, Weight, ArrayTensor):  # type: i
         **kwargs,
     ):
         return super().__new__(
-            cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, amax_rowwise,
-            amax_columnwise, fp4_dtype, quantizer, with_gemm_swizzled_scales, *args,
+            cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv,
+            amax_rowwise, amax_columnwise, fp4_dtype, quantizer, with_gemm_swizzled_scales, *args,
             row_scaled_nvfp4=row_scaled_nvfp4, nvfp4_use_4over6=nvfp4_use_4over6,
             nvfp4_e4m3_max=nvfp4_e4m3_max, **kwargs,
         )  # fmt: skip
@@ -218,7 +225,7 @@ class NVFP4Tensor(NVFP4TensorStorage, Gathered, Weight, ArrayTensor):  # type: i
         self._rowwise_scale_inv = padded(self._rowwise_scale_inv, 128, 4)
 
 
-class NVFP4Quantizer(Quantizer):
+class NVFP4Quantizer(ValueQuantizer):
     """Quantizes to NVFP4, with TransformerEngine's arguments.
 
     Stochastic rounding takes its offsets from torch's generator, so that it follows
@@ -262,9 +269,15 @@ class NVFP4Quantizer(Quantizer):
                 "their own amax"
             )
         self.dtype = DType.cast(fp4_dtype)
-        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.with_amax_reduction, self.amax_reduction_group = (
+            with_amax_reduction,
+            amax_reduction_group,
+        )
         self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
-        self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
+        self.with_2d_quantization, self.stochastic_rounding = (
+            with_2d_quantization,
+            stochastic_rounding,
+        )
         self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
         self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
         if self.nvfp4_e4m3_max not in (448, 256):
@@ -354,6 +367,8 @@ def _spec(squares: bool, rows: bool, rule: str, stochastic: bool, signs: Optiona
 @functools.lru_cache(maxsize=None)
 def _rotation(mask: int) -> Tensor:
     """The Hadamard matrix of 16 values with signs of rows, in bfloat16."""
-    signs = [[-1.0 if bin(row & col).count("1") % 2 else 1.0 for col in range(16)] for row in range(16)]
+    signs = [
+        [-1.0 if bin(row & col).count("1") % 2 else 1.0 for col in range(16)] for row in range(16)
+    ]
     rows = torch.tensor([-1.0 if mask >> row & 1 else 1.0 for row in range(16)])
     return (rows[:, None] * torch.tensor(signs) / 4).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""How scales lie: padded to whole tiles of tensor cores, and in their order where one asks for it."""
+"""How scales lie: padded to whole tiles of tensor cores, and in their order if one asks for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ._quantizer import up
 
 def padded(scales: Tensor, rows: int, cols: int) -> Tensor:
     """Scales with zeros up to whole multiples of rows and columns."""
-    missing = up(scales.shape[0], rows) - scales.shape[0], up(scales.shape[1], cols) - scales.shape[1]
+    missing = (
+        up(scales.shape[0], rows) - scales.shape[0],
+        up(scales.shape[1], cols) - scales.shape[1],
+    )
     return torch.nn.functional.pad(scales, (0, missing[1], 0, missing[0]))
 
 

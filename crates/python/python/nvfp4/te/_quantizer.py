@@ -113,9 +113,7 @@ class Quantizer:
         """Quantizes some tensors."""
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
-    def update_quantized(
-        self, src: Tensor, dst: Any, *, noop_flag: Optional[Tensor] = None
-    ) -> Any:
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Optional[Tensor] = None) -> Any:
         """Quantizes a tensor into another one. A ``noop_flag`` that is not 0 leaves it as it is."""
         if not isinstance(dst, self._CLASSES[0]):
             raise ValueError(
@@ -150,7 +148,9 @@ class Quantizer:
                 f"{type(self).__name__} class does not implement make_empty function, "
                 "required for construction of uninitialized quantized tensor"
             )
-        made = self.wrapped(self.alloc_tensors(shape, device=device, pin_memory=pin_memory), shape, dtype)
+        made = self.wrapped(
+            self.alloc_tensors(shape, device=device, pin_memory=pin_memory), shape, dtype
+        )
         return made.requires_grad_(True) if requires_grad else made
 
     def arrays(self, tensor: Tensor, noop_flag: Optional[Tensor] = None) -> Dict[str, Tensor]:
@@ -162,7 +162,9 @@ class Quantizer:
         parts = quantized(matrix_of(tensor), format, group=group)
         return self.stored(parts[: format.row], parts[format.row :], tensor.shape)
 
-    def stored(self, row: List[Tensor], column: List[Tensor], shape: torch.Size) -> Dict[str, Tensor]:
+    def stored(
+        self, row: List[Tensor], column: List[Tensor], shape: torch.Size
+    ) -> Dict[str, Tensor]:
         """The arrays of the engine as they are stored."""
         sides = {"row": row, "column": column}
         made = {}

@@ -13,6 +13,7 @@ from nvfp4.torch._blocks import block_of
 from nvfp4.torch._quantized import dequantize_block
 
 from ._quantizer import Quantizer, matrix_shape
+from ._views import View, resolved
 
 
 class QuantizedTensorStorage:
@@ -60,7 +61,9 @@ class QuantizedTensorStorage:
         return self._build_default_quantizer() if self._quantizer is None else self._quantizer
 
     def _build_default_quantizer(self) -> Any:
-        raise ValueError(f"{type(self).__name__} has no quantizer and its format has no default one")
+        raise ValueError(
+            f"{type(self).__name__} has no quantizer and its format has no default one"
+        )
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Optional[Tensor] = None) -> Any:
         """Takes the values of another tensor, unless a flag is not 0."""
@@ -72,7 +75,9 @@ class QuantizedTensorStorage:
         if self._quantizer is None:
             raise RuntimeError("To be updated, quantizer must be set")
         if self._quantizer is not quantizer:
-            warnings.warn("Quantizer is being updated, this may affect model behavior", stacklevel=2)
+            warnings.warn(
+                "Quantizer is being updated, this may affect model behavior", stacklevel=2
+            )
             self._quantizer = quantizer
 
     # What FSDP2 gathers.
@@ -231,8 +236,6 @@ class ArrayStorage(QuantizedTensorStorage):
 
     def view(self, *shape: Any) -> Any:
         """The same codes in another shape, where scales allow it."""
-        from ._tensor import View, resolved
-
         if isinstance(self, Tensor):
             return View.apply(self, shape)
         new = resolved(self.size(), shape)
@@ -321,6 +324,8 @@ class ArrayStorage(QuantizedTensorStorage):
         """Takes other arrays, in its own memory where they fit."""
         for name in self._ARRAYS:
             old, new = getattr(self, name), arrays.get(name)
+            if old is None and new is None:
+                continue
             if old is None or new is None or old.shape != new.shape or old.device != new.device:
                 if noop_flag is None or not noop_flag.any():
                     setattr(self, name, new)

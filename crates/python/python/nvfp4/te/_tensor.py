@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from typing import Any, Dict, Iterable, Optional
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from nvfp4.torch._changes import in_place
 
 from ._storage import write
+from ._views import Same, View, cloned, contiguous_strides, resolved
 
 _aten = torch.ops.aten
 
@@ -64,11 +64,15 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, *, dtype: Optional[torch.dtype] = None) -> Tensor:  # type: ignore[override]
         """The values."""
-        raise NotImplementedError(f"{type(self).__name__} class does not implement dequantize function")
+        raise NotImplementedError(
+            f"{type(self).__name__} class does not implement dequantize function"
+        )
 
     def quantize_(self, tensor: Tensor) -> Any:
         """Takes the values of another tensor."""
-        raise NotImplementedError(f"{type(self).__name__} class does not implement quantize_ function")
+        raise NotImplementedError(
+            f"{type(self).__name__} class does not implement quantize_ function"
+        )
 
     def clear(self) -> None:
         """Frees the memory of the arrays."""
@@ -76,20 +80,32 @@ class QuantizedTensor(torch.Tensor):
 
     def get_metadata(self) -> Dict[str, Any]:
         """The arguments of the constructor that make it again, of the same arrays."""
-        raise NotImplementedError(f"{type(self).__name__} class does not implement get_metadata function")
+        raise NotImplementedError(
+            f"{type(self).__name__} class does not implement get_metadata function"
+        )
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
         """The tensor, whose codes lie side by side."""
-        raise NotImplementedError(f"{type(self).__name__} class does not implement contiguous function")
+        raise NotImplementedError(
+            f"{type(self).__name__} class does not implement contiguous function"
+        )
 
     # What others have noted on it.
 
     def _noted(self) -> Dict[str, Any]:
-        own = {*self.get_metadata(), "dtype", "prepared", "transpose_invalid", "scale_inv", "data", "transpose"}
+        own = {
+            *self.get_metadata(),
+            "dtype",
+            "prepared",
+            "transpose_invalid",
+            "scale_inv",
+            "data",
+            "transpose",
+        }
         return {name: value for name, value in self.__dict__.items() if name.lstrip("_") not in own}
 
     def __deepcopy__(self, memo: Any) -> Any:
-        made = _clone(None, self).requires_grad_(self.requires_grad)
+        made = cloned(self).requires_grad_(self.requires_grad)
         made.__dict__.update(copy.deepcopy(self._noted(), memo))
         return memo.setdefault(id(self), made)
 
@@ -112,7 +128,9 @@ class QuantizedTensor(torch.Tensor):
         dtype = tensor.dtype if dtype is None else dtype
         kwargs = {**tensor.get_metadata(), "fake_dtype": dtype}
         shape = tensor.shape if shape is None else shape
-        return cls(shape=shape, dtype=dtype, requires_grad=requires_grad, device=tensor.device, **kwargs)  # type: ignore[call-arg]
+        return cls(
+            shape=shape, dtype=dtype, requires_grad=requires_grad, device=tensor.device, **kwargs
+        )  # type: ignore[call-arg]
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """A tensor of the same arrays, with values of another type."""
@@ -140,7 +158,7 @@ class QuantizedTensor(torch.Tensor):
 
     def expand_as(self, other: Tensor) -> Tensor:  # type: ignore[override]
         # torch asks for the graph of a parameter so.
-        return _Same.apply(self) if other is self else super().expand_as(other)
+        return Same.apply(self) if other is self else super().expand_as(other)
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(data={self.dequantize()})"
@@ -162,7 +180,11 @@ class QuantizedTensor(torch.Tensor):
         here = [kept.__get__(self) for kept in (own.shape, own.dtype, own.device)]
         if here != [tensor.shape, tensor.dtype, tensor.device] or self.stride() != tensor.stride():
             empty = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                type(self), tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                type(self),
+                tensor.shape,
+                strides=tensor.stride(),
+                dtype=tensor.dtype,
+                device=tensor.device,
             )
             own.data.__set__(self, empty)
         self._adopt(tensor)
@@ -235,7 +257,7 @@ class ArrayTensor(QuantizedTensor):
         return self
 
     def clone(self, *, memory_format: Any = None) -> Any:
-        return _Same.apply(self, True)
+        return Same.apply(self, True)
 
     def reshape(self, *shape: Any) -> Any:  # type: ignore[override]
         return View.apply(self, shape)
@@ -290,68 +312,12 @@ def rebuilt(cls, shape, dtype, metadata, requires_grad=False, noted=None):
     return made
 
 
-def resolved(old: Iterable[int], shape: Any) -> torch.Size:
-    """A shape as ``view`` takes it, with its -1 filled in."""
-    while isinstance(shape, (tuple, list)) and len(shape) == 1 and not isinstance(shape[0], int):
-        shape = shape[0]
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    if -1 in shape:
-        rest = -math.prod(shape)
-        shape = tuple(math.prod(old) // rest if size == -1 else size for size in shape)
-    if math.prod(shape) != math.prod(old):
-        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {math.prod(old)}")
-    return torch.Size(shape)
-
-
-def contiguous_strides(shape: Iterable[int]) -> tuple:
-    """The strides of a tensor whose values lie side by side."""
-    strides = [1]
-    for size in reversed(tuple(shape)[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if tuple(shape) else ()
-
-
 def _values(tensor: QuantizedTensor) -> Tensor:
     return tensor.dequantize()
 
 
 def _take(tensor: QuantizedTensor, values: Tensor) -> None:
     tensor.quantize_(values)
-
-
-class _Same(torch.autograd.Function):
-    """The tensor itself, or one of copies of its arrays."""
-
-    @staticmethod
-    def forward(ctx, tensor, cloned=False):
-        ctx.dtype = tensor.dtype
-        return _clone(None, tensor) if cloned else tensor.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.detach().to(ctx.dtype), None
-
-
-class View(torch.autograd.Function):
-    """The same in another shape; the values where scales forbid it."""
-
-    @staticmethod
-    def forward(ctx, tensor, shape):
-        ctx.shape = tensor.shape
-        new = resolved(tensor.shape, shape)
-        made = tensor._shaped(new)
-        if made is None:
-            warnings.warn(
-                f"{type(tensor).__name__} does not support reshaping inner dimension (attempted to "
-                f"reshape dims={tuple(tensor.shape)} to {tuple(new)}); the values are reshaped",
-                stacklevel=2,
-            )
-            return tensor.dequantize().view(new)
-        return made
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.reshape(ctx.shape), None
 
 
 # Operations that keep codes. They return NotImplemented where values are needed.
@@ -362,19 +328,21 @@ def _detach(function, tensor):
 
 
 def _clone(function, tensor, memory_format=None):
-    kwargs = {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in tensor.get_metadata().items()
-    }
-    return type(tensor)(shape=tensor.shape, dtype=tensor.dtype, device=tensor.device, **kwargs)
+    return cloned(tensor)
 
 
-def _to(function, tensor, *, dtype=None, device=None, non_blocking=False, pin_memory=False, **kwargs):
+def _to(
+    function, tensor, *, dtype=None, device=None, non_blocking=False, pin_memory=False, **kwargs
+):
     if dtype is not None and dtype != tensor.dtype:
         return NotImplemented
     device = torch.device(tensor.device if device is None else device)
 
     def moved(value):
+        if isinstance(value, QuantizedTensor):  # a direction of a tensor in two formats
+            return _to(
+                function, value, device=device, non_blocking=non_blocking, pin_memory=pin_memory
+            )
         value = value.to(device=device, non_blocking=non_blocking)
         return value.pin_memory() if pin_memory and device.type == "cpu" else value
 
@@ -383,7 +351,11 @@ def _to(function, tensor, *, dtype=None, device=None, non_blocking=False, pin_me
         for name, value in tensor.get_metadata().items()
     }
     return type(tensor)(
-        shape=tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad, device=device, **named
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        device=device,
+        **named,
     )
 
 
@@ -407,7 +379,11 @@ def _view(function, tensor, shape):
 
 
 def _strided(function, tensor, size, stride, storage_offset=None):
-    if tuple(size) == tuple(tensor.shape) and tuple(stride) == tuple(tensor.stride()) and not storage_offset:
+    if (
+        tuple(size) == tuple(tensor.shape)
+        and tuple(stride) == tuple(tensor.stride())
+        and not storage_offset
+    ):
         return type(tensor).make_like(tensor)
     return tensor._cut(function, size, stride, storage_offset)
 
@@ -425,7 +401,8 @@ def _cut(function, tensor, *args, **kwargs):
 def _new_empty(function, tensor, size, dtype=None, device=None, pin_memory=False, **kwargs):
     if tensor._quantizer is None:
         raise RuntimeError(
-            f"{type(tensor).__name__} does not have a quantizer; cannot create new_empty QuantizedTensor"
+            f"{type(tensor).__name__} does not have a quantizer; cannot create new_empty "
+            "QuantizedTensor"
         )
     return _empty_of(tensor, tensor._quantizer.copy(), size, dtype, device, pin_memory)
 

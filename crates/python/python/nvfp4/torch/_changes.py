@@ -9,7 +9,12 @@ from torch.utils._pytree import tree_map_only
 
 
 def in_place(
-    function, args, kwargs, kind: type, values: Callable[[Any], Tensor], take: Callable[[Any, Tensor], Any]
+    function,
+    args,
+    kwargs,
+    kind: type,
+    values: Callable[[Any], Tensor],
+    take: Callable[[Any, Tensor], Any],
 ):
     """Computes an operation that changes its arguments. Those of this kind are given to it as their
     values, and take what became of them.

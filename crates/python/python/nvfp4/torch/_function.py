@@ -78,8 +78,6 @@ def linear(
         state = state.given(formats, handed)
         fits = handed.input is not None and handed.input.spec == formats.input.spec
         given = handed.input.amax if fits and handed.input is not None else None
-    if later is not None and coded is not None:
-        raise ValueError("delay_wgrad_compute needs a weight in high precision, and this one is codes")
     apart = group is not None or given is not None or later is not None
     whole = not apart and (formats.trained or decoded)
     trains = torch.is_grad_enabled() and (

@@ -48,8 +48,6 @@ class Layer(Delays):
     seed: int = 0
     # Whether gradients of weights are added to ``weight.main_grad``, where a weight has one.
     fuse_wgrad_accumulation: bool = False
-    # The gradients of weights that are computed later, if they are.
-    _store: Optional[Store] = None
     _workers: Optional[Workers] = None
     _not_finite: Optional[Tensor] = None
     _products: List[Tuple[str, str, Formats]] = []
@@ -104,8 +102,12 @@ class Layer(Delays):
         bias: Optional[Tensor],
         number: int = 0,
         handed: Optional[HandedOver] = None,
+        store: Optional[Store] = None,
     ) -> Tensor:
-        """``x·wᵀ + bias`` in the formats of the product with this number."""
+        """``x·wᵀ + bias`` in the formats of the product with this number.
+
+        ``handed`` says what is quantized already, ``store`` where the weight's gradient waits.
+        """
         prefix, name, formats = self._products[number]
         if not fits(x, weight):
             check_input(x, weight, name, formats.quantizes)
@@ -121,9 +123,7 @@ class Layer(Delays):
         amax = self._buffers.get("input_amax")
         main = weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
         given = (x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main, handed)
-        if self._store is None:
-            return linear(*given)
-        return _delaying(*given, Later(self._store, weight))
+        return linear(*given) if store is None else _delaying(*given, Later(store, weight))
 
     def forget_weights(self) -> None:
         """Drops the codes of weights that are kept."""
