@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -22,20 +22,16 @@ class Weight(CodedWeight):
     # The arrays that blocks were made of, with their versions, and the blocks.
     _prepared: Optional[Tuple[Any, Codes]] = None
 
-    def _engine(self: Any) -> Tuple[str, Dict[str, List[Tensor]]]:
-        """The spec, and the arrays of each direction as the engine has them; no row direction where
-        products read the values.
+    def _read(self: Any) -> Tuple[str, Tuple[str, ...]]:
+        """The spec of a product's operand, and the directions that products read: no row direction
+        where they read the values.
         """
         spec = self._spec() if self._quantizer is None else self._quantizer.spec()
-        return spec, {side: self._parts(side) for side in self._CODES if self._multiplied(side)}
-
-    def _multiplied(self: Any, side: str) -> bool:
-        """Whether products read this direction."""
-        return self._has(side)
+        return spec, tuple(side for side in self._CODES if self._has(side))
 
     @property
     def spec(self) -> str:  # type: ignore[override]
-        return _canonical(self._engine()[0])
+        return _canonical(self._read()[0])
 
     @property
     def matrix(self: Any) -> Tuple[int, int]:  # type: ignore[override]
@@ -48,8 +44,7 @@ class Weight(CodedWeight):
         key = None if traced else tuple((id(array), array._version) for array in arrays)
         if key is not None and self._prepared is not None and self._prepared[0] == key:
             return self._prepared[1]
-        _, sides = self._engine()
-        blocks = {side: block_of(parts) for side, parts in sides.items()}
+        blocks = {side: block_of(self._parts(side)) for side in self._read()[1]}
         codes = Codes(blocks.get("row"), blocks.get("column"))  # type: ignore[arg-type]
         self._prepared = None if key is None else (key, codes)
         return codes
