@@ -6,7 +6,6 @@ import functools
 from typing import Any, Optional, Tuple
 
 import torch
-from torch import Tensor
 
 import nvfp4
 from nvfp4.torch._blocks import block_of
@@ -39,23 +38,23 @@ class Weight(CodedWeight):
 
     @property
     def codes(self: Any) -> Codes:  # type: ignore[override]
+        if torch.compiler.is_compiling():
+            return self._blocks()
         arrays = self._arrays_there()
-        traced = torch.compiler.is_compiling() or any(a.is_inference() or a.is_meta for a in arrays)
-        key = None if traced else tuple((id(array), array._version) for array in arrays)
-        if key is not None and self._prepared is not None and self._prepared[0] == key:
-            return self._prepared[1]
+        if any(array.is_inference() or array.is_meta for array in arrays):
+            return self._blocks()
+        key = tuple((id(array), array._version) for array in arrays)
+        if self._prepared is None or self._prepared[0] != key:
+            self._prepared = (key, self._blocks())
+        return self._prepared[1]
+
+    def _blocks(self: Any) -> Codes:
         blocks = {side: block_of(self._parts(side)) for side in self._read()[1]}
-        codes = Codes(blocks.get("row"), blocks.get("column"))  # type: ignore[arg-type]
-        self._prepared = None if key is None else (key, codes)
-        return codes
+        return Codes(blocks.get("row"), blocks.get("column"))  # type: ignore[arg-type]
 
     @property
-    def row(self) -> Tensor:  # type: ignore[override]
-        return self.codes.row
-
-    @property
-    def column(self) -> Optional[Tensor]:  # type: ignore[override]
-        return self.codes.column
+    def multiplied(self) -> Tuple[str, ...]:
+        return self._read()[1]
 
     def prepare(self: Any) -> None:
         codes = self.codes
