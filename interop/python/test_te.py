@@ -116,7 +116,7 @@ def test_a_factory_that_fails_is_named_with_its_role(x, answer):
     "call, argument",
     [
         (lambda: te.Linear(64, 64, True, tp_size=2), "tp_size"),
-        (lambda: te.Linear(64, 64, delay_wgrad_compute=True), "delay_wgrad_compute"),
+        (lambda: te.Linear(64, 64, symmetric_ar_type="two_shot"), "symmetric_ar_type"),
         (lambda: te.Linear(64, 64, ub_overlap_ag=True, ub_name="qkv"), "ub_overlap_ag"),
         (lambda: te.LayerNormLinear(64, 64, symmetric_ar_type="two_shot"), "symmetric_ar_type"),
         (lambda: te.LayerNormMLP(64, 96, tp_size=2), "tp_size"),

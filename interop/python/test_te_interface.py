@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from torch.optim.optimizer import required
 
 import nvfp4.te as te
 
@@ -67,6 +68,7 @@ def test_arguments_stand_where_transformer_engines_stand(path):
         "MMParams": te.MMParams,
         "DType": te.DType,
         "torch": torch,
+        "required": required,
     }
     expected = {argument[0]: eval(argument[1], known) for argument in theirs if len(argument) > 1}
     found = defaults(thing)

@@ -43,6 +43,8 @@ REASONS = (
 INSIDE = (
     (r"tensor_objects|not expose required", "what TransformerEngine's autograd functions save"),
     (r"Found no NVIDIA driver|CUDA_HOME|torch sees no GPU|'cpu' == 'cuda'|is_cuda", "needs a GPU"),
+    (r"has no scale of earlier steps", "weights of codes with delayed scaling, which are refused"),
+    (r"a product reads one format", "two formats in one product, which are refused"),
     (r"opaque type", "quantizers as constants of compiled graphs"),
     (r"has no attribute '_(?!_)", "a private name of TransformerEngine's"),
 )
@@ -160,30 +162,32 @@ class Cases:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = (yield).get_result()
-        before = self.found.get(item.nodeid, ("passed", ""))
+        before = self.found.get(item.nodeid, ("passed", "", ""))
         if report.passed or before[0] != "passed":
             self.found.setdefault(item.nodeid, before)
         elif report.skipped:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else "an expected failure"
-            self.found[item.nodeid] = ("skipped", why)
+            self.found[item.nodeid] = ("skipped", why, "")
         else:
             self.found[item.nodeid] = self._failed(call.excinfo)
 
     def _failed(self, excinfo):
         text = _last_line(excinfo)
         if isinstance(excinfo.value, LeftOut) or "is not supported here" in text:
-            return "left out", reason(text)
+            return "left out", reason(text), text
+        if isinstance(excinfo.value, NotImplementedError) and "nvfp4" in str(excinfo.traceback[-1].path):
+            return "left out", "an argument that is refused, with its name", text
         if touched:
-            return "left out", reason(touched[-1])
+            return "left out", reason(touched[-1]), touched[-1]
         for pattern, why in INSIDE:
             if re.search(pattern, text):
-                return "left out", why
-        return "failed", text
+                return "left out", why, text
+        return "failed", text, ""
 
     def save(self):
         cases = [
-            {"name": name.split("::", 1)[-1], "outcome": outcome, "why": why}
-            for name, (outcome, why) in self.found.items()
+            {"name": name.split("::", 1)[-1], "outcome": outcome, "why": why, "detail": detail}
+            for name, (outcome, why, detail) in self.found.items()
         ]
         self.asked.json.write_text(json.dumps(cases))
 

@@ -68,8 +68,8 @@ class Linear(OneLinear, nvfp4.torch.Linear):
 
     # What is listed and not used below says nothing with one worker, or nothing about numbers.
     @supports(
-        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method",
-        "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
+        "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
+        "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
         "tp_size", "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
     )  # fmt: skip
     def __init__(
@@ -93,6 +93,7 @@ class Linear(OneLinear, nvfp4.torch.Linear):
             recipe="high_precision", path=name or "linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.postpones(delay_wgrad_compute)
 
     # The arguments are TransformerEngine's.
     def forward(  # type: ignore[override]
@@ -143,7 +144,8 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
     """``transformer_engine.pytorch.LayerNormLinear``."""
 
     @supports(
-        "eps", "fuse_wgrad_accumulation", "get_rng_state_tracker", "init_method", "bias",
+        "eps", "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
+        "init_method", "bias",
         "normalization", "return_bias", "params_dtype", "return_layernorm_output",
         "parameters_split", "zero_centered_gamma", "device", "name", "tp_group", "tp_size",
         "sequence_parallel", "parallel_mode", "return_layernorm_output_gathered", "ub_name",
@@ -175,6 +177,7 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
             zero_centered_gamma,
         )
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.postpones(delay_wgrad_compute)
 
     def forward(  # type: ignore[override]
         self,

@@ -26,6 +26,7 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
     @supports(
         "eps", "return_bias", "get_rng_state_tracker", "init_method", "bias", "normalization",
         "activation", "activation_params", "output_layer_init_method", "fuse_wgrad_accumulation",
+        "delay_wgrad_compute",
         "params_dtype", "return_layernorm_output", "zero_centered_gamma", "device", "name",
         "checkpoint", "tp_group", "tp_size", "sequence_parallel",
         "return_layernorm_output_gathered", "seq_length", "micro_batch_size", "set_parallel_mode",
@@ -59,6 +60,7 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
         )
         self.checkpoint = checkpoint
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.postpones(delay_wgrad_compute)
 
     def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Any:  # type: ignore[override]
         here = self._follow(is_first_microbatch)
@@ -88,8 +90,8 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
     return_bias = False
 
     @supports(
-        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method",
-        "bias", "return_bias", "params_dtype", "device", "name", "tp_group", "tp_size",
+        "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
+        "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype", "device", "name", "tp_group", "tp_size",
         "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
     )  # fmt: skip
     def __init__(
@@ -110,6 +112,7 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
             recipe="high_precision", path=name or "grouped_linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.postpones(delay_wgrad_compute)
 
     def forward(  # type: ignore[override]
         self,

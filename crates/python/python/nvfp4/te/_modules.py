@@ -11,9 +11,11 @@ import torch
 from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 
+from ._later import Postpones
 from ._meta import ShowsQuantizers
 from ._products import foreign_linear, is_foreign
 from ._recipe import Region, Step, region
+from .recipe import Recipe
 
 # Guards what several threads may change in a module: what it remembers of its calls.
 _lock = threading.RLock()
@@ -57,7 +59,7 @@ class TheirState(torch.nn.Module):
             unexpected.remove(key)
 
 
-class Follows(ShowsQuantizers, TheirState):
+class Follows(Postpones, ShowsQuantizers, TheirState):
     """A module that computes in the formats of the ``autocast`` around its call, and in high
     precision outside of one.
 
@@ -158,7 +160,7 @@ class Follows(ShowsQuantizers, TheirState):
         if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
             with _lock:
                 self.__dict__.update(_ran=self._remembered(here), _repeated=False)
-                if here.asked is not None:
+                if isinstance(here.asked, Recipe):  # a preset's name has no quantizers to show
                     self._notice(here.asked)
                 self._regional = self._regional or bool(here.key)
             return here
@@ -236,6 +238,11 @@ class Follows(ShowsQuantizers, TheirState):
 
     def product(self, x: Any, weight: Any, bias: Any, number: int = 0) -> Any:
         """``x·wᵀ + bias`` in the formats of the product with this number."""
+        if self.delay_wgrad_compute and weight.requires_grad and torch.is_grad_enabled():
+            return self._postponed(self._at_once, x, weight, bias, number)
+        return self._at_once(x, weight, bias, number)
+
+    def _at_once(self, x: Any, weight: Any, bias: Any, number: int) -> Any:
         foreign = None if self._foreign is None else self._foreign[number]
         if foreign is not None:
             return foreign_linear(x, weight, bias, foreign)
