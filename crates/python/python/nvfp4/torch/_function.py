@@ -69,7 +69,9 @@ def linear(
         if not formats.coded:
             raise ValueError(f"{formats}: random numbers in the forward pass need a weight in high precision")
     # Gradients in high precision, from the decoded weight.
-    decoded = coded is not None and (not formats.trained or coded.column is None or amax is not None)
+    decoded = coded is not None and (
+        not formats.trained or "column" not in coded.multiplied or amax is not None
+    )
     whole = group is None and (formats.trained or decoded)
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
