@@ -282,3 +282,29 @@ def test_what_waits_is_added_to_main_grad(x):
     layer.backward_dw()
     torch.testing.assert_close(layer.weight.main_grad, 1 + x.sum(0).expand(32, 64))
     assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: te.LayerNorm(64),
+        lambda: te.RMSNorm(64, zero_centered_gamma=True),
+        lambda: te.LayerNormLinear(64, 64, return_layernorm_output=True),
+        lambda: te.TransformerLayer(64, 64, 4, hidden_dropout=0.0, attention_dropout=0.0),
+    ],
+    ids=["LayerNorm", "RMSNorm", "LayerNormLinear", "TransformerLayer"],
+)
+def test_torchs_autocast_gives_its_type(x, make):
+    """TransformerEngine's norms and layers do, where torch's norms give float32."""
+    layer = make()
+    tokens = x.reshape(12, 4, 64).clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(tokens)
+    y = y if isinstance(y, tuple) else (y,)
+    assert {one.dtype for one in y} == {torch.bfloat16}
+    sum(one.float().sum() for one in y).backward()
+    assert tokens.grad.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters() if p.grad is not None)
+    expected = layer(x.reshape(12, 4, 64))
+    for found, true in zip(y, expected if isinstance(expected, tuple) else (expected,)):
+        torch.testing.assert_close(found.float(), true, rtol=0.05, atol=0.05)

@@ -330,3 +330,17 @@ def test_quantizers_of_settings_are_equal_if_their_settings_are():
         other.set_usage(columnwise=False)
         assert quantizer != other
     assert MAKE["delayed"]() != MAKE["delayed"](), "scales are its own"
+
+
+def test_compiled_layers_follow_their_codes(x):
+    recipe = te.Float8CurrentScaling()
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(384, 32)
+    compiled = torch.compile(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            y = compiled(x)
+            assert torch.equal(y, layer(x))
+        y.square().sum().backward()
+        optimizer.step()

@@ -69,9 +69,13 @@ class Float8TensorStorage(ArrayStorage):
     @property
     def quantized(self) -> nvfp4.QuantTensor:
         sides = {side: self._parts(side) for side in ("row", "column")}
-        delayed = self._quantizer is None or isinstance(self._quantizer, Float8Quantizer)
-        spec = self._spec() if delayed else self._quantizer.spec()
-        return nvfp4.QuantTensor.from_parts(spec, tuple(self.size()), **sides)  # type: ignore[arg-type]
+        return nvfp4.QuantTensor.from_parts(self._product_spec(), tuple(self.size()), **sides)  # type: ignore[arg-type]
+
+    def _product_spec(self) -> str:
+        """The format, without a scale that is from earlier steps."""
+        if self._quantizer is None or isinstance(self._quantizer, Float8Quantizer):
+            return self._spec()
+        return self._quantizer.spec()
 
     def _has(self, side: str) -> bool:
         if side == "row":
@@ -240,11 +244,8 @@ class Float8Tensor(Float8TensorStorage, Gathered, Weight, ArrayTensor):  # type:
         """Drops the transposed codes."""
         self._transpose, self._transpose_invalid = None, True
 
-    def _engine(self) -> Tuple[str, Dict[str, List[Tensor]]]:
-        there = self._data is not None
-        delayed = self._quantizer is None or isinstance(self._quantizer, Float8Quantizer)
-        spec = self._spec() if delayed else self._quantizer.spec()
-        return spec, {side: self._parts(side) for side in ("row", "column") if there}
+    def _read(self) -> Tuple[str, Tuple[str, ...]]:
+        return self._product_spec(), ("row", "column") if self._data is not None else ()
 
 
 class _Float8(Quantizer):

@@ -309,15 +309,18 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, GatheredSides, Weight,
         quantizer.set_usage(**self.get_usages())
         return type(self)(shape=size, dtype=dtype, quantizer=quantizer, **sides)
 
-    def _engine(self) -> Tuple[str, Dict[str, List[Tensor]]]:
+    def _read(self) -> Tuple[str, Tuple[str, ...]]:
         row, column = self._rowwise_storage, self._columnwise_storage
         plain = [isinstance(side, IdentityTensorStorage) for side in (row, column)]
         spec = self._quantizer.spec()
         if row is None or plain[0] or (plain[1] and not spec.endswith(" from row")):
-            return spec, {}
+            return spec, ()
         if column is None or plain[1]:  # gradients are those of the decoded rows
-            return spec.partition(" / ")[0], {"row": row._parts("row")}
-        return spec, {"row": row._parts("row"), "column": column._parts("column")}
+            return spec.partition(" / ")[0], ("row",)
+        return spec, ("row", "column")
+
+    def _parts(self, side: str) -> List[Tensor]:
+        return (self._rowwise_storage if side == "row" else self._columnwise_storage)._parts(side)
 
 
 class HybridQuantizer(Quantizer):

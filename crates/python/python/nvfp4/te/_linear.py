@@ -122,18 +122,33 @@ class Normed(Begins):
     eps: float
 
     def normalized(self, x: Tensor) -> Tensor:
-        if not self.zero_centered_gamma:
+        if not self.zero_centered_gamma and amp_dtype(x) is None:
             return super().normalized(x)  # type: ignore[misc]
         self.check(x)
+        centre = 1.0 if self.zero_centered_gamma else 0.0
         return wide_norm(
-            x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, 1.0
+            x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, centre
         )
+
+
+def amp_dtype(x: Tensor) -> Optional[torch.dtype]:
+    """The type that ``torch.autocast`` asks for on the tensor's device, if it is on."""
+    kind = x.device.type
+    on = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def wide_norm(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], normalization: str, eps: float, centre: float
 ) -> Tensor:
-    """A norm with ``centre + weight``, which types of 16 bits would round: it is computed in 32."""
+    """A norm with ``centre + weight``, which types of 16 bits would round: it is computed in 32.
+
+    In ``torch.autocast`` it takes and gives the type of that, where torch's norms give float32.
+    """
+    amp = amp_dtype(x)
+    if amp is not None:
+        with torch.autocast(x.device.type, enabled=False):
+            return wide_norm(x.to(amp), weight, bias, normalization, eps, centre)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = centre + weight.to(wide)
     if normalization == "RMSNorm":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ._initial import made_real
-from ._linear import wide_norm
+from ._linear import amp_dtype, wide_norm
 from ._machine import place
 from ._modules import TheirState
 
@@ -81,7 +81,8 @@ class _Norm(TheirState):
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.zero_centered_gamma or input.dtype != self.weight.dtype:
+        other = input.dtype != self.weight.dtype or amp_dtype(input) is not None
+        if self.zero_centered_gamma or other:
             centre = 1.0 if self.zero_centered_gamma else 0.0
             return wide_norm(input, self.weight, self.bias, self.normalization, self.eps, centre)
         if self.normalization == "RMSNorm":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Dict, Tuple
 
 import torch
@@ -52,9 +53,11 @@ def remade(cls: Any, settings: Tuple[Tuple[str, Any], ...]) -> Any:
 
 def is_constant(cls: type) -> None:
     """Tells torch that quantizers of this class are constants, where it knows such objects."""
-    try:
-        from torch._library.opaque_object import is_opaque_value_type, register_opaque_type
-    except ImportError:
+    known: Any = importlib.util.find_spec("torch._library.opaque_object")
+    if known is None:
         return
-    if not is_opaque_value_type(cls):
-        register_opaque_type(cls, typ="value")
+    known = importlib.import_module("torch._library.opaque_object")
+    if hasattr(known, "register_custom_class"):
+        known.register_custom_class(cls, typ="constant")
+    elif hasattr(known, "register_opaque_type"):  # its name in earlier versions
+        known.register_opaque_type(cls, typ="value")

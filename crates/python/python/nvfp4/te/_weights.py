@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
-from torch import Tensor
 
 import nvfp4
 from nvfp4.torch._blocks import block_of
@@ -22,20 +21,16 @@ class Weight(CodedWeight):
     # The arrays that blocks were made of, with their versions, and the blocks.
     _prepared: Optional[Tuple[Any, Codes]] = None
 
-    def _engine(self: Any) -> Tuple[str, Dict[str, List[Tensor]]]:
-        """The spec, and the arrays of each direction as the engine has them; no row direction where
-        products read the values.
+    def _read(self: Any) -> Tuple[str, Tuple[str, ...]]:
+        """The spec of a product's operand, and the directions that products read: no row direction
+        where they read the values.
         """
         spec = self._spec() if self._quantizer is None else self._quantizer.spec()
-        return spec, {side: self._parts(side) for side in self._CODES if self._multiplied(side)}
-
-    def _multiplied(self: Any, side: str) -> bool:
-        """Whether products read this direction."""
-        return self._has(side)
+        return spec, tuple(side for side in self._CODES if self._has(side))
 
     @property
     def spec(self) -> str:  # type: ignore[override]
-        return _canonical(self._engine()[0])
+        return _canonical(self._read()[0])
 
     @property
     def matrix(self: Any) -> Tuple[int, int]:  # type: ignore[override]
@@ -43,24 +38,23 @@ class Weight(CodedWeight):
 
     @property
     def codes(self: Any) -> Codes:  # type: ignore[override]
+        if torch.compiler.is_compiling():
+            return self._blocks()
         arrays = self._arrays_there()
-        traced = torch.compiler.is_compiling() or any(a.is_inference() or a.is_meta for a in arrays)
-        key = None if traced else tuple((id(array), array._version) for array in arrays)
-        if key is not None and self._prepared is not None and self._prepared[0] == key:
-            return self._prepared[1]
-        _, sides = self._engine()
-        blocks = {side: block_of(parts) for side, parts in sides.items()}
-        codes = Codes(blocks.get("row"), blocks.get("column"))  # type: ignore[arg-type]
-        self._prepared = None if key is None else (key, codes)
-        return codes
+        if any(array.is_inference() or array.is_meta for array in arrays):
+            return self._blocks()
+        key = tuple((id(array), array._version) for array in arrays)
+        if self._prepared is None or self._prepared[0] != key:
+            self._prepared = (key, self._blocks())
+        return self._prepared[1]
+
+    def _blocks(self: Any) -> Codes:
+        blocks = {side: block_of(self._parts(side)) for side in self._read()[1]}
+        return Codes(blocks.get("row"), blocks.get("column"))  # type: ignore[arg-type]
 
     @property
-    def row(self) -> Tensor:  # type: ignore[override]
-        return self.codes.row
-
-    @property
-    def column(self) -> Optional[Tensor]:  # type: ignore[override]
-        return self.codes.column
+    def multiplied(self) -> Tuple[str, ...]:
+        return self._read()[1]
 
     def prepare(self: Any) -> None:
         codes = self.codes

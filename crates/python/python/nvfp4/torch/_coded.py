@@ -106,7 +106,7 @@ class FromCodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, formats, amax, noted, main):
         needs_weight = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if needs_weight else None, weight.row)
+        ctx.save_for_backward(x if needs_weight else None, weight.codes.row)
         ctx.call = (weight.spec, weight.matrix, x.dtype, weight.dtype, None if bias is None else bias.dtype, main)
         return product(x, weight, bias, formats, amax, noted)
 

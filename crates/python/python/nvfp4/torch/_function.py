@@ -72,7 +72,9 @@ def linear(
         if not formats.coded:
             raise ValueError(f"{formats}: random numbers in the forward pass need a weight in high precision")
     # Gradients in high precision, from the decoded weight.
-    decoded = coded is not None and (not formats.trained or coded.column is None or amax is not None)
+    decoded = coded is not None and (
+        not formats.trained or "column" not in coded.multiplied or amax is not None
+    )
     given: Optional[Tensor] = None
     if handed is not None and formats.quantizes and coded is None:
         state = state.given(formats, handed)

@@ -32,15 +32,18 @@ class Codes(NamedTuple):
 
 
 class CodedWeight:
-    """A tensor that layers multiply by as codes: it has a ``spec``, its ``codes``, and blocks of
-    directions as ``row`` and ``column``.
+    """A tensor that layers multiply by as codes: it has a ``spec``, the shape of a ``matrix``, and
+    its ``codes``. ``multiplied`` says which directions products read; none, if they read values.
     """
 
     spec: str
     matrix: Tuple[int, int]
-    row: Tensor
-    column: Optional[Tensor]
     _prepared: Optional[Any]
+
+    @property
+    def multiplied(self) -> Tuple[str, ...]:
+        """"row", or "row" and "column", or nothing."""
+        raise NotImplementedError
 
     @property
     def codes(self) -> Codes:
@@ -53,7 +56,7 @@ class CodedWeight:
 
 def coded(weight: Any) -> Any:
     """A weight if layers multiply by its codes, else None."""
-    return weight if isinstance(weight, CodedWeight) and weight.row is not None else None
+    return weight if isinstance(weight, CodedWeight) and weight.multiplied else None
 
 
 class QuantizedTensor(CodedWeight, torch.Tensor):
@@ -72,6 +75,8 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
     True
     """
 
+    row: Tensor
+    column: Optional[Tensor]
     master: Optional[Tensor]
     _prepared: Optional[Tensor]
     # Whether it is some rows of another one; whether they changed since the workers last agreed on
@@ -114,6 +119,10 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
         self._check()
         rows, cols = self.matrix
         return dequantize_block(self.row, self.spec, rows, cols, self.dtype).view(self.shape)
+
+    @property
+    def multiplied(self) -> Tuple[str, ...]:
+        return ("row",) if self.column is None else ("row", "column")
 
     @property
     def codes(self) -> Codes:
