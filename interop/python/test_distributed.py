@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import nvfp4
-import nvfp4.te
+import nvfp4.te as te
 import nvfp4.torch
 from nvfp4.torch._formats import Format
 from nvfp4.torch._composed import quantized as arrays_of
@@ -76,6 +76,8 @@ def worker(rank, folder):
         assert torch.equal(*results)
     losses = [sharded(order, mine.detach()) for order in ("convert, shard", "shard, convert")]
     assert losses[0] == losses[1]
+    for recipe in (te.Float8CurrentScaling(fp8_dpa=True), te.DelayedScaling(fp8_dpa=True, fp8_mha=True)):
+        attended(recipe, whole, rank)
     torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes, scales], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -109,6 +111,26 @@ def delayed(whole, rank):
         y.backward(x[:, :48])
         nvfp4.torch.update_scales(layer)
     return dict(module.named_buffers()), dict(alone.named_buffers())
+
+
+def attended(recipe, whole, rank):
+    """Each worker has the sequences that a single process would have, of those that it sees."""
+    torch.manual_seed(4)
+    module = te.MultiheadAttention(64, 4, attention_dropout=0.0, fuse_qkv_params=True, qkv_format="bshd")
+    alone, whole, made = copy.deepcopy(module), whole.reshape(4, 16, 64), []
+    mine = slice(rank * 2, rank * 2 + 2)
+    for layer, x, group in ((module, whole[mine], dist.group.WORLD), (alone, whole, None)):
+        for _ in range(2):
+            with te.autocast(recipe=recipe, amax_reduction_group=group):
+                y = layer(x)
+            y.square().sum().backward()
+        made.append(y)
+    # Products of other sizes are added in another order.
+    torch.testing.assert_close(made[0], made[1][mine], rtol=1e-4, atol=1e-4)
+    scales = dict(alone.core_attention.named_buffers())
+    for name, scale in module.core_attention.named_buffers():
+        if name.endswith("scale"):  # the amaxes of the step under way are each worker's own
+            torch.testing.assert_close(scale, scales[name])
 
 
 def sharded(order, x):

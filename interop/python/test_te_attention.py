@@ -344,11 +344,6 @@ def test_keys_are_kept_for_inference(layout):
             "needs a core_attention_bias",
         ),
         (
-            lambda a: a(fp8_output=True),
-            NotImplementedError,
-            "the argument fp8_output is not supported",
-        ),
-        (
             lambda a: a(score_mod=print),
             NotImplementedError,
             "the argument score_mod is not supported",

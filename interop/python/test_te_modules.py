@@ -237,3 +237,74 @@ def test_an_mlp_that_is_computed_again_gives_the_same(x, recipe):
             y = mlp(x)
         results.append([y, *gradients(y, *mlp.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("recipe", [None, te.MXFP8BlockScaling(), te.Float8CurrentScaling()], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **of: te.Linear(64, 32, **of),
+        lambda **of: te.Linear(64, 32, parameters_split=("q", "k"), **of),
+        lambda **of: te.LayerNormLinear(64, 32, **of),
+        lambda **of: te.LayerNormMLP(64, 96, **of),
+        lambda **of: te.GroupedLinear(2, 64, 32, **of),
+    ],
+    ids=["Linear", "split", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"],
+)
+def test_gradients_of_weights_wait_for_backward_dw(x, make, recipe):
+    """Two backward passes, and then all that they left out: numbers as if nothing had waited."""
+    found, called = [], []
+    for delayed in (False, True):
+        torch.manual_seed(0)
+        layer = make(delay_wgrad_compute=delayed)
+        for scale in (1.0, 2.0):
+            with te.autocast(recipe is not None, recipe=recipe):
+                splits = ([16, 32],) if isinstance(layer, te.GroupedLinear) else ()
+                layer(scale * x, *splits).square().sum().backward()
+        weights = {n: p for n, p in layer.named_parameters() if "weight" in n and "norm" not in n}
+        assert layer.need_backward_dw() == delayed
+        if delayed:
+            assert all(weight.grad is None for weight in weights.values())
+            layer.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
+            layer.backward_dw()  # once for each backward pass
+        layer.backward_dw()
+        found.append({name: p.grad for name, p in layer.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and called == [1, 1]
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected)
+
+
+def test_what_waits_is_added_to_main_grad(x):
+    layer = te.Linear(64, 32, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    layer.weight.main_grad = torch.ones(32, 64)
+    layer(x).sum().backward()
+    assert torch.equal(layer.weight.main_grad, torch.ones(32, 64))
+    layer.backward_dw()
+    torch.testing.assert_close(layer.weight.main_grad, 1 + x.sum(0).expand(32, 64))
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: te.LayerNorm(64),
+        lambda: te.RMSNorm(64, zero_centered_gamma=True),
+        lambda: te.LayerNormLinear(64, 64, return_layernorm_output=True),
+        lambda: te.TransformerLayer(64, 64, 4, hidden_dropout=0.0, attention_dropout=0.0),
+    ],
+    ids=["LayerNorm", "RMSNorm", "LayerNormLinear", "TransformerLayer"],
+)
+def test_torchs_autocast_gives_its_type(x, make):
+    """TransformerEngine's norms and layers do, where torch's norms give float32."""
+    layer = make()
+    tokens = x.reshape(12, 4, 64).clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(tokens)
+    y = y if isinstance(y, tuple) else (y,)
+    assert {one.dtype for one in y} == {torch.bfloat16}
+    sum(one.float().sum() for one in y).backward()
+    assert tokens.grad.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters() if p.grad is not None)
+    expected = layer(x.reshape(12, 4, 64))
+    for found, true in zip(y, expected if isinstance(expected, tuple) else (expected,)):
+        torch.testing.assert_close(found.float(), true, rtol=0.05, atol=0.05)

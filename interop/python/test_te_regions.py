@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import nvfp4.te as te
-from nvfp4.torch import QuantizedTensor
 
 
 def modules():
@@ -46,7 +45,7 @@ def test_weights_that_are_codes_alone_give_the_same_step(recipe):
     for before, module in zip(plain, coded):
         for name in module.weights():
             weight = getattr(module, name)
-            assert type(weight) is QuantizedTensor and weight.requires_grad
+            assert isinstance(weight, te.QuantizedTensor) and weight.requires_grad
             assert weight.spec == recipe.recipe().spec("any", "weight")
             assert torch.equal(weight.get_high_precision_init_val(), getattr(before, name))
             weight.clear_high_precision_init_val()
@@ -75,7 +74,7 @@ def test_weights_that_are_codes_alone_go_on():
     with te.autocast():
         layer(x).square().sum().backward()
     optimizer.step()
-    assert type(layer.weight) is QuantizedTensor and not torch.equal(
+    assert isinstance(layer.weight, te.MXFP8Tensor) and not torch.equal(
         layer.weight.dequantize(), before
     )
     plain = te.Linear(64, 64)
@@ -193,3 +192,42 @@ def test_what_is_computed_again_draws_again(reentrant):
         te.checkpoint(
             run, False, lambda: tracker, None, x, use_reentrant=reentrant
         ).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: te.Linear(64, 48), lambda: te.LayerNormMLP(64, 96), lambda: te.GroupedLinear(2, 64, 48)],
+)
+def test_calibration_notes_amaxes_and_quantizes_nothing(make):
+    """The scales of the step after it are those of a step that quantizes; gradients have none."""
+    x, recipe = torch.randn(32, 64), te.DelayedScaling(amax_history_len=2)
+    torch.manual_seed(0)
+    module = make()
+    more = ([16, 16],) if isinstance(module, te.GroupedLinear) else ()
+    other, plain = copy.deepcopy(module), module(x, *more)
+    with te.autocast(enabled=False, calibrating=True, recipe=recipe):
+        torch.testing.assert_close(module(x, *more), plain, rtol=0, atol=0)
+    with te.autocast(recipe=recipe):
+        other(x, *more)
+    for of in (module, other):
+        with te.autocast(recipe=recipe):  # a step begins, with the amaxes of the one before
+            of(x, *more)
+    # What the second layer of a module reads differs, as the first one is quantized or not.
+    scales = [dict(of.delayed.named_children()) for of in (module, other)]
+    for name, of in scales[0].items():
+        if name.endswith("grad_output"):
+            assert of.scale.item() == 1
+        else:
+            assert of.scale.item() != 1
+            torch.testing.assert_close(of.scale, scales[1][name].scale, rtol=0.2, atol=0)
+    torch.testing.assert_close(module(x, *more), plain, rtol=0, atol=0)
+
+
+def test_calibration_says_nothing_where_no_scale_is_kept():
+    x, module = torch.randn(32, 64), te.Linear(64, 48)
+    plain = module(x)
+    for enabled in (False, True):
+        with te.autocast(enabled, calibrating=True, recipe=te.MXFP8BlockScaling()):
+            y = module(x)
+        assert torch.equal(y, plain) is not enabled
+    assert module.delayed is None

@@ -208,3 +208,10 @@ def test_chunks_are_sorted():
     assert torch.autograd.gradcheck(
         lambda x: te.moe_sort_chunks_by_index(x, sizes, order) ** 2, (x,)
     )
+
+
+def test_probabilities_of_no_tokens_have_gradients():
+    probs = torch.rand(0, 4, requires_grad=True)
+    _, rows = te.moe_permute(torch.zeros(0, 8), torch.zeros(0, 4, dtype=torch.int32), num_out_tokens=0, map_type="mask")
+    te.moe_unpermute(torch.zeros(0, 8, requires_grad=True), rows, probs, torch.Size((0, 8))).sum().backward()
+    assert probs.grad is not None and probs.grad.shape == (0, 4)

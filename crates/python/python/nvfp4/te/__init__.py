@@ -12,8 +12,9 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import custom_recipes, recipe
+from . import custom_recipes, optimizers, recipe
 from ._attention import DotProductAttention
+from ._cross_entropy import parallel_cross_entropy
 from ._codes import fp8_model_init, quantized_model_init
 from ._experts import (
     Fp8Padding,
@@ -44,11 +45,34 @@ from ._machine import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from ._quantizer import IdentityQuantizer, NVFP4Quantizer, NVFP4Tensor, Quantizer
-from ._quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer
+from ._float8 import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
+from ._float8_block import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+)
+from ._hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from ._identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from ._mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from ._nvfp4_tensor import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from ._quantizer import Quantizer
+from ._storage import (
+    QuantizedTensorStorage,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
+from ._tensor import QuantizedTensor
+from ._loading import register as _register
 from ._random import CudaRNGStatesTracker
 from ._recipe import autocast, checkpoint, fp8_autocast, get_default_recipe
 from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+from .standin import install
 from .recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -71,14 +95,23 @@ __all__ = [
     "DotProductAttention",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
     "Format",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
@@ -87,11 +120,16 @@ __all__ = [
     "MMParams",
     "MXFP8BlockScaling",
     "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
     "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4Tensor",
+    "NVFP4TensorStorage",
     "QParams",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
@@ -108,6 +146,7 @@ __all__ = [
     "fp8_model_init",
     "get_default_recipe",
     "get_device_compute_capability",
+    "install",
     "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
@@ -121,9 +160,16 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "optimizers",
+    "parallel_cross_entropy",
+    "prepare_for_saving",
     "quantized_model_init",
     "recipe",
+    "restore_from_func_ctx",
+    "restore_from_saved",
 ]
+
+_register()
 
 if not _TYPE_CHECKING:  # to which every name would be there
 

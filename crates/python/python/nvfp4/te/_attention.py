@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Any, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import functional
 
+import nvfp4
+from nvfp4.torch._delayed import Delays, Given, Kept, Scale
+from nvfp4.torch._finite import Watched
+from nvfp4.torch._formats import plan_of
+
+from ._float8 import Float8CurrentScalingQuantizer
+from ._handover import hand_over
 from ._initial import made_real, random_state
 from ._masks import (
     BIASES, Padding, alibi, distances, is_bottom_right, mask_type, padding_of_lengths,
     padding_of_mask, seen, window_of,
 )  # fmt: skip
-from ._modules import TheirState
+from ._modules import Follows, outside_of_graphs
+from ._mxfp8 import MXFP8Quantizer
 from ._parallel import no_context_parallelism, one_worker
+from ._quantized_attention import (
+    SLOTS, Attention, AttentionFormats, Codes, check_types, given_of,
+)  # fmt: skip
+from ._roles import QuantizerRole, handed_to
 from ._signature import refuse, supports
 
 
@@ -43,13 +55,22 @@ class _Packed(NamedTuple):
         )
 
 
-class DotProductAttention(TheirState):
+class DotProductAttention(Follows, Delays):
     """``transformer_engine.pytorch.DotProductAttention``.
 
-    A query that sees no key gives zeros.
+    A query that sees no key gives zeros. Where the recipe around a call quantizes attention, the
+    formula is computed step by step (``_quantized_attention.py``), otherwise by torch.
     """
 
     softmax_offset: Optional[Tensor]
+    formats: AttentionFormats
+    amax_group = None
+    # It has no linear layers.
+    _products: List[Tuple] = []
+    # Who takes over what it makes: the roles of the slots "o" and "dqkv" where it is handed over.
+    edges: Dict[str, QuantizerRole] = {}
+    # The flags of tensors that must be finite, on each GPU.
+    _flags: Dict[torch.device, Tensor]
 
     # What is listed and not used below says nothing with one worker.
     @supports(
@@ -95,6 +116,77 @@ class DotProductAttention(TheirState):
         self.register_parameter(
             "softmax_offset", None if offset is None else torch.nn.Parameter(offset)
         )
+        self.path, self._flags = name or "attention", {}
+        self.use_recipe("high_precision")
+
+    def use_recipe(self, recipe: Union[str, nvfp4.Recipe]) -> None:
+        """Switches to another recipe."""
+        with handed_to(self.edges):
+            plan = plan_of(recipe, self.sites_of(self, self.path))
+        self.formats = AttentionFormats.of(plan, self.path)
+        delayed = zip(SLOTS, self.formats.tensors)
+        self.keep_each({slot: of.spec for slot, of in delayed if of.delayed}, self._home())
+
+    def weights(self) -> List[str]:
+        return []
+
+    def _groups(self) -> int:
+        return 3
+
+    def _places(self, mode: str) -> Dict[str, int]:
+        places = {"forward": {"qkv": 2, "o": 3, "s": 8}, "backward": {"dqkv": 0, "do": 3, "dp": 5}}
+        return places[mode]
+
+    @classmethod
+    def sites_of(cls, module: torch.nn.Module, path: str) -> List[Tuple]:
+        """What plans name it if it is at this path."""
+        return [(path, "attention")]
+
+    def get_quantizer_roles(
+        self, *, fwd: bool, num_quantizers: int
+    ) -> List[Optional[QuantizerRole]]:
+        """The roles of the tensors of a pass, each several times, as TransformerEngine numbers them.
+        Those of the output and of gradients are their readers', or have a name alone.
+        """
+        name = self.name or ""
+
+        def edge(role: Optional[QuantizerRole], end: str) -> QuantizerRole:
+            return role or QuantizerRole(name=f"{name}.{end}" if name else end)
+
+        def inner(tensor: str) -> QuantizerRole:
+            return QuantizerRole("dpa", tensor, name)
+
+        if fwd:
+            output = edge(self.output_quantizer_role, "dpa_output")
+            of = [*[inner("qkv")] * 3, *[output] * 3, *[inner("s")] * 3]
+        else:
+            gradients = edge(self.grad_input_quantizer_role, "dpa_grad_input")
+            of = [*[gradients] * 2, *[inner("do")] * 2, *[inner("dp")] * 2]
+        return list(of[:num_quantizers])
+
+    def get_qkv_quantization_capabilities(self) -> Tuple[bool, bool]:
+        """Whether queries, keys and values have scales of their own tensors, and whether MXFP8's."""
+        self.following()
+        quantizer = self.quantizers["scaling_fwd"][self._places("forward")["qkv"]]
+        self.__dict__["_qkv_capabilities_quantizer"] = quantizer
+        current, blocks = Float8CurrentScalingQuantizer, MXFP8Quantizer
+        return isinstance(quantizer, current), isinstance(quantizer, blocks)
+
+    def hands_over(self, device: torch.device) -> Tuple[bool, Optional[Given]]:
+        """What the recipe around a call hands over to the linear layers around attention: whether
+        its output, and how the gradients of queries, keys and values will have been quantized.
+        """
+        here = self.following()._on(device)
+        output = here._hand_over != "none" and here.formats.hands_over
+        of = here.formats.dqkv.whole
+        if not output or here._hand_over != "both" or not of.delayed or here.delayed is None:
+            return output, None
+        kept = here.delayed.get("dqkv", of)
+        return output, None if kept is None else Given(of.spec, scale=kept.scale)
+
+    def not_finite(self) -> Tuple[Optional[Tensor], List[str]]:
+        """The flags on a GPU, if something is watched there, and the tensors that they are for."""
+        return next(iter(self._flags.values()), None), [f"{self.path}:{slot}" for slot in SLOTS]
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         """Begins the parameter again, if there is one. On the meta device it becomes real, on
@@ -126,13 +218,7 @@ class DotProductAttention(TheirState):
         qkv_layer: Optional[Tensor] = None, kv_layer: Optional[Tensor] = None,
         qkv_interleave_dim: int = -3,
     ) -> Any:  # fmt: skip
-        not_here = (
-            ("fp8_output", fp8_output, False),
-            ("bf16_backward", bf16_backward, False),
-            ("score_mod", score_mod, None),
-        )
-        for name, value, default in not_here:
-            refuse("DotProductAttention.forward", name, value, default)
+        refuse("DotProductAttention.forward", "score_mod", score_mod, None)
         if qkv_layer is not None:
             query_layer, key_layer, value_layer = qkv_layer.unbind(qkv_interleave_dim)
         elif kv_layer is not None:
@@ -201,19 +287,27 @@ class DotProductAttention(TheirState):
             before = core_attention_bias_type == "pre_scale_bias"
             bias = core_attention_bias * self.softmax_scale if before else core_attention_bias
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        here = self.following()._on(q.device)
+        attend = here._attend_quantized if here.formats.quantizes else here._attend
         if checkpoint_core_attention and torch.is_grad_enabled():
-            y = torch.utils.checkpoint.checkpoint(
-                self._attend, q, k, v, visible, bias, mask, window, use_reentrant=False
+            y, given = torch.utils.checkpoint.checkpoint(
+                attend, q, k, v, visible, bias, mask, window, use_reentrant=False
             )
         else:
-            y = self._attend(q, k, v, visible, bias, mask, window)
+            y, given = attend(q, k, v, visible, bias, mask, window)
         y = y.transpose(1, 2).flatten(2)
         if form == "sbhd":
             y = y.transpose(0, 1)
         elif packed is not None:
             y = packed.together(y, query_layer.shape[0])
         y = y.contiguous()
-        return (y, self._max_logit(q, k, visible, bias)) if self.return_max_logit else y
+        if fp8_output and given is not None:
+            y = hand_over(y, given_of(here.formats, given))
+        if not self.return_max_logit:
+            return y
+        if here.formats.quantizes:
+            q, k, _ = here._codes(q, k, v).unseen().operands((q, k, v), "row", ("features",) * 3)
+        return y, self._max_logit(q, k, visible, bias)
 
     def _padding(self, attention_mask: Any, lengths: Any, sizes: Tuple[int, int, int]) -> Padding:
         if attention_mask is not None:
@@ -241,7 +335,7 @@ class DotProductAttention(TheirState):
         bias: Optional[Tensor],
         mask: str,
         window: Any,
-    ) -> Tensor:
+    ) -> Tuple[Tensor, Optional[Tensor]]:
         k, v = self._of_all_heads(k), self._of_all_heads(v)
         given: List[Optional[Tensor]] = [visible]
         causal = mask == "causal" and window == (-1, 0) and q.shape[2] == k.shape[2]
@@ -276,7 +370,62 @@ class DotProductAttention(TheirState):
             y = functional.scaled_dot_product_attention(
                 q, k, v, None if causal else given[0], dropout, causal, scale=self.softmax_scale
             )
-        return y if blind is None else y.masked_fill(blind, 0.0)
+        return (y if blind is None else y.masked_fill(blind, 0.0)), None
+
+    @outside_of_graphs("attention that a recipe quantizes is computed step by step; leave out fp8_dpa")
+    def _attend_quantized(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Optional[Tensor],
+        bias: Optional[Tensor],
+        mask: str,
+        window: Any,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """The same in the formats of a recipe, and how the output was quantized."""
+        check_types(q, self.path)
+        if self.softmax_type == "vanilla":
+            sink = None
+        elif self.softmax_offset is None:
+            sink = q.new_zeros(self.num_attention_heads)
+        else:
+            sink = self.softmax_offset
+        dropout = self.attention_dropout if self.training else 0.0
+        return Attention.apply(
+            q, k, v, bias, sink, visible, self.softmax_scale, dropout,
+            self.get_rng_state_tracker if dropout > 0 else None, self._codes(q, k, v),
+        )  # fmt: skip
+
+    def _on(self, device: torch.device) -> "DotProductAttention":
+        """This module with its scales where its tensors are."""
+        scales = () if self.delayed is None else self.delayed.children()
+        if any(of.scale.device != device for of in scales if isinstance(of, Scale)):
+            self.delayed.to(device)  # type: ignore[union-attr]
+        return self
+
+    def _codes(self, *tensors: Tensor) -> Codes:
+        device = tensors[0].device
+        kept: Dict[str, Optional[Kept]] = dict.fromkeys(SLOTS)
+        if self.delayed is not None:
+            for slot, format in zip(SLOTS, self.formats.tensors):
+                kept[slot] = self.delayed.get(slot, format)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            kept = {slot: of and of.unseen() for slot, of in kept.items()}
+        watched: Dict[str, Optional[Watched]] = dict.fromkeys(SLOTS)
+        if self.formats.finite == "refuse":
+            flags = None
+            if device.type == "cuda":
+                none = torch.full((len(SLOTS),), -1, dtype=torch.int64, device=device)
+                flags = self._flags.setdefault(device, none)
+            watched = {
+                slot: Watched(f"{self.path}:{slot}", None if flags is None else flags[at : at + 1])
+                for at, slot in enumerate(SLOTS)
+            }
+        # Evaluation is one worker's own: another may evaluate nothing.
+        workers = self._workers if self.training else None  # type: ignore[attr-defined]
+        return Codes(self.formats, kept, None if workers is None else workers.group, watched)
+
 
     def _max_logit(
         self, q: Tensor, k: Tensor, visible: Optional[Tensor], bias: Optional[Tensor]

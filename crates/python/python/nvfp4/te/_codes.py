@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, List, Optional
 
+import torch
 from torch import Tensor
 
 import nvfp4
-from nvfp4.torch import QuantizedTensor, quantize_parameters
 from nvfp4.torch._layer import Layer
-from nvfp4.torch._parameters import asking
+from nvfp4.torch._parameters import asking, put
+from nvfp4.torch._quantized import check_spec
 
 from ._recipe import get_default_recipe
+from ._states import RecipeState
 from .recipe import of as recipe_of
 
 
@@ -44,31 +46,49 @@ def quantized_model_init(
     ``preserve_high_precision_init_val`` until ``weight.clear_high_precision_init_val()``. Weights
     have no scales of earlier steps, so recipes with delayed scaling are refused.
     """
-    ours = recipe_of(get_default_recipe() if recipe is None else recipe)
+    asked = get_default_recipe() if recipe is None else recipe
+    ours = recipe_of(asked)
     with asking(
-        (lambda layer: _quantize(layer, ours, preserve_high_precision_init_val))
+        (lambda layer: _quantize(layer, asked, ours, preserve_high_precision_init_val))
         if enabled
         else None
     ):
         yield
 
 
-def _quantize(layer: Layer, recipe: nvfp4.Recipe, preserve: bool) -> None:
-    begun = {name: _Begun(layer._parameters[name]) for name in layer.weights()} if preserve else {}  # type: ignore[arg-type]
+def _quantizers(layer: Any, asked: Any, number: int) -> List[Any]:
+    """The quantizers of a layer's weights."""
+    roles = layer.get_quantizer_roles(fwd=True, num_quantizers=3 * number)[1::3]
+    device = next(layer.parameters()).device
+    state = RecipeState.create(
+        asked, mode="forward", num_quantizers=number, device=device, roles=roles
+    )
+    return state.make_quantizers()
+
+
+def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) -> None:
     follows = hasattr(layer, "following")  # and is in high precision outside of all regions
     if follows:
         layer.use_recipe(recipe)
-    quantize_parameters(layer)
+    weights = list(zip(layer.weights(), layer.products()))
+    for (name, (_, _, formats)), quantizer in zip(weights, _quantizers(layer, asked, len(weights))):
+        weight = layer._parameters.get(name)
+        if weight is None or formats.weight.spec == "high-precision":
+            continue
+        try:
+            check_spec(formats.weight.spec)
+        except ValueError as error:
+            raise ValueError(f"{layer.path}: {error}") from None
+        with torch.no_grad():
+            codes = quantizer.quantize(weight)
+        begun = _Begun(weight) if preserve else None
+        put(layer, name, codes)
+        if begun is not None:
+            layer._parameters[name].__dict__.update(  # type: ignore[union-attr]
+                get_high_precision_init_val=begun.get, clear_high_precision_init_val=begun.clear
+            )
     if follows:
         layer.use_recipe("high_precision")
-    for name, values in begun.items():
-        weight = layer._parameters[name]
-        if isinstance(
-            weight, QuantizedTensor
-        ):  # what the recipe leaves in high precision has no such methods
-            weight.__dict__.update(
-                get_high_precision_init_val=values.get, clear_high_precision_init_val=values.clear
-            )
 
 
 @contextlib.contextmanager

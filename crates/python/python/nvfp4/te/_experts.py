@@ -72,7 +72,8 @@ def moe_unpermute(
         warnings.warn("probs is the older name of merging_probs", DeprecationWarning, stacklevel=2)
         merging_probs = probs
     if not inp.numel():
-        return inp.clone()
+        # Probabilities have gradients, of zeros.
+        return inp.clone() if merging_probs is None else inp + 0 * merging_probs.sum().to(inp.dtype)
     if map_type == "index":
         return _unpermute_by_index(inp, row_id_map, merging_probs)
     _check_map(map_type)

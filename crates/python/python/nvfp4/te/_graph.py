@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 
+from ._quantized_attention import SLOTS
 from ._recipe import autocast, get_default_recipe
 from ._signature import supports
 from .recipe import of as recipe_of
@@ -15,6 +16,8 @@ _OLD = {
     "fp8_enabled": "enabled", "fp8_calibrating": "calibrating", "fp8_recipe": "recipe",
     "fp8_group": "amax_reduction_group", "fp8_weight_caching": "cache_quantized_params",
 }  # fmt: skip
+# The tensors of linear layers and of attention.
+_TENSORS = ("input", "weight", "grad_output", *SLOTS)
 
 
 @supports(
@@ -46,10 +49,8 @@ def make_graphed_callables(
         raise ValueError(
             f"enabled: expected one answer or {len(several)}, one for each module, got {len(each)}"
         )
-    chosen = recipe_of(get_default_recipe() if given["recipe"] is None else given["recipe"])
-    if any(each) and any(
-        "delayed" in chosen.spec("any", slot) for slot in ("input", "weight", "grad_output")
-    ):
+    chosen = get_default_recipe() if given["recipe"] is None else given["recipe"]
+    if any(each) and any("delayed" in recipe_of(chosen).spec("any", slot) for slot in _TENSORS):
         raise NotImplementedError(
             "te.make_graphed_callables: delayed scaling counts its steps outside of graphs; use Float8CurrentScaling"
         )
@@ -60,13 +61,36 @@ def make_graphed_callables(
 
     def capture(modules: Any, sample_args: Any, enabled: bool) -> Any:
         with autocast(enabled, bool(given["calibrating"]), chosen, given["amax_reduction_group"]):
-            return torch.cuda.make_graphed_callables(
+            made = torch.cuda.make_graphed_callables(
                 modules, sample_args, num_warmup_iters, allow_unused_input, pool
             )
+        return tuple(map(_finished, made)) if isinstance(made, tuple) else _finished(made)
 
     if len(set(each)) == 1:
         return capture(modules, sample_args, each[0])
     return tuple(capture(*one) for one in zip(several, sample_args, each))
+
+
+def _finished(graphed: Any) -> Any:
+    """What was captured, with ``reset()``, which lets go of the graphs, and with
+    ``is_first_microbatch`` as an argument, which says nothing where weights are quantized at every
+    call.
+    """
+    is_module = isinstance(graphed, torch.nn.Module)
+    replay = graphed.forward if is_module else graphed
+
+    def forward(*args: Any, is_first_microbatch: Optional[bool] = None, **kwargs: Any) -> Any:
+        return replay(*args, **kwargs)
+
+    def reset() -> None:
+        for name in ("forward", "reset"):
+            graphed.__dict__.pop(name, None)
+
+    (graphed if is_module else forward).__dict__["reset"] = reset
+    if not is_module:
+        return forward
+    graphed.__dict__["forward"] = forward
+    return graphed
 
 
 def _renamed(given: Dict[str, Any]) -> Dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ._machine import place
+
 Method = Callable[[Tensor], Any]
 
 
@@ -66,6 +68,8 @@ class Begins(torch.nn.Module):
     def made(self, name: Optional[str], return_bias: bool, fuse_wgrad_accumulation: bool) -> None:
         """Says that its bases have made all parameters, and what all modules are told."""
         self.name, self.return_bias = name, return_bias
+        biases = ("bias", "bias0", "fc1_bias")
+        self.use_bias = any(self._parameters.get(of) is not None for of in biases)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if self._split is not None:
             self._parts = split(self, self._split)
@@ -88,7 +92,7 @@ class Begins(torch.nn.Module):
 
 def made_real(module: torch.nn.Module) -> None:
     """Moves the module's own parameters from the meta device to torch's default device."""
-    device = torch.get_default_device()
+    device = torch.device(place(None) or torch.get_default_device())
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta and device.type != "meta":
             real = torch.nn.Parameter(

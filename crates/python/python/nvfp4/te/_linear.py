@@ -10,7 +10,9 @@ from torch.nn import functional
 
 import nvfp4.torch
 
+from ._handover import handed_over
 from ._initial import Begins, Initial, joined
+from ._machine import place
 from ._modules import Follows
 from ._parallel import one_worker
 from ._signature import refuse, supports
@@ -38,7 +40,8 @@ class OneLinear(Begins, Follows):
     def _linear(self, inp: Tensor) -> Tensor:
         """The product, with the bias if that is not returned."""
         bias = None if self.return_bias else joined(self, "bias", self._parts)
-        return self.product(inp, self._weight(), bias)  # type: ignore[operator]
+        handed = handed_over(inp)
+        return self.product(inp, self._weight(), bias, handed=handed)  # type: ignore[operator]
 
     def extra_repr(self) -> str:
         weight = self._weight()
@@ -67,8 +70,8 @@ class Linear(OneLinear, nvfp4.torch.Linear):
 
     # What is listed and not used below says nothing with one worker, or nothing about numbers.
     @supports(
-        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method",
-        "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
+        "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
+        "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
         "tp_size", "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
     )  # fmt: skip
     def __init__(
@@ -88,10 +91,11 @@ class Linear(OneLinear, nvfp4.torch.Linear):
             Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name), parameters_split
         )
         super().__init__(
-            in_features, out_features, bias=bias, device=device, dtype=params_dtype,
+            in_features, out_features, bias=bias, device=place(device), dtype=params_dtype,
             recipe="high_precision", path=name or "linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.postpones(delay_wgrad_compute)
 
     # The arguments are TransformerEngine's.
     def forward(  # type: ignore[override]
@@ -118,18 +122,33 @@ class Normed(Begins):
     eps: float
 
     def normalized(self, x: Tensor) -> Tensor:
-        if not self.zero_centered_gamma:
+        if not self.zero_centered_gamma and amp_dtype(x) is None:
             return super().normalized(x)  # type: ignore[misc]
         self.check(x)
+        centre = 1.0 if self.zero_centered_gamma else 0.0
         return wide_norm(
-            x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, 1.0
+            x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, centre
         )
+
+
+def amp_dtype(x: Tensor) -> Optional[torch.dtype]:
+    """The type that ``torch.autocast`` asks for on the tensor's device, if it is on."""
+    kind = x.device.type
+    on = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def wide_norm(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], normalization: str, eps: float, centre: float
 ) -> Tensor:
-    """A norm with ``centre + weight``, which types of 16 bits would round: it is computed in 32."""
+    """A norm with ``centre + weight``, which types of 16 bits would round: it is computed in 32.
+
+    In ``torch.autocast`` it takes and gives the type of that, where torch's norms give float32.
+    """
+    amp = amp_dtype(x)
+    if amp is not None:
+        with torch.autocast(x.device.type, enabled=False):
+            return wide_norm(x.to(amp), weight, bias, normalization, eps, centre)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = centre + weight.to(wide)
     if normalization == "RMSNorm":
@@ -142,7 +161,8 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
     """``transformer_engine.pytorch.LayerNormLinear``."""
 
     @supports(
-        "eps", "fuse_wgrad_accumulation", "get_rng_state_tracker", "init_method", "bias",
+        "eps", "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
+        "init_method", "bias",
         "normalization", "return_bias", "params_dtype", "return_layernorm_output",
         "parameters_split", "zero_centered_gamma", "device", "name", "tp_group", "tp_size",
         "sequence_parallel", "parallel_mode", "return_layernorm_output_gathered", "ub_name",
@@ -166,7 +186,7 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
         self.begins(initial, parameters_split)
         super().__init__(
             in_features, out_features, eps=eps, bias=bias, normalization=normalization,
-            device=device, dtype=params_dtype, recipe="high_precision",
+            device=place(device), dtype=params_dtype, recipe="high_precision",
             path=name or "layernorm_linear",
         )  # fmt: skip
         self.return_layernorm_output, self.zero_centered_gamma = (
@@ -174,6 +194,7 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
             zero_centered_gamma,
         )
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.postpones(delay_wgrad_compute)
 
     def forward(  # type: ignore[override]
         self,

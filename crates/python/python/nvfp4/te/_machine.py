@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Tuple, Union
+from typing import Any, Tuple, Union
 
 import torch
+
+# Where modules are made that no device is named for; torch's default device if it is None.
+_default: Any = None
+
+
+def stand_in() -> None:
+    """Makes modules on GPUs where there are any, as programs for TransformerEngine expect."""
+    global _default
+    _default = "cuda"
+
+
+def place(device: Any) -> Any:
+    """The device that modules are made on; None is torch's default device."""
+    return _default if device is None and _default and torch.cuda.is_available() else device
 
 
 def get_device_compute_capability() -> Tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 import nvfp4.torch
 from nvfp4.torch._activations import named
 
+from ._machine import place
 from ._initial import Begins, Initial
 from ._linear import Normed
 from ._modules import Follows
@@ -25,6 +26,7 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
     @supports(
         "eps", "return_bias", "get_rng_state_tracker", "init_method", "bias", "normalization",
         "activation", "activation_params", "output_layer_init_method", "fuse_wgrad_accumulation",
+        "delay_wgrad_compute",
         "params_dtype", "return_layernorm_output", "zero_centered_gamma", "device", "name",
         "checkpoint", "tp_group", "tp_size", "sequence_parallel",
         "return_layernorm_output_gathered", "seq_length", "micro_batch_size", "set_parallel_mode",
@@ -48,7 +50,7 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
         self.begins(Initial(methods, get_rng_state_tracker, None, zero_centered_gamma))
         super().__init__(
             hidden_size, ffn_hidden_size, eps=eps, bias=bias, normalization=normalization,
-            activation=activation, device=device, dtype=params_dtype, recipe="high_precision",
+            activation=activation, device=place(device), dtype=params_dtype, recipe="high_precision",
             path=name or "layernorm_mlp",
         )  # fmt: skip
         self.activation = named(activation, activation_params)
@@ -58,6 +60,7 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
         )
         self.checkpoint = checkpoint
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.postpones(delay_wgrad_compute)
 
     def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Any:  # type: ignore[override]
         here = self._follow(is_first_microbatch)
@@ -87,8 +90,8 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
     return_bias = False
 
     @supports(
-        "fuse_wgrad_accumulation", "get_rng_state_tracker", "rng_tracker_name", "init_method",
-        "bias", "return_bias", "params_dtype", "device", "name", "tp_group", "tp_size",
+        "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
+        "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype", "device", "name", "tp_group", "tp_size",
         "sequence_parallel", "parallel_mode", "ub_name", "save_original_input",
     )  # fmt: skip
     def __init__(
@@ -105,10 +108,11 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
         one_worker("GroupedLinear", tp_size, tp_group)
         self.begins(Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name))
         super().__init__(
-            num_gemms, in_features, out_features, bias=bias, device=device, dtype=params_dtype,
+            num_gemms, in_features, out_features, bias=bias, device=place(device), dtype=params_dtype,
             recipe="high_precision", path=name or "grouped_linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.postpones(delay_wgrad_compute)
 
     def forward(  # type: ignore[override]
         self,

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
+import nvfp4
+from nvfp4.torch._composed import amax_of
 from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
+from nvfp4.torch._quantized import coded as coded_of
 
+from ._later import Postpones, computed_again
+from ._meta import ShowsQuantizers
+from ._products import foreign_linear, is_foreign
 from ._recipe import Region, Step, region
+from .recipe import Recipe
 
 # Guards what several threads may change in a module: what it remembers of its calls.
 _lock = threading.RLock()
 # What ``use_recipe`` sets, in one kind of module or another.
-_PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products")
+_PLANNED = ("formats", "fc1_formats", "fc2_formats", "_products", "_foreign")
+_PLAIN = nvfp4.Recipe("high_precision")
 # How many recipes a module keeps the formats of.
 _AT_HAND = 4
 # What a module remembers of its calls, which is no part of what is saved or copied.
-_REMEMBERED = ("_plans", "_ran", "_repeated", "_regional", "_compiled", "_step")
+_REMEMBERED = ("_plans", "_ran", "_repeated", "_regional", "_compiled", "_step", "_foreign", "_asked", "_shown", "_stale")
 
 
 # What a compiler says that needs one graph and meets what cannot be in it.
@@ -30,11 +38,16 @@ _WHY = (
 )
 
 
-def _outside_of_graphs(function):
-    try:
-        return torch.compiler.disable(function, reason=_WHY)
-    except TypeError:  # older versions of torch take no reason
-        return torch.compiler.disable(function)
+def outside_of_graphs(why: str):
+    """Keeps a function from compilers, which say why."""
+
+    def kept(function):
+        try:
+            return torch.compiler.disable(function, reason=why)
+        except TypeError:  # older versions of torch take no reason
+            return torch.compiler.disable(function)
+
+    return kept
 
 
 class _Planned(NamedTuple):
@@ -55,7 +68,7 @@ class TheirState(torch.nn.Module):
             unexpected.remove(key)
 
 
-class Follows(TheirState):
+class Follows(Postpones, ShowsQuantizers, TheirState):
     """A module that computes in the formats of the ``autocast`` around its call, and in high
     precision outside of one.
 
@@ -68,6 +81,7 @@ class Follows(TheirState):
     forget_weights: Callable[[], None]
     fuse_wgrad_accumulation: bool
     path: str
+    _products: Any
     delayed: Any
     # By the keys of regions: what their recipes set; the latest first.
     _plans: Dict[str, _Planned] = {}
@@ -79,8 +93,15 @@ class Follows(TheirState):
     _compiled: Optional[Region] = None
     # Whether any call was in a region.
     _regional: bool = False
+    _workers: Optional[Workers] = None
+    # The products of the recipe that this call is calibrated for.
+    _calibrated: Any = None
+    # What attention hands over in the region of this call.
+    _hand_over: str = "none"
     # The step of delayed scaling that it was last part of.
     _step: Optional[Step] = None
+    # For each product: its quantizers, if one of them brings its own product.
+    _foreign: Optional[List[Optional[Dict[str, Any]]]] = None
 
     def __getstate__(self):
         # The next call finds out what to follow.
@@ -101,13 +122,14 @@ class Follows(TheirState):
         planned = self._plans[here.key]
         # Steps of delayed scaling are counted call by call. A call outside of all regions may be
         # one that a backward pass repeats, which no graph can tell.
-        if planned.delayed or (self._regional and not here.key):
+        if here.calibrating or planned.delayed or (self._regional and not here.key):
             return self._kept_from_compilers()
         if here.key:
             self._compiled = here
         for name, value in planned.sets.items():
             setattr(self, name, value)
         self._workers = None if here.group is None else Workers(here.group)
+        self._hand_over = here.hand_over
         return self
 
     @torch.compiler.assume_constant_result
@@ -117,7 +139,7 @@ class Follows(TheirState):
         self._planned(here)
         self._regional = self._regional or bool(here.key)
 
-    @_outside_of_graphs
+    @outside_of_graphs(_WHY)
     def _kept_from_compilers(self):
         return self._twin()
 
@@ -139,11 +161,50 @@ class Follows(TheirState):
         planned = self._planned(here)
         if here.step is not None and planned.delayed:
             self._begin(here, here.step)
+        sets, calibrated = planned.sets, None
+        if here.calibrating:
+            outside = Region(_PLAIN, step=here.step, key=_PLAIN.name)
+            sets, calibrated = self._planned(outside).sets, sets.get("_products")
         # Neither is a parameter or a module, for which an assignment would look.
         workers = None if here.group is None else Workers(here.group)
         same = object.__new__(type(self))
-        same.__dict__.update(self.__dict__, **planned.sets, _workers=workers)
+        same.__dict__.update(
+            self.__dict__, **sets, _workers=workers, _hand_over=here.hand_over,
+            _calibrated=calibrated,
+        )  # fmt: skip
         return same
+
+    def product(
+        self, x: Any, weight: Any, bias: Any, number: int = 0, handed: Any = None, store: Any = None
+    ) -> Any:
+        """``x·wᵀ + bias`` in the formats of the product with this number. Where a recipe is
+        calibrated, delayed scaling sees the operands.
+        """
+        if self._calibrated is not None:
+            prefix, _, formats = self._calibrated[number]
+            state = self.state_of(formats, prefix)  # type: ignore[operator]
+            for kept, operand in ((state.input, x), (state.weight, weight)):
+                if kept is not None:
+                    kept.note([amax_of(operand)] * kept.number())
+        waits = self._store is not None and torch.is_grad_enabled() and weight.requires_grad
+        if not waits:
+            return self._product(x, weight, bias, number, handed, store)
+        plain = self._foreign is None and weight.is_leaf and coded_of(weight) is None
+        if plain:
+            return self._product(x, weight, bias, number, handed, self._store)
+
+        def again(x: Any, weight: Any, bias: Any) -> Any:
+            return self._product(x, weight, bias, number, handed)
+
+        return computed_again(self._store, again, x, weight, bias)  # type: ignore[arg-type]
+
+    def _product(
+        self, x: Any, weight: Any, bias: Any, number: int, handed: Any, store: Any = None
+    ) -> Any:
+        foreign = None if self._foreign is None else self._foreign[number]
+        if foreign is not None:
+            return foreign_linear(x, weight, bias, foreign)
+        return super().product(x, weight, bias, number, handed, store)  # type: ignore
 
     def _followed(self) -> Region:
         here = region()
@@ -153,6 +214,8 @@ class Follows(TheirState):
         if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
             with _lock:
                 self.__dict__.update(_ran=self._remembered(here), _repeated=False)
+                if isinstance(here.asked, Recipe):  # a preset's name has no quantizers to show
+                    self._notice(here.asked)
                 self._regional = self._regional or bool(here.key)
             return here
         with _lock:
@@ -170,6 +233,13 @@ class Follows(TheirState):
             )
         return ran[-1]
 
+    def _notice(self, asked: Any) -> None:
+        """Warns of a recipe of another kind than that of the call before."""
+        before, self.__dict__["_asked"] = self._asked, asked
+        if before is not None and not isinstance(asked, type(before)) and not isinstance(before, type(asked)):
+            kinds = f"from {type(before).__name__} to {type(asked).__name__}"
+            warnings.warn(f"Recipe type changed {kinds} in '{self.path}'", stacklevel=6)
+
     def _remembered(self, here: Region) -> Tuple[Region, ...]:
         """The regions that a backward pass may repeat after a call in this one."""
         only_outside = here.step is not None and all(before.step is None for before in self._ran)
@@ -186,12 +256,39 @@ class Follows(TheirState):
             if self._step is not None and self._step is not here.step:
                 self._step.end()  # while its scales are there: another recipe may need other ones
             self.use_recipe(here.recipe)
+            self._check_codes(here)
+            self.__dict__["_foreign"] = self._foreign_of(here)
             sets = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
             planned = _Planned(sets, _is_delayed(sets))
             # Scales that a module keeps are those of one recipe.
             kept = [item for item in self._plans.items() if not (planned.delayed and item[1].delayed)]
             self._plans = dict([(here.key, planned), *kept[: _AT_HAND - 1]])
             return planned
+
+    def _check_codes(self, here: Region) -> None:
+        """Refuses a recipe of another format than the weights that exist as codes alone."""
+        for name, (_, _, formats) in zip(self.weights(), self._products):  # type: ignore[operator]
+            quantizer = getattr(self._parameters.get(name), "_quantizer", None)
+            there, asked = getattr(quantizer, "spec", str)(), formats.weight.spec
+            if quantizer is None or "high-precision" in (there, asked):
+                continue
+            if there.split("(")[0] != asked.split("(")[0]:
+                raise RuntimeError(
+                    f"Recipe mismatch for '{name}' of {self.path}: its codes are {there}, and the recipe "
+                    f"{type(here.asked).__name__} asks for {asked}; use one recipe in quantized_model_init and autocast"
+                )
+
+    def _foreign_of(self, here: Region) -> Optional[List[Optional[Dict[str, Any]]]]:
+        """The quantizers of each product of which one brings its own product."""
+        answers = getattr(here.asked, "_answers", None)
+        if not answers:
+            return None
+        of: List[Optional[Dict[str, Any]]] = []
+        for site in self.sites_of(self, self.path):  # type: ignore[operator]
+            for expert in range(site[2]) if len(site) > 2 else (None,):
+                quantizers = answers.get((site[0], expert), {})
+                of.append(quantizers if any(map(is_foreign, quantizers.values())) else None)
+        return of if any(of) else None
 
     def _begin(self, here: Region, step: Step) -> None:
         """Takes part in a step of delayed scaling. The one before ends with it."""
@@ -210,4 +307,4 @@ def _is_delayed(planned: Dict[str, Any]) -> bool:
     """Whether a scale comes from earlier steps."""
     named = [value for name, value in planned.items() if name.endswith("formats")]
     each = [formats for value in named for formats in (value if isinstance(value, list) else [value])]
-    return any(format.delayed for of in each for format in (of.input, of.weight, of.grad_output))
+    return any(format.delayed for of in each for format in of.tensors)

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from ._attention import DotProductAttention
+from ._handover import gradients_as
 from ._linear import LayerNormLinear, Linear
+from ._machine import place
 from ._norms import L2Normalization, LayerNorm, RMSNorm
 from ._parallel import OneWorker, one_worker
+from ._roles import QuantizerRole
 from ._rotary import apply_rotary_pos_emb
 from ._signature import supports
 
@@ -140,8 +143,12 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
             get_rng_state_tracker=get_rng_state_tracker, layer_number=self.layer_number,
             attention_type=attention_type, softmax_type=softmax_type, name=called("core_attention"),
         )  # fmt: skip
-        if device is not None:
-            self.core_attention.to(device)
+        if place(device) is not None:
+            self.core_attention.to(place(device))
+        self.core_attention.edges = {
+            "o": QuantizerRole("linear", "input", called("proj") or "linear"),
+            "dqkv": QuantizerRole("linear", "grad_output", self._first().path),
+        }
         linear["init_method"] = output_layer_init_method
         self.proj = Linear(
             of_queries, hidden_size, return_bias=return_bias, name=called("proj"), **linear
@@ -160,12 +167,16 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
         max_seqlen_kv: Optional[int] = None, fast_zero_fill: bool = True,
         pad_between_seqs: Optional[bool] = None,
     ) -> Any:  # fmt: skip
-        if self.attention_type == "self":
-            q, k, v, norm = self._of_one(hidden_states, is_first_microbatch)
-        else:
-            if encoder_output is None:
+        # TransformerEngine hands over no gradients of what is turned or normed in between.
+        output, gradients = self.core_attention.hands_over(hidden_states.device)
+        between = rotary_pos_emb is not None or self.q_norm is not None
+        with gradients_as(None if between else gradients):
+            if self.attention_type == "self":
+                q, k, v, norm = self._of_one(hidden_states, is_first_microbatch)
+            elif encoder_output is None:
                 raise ValueError("MultiheadAttention: attention_type='cross' needs encoder_output")
-            q, k, v, norm = self._of_two(hidden_states, encoder_output, is_first_microbatch)
+            else:
+                q, k, v, norm = self._of_two(hidden_states, encoder_output, is_first_microbatch)
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
@@ -204,12 +215,18 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
             inference_params=inference_params, pad_between_seqs=pad_between_seqs,
+            fp8_output=output,
         )  # fmt: skip
         projected = self.proj(y, is_first_microbatch=is_first_microbatch)
         outputs = projected if self.return_bias else (projected,)
         if self.input_layernorm and self.return_layernorm_output:
             outputs += (norm,)
         return outputs if len(outputs) > 1 else outputs[0]
+
+    def _first(self) -> Any:
+        """The linear layer before attention; that of the queries, if there are two."""
+        names = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer")
+        return next(self._modules[name] for name in names if name in self._modules)
 
     def _normed(
         self, module: LayerNormLinear, x: Tensor, is_first_microbatch: Optional[bool]

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ._initial import made_real
-from ._linear import wide_norm
+from ._linear import amp_dtype, wide_norm
+from ._machine import place
 from ._modules import TheirState
 
 
@@ -41,7 +42,7 @@ class _Norm(TheirState):
             raise RuntimeError(
                 f"te.{self.normalization}: pass dtype, and not params_dtype, its older name"
             )
-        device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", params_dtype)
+        device, dtype = place(kwargs.pop("device", None)), kwargs.pop("dtype", params_dtype)
         if kwargs:
             raise NotImplementedError(
                 f"te.{self.normalization}: the argument {next(iter(kwargs))} is not supported here; leave it out"
@@ -80,7 +81,8 @@ class _Norm(TheirState):
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.zero_centered_gamma or input.dtype != self.weight.dtype:
+        other = input.dtype != self.weight.dtype or amp_dtype(input) is not None
+        if self.zero_centered_gamma or other:
             centre = 1.0 if self.zero_centered_gamma else 0.0
             return wide_norm(input, self.weight, self.bias, self.normalization, self.eps, centre)
         if self.normalization == "RMSNorm":

@@ -17,7 +17,7 @@ import nvfp4
 from nvfp4.torch._delayed import update
 
 from ._signature import refuse, supports
-from .recipe import MXFP8BlockScaling, Recipe
+from .recipe import MXFP8BlockScaling, Recipe, hand_over_of
 from .recipe import of as recipe_of
 
 
@@ -47,13 +47,19 @@ class Region(NamedTuple):
     """What modules follow inside ``autocast``.
 
     ``key`` stands for the recipe, and is empty outside. Compilers compare it: to them, recipes and
-    steps are objects that are new each time.
+    steps are objects that are new each time. ``hand_over`` says which tensors attention hands over
+    quantized: "none", its "output", or "both" this and its gradients. ``calibrating`` says that
+    modules compute in high precision, and note the amaxes that the recipe keeps.
     """
 
     recipe: nvfp4.Recipe
     group: Any = None
     step: Optional[Step] = None
     key: str = ""
+    hand_over: str = "none"
+    calibrating: bool = False
+    # The recipe as it was given; None in high precision.
+    asked: Any = None
 
 
 # The last recipes that regions had, each with its key.
@@ -86,28 +92,40 @@ class autocast(contextlib.ContextDecorator):
     or a preset's name; without one, :func:`get_default_recipe`'s.
 
     ``amax_reduction_group`` is the process group whose workers agree on amaxes. Delayed scaling
-    moves on from one outermost region to the next. A region belongs to the thread, or the task of
+    moves on from one outermost region to the next. With ``enabled=False, calibrating=True`` modules
+    compute in high precision, and delayed scaling notes the amaxes of inputs and weights. A region
+    belongs to the thread, or the task of
     ``asyncio``, that enters it: a thread that is started inside enters its own. It may be entered
     again after it was left.
     """
 
-    @supports("enabled", "recipe", "amax_reduction_group")
+    @supports("enabled", "calibrating", "recipe", "amax_reduction_group")
     def __init__(
         self, enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:  # fmt: skip
+        for name, given in (("enabled", enabled), ("calibrating", calibrating)):
+            if isinstance(given, (str, Recipe, nvfp4.Recipe, torch.nn.Module)):
+                raise TypeError(
+                    f"{name}: expected True or False, got {type(given).__name__}; a recipe is the "
+                    "argument recipe=, and modules are called inside of the region"
+                )
         self._enabled, self._recipe, self._group = enabled, recipe, amax_reduction_group
+        # What is quantized notes its amaxes anyway.
+        self._calibrating = bool(calibrating) and not enabled
         self._token: Optional[contextvars.Token] = None
 
     def __enter__(self) -> "autocast":
         if self._token is not None:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
         step = region().step or Step()
-        if not self._enabled:
+        if not self._enabled and not self._calibrating:
             new = _HIGH_PRECISION._replace(step=step, key=_key(_HIGH_PRECISION.recipe))
         else:
-            recipe = recipe_of(get_default_recipe() if self._recipe is None else self._recipe)
-            new = Region(recipe, self._group, step, _key(recipe))
+            asked = get_default_recipe() if self._recipe is None else self._recipe
+            recipe = recipe_of(asked)
+            handed = "none" if self._calibrating else hand_over_of(asked)
+            new = Region(recipe, self._group, step, _key(recipe), handed, self._calibrating, asked)
         self._token = _region.set(new)
         return self
 
@@ -118,7 +136,7 @@ class autocast(contextlib.ContextDecorator):
 
     def _recreate_cm(self) -> "autocast":
         # As a decorator: every call has a region of its own.
-        return autocast(self._enabled, recipe=self._recipe, amax_reduction_group=self._group)
+        return autocast(self._enabled, self._calibrating, self._recipe, self._group)
 
 
 def fp8_autocast(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from dataclasses import dataclass
-from typing import Callable, Optional, Union
+from typing import Any, Callable, Iterator, Mapping, Optional, Union
+
+import nvfp4
 
 from ._format import Format, delayed_spec
 
@@ -40,3 +44,45 @@ class DelayedScalingRequest(QuantizerRequest):
     def spec_in(self, direction: str) -> str:
         """The format in recipe syntax, in the "forward" or the "backward" pass."""
         return delayed_spec(self, direction)
+
+
+# Who takes over the tensors that attention hands over, by their slots.
+_edges: contextvars.ContextVar[Mapping[str, QuantizerRole]] = contextvars.ContextVar(
+    "nvfp4_te_edges", default={}
+)
+
+
+@contextlib.contextmanager
+def handed_to(roles: Mapping[str, QuantizerRole]) -> Iterator[None]:
+    """Inside, factories are asked about tensors that are handed over with these roles."""
+    token = _edges.set(roles)
+    try:
+        yield
+    finally:
+        _edges.reset(token)
+
+
+def consumer(slot: str, role: QuantizerRole) -> QuantizerRole:
+    """The role of who takes over what attention has in a slot; the role itself if nobody does."""
+    return _edges.get().get(slot, role)
+
+
+def spec_of_answer(answer: Any, role: QuantizerRole, direction: str) -> str:
+    """The spec of what a factory returned, in the "forward" or the "backward" pass."""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, nvfp4.Quantizer):
+        return answer.spec
+    if isinstance(answer, DelayedScalingRequest):
+        return answer.spec_in(direction)
+    if isinstance(answer, type):
+        raise TypeError(
+            f"the factory returned the class {answer.__name__} for {role}: return an object of it, "
+            f"as with {answer.__name__}(...)"
+        )
+    if isinstance(answer, QuantizerRequest) or not hasattr(answer, "spec"):
+        raise TypeError(
+            f"the factory returned {answer!r} for {role}: expected a quantizer or a DelayedScalingRequest; "
+            "IdentityQuantizer() leaves a tensor in high precision"
+        )
+    return answer.spec()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ._linear import amp_dtype
 from ._masks import mask_type
 from ._mlp import LayerNormMLP
 from ._multihead import MultiheadAttention
@@ -163,7 +164,7 @@ class TransformerLayer(OneWorker, torch.nn.Module):
                 "te.TransformerLayer.forward: the argument inference_params is not supported here for a decoder with "
                 "cross attention, which keeps nothing from step to step; leave it out"
             )
-        x = hidden_states.contiguous()
+        x = hidden_states.to(amp_dtype(hidden_states) or hidden_states.dtype).contiguous()
         common: Dict[str, Any] = dict(
             is_first_microbatch=is_first_microbatch,
             checkpoint_core_attention=checkpoint_core_attention, inference_params=inference_params,

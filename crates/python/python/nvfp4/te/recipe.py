@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Union
 
 import nvfp4
 
 from ._format import Format, MMParams, QParams, delayed_spec, fp8_code, spec_of
-from ._roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
-from ._signature import refuse
+from ._products import is_foreign
+from ._roles import QuantizerRole, consumer, spec_of_answer
 
 __all__ = [
     "CustomRecipe",
@@ -53,7 +53,9 @@ def _switch(name: str) -> Any:
 class Recipe:
     """What all recipes have: questions about their kind, and :meth:`recipe`."""
 
-    backward_override: Optional[str]
+    backward_override: Optional[str] = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -97,11 +99,17 @@ class Recipe:
         )
 
     def _check(self) -> None:
-        """Refuses what no recipe of TransformerEngine takes, and what is not implemented here."""
+        """Refuses what no recipe of TransformerEngine takes."""
         _one_of("backward_override", self.backward_override, _BACKWARD)
-        defaults = {given.name: given.default for given in fields(self)}  # type: ignore[arg-type]
-        for name in ("fp8_dpa", "fp8_mha"):
-            refuse(type(self).__name__, name, getattr(self, name), defaults[name])
+        if self.fp8_mha and not self.fp8_dpa:
+            raise ValueError(
+                "fp8_mha: attention that hands over FP8 computes in it; say fp8_dpa=True too"
+            )
+        if self.fp8_dpa and (self.float8_block_scaling() or self.nvfp4()):
+            raise ValueError(
+                f"fp8_dpa: {type(self).__name__} has no format that attention reads; a CustomRecipe "
+                "gives its tensors FP8 or MXFP8, as with nvfp4_linear_fp8_dpa_factory"
+            )
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
@@ -118,20 +126,24 @@ def _mapped(
     grad_output: str,
     backward: Optional[str],
     sums: Optional[tuple] = None,
+    attention: bool = False,
 ) -> nvfp4.Recipe:
-    """The preset if it has these specs, or else rules that give them; attention stays in high
-    precision.
+    """The preset if it has these specs, or else rules that give them. Attention stays in high
+    precision, or its tensors have the specs of inputs and of gradients.
     """
     specs = [
         nvfp4.Quantizer(spec=text, directions="both").spec for text in (input, weight, grad_output)
     ]
     recipe = nvfp4.Recipe(preset)
     if specs != [recipe.spec("any", slot) for slot in ("input", "weight", "grad_output")]:
+        plain = "" if attention else '[[rule]]\nmodule = "attention"\nspec = "high-precision"\n'
         recipe = nvfp4.Recipe.from_toml(
-            f'name = "{name}"\n[[rule]]\nmodule = "attention"\nspec = "high-precision"\n'
+            f'name = "{name}"\n{plain}'
             f'[[rule]]\nslot = "weight"\nspec = "{specs[1]}"\n[[rule]]\npass = "backward"\nspec = "{specs[2]}"\n'
             f'[default]\nspec = "{specs[0]}"\n'
         )
+    elif attention:
+        recipe = nvfp4.Recipe(f"{preset}+attention")
     if sums is not None:
         fprop, dgrad, wgrad = sums
         recipe = recipe.with_accumulators(fprop=fprop, dgrad=dgrad, wgrad=wgrad)
@@ -166,7 +178,10 @@ class DelayedScaling(Recipe):
 
     def recipe(self) -> nvfp4.Recipe:
         forward, backward = (delayed_spec(self, direction) for direction in ("forward", "backward"))
-        return _mapped(type(self).__name__, "delayed_scaling", forward, forward, backward, None)
+        name, attention = type(self).__name__, self.fp8_dpa
+        return _mapped(
+            name, "delayed_scaling", forward, forward, backward, None, attention=attention
+        )
 
 
 @dataclass
@@ -199,8 +214,9 @@ class Float8CurrentScaling(Recipe):
         )
         name = type(self).__name__
         return _mapped(
-            name, "current_scaling", forward, forward, backward, self.backward_override, _sums(self)
-        )
+            name, "current_scaling", forward, forward, backward, self.backward_override,
+            _sums(self), self.fp8_dpa,
+        )  # fmt: skip
 
 
 def _sums(recipe: Any) -> tuple:
@@ -239,7 +255,10 @@ class MXFP8BlockScaling(Recipe):
             spec_of("mxfp8", forward),
             spec_of("mxfp8", backward),
         )
-        return _mapped(name, "mxfp8", input, weight, grad_output, self.backward_override)
+        return _mapped(
+            name, "mxfp8", input, weight, grad_output, self.backward_override,
+            attention=self.fp8_dpa,
+        )  # fmt: skip
 
 
 @dataclass
@@ -381,7 +400,8 @@ class CustomRecipe(Recipe):
     """A recipe from a factory: ``qfactory(role)`` gives the quantizer of a tensor.
 
     It may return a quantizer of ``nvfp4.te``, a ``DelayedScalingRequest``, an ``nvfp4.Quantizer``
-    or the text of a spec. What it raises becomes a ValueError that names the role. Recipes with the
+    or the text of a spec, or a quantizer of a class of one's own, which is then called for every
+    tensor. What it raises becomes a ValueError that names the role. Recipes with the
     same factory and the same settings are equal, and a module asks a factory once: to change the
     answers, pass another factory. ``fp8_format`` changes nothing, as in TransformerEngine, and
     neither does ``quantization_alignment`` in modules: they pad by themselves.
@@ -396,45 +416,60 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         self._check()
+        # Quantizers can be called too, with tensors.
+        if not callable(self.qfactory) or hasattr(self.qfactory, "spec"):
+            raise TypeError(
+                f"qfactory: expected a function of a role that returns a quantizer, got {self.qfactory!r}"
+            )
         if self.quantization_alignment <= 0:
             raise ValueError(
-                f"quantization_alignment: expected a positive number, got {self.quantization_alignment}"
+                f"quantization_alignment must be positive, got {self.quantization_alignment}"
             )
 
     @property
     def key(self) -> str:
         """What stands for the factory where recipes are compared."""
+        flags = " with fp8_mha" if self.fp8_mha else " with fp8_dpa" if self.fp8_dpa else ""
         try:
-            return f"custom recipe {_number(self.qfactory)}"
+            return f"custom recipe {_number(self.qfactory)}{flags}"
         except TypeError:  # it has no hash, so it can only be compared with itself
-            return f"custom recipe at {id(self.qfactory)}"
+            return f"custom recipe at {id(self.qfactory)}{flags}"
 
     def recipe(self) -> nvfp4.Recipe:
-        factory = self.qfactory
+        factory, attention, handed_over = self.qfactory, self.fp8_dpa, self.fp8_mha
+        # What it answered, by path and expert, and then by slot.
+        self._answers: dict = {}
 
         def spec(asked: nvfp4.Role) -> str:
-            if asked.module == "attention":  # without fp8_dpa, which is refused
-                return "high-precision"
             role = QuantizerRole(*asked.legacy)
-            return _spec_of_answer(factory(role), role, asked.pass_)
+            if asked.module == "attention":
+                if not attention:
+                    return "high-precision"
+                role = consumer(asked.slot, role) if handed_over else role
+            answer = factory(role)
+            self._answers.setdefault((asked.path, asked.expert), {})[asked.slot] = answer
+            if is_foreign(answer):
+                if asked.module == "attention":
+                    raise TypeError(
+                        f"the factory returned {type(answer).__name__} for {role}, which brings its own "
+                        "product: attention reads FP8 and MXFP8 alone"
+                    )
+                return "high-precision"
+            return spec_of_answer(answer, role, asked.pass_)
 
         backward = (self.backward_override or "none").replace("_", "-")
         return nvfp4.Recipe.from_function(self.key, spec).with_backward(backward)
 
 
-def _spec_of_answer(answer: Any, role: QuantizerRole, direction: str) -> str:
-    if isinstance(answer, str):
-        return answer
-    if isinstance(answer, nvfp4.Quantizer):
-        return answer.spec
-    if isinstance(answer, DelayedScalingRequest):
-        return answer.spec_in(direction)
-    if isinstance(answer, QuantizerRequest) or not hasattr(answer, "spec"):
-        raise TypeError(
-            f"the factory returned {answer!r} for {role}: expected a quantizer or a DelayedScalingRequest; "
-            "IdentityQuantizer() leaves a tensor in high precision"
-        )
-    return answer.spec()
+def hand_over_of(recipe: Any) -> str:
+    """Which tensors attention hands over quantized: "none", its "output", or "both" this and its
+    gradients.
+    """
+    if not isinstance(recipe, Recipe) or not recipe.fp8_dpa:
+        return "none"
+    if recipe.fp8_mha:
+        return "both"
+    return "none" if recipe.custom() else "output"
 
 
 def of(recipe: Any) -> nvfp4.Recipe:
@@ -446,6 +481,7 @@ def of(recipe: Any) -> nvfp4.Recipe:
     if isinstance(recipe, nvfp4.Recipe):
         return recipe
     if isinstance(recipe, Recipe):
+        recipe._check()  # it may have been changed
         return recipe.recipe()
     raise TypeError(
         f"recipe: expected a recipe of nvfp4.te, an nvfp4.Recipe or the name of a preset, got {type(recipe).__name__}"

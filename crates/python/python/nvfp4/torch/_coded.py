@@ -9,7 +9,7 @@ everything train as any weight does (``_function.py``).
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def autocast(x: Tensor) -> Tensor:
 
 def from_codes(
     x: Tensor,
-    weight: QuantizedTensor,
+    weight: Any,
     bias: Optional[Tensor],
     formats: str,
     amax: Optional[Tensor] = None,
@@ -85,7 +85,7 @@ def few(x: Tensor) -> bool:
 
 
 def product(
-    x: Tensor, weight: QuantizedTensor, bias: Optional[Tensor], formats: str, amax: Optional[Tensor], noted: Noted
+    x: Tensor, weight: Any, bias: Optional[Tensor], formats: str, amax: Optional[Tensor], noted: Noted
 ) -> Tensor:
     """The forward pass alone."""
     if few(x):
@@ -106,7 +106,7 @@ class FromCodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, formats, amax, noted, main):
         needs_weight = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if needs_weight else None, weight.row)
+        ctx.save_for_backward(x if needs_weight else None, weight.codes.row)
         ctx.call = (weight.spec, weight.matrix, x.dtype, weight.dtype, None if bias is None else bias.dtype, main)
         return product(x, weight, bias, formats, amax, noted)
 

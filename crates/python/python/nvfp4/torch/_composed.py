@@ -16,7 +16,7 @@ from . import _ops  # noqa: F401  (makes the operations known)
 from ._delayed import Kept, State
 from ._finite import Watch, Watched
 from ._formats import Format, Formats
-from ._main_grad import added, dtype_of
+from ._main_grad import dtype_of, settled
 from ._once import once
 from ._sizes import padded
 
@@ -34,8 +34,10 @@ def quantized(
     kept: Optional[Kept] = None,
     watched: Optional[Watched] = None,
     alignment: int = 1,
+    amax: Optional[Tensor] = None,
 ) -> List[Tensor]:
-    """The arrays of ``x``, padded to whole blocks, with amaxes that all workers agree on.
+    """The arrays of ``x``, padded to whole blocks, with amaxes that all workers agree on: this one,
+    if it is given.
 
     Those of delayed scaling, for which something is kept, they agree on later.
     """
@@ -60,8 +62,8 @@ def quantized(
         end = len(made) - kept.number()
         kept.note(made, end)
         return made[:end]
-    if group is None or format.shared == ("nothing", "nothing"):
-        return arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name, alignment))
+    if group is None or amax is not None or format.shared == ("nothing", "nothing"):
+        return arrays(quantize(x, format.spec, format.directions, seed, offset, amax, None, name, alignment))
     if format.spec.endswith(" from row") and ("tensor" in format.shared or "nothing" not in format.shared):
         raise ValueError(f"{format.spec}: workers cannot agree on an amax of decoded values; leave out 'from row'")
     parts: List[Tensor] = []
@@ -69,7 +71,7 @@ def quantized(
         parts = arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name, alignment))
     ends = (format.row, format.row + format.column)
     amaxes = [
-        {"stored": lambda: parts[end - 1].clone(), "tensor": lambda: _amax(x), "nothing": lambda: None}[shared]()
+        {"stored": lambda: parts[end - 1].clone(), "tensor": lambda: amax_of(x), "nothing": lambda: None}[shared]()
         for shared, end in zip(format.shared, ends)
     ]
     for amax in amaxes:
@@ -78,7 +80,7 @@ def quantized(
     return arrays(quantize(x, format.spec, format.directions, seed, offset, *amaxes, name, alignment))
 
 
-def _amax(x: Tensor) -> Tensor:
+def amax_of(x: Tensor) -> Tensor:
     """The largest magnitude, NaN left out; 0 of nothing."""
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
@@ -98,10 +100,13 @@ def forward(
     group,
     state: State,
     watch: Watch,
+    amax: Optional[Tensor] = None,
 ):
     (x_format, w_format), finite = pair, formats.finite
     watched = _watched(finite, watch, "input")
-    xq = quantized(x, x_format, group=group, kept=state.input, watched=watched, alignment=formats.alignment)
+    xq = quantized(
+        x, x_format, group=group, kept=state.input, watched=watched, alignment=formats.alignment, amax=amax
+    )
     wq = quantized(weight, w_format, kept=state.weight, watched=_watched(finite, watch, "weight"))
     y = matmul(
         xq[: x_format.row], x_format.spec, "row", _whole(x, formats),
@@ -118,10 +123,9 @@ def _whole(x: Tensor, formats: Formats) -> Tuple[int, int]:
 
 class Composed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, offset, formats, seed, group, state, watch, main=None):
-        y, xq, wq = forward(
-            x, weight, bias, formats, (formats.input, formats.weight), group, state, watch
-        )
+    def forward(ctx, x, weight, bias, offset, formats, seed, group, state, watch, main=None, amax=None, later=None):
+        pair = formats.input, formats.weight
+        y, xq, wq = forward(x, weight, bias, formats, pair, group, state, watch, amax)
         # What the backward pass reads: the column direction, or the numbers themselves where both
         # directions share them.
         xq = xq[formats.input.row :] if formats.input.column else xq
@@ -131,7 +135,7 @@ class Composed(torch.autograd.Function):
         ctx.shapes = (_whole(x, formats), weight.shape)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.settings = (formats, seed, group, state, watch)
-        ctx.main = main
+        ctx.main, ctx.later = main, later
         return y
 
     @staticmethod
@@ -157,11 +161,11 @@ class Composed(torch.autograd.Function):
                 formats.accumulators[1], dy.shape[0],
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
-            dw = matmul(
-                column, format.spec, "column", dy_shape, xq, formats.input.spec, "column", x_shape, None,
-                dtype_of(ctx.main, w_dtype), formats.accumulators[2],
-            )  # fmt: skip
-            dw = added(ctx.main, dw)
+            dtype, sums = dtype_of(ctx.main, w_dtype), formats.accumulators[2]
+            dw = settled(ctx.main, ctx.later, lambda: matmul(
+                column, format.spec, "column", dy_shape, xq, formats.input.spec, "column", x_shape,
+                None, dtype, sums,
+            ))  # fmt: skip
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None, None, None

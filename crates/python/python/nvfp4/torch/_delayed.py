@@ -45,12 +45,43 @@ class Kept(NamedTuple):
         return self._replace(history=None, column_history=None)
 
 
+class Given(NamedTuple):
+    """How a tensor was quantized by the module that hands it over: with this scale or from this
+    amax. Its numbers are those of its codes, so that whoever quantizes them so gets the same codes.
+    """
+
+    spec: str
+    scale: Optional[Tensor] = None
+    amax: Optional[Tensor] = None
+
+
+class HandedOver(NamedTuple):
+    """What a linear layer is handed over quantized: its input, its output's gradient."""
+
+    input: Optional[Given] = None
+    grad_output: Optional[Given] = None
+
+
 class State(NamedTuple):
     """What is kept for the tensors of a linear layer; None for a tensor without delayed scaling."""
 
     input: Optional[Kept] = None
     weight: Optional[Kept] = None
     grad_output: Optional[Kept] = None
+
+    def given(self, formats: Formats, handed: HandedOver) -> "State":
+        """The same with the scales of what is handed over, whose amaxes are not this layer's to
+        remember. What comes in another format than this layer's is quantized as everything else.
+        """
+
+        def scale(given: Optional[Given], format: Format, kept: Optional[Kept]) -> Optional[Kept]:
+            fits = given is not None and given.spec == format.spec and given.scale is not None
+            return Kept(given.scale) if fits and given is not None else kept
+
+        return self._replace(
+            input=scale(handed.input, formats.input, self.input),
+            grad_output=scale(handed.grad_output, formats.grad_output, self.grad_output),
+        )
 
 
 class Scale(torch.nn.Module):
@@ -129,6 +160,10 @@ class Delays(torch.nn.Module):
     amax_group: Any
     delayed: Optional[Scales]
 
+    def not_finite(self) -> Tuple[Optional[Tensor], List[str]]:
+        """The flags on a GPU, if something is watched there, and the tensors that they are for."""
+        return None, []
+
     def keep_scales(self, formats: Mapping[str, Formats], device) -> None:
         """Keeps what the formats of linear layers ask for; each has a prefix for the names of its
         tensors.
@@ -141,6 +176,10 @@ class Delays(torch.nn.Module):
             for slot, format in (("input", of.input), ("weight", of.weight), ("grad_output", of.grad_output))
             if format.delayed
         }
+        self.keep_each(specs, device)
+
+    def keep_each(self, specs: Mapping[str, str], device) -> None:
+        """Keeps what tensors of these names and specs ask for."""
         if not hasattr(self, "delayed"):
             self.delayed = None
         if specs and self.delayed is None:
@@ -157,7 +196,7 @@ class Delays(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # A layer whose recipe is not known yet keeps what it is given, for the recipe that comes.
-        begin, device = f"{prefix}delayed.", next(self.parameters()).device
+        begin, device = f"{prefix}delayed.", self._home()
         for key, history in state_dict.items():
             if key.startswith(begin) and key.endswith(".history"):
                 name = key[len(begin) : -len(".history")]
@@ -165,11 +204,15 @@ class Delays(torch.nn.Module):
                 if name not in self.delayed._modules:
                     self.delayed.add_module(name, Scale(None, history.numel(), device))
         super()._load_from_state_dict(state_dict, prefix, *args)
-        device = next(self.parameters()).device
+        device = self._home()
         for scale in () if self.delayed is None else self.delayed.children():
             # Parameters were assigned, and the state may not say what the scales are.
             if isinstance(scale, Scale) and scale.scale.is_meta and device.type != "meta":
                 scale.begin(scale.history.numel(), device)
+
+    def _home(self) -> torch.device:
+        """Where its state begins: with its parameters, if it has any."""
+        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
 
 def update_scales(model: torch.nn.Module) -> None:

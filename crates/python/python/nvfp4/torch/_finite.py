@@ -58,9 +58,10 @@ def check_finite(model: torch.nn.Module) -> None:
     >>> model(torch.randn(32, 64)).sum().backward()
     >>> nvfp4.torch.check_finite(model)
     """
-    from ._layer import Layer
+    from ._delayed import Delays
 
-    watched = [module.not_finite() for module in model.modules() if isinstance(module, Layer)]
+    modules = [module for module in model.modules() if isinstance(module, Delays)]
+    watched = [module.not_finite() for module in modules]
     flags = [flag for flag, _ in watched if flag is not None]
     if not flags:
         return

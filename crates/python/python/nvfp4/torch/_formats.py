@@ -90,9 +90,14 @@ class Formats(NamedTuple):
         return self if spec == self.weight.spec else _for_codes(self, spec)
 
     @property
+    def tensors(self) -> Tuple[Format, Format, Format]:
+        """What it says about each tensor."""
+        return self.input, self.weight, self.grad_output
+
+    @property
     def quantizes(self) -> bool:
         """Whether any tensor is quantized."""
-        return any(f.spec != "high-precision" for f in (self.input, self.weight, self.grad_output))
+        return any(f.spec != "high-precision" for f in self.tensors)
 
 
 def recipe_of(recipe: Union[str, nvfp4.Recipe]) -> nvfp4.Recipe:

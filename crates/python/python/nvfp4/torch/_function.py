@@ -21,15 +21,15 @@ from torch import Tensor
 from . import _ops  # noqa: F401  (makes the operations known)
 from ._coded import Noted, autocast, few, from_codes
 from ._composed import Composed, forward
+from ._delayed import HandedOver, State
 from ._delayed import Kept as KeptScales
-from ._delayed import State
 from ._finite import Watch
 from ._formats import Formats
 from ._kept import Kept
-from ._main_grad import added, dtype_of
+from ._main_grad import Later, added, dtype_of
 from ._once import once
 from ._plain import Plain, product
-from ._quantized import Codes, QuantizedTensor, prepare_block
+from ._quantized import Codes, coded as coded_of, prepare_block
 
 _linear = torch.ops.nvfp4.linear.default
 _linear_codes = torch.ops.nvfp4.linear_codes.default
@@ -52,16 +52,19 @@ def linear(
     kept: Optional[Kept] = None,
     amax: Optional[Tensor] = None,
     main: Optional[Tensor] = None,
+    handed: Optional[HandedOver] = None,
+    later: Optional[Later] = None,
 ) -> Tensor:
     """The product of a linear layer.
 
     ``group`` is the process group whose workers agree on amaxes, if any. ``kept`` has the codes of
     the weight until it changes. ``amax`` is that of x where it is known before, for a weight that is
-    there as codes. ``main`` is the weight if its gradient goes into ``main_grad``.
+    there as codes. ``main`` is the weight if its gradient goes into ``main_grad``. ``handed`` says
+    which tensors other modules have quantized, ``later`` where the weight's gradient waits.
     """
     shape, (outputs, inputs) = x.shape, weight.shape
     x = autocast(x)
-    coded = weight if isinstance(weight, QuantizedTensor) else None
+    coded = coded_of(weight)
     if coded is not None:
         formats = formats.for_codes(coded.spec)
         if group is not None:
@@ -69,8 +72,16 @@ def linear(
         if not formats.coded:
             raise ValueError(f"{formats}: random numbers in the forward pass need a weight in high precision")
     # Gradients in high precision, from the decoded weight.
-    decoded = coded is not None and (not formats.trained or coded.column is None or amax is not None)
-    whole = group is None and (formats.trained or decoded)
+    decoded = coded is not None and (
+        not formats.trained or "column" not in coded.multiplied or amax is not None
+    )
+    given: Optional[Tensor] = None
+    if handed is not None and formats.quantizes and coded is None:
+        state = state.given(formats, handed)
+        fits = handed.input is not None and handed.input.spec == formats.input.spec
+        given = handed.input.amax if fits and handed.input is not None else None
+    apart = group is not None or given is not None or later is not None
+    whole = not apart and (formats.trained or decoded)
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -96,13 +107,13 @@ def linear(
         else:
             y = _evaluated(x, weight, bias, settings, codes, kept)
     elif not formats.quantizes:
-        y = Plain.apply(x, weight, bias, main) if trains else product(x, weight, bias)
+        y = Plain.apply(x, weight, bias, main, later) if trains else product(x, weight, bias)
     elif trains:
-        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch, main)
+        y = Composed.apply(x, weight, bias, offset, formats, seed, group, state, watch, main, given, later)
     else:
         unseen = State(*(kept and kept.unseen() for kept in state))
         pair = formats.input_row, formats.weight_row
-        y = forward(x, weight, bias, formats._replace(alignment=1), pair, group, unseen, watch)[0]
+        y = forward(x, weight, bias, formats._replace(alignment=1), pair, group, unseen, watch, given)[0]
     return shaped(y, (*shape[:-1], outputs)) if reshaped else y
 
 
@@ -148,9 +159,10 @@ def _evaluated(
 
 def _prepared(weight: Tensor, formats: Formats, codes: Codes, kept: Optional[Kept]) -> Codes:
     """The codes of a weight that serves again, in the order of tensor cores too."""
-    if isinstance(weight, QuantizedTensor):
-        weight.prepare()
-        return weight.codes
+    coded = coded_of(weight)
+    if coded is not None:
+        coded.prepare()
+        return coded.codes
     made = prepare_block(codes.row, formats.weight.spec, *weight.shape)
     codes = codes._replace(prepared=made[0]) if made else codes
     if kept is not None:

@@ -11,12 +11,17 @@ from torch import Tensor
 
 import nvfp4
 
-from ._delayed import Delays
+from ._delayed import Delays, HandedOver
 from ._finite import SLOTS, Watch
 from ._formats import Formats, plan_of
 from ._function import STATELESS, UNWATCHED, linear
 from ._inputs import check_input, fits
 from ._kept import Kept, can_be_kept, weights_may_have_changed
+from ._main_grad import Later, Store
+
+
+# A graph has no place for what is computed after the backward pass.
+_delaying = torch.compiler.disable(linear)
 
 
 class Workers:
@@ -90,8 +95,19 @@ class Layer(Delays):
     def amax_group(self, group: Any) -> None:
         self._workers = None if group is None else Workers(group)
 
-    def product(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], number: int = 0) -> Tensor:
-        """``x·wᵀ + bias`` in the formats of the product with this number."""
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        number: int = 0,
+        handed: Optional[HandedOver] = None,
+        store: Optional[Store] = None,
+    ) -> Tensor:
+        """``x·wᵀ + bias`` in the formats of the product with this number.
+
+        ``handed`` says what is quantized already, ``store`` where the weight's gradient waits.
+        """
         prefix, name, formats = self._products[number]
         if not fits(x, weight):
             check_input(x, weight, name, formats.quantizes)
@@ -106,7 +122,8 @@ class Layer(Delays):
         kept = self._kept[number] if can_be_kept(weight) else None
         amax = self._buffers.get("input_amax")
         main = weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
-        return linear(x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main)
+        given = (x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main, handed)
+        return linear(*given) if store is None else _delaying(*given, Later(store, weight))
 
     def forget_weights(self) -> None:
         """Drops the codes of weights that are kept."""

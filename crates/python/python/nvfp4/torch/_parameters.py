@@ -11,7 +11,7 @@ import torch
 
 from ._formats import Format
 from ._layer import Layer
-from ._quantized import QuantizedTensor
+from ._quantized import CodedWeight, QuantizedTensor
 
 
 def quantize_parameters(
@@ -60,6 +60,13 @@ def _quantize(
         codes = QuantizedTensor.quantize(weight, format.spec, directions, master)
     except ValueError as error:
         raise ValueError(f"{layer.path}: {error}") from None
+    put(layer, name, codes, requires_grad)
+
+
+def put(layer: Layer, name: str, codes: torch.Tensor, requires_grad: Optional[bool] = None) -> None:
+    """Puts codes in the place of a weight."""
+    weight = layer._parameters[name]
+    assert weight is not None, "it has one"
     asked = weight.requires_grad if requires_grad is None else requires_grad
     made = torch.nn.Parameter(codes, requires_grad=asked)
     # What others have noted on it, such as its place in a parallel model.
@@ -119,5 +126,5 @@ def weights_changed(model: torch.nn.Module) -> None:
         if isinstance(module, Layer):
             module.forget_weights()
         for parameter in module._parameters.values():
-            if isinstance(parameter, QuantizedTensor):
+            if isinstance(parameter, CodedWeight):
                 parameter._prepared = None

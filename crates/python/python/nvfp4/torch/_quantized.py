@@ -13,6 +13,7 @@ import nvfp4
 
 from . import _ops  # noqa: F401  (makes the operations known)
 from ._blocks import DTYPES, block_of, bytes_of, parts_of, scaling_dim, shapes, sharded
+from ._changes import in_place
 
 _quantize = torch.ops.nvfp4.quantize_blocks.default
 dequantize_block = torch.ops.nvfp4.dequantize_block.default
@@ -30,7 +31,35 @@ class Codes(NamedTuple):
     prepared: Optional[Tensor] = None
 
 
-class QuantizedTensor(torch.Tensor):
+class CodedWeight:
+    """A tensor that layers multiply by as codes: it has a ``spec``, the shape of a ``matrix``, and
+    its ``codes``. ``multiplied`` says which directions products read; none, if they read values.
+    """
+
+    spec: str
+    matrix: Tuple[int, int]
+    _prepared: Optional[Any]
+
+    @property
+    def multiplied(self) -> Tuple[str, ...]:
+        """"row", or "row" and "column", or nothing."""
+        raise NotImplementedError
+
+    @property
+    def codes(self) -> Codes:
+        """The blocks that products read."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Brings the codes in the order of tensor cores, once, where products have use for it."""
+
+
+def coded(weight: Any) -> Any:
+    """A weight if layers multiply by its codes, else None."""
+    return weight if isinstance(weight, CodedWeight) and weight.multiplied else None
+
+
+class QuantizedTensor(CodedWeight, torch.Tensor):
     """A matrix that exists as codes and scales, with the shape, type and device that torch sees.
 
     Its values are those of the row direction: ``dequantize()``. Layers of this package multiply by
@@ -49,8 +78,6 @@ class QuantizedTensor(torch.Tensor):
     row: Tensor
     column: Optional[Tensor]
     master: Optional[Tensor]
-    spec: str
-    matrix: Tuple[int, int]
     _prepared: Optional[Tensor]
     # Whether it is some rows of another one; whether they changed since the workers last agreed on
     # its amax; and, without a master, the values that they changed to.
@@ -83,7 +110,7 @@ class QuantizedTensor(torch.Tensor):
             raise ValueError(f"a quantized parameter is a matrix; this tensor has the shape {tuple(x.shape)}")
         if directions not in ("row", "both"):
             raise ValueError(f"unknown directions '{directions}'; there are 'row', 'both'")
-        _check_spec(spec)
+        check_spec(spec)
         blocks = _quantize(x.detach(), spec, directions)
         return cls(blocks[0], blocks[1] if len(blocks) > 1 else None, spec, tuple(x.shape), x.dtype, master)
 
@@ -92,6 +119,10 @@ class QuantizedTensor(torch.Tensor):
         self._check()
         rows, cols = self.matrix
         return dequantize_block(self.row, self.spec, rows, cols, self.dtype).view(self.shape)
+
+    @property
+    def multiplied(self) -> Tuple[str, ...]:
+        return ("row",) if self.column is None else ("row", "column")
 
     @property
     def codes(self) -> Codes:
@@ -233,7 +264,9 @@ class QuantizedTensor(torch.Tensor):
         if known is not None:
             return known(function, *args, **kwargs)
         if function._schema.is_mutable:
-            return _in_place(function, args, kwargs)
+            return in_place(
+                function, args, kwargs, QuantizedTensor, QuantizedTensor._values, QuantizedTensor._take
+            )
         args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -249,6 +282,12 @@ class QuantizedTensor(torch.Tensor):
     def _shares(self, other: "QuantizedTensor") -> None:
         """Is of the same shard as another one."""
         self._part, self._changed, self._pending = other._part, other._changed, other._pending
+
+    def _values(self) -> Tensor:
+        """What an operation in place starts from: the master, if there is one."""
+        if self.master is None:
+            return self.dequantize()
+        return self.master.clone().view(self.shape)
 
     def _take(self, values: Tensor) -> None:
         """Takes other values: the master, if there is one, as they are, and the codes of them."""
@@ -288,7 +327,7 @@ class QuantizedTensor(torch.Tensor):
         self._seen = now
 
 
-def _check_spec(spec: str) -> None:
+def check_spec(spec: str) -> None:
     if nvfp4.Delayed.parts(spec):
         raise ValueError(f"{spec}: a quantized parameter has no scale of earlier steps; choose another format for the weight")
     if "stochastic" in spec or spec.startswith("high-precision"):
@@ -401,33 +440,6 @@ def _like(function, tensor, **kwargs):
     kwargs = {name: value for name, value in kwargs.items() if value is not None and name != "memory_format"}
     plain = torch.empty(tensor.shape, dtype=kwargs.pop("dtype", tensor.dtype), device=kwargs.pop("device", tensor.device))
     return function(plain, **kwargs)
-
-
-def _in_place(function, args, kwargs):
-    """An operation that changes its arguments: those that are quantized take the results."""
-    changed = [
-        (at, argument.name)
-        for at, argument in enumerate(function._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    plain: Dict[int, Tuple[Any, Tensor]] = {}
-
-    def values(tensor):
-        if id(tensor) not in plain:
-            found = tensor.dequantize() if tensor.master is None else tensor.master.clone().view(tensor.shape)
-            plain[id(tensor)] = (tensor, found)
-        return plain[id(tensor)][1]
-
-    inner_args, inner_kwargs = tree_map_only(QuantizedTensor, values, (args, kwargs))
-    result = function(*inner_args, **inner_kwargs)
-    for at, name in changed:
-        given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
-        for tensor in given if isinstance(given, (list, tuple)) else [given]:
-            if isinstance(tensor, QuantizedTensor):
-                tensor._take(values(tensor))
-    if not function._schema.returns:
-        return None
-    return args[0] if changed and changed[0][0] == 0 else result
 
 
 _KNOWN: Dict[Any, Any] = {

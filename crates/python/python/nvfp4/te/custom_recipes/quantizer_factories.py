@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Optional
 
+from .._float8 import Float8CurrentScalingQuantizer
+from .._float8_block import Float8BlockQuantizer
 from .._format import DType
-from .._quantizer import IdentityQuantizer, NVFP4Quantizer
-from .._quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from .._identity import IdentityQuantizer
+from .._mxfp8 import MXFP8Quantizer
+from .._nvfp4_tensor import NVFP4Quantizer
 from .._roles import DelayedScalingRequest, QuantizerRole
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from .._float8 import Float8CurrentScalingQuantizer
 from .._format import DType
-from .._quantizer import IdentityQuantizer, NVFP4Quantizer
-from .._quantizers import Float8CurrentScalingQuantizer, HybridQuantizer
+from .._hybrid import HybridQuantizer
+from .._identity import IdentityQuantizer
+from .._nvfp4_tensor import NVFP4Quantizer
 from .._roles import DelayedScalingRequest, QuantizerRole
 from .quantizer_factories import mxfp8_factory, nvfp4_factory, tensor_of
 

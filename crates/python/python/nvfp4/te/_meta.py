@@ -1,0 +1,138 @@
+"""``module.quantizers`` and ``module.fp8_meta``: what TransformerEngine's modules show of their
+recipe. Nothing is computed from them, but the scales of delayed scaling are the module's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional
+
+import torch
+
+from ._roles import QuantizerRole
+from ._states import DelayedScalingRecipeState, RecipeState
+
+_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+_SLOTS = {"forward": ("input", "weight"), "backward": ("grad_output",)}
+
+
+class ShowsQuantizers(torch.nn.Module):
+    """A module with the quantizers of the recipe that it was last called in."""
+
+    _asked: Any = None
+    _output_quantizer_role: Optional[QuantizerRole] = None
+    _grad_input_quantizer_role: Optional[QuantizerRole] = None
+    # What is shown: the recipe, and for each pass a state and its quantizers.
+    _shown: Optional[Dict[str, Any]] = None
+    # Whether a role changed since.
+    _stale: bool = False
+
+    @property
+    def fp8_meta_tensors_initialized(self) -> bool:
+        """Whether what is shown is that of the last recipe and of these roles."""
+        return (self._asked is not None or self._shown is not None) and not self._stale
+
+    @property
+    def output_quantizer_role(self) -> Optional[QuantizerRole]:
+        """Who reads the output."""
+        return self._output_quantizer_role
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: Optional[QuantizerRole]) -> None:
+        self._change_role("_output_quantizer_role", role)
+
+    @property
+    def grad_input_quantizer_role(self) -> Optional[QuantizerRole]:
+        """Who reads the gradient of the input."""
+        return self._grad_input_quantizer_role
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: Optional[QuantizerRole]) -> None:
+        self._change_role("_grad_input_quantizer_role", role)
+
+    def _change_role(self, name: str, role: Optional[QuantizerRole]) -> None:
+        if getattr(self, name) != role:
+            self.__dict__.update({name: role, "_stale": self.fp8_meta_tensors_initialized})
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> List[Optional[QuantizerRole]]:
+        """The roles of the tensors of a pass. Those of the output and of the input's gradient are
+        their readers', and None if no one is known.
+        """
+        sites = self.sites_of(self, getattr(self, "name", None) or "")  # type: ignore[operator]
+        kind = "grouped_linear" if len(sites[0]) > 2 else "linear"
+        names = [site[0].removeprefix(".") for site in sites]
+
+        def role(at: int, tensor: str) -> QuantizerRole:
+            return QuantizerRole(kind, tensor, names[at])
+
+        last, of = len(names) - 1, []
+        for at in range(len(names)):
+            # What lies between two products of one module is the next one's.
+            output = self._output_quantizer_role if at == last else role(at + 1, "input")
+            before = self._grad_input_quantizer_role if at == 0 else role(at - 1, "grad_output")
+            forward = [role(at, "input"), role(at, "weight"), output]
+            of += forward if fwd else [role(at, "grad_output"), before]
+        return [of[at % len(of)] for at in range(num_quantizers)]
+
+    def init_fp8_meta_tensors(self, recipe: Any) -> None:
+        """Makes what is shown, of this recipe. Scales of earlier steps stay."""
+        old = self._shown
+        made: Dict[str, Any] = {"recipe": recipe, "quantizers": {}}
+        numbers = self._groups()
+        for mode, key in _KEYS.items():
+            count = numbers * (3 if mode == "forward" else 2)
+            roles = self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
+            state = RecipeState.create(
+                recipe, mode=mode, num_quantizers=count, roles=roles,
+                device=self._home(),  # type: ignore[operator]
+            )  # fmt: skip
+            kept = old is not None and state.inherit_state_from(old[key])
+            made["quantizers"][key] = state.make_quantizers()
+            made[key] = state
+            if not kept:
+                self._share_scales(mode, made[key], made["quantizers"][key])
+        self.__dict__.update(_shown=made, _stale=False)
+
+    def _share_scales(self, mode: str, state: Any, quantizers: List[Any]) -> None:
+        """Moves the module's scales of earlier steps to where they are shown."""
+        state = getattr(state, "_ds_state", state)
+        delayed = getattr(self, "delayed", None)
+        if not isinstance(state, DelayedScalingRecipeState) or delayed is None:
+            return
+        shown = [at for at, one in enumerate(quantizers) if hasattr(one, "scale") and hasattr(one, "amax")]
+        for name, at in self._places(mode).items():
+            own = delayed._modules.get(name)
+            if own is None or at not in shown:
+                continue
+            column = shown.index(at)
+            state.amax_history[:, column].copy_(own.history)
+            state.scale[column : column + 1].copy_(own.scale)
+            own.history, own.scale = state.amax_history[:, column], state.scale[column : column + 1]
+
+    def _groups(self) -> int:
+        """How many times three quantizers forward and two backward there are."""
+        return len(self._products)  # type: ignore[arg-type]
+
+    def _places(self, mode: str) -> Dict[str, int]:
+        """Where tensors that the module keeps scales for are among the quantizers of a pass."""
+        step = 3 if mode == "forward" else 2
+        return {
+            prefix + name: number * step + slot
+            for number, (prefix, _, _) in enumerate(self._products)  # type: ignore[arg-type]
+            for slot, name in enumerate(_SLOTS[mode])
+        }
+
+    def _show(self) -> Dict[str, Any]:
+        of = None if self._shown is None else self._shown["recipe"]
+        if self._asked is not None and (self._stale or of is not self._asked):
+            self.init_fp8_meta_tensors(self._asked)
+        return self._shown or {"recipe": None, "quantizers": {key: [] for key in _KEYS.values()}}
+
+    @property
+    def quantizers(self) -> Dict[str, List[Any]]:
+        """The quantizers of both passes, three for each product forward and two backward."""
+        return self._show()["quantizers"]
+
+    @property
+    def fp8_meta(self) -> Dict[str, Any]:
+        """The recipe and the states of both passes."""
+        return self._show()

@@ -1,0 +1,3 @@
+"""``transformer_engine.pytorch.cpp_extensions``: products of quantized tensors."""
+
+from .._products import general_gemm, general_grouped_gemm

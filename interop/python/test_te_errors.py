@@ -1,0 +1,116 @@
+"""What the names of TransformerEngine say about wrong use: the table of the guide."""
+
+import pytest
+import torch
+
+import nvfp4
+import nvfp4.te as te
+from nvfp4.te.custom_recipes import quantizer_factories as factories
+from nvfp4.te.custom_recipes import quantizer_factory_zoo as zoo
+
+X = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(4))
+FLAGS = {"fp8_dpa": True, "fp8_mha": True}
+
+
+def called(factory, module=lambda: te.MultiheadAttention(64, 4, name="m"), **flags):
+    """A call under a factory."""
+    with te.autocast(recipe=te.CustomRecipe(factory, **flags)):
+        module()(X)
+
+
+def mixed(slot):
+    return lambda role: te.NVFP4Quantizer() if role.tensor_type == slot else factories.mxfp8_factory(role)
+
+
+def only_s(role):
+    return te.IdentityQuantizer() if role.tensor_type == "s" else factories.mxfp8_factory(role)
+
+
+WRONG = [
+    # Recipes.
+    (lambda: te.DelayedScaling(fp8_mha=True), ValueError, "fp8_mha: .* say fp8_dpa=True too"),
+    (lambda: te.CustomRecipe(str, fp8_mha=True), ValueError, "fp8_mha: .* say fp8_dpa=True too"),
+    (lambda: te.Float8BlockScaling(fp8_dpa=True), ValueError, "fp8_dpa: Float8BlockScaling has no"),
+    (lambda: te.Float8BlockScaling(**FLAGS), ValueError, "fp8_dpa: Float8BlockScaling has no"),
+    (lambda: te.NVFP4BlockScaling(fp8_dpa=True), ValueError, "fp8_dpa: NVFP4BlockScaling has no"),
+    (lambda: te.CustomRecipe(None), TypeError, "qfactory: expected a function of a role"),
+    (lambda: te.CustomRecipe("nvfp4"), TypeError, "qfactory: expected a function of a role"),
+    (lambda: te.CustomRecipe(te.NVFP4Quantizer()), TypeError, "qfactory: expected a function"),
+    # Regions.
+    (lambda: te.autocast(te.NVFP4BlockScaling()), TypeError, "enabled: .* argument recipe="),
+    (lambda: te.autocast(te.Linear(64, 64)), TypeError, "enabled: .* called inside of the region"),
+    (lambda: te.autocast("nvfp4"), TypeError, "enabled: .* got str"),
+    (lambda: te.autocast(True, te.NVFP4BlockScaling()), TypeError, "calibrating: .* recipe="),
+    (lambda: te.autocast(recipe=te.NVFP4BlockScaling).__enter__(), TypeError, "recipe: expected"),
+    (lambda: te.autocast(recipe=factories.nvfp4_factory).__enter__(), TypeError, "recipe: expected"),
+    # Factories.
+    (lambda: called(lambda role: None), ValueError, "m.linear_qkv:input: .* the factory returned None"),
+    (lambda: called(lambda role: te.NVFP4Quantizer), ValueError, "returned the class NVFP4Quantizer"),
+    (lambda: called(lambda role: te.DelayedScalingRequest), ValueError, "class DelayedScalingRequest"),
+    (lambda: called(lambda role: 3), ValueError, "the factory returned 3 for module_type=linear"),
+    (lambda: called(lambda role: "nvfp5"), ValueError, "unknown format 'nvfp5'"),
+    (lambda: called(lambda role: 1 / 0), ValueError, "m.linear_qkv:weight: .* ZeroDivisionError"),
+    # Quantizers that do not fit a module.
+    (
+        lambda: called(mixed("weight"), lambda: te.Linear(64, 64, name="fc")),
+        ValueError,
+        r"fc fprop: input.row is mxfp8\(e4m3\) but weight.row is nvfp4; a product reads one format",
+    ),
+    (lambda: called(factories.nvfp4_factory, fp8_dpa=True), ValueError, "attention reads high precision, FP8"),
+    (
+        lambda: called(factories.float8_block_scaling_factory, fp8_dpa=True),
+        ValueError,
+        "m.core_attention: attention reads .* but qkv is fp8-block",
+    ),
+    (lambda: called(only_s, fp8_dpa=True), ValueError, r"qkv is mxfp8\(e4m3\) but s is high-precision"),
+    (
+        lambda: called(zoo.nvfp4_linear_fp8_dpa_factory, **FLAGS),
+        ValueError,
+        r"m.core_attention: attention reads .* but o is nvfp4\(hadamard\), dqkv is nvfp4",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use, error, says", WRONG, ids=range(len(WRONG)))
+def test_wrong_use_is_named(use, error, says):
+    with pytest.raises(error, match=says):
+        use()
+
+
+def test_a_recipe_that_is_changed_is_looked_at_again():
+    recipe = te.Float8BlockScaling()
+    recipe.fp8_dpa = True
+    with pytest.raises(ValueError, match="fp8_dpa: Float8BlockScaling"):
+        te.autocast(recipe=recipe).__enter__()
+
+
+def test_an_error_leaves_modules_as_they_were():
+    """The next call, under another recipe, computes as if there had been none."""
+    torch.manual_seed(0)
+    module, recipe = te.MultiheadAttention(64, 4, name="m", attention_dropout=0.0), te.MXFP8BlockScaling(fp8_dpa=True)
+    with te.autocast(recipe=recipe):
+        expected = module(X)
+    for factory in (lambda role: None, factories.nvfp4_factory):
+        with pytest.raises(ValueError):
+            called(factory, lambda: module, fp8_dpa=True)
+    with te.autocast(recipe=recipe):
+        torch.testing.assert_close(module(X), expected, rtol=0, atol=0)
+    torch.testing.assert_close(module(X), module(X), rtol=0, atol=0)
+
+
+def test_autocast_says_nothing_to_foreign_modules():
+    """Modules of torch and layers that have their own recipe compute what they compute outside."""
+    torch.manual_seed(0)
+    converted = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    nvfp4.torch.convert_module(converted, "mxfp8")
+    for module in (torch.nn.Linear(64, 64), torch.nn.TransformerEncoderLayer(64, 4, 64).eval(), converted):
+        expected = module(X)
+        with te.autocast(recipe=te.NVFP4BlockScaling()):
+            torch.testing.assert_close(module(X), expected, rtol=0, atol=0)
+
+
+def test_attention_in_fp8_needs_types_that_quantizers_read():
+    module, x = te.DotProductAttention(4, 16, name="core"), torch.randn(8, 2, 4, 16, dtype=torch.float64)
+    with te.autocast(recipe=te.Float8CurrentScaling(fp8_dpa=True)):
+        with pytest.raises(TypeError, match="core: expected query_layer in float32, bfloat16 or float16"):
+            module(x, x, x)

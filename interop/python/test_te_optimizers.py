@@ -1,0 +1,136 @@
+"""TransformerEngine's optimizers and its loss, against torch's."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import nvfp4.te as te
+from nvfp4.te.optimizers import FusedAdam, FusedSGD, multi_tensor_applier
+
+
+def trained(make, steps=4, dtype=torch.float32):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(*shape).to(dtype)) for shape in ((8, 16), (3,))]
+    optimizer = make(parameters)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in parameters)
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (lambda p: FusedAdam(p, lr=0.1, weight_decay=0.2), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2)),
+        (
+            lambda p: FusedAdam(p, lr=0.1, weight_decay=0.2, adam_w_mode=False),
+            lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2),
+        ),
+        (
+            lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        ),
+        (
+            lambda p: FusedSGD(p, lr=0.1, momentum=0.9, nesterov=True),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        ),
+    ],
+    ids=["AdamW", "Adam", "SGD", "Nesterov"],
+)  # fmt: skip
+def test_optimizers_are_torchs(ours, theirs):
+    for found, expected in zip(trained(ours)[0], trained(theirs)[0]):
+        torch.testing.assert_close(found, expected)
+
+
+def test_masters_keep_what_a_small_type_loses():
+    small, optimizer = trained(
+        lambda p: FusedAdam(p, lr=1e-4, master_weights=True, exp_avg_dtype=torch.bfloat16), 8, torch.bfloat16
+    )
+    state = optimizer.state[small[0]]
+    assert state["master_param"].dtype == torch.float32 and state["exp_avg"].dtype == torch.bfloat16
+    assert torch.equal(state["master_param"].bfloat16(), small[0])
+    again = FusedAdam(small, master_weights=True)
+    again.load_state_dict(optimizer.state_dict())
+    assert torch.equal(again.get_unscaled_state(small[0], "master_param"), state["master_param"])
+    assert again.state[small[0]]["exp_avg"].dtype == torch.bfloat16 and again.param_groups[0]["step"] == 8
+
+
+def test_weights_of_codes_stay_codes():
+    with te.quantized_model_init(recipe=te.MXFP8BlockScaling(enable_2d_quantization=True)):
+        layer = te.Linear(64, 64)
+    before = layer.weight.dequantize().clone()
+    optimizer = FusedAdam(layer.parameters(), lr=0.1, master_weights=True)
+    with te.autocast(recipe=te.MXFP8BlockScaling(enable_2d_quantization=True)):
+        layer(torch.randn(32, 64)).sum().backward()
+    optimizer.step()
+    assert type(layer.weight.data) is type(layer.weight) and not torch.equal(layer.weight.dequantize(), before)
+
+
+def test_what_optimizers_do_not_take_is_named():
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    with pytest.raises(NotImplementedError, match="capturable"):
+        FusedAdam(parameters, capturable=True)
+    with pytest.raises(NotImplementedError, match="exp_avg_dtype in FP8"):
+        FusedAdam(parameters, exp_avg_dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        FusedAdam(parameters, amsgrad=True)
+    with pytest.raises(ValueError, match="Invalid momentum value: -1"):
+        FusedSGD(parameters, lr=0.1, momentum=-1)
+    with pytest.raises(RuntimeError, match="list 1 is not as long"):
+        multi_tensor_applier(lambda *_: None, torch.zeros(1), [[1], []])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduce", [False, True])
+def test_the_loss_is_torchs(smoothing, reduce):
+    torch.manual_seed(0)
+    logits = torch.randn(4, 8, 50, requires_grad=True)
+    target = torch.randint(50, (4, 8))
+    target[0, :3] = -100
+    loss = te.parallel_cross_entropy(logits, target, smoothing, reduce)
+    expected = functional.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing, reduction="mean" if reduce else "none"
+    )
+    torch.testing.assert_close(loss.flatten(), expected.flatten())
+    weights = torch.rand_like(loss)
+    (found,) = torch.autograd.grad((loss * weights).sum(), logits)
+    (true,) = torch.autograd.grad((expected.reshape(loss.shape) * weights).sum(), logits)
+    torch.testing.assert_close(found, true)
+
+
+def test_workers_share_a_vocabulary(tmp_path):
+    """Each of two processes has half of the logits."""
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=_half, args=(rank, queue, f"file://{tmp_path}/store")) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    halves = dict(queue.get(timeout=120) for _ in workers)
+    for worker in workers:
+        worker.join()
+    logits, target = _example()
+    expected = functional.cross_entropy(logits, target, label_smoothing=0.1, reduction="none")
+    expected.sum().backward()
+    for loss, _ in halves.values():
+        torch.testing.assert_close(torch.tensor(loss), expected.detach())
+    found = torch.cat([torch.tensor(halves[rank][1]) for rank in range(2)], dim=-1)
+    torch.testing.assert_close(found, logits.grad)
+
+
+def _example():
+    torch.manual_seed(1)
+    return torch.randn(6, 20, requires_grad=True), torch.randint(20, (6,))
+
+
+def _half(rank, queue, store):
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    logits, target = _example()
+    mine = logits.detach().chunk(2, -1)[rank].clone().requires_grad_()
+    loss = te.parallel_cross_entropy(mine, target, 0.1, False, torch.distributed.group.WORLD)
+    loss.sum().backward()
+    queue.put((rank, (loss.tolist(), mine.grad.tolist())))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,76 @@
+"""Puts on the CPU what TransformerEngine's tests put on a GPU, for machines that have none."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import sys
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def _there(value):
+    """The same place on the CPU, if this is one on a GPU."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, str) and value.split(":")[0] == "cuda":
+        return "cpu"
+    return value
+
+
+class _OnCpu(TorchFunctionMode):
+    """Torch's functions, with the CPU for every GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = {name: _there(value) for name, value in (kwargs or {}).items()}
+        if function is torch.Tensor.cuda:
+            return args[0]
+        return function(*(_there(value) for value in args), **kwargs)
+
+
+def _only_there(*args, **kwargs):
+    raise NotImplementedError("this is not supported here: it needs a GPU")
+
+
+class _Event:
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+class _Stream(_Event):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def install(checkout: pathlib.Path) -> None:
+    """From now on. Tests are told that there is a GPU, and nobody else is."""
+    folder = str(checkout.resolve() / "tests")
+    real = torch.cuda.is_available
+
+    def is_available():
+        return sys._getframe(1).f_code.co_filename.startswith(folder) or real()
+
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    torch.cuda.is_available = is_available
+    torch.cuda.synchronize = torch.cuda.empty_cache = torch.cuda.reset_peak_memory_stats = nothing
+    torch.cuda.manual_seed = torch.cuda.manual_seed_all = nothing
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = _only_there
+    torch.cuda.CUDAGraph = torch.cuda.graph = _only_there
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _Stream()
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    torch.nn.Module.cuda = lambda self, device=None: self
+    _OnCpu().__enter__()
