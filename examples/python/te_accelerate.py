@@ -2,8 +2,8 @@
 
     python -m nvfp4.te examples/python/te_accelerate.py [--steps 20] [--mxfp8]
 
-The program knows Accelerate and torch alone; ``nvfp4.te`` stands in for TransformerEngine, so it runs
-on a CPU too. Accelerate replaces linear layers and norms, and wraps the model in an autocast.
+The program knows Accelerate and torch alone; ``nvfp4.te`` stands in for TransformerEngine, so it
+runs on a CPU too. Accelerate replaces linear layers and norms, and wraps the model in an autocast.
 """
 
 import argparse
@@ -14,7 +14,9 @@ from accelerate.utils import TERecipeKwargs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--mxfp8", action="store_true", help="MXFP8 instead of delayed scaling")
     asked = parser.parse_args()
@@ -22,11 +24,20 @@ def main() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 64)
     )
-    recipe = TERecipeKwargs(use_mxfp8_block_scaling=True) if asked.mxfp8 else TERecipeKwargs(amax_history_len=16, amax_compute_algo="max")
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], cpu=not torch.cuda.is_available())
+    recipe = (
+        TERecipeKwargs(use_mxfp8_block_scaling=True)
+        if asked.mxfp8
+        else TERecipeKwargs(amax_history_len=16, amax_compute_algo="max")
+    )
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[recipe], cpu=not torch.cuda.is_available()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    print(*dict.fromkeys(f"{type(m).__module__}.{type(m).__name__}" for m in model.modules()), sep="\n")
+    print(
+        *dict.fromkeys(f"{type(m).__module__}.{type(m).__name__}" for m in model.modules()),
+        sep="\n",
+    )
     target = torch.randn(64, 64, device=accelerator.device)
     for step in range(asked.steps):
         x = torch.randn(32, 64, device=accelerator.device)

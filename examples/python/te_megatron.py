@@ -2,9 +2,9 @@
 
     python -m nvfp4.te examples/python/te_megatron.py [--steps 20] [--recipe NVFP4BlockScaling]
 
-The classes below derive from TransformerEngine's, with the arguments that Megatron passes: a norm and
-a linear layer that is split by columns, core attention, and a linear layer that is split by rows,
-whose biases are returned and added later. The program knows TransformerEngine alone; ``nvfp4.te``
+The classes below derive from TransformerEngine's, with the arguments that Megatron passes: a norm
+and a linear layer that is split by columns, core attention, and a linear layer that is split by
+rows, whose biases are returned and added later. The program knows TransformerEngine alone; ``nvfp4.te``
 stands in for it, so it runs on a CPU too.
 """
 
@@ -36,7 +36,12 @@ class LayerNormColumnParallelLinear(te.pytorch.LayerNormLinear):
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(
-            in_features, out_features, eps=1e-5, normalization="RMSNorm", parallel_mode="column", **settings()
+            in_features,
+            out_features,
+            eps=1e-5,
+            normalization="RMSNorm",
+            parallel_mode="column",
+            **settings(),
         )
 
 
@@ -68,14 +73,20 @@ class TransformerLayer(torch.nn.Module):
         x = x + y + bias
         y, bias = self.fc1(x, is_first_microbatch=is_first_microbatch)
         gate, up = (y + bias).chunk(2, -1)
-        y, bias = self.fc2(torch.nn.functional.silu(gate) * up, is_first_microbatch=is_first_microbatch)
+        y, bias = self.fc2(
+            torch.nn.functional.silu(gate) * up, is_first_microbatch=is_first_microbatch
+        )
         return x + y + bias
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--recipe", default="NVFP4BlockScaling", help="a class of transformer_engine.common.recipe")
+    parser.add_argument(
+        "--recipe", default="NVFP4BlockScaling", help="a class of transformer_engine.common.recipe"
+    )
     asked = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +94,9 @@ def main() -> None:
     layers = torch.nn.ModuleList(TransformerLayer(number) for number in (1, 2)).to(device)
     optimizer = te.pytorch.optimizers.FusedAdam(layers.parameters(), lr=1e-2)
     chosen = getattr(recipe, asked.recipe)()
-    print(f"transformer_engine {importlib.metadata.version('transformer-engine')}, {type(chosen).__name__}")
+    print(
+        f"transformer_engine {importlib.metadata.version('transformer-engine')}, {type(chosen).__name__}"
+    )
     inputs = torch.randn(32, 4, HIDDEN, device=device)
     target = torch.roll(inputs, 1, 0)
     for step in range(asked.steps):

@@ -48,7 +48,9 @@ def test_optimizers_are_torchs(ours, theirs):
 
 def test_masters_keep_what_a_small_type_loses():
     small, optimizer = trained(
-        lambda p: FusedAdam(p, lr=1e-4, master_weights=True, exp_avg_dtype=torch.bfloat16), 8, torch.bfloat16
+        lambda p: FusedAdam(p, lr=1e-4, master_weights=True, exp_avg_dtype=torch.bfloat16),
+        8,
+        torch.bfloat16,
     )
     state = optimizer.state[small[0]]
     assert state["master_param"].dtype == torch.float32 and state["exp_avg"].dtype == torch.bfloat16
@@ -56,7 +58,10 @@ def test_masters_keep_what_a_small_type_loses():
     again = FusedAdam(small, master_weights=True)
     again.load_state_dict(optimizer.state_dict())
     assert torch.equal(again.get_unscaled_state(small[0], "master_param"), state["master_param"])
-    assert again.state[small[0]]["exp_avg"].dtype == torch.bfloat16 and again.param_groups[0]["step"] == 8
+    assert (
+        again.state[small[0]]["exp_avg"].dtype == torch.bfloat16
+        and again.param_groups[0]["step"] == 8
+    )
 
 
 def test_weights_of_codes_stay_codes():
@@ -67,7 +72,9 @@ def test_weights_of_codes_stay_codes():
     with te.autocast(recipe=te.MXFP8BlockScaling(enable_2d_quantization=True)):
         layer(torch.randn(32, 64)).sum().backward()
     optimizer.step()
-    assert type(layer.weight.data) is type(layer.weight) and not torch.equal(layer.weight.dequantize(), before)
+    assert type(layer.weight.data) is type(layer.weight) and not torch.equal(
+        layer.weight.dequantize(), before
+    )
 
 
 def test_what_optimizers_do_not_take_is_named():
@@ -93,7 +100,10 @@ def test_the_loss_is_torchs(smoothing, reduce):
     target[0, :3] = -100
     loss = te.parallel_cross_entropy(logits, target, smoothing, reduce)
     expected = functional.cross_entropy(
-        logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing, reduction="mean" if reduce else "none"
+        logits.flatten(0, 1),
+        target.flatten(),
+        label_smoothing=smoothing,
+        reduction="mean" if reduce else "none",
     )
     torch.testing.assert_close(loss.flatten(), expected.flatten())
     weights = torch.rand_like(loss)
@@ -106,7 +116,10 @@ def test_workers_share_a_vocabulary(tmp_path):
     """Each of two processes has half of the logits."""
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
-    workers = [context.Process(target=_half, args=(rank, queue, f"file://{tmp_path}/store")) for rank in range(2)]
+    workers = [
+        context.Process(target=_half, args=(rank, queue, f"file://{tmp_path}/store"))
+        for rank in range(2)
+    ]
     for worker in workers:
         worker.start()
     halves = dict(queue.get(timeout=120) for _ in workers)

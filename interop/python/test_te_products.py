@@ -1,5 +1,5 @@
-"""Products of quantized tensors under TransformerEngine's names, and the quantizers that modules show
-and take.
+"""Products of quantized tensors under TransformerEngine's names, and the quantizers that modules
+show and take.
 """
 
 import pytest
@@ -47,7 +47,9 @@ def test_what_is_added_to_a_product():
     qx, qw = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x), te.MXFP8Quantizer(te.DType.kFloat8E4M3)(w)
     plain = general_gemm(qw, qx, torch.float32)[0]
     torch.testing.assert_close(general_gemm(qw, qx, torch.float32, bias=bias)[0], plain + bias)
-    torch.testing.assert_close(general_gemm(qw, qx, torch.float32, accumulate=True, out=out.clone())[0], plain + out)
+    torch.testing.assert_close(
+        general_gemm(qw, qx, torch.float32, accumulate=True, out=out.clone())[0], plain + out
+    )
     gelu, _, before, _ = general_gemm(qw, qx, torch.float32, gelu=True)
     torch.testing.assert_close(gelu, torch.nn.functional.gelu(before, approximate="tanh"))
     outs = [torch.empty(32, 16), torch.empty(32, 16)]

@@ -21,8 +21,7 @@ def run(program, *arguments):
 
 
 def test_modules_have_the_names_of_transformer_engine():
-    _, aside = run(
-        """
+    _, aside = run("""
 import importlib.metadata, importlib.util, nvfp4.te
 nvfp4.te.install()
 nvfp4.te.install()
@@ -46,8 +45,7 @@ asked = recipe.NVFP4BlockScaling()
 with te.autocast(recipe=asked):
     layer(torch.ones(32, 64))
     assert FP8GlobalStateManager.get_fp8_recipe() is asked
-"""
-    )
+""")
     assert aside.count("nvfp4.te stands in for transformer_engine") == 1
 
 
@@ -59,8 +57,7 @@ def test_what_is_not_there_names_what_stands_in():
         ("from transformer_engine.pytorch.utils import _nothing", "nvfp4/te/standin/"),
         ("import transformer_engine.pytorch.nothing", "ModuleNotFoundError nvfp4.te stands in for transformer_engine"),
     ]  # fmt: skip
-    out, _ = run(
-        f"""
+    out, _ = run(f"""
 import nvfp4.te
 nvfp4.te.install()
 import transformer_engine.pytorch as te
@@ -69,8 +66,7 @@ for line in {[line for line, _ in cases]}:
         exec(line)
     except Exception as error:
         print(type(error).__name__, error)
-"""
-    )
+""")
     said = out.splitlines()
     assert len(said) == len(cases)
     for (_, expected), found in zip(cases, said):
@@ -78,16 +74,14 @@ for line in {[line for line, _ in cases]}:
 
 
 def test_the_real_package_is_not_mixed_with_it():
-    out, _ = run(
-        """
+    out, _ = run("""
 import sys, types, nvfp4.te
 sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
 try:
     nvfp4.te.install()
 except RuntimeError as error:
     print(error)
-"""
-    )
+""")
     assert "transformer_engine is imported already: call nvfp4.te.install() before" in out
 
 

@@ -178,6 +178,8 @@ def test_copies_are_their_own(x, make):
     file.seek(0)
     assert same(torch.load(file, weights_only=True), q)
     assert same(q.to("cpu"), q) and same(q.detach(), q)
+    there = q.to("meta")
+    assert type(there) is type(q) and there.device.type == "meta" and there.shape == q.shape
     q.detach().zero_()
     assert not q.dequantize().any(), "what is detached has the same arrays"
 

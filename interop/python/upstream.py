@@ -4,9 +4,9 @@
                                       [--cpu] [--jobs N] [--limit SECONDS] [--json FILE]
 
 CHECKOUT is a checkout of TransformerEngine. Nothing is built of it: its test files are run, and its
-Python references (``tests/pytorch/references``, ``custom_recipes/reference_*.py``) are compared with.
-N cases of each test function are drawn by the seed, which is printed. With ``--cpu`` everything that
-a test puts on a GPU is put on the CPU instead. For each file one line says how many cases passed and
+Python references (``tests/pytorch/references``, ``custom_recipes/reference_*.py``) are loaded. N
+cases of each test function are drawn by the seed, which is printed. With ``--cpu`` everything that a
+test puts on a GPU is put on the CPU instead. For each file one line says how many cases passed and
 failed, how many TransformerEngine's own conditions skipped, and how many are left out here, with
 reasons; what failed is listed below.
 """
@@ -39,14 +39,26 @@ FILES = (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--te", type=pathlib.Path, required=True, help="a checkout of TransformerEngine")
-    parser.add_argument("--per-function", type=int, default=4, help="cases of each test function; 0 for all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--te", type=pathlib.Path, required=True, help="a checkout of TransformerEngine"
+    )
+    parser.add_argument(
+        "--per-function", type=int, default=4, help="cases of each test function; 0 for all"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which cases")
-    parser.add_argument("--file", action="append", help="a file below tests/pytorch; may be given again")
+    parser.add_argument(
+        "--file", action="append", help="a file below tests/pytorch; may be given again"
+    )
     parser.add_argument("--cpu", action="store_true", help="put on the CPU what tests put on a GPU")
     parser.add_argument("--limit", type=int, default=120, help="seconds for a case")
-    parser.add_argument("--file-limit", type=int, help="seconds for a file; cases that did not begin are not counted")
+    parser.add_argument(
+        "--file-limit",
+        type=int,
+        help="seconds for a file; cases that did not begin are not counted",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="files at a time")
     parser.add_argument("--json", type=pathlib.Path, help="where to write every case")
     parser.add_argument("--only", default="", help="pytest's -k")
@@ -62,7 +74,9 @@ def main() -> None:
         from upstream_file import run
 
         return run(asked)
-    print(f"seed {asked.seed}, {asked.per_function or 'all'} cases of each function, on the {'CPU' if asked.cpu else 'GPU'}")
+    print(
+        f"seed {asked.seed}, {asked.per_function or 'all'} cases of each function, on the {'CPU' if asked.cpu else 'GPU'}"
+    )
     files = asked.file or FILES
     width = max(map(len, files))
     print(f"{'file':{width}}  passed  failed  skipped  left out")
@@ -72,7 +86,9 @@ def main() -> None:
             every[file] = cases
             count = collections.Counter(case["outcome"] for case in cases)
             sums.update(count)
-            reasons = collections.Counter(case["why"] for case in cases if case["outcome"] == "left out")
+            reasons = collections.Counter(
+                case["why"] for case in cases if case["outcome"] == "left out"
+            )
             _line(width, file, count, "; ".join(f"{why}: {n}" for why, n in reasons.most_common()))
     _line(width, "all", sums, "")
     for file, cases in every.items():
@@ -85,7 +101,9 @@ def main() -> None:
 
 
 def _line(width: int, file: str, count: collections.Counter, reasons: str) -> None:
-    counts = f"{count['passed']:6}  {count['failed']:6}  {count['skipped']:7}  {count['left out']:8}"
+    counts = (
+        f"{count['passed']:6}  {count['failed']:6}  {count['skipped']:7}  {count['left out']:8}"
+    )
     print(f"{file:{width}}  {counts}  {reasons}", flush=True)
 
 

@@ -166,7 +166,9 @@ class Cases:
         if report.passed or before[0] != "passed":
             self.found.setdefault(item.nodeid, before)
         elif report.skipped:
-            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else "an expected failure"
+            why = (
+                report.longrepr[2] if isinstance(report.longrepr, tuple) else "an expected failure"
+            )
             self.found[item.nodeid] = ("skipped", why, "")
         else:
             self.found[item.nodeid] = self._failed(call.excinfo)
@@ -175,12 +177,15 @@ class Cases:
         text = _last_line(excinfo)
         if isinstance(excinfo.value, LeftOut) or "is not supported here" in text:
             return "left out", reason(text), text
-        if isinstance(excinfo.value, NotImplementedError) and "nvfp4" in str(excinfo.traceback[-1].path):
+        if isinstance(excinfo.value, NotImplementedError) and "nvfp4" in str(
+            excinfo.traceback[-1].path
+        ):
             return "left out", "an argument that is refused, with its name", text
         if touched:
             return "left out", reason(touched[-1]), touched[-1]
         for pattern, why in INSIDE:
-            if re.search(pattern, text):
+            # On a GPU such an error is a failure.
+            if re.search(pattern, text) and (self.asked.cpu or why != "needs a GPU"):
                 return "left out", why, text
         return "failed", text, ""
 

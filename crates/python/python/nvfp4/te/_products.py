@@ -38,7 +38,9 @@ def _operand(tensor: Any, transposed: bool) -> Any:
         tensor = tensor.columnwise_sub_storage if transposed else tensor.rowwise_sub_storage
     from ._identity import IdentityTensorStorage  # which imports recipes, and they this file
 
-    quantized = None if isinstance(tensor, IdentityTensorStorage) else getattr(tensor, "quantized", None)
+    quantized = (
+        None if isinstance(tensor, IdentityTensorStorage) else getattr(tensor, "quantized", None)
+    )
     if quantized is None:
         values = tensor if isinstance(tensor, Tensor) else tensor.dequantize()
         values = values.reshape(-1, values.shape[-1]) if values.dim() != 2 else values
@@ -63,7 +65,9 @@ def _multiplied(left: Any, right: Any, dtype: torch.dtype, split: bool) -> Tenso
     if not isinstance(left, Tensor) and not isinstance(right, Tensor):
         try:
             accumulator = "split" if split else "fast"  # of FP8 on a GPU
-            return torch.as_tensor(nvfp4.matmul(left, right, dtype=known, accumulator=accumulator)).to(dtype)
+            return torch.as_tensor(
+                nvfp4.matmul(left, right, dtype=known, accumulator=accumulator)
+            ).to(dtype)
         except ValueError:
             pass  # of two formats, which their values are multiplied for
     return (_values(left).float() @ _values(right).float().t()).to(dtype)
@@ -77,13 +81,15 @@ def general_gemm(
     grad: bool = False, ub: Any = None, ub_type: Any = None, extra_output: Any = None,
     bulk_overlap: bool = False,
 ) -> Tuple[Any, Optional[Tensor], Optional[Tensor], Any]:  # fmt: skip
-    """``B·Aᵀ`` for "TN", ``B·A`` for "NN", ``Bᵀ·A`` for "NT"; the product, the gradient of the bias,
-    the input of the GELU and what user buffers give, which are not there.
+    """``B·Aᵀ`` for "TN", ``B·A`` for "NN", ``Bᵀ·A`` for "NT"; the product, the gradient of the
+    bias, the input of the GELU and what user buffers give, which are not there.
     """
     if layout not in ("TN", "NN", "NT"):
         raise ValueError(f"GEMM layout {layout} not supported.")
     if ub is not None or extra_output is not None:
-        raise NotImplementedError("te.general_gemm: user buffers are not supported here; leave them out")
+        raise NotImplementedError(
+            "te.general_gemm: user buffers are not supported here; leave them out"
+        )
     if any(getattr(tensor, "custom", False) for tensor in (A, B)):
         return custom_gemm(
             A, B, None, out_dtype, quantization_params, gelu, gelu_in, accumulate, layout, out,
@@ -104,7 +110,9 @@ def general_gemm(
     if gelu and grad and gelu_in is not None:
         with torch.enable_grad():
             x = gelu_in.detach().float().requires_grad_()
-            (y,) = torch.autograd.grad(torch.nn.functional.gelu(x, approximate="tanh"), x, y.float())
+            (y,) = torch.autograd.grad(
+                torch.nn.functional.gelu(x, approximate="tanh"), x, y.float()
+            )
     elif gelu:
         before = y.to(dtype)
         y = torch.nn.functional.gelu(y, approximate="tanh")
@@ -121,7 +129,11 @@ def general_gemm(
 
 
 def _dtype(*tensors: Any) -> torch.dtype:
-    return next(tensor.dtype for tensor in tensors if isinstance(getattr(tensor, "dtype", None), torch.dtype))
+    return next(
+        tensor.dtype
+        for tensor in tensors
+        if isinstance(getattr(tensor, "dtype", None), torch.dtype)
+    )
 
 
 def general_grouped_gemm(
@@ -180,7 +192,11 @@ class _Foreign(torch.autograd.Function):
         quantizer = ctx.quantizers["grad_output"]
         quantizer.set_usage(rowwise=True, columnwise=True)
         q = quantizer(rows)
-        dx = general_gemm(qw, q, x_dtype, layout="NN", grad=True)[0].reshape(ctx.shape) if wants_x else None
+        dx = (
+            general_gemm(qw, q, x_dtype, layout="NN", grad=True)[0].reshape(ctx.shape)
+            if wants_x
+            else None
+        )
         dw = general_gemm(qx, q, w_dtype, layout="NT", grad=True)[0] if wants_w else None
         return dx, dw, rows.sum(0) if wants_bias else None, None
 

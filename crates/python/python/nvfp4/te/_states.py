@@ -53,7 +53,12 @@ class RecipeState:
             )
         if mode not in _TYPES:
             raise RuntimeError(f"Unexpected recipe mode ({mode})")
-        self.recipe, self.mode, self.num_quantizers, self.roles = recipe, mode, num_quantizers, roles
+        self.recipe, self.mode, self.num_quantizers, self.roles = (
+            recipe,
+            mode,
+            num_quantizers,
+            roles,
+        )
         self.device = _te()._machine.place(device)
 
     @staticmethod
@@ -85,7 +90,9 @@ class RecipeState:
 
     def make_quantizers(self) -> list:
         """A quantizer for each tensor."""
-        return [self._quantizer(idx, self._slot_tensor_type(idx)) for idx in range(self.num_quantizers)]
+        return [
+            self._quantizer(idx, self._slot_tensor_type(idx)) for idx in range(self.num_quantizers)
+        ]
 
     def _quantizer(self, idx: int, kind: str) -> Any:
         raise NotImplementedError
@@ -238,7 +245,11 @@ class CustomRecipeState(RecipeState):
             recipe, mode=self.mode, num_quantizers=len(requests), device=self.device
         )
         old, self._inherited = self._inherited, None
-        if old is not None and old.dtype == made.dtype and old.amax_history.shape == made.amax_history.shape:
+        if (
+            old is not None
+            and old.dtype == made.dtype
+            and old.amax_history.shape == made.amax_history.shape
+        ):
             return old
         return made
 

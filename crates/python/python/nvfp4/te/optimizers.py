@@ -1,7 +1,7 @@
-"""``transformer_engine.pytorch.optimizers``: Adam and SGD with its arguments, in torch's operations.
+"""``transformer_engine.pytorch.optimizers``: Adam and SGD with its arguments, in operations of torch.
 
-State is float32, or what is asked for. A parameter that is quantized takes its new values, which are
-quantized again.
+State is float32, or what is asked for. A parameter that is quantized takes its new values, which
+are quantized again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class _Optimizer(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
             warnings.warn(
-                "set_grad_none is deprecated: pass set_to_none to zero_grad", DeprecationWarning, stacklevel=3
+                "set_grad_none is deprecated: pass set_to_none to zero_grad",
+                DeprecationWarning,
+                stacklevel=3,
             )
 
     def zero_grad(self, set_to_none: Optional[bool] = None) -> None:  # type: ignore[override]
@@ -128,7 +130,9 @@ class FusedAdam(_Optimizer):
             grad = grad.add(weight, alpha=decay)
         exp_avg = state["exp_avg"].float().mul(beta1).add_(grad, alpha=1 - beta1)
         exp_avg_sq = state["exp_avg_sq"].float().mul(beta2).addcmul_(grad, grad, value=1 - beta2)
-        first, second = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+        first, second = (
+            (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+        )
         change = (exp_avg / first).div_((exp_avg_sq / second).sqrt_().add_(group["eps"]))
         if decay and self.adam_w_mode:
             change.add_(weight, alpha=decay)
@@ -161,7 +165,11 @@ class FusedSGD(_Optimizer):
         wd_after_momentum=False, materialize_master_grads=True,
         set_grad_none: Optional[bool] = None,
     ):  # fmt: skip
-        for name, value in (("learning rate", lr), ("momentum value", momentum), ("weight_decay value", weight_decay)):
+        for name, value in (
+            ("learning rate", lr),
+            ("momentum value", momentum),
+            ("weight_decay value", weight_decay),
+        ):
             if value is not required and value < 0.0:
                 raise ValueError(f"Invalid {name}: {value}")
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -171,13 +179,18 @@ class FusedSGD(_Optimizer):
             "nesterov": nesterov,
         }  # fmt: skip
         super().__init__(params, defaults)
-        self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, materialize_master_grads
+        self.wd_after_momentum, self.materialize_master_grads = (
+            wd_after_momentum,
+            materialize_master_grads,
+        )
         self._deprecated(set_grad_none)
 
     def get_momentums(self, params: Sequence[Tensor]) -> Tuple[List[Tensor], bool]:
         """The momenta of parameters, and whether they begin now."""
         first = any("momentum_buffer" not in self.state[p] for p in params)
-        return [self._moments(p, {"momentum_buffer": torch.float32})["momentum_buffer"] for p in params], first
+        return [
+            self._moments(p, {"momentum_buffer": torch.float32})["momentum_buffer"] for p in params
+        ], first
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
@@ -193,7 +206,11 @@ class FusedSGD(_Optimizer):
         return loss
 
     def _update(self, group: Dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
-        weight, decay, momentum = _values(parameter).float(), group["weight_decay"], group["momentum"]
+        weight, decay, momentum = (
+            _values(parameter).float(),
+            group["weight_decay"],
+            group["momentum"],
+        )
         if decay and not self.wd_after_momentum:
             grad = grad.add(weight, alpha=decay)
         if momentum:
@@ -218,10 +235,14 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int):
         self.chunk_size = chunk_size
 
-    def __call__(self, op: Callable, noop_flag_buffer: Tensor, tensor_lists: Any, *args: Any) -> Any:
+    def __call__(
+        self, op: Callable, noop_flag_buffer: Tensor, tensor_lists: Any, *args: Any
+    ) -> Any:
         for number, tensors in enumerate(tensor_lists):
             if len(tensors) != len(tensor_lists[0]):
-                raise RuntimeError(f"multi_tensor_applier: list {number} is not as long as the first")
+                raise RuntimeError(
+                    f"multi_tensor_applier: list {number} is not as long as the first"
+                )
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 

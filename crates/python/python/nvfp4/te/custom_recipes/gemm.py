@@ -1,8 +1,9 @@
-"""Products of tensors whose quantizer brings its own: ``transformer_engine.pytorch.custom_recipes.gemm``.
+"""Products of tensors whose quantizer brings its own, as
+``transformer_engine.pytorch.custom_recipes.gemm`` has them.
 
 A quantizer with ``custom = True`` has a method ``qgemm``, which is called with the codes and scales
-of both tensors: ``data`` and ``scale`` of the row direction, ``data_t`` and ``scale_t`` of the column
-direction.
+of both tensors: ``data`` and ``scale`` of the row direction, ``data_t`` and ``scale_t`` of the
+column direction.
 """
 
 from __future__ import annotations

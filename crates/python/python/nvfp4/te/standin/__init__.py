@@ -5,9 +5,9 @@ this package as they are.
 >>> nvfp4.te.install()                                     # doctest: +SKIP
 >>> import transformer_engine.pytorch as te                # doctest: +SKIP
 
-``python -m nvfp4.te script.py`` does the same for a program that does not say so itself. Which module
-is answered from where is one table, in ``_table.py``; ``_hook.py`` makes the modules when they are
-imported.
+``python -m nvfp4.te script.py`` does the same for a program that does not say so itself. Which
+module is answered from where is one table, in ``_table.py``; ``_hook.py`` makes the modules when they
+are imported.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ _finder = Finder()
 
 
 def install() -> None:
-    """Lets ``import transformer_engine`` and ``transformer_engine_torch`` find this package from now
-    on, and says so in a warning.
+    """Lets ``import transformer_engine`` and ``transformer_engine_torch`` find this package from
+    now on, and says so in a warning.
 
     Modules are then made on the GPU, if there is one and no device is named.
     ``importlib.metadata`` answers with the version whose interface it is. A second call does
     nothing. Where the real package is imported already, it is a ``RuntimeError``: two would be
     mixed.
     """
-    real = [name for name in (ROOT, EXTENSION) if not isinstance(sys.modules.get(name), (StandIn, type(None)))]
+    real = [
+        name
+        for name in (ROOT, EXTENSION)
+        if not isinstance(sys.modules.get(name), (StandIn, type(None)))
+    ]
     if real:
         raise RuntimeError(
-            f"{' and '.join(real)} is imported already: call nvfp4.te.install() before, or leave it out"
+            f"{' and '.join(real)} is imported already: call nvfp4.te.install() before, "
+            "or leave it out"
         )
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

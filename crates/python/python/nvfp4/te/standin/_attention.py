@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.attention.dot_product_attention.utils``: what is asked about attention."""
+"""``transformer_engine.pytorch.attention.dot_product_attention.utils``: questions about attention."""
 
 from __future__ import annotations
 

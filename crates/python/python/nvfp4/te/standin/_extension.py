@@ -56,7 +56,10 @@ def split_quantize(
 ) -> List[Any]:
     """Quantizes parts of a tensor's rows, each by its quantizer."""
     rows = tensor.reshape(-1, tensor.shape[-1])
-    return [quantizer(part) for part, quantizer in zip(torch.split(rows, split_sections), quantizer_list)]
+    return [
+        quantizer(part)
+        for part, quantizer in zip(torch.split(rows, split_sections), quantizer_list)
+    ]
 
 
 def bgrad_quantize(tensor: Tensor, quantizer: Any) -> Tuple[Tensor, Any]:

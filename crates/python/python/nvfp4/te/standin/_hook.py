@@ -12,8 +12,8 @@ from typing import Any, Callable, Iterable, Optional
 
 from ._table import DISTRIBUTIONS, EXTENSION, ROOT, TABLE, VERSION
 
-# What stands for a name that is not there, by its module and itself; nothing does, unless a runner of
-# tests asks for it: it has to import files of which it runs a part.
+# What stands for a name that is not there, by its module and itself; nothing does, unless a runner
+# of tests asks for it: it has to import files of which it runs a part.
 on_missing: Optional[Callable[[str, str], Any]] = None
 
 
@@ -85,7 +85,8 @@ class _Distribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> Optional[str]:
         if filename != "METADATA":
             return None
-        return f"Metadata-Version: 2.1\nName: {self._of}\nVersion: {VERSION}\nSummary: nvfp4.te stands in for it\n"
+        name = f"Metadata-Version: 2.1\nName: {self._of}\nVersion: {VERSION}\n"
+        return f"{name}Summary: nvfp4.te stands in for it\n"
 
     def locate_file(self, path: Any) -> Any:
         raise FileNotFoundError(f"{self._of} has no files: nvfp4.te stands in for it")
