@@ -14,6 +14,7 @@ from nvfp4.torch._layer import Layer
 from nvfp4.torch._parameters import asking, put
 from nvfp4.torch._quantized import check_spec
 
+from ._identity import IdentityQuantizer
 from ._recipe import get_default_recipe
 from ._states import RecipeState
 from .recipe import of as recipe_of
@@ -73,10 +74,12 @@ def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) ->
     weights = list(zip(layer.weights(), layer.products()))
     for (name, (_, _, formats)), quantizer in zip(weights, _quantizers(layer, asked, len(weights))):
         weight = layer._parameters.get(name)
-        if weight is None or formats.weight.spec == "high-precision":
+        plain = isinstance(quantizer, IdentityQuantizer)
+        if weight is None or (formats.weight.spec == "high-precision" and not plain):
             continue
         try:
-            check_spec(formats.weight.spec)
+            if not plain:
+                check_spec(formats.weight.spec)
         except ValueError as error:
             raise ValueError(f"{layer.path}: {error}") from None
         with torch.no_grad():

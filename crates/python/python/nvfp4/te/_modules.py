@@ -272,7 +272,8 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             there, asked = getattr(quantizer, "spec", str)(), formats.weight.spec
             if quantizer is None or "high-precision" in (there, asked):
                 continue
-            if there.split("(")[0] != asked.split("(")[0]:
+            # Of the row direction: a recipe may leave the column direction in high precision.
+            if there.split(" / ")[0].split("(")[0] != asked.split(" / ")[0].split("(")[0]:
                 raise RuntimeError(
                     f"Recipe mismatch for '{name}' of {self.path}: its codes are {there}, and the recipe "
                     f"{type(here.asked).__name__} asks for {asked}; use one recipe in quantized_model_init and autocast"
