@@ -1,7 +1,7 @@
 //! Quantizers on the memory of a GPU.
 
 use super::{
-    Direction, DirectionValues, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, Owned, QuantTensor, Slice,
+    Direction, DirectionValues, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, Owned, QuantTensor, Slice, values,
 };
 use crate::format::{Directions, Finite, Nvfp4, Rounding, Side};
 use crate::{Error, Nvfp4Description, Profile, Quantizer, Result};
@@ -116,13 +116,17 @@ impl Gpu {
             (GlobalScale::PerTensor, Some(groups)) => groups.count(),
             (global, _) => global.count(rows) * repeated,
         };
-        let row_room = row.map(|row| {
-            let about = row.description(rows, cols, None);
-            self.room(Side::Row, about, count(row, rows, 1), options.values)
+        let row_about = row.map(|row| row.description(rows, cols, None));
+        let col_about = col.map(|col| col.description(cols, padded, col.transform().signs()));
+        let scratch = self.scratch(options, groups, [row_about, col_about])?;
+        let [row_values, col_values, maxima] = scratch;
+        let row_room = row.zip(row_about).map(|(row, about)| match row_values {
+            Some(memory) => Ok(Room::Values(DirectionValues::over(about, memory))),
+            None => self.room(Side::Row, about, count(row, rows, 1)),
         });
-        let col_room = col.map(|col| {
-            let about = col.description(cols, padded, col.transform().signs());
-            self.room(Side::Column, about, count(col, cols, groups.map_or(1, Groups::count)), options.values)
+        let col_room = col.zip(col_about).map(|(col, about)| match col_values {
+            Some(memory) => Ok(Room::Values(DirectionValues::over(about, memory))),
+            None => self.room(Side::Column, about, count(col, cols, groups.map_or(1, Groups::count))),
         });
         let (mut row_room, mut col_room) = (row_room.transpose()?, col_room.transpose()?);
         let row_target =
@@ -130,7 +134,11 @@ impl Gpu {
         let col_target =
             col.zip(col_room.as_mut()).map(|(f, room)| room.target(f, random(f, Side::Column), options.col_amax));
         match groups {
-            None => kernel::quantize_in(&self.stream, x, row_target, col_target, Some(&*self.memory))?,
+            None => {
+                let mut maxima = maxima;
+                let scratch = maxima.as_mut().map(Memory::slice_mut);
+                kernel::quantize_in(&self.stream, x, row_target, col_target, scratch)?;
+            }
             Some(groups) => kernel::quantize_grouped(&self.stream, x, groups, row_target, col_target)?,
         }
         for (format, room, amax) in [(row, &mut row_room, options.row_amax), (col, &mut col_room, options.col_amax)] {
@@ -148,11 +156,40 @@ impl Gpu {
         Ok(Observed { tensor, row_amax: None, col_amax: None, row_values, col_values })
     }
 
-    /// A direction with room for its bytes and so many global scales, or for its values.
-    fn room(&self, side: Side, about: Nvfp4Description, stored: usize, values: Option<Directions>) -> Result<Room> {
-        if values.is_some_and(|values| values.has(side)) {
-            return Ok(Room::Values(self.room_for_values(about)?));
+    /// What a call needs for itself, in one allocation: room for the directions that are written as values, and scratch for the kernels
+    /// if both directions have an amax to find.
+    fn scratch(
+        &self,
+        options: &Options<'_>,
+        groups: Option<&Groups>,
+        abouts: [Option<Nvfp4Description>; 2],
+    ) -> Result<[Option<Memory>; 3]> {
+        let finds = groups.is_none()
+            && abouts.iter().all(Option::is_some)
+            && options.row_amax.is_none()
+            && options.col_amax.is_none();
+        let mut lens = [0, 0, if finds { kernel::SCRATCH } else { 0 }];
+        for (at, side) in [Side::Row, Side::Column].into_iter().enumerate() {
+            if let Some(about) = abouts[at].filter(|_| options.values.is_some_and(|values| values.has(side))) {
+                lens[at] = DirectionValues::byte_len(&about)?;
+            }
         }
+        if lens == [0; 3] {
+            return Ok([None, None, None]);
+        }
+        // Allocators align to 16.
+        let memory = self.memory.bytes(&self.stream, lens.iter().sum::<usize>() + values::ALIGNED - 16)?;
+        let mut end = (memory.address().next_multiple_of(values::ALIGNED as u64) - memory.address()) as usize;
+        let ranges = lens.map(|len| {
+            end += len;
+            end - len..end
+        });
+        let parts = memory.parts(ranges);
+        Ok(parts.map(|part| Some(part).filter(|part| !part.is_empty())))
+    }
+
+    /// A direction with room for its bytes and so many global scales.
+    fn room(&self, side: Side, about: Nvfp4Description, stored: usize) -> Result<Room> {
         let [codes, scales, stored] = self.block(side, about.block_of(stored)?)?;
         Ok(Room::Codes(Nvfp4Direction { about, codes: codes.into(), scales: scales.into(), stored: stored.into() }))
     }

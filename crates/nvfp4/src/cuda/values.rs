@@ -1,7 +1,7 @@
 //! Directions that are written as values for a product that comes right after.
 
 use super::matmul::operand;
-use super::{Direction, Gpu, Input, Owned, Values};
+use super::{Direction, Gpu, Input, Memory, Owned, Values};
 use crate::format::{Family, Side};
 use crate::{Layout, Nvfp4Description, Result};
 use half::bf16;
@@ -10,6 +10,9 @@ use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{GlobalScale, area};
 
 pub use nvfp4_kernels::gemm::cuda::Given;
+
+/// Values begin at a multiple of so many bytes, as decoded codes do: libraries choose an algorithm by that.
+pub(super) const ALIGNED: usize = 256;
 
 /// A direction in NVFP4 as the values of its codes, which a product reads as they are. Products have the same bits as with the codes, where
 /// those are decoded before them.
@@ -29,6 +32,21 @@ impl DirectionValues {
     /// The values without the global scale, times 2⁻⁷.
     pub fn values(&self) -> &Owned<bf16> {
         &self.values
+    }
+
+    /// The bytes that it needs: a multiple of [`ALIGNED`].
+    pub(super) fn byte_len(about: &Nvfp4Description) -> Result<usize> {
+        let bytes =
+            area(about.rows, about.cols)?.checked_mul(2).and_then(|bytes| bytes.checked_next_multiple_of(ALIGNED));
+        let too_large = nvfp4_spec::Error::TooLarge { rows: about.rows, cols: about.cols };
+        Ok(bytes.ok_or(too_large)? + ALIGNED)
+    }
+
+    /// Over that many bytes.
+    pub(super) fn over(about: Nvfp4Description, memory: Memory) -> Self {
+        let (values, stored) = (2 * about.rows * about.cols, memory.len() - ALIGNED);
+        let [values, stored] = memory.parts([0..values, stored..stored + 4]);
+        DirectionValues { about, values: values.into(), stored: stored.into() }
     }
 
     fn operand(&self) -> Result<Operand<'_>> {
@@ -75,14 +93,6 @@ impl<'a> Factor<'a> {
 }
 
 impl Gpu {
-    /// Room for a direction that is written as values, in scratch memory.
-    pub(super) fn room_for_values(&self, about: Nvfp4Description) -> Result<DirectionValues> {
-        let bytes = 2 * area(about.rows, about.cols)?;
-        let second = bytes.next_multiple_of(16);
-        let [values, stored] = self.memory.bytes(&self.stream, second + 4)?.parts([0..bytes, second..second + 4]);
-        Ok(DirectionValues { about, values: values.into(), stored: stored.into() })
-    }
-
     /// Whether those operands of a product that are quantized for it should be written as [values](super::Options::values): M × K and
     /// N × K, in these formats. Formats, sizes and the costs of the GPU decide.
     pub fn prefers_values(

@@ -98,7 +98,7 @@ const PANEL_OF_COLUMNS: usize = 128;
 /// Blocks of threads of a multiprocessor; a matrix that is too small for as many has lower panels.
 const BLOCKS: usize = 4;
 /// The most maxima of parts: every block of threads of the next kernel reads all of them.
-const MOST_PARTS: usize = 1024;
+pub(crate) const MOST_PARTS: usize = 1024;
 
 fn source(v: Variant) -> (&'static str, &'static str, String) {
     let function = match v.function {

@@ -176,13 +176,15 @@ pub fn prefers_values(device: Device, (m, n, k): (usize, usize, usize), given: [
 
 fn values_win(chip: &Chip, costs: &Costs, (m, n, k): (usize, usize, usize), given: [Given; 2]) -> bool {
     let Some(library) = costs.library else { return false };
-    let whole = m > 0 && n > 0 && k > 0 && n.is_multiple_of(8) && k.is_multiple_of(16);
+    let whole = m.min(n) >= LEAST_SIDE && k > 0 && n.is_multiple_of(8) && k.is_multiple_of(16);
     let each = given.map(|given| if given == Given::Either { VALUE_BYTES } else { NVFP4_BYTES });
     let bytes = (each[0] * m as f64 + each[1] * n as f64) * k as f64;
     let own = pipeline_cost(chip, costs, &library, Before::Both, (m, (n, k)));
     whole && given.contains(&Given::Either) && library_time(&library, chip, bytes, LEAST_WAVES, (m, (n, k))) < own
 }
 
+/// The least rows and columns of outputs: fewer leave large tiles empty.
+const LEAST_SIDE: usize = 256;
 /// What is left of a wave's time where outputs are few: cuBLASLt takes smaller tiles, and divides K.
 const LEAST_WAVES: f64 = 0.35;
 

@@ -141,11 +141,9 @@ impl<'a> ToBf16<'a> {
         let ((a, left), (b, right)) = (self.a, self.b);
         let (m, n, k) = (a.rows(), b.rows(), a.cols());
         let bytes = |rows: usize, decoder: Decoder| if decoder.in_place() { 0 } else { rows * k * 2 };
-        // Two factors, and whether a value lost bits.
-        let scratch = Scratch::new(stream, memory, [bytes(m, left), bytes(n, right), 16])?;
-        let [a_at, b_at, factors] = scratch.addresses;
         let params = output.part(0, m);
-        let call = Call {
+        // Addresses are multiples of 256, as those of the scratch will be.
+        let call = |[a_at, b_at, factors]: [u64; 3]| Call {
             sizes: [m, n, k],
             a: side(&a, left, a_at),
             b: match &b {
@@ -159,9 +157,11 @@ impl<'a> ToBf16<'a> {
             bias: (params.bias != 0).then_some(params.bias),
             accumulator: Accumulator::Precise,
         };
-        if !self.library.takes(&call)? {
-            return Ok(false);
-        }
+        let Some(workspace) = self.library.scratch(&call([0; 3]))? else { return Ok(false) };
+        // Two factors, and whether a value lost bits.
+        let scratch = Scratch::new(stream, memory, [bytes(m, left), bytes(n, right), 16, workspace])?;
+        let [a_at, b_at, factors, workspace] = scratch.addresses;
+        let call = call([a_at, b_at, factors]);
         let condition = Condition::new(factors + 8);
         let may_lose = left.may_lose() || right.may_lose();
         let a_matrix = Matrix::new(&a, left, a_at);
@@ -187,7 +187,7 @@ impl<'a> ToBf16<'a> {
             padding: 0,
         };
         decode.launch(stream, (left, right))?;
-        self.library.run(stream, &call, memory)?;
+        self.library.run_in(stream, &call, workspace)?;
         if let (true, Weights::Operand(b)) = (may_lose, &b) {
             decoded::run_if(stream, &a, b, output, Some(condition))?;
         }

@@ -3,7 +3,7 @@
 use super::{Amax, Direction};
 use crate::Result;
 use crate::amax::cuda as maxima;
-use crate::cuda::{Allocator, Groups, Input, Memory, SliceMut, Stream};
+use crate::cuda::{Groups, Input, SliceMut, Stream};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{GlobalScale, Specials};
 
@@ -49,8 +49,10 @@ pub(super) struct Parts {
     pub row: u64,
     pub col: u64,
     pub count: u32,
-    _memory: [Memory; 2],
 }
+
+/// Bytes for the most maxima of both directions.
+pub(super) const SCRATCH: usize = 2 * 4 * maxima::MOST_PARTS;
 
 /// Finds the maxima of parts, if one pass finds those of both directions and they are few.
 pub(super) fn find_parts(
@@ -58,7 +60,7 @@ pub(super) fn find_parts(
     x: &Input<'_>,
     row: &mut Direction<'_>,
     col: &mut Direction<'_>,
-    memory: &dyn Allocator,
+    scratch: SliceMut<'_, f32>,
 ) -> Result<Option<Parts>> {
     let (row, col) = (missing_amax(Some(row), Along::Rows), missing_amax(Some(col), Along::Columns));
     let Some((row, col)) = row.zip(col) else { return Ok(None) };
@@ -68,12 +70,16 @@ pub(super) fn find_parts(
     let Some(count) = maxima::part_count(stream.device(), x, col.values).filter(|_| one && (same || before)) else {
         return Ok(None);
     };
-    let (bytes, second) = (4 * count, (4 * count).next_multiple_of(16));
-    let [mut own, mut plain] = memory.bytes(stream, second + bytes)?.parts([0..bytes, second..second + bytes]);
-    let apart = (!same).then(|| plain.slice_mut());
-    maxima::run_parts(stream, x, (col.specials, col.values), own.slice_mut(), apart)?;
-    let row = if same { own.address() } else { plain.address() };
-    Ok(Some(Parts { row, col: own.address(), count: count as u32, _memory: [own, plain] }))
+    if 4 * scratch.len() < SCRATCH {
+        return Ok(None);
+    }
+    scratch.check(stream.device(), "scratch of a quantization")?;
+    let start = scratch.address();
+    let (own, plain) = scratch.range(0..2 * count).split_at(count);
+    let [row_at, col_at] = [if same { start } else { plain.address() }, start];
+    let plain = (!same).then_some(plain);
+    maxima::run_parts(stream, x, (col.specials, col.values), own, plain)?;
+    Ok(Some(Parts { row: row_at, col: col_at, count: count as u32 }))
 }
 
 /// Whether a direction runs along rows or along columns.

@@ -15,7 +15,7 @@ pub(crate) use variant::sources;
 use super::{Layout, Lens, check};
 use crate::Result;
 use crate::cuda::text::Variants;
-use crate::cuda::{self, Allocator, Device, Groups, Input, Matrix, Slice, SliceMut, Stream, countable};
+use crate::cuda::{self, Device, Groups, Input, Matrix, Slice, SliceMut, Stream, countable};
 use amaxes::{find_amaxes, find_parts};
 use half::bf16;
 use launch::{DirectionParams, full_panels, panels, row_blocks, squares, whole_rows};
@@ -248,13 +248,17 @@ pub fn quantize(stream: &Stream, x: &Input<'_>, row: Option<Direction<'_>>, col:
     quantize_in(stream, x, row, col, None)
 }
 
-/// The same with memory for scratch, which spares clearing the amaxes before.
+/// Bytes of scratch that are enough for [`quantize_in`].
+pub const SCRATCH: usize = amaxes::SCRATCH;
+
+/// The same with memory for scratch, which spares clearing the amaxes before. Later work of the stream
+/// may reuse it. Less than [`SCRATCH`] is not used.
 pub fn quantize_in(
     stream: &Stream,
     x: &Input<'_>,
     row: Option<Direction<'_>>,
     col: Option<Direction<'_>>,
-    memory: Option<&dyn Allocator>,
+    scratch: Option<SliceMut<'_, f32>>,
 ) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     x.check(stream.device())?;
@@ -267,7 +271,7 @@ pub fn quantize_in(
     if row.is_some() && !countable(rows, cols) || col.is_some() && !countable_along_columns(rows, cols) {
         return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
     }
-    checked(stream, (x, None), (row, col), memory)
+    checked(stream, (x, None), (row, col), scratch)
 }
 
 /// Quantizes the groups of a matrix in the directions that are given, all in one launch. Does not
@@ -319,7 +323,7 @@ fn checked(
     stream: &Stream,
     (x, groups): Matrix<'_>,
     (mut row, mut col): (Option<Direction<'_>>, Option<Direction<'_>>),
-    memory: Option<&dyn Allocator>,
+    scratch: Option<SliceMut<'_, f32>>,
 ) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     // Only now, so that a refused call writes nothing.
@@ -341,8 +345,8 @@ fn checked(
         row.mode.tile == Tile::Row16 && !row.settings().is_light() && !full_panels((x, groups), Some(row), col)
     });
     let mut parts = None;
-    if let (Some(row), Some(col), Some(memory), None, false) = (&mut row, &mut col, memory, groups, apart) {
-        parts = find_parts(stream, x, row, col, memory)?;
+    if let (Some(row), Some(col), Some(scratch), None, false) = (&mut row, &mut col, scratch, groups, apart) {
+        parts = find_parts(stream, x, row, col, scratch)?;
     }
     if !in_one_pass && parts.is_none() {
         find_amaxes(stream, (x, groups), row.as_mut(), col.as_mut())?;
