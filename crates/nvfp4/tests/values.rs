@@ -5,8 +5,9 @@
 mod on_gpu;
 
 use half::bf16;
-use nvfp4::cuda::{Direction, DirectionValues, Factor, Gpu, Input, Observed, Offset, Options, Product, Randomness};
-use nvfp4::cuda::{Given, Values};
+use nvfp4::cuda::{
+    Direction, DirectionValues, Factor, Gpu, Input, Observed, Offset, Options, Product, Randomness, Values,
+};
 use nvfp4::{Directions, QuantSpec, Quantizer, Rounding, Side, TensorRef};
 use nvfp4_kernels::gemm::cuda::{By, gemm_by};
 use nvfp4_spec::{e2m1, e4m3};
@@ -148,8 +149,7 @@ fn values_are_for_products_that_read_them() {
         let made = quantizer(spec, Directions::Row).quantize(&TensorRef::new(&x[..], &[16, 16]).unwrap()).unwrap();
         made.into_directions().0.unwrap()
     };
-    let given = [Given::Either, Given::Codes];
-    let prefers = |a: &str, b: &str, sizes| gpu.prefers_values((&like(a), &like(b)), sizes, given);
+    let prefers = |a: &str, b: &str, sizes| gpu.prefers_values((&like(a), &like(b)), sizes);
     let many = (8192, 8192, 8192);
     assert!(!prefers("mxfp8(e4m3)", "mxfp8(e4m3)", many) && !prefers("nvfp4(row-scaled)", "nvfp4", many));
     assert!(!prefers("nvfp4", "nvfp4(16x16)", (1, 8192, 8192)));

@@ -37,7 +37,7 @@ pub use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product};
 pub use nvfp4_kernels::quantize::cuda::Offset;
 pub use quantize::{Observed, Options, Randomness};
 pub use tensor::{Direction, Fp8Direction, GpuMemory, Nothing, Nvfp4Direction, QuantTensor};
-pub use values::{DirectionValues, Factor, Given};
+pub use values::{DirectionValues, Factor};
 
 use crate::{Block, Directions, Result, Side};
 use std::fmt;

@@ -9,8 +9,6 @@ use nvfp4_kernels::gemm::cuda::{self as gemm, NvfpValues, Operand};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{GlobalScale, area};
 
-pub use nvfp4_kernels::gemm::cuda::Given;
-
 /// Values begin at a multiple of so many bytes, as decoded codes do: libraries choose an algorithm by that.
 pub(super) const ALIGNED: usize = 256;
 
@@ -93,14 +91,9 @@ impl<'a> Factor<'a> {
 }
 
 impl Gpu {
-    /// Whether those operands of a product that are quantized for it should be written as [values](super::Options::values): M × K and
-    /// N × K, in these formats. Formats, sizes and the costs of the GPU decide.
-    pub fn prefers_values(
-        &self,
-        (a, b): (&crate::Direction, &crate::Direction),
-        sizes: (usize, usize, usize),
-        given: [Given; 2],
-    ) -> bool {
+    /// Whether an operand that is quantized for one product alone, M × K, should be written as [values](super::Options::values). The other
+    /// operand is N × K. Formats, sizes and the costs of the GPU decide.
+    pub fn prefers_values(&self, (a, b): (&crate::Direction, &crate::Direction), sizes: (usize, usize, usize)) -> bool {
         let fits = |direction: &crate::Direction| match direction {
             crate::Direction::Nvfp4(d) => {
                 let Nvfp4Description { global, layout, .. } = *d.description();
@@ -108,7 +101,7 @@ impl Gpu {
             }
             crate::Direction::Fp8(_) | crate::Direction::Plain(_) => false,
         };
-        fits(a) && fits(b) && gemm::prefers_values(self.stream.device(), sizes, given)
+        fits(a) && fits(b) && gemm::prefers_values(self.stream.device(), sizes)
     }
 }
 

@@ -10,8 +10,8 @@ use crate::error::OrRaise;
 use crate::place::Place;
 use half::{bf16, f16};
 use nvfp4::cuda::{
-    Allocator, Direction, Factor, Given as Comes, Gpu, Input, Memory, Observed, Offset, Options, Plain, PreparedWeight,
-    Product, Randomness, Slice, Stream, Values,
+    Allocator, Direction, Factor, Gpu, Input, Memory, Observed, Offset, Options, Plain, PreparedWeight, Product,
+    Randomness, Slice, Stream, Values,
 };
 use nvfp4::{Accumulator, Directions, Element, Finite, Precision, Side};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -39,9 +39,8 @@ pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>, id: i32) -> PyResu
     let like = formats.weight.like(Side::Row)?;
     // What is kept is codes; the rest is read by this product alone.
     let own_weight = matches!(weight, Weight::Plain(..)) && !formats.keeps;
-    let given = [Comes::Either, if own_weight { Comes::Either } else { Comes::Codes }];
     let values = !matches!(weight, Weight::Codes { prepared: Some(_), .. })
-        && gpu.prefers_values((formats.input.like(Side::Row)?, like), (tokens, rows, cols), given);
+        && gpu.prefers_values((formats.input.like(Side::Row)?, like), (tokens, rows, cols));
     let x_made = match formats.input.is_plain() {
         true => None,
         false => {
@@ -110,7 +109,7 @@ pub fn backward<'py>(py: Python<'py>, call: &Backward<'_, 'py>, id: i32) -> PyRe
     // What is made of dy is read by one product each.
     let values = |side, kept: &Slot, sizes| -> PyResult<bool> {
         let formats = (formats.grad_output.like(side)?, kept.like(Side::Column)?);
-        Ok(gpu.prefers_values(formats, sizes, [Comes::Either, Comes::Codes]))
+        Ok(gpu.prefers_values(formats, sizes))
     };
     let for_dx = wanted[0].is_some() && values(Side::Row, &formats.weight, (tokens, *in_features, out_features))?;
     let for_dw = wanted[1].is_some() && values(Side::Column, &formats.input, (out_features, *in_features, tokens))?;

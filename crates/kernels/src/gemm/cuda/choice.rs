@@ -155,32 +155,23 @@ fn pipeline_cost(
     fastest(chip, costs, m, tiles(rows, cols)).map_or(f64::INFINITY, |(_, cost)| cost + before / library.bytes)
 }
 
-/// How an operand of NVFP4 comes to a product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Given {
-    /// As codes.
-    Codes,
-    /// It is quantized for this product, as codes or as values.
-    Either,
-}
-
-/// Whether the operands of a product of NVFP4, M × K and N × K, that are quantized for it should be
-/// written as values: whether that, decoding the other one and a call of cuBLASLt are expected to
-/// take less time than the pipeline. Sizes and the costs of the GPU decide.
-pub fn prefers_values(device: Device, (m, n, k): (usize, usize, usize), given: [Given; 2]) -> bool {
+/// Whether an operand of NVFP4 that is quantized for one product, M × K, should be written as values:
+/// whether that, decoding the other operand, N × K, and a call of cuBLASLt are expected to take less
+/// time than the pipeline. Sizes and the costs of the GPU decide, not whether the other one comes as
+/// values too: so its codes may be kept without changing any bits.
+pub fn prefers_values(device: Device, sizes: (usize, usize, usize)) -> bool {
     // From compute capability 10.0 on, cuBLASLt multiplies codes.
     device.capability().0 < 10
         && Cublas::of(device).is_some()
-        && values_win(&Chip::of(device), Costs::of(device), (m, n, k), given)
+        && values_win(&Chip::of(device), Costs::of(device), sizes)
 }
 
-fn values_win(chip: &Chip, costs: &Costs, (m, n, k): (usize, usize, usize), given: [Given; 2]) -> bool {
+fn values_win(chip: &Chip, costs: &Costs, (m, n, k): (usize, usize, usize)) -> bool {
     let Some(library) = costs.library else { return false };
     let whole = m.min(n) >= LEAST_SIDE && k > 0 && n.is_multiple_of(8) && k.is_multiple_of(16);
-    let each = given.map(|given| if given == Given::Either { VALUE_BYTES } else { NVFP4_BYTES });
-    let bytes = (each[0] * m as f64 + each[1] * n as f64) * k as f64;
+    let bytes = (VALUE_BYTES * m as f64 + NVFP4_BYTES * n as f64) * k as f64;
     let own = pipeline_cost(chip, costs, &library, Before::Both, (m, (n, k)));
-    whole && given.contains(&Given::Either) && library_time(&library, chip, bytes, LEAST_WAVES, (m, (n, k))) < own
+    whole && library_time(&library, chip, bytes, LEAST_WAVES, (m, (n, k))) < own
 }
 
 /// The least rows and columns of outputs: fewer leave large tiles empty.
@@ -278,24 +269,22 @@ mod tests {
         }
     }
 
-    /// The products of a layer in training: both operands of the forward pass are quantized for it,
-    /// and of each product of the backward pass one.
+    /// The products of a layer in training.
     #[test]
     fn layers_with_many_tokens_write_values() {
-        use Given::{Codes, Either};
         let costs = Costs::shipped_for(&H200);
-        for (sizes, given, values) in [
-            ((4096, 1024, 1024), [Either, Either], true),
-            ((4096, 1024, 1024), [Either, Codes], true),
-            ((1024, 1024, 4096), [Either, Codes], true),
-            ((4096, 4096, 4096), [Either, Codes], true),
-            ((4096, 4096, 4096), [Codes, Codes], false),
-            ((16, 4096, 4096), [Either, Codes], false),
-            ((4096, 1022, 1024), [Either, Either], false),
+        for (sizes, values) in [
+            ((4096, 1024, 1024), true),
+            ((1024, 1024, 4096), true),
+            ((4096, 4096, 4096), true),
+            ((255, 4096, 4096), false),
+            ((4096, 128, 4096), false),
+            ((4096, 1022, 1024), false),
+            ((4096, 1024, 1032), false),
         ] {
-            assert_eq!(values_win(&H200, costs, sizes, given), values, "{sizes:?} {given:?}");
+            assert_eq!(values_win(&H200, costs, sizes), values, "{sizes:?}");
         }
-        assert!(!values_win(&A100, Costs::shipped_for(&A100), (4096, 4096, 4096), [Either, Either]));
+        assert!(!values_win(&A100, Costs::shipped_for(&A100), (4096, 4096, 4096)));
     }
 
     /// Other chips have no such costs until somebody measures them.

@@ -43,7 +43,7 @@ mod trial;
 mod trial_data;
 mod tune;
 
-pub use choice::{Given, prefers_values};
+pub use choice::prefers_values;
 pub use costs::{Cost, Costs};
 pub use cublas::Cublas;
 pub use grouped::multiply_groups;
