@@ -67,7 +67,9 @@ fn values_are_those_of_the_codes() {
         x[32..48].fill(bf16::from_bits(1));
         for spec in specs {
             let codes = quantized(&gpu, &x, cols, spec, None).tensor;
-            for directions in [Directions::Row, Directions::Column, Directions::Both] {
+            let many = rows * cols > 1 << 20;
+            let all = [Directions::Both, Directions::Row, Directions::Column];
+            for &directions in if many { &all[..1] } else { &all[..] } {
                 let made = quantized(&gpu, &x, cols, spec, Some(directions));
                 for side in [Side::Row, Side::Column] {
                     let expected = decoded(&gpu, codes.direction(side).unwrap());

@@ -74,8 +74,12 @@ pub(super) fn find_parts(
         return Ok(None);
     }
     scratch.check(stream.device(), "scratch of a quantization")?;
+    scratch.check_aligned(16, "scratch of a quantization")?;
     let start = scratch.address();
-    let (own, plain) = scratch.range(0..2 * count).split_at(count);
+    // Both begin at multiples of 16 bytes.
+    let second = count.next_multiple_of(4);
+    let (own, plain) = scratch.range(0..second + count).split_at(second);
+    let own = own.range(0..count);
     let [row_at, col_at] = [if same { start } else { plain.address() }, start];
     let plain = (!same).then_some(plain);
     maxima::run_parts(stream, x, (col.specials, col.values), own, plain)?;

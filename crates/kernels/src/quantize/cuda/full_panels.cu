@@ -67,6 +67,20 @@ RULE Result quantize_column(const PanelMemory& m, const Elements<P>& x, const Sc
     }
 }
 
+// Stores the values of a block of a row. Neighbouring threads have neighbouring blocks of 32 bytes, and
+// store them together, one after the other: whole sectors of the memory instead of halves.
+RULE void store_with_neighbour(const Direction& d, const Position& at, const Result& r) {
+    bool second = threadIdx.x % 2;
+    uint4 low = values_of((u32)r.codes, r.byte), high = values_of((u32)(r.codes >> 32), r.byte);
+    uint4 give = second ? low : high, got;
+    got.x = __shfl_xor_sync(0xFFFFFFFF, give.x, 1), got.y = __shfl_xor_sync(0xFFFFFFFF, give.y, 1);
+    got.z = __shfl_xor_sync(0xFFFFFFFF, give.z, 1), got.w = __shfl_xor_sync(0xFFFFFFFF, give.w, 1);
+    // Of the four pieces of both blocks a thread has every other one.
+    uint4* to = (uint4*)(d.codes + (u64)(at.index - second) * (BLOCK * 2)) + second;
+    to[0] = second ? got : low;
+    to[2] = second ? high : got;
+}
+
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, MIN_BLOCKS) quantize_full_panels(const __grid_constant__ Params p) {
     extern __shared__ uint4 memory[];
     PanelMemory& m = *(PanelMemory*)memory;
@@ -94,7 +108,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, MIN_BLOCKS) quantize_
             Position at = {row, row * blocks + block, block, BLOCK, g.index, within * blocks + block};
             if (d.per_row) s = scaling_of<Row>(d.amax[row], d);
             auto y = prepared<Row>(load_whole<INPUT>(from + i * (THREADS / STRIPS) * WORDS * 4), d.signs);
-            quantize_and_store<Row>(y, largest(y), s, d, at);
+            if constexpr (Row::VALUES) {
+                Result r = quantize_block<Row>(y, largest(y), s, d, at);
+                store_with_neighbour(d, at, r);
+            } else quantize_and_store<Row>(y, largest(y), s, d, at);
         }
     }
     // A thread has two neighbouring columns in one or two bands of 16 rows.

@@ -15,10 +15,21 @@ RULE float found_amax(const Direction& d, u32 group) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     u32 lane = threadIdx.x % 32, bits = 0;
-#pragma unroll 8
-    for (u32 i = lane; i < d.parts; i += 32) {
-        u32 b = to_bits(d.amax[i]);
-        bits = bits > b ? bits : b;
+    uint4 found[MOST_PARTS / 128];
+    // All loads are in flight together. What lies between the last one and a multiple of four is not
+    // written, and not counted.
+#pragma unroll
+    for (u32 i = 0; i < MOST_PARTS / 128; i++) {
+        u32 first = 4 * (lane + 32 * i);
+        found[i] = first < d.parts ? *(const uint4*)(d.amax + first) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (u32 i = 0; i < MOST_PARTS / 128; i++) {
+        u32 first = 4 * (lane + 32 * i), w[4] = {found[i].x, found[i].y, found[i].z, found[i].w};
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            if (first + k < d.parts) bits = bits > w[k] ? bits : w[k];
+        }
     }
     float amax = from_bits(__reduce_max_sync(0xFFFFFFFF, bits));
     if (lane == 0 && blockIdx.x == 0) *d.stored = amax;

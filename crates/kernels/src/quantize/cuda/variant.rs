@@ -3,6 +3,7 @@
 use super::super::Layout;
 use super::{BLOCK_TEXT, advance_source};
 use crate::Result;
+use crate::amax::cuda::MOST_PARTS;
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Device, GROUPS, Kernel, Source};
 use crate::gemm::cuda::{TOKENS, WEIGHTS};
@@ -124,7 +125,7 @@ impl Variant {
         const SQUARES: &str = include_str!("squares.cuh");
         let settings = format!(
             "constexpr bool WHOLE = {}, FLAT = {}, FULL = {}, GROUPED = {};\nconstexpr unsigned OFFSETS_PER_CALL = {OFFSETS_PER_CALL};\n\
-             constexpr Precision INPUT = {}, MATH = BF16;\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\n{}{}",
+             constexpr Precision INPUT = {}, MATH = BF16;\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\nconstexpr unsigned MOST_PARTS = {MOST_PARTS};\n{}{}",
             self.whole,
             self.flat,
             self.full,
