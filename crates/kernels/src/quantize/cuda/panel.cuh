@@ -21,7 +21,7 @@ RULE float found_amax(const Direction& d, u32 group) {
 #pragma unroll
     for (u32 i = 0; i < MOST_PARTS / 128; i++) {
         u32 first = 4 * (lane + 32 * i);
-        found[i] = first < d.parts ? *(const uint4*)(d.amax + first) : make_uint4(0, 0, 0, 0);
+        found[i] = first < d.parts ? __ldcg((const uint4*)(d.amax + first)) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (u32 i = 0; i < MOST_PARTS / 128; i++) {
