@@ -93,8 +93,9 @@ RULE void meet(u32* at, u32 bits) {
 }
 
 // The maximum of everything that a block of `WARPS` warps has: combined with the one in memory, or
-// stored as that of a part. The kernel that reads those waits for all of this one.
-template <int WARPS>
+// stored as that of a part. The kernel that reads those waits for all of this one. Each call has a
+// NUMBER, and memory of its own: the first warp may still read that of the call before.
+template <int WARPS, int NUMBER>
 RULE void meet_all(u32* at, u32 bits) {
     __shared__ u32 maxima[WARPS];
     bits = __reduce_max_sync(0xFFFFFFFF, bits);
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
     }
     if (OUTPUT_TENSOR) {
         u32 all = larger_counted(larger_counted(m[0], m[1]), larger_counted(m[2], m[3]));
-        meet_all<8>(panel.tensor, word_maximum(all));
+        meet_all<8, 0>(panel.tensor, word_maximum(all));
     }
 }
 
@@ -228,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(128, 6) amax_hadamard(const __grid_
         atomicMax(panel.col + c, m[0]);
         if (WIDE == 2 && c + 1 < p.cols) atomicMax(panel.col + c + 1, m[1]);
     }
-    if (OUTPUT_TENSOR) meet_all<4>(panel.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
-    if (OUTPUT_PLAIN) meet_all<4>(panel.plain, word_maximum(magnitudes(before, INPUT)));
+    if (OUTPUT_TENSOR) meet_all<4, 0>(panel.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
+    if (OUTPUT_PLAIN) meet_all<4, 1>(panel.plain, word_maximum(magnitudes(before, INPUT)));
 }
 
 // The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a
