@@ -53,7 +53,9 @@ fn every_kernel_compiles_for_every_generation() {
 /// began with it.
 fn runs_on(variant: &str, source: &Source, architecture: &str) -> bool {
     let shares = source.text.contains("SPLIT = 2;");
-    (!variant.starts_with("gemm_wgmma ") || architecture == "sm_90a") && (!shares || architecture != "sm_80")
+    let hopper = ["gemm_wgmma ", "gemm_promoted ", "gemm_group_maps "];
+    let hopper = hopper.iter().any(|kernel| variant.starts_with(kernel));
+    (!hopper || architecture == "sm_90a") && (!shares || architecture != "sm_80")
 }
 
 /// Why a job fails: it does not compile, or the machine code lacks the function that is launched.

@@ -8,6 +8,7 @@ use half::bf16;
 use nvfp4::cuda::{Gpu, GroupedTensor, Groups, Input, Offset, Options, Product, Randomness, Values};
 use nvfp4::format::Family;
 use nvfp4::{Directions, QuantSpec, Quantizer, Rounding, Side, TensorRef};
+use nvfp4_spec::gemm::Accumulator;
 use on_gpu::{check, gpu};
 use std::sync::Arc;
 
@@ -120,7 +121,49 @@ fn products_of_groups_are_within_the_bound() {
         ["fp8-block(e4m3)", "fp8-block(e4m3, 128x128)", "fp8-block(e4m3)"],
         ["mxfp8(e4m3)", "mxfp8(e4m3, 32x32)", "mxfp8(e5m2)"],
     ] {
-        check_layer(&gpu, specs, &SIZES, (256, WIDTHS[0]));
+        check_layer(&gpu, specs, &SIZES, (256, WIDTHS[0]), Accumulator::Precise);
+    }
+}
+
+const FP8: [[&str; 3]; 4] = [
+    ["fp8(e4m3)", "fp8(e4m3)", "fp8(e5m2)"],
+    ["fp8(e5m2)", "fp8(e4m3)", "fp8(e5m2)"],
+    ["fp8-block(e4m3)", "fp8-block(e4m3, 128x128)", "fp8-block(e4m3)"],
+    ["fp8-block(e5m2)", "fp8-block(e4m3)", "fp8-block(e5m2)"],
+];
+
+/// FP8's tensor cores add in fewer bits.
+#[test]
+fn reduced_products_of_groups_are_within_their_bound() {
+    let Some(gpu) = gpu() else { return };
+    for specs in FP8 {
+        for (n, k) in [(256, WIDTHS[0]), (400, 512), (48, 144)] {
+            check_layer(&gpu, specs, &SIZES, (n, k), Accumulator::Split);
+        }
+        check_layer(&gpu, specs, &[600, 0, 1, 513], (640, 1152), Accumulator::Split);
+    }
+}
+
+/// Few bits are enough for sums of small whole numbers, whatever the scale of 128 of them is.
+#[test]
+fn reduced_products_of_whole_numbers_are_exact() {
+    let Some(gpu) = gpu() else { return };
+    let whole = |rows: usize, cols: usize, seed: usize| -> Vec<bf16> {
+        let value = |i: usize| {
+            let (row, col) = (i / cols, i % cols);
+            let size = 1 << ((row / 128 + col / 128 * 3 + seed) % 5);
+            bf16::from_f32((((i * 7919 + seed * 104729) % 5) as i32 - 2) as f32 * size as f32)
+        };
+        (0..rows * cols).map(value).collect()
+    };
+    let sizes = [256, 0, 384, 128];
+    let (tokens, n, k) = (sizes.iter().sum::<usize>(), 384, 640);
+    let data = [whole(tokens, k, 1), whole(4 * n, k, 2), whole(tokens, n, 3)];
+    for specs in &FP8[2..] {
+        for (what, got, a, b) in layer(&gpu, *specs, &data, &sizes, (n, k), Accumulator::Split) {
+            let expected: Vec<f32> = nvfp4::matmul(&a, &b, &nvfp4::Product::default()).unwrap();
+            assert!(got == expected, "{what}");
+        }
     }
 }
 
@@ -129,23 +172,43 @@ fn products_of_groups_are_within_the_bound() {
 fn products_of_large_groups_are_within_the_bound() {
     let Some(gpu) = gpu() else { return };
     let specs = ["nvfp4(hadamard)", "nvfp4(16x16)", "nvfp4(hadamard, stochastic)"];
-    check_layer(&gpu, specs, &[1024, 0, 2000], (2048, 2048));
+    check_layer(&gpu, specs, &[1024, 0, 2000], (2048, 2048), Accumulator::Precise);
 }
 
-fn check_layer(gpu: &Gpu, [input, weight, gradient]: [&str; 3], sizes: &[usize], (n, k): (usize, usize)) {
+fn check_layer(gpu: &Gpu, specs: [&str; 3], sizes: &[usize], (n, k): (usize, usize), accumulator: Accumulator) {
     let (tokens, experts) = (sizes.iter().sum::<usize>(), sizes.len());
-    let (x, w, dy) = (values(tokens * k, 1), values(experts * n * k, 2), values(tokens * n, 3));
-    let weights = gpu.groups(&vec![n; experts]).unwrap();
+    let data = [values(tokens * k, 1), values(experts * n * k, 2), values(tokens * n, 3)];
+    for (what, got, a, b) in layer(gpu, specs, &data, sizes, (n, k), accumulator) {
+        check(&got, &a, &b, accumulator, &what);
+    }
+}
+
+/// The three products of a layer, group after group, with sizes known and in the GPU's memory: what
+/// it is, the outputs, and the operands.
+fn layer(
+    gpu: &Gpu,
+    [input, weight, gradient]: [&str; 3],
+    [x, w, dy]: &[Vec<bf16>; 3],
+    sizes: &[usize],
+    (n, k): (usize, usize),
+    accumulator: Accumulator,
+) -> Vec<(String, Vec<f32>, nvfp4::Direction, nvfp4::Direction)> {
+    let weights = gpu.groups(&vec![n; sizes.len()]).unwrap();
+    let mut all = Vec::new();
     for groups in both_kinds(gpu, sizes) {
         let spec = |text: &str| quantizer(text, Directions::Both);
-        let x = quantize(gpu, &spec(input), &x, &groups, k);
-        let w = quantize(gpu, &spec(weight), &w, &weights, k);
-        let dy = quantize(gpu, &spec(gradient), &dy, &groups, n);
+        let x = quantize(gpu, &spec(input), x, &groups, k);
+        let w = quantize(gpu, &spec(weight), w, &weights, k);
+        let dy = quantize(gpu, &spec(gradient), dy, &groups, n);
         for ((a, a_side), (b, b_side)) in [
             ((&x, Side::Row), (&w, Side::Row)),
             ((&dy, Side::Row), (&w, Side::Column)),
             ((&dy, Side::Column), (&x, Side::Column)),
         ] {
+            // Groups along K have whole tiles of 128.
+            if b_side == Side::Column && a_side == Side::Row && !n.is_multiple_of(128) {
+                continue;
+            }
             let pick = |tensor: &GroupedTensor, side| -> Vec<nvfp4::Direction> {
                 let groups = tensor.to_host(gpu).unwrap().into_iter();
                 groups.map(|group| if side == Side::Row { group.row } else { group.col }.unwrap()).collect()
@@ -153,17 +216,18 @@ fn check_layer(gpu: &Gpu, [input, weight, gradient]: [&str; 3], sizes: &[usize],
             let (left, right) = (pick(a, a_side), pick(b, b_side));
             let len = left.iter().zip(&right).map(|(a, b)| a.rows() * b.rows()).sum();
             let mut out = gpu.upload(&vec![f32::NAN; len]).unwrap();
-            gpu.matmul_groups((a, a_side), (b, b_side), &Product::default(), out.slice_mut()).unwrap();
-            let got: Vec<f32> = gpu.stream().to_host(out.slice()).unwrap();
-            let mut got = &got[..];
-            for (number, (a, b)) in left.iter().zip(&right).enumerate() {
-                let what = format!("{input}, {weight}, {a_side:?} × {b_side:?}, group {number}");
-                let (mine, after) = got.split_at(a.rows() * b.rows());
-                got = after;
-                check(mine, a, b, &what);
+            let product = Product { accumulator, ..Default::default() };
+            gpu.matmul_groups((a, a_side), (b, b_side), &product, out.slice_mut()).unwrap();
+            let mut got: Vec<f32> = gpu.stream().to_host(out.slice()).unwrap();
+            for (number, (a, b)) in left.into_iter().zip(right).enumerate() {
+                let what =
+                    format!("{input}, {weight}, {gradient}: {a_side:?} × {b_side:?}, group {number} of {sizes:?}");
+                let after = got.split_off(a.rows() * b.rows());
+                all.push((what, std::mem::replace(&mut got, after), a, b));
             }
         }
     }
+    all
 }
 
 #[test]

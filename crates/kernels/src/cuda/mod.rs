@@ -46,7 +46,7 @@ pub use memory::{Buffer, Place, Plain, Slice, SliceMut};
 pub use pool::{Allocator, Memory, Pool};
 pub use recycled::Recycled;
 pub use stream::{Event, Graph, Stream};
-pub(crate) use tensor_map::tensor_map;
+pub(crate) use tensor_map::{MapValues, tensor_map};
 pub(crate) use text::entry;
 pub use text::{FP8_RULES, RULES, constants};
 pub use timing::time_interleaved;

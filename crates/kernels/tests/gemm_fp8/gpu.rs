@@ -194,16 +194,42 @@ fn nvidias_library_on_codes() {
     }
 }
 
-/// What the library does not take is computed all the same, and precisely.
+/// What the library does not take, at FP8 speed where Hopper's instruction is, else precisely.
 #[test]
 fn what_nvidias_library_refuses_goes_another_way() {
     let Some(stream) = stream() else { return };
+    let own = stream.device().capability() == (9, 0) && !stream.device().portable();
     let (square, ragged) = (operands(16, 32, 1), operands(18, 40, 1));
-    for pair in [(&square[1], &square[1]), (&square[2], &square[0]), (&ragged[0], &ragged[0]), (&ragged[6], &ragged[6])]
-    {
+    for (pair, whole) in [
+        ((&square[1], &square[1]), true),
+        ((&square[2], &square[0]), true),
+        ((&ragged[0], &ragged[0]), false),
+        ((&ragged[6], &ragged[6]), false),
+    ] {
+        let accumulator = if own && whole { Split } else { Precise };
         let (out, how) = multiply::<f32>(&stream, pair, &on_gpu::Product { accumulator: Fast, ..Default::default() });
-        assert!(how.contains("bf16"), "{how}");
-        bounded::check(&(&pair.0.view()).into(), &(&pair.1.view()).into(), &Product::default(), &out, &how);
+        assert!(how.contains(if accumulator == Split { "wgmma" } else { "bf16" }), "{how}");
+        let product = Product { accumulator, ..Product::default() };
+        bounded::check(&(&pair.0.view()).into(), &(&pair.1.view()).into(), &product, &out, &how);
+    }
+}
+
+/// The kernel of this crate on codes, at sizes that fill tiles and sizes that do not.
+#[test]
+fn codes_by_a_kernel_of_this_crate() {
+    let Some(stream) = stream() else { return };
+    if stream.device().capability() != (9, 0) || stream.device().portable() {
+        return;
+    }
+    // Scales of rows on both sides, two squares, two of E5M2, and a tensor beside rows.
+    let pairs = [(2, 2), (3, 2), (4, 5), (6, 6), (1, 1), (2, 0), (0, 6), (7, 3)];
+    for (m, n, k) in [(1, 1, 16), (130, 70, 304), (300, 515, 656)] {
+        let (left, right) = (operands(m, k, 1), operands(n, k, 2));
+        for (a, b) in pairs {
+            let how = every_type(&stream, (&left[a], &right[b]), Split);
+            let codes = how.iter().filter(|how| how.contains("FP8 tensor cores")).count();
+            assert!(codes == how.len(), "{m} × {n} × {k}, {a}, {b}: {how:#?}");
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! What tests on a GPU share.
 
 use nvfp4::cuda::{Device, Gpu};
+use nvfp4_spec::gemm::{Accumulator, bound};
 use nvfp4_testing::{Need, missing};
 
 /// The first GPU, if there is one.
@@ -10,7 +11,7 @@ pub fn gpu() -> Option<Gpu> {
 }
 
 /// Holds a product's outputs against the exact ones of the CPU, within the bound of its sums.
-pub fn check(got: &[f32], a: &nvfp4::Direction, b: &nvfp4::Direction, what: &str) {
+pub fn check(got: &[f32], a: &nvfp4::Direction, b: &nvfp4::Direction, sums: Accumulator, what: &str) {
     let decode = |d: &nvfp4::Direction| d.dequantize::<f32>().unwrap();
     let (left, right, k) = (decode(a), decode(b), a.cols());
     let expected: Vec<f32> = nvfp4::matmul(a, b, &nvfp4::Product::default()).unwrap();
@@ -30,7 +31,7 @@ pub fn check(got: &[f32], a: &nvfp4::Direction, b: &nvfp4::Direction, what: &str
         let terms = left[i * k..][..k].iter().zip(&right[j * k..]);
         let magnitude: f64 = terms.map(|(l, r)| (f64::from(*l) * f64::from(*r)).abs()).sum();
         // The bound of either sum, and a few roundings of the scales after it.
-        let allowed = 2.0 * nvfp4_spec::gemm::bound(k + 16, magnitude);
+        let allowed = sums.bound(k + 16, magnitude) + bound(k + 16, magnitude);
         let error = (f64::from(*got) - f64::from(*expected)).abs();
         assert!(error <= allowed, "{what} ({i}, {j}): {got} for {expected}");
     }

@@ -6,7 +6,7 @@ use super::groups::{Along, GroupedOperand};
 use super::operand::{Operand, Weights};
 use super::output::{Output, Product};
 use super::prepared::TILE;
-use super::{Member, check, check_outputs, grouped, pipeline, tiles, to_bf16};
+use super::{Member, check, check_outputs, grouped, pipeline, promoted, tiles, to_bf16};
 use crate::Result;
 use crate::cuda::{Allocator, GROUP_ROWS, Plain, SliceMut, Stream};
 use crate::gemm::units::LEAST_BLOCK_SCALED;
@@ -49,6 +49,9 @@ pub fn multiply_groups<T: Element + Plain>(
     });
     let Some((left, right)) = known else {
         let output = Output::new(&a.operand, &b.operand.into(), product, out.address()).with_columns(n);
+        if let Some(way) = promoted::Promoted::of(stream.device(), a.operand, b.operand, &output) {
+            return way.run_groups(stream, (&a, &b), &output, memory);
+        }
         return match (a.operand, b.operand) {
             (Operand::Nvfp4(left), Operand::Nvfp4(right)) => {
                 let groups = (a.groups, b.groups);

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | `blocks.rs`: cuBLASLt on codes and their block scales | two NVFP4 or two MXFP8 operands, from compute capability 10.0 on |
 //! | `codes.rs`: cuBLASLt on FP8 codes | two FP8 operands, where the product allows fewer bits |
+//! | `promoted.rs`: FP8 codes, 128 products at a time | on Hopper: the same in groups whose sizes the GPU reads, and what cuBLASLt refuses |
 //! | `to_bf16.rs`: both sides decoded to bf16, then cuBLASLt | NVFP4 with many rows, or written as values; FP8 codes, MXFP8 |
 //! | `pipeline.rs`: weights decoded in registers | NVFP4 on the right, NVFP4, bf16 or f16 on the left |
 //! | `tiles.rs`: decoded on the way to shared memory | FP8 otherwise, also in blocks of 128 |
@@ -26,6 +27,7 @@ mod costs;
 mod cublas;
 mod decoded;
 mod global;
+mod group_maps;
 mod grouped;
 mod groups;
 mod host;
@@ -35,6 +37,7 @@ mod output;
 mod pipeline;
 mod prepared;
 mod product_kind;
+mod promoted;
 mod scratch;
 mod shape;
 mod tiles;
@@ -65,10 +68,13 @@ use choice::{Before, Choice};
 use nvfp4_spec::{Element, Error, Precision, area};
 use output::{OperandOrder, Output};
 
+const CODES: &str = include_str!("codes.cuh");
+const COPIES: &str = include_str!("copies.cuh");
 const MMA: &str = include_str!("mma.cuh");
 const OUTPUT: &str = include_str!("output.cuh");
 pub(crate) const TOKENS: &str = include_str!("tokens.cuh");
 pub(crate) const WEIGHTS: &str = include_str!("weights.cuh");
+const WGMMA: &str = include_str!("wgmma.cuh");
 
 /// The least number of rows of B for which the operands may be swapped: fewer do not fill the large
 /// tiles.
@@ -82,6 +88,8 @@ enum Way<'a> {
     Blocks(blocks::Blocks<'a>),
     /// By cuBLASLt on FP8 codes.
     Codes(codes::Codes<'a>),
+    /// By tensor cores on FP8 codes.
+    Promoted(promoted::Promoted<'a>),
     /// By cuBLASLt on operands decoded to bf16.
     ToBf16(to_bf16::ToBf16<'a>),
     /// By tensor cores, in the type of the tokens. Tokens are the rows of A or, if the operands are
@@ -134,6 +142,8 @@ impl<'a> Way<'a> {
         let blocks = blocks.filter(|way| trial::allows(device, way.kind(), stream)).map(Way::Blocks);
         let codes = codes::Codes::of(library, device, a, right, output);
         let codes = codes.filter(|way| trial::allows(device, way.kind(), stream)).map(Way::Codes);
+        let own_codes = promoted::Promoted::of(device, a, right, output).map(Way::Promoted);
+        let codes = codes.into_iter().chain(own_codes);
         let library = blocks.into_iter().chain(codes).chain(to_bf16.map(Way::ToBf16));
         Ok(library.chain([own]).collect())
     }
@@ -160,6 +170,7 @@ impl<'a> Way<'a> {
         match self {
             Way::Blocks(blocks) => return blocks.run(stream, output, memory),
             Way::Codes(codes) => return codes.run(stream, output, memory),
+            Way::Promoted(way) => way.run(stream, output)?,
             Way::ToBf16(way) => return way.run(stream, output, memory),
             Way::Pipeline(tokens, right, OperandOrder::Given) => {
                 pipeline::run(stream, *tokens, *right, Choice::Fastest, output, memory)?
@@ -181,6 +192,7 @@ impl<'a> Way<'a> {
         Ok(match self {
             Way::Blocks(blocks) => blocks.taken(output)?.then(|| format!("cuBLASLt: {}", blocks.describe())),
             Way::Codes(codes) => codes.taken(output)?.then(|| format!("cuBLASLt: {}", codes.describe())),
+            Way::Promoted(_) => Some(promoted::Promoted::describe().to_string()),
             Way::ToBf16(_) => Some("decode to bf16, cuBLASLt: bf16 tensor cores".to_string()),
             Way::Pipeline(tokens, right, OperandOrder::Given) => Some(pipeline::describe(device, tokens, right)?),
             Way::Pipeline(tokens, right, OperandOrder::Swapped) => {
@@ -348,6 +360,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
         decoded::sources(),
         to_bf16::sources(),
         codes::sources(),
+        promoted::sources(),
         blocks::sources(),
     ];
     parts.concat()

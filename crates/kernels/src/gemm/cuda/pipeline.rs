@@ -7,10 +7,11 @@ use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use super::prepared::{self, PreparedWeight, TILE, TILE_BYTES, prepare, tiles};
 use super::scratch::Scratch;
 use super::shape::{self, Chip, Instruction, Shape};
-use super::{MMA, OUTPUT, TOKENS, WEIGHTS, math};
+use super::{COPIES, MMA, OUTPUT, TOKENS, WEIGHTS, WGMMA, math};
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
 use crate::cuda::{
-    Allocator, Device, GROUP_ROWS, GROUPS, Groups, GroupsParams, Input, SliceMut, Source, Stream, entry, tensor_map,
+    Allocator, Device, GROUP_ROWS, GROUPS, Groups, GroupsParams, Input, MapValues, SliceMut, Source, Stream, entry,
+    tensor_map,
 };
 use crate::dequantize::cuda::View;
 use crate::quantize::Layout;
@@ -214,7 +215,7 @@ impl Call<'_> {
         let shape = choose(self.choice, device, m, self.size)?;
         let (row_tiles, k_tiles) = tiles(rows, cols);
         let params = Params {
-            map: tensor_map(device, self.bits, (tokens, pitch), (m, cols), shape.tokens)?,
+            map: tensor_map(device, self.bits.into(), (tokens, pitch), (m, cols), shape.tokens)?,
             tokens,
             weights: self.weights,
             output: self.output.part(first, m),
@@ -292,7 +293,7 @@ pub(super) fn run_groups(
         Along::K => decode_groups(stream, &a, tokens, decoded)?,
     }
     let params = Params {
-        map: tensor_map(device, Precision::Bf16, (decoded, pitch), (a.rows, a.cols), shape.tokens)?,
+        map: tensor_map(device, MapValues::Bf16, (decoded, pitch), (a.rows, a.cols), shape.tokens)?,
         tokens: decoded,
         weights: prepared,
         output: output.part(0, a.rows),
@@ -421,10 +422,20 @@ fn source((shape, bits, kind, grouping): Variant) -> (&'static str, &'static str
         Instruction::Mma => (
             "gemm_mma",
             "gemm_mma",
-            assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, GROUPS, pipeline, MMA, include_str!("mma.cu")]),
+            assemble(&settings, &[ELEMENTS, OUTPUT, WEIGHTS, GROUPS, COPIES, pipeline, MMA, include_str!("mma.cu")]),
         ),
         Instruction::Wgmma => {
-            let files = [ELEMENTS, OUTPUT, WEIGHTS, GROUPS, pipeline, &wgmma(tokens, bits), include_str!("wgmma.cu")];
+            let files = [
+                ELEMENTS,
+                OUTPUT,
+                WEIGHTS,
+                GROUPS,
+                COPIES,
+                pipeline,
+                WGMMA,
+                &wgmma(tokens, bits),
+                include_str!("wgmma.cu"),
+            ];
             ("gemm_wgmma", "gemm_wgmma", assemble(&settings, &files))
         }
     }

@@ -10,17 +10,7 @@
 //
 // Settings before this text: Kind; A and B, the operands' kinds; A_TRANSPOSED and B_TRANSPOSED,
 // whether the transposed operand lies in memory; ALIGNED, whether 16 values of a row can be loaded at
-// once; MATH; those of output.cuh and parts.cuh.
-
-struct Operand {
-    const u8* values;   // codes, or elements
-    const u8* scales;
-    u64 rows;
-    u64 stride;         // bytes of a row of values as they lie
-    u64 across;         // tiles side by side
-    u32 height;         // of a tile with a 32-bit scale, as a power of two
-    u32 format;         // of FP8 codes
-};
+// once; MATH; those of output.cuh and parts.cuh. Read codes.cuh first.
 
 struct Params {
     Operand a, b;
@@ -136,23 +126,9 @@ RULE void store(u8* tile, u32 row, u32 column, const Chunk& c, Format format, co
     for (u32 h = 0; h < 2; h++) *(uint4*)(tile + row * ROW + 16 * ((column / 8 + h) ^ (row % 8))) = out[h];
 }
 
-// The 32-bit scale of a row's 128 values from column 128·part on.
 template <Kind KIND>
 RULE float scale_of(const Operand& x, u64 row, u64 part) {
-    if (KIND != FP8_WIDE) return 1.0f;
-    return row < x.rows ? ((const float*)x.scales)[(row >> x.height) * x.across + part] : 0.0f;
-}
-
-// The product of one group.
-RULE Params product_of(Params p, u32 group) {
-    Extent left = take_part(p.a, p.left, group), right = take_part(p.b, p.right, group);
-    if (left.rows) p.a.rows = left.rows;
-    if (right.rows) p.b.rows = right.rows;
-    if (GROUPING == GROUPED_K) {
-        p.k = left.k;
-        p.output = matrix_of_group(p.output, group);
-    } else p.output = rows_of_group(p.output, group, p.left.groups.offsets[group], left.rows);
-    return p;
+    return KIND == FP8_WIDE ? wide_scale(x, row, part) : 1.0f;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tiles(const __grid_constant__ Params given) {

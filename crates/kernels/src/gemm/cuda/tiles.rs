@@ -5,7 +5,7 @@ use super::groups::{Along, GroupedOperand, Grouping, PARTS, Part};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
 use super::scratch::Scratch;
-use super::{MMA, OUTPUT, math};
+use super::{CODES, MMA, OUTPUT, math};
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8};
 use crate::cuda::{Allocator, GROUPS, Source, Stream, entry};
 use crate::{Result, cuda};
@@ -69,10 +69,10 @@ pub(super) fn kinds(a: &Operand<'_>, b: &Operand<'_>) -> Option<(Values, Values)
     (a.cols() > 0 && (left, right) != (Values::Bf16, Values::Bf16)).then_some((left, right))
 }
 
-/// `Operand` of `tiles.cu`.
+/// `Operand` of `codes.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Side {
+pub(super) struct Side {
     values: u64,
     scales: u64,
     rows: u64,
@@ -83,7 +83,7 @@ struct Side {
 }
 
 impl Side {
-    fn new(operand: &Operand<'_>) -> Self {
+    pub fn new(operand: &Operand<'_>) -> Self {
         let rows = operand.rows() as u64;
         match operand {
             Operand::Plain(x) => {
@@ -235,7 +235,7 @@ fn source((a, b, aligned, kind, grouping): Variant) -> (&'static str, &'static s
         math(precision),
         kind.settings()
     );
-    let files = [GROUPS, OUTPUT, PARTS, MMA, include_str!("tiles.cu")];
+    let files = [GROUPS, OUTPUT, PARTS, CODES, MMA, include_str!("tiles.cu")];
     ("gemm_tiles", "gemm_tiles", assemble_fp8(&settings, &files))
 }
 

@@ -2,14 +2,6 @@
 // reads its left operand from registers and the right one from shared memory. The function `wgmma`
 // for TOKENS tokens comes before this text.
 
-// The descriptor of consecutive rows of 128 bytes, 8 to a group, with 128-byte swizzling.
-RULE u64 descriptor(u32 address) { return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
-
-RULE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-RULE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-RULE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-
 extern "C" KERNEL gemm_wgmma(const __grid_constant__ Params p) {
     run(p, [](const Consumer& me, const Work& work, PipelineState& state, u32 full, u32 empty, u32 stages, float (&sums)[TOKENS / 2]) {
         u32 a[4][4], before = STAGES, codes_at = kept(me.codes()), scales_at = kept(me.scales());
