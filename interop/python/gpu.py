@@ -208,6 +208,29 @@ def graphs_of_modules():
         del read
 
 
+def values():
+    """Products of many tokens read values that quantization writes instead of codes: an eager step, one from kept codes, a compiled one
+    and a captured one, whose bias gradient is summed beside the rest, have the same bits. Outputs are those of the decoded operands.
+    """
+    for inputs, outputs in ((1024, 512), (512, 1024)):
+        module, x, dy = linear("nvfp4", inputs, outputs), tokens(2048, inputs), tokens(2048, outputs)
+        first = gradients(module, x, dy)
+        same = lambda made: all(torch.equal(a, b) for a, b in zip(first, made))
+        check(f"{inputs} to {outputs} from kept codes", same(gradients(module, x, dy)))
+        torch._dynamo.reset()
+        check(f"{inputs} to {outputs} compiled", same(gradients(torch.compile(module, backend="aot_eager", fullgraph=True), x, dy)))
+        stream = torch.cuda.Stream()
+        graph, made, read = captured(module, x, dy, stream)
+        for _ in range(3):
+            with torch.cuda.stream(stream):
+                replay(graph, made)
+            check(f"{inputs} to {outputs} replayed", same(made))
+        del read
+        left, right = (nvfp4.quantize(t.detach(), tile=tile).dequantize(torch.float32).double() for t, tile in ((x, "1x16"), (module.weight, "16x16")))
+        exact, magnitude = left @ right.t() + module.bias, left.abs() @ right.abs().t()
+        check(f"{inputs} to {outputs} within the bound", bool(((first[0] - exact).abs() <= magnitude * 2**-14 + exact.abs() * 2**-8 + 2**-8).all()))
+
+
 def threads(rounds=200):
     """Two threads, each with a stream, a captured step and eager steps of changing size between its replays."""
     failures, jobs, kept = [], [], []
@@ -551,7 +574,7 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here, and these checks are of nothing else")
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, threads, kept_weights, training_graph, codes, memory, foreign, watched, refused, bad_input, overhead)
+    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, values, threads, kept_weights, training_graph, codes, memory, foreign, watched, refused, bad_input, overhead)
     for part in parts:
         part()
     print("all checks passed")

@@ -36,6 +36,33 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(left, right) for left, right in zip(a, b))
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_a_call_goes_through_the_dispatcher_where_something_watches_it(name):
+    class Other(torch.Tensor):
+        pass
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(str(func).removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    module, x, dy = nvfp4.torch.Linear(64, 32, recipe=name), torch.randn(32, 64), torch.randn(32, 32)
+    expected = step(module, x, dy)
+    with Calls() as calls:
+        assert same(step(module, x, dy), expected)
+    assert {"nvfp4.linear_codes", "nvfp4.linear_backward"} <= set(calls.names)
+    names = []
+    with Functions():
+        assert same(step(module, x, dy), expected)
+    assert "nvfp4.linear_codes" in names
+    # torch's old tracer does not know such operations: it says so, and does not take results for constants.
+    with pytest.raises(RuntimeError, match="unsupported"):
+        torch.jit.trace(module.eval(), x, check_trace=False)
+    with torch.no_grad():
+        assert torch.equal(torch.Tensor(module(x.as_subclass(Other))), module(x))
+        assert module(x).shape == (32, 32) and nvfp4.torch.Linear(64, 32, device="meta", recipe=name)(x.to("meta")).is_meta
+
+
 def in_parts(module):
     """The same layer from operations for each tensor and each product."""
     module.formats = module.formats._replace(trained="", evaluated="")

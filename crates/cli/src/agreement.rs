@@ -273,7 +273,7 @@ fn on_cpu(implementation: Implementation, matrix: Matrix, rows: usize, cols: usi
 #[cfg(feature = "cuda")]
 fn on_gpu(device: nvfp4_kernels::cuda::Device, matrix: Matrix, rows: usize, cols: usize) -> Result<Quantize> {
     use nvfp4_kernels::cuda::{Buffer, Input, Stream, Values};
-    use nvfp4_kernels::quantize::cuda::{Amax, Direction, quantize};
+    use nvfp4_kernels::quantize::cuda::{Amax, Direction, Written, quantize};
     enum OnGpu {
         Bf16(Buffer<bf16>),
         F16(Buffer<f16>),
@@ -297,8 +297,7 @@ fn on_gpu(device: nvfp4_kernels::cuda::Device, matrix: Matrix, rows: usize, cols
             transform: None,
             layout: Layout::Linear,
             amax: Amax::Compute(amax.slice_mut().range(0..mode.global.count(rows))),
-            codes: codes.slice_mut(),
-            scales: on_gpu.slice_mut(),
+            to: Written::Codes { codes: codes.slice_mut(), scales: on_gpu.slice_mut() },
         };
         quantize(&stream, &Input::new(values, rows, cols)?, Some(row), None)?;
         Ok(stream.download(on_gpu.slice(), scales)?)

@@ -7,7 +7,7 @@ mod fp8;
 
 use half::{bf16, f16};
 use nvfp4_kernels::cuda::{self, Buffer, Device, Slice, SliceMut, Stream};
-use nvfp4_kernels::quantize::cuda::{Amax, Direction, Offset, Random, advance, quantize};
+use nvfp4_kernels::quantize::cuda::{Amax, Direction, Offset, Random, Written, advance, quantize};
 use nvfp4_kernels::quantize::{self as host, Layout};
 use nvfp4_kernels::{Error, Implementation, Input, Values, amax, dequantize};
 use nvfp4_spec::hadamard::Signs;
@@ -142,8 +142,7 @@ fn memory_that_starts_anywhere_gives_the_same_bits() {
                     transform: None,
                     layout: Layout::Linear,
                     amax: Amax::Compute(part(amax, first, 1)),
-                    codes: part(codes, first, code_len),
-                    scales: part(scales, first, scale_len),
+                    to: Written::Codes { codes: part(codes, first, code_len), scales: part(scales, first, scale_len) },
                 }
             });
             let [row, col] = directions;
@@ -202,8 +201,7 @@ fn a_replayed_graph_draws_fresh_random_numbers() {
                 transform: None,
                 layout: Layout::Linear,
                 amax: Amax::Given(amax.slice()),
-                codes: codes.slice_mut(),
-                scales: scales.slice_mut(),
+                to: Written::Codes { codes: codes.slice_mut(), scales: scales.slice_mut() },
             }
         });
         let [row, col] = directions;

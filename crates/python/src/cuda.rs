@@ -129,10 +129,11 @@ pub fn quantize<'py>(
         col_amax: col_amax.as_ref().map(Numbers::slice),
         row_scale: row_scale.as_ref().map(Numbers::slice),
         col_scale: col_scale.as_ref().map(Numbers::slice),
+        values: None,
     };
     let x = array.input().ok_or_else(|| PyValueError::new_err("the tensor's memory is not aligned; clone it"))?;
     let made = maker.observe_on(&gpu, &x, &options).or_raise()?;
-    let Observed { tensor, row_amax, col_amax } = made;
+    let Observed { tensor, row_amax, col_amax, .. } = made;
     let (row, col) = tensor.into_directions();
     let held = Held { tensor: QuantTensor::from_parts(&array.tensor().shape, row, col).or_raise()?, id };
     let seen = |amax: Option<Memory>| amax.map(|amax| shown(py, amax, id, Precision::F32, &[1])).transpose();

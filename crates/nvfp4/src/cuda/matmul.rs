@@ -1,6 +1,6 @@
 //! Products of tensors in the memory of a GPU.
 
-use super::{Direction, Gpu, Input, Plain, PreparedWeight, Product, SliceMut};
+use super::{Direction, Factor, Gpu, Input, Plain, PreparedWeight, Product, SliceMut};
 use crate::format::Family;
 use crate::{Element, Error, Result};
 use nvfp4_kernels::gemm::cuda::{Member, Operand, gemm, grouped};
@@ -9,27 +9,29 @@ use nvfp4_spec::hadamard::Signs;
 impl Gpu {
     /// `α·A·Bᵀ (+ bias) (+ β·C)`: `a` is [M, K], `b` is [N, K], the result [M, N], row-major. Twin of [`crate::matmul`], with sums in
     /// binary32, within [`nvfp4_spec::gemm::bound`] of the exact ones.
-    pub fn matmul<T: Element + Plain>(
+    pub fn matmul<'a, T: Element + Plain>(
         &self,
-        a: &Direction,
-        b: &Direction,
+        a: impl Into<Factor<'a>>,
+        b: impl Into<Factor<'a>>,
         product: &Product<'_, T>,
         out: SliceMut<'_, T>,
     ) -> Result<()> {
-        check(a, b)?;
-        Ok(gemm(&self.stream, operand(a), operand(b), product, out, &*self.memory)?)
+        let (a, b) = (a.into(), b.into());
+        crate::matmul::check_pair(a.format(), b.format())?;
+        Ok(gemm(&self.stream, a.operand()?, b.operand()?, product, out, &*self.memory)?)
     }
 
     /// [`Gpu::matmul`] with plain elements on the left. A weight that is Hadamard-transformed is refused: `x` is not.
-    pub fn matmul_plain<T: Element + Plain>(
+    pub fn matmul_plain<'a, T: Element + Plain>(
         &self,
         x: &Input<'_>,
-        w: &Direction,
+        w: impl Into<Factor<'a>>,
         product: &Product<'_, T>,
         out: SliceMut<'_, T>,
     ) -> Result<()> {
-        check_plain(None, w.rotation())?;
-        Ok(gemm(&self.stream, *x, operand(w), product, out, &*self.memory)?)
+        let w = w.into();
+        check_plain(None, w.format().1)?;
+        Ok(gemm(&self.stream, *x, w.operand()?, product, out, &*self.memory)?)
     }
 
     /// [`Gpu::matmul`] with plain elements on the right.

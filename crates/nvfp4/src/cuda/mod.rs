@@ -26,6 +26,7 @@ mod matmul;
 mod observe;
 mod quantize;
 mod tensor;
+mod values;
 
 pub use groups::{GroupOnHost, GroupedObserved, GroupedTensor};
 pub use nvfp4_kernels::cuda::{
@@ -36,6 +37,7 @@ pub use nvfp4_kernels::gemm::cuda::{PreparedWeight, Product};
 pub use nvfp4_kernels::quantize::cuda::Offset;
 pub use quantize::{Observed, Options, Randomness};
 pub use tensor::{Direction, Fp8Direction, GpuMemory, Nothing, Nvfp4Direction, QuantTensor};
+pub use values::{DirectionValues, Factor};
 
 use crate::{Block, Directions, Result, Side};
 use std::fmt;

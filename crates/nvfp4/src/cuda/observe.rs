@@ -49,7 +49,7 @@ fn split_on(
     let (x, groups) = matrix;
     if let (Some(Maker::Nvfp4(row)), Some(Maker::Nvfp4(col)), ColumnSource::Original) = (row, col, source) {
         // One pass for both.
-        return Ok(Observed { tensor: gpu.quantize_each(matrix, (Some(row), Some(col)), options)?, ..blank(x) });
+        return gpu.quantize_each(matrix, (Some(row), Some(col)), options);
     }
     let concern = |maker: &Maker| Options {
         randomness: options.randomness.filter(|_| maker.is_stochastic()),
@@ -57,13 +57,17 @@ fn split_on(
     };
     let mut made = match row {
         Some(row) => {
-            let options = Options { row_amax: options.row_amax, row_scale: options.row_scale, ..concern(row) };
+            let (row_amax, row_scale) = (options.row_amax, options.row_scale);
+            // Columns of decoded rows need their codes.
+            let values = options.values.filter(|_| source == ColumnSource::Original);
+            let options = Options { row_amax, row_scale, values, ..concern(row) };
             row.make_on(gpu, matrix, Directions::Row, &options)?
         }
         None => blank(x),
     };
     if let Some(col) = col {
-        let options = Options { col_amax: options.col_amax, col_scale: options.col_scale, ..concern(col) };
+        let (col_amax, col_scale) = (options.col_amax, options.col_scale);
+        let options = Options { col_amax, col_scale, values: options.values, ..concern(col) };
         let second = match source {
             ColumnSource::Original => col.make_on(gpu, matrix, Directions::Column, &options)?,
             ColumnSource::RowDequantized if groups.is_some() => {
@@ -77,6 +81,7 @@ fn split_on(
             }
         };
         (made.tensor.col, made.col_amax) = (second.tensor.col, second.col_amax);
+        made.col_values = second.col_values;
     }
     Ok(made)
 }
@@ -117,7 +122,7 @@ impl Decoded {
 
 fn blank(x: &Input<'_>) -> Observed {
     let tensor = QuantTensor { shape: vec![x.rows(), x.cols()], row: None, col: None };
-    Observed { tensor, row_amax: None, col_amax: None }
+    Observed { tensor, row_amax: None, col_amax: None, row_values: None, col_values: None }
 }
 
 impl Maker {
@@ -134,8 +139,7 @@ impl Maker {
             }
             Maker::Nvfp4(format) => {
                 let has = |side| directions.has(side).then_some(format);
-                let tensor = gpu.quantize_each(x, (has(Side::Row), has(Side::Column)), options)?;
-                Ok(Observed { tensor, ..blank(x.0) })
+                gpu.quantize_each(x, (has(Side::Row), has(Side::Column)), options)
             }
         }
     }

@@ -1,7 +1,9 @@
 //! Quantizers on the memory of a GPU.
 
-use super::{Direction, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, QuantTensor, Slice};
-use crate::format::{Finite, Nvfp4, Rounding, Side};
+use super::{
+    Direction, DirectionValues, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, Owned, QuantTensor, Slice, values,
+};
+use crate::format::{Directions, Finite, Nvfp4, Rounding, Side};
 use crate::{Error, Nvfp4Description, Profile, Quantizer, Result};
 use nvfp4_kernels::cuda::Matrix;
 use nvfp4_kernels::quantize::cuda as kernel;
@@ -59,6 +61,9 @@ pub struct Options<'a> {
     pub row_scale: Option<Slice<'a, f32>>,
     /// That of the column direction, where it has one of its own.
     pub col_scale: Option<Slice<'a, f32>>,
+    /// The directions that are written as values for the products that come right after, instead of as codes: see [`Gpu::prefers_values`].
+    /// NVFP4 alone has them, of a matrix by itself, with one global scale.
+    pub values: Option<Directions>,
 }
 
 /// A quantized tensor, and what delayed scaling is to remember of it. Twin of [`crate::Observed`].
@@ -70,6 +75,16 @@ pub struct Observed {
     pub row_amax: Option<Memory>,
     /// That of the column direction.
     pub col_amax: Option<Memory>,
+    /// The row direction, if it was written as values.
+    pub row_values: Option<DirectionValues>,
+    /// The column direction, if it was.
+    pub col_values: Option<DirectionValues>,
+}
+
+/// A direction that is to be written.
+enum Room {
+    Codes(Nvfp4Direction),
+    Values(DirectionValues),
 }
 
 impl Gpu {
@@ -87,7 +102,7 @@ impl Gpu {
         (x, groups): Matrix<'_>,
         (row, col): (Option<&Nvfp4>, Option<&Nvfp4>),
         options: &Options<'_>,
-    ) -> Result<QuantTensor> {
+    ) -> Result<Observed> {
         if [row, col].into_iter().flatten().any(|format| format.finite == Finite::Refuse) {
             return Err(Error::FiniteOnGpu);
         }
@@ -101,13 +116,17 @@ impl Gpu {
             (GlobalScale::PerTensor, Some(groups)) => groups.count(),
             (global, _) => global.count(rows) * repeated,
         };
-        let row_room = row.map(|row| {
-            let about = row.description(rows, cols, None);
-            self.room(Side::Row, about, count(row, rows, 1))
+        let row_about = row.map(|row| row.description(rows, cols, None));
+        let col_about = col.map(|col| col.description(cols, padded, col.transform().signs()));
+        let scratch = self.scratch(options, groups, [row_about, col_about])?;
+        let [row_values, col_values, maxima] = scratch;
+        let row_room = row.zip(row_about).map(|(row, about)| match row_values {
+            Some(memory) => Ok(Room::Values(DirectionValues::over(about, memory))),
+            None => self.room(Side::Row, about, count(row, rows, 1)),
         });
-        let col_room = col.map(|col| {
-            let about = col.description(cols, padded, col.transform().signs());
-            self.room(Side::Column, about, count(col, cols, groups.map_or(1, Groups::count)))
+        let col_room = col.zip(col_about).map(|(col, about)| match col_values {
+            Some(memory) => Ok(Room::Values(DirectionValues::over(about, memory))),
+            None => self.room(Side::Column, about, count(col, cols, groups.map_or(1, Groups::count))),
         });
         let (mut row_room, mut col_room) = (row_room.transpose()?, col_room.transpose()?);
         let row_target =
@@ -115,7 +134,11 @@ impl Gpu {
         let col_target =
             col.zip(col_room.as_mut()).map(|(f, room)| room.target(f, random(f, Side::Column), options.col_amax));
         match groups {
-            None => kernel::quantize(&self.stream, x, row_target, col_target)?,
+            None => {
+                let mut maxima = maxima;
+                let scratch = maxima.as_mut().map(Memory::slice_mut);
+                kernel::quantize_in(&self.stream, x, row_target, col_target, scratch)?;
+            }
             Some(groups) => kernel::quantize_grouped(&self.stream, x, groups, row_target, col_target)?,
         }
         for (format, room, amax) in [(row, &mut row_room, options.row_amax), (col, &mut col_room, options.col_amax)] {
@@ -123,56 +146,110 @@ impl Gpu {
                 self.store_global(format, room, amax, x.values().precision())?;
             }
         }
-        let (row, col) = (row_room.map(Direction::Nvfp4), col_room.map(Direction::Nvfp4));
-        Ok(QuantTensor { shape: vec![rows, cols], row, col })
+        let apart = |room: Option<Room>| match room {
+            None => (None, None),
+            Some(Room::Codes(direction)) => (Some(Direction::Nvfp4(direction)), None),
+            Some(Room::Values(values)) => (None, Some(values)),
+        };
+        let ((row, row_values), (col, col_values)) = (apart(row_room), apart(col_room));
+        let tensor = QuantTensor { shape: vec![rows, cols], row, col };
+        Ok(Observed { tensor, row_amax: None, col_amax: None, row_values, col_values })
+    }
+
+    /// What a call needs for itself, in one allocation: room for the directions that are written as values, and scratch for the kernels
+    /// if both directions have an amax to find.
+    fn scratch(
+        &self,
+        options: &Options<'_>,
+        groups: Option<&Groups>,
+        abouts: [Option<Nvfp4Description>; 2],
+    ) -> Result<[Option<Memory>; 3]> {
+        let finds = groups.is_none()
+            && abouts.iter().all(Option::is_some)
+            && options.row_amax.is_none()
+            && options.col_amax.is_none();
+        let mut lens = [0, 0, if finds { kernel::SCRATCH } else { 0 }];
+        for (at, side) in [Side::Row, Side::Column].into_iter().enumerate() {
+            if let Some(about) = abouts[at].filter(|_| options.values.is_some_and(|values| values.has(side))) {
+                lens[at] = DirectionValues::byte_len(&about)?;
+            }
+        }
+        if lens == [0; 3] {
+            return Ok([None, None, None]);
+        }
+        // Allocators align to 16.
+        let memory = self.memory.bytes(&self.stream, lens.iter().sum::<usize>() + values::ALIGNED - 16)?;
+        let mut end = (memory.address().next_multiple_of(values::ALIGNED as u64) - memory.address()) as usize;
+        let ranges = lens.map(|len| {
+            end += len;
+            end - len..end
+        });
+        let parts = memory.parts(ranges);
+        Ok(parts.map(|part| Some(part).filter(|part| !part.is_empty())))
     }
 
     /// A direction with room for its bytes and so many global scales.
-    fn room(&self, side: Side, about: Nvfp4Description, stored: usize) -> Result<Nvfp4Direction> {
+    fn room(&self, side: Side, about: Nvfp4Description, stored: usize) -> Result<Room> {
         let [codes, scales, stored] = self.block(side, about.block_of(stored)?)?;
-        Ok(Nvfp4Direction { about, codes: codes.into(), scales: scales.into(), stored: stored.into() })
+        Ok(Room::Codes(Nvfp4Direction { about, codes: codes.into(), scales: scales.into(), stored: stored.into() }))
     }
 
     /// Brings the stored numbers of a direction in place, which hold its amax if that was not given.
     fn store_global(
         &self,
         format: &Nvfp4,
-        room: &mut Nvfp4Direction,
+        room: &mut Room,
         amax: Option<Slice<'_, f32>>,
         precision: Precision,
     ) -> Result<()> {
+        let (about, stored) = room.stored();
         if let Some(amax) = amax {
-            self.stream.copy(amax, room.stored.slice_mut())?;
+            self.stream.copy(amax, stored.slice_mut())?;
         }
         let profile = format.mode.profile;
         if profile != Profile::TransformerEngine {
-            let precision = room.about.rotation.map_or(precision, |_| nvfp4_spec::hadamard::PRECISION);
-            let amax = self.stream.to_host(room.stored.slice())?;
-            let stored: Vec<f32> = amax.into_iter().map(|amax| profile.stored(amax, precision)).collect();
-            self.stream.upload(&stored, room.stored.slice_mut())?;
+            let precision = about.rotation.map_or(precision, |_| nvfp4_spec::hadamard::PRECISION);
+            let amax = self.stream.to_host(stored.slice())?;
+            let numbers: Vec<f32> = amax.into_iter().map(|amax| profile.stored(amax, precision)).collect();
+            self.stream.upload(&numbers, stored.slice_mut())?;
         }
         Ok(())
     }
 }
 
-impl Nvfp4Direction {
+impl Room {
+    /// The description, and the stored numbers.
+    fn stored(&mut self) -> (Nvfp4Description, &mut Owned<f32>) {
+        match self {
+            Room::Codes(direction) => (direction.about, &mut direction.stored),
+            Room::Values(values) => (values.about, &mut values.stored),
+        }
+    }
+
     fn target<'a>(
         &'a mut self,
         format: &Nvfp4,
         random: Option<kernel::Random<'a>>,
         amax: Option<Slice<'a, f32>>,
     ) -> kernel::Direction<'a> {
+        let (about, stored, to) = match self {
+            Room::Codes(Nvfp4Direction { about, codes, scales, stored }) => {
+                (about, stored, kernel::Written::Codes { codes: codes.slice_mut(), scales: scales.slice_mut() })
+            }
+            Room::Values(DirectionValues { about, values, stored }) => {
+                (about, stored, kernel::Written::Values(values.slice_mut()))
+            }
+        };
         kernel::Direction {
             mode: format.mode,
             rounding: random.map_or(Rule::NearestEven, Rule::Stochastic),
-            transform: self.about.rotation,
-            layout: self.about.layout,
+            transform: about.rotation,
+            layout: about.layout,
             amax: match amax {
                 Some(amax) => kernel::Amax::Given(amax),
-                None => kernel::Amax::Compute(self.stored.slice_mut()),
+                None => kernel::Amax::Compute(stored.slice_mut()),
             },
-            codes: self.codes.slice_mut(),
-            scales: self.scales.slice_mut(),
+            to,
         }
     }
 }

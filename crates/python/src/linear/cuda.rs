@@ -10,13 +10,14 @@ use crate::error::OrRaise;
 use crate::place::Place;
 use half::{bf16, f16};
 use nvfp4::cuda::{
-    Allocator, Direction, Gpu, Input, Memory, Observed, Offset, Options, Plain, PreparedWeight, Product, Randomness,
-    Slice, Stream, Values,
+    Allocator, Direction, Factor, Gpu, Input, Memory, Observed, Offset, Options, Plain, PreparedWeight, Product,
+    Randomness, Slice, Stream, Values,
 };
 use nvfp4::{Accumulator, Directions, Element, Finite, Precision, Side};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -34,10 +35,17 @@ pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>, id: i32) -> PyResu
     };
     let amax = amax.map(|amax| one(amax, DataType::F32, "amax", id)).transpose()?;
     watch(&gpu, x, x_array, 0)?;
+    let (rows, (tokens, cols)) = (weight.out_features(), flat(x_array.shape()));
+    let like = formats.weight.like(Side::Row)?;
+    // What is kept is codes; the rest is read by this product alone.
+    let own_weight = matches!(weight, Weight::Plain(..)) && !formats.keeps;
+    let values = !matches!(weight, Weight::Codes { prepared: Some(_), .. })
+        && gpu.prefers_values((formats.input.like(Side::Row)?, like), (tokens, rows, cols));
     let x_made = match formats.input.is_plain() {
         true => None,
         false => {
-            let given = Given { scales: x_scales, amax: amax.as_ref(), drawn: None };
+            let values = values.then_some(Directions::Row);
+            let given = Given { scales: x_scales, amax: amax.as_ref(), drawn: None, values };
             Some(quantize(&gpu, x_array, &formats.input, given, id).map_err(|error| watched.name("input", py, error))?)
         }
     };
@@ -48,31 +56,30 @@ pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>, id: i32) -> PyResu
                 gpu.keep(Directions::Both);
             }
             watch(&gpu, object, array, 1)?;
-            let given = Given { scales: weight_scales, ..Given::default() };
+            let values = (values && own_weight).then_some(Directions::Row);
+            let given = Given { scales: weight_scales, values, ..Given::default() };
             let made = quantize(&gpu, array, &formats.weight, given, id);
             Some(made.map_err(|error| watched.name("weight", py, error))?)
         }
         Weight::Codes { .. } => None,
     };
-    let (rows, (_, cols)) = (weight.out_features(), flat(x_array.shape()));
     let y = empty(x, with_last(x_array.shape(), rows), x_array.precision())?;
     let bias = bias.map(|bias| Bias::of_torch(&gpu, id, bias)).transpose()?;
     let bias = bias.as_ref().map(Bias::values).transpose()?;
     let left = match &x_made {
-        Some(made) => Left::Quantized(made.tensor.direction(Side::Row).or_raise()?),
+        Some(made) => Left::Quantized(made.factor(Side::Row).or_raise()?),
         None => Left::Plain(x_array.input().ok_or_else(misaligned)?),
     };
-    let like = formats.weight.like(Side::Row)?;
     let (codes, prepared);
     let right = match (&weight_made, weight) {
-        (Some(made), _) => Right::Direction(made.tensor.direction(Side::Row).or_raise()?),
+        (Some(made), _) => Right::Quantized(made.factor(Side::Row).or_raise()?),
         (None, Weight::Codes { prepared: Some(block), .. }) => {
             prepared = prepared_over(like, (rows, cols), block, id)?;
             Right::Prepared(&prepared)
         }
         (None, Weight::Codes { block, .. }) => {
             codes = over(like, (rows, cols), block, id)?;
-            Right::Direction(&codes)
+            Right::Quantized((&codes).into())
         }
         (None, Weight::Plain(..)) => unreachable!("it was quantized"),
     };
@@ -98,24 +105,32 @@ pub fn backward<'py>(py: Python<'py>, call: &Backward<'_, 'py>, id: i32) -> PyRe
     }
     let offset = offset.map(|offset| one(offset, DataType::I64, "offset", id)).transpose()?;
     let drawn = offset.as_ref().map(|offset| (*seed, offset));
-    let given = Given { scales, drawn, amax: None };
+    let (tokens, out_features) = flat(array.shape());
+    // What is made of dy is read by one product each.
+    let values = |side, kept: &Slot, sizes| -> PyResult<bool> {
+        let formats = (formats.grad_output.like(side)?, kept.like(Side::Column)?);
+        Ok(gpu.prefers_values(formats, sizes))
+    };
+    let for_dx = wanted[0].is_some() && values(Side::Row, &formats.weight, (tokens, *in_features, out_features))?;
+    let for_dw = wanted[1].is_some() && values(Side::Column, &formats.input, (out_features, *in_features, tokens))?;
+    let values = Directions::of(for_dx, for_dw);
+    let given = Given { scales, drawn, amax: None, values };
     let quantized = quantize(&gpu, array, &formats.grad_output, given, id);
     let quantized = quantized.map_err(|error| watched.name("grad_output", py, error))?;
-    let (tokens, out_features) = flat(array.shape());
     let [_, dgrad, wgrad] = formats.accumulators;
     let mut made = Vec::new();
     if let Some(precision) = wanted[0] {
         let weight = over(formats.weight.like(Side::Column)?, (*in_features, out_features), kept[1], id)?;
         let dx = empty(dy, with_last(array.shape(), *in_features), precision)?;
-        let row = Left::Quantized(quantized.tensor.direction(Side::Row).or_raise()?);
-        product(&gpu, (row, Right::Direction(&weight)), None, dgrad, &dx, precision)?;
+        let row = Left::Quantized(quantized.factor(Side::Row).or_raise()?);
+        product(&gpu, (row, Right::Quantized((&weight).into())), None, dgrad, &dx, precision)?;
         made.push(dx);
     }
     if let Some(precision) = wanted[1] {
         let x = over(formats.input.like(Side::Column)?, (*in_features, tokens), kept[0], id)?;
         let dw = empty(dy, vec![out_features, *in_features], precision)?;
-        let column = Left::Quantized(quantized.tensor.direction(Side::Column).or_raise()?);
-        product(&gpu, (column, Right::Direction(&x)), None, wgrad, &dw, precision)?;
+        let column = Left::Quantized(quantized.factor(Side::Column).or_raise()?);
+        product(&gpu, (column, Right::Quantized((&x).into())), None, wgrad, &dw, precision)?;
         made.push(dw);
     }
     note(&mut made, dy, quantized, scales, id)?;
@@ -139,7 +154,7 @@ impl Blocks {
 
     fn new_block(&self, len: usize) -> PyResult<Option<Memory>> {
         Python::attach(|py| {
-            let block = new(self.beside.bind(py), vec![len], "uint8")?;
+            let block = new(self.beside.bind(py), vec![len], Made::Bytes)?;
             let memory = Tensor::borrowed(&block)?.into_memory();
             self.made.lock().unwrap_or_else(PoisonError::into_inner).push(block.unbind());
             Ok(memory)
@@ -161,15 +176,39 @@ impl Allocator for Blocks {
 }
 
 /// A tensor of torch beside another one, with undefined contents.
-fn new<'py>(beside: &Object<'py>, shape: Vec<usize>, dtype: &str) -> PyResult<Object<'py>> {
+fn new<'py>(beside: &Object<'py>, shape: Vec<usize>, dtype: Made) -> PyResult<Object<'py>> {
     let py = beside.py();
     let kwargs = PyDict::new(py);
-    kwargs.set_item(intern!(py, "dtype"), py.import(intern!(py, "torch"))?.getattr(dtype)?)?;
+    kwargs.set_item(intern!(py, "dtype"), dtype.of_torch(py)?)?;
     beside.call_method(intern!(py, "new_empty"), (shape,), Some(&kwargs))
 }
 
+/// The types of what is made.
+#[derive(Clone, Copy)]
+enum Made {
+    Bytes,
+    Flags,
+    Floats(Precision),
+}
+
+impl Made {
+    /// The `torch.dtype`, looked up once.
+    fn of_torch(self, py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+        static KNOWN: [PyOnceLock<Py<PyAny>>; 5] = [const { PyOnceLock::new() }; 5];
+        let (name, at) = match self {
+            Made::Bytes => ("uint8", 0),
+            Made::Flags => ("int64", 1),
+            Made::Floats(precision) => {
+                (crate::words::word(crate::words::PRECISIONS, precision), 2 + precision as usize)
+            }
+        };
+        let find = || Ok::<_, PyErr>(py.import("torch")?.getattr(name)?.unbind());
+        Ok(KNOWN[at].get_or_try_init(py, find)?.bind(py))
+    }
+}
+
 fn empty<'py>(beside: &Object<'py>, shape: Vec<usize>, precision: Precision) -> PyResult<Object<'py>> {
-    new(beside, shape, crate::words::word(crate::words::PRECISIONS, precision))
+    new(beside, shape, Made::Floats(precision))
 }
 
 fn same_gpu(what: &str, place: Place, id: i32) -> PyResult<()> {
@@ -196,6 +235,8 @@ struct Given<'a, 'py> {
     scales: [Option<&'a Object<'py>>; 2],
     amax: Option<&'a Tensor>,
     drawn: Option<(u64, &'a Tensor)>,
+    /// The directions that are written as values.
+    values: Option<Directions>,
 }
 
 pub fn misaligned() -> PyErr {
@@ -215,20 +256,20 @@ fn quantize(gpu: &Gpu, array: &Array, slot: &Slot, given: Given<'_, '_>, id: i32
     let [row_scale, col_scale]: [Option<Slice<'_, f32>>; 2] =
         [&row, &column].map(|scale| scale.as_ref().and_then(Tensor::device_slice));
     let row_amax = given.amax.map(|amax| amax.device_slice().ok_or_else(misaligned)).transpose()?;
-    let options = Options { randomness, row_amax, row_scale, col_scale, ..Options::default() };
+    let options = Options { randomness, row_amax, row_scale, col_scale, values: given.values, ..Options::default() };
     let x = array.input().ok_or_else(misaligned)?;
     slot.maker([None, None], Finite::Keep)?.observe_on(gpu, &x, &options).or_raise()
 }
 
 /// The left operand of a product.
 enum Left<'a> {
-    Quantized(&'a Direction),
+    Quantized(Factor<'a>),
     Plain(Input<'a>),
 }
 
 /// The right operand.
 enum Right<'a> {
-    Direction(&'a Direction),
+    Quantized(Factor<'a>),
     Prepared(&'a PreparedWeight),
 }
 
@@ -251,9 +292,12 @@ fn product(
         let out = out.device_slice_mut::<T>().expect("torch aligns what it allocates");
         let product = Product { bias, accumulator, ..Product::default() };
         match operands {
-            (Left::Quantized(a), Right::Direction(b)) => gpu.matmul(a, b, &product, out),
-            (Left::Quantized(a), Right::Prepared(b)) => gpu.matmul_on_prepared(a, b, &product, out),
-            (Left::Plain(x), Right::Direction(b)) => gpu.matmul_plain(&x, b, &product, out),
+            (Left::Quantized(a), Right::Quantized(b)) => gpu.matmul(a, b, &product, out),
+            (Left::Quantized(Factor::Direction(a)), Right::Prepared(b)) => gpu.matmul_on_prepared(a, b, &product, out),
+            (Left::Quantized(Factor::Values(_)), Right::Prepared(_)) => {
+                unreachable!("nothing is written as values for it")
+            }
+            (Left::Plain(x), Right::Quantized(b)) => gpu.matmul_plain(&x, b, &product, out),
             (Left::Plain(x), Right::Prepared(b)) => gpu.matmul_prepared(&x, b, &product, out),
         }
         .or_raise()
@@ -300,7 +344,7 @@ impl Watched<'_> {
         match self.finite() {
             Finite::Keep => Ok(None),
             Finite::Refuse => {
-                let flags = new(beside, vec![count], "int64")?;
+                let flags = new(beside, vec![count], Made::Flags)?;
                 flags.call_method1("fill_", (-1,)).map(Some)
             }
         }

@@ -5,7 +5,7 @@ use anyhow::Result;
 use nvfp4_kernels::cuda::{Buffer, Plain, SliceMut, Stream};
 use nvfp4_kernels::dequantize::cuda::{View, dequantize};
 use nvfp4_kernels::quantize::Layout;
-use nvfp4_kernels::quantize::cuda::{Amax, Direction, Offset, Random};
+use nvfp4_kernels::quantize::cuda::{Amax, Direction, Offset, Random, Written};
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{Bound, Element, GlobalScale, Rounding};
 use std::ops::Range;
@@ -55,8 +55,10 @@ impl Outputs {
                 Source::Given => Amax::Given(self.amax.slice().range(0..count)),
                 _ => Amax::Compute(self.amax.slice_mut().range(0..count)),
             },
-            codes: self.codes.slice_mut().range(codes(&range)),
-            scales: self.scales.slice_mut().range(scales),
+            to: Written::Codes {
+                codes: self.codes.slice_mut().range(codes(&range)),
+                scales: self.scales.slice_mut().range(scales),
+            },
         })
     }
 

@@ -3,7 +3,8 @@
 //
 // A thread has a strip of columns, 16 bytes wide; a warp has 32 strips and walks down the rows of
 // its panel. Integer atomics combine the maxima in memory, in any order; the host sets them to zero
-// first. Settings before this text: SPECIALS, INPUT, OUTPUT_*, which say which maxima are computed,
+// first. Or each block of threads stores those of its own part, for a kernel that finds the largest.
+// Settings before this text: SPECIALS, INPUT, OUTPUT_*, which say which maxima are computed, PARTS,
 // and GROUPED, whether the rows are in groups (groups.cuh), which have maxima of their own.
 
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
@@ -91,6 +92,28 @@ RULE void meet(u32* at, u32 bits) {
     if (threadIdx.x % 32 == 0 && bits) atomicMax(at, bits);
 }
 
+// The maximum of everything that a block of `WARPS` warps has: combined with the one in memory, or
+// stored as that of a part. The kernel that reads those waits for all of this one. Each call has a
+// NUMBER, and memory of its own: the first warp may still read that of the call before.
+template <int WARPS, int NUMBER>
+RULE void meet_all(u32* at, u32 bits) {
+    __shared__ u32 maxima[WARPS];
+    bits = __reduce_max_sync(0xFFFFFFFF, bits);
+    if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = bits;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    bits = __reduce_max_sync(0xFFFFFFFF, threadIdx.x < WARPS ? maxima[threadIdx.x] : 0);
+    if (threadIdx.x == 0 && PARTS) at[blockIdx.x] = bits;
+    else if (threadIdx.x == 0 && bits) atomicMax(at, bits);
+}
+
+// With maxima of parts: waits for earlier work, and lets the kernel after this one start to load.
+RULE void follow() {
+#if __CUDA_ARCH__ >= 900
+    if (PARTS) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 RULE uint4 load_strip(const Params& p, const u8* x, u64 r, u64 c) {
     const u8* from = x + (r * p.stride + c) * SIZE;
     if (p.aligned && c + STRIP <= p.cols) return *(const uint4*)from;
@@ -111,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
     u64 strip = blockIdx.x % groups * 256 + threadIdx.x, c = strip * STRIP;
     Panel panel = panel_at(p, blockIdx.x / groups);
     if (panel.first >= panel.end) return;
+    follow();
     u64 end = panel.end;
     bool mine = strip < strips;
     u32 m[4] = {0, 0, 0, 0};
@@ -143,11 +167,7 @@ extern "C" __global__ void __launch_bounds__(256) amax(const __grid_constant__ P
     }
     if (OUTPUT_TENSOR) {
         u32 all = larger_counted(larger_counted(m[0], m[1]), larger_counted(m[2], m[3]));
-        __shared__ u32 maxima[8];
-        u32 bits = __reduce_max_sync(0xFFFFFFFF, word_maximum(all));
-        if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = bits;
-        __syncthreads();
-        if (threadIdx.x < 32) meet(panel.tensor, threadIdx.x < 8 ? maxima[threadIdx.x] : 0);
+        meet_all<8, 0>(panel.tensor, word_maximum(all));
     }
 }
 
@@ -160,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(128, 6) amax_hadamard(const __grid_
     u64 unit = blockIdx.x % groups * 128 + threadIdx.x, c = unit * WIDE;
     Panel panel = panel_at(p, blockIdx.x / groups);
     if (panel.first >= panel.end) return;
+    follow();
     u32 m[2] = {0, 0}, before = 0;
     const u8* from = panel.x + (panel.first * p.stride + c) * SIZE;
     u64 step = p.stride * SIZE;
@@ -208,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(128, 6) amax_hadamard(const __grid_
         atomicMax(panel.col + c, m[0]);
         if (WIDE == 2 && c + 1 < p.cols) atomicMax(panel.col + c + 1, m[1]);
     }
-    if (OUTPUT_TENSOR) meet(panel.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
-    if (OUTPUT_PLAIN) meet(panel.plain, word_maximum(magnitudes(before, INPUT)));
+    if (OUTPUT_TENSOR) meet_all<4, 0>(panel.tensor, WIDE == 2 && c + 1 < p.cols && m[1] > m[0] ? m[1] : m[0]);
+    if (OUTPUT_PLAIN) meet_all<4, 1>(panel.plain, word_maximum(magnitudes(before, INPUT)));
 }
 
 // The maxima after the transform along rows (`row`: one per row; or all of them, `tensor`): a

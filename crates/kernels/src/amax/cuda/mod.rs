@@ -62,6 +62,8 @@ struct Variant {
     cols: bool,
     /// Beside those after a transform.
     plain: bool,
+    /// Of the parts that blocks of threads have.
+    parts: bool,
     grouped: bool,
 }
 
@@ -90,9 +92,13 @@ struct Params {
     groups: GroupsParams,
 }
 
-/// Rows that a block of threads walks down. More rows mean fewer atomic updates per column.
+/// The most rows that a block of threads walks down. More rows mean fewer atomic updates per column.
 const PANEL: usize = 32;
 const PANEL_OF_COLUMNS: usize = 128;
+/// Blocks of threads of a multiprocessor; a matrix that is too small for as many has lower panels.
+const BLOCKS: usize = 4;
+/// The most maxima of parts: every block of threads of the next kernel reads all of them.
+pub(crate) const MOST_PARTS: usize = 1024;
 
 fn source(v: Variant) -> (&'static str, &'static str, String) {
     let function = match v.function {
@@ -103,12 +109,13 @@ fn source(v: Variant) -> (&'static str, &'static str, String) {
     let specials = if v.specials == Specials::Kernel { "KERNEL" } else { "REFERENCE" };
     let settings = format!(
         "constexpr Precision INPUT = {};\nconstexpr Specials SPECIALS = {specials};\n\
-         constexpr bool OUTPUT_TENSOR = {}, OUTPUT_ROWS = {}, OUTPUT_COLS = {}, OUTPUT_PLAIN = {}, GROUPED = {};\n",
+         constexpr bool OUTPUT_TENSOR = {}, OUTPUT_ROWS = {}, OUTPUT_COLS = {}, OUTPUT_PLAIN = {}, PARTS = {}, GROUPED = {};\n",
         precision(v.precision),
         v.tensor,
         v.rows,
         v.cols,
         v.plain,
+        v.parts,
         v.grouped,
     );
     ("amax", function, assemble(&settings, &[ELEMENTS, GROUPS, include_str!("amax.cu")]))
@@ -126,6 +133,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             rows: true,
             cols: true,
             plain: false,
+            parts: false,
             grouped: specials == Specials::Kernel,
         });
     }
@@ -141,6 +149,8 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
     variants.push(Variant { function: Function::AlongRows, tensor: false, rows: true, ..tensor });
     variants.push(Variant { function: Function::AlongColumns, tensor: false, cols: true, ..tensor });
     variants.push(Variant { function: Function::AlongColumns, plain: true, ..tensor });
+    variants.push(Variant { function: Function::AlongColumns, plain: true, parts: true, ..tensor });
+    variants.push(Variant { parts: true, ..tensor });
     variants.push(Variant { function: Function::AlongColumns, plain: true, grouped: true, ..tensor });
     variants.into_iter().map(|v| cuda::entry(v, source)).collect()
 }
@@ -180,6 +190,38 @@ pub(crate) fn join(stream: &Stream, x: Matrix<'_>, outputs: Outputs<'_>) -> Resu
 enum Start {
     Zero,
     AsItIs,
+    /// None: each block of threads stores its own.
+    Parts,
+}
+
+/// The maximum of everything, or that after a transform along columns.
+fn of_parts(x: &Input<'_>, (specials, values): (Specials, Values), plain: bool) -> Option<Variant> {
+    let function = match values {
+        Values::Plain => Function::Plain,
+        Values::AlongColumns(_) => Function::AlongColumns,
+        Values::AlongRows(_) => return None,
+    };
+    let (precision, [tensor, rows, cols]) = (x.values().precision(), [true, false, false]);
+    Some(Variant { precision, specials, function, tensor, rows, cols, plain, parts: true, grouped: false })
+}
+
+/// How many maxima [`run_parts`] finds; `None` if it does not, or if they are many.
+pub(crate) fn part_count(device: Device, x: &Input<'_>, values: Values) -> Option<usize> {
+    let variant = of_parts(x, (Specials::Kernel, values), false)?;
+    Layout::new(device, (x, None), &variant).blocks().filter(|blocks| (1..=MOST_PARTS).contains(blocks))
+}
+
+/// The maxima of so many parts of a matrix, without clearing anything before: one kernel that lets
+/// the next one start early. `plain` is for those before a transform. `x` has been checked.
+pub(crate) fn run_parts(
+    stream: &Stream,
+    x: &Input<'_>,
+    (specials, values): (Specials, Values),
+    parts: SliceMut<'_, f32>,
+    plain: Option<SliceMut<'_, f32>>,
+) -> Result<()> {
+    let outputs = Outputs { tensor: Some(parts), ..Outputs::default() };
+    pass(stream, (x, None), specials, values, (outputs, plain), Start::Parts)
 }
 
 fn pass(
@@ -193,7 +235,10 @@ fn pass(
     static VARIANTS: Variants<Variant> = Variants::new();
     let Outputs { tensor, rows, cols } = outputs;
     let mut address = [0; 4];
-    let count = groups.map_or(1, Groups::count);
+    let count = match start {
+        Start::Parts => part_count(stream.device(), x, values).unwrap_or(0),
+        Start::Zero | Start::AsItIs => groups.map_or(1, Groups::count),
+    };
     let asked = [
         ("tensor amax", tensor, count),
         ("row amax", rows, x.rows()),
@@ -225,35 +270,19 @@ fn pass(
         rows: address[1] != 0,
         cols: address[2] != 0,
         plain: address[3] != 0,
+        parts: start == Start::Parts,
         grouped: groups.is_some(),
     };
     let kernel = VARIANTS.get(stream.device(), variant, source)?;
-    let panel = if variant.cols || variant.function == Function::AlongColumns { PANEL_OF_COLUMNS } else { PANEL };
-    let size = x.values().element_size();
-    // Contiguous rows are treated as one row if only the maximum of all elements is computed.
-    let one_row = variant.function == Function::Plain
-        && !variant.rows
-        && !variant.cols
-        && x.stride() == x.cols()
-        && groups.is_none();
-    let (rows, cols) = match groups {
-        _ if one_row => fold(x.rows() * x.cols()),
-        Some(groups) => (groups.padded_rows(), x.cols()),
-        None => (x.rows(), x.cols()),
-    };
-    let (threads, units) = match variant.function {
-        Function::Plain => (256, cols.div_ceil(16 / size)),
-        Function::AlongRows => (256, cols.div_ceil(BLOCK)),
-        Function::AlongColumns => (128, cols.div_ceil(if size == 4 { 1 } else { 2 })),
-    };
-    let blocks = rows.div_ceil(panel).checked_mul(units.div_ceil(threads));
+    let layout = Layout::new(stream.device(), (x, groups), &variant);
+    let Layout { rows, cols, panel, threads, .. } = layout;
     let too_large = cuda::Error::TooManyBlocks { rows: x.rows(), cols: x.cols() };
-    let blocks = blocks.and_then(|b| u32::try_from(b).ok()).ok_or(too_large)?;
+    let blocks = layout.blocks().and_then(|b| u32::try_from(b).ok()).ok_or(too_large)?;
     let params = Params {
         x: x.values().address(),
         rows: rows as u64,
         cols: cols as u64,
-        stride: if one_row { cols } else { x.stride() } as u64,
+        stride: if layout.one_row { cols } else { x.stride() } as u64,
         tensor: address[0],
         row: address[1],
         col: address[2],
@@ -269,8 +298,66 @@ fn pass(
     };
     // SAFETY: `Params` is laid out as in amax.cu; every address was checked to be of this GPU's
     // memory, and its length to fit.
-    unsafe { kernel.launch(stream, [blocks, 1, 1], threads as u32, 0, &params) }?;
+    // With parts it waits for earlier work before anything else.
+    unsafe {
+        match start {
+            Start::Parts => kernel.launch_dependent(stream, [blocks, 1, 1], threads as u32, 0, &params),
+            Start::Zero | Start::AsItIs => kernel.launch(stream, [blocks, 1, 1], threads as u32, 0, &params),
+        }
+    }?;
     Ok(())
+}
+
+/// How a pass divides a matrix among blocks of threads.
+struct Layout {
+    rows: usize,
+    cols: usize,
+    /// Rows of a panel.
+    panel: usize,
+    threads: usize,
+    /// Blocks side by side.
+    across: usize,
+    one_row: bool,
+}
+
+impl Layout {
+    fn new(device: Device, (x, groups): Matrix<'_>, variant: &Variant) -> Self {
+        let size = x.values().element_size();
+        // Contiguous rows are treated as one row if only the maximum of all elements is computed.
+        let one_row = variant.function == Function::Plain
+            && !variant.rows
+            && !variant.cols
+            && x.stride() == x.cols()
+            && groups.is_none();
+        let (rows, cols) = match groups {
+            _ if one_row => fold(x.rows() * x.cols()),
+            Some(groups) => (groups.padded_rows(), x.cols()),
+            None => (x.rows(), x.cols()),
+        };
+        let (threads, units) = match variant.function {
+            Function::Plain => (256, cols.div_ceil(16 / size)),
+            Function::AlongRows => (256, cols.div_ceil(BLOCK)),
+            Function::AlongColumns => (128, cols.div_ceil(if size == 4 { 1 } else { 2 })),
+        };
+        let across = units.div_ceil(threads);
+        let (most, least) = match variant.function {
+            Function::AlongColumns => (PANEL_OF_COLUMNS, BLOCK),
+            // Groups begin at multiples of 16.
+            _ if groups.is_some() => (if variant.cols { PANEL_OF_COLUMNS } else { PANEL }, BLOCK),
+            _ => (if variant.cols { PANEL_OF_COLUMNS } else { PANEL }, 8),
+        };
+        let enough = BLOCKS * device.multiprocessors() as usize;
+        let mut panel = most;
+        while panel > least && rows.div_ceil(panel).saturating_mul(across) < enough {
+            panel /= 2;
+        }
+        Layout { rows, cols, panel, threads, across, one_row }
+    }
+
+    /// Blocks of threads.
+    fn blocks(&self) -> Option<usize> {
+        self.rows.div_ceil(self.panel).checked_mul(self.across)
+    }
 }
 
 /// `len` elements as a contiguous matrix whose rows suit the kernel: rows of 6144, 4096 or 2048

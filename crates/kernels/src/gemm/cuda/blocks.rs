@@ -77,7 +77,7 @@ impl<'a> Side<'a> {
                 };
                 (Format::Mxfp8, Values::Fp8(q.format), scaling, q.codes.address(), scales.address())
             }
-            Operand::Plain(_) => return None,
+            Operand::Plain(_) | Operand::Values(_) => return None,
         };
         let whole = operand.cols() > 0
             && operand.cols().is_multiple_of(WHOLE)

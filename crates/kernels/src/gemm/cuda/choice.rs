@@ -1,6 +1,7 @@
 //! The choice of a kernel, by what each is expected to take; nothing is timed.
 
-use super::costs::{Costs, Library, NVFP4_BYTES};
+use super::costs::{Costs, Library, NVFP4_BYTES, VALUE_BYTES};
+use super::cublas::Cublas;
 use super::prepared::{TILE, tiles};
 use super::shape::{Chip, Shape};
 use crate::cuda::Device;
@@ -132,6 +133,18 @@ pub(super) enum Before {
 
 fn prefers(chip: &Chip, costs: &Costs, bytes: f64, before: Before, (m, (rows, cols)): (usize, (usize, usize))) -> bool {
     let Some(library) = costs.library else { return false };
+    let pipeline = pipeline_cost(chip, costs, &library, before, (m, (rows, cols)));
+    library_cost(&library, chip, bytes, m, (rows, cols)) < pipeline
+}
+
+/// Nanoseconds of a product by the pipeline, with what it does before.
+fn pipeline_cost(
+    chip: &Chip,
+    costs: &Costs,
+    library: &Library,
+    before: Before,
+    (m, (rows, cols)): (usize, (usize, usize)),
+) -> f64 {
     let (weights, tokens) = (rows as f64 * library.prepared, m as f64 * library.tokens);
     let before = match before {
         Before::Both => weights + tokens,
@@ -139,16 +152,48 @@ fn prefers(chip: &Chip, costs: &Costs, bytes: f64, before: Before, (m, (rows, co
         Before::Nothing => 0.0,
     };
     let before = before * cols as f64;
-    let pipeline =
-        fastest(chip, costs, m, tiles(rows, cols)).map_or(f64::INFINITY, |(_, cost)| cost + before / library.bytes);
-    library_cost(&library, chip, bytes, m, (rows, cols)) < pipeline
+    fastest(chip, costs, m, tiles(rows, cols)).map_or(f64::INFINITY, |(_, cost)| cost + before / library.bytes)
 }
+
+/// Whether an operand of NVFP4 that is quantized for one product, M × K, should be written as values:
+/// whether that, decoding the other operand, N × K, and a call of cuBLASLt are expected to take less
+/// time than the pipeline. Sizes and the costs of the GPU decide, not whether the other one comes as
+/// values too: so its codes may be kept without changing any bits.
+pub fn prefers_values(device: Device, sizes: (usize, usize, usize)) -> bool {
+    // From compute capability 10.0 on, cuBLASLt multiplies codes.
+    device.capability().0 < 10
+        && Cublas::of(device).is_some()
+        && values_win(&Chip::of(device), Costs::of(device), sizes)
+}
+
+fn values_win(chip: &Chip, costs: &Costs, (m, n, k): (usize, usize, usize)) -> bool {
+    let Some(library) = costs.library else { return false };
+    let whole = m.min(n) >= LEAST_SIDE && k > 0 && n.is_multiple_of(8) && k.is_multiple_of(16);
+    let bytes = (VALUE_BYTES * m as f64 + NVFP4_BYTES * n as f64) * k as f64;
+    let own = pipeline_cost(chip, costs, &library, Before::Both, (m, (n, k)));
+    whole && library_time(&library, chip, bytes, LEAST_WAVES, (m, (n, k))) < own
+}
+
+/// The least rows and columns of outputs: fewer leave large tiles empty.
+const LEAST_SIDE: usize = 256;
+/// What is left of a wave's time where outputs are few: cuBLASLt takes smaller tiles, and divides K.
+const LEAST_WAVES: f64 = 0.35;
 
 /// Nanoseconds of a product by cuBLASLt, with so many bytes to decode before.
 pub(super) fn library_cost(library: &Library, chip: &Chip, bytes: f64, m: usize, (rows, cols): (usize, usize)) -> f64 {
+    library_time(library, chip, bytes, 1.0, (m, (rows, cols)))
+}
+
+fn library_time(
+    library: &Library,
+    chip: &Chip,
+    bytes: f64,
+    least_waves: f64,
+    (m, (rows, cols)): (usize, (usize, usize)),
+) -> f64 {
     // Its tiles have many shapes, so that the last wave is nearly full too.
     let waves = (m as f64 / 128.0) * (rows as f64 / 256.0) / f64::from(chip.multiprocessors);
-    waves.max(1.0) * cols.div_ceil(TILE) as f64 * library.step + bytes / library.bytes
+    waves.max(least_waves) * cols.div_ceil(TILE) as f64 * library.step + bytes / library.bytes
 }
 
 #[cfg(test)]
@@ -222,6 +267,24 @@ mod tests {
                 prefers(&H200, Costs::shipped_for(&H200), decoded(m, rows, cols), Before::Both, (m, (rows, cols)));
             assert_eq!(prefers, library, "{m} × {rows} × {cols}");
         }
+    }
+
+    /// The products of a layer in training.
+    #[test]
+    fn layers_with_many_tokens_write_values() {
+        let costs = Costs::shipped_for(&H200);
+        for (sizes, values) in [
+            ((4096, 1024, 1024), true),
+            ((1024, 1024, 4096), true),
+            ((4096, 4096, 4096), true),
+            ((255, 4096, 4096), false),
+            ((4096, 128, 4096), false),
+            ((4096, 1022, 1024), false),
+            ((4096, 1024, 1032), false),
+        ] {
+            assert_eq!(values_win(&H200, costs, sizes), values, "{sizes:?}");
+        }
+        assert!(!values_win(&A100, Costs::shipped_for(&A100), (4096, 4096, 4096)));
     }
 
     /// Other chips have no such costs until somebody measures them.

@@ -7,6 +7,8 @@ use std::borrow::Cow;
 
 /// Bytes that decoding an element of NVFP4 to bf16 reads and writes.
 pub(super) const NVFP4_BYTES: f64 = 2.5625;
+/// Bytes that quantization writes more for an element if it writes values instead of codes.
+pub(super) const VALUE_BYTES: f64 = 1.4375;
 
 /// What the parts of a product cost on a GPU: as shipped for its chip, or as [measured](Self::measure)
 /// on it and kept in a file.

@@ -2,7 +2,7 @@
 
 use super::OUTPUT;
 use super::groups::{GroupedOperand, Grouping, PARTS, Part};
-use super::operand::Operand;
+use super::operand::{NvfpValues, Operand};
 use super::output::{self, Add, Kind, Order, Output};
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format as format_name};
 use crate::cuda::{GROUPS, Source, Stream, entry};
@@ -78,7 +78,7 @@ impl Side {
                 (Values::Nvfp4, Side { values, scales, stride, swizzled, ..Side::default() })
             }
             Operand::Fp8(q) => Side::of_fp8(q),
-            Operand::Plain(x) => {
+            Operand::Plain(x) | Operand::Values(NvfpValues { values: x, .. }) => {
                 let values = x.values();
                 // The stride of a single row leads nowhere.
                 let stride = if x.rows() <= 1 { 0 } else { (x.stride() * values.element_size()) as u64 };

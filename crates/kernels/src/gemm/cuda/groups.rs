@@ -123,7 +123,9 @@ impl<'a> GroupedOperand<'a> {
             }
         }
         match &self.operand {
-            Operand::Plain(_) => Err(Error::Combination("operands in groups are NVFP4 or FP8").into()),
+            Operand::Plain(_) | Operand::Values(_) => {
+                Err(Error::Combination("operands in groups are NVFP4 or FP8").into())
+            }
             Operand::Nvfp4(view) if view.layout != Layout::Linear => {
                 Err(Error::Combination("operands in groups have linear scales").into())
             }
@@ -161,7 +163,7 @@ impl<'a> GroupedOperand<'a> {
             match self.operand {
                 Operand::Nvfp4(view) => part_of_nvfp4(view, self.along, number, start, size).into(),
                 Operand::Fp8(view) => part_of_fp8(view, self.along, number, start, size).into(),
-                Operand::Plain(_) => self.operand,
+                Operand::Plain(_) | Operand::Values(_) => self.operand,
             }
         };
         sizes.iter().enumerate().map(part).collect()

@@ -10,7 +10,7 @@
 //! | `blocks.rs`: cuBLASLt on codes and their block scales | two NVFP4 or two MXFP8 operands, from compute capability 10.0 on |
 //! | `codes.rs`: cuBLASLt on FP8 codes | two FP8 operands, where the product allows fewer bits |
 //! | `promoted.rs`: FP8 codes, 128 products at a time | on Hopper: the same in groups whose sizes the GPU reads, and what cuBLASLt refuses |
-//! | `to_bf16.rs`: both sides decoded to bf16, then cuBLASLt | NVFP4 with many rows; FP8 codes, MXFP8 |
+//! | `to_bf16.rs`: both sides decoded to bf16, then cuBLASLt | NVFP4 with many rows, or written as values; FP8 codes, MXFP8 |
 //! | `pipeline.rs`: weights decoded in registers | NVFP4 on the right, NVFP4, bf16 or f16 on the left |
 //! | `tiles.rs`: decoded on the way to shared memory | FP8 otherwise, also in blocks of 128 |
 //! | `decoded.rs`: multiply-adds on binary32 | everything else |
@@ -46,13 +46,14 @@ mod trial;
 mod trial_data;
 mod tune;
 
+pub use choice::prefers_values;
 pub use costs::{Cost, Costs};
 pub use cublas::Cublas;
 pub use grouped::multiply_groups;
 pub use groups::{Along, GroupedOperand};
 pub(super) use host::on_host;
 pub use kept::Kept;
-pub use operand::{Operand, Weights};
+pub use operand::{NvfpValues, Operand, Weights};
 pub use output::Product;
 pub use prepared::PreparedWeight;
 pub use product_kind::ProductKind;
@@ -71,8 +72,8 @@ const CODES: &str = include_str!("codes.cuh");
 const COPIES: &str = include_str!("copies.cuh");
 const MMA: &str = include_str!("mma.cuh");
 const OUTPUT: &str = include_str!("output.cuh");
-const TOKENS: &str = include_str!("tokens.cuh");
-const WEIGHTS: &str = include_str!("weights.cuh");
+pub(crate) const TOKENS: &str = include_str!("tokens.cuh");
+pub(crate) const WEIGHTS: &str = include_str!("weights.cuh");
 const WGMMA: &str = include_str!("wgmma.cuh");
 
 /// The least number of rows of B for which the operands may be swapped: fewer do not fill the large
@@ -178,7 +179,11 @@ impl<'a> Way<'a> {
                 pipeline::run(stream, *tokens, *right, Choice::Fastest, &output.swapped(), memory)?;
             }
             Way::Tiles(a, b, kinds) => tiles::run(stream, (a, b), *kinds, output, memory)?,
-            Way::MultiplyAdds(a, b) => decoded::run(stream, a, b, output)?,
+            Way::MultiplyAdds(a, b) => {
+                let undo =
+                    [a, b].iter().filter(|of| matches!(of, Operand::Values(_))).fold(1.0, |f, _| f * to_bf16::UNDO);
+                decoded::run(stream, a, b, &output.times(undo))?;
+            }
         }
         Ok(true)
     }

@@ -203,6 +203,11 @@ impl Output {
         self.bias.is_some()
     }
 
+    /// The same with outputs of so many times the product.
+    pub fn times(&self, factor: f32) -> Self {
+        Output { params: Params { alpha: self.params.alpha * factor, ..self.params }, ..*self }
+    }
+
     /// Whether there is no bias, or one in the type of the outputs.
     pub fn bias_fits(&self) -> bool {
         self.bias.is_none_or(|bias| bias == self.kind.precision)

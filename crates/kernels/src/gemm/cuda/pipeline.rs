@@ -33,7 +33,7 @@ impl<'a> Tokens<'a> {
         match a {
             _ if a.cols() == 0 => None,
             Operand::Nvfp4(view) => Some(Tokens::Nvfp4(view)),
-            Operand::Fp8(_) => None,
+            Operand::Fp8(_) | Operand::Values(_) => None,
             Operand::Plain(x) => match x.values().precision() {
                 Precision::F32 => None,
                 precision => Some(Tokens::Plain(x, precision)),

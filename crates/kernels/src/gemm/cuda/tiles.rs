@@ -36,7 +36,7 @@ impl Values {
     /// `None` if the kernel does not read it.
     fn of(operand: &Operand<'_>) -> Option<Self> {
         match operand {
-            Operand::Nvfp4(_) => None,
+            Operand::Nvfp4(_) | Operand::Values(_) => None,
             Operand::Plain(x) => (x.values().precision() == Precision::Bf16).then_some(Values::Bf16),
             Operand::Fp8(q) => match (q.tile, q.scales) {
                 (Tile::Tensor, Scales::F32(_)) => Some(Values::Codes),
@@ -101,7 +101,7 @@ impl Side {
                 height: if q.tile == Tile::Square128 { 7 } else { 0 },
                 format: q.format as u32,
             },
-            Operand::Nvfp4(_) => unreachable!("`kinds` refuses it"),
+            Operand::Nvfp4(_) | Operand::Values(_) => unreachable!("`kinds` refuses it"),
         }
     }
 }
@@ -126,7 +126,7 @@ fn aligned(operand: &Operand<'_>) -> bool {
     match operand {
         Operand::Plain(x) => x.rows_aligned() && x.cols().is_multiple_of(16),
         Operand::Fp8(q) => q.cols.is_multiple_of(16) && q.codes.address().is_multiple_of(16),
-        Operand::Nvfp4(_) => false,
+        Operand::Nvfp4(_) | Operand::Values(_) => false,
     }
 }
 

@@ -84,6 +84,9 @@ RULE void decode(const Matrix& m, u32 group, u32* inexact, u32 mark) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_to_bf16(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
     for (u32 i = threadIdx.x; blockIdx.x == 0 && i < p.count; i += THREADS) {
         float denominator = p.left.denominator * p.right.denominator;
         p.factors[2 * i] = numerator(p.left, i) * numerator(p.right, i) / denominator * p.alpha * p.undo;

@@ -8,7 +8,7 @@ use super::costs::NVFP4_BYTES;
 use super::cublas::{self, Call, Cublas, Factors, Values};
 use super::decoded::{self, Condition};
 use super::global::Global;
-use super::operand::{Operand, Weights};
+use super::operand::{NvfpValues, Operand, Weights};
 use super::output::{Kind, Order, Output, Side as Scale};
 use super::prepared::restore;
 use super::scratch::Scratch;
@@ -36,10 +36,12 @@ enum Decoder {
     Columns32,
     /// Prepared weights, which another kernel decodes.
     Prepared,
+    /// It is NVFP4 that was written as values.
+    Values,
 }
 
 /// The power of two that decoded NVFP4 values lack.
-const UNDO: f32 = 128.0;
+pub(super) const UNDO: f32 = 128.0;
 /// Elements of a unit of `to_bf16.cu`.
 const UNIT: usize = 8;
 const THREADS: usize = 256;
@@ -52,6 +54,9 @@ impl Decoder {
             Operand::Plain(x) => {
                 let whole = x.rows_aligned() && x.cols().is_multiple_of(UNIT);
                 (x.values().precision() == Precision::Bf16 && whole).then_some(Decoder::Plain)
+            }
+            Operand::Values(of) => {
+                (of.values.rows_aligned() && of.values.cols().is_multiple_of(UNIT)).then_some(Decoder::Values)
             }
             Operand::Nvfp4(q) => {
                 let whole = q.cols.is_multiple_of(BLOCK) && q.codes.address().is_multiple_of(4);
@@ -74,7 +79,7 @@ impl Decoder {
 
     fn name(self) -> &'static str {
         match self {
-            Decoder::Plain | Decoder::Prepared => "PLAIN",
+            Decoder::Plain | Decoder::Prepared | Decoder::Values => "PLAIN",
             Decoder::Nvfp4 => "NVFP4",
             Decoder::Codes => "FP8_CODES",
             Decoder::Rows32 => "FP8_BYTES",
@@ -83,7 +88,12 @@ impl Decoder {
     }
 
     fn undo(self) -> f32 {
-        if matches!(self, Decoder::Nvfp4 | Decoder::Prepared) { UNDO } else { 1.0 }
+        if matches!(self, Decoder::Nvfp4 | Decoder::Prepared | Decoder::Values) { UNDO } else { 1.0 }
+    }
+
+    /// Whether a product reads the operand where it lies.
+    fn in_place(self) -> bool {
+        matches!(self, Decoder::Plain | Decoder::Values)
     }
 
     /// Whether values may be too small for bf16.
@@ -117,7 +127,7 @@ impl<'a> ToBf16<'a> {
     pub fn bytes(&self) -> f64 {
         let bytes = |decoder: Decoder, rows: usize| {
             let each = match decoder {
-                Decoder::Plain => 0.0,
+                Decoder::Plain | Decoder::Values => 0.0,
                 Decoder::Nvfp4 | Decoder::Prepared => NVFP4_BYTES,
                 Decoder::Codes | Decoder::Rows32 | Decoder::Columns32 => 3.0,
             };
@@ -130,12 +140,10 @@ impl<'a> ToBf16<'a> {
     pub fn run(&self, stream: &Stream, output: &Output, memory: &dyn Allocator) -> Result<bool> {
         let ((a, left), (b, right)) = (self.a, self.b);
         let (m, n, k) = (a.rows(), b.rows(), a.cols());
-        let bytes = |rows: usize, decoder| if decoder == Decoder::Plain { 0 } else { rows * k * 2 };
-        // Two factors, and whether a value lost bits.
-        let scratch = Scratch::new(stream, memory, [bytes(m, left), bytes(n, right), 16])?;
-        let [a_at, b_at, factors] = scratch.addresses;
+        let bytes = |rows: usize, decoder: Decoder| if decoder.in_place() { 0 } else { rows * k * 2 };
         let params = output.part(0, m);
-        let call = Call {
+        // Addresses are multiples of 256, as those of the scratch will be.
+        let call = |[a_at, b_at, factors]: [u64; 3]| Call {
             sizes: [m, n, k],
             a: side(&a, left, a_at),
             b: match &b {
@@ -149,9 +157,11 @@ impl<'a> ToBf16<'a> {
             bias: (params.bias != 0).then_some(params.bias),
             accumulator: Accumulator::Precise,
         };
-        if !self.library.takes(&call)? {
-            return Ok(false);
-        }
+        let Some(workspace) = self.library.scratch(&call([0; 3]))? else { return Ok(false) };
+        // Two factors, and whether a value lost bits.
+        let scratch = Scratch::new(stream, memory, [bytes(m, left), bytes(n, right), 16, workspace])?;
+        let [a_at, b_at, factors, workspace] = scratch.addresses;
+        let call = call([a_at, b_at, factors]);
         let condition = Condition::new(factors + 8);
         let may_lose = left.may_lose() || right.may_lose();
         let a_matrix = Matrix::new(&a, left, a_at);
@@ -177,7 +187,7 @@ impl<'a> ToBf16<'a> {
             padding: 0,
         };
         decode.launch(stream, (left, right))?;
-        self.library.run(stream, &call, memory)?;
+        self.library.run_in(stream, &call, workspace)?;
         if let (true, Weights::Operand(b)) = (may_lose, &b) {
             decoded::run_if(stream, &a, b, output, Some(condition))?;
         }
@@ -188,8 +198,9 @@ impl<'a> ToBf16<'a> {
 /// An operand as the library reads it; a decoded one is at `at`.
 fn side(operand: &Operand<'_>, decoder: Decoder, at: u64) -> cublas::Side {
     let (address, pitch) = match operand {
-        Operand::Plain(x) if x.rows() == 1 => (x.values().address(), x.cols()),
-        Operand::Plain(x) => (x.values().address(), x.stride()),
+        Operand::Plain(x) | Operand::Values(NvfpValues { values: x, .. }) => {
+            (x.values().address(), if x.rows() == 1 { x.cols() } else { x.stride() })
+        }
         Operand::Nvfp4(q) => (at, q.cols),
         Operand::Fp8(q) => (at, q.cols),
     };
@@ -220,11 +231,11 @@ impl Matrix {
 
     fn new(operand: &Operand<'_>, decoder: Decoder, out: u64) -> Self {
         let (codes, scales, across, format) = match operand {
-            Operand::Plain(_) => (0, 0, 0, Format::default()),
+            Operand::Plain(_) | Operand::Values(_) => (0, 0, 0, Format::default()),
             Operand::Nvfp4(q) => (q.codes.address(), q.scales.address(), q.cols / UNIT, Format::default()),
             Operand::Fp8(q) => (q.codes.address(), q.scale_address(), q.cols / UNIT, q.format),
         };
-        let units = if decoder == Decoder::Plain { 0 } else { operand.rows() * operand.cols() / UNIT };
+        let units = if decoder.in_place() { 0 } else { operand.rows() * operand.cols() / UNIT };
         let groups = units.div_ceil(THREADS * PER_THREAD);
         Matrix {
             codes,
@@ -264,8 +275,8 @@ impl Params {
         let kernel = VARIANTS.get(stream.device(), decoders, source)?;
         let groups = (self.a.groups + self.b.groups).max(1);
         // SAFETY: `Params` is laid out as in to_bf16.cu; operands were checked, and the scratch has
-        // room for them.
-        unsafe { kernel.launch(stream, [groups, 1, 1], THREADS as u32, 0, self) }?;
+        // room for them. The kernel waits for earlier work before anything else.
+        unsafe { kernel.launch_dependent(stream, [groups, 1, 1], THREADS as u32, 0, self) }?;
         Ok(())
     }
 }

@@ -7,22 +7,26 @@
 //
 // Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE),
 // S::SQUARE, S::STOCHASTIC, S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call),
-// S::SPECIALS, S::PROFILE, S::SWIZZLED (the layout of scales). WHOLE means: all blocks are whole, rows
+// S::SPECIALS, S::PROFILE, S::SWIZZLED (the layout of scales), S::VALUES (whether values are written
+// instead of codes). WHOLE means: all blocks are whole, rows
 // of elements are aligned to 16 bytes, rows of codes to 8. GROUPED means: the rows of the matrix are
 // in groups (groups.cuh). These settings come before this text.
 
-// The parameters of a direction, as the host passes them. 80 bytes of addresses and counts, then
+// The parameters of a direction, as the host passes them. 88 bytes of addresses and counts, then
 // small numbers.
 struct Direction {
-    u8* codes;
+    u8* codes;  // or values
     u8* scales;
-    float* amax;               // one, or one per row of the direction
+    float* amax;               // one, or one per row of the direction; or maxima of parts
+    float* stored;             // of the maxima of parts: where the largest goes
     const u8* random_bytes;    // 16 per block, or null
     const u64* offset_memory;  // added to the offset, or null
     u64 seed, offset, first_block;
     u64 rows, cols;            // of the direction
     float six_e;
-    u32 per_row, error, signs, padding[2];
+    u32 per_row, error, signs;
+    u32 parts;  // how many maxima of parts there are; 0 if the amax itself is there
+    u32 padding;
 };
 
 template <class S>

@@ -1,7 +1,7 @@
 // As panels.cu, where every panel lies within the matrix, or within a group whose missing rows are
-// zeros, tiles are 1×16, elements have 16 bits and rows of the columns' codes are aligned to 16 bytes. Blocks come one after the other, each from
-// shared memory: the code is short, and few registers leave room for many groups of threads. Read
-// panel.cuh first.
+// zeros, tiles are 1×16, elements have 16 bits and rows of the columns' codes are aligned to 16
+// bytes. Blocks come one after the other, each from shared memory: the code is short, and few
+// registers leave room for many groups of threads. Read panel.cuh first.
 
 struct PanelMemory {
     u32 tile[HEIGHT][WORDS];
@@ -15,14 +15,15 @@ struct PanelMemory {
 // Copies the panel to shared memory, 16 bytes per thread at a time; rows of a group that are not
 // there are zeros. Does not wait.
 RULE void start_copy(const Params& p, PanelMemory& m, const Group& g, u32 first_row, u32 first_col) {
+    constexpr u32 ROWS = THREADS / 8;  // at a time
     u32 row = threadIdx.x / 8, part = threadIdx.x % 8;
     const u8* from = p.x + ((u64)(g.first + first_row + row) * p.stride + first_col) * SIZE + part * 16;
     u32 to = (u32)__cvta_generic_to_shared(&m.tile[row][part * 4]);
-    u64 step = 16 * p.stride * SIZE;
+    u64 step = ROWS * p.stride * SIZE;
 #pragma unroll
-    for (int i = 0; i < HEIGHT / 16; i++) {
-        bool there = !GROUPED || first_row + row + 16 * i < g.rows;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 16 * WORDS * 4), "l"(there ? from + i * step : p.x),
+    for (int i = 0; i < HEIGHT / ROWS; i++) {
+        bool there = !GROUPED || first_row + row + ROWS * i < g.rows;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * ROWS * WORDS * 4), "l"(there ? from + i * step : p.x),
                      "r"(there ? 16 : 0));
     }
 }
@@ -66,7 +67,21 @@ RULE Result quantize_column(const PanelMemory& m, const Elements<P>& x, const Sc
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_panels(const __grid_constant__ Params p) {
+// Stores the values of a block of a row. Neighbouring threads have neighbouring blocks of 32 bytes, and
+// store them together, one after the other: whole sectors of the memory instead of halves.
+RULE void store_with_neighbour(const Direction& d, const Position& at, const Result& r) {
+    bool second = threadIdx.x % 2;
+    uint4 low = values_of((u32)r.codes, r.byte), high = values_of((u32)(r.codes >> 32), r.byte);
+    uint4 give = second ? low : high, got;
+    got.x = __shfl_xor_sync(0xFFFFFFFF, give.x, 1), got.y = __shfl_xor_sync(0xFFFFFFFF, give.y, 1);
+    got.z = __shfl_xor_sync(0xFFFFFFFF, give.z, 1), got.w = __shfl_xor_sync(0xFFFFFFFF, give.w, 1);
+    // Of the four pieces of both blocks a thread has every other one.
+    uint4* to = (uint4*)(d.codes + (u64)(at.index - second) * (BLOCK * 2)) + second;
+    to[0] = second ? got : low;
+    to[2] = second ? high : got;
+}
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, MIN_BLOCKS) quantize_full_panels(const __grid_constant__ Params p) {
     extern __shared__ uint4 memory[];
     PanelMemory& m = *(PanelMemory*)memory;
     u32 panels = (u32)(p.cols / WIDTH), t = threadIdx.x;
@@ -76,9 +91,8 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_pane
     u32 first_row = down * HEIGHT - g.padded, first_col = (blockIdx.x - down * panels) * WIDTH;
     if (GROUPED && first_row >= g.rows) return;
     start_copy(p, m, g, first_row, first_col);
-    // Two threads compute the scalings for all meanwhile.
-    if (t == 0 && Row::WANTED && !p.row.per_row) m.row = scaling_of<Row>(p.row.amax[g.index], p.row);
-    if (t == 32 && !p.col.per_row) m.col = scaling_of<Col>(p.col.amax[g.index], p.col);
+    // Two warps compute the scalings for all meanwhile.
+    find_scalings(p, g.index, m.row, m.col);
     wait_for_copy();
     __syncthreads();
     if constexpr (Row::WANTED) {
@@ -88,23 +102,26 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_pane
         const u8* from = (const u8*)&m.tile[t / STRIPS][t % STRIPS * (WORDS / STRIPS)];
         Scaling s = m.row;
 #pragma unroll 1
-        for (int i = 0; i < HEIGHT * STRIPS / 128; i++) {
-            u32 within = first_row + i * (128 / STRIPS) + t / STRIPS, row = g.first + within;
+        for (int i = 0; i < HEIGHT * STRIPS / THREADS; i++) {
+            u32 within = first_row + i * (THREADS / STRIPS) + t / STRIPS, row = g.first + within;
             if (GROUPED && within >= g.rows) break;
             Position at = {row, row * blocks + block, block, BLOCK, g.index, within * blocks + block};
             if (d.per_row) s = scaling_of<Row>(d.amax[row], d);
-            auto y = prepared<Row>(load_whole<INPUT>(from + i * (128 / STRIPS) * WORDS * 4), d.signs);
-            quantize_and_store<Row>(y, largest(y), s, d, at);
+            auto y = prepared<Row>(load_whole<INPUT>(from + i * (THREADS / STRIPS) * WORDS * 4), d.signs);
+            if constexpr (Row::VALUES) {
+                Result r = quantize_block<Row>(y, largest(y), s, d, at);
+                store_with_neighbour(d, at, r);
+            } else quantize_and_store<Row>(y, largest(y), s, d, at);
         }
     }
-    // A thread has two neighbouring columns in two bands of 16 rows.
+    // A thread has two neighbouring columns in one or two bands of 16 rows.
     const Direction& d = p.col;
     u32 column = t % 32 * 2;
     // Blocks of a row of the direction; and before the group's.
     u32 blocks = GROUPED ? (u32)g.height() / BLOCK : (u32)blocks_of(d), before = GROUPED ? g.padded / BLOCK * (u32)p.cols : 0;
     Scaling s = m.col;
 #pragma unroll 1
-    for (u32 band = t / 32; band < BANDS; band += 4) {
+    for (u32 band = t / 32; band < BANDS; band += THREADS / 32) {
         u32 w[BLOCK];
 #pragma unroll
         for (int k = 0; k < BLOCK; k++) w[k] = m.tile[band * BLOCK + k][column / 2];
@@ -123,12 +140,17 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_full_pane
         *(ulonglong2*)&m.codes[band][column] = make_ulonglong2(r[0].codes, r[1].codes);
     }
     __syncthreads();
+    if constexpr (Col::VALUES) {
+        auto byte = [&](u32 c, u32 band) { return (u32)m.scales[c][band]; };
+        store_column_values(d, m.codes, byte, first_row, first_col, (u32)p.cols);
+        return;
+    }
     // A column's codes are 64 bytes side by side.
     u64 pitch = (u64)blocks * 8;
     u8* all_codes = d.codes + (u64)before * 8;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 c = i * 32 + t / 4, part = t % 4;
+    for (int i = 0; i < 4 * WIDTH / THREADS; i++) {
+        u32 c = i * (THREADS / 4) + t / 4, part = t % 4;
         u8* to = all_codes + (first_col + c) * pitch + first_row / 2 + 16 * part;
         *(ulonglong2*)to = make_ulonglong2(m.codes[2 * part][c], m.codes[2 * part + 1][c]);
     }

@@ -1,7 +1,7 @@
 //! Quantization on a GPU of a matrix in host memory: the matrix is uploaded, the results are
 //! downloaded.
 
-use super::{Amax, Direction, Offset, Random, quantize};
+use super::{Amax, Direction, Offset, Random, Written, quantize};
 use crate::cuda::{Buffer, Device, Stream, Uploaded};
 use crate::quantize as host;
 use crate::{Result, input};
@@ -69,8 +69,7 @@ impl<'a> Copied<'a> {
                 host::Amax::Given(_) => Amax::Given(self.amax.slice()),
                 host::Amax::Compute(_) => Amax::Compute(self.amax.slice_mut()),
             },
-            codes: self.codes.slice_mut(),
-            scales: self.scales.slice_mut(),
+            to: Written::Codes { codes: self.codes.slice_mut(), scales: self.scales.slice_mut() },
         }
     }
 

@@ -2,6 +2,7 @@
 
 use super::super::Layout;
 use super::Direction;
+use super::amaxes::Parts;
 use super::variant::{Function, THREADS, Variant};
 use crate::Result;
 use crate::cuda::{Groups, GroupsParams, Input, Matrix, Stream, divisor};
@@ -13,6 +14,7 @@ pub(super) struct DirectionParams {
     pub codes: u64,
     pub scales: u64,
     pub amax: u64,
+    pub stored: u64,
     pub random_bytes: u64,
     pub offset_memory: u64,
     pub seed: u64,
@@ -24,7 +26,8 @@ pub(super) struct DirectionParams {
     pub per_row: u32,
     pub error: u32,
     pub signs: u32,
-    pub padding: [u32; 2],
+    pub parts: u32,
+    pub padding: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -155,16 +158,21 @@ pub(super) fn squares(stream: &Stream, matrix: Matrix<'_>, d: &Direction<'_>) ->
     Ok(())
 }
 
-/// The column direction, and the row direction if `row` is given.
+/// The column direction, and the row direction if `row` is given; with the maxima of parts that a
+/// kernel before finds, if it does.
 pub(super) fn panels(
     stream: &Stream,
     matrix: Matrix<'_>,
-    row: Option<&Direction<'_>>,
-    col: &Direction<'_>,
+    (row, col): (Option<&Direction<'_>>, &Direction<'_>),
+    parts: Option<&Parts>,
 ) -> Result<()> {
     let (x, groups) = matrix;
     let (rows, cols) = (groups.map_or(x.rows(), Groups::padded_rows), x.cols());
     let whole = whole_panels(matrix, row, col);
+    let blocks = rows.div_ceil(HEIGHT) * cols.div_ceil(WIDTH);
+    // More threads for a panel where panels are few.
+    let few = blocks <= 8 * stream.device().multiprocessors() as usize;
+    let threads = if few { 2 * THREADS } else { THREADS };
     let variant = Variant {
         function: if full_panels(matrix, row, col) { Function::FullPanels } else { Function::Panels },
         precision: x.values().precision(),
@@ -175,16 +183,25 @@ pub(super) fn panels(
         full: whole && rows.is_multiple_of(HEIGHT) && cols.is_multiple_of(WIDTH) && full_groups(groups),
         grouped: groups.is_some(),
         per_thread: 4,
-        threads: THREADS,
+        threads,
     };
     let kernel = variant.kernel(stream.device())?;
     let mut params = params(matrix, row, Some(col));
     (params.divisor_magic, params.divisor_shift) = divisor(cols.div_ceil(WIDTH));
     params.wide_codes = (whole && wide_codes(col, rows)).into();
-    let blocks = rows.div_ceil(HEIGHT) * cols.div_ceil(WIDTH);
-    let shared = panel_memory(x.values().element_size(), [row, Some(col)]);
-    // SAFETY: as above.
-    unsafe { kernel.launch(stream, [blocks as u32, 1, 1], THREADS, shared, &params) }?;
+    let (grid, shared) = ([blocks as u32, 1, 1], panel_memory(x.values().element_size(), [row, Some(col)]));
+    match parts {
+        // SAFETY: as above.
+        None => unsafe { kernel.launch(stream, grid, threads, shared, &params) }?,
+        Some(parts) => {
+            for (d, amax) in [(&mut params.row, parts.row), (&mut params.col, parts.col)] {
+                (d.stored, d.amax, d.parts) = (d.amax, amax, parts.count);
+            }
+            // SAFETY: as above. The kernel waits before it reads the maxima, and writes after that;
+            // the kernel that finds them lets it start when everything before is complete.
+            unsafe { kernel.launch_dependent(stream, grid, threads, shared, &params) }?;
+        }
+    }
     Ok(())
 }
 
@@ -203,9 +220,10 @@ fn full_groups(groups: Option<&Groups>) -> bool {
     groups.is_none_or(|groups| groups.sizes().is_some_and(|sizes| sizes.iter().all(|size| size.is_multiple_of(HEIGHT))))
 }
 
-/// Whether rows of the column direction's codes are aligned to 16 bytes.
+/// Whether rows of the column direction's codes, or values, are aligned to 16 bytes.
 fn wide_codes(col: &Direction<'_>, rows: usize) -> bool {
-    col.codes.address().is_multiple_of(16) && rows.is_multiple_of(2 * BLOCK)
+    let whole_rows = if col.settings().values { BLOCK } else { 2 * BLOCK };
+    col.aligned(16) && rows.is_multiple_of(whole_rows)
 }
 
 /// Whether [`panels`] takes the kernel that has a block in registers at a time, which is faster and

@@ -1,5 +1,5 @@
-// The matrix that is quantized: the positions of its blocks, and how they are loaded. Read
-// block.cuh and groups.cuh first.
+// The matrix that is quantized: the positions of its blocks, and how they are loaded and stored.
+// Read block.cuh, groups.cuh and gemm's tokens.cuh first.
 //
 // `Row` and `Col` (the settings of the directions) and INPUT (the type of the elements) come before
 // this text.
@@ -13,7 +13,7 @@ struct Params {
     Direction row, col;
     Groups groups;
 };
-static_assert(sizeof(Direction) == 104 && sizeof(Params) == 280, "as the host has them");
+static_assert(sizeof(Direction) == 112 && sizeof(Params) == 296, "as the host has them");
 
 constexpr int SIZE = INPUT == F32 ? 4 : 2;
 
@@ -58,9 +58,23 @@ RULE u32 width_at(u32 block, u64 cols) {
     return left < BLOCK ? (u32)left : BLOCK;
 }
 
+// Eight values of a block, as a product reads them: its codes in one word, and the byte of its scale.
+RULE uint4 values_of(u32 codes, u32 byte) { return decode_in_order(codes, token_scale(byte)); }
+
+// Stores what a direction asks for. Values are those of whole blocks.
+template <class S>
+RULE void store_block(const Direction& d, const Position& at, u64 codes, u32 byte) {
+    if constexpr (S::VALUES) {
+        uint4* to = (uint4*)(d.codes + (u64)at.index * (BLOCK * 2));
+        to[0] = values_of((u32)codes, byte), to[1] = values_of((u32)(codes >> 32), byte);
+    } else {
+        store_codes(d, at, codes);
+        store_scale<S>(d, at, byte);
+    }
+}
+
 template <class S, Precision P>
 RULE void quantize_and_store(const Elements<P>& x, float largest, const Scaling& s, const Direction& d, const Position& at) {
     Result r = quantize_block<S>(x, largest, s, d, at);
-    store_codes(d, at, r.codes);
-    store_scale<S>(d, at, r.byte);
+    store_block<S>(d, at, r.codes, r.byte);
 }

@@ -2,6 +2,7 @@
 //! `matrix.cuh`, then the kernels: `rows.cu`, `whole_rows.cu`, `squares.cu`, `panels.cu`,
 //! `full_panels.cu`.
 
+mod amaxes;
 mod host;
 mod launch;
 #[cfg(test)]
@@ -13,13 +14,14 @@ pub(crate) use variant::sources;
 
 use super::{Layout, Lens, check};
 use crate::Result;
-use crate::amax::cuda as maxima;
 use crate::cuda::text::Variants;
-use crate::cuda::{self, Device, Groups, Input, Slice, SliceMut, Stream, countable};
+use crate::cuda::{self, Device, Groups, Input, Matrix, Slice, SliceMut, Stream, countable};
+use amaxes::{find_amaxes, find_parts};
+use half::bf16;
 use launch::{DirectionParams, full_panels, panels, row_blocks, squares, whole_rows};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
-use nvfp4_spec::{BLOCK, Error, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Specials, Tile};
+use nvfp4_spec::{BLOCK, Error, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Tile, area};
 use variant::{Settings, Transform};
 
 /// What a thread does with a block of 16 elements, to come after `elements.cuh`.
@@ -88,10 +90,24 @@ pub struct Direction<'a> {
     pub layout: Layout,
     /// Where the amax comes from.
     pub amax: Amax<'a>,
-    /// `rows · ceil(cols/2)` bytes.
-    pub codes: SliceMut<'a, u8>,
-    /// [`Layout::scale_len`] bytes.
-    pub scales: SliceMut<'a, u8>,
+    /// What is written.
+    pub to: Written<'a>,
+}
+
+/// What is written of a direction, beside its amax.
+#[derive(Debug)]
+pub enum Written<'a> {
+    /// Codes and scales.
+    Codes {
+        /// `rows · ceil(cols/2)` bytes.
+        codes: SliceMut<'a, u8>,
+        /// [`Layout::scale_len`] bytes.
+        scales: SliceMut<'a, u8>,
+    },
+    /// For a product that comes right after: the values of the codes, without the global scale and
+    /// times 2⁻⁷, which is exact. `rows · cols` of them, where `cols` is a multiple of 16, at a
+    /// multiple of 16 bytes. The layout of scales is linear.
+    Values(SliceMut<'a, bf16>),
 }
 
 impl Direction<'_> {
@@ -100,15 +116,29 @@ impl Direction<'_> {
             Rounding::Stochastic(Random::Bytes(bytes)) => Some(bytes),
             _ => None,
         };
-        let lens = Lens {
-            codes: self.codes.len(),
-            scales: self.scales.len(),
-            amax: self.amax.slice().len(),
-            random: random.map(|bytes| bytes.len()),
+        let (codes, scales) = match &self.to {
+            Written::Codes { codes, scales } => {
+                codes.check(device, "codes")?;
+                scales.check(device, "scales")?;
+                (codes.len(), scales.len())
+            }
+            Written::Values(values) => {
+                if !cols.is_multiple_of(BLOCK) {
+                    let what = "the dimension that values are written along";
+                    return Err(Error::Multiple { what, of: BLOCK, got: cols }.into());
+                }
+                if self.layout != Layout::Linear {
+                    return Err(Error::Combination("values have no scales, so none that are swizzled").into());
+                }
+                nvfp4_spec::check_len("values", area(rows, cols)?, values.len())?;
+                values.check(device, "values")?;
+                values.check_aligned(16, "values")?;
+                // As many as their codes and scales would be.
+                (values.len() / 2, values.len() / BLOCK)
+            }
         };
+        let lens = Lens { codes, scales, amax: self.amax.slice().len(), random: random.map(|bytes| bytes.len()) };
         check(&self.mode, &self.rounding, self.transform, self.layout, lens, amaxes, (rows, cols))?;
-        self.codes.check(device, "codes")?;
-        self.scales.check(device, "scales")?;
         self.amax.slice().check(device, "amax")?;
         self.amax.slice().check_aligned(4, "amax")?;
         if let Some(bytes) = random {
@@ -138,15 +168,21 @@ impl Direction<'_> {
                 Some(signs @ (Signs::FIXED | Signs::NONE)) => Transform::Constant(signs),
                 Some(_) => Transform::Passed,
             },
+            values: matches!(self.to, Written::Values(_)),
         }
     }
 
     /// The parameters for the kernels.
     fn params(&self, rows: usize, cols: usize) -> DirectionParams {
+        let (codes, scales) = match &self.to {
+            Written::Codes { codes, scales } => (codes.address(), scales.address()),
+            Written::Values(values) => (values.address(), 0),
+        };
         let mut params = DirectionParams {
-            codes: self.codes.address(),
-            scales: self.scales.address(),
+            codes,
+            scales,
             amax: self.amax.slice().address(),
+            stored: 0,
             random_bytes: 0,
             offset_memory: 0,
             seed: 0,
@@ -161,7 +197,8 @@ impl Direction<'_> {
                 _ => 0,
             },
             signs: self.transform.map_or(0, |signs| signs.0.into()),
-            padding: [0; 2],
+            parts: 0,
+            padding: 0,
         };
         match self.rounding {
             Rounding::NearestEven => {}
@@ -179,16 +216,27 @@ impl Direction<'_> {
 
     /// Whether all blocks of a direction of rows of `cols` elements are whole and its codes aligned.
     fn is_whole(&self, cols: usize) -> bool {
-        cols.is_multiple_of(BLOCK) && self.codes.address().is_multiple_of(8)
+        cols.is_multiple_of(BLOCK) && self.aligned(8)
+    }
+
+    /// Whether what is written starts at a multiple of so many bytes.
+    fn aligned(&self, bytes: u64) -> bool {
+        let address = match &self.to {
+            Written::Codes { codes, .. } => codes.address(),
+            Written::Values(values) => values.address(),
+        };
+        address.is_multiple_of(bytes)
     }
 
     /// Swizzled scales of a direction of `rows` rows of `cols` elements may have padding, which is
     /// zero.
     fn clear_padding(&mut self, stream: &Stream, rows: usize, cols: usize) -> Result<()> {
-        if self.scales.len() > rows * cols.div_ceil(BLOCK) {
-            stream.fill_bytes(self.scales.reborrow(), 0)?;
+        match &mut self.to {
+            Written::Codes { scales, .. } if scales.len() > rows * cols.div_ceil(BLOCK) => {
+                Ok(stream.fill_bytes(scales.reborrow(), 0)?)
+            }
+            Written::Codes { .. } | Written::Values(_) => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -197,6 +245,21 @@ const LONGEST_ROW: usize = 4096;
 
 /// Quantizes `x` in the directions that are given. Does not wait.
 pub fn quantize(stream: &Stream, x: &Input<'_>, row: Option<Direction<'_>>, col: Option<Direction<'_>>) -> Result<()> {
+    quantize_in(stream, x, row, col, None)
+}
+
+/// Bytes of scratch that are enough for [`quantize_in`].
+pub const SCRATCH: usize = amaxes::SCRATCH;
+
+/// The same with memory for scratch, which spares clearing the amaxes before. Later work of the stream
+/// may reuse it. Less than [`SCRATCH`] is not used.
+pub fn quantize_in(
+    stream: &Stream,
+    x: &Input<'_>,
+    row: Option<Direction<'_>>,
+    col: Option<Direction<'_>>,
+    scratch: Option<SliceMut<'_, f32>>,
+) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     x.check(stream.device())?;
     if let Some(row) = &row {
@@ -208,7 +271,7 @@ pub fn quantize(stream: &Stream, x: &Input<'_>, row: Option<Direction<'_>>, col:
     if row.is_some() && !countable(rows, cols) || col.is_some() && !countable_along_columns(rows, cols) {
         return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
     }
-    checked(stream, x, None, (row, col))
+    checked(stream, (x, None), (row, col), scratch)
 }
 
 /// Quantizes the groups of a matrix in the directions that are given, all in one launch. Does not
@@ -244,20 +307,23 @@ pub fn quantize_grouped(
             let why = "groups have linear scales, and random numbers from a seed";
             return Err(Error::Combination(why).into());
         }
-        d.codes.check_aligned(16, "codes of a matrix in groups")?;
+        match &d.to {
+            Written::Codes { codes, .. } => codes.check_aligned(16, "codes of a matrix in groups")?,
+            Written::Values(_) => return Err(Error::Combination("a matrix in groups is written as codes").into()),
+        }
     }
     if !countable(padded.max(rows), cols) {
         return Err(cuda::Error::TooManyBlocks { rows, cols }.into());
     }
-    checked(stream, x, Some(groups), (row, col))
+    checked(stream, (x, Some(groups)), (row, col), None)
 }
 
 /// Quantizes what was checked.
 fn checked(
     stream: &Stream,
-    x: &Input<'_>,
-    groups: Option<&Groups>,
+    (x, groups): Matrix<'_>,
     (mut row, mut col): (Option<Direction<'_>>, Option<Direction<'_>>),
+    scratch: Option<SliceMut<'_, f32>>,
 ) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     // Only now, so that a refused call writes nothing.
@@ -273,7 +339,16 @@ fn checked(
             // Random numbers depend on the group.
             && !(groups.is_some() && matches!(d.rounding, Rounding::Stochastic(_)))
     });
-    if !in_one_pass {
+    // One kernel for both directions reads `x` once. Where arithmetic is the bottleneck, two kernels
+    // leave each direction more registers, unless one has enough for both.
+    let apart = row.as_ref().zip(col.as_ref()).is_some_and(|(row, col)| {
+        row.mode.tile == Tile::Row16 && !row.settings().is_light() && !full_panels((x, groups), Some(row), col)
+    });
+    let mut parts = None;
+    if let (Some(row), Some(col), Some(scratch), None, false) = (&mut row, &mut col, scratch, groups, apart) {
+        parts = find_parts(stream, x, row, col, scratch)?;
+    }
+    if !in_one_pass && parts.is_none() {
         find_amaxes(stream, (x, groups), row.as_mut(), col.as_mut())?;
     }
     if rows == 0 || cols == 0 {
@@ -284,17 +359,11 @@ fn checked(
         (Some(row), None) if in_one_pass => whole_rows(stream, x, &row),
         (Some(row), None) if row.mode.tile == Tile::Square16 => squares(stream, (x, groups), &row),
         (Some(row), None) => row_blocks(stream, (x, groups), &row),
-        // One kernel for both reads `x` once. Where arithmetic is the bottleneck, two kernels leave
-        // each direction more registers, unless one has enough for both.
-        (Some(row), Some(col))
-            if row.mode.tile == Tile::Row16
-                && !row.settings().is_light()
-                && !full_panels((x, groups), Some(&row), &col) =>
-        {
+        (Some(row), Some(col)) if apart => {
             row_blocks(stream, (x, groups), &row)?;
-            panels(stream, (x, groups), None, &col)
+            panels(stream, (x, groups), (None, &col), None)
         }
-        (row, Some(col)) => panels(stream, (x, groups), row.as_ref(), &col),
+        (row, Some(col)) => panels(stream, (x, groups), (row.as_ref(), &col), parts.as_ref()),
     }
 }
 
@@ -302,95 +371,6 @@ fn checked(
 /// in 31 bits too.
 fn countable_along_columns(rows: usize, cols: usize) -> bool {
     countable(cols, rows) && countable(rows, cols.min(1))
-}
-
-/// Computes the missing amaxes, in one pass where that is possible.
-fn find_amaxes(
-    stream: &Stream,
-    x: (&Input<'_>, Option<&Groups>),
-    row: Option<&mut Direction<'_>>,
-    col: Option<&mut Direction<'_>>,
-) -> Result<()> {
-    let (row, col) = (missing_amax(row, Along::Rows), missing_amax(col, Along::Columns));
-    let on_the_way = row.as_ref().zip(col.as_ref()).and_then(|(row, col)| row.on_the_way_to(col));
-    match (row, col, on_the_way) {
-        (Some(mut row), Some(col), _) if (row.specials, row.values) == (col.specials, col.values) => {
-            let (specials, values, mut both) = (row.specials, row.values, maxima::Outputs::default());
-            if (row.global, col.global) == (GlobalScale::PerTensor, GlobalScale::PerTensor) {
-                // The maximum of all is the same in both directions; the copy comes after it in the
-                // stream.
-                both.tensor = Some(row.out.reborrow());
-                maxima::run(stream, x, specials, values, both)?;
-                return Ok(stream.copy(row.out.as_slice(), col.out)?);
-            }
-            row.add_to(&mut both);
-            col.add_to(&mut both);
-            maxima::run(stream, x, specials, values, both)
-        }
-        (Some(row), Some(col), Some(signs)) => {
-            let (specials, mut after) = (col.specials, maxima::Outputs::default());
-            col.add_to(&mut after);
-            maxima::run_with_plain(stream, x, specials, signs, after, row.out)
-        }
-        (row, col, _) => [row, col].into_iter().flatten().try_for_each(|one| {
-            let (specials, values, mut alone) = (one.specials, one.values, maxima::Outputs::default());
-            one.add_to(&mut alone);
-            maxima::run(stream, x, specials, values, alone)
-        }),
-    }
-}
-
-/// Whether a direction runs along rows or along columns.
-#[derive(Clone, Copy)]
-enum Along {
-    Rows,
-    Columns,
-}
-
-/// An amax that has to be computed, or one per row of a direction.
-struct MissingAmax<'a> {
-    along: Along,
-    global: GlobalScale,
-    specials: Specials,
-    values: maxima::Values,
-    out: SliceMut<'a, f32>,
-}
-
-/// The amax that a direction has to compute, if any.
-fn missing_amax<'a>(d: Option<&'a mut Direction<'_>>, along: Along) -> Option<MissingAmax<'a>> {
-    let d = d?;
-    let values = match (d.transform, along) {
-        (None, _) => maxima::Values::Plain,
-        (Some(signs), Along::Rows) => maxima::Values::AlongRows(signs),
-        (Some(signs), Along::Columns) => maxima::Values::AlongColumns(signs),
-    };
-    let (global, specials) = (d.mode.global, d.mode.amax_specials());
-    match &mut d.amax {
-        Amax::Given(_) => None,
-        Amax::Compute(out) => Some(MissingAmax { along, global, specials, values, out: out.reborrow() }),
-    }
-}
-
-impl<'a> MissingAmax<'a> {
-    /// The signs of the transform along columns, if `other` is the maximum after it and this one,
-    /// the maximum before it, can be computed in the same pass.
-    fn on_the_way_to(&self, other: &MissingAmax<'_>) -> Option<Signs> {
-        let plain = (self.specials, self.global, self.values)
-            == (other.specials, GlobalScale::PerTensor, maxima::Values::Plain);
-        match other.values {
-            maxima::Values::AlongColumns(signs) if plain => Some(signs),
-            _ => None,
-        }
-    }
-
-    fn add_to(self, pass: &mut maxima::Outputs<'a>) {
-        let slot = match (self.global, self.along) {
-            (GlobalScale::PerTensor, _) => &mut pass.tensor,
-            (GlobalScale::PerRow, Along::Rows) => &mut pass.rows,
-            (GlobalScale::PerRow, Along::Columns) => &mut pass.cols,
-        };
-        *slot = Some(self.out);
-    }
 }
 
 /// Adds the offsets that one quantization consumes to an offset in the GPU's memory, after the work

@@ -1,8 +1,8 @@
-// The column direction, with or without the row direction. A group of 128 threads reads a panel of
-// 128 rows × 64 columns once and transposes it through shared memory. Read panel.cuh and squares.cuh
+// The column direction, with or without the row direction. A group of 128 or 256 threads reads a
+// panel of 128 rows × 64 columns once and transposes it through shared memory. Read panel.cuh and squares.cuh
 // first. Settings before this text: FULL, whether all panels lie within the matrix.
 
-constexpr int UNITS = 4;  // blocks of each direction that a thread has
+constexpr int UNITS = HEIGHT * STRIPS / MOST_THREADS;  // blocks of each direction that a thread has
 constexpr int TILES = BANDS * STRIPS;
 
 struct PanelMemory {
@@ -43,7 +43,7 @@ RULE void quantize_units(const Elements<P>* x, const int* tile, const int* row, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, MIN_BLOCKS) quantize_panels(const __grid_constant__ Params p) {
     extern __shared__ uint4 memory[];
     PanelMemory& m = *(PanelMemory*)memory;
     u32 panels = (u32)((p.cols + WIDTH - 1) / WIDTH), cols = (u32)p.cols, t = threadIdx.x;
@@ -61,19 +61,18 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
         u32 width = FULL || block * BLOCK < cols ? width_at(block, cols) : 0;
 #pragma unroll
         for (int i = 0; i < UNITS; i++) {
-            u32 r = i * 32 + t / STRIPS;
+            u32 r = i * (THREADS / STRIPS) + t / STRIPS;
             u32 at_row = first_row + r;
             u32 stored_row = g.first + at_row;
             at[i] = {stored_row, stored_row * blocks + block, block, FULL || at_row < rows ? width : 0, g.index, at_row * blocks + block};
             tile[i] = r / 16 * STRIPS + t % STRIPS, row[i] = r % 16;
             x[i] = load(p, stored_row, block, at[i].width);
         }
-        // Two threads compute the scalings for all while the loads are in flight.
-        if (t == 0 && Row::WANTED && !p.row.per_row) m.row = scaling_of<Row>(p.row.amax[g.index], p.row);
-        if (t == 32 && !p.col.per_row) m.col = scaling_of<Col>(p.col.amax[g.index], p.col);
+        // Two warps compute the scalings for all while the loads are in flight.
+        find_scalings(p, g.index, m.row, m.col);
 #pragma unroll
         for (int i = 0; i < UNITS; i++) {
-            uint4* to = (uint4*)&m.tile[i * 32 + t / STRIPS][t % STRIPS * (WORDS / STRIPS)];
+            uint4* to = (uint4*)&m.tile[i * (THREADS / STRIPS) + t / STRIPS][t % STRIPS * (WORDS / STRIPS)];
 #pragma unroll
             for (int k = 0; k < WORDS / STRIPS / 4; k++) {
                 to[k] = make_uint4(x[i].w[4 * k], x[i].w[4 * k + 1], x[i].w[4 * k + 2], x[i].w[4 * k + 3]);
@@ -85,8 +84,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
 #pragma unroll
             for (int i = 0; i < UNITS; i++) y[i] = prepared<Row>(x[i], p.row.signs);
             auto store = [&](int i, u64 codes, u32 byte) {
-                store_codes(p.row, at[i], codes);
-                store_scale<Row>(p.row, at[i], byte);
+                store_block<Row>(p.row, at[i], codes, byte);
             };
             auto reload = [&](int tile, int r) {
                 u32 at_row = first_row + tile / STRIPS * 16 + r, at_block = first_col / BLOCK + tile % STRIPS;
@@ -96,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
             quantize_units<Row>(y, tile, row, at, p.row, m.row, *(Squares<Row, TILES>*)(&m + 1), store, reload);
         }
     }
-    // A warp has two bands of 16 rows; a thread has two neighbouring columns of 16-bit elements in
+    // A warp has one or two bands of 16 rows; a thread has two neighbouring columns of 16-bit elements in
     // each, or two of 32 bits.
     const Direction& d = p.col;
     decltype(prepared<Col>(Elements<INPUT>(), 0)) y[UNITS];
@@ -105,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     u32 blocks = GROUPED ? (u32)g.height() / BLOCK : (u32)blocks_of(d), before = GROUPED ? g.padded / BLOCK * cols : 0;
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
-        u32 c = INPUT == F32 ? i % 2 * 32 + t % 32 : t % 32 * 2 + i % 2, b = t / 32 + i / 2 * 4;
+        u32 c = INPUT == F32 ? i % 2 * 32 + t % 32 : t % 32 * 2 + i % 2, b = t / 32 + i / 2 * (THREADS / 32);
         u32 at_col = first_col + c, block = first_row / BLOCK + b;
         // A group's padding is written too.
         bool inside = FULL || (at_col < cols && (GROUPED || block * BLOCK < rows));
@@ -124,8 +122,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     u64 previous;
     auto store = [&](int i, u64 codes, u32 byte) {
         if (!whole) {
-            store_codes(d, at[i], codes);
-            store_scale<Col>(d, at[i], byte);
+            store_block<Col>(d, at[i], codes, byte);
             return;
         }
         m.scales[band[i]][column[i]] = (u8)byte;
@@ -139,12 +136,17 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) quantize_panels(co
     quantize_units<Col>(y, tile, row, at, d, m.col, *(Squares<Col, TILES>*)(&m + 1), store, reload);
     if (!whole) return;
     __syncthreads();
+    if constexpr (Col::VALUES) {
+        auto byte = [&](u32 c, u32 band) { return (u32)m.scales[band][c]; };
+        store_column_values(d, m.codes, byte, first_row, first_col, cols);
+        return;
+    }
     // A column's codes are 64 bytes side by side, its scales 8, or in tiles twice 4.
     u64 pitch = (u64)blocks * 8;
     u8* all_codes = d.codes + (u64)before * 8;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 c = i * 32 + t / 4, part = t % 4;
+    for (int i = 0; i < 4 * WIDTH / THREADS; i++) {
+        u32 c = i * (THREADS / 4) + t / 4, part = t % 4;
         if (!FULL && first_col + c >= cols) break;
         u8* to = all_codes + (first_col + c) * pitch + first_row / 2 + 16 * part;
         *(ulonglong2*)to = make_ulonglong2(m.codes[2 * part][c], m.codes[2 * part + 1][c]);

@@ -49,7 +49,6 @@ extern "C" __global__ void __launch_bounds__(512 / PER_THREAD, MIN_BLOCKS) quant
         if (width == 0 || first + i >= g.rows) break;
         u32 row = g.first + first + i;
         Position at = {row, row * blocks + block, block, width, g.index, (first + i) * blocks + block};
-        store_codes(d, at, square_codes<Row>(y[i], scaled[i], s, d, at));
-        store_scale<Row>(d, at, scaled[i].byte);
+        store_block<Row>(d, at, square_codes<Row>(y[i], scaled[i], s, d, at), scaled[i].byte);
     }
 }

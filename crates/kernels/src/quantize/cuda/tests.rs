@@ -3,11 +3,11 @@
 use super::launch::Params;
 use super::*;
 use crate::cuda::text::{ELEMENTS, assemble};
-use nvfp4_spec::{e2m1, stochastic};
+use nvfp4_spec::{Specials, e2m1, stochastic};
 
 #[test]
 fn parameters_have_the_sizes_that_the_kernels_expect() {
-    assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (104, 280));
+    assert_eq!((size_of::<DirectionParams>(), size_of::<Params>()), (112, 296));
 }
 
 #[test]

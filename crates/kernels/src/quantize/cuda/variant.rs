@@ -3,8 +3,10 @@
 use super::super::Layout;
 use super::{BLOCK_TEXT, advance_source};
 use crate::Result;
+use crate::amax::cuda::MOST_PARTS;
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble, precision};
 use crate::cuda::{self, Device, GROUPS, Kernel, Source};
+use crate::gemm::cuda::{TOKENS, WEIGHTS};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
 use nvfp4_spec::{Metric, Precision, Profile, Specials, Tile};
@@ -22,6 +24,8 @@ pub(super) struct Settings {
     pub layout: Layout,
     pub stochastic: bool,
     pub transform: Transform,
+    /// Whether values are written instead of codes.
+    pub values: bool,
 }
 
 /// The Hadamard transform in a kernel: the usual signs are constants, others are parameters.
@@ -42,6 +46,7 @@ impl Settings {
         layout: Layout::Linear,
         stochastic: false,
         transform: Transform::None,
+        values: false,
     };
 
     /// Whether memory bandwidth, not arithmetic, is the bottleneck.
@@ -68,7 +73,7 @@ impl Settings {
             Profile::TorchAo => "TORCH_AO",
         };
         format!(
-            "struct {name} {{\n    static constexpr bool WANTED = {}, SQUARE = {}, STOCHASTIC = {}, TRANSFORM = {}, SWIZZLED = {};\n    \
+            "struct {name} {{\n    static constexpr bool WANTED = {}, SQUARE = {}, STOCHASTIC = {}, TRANSFORM = {}, SWIZZLED = {}, VALUES = {};\n    \
              static constexpr int SIGNS = {};\n    static constexpr ScaleRule RULE_OF = {rule};\n    static constexpr Specials SPECIALS = {specials};\n    \
              static constexpr Profile PROFILE = {profile};\n}};\n",
             settings.is_some(),
@@ -76,6 +81,7 @@ impl Settings {
             s.stochastic,
             s.transform != Transform::None,
             s.layout == Layout::Swizzled,
+            s.values,
             match s.transform {
                 Transform::Constant(signs) => i32::from(signs.0),
                 Transform::None | Transform::Passed => -1,
@@ -119,7 +125,7 @@ impl Variant {
         const SQUARES: &str = include_str!("squares.cuh");
         let settings = format!(
             "constexpr bool WHOLE = {}, FLAT = {}, FULL = {}, GROUPED = {};\nconstexpr unsigned OFFSETS_PER_CALL = {OFFSETS_PER_CALL};\n\
-             constexpr Precision INPUT = {};\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\n{}{}",
+             constexpr Precision INPUT = {}, MATH = BF16;\nconstexpr int PER_THREAD = {}, MOST_THREADS = {}, MIN_BLOCKS = {};\nconstexpr unsigned MOST_PARTS = {MOST_PARTS};\n{}{}",
             self.whole,
             self.flat,
             self.full,
@@ -131,37 +137,32 @@ impl Variant {
             Settings::text("Row", self.row),
             Settings::text("Col", self.col),
         );
-        let (function, files): (_, &[&str]) = match self.function {
-            Function::Rows => ("quantize_rows", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, include_str!("rows.cu")]),
-            Function::WholeRows => {
-                ("quantize_whole_rows", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, include_str!("whole_rows.cu")])
-            }
-            Function::Squares => {
-                ("quantize_squares", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, SQUARES, include_str!("squares.cu")])
-            }
-            Function::Panels => {
-                ("quantize_panels", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, PANEL, SQUARES, include_str!("panels.cu")])
-            }
-            Function::FullPanels => {
-                ("quantize_full_panels", &[ELEMENTS, BLOCK_TEXT, GROUPS, MATRIX, PANEL, include_str!("full_panels.cu")])
-            }
+        let files = |own: &[&'static str]| [&[ELEMENTS, WEIGHTS, TOKENS, BLOCK_TEXT, GROUPS, MATRIX], own].concat();
+        let (function, files) = match self.function {
+            Function::Rows => ("quantize_rows", files(&[include_str!("rows.cu")])),
+            Function::WholeRows => ("quantize_whole_rows", files(&[include_str!("whole_rows.cu")])),
+            Function::Squares => ("quantize_squares", files(&[SQUARES, include_str!("squares.cu")])),
+            Function::Panels => ("quantize_panels", files(&[PANEL, SQUARES, include_str!("panels.cu")])),
+            Function::FullPanels => ("quantize_full_panels", files(&[PANEL, include_str!("full_panels.cu")])),
         };
-        ("quantize", function, assemble(&settings, files))
+        ("quantize", function, assemble(&settings, &files))
     }
 
     /// How many groups of threads a multiprocessor should hold at a time, which limits registers.
     /// Measured; docs/gpu.md.
     fn min_blocks(self) -> u32 {
         let filtered = [self.row, self.col].into_iter().flatten().any(|s| s.metric.is_some());
-        match (self.function, self.precision, filtered) {
-            (Function::WholeRows, ..) => 1,
+        // Twice the threads have twice the registers.
+        let of_usual = match (self.function, self.precision, filtered) {
+            (Function::WholeRows, ..) => return 1,
             (_, Precision::F32, _) => 4,
             (Function::Rows, _, true) if self.flat => 7,
             (Function::Panels, ..) | (_, _, true) => 6,
             (Function::Rows, ..) if self.per_thread > 1 => 6,
             (Function::Rows, ..) if self.flat && self.row.is_some_and(|s| s.transform == Transform::None) => 10,
             (Function::Rows | Function::Squares | Function::FullPanels, ..) => 8,
-        }
+        };
+        of_usual * THREADS / self.threads
     }
 
     pub fn kernel(self, device: Device) -> Result<Kernel> {
@@ -225,6 +226,10 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
         ];
         // One function of each setting in groups.
         let grouped = variants[[0, 2, 3, 4, 5][i % 5]];
+        // And values, with twice the threads, from either function of panels.
+        let wide = Variant { threads: 2 * THREADS, ..variants[3 + i % 3] };
+        let values = |s: Settings| Settings { values: true, layout: Layout::Linear, ..s };
+        let values = Variant { row: wide.row.map(values), col: wide.col.map(values), whole: true, ..wide };
         let grouped = Variant {
             whole: true,
             flat: false,
@@ -232,7 +237,7 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
             grouped: true,
             ..grouped
         };
-        all.extend(variants.into_iter().chain([grouped]).map(|v| cuda::entry(v, Variant::source)));
+        all.extend(variants.into_iter().chain([wide, values, grouped]).map(|v| cuda::entry(v, Variant::source)));
     }
     all
 }

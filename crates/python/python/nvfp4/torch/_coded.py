@@ -18,9 +18,8 @@ from ._delayed import Kept
 from ._finite import Watch
 from ._main_grad import added, dtype_of
 from ._once import once
+from ._ops import linear_codes as _linear_codes
 from ._quantized import QuantizedTensor, dequantize_block
-
-_linear_codes = torch.ops.nvfp4.linear_codes.default
 
 # Up to so many tokens, products read prepared weights faster on a GPU.
 FEW = 256

@@ -13,12 +13,12 @@ backward pass reads of x and w is kept as one block of bytes each. A weight whos
 
 from __future__ import annotations
 
+import functools
 from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from . import _ops  # noqa: F401  (makes the operations known)
 from ._coded import Noted, autocast, few, from_codes
 from ._composed import Composed, forward
 from ._delayed import HandedOver, State
@@ -28,12 +28,11 @@ from ._formats import Formats
 from ._kept import Kept
 from ._main_grad import Later, added, dtype_of
 from ._once import once
+from ._ops import linear as _linear
+from ._ops import linear_backward as _linear_backward
+from ._ops import linear_codes as _linear_codes
 from ._plain import Plain, product
 from ._quantized import Codes, coded as coded_of, prepare_block
-
-_linear = torch.ops.nvfp4.linear.default
-_linear_codes = torch.ops.nvfp4.linear_codes.default
-_linear_backward = torch.ops.nvfp4.linear_backward.default
 
 STATELESS, UNWATCHED = State(), Watch()
 # Formats, seed, state and watch of a layer.
@@ -205,7 +204,14 @@ class _Linear(torch.autograd.Function):
         (formats, seed, state, watch), text, alignment, features, x_dtype, weight_dtype, bias_dtype, main = ctx.call
         x, weight, offset = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx = dw = db = None
+        dx = dw = db = side = None
+        if needs_bias:
+            side = _beside(dy)
+            if side is None:
+                db = _bias_gradient(dy, bias_dtype)
+            else:
+                with torch.cuda.stream(side):
+                    db = _bias_gradient(dy, bias_dtype)
         if needs_x or needs_weight:
             scales = [] if state is STATELESS else _scales(state.grad_output)
             made = _linear_backward(
@@ -219,11 +225,31 @@ class _Linear(torch.autograd.Function):
                 watch.note(made[-1], 2)
             if state is not STATELESS:
                 _note(made[gradients:], state.grad_output)
-        if needs_bias:
-            rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-            # Summed in float32, whatever the type.
-            db = rows.sum(0) if rows.dtype is bias_dtype else rows.sum(0, dtype=torch.float32).to(bias_dtype)
+        if side is not None:
+            torch.cuda.current_stream(dy.device).wait_stream(side)
         return dx, dw, db, None, None, None, None, None
+
+
+def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+    # Summed in float32, whatever the type.
+    return rows.sum(0) if rows.dtype is dtype else rows.sum(0, dtype=torch.float32).to(dtype)
+
+
+def _beside(dy: Tensor) -> Optional[torch.cuda.Stream]:
+    """A stream for work beside the products while a graph is captured; it begins after the work so
+    far. The GPU has room for both, but for Python a second stream is more than it saves.
+    """
+    if torch.compiler.is_compiling() or not dy.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    side = _side_stream(dy.device)
+    side.wait_stream(torch.cuda.current_stream(dy.device))
+    return side
+
+
+@functools.lru_cache(maxsize=None)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _note(amaxes: List[Tensor], *kept: Optional[KeptScales]) -> None:

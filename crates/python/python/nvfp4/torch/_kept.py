@@ -51,7 +51,7 @@ register_optimizer_step_post_hook(_after_a_step)
 class Kept:
     """The codes of one weight. Copies and pickles of it are empty."""
 
-    # The weight, the key and the codes. Threads replace all of it at once.
+    # The weight, its storage, the key and the codes. Threads replace all of it at once.
     __slots__ = ("_held",)
 
     def __init__(self) -> None:
@@ -62,15 +62,17 @@ class Kept:
 
     def forget(self) -> None:
         """Drops the codes."""
-        self._held: Optional[Tuple[Any, Tuple, Codes]] = None
+        self._held: Optional[Tuple[Any, StorageWeakRef, Tuple, Codes]] = None
 
     def find(self, weight: Tensor, formats: str, columns: bool) -> Optional[Codes]:
         """The codes, if they are there and still those of this weight in these formats."""
         held = self._held
         if held is None:
             return None
-        known, key, codes = held
-        if known() is not weight or key != _key(weight, formats):
+        known, storage, key, codes = held
+        # The numbers of storages that are referred to differ.
+        same = known() is weight and storage.cdata == weight.untyped_storage()._cdata
+        if not same or key != _key(weight, formats):
             self._held = None  # its memory may serve the ones to come
             return None
         return None if columns and codes.column is None else codes
@@ -78,7 +80,8 @@ class Kept:
     def keep(self, weight: Tensor, formats: str, codes: Codes) -> None:
         """Keeps the codes of a weight."""
         if not isinstance(codes.row, FakeTensor):  # of a pass that is only imagined
-            self._held = weakref.ref(weight), _key(weight, formats), codes
+            storage = StorageWeakRef(weight.untyped_storage())
+            self._held = weakref.ref(weight), storage, _key(weight, formats), codes
 
 
 def can_be_kept(weight: Tensor) -> bool:
@@ -94,7 +97,7 @@ def can_be_kept(weight: Tensor) -> bool:
 def _key(weight: Tensor, formats: str) -> Tuple:
     # Another stream would have to wait for the one that made them.
     stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else 0
-    # An address may be that of other memory by now, a storage is itself as long as this is there.
-    place = StorageWeakRef(weight.untyped_storage()), weight.data_ptr(), weight.stride(), weight.dtype
+    # An address may be that of other memory by now: the storage is compared too.
+    place = weight.data_ptr(), weight.stride(), weight.dtype
     # What is made in inference mode cannot be saved for a backward pass.
     return formats, weight._version, place, _Epoch.now, stream, torch.is_inference_mode_enabled()

@@ -374,3 +374,42 @@ _define(
     _linear_backward,
     _linear_backward_fake,
 )
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_compiling = torch.compiler.is_compiling
+
+
+def _unwatched(x: Tensor, other: Tensor) -> bool:
+    """Whether nothing but the operation itself would see a call: no compiler, no tracer, no mode and
+    no transform, and tensors with memory. Then torch's dispatcher has nothing to add.
+    """
+    return (
+        not _compiling()
+        and type(x) in _PLAIN
+        and type(other) in _PLAIN
+        and (x.is_cuda or x.is_cpu)
+        and not _modes()
+        and not _function_modes()
+        and _transforms() is None
+        and _tracing() is None
+    )
+
+
+def linear(x: Tensor, weight: Tensor, *rest: Any) -> List[Tensor]:
+    """``torch.ops.nvfp4.linear``, by the shortest way."""
+    call = _linear if _unwatched(x, weight) else torch.ops.nvfp4.linear.default
+    return call(x, weight, *rest)
+
+
+def linear_codes(x: Tensor, weight: Tensor, *rest: Any) -> List[Tensor]:
+    """``torch.ops.nvfp4.linear_codes``, by the shortest way."""
+    call = _linear_codes if _unwatched(x, weight) else torch.ops.nvfp4.linear_codes.default
+    return call(x, weight, *rest)
+
+
+def linear_backward(dy: Tensor, x: Tensor, *rest: Any) -> List[Tensor]:
+    """``torch.ops.nvfp4.linear_backward``, by the shortest way."""
+    call = _linear_backward if _unwatched(dy, x) else torch.ops.nvfp4.linear_backward.default
+    return call(dy, x, *rest)

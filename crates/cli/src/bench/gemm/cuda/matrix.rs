@@ -5,7 +5,7 @@ use half::bf16;
 use nvfp4_kernels::cuda::{Buffer, Input, Slice, Stream, Values};
 use nvfp4_kernels::dequantize::cuda::View;
 use nvfp4_kernels::quantize::Layout;
-use nvfp4_kernels::quantize::cuda::{Amax, Direction, quantize};
+use nvfp4_kernels::quantize::cuda::{Amax, Direction, Written, quantize};
 use nvfp4_spec::scale::Unit;
 use nvfp4_spec::{BLOCK, Bound, GlobalScale, Mode, Rounding, e2m1, gemm, matrix};
 
@@ -49,8 +49,7 @@ impl Matrix {
             transform: None,
             layout: Layout::Linear,
             amax: Amax::Compute(amax.slice_mut()),
-            codes: codes.slice_mut(),
-            scales: scales.slice_mut(),
+            to: Written::Codes { codes: codes.slice_mut(), scales: scales.slice_mut() },
         };
         quantize(stream, &Input::new(Values::Bf16(values.slice()), rows, cols)?, Some(row), None)?;
         Ok(Matrix { rows, cols, values, codes, scales, amax })

@@ -178,7 +178,12 @@ impl Cublas {
 
     /// Whether the library computes such a product.
     pub(super) fn takes(&self, call: &Call) -> cuda::Result<bool> {
-        Ok(self.workspace(&Key::new(call), call)?.is_some())
+        Ok(self.scratch(call)?.is_some())
+    }
+
+    /// The bytes of scratch of a product; `None` if the library does not compute it.
+    pub(super) fn scratch(&self, call: &Call) -> cuda::Result<Option<usize>> {
+        self.workspace(&Key::new(call), call)
     }
 
     /// The bytes of scratch of a product; `None` if the library does not compute it.
@@ -194,18 +199,19 @@ impl Cublas {
 
     /// Queues a product; an error unless the library [takes](Cublas::takes) it.
     pub(super) fn run(&self, stream: &Stream, call: &Call, memory: &dyn Allocator) -> cuda::Result<()> {
-        let (api, key, [m, n, k]) = (self.session.api, Key::new(call), call.sizes);
-        let refused = || Error::Driver {
-            call: "cublasLtMatmulAlgoGetHeuristic",
-            code: NOT_SUPPORTED as u32,
-            text: format!("no algorithm for {m} × {n} × {k}"),
-        };
         // Before the lock: an allocator may wait for other threads.
-        let scratch = Scratch::new(stream, memory, [self.workspace(&key, call)?.ok_or_else(refused)?])?;
+        let bytes = self.scratch(call)?.ok_or_else(|| refused(call))?;
+        let scratch = Scratch::new(stream, memory, [bytes])?;
+        self.run_in(stream, call, scratch.addresses[0])
+    }
+
+    /// [`Cublas::run`] with [scratch](Cublas::scratch) at an address, a multiple of 256.
+    pub(super) fn run_in(&self, stream: &Stream, call: &Call, scratch: u64) -> cuda::Result<()> {
+        let (api, key) = (self.session.api, Key::new(call));
         let _current = self.session.device.enter()?;
         // Addresses are set in the plan's own description, so the lock is held until the call.
         let plans = lock(&self.plans);
-        let plan = plans.get(&key).and_then(Option::as_ref).ok_or_else(refused)?;
+        let plan = plans.get(&key).and_then(Option::as_ref).ok_or_else(|| refused(call))?;
         set_addresses(&plan.operation, &api, call)?;
         let [b, a, c, d] = [call.b.address, call.a.address, call.c, call.out].map(|address| address as *mut c_void);
         let values: [f32; 2];
@@ -234,12 +240,22 @@ impl Cublas {
                 d,
                 plan.out.raw,
                 &plan.algorithm,
-                scratch.addresses[0] as *mut c_void,
+                scratch as *mut c_void,
                 plan.workspace,
                 stream.raw(),
             )
         };
         api.check("cublasLtMatmul", status)
+    }
+}
+
+/// The error of a product that the library does not compute.
+fn refused(call: &Call) -> Error {
+    let [m, n, k] = call.sizes;
+    Error::Driver {
+        call: "cublasLtMatmulAlgoGetHeuristic",
+        code: NOT_SUPPORTED as u32,
+        text: format!("no algorithm for {m} × {n} × {k}"),
     }
 }
 
