@@ -57,7 +57,6 @@ def is_constant(cls: type) -> None:
     if known is None:
         return
     known = importlib.import_module("torch._library.opaque_object")
+    # Earlier versions have `register_opaque_type`, which takes classes of a metaclass of torch's alone.
     if hasattr(known, "register_custom_class"):
         known.register_custom_class(cls, typ="constant")
-    elif hasattr(known, "register_opaque_type"):  # its name in earlier versions
-        known.register_opaque_type(cls, typ="value")
