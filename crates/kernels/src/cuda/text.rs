@@ -22,6 +22,12 @@ pub const FP8_RULES: &str = include_str!("fp8_rules.cuh");
 /// Elements in the registers of a thread, to come after [`RULES`].
 pub(crate) const ELEMENTS: &str = include_str!("elements.cuh");
 
+/// NVFP4 codes of weights in bf16, to come after [`ELEMENTS`].
+pub(crate) const WEIGHTS: &str = include_str!("weights.cuh");
+
+/// Those of tokens, to come after [`WEIGHTS`].
+pub(crate) const TOKENS: &str = include_str!("tokens.cuh");
+
 /// The constants that [`RULES`] and [`FP8_RULES`] use, printed from the Rust ones.
 pub fn constants() -> String {
     // The shortest decimal that reads back as the same binary32 number.

@@ -1,6 +1,7 @@
 //! The tensors of experts, quantized and multiplied together.
 
-use super::matmul::{check, operand};
+use super::matmul::check;
+use super::values::operand;
 use super::{Direction, Gpu, Groups, Input, Memory, Options, Plain, Product, Slice, SliceMut};
 use crate::format::Side;
 use crate::{Element, Error, Fp8Description, Nvfp4Description, Quantizer, Result};

@@ -1,9 +1,10 @@
 //! Products of tensors in the memory of a GPU.
 
+use super::values::operand;
 use super::{Direction, Factor, Gpu, Input, Plain, PreparedWeight, Product, SliceMut};
 use crate::format::Family;
 use crate::{Element, Error, Result};
-use nvfp4_kernels::gemm::cuda::{Member, Operand, gemm, grouped};
+use nvfp4_kernels::gemm::cuda::{Member, gemm, grouped};
 use nvfp4_spec::hadamard::Signs;
 
 impl Gpu {
@@ -102,12 +103,4 @@ pub(super) fn check(a: &Direction, b: &Direction) -> Result<()> {
 /// Beside plain elements, which are not transformed, nothing is.
 fn check_plain(left: Option<Signs>, right: Option<Signs>) -> Result<()> {
     if left == right { Ok(()) } else { Err(Error::Rotation { left, right }) }
-}
-
-pub(super) fn operand(direction: &Direction) -> Operand<'_> {
-    match direction {
-        Direction::Nvfp4(d) => d.view().into(),
-        Direction::Fp8(d) => d.view().into(),
-        Direction::Plain(nothing) => match *nothing {},
-    }
 }

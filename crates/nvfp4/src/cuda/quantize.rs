@@ -1,7 +1,8 @@
 //! Quantizers on the memory of a GPU.
 
 use super::{
-    Direction, DirectionValues, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, Owned, QuantTensor, Slice, values,
+    Direction, DirectionValues, Factor, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, Owned, QuantTensor, Slice,
+    values,
 };
 use crate::format::{Directions, Finite, Nvfp4, Rounding, Side};
 use crate::{Error, Nvfp4Description, Profile, Quantizer, Result};
@@ -79,6 +80,20 @@ pub struct Observed {
     pub row_values: Option<DirectionValues>,
     /// The column direction, if it was.
     pub col_values: Option<DirectionValues>,
+}
+
+impl Observed {
+    /// A direction as a product takes it, written as codes or as values.
+    pub fn factor(&self, side: Side) -> Result<Factor<'_>> {
+        let values = match side {
+            Side::Row => &self.row_values,
+            Side::Column => &self.col_values,
+        };
+        match values {
+            Some(values) => Ok(values.into()),
+            None => Ok(self.tensor.direction(side)?.into()),
+        }
+    }
 }
 
 /// A direction that is to be written.

@@ -1,8 +1,7 @@
 //! Directions that are written as values for a product that comes right after.
 
-use super::matmul::operand;
 use super::{Direction, Gpu, Input, Memory, Owned, Values};
-use crate::format::{Family, Side};
+use crate::format::Family;
 use crate::{Layout, Nvfp4Description, Result};
 use half::bf16;
 use nvfp4_kernels::gemm::cuda::{self as gemm, NvfpValues, Operand};
@@ -50,6 +49,15 @@ impl DirectionValues {
     fn operand(&self) -> Result<Operand<'_>> {
         let values = Input::new(Values::Bf16(self.values.slice()), self.about.rows, self.about.cols)?;
         Ok(NvfpValues { values, stored: self.stored.slice(), unit: self.about.unit }.into())
+    }
+}
+
+/// A direction as kernels take it.
+pub(super) fn operand(direction: &Direction) -> Operand<'_> {
+    match direction {
+        Direction::Nvfp4(d) => d.view().into(),
+        Direction::Fp8(d) => d.view().into(),
+        Direction::Plain(nothing) => match *nothing {},
     }
 }
 
@@ -102,19 +110,5 @@ impl Gpu {
             crate::Direction::Fp8(_) | crate::Direction::Plain(_) => false,
         };
         fits(a) && fits(b) && gemm::prefers_values(self.stream.device(), sizes)
-    }
-}
-
-impl super::Observed {
-    /// A direction as a product takes it, written as codes or as values.
-    pub fn factor(&self, side: Side) -> Result<Factor<'_>> {
-        let values = match side {
-            Side::Row => &self.row_values,
-            Side::Column => &self.col_values,
-        };
-        match values {
-            Some(values) => Ok(values.into()),
-            None => Ok(self.tensor.direction(side)?.into()),
-        }
     }
 }

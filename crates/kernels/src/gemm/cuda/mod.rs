@@ -60,7 +60,7 @@ pub use product_kind::ProductKind;
 pub use trial::{Verdict, known, try_on_any_chip, verdict};
 pub use tune::{By, Form, Probe};
 
-use crate::cuda::text::precision;
+use crate::cuda::text::{TOKENS, WEIGHTS, precision};
 use crate::cuda::{Allocator, Device, Plain, SliceMut, Source, Stream};
 use crate::input::check_len;
 use crate::{Result, cuda};
@@ -72,8 +72,6 @@ const CODES: &str = include_str!("codes.cuh");
 const COPIES: &str = include_str!("copies.cuh");
 const MMA: &str = include_str!("mma.cuh");
 const OUTPUT: &str = include_str!("output.cuh");
-pub(crate) const TOKENS: &str = include_str!("tokens.cuh");
-pub(crate) const WEIGHTS: &str = include_str!("weights.cuh");
 const WGMMA: &str = include_str!("wgmma.cuh");
 
 /// The least number of rows of B for which the operands may be swapped: fewer do not fill the large

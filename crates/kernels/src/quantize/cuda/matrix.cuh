@@ -1,5 +1,5 @@
 // The matrix that is quantized: the positions of its blocks, and how they are loaded and stored.
-// Read block.cuh, groups.cuh and gemm's tokens.cuh first.
+// Read block.cuh, groups.cuh and tokens.cuh first.
 //
 // `Row` and `Col` (the settings of the directions) and INPUT (the type of the elements) come before
 // this text.
