@@ -326,6 +326,12 @@ class DotProductAttention(Follows, Delays):
             else x
         )
 
+    def _sink(self, q: Tensor) -> Tensor:
+        """The score of each head that no key has."""
+        if self.softmax_offset is None:
+            return q.new_zeros(self.num_attention_heads)
+        return self.softmax_offset
+
     def _attend(
         self,
         q: Tensor,
@@ -347,13 +353,8 @@ class DotProductAttention(Follows, Delays):
                 added = added.masked_fill(~visible, float("-inf"))
             if self.softmax_type != "vanilla":
                 k, v = functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1))
-                offset = (
-                    q.new_zeros(self.num_attention_heads)
-                    if self.softmax_offset is None
-                    else self.softmax_offset
-                )
                 shape = (added.shape[0], self.num_attention_heads, q.shape[2])
-                column = offset.to(q.dtype).reshape(1, -1, 1, 1).expand(*shape, 1)
+                column = self._sink(q).to(q.dtype).reshape(1, -1, 1, 1).expand(*shape, 1)
                 added = torch.cat((added.expand(*shape, -1), column), -1)
             given = [added]
         if visible is not None and not causal and self.softmax_type == "vanilla":
@@ -385,12 +386,7 @@ class DotProductAttention(Follows, Delays):
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """The same in the formats of a recipe, and how the output was quantized."""
         check_types(q, self.path)
-        if self.softmax_type == "vanilla":
-            sink = None
-        elif self.softmax_offset is None:
-            sink = q.new_zeros(self.num_attention_heads)
-        else:
-            sink = self.softmax_offset
+        sink = None if self.softmax_type == "vanilla" else self._sink(q)
         dropout = self.attention_dropout if self.training else 0.0
         return Attention.apply(
             q, k, v, bias, sink, visible, self.softmax_scale, dropout,
