@@ -9,7 +9,7 @@ use super::error::{Error, Result, Version};
 use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// The oldest NVRTC that knows `sm_90a` and C++17.
 const OLDEST: Version = Version { major: 12, minor: 0 };
@@ -82,9 +82,12 @@ pub fn supported_architectures() -> Result<Vec<u32>> {
 /// asks here first: a call into a library that is not there would panic.
 pub fn compiler_version() -> Result<Version> {
     static FOUND: OnceLock<Version> = OnceLock::new();
+    static SEARCH: Mutex<()> = Mutex::new(());
     if let Some(&version) = FOUND.get() {
         return Ok(version);
     }
+    // One thread searches at a time: a second one would find NVRTC loaded before its built-ins are.
+    let _searching = SEARCH.lock().unwrap_or_else(PoisonError::into_inner);
     if !is_loadable() && !load_from(&Environment::read()) {
         return Err(Error::NoCompiler);
     }
