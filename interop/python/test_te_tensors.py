@@ -346,3 +346,13 @@ def test_compiled_layers_follow_their_codes(x):
             assert torch.equal(y, layer(x))
         y.square().sum().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_the_matrix_of_the_hadamard_transform(mask):
+    quantizer = te.NVFP4Quantizer(with_random_sign_mask=mask)
+    matrix, signs = quantizer.rht_matrix.float(), quantizer.rht_matrix_random_sign_mask_t
+    assert signs == (0xD7E8 if mask else 0)
+    assert torch.equal(matrix @ matrix.T, torch.eye(16))
+    first = [-0.25 if signs >> row & 1 else 0.25 for row in range(16)]
+    assert matrix[:, 0].tolist() == first, "signs are of rows"

@@ -59,7 +59,7 @@ mod _nvfp4 {
     #[pymodule_export]
     use crate::plan::Plan;
     #[pymodule_export]
-    use crate::quantizer::Quantizer;
+    use crate::quantizer::{Quantizer, hadamard_matrix};
     #[pymodule_export]
     use crate::recipe::Recipe;
     #[pymodule_export]
@@ -76,6 +76,7 @@ mod _nvfp4 {
         crate::threads::remember();
         module.add("ConversionError", module.py().get_type::<crate::verify::ConversionError>())?;
         module.add("_block_alignment", nvfp4::Direction::BLOCK_ALIGNMENT)?;
+        module.add("_hadamard_signs", nvfp4::Signs::FIXED.0)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("cuda", cfg!(feature = "cuda"))
     }

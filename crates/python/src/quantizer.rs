@@ -15,9 +15,11 @@ use crate::words::{
 };
 use nvfp4::format::{Format, Nvfp4, QuantSpec};
 use nvfp4::{Elements, Options, Randomness, Side, Signs, Transform};
+use nvfp4_spec::{BLOCK, hadamard};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use std::array;
 use std::sync::Arc;
 
 /// A checked set of choices that turns arrays into quantized tensors.
@@ -316,4 +318,13 @@ fn transform(transform: Option<Bound<'_, PyAny>>) -> PyResult<Transform> {
         (_, Ok(signs)) => Ok(Transform::Signs(Signs(signs))),
         _ => Err(PyTypeError::new_err("expected None, 'hadamard' or 16 signs as a number from 0 to 65535")),
     }
+}
+
+/// The matrix that the Hadamard transform with these signs multiplies 16 values by, row by row.
+#[pyfunction(name = "_hadamard_matrix")]
+pub fn hadamard_matrix(signs: u16) -> [[f32; BLOCK]; BLOCK] {
+    array::from_fn(|i| {
+        let unit = array::from_fn(|k| f32::from(u8::from(k == i)));
+        hadamard::transform(unit, Signs(signs))
+    })
 }

@@ -33,6 +33,8 @@ __all__ = [
     "_block_alignment",
     "_dequantize_block",
     "_extents",
+    "_hadamard_matrix",
+    "_hadamard_signs",
     "_linear",
     "_linear_backward",
     "_linear_blocks",
@@ -52,6 +54,7 @@ __all__ = [
 __version__: str
 cuda: bool
 _block_alignment: int
+_hadamard_signs: int
 
 class ConversionError(ValueError):
     problems: List[str]
@@ -347,6 +350,7 @@ def _linear_codes(
 ) -> List[Any]: ...
 def _quantize_blocks(x: _Array, spec: str, directions: _Directions) -> List[Any]: ...
 def _dequantize_block(block: _Array, spec: str, rows: int, cols: int, dtype: Any) -> Any: ...
+def _hadamard_matrix(signs: int) -> List[List[float]]: ...
 def _prepare_block(block: _Array, spec: str, rows: int, cols: int) -> Optional[Any]: ...
 def save(path: _Path, tensors: Mapping[str, QuantTensor]) -> None: ...
 def load(path: _Path) -> Dict[str, QuantTensor]: ...

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import nvfp4
+from nvfp4._nvfp4 import _hadamard_matrix, _hadamard_signs
 
 from ._fsdp import Gathered
 from ._format import DType, spec_of
@@ -21,8 +22,6 @@ from ._weights import Weight
 from .recipe import NVFP4BlockScaling
 
 BLOCK = 16
-# Minus signs of the Hadamard transform, by bits.
-SIGNS = 0xD7E8
 
 
 class NVFP4TensorStorage(ArrayStorage):
@@ -285,7 +284,7 @@ class NVFP4Quantizer(ValueQuantizer):
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode.upper()
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError("nvfp4_4over6_err_mode must be 'MAE' or 'MSE'.")
-        self.rht_matrix_random_sign_mask_t = SIGNS if with_random_sign_mask else 0
+        self.rht_matrix_random_sign_mask_t = _hadamard_signs if with_random_sign_mask else 0
         self.spec()  # an illegal combination fails here
 
     @property
@@ -367,8 +366,4 @@ def _spec(squares: bool, rows: bool, rule: str, stochastic: bool, signs: Optiona
 @functools.lru_cache(maxsize=None)
 def _rotation(mask: int) -> Tensor:
     """The Hadamard matrix of 16 values with signs of rows, in bfloat16."""
-    signs = [
-        [-1.0 if bin(row & col).count("1") % 2 else 1.0 for col in range(16)] for row in range(16)
-    ]
-    rows = torch.tensor([-1.0 if mask >> row & 1 else 1.0 for row in range(16)])
-    return (rows[:, None] * torch.tensor(signs) / 4).to(torch.bfloat16)
+    return torch.tensor(_hadamard_matrix(mask), dtype=torch.bfloat16)
