@@ -1,12 +1,15 @@
 """Other libraries read our bytes, and theirs are ours. A library that is missing here is a failure: `requirements.txt` has them all."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
 import nvfp4
+
+EXAMPLES = Path(__file__).parents[2] / "examples/python"
 
 
 @pytest.fixture
@@ -104,3 +107,22 @@ def test_safetensors_keeps_them(w, tmp_path):
     save_file(parts, tmp_path / "w.safetensors")
     loaded = load_file(tmp_path / "w.safetensors")
     assert nvfp4.QuantTensor.from_parts("nvfp4", q.shape, row=[loaded[name] for name in parts]) == q
+
+
+def test_transformers_computes_what_pretrain_saved(tmp_path, monkeypatch):
+    transformers = importlib.import_module("transformers")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from llama import Llama, Shape, save
+
+    torch.manual_seed(0)
+    model = Llama(Shape(layers=2, width=64, hidden=192, heads=4, kv_heads=2, context=64))
+    model = model.to(torch.bfloat16).float()  # as it is saved
+    save(tmp_path, model.shape, model.state_dict())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokens = tokenizer("Zwölf Boxkämpfer\n\tjagen 雨")["input_ids"]
+    assert bytes(tokens).decode() == tokenizer.decode(tokens) == "Zwölf Boxkämpfer\n\tjagen 雨"
+    assert tokenizer.eos_token_id == Shape.end
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    x = torch.tensor([tokens])
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), theirs(x).logits, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,51 @@
+"""Text files as tokens: bytes, and one that ends a text."""
+
+import torch
+from llama import Shape
+
+
+class Text:
+    """Texts as bytes, one after another, and batches of them."""
+
+    def __init__(self, args, parser):
+        for root in args.text:
+            if not root.exists():
+                parser.error(f"--text: there is no {root}")
+        texts = [path.read_bytes() for root in args.text for path in self._files(root, args.suffix)]
+        held = [text for i, text in enumerate(texts) if i % 64 == 63]
+        kept = [text for i, text in enumerate(texts) if i % 64 != 63]
+        if not held and texts:
+            cut = len(texts[-1]) * 63 // 64
+            kept, held = [*texts[:-1], texts[-1][:cut]], [texts[-1][cut:]]
+        self.training, self.held = self._tokens(kept), self._tokens(held)
+        self.length, self.batch, self.seed = args.context + 1, args.batch, args.seed
+        for tokens, what in [(self.training, "training"), (self.held, "evaluation")]:
+            if len(tokens) <= self.length:
+                parser.error(f"--text: {len(tokens)} bytes for {what}, fewer than --context + 2")
+
+    @staticmethod
+    def _files(root, suffix):
+        found = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
+        return [path for path in found if path.is_file()]
+
+    @staticmethod
+    def _tokens(texts):
+        end = torch.tensor([Shape.end], dtype=torch.short)
+        numbers = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts if text]
+        return torch.cat([part for each in numbers for part in (each.short(), end)] or [end])
+
+    def windows(self, tokens, starts, share, device):
+        """This worker's part of a batch."""
+        part, parts = share
+        mine = starts[part * len(starts) // parts : (part + 1) * len(starts) // parts]
+        return torch.stack([tokens[i : i + self.length] for i in mine]).long().to(device)
+
+    def step(self, number, share, device):
+        draw = torch.Generator().manual_seed((self.seed << 32) + number)
+        starts = torch.randint(len(self.training) - self.length, (self.batch,), generator=draw)
+        return self.windows(self.training, starts, share, device)
+
+    def evaluation(self, share, device, batches=4):
+        starts = torch.linspace(0, len(self.held) - self.length, batches * self.batch).long()
+        for part in starts.view(batches, self.batch):
+            yield self.windows(self.held, part, share, device)

@@ -1,0 +1,84 @@
+"""examples/python/pretrain.py on the CPU: one worker and two, and from one number to another."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+PROGRAM = str(Path(__file__).parents[2] / "examples/python/pretrain.py")
+SIZES = "--layers 1 --width 64 --heads 4 --kv-heads 2 --context 32 --batch 4 --evaluate-every 2"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("A quick brown fox jumps over the lazy dog. " * 100)
+    return folder
+
+
+def pretrain(text, out, words, workers=1):
+    start = [sys.executable]
+    if workers > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    words = [*SIZES.split(), "--device", "cpu", "--warmup", "1", *words.split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = [*start, PROGRAM, "--text", str(text), "--out", str(out), *words]
+    return subprocess.run(program, capture_output=True, text=True, env=environment)
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines], lines
+
+
+def test_two_workers_go_on_where_one_stopped(text, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    recipe = "--recipe nvfp4_row_scaled"
+    for out, words, workers in [
+        (whole, "--steps 4 --save-every 2", 1),
+        (parts, "--steps 4 --save-every 2 --agree", 2),
+        (parts, "--steps 6 --resume", 1),
+        (whole, "--steps 6 --resume --agree", 2),
+    ]:
+        done = pretrain(text, out, f"{recipe} --schedule constant {words}", workers)
+        assert done.returncode == 0, done.stderr
+    (one, lines), (two, _) = losses(whole), losses(parts)
+    # Stochastic rounding draws other numbers in other workers.
+    assert one == pytest.approx(two, rel=2e-2) and one[-1] < one[0]
+    assert one[0] == pytest.approx(two[0], rel=1e-6)
+    last = lines[-1]
+    assert 0 < last["saturated"] < 1 and last["lost"] == 0 and last["held_out"] > 0
+    assert last["tokens"] == 6 * 4 * 32 and last["recipe"] == "nvfp4_row_scaled"
+
+
+def test_the_result_is_a_folder_of_hugging_face(text, tmp_path):
+    done = pretrain(text, tmp_path / "model", "--steps 1")
+    assert done.returncode == 0, done.stderr
+    assert "<svg" in (tmp_path / "model/loss.svg").read_text()
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    tokens = json.loads((tmp_path / "model/tokenizer.json").read_text(encoding="utf-8"))
+    assert sorted(tokens["model"]["vocab"].values()) == list(range(256))
+    with safe_open(tmp_path / "model/model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    assert shapes["model.layers.0.self_attn.k_proj.weight"] == [32, 64]
+    assert shapes["lm_head.weight"] == [config["vocab_size"], config["hidden_size"]]
+    assert len(shapes) == 3 + 9 * config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        ("--heads 5", "--width must be a multiple of --heads"),
+        ("--tensor-parallel 2", "1 workers are no multiple of --tensor-parallel 2"),
+        ("--text nowhere", "there is no nowhere"),
+    ],
+)
+def test_wrong_settings_are_named(text, tmp_path, words, error):
+    done = pretrain(text, tmp_path, words)
+    assert done.returncode == 2 and error in done.stderr
