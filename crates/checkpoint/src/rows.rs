@@ -5,7 +5,6 @@ use super::folder::Located;
 use super::measure::Measure;
 use super::mxfp4;
 use super::plan::{Action, Item};
-use super::settings::ScaleChoice;
 use super::shards::{Cast, Placed, RowOrder};
 use super::target::Target;
 use super::transpose::transpose;
@@ -17,10 +16,9 @@ use half::{bf16, f16};
 use nvfp4::{GlobalScale, Layout, Precision};
 use nvfp4_kernels::quantize::{self as kernel, Amax, Direction};
 use nvfp4_kernels::{Input, Values, dequantize, gguf};
-use nvfp4_spec::block::Scaling;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit as ScaleUnit;
-use nvfp4_spec::{BLOCK, Rounding, e2m1, e4m3, e8m0, mse, rescale};
+use nvfp4_spec::{BLOCK, Rounding, e2m1, e4m3, e8m0, rescale};
 use safetensors::Dtype;
 use std::ops::Range;
 
@@ -195,16 +193,6 @@ impl Conversion<'_, '_> {
         codes: &mut [u8],
         scales: &mut [u8],
     ) -> Result<()> {
-        if self.settings.scale == ScaleChoice::Mse {
-            let scaling = Scaling::new(amax, &self.mode, values.precision());
-            for (b, (codes, scale)) in codes.chunks_exact_mut(BLOCK / 2).zip(scales).enumerate() {
-                let row = std::array::from_fn(|i| values.get(b * BLOCK + i));
-                let quantized = mse::quantize(&row, &scaling);
-                *scale = quantized.scale;
-                pack(&quantized.codes[0], codes);
-            }
-            return Ok(());
-        }
         let direction = Direction {
             mode: self.mode,
             rounding: Rounding::NearestEven,

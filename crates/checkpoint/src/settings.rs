@@ -12,7 +12,7 @@ use super::target::Target;
 use crate::{Error, Result, Setting};
 use nvfp4::{Bound, ErrorPath, Metric, Profile, ScaleRule};
 use nvfp4_kernels::Implementation;
-use nvfp4_spec::{Mode, Rounding};
+use nvfp4_spec::{Mode, Rounding, mse};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -176,7 +176,8 @@ impl Settings {
     /// The mode that blocks are quantized in.
     pub(super) fn mode(&self) -> Result<Mode> {
         let (rule, default) = match self.scale {
-            ScaleChoice::Max | ScaleChoice::Mse => (ScaleRule::Six, Profile::ModelOpt),
+            ScaleChoice::Max => (ScaleRule::Six, Profile::ModelOpt),
+            ScaleChoice::Mse => (ScaleRule::Mse, Profile::ModelOpt),
             ScaleChoice::FourOverSix => (
                 ScaleRule::FourOverSix { metric: Metric::Mse, error: ErrorPath::Strict, bound: Bound::E256 },
                 Profile::TransformerEngine,
@@ -209,7 +210,10 @@ impl Settings {
             "fuse": format!("{:?}", s.fuse),
             "differing": format!("{:?}", s.differing),
             "architectures": format!("{:?}", s.architectures),
-            "scale": format!("{:?}", self.scale),
+            "scale": match self.scale {
+                ScaleChoice::Mse => format!("Mse {:?}", mse::OFFSETS),
+                scale => format!("{scale:?}"),
+            },
             "profile": format!("{:?}", self.profile),
             "acts": format!("{:?}", self.acts),
             "kv": format!("{:?}", self.kv),

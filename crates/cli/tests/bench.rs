@@ -7,7 +7,7 @@ fn bench(args: &[&str]) -> Output {
 }
 
 /// The names are an interface: others compare runs by them.
-const NAMES: [&str; 37] = [
+const NAMES: [&str; 38] = [
     "amax",
     "quantize 1x16 amax-given",
     "quantize 1x16",
@@ -22,6 +22,7 @@ const NAMES: [&str; 37] = [
     "quantize 16x16 4over6-mae-fast",
     "quantize 16x16 4over6-mse-strict",
     "quantize 16x16 4over6-mse-fast",
+    "quantize 1x16 mse",
     "quantize 1x16 stochastic",
     "quantize 1x16 hadamard-column",
     "dequantize bf16",

@@ -7,7 +7,7 @@
 mod runner;
 
 use nvfp4_kernels::Implementation;
-use nvfp4_spec::{GlobalScale, Mode, Precision, Profile, ScaleRule, Specials, Tile};
+use nvfp4_spec::{GlobalScale, Mode, Precision, Profile, Rounding, ScaleRule, Specials, Tile};
 use nvfp4_testing::{Need, missing};
 use rayon::prelude::*;
 use runner::{Case, Fill, Runner};
@@ -24,9 +24,13 @@ fn modes() -> Vec<Mode> {
             modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, global, rule, specials, ..Mode::default() }));
         }
         for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
-            modes.push(Mode { tile, global, profile, ..Mode::default() });
+            for rule in [ScaleRule::Six, ScaleRule::Mse] {
+                modes.push(Mode { tile, global, profile, rule, ..Mode::default() });
+            }
         }
     }
+    // The search of scales is not for square tiles.
+    modes.retain(|mode| mode.check(&Rounding::<()>::NearestEven).is_ok());
     modes
 }
 

@@ -43,6 +43,7 @@ pub const SCALE_RULES: Words<ScaleRule> = {
     use {E4m3Bound::*, ErrorPath::*, Metric::*};
     &[
         ("six", ScaleRule::Six),
+        ("mse", ScaleRule::Mse),
         ("4over6-mae-strict-448", rule(Mae, Strict, E448)),
         ("4over6-mae-strict-256", rule(Mae, Strict, E256)),
         ("4over6-mae-fast-448", rule(Mae, Fast, E448)),

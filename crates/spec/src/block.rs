@@ -1,59 +1,23 @@
-//! A tile becomes one scale byte and its codes. Read [`scale`](mod@crate::scale) and
+//! A tile becomes one scale byte and its codes. Read [`scaling`](mod@crate::scaling) and
 //! [`tile`](mod@crate::tile) first. Source: numerics §3, §4.
 
-use crate::profile::Factor;
-use crate::scale::{Global, amax};
+use crate::scale::amax;
+use crate::scaling::Scaling;
 use crate::tile::{Quantized, Rows};
-use crate::{Mode, Precision, Profile, Rounding, ScaleRule, e2m1, four_over_six, stochastic};
+use crate::{Rounding, ScaleRule, four_over_six, mse};
 
 /// The random bytes of a tile: one per element.
 pub type TileRounding<'a, const H: usize> = Rounding<&'a Rows<u8, H>>;
 
-/// How the blocks of a tensor or row are scaled: everything that depends on its amax.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scaling {
-    /// The global scale.
-    pub global: Global,
-    /// The choices.
-    pub mode: Mode,
-    /// The type that elements came in, which one profile asks for.
-    pub precision: Precision,
-}
-
-impl Scaling {
-    /// The scaling of a tensor or row with this amax.
-    pub fn new(amax: f32, mode: &Mode, precision: Precision) -> Self {
-        Scaling { global: Global::new(amax, mode.rule.bound(), mode.specials), mode: *mode, precision }
-    }
-
-    /// The scale byte of a block with this largest magnitude, by the rule "six".
-    pub fn block_scale(&self, block_amax: f32) -> u8 {
-        self.mode.profile.block_scale(block_amax, &self.global, self.precision, self.mode.specials)
-    }
-
-    /// How the elements of a block with this scale byte are scaled.
-    pub fn factor(&self, scale: u8) -> Factor {
-        self.mode.profile.factor(scale, &self.global, self.precision, self.mode.specials)
-    }
-
-    /// The code of a scaled element, rounded to nearest or with a random byte.
-    pub fn code(&self, y: f32, random: Option<u8>) -> u8 {
-        if y.is_nan() && self.mode.profile == Profile::ModelOpt {
-            return 7;
-        }
-        let specials = self.mode.profile.code_specials(self.mode.specials);
-        random.map_or_else(|| e2m1::encode(y, specials), |r| stochastic::encode(y, r, specials))
-    }
-}
-
-/// Quantizes a tile. 4over6 always rounds to nearest; [`Mode::check`] refuses it with stochastic
-/// rounding.
+/// Quantizes a tile. 4over6 and the search of scales round to nearest; [`Mode::check`](crate::Mode::check) refuses them
+/// with stochastic rounding.
 pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: TileRounding<'_, H>) -> Quantized<H> {
     match scaling.mode.rule {
         ScaleRule::Six => six(tile, scaling, rounding),
         ScaleRule::FourOverSix { metric, error, .. } => {
             four_over_six::quantize(tile, &scaling.global, metric, error, scaling.mode.specials)
         }
+        ScaleRule::Mse => mse::quantize(tile, scaling),
     }
 }
 
@@ -80,6 +44,7 @@ pub fn six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding: Til
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Mode, Precision};
 
     fn quantize_row(row: [f32; 16], tensor_amax: f32) -> Quantized<1> {
         six(&[row], &Scaling::new(tensor_amax, &Mode::default(), Precision::F32), Rounding::NearestEven)

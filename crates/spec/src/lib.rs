@@ -7,7 +7,7 @@
 //! 1. [`mode`]: the choices (tile, global scale, scale rule, rounding, specials);
 //! 2. [`e2m1`] and [`e4m3`]: the two small number formats;
 //! 3. [`scale`]: the global scale and the block scale;
-//! 4. [`tile`] and [`block`]: a tile becomes one scale byte and its codes;
+//! 4. [`scaling`], [`tile`] and [`block`]: a tile becomes one scale byte and its codes;
 //! 5. [`four_over_six`]: choosing between two scales per block;
 //! 6. [`philox`] and [`stochastic`]: randomness by position, and rounding with it;
 //! 7. [`hadamard`]: the randomized Hadamard transform;
@@ -63,6 +63,7 @@ pub mod philox;
 pub mod profile;
 pub mod rescale;
 pub mod scale;
+pub mod scaling;
 mod small_float;
 pub mod stochastic;
 pub mod swizzle;

@@ -11,9 +11,10 @@
 //! and has no codes and no scales; its other dimension may be any number, and no time is spent on
 //! it.
 
-use crate::block::{self, Scaling, TileRounding};
+use crate::block::{self, TileRounding};
 use crate::hadamard::{self, Signs};
 use crate::scale::{self, Unit};
+use crate::scaling::Scaling;
 use crate::stochastic::Random;
 use crate::tile::{Quantized as QuantizedTile, Rows};
 use crate::{BLOCK, Element, Error, GlobalScale, Mode, Precision, Result, Rounding, Specials, Tile};

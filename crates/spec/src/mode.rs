@@ -105,11 +105,14 @@ pub enum ScaleRule {
         /// The bound in the global scale.
         bound: Bound,
     },
+    /// The scale byte with the smallest sum of squared errors among those around the one of `Six`:
+    /// our own rule, [`mse`](mod@crate::mse), for 1×16 tiles.
+    Mse,
 }
 
 impl ScaleRule {
     /// Every scale rule.
-    pub const ALL: [ScaleRule; 9] = {
+    pub const ALL: [ScaleRule; 10] = {
         const fn four_over_six(metric: Metric, error: ErrorPath, bound: Bound) -> ScaleRule {
             ScaleRule::FourOverSix { metric, error, bound }
         }
@@ -124,13 +127,14 @@ impl ScaleRule {
             four_over_six(Mse, Strict, E256),
             four_over_six(Mse, Fast, E448),
             four_over_six(Mse, Fast, E256),
+            ScaleRule::Mse,
         ]
     };
 
     /// The bound in the global scale.
     pub const fn bound(self) -> Bound {
         match self {
-            ScaleRule::Six => Bound::E448,
+            ScaleRule::Six | ScaleRule::Mse => Bound::E448,
             ScaleRule::FourOverSix { bound, .. } => bound,
         }
     }
@@ -232,10 +236,24 @@ impl Mode {
                  use 1×16 tiles or a per-tensor global scale",
             ));
         }
-        if matches!(self.rule, ScaleRule::FourOverSix { .. }) && matches!(rounding, Rounding::Stochastic(_)) {
+        if matches!(rounding, Rounding::Stochastic(_)) {
+            let reason = match self.rule {
+                ScaleRule::Six => None,
+                ScaleRule::FourOverSix { .. } => Some(
+                    "4over6 with stochastic rounding: the error to minimise would be random; \
+                     use nearest-even rounding or the rule `Six`",
+                ),
+                ScaleRule::Mse => Some(
+                    "a search of scales with stochastic rounding: the error to minimise would be random; \
+                     use nearest-even rounding or the rule `Six`",
+                ),
+            };
+            reason.map_or(Ok(()), |reason| Err(Error::Combination(reason)))?;
+        }
+        if self.rule == ScaleRule::Mse && self.tile == Tile::Square16 {
             return Err(Error::Combination(
-                "4over6 with stochastic rounding: the error to minimise would be random; \
-                 use nearest-even rounding or the rule `Six`",
+                "a search of scales with 16×16 tiles: it is for the blocks of a row; \
+                 use 1×16 tiles, or the rule `Six` or 4over6",
             ));
         }
         if self.profile != Profile::TransformerEngine {

@@ -115,7 +115,8 @@ fn at_least(least: f32, x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::{self, Scaling};
+    use crate::block;
+    use crate::scaling::Scaling;
     use crate::tile::Quantized;
     use crate::{Mode, Rounding};
 

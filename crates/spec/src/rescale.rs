@@ -17,7 +17,7 @@ const SIGN: u8 = 0x80;
 /// A block that decodes to zeros or NaN stays as it is. With `c` the byte nearest to the scale
 /// times the ratio of the tensor scales: if `c` has exactly that value, the codes stay, and every
 /// element decodes to the same bits. Otherwise the elements, as they decode before, are quantized
-/// with each scale byte from 4 below to 2 above `c`, as in [`mse`], and the smallest sum of squared
+/// with each scale byte from 4 below to 6 above `c`, as in [`mse`], and the smallest sum of squared
 /// errors wins.
 pub fn block(codes: &[u8; BLOCK], scale: u8, from: f32, to: f32, unit: Unit) -> Quantized<1> {
     let (sign, magnitude) = (scale & SIGN, scale & !SIGN);
@@ -39,7 +39,7 @@ pub fn block(codes: &[u8; BLOCK], scale: u8, from: f32, to: f32, unit: Unit) -> 
         let factor = unit.decode_factor(scale, to);
         Quantized { scale, codes: [row.map(|x| e2m1::encode(x / factor, Specials::Kernel))] }
     };
-    let best = mse::search(&row, nearest, quantize, |scale| unit.decode_factor(scale, to));
+    let best = mse::search(&[row], nearest, quantize, |scale| unit.decode_factor(scale, to));
     Quantized { scale: sign | best.scale, ..best }
 }
 

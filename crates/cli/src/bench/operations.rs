@@ -111,7 +111,7 @@ pub const PLAIN: Settings = Settings {
     layout: Layout::Linear,
 };
 
-static OPERATIONS: [Operation; 21] = {
+static OPERATIONS: [Operation; 22] = {
     use {ErrorPath::*, Kind::*, Metric::*, Source::*, Tile::*};
     const ROW_SCALED: Mode = Mode { global: GlobalScale::PerRow, ..PLAIN.mode };
     const SQUARE: Mode = mode(Square16, ScaleRule::Six);
@@ -138,6 +138,10 @@ static OPERATIONS: [Operation; 21] = {
         four_over_six("quantize 16x16 4over6-mae-fast", Square16, Mae, Fast),
         four_over_six("quantize 16x16 4over6-mse-strict", Square16, Mse, Strict),
         four_over_six("quantize 16x16 4over6-mse-fast", Square16, Mse, Fast),
+        operation(
+            "quantize 1x16 mse",
+            Quantize(Settings { mode: mode(Row16, ScaleRule::Mse), amax: GivenOnGpu, ..PLAIN }),
+        ),
         operation("quantize 1x16 stochastic", Quantize(Settings { stochastic: true, amax: GivenOnGpu, ..PLAIN })),
         operation(
             "quantize 1x16 hadamard-column",

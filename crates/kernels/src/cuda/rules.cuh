@@ -48,7 +48,7 @@ enum Profile { TRANSFORMER_ENGINE, MODEL_OPT, LLM_COMPRESSOR, TORCH_AO };
 enum Precision { F32, BF16, F16 };
 enum Metric { MAE, MSE };
 enum ErrorPath { STRICT, FAST };
-enum ScaleRule { SIX, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
+enum ScaleRule { SIX, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, LEAST_SQUARES };
 enum Order { FOLDED, ONE_ROW, BOTH_ROWS };
 
 RULE bool is_nan(float x) { return (to_bits(x) & 0x7FFFFFFF) > 0x7F800000; }
@@ -258,6 +258,12 @@ RULE constexpr Specials code_specials(Profile profile, Specials specials) {
 
 RULE constexpr Specials amax_specials(Profile profile, Specials specials) { return profile == TRANSFORMER_ENGINE ? specials : REFERENCE; }
 
+// Scaling::code, to nearest.
+RULE u32 code(float y, Profile profile, Specials specials) {
+    if (profile == MODEL_OPT && is_nan(y)) return 7;
+    return e2m1::encode(y, code_specials(profile, specials));
+}
+
 }  // namespace profile
 
 namespace philox {
@@ -376,6 +382,41 @@ RULE float sum_rows(const float* rows, int stride) {
 }
 
 }  // namespace four_over_six
+
+namespace mse {
+
+// The search's binary64 sum for one scale byte.
+RARE double row_error(const float x[BLOCK], u32 byte, scale::Global global, Profile of, Precision p, Specials specials) {
+    profile::Factor factor = profile::factor(byte, global, of, p, specials);
+    scale::Unit unit = of == TRANSFORMER_ENGINE ? scale::AMAX : of == LLM_COMPRESSOR ? scale::DIVISOR : scale::MULTIPLIER;
+    float decode = scale::decode_factor(byte, profile::stored(global.amax, of, p), unit, 1.0f / global.six_e);
+    double sum = 0.0;
+    for (int i = 0; i < BLOCK; i++) {
+        u32 code = profile::code(profile::apply(factor, x[i]), of, specials);
+        double e = (double)x[i] - (double)(e2m1::decode(code) * decode);
+        sum = sum + e * e;
+    }
+    return sum;
+}
+
+// The scale byte that a search around the one of "six" finds.
+RARE u32 search(const float x[BLOCK], u32 centre, scale::Global global, Profile of, Precision p, Specials specials) {
+    if (centre >= E4M3_NAN_BYTE) return centre;
+    // From the nearest on, the smaller first: 0, -1, 1, -2, 2, -3, 3, -4, 4, then 5 and 6.
+    u32 best = centre;
+    double least = row_error(x, centre, global, of, p, specials);
+    if (!(least < 1.0 / 0.0)) least = 1.0 / 0.0;
+    for (int i = 1; i < 11; i++) {
+        int offset = i < 9 ? (i % 2 ? -(i + 1) / 2 : i / 2) : i - 4;
+        int byte = (int)centre + offset;
+        if (byte < 1 || byte >= (int)E4M3_NAN_BYTE) continue;
+        double sum = row_error(x, (u32)byte, global, of, p, specials);
+        if (sum < least) least = sum, best = (u32)byte;
+    }
+    return best;
+}
+
+}  // namespace mse
 
 namespace swizzle {
 

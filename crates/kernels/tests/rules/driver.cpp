@@ -45,8 +45,9 @@ static void quantize(const u32* in, u32* out) {
     float block_amax = from_bits(bits);
 
     u32 byte;
-    if (rule == SIX) {
+    if (rule == SIX || rule == LEAST_SQUARES) {
         byte = profile::block_scale(block_amax, g, profile, precision, specials);
+        if (rule == LEAST_SQUARES) byte = mse::search(x, byte, g, profile, precision, specials);
     } else {
         Metric metric = rule == FOUR_OVER_SIX_MSE ? MSE : MAE;
         four_over_six::Pair pair = four_over_six::candidate_scales(block_amax, g, specials);
@@ -64,9 +65,8 @@ static void quantize(const u32* in, u32* out) {
     out[0] = byte;
     for (int i = 0; i < N; i++) {
         float y = profile::apply(factor, x[i]);
-        if (profile == MODEL_OPT && is_nan(y)) out[1 + i] = 7;
-        else if (in[7]) out[1 + i] = stochastic::encode(y, random[i / 4] >> (8 * (i % 4)) & 255, code_specials);
-        else out[1 + i] = e2m1::encode(y, code_specials);
+        if (in[7] && !(profile == MODEL_OPT && is_nan(y))) out[1 + i] = stochastic::encode(y, random[i / 4] >> (8 * (i % 4)) & 255, code_specials);
+        else out[1 + i] = profile::code(y, profile, specials);
     }
 }
 

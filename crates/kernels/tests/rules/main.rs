@@ -10,10 +10,11 @@ mod values;
 
 use driver::Driver;
 use half::{bf16, f16};
-use nvfp4_spec::block::{self, Scaling};
+use nvfp4_spec::block;
 use nvfp4_spec::hadamard::{self, Signs};
 use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scale::{self, Global, Unit};
+use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::stochastic::{self, Stream};
 use nvfp4_spec::tile::{self, Quantized};
 use nvfp4_spec::{
@@ -295,6 +296,7 @@ fn record(amax: f32, mode: &Mode, precision: Precision, x: &[u32], random: Optio
     let (rule, path) = match mode.rule {
         ScaleRule::Six => (0, 0),
         ScaleRule::FourOverSix { metric, error, .. } => (1 + index(&METRICS, metric), index(&PATHS, error)),
+        ScaleRule::Mse => (3, 0),
     };
     let six_e = mode.rule.bound().six_e().to_bits();
     let (precision, profile) = (index(&PRECISIONS, precision), index(&PROFILES, mode.profile));
@@ -311,7 +313,11 @@ fn modes(tile: Tile) -> Vec<Mode> {
     for specials in SPECIALS {
         modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, rule, specials, ..Mode::default() }));
     }
-    modes.extend(PROFILES[1..].iter().map(|&profile| Mode { tile, profile, ..Mode::default() }));
+    for rule in [ScaleRule::Six, ScaleRule::Mse] {
+        modes.extend(PROFILES[1..].iter().map(|&profile| Mode { tile, profile, rule, ..Mode::default() }));
+    }
+    // The search of scales is not for square tiles.
+    modes.retain(|mode| mode.check(&Rounding::<()>::NearestEven).is_ok());
     modes
 }
 

@@ -5,17 +5,18 @@
 
 use super::cuts::Table;
 use super::encode::{self, KEEP};
-use super::four_over_six::{self, Tiles};
+use super::four_over_six::{self, Choices, Tiles};
+use super::search::{self, Factors};
 use crate::avx2::small_float::{E4m3, codes, store_bytes};
 use crate::avx2::{
     Avx2, abs, infinity_bits, largest_of_eight, load, load_eight, max, philox, value_of, values_of, zero,
 };
-use nvfp4_spec::block::{self, Scaling};
-use nvfp4_spec::profile::Factor;
+use nvfp4_spec::block;
 use nvfp4_spec::scale::SIXTH;
+use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::tile::Rows;
-use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, Specials, e2m1, e4m3};
+use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Precision, Profile, Rounding, ScaleRule, Specials, e2m1};
 use std::arch::x86_64::*;
 
 /// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix
@@ -34,6 +35,13 @@ impl<'a, T: Element> Band<'a, T> {
     #[inline]
     fn row(&self, r: usize) -> &'a [[T; BLOCK]] {
         self.data[r * self.stride..][..self.blocks * BLOCK].as_chunks::<BLOCK>().0
+    }
+
+    /// The tiles from 8·i on.
+    #[inline]
+    fn tiles(&self, i: usize) -> Tiles<'a, T> {
+        let (stride, height, count) = (self.stride, self.height, 8.min(self.blocks - 8 * i));
+        Tiles { data: &self.data[8 * i * BLOCK..], stride, height, count }
     }
 
     fn tile<const H: usize>(&self, b: usize) -> Rows<f32, H> {
@@ -62,6 +70,8 @@ pub(super) struct Draw<'a> {
 /// What a thread keeps between bands of one direction: all of the same mode and type.
 pub(super) struct Worker {
     table: Table,
+    /// Of the search of scales.
+    factors: Factors,
     /// Bits of the tiles' largest magnitudes.
     magnitudes: Vec<u32>,
     scales: Vec<u8>,
@@ -75,6 +85,7 @@ impl Worker {
         Worker {
             // SAFETY: an Avx2 token is only made after detection.
             table: unsafe { Table::new(scaling) },
+            factors: Factors::new(),
             magnitudes: Vec::new(),
             scales: Vec::new(),
             random: Vec::new(),
@@ -116,7 +127,7 @@ impl Worker {
             }
         }
         let keep = mode.profile.code_specials(mode.specials) == Specials::Kernel;
-        let divide = matches!(scaling.factor(e4m3::MAX_BYTE), Factor::Divide(_));
+        let divide = self.table.divides();
         for r in 0..band.height {
             let codes = &mut out.codes[r * out.code_stride..][..band.blocks * BLOCK / 2];
             out.scales[r * out.scale_stride..][..band.blocks].copy_from_slice(&self.scales[..band.blocks]);
@@ -191,27 +202,41 @@ impl Worker {
 
     #[target_feature(enable = "avx2,fma,f16c")]
     fn choose_scales<T: Element>(&mut self, band: &Band<'_, T>) {
-        let scaling = *self.table.scaling();
         self.scales.resize(self.magnitudes.len(), 0);
+        match self.table.scaling().mode.rule {
+            ScaleRule::Six => self.map_to_six(T::PRECISION),
+            ScaleRule::FourOverSix { metric: Metric::Mae, error, .. } => {
+                self.choose_four_over_six::<T, true>(band, error)
+            }
+            ScaleRule::FourOverSix { metric: Metric::Mse, error, .. } => {
+                self.choose_four_over_six::<T, false>(band, error)
+            }
+            ScaleRule::Mse => {
+                self.map_to_six(T::PRECISION);
+                match self.table.divides() {
+                    true => self.search::<T, true>(band),
+                    false => self.search::<T, false>(band),
+                }
+            }
+        }
+    }
+
+    /// The scales of the rule "six".
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn map_to_six(&mut self, precision: Precision) {
+        let scaling = *self.table.scaling();
         let eights = self.magnitudes.as_chunks::<8>().0.iter().zip(self.scales.as_chunks_mut::<8>().0);
-        match (scaling.mode.rule, scaling.mode.profile) {
-            (ScaleRule::Six, Profile::TransformerEngine) => {
-                // Twin of `scale::block_scale`.
-                let multiplier = _mm256_set1_ps(scaling.global.encode * SIXTH);
-                for (bits, scales) in eights {
-                    let amaxes = values_of(load_eight(bits), T::PRECISION);
-                    store_bytes(codes::<E4m3>(_mm256_mul_ps(amaxes, multiplier)), scales);
-                }
+        if scaling.mode.profile == Profile::TransformerEngine {
+            // Twin of `scale::block_scale`.
+            let multiplier = _mm256_set1_ps(scaling.global.encode * SIXTH);
+            for (bits, scales) in eights {
+                let amaxes = values_of(load_eight(bits), precision);
+                store_bytes(codes::<E4m3>(_mm256_mul_ps(amaxes, multiplier)), scales);
             }
-            (ScaleRule::Six, _) => {
-                for (bits, scales) in eights {
-                    *scales = bits.map(|b| scaling.block_scale(value_of(b, T::PRECISION)));
-                }
+        } else {
+            for (bits, scales) in eights {
+                *scales = bits.map(|b| scaling.block_scale(value_of(b, precision)));
             }
-            (ScaleRule::FourOverSix { metric, error, .. }, _) => match metric {
-                Metric::Mae => self.choose_four_over_six::<T, true>(band, error),
-                Metric::Mse => self.choose_four_over_six::<T, false>(band, error),
-            },
         }
     }
 
@@ -219,17 +244,33 @@ impl Worker {
     #[target_feature(enable = "avx2,fma,f16c")]
     fn choose_four_over_six<T: Element, const MAE: bool>(&mut self, band: &Band<'_, T>, error: ErrorPath) {
         let global = self.table.scaling().global;
-        for (i, bits) in self.magnitudes.as_chunks::<8>().0.iter().enumerate() {
-            let (stride, height, count) = (band.stride, band.height, 8.min(band.blocks - 8 * i));
-            let tiles = Tiles { data: &band.data[8 * i * BLOCK..], stride, height, count };
-            let amaxes = values_of(load_eight(bits), T::PRECISION);
-            let choices = four_over_six::choose::<T, MAE>(&global, error, amaxes, &tiles);
-            store_bytes(choices.scales, &mut self.scales.as_chunks_mut::<8>().0[i]);
-            let mut undecided = choices.undecided;
-            while undecided != 0 {
-                self.undecided.push(8 * i + undecided.trailing_zeros() as usize);
-                undecided &= undecided - 1;
-            }
+        for i in 0..self.magnitudes.len() / 8 {
+            let amaxes = values_of(load_eight(&self.magnitudes.as_chunks::<8>().0[i]), T::PRECISION);
+            self.take(i, four_over_six::choose::<T, MAE>(&global, error, amaxes, &band.tiles(i)));
+        }
+    }
+
+    /// The best of the scales around those of the rule "six"; a tile that the filter cannot decide
+    /// is undecided.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn search<T: Element, const DIVIDE: bool>(&mut self, band: &Band<'_, T>) {
+        self.factors.set(self.table.scaling());
+        for i in 0..self.magnitudes.len() / 8 {
+            let amaxes = values_of(load_eight(&self.magnitudes.as_chunks::<8>().0[i]), T::PRECISION);
+            let centres = &self.scales.as_chunks::<8>().0[i];
+            self.take(i, search::choose::<T, DIVIDE>(&self.factors, centres, amaxes, &band.tiles(i)));
+        }
+    }
+
+    /// The choices for the tiles from 8·i on.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    fn take(&mut self, i: usize, choices: Choices) {
+        store_bytes(choices.scales, &mut self.scales.as_chunks_mut::<8>().0[i]);
+        let mut undecided = choices.undecided;
+        while undecided != 0 {
+            self.undecided.push(8 * i + undecided.trailing_zeros() as usize);
+            undecided &= undecided - 1;
         }
     }
 

@@ -8,8 +8,8 @@
 //! scale byte; a tensor or a row uses a few dozen of the 127.
 
 use crate::avx2::{infinity_bits, narrow, value_of};
-use nvfp4_spec::block::Scaling;
 use nvfp4_spec::profile::Factor;
+use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::{Element, GlobalScale, Precision, e2m1, e4m3};
 use std::arch::x86_64::*;
 
@@ -45,6 +45,11 @@ impl Table {
 
     pub fn scaling(&self) -> &Scaling {
         &self.scaling
+    }
+
+    /// Whether elements are divided by their factor.
+    pub fn divides(&self) -> bool {
+        matches!(self.scaling.factor(e4m3::MAX_BYTE), Factor::Divide(_))
     }
 
     /// Switches to another row of the same mode and type. The entries of the same amax are kept.

@@ -137,7 +137,7 @@ pub(super) fn choose<T: Element, const MAE: bool>(
 }
 
 /// The smallest and the largest decode factor for which the bound holds: 2⁻⁵⁰ and 2⁵⁰.
-const RANGE: [f32; 2] = [f32::from_bits((127 - 50) << 23), f32::from_bits((127 + 50) << 23)];
+pub(super) const RANGE: [f32; 2] = [f32::from_bits((127 - 50) << 23), f32::from_bits((127 + 50) << 23)];
 
 /// The filtered errors of tile `j` in four parts: six, six, four, four.
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -177,11 +177,11 @@ fn add_up(sums: &[[f32; 4]; 8]) -> [__m256; 2] {
     [_mm256_shuffle_ps::<0b10_00_10_00>(a, b), _mm256_shuffle_ps::<0b11_01_11_01>(a, b)]
 }
 
-/// The E2M1 magnitude nearest to `y`, 0 ≤ y ≤ 7. Adding a power of two that leaves one mantissa bit
+/// The E2M1 magnitude nearest to `y`, which is not negative. Adding a power of two that leaves one mantissa bit
 /// (below 1: units of 0.5) makes the addition round to nearest even.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn round_to_grid(y: __m256) -> __m256 {
+pub(super) fn round_to_grid(y: __m256) -> __m256 {
     let y = _mm256_min_ps(y, _mm256_set1_ps(6.0));
     let exponent = _mm256_and_si256(_mm256_castps_si256(y), _mm256_set1_epi32(0x7F80_0000));
     let exponent = _mm256_max_epi32(exponent, _mm256_set1_epi32(0x3F80_0000));

@@ -13,6 +13,7 @@ mod column;
 mod cuts;
 mod encode;
 mod four_over_six;
+mod search;
 mod target;
 
 use super::Direction;
@@ -22,7 +23,7 @@ use crate::{Input, Result, Values};
 use band::{Band, Draw, Output, Worker};
 use column::Submatrix;
 use half::bf16;
-use nvfp4_spec::block::Scaling;
+use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::{BLOCK, Element, GlobalScale, Rounding, e2m1};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};

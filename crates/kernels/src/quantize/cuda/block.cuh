@@ -5,7 +5,8 @@
 // TransformerEngine, kernel specials, no NaN, every scaled element at most 6.5. All other blocks are
 // computed by the rules themselves.
 //
-// Settings of a direction are constants of a type `S`: S::RULE_OF (six, or 4over6 by MAE or MSE),
+// Settings of a direction are constants of a type `S`: S::RULE_OF (six, 4over6 by MAE or MSE, or the
+// search of scales, which goes by the rule),
 // S::SQUARE, S::STOCHASTIC, S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call),
 // S::SPECIALS, S::PROFILE, S::SWIZZLED (the layout of scales), S::VALUES (whether values are written
 // instead of codes). WHOLE means: all blocks are whole, rows
@@ -228,9 +229,8 @@ RARE u64 codes_by_rule(const float x[BLOCK], u32 byte, scale::Global global, Pre
     for (int i = 0; i < BLOCK; i++) {
         float y = profile::apply(factor, x[i]);
         u32 code;
-        if (S::PROFILE == MODEL_OPT && is_nan(y)) code = 7;
-        else if (S::STOCHASTIC) code = stochastic::encode(y, (i < 8 ? i < 4 ? random.w[0] : random.w[1] : i < 12 ? random.w[2] : random.w[3]) >> (8 * (i % 4)) & 255, specials);
-        else code = e2m1::encode(y, specials);
+        if (S::STOCHASTIC && !(S::PROFILE == MODEL_OPT && is_nan(y))) code = stochastic::encode(y, (i < 8 ? i < 4 ? random.w[0] : random.w[1] : i < 12 ? random.w[2] : random.w[3]) >> (8 * (i % 4)) & 255, specials);
+        else code = profile::code(y, S::PROFILE, S::SPECIALS);
         codes |= (u64)code << (4 * i);
     }
     return codes;
@@ -439,8 +439,10 @@ template <class S, Precision P>
 RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Direction& d, Position at) {
     u32 byte;
     float amax = amax_beside_nan<S>(x);
-    if (S::RULE_OF == SIX) byte = profile::block_scale(amax, global, S::PROFILE, P, S::SPECIALS);
-    else {
+    if (S::RULE_OF == SIX || S::RULE_OF == LEAST_SQUARES) {
+        byte = profile::block_scale(amax, global, S::PROFILE, P, S::SPECIALS);
+        if (S::RULE_OF == LEAST_SQUARES) byte = mse::search(x, byte, global, S::PROFILE, P, S::SPECIALS);
+    } else {
         four_over_six::Pair bytes = four_over_six::candidate_scales(amax, global, S::SPECIALS);
         float six = four_over_six::row_error(x, bytes.six, global, METRIC<S>, (ErrorPath)d.error, S::SPECIALS);
         float four = four_over_six::row_error(x, bytes.four, global, METRIC<S>, (ErrorPath)d.error, S::SPECIALS);
@@ -459,7 +461,7 @@ RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& s
         if (s.regular && largest * inverse <= ORDINARY_LIMIT) {
             return {codes_of<S>(x, byte, inverse, true, s.global, d, at), byte};
         }
-    } else {
+    } else if (S::RULE_OF != LEAST_SQUARES) {
         Candidates c = candidates(largest, s);
         if (covered(c, largest, s)) {
             Filtered six = filtered(x, c.six.inverse, METRIC<S>), four = filtered(x, c.four.inverse, METRIC<S>);

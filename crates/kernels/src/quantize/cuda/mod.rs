@@ -22,7 +22,7 @@ use launch::{DirectionParams, full_panels, panels, row_blocks, squares, whole_ro
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::OFFSETS_PER_CALL;
 use nvfp4_spec::{BLOCK, Error, ErrorPath, GlobalScale, Mode, Rounding, ScaleRule, Tile, area};
-use variant::{Settings, Transform};
+use variant::{Rule, Settings, Transform};
 
 /// What a thread does with a block of 16 elements, to come after `elements.cuh`.
 const BLOCK_TEXT: &str = include_str!("block.cuh");
@@ -155,9 +155,10 @@ impl Direction<'_> {
     fn settings(&self) -> Settings {
         Settings {
             tile: self.mode.tile,
-            metric: match self.mode.rule {
-                ScaleRule::Six => None,
-                ScaleRule::FourOverSix { metric, .. } => Some(metric),
+            rule: match self.mode.rule {
+                ScaleRule::Six => Rule::Six,
+                ScaleRule::FourOverSix { metric, .. } => Rule::FourOverSix(metric),
+                ScaleRule::Mse => Rule::Mse,
             },
             specials: self.mode.specials,
             profile: self.mode.profile,

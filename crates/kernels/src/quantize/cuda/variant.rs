@@ -17,7 +17,7 @@ pub(super) const THREADS: u32 = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Settings {
     pub tile: Tile,
-    pub metric: Option<Metric>,
+    pub rule: Rule,
     pub specials: Specials,
     pub profile: Profile,
     pub layout: Layout,
@@ -25,6 +25,14 @@ pub(super) struct Settings {
     pub transform: Transform,
     /// Whether values are written instead of codes.
     pub values: bool,
+}
+
+/// How a kernel chooses scales; 4over6 has its error path and its bound as parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Rule {
+    Six,
+    FourOverSix(Metric),
+    Mse,
 }
 
 /// The Hadamard transform in a kernel: the usual signs are constants, others are parameters.
@@ -39,7 +47,7 @@ impl Settings {
     /// 1×16 tiles of TransformerEngine, the rule "six", rounded to nearest.
     const PLAIN: Settings = Settings {
         tile: Tile::Row16,
-        metric: None,
+        rule: Rule::Six,
         specials: Specials::Kernel,
         profile: Profile::TransformerEngine,
         layout: Layout::Linear,
@@ -50,16 +58,17 @@ impl Settings {
 
     /// Whether memory bandwidth, not arithmetic, is the bottleneck.
     pub fn is_light(self) -> bool {
-        self.metric.is_none() && !self.stochastic && self.transform == Transform::None
+        self.rule == Rule::Six && !self.stochastic && self.transform == Transform::None
     }
 
     /// A type with the settings of a direction, which may be absent.
     fn text(name: &str, settings: Option<Settings>) -> String {
         let s = settings.unwrap_or(Settings::PLAIN);
-        let rule = match s.metric {
-            None => "SIX",
-            Some(Metric::Mae) => "FOUR_OVER_SIX_MAE",
-            Some(Metric::Mse) => "FOUR_OVER_SIX_MSE",
+        let rule = match s.rule {
+            Rule::Six => "SIX",
+            Rule::FourOverSix(Metric::Mae) => "FOUR_OVER_SIX_MAE",
+            Rule::FourOverSix(Metric::Mse) => "FOUR_OVER_SIX_MSE",
+            Rule::Mse => "LEAST_SQUARES",
         };
         let specials = match s.specials {
             Specials::Kernel => "KERNEL",
@@ -150,7 +159,7 @@ impl Variant {
     /// How many groups of threads a multiprocessor should hold at a time, which limits registers.
     /// Measured; docs/gpu.md.
     fn min_blocks(self) -> u32 {
-        let filtered = [self.row, self.col].into_iter().flatten().any(|s| s.metric.is_some());
+        let filtered = [self.row, self.col].into_iter().flatten().any(|s| s.rule != Rule::Six);
         // Twice the threads have twice the registers.
         let of_usual = match (self.function, self.precision, filtered) {
             (Function::WholeRows, ..) => return 1,
@@ -180,10 +189,11 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
         Settings { specials: Specials::Reference, ..plain },
         Settings { stochastic: true, ..plain },
         Settings { stochastic: true, transform: Transform::Passed, specials: Specials::Reference, ..plain },
-        Settings { metric: Some(Metric::Mae), ..plain },
-        Settings { metric: Some(Metric::Mse), specials: Specials::Reference, ..plain },
-        Settings { metric: Some(Metric::Mse), transform: Transform::Constant(Signs::FIXED), ..plain },
+        Settings { rule: Rule::FourOverSix(Metric::Mae), ..plain },
+        Settings { rule: Rule::FourOverSix(Metric::Mse), specials: Specials::Reference, ..plain },
+        Settings { rule: Rule::FourOverSix(Metric::Mse), transform: Transform::Constant(Signs::FIXED), ..plain },
         profile(Profile::ModelOpt),
+        Settings { rule: Rule::Mse, ..profile(Profile::ModelOpt) },
         Settings { stochastic: true, ..profile(Profile::LlmCompressor) },
         Settings { transform: Transform::Constant(Signs::NONE), ..profile(Profile::TorchAo) },
     ];

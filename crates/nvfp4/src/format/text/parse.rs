@@ -165,9 +165,10 @@ impl<'a> Options<'a> {
                 bound: find(BOUNDS, words.next()?)?,
             })
         };
-        let allowed = "six, 4over6-{mae,mse}-{strict,fast}-{448,256}".to_string();
+        let allowed = "six, mse, 4over6-{mae,mse}-{strict,fast}-{448,256}".to_string();
         let rule = self.take(allowed, |option| match option {
             "six" => Some(ScaleRule::Six),
+            "mse" => Some(ScaleRule::Mse),
             _ => four_over_six(option),
         })?;
         Ok(rule.unwrap_or_default())
