@@ -202,6 +202,64 @@ def test_autocast_moves_on_from_region_to_region():
         assert torch.equal(module.delayed.input.scale, layer.delayed.input.scale)
 
 
+def test_scales_move_on_at_the_end_of_each_pass():
+    """Those of the forward pass when the outermost region is left, those of gradients after the
+    backward pass that reaches the first module, once for each step.
+    """
+    first, last = te.Linear(64, 64, name="a"), te.Linear(64, 64, name="b")
+
+    def moved(*layers):
+        return [[of.history[1:].count_nonzero().item() for of in layer.delayed.children()] for layer in layers]
+
+    outputs = []
+    for number in range(2):  # both forward passes come before the backward passes
+        with te.autocast(recipe=SHORT):
+            with te.autocast(recipe=SHORT):
+                middle = first(data(number).requires_grad_())
+            assert moved(first) == [[number, number, 0]]
+            outputs.append((middle, last(middle)))
+        assert moved(first, last) == [[number + 1, number + 1, 0]] * 2
+    for number, (middle, y) in enumerate(outputs):
+        y.sum().backward()
+        assert moved(first, last) == [[2, 2, number + 1]] * 2
+    with torch.no_grad(), te.autocast(recipe=SHORT):
+        first(data(9))
+    assert moved(first, last) == [[2, 2, 2]] * 2
+
+
+def test_a_later_microbatch_has_the_weight_of_the_first():
+    """Its scale moves on, but the codes of the first serve again. Without a word they do not."""
+    layer, weights = te.Linear(64, 64), []
+    for first in (True, False, None):
+        with te.autocast(recipe=SHORT):
+            layer(data(0), is_first_microbatch=first)
+        weights.append(layer.delayed.weight.history.count_nonzero().item())
+    assert weights == [1, 1, 2]
+
+
+def test_a_region_inside_of_what_is_computed_again_repeats_it():
+    torch.manual_seed(0)
+    plain = te.Linear(64, 64, name="fc")
+    again = copy.deepcopy(plain)
+
+    def inside(layer):
+        def run(x):
+            with te.autocast(recipe=SHORT):
+                return layer(x)
+
+        return run
+
+    for number in range(3):
+        results = []
+        for layer, run in ((plain, inside(plain)), (again, lambda x: te.checkpoint(inside(again), x, use_reentrant=False))):
+            x = data(number).requires_grad_()
+            layer.zero_grad()
+            y = run(x)
+            (y * data(100 + number)).sum().backward()
+            results.append([y.detach(), x.grad, layer.weight.grad.clone()])
+        assert same(*results) and same(list(plain.buffers()), list(again.buffers()))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", [SHORT, nvfp4.Recipe("nvfp4"), nvfp4.Recipe("mxfp8")], ids=repr)
 def test_what_te_computes_again_is_what_it_computed(recipe, reentrant):
@@ -267,15 +325,15 @@ def test_a_direction_beside_high_precision_is_made_alone_as_a_gpu_does_it(spec, 
 
 def test_a_step_ends_among_the_workers_that_it_began_with(monkeypatch):
     ended = []
-    monkeypatch.setattr(te._recipe, "update", lambda layers: ended.extend(layers))
+    monkeypatch.setattr(te._recipe, "update", lambda layers, passes: ended.extend((*of, *passes) for of in layers))
     monkeypatch.setattr(te._modules, "update", lambda layers: None)
     module, workers = te.Linear(64, 48), object()
     with te.autocast(recipe=SHORT, amax_reduction_group=workers):
-        module(data(1))
+        y = module(data(1))
+    assert ended == [(module, workers, "forward")]
     module(data(2))  # outside, where no worker is asked
-    with te.autocast(recipe=SHORT):
-        module(data(3))
-    assert ended == [(module, workers)]
+    y.sum().backward()
+    assert ended[1:] == [(module, workers, "backward")]
 
 
 @pytest.mark.filterwarnings("ignore:.*to a meta parameter")
