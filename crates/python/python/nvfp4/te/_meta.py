@@ -4,6 +4,7 @@ recipe. Nothing is computed from them, but the scales of delayed scaling are the
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Dict, List, Optional
 
 import torch
@@ -72,6 +73,19 @@ class ShowsQuantizers(torch.nn.Module):
             forward = [role(at, "input"), role(at, "weight"), output]
             of += forward if fwd else [role(at, "grad_output"), before]
         return [of[at % len(of)] for at in range(num_quantizers)]
+
+    def _ask_about_edges(self, recipe: Any) -> None:
+        """Asks a factory about the output and the input's gradient too, as TransformerEngine does.
+        Nothing is quantized for them here: what it answers or raises changes nothing.
+        """
+        factory, number = getattr(recipe, "qfactory", None), self._groups()
+        if factory is None:
+            return
+        outputs = self.get_quantizer_roles(fwd=True, num_quantizers=3 * number)[2::3]
+        gradients = self.get_quantizer_roles(fwd=False, num_quantizers=2 * number)[1::2]
+        for role in (*outputs, *gradients):
+            with contextlib.suppress(Exception):
+                factory(role)
 
     def init_fp8_meta_tensors(self, recipe: Any) -> None:
         """Makes what is shown, of this recipe. Scales of earlier steps stay."""

@@ -283,6 +283,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
                 self._step.end_before_another()  # while its scales are there: another recipe may need other ones
             self.use_recipe(here.recipe)
             self._check_codes(here)
+            self._ask_about_edges(here.asked)
             self.__dict__["_foreign"] = self._foreign_of(here)
             sets = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
             planned = _Planned(sets, _is_delayed(sets))
