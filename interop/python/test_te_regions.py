@@ -89,11 +89,39 @@ def test_codes_and_old_names_say_what_to_do():
         True, te.NVFP4BlockScaling()
     ):
         assert te.Linear(64, 64).weight.spec == "nvfp4(16x16)"
-    with pytest.raises(
-        ValueError, match="fc: .*no scale of earlier steps; choose another format for the weight"
-    ):
-        with te.quantized_model_init(recipe=te.DelayedScaling()):
-            te.Linear(64, 64, name="fc")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [te.DelayedScaling(amax_history_len=4), te.CustomRecipe(lambda role: te.DelayedScalingRequest(amax_history_len=4))],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_weights_that_are_codes_alone_have_delayed_scaling(recipe):
+    """The scale begins at 1. What an optimizer writes is quantized with the scale of the steps
+    before, and its amax moves on with the next region.
+    """
+    with te.quantized_model_init(recipe=recipe):
+        layers = modules()
+    for layer in layers:
+        layer.zero_grad()
+        optimizer, amaxes = torch.optim.SGD(layer.parameters(), 0.1), []
+        name, (prefix, _, _) = layer.weights()[0], layer._products[0]
+        weight, kept = getattr(layer, name), getattr(layer.delayed, f"{prefix}weight")
+        assert isinstance(weight, te.Float8Tensor) and weight._scale_inv.item() == 1
+        for step in range(3):
+            amaxes.append(kept.history[0].item())
+            scale = kept.scale.item()
+            results(layer, torch.randn(48, 64), recipe)
+            assert kept.history.tolist() == [0] * (4 - len(amaxes)) + amaxes
+            assert kept.scale.item() == pytest.approx(448 / max(amaxes)) != scale or step
+            layer.fp8_meta, optimizer.step()  # whoever looks at it in between
+            assert weight._scale_inv.item() == pytest.approx(1 / kept.scale.item())
+            assert kept.history[0].item() > 0
+    # Another length of the history is another quantizer, with the scale so far.
+    before = kept.scale.item()
+    with pytest.warns(UserWarning, match="Quantizer is being updated"):
+        results(layer, torch.randn(48, 64), te.DelayedScaling(amax_history_len=2))
+    assert weight._quantizer.scale.item() == pytest.approx(before, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "fp8_block_scaling", "bf16"])

@@ -43,7 +43,6 @@ REASONS = (
 INSIDE = (
     (r"tensor_objects|not expose required", "what TransformerEngine's autograd functions save"),
     (r"Found no NVIDIA driver|CUDA_HOME|torch sees no GPU|'cpu' == 'cuda'|is_cuda", "needs a GPU"),
-    (r"has no scale of earlier steps", "weights of codes with delayed scaling, which are refused"),
     (r"a product reads one format", "two formats in one product, which are refused"),
     (r"opaque type", "quantizers as constants of compiled graphs"),
     (r"has no attribute '_(?!_)", "a private name of TransformerEngine's"),
@@ -103,8 +102,6 @@ class _Nothing(type):
 
 
 def nothing(module: str, name: str):
-    if module.endswith(".custom_recipes") and name in REFERENCES:
-        return importlib.import_module(f"{module}.{name}")
     if module.endswith(".custom_recipes") and name in REFERENCES:
         return importlib.import_module(f"{module}.{name}")
     return _Nothing(f"{module}.{name}", (), {})

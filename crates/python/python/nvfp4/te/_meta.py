@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Optional
 
 import torch
 
+from ._codes import bind_codes
 from ._roles import QuantizerRole
 from ._states import DelayedScalingRecipeState, RecipeState
 
@@ -121,6 +122,7 @@ class ShowsQuantizers(torch.nn.Module):
             state.amax_history[:, column].copy_(own.history)
             state.scale[column : column + 1].copy_(own.scale)
             own.history, own.scale = state.amax_history[:, column], state.scale[column : column + 1]
+        bind_codes(self)
 
     def _groups(self) -> int:
         """How many times three quantizers forward and two backward there are."""

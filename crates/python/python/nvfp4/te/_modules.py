@@ -14,6 +14,7 @@ from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 from nvfp4.torch._quantized import coded as coded_of
 
+from ._codes import bind_codes
 from ._later import Postpones, computed_again
 from ._meta import ShowsQuantizers
 from ._products import foreign_linear, is_foreign
@@ -330,6 +331,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             update([(self, here.group)])  # what it saw before it was saved or copied, if it was
             self.forget_weights()
         step.modules[id(self)] = (self, here.group)
+        bind_codes(self)
 
 
 def _is_delayed(planned: Dict[str, Any]) -> bool:
