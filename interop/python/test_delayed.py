@@ -227,6 +227,36 @@ def test_scales_move_on_at_the_end_of_each_pass():
     assert moved(first, last) == [[2, 2, 2]] * 2
 
 
+def test_a_recipe_brings_functions_for_amaxes_and_scales():
+    """One that chooses as the rule does gives its numbers; others give their own."""
+
+    def largest(history):
+        return history.max(dim=0).values
+
+    def scale(amax, scale, fp8_max, recipe):
+        return torch.where(amax > 0, fp8_max / amax / 2**recipe.margin, scale)
+
+    def mean(history):
+        return history[history > 0].mean().reshape(1)
+
+    torch.manual_seed(0)
+    layers = [te.Linear(64, 64, name="fc")]
+    layers += [copy.deepcopy(layers[0]) for _ in range(2)]
+    algorithms = ({}, {"amax_compute_algo": largest, "scaling_factor_compute_algo": scale}, {"amax_compute_algo": mean})
+    amaxes = []
+    for number in range(3):
+        x = data(number)
+        amaxes.append(x.abs().max())
+        for layer, given in zip(layers, algorithms):
+            layer.zero_grad()
+            with te.autocast(recipe=te.DelayedScaling(amax_history_len=4, margin=1, **given)):
+                y = layer(x)
+            y.sum().backward()
+    assert same(list(layers[0].buffers()), list(layers[1].buffers()))
+    torch.testing.assert_close(layers[2].delayed.input.scale, 224 / torch.stack(amaxes).mean().reshape(1))
+    copy.deepcopy(layers[2])
+
+
 def test_a_later_microbatch_has_the_weight_of_the_first():
     """Its scale moves on, but the codes of the first serve again. Without a word they do not."""
     layer, weights = te.Linear(64, 64), []

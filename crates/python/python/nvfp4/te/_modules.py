@@ -14,6 +14,7 @@ from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 from nvfp4.torch._quantized import coded as coded_of
 
+from ._algorithms import follow_algorithms
 from ._codes import bind_codes
 from ._later import Postpones, computed_again
 from ._meta import ShowsQuantizers
@@ -332,6 +333,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             self.forget_weights()
         step.modules[id(self)] = (self, here.group)
         bind_codes(self)
+        follow_algorithms(self.delayed, here.asked)
 
 
 def _is_delayed(planned: Dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ ends the step.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,8 @@ class Scale(torch.nn.Module):
     history: Tensor
     # The scale before the last update, for what is computed again after it.
     before: Optional[Tensor] = None
+    # What updates history and scale in the place of the spec's rule.
+    rule: Optional[Callable[[Tensor, Tensor], None]] = None
 
     def __init__(self, spec: Optional[str], steps: int, device):
         super().__init__()
@@ -106,6 +108,10 @@ class Scale(torch.nn.Module):
         self.before = None
         self.scale = torch.ones(1, dtype=torch.float32, device=device)
         self.history = torch.zeros(steps, dtype=torch.float32, device=device)
+
+    def __getstate__(self):
+        # A function may have no place in a pickle. The next step has it again.
+        return {**self.__dict__, "rule": None}
 
     def _apply(self, fn, recurse=True):
         scale, history = self.scale, self.history
@@ -295,7 +301,12 @@ def _update(scales: List[Scale], group) -> None:
     # Tensors of one rule on one GPU go together.
     together: Dict[Tuple[str, torch.device], List[int]] = {}
     for at, scale in enumerate(scales):
-        together.setdefault((str(scale.spec), scale.history.device), []).append(at)
+        if scale.rule is None:
+            together.setdefault((str(scale.spec), scale.history.device), []).append(at)
+        else:
+            scale.before = scale.scale.clone()
+            scale.history[:1].copy_(amaxes[at])
+            scale.rule(scale.history, scale.scale)
     for (_, device), places in together.items():
         numbers = torch.cat([scales[at].scale for at in places])
         for at, number in zip(places, numbers.split(1)):
