@@ -56,6 +56,24 @@ def test_weights_that_are_codes_alone_give_the_same_step(recipe):
         )
 
 
+def test_a_weight_of_codes_may_have_a_direction_in_high_precision():
+    fp8 = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")
+
+    def factory(role):
+        if role is not None and role.tensor_type == "weight":
+            return te.HybridQuantizer(rowwise_quantizer=te.IdentityQuantizer(), columnwise_quantizer=fp8)
+        return te.IdentityQuantizer()
+
+    recipe, x = te.CustomRecipe(factory), torch.randn(48, 64)
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layer = te.Linear(64, 64)
+    plain = te.Linear(64, 64)
+    plain.load_state_dict({"weight": layer.weight.get_high_precision_init_val(), "bias": layer.bias.detach()})
+    made = [results(module, x, recipe) for module in (layer, plain)]
+    assert all(torch.equal(a, b) for a, b in zip(*made))
+    assert not torch.equal(made[0][1], results(plain, x, "high_precision")[1])
+
+
 def test_weights_that_are_codes_alone_go_on():
     """They train, they are copied and saved, and regions of other recipes read them."""
     with te.quantized_model_init(preserve_high_precision_init_val=True):

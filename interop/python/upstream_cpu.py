@@ -64,6 +64,11 @@ def install(checkout: pathlib.Path) -> None:
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     torch.cuda.current_device = lambda: 0
+    torch.cuda.set_device = nothing
+    begin = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda *args, **given: begin(
+        *args, **{**given, "backend": "gloo"}
+    )
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = _only_there

@@ -86,7 +86,10 @@ def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) ->
             continue
         try:
             if not plain and not delayed:
-                check_spec(formats.weight.spec)
+                # A direction may stay in high precision: it is stored beside the codes.
+                for part in formats.weight.spec.split(" / "):
+                    if part != "high-precision":
+                        check_spec(part)
         except ValueError as error:
             raise ValueError(f"{layer.path}: {error}") from None
         with torch.no_grad():

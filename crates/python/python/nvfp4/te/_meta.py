@@ -10,8 +10,10 @@ from typing import Any, Dict, List, Optional
 import torch
 
 from ._codes import bind_codes
+from ._recipe import region
 from ._roles import QuantizerRole
 from ._states import DelayedScalingRecipeState, RecipeState
+from .recipe import Recipe
 
 _KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _SLOTS = {"forward": ("input", "weight"), "backward": ("grad_output",)}
@@ -87,6 +89,12 @@ class ShowsQuantizers(torch.nn.Module):
         for role in (*outputs, *gradients):
             with contextlib.suppress(Exception):
                 factory(role)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Makes what is shown, of the recipe of the region around it, if it is not there yet."""
+        asked = region().asked
+        if isinstance(asked, Recipe) and (self._shown is None or self._shown["recipe"] is not asked):
+            self.init_fp8_meta_tensors(asked)
 
     def init_fp8_meta_tensors(self, recipe: Any) -> None:
         """Makes what is shown, of this recipe. Scales of earlier steps stay."""

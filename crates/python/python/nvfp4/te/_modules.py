@@ -15,6 +15,7 @@ from nvfp4.torch._layer import Workers
 from nvfp4.torch._quantized import coded as coded_of
 
 from ._algorithms import follow_algorithms
+from ._checks import refuse_original_input, validate_experts, warn_of_original_input
 from ._codes import bind_codes
 from ._later import Postpones, computed_again
 from ._meta import ShowsQuantizers
@@ -82,6 +83,8 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
     use_recipe: Callable[[Any], None]
     forget_weights: Callable[[], None]
     fuse_wgrad_accumulation: bool
+    # Whether the backward pass is to make what it reads of the input again. It keeps the codes.
+    save_original_input: bool = False
     path: str
     _products: Any
     delayed: Any
@@ -152,19 +155,29 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         again if they were changed, and gradients are added. So are they without a word, if scales
         of delayed scaling moved on.
         """
-        moved = self._step is not None and "forward" in self._step.ended
-        if is_first_microbatch or (is_first_microbatch is None and moved):
+        self._first_of(is_first_microbatch)
+        return self.following()
+
+    def _first_of(self, is_first_microbatch: Optional[bool]) -> None:
+        if is_first_microbatch or (is_first_microbatch is None and self._scales_moved()):
             self.forget_weights()
         if is_first_microbatch:
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
                 for weight in self._parameters.values():
                     if weight is not None and weight.requires_grad and hasattr(weight, "main_grad"):
                         weight.main_grad.zero_()  # type: ignore[operator]
-        return self.following()
+
+    def _scales_moved(self) -> bool:
+        """Whether codes of weights may have a scale of earlier steps. A graph keeps none."""
+        if torch.compiler.is_compiling() or self._step is None:
+            return False
+        return "forward" in self._step.ended
 
     def _twin(self):
         here = self._followed()
         planned = self._planned(here)
+        if self.save_original_input and planned.delayed and torch.is_grad_enabled():
+            refuse_original_input(self.path, here.asked)
         if here.step is not None and planned.delayed and not (self._step and in_backward()):
             self._begin(here, here.step)
         sets, calibrated = planned.sets, None
@@ -283,7 +296,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         with _lock:
             if self._step is not None and self._step is not here.step:
                 self._step.end_before_another()  # while its scales are there: another recipe may need other ones
-            self.use_recipe(here.recipe)
+            self._use(here)
             self._check_codes(here)
             self._ask_about_edges(here.asked)
             self.__dict__["_foreign"] = self._foreign_of(here)
@@ -293,6 +306,17 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             kept = [item for item in self._plans.items() if not (planned.delayed and item[1].delayed)]
             self._plans = dict([(here.key, planned), *kept[: _AT_HAND - 1]])
             return planned
+
+    def _use(self, here: Region) -> None:
+        """:meth:`use_recipe`, with what TransformerEngine says about quantizers of a factory."""
+        answers = getattr(here.asked, "_answers", {})
+        try:
+            self.use_recipe(here.recipe)
+        except ValueError:
+            validate_experts({of: slots for of, slots in answers.items() if of[0] == self.path})
+            raise
+        if self.save_original_input and answers:
+            warn_of_original_input(self.path, here.asked)
 
     def _check_codes(self, here: Region) -> None:
         """Refuses a recipe of another format than the weights that exist as codes alone."""

@@ -71,7 +71,8 @@ class Step:
         this.
         """
         self._first = kept if self._first is None else self._first
-        if not y.requires_grad:
+        # What a graph replays would end every step again.
+        if not y.requires_grad or (y.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if not in_backward():
             self._seen.add(id(kept))

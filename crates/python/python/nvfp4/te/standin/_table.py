@@ -42,6 +42,7 @@ _PYTORCH: Dict[str, Tuple[str, ...]] = {
     "fp8": _SETTINGS,
     "graph": _TE,
     "module": (_HERE + "_modules", *_TE),
+    "module._split_quantization": (_HERE + "_modules",),
     "module.base": (_HERE + "_modules", *_TE),
     "module.fp8_padding": _TE,
     "module.fp8_unpadding": _TE,
