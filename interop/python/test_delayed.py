@@ -1,6 +1,8 @@
 """Delayed scaling in modules: what it computes, and where its state goes."""
 
 import copy
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -326,6 +328,40 @@ def test_a_step_that_was_saved_or_copied_ends_too(tmp_path):
         expected = train(layer, number)
         assert same(expected, train(loaded, number)) and same(expected, train(copied, number))
     assert same(list(layer.buffers()), list(loaded.buffers())) and same(list(layer.buffers()), list(copied.buffers()))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_scales_in_checkpoints_of_transformer_engine(monkeypatch, allowed):
+    """They are a pickle, with a column for each tensor: input, weight, output; gradients of the
+    output and the input. It is read if the environment allows it.
+    """
+    recipe = te.DelayedScaling(amax_history_len=4)
+    kept = {
+        "scale_fwd": torch.tensor([2.0, 3.0, 1.0]), "amax_history_fwd": torch.arange(12.0).reshape(4, 3),
+        "scale_bwd": torch.tensor([5.0, 1.0]), "amax_history_bwd": torch.arange(8.0).reshape(4, 2),
+        "recipe": recipe, "extra_fp8_variables": {},
+    }  # fmt: skip
+    for name in ("amax_history_fwd", "amax_history_bwd"):
+        kept[name][0] = 0  # no step is under way
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", str(int(allowed)))
+    data = pickle.dumps(kept)
+    layer = te.Linear(64, 64, name="fc")
+    state = {**te.Linear(64, 64).state_dict(), "_extra_state": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        layer.load_state_dict(state)
+    assert [str(of.message)[:35] for of in said] == ([] if allowed else ["fc: the scales of delayed scaling a"])
+    with te.autocast(recipe=recipe):
+        scales = layer.following().state_of(layer.formats)
+    assert [of.scale.item() for of in scales] == ([2, 3, 5] if allowed else [1, 1, 1])
+    assert scales.weight.history.tolist() == ([0, 4, 7, 10] if allowed else [0] * 4)
+    # A checkpoint of another recipe has nothing to read.
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "0")
+    other = pickle.dumps({"recipe": te.MXFP8BlockScaling(), "extra_fp8_variables": {}})
+    state["_extra_state"] = torch.frombuffer(bytearray(other), dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        te.Linear(64, 64).load_state_dict(state)
 
 
 def test_a_rule_that_nobody_knows():

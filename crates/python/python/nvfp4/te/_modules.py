@@ -17,6 +17,7 @@ from nvfp4.torch._quantized import coded as coded_of
 from ._algorithms import follow_algorithms
 from ._checks import refuse_original_input, validate_experts, warn_of_original_input
 from ._codes import bind_codes
+from ._extra_state import load_extra_state
 from ._later import Postpones, computed_again
 from ._meta import ShowsQuantizers
 from ._products import foreign_linear, is_foreign
@@ -69,6 +70,7 @@ class TheirState(torch.nn.Module):
         key = f"{prefix}_extra_state"
         if key in unexpected:
             unexpected.remove(key)
+            load_extra_state(self, state_dict[key])
 
 
 class Follows(Postpones, ShowsQuantizers, TheirState):

@@ -22,6 +22,7 @@ _SETTINGS = (_HERE + "_quantization", *_TE)
 
 # Below transformer_engine.pytorch.
 _PYTORCH: Dict[str, Tuple[str, ...]] = {
+    "_extra_state": (_HERE + "_extra_state",),
     "attention": _TE,
     "attention.dot_product_attention": _TE,
     "attention.dot_product_attention.dot_product_attention": _TE,
