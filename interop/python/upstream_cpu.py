@@ -9,6 +9,8 @@ import sys
 import torch
 from torch.overrides import TorchFunctionMode
 
+import nvfp4.te
+
 
 def _there(value):
     """The same place on the CPU, if this is one on a GPU."""
@@ -71,6 +73,7 @@ def install(checkout: pathlib.Path) -> None:
     )
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    nvfp4.te.get_device_compute_capability = torch.cuda.get_device_capability
     torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = _only_there
     torch.cuda.CUDAGraph = torch.cuda.graph = _only_there
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _Stream()

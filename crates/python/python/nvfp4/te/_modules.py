@@ -173,7 +173,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         """Whether codes of weights may have a scale of earlier steps. A graph keeps none."""
         if torch.compiler.is_compiling() or self._step is None:
             return False
-        return "forward" in self._step.ended
+        return self._step.moved
 
     def _twin(self):
         here = self._followed()
@@ -224,7 +224,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
     def _repeats(self) -> bool:
         if self._steps is None or torch.compiler.is_compiling():
             return False
-        return "forward" in self._steps.ended and in_backward() and self._steps.saw(self)
+        return self._steps.moved and in_backward() and self._steps.saw(self)
 
     def _product_now_or_later(
         self, x: Any, weight: Any, bias: Any, number: int, handed: Any, store: Any

@@ -41,17 +41,31 @@ class Step:
         # Each with the workers that agree on its amaxes.
         self.modules: Dict[int, Tuple[Any, Any]] = {}
         # The passes that have ended.
-        self.ended: Set[str] = set()
+        self._ended: Set[str] = set()
         # What the first module keeps, and whether its backward pass will end the step.
         self._first: Any = None
         self._watches = False
         # Whose amaxes were seen before the backward pass, by what they keep.
         self._seen: Set[int] = set()
 
+    @property
+    def ended(self) -> bool:
+        """Whether both passes have ended. A step that is told so updates nothing more."""
+        return self._ended == {"forward", "backward"}
+
+    @ended.setter
+    def ended(self, ended: bool) -> None:
+        self._ended = {"forward", "backward"} if ended else set()
+
+    @property
+    def moved(self) -> bool:
+        """Whether the scales of its forward pass have moved on."""
+        return "forward" in self._ended
+
     def end(self, which: str) -> None:
         """Updates the scales of a pass, "forward" or "backward", once."""
-        if which not in self.ended:
-            self.ended.add(which)
+        if which not in self._ended:
+            self._ended.add(which)
             update(self.modules.values(), (which,))
             if which == "backward":  # what a forward pass without gradients left to its repetition
                 update([of for of in self.modules.values() if not self.saw(of[0])], ("forward",))
