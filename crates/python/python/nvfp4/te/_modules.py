@@ -297,7 +297,8 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             return planned
         with _lock:
             if self._step is not None and self._step is not here.step:
-                self._step.end_before_another()  # while its scales are there: another recipe may need other ones
+                # While its scales are there: another recipe may need other ones.
+                self._step.end_before_another()
             self._use(here)
             self._check_codes(here)
             self._ask_about_edges(here.asked)

@@ -31,8 +31,8 @@ from .recipe import Recipe
 
 __all__ = [
     "AddExtraInput", "BasicLinear", "BasicOperation", "Bias", "ConstantScale", "Dropout",
-    "FusibleOperation", "GEGLU", "GELU", "GLU", "Identity", "L2Normalization", "LayerNorm", "Linear",
-    "MakeExtraOutput", "QGEGLU", "QGELU", "Quantize", "RMSNorm", "ReGLU", "ReLU", "Reshape",
+    "FusibleOperation", "GEGLU", "GELU", "GLU", "Identity", "L2Normalization", "LayerNorm",
+    "Linear", "MakeExtraOutput", "QGEGLU", "QGELU", "Quantize", "RMSNorm", "ReGLU", "ReLU", "Reshape",
     "SReGLU", "SReLU", "Sequential", "SiLU", "SwiGLU",
 ]  # fmt: skip
 
@@ -152,8 +152,9 @@ class _Activation(BasicOperation):
 
 
 def _activation(name: str) -> type:
-    documented = {"_name": name.lower(), "__doc__": f"The activation {name}.", "__module__": __name__}
-    return type(name, (_Activation,), documented)
+    says = f"The activation {name}."
+    of = {"_name": name.lower(), "__doc__": says, "__module__": __name__}
+    return type(name, (_Activation,), of)
 
 
 GELU, GEGLU, GLU = _activation("GELU"), _activation("GEGLU"), _activation("GLU")
@@ -288,7 +289,8 @@ class Sequential(torch.nn.Sequential):
             number = getattr(module, "num_extra_inputs", 0)
             if len(left) < number:
                 raise ValueError(
-                    f"{type(module).__name__}: expected {number} tensors beside its input, got {len(left)}"
+                    f"{type(module).__name__}: expected {number} tensors beside its input, got "
+                    f"{len(left)}"
                 )
             taken, left = left[:number], left[number:]
             made = module(input, *taken)
