@@ -32,8 +32,8 @@ from .recipe import Recipe
 __all__ = [
     "AddExtraInput", "BasicLinear", "BasicOperation", "Bias", "ConstantScale", "Dropout",
     "FusibleOperation", "GEGLU", "GELU", "GLU", "Identity", "L2Normalization", "LayerNorm",
-    "Linear", "MakeExtraOutput", "QGEGLU", "QGELU", "Quantize", "RMSNorm", "ReGLU", "ReLU", "Reshape",
-    "SReGLU", "SReLU", "Sequential", "SiLU", "SwiGLU",
+    "Linear", "MakeExtraOutput", "QGEGLU", "QGELU", "Quantize", "RMSNorm", "ReGLU", "ReLU",
+    "Reshape", "SReGLU", "SReLU", "Sequential", "SiLU", "SwiGLU",
 ]  # fmt: skip
 
 
