@@ -9,6 +9,8 @@ import sys
 import torch
 from torch.overrides import TorchFunctionMode
 
+import nvfp4.te
+
 
 def _there(value):
     """The same place on the CPU, if this is one on a GPU."""
@@ -64,8 +66,14 @@ def install(checkout: pathlib.Path) -> None:
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     torch.cuda.current_device = lambda: 0
+    torch.cuda.set_device = nothing
+    begin = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda *args, **given: begin(
+        *args, **{**given, "backend": "gloo"}
+    )
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    nvfp4.te.get_device_compute_capability = torch.cuda.get_device_capability
     torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = _only_there
     torch.cuda.CUDAGraph = torch.cuda.graph = _only_there
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _Stream()
