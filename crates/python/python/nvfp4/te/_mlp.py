@@ -10,6 +10,7 @@ from torch import Tensor
 
 import nvfp4.torch
 from nvfp4.torch._activations import named
+from nvfp4.torch._kept import captured
 
 from ._machine import place
 from ._initial import Begins, Initial
@@ -65,8 +66,11 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
     def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Any:  # type: ignore[override]
         here = self._follow(is_first_microbatch)
         if self.checkpoint and torch.is_grad_enabled():
-            # What is computed again is computed by the module as this call has it.
-            y, norm = torch.utils.checkpoint.checkpoint(here._mlp, inp, use_reentrant=False)
+            # What is computed again is computed by the module as this call has it. A capture cannot
+            # look at the state of random numbers.
+            y, norm = torch.utils.checkpoint.checkpoint(
+                here._mlp, inp, use_reentrant=False, preserve_rng_state=not captured(inp)
+            )
         else:
             y, norm = here._mlp(inp)
         outputs: Tuple[Any, ...] = (y,)

@@ -148,13 +148,16 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         gradients are the first in ``main_grad``. Without a word, or later, weights are quantized
         again if they were changed, and gradients are added.
         """
+        self._first_of(is_first_microbatch)
+        return self.following()
+
+    def _first_of(self, is_first_microbatch: Optional[bool]) -> None:
         if is_first_microbatch:
             self.forget_weights()
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
                 for weight in self._parameters.values():
                     if weight is not None and weight.requires_grad and hasattr(weight, "main_grad"):
                         weight.main_grad.zero_()  # type: ignore[operator]
-        return self.following()
 
     def _twin(self):
         here = self._followed()
