@@ -32,7 +32,7 @@ class _OnCpu(TorchFunctionMode):
         return function(*(_there(value) for value in args), **kwargs)
 
 
-def _only_there(*args, **kwargs):
+def _only_there():
     raise NotImplementedError("this is not supported here: it needs a GPU")
 
 
@@ -44,14 +44,15 @@ def install(checkout: pathlib.Path) -> None:
     def is_available():
         return sys._getframe(1).f_code.co_filename.startswith(told) or real()
 
-    nothing = lambda *args, **kwargs: None  # noqa: E731
     torch.cuda.is_available = is_available
-    torch.cuda.empty_cache = torch.cuda.reset_peak_memory_stats = nothing
-    torch.cuda.manual_seed = torch.cuda.manual_seed_all = nothing
+    # A function each: compilers know torch's by their objects.
+    for name in ("empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = _only_there
+    torch.cuda.memory_allocated = lambda device=None: _only_there()
+    torch.cuda.max_memory_allocated = lambda device=None: _only_there()
     cpu_graphs.install()
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.nn.Module.cuda = lambda self, device=None: self

@@ -86,6 +86,10 @@ class _Nothing(type):
     def __getitem__(cls, key):
         return nothing(cls.__name__, str(key))
 
+    def __setitem__(cls, key, value):
+        touched.append(cls.__name__)
+        raise LeftOut(cls.__name__)
+
     def _compared(cls, other):
         touched.append(cls.__name__)
         return False
@@ -103,8 +107,6 @@ class _Nothing(type):
 
 
 def nothing(module: str, name: str):
-    if module.endswith(".custom_recipes") and name in REFERENCES:
-        return importlib.import_module(f"{module}.{name}")
     if module.endswith(".custom_recipes") and name in REFERENCES:
         return importlib.import_module(f"{module}.{name}")
     return _Nothing(f"{module}.{name}", (), {})
