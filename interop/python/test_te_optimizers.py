@@ -77,6 +77,25 @@ def test_weights_of_codes_stay_codes():
     )
 
 
+@pytest.mark.parametrize(
+    "recipe", [te.MXFP8BlockScaling(), te.NVFP4BlockScaling(), te.Float8CurrentScaling()]
+)
+def test_codes_need_masters(recipe):
+    """Codes alone would forget changes that are smaller than their steps."""
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(64, 64)
+    before = layer.weight.dequantize().clone()
+    layer.weight.grad = torch.ones(64, 64)
+    with pytest.raises(RuntimeError, match="FusedAdam without master_weights .*=True"):
+        FusedAdam(layer.parameters(), lr=0.1).step()
+    assert torch.equal(layer.weight.dequantize(), before)
+    quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3)
+    weight = torch.nn.Parameter(quantizer(torch.ones(64, 64)))
+    weight.grad = torch.ones(64, 64)
+    FusedAdam([weight], lr=0.5).step()
+    assert torch.equal(weight.dequantize(), torch.full((64, 64), 0.5))
+
+
 def test_what_optimizers_do_not_take_is_named():
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     with pytest.raises(NotImplementedError, match="capturable"):
