@@ -308,3 +308,25 @@ def test_torchs_autocast_gives_its_type(x, make):
     expected = layer(x.reshape(12, 4, 64))
     for found, true in zip(y, expected if isinstance(expected, tuple) else (expected,)):
         torch.testing.assert_close(found.float(), true, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("given", [("out",), ("dgrad_out",), ("out", "dgrad_out")])
+def test_experts_write_into_buffers_of_the_caller(x, given):
+    layer, splits = te.GroupedLinear(2, 64, 32), [16, 32]
+    sizes = {"out": 32, "dgrad_out": 64}
+    buffers = {name: torch.full((48, sizes[name]), 7.0) for name in given}
+    runs = []
+    for more in ({}, buffers, buffers):  # and again, in the same memory
+        here = x.clone().requires_grad_()
+        with te.autocast(recipe=te.MXFP8BlockScaling()):
+            y = layer(here, splits, **more)
+        y.square().sum().backward()
+        runs.append((y, here.grad))
+    for y, dx in runs[1:]:
+        assert torch.equal(y, runs[0][0]) and torch.equal(dx, runs[0][1])
+    if "out" in given:
+        assert y.data_ptr() == buffers["out"].data_ptr()
+    if "dgrad_out" in given:
+        assert torch.equal(buffers["dgrad_out"], runs[0][1])
+    with pytest.raises(ValueError, match=r"grouped_linear:out: .*\(48, 32\) .* got \(49, 32\)"):
+        layer(x, splits, out=torch.empty(49, 32))

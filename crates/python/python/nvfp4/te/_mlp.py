@@ -17,7 +17,7 @@ from ._initial import Begins, Initial
 from ._linear import Normed
 from ._modules import Follows
 from ._parallel import one_worker
-from ._signature import refuse, supports
+from ._signature import supports
 
 
 class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
@@ -88,6 +88,31 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
         ), norm
 
 
+class _Into(torch.autograd.Function):
+    """A tensor in the memory of a buffer."""
+
+    @staticmethod
+    def forward(ctx, y, buffer):
+        return buffer.detach().copy_(y.reshape(buffer.shape)).view(y.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+class _GradientInto(torch.autograd.Function):
+    """A tensor whose gradient goes into the memory of a buffer."""
+
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.buffer = buffer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return ctx.buffer.detach().copy_(dx.reshape(ctx.buffer.shape)).view(dx.shape), None
+
+
 class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
     """``transformer_engine.pytorch.GroupedLinear``."""
 
@@ -126,10 +151,20 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
         out=None,
         dgrad_out=None,
     ) -> Any:
-        refuse("GroupedLinear.forward", "out", out, None)
-        refuse("GroupedLinear.forward", "dgrad_out", dgrad_out, None)
+        rows = inp.shape[:-1].numel()
+        for name, buffer, features in (
+            ("out", out, self.out_features),
+            ("dgrad_out", dgrad_out, self.in_features),
+        ):
+            if buffer is not None and tuple(buffer.shape) != (rows, features):
+                raise ValueError(
+                    f"{self.path}:{name}: expected a buffer of ({rows}, {features}) for these "
+                    f"tokens, got {tuple(buffer.shape)}"
+                )
         splits = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
+        inp = inp if dgrad_out is None else _GradientInto.apply(inp, dgrad_out)
         y = super(GroupedLinear, self._follow(is_first_microbatch)).forward(inp, splits)
+        y = y if out is None else _Into.apply(y, out)
         if not self.return_bias:
             return y
         biases = [getattr(self, f"bias{expert}") for expert in range(self.num_gemms)]

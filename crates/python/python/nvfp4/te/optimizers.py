@@ -117,9 +117,10 @@ class FusedAdam(_Optimizer):
                 if grad.is_sparse:
                     raise RuntimeError("FusedAdam does not support sparse gradients.")
                 if not self.master_weights and _forgets(parameter):
+                    kind = type(parameter).__name__
                     raise RuntimeError(
-                        f"FusedAdam without master_weights does not support {type(parameter).__name__} "
-                        "parameters: codes forget small changes. Use master_weights=True"
+                        f"FusedAdam without master_weights does not support {kind} parameters: "
+                        "codes forget small changes. Use master_weights=True"
                     )
                 self._update(group, parameter, grad.float())
         return loss
