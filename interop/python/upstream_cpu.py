@@ -46,7 +46,8 @@ def install(checkout: pathlib.Path) -> None:
 
     torch.cuda.is_available = is_available
     # A function each: compilers know torch's by their objects.
-    for name in ("empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
+    silent = "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"
+    for name in (*silent, "set_device"):
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: 1
@@ -54,6 +55,8 @@ def install(checkout: pathlib.Path) -> None:
     torch.cuda.memory_allocated = lambda device=None: _only_there()
     torch.cuda.max_memory_allocated = lambda device=None: _only_there()
     cpu_graphs.install()
+    begin = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend=None, **of: begin("gloo", **of)
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.nn.Module.cuda = lambda self, device=None: self
     _OnCpu().__enter__()
