@@ -49,7 +49,7 @@ def quantize_master_weights(
         if count == 0:
             continue
         values = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
-        if master is not None:
+        if master is not None and start is not None:
             values[start : start + master.numel()] = master.flatten().to(weight.dtype)
         if workers > 1:
             torch.distributed.all_reduce(values, group=group)  # a number and zeros
