@@ -330,3 +330,25 @@ def test_experts_write_into_buffers_of_the_caller(x, given):
         assert torch.equal(buffers["dgrad_out"], runs[0][1])
     with pytest.raises(ValueError, match=r"grouped_linear:out: .*\(48, 32\) .* got \(49, 32\)"):
         layer(x, splits, out=torch.empty(49, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (te.LayerNorm, "bias"),
+        (lambda size, **k: te.LayerNormLinear(size, size, **k), "layer_norm_bias"),
+    ],
+    ids=["LayerNorm", "LayerNormLinear"],
+)
+def test_gradients_of_norms_are_summed_in_32_bits(make, name, dtype):
+    """Torch's LayerNorm on CPUs adds them in 16: in bfloat16 its sum of ones ends at 256."""
+    module, x = make(64, params_dtype=dtype), torch.randn(4096, 64).to(dtype)
+    if name == "layer_norm_bias":
+        torch.nn.init.eye_(module.weight)
+    module(x).sum().backward()
+    normal = functional.layer_norm(x.float(), (64,))
+    parameters = dict(module.named_parameters())
+    assert (parameters[name].grad == 4096).all()
+    weight = parameters[name.replace("bias", "weight")]
+    torch.testing.assert_close(weight.grad.float(), normal.sum(0), rtol=2e-2, atol=2e-1)
