@@ -352,3 +352,16 @@ def test_gradients_of_norms_are_summed_in_32_bits(make, name, dtype):
     assert (parameters[name].grad == 4096).all()
     weight = parameters[name.replace("bias", "weight")]
     torch.testing.assert_close(weight.grad.float(), normal.sum(0), rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("kind", [te.LayerNorm, te.RMSNorm])
+def test_strides_change_no_number_of_a_norm(kind, centred):
+    module, x = kind(128, zero_centered_gamma=centred), torch.randn(128, 256).t()
+    runs = []
+    for given in (x, x.contiguous()):
+        module.zero_grad()
+        y = module(given)
+        y.square().sum().backward()
+        runs.append([y, *(parameter.grad for parameter in module.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*runs))

@@ -60,7 +60,8 @@ def norm(
     ones ends at 256. So what has 16 bits is computed in 32 there.
     """
     if normalization == "RMSNorm":
-        return functional.rms_norm(x, weight.shape, weight, eps)
+        # Torch's sums follow the memory.
+        return functional.rms_norm(x.contiguous(), weight.shape, weight, eps)
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
         return functional.layer_norm(x, weight.shape, weight, bias, eps)
     shift = None if bias is None else bias.float()
