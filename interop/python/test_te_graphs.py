@@ -77,6 +77,16 @@ def test_the_order_of_a_pipeline():
     assert gpu_te.pipeline(layers, "cpu")
 
 
+def test_a_forward_that_others_had_replaced_comes_back():
+    layer, x = te.Linear(HIDDEN, HIDDEN), gpu_te.tokens("cpu")
+    plain = layer(x).detach()
+    layer.forward = lambda x, forward=layer.forward: 2 * forward(x)
+    te.make_graphed_callables(layer, (sample(),))
+    assert torch.equal(layer(x), 2 * plain)
+    layer.reset()
+    assert torch.equal(layer(x), 2 * plain) and "reset" not in layer.__dict__
+
+
 @pytest.mark.parametrize("order", [None, [1, 2, -2, -1]])
 def test_hooks_are_called_outside_of_the_capture(order):
     modules, seen = (torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), []

@@ -170,6 +170,7 @@ def _one_step(modules: Tuple) -> Iterator[List[Follows]]:
 def _finished(one: Pass, delayed: List[Follows], caches: bool, in_place: bool) -> Any:
     """A pass as a function or, in place, as its module."""
     module, original = one.module, one.module.forward
+    own = {name: value for name, value in module.__dict__.items() if name in ("forward", "reset")}
     follow = [part for part in module.modules() if isinstance(part, Follows)]
     layers = [part for part in follow if isinstance(part, Layer)]
     counted = [part for part in follow if part in delayed]
@@ -192,6 +193,7 @@ def _finished(one: Pass, delayed: List[Follows], caches: bool, in_place: bool) -
         one.reset()
         for name in ("forward", "reset"):
             module.__dict__.pop(name, None)
+        module.__dict__.update(own)  # what others had put there
 
     if not in_place:
         forward.__dict__["reset"] = one.reset
