@@ -60,7 +60,7 @@ CASES += [
 CASES += [
     (module, recipe, True)
     for module in ("linear", "mlp")
-    for recipe in ("current", "mxfp8", "blocks", "nvfp4")
+    for recipe in ("delayed", "current", "mxfp8", "blocks", "nvfp4")
 ]
 
 

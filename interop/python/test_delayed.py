@@ -1,6 +1,8 @@
 """Delayed scaling in modules: what it computes, and where its state goes."""
 
 import copy
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -202,6 +204,94 @@ def test_autocast_moves_on_from_region_to_region():
         assert torch.equal(module.delayed.input.scale, layer.delayed.input.scale)
 
 
+def test_scales_move_on_at_the_end_of_each_pass():
+    """Those of the forward pass when the outermost region is left, those of gradients after the
+    backward pass that reaches the first module, once for each step.
+    """
+    first, last = te.Linear(64, 64, name="a"), te.Linear(64, 64, name="b")
+
+    def moved(*layers):
+        return [[of.history[1:].count_nonzero().item() for of in layer.delayed.children()] for layer in layers]
+
+    outputs = []
+    for number in range(2):  # both forward passes come before the backward passes
+        with te.autocast(recipe=SHORT):
+            with te.autocast(recipe=SHORT):
+                middle = first(data(number).requires_grad_())
+            assert moved(first) == [[number, number, 0]]
+            outputs.append((middle, last(middle)))
+        assert moved(first, last) == [[number + 1, number + 1, 0]] * 2
+    for number, (middle, y) in enumerate(outputs):
+        y.sum().backward()
+        assert moved(first, last) == [[2, 2, number + 1]] * 2
+    with torch.no_grad(), te.autocast(recipe=SHORT):
+        first(data(9))
+    assert moved(first, last) == [[2, 2, 2]] * 2
+
+
+def test_a_recipe_brings_functions_for_amaxes_and_scales():
+    """One that chooses as the rule does gives its numbers; others give their own."""
+
+    def largest(history):
+        return history.max(dim=0).values
+
+    def scale(amax, scale, fp8_max, recipe):
+        return torch.where(amax > 0, fp8_max / amax / 2**recipe.margin, scale)
+
+    def mean(history):
+        return history[history > 0].mean().reshape(1)
+
+    torch.manual_seed(0)
+    layers = [te.Linear(64, 64, name="fc")]
+    layers += [copy.deepcopy(layers[0]) for _ in range(2)]
+    algorithms = ({}, {"amax_compute_algo": largest, "scaling_factor_compute_algo": scale}, {"amax_compute_algo": mean})
+    amaxes = []
+    for number in range(3):
+        x = data(number)
+        amaxes.append(x.abs().max())
+        for layer, given in zip(layers, algorithms):
+            layer.zero_grad()
+            with te.autocast(recipe=te.DelayedScaling(amax_history_len=4, margin=1, **given)):
+                y = layer(x)
+            y.sum().backward()
+    assert same(list(layers[0].buffers()), list(layers[1].buffers()))
+    torch.testing.assert_close(layers[2].delayed.input.scale, 224 / torch.stack(amaxes).mean().reshape(1))
+    copy.deepcopy(layers[2])
+
+
+def test_a_later_microbatch_has_the_weight_of_the_first():
+    """Its scale moves on, but the codes of the first serve again. Without a word they do not."""
+    layer, weights = te.Linear(64, 64), []
+    for first in (True, False, None):
+        with te.autocast(recipe=SHORT):
+            layer(data(0), is_first_microbatch=first)
+        weights.append(layer.delayed.weight.history.count_nonzero().item())
+    assert weights == [1, 1, 2]
+
+
+def test_a_region_inside_of_what_is_computed_again_repeats_it():
+    torch.manual_seed(0)
+    plain = te.Linear(64, 64, name="fc")
+    again = copy.deepcopy(plain)
+
+    def inside(layer):
+        def run(x):
+            with te.autocast(recipe=SHORT):
+                return layer(x)
+
+        return run
+
+    for number in range(3):
+        results = []
+        for layer, run in ((plain, inside(plain)), (again, lambda x: te.checkpoint(inside(again), x, use_reentrant=False))):
+            x = data(number).requires_grad_()
+            layer.zero_grad()
+            y = run(x)
+            (y * data(100 + number)).sum().backward()
+            results.append([y.detach(), x.grad, layer.weight.grad.clone()])
+        assert same(*results) and same(list(plain.buffers()), list(again.buffers()))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", [SHORT, nvfp4.Recipe("nvfp4"), nvfp4.Recipe("mxfp8")], ids=repr)
 def test_what_te_computes_again_is_what_it_computed(recipe, reentrant):
@@ -240,6 +330,40 @@ def test_a_step_that_was_saved_or_copied_ends_too(tmp_path):
     assert same(list(layer.buffers()), list(loaded.buffers())) and same(list(layer.buffers()), list(copied.buffers()))
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_scales_in_checkpoints_of_transformer_engine(monkeypatch, allowed):
+    """They are a pickle, with a column for each tensor: input, weight, output; gradients of the
+    output and the input. It is read if the environment allows it.
+    """
+    recipe = te.DelayedScaling(amax_history_len=4)
+    kept = {
+        "scale_fwd": torch.tensor([2.0, 3.0, 1.0]), "amax_history_fwd": torch.arange(12.0).reshape(4, 3),
+        "scale_bwd": torch.tensor([5.0, 1.0]), "amax_history_bwd": torch.arange(8.0).reshape(4, 2),
+        "recipe": recipe, "extra_fp8_variables": {},
+    }  # fmt: skip
+    for name in ("amax_history_fwd", "amax_history_bwd"):
+        kept[name][0] = 0  # no step is under way
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", str(int(allowed)))
+    data = pickle.dumps(kept)
+    layer = te.Linear(64, 64, name="fc")
+    state = {**te.Linear(64, 64).state_dict(), "_extra_state": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        layer.load_state_dict(state)
+    assert [str(of.message)[:35] for of in said] == ([] if allowed else ["fc: the scales of delayed scaling a"])
+    with te.autocast(recipe=recipe):
+        scales = layer.following().state_of(layer.formats)
+    assert [of.scale.item() for of in scales] == ([2, 3, 5] if allowed else [1, 1, 1])
+    assert scales.weight.history.tolist() == ([0, 4, 7, 10] if allowed else [0] * 4)
+    # A checkpoint of another recipe has nothing to read.
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "0")
+    other = pickle.dumps({"recipe": te.MXFP8BlockScaling(), "extra_fp8_variables": {}})
+    state["_extra_state"] = torch.frombuffer(bytearray(other), dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        te.Linear(64, 64).load_state_dict(state)
+
+
 def test_a_rule_that_nobody_knows():
     recipe = nvfp4.Recipe.from_function("named", lambda role: "fp8-delayed(amax=mine)")
     with pytest.raises(ValueError, match="the amax rule 'mine' is not known"):
@@ -267,15 +391,15 @@ def test_a_direction_beside_high_precision_is_made_alone_as_a_gpu_does_it(spec, 
 
 def test_a_step_ends_among_the_workers_that_it_began_with(monkeypatch):
     ended = []
-    monkeypatch.setattr(te._recipe, "update", lambda layers: ended.extend(layers))
+    monkeypatch.setattr(te._recipe, "update", lambda layers, passes: ended.extend((*of, *passes) for of in layers))
     monkeypatch.setattr(te._modules, "update", lambda layers: None)
     module, workers = te.Linear(64, 48), object()
     with te.autocast(recipe=SHORT, amax_reduction_group=workers):
-        module(data(1))
+        y = module(data(1))
+    assert ended == [(module, workers, "forward")]
     module(data(2))  # outside, where no worker is asked
-    with te.autocast(recipe=SHORT):
-        module(data(3))
-    assert ended == [(module, workers)]
+    y.sum().backward()
+    assert ended[1:] == [(module, workers, "backward")]
 
 
 @pytest.mark.filterwarnings("ignore:.*to a meta parameter")

@@ -114,3 +114,43 @@ def test_attention_in_fp8_needs_types_that_quantizers_read():
     with te.autocast(recipe=te.Float8CurrentScaling(fp8_dpa=True)):
         with pytest.raises(TypeError, match="core: expected query_layer in float32, bfloat16 or float16"):
             module(x, x, x)
+
+
+def test_an_input_that_cannot_be_made_again_is_said():
+    """``save_original_input`` asks for codes of an input that are made again later."""
+    x = torch.randn(32, 64)
+
+    class Unsafe(te.IdentityQuantizer):
+        def is_requantization_safe(self):
+            return False
+
+    def grouped(layer):
+        return layer(x, [16, 16])
+
+    kinds = ((te.Linear, (64, 64), lambda layer: layer(x)), (te.GroupedLinear, (2, 64, 64), grouped))
+    for make, sizes, call in kinds:
+        layer = make(*sizes, save_original_input=True)
+        with te.autocast(recipe=te.DelayedScaling()):
+            with pytest.raises(ValueError, match="DelayedScaling recipe is not supported with save_original_input"):
+                call(layer)
+            with torch.no_grad():
+                call(layer)
+            call(make(*sizes))
+        for answer, says in (
+            (te.DelayedScalingRequest(), "save_original_input is incompatible with delayed-scaling"),
+            (Unsafe(), "Ignoring save_original_input=True"),
+        ):
+            recipe = te.CustomRecipe(lambda role, answer=answer: answer)
+            with pytest.warns(UserWarning, match=says), te.autocast(recipe=recipe):
+                call(layer).sum().backward()
+
+
+def test_experts_of_which_some_are_in_high_precision_are_named():
+    answers = iter([te.IdentityQuantizer()])
+
+    def factory(role):
+        return next(answers, te.MXFP8Quantizer(te.DType.kFloat8E4M3))
+
+    with pytest.raises(ValueError, match="GroupedLinear input quantizers mix Identity-backed and quantized"):
+        with te.autocast(recipe=te.CustomRecipe(factory)):
+            te.GroupedLinear(2, 64, 64)(torch.randn(32, 64), [16, 16])

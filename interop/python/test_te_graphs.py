@@ -50,6 +50,22 @@ def test_a_capture_leaves_scales_and_random_numbers():
     assert not torch.equal(layer.delayed.input.scale, before["delayed.input.scale"])
 
 
+def test_each_layer_of_a_graph_ends_its_step_once():
+    def run(graphed):
+        torch.manual_seed(5)
+        recipe = te.DelayedScaling(amax_history_len=4)
+        model = torch.nn.Sequential(*(te.Linear(HIDDEN, HIDDEN) for _ in range(3)))
+        if graphed:
+            te.make_graphed_callables(model, (sample(),), enabled=True, recipe=recipe)
+        for _ in range(3):
+            with te.autocast(recipe=recipe):
+                y = model(gpu_te.tokens("cpu").requires_grad_())
+            y.backward(gpu_te.tokens("cpu"))
+        return list(model.state_dict().values())
+
+    assert same(run(False), run(True))
+
+
 def test_keyword_arguments_are_inputs_of_the_graph():
     layer = te.TransformerLayer(
         HIDDEN, HIDDEN, 2, hidden_dropout=0.0, attention_dropout=0.0,

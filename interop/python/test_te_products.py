@@ -153,7 +153,7 @@ def test_scales_that_are_shown_are_the_modules_own():
         with te.autocast(recipe=recipe):
             layer((step + 1) * torch.ones(32, 64)).sum().backward()
     shown = layer.fp8_meta["scaling_fwd"]
-    assert shown.amax_history[0, 0] == 3 and shown.amax_history[-1, 0] == 2
+    assert shown.amax_history[0, 0] == 0 and shown.amax_history[1:, 0].tolist() == [1, 2, 3]
     shown.scale[0] = 0.5
     layer.output_quantizer_role = te.QuantizerRole("dpa", "qkv", "next")
     assert not layer.fp8_meta_tensors_initialized

@@ -162,9 +162,9 @@ def test_the_metric_in_fast_math_is_read_when_a_region_is_entered(monkeypatch):
     [
         (lambda: te.DelayedScaling(fp8_format=Format.E5M2), ValueError, "fp8_format: expected Format.HYBRID or Format.E4M3"),
         (lambda: te.DelayedScaling(backward_override="dequantized"), ValueError, "delayed scaling takes None"),
-        (lambda: te.DelayedScaling(amax_compute_algo=max), NotImplementedError, "amax_compute_algo is a function"),
-        (lambda: te.DelayedScaling(amax_compute_algo="min"), ValueError, "expected 'max' or 'most_recent', got 'min'"),
-        (lambda: te.DelayedScaling(scaling_factor_compute_algo=max), NotImplementedError, "scaling_factor_compute_algo"),
+        (lambda: te.DelayedScaling(amax_compute_algo="min"), ValueError, "expected 'max', 'most_recent' or a function, got 'min'"),
+        (lambda: te.DelayedScaling(scaling_factor_compute_algo=2), ValueError, "scaling_factor_compute_algo: expected a function"),
+        (lambda: te.DelayedScalingRequest(amax_compute_algo=max).spec_in("forward"), NotImplementedError, "amax_compute_algo is a function"),
         (lambda: te.Float8CurrentScaling(fp8_format=Format.E2M1), ValueError, "fp8_format"),
         (lambda: te.Float8CurrentScaling(fp8_mha=True), ValueError, "fp8_mha: .* say fp8_dpa=True too"),
         (lambda: te.Float8BlockScaling(fp8_dpa=True), ValueError, "fp8_dpa: Float8BlockScaling has no format that attention"),

@@ -56,6 +56,24 @@ def test_weights_that_are_codes_alone_give_the_same_step(recipe):
         )
 
 
+def test_a_weight_of_codes_may_have_a_direction_in_high_precision():
+    fp8 = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")
+
+    def factory(role):
+        if role is not None and role.tensor_type == "weight":
+            return te.HybridQuantizer(rowwise_quantizer=te.IdentityQuantizer(), columnwise_quantizer=fp8)
+        return te.IdentityQuantizer()
+
+    recipe, x = te.CustomRecipe(factory), torch.randn(48, 64)
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layer = te.Linear(64, 64)
+    plain = te.Linear(64, 64)
+    plain.load_state_dict({"weight": layer.weight.get_high_precision_init_val(), "bias": layer.bias.detach()})
+    made = [results(module, x, recipe) for module in (layer, plain)]
+    assert all(torch.equal(a, b) for a, b in zip(*made))
+    assert not torch.equal(made[0][1], results(plain, x, "high_precision")[1])
+
+
 def test_weights_that_are_codes_alone_go_on():
     """They train, they are copied and saved, and regions of other recipes read them."""
     with te.quantized_model_init(preserve_high_precision_init_val=True):
@@ -89,11 +107,39 @@ def test_codes_and_old_names_say_what_to_do():
         True, te.NVFP4BlockScaling()
     ):
         assert te.Linear(64, 64).weight.spec == "nvfp4(16x16)"
-    with pytest.raises(
-        ValueError, match="fc: .*no scale of earlier steps; choose another format for the weight"
-    ):
-        with te.quantized_model_init(recipe=te.DelayedScaling()):
-            te.Linear(64, 64, name="fc")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [te.DelayedScaling(amax_history_len=4), te.CustomRecipe(lambda role: te.DelayedScalingRequest(amax_history_len=4))],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_weights_that_are_codes_alone_have_delayed_scaling(recipe):
+    """The scale begins at 1. What an optimizer writes is quantized with the scale of the steps
+    before, and its amax moves on with the next region.
+    """
+    with te.quantized_model_init(recipe=recipe):
+        layers = modules()
+    for layer in layers:
+        layer.zero_grad()
+        optimizer, amaxes = torch.optim.SGD(layer.parameters(), 0.1), []
+        name, (prefix, _, _) = layer.weights()[0], layer._products[0]
+        weight, kept = getattr(layer, name), getattr(layer.delayed, f"{prefix}weight")
+        assert isinstance(weight, te.Float8Tensor) and weight._scale_inv.item() == 1
+        for step in range(3):
+            amaxes.append(kept.history[0].item())
+            scale = kept.scale.item()
+            results(layer, torch.randn(48, 64), recipe)
+            assert kept.history.tolist() == [0] * (4 - len(amaxes)) + amaxes
+            assert kept.scale.item() == pytest.approx(448 / max(amaxes)) != scale or step
+            layer.fp8_meta, optimizer.step()  # whoever looks at it in between
+            assert weight._scale_inv.item() == pytest.approx(1 / kept.scale.item())
+            assert kept.history[0].item() > 0
+    # Another length of the history is another quantizer, with the scale so far.
+    before = kept.scale.item()
+    with pytest.warns(UserWarning, match="Quantizer is being updated"):
+        results(layer, torch.randn(48, 64), te.DelayedScaling(amax_history_len=2))
+    assert weight._quantizer.scale.item() == pytest.approx(before, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "fp8_block_scaling", "bf16"])

@@ -50,13 +50,15 @@ def install(checkout: pathlib.Path) -> None:
     for name in (*silent, "set_device"):
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.current_device = lambda: 0
+    begin = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda *args, **given: begin(
+        *args, **{**given, "backend": "gloo"}
+    )
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.memory_allocated = lambda device=None: _only_there()
     torch.cuda.max_memory_allocated = lambda device=None: _only_there()
     cpu_graphs.install()
-    begin = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda backend=None, **of: begin("gloo", **of)
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.nn.Module.cuda = lambda self, device=None: self
     _OnCpu().__enter__()

@@ -131,8 +131,14 @@ class DotProductAttention(Follows, Delays):
     def weights(self) -> List[str]:
         return []
 
+    def forget_weights(self) -> None:
+        """Does nothing: it has no weights."""
+
     def _groups(self) -> int:
         return 3
+
+    def _ask_about_edges(self, recipe: Any) -> None:
+        """Asks nothing: O and the gradient of QKV are among the tensors of the recipe."""
 
     def _places(self, mode: str) -> Dict[str, int]:
         places = {"forward": {"qkv": 2, "o": 3, "s": 8}, "backward": {"dqkv": 0, "do": 3, "dp": 5}}
@@ -182,7 +188,7 @@ class DotProductAttention(Follows, Delays):
         of = here.formats.dqkv.whole
         if not output or here._hand_over != "both" or not of.delayed or here.delayed is None:
             return output, None
-        kept = here.delayed.get("dqkv", of)
+        kept = here.kept_for("dqkv", of)
         return output, None if kept is None else Given(of.spec, scale=kept.scale)
 
     def not_finite(self) -> Tuple[Optional[Tensor], List[str]]:
@@ -391,10 +397,11 @@ class DotProductAttention(Follows, Delays):
         check_types(q, self.path)
         sink = None if self.softmax_type == "vanilla" else self._sink(q)
         dropout = self.attention_dropout if self.training else 0.0
-        return Attention.apply(
+        y, given = Attention.apply(
             q, k, v, bias, sink, visible, self.softmax_scale, dropout,
             self.get_rng_state_tracker if dropout > 0 else None, self._codes(q, k, v),
         )  # fmt: skip
+        return self._watched(y), given
 
     def _on(self, device: torch.device) -> "DotProductAttention":
         """This module with its scales where its tensors are."""
@@ -406,9 +413,8 @@ class DotProductAttention(Follows, Delays):
     def _codes(self, *tensors: Tensor) -> Codes:
         device = tensors[0].device
         kept: Dict[str, Optional[Kept]] = dict.fromkeys(SLOTS)
-        if self.delayed is not None:
-            for slot, format in zip(SLOTS, self.formats.tensors):
-                kept[slot] = self.delayed.get(slot, format)
+        for slot, format in zip(SLOTS, self.formats.tensors):
+            kept[slot] = self.kept_for(slot, format)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             kept = {slot: of and of.unseen() for slot, of in kept.items()}
         watched: Dict[str, Optional[Watched]] = dict.fromkeys(SLOTS)

@@ -234,9 +234,14 @@ def pipeline(
     return events, of
 
 
-def capture(passes: Sequence[Pass], events: Sequence[Event], settings: Settings) -> None:
-    """Warms up, then captures the passes in the order of the events. Random numbers go on as if
-    nothing had been computed.
+def capture(
+    passes: Sequence[Pass],
+    events: Sequence[Event],
+    settings: Settings,
+    begins: Callable[[str], None],
+) -> None:
+    """Warms up, then captures the passes in the order of the events, and says which begins. Random
+    numbers go on as if nothing had been computed.
     """
     random = torch.cuda.get_rng_state()
     torch.cuda.synchronize()
@@ -255,6 +260,7 @@ def capture(passes: Sequence[Pass], events: Sequence[Event], settings: Settings)
     gc.disable()  # it may destroy another graph in the middle of a capture, which CUDA forbids
     try:
         for kind, number in events:
+            begins(kind)
             getattr(passes[number], kind)(pool)
     finally:
         if collects:

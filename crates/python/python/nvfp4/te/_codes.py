@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from typing import Any, Iterator, List, Optional
 
@@ -14,6 +15,7 @@ from nvfp4.torch._layer import Layer
 from nvfp4.torch._parameters import asking, put
 from nvfp4.torch._quantized import check_spec
 
+from ._float8 import Float8Quantizer
 from ._identity import IdentityQuantizer
 from ._recipe import get_default_recipe
 from ._states import RecipeState
@@ -44,8 +46,8 @@ def quantized_model_init(
 
     An optimizer changes the decoded values, which are then quantized again. One with masters begins
     them from ``weight.get_high_precision_init_val()``, which is there with
-    ``preserve_high_precision_init_val`` until ``weight.clear_high_precision_init_val()``. Weights
-    have no scales of earlier steps, so recipes with delayed scaling are refused.
+    ``preserve_high_precision_init_val`` until ``weight.clear_high_precision_init_val()``. With
+    delayed scaling a weight is quantized with the scale that its module keeps, which begins at 1.
     """
     asked = get_default_recipe() if recipe is None else recipe
     ours = recipe_of(asked)
@@ -72,26 +74,58 @@ def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) ->
     if follows:
         layer.use_recipe(recipe)
     weights = list(zip(layer.weights(), layer.products()))
-    for (name, (_, _, formats)), quantizer in zip(weights, _quantizers(layer, asked, len(weights))):
+    for (name, (prefix, _, formats)), quantizer in zip(
+        weights, _quantizers(layer, asked, len(weights))
+    ):
         weight = layer._parameters.get(name)
         plain = isinstance(quantizer, IdentityQuantizer)
+        delayed = isinstance(quantizer, Float8Quantizer)
+        if delayed:
+            _bind(quantizer, layer.delayed._modules[f"{prefix}weight"])  # type: ignore[union-attr]
         if weight is None or (formats.weight.spec == "high-precision" and not plain):
             continue
         try:
-            if not plain:
-                check_spec(formats.weight.spec)
+            if not plain and not delayed:
+                # A direction may stay in high precision: it is stored beside the codes.
+                for part in formats.weight.spec.split(" / "):
+                    if part != "high-precision":
+                        check_spec(part)
         except ValueError as error:
             raise ValueError(f"{layer.path}: {error}") from None
         with torch.no_grad():
             codes = quantizer.quantize(weight)
         begun = _Begun(weight) if preserve else None
         put(layer, name, codes)
+        if delayed:  # a tensor has a quantizer of its own
+            bind_codes(layer)
         if begun is not None:
             layer._parameters[name].__dict__.update(  # type: ignore[union-attr]
                 get_high_precision_init_val=begun.get, clear_high_precision_init_val=begun.clear
             )
     if follows:
         layer.use_recipe("high_precision")
+
+
+def _bind(quantizer: Float8Quantizer, kept: Any) -> None:
+    """Lets a quantizer read the scale and note amaxes where a layer keeps them."""
+    quantizer.__dict__.update(scale=kept.scale, amax=kept.history[:1], _kept=kept)
+
+
+def bind_codes(layer: Any) -> None:
+    """Binds the quantizers of weights that are codes with delayed scaling to what their module
+    keeps now.
+    """
+    for name, (prefix, _, formats) in zip(layer.weights(), layer._products):
+        weight = layer._parameters.get(name)
+        quantizer = getattr(weight, "_quantizer", None)
+        if not isinstance(quantizer, Float8Quantizer) or not formats.weight.delayed:
+            continue
+        kept, before = layer.delayed._modules[f"{prefix}weight"], quantizer.__dict__.get("_kept")
+        if before is not None and before.history.numel() != kept.history.numel():
+            kept.scale.copy_(before.scale.to(kept.scale.device))
+            quantizer = copy.copy(quantizer)
+            weight.update_quantizer(quantizer)  # which says so
+        _bind(quantizer, kept)
 
 
 @contextlib.contextmanager

@@ -100,16 +100,17 @@ def fp8_code_of(dtype: Any) -> str:
 
 def delayed_spec(settings: Any, direction: str) -> str:
     """The spec of a tensor with delayed scaling; a recipe and a request have the same settings."""
-    where, algorithm = type(settings).__name__, settings.amax_compute_algo
-    if callable(algorithm):
-        raise NotImplementedError(
-            f"te.{where}: amax_compute_algo is a function; there are 'max' and 'most_recent' here"
-        )
+    algorithm = settings.amax_compute_algo
+    if callable(algorithm):  # what follows from it is made beside the spec
+        algorithm = "max"
     if algorithm not in ("max", "most_recent"):
-        raise ValueError(f"amax_compute_algo: expected 'max' or 'most_recent', got {algorithm!r}")
-    if settings.scaling_factor_compute_algo is not None:
-        raise NotImplementedError(
-            f"te.{where}: scaling_factor_compute_algo is not supported here; margin moves the scale by powers of two"
+        raise ValueError(
+            f"amax_compute_algo: expected 'max', 'most_recent' or a function, got {algorithm!r}"
+        )
+    if not (settings.scaling_factor_compute_algo is None or callable(settings.scaling_factor_compute_algo)):
+        raise ValueError(
+            "scaling_factor_compute_algo: expected a function or None, got "
+            f"{settings.scaling_factor_compute_algo!r}"
         )
     return spec_of(
         "fp8-delayed",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from nvfp4.torch._delayed import Delays, Scale
+from nvfp4.torch._delayed import Delays, Scale, pass_of
 from nvfp4.torch._layer import Layer
 
 from ._capture import HOOKS, Pass, Settings, capture, pipeline, plain_order
@@ -91,10 +91,10 @@ def make_graphed_callables(
         Pass(several[number], follow(number), args, some, hooks[number], settings)
         for number, args, some in zip(of, sample_args, kwargs)
     ]
-    with _one_step(several) as delayed:
-        capture(passes, events, settings)
+    with _OneStep(several) as step:
+        capture(passes, events, settings, step.begin)
     caches = bool(given["cache_quantized_params"])
-    made = tuple(_finished(one, delayed, caches, _order is None) for one in passes)
+    made = tuple(_finished(one, step.delayed, caches, _order is None) for one in passes)
     return made if isinstance(modules, tuple) else made[0]
 
 
@@ -130,50 +130,117 @@ def _check(modules: Tuple, args: Sequence, kwargs: Sequence, hooks: Sequence) ->
         raise RuntimeError("torch.autocast keeps copies of weights: give it cache_enabled=False")
 
 
-def _scales(modules: Tuple) -> Iterator[Scale]:
-    for one in _all(modules):
-        kept = getattr(one, "delayed", None) if isinstance(one, Delays) else None
-        if kept is not None:
-            yield from (scale for scale in kept.children() if isinstance(scale, Scale))
+def _scales(module: Any) -> List[Tuple[str, Scale]]:
+    kept = getattr(module, "delayed", None) if isinstance(module, Delays) else None
+    named = () if kept is None else kept.named_children()
+    return [(name, scale) for name, scale in named if isinstance(scale, Scale)]
 
 
 def _all(modules: Tuple) -> List[torch.nn.Module]:
     return list(dict.fromkeys(one for module in modules for one in module.modules()))
 
 
-@contextlib.contextmanager
-def _one_step(modules: Tuple) -> Iterator[List[Follows]]:
-    """One step of delayed scaling, which leaves no trace: histories and scales are what they were,
-    in the memory that graphs read. Gives the modules that took part in it, when it is over.
+class _Read:
+    """The scale of a forward pass as a graph reads it: a copy, since scales move on when a region is
+    left, and the backward pass may compute the forward pass again. The codes of a weight that is
+    quantized once for several micro-batches keep the scale, and the amax, of the first.
     """
-    follow = [one for one in _all(modules) if isinstance(one, Follows)]
-    steps = [one._step for one in follow]
-    before = {scale: (scale.scale.clone(), scale.history.clone()) for scale in _scales(modules)}
-    step, took_part = Step(), []  # type: ignore[var-annotated]
-    for one in follow:
-        one._step = None  # or their steps would end in this one
-    try:
-        with _inside(region()._replace(step=step)):
-            yield took_part
-    finally:
-        step.ended = True
-        took_part += [one for one in follow if one._step is step]
-        for one, earlier in zip(follow, steps):
+
+    def __init__(self, name: str, live: Scale) -> None:
+        self.of_weight = name.removesuffix("_row").removesuffix("_column").endswith("weight")
+        self.live, self.copy, self.amax = live, live.scale.clone(), live.history[:1].clone()
+
+    def exchange(self) -> None:
+        """Exchanges the scale and its copy."""
+        self.live.scale, self.copy = self.copy, self.live.scale
+
+    @torch.no_grad()
+    def begin(self, kept: bool) -> None:
+        """Before a pass; ``kept`` says that weights are those of the micro-batch before."""
+        if kept and self.of_weight:
+            self.amax.copy_(self.live.history[:1])
+        else:
+            self.copy.copy_(self.live.scale)
+
+    @torch.no_grad()
+    def end(self, kept: bool) -> None:
+        """After it."""
+        if kept and self.of_weight:
+            self.live.history[:1].copy_(self.amax)
+
+
+class _Delayed(NamedTuple):
+    """A module that took part in the step of a capture, and the scales that its graph reads."""
+
+    module: Follows
+    reads: List[_Read]
+
+
+class _OneStep:
+    """One step of delayed scaling, which leaves no trace: histories and scales are what they were,
+    in the memory that graphs read.
+    """
+
+    def __init__(self, modules: Tuple) -> None:
+        self.follow = [one for one in _all(modules) if isinstance(one, Follows)]
+        self.steps = [one._step for one in self.follow]
+        self.step, self.reads, self.delayed = Step(), {}, []  # type: ignore[var-annotated]
+        self.before = {
+            scale: (scale.scale.clone(), scale.history.clone())
+            for one in self.follow
+            for _, scale in _scales(one)
+        }
+
+    def begin(self, which: str) -> None:
+        """Before a pass is captured. What a backward pass computes again was noted already."""
+        if not self.reads:
+            self._read_copies()
+        self.step.ended.discard("forward")
+        if which == "backward":
+            self.step.ended.add("forward")
+
+    def _read_copies(self) -> None:
+        """From now on, modules read copies of the scales that they have by now."""
+        for one in self.follow:
+            forward = [scale for scale in _scales(one) if pass_of(scale[0]) == "forward"]
+            self.reads[one] = [_Read(*scale) for scale in forward]
+            for read in self.reads[one]:
+                read.exchange()
+                read.live.before = read.live.scale
+
+    def __enter__(self) -> "_OneStep":
+        for one in self.follow:
+            one._step = None  # or their steps would end in this one
+        self.region = _inside(region()._replace(step=self.step))
+        self.region.__enter__()
+        return self
+
+    @torch.no_grad()
+    def __exit__(self, *failed: Any) -> None:
+        self.region.__exit__(None, None, None)
+        self.step.ended.update(("forward", "backward"))
+        for reads in self.reads.values():
+            for read in reads:
+                read.exchange()
+                read.live.before = None
+        for one, earlier in zip(self.follow, self.steps):
+            if one._step is self.step:
+                self.delayed.append(_Delayed(one, self.reads.get(one, [])))
             one._step = earlier
-        with torch.no_grad():
-            for scale in _scales(modules):
-                number, history = before.get(scale, (1.0, 0.0))
-                scale.scale.copy_(torch.as_tensor(number))
-                scale.history.copy_(torch.as_tensor(history))
+            for _, scale in _scales(one):
+                number, history = self.before.get(scale) or (None, None)
+                scale.scale.copy_(torch.ones(1) if number is None else number)
+                scale.history.copy_(torch.zeros(1) if history is None else history)
 
 
-def _finished(one: Pass, delayed: List[Follows], caches: bool, in_place: bool) -> Any:
+def _finished(one: Pass, delayed: List[_Delayed], caches: bool, in_place: bool) -> Any:
     """A pass as a function or, in place, as its module."""
     module, original = one.module, one.module.forward
     own = {name: value for name, value in module.__dict__.items() if name in ("forward", "reset")}
     follow = [part for part in module.modules() if isinstance(part, Follows)]
     layers = [part for part in follow if isinstance(part, Layer)]
-    counted = [part for part in follow if part in delayed]
+    counted = [of for of in delayed if of.module in follow]
+    reads = [read for of in counted for read in of.reads]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if module.training is not one.training:
@@ -183,11 +250,19 @@ def _finished(one: Pass, delayed: List[Follows], caches: bool, in_place: bool) -
             raise ValueError("is_first_microbatch: with cache_quantized_params each call gives it")
         for layer in layers:
             layer._first_of(first)
-        here = region()
-        if here.step is not None and here.asked is not None:
-            for part in counted:
-                part._begin(here, here.step)
-        return one(*args, **kwargs)
+        here, kept = region(), caches and first is False
+        counts = here.step is not None and here.asked is not None
+        for of in counted if counts else ():
+            of.module._begin(here, here.step)  # type: ignore[arg-type]
+        for read in reads:
+            read.begin(kept)
+        made = one(*args, **kwargs)
+        for read in reads:
+            read.end(kept)
+        outputs = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
+        for of in counted if counts and outputs else ():
+            here.step.watch(of.module.delayed, outputs[0])  # type: ignore[union-attr]
+        return made
 
     def reset() -> None:
         one.reset()

@@ -95,6 +95,7 @@ class Linear(OneLinear, nvfp4.torch.Linear):
             recipe="high_precision", path=name or "linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.save_original_input = save_original_input
         self.postpones(delay_wgrad_compute)
 
     # The arguments are TransformerEngine's.

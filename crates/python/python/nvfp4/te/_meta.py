@@ -4,12 +4,16 @@ recipe. Nothing is computed from them, but the scales of delayed scaling are the
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Dict, List, Optional
 
 import torch
 
+from ._codes import bind_codes
+from ._recipe import region
 from ._roles import QuantizerRole
 from ._states import DelayedScalingRecipeState, RecipeState
+from .recipe import Recipe
 
 _KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _SLOTS = {"forward": ("input", "weight"), "backward": ("grad_output",)}
@@ -73,6 +77,25 @@ class ShowsQuantizers(torch.nn.Module):
             of += forward if fwd else [role(at, "grad_output"), before]
         return [of[at % len(of)] for at in range(num_quantizers)]
 
+    def _ask_about_edges(self, recipe: Any) -> None:
+        """Asks a factory about the output and the input's gradient too, as TransformerEngine does.
+        Nothing is quantized for them here: what it answers or raises changes nothing.
+        """
+        factory, number = getattr(recipe, "qfactory", None), self._groups()
+        if factory is None:
+            return
+        outputs = self.get_quantizer_roles(fwd=True, num_quantizers=3 * number)[2::3]
+        gradients = self.get_quantizer_roles(fwd=False, num_quantizers=2 * number)[1::2]
+        for role in (*outputs, *gradients):
+            with contextlib.suppress(Exception):
+                factory(role)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Makes what is shown, of the recipe of the region around it, if it is not there yet."""
+        asked = region().asked
+        if isinstance(asked, Recipe) and (self._shown is None or self._shown["recipe"] is not asked):
+            self.init_fp8_meta_tensors(asked)
+
     def init_fp8_meta_tensors(self, recipe: Any) -> None:
         """Makes what is shown, of this recipe. Scales of earlier steps stay."""
         old = self._shown
@@ -107,6 +130,7 @@ class ShowsQuantizers(torch.nn.Module):
             state.amax_history[:, column].copy_(own.history)
             state.scale[column : column + 1].copy_(own.scale)
             own.history, own.scale = state.amax_history[:, column], state.scale[column : column + 1]
+        bind_codes(self)
 
     def _groups(self) -> int:
         """How many times three quantizers forward and two backward there are."""

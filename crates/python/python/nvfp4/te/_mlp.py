@@ -141,6 +141,7 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
             recipe="high_precision", path=name or "grouped_linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
+        self.save_original_input = save_original_input
         self.postpones(delay_wgrad_compute)
 
     def forward(  # type: ignore[override]

@@ -14,10 +14,14 @@ from nvfp4.torch._delayed import update
 from nvfp4.torch._layer import Workers
 from nvfp4.torch._quantized import coded as coded_of
 
+from ._algorithms import follow_algorithms
+from ._checks import refuse_original_input, validate_experts, warn_of_original_input
+from ._codes import bind_codes
+from ._extra_state import load_extra_state
 from ._later import Postpones, computed_again
 from ._meta import ShowsQuantizers
 from ._products import foreign_linear, is_foreign
-from ._recipe import Region, Step, region
+from ._recipe import Region, Step, in_backward, region
 from .recipe import Recipe
 
 # Guards what several threads may change in a module: what it remembers of its calls.
@@ -66,6 +70,7 @@ class TheirState(torch.nn.Module):
         key = f"{prefix}_extra_state"
         if key in unexpected:
             unexpected.remove(key)
+            load_extra_state(self, state_dict[key])
 
 
 class Follows(Postpones, ShowsQuantizers, TheirState):
@@ -80,6 +85,8 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
     use_recipe: Callable[[Any], None]
     forget_weights: Callable[[], None]
     fuse_wgrad_accumulation: bool
+    # Whether the backward pass is to make what it reads of the input again. It keeps the codes.
+    save_original_input: bool = False
     path: str
     _products: Any
     delayed: Any
@@ -98,8 +105,9 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
     _calibrated: Any = None
     # What attention hands over in the region of this call.
     _hand_over: str = "none"
-    # The step of delayed scaling that it was last part of.
+    # The step of delayed scaling that it was last part of, and the one that this call is part of.
     _step: Optional[Step] = None
+    _steps: Optional[Step] = None
     # For each product: its quantizers, if one of them brings its own product.
     _foreign: Optional[List[Optional[Dict[str, Any]]]] = None
 
@@ -146,23 +154,33 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
     def _follow(self, is_first_microbatch: Optional[bool]):
         """:meth:`following`, where the first of several micro-batches has new weights, and its
         gradients are the first in ``main_grad``. Without a word, or later, weights are quantized
-        again if they were changed, and gradients are added.
+        again if they were changed, and gradients are added. So are they without a word, if scales
+        of delayed scaling moved on.
         """
         self._first_of(is_first_microbatch)
         return self.following()
 
     def _first_of(self, is_first_microbatch: Optional[bool]) -> None:
-        if is_first_microbatch:
+        if is_first_microbatch or (is_first_microbatch is None and self._scales_moved()):
             self.forget_weights()
+        if is_first_microbatch:
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
                 for weight in self._parameters.values():
                     if weight is not None and weight.requires_grad and hasattr(weight, "main_grad"):
                         weight.main_grad.zero_()  # type: ignore[operator]
 
+    def _scales_moved(self) -> bool:
+        """Whether codes of weights may have a scale of earlier steps. A graph keeps none."""
+        if torch.compiler.is_compiling() or self._step is None:
+            return False
+        return "forward" in self._step.ended
+
     def _twin(self):
         here = self._followed()
         planned = self._planned(here)
-        if here.step is not None and planned.delayed:
+        if self.save_original_input and planned.delayed and torch.is_grad_enabled():
+            refuse_original_input(self.path, here.asked)
+        if here.step is not None and planned.delayed and not (self._step and in_backward()):
             self._begin(here, here.step)
         sets, calibrated = planned.sets, None
         if here.calibrating:
@@ -173,7 +191,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         same = object.__new__(type(self))
         same.__dict__.update(
             self.__dict__, **sets, _workers=workers, _hand_over=here.hand_over,
-            _calibrated=calibrated,
+            _calibrated=calibrated, _steps=self._step if planned.delayed else None,
         )  # fmt: skip
         return same
 
@@ -189,6 +207,28 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             for kept, operand in ((state.input, x), (state.weight, weight)):
                 if kept is not None:
                     kept.note([amax_of(operand)] * kept.number())
+        y = self._product_now_or_later(x, weight, bias, number, handed, store)
+        return self._watched(y)
+
+    def _watched(self, y: Any) -> Any:
+        """The same result, whose backward pass ends a step of delayed scaling."""
+        if self._steps is not None:
+            self._watch(y)
+        return y
+
+    @outside_of_graphs(_WHY)
+    def _watch(self, y: Any) -> None:
+        assert self._steps is not None
+        self._steps.watch(self.delayed, y)
+
+    def _repeats(self) -> bool:
+        if self._steps is None or torch.compiler.is_compiling():
+            return False
+        return "forward" in self._steps.ended and in_backward() and self._steps.saw(self)
+
+    def _product_now_or_later(
+        self, x: Any, weight: Any, bias: Any, number: int, handed: Any, store: Any
+    ) -> Any:
         waits = self._store is not None and torch.is_grad_enabled() and weight.requires_grad
         if not waits:
             return self._product(x, weight, bias, number, handed, store)
@@ -214,7 +254,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         with _lock:
             if self._compiled is not None:
                 self.__dict__.update(_ran=self._remembered(self._compiled), _repeated=False, _compiled=None)
-        if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
+        if not in_backward():
             with _lock:
                 self.__dict__.update(_ran=self._remembered(here), _repeated=False)
                 if isinstance(here.asked, Recipe):  # a preset's name has no quantizers to show
@@ -257,9 +297,10 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             return planned
         with _lock:
             if self._step is not None and self._step is not here.step:
-                self._step.end()  # while its scales are there: another recipe may need other ones
-            self.use_recipe(here.recipe)
+                self._step.end_before_another()  # while its scales are there: another recipe may need other ones
+            self._use(here)
             self._check_codes(here)
+            self._ask_about_edges(here.asked)
             self.__dict__["_foreign"] = self._foreign_of(here)
             sets = {name: self.__dict__[name] for name in _PLANNED if name in self.__dict__}
             planned = _Planned(sets, _is_delayed(sets))
@@ -267,6 +308,17 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             kept = [item for item in self._plans.items() if not (planned.delayed and item[1].delayed)]
             self._plans = dict([(here.key, planned), *kept[: _AT_HAND - 1]])
             return planned
+
+    def _use(self, here: Region) -> None:
+        """:meth:`use_recipe`, with what TransformerEngine says about quantizers of a factory."""
+        answers = getattr(here.asked, "_answers", {})
+        try:
+            self.use_recipe(here.recipe)
+        except ValueError:
+            validate_experts({of: slots for of, slots in answers.items() if of[0] == self.path})
+            raise
+        if self.save_original_input and answers:
+            warn_of_original_input(self.path, here.asked)
 
     def _check_codes(self, here: Region) -> None:
         """Refuses a recipe of another format than the weights that exist as codes alone."""
@@ -301,10 +353,13 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         if before is step:
             return
         if before is not None:
-            before.end()
+            before.end_before_another()
         else:
             update([(self, here.group)])  # what it saw before it was saved or copied, if it was
+            self.forget_weights()
         step.modules[id(self)] = (self, here.group)
+        bind_codes(self)
+        follow_algorithms(self.delayed, here.asked)
 
 
 def _is_delayed(planned: Dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ import itertools
 import threading
 import warnings
 from collections import deque
-from typing import Any, Callable, Deque, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, NamedTuple, Optional, Set, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -24,23 +24,65 @@ from .recipe import of as recipe_of
 _numbers = itertools.count()
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is under way."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Step:
     """An outermost region and the backward pass after it, as delayed scaling sees them.
 
-    It ends when one of its modules is used in another region: then everything that it saw is there,
-    and nothing of it is computed again.
+    Scales of the forward pass move on when the region is left, those of the backward pass at the
+    end of the pass that reaches the first module. A step that nobody ends so ends when one of its
+    modules is used in another region.
     """
 
     def __init__(self) -> None:
         # Each with the workers that agree on its amaxes.
         self.modules: Dict[int, Tuple[Any, Any]] = {}
-        self.ended = False
+        # The passes that have ended.
+        self.ended: Set[str] = set()
+        # What the first module keeps, and whether its backward pass will end the step.
+        self._first: Any = None
+        self._watches = False
+        # Whose amaxes were seen before the backward pass, by what they keep.
+        self._seen: Set[int] = set()
 
-    def end(self) -> None:
-        """Updates the scales of its modules, once."""
-        if not self.ended:
-            self.ended = True
-            update(self.modules.values())
+    def end(self, which: str) -> None:
+        """Updates the scales of a pass, "forward" or "backward", once."""
+        if which not in self.ended:
+            self.ended.add(which)
+            update(self.modules.values(), (which,))
+            if which == "backward":  # what a forward pass without gradients left to its repetition
+                update([of for of in self.modules.values() if not self.saw(of[0])], ("forward",))
+
+    def saw(self, module: Any) -> bool:
+        """Whether it saw the amaxes of a module's forward pass before the backward pass."""
+        return id(module.delayed) in self._seen
+
+    def end_before_another(self) -> None:
+        """Ends what has to end before one of its modules takes part in another step."""
+        self.end("forward")
+        if not self._watches:
+            self.end("backward")
+
+    def watch(self, kept: Any, y: torch.Tensor) -> None:
+        """Ends the backward pass after that of ``y``, if it is the first module's, which keeps
+        this.
+        """
+        self._first = kept if self._first is None else self._first
+        # What a graph replays would end every step again.
+        if not y.requires_grad or (y.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if not in_backward():
+            self._seen.add(id(kept))
+        if self._first is kept:
+            self._watches = True
+            y.register_hook(self._begins_backward)
+
+    def _begins_backward(self, _: torch.Tensor) -> None:
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self.end("backward"))
 
 
 class Region(NamedTuple):
@@ -91,8 +133,9 @@ class autocast(contextlib.ContextDecorator):
     """Inside, modules compute in the formats of a recipe: one of this module's, an ``nvfp4.Recipe``
     or a preset's name; without one, :func:`get_default_recipe`'s.
 
-    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Delayed scaling
-    moves on from one outermost region to the next. With ``enabled=False, calibrating=True`` modules
+    ``amax_reduction_group`` is the process group whose workers agree on amaxes. Scales of delayed
+    scaling move on when the outermost region is left, and those of gradients at the end of the
+    backward pass. With ``enabled=False, calibrating=True`` modules
     compute in high precision, and delayed scaling notes the amaxes of inputs and weights. A region
     belongs to the thread, or the task of
     ``asyncio``, that enters it: a thread that is started inside enters its own. It may be entered
@@ -132,7 +175,11 @@ class autocast(contextlib.ContextDecorator):
     def __exit__(self, *_: Any) -> None:
         token, self._token = self._token, None
         assert token is not None
+        step = region().step
         _region.reset(token)
+        outermost = step is not None and region().step is None
+        if outermost and self._enabled and torch.is_grad_enabled():
+            step.end("forward")  # type: ignore[union-attr]
 
     def _recreate_cm(self) -> "autocast":
         # As a decorator: every call has a region of its own.
@@ -169,8 +216,8 @@ def checkpoint(function: Callable, *args, **kwargs):
     again is computed as it was the first time, with the numbers that ``get_rng_state_tracker()``
     gave then.
 
-    With delayed scaling the backward pass has to come before the next outermost region, which moves
-    the scales on.
+    With delayed scaling the backward pass has to come before the next outermost region, whose end
+    moves the scales on for the second time.
     """
     use_reentrant = kwargs.pop("use_reentrant", True)
     distributed = kwargs.pop("distribute_saved_activations", False)

@@ -43,6 +43,11 @@ class DelayedScalingRequest(QuantizerRequest):
 
     def spec_in(self, direction: str) -> str:
         """The format in recipe syntax, in the "forward" or the "backward" pass."""
+        for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
+            if callable(getattr(self, name)):
+                raise NotImplementedError(
+                    f"te.DelayedScalingRequest: {name} is a function; te.DelayedScaling takes functions"
+                )
         return delayed_spec(self, direction)
 
 

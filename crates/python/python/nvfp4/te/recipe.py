@@ -154,7 +154,8 @@ def _mapped(
 class DelayedScaling(Recipe):
     """FP8 with scales from the amaxes of earlier steps.
 
-    ``amax_compute_algo`` is "max" or "most_recent"; functions for it and for the scale are refused.
+    ``amax_compute_algo`` is "max", "most_recent" or a function of the history, [steps, 1], that
+    gives the amax; ``scaling_factor_compute_algo(amax, scale, fp8_max, recipe)`` gives the scale.
     """
 
     margin: int = 0

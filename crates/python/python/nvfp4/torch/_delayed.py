@@ -7,7 +7,7 @@ ends the step.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,10 @@ class Scale(torch.nn.Module):
 
     scale: Tensor
     history: Tensor
+    # The scale before the last update, for what is computed again after it.
+    before: Optional[Tensor] = None
+    # What updates history and scale in the place of the spec's rule.
+    rule: Optional[Callable[[Tensor, Tensor], None]] = None
 
     def __init__(self, spec: Optional[str], steps: int, device):
         super().__init__()
@@ -101,11 +105,17 @@ class Scale(torch.nn.Module):
 
     def begin(self, steps: int, device) -> None:
         """Forgets all steps."""
+        self.before = None
         self.scale = torch.ones(1, dtype=torch.float32, device=device)
         self.history = torch.zeros(steps, dtype=torch.float32, device=device)
 
+    def __getstate__(self):
+        # A function may have no place in a pickle. The next step has it again.
+        return {**self.__dict__, "rule": None}
+
     def _apply(self, fn, recurse=True):
         scale, history = self.scale, self.history
+        self.before = None
         super()._apply(fn, recurse)
         device = self.scale.device
         if scale.is_meta:  # which has no numbers to take along
@@ -138,15 +148,22 @@ class Scales(torch.nn.Module):
             else:
                 self.add_module(name_of_part, Scale(rule, steps, device))
 
-    def get(self, name: str, format: Format) -> Optional[Kept]:
-        """What is kept for a tensor of this format."""
+    def get(self, name: str, format: Format, when: str = "now") -> Optional[Kept]:
+        """What is kept for a tensor of this format, "now" or "before" the last update."""
         if not format.delayed:
             return None
+        buffers_of = self._buffers_of if when == "now" else self._before
         if format.delayed == ("both",):
-            return Kept(*self._buffers_of(name))
-        row = self._buffers_of(f"{name}_row") if "row" in format.delayed else (None, None)
-        column = self._buffers_of(f"{name}_column") if "column" in format.delayed else (None, None)
+            return Kept(*buffers_of(name))
+        row = buffers_of(f"{name}_row") if "row" in format.delayed else (None, None)
+        column = buffers_of(f"{name}_column") if "column" in format.delayed else (None, None)
         return Kept(*row, *column)
+
+    def _before(self, name: str) -> Tuple[Tensor, None]:
+        """The scale before the last update. What the tensor was is in the history already."""
+        scale = self._modules[name]
+        assert isinstance(scale, Scale)
+        return scale.scale if scale.before is None else scale.before, None
 
     def _buffers_of(self, name: str) -> Tuple[Tensor, Tensor]:
         scale = self._modules[name]
@@ -189,10 +206,19 @@ class Delays(torch.nn.Module):
 
     def state_of(self, formats: Formats, prefix: str = "") -> State:
         """What is kept for the tensors of a linear layer."""
-        if self.delayed is None:
-            return State()
         slots = (("input", formats.input), ("weight", formats.weight), ("grad_output", formats.grad_output))
-        return State(*[self.delayed.get(prefix + slot, format) for slot, format in slots])
+        return State(*[self.kept_for(prefix + slot, format) for slot, format in slots])
+
+    def kept_for(self, name: str, format: Format) -> Optional[Kept]:
+        """What is kept for a tensor of this format."""
+        if self.delayed is None:
+            return None
+        again = pass_of(name) == "forward" and self._repeats()
+        return self.delayed.get(name, format, "before" if again else "now")
+
+    def _repeats(self) -> bool:
+        """Whether a forward pass is computed again whose scales have moved on since."""
+        return False
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # A layer whose recipe is not known yet keeps what it is given, for the recipe that comes.
@@ -233,23 +259,31 @@ def update_scales(model: torch.nn.Module) -> None:
     >>> nvfp4.torch.update_scales(model)
     """
     update((module, module.amax_group) for module in model.modules() if isinstance(module, Delays))
+    weights_may_have_changed()  # or rather what their codes are
 
 
-def update(layers: Iterable[Tuple[Any, Any]]) -> None:
-    """Ends a step of these layers, each with the group of workers that agree on its amaxes."""
+def pass_of(name: str) -> str:
+    """The pass of a tensor that something is kept for: "forward" or "backward"."""
+    tensor = name.removesuffix("_row").removesuffix("_column")
+    backward = tensor.endswith("grad_output") or tensor in ("do", "dp", "dqkv")
+    return "backward" if backward else "forward"
+
+
+def update(layers: Iterable[Tuple[Any, Any]], passes: Tuple[str, ...] = ("forward", "backward")) -> None:
+    """Ends passes of these layers, each with the group of workers that agree on its amaxes."""
     groups: Dict[Any, List[Scale]] = {}
     for layer, group in layers:
         if layer.delayed is not None:
-            groups.setdefault(group, []).extend(_known(layer.delayed))
+            groups.setdefault(group, []).extend(_known(layer.delayed, passes))
     for group, scales in groups.items():
         if scales:
             _update(scales, group)
-            weights_may_have_changed()  # or rather what their codes are
 
 
-def _known(scales: Scales) -> Iterator[Scale]:
-    """Those whose rule is known and which have numbers."""
-    real = (s for s in scales.children() if isinstance(s, Scale) and not s.history.is_meta)
+def _known(scales: Scales, passes: Tuple[str, ...]) -> Iterator[Scale]:
+    """Those of these passes whose rule is known and which have numbers."""
+    of_these = (scale for name, scale in scales.named_children() if pass_of(name) in passes)
+    real = (s for s in of_these if isinstance(s, Scale) and not s.history.is_meta)
     return (scale for scale in real if scale.spec is not None)
 
 
@@ -267,8 +301,16 @@ def _update(scales: List[Scale], group) -> None:
     # Tensors of one rule on one GPU go together.
     together: Dict[Tuple[str, torch.device], List[int]] = {}
     for at, scale in enumerate(scales):
-        together.setdefault((str(scale.spec), scale.history.device), []).append(at)
+        if scale.rule is None:
+            together.setdefault((str(scale.spec), scale.history.device), []).append(at)
+        else:
+            scale.before = scale.scale.clone()
+            scale.history[:1].copy_(amaxes[at])
+            scale.rule(scale.history, scale.scale)
     for (_, device), places in together.items():
+        numbers = torch.cat([scales[at].scale for at in places])
+        for at, number in zip(places, numbers.split(1)):
+            scales[at].before = number
         update_some = _update_there if device.type == "cuda" else _update_here
         update_some(rules[places[0]], [scales[at] for at in places], torch.cat([amaxes[at].to(device) for at in places]))
 

@@ -8,6 +8,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from .._algorithms import scale_of
 from .._format import DType
 from .._products import general_gemm
 
@@ -120,13 +121,6 @@ def fused_amax_and_scale_update_after_reduction(
         seen = history.max(dim=0).values if amax_compute_algo == "max" else history[-1]
         scale.copy_(scale_of(seen, scale, largest, margin))
         history[0].zero_()
-
-
-def scale_of(amax: Tensor, scale: Tensor, largest: float, margin: float) -> Tensor:
-    """The scale that an amax asks for; one that is zero or not finite leaves it as it is."""
-    new = (largest / amax) / 2**margin
-    new = torch.where((amax > 0) & torch.isfinite(amax), new, scale)
-    return torch.where(torch.isinf(new), torch.finfo(torch.float32).max, new)
 
 
 def _watched(noop_flag: Tensor, tensors: List[Tensor]) -> None:

@@ -1,5 +1,6 @@
 """``transformer_engine.pytorch.module.base``: what all modules are."""
 
+from .._checks import validate_grouped_quantizer_list
 from .._modules import Follows as TransformerEngineBaseModule
 
 

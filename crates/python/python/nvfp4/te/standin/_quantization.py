@@ -7,6 +7,8 @@ from typing import Any, Optional, Tuple
 import torch
 
 from .. import _machine
+from .._algorithms import amax_and_scale_update as _amax_and_scale_update  # noqa: F401
+from .._algorithms import scale_of
 from .._format import DType, Format
 from .._recipe import get_default_recipe, region
 from .._states import (
@@ -19,7 +21,6 @@ from .._states import (
     RecipeState,
     fp8_dtype,
 )
-from ._extension import scale_of
 
 get_default_fp8_recipe = get_default_recipe
 
@@ -71,16 +72,6 @@ def _default_sf_compute(
     amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, margin: int, _fp32_max: float = 0.0
 ) -> torch.Tensor:
     return scale.copy_(scale_of(amax, scale, fp8_max, margin))
-
-
-def _amax_and_scale_update(
-    amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: Any
-) -> None:
-    latest = recipe.amax_compute_algo == "most_recent"
-    amax = amax_history[0].clone() if latest else amax_history.max(dim=0).values
-    amax_history.copy_(torch.roll(amax_history, -1, 0))
-    amax_history[0].zero_()
-    scale.copy_(scale_of(amax, scale, fp8_max, recipe.margin))
 
 
 class FP8GlobalStateManager:

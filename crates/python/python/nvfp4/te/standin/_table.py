@@ -22,6 +22,7 @@ _SETTINGS = (_HERE + "_quantization", *_TE)
 
 # Below transformer_engine.pytorch.
 _PYTORCH: Dict[str, Tuple[str, ...]] = {
+    "_extra_state": (_HERE + "_extra_state",),
     "attention": _TE,
     "attention.dot_product_attention": _TE,
     "attention.dot_product_attention.dot_product_attention": _TE,
@@ -42,6 +43,7 @@ _PYTORCH: Dict[str, Tuple[str, ...]] = {
     "fp8": _SETTINGS,
     "graph": _TE,
     "module": (_HERE + "_modules", *_TE),
+    "module._split_quantization": (_HERE + "_modules",),
     "module.base": (_HERE + "_modules", *_TE),
     "module.fp8_padding": _TE,
     "module.fp8_unpadding": _TE,
