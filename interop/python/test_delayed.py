@@ -211,7 +211,8 @@ def test_scales_move_on_at_the_end_of_each_pass():
     first, last = te.Linear(64, 64, name="a"), te.Linear(64, 64, name="b")
 
     def moved(*layers):
-        return [[of.history[1:].count_nonzero().item() for of in layer.delayed.children()] for layer in layers]
+        kept = [list(layer.delayed.children()) for layer in layers]
+        return [[of.history[1:].count_nonzero().item() for of in each] for each in kept]
 
     outputs = []
     for number in range(2):  # both forward passes come before the backward passes
@@ -244,7 +245,8 @@ def test_a_recipe_brings_functions_for_amaxes_and_scales():
     torch.manual_seed(0)
     layers = [te.Linear(64, 64, name="fc")]
     layers += [copy.deepcopy(layers[0]) for _ in range(2)]
-    algorithms = ({}, {"amax_compute_algo": largest, "scaling_factor_compute_algo": scale}, {"amax_compute_algo": mean})
+    same_rule = {"amax_compute_algo": largest, "scaling_factor_compute_algo": scale}
+    algorithms = ({}, same_rule, {"amax_compute_algo": mean})
     amaxes = []
     for number in range(3):
         x = data(number)
@@ -255,7 +257,8 @@ def test_a_recipe_brings_functions_for_amaxes_and_scales():
                 y = layer(x)
             y.sum().backward()
     assert same(list(layers[0].buffers()), list(layers[1].buffers()))
-    torch.testing.assert_close(layers[2].delayed.input.scale, 224 / torch.stack(amaxes).mean().reshape(1))
+    scales = layers[2].delayed.input.scale
+    torch.testing.assert_close(scales, 224 / torch.stack(amaxes).mean().reshape(1))
     copy.deepcopy(layers[2])
 
 
@@ -283,7 +286,8 @@ def test_a_region_inside_of_what_is_computed_again_repeats_it():
 
     for number in range(3):
         results = []
-        for layer, run in ((plain, inside(plain)), (again, lambda x: te.checkpoint(inside(again), x, use_reentrant=False))):
+        repeated = lambda x: te.checkpoint(inside(again), x, use_reentrant=False)  # noqa: E731
+        for layer, run in ((plain, inside(plain)), (again, repeated)):
             x = data(number).requires_grad_()
             layer.zero_grad()
             y = run(x)
@@ -337,8 +341,9 @@ def test_scales_in_checkpoints_of_transformer_engine(monkeypatch, allowed):
     """
     recipe = te.DelayedScaling(amax_history_len=4)
     kept = {
-        "scale_fwd": torch.tensor([2.0, 3.0, 1.0]), "amax_history_fwd": torch.arange(12.0).reshape(4, 3),
-        "scale_bwd": torch.tensor([5.0, 1.0]), "amax_history_bwd": torch.arange(8.0).reshape(4, 2),
+        "scale_fwd": torch.tensor([2.0, 3.0, 1.0]), "scale_bwd": torch.tensor([5.0, 1.0]),
+        "amax_history_fwd": torch.arange(12.0).reshape(4, 3),
+        "amax_history_bwd": torch.arange(8.0).reshape(4, 2),
         "recipe": recipe, "extra_fp8_variables": {},
     }  # fmt: skip
     for name in ("amax_history_fwd", "amax_history_bwd"):
@@ -346,11 +351,13 @@ def test_scales_in_checkpoints_of_transformer_engine(monkeypatch, allowed):
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", str(int(allowed)))
     data = pickle.dumps(kept)
     layer = te.Linear(64, 64, name="fc")
-    state = {**te.Linear(64, 64).state_dict(), "_extra_state": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+    state = te.Linear(64, 64).state_dict()
+    state["_extra_state"] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         layer.load_state_dict(state)
-    assert [str(of.message)[:35] for of in said] == ([] if allowed else ["fc: the scales of delayed scaling a"])
+    expected = [] if allowed else ["fc: the scales of delayed scaling"]
+    assert [str(of.message)[:33] for of in said] == expected
     with te.autocast(recipe=recipe):
         scales = layer.following().state_of(layer.formats)
     assert [of.scale.item() for of in scales] == ([2, 3, 5] if allowed else [1, 1, 1])
@@ -391,7 +398,8 @@ def test_a_direction_beside_high_precision_is_made_alone_as_a_gpu_does_it(spec, 
 
 def test_a_step_ends_among_the_workers_that_it_began_with(monkeypatch):
     ended = []
-    monkeypatch.setattr(te._recipe, "update", lambda layers, passes: ended.extend((*of, *passes) for of in layers))
+    note = lambda layers, passes: ended.extend((*of, *passes) for of in layers)  # noqa: E731
+    monkeypatch.setattr(te._recipe, "update", note)
     monkeypatch.setattr(te._modules, "update", lambda layers: None)
     module, workers = te.Linear(64, 48), object()
     with te.autocast(recipe=SHORT, amax_reduction_group=workers):

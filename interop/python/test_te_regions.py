@@ -58,20 +58,21 @@ def test_weights_that_are_codes_alone_give_the_same_step(recipe):
 
 def test_a_weight_of_codes_may_have_a_direction_in_high_precision():
     fp8 = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")
+    plain = te.IdentityQuantizer()
 
     def factory(role):
         if role is not None and role.tensor_type == "weight":
-            return te.HybridQuantizer(rowwise_quantizer=te.IdentityQuantizer(), columnwise_quantizer=fp8)
-        return te.IdentityQuantizer()
+            return te.HybridQuantizer(rowwise_quantizer=plain, columnwise_quantizer=fp8)
+        return plain
 
     recipe, x = te.CustomRecipe(factory), torch.randn(48, 64)
     with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         layer = te.Linear(64, 64)
-    plain = te.Linear(64, 64)
-    plain.load_state_dict({"weight": layer.weight.get_high_precision_init_val(), "bias": layer.bias.detach()})
-    made = [results(module, x, recipe) for module in (layer, plain)]
+    other, begun = te.Linear(64, 64), layer.weight.get_high_precision_init_val()
+    other.load_state_dict({"weight": begun, "bias": layer.bias.detach()})
+    made = [results(module, x, recipe) for module in (layer, other)]
     assert all(torch.equal(a, b) for a, b in zip(*made))
-    assert not torch.equal(made[0][1], results(plain, x, "high_precision")[1])
+    assert not torch.equal(made[0][1], results(other, x, "high_precision")[1])
 
 
 def test_weights_that_are_codes_alone_go_on():
@@ -111,7 +112,10 @@ def test_codes_and_old_names_say_what_to_do():
 
 @pytest.mark.parametrize(
     "recipe",
-    [te.DelayedScaling(amax_history_len=4), te.CustomRecipe(lambda role: te.DelayedScalingRequest(amax_history_len=4))],
+    [
+        te.DelayedScaling(amax_history_len=4),
+        te.CustomRecipe(lambda role: te.DelayedScalingRequest(amax_history_len=4)),
+    ],
     ids=lambda recipe: type(recipe).__name__,
 )
 def test_weights_that_are_codes_alone_have_delayed_scaling(recipe):

@@ -56,6 +56,7 @@ def install(checkout: pathlib.Path) -> None:
     )
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    nvfp4.te.get_device_compute_capability = torch.cuda.get_device_capability
     torch.cuda.memory_allocated = lambda device=None: _only_there()
     torch.cuda.max_memory_allocated = lambda device=None: _only_there()
     cpu_graphs.install()

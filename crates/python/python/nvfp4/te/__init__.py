@@ -12,7 +12,7 @@ Bytes are TransformerEngine's. What a quantizer stores is under its names: ``_ro
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import custom_recipes, optimizers, recipe
+from . import custom_recipes, ops, optimizers, recipe
 from ._attention import DotProductAttention
 from ._cross_entropy import parallel_cross_entropy
 from ._codes import fp8_model_init, quantized_model_init
@@ -160,6 +160,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "ops",
     "optimizers",
     "parallel_cross_entropy",
     "prepare_for_saving",

@@ -34,8 +34,10 @@ def amax_and_scale_update(history: Tensor, scale: Tensor, largest: float, recipe
     history.copy_(torch.roll(history, -1, 0))
     history[0].zero_()
     given = recipe.scaling_factor_compute_algo
-    made = scale_of(amax, scale, largest, recipe.margin) if given is None else given(amax, scale, largest, recipe)
-    scale.copy_(made)
+    if given is None:
+        scale.copy_(scale_of(amax, scale, largest, recipe.margin))
+    else:
+        scale.copy_(given(amax, scale, largest, recipe))
 
 
 def _has_functions(recipe: Any) -> bool:

@@ -31,7 +31,7 @@ def refuse_original_input(path: str, asked: Any) -> None:
     """Refuses ``save_original_input`` with delayed scaling, whose scale is another one later."""
     if isinstance(asked, DelayedScaling):
         raise ValueError(
-            f"{path}: DelayedScaling recipe is not supported with save_original_input; leave one out"
+            f"{path}: DelayedScaling recipe is not supported with save_original_input; leave out one"
         )
 
 

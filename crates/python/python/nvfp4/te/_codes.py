@@ -16,6 +16,7 @@ from nvfp4.torch._parameters import asking, put
 from nvfp4.torch._quantized import check_spec
 
 from ._float8 import Float8Quantizer
+from ._hybrid import HybridQuantizer
 from ._identity import IdentityQuantizer
 from ._recipe import get_default_recipe
 from ._states import RecipeState
@@ -78,7 +79,9 @@ def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) ->
         weights, _quantizers(layer, asked, len(weights))
     ):
         weight = layer._parameters.get(name)
-        plain = isinstance(quantizer, IdentityQuantizer)
+        # Both are tensors of their own kind in high precision too.
+        kinds = (IdentityQuantizer, HybridQuantizer)
+        plain = formats.weight.spec == "high-precision" and isinstance(quantizer, kinds)
         delayed = isinstance(quantizer, Float8Quantizer)
         if delayed:
             _bind(quantizer, layer.delayed._modules[f"{prefix}weight"])  # type: ignore[union-attr]

@@ -104,8 +104,10 @@ def load_extra_state(module: Any, state: Any) -> None:
     except RuntimeError as error:
         warnings.warn(f"{error}. Until then they begin anew", stacklevel=2)
         return
-    old = isinstance(state, io.BytesIO)  # the form of early versions
-    found = torch.load(state, "cpu", weights_only=False) if old else _Unpickler(io.BytesIO(data)).load()
+    if isinstance(state, io.BytesIO):  # the form of early versions
+        found = torch.load(io.BytesIO(data), "cpu", weights_only=False)
+    else:
+        found = _Unpickler(io.BytesIO(data)).load()
     places = getattr(module, "_places", None)
     if not isinstance(found, dict) or not _KEPT <= set(found) or places is None:
         return

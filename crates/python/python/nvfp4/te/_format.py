@@ -107,10 +107,10 @@ def delayed_spec(settings: Any, direction: str) -> str:
         raise ValueError(
             f"amax_compute_algo: expected 'max', 'most_recent' or a function, got {algorithm!r}"
         )
-    if not (settings.scaling_factor_compute_algo is None or callable(settings.scaling_factor_compute_algo)):
+    scales = settings.scaling_factor_compute_algo
+    if scales is not None and not callable(scales):
         raise ValueError(
-            "scaling_factor_compute_algo: expected a function or None, got "
-            f"{settings.scaling_factor_compute_algo!r}"
+            f"scaling_factor_compute_algo: expected a function or None, got {scales!r}"
         )
     return spec_of(
         "fp8-delayed",

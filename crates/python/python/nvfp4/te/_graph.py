@@ -141,8 +141,8 @@ def _all(modules: Tuple) -> List[torch.nn.Module]:
 
 
 class _Read:
-    """The scale of a forward pass as a graph reads it: a copy, since scales move on when a region is
-    left, and the backward pass may compute the forward pass again. The codes of a weight that is
+    """The scale of a forward pass as a graph reads it: a copy, since scales move on when a region
+    is left, and the backward pass may compute the forward pass again. The codes of a weight that is
     quantized once for several micro-batches keep the scale, and the amax, of the first.
     """
 
@@ -195,9 +195,9 @@ class _OneStep:
         """Before a pass is captured. What a backward pass computes again was noted already."""
         if not self.reads:
             self._read_copies()
-        self.step.ended.discard("forward")
+        self.step.ended = False
         if which == "backward":
-            self.step.ended.add("forward")
+            self.step._ended.add("forward")
 
     def _read_copies(self) -> None:
         """From now on, modules read copies of the scales that they have by now."""
@@ -211,6 +211,7 @@ class _OneStep:
     def __enter__(self) -> "_OneStep":
         for one in self.follow:
             one._step = None  # or their steps would end in this one
+        self.step.wait()
         self.region = _inside(region()._replace(step=self.step))
         self.region.__enter__()
         return self
@@ -218,7 +219,7 @@ class _OneStep:
     @torch.no_grad()
     def __exit__(self, *failed: Any) -> None:
         self.region.__exit__(None, None, None)
-        self.step.ended.update(("forward", "backward"))
+        self.step.ended = True
         for reads in self.reads.values():
             for read in reads:
                 read.exchange()

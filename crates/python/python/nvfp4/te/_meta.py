@@ -93,7 +93,8 @@ class ShowsQuantizers(torch.nn.Module):
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Makes what is shown, of the recipe of the region around it, if it is not there yet."""
         asked = region().asked
-        if isinstance(asked, Recipe) and (self._shown is None or self._shown["recipe"] is not asked):
+        shown = None if self._shown is None else self._shown["recipe"]
+        if isinstance(asked, Recipe) and shown is not asked:
             self.init_fp8_meta_tensors(asked)
 
     def init_fp8_meta_tensors(self, recipe: Any) -> None:

@@ -173,7 +173,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         """Whether codes of weights may have a scale of earlier steps. A graph keeps none."""
         if torch.compiler.is_compiling() or self._step is None:
             return False
-        return "forward" in self._step.ended
+        return self._step.moved
 
     def _twin(self):
         here = self._followed()
@@ -224,7 +224,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
     def _repeats(self) -> bool:
         if self._steps is None or torch.compiler.is_compiling():
             return False
-        return "forward" in self._steps.ended and in_backward() and self._steps.saw(self)
+        return self._steps.moved and in_backward() and self._steps.saw(self)
 
     def _product_now_or_later(
         self, x: Any, weight: Any, bias: Any, number: int, handed: Any, store: Any
@@ -297,7 +297,8 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
             return planned
         with _lock:
             if self._step is not None and self._step is not here.step:
-                self._step.end_before_another()  # while its scales are there: another recipe may need other ones
+                # While its scales are there: another recipe may need other ones.
+                self._step.end_before_another()
             self._use(here)
             self._check_codes(here)
             self._ask_about_edges(here.asked)

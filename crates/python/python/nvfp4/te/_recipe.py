@@ -41,17 +41,44 @@ class Step:
         # Each with the workers that agree on its amaxes.
         self.modules: Dict[int, Tuple[Any, Any]] = {}
         # The passes that have ended.
-        self.ended: Set[str] = set()
+        self._ended: Set[str] = set()
         # What the first module keeps, and whether its backward pass will end the step.
         self._first: Any = None
         self._watches = False
+        # Whether another step ends it.
+        self._waits = False
         # Whose amaxes were seen before the backward pass, by what they keep.
         self._seen: Set[int] = set()
 
+    @property
+    def ended(self) -> bool:
+        """Whether both passes have ended. A step that is told so updates nothing more."""
+        return self._ended == {"forward", "backward"}
+
+    @ended.setter
+    def ended(self, ended: bool) -> None:
+        self._ended = {"forward", "backward"} if ended else set()
+
+    @property
+    def moved(self) -> bool:
+        """Whether the scales of its forward pass have moved on."""
+        return "forward" in self._ended
+
+    def wait(self) -> None:
+        """Leaves its end to another step. So do graphs: what they compute again has the scales that
+        are in memory, and they would replay the end.
+        """
+        self._waits = True
+
+    def leave(self) -> None:
+        """Ends the forward pass, where a region is left."""
+        if not self._waits:
+            self.end("forward")
+
     def end(self, which: str) -> None:
         """Updates the scales of a pass, "forward" or "backward", once."""
-        if which not in self.ended:
-            self.ended.add(which)
+        if which not in self._ended:
+            self._ended.add(which)
             update(self.modules.values(), (which,))
             if which == "backward":  # what a forward pass without gradients left to its repetition
                 update([of for of in self.modules.values() if not self.saw(of[0])], ("forward",))
@@ -71,12 +98,11 @@ class Step:
         this.
         """
         self._first = kept if self._first is None else self._first
-        # What a graph replays would end every step again.
-        if not y.requires_grad or (y.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not y.requires_grad:
             return
         if not in_backward():
             self._seen.add(id(kept))
-        if self._first is kept:
+        if self._first is kept and not self._waits:
             self._watches = True
             y.register_hook(self._begins_backward)
 
@@ -179,7 +205,7 @@ class autocast(contextlib.ContextDecorator):
         _region.reset(token)
         outermost = step is not None and region().step is None
         if outermost and self._enabled and torch.is_grad_enabled():
-            step.end("forward")  # type: ignore[union-attr]
+            step.leave()  # type: ignore[union-attr]
 
     def _recreate_cm(self) -> "autocast":
         # As a decorator: every call has a region of its own.

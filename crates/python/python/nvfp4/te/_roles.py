@@ -46,7 +46,7 @@ class DelayedScalingRequest(QuantizerRequest):
         for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
             if callable(getattr(self, name)):
                 raise NotImplementedError(
-                    f"te.DelayedScalingRequest: {name} is a function; te.DelayedScaling takes functions"
+                    f"te.DelayedScalingRequest: {name} is a function; te.DelayedScaling takes it"
                 )
         return delayed_spec(self, direction)
 

@@ -7,7 +7,9 @@ ends the step.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import (
+    Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple,
+)  # fmt: skip
 
 import torch
 from torch import Tensor
@@ -269,7 +271,9 @@ def pass_of(name: str) -> str:
     return "backward" if backward else "forward"
 
 
-def update(layers: Iterable[Tuple[Any, Any]], passes: Tuple[str, ...] = ("forward", "backward")) -> None:
+def update(
+    layers: Iterable[Tuple[Any, Any]], passes: Tuple[str, ...] = ("forward", "backward")
+) -> None:
     """Ends passes of these layers, each with the group of workers that agree on its amaxes."""
     groups: Dict[Any, List[Scale]] = {}
     for layer, group in layers:

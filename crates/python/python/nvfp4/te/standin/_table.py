@@ -53,6 +53,7 @@ _PYTORCH: Dict[str, Tuple[str, ...]] = {
     "module.layernorm_mlp": _TE,
     "module.linear": _TE,
     "module.rmsnorm": _TE,
+    "ops": ("nvfp4.te.ops",),
     "optimizers": ("nvfp4.te.optimizers", _HERE + "_extension"),
     "optimizers.fused_adam": ("nvfp4.te.optimizers",),
     "optimizers.fused_sgd": ("nvfp4.te.optimizers",),
