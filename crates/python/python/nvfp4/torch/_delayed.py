@@ -260,8 +260,10 @@ def update_scales(model: torch.nn.Module) -> None:
     >>> optimizer.step()
     >>> nvfp4.torch.update_scales(model)
     """
-    update((module, module.amax_group) for module in model.modules() if isinstance(module, Delays))
-    weights_may_have_changed()  # or rather what their codes are
+    layers = [module for module in model.modules() if isinstance(module, Delays)]
+    update((layer, layer.amax_group) for layer in layers)
+    if any(layer.delayed is not None for layer in layers):
+        weights_may_have_changed()  # or rather what their codes are
 
 
 def pass_of(name: str) -> str:
