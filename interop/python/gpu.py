@@ -19,6 +19,8 @@ import torch
 import nvfp4
 import nvfp4.torch
 
+import gpu_te
+
 MODES = [
     {},
     {"directions": "both", "transform": "hadamard"},
@@ -298,6 +300,11 @@ def kept_weights():
         optimizer.step()
 
 
+def graphs_of_te():
+    """``te.make_graphed_callables``."""
+    gpu_te.checks(check)
+
+
 def training_graph():
     """A whole training step, optimizer included, is captured; each replay draws afresh and moves the scales of delayed scaling on."""
     for name in ("nvfp4", "delayed_scaling", "mxfp8"):
@@ -574,7 +581,7 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here, and these checks are of nothing else")
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, values, threads, kept_weights, training_graph, codes, memory, foreign, watched, refused, bad_input, overhead)
+    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, values, threads, kept_weights, graphs_of_te, training_graph, codes, memory, foreign, watched, refused, bad_input, overhead)
     for part in parts:
         part()
     print("all checks passed")

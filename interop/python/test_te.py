@@ -126,7 +126,6 @@ def test_a_factory_that_fails_is_named_with_its_role(x, answer):
         (lambda: te.GroupedLinear(2, 64, 64, single_grouped_weight=True), "single_grouped_weight"),
         (lambda: te.checkpoint(torch.nn.Identity(), torch.ones(1), distribute_saved_activations=True), "distribute_saved_activations"),
         (lambda: te.Linear(64, 64)(torch.ones(16, 64), fp8_output=True), "fp8_output"),
-        (lambda: te.GroupedLinear(1, 64, 64)(torch.ones(16, 64), [16], out=torch.ones(16, 64)), "out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

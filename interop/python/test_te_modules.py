@@ -308,3 +308,60 @@ def test_torchs_autocast_gives_its_type(x, make):
     expected = layer(x.reshape(12, 4, 64))
     for found, true in zip(y, expected if isinstance(expected, tuple) else (expected,)):
         torch.testing.assert_close(found.float(), true, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("given", [("out",), ("dgrad_out",), ("out", "dgrad_out")])
+def test_experts_write_into_buffers_of_the_caller(x, given):
+    layer, splits = te.GroupedLinear(2, 64, 32), [16, 32]
+    sizes = {"out": 32, "dgrad_out": 64}
+    buffers = {name: torch.full((48, sizes[name]), 7.0) for name in given}
+    runs = []
+    for more in ({}, buffers, buffers):  # and again, in the same memory
+        here = x.clone().requires_grad_()
+        with te.autocast(recipe=te.MXFP8BlockScaling()):
+            y = layer(here, splits, **more)
+        y.square().sum().backward()
+        runs.append((y, here.grad))
+    for y, dx in runs[1:]:
+        assert torch.equal(y, runs[0][0]) and torch.equal(dx, runs[0][1])
+    if "out" in given:
+        assert y.data_ptr() == buffers["out"].data_ptr()
+    if "dgrad_out" in given:
+        assert torch.equal(buffers["dgrad_out"], runs[0][1])
+    with pytest.raises(ValueError, match=r"grouped_linear:out: .*\(48, 32\) .* got \(49, 32\)"):
+        layer(x, splits, out=torch.empty(49, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (te.LayerNorm, "bias"),
+        (lambda size, **k: te.LayerNormLinear(size, size, **k), "layer_norm_bias"),
+    ],
+    ids=["LayerNorm", "LayerNormLinear"],
+)
+def test_gradients_of_norms_are_summed_in_32_bits(make, name, dtype):
+    """Torch's LayerNorm on CPUs adds them in 16: in bfloat16 its sum of ones ends at 256."""
+    module, x = make(64, params_dtype=dtype), torch.randn(4096, 64).to(dtype)
+    if name == "layer_norm_bias":
+        torch.nn.init.eye_(module.weight)
+    module(x).sum().backward()
+    normal = functional.layer_norm(x.float(), (64,))
+    parameters = dict(module.named_parameters())
+    assert (parameters[name].grad == 4096).all()
+    weight = parameters[name.replace("bias", "weight")]
+    torch.testing.assert_close(weight.grad.float(), normal.sum(0), rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("kind", [te.LayerNorm, te.RMSNorm])
+def test_strides_change_no_number_of_a_norm(kind, centred):
+    module, x = kind(128, zero_centered_gamma=centred), torch.randn(128, 256).t()
+    runs = []
+    for given in (x, x.contiguous()):
+        module.zero_grad()
+        y = module(given)
+        y.square().sum().backward()
+        runs.append([y, *(parameter.grad for parameter in module.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*runs))

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 import nvfp4.te as te
+from nvfp4.te._masters import quantize_master_weights, replace_raw_data
 from nvfp4.te.optimizers import FusedAdam, FusedSGD, multi_tensor_applier
 
 
@@ -77,6 +78,25 @@ def test_weights_of_codes_stay_codes():
     )
 
 
+@pytest.mark.parametrize(
+    "recipe", [te.MXFP8BlockScaling(), te.NVFP4BlockScaling(), te.Float8CurrentScaling()]
+)
+def test_codes_need_masters(recipe):
+    """Codes alone would forget changes that are smaller than their steps."""
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(64, 64)
+    before = layer.weight.dequantize().clone()
+    layer.weight.grad = torch.ones(64, 64)
+    with pytest.raises(RuntimeError, match="FusedAdam without master_weights .*=True"):
+        FusedAdam(layer.parameters(), lr=0.1).step()
+    assert torch.equal(layer.weight.dequantize(), before)
+    quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3)
+    weight = torch.nn.Parameter(quantizer(torch.ones(64, 64)))
+    weight.grad = torch.ones(64, 64)
+    FusedAdam([weight], lr=0.5).step()
+    assert torch.equal(weight.dequantize(), torch.full((64, 64), 0.5))
+
+
 def test_what_optimizers_do_not_take_is_named():
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     with pytest.raises(NotImplementedError, match="capturable"):
@@ -132,6 +152,79 @@ def test_workers_share_a_vocabulary(tmp_path):
         torch.testing.assert_close(torch.tensor(loss), expected.detach())
     found = torch.cat([torch.tensor(halves[rank][1]) for rank in range(2)], dim=-1)
     torch.testing.assert_close(found, logits.grad)
+
+
+_RECIPES = (
+    te.MXFP8BlockScaling(), te.NVFP4BlockScaling(), te.Float8CurrentScaling(),
+    te.Float8BlockScaling(),
+)  # fmt: skip
+
+
+def _weights():
+    weights = []
+    for recipe in _RECIPES:
+        with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            weights.append(te.Linear(64, 32, params_dtype=torch.bfloat16).weight)
+    return weights, [torch.randn(64 * 32, generator=torch.Generator().manual_seed(2))] * 4
+
+
+def test_weights_are_quantized_from_their_masters():
+    weights, masters = _weights()
+    quantize_master_weights(weights, masters, [0] * 4, None)
+    for weight, master in zip(weights, masters):
+        expected = weight._quantizer.copy()(master.bfloat16().reshape(32, 64))
+        assert torch.equal(weight.dequantize(), expected.dequantize())
+        assert weight.get_high_precision_init_val() is None
+    before = weights[0].dequantize()
+    quantize_master_weights(weights[:1], [None], [None], None)
+    assert torch.equal(weights[0].dequantize(), before)
+    for master, start, says in (
+        (masters[0][5:], 5, r"master_weights\[0\]: the workers hold 2043 of 2048"),
+        (masters[0], 1, r"start_offsets\[0\]: 2048 values from 1 on"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            quantize_master_weights(weights[:1], [master], [start], None)
+    with pytest.raises(NotImplementedError, match="fsdp_shard_model_weights"):
+        quantize_master_weights(weights[:1], masters[:1], [0], None, weights[:1])
+    for weight in weights:
+        values, codes = weight.dequantize(), weight.get_data_tensors(columnwise_data=False)
+        buffer = torch.zeros_like(codes)
+        replace_raw_data(weight, buffer)
+        assert weight.get_data_tensors(columnwise_data=False) is buffer
+        assert torch.equal(weight.dequantize(), values)
+        with pytest.raises(ValueError, match="torch.uint8 and torch.float32"):
+            replace_raw_data(weight, buffer.float())
+
+
+def test_workers_hold_parts_of_masters(tmp_path):
+    """Each of two processes has a part, which may be nothing; both get the codes of all."""
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [
+        context.Process(target=_part, args=(rank, queue, f"file://{tmp_path}/masters"))
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    found = [queue.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join()
+    weights, masters = _weights()
+    quantize_master_weights(weights, masters, [0] * 4, None)
+    expected = [weight.dequantize().tolist() for weight in weights]
+    assert found == [expected, expected]
+
+
+def _part(rank, queue, store):
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    weights, masters = _weights()
+    cuts = (0, 700, 2048, 1024)
+    parts = [master[:cut] if rank == 0 else master[cut:] for master, cut in zip(masters, cuts)]
+    starts = [0 if rank == 0 else cut for cut in cuts]
+    given = [part if part.numel() else None for part in parts]
+    quantize_master_weights(weights, given, starts, torch.distributed.group.WORLD)
+    queue.put([weight.dequantize().tolist() for weight in weights])
+    torch.distributed.destroy_process_group()
 
 
 def _example():

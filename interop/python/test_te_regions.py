@@ -170,21 +170,6 @@ def test_graphs_need_a_gpu():
         te.make_graphed_callables(layer, (x,), fp8_enabled=True)
 
 
-@pytest.mark.parametrize(
-    "given, error, says",
-    [
-        ({"enabled": True, "recipe": te.DelayedScaling()}, NotImplementedError, "use Float8CurrentScaling"),
-        ({"enabled": True, "fp8_enabled": True}, ValueError, "fp8_enabled is the old name of enabled"),
-        ({"enabled": (True, False)}, ValueError, "expected one answer or 1"),
-        ({"sample_kwargs": {}}, NotImplementedError, "the argument sample_kwargs"),
-        ({"_order": [1, -1]}, NotImplementedError, "the argument _order"),
-    ],
-)  # fmt: skip
-def test_what_graphs_do_not_take_is_named(given, error, says):
-    with pytest.raises(error, match=says):
-        te.make_graphed_callables(te.Linear(64, 64), (torch.ones(16, 64),), **given)
-
-
 def test_states_of_random_numbers_go_their_own_ways():
     tracker = te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 7)

@@ -9,6 +9,7 @@ import sys
 import torch
 from torch.overrides import TorchFunctionMode
 
+import cpu_graphs
 import nvfp4.te
 
 
@@ -31,42 +32,24 @@ class _OnCpu(TorchFunctionMode):
         return function(*(_there(value) for value in args), **kwargs)
 
 
-def _only_there(*args, **kwargs):
+def _only_there():
     raise NotImplementedError("this is not supported here: it needs a GPU")
 
 
-class _Event:
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-
-class _Stream(_Event):
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
 def install(checkout: pathlib.Path) -> None:
-    """From now on. Tests are told that there is a GPU, and nobody else is."""
-    folder = str(checkout.resolve() / "tests")
+    """From now on. Tests and what captures graphs are told that there is a GPU, nobody else is."""
+    told = str(checkout.resolve() / "tests"), nvfp4.te._graph.__file__
     real = torch.cuda.is_available
 
     def is_available():
-        return sys._getframe(1).f_code.co_filename.startswith(folder) or real()
+        return sys._getframe(1).f_code.co_filename.startswith(told) or real()
 
-    nothing = lambda *args, **kwargs: None  # noqa: E731
     torch.cuda.is_available = is_available
-    torch.cuda.synchronize = torch.cuda.empty_cache = torch.cuda.reset_peak_memory_stats = nothing
-    torch.cuda.manual_seed = torch.cuda.manual_seed_all = nothing
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    # A function each: compilers know torch's by their objects.
+    silent = "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"
+    for name in (*silent, "set_device"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.current_device = lambda: 0
-    torch.cuda.set_device = nothing
     begin = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda *args, **given: begin(
         *args, **{**given, "backend": "gloo"}
@@ -74,11 +57,9 @@ def install(checkout: pathlib.Path) -> None:
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     nvfp4.te.get_device_compute_capability = torch.cuda.get_device_capability
-    torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = _only_there
-    torch.cuda.CUDAGraph = torch.cuda.graph = _only_there
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _Stream()
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.memory_allocated = lambda device=None: _only_there()
+    torch.cuda.max_memory_allocated = lambda device=None: _only_there()
+    cpu_graphs.install()
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.nn.Module.cuda = lambda self, device=None: self
     _OnCpu().__enter__()

@@ -93,6 +93,10 @@ class _Nothing(type):
     def __getitem__(cls, key):
         return nothing(cls.__name__, str(key))
 
+    def __setitem__(cls, key, value):
+        touched.append(cls.__name__)
+        raise LeftOut(cls.__name__)
+
     def _compared(cls, other):
         touched.append(cls.__name__)
         return False

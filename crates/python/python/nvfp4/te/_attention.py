@@ -14,6 +14,7 @@ import nvfp4
 from nvfp4.torch._delayed import Delays, Given, Kept, Scale
 from nvfp4.torch._finite import Watched
 from nvfp4.torch._formats import plan_of
+from nvfp4.torch._kept import captured
 
 from ._float8 import Float8CurrentScalingQuantizer
 from ._handover import hand_over
@@ -297,8 +298,10 @@ class DotProductAttention(Follows, Delays):
         attend = here._attend_quantized if here.formats.quantizes else here._attend
         if checkpoint_core_attention and torch.is_grad_enabled():
             y, given = torch.utils.checkpoint.checkpoint(
-                attend, q, k, v, visible, bias, mask, window, use_reentrant=False
-            )
+                attend, q, k, v, visible, bias, mask, window, use_reentrant=False,
+                # Without dropout nothing is drawn, and a capture cannot look at the state.
+                preserve_rng_state=self.attention_dropout > 0 or not captured(q),
+            )  # fmt: skip
         else:
             y, given = attend(q, k, v, visible, bias, mask, window)
         y = y.transpose(1, 2).flatten(2)

@@ -153,7 +153,7 @@ def wide_norm(
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = centre + weight.to(wide)
     if normalization == "RMSNorm":
-        return functional.rms_norm(x.to(wide), weight.shape, scale, eps).to(x.dtype)
+        return functional.rms_norm(x.to(wide).contiguous(), weight.shape, scale, eps).to(x.dtype)
     shift = None if bias is None else bias.to(wide)
     return functional.layer_norm(x.to(wide), weight.shape, scale, shift, eps).to(x.dtype)
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 import nvfp4.torch
 from nvfp4.torch._activations import named
+from nvfp4.torch._kept import captured
 
 from ._machine import place
 from ._initial import Begins, Initial
 from ._linear import Normed
 from ._modules import Follows
 from ._parallel import one_worker
-from ._signature import refuse, supports
+from ._signature import supports
 
 
 class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
@@ -65,8 +66,11 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
     def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Any:  # type: ignore[override]
         here = self._follow(is_first_microbatch)
         if self.checkpoint and torch.is_grad_enabled():
-            # What is computed again is computed by the module as this call has it.
-            y, norm = torch.utils.checkpoint.checkpoint(here._mlp, inp, use_reentrant=False)
+            # What is computed again is computed by the module as this call has it. A capture cannot
+            # look at the state of random numbers.
+            y, norm = torch.utils.checkpoint.checkpoint(
+                here._mlp, inp, use_reentrant=False, preserve_rng_state=not captured(inp)
+            )
         else:
             y, norm = here._mlp(inp)
         outputs: Tuple[Any, ...] = (y,)
@@ -82,6 +86,31 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
         return self.product(
             x, self.fc2_weight, None if self.return_bias else self.fc2_bias, 1
         ), norm
+
+
+class _Into(torch.autograd.Function):
+    """A tensor in the memory of a buffer."""
+
+    @staticmethod
+    def forward(ctx, y, buffer):
+        return buffer.detach().copy_(y.reshape(buffer.shape)).view(y.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+class _GradientInto(torch.autograd.Function):
+    """A tensor whose gradient goes into the memory of a buffer."""
+
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.buffer = buffer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return ctx.buffer.detach().copy_(dx.reshape(ctx.buffer.shape)).view(dx.shape), None
 
 
 class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
@@ -123,10 +152,20 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
         out=None,
         dgrad_out=None,
     ) -> Any:
-        refuse("GroupedLinear.forward", "out", out, None)
-        refuse("GroupedLinear.forward", "dgrad_out", dgrad_out, None)
+        rows = inp.shape[:-1].numel()
+        for name, buffer, features in (
+            ("out", out, self.out_features),
+            ("dgrad_out", dgrad_out, self.in_features),
+        ):
+            if buffer is not None and tuple(buffer.shape) != (rows, features):
+                raise ValueError(
+                    f"{self.path}:{name}: expected a buffer of ({rows}, {features}) for these "
+                    f"tokens, got {tuple(buffer.shape)}"
+                )
         splits = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
+        inp = inp if dgrad_out is None else _GradientInto.apply(inp, dgrad_out)
         y = super(GroupedLinear, self._follow(is_first_microbatch)).forward(inp, splits)
+        y = y if out is None else _Into.apply(y, out)
         if not self.return_bias:
             return y
         biases = [getattr(self, f"bias{expert}") for expert in range(self.num_gemms)]

@@ -7,7 +7,8 @@ from typing import Any, Iterable, Optional, Union
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from nvfp4.torch._norm import norm
 
 from ._initial import made_real
 from ._linear import amp_dtype, wide_norm
@@ -85,9 +86,7 @@ class _Norm(TheirState):
         if self.zero_centered_gamma or other:
             centre = 1.0 if self.zero_centered_gamma else 0.0
             return wide_norm(input, self.weight, self.bias, self.normalization, self.eps, centre)
-        if self.normalization == "RMSNorm":
-            return functional.rms_norm(input, self.weight.shape, self.weight, self.eps)
-        return functional.layer_norm(input, self.weight.shape, self.weight, self.bias, self.eps)
+        return norm(input, self.weight, self.bias, self.normalization, self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

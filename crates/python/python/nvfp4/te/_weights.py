@@ -8,6 +8,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 import nvfp4
+from nvfp4.torch import _kept
 from nvfp4.torch._blocks import block_of
 from nvfp4.torch._quantized import Codes, CodedWeight, prepare_block
 
@@ -41,7 +42,8 @@ class Weight(CodedWeight):
         if torch.compiler.is_compiling():
             return self._blocks()
         arrays = self._arrays_there()
-        if any(array.is_inference() or array.is_meta for array in arrays):
+        # A graph that is replayed reads the arrays of that time.
+        if any(a.is_inference() or a.is_meta or _kept.captured(a) for a in arrays):
             return self._blocks()
         key = tuple((id(array), array._version) for array in arrays)
         if self._prepared is None or self._prepared[0] != key:
@@ -59,6 +61,8 @@ class Weight(CodedWeight):
     def prepare(self: Any) -> None:
         codes = self.codes
         if self._prepared is None or codes.prepared is not None or not codes.row.is_cuda:
+            return
+        if _kept.captured(codes.row):  # where they serve once
             return
         made = prepare_block(codes.row, self.spec, *self.matrix)
         if made:

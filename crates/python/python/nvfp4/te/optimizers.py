@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required  # type: ignore[attr-defined]
 
+from ._float8 import Float8Quantizer
 from ._signature import refuse
 
 __all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_applier"]
@@ -115,6 +116,12 @@ class FusedAdam(_Optimizer):
                     continue
                 if grad.is_sparse:
                     raise RuntimeError("FusedAdam does not support sparse gradients.")
+                if not self.master_weights and _forgets(parameter):
+                    kind = type(parameter).__name__
+                    raise RuntimeError(
+                        f"FusedAdam without master_weights does not support {kind} parameters: "
+                        "codes forget small changes. Use master_weights=True"
+                    )
                 self._update(group, parameter, grad.float())
         return loss
 
@@ -220,6 +227,14 @@ class FusedSGD(_Optimizer):
         if decay and self.wd_after_momentum:
             grad = grad.add(weight, alpha=decay)
         parameter.copy_((weight - group["lr"] * grad).to(parameter.dtype))
+
+
+def _forgets(parameter: Tensor) -> bool:
+    """Whether a parameter is codes alone, with scales of its own: TransformerEngine changes no such
+    codes but those of delayed scaling.
+    """
+    quantizer = getattr(parameter, "_quantizer", None)
+    return quantizer is not None and not isinstance(quantizer, Float8Quantizer)
 
 
 def _values(parameter: Tensor) -> Tensor:

@@ -84,14 +84,20 @@ class Kept:
             self._held = weakref.ref(weight), storage, _key(weight, formats), codes
 
 
+def captured(tensor: Tensor) -> bool:
+    """Whether operations on a tensor go into a graph now."""
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def can_be_kept(weight: Tensor) -> bool:
     """Whether changes of a weight are seen."""
     if type(weight) is not torch.nn.Parameter or torch.compiler.is_compiling() or weight.is_inference():
         return False
-    device = weight.device.type
-    if device == "cpu":
+    if captured(weight):
+        return False
+    if weight.device.type == "cpu":
         return not weight.untyped_storage().is_shared()
-    return device == "cuda" and not _Epoch.replayed and not torch.cuda.is_current_stream_capturing()
+    return weight.device.type == "cuda" and not _Epoch.replayed
 
 
 def _key(weight: Tensor, formats: str) -> Tuple:

@@ -48,10 +48,24 @@ class _Norm(Layer):
 
     def normalized(self, x: Tensor) -> Tensor:
         self.check(x)
-        size = self.layer_norm_weight.shape
-        if self.normalization == "RMSNorm":
-            return functional.rms_norm(x, size, self.layer_norm_weight, self.eps)
-        return functional.layer_norm(x, size, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        return norm(x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps)
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], normalization: str, eps: float
+) -> Tensor:
+    """A norm over the dimensions of its weight, as torch has it.
+
+    On CPUs torch adds the gradients of a LayerNorm in the type of its input: in bfloat16, a sum of
+    ones ends at 256. So what has 16 bits is computed in 32 there.
+    """
+    if normalization == "RMSNorm":
+        # Torch's sums follow the memory.
+        return functional.rms_norm(x.contiguous(), weight.shape, weight, eps)
+    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+        return functional.layer_norm(x, weight.shape, weight, bias, eps)
+    shift = None if bias is None else bias.float()
+    return functional.layer_norm(x.float(), weight.shape, weight.float(), shift, eps).to(x.dtype)
 
 
 def _parameter(*shape: int, device, dtype) -> torch.nn.Parameter:

@@ -8,6 +8,13 @@ from typing import Any
 
 import torch
 
+from .._masters import (  # noqa: F401
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
+
 
 def is_custom(x: Any = None) -> bool:
     """Whether a quantizer, or a tensor that it made, brings its own product."""
