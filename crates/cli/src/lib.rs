@@ -22,6 +22,7 @@ mod names;
 mod normal;
 mod order;
 mod page;
+mod part;
 mod plan;
 mod progress;
 mod recipe;
