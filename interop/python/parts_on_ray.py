@@ -50,8 +50,7 @@ def generate(folder, hidden, layers):
                 out.write(np.resize(turned, shape[0] * shape[1]).tobytes())
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "tokenizer.json").write_text("{}")
-    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers}
-    config["hidden_size"] = hidden
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -110,7 +109,10 @@ def convert_in_parts(folder, hidden, layers, options=(), seed=20):
     try:
         cluster.wait_for_nodes()
         order, parts = chance.sample(range(PARTS), PARTS), folder / "out.parts"
-        shares = {part: chance.random() * plan[part]["new_bytes"] for part in range(PARTS)}
+        # Less than a file, since files that are done are not counted.
+        files = [max(1, part["files"] + part["divided"]) for part in plan]
+        most = [0.8 * part["new_bytes"] / count for part, count in zip(plan, files)]
+        shares = [chance.uniform(0, share) for share in most]
         tasks = [killed.remote(words, parts, f"{part}/{PARTS}", shares[part]) for part in order]
         kills = sum(ray.get(tasks))
         print(f"killed {kills} of {PARTS} parts", flush=True)

@@ -14,17 +14,19 @@ from parts_on_ray import PARTS, contents, convert_in_parts, generate
 
 def test_parts_are_killed_and_a_worker_is_lost(tmp_path):
     """In one file, which is divided between the parts."""
-    _, lines = convert_in_parts(tmp_path, 256, 4, ("--scale", "mse"))
+    _, lines = convert_in_parts(tmp_path, 256, 4)
     assert sum(" done in " in line for line in lines) == PARTS + 1
 
 
-class TestOneNode:
-    @pytest.fixture(scope="class", autouse=True)
-    def cluster(self):
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
+@pytest.fixture(scope="class")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
+
+@pytest.mark.usefixtures("cluster")
+class TestOneNode:
     def test_the_command_line_passes_options_on(self, tmp_path):
         generate(tmp_path / "in", 64, 1)
 

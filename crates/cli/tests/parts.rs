@@ -22,7 +22,9 @@ fn killed_parts_make_the_checkpoint_and_the_report_of_one_process() {
     let kill = |lines: usize, part: &'static str| {
         let mut child = command(&with(&["--part", part])).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
-        (0..lines).for_each(|_| drop(stderr.read_line(&mut String::new()).unwrap()));
+        for _ in 0..lines {
+            stderr.read_line(&mut String::new()).unwrap();
+        }
         child.kill().unwrap();
         child.wait().unwrap();
     };
