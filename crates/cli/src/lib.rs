@@ -29,6 +29,7 @@ mod recipe;
 mod recipes;
 mod report;
 mod say;
+mod shares;
 mod sizes;
 mod source;
 mod table;

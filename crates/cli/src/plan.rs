@@ -4,9 +4,9 @@ use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::table::{Table, left, right};
-use crate::{json, names, order, part, sizes, until_closed};
+use crate::{json, names, order, shares, sizes, until_closed};
 use anyhow::Result;
-use nvfp4_checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Portion, Settings, Shards, Target, shares};
+use nvfp4_checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Portion, Settings, Shards, Target};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -46,17 +46,17 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let plan = Plan::new(&model, &args.weights.selection()?, args.to)?;
     let shards = if args.keep_shards { Shards::AsSource } else { Shards::AtMost(args.max_shard) };
     let settings = Settings { target: args.to, shards, ..Settings::default() };
-    let parts = args.parts.map(|parts| shares(&model, &plan, &settings, parts)).transpose()?;
+    let parts = args.parts.map(|parts| nvfp4_checkpoint::shares(&model, &plan, &settings, parts)).transpose()?;
     match (args.json, parts) {
         (true, parts) => {
             let mut report = to_json(&model, &plan);
             if let Some(parts) = parts {
-                report["parts"] = part::to_json(&parts, settings.threads);
+                report["parts"] = shares::to_json(&parts, settings.threads);
             }
             json::print("plan", &report)?
         }
         (false, None) => until_closed(print(&mut out(), &model, &plan))?,
-        (false, Some(parts)) => until_closed(part::print(&mut out(), &parts, settings.threads))?,
+        (false, Some(parts)) => until_closed(shares::print(&mut out(), &parts, settings.threads))?,
     }
     Ok(ExitCode::SUCCESS)
 }
