@@ -2,8 +2,9 @@
 //! were switched off.
 
 #[path = "../tests/generated/mod.rs"]
-mod generated;
+pub(super) mod generated;
 
+use super::conversion::Task;
 use super::convert::convert_on;
 use super::{Checkpoint, Existing, Outcome, ScaleChoice, Settings, Shards, Summary, Target};
 use crate::Result;
@@ -16,14 +17,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 /// A checkpoint of two weights and a norm, which becomes two files.
-struct Case {
-    dir: Folder,
-    settings: Settings,
-    target: PathBuf,
+pub(super) struct Case {
+    pub dir: Folder,
+    pub settings: Settings,
+    pub target: PathBuf,
 }
 
 impl Case {
-    fn new(target: Target) -> Self {
+    pub fn new(target: Target) -> Self {
         let dir = Folder::new();
         let named = |name: &str, shape: &[usize], seed| (name.to_string(), random(Dtype::BF16, shape, seed));
         let mut tensors = Tensors::from([
@@ -67,11 +68,12 @@ impl Case {
 
     fn convert(&self, disk: &Disk, target: &Path, existing: Existing, scale: ScaleChoice) -> Result<Summary> {
         let settings = Settings { existing, scale, ..self.settings.clone() };
-        convert_on(disk, &self.dir.join("in"), target, &settings, &(), &AtomicBool::new(false))
+        let (source, stop) = (self.dir.join("in"), AtomicBool::new(false));
+        convert_on(&Task { disk, source: &source, target, settings: &settings, observer: &(), stop: &stop })
     }
 
     /// What a conversion without a crash writes.
-    fn whole(&self, scale: ScaleChoice) -> BTreeMap<String, Vec<u8>> {
+    pub fn whole(&self, scale: ScaleChoice) -> BTreeMap<String, Vec<u8>> {
         let path = self.dir.join(&format!("whole.{}", if self.settings.target == Target::Gguf { "gguf" } else { "d" }));
         self.convert(&Disk::default(), &path, Existing::Refuse, scale).unwrap();
         let found = read(&path);
@@ -80,7 +82,7 @@ impl Case {
     }
 
     /// What is beside the source.
-    fn names(&self) -> Vec<String> {
+    pub fn names(&self) -> Vec<String> {
         let parent = self.target.parent().unwrap();
         let names = std::fs::read_dir(parent).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
         let mut names: Vec<String> = names.filter(|name| name != "in").collect();
@@ -90,11 +92,11 @@ impl Case {
 }
 
 /// A folder's files, or a file, by name.
-fn read(path: &Path) -> BTreeMap<String, Vec<u8>> {
+pub(super) fn read(path: &Path) -> BTreeMap<String, Vec<u8>> {
     if path.is_dir() { contents(path) } else { BTreeMap::from([(String::new(), std::fs::read(path).unwrap())]) }
 }
 
-fn remove(path: &Path) {
+pub(super) fn remove(path: &Path) {
     if path.is_dir() { std::fs::remove_dir_all(path).unwrap() } else { std::fs::remove_file(path).unwrap() }
 }
 

@@ -1,5 +1,6 @@
 //! What can go wrong with a checkpoint, and what to change.
 
+use super::portion::Portion;
 use nvfp4::Precision;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -86,6 +87,35 @@ pub enum Error {
         reason: String,
     },
 
+    /// Parts of a conversion that are not there, or not whole.
+    #[error("{}: {} missing or not complete: {}; make {}, and finish then",
+        path.display(),
+        if missing.len() == 1 { "this part is" } else { "these parts are" },
+        listed(missing),
+        if missing.len() == 1 { "it" } else { "them" }
+    )]
+    MissingParts {
+        /// The folder of the parts.
+        path: PathBuf,
+        /// Which.
+        missing: Vec<Portion>,
+    },
+
+    /// A part that does not belong to the others.
+    #[error(
+        "part {} in {} was made with {difference}; repeat what it was made with, or remove the \
+         folder and start over",
+        part, path.display()
+    )]
+    OtherPart {
+        /// The folder of the parts.
+        path: PathBuf,
+        /// The part that is there.
+        part: Portion,
+        /// What is different, there and here.
+        difference: String,
+    },
+
     /// A file of the source that changed during the conversion.
     #[error("{} changed while it was read; start over when it is complete", path.display())]
     SourceChanged {
@@ -146,6 +176,11 @@ pub enum Error {
     /// A tensor.
     #[error(transparent)]
     Tensor(#[from] nvfp4::Error),
+}
+
+/// `0/8, 3/8`.
+fn listed(parts: &[Portion]) -> String {
+    parts.iter().map(Portion::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Which weights a conversion decodes.

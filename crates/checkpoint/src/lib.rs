@@ -9,8 +9,9 @@
 //! 3. what is written, and where: `written`, `configuration`, `shards` and `beside`; `gguf` for
 //!    llama.cpp;
 //! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work`
-//!    (the files on the disk), `conversion`, `rows` (one piece of one weight) and `convert` (the
-//!    two passes);
+//!    (the files on the disk), `conversion`, `rows` (one piece of one weight), `passes` (the two
+//!    passes) and `convert`; in parts, `portion` and `share` (who makes what), `attempt` (a part on
+//!    the disk) and `parts`;
 //! 5. whether a server would load the result: `client` and `finding`, `described`, `place`,
 //!    `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`.
 //!
@@ -31,6 +32,7 @@
 compile_error!("weights are read as they are in the file, which needs a little-endian machine");
 
 mod architecture;
+mod attempt;
 mod beside;
 mod client;
 mod compare;
@@ -40,6 +42,8 @@ mod conversion;
 mod convert;
 #[cfg(test)]
 mod crash;
+#[cfg(test)]
+mod crash_parts;
 mod described;
 mod dialect;
 mod dimension;
@@ -62,13 +66,18 @@ mod measure;
 mod mxfp4;
 mod names;
 mod outline;
+mod parts;
+mod passes;
 mod place;
 mod plan;
 mod pool;
+mod portion;
 mod room;
 mod rows;
 mod settings;
 mod shards;
+mod share;
+mod sink;
 mod sizes;
 mod stamp;
 mod statistics;
@@ -95,9 +104,12 @@ pub use fuzzed::check_config;
 pub use joined::fused;
 pub use measure::Measure;
 pub use names::{Pattern, Preset};
+pub use parts::{PartSummary, convert_part, finish};
 pub use plan::{Action, Copied, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
+pub use portion::Portion;
 pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
+pub use share::{Share, shares};
 pub use statistics::{Statistics, statistics};
 pub use target::{Activations, Target};
 pub use there::check_free;

@@ -6,10 +6,10 @@ use super::measure::Measure;
 use super::mxfp4;
 use super::plan::{Action, Item};
 use super::shards::{Cast, Placed, RowOrder};
+use super::sink::Sink;
 use super::target::Target;
 use super::transpose::transpose;
 use super::weight::{Buffer, MX_BLOCK, Stored, sized};
-use super::work::Part;
 use super::written::Role;
 use crate::{Decoding, Error, Result};
 use half::{bf16, f16};
@@ -38,7 +38,7 @@ pub(super) struct Memory {
 pub(super) struct Piece<'c, 'p> {
     pub item: &'c Item<'p>,
     pub rows: &'c Range<usize>,
-    pub part: &'c Part,
+    pub sink: &'c Sink,
     pub to: &'c Placed<'p>,
 }
 
@@ -50,7 +50,7 @@ impl Conversion<'_, '_> {
         match (&item.action, &weight.stored) {
             (Action::Keep(_), Stored::Plain(tensor)) => {
                 let row = weight.cols * tensor.info.dtype.bitsize() / 8;
-                copy(tensor, &(rows.start * row..rows.end * row), piece.part, piece.to, memory)?;
+                copy(tensor, &(rows.start * row..rows.end * row), piece.sink, piece.to, memory)?;
                 Ok(Measure::default())
             }
             (Action::Keep(_) | Action::Decode(_), _) => self.decode(piece, memory),
@@ -106,7 +106,7 @@ impl Conversion<'_, '_> {
 
     /// Writes the codes and scales that are in memory, as the target has them.
     fn emit(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<()> {
-        let Piece { item, rows, part, to } = *piece;
+        let Piece { item, rows, sink, to } = *piece;
         let (cols, count) = (item.weight.cols, rows.len());
         let Memory { codes, scales, bytes, ordered, .. } = memory;
         if let Some(&start) = to.offsets.get(&Role::Blocks) {
@@ -114,13 +114,13 @@ impl Conversion<'_, '_> {
             gguf::pack(self.settings.implementation, codes, scales, count, cols, sized(bytes, count * row))
                 .map_err(|error| scale_not_held(piece, error))?;
             let at = start + (rows.start * row) as u64;
-            return Ok(part.write_at(in_order(to.order, bytes, row, ordered), at)?);
+            return sink.write_at(in_order(to.order, bytes, row, ordered), at);
         }
         for (role, bytes, row) in [(Role::Codes, &*codes, cols / 2), (Role::Scales, &*scales, cols / BLOCK)] {
             let start = to.offsets[&role];
             match item.weight.is_transposed() {
                 true => write_transposed(piece, bytes, 1, start, ordered)?,
-                false => part.write_at(bytes, start + (rows.start * row) as u64)?,
+                false => sink.write_at(bytes, start + (rows.start * row) as u64)?,
             }
         }
         Ok(())
@@ -129,7 +129,7 @@ impl Conversion<'_, '_> {
     /// Rows in the type of decoded weights, or in F32 where the target wants that. Returns what
     /// rounding did to them.
     fn decode(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<Measure> {
-        let Piece { item, rows, part, to } = *piece;
+        let Piece { item, rows, sink, to } = *piece;
         let (weight, start) = (&item.weight, to.offsets[&Role::Whole]);
         let precision = match to.cast {
             Cast::None => self.settings.target.decoded(),
@@ -163,7 +163,7 @@ impl Conversion<'_, '_> {
             write_transposed(piece, bytes, size, start, ordered)?;
         } else {
             let row = weight.cols * size;
-            part.write_at(in_order(to.order, bytes, row, ordered), start + (rows.start * row) as u64)?;
+            sink.write_at(in_order(to.order, bytes, row, ordered), start + (rows.start * row) as u64)?;
         }
         Ok(Measure::of(&values, decoded))
     }
@@ -264,7 +264,7 @@ fn pack(codes: &[u8; BLOCK], packed: &mut [u8]) {
 pub(super) fn copy(
     tensor: &Located<'_>,
     range: &Range<usize>,
-    part: &Part,
+    sink: &Sink,
     to: &Placed<'_>,
     memory: &mut Memory,
 ) -> Result<()> {
@@ -281,7 +281,7 @@ pub(super) fn copy(
     let cols = if let [_, cols] = tensor.info.shape[..] { cols } else { 1 };
     // Types of less than a byte are not cast.
     let at = if to.cast == Cast::None { range.start } else { range.start / size * out };
-    Ok(part.write_at(in_order(to.order, bytes, cols * out, ordered), to.offsets[&Role::Whole] + at as u64)?)
+    sink.write_at(in_order(to.order, bytes, cols * out, ordered), to.offsets[&Role::Whole] + at as u64)
 }
 
 /// Floats as F32.
@@ -322,7 +322,7 @@ fn write_transposed(
     start: u64,
     transposed: &mut Vec<u8>,
 ) -> Result<()> {
-    let Piece { item, rows, part, .. } = *piece;
+    let Piece { item, rows, sink, .. } = *piece;
     let (outputs, count) = (item.weight.matrix_rows(), rows.len());
     let width = bytes.len() / size / count.max(1);
     let transposed = sized(transposed, bytes.len());
@@ -330,8 +330,8 @@ fn write_transposed(
     let (matrix, first) = (rows.start / outputs, rows.start % outputs);
     let at = |column: usize| start + (((matrix * width + column) * outputs + first) * size) as u64;
     match count == outputs {
-        true => part.write_at(transposed, at(0))?,
-        false => (0..width).try_for_each(|c| part.write_at(&transposed[c * count * size..][..count * size], at(c)))?,
+        true => sink.write_at(transposed, at(0))?,
+        false => (0..width).try_for_each(|c| sink.write_at(&transposed[c * count * size..][..count * size], at(c)))?,
     }
     Ok(())
 }

@@ -103,13 +103,15 @@ impl Default for Settings {
     }
 }
 
-/// The two passes.
+/// The two passes, and what ends a conversion in parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// Finding the amax of every weight.
     Amax,
     /// Quantizing and writing.
     Write,
+    /// Copying what several parts wrote into one file.
+    Join,
 }
 
 /// Receives the progress of a conversion. Calls come from several threads.

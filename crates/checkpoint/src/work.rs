@@ -15,6 +15,7 @@ use super::gguf;
 use super::journal::{Done, JOURNAL, Journal, LOCK, read_journal, replaced};
 use super::measure::Measure;
 use super::room;
+use super::sink::Sink;
 use super::stamp::Stamp;
 use super::there::{There, check_target, entries, exists};
 use crate::{Error, Result};
@@ -23,8 +24,6 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-
-pub(super) use nvfp4_files::durable::Part;
 
 /// What to write, and where.
 #[derive(Clone, Copy, Debug)]
@@ -183,14 +182,14 @@ impl Work {
     }
 
     /// An empty file of this length under a temporary name.
-    pub fn create(&self, name: &str, len: u64) -> Result<Part> {
-        Ok(match self.state {
+    pub fn create(&self, name: &str, len: u64) -> Result<Sink> {
+        Ok(Sink::new(match self.state {
             State::Writing { .. } => {
                 self.check_inside(name)?;
                 self.disk.create(&self.path(name), len)?
             }
             State::Comparing => self.disk.compare(&self.path(name), len)?,
-        })
+        }))
     }
 
     /// An error if a folder of a file's path is a link, which would lead out of this folder.
@@ -205,9 +204,9 @@ impl Work {
 
     /// Writes a small file.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let part = self.create(name, bytes.len() as u64)?;
-        part.write_at(bytes, 0)?;
-        Ok(part.finish()?)
+        let sink = self.create(name, bytes.len() as u64)?;
+        sink.write_at(bytes, 0)?;
+        sink.finish().map(drop)
     }
 
     /// Copies a file. One that already exists may have been edited since.
@@ -216,9 +215,9 @@ impl Work {
             return Ok(());
         }
         let mut source = File::open(from).map_err(|e| io(from, e))?;
-        let mut part = self.create(name, 0)?;
-        part.copy(&mut source)?;
-        Ok(part.finish()?)
+        let mut sink = self.create(name, 0)?;
+        sink.copy(&mut source)?;
+        sink.finish().map(drop)
     }
 
     /// Writes the journal.

@@ -20,6 +20,11 @@ pub fn advice(error: &Error, words: &[OsString]) -> Option<String> {
         }
         Error::WeightDoesNotFit { decoding: Decoding::All, .. } => "--dtype f32, with --force to start over",
         Error::WeightDoesNotFit { .. } => "`nvfp4 dequant --dtype f32` decodes the source; --force starts over",
+        Error::Interrupted if in_parts(words) => "run the same command again to continue",
+        Error::MissingParts { missing, .. } => {
+            let first = missing.first().map(ToString::to_string).unwrap_or_default();
+            return Some(format!("the same command with --part {first} in place of --finish makes the first of them"));
+        }
         Error::Interrupted => return Some(format!("run the same command with {resume} to continue")),
         Error::TargetExists { .. } => "--force replaces it",
         Error::Unfinished { .. } => "--resume continues it, --force starts over",
@@ -42,6 +47,13 @@ pub fn advice(error: &Error, words: &[OsString]) -> Option<String> {
         _ => return None,
     };
     Some(text.to_string())
+}
+
+/// Whether a command does a part of a conversion, or its end: those continue by themselves.
+fn in_parts(words: &[OsString]) -> bool {
+    let word =
+        |word: &OsString| word.to_str().is_some_and(|w| w == "--finish" || w == "--part" || w.starts_with("--part="));
+    words.iter().any(word)
 }
 
 fn flag(setting: Setting) -> Option<&'static str> {
@@ -80,6 +92,7 @@ pub fn about_recipe(problem: &Problem) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nvfp4_checkpoint::Portion;
 
     /// The library's own text names no flag, and the advice does.
     #[test]
@@ -96,6 +109,7 @@ mod tests {
             (Error::UnknownWeight { pattern: "x".into() }, "nvfp4 plan"),
             (Error::UnclearDialect { path }, "--from"),
             (Error::WeightNotFinite { module: "m".into(), row: 0, col: 0, value: f32::NAN }, "--skip 'm'"),
+            (Error::MissingParts { path: "out.parts".into(), missing: Portion::all(2).collect() }, "--part 0/2"),
             (of(Setting::Acts), "--acts"),
             (of(Setting::Kv), "--kv"),
             (of(Setting::Target), "--to"),
@@ -106,5 +120,9 @@ mod tests {
         let forced = ["nvfp4", "convert", "a", "b", "--force"].map(OsString::from);
         let advice = advice(&Error::Interrupted, &forced).unwrap();
         assert_eq!(advice, "run the same command with --resume in place of --force to continue");
+        for words in [&["--part", "0/2"][..], &["--part=0/2"], &["--finish"]] {
+            let words: Vec<OsString> = words.iter().map(OsString::from).collect();
+            assert_eq!(super::advice(&Error::Interrupted, &words).unwrap(), "run the same command again to continue");
+        }
     }
 }

@@ -9,14 +9,14 @@ use crate::say::{out, say};
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::writing::Writing;
-use crate::{Host, exit, json, plan, report, sizes, until_closed, verify};
+use crate::{Host, exit, json, part, plan, report, sizes, until_closed, verify};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 use nvfp4::Profile;
 use nvfp4_checkpoint::gguf::GgufFile;
 use nvfp4_checkpoint::{
-    Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, ScaleChoice, Settings, Severity,
-    Shards, Statistics, Summary, Target, check_free,
+    Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, Portion, ScaleChoice, Settings,
+    Severity, Shards, Statistics, Summary, Target, check_free,
 };
 use nvfp4_files::regular;
 use serde_json::{Value, json};
@@ -31,7 +31,7 @@ use std::time::Instant;
 ///
 /// Reads BF16, F16, F32, FP8 with block scales, MXFP4 experts, and NVFP4 in other formats (the
 /// codes are kept). The target appears under its name only when it is complete. --resume continues
-/// an interrupted conversion, to the same bytes.
+/// an interrupted conversion, to the same bytes. --part and --finish convert on several machines.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder or safetensors file.
@@ -78,6 +78,15 @@ pub struct Args {
     /// Show the plan and stop.
     #[arg(long)]
     dry_run: bool,
+    /// Do part I of N, counted from 0, and stop: 0/8 to 7/8. Parts may run on any machines that see
+    /// the same files, in any order, at the same time and more than once; one that was stopped
+    /// continues. Give all of them the same options, then run --finish.
+    #[arg(long, value_name = "I/N", conflicts_with_all = ["finish", "dry_run", "report"])]
+    part: Option<Portion>,
+    /// Make the target from all parts: the bytes that one process would have written. Takes the
+    /// options that the parts had. Refuses, and names them, if some are missing.
+    #[arg(long, conflicts_with = "dry_run")]
+    finish: bool,
     #[command(flatten)]
     writing: Writing,
 }
@@ -214,7 +223,8 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
 /// problem.
 pub fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<(Value, bool)> {
     let settings = args.settings()?;
-    if !args.dry_run {
+    // An end that was stopped when the target had its name has something to clear away.
+    if !args.dry_run && !args.finish {
         check_free(&args.target, &settings)?;
     }
     let checkpoint = Checkpoint::open(&args.source)?;
@@ -245,9 +255,14 @@ pub fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<(Value, 
     if voice == Voice::Verbose {
         plan.copied.iter().for_each(|copied| say(plan::copied_line(copied)));
     }
+    if let Some(portion) = args.part {
+        let job = part::Job { source: &args.source, target: &args.target, settings: &settings, portion };
+        return Ok((job.perform(voice, (&model, &plan), host, out)?, true));
+    }
     let progress = Progress::new(voice, weights);
     let start = Instant::now();
-    let summary = nvfp4_checkpoint::convert(&args.source, &args.target, &settings, &progress, interrupts(host)?);
+    let act = if args.finish { nvfp4_checkpoint::finish } else { nvfp4_checkpoint::convert };
+    let summary = act(&args.source, &args.target, &settings, &progress, interrupts(host)?);
     progress.finish();
     let summary = summary?;
     let seconds = start.elapsed().as_secs_f64();

@@ -4,9 +4,9 @@ use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::table::{Table, left, right};
-use crate::{json, names, order, sizes, until_closed};
+use crate::{json, names, order, shares, sizes, until_closed};
 use anyhow::Result;
-use nvfp4_checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Target};
+use nvfp4_checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Portion, Settings, Shards, Target};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -25,8 +25,17 @@ pub struct Args {
     /// Format of the source, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
+    /// Show what each of N parts has to do (convert --part): bytes, and an estimate of the time.
+    #[arg(long, value_name = "N", value_parser = count)]
+    parts: Option<usize>,
+    /// With --parts: largest size of an output file.
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = sizes::parse, requires = "parts")]
+    max_shard: u64,
+    /// With --parts: split the output into the same files as the source.
+    #[arg(long, conflicts_with = "max_shard", requires = "parts")]
+    keep_shards: bool,
     /// Print JSON: {dialect, weights: [{module, shape, format, action, group, why, bytes,
-    /// new_bytes}], bytes, new_bytes}; new_bytes are estimates.
+    /// new_bytes}], bytes, new_bytes, parts}; new_bytes and seconds are estimates.
     #[arg(long)]
     json: bool,
 }
@@ -35,11 +44,26 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let checkpoint = Checkpoint::open(&args.source)?;
     let model = source::model(&checkpoint, args.from)?;
     let plan = Plan::new(&model, &args.weights.selection()?, args.to)?;
-    match args.json {
-        true => json::print("plan", &to_json(&model, &plan))?,
-        false => until_closed(print(&mut out(), &model, &plan))?,
+    let shards = if args.keep_shards { Shards::AsSource } else { Shards::AtMost(args.max_shard) };
+    let settings = Settings { target: args.to, shards, ..Settings::default() };
+    let parts = args.parts.map(|parts| nvfp4_checkpoint::shares(&model, &plan, &settings, parts)).transpose()?;
+    match (args.json, parts) {
+        (true, parts) => {
+            let mut report = to_json(&model, &plan);
+            if let Some(parts) = parts {
+                report["parts"] = shares::to_json(&parts, settings.threads);
+            }
+            json::print("plan", &report)?
+        }
+        (false, None) => until_closed(print(&mut out(), &model, &plan))?,
+        (false, Some(parts)) => until_closed(shares::print(&mut out(), &parts, settings.threads))?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A number of parts.
+fn count(text: &str) -> Result<usize, String> {
+    format!("0/{text}").parse().map(Portion::of).map_err(|_| "expected a number of parts, such as 8".to_string())
 }
 
 /// About how many bytes a weight will take: the few numbers that each target has beside it are not

@@ -57,6 +57,7 @@ impl Observer for Progress {
         let title = match pass {
             Pass::Amax => "pass 1/2 amax",
             Pass::Write => "pass 2/2 quantize",
+            Pass::Join => "join parts",
         };
         let mut current = self.bar.lock().expect("no holder of the bar panics");
         current.finish_and_clear();

@@ -94,6 +94,11 @@ fn every_command_prints_what_the_schema_says() {
     check(&["convert", &source, &gguf, "-q", "--to", "gguf"], "convert", 0);
     check(&["convert", &source, &path("dry"), "--dry-run"], "convert --dry-run", 0);
     check(&["convert", &source, &path("off"), "-q", "--fuse", "off"], "convert", 1);
+    for part in ["1/2", "0/2"] {
+        check(&["convert", &source, &path("parts"), "-q", "--part", part], "convert --part", 0);
+    }
+    check(&["convert", &source, &path("parts"), "-q", "--finish"], "convert", 0);
+    check(&["plan", &source, "--parts", "3"], "plan", 0);
     check(&["dequant", &packed, &plain, "-q"], "dequant", 0);
     check(&["plan", &source], "plan", 0);
     check(&["verify", &packed], "verify", 0);

@@ -1,0 +1,196 @@
+//! The two passes of a conversion over its source, in pieces of some rows each: the first finds the
+//! amax of every weight, so that weights which servers join can share one; the second quantizes
+//! (`rows`). A piece is a function of the source alone, so the bytes do not depend on the number of
+//! threads, on the memory, on how often the conversion was interrupted, or on who makes which of
+//! its parts.
+
+use super::conversion::{Amaxes, Conversion};
+use super::measure::Measure;
+use super::plan::Item;
+use super::rows::{Memory, Piece, copy};
+use super::settings::{Finished, Pass};
+use super::shards::{Placed, RowOrder, Shard, Unit};
+use super::sink::Sink;
+use super::target::{Activations, Scale, Target};
+use super::weight::{Stored, Weight};
+use super::written::{self, Role};
+use super::{first_not_finite, mxfp4, pool};
+use crate::Result;
+use nvfp4::{Precision, Specials};
+use nvfp4_kernels::{Input, amax};
+use nvfp4_spec::Mode;
+use nvfp4_spec::scale::Unit as ScaleUnit;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+
+impl<'p> Conversion<'_, 'p> {
+    /// The first pass, over some weights; all that share a tensor scale must be among them.
+    pub fn find_amaxes(&self, needed: &BTreeSet<usize>) -> Result<Amaxes> {
+        let items = || needed.iter().map(|&i| (i, &self.plan.items[i]));
+        let order = RowOrder::AsStored;
+        let tasks: Vec<(usize, Range<usize>)> =
+            items().flat_map(|(i, item)| self.pieces(item, order).map(move |rows| (i, rows))).collect();
+        self.observer.begin(Pass::Amax, items().map(|(_, item)| item.weight.byte_len()).sum());
+        // A weight that holds several matrices has a number for each.
+        let found: Vec<Vec<AtomicU32>> =
+            self.plan.items.iter().map(|i| (0..i.weight.matrices()).map(|_| AtomicU32::new(0)).collect()).collect();
+        pool::run(self.settings.threads, &tasks, self.stop, |(i, rows), memory: &mut Memory| {
+            let weight = &self.plan.items[*i].weight;
+            let largest = match weight.stored {
+                Stored::MxFp4 { .. } => mxfp4::top(weight, rows, &mut memory.codes, &mut memory.exponents)?,
+                _ => self.find_amax(weight, rows, memory)?.to_bits(),
+            };
+            found[*i][rows.start / weight.matrix_rows()].fetch_max(largest, Ordering::Relaxed);
+            self.observer.advance(bytes_of(weight.byte_len(), weight.rows, rows.len()));
+            Ok(())
+        })?;
+        let mut bits: Vec<Vec<u32>> =
+            found.into_iter().map(|all| all.into_iter().map(AtomicU32::into_inner).collect()).collect();
+        for group in &self.plan.groups {
+            let shared = group.members.iter().flat_map(|&i| &bits[i]).copied().max().unwrap_or(0);
+            group.members.iter().for_each(|&i| bits[i].fill(shared));
+        }
+        Ok(items().map(|(i, item)| (item.weight.module.clone(), std::mem::take(&mut bits[i]))).collect())
+    }
+
+    /// Whether a journal has a number for every matrix, and one that the first pass can find:
+    /// somebody may have changed the file.
+    pub fn fits(&self, amaxes: &Amaxes, needed: &BTreeSet<usize>) -> bool {
+        needed.iter().map(|&i| &self.plan.items[i]).all(|item| {
+            let possible = |&found: &u32| match item.weight.stored {
+                Stored::MxFp4 { .. } => found < 255,
+                _ => found <= f32::MAX.to_bits(),
+            };
+            let found = amaxes.get(&item.weight.module);
+            found.is_some_and(|found| found.len() == item.weight.matrices() && found.iter().all(possible))
+        })
+    }
+
+    /// What a file has beside its units.
+    pub fn write_frame(&self, shard: &Shard<'p>, sink: &Sink) -> Result<()> {
+        sink.write_at(&shard.header, 0)?;
+        shard.constants.iter().try_for_each(|(at, bytes)| sink.write_at(bytes, *at))
+    }
+
+    /// The second pass, over some units of a file.
+    pub fn write_units(&self, units: &[Placed<'p>], sink: &Sink) -> Result<BTreeMap<String, Measure>> {
+        let mut tasks: Vec<(&Placed<'p>, Range<usize>)> = Vec::new();
+        let mut left = BTreeMap::new();
+        for placed in units {
+            let pieces: Vec<Range<usize>> = match placed.unit {
+                Unit::Weight(i) => self.pieces(&self.plan.items[i], placed.order).collect(),
+                Unit::Other(tensor) => self.byte_pieces(&tensor, placed.order).collect(),
+            };
+            if let Unit::Weight(i) = placed.unit {
+                self.write_scalars(sink, i, &placed.offsets)?;
+                left.insert(i, (AtomicUsize::new(pieces.len()), Mutex::new(Measure::default())));
+            }
+            tasks.extend(pieces.into_iter().map(|piece| (placed, piece)));
+        }
+        pool::run(self.settings.threads, &tasks, self.stop, |(placed, range), memory: &mut Memory| {
+            let i = match placed.unit {
+                Unit::Other(tensor) => {
+                    copy(&tensor, range, sink, placed, memory)?;
+                    self.observer.advance(range.len() as u64);
+                    return Ok(());
+                }
+                Unit::Weight(i) => i,
+            };
+            let item = &self.plan.items[i];
+            let piece = Piece { item, rows: range, sink, to: placed };
+            let measure = self.write_rows(&piece, memory)?;
+            self.observer.advance(bytes_of(item.weight.byte_len(), item.weight.rows, range.len()));
+            let (pieces, sum) = &left[&i];
+            sum.lock().expect("no worker panics while it holds this").add(&measure);
+            if pieces.fetch_sub(1, Ordering::AcqRel) == 1 {
+                let measure = *sum.lock().expect("no worker panics while it holds this");
+                self.observer.finished(&self.finished(item, measure));
+            }
+            Ok(())
+        })?;
+        let measured = |(i, (_, sum)): (usize, (AtomicUsize, Mutex<Measure>))| {
+            let item = &self.plan.items[i];
+            let measure = sum.into_inner().expect("the workers are done");
+            item.action.is_measured().then(|| (item.weight.module.clone(), measure))
+        };
+        Ok(left.into_iter().filter_map(measured).collect())
+    }
+
+    fn write_scalars(&self, sink: &Sink, i: usize, offsets: &BTreeMap<Role, u64>) -> Result<()> {
+        let item = &self.plan.items[i];
+        if let Some(&at) = offsets.get(&Role::Global) {
+            for matrix in 0..item.weight.matrices() {
+                let scale = match &item.weight.stored {
+                    Stored::Nvfp4(source) => {
+                        let stored = match self.rescaled(item) {
+                            Some(shared) => shared[matrix],
+                            None => source.global(matrix)?,
+                        };
+                        if source.unit == ScaleUnit::Divisor {
+                            Scale::Divisor(stored)
+                        } else {
+                            Scale::Multiplier(stored)
+                        }
+                    }
+                    Stored::MxFp4 { .. } => Scale::Multiplier(mxfp4::scale(self.found(item, matrix))),
+                    _ => tensor_scale(&self.mode, self.amax(item), item.weight.precision(), self.settings.target),
+                };
+                sink.write_at(&self.settings.target.stored(scale).to_le_bytes(), at + 4 * matrix as u64)?;
+            }
+        }
+        if let Some(&at) = offsets.get(&Role::KvScale) {
+            sink.write_at(&1f32.to_le_bytes(), at)?;
+        }
+        match offsets.get(&Role::Input) {
+            Some(&at) => sink.write_at(&self.inputs[&item.weight.module].to_le_bytes(), at),
+            None => Ok(()),
+        }
+    }
+
+    fn find_amax(&self, weight: &Weight<'_>, rows: &Range<usize>, memory: &mut Memory) -> Result<f32> {
+        let values = weight.values(rows.clone(), &mut memory.source)?;
+        let input = Input::new(values, rows.len(), weight.cols)?;
+        let mut amax = 0.0;
+        let wanted = amax::Outputs { tensor: Some(&mut amax), ..amax::Outputs::default() };
+        amax::amax(self.settings.implementation, &input, Specials::Reference, wanted)?;
+        if amax.is_finite() { Ok(amax) } else { Err(first_not_finite(weight, rows.start, &values)) }
+    }
+
+    pub fn finished(&self, item: &Item<'_>, measure: Measure) -> Finished {
+        let weight = &item.weight;
+        let parts = self.settings.target.parts(item, Activations::Plain);
+        let after = parts.iter().map(written::Part::len).sum();
+        Finished {
+            module: weight.module.clone(),
+            rows: weight.rows,
+            cols: weight.cols,
+            before: weight.byte_len(),
+            after,
+            action: item.action.clone(),
+            group: item.group.map(|g| self.plan.groups[g].kind.clone()),
+            measure,
+        }
+    }
+}
+
+/// The tensor scale of a weight with this amax. A weight of zeros has 1, which every reader can
+/// multiply or divide by.
+fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) -> Scale {
+    let stored = mode.profile.stored(amax, precision);
+    match (mode.profile.unit(mode.rule.bound()), target) {
+        (ScaleUnit::Multiplier, _) => Scale::Multiplier(stored),
+        (ScaleUnit::Divisor, _) => Scale::Divisor(stored),
+        (ScaleUnit::Amax(_), _) if amax == 0.0 => Scale::Multiplier(1.0),
+        (ScaleUnit::Amax(bound), Target::ModelOpt | Target::Gguf | Target::Plain(_)) => {
+            Scale::Multiplier((amax / bound.six_e()).max(f32::from_bits(1)))
+        }
+        (ScaleUnit::Amax(bound), Target::CompressedTensors) => Scale::Divisor((bound.six_e() / amax).min(f32::MAX)),
+    }
+}
+
+/// The bytes of some rows of a weight.
+fn bytes_of(total: u64, rows: usize, part: usize) -> u64 {
+    (u128::from(total) * part as u128 / rows.max(1) as u128) as u64
+}
