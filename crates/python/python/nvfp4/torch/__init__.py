@@ -27,19 +27,23 @@ from ._norm import LayerNormLinear, LayerNormMLP
 from ._parameters import quantize_parameters, quantized_model_init, weights_changed
 from ._quantized import QuantizedTensor
 from ._report import Conversion
+from ._sharding import Gathering, agree_on_weights, gather_codes
 from ._torchao import from_torchao, quantize_torchao, to_torchao
 
 __all__ = [
     "Conversion",
+    "Gathering",
     "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "Loaded",
     "QuantizedTensor",
+    "agree_on_weights",
     "check_finite",
     "convert_module",
     "from_torchao",
+    "gather_codes",
     "load",
     "quantize_parameters",
     "quantize_torchao",

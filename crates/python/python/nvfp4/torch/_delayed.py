@@ -221,8 +221,7 @@ def update_scales(model: torch.nn.Module) -> None:
     Call it once per step of the optimizer.
 
     Workers of :func:`reduce_amaxes` agree on amaxes here, in one reduction. A model without delayed
-    scaling is left as it is. Around a model with it, ``DistributedDataParallel`` needs
-    ``broadcast_buffers=False``: the amaxes of a step under way are each worker's own.
+    scaling is left as it is.
 
     >>> import torch, nvfp4.torch
     >>> model = torch.nn.Linear(64, 64)
@@ -233,6 +232,29 @@ def update_scales(model: torch.nn.Module) -> None:
     >>> nvfp4.torch.update_scales(model)
     """
     update((module, module.amax_group) for module in model.modules() if isinstance(module, Delays))
+
+
+def keep_from_broadcasts(model: torch.nn.Module) -> None:
+    """Makes ``DistributedDataParallel`` around a model leave the scales alone. It sends the buffers
+    of the first worker to all others before each pass, but the amaxes of a step under way are each
+    worker's own.
+    """
+    wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    inner: Any = model.module if wrapped else model
+    names = [
+        f"{path}.{name}"
+        for path, module in inner.named_modules()
+        if isinstance(module, Scale)
+        for name in ("scale", "history")
+    ]
+    if not names:
+        return
+    there = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
+    inner._ddp_params_and_buffers_to_ignore = sorted({*there, *names})
+    if wrapped:
+        outer: Any = model
+        outer.parameters_to_ignore.update(names)
+        outer._assign_modules_buffers()
 
 
 def update(layers: Iterable[Tuple[Any, Any]]) -> None:

@@ -66,14 +66,17 @@ def linear(
     coded = coded_of(weight)
     if coded is not None:
         formats = formats.for_codes(coded.spec)
-        if group is not None:
-            raise ValueError("reduce_amaxes: a layer with a quantized parameter does not agree on amaxes; stop_reducing_amaxes ends it")
         if not formats.coded:
             raise ValueError(f"{formats}: random numbers in the forward pass need a weight in high precision")
     # Gradients in high precision, from the decoded weight.
     decoded = coded is not None and (
         not formats.trained or "column" not in coded.multiplied or amax is not None
     )
+    if decoded and group is not None:
+        raise ValueError(
+            "reduce_amaxes: a layer whose weight is codes of one direction, or whose recipe leaves a direction in high "
+            "precision, does not agree on amaxes; stop_reducing_amaxes ends it"
+        )
     given: Optional[Tensor] = None
     if handed is not None and formats.quantizes and coded is None:
         state = state.given(formats, handed)

@@ -15,6 +15,7 @@ from ._delayed import Delays, HandedOver
 from ._finite import SLOTS, Watch
 from ._formats import Formats, plan_of
 from ._function import STATELESS, UNWATCHED, linear
+from ._gather import GathersCodes, hindrance_of
 from ._inputs import check_input, fits
 from ._kept import Kept, can_be_kept, weights_may_have_changed
 from ._main_grad import Later, Store
@@ -82,6 +83,11 @@ class Layer(Delays):
         self.follow_plan(plan)
         self._products = self.products()
         self._kept = [Kept() for _ in self._products]
+        for name, (_, _, formats) in zip(self.weights(), self._products):
+            weight = self._parameters.get(name)
+            local = getattr(weight, "_local_tensor", weight)
+            if isinstance(local, GathersCodes):
+                local.spec = formats.weight.spec if hindrance_of(formats) is None else "high-precision"
         device = next(self.parameters()).device
         self.keep_scales({prefix: formats for prefix, _, formats in self._products}, device)
         self._flags(device)
