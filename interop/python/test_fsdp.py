@@ -185,7 +185,10 @@ def replicated(rank):
             nvfp4.torch.reduce_amaxes(wrapped)
         for x in batch if order == "alone" else batch[rank::2]:  # micro-batches of one step
             wrapped(x).sum().backward()
-        nvfp4.torch.update_scales(model)
+        with pytest.MonkeyPatch.context() as patch:
+            counted = Counted(patch)
+            nvfp4.torch.update_scales(model)
+        assert counted.reductions == (order != "alone"), "one for all scales"
         histories.append([model[0].delayed.input.history, model[0].delayed.input.scale])
     assert all(torch.equal(a, b) for of in histories[:2] for a, b in zip(of, histories[2]))
 
@@ -246,7 +249,7 @@ def test_a_weight_that_gathers_codes_is_a_parameter_like_any_other():
     nvfp4.torch.gather_codes(model, workers=2)
     assert train(model) == train(plain), "without FSDP2 its values are used"
     copied = copy.deepcopy(model)
-    assert type(copied[0].weight) is GathersCodes and torch.equal(copied[0].weight.inner, model[0].weight.inner)
+    assert type(copied[0].weight) is GathersCodes and torch.equal(copied[0].weight.raw, model[0].weight.raw)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -254,7 +257,7 @@ def test_a_weight_that_gathers_codes_is_a_parameter_like_any_other():
     assert type(state["0.weight"]) is torch.Tensor
     plain.load_state_dict(state)
     model.load_state_dict(plain.state_dict())
-    assert torch.equal(model[0].weight.inner, plain[0].weight)
+    assert torch.equal(model[0].weight.raw, plain[0].weight)
     assert type(torch.zeros_like(model[0].weight)) is torch.Tensor and model.double()[0].weight.dtype is torch.float64
 
 

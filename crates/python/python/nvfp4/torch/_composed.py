@@ -101,7 +101,7 @@ def forward(
     if coded is None:
         wq = quantized(weight, w_format, kept=state.weight, watched=_watched(finite, watch, "weight"))
     else:
-        wq = _arrays_of(coded, w_format.directions)
+        wq = arrays_of(coded, w_format.directions)
     y = matmul(
         xq[: x_format.row], x_format.spec, "row", _whole(x, formats),
         wq[: w_format.row], w_format.spec, "row", weight.shape,
@@ -110,7 +110,7 @@ def forward(
     return y, xq, wq
 
 
-def _arrays_of(weight: CodedWeight, directions: str) -> List[Tensor]:
+def arrays_of(weight: CodedWeight, directions: str) -> List[Tensor]:
     """The arrays of a weight that is there as codes."""
     sides = [("row", weight.codes.row), ("column", weight.codes.column)]
     return [

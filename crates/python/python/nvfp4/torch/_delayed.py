@@ -164,6 +164,10 @@ class Delays(torch.nn.Module):
         """The flags on a GPU, if something is watched there, and the tensors that they are for."""
         return None, []
 
+    def part_groups(self) -> List[Any]:
+        """The process groups whose workers have other parts of its weights."""
+        return []
+
     def keep_scales(self, formats: Mapping[str, Formats], device) -> None:
         """Keeps what the formats of linear layers ask for; each has a prefix for the names of its
         tensors.
@@ -259,13 +263,14 @@ def keep_from_broadcasts(model: torch.nn.Module) -> None:
 
 def update(layers: Iterable[Tuple[Any, Any]]) -> None:
     """Ends a step of these layers, each with the group of workers that agree on its amaxes."""
-    groups: Dict[Any, List[Scale]] = {}
+    groups: Dict[Tuple[Any, ...], List[Scale]] = {}
     for layer, group in layers:
         if layer.delayed is not None:
-            groups.setdefault(group, []).extend(_known(layer.delayed))
-    for group, scales in groups.items():
+            of = tuple(each for each in (group, *layer.part_groups()) if each is not None)
+            groups.setdefault(of, []).extend(_known(layer.delayed))
+    for of, scales in groups.items():
         if scales:
-            _update(scales, group)
+            _update(scales, of)
             weights_may_have_changed()  # or rather what their codes are
 
 
@@ -276,14 +281,15 @@ def _known(scales: Scales) -> Iterator[Scale]:
 
 
 @torch.no_grad()
-def _update(scales: List[Scale], group) -> None:
+def _update(scales: List[Scale], groups: Tuple[Any, ...]) -> None:
     rules = [nvfp4.Delayed(str(scale.spec)) for scale in scales]
     device = scales[0].history.device
     amaxes = [scale.history[:1] for scale in scales]
     shared = [at for at, rule in enumerate(rules) if rule.reduction == "max"]
-    if group is not None and shared:
+    if groups and shared:
         reduced = torch.cat([amaxes[at].to(device) for at in shared])
-        torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
+        for group in groups:
+            torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
         for at, amax in zip(shared, reduced.split(1)):
             amaxes[at] = amax
     # Tensors of one rule on one GPU go together.

@@ -66,7 +66,7 @@ class GathersCodes(torch.Tensor):
     ``torch.save`` hold an ordinary tensor.
     """
 
-    inner: Tensor
+    raw: Tensor
     spec: str
     # The workers that have other parts of it before FSDP2 shards it.
     others: Split
@@ -82,28 +82,28 @@ class GathersCodes(torch.Tensor):
         )  # fmt: skip
 
     def __init__(self, values, spec, split=Split(), known=None, lent=False):
-        self.inner, self.spec, self.others = values, spec, split
+        self.raw, self.spec, self.others = values, spec, split
         self._agreed, self._lent = Agreed() if known is None else known, lent
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
-        return f"GathersCodes({self.inner}, {self.spec})"
+        return f"GathersCodes({self.raw}, {self.spec})"
 
     def __tensor_flatten__(self):
-        return ["inner"], (self.spec, self.others, self._agreed)
+        return ["raw"], (self.spec, self.others, self._agreed)
 
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
-        return GathersCodes(inner["inner"], *context)
+        return GathersCodes(inner["raw"], *context)
 
     def __reduce_ex__(self, protocol):
-        return self.inner.__reduce_ex__(protocol)
+        return self.raw.__reduce_ex__(protocol)
 
     # How FSDP2 gathers the shards.
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What a shard sends: codes and scales, or its values where those are no whole blocks."""
         asked = self.dtype if mp_policy is None else mp_policy.param_dtype or self.dtype
-        values, workers = self.inner.to(asked), mesh.size()
+        values, workers = self.raw.to(asked), mesh.size()
         outer = tuple(outer_size)
         plain = self.spec == "high-precision" or hindrance(self.spec, outer, workers, asked)
         self._agreed.gathered_as("values" if plain else self.spec)
@@ -134,9 +134,9 @@ class GathersCodes(torch.Tensor):
         kwargs = kwargs or {}
         if function._schema.is_mutable:
             return in_place(
-                function, args, kwargs, GathersCodes, lambda t: t.inner, GathersCodes._changed
+                function, args, kwargs, GathersCodes, lambda t: t.raw, GathersCodes._changed
             )
-        made = function(*tree_map_only(GathersCodes, lambda t: t.inner, args), **kwargs)
+        made = function(*tree_map_only(GathersCodes, lambda t: t.raw, args), **kwargs)
         known = _KEPT.get(function)
         if known is None or not isinstance(args[0], GathersCodes):
             return made
@@ -189,7 +189,7 @@ def agree(weights: List[GathersCodes]) -> None:
     """Agrees on the amaxes of weights with all workers that have parts of them."""
     parts = []
     for weight in weights:
-        values, spec = weight.inner.to(weight._agreed.dtype), weight.spec
+        values, spec = weight.raw.to(weight._agreed.dtype), weight.spec
 
         def arrays(*amaxes: Optional[Tensor], x: Tensor = values, spec: str = spec) -> List[Tensor]:
             return _quantize(x, spec, "both", 0, None, *amaxes)

@@ -314,6 +314,9 @@ def gathered_whole(gathered, freight: Freight, dtype: torch.dtype, out: Optional
     """The weight of what all workers sent, as FSDP2 asks for it: in the memory of ``out``, which is
     there again, or as a new tensor with the memory that it may free.
     """
+    for array in freight.common.values():
+        if array.is_cuda:  # they were made on the stream that gathers
+            array.record_stream(torch.cuda.current_stream(array.device))
     arrays, matrix = receive(gathered, freight)
     number = len(shapes(freight.spec, "row", matrix))
     row = block_of(arrays[:number])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ._agree import Split
 from ._gather import GathersCodes, agree, hindrance_of
@@ -79,7 +78,7 @@ def gather_codes(
             if weight is None:
                 continue
             full = f"{path}.{name}" if path else name
-            local = weight._local_tensor if isinstance(weight, DTensor) else weight
+            local = getattr(weight, "_local_tensor", weight)
             rows, cols = local.shape
             asked = weight.dtype if dtype is None else dtype
             never = _never(module, weight, formats)
@@ -109,8 +108,11 @@ def _never(module: Layer, weight: torch.Tensor, formats) -> Optional[str]:
 
 
 def _wrapped(weight: torch.Tensor, spec: str) -> torch.Tensor:
-    if not isinstance(weight, DTensor):
+    if not hasattr(weight, "device_mesh"):
         return GathersCodes(weight.detach(), spec)
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(weight, DTensor)
     rows: List[Any] = []
     cols: List[Any] = []
     for at, placement in enumerate(weight.placements):
@@ -136,7 +138,7 @@ def agree_on_weights(model: torch.nn.Module) -> None:
     """
     found: Dict[int, GathersCodes] = {}
     for parameter in model.parameters():
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        local = getattr(parameter, "_local_tensor", parameter)
         if isinstance(local, GathersCodes) and local._agreed.dtype is not None:
             found.setdefault(id(local._agreed), local)
     with torch.no_grad():

@@ -69,7 +69,7 @@ def sent_bytes(spec: str, directions: str, matrix: Tuple[int, int]) -> int:
     """How many bytes all workers send together."""
     arrays = shapes(spec, _sent(spec, directions), matrix)
     each = [bytes_of(array) for array in arrays]
-    if _squares(spec):
+    if _squares(spec) and directions != "column":
         each[1] //= _SQUARE
     # What does not grow with the rows is known to all.
     twice = shapes(spec, _sent(spec, directions), (2 * matrix[0], matrix[1]))
@@ -77,7 +77,7 @@ def sent_bytes(spec: str, directions: str, matrix: Tuple[int, int]) -> int:
 
 
 def _sent(spec: str, directions: str) -> str:
-    return "row" if columns_follow(spec) else directions
+    return "row" if directions == "both" and columns_follow(spec) else directions
 
 
 def send(
@@ -87,7 +87,7 @@ def send(
     sent = _sent(spec, directions)
     arrays = list(arrays[: len(shapes(spec, sent, matrix))])
     split, common = sharded(arrays, spec, sent, matrix)
-    if _squares(spec):
+    if _squares(spec) and directions != "column":
         arrays[1] = arrays[1][::_SQUARE]
     # A part's share of an array has its columns side by side only by itself.
     alone = [arrays[at].contiguous().view(torch.uint8).reshape(-1) for at in split]
@@ -106,7 +106,7 @@ def receive(gathered: Sequence[Tensor], freight: Freight) -> Tuple[List[Tensor],
     for at, (dtype, shape) in enumerate(each_array):
         if at in common:
             arrays.append(common[at])
-        elif at == 1 and _squares(spec):
+        elif at == 1 and _squares(spec) and directions != "column":
             each = next(pieces).view(rows * count // _SQUARE, -1)
             arrays.append(each.repeat_interleave(_SQUARE, 0))
         else:
