@@ -117,7 +117,7 @@ class GathersCodes(torch.Tensor):
             agree([self])
         arrays = _quantize(values, self.spec, "both", 0, None, *self._agreed.amaxes)
         sent, freight = send(arrays, self.spec, "both", tuple(self.shape))  # type: ignore[arg-type]
-        return tuple(sent), freight
+        return (sent,), freight
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         """The whole weight: a :class:`QuantizedTensor`, or values."""

@@ -108,9 +108,7 @@ def gathered_arrays(
 ) -> List[Tensor]:
     """The arrays of a direction of all workers' rows, as codes: one gather."""
     sent, freight = send(arrays, spec, side, matrix)
-    sizes = [piece.numel() for piece in sent]
-    whole = gathered(torch.cat(sent)[None], group)
-    return receive([piece.reshape(-1) for piece in whole.split(sizes, 1)], freight)[0]
+    return receive(gathered(sent, group), freight)[0]
 
 
 class Operand(NamedTuple):

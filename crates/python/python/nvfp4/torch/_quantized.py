@@ -197,7 +197,7 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
             self._agree(mesh.get_group())
         arrays = [part for side, block in self._sides() for part in parts_of(block, self.spec, side, self.matrix)]
         sent, freight = send(arrays, self.spec, self.directions, self.matrix)
-        return tuple(sent), freight
+        return (sent,), freight
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         return gathered_whole(gathered, metadata, param_dtype, out)
@@ -317,7 +317,7 @@ def gathered_whole(gathered, freight: Freight, dtype: torch.dtype, out: Optional
     for array in freight.common.values():
         if array.is_cuda:  # they were made on the stream that gathers
             array.record_stream(torch.cuda.current_stream(array.device))
-    arrays, matrix = receive(gathered, freight)
+    arrays, matrix = receive(gathered[0], freight)
     number = len(shapes(freight.spec, "row", matrix))
     row = block_of(arrays[:number])
     column = block_of(arrays[number:]) if freight.directions == "both" else None

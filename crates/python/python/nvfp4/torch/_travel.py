@@ -22,12 +22,14 @@ _SQUARE = 16
 
 class Freight(NamedTuple):
     """What a worker knows of the arrays that it gathers: how they are made, the shape of its own
-    part of the matrix, and, by their places, the arrays that all workers have.
+    part of the matrix, how many bytes of each array it sends, and, by their places, the arrays that
+    all workers have.
     """
 
     spec: str
     directions: str
     matrix: Tuple[int, int]
+    sizes: List[int]
     common: Dict[int, Tensor]
 
 
@@ -82,7 +84,7 @@ def _sent(spec: str, directions: str) -> str:
 
 def send(
     arrays: Sequence[Tensor], spec: str, directions: str, matrix: Tuple[int, int]
-) -> Tuple[List[Tensor], Freight]:
+) -> Tuple[Tensor, Freight]:
     """What a worker sends of the arrays of its part, as bytes, and what puts the whole together."""
     sent = _sent(spec, directions)
     arrays = list(arrays[: len(shapes(spec, sent, matrix))])
@@ -91,27 +93,32 @@ def send(
         arrays[1] = arrays[1][::_SQUARE]
     # A part's share of an array has its columns side by side only by itself.
     alone = [arrays[at].contiguous().view(torch.uint8).reshape(-1) for at in split]
-    return alone, Freight(spec, directions, matrix, {at: arrays[at] for at in common})
+    sizes = [piece.numel() for piece in alone]
+    freight = Freight(spec, directions, matrix, sizes, {at: arrays[at] for at in common})
+    return torch.cat(alone), freight
 
 
-def receive(gathered: Sequence[Tensor], freight: Freight) -> Tuple[List[Tensor], Tuple[int, int]]:
+def receive(gathered: Tensor, freight: Freight) -> Tuple[List[Tensor], Tuple[int, int]]:
     """The arrays of the whole, of what all workers sent, one after the other; and its shape."""
-    spec, directions, (rows, cols), common = freight
+    spec, directions, (rows, cols), sizes, common = freight
     sent = _sent(spec, directions)
     each_array = shapes(spec, sent, (rows, cols))
-    pieces = iter(gathered)
-    count = gathered[0].numel() // bytes_of(each_array[0])
+    count = gathered.numel() // sum(sizes)
+    pieces = iter(gathered.view(count, -1).split(sizes, 1))
     whole = shapes(spec, sent, (rows * count, cols))
     arrays: List[Tensor] = []
     for at, (dtype, shape) in enumerate(each_array):
         if at in common:
             arrays.append(common[at])
         elif at == 1 and _squares(spec) and directions != "column":
-            each = next(pieces).view(rows * count // _SQUARE, -1)
+            each = next(pieces).reshape(rows * count // _SQUARE, -1)
             arrays.append(each.repeat_interleave(_SQUARE, 0))
         else:
             dim = scaling_dim(shape, whole[at][1]) if count > 1 else 0
-            parts = next(pieces).view(count, -1).view(DTYPES[dtype]).view(count, *shape)
+            piece = next(pieces)
+            if dtype != "uint8":  # where a piece begins, numbers of four bytes may not
+                piece = piece.clone(memory_format=torch.contiguous_format).view(DTYPES[dtype])
+            parts = piece.reshape(count, *shape)
             arrays.append(torch.cat(list(parts.unbind(0)), dim))
     if directions == "both" and columns_follow(spec):
         arrays += _transposed(arrays, spec, (rows * count, cols))
