@@ -118,11 +118,10 @@ def test_a_factory_that_fails_is_named_with_its_role(x, answer):
 @pytest.mark.parametrize(
     "call, argument",
     [
-        (lambda: te.Linear(64, 64, True, tp_size=2), "tp_size"),
         (lambda: te.Linear(64, 64, symmetric_ar_type="two_shot"), "symmetric_ar_type"),
         (lambda: te.Linear(64, 64, ub_overlap_ag=True, ub_name="qkv"), "ub_overlap_ag"),
         (lambda: te.LayerNormLinear(64, 64, symmetric_ar_type="two_shot"), "symmetric_ar_type"),
-        (lambda: te.LayerNormMLP(64, 96, tp_size=2), "tp_size"),
+        (lambda: te.GroupedLinear(2, 64, 64, tp_size=2), "tp_size"),
         (lambda: te.GroupedLinear(2, 64, 64, single_grouped_weight=True), "single_grouped_weight"),
         (lambda: te.checkpoint(torch.nn.Identity(), torch.ones(1), distribute_saved_activations=True), "distribute_saved_activations"),
         (lambda: te.Linear(64, 64)(torch.ones(16, 64), fp8_output=True), "fp8_output"),

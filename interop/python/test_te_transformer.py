@@ -433,9 +433,9 @@ def test_a_layer_on_the_meta_device_becomes_real(x):
             "the argument ub_tp_comm_overlap is not supported",
         ),
         (
-            {"tp_size": 2},
-            NotImplementedError,
-            "the argument tp_size is not supported here for 2 workers",
+            {"tp_size": 7, "set_parallel_mode": True},
+            ValueError,
+            "does not divide among 7 workers",
         ),
     ],
 )

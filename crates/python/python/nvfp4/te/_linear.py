@@ -14,11 +14,11 @@ from ._handover import handed_over
 from ._initial import Begins, Initial, joined
 from ._machine import place
 from ._modules import Follows
-from ._parallel import one_worker
+from ._parallel import Shards, all_tokens, divided, part, size_of
 from ._signature import refuse, supports
 
 
-class OneLinear(Begins, Follows):
+class OneLinear(Shards, Begins, Follows):
     """A module with one linear layer."""
 
     return_bias: bool
@@ -65,10 +65,18 @@ def _no_fusion_of_parts(where: str, fuse_wgrad_accumulation: bool, parameters_sp
         )
 
 
+def _split_of(where: str, parameters_split: Any, mode: Optional[str], workers: int) -> Any:
+    """A worker's part of each of the parameters that a weight is split into."""
+    if mode != "column" or not isinstance(parameters_split, dict):
+        return parameters_split
+    sizes = parameters_split.items()
+    return {name: divided(where, name, size, workers) for name, size in sizes}
+
+
 class Linear(OneLinear, nvfp4.torch.Linear):
     """``transformer_engine.pytorch.Linear``."""
 
-    # What is listed and not used below says nothing with one worker, or nothing about numbers.
+    # What is listed and not used below says nothing about numbers.
     @supports(
         "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
         "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype", "parameters_split", "device", "name", "tp_group",
@@ -85,18 +93,19 @@ class Linear(OneLinear, nvfp4.torch.Linear):
         delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
         save_original_input: bool = False, name: Optional[str] = None,
     ):  # fmt: skip
-        one_worker("Linear", tp_size, tp_group)
         _no_fusion_of_parts("Linear", fuse_wgrad_accumulation, parameters_split)
-        self.begins(
-            Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name), parameters_split
-        )
+        workers = size_of(tp_size, tp_group)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        split = _split_of("Linear", parameters_split, parallel_mode, workers)
+        self.begins(Initial((("", init_method),), get_rng_state_tracker, rng_tracker_name), split)
         super().__init__(
-            in_features, out_features, bias=bias, device=place(device), dtype=params_dtype,
+            **part("Linear", parallel_mode, sizes, workers), bias=bias, device=place(device), dtype=params_dtype,
             recipe="high_precision", path=name or "linear",
         )  # fmt: skip
         self.made(name, return_bias, fuse_wgrad_accumulation)
         self.save_original_input = save_original_input
         self.postpones(delay_wgrad_compute)
+        self.splits({0: parallel_mode}, tp_size, tp_group, sequence_parallel)
 
     # The arguments are TransformerEngine's.
     def forward(  # type: ignore[override]
@@ -181,12 +190,15 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
         delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
         name: Optional[str] = None,
     ):  # fmt: skip
-        one_worker("LayerNormLinear", tp_size, tp_group)
         _no_fusion_of_parts("LayerNormLinear", fuse_wgrad_accumulation, parameters_split)
         initial = Initial((("", init_method),), get_rng_state_tracker, None, zero_centered_gamma)
-        self.begins(initial, parameters_split)
+        workers = size_of(tp_size, tp_group)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        self.begins(
+            initial, _split_of("LayerNormLinear", parameters_split, parallel_mode, workers)
+        )
         super().__init__(
-            in_features, out_features, eps=eps, bias=bias, normalization=normalization,
+            **part("LayerNormLinear", parallel_mode, sizes, workers), eps=eps, bias=bias, normalization=normalization,
             device=place(device), dtype=params_dtype, recipe="high_precision",
             path=name or "layernorm_linear",
         )  # fmt: skip
@@ -194,8 +206,10 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
             return_layernorm_output,
             zero_centered_gamma,
         )
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.made(name, return_bias, fuse_wgrad_accumulation)
         self.postpones(delay_wgrad_compute)
+        self.splits({0: parallel_mode}, tp_size, tp_group, sequence_parallel)
 
     def forward(  # type: ignore[override]
         self,
@@ -212,5 +226,5 @@ class LayerNormLinear(OneLinear, Normed, nvfp4.torch.LayerNormLinear):
         if self.return_bias:
             outputs += (self._bias(inp),)
         if self.return_layernorm_output:
-            outputs += (norm,)
+            outputs += (all_tokens(self, norm, self.return_layernorm_output_gathered),)
         return outputs if len(outputs) > 1 else outputs[0]

@@ -16,11 +16,11 @@ from ._machine import place
 from ._initial import Begins, Initial
 from ._linear import Normed
 from ._modules import Follows
-from ._parallel import one_worker
+from ._parallel import Shards, all_tokens, divided, one_worker, size_of
 from ._signature import supports
 
 
-class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
+class LayerNormMLP(Shards, Normed, Follows, nvfp4.torch.LayerNormMLP):
     """``transformer_engine.pytorch.LayerNormMLP``."""
 
     # What is listed and not used below says nothing with one worker, or nothing about numbers.
@@ -46,11 +46,12 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
         ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, delay_wgrad_compute: bool = False,
         symmetric_ar_type: Optional[str] = None, checkpoint: bool = False,
     ):  # fmt: skip
-        one_worker("LayerNormMLP", tp_size, tp_group)
+        workers = size_of(tp_size, tp_group) if set_parallel_mode else 1
+        wide = divided("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, workers)
         methods = (("fc1", init_method), ("fc2", output_layer_init_method))
         self.begins(Initial(methods, get_rng_state_tracker, None, zero_centered_gamma))
         super().__init__(
-            hidden_size, ffn_hidden_size, eps=eps, bias=bias, normalization=normalization,
+            hidden_size, wide, eps=eps, bias=bias, normalization=normalization,
             activation=activation, device=place(device), dtype=params_dtype, recipe="high_precision",
             path=name or "layernorm_mlp",
         )  # fmt: skip
@@ -59,9 +60,12 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
             return_layernorm_output,
             zero_centered_gamma,
         )
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.checkpoint = checkpoint
         self.made(name, return_bias, fuse_wgrad_accumulation)
         self.postpones(delay_wgrad_compute)
+        modes = {0: "column", 1: "row"} if set_parallel_mode else {}
+        self.splits(modes, tp_size, tp_group, sequence_parallel)  # type: ignore[arg-type]
 
     def forward(self, inp: Tensor, is_first_microbatch: Optional[bool] = None) -> Any:  # type: ignore[override]
         here = self._follow(is_first_microbatch)
@@ -77,7 +81,7 @@ class LayerNormMLP(Normed, Follows, nvfp4.torch.LayerNormMLP):
         if self.return_bias:
             outputs += (None if self.fc2_bias is None else self.fc2_bias.to(inp.dtype),)
         if self.return_layernorm_output:
-            outputs += (norm,)
+            outputs += (all_tokens(self, norm, self.return_layernorm_output_gathered),)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _mlp(self, inp: Tensor) -> Tuple[Tensor, Tensor]:

@@ -245,6 +245,11 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         self, x: Any, weight: Any, bias: Any, number: int, handed: Any, store: Any = None
     ) -> Any:
         foreign = None if self._foreign is None else self._foreign[number]
+        if foreign is not None and number in self._parallel:  # type: ignore[operator]
+            raise NotImplementedError(
+                f"{self.path}: a quantizer that brings its own product cannot be used with tensor "
+                "parallelism; leave out tp_size"
+            )
         if foreign is not None:
             return foreign_linear(x, weight, bias, foreign)
         return super().product(x, weight, bias, number, handed, store)  # type: ignore

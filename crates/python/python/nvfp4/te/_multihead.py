@@ -12,16 +12,16 @@ from ._handover import gradients_as
 from ._linear import LayerNormLinear, Linear
 from ._machine import place
 from ._norms import L2Normalization, LayerNorm, RMSNorm
-from ._parallel import OneWorker, one_worker
+from ._parallel import ShardsOfParts, divided, size_of
 from ._roles import QuantizerRole
 from ._rotary import apply_rotary_pos_emb
 from ._signature import supports
 
 
-class MultiheadAttention(OneWorker, torch.nn.Module):
+class MultiheadAttention(ShardsOfParts):
     """``transformer_engine.pytorch.MultiheadAttention``, with its names of parameters."""
 
-    # What is listed and not used below says nothing with one worker, or nothing about numbers.
+    # What is listed and not used below says nothing about numbers.
     @supports(
         "kv_channels", "attention_dropout", "layernorm_epsilon", "init_method",
         "output_layer_init_method", "layer_number", "attn_mask_type", "window_size",
@@ -54,7 +54,6 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
         micro_batch_size: Optional[int] = None, softmax_type: str = "vanilla",
     ):  # fmt: skip
         super().__init__()
-        one_worker("MultiheadAttention", tp_size, tp_group)
         if attention_type not in ("self", "cross"):
             raise ValueError(
                 f"unknown attention_type '{attention_type}'; there are 'self', 'cross'"
@@ -86,7 +85,9 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
         linear: Dict[str, Any] = dict(
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             get_rng_state_tracker=get_rng_state_tracker, params_dtype=params_dtype, device=device,
-            init_method=init_method, bias=bias,
+            init_method=init_method, bias=bias, tp_group=tp_group, tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            parallel_mode="column" if set_parallel_mode else None,
         )  # fmt: skip
         norm: Dict[str, Any] = dict(
             eps=layernorm_epsilon, normalization=normalization,
@@ -137,8 +138,16 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
             self.key_value = Linear(
                 hidden_size, 2 * of_keys, parameters_split=both, name=called("linear_kv"), **linear
             )
+        # What follows is of this worker's heads.
+        self.tp_size = size_of(tp_size, tp_group)
+        workers = self.tp_size if set_parallel_mode else 1
+        heads = divided("MultiheadAttention", "num_attention_heads", num_attention_heads, workers)
+        self.num_gqa_groups = divided(
+            "MultiheadAttention", "num_gqa_groups", self.num_gqa_groups, workers
+        )
+        self.num_attention_heads = heads
         self.core_attention = DotProductAttention(
-            num_attention_heads, self.features, num_gqa_groups=self.num_gqa_groups,
+            heads, self.features, num_gqa_groups=self.num_gqa_groups,
             attention_dropout=attention_dropout, qkv_format=qkv_format,
             get_rng_state_tracker=get_rng_state_tracker, layer_number=self.layer_number,
             attention_type=attention_type, softmax_type=softmax_type, name=called("core_attention"),
@@ -150,6 +159,7 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
             "dqkv": QuantizerRole("linear", "grad_output", self._first().path),
         }
         linear["init_method"] = output_layer_init_method
+        linear["parallel_mode"] = "row" if set_parallel_mode else None
         self.proj = Linear(
             of_queries, hidden_size, return_bias=return_bias, name=called("proj"), **linear
         )
@@ -169,6 +179,8 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
     ) -> Any:  # fmt: skip
         # TransformerEngine hands over no gradients of what is turned or normed in between.
         output, gradients = self.core_attention.hands_over(hidden_states.device)
+        if self.tp_size > 1:  # their scales are those of some heads
+            output, gradients = False, None
         between = rotary_pos_emb is not None or self.q_norm is not None
         with gradients_as(None if between else gradients):
             if self.attention_type == "self":
@@ -243,13 +255,14 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
         else:
             mixed, norm = self.qkv(x, is_first_microbatch=is_first_microbatch), None
         each = self.num_attention_heads // self.num_gqa_groups  # queries of a key
+        tokens = mixed.shape[:-1]  # all of them, where workers have some of x
         if self.qkv_weight_interleaved:  # group by group: its queries, its key, its value
-            mixed = mixed.reshape(*x.shape[:-1], self.num_gqa_groups, each + 2, self.features)
+            mixed = mixed.reshape(*tokens, self.num_gqa_groups, each + 2, self.features)
             parts = mixed.split((each, 1, 1), -2)
         else:  # all queries, all keys, all values
-            mixed = mixed.reshape(*x.shape[:-1], each + 2, self.num_gqa_groups, self.features)
+            mixed = mixed.reshape(*tokens, each + 2, self.num_gqa_groups, self.features)
             parts = mixed.split((each, 1, 1), -3)
-        q, k, v = (part.reshape(*x.shape[:-1], -1, self.features) for part in parts)
+        q, k, v = (part.reshape(*tokens, -1, self.features) for part in parts)
         return q, k, v, norm
 
     def _of_two(
@@ -258,18 +271,18 @@ class MultiheadAttention(OneWorker, torch.nn.Module):
         """Queries of tokens, keys and values of others, and the norm."""
         both = self.key_value(encoder, is_first_microbatch=is_first_microbatch)
         if self.qkv_weight_interleaved:
-            k, v = both.reshape(*encoder.shape[:-1], self.num_gqa_groups, 2 * self.features).chunk(
+            k, v = both.reshape(*both.shape[:-1], self.num_gqa_groups, 2 * self.features).chunk(
                 2, -1
             )
         else:
-            k, v = both.reshape(*encoder.shape[:-1], 2 * self.num_gqa_groups, self.features).chunk(
+            k, v = both.reshape(*both.shape[:-1], 2 * self.num_gqa_groups, self.features).chunk(
                 2, -2
             )
         if self.input_layernorm:
             q, norm = self._normed(self.layernorm_query, x, is_first_microbatch)
         else:
             q, norm = self.query_layer(x, is_first_microbatch=is_first_microbatch), None
-        return q.reshape(*x.shape[:-1], self.num_attention_heads, self.features), k, v, norm
+        return q.reshape(*q.shape[:-1], self.num_attention_heads, self.features), k, v, norm
 
 
 def _qk_norms(

@@ -13,7 +13,7 @@ from ._masks import mask_type
 from ._mlp import LayerNormMLP
 from ._multihead import MultiheadAttention
 from ._norms import LayerNorm, RMSNorm
-from ._parallel import OneWorker, one_worker
+from ._parallel import ShardsOfParts
 from ._signature import supports
 
 
@@ -32,10 +32,10 @@ class DropPath(torch.nn.Module):
         return x / keep * (keep + torch.rand(shape, dtype=x.dtype, device=x.device)).floor()
 
 
-class TransformerLayer(OneWorker, torch.nn.Module):
+class TransformerLayer(ShardsOfParts):
     """``transformer_engine.pytorch.TransformerLayer``, with its names of parameters."""
 
-    # What is listed and not used below says nothing with one worker, or nothing about numbers; the
+    # What is listed and not used below says nothing about numbers; the
     # settings of user buffers say nothing without ub_tp_comm_overlap.
     @supports(
         "num_gqa_groups", "layernorm_epsilon", "hidden_dropout", "attention_dropout", "init_method",
@@ -77,7 +77,6 @@ class TransformerLayer(OneWorker, torch.nn.Module):
         qk_norm_before_rope: bool = False, softmax_type: str = "vanilla",
     ):  # fmt: skip
         super().__init__()
-        one_worker("TransformerLayer", tp_size, tp_group)
         _fit_together(
             layer_type, parallel_attention_mlp, apply_residual_connection_post_layernorm,
             output_layernorm, fuse_wgrad_accumulation and not fuse_qkv_params,
@@ -106,6 +105,8 @@ class TransformerLayer(OneWorker, torch.nn.Module):
             get_rng_state_tracker=get_rng_state_tracker, params_dtype=params_dtype,
             zero_centered_gamma=zero_centered_gamma, bias=bias, device=device,
             return_layernorm_output=apply_residual_connection_post_layernorm,
+            tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel,
+            set_parallel_mode=set_parallel_mode,
         )  # fmt: skip
         attention: Dict[str, Any] = dict(
             both, kv_channels=kv_channels, attention_dropout=attention_dropout,

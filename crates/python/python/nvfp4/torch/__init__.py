@@ -9,9 +9,12 @@
 
 Modules hold their parameters in high precision and under the names of ``torch.nn``'s, so state
 dicts load in both directions. They work under activation checkpointing,
-``torch.compile(fullgraph=True)``, with one graph for every number of tokens, ``torch.export`` and
-data parallelism (:func:`reduce_amaxes`). Stochastic rounding follows ``torch.manual_seed``.
+``torch.compile(fullgraph=True)``, with one graph for every number of tokens, ``torch.export``, data
+parallelism (:func:`reduce_amaxes`, :func:`gather_codes`) and tensor parallelism. Stochastic rounding follows ``torch.manual_seed``.
 """
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 import torch as _torch
 
@@ -27,19 +30,28 @@ from ._norm import LayerNormLinear, LayerNormMLP
 from ._parameters import quantize_parameters, quantized_model_init, weights_changed
 from ._quantized import QuantizedTensor
 from ._report import Conversion
+from ._sharding import Gathering, agree_on_weights, gather_codes
 from ._torchao import from_torchao, quantize_torchao, to_torchao
 
+if _TYPE_CHECKING:
+    from ._spread import ColwiseParallel, RowwiseParallel
+
 __all__ = [
+    "ColwiseParallel",
     "Conversion",
+    "Gathering",
     "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "Loaded",
     "QuantizedTensor",
+    "RowwiseParallel",
+    "agree_on_weights",
     "check_finite",
     "convert_module",
     "from_torchao",
+    "gather_codes",
     "load",
     "quantize_parameters",
     "quantize_torchao",
@@ -54,3 +66,12 @@ __all__ = [
 # Quantized tensors in files of ``torch.save`` load with ``weights_only=True``: their bytes are
 # checked, and nothing in them is executed.
 _torch.serialization.add_safe_globals([_nvfp4._restored, QuantizedTensor])
+
+
+def __getattr__(name: str) -> _Any:
+    # What they are made of takes seconds to import, and not every torch has it.
+    if name in ("ColwiseParallel", "RowwiseParallel"):
+        from . import _spread
+
+        return getattr(_spread, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from . import _ops  # noqa: F401  (makes the operations known)
+from ._agree import Part, Split, agreed, amax_of  # noqa: F401  (the last is for others)
+from ._blocks import parts_of
 from ._delayed import Kept, State
 from ._finite import Watch, Watched
 from ._formats import Format, Formats
 from ._main_grad import dtype_of, settled
 from ._once import once
+from ._quantized import CodedWeight, coded as coded_of
 from ._sizes import padded
 
 quantize = torch.ops.nvfp4.quantize
@@ -37,7 +40,7 @@ def quantized(
     amax: Optional[Tensor] = None,
 ) -> List[Tensor]:
     """The arrays of ``x``, padded to whole blocks, with amaxes that all workers agree on: this one,
-    if it is given.
+    if it is given. ``group`` is that of workers with other rows, or a :class:`Split`.
 
     Those of delayed scaling, for which something is kept, they agree on later.
     """
@@ -58,33 +61,20 @@ def quantized(
 
     if kept is not None:
         given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name, alignment)
-        made = arrays(quantize_delayed(x, *given))
-        end = len(made) - kept.number()
-        kept.note(made, end)
-        return made[:end]
-    if group is None or amax is not None or format.shared == ("nothing", "nothing"):
-        return arrays(quantize(x, format.spec, format.directions, seed, offset, amax, None, name, alignment))
-    if format.spec.endswith(" from row") and ("tensor" in format.shared or "nothing" not in format.shared):
-        raise ValueError(f"{format.spec}: workers cannot agree on an amax of decoded values; leave out 'from row'")
-    parts: List[Tensor] = []
-    if "stored" in format.shared:
-        parts = arrays(quantize(x, format.spec, format.directions, seed, offset, None, None, name, alignment))
-    ends = (format.row, format.row + format.column)
-    amaxes = [
-        {"stored": lambda: parts[end - 1].clone(), "tensor": lambda: amax_of(x), "nothing": lambda: None}[shared]()
-        for shared, end in zip(format.shared, ends)
-    ]
-    for amax in amaxes:
-        if amax is not None:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
-    return arrays(quantize(x, format.spec, format.directions, seed, offset, *amaxes, name, alignment))
+        noted = arrays(quantize_delayed(x, *given))
+        end = len(noted) - kept.number()
+        kept.note(noted, end)
+        return noted[:end]
 
+    def made(*amaxes: Optional[Tensor]) -> List[Tensor]:
+        given = (format.spec, format.directions, seed, offset, *amaxes, name, alignment)
+        return arrays(quantize(x, *given))
 
-def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude, NaN left out; 0 of nothing."""
-    if x.numel() == 0:
-        return x.new_zeros(1, dtype=torch.float32)
-    return x.detach().abs().nan_to_num(nan=0.0, posinf=float("inf")).amax().float().reshape(1)
+    if amax is not None:
+        return made(amax, None)
+    if group is None:
+        return made(None, None)
+    return made(*agreed([Part(x, format, Split.of(group), made)])[0])
 
 
 def _watched(finite: str, watch: Watch, slot: str) -> Optional[Watched]:
@@ -107,13 +97,28 @@ def forward(
     xq = quantized(
         x, x_format, group=group, kept=state.input, watched=watched, alignment=formats.alignment, amax=amax
     )
-    wq = quantized(weight, w_format, kept=state.weight, watched=_watched(finite, watch, "weight"))
+    coded = coded_of(weight)
+    if coded is None:
+        wq = quantized(weight, w_format, kept=state.weight, watched=_watched(finite, watch, "weight"))
+    else:
+        wq = arrays_of(coded, w_format.directions)
     y = matmul(
         xq[: x_format.row], x_format.spec, "row", _whole(x, formats),
         wq[: w_format.row], w_format.spec, "row", weight.shape,
         bias, x.dtype, formats.accumulators[0], x.shape[0],
     )  # fmt: skip
     return y, xq, wq
+
+
+def arrays_of(weight: CodedWeight, directions: str) -> List[Tensor]:
+    """The arrays of a weight that is there as codes."""
+    sides = [("row", weight.codes.row), ("column", weight.codes.column)]
+    return [
+        part
+        for side, block in sides[: 1 if directions == "row" else 2]
+        if block is not None
+        for part in parts_of(block, weight.spec, side, weight.matrix)
+    ]
 
 
 def _whole(x: Tensor, formats: Formats) -> Tuple[int, int]:

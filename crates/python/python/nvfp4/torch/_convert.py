@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 import nvfp4
 
+from ._delayed import keep_from_broadcasts
 from ._formats import plan_of
 from ._inputs import FLOATS
 from ._layer import Layer
@@ -85,6 +86,7 @@ def convert_module(
         if part.because is None or isinstance(part.module, Layer):
             _convert(part, plan, seed)
     _leave_fast_paths(model)
+    keep_from_broadcasts(model)
     converted = [
         Converted(part.name, str(part.module.products()[0][2]), sizes[id(part)][1])
         for part in parts
@@ -303,3 +305,4 @@ def _set_group(model: torch.nn.Module, group) -> None:
     for module in model.modules():
         if isinstance(module, Layer):
             module.amax_group = group
+    keep_from_broadcasts(model)

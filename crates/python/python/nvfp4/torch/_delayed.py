@@ -183,6 +183,10 @@ class Delays(torch.nn.Module):
         """The flags on a GPU, if something is watched there, and the tensors that they are for."""
         return None, []
 
+    def part_groups(self) -> List[Any]:
+        """The process groups whose workers have other parts of its weights."""
+        return []
+
     def keep_scales(self, formats: Mapping[str, Formats], device) -> None:
         """Keeps what the formats of linear layers ask for; each has a prefix for the names of its
         tensors.
@@ -249,8 +253,7 @@ def update_scales(model: torch.nn.Module) -> None:
     Call it once per step of the optimizer.
 
     Workers of :func:`reduce_amaxes` agree on amaxes here, in one reduction. A model without delayed
-    scaling is left as it is. Around a model with it, ``DistributedDataParallel`` needs
-    ``broadcast_buffers=False``: the amaxes of a step under way are each worker's own.
+    scaling is left as it is.
 
     >>> import torch, nvfp4.torch
     >>> model = torch.nn.Linear(64, 64)
@@ -273,17 +276,41 @@ def pass_of(name: str) -> str:
     return "backward" if backward else "forward"
 
 
+def keep_from_broadcasts(model: torch.nn.Module) -> None:
+    """Makes ``DistributedDataParallel`` around a model leave the scales alone. It sends the buffers
+    of the first worker to all others before each pass, but the amaxes of a step under way are each
+    worker's own.
+    """
+    wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    inner: Any = model.module if wrapped else model
+    names = [
+        f"{path}.{name}"
+        for path, module in inner.named_modules()
+        if isinstance(module, Scale)
+        for name in ("scale", "history")
+    ]
+    if not names:
+        return
+    there = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
+    inner._ddp_params_and_buffers_to_ignore = sorted({*there, *names})
+    if wrapped:
+        outer: Any = model
+        outer.parameters_to_ignore.update(names)
+        outer._assign_modules_buffers()
+
+
 def update(
     layers: Iterable[Tuple[Any, Any]], passes: Tuple[str, ...] = ("forward", "backward")
 ) -> None:
     """Ends passes of these layers, each with the group of workers that agree on its amaxes."""
-    groups: Dict[Any, List[Scale]] = {}
+    groups: Dict[Tuple[Any, ...], List[Scale]] = {}
     for layer, group in layers:
         if layer.delayed is not None:
-            groups.setdefault(group, []).extend(_known(layer.delayed, passes))
-    for group, scales in groups.items():
+            of = tuple(each for each in (group, *layer.part_groups()) if each is not None)
+            groups.setdefault(of, []).extend(_known(layer.delayed, passes))
+    for of, scales in groups.items():
         if scales:
-            _update(scales, group)
+            _update(scales, of)
 
 
 def _known(scales: Scales, passes: Tuple[str, ...]) -> Iterator[Scale]:
@@ -294,14 +321,15 @@ def _known(scales: Scales, passes: Tuple[str, ...]) -> Iterator[Scale]:
 
 
 @torch.no_grad()
-def _update(scales: List[Scale], group) -> None:
+def _update(scales: List[Scale], groups: Tuple[Any, ...]) -> None:
     rules = [nvfp4.Delayed(str(scale.spec)) for scale in scales]
     device = scales[0].history.device
     amaxes = [scale.history[:1] for scale in scales]
     shared = [at for at, rule in enumerate(rules) if rule.reduction == "max"]
-    if group is not None and shared:
+    if groups and shared:
         reduced = torch.cat([amaxes[at].to(device) for at in shared])
-        torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
+        for group in groups:
+            torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
         for at, amax in zip(shared, reduced.split(1)):
             amaxes[at] = amax
     # Tensors of one rule on one GPU go together.

@@ -12,8 +12,9 @@ class Format(NamedTuple):
     """How one tensor is quantized: in which spec, in which directions, and as how many arrays.
 
     ``delayed`` lists what has a scale from earlier steps: ("both",), or "row" and "column" apart.
-    ``shared`` says, for each direction, which of its scales depend on the tokens of several workers
-    of one batch: the "stored" 32-bit scale, the amax of the whole "tensor", or "nothing".
+    ``shared`` says, for each direction, which of its scales depend on several workers' parts of the
+    tensor: the "stored" amax of all of it, that of each "line", the amax of the whole "tensor" that
+    is not stored, or "nothing".
     """
 
     spec: str
@@ -38,22 +39,18 @@ class Format(NamedTuple):
 
 def _shared(spec: str, directions: str) -> Tuple[str, str]:
     row, _, column = spec.partition(" / ")
-    row_shares = _shares(row, "row") if directions != "column" else "nothing"
-    column_shares = _shares(column or row, "column") if directions != "row" else "nothing"
+    row_shares = _shares(row) if directions != "column" else "nothing"
+    column_shares = _shares(column or row) if directions != "row" else "nothing"
     if not column and row_shares == "tensor":
         column_shares = "nothing"  # it is the same amax
     return row_shares, column_shares
 
 
-def _shares(format: str, side: str) -> str:
-    """Which of a direction's scales depend on the tokens of several workers.
-
-    A row of the row direction is a token, and a block has few tokens: both belong to one worker. A
-    row of the column direction is a feature of all tokens.
-    """
+def _shares(format: str) -> str:
+    """Which of a direction's scales depend on several workers' parts. A block belongs to one."""
     name = format.split("(")[0].split(" ")[0]
     if name == "nvfp4":
-        return "nothing" if side == "row" and "row-scaled" in format else "stored"
+        return "line" if "row-scaled" in format else "stored"
     return "tensor" if name == "fp8" else "nothing"
 
 

@@ -31,6 +31,7 @@ from ._once import once
 from ._ops import linear as _linear
 from ._ops import linear_backward as _linear_backward
 from ._ops import linear_codes as _linear_codes
+from ._parallel import Parallel, Settings, parallel_linear
 from ._plain import Plain, product
 from ._quantized import Codes, coded as coded_of, prepare_block
 
@@ -53,33 +54,43 @@ def linear(
     main: Optional[Tensor] = None,
     handed: Optional[HandedOver] = None,
     later: Optional[Later] = None,
+    parallel: Optional[Parallel] = None,
 ) -> Tensor:
     """The product of a linear layer.
 
     ``group`` is the process group whose workers agree on amaxes, if any. ``kept`` has the codes of
     the weight until it changes. ``amax`` is that of x where it is known before, for a weight that is
     there as codes. ``main`` is the weight if its gradient goes into ``main_grad``. ``handed`` says
-    which tensors other modules have quantized, ``later`` where the weight's gradient waits.
+    which tensors other modules have quantized, ``later`` where the weight's gradient waits,
+    ``parallel`` how workers split the product.
     """
     shape, (outputs, inputs) = x.shape, weight.shape
     x = autocast(x)
     coded = coded_of(weight)
     if coded is not None:
         formats = formats.for_codes(coded.spec)
-        if group is not None:
-            raise ValueError("reduce_amaxes: a layer with a quantized parameter does not agree on amaxes; stop_reducing_amaxes ends it")
         if not formats.coded:
             raise ValueError(f"{formats}: random numbers in the forward pass need a weight in high precision")
     # Gradients in high precision, from the decoded weight.
     decoded = coded is not None and (
         not formats.trained or "column" not in coded.multiplied or amax is not None
     )
+    if decoded and parallel is not None:
+        raise ValueError(
+            "tensor parallelism: a weight that is codes of one direction, or codes in a recipe that leaves a direction in "
+            "high precision, cannot be split; use a weight in high precision"
+        )
+    if decoded and group is not None:
+        raise ValueError(
+            "reduce_amaxes: a layer whose weight is codes of one direction, or whose recipe leaves a direction in high "
+            "precision, does not agree on amaxes; stop_reducing_amaxes ends it"
+        )
     given: Optional[Tensor] = None
     if handed is not None and formats.quantizes and coded is None:
         state = state.given(formats, handed)
         fits = handed.input is not None and handed.input.spec == formats.input.spec
         given = handed.input.amax if fits and handed.input is not None else None
-    apart = group is not None or given is not None or later is not None
+    apart = group is not None or given is not None or later is not None or parallel is not None
     whole = not apart and (formats.trained or decoded)
     trains = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -105,6 +116,14 @@ def linear(
             y = _Linear.apply(x, weight, bias, offset, settings, codes, kept, main)
         else:
             y = _evaluated(x, weight, bias, settings, codes, kept)
+    elif parallel is not None:
+        unseen = state if trains else State(*(kept and kept.unseen() for kept in state))
+        data = () if group is None else (group,)
+        settings_of_all = Settings(formats, seed, unseen, watch, parallel, data)
+        y = parallel_linear(x, weight, bias, settings_of_all, trains, offset, main, later)
+        if len(shape) > 2:
+            tokens = y.shape[0] * shape[0] // max(shape[:-1].numel(), 1)
+            shape = torch.Size((tokens, *shape[1:]))
     elif not formats.quantizes:
         y = Plain.apply(x, weight, bias, main, later) if trains else product(x, weight, bias)
     elif trains:

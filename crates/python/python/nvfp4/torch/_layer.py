@@ -4,7 +4,7 @@ about a step.
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -15,26 +15,15 @@ from ._delayed import Delays, HandedOver
 from ._finite import SLOTS, Watch
 from ._formats import Formats, plan_of
 from ._function import STATELESS, UNWATCHED, linear
+from ._gather import GathersCodes, hindrance_of
 from ._inputs import check_input, fits
 from ._kept import Kept, can_be_kept, weights_may_have_changed
 from ._main_grad import Later, Store
+from ._parallel import Parallel, Workers
 
 
 # A graph has no place for what is computed after the backward pass.
 _delaying = torch.compiler.disable(linear)
-
-
-class Workers:
-    """A process group. Copies of a layer keep it, pickles do not: another process has its own."""
-
-    def __init__(self, group: Any):
-        self.group = group
-
-    def __deepcopy__(self, memo: Any) -> "Workers":
-        return self
-
-    def __reduce__(self):
-        return type(None), ()
 
 
 class Layer(Delays):
@@ -49,8 +38,13 @@ class Layer(Delays):
     # Whether gradients of weights are added to ``weight.main_grad``, where a weight has one.
     fuse_wgrad_accumulation: bool = False
     _workers: Optional[Workers] = None
+    # How its output is spread where its weight is a DTensor of some inputs; None for sums to be
+    # added.
+    output_layout: Any = None
     _not_finite: Optional[Tensor] = None
     _products: List[Tuple[str, str, Formats]] = []
+    # How workers split each product, by its number; what is not there they do not.
+    _parallel: Dict[int, Parallel] = {}
     # The codes of each product's weight.
     _kept: List[Kept] = []
 
@@ -82,6 +76,11 @@ class Layer(Delays):
         self.follow_plan(plan)
         self._products = self.products()
         self._kept = [Kept() for _ in self._products]
+        for name, (_, _, formats) in zip(self.weights(), self._products):
+            weight = self._parameters.get(name)
+            local = getattr(weight, "_local_tensor", weight)
+            if isinstance(local, GathersCodes):
+                local.spec = formats.weight.spec if hindrance_of(formats) is None else "high-precision"
         device = next(self.parameters()).device
         self.keep_scales({prefix: formats for prefix, _, formats in self._products}, device)
         self._flags(device)
@@ -122,8 +121,22 @@ class Layer(Delays):
         kept = self._kept[number] if can_be_kept(weight) else None
         amax = self._buffers.get("input_amax")
         main = weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
-        given = (x, weight, bias, formats, self.seed, group, state, watch, kept, amax, main, handed)
-        return linear(*given) if store is None else _delaying(*given, Later(store, weight))
+        given = (formats, self.seed, group, state, watch, kept, amax, main, handed)
+        later = None if store is None else Later(store, weight)
+        if hasattr(weight, "device_mesh"):  # a DTensor, which not every torch has
+            from ._spread import spread_linear
+
+            self.__dict__["_spread"] = Workers(weight.device_mesh.get_group())  # type: ignore
+            return spread_linear(x, weight, bias, given, later, self.output_layout)
+        parallel = self._parallel.get(number)
+        if store is None:
+            return linear(x, weight, bias, *given, later, parallel)
+        return _delaying(x, weight, bias, *given, later, parallel)
+
+    def part_groups(self) -> List[Any]:
+        spread = self.__dict__.get("_spread")
+        workers = [spread, *(parallel.workers for parallel in self._parallel.values())]
+        return list({id(of.group): of.group for of in workers if of is not None}.values())
 
     def forget_weights(self) -> None:
         """Drops the codes of weights that are kept."""

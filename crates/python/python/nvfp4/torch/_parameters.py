@@ -10,6 +10,7 @@ from typing import Callable, Iterator, Optional
 import torch
 
 from ._formats import Format
+from ._gather import GathersCodes
 from ._layer import Layer
 from ._quantized import CodedWeight, QuantizedTensor
 
@@ -55,6 +56,12 @@ def _quantize(
     weight = layer._parameters.get(name)
     if weight is None or isinstance(weight, QuantizedTensor) or format.spec == "high-precision":
         return
+    if hasattr(weight, "device_mesh"):
+        raise ValueError(
+            f"{layer.path}: its weight is a DTensor, of which a worker has a part: call "
+            "quantize_parameters before fully_shard; with tensor parallelism, gather_codes lets "
+            "weights travel as codes"
+        )
     master = None if masters is None else weight.detach().to(masters, copy=True)
     try:
         codes = QuantizedTensor.quantize(weight, format.spec, directions, master)
@@ -121,6 +128,7 @@ def weights_changed(model: torch.nn.Module) -> None:
     collective operation, or by another program. Their codes are made again at the next call.
 
     Steps of torch's optimizers, changes in place and state dicts that are loaded need no such call.
+    For a model of :func:`gather_codes`, all workers call it.
     """
     for module in model.modules():
         if isinstance(module, Layer):
@@ -128,3 +136,6 @@ def weights_changed(model: torch.nn.Module) -> None:
         for parameter in module._parameters.values():
             if isinstance(parameter, CodedWeight):
                 parameter._prepared = None
+            shard = getattr(parameter, "_local_tensor", parameter)
+            if isinstance(shard, GathersCodes):
+                shard._agreed.end()

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 import nvfp4
 
 from . import _ops  # noqa: F401  (makes the operations known)
-from ._blocks import DTYPES, block_of, bytes_of, parts_of, scaling_dim, shapes, sharded
+from ._blocks import block_of, parts_of, scaling_dim, shapes
 from ._changes import in_place
+from ._travel import Freight, receive, send
 
 _quantize = torch.ops.nvfp4.quantize_blocks.default
 dequantize_block = torch.ops.nvfp4.dequantize_block.default
@@ -195,36 +196,11 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
         if self._changed:
             self._agree(mesh.get_group())
         arrays = [part for side, block in self._sides() for part in parts_of(block, self.spec, side, self.matrix)]
-        split, shared = sharded(arrays, self.spec, self.directions, self.matrix)
-        # A shard's part of an array has its columns side by side only by itself.
-        alone = [arrays[at].contiguous().view(torch.uint8).reshape(-1) for at in split]
-        return tuple(alone), (self.spec, self.directions, self.matrix, {at: arrays[at] for at in shared})
+        sent, freight = send(arrays, self.spec, self.directions, self.matrix)
+        return (sent,), freight
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
-        spec, directions, (rows, cols), shared = metadata
-        each_array = shapes(spec, directions, (rows, cols))
-        pieces = iter(gathered)
-        count = next(tensor.numel() for tensor in gathered) // bytes_of(each_array[0])
-        whole = shapes(spec, directions, (rows * count, cols))
-        arrays: List[Tensor] = []
-        for at, (dtype, shape) in enumerate(each_array):
-            if at in shared:
-                arrays.append(shared[at])
-                continue
-            dim = scaling_dim(shape, whole[at][1])
-            each = next(pieces).view(count, -1).view(DTYPES[dtype]).view(count, *shape)
-            arrays.append(torch.cat(list(each.unbind(0)), dim))
-        number = len(shapes(spec, "row", (rows, cols)))
-        row = block_of(arrays[:number])
-        column = block_of(arrays[number:]) if directions == "both" else None
-        made = QuantizedTensor(row, column, spec, (rows * count, cols), param_dtype)
-        if out is not None:
-            # Its memory is there again, with what a backward pass has saved of it.
-            blocks = tuple(block for block in (out.row, out.column) if block is not None)
-            with torch.autograd._unsafe_preserve_version_counter(blocks):
-                _copy(None, out, made)
-            return None
-        return made, tuple(tensor for tensor in (row, column) if tensor is not None)
+        return gathered_whole(gathered, metadata, param_dtype, out)
 
     def _agree(self, group) -> None:
         """Quantizes changed values again, by the amaxes of all workers' rows: a shard alone has its
@@ -332,6 +308,26 @@ def check_spec(spec: str) -> None:
         raise ValueError(f"{spec}: a quantized parameter has no scale of earlier steps; choose another format for the weight")
     if "stochastic" in spec or spec.startswith("high-precision"):
         raise ValueError(f"{spec}: a quantized parameter is rounded to the nearest code of a quantized format")
+
+
+def gathered_whole(gathered, freight: Freight, dtype: torch.dtype, out: Optional[QuantizedTensor]):
+    """The weight of what all workers sent, as FSDP2 asks for it: in the memory of ``out``, which is
+    there again, or as a new tensor with the memory that it may free.
+    """
+    for array in freight.common.values():
+        if array.is_cuda:  # they were made on the stream that gathers
+            array.record_stream(torch.cuda.current_stream(array.device))
+    arrays, matrix = receive(gathered[0], freight)
+    number = len(shapes(freight.spec, "row", matrix))
+    row = block_of(arrays[:number])
+    column = block_of(arrays[number:]) if freight.directions == "both" else None
+    made = QuantizedTensor(row, column, freight.spec, matrix, dtype)
+    if out is None:
+        return made, tuple(block for _, block in made._sides())
+    # What a backward pass has saved of it is the same again, so it is no change.
+    with torch.autograd._unsafe_preserve_version_counter(tuple(block for _, block in out._sides())):
+        _copy(None, out, made)
+    return None
 
 
 def _rows(tensor: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
