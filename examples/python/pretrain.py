@@ -236,6 +236,7 @@ def main():
     if workers.share[1] > 1 and args.data_parallel == "ddp":
         run = nn.parallel.DistributedDataParallel(model)
     elif workers.share[1] > 1:
+        nvfp4.torch.gather_codes(model, workers.share[1])
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=workers.data)
     groups = by_mesh(model.parameters())

@@ -57,6 +57,19 @@ def test_two_workers_go_on_where_one_stopped(text, tmp_path):
     assert last["tokens"] == 6 * 4 * 32 and last["recipe"] == "nvfp4_row_scaled"
 
 
+def test_workers_that_split_layers_learn_the_same(text, tmp_path):
+    for out, words, workers in [
+        (tmp_path / "one", "", 1),
+        (tmp_path / "two", "--tensor-parallel 2", 2),
+        (tmp_path / "four", "--tensor-parallel 2 --agree", 4),
+    ]:
+        done = pretrain(text, out, f"--recipe nvfp4 --steps 2 {words}", workers)
+        assert done.returncode == 0, done.stderr
+    one, *others = (losses(tmp_path / name)[0] for name in ("one", "two", "four"))
+    for other in others:
+        assert other[0] == pytest.approx(one[0], rel=1e-4) and other == pytest.approx(one, rel=2e-2)
+
+
 def test_the_result_is_a_folder_of_hugging_face(text, tmp_path):
     done = pretrain(text, tmp_path / "model", "--steps 1")
     assert done.returncode == 0, done.stderr
