@@ -212,10 +212,9 @@ impl Settings {
             "fuse": format!("{:?}", s.fuse),
             "differing": format!("{:?}", s.differing),
             "architectures": format!("{:?}", s.architectures),
-            "scale": match self.scale {
-                ScaleChoice::Mse => format!("Mse {:?}", mse::OFFSETS),
-                scale => format!("{scale:?}"),
-            },
+            "scale": format!("{:?}", self.scale),
+            // Those of the repair of scales too.
+            "scale_offsets": mse::OFFSETS,
             "profile": format!("{:?}", self.profile),
             "acts": format!("{:?}", self.acts),
             "kv": format!("{:?}", self.kv),

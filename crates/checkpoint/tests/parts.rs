@@ -176,9 +176,9 @@ fn parts_that_are_missing_or_do_not_belong_together_are_named() {
 
     let mse = Settings { scale: ScaleChoice::Mse, ..settings.clone() };
     let other = said(part(&source, &target, &mse, 2, 4));
-    assert!(other.contains(r#"part 0/4 in "#) && other.contains(r#"'scale' "Max", and here it is "Mse"#), "{other}");
+    assert!(other.contains(r#"part 0/4 in "#) && other.contains(r#"'scale' "Max", and here it is "Mse""#), "{other}");
     let other = end(&source, &target, &mse).unwrap_err().to_string();
-    assert!(other.contains(r#"'scale' "Max", and here it is "Mse"#), "{other}");
+    assert!(other.contains(r#"'scale' "Max", and here it is "Mse""#), "{other}");
     let other = said(part(&source, &target, &settings, 2, 5));
     assert!(other.contains("'parts' 4, and here it is 5"), "{other}");
 
