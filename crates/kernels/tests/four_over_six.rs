@@ -14,7 +14,7 @@ use nvfp4_spec::{ErrorPath, Metric, Mode, Rounding, ScaleRule, Specials, Tile};
 use rayon::prelude::*;
 
 fn modes(tile: Tile) -> Vec<Mode> {
-    let rules = ScaleRule::ALL.into_iter().filter(|&rule| rule != ScaleRule::Six);
+    let rules = ScaleRule::ALL.into_iter().filter(|rule| matches!(rule, ScaleRule::FourOverSix { .. }));
     rules.map(|rule| Mode { tile, rule, ..Mode::default() }).collect()
 }
 
