@@ -280,6 +280,9 @@ fn large_matrices_in_every_mode() {
         ] {
             for rule in ScaleRule::ALL {
                 let mode = Mode { tile, global, rule, ..Mode::default() };
+                if mode.check(&Rounding::<()>::NearestEven).is_err() {
+                    continue; // a search of scales is not for square tiles
+                }
                 let stochastic = (rule == ScaleRule::Six).then_some(STREAMS);
                 for columns in [Columns::None, Columns::Plain, Columns::Hadamard] {
                     if columns == Columns::Hadamard && rows % 16 != 0 {
