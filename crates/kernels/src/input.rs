@@ -4,6 +4,7 @@ use crate::Result;
 use half::{bf16, f16};
 use nvfp4_spec::matrix::Matrix;
 use nvfp4_spec::{Element, Error, Precision, area};
+use std::ops::Range;
 
 pub(crate) use nvfp4_spec::check_len;
 
@@ -36,7 +37,16 @@ impl<'a> From<&'a [f16]> for Values<'a> {
     }
 }
 
-impl Values<'_> {
+impl<'a> Values<'a> {
+    /// The elements from index `at` on.
+    pub(crate) fn from(&self, at: usize) -> Values<'a> {
+        match self {
+            Values::F32(x) => Values::F32(&x[at..]),
+            Values::Bf16(x) => Values::Bf16(&x[at..]),
+            Values::F16(x) => Values::F16(&x[at..]),
+        }
+    }
+
     /// The type of the elements.
     pub fn precision(&self) -> Precision {
         match self {
@@ -145,7 +155,18 @@ impl<V: Elements> MatrixRef<V> {
     }
 }
 
-impl Input<'_> {
+impl<'a> Input<'a> {
+    /// Some of its rows.
+    pub(crate) fn rows_of(&self, rows: Range<usize>) -> Input<'a> {
+        let values = self.values.from(rows.start * self.stride);
+        MatrixRef { values, rows: rows.len(), ..*self }
+    }
+
+    /// Some of its columns.
+    pub(crate) fn columns(&self, cols: Range<usize>) -> Input<'a> {
+        MatrixRef { values: self.values.from(cols.start), cols: cols.len(), ..*self }
+    }
+
     /// The matrix in binary32, contiguous.
     pub fn to_matrix(&self) -> Matrix {
         match self.values {
