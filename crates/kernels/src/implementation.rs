@@ -6,6 +6,8 @@ use crate::avx2::Avx2;
 use crate::avx512::Avx512;
 #[cfg(feature = "cuda")]
 use crate::cuda::Device;
+#[cfg(target_arch = "aarch64")]
+use crate::vector::Neon;
 use std::fmt;
 use std::str::FromStr;
 
@@ -24,7 +26,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Implementation {
-    /// The rules as `spec` writes them.
+    /// The rules as `spec` writes them; quantization, decoding and amaxes on all threads.
     Scalar,
     /// AVX2, FMA and F16C, on all threads of the current rayon pool.
     #[cfg(target_arch = "x86_64")]
@@ -32,6 +34,10 @@ pub enum Implementation {
     /// AVX-512 with VNNI and BF16 in products; AVX2 elsewhere.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    /// NEON, on all threads of the current rayon pool; in products also dot products of bytes, if
+    /// the CPU has them.
+    #[cfg(target_arch = "aarch64")]
+    Neon(Neon),
     /// A GPU. Operations on host slices copy there and back.
     #[cfg(feature = "cuda")]
     Cuda(Device),
@@ -67,7 +73,23 @@ impl Implementation {
         all.extend(Avx2::detect().map(Implementation::Avx2));
         #[cfg(target_arch = "x86_64")]
         all.extend(Avx512::detect().map(Implementation::Avx512));
+        #[cfg(target_arch = "aarch64")]
+        all.extend(Neon::detect().map(Implementation::Neon));
         all
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl From<Avx2> for Implementation {
+    fn from(token: Avx2) -> Self {
+        Implementation::Avx2(token)
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+impl From<Neon> for Implementation {
+    fn from(token: Neon) -> Self {
+        Implementation::Neon(token)
     }
 }
 
@@ -79,6 +101,8 @@ impl fmt::Display for Implementation {
             Implementation::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
             Implementation::Avx512(_) => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Implementation::Neon(_) => "neon",
             #[cfg(feature = "cuda")]
             Implementation::Cuda(_) => "cuda",
         })

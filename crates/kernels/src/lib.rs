@@ -2,12 +2,12 @@
 //!
 //! Each operation has a folder: its entry point and its implementations, side by side. An entry
 //! point checks shapes and lengths, then calls the [`Implementation`] asked for. All of them give
-//! the same bits. The line: `error` and `input` are the bottom, `cuda`, `avx2` and `avx512` stand
-//! on them, the operations on these. This crate knows shapes, strides and buffers; it knows nothing
+//! the same bits. The line: `error` and `input` are the bottom, `vector` (NEON under the names of
+//! AVX2), `cuda`, `avx2` and `avx512` stand on them, the operations on these. This crate knows shapes, strides and buffers; it knows nothing
 //! of layers or recipes.
 
 pub mod amax;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -27,11 +27,13 @@ pub mod hadamard;
 mod implementation;
 mod input;
 pub mod quantize;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod scatter;
 #[cfg(feature = "cuda")]
 mod sources;
 pub mod swizzle;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod vector;
 
 #[cfg(target_arch = "x86_64")]
 pub use avx2::Avx2;
@@ -43,3 +45,5 @@ pub use input::{Elements, Input, MatrixRef, Values};
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
 pub use sources::sources;
+#[cfg(target_arch = "aarch64")]
+pub use vector::Neon;

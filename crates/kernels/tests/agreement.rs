@@ -39,7 +39,10 @@ const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::
 /// Reports what the other tests did not compare, because this machine cannot run it.
 #[test]
 fn what_is_not_compared_is_said() {
-    let mut needs = vec![("avx2", Need::Avx2), ("avx512", Need::Avx512)];
+    let mut needs = match cfg!(target_arch = "aarch64") {
+        true => vec![("neon", Need::Neon)],
+        false => vec![("avx2", Need::Avx2), ("avx512", Need::Avx512)],
+    };
     if cfg!(feature = "cuda") {
         needs.push(("cuda", Need::Gpu));
     }

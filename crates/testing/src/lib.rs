@@ -21,6 +21,8 @@ pub enum Need {
     Avx2,
     /// A CPU with AVX-512 and VNNI.
     Avx512,
+    /// A CPU with NEON: 64-bit ARM.
+    Neon,
     /// An NVIDIA GPU that can be opened, and a compiler for its kernels.
     Gpu,
     /// NVIDIA's library of products, with FP8 units to run them.
@@ -39,13 +41,16 @@ pub enum Need {
     Torch,
     /// The libraries of others that `./test --all` compares the Python package with.
     Peers,
+    /// What builds for 64-bit ARM and emulates it, for `./test --all`.
+    Aarch64,
 }
 
 impl Need {
     /// Every need.
-    pub const ALL: [Need; 11] = [
+    pub const ALL: [Need; 13] = [
         Need::Avx2,
         Need::Avx512,
+        Need::Neon,
         Need::Gpu,
         Need::Cublas,
         Need::Gxx,
@@ -55,6 +60,7 @@ impl Need {
         Need::Valgrind,
         Need::Torch,
         Need::Peers,
+        Need::Aarch64,
     ];
 
     /// Its word in `NVFP4_REQUIRE`.
@@ -62,6 +68,7 @@ impl Need {
         match self {
             Need::Avx2 => "avx2",
             Need::Avx512 => "avx512",
+            Need::Neon => "neon",
             Need::Gpu => "gpu",
             Need::Cublas => "cublas",
             Need::Gxx => "g++",
@@ -71,6 +78,7 @@ impl Need {
             Need::Valgrind => "valgrind",
             Need::Torch => "torch",
             Need::Peers => "peers",
+            Need::Aarch64 => "aarch64",
         }
     }
 }

@@ -62,7 +62,7 @@ pub struct Args {
     /// Threads of the CPU to use. Default: one per core.
     #[arg(long)]
     threads: Option<usize>,
-    /// Implementation on the CPU: scalar, avx2 or avx512. Default: the fastest.
+    /// Implementation on the CPU: scalar, avx2, avx512 or neon. Default: the fastest.
     #[arg(long)]
     implementation: Option<Implementation>,
     /// Print JSON: {rows: [{name, ms, gbps, copies}]}, or on a GPU rows of {name, us, bytes, tbps,

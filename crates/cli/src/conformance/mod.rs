@@ -28,8 +28,8 @@ use std::str::FromStr;
 pub struct Args {
     /// Folder that holds the golden cases.
     dir: PathBuf,
-    /// Run only this implementation: scalar, avx2, avx512 or cuda. Default: all that this machine
-    /// has.
+    /// Run only this implementation: scalar, avx2, avx512, neon or cuda. Default: all that this
+    /// machine has.
     #[arg(long, value_name = "NAME")]
     implementation: Option<Chosen>,
     /// Print JSON: {implementations, specials, modes: [{mode, cases, mismatches}], cases,

@@ -73,7 +73,8 @@ struct Panel<T> {
 
 /// The bits of a row's largest magnitude. If `cols` is not empty, it also collects a maximum per
 /// column.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(crate) fn row_amax<T: Element>(_: Avx2, row: &[T], specials: Specials, cols: &mut [T]) -> u32 {
     let (blocks, tail) = row.as_chunks::<BLOCK>();
     let mut all = [zero(); 4];

@@ -1,6 +1,6 @@
 //! The largest magnitude of a matrix, of its rows and of its columns. **Exact.**
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod avx2;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -34,6 +34,8 @@ pub fn amax(implementation: Implementation, x: &Input<'_>, specials: Specials, o
         Implementation::Scalar => scalar(x, specials, outputs),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::amax(token, x, specials, outputs),
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon(token) => avx2::amax(token, x, specials, outputs),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => avx2::amax(token.avx2(), x, specials, outputs),
         #[cfg(feature = "cuda")]

@@ -1,5 +1,6 @@
 //! What the AVX2 twins share: the token that proves that the CPU has the instructions, and blocks
-//! of 16 elements in registers.
+//! of 16 elements in registers. On ARM the same twins run with NEON ([`crate::vector`]), and the
+//! token that they ask for is that of NEON.
 //!
 //! Functions here and in the `avx2` files carry `#[target_feature]`, so the compiler lets them use
 //! the instructions safely. Only they themselves, or an `unsafe` block that holds a token, may call
@@ -8,13 +9,18 @@
 pub(crate) mod philox;
 pub(crate) mod small_float;
 
+use crate::vector::*;
 use nvfp4_spec::{BLOCK, Element, Precision, Specials};
-use std::arch::x86_64::*;
+
+#[cfg(target_arch = "aarch64")]
+pub(crate) use crate::vector::Neon as Avx2;
 
 /// Proof that this CPU has AVX2, FMA and F16C.
+#[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Avx2(());
 
+#[cfg(target_arch = "x86_64")]
 impl Avx2 {
     /// The token, if the CPU has the instructions.
     pub fn detect() -> Option<Self> {
@@ -43,7 +49,8 @@ pub(crate) struct Block {
 
 impl Block {
     /// A block of a 16-bit type from its words.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
     pub fn of_words(words: __m256i) -> Self {
         Block { lo: words, hi: words }
@@ -56,7 +63,8 @@ impl Block {
     }
 
     /// The bits that differ.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
     pub fn xor(self, other: Self) -> Self {
         Block { lo: _mm256_xor_si256(self.lo, other.lo), hi: _mm256_xor_si256(self.hi, other.hi) }
@@ -64,6 +72,7 @@ impl Block {
 }
 
 /// Four rows of four doublewords, transposed.
+#[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(crate) fn transposed(rows: [__m128i; 4]) -> [__m128i; 4] {
@@ -74,6 +83,7 @@ pub(crate) fn transposed(rows: [__m128i; 4]) -> [__m128i; 4] {
 }
 
 /// The 16 codes of 8 bytes, one per byte, in order.
+#[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(crate) fn codes_of(bytes: [u8; 8]) -> __m128i {
@@ -101,7 +111,8 @@ pub(crate) fn value_of(bits: u32, precision: Precision) -> f32 {
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn load<T: Element>(x: &[T; BLOCK]) -> Block {
     let p = x.as_ptr().cast::<__m256i>();
@@ -120,7 +131,8 @@ pub(crate) fn load<T: Element>(x: &[T; BLOCK]) -> Block {
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn store<T: Element>(block: Block, out: &mut [T; BLOCK]) {
     let p = out.as_mut_ptr().cast::<__m256i>();
@@ -133,14 +145,16 @@ pub(crate) fn store<T: Element>(block: Block, out: &mut [T; BLOCK]) {
 }
 
 /// A block of zeros.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn zero() -> Block {
     Block { lo: _mm256_setzero_si256(), hi: _mm256_setzero_si256() }
 }
 
 /// The magnitudes' bits.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn abs<T: Element>(b: Block) -> Block {
     match T::PRECISION {
@@ -157,7 +171,8 @@ pub(crate) fn abs<T: Element>(b: Block) -> Block {
 
 /// The magnitudes' bits as amax sees them: NaN is 0 with kernel specials. Twin of
 /// `scale::magnitude_bits`.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn magnitudes<T: Element>(b: Block, specials: Specials) -> Block {
     let a = abs::<T>(b);
@@ -180,7 +195,8 @@ pub(crate) fn magnitudes<T: Element>(b: Block, specials: Specials) -> Block {
 }
 
 /// The larger of two magnitudes, element by element.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn max<T: Element>(a: Block, b: Block) -> Block {
     match T::PRECISION {
@@ -193,7 +209,8 @@ pub(crate) fn max<T: Element>(a: Block, b: Block) -> Block {
 }
 
 /// The largest magnitude's bits.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn largest<T: Element>(a: Block) -> u32 {
     match T::PRECISION {
@@ -205,17 +222,25 @@ pub(crate) fn largest<T: Element>(a: Block) -> u32 {
             _mm_cvtsi128_si32(m) as u32
         }
         Precision::Bf16 | Precision::F16 => {
-            // The only horizontal instruction is a minimum, so it looks at the complements.
-            let m = _mm_max_epu16(_mm256_castsi256_si128(a.lo), _mm256_extracti128_si256::<1>(a.lo));
-            let least = _mm_minpos_epu16(_mm_xor_si128(m, _mm_set1_epi16(-1)));
-            !_mm_cvtsi128_si32(least) as u32 & 0xFFFF
+            largest_word(_mm_max_epu16(_mm256_castsi256_si128(a.lo), _mm256_extracti128_si256::<1>(a.lo)))
         }
     }
 }
 
+/// The largest of eight words.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn largest_word(words: __m128i) -> u32 {
+    // The only horizontal instruction is a minimum, so it looks at the complements.
+    let least = _mm_minpos_epu16(_mm_xor_si128(words, _mm_set1_epi16(-1)));
+    !_mm_cvtsi128_si32(least) as u32 & 0xFFFF
+}
+
 /// The largest magnitude's bits of each of eight blocks, as doublewords. A tree of unpacks and
 /// maxima, three operations a block where [`largest`] takes eight.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn largest_of_eight<T: Element>(b: [Block; 8]) -> __m256i {
     let larger = |x, y| match T::PRECISION {
@@ -251,7 +276,8 @@ pub(crate) fn largest_of_eight<T: Element>(b: [Block; 8]) -> __m256i {
 }
 
 /// The elements in binary32: 0–7, then 8–15.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn widen<T: Element>(b: Block) -> [__m256; 2] {
     match T::PRECISION {
@@ -267,7 +293,8 @@ pub(crate) fn widen<T: Element>(b: Block) -> [__m256; 2] {
 }
 
 /// Eight doublewords.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn load_eight(x: &[u32; 8]) -> __m256i {
     // SAFETY: the source is an array of 8 doublewords.
@@ -276,7 +303,8 @@ pub(crate) fn load_eight(x: &[u32; 8]) -> __m256i {
 
 /// Eight magnitudes' bits in doublewords, of a 16-bit or 32-bit type, as values. Twin of
 /// [`value_of`].
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn values_of(bits: __m256i, precision: Precision) -> __m256 {
     match precision {
@@ -287,7 +315,8 @@ pub(crate) fn values_of(bits: __m256i, precision: Precision) -> __m256 {
 }
 
 /// Bits whose high half is the nearest bf16 value, ties to even; not for a NaN with low bits set.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn round_bits(x: __m256) -> __m256i {
     let bits = _mm256_castps_si256(x);
@@ -296,7 +325,8 @@ pub(crate) fn round_bits(x: __m256) -> __m256i {
 }
 
 /// 16 words with the elements' signs in bit 3, everything else clear: the sign bits of E2M1 codes.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn code_signs<T: Element>(b: Block) -> __m256i {
     let words = match T::PRECISION {
@@ -307,7 +337,8 @@ pub(crate) fn code_signs<T: Element>(b: Block) -> __m256i {
 }
 
 /// 16 doublewords, 0–7 and 8–15, as 16 words in order, saturated with their signs.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn narrow(lo: __m256i, hi: __m256i) -> __m256i {
     _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(lo, hi))
@@ -315,7 +346,8 @@ pub(crate) fn narrow(lo: __m256i, hi: __m256i) -> __m256i {
 
 /// Minus the number of cuts that each magnitude exceeds, as 16 words. A cut is a vector of equal
 /// magnitudes.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn count_above<T: Element>(a: Block, cuts: &[__m256i]) -> __m256i {
     match T::PRECISION {

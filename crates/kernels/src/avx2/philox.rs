@@ -1,13 +1,14 @@
 //! Philox for eight blocks at once. Twin of [`nvfp4_spec::philox`] and
 //! [`nvfp4_spec::stochastic::Stream`].
 
+use crate::vector::*;
 use nvfp4_spec::BLOCK;
 use nvfp4_spec::philox::{KEY_STEPS, MULTIPLIERS, ROUNDS, words};
 use nvfp4_spec::stochastic::Stream;
-use std::arch::x86_64::*;
 
 /// The random bytes of consecutive blocks, 16 each: block `first + i` of the stream at `out[i]`.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(crate) fn fill(stream: &Stream, first: u64, out: &mut [[u8; BLOCK]]) {
     let (eights, rest) = out.as_chunks_mut::<8>();
     for (i, eight) in eights.iter_mut().enumerate() {
@@ -19,7 +20,8 @@ pub(crate) fn fill(stream: &Stream, first: u64, out: &mut [[u8; BLOCK]]) {
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn eight_blocks(stream: &Stream, first: u64, out: &mut [[u8; BLOCK]; 8]) {
     let start = stream.first_block.wrapping_add(first);
@@ -65,7 +67,8 @@ fn eight_blocks(stream: &Stream, first: u64, out: &mut [[u8; BLOCK]; 8]) {
 }
 
 /// The low and high words of eight 64-bit products.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn multiply(x: __m256i, by: u32) -> [__m256i; 2] {
     let by = _mm256_set1_epi32(by as i32);

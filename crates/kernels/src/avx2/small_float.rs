@@ -1,9 +1,9 @@
 //! Eight-bit floats in vectors. Twins of [`nvfp4_spec::e4m3`], [`nvfp4_spec::e5m2`] and
 //! [`nvfp4_spec::e8m0`].
 
+use crate::vector::*;
 use nvfp4_spec::fp8::Format;
 use nvfp4_spec::{e4m3, e5m2};
-use std::arch::x86_64::*;
 
 /// A format of codes, as constants.
 pub(crate) trait SmallFloat: Send + Sync {
@@ -42,7 +42,8 @@ impl SmallFloat for E5m2 {
 }
 
 /// The codes of eight magnitudes, as doublewords. Not for NaN.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn codes<F: SmallFloat>(a: __m256) -> __m256i {
     let codes = _mm256_sub_epi32(shifted::<F>(a), _mm256_set1_epi32(offset::<F>()));
@@ -51,7 +52,8 @@ pub(crate) fn codes<F: SmallFloat>(a: __m256) -> __m256i {
 
 /// The codes of 16 magnitudes, 0–7 and 8–15, as words in the order of `packs`: 0–3, 8–11, 4–7,
 /// 12–15.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn code_words<F: SmallFloat>(a: [__m256; 2]) -> __m256i {
     let words = _mm256_packs_epi32(shifted::<F>(a[0]), shifted::<F>(a[1]));
@@ -72,7 +74,8 @@ const fn offset<F: SmallFloat>() -> i32 {
 /// its smallest step) makes the addition round to nearest even. The sum then has the exponent in
 /// its high half, the steps in its low half, and one multiplication of 16-bit halves joins them to
 /// the code.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn shifted<F: SmallFloat>(a: __m256) -> __m256i {
     let a = _mm256_min_ps(a, _mm256_set1_ps(F::MAX));
@@ -85,7 +88,8 @@ fn shifted<F: SmallFloat>(a: __m256) -> __m256i {
 
 /// The E8M0 bytes of the smallest powers of two that are not below eight magnitudes, as
 /// doublewords. Not for NaN.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn e8m0_up(a: __m256) -> __m256i {
     let bits = _mm256_castps_si256(a);
@@ -96,7 +100,8 @@ pub(crate) fn e8m0_up(a: __m256) -> __m256i {
 }
 
 /// One over the values of eight E8M0 bytes in doublewords. Not for NaN.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn e8m0_reciprocals(bytes: __m256i) -> __m256 {
     let exponent = _mm256_sub_epi32(_mm256_set1_epi32(i32::from(nvfp4_spec::e8m0::MAX_BYTE)), bytes);
@@ -106,7 +111,8 @@ pub(crate) fn e8m0_reciprocals(bytes: __m256i) -> __m256 {
 }
 
 /// Writes the low bytes of eight doublewords.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(crate) fn store_bytes(x: __m256i, out: &mut [u8; 8]) {
     let words = super::narrow(x, x);

@@ -5,10 +5,10 @@
 //! as two byte shuffles, binary32 as a permutation of eight magnitudes and the sign.
 
 use crate::avx2::Avx2;
+use crate::vector::*;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Element, Precision, e2m1};
 use rayon::prelude::*;
-use std::arch::x86_64::*;
 
 /// Elements that one task decodes.
 const TASK: usize = 1 << 17;
@@ -86,7 +86,8 @@ fn make<T: Element>(factor: f32) -> Entry {
     Entry(bytes)
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn row<T: Element>(_: Avx2, q: &View<'_>, r: usize, table: &mut Table, out: &mut [T]) {
     let (codes, scales) = (q.code_row(r), q.scale_row(r));
     let (blocks, tail) = out.as_chunks_mut::<BLOCK>();
@@ -103,7 +104,8 @@ fn row<T: Element>(_: Avx2, q: &View<'_>, r: usize, table: &mut Table, out: &mut
 }
 
 /// Decodes 16 codes.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn block<T: Element>(codes: &[u8; 8], entry: &Entry, out: &mut [T; BLOCK]) {
     let bytes = _mm_cvtsi64_si128(i64::from_le_bytes(*codes));

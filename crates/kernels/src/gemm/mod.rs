@@ -12,10 +12,12 @@ pub mod cuda;
 mod exact;
 #[cfg(target_arch = "x86_64")]
 mod mixed;
-#[cfg(target_arch = "x86_64")]
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod pieces;
 mod units;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod writer;
 
 use crate::input::check_len;
@@ -142,6 +144,8 @@ pub fn gemm<'a, T: Element>(
         Implementation::Avx2(token) => vectors(exact::Vectors::Avx2(token), a, b, product, out),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => vectors(exact::Vectors::Avx512(token), a, b, product, out),
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon(token) => neon::gemm(token, a, b, product, out),
         // A sum in a given order of additions is computed on the CPU.
         #[cfg(feature = "cuda")]
         Implementation::Cuda(_) if product.accumulate == Accumulate::Reference => {

@@ -2,9 +2,9 @@
 //! [`nvfp4_spec::gguf`].
 
 use crate::avx2::Avx2;
+use crate::vector::*;
 use nvfp4_spec::gguf::{BLOCK_BYTES, BLOCK_ELEMENTS};
 use rayon::prelude::*;
-use std::arch::x86_64::*;
 
 /// GGUF blocks that one task packs.
 const TASK: usize = 1 << 12;
@@ -40,7 +40,8 @@ pub(super) fn unpack(token: Avx2, packed: &[u8], codes: &mut [u8], scales: &mut 
 }
 
 /// The low and the high nibbles of 32 bytes, as bytes.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn nibbles(bytes: &[u8; CODE_BYTES]) -> [__m256i; 2] {
     // SAFETY: the source is an array of 32 bytes.
@@ -49,7 +50,8 @@ fn nibbles(bytes: &[u8; CODE_BYTES]) -> [__m256i; 2] {
     [_mm256_and_si256(x, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(x), mask)]
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn bytes_of(x: __m256i) -> [u8; CODE_BYTES] {
     let mut bytes = [0; CODE_BYTES];
@@ -59,7 +61,8 @@ fn bytes_of(x: __m256i) -> [u8; CODE_BYTES] {
 }
 
 /// Nibbles that pair elements (0,1), (2,3), … to nibbles that pair (0,8), (1,9), … in every 16.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn far_pairs(_: Avx2, bytes: &[u8; CODE_BYTES]) -> [u8; CODE_BYTES] {
     let [even, odd] = nibbles(bytes);
     // Each 128-bit half of a and b holds the 16 elements of a sub-block in order: 0 and 2 in a, 1
@@ -70,7 +73,8 @@ fn far_pairs(_: Avx2, bytes: &[u8; CODE_BYTES]) -> [u8; CODE_BYTES] {
 }
 
 /// The way back.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn near_pairs(_: Avx2, bytes: &[u8; CODE_BYTES]) -> [u8; CODE_BYTES] {
     let [first, last] = nibbles(bytes);
     let (a, b) = (_mm256_unpacklo_epi64(first, last), _mm256_unpackhi_epi64(first, last));

@@ -1,6 +1,6 @@
 //! Codes and scales to GGUF's 36-byte blocks and back. **Exact.**
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod avx2;
 
 use crate::input::check_len;
@@ -22,6 +22,8 @@ pub fn pack(
         Implementation::Scalar => packed.copy_from_slice(&spec::pack(codes, scales, rows, cols)?),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::pack(token, codes, scales, packed),
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon(token) => avx2::pack(token, codes, scales, packed),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => avx2::pack(token.avx2(), codes, scales, packed),
         #[cfg(feature = "cuda")]
@@ -50,6 +52,8 @@ pub fn unpack(
         }
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::unpack(token, packed, codes, scales),
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon(token) => avx2::unpack(token, packed, codes, scales),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => avx2::unpack(token.avx2(), packed, codes, scales),
         #[cfg(feature = "cuda")]

@@ -20,6 +20,8 @@ pub fn hadamard(implementation: Implementation, x: &Input<'_>, signs: Signs, out
         Implementation::Scalar => groups(x, signs, out),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(_) | Implementation::Avx512(_) => groups(x, signs, out),
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon(_) => groups(x, signs, out),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(device) => cuda::on_host(device, x, signs, out)?,
     }

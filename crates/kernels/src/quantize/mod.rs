@@ -2,7 +2,7 @@
 //!
 //! The column direction is the quantization of the transposed matrix; see [`nvfp4_spec::matrix`].
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod avx2;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -166,6 +166,8 @@ pub fn quantize(
         Implementation::Scalar => scalar::quantize(x, row, col),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::quantize(token, x, row, col).map(drop),
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon(token) => avx2::quantize(token, x, row, col).map(drop),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, row, col).map(drop),
         #[cfg(feature = "cuda")]

@@ -21,10 +21,11 @@ pub fn swizzle(
     check_len("scales", rows * cols, scales.len())?;
     match implementation {
         Implementation::Scalar => swizzled.copy_from_slice(&spec::swizzle(scales, rows, cols)?),
-        #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) | Implementation::Avx512(_) if rows == 0 || cols == 0 => {}
-        #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) | Implementation::Avx512(_) => {
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(device) => cuda::on_host(device, cuda::Way::ToTiles, scales, rows, cols, swizzled)?,
+        _ if rows == 0 || cols == 0 => {}
+        #[allow(unreachable_patterns)] // where there are no vectors
+        _ => {
             let band = offset(spec::TILE_ROWS, 0, cols);
             swizzled.par_chunks_mut(band).enumerate().for_each(|(t, out)| {
                 let first = t * spec::TILE_ROWS;
@@ -35,8 +36,6 @@ pub fn swizzle(
                 });
             });
         }
-        #[cfg(feature = "cuda")]
-        Implementation::Cuda(device) => cuda::on_host(device, cuda::Way::ToTiles, scales, rows, cols, swizzled)?,
     }
     Ok(())
 }
@@ -53,10 +52,11 @@ pub fn unswizzle(
     check_len("scales", rows * cols, scales.len())?;
     match implementation {
         Implementation::Scalar => scales.copy_from_slice(&spec::unswizzle(swizzled, rows, cols)?),
-        #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) | Implementation::Avx512(_) if rows == 0 || cols == 0 => {}
-        #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) | Implementation::Avx512(_) => {
+        #[cfg(feature = "cuda")]
+        Implementation::Cuda(device) => cuda::on_host(device, cuda::Way::FromTiles, swizzled, rows, cols, scales)?,
+        _ if rows == 0 || cols == 0 => {}
+        #[allow(unreachable_patterns)] // where there are no vectors
+        _ => {
             let band = offset(spec::TILE_ROWS, 0, cols);
             scales.par_chunks_mut(spec::TILE_ROWS * cols).zip(swizzled.par_chunks(band)).for_each(|(out, tiles)| {
                 for_each_four(out.len() / cols, cols, |linear, at, n| {
@@ -64,8 +64,6 @@ pub fn unswizzle(
                 });
             });
         }
-        #[cfg(feature = "cuda")]
-        Implementation::Cuda(device) => cuda::on_host(device, cuda::Way::FromTiles, swizzled, rows, cols, scales)?,
     }
     Ok(())
 }

@@ -48,7 +48,7 @@ pub struct Args {
     /// `fast` on FP8 tensor cores.
     #[arg(long, value_enum, default_value_t = Operands::Nvfp4)]
     format: Operands,
-    /// Implementation on the CPU: scalar, avx2 or avx512. Default: the fastest.
+    /// Implementation on the CPU: scalar, avx2, avx512 or neon. Default: the fastest.
     #[arg(long)]
     implementation: Option<Implementation>,
     /// Show which kernels are used, on a GPU.

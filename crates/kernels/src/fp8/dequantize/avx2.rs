@@ -7,10 +7,10 @@
 
 use crate::avx2::small_float::{E4m3, E5m2, SmallFloat};
 use crate::avx2::{Avx2, Block, load, round_bits, store, widen};
+use crate::vector::*;
 use nvfp4_spec::fp8::{Format, View};
 use nvfp4_spec::{BLOCK, Element, Precision, e4m3};
 use rayon::prelude::*;
-use std::arch::x86_64::*;
 
 /// Elements that one task decodes.
 const TASK: usize = 1 << 17;
@@ -80,7 +80,8 @@ fn by_the_rules<T: Element>(q: &View<'_>, r: usize, out: &mut [T]) {
 }
 
 /// Decodes a row of tiles, each with a factor.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn tiles<T: Element, F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [T]) {
     for ((codes, out), &factor) in codes.chunks(width).zip(out.chunks_mut(width)).zip(factors) {
         let factor = _mm256_set1_ps(factor);
@@ -89,13 +90,15 @@ fn tiles<T: Element, F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32],
 }
 
 /// Decodes codes with a factor each; factors are rounded up to whole blocks.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn columns<T: Element, F: SmallFloat>(codes: &[u8], factors: &[f32], out: &mut [T]) {
     let factors = factors.as_chunks::<BLOCK>().0;
     for_each_block::<T, F>(codes, out, |i| widen::<f32>(load(&factors[i])));
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn for_each_block<T: Element, F: SmallFloat>(codes: &[u8], out: &mut [T], factors: impl Fn(usize) -> [__m256; 2]) {
     let (blocks, tail) = codes.as_chunks::<BLOCK>();
@@ -112,7 +115,8 @@ fn for_each_block<T: Element, F: SmallFloat>(codes: &[u8], out: &mut [T], factor
 }
 
 /// Decodes 16 codes.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn block<T: Element, F: SmallFloat>(codes: &[u8; BLOCK], factors: [__m256; 2], out: &mut [T; BLOCK]) {
     // SAFETY: the source is an array of 16 bytes.
@@ -144,7 +148,8 @@ fn block<T: Element, F: SmallFloat>(codes: &[u8; BLOCK], factors: [__m256; 2], o
 }
 
 /// Codes in the high bytes of eight words as binary16 numbers.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn half<F: SmallFloat>(words: __m128i) -> __m128i {
     match F::FORMAT {

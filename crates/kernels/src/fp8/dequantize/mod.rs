@@ -1,6 +1,6 @@
 //! From FP8 codes and scales back to values. **Exact**, but for the sign of a NaN.
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod avx2;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -18,6 +18,8 @@ pub fn dequantize<T: Element>(implementation: Implementation, q: &View<'_>, out:
         Implementation::Scalar => out.copy_from_slice(&fp8::dequantize(q)?),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::dequantize(token, q, out),
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon(token) => avx2::dequantize(token, q, out),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => avx2::dequantize(token.avx2(), q, out),
         #[cfg(feature = "cuda")]

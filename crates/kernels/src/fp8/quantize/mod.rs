@@ -2,7 +2,7 @@
 //!
 //! [`nvfp4_spec::fp8::Side`] defines the directions.
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod avx2;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -80,6 +80,8 @@ pub fn quantize(implementation: Implementation, x: &Input<'_>, mode: &Mode, outp
         Implementation::Scalar => scalar(x, mode, outputs),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx2(token) => avx2::quantize(token, x, mode, outputs),
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon(token) => avx2::quantize(token, x, mode, outputs),
         #[cfg(target_arch = "x86_64")]
         Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, mode, outputs),
         #[cfg(feature = "cuda")]

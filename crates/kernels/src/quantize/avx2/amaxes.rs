@@ -2,8 +2,8 @@
 
 use super::target::Target;
 use super::{Job, PANEL, column};
+use crate::Result;
 use crate::amax::{self, Outputs};
-use crate::{Implementation, Result};
 use nvfp4_spec::hadamard::{FACTOR, PRECISION, Signs};
 use nvfp4_spec::{BLOCK, Element, GlobalScale, Mode, Specials};
 use rayon::prelude::*;
@@ -38,7 +38,7 @@ impl<T: Element> Job<'_, T> {
                 cols: of_cols.then_some(&mut cols[..]),
             };
             if of_tensor || of_rows || of_cols {
-                amax::amax(Implementation::Avx2(self.token), self.x, specials, outputs)?;
+                amax::amax(self.token.into(), self.x, specials, outputs)?;
             }
             for (target, of_each, values) in [(row.as_mut(), of_rows, rows), (col.as_mut(), of_cols, cols)] {
                 let Some(target) = target.filter(|t| t.needs_amax() && t.mode.amax_specials() == specials) else {

@@ -11,13 +11,13 @@ use crate::avx2::small_float::{E4m3, codes, store_bytes};
 use crate::avx2::{
     Avx2, abs, infinity_bits, largest_of_eight, load, load_eight, max, philox, value_of, values_of, zero,
 };
+use crate::vector::*;
 use nvfp4_spec::block;
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::tile::Rows;
 use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Precision, Profile, Rounding, ScaleRule, Specials, e2m1};
-use std::arch::x86_64::*;
 
 /// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix
 /// are zeros.
@@ -112,7 +112,8 @@ impl Worker {
         self.undecided.len()
     }
 
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn run<T: Element>(&mut self, scaling: &Scaling, band: &Band<'_, T>, draw: Draw<'_>, out: &mut Output<'_>) {
         self.table.set::<T>(scaling);
         let mode = self.table.scaling().mode;
@@ -157,7 +158,8 @@ impl Worker {
     }
 
     /// The bits of each tile's largest magnitude. A tile with NaN is undecided.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn find_magnitudes<T: Element>(&mut self, band: &Band<'_, T>) {
         // Whole vectors of eight, for what follows.
         self.magnitudes.resize(band.blocks.next_multiple_of(8), 0);
@@ -200,7 +202,8 @@ impl Worker {
         }
     }
 
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn choose_scales<T: Element>(&mut self, band: &Band<'_, T>) {
         self.scales.resize(self.magnitudes.len(), 0);
         match self.table.scaling().mode.rule {
@@ -222,7 +225,8 @@ impl Worker {
     }
 
     /// The scales of the rule "six".
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn map_to_six(&mut self, precision: Precision) {
         let scaling = *self.table.scaling();
         let eights = self.magnitudes.as_chunks::<8>().0.iter().zip(self.scales.as_chunks_mut::<8>().0);
@@ -241,7 +245,8 @@ impl Worker {
     }
 
     /// The better of two scales for every tile; a tile that the filter cannot decide is undecided.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn choose_four_over_six<T: Element, const MAE: bool>(&mut self, band: &Band<'_, T>, error: ErrorPath) {
         let global = self.table.scaling().global;
         for i in 0..self.magnitudes.len() / 8 {
@@ -252,7 +257,8 @@ impl Worker {
 
     /// The best of the scales around those of the rule "six"; a tile that the filter cannot decide
     /// is undecided.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn search<T: Element, const DIVIDE: bool>(&mut self, band: &Band<'_, T>) {
         self.factors.set(self.table.scaling());
         for i in 0..self.magnitudes.len() / 8 {
@@ -263,7 +269,8 @@ impl Worker {
     }
 
     /// The choices for the tiles from 8·i on.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
     fn take(&mut self, i: usize, choices: Choices) {
         store_bytes(choices.scales, &mut self.scales.as_chunks_mut::<8>().0[i]);
@@ -297,7 +304,8 @@ impl Worker {
 }
 
 /// The random bytes of `blocks` blocks from `first` on.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn fill_random(out: &mut Vec<[u8; BLOCK]>, random: Random<'_>, first: usize, blocks: usize) {
     out.resize(blocks, [0; BLOCK]);
     match random {

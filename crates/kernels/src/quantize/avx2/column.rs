@@ -2,10 +2,10 @@
 //! [`nvfp4_spec::matrix::columns`].
 
 use crate::avx2::{Block, load, round_bits, store, widen, zero};
+use crate::vector::*;
 use half::bf16;
 use nvfp4_spec::hadamard::{FACTOR, Signs};
 use nvfp4_spec::{BLOCK, Element, Precision};
-use std::arch::x86_64::*;
 
 /// A submatrix: `rows` × `cols` elements, rows `stride` apart.
 #[derive(Clone, Copy)]
@@ -19,7 +19,8 @@ pub(super) struct Submatrix<'a, T> {
 impl<'a, T: Element> Submatrix<'a, T> {
     /// Hands the squares of 16 × 16 elements to `visit`, with the position of their first element.
     /// A ragged one comes as a copy, padded with zeros.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
     fn for_each_square(&self, mut visit: impl FnMut(usize, usize, &[T], usize)) {
         for r in (0..self.rows).step_by(BLOCK) {
@@ -42,13 +43,15 @@ impl<'a, T: Element> Submatrix<'a, T> {
 
 /// Writes the columns as rows of `pitch` elements, zeros behind the last. `pitch` is the number of
 /// rows rounded up to 16, and `out` has room for the number of columns rounded up to 16.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn transpose<T: Element>(x: &Submatrix<'_, T>, pitch: usize, out: &mut [T]) {
     x.for_each_square(|r, c, square, stride| transpose_square(square, stride, pitch, &mut out[c * pitch + r..]));
 }
 
 /// The same for the transformed columns.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn transpose_hadamard<T: Element>(x: &Submatrix<'_, T>, signs: Signs, pitch: usize, out: &mut [bf16]) {
     let flips = flips::<T>(signs);
     let mut rows = [[bf16::ZERO; BLOCK]; BLOCK];
@@ -79,7 +82,8 @@ pub(super) fn transpose_hadamard<T: Element>(x: &Submatrix<'_, T>, signs: Signs,
 ///
 /// Factor and rounding are monotone, so the largest result is that of the largest value; they are
 /// left to the caller.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn hadamard_maxima<T: Element>(x: &Submatrix<'_, T>, signs: Signs, maxima: &mut [f32]) -> bool {
     let flips = flips::<T>(signs);
     let mut nan = false;
@@ -102,7 +106,8 @@ pub(super) fn maximum_of<T: Element>(column: usize) -> usize {
 
 /// Joins the magnitudes of 16 transformed rows with the maxima of their eight columns; whether one
 /// was NaN.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn join_maxima(rows: [__m256; BLOCK], maxima: &mut [f32]) -> bool {
     let maxima: &mut [f32; 8] = maxima.try_into().expect("eight columns");
@@ -127,7 +132,8 @@ fn join_maxima(rows: [__m256; BLOCK], maxima: &mut [f32]) -> bool {
 ///
 /// The halves of bf16 are the even and the odd columns, which become binary32 by a shift or a mask
 /// alone.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn hadamard<T: Element, const HALF: usize>(square: &[T], stride: usize, flips: &[Block; BLOCK]) -> [__m256; BLOCK] {
     let mut v = [_mm256_setzero_ps(); BLOCK];
@@ -151,7 +157,8 @@ fn hadamard<T: Element, const HALF: usize>(square: &[T], stride: usize, flips: &
 
 /// The bits of 16 bf16 values in the high halves of two vectors, halves as in [`hadamard`], as a
 /// block.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn join_bf16<T: Element>(a: __m256i, b: __m256i) -> Block {
     let a = _mm256_srli_epi32::<16>(a);
@@ -164,7 +171,8 @@ fn join_bf16<T: Element>(a: __m256i, b: __m256i) -> Block {
 }
 
 /// As [`round_bits`], and a quiet NaN for NaN.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn round_or_nan(x: __m256) -> __m256i {
     let quiet = _mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x0040_0000));
@@ -173,7 +181,8 @@ fn round_or_nan(x: __m256) -> __m256i {
 }
 
 /// The sign bit for the rows that change sign, nothing for the others.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn flips<T: Element>(signs: Signs) -> [Block; BLOCK] {
     let mut flips = [zero(); BLOCK];
     for (i, flip) in flips.iter_mut().enumerate() {
@@ -186,7 +195,8 @@ fn flips<T: Element>(signs: Signs) -> [Block; BLOCK] {
 
 /// One stage of butterflies. The distance is a constant so that the loop unrolls and the vectors
 /// stay in registers.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn stage<const DISTANCE: usize>(v: &mut [__m256; BLOCK]) {
     for i in 0..BLOCK {
@@ -199,7 +209,8 @@ fn stage<const DISTANCE: usize>(v: &mut [__m256; BLOCK]) {
 }
 
 /// Transposes 16 × 16 elements.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn transpose_square<T: Element>(x: &[T], stride: usize, pitch: usize, out: &mut [T]) {
     match T::PRECISION {
@@ -230,7 +241,8 @@ fn transpose_square<T: Element>(x: &[T], stride: usize, pitch: usize, out: &mut 
 ///
 /// Eight elements must be readable at `x` and at each of the 15 rows that follow, `stride` elements
 /// apart.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 unsafe fn eight_columns(x: *const u16, stride: usize) -> [__m256i; 8] {
     let mut r = [_mm256_setzero_si256(); 8];
@@ -261,7 +273,8 @@ unsafe fn eight_columns(x: *const u16, stride: usize) -> [__m256i; 8] {
 }
 
 /// Transposes 8 × 8 four-byte elements.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn transpose_8x8<T: Element>(x: &[T], stride: usize, pitch: usize, out: &mut [T]) {
     let mut r = [_mm256_setzero_si256(); 8];
@@ -287,7 +300,8 @@ fn transpose_8x8<T: Element>(x: &[T], stride: usize, pitch: usize, out: &mut [T]
 }
 
 /// Loads elements that fill a vector.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn load_vector<T: Element>(x: &[T]) -> __m256i {
     assert_eq!(size_of_val(x), size_of::<__m256i>());
@@ -296,7 +310,8 @@ fn load_vector<T: Element>(x: &[T]) -> __m256i {
 }
 
 /// Stores elements that fill a vector.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn store_vector<T: Element>(x: __m256i, out: &mut [T]) {
     assert_eq!(size_of_val(out), size_of::<__m256i>());

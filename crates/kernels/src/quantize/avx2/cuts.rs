@@ -8,10 +8,10 @@
 //! scale byte; a tensor or a row uses a few dozen of the 127.
 
 use crate::avx2::{infinity_bits, narrow, value_of};
+use crate::vector::*;
 use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::{Element, GlobalScale, Precision, e2m1, e4m3};
-use std::arch::x86_64::*;
 
 /// The state of a scale byte's entry.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,7 +37,8 @@ pub(super) struct Table {
 }
 
 impl Table {
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     pub fn new(scaling: &Scaling) -> Self {
         let cuts = Box::new([[_mm256_setzero_si256(); 8]; 128]);
         Table { scaling: *scaling, states: [State::Empty; 128], complete: false, factors: [0.0; 128], cuts }
@@ -53,7 +54,8 @@ impl Table {
     }
 
     /// Switches to another row of the same mode and type. The entries of the same amax are kept.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
     pub fn set<T: Element>(&mut self, scaling: &Scaling) {
         if self.scaling.global.amax.to_bits() != scaling.global.amax.to_bits() {
@@ -91,13 +93,15 @@ impl Table {
 
     /// Fills the entry of a scale byte if needed; `false` if there is none, because the factor is
     /// 0, infinite or NaN.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
     pub fn prepare<T: Element>(&mut self, scale: u8) -> bool {
         self.states[usize::from(scale & 127)] == State::Ready || self.fill::<T>(scale & 127)
     }
 
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline(never)]
     fn fill<T: Element>(&mut self, scale: u8) -> bool {
         let index = usize::from(scale);
@@ -124,7 +128,8 @@ impl Table {
 /// Finds the eight cuts side by side: a guess by division, then steps of one until the rule's own
 /// operation says that a magnitude is the last below. Where that takes more than a few steps (the
 /// factor or the magnitude is subnormal), bisection does it.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn make<T: Element, const MULTIPLY: bool>(f: f32, cuts: &mut Cuts) {
     let precision = T::PRECISION;
     let [f0, f1, f2, f3, f4, f5, f6] = e2m1::FIRSTS;

@@ -3,14 +3,15 @@
 
 use super::cuts::{Cuts, Table};
 use crate::avx2::{Block, abs, code_signs, count_above, load, narrow, widen};
+use crate::vector::*;
 use nvfp4_spec::{BLOCK, Element};
-use std::arch::x86_64::*;
 
 /// Whether −0 keeps its sign, as a constant.
 pub(super) const KEEP: bool = true;
 
 /// The codes of a row of blocks, rounded to nearest, 8 bytes each.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn nearest<T: Element, const KEEP_ZERO_SIGN: bool>(
     row: &[[T; BLOCK]],
     scales: &[u8],
@@ -21,7 +22,8 @@ pub(super) fn nearest<T: Element, const KEEP_ZERO_SIGN: bool>(
 }
 
 /// The codes of a row of blocks, rounded with 16 random bytes per block.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn stochastic<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: bool>(
     row: &[[T; BLOCK]],
     scales: &[u8],
@@ -36,7 +38,8 @@ pub(super) fn stochastic<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: b
 
 /// Packs the codes of four blocks at a time; `words` gets a block's index, its elements and its
 /// scale byte.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn for_each_four<T>(
     row: &[[T; BLOCK]],
@@ -73,7 +76,8 @@ fn for_each_four<T>(
 }
 
 /// 16 codes as words: the number of cuts below the magnitude, and the sign.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn code_words<T: Element, const KEEP_ZERO_SIGN: bool>(x: Block, cuts: &Cuts) -> __m256i {
     let a = abs::<T>(x);
@@ -90,7 +94,8 @@ fn code_words<T: Element, const KEEP_ZERO_SIGN: bool>(x: Block, cuts: &Cuts) -> 
 /// r·(e/512)`; beyond 8, where the rule's step stays 2, everything saturates. The grid at `t` is
 /// what is left of `t` when all mantissa bits but one are dropped; below 1 the only grid point
 /// other than 0 is 0.5.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn stochastic_words<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: bool>(
     x: Block,
@@ -124,7 +129,8 @@ fn stochastic_words<T: Element, const KEEP_ZERO_SIGN: bool, const DIVIDE: bool>(
 }
 
 /// The codes of four blocks, 16 words each, as 32 bytes: the even element in the low nibble.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn pack(words: [__m256i; 4]) -> __m256i {
     let weights = _mm256_set1_epi16(0x1001);

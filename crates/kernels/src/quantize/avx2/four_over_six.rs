@@ -43,9 +43,9 @@
 
 use crate::avx2::small_float::{E4m3, codes};
 use crate::avx2::{abs, load, widen};
+use crate::vector::*;
 use nvfp4_spec::scale::Global;
 use nvfp4_spec::{BLOCK, Element, ErrorPath, e4m3};
-use std::arch::x86_64::*;
 
 /// Eight neighbouring tiles of a band: `height` rows, `stride` elements apart, tile `j` at element
 /// `16·j`. `count` of them exist.
@@ -65,7 +65,8 @@ pub(super) struct Choices {
 }
 
 /// Chooses between six and four for eight tiles whose largest magnitudes are `amax`.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn choose<T: Element, const MAE: bool>(
     global: &Global,
@@ -140,7 +141,8 @@ pub(super) fn choose<T: Element, const MAE: bool>(
 pub(super) const RANGE: [f32; 2] = [f32::from_bits((127 - 50) << 23), f32::from_bits((127 + 50) << 23)];
 
 /// The filtered errors of tile `j` in four parts: six, six, four, four.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn errors<T: Element, const MAE: bool>(tiles: &Tiles<'_, T>, j: usize, inverse: [f32; 2], decode: [f32; 2]) -> __m128 {
     let inverse = [_mm256_set1_ps(inverse[0]), _mm256_set1_ps(inverse[1])];
@@ -166,7 +168,8 @@ fn errors<T: Element, const MAE: bool>(tiles: &Tiles<'_, T>, j: usize, inverse: 
 }
 
 /// The errors of eight tiles: all of six, all of four.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn add_up(sums: &[[f32; 4]; 8]) -> [__m256; 2] {
     // SAFETY: the source is an array of 4 floats.
@@ -179,7 +182,8 @@ fn add_up(sums: &[[f32; 4]; 8]) -> [__m256; 2] {
 
 /// The E2M1 magnitude nearest to `y`, which is not negative. Adding a power of two that leaves one mantissa bit
 /// (below 1: units of 0.5) makes the addition round to nearest even.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn round_to_grid(y: __m256) -> __m256 {
     let y = _mm256_min_ps(y, _mm256_set1_ps(6.0));

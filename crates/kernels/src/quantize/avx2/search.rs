@@ -21,10 +21,10 @@
 
 use super::four_over_six::{Choices, RANGE, Tiles, round_to_grid};
 use crate::avx2::{abs, load, widen};
+use crate::vector::*;
 use nvfp4_spec::profile::Factor;
 use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::{BLOCK, Element, e4m3, mse};
-use std::arch::x86_64::*;
 
 /// What the codes of each scale byte are multiplied by to decode them, and what elements are
 /// multiplied by before they are rounded to codes: the rule's factor, or the reciprocal of its
@@ -57,7 +57,8 @@ impl Factors {
 
 /// Searches the scales of eight tiles of one row, whose largest magnitudes are `amax` and whose
 /// scale bytes by the rule "six" are `centres`. `DIVIDE` says that the rule divides.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn choose<T: Element, const DIVIDE: bool>(
     factors: &Factors,
@@ -123,7 +124,8 @@ pub(super) fn choose<T: Element, const DIVIDE: bool>(
 }
 
 /// The filtered errors of eight tiles, each with factors of its own: `f` to decode, `by` to encode.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn errors<const DIVIDE: bool>(x: &[[__m256; 2]; 8], f: __m256, by: __m256) -> __m256 {
     let (mut decode, mut encode) = ([0f32; 8], [0f32; 8]);

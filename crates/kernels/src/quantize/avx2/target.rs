@@ -4,7 +4,7 @@
 use crate::avx2::Avx2;
 use crate::quantize::{Amax, Direction, Layout};
 use crate::scatter::Scatter;
-use crate::{Implementation, Result, swizzle};
+use crate::{Result, swizzle};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::{BLOCK, Mode, Rounding, e2m1};
@@ -104,7 +104,7 @@ impl<'a> Target<'a> {
 
     pub fn finish(self) -> Result<()> {
         if let Some(linear) = self.linear {
-            swizzle::swizzle(Implementation::Avx2(self.token), &linear, self.rows, self.blocks, self.scales)?;
+            swizzle::swizzle(self.token.into(), &linear, self.rows, self.blocks, self.scales)?;
         }
         Ok(())
     }

@@ -7,14 +7,15 @@ use super::transpose::{self, Codes};
 use super::{AHEAD, CHUNK, COLUMNS, Job, Scratch, encode, scales};
 use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
+use crate::vector::__m256;
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, MX_BLOCK, Scales, Scaling};
 use nvfp4_spec::{Element, Specials};
-use std::arch::x86_64::__m256;
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
     /// Both directions where the codes of one are those of the other, transposed: one scale for the
     /// matrix, or squares.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     pub(super) fn same_codes(
         &self,
         scratch: &mut Scratch<T>,
@@ -46,7 +47,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
     }
 
     /// The column direction in blocks of 128 rows of a column.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     pub(super) fn columns(&self, scratch: &mut Scratch<T>, area: Area, rule: AmaxRule, out: &Transposed<'_>) {
         let (first, end, down) = (area.col, area.col + area.width, self.x.rows().div_ceil(BLOCK));
         let rule = |amaxes| scales::of_blocks::<F>(rule, T::PRECISION, amaxes);
@@ -63,7 +65,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
     }
 
     /// The column direction of one row of MXFP8 blocks, not transposed.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     pub(super) fn mx_columns(&self, scratch: &mut Scratch<T>, area: Area, out: &mut Part<'_>) {
         let Scales::E8m0(scales) = &mut out.scales else { unreachable!("MXFP8 has bytes for scales") };
         let rule = |amaxes| scales::of_mx::<F>(amaxes);
@@ -73,7 +76,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
 
     /// The column direction of one row of MXFP8 squares, and the row direction, which has the same
     /// codes and bytes. A byte is repeated: in the columns of its square here, in its rows there.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     pub(super) fn mx_squares(&self, scratch: &mut Scratch<T>, area: Area, row: Option<Part<'_>>, out: Part<'_>) {
         let squares = area.width.div_ceil(MX_BLOCK);
         scratch.bytes.resize(MX_BLOCK * squares, 0);
@@ -93,7 +97,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
 
     /// The multipliers of the columns of an area. `store` gets the index of a column of the area,
     /// and the scales of eight columns from there on.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
     fn find_multipliers<S>(
         &self,
@@ -112,7 +117,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         }
     }
 
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn encode_columns(&self, area: Area, multipliers: &[f32], codes: &mut [u8], stride: usize) {
         for r in 0..area.height {
             encode::encode_columns::<T, F>(self.row(area, r), multipliers, &mut codes[r * stride..][..area.width]);
@@ -121,7 +127,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
 
     /// The largest magnitudes of the columns of an area, NaN left out; zeros behind them up to a
     /// whole step.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn find_maxima(&self, scratch: &mut Scratch<T>, area: Area) {
         for specials in [Specials::Reference, Specials::Kernel] {
             scratch.maxima.clear();
@@ -138,7 +145,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
     }
 
     /// Transposes the codes of an area and writes its columns.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn write_transposed(&self, transposed: &mut Vec<u8>, codes: Codes<'_>, area: Area, out: &Transposed<'_>) {
         transposed.resize(COLUMNS * BLOCK, 0);
         for c in (0..area.width).step_by(COLUMNS) {

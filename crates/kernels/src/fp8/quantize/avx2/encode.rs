@@ -5,8 +5,8 @@
 
 use crate::avx2::small_float::{SmallFloat, code_words};
 use crate::avx2::{Block, abs, infinity_bits, largest, load, max, widen, zero};
+use crate::vector::*;
 use nvfp4_spec::{BLOCK, Element, Precision, e4m3};
-use std::arch::x86_64::*;
 
 /// Elements that are encoded at a time: as many as a vector has bytes.
 pub(super) const STEP: usize = 32;
@@ -17,7 +17,8 @@ pub(super) fn is_nan<T: Element>(bits: u32) -> bool {
 }
 
 /// Encodes a row with one multiplier; the bits of its largest magnitude, NaN above all.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn encode<T: Element, F: SmallFloat>(x: &[T], multiplier: f32, out: &mut [u8]) -> u32 {
     let m = _mm256_set1_ps(multiplier);
     for_each_step::<T, F>(x, out, |_| [[m; 2]; 2])
@@ -25,7 +26,8 @@ pub(super) fn encode<T: Element, F: SmallFloat>(x: &[T], multiplier: f32, out: &
 
 /// Encodes a row with a multiplier per column. Their number is that of the elements, rounded up to
 /// [`STEP`].
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn encode_columns<T: Element, F: SmallFloat>(x: &[T], multipliers: &[f32], out: &mut [u8]) -> u32 {
     let blocks = multipliers.as_chunks::<BLOCK>().0;
     for_each_step::<T, F>(x, out, |i| {
@@ -35,7 +37,8 @@ pub(super) fn encode_columns<T: Element, F: SmallFloat>(x: &[T], multipliers: &[
 
 /// Encodes the elements of a row, [`STEP`] at a time, with the multipliers of each step; the bits
 /// of the largest magnitude.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn for_each_step<T: Element, F: SmallFloat>(
     x: &[T],
@@ -66,7 +69,8 @@ fn for_each_step<T: Element, F: SmallFloat>(
 }
 
 /// Encodes whole steps with one multiplier.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn encode_steps<T: Element, F: SmallFloat>(x: &[[T; STEP]], multiplier: f32, out: &mut [[u8; STEP]]) {
     let m = _mm256_set1_ps(multiplier);
@@ -83,14 +87,16 @@ pub(super) fn mend<T: Element>(x: &[T], out: &mut [u8]) {
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn pair<T: Element>(x: &[T; STEP]) -> [Block; 2] {
     let halves = x.as_chunks::<BLOCK>().0;
     [load(&halves[0]), load(&halves[1])]
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn store_codes(codes: __m256i, out: &mut [u8; STEP]) {
     // SAFETY: the destination is an array of 32 bytes.
@@ -99,7 +105,8 @@ fn store_codes(codes: __m256i, out: &mut [u8; STEP]) {
 
 /// The elements of a block in binary32, in the order that is cheapest: 0–3, 8–11 and 4–7, 12–15 for
 /// bf16, whose bits are only moved, and 0–7, 8–15 for others.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn spread<T: Element>(b: Block) -> [__m256; 2] {
     match T::PRECISION {
@@ -113,7 +120,8 @@ fn spread<T: Element>(b: Block) -> [__m256; 2] {
 }
 
 /// 0–7, 8–15 in the order of [`spread`].
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn ordered<T: Element>([low, high]: [__m256; 2]) -> [__m256; 2] {
     match T::PRECISION {
@@ -123,7 +131,8 @@ fn ordered<T: Element>([low, high]: [__m256; 2]) -> [__m256; 2] {
 }
 
 /// The codes of two blocks, in order; not of NaN.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn codes<T: Element, F: SmallFloat>(x: [Block; 2], multipliers: [[__m256; 2]; 2]) -> __m256i {
     let (mut magnitudes, mut signs) = ([_mm256_setzero_si256(); 2], [_mm256_setzero_si256(); 2]);

@@ -20,7 +20,7 @@ use super::{Direction, Outputs, ScaleMut, find_amax};
 use crate::avx2::small_float::{E4m3, E5m2, SmallFloat};
 use crate::avx2::{Avx2, prefetch};
 use crate::scatter::Scatter;
-use crate::{Implementation, Input, Result, Values};
+use crate::{Input, Result, Values};
 use nvfp4_spec::Element;
 use nvfp4_spec::fp8::{BLOCK, Format, MX_BLOCK, Mode, Scales, Scaling, Side};
 use part::{Area, Columns, Part, Transposed, is_tensor};
@@ -124,13 +124,14 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
             .reduce(|| 0.0, f32::max);
         match amax {
             Some(out) if on_the_way => *out = largest,
-            out => find_amax(Implementation::Avx2(self.token), self.x, out)?,
+            out => find_amax(self.token.into(), self.x, out)?,
         }
         Ok(())
     }
 
     /// Quantizes a panel; its largest magnitude, where there is one scale for the whole matrix.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn panel(&self, scratch: &mut Scratch<T>, area: Area, row: Option<Part<'_>>, col: Option<Columns<'_>>) -> f32 {
         let (mut row, mut col, mut largest) = (row, col, 0f32);
         let Some(columns) = &mut col else {

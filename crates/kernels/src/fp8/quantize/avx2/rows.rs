@@ -7,14 +7,15 @@ use super::{AHEAD, Job, encode, scales};
 use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
 use crate::avx2::value_of;
+use crate::vector::__m256;
 use nvfp4_spec::fp8::{BLOCK, MX_BLOCK, Scales, Scaling};
 use nvfp4_spec::{Element, Specials};
-use std::arch::x86_64::__m256;
 
 impl<T: Element, F: SmallFloat> Job<'_, T, F> {
     /// Quantizes an area in the row direction; its largest magnitude, where there is one scale for
     /// the whole matrix.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     pub(super) fn rows(&self, area: Area, out: &mut Part<'_>) -> f32 {
         let Part { codes, code_stride, scales, scale_stride } = out;
         let codes = (&mut **codes, *code_stride);
@@ -42,7 +43,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
     }
 
     /// Rows with one multiplier; their largest magnitude.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn tensor_rows(&self, area: Area, scale: f32, (codes, stride): (&mut [u8], usize)) -> f32 {
         let mut largest = 0;
         for r in 0..area.height {
@@ -57,7 +59,8 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
 
     /// Tiles of `TILE` columns and `height` rows, whose scales are stored in `times` rows of
     /// scales. Codes and scales come with their strides.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
     fn tile_rows<S: Copy, const TILE: usize>(
         &self,

@@ -2,9 +2,9 @@
 //! not for NaN.
 
 use crate::avx2::small_float::{SmallFloat, e8m0_reciprocals, e8m0_up, store_bytes};
+use crate::vector::*;
 use nvfp4_spec::Precision;
 use nvfp4_spec::fp8::{AmaxRule, ScaleValues};
-use std::arch::x86_64::*;
 
 /// What the elements of eight tiles are multiplied by, and what is stored for them.
 #[derive(Clone, Copy)]
@@ -14,7 +14,8 @@ pub(super) struct EightScales<S> {
 }
 
 /// Blocks with 32-bit scales, of elements of a type.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn of_blocks<F: SmallFloat>(rule: AmaxRule, precision: Precision, amaxes: __m256) -> EightScales<f32> {
     let (epsilon, infinity) = (_mm256_set1_ps(rule.epsilon), _mm256_set1_ps(f32::INFINITY));
@@ -32,7 +33,8 @@ pub(super) fn of_blocks<F: SmallFloat>(rule: AmaxRule, precision: Precision, ama
 }
 
 /// Blocks of MXFP8.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn of_mx<F: SmallFloat>(amaxes: __m256) -> EightScales<u8> {
     let bytes = e8m0_up(_mm256_mul_ps(amaxes, _mm256_set1_ps(1.0 / F::MAX)));
@@ -42,7 +44,8 @@ pub(super) fn of_mx<F: SmallFloat>(amaxes: __m256) -> EightScales<u8> {
 }
 
 /// Eight numbers out of a vector.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn numbers(x: __m256) -> [f32; 8] {
     let mut out = [0.0; 8];
@@ -52,7 +55,8 @@ fn numbers(x: __m256) -> [f32; 8] {
 }
 
 /// Eight numbers as a vector.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn vector(x: &[f32; 8]) -> __m256 {
     // SAFETY: the source is an array of 8 numbers.

@@ -5,8 +5,8 @@ use super::encode::{STEP, encode_steps, mend};
 use super::scales::EightScales;
 use crate::avx2::small_float::SmallFloat;
 use crate::avx2::{Block, infinity_bits, largest_of_eight, load, magnitudes, max, prefetch, values_of, zero};
+use crate::vector::*;
 use nvfp4_spec::{BLOCK, Element, Specials};
-use std::arch::x86_64::*;
 
 /// Rows of up to eight tiles, `stride` elements apart.
 #[derive(Clone, Copy)]
@@ -25,7 +25,8 @@ impl<'a, T> Band<'a, T> {
 
 /// Quantizes a band: each run of `TILE` columns has one scale for all rows. `out` receives the
 /// codes in rows, `out_stride` apart. Returns the scales to store; the last tiles may not exist.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 pub(super) fn quantize<T: Element, F: SmallFloat, S, const TILE: usize>(
     band: Band<'_, T>,
@@ -57,7 +58,8 @@ pub(super) fn quantize<T: Element, F: SmallFloat, S, const TILE: usize>(
 
 /// The bits of the largest magnitudes where NaN has to be passed over.
 #[cold]
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 fn without_nan<T: Element, const TILE: usize>(band: Band<'_, T>) -> __m256i {
     let mut maxima = [zero(); 8];
     for r in 0..band.height {
@@ -67,7 +69,8 @@ fn without_nan<T: Element, const TILE: usize>(band: Band<'_, T>) -> __m256i {
 }
 
 /// Joins the magnitudes of a row with the maxima of its tiles.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn join<T: Element, const TILE: usize>(row: &[T], specials: Specials, maxima: &mut [Block; 8]) {
     let (tiles, rest) = row.as_chunks::<TILE>();
@@ -88,7 +91,8 @@ fn join<T: Element, const TILE: usize>(row: &[T], specials: Specials, maxima: &m
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn magnitude<T: Element, const TILE: usize>(tile: &[T; TILE], specials: Specials) -> Block {
     let mut m = [zero(); 2];
@@ -100,7 +104,8 @@ fn magnitude<T: Element, const TILE: usize>(tile: &[T; TILE], specials: Specials
 }
 
 /// Encodes a row of tiles.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn encode_row<T: Element, F: SmallFloat, const TILE: usize>(x: &[T], multipliers: &[f32; 8], out: &mut [u8]) {
     let (tiles, rest) = x.as_chunks::<TILE>();

@@ -1,6 +1,6 @@
 //! Transposes the codes of a panel: a transposition of bytes.
 
-use std::arch::x86_64::*;
+use crate::vector::*;
 
 /// Rows and columns that are transposed at a time.
 const SQUARE: usize = 16;
@@ -16,7 +16,8 @@ pub(super) struct Codes<'a> {
 
 /// Writes the columns as rows of `pitch` bytes. `pitch` is at least the number of rows rounded up
 /// to 16, and `out` has room for the number of columns rounded up to 16.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn transpose(x: Codes<'_>, pitch: usize, out: &mut [u8]) {
     for c in (0..x.cols).step_by(SQUARE) {
         for r in (0..x.rows).step_by(SQUARE) {
@@ -38,7 +39,8 @@ pub(super) fn transpose(x: Codes<'_>, pitch: usize, out: &mut [u8]) {
 /// Transposes 16 × 16 bytes. Rows `i` and `i + 8` share a vector; three rounds of unpacking leave
 /// eight rows of two columns in each half, and the halves of a column only have to be put side by
 /// side.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn transpose_square(x: &[u8], stride: usize, pitch: usize, out: &mut [u8]) {
     // One check for all rows, so that the loads and stores below need none.
