@@ -7,7 +7,7 @@
 //! 2⁻¹²⁶, as zero, and gives zero for them.) Every other pair is decoded to binary32, a few rows at
 //! a time, and multiplied by one dot product.
 
-use super::exact::row::{self, LANES, block_words};
+use super::exact::row::avx512::{LANES, block_words, decoded as decoded_scales};
 use super::exact::{CHUNK, FEW, SCALES, Vectors};
 use super::pieces::{in_pieces, rows_in_pieces};
 use super::writer::{Operands, Writer};
@@ -250,7 +250,7 @@ fn row_sum(row: &[[[f32; LANES]; BLOCK]], codes: &[u8], scales: &[u8]) -> f32 {
         elements!(0: 0 >> 0, 1: 0 >> 4, 2: 0 >> 8, 3: 0 >> 12, 4: 0 >> 16, 5: 0 >> 20, 6: 0 >> 24, 7: 0 >> 28);
         elements!(8: 1 >> 0, 9: 1 >> 4, 10: 1 >> 8, 11: 1 >> 12, 12: 1 >> 16, 13: 1 >> 20, 14: 1 >> 24, 15: 1 >> 28);
         let dot = _mm512_add_ps(_mm512_add_ps(dots[0], dots[1]), _mm512_add_ps(dots[2], dots[3]));
-        sum = _mm512_fmadd_ps(dot, row::decoded(&scales[LANES * g..]), sum);
+        sum = _mm512_fmadd_ps(dot, decoded_scales(&scales[LANES * g..]), sum);
     }
     _mm512_reduce_add_ps(sum)
 }
