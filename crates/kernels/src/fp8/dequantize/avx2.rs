@@ -79,6 +79,26 @@ fn by_the_rules<T: Element>(q: &View<'_>, r: usize, out: &mut [T]) {
     }
 }
 
+/// Decodes codes along a row whose tiles are `width` wide and have these factors.
+pub(crate) fn decode_tiles(_: Avx2, format: Format, codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
+    match format {
+        Format::E4m3 => decode_tiles_of::<E4m3>(codes, width, factors, out),
+        Format::E5m2 => decode_tiles_of::<E5m2>(codes, width, factors, out),
+    }
+}
+
+fn decode_tiles_of<F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
+    for ((codes, out), &factor) in codes.chunks(width).zip(out.chunks_mut(width)).zip(factors) {
+        let whole = factor * F::OF_HALF;
+        if whole.is_finite() || !factor.is_finite() {
+            // SAFETY: an Avx2 token is only made after detection, and the only caller has one.
+            unsafe { tiles::<f32, F>(codes, width, &[whole], out) };
+        } else {
+            out.iter_mut().zip(codes).for_each(|(out, &code)| *out = F::FORMAT.decode(code) * factor);
+        }
+    }
+}
+
 /// Decodes a row of tiles, each with a factor.
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]

@@ -1,7 +1,7 @@
 //! From FP8 codes and scales back to values. **Exact**, but for the sign of a NaN.
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-mod avx2;
+pub(crate) mod avx2;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 

@@ -1,10 +1,32 @@
 //! Eight rows of B at a time, with multiplications of bytes that add up in pairs.
 
-use super::{Accumulate, DOUBLED, Kernel, PanelStep, SCALES, SHIFT, Step, Tile, spread};
+use super::{DOUBLED, Form, Kernel, MOST_ROWS, PanelStep, Part, SHIFT, Tile};
 use crate::avx2::{Avx2, codes_of, transposed};
 use nvfp4_spec::BLOCK;
 use nvfp4_spec::matrix::View;
 use std::arch::x86_64::*;
+
+/// Calls a function with the number of rows as a constant, one to six.
+macro_rules! for_rows {
+    ($rows:expr, $call:ident($($argument:expr),*)) => {
+        match $rows {
+            // SAFETY: a token is only made after detection.
+            1 => unsafe { $call::<1>($($argument),*) },
+            // SAFETY: as above.
+            2 => unsafe { $call::<2>($($argument),*) },
+            // SAFETY: as above.
+            3 => unsafe { $call::<3>($($argument),*) },
+            // SAFETY: as above.
+            4 => unsafe { $call::<4>($($argument),*) },
+            // SAFETY: as above.
+            5 => unsafe { $call::<5>($($argument),*) },
+            // SAFETY: as above.
+            6 => unsafe { $call::<6>($($argument),*) },
+            _ => unreachable!("a tile has one to six rows"),
+        }
+    };
+}
+pub(super) use for_rows;
 
 impl Kernel<8> for Avx2 {
     fn unpack(self, b: &View<'_>, first: usize, panel: &mut [PanelStep<8>]) {
@@ -12,75 +34,148 @@ impl Kernel<8> for Avx2 {
         unsafe { unpack(b, first, panel) }
     }
 
-    fn tile(self, rows: &[&[Step]], panel: &[PanelStep<8>], accumulate: Accumulate, out: &mut Tile<8>) {
+    fn add_integers(self, rows: &[Part<'_>], panel: &[PanelStep<8>], units: &[f32; 8], out: &mut Tile<8>) {
+        for_rows!(rows.len(), add_integers(rows, panel, units, out));
+    }
+
+    fn add_terms(self, rows: &[Part<'_>], panel: &[PanelStep<8>], form: &Form<8>, out: &mut Tile<8>) {
         // Two rows at a time: more would not fit the registers.
         for (rows, out) in rows.chunks(2).zip(out.chunks_mut(2)) {
-            match (rows.len(), accumulate) {
-                // SAFETY: an Avx2 token is only made after detection.
-                (1, Accumulate::Exact) => unsafe { tile::<1, true>(rows, panel, out) },
-                // SAFETY: as above.
-                (1, Accumulate::Reference) => unsafe { tile::<1, false>(rows, panel, out) },
-                // SAFETY: as above.
-                (_, Accumulate::Exact) => unsafe { tile::<2, true>(rows, panel, out) },
-                // SAFETY: as above.
-                (_, Accumulate::Reference) => unsafe { tile::<2, false>(rows, panel, out) },
-            }
+            for_rows!(rows.len(), add_terms(rows, panel, form, out));
         }
+    }
+
+    fn add_in_order(self, rows: &[Part<'_>], panel: &[PanelStep<8>], out: &mut Tile<8>) {
+        for_rows!(rows.len(), add_in_order(rows, panel, out));
+    }
+}
+
+/// The words of a block's products with eight rows of B; the two of a doubleword add up to its sum.
+/// A sum of eight pairs and half an offset are at most 8·24·12 + 1152 = 3456.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn words(a: &super::Step, b: &[__m256i; 4]) -> __m256i {
+    let pair = |q: usize| _mm256_maddubs_epi16(b[q], _mm256_set1_epi32(a.values[q]));
+    let sums = _mm256_add_epi16(_mm256_add_epi16(pair(0), pair(1)), _mm256_add_epi16(pair(2), pair(3)));
+    _mm256_add_epi16(sums, _mm256_set1_epi32(a.halves))
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn values(step: &PanelStep<8>) -> [__m256i; 4] {
+    std::array::from_fn(|q| {
+        // SAFETY: the source is an array of 32 bytes.
+        unsafe { _mm256_loadu_si256(step.values[q].as_ptr().cast()) }
+    })
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn scales(step: &PanelStep<8>) -> __m256i {
+    // SAFETY: the source is an array of 8 doublewords.
+    unsafe { _mm256_loadu_si256(step.scales.as_ptr().cast()) }
+}
+
+/// Adds to eight doubles, half by half.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn add(halves: [__m256d; 2], out: &mut [f64; 8]) {
+    for (half, out) in halves.into_iter().zip(out.as_chunks_mut::<4>().0) {
+        // SAFETY: the source is an array of 4 doubles.
+        let sum = unsafe { _mm256_add_pd(_mm256_loadu_pd(out.as_ptr()), half) };
+        // SAFETY: the destination is an array of 4 doubles.
+        unsafe { _mm256_storeu_pd(out.as_mut_ptr(), sum) };
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn tile<const R: usize, const EXACT: bool>(rows: &[&[Step]], panel: &[PanelStep<8>], out: &mut [[f64; 8]]) {
-    let rows: [&[Step]; R] = std::array::from_fn(|r| &rows[r][..panel.len()]);
-    let mut wide = [[_mm256_setzero_pd(); 2]; R];
-    let mut narrow = [_mm256_setzero_ps(); R];
+fn add_integers<const R: usize>(rows: &[Part<'_>], panel: &[PanelStep<8>], units: &[f32; 8], out: &mut [[f64; 8]]) {
+    const { assert!(R <= MOST_ROWS) };
+    let parts: [&[super::Step]; R] = std::array::from_fn(|r| &rows[r].steps[..panel.len()]);
+    let mut sums = [_mm256_setzero_si256(); R];
     for (k, step) in panel.iter().enumerate() {
-        let values: [__m256i; 4] = std::array::from_fn(|q| {
-            // SAFETY: the source is an array of 32 bytes.
-            unsafe { _mm256_loadu_si256(step.values[q].as_ptr().cast()) }
-        });
-        // SAFETY: the source is an array of 8 floats.
-        let scales = unsafe { _mm256_loadu_ps(step.scales.as_ptr()) };
+        let (values, scales) = (values(step), scales(step));
         for r in 0..R {
-            let a = &rows[r][k];
-            // A sum of eight pairs is at most 8·2·24·12 = 4608: words hold it.
-            let pair = |q: usize| _mm256_maddubs_epi16(values[q], _mm256_set1_epi32(a.values[q]));
-            let words = _mm256_add_epi16(_mm256_add_epi16(pair(0), pair(1)), _mm256_add_epi16(pair(2), pair(3)));
-            let dot = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
-            let dot = _mm256_add_epi32(dot, _mm256_set1_epi32(a.offset));
-            let term = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(dot), scales), _mm256_set1_ps(a.scale));
-            if EXACT {
-                wide[r][0] = _mm256_add_pd(wide[r][0], _mm256_cvtps_pd(_mm256_castps256_ps128(term)));
-                wide[r][1] = _mm256_add_pd(wide[r][1], _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(term)));
-            } else {
-                // Quartered: the values were doubled. Exact.
-                narrow[r] = _mm256_add_ps(narrow[r], _mm256_mul_ps(term, _mm256_set1_ps(0.25)));
-            }
+            let a = &parts[r][k];
+            let scale = _mm256_mullo_epi16(scales, _mm256_set1_epi32(a.integer as i32));
+            sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(words(a, &values), scale));
+        }
+    }
+    // SAFETY: the source is an array of 8 floats.
+    let units = unsafe { _mm256_loadu_ps(units.as_ptr()) };
+    let units = [_mm256_castps256_ps128(units), _mm256_extractf128_ps::<1>(units)].map(|half| _mm256_cvtps_pd(half));
+    for r in 0..R {
+        // Quartered: the values were doubled.
+        let unit = _mm256_set1_pd(f64::from(rows[r].unit) * 0.25);
+        let halves = [_mm256_castsi256_si128(sums[r]), _mm256_extracti128_si256::<1>(sums[r])];
+        let scaled = |h: usize| _mm256_mul_pd(_mm256_cvtepi32_pd(halves[h]), _mm256_mul_pd(units[h], unit));
+        add([scaled(0), scaled(1)], &mut out[r]);
+    }
+}
+
+/// The scales of a step in binary32.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn floats(step: &PanelStep<8>, form: &Form<8>) -> __m256 {
+    match form {
+        Form::Floats => _mm256_castsi256_ps(scales(step)),
+        Form::Integers(units) => {
+            // SAFETY: the source is an array of 8 floats.
+            let units = unsafe { _mm256_loadu_ps(units.as_ptr()) };
+            _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32::<16>(scales(step))), units)
+        }
+    }
+}
+
+/// The terms of a block with eight rows of B, quartered, because the values were doubled.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn term(a: &super::Step, values: &[__m256i; 4], scales: __m256) -> __m256 {
+    let dot = _mm256_cvtepi32_ps(_mm256_madd_epi16(words(a, values), _mm256_set1_epi16(1)));
+    _mm256_mul_ps(_mm256_mul_ps(dot, scales), _mm256_set1_ps(a.scale * 0.25))
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_terms<const R: usize>(rows: &[Part<'_>], panel: &[PanelStep<8>], form: &Form<8>, out: &mut [[f64; 8]]) {
+    let parts: [&[super::Step]; R] = std::array::from_fn(|r| &rows[r].steps[..panel.len()]);
+    let mut sums = [[_mm256_setzero_pd(); 2]; R];
+    for (k, step) in panel.iter().enumerate() {
+        let (values, scales) = (values(step), floats(step, form));
+        for r in 0..R {
+            let term = term(&parts[r][k], &values, scales);
+            sums[r][0] = _mm256_add_pd(sums[r][0], _mm256_cvtps_pd(_mm256_castps256_ps128(term)));
+            sums[r][1] = _mm256_add_pd(sums[r][1], _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(term)));
         }
     }
     for r in 0..R {
-        let sums = if EXACT {
-            wide[r].map(|half| _mm256_mul_pd(half, _mm256_set1_pd(0.25)))
-        } else {
-            [_mm256_castps256_ps128(narrow[r]), _mm256_extractf128_ps::<1>(narrow[r])].map(|half| _mm256_cvtps_pd(half))
-        };
-        for (half, out) in sums.into_iter().zip(out[r].as_chunks_mut::<4>().0) {
-            // SAFETY: the destination is an array of 4 doubles.
-            unsafe { _mm256_storeu_pd(out.as_mut_ptr(), half) };
-        }
+        add(sums[r], &mut out[r]);
     }
 }
 
-/// Unpacks up to `N` rows of B from row `first` on, side by side.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_in_order<const R: usize>(rows: &[Part<'_>], panel: &[PanelStep<8>], out: &mut [[f64; 8]]) {
+    let parts: [&[super::Step]; R] = std::array::from_fn(|r| &rows[r].steps[..panel.len()]);
+    let mut sums = [_mm256_setzero_ps(); R];
+    for (k, step) in panel.iter().enumerate() {
+        let (values, scales) = (values(step), floats(step, &Form::Floats));
+        for r in 0..R {
+            sums[r] = _mm256_add_ps(sums[r], term(&parts[r][k], &values, scales));
+        }
+    }
+    for r in 0..R {
+        let halves = [_mm256_castps256_ps128(sums[r]), _mm256_extractf128_ps::<1>(sums[r])];
+        add(halves.map(|half| _mm256_cvtps_pd(half)), &mut out[r]);
+    }
+}
+
+/// Unpacks the values of up to `N` rows of B from row `first` on, side by side.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [PanelStep<N>]) {
-    let scales = &*SCALES;
     let width = N.min(b.rows - first);
     let shifted: [u8; 16] = DOUBLED.map(|v| (i32::from(v) + SHIFT) as u8);
     // SAFETY: the source is an array of 16 bytes.
     let table = unsafe { _mm_loadu_si128(shifted.as_ptr().cast()) };
     let whole = b.cols / BLOCK;
-    let mut spreads = vec![0; panel.len() / 2];
     let mut c = 0;
     while c < width {
         let count = 4.min(width - c);
@@ -108,18 +203,6 @@ pub(super) fn unpack<const N: usize>(b: &View<'_>, first: usize, panel: &mut [Pa
                 }
             }
         }
-        for i in 0..count {
-            let bytes = b.scale_row(first + c + i);
-            for (step, &byte) in panel.iter_mut().zip(bytes) {
-                step.scales[c + i] = scales[usize::from(byte)];
-            }
-            for (largest, &[first, second]) in spreads.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *largest = spread(first, second).max(*largest);
-            }
-        }
         c += 4;
-    }
-    for (pair, &spread) in panel.as_chunks_mut::<2>().0.iter_mut().zip(&spreads) {
-        pair[0].spread = spread;
     }
 }

@@ -2,23 +2,27 @@
 //!
 //! E2M1 values doubled are integers of at most 12, so a block's 16 products add up in integers. The
 //! instructions need one unsigned factor: 12 is added to B's values, and 12 times the sum of A's
-//! values is subtracted again. A block's term is that integer times both scales, at most 20
-//! significant bits: exact in binary32. Terms are added in binary64.
+//! values is subtracted again. A block's term is that integer times both scales.
 //!
-//! # Why that sum is exact
+//! # Why the sum is exact
 //!
-//! With `g` the smallest unit that a row's scales are multiples of, every term of output (i, j) is
-//! a multiple of gᵢ·gⱼ/4 and at most 2304·sᵢ·sⱼ/4, s being the row's largest scale. While the
-//! number of blocks times 2304·sᵢ·sⱼ stays below 2⁵³·gᵢ·gⱼ, no partial sum needs more than 53 bits.
-//! Rows of ordinary matrices are far below that. Where they are not, sums are taken over runs of 64
-//! blocks, which are within it whatever the scales, and added up as integers.
+//! Scales are integers of a unit ([`scales`]). Where those of a run of 32 blocks are small enough,
+//! as those of ordinary rows are, its terms are added up in 32 bits. Elsewhere a term is computed
+//! in binary32: it has at most 20 significant bits.
+//!
+//! Sums of runs, and such terms, are added in binary64. With `g` the unit of a row, every term of
+//! output (i, j) is a multiple of gᵢ·gⱼ/4 and at most 2304·sᵢ·sⱼ/4, s being the row's largest
+//! scale. While the number of blocks times 2304·sᵢ·sⱼ stays below 2⁵³·gᵢ·gⱼ, no partial sum needs
+//! more than 53 bits. Rows of ordinary matrices are far below that. Where they are not, sums are
+//! taken over one run each, which are within it whatever the scales, and added up as integers.
 //!
 //! B is processed in panels of a few rows. A panel is unpacked once, side by side, and stays in
-//! cache for all rows of A.
+//! cache for all rows of A. Where A has few rows, B is read as it lies ([`row`]).
 
 mod avx2;
 mod avx512;
 pub(super) mod row;
+mod scales;
 
 use super::pieces::{in_pieces, rows_in_pieces};
 use super::writer::{MOST, Writer};
@@ -26,9 +30,10 @@ use crate::avx2::Avx2;
 use crate::avx512::Avx512;
 use nvfp4_spec::gemm::{Accumulate, Product, TERM_UNIT};
 use nvfp4_spec::matrix::View;
-use nvfp4_spec::{BLOCK, Element, e4m3};
+use nvfp4_spec::{BLOCK, Element};
 use rayon::prelude::*;
-use std::sync::LazyLock;
+pub(super) use scales::SCALES;
+use scales::{RUN, Range, runs};
 
 /// What is added to B's doubled values.
 const SHIFT: i32 = 12;
@@ -43,97 +48,178 @@ pub(super) enum Vectors {
     Avx512(Avx512),
 }
 
-/// A block of a row of A: its values in fours, what undoes the shift of B's, its scale, and, in the
-/// first of two blocks, how far apart their scales are ([`spread`]).
+/// A block of a row of A.
 #[derive(Clone, Copy)]
+#[repr(C)]
 struct Step {
+    /// Its values in fours.
     values: [i32; 4],
+    /// What undoes the shift of B's values.
     offset: i32,
+    /// Half of that, in both halves of a word.
+    halves: i32,
+    /// The scale.
     scale: f32,
-    spread: u8,
+    /// The scale as an integer of its run, in both halves of a word; where it has one.
+    integer: u32,
 }
 
-/// The largest scale of a row and the unit of all: a power of two.
-#[derive(Clone, Copy)]
-struct Range {
-    largest: f32,
-    unit: f32,
+/// The rows of A.
+struct Rows {
+    blocks: usize,
+    steps: Vec<Step>,
+    /// Of every run of every row.
+    ranges: Vec<Range>,
 }
 
-impl Range {
-    fn of(scales: &[u8]) -> Self {
-        // Values and their units grow with the byte, so the largest and the smallest that is not
-        // zero say it all. NaN makes its outputs NaN whatever the range.
-        let (mut largest, mut below) = (0, e4m3::MAX_BYTE - 1);
-        for &byte in scales {
-            let magnitude = (byte & 0x7F).min(e4m3::MAX_BYTE);
-            largest = magnitude.max(largest);
-            // One less, so that zero is the largest of all.
-            below = magnitude.wrapping_sub(1).min(below);
+impl Rows {
+    fn new(a: &View<'_>) -> Self {
+        let blocks = a.cols.div_ceil(BLOCK);
+        let row = |i: usize| a.scale_row(i).chunks(RUN).map(Range::of);
+        let ranges: Vec<Range> = (0..a.rows).flat_map(row).collect();
+        let count = blocks.div_ceil(RUN);
+        let steps = rows_in_pieces(a.rows, a.cols).flat_map_iter(|i| steps(a, i, &ranges[i * count..][..count]));
+        Rows { blocks, steps: steps.collect(), ranges }
+    }
+
+    fn row(&self, i: usize) -> &[Step] {
+        &self.steps[i * self.blocks..][..self.blocks]
+    }
+
+    /// The ranges of the runs of row `i`.
+    fn ranges(&self, i: usize) -> &[Range] {
+        let count = self.blocks.div_ceil(RUN);
+        &self.ranges[i * count..][..count]
+    }
+}
+
+/// Row `i` of A; the ranges are those of its runs.
+fn steps<'a>(a: &View<'a>, i: usize, ranges: &'a [Range]) -> impl Iterator<Item = Step> + use<'a> {
+    let (codes, scales, cols, table) = (a.code_row(i), a.scale_row(i), a.cols, &*SCALES);
+    scales.iter().enumerate().map(move |(k, &scale)| {
+        let mut values = [0i8; BLOCK];
+        for (pair, &byte) in values.chunks_exact_mut(2).zip(&codes[k * BLOCK / 2..]) {
+            pair.copy_from_slice(&[DOUBLED[usize::from(byte & 15)], DOUBLED[usize::from(byte >> 4)]]);
         }
-        let smallest = below + 1;
-        // A value has four significant bits; the subnormal ones are multiples of the smallest.
-        let leading = f32::from_bits(e4m3::decode(smallest).to_bits() & 0x7F80_0000);
-        Range { largest: e4m3::decode(largest), unit: (leading / 8.0).max(e4m3::MIN_POSITIVE) }
-    }
-
-    /// Whether a sum of `blocks` terms of two such rows is exact in binary64.
-    fn fits(self, other: Range, blocks: usize) -> bool {
-        let most = 2304.0 * f64::from(self.largest) * f64::from(other.largest) * blocks as f64;
-        most == 0.0 || most < 2f64.powi(53) * f64::from(self.unit) * f64::from(other.unit)
-    }
-
-    fn and(self, other: Range) -> Range {
-        Range { largest: self.largest.max(other.largest), unit: self.unit.min(other.unit) }
-    }
+        // The format requires codes beyond an odd end to be zero, but a caller's buffer may differ.
+        if cols < (k + 1) * BLOCK {
+            values[cols - k * BLOCK..].fill(0);
+        }
+        let sum: i32 = values.iter().map(|&v| i32::from(v)).sum();
+        let fours = values.as_chunks::<4>().0;
+        let half = (-SHIFT * sum / 2) as i16 as u16;
+        Step {
+            values: std::array::from_fn(|q| i32::from_le_bytes(fours[q].map(|v| v as u8))),
+            offset: -SHIFT * sum,
+            halves: (u32::from(half) << 16 | u32::from(half)) as i32,
+            scale: table[usize::from(scale)],
+            integer: ranges[k / RUN].integers()[usize::from(scale & 0x7F)],
+        }
+    })
 }
 
-/// A block of `N` rows of B side by side: values four by four, shifted, and scales; in the first of
-/// two blocks the largest [`spread`] of a row.
+/// A block of `N` rows of B side by side: values four by four, shifted, and scales as their run has
+/// them.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct PanelStep<const N: usize> {
     values: [[[u8; 4]; N]; 4],
-    scales: [f32; N],
-    spread: u8,
+    scales: [u32; N],
 }
-
-/// By how many powers of two the scales of two blocks differ; none if one of them is 0.
-///
-/// A scale is at most 15 times the unit of its power of two. Two terms of an output, each a sum of
-/// 16 products times two scales, are then multiples of one unit, and with both sides' spreads at
-/// most [`PAIRED`] together their sum is at most 2·2304·15²·2⁴ = 16,588,800 < 2²⁴ of those units:
-/// exact in binary32.
-fn spread(first: u8, second: u8) -> u8 {
-    let power = |byte: u8| (byte >> 3 & 15).max(1);
-    let difference = power(first).abs_diff(power(second));
-    // Without a branch, so that the compiler vectorizes it.
-    difference * u8::from((first & 0x7F != 0) & (second & 0x7F != 0))
-}
-
-const PAIRED: u8 = 4;
 
 impl<const N: usize> PanelStep<N> {
-    const EMPTY: Self = PanelStep { values: [[[SHIFT as u8; 4]; N]; 4], scales: [0.0; N], spread: 0 };
+    const EMPTY: Self = PanelStep { values: [[[SHIFT as u8; 4]; N]; 4], scales: [0; N] };
+}
+
+/// What the scales of a run of a panel are.
+#[derive(Clone, Copy)]
+enum Form<const N: usize> {
+    /// Integers in both halves of a word, of these units.
+    Integers([f32; N]),
+    /// Numbers of binary32.
+    Floats,
+}
+
+/// A few rows of B.
+struct Panel<const N: usize> {
+    steps: Vec<PanelStep<N>>,
+    forms: Vec<Form<N>>,
+    /// The largest of the rows' ranges, run by run.
+    ranges: Vec<Range>,
+    /// The range of all.
+    range: Range,
+}
+
+impl<const N: usize> Panel<N> {
+    fn new(blocks: usize) -> Self {
+        let runs = blocks.div_ceil(RUN);
+        let none = Range::of(&[]);
+        Panel {
+            steps: vec![PanelStep::EMPTY; blocks],
+            forms: vec![Form::Floats; runs],
+            ranges: vec![none; runs],
+            range: none,
+        }
+    }
+
+    /// Unpacks up to `N` rows of B from row `first` on.
+    fn unpack(&mut self, kernel: impl Kernel<N>, b: &View<'_>, first: usize, accumulate: Accumulate) {
+        let width = N.min(b.rows - first);
+        if width < N {
+            self.steps.fill(PanelStep::EMPTY);
+        }
+        kernel.unpack(b, first, &mut self.steps);
+        let table = &*SCALES;
+        self.range = Range::of(&[]);
+        for (r, steps) in self.steps.chunks_mut(RUN).enumerate() {
+            let scales = |c: usize| &b.scale_row(first + c)[r * RUN..][..steps.len()];
+            let mut ranges = [Range::of(&[]); N];
+            ranges[..width].iter_mut().enumerate().for_each(|(c, range)| *range = Range::of(scales(c)));
+            self.range = ranges.into_iter().fold(self.range, Range::and);
+            self.ranges[r] = ranges.into_iter().reduce(Range::largest_of).expect("a panel has rows");
+            let integers = accumulate == Accumulate::Exact && self.ranges[r].has_integers();
+            for c in 0..width {
+                let (scales, integer) = (&b.scale_row(first + c)[r * RUN..], ranges[c].integers());
+                for (step, &byte) in steps.iter_mut().zip(scales) {
+                    step.scales[c] =
+                        if integers { integer[usize::from(byte & 0x7F)] } else { table[usize::from(byte)].to_bits() };
+                }
+            }
+            self.forms[r] = if integers { Form::Integers(ranges.map(Range::unit)) } else { Form::Floats };
+        }
+    }
 }
 
 /// `N` sums for each of up to six rows of A, before they are rounded to binary32.
 type Tile<const N: usize> = [[f64; N]; MOST_ROWS];
 const MOST_ROWS: usize = 6;
 
+/// Some blocks of a row of A, and the unit of their integers.
+#[derive(Clone, Copy)]
+struct Part<'a> {
+    steps: &'a [Step],
+    unit: f32,
+}
+
 /// A kernel: the sums of up to [`MOST_ROWS`] rows of A with the rows of a panel.
 trait Kernel<const N: usize>: Copy + Sync {
+    /// Unpacks the values of up to `N` rows of B from row `first` on.
     fn unpack(self, b: &View<'_>, first: usize, panel: &mut [PanelStep<N>]);
-    fn tile(self, rows: &[&[Step]], panel: &[PanelStep<N>], accumulate: Accumulate, out: &mut Tile<N>);
+    /// Adds the sums of a run, all of whose scales are integers, those of B's of the given units.
+    fn add_integers(self, rows: &[Part<'_>], panel: &[PanelStep<N>], units: &[f32; N], out: &mut Tile<N>);
+    /// Adds the sums of some blocks, term by term.
+    fn add_terms(self, rows: &[Part<'_>], panel: &[PanelStep<N>], form: &Form<N>, out: &mut Tile<N>);
+    /// Adds the sums of some blocks in binary32, in order; the scales are of binary32.
+    fn add_in_order(self, rows: &[Part<'_>], panel: &[PanelStep<N>], out: &mut Tile<N>);
 }
 
 /// The product of two quantized matrices whose shapes were checked and which have elements.
 pub(super) fn gemm<T: Element>(vectors: Vectors, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
+    let few = a.rows <= FEW && product.accumulate == Accumulate::Exact;
     match vectors {
+        Vectors::Avx2(token) if few => few_rows::<T, 8>(token, a, b, product, out),
+        Vectors::Avx512(token) if few => few_rows::<T, 16>(token, a, b, product, out),
         Vectors::Avx2(token) => run::<T, 8>(token, a, b, product, out),
-        Vectors::Avx512(token) if a.rows <= FEW && product.accumulate == Accumulate::Exact => {
-            few_rows(token, a, b, product, out);
-        }
         Vectors::Avx512(token) => run::<T, 16>(token, a, b, product, out),
     }
 }
@@ -144,23 +230,38 @@ pub(super) const FEW: usize = 4;
 pub(super) const CHUNK: usize = MOST;
 
 /// The product where A has few rows.
-fn few_rows<T: Element>(token: Avx512, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
+fn few_rows<T: Element, const L: usize>(
+    kernel: impl row::Kernel<L>,
+    a: &View<'_>,
+    b: &View<'_>,
+    product: &Product<'_, T>,
+    out: &mut [T],
+) {
     let blocks = a.cols.div_ceil(BLOCK);
-    let rows: Vec<Vec<row::Group>> = (0..a.rows).map(|i| row::groups(a, i)).collect();
-    let a_range = (0..a.rows).map(|i| Range::of(a.scale_row(i))).reduce(Range::and).expect("A has rows");
+    let rows: Vec<row::Row<L>> = (0..a.rows).map(|i| row::Row::new(kernel, a, i)).collect();
     let writer = Writer::new((a.into(), b.into()), product, out);
-    (0..b.rows.div_ceil(CHUNK)).into_par_iter().for_each(|chunk| {
+    in_pieces(b.rows.div_ceil(CHUNK), CHUNK * a.rows * a.cols).for_each(|chunk| {
         let first = chunk * CHUNK;
         let width = CHUNK.min(b.rows - first);
-        // The sums of a row of B with all of A's.
-        let column = |j: usize| {
-            let step = if a_range.fits(Range::of(b.scale_row(j)), blocks) { blocks } else { RUN };
-            in_runs(blocks, step, |run, tile| row::sums(token, &rows, b, j, run, tile.as_flattened_mut()))
-        };
-        let mut columns = [[[0f32; 1]; MOST_ROWS]; CHUNK];
-        columns[..width].iter_mut().enumerate().for_each(|(c, sums)| *sums = column(first + c));
-        for i in 0..a.rows {
-            let sums = columns.map(|column| column[i][0]);
+        let mut sums = [[0f32; CHUNK]; FEW];
+        for c in 0..width {
+            let (codes, scales) = (b.code_row(first + c), b.scale_row(first + c));
+            let range = Range::of(scales);
+            let all = |fits: fn(&row::Row<L>, Range) -> bool| rows.iter().all(|row| fits(row, range));
+            let mut column = [0.0; FEW];
+            if all(|row, range| row.range.fits_integers(range)) {
+                kernel.integers(&rows, codes, scales, range, &mut column);
+            } else {
+                let step = if rows.iter().all(|row| row.range.fits(range, blocks)) { blocks } else { RUN };
+                let tile = in_runs(blocks, step, |run, tile: &mut Tile<1>| {
+                    kernel.terms(&rows, codes, scales, run, &mut column);
+                    tile.iter_mut().zip(column).for_each(|(to, sum)| to[0] = sum);
+                });
+                column.iter_mut().zip(tile).for_each(|(to, [sum])| *to = f64::from(sum));
+            }
+            sums.iter_mut().zip(column).for_each(|(row, sum)| row[c] = sum as f32);
+        }
+        for (i, sums) in sums[..a.rows].iter().enumerate() {
             // SAFETY: a chunk writes the columns of its own rows of B only.
             unsafe { writer.write(i, first, &sums[..width]) };
         }
@@ -174,34 +275,23 @@ fn run<T: Element, const N: usize>(
     product: &Product<'_, T>,
     out: &mut [T],
 ) {
-    let blocks = a.cols.div_ceil(BLOCK);
-    let steps: Vec<Step> = rows_in_pieces(a.rows, a.cols).flat_map_iter(|i| steps(a, i)).collect();
-    let range = |rows: std::ops::Range<usize>| rows.map(|i| Range::of(a.scale_row(i))).reduce(Range::and);
-    let group_of = |first: usize| range(first..a.rows.min(first + MOST_ROWS)).expect("a group has rows");
-    let a_ranges: Vec<Range> = (0..a.rows).step_by(MOST_ROWS).map(group_of).collect();
-    let rows: Vec<&[Step]> = steps.chunks_exact(blocks).collect();
+    let rows = Rows::new(a);
+    let blocks = rows.blocks;
+    let range_of = |i: usize| rows.ranges(i).iter().copied().fold(Range::of(&[]), Range::and);
+    let ranges: Vec<Range> = (0..a.rows).map(range_of).collect();
     let writer = Writer::new((a.into(), b.into()), product, out);
     in_pieces(b.rows.div_ceil(N), N * a.rows * a.cols).for_each_init(
-        || vec![PanelStep::<N>::EMPTY; blocks],
+        || Panel::<N>::new(blocks),
         |panel, p| {
             let first = p * N;
             let width = N.min(b.rows - first);
-            if width < N {
-                panel.fill(PanelStep::EMPTY);
-            }
-            kernel.unpack(b, first, panel);
-            let b_range = (first..first + width).map(|j| Range::of(b.scale_row(j))).reduce(Range::and);
-            let b_range = b_range.expect("a panel has rows");
+            panel.unpack(kernel, b, first, product.accumulate);
             for group in (0..a.rows).step_by(MOST_ROWS) {
                 let height = MOST_ROWS.min(a.rows - group);
-                let fits = a_ranges[group / MOST_ROWS].fits(b_range, blocks);
-                let step = if fits || product.accumulate == Accumulate::Reference { blocks } else { RUN };
-                let tile = in_runs(blocks, step, |run, tile| {
-                    let mut part: [&[Step]; MOST_ROWS] = [&[]; MOST_ROWS];
-                    for (part, row) in part.iter_mut().zip(&rows[group..group + height]) {
-                        *part = &row[run.clone()];
-                    }
-                    kernel.tile(&part[..height], &panel[run], product.accumulate, tile);
+                let fits = || (group..group + height).all(|i| ranges[i].fits(panel.range, blocks));
+                let step = if product.accumulate == Accumulate::Reference || fits() { blocks } else { RUN };
+                let tile = in_runs(blocks, step, |some, tile| {
+                    tile_of(kernel, &rows, group..group + height, panel, some, product.accumulate, tile);
                 });
                 for (r, sums) in tile[..height].iter().enumerate() {
                     // SAFETY: a panel writes the columns of its own rows of B only.
@@ -212,11 +302,39 @@ fn run<T: Element, const N: usize>(
     );
 }
 
-/// Blocks of a run: a sum of 64·2304·(448·2⁹)² < 2⁵³ units is exact however far apart scales are.
-/// Even, and a multiple of what [`row::sums`] takes at a time.
-const RUN: usize = 64;
+/// The sums of a group of rows of A with a panel over some blocks, from a multiple of [`RUN`] on.
+fn tile_of<const N: usize>(
+    kernel: impl Kernel<N>,
+    rows: &Rows,
+    group: std::ops::Range<usize>,
+    panel: &Panel<N>,
+    blocks: std::ops::Range<usize>,
+    accumulate: Accumulate,
+    tile: &mut Tile<N>,
+) {
+    *tile = [[0.0; N]; MOST_ROWS];
+    let mut parts = [Part { steps: &[], unit: 0.0 }; MOST_ROWS];
+    let height = group.len();
+    let mut select = |blocks: std::ops::Range<usize>| {
+        for (part, i) in parts.iter_mut().zip(group.clone()) {
+            *part = Part { steps: &rows.row(i)[blocks.clone()], unit: rows.ranges(i)[blocks.start / RUN].unit() };
+        }
+        parts
+    };
+    if accumulate == Accumulate::Reference {
+        return kernel.add_in_order(&select(blocks.clone())[..height], &panel.steps[blocks], tile);
+    }
+    for run in runs(blocks) {
+        let (r, steps, parts) = (run.start / RUN, &panel.steps[run.clone()], select(run));
+        let fits = || group.clone().all(|i| rows.ranges(i)[r].fits_integers(panel.ranges[r]));
+        match &panel.forms[r] {
+            Form::Integers(units) if fits() => kernel.add_integers(&parts[..height], steps, units, tile),
+            form => kernel.add_terms(&parts[..height], steps, form, tile),
+        }
+    }
+}
 
-/// A tile of sums over all blocks, rounded once. `sums` adds `step` blocks at a time, exactly.
+/// A tile of sums over all blocks, rounded once. `sums` gives those of `step` blocks, exactly.
 fn in_runs<const N: usize>(
     blocks: usize,
     step: usize,
@@ -238,29 +356,3 @@ fn in_runs<const N: usize>(
     }
     totals.map(|row| row.map(|total| total.map_or(f32::NAN, |total| total as f32 * TERM_UNIT)))
 }
-
-/// Row `i` of A.
-fn steps<'a>(a: &View<'a>, i: usize) -> impl Iterator<Item = Step> + use<'a> {
-    let (codes, scales, cols, table) = (a.code_row(i), a.scale_row(i), a.cols, &*SCALES);
-    scales.iter().enumerate().map(move |(k, &scale)| {
-        let mut values = [0i8; BLOCK];
-        for (pair, &byte) in values.chunks_exact_mut(2).zip(&codes[k * BLOCK / 2..]) {
-            pair.copy_from_slice(&[DOUBLED[usize::from(byte & 15)], DOUBLED[usize::from(byte >> 4)]]);
-        }
-        // The format requires codes beyond an odd end to be zero, but a caller's buffer may differ.
-        if cols < (k + 1) * BLOCK {
-            values[cols - k * BLOCK..].fill(0);
-        }
-        let sum: i32 = values.iter().map(|&v| i32::from(v)).sum();
-        let fours = values.as_chunks::<4>().0;
-        Step {
-            values: std::array::from_fn(|q| i32::from_le_bytes(fours[q].map(|v| v as u8))),
-            offset: -SHIFT * sum,
-            scale: table[usize::from(scale)],
-            spread: scales.get(k + 1).map_or(0, |&next| spread(scale, next)),
-        }
-    })
-}
-
-/// The values of every scale byte.
-pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|byte| e4m3::decode(byte as u8)));
