@@ -1,4 +1,4 @@
-"""FSDP2, tensor and sequence parallelism on GPUs, over NCCL: what the gloo tests check on the CPU.
+"""FSDP2, tensor, sequence and expert parallelism on GPUs, over NCCL: what the gloo tests check on the CPU.
 
     torchrun --nproc-per-node N interop/python/nccl.py           # N GPUs; one is enough to run it
     torchrun --nproc-per-node 2 interop/python/nccl.py --cpu     # the same over gloo
@@ -91,9 +91,33 @@ def by_arguments(recipe):
     assert torch.isfinite(x.grad).all()
 
 
+def routed(recipe):
+    """Experts of all workers give tokens what experts of one process give them."""
+    number, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(3)
+    alone = nvfp4.torch.GroupedLinear(2 * number, WIDE, WIDE, recipe=recipe, device=KIND)
+    mine = nvfp4.torch.GroupedLinear(2, WIDE, WIDE, recipe=recipe, device=KIND)
+    named = dict(alone.named_parameters())
+    with torch.no_grad():
+        for at in range(2):
+            for name in ("weight", "bias"):
+                getattr(mine, f"{name}{at}").copy_(named[f"{name}{2 * rank + at}"])
+    x = torch.randn(2 * number, number, 32, WIDE, device=KIND)  # by expert, then by worker
+    splits, of_all = [32] * 2 * number, [32 * number] * 2 * number
+    expected = alone(x.flatten(0, 2), of_all).view(x.shape)[:, rank].flatten(0, 1)
+    routes = nvfp4.torch.Routes(splits)
+    for layer in (lambda x: routes.combine(mine(x, routes.dispatch)), lambda x: mine(routes.dispatch(x), routes.combine)):
+        tokens = x[:, rank].flatten(0, 1).requires_grad_()
+        y = layer(tokens)
+        torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+        y.sum().backward()
+        assert torch.isfinite(tokens.grad).all()
+
+
 CHECKS = [(sharded, recipe, policy) for recipe in ("nvfp4", "nvfp4_1d_weight", "current_scaling", "mxfp8")
           for policy in (None, torch.bfloat16)]  # fmt: skip
 CHECKS += [(split, recipe) for recipe in (NEAREST, "current_scaling", "mxfp8")]
+CHECKS += [(routed, recipe) for recipe in (NEAREST, "nvfp4_row_scaled", "current_scaling", "mxfp8")]
 CHECKS += [(by_arguments, recipe) for recipe in (NEAREST, "nvfp4", "delayed_scaling")]
 
 

@@ -1,6 +1,7 @@
 """TransformerEngine's regions, and what stands beside them."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -73,6 +74,30 @@ def test_a_weight_of_codes_may_have_a_direction_in_high_precision():
     made = [results(module, x, recipe) for module in (layer, other)]
     assert all(torch.equal(a, b) for a, b in zip(*made))
     assert not torch.equal(made[0][1], results(other, x, "high_precision")[1])
+
+
+def test_the_columns_of_a_weight_of_codes_may_be_made_of_its_rows():
+    mxfp8, nvfp4_ = te.MXFP8Quantizer(te.DType.kFloat8E4M3), te.NVFP4Quantizer()
+
+    def factory(role):
+        if role is not None and role.tensor_type == "weight":
+            return te.HybridQuantizer(
+                rowwise_quantizer=mxfp8, columnwise_quantizer=nvfp4_, columnwise_source="rowwise_dequantized"
+            )
+        if role is not None and role.tensor_type == "grad_output":
+            return te.HybridQuantizer(rowwise_quantizer=nvfp4_, columnwise_quantizer=mxfp8)
+        return mxfp8
+
+    recipe = te.CustomRecipe(factory)
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(64, 64)
+    assert layer.weight.spec == "mxfp8(e4m3) / nvfp4 from row"
+    saved = io.BytesIO()
+    torch.save(layer.state_dict(), saved)
+    with te.quantized_model_init(recipe=recipe):
+        other = te.Linear(64, 64)
+    other.load_state_dict(torch.load(io.BytesIO(saved.getvalue()), weights_only=False))
+    assert torch.equal(other.weight.dequantize(), layer.weight.dequantize())
 
 
 def test_weights_that_are_codes_alone_go_on():

@@ -90,7 +90,7 @@ def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) ->
         try:
             if not plain and not delayed:
                 # A direction may stay in high precision: it is stored beside the codes.
-                for part in formats.weight.spec.split(" / "):
+                for part in formats.weight.spec.removesuffix(" from row").split(" / "):
                     if part != "high-precision":
                         check_spec(part)
         except ValueError as error:

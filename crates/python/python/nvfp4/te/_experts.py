@@ -10,6 +10,8 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from nvfp4.torch._routes import tokens_among
+
 from ._recipe import region
 
 
@@ -210,12 +212,6 @@ class _Aligned(torch.nn.Module):
             self.align_size = alignment()
         return [-(-tokens // self.align_size) * self.align_size for tokens in m_splits]
 
-    @staticmethod
-    def rows(m_splits: List[int], padded: List[int], device: torch.device) -> Tensor:
-        """Where the tokens are among those with padding."""
-        chunks = torch.arange(sum(padded), device=device).split(padded)
-        return torch.cat([chunk[:tokens] for chunk, tokens in zip(chunks, m_splits)])
-
 
 class Fp8Padding(_Aligned):
     """``transformer_engine.pytorch.Fp8Padding``: pads each expert's tokens with zeros."""
@@ -225,7 +221,7 @@ class Fp8Padding(_Aligned):
         if padded == list(m_splits):
             return inp, m_splits
         x = inp.reshape(-1, inp.shape[-1])
-        rows = self.rows(m_splits, padded, inp.device)
+        rows = tokens_among(m_splits, padded, inp.device)
         return x.new_zeros(sum(padded), x.shape[1]).index_copy(0, rows, x), padded
 
 
@@ -237,5 +233,5 @@ class Fp8Unpadding(_Aligned):
         if padded == list(m_splits):
             return inp
         return inp.reshape(-1, inp.shape[-1]).index_select(
-            0, self.rows(m_splits, padded, inp.device)
+            0, tokens_among(m_splits, padded, inp.device)
         )

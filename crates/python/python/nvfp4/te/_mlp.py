@@ -175,6 +175,11 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
         biases = [getattr(self, f"bias{expert}") for expert in range(self.num_gemms)]
         return y, [inp.new_empty(0) if bias is None else bias.to(inp.dtype) for bias in biases]
 
-    def _expert(self, expert: int, tokens: Tensor) -> Tensor:
-        bias = None if self.return_bias else getattr(self, f"bias{expert}")
-        return self.product(tokens, getattr(self, f"weight{expert}"), bias, expert)
+    def _bias(self, expert: int) -> Optional[Tensor]:
+        return None if self.return_bias else super()._bias(expert)
+
+    def formats_by_codes(self, weights: List[Tensor]) -> Any:
+        # What has its own products, or looks at operands, sees tokens as they are.
+        if self._foreign is not None or self._calibrated is not None or self._store is not None:
+            return None
+        return super().formats_by_codes(weights)

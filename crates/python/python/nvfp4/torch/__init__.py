@@ -30,6 +30,7 @@ from ._norm import LayerNormLinear, LayerNormMLP
 from ._parameters import quantize_parameters, quantized_model_init, weights_changed
 from ._quantized import QuantizedTensor
 from ._report import Conversion
+from ._routes import Routes
 from ._sharding import Gathering, agree_on_weights, gather_codes
 from ._torchao import from_torchao, quantize_torchao, to_torchao
 
@@ -46,6 +47,7 @@ __all__ = [
     "Linear",
     "Loaded",
     "QuantizedTensor",
+    "Routes",
     "RowwiseParallel",
     "agree_on_weights",
     "check_finite",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import List, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -51,9 +51,11 @@ def scaling_dim(part: Tuple[int, ...], whole: Tuple[int, ...]) -> int:
     return next(dim for dim, (a, b) in enumerate(zip(part, whole)) if a != b)
 
 
-def sharded(arrays: List[Tensor], spec: str, directions: str, matrix: Tuple[int, int]) -> Tuple[List[int], List[int]]:
-    """The arrays that grow with the rows of a matrix, and those that do not."""
-    rows, cols = matrix
-    twice = shapes(spec, directions, (2 * rows, cols))
-    split = [at for at, array in enumerate(arrays) if tuple(array.shape) != twice[at][1]]
-    return split, [at for at in range(len(arrays)) if at not in split]
+# A number of rows that is whole blocks of every format.
+_MANY = 1024
+
+
+def grows(spec: str, directions: str, cols: int) -> List[Optional[int]]:
+    """For each array of a matrix, the dimension that grows with its rows, if one does."""
+    some, more = (shapes(spec, directions, (rows, cols)) for rows in (_MANY, 2 * _MANY))
+    return [None if a == b else scaling_dim(a[1], b[1]) for a, b in zip(some, more)]

@@ -7,7 +7,7 @@ a pass in one operation, with the same numbers (``_function.py``).
 
 from __future__ import annotations
 
-from typing import List, Optional, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -44,37 +44,69 @@ def quantized(
 
     Those of delayed scaling, for which something is kept, they agree on later.
     """
-    if format.rounding == "stochastic" and offset is None:
-        offset = torch.randint(2**62, (1,), device=x.device)
-    if format.rounding != "stochastic":
-        offset = None
-    if format.spec == "high-precision":
-        watched = None  # what is in it reaches the result
-    name = "" if watched is None else watched.name
-
-    def arrays(made: List[Tensor]) -> List[Tensor]:
-        """What an operation made, without the flag at its end."""
-        if watched is None:
-            return made
-        watched.note(made[-1])
-        return made[:-1]
-
+    offset, watched = _drawn(x, format, offset), _seen(format, watched)
     if kept is not None:
+        name = "" if watched is None else watched.name
         given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name, alignment)
-        noted = arrays(quantize_delayed(x, *given))
+        noted = _arrays(quantize_delayed(x, *given), watched)
         end = len(noted) - kept.number()
         kept.note(noted, end)
         return noted[:end]
+    part = _part(x, format, seed, offset, Split.of(group), watched, alignment)
+    if amax is not None:
+        return part.quantize(amax, None)
+    if group is None:
+        return part.quantize(None, None)
+    return part.quantize(*agreed([part])[0])
+
+
+def quantized_together(
+    xs: Sequence[Tensor],
+    formats: Sequence[Format],
+    seed: int,
+    offsets: Sequence[Optional[Tensor]],
+    split: Split,
+    watched: Sequence[Optional[Watched]],
+    alignment: int,
+) -> List[List[Tensor]]:
+    """The arrays of several tensors, whose amaxes workers agree on together."""
+    parts = [
+        _part(x, format, seed, _drawn(x, format, offset), split, _seen(format, watch), alignment)
+        for x, format, offset, watch in zip(xs, formats, offsets, watched)
+    ]
+    return [part.quantize(*amaxes) for part, amaxes in zip(parts, agreed(parts))]
+
+
+def _part(
+    x: Tensor, format: Format, seed: int, offset: Optional[Tensor], split: Split, watched: Optional[Watched], alignment: int
+) -> Part:
+    name = "" if watched is None else watched.name
 
     def made(*amaxes: Optional[Tensor]) -> List[Tensor]:
         given = (format.spec, format.directions, seed, offset, *amaxes, name, alignment)
-        return arrays(quantize(x, *given))
+        return _arrays(quantize(x, *given), watched)
 
-    if amax is not None:
-        return made(amax, None)
-    if group is None:
-        return made(None, None)
-    return made(*agreed([Part(x, format, Split.of(group), made)])[0])
+    return Part(x, format, split, made)
+
+
+def _drawn(x: Tensor, format: Format, offset: Optional[Tensor]) -> Optional[Tensor]:
+    """Where random numbers begin, if there are any."""
+    if format.rounding != "stochastic":
+        return None
+    return torch.randint(2**62, (1,), device=x.device) if offset is None else offset
+
+
+def _seen(format: Format, watched: Optional[Watched]) -> Optional[Watched]:
+    # What is in a tensor that is not quantized reaches the result.
+    return None if format.spec == "high-precision" else watched
+
+
+def _arrays(made: List[Tensor], watched: Optional[Watched]) -> List[Tensor]:
+    """What an operation made, without the flag at its end."""
+    if watched is None:
+        return made
+    watched.note(made[-1])
+    return made[:-1]
 
 
 def _watched(finite: str, watch: Watch, slot: str) -> Optional[Watched]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import List, Tuple, Union
+from typing import List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
 import nvfp4
 
+from ._coded import autocast
+from ._experts import Call, routed_linear
 from ._formats import Formats, formats_of
 from ._function import shaped
 from ._inputs import check_input, fits
 from ._layer import Layer
 from ._norm import _parameter, _reset
 from ._parameters import as_asked
+from ._quantized import coded as coded_of
+from ._routes import Passage
 
 
 class GroupedLinear(Layer):
@@ -66,24 +70,66 @@ class GroupedLinear(Layer):
     def weights(self) -> List[str]:
         return [f"weight{expert}" for expert in range(self.num_gemms)]
 
-    def forward(self, input: Tensor, m_splits: List[int]) -> Tensor:
-        """``m_splits`` has the number of tokens of each expert; tokens are sorted by expert."""
+    def forward(self, input: Tensor, m_splits: Union[List[int], Passage]) -> Tensor:
+        """``m_splits`` has the number of tokens of each expert; tokens are sorted by expert. Where
+        workers have some experts each, it is the way of tokens to them or back: ``dispatch`` or
+        ``combine`` of :class:`Routes`.
+        """
         if not fits(input, self.weight0):
             quantizes = any(formats.quantizes for formats in self.formats)
             check_input(input, self.weight0, self.path + ":{}", quantizes)
         x = input.reshape(-1, self.in_features)
+        if isinstance(m_splits, Passage):
+            m_splits.checked(x, self.num_gemms, self.path)
+            return self._routed(x, m_splits)
         splits = list(m_splits)
         if len(splits) != self.num_gemms or sum(splits) != x.shape[0] or min(splits) < 0:
             raise ValueError(
                 f"{self.path}:m_splits: expected {self.num_gemms} numbers of tokens "
                 f"that add up to {x.shape[0]}, got {splits}"
             )
+        return shaped(self._experts(x, splits), (*input.shape[:-1], self.out_features))
+
+    def _experts(self, x: Tensor, splits: List[int]) -> Tensor:
         parts = torch.split(x, splits)
-        outputs = [self._expert(expert, tokens) for expert, tokens in enumerate(parts)]
-        return shaped(torch.cat(outputs), (*input.shape[:-1], self.out_features))
+        return torch.cat([self._expert(expert, tokens) for expert, tokens in enumerate(parts)])
+
+    def _routed(self, x: Tensor, passage: Passage) -> Tensor:
+        """The products of experts that workers have some of each."""
+        x = autocast(x)
+        each = range(self.num_gemms)
+        weights = [getattr(self, f"weight{expert}") for expert in each]
+        formats = self.formats_by_codes(weights)
+        if formats is None:
+            here = passage.routes.here
+            if passage.way == "dispatch":
+                return self._experts(passage(x), here)
+            return passage(self._experts(x, here))
+        workers = self._workers if self.training else None
+        mains = [self.main_of(weight) for weight in weights]
+        watches = [self.watch_of(expert, x.device) for expert in each]
+        data = () if workers is None else (workers.group,)
+        call = Call(passage, formats, self.seed, watches, data, mains)
+        return routed_linear(x, weights, [self._bias(expert) for expert in each], call)
+
+    def formats_by_codes(self, weights: List[Tensor]) -> Optional[List[Formats]]:
+        """The formats in which tokens travel as codes; None if they travel as they are."""
+        found = []
+        for formats, weight in zip(self.formats, weights):
+            coded = coded_of(weight)
+            if coded is not None:
+                formats = formats.for_codes(coded.spec)
+            whole = coded is None or "column" in coded.multiplied
+            if not formats.trained or not whole or any(format.delayed for format in formats.tensors):
+                return None
+            found.append(formats)
+        return found
+
+    def _bias(self, expert: int) -> Optional[Tensor]:
+        return getattr(self, f"bias{expert}")
 
     def _expert(self, expert: int, tokens: Tensor) -> Tensor:
-        return self.product(tokens, getattr(self, f"weight{expert}"), getattr(self, f"bias{expert}"), expert)
+        return self.product(tokens, getattr(self, f"weight{expert}"), self._bias(expert), expert)
 
     def extra_repr(self) -> str:
         return (

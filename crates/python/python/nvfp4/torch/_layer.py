@@ -110,17 +110,14 @@ class Layer(Delays):
         prefix, name, formats = self._products[number]
         if not fits(x, weight):
             check_input(x, weight, name, formats.quantizes)
-        watch = UNWATCHED
-        if formats.finite == "refuse":
-            flags, first = self._flags(x.device), number * len(SLOTS)
-            watch = Watch(name, None if flags is None else flags[first : first + len(SLOTS)])
+        watch = self.watch_of(number, x.device)
         state = STATELESS if self.delayed is None else self.state_of(formats, prefix)
         # Evaluation is one worker's own: another may evaluate nothing.
         workers = self._workers if self.training else None
         group = None if workers is None else workers.group
         kept = self._kept[number] if can_be_kept(weight) else None
         amax = self._buffers.get("input_amax")
-        main = weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
+        main = self.main_of(weight)
         given = (formats, self.seed, group, state, watch, kept, amax, main, handed)
         later = None if store is None else Later(store, weight)
         if hasattr(weight, "device_mesh"):  # a DTensor, which not every torch has
@@ -132,6 +129,18 @@ class Layer(Delays):
         if store is None:
             return linear(x, weight, bias, *given, later, parallel)
         return _delaying(x, weight, bias, *given, later, parallel)
+
+    def main_of(self, weight: Tensor) -> Optional[Tensor]:
+        """The weight, if its gradient goes into ``main_grad``."""
+        return weight if self.fuse_wgrad_accumulation and getattr(weight, "main_grad", None) is not None else None
+
+    def watch_of(self, number: int, device: torch.device) -> Watch:
+        """What is watched of the product with this number."""
+        _, name, formats = self._products[number]
+        if formats.finite != "refuse":
+            return UNWATCHED
+        flags, first = self._flags(device), number * len(SLOTS)
+        return Watch(name, None if flags is None else flags[first : first + len(SLOTS)])
 
     def part_groups(self) -> List[Any]:
         spread = self.__dict__.get("_spread")

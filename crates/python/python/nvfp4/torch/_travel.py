@@ -15,21 +15,19 @@ import torch
 from torch import Tensor
 
 from . import _sizes
-from ._blocks import DTYPES, bytes_of, scaling_dim, shapes, sharded
+from ._blocks import DTYPES, bytes_of, grows, shapes
 
 _SQUARE = 16
 
 
 class Freight(NamedTuple):
     """What a worker knows of the arrays that it gathers: how they are made, the shape of its own
-    part of the matrix, how many bytes of each array it sends, and, by their places, the arrays that
-    all workers have.
+    part of the matrix, and, by their places, the arrays that all workers have.
     """
 
     spec: str
     directions: str
     matrix: Tuple[int, int]
-    sizes: List[int]
     common: Dict[int, Tensor]
 
 
@@ -45,9 +43,9 @@ def _squares(spec: str) -> bool:
     return spec.startswith("nvfp4(") and "16x16" in spec and " / " not in spec
 
 
-def block_rows(spec: str) -> int:
+def block_rows(spec: str, directions: str = "both") -> int:
     """How many rows a part must have a multiple of, so that its blocks are those of the whole."""
-    row, column = _sizes._described(spec, "both", "float32")
+    row, column = _sizes._described(spec, directions, "float32")
     steps = [_SQUARE if _squares(spec) else 1]
     for described, axis in ((row, "rows"), (column, "cols")):
         for _, extents in described:
@@ -69,13 +67,17 @@ def hindrance(
 
 def sent_bytes(spec: str, directions: str, matrix: Tuple[int, int]) -> int:
     """How many bytes all workers send together."""
-    arrays = shapes(spec, _sent(spec, directions), matrix)
-    each = [bytes_of(array) for array in arrays]
+    return sum(sent_sizes(spec, directions, matrix))
+
+
+def sent_sizes(spec: str, directions: str, matrix: Tuple[int, int]) -> List[int]:
+    """The bytes of each array that a worker with these rows sends."""
+    sent = _sent(spec, directions)
+    each = [bytes_of(array) for array in shapes(spec, sent, matrix)]
     if _squares(spec) and directions != "column":
         each[1] //= _SQUARE
     # What does not grow with the rows is known to all.
-    twice = shapes(spec, _sent(spec, directions), (2 * matrix[0], matrix[1]))
-    return sum(size for size, array, other in zip(each, arrays, twice) if array != other)
+    return [size for size, dim in zip(each, grows(spec, sent, matrix[1])) if dim is not None]
 
 
 def _sent(spec: str, directions: str) -> str:
@@ -88,24 +90,26 @@ def send(
     """What a worker sends of the arrays of its part, as bytes, and what puts the whole together."""
     sent = _sent(spec, directions)
     arrays = list(arrays[: len(shapes(spec, sent, matrix))])
-    split, common = sharded(arrays, spec, sent, matrix)
+    dims = grows(spec, sent, matrix[1])
     if _squares(spec) and directions != "column":
         arrays[1] = arrays[1][::_SQUARE]
     # A part's share of an array has its columns side by side only by itself.
-    alone = [arrays[at].contiguous().view(torch.uint8).reshape(-1) for at in split]
-    sizes = [piece.numel() for piece in alone]
-    freight = Freight(spec, directions, matrix, sizes, {at: arrays[at] for at in common})
-    return torch.cat(alone), freight
+    alone = [
+        array.contiguous().view(-1).view(torch.uint8)
+        for array, dim in zip(arrays, dims)
+        if dim is not None
+    ]
+    common = {at: array for at, array in enumerate(arrays) if dims[at] is None}
+    return torch.cat(alone), Freight(spec, directions, matrix, common)
 
 
 def receive(gathered: Tensor, freight: Freight) -> Tuple[List[Tensor], Tuple[int, int]]:
     """The arrays of the whole, of what all workers sent, one after the other; and its shape."""
-    spec, directions, (rows, cols), sizes, common = freight
-    sent = _sent(spec, directions)
-    each_array = shapes(spec, sent, (rows, cols))
+    spec, directions, (rows, cols), common = freight
+    sent, sizes = _sent(spec, directions), sent_sizes(spec, directions, (rows, cols))
+    each_array, dims = shapes(spec, sent, (rows, cols)), grows(spec, sent, cols)
     count = gathered.numel() // sum(sizes)
     pieces = iter(gathered.view(count, -1).split(sizes, 1))
-    whole = shapes(spec, sent, (rows * count, cols))
     arrays: List[Tensor] = []
     for at, (dtype, shape) in enumerate(each_array):
         if at in common:
@@ -114,15 +118,33 @@ def receive(gathered: Tensor, freight: Freight) -> Tuple[List[Tensor], Tuple[int
             each = next(pieces).reshape(rows * count // _SQUARE, -1)
             arrays.append(each.repeat_interleave(_SQUARE, 0))
         else:
-            dim = scaling_dim(shape, whole[at][1]) if count > 1 else 0
             piece = next(pieces)
             if dtype != "uint8":  # where a piece begins, numbers of four bytes may not
                 piece = piece.clone(memory_format=torch.contiguous_format).view(DTYPES[dtype])
             parts = piece.reshape(count, *shape)
-            arrays.append(torch.cat(list(parts.unbind(0)), dim))
+            arrays.append(torch.cat(list(parts.unbind(0)), dims[at] or 0))
     if directions == "both" and columns_follow(spec):
         arrays += _transposed(arrays, spec, (rows * count, cols))
     return arrays, (rows * count, cols)
+
+
+def join(pieces: Sequence[Tensor], rows: Sequence[int], freight: Freight) -> List[Tensor]:
+    """The arrays of one direction of the whole, of what workers with so many rows each sent."""
+    spec, side, (_, cols), common = freight
+    each = [
+        receive(piece, freight._replace(matrix=(number, cols)))[0]
+        for piece, number in zip(pieces, rows)
+        if number
+    ]
+    if len(each) == 1:
+        return each[0]
+    whole, dims = shapes(spec, side, (sum(rows), cols)), grows(spec, side, cols)
+    return [
+        common[at] if dim is None
+        else torch.cat([arrays[at] for arrays in each], dim) if each
+        else pieces[0].new_empty(shape, dtype=DTYPES[dtype])
+        for at, (dim, (dtype, shape)) in enumerate(zip(dims, whole))
+    ]  # fmt: skip
 
 
 def _transposed(arrays: List[Tensor], spec: str, matrix: Tuple[int, int]) -> List[Tensor]:

@@ -1,0 +1,262 @@
+"""Experts that workers have some of each: two and four processes, over gloo, against one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import gelu
+
+import nvfp4
+import nvfp4.te as te
+import nvfp4.torch
+from nvfp4.torch._composed import quantized
+from nvfp4.torch._experts import Call, quantize_tokens
+from nvfp4.torch._finite import Watch
+from nvfp4.torch._routes import Padding
+
+# Random numbers are drawn by position, and parts have positions of their own.
+NEAREST = nvfp4.Recipe.from_toml('[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"')
+ROWS = nvfp4.Recipe.from_toml(
+    '[[rule]]\nslot = "input"\nspec = "nvfp4(row-scaled, hadamard)"\n[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"'
+)
+EXPERTS, WIDE, HIDDEN = 4, 64, 96
+
+
+def begin(rank, number, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
+
+
+def close(a, b):
+    """Equal but for the order in which sums are added."""
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+class Counted:
+    """Counts the bytes that a worker gives to exchanges, by their type, and reductions of amaxes."""
+
+    def __init__(self, patch):
+        self.bytes, self.reduced = {}, []
+        exchange, reduce = dist.all_to_all_single, dist.all_reduce
+
+        def exchanges(output, input, *args, **kwargs):
+            self.bytes[input.dtype] = self.bytes.get(input.dtype, 0) + input.nbytes
+            return exchange(output, input, *args, **kwargs)
+
+        def reduces(tensor, *args, **kwargs):
+            self.reduced.append(tensor.numel())
+            return reduce(tensor, *args, **kwargs)
+
+        patch.setattr(dist, "all_to_all_single", exchanges)
+        patch.setattr(dist, "all_reduce", reduces)
+
+
+class Layers:
+    """Two layers of experts: all of them, or those of one worker."""
+
+    def __init__(self, recipe, number=1, rank=0, kind=nvfp4.torch.GroupedLinear):
+        of_te = {} if kind is te.GroupedLinear else {"recipe": recipe}
+        torch.manual_seed(0)
+        whole = [kind(EXPERTS, *sizes, **of_te) for sizes in ((WIDE, HIDDEN), (HIDDEN, WIDE))]
+        self.experts = range(rank * EXPERTS // number, (rank + 1) * EXPERTS // number)
+        self.layers = [kind(len(self.experts), *sizes, **of_te) for sizes in ((WIDE, HIDDEN), (HIDDEN, WIDE))]
+        with torch.no_grad():
+            for layer, all_of in zip(self.layers, whole):
+                for at, expert in enumerate(self.experts):
+                    getattr(layer, f"weight{at}").copy_(getattr(all_of, f"weight{expert}") * (1 + expert))
+                    getattr(layer, f"bias{at}").copy_(getattr(all_of, f"bias{expert}"))
+
+    def __call__(self, x, ways, recipe=None):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            return self.layers[1](gelu(self.layers[0](x, ways[0])), ways[1])
+
+    def gradients(self):
+        """By the number of the expert among all."""
+        return {
+            (number, name, expert): getattr(layer, f"{name}{at}").grad
+            for number, layer in enumerate(self.layers)
+            for at, expert in enumerate(self.experts)
+            for name in ("weight", "bias")
+        }
+
+
+def splits_of(number, step):
+    """Tokens of each worker for each expert: one worker has none for some, one expert gets none."""
+    torch.manual_seed(3)
+    splits = torch.randint(1, 4, (number, EXPERTS)) * step
+    splits[:, 2] = 0
+    splits[0, 1] = 0
+    return splits
+
+
+class Batch:
+    """A batch of all workers, sorted by expert, and where each worker's tokens are in it."""
+
+    def __init__(self, splits):
+        number = len(splits)
+        torch.manual_seed(7)
+        tokens = int(splits.sum())
+        # The largest tokens are one worker's alone.
+        self.x = torch.randn(tokens, WIDE) * torch.linspace(0.1, 3, tokens)[:, None]
+        self.dy = torch.randn(tokens, WIDE) * torch.linspace(2, 0.2, tokens)[:, None]
+        self.splits = splits.sum(0).tolist()
+        of_worker = torch.arange(number).repeat(EXPERTS).repeat_interleave(splits.t().flatten())
+        self.at = [(of_worker == rank).nonzero()[:, 0] for rank in range(number)]
+
+
+def one_process(recipe, batch, kind=nvfp4.torch.GroupedLinear):
+    alone = Layers(recipe, kind=kind)
+    x = batch.x.clone().requires_grad_()
+    y = alone(x, (batch.splits, batch.splits), recipe if kind is te.GroupedLinear else None)
+    y.backward(batch.dy)
+    return y, x.grad, alone.gradients()
+
+
+def compare(rank, number, recipe, splits, kind=nvfp4.torch.GroupedLinear):
+    """Results of all, and of workers: y, dx, and gradients of this worker's experts."""
+    batch = Batch(splits)
+    y, dx, gradients = one_process(recipe, batch, kind)
+    mine = batch.at[rank]
+    routes = nvfp4.torch.Routes(splits[rank].tolist())
+    layers = Layers(recipe, number, rank, kind)
+    x = batch.x[mine].clone().requires_grad_()
+    found = layers(x, (routes.dispatch, routes.combine), recipe if kind is te.GroupedLinear else None)
+    found.backward(batch.dy[mine])
+    ours = layers.gradients()
+    return (found, y[mine]), (x.grad, dx[mine]), {key: (of, gradients[key]) for key, of in ours.items()}
+
+
+def equals(rank, number):
+    """Every code is that of one process, and NVFP4's sums do not depend on an order."""
+    for kind in (nvfp4.torch.GroupedLinear, te.GroupedLinear):
+        for recipe in (NEAREST, ROWS, "nvfp4_4over6", "current_scaling", "mxfp8", "float8_block_scaling", "high_precision"):
+            if kind is te.GroupedLinear and recipe not in (NEAREST, "mxfp8"):
+                continue
+            step = 128 if recipe == "float8_block_scaling" else 32
+            y, dx, gradients = compare(rank, number, recipe, splits_of(number, step), kind)
+            exact = recipe in (NEAREST, ROWS)
+            if recipe == "nvfp4_4over6":  # gradients are rounded stochastically
+                assert torch.equal(*y) and torch.isfinite(dx[0]).all()
+                continue
+            for name, (found, expected) in {"y": y, "dx": dx, **gradients}.items():
+                close(found, expected)
+                assert not exact or "bias" in name or torch.equal(found, expected), (recipe, name)
+
+
+def odd(rank, number):
+    """Where a worker's tokens are no whole blocks, rows have the same codes all the same."""
+    splits = splits_of(number, 1) * torch.tensor([7, 5, 1, 3])
+    for recipe in (NEAREST, ROWS, "mxfp8"):
+        y, dx, gradients = compare(rank, number, recipe, splits)
+        for found, expected in (y, dx):
+            close(found, expected)
+            assert recipe == "mxfp8" or torch.equal(found, expected)
+        for key, (found, expected) in gradients.items():
+            # Blocks along the tokens are others.
+            assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), 0) > 0.98 or expected.norm() == 0, key
+    with torch.no_grad():
+        batch, routes = Batch(splits), nvfp4.torch.Routes(splits[rank])
+        whole = Layers(NEAREST)(batch.x, (batch.splits, batch.splits))
+        found = Layers(NEAREST, number, rank)(batch.x[batch.at[rank]], (routes.dispatch, routes.combine))
+        assert torch.equal(found, whole[batch.at[rank]])
+
+
+def codes(rank, number):
+    """What arrives at an expert is the codes of all of its tokens, code for code."""
+    splits = splits_of(number, 32)
+    batch, routes = Batch(splits), nvfp4.torch.Routes(splits[rank])
+    for recipe in (NEAREST, ROWS, "current_scaling", "mxfp8"):
+        layer = Layers(recipe, number, rank).layers[0]
+        watches = [Watch()] * len(layer.formats)
+        call = Call(routes.dispatch, layer.formats, 0, watches, (), [])
+        padding = Padding.of(routes, 32, batch.x.device)
+        formats = [of.input for of in layer.formats]
+        tokens = quantize_tokens(batch.x[batch.at[rank]], "input", formats, call, None, padding, 32)
+        row, column = tokens.taken(["row", "column"], padding, routes.dispatch)
+        parts = batch.x.split(batch.splits)
+        for at, expert in enumerate(Layers(recipe, number, rank).experts):
+            expected = quantized(parts[expert].contiguous(), formats[at])
+            arrived = [*row[at], *column[at]]
+            assert len(arrived) == len(expected), recipe
+            assert all(torch.equal(a, b) for a, b in zip(arrived, expected)), (recipe, expert)
+
+
+def travels(rank, number):
+    """Bytes: 4.5 bits for each number that goes to an expert, in each direction that is read there."""
+    splits = splits_of(number, 32)
+    batch, routes = Batch(splits), nvfp4.torch.Routes(splits[rank])
+    tokens, arrived = int(splits[rank].sum()), sum(routes.here)
+    code, plain = WIDE * 9 // 16, WIDE * 4
+    for recipe, more in ((NEAREST, 0), (ROWS, 4)):
+        layers, mine = Layers(recipe, number, rank), batch.at[rank]
+        with pytest.MonkeyPatch.context() as patch:
+            counted = Counted(patch)
+            y = layers(batch.x[mine].requires_grad_(), (routes.dispatch, routes.combine))
+            # x to its experts; y back, as it is.
+            assert counted.bytes == {torch.uint8: tokens * (code + more), torch.float32: arrived * plain}
+            first = counted.reduced.copy()
+            counted.bytes.clear()
+            y.backward(batch.dy[mine])
+            # dy in both directions, x in the other one; dx back, and sums of a bias's gradient.
+            assert counted.bytes == {
+                torch.uint8: tokens * 3 * code,
+                torch.float32: arrived * plain + EXPERTS * WIDE * 4,
+            }
+            # One reduction for a tensor of all experts: an amax for each direction, or, where tokens
+            # have amaxes of their own, one for each feature of the column direction.
+            of_x = 2 * EXPERTS if recipe is NEAREST else EXPERTS * WIDE
+            assert first == [of_x] and counted.reduced == [of_x, 2 * EXPERTS]
+            counted.reduced.clear()
+            with torch.no_grad():
+                layers(batch.x[mine], (routes.dispatch, routes.combine))
+            assert counted.reduced == ([EXPERTS] if recipe is NEAREST else [])
+
+
+def plain(rank, number):
+    """Rows that are moved as they are come back, and so do their gradients."""
+    splits = splits_of(number, 3)
+    routes = nvfp4.torch.Routes(splits[rank])
+    assert routes.here == splits.sum(0).chunk(number)[rank].tolist()
+    x = torch.randn(int(splits[rank].sum()), 3, requires_grad=True)
+    there = routes.dispatch(x)
+    assert there.shape == (sum(routes.here), 3)
+    back = routes.combine(2 * there)
+    back.backward(x.detach())
+    assert torch.equal(back, 2 * x) and torch.equal(x.grad, 2 * x)
+    # Delayed scales are those of the experts' workers: tokens travel as they are.
+    y, dx, gradients = compare(rank, number, "delayed_scaling", splits_of(number, 16))
+    for found, expected in (y, dx, *gradients.values()):
+        close(found, expected)
+    layer = nvfp4.torch.GroupedLinear(3, 64, 64)
+    with pytest.raises(ValueError, match="experts for each of .* workers, the layer has 3"):
+        layer(torch.randn(len(x), 64), routes.dispatch)
+    with pytest.raises(ValueError, match="tokens to dispatch, got 1"):
+        Layers(NEAREST, number, rank).layers[0](torch.randn(1, 64), routes.dispatch)
+    with pytest.raises(ValueError, match=f"as many for each of {number} workers, got"):
+        nvfp4.torch.Routes([1] * (number + 1))
+
+
+def every(rank, number, folder):
+    begin(rank, number, folder)
+    for check in (plain, codes, travels, odd, equals):
+        check(rank, number)
+    dist.destroy_process_group()
+
+
+def few(rank, number, folder):
+    """With one expert for each worker."""
+    begin(rank, number, folder)
+    codes(rank, number)
+    for recipe in (NEAREST, ROWS):
+        y, dx, gradients = compare(rank, number, recipe, splits_of(number, 16))
+        for name, (found, expected) in {"y": y, "dx": dx, **gradients}.items():
+            assert torch.equal(found, expected) or ("bias" in name and close(found, expected) is None), name
+    dist.destroy_process_group()
+
+
+def test_two_workers_give_experts_the_codes_of_one_process(tmp_path):
+    mp.spawn(every, (2, str(tmp_path)), nprocs=2)
+
+
+def test_four_workers_too(tmp_path):
+    mp.spawn(few, (4, str(tmp_path)), nprocs=4)
