@@ -5,6 +5,7 @@ use super::dialect::Model;
 use super::plan::{Item, Plan};
 use super::settings::{Observer, Settings};
 use super::shards::{self, Shard};
+use super::split::split_experts;
 use super::stamp::Stamp;
 use super::target::{Extras, Target};
 use super::{Checkpoint, complete, gguf, inputs};
@@ -63,6 +64,10 @@ pub(super) fn laid_out<R>(task: &Task<'_>, carry_out: impl FnOnce(Conversion<'_,
     }
     let checkpoint = Checkpoint::open(source)?;
     check_apart(source, target)?;
+    let checkpoint = match settings.target {
+        Target::Plain(_) => checkpoint,
+        target => split_experts(checkpoint, &settings.selection, target, settings.source)?,
+    };
     let model = match settings.source {
         Some(dialect) => Model::with_dialect(&checkpoint, dialect)?,
         None => Model::new(&checkpoint)?,

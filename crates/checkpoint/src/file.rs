@@ -4,6 +4,7 @@
 //! A file is 8 bytes of header length, that much JSON, then the tensors without gaps. Nothing is
 //! allocated for what a header merely claims.
 
+use super::transpose::transpose;
 use crate::{Error, Result};
 use nvfp4_files::positioned::Bytes;
 use nvfp4_files::{regular, unique_keys};
@@ -30,6 +31,18 @@ pub struct TensorInfo {
     pub start: u64,
     /// How many bytes it has.
     pub len: u64,
+    /// The order of its elements in the file.
+    pub(super) order: Order,
+}
+
+/// How the elements of a tensor lie in its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Row by row, as its shape says.
+    Rows,
+    /// Column by column, each this many bytes after the one before: some columns of a matrix that
+    /// is stored with inputs before outputs.
+    Columns(u64),
 }
 
 /// An open safetensors file whose header has been checked.
@@ -102,7 +115,54 @@ impl TensorFile {
 
     /// Reads the bytes of a tensor from `offset` on. Bytes that it does not have are an error.
     pub fn read(&self, tensor: &TensorInfo, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        read_part(&self.bytes, &self.path, (&tensor.name, tensor.start, tensor.len), offset, bytes)
+        match tensor.order {
+            Order::Rows => read_part(&self.bytes, &self.path, (&tensor.name, tensor.start, tensor.len), offset, bytes),
+            Order::Columns(stride) => self.read_columns(tensor, stride, offset, bytes),
+        }
+    }
+
+    /// Reads a part of a matrix whose rows are columns in the file, some rows at a time.
+    fn read_columns(&self, tensor: &TensorInfo, stride: u64, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        /// What is held in memory beside the result.
+        const MOST: usize = 4 << 20;
+        let (cols, size) = (tensor.shape[1], tensor.dtype.bitsize() / 8);
+        let row = cols * size;
+        let end = offset.saturating_add(bytes.len() as u64);
+        if end > tensor.len {
+            // An error with its words.
+            return read_part(&self.bytes, &self.path, (&tensor.name, tensor.start, tensor.len), offset, bytes);
+        }
+        let rows = (offset as usize / row.max(1))..(end as usize).div_ceil(row.max(1));
+        let step = (MOST / row.max(1)).max(1);
+        let (mut stored, mut turned) = (Vec::new(), Vec::new());
+        for first in rows.clone().step_by(step) {
+            let count = step.min(rows.end - first);
+            let (wide, at) = (count * size, (first * size) as u64);
+            stored.resize(count * row, 0);
+            turned.resize(count * row, 0);
+            let part = |column: usize| (tensor.name.as_str(), tensor.start + column as u64 * stride, at + wide as u64);
+            match wide as u64 == stride {
+                true => read_part(&self.bytes, &self.path, (&tensor.name, tensor.start, tensor.len), 0, &mut stored)?,
+                false => stored
+                    .chunks_exact_mut(wide)
+                    .enumerate()
+                    .try_for_each(|(column, bytes)| read_part(&self.bytes, &self.path, part(column), at, bytes))?,
+            }
+            transpose(&stored, cols, count, size, &mut turned);
+            // The first and the last row may be wanted in part.
+            let from = (first * row).max(offset as usize);
+            let to = ((first + count) * row).min(end as usize);
+            bytes[from - offset as usize..to - offset as usize]
+                .copy_from_slice(&turned[from - first * row..to - first * row]);
+        }
+        Ok(())
+    }
+
+    /// The same file with other tensors in the place of some: parts of them, under names of their
+    /// own.
+    pub(super) fn replace(&mut self, parts: &mut BTreeMap<String, Vec<TensorInfo>>) {
+        let old = std::mem::take(&mut self.tensors);
+        self.tensors = old.into_iter().flat_map(|t| parts.remove(&t.name).unwrap_or_else(|| vec![t])).collect();
     }
 }
 
@@ -234,7 +294,7 @@ fn tensor(name: &str, entry: &Entry) -> std::result::Result<TensorInfo, String> 
         let shape = &entry.shape;
         return Err(format!("{dtype:?} of shape {shape:?} takes {} bytes, its offsets give {len}", bits.div_ceil(8)));
     }
-    Ok(TensorInfo { name: name.to_string(), dtype, shape, start, len })
+    Ok(TensorInfo { name: name.to_string(), dtype, shape, start, len, order: Order::Rows })
 }
 
 /// Checks the text of a header, for fuzzing: whatever the bytes, this returns.

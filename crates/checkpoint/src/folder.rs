@@ -171,6 +171,12 @@ impl Checkpoint {
         Ok(Checkpoint { root: root.to_path_buf(), kind, files, tensors, config, quantization })
     }
 
+    /// The same checkpoint with parts of some tensors in their place.
+    pub(super) fn replace(mut self, mut parts: BTreeMap<String, Vec<TensorInfo>>) -> Result<Self> {
+        self.files.iter_mut().for_each(|file| file.replace(&mut parts));
+        Self::collect(&self.root, self.kind, self.files, self.config, self.quantization)
+    }
+
     fn check_index(&self, index: &Index) -> Result<()> {
         for (name, file) in &index.map {
             match self.get(name) {

@@ -5,7 +5,8 @@
 //!
 //! 1. what is read: `file` (one safetensors file), `folder` (a checkpoint), `weight` (its matrices)
 //!    and `dialect` (its format);
-//! 2. what is planned: `names`, `joined`, `outline`, `keep`, `architecture`, `target` and `plan`;
+//! 2. what is planned: `names`, `joined`, `outline`, `keep`, `stacked`, `architecture`,
+//!    `target`, `plan` and `split`;
 //! 3. what is written, and where: `written`, `configuration`, `shards` and `beside`; `gguf` for
 //!    llama.cpp;
 //! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work`
@@ -79,6 +80,8 @@ mod shards;
 mod share;
 mod sink;
 mod sizes;
+mod split;
+mod stacked;
 mod stamp;
 mod statistics;
 mod target;
@@ -110,6 +113,7 @@ pub use portion::Portion;
 pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use share::{Share, shares};
+pub use split::{split_experts, split_like};
 pub use statistics::{Statistics, statistics};
 pub use target::{Activations, Target};
 pub use there::check_free;

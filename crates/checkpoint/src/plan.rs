@@ -1,12 +1,13 @@
 //! What a conversion will do to each weight, and why.
 
 use super::architecture::{self, Architectures};
-use super::dialect::Model;
-use super::folder::Located;
+use super::dialect::{Dialect, Model};
+use super::folder::{Checkpoint, Located};
 use super::joined;
 use super::keep::Defaults;
 use super::names::{Pattern, Preset};
 use super::outline::Outline;
+use super::stacked;
 use super::target::Target;
 use super::weight::{Stored, Weight};
 use crate::{Error, Result, Setting};
@@ -14,6 +15,8 @@ use nvfp4::Unit;
 use nvfp4_spec::{BLOCK, gguf};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
+
+pub(super) use super::stacked::experts;
 
 /// Whether the weights that are better left alone (embeddings, output head, routers, vision) stay
 /// as they are.
@@ -147,20 +150,17 @@ impl<'a> Plan<'a> {
         if let (Architectures::Served, Some(reason)) = (selection.architectures, architecture::refusal(model)?) {
             return Err(Error::setting(Setting::Architectures, reason));
         }
-        let rules = Rules {
-            selection,
-            target,
-            defaults: Defaults::new(&Outline::new(model.checkpoint.config())),
-            source_is_nvfp4: model.dialect.is_nvfp4(),
-        };
+        let rules = Rules::new(model.checkpoint, model.dialect, selection, target);
         let decide = |weight: &Weight<'a>| Item { weight: weight.clone(), action: rules.action(weight), group: None };
         let mut plan = Plan {
             items: model.weights.iter().map(decide).collect(),
             groups: Vec::new(),
-            copied: model.others.iter().filter_map(copied).collect(),
+            copied: model.others.iter().filter_map(|tensor| rules.copied(model.checkpoint, tensor)).collect(),
         };
         for pattern in selection.skip.iter().chain(&selection.only) {
-            if !plan.items.iter().any(|item| pattern.matches(&item.weight.module)) {
+            let copied = |c: &Copied<'_>| stacked::is_named(model.checkpoint, &c.tensor, |name| pattern.matches(name));
+            let items = plan.items.iter().any(|item| pattern.matches(&item.weight.module));
+            if !items && !plan.copied.iter().any(copied) {
                 return Err(Error::UnknownWeight { pattern: pattern.to_string() });
             }
         }
@@ -286,42 +286,6 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Why a tensor is copied that looks like a weight, with rows and columns of numbers, and is none
-/// here.
-fn copied<'a>(tensor: &Located<'a>) -> Option<Copied<'a>> {
-    let info = tensor.info;
-    let float =
-        matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::F64 | Dtype::F8_E4M3 | Dtype::F8_E5M2);
-    if !float || info.shape.len() < 2 {
-        return None;
-    }
-    let reason = match (info.shape.len(), info.dtype, info.name.as_str()) {
-        _ if experts(tensor).is_some() => "experts in one tensor are not quantized".to_string(),
-        (2, Dtype::F64, _) => "F64 is not quantized; store it as F32".to_string(),
-        (2, Dtype::F8_E4M3 | Dtype::F8_E5M2, _) => "FP8 without scales that are read".to_string(),
-        (2, _, "weight") => "its name is only 'weight', without a module".to_string(),
-        (2, ..) => "its name does not end in '.weight'".to_string(),
-        (dimensions, ..) => format!("{dimensions} dimensions, not a matrix"),
-    };
-    Some(Copied { tensor: *tensor, reason })
-}
-
-/// The module of experts in one tensor, as servers call it, whatever the tensor's own name is.
-pub(super) fn experts(tensor: &Located<'_>) -> Option<String> {
-    let float = matches!(tensor.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32);
-    let module = tensor.info.name.strip_suffix(".weight").unwrap_or(&tensor.info.name);
-    let dimensions = tensor.info.shape.len();
-    let parts: Vec<&str> = module.split('.').collect();
-    if let Some(at) = parts.iter().position(|part| *part == "experts") {
-        // DBRX's experts are stacked in two dimensions, `experts.mlp.w1`.
-        let joined = dimensions == 3 || dimensions == 2 && parts.get(at + 1) == Some(&"mlp");
-        return (float && joined).then(|| parts[..=at].join("."));
-    }
-    // Granite's `block_sparse_moe.input_linear` and Step's `moe.up_proj`: experts to a server.
-    let (parent, _) = module.rsplit_once('.')?;
-    (float && dimensions == 3 && parent.ends_with("moe")).then(|| format!("{parent}.experts"))
-}
-
 /// The largest scale of each matrix among the weights of a group: the smallest number where it
 /// divides.
 fn largest(scales: &[(Unit, Vec<f32>)]) -> Option<Vec<f32>> {
@@ -340,15 +304,64 @@ fn same(a: &[f32], b: &[f32]) -> bool {
 }
 
 /// What decides about a weight.
-struct Rules<'s> {
+pub(super) struct Rules<'s> {
     selection: &'s Selection,
     target: Target,
     defaults: Defaults,
     source_is_nvfp4: bool,
 }
 
-impl Rules<'_> {
-    fn action(&self, weight: &Weight<'_>) -> Action {
+impl<'s> Rules<'s> {
+    pub fn new(checkpoint: &Checkpoint, dialect: Dialect, selection: &'s Selection, target: Target) -> Self {
+        let defaults = Defaults::new(&Outline::new(checkpoint.config()));
+        Rules { selection, target, defaults, source_is_nvfp4: dialect.is_nvfp4() }
+    }
+
+    /// Why a tensor is copied that looks like a weight, with rows and columns of numbers, and is
+    /// none here.
+    fn copied<'a>(&self, checkpoint: &Checkpoint, tensor: &Located<'a>) -> Option<Copied<'a>> {
+        let info = tensor.info;
+        let float =
+            matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::F64 | Dtype::F8_E4M3 | Dtype::F8_E5M2);
+        if !float || info.shape.len() < 2 {
+            return None;
+        }
+        let reason = match (info.shape.len(), info.dtype, info.name.as_str()) {
+            _ if stacked::experts(tensor).is_some() => self.whole(checkpoint, tensor),
+            (2, Dtype::F64, _) => "F64 is not quantized; store it as F32".to_string(),
+            (2, Dtype::F8_E4M3 | Dtype::F8_E5M2, _) => "FP8 without scales that are read".to_string(),
+            (2, _, "weight") => "its name is only 'weight', without a module".to_string(),
+            (2, ..) => "its name does not end in '.weight'".to_string(),
+            (dimensions, ..) => format!("{dimensions} dimensions, not a matrix"),
+        };
+        Some(Copied { tensor: *tensor, reason })
+    }
+
+    /// Why experts in one tensor stay there.
+    fn whole(&self, checkpoint: &Checkpoint, tensor: &Located<'_>) -> String {
+        let split = match stacked::matrices(checkpoint, tensor) {
+            Ok(split) => split,
+            Err(reason) => return reason,
+        };
+        let reason =
+            split.iter().find_map(|info| match self.action(&stacked::weight(Located { file: tensor.file, info })) {
+                Action::Keep(reason) | Action::Decode(reason) => Some(reason),
+                Action::Quantize | Action::Relabel | Action::Rescale => None,
+            });
+        reason.unwrap_or_else(|| "experts in one tensor, of which another projection stays".to_string())
+    }
+
+    /// How many columns share a scale.
+    fn block(&self) -> usize {
+        if self.target == Target::Gguf { gguf::BLOCK_ELEMENTS } else { BLOCK }
+    }
+
+    /// Whether rows of this many elements are quantized.
+    pub fn fits(&self, cols: usize) -> bool {
+        cols.is_multiple_of(self.block())
+    }
+
+    pub fn action(&self, weight: &Weight<'_>) -> Action {
         match (&weight.stored, self.reason_to_keep(weight)) {
             (Stored::Nvfp4(_), None) => Action::Relabel,
             (Stored::Plain(_), Some(reason)) => Action::Keep(reason),
@@ -361,8 +374,7 @@ impl Rules<'_> {
 
     fn reason_to_keep(&self, weight: &Weight<'_>) -> Option<String> {
         let (module, selection) = (&weight.module, self.selection);
-        let block = if self.target == Target::Gguf { gguf::BLOCK_ELEMENTS } else { BLOCK };
-        let uneven = !weight.cols.is_multiple_of(block);
+        let (block, uneven) = (self.block(), !self.fits(weight.cols));
         if let Some(pattern) = selection.skip.iter().find(|p| p.matches(module)) {
             return Some(format!("skipped by '{pattern}'"));
         }

@@ -130,7 +130,7 @@ fn the_layer_that_predicts_further_tokens_stays() {
     assert!(ignore.contains(&"model.layers.2.eh_proj".to_string()), "{ignore:?}");
 }
 
-/// Experts that lie in one tensor are kept: a server is told under the name that it asks for, and the plan says so.
+/// Experts that lie in one tensor without the rest of them are kept: a server is told under the name that it asks for, and the plan says so.
 #[test]
 fn experts_in_one_tensor_are_named() {
     let shape: &[usize] = &[4, 64, 64];
@@ -154,7 +154,7 @@ fn experts_in_one_tensor_are_named() {
         let plan = Plan::new(&model, &Selection::default(), Target::ModelOpt).unwrap();
         let said: Vec<(&str, &str)> =
             plan.copied.iter().map(|c| (c.tensor.info.name.as_str(), c.reason.as_str())).collect();
-        assert_eq!(said, [(name, "experts in one tensor are not quantized")]);
+        assert_eq!(said, [(name, "experts in one tensor, without the other projections of the same experts")]);
         assert!((plan.kept_share(&model) - 0.8).abs() < 1e-9);
     }
 }

@@ -237,6 +237,7 @@ pub fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<(Value, 
         apart.extend(inside.iter().map(|file| ("source", file.as_path())));
         page::check(path, replaces, &apart)?;
     }
+    let checkpoint = source::split(checkpoint, &settings.selection, settings.target, args.from)?;
     let model = source::model(&checkpoint, args.from)?;
     let plan = Plan::new(&model, &settings.selection, settings.target)?;
     if args.dry_run {

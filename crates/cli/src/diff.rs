@@ -7,7 +7,9 @@ use crate::source::From;
 use crate::table::{Table, left, right};
 use crate::{exit, json, until_closed};
 use anyhow::{Result, ensure};
-use nvfp4_checkpoint::{Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences};
+use nvfp4_checkpoint::{
+    Checkpoint, Compared, Comparison, Difference, Measure, Model, compare, detect, differences, split_like,
+};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -59,6 +61,9 @@ pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
         until_closed(print_bits(out, &found, first.tensors().count()))?;
         return Ok((bits_json(&found), found.is_empty()));
     }
+    // A conversion splits experts that lie in one tensor.
+    let first = split_like(first, &second)?;
+    let second = split_like(second, &first)?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     // --from is for the checkpoint that cannot be detected; the other one is detected.
     let model = |checkpoint| match (detect(checkpoint), args.from) {

@@ -41,9 +41,10 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let checkpoint = Checkpoint::open(&args.source)?;
+    let selection = args.weights.selection()?;
+    let checkpoint = source::split(Checkpoint::open(&args.source)?, &selection, args.to, args.from)?;
     let model = source::model(&checkpoint, args.from)?;
-    let plan = Plan::new(&model, &args.weights.selection()?, args.to)?;
+    let plan = Plan::new(&model, &selection, args.to)?;
     let shards = if args.keep_shards { Shards::AsSource } else { Shards::AtMost(args.max_shard) };
     let settings = Settings { target: args.to, shards, ..Settings::default() };
     let parts = args.parts.map(|parts| nvfp4_checkpoint::shares(&model, &plan, &settings, parts)).transpose()?;

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, anyhow};
 use clap::ValueEnum;
 use nvfp4_checkpoint::{
-    Architectures, Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Selection,
+    Architectures, Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Selection, Target,
 };
 use nvfp4_files::regular;
 use serde_json::Value;
@@ -38,6 +38,11 @@ pub fn model(checkpoint: &Checkpoint, from: Option<From>) -> Result<Model<'_>> {
         Some(from) => Model::with_dialect(checkpoint, from.dialect())?,
         None => Model::new(checkpoint)?,
     })
+}
+
+/// The checkpoint as a conversion sees it: with experts in matrices of their own.
+pub fn split(checkpoint: Checkpoint, selection: &Selection, target: Target, from: Option<From>) -> Result<Checkpoint> {
+    Ok(nvfp4_checkpoint::split_experts(checkpoint, selection, target, from.map(From::dialect))?)
 }
 
 /// `--fuse` before files are read.
