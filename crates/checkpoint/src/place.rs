@@ -1,7 +1,7 @@
 //! Where a tensor stands in a model, by its name.
 
 /// Parts of names that lead to the layers of a text model.
-const WORDS: [&str; 11] = [
+const WORDS: [&str; 12] = [
     "model",
     "language_model",
     "transformer",
@@ -13,6 +13,7 @@ const WORDS: [&str; 11] = [
     "text_model",
     "encoder",
     "bert",
+    "roberta",
 ];
 
 /// The last part of the name of a module that stands beside the layers of a text model.
@@ -49,4 +50,17 @@ pub(super) fn kind_of(rest: &str) -> Option<String> {
     let parts: Vec<&str> = parts.map(|part| if part.parse::<u64>().is_ok() { "#" } else { part }).collect();
     let kind = parts.join(".");
     Some(kind.strip_suffix("_packed").map(str::to_string).unwrap_or(kind))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::layer_of;
+
+    #[test]
+    fn layers_are_found_below_the_prefix_of_an_encoder() {
+        for prefix in ["bert.encoder.layer", "roberta.encoder.layer", "encoder.layer"] {
+            let name = format!("{prefix}.1.output.dense.weight");
+            assert_eq!(layer_of(&name), Some((prefix, 1, "output.dense.weight")));
+        }
+    }
 }
