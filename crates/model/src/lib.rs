@@ -1,0 +1,45 @@
+//! Language models from checkpoints, run layer by layer: what quantization cost, which scales
+//! activations need, and what a model says.
+//!
+//! No module imports what imports it. Read in this order:
+//!
+//! 1. what is read: `config` and `rope` (settings), `source` (a checkpoint by names), `matrix` (a
+//!    weight in memory), `tokens` (text);
+//! 2. what is computed: `projection` and `linear`, `norm`, `attention`, `mlp`, `decoder` (a layer
+//!    over the hidden states of all rows);
+//! 3. what is found out: `score` (logits, of which none is kept), `evaluate`, `calibrate`,
+//!    `generate`.
+//!
+//! A forward pass has one layer in memory, and the hidden states of all tokens.
+
+#![forbid(unsafe_code)]
+
+mod attention;
+mod config;
+mod decoder;
+mod linear;
+mod matrix;
+mod mlp;
+mod norm;
+mod projection;
+mod rope;
+mod score;
+mod source;
+mod tokens;
+
+pub use attention::{Attention, Cache};
+pub use config::{Activation, Config, Experts, Family, FeedForward, Norms, Routing};
+pub use decoder::{Decoder, Layer, Rows};
+pub use linear::{Activations, KeysValues, Linear, Run, Watch};
+pub use matrix::Matrix;
+pub use nvfp4_checkpoint::{Error, Result};
+pub use projection::{ActivationScale, FourBit, Projection, Weights};
+pub use rope::Rope;
+pub use score::{Said, Speaker, logits, positions, score};
+pub use source::{Source, input_amax};
+pub use tokens::Tokens;
+
+/// A request that cannot be carried out.
+fn refused(reason: impl Into<String>) -> Error {
+    Error::Refused(reason.into())
+}
