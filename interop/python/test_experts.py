@@ -13,23 +13,12 @@ from nvfp4.torch._composed import quantized
 from nvfp4.torch._experts import Call, quantize_tokens
 from nvfp4.torch._finite import Watch
 from nvfp4.torch._routes import Padding
+from workers import NEAREST, begin, close
 
-# Random numbers are drawn by position, and parts have positions of their own.
-NEAREST = nvfp4.Recipe.from_toml('[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"')
 ROWS = nvfp4.Recipe.from_toml(
     '[[rule]]\nslot = "input"\nspec = "nvfp4(row-scaled, hadamard)"\n[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"'
 )
 EXPERTS, WIDE, HIDDEN = 4, 64, 96
-
-
-def begin(rank, number, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
-
-
-def close(a, b):
-    """Equal but for the order in which sums are added."""
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 class Counted:

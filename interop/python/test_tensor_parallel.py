@@ -20,20 +20,9 @@ from nvfp4.torch._composed import quantized
 from nvfp4.torch._formats import Format
 from nvfp4.torch._parallel import gathered_arrays
 from nvfp4.torch._quantized import QuantizedTensor
+from workers import NEAREST, begin, close
 
-# Random numbers are drawn by position, and parts have positions of their own.
-NEAREST = nvfp4.Recipe.from_toml('[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"')
 EACH = 32  # tokens of a worker
-
-
-def begin(rank, number, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
-
-
-def close(a, b):
-    """Equal but for the order in which workers' sums are added."""
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 class Counted:
