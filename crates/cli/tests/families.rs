@@ -77,8 +77,10 @@ fn experts_that_stay_are_said_everywhere() {
     let dir = Folder::new("experts");
     let source = dir.model("in", &experts(), &json!({ "architectures": ["Llama4ForCausalLM"] }));
     let plan = ok(&["plan", &source]);
-    let rows: Vec<&str> =
-        plan.lines().filter(|line| line.contains("experts in one tensor are not quantized")).collect();
+    let rows: Vec<&str> = plan
+        .lines()
+        .filter(|line| line.contains("experts in one tensor, without the other projections of the same experts"))
+        .collect();
     assert_eq!(rows.len(), 12, "{plan}");
     assert!(rows[2].contains("layers.2.") && rows[10].contains("layers.10."), "{plan}");
     assert!(rows[0].contains("4x64x64") && plan.contains("; 80 % of the source's bytes stay as they are"), "{plan}");
@@ -88,10 +90,15 @@ fn experts_that_stay_are_said_everywhere() {
     assert_eq!((names.len(), names[10]), (12, "model.layers.10.feed_forward.experts.gate_up_proj"));
     let (out, page) = (dir.path("out"), dir.path("page.html"));
     let said = ok(&["convert", &source, &out, "-v", "--report", &page]);
-    assert!(said.contains("experts.gate_up_proj  4x64x64  keep: experts in one tensor are not quantized"), "{said}");
+    assert!(said.contains("experts.gate_up_proj  4x64x64  keep: experts in one tensor, without the other projections of the same experts"), "{said}");
     assert!(said.contains("80 % of the source's bytes stay as they are"), "{said}");
     let page = std::fs::read_to_string(page).unwrap();
-    assert!(page.contains("<li>experts in one tensor are not quantized: model.layers.0.feed_forward"), "{page}");
+    assert!(
+        page.contains(
+            "<li>experts in one tensor, without the other projections of the same experts: model.layers.0.feed_forward"
+        ),
+        "{page}"
+    );
 }
 
 #[test]
