@@ -11,6 +11,10 @@ pub enum Client {
     /// vLLM.
     #[default]
     Vllm,
+    /// SGLang.
+    SgLang,
+    /// TensorRT-LLM.
+    TensorRtLlm,
     /// llama.cpp, by way of its `convert_hf_to_gguf.py`.
     LlamaCpp,
     /// transformers.
@@ -23,9 +27,13 @@ impl FromStr for Client {
     fn from_str(text: &str) -> Result<Self> {
         match text {
             "vllm" => Ok(Client::Vllm),
+            "sglang" => Ok(Client::SgLang),
+            "tensorrt-llm" => Ok(Client::TensorRtLlm),
             "llama.cpp" => Ok(Client::LlamaCpp),
             "transformers" => Ok(Client::Transformers),
-            _ => Err(Error::Refused(format!("expected vllm, llama.cpp or transformers, got '{text}'"))),
+            _ => Err(Error::Refused(format!(
+                "expected vllm, sglang, tensorrt-llm, llama.cpp or transformers, got '{text}'"
+            ))),
         }
     }
 }
@@ -34,6 +42,8 @@ impl fmt::Display for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Client::Vllm => "vLLM",
+            Client::SgLang => "SGLang",
+            Client::TensorRtLlm => "TensorRT-LLM",
             Client::LlamaCpp => "llama.cpp",
             Client::Transformers => "transformers",
         })

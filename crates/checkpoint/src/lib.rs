@@ -14,7 +14,8 @@
 //!    passes) and `convert`; in parts, `portion` and `share` (who makes what), `attempt` (a part on
 //!    the disk) and `parts`;
 //! 5. whether a server would load the result: `client` and `finding`, `described`, `place`,
-//!    `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`.
+//!    `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`; by which kernels,
+//!    `kernel_path`.
 //!
 //! ```no_run
 //! use nvfp4_checkpoint::{Settings, convert};
@@ -62,6 +63,7 @@ mod inputs;
 mod joined;
 mod journal;
 mod keep;
+mod kernel_path;
 mod layer;
 mod measure;
 mod mxfp4;
@@ -105,6 +107,7 @@ pub use folder::{Checkpoint, Kind, Located, check_index};
 #[doc(hidden)]
 pub use fuzzed::check_config;
 pub use joined::fused;
+pub use kernel_path::{Capability, KernelPath, Path, gguf_kernel_path, kernel_path};
 pub use measure::Measure;
 pub use names::{Pattern, Preset};
 pub use parts::{PartSummary, convert_part, finish};

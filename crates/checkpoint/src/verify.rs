@@ -61,13 +61,16 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
 
 fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
     let loads = match client {
-        Client::Vllm | Client::LlamaCpp => matches!(model.dialect, Dialect::ModelOpt | Dialect::CompressedTensors),
+        Client::Vllm | Client::SgLang | Client::LlamaCpp => {
+            matches!(model.dialect, Dialect::ModelOpt | Dialect::CompressedTensors)
+        }
+        Client::TensorRtLlm => model.dialect == Dialect::ModelOpt,
         Client::Transformers => model.dialect == Dialect::CompressedTensors,
     };
     if !loads {
         let target = match client {
             Client::Transformers => Target::CompressedTensors,
-            Client::Vllm | Client::LlamaCpp => Target::ModelOpt,
+            Client::Vllm | Client::SgLang | Client::TensorRtLlm | Client::LlamaCpp => Target::ModelOpt,
         };
         let text = format!("{client} does not load the {} dialect", model.dialect);
         report.fixable("checkpoint", text, Fix::Convert(target));

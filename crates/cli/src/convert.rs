@@ -241,7 +241,7 @@ pub fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<(Value, 
     let model = source::model(&checkpoint, args.from)?;
     let plan = Plan::new(&model, &settings.selection, settings.target)?;
     if args.dry_run {
-        until_closed(plan::print(out, &model, &plan))?;
+        until_closed(plan::print(out, &model, &plan, plan::Lines::Folded))?;
         return Ok((plan::to_json(&model, &plan), true));
     }
     until_closed(introduce(out, args, &model, &plan))?;

@@ -13,6 +13,7 @@ mod device;
 mod diff;
 mod doctor;
 mod exit;
+mod fold;
 mod help;
 mod inspect;
 mod interrupt;

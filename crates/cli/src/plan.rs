@@ -1,12 +1,15 @@
 //! `nvfp4 plan`: what a conversion would do to each weight, and why.
 
+use crate::fold::{Row, each, fold};
 use crate::say::out;
 use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::table::{Table, left, right};
 use crate::{json, names, order, shares, sizes, until_closed};
 use anyhow::Result;
-use nvfp4_checkpoint::{Action, Checkpoint, Copied, Item, Model, Plan, Portion, Settings, Shards, Target};
+use nvfp4_checkpoint::{
+    Action, Checkpoint, Client, Copied, Item, Model, Plan, Portion, Settings, Severity, Shards, Target, loading,
+};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -34,6 +37,9 @@ pub struct Args {
     /// With --parts: split the output into the same files as the source.
     #[arg(long, conflicts_with = "max_shard", requires = "parts")]
     keep_shards: bool,
+    /// List every weight; otherwise those that are alike have one line, if there are many.
+    #[arg(long)]
+    each: bool,
     /// Print JSON: {dialect, weights: [{module, shape, format, action, group, why, bytes,
     /// new_bytes}], bytes, new_bytes, parts}; new_bytes and seconds are estimates.
     #[arg(long)]
@@ -56,7 +62,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             }
             json::print("plan", &report)?
         }
-        (false, None) => until_closed(print(&mut out(), &model, &plan))?,
+        (false, None) => {
+            let lines = if args.each { Lines::Each } else { Lines::Folded };
+            until_closed(print(&mut out(), &model, &plan, lines))?
+        }
         (false, Some(parts)) => until_closed(shares::print(&mut out(), &parts, settings.threads))?,
     }
     Ok(ExitCode::SUCCESS)
@@ -95,18 +104,6 @@ fn words<'a>(item: &'a Item<'_>) -> (&'static str, &'a str) {
 fn totals(model: &Model<'_>, plan: &Plan<'_>) -> (u64, u64) {
     let others: u64 = model.others.iter().map(|t| t.info.len).sum();
     (model.checkpoint.byte_len(), others + plan.items.iter().map(new_bytes).sum::<u64>())
-}
-
-/// A line about a weight, or about a tensor that looks like one.
-struct Row<'p> {
-    name: &'p str,
-    shape: Vec<usize>,
-    format: String,
-    action: &'static str,
-    group: Option<usize>,
-    why: &'p str,
-    bytes: u64,
-    new_bytes: u64,
 }
 
 /// Every weight and every tensor that looks like one, layer by layer.
@@ -161,18 +158,45 @@ pub fn copied_line(copied: &Copied<'_>) -> String {
     format!("{}  {}  keep: {}", names::shown(&copied.tensor.info.name), shape(&copied.tensor.info.shape), copied.reason)
 }
 
-/// One line per weight, then the rest and the sum. `convert --dry-run` prints it too.
-pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
-    let mut table =
-        Table::new([left("NAME"), right("SHAPE"), left("TYPE"), left("ACTION"), right("SIZE"), left("WHY")]);
-    for row in rows(plan) {
-        let group = row.group.map(|g| format!(" ({})", plan.groups[g].kind)).unwrap_or_default();
-        let (old, new) = (sizes::show(row.bytes), sizes::show(row.new_bytes));
-        let size = if row.bytes == row.new_bytes { old } else { format!("{old} -> {new}") };
-        let action = format!("{}{group}", row.action);
-        table.row([row.name.to_string(), shape(&row.shape), row.format, action, size, row.why.to_string()]);
+/// How many lines are printed one by one.
+const MANY: usize = 200;
+
+/// Whether weights that are alike have one line.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Lines {
+    /// They do, where there are many weights.
+    Folded,
+    /// Each has its own.
+    Each,
+}
+
+/// One line per weight, or per kind of weight where there are many, then the rest and the sum.
+/// `convert --dry-run` prints it too.
+pub fn print(out: &mut impl Write, model: &Model<'_>, plan: &Plan<'_>, lines: Lines) -> Result<()> {
+    let kind = |row: &Row<'_>| row.group.map(|g| plan.groups[g].kind.as_str());
+    let rows = rows(plan);
+    let folds = if lines == Lines::Folded && rows.len() > MANY { fold(&rows, kind) } else { each(&rows) };
+    let counts = folds.iter().any(|fold| fold.rows.len() > 1);
+    let columns = [left("NAME"), right("SHAPE"), left("TYPE"), left("ACTION"), right("SIZE"), left("WHY")];
+    let mut table = Table::new(counts.then(|| right("COUNT")).into_iter().chain(columns));
+    for fold in &folds {
+        let row = fold.rows[0];
+        let group = kind(row).map(|kind| format!(" ({kind})")).unwrap_or_default();
+        let sum = |bytes: fn(&Row<'_>) -> u64| fold.rows.iter().map(|row| bytes(row)).sum::<u64>();
+        let (old, new) = (sum(|row| row.bytes), sum(|row| row.new_bytes));
+        let size = if old == new { sizes::show(old) } else { format!("{} -> {}", sizes::show(old), sizes::show(new)) };
+        let (count, action) = (counts.then(|| fold.rows.len().to_string()), format!("{}{group}", row.action));
+        let cells = [fold.name.clone(), shape(&row.shape), row.format.clone(), action, size, row.why.to_string()];
+        table.row(count.into_iter().chain(cells));
     }
     table.write(out)?;
+    if let Some(unknown) = loading(model, Client::Vllm).filter(|finding| finding.severity == Severity::Note) {
+        writeln!(out, "{}; which weights stay was decided by general rules", unknown.text)?;
+    }
+    if counts {
+        let (lines, weights) = (folds.len(), rows.len());
+        writeln!(out, "{weights} weights in {lines} lines; --each lists every weight, --json too")?;
+    }
     let bytes = model.others.iter().map(|t| t.info.len).sum::<u64>();
     let listed = plan.copied.iter().map(|c| c.tensor.info.len).sum::<u64>();
     let others = counted(model.others.len() - plan.copied.len(), "other tensor");

@@ -7,7 +7,7 @@ use crate::source::{self, From};
 use crate::{advice, exit, json, until_closed};
 use anyhow::Result;
 use nvfp4_checkpoint::gguf::{self, GgufFile};
-use nvfp4_checkpoint::{Checkpoint, Client, Finding, Severity};
+use nvfp4_checkpoint::{Capability, Checkpoint, Client, Finding, Severity, gguf_kernel_path, kernel_path};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -22,13 +22,19 @@ use std::process::ExitCode;
 pub struct Args {
     /// Model folder or file.
     dir: PathBuf,
-    /// The program that will load it: vllm, llama.cpp or transformers.
+    /// The program that will load it: vllm, sglang, tensorrt-llm, llama.cpp or transformers.
     #[arg(long = "for", default_value = "vllm", value_name = "PROGRAM")]
     client: Client,
+    /// Also say which kernels that program takes on a GPU of this compute capability, such as 9.0:
+    /// native (FP4 tensor cores), decoded (Marlin and its like), emulated or refused. The rules are
+    /// read from the programs' sources.
+    #[arg(long, value_name = "CAPABILITY")]
+    gpu: Option<Capability>,
     /// Format of the checkpoint, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
-    /// Print JSON: {dialect, for, weights, passed, findings: [{severity, about, text, fix}]}.
+    /// Print JSON: {dialect, for, weights, passed, findings: [{severity, about, text, fix}],
+    /// kernels}; kernels, with --gpu: {gpu, path, text, source}.
     #[arg(long)]
     json: bool,
 }
@@ -46,21 +52,22 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
 /// Checks, and writes what was found. Returns the same as JSON, and whether there is no problem.
 pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
-    let (dialect, weights, findings) = if gguf::is_gguf(&args.dir) {
+    let (dialect, weights, findings, kernels) = if gguf::is_gguf(&args.dir) {
         let file = GgufFile::open(&args.dir)?;
         let mut findings = gguf::verify(&file)?;
         if args.client != Client::LlamaCpp {
             let text = format!("{} does not load GGUF here; check it with --for llama.cpp", args.client);
             findings.insert(0, Finding::problem("file", text));
         }
-        ("GGUF".to_string(), file.nvfp4().count(), findings)
+        ("GGUF".to_string(), file.nvfp4().count(), findings, args.gpu.map(gguf_kernel_path))
     } else {
         let checkpoint = Checkpoint::open(&args.dir)?;
         let model = source::model(&checkpoint, args.from)?;
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let findings = nvfp4_checkpoint::verify(&model, args.client, threads)?;
         let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
-        (model.dialect.to_string(), weights, findings)
+        let kernels = args.gpu.map(|gpu| kernel_path(&model, args.client, gpu));
+        (model.dialect.to_string(), weights, findings, kernels)
     };
     let passed = findings.iter().all(|f| f.severity != Severity::Problem);
     until_closed(print(out, &findings).and_then(|()| {
@@ -70,10 +77,20 @@ pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
             false => Ok(()),
         }
     }))?;
+    let kernels = args.gpu.zip(kernels);
+    if let Some((gpu, found)) = &kernels {
+        let line = format!("{} on {gpu}: {}, {} [{}]", args.client, found.path, found.kernels, found.source);
+        until_closed(writeln!(out, "kernels  {line}").map_err(Into::into))?;
+    }
     let list: Vec<Value> = findings.iter().map(to_json).collect();
-    let report = json!({
+    let mut report = json!({
         "dialect": dialect, "for": args.client.to_string(), "weights": weights, "passed": passed, "findings": list
     });
+    if let Some((gpu, found)) = &kernels {
+        report["kernels"] = json!({
+            "gpu": gpu.to_string(), "path": found.path.to_string(), "text": found.kernels, "source": found.source
+        });
+    }
     Ok((report, passed))
 }
 

@@ -77,8 +77,10 @@ fn experts_that_stay_are_said_everywhere() {
     let dir = Folder::new("experts");
     let source = dir.model("in", &experts(), &json!({ "architectures": ["Llama4ForCausalLM"] }));
     let plan = ok(&["plan", &source]);
-    let rows: Vec<&str> =
-        plan.lines().filter(|line| line.contains("experts in one tensor are not quantized")).collect();
+    let rows: Vec<&str> = plan
+        .lines()
+        .filter(|line| line.contains("experts in one tensor, without the other projections of the same experts"))
+        .collect();
     assert_eq!(rows.len(), 12, "{plan}");
     assert!(rows[2].contains("layers.2.") && rows[10].contains("layers.10."), "{plan}");
     assert!(rows[0].contains("4x64x64") && plan.contains("; 80 % of the source's bytes stay as they are"), "{plan}");
@@ -88,10 +90,15 @@ fn experts_that_stay_are_said_everywhere() {
     assert_eq!((names.len(), names[10]), (12, "model.layers.10.feed_forward.experts.gate_up_proj"));
     let (out, page) = (dir.path("out"), dir.path("page.html"));
     let said = ok(&["convert", &source, &out, "-v", "--report", &page]);
-    assert!(said.contains("experts.gate_up_proj  4x64x64  keep: experts in one tensor are not quantized"), "{said}");
+    assert!(said.contains("experts.gate_up_proj  4x64x64  keep: experts in one tensor, without the other projections of the same experts"), "{said}");
     assert!(said.contains("80 % of the source's bytes stay as they are"), "{said}");
     let page = std::fs::read_to_string(page).unwrap();
-    assert!(page.contains("<li>experts in one tensor are not quantized: model.layers.0.feed_forward"), "{page}");
+    assert!(
+        page.contains(
+            "<li>experts in one tensor, without the other projections of the same experts: model.layers.0.feed_forward"
+        ),
+        "{page}"
+    );
 }
 
 #[test]
@@ -133,4 +140,62 @@ fn names_of_acts_that_fit_nothing_are_said() {
     std::fs::write(&acts, r#"{ "model.layers.0.mlp.down_proj": 26.88, "model.layers.0.mlp.downproj": 1.0 }"#).unwrap();
     let said = ok(&["convert", &source, &out, "--acts", &acts]);
     assert!(said.contains("acts     1 name for no quantized weight, such as 'model.layers.0.mlp.downproj'"), "{said}");
+}
+
+/// Experts of a layer in one tensor, as Qwen 3.5 has them.
+fn stacked(layers: usize, experts: usize) -> Vec<(String, Vec<usize>)> {
+    let layer = |l: usize| {
+        let name = move |last: &str| format!("model.layers.{l}.{last}");
+        [
+            (name("mlp.experts.gate_up_proj"), vec![experts, 32, 32]),
+            (name("mlp.experts.down_proj"), vec![experts, 32, 16]),
+            (name("self_attn.o_proj.weight"), vec![32, 32]),
+        ]
+    };
+    (0..layers).flat_map(layer).collect()
+}
+
+#[test]
+fn a_plan_of_many_experts_has_few_lines() {
+    let folder = Folder::new("fold");
+    let config = json!({ "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 40, "hidden_size": 32 });
+    let model = folder.model("in", &stacked(2, 40), &config);
+    let said = ok(&["plan", &model]);
+    assert!(said.contains("model.layers.{0..1}.mlp.experts.{0..39}.gate_proj"), "{said}");
+    assert!(said.contains("242 weights in 4 lines; --each lists every weight, --json too"), "{said}");
+    let each = ok(&["plan", &model, "--each"]);
+    assert!(each.contains("model.layers.1.mlp.experts.39.up_proj"), "{each}");
+    assert!(each.lines().count() > 242, "{each}");
+    let json: Value = serde_json::from_str(&ok(&["plan", &model, "--json"])).unwrap();
+    assert_eq!(json["weights"].as_array().unwrap().len(), 242);
+}
+
+#[test]
+fn a_family_that_is_not_known_is_planned_by_general_rules() {
+    let folder = Folder::new("unknown");
+    let model = folder.model("in", &stacked(1, 2), &json!({ "architectures": ["NobodysForCausalLM"] }));
+    let said = ok(&["plan", &model]);
+    assert!(said.contains("no code for NobodysForCausalLM") && said.contains("general rules"), "{said}");
+}
+
+#[test]
+fn verify_says_which_kernels_a_server_takes() {
+    let folder = Folder::new("kernels");
+    let config = json!({ "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "hidden_size": 32 });
+    let model = folder.model("in", &stacked(1, 2), &config);
+    for (acts, gpu, path) in [("none", "9.0", "decoded"), ("const", "9.0", "decoded"), ("const", "10.0", "native")] {
+        let out = folder.path(&format!("out-{acts}-{gpu}"));
+        let mut args = vec!["convert", &model, &out];
+        if acts != "none" {
+            args.extend(["--acts", acts]);
+        }
+        nvfp4(&args);
+        let said = text(&nvfp4(&["verify", &out, "--gpu", gpu]));
+        assert!(said.contains(&format!("kernels  vLLM on {gpu}: {path}, ")), "{said}");
+        let json =
+            String::from_utf8(nvfp4(&["verify", &out, "--for", "sglang", "--gpu", gpu, "--json"]).stdout).unwrap();
+        let json: Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((&json["kernels"]["gpu"], &json["kernels"]["path"]), (&json!(gpu), &json!(path)));
+    }
+    assert_eq!(nvfp4(&["verify", &model, "--gpu", "hopper"]).status.code(), Some(2));
 }

@@ -382,7 +382,7 @@ def convert(
 def verify(
     path: _Path,
     *,
-    client: Optional[Literal["vllm", "llama.cpp", "transformers"]] = None,
+    client: Optional[Literal["vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers"]] = None,
     from_: Optional[_Dialect] = None,
 ) -> List[str]: ...
 def command(words: Sequence[str], *, program: bool = False) -> int: ...
