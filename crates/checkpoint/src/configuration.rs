@@ -142,6 +142,10 @@ pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec
         // names in every family.
         if target == Target::CompressedTensors {
             names.extend(["gate_proj", "up_proj", "down_proj"].map(|name| format!("{experts}.0.{name}")));
+            // For GPT-OSS it gives an entry that ends in `.down_proj` another name, but no pattern.
+            if model.architecture() == Some("GptOssForCausalLM") {
+                names.push(format!("re:{}[.].*", experts.replace('.', "[.]")));
+            }
         }
         names.push(experts);
     }
