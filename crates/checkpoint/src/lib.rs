@@ -5,14 +5,16 @@
 //!
 //! 1. what is read: `file` (one safetensors file), `folder` (a checkpoint), `weight` (its matrices)
 //!    and `dialect` (its format);
-//! 2. what is planned: `names`, `joined`, `outline`, `keep`, `architecture`, `target` and `plan`;
-//! 3. what is written, and where: `written`, `configuration`, `shards` and `beside`; `gguf` for
-//!    llama.cpp;
+//! 2. what is planned: `form`, `names`, `rules`, `joined`, `outline`, `keep`, `architecture`,
+//!    `target` and `plan`;
+//! 3. what is written, and where: `written`, `eight` (weights in FP8), `configuration`, `mixed`
+//!    (several forms in one checkpoint), `shards` and `beside`; `gguf` for llama.cpp;
 //! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work`
 //!    (the files on the disk), `conversion`, `rows` (one piece of one weight), `passes` (the two
 //!    passes) and `convert`; in parts, `portion` and `share` (who makes what), `attempt` (a part on
 //!    the disk) and `parts`;
-//! 5. whether a server would load the result: `client` and `finding`, `described`, `place`,
+//! 5. whether a server would load the result: `client` and `finding`, `described`,
+//!    `promised`, `place`,
 //!    `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`.
 //!
 //! ```no_run
@@ -47,12 +49,14 @@ mod crash_parts;
 mod described;
 mod dialect;
 mod dimension;
+mod eight;
 mod error;
 mod existing;
 mod file;
 mod finding;
 mod finite;
 mod folder;
+mod form;
 #[doc(hidden)]
 pub mod fuzzed;
 pub mod gguf;
@@ -63,6 +67,7 @@ mod journal;
 mod keep;
 mod layer;
 mod measure;
+mod mixed;
 mod mxfp4;
 mod names;
 mod outline;
@@ -72,8 +77,11 @@ mod place;
 mod plan;
 mod pool;
 mod portion;
+mod promised;
 mod room;
 mod rows;
+mod ruled;
+mod rules;
 mod settings;
 mod shards;
 mod share;
@@ -99,6 +107,7 @@ pub use existing::{Existing, Outcome};
 pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
 pub use finding::{Finding, Fix, Severity};
 pub use folder::{Checkpoint, Kind, Located, check_index};
+pub use form::{Eight, Form};
 #[doc(hidden)]
 pub use fuzzed::check_config;
 pub use joined::fused;
@@ -107,6 +116,7 @@ pub use names::{Pattern, Preset};
 pub use parts::{PartSummary, convert_part, finish};
 pub use plan::{Action, Copied, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
 pub use portion::Portion;
+pub use rules::Rules;
 pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use share::{Share, shares};
