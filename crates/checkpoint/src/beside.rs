@@ -3,6 +3,7 @@
 use super::Checkpoint;
 use super::configuration;
 use super::dialect::Model;
+use super::mixed::Mixed;
 use super::plan::{Action, Plan};
 use super::shards::{self, Shard};
 use super::stamp::Stamp;
@@ -41,13 +42,18 @@ impl Beside {
             bytes += opened.map_err(|source| Error::io(&path, source))?.len();
         }
         let ignored = configuration::ignored(plan, model, target);
+        let mixed = Mixed::new(plan, target, &ignored, extras);
         let mut config = target.config(checkpoint.config(), &ignored, extras);
+        if let Some(mixed) = &mixed {
+            config["quantization_config"] = mixed.config();
+        }
         let decodes = plan.items.iter().any(|item| matches!(item.action, Action::Decode(_)));
         if let (Target::Plain(precision), true) = (target, decodes) {
             configuration::name_type(&mut config, precision);
         }
         let mut written = vec![("config.json".to_string(), pretty(&config)?)];
-        if let Some(quantization) = target.quantization(&ignored, extras) {
+        let own = mixed.as_ref().map_or_else(|| target.quantization(&ignored, extras), Mixed::quantization);
+        if let Some(quantization) = own {
             written.push(("hf_quant_config.json".to_string(), pretty(&quantization)?));
         }
         if let Some(name) = shards::index_name(files) {

@@ -31,7 +31,7 @@ impl Target {
                 "producer": producer(),
                 "quantization": {
                     "quant_algo": algorithm(extras.activations),
-                    "kv_cache_quant_algo": if extras.kv == Kv::Fp8 { json!("FP8") } else { Value::Null },
+                    "kv_cache_quant_algo": extras.kv.algorithm(),
                     "group_size": BLOCK,
                     "exclude_modules": ignore,
                 }
@@ -41,7 +41,7 @@ impl Target {
 }
 
 /// vLLM recognizes a ModelOpt checkpoint by this name. The version is the one that has this format.
-fn producer() -> Value {
+pub(super) fn producer() -> Value {
     json!({ "name": "modelopt", "version": "0.47.0" })
 }
 
@@ -67,6 +67,26 @@ pub(super) fn name_type(config: &mut Value, precision: Precision) {
     }
 }
 
+/// What ModelOpt says about keys and values in `config.json`.
+pub(super) fn kv_scheme(kv: Kv) -> Option<Value> {
+    match kv {
+        Kv::Unsaid | Kv::Other => None,
+        Kv::Fp8 => Some(json!({ "dynamic": false, "num_bits": 8, "type": "float" })),
+        Kv::Nvfp4 => Some(json!("NVFP4")),
+    }
+}
+
+impl Kv {
+    /// What `hf_quant_config.json` calls it.
+    pub(super) fn algorithm(self) -> Option<&'static str> {
+        match self {
+            Kv::Unsaid | Kv::Other => None,
+            Kv::Fp8 => Some("FP8"),
+            Kv::Nvfp4 => Some("NVFP4"),
+        }
+    }
+}
+
 fn modelopt(ignore: &[String], extras: Extras) -> Value {
     let numbers = json!({ "dynamic": false, "num_bits": 4, "type": "float", "group_size": BLOCK });
     let mut group = Map::new();
@@ -80,15 +100,16 @@ fn modelopt(ignore: &[String], extras: Extras) -> Value {
         "ignore": ignore,
         "quant_algo": algorithm(extras.activations),
     });
-    if extras.kv == Kv::Fp8 {
-        description["kv_cache_scheme"] = json!({ "dynamic": false, "num_bits": 8, "type": "float" });
+    if let Some(scheme) = kv_scheme(extras.kv) {
+        description["kv_cache_scheme"] = scheme;
     }
     description["producer"] = producer();
     description["quant_method"] = json!("modelopt");
     description
 }
 
-fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
+/// A group of compressed-tensors' NVFP4.
+pub(super) fn nvfp4_group(targets: &[String], activations: Activations) -> Value {
     let numbers = |dynamic: Value, observer: &str| {
         json!({
             "num_bits": 4, "type": "float", "symmetric": true, "group_size": BLOCK, "strategy": "tensor_group",
@@ -96,27 +117,40 @@ fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
             "zp_dtype": null, "observer": observer, "observer_kwargs": {},
         })
     };
-    let input = match extras.activations {
+    let input = match activations {
         Activations::Plain => Value::Null,
         Activations::Nvfp4 => numbers(json!("local"), "static_minmax"),
     };
-    let kv = match extras.kv {
-        Kv::Unsaid | Kv::Other => Value::Null,
+    json!({
+        "targets": targets,
+        "weights": numbers(json!(false), "memoryless_minmax"),
+        "input_activations": input,
+        "output_activations": null,
+        "format": NVFP4_FORMAT,
+    })
+}
+
+/// What compressed-tensors calls NVFP4.
+const NVFP4_FORMAT: &str = "nvfp4-pack-quantized";
+
+fn compressed_tensors(ignore: &[String], extras: Extras) -> Value {
+    let group = nvfp4_group(&["Linear".to_string()], extras.activations);
+    compressed_tensors_of(json!({ "group_0": group }), NVFP4_FORMAT, ignore, extras.kv)
+}
+
+/// The description of some groups in compressed-tensors' format.
+pub(super) fn compressed_tensors_of(groups: Value, format: &str, ignore: &[String], kv: Kv) -> Value {
+    let kv = match kv {
+        Kv::Unsaid | Kv::Other | Kv::Nvfp4 => Value::Null,
         Kv::Fp8 => json!({
             "num_bits": 8, "type": "float", "symmetric": true, "strategy": "tensor", "dynamic": false,
         }),
     };
     json!({
-        "config_groups": { "group_0": {
-            "targets": ["Linear"],
-            "weights": numbers(json!(false), "memoryless_minmax"),
-            "input_activations": input,
-            "output_activations": null,
-            "format": "nvfp4-pack-quantized",
-        }},
+        "config_groups": groups,
         "quant_method": "compressed-tensors",
         "kv_cache_scheme": kv,
-        "format": "nvfp4-pack-quantized",
+        "format": format,
         "quantization_status": "compressed",
         "global_compression_ratio": null,
         "ignore": ignore,

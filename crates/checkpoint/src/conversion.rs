@@ -99,7 +99,7 @@ pub(super) fn laid_out<R>(task: &Task<'_>, carry_out: impl FnOnce(Conversion<'_,
 
 /// The files that are written, and what they say beside weights.
 pub(super) fn lay_out<'p>(model: &Model<'p>, plan: &Plan<'p>, settings: &Settings) -> Result<(Vec<Shard<'p>>, Extras)> {
-    if !matches!(settings.target, Target::Plain(_)) && plan.quantized().next().is_none() {
+    if !matches!(settings.target, Target::Plain(_)) && !plan.items.iter().any(|item| item.action.is_quantized()) {
         return Err(Error::NothingToQuantize);
     }
     if settings.target == Target::CompressedTensors && plan.quantized().any(|item| item.weight.is_transposed()) {

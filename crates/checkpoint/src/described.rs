@@ -9,6 +9,7 @@ use super::ignored::Ignored;
 use super::keep::{Defaults, Part};
 use super::outline::Outline;
 use super::plan;
+use super::promised;
 use super::weight::{Stored, Weight};
 use crate::Result;
 use nvfp4_spec::BLOCK;
@@ -18,9 +19,9 @@ use std::collections::BTreeSet;
 /// Checks `config.json` and `hf_quant_config.json`.
 pub(super) fn check(model: &Model<'_>, client: Client, report: &mut Report) -> Result<()> {
     check_method(model, report);
-    let said = algorithms(model);
-    if !said.is_empty() && said.iter().all(|(_, algorithm)| algorithm == "MIXED_PRECISION") {
-        report.note("quant_algo", "MIXED_PRECISION: what the configuration says of each layer is not checked");
+    if promised::has_forms(model) {
+        promised::check(model, client, report)?;
+        check_lists(model, client, report);
         return Ok(());
     }
     check_algorithm(model, report);
@@ -304,6 +305,9 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
     let is_embedding = |weight: &Weight<'_>| {
         weight.module.contains("embed") || defaults.reason(&weight.module, weight.rows) == Some(Part::Embedding)
     };
+    let is_fp4 = |weight: &Weight<'_>| matches!(weight.stored, Stored::Nvfp4(_));
+    // Where every quantized module is named, the others are not expected to be.
+    let named = promised::names_all(model);
     for (file, list) in lists {
         let names = names(list);
         let patterns = Ignored::new(names.iter().map(String::as_str), client, model.dialect);
@@ -311,13 +315,15 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
         for weight in &model.weights {
             let by = patterns.matching(&weight.module);
             match (&weight.stored, by) {
-                (Stored::Nvfp4(_), Some(by)) => {
-                    report.problem(&weight.module, format!("NVFP4, but '{by}' in {file} says that it is not"))
+                (Stored::Nvfp4(_) | Stored::Fp8 { .. }, Some(by)) => {
+                    let form = weight.format();
+                    report.problem(&weight.module, format!("{form}, but '{by}' in {file} says that it is not"))
                 }
-                (Stored::Plain(_), None) if !is_embedding(weight) => report.problem(
-                    &weight.module,
-                    format!("not quantized, but not in the list of {file}: a server expects NVFP4"),
-                ),
+                (Stored::Plain(_), None) if !is_embedding(weight) && !named => {
+                    let form = if model.weights.iter().any(is_fp4) { "NVFP4" } else { "FP8" };
+                    let text = format!("not quantized, but not in the list of {file}: a server expects {form}");
+                    report.problem(&weight.module, text)
+                }
                 _ => {}
             }
         }

@@ -11,8 +11,10 @@
 //! without the marker, or the configuration that says ModelOpt, a checkpoint is refused rather than
 //! guessed at.
 
+use super::eight;
 use super::folder::{Checkpoint, Located};
-use super::weight::{Arrangement, FP8_BLOCK, MX_BLOCK, Nibbles, Nvfp4, Stored, Weight};
+use super::form::Eight;
+use super::weight::{Arrangement, MX_BLOCK, Nibbles, Nvfp4, Stored, Weight};
 use crate::{Error, Result};
 use nvfp4::{Layout, Unit};
 use nvfp4_spec::{BLOCK, swizzle};
@@ -93,8 +95,13 @@ impl<'a> Model<'a> {
             Dialect::ModelOpt => {
                 grouping.nvfp4(dialect)?;
                 grouping.experts()?;
+                grouping.scaled_fp8()?;
             }
-            Dialect::CompressedTensors | Dialect::ComfyUi => grouping.nvfp4(dialect)?,
+            Dialect::CompressedTensors => {
+                grouping.nvfp4(dialect)?;
+                grouping.scaled_fp8()?;
+            }
+            Dialect::ComfyUi => grouping.nvfp4(dialect)?,
         }
         grouping.plain()?;
         // Tensors keep the order of their files, so that a converted checkpoint reads its source
@@ -181,11 +188,13 @@ pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
         return Ok(Dialect::MxFp4);
     }
     let is_fp8 = |t: Located<'_>| t.info.dtype == Dtype::F8_E4M3 && t.info.name.ends_with(".weight");
+    let scaled = has(".weight_scale") && checkpoint.tensors().any(is_fp8);
     match config {
+        _ if scaled && (method.starts_with("modelopt") || text(producer) == "modelopt") => Ok(Dialect::ModelOpt),
+        Some(_) if scaled && method.starts_with("compressed") => Ok(Dialect::CompressedTensors),
         Some(_) if checkpoint.tensors().any(is_fp8) => Err(refuse(format!(
-            "FP8 by '{method}' without 'weight_scale_inv': of FP8, weights with a scale per 128 × \
-             128 block are read, not those with one per tensor or channel; use the checkpoint in \
-             BF16 that it was made from"
+            "FP8 by '{method}' without scales that are read ('weight_scale' of ModelOpt or compressed-tensors, or \
+             'weight_scale_inv'); use the checkpoint in BF16 that it was made from"
         ))),
         Some(_) if !method.is_empty() => Err(refuse(format!(
             "quantized by '{method}', which is not read; use the checkpoint in BF16 that it was made from"
@@ -260,12 +269,38 @@ impl<'a> Grouping<'a> {
             if !matches!(scale.info.dtype, Dtype::F32 | Dtype::BF16) {
                 return Err(scale.wrong("expected scales in F32 or BF16"));
             }
-            let expected = [rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)];
+            let expected = Eight::Block.scales(rows, cols);
             if scale.info.shape != expected {
                 let got = &scale.info.shape;
                 return Err(scale.wrong(format!("expected one scale per 128 × 128 block, {expected:?}, got {got:?}")));
             }
-            self.add(module, rows, cols, Stored::Fp8 { weight, scale })?;
+            self.add(module, rows, cols, Stored::Fp8 { weight, scale, input: None, eight: Eight::Block })?;
+        }
+        Ok(())
+    }
+
+    /// FP8 with `weight_scale`, as ModelOpt and compressed-tensors have it: per tensor, per channel,
+    /// in blocks, or MXFP8.
+    fn scaled_fp8(&mut self) -> Result<()> {
+        for module in self.modules(".weight_scale") {
+            let Some(weight) = self.checkpoint.get(&format!("{module}.weight")) else { continue };
+            let (Dtype::F8_E4M3, &[rows, cols]) = (weight.info.dtype, &weight.info.shape[..]) else { continue };
+            let scale_name = format!("{module}.weight_scale");
+            let scale = self.need(&scale_name, &scale_name)?;
+            let Some(eight) = eight::kind(rows, cols, &scale) else {
+                let (dtype, got) = (scale.info.dtype, &scale.info.shape);
+                return Err(scale.wrong(format!(
+                    "expected the scales of {rows} × {cols} in FP8: per tensor, row, 128 × 128 block, or 32 of a row in \
+                     U8; got {dtype:?} of {got:?}"
+                )));
+            };
+            let input = self.checkpoint.get(&format!("{module}.input_scale"));
+            let float = |t: &Located<'_>| matches!(t.info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
+            let number = |t: &Located<'_>| float(t) && t.info.len == (t.info.dtype.bitsize() / 8) as u64;
+            if let Some(input) = input.filter(|input| !number(input)) {
+                return Err(input.wrong("expected one number, a float"));
+            }
+            self.add(module, rows, cols, Stored::Fp8 { weight, scale, input, eight })?;
         }
         Ok(())
     }

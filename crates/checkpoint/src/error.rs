@@ -205,6 +205,8 @@ pub enum Setting {
     Kv,
     /// Which weights are left as they are.
     Skip,
+    /// Which weights get which form.
+    Rules,
     /// Which weights are joined.
     Fuse,
     /// What becomes of joined weights with different tensor scales.

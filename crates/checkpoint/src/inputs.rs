@@ -2,19 +2,26 @@
 //! kept.
 
 use super::dialect::Model;
+use super::form::{Eight, Form};
 use super::plan::{Differing, Item, Plan};
 use super::settings::{Acts, KvCache, Settings};
 use super::target::{Activations, Extras, Kv, Scale, Target};
-use super::weight::Stored;
+use super::weight::{Stored, number};
 use crate::{Error, Result, Setting};
 use nvfp4::Bound;
+use nvfp4_spec::e4m3;
 use nvfp4_spec::scale::Unit as ScaleUnit;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// What is written beside weights.
 pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) -> Result<Extras> {
-    if settings.kv == KvCache::Fp8Cast && settings.target == Target::Gguf {
+    if settings.kv == KvCache::Nvfp4Cast && settings.target == Target::CompressedTensors {
+        let reason = "compressed-tensors' format has no keys and values in NVFP4 that a server reads; use FP8, or \
+                      ModelOpt's format";
+        return Err(Error::setting(Setting::Kv, reason));
+    }
+    if settings.kv != KvCache::Unsaid && settings.target == Target::Gguf {
         let reason =
             "GGUF does not record how keys and values are kept; leave the setting out, and use llama.cpp's own options";
         return Err(Error::setting(Setting::Kv, reason));
@@ -29,7 +36,15 @@ fn activations(settings: &Settings, plan: &Plan<'_>) -> Result<Activations> {
         return Ok(Activations::Nvfp4);
     }
     let has = |item: &Item<'_>| matches!(&item.weight.stored, Stored::Nvfp4(n) if n.input.is_some());
-    let (with, without): (Vec<_>, Vec<_>) = plan.quantized().partition(|item| has(item));
+    let asked = |item: &&Item<'_>| item.form == Some(Form::W4A4) && !has(item);
+    if let Some(item) = plan.quantized().find(asked) {
+        let module = &item.weight.module;
+        let reason =
+            format!("a rule gives '{module}' NVFP4 for activations too, whose scales are not given; give them");
+        return Err(Error::setting(Setting::Acts, reason));
+    }
+    let wants = |item: &&Item<'_>| item.form != Some(Form::W4A16);
+    let (with, without): (Vec<_>, Vec<_>) = plan.quantized().filter(wants).partition(|item| has(item));
     match (with.first(), without.first()) {
         (None, _) => Ok(Activations::Plain),
         (Some(_), None) => Ok(Activations::Nvfp4),
@@ -45,22 +60,24 @@ fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
     let algorithm = model.checkpoint.quantization().and_then(|q| q.pointer("/quantization/kv_cache_quant_algo"));
     let scheme = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/kv_cache_scheme"));
     let fp8 = algorithm.and_then(Value::as_str) == Some("FP8") || scheme.is_some_and(|s| s["num_bits"] == 8);
+    let nvfp4 = |said: &Value| said.as_str() == Some("NVFP4") || said["num_bits"] == 4;
+    let nvfp4 = [algorithm, scheme].into_iter().flatten().any(nvfp4) && settings.target == Target::ModelOpt;
     let says = [algorithm, scheme].into_iter().flatten().any(|said| !said.is_null());
-    match (settings.kv == KvCache::Fp8Cast || fp8, says) {
-        (true, _) => Kv::Fp8,
-        (false, true) => Kv::Other,
-        (false, false) => Kv::Unsaid,
+    match settings.kv {
+        KvCache::Fp8Cast => Kv::Fp8,
+        KvCache::Nvfp4Cast => Kv::Nvfp4,
+        KvCache::Unsaid if fp8 => Kv::Fp8,
+        KvCache::Unsaid if nvfp4 => Kv::Nvfp4,
+        KvCache::Unsaid if says => Kv::Other,
+        KvCache::Unsaid => Kv::Unsaid,
     }
 }
 
 /// The activation scale of every weight, as the target stores it. Weights that are joined
 /// share the largest.
 pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activations) -> Result<BTreeMap<String, f32>> {
-    if activations == Activations::Plain {
-        return Ok(BTreeMap::new());
-    }
     match &settings.acts {
-        Acts::Amaxes(amaxes) => check_amaxes(amaxes, plan)?,
+        Acts::Amaxes(amaxes) => check_amaxes(amaxes, plan, activations)?,
         Acts::Constant(scale) if !is_scale(*scale) => {
             return Err(wrong(format!("the scale {scale} or its inverse is not a normal float32")));
         }
@@ -70,7 +87,9 @@ pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activati
     let own = |item: &Item<'_>| -> Result<f32> {
         match (&settings.acts, &item.weight.stored) {
             (Acts::Constant(scale), _) => Ok(*scale),
-            (Acts::Amaxes(amaxes), _) => Ok(amaxes[&item.weight.module] / six_e),
+            (Acts::Amaxes(amaxes), _) if item.action.is_nvfp4() => Ok(amaxes[&item.weight.module] / six_e),
+            (Acts::Amaxes(amaxes), _) => Ok(amaxes[&item.weight.module] / e4m3::MAX),
+            (Acts::None, Stored::Fp8 { input: Some(input), .. }) => number(input),
             (Acts::None, Stored::Nvfp4(source)) => {
                 let stored = source.input()?.unwrap_or(1.0);
                 Ok(if source.unit == ScaleUnit::Divisor { 1.0 / stored } else { stored })
@@ -80,7 +99,7 @@ pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activati
     };
     let mut multipliers = vec![0f32; plan.items.len()];
     for (i, item) in plan.items.iter().enumerate() {
-        if item.action.is_nvfp4() {
+        if has_input(item, activations) {
             multipliers[i] = own(item)?;
         }
     }
@@ -92,9 +111,20 @@ pub(super) fn scales(settings: &Settings, plan: &Plan<'_>, activations: Activati
         }
     }
     let stored = |(i, item): (usize, &Item<'_>)| {
-        (item.weight.module.clone(), settings.target.stored(Scale::Multiplier(multipliers[i])))
+        let scale = match item.action.is_nvfp4() {
+            true => settings.target.stored(Scale::Multiplier(multipliers[i])),
+            false => multipliers[i],
+        };
+        (item.weight.module.clone(), scale)
     };
-    Ok(plan.items.iter().enumerate().map(stored).collect())
+    let with = plan.items.iter().enumerate().filter(|(_, item)| has_input(item, activations));
+    Ok(with.map(stored).collect())
+}
+
+/// Whether a scale of activations is written beside a weight: for NVFP4 where there are any, and
+/// for FP8 per tensor.
+fn has_input(item: &Item<'_>, activations: Activations) -> bool {
+    item.has_fp4_inputs(activations) || item.action.eight() == Some(Eight::Tensor)
 }
 
 /// Activation scales that cannot be used.
@@ -103,8 +133,9 @@ fn wrong(reason: String) -> Error {
 }
 
 /// Every weight needs an amax, and all that are missing are named at once.
-fn check_amaxes(amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>) -> Result<()> {
-    let modules = || plan.quantized().map(|item| item.weight.module.as_str());
+fn check_amaxes(amaxes: &BTreeMap<String, f32>, plan: &Plan<'_>, activations: Activations) -> Result<()> {
+    let with = || plan.items.iter().filter(|item| has_input(item, activations));
+    let modules = || with().map(|item| item.weight.module.as_str());
     let missing: Vec<&str> = modules().filter(|module| !amaxes.contains_key(*module)).collect();
     if !missing.is_empty() {
         return Err(wrong(format!("no amax for '{}'", missing.join("', '"))));

@@ -5,16 +5,16 @@
 //!
 //! 1. what is read: `file` (one safetensors file), `folder` (a checkpoint), `weight` (its matrices)
 //!    and `dialect` (its format);
-//! 2. what is planned: `names`, `joined`, `outline`, `keep`, `stacked`, `architecture`,
-//!    `target`, `plan` and `split`;
-//! 3. what is written, and where: `written`, `configuration`, `shards` and `beside`; `gguf` for
-//!    llama.cpp;
+//! 2. what is planned: `form`, `names`, `rules`, `joined`, `outline`, `keep`, `stacked`,
+//!    `architecture`, `target`, `plan` and `split`;
+//! 3. what is written, and where: `written`, `eight` (weights in FP8), `configuration`, `mixed`
+//!    (several forms in one checkpoint), `shards` and `beside`; `gguf` for llama.cpp;
 //! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work`
 //!    (the files on the disk), `conversion`, `rows` (one piece of one weight), `passes` (the two
 //!    passes) and `convert`; in parts, `portion` and `share` (who makes what), `attempt` (a part on
 //!    the disk) and `parts`;
-//! 5. whether a server would load the result: `client` and `finding`, `described`, `place`,
-//!    `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`; by which kernels,
+//! 5. whether a server would load the result: `client` and `finding`, `described`, `promised`,
+//!    `place`, `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`; by which kernels,
 //!    `kernel_path`.
 //!
 //! ```no_run
@@ -49,12 +49,14 @@ mod crash_parts;
 mod described;
 mod dialect;
 mod dimension;
+mod eight;
 mod error;
 mod existing;
 mod file;
 mod finding;
 mod finite;
 mod folder;
+mod form;
 #[doc(hidden)]
 pub mod fuzzed;
 pub mod gguf;
@@ -66,6 +68,7 @@ mod keep;
 mod kernel_path;
 mod layer;
 mod measure;
+mod mixed;
 mod mxfp4;
 mod names;
 mod outline;
@@ -75,8 +78,11 @@ mod place;
 mod plan;
 mod pool;
 mod portion;
+mod promised;
 mod room;
 mod rows;
+mod ruled;
+mod rules;
 mod settings;
 mod shards;
 mod share;
@@ -104,6 +110,7 @@ pub use existing::{Existing, Outcome};
 pub use file::{MAX_HEADER, TensorFile, TensorInfo, check_header};
 pub use finding::{Finding, Fix, Severity};
 pub use folder::{Checkpoint, Kind, Located, check_index};
+pub use form::{Eight, Form};
 #[doc(hidden)]
 pub use fuzzed::check_config;
 pub use joined::fused;
@@ -113,6 +120,7 @@ pub use names::{Pattern, Preset};
 pub use parts::{PartSummary, convert_part, finish};
 pub use plan::{Action, Copied, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
 pub use portion::Portion;
+pub use rules::Rules;
 pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use share::{Share, shares};

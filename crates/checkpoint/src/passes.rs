@@ -5,14 +5,15 @@
 //! its parts.
 
 use super::conversion::{Amaxes, Conversion};
+use super::folder::Located;
 use super::measure::Measure;
-use super::plan::Item;
+use super::plan::{Action, Item};
 use super::rows::{Memory, Piece, copy};
 use super::settings::{Finished, Pass};
 use super::shards::{Placed, RowOrder, Shard, Unit};
 use super::sink::Sink;
 use super::target::{Activations, Scale, Target};
-use super::weight::{Stored, Weight};
+use super::weight::{Stored, Weight, sized};
 use super::written::{self, Role};
 use super::{first_not_finite, mxfp4, pool};
 use crate::Result;
@@ -20,6 +21,7 @@ use nvfp4::{Precision, Specials};
 use nvfp4_kernels::{Input, amax};
 use nvfp4_spec::Mode;
 use nvfp4_spec::scale::Unit as ScaleUnit;
+use safetensors::Dtype;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -37,9 +39,11 @@ impl<'p> Conversion<'_, 'p> {
         let found: Vec<Vec<AtomicU32>> =
             self.plan.items.iter().map(|i| (0..i.weight.matrices()).map(|_| AtomicU32::new(0)).collect()).collect();
         pool::run(self.settings.threads, &tasks, self.stop, |(i, rows), memory: &mut Memory| {
-            let weight = &self.plan.items[*i].weight;
+            let Item { weight, action, .. } = &self.plan.items[*i];
             let largest = match weight.stored {
-                Stored::MxFp4 { .. } => mxfp4::top(weight, rows, &mut memory.codes, &mut memory.exponents)?,
+                Stored::MxFp4 { .. } if *action == Action::Quantize => {
+                    mxfp4::top(weight, rows, &mut memory.codes, &mut memory.exponents)?
+                }
                 _ => self.find_amax(weight, rows, memory)?.to_bits(),
             };
             found[*i][rows.start / weight.matrix_rows()].fetch_max(largest, Ordering::Relaxed);
@@ -60,7 +64,7 @@ impl<'p> Conversion<'_, 'p> {
     pub fn fits(&self, amaxes: &Amaxes, needed: &BTreeSet<usize>) -> bool {
         needed.iter().map(|&i| &self.plan.items[i]).all(|item| {
             let possible = |&found: &u32| match item.weight.stored {
-                Stored::MxFp4 { .. } => found < 255,
+                Stored::MxFp4 { .. } if item.action == Action::Quantize => found < 255,
                 _ => found <= f32::MAX.to_bits(),
             };
             let found = amaxes.get(&item.weight.module);
@@ -120,6 +124,15 @@ impl<'p> Conversion<'_, 'p> {
 
     fn write_scalars(&self, sink: &Sink, i: usize, offsets: &BTreeMap<Role, u64>) -> Result<()> {
         let item = &self.plan.items[i];
+        if let (Action::Retain(_), Stored::Fp8 { scale, input, .. }) = (&item.action, &item.weight.stored) {
+            copy_whole(scale, sink, offsets[&Role::Scales])?;
+            // An activation scale of another type is written as a number.
+            let same = input.filter(|input| input.info.dtype == Dtype::F32 || self.settings.target != Target::ModelOpt);
+            if let (Some(input), Some(&at)) = (same, offsets.get(&Role::Input)) {
+                copy_whole(&input, sink, at)?;
+                return self.write_kv_scale(sink, offsets);
+            }
+        }
         if let Some(&at) = offsets.get(&Role::Global) {
             for matrix in 0..item.weight.matrices() {
                 let scale = match &item.weight.stored {
@@ -140,13 +153,16 @@ impl<'p> Conversion<'_, 'p> {
                 sink.write_at(&self.settings.target.stored(scale).to_le_bytes(), at + 4 * matrix as u64)?;
             }
         }
-        if let Some(&at) = offsets.get(&Role::KvScale) {
-            sink.write_at(&1f32.to_le_bytes(), at)?;
-        }
+        self.write_kv_scale(sink, offsets)?;
         match offsets.get(&Role::Input) {
             Some(&at) => sink.write_at(&self.inputs[&item.weight.module].to_le_bytes(), at),
             None => Ok(()),
         }
+    }
+
+    /// The scale 1 of keys or values that the source has none for.
+    fn write_kv_scale(&self, sink: &Sink, offsets: &BTreeMap<Role, u64>) -> Result<()> {
+        offsets.get(&Role::KvScale).map_or(Ok(()), |&at| sink.write_at(&1f32.to_le_bytes(), at))
     }
 
     fn find_amax(&self, weight: &Weight<'_>, rows: &Range<usize>, memory: &mut Memory) -> Result<f32> {
@@ -188,6 +204,18 @@ fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) ->
         }
         (ScaleUnit::Amax(bound), Target::CompressedTensors) => Scale::Divisor((bound.six_e() / amax).min(f32::MAX)),
     }
+}
+
+/// Copies a small tensor, in pieces.
+fn copy_whole(tensor: &Located<'_>, sink: &Sink, at: u64) -> Result<()> {
+    const PIECE: u64 = 1 << 20;
+    let mut bytes = Vec::new();
+    for start in (0..tensor.info.len).step_by(PIECE as usize) {
+        let piece = sized(&mut bytes, (tensor.info.len - start).min(PIECE) as usize);
+        tensor.read(start, piece)?;
+        sink.write_at(piece, at + start)?;
+    }
+    Ok(())
 }
 
 /// The bytes of some rows of a weight.

@@ -3,10 +3,13 @@
 use super::architecture::{self, Architectures};
 use super::dialect::{Dialect, Model};
 use super::folder::{Checkpoint, Located};
+use super::form::{Eight, Form};
 use super::joined;
 use super::keep::Defaults;
 use super::names::{Pattern, Preset};
 use super::outline::Outline;
+use super::ruled;
+use super::rules::Rules;
 use super::stacked;
 use super::target::Target;
 use super::weight::{Stored, Weight};
@@ -68,6 +71,8 @@ pub struct Selection {
     pub differing: Differing,
     /// Whether models that no program would load are converted.
     pub architectures: Architectures,
+    /// Forms by module; NVFP4 where there are none.
+    pub rules: Rules,
 }
 
 /// What happens to a weight.
@@ -82,6 +87,10 @@ pub enum Action {
     /// NVFP4 already, with another tensor scale than the weights that it is joined with: expressed
     /// with theirs.
     Rescale,
+    /// Quantized to FP8, or to MXFP8.
+    Eight(Eight),
+    /// FP8 or MXFP8 already: the same bytes under the target's names.
+    Retain(Eight),
     /// Decoded, because the target has no name for how it is stored, or nothing is quantized there.
     Decode(String),
     /// Copied as it is.
@@ -91,7 +100,30 @@ pub enum Action {
 impl Action {
     /// Whether its numbers differ from those of the source, so that it has an error.
     pub(super) fn is_measured(&self) -> bool {
-        matches!(self, Action::Quantize | Action::Rescale | Action::Decode(_))
+        matches!(self, Action::Quantize | Action::Rescale | Action::Eight(_) | Action::Decode(_))
+    }
+
+    /// Whether it is made with the amax of the whole weight.
+    pub(super) fn needs_amax(&self) -> bool {
+        matches!(self, Action::Quantize | Action::Eight(Eight::Tensor))
+    }
+
+    /// Whether numbers are quantized, and not taken over as they are.
+    pub fn is_made(&self) -> bool {
+        matches!(self, Action::Quantize | Action::Eight(_))
+    }
+
+    /// Whether the weight is quantized afterwards, in any form.
+    pub fn is_quantized(&self) -> bool {
+        self.is_nvfp4() || self.eight().is_some()
+    }
+
+    /// Which elements share a scale, where the weight is FP8 or MXFP8 afterwards.
+    pub fn eight(&self) -> Option<Eight> {
+        match self {
+            Action::Eight(eight) | Action::Retain(eight) => Some(*eight),
+            Action::Quantize | Action::Relabel | Action::Rescale | Action::Decode(_) | Action::Keep(_) => None,
+        }
     }
 
     /// Whether the weight is NVFP4 afterwards.
@@ -107,6 +139,8 @@ pub struct Item<'a> {
     pub weight: Weight<'a>,
     /// What happens.
     pub action: Action,
+    /// The form that a rule asks for.
+    pub form: Option<Form>,
     /// The group that shares its tensor scale: an index into [`Plan::groups`].
     pub group: Option<usize>,
 }
@@ -150,14 +184,17 @@ impl<'a> Plan<'a> {
         if let (Architectures::Served, Some(reason)) = (selection.architectures, architecture::refusal(model)?) {
             return Err(Error::setting(Setting::Architectures, reason));
         }
-        let rules = Rules::new(model.checkpoint, model.dialect, selection, target);
-        let decide = |weight: &Weight<'a>| Item { weight: weight.clone(), action: rules.action(weight), group: None };
+        let rules = Deciding::new(model.checkpoint, model.dialect, selection, target);
+        let decide = |weight: &Weight<'a>| {
+            let form = selection.rules.form(&weight.module);
+            Item { weight: weight.clone(), action: rules.action(weight), form, group: None }
+        };
         let mut plan = Plan {
             items: model.weights.iter().map(decide).collect(),
             groups: Vec::new(),
             copied: model.others.iter().filter_map(|tensor| rules.copied(model.checkpoint, tensor)).collect(),
         };
-        for pattern in selection.skip.iter().chain(&selection.only) {
+        for pattern in selection.skip.iter().chain(&selection.only).chain(selection.rules.patterns()) {
             let copied = |c: &Copied<'_>| stacked::is_named(model.checkpoint, &c.tensor, |name| pattern.matches(name));
             let items = plan.items.iter().any(|item| pattern.matches(&item.weight.module));
             if !items && !plan.copied.iter().any(copied) {
@@ -170,6 +207,7 @@ impl<'a> Plan<'a> {
             let module = &item.weight.module;
             return Err(Error::Refused(format!("'{module}' is MXFP4, which cannot stay beside NVFP4; do not skip it")));
         }
+        plan.check_forms(target)?;
         plan.fuse(&selection.fuse)?;
         if selection.differing == Differing::Rescale {
             plan.rescale(&selection.fuse, target)?;
@@ -183,7 +221,8 @@ impl<'a> Plan<'a> {
             Stored::Plain(_) => Action::Keep("not quantized".to_string()),
             Stored::Fp8 { .. } | Stored::MxFp4 { .. } | Stored::Nvfp4(_) => Action::Decode(weight.format()),
         };
-        let item = |weight: &Weight<'a>| Item { weight: weight.clone(), action: decide(weight), group: None };
+        let item =
+            |weight: &Weight<'a>| Item { weight: weight.clone(), action: decide(weight), form: None, group: None };
         Plan { items: model.weights.iter().map(item).collect(), groups: Vec::new(), copied: Vec::new() }
     }
 
@@ -206,10 +245,10 @@ impl<'a> Plan<'a> {
                 let item = |i: &usize| &self.items[*i];
                 members.retain(|i| item(i).action.is_nvfp4() || !joined::is_guest(&item(i).weight.module));
             }
-            let nvfp4 = |i: &&usize| self.items[**i].action.is_nvfp4();
-            let (quantized, kept): (Vec<&usize>, Vec<&usize>) = members.iter().partition(nvfp4);
+            let quantized = |i: &&usize| self.items[**i].action.is_quantized();
+            let (quantized, kept): (Vec<&usize>, Vec<&usize>) = members.iter().partition(quantized);
+            let name = |i: usize| self.items[i].weight.module.rsplit('.').next().unwrap_or_default().to_string();
             if let (Some(yes), Some(no)) = (quantized.first(), kept.first()) {
-                let name = |i: usize| self.items[i].weight.module.rsplit('.').next().unwrap_or_default().to_string();
                 let reason = format!(
                     "{parent}: {} would be quantized and {} not, but servers join {kind} into one matrix; \
                      skip all of them or none, or turn joining off",
@@ -218,7 +257,32 @@ impl<'a> Plan<'a> {
                 );
                 return Err(Error::setting(Setting::Fuse, reason));
             }
-            if quantized.len() > 1 {
+            let form = |i: usize| self.items[i].written();
+            if let Some(other) = quantized.iter().find(|i| form(***i) != form(*quantized[0])) {
+                let [first, other] = [*quantized[0], **other].map(|i| (name(i), form(i).unwrap_or_default()));
+                let reason = format!(
+                    "{parent}: {} would be {} and {} {}, but servers join {kind} into one matrix; give them one form",
+                    first.0, first.1, other.0, other.1
+                );
+                return Err(Error::setting(Setting::Rules, reason));
+            }
+            let block = |i: &&usize| self.items[**i].action.eight() == Some(Eight::Block);
+            let uneven = |i: &&usize| !self.items[**i].weight.rows.is_multiple_of(Eight::BLOCK);
+            if let (Some(i), true) = (quantized.iter().copied().find(|i| block(i) && uneven(i)), quantized.len() > 1) {
+                let reason = format!(
+                    "{parent}: {} has {} rows, no multiple of 128, and servers join {kind} into one matrix, in which \
+                     blocks of 128 would begin inside of others; give them the form fp8, or keep them",
+                    name(*i),
+                    self.items[*i].weight.rows
+                );
+                return Err(Error::setting(Setting::Rules, reason));
+            }
+            // What has a scale for each tensor shares it.
+            let shares = |i: &usize| {
+                let action = &self.items[*i].action;
+                action.is_nvfp4() || *action == Action::Eight(Eight::Tensor)
+            };
+            if quantized.len() > 1 && members.iter().all(shares) {
                 groups.push(Group { kind, members, rescaled: None });
             }
         }
@@ -281,7 +345,8 @@ impl<'a> Plan<'a> {
 
     /// The share of the source's bytes outside the weights that will be NVFP4.
     pub fn kept_share(&self, model: &Model<'_>) -> f64 {
-        let quantized: u64 = self.quantized().map(|item| item.weight.byte_len()).sum();
+        let quantized = self.items.iter().filter(|item| item.action.is_quantized());
+        let quantized: u64 = quantized.map(|item| item.weight.byte_len()).sum();
         1.0 - quantized as f64 / model.checkpoint.byte_len().max(1) as f64
     }
 }
@@ -304,17 +369,17 @@ fn same(a: &[f32], b: &[f32]) -> bool {
 }
 
 /// What decides about a weight.
-pub(super) struct Rules<'s> {
+pub(super) struct Deciding<'s> {
     selection: &'s Selection,
     target: Target,
     defaults: Defaults,
     source_is_nvfp4: bool,
 }
 
-impl<'s> Rules<'s> {
+impl<'s> Deciding<'s> {
     pub fn new(checkpoint: &Checkpoint, dialect: Dialect, selection: &'s Selection, target: Target) -> Self {
         let defaults = Defaults::new(&Outline::new(checkpoint.config()));
-        Rules { selection, target, defaults, source_is_nvfp4: dialect.is_nvfp4() }
+        Deciding { selection, target, defaults, source_is_nvfp4: dialect.is_nvfp4() }
     }
 
     /// Why a tensor is copied that looks like a weight, with rows and columns of numbers, and is
@@ -346,7 +411,7 @@ impl<'s> Rules<'s> {
         let reason =
             split.iter().find_map(|info| match self.action(&stacked::weight(Located { file: tensor.file, info })) {
                 Action::Keep(reason) | Action::Decode(reason) => Some(reason),
-                Action::Quantize | Action::Relabel | Action::Rescale => None,
+                _ => None,
             });
         reason.unwrap_or_else(|| "experts in one tensor, of which another projection stays".to_string())
     }
@@ -362,14 +427,35 @@ impl<'s> Rules<'s> {
     }
 
     pub fn action(&self, weight: &Weight<'_>) -> Action {
+        let form = self.selection.rules.form(&weight.module);
+        if let Some(action) = form.and_then(|form| self.ruled(weight, form)) {
+            return action;
+        }
         match (&weight.stored, self.reason_to_keep(weight)) {
             (Stored::Nvfp4(_), None) => Action::Relabel,
             (Stored::Plain(_), Some(reason)) => Action::Keep(reason),
             // The plain weights of a quantized checkpoint were kept by its producer.
-            (Stored::Plain(_), None) if self.source_is_nvfp4 => Action::Keep("kept by the source".to_string()),
+            (Stored::Plain(_), None) if self.source_is_nvfp4 && form.is_none() => {
+                Action::Keep("kept by the source".to_string())
+            }
             (_, Some(reason)) => Action::Decode(reason),
             (_, None) => Action::Quantize,
         }
+    }
+
+    /// What a rule makes of a weight. What the lists of modules leave alone comes before, and so
+    /// does what is left alone by default, unless a rule has its very name.
+    fn ruled(&self, weight: &Weight<'_>, form: Form) -> Option<Action> {
+        let (module, selection) = (&weight.module, self.selection);
+        let listed = selection.skip.iter().any(|p| p.matches(module))
+            || !selection.only.is_empty() && !selection.only.iter().any(|p| p.matches(module));
+        let asked = selection.default_skips == DefaultSkips::Off || selection.rules.names(module);
+        let default = self.defaults.reason(module, weight.rows).filter(|_| !asked);
+        let plain = matches!(weight.stored, Stored::Plain(_));
+        if listed || weight.elements() == 0 || (plain && default.is_some()) {
+            return None;
+        }
+        ruled::action(weight, form, self.target)
     }
 
     fn reason_to_keep(&self, weight: &Weight<'_>) -> Option<String> {
@@ -384,7 +470,9 @@ impl<'s> Rules<'s> {
         if matches!(weight.stored, Stored::Nvfp4(_)) && !uneven {
             return None;
         }
-        if let (DefaultSkips::On, Some(part)) = (selection.default_skips, self.defaults.reason(module, weight.rows)) {
+        let named = selection.rules.names(module);
+        let part = self.defaults.reason(module, weight.rows).filter(|_| !named);
+        if let (DefaultSkips::On, Some(part)) = (selection.default_skips, part) {
             return Some(part.to_string());
         }
         if !selection.preset.has(module) {

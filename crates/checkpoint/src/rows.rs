@@ -1,7 +1,10 @@
 //! Writes some rows of a weight, in their new form, to their place in the output.
 
 use super::conversion::Conversion;
+use super::eight::{self, Arithmetic};
+use super::first_not_finite;
 use super::folder::Located;
+use super::form::Eight;
 use super::measure::Measure;
 use super::mxfp4;
 use super::plan::{Action, Item};
@@ -30,6 +33,8 @@ pub(super) struct Memory {
     pub exponents: Vec<u8>,
     scales: Vec<u8>,
     decoded: Vec<f32>,
+    /// Scales of FP8.
+    floats: Vec<f32>,
     bytes: Vec<u8>,
     ordered: Vec<u8>,
 }
@@ -54,6 +59,14 @@ impl Conversion<'_, '_> {
                 Ok(Measure::default())
             }
             (Action::Keep(_) | Action::Decode(_), _) => self.decode(piece, memory),
+            (Action::Eight(eight), _) => self.eight(piece, *eight, memory),
+            // Its scales are written with the numbers of the whole weight.
+            (Action::Retain(_), stored) => {
+                let (at, len) = ((rows.start * weight.cols) as u64, rows.len() * weight.cols);
+                stored.first().read(at, sized(&mut memory.bytes, len))?;
+                piece.sink.write_at(&memory.bytes, piece.to.offsets[&Role::Codes] + at)?;
+                Ok(Measure::default())
+            }
             (Action::Relabel, Stored::Nvfp4(source)) => {
                 source.codes_and_scales(rows.clone(), weight.cols, &mut memory.codes, &mut memory.scales)?;
                 self.emit(piece, memory)?;
@@ -86,6 +99,29 @@ impl Conversion<'_, '_> {
                 Ok(measure)
             }
         }
+    }
+
+    /// Rows in FP8.
+    fn eight(&self, piece: &Piece<'_, '_>, eight: Eight, memory: &mut Memory) -> Result<Measure> {
+        let Piece { item, rows, sink, to } = *piece;
+        let weight = &item.weight;
+        let Memory { source, codes, floats, decoded, bytes, .. } = memory;
+        let values = weight.values(rows.clone(), source)?;
+        if (0..values.len()).any(|i| !values.get(i).is_finite()) {
+            return Err(first_not_finite(weight, rows.start, &values));
+        }
+        let rules = Arithmetic::new(self.settings.target, weight, eight);
+        let tensor = if eight == Eight::Tensor { rules.scale(self.amax(item)) } else { 1.0 };
+        rules.quantize(&values, weight.cols, tensor, codes, floats);
+        sink.write_at(codes, to.offsets[&Role::Codes] + (rows.start * weight.cols) as u64)?;
+        rules.stored(floats, bytes);
+        let [before, wide] = eight.scales(rows.start, weight.cols);
+        let before = if eight == Eight::Tensor { 0 } else { before * wide };
+        // Every piece of a tensor has the same scale.
+        sink.write_at(bytes, to.offsets[&Role::Scales] + (before * rules.scale_bytes()) as u64)?;
+        let decoded = sized(decoded, values.len());
+        eight::decode(eight, rows.start, weight.cols, codes, floats, decoded);
+        Ok(Measure::of(&values, decoded))
     }
 
     /// The error of the codes and scales that are in memory.
@@ -212,6 +248,10 @@ impl Conversion<'_, '_> {
         let weight = &item.weight;
         let rows = (self.settings.piece() / weight.cols.max(1)).max(1);
         let rows = match order {
+            // A block of FP8 is made as a whole.
+            RowOrder::AsStored if item.action == Action::Eight(Eight::Block) => {
+                (rows / Eight::BLOCK).max(1) * Eight::BLOCK
+            }
             RowOrder::AsStored => rows,
             RowOrder::Interleaved(head) => (rows / head).max(1) * head,
         };

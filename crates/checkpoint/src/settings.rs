@@ -52,6 +52,8 @@ pub enum KvCache {
     Unsaid,
     /// In FP8 with the scale 1: a cast, which needs no data.
     Fp8Cast,
+    /// In NVFP4 with the tensor scale 1, which needs no data either: ModelOpt's format alone.
+    Nvfp4Cast,
 }
 
 /// What to convert to, and how.
@@ -212,6 +214,7 @@ impl Settings {
             "fuse": format!("{:?}", s.fuse),
             "differing": format!("{:?}", s.differing),
             "architectures": format!("{:?}", s.architectures),
+            "rules": s.rules.to_string(),
             "scale": format!("{:?}", self.scale),
             // Those of the repair of scales too.
             "scale_offsets": mse::OFFSETS,

@@ -2,7 +2,7 @@
 
 use super::conversion::lay_out;
 use super::dialect::Model;
-use super::plan::{Action, Plan};
+use super::plan::Plan;
 use super::portion::{Extent, Portion, Slice, divide};
 use super::settings::Settings;
 use super::shards::{Placed, Shard, Unit};
@@ -65,7 +65,7 @@ pub(super) fn share(
     Share {
         part,
         weights: weights.len(),
-        quantized: weights.iter().filter(|&&i| plan.items[i].action == Action::Quantize).count(),
+        quantized: weights.iter().filter(|&&i| plan.items[i].action.is_made()).count(),
         files: count(Extent::Whole),
         divided: count(Extent::Some),
         read: own().map(|placed| source_len(plan, placed)).sum(),
@@ -85,18 +85,18 @@ pub(super) fn units<'f, 'p>(files: &'f [Shard<'p>], slice: &Slice) -> &'f [Place
     &files[slice.file].units[slice.units.clone()]
 }
 
-/// The weights whose amax is needed to write some units: those that are quantized, and those that
-/// share their tensor scales.
+/// The weights whose amax is needed to write some units: those that get a tensor scale, and those
+/// that share it.
 pub(super) fn needed<'f, 'p: 'f>(plan: &Plan<'p>, units: impl Iterator<Item = &'f Placed<'p>>) -> BTreeSet<usize> {
     let mut needed = BTreeSet::new();
     for placed in units {
         let Unit::Weight(i) = placed.unit else { continue };
-        if plan.items[i].action == Action::Quantize {
+        if plan.items[i].action.needs_amax() {
             needed.insert(i);
             needed.extend(plan.items[i].group.iter().flat_map(|&g| &plan.groups[g].members));
         }
     }
-    needed.retain(|&i| plan.items[i].action == Action::Quantize);
+    needed.retain(|&i| plan.items[i].action.needs_amax());
     needed
 }
 

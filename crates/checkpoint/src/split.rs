@@ -3,7 +3,7 @@
 use super::dialect::{Dialect, detect};
 use super::file::TensorInfo;
 use super::folder::{Checkpoint, Located};
-use super::plan::{Action, Rules, Selection};
+use super::plan::{Action, Deciding, Selection};
 use super::stacked::{experts, matrices, weight};
 use super::target::Target;
 use crate::Result;
@@ -21,7 +21,7 @@ pub fn split_experts(
     dialect: Option<Dialect>,
 ) -> Result<Checkpoint> {
     let Some(dialect) = dialect.or_else(|| detect(&checkpoint).ok()) else { return Ok(checkpoint) };
-    let rules = Rules::new(&checkpoint, dialect, selection, target);
+    let rules = Deciding::new(&checkpoint, dialect, selection, target);
     let mut modules: BTreeMap<String, Vec<(String, Vec<TensorInfo>)>> = BTreeMap::new();
     for tensor in checkpoint.tensors() {
         let Some(module) = experts(&tensor) else { continue };
@@ -37,7 +37,7 @@ pub fn split_experts(
         let mut actions = tensors.iter().flat_map(|(of, split)| split.iter().map(|info| action(info, of)));
         let fits = |info: &TensorInfo| rules.fits(info.shape[1]);
         tensors.iter().all(|(_, split)| !split.is_empty() && split.iter().all(fits))
-            && actions.any(|action| action == Action::Quantize)
+            && actions.any(|action| matches!(action, Action::Quantize | Action::Eight(_)))
     });
     match modules.is_empty() {
         true => Ok(checkpoint),

@@ -92,10 +92,12 @@ pub(super) enum Kv {
     /// Nothing.
     #[default]
     Unsaid,
-    /// A type other than FP8 in the source, which is not passed on.
+    /// A type in the source that is not passed on.
     Other,
     /// FP8, with the scales that the source has, and 1 for those that it lacks.
     Fp8,
+    /// NVFP4, with the same scales.
+    Nvfp4,
 }
 
 /// What a checkpoint says beside its weights.

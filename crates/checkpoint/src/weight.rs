@@ -1,18 +1,17 @@
 //! A weight matrix on disk, whatever it is stored as, read row by row.
 
+use super::eight;
 use super::folder::Located;
+use super::form::Eight;
 use super::transpose::transpose;
 use crate::{Error, Result};
 use half::{bf16, f16};
 use nvfp4::{GlobalScale, Layout, Unit};
 use nvfp4_kernels::{Implementation, Values, dequantize};
 use nvfp4_spec::matrix::View;
-use nvfp4_spec::{BLOCK, Precision, e2m1, e4m3, e8m0, swizzle};
+use nvfp4_spec::{BLOCK, Precision, e2m1, e8m0, swizzle};
 use safetensors::Dtype;
 use std::ops::Range;
-
-/// Rows and columns that share a scale in block-scaled FP8.
-pub(super) const FP8_BLOCK: usize = 128;
 
 /// Elements that share a scale in MXFP4.
 pub(super) const MX_BLOCK: usize = 32;
@@ -62,12 +61,16 @@ pub struct Nvfp4<'a> {
 pub enum Stored<'a> {
     /// BF16, F16 or F32.
     Plain(Located<'a>),
-    /// FP8 and a scale per 128 × 128 block.
+    /// FP8, MXFP8 among it.
     Fp8 {
         /// E4M3 values.
         weight: Located<'a>,
         /// What they are multiplied by.
         scale: Located<'a>,
+        /// The activation scale.
+        input: Option<Located<'a>>,
+        /// Which of them share a scale.
+        eight: Eight,
     },
     /// MXFP4: 32 codes and a power of two.
     MxFp4 {
@@ -97,7 +100,9 @@ impl<'a> Stored<'a> {
     pub fn parts(&self) -> Vec<Located<'a>> {
         match *self {
             Stored::Plain(tensor) => vec![tensor],
-            Stored::Fp8 { weight, scale } => vec![weight, scale],
+            Stored::Fp8 { weight, scale, input, .. } => {
+                [Some(weight), Some(scale), input].into_iter().flatten().collect()
+            }
             Stored::MxFp4 { blocks, scales, .. } => vec![blocks, scales],
             Stored::Nvfp4(n) => [Some(n.codes), Some(n.scales), n.global, n.input].into_iter().flatten().collect(),
         }
@@ -207,6 +212,7 @@ impl Weight<'_> {
     pub fn format(&self) -> String {
         match &self.stored {
             Stored::Plain(t) => format!("{:?}", t.info.dtype),
+            Stored::Fp8 { eight: Eight::Mx, .. } => "MXFP8".to_string(),
             Stored::Fp8 { .. } => "FP8".to_string(),
             Stored::MxFp4 { .. } => "MXFP4".to_string(),
             Stored::Nvfp4(_) => "NVFP4".to_string(),
@@ -242,20 +248,18 @@ impl Weight<'_> {
                     }
                 }
             }
-            Stored::Fp8 { weight, scale } => {
+            Stored::Fp8 { weight, scale, eight, .. } => {
                 let bytes = sized(&mut buffer.bytes, len);
                 weight.read((rows.start * self.cols) as u64, bytes)?;
-                let per_row = self.cols.div_ceil(FP8_BLOCK);
-                let blocks = rows.start / FP8_BLOCK..rows.end.div_ceil(FP8_BLOCK);
-                let scales = read_floats(scale, blocks.start * per_row, blocks.len() * per_row)?;
-                let (values, table) = (sized(&mut buffer.f32, len), &*FP8_VALUES);
-                for (i, (row, out)) in bytes.chunks_exact(self.cols).zip(values.chunks_exact_mut(self.cols)).enumerate()
-                {
-                    let scales = &scales[((rows.start + i) / FP8_BLOCK - blocks.start) * per_row..][..per_row];
-                    for ((row, out), scale) in row.chunks(FP8_BLOCK).zip(out.chunks_mut(FP8_BLOCK)).zip(scales) {
-                        row.iter().zip(out).for_each(|(&b, v)| *v = table[usize::from(b)] * scale);
-                    }
-                }
+                let [_, per_row] = eight.scales(1, self.cols);
+                let bands = match eight {
+                    Eight::Tensor => 0..1,
+                    Eight::Channel | Eight::Mx => rows.clone(),
+                    Eight::Block => rows.start / Eight::BLOCK..rows.end.div_ceil(Eight::BLOCK),
+                };
+                let scales = read_scales(scale, bands.start * per_row, bands.len() * per_row)?;
+                let values = sized(&mut buffer.f32, len);
+                eight::decode(*eight, rows.start, self.cols, bytes, &scales, values);
                 Ok(Values::F32(values))
             }
             Stored::MxFp4 { blocks, scales, .. } => {
@@ -306,8 +310,8 @@ impl Nvfp4<'_> {
         match self.global {
             None => Ok(1.0),
             // Several matrices may share one scale.
-            Some(tensor) if tensor.info.len == 4 => number(&tensor, 0),
-            Some(tensor) => number(&tensor, matrix),
+            Some(tensor) if tensor.info.len == 4 => float(&tensor, 0),
+            Some(tensor) => float(&tensor, matrix),
         }
     }
 
@@ -323,7 +327,7 @@ impl Nvfp4<'_> {
 
     /// The activation scale as it is stored; a tensor of 0 experts has none.
     pub fn input(&self) -> Result<Option<f32>> {
-        self.input.filter(|t| t.info.len > 0).map(|t| number(&t, 0)).transpose()
+        self.input.filter(|t| t.info.len > 0).map(|t| float(&t, 0)).transpose()
     }
 
     /// Bytes of some rows of a part that has `width` bytes for each, read from where inputs come
@@ -393,23 +397,37 @@ impl Nvfp4<'_> {
 }
 
 /// A number of a tensor of F32.
-fn number(tensor: &Located<'_>, i: usize) -> Result<f32> {
+fn float(tensor: &Located<'_>, i: usize) -> Result<f32> {
     let mut bytes = [0; 4];
     tensor.read(4 * i as u64, &mut bytes)?;
     Ok(f32::from_le_bytes(bytes))
 }
 
-/// Elements of an F32 or BF16 tensor.
+/// The only number of a tensor of floats.
+pub(super) fn number(tensor: &Located<'_>) -> Result<f32> {
+    Ok(read_floats(tensor, 0, 1)?[0])
+}
+
+/// Scales of FP8: floats, or powers of two in a byte.
+fn read_scales(tensor: &Located<'_>, from: usize, len: usize) -> Result<Vec<f32>> {
+    if tensor.info.dtype != Dtype::U8 {
+        return read_floats(tensor, from, len);
+    }
+    let mut bytes = vec![0; len];
+    tensor.read(from as u64, &mut bytes)?;
+    Ok(bytes.into_iter().map(e8m0::decode).collect())
+}
+
+/// Elements of a tensor of floats.
 fn read_floats(tensor: &Located<'_>, from: usize, len: usize) -> Result<Vec<f32>> {
     let size = tensor.info.dtype.bitsize() / 8;
     let mut bytes = vec![0; len * size];
     tensor.read((from * size) as u64, &mut bytes)?;
     Ok(match size {
+        2 if tensor.info.dtype == Dtype::F16 => {
+            bytes.as_chunks::<2>().0.iter().map(|&b| f16::from_le_bytes(b).to_f32()).collect()
+        }
         2 => bytes.as_chunks::<2>().0.iter().map(|&b| bf16::from_le_bytes(b).to_f32()).collect(),
         _ => bytes.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
     })
 }
-
-/// The value of every E4M3 byte.
-static FP8_VALUES: std::sync::LazyLock<[f32; 256]> =
-    std::sync::LazyLock::new(|| std::array::from_fn(|byte| e4m3::decode(byte as u8)));

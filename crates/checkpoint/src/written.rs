@@ -1,5 +1,6 @@
 //! The tensors that a weight becomes in a target.
 
+use super::eight;
 use super::folder::{Checkpoint, Located};
 use super::names::KvScale;
 use super::plan::{Action, Item};
@@ -45,12 +46,16 @@ impl Target {
         let weight = &item.weight;
         let mut parts = match &item.action {
             Action::Keep(_) | Action::Decode(_) => vec![whole(weight, self.decoded())],
+            Action::Eight(eight) | Action::Retain(eight) => eight::parts(self, weight, *eight),
             Action::Quantize | Action::Relabel | Action::Rescale if weight.is_transposed() => experts(weight),
             Action::Quantize | Action::Relabel | Action::Rescale => self.matrix(weight),
         };
         let part = |name: String, shape: &[usize], role| Part { name, dtype: Dtype::F32, shape: shape.to_vec(), role };
-        let (module, quantized) = (&weight.module, item.action.is_nvfp4());
-        if quantized && activations == Activations::Nvfp4 {
+        let module = &weight.module;
+        if let Action::Eight(eight) | Action::Retain(eight) = item.action {
+            parts.extend(eight::input(self, weight, eight));
+        }
+        if item.has_fp4_inputs(activations) {
             parts.push(match (weight.is_transposed(), self) {
                 (true, _) => part(format!("{module}_input_scale"), &[], Role::Input),
                 (_, Target::CompressedTensors) => part(format!("{module}.input_global_scale"), &[1], Role::Input),
@@ -63,7 +68,7 @@ impl Target {
     /// The scale 1 that is written beside a projection to keys or values whose scale the source
     /// lacks: servers use 1 then, but transformers reads uninitialised memory.
     pub(super) fn missing_kv_scale(self, module: &str, source: &Checkpoint, kv: Kv) -> Option<Part> {
-        let scale = KvScale::of_projection(module).filter(|_| kv == Kv::Fp8)?;
+        let scale = KvScale::of_projection(module).filter(|_| matches!(kv, Kv::Fp8 | Kv::Nvfp4))?;
         let has = |name: String| source.get(&name).is_some();
         let missing = !has(scale.modelopt()) && !has(scale.compressed_tensors());
         missing.then(|| self.kv_scale(scale, Role::KvScale))?

@@ -295,7 +295,8 @@ fn checkpoints_in_formats_that_are_not_read() {
         folder(&dir.join(method), &[Tensors::from([("a.weight".to_string(), fp8)])], &config);
         let error = refused(&dir.join(method), &dir.join("out"), &Settings::default());
         assert!(
-            error.contains(&format!("FP8 by '{method}'")) && error.contains("one per tensor or channel"),
+            error.contains(&format!("FP8 by '{method}'"))
+                && error.contains("without scales that are read ('weight_scale' of"),
             "{error}"
         );
     }

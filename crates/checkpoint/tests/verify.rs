@@ -66,7 +66,7 @@ fn changes_of_modelopts_checkpoint_are_found() {
                     p.quantization()["quant_algo"] = json!("MIXED_PRECISION");
                     p.own["quantization"]["quant_algo"] = json!("MIXED_PRECISION");
                 },
-                "Note quant_algo: MIXED_PRECISION: what the configuration says of each layer is not checked",
+                "Problem quantized_layers: missing or empty beside 'MIXED_PRECISION': vLLM refuses the checkpoint",
             ),
             (
                 "no algorithm",

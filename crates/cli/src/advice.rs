@@ -62,6 +62,7 @@ fn flag(setting: Setting) -> Option<&'static str> {
         Setting::Acts => "--acts gives activation scales",
         Setting::Kv => "leave out --kv",
         Setting::Skip => "--skip NAME leaves a weight as it is",
+        Setting::Rules => "--rules FILE.toml says which form each weight gets",
         Setting::Fuse => "--fuse off turns joining off",
         Setting::Differing => "leave out --fix-scales, or --fuse off",
         Setting::Profile => "leave out --profile, or choose another --scale",

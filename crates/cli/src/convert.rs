@@ -15,8 +15,8 @@ use clap::ValueEnum;
 use nvfp4::Profile;
 use nvfp4_checkpoint::gguf::GgufFile;
 use nvfp4_checkpoint::{
-    Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, Portion, ScaleChoice, Settings,
-    Severity, Shards, Statistics, Summary, Target, check_free,
+    Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, Portion, ScaleChoice, Settings, Severity,
+    Shards, Statistics, Summary, Target, check_free,
 };
 use nvfp4_files::regular;
 use serde_json::{Value, json};
@@ -29,7 +29,7 @@ use std::time::Instant;
 
 /// Convert a checkpoint to NVFP4; needs no GPU and little memory.
 ///
-/// Reads BF16, F16, F32, FP8 with block scales, MXFP4 experts, and NVFP4 in other formats (the
+/// Reads BF16, F16, F32, FP8, MXFP8, MXFP4 experts, and NVFP4 in other formats (the
 /// codes are kept). The target appears under its name only when it is complete. --resume continues
 /// an interrupted conversion, to the same bytes. --part and --finish convert on several machines.
 #[derive(clap::Args)]
@@ -59,8 +59,8 @@ pub struct Args {
     /// transformer-engine].
     #[arg(long, value_enum)]
     profile: Option<ProfileArg>,
-    /// KV cache format to record for servers: none (not recorded) or fp8-cast (FP8 with a scale of
-    /// 1).
+    /// KV cache format to record for servers: none (not recorded), fp8-cast (FP8 with a scale of 1)
+    /// or nvfp4-cast (NVFP4 with a tensor scale of 1; modelopt alone).
     #[arg(long, value_enum, default_value = "none")]
     kv: KvArg,
     /// Where to quantize: cpu, cuda or cuda:N. The bytes are the same.
@@ -95,6 +95,7 @@ pub struct Args {
 enum KvArg {
     None,
     Fp8Cast,
+    Nvfp4Cast,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -165,6 +166,7 @@ impl Args {
             kv: match self.kv {
                 KvArg::None => KvCache::Unsaid,
                 KvArg::Fp8Cast => KvCache::Fp8Cast,
+                KvArg::Nvfp4Cast => KvCache::Nvfp4Cast,
             },
             implementation: self.device.implementation()?,
             shards: if self.keep_shards { Shards::AsSource } else { Shards::AtMost(self.writing.max_shard) },
@@ -248,7 +250,7 @@ pub fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<(Value, 
     let voice = args.writing.voice();
     let weights = match voice {
         Voice::Verbose => plan.items.len(),
-        Voice::Normal | Voice::Quiet => plan.items.iter().filter(|i| i.action == Action::Quantize).count(),
+        Voice::Normal | Voice::Quiet => plan.items.iter().filter(|i| i.action.is_made()).count(),
     };
     if let Acts::Amaxes(amaxes) = &settings.acts {
         until_closed(strangers(out, amaxes, &plan))?;
@@ -343,22 +345,40 @@ fn write_report(path: &Path, args: &Args, plan: &Plan<'_>, summary: &Summary, se
     report::write(path, &subject)
 }
 
+/// How many weights, and elements of them, become what.
+fn forms(plan: &Plan<'_>) -> BTreeMap<String, (usize, u64)> {
+    let mut forms: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    // Said also where there are none: it is what the program is for.
+    if !plan.is_mixed() {
+        forms.insert("NVFP4".to_string(), (0, 0));
+    }
+    for item in plan.items.iter().filter(|item| item.action.is_quantized()) {
+        let form = item.action.eight().map_or("NVFP4".to_string(), |eight| eight.to_string());
+        let (count, elements) = forms.entry(form).or_default();
+        *count += 1;
+        *elements += item.weight.elements();
+    }
+    forms
+}
+
 fn introduce(out: &mut impl Write, args: &Args, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
     let checkpoint = model.checkpoint;
     let name = model.architecture().unwrap_or("unnamed");
     let (files, size) = (checkpoint.files().len(), sizes::show(checkpoint.byte_len()));
     writeln!(out, "source   {name}  {}  {size}  {}", counted(files, "file"), model.dialect)?;
     let algorithm = if matches!(args.acts, ActsArg::None) { "W4A16" } else { "W4A4" };
-    writeln!(out, "target   {} {algorithm}, blocks of 16", args.to)?;
-    let parameters: u64 = plan.quantized().map(|i| i.weight.elements()).sum();
-    let (quantized, kept) = (plan.quantized().count(), plan.items.len() - plan.quantized().count());
-    writeln!(
-        out,
-        "plan     {} -> NVFP4 ({:.2} M parameters), {} kept",
-        counted(quantized, "weight"),
-        parameters as f64 / 1e6,
-        counted(kept + model.others.len(), "other tensor")
-    )?;
+    match plan.is_mixed() {
+        false => writeln!(out, "target   {} {algorithm}, blocks of 16", args.to)?,
+        true => writeln!(out, "target   {}, in the forms of the plan", args.to)?,
+    }
+    let kept = plan.items.iter().filter(|i| !i.action.is_quantized()).count();
+    let forms: Vec<String> = forms(plan)
+        .into_iter()
+        .map(|(form, (count, parameters))| {
+            format!("{} -> {form} ({:.2} M parameters)", counted(count, "weight"), parameters as f64 / 1e6)
+        })
+        .collect();
+    writeln!(out, "plan     {}, {} kept", forms.join(", "), counted(kept + model.others.len(), "other tensor"))?;
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
     plan.groups.iter().for_each(|g| *kinds.entry(&g.kind).or_default() += 1);
     if !kinds.is_empty() {

@@ -16,8 +16,8 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Decode a quantized checkpoint (NVFP4, MXFP4 experts, or FP8 with block scales) to BF16, F16 or
-/// F32.
+/// Decode a quantized checkpoint (NVFP4, MXFP4 experts, FP8, MXFP8, or several of them) to BF16, F16
+/// or F32.
 ///
 /// Tensors that are not quantized (embeddings, norms) keep their type.
 #[derive(clap::Args)]

@@ -8,7 +8,7 @@ use crate::table::{Table, left, right};
 use crate::{json, names, order, shares, sizes, until_closed};
 use anyhow::Result;
 use nvfp4_checkpoint::{
-    Action, Checkpoint, Client, Copied, Item, Model, Plan, Portion, Settings, Severity, Shards, Target, loading,
+    Action, Checkpoint, Client, Copied, Eight, Item, Model, Plan, Portion, Settings, Severity, Shards, Target, loading,
 };
 use serde_json::{Value, json};
 use std::io::Write;
@@ -82,18 +82,40 @@ fn new_bytes(item: &Item<'_>) -> u64 {
     let elements = item.weight.elements();
     match item.action {
         Action::Quantize | Action::Relabel | Action::Rescale => elements / 2 + elements / 16 + 4,
+        Action::Eight(Eight::Tensor | Eight::Channel | Eight::Block) => elements,
+        Action::Eight(Eight::Mx) => elements + elements / 32,
         Action::Decode(_) => elements * 2,
-        Action::Keep(_) => item.weight.byte_len(),
+        Action::Keep(_) | Action::Retain(_) => item.weight.byte_len(),
     }
 }
 
 /// Why a weight of an NVFP4 source gets another tensor scale.
 pub const RESCALE: &str = "NVFP4 with another tensor scale than the weights it is joined with";
 
+/// The word for a form of FP8, as rules have it.
+pub fn form(eight: Eight) -> &'static str {
+    match eight {
+        Eight::Tensor => "fp8-tensor",
+        Eight::Channel => "fp8-channel",
+        Eight::Block => "fp8-block",
+        Eight::Mx => "mxfp8",
+    }
+}
+
+/// Why a weight keeps its bytes.
+fn retained(eight: Eight) -> &'static str {
+    match eight {
+        Eight::Mx => "MXFP8 already",
+        Eight::Tensor | Eight::Channel | Eight::Block => "FP8 already",
+    }
+}
+
 /// The word for an action, and why.
 fn words<'a>(item: &'a Item<'_>) -> (&'static str, &'a str) {
     match &item.action {
         Action::Quantize => ("nvfp4", ""),
+        Action::Eight(eight) => (form(*eight), ""),
+        Action::Retain(eight) => ("retain", retained(*eight)),
         Action::Relabel => ("relabel", "NVFP4 already"),
         Action::Rescale => ("rescale", RESCALE),
         Action::Decode(why) => ("decode", why),

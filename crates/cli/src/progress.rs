@@ -2,7 +2,7 @@
 //! elsewhere.
 
 use crate::names::shown;
-use crate::plan::RESCALE;
+use crate::plan::{self, RESCALE};
 use crate::say::say;
 use crate::sizes;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -71,7 +71,7 @@ impl Observer for Progress {
     fn finished(&self, w: &Finished) {
         let said = match self.voice {
             Voice::Quiet => false,
-            Voice::Normal => w.action == Action::Quantize,
+            Voice::Normal => w.action.is_made(),
             Voice::Verbose => true,
         };
         if !said {
@@ -93,12 +93,15 @@ fn line(w: &Finished, voice: Voice) -> String {
     let (name, m) = (format!("{}  {}x{}", w.module, w.rows, w.cols), &w.measure);
     let sizes = format!("{} -> {}", sizes::show(w.before), sizes::show(w.after));
     match &w.action {
-        Action::Quantize if voice == Voice::Normal => format!("{name}  {sizes}  relerr {:.4}", m.relative_error()),
-        Action::Quantize => {
+        Action::Quantize | Action::Eight(_) if voice == Voice::Normal => {
+            format!("{name}  {sizes}  relerr {:.4}", m.relative_error())
+        }
+        Action::Quantize | Action::Eight(_) => {
+            let form = w.action.eight().map_or("nvfp4", plan::form);
             let shared = w.group.as_ref().map(|kind| format!(", one tensor scale for {kind}")).unwrap_or_default();
             let zeroed = 100.0 * m.zeroed as f64 / m.elements.max(1) as f64;
             format!(
-                "{name}  nvfp4{shared}  {sizes}  relerr {:.4}  SQNR {:.1} dB  max|e| {:.2e}  zeroed {zeroed:.1}%",
+                "{name}  {form}{shared}  {sizes}  relerr {:.4}  SQNR {:.1} dB  max|e| {:.2e}  zeroed {zeroed:.1}%",
                 m.relative_error(),
                 m.sqnr(),
                 m.largest
@@ -106,6 +109,7 @@ fn line(w: &Finished, voice: Voice) -> String {
         }
         Action::Rescale if m.error == 0.0 => format!("{name}  rescale: {RESCALE}  exact"),
         Action::Rescale => format!("{name}  rescale: {RESCALE}  relerr {:.4} to the source", m.relative_error()),
+        Action::Retain(eight) => format!("{name}  retain: {eight} already"),
         Action::Relabel => format!("{name}  relabel: NVFP4 already"),
         Action::Decode(why) => {
             let zeroed = if m.zeroed > 0 { format!(", {} values became 0", m.zeroed) } else { String::new() };

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, anyhow};
 use clap::ValueEnum;
 use nvfp4_checkpoint::{
-    Architectures, Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Selection, Target,
+    Architectures, Checkpoint, DefaultSkips, Dialect, Differing, Fuse, Model, Pattern, Preset, Rules, Selection, Target,
 };
 use nvfp4_files::regular;
 use serde_json::Value;
@@ -69,9 +69,14 @@ impl FromStr for FuseArg {
 /// Which weights are quantized.
 #[derive(clap::Args)]
 pub struct Weights {
-    /// Part of the model: all, mlp, experts or mlp+o.
-    #[arg(long, default_value = "all")]
-    preset: Preset,
+    /// Part of the model in NVFP4: all, mlp, experts or mlp+o; or all of it: experts+fp8 or mlp+fp8
+    /// (the rest in FP8), or fp8.
+    #[arg(long, default_value = "all", value_parser = Rules::preset)]
+    preset: (Preset, Rules),
+    /// A form for each weight: a TOML file of rules, the first that matches decides. Forms: nvfp4,
+    /// nvfp4-w4a4, nvfp4-w4a16, fp8, fp8-tensor, fp8-channel, fp8-block, mxfp8, keep.
+    #[arg(long, value_name = "FILE.toml", conflicts_with = "preset")]
+    rules: Option<PathBuf>,
     /// Do not quantize these modules: a glob that matches the whole name, or re:REGEX. May be
     /// repeated.
     #[arg(long, value_name = "PATTERN")]
@@ -104,7 +109,7 @@ impl Weights {
 
     pub fn selection(&self) -> Result<Selection> {
         Ok(Selection {
-            preset: self.preset,
+            preset: self.preset.0,
             skip: self.skip.clone(),
             only: self.only.clone(),
             default_skips: if self.no_default_skips { DefaultSkips::Off } else { DefaultSkips::On },
@@ -114,6 +119,10 @@ impl Weights {
                 FuseArg::File(path) => Fuse::Names(names(path)?),
             },
             differing: if self.fix_scales { Differing::Rescale } else { Differing::Keep },
+            rules: match &self.rules {
+                Some(path) => rules(path)?,
+                None => self.preset.1.clone(),
+            },
             architectures: if self.any_architecture { Architectures::Any } else { Architectures::Served },
         })
     }
@@ -121,6 +130,11 @@ impl Weights {
 
 /// The largest list of names or amaxes that is read.
 pub const MAX_LIST: u64 = 64 << 20;
+
+fn rules(path: &Path) -> Result<Rules> {
+    let text = regular::read_text(path, MAX_LIST).map_err(|error| anyhow!("--rules {error}"))?;
+    Rules::from_toml(&text).map_err(|error| anyhow!("--rules {}: {error}", path.display()))
+}
 
 fn names(path: &Path) -> Result<Vec<Vec<String>>> {
     let json: Value = regular::read_json(path, MAX_LIST).map_err(|error| anyhow!("--fuse {error}"))?;

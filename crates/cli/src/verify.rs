@@ -7,7 +7,7 @@ use crate::source::{self, From};
 use crate::{advice, exit, json, until_closed};
 use anyhow::Result;
 use nvfp4_checkpoint::gguf::{self, GgufFile};
-use nvfp4_checkpoint::{Capability, Checkpoint, Client, Finding, Severity, gguf_kernel_path, kernel_path};
+use nvfp4_checkpoint::{Capability, Checkpoint, Client, Finding, Severity, Stored, gguf_kernel_path, kernel_path};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -52,30 +52,32 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
 /// Checks, and writes what was found. Returns the same as JSON, and whether there is no problem.
 pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
-    let (dialect, weights, findings, kernels) = if gguf::is_gguf(&args.dir) {
+    let (dialect, weights, eights, findings, kernels) = if gguf::is_gguf(&args.dir) {
         let file = GgufFile::open(&args.dir)?;
         let mut findings = gguf::verify(&file)?;
         if args.client != Client::LlamaCpp {
             let text = format!("{} does not load GGUF here; check it with --for llama.cpp", args.client);
             findings.insert(0, Finding::problem("file", text));
         }
-        ("GGUF".to_string(), file.nvfp4().count(), findings, args.gpu.map(gguf_kernel_path))
+        ("GGUF".to_string(), file.nvfp4().count(), 0, findings, args.gpu.map(gguf_kernel_path))
     } else {
         let checkpoint = Checkpoint::open(&args.dir)?;
         let model = source::model(&checkpoint, args.from)?;
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let findings = nvfp4_checkpoint::verify(&model, args.client, threads)?;
         let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
+        let eights = model.weights.iter().filter(|w| matches!(w.stored, Stored::Fp8 { .. })).count();
         let kernels = args.gpu.map(|gpu| kernel_path(&model, args.client, gpu));
-        (model.dialect.to_string(), weights, findings, kernels)
+        (model.dialect.to_string(), weights, eights, findings, kernels)
     };
     let passed = findings.iter().all(|f| f.severity != Severity::Problem);
-    until_closed(print(out, &findings).and_then(|()| {
-        match passed {
-            true => writeln!(out, "ok       {} ({dialect}), for {}", counted(weights, "NVFP4 weight"), args.client)
-                .map_err(Into::into),
-            false => Ok(()),
+    until_closed(print(out, &findings).and_then(|()| match passed {
+        true => {
+            let eights = if eights > 0 { format!(", {}", counted(eights, "FP8 weight")) } else { String::new() };
+            let weights = counted(weights, "NVFP4 weight");
+            writeln!(out, "ok       {weights}{eights} ({dialect}), for {}", args.client).map_err(Into::into)
         }
+        false => Ok(()),
     }))?;
     let kernels = args.gpu.zip(kernels);
     if let Some((gpu, found)) = &kernels {

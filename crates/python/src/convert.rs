@@ -5,7 +5,7 @@ use crate::verify::{self, ConversionError, DIALECTS};
 use crate::words::{PROFILES, Words, choose};
 use nvfp4::Implementation;
 use nvfp4_checkpoint::{
-    Acts, Architectures, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern,
+    Acts, Architectures, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern, Rules,
     ScaleChoice, Selection, Settings, Severity, Shards, Summary,
 };
 use pyo3::exceptions::{PyKeyboardInterrupt, PyTypeError, PyValueError};
@@ -23,7 +23,8 @@ const SCALES: Words<ScaleChoice> =
 const EXISTING: Words<Existing> =
     &[("refuse", Existing::Refuse), ("resume", Existing::Resume), ("replace", Existing::Replace)];
 const FUSES: Words<Fuse> = &[("auto", Fuse::Auto), ("off", Fuse::Off)];
-const KVS: Words<KvCache> = &[("none", KvCache::Unsaid), ("fp8-cast", KvCache::Fp8Cast)];
+const KVS: Words<KvCache> =
+    &[("none", KvCache::Unsaid), ("fp8-cast", KvCache::Fp8Cast), ("nvfp4-cast", KvCache::Nvfp4Cast)];
 const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 
 /// Converts a checkpoint, a folder or a safetensors file, to an NVFP4 checkpoint that servers load;
@@ -48,8 +49,8 @@ const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 #[pyo3(signature = (source, target, *, to="modelopt", skip=Vec::new(), only=Vec::new(), preset="all", scale="max",
                     profile=None, acts=None, fuse=FuseWord::Word("auto".to_string()), fix_scales=false, max_shard=5_000_000_000,
                     threads=None, memory=2_000_000_000, existing="refuse", from_=None, no_default_skips=false, kv="none",
-                    device="cpu", keep_shards=false, any_architecture=false, progress=None),
-       text_signature = "(source, target, *, to='modelopt', skip=(), only=(), preset='all', scale='max', profile=None, acts=None, fuse='auto', fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing='refuse', from_=None, no_default_skips=False, kv='none', device='cpu', keep_shards=False, any_architecture=False, progress=None)")]
+                    device="cpu", keep_shards=false, any_architecture=false, progress=None, rules=None),
+       text_signature = "(source, target, *, to='modelopt', skip=(), only=(), preset='all', scale='max', profile=None, acts=None, fuse='auto', fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing='refuse', from_=None, no_default_skips=False, kv='none', device='cpu', keep_shards=False, any_architecture=False, progress=None, rules=None)")]
 #[allow(clippy::too_many_arguments)] // each is a setting with a name
 pub fn convert<'py>(
     py: Python<'py>,
@@ -75,7 +76,9 @@ pub fn convert<'py>(
     keep_shards: bool,
     any_architecture: bool,
     progress: Option<Bound<'py, PyAny>>,
+    rules: Option<&str>,
 ) -> PyResult<Bound<'py, PyDict>> {
+    let (preset, of_preset) = Rules::preset(preset).or_raise()?;
     let patterns =
         |texts: Vec<String>| texts.iter().map(|text| text.parse()).collect::<nvfp4_checkpoint::Result<Vec<Pattern>>>();
     let defaults = Settings::default();
@@ -83,7 +86,8 @@ pub fn convert<'py>(
         target: to.parse().or_raise()?,
         source: from_.map(|dialect| choose("from_", DIALECTS, dialect)).transpose()?,
         selection: Selection {
-            preset: preset.parse().or_raise()?,
+            preset,
+            rules: rules.map_or(Ok(of_preset), Rules::from_toml).or_raise()?,
             skip: patterns(skip).or_raise()?,
             only: patterns(only).or_raise()?,
             default_skips: if no_default_skips { DefaultSkips::Off } else { DefaultSkips::On },

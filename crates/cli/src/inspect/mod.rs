@@ -121,10 +121,29 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
     for tensor in model.checkpoint.tensors() {
         *formats.entry(format!("{:?}", tensor.info.dtype)).or_default() += tensor.info.len;
     }
+    let mut eights: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    for weight in &model.weights {
+        if let Stored::Fp8 { eight, .. } = weight.stored {
+            let (count, bytes) = eights.entry(eight.to_string()).or_default();
+            *count += 1;
+            *bytes += weight.byte_len();
+        }
+    }
     let elements: u64 = quantized.iter().map(|w| w.elements()).sum();
     let bytes: u64 = quantized.iter().map(|w| w.byte_len()).sum();
-    let report =
-        Report { model, total, globals, inputs, rows, findings, formats, quantized: quantized.len(), elements, bytes };
+    let report = Report {
+        model,
+        total,
+        globals,
+        inputs,
+        rows,
+        findings,
+        formats,
+        eights,
+        quantized: quantized.len(),
+        elements,
+        bytes,
+    };
     if args.json {
         json::print("inspect", &report.json())?
     } else {
@@ -142,6 +161,8 @@ struct Report<'m, 'a> {
     rows: Vec<Row>,
     findings: Vec<Finding>,
     formats: BTreeMap<String, u64>,
+    /// Weights in FP8 by their scales: how many, and their bytes.
+    eights: BTreeMap<String, (usize, u64)>,
     quantized: usize,
     elements: u64,
     bytes: u64,
@@ -167,8 +188,12 @@ impl Report<'_, '_> {
         let formats: Vec<String> = self.formats.iter().map(|(f, n)| format!("{f} {}", sizes::show(*n))).collect();
         let (size, files) = (sizes::show(model.checkpoint.byte_len()), model.checkpoint.files().len());
         writeln!(out, "tensors  {} in {}, {size}: {}", self.tensors(), counted(files, "file"), formats.join(", "))?;
+        for (form, (count, bytes)) in &self.eights {
+            writeln!(out, "fp8      {} in {form}, {}", counted(*count, "weight"), sizes::show(*bytes))?;
+        }
         if self.quantized == 0 {
-            return self.print_rows(out);
+            self.print_rows(out)?;
+            return verify::print(out, &self.findings);
         }
         let acts = match self.inputs {
             0 => "no activation scales (W4A16)".to_string(),

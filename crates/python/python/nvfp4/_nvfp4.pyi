@@ -373,11 +373,12 @@ def convert(
     existing: Literal["refuse", "resume", "replace"] = "refuse",
     from_: Optional[_Dialect] = None,
     no_default_skips: bool = False,
-    kv: Literal["none", "fp8-cast"] = "none",
+    kv: Literal["none", "fp8-cast", "nvfp4-cast"] = "none",
     device: str = "cpu",
     keep_shards: bool = False,
     any_architecture: bool = False,
     progress: Optional[Callable[[str, int, int], object]] = None,
+    rules: Optional[str] = None,
 ) -> Dict[str, Any]: ...
 def verify(
     path: _Path,
