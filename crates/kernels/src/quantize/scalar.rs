@@ -62,7 +62,9 @@ fn direction(
         Layout::Swizzled => vec![0; filled * blocks],
     };
     let scales = if out.layout == Layout::Linear { &mut *out.scales } else { &mut linear };
-    let parts = out.codes.par_chunks_mut((height * bytes).max(1)).zip(scales.par_chunks_mut((height * blocks).max(1)));
+    // Without rows there may be any number of columns.
+    let chunk = |of_row: usize| height.saturating_mul(of_row).max(1);
+    let parts = out.codes.par_chunks_mut(chunk(bytes)).zip(scales.par_chunks_mut(chunk(blocks)));
     parts.zip(&ranges).try_for_each(|((codes, scales), range)| -> Result<()> {
         let amax = match out.mode.global {
             GlobalScale::PerTensor => amax,
