@@ -9,7 +9,7 @@ use super::{BYTES, plain_row};
 use crate::Input;
 use crate::avx2::Avx2;
 use crate::gemm::exact::{CHUNK, FEW, SCALES};
-use crate::gemm::pieces::in_pieces;
+use crate::gemm::pieces::{in_pieces, padded};
 use crate::gemm::writer::Writer;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Element, e4m3};
@@ -75,8 +75,9 @@ fn row_sums<const R: usize>(rows: [&[Group]; R], codes: &[u8], scales: &[u8], ou
     let rows = rows.map(|row| &row[..rows[0].len()]);
     let mut sums = [[_mm256_setzero_ps(); 2]; R];
     for g in 0..rows[0].len() {
-        let codes: &[u8; 64] = &padded(&codes[64 * g..]);
-        let scales: [u8; BLOCKS] = padded(&scales[BLOCKS * g..]);
+        let mut room = [0; 64];
+        let codes = padded(&codes[64 * g..], &mut room);
+        let scales = *padded(&scales[BLOCKS * g..], &mut [0; BLOCKS]);
         let scales = if ordinary { positive(scales) } else { any(scales) };
         for half in 0..2 {
             let words = words(codes[32 * half..].first_chunk().expect("two halves"));
@@ -160,14 +161,4 @@ fn any(scales: [u8; BLOCKS]) -> __m256 {
     let values = scales.map(|byte| SCALES[usize::from(byte)]);
     // SAFETY: the source is an array of 8 floats.
     unsafe { _mm256_loadu_ps(values.as_ptr()) }
-}
-
-/// The first bytes of a slice, or what is left of them and zeros.
-#[inline]
-fn padded<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    bytes.first_chunk().copied().unwrap_or_else(|| {
-        let mut all = [0; N];
-        all[..bytes.len()].copy_from_slice(bytes);
-        all
-    })
 }
