@@ -8,6 +8,7 @@
 use super::{BYTES, plain_row};
 use crate::Input;
 use crate::avx2::Avx2;
+use crate::gemm::exact::row::for_few_rows;
 use crate::gemm::exact::{CHUNK, FEW, SCALES};
 use crate::gemm::pieces::{in_pieces, padded};
 use crate::gemm::writer::Writer;
@@ -48,17 +49,7 @@ pub(super) fn few_rows<T: Element>(_: Avx2, x: &Input<'_>, weights: &View<'_>, w
         for c in 0..width {
             let (codes, scales) = (weights.code_row(first + c), weights.scale_row(first + c));
             let mut column = [0.0; FEW];
-            match &rows[..] {
-                // SAFETY: an Avx2 token is only made after detection.
-                [one] => unsafe { row_sums([one], codes, scales, &mut column) },
-                // SAFETY: as above.
-                [one, two] => unsafe { row_sums([one, two], codes, scales, &mut column) },
-                // SAFETY: as above.
-                [one, two, three] => unsafe { row_sums([one, two, three], codes, scales, &mut column) },
-                // SAFETY: as above.
-                [one, two, three, four] => unsafe { row_sums([one, two, three, four], codes, scales, &mut column) },
-                _ => unreachable!("one to four rows"),
-            }
+            for_few_rows!(&rows[..], row_sums(codes, scales, &mut column));
             sums.iter_mut().zip(column).for_each(|(row, sum)| row[c] = sum);
         }
         for (i, sums) in sums[..rows.len()].iter().enumerate() {
@@ -96,8 +87,8 @@ fn row_sums<const R: usize>(rows: [&[Group]; R], codes: &[u8], scales: &[u8], ou
                         unsafe { _mm256_loadu_ps(rows[r][g][pair][q].as_ptr()) }
                     };
                     let mut dot = _mm256_mul_ps(values[0], x(0));
-                    for q in 1..4 {
-                        dot = _mm256_fmadd_ps(values[q], x(q), dot);
+                    for (q, &value) in values.iter().enumerate().skip(1) {
+                        dot = _mm256_fmadd_ps(value, x(q), dot);
                     }
                     sums[r][side] = _mm256_fmadd_ps(dot, scale, sums[r][side]);
                 }

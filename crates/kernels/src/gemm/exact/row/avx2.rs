@@ -1,6 +1,6 @@
 //! Eight blocks of a row of B at a time.
 
-use super::{Group, Kernel, Row};
+use super::{Group, Kernel, Row, for_few_rows};
 use crate::avx2::Avx2;
 use crate::gemm::exact::scales::{RUN, Range, SCALES};
 use crate::gemm::exact::{DOUBLED, FEW, SHIFT};
@@ -16,17 +16,7 @@ impl Kernel<LANES> for Avx2 {
     const ORDER: [usize; LANES] = [0, 1, 4, 5, 2, 3, 6, 7];
 
     fn integers(self, rows: &[Row<LANES>], codes: &[u8], scales: &[u8], range: Range, out: &mut [f64; FEW]) {
-        match rows {
-            // SAFETY: an Avx2 token is only made after detection.
-            [one] => unsafe { integers([one], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two] => unsafe { integers([one, two], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two, three] => unsafe { integers([one, two, three], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two, three, four] => unsafe { integers([one, two, three, four], codes, scales, range, out) },
-            _ => unreachable!("one to four rows"),
-        }
+        for_few_rows!(rows, integers(codes, scales, range, out));
     }
 
     fn terms(self, rows: &[Row<LANES>], codes: &[u8], scales: &[u8], blocks: Blocks<usize>, out: &mut [f64; FEW]) {
