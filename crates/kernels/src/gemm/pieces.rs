@@ -1,4 +1,4 @@
-//! How finely products on the CPU are split over threads.
+//! How finely products on the CPU are split over threads, and what vectors take at a time.
 
 use rayon::prelude::*;
 use rayon::range::Iter;
@@ -17,4 +17,17 @@ pub(super) fn in_pieces(count: usize, products: usize) -> rayon::iter::MinLen<It
 /// `count` rows of `cols` elements that are decoded, in pieces that are worth a thread.
 pub(super) fn rows_in_pieces(count: usize, cols: usize) -> rayon::iter::MinLen<Iter<usize>> {
     in_pieces(count, cols.saturating_mul(DECODING))
+}
+
+/// The first `N` bytes of a slice, where they lie; where fewer are left, those and zeros, in `room`,
+/// which is zero.
+#[inline]
+pub(super) fn padded<'a, const N: usize>(bytes: &'a [u8], room: &'a mut [u8; N]) -> &'a [u8; N] {
+    match bytes.first_chunk() {
+        Some(all) => all,
+        None => {
+            room[..bytes.len()].copy_from_slice(bytes);
+            room
+        }
+    }
 }

@@ -6,9 +6,11 @@ use crate::bench::median;
 use crate::say::say;
 use anyhow::{Result, ensure};
 use half::bf16;
+use nvfp4_kernels::fp8::quantize as fp8_quantize;
 use nvfp4_kernels::gemm::{Operand, Product, gemm};
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values};
+use nvfp4_spec::fp8::{self, ScaleVec, Scales, Scaling, Side};
 use nvfp4_spec::gemm::{Accumulate, Interval, Sums};
 use nvfp4_spec::matrix::{Matrix, View};
 use nvfp4_spec::scale::Unit;
@@ -31,6 +33,13 @@ struct Row {
     weight_only_ms: f64,
     weight_only_speedup: Option<f64>,
     weight_only_of_floor: f64,
+    /// Both sides in MXFP8, or in FP8 with a scale per tensor.
+    mxfp8_ms: f64,
+    mxfp8_speedup: Option<f64>,
+    fp8_ms: f64,
+    fp8_speedup: Option<f64>,
+    /// The time that a copy takes to read and write as many bytes as NVFP4 weights have.
+    weights_floor_ms: f64,
 }
 
 pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Result<()> {
@@ -44,20 +53,42 @@ pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Res
         writeln!(out, "N = {}, K = {}, {implementation}, threads: {threads}", sizes.n, sizes.k)?;
         writeln!(
             out,
-            "{:>6} {:>9} {:>9} {:>8} {:>9} {:>12} {:>8} {:>9}",
-            "M", "f32 ms", "NVFP4 ms", "× f32", "of floor", "weight-only", "× f32", "of floor"
+            "{:>6} {:>9} {:>9} {:>8} {:>9} {:>12} {:>8} {:>9} {:>9} {:>8} {:>9} {:>8}",
+            "M",
+            "f32 ms",
+            "NVFP4 ms",
+            "× f32",
+            "of floor",
+            "weight-only",
+            "× f32",
+            "of floor",
+            "MXFP8 ms",
+            "× f32",
+            "FP8 ms",
+            "× f32"
         )?;
     }
-    let weights = Quantized::new(sizes.n, sizes.k, 1)?;
+    let weights = Weights::new(sizes.n, sizes.k)?;
+    let copy = copy_seconds_per_byte();
+    if !json {
+        let floor = weights.nvfp4[0].bytes() as f64 * copy;
+        writeln!(
+            out,
+            "copy: {:.1} GB/s read and written, {:.3} ms for the bytes of NVFP4 weights; sets of weights: {}",
+            1e-9 / copy,
+            floor * 1e3,
+            weights.nvfp4.len()
+        )?;
+    }
     let mut rows = Vec::new();
     for &m in &sizes.m {
-        let row = measure(implementation, m, &weights)?;
+        let row = measure(implementation, m, &weights, copy)?;
         if !json {
             let known =
                 |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |value| format!("{value:.digits$}"));
             writeln!(
                 out,
-                "{:>6} {:>9} {:>9.3} {:>8} {:>9.2} {:>12.3} {:>8} {:>9.2}",
+                "{:>6} {:>9} {:>9.3} {:>8} {:>9.2} {:>12.3} {:>8} {:>9.2} {:>9.3} {:>8} {:>9.3} {:>8}",
                 row.m,
                 known(row.f32_ms, 3),
                 row.nvfp4_ms,
@@ -65,7 +96,11 @@ pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Res
                 row.nvfp4_of_floor,
                 row.weight_only_ms,
                 known(row.weight_only_speedup, 2),
-                row.weight_only_of_floor
+                row.weight_only_of_floor,
+                row.mxfp8_ms,
+                known(row.mxfp8_speedup, 2),
+                row.fp8_ms,
+                known(row.fp8_speedup, 2)
             )?;
         }
         rows.push(row);
@@ -129,16 +164,95 @@ impl Quantized {
     }
 }
 
-fn measure(implementation: Implementation, m: usize, weights: &Quantized) -> Result<Row> {
+/// Weights in every format. Those in NVFP4 are there several times, so that a product does not find
+/// them in cache.
+struct Weights {
+    nvfp4: Vec<Quantized>,
+    mxfp8: Fp8,
+    fp8: Fp8,
+}
+
+impl Weights {
+    /// More than the last cache of most CPUs.
+    const ENOUGH: usize = 64 << 20;
+    const MOST_SETS: usize = 16;
+
+    fn new(rows: usize, cols: usize) -> Result<Self> {
+        let first = Quantized::new(rows, cols, 1)?;
+        let (mxfp8, fp8) = (Fp8::new(&first, Scaling::Mx)?, Fp8::new(&first, ONE_SCALE)?);
+        let sets = Self::ENOUGH.div_ceil(first.bytes()).clamp(1, Self::MOST_SETS);
+        let again = |_| Quantized {
+            values: Vec::new(),
+            wide: Vec::new(),
+            codes: first.codes.clone(),
+            scales: first.scales.clone(),
+            ..first
+        };
+        let others: Vec<Quantized> = (1..sets).map(again).collect();
+        Ok(Weights { nvfp4: std::iter::once(first).chain(others).collect(), mxfp8, fp8 })
+    }
+}
+
+/// A scale per tensor, of data whose largest magnitude is about 6.
+const ONE_SCALE: Scaling = Scaling::Tensor { scale: 64.0 };
+
+/// A matrix in FP8.
+struct Fp8 {
+    mode: fp8::Mode,
+    shape: (usize, usize),
+    codes: Vec<u8>,
+    scales: ScaleVec,
+}
+
+impl Fp8 {
+    fn new(x: &Quantized, scaling: Scaling) -> Result<Self> {
+        let mode = fp8::Mode { format: fp8::Format::E4m3, scaling };
+        let count = mode.tile(Side::Row).scale_count(x.rows, x.cols)?;
+        let mut codes = vec![0; x.values.len()];
+        let mut scales = match scaling.is_mx() {
+            true => Scales::E8m0(vec![0; count]),
+            false => Scales::F32(vec![0.0; count]),
+        };
+        let to = match &mut scales {
+            Scales::E8m0(scales) => Scales::E8m0(&mut scales[..]),
+            Scales::F32(scales) => Scales::F32(&mut scales[..]),
+        };
+        let row = fp8_quantize::Direction { codes: &mut codes, scales: to };
+        let outputs = fp8_quantize::Outputs { row: Some(row), ..Default::default() };
+        fp8_quantize::quantize(Implementation::best(), &x.input()?, &mode, outputs)?;
+        Ok(Fp8 { mode, shape: (x.rows, x.cols), codes, scales })
+    }
+
+    fn view(&self) -> fp8::View<'_> {
+        let (rows, cols) = self.shape;
+        let (format, tile) = (self.mode.format, self.mode.tile(Side::Row));
+        fp8::View { rows, cols, codes: &self.codes, scales: self.scales.view(), format, tile }
+    }
+}
+
+/// Seconds per byte that a copy reads and writes, beyond every cache.
+fn copy_seconds_per_byte() -> f64 {
+    let from = vec![1u8; Weights::ENOUGH];
+    let mut to = vec![0u8; from.len()];
+    let once = |_| {
+        let start = Instant::now();
+        to.par_chunks_mut(1 << 16).zip(from.par_chunks(1 << 16)).for_each(|(to, from)| to.copy_from_slice(from));
+        start.elapsed().as_secs_f64()
+    };
+    median((0..11).map(once).collect()) / (2 * from.len()) as f64
+}
+
+fn measure(implementation: Implementation, m: usize, all: &Weights, copy: f64) -> Result<Row> {
+    let weights = &all.nvfp4[0];
     let x = Quantized::new(m, weights.cols, 2)?;
     let (n, k) = (weights.rows, weights.cols);
     check(implementation, &x, weights)?;
-    let (a, b, plain) = (x.view(), weights.view(), x.input()?);
+    let (a, plain) = (x.view(), x.input()?);
+    let (mxfp8, fp8) = (Fp8::new(&x, Scaling::Mx)?, Fp8::new(&x, ONE_SCALE)?);
     let mut out = vec![0f32; m * n];
-    let mut copied = vec![0u8; weights.bytes()];
-    let (mut copies, mut times) = (Vec::new(), [const { Vec::new() }; 3]);
+    let mut times = [const { Vec::new() }; 5];
     let start = Instant::now();
-    while copies.len() < 7 || (start.elapsed() < Duration::from_secs(2) && copies.len() < 51) {
+    while times[1].len() < 7 || (start.elapsed() < Duration::from_secs(2) && times[1].len() < 51) {
         let time = |work: &mut dyn FnMut() -> Result<()>| -> Result<f64> {
             let once = Instant::now();
             work()?;
@@ -151,31 +265,34 @@ fn measure(implementation: Implementation, m: usize, weights: &Quantized) -> Res
                 Ok(())
             })?);
         }
-        times[1].push(time(&mut || Ok(gemm(implementation, &a, &b, &product, &mut out)?))?);
-        times[2].push(time(&mut || Ok(gemm(implementation, &plain, &b, &product, &mut out)?))?);
-        copies.push(time(&mut || {
-            let parts = copied.par_chunks_mut(1 << 16).zip(weights.codes.par_chunks(1 << 16));
-            parts.for_each(|(to, from)| to[..from.len()].copy_from_slice(from));
-            Ok(())
-        })?);
+        let set = |at: usize| all.nvfp4[at % all.nvfp4.len()].view();
+        let (first, second) = (set(2 * times[1].len()), set(2 * times[1].len() + 1));
+        times[1].push(time(&mut || Ok(gemm(implementation, &a, &first, &product, &mut out)?))?);
+        times[2].push(time(&mut || Ok(gemm(implementation, &plain, &second, &product, &mut out)?))?);
+        times[3].push(time(&mut || Ok(gemm(implementation, &mxfp8.view(), &all.mxfp8.view(), &product, &mut out)?))?);
+        times[4].push(time(&mut || Ok(gemm(implementation, &fp8.view(), &all.fp8.view(), &product, &mut out)?))?);
     }
-    let [f32_times, nvfp4, weight_only] = times;
+    let [f32_times, nvfp4, weight_only, mxfp8, fp8] = times;
     let f32_time = F32.map(|_| median(f32_times));
-    let [nvfp4, weight_only] = [nvfp4, weight_only].map(median);
-    // Seconds per byte read and written.
-    let copy = median(copies) / (2 * weights.codes.len()) as f64;
+    let [nvfp4, weight_only, mxfp8, fp8] = [nvfp4, weight_only, mxfp8, fp8].map(median);
     let floor = |activations: usize| (weights.bytes() + activations + 4 * m * n) as f64 * copy;
+    let speedup = |ours: f64| f32_time.map(|time| time / ours);
     Ok(Row {
         m,
         n,
         k,
         f32_ms: f32_time.map(|time| time * 1e3),
         nvfp4_ms: nvfp4 * 1e3,
-        nvfp4_speedup: f32_time.map(|time| time / nvfp4),
+        nvfp4_speedup: speedup(nvfp4),
         nvfp4_of_floor: floor(x.bytes()) / nvfp4,
         weight_only_ms: weight_only * 1e3,
-        weight_only_speedup: f32_time.map(|time| time / weight_only),
+        weight_only_speedup: speedup(weight_only),
         weight_only_of_floor: floor(2 * x.values.len()) / weight_only,
+        mxfp8_ms: mxfp8 * 1e3,
+        mxfp8_speedup: speedup(mxfp8),
+        fp8_ms: fp8 * 1e3,
+        fp8_speedup: speedup(fp8),
+        weights_floor_ms: weights.bytes() as f64 * copy * 1e3,
     })
 }
 

@@ -16,10 +16,12 @@ use std::process::ExitCode;
 /// Measure products of M × K activations and N × K weights.
 ///
 /// On the CPU, NVFP4 × NVFP4 gives the correctly rounded sum; bf16 × NVFP4 ("weight-only") adds in
-/// binary32. The same product of f32 matrices by the `gemm` crate is timed in turns with them, on
-/// the same threads. The table shows medians, how many times faster than f32 ours are, and the
-/// fraction of the floor: the time of copying the bytes that a product must read and write, over
-/// its own. Results are first checked on part of the outputs, NVFP4 × NVFP4 bit for bit,
+/// binary32, as do products of two matrices in MXFP8, or in FP8 with a scale per tensor. The same
+/// product of f32 matrices by the `gemm` crate (AVX2, also where the CPU has AVX-512) is timed in
+/// turns with them, on the same threads. NVFP4 weights are there several times, so that no product
+/// finds them in cache. The table shows medians, how many times faster than f32 ours are, and the
+/// fraction of the floor: the time that a copy takes to read and write the bytes that a product must
+/// read and write, over its own. Results are first checked on part of the outputs, NVFP4 × NVFP4 bit for bit,
 /// weight-only against its bound.
 ///
 /// On a GPU (--device cuda), all data is in its memory, the weights in the order of its tensor
@@ -55,7 +57,7 @@ pub struct Args {
     #[arg(long)]
     verbose: bool,
     /// Print JSON: rows of {m, n, k, f32_ms, nvfp4_ms, nvfp4_speedup, nvfp4_of_floor,
-    /// weight_only_ms, …}, or on a GPU {m, n, k, weight_only: {us, of_cublas, of_floor, kernel},
+    /// weight_only_ms, …, mxfp8_ms, …, fp8_ms, …, weights_floor_ms}, or on a GPU {m, n, k, weight_only: {us, of_cublas, of_floor, kernel},
     /// nvfp4: {…}, cublas_us, decode_weights_us, decode_both_us}.
     #[arg(long)]
     json: bool,

@@ -88,14 +88,14 @@ pub(crate) fn decode_tiles(_: Avx2, format: Format, codes: &[u8], width: usize, 
 }
 
 fn decode_tiles_of<F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
+    let whole: Vec<f32> = factors.iter().map(|f| f * F::OF_HALF).collect();
+    if whole.iter().zip(factors).all(|(whole, f)| whole.is_finite() || !f.is_finite()) {
+        // SAFETY: an Avx2 token is only made after detection, and the only caller has one.
+        unsafe { tiles::<f32, F>(codes, width, &whole, out) };
+        return;
+    }
     for ((codes, out), &factor) in codes.chunks(width).zip(out.chunks_mut(width)).zip(factors) {
-        let whole = factor * F::OF_HALF;
-        if whole.is_finite() || !factor.is_finite() {
-            // SAFETY: an Avx2 token is only made after detection, and the only caller has one.
-            unsafe { tiles::<f32, F>(codes, width, &[whole], out) };
-        } else {
-            out.iter_mut().zip(codes).for_each(|(out, &code)| *out = F::FORMAT.decode(code) * factor);
-        }
+        out.iter_mut().zip(codes).for_each(|(out, &code)| *out = F::FORMAT.decode(code) * factor);
     }
 }
 

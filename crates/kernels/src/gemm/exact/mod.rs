@@ -178,8 +178,8 @@ impl<const N: usize> Panel<N> {
             self.range = ranges.into_iter().fold(self.range, Range::and);
             self.ranges[r] = ranges.into_iter().reduce(Range::largest_of).expect("a panel has rows");
             let integers = accumulate == Accumulate::Exact && self.ranges[r].has_integers();
-            for c in 0..width {
-                let (scales, integer) = (&b.scale_row(first + c)[r * RUN..], ranges[c].integers());
+            for (c, range) in ranges[..width].iter().enumerate() {
+                let (scales, integer) = (&b.scale_row(first + c)[r * RUN..], range.integers());
                 for (step, &byte) in steps.iter_mut().zip(scales) {
                     step.scales[c] =
                         if integers { integer[usize::from(byte & 0x7F)] } else { table[usize::from(byte)].to_bits() };

@@ -1,13 +1,13 @@
 //! Any two operands, decoded to binary32.
 //!
-//! A is decoded once. B is decoded by sixteen rows and 512 columns at a time, 32 KiB, which stay in
+//! A is decoded once. B is decoded by eight rows and 1024 columns at a time, 32 KiB, which stay in
 //! cache while all rows of A pass over them.
 
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
 use crate::fp8::dequantize::avx2::decode_tiles;
 use crate::gemm::exact::SCALES;
-use crate::gemm::pieces::{in_pieces, rows_in_pieces};
+use crate::gemm::pieces::{in_pieces, padded, rows_in_pieces};
 use crate::gemm::spec;
 use crate::gemm::writer::{Operands, Writer};
 use nvfp4_spec::{BLOCK, Element, e2m1, fp8};
@@ -16,9 +16,9 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 /// Rows of B that are decoded at a time.
-const ROWS: usize = 16;
+const ROWS: usize = 8;
 /// Columns that are: a multiple of every tile.
-const COLUMNS: usize = 512;
+const COLUMNS: usize = 1024;
 
 /// A kernel: the products of `R` rows with four others. Lengths are equal and multiples of 16.
 pub(super) trait Dots<const R: usize>: Copy + Sync {
@@ -133,12 +133,7 @@ fn decode_nvfp4(codes: &[u8], scales: &[u8], out: &mut [f32]) {
     let table = unsafe { _mm256_loadu_ps(e2m1::MAGNITUDES.as_ptr()) };
     let shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
     for (k, (values, &scale)) in out.as_chunks_mut::<BLOCK>().0.iter_mut().zip(scales).enumerate() {
-        let rest = &codes[8 * k..];
-        let eight: [u8; 8] = rest.first_chunk().copied().unwrap_or_else(|| {
-            let mut eight = [0; 8];
-            eight[..rest.len()].copy_from_slice(rest);
-            eight
-        });
+        let eight = *padded(&codes[8 * k..], &mut [0; 8]);
         let scale = _mm256_set1_ps(scales_of[usize::from(scale)]);
         for (half, out) in eight.as_chunks::<4>().0.iter().zip(values.as_chunks_mut::<8>().0) {
             let code = _mm256_srlv_epi32(_mm256_set1_epi32(i32::from_le_bytes(*half)), shifts);

@@ -8,8 +8,9 @@
 use super::{BYTES, plain_row};
 use crate::Input;
 use crate::avx2::Avx2;
+use crate::gemm::exact::row::for_few_rows;
 use crate::gemm::exact::{CHUNK, FEW, SCALES};
-use crate::gemm::pieces::in_pieces;
+use crate::gemm::pieces::{in_pieces, padded};
 use crate::gemm::writer::Writer;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Element, e4m3};
@@ -48,17 +49,7 @@ pub(super) fn few_rows<T: Element>(_: Avx2, x: &Input<'_>, weights: &View<'_>, w
         for c in 0..width {
             let (codes, scales) = (weights.code_row(first + c), weights.scale_row(first + c));
             let mut column = [0.0; FEW];
-            match &rows[..] {
-                // SAFETY: an Avx2 token is only made after detection.
-                [one] => unsafe { row_sums([one], codes, scales, &mut column) },
-                // SAFETY: as above.
-                [one, two] => unsafe { row_sums([one, two], codes, scales, &mut column) },
-                // SAFETY: as above.
-                [one, two, three] => unsafe { row_sums([one, two, three], codes, scales, &mut column) },
-                // SAFETY: as above.
-                [one, two, three, four] => unsafe { row_sums([one, two, three, four], codes, scales, &mut column) },
-                _ => unreachable!("one to four rows"),
-            }
+            for_few_rows!(&rows[..], row_sums(codes, scales, &mut column));
             sums.iter_mut().zip(column).for_each(|(row, sum)| row[c] = sum);
         }
         for (i, sums) in sums[..rows.len()].iter().enumerate() {
@@ -75,8 +66,9 @@ fn row_sums<const R: usize>(rows: [&[Group]; R], codes: &[u8], scales: &[u8], ou
     let rows = rows.map(|row| &row[..rows[0].len()]);
     let mut sums = [[_mm256_setzero_ps(); 2]; R];
     for g in 0..rows[0].len() {
-        let codes: &[u8; 64] = &padded(&codes[64 * g..]);
-        let scales: [u8; BLOCKS] = padded(&scales[BLOCKS * g..]);
+        let mut room = [0; 64];
+        let codes = padded(&codes[64 * g..], &mut room);
+        let scales = *padded(&scales[BLOCKS * g..], &mut [0; BLOCKS]);
         let scales = if ordinary { positive(scales) } else { any(scales) };
         for half in 0..2 {
             let words = words(codes[32 * half..].first_chunk().expect("two halves"));
@@ -95,8 +87,8 @@ fn row_sums<const R: usize>(rows: [&[Group]; R], codes: &[u8], scales: &[u8], ou
                         unsafe { _mm256_loadu_ps(rows[r][g][pair][q].as_ptr()) }
                     };
                     let mut dot = _mm256_mul_ps(values[0], x(0));
-                    for q in 1..4 {
-                        dot = _mm256_fmadd_ps(values[q], x(q), dot);
+                    for (q, &value) in values.iter().enumerate().skip(1) {
+                        dot = _mm256_fmadd_ps(value, x(q), dot);
                     }
                     sums[r][side] = _mm256_fmadd_ps(dot, scale, sums[r][side]);
                 }
@@ -160,14 +152,4 @@ fn any(scales: [u8; BLOCKS]) -> __m256 {
     let values = scales.map(|byte| SCALES[usize::from(byte)]);
     // SAFETY: the source is an array of 8 floats.
     unsafe { _mm256_loadu_ps(values.as_ptr()) }
-}
-
-/// The first bytes of a slice, or what is left of them and zeros.
-#[inline]
-fn padded<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    bytes.first_chunk().copied().unwrap_or_else(|| {
-        let mut all = [0; N];
-        all[..bytes.len()].copy_from_slice(bytes);
-        all
-    })
 }

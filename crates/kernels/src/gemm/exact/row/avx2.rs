@@ -1,9 +1,10 @@
 //! Eight blocks of a row of B at a time.
 
-use super::{Group, Kernel, Row};
+use super::{Group, Kernel, Row, for_few_rows};
 use crate::avx2::Avx2;
 use crate::gemm::exact::scales::{RUN, Range, SCALES};
 use crate::gemm::exact::{DOUBLED, FEW, SHIFT};
+use crate::gemm::pieces::padded;
 use std::arch::x86_64::*;
 use std::ops::Range as Blocks;
 
@@ -15,17 +16,7 @@ impl Kernel<LANES> for Avx2 {
     const ORDER: [usize; LANES] = [0, 1, 4, 5, 2, 3, 6, 7];
 
     fn integers(self, rows: &[Row<LANES>], codes: &[u8], scales: &[u8], range: Range, out: &mut [f64; FEW]) {
-        match rows {
-            // SAFETY: an Avx2 token is only made after detection.
-            [one] => unsafe { integers([one], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two] => unsafe { integers([one, two], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two, three] => unsafe { integers([one, two, three], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two, three, four] => unsafe { integers([one, two, three, four], codes, scales, range, out) },
-            _ => unreachable!("one to four rows"),
-        }
+        for_few_rows!(rows, integers(codes, scales, range, out));
     }
 
     fn terms(self, rows: &[Row<LANES>], codes: &[u8], scales: &[u8], blocks: Blocks<usize>, out: &mut [f64; FEW]) {
@@ -34,16 +25,6 @@ impl Kernel<LANES> for Avx2 {
             *out = unsafe { terms(row, codes, scales, blocks.clone()) };
         }
     }
-}
-
-/// The first elements of a slice, or what is left of them and zeros.
-#[inline]
-fn padded<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    bytes.first_chunk().copied().unwrap_or_else(|| {
-        let mut all = [0; N];
-        all[..bytes.len()].copy_from_slice(bytes);
-        all
-    })
 }
 
 /// The values of eight blocks: low and high nibbles of their first words, then of their second.
@@ -93,8 +74,8 @@ fn integers<const R: usize>(rows: [&Row<LANES>; R], codes: &[u8], scales: &[u8],
         let last = groups.min(first + RUN / LANES);
         let mut sums = [_mm256_setzero_si256(); R];
         for g in first..last {
-            let values = values(&padded(&codes[8 * LANES * g..]));
-            let bytes = _mm_cvtsi64_si128(i64::from_le_bytes(padded(&scales[LANES * g..])));
+            let values = values(padded(&codes[8 * LANES * g..], &mut [0; 64]));
+            let bytes = _mm_cvtsi64_si128(i64::from_le_bytes(*padded(&scales[LANES * g..], &mut [0; LANES])));
             let bytes = _mm_shufflelo_epi16::<0b11_01_10_00>(bytes);
             let halves = _mm_slli_epi16::<7>(_mm_cvtepu8_epi16(bytes));
             let scale = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_cvtph_ps(halves), units));
@@ -136,8 +117,8 @@ fn terms(row: &Row<LANES>, codes: &[u8], scales: &[u8], blocks: Blocks<usize>) -
     let mut wide = [_mm256_setzero_pd(); 2];
     for g in blocks.start / LANES..blocks.end.div_ceil(LANES) {
         let a = &row.groups[g];
-        let values = values(&padded(&codes[8 * LANES * g..]));
-        let eight: [u8; LANES] = padded(&scales[LANES * g..]);
+        let values = values(padded(&codes[8 * LANES * g..], &mut [0; 64]));
+        let eight = *padded(&scales[LANES * g..], &mut [0; LANES]);
         let decoded = <Avx2 as Kernel<LANES>>::ORDER.map(|block| SCALES[usize::from(eight[block])]);
         // SAFETY: the source is an array of 8 floats.
         let b_scales = unsafe { _mm256_loadu_ps(decoded.as_ptr()) };

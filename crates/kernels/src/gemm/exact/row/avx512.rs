@@ -1,6 +1,6 @@
 //! Sixteen blocks of a row of B at a time, with the dot products of AVX-512 VNNI.
 
-use super::{Group, Kernel, Row};
+use super::{Group, Kernel, Row, for_few_rows};
 use crate::avx512::Avx512;
 use crate::gemm::exact::avx512::add;
 use crate::gemm::exact::scales::{RUN, Range};
@@ -15,17 +15,7 @@ impl Kernel<LANES> for Avx512 {
     const ORDER: [usize; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 
     fn integers(self, rows: &[Row<LANES>], codes: &[u8], scales: &[u8], range: Range, out: &mut [f64; FEW]) {
-        match rows {
-            // SAFETY: an Avx512 token is only made after detection.
-            [one] => unsafe { integers([one], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two] => unsafe { integers([one, two], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two, three] => unsafe { integers([one, two, three], codes, scales, range, out) },
-            // SAFETY: as above.
-            [one, two, three, four] => unsafe { integers([one, two, three, four], codes, scales, range, out) },
-            _ => unreachable!("one to four rows"),
-        }
+        for_few_rows!(rows, integers(codes, scales, range, out));
     }
 
     fn terms(self, rows: &[Row<LANES>], codes: &[u8], scales: &[u8], blocks: Blocks<usize>, out: &mut [f64; FEW]) {

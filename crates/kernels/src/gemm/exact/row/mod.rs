@@ -7,6 +7,24 @@
 mod avx2;
 pub(in super::super) mod avx512;
 
+/// Calls a function with an array of the rows, one to four, and other arguments.
+macro_rules! for_few_rows {
+    ($rows:expr, $call:ident($($argument:expr),*)) => {
+        match $rows {
+            // SAFETY: a token is only made after detection.
+            [one] => unsafe { $call([one], $($argument),*) },
+            // SAFETY: as above.
+            [one, two] => unsafe { $call([one, two], $($argument),*) },
+            // SAFETY: as above.
+            [one, two, three] => unsafe { $call([one, two, three], $($argument),*) },
+            // SAFETY: as above.
+            [one, two, three, four] => unsafe { $call([one, two, three, four], $($argument),*) },
+            _ => unreachable!("one to four rows"),
+        }
+    };
+}
+pub(in super::super) use for_few_rows;
+
 use super::scales::{RUN, Range};
 use super::{BLOCK, FEW};
 use nvfp4_spec::matrix::View;
