@@ -295,16 +295,21 @@ fn patterns_choose_weights_and_may_not_split_a_group() {
 }
 
 #[test]
-fn experts_in_one_tensor_are_kept_and_named() {
+fn experts_in_one_tensor_are_quantized_or_kept_and_named() {
     let dir = Folder::new();
     let mut tensors = layer(0, Dtype::BF16);
     tensors.retain(|name, _| !name.contains(".mlp."));
     tensors.insert("model.layers.0.mlp.experts.gate_up_proj".into(), random(Dtype::BF16, &[2, 64, 32], 4));
     tensors.insert("model.layers.0.mlp.experts.down_proj".into(), random(Dtype::BF16, &[2, 16, 64], 5));
     folder(&dir.join("in"), &[tensors], &llama_config());
-    run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap();
-    let own = json_of(&dir.join("out/hf_quant_config.json"));
-    assert_eq!(own["quantization"]["exclude_modules"], json!(["lm_head", "model.layers.0.mlp.experts"]));
+    let excluded = |name: &str, skip: Vec<Pattern>| {
+        let selection = Selection { skip, ..Selection::default() };
+        run(&dir.join("in"), &dir.join(name), &Settings { selection, ..to(Target::ModelOpt) }).unwrap();
+        json_of(&dir.join(name).join("hf_quant_config.json"))["quantization"]["exclude_modules"].clone()
+    };
+    assert_eq!(excluded("all", vec![]), json!(["lm_head"]));
+    let experts = vec!["*.experts.*".parse().unwrap()];
+    assert_eq!(excluded("kept", experts), json!(["lm_head", "model.layers.0.mlp.experts"]));
 }
 
 #[test]
