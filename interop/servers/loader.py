@@ -8,6 +8,7 @@ import ctypes
 import os
 import pathlib
 import sys
+import tempfile
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM then takes Triton though no driver is there
@@ -57,7 +58,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-SENTINEL = 0xA5
+# Not a number in every type of float; no scale and no weight has it.
+SENTINEL = 0xFF
 # vLLM gives these a value of its own, and a checkpoint need not have them.
 OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale", "_zero_point")
 
@@ -73,7 +75,7 @@ def begin():
     """One process is all there is; classes are looked at in it, not in another one that would see no GPU."""
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
     torch.cuda.Stream = Stream
-    init_distributed_environment(1, 0, "tcp://127.0.0.1:29617", 0, "gloo")
+    init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
 
 
 def load(folder):

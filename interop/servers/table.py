@@ -7,6 +7,7 @@ is an error: nothing is in the table that was not run.
 import json
 import string
 import sys
+import textwrap
 from pathlib import Path
 
 WORDS = {"refused": "refused", "source": "not loaded, nor is the source", "problem": "not loaded"}
@@ -26,7 +27,7 @@ def reasons(results):
 def general(text):
     """A reason that names the architecture is the same for all architectures."""
     first, _, rest = text.partition(" ")
-    return f"it {rest}" if first.endswith(("ForCausalLM", "Generation", "Classification", "HeadModel")) else text
+    return f"it {rest}" if first.endswith(("ForCausalLM", "Generation", "Classification", "BertModel")) else text
 
 
 def main():
@@ -46,7 +47,7 @@ def main():
         print(f"| {family} | {' | '.join(marks)} |")
     print()
     for text, letter in letters.items():
-        print(f"- {letter}: {text}")
+        print(textwrap.fill(f"- {letter}: {text}", 100, subsequent_indent="  ", break_on_hyphens=False))
 
 
 if __name__ == "__main__":
