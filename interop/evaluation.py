@@ -78,7 +78,39 @@ def families_agree(folder):
     return failed
 
 
+def evaluation_agrees(folder):
+    """Perplexity and divergence of a model from another one of the same shape, to 5 digits, against torch in binary64."""
+    first, second = model(tf.LlamaConfig(**SMALL)), model(tf.LlamaConfig(**SMALL))
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    words = {f"w{i}": i for i in range(320)}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
+                 "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}}
+    tokens = torch.randint(3, 320, (4, 60))
+    for name, made in (("first", first), ("second", second)):
+        made.save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "text.txt").write_text(" ".join(f"w{token}" for token in tokens.flatten()))
+    words = [BUILT / "nvfp4", "eval", folder / "first", folder / "second", "--text", folder / "text.txt", "--context", "60"]
+    found = json.loads(subprocess.run([*words, "--json", "-q"], check=True, capture_output=True).stdout)
+    with torch.no_grad():
+        p, q = ((m.double()(tokens).logits[:, :-1]).log_softmax(-1) for m in (first, second))
+    losses = [-l.gather(-1, tokens[:, 1:, None]).mean() for l in (p, q)]
+    served = found["runs"][1]
+    pairs = {"perplexity of the first": (found["runs"][0]["perplexity"]["mean"], losses[0].exp()),
+             "perplexity of the second": (served["perplexity"]["mean"], losses[1].exp()),
+             "KL divergence": (served["compared"]["divergence"]["mean"]["mean"], (p.exp() * (p - q)).sum(-1).mean()),
+             "same top token": (served["compared"]["agreement"]["mean"], (p.argmax(-1) == q.argmax(-1)).double().mean())}
+    failed = 0
+    for name, (ours, theirs) in pairs.items():
+        good = abs(ours / theirs.item() - 1) < 5e-6
+        failed += not good
+        print(f"{'ok' if good else 'FAILED':7} {name:25} {ours:.8f} (torch {theirs.item():.8f})")
+    return failed
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
-    sys.exit(1 if families_agree(target) else 0)
+    sys.exit(1 if families_agree(target) + evaluation_agrees(target) else 0)

@@ -47,7 +47,7 @@ pub struct Args {
     from: Option<From>,
     /// Activation scales: none (W4A16), const (1) or const=VALUE, or a JSON file with the largest
     /// absolute value (amax) of each module's input, such as {"model.layers.0.mlp.up_proj": 12.5};
-    /// the scale is amax / 2688.
+    /// the scale is amax / 2688. Or a .safetensors file that `nvfp4 calibrate` wrote.
     #[arg(long, default_value = "none")]
     acts: ActsArg,
     #[command(flatten)]
@@ -133,8 +133,10 @@ impl FromStr for ActsArg {
                 Ok(scale) if scale.is_finite() && scale > 0.0 => Ok(ActsArg::Constant(scale)),
                 _ => Err(format!("expected a positive number after const=, got '{value}'")),
             },
-            (file, None) if file.ends_with(".json") => Ok(ActsArg::File(file.into())),
-            _ => Err("expected none, const, const=VALUE or a .json file".to_string()),
+            (file, None) if file.ends_with(".json") || file.ends_with(".safetensors") => Ok(ActsArg::File(file.into())),
+            _ => {
+                Err("expected none, const, const=VALUE, a .json file or a .safetensors file of `calibrate`".to_string())
+            }
         }
     }
 }
@@ -204,6 +206,9 @@ impl Args {
 }
 
 fn amaxes(path: &Path) -> Result<BTreeMap<String, f32>> {
+    if path.extension().is_some_and(|extension| extension == "safetensors") {
+        return nvfp4_model::amaxes(path).map_err(|error| anyhow!("--acts {error}"));
+    }
     // The text has the cause in it; a context would say the path twice.
     let json: Value = regular::read_json(path, source::MAX_LIST).map_err(|error| anyhow!("--acts {error}"))?;
     serde_json::from_value(json)

@@ -3,8 +3,9 @@
 use std::fmt::Write;
 
 /// The groups, in the order in which people need them.
-const GROUPS: [(&str, &[&str]); 5] = [
+const GROUPS: [(&str, &[&str]); 6] = [
     ("Convert", &["convert", "plan", "verify", "inspect", "diff", "dequant"]),
+    ("Run", &["eval", "calibrate", "generate"]),
     ("Recipes", &["recipe", "train"]),
     ("This machine", &["doctor", "bench", "tune"]),
     ("For developers", &["modes", "agreement", "conformance"]),

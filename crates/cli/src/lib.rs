@@ -3,6 +3,7 @@
 mod advice;
 mod agreement;
 mod bench;
+mod calibrate;
 mod chart;
 mod completions;
 mod conformance;
@@ -12,8 +13,10 @@ mod dequant;
 mod device;
 mod diff;
 mod doctor;
+mod eval;
 mod exit;
 mod fold;
+mod generate;
 mod help;
 mod inspect;
 mod interrupt;
@@ -34,6 +37,7 @@ mod shares;
 mod sizes;
 mod source;
 mod table;
+mod text;
 #[cfg(feature = "train")]
 mod train;
 #[cfg(not(feature = "train"))]
@@ -67,6 +71,9 @@ enum Command {
     Diff(diff::Args),
     Verify(verify::Args),
     Dequant(dequant::Args),
+    Eval(eval::Args),
+    Calibrate(calibrate::Args),
+    Generate(generate::Args),
     Train(Box<train::Args>),
     Modes(modes::Args),
     Conformance(conformance::Args),
@@ -89,6 +96,9 @@ impl Command {
             Command::Diff(_) => "diff",
             Command::Verify(_) => "verify",
             Command::Dequant(_) => "dequant",
+            Command::Eval(_) => "eval",
+            Command::Calibrate(_) => "calibrate",
+            Command::Generate(_) => "generate",
             Command::Train(_) => "train",
             Command::Modes(_) => "modes",
             Command::Conformance(_) => "conformance",
@@ -174,6 +184,9 @@ fn run(command: Command, host: Host) -> Result<ExitCode> {
         Command::Diff(args) => diff::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Dequant(args) => dequant::run(&args, host),
+        Command::Eval(args) => eval::run(&args, host),
+        Command::Calibrate(args) => calibrate::run(&args, host),
+        Command::Generate(args) => generate::run(&args, host),
         Command::Train(args) => train::run(&args, host),
         Command::Modes(args) => modes::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -115,6 +115,35 @@ fn every_command_prints_what_the_schema_says() {
         assert_eq!(one["shape"], json!([1536, 512]), "{file}");
         check(&["inspect", file, "--tensor", tensor, "--block", "3,1"], "inspect --block", 0);
     }
+    let (text, stats) = (path("text.txt"), path("stats.safetensors"));
+    std::fs::write(&text, "b a c d a b d c b b a d c c a b ".repeat(4)).unwrap();
+    let words = json!({ "a": 3, "b": 5, "c": 70, "d": 6000, "[UNK]": 0 });
+    let model = json!({ "type": "WordLevel", "vocab": words, "unk_token": "[UNK]" });
+    let tokenizer =
+        json!({ "version": "1.0", "added_tokens": [], "pre_tokenizer": { "type": "Whitespace" }, "model": model });
+    for folder in [&source, &packed] {
+        std::fs::write(Path::new(folder).join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    }
+    check(&["eval", &source, &packed, "--text", &text, "--dry-run"], "eval --dry-run", 0);
+    let found = check(&["eval", &source, &packed, "--text", &text, "-q", "--context", "16"], "eval", 0);
+    assert_eq!((found["tokens"].as_u64(), found["layers"].as_array().unwrap().len()), (Some(64), 1));
+    check(&["calibrate", &source, "--text", &text, "-q", "-o", &stats], "calibrate", 0);
+    check(&["convert", &source, &path("w4a4"), "-q", "--acts", &stats], "convert", 0);
+    let page = path("page.html");
+    let words = ["eval", &source, &path("w4a4"), "--text", &text, "-q", "--report", &page];
+    let found = check(&words, "eval", 0);
+    let runs: Vec<&Value> = found["runs"].as_array().unwrap().iter().map(|run| &run["run"]).collect();
+    assert_eq!(runs, ["reference", "weights", "served"]);
+    let saturated = |blocks: &Value| blocks["saturated"].as_u64().unwrap();
+    let blocks = found["blocks"].as_object().unwrap();
+    assert!(blocks.len() == 7 && blocks.values().all(|b| b["count"].as_u64().unwrap() > 0), "{blocks:?}");
+    // Of the text that it was calibrated on, only what the error of earlier weights adds may saturate.
+    assert!(blocks.values().map(saturated).sum::<u64>() < 8, "{blocks:?}");
+    check(&["eval", &source, "--text", &text, "-q"], "eval", 0);
+    let said = check(&["generate", &packed, "--prompt", "a b", "--tokens", "4"], "generate", 0);
+    assert_eq!(said["prompt_tokens"], 2);
+    std::fs::write(&text, "a").unwrap();
+    check(&["eval", &source, "--text", &text], "error", 3);
     check(&["recipe", "explain", "nvfp4"], "recipe explain", 0);
     check(&["recipe", "explain", "nvfp4+attention"], "recipe", 1);
     check(&["doctor"], "doctor", 0);

@@ -15,7 +15,7 @@ const QUERIES: usize = 256;
 
 /// How queries, keys and values are projected.
 enum Inputs {
-    Apart([Linear; 3]),
+    Apart(Box<[Linear; 3]>),
     /// Phi-3's, in one matrix.
     Joined(Linear),
 }
@@ -62,11 +62,11 @@ impl Attention {
         let (queries, keys) = (config.heads * dim, config.kv_heads * dim);
         let inputs = match source.find(&name("qkv_proj")) {
             Some(_) => Inputs::Joined(source.linear(&name("qkv_proj"), queries + 2 * keys, hidden)?),
-            None => Inputs::Apart([
+            None => Inputs::Apart(Box::new([
                 source.linear(&name("q_proj"), queries, hidden)?,
                 source.linear(&name("k_proj"), keys, hidden)?,
                 source.linear(&name("v_proj"), keys, hidden)?,
-            ]),
+            ])),
         };
         let (window, rope) = config.positions_of(layer);
         let scale = |name: &str| -> Result<f32> {
@@ -129,7 +129,10 @@ impl Attention {
     fn project(&self, x: &[f32], run: &Run<'_>) -> Result<[Vec<f32>; 3]> {
         let Shape { heads, kv_heads, dim, .. } = self.shape;
         match &self.inputs {
-            Inputs::Apart([q, k, v]) => Ok([q.apply(x, run)?, k.apply(x, run)?, v.apply(x, run)?]),
+            Inputs::Apart(apart) => {
+                let [q, k, v] = &**apart;
+                Ok([q.apply(x, run)?, k.apply(x, run)?, v.apply(x, run)?])
+            }
             Inputs::Joined(all) => {
                 let joined = all.apply(x, run)?;
                 let part = |from: usize, len: usize| -> Vec<f32> {

@@ -1,5 +1,6 @@
 //! What `config.json` says about a decoder, family by family.
 
+use crate::fields::Fields;
 use crate::rope::Rope;
 use crate::{Result, refused};
 use serde_json::Value;
@@ -171,36 +172,7 @@ impl Config {
     }
 }
 
-/// A configuration's JSON.
-pub(crate) struct Fields<'a>(pub &'a Value);
-
 impl Fields<'_> {
-    fn get(&self, name: &str) -> Option<&Value> {
-        self.0.get(name).filter(|value| !value.is_null())
-    }
-
-    fn size(&self, name: &str) -> Result<usize> {
-        self.optional_size(name)?.ok_or_else(|| refused(format!("config.json has no '{name}'")))
-    }
-
-    fn optional_size(&self, name: &str) -> Result<Option<usize>> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        // No real size comes near; products of a few of these fit an address.
-        let size = value.as_u64().filter(|size| (1..1 << 28).contains(size));
-        let size = size.ok_or_else(|| refused(format!("config.json: '{name}' is {value}; expected a size")))?;
-        Ok(Some(size as usize))
-    }
-
-    pub fn number(&self, name: &str) -> Result<Option<f64>> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        let number = value.as_f64().filter(|number| number.is_finite());
-        number.map(Some).ok_or_else(|| refused(format!("config.json: '{name}' is {value}; expected a number")))
-    }
-
-    fn flag(&self, name: &str) -> Option<bool> {
-        self.get(name).and_then(Value::as_bool)
-    }
-
     fn activation(&self, family: Family) -> Result<Activation> {
         if family == Family::GptOss {
             return Ok(Activation::Clamped { limit: self.number("swiglu_limit")?.unwrap_or(7.0) as f32 });
@@ -221,10 +193,9 @@ impl Fields<'_> {
     /// The window of each layer.
     fn windows(&self, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
         let Some(window) = self.optional_size("sliding_window")? else { return Ok(vec![None; layers]) };
-        if family == Family::Qwen2 || family == Family::Qwen3 || family == Family::Qwen3Moe {
-            if self.flag("use_sliding_window") != Some(true) {
-                return Ok(vec![None; layers]);
-            }
+        let asks = matches!(family, Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe);
+        if asks && self.flag("use_sliding_window") != Some(true) {
+            return Ok(vec![None; layers]);
         }
         if let Some(types) = self.get("layer_types").and_then(Value::as_array) {
             if types.len() != layers {

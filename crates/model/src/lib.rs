@@ -3,40 +3,56 @@
 //!
 //! No module imports what imports it. Read in this order:
 //!
-//! 1. what is read: `config` and `rope` (settings), `source` (a checkpoint by names), `matrix` (a
+//! 1. what is read: `fields`, `rope` and `config` (settings), `source` (a checkpoint by names), `matrix` (a
 //!    weight in memory), `tokens` (text);
 //! 2. what is computed: `projection` and `linear`, `norm`, `attention`, `mlp`, `decoder` (a layer
 //!    over the hidden states of all rows);
-//! 3. what is found out: `score` (logits, of which none is kept), `evaluate`, `calibrate`,
-//!    `generate`.
+//! 3. what is found out: `score` (logits, of which none is kept), `drift` and `saturation`,
+//!    `summary`, `evaluate` (with `state`, to continue, and `memory`), `calibrate`, `generate`.
 //!
 //! A forward pass has one layer in memory, and the hidden states of all tokens.
 
 #![forbid(unsafe_code)]
 
 mod attention;
+mod calibrate;
 mod config;
 mod decoder;
+mod drift;
+mod evaluate;
+mod fields;
+mod generate;
 mod linear;
 mod matrix;
+mod memory;
 mod mlp;
 mod norm;
 mod projection;
 mod rope;
+mod saturation;
 mod score;
 mod source;
+mod state;
+mod summary;
 mod tokens;
 
 pub use attention::{Attention, Cache};
+pub use calibrate::{Calibration, amaxes, calibrate};
 pub use config::{Activation, Config, Experts, Family, FeedForward, Norms, Routing};
 pub use decoder::{Decoder, Layer, Rows};
+pub use drift::Drift;
+pub use evaluate::{Evaluate, Evaluation, Lane, Lanes, Progress};
+pub use generate::{Generation, Sampling, generate};
 pub use linear::{Activations, KeysValues, Linear, Run, Watch};
 pub use matrix::Matrix;
 pub use nvfp4_checkpoint::{Error, Result};
 pub use projection::{ActivationScale, FourBit, Projection, Weights};
 pub use rope::Rope;
+pub use saturation::Blocks;
 pub use score::{Said, Speaker, logits, positions, score};
 pub use source::{Source, input_amax};
+pub use state::StateFile;
+pub use summary::{Divergence, Mean, agreement, perplexity, ratio, verdict};
 pub use tokens::Tokens;
 
 /// A request that cannot be carried out.

@@ -110,7 +110,7 @@ fn erf(x: f64) -> f64 {
 /// What follows attention in a layer.
 pub enum Mlp {
     /// One for all tokens.
-    Dense(Gated),
+    Dense(Box<Gated>),
     /// Several, which are read when they are needed.
     Experts(Router),
 }
@@ -137,7 +137,7 @@ impl Mlp {
         let config: &Config = source.config();
         let name = |part: &str| source.name(&format!("layers.{layer}.{part}"));
         let experts = match config.feed_forward[layer] {
-            FeedForward::Dense(width) => return Ok(Mlp::Dense(Gated::read(source, &name("mlp"), width)?)),
+            FeedForward::Dense(width) => return Ok(Mlp::Dense(Box::new(Gated::read(source, &name("mlp"), width)?))),
             FeedForward::Experts(experts) => experts,
         };
         let old = name("block_sparse_moe");

@@ -8,7 +8,7 @@ use nvfp4_kernels::gemm::baseline;
 use std::sync::Arc;
 
 /// Elements of a panel of decoded weights.
-const PANEL: usize = 1 << 21;
+pub(crate) const PANEL: usize = 1 << 21;
 
 /// A matrix that hidden states are multiplied by.
 pub trait Projection: Send + Sync {

@@ -2,7 +2,7 @@
 //!
 //! Frequencies and angles are binary32, as transformers has them at any precision of the model.
 
-use crate::config::Fields;
+use crate::fields::Fields;
 use crate::{Result, refused};
 use serde_json::Value;
 use std::f64::consts::PI;

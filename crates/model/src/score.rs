@@ -9,9 +9,9 @@ use rayon::prelude::*;
 use std::sync::atomic::AtomicBool;
 
 /// Words of the vocabulary in a panel.
-const WORDS: usize = 1024;
+pub(crate) const WORDS: usize = 1024;
 /// Positions whose logits are there at a time.
-const POSITIONS: usize = 256;
+pub(crate) const POSITIONS: usize = 256;
 
 /// What one model says at one position. `ln Z` is `most + ln(sum)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
