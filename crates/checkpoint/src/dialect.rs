@@ -11,9 +11,9 @@
 //! without the marker, or the configuration that says ModelOpt, a checkpoint is refused rather than
 //! guessed at.
 
-use super::eight;
 use super::folder::{Checkpoint, Located};
 use super::form::Eight;
+use super::fp8;
 use super::weight::{Arrangement, MX_BLOCK, Nibbles, Nvfp4, Stored, Weight};
 use crate::{Error, Result};
 use nvfp4::{Layout, Unit};
@@ -287,7 +287,7 @@ impl<'a> Grouping<'a> {
             let (Dtype::F8_E4M3, &[rows, cols]) = (weight.info.dtype, &weight.info.shape[..]) else { continue };
             let scale_name = format!("{module}.weight_scale");
             let scale = self.need(&scale_name, &scale_name)?;
-            let Some(eight) = eight::kind(rows, cols, &scale) else {
+            let Some(eight) = fp8::kind(rows, cols, &scale) else {
                 let (dtype, got) = (scale.info.dtype, &scale.info.shape);
                 return Err(scale.wrong(format!(
                     "expected the scales of {rows} × {cols} in FP8: per tensor, row, 128 × 128 block, or 32 of a row in \

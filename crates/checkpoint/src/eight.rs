@@ -1,18 +1,15 @@
-//! Weights in FP8: their scales and codes, as ModelOpt and llm-compressor make them, and their
-//! values. `docs/checkpoints.md` has the rules.
+//! Weights in FP8: their scales and codes, as ModelOpt and llm-compressor make them.
+//! `docs/checkpoints.md` has the rules.
 
-use super::folder::Located;
 use super::form::Eight;
 use super::target::Target;
 use super::weight::{Stored, Weight};
-use super::written::{Part, Role};
 use nvfp4::Precision;
 use nvfp4_kernels::Values;
 use nvfp4_spec::fp8::Format;
 use nvfp4_spec::fp8::scale::mx_byte;
 use nvfp4_spec::{e4m3, e8m0};
 use safetensors::Dtype;
-use std::sync::LazyLock;
 
 /// How a producer rounds, for weights of one type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +48,7 @@ impl Arithmetic {
     }
 
     /// The type that scales are stored in. llm-compressor has that of the weights.
-    fn dtype(self) -> Dtype {
+    pub fn dtype(self) -> Dtype {
         match (self.eight, self.producer, self.precision) {
             (Eight::Mx, ..) => Dtype::U8,
             (_, Producer::LlmCompressor, Precision::Bf16) => Dtype::BF16,
@@ -150,82 +147,3 @@ impl Arithmetic {
         }
     }
 }
-
-/// The tensors of a weight in FP8.
-pub(super) fn parts(target: Target, weight: &Weight<'_>, eight: Eight) -> Vec<Part> {
-    let Weight { module, rows, cols, .. } = weight;
-    let dtype = match &weight.stored {
-        Stored::Fp8 { scale, eight: own, .. } if *own == eight => scale.info.dtype,
-        _ => Arithmetic::new(target, weight, eight).dtype(),
-    };
-    let [tall, wide] = eight.scales(*rows, *cols);
-    let shape = match (target, eight) {
-        (Target::CompressedTensors, Eight::Tensor) => vec![1],
-        (_, Eight::Tensor) => vec![],
-        (Target::CompressedTensors, Eight::Channel) => vec![tall, 1],
-        (_, Eight::Channel) => vec![tall],
-        (Target::CompressedTensors, Eight::Block) | (_, Eight::Mx) => vec![tall, wide],
-        (_, Eight::Block) => vec![tall, 1, wide, 1],
-    };
-    let part = |name: &str, dtype, shape, role| Part { name: format!("{module}.{name}"), dtype, shape, role };
-    vec![
-        part("weight", Dtype::F8_E4M3, vec![*rows, *cols], Role::Codes),
-        part("weight_scale", dtype, shape, Role::Scales),
-    ]
-}
-
-/// The scale of its activations, where the target's readers ask for one or the source has it. vLLM
-/// reads uninitialised memory where ModelOpt's FP8 per tensor lacks it; with compressed-tensors,
-/// activations have scales when they come.
-pub(super) fn input(target: Target, weight: &Weight<'_>, eight: Eight) -> Option<Part> {
-    let own =
-        if let Stored::Fp8 { input, eight: own, .. } = &weight.stored { input.filter(|_| *own == eight) } else { None };
-    let (name, role) = (format!("{}.input_scale", weight.module), Role::Input);
-    match (target, eight) {
-        (Target::ModelOpt, Eight::Tensor) => Some(Part { name, dtype: Dtype::F32, shape: vec![], role }),
-        (Target::CompressedTensors, _) => {
-            own.map(|own| Part { name, dtype: own.info.dtype, shape: own.info.shape.clone(), role })
-        }
-        _ => None,
-    }
-}
-
-/// The kind of scales of an FP8 weight of this shape, by the shape of the tensor that holds them.
-pub(super) fn kind(rows: usize, cols: usize, scale: &Located<'_>) -> Option<Eight> {
-    let blocks = Eight::Block.scales(rows, cols);
-    match (scale.info.dtype, &scale.info.shape[..]) {
-        (Dtype::U8, shape) => (shape == Eight::Mx.scales(rows, cols)).then_some(Eight::Mx),
-        (Dtype::F32 | Dtype::BF16 | Dtype::F16, shape) => match *shape {
-            [] | [1] => Some(Eight::Tensor),
-            [tall] | [tall, 1] if tall == rows && rows > 1 => Some(Eight::Channel),
-            [tall, wide] | [tall, 1, wide, 1] if [tall, wide] == blocks => Some(Eight::Block),
-            [1, 1] => Some(Eight::Tensor),
-            _ => None,
-        },
-        _ => None,
-    }
-}
-
-/// The values of rows of codes, `fl(code · scale)`. Scales begin with those of the first row.
-pub(super) fn decode(eight: Eight, first_row: usize, cols: usize, codes: &[u8], scales: &[f32], out: &mut [f32]) {
-    let (table, per_row) = (&*VALUES, eight.scales(1, cols)[1]);
-    let wide = match eight {
-        Eight::Tensor | Eight::Channel => cols,
-        Eight::Block => Eight::BLOCK,
-        Eight::Mx => Eight::MX_BLOCK,
-    };
-    for (i, (row, out)) in codes.chunks_exact(cols).zip(out.chunks_exact_mut(cols)).enumerate() {
-        let band = match eight {
-            Eight::Tensor => 0,
-            Eight::Channel | Eight::Mx => i,
-            Eight::Block => (first_row + i) / Eight::BLOCK - first_row / Eight::BLOCK,
-        };
-        let scales = &scales[band * per_row..][..per_row];
-        for ((row, out), scale) in row.chunks(wide).zip(out.chunks_mut(wide)).zip(scales) {
-            row.iter().zip(out).for_each(|(&b, v)| *v = table[usize::from(b)] * scale);
-        }
-    }
-}
-
-/// The value of every E4M3 byte.
-static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|byte| e4m3::decode(byte as u8)));

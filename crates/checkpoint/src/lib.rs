@@ -57,6 +57,7 @@ mod finding;
 mod finite;
 mod folder;
 mod form;
+mod fp8;
 #[doc(hidden)]
 pub mod fuzzed;
 pub mod gguf;

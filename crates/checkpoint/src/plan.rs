@@ -8,7 +8,6 @@ use super::joined;
 use super::keep::Defaults;
 use super::names::{Pattern, Preset};
 use super::outline::Outline;
-use super::ruled;
 use super::rules::Rules;
 use super::stacked;
 use super::target::Target;
@@ -455,7 +454,7 @@ impl<'s> Deciding<'s> {
         if listed || weight.elements() == 0 || (plain && default.is_some()) {
             return None;
         }
-        ruled::action(weight, form, self.target)
+        ruled(weight, form, self.target)
     }
 
     fn reason_to_keep(&self, weight: &Weight<'_>) -> Option<String> {
@@ -482,5 +481,32 @@ impl<'s> Deciding<'s> {
             return Some("empty".to_string());
         }
         uneven.then(|| format!("{} columns, not a multiple of {block}", weight.cols))
+    }
+}
+
+/// What happens to a weight that a rule gives this form; none where the form is NVFP4, which the
+/// rest of the settings decide about.
+fn ruled(weight: &Weight<'_>, form: Form, target: Target) -> Option<Action> {
+    match (&weight.stored, form.eight(target)) {
+        (Stored::Fp8 { eight: own, .. }, Some(eight)) if *own == eight => Some(Action::Retain(eight)),
+        (_, Some(eight)) if !weight.cols.is_multiple_of(eight.columns()) => {
+            let (columns, reason) = (eight.columns(), |n| format!("{} columns, not a multiple of {n}", weight.cols));
+            Some(kept(weight, reason(columns)))
+        }
+        (_, Some(eight)) => Some(Action::Eight(eight)),
+        (Stored::Fp8 { eight, .. }, None) if form == Form::Keep => Some(Action::Retain(*eight)),
+        (Stored::Nvfp4(_), None) if form == Form::Keep => Some(Action::Relabel),
+        (Stored::Plain(_) | Stored::MxFp4 { .. }, None) if form == Form::Keep => {
+            Some(kept(weight, "kept by a rule".to_string()))
+        }
+        _ => None,
+    }
+}
+
+/// A weight that cannot have its form stays as it is, or is decoded where it cannot.
+fn kept(weight: &Weight<'_>, reason: String) -> Action {
+    match &weight.stored {
+        Stored::Plain(_) => Action::Keep(reason),
+        _ => Action::Decode(reason),
     }
 }

@@ -1,10 +1,11 @@
 //! Writes some rows of a weight, in their new form, to their place in the output.
 
 use super::conversion::Conversion;
-use super::eight::{self, Arithmetic};
+use super::eight::Arithmetic;
 use super::first_not_finite;
 use super::folder::Located;
 use super::form::Eight;
+use super::fp8;
 use super::measure::Measure;
 use super::mxfp4;
 use super::plan::{Action, Item};
@@ -120,7 +121,7 @@ impl Conversion<'_, '_> {
         // Every piece of a tensor has the same scale.
         sink.write_at(bytes, to.offsets[&Role::Scales] + (before * rules.scale_bytes()) as u64)?;
         let decoded = sized(decoded, values.len());
-        eight::decode(eight, rows.start, weight.cols, codes, floats, decoded);
+        fp8::decode(eight, rows.start, weight.cols, codes, floats, decoded);
         Ok(Measure::of(&values, decoded))
     }
 

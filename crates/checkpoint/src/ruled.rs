@@ -1,38 +1,10 @@
-//! What a rule makes of a weight, and which forms a target has for it.
+//! Which forms weights are written in, and which of them a target has.
 
 use super::form::{Eight, Form};
-use super::plan::{Action, Item, Plan};
+use super::plan::{Item, Plan};
 use super::target::{Activations, Target};
-use super::weight::{Stored, Weight};
 use crate::{Error, Result, Setting};
 use std::collections::BTreeMap;
-
-/// What happens to a weight that a rule gives this form; none where the form is NVFP4, which the
-/// rest of the settings decide about.
-pub(super) fn action(weight: &Weight<'_>, form: Form, target: Target) -> Option<Action> {
-    match (&weight.stored, form.eight(target)) {
-        (Stored::Fp8 { eight: own, .. }, Some(eight)) if *own == eight => Some(Action::Retain(eight)),
-        (_, Some(eight)) if !weight.cols.is_multiple_of(eight.columns()) => {
-            let (columns, reason) = (eight.columns(), |n| format!("{} columns, not a multiple of {n}", weight.cols));
-            Some(kept(weight, reason(columns)))
-        }
-        (_, Some(eight)) => Some(Action::Eight(eight)),
-        (Stored::Fp8 { eight, .. }, None) if form == Form::Keep => Some(Action::Retain(*eight)),
-        (Stored::Nvfp4(_), None) if form == Form::Keep => Some(Action::Relabel),
-        (Stored::Plain(_) | Stored::MxFp4 { .. }, None) if form == Form::Keep => {
-            Some(kept(weight, "kept by a rule".to_string()))
-        }
-        _ => None,
-    }
-}
-
-/// A weight that cannot have its form stays as it is, or is decoded where it cannot.
-pub(super) fn kept(weight: &Weight<'_>, reason: String) -> Action {
-    match &weight.stored {
-        Stored::Plain(_) => Action::Keep(reason),
-        _ => Action::Decode(reason),
-    }
-}
 
 impl Item<'_> {
     /// The form that it is written in, in words; none where it is not quantized.

@@ -1,8 +1,8 @@
 //! A weight matrix on disk, whatever it is stored as, read row by row.
 
-use super::eight;
 use super::folder::Located;
 use super::form::Eight;
+use super::fp8;
 use super::transpose::transpose;
 use crate::{Error, Result};
 use half::{bf16, f16};
@@ -259,7 +259,7 @@ impl Weight<'_> {
                 };
                 let scales = read_scales(scale, bands.start * per_row, bands.len() * per_row)?;
                 let values = sized(&mut buffer.f32, len);
-                eight::decode(*eight, rows.start, self.cols, bytes, &scales, values);
+                fp8::decode(*eight, rows.start, self.cols, bytes, &scales, values);
                 Ok(Values::F32(values))
             }
             Stored::MxFp4 { blocks, scales, .. } => {

@@ -1,7 +1,8 @@
 //! The tensors that a weight becomes in a target.
 
-use super::eight;
+use super::eight::Arithmetic;
 use super::folder::{Checkpoint, Located};
+use super::form::Eight;
 use super::names::KvScale;
 use super::plan::{Action, Item};
 use super::target::{Activations, Kv, Target};
@@ -46,14 +47,14 @@ impl Target {
         let weight = &item.weight;
         let mut parts = match &item.action {
             Action::Keep(_) | Action::Decode(_) => vec![whole(weight, self.decoded())],
-            Action::Eight(eight) | Action::Retain(eight) => eight::parts(self, weight, *eight),
+            Action::Eight(eight) | Action::Retain(eight) => fp8(self, weight, *eight),
             Action::Quantize | Action::Relabel | Action::Rescale if weight.is_transposed() => experts(weight),
             Action::Quantize | Action::Relabel | Action::Rescale => self.matrix(weight),
         };
         let part = |name: String, shape: &[usize], role| Part { name, dtype: Dtype::F32, shape: shape.to_vec(), role };
         let module = &weight.module;
         if let Action::Eight(eight) | Action::Retain(eight) = item.action {
-            parts.extend(eight::input(self, weight, eight));
+            parts.extend(fp8_input(self, weight, eight));
         }
         if item.has_fp4_inputs(activations) {
             parts.push(match (weight.is_transposed(), self) {
@@ -152,4 +153,43 @@ fn experts(weight: &Weight<'_>) -> Vec<Part> {
         part(format!("{module}_weight_scale"), Dtype::F8_E4M3, scales, Role::Scales),
         part(format!("{module}_weight_scale_2"), Dtype::F32, vec![count], Role::Global),
     ]
+}
+
+/// The tensors of a weight in FP8.
+fn fp8(target: Target, weight: &Weight<'_>, eight: Eight) -> Vec<Part> {
+    let Weight { module, rows, cols, .. } = weight;
+    let dtype = match &weight.stored {
+        Stored::Fp8 { scale, eight: own, .. } if *own == eight => scale.info.dtype,
+        _ => Arithmetic::new(target, weight, eight).dtype(),
+    };
+    let [tall, wide] = eight.scales(*rows, *cols);
+    let shape = match (target, eight) {
+        (Target::CompressedTensors, Eight::Tensor) => vec![1],
+        (_, Eight::Tensor) => vec![],
+        (Target::CompressedTensors, Eight::Channel) => vec![tall, 1],
+        (_, Eight::Channel) => vec![tall],
+        (Target::CompressedTensors, Eight::Block) | (_, Eight::Mx) => vec![tall, wide],
+        (_, Eight::Block) => vec![tall, 1, wide, 1],
+    };
+    let part = |name: &str, dtype, shape, role| Part { name: format!("{module}.{name}"), dtype, shape, role };
+    vec![
+        part("weight", Dtype::F8_E4M3, vec![*rows, *cols], Role::Codes),
+        part("weight_scale", dtype, shape, Role::Scales),
+    ]
+}
+
+/// The scale of its activations, where the target's readers ask for one or the source has it. vLLM
+/// reads uninitialised memory where ModelOpt's FP8 per tensor lacks it; with compressed-tensors,
+/// activations have scales when they come.
+fn fp8_input(target: Target, weight: &Weight<'_>, eight: Eight) -> Option<Part> {
+    let own =
+        if let Stored::Fp8 { input, eight: own, .. } = &weight.stored { input.filter(|_| *own == eight) } else { None };
+    let (name, role) = (format!("{}.input_scale", weight.module), Role::Input);
+    match (target, eight) {
+        (Target::ModelOpt, Eight::Tensor) => Some(Part { name, dtype: Dtype::F32, shape: vec![], role }),
+        (Target::CompressedTensors, _) => {
+            own.map(|own| Part { name, dtype: own.info.dtype, shape: own.info.shape.clone(), role })
+        }
+        _ => None,
+    }
 }
