@@ -13,6 +13,7 @@ mod column;
 mod cuts;
 mod encode;
 mod four_over_six;
+mod modelopt;
 mod search;
 mod target;
 
