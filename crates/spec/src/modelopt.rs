@@ -11,14 +11,15 @@ use crate::profile::at_least;
 use crate::scale::amax;
 use crate::scaling::Scaling;
 use crate::tile::{Quantized, Rows};
-use crate::{BLOCK, Bound, Rounding, block, e2m1, e4m3, four_over_six, mse};
+use crate::{BLOCK, Bound, e2m1, e4m3, four_over_six, mse};
 
 /// Quantizes a tile with the scale byte, of all that are positive, whose scale has the smallest
 /// error. The smallest byte wins ties, so a tile of zeros has byte 1.
 pub fn sweep<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling) -> Quantized<H> {
     let global = scaling.global.amax;
+    let own = amax(tile.as_flattened(), scaling.mode.amax_specials());
     if !is_searched(tile, global) {
-        return block::six(tile, scaling, Rounding::NearestEven);
+        return mse::candidate(tile, scaling.block_scale(own), scaling);
     }
     let errors = (1..=e4m3::MAX_BYTE).map(|byte| error(tile, swept_scale(byte, global)));
     let best = 1 + first_least(errors) as u8;
@@ -29,10 +30,10 @@ pub fn sweep<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling) -> Quantize
 /// 6 or to 4. Ties keep 6.
 pub fn four_over_six<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling) -> Quantized<H> {
     let global = scaling.global.amax;
-    if !is_searched(tile, global) {
-        return block::six(tile, scaling, Rounding::NearestEven);
-    }
     let own = amax(tile.as_flattened(), scaling.mode.amax_specials());
+    if !is_searched(tile, global) {
+        return mse::candidate(tile, scaling.block_scale(own), scaling);
+    }
     let amaxes = MULTIPLIERS.map(|multiplier| own * multiplier);
     let best = amaxes[first_least(amaxes.map(|amax| error(tile, tried_scale(amax, global))))];
     mse::candidate(tile, exported(best, global, scaling.global.bound), scaling)
@@ -124,7 +125,7 @@ pub fn exported(block_amax: f32, global: f32, bound: Bound) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Mode, Precision, Profile, ScaleRule};
+    use crate::{Mode, Precision, Profile, Rounding, ScaleRule, block};
 
     fn scaling(rule: ScaleRule, amax: f32) -> Scaling {
         Scaling::new(amax, &Mode { profile: Profile::ModelOpt, rule, ..Mode::default() }, Precision::F32)
