@@ -2,13 +2,13 @@
 //!
 //! Errors are computed by the rule's own operations (a division also by way of the reciprocal, see
 //! [`super::search`]), so they have its bits. Four-over-six needs no more than that. The sweep computes
-//! those of at most 13 candidates and shows that no other one wins.
+//! those of at most 17 candidates and shows that no other one wins.
 //!
 //! # The sweep
 //!
 //! Let c be the byte of the rule "six", normal, m the tile's largest magnitude, s(b) the scale of a
 //! byte and E(b) its error. Scales are within 2^±50, so s(b + 8) = 2·s(b) exactly, and m < 6.5·s(c).
-//! E is computed for the bytes from c to c + 7, and from c − 1 down to c − 4 as far as needed; E* is
+//! E is computed for the bytes from c to c + 7, and from c − 1 down to c − 8 as far as needed; E* is
 //! the least of them.
 //!
 //! *Below.* Whatever the code of m, the error of a byte is at least the square of m − fl(6s), as
@@ -22,7 +22,8 @@
 //! or a product that is rounded, moves a half way point by less than 4u of it (u = 2⁻²⁴), and one
 //! lies at most 7 times as far from 0 as from its neighbours: squares change by less than 60u of
 //! themselves, and the rest rounds less than 10 times. So E(b + 8) ≥ (1 − 128u)·E(b). The bytes over
-//! b cannot win if (1 − 128u)·E(b) ≥ E*. For the winner itself that is asked of E(b + 8), computed.
+//! b cannot win if (1 − 128u)·E(b) ≥ E*. For the winner itself, or the byte 8 above a winner under c,
+//! which often ties with it, that is asked of E(b + 8), computed.
 //!
 //! A tile for which one of these cannot be shown is left to the rule.
 
@@ -78,7 +79,7 @@ impl Swept {
 }
 
 /// Bytes of the window that lie below the one of "six".
-const BELOW: i32 = 4;
+const BELOW: i32 = 8;
 /// Bytes of the window from that one on: an octave.
 const OCTAVE: i32 = 8;
 
@@ -125,11 +126,13 @@ pub(super) fn sweep<T: Element>(swept: &Swept, centres: &[u8; 8], amax: __m256, 
         best = _mm256_blendv_epi8(best, byte, _mm256_castps_si256(better));
     }
     // What each of the octave leaves to the bytes above it.
-    let above = error(swept, &x, _mm256_add_epi32(best, _mm256_set1_epi32(OCTAVE)));
+    let lower = _mm256_and_si256(_mm256_cmpgt_epi32(centre, best), _mm256_set1_epi32(OCTAVE));
+    let nearest = _mm256_add_epi32(best, lower);
+    let above = error(swept, &x, _mm256_add_epi32(nearest, _mm256_set1_epi32(OCTAVE)));
     let mut others = infinity;
     for (k, sum) in octave.into_iter().enumerate() {
         let byte = _mm256_add_epi32(centre, _mm256_set1_epi32(k as i32));
-        let wins = _mm256_castsi256_ps(_mm256_cmpeq_epi32(byte, best));
+        let wins = _mm256_castsi256_ps(_mm256_cmpeq_epi32(byte, nearest));
         others = _mm256_min_ps(others, _mm256_blendv_ps(sum, above, wins));
     }
     const SLACK: f32 = 1.0 - 64.0 * f32::EPSILON;
