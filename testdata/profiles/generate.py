@@ -23,20 +23,33 @@ vector instructions (ATEN_CPU_CAPABILITY=default, avx2, avx512).
 
 On a CUDA device torch divides by a Python number with a product by its reciprocal, so ModelOpt and torchao may store
 another last bit there.
+
+`modelopt_mse` and `modelopt_4over6` are ModelOpt's searches of scales (NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG and
+NVFP4_FOUR_OVER_SIX_CFG), through its own calibrators, kernels and export. Its kernels are Triton's, run by Triton's
+interpreter, with the checks for a GPU left out. They refuse what is not finite, so those cases are not recorded.
 """
 
+import contextlib
 import json
+import os
 import sys
+import types
 import zlib
 from importlib.metadata import version
 from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from modelopt.torch.kernels.quantization.common import nvfp4_quant
+from modelopt.torch.kernels.quantization.gemm import fp4_kernel, nvfp4_fp8_sweep
+from modelopt.torch.quantization.calib.mse import MseCalibrator
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+from modelopt.torch.quantization.utils.numeric_utils import fp8_max_for_normalization
 from safetensors.torch import save
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
@@ -48,6 +61,57 @@ BLOCK = 16
 def modelopt(x):
     q, scales, scale_2 = NVFP4QTensor.quantize(x, BLOCK)
     return q._quantized_data, scales, scale_2
+
+
+# What asks for a GPU, and what only its compiler knows.
+torch.cuda.device = lambda _device: contextlib.nullcontext()
+nvfp4_quant.libdevice = types.SimpleNamespace(isnan=lambda x: x != x)
+nvfp4_fp8_sweep._prepare_block_sweep = lambda x, size: (x.numel() // size, x.view(-1), torch.empty(x.numel() // size))
+SWEEP = nvfp4_fp8_sweep._fp8_scale_sweep_kernel.fn  # without its search for the fastest tile
+
+
+class Sweep:
+    def __getitem__(self, _grid):
+        def run(*args, **sizes):
+            return SWEEP[(-(-args[4] // 32),)](*args, **sizes, BLOCKS_PER_PROGRAM=32)
+
+        return run
+
+
+nvfp4_fp8_sweep._fp8_scale_sweep_kernel = Sweep()
+
+
+def modelopt_searched(x, four_over_six, search):
+    """`search` finds the amax of every block, as the calibration of a static quantizer does."""
+    blocks = x.reshape(-1, BLOCK)
+    quantizer = types.SimpleNamespace(block_sizes={-1: BLOCK, "four_over_six": four_over_six})
+    quantizer._amax = blocks.abs().amax(dim=1, keepdim=True).float()
+    quantizer.global_amax = quantizer._amax.max()
+    quantizer._amax = search(blocks, quantizer)
+    scale_2 = NVFP4QTensor.get_weights_scaling_factor_2_from_quantizer(quantizer)
+    scales, _ = NVFP4QTensor.get_weights_scaling_factor_from_quantizer(quantizer, x, scale_2)
+    q, _, _ = NVFP4QTensor.quantize(x, BLOCK, scales, scale_2)
+    return q._quantized_data, scales, scale_2
+
+
+def modelopt_mse(x):
+    def search(blocks, quantizer):
+        return nvfp4_fp8_sweep.nvfp4_fp8_scale_sweep(blocks, quantizer.global_amax)
+
+    return modelopt_searched(x, False, search)
+
+
+def modelopt_4over6(x):
+    def search(blocks, quantizer):
+        def fake(x, amax):
+            normal = fp8_max_for_normalization(quantizer)
+            return fp4_kernel.static_blockwise_fp4_fake_quant(x, amax, quantizer.global_amax, True, normal, x.dtype)
+
+        calibrator = MseCalibrator(quantizer._amax, 0, 0.5, 1.0, 1.5, fake)
+        calibrator.collect(blocks)
+        return calibrator.compute_amax()
+
+    return modelopt_searched(x, True, search)
 
 
 def llm_compressor(x):
@@ -71,6 +135,8 @@ def torchao(x):
 
 PROFILES = {
     "modelopt": (modelopt, "nvidia-modelopt", "f32 bf16 f16"),
+    "modelopt_mse": (modelopt_mse, "nvidia-modelopt", "f32 bf16 f16"),
+    "modelopt_4over6": (modelopt_4over6, "nvidia-modelopt", "f32 bf16 f16"),
     "llm_compressor": (llm_compressor, "compressed-tensors", "f32 bf16 f16"),
     "torchao": (torchao, "torchao", "f32 bf16"),
 }
@@ -215,6 +281,8 @@ def main(folder):
             x[x.isnan()] = float("nan")  # the same bits from every conversion
             for profile, (quantize, package, dtypes) in PROFILES.items():
                 if dtype not in dtypes.split() or (name == "zeros" and profile != "llm_compressor"):
+                    continue
+                if profile in ("modelopt_mse", "modelopt_4over6") and not x.isfinite().all():
                     continue
                 codes, scales, stored = quantize(x.clone())
                 assert scales.dtype == torch.float8_e4m3fn and stored.dtype == F32

@@ -95,7 +95,7 @@ impl<'p> Conversion<'_, 'p> {
         for file in unfinished {
             let sink = work.create(&file.file, file.len)?;
             self.write_frame(file, &sink)?;
-            let measures = self.write_units(&file.units, &sink)?;
+            let measures = sink.flushed(|| self.write_units(&file.units, &sink))?;
             sink.finish()?;
             self.check_source()?;
             work.done(&file.file, measures)?;

@@ -1,6 +1,7 @@
 //! The error of decoded values against the originals.
 
-use nvfp4_kernels::Values;
+use nvfp4_kernels::differences::differences;
+use nvfp4_kernels::{Implementation, Values};
 use nvfp4_spec::e2m1;
 use serde::{Deserialize, Serialize};
 
@@ -34,10 +35,16 @@ pub struct Measure {
 impl Measure {
     /// Measures values against what they decode to.
     pub fn of(original: &Values<'_>, decoded: &[f32]) -> Self {
-        match original {
-            Values::F32(x) => sums(x.iter().copied(), decoded),
-            Values::Bf16(x) => sums(x.iter().map(|x| x.to_f32()), decoded),
-            Values::F16(x) => sums(x.iter().map(|x| x.to_f32()), decoded),
+        let sums = differences(Implementation::best(), original, decoded).expect("as many decoded as there are");
+        Measure {
+            elements: decoded.len() as u64,
+            error: sums.error,
+            norm: sums.norm,
+            decoded: sums.decoded,
+            product: sums.product,
+            largest: f64::from(sums.largest),
+            zeroed: sums.zeroed,
+            clipped: 0,
         }
     }
 
@@ -87,32 +94,6 @@ mod bits {
 
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
         u64::deserialize(deserializer).map(f64::from_bits)
-    }
-}
-
-/// Elements whose sums run beside each other: additions in one sum would wait for each other.
-const LANES: usize = 8;
-
-fn sums(original: impl Iterator<Item = f32>, decoded: &[f32]) -> Measure {
-    let mut lanes = [[0f64; LANES]; 4];
-    let (mut largest, mut zeroed) = (0f32, 0);
-    for (i, (x, &y)) in original.zip(decoded).enumerate() {
-        let (xd, yd) = (f64::from(x), f64::from(y));
-        let terms = [(xd - yd) * (xd - yd), xd * xd, yd * yd, xd * yd];
-        lanes.iter_mut().zip(terms).for_each(|(lane, term)| lane[i % LANES] += term);
-        largest = largest.max((x - y).abs());
-        zeroed += u64::from(y == 0.0 && x != 0.0);
-    }
-    let [error, norm, decoded_norm, product] = lanes.map(|lane| lane.iter().sum());
-    Measure {
-        elements: decoded.len() as u64,
-        error,
-        norm,
-        decoded: decoded_norm,
-        product,
-        largest: f64::from(largest),
-        zeroed,
-        clipped: 0,
     }
 }
 

@@ -186,7 +186,7 @@ impl<'p> Conversion<'_, 'p> {
                 if slice.extent == Extent::Whole {
                     self.write_frame(file, &sink)?;
                 }
-                let measures = self.write_units(units(&self.files, slice), &sink)?;
+                let measures = sink.flushed(|| self.write_units(units(&self.files, slice), &sink))?;
                 self.check_source()?;
                 attempt.done(&name, sink, measures)?;
             }

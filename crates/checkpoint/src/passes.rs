@@ -194,7 +194,7 @@ impl<'p> Conversion<'_, 'p> {
 /// The tensor scale of a weight with this amax. A weight of zeros has 1, which every reader can
 /// multiply or divide by.
 fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) -> Scale {
-    let stored = mode.profile.stored(amax, precision);
+    let stored = mode.profile.stored(amax, mode.rule.bound(), precision);
     match (mode.profile.unit(mode.rule.bound()), target) {
         (ScaleUnit::Multiplier, _) => Scale::Multiplier(stored),
         (ScaleUnit::Divisor, _) => Scale::Divisor(stored),

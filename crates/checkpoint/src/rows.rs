@@ -40,6 +40,18 @@ pub(super) struct Memory {
     ordered: Vec<u8>,
 }
 
+/// Elements that are decoded at a time to be measured.
+const DECODED: usize = 1 << 15;
+
+/// Some of the values.
+fn part_of<'v>(values: &Values<'v>, range: Range<usize>) -> Values<'v> {
+    match values {
+        Values::F32(x) => Values::F32(&x[range]),
+        Values::Bf16(x) => Values::Bf16(&x[range]),
+        Values::F16(x) => Values::F16(&x[range]),
+    }
+}
+
 /// Some rows of a weight, and where they go.
 pub(super) struct Piece<'c, 'p> {
     pub item: &'c Item<'p>,
@@ -91,7 +103,10 @@ impl Conversion<'_, '_> {
                         let scales = sized(&mut memory.scales, rows.len() * weight.cols / BLOCK);
                         let (amax, profile) = (self.amax(item), self.mode.profile);
                         self.quantize(&values, (rows.len(), weight.cols), amax, codes, scales)?;
-                        (profile.stored(amax, weight.precision()), profile.unit(self.mode.rule.bound()))
+                        (
+                            profile.stored(amax, self.mode.rule.bound(), weight.precision()),
+                            profile.unit(self.mode.rule.bound()),
+                        )
                     }
                 };
                 self.emit(piece, memory)?;
@@ -135,10 +150,22 @@ impl Conversion<'_, '_> {
         memory: &mut Memory,
     ) -> Result<Measure> {
         let Memory { codes, scales, decoded, .. } = memory;
-        let decoded = sized(decoded, rows * cols);
-        let view = View { rows, cols, codes, scales, stored: &[stored], global: GlobalScale::PerTensor, unit };
-        dequantize::dequantize(self.settings.implementation, &view, decoded)?;
-        Ok(Measure::of(values, decoded))
+        // On a CPU a few rows at a time, which stay in its cache.
+        let step = match self.settings.implementation.is_gpu() {
+            true => rows,
+            false => (DECODED / cols.max(1)).max(1),
+        };
+        let mut measure = Measure::default();
+        for first in (0..rows).step_by(step.max(1)) {
+            let rows = step.min(rows - first);
+            let decoded = sized(decoded, rows * cols);
+            let codes = &codes[first * cols / 2..][..rows * cols / 2];
+            let scales = &scales[first * cols / BLOCK..][..rows * cols / BLOCK];
+            let view = View { rows, cols, codes, scales, stored: &[stored], global: GlobalScale::PerTensor, unit };
+            dequantize::dequantize(self.settings.implementation, &view, decoded)?;
+            measure.add(&Measure::of(&part_of(values, first * cols..(first + rows) * cols), decoded));
+        }
+        Ok(measure)
     }
 
     /// Writes the codes and scales that are in memory, as the target has them.

@@ -28,6 +28,10 @@ pub enum ScaleChoice {
     Mse,
     /// To 6 or to 4, whichever has the smaller squared error; see [`nvfp4_spec::four_over_six`].
     FourOverSix,
+    /// ModelOpt's sweep over all scale bytes; see [`nvfp4_spec::modelopt`].
+    ModelOptMse,
+    /// ModelOpt's choice between 6 and 4; see [`nvfp4_spec::modelopt`].
+    ModelOptFourOverSix,
 }
 
 /// The activation scales.
@@ -182,6 +186,8 @@ impl Settings {
         let (rule, default) = match self.scale {
             ScaleChoice::Max => (ScaleRule::Six, Profile::ModelOpt),
             ScaleChoice::Mse => (ScaleRule::Mse, Profile::ModelOpt),
+            ScaleChoice::ModelOptMse => (ScaleRule::ModelOptMse, Profile::ModelOpt),
+            ScaleChoice::ModelOptFourOverSix => (ScaleRule::ModelOptFourOverSix, Profile::ModelOpt),
             ScaleChoice::FourOverSix => (
                 ScaleRule::FourOverSix { metric: Metric::Mse, error: ErrorPath::Strict, bound: Bound::E256 },
                 Profile::TransformerEngine,
@@ -190,6 +196,11 @@ impl Settings {
         if self.scale == ScaleChoice::FourOverSix && self.profile.is_some_and(|p| p != Profile::TransformerEngine) {
             let reason = "4over6 with another producer's profile: only TransformerEngine has the \
                           rule; take its profile, or another choice of scales";
+            return Err(Error::setting(Setting::Profile, reason));
+        }
+        if rule.is_modelopt() && self.profile.is_some_and(|p| p != Profile::ModelOpt) {
+            let reason = "a search of ModelOpt's with another producer's profile: only ModelOpt has \
+                          the rule; take its profile, or another choice of scales";
             return Err(Error::setting(Setting::Profile, reason));
         }
         let mode = Mode { rule, profile: self.profile.unwrap_or(default), ..Mode::default() };

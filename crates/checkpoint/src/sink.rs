@@ -5,7 +5,8 @@ use nvfp4_files::durable::Part;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::sync::Mutex;
+use std::sync::{Condvar, Mutex};
+use std::thread;
 
 /// Ranges of bytes, each by its start and end. Ranges that touch are one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,11 +45,58 @@ impl From<Ranges> for Vec<(u64, u64)> {
 pub(super) struct Sink {
     part: Part,
     written: Mutex<Ranges>,
+    flushing: Flushing,
+}
+
+/// Bytes that are written before they are put on the disk, while more are made.
+const FLUSHED: u64 = 64 << 20;
+
+/// What a thread waits for that puts bytes on the disk.
+#[derive(Debug, Default)]
+struct Flushing {
+    state: Mutex<Waiting>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Bytes since the disk was asked last.
+    bytes: u64,
+    /// Whether no more come.
+    over: bool,
+}
+
+/// Ends the flushing when it is dropped, also by a panic.
+struct Over<'f>(&'f Flushing);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.tell(|state| state.over = true);
+    }
+}
+
+impl Flushing {
+    fn tell(&self, change: impl FnOnce(&mut Waiting)) {
+        let mut state = self.state.lock().expect("nobody panics while it holds this");
+        change(&mut state);
+        if state.over || state.bytes >= FLUSHED {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Waits until there is enough to flush; `false` when no more come.
+    fn wait(&self) -> bool {
+        let state = self.state.lock().expect("nobody panics while it holds this");
+        let enough = |state: &mut Waiting| !state.over && state.bytes < FLUSHED;
+        let mut state = self.changed.wait_while(state, enough).expect("nobody panics while it holds this");
+        state.bytes = 0;
+        !state.over
+    }
 }
 
 impl Sink {
     pub fn new(part: Part) -> Self {
-        Sink { part, written: Mutex::default() }
+        Sink { part, written: Mutex::default(), flushing: Flushing::default() }
     }
 
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
@@ -56,8 +104,32 @@ impl Sink {
         if !bytes.is_empty() {
             let mut written = self.written.lock().expect("no writer panics while it holds this");
             written.add(offset, offset + bytes.len() as u64);
+            drop(written);
+            self.flushing.tell(|state| state.bytes += bytes.len() as u64);
         }
         Ok(())
+    }
+
+    /// Does what writes the file, and puts its bytes on the disk meanwhile, so that the end does not
+    /// wait for all of them.
+    pub fn flushed<T>(&self, write: impl FnOnce() -> Result<T>) -> Result<T> {
+        thread::scope(|scope| {
+            let flush = || -> Result<()> {
+                while self.flushing.wait() {
+                    self.part.flush()?;
+                }
+                Ok(())
+            };
+            // Without a thread for it, all is flushed at the end.
+            let flusher = thread::Builder::new().spawn_scoped(scope, flush);
+            let over = Over(&self.flushing);
+            let written = write();
+            drop(over);
+            if let Ok(flusher) = flusher {
+                flusher.join().expect("flushing does not panic")?;
+            }
+            written
+        })
     }
 
     /// Writes all of another file.

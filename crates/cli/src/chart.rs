@@ -56,26 +56,25 @@ impl Chart<'_> {
         let margin = 0.05 * (most - least);
         let bottom = if self.reference.is_some() { least } else { least - margin };
         let top = most + margin;
-        let x = |at: f64| 60.0 + 700.0 * (at - first) / (last - first);
+        let x = |at: f64| 100.0 + 660.0 * (at - first) / (last - first);
         let y = |at: f64| 260.0 - 230.0 * (at - bottom) / (top - bottom);
         let place = |at: f64, value: f64| format!("{:.1},{:.1}", x(at), y(value));
         let digits = self.digits;
         html! {
-            svg viewBox=(format!("0 0 800 {}", 310 + 20 * self.lines.len().div_ceil(3))) role="img"
-                aria-label=(self.label) {
+            svg viewBox="0 0 800 292" role="img" aria-label=(self.label) {
                 @for i in 0..=4 {
                     @let value = bottom + (top - bottom) * f64::from(i) / 4.0;
                     @let at = format!("{:.1}", y(value));
-                    line class="axis" x1="60" x2="760" y1=(at) y2=(at) {}
-                    text x="8" y=(format!("{:.1}", y(value) + 4.0)) { (format!("{value:.digits$}")) }
+                    line class="axis" x1="100" x2="760" y1=(at) y2=(at) {}
+                    text x="92" y=(format!("{:.1}", y(value) + 4.0)) text-anchor="end" { (format!("{value:.digits$}")) }
                 }
                 @if let Some((value, name)) = self.reference {
                     @let at = format!("{:.1}", y(value));
-                    line class="reference" x1="60" x2="760" y1=(at) y2=(at) {}
+                    line class="reference" x1="100" x2="760" y1=(at) y2=(at) {}
                     text x="760" y=(format!("{:.1}", y(value) - 4.0)) text-anchor="end" { (name) }
                 }
-                text x="60" y="282" { (self.x) " " (first) }
-                text x="760" y="282" text-anchor="end" { (last) }
+                text x="100" y="284" { (self.x) " " (first) }
+                text x="760" y="284" text-anchor="end" { (last) }
                 @for (i, Line { name, points }) in self.lines.iter().enumerate() {
                     @let colour = COLOURS[i % COLOURS.len()];
                     @if points.iter().any(|point| point.low < point.high) {
@@ -93,9 +92,12 @@ impl Chart<'_> {
                             title { (self.x) " " (point.x) " " (name) ": " (format!("{:.digits$}", point.y)) }
                         }
                     }
-                    @let (left, down) = (60 + 235 * (i % 3), 306 + 20 * (i / 3));
-                    rect x=(left) y=(down - 10) width="12" height="12" fill=(colour) {}
-                    text x=(left + 18) y=(down) { (name) }
+                }
+            }
+            // Outside of the picture, where it wraps on a narrow screen.
+            ul class="legend" {
+                @for (i, line) in self.lines.iter().enumerate() {
+                    li { span style=(format!("background:{}", COLOURS[i % COLOURS.len()])) {} (line.name) }
                 }
             }
         }
@@ -105,6 +107,10 @@ impl Chart<'_> {
 /// The most bars that have room for their share in numbers.
 const NUMBERED: usize = 12;
 
+/// The most bars whose labels have room on a narrow screen; of more, every other label is left out
+/// there.
+const NARROW: usize = 9;
+
 /// A bar for each count; labels where there is room.
 pub fn bars(label: &str, counts: &[(String, u64)]) -> Markup {
     let most = counts.iter().map(|(_, n)| *n).max().unwrap_or(1).max(1);
@@ -112,9 +118,10 @@ pub fn bars(label: &str, counts: &[(String, u64)]) -> Markup {
     let width = 740.0 / counts.len().max(1) as f64;
     let every = counts.len().div_ceil(NUMBERED).max(1);
     html! {
-        svg viewBox="0 0 800 200" role="img" aria-label=(label) {
+        svg viewBox="0 0 800 206" role="img" aria-label=(label) {
             @for (i, (name, n)) in counts.iter().enumerate() {
-                @let (left, height) = (30.0 + width * i as f64, 150.0 * *n as f64 / most as f64);
+                @let (left, height) = (30.0 + width * i as f64, 144.0 * *n as f64 / most as f64);
+                @let spare = counts.len() > NARROW && i / every % 2 == 1;
                 @let share = 100.0 * *n as f64 / total as f64;
                 @let middle = format!("{:.1}", left + width / 2.0);
                 rect class="bar" x=(format!("{:.1}", left + width * 0.05)) y=(format!("{:.1}", 170.0 - height))
@@ -122,10 +129,11 @@ pub fn bars(label: &str, counts: &[(String, u64)]) -> Markup {
                     title { (name) ": " (format!("{share:.2} %")) }
                 }
                 @if counts.len() <= NUMBERED {
-                    text x=(middle) y=(format!("{:.1}", 166.0 - height)) text-anchor="middle" { (format!("{share:.1} %")) }
+                    text class=[spare.then_some("spare")] x=(middle) y=(format!("{:.1}", 166.0 - height))
+                        text-anchor="middle" { (format!("{share:.1} %")) }
                 }
                 @if i % every == 0 {
-                    text x=(middle) y="188" text-anchor="middle" { (name) }
+                    text class=[spare.then_some("spare")] x=(middle) y="194" text-anchor="middle" { (name) }
                 }
             }
         }
@@ -171,7 +179,7 @@ mod tests {
         let lines = vec![Line { name: "a".into(), points: vec![point(0.0, 0.091), point(1.0, 0.093)] }];
         let svg = Chart { reference: Some((0.095, "normal data")), ..chart(lines) }.svg().into_string();
         assert!(svg.contains("class=\"reference\"") && svg.contains(">normal data<"), "{svg}");
-        assert!(svg.contains("<text x=\"8\" y=\"264.0\">0.00</text>"), "{svg}");
+        assert!(svg.contains("<text x=\"92\" y=\"264.0\" text-anchor=\"end\">0.00</text>"), "{svg}");
     }
 
     #[test]

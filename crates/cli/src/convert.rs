@@ -52,7 +52,8 @@ pub struct Args {
     acts: ActsArg,
     #[command(flatten)]
     weights: Weights,
-    /// How to choose block scales: by the largest value, by the least squared error, or 4over6.
+    /// How to choose block scales: by the largest value, by the least squared error, 4over6, or as
+    /// ModelOpt's searches do, to the bit.
     #[arg(long, value_enum, default_value = "max")]
     scale: ScaleArg,
     /// Reproduce this library's rounding exactly [default: modelopt; with --scale 4over6:
@@ -104,6 +105,10 @@ enum ScaleArg {
     Mse,
     #[value(name = "4over6")]
     FourOverSix,
+    #[value(name = "modelopt-mse")]
+    ModelOptMse,
+    #[value(name = "modelopt-4over6")]
+    ModelOptFourOverSix,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -153,6 +158,8 @@ impl Args {
                 ScaleArg::Max => ScaleChoice::Max,
                 ScaleArg::Mse => ScaleChoice::Mse,
                 ScaleArg::FourOverSix => ScaleChoice::FourOverSix,
+                ScaleArg::ModelOptMse => ScaleChoice::ModelOptMse,
+                ScaleArg::ModelOptFourOverSix => ScaleChoice::ModelOptFourOverSix,
             },
             profile: self.profile.map(|profile| match profile {
                 ProfileArg::Modelopt => Profile::ModelOpt,
@@ -191,17 +198,27 @@ impl Args {
             ActsArg::File(path) => path.display().to_string(),
         };
         let problems = summary.findings.iter().filter(|f| f.severity == Severity::Problem).count();
-        let checks = if problems == 0 { "ok".to_string() } else { counted(problems, "problem") };
-        vec![
+        let checks = match problems {
+            0 => format!("ok: {}", checked(self.to)),
+            _ => counted(problems, "problem"),
+        };
+        let profile = self.profile.unwrap_or(match self.scale {
+            ScaleArg::FourOverSix => ProfileArg::TransformerEngine,
+            _ => ProfileArg::Modelopt,
+        });
+        let mut made = vec![
             ("program", format!("nvfp4 {}", env!("CARGO_PKG_VERSION"))),
             ("source", self.source.display().to_string()),
             ("target", self.target.display().to_string()),
-            ("format", self.to.to_string()),
+            ("--to", self.to.to_string()),
             ("--scale", word(&|| self.scale.to_possible_value())),
-            ("--profile", self.profile.map_or("default".to_string(), |p| word(&|| p.to_possible_value()))),
+            ("--profile", word(&|| profile.to_possible_value())),
             ("--acts", acts),
-            ("checks", checks),
-        ]
+            ("--kv", word(&|| self.kv.to_possible_value())),
+        ];
+        made.extend(self.weights.chosen());
+        made.push(("checks", checks));
+        made
     }
 }
 
@@ -422,6 +439,14 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
     Ok(out.flush()?)
 }
 
+/// What is looked at when a result is read back.
+fn checked(target: Target) -> &'static str {
+    match target {
+        Target::Gguf => "names, types, scales, scale bytes, tokenizer",
+        _ => "names, shapes, layers, shared scales, scale bytes, index, configuration",
+    }
+}
+
 /// Prints what was found when the result was read back. Returns whether there is no problem.
 fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<bool> {
     let findings = &summary.findings;
@@ -431,10 +456,8 @@ fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<bool> {
         say(format_args!("{} in the result; see above", counted(problems, "problem")));
         return Ok(false);
     }
-    let (checked, next) = match args.to {
-        Target::Gguf => ("names, types, scales, scale bytes, tokenizer", "llama-cli -m"),
-        _ => ("names, shapes, layers, shared scales, scale bytes, index, configuration", "vllm serve"),
-    };
+    let next = if args.to == Target::Gguf { "llama-cli -m" } else { "vllm serve" };
+    let checked = checked(args.to);
     let next = match &summary.unserved {
         Some(finding) => verify::sentence(finding),
         None => format!("{next} {}", args.target.display()),

@@ -15,9 +15,17 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums }
 td, th { text-align: right; padding: .25rem .5rem; border-bottom: 1px solid var(--line) }
-td:first-child, th:first-child { text-align: left; min-width: 14rem }
-.wide { overflow-x: auto } svg { width: 100%; min-width: 34rem; height: auto } svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
-.axis { stroke: var(--line) } .reference { stroke: var(--soft); stroke-dasharray: 4 4 } .bar { fill: var(--bar) } p, li { color: var(--text) } .soft { color: var(--soft) }";
+td:first-child, th:first-child { text-align: left; min-width: 7rem } td { overflow-wrap: anywhere }
+.wide { overflow-x: auto } svg { width: 100%; height: auto } svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; list-style: none; padding: 0; font-size: .9rem }
+.legend span { display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem }
+.axis { stroke: var(--line) } .reference { stroke: var(--soft); stroke-dasharray: 4 4 } .bar { fill: var(--bar) } p, li { color: var(--text); overflow-wrap: anywhere } .soft { color: var(--soft) }
+@media (max-width: 40rem) {
+  svg text { font-size: 24px } .spare { display: none }
+  .cards th { display: none } .cards tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line) }
+  .cards td { display: flex; justify-content: space-between; padding: .1rem 0; border: 0 }
+  .cards td::before { content: attr(data-name); color: var(--soft) } .cards td:first-child { display: block; text-align: left; font-weight: 600 }
+}";
 
 /// Marks a page as one of these.
 const MARK: &str = "<meta name=\"generator\" content=\"nvfp4\">";

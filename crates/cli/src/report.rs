@@ -111,19 +111,24 @@ fn worst(weights: &[Finished]) -> Markup {
     let mut order: Vec<&Finished> = weights.iter().collect();
     order.sort_by(|a, b| b.measure.relative_error().total_cmp(&a.measure.relative_error()));
     let zeroed = |m: &Measure| 100.0 * m.zeroed as f64 / m.elements.max(1) as f64;
+    let columns = ["shape", "relative error", "SQNR dB", "largest error", "zeroed"];
+    let cells = |Finished { rows, cols, measure, .. }: &Finished| {
+        [
+            format!("{rows}×{cols}"),
+            format!("{:.4}", measure.relative_error()),
+            format!("{:.1}", measure.sqnr()),
+            format!("{:.2e}", measure.largest),
+            format!("{:.1} %", zeroed(measure)),
+        ]
+    };
+    // On a narrow screen a row is a card whose cells say their column.
     html! {
-        table {
-            tr {
-                th { "weight" } th { "shape" } th { "relative error" } th { "SQNR dB" } th { "largest error" } th { "zeroed" }
-            }
-            @for Finished { module, rows, cols, measure, .. } in order.into_iter().take(20) {
+        table class="cards" {
+            tr { th { "weight" } @for column in columns { th { (column) } } }
+            @for weight in order.into_iter().take(20) {
                 tr {
-                    td { (module) }
-                    td { (rows) "×" (cols) }
-                    td { (format!("{:.4}", measure.relative_error())) }
-                    td { (format!("{:.1}", measure.sqnr())) }
-                    td { (format!("{:.2e}", measure.largest)) }
-                    td { (format!("{:.1} %", zeroed(measure))) }
+                    td { (weight.module) }
+                    @for (column, cell) in columns.into_iter().zip(cells(weight)) { td data-name=(column) { (cell) } }
                 }
             }
         }

@@ -107,6 +107,29 @@ impl Weights {
         self.fix_scales
     }
 
+    /// The options that say which weights, in words.
+    pub fn chosen(&self) -> Vec<(&'static str, String)> {
+        let fuse = match &self.fuse {
+            FuseArg::Auto => "auto".to_string(),
+            FuseArg::Off => "off".to_string(),
+            FuseArg::File(path) => path.display().to_string(),
+        };
+        let patterns = |patterns: &[Pattern]| patterns.iter().map(Pattern::to_string).collect::<Vec<_>>().join(", ");
+        let mut chosen = vec![("--preset", self.preset.to_string()), ("--fuse", fuse)];
+        for (name, list) in [("--skip", &self.skip), ("--only", &self.only)] {
+            if !list.is_empty() {
+                chosen.push((name, patterns(list)));
+            }
+        }
+        let flags = [
+            ("--no-default-skips", self.no_default_skips),
+            ("--fix-scales", self.fix_scales),
+            ("--any-architecture", self.any_architecture),
+        ];
+        chosen.extend(flags.into_iter().filter(|(_, on)| *on).map(|(name, _)| (name, "yes".to_string())));
+        chosen
+    }
+
     pub fn selection(&self) -> Result<Selection> {
         Ok(Selection {
             preset: self.preset.0,

@@ -225,6 +225,14 @@ impl Part {
         self.disk.operate().and_then(|()| write()).map_err(|e| Error::io(&self.part, e))
     }
 
+    /// Puts on the disk what was written so far. Others may write meanwhile.
+    pub fn flush(&self) -> Result<()> {
+        match self.action {
+            Action::Write => self.file.sync_data().map_err(|e| Error::io(&self.part, e)),
+            Action::Compare => Ok(()),
+        }
+    }
+
     fn differs(&self) -> Error {
         Error::Differs { path: self.last.clone() }
     }

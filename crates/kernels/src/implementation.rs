@@ -26,7 +26,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Implementation {
-    /// The rules as `spec` writes them; quantization, decoding and amaxes on all threads.
+    /// The rules as `spec` writes them; quantization on all threads.
     Scalar,
     /// AVX2, FMA and F16C, on all threads of the current rayon pool.
     #[cfg(target_arch = "x86_64")]

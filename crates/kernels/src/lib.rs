@@ -14,6 +14,7 @@ mod avx512;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dequantize;
+pub mod differences;
 #[cfg(all(test, feature = "cuda"))]
 #[path = "../tests/emulated/mod.rs"]
 mod emulated;

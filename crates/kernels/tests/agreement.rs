@@ -24,7 +24,7 @@ fn modes() -> Vec<Mode> {
             modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, global, rule, specials, ..Mode::default() }));
         }
         for profile in [Profile::ModelOpt, Profile::LlmCompressor, Profile::TorchAo] {
-            for rule in [ScaleRule::Six, ScaleRule::Mse] {
+            for rule in ScaleRule::ALL {
                 modes.push(Mode { tile, global, profile, rule, ..Mode::default() });
             }
         }

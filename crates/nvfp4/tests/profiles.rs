@@ -7,8 +7,8 @@ use safetensors::{Dtype, SafeTensors};
 use std::path::Path;
 
 /// Quantizes the `input` of a case; the input's type matters to one profile.
-fn quantize(profile: Profile, file: &SafeTensors<'_>) -> QuantTensor {
-    let quantizer = Quantizer::builder().profile(profile).build().unwrap();
+fn quantize(profile: Profile, rule: ScaleRule, file: &SafeTensors<'_>) -> QuantTensor {
+    let quantizer = Quantizer::builder().profile(profile).scale_rule(rule).build().unwrap();
     let (x, input) = (inputs(file), file.tensor("input").unwrap());
     let tensor = |values: Values| quantizer.quantize(&TensorRef::new(values, input.shape()).unwrap()).unwrap();
     match input.dtype() {
@@ -47,15 +47,17 @@ fn every_case_has_the_bytes_that_its_producer_wrote() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let Some(case) = name.strip_suffix(".safetensors") else { continue };
-        let profile = match case.split("__").next().unwrap() {
-            "modelopt" => Profile::ModelOpt,
-            "llm_compressor" => Profile::LlmCompressor,
-            "torchao" => Profile::TorchAo,
+        let (profile, rule) = match case.split("__").next().unwrap() {
+            "modelopt" => (Profile::ModelOpt, ScaleRule::Six),
+            "modelopt_mse" => (Profile::ModelOpt, ScaleRule::ModelOptMse),
+            "modelopt_4over6" => (Profile::ModelOpt, ScaleRule::ModelOptFourOverSix),
+            "llm_compressor" => (Profile::LlmCompressor, ScaleRule::Six),
+            "torchao" => (Profile::TorchAo, ScaleRule::Six),
             other => panic!("unknown profile {other}"),
         };
         let bytes = std::fs::read(&path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
-        let q = quantize(profile, &file);
+        let q = quantize(profile, rule, &file);
         let row = q.nvfp4(Side::Row).unwrap();
         let recorded = |tensor: &str| file.tensor(tensor).unwrap().data().to_vec();
         assert_eq!(row.scales(), recorded("scales"), "{case}: scales");
@@ -76,7 +78,7 @@ fn every_case_has_the_bytes_that_its_producer_wrote() {
         }
         cases += 1;
     }
-    assert_eq!(cases, 111);
+    assert_eq!(cases, 173);
 }
 
 /// Midpoints of the grid, in units of scale × global scale.

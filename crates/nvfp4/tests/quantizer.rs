@@ -38,7 +38,7 @@ impl Settings {
     /// Why the settings are refused, if they are: the start of the message and the fix it names.
     fn refusal(&self) -> Option<(&'static str, &'static str)> {
         let four_over_six = matches!(self.mode.rule, ScaleRule::FourOverSix { .. });
-        let search = self.mode.rule == ScaleRule::Mse;
+        let search = self.mode.rule.is_search();
         let other_producer = self.mode.profile != Profile::TransformerEngine;
         if self.mode.tile == Tile::Square16 && self.mode.global == GlobalScale::PerRow {
             Some(("16×16 tiles with a per-row global scale", "use 1×16 tiles or a per-tensor global scale"))
@@ -48,6 +48,8 @@ impl Settings {
             Some(("a search of scales with stochastic rounding", "use nearest-even rounding or the rule `Six`"))
         } else if search && self.mode.tile == Tile::Square16 {
             Some(("a search of scales with 16×16 tiles", "use 1×16 tiles"))
+        } else if self.mode.rule.is_modelopt() && self.mode.profile != Profile::ModelOpt {
+            Some(("a search of ModelOpt's with another producer's profile", "use the profile `ModelOpt`"))
         } else if four_over_six && other_producer {
             Some(("4over6 with another producer's profile", "use the profile `TransformerEngine` or the rule `Six`"))
         } else if self.mode.specials == Specials::Reference && other_producer {
@@ -139,8 +141,9 @@ fn every_combination_of_settings_is_refused_with_its_fix_or_follows_the_rules() 
     // Tile and global scale: 3 of 4. Transform and directions: 7 of 9. TransformerEngine: 2 kinds of specials, each with the rule six in
     // 2 roundings and 8 variants of 4over6; three other producers: one kind of specials, the rule six, 2 roundings.
     // The search of scales: 1×16, nearest, both specials of one profile and three other profiles.
-    assert_eq!(accepted, 3 * 7 * (2 * (2 + 8) + 3 * 2) + 2 * 7 * (2 + 3));
-    assert_eq!(accepted + refused, 10 * 4 * 8 * 6 * 3);
+    // ModelOpt's two searches: 1×16, nearest, its profile.
+    assert_eq!(accepted, 3 * 7 * (2 * (2 + 8) + 3 * 2) + 2 * 7 * (2 + 3) + 2 * 7 * 2);
+    assert_eq!(accepted + refused, 12 * 4 * 8 * 6 * 3);
 }
 
 const FOUR_OVER_SIX: ScaleRule =
@@ -421,6 +424,8 @@ fn each_way_to_choose_scales_has_its_error() {
         (four, Profile::TransformerEngine, 0.0865, 0.0880),
         (ScaleRule::Mse, Profile::ModelOpt, 0.0805, 0.0818),
         (ScaleRule::Mse, Profile::TransformerEngine, 0.0805, 0.0818),
+        (ScaleRule::ModelOptMse, Profile::ModelOpt, 0.0805, 0.0818),
+        (ScaleRule::ModelOptFourOverSix, Profile::ModelOpt, 0.0865, 0.0880),
     ] {
         let quantizer = Quantizer::builder().scale_rule(rule).profile(profile).build().unwrap();
         let back: Vec<f32> = quantizer.quantize(&tensor).unwrap().dequantize(Side::Row).unwrap();

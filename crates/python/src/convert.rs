@@ -18,8 +18,13 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-const SCALES: Words<ScaleChoice> =
-    &[("max", ScaleChoice::Max), ("mse", ScaleChoice::Mse), ("4over6", ScaleChoice::FourOverSix)];
+const SCALES: Words<ScaleChoice> = &[
+    ("max", ScaleChoice::Max),
+    ("mse", ScaleChoice::Mse),
+    ("4over6", ScaleChoice::FourOverSix),
+    ("modelopt-mse", ScaleChoice::ModelOptMse),
+    ("modelopt-4over6", ScaleChoice::ModelOptFourOverSix),
+];
 const EXISTING: Words<Existing> =
     &[("refuse", Existing::Refuse), ("resume", Existing::Resume), ("replace", Existing::Replace)];
 const FUSES: Words<Fuse> = &[("auto", Fuse::Auto), ("off", Fuse::Off)];

@@ -44,6 +44,8 @@ pub const SCALE_RULES: Words<ScaleRule> = {
     &[
         ("six", ScaleRule::Six),
         ("mse", ScaleRule::Mse),
+        ("modelopt-mse", ScaleRule::ModelOptMse),
+        ("modelopt-4over6", ScaleRule::ModelOptFourOverSix),
         ("4over6-mae-strict-448", rule(Mae, Strict, E448)),
         ("4over6-mae-strict-256", rule(Mae, Strict, E256)),
         ("4over6-mae-fast-448", rule(Mae, Fast, E448)),

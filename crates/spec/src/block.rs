@@ -4,7 +4,7 @@
 use crate::scale::amax;
 use crate::scaling::Scaling;
 use crate::tile::{Quantized, Rows};
-use crate::{Rounding, ScaleRule, four_over_six, mse};
+use crate::{Rounding, ScaleRule, four_over_six, modelopt, mse};
 
 /// The random bytes of a tile: one per element.
 pub type TileRounding<'a, const H: usize> = Rounding<&'a Rows<u8, H>>;
@@ -18,6 +18,8 @@ pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling, rounding
             four_over_six::quantize(tile, &scaling.global, metric, error, scaling.mode.specials)
         }
         ScaleRule::Mse => mse::quantize(tile, scaling),
+        ScaleRule::ModelOptMse => modelopt::sweep(tile, scaling),
+        ScaleRule::ModelOptFourOverSix => modelopt::four_over_six(tile, scaling),
     }
 }
 

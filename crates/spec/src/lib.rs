@@ -15,7 +15,8 @@
 //! 9. [`gemm`]: products of quantized matrices;
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
 //! 11. [`profile`]: the same steps in the arithmetic of other producers;
-//! 12. [`mse`]: a block's scale by trial; [`rescale`]: a block under another tensor scale;
+//! 12. [`mse`] and [`modelopt`]: a block's scale by trial; [`rescale`]: a block under another tensor
+//!     scale;
 //! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce
 //!     its output;
 //! 14. [`e5m2`], [`e8m0`] and [`fp8`]: the eight-bit formats that recipes mix with NVFP4.
@@ -58,6 +59,7 @@ pub mod gguf;
 pub mod hadamard;
 pub mod matrix;
 pub mod mode;
+pub mod modelopt;
 pub mod mse;
 pub mod philox;
 pub mod profile;

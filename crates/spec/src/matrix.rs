@@ -272,7 +272,7 @@ fn quantize_tiles<const H: usize>(
             }
         }
     }
-    let stored = amax.iter().map(|&a| mode.profile.stored(a, x.precision)).collect();
+    let stored = amax.iter().map(|&a| mode.profile.stored(a, mode.rule.bound(), x.precision)).collect();
     let unit = mode.profile.unit(mode.rule.bound());
     Ok(Quantized { rows: x.rows, cols: x.cols, codes, scales, stored, global: mode.global, unit })
 }

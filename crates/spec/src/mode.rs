@@ -108,11 +108,16 @@ pub enum ScaleRule {
     /// The scale byte with the smallest sum of squared errors among those around the one of `Six`:
     /// our own rule, [`mse`](mod@crate::mse), for 1×16 tiles.
     Mse,
+    /// ModelOpt's sweep over all scale bytes, [`modelopt`](mod@crate::modelopt), for 1×16 tiles.
+    ModelOptMse,
+    /// ModelOpt's choice between 6 and 4, [`modelopt`](mod@crate::modelopt), for 1×16 tiles. Its
+    /// bound is 256.
+    ModelOptFourOverSix,
 }
 
 impl ScaleRule {
     /// Every scale rule.
-    pub const ALL: [ScaleRule; 10] = {
+    pub const ALL: [ScaleRule; 12] = {
         const fn four_over_six(metric: Metric, error: ErrorPath, bound: Bound) -> ScaleRule {
             ScaleRule::FourOverSix { metric, error, bound }
         }
@@ -128,15 +133,28 @@ impl ScaleRule {
             four_over_six(Mse, Fast, E448),
             four_over_six(Mse, Fast, E256),
             ScaleRule::Mse,
+            ScaleRule::ModelOptMse,
+            ScaleRule::ModelOptFourOverSix,
         ]
     };
 
     /// The bound in the global scale.
     pub const fn bound(self) -> Bound {
         match self {
-            ScaleRule::Six | ScaleRule::Mse => Bound::E448,
+            ScaleRule::Six | ScaleRule::Mse | ScaleRule::ModelOptMse => Bound::E448,
+            ScaleRule::ModelOptFourOverSix => Bound::E256,
             ScaleRule::FourOverSix { bound, .. } => bound,
         }
+    }
+
+    /// Whether scales are found by trial: for 1×16 tiles, rounded to nearest.
+    pub const fn is_search(self) -> bool {
+        matches!(self, ScaleRule::Mse) || self.is_modelopt()
+    }
+
+    /// Whether it is one of ModelOpt's, for its profile alone.
+    pub const fn is_modelopt(self) -> bool {
+        matches!(self, ScaleRule::ModelOptMse | ScaleRule::ModelOptFourOverSix)
     }
 }
 
@@ -243,17 +261,23 @@ impl Mode {
                     "4over6 with stochastic rounding: the error to minimise would be random; \
                      use nearest-even rounding or the rule `Six`",
                 ),
-                ScaleRule::Mse => Some(
+                ScaleRule::Mse | ScaleRule::ModelOptMse | ScaleRule::ModelOptFourOverSix => Some(
                     "a search of scales with stochastic rounding: the error to minimise would be random; \
                      use nearest-even rounding or the rule `Six`",
                 ),
             };
             reason.map_or(Ok(()), |reason| Err(Error::Combination(reason)))?;
         }
-        if self.rule == ScaleRule::Mse && self.tile == Tile::Square16 {
+        if self.rule.is_search() && self.tile == Tile::Square16 {
             return Err(Error::Combination(
                 "a search of scales with 16×16 tiles: it is for the blocks of a row; \
                  use 1×16 tiles, or the rule `Six` or 4over6",
+            ));
+        }
+        if self.rule.is_modelopt() && self.profile != Profile::ModelOpt {
+            return Err(Error::Combination(
+                "a search of ModelOpt's with another producer's profile: only ModelOpt has the rule; \
+                 use the profile `ModelOpt` or the rule `Mse`",
             ));
         }
         if self.profile != Profile::TransformerEngine {

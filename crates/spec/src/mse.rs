@@ -27,7 +27,7 @@ pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling) -> Quant
 /// What codes with this scale byte are multiplied by to decode them.
 pub fn decode_factor(scale: u8, scaling: &Scaling) -> f32 {
     let profile = scaling.mode.profile;
-    let stored = profile.stored(scaling.global.amax, scaling.precision);
+    let stored = profile.stored(scaling.global.amax, scaling.global.bound, scaling.precision);
     profile.unit(scaling.global.bound).decode_factor(scale, stored)
 }
 
@@ -61,7 +61,7 @@ pub(crate) fn search<const H: usize>(
 }
 
 /// The tile with this scale byte.
-fn candidate<const H: usize>(tile: &Rows<f32, H>, scale: u8, scaling: &Scaling) -> Quantized<H> {
+pub(crate) fn candidate<const H: usize>(tile: &Rows<f32, H>, scale: u8, scaling: &Scaling) -> Quantized<H> {
     let factor = scaling.factor(scale);
     Quantized { scale, codes: tile.map(|row| row.map(|x| scaling.code(factor.apply(x), None))) }
 }
@@ -113,7 +113,7 @@ mod tests {
             });
             let scaling = scaling(1.0);
             let (a, b) = (quantize(&row, &scaling), six(&[row], &scaling, Rounding::NearestEven));
-            let g = Profile::ModelOpt.stored(1.0, Precision::F32);
+            let g = Profile::ModelOpt.stored(1.0, crate::Bound::E448, Precision::F32);
             let error = |q: &Quantized<1>| -> f64 {
                 let decode = |c: u8| f64::from(e2m1::decode(c) * (e4m3::decode(q.scale) * g));
                 row.iter().zip(&q.codes[0]).map(|(&x, &c)| (f64::from(x) - decode(c)).powi(2)).sum()

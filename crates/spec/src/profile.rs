@@ -20,9 +20,6 @@
 use crate::scale::{self, Global, Unit};
 use crate::{Bound, Precision, Profile, Specials, e4m3};
 
-/// `6 · 448`, what an amax is mapped to.
-const SIX_E: f32 = Bound::E448.six_e();
-
 /// The scale byte that llm-compressor writes for a block whose scale rounds to 0: 0.125.
 pub const LLM_COMPRESSOR_ZERO: u8 = 0x20;
 
@@ -56,11 +53,11 @@ impl Profile {
     }
 
     /// The stored 32-bit number of a tensor or row with this amax, whose elements came in this
-    /// type.
-    pub fn stored(self, amax: f32, precision: Precision) -> f32 {
+    /// type. The bound is 448 but for [`ScaleRule::ModelOptFourOverSix`](crate::ScaleRule).
+    pub fn stored(self, amax: f32, bound: Bound, precision: Precision) -> f32 {
         match self {
             Profile::TransformerEngine => amax,
-            Profile::ModelOpt | Profile::TorchAo => match amax / SIX_E {
+            Profile::ModelOpt | Profile::TorchAo => match amax / bound.six_e() {
                 0.0 => 1.0,
                 g => g,
             },
@@ -68,7 +65,7 @@ impl Profile {
                 // Its source divides a number by a tensor, which torch computes as the tensor's
                 // reciprocal times the number.
                 let reciprocal = precision.round(1.0 / amax.max(precision.min_normal()));
-                match precision.round(reciprocal * SIX_E) {
+                match precision.round(reciprocal * bound.six_e()) {
                     g if g.is_finite() => g,
                     _ => 1.0,
                 }
@@ -80,7 +77,7 @@ impl Profile {
     ///
     /// TransformerEngine's is [`scale::block_scale`](crate::scale::block_scale).
     pub(crate) fn block_scale(self, block_amax: f32, global: &Global, precision: Precision, specials: Specials) -> u8 {
-        let g = self.stored(global.amax, precision);
+        let g = self.stored(global.amax, global.bound, precision);
         match self {
             Profile::TransformerEngine => scale::block_scale(block_amax, global, specials),
             Profile::ModelOpt => match block_amax / (6.0 * g) {
@@ -97,7 +94,7 @@ impl Profile {
 
     /// How the elements of a block with this scale byte are scaled.
     pub(crate) fn factor(self, byte: u8, global: &Global, precision: Precision, specials: Specials) -> Factor {
-        let (g, scale) = (self.stored(global.amax, precision), e4m3::decode(byte));
+        let (g, scale) = (self.stored(global.amax, global.bound, precision), e4m3::decode(byte));
         match self {
             Profile::TransformerEngine => Factor::Multiply(scale::inverse_scale(byte, global, specials)),
             Profile::ModelOpt => Factor::Divide(scale * g),
@@ -108,7 +105,7 @@ impl Profile {
 }
 
 /// `max(x, least)`; NaN stays NaN, as in torch's `clamp`.
-fn at_least(least: f32, x: f32) -> f32 {
+pub(crate) fn at_least(least: f32, x: f32) -> f32 {
     if x < least { least } else { x }
 }
 
@@ -158,7 +155,7 @@ mod tests {
     fn a_tensor_of_zeros_stores_finite_scales_and_decodes_to_zeros() {
         for profile in OTHERS {
             for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
-                assert_eq!(profile.stored(0.0, precision), 1.0);
+                assert_eq!(profile.stored(0.0, Bound::E448, precision), 1.0);
                 let q = quantize(profile, [0.0; 16], 0.0, precision);
                 assert!(q.codes[0] == [0; 16] && q.scale < e4m3::NAN_BYTE, "{profile:?}");
             }
@@ -169,11 +166,11 @@ mod tests {
     fn llm_compressor_rounds_its_scales_to_the_inputs_type() {
         // 2688/0.0903 is 29756.9; the producer's file holds 29696, the nearest bf16.
         let amax = 0.09033203;
-        assert_eq!(Profile::LlmCompressor.stored(amax, Precision::Bf16), 29696.0);
-        assert_eq!(Profile::LlmCompressor.stored(amax, Precision::F32), 1.0 / amax * 2688.0);
+        assert_eq!(Profile::LlmCompressor.stored(amax, Bound::E448, Precision::Bf16), 29696.0);
+        assert_eq!(Profile::LlmCompressor.stored(amax, Bound::E448, Precision::F32), 1.0 / amax * 2688.0);
         // A case where a division would give 1696.
-        assert_eq!(Profile::LlmCompressor.stored(1.5859375, Precision::Bf16), 1688.0);
-        assert_eq!(Profile::LlmCompressor.stored(0.03, Precision::F16), 1.0, "the quotient overflows f16");
+        assert_eq!(Profile::LlmCompressor.stored(1.5859375, Bound::E448, Precision::Bf16), 1688.0);
+        assert_eq!(Profile::LlmCompressor.stored(0.03, Bound::E448, Precision::F16), 1.0, "the quotient overflows f16");
     }
 
     #[test]

@@ -30,6 +30,8 @@ pub fn check(case: &Case, implementations: &[Implementation], differences: &mut 
     let rule_name = match rule {
         ScaleRule::Six => "six".to_string(),
         ScaleRule::Mse => "mse".to_string(),
+        ScaleRule::ModelOptMse => "modelopt-mse".to_string(),
+        ScaleRule::ModelOptFourOverSix => "modelopt-4over6".to_string(),
         ScaleRule::FourOverSix { error, bound, .. } => {
             let path = if error == ErrorPath::Fast { "fast" } else { "strict" };
             format!("4over6 {} {path} {}", case.meta("err_mode")?, bound.value())

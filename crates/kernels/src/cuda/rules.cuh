@@ -48,7 +48,7 @@ enum Profile { TRANSFORMER_ENGINE, MODEL_OPT, LLM_COMPRESSOR, TORCH_AO };
 enum Precision { F32, BF16, F16 };
 enum Metric { MAE, MSE };
 enum ErrorPath { STRICT, FAST };
-enum ScaleRule { SIX, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, LEAST_SQUARES };
+enum ScaleRule { SIX, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, LEAST_SQUARES, MODEL_OPT_SWEEP, MODEL_OPT_FOUR_OVER_SIX };
 enum Order { FOLDED, ONE_ROW, BOTH_ROWS };
 
 RULE bool is_nan(float x) { return (to_bits(x) & 0x7FFFFFFF) > 0x7F800000; }
@@ -215,16 +215,16 @@ struct Factor {
 
 RULE float apply(const Factor& factor, float x) { return factor.divide ? x / factor.by : x * factor.by; }
 
-RULE float stored(float amax, Profile profile, Precision p) {
+RULE float stored(float amax, float six_e, Profile profile, Precision p) {
     if (profile == TRANSFORMER_ENGINE) return amax;
     if (profile == LLM_COMPRESSOR) {
         float least = precision::min_normal(p);
         // f32::max: the other operand where one is NaN.
         float at_least = amax > least ? amax : least;
-        float g = precision::round(precision::round(1.0f / at_least, p) * SIX_E_448, p);
+        float g = precision::round(precision::round(1.0f / at_least, p) * six_e, p);
         return absolute(g) <= FLOAT_MAX ? g : 1.0f;
     }
-    float g = amax / SIX_E_448;
+    float g = amax / six_e;
     return g == 0.0f ? 1.0f : g;
 }
 
@@ -232,7 +232,7 @@ RULE float at_least(float least, float x) { return x < least ? least : x; }
 
 RULE u32 block_scale(float block_amax, const scale::Global& global, Profile profile, Precision p, Specials specials) {
     if (profile == TRANSFORMER_ENGINE) return scale::block_scale(block_amax, global, specials);
-    float g = stored(global.amax, profile, p);
+    float g = stored(global.amax, global.six_e, profile, p);
     if (profile == MODEL_OPT) {
         float s = block_amax / (6.0f * g);
         return e4m3::encode(s == 0.0f ? 1.0f : at_least(E4M3_MIN_POSITIVE, s));
@@ -246,7 +246,7 @@ RULE u32 block_scale(float block_amax, const scale::Global& global, Profile prof
 
 RULE Factor factor(u32 byte, const scale::Global& global, Profile profile, Precision p, Specials specials) {
     if (profile == TRANSFORMER_ENGINE) return {false, scale::inverse_scale(byte, global, specials)};
-    float g = stored(global.amax, profile, p), value = e4m3::decode(byte);
+    float g = stored(global.amax, global.six_e, profile, p), value = e4m3::decode(byte);
     if (profile == MODEL_OPT) return {true, value * g};
     if (profile == LLM_COMPRESSOR) return {true, value / g};
     return {false, 1.0f / g / value};
@@ -389,7 +389,7 @@ namespace mse {
 RARE double row_error(const float x[BLOCK], u32 byte, scale::Global global, Profile of, Precision p, Specials specials) {
     profile::Factor factor = profile::factor(byte, global, of, p, specials);
     scale::Unit unit = of == TRANSFORMER_ENGINE ? scale::AMAX : of == LLM_COMPRESSOR ? scale::DIVISOR : scale::MULTIPLIER;
-    float decode = scale::decode_factor(byte, profile::stored(global.amax, of, p), unit, 1.0f / global.six_e);
+    float decode = scale::decode_factor(byte, profile::stored(global.amax, global.six_e, of, p), unit, 1.0f / global.six_e);
     double sum = 0.0;
     for (int i = 0; i < BLOCK; i++) {
         u32 code = profile::code(profile::apply(factor, x[i]), of, specials);
@@ -417,6 +417,60 @@ RARE u32 search(const float x[BLOCK], u32 centre, scale::Global global, Profile 
 }
 
 }  // namespace mse
+
+namespace modelopt {
+
+RULE float swept_amax(u32 byte, float global) { return e4m3::decode(byte) / E4M3_MAX * global; }
+
+RULE float swept_scale(u32 byte, float global) {
+    float scale = swept_amax(byte, global) / 6.0f;
+    return scale == 0.0f ? 1.0f : scale;
+}
+
+RULE float tried_scale(float block_amax, float global) {
+    float range = global * 1.75f / 6.0f, unit = E4M3_MAX / (range <= 0x1p-24f ? 1.0f : range);
+    float scaled = block_amax / 6.0f * unit;
+    return e4m3::decode(e4m3::encode(scaled < E4M3_MAX ? scaled : E4M3_MAX)) * (1.0f / unit);
+}
+
+RARE float error(const float x[BLOCK], float scale) {
+    bool usable = scale != 0.0f && absolute(scale) <= FLOAT_MAX;
+    float divisor = usable ? scale : 1.0f, squares[BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+        float value = e2m1::decode(e2m1::encode(absolute(x[i]) / divisor, KERNEL)) * divisor;
+        float e = absolute(x[i]) - (scale == 0.0f ? 0.0f : value);
+        squares[i] = e * e;
+    }
+    for (int i = 0; i < 8; i++) squares[i] = squares[i] + squares[i + 8];
+    for (int width = 4; width > 0; width /= 2) {
+        for (int i = 0; i < width; i++) squares[i] = squares[2 * i] + squares[2 * i + 1];
+    }
+    return squares[0];
+}
+
+RULE u32 exported(float block_amax, const scale::Global& global) {
+    float scale = block_amax / 6.0f;
+    if (scale == 0.0f) scale = 1.0f;
+    return e4m3::encode(profile::at_least(E4M3_MIN_POSITIVE, scale * (global.six_e / 6.0f) / (global.amax / 6.0f)));
+}
+
+// The scale byte that either search finds; `six` is that of the rule "six".
+RARE u32 search(const float x[BLOCK], float block_amax, u32 six, scale::Global global, ScaleRule rule) {
+    bool searched = global.amax > 0.0f && global.amax <= FLOAT_MAX;
+    for (int i = 0; i < BLOCK; i++) searched = searched && absolute(x[i]) <= FLOAT_MAX;
+    if (!searched) return six;
+    float best = 0.0f, least = 1.0f / 0.0f;
+    int count = rule == MODEL_OPT_SWEEP ? E4M3_NAN_BYTE - 1 : 2;
+    for (int i = 0; i < count; i++) {
+        float amax = rule == MODEL_OPT_SWEEP ? swept_amax(1 + i, global.amax) : block_amax * (i == 0 ? 1.0f : 1.5f);
+        float sum = error(x, rule == MODEL_OPT_SWEEP ? swept_scale(1 + i, global.amax) : tried_scale(amax, global.amax));
+        if (i == 0) best = amax;
+        if (sum < least) least = sum, best = amax;
+    }
+    return exported(best, global);
+}
+
+}  // namespace modelopt
 
 namespace swizzle {
 

@@ -6,7 +6,7 @@ use super::device::Device;
 use super::kernel::Kernel;
 use super::{Result, lock};
 use nvfp4_spec::fp8::Format;
-use nvfp4_spec::{Bound, Precision, e2m1, e4m3, e5m2, e8m0, fp8, hadamard, philox, profile, scale};
+use nvfp4_spec::{Precision, e2m1, e4m3, e5m2, e8m0, fp8, hadamard, philox, profile, scale};
 use std::collections::HashMap;
 use std::fmt::Write;
 use std::hash::Hash;
@@ -45,7 +45,6 @@ pub fn constants() -> String {
         ("BF16_MAX", Precision::Bf16.max()),
         ("F16_MAX", Precision::F16.max()),
         ("SIXTH", scale::SIXTH),
-        ("SIX_E_448", Bound::E448.six_e()),
         ("HADAMARD_FACTOR", hadamard::FACTOR),
     ] {
         writeln!(text, "[[maybe_unused]] constexpr float {name} = {};", float(value)).expect("a string takes all");

@@ -21,6 +21,7 @@ pub(super) fn rows_in_pieces(count: usize, cols: usize) -> rayon::iter::MinLen<I
 
 /// The first `N` bytes of a slice, where they lie; where fewer are left, those and zeros, in `room`,
 /// which is zero.
+#[cfg(target_arch = "x86_64")]
 #[inline]
 pub(super) fn padded<'a, const N: usize>(bytes: &'a [u8], room: &'a mut [u8; N]) -> &'a [u8; N] {
     match bytes.first_chunk() {

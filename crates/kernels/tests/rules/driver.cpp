@@ -45,9 +45,10 @@ static void quantize(const u32* in, u32* out) {
     float block_amax = from_bits(bits);
 
     u32 byte;
-    if (rule == SIX || rule == LEAST_SQUARES) {
+    if (rule == SIX || rule >= LEAST_SQUARES) {
         byte = profile::block_scale(block_amax, g, profile, precision, specials);
         if (rule == LEAST_SQUARES) byte = mse::search(x, byte, g, profile, precision, specials);
+        else if (rule != SIX) byte = modelopt::search(x, block_amax, byte, g, rule);
     } else {
         Metric metric = rule == FOUR_OVER_SIX_MSE ? MSE : MAE;
         four_over_six::Pair pair = four_over_six::candidate_scales(block_amax, g, specials);
@@ -104,8 +105,9 @@ static const Function FUNCTIONS[] = {
     {"scale::decode_factor", 4, 1, [](In in, Out out) {
         out[0] = word(scale::decode_factor(in[0], from_bits(in[1]), (scale::Unit)in[2], from_bits(in[3])));
     }},
-    {"profile::stored", 3, 1, [](In in, Out out) {
-        out[0] = word(profile::stored(from_bits(in[0]), (Profile)in[1], (Precision)in[2]));
+    // amax, 6E, profile, precision
+    {"profile::stored", 4, 1, [](In in, Out out) {
+        out[0] = word(profile::stored(from_bits(in[0]), from_bits(in[1]), (Profile)in[2], (Precision)in[3]));
     }},
     // amax, 6E, specials, profile, precision, block amax
     {"profile::block_scale", 6, 1, [](In in, Out out) {

@@ -160,10 +160,11 @@ fn scaling(record: &[u32]) -> Scaling {
 fn profiles() {
     let Some(rules) = driver() else { return };
     let all: Vec<[u32; 2]> = (0..12).map(|i| [i / 3, i % 3]).collect();
-    let amaxes: Vec<[u32; 3]> =
-        values::all(40).iter().flat_map(|&x| all.iter().map(move |&[a, b]| [x, a, b])).collect();
-    rules.check("profile::stored", &amaxes, |[amax, profile, precision]| {
-        [bits(PROFILES[profile as usize].stored(float(amax), PRECISIONS[precision as usize]))]
+    let amaxes: Vec<[u32; 4]> = (values::all(40).iter().enumerate())
+        .flat_map(|(i, &x)| all.iter().map(move |&[a, b]| [x, bits(BOUNDS[i % 2].six_e()), a, b]))
+        .collect();
+    rules.check("profile::stored", &amaxes, |[amax, six_e, profile, precision]| {
+        [bits(PROFILES[profile as usize].stored(float(amax), bound(six_e), PRECISIONS[precision as usize]))]
     });
     let globals = with_globals(41, &values::magnitudes(42));
     let blocks: Vec<[u32; 6]> =
@@ -297,6 +298,8 @@ fn record(amax: f32, mode: &Mode, precision: Precision, x: &[u32], random: Optio
         ScaleRule::Six => (0, 0),
         ScaleRule::FourOverSix { metric, error, .. } => (1 + index(&METRICS, metric), index(&PATHS, error)),
         ScaleRule::Mse => (3, 0),
+        ScaleRule::ModelOptMse => (4, 0),
+        ScaleRule::ModelOptFourOverSix => (5, 0),
     };
     let six_e = mode.rule.bound().six_e().to_bits();
     let (precision, profile) = (index(&PRECISIONS, precision), index(&PROFILES, mode.profile));
@@ -313,7 +316,7 @@ fn modes(tile: Tile) -> Vec<Mode> {
     for specials in SPECIALS {
         modes.extend(ScaleRule::ALL.map(|rule| Mode { tile, rule, specials, ..Mode::default() }));
     }
-    for rule in [ScaleRule::Six, ScaleRule::Mse] {
+    for rule in ScaleRule::ALL {
         modes.extend(PROFILES[1..].iter().map(|&profile| Mode { tile, profile, rule, ..Mode::default() }));
     }
     // The search of scales is not for square tiles.

@@ -288,7 +288,8 @@ impl Runner {
             Some(amax) => vec![amax; mode.global.count(rows)],
             None => q.amax.iter().map(|&bits| f32::from_bits(bits)).collect(),
         };
-        let stored: Vec<f32> = stored.iter().map(|&a| mode.profile.stored(a, self.case.precision)).collect();
+        let stored: Vec<f32> =
+            stored.iter().map(|&a| mode.profile.stored(a, mode.rule.bound(), self.case.precision)).collect();
         let unit = mode.profile.unit(mode.rule.bound());
         let view = View { rows, cols, codes: &q.codes, scales: &q.scales, stored: &stored, global: mode.global, unit };
         self.check_type::<f32>(&view);

@@ -221,11 +221,11 @@ impl Gpu {
         if let Some(amax) = amax {
             self.stream.copy(amax, stored.slice_mut())?;
         }
-        let profile = format.mode.profile;
+        let (profile, bound) = (format.mode.profile, format.mode.rule.bound());
         if profile != Profile::TransformerEngine {
             let precision = about.rotation.map_or(precision, |_| nvfp4_spec::hadamard::PRECISION);
             let amax = self.stream.to_host(stored.slice())?;
-            let numbers: Vec<f32> = amax.into_iter().map(|amax| profile.stored(amax, precision)).collect();
+            let numbers: Vec<f32> = amax.into_iter().map(|amax| profile.stored(amax, bound, precision)).collect();
             self.stream.upload(&numbers, stored.slice_mut())?;
         }
         Ok(())

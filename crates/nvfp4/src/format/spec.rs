@@ -22,7 +22,7 @@ use super::{Delayed, Format, Replay};
 /// | `fp8-delayed` | `e4m3`, `e5m2`; `history=1024`; `margin=0`; `max`, `most-recent`, `amax=NAME`; `reduced`, `local` |
 /// | `fp8-block` | `e4m3`, `e5m2`; `1x128`, `128x128`; `pow2-scale`, `any-scale`; `epsilon=0` |
 /// | `mxfp8` | `e4m3`, `e5m2`; `1x32`, `32x32` |
-/// | `nvfp4` | `1x16`, `16x16`; `per-tensor`, `row-scaled`; `nearest`, `stochastic`; `hadamard`, `hadamard=0x0000`; `six`, `mse`, `4over6-{mae,mse}-{strict,fast}-{448,256}`; `kernel-specials`, `reference-specials`; `transformer-engine`, `modelopt`, `llm-compressor`, `torchao`; `linear`, `swizzled`; `keep-non-finite`, `check-finite` |
+/// | `nvfp4` | `1x16`, `16x16`; `per-tensor`, `row-scaled`; `nearest`, `stochastic`; `hadamard`, `hadamard=0x0000`; `six`, `mse`, `modelopt-mse`, `modelopt-4over6`, `4over6-{mae,mse}-{strict,fast}-{448,256}`; `kernel-specials`, `reference-specials`; `transformer-engine`, `modelopt`, `llm-compressor`, `torchao`; `linear`, `swizzled`; `keep-non-finite`, `check-finite` |
 /// | `custom` | the user's name for it |
 ///
 /// `a / b` gives the row format and the column format; `from row` makes the column direction from what the row direction decodes

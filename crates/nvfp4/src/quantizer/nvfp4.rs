@@ -132,7 +132,7 @@ impl<'a> Writer<'a> {
             None => x.values().precision(),
         };
         let amax = self.given.map_or(self.amax, <[f32]>::to_vec);
-        let stored = amax.iter().map(|&a| self.mode.profile.stored(a, precision)).collect();
+        let stored = amax.iter().map(|&a| self.mode.profile.stored(a, self.mode.rule.bound(), precision)).collect();
         let Buffers { codes, scales } = match (self.fresh, &mut *self.direction) {
             (Some(fresh), _) => fresh,
             (None, Direction::Nvfp4(d)) => Buffers { codes: take(&mut d.codes), scales: take(&mut d.scales) },

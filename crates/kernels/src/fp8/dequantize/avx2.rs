@@ -80,6 +80,7 @@ fn by_the_rules<T: Element>(q: &View<'_>, r: usize, out: &mut [T]) {
 }
 
 /// Decodes codes along a row whose tiles are `width` wide and have these factors.
+#[cfg(target_arch = "x86_64")]
 pub(crate) fn decode_tiles(_: Avx2, format: Format, codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
     match format {
         Format::E4m3 => decode_tiles_of::<E4m3>(codes, width, factors, out),
@@ -87,6 +88,7 @@ pub(crate) fn decode_tiles(_: Avx2, format: Format, codes: &[u8], width: usize, 
     }
 }
 
+#[cfg(target_arch = "x86_64")]
 fn decode_tiles_of<F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
     let whole: Vec<f32> = factors.iter().map(|f| f * F::OF_HALF).collect();
     if whole.iter().zip(factors).all(|(whole, f)| whole.is_finite() || !f.is_finite()) {

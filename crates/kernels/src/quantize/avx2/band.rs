@@ -6,6 +6,7 @@
 use super::cuts::Table;
 use super::encode::{self, KEEP};
 use super::four_over_six::{self, Choices, Tiles};
+use super::modelopt::{self, Swept};
 use super::search::{self, Factors};
 use crate::avx2::small_float::{E4m3, codes, store_bytes};
 use crate::avx2::{
@@ -72,6 +73,8 @@ pub(super) struct Worker {
     table: Table,
     /// Of the search of scales.
     factors: Factors,
+    /// Of ModelOpt's sweep.
+    swept: Swept,
     /// Bits of the tiles' largest magnitudes.
     magnitudes: Vec<u32>,
     scales: Vec<u8>,
@@ -86,6 +89,7 @@ impl Worker {
             // SAFETY: an Avx2 token is only made after detection.
             table: unsafe { Table::new(scaling) },
             factors: Factors::new(),
+            swept: Swept::new(),
             magnitudes: Vec::new(),
             scales: Vec::new(),
             random: Vec::new(),
@@ -219,6 +223,22 @@ impl Worker {
                 match self.table.divides() {
                     true => self.search::<T, true>(band),
                     false => self.search::<T, false>(band),
+                }
+            }
+            ScaleRule::ModelOptMse => {
+                self.map_to_six(T::PRECISION);
+                self.swept.set(self.table.scaling());
+                for i in 0..self.magnitudes.len() / 8 {
+                    let amaxes = values_of(load_eight(&self.magnitudes.as_chunks::<8>().0[i]), T::PRECISION);
+                    let centres = &self.scales.as_chunks::<8>().0[i];
+                    self.take(i, modelopt::sweep(&self.swept, centres, amaxes, &band.tiles(i)));
+                }
+            }
+            ScaleRule::ModelOptFourOverSix => {
+                let global = self.table.scaling().global;
+                for i in 0..self.magnitudes.len() / 8 {
+                    let amaxes = values_of(load_eight(&self.magnitudes.as_chunks::<8>().0[i]), T::PRECISION);
+                    self.take(i, modelopt::four_over_six(&global, amaxes, &band.tiles(i)));
                 }
             }
         }

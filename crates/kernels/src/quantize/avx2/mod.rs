@@ -13,6 +13,7 @@ mod column;
 mod cuts;
 mod encode;
 mod four_over_six;
+mod modelopt;
 mod search;
 mod target;
 
@@ -328,7 +329,7 @@ impl<T: Element> Scratch<T> {
 mod tests {
     use super::super::{Amax, Layout};
     use super::*;
-    use nvfp4_spec::{Mode, ScaleRule};
+    use nvfp4_spec::{Mode, Profile, ScaleRule};
     use nvfp4_testing::{Need, missing};
 
     /// How many blocks of standard normal bf16 data the filter leaves to the rule.
@@ -346,9 +347,10 @@ mod tests {
             .collect();
         let input = Input::new(Values::Bf16(&x), rows, cols).unwrap();
         for rule in ScaleRule::ALL {
+            let profile = if rule.is_modelopt() { Profile::ModelOpt } else { Profile::TransformerEngine };
             let (mut codes, mut scales, mut amax) = (vec![0; x.len() / 2], vec![0; x.len() / 16], [0.0]);
             let row = Direction {
-                mode: Mode { rule, ..Mode::default() },
+                mode: Mode { rule, profile, ..Mode::default() },
                 rounding: Rounding::NearestEven,
                 transform: None,
                 layout: Layout::Linear,

@@ -66,18 +66,19 @@ pub(super) fn choose<T: Element, const DIVIDE: bool>(
     amax: __m256,
     tiles: &Tiles<'_, T>,
 ) -> Choices {
-    let mut x = [[_mm256_setzero_ps(); 2]; 8];
-    for (j, x) in x.iter_mut().enumerate().take(tiles.count) {
-        let row = tiles.data[j * BLOCK..].first_chunk().expect("a tile's row has 16 elements");
-        *x = widen::<T>(abs::<T>(load(row)));
-    }
+    let x = magnitudes(tiles);
     // SAFETY: the source is an array of 8 bytes.
     let centre = _mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(centres.as_ptr().cast()) });
     let infinity = _mm256_set1_ps(f32::INFINITY);
     let (mut least, mut lower, mut upper) = (infinity, infinity, infinity);
     let (mut others, mut best) = (infinity, centre);
     let mut regular = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
-    for offset in mse::OFFSETS {
+    // A tile of zeros ties, and keeps its byte.
+    let zeros = _mm256_cmp_ps::<_CMP_EQ_OQ>(amax, _mm256_setzero_ps());
+    // The order does not matter: ties are undecided. Those below come last, from the nearest on.
+    let order = [0, 1, 2, 3, 4, 5, 6, -1, -2, -3, -4];
+    const { assert!(mse::OFFSETS.len() == 11) };
+    for offset in order {
         let byte = _mm256_add_epi32(centre, _mm256_set1_epi32(offset));
         let inside = _mm256_and_si256(
             _mm256_cmpgt_epi32(byte, _mm256_setzero_si256()),
@@ -89,8 +90,24 @@ pub(super) fn choose<T: Element, const DIVIDE: bool>(
         let f = unsafe { _mm256_i32gather_ps::<4>(factors.decode.as_ptr(), index) };
         // SAFETY: as above.
         let by = unsafe { _mm256_i32gather_ps::<4>(factors.encode.as_ptr(), index) };
+        // Below, clipping alone may be worse than the best so far, and then it is for all that follow:
+        // no code decodes to more than 6f, rounded. The margins cover the roundings.
+        if offset < 0 {
+            let clipped = _mm256_fnmadd_ps(f, _mm256_set1_ps(6.0 * (1.0 + 4.0 * f32::EPSILON)), amax);
+            let square = _mm256_mul_ps(_mm256_mul_ps(clipped, clipped), _mm256_set1_ps(1.0 - 8.0 * f32::EPSILON));
+            let worse = _mm256_and_ps(
+                _mm256_cmp_ps::<_CMP_GT_OQ>(clipped, _mm256_setzero_ps()),
+                _mm256_cmp_ps::<_CMP_GT_OQ>(square, upper),
+            );
+            if _mm256_movemask_ps(_mm256_or_ps(worse, zeros)) == 0xFF {
+                break;
+            }
+        }
 
-        let sum = errors::<DIVIDE>(&x, f, by);
+        let sum = match DIVIDE {
+            true => errors::<RECIPROCAL>(&x, f, by),
+            false => errors::<MULTIPLY>(&x, f, by),
+        };
         let bound = _mm256_mul_ps(_mm256_mul_ps(f, f), _mm256_set1_ps(f32::EPSILON / 131072.0));
         let bound = _mm256_fmadd_ps(sum, _mm256_set1_ps(8.0 * f32::EPSILON), bound);
         let covered = _mm256_and_ps(
@@ -114,8 +131,6 @@ pub(super) fn choose<T: Element, const DIVIDE: bool>(
         upper = _mm256_blendv_ps(upper, high, better);
         best = _mm256_blendv_epi8(best, byte, _mm256_castps_si256(better));
     }
-    // A tile of zeros ties, and keeps its byte.
-    let zeros = _mm256_cmp_ps::<_CMP_EQ_OQ>(amax, _mm256_setzero_ps());
     let decided = _mm256_and_ps(regular, _mm256_cmp_ps::<_CMP_LT_OQ>(upper, others));
     Choices {
         scales: _mm256_blendv_epi8(best, centre, _mm256_castps_si256(zeros)),
@@ -123,11 +138,32 @@ pub(super) fn choose<T: Element, const DIVIDE: bool>(
     }
 }
 
-/// The filtered errors of eight tiles, each with factors of its own: `f` to decode, `by` to encode.
+/// The magnitudes of eight tiles of one row; zeros for those that do not exist.
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
-fn errors<const DIVIDE: bool>(x: &[[__m256; 2]; 8], f: __m256, by: __m256) -> __m256 {
+pub(super) fn magnitudes<T: Element>(tiles: &Tiles<'_, T>) -> [[__m256; 2]; 8] {
+    let mut x = [[_mm256_setzero_ps(); 2]; 8];
+    for (j, x) in x.iter_mut().enumerate().take(tiles.count) {
+        let row = tiles.data[j * BLOCK..].first_chunk().expect("a tile's row has 16 elements");
+        *x = widen::<T>(abs::<T>(load(row)));
+    }
+    x
+}
+
+/// Elements are multiplied by `by`.
+const MULTIPLY: u8 = 0;
+/// Elements are divided by `f`, by way of its reciprocal `by`.
+pub(super) const RECIPROCAL: u8 = 1;
+/// Elements are divided by `f`.
+pub(super) const DIVISION: u8 = 2;
+
+/// The errors of eight tiles, each with factors of its own: `f` to decode, `by` to encode. Products
+/// are not fused with sums, which are those of [`nvfp4_spec::modelopt::error`].
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[inline]
+pub(super) fn errors<const SCALED: u8>(x: &[[__m256; 2]; 8], f: __m256, by: __m256) -> __m256 {
     let (mut decode, mut encode) = ([0f32; 8], [0f32; 8]);
     // SAFETY: the destination is an array of 8 floats.
     unsafe { _mm256_storeu_ps(decode.as_mut_ptr(), f) };
@@ -138,14 +174,18 @@ fn errors<const DIVIDE: bool>(x: &[[__m256; 2]; 8], f: __m256, by: __m256) -> __
         let (f, by) = (_mm256_set1_ps(decode[j]), _mm256_set1_ps(encode[j]));
         let mut errors = [_mm256_setzero_ps(); 2];
         for (error, &x) in errors.iter_mut().zip(&x[j]) {
-            let mut y = _mm256_mul_ps(x, by);
-            if DIVIDE {
-                y = _mm256_fmadd_ps(_mm256_fnmadd_ps(f, y, x), by, y);
-            }
+            let y = match SCALED {
+                DIVISION => _mm256_div_ps(x, f),
+                MULTIPLY => _mm256_mul_ps(x, by),
+                _ => {
+                    let y = _mm256_mul_ps(x, by);
+                    _mm256_fmadd_ps(_mm256_fnmadd_ps(f, y, x), by, y)
+                }
+            };
             *error = _mm256_sub_ps(_mm256_mul_ps(round_to_grid(y), f), x);
         }
         let [first, second] = errors;
-        sums[j] = _mm256_fmadd_ps(second, second, _mm256_mul_ps(first, first));
+        sums[j] = _mm256_add_ps(_mm256_mul_ps(first, first), _mm256_mul_ps(second, second));
     }
     let pairs: [__m256; 4] = std::array::from_fn(|i| _mm256_hadd_ps(sums[2 * i], sums[2 * i + 1]));
     // Low and high halves of each sum of four.

@@ -5,9 +5,8 @@
 // TransformerEngine, kernel specials, no NaN, every scaled element at most 6.5. All other blocks are
 // computed by the rules themselves.
 //
-// Settings of a direction are constants of a type `S`: S::RULE_OF (six, 4over6 by MAE or MSE, or the
-// search of scales, which goes by the rule),
-// S::SQUARE, S::STOCHASTIC, S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call),
+// Settings of a direction are constants of a type `S`: S::RULE_OF (six, 4over6 by MAE or MSE, or a
+// search of scales), S::SQUARE, S::STOCHASTIC, S::TRANSFORM, S::SIGNS (of the transform, or −1 for those of the call),
 // S::SPECIALS, S::PROFILE, S::SWIZZLED (the layout of scales), S::VALUES (whether values are written
 // instead of codes). WHOLE means: all blocks are whole, rows
 // of elements are aligned to 16 bytes, rows of codes to 8. GROUPED means: the rows of the matrix are
@@ -35,6 +34,10 @@ constexpr bool PLAIN = S::PROFILE == TRANSFORMER_ENGINE && S::SPECIALS == KERNEL
 
 template <class S>
 constexpr Metric METRIC = S::RULE_OF == FOUR_OVER_SIX_MSE ? MSE : MAE;
+
+// Whether scales are searched for: those blocks go by the rule.
+template <class S>
+constexpr bool SEARCHED = S::RULE_OF == LEAST_SQUARES || S::RULE_OF == MODEL_OPT_SWEEP || S::RULE_OF == MODEL_OPT_FOUR_OVER_SIX;
 
 // How the blocks under one amax are scaled.
 struct Scaling {
@@ -439,9 +442,10 @@ template <class S, Precision P>
 RARE Result block_by_rule(const float x[BLOCK], scale::Global global, const Direction& d, Position at) {
     u32 byte;
     float amax = amax_beside_nan<S>(x);
-    if (S::RULE_OF == SIX || S::RULE_OF == LEAST_SQUARES) {
+    if (S::RULE_OF == SIX || SEARCHED<S>) {
         byte = profile::block_scale(amax, global, S::PROFILE, P, S::SPECIALS);
         if (S::RULE_OF == LEAST_SQUARES) byte = mse::search(x, byte, global, S::PROFILE, P, S::SPECIALS);
+        else if (SEARCHED<S>) byte = modelopt::search(x, amax, byte, global, S::RULE_OF);
     } else {
         four_over_six::Pair bytes = four_over_six::candidate_scales(amax, global, S::SPECIALS);
         float six = four_over_six::row_error(x, bytes.six, global, METRIC<S>, (ErrorPath)d.error, S::SPECIALS);
@@ -461,7 +465,7 @@ RULE Result quantize_block(const Elements<P>& x, float largest, const Scaling& s
         if (s.regular && largest * inverse <= ORDINARY_LIMIT) {
             return {codes_of<S>(x, byte, inverse, true, s.global, d, at), byte};
         }
-    } else if (S::RULE_OF != LEAST_SQUARES) {
+    } else if (!SEARCHED<S>) {
         Candidates c = candidates(largest, s);
         if (covered(c, largest, s)) {
             Filtered six = filtered(x, c.six.inverse, METRIC<S>), four = filtered(x, c.four.inverse, METRIC<S>);

@@ -247,8 +247,8 @@ const SCALING: usize = 24;
 fn panel_memory(element: usize, directions: [Option<&Direction<'_>>; 2]) -> u32 {
     let squares = |d: &Direction<'_>| match (d.mode.tile, d.mode.rule) {
         (Tile::Row16, _) => 0,
-        (Tile::Square16, ScaleRule::Six | ScaleRule::Mse) => 2 * TILES * 4 + 2 * BLOCK * 4,
         (Tile::Square16, ScaleRule::FourOverSix { .. }) => 2 * TILES * 4 + 2 * BLOCK * TILES * 4,
+        (Tile::Square16, _) => 2 * TILES * 4 + 2 * BLOCK * 4,
     };
     let largest = directions.into_iter().flatten().map(squares).max().unwrap_or(0);
     let outputs = HEIGHT / BLOCK * (8 * (WIDTH + 2) + WIDTH);

@@ -159,6 +159,8 @@ impl Direction<'_> {
                 ScaleRule::Six => Rule::Six,
                 ScaleRule::FourOverSix { metric, .. } => Rule::FourOverSix(metric),
                 ScaleRule::Mse => Rule::Mse,
+                ScaleRule::ModelOptMse => Rule::ModelOptMse,
+                ScaleRule::ModelOptFourOverSix => Rule::ModelOptFourOverSix,
             },
             specials: self.mode.specials,
             profile: self.mode.profile,

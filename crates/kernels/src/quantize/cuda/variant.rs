@@ -33,6 +33,8 @@ pub(super) enum Rule {
     Six,
     FourOverSix(Metric),
     Mse,
+    ModelOptMse,
+    ModelOptFourOverSix,
 }
 
 /// The Hadamard transform in a kernel: the usual signs are constants, others are parameters.
@@ -69,6 +71,8 @@ impl Settings {
             Rule::FourOverSix(Metric::Mae) => "FOUR_OVER_SIX_MAE",
             Rule::FourOverSix(Metric::Mse) => "FOUR_OVER_SIX_MSE",
             Rule::Mse => "LEAST_SQUARES",
+            Rule::ModelOptMse => "MODEL_OPT_SWEEP",
+            Rule::ModelOptFourOverSix => "MODEL_OPT_FOUR_OVER_SIX",
         };
         let specials = match s.specials {
             Specials::Kernel => "KERNEL",
@@ -194,6 +198,8 @@ pub(crate) fn sources() -> Vec<(String, Source)> {
         Settings { rule: Rule::FourOverSix(Metric::Mse), transform: Transform::Constant(Signs::FIXED), ..plain },
         profile(Profile::ModelOpt),
         Settings { rule: Rule::Mse, ..profile(Profile::ModelOpt) },
+        Settings { rule: Rule::ModelOptMse, ..profile(Profile::ModelOpt) },
+        Settings { rule: Rule::ModelOptFourOverSix, ..profile(Profile::ModelOpt) },
         Settings { stochastic: true, ..profile(Profile::LlmCompressor) },
         Settings { transform: Transform::Constant(Signs::NONE), ..profile(Profile::TorchAo) },
     ];

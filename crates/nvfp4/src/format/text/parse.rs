@@ -165,10 +165,12 @@ impl<'a> Options<'a> {
                 bound: find(BOUNDS, words.next()?)?,
             })
         };
-        let allowed = "six, mse, 4over6-{mae,mse}-{strict,fast}-{448,256}".to_string();
+        let allowed = "six, mse, modelopt-mse, modelopt-4over6, 4over6-{mae,mse}-{strict,fast}-{448,256}".to_string();
         let rule = self.take(allowed, |option| match option {
             "six" => Some(ScaleRule::Six),
             "mse" => Some(ScaleRule::Mse),
+            "modelopt-mse" => Some(ScaleRule::ModelOptMse),
+            "modelopt-4over6" => Some(ScaleRule::ModelOptFourOverSix),
             _ => four_over_six(option),
         })?;
         Ok(rule.unwrap_or_default())

@@ -62,6 +62,8 @@ fn nvfp4_options(format: &Nvfp4) -> Vec<Option<String>> {
     let rule = match settings.mode.rule {
         ScaleRule::Six => None,
         ScaleRule::Mse => Some("mse".to_string()),
+        ScaleRule::ModelOptMse => Some("modelopt-mse".to_string()),
+        ScaleRule::ModelOptFourOverSix => Some("modelopt-4over6".to_string()),
         ScaleRule::FourOverSix { metric, error, bound } => Some(format!(
             "4over6-{}-{}-{}",
             keyword(METRICS, metric),
