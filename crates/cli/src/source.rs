@@ -66,13 +66,30 @@ impl FromStr for FuseArg {
     }
 }
 
+/// A preset and the name that it was asked for by.
+#[derive(Clone)]
+struct PresetArg {
+    name: String,
+    part: Preset,
+    rules: Rules,
+}
+
+impl FromStr for PresetArg {
+    type Err = nvfp4_checkpoint::Error;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        let (part, rules) = Rules::preset(name)?;
+        Ok(PresetArg { name: name.to_string(), part, rules })
+    }
+}
+
 /// Which weights are quantized.
 #[derive(clap::Args)]
 pub struct Weights {
     /// Part of the model in NVFP4: all, mlp, experts or mlp+o; or all of it: experts+fp8 or mlp+fp8
     /// (the rest in FP8), or fp8.
-    #[arg(long, default_value = "all", value_parser = Rules::preset)]
-    preset: (Preset, Rules),
+    #[arg(long, default_value = "all")]
+    preset: PresetArg,
     /// A form for each weight: a TOML file of rules, the first that matches decides. Forms: nvfp4,
     /// nvfp4-w4a4, nvfp4-w4a16, fp8, fp8-tensor, fp8-channel, fp8-block, mxfp8, keep.
     #[arg(long, value_name = "FILE.toml", conflicts_with = "preset")]
@@ -115,7 +132,11 @@ impl Weights {
             FuseArg::File(path) => path.display().to_string(),
         };
         let patterns = |patterns: &[Pattern]| patterns.iter().map(Pattern::to_string).collect::<Vec<_>>().join(", ");
-        let mut chosen = vec![("--preset", self.preset.to_string()), ("--fuse", fuse)];
+        let which = match &self.rules {
+            Some(path) => ("--rules", path.display().to_string()),
+            None => ("--preset", self.preset.name.clone()),
+        };
+        let mut chosen = vec![which, ("--fuse", fuse)];
         for (name, list) in [("--skip", &self.skip), ("--only", &self.only)] {
             if !list.is_empty() {
                 chosen.push((name, patterns(list)));
@@ -132,7 +153,7 @@ impl Weights {
 
     pub fn selection(&self) -> Result<Selection> {
         Ok(Selection {
-            preset: self.preset.0,
+            preset: self.preset.part,
             skip: self.skip.clone(),
             only: self.only.clone(),
             default_skips: if self.no_default_skips { DefaultSkips::Off } else { DefaultSkips::On },
@@ -144,7 +165,7 @@ impl Weights {
             differing: if self.fix_scales { Differing::Rescale } else { Differing::Keep },
             rules: match &self.rules {
                 Some(path) => rules(path)?,
-                None => self.preset.1.clone(),
+                None => self.preset.rules.clone(),
             },
             architectures: if self.any_architecture { Architectures::Any } else { Architectures::Served },
         })
