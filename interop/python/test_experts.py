@@ -13,7 +13,7 @@ from nvfp4.torch._composed import quantized
 from nvfp4.torch._experts import Call, quantize_tokens
 from nvfp4.torch._finite import Watch
 from nvfp4.torch._routes import Padding
-from workers import NEAREST, begin, close
+from workers import NEAREST, begin, close, end
 
 ROWS = nvfp4.Recipe.from_toml(
     '[[rule]]\nslot = "input"\nspec = "nvfp4(row-scaled, hadamard)"\n[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"'
@@ -229,7 +229,7 @@ def every(rank, number, folder):
     begin(rank, number, folder)
     for check in (plain, codes, travels, odd, equals):
         check(rank, number)
-    dist.destroy_process_group()
+    end()
 
 
 def few(rank, number, folder):
@@ -240,7 +240,7 @@ def few(rank, number, folder):
         y, dx, gradients = compare(rank, number, recipe, splits_of(number, 16))
         for name, (found, expected) in {"y": y, "dx": dx, **gradients}.items():
             assert torch.equal(found, expected) or ("bias" in name and close(found, expected) is None), name
-    dist.destroy_process_group()
+    end()
 
 
 def test_two_workers_give_experts_the_codes_of_one_process(tmp_path):

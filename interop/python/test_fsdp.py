@@ -16,6 +16,7 @@ import nvfp4
 import nvfp4.torch
 from nvfp4.torch._gather import GathersCodes
 from nvfp4.torch._travel import columns_follow, receive, send
+from workers import end
 
 RECIPES = ["nvfp4", "nvfp4_4over6", "nvfp4_1d_weight", "nvfp4_row_scaled", "current_scaling", "mxfp8", "float8_block_scaling"]
 POLICIES = [
@@ -98,7 +99,7 @@ def losses(rank, number, folder):
     agreed(rank, number)
     switched()
     replicated(rank)
-    dist.destroy_process_group()
+    end()
 
 
 def codes(rank, number):
@@ -226,7 +227,7 @@ def saved(rank, number, folder):
         single = model_of("nvfp4")
         single.load_state_dict(whole)
         assert torch.equal(model(x), single(x)) and expected
-    dist.destroy_process_group()
+    end()
 
 
 def test_losses_codes_and_bytes_are_those_of_one_process(tmp_path):
