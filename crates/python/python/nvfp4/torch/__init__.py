@@ -35,10 +35,11 @@ from ._sharding import Gathering, agree_on_weights, gather_codes
 from ._torchao import from_torchao, quantize_torchao, to_torchao
 
 if _TYPE_CHECKING:
-    from ._spread import ColwiseParallel, RowwiseParallel
+    from ._styles import ColwiseParallel, ColwiseRowwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "ColwiseRowwiseParallel",
     "Conversion",
     "Gathering",
     "GroupedLinear",
@@ -72,8 +73,8 @@ _torch.serialization.add_safe_globals([_nvfp4._restored, QuantizedTensor])
 
 def __getattr__(name: str) -> _Any:
     # What they are made of takes seconds to import, and not every torch has it.
-    if name in ("ColwiseParallel", "RowwiseParallel"):
-        from . import _spread
+    if name in ("ColwiseParallel", "ColwiseRowwiseParallel", "RowwiseParallel"):
+        from . import _styles
 
-        return getattr(_spread, name)
+        return getattr(_styles, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,6 +78,12 @@ class GroupedLinear(Layer):
         if not fits(input, self.weight0):
             quantizes = any(formats.quantizes for formats in self.formats)
             check_input(input, self.weight0, self.path + ":{}", quantizes)
+        spread = hasattr(self.weight0, "device_mesh")  # a DTensor, which not every torch has
+        if isinstance(m_splits, Passage) and spread:
+            raise ValueError(
+                f"{self.path}: workers have some experts each, or a part of every expert, not both: "
+                "give numbers of tokens, or leave it out of parallelize_module"
+            )
         x = input.reshape(-1, self.in_features)
         if isinstance(m_splits, Passage):
             m_splits.checked(x, self.num_gemms, self.path)
@@ -88,6 +94,10 @@ class GroupedLinear(Layer):
                 f"{self.path}:m_splits: expected {self.num_gemms} numbers of tokens "
                 f"that add up to {x.shape[0]}, got {splits}"
             )
+        if spread:
+            from ._spread import spread_experts
+
+            return spread_experts(self, input, splits)
         return shaped(self._experts(x, splits), (*input.shape[:-1], self.out_features))
 
     def _experts(self, x: Tensor, splits: List[int]) -> Tensor:

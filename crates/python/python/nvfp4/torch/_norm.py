@@ -48,6 +48,10 @@ class _Norm(Layer):
 
     def normalized(self, x: Tensor) -> Tensor:
         self.check(x)
+        if hasattr(self.layer_norm_weight, "device_mesh"):  # a DTensor, which not every torch has
+            from ._spread import spread_norm
+
+            return spread_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps)
         return norm(x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps)
 
 

@@ -1,13 +1,12 @@
-"""Products of DTensors, and the styles of ``parallelize_module`` whose tokens travel as codes."""
+"""Products and norms of DTensors; the styles that make them are in ``_styles.py``."""
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor import parallel as styles
 
 from ._function import linear
 from ._main_grad import Later
@@ -26,16 +25,7 @@ def spread_linear(
     as ``parallel`` says. ``given`` is everything else that a layer gives to its product. A sum over
     workers is spread as ``output`` says, or left to be added.
     """
-    mesh = weight.device_mesh
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"a weight on a mesh of {mesh.ndim} dimensions; shard it over one, as with mesh['tp']"
-        )
-    if not isinstance(x, DTensor):
-        raise TypeError(
-            "the weight is a DTensor and the input is not: parallelize the layer with "
-            "parallelize_module, or make the input one with DTensor.from_local"
-        )
+    mesh = _checked_mesh(x, weight)
     (part,), (tokens,), workers = weight.placements, x.placements, Workers(mesh.get_group())
     last, kept = x.ndim - 1, later if later is None else later._replace(weight=weight.to_local())
     # The codes of a weight are kept beside an object that lives; its part is made anew.
@@ -80,6 +70,64 @@ def spread_linear(
     return DTensor.from_local(y.view(*shape, -1), mesh, [Shard(seq)], run_check=False)
 
 
+def spread_norm(x: Any, weight: Any, bias: Any, kind: str, eps: float) -> Tensor:
+    """A norm whose parameters are DTensors that every worker has: of the tokens that this one has."""
+    from ._norm import norm
+
+    mesh, last = _checked_mesh(x, weight), x.ndim - 1
+    if not x.placements[0].is_replicate() and _tokens_split(x.placements[0], last) is None:
+        x = x.redistribute(placements=[Replicate()])  # a norm reads all features of a token
+    sums = [Replicate()] if x.placements[0].is_replicate() else [Partial()]
+    of = [None if p is None else p.to_local(grad_placements=sums) for p in (weight, bias)]
+    y = norm(x.to_local(), of[0], of[1], kind, eps)
+    return DTensor.from_local(y, mesh, x.placements, run_check=False)
+
+
+def spread_experts(layer: Any, x: Any, splits: List[int]) -> Tensor:
+    """The products of experts whose weights are DTensors, each worker with a part of every expert.
+    Every worker has all tokens, because their numbers for experts are those of all.
+    """
+    weights = [getattr(layer, name) for name in layer.weights()]
+    if any(layer.main_of(weight) is not None for weight in weights):
+        raise NotImplementedError(
+            f"{layer.path}: main_grad of experts that are DTensors; leave out fuse_wgrad_accumulation"
+        )
+    mesh, (part,) = _checked_mesh(x, weights[0]), weights[0].placements
+    workers = Workers(mesh.get_group())
+    layer.__dict__["_spread"] = workers
+    if part.is_shard(0):
+        x, parallel = x.redistribute(placements=[Replicate()]), Parallel("column", workers, sums="leave")
+        tokens, output = x.to_local(grad_placements=[Partial()]), Shard(x.ndim - 1)
+    elif part.is_shard(1):
+        x, parallel = x.redistribute(placements=[Shard(x.ndim - 1)]), Parallel("row", workers, sums="leave")
+        tokens, output = x.to_local(), Partial()
+    else:
+        raise ValueError(f"{layer.path}: weights with the placement {part}; there are Shard(0), Shard(1)")
+    y = torch.cat([
+        layer.product(of, weight.to_local(), bias if bias is None else bias.to_local(), expert, parallel=parallel)
+        for expert, (of, weight, bias) in enumerate(
+            zip(tokens.flatten(0, -2).split(splits), weights, map(layer._bias, range(len(splits))))
+        )
+    ])  # fmt: skip
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    return DTensor.from_local(y, mesh, [output], run_check=False)
+
+
+def _checked_mesh(x: Any, weight: Any) -> Any:
+    """The mesh of a weight that goes with an input."""
+    mesh = weight.device_mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"a weight on a mesh of {mesh.ndim} dimensions; shard it over one, as with mesh['tp']"
+        )
+    if not isinstance(x, DTensor):
+        raise TypeError(
+            "the weight is a DTensor and the input is not: parallelize the layer with "
+            "parallelize_module, or make the input one with DTensor.from_local"
+        )
+    return mesh
+
+
 def _tokens_split(placement: Any, last: int) -> Optional[int]:
     """The dimension that tokens are split along, if they are."""
     if not placement.is_shard():
@@ -102,33 +150,3 @@ def _in_order(y: Tensor, shape: torch.Size, dim: int, size: int) -> Tensor:
     each = list(shape[:-1])
     each[dim] //= size
     return torch.cat(list(y.view(size, *each, -1)), dim)
-
-
-class ColwiseParallel(styles.ColwiseParallel):
-    """torch's ``ColwiseParallel`` for quantized layers: tokens that are split among workers
-    (``input_layouts=Shard(1)``) travel as codes.
-    """
-
-    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
-        given: Any = self.input_layouts[0]
-        if _is_layer(module) and given.is_shard() and given.dim >= 0:
-            self.desired_input_layouts = self.input_layouts  # type: ignore[assignment]
-        return super()._apply(module, device_mesh)
-
-
-class RowwiseParallel(styles.RowwiseParallel):
-    """torch's ``RowwiseParallel`` for quantized layers: where tokens of the output are split among
-    workers (``output_layouts=Shard(1)``), their gradients travel as codes.
-    """
-
-    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
-        given: Any = self.output_layouts[0]
-        if _is_layer(module) and given.is_shard() and given.dim >= 0:
-            module.output_layout = given  # type: ignore[assignment]
-        return super()._apply(module, device_mesh)
-
-
-def _is_layer(module: torch.nn.Module) -> bool:
-    from ._layer import Layer
-
-    return isinstance(module, Layer)
