@@ -196,6 +196,28 @@ def test_weights_are_quantized_from_their_masters():
             replace_raw_data(weight, buffer.float())
 
 
+def test_values_without_a_master_keep_their_codes():
+    """In formats without a scale, or with one for all: it is that of the values that are there."""
+    master = torch.randn(17, generator=torch.Generator().manual_seed(3))
+    there = torch.zeros(32, dtype=torch.bool)
+    there[5:22] = True
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    plain = te.IdentityQuantizer()(x)
+    quantize_master_weights([plain], [master], [5], None)
+    assert torch.equal(plain.dequantize().flatten()[there], master.bfloat16())
+    assert torch.equal(plain.dequantize().flatten()[~there], x.flatten()[~there])
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    weight = quantizer(x)
+    weight._create_transpose()
+    before = weight._data.clone()
+    quantize_master_weights([weight], [master], [5], None)
+    expected = quantizer(master.bfloat16().reshape(1, -1))
+    assert torch.equal(weight._data.flatten()[there], expected._data.flatten())
+    assert torch.equal(weight._data.flatten()[~there], before.flatten()[~there])
+    assert torch.equal(weight._transpose, weight._data.t())
+    assert torch.equal(weight._scale_inv, expected._scale_inv)
+
+
 def test_workers_hold_parts_of_masters(tmp_path):
     """Each of two processes has a part, which may be nothing; both get the codes of all."""
     context = torch.multiprocessing.get_context("spawn")

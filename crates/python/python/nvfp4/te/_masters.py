@@ -7,6 +7,9 @@ from typing import Any, Optional, Sequence
 import torch
 from torch import Tensor
 
+from ._float8 import Float8Tensor
+from ._identity import IdentityTensor
+
 
 @torch.no_grad()
 def quantize_master_weights(
@@ -21,7 +24,8 @@ def quantize_master_weights(
 
     A master is the flat part of a weight that this worker of ``group`` holds, from its offset on,
     or None. Parts of all workers are brought together here, so that every format is quantized as
-    one tensor, in both directions, and every worker has all codes.
+    one tensor, in both directions, and every worker has all codes. Where the workers hold some
+    values alone, the others keep their codes, in formats without a scale or with one for all.
     """
     if fsdp_shard_model_weights is not None:
         raise NotImplementedError(
@@ -38,10 +42,10 @@ def quantize_master_weights(
         torch.distributed.all_reduce(counts, group=group)
     held = counts.tolist()
     for number, (count, weight) in enumerate(zip(held, model_weights)):
-        if count not in (0, weight.numel()):
+        if count not in (0, weight.numel()) and not isinstance(weight, _IN_PARTS):
             raise ValueError(
                 f"master_weights[{number}]: the workers hold {count} of {weight.numel()} values; "
-                "all parts of a weight are quantized together"
+                f"all parts of a {type(weight).__name__} are quantized together"
             )
     for count, (weight, master, start) in zip(held, parts):
         if hasattr(weight, "clear_high_precision_init_val"):
@@ -49,11 +53,40 @@ def quantize_master_weights(
         if count == 0:
             continue
         values = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
+        there = torch.zeros(weight.numel(), dtype=torch.uint8, device=weight.device)
         if master is not None and start is not None:
             values[start : start + master.numel()] = master.flatten().to(weight.dtype)
+            there[start : start + master.numel()] = 1
+        whole = count == weight.numel()
         if workers > 1:
             torch.distributed.all_reduce(values, group=group)  # a number and zeros
-        weight.quantize_(values.reshape(weight.shape))
+            if not whole:
+                torch.distributed.all_reduce(there, group=group)
+        if whole:
+            weight.quantize_(values.reshape(weight.shape))
+        else:
+            _put(weight, values.reshape(weight.shape), there.bool().reshape(weight.shape))
+
+
+# Tensors whose codes do not depend on their neighbours' but for one scale.
+_IN_PARTS = (IdentityTensor, Float8Tensor)
+
+
+def _put(weight: Any, values: Tensor, there: Tensor) -> None:
+    """Quantizes the values that are there. The codes of the others stay, under a scale that may be
+    another: whoever holds their masters sends them.
+    """
+    if isinstance(weight, IdentityTensor):
+        weight._hp_data[there] = values[there]
+        return
+    made = weight._get_quantizer().copy()
+    made.set_usage(rowwise=True, columnwise=False)
+    quantized = made(values)
+    if weight._data is not None:
+        weight._data[there] = quantized._data[there]
+    if weight._transpose is not None:
+        weight._transpose.movedim(0, -1)[there] = quantized._data[there]
+    weight._scale_inv.copy_(quantized._scale_inv)
 
 
 def _check_part(number: int, weight: Any, master: Optional[Tensor], start: Optional[int]) -> None:
