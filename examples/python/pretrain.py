@@ -32,6 +32,9 @@ import nvfp4
 import nvfp4.torch
 
 LARGEST_SCALE = 0x7E
+# Blocks are counted in one of so many tokens of a step. It has no divisor in common with a context,
+# so that tokens at every place of a text are looked at.
+STRIDE = 17
 
 
 def parsed():
@@ -129,13 +132,14 @@ class Workers:
 
 class Blocks:
     """Counts blocks of the inputs of NVFP4 layers, while it is open: those at the largest scale,
-    and those whose numbers are lost because their scale is zero.
+    and those whose numbers are lost because their scale is zero. It looks at one token of every
+    `stride`, with the scale that all of this worker's tokens have.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, stride=1):
         self.layers = [m for m in model.modules() if isinstance(m, nvfp4.torch.Linear)]
         self.layers = [m for m in self.layers if m.formats.input.spec.startswith("nvfp4")]
-        self.counts = [0, 0, 0]
+        self.stride, self.counts = stride, 0
 
     def __enter__(self):
         self.hooks = [layer.register_forward_pre_hook(self._count) for layer in self.layers]
@@ -145,19 +149,26 @@ class Blocks:
         for hook in self.hooks:
             hook.remove()
 
+    @torch.no_grad()
     def _count(self, layer, inputs):
         x = inputs[0].to_local() if isinstance(inputs[0], DTensor) else inputs[0]
-        x = x.detach().flatten(0, -2)
-        scales = nvfp4.Quantizer(spec=layer.formats.input.spec, directions="row")(x).scales
+        x, spec = x.detach().flatten(0, -2), layer.formats.input.spec
+        amax = None if "row-scaled" in spec else x.abs().amax().float().reshape(1)
+        x = x[:: self.stride].contiguous()
+        scales = nvfp4.Quantizer(spec=spec, directions="row").quantize(x, amax=amax).scales
         largest = x.unflatten(-1, (-1, 16)).abs().amax(-1)
         zeros = (scales.view(largest.shape) == 0) & (largest > 0)
-        for i, count in enumerate((scales.numel(), (scales == LARGEST_SCALE).sum(), zeros.sum())):
-            self.counts[i] = self.counts[i] + count
+        saturated = (scales == LARGEST_SCALE).sum()
+        blocks = torch.full_like(saturated, scales.numel())
+        self.counts += torch.stack([blocks, saturated, zeros.sum()])
 
     def shares(self):
-        """Saturated and lost blocks, as shares of all, or nothing without NVFP4."""
-        blocks, saturated, lost = (int(count) for count in self.counts)
-        return {"saturated": saturated / blocks, "lost": lost / blocks} if blocks else {}
+        """Saturated and lost blocks, as shares of all that workers have, or nothing without NVFP4."""
+        if not self.layers:
+            return {}
+        dist.all_reduce(self.counts)
+        blocks, saturated, lost = self.counts.tolist()
+        return {"saturated": saturated / blocks, "lost": lost / blocks}
 
 
 def by_mesh(parameters):
@@ -270,7 +281,8 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step - 1, args)
         evaluates = step % args.evaluate_every == 0 or step == args.steps
-        loss = loss_of(text.step(step, workers.share, device))
+        with Blocks(model, STRIDE) as blocks:
+            loss = loss_of(text.step(step, workers.share, device))
         optimizer.zero_grad()
         loss.backward()
         norm = clip(groups, args.clip)
@@ -282,7 +294,8 @@ def main():
             "loss": workers.mean(loss.detach()),
         }
         taken += args.batch * args.context
-        line |= {"norm": norm.item(), "tokens_a_second": taken / (time.perf_counter() - since)}
+        line |= {"norm": norm.item(), **blocks.shares()}
+        line["tokens_a_second"] = taken / (time.perf_counter() - since)
         if evaluates:
             line |= evaluated(model, text, workers, loss_of)
         if first:
@@ -306,14 +319,14 @@ def main():
 
 
 def evaluated(model, text, workers, loss_of):
-    """The held-out loss, and what becomes of the blocks of layers' inputs."""
+    """The loss of the text that is held out."""
     model.eval()
     losses = torch.zeros((), device=workers.device)
-    with torch.no_grad(), Blocks(model) as blocks:
+    with torch.no_grad():
         for count, batch in enumerate(text.evaluation(workers.share, workers.device), 1):
             losses += loss_of(batch)
     model.train()
-    return {"held_out": workers.mean(losses / count), **blocks.shares()}
+    return {"held_out": workers.mean(losses / count)}
 
 
 def said(line):
