@@ -26,6 +26,14 @@ def only_s(role):
     return te.IdentityQuantizer() if role.tensor_type == "s" else factories.mxfp8_factory(role)
 
 
+def codes_under(made, used):
+    """A weight that is codes of one recipe, called under another."""
+    with te.quantized_model_init(recipe=made):
+        layer = te.Linear(64, 64, name="fc")
+    with te.autocast(recipe=used):
+        layer(X)
+
+
 WRONG = [
     # Recipes.
     (lambda: te.DelayedScaling(fp8_mha=True), ValueError, "fp8_mha: .* say fp8_dpa=True too"),
@@ -55,6 +63,16 @@ WRONG = [
         lambda: called(mixed("weight"), lambda: te.Linear(64, 64, name="fc")),
         ValueError,
         r"fc fprop: input.row is mxfp8\(e4m3\) but weight.row is nvfp4; a product reads one format",
+    ),
+    (
+        lambda: codes_under(te.MXFP8BlockScaling(), te.NVFP4BlockScaling()),
+        RuntimeError,
+        r"'weight' of fc: its codes are mxfp8\(e4m3\), and the recipe NVFP4BlockScaling asks for nvfp4",
+    ),
+    (
+        lambda: codes_under(te.DelayedScaling(), te.Float8CurrentScaling()),
+        RuntimeError,
+        r"'weight' of fc: its codes are fp8-delayed\(e4m3\), and .* asks for fp8\(e4m3\)",
     ),
     (lambda: called(factories.nvfp4_factory, fp8_dpa=True), ValueError, "attention reads high precision, FP8"),
     (

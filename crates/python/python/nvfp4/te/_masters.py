@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._float8 import Float8Tensor
+from ._hybrid import HybridQuantizedTensor
 from ._identity import IdentityTensor
 
 
@@ -92,6 +93,11 @@ def _put(weight: Any, values: Tensor, there: Tensor) -> None:
 def _check_part(number: int, weight: Any, master: Optional[Tensor], start: Optional[int]) -> None:
     if master is None:
         return
+    if isinstance(weight, HybridQuantizedTensor) and not weight._sides():
+        raise ValueError(
+            f"model_weights[{number}]: it has dropped both rowwise and columnwise codes, so that "
+            "there is nothing to update; keep one with update_usage"
+        )
     if start is None or start < 0 or start + master.numel() > weight.numel():
         raise ValueError(
             f"start_offsets[{number}]: {master.numel()} values from {start} on are not in a weight "
