@@ -1,5 +1,6 @@
 """examples/python/pretrain.py on the CPU: one worker and two, and from one number to another."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from safetensors import safe_open
 
 PROGRAM = str(Path(__file__).parents[2] / "examples/python/pretrain.py")
@@ -21,13 +23,17 @@ def text(tmp_path_factory):
     return folder
 
 
+def command(text, out, words):
+    words = [*SIZES.split(), "--device", "cpu", "--warmup", "1", *words.split()]
+    return [PROGRAM, "--text", str(text), "--out", str(out), *words]
+
+
 def pretrain(text, out, words, workers=1):
     start = [sys.executable]
     if workers > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    words = [*SIZES.split(), "--device", "cpu", "--warmup", "1", *words.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    program = [*start, PROGRAM, "--text", str(text), "--out", str(out), *words]
+    program = [*start, *command(text, out, words)]
     return subprocess.run(program, capture_output=True, text=True, env=environment)
 
 
@@ -95,6 +101,13 @@ def test_the_result_is_a_folder_of_hugging_face(text, tmp_path):
         ("--text nowhere", "there is no nowhere"),
     ],
 )
-def test_wrong_settings_are_named(text, tmp_path, words, error):
-    done = pretrain(text, tmp_path, words)
-    assert done.returncode == 2 and error in done.stderr
+def test_wrong_settings_are_named(text, tmp_path, monkeypatch, capsys, words, error):
+    monkeypatch.syspath_prepend(str(Path(PROGRAM).parent))
+    monkeypatch.setattr(sys, "argv", command(text, tmp_path, words))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module("pretrain").main()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert ended.value.code == 2 and error in capsys.readouterr().err

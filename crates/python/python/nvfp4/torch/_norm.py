@@ -48,11 +48,15 @@ class _Norm(Layer):
 
     def normalized(self, x: Tensor) -> Tensor:
         self.check(x)
-        if hasattr(self.layer_norm_weight, "device_mesh"):  # a DTensor, which not every torch has
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        if hasattr(weight, "device_mesh"):  # a DTensor, which not every torch has
             from ._spread import spread_norm
 
-            return spread_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps)
-        return norm(x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps)
+            return spread_norm(x, weight, bias, self._norm)
+        return self._norm(x, weight, bias)
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        return norm(x, weight, bias, self.normalization, self.eps)
 
 
 def norm(

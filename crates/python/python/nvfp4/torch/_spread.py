@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -70,16 +70,16 @@ def spread_linear(
     return DTensor.from_local(y.view(*shape, -1), mesh, [Shard(seq)], run_check=False)
 
 
-def spread_norm(x: Any, weight: Any, bias: Any, kind: str, eps: float) -> Tensor:
-    """A norm whose parameters are DTensors that every worker has: of the tokens that this one has."""
-    from ._norm import norm
-
+def spread_norm(x: Any, weight: Any, bias: Any, norm: Callable[..., Tensor]) -> Tensor:
+    """A norm whose parameters are DTensors that every worker has: of the tokens that this one has.
+    ``norm`` computes it from tensors.
+    """
     mesh, last = _checked_mesh(x, weight), x.ndim - 1
     if not x.placements[0].is_replicate() and _tokens_split(x.placements[0], last) is None:
         x = x.redistribute(placements=[Replicate()])  # a norm reads all features of a token
     sums = [Replicate()] if x.placements[0].is_replicate() else [Partial()]
     of = [None if p is None else p.to_local(grad_placements=sums) for p in (weight, bias)]
-    y = norm(x.to_local(), of[0], of[1], kind, eps)
+    y = norm(x.to_local(), *of)
     return DTensor.from_local(y, mesh, x.placements, run_check=False)
 
 
