@@ -1,10 +1,11 @@
 //! The files of a checkpoint beside its tensors.
 
 use super::Checkpoint;
+use super::action::Action;
 use super::configuration;
 use super::dialect::Model;
 use super::mixed::Mixed;
-use super::plan::{Action, Plan};
+use super::plan::Plan;
 use super::shards::{self, Shard};
 use super::stamp::Stamp;
 use super::target::{Extras, Target};

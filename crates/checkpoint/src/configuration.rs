@@ -1,8 +1,10 @@
 //! The configuration that tells a server about the tensors of a target.
 
+use super::action::Action;
 use super::architecture;
 use super::dialect::Model;
-use super::plan::{self, Action, Item, Plan};
+use super::plan::{Item, Plan};
+use super::stacked;
 use super::target::{Activations, Extras, Kv, Target};
 use nvfp4::Precision;
 use nvfp4_spec::BLOCK;
@@ -171,7 +173,7 @@ pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec
             names.push(head.to_string());
         }
     }
-    for experts in model.others.iter().filter_map(plan::experts) {
+    for experts in model.others.iter().filter_map(stacked::experts) {
         // vLLM looks for the projections of the first expert in compressed-tensors' list, by these
         // names in every family.
         if target == Target::CompressedTensors {

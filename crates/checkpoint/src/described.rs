@@ -8,8 +8,8 @@ use super::finding::Report;
 use super::ignored::Ignored;
 use super::keep::{Defaults, Part};
 use super::outline::Outline;
-use super::plan;
 use super::promised;
+use super::stacked;
 use super::weight::{Stored, Weight};
 use crate::Result;
 use nvfp4_spec::BLOCK;
@@ -345,7 +345,7 @@ fn check_unnamed(model: &Model<'_>, client: Client, file: &str, patterns: &Ignor
         return;
     }
     let listed = |module: &str| patterns.matching(module).is_some();
-    let mut experts: Vec<String> = model.others.iter().filter_map(plan::experts).collect();
+    let mut experts: Vec<String> = model.others.iter().filter_map(stacked::experts).collect();
     experts.dedup();
     for module in experts {
         let asked = match model.dialect {

@@ -3,7 +3,8 @@
 
 use super::dialect::Model;
 use super::form::{Eight, Form};
-use super::plan::{Differing, Item, Plan};
+use super::plan::{Item, Plan};
+use super::selection::Differing;
 use super::settings::{Acts, KvCache, Settings};
 use super::target::{Activations, Extras, Kv, Scale, Target};
 use super::weight::{Stored, number};

@@ -1,9 +1,10 @@
 //! The configuration of a checkpoint in other forms than NVFP4, or in several: ModelOpt names the
 //! algorithm of every module, compressed-tensors has a group of modules for each form.
 
+use super::action::Action;
 use super::configuration::{compressed_tensors_of, kv_scheme, nvfp4_group, producer};
 use super::form::Eight;
-use super::plan::{Action, Item, Plan};
+use super::plan::{Item, Plan};
 use super::target::{Activations, Extras, Kv, Target};
 use super::weight::Stored;
 use nvfp4_spec::BLOCK;

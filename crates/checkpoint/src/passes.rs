@@ -4,10 +4,11 @@
 //! threads, on the memory, on how often the conversion was interrupted, or on who makes which of
 //! its parts.
 
+use super::action::Action;
 use super::conversion::{Amaxes, Conversion};
 use super::folder::Located;
 use super::measure::Measure;
-use super::plan::{Action, Item};
+use super::plan::Item;
 use super::rows::{Memory, Piece, copy};
 use super::settings::{Finished, Pass};
 use super::shards::{Placed, RowOrder, Shard, Unit};

@@ -1,5 +1,6 @@
 //! Writes some rows of a weight, in their new form, to their place in the output.
 
+use super::action::Action;
 use super::conversion::Conversion;
 use super::eight::Arithmetic;
 use super::first_not_finite;
@@ -8,7 +9,7 @@ use super::form::Eight;
 use super::fp8;
 use super::measure::Measure;
 use super::mxfp4;
-use super::plan::{Action, Item};
+use super::plan::Item;
 use super::shards::{Cast, Placed, RowOrder};
 use super::sink::Sink;
 use super::target::Target;

@@ -1,10 +1,11 @@
 //! The tensors that a weight becomes in a target.
 
+use super::action::Action;
 use super::eight::Arithmetic;
 use super::folder::{Checkpoint, Located};
 use super::form::Eight;
 use super::names::KvScale;
-use super::plan::{Action, Item};
+use super::plan::Item;
 use super::target::{Activations, Kv, Target};
 use super::weight::{Stored, Weight};
 use nvfp4::Precision;
