@@ -18,6 +18,8 @@ pub enum Action {
     Eight(Eight),
     /// FP8 or MXFP8 already: the same bytes under the target's names.
     Retain(Eight),
+    /// MXFP4 already: the same bytes under the target's names.
+    RetainMxFp4,
     /// Decoded, because the target has no name for how it is stored, or nothing is quantized there.
     Decode(String),
     /// Copied as it is.
@@ -42,14 +44,14 @@ impl Action {
 
     /// Whether the weight is quantized afterwards, in any form.
     pub fn is_quantized(&self) -> bool {
-        self.is_nvfp4() || self.eight().is_some()
+        self.is_nvfp4() || self.eight().is_some() || *self == Action::RetainMxFp4
     }
 
     /// Which elements share a scale, where the weight is FP8 or MXFP8 afterwards.
     pub fn eight(&self) -> Option<Eight> {
         match self {
             Action::Eight(eight) | Action::Retain(eight) => Some(*eight),
-            Action::Quantize | Action::Relabel | Action::Rescale | Action::Decode(_) | Action::Keep(_) => None,
+            _ => None,
         }
     }
 

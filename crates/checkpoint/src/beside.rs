@@ -43,7 +43,7 @@ impl Beside {
             bytes += opened.map_err(|source| Error::io(&path, source))?.len();
         }
         let ignored = configuration::ignored(plan, model, target);
-        let mixed = Mixed::new(plan, target, &ignored, extras);
+        let mixed = Mixed::new(plan, target, checkpoint.config(), &ignored, extras);
         let mut config = target.config(checkpoint.config(), &ignored, extras);
         if let Some(mixed) = &mixed {
             config["quantization_config"] = mixed.config();

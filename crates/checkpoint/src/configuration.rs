@@ -2,6 +2,7 @@
 
 use super::action::Action;
 use super::architecture;
+use super::deepseek;
 use super::dialect::Model;
 use super::plan::{Item, Plan};
 use super::stacked;
@@ -17,6 +18,12 @@ impl Target {
         let description = match self {
             Target::ModelOpt => modelopt(ignore, extras),
             Target::CompressedTensors => compressed_tensors(ignore, extras),
+            Target::DeepSeekV4 => {
+                if let Some(own) = config.get_mut("quantization_config").and_then(Value::as_object_mut) {
+                    own.insert(deepseek::KEY.to_string(), json!(deepseek::ALGORITHM));
+                }
+                return Value::Object(config);
+            }
             Target::Plain(_) | Target::Gguf => {
                 config.shift_remove("quantization_config");
                 return Value::Object(config);

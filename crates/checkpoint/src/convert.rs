@@ -134,7 +134,7 @@ impl<'p> Conversion<'_, 'p> {
                 Ok((gguf::verify(&file).map_err(unreadable)?, None))
             }
             Target::Plain(_) => Checkpoint::open(work.folder()).map(|_| (Vec::new(), None)).map_err(unreadable),
-            Target::ModelOpt | Target::CompressedTensors => {
+            Target::ModelOpt | Target::CompressedTensors | Target::DeepSeekV4 => {
                 let checkpoint = Checkpoint::open(work.folder()).map_err(unreadable)?;
                 let model = Model::new(&checkpoint).map_err(unreadable)?;
                 let loading = loading(&model, Client::Vllm);

@@ -81,6 +81,9 @@ impl<'s> Deciding<'s> {
     }
 
     pub fn action(&self, weight: &Weight<'_>) -> Action {
+        if self.target == Target::DeepSeekV4 {
+            return self.deepseek_v4(weight);
+        }
         let form = self.selection.rules.form(&weight.module);
         if let Some(action) = form.and_then(|form| self.ruled(weight, form)) {
             return action;
@@ -94,6 +97,22 @@ impl<'s> Deciding<'s> {
             }
             (_, Some(reason)) => Action::Decode(reason),
             (_, None) => Action::Quantize,
+        }
+    }
+
+    /// DeepSeek-V4's form has experts in NVFP4, those of its prediction layers too, and leaves the
+    /// rest as it is.
+    fn deepseek_v4(&self, weight: &Weight<'_>) -> Action {
+        let (module, selection) = (&weight.module, self.selection);
+        let left = selection.skip.iter().any(|p| p.matches(module))
+            || !selection.only.is_empty() && !selection.only.iter().any(|p| p.matches(module))
+            || selection.rules.form(module) == Some(Form::Keep);
+        match &weight.stored {
+            Stored::Nvfp4(_) => Action::Relabel,
+            _ if stacked::is_expert(module) && !left && self.fits(weight.cols) => Action::Quantize,
+            Stored::Plain(_) => Action::Keep("stays in DeepSeek-V4's form".to_string()),
+            Stored::Fp8 { eight, .. } => Action::Retain(*eight),
+            Stored::MxFp4 { .. } => Action::RetainMxFp4,
         }
     }
 
@@ -151,9 +170,8 @@ fn ruled(weight: &Weight<'_>, form: Form, target: Target) -> Option<Action> {
         (_, Some(eight)) => Some(Action::Eight(eight)),
         (Stored::Fp8 { eight, .. }, None) if form == Form::Keep => Some(Action::Retain(*eight)),
         (Stored::Nvfp4(_), None) if form == Form::Keep => Some(Action::Relabel),
-        (Stored::Plain(_) | Stored::MxFp4 { .. }, None) if form == Form::Keep => {
-            Some(kept(weight, "kept by a rule".to_string()))
-        }
+        (Stored::MxFp4 { .. }, None) if matches!(form, Form::Keep | Form::MxFp4) => Some(Action::RetainMxFp4),
+        (Stored::Plain(_), None) if form == Form::Keep => Some(Action::Keep("kept by a rule".to_string())),
         _ => None,
     }
 }

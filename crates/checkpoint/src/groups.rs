@@ -63,6 +63,14 @@ impl Plan<'_> {
                 );
                 return Err(Error::setting(Setting::Rules, reason));
             }
+            // MXFP4 keeps its codes, with a tensor scale from its exponents; others have an amax.
+            let cast = |i: &&usize| matches!(self.items[**i].weight.stored, Stored::MxFp4 { .. });
+            let made = |i: &&usize| self.items[**i].action == Action::Quantize;
+            let casts = quantized.iter().copied().filter(|i| made(i)).filter(|i| cast(i)).count();
+            if casts > 0 && casts < quantized.len() {
+                let reason = format!("{parent}: servers join {kind} into one matrix, and not all of them are MXFP4");
+                return Err(Error::setting(Setting::Fuse, reason));
+            }
             // FP8 per tensor keeps a scale for each, as ModelOpt and llm-compressor do: servers take
             // the largest, and express the others with it.
             let shares = |i: &usize| self.items[*i].action.is_nvfp4();

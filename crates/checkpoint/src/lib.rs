@@ -48,6 +48,7 @@ mod crash;
 #[cfg(test)]
 mod crash_parts;
 mod deciding;
+mod deepseek;
 mod described;
 mod dialect;
 mod dimension;
@@ -73,6 +74,7 @@ mod kernel_path;
 mod layer;
 mod measure;
 mod mixed;
+mod mx_sources;
 mod mxfp4;
 mod names;
 mod outline;

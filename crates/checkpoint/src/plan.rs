@@ -75,9 +75,10 @@ impl<'a> Plan<'a> {
             |item: &&Item<'a>| matches!((&item.weight.stored, &item.action), (Stored::MxFp4 { .. }, Action::Decode(_)));
         if let Some(item) = plan.items.iter().find(left) {
             let module = &item.weight.module;
-            return Err(Error::Refused(format!("'{module}' is MXFP4, which cannot stay beside NVFP4; do not skip it")));
+            let reason = format!("'{module}' is MXFP4, which stays only where a rule says so; do not skip it");
+            return Err(Error::Refused(reason));
         }
-        plan.check_forms(target)?;
+        plan.check_forms(model, target)?;
         plan.fuse(&selection.fuse)?;
         if selection.differing == Differing::Rescale {
             plan.rescale(&selection.fuse, target)?;
