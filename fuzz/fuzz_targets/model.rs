@@ -10,7 +10,7 @@ use choices::Choices;
 use nvfp4_checkpoint::fuzzed::check_model;
 use nvfp4_checkpoint::{Client, Dialect};
 
-const DIALECTS: [Option<Dialect>; 8] = [
+const DIALECTS: [Option<Dialect>; 10] = [
     None,
     Some(Dialect::Plain),
     Some(Dialect::Fp8Block),
@@ -19,6 +19,8 @@ const DIALECTS: [Option<Dialect>; 8] = [
     Some(Dialect::CompressedTensors),
     Some(Dialect::TorchAo),
     Some(Dialect::ComfyUi),
+    Some(Dialect::DeepSeekV4),
+    Some(Dialect::DeepSeekV4Nvfp4),
 ];
 
 const MODULES: [&str; 12] = [
@@ -106,6 +108,14 @@ impl File {
                 self.tensor(bytes, &format!("{module}_blocks"), "U8", &[experts, rows, cols / 32, 16]);
                 self.tensor(bytes, &format!("{module}_scales"), "U8", &[experts, rows, cols / 32]);
             }
+            Dialect::DeepSeekV4 if swizzled => {
+                self.tensor(bytes, &name("weight"), "F8_E4M3", &[rows, cols]);
+                self.tensor(bytes, &name("scale"), "F8_E8M0", &[down, across]);
+            }
+            Dialect::DeepSeekV4 => {
+                self.tensor(bytes, &name("weight"), "I8", &[rows, half]);
+                self.tensor(bytes, &name("scale"), "F8_E8M0", &[rows, cols / 32]);
+            }
             Dialect::ModelOpt if bytes.byte() % 2 == 1 => {
                 let count: &[u64] = if bytes.byte() % 2 == 1 { &[experts] } else { &[1] };
                 self.tensor(bytes, module, "U8", &[experts, half, rows]);
@@ -113,7 +123,7 @@ impl File {
                 self.tensor(bytes, &format!("{module}_weight_scale_2"), "F32", count);
                 self.tensor(bytes, &format!("{module}_input_scale"), "F32", count);
             }
-            Dialect::ModelOpt | Dialect::ComfyUi => {
+            Dialect::ModelOpt | Dialect::DeepSeekV4Nvfp4 | Dialect::ComfyUi => {
                 self.tensor(bytes, &name("weight"), "U8", &[rows, half]);
                 self.tensor(bytes, &name("weight_scale"), "F8_E4M3", scales);
                 self.tensor(bytes, &name("weight_scale_2"), "F32", &[]);

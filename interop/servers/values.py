@@ -22,6 +22,16 @@ def one(scales, experts):
     return rows[:, 0]
 
 
+def of_rows(scales, codes):
+    """The scale of every row. FP8 per tensor keeps one for each matrix that was joined; vLLM requantizes to the largest afterwards."""
+    rows, scales = codes.shape[-2], scales.float().reshape(*codes.shape[:-2], -1)
+    count = scales.shape[-1]
+    if count in (1, rows):
+        return scales.unsqueeze(-1)
+    widths = torch.tensor(getattr(codes, "joined", [rows // count] * count))
+    return scales.repeat_interleave(widths, -1).unsqueeze(-1)
+
+
 def decoded(parameters, name):
     """The values of the matrix, or the experts' matrices, `name`."""
     find = lambda *endings: next((parameters[name + e] for e in endings if name + e in parameters), None)
@@ -38,17 +48,23 @@ def decoded(parameters, name):
         whole = one(whole, experts).view(-1, 1, 1) if codes.ndim == 3 else one(whole, 1)
         scales = scales / whole if name + "_global_scale" in parameters else scales * whole
     elif scales.ndim < codes.ndim:
-        scales = one(scales, experts).view([-1] + [1] * (codes.ndim - 1))
+        scales = of_rows(scales, codes)
     return values * spread(scales, values.shape)
 
 
-# vLLM makes these for weights without activation scales too, and drops them.
+# vLLM makes these for NVFP4 weights without activation scales too, and drops them.
 OF_INPUTS = ("input_scale", "input_global_scale")
+
+
+def is_dropped(name, parameters):
+    """Whether a parameter is an activation scale that no product of NVFP4 weights alone takes."""
+    weight = parameters.get(name.removesuffix("input_scale") + "weight")
+    return name.endswith(OF_INPUTS) and (weight is None or weight.dtype != torch.float8_e4m3fn)
 
 
 def compare(quantized, plain, activations):
     """What vLLM read from a checkpoint beside what it read from the same, decoded to BF16: problems, and the number of quantized matrices."""
-    used = {name: value for name, value in quantized.items() if activations or not name.endswith(OF_INPUTS)}
+    used = {name: value for name, value in quantized.items() if activations or not is_dropped(name, quantized)}
     problems = [f"{name} is not filled" for name, parameter in used.items() if unfilled(parameter)]
     count = 0
     for name, expected in plain.items():

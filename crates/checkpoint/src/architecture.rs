@@ -6,6 +6,7 @@ use super::dialect::{Dialect, Model};
 use super::finding::{Finding, Fix, Severity};
 use super::weight::{Stored, Weight};
 use crate::Result;
+use serde_json::Value;
 
 /// Which models are converted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -194,6 +195,14 @@ pub fn loading(model: &Model<'_>, client: Client) -> Option<Finding> {
 fn unserved(architecture: &str) -> Option<(Treatment, &'static str)> {
     let found = UNSERVED.iter().find(|(names, ..)| names.iter().any(|name| architecture.starts_with(name)));
     found.map(|(_, treatment, reason)| (*treatment, *reason))
+}
+
+/// What vLLM calls an expert when it asks the configuration for its form, where that is not its name
+/// in the file. The first expert of a layer stands for all.
+pub(super) fn called_by_vllm(config: Option<&Value>, module: &str) -> Option<String> {
+    let architecture = config?.pointer("/architectures/0")?.as_str()?;
+    let other = architecture.starts_with("MiniMaxM2") && module.contains(".block_sparse_moe.experts.0.");
+    other.then(|| module.replace(".block_sparse_moe.", ".mlp."))
 }
 
 /// The output heads that a server builds for an architecture whether or not the checkpoint has

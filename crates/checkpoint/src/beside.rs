@@ -1,10 +1,11 @@
 //! The files of a checkpoint beside its tensors.
 
 use super::Checkpoint;
+use super::action::Action;
 use super::configuration;
 use super::dialect::Model;
 use super::mixed::Mixed;
-use super::plan::{Action, Plan};
+use super::plan::Plan;
 use super::shards::{self, Shard};
 use super::stamp::Stamp;
 use super::target::{Extras, Target};
@@ -42,7 +43,7 @@ impl Beside {
             bytes += opened.map_err(|source| Error::io(&path, source))?.len();
         }
         let ignored = configuration::ignored(plan, model, target);
-        let mixed = Mixed::new(plan, target, &ignored, extras);
+        let mixed = Mixed::new(plan, target, checkpoint.config(), &ignored, extras);
         let mut config = target.config(checkpoint.config(), &ignored, extras);
         if let Some(mixed) = &mixed {
             config["quantization_config"] = mixed.config();

@@ -1,8 +1,11 @@
 //! The configuration that tells a server about the tensors of a target.
 
+use super::action::Action;
 use super::architecture;
+use super::deepseek;
 use super::dialect::Model;
-use super::plan::{self, Action, Item, Plan};
+use super::plan::{Item, Plan};
+use super::stacked;
 use super::target::{Activations, Extras, Kv, Target};
 use nvfp4::Precision;
 use nvfp4_spec::BLOCK;
@@ -15,6 +18,12 @@ impl Target {
         let description = match self {
             Target::ModelOpt => modelopt(ignore, extras),
             Target::CompressedTensors => compressed_tensors(ignore, extras),
+            Target::DeepSeekV4 => {
+                if let Some(own) = config.get_mut("quantization_config").and_then(Value::as_object_mut) {
+                    own.insert(deepseek::KEY.to_string(), json!(deepseek::ALGORITHM));
+                }
+                return Value::Object(config);
+            }
             Target::Plain(_) | Target::Gguf => {
                 config.shift_remove("quantization_config");
                 return Value::Object(config);
@@ -171,7 +180,7 @@ pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec
             names.push(head.to_string());
         }
     }
-    for experts in model.others.iter().filter_map(plan::experts) {
+    for experts in model.others.iter().filter_map(stacked::experts) {
         // vLLM looks for the projections of the first expert in compressed-tensors' list, by these
         // names in every family.
         if target == Target::CompressedTensors {

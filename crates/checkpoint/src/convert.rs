@@ -2,6 +2,7 @@
 //! over its source (`passes`), and everything around them.
 
 use super::Checkpoint;
+use super::action::Action;
 use super::architecture::loading;
 use super::client::Client;
 use super::conversion::{Conversion, Task, laid_out};
@@ -9,7 +10,7 @@ use super::dialect::Model;
 use super::existing::Existing;
 use super::finding::{Finding, Severity};
 use super::gguf;
-use super::plan::{Action, Item};
+use super::plan::Item;
 use super::settings::{Observer, Pass, Settings, Summary};
 use super::shards::{self, Shard};
 use super::share::{needed, source_len};
@@ -133,7 +134,7 @@ impl<'p> Conversion<'_, 'p> {
                 Ok((gguf::verify(&file).map_err(unreadable)?, None))
             }
             Target::Plain(_) => Checkpoint::open(work.folder()).map(|_| (Vec::new(), None)).map_err(unreadable),
-            Target::ModelOpt | Target::CompressedTensors => {
+            Target::ModelOpt | Target::CompressedTensors | Target::DeepSeekV4 => {
                 let checkpoint = Checkpoint::open(work.folder()).map_err(unreadable)?;
                 let model = Model::new(&checkpoint).map_err(unreadable)?;
                 let loading = loading(&model, Client::Vllm);

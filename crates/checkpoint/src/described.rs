@@ -3,13 +3,14 @@
 
 use super::architecture;
 use super::client::Client;
+use super::deepseek;
 use super::dialect::{Dialect, Model};
 use super::finding::Report;
 use super::ignored::Ignored;
 use super::keep::{Defaults, Part};
 use super::outline::Outline;
-use super::plan;
 use super::promised;
+use super::stacked;
 use super::weight::{Stored, Weight};
 use crate::Result;
 use nvfp4_spec::BLOCK;
@@ -18,6 +19,9 @@ use std::collections::BTreeSet;
 
 /// Checks `config.json` and `hf_quant_config.json`.
 pub(super) fn check(model: &Model<'_>, client: Client, report: &mut Report) -> Result<()> {
+    if model.dialect == Dialect::DeepSeekV4Nvfp4 {
+        return deepseek::check(model, report);
+    }
     check_method(model, report);
     if promised::has_forms(model) {
         promised::check(model, client, report)?;
@@ -315,7 +319,7 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
         for weight in &model.weights {
             let by = patterns.matching(&weight.module);
             match (&weight.stored, by) {
-                (Stored::Nvfp4(_) | Stored::Fp8 { .. }, Some(by)) => {
+                (Stored::Nvfp4(_) | Stored::Fp8 { .. } | Stored::MxFp4 { .. }, Some(by)) => {
                     let form = weight.format();
                     report.problem(&weight.module, format!("{form}, but '{by}' in {file} says that it is not"))
                 }
@@ -345,7 +349,7 @@ fn check_unnamed(model: &Model<'_>, client: Client, file: &str, patterns: &Ignor
         return;
     }
     let listed = |module: &str| patterns.matching(module).is_some();
-    let mut experts: Vec<String> = model.others.iter().filter_map(plan::experts).collect();
+    let mut experts: Vec<String> = model.others.iter().filter_map(stacked::experts).collect();
     experts.dedup();
     for module in experts {
         let asked = match model.dialect {

@@ -14,7 +14,7 @@
 use super::folder::{Checkpoint, Located};
 use super::form::Eight;
 use super::fp8;
-use super::weight::{Arrangement, MX_BLOCK, Nibbles, Nvfp4, Stored, Weight};
+use super::weight::{Arrangement, Nibbles, Nvfp4, Stored, Weight};
 use crate::{Error, Result};
 use nvfp4::{Layout, Unit};
 use nvfp4_spec::{BLOCK, swizzle};
@@ -33,6 +33,10 @@ pub enum Dialect {
     Fp8Block,
     /// MXFP4 experts (`…_blocks`, `…_scales`), as GPT-OSS is published.
     MxFp4,
+    /// DeepSeek-V4 as it is published: FP8 in blocks and MXFP4 experts, both with `scale`.
+    DeepSeekV4,
+    /// The same with its experts in NVFP4.
+    DeepSeekV4Nvfp4,
     /// NVIDIA ModelOpt's NVFP4.
     ModelOpt,
     /// compressed-tensors' `nvfp4-pack-quantized`.
@@ -46,7 +50,8 @@ pub enum Dialect {
 impl Dialect {
     /// Whether weights are stored in NVFP4.
     pub fn is_nvfp4(self) -> bool {
-        matches!(self, Dialect::ModelOpt | Dialect::CompressedTensors | Dialect::TorchAo | Dialect::ComfyUi)
+        use Dialect::{ComfyUi, CompressedTensors, DeepSeekV4Nvfp4, ModelOpt, TorchAo};
+        matches!(self, ModelOpt | CompressedTensors | DeepSeekV4Nvfp4 | TorchAo | ComfyUi)
     }
 }
 
@@ -56,6 +61,8 @@ impl fmt::Display for Dialect {
             Dialect::Plain => "not quantized",
             Dialect::Fp8Block => "FP8 with block scales",
             Dialect::MxFp4 => "MXFP4",
+            Dialect::DeepSeekV4 => "DeepSeek-V4's FP8 and MXFP4",
+            Dialect::DeepSeekV4Nvfp4 => "DeepSeek-V4's FP8 and NVFP4",
             Dialect::ModelOpt => "ModelOpt",
             Dialect::CompressedTensors => "compressed-tensors",
             Dialect::TorchAo => "torchao",
@@ -99,7 +106,13 @@ impl<'a> Model<'a> {
             }
             Dialect::CompressedTensors => {
                 grouping.nvfp4(dialect)?;
+                grouping.packed_mxfp4()?;
                 grouping.scaled_fp8()?;
+            }
+            Dialect::DeepSeekV4 => grouping.deepseek_v4()?,
+            Dialect::DeepSeekV4Nvfp4 => {
+                grouping.nvfp4(dialect)?;
+                grouping.deepseek_v4()?;
             }
             Dialect::ComfyUi => grouping.nvfp4(dialect)?,
         }
@@ -166,13 +179,26 @@ pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
         return Ok(Dialect::TorchAo);
     }
     if has(".weight_packed") {
-        return match has(".weight_global_scale") {
+        let mxfp4 = |t: Located<'_>| {
+            let scale = t.info.name.strip_suffix("_packed").and_then(|w| checkpoint.get(&format!("{w}_scale")));
+            t.info.name.ends_with(".weight_packed") && scale.is_some_and(|scale| scale.info.dtype == Dtype::U8)
+        };
+        return match has(".weight_global_scale") || checkpoint.tensors().any(mxfp4) {
             true => Ok(Dialect::CompressedTensors),
             false => Err(refuse(format!(
-                "packed weights without 'weight_global_scale': compressed-tensors in the format '{}', not NVFP4",
+                "packed weights without 'weight_global_scale': compressed-tensors in the format '{}', not NVFP4 or MXFP4",
                 text(config.and_then(|c| c.get("format")))
             ))),
         };
+    }
+    // DeepSeek-V4 has `scale` beside FP8 and packed codes.
+    let deepseek = |t: Located<'_>| {
+        let weight = t.info.name.strip_suffix(".scale").and_then(|x| checkpoint.get(&format!("{x}.weight")));
+        let eight = |w: &Located<'_>| matches!(w.info.dtype, Dtype::F8_E4M3);
+        weight.is_some_and(|w| eight(&w) || t.info.dtype == Dtype::F8_E8M0)
+    };
+    if checkpoint.tensors().any(deepseek) {
+        return Ok(if has(".weight_scale_2") { Dialect::DeepSeekV4Nvfp4 } else { Dialect::DeepSeekV4 });
     }
     // Experts in one tensor are called `…_weight_scale_2`.
     if has(".weight_scale_2") || has("_weight_scale_2") {
@@ -204,8 +230,8 @@ pub fn detect(checkpoint: &Checkpoint) -> Result<Dialect> {
 }
 
 /// Tensors on their way into weights. A weight is filed under the name of its first tensor.
-struct Grouping<'a> {
-    checkpoint: &'a Checkpoint,
+pub(super) struct Grouping<'a> {
+    pub(super) checkpoint: &'a Checkpoint,
     taken: BTreeSet<&'a str>,
     weights: BTreeMap<String, Weight<'a>>,
     /// The first tensor of the weight of each module.
@@ -214,11 +240,11 @@ struct Grouping<'a> {
 
 impl<'a> Grouping<'a> {
     /// Modules that have a tensor with this suffix.
-    fn modules(&self, suffix: &str) -> Vec<&'a str> {
+    pub(super) fn modules(&self, suffix: &str) -> Vec<&'a str> {
         self.checkpoint.tensors().filter_map(|t| t.info.name.strip_suffix(suffix)).collect()
     }
 
-    fn need(&self, name: &str, because: &str) -> Result<Located<'a>> {
+    pub(super) fn need(&self, name: &str, because: &str) -> Result<Located<'a>> {
         self.checkpoint.get(name).ok_or_else(|| missing_part(self.checkpoint, name, because))
     }
 
@@ -228,7 +254,7 @@ impl<'a> Grouping<'a> {
     /// A quantized weight has elements, so that its rows, columns and matrices are at most as many
     /// as the file has bytes. Where one of them is zero, another may be any number, without a byte
     /// in the file. A tensor of 0 experts is the one exception: nothing goes through their rows.
-    fn add(&mut self, module: &str, rows: usize, cols: usize, stored: Stored<'a>) -> Result<()> {
+    pub(super) fn add(&mut self, module: &str, rows: usize, cols: usize, stored: Stored<'a>) -> Result<()> {
         let (parts, first) = (stored.parts(), stored.first());
         let weight = Weight { module: module.to_string(), rows, cols, stored };
         let plain = matches!(stored, Stored::Plain(_));
@@ -301,26 +327,6 @@ impl<'a> Grouping<'a> {
                 return Err(input.wrong("expected one number, a float"));
             }
             self.add(module, rows, cols, Stored::Fp8 { weight, scale, input, eight })?;
-        }
-        Ok(())
-    }
-
-    fn mxfp4(&mut self) -> Result<()> {
-        for module in self.modules("_blocks") {
-            let blocks_name = format!("{module}_blocks");
-            let blocks = self.need(&blocks_name, &blocks_name)?;
-            let scales = self.need(&format!("{module}_scales"), &blocks_name)?;
-            let (Dtype::U8, Dtype::U8, [leading @ .., groups, 16]) =
-                (blocks.info.dtype, scales.info.dtype, &blocks.info.shape[..])
-            else {
-                return Err(blocks.wrong("expected MXFP4 blocks: U8 of shape […, groups, 16]"));
-            };
-            if scales.info.shape != blocks.info.shape[..blocks.info.shape.len() - 1] {
-                return Err(scales.wrong(format!("expected one scale per block of {:?}", blocks.info.shape)));
-            }
-            let (rows, cols) = (product(&blocks, leading)?, product(&blocks, &[*groups, MX_BLOCK])?);
-            let experts = if let [experts, _] = leading { *experts } else { 1 };
-            self.add(module, rows, cols, Stored::MxFp4 { blocks, scales, experts })?;
         }
         Ok(())
     }
@@ -463,7 +469,7 @@ pub(super) fn missing_part(checkpoint: &Checkpoint, name: &str, because: &str) -
 }
 
 /// The product of sizes that a tensor claims.
-fn product(tensor: &Located<'_>, sizes: &[usize]) -> Result<usize> {
+pub(super) fn product(tensor: &Located<'_>, sizes: &[usize]) -> Result<usize> {
     let shape = &tensor.info.shape;
     let product = sizes.iter().try_fold(1usize, |n, &size| n.checked_mul(size));
     product.ok_or_else(|| tensor.wrong(format!("the shape {shape:?} has more elements than an address can count")))

@@ -10,6 +10,7 @@ use super::pool;
 use super::weight::{Stored, sized};
 use crate::Result;
 use half::{bf16, f16};
+use nvfp4_spec::e8m0;
 use safetensors::Dtype;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
@@ -24,7 +25,11 @@ const RUN: usize = 4096;
 pub(super) fn check(model: &Model<'_>, threads: usize, report: &mut Report) -> Result<()> {
     let plain = model.weights.iter().filter_map(|w| if let Stored::Plain(t) = w.stored { Some(t) } else { None });
     let float = |t: &Located<'_>| matches!(t.info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::F64);
-    let tensors: Vec<Located<'_>> = plain.chain(model.others.iter().copied()).filter(float).collect();
+    let powers = model
+        .weights
+        .iter()
+        .filter_map(|w| if let Stored::MxFp4 { scales, .. } = w.stored { Some(scales) } else { None });
+    let tensors: Vec<Located<'_>> = plain.chain(model.others.iter().copied()).filter(float).chain(powers).collect();
     let pieces = |(i, t): (usize, &Located<'_>)| (0..t.info.len).step_by(PIECE as usize).map(move |at| (i, at));
     let tasks: Vec<(usize, u64)> = tensors.iter().enumerate().flat_map(pieces).collect();
     let found: Vec<Mutex<Option<(u64, f64)>>> = tensors.iter().map(|_| Mutex::new(None)).collect();
@@ -105,6 +110,10 @@ fn first(dtype: Dtype, bytes: &[u8]) -> Option<(usize, f64)> {
             .map(|(i, b)| (i, bf16::from_le_bytes(b).to_f64())),
         Dtype::F16 => search(bytes.as_chunks().0, |b| u16::from_le_bytes(b) & 0x7C00 == 0x7C00)
             .map(|(i, b)| (i, f16::from_le_bytes(b).to_f64())),
+        // Powers of two.
+        Dtype::U8 | Dtype::F8_E8M0 => {
+            search(bytes.as_chunks().0, |[b]| b == e8m0::NAN_BYTE).map(|(i, _)| (i, f64::NAN))
+        }
         Dtype::F32 => search(bytes.as_chunks().0, |b| !f32::from_le_bytes(b).is_finite())
             .map(|(i, b)| (i, f64::from(f32::from_le_bytes(b)))),
         _ => {

@@ -69,12 +69,14 @@ pub enum Form {
     Fp8,
     /// FP8 with scales of this kind.
     Eight(Eight),
+    /// MXFP4, where a weight is MXFP4 already.
+    MxFp4,
     /// As it is: FP8, MXFP8, MXFP4 and NVFP4 keep their bytes.
     Keep,
 }
 
 impl Form {
-    const WORDS: [(&'static str, Form); 9] = [
+    const WORDS: [(&'static str, Form); 10] = [
         ("nvfp4", Form::Nvfp4),
         ("nvfp4-w4a4", Form::W4A4),
         ("nvfp4-w4a16", Form::W4A16),
@@ -83,6 +85,7 @@ impl Form {
         ("fp8-channel", Form::Eight(Eight::Channel)),
         ("fp8-block", Form::Eight(Eight::Block)),
         ("mxfp8", Form::Eight(Eight::Mx)),
+        ("mxfp4", Form::MxFp4),
         ("keep", Form::Keep),
     ];
 
@@ -92,7 +95,7 @@ impl Form {
             Form::Eight(eight) => Some(eight),
             Form::Fp8 if target == Target::CompressedTensors => Some(Eight::Channel),
             Form::Fp8 => Some(Eight::Tensor),
-            Form::Nvfp4 | Form::W4A4 | Form::W4A16 | Form::Keep => None,
+            Form::Nvfp4 | Form::W4A4 | Form::W4A16 | Form::MxFp4 | Form::Keep => None,
         }
     }
 }

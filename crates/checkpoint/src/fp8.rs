@@ -11,6 +11,7 @@ pub(super) fn kind(rows: usize, cols: usize, scale: &Located<'_>) -> Option<Eigh
     let blocks = Eight::Block.scales(rows, cols);
     match (scale.info.dtype, &scale.info.shape[..]) {
         (Dtype::U8, shape) => (shape == Eight::Mx.scales(rows, cols)).then_some(Eight::Mx),
+        (Dtype::F8_E8M0, &[tall, wide] | &[tall, 1, wide, 1]) => ([tall, wide] == blocks).then_some(Eight::Block),
         (Dtype::F32 | Dtype::BF16 | Dtype::F16, shape) => match *shape {
             [] | [1] => Some(Eight::Tensor),
             [tall] | [tall, 1] if tall == rows && rows > 1 => Some(Eight::Channel),

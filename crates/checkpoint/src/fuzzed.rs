@@ -5,7 +5,8 @@ use super::dialect::{Dialect, Model};
 use super::file::TensorFile;
 use super::folder::Checkpoint;
 use super::gguf::{self, GgufFile};
-use super::plan::{Plan, Selection};
+use super::plan::Plan;
+use super::selection::Selection;
 use super::shards::{self, Shards};
 use super::target::{Activations, Extras, Target};
 use super::weight::Buffer;
@@ -45,7 +46,8 @@ pub fn check_model(file: Vec<u8>, config: &[u8], dialect: Option<Dialect>, clien
             assert!(read.is_ok_and(|len| len == rows.len() * weight.cols), "a weight that was taken in can be read");
         }
     }
-    for target in [Target::ModelOpt, Target::CompressedTensors, Target::Plain(Precision::Bf16), Target::Gguf] {
+    let plain = Target::Plain(Precision::Bf16);
+    for target in [Target::ModelOpt, Target::CompressedTensors, Target::DeepSeekV4, plain, Target::Gguf] {
         let plan = match target {
             Target::Plain(_) => Ok(Plan::decode(&model)),
             _ => Plan::new(&model, &Selection::default(), target),

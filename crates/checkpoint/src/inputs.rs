@@ -3,7 +3,8 @@
 
 use super::dialect::Model;
 use super::form::{Eight, Form};
-use super::plan::{Differing, Item, Plan};
+use super::plan::{Item, Plan};
+use super::selection::Differing;
 use super::settings::{Acts, KvCache, Settings};
 use super::target::{Activations, Extras, Kv, Scale, Target};
 use super::weight::{Stored, number};
@@ -26,7 +27,18 @@ pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) ->
             "GGUF does not record how keys and values are kept; leave the setting out, and use llama.cpp's own options";
         return Err(Error::setting(Setting::Kv, reason));
     }
-    Ok(Extras { activations: activations(settings, plan)?, kv: kv(settings, model) })
+    let activations = activations(settings, plan)?;
+    if settings.target == Target::DeepSeekV4 {
+        if settings.kv != KvCache::Unsaid {
+            let reason = "DeepSeek-V4's form does not say how keys and values are kept; leave the setting out";
+            return Err(Error::setting(Setting::Kv, reason));
+        }
+        if activations == Activations::Plain {
+            let reason = "vLLM reads the experts of DeepSeek-V4's form with scales of their activations; give them";
+            return Err(Error::setting(Setting::Acts, reason));
+        }
+    }
+    Ok(Extras { activations, kv: kv(settings, model) })
 }
 
 /// Whether activation scales are written. An NVFP4 source that has them for all of its weights

@@ -33,6 +33,7 @@
 #[cfg(target_endian = "big")]
 compile_error!("weights are read as they are in the file, which needs a little-endian machine");
 
+mod action;
 mod architecture;
 mod attempt;
 mod beside;
@@ -46,6 +47,8 @@ mod convert;
 mod crash;
 #[cfg(test)]
 mod crash_parts;
+mod deciding;
+mod deepseek;
 mod described;
 mod dialect;
 mod dimension;
@@ -61,6 +64,7 @@ mod fp8;
 #[doc(hidden)]
 pub mod fuzzed;
 pub mod gguf;
+mod groups;
 mod ignored;
 mod inputs;
 mod joined;
@@ -70,6 +74,7 @@ mod kernel_path;
 mod layer;
 mod measure;
 mod mixed;
+mod mx_sources;
 mod mxfp4;
 mod names;
 mod outline;
@@ -84,6 +89,7 @@ mod room;
 mod rows;
 mod ruled;
 mod rules;
+mod selection;
 mod settings;
 mod shards;
 mod share;
@@ -101,10 +107,12 @@ mod weight;
 mod work;
 mod written;
 
+pub use action::Action;
 pub use architecture::{Architectures, loading};
 pub use client::Client;
 pub use compare::{Compared, Comparison, Difference, compare, differences};
 pub use convert::convert;
+pub use deciding::Copied;
 pub use dialect::{Dialect, Model, detect};
 pub use error::{Decoding, Error, Result, Setting};
 pub use existing::{Existing, Outcome};
@@ -119,9 +127,10 @@ pub use kernel_path::{Capability, KernelPath, Path, gguf_kernel_path, kernel_pat
 pub use measure::Measure;
 pub use names::{Pattern, Preset};
 pub use parts::{PartSummary, convert_part, finish};
-pub use plan::{Action, Copied, DefaultSkips, Differing, Fuse, Group, Item, Plan, Selection};
+pub use plan::{Group, Item, Plan};
 pub use portion::Portion;
 pub use rules::Rules;
+pub use selection::{DefaultSkips, Differing, Fuse, Selection};
 pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use share::{Share, shares};

@@ -1,11 +1,14 @@
 //! The configuration of a checkpoint in other forms than NVFP4, or in several: ModelOpt names the
 //! algorithm of every module, compressed-tensors has a group of modules for each form.
 
+use super::action::Action;
+use super::architecture;
 use super::configuration::{compressed_tensors_of, kv_scheme, nvfp4_group, producer};
 use super::form::Eight;
-use super::plan::{Action, Item, Plan};
+use super::plan::{Item, Plan};
+use super::stacked::is_expert;
 use super::target::{Activations, Extras, Kv, Target};
-use super::weight::Stored;
+use super::weight::{MX_BLOCK, Stored};
 use nvfp4_spec::BLOCK;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,6 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 enum Scheme {
     Nvfp4,
     Nvfp4WeightOnly,
+    /// MXFP4, as the source has it.
+    MxFp4,
     /// FP8, with activation scales that are stored, or with those that come up.
     Fp8(Eight, Inputs),
 }
@@ -30,22 +35,33 @@ pub(super) struct Mixed<'p> {
     target: Target,
     ignore: &'p [String],
     kv: Kv,
-    schemes: BTreeMap<Scheme, Vec<&'p str>>,
+    /// How the source has activations beside its MXFP4.
+    mxfp4_inputs: Value,
+    schemes: BTreeMap<Scheme, Vec<String>>,
 }
 
 impl<'p> Mixed<'p> {
     /// None where all that is quantized is NVFP4 of one kind, or the target has no configuration.
-    pub fn new(plan: &'p Plan<'_>, target: Target, ignore: &'p [String], extras: Extras) -> Option<Self> {
+    pub fn new(
+        plan: &'p Plan<'_>,
+        target: Target,
+        source: Option<&Value>,
+        ignore: &'p [String],
+        extras: Extras,
+    ) -> Option<Self> {
         if !plan.is_mixed() || !matches!(target, Target::ModelOpt | Target::CompressedTensors) {
             return None;
         }
-        let mut schemes: BTreeMap<Scheme, Vec<&str>> = BTreeMap::new();
+        let mut schemes: BTreeMap<Scheme, Vec<String>> = BTreeMap::new();
         for item in &plan.items {
             if let Some(scheme) = scheme(item, target, extras.activations) {
-                schemes.entry(scheme).or_default().push(&item.weight.module);
+                let module = &item.weight.module;
+                let names = [Some(module.clone()), architecture::called_by_vllm(source, module)];
+                schemes.entry(scheme).or_default().extend(names.into_iter().flatten());
             }
         }
-        Some(Mixed { target, ignore, kv: extras.kv, schemes })
+        let mxfp4_inputs = mxfp4_inputs(source).cloned().unwrap_or_default();
+        Some(Mixed { target, ignore, kv: extras.kv, mxfp4_inputs, schemes })
     }
 
     /// `quantization_config` of `config.json`.
@@ -86,7 +102,7 @@ impl<'p> Mixed<'p> {
             if let Some(size) = scheme.group_size() {
                 layer["group_size"] = json!(size);
             }
-            layers.extend(modules.iter().map(|module| (*module, layer.clone())));
+            layers.extend(modules.iter().map(|module| (module.as_str(), layer.clone())));
         }
         json!(layers)
     }
@@ -114,17 +130,42 @@ impl<'p> Mixed<'p> {
     }
 
     fn compressed_tensors(&self) -> Value {
-        let group = |(i, (scheme, modules)): (usize, (&Scheme, &Vec<&str>))| {
+        let group = |(i, (scheme, modules)): (usize, (&Scheme, &Vec<String>))| {
             let targets = match self.single() {
                 Some(_) => vec!["Linear".to_string()],
                 None => targets(modules),
             };
-            (format!("group_{i}"), scheme.group(&targets))
+            (format!("group_{i}"), scheme.group(&targets, &self.mxfp4_inputs))
         };
         let groups: Map<String, Value> = self.schemes.iter().enumerate().map(group).collect();
         let format = self.single().map_or("mixed-precision", Scheme::format);
         compressed_tensors_of(Value::Object(groups), format, self.ignore, self.kv)
     }
+}
+
+/// What a compressed-tensors source says about activations beside MXFP4.
+fn mxfp4_inputs(source: Option<&Value>) -> Option<&Value> {
+    let groups = source?.pointer("/quantization_config/config_groups")?.as_object()?;
+    let is = |group: &&Value, key: &str, value: usize| group.pointer(&format!("/weights/{key}")) == Some(&json!(value));
+    groups
+        .values()
+        .find(|group| is(group, "num_bits", 4) && is(group, "group_size", MX_BLOCK))?
+        .get("input_activations")
+}
+
+/// A group of compressed-tensors' MXFP4.
+fn mxfp4_group(targets: &[String], inputs: &Value) -> Value {
+    json!({
+        "targets": targets,
+        "weights": {
+            "num_bits": 4, "type": "float", "symmetric": true, "group_size": MX_BLOCK, "strategy": "group",
+            "block_structure": null, "dynamic": false, "actorder": null, "scale_dtype": "torch.uint8",
+            "zp_dtype": "torch.uint8", "observer": "memoryless_minmax", "observer_kwargs": {},
+        },
+        "input_activations": inputs,
+        "output_activations": null,
+        "format": Scheme::MxFp4.format(),
+    })
 }
 
 fn scheme(item: &Item<'_>, target: Target, activations: Activations) -> Option<Scheme> {
@@ -135,6 +176,9 @@ fn scheme(item: &Item<'_>, target: Target, activations: Activations) -> Option<S
             _ => Inputs::Dynamic,
         };
         return Some(Scheme::Fp8(eight, stored));
+    }
+    if item.action == Action::RetainMxFp4 {
+        return Some(Scheme::MxFp4);
     }
     item.action.is_nvfp4().then(|| match item.has_fp4_inputs(activations) {
         true => Scheme::Nvfp4,
@@ -148,6 +192,8 @@ impl Scheme {
         match self {
             Scheme::Nvfp4 => "NVFP4",
             Scheme::Nvfp4WeightOnly => "W4A16_NVFP4",
+            // No reader of ModelOpt's format has it, so it is refused there.
+            Scheme::MxFp4 => "MXFP4",
             Scheme::Fp8(Eight::Tensor, _) => "FP8",
             Scheme::Fp8(Eight::Channel, _) => "FP8_PER_CHANNEL_PER_TOKEN",
             Scheme::Fp8(Eight::Block, _) => "FP8_PB_WO",
@@ -158,6 +204,7 @@ impl Scheme {
     fn group_size(self) -> Option<usize> {
         match self {
             Scheme::Nvfp4 | Scheme::Nvfp4WeightOnly => Some(BLOCK),
+            Scheme::MxFp4 => Some(MX_BLOCK),
             Scheme::Fp8(Eight::Mx, _) => Some(Eight::MX_BLOCK),
             Scheme::Fp8(Eight::Tensor | Eight::Channel | Eight::Block, _) => None,
         }
@@ -190,15 +237,17 @@ impl Scheme {
     fn format(self) -> &'static str {
         match self {
             Scheme::Nvfp4 | Scheme::Nvfp4WeightOnly => "nvfp4-pack-quantized",
+            Scheme::MxFp4 => "mxfp4-pack-quantized",
             Scheme::Fp8(Eight::Mx, _) => "mxfp8-quantized",
             Scheme::Fp8(..) => "float-quantized",
         }
     }
 
     /// A group of compressed-tensors'.
-    fn group(self, targets: &[String]) -> Value {
+    fn group(self, targets: &[String], mxfp4_inputs: &Value) -> Value {
         let (eight, inputs) = match self {
             Scheme::Nvfp4 => return nvfp4_group(targets, Activations::Nvfp4),
+            Scheme::MxFp4 => return mxfp4_group(targets, mxfp4_inputs),
             Scheme::Nvfp4WeightOnly => return nvfp4_group(targets, Activations::Plain),
             Scheme::Fp8(eight, inputs) => (eight, inputs),
         };
@@ -232,15 +281,17 @@ impl Scheme {
 }
 
 /// Modules as targets of a group. The experts of a layer have one form, so one expression stands for
-/// all of them: a server tries every target for every module.
-fn targets(modules: &[&str]) -> Vec<String> {
-    let target = |module: &&str| match module.split_once(".experts.") {
-        Some((parent, rest)) => match rest.split_once('.') {
-            Some((number, last)) if number.bytes().all(|b| b.is_ascii_digit()) => {
-                format!("re:{}\\.experts\\.\\d+\\.{}$", regex_lite::escape(parent), regex_lite::escape(last))
-            }
-            _ => module.to_string(),
-        },
+/// all of them: a server tries every target for every module. vLLM gives the beginning of a name
+/// another form (`backbone.layers` is its `model.layers`), but not that of an expression; and of
+/// experts without a gate it asks for one that has no name.
+fn targets(modules: &[String]) -> Vec<String> {
+    let parent =
+        |parent: &str| match parent.match_indices("layers.").find(|(at, _)| *at == 0 || parent[..*at].ends_with('.')) {
+            Some((at, _)) => format!("(.*\\.)?{}", regex_lite::escape(&parent[at..])),
+            None => regex_lite::escape(parent),
+        };
+    let target = |module: &String| match module.split_once(".experts.").filter(|_| is_expert(module)) {
+        Some((before, _)) => format!("re:{}\\.experts\\.\\d+\\..*$", parent(before)),
         None => module.to_string(),
     };
     modules.iter().map(target).collect::<BTreeSet<String>>().into_iter().collect()
@@ -252,8 +303,9 @@ mod tests {
 
     #[test]
     fn experts_are_one_target() {
-        let modules = ["l.0.mlp.experts.0.up", "l.0.mlp.experts.11.up", "l.0.mlp.experts.0.down", "l.0.attn.q"];
-        let expected = ["l.0.attn.q", r"re:l\.0\.mlp\.experts\.\d+\.down$", r"re:l\.0\.mlp\.experts\.\d+\.up$"];
-        assert_eq!(targets(&modules), expected);
+        let modules = ["l.0.mlp.experts.0.up", "l.0.mlp.experts.11.up", "m.layers.0.mlp.experts.0.down", "l.0.attn.q"];
+        let layers = r"re:(.*\.)?layers\.0\.mlp\.experts\.\d+\..*$";
+        let expected = ["l.0.attn.q", layers, r"re:l\.0\.mlp\.experts\.\d+\..*$"];
+        assert_eq!(targets(&modules.map(str::to_string)), expected);
     }
 }

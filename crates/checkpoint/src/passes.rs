@@ -4,10 +4,11 @@
 //! threads, on the memory, on how often the conversion was interrupted, or on who makes which of
 //! its parts.
 
+use super::action::Action;
 use super::conversion::{Amaxes, Conversion};
 use super::folder::Located;
 use super::measure::Measure;
-use super::plan::{Action, Item};
+use super::plan::Item;
 use super::rows::{Memory, Piece, copy};
 use super::settings::{Finished, Pass};
 use super::shards::{Placed, RowOrder, Shard, Unit};
@@ -133,6 +134,9 @@ impl<'p> Conversion<'_, 'p> {
                 return self.write_kv_scale(sink, offsets);
             }
         }
+        if let (Action::RetainMxFp4, Stored::MxFp4 { scales, .. }) = (&item.action, &item.weight.stored) {
+            copy_whole(scales, sink, offsets[&Role::Scales])?;
+        }
         if let Some(&at) = offsets.get(&Role::Global) {
             for matrix in 0..item.weight.matrices() {
                 let scale = match &item.weight.stored {
@@ -199,10 +203,8 @@ fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) ->
         (ScaleUnit::Multiplier, _) => Scale::Multiplier(stored),
         (ScaleUnit::Divisor, _) => Scale::Divisor(stored),
         (ScaleUnit::Amax(_), _) if amax == 0.0 => Scale::Multiplier(1.0),
-        (ScaleUnit::Amax(bound), Target::ModelOpt | Target::Gguf | Target::Plain(_)) => {
-            Scale::Multiplier((amax / bound.six_e()).max(f32::from_bits(1)))
-        }
         (ScaleUnit::Amax(bound), Target::CompressedTensors) => Scale::Divisor((bound.six_e() / amax).min(f32::MAX)),
+        (ScaleUnit::Amax(bound), _) => Scale::Multiplier((amax / bound.six_e()).max(f32::from_bits(1))),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Does the configuration of a checkpoint in several forms, or in FP8, say of every weight what it
 //! is? A server builds each layer by it, and reads what it finds as that.
 
+use super::architecture;
 use super::client::Client;
 use super::dialect::{Dialect, Model};
 use super::finding::Report;
@@ -10,7 +11,7 @@ use super::joined;
 use super::weight::{Stored, Weight, number};
 use crate::Result;
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// The form of a weight.
@@ -18,6 +19,7 @@ use std::fmt;
 enum Form {
     Plain,
     Nvfp4,
+    MxFp4,
     Fp8(Eight),
 }
 
@@ -26,6 +28,7 @@ impl fmt::Display for Form {
         match self {
             Form::Plain => f.write_str("not quantized"),
             Form::Nvfp4 => f.write_str("NVFP4"),
+            Form::MxFp4 => f.write_str("MXFP4"),
             Form::Fp8(eight) => eight.fmt(f),
         }
     }
@@ -49,7 +52,8 @@ const PLAIN: Promise = Promise { form: Form::Plain, inputs: Inputs::Absent };
 
 /// Whether a checkpoint has, or says that it has, other forms than NVFP4.
 pub(super) fn has_forms(model: &Model<'_>) -> bool {
-    names_all(model) || model.weights.iter().any(|weight| matches!(weight.stored, Stored::Fp8 { .. }))
+    names_all(model)
+        || model.weights.iter().any(|weight| matches!(weight.stored, Stored::Fp8 { .. } | Stored::MxFp4 { .. }))
 }
 
 /// Whether the configuration names each quantized module, so that all others are not.
@@ -94,7 +98,8 @@ fn form(weight: &Weight<'_>) -> Form {
     match &weight.stored {
         Stored::Fp8 { eight, .. } => Form::Fp8(*eight),
         Stored::Nvfp4(_) => Form::Nvfp4,
-        Stored::Plain(_) | Stored::MxFp4 { .. } => Form::Plain,
+        Stored::MxFp4 { .. } => Form::MxFp4,
+        Stored::Plain(_) => Form::Plain,
     }
 }
 
@@ -192,7 +197,11 @@ fn check_layers(model: &Model<'_>, layers: &Map<String, Value>, report: &mut Rep
             );
         }
     }
-    let unknown = || layers.keys().filter(|module| model.weight(module).is_none());
+    let config = model.checkpoint.config();
+    let modules = || model.weights.iter().map(|weight| weight.module.as_str());
+    let mut known: BTreeSet<String> = modules().map(str::to_string).collect();
+    known.extend(modules().filter_map(|module| architecture::called_by_vllm(config, module)));
+    let unknown = || layers.keys().filter(|module| !known.contains(*module));
     if let Some(first) = unknown().next() {
         let count = unknown().count();
         report.note("quantized_layers", format!("{count} names that no weight has, such as '{first}'"));
@@ -236,6 +245,7 @@ fn groups(model: &Model<'_>, description: &Value, client: Client, report: &mut R
         let format = group.get("format").and_then(Value::as_str).unwrap_or(whole);
         let expected = match promise.form {
             Form::Nvfp4 => "nvfp4-pack-quantized",
+            Form::MxFp4 => "mxfp4-pack-quantized",
             Form::Fp8(Eight::Mx) => "mxfp8-quantized",
             _ => "float-quantized",
         };
@@ -271,6 +281,7 @@ fn group_promise(group: &Value) -> Option<Promise> {
     let number = |key: &str| weights.get(key).and_then(Value::as_u64);
     let form = match (number("num_bits")?, text("type"), text("strategy"), number("group_size")) {
         (4, "float", "tensor_group", Some(16)) => Form::Nvfp4,
+        (4, "float", "group", Some(32)) => Form::MxFp4,
         (8, "float", "tensor", _) => Form::Fp8(Eight::Tensor),
         (8, "float", "channel", _) => Form::Fp8(Eight::Channel),
         (8, "float", "block", _) if weights.get("block_structure") == Some(&Value::from(vec![128, 128])) => {

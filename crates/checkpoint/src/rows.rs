@@ -1,5 +1,6 @@
 //! Writes some rows of a weight, in their new form, to their place in the output.
 
+use super::action::Action;
 use super::conversion::Conversion;
 use super::eight::Arithmetic;
 use super::first_not_finite;
@@ -8,7 +9,7 @@ use super::form::Eight;
 use super::fp8;
 use super::measure::Measure;
 use super::mxfp4;
-use super::plan::{Action, Item};
+use super::plan::Item;
 use super::shards::{Cast, Placed, RowOrder};
 use super::sink::Sink;
 use super::target::Target;
@@ -74,8 +75,9 @@ impl Conversion<'_, '_> {
             (Action::Keep(_) | Action::Decode(_), _) => self.decode(piece, memory),
             (Action::Eight(eight), _) => self.eight(piece, *eight, memory),
             // Its scales are written with the numbers of the whole weight.
-            (Action::Retain(_), stored) => {
-                let (at, len) = ((rows.start * weight.cols) as u64, rows.len() * weight.cols);
+            (Action::Retain(_) | Action::RetainMxFp4, stored) => {
+                let row = if item.action == Action::RetainMxFp4 { weight.cols / 2 } else { weight.cols };
+                let (at, len) = ((rows.start * row) as u64, rows.len() * row);
                 stored.first().read(at, sized(&mut memory.bytes, len))?;
                 piece.sink.write_at(&memory.bytes, piece.to.offsets[&Role::Codes] + at)?;
                 Ok(Measure::default())
@@ -212,7 +214,7 @@ impl Conversion<'_, '_> {
                 precision,
                 decoding: match self.settings.target {
                     Target::Plain(_) => Decoding::All,
-                    Target::ModelOpt | Target::CompressedTensors | Target::Gguf => Decoding::Rest,
+                    _ => Decoding::Rest,
                 },
             });
         }

@@ -1,7 +1,11 @@
 //! Which forms weights are written in, and which of them a target has.
 
+use super::action::Action;
+use super::deepseek;
+use super::dialect::Model;
 use super::form::{Eight, Form};
 use super::plan::{Item, Plan};
+use super::stacked::is_expert;
 use super::target::{Activations, Target};
 use crate::{Error, Result, Setting};
 use std::collections::BTreeMap;
@@ -12,6 +16,7 @@ impl Item<'_> {
         match (&self.action, self.form) {
             (action, Some(Form::W4A16)) if action.is_nvfp4() => Some("NVFP4 W4A16".to_string()),
             (action, _) if action.is_nvfp4() => Some("NVFP4".to_string()),
+            (Action::RetainMxFp4, _) => Some("MXFP4".to_string()),
             (action, _) => action.eight().map(|eight| eight.to_string()),
         }
     }
@@ -23,21 +28,22 @@ impl Item<'_> {
 
     /// Whether it is an expert of a mixture, and of which.
     pub(super) fn experts(&self) -> Option<&str> {
-        let (parent, rest) = self.weight.module.split_once(".experts.")?;
-        let number = rest.split('.').next().is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
-        number.then_some(parent)
+        is_expert(&self.weight.module).then(|| self.weight.module.split_once(".experts.").map(|(parent, _)| parent))?
     }
 }
 
 impl Plan<'_> {
     /// Whether there are other forms than NVFP4, or two of it.
     pub fn is_mixed(&self) -> bool {
-        let eight = self.items.iter().any(|item| item.action.eight().is_some());
-        eight || self.quantized().any(|item| item.form == Some(Form::W4A16))
+        let other = |item: &Item<'_>| item.action.eight().is_some() || item.action == Action::RetainMxFp4;
+        self.items.iter().any(other) || self.quantized().any(|item| item.form == Some(Form::W4A16))
     }
 
     /// An error where the target, or every server that reads it, lacks a form.
-    pub(super) fn check_forms(&self, target: Target) -> Result<()> {
+    pub(super) fn check_forms(&self, model: &Model<'_>, target: Target) -> Result<()> {
+        if target == Target::DeepSeekV4 {
+            return deepseek::check_plan(model, self);
+        }
         let refuse = |reason: String| Err(Error::setting(Setting::Rules, reason));
         let forms: Vec<String> = {
             let mut forms: Vec<String> = self.items.iter().filter_map(Item::written).collect();
@@ -45,6 +51,14 @@ impl Plan<'_> {
             forms.dedup();
             forms
         };
+        let architecture = model.architecture().unwrap_or_default();
+        let misnamed = ["FalconH1", "ModernBert"].iter().any(|name| architecture.starts_with(name));
+        if forms.len() > 1 && misnamed && matches!(target, Target::ModelOpt | Target::CompressedTensors) {
+            return refuse(format!(
+                "{architecture}: vLLM 0.32 asks for the forms of its layers by names that they do not have, so it has \
+                 one form for all; give them one"
+            ));
+        }
         let mut experts: BTreeMap<&str, (&str, Option<String>)> = BTreeMap::new();
         for item in &self.items {
             let (module, eight) = (&item.weight.module, item.action.eight());
@@ -58,6 +72,7 @@ impl Plan<'_> {
                     ));
                 }
             }
+            check_mxfp4(item, target)?;
             let Some(eight) = eight else { continue };
             if item.weight.is_transposed() {
                 return refuse(format!("'{module}' holds several experts, for which no server has {eight}"));
@@ -80,5 +95,26 @@ impl Plan<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// MXFP4 that stays, or that a rule asks for.
+fn check_mxfp4(item: &Item<'_>, target: Target) -> Result<()> {
+    let (module, kept) = (&item.weight.module, item.action == Action::RetainMxFp4);
+    let refuse = |reason: String| Err(Error::setting(Setting::Rules, reason));
+    if item.form == Some(Form::MxFp4) && !kept && !matches!(item.action, Action::Keep(_)) {
+        let format = item.weight.format();
+        return refuse(format!("'{module}' is {format}, and MXFP4 is kept, not made; use NVFP4 or MXFP8"));
+    }
+    match target {
+        _ if !kept => Ok(()),
+        _ if item.weight.is_transposed() => refuse(format!(
+            "'{module}' holds several experts, whose MXFP4 vLLM reads in GPT-OSS's own form alone, with nothing else \
+             quantized; use NVFP4, or leave the source as it is"
+        )),
+        Target::ModelOpt | Target::Gguf => refuse(format!(
+            "'{module}': no server reads MXFP4 in the format {target}; use compressed-tensors', or NVFP4"
+        )),
+        _ => Ok(()),
     }
 }

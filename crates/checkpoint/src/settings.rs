@@ -1,11 +1,12 @@
 //! What a conversion is asked for, and what it reports.
 
 use super::Dialect;
+use super::action::Action;
 use super::existing::{Existing, Outcome};
 use super::finding::Finding;
 use super::measure::Measure;
 use super::names::Pattern;
-use super::plan::{Action, Selection};
+use super::selection::Selection;
 use super::shards::Shards;
 use super::stamp::Stamp;
 use super::target::Target;

@@ -1,9 +1,11 @@
 //! Splits experts in one tensor into the matrices that servers read, where they are quantized.
 
+use super::action::Action;
+use super::deciding::Deciding;
 use super::dialect::{Dialect, detect};
 use super::file::TensorInfo;
 use super::folder::{Checkpoint, Located};
-use super::plan::{Action, Deciding, Selection};
+use super::selection::Selection;
 use super::stacked::{experts, matrices, weight};
 use super::target::Target;
 use crate::Result;

@@ -33,6 +33,12 @@ pub(super) fn experts(tensor: &Located<'_>) -> Option<String> {
     (float && dimensions == 3 && parent.ends_with("moe")).then(|| format!("{parent}.experts"))
 }
 
+/// Whether a module belongs to an expert that has tensors of its own.
+pub(super) fn is_expert(module: &str) -> bool {
+    let number = module.split_once(".experts.").and_then(|(_, rest)| rest.split('.').next());
+    number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+}
+
 /// A matrix of an expert as a weight.
 pub(super) fn weight(tensor: Located<'_>) -> Weight<'_> {
     let module = tensor.info.name.strip_suffix(".weight").unwrap_or(&tensor.info.name).to_string();

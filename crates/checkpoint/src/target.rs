@@ -15,6 +15,8 @@ pub enum Target {
     ModelOpt,
     /// compressed-tensors', which vLLM and transformers read.
     CompressedTensors,
+    /// DeepSeek-V4's own, which vLLM reads: experts in NVFP4, the rest as DeepSeek published it.
+    DeepSeekV4,
     /// One GGUF file, which llama.cpp reads, of the Llama and Qwen families.
     Gguf,
     /// Not quantized: every weight decoded to this type.
@@ -28,8 +30,12 @@ impl FromStr for Target {
         match text {
             "modelopt" => Ok(Target::ModelOpt),
             "compressed-tensors" => Ok(Target::CompressedTensors),
+            "deepseek-v4" => Ok(Target::DeepSeekV4),
             "gguf" => Ok(Target::Gguf),
-            _ => Err(Error::Refused(format!("expected modelopt, compressed-tensors or gguf, got '{text}'"))),
+            _ => {
+                let known = "modelopt, compressed-tensors, deepseek-v4 or gguf";
+                Err(Error::Refused(format!("expected {known}, got '{text}'")))
+            }
         }
     }
 }
@@ -39,7 +45,7 @@ impl Target {
     pub(super) fn kind(self) -> Kind {
         match self {
             Target::Gguf => Kind::File,
-            Target::ModelOpt | Target::CompressedTensors | Target::Plain(_) => Kind::Folder,
+            Target::ModelOpt | Target::CompressedTensors | Target::DeepSeekV4 | Target::Plain(_) => Kind::Folder,
         }
     }
 
@@ -47,7 +53,7 @@ impl Target {
     pub(super) fn decoded(self) -> Precision {
         match self {
             Target::Plain(precision) => precision,
-            Target::ModelOpt | Target::CompressedTensors | Target::Gguf => Precision::Bf16,
+            Target::ModelOpt | Target::CompressedTensors | Target::DeepSeekV4 | Target::Gguf => Precision::Bf16,
         }
     }
 
@@ -56,8 +62,8 @@ impl Target {
         match (self, multiplier_or_divisor) {
             (Target::CompressedTensors, Scale::Divisor(g)) => g,
             (Target::CompressedTensors, Scale::Multiplier(g)) => (1.0 / g).min(f32::MAX),
-            (Target::ModelOpt | Target::Gguf | Target::Plain(_), Scale::Multiplier(g)) => g,
-            (Target::ModelOpt | Target::Gguf | Target::Plain(_), Scale::Divisor(g)) => (1.0 / g).min(f32::MAX),
+            (_, Scale::Multiplier(g)) => g,
+            (_, Scale::Divisor(g)) => (1.0 / g).min(f32::MAX),
         }
     }
 }
@@ -67,6 +73,7 @@ impl fmt::Display for Target {
         f.write_str(match self {
             Target::ModelOpt => "modelopt",
             Target::CompressedTensors => "compressed-tensors",
+            Target::DeepSeekV4 => "deepseek-v4",
             Target::Gguf => "gguf",
             Target::Plain(Precision::Bf16) => "bf16",
             Target::Plain(Precision::F16) => "f16",

@@ -61,6 +61,7 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
 
 fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
     let loads = match client {
+        Client::Vllm if model.dialect == Dialect::DeepSeekV4Nvfp4 => true,
         Client::Vllm | Client::SgLang | Client::LlamaCpp => {
             matches!(model.dialect, Dialect::ModelOpt | Dialect::CompressedTensors)
         }

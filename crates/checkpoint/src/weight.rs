@@ -78,8 +78,9 @@ pub enum Stored<'a> {
         blocks: Located<'a>,
         /// E8M0 scales.
         scales: Located<'a>,
-        /// How many matrices it holds, one after the other.
-        experts: usize,
+        /// One matrix, or experts one after the other. They are stored with outputs before inputs
+        /// either way; ModelOpt's form of experts has inputs before outputs.
+        arrangement: Arrangement,
     },
     /// NVFP4.
     Nvfp4(Nvfp4<'a>),
@@ -159,8 +160,8 @@ impl Weight<'_> {
     /// How many matrices it holds, one after the other, each with a tensor scale of its own.
     pub fn matrices(&self) -> usize {
         match &self.stored {
-            Stored::MxFp4 { experts, .. } => *experts,
-            Stored::Nvfp4(Nvfp4 { arrangement: Arrangement::Experts(experts), .. }) => *experts,
+            Stored::MxFp4 { arrangement: Arrangement::Experts(experts), .. }
+            | Stored::Nvfp4(Nvfp4 { arrangement: Arrangement::Experts(experts), .. }) => *experts,
             _ => 1,
         }
     }
@@ -168,7 +169,7 @@ impl Weight<'_> {
     /// Rows of one of them. Where there are none, the shape still says how many each would have.
     pub(super) fn matrix_rows(&self) -> usize {
         let outputs = match &self.stored {
-            Stored::MxFp4 { blocks, experts: 0, .. } => blocks.info.shape.get(1),
+            Stored::MxFp4 { blocks, arrangement: Arrangement::Experts(0), .. } => blocks.info.shape.get(1),
             Stored::Nvfp4(Nvfp4 { codes, arrangement: Arrangement::Experts(0), .. }) => codes.info.shape.get(2),
             _ => return self.rows / self.matrices(),
         };
@@ -178,7 +179,7 @@ impl Weight<'_> {
     /// Whether it is written with inputs before outputs: experts in one tensor are.
     pub(super) fn is_transposed(&self) -> bool {
         match &self.stored {
-            Stored::MxFp4 { .. } => true,
+            Stored::MxFp4 { arrangement, .. } => *arrangement != Arrangement::Rows,
             Stored::Nvfp4(parts) => parts.arrangement != Arrangement::Rows,
             Stored::Plain(_) | Stored::Fp8 { .. } => false,
         }
@@ -410,7 +411,7 @@ pub(super) fn number(tensor: &Located<'_>) -> Result<f32> {
 
 /// Scales of FP8: floats, or powers of two in a byte.
 fn read_scales(tensor: &Located<'_>, from: usize, len: usize) -> Result<Vec<f32>> {
-    if tensor.info.dtype != Dtype::U8 {
+    if !matches!(tensor.info.dtype, Dtype::U8 | Dtype::F8_E8M0) {
         return read_floats(tensor, from, len);
     }
     let mut bytes = vec![0; len];

@@ -1,12 +1,13 @@
 //! The tensors that a weight becomes in a target.
 
+use super::action::Action;
 use super::eight::Arithmetic;
 use super::folder::{Checkpoint, Located};
 use super::form::Eight;
 use super::names::KvScale;
-use super::plan::{Action, Item};
+use super::plan::Item;
 use super::target::{Activations, Kv, Target};
-use super::weight::{Stored, Weight};
+use super::weight::{MX_BLOCK, Stored, Weight};
 use nvfp4::Precision;
 use nvfp4_spec::{BLOCK, gguf};
 use safetensors::Dtype;
@@ -47,7 +48,9 @@ impl Target {
         let weight = &item.weight;
         let mut parts = match &item.action {
             Action::Keep(_) | Action::Decode(_) => vec![whole(weight, self.decoded())],
+            Action::Retain(_) | Action::RetainMxFp4 if self == Target::DeepSeekV4 => as_stored(weight),
             Action::Eight(eight) | Action::Retain(eight) => fp8(self, weight, *eight),
+            Action::RetainMxFp4 => mxfp4(weight),
             Action::Quantize | Action::Relabel | Action::Rescale if weight.is_transposed() => experts(weight),
             Action::Quantize | Action::Relabel | Action::Rescale => self.matrix(weight),
         };
@@ -94,7 +97,7 @@ impl Target {
         let (name, shape) = match self {
             Target::ModelOpt => (scale.modelopt(), vec![]),
             Target::CompressedTensors => (scale.compressed_tensors(), vec![1]),
-            Target::Gguf | Target::Plain(_) => return None,
+            Target::DeepSeekV4 | Target::Gguf | Target::Plain(_) => return None,
         };
         Some(Part { name, dtype: Dtype::F32, shape, role })
     }
@@ -105,7 +108,7 @@ impl Target {
         let part = |name: String, dtype, shape, role| Part { name, dtype, shape, role };
         let (codes, global, scalar) = match self {
             // A plan to decode quantizes nothing.
-            Target::ModelOpt | Target::Plain(_) => ("weight", "weight_scale_2", vec![]),
+            Target::ModelOpt | Target::DeepSeekV4 | Target::Plain(_) => ("weight", "weight_scale_2", vec![]),
             Target::CompressedTensors => ("weight_packed", "weight_global_scale", vec![1]),
             Target::Gguf => {
                 let blocks = vec![*rows, cols / gguf::BLOCK_ELEMENTS * gguf::BLOCK_BYTES];
@@ -153,6 +156,30 @@ fn experts(weight: &Weight<'_>) -> Vec<Part> {
         part(format!("{module}_weight_scale"), Dtype::F8_E4M3, scales, Role::Scales),
         part(format!("{module}_weight_scale_2"), Dtype::F32, vec![count], Role::Global),
     ]
+}
+
+/// The tensors of a weight that keeps its names too.
+fn as_stored(weight: &Weight<'_>) -> Vec<Part> {
+    let roles = [Role::Codes, Role::Scales];
+    let part = |(tensor, role): (Located<'_>, Role)| Part {
+        name: tensor.info.name.clone(),
+        dtype: tensor.info.dtype,
+        shape: tensor.info.shape.clone(),
+        role,
+    };
+    weight.stored.parts().into_iter().zip(roles).map(part).collect()
+}
+
+/// The tensors of a matrix in MXFP4, as compressed-tensors has them.
+fn mxfp4(weight: &Weight<'_>) -> Vec<Part> {
+    let Weight { module, rows, cols, .. } = weight;
+    let part = |name: &str, cols, role| Part {
+        name: format!("{module}.{name}"),
+        dtype: Dtype::U8,
+        shape: vec![*rows, cols],
+        role,
+    };
+    vec![part("weight_packed", cols / 2, Role::Codes), part("weight_scale", cols / MX_BLOCK, Role::Scales)]
 }
 
 /// The tensors of a weight in FP8.

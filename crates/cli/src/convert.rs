@@ -15,8 +15,8 @@ use clap::ValueEnum;
 use nvfp4::Profile;
 use nvfp4_checkpoint::gguf::GgufFile;
 use nvfp4_checkpoint::{
-    Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, Portion, ScaleChoice, Settings, Severity,
-    Shards, Statistics, Summary, Target, check_free,
+    Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, Portion, ScaleChoice, Settings,
+    Severity, Shards, Statistics, Summary, Target, check_free,
 };
 use nvfp4_files::regular;
 use serde_json::{Value, json};
@@ -39,7 +39,7 @@ pub struct Args {
     /// Folder to write; with --to gguf, a file.
     target: PathBuf,
     /// Output format: modelopt (vLLM, SGLang, TensorRT-LLM), compressed-tensors (vLLM,
-    /// transformers) or gguf (llama.cpp; Llama and Qwen).
+    /// transformers), deepseek-v4 (vLLM; DeepSeek-V4's own) or gguf (llama.cpp; Llama and Qwen).
     #[arg(long, default_value = "modelopt")]
     to: Target,
     /// Format of the source, when it cannot be detected.
@@ -375,7 +375,10 @@ fn forms(plan: &Plan<'_>) -> BTreeMap<String, (usize, u64)> {
         forms.insert("NVFP4".to_string(), (0, 0));
     }
     for item in plan.items.iter().filter(|item| item.action.is_quantized()) {
-        let form = item.action.eight().map_or("NVFP4".to_string(), |eight| eight.to_string());
+        let form = match item.action {
+            Action::RetainMxFp4 => "MXFP4".to_string(),
+            _ => item.action.eight().map_or("NVFP4".to_string(), |eight| eight.to_string()),
+        };
         let (count, elements) = forms.entry(form).or_default();
         *count += 1;
         *elements += item.weight.elements();

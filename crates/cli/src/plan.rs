@@ -20,7 +20,7 @@ use std::process::ExitCode;
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
-    /// Output format: modelopt, compressed-tensors or gguf.
+    /// Output format: modelopt, compressed-tensors, deepseek-v4 or gguf.
     #[arg(long, default_value = "modelopt")]
     to: Target,
     #[command(flatten)]
@@ -85,7 +85,7 @@ fn new_bytes(item: &Item<'_>) -> u64 {
         Action::Eight(Eight::Tensor | Eight::Channel | Eight::Block) => elements,
         Action::Eight(Eight::Mx) => elements + elements / 32,
         Action::Decode(_) => elements * 2,
-        Action::Keep(_) | Action::Retain(_) => item.weight.byte_len(),
+        Action::Keep(_) | Action::Retain(_) | Action::RetainMxFp4 => item.weight.byte_len(),
     }
 }
 
@@ -116,6 +116,7 @@ fn words<'a>(item: &'a Item<'_>) -> (&'static str, &'a str) {
         Action::Quantize => ("nvfp4", ""),
         Action::Eight(eight) => (form(*eight), ""),
         Action::Retain(eight) => ("retain", retained(*eight)),
+        Action::RetainMxFp4 => ("retain", "MXFP4 already"),
         Action::Relabel => ("relabel", "NVFP4 already"),
         Action::Rescale => ("rescale", RESCALE),
         Action::Decode(why) => ("decode", why),

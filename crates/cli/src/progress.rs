@@ -110,6 +110,7 @@ fn line(w: &Finished, voice: Voice) -> String {
         Action::Rescale if m.error == 0.0 => format!("{name}  rescale: {RESCALE}  exact"),
         Action::Rescale => format!("{name}  rescale: {RESCALE}  relerr {:.4} to the source", m.relative_error()),
         Action::Retain(eight) => format!("{name}  retain: {eight} already"),
+        Action::RetainMxFp4 => format!("{name}  retain: MXFP4 already"),
         Action::Relabel => format!("{name}  relabel: NVFP4 already"),
         Action::Decode(why) => {
             let zeroed = if m.zeroed > 0 { format!(", {} values became 0", m.zeroed) } else { String::new() };

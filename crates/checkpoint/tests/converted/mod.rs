@@ -16,6 +16,21 @@ pub fn to(target: Target) -> Settings {
     Settings { target, threads: 2, ..Settings::default() }
 }
 
+/// Settings with a file of rules.
+pub fn rules(target: Target, text: &str) -> Settings {
+    let selection = Selection { rules: Rules::from_toml(text).unwrap(), ..Selection::default() };
+    Settings { selection, ..to(target) }
+}
+
+/// The values of a weight.
+pub fn decoded(folder: &Path, module: &str) -> Vec<f32> {
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    let model = Model::new(&checkpoint).unwrap();
+    let (weight, mut buffer) = (model.weight(module).unwrap(), Buffer::default());
+    let values = weight.values(0..weight.rows, &mut buffer).unwrap();
+    (0..values.len()).map(|i| values.get(i)).collect()
+}
+
 pub fn json_of(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }

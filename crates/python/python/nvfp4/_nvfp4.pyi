@@ -358,7 +358,7 @@ def convert(
     source: _Path,
     target: _Path,
     *,
-    to: Literal["modelopt", "compressed-tensors", "gguf"] = "modelopt",
+    to: Literal["modelopt", "compressed-tensors", "deepseek-v4", "gguf"] = "modelopt",
     skip: Sequence[str] = ...,
     only: Sequence[str] = ...,
     preset: str = "all",
