@@ -3,6 +3,7 @@
 use super::Checkpoint;
 use super::configuration;
 use super::dialect::Model;
+use super::folder::Kind;
 use super::mixed::Mixed;
 use super::plan::{Action, Plan};
 use super::shards::{self, Shard};
@@ -32,7 +33,7 @@ impl Beside {
         files: &[Shard<'_>],
     ) -> Result<Self> {
         let (checkpoint, mut bytes) = (model.checkpoint, 0);
-        if target == Target::Gguf {
+        if target.kind() == Kind::File {
             return Ok(Beside { companions: Vec::new(), written: Vec::new(), bytes });
         }
         let companions = checkpoint.companions()?;

@@ -15,7 +15,7 @@ impl Target {
         let description = match self {
             Target::ModelOpt => modelopt(ignore, extras),
             Target::CompressedTensors => compressed_tensors(ignore, extras),
-            Target::Plain(_) | Target::Gguf => {
+            Target::Plain(_) | Target::Gguf | Target::ComfyUi => {
                 config.shift_remove("quantization_config");
                 return Value::Object(config);
             }

@@ -15,7 +15,7 @@ use super::sink::Sink;
 use super::target::{Activations, Scale, Target};
 use super::weight::{Stored, Weight, sized};
 use super::written::{self, Role};
-use super::{first_not_finite, mxfp4, pool};
+use super::{comfyui, first_not_finite, mxfp4, pool};
 use crate::Result;
 use nvfp4::{Precision, Specials};
 use nvfp4_kernels::{Input, amax};
@@ -154,6 +154,9 @@ impl<'p> Conversion<'_, 'p> {
             }
         }
         self.write_kv_scale(sink, offsets)?;
+        if let Some(&at) = offsets.get(&Role::Marker) {
+            sink.write_at(comfyui::MARKER, at)?;
+        }
         match offsets.get(&Role::Input) {
             Some(&at) => sink.write_at(&self.inputs[&item.weight.module].to_le_bytes(), at),
             None => Ok(()),
@@ -199,10 +202,8 @@ fn tensor_scale(mode: &Mode, amax: f32, precision: Precision, target: Target) ->
         (ScaleUnit::Multiplier, _) => Scale::Multiplier(stored),
         (ScaleUnit::Divisor, _) => Scale::Divisor(stored),
         (ScaleUnit::Amax(_), _) if amax == 0.0 => Scale::Multiplier(1.0),
-        (ScaleUnit::Amax(bound), Target::ModelOpt | Target::Gguf | Target::Plain(_)) => {
-            Scale::Multiplier((amax / bound.six_e()).max(f32::from_bits(1)))
-        }
         (ScaleUnit::Amax(bound), Target::CompressedTensors) => Scale::Divisor((bound.six_e() / amax).min(f32::MAX)),
+        (ScaleUnit::Amax(bound), _) => Scale::Multiplier((amax / bound.six_e()).max(f32::from_bits(1))),
     }
 }
 

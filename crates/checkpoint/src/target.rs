@@ -17,6 +17,8 @@ pub enum Target {
     CompressedTensors,
     /// One GGUF file, which llama.cpp reads, of the Llama and Qwen families.
     Gguf,
+    /// One safetensors file, which ComfyUI reads.
+    ComfyUi,
     /// Not quantized: every weight decoded to this type.
     Plain(Precision),
 }
@@ -29,7 +31,8 @@ impl FromStr for Target {
             "modelopt" => Ok(Target::ModelOpt),
             "compressed-tensors" => Ok(Target::CompressedTensors),
             "gguf" => Ok(Target::Gguf),
-            _ => Err(Error::Refused(format!("expected modelopt, compressed-tensors or gguf, got '{text}'"))),
+            "comfyui" => Ok(Target::ComfyUi),
+            _ => Err(Error::Refused(format!("expected modelopt, compressed-tensors, gguf or comfyui, got '{text}'"))),
         }
     }
 }
@@ -38,8 +41,17 @@ impl Target {
     /// Whether it is a folder or a file.
     pub(super) fn kind(self) -> Kind {
         match self {
-            Target::Gguf => Kind::File,
+            Target::Gguf | Target::ComfyUi => Kind::File,
             Target::ModelOpt | Target::CompressedTensors | Target::Plain(_) => Kind::Folder,
+        }
+    }
+
+    /// How the name of a target that is a file ends.
+    pub(super) fn extension(self) -> Option<&'static str> {
+        match self {
+            Target::Gguf => Some("gguf"),
+            Target::ComfyUi => Some("safetensors"),
+            Target::ModelOpt | Target::CompressedTensors | Target::Plain(_) => None,
         }
     }
 
@@ -47,7 +59,7 @@ impl Target {
     pub(super) fn decoded(self) -> Precision {
         match self {
             Target::Plain(precision) => precision,
-            Target::ModelOpt | Target::CompressedTensors | Target::Gguf => Precision::Bf16,
+            _ => Precision::Bf16,
         }
     }
 
@@ -56,8 +68,8 @@ impl Target {
         match (self, multiplier_or_divisor) {
             (Target::CompressedTensors, Scale::Divisor(g)) => g,
             (Target::CompressedTensors, Scale::Multiplier(g)) => (1.0 / g).min(f32::MAX),
-            (Target::ModelOpt | Target::Gguf | Target::Plain(_), Scale::Multiplier(g)) => g,
-            (Target::ModelOpt | Target::Gguf | Target::Plain(_), Scale::Divisor(g)) => (1.0 / g).min(f32::MAX),
+            (_, Scale::Multiplier(g)) => g,
+            (_, Scale::Divisor(g)) => (1.0 / g).min(f32::MAX),
         }
     }
 }
@@ -68,6 +80,7 @@ impl fmt::Display for Target {
             Target::ModelOpt => "modelopt",
             Target::CompressedTensors => "compressed-tensors",
             Target::Gguf => "gguf",
+            Target::ComfyUi => "comfyui",
             Target::Plain(Precision::Bf16) => "bf16",
             Target::Plain(Precision::F16) => "f16",
             Target::Plain(Precision::F32) => "f32",
