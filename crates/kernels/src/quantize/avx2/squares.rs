@@ -1,6 +1,6 @@
 //! The errors of candidates for a tile's scale, nearly: what the searches of [`super::search`] and
-//! [`super::modelopt`] filter with. Nine vector operations for eight elements, where the rules' own
-//! take thirteen.
+//! [`super::modelopt`] filter with. At most eight vector operations for eight elements, where the
+//! rules' own take thirteen.
 //!
 //! An element x is compared in units of f, what codes are multiplied by to decode them: its error
 //! is that of y = x/f, rounded to a code q. The error of the tile is f² times the sum S of the
