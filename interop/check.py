@@ -289,6 +289,34 @@ def llama_cpp_runs_our_gguf(root):
 
 
 @check
+def comfy_kitchen_decodes_our_bytes(root):
+    import comfy_kitchen
+    from safetensors.torch import load_file
+
+    ours, plain = root / "llama-comfy.safetensors", root / "llama-comfy-plain"
+    nvfp4("convert", made(root, "llama"), ours, "-q", "--to", "comfyui")
+    nvfp4("verify", ours, "--for", "comfyui")
+    nvfp4("dequant", ours, plain, "--dtype", "f32")
+    parts, decoded, source = load_file(ours), tensors(plain), tensors(made(root, "llama"))
+    modules = [key.removesuffix(".comfy_quant") for key in parts if key.endswith(".comfy_quant")]
+    same = 0
+    for module in modules:
+        codes, scales, scale = (parts[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+        assert json.loads(parts[f"{module}.comfy_quant"].numpy().tobytes()) == {"format": "nvfp4"}
+        expected = decoded[f"{module}.weight"]
+        layout = comfy_kitchen.tensor.TensorCoreNVFP4Layout
+        shape = tuple(expected.shape)
+        assert tuple(codes.shape) == layout.get_storage_shape(shape), module
+        params = layout.Params(scale=scale, orig_dtype=torch.float32, orig_shape=shape, block_scale=scales)
+        assert torch.equal(layout.dequantize(codes, params), expected), module
+        # It keeps the scale 0 of a block of zeros, which is 1 here, and divides in another order: most bytes are the same.
+        own, tiles = comfy_kitchen.quantize_nvfp4(source[f"{module}.weight"], scale)
+        assert tiles.shape == scales.shape and own.shape == codes.shape
+        same += int(torch.equal(own, codes) and torch.equal(tiles.view(torch.uint8), scales.view(torch.uint8)))
+    print(f"  {len(modules)} weights have our values; of {same} its own quantizer makes the same bytes")
+
+
+@check
 def torchao_decodes_our_bytes(root):
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 

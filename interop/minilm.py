@@ -13,6 +13,7 @@ from models import nvfp4
 
 GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md"
 
+SCALES = ["max", "mse", "4over6", "modelopt-mse", "modelopt-4over6"]
 SUBJECTS = ["The doctor", "A small dog", "My neighbour", "The old computer", "Nobody", "Her favourite song", "The market", "Rain"]
 VERBS = ["walked across", "forgot about", "was painted in", "slowly improved", "could not explain"]
 OBJECTS = ["the river at dawn", "a broken promise", "seventeen languages", "the price of bread", "quantum mechanics"]
@@ -43,11 +44,11 @@ def table(root):
     before = embed(folder, None)
     assert len(before) == 200
     # The rows of the guide. The error is one of bytes; cosines are as exact as the sums of the machine's torch.
-    row = r"\| (max|mse|4over6) \| (0\.\d{4}) \| (0\.\d{4}) \| (0\.\d{4}) \|"
+    row = rf"\| ({'|'.join(SCALES)}) \| (0\.\d{{4}}) \| (0\.\d{{4}}) \| (0\.\d{{4}}) \|"
     expected = {scale: tuple(map(float, cells)) for scale, *cells in re.findall(row, GUIDE.read_text())}
     print("  | `--scale` | relative error of the weights | cosine: mean | least |")
     print("  |---|---|---|---|")
-    for scale in ["max", "mse", "4over6"]:
+    for scale in SCALES:
         packed, plain = root / f"minilm-{scale}", root / f"minilm-{scale}-plain"
         nvfp4("convert", folder, packed, "-q", "--scale", scale)
         nvfp4("dequant", packed, plain)

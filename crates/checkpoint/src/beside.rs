@@ -4,6 +4,7 @@ use super::Checkpoint;
 use super::action::Action;
 use super::configuration;
 use super::dialect::Model;
+use super::folder::Kind;
 use super::mixed::Mixed;
 use super::plan::Plan;
 use super::shards::{self, Shard};
@@ -33,7 +34,7 @@ impl Beside {
         files: &[Shard<'_>],
     ) -> Result<Self> {
         let (checkpoint, mut bytes) = (model.checkpoint, 0);
-        if target == Target::Gguf {
+        if target.kind() == Kind::File {
             return Ok(Beside { companions: Vec::new(), written: Vec::new(), bytes });
         }
         let companions = checkpoint.companions()?;

@@ -19,6 +19,8 @@ pub enum Client {
     LlamaCpp,
     /// transformers.
     Transformers,
+    /// ComfyUI.
+    ComfyUi,
 }
 
 impl FromStr for Client {
@@ -31,8 +33,9 @@ impl FromStr for Client {
             "tensorrt-llm" => Ok(Client::TensorRtLlm),
             "llama.cpp" => Ok(Client::LlamaCpp),
             "transformers" => Ok(Client::Transformers),
+            "comfyui" => Ok(Client::ComfyUi),
             _ => Err(Error::Refused(format!(
-                "expected vllm, sglang, tensorrt-llm, llama.cpp or transformers, got '{text}'"
+                "expected vllm, sglang, tensorrt-llm, llama.cpp, transformers or comfyui, got '{text}'"
             ))),
         }
     }
@@ -46,6 +49,7 @@ impl fmt::Display for Client {
             Client::TensorRtLlm => "TensorRT-LLM",
             Client::LlamaCpp => "llama.cpp",
             Client::Transformers => "transformers",
+            Client::ComfyUi => "ComfyUI",
         })
     }
 }

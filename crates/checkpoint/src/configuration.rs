@@ -24,7 +24,7 @@ impl Target {
                 }
                 return Value::Object(config);
             }
-            Target::Plain(_) | Target::Gguf => {
+            Target::Plain(_) | Target::Gguf | Target::ComfyUi => {
                 config.shift_remove("quantization_config");
                 return Value::Object(config);
             }

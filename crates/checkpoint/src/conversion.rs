@@ -4,11 +4,11 @@ use super::beside::{self, Beside};
 use super::dialect::Model;
 use super::plan::{Item, Plan};
 use super::settings::{Observer, Settings};
-use super::shards::{self, Shard};
+use super::shards::{self, Shard, Shards};
 use super::split::split_experts;
 use super::stamp::Stamp;
 use super::target::{Extras, Target};
-use super::{Checkpoint, complete, gguf, inputs};
+use super::{Checkpoint, comfyui, complete, gguf, inputs};
 use crate::{Error, Result, Setting};
 use nvfp4_files::durable::Disk;
 use nvfp4_spec::Mode;
@@ -58,9 +58,9 @@ pub(super) fn laid_out<R>(task: &Task<'_>, carry_out: impl FnOnce(Conversion<'_,
     let mode = settings.mode()?;
     // `out/.` and `out/` mean `out`, to which a folder can be renamed.
     let target = &task.target.components().collect::<PathBuf>();
-    if settings.target == Target::Gguf && target.extension().is_none_or(|e| e != "gguf") {
-        let name = target.display();
-        return Err(Error::Refused(format!("{name}: GGUF is one file; give the target a name that ends in .gguf")));
+    if let Some(end) = settings.target.extension().filter(|end| target.extension().is_none_or(|own| own != *end)) {
+        let (name, what) = (target.display(), if end == "gguf" { "GGUF" } else { "ComfyUI's form" });
+        return Err(Error::Refused(format!("{name}: {what} is one file; give the target a name that ends in .{end}")));
     }
     let checkpoint = Checkpoint::open(source)?;
     check_apart(source, target)?;
@@ -106,9 +106,13 @@ pub(super) fn lay_out<'p>(model: &Model<'p>, plan: &Plan<'p>, settings: &Setting
         let reason = "compressed-tensors has no form for experts in one tensor; convert to ModelOpt's form";
         return Err(Error::setting(Setting::Target, reason));
     }
+    if settings.target == Target::ComfyUi {
+        comfyui::check(plan)?;
+    }
     let extras = inputs::extras(settings, model, plan)?;
     let files = match settings.target {
         Target::Gguf => vec![gguf::lay_out(model, plan, extras.activations)?],
+        Target::ComfyUi => shards::lay_out(model, plan, Target::ComfyUi, extras, Shards::AtMost(u64::MAX))?,
         target => shards::lay_out(model, plan, target, extras, settings.shards)?,
     };
     Ok((files, extras))

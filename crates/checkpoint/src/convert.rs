@@ -118,7 +118,7 @@ impl<'p> Conversion<'_, 'p> {
         self.check_source()?;
         let mut summary = self.summary(&work)?;
         last()?;
-        if let Some(left) = work.finish(gguf::FILE)? {
+        if let Some(left) = work.finish(self.files.first().map_or("", |file| &file.file))? {
             let text = "the checkpoint that was replaced is still there, because it cannot be removed";
             summary.findings.push(Finding::note(left.display().to_string(), text));
         }
@@ -134,6 +134,12 @@ impl<'p> Conversion<'_, 'p> {
                 Ok((gguf::verify(&file).map_err(unreadable)?, None))
             }
             Target::Plain(_) => Checkpoint::open(work.folder()).map(|_| (Vec::new(), None)).map_err(unreadable),
+            Target::ComfyUi => {
+                let file = self.files.first().map_or("", |file| &file.file);
+                let checkpoint = Checkpoint::open(&work.path(file)).map_err(unreadable)?;
+                let model = Model::new(&checkpoint).map_err(unreadable)?;
+                Ok((verify(&model, Client::ComfyUi, self.settings.threads).map_err(unreadable)?, None))
+            }
             Target::ModelOpt | Target::CompressedTensors | Target::DeepSeekV4 => {
                 let checkpoint = Checkpoint::open(work.folder()).map_err(unreadable)?;
                 let model = Model::new(&checkpoint).map_err(unreadable)?;

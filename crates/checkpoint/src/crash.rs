@@ -61,7 +61,7 @@ impl Case {
         if target == Target::Gguf {
             std::fs::remove_file(dir.join("in/tokenizer.json")).unwrap();
         }
-        let target_path = dir.join(if target == Target::Gguf { "out.gguf" } else { "out" });
+        let target_path = dir.join(&target.extension().map_or("out".to_string(), |end| format!("out.{end}")));
         let settings = Settings { target, threads: 1, shards: Shards::AtMost(1500), ..Settings::default() };
         Case { dir, settings, target: target_path }
     }
@@ -74,7 +74,7 @@ impl Case {
 
     /// What a conversion without a crash writes.
     pub fn whole(&self, scale: ScaleChoice) -> BTreeMap<String, Vec<u8>> {
-        let path = self.dir.join(&format!("whole.{}", if self.settings.target == Target::Gguf { "gguf" } else { "d" }));
+        let path = self.dir.join(&format!("whole.{}", self.settings.target.extension().unwrap_or("d")));
         self.convert(&Disk::default(), &path, Existing::Refuse, scale).unwrap();
         let found = read(&path);
         remove(&path);
@@ -108,7 +108,7 @@ fn seen(mut files: BTreeMap<String, Vec<u8>>) -> BTreeMap<String, Vec<u8>> {
 
 #[test]
 fn switched_off_at_any_moment_and_resumed_the_bytes_are_the_same() {
-    for target in [Target::ModelOpt, Target::Gguf] {
+    for target in [Target::ModelOpt, Target::Gguf, Target::ComfyUi] {
         let case = Case::new(target);
         let (expected, mut crashes) = (case.whole(ScaleChoice::Max), 0);
         for operations in 0.. {
@@ -143,7 +143,7 @@ fn switched_off_at_any_moment_and_resumed_the_bytes_are_the_same() {
 /// target's name.
 #[test]
 fn switched_off_while_a_checkpoint_is_replaced_no_checkpoint_is_lost() {
-    for target in [Target::ModelOpt, Target::Gguf] {
+    for target in [Target::ModelOpt, Target::Gguf, Target::ComfyUi] {
         let case = Case::new(target);
         let (old, new) = (case.whole(ScaleChoice::Max), case.whole(ScaleChoice::Mse));
         assert!(old != new);

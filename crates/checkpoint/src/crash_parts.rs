@@ -28,10 +28,10 @@ impl Case {
     }
 }
 
-/// Two files in two parts are two whole files; one GGUF file in three parts is put together.
+/// Two files in two parts are two whole files; one file in three parts is put together.
 #[test]
 fn parts_that_are_switched_off_at_any_write_have_the_bytes_of_one_process() {
-    for (target, parts) in [(Target::ModelOpt, 2), (Target::Gguf, 3)] {
+    for (target, parts) in [(Target::ModelOpt, 2), (Target::Gguf, 3), (Target::ComfyUi, 3)] {
         let case = Case::new(target);
         let (expected, mut crashes) = (case.whole(ScaleChoice::Max), 0);
         for operations in 0.. {
@@ -74,6 +74,7 @@ fn a_finish_that_is_switched_off_at_any_write_can_be_repeated() {
         (Target::ModelOpt, 5, Existing::Refuse),
         (Target::ModelOpt, 2, Existing::Replace),
         (Target::Gguf, 3, Existing::Refuse),
+        (Target::ComfyUi, 3, Existing::Refuse),
     ] {
         let case = Case::new(target);
         let (expected, old) = (case.whole(ScaleChoice::Max), case.whole(ScaleChoice::Mse));

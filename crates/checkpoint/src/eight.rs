@@ -38,7 +38,7 @@ impl Arithmetic {
     pub fn new(target: Target, weight: &Weight<'_>, eight: Eight) -> Self {
         let producer = match target {
             Target::CompressedTensors => Producer::LlmCompressor,
-            Target::ModelOpt | Target::DeepSeekV4 | Target::Gguf | Target::Plain(_) => Producer::ModelOpt,
+            _ => Producer::ModelOpt,
         };
         let values = match weight.stored {
             Stored::MxFp4 { .. } => ScaleValues::PowersOfTwo,

@@ -46,8 +46,8 @@ pub fn check_model(file: Vec<u8>, config: &[u8], dialect: Option<Dialect>, clien
             assert!(read.is_ok_and(|len| len == rows.len() * weight.cols), "a weight that was taken in can be read");
         }
     }
-    let plain = Target::Plain(Precision::Bf16);
-    for target in [Target::ModelOpt, Target::CompressedTensors, Target::DeepSeekV4, plain, Target::Gguf] {
+    let folders = [Target::ModelOpt, Target::CompressedTensors, Target::DeepSeekV4, Target::Plain(Precision::Bf16)];
+    for target in folders.into_iter().chain([Target::ComfyUi, Target::Gguf]) {
         let plan = match target {
             Target::Plain(_) => Ok(Plan::decode(&model)),
             _ => Plan::new(&model, &Selection::default(), target),

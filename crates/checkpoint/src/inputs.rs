@@ -22,9 +22,13 @@ pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) ->
                       ModelOpt's format";
         return Err(Error::setting(Setting::Kv, reason));
     }
-    if settings.kv != KvCache::Unsaid && settings.target == Target::Gguf {
-        let reason =
-            "GGUF does not record how keys and values are kept; leave the setting out, and use llama.cpp's own options";
+    if settings.kv != KvCache::Unsaid && matches!(settings.target, Target::Gguf | Target::ComfyUi) {
+        let reason = match settings.target {
+            Target::Gguf => {
+                "GGUF does not record how keys and values are kept; leave the setting out, and use llama.cpp's own options"
+            }
+            _ => "ComfyUI's form does not record how keys and values are kept; leave the setting out",
+        };
         return Err(Error::setting(Setting::Kv, reason));
     }
     let activations = activations(settings, plan)?;

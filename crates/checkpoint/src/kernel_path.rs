@@ -172,6 +172,13 @@ fn rule(client: Client, scheme: Scheme, gpu: Capability) -> KernelPath {
                 ),
             },
         ),
+        Client::ComfyUi => (
+            "comfy-kitchen 0.2.40",
+            match from(10, 0) {
+                true => (Path::Native, "cuBLAS's FP4 products; activations are rounded to FP4"),
+                false => (Path::Decoded, "weights are decoded, products are torch's"),
+            },
+        ),
     };
     KernelPath { path, kernels, source }
 }

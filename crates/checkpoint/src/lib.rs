@@ -7,7 +7,7 @@
 //!    and `dialect` (its format);
 //! 2. what is planned: `form`, `names`, `rules`, `joined`, `outline`, `keep`, `stacked`,
 //!    `architecture`, `target`, `plan` and `split`;
-//! 3. what is written, and where: `written`, `eight` (weights in FP8), `configuration`, `mixed`
+//! 3. what is written, and where: `comfyui` and `written`, `eight` (weights in FP8), `configuration`, `mixed`
 //!    (several forms in one checkpoint), `shards` and `beside`; `gguf` for llama.cpp;
 //! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work`
 //!    (the files on the disk), `conversion`, `rows` (one piece of one weight), `passes` (the two
@@ -38,6 +38,7 @@ mod architecture;
 mod attempt;
 mod beside;
 mod client;
+mod comfyui;
 mod compare;
 mod complete;
 mod configuration;

@@ -16,7 +16,7 @@ use super::sink::Sink;
 use super::target::{Activations, Scale, Target};
 use super::weight::{Stored, Weight, sized};
 use super::written::{self, Role};
-use super::{first_not_finite, mxfp4, pool};
+use super::{comfyui, first_not_finite, mxfp4, pool};
 use crate::Result;
 use nvfp4::{Precision, Specials};
 use nvfp4_kernels::{Input, amax};
@@ -158,6 +158,9 @@ impl<'p> Conversion<'_, 'p> {
             }
         }
         self.write_kv_scale(sink, offsets)?;
+        if let Some(&at) = offsets.get(&Role::Marker) {
+            sink.write_at(comfyui::MARKER, at)?;
+        }
         match offsets.get(&Role::Input) {
             Some(&at) => sink.write_at(&self.inputs[&item.weight.module].to_le_bytes(), at),
             None => Ok(()),

@@ -1,6 +1,7 @@
 //! Writes some rows of a weight, in their new form, to their place in the output.
 
 use super::action::Action;
+use super::comfyui;
 use super::conversion::Conversion;
 use super::eight::Arithmetic;
 use super::first_not_finite;
@@ -182,6 +183,13 @@ impl Conversion<'_, '_> {
             let at = start + (rows.start * row) as u64;
             return sink.write_at(in_order(to.order, bytes, row, ordered), at);
         }
+        if self.settings.target == Target::ComfyUi {
+            comfyui::swap(codes, ordered);
+            sink.write_at(ordered, to.offsets[&Role::Codes] + (rows.start * cols / 2) as u64)?;
+            comfyui::tile(self.settings.implementation, (count, cols), scales, bytes)?;
+            let [before, wide] = comfyui::scales(rows.start, cols);
+            return sink.write_at(bytes, to.offsets[&Role::Scales] + (before * wide) as u64);
+        }
         for (role, bytes, row) in [(Role::Codes, &*codes, cols / 2), (Role::Scales, &*scales, cols / BLOCK)] {
             let start = to.offsets[&role];
             match item.weight.is_transposed() {
@@ -281,6 +289,10 @@ impl Conversion<'_, '_> {
             // A block of FP8 is made as a whole.
             RowOrder::AsStored if item.action == Action::Eight(Eight::Block) => {
                 (rows / Eight::BLOCK).max(1) * Eight::BLOCK
+            }
+            // So are scales in tiles.
+            RowOrder::AsStored if self.settings.target == Target::ComfyUi && item.action.is_quantized() => {
+                (rows / comfyui::ROWS).max(1) * comfyui::ROWS
             }
             RowOrder::AsStored => rows,
             RowOrder::Interleaved(head) => (rows / head).max(1) * head,

@@ -79,6 +79,9 @@ impl Plan<'_> {
             }
             match (target, eight) {
                 (Target::Gguf, _) => return refuse(format!("'{module}': GGUF has no {eight}; use NVFP4, or keep it")),
+                (Target::ComfyUi, _) => {
+                    return refuse(format!("'{module}': {eight} is not written for ComfyUI; use NVFP4, or keep it"));
+                }
                 (Target::ModelOpt, Eight::Channel) if forms.len() > 1 => {
                     return refuse(format!(
                         "'{module}': vLLM reads {eight} in no mixed checkpoint of ModelOpt's; use fp8-tensor, or \

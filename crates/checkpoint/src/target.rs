@@ -19,6 +19,8 @@ pub enum Target {
     DeepSeekV4,
     /// One GGUF file, which llama.cpp reads, of the Llama and Qwen families.
     Gguf,
+    /// One safetensors file, which ComfyUI reads.
+    ComfyUi,
     /// Not quantized: every weight decoded to this type.
     Plain(Precision),
 }
@@ -32,8 +34,9 @@ impl FromStr for Target {
             "compressed-tensors" => Ok(Target::CompressedTensors),
             "deepseek-v4" => Ok(Target::DeepSeekV4),
             "gguf" => Ok(Target::Gguf),
+            "comfyui" => Ok(Target::ComfyUi),
             _ => {
-                let known = "modelopt, compressed-tensors, deepseek-v4 or gguf";
+                let known = "modelopt, compressed-tensors, deepseek-v4, gguf or comfyui";
                 Err(Error::Refused(format!("expected {known}, got '{text}'")))
             }
         }
@@ -44,8 +47,17 @@ impl Target {
     /// Whether it is a folder or a file.
     pub(super) fn kind(self) -> Kind {
         match self {
-            Target::Gguf => Kind::File,
+            Target::Gguf | Target::ComfyUi => Kind::File,
             Target::ModelOpt | Target::CompressedTensors | Target::DeepSeekV4 | Target::Plain(_) => Kind::Folder,
+        }
+    }
+
+    /// How the name of a target that is a file ends.
+    pub(super) fn extension(self) -> Option<&'static str> {
+        match self {
+            Target::Gguf => Some("gguf"),
+            Target::ComfyUi => Some("safetensors"),
+            Target::ModelOpt | Target::CompressedTensors | Target::DeepSeekV4 | Target::Plain(_) => None,
         }
     }
 
@@ -53,7 +65,7 @@ impl Target {
     pub(super) fn decoded(self) -> Precision {
         match self {
             Target::Plain(precision) => precision,
-            Target::ModelOpt | Target::CompressedTensors | Target::DeepSeekV4 | Target::Gguf => Precision::Bf16,
+            _ => Precision::Bf16,
         }
     }
 
@@ -75,6 +87,7 @@ impl fmt::Display for Target {
             Target::CompressedTensors => "compressed-tensors",
             Target::DeepSeekV4 => "deepseek-v4",
             Target::Gguf => "gguf",
+            Target::ComfyUi => "comfyui",
             Target::Plain(Precision::Bf16) => "bf16",
             Target::Plain(Precision::F16) => "f16",
             Target::Plain(Precision::F32) => "f32",

@@ -1,6 +1,7 @@
 //! What exists where a checkpoint will be written, and whether it may be replaced.
 
 use super::existing::Existing;
+use super::file::TensorFile;
 use super::folder::{INDEX_SUFFIX, Kind};
 use super::gguf;
 use super::journal::{JOURNAL, LOCK};
@@ -66,8 +67,8 @@ pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, compan
     };
     match kind {
         _ if metadata.is_symlink() => refused("is a symbolic link"),
-        Kind::File if target.is_file() && gguf::is_gguf(target) => Ok(There::Replaceable),
-        Kind::File => refused("is not a GGUF file"),
+        Kind::File if target.is_file() && is_model(target) => Ok(There::Replaceable),
+        Kind::File => refused("is neither a GGUF file nor a safetensors file"),
         Kind::Folder if !metadata.is_dir() => refused("is a file"),
         Kind::Folder => match foreign(target, companions)? {
             Some(name) => refused(&format!("holds '{}', which is not part of a checkpoint", name.display())),
@@ -80,6 +81,11 @@ pub(super) fn check_target(target: &Path, kind: Kind, existing: Existing, compan
             }
         },
     }
+}
+
+/// Whether a file is what a conversion to one file writes.
+fn is_model(file: &Path) -> bool {
+    gguf::is_gguf(file) || TensorFile::open(file).is_ok()
 }
 
 pub(super) fn exists(target: &Path) -> Error {

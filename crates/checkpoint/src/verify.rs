@@ -9,7 +9,7 @@ use super::names::KvScale;
 use super::statistics::{Statistics, statistics};
 use super::target::Target;
 use super::weight::{Stored, Weight};
-use super::{architecture, complete, described, finite, joined};
+use super::{architecture, comfyui, complete, described, finite, joined};
 use crate::Result;
 use std::collections::BTreeMap;
 
@@ -42,11 +42,16 @@ pub fn verify(model: &Model<'_>, client: Client, threads: usize) -> Result<Vec<F
         return Ok(report.findings);
     }
     check_dialect(model, client, &mut report);
-    check_groups(model, &mut report)?;
-    described::check(model, client, &mut report)?;
-    complete::check(model, &mut report);
-    report.findings.extend(architecture::loading(model, client));
-    check_keys_and_values(model, client, &mut report);
+    if client == Client::ComfyUi {
+        // It joins no weights and reads no configuration.
+        comfyui::verify(model, &mut report);
+    } else {
+        check_groups(model, &mut report)?;
+        described::check(model, client, &mut report)?;
+        complete::check(model, &mut report);
+        report.findings.extend(architecture::loading(model, client));
+        check_keys_and_values(model, client, &mut report);
+    }
     finite::check(model, threads, &mut report)?;
     finite::check_tied(model, &mut report)?;
     let counts = statistics(model, threads)?;
@@ -67,10 +72,12 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
         }
         Client::TensorRtLlm => model.dialect == Dialect::ModelOpt,
         Client::Transformers => model.dialect == Dialect::CompressedTensors,
+        Client::ComfyUi => model.dialect == Dialect::ComfyUi,
     };
     if !loads {
         let target = match client {
             Client::Transformers => Target::CompressedTensors,
+            Client::ComfyUi => Target::ComfyUi,
             Client::Vllm | Client::SgLang | Client::TensorRtLlm | Client::LlamaCpp => Target::ModelOpt,
         };
         let text = format!("{client} does not load the {} dialect", model.dialect);

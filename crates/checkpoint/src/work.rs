@@ -11,7 +11,6 @@
 
 use super::existing::{Existing, Outcome};
 use super::folder::Kind;
-use super::gguf;
 use super::journal::{Done, JOURNAL, Journal, LOCK, read_journal, replaced};
 use super::measure::Measure;
 use super::room;
@@ -295,8 +294,8 @@ fn mend(disk: &Disk, target: &Path, kind: Kind, folder: &Path) -> Result<Option<
         disk.rename(&old, target)?;
         disk.sync_folder(durable::parent(target))?;
     }
-    let spent = known.is_some_and(|journal| journal.done.contains_key(gguf::FILE));
-    if kind == Kind::File && spent && !folder.join(gguf::FILE).exists() && target.exists() {
+    let only = known.and_then(|journal| journal.done.keys().next());
+    if kind == Kind::File && only.is_some_and(|file| !folder.join(file).exists()) && target.exists() {
         // The file has its name.
         drop(lock);
         disk.remove_folder(folder)?;

@@ -1,6 +1,7 @@
 //! The tensors that a weight becomes in a target.
 
 use super::action::Action;
+use super::comfyui;
 use super::eight::Arithmetic;
 use super::folder::{Checkpoint, Located};
 use super::form::Eight;
@@ -25,6 +26,8 @@ pub(super) enum Role {
     Input,
     /// The scale of keys or values.
     KvScale,
+    /// What tells ComfyUI that a weight is NVFP4.
+    Marker,
 }
 
 /// A tensor that will be written.
@@ -97,7 +100,7 @@ impl Target {
         let (name, shape) = match self {
             Target::ModelOpt => (scale.modelopt(), vec![]),
             Target::CompressedTensors => (scale.compressed_tensors(), vec![1]),
-            Target::DeepSeekV4 | Target::Gguf | Target::Plain(_) => return None,
+            Target::DeepSeekV4 | Target::Gguf | Target::ComfyUi | Target::Plain(_) => return None,
         };
         Some(Part { name, dtype: Dtype::F32, shape, role })
     }
@@ -109,6 +112,20 @@ impl Target {
         let (codes, global, scalar) = match self {
             // A plan to decode quantizes nothing.
             Target::ModelOpt | Target::DeepSeekV4 | Target::Plain(_) => ("weight", "weight_scale_2", vec![]),
+            Target::ComfyUi => {
+                let marker = vec![comfyui::MARKER.len()];
+                return vec![
+                    part(format!("{module}.weight"), Dtype::U8, vec![*rows, cols / 2], Role::Codes),
+                    part(
+                        format!("{module}.weight_scale"),
+                        Dtype::F8_E4M3,
+                        comfyui::scales(*rows, *cols).to_vec(),
+                        Role::Scales,
+                    ),
+                    part(format!("{module}.weight_scale_2"), Dtype::F32, vec![], Role::Global),
+                    part(format!("{module}.{}", comfyui::NAME), Dtype::U8, marker, Role::Marker),
+                ];
+            }
             Target::CompressedTensors => ("weight_packed", "weight_global_scale", vec![1]),
             Target::Gguf => {
                 let blocks = vec![*rows, cols / gguf::BLOCK_ELEMENTS * gguf::BLOCK_BYTES];

@@ -156,16 +156,21 @@ fn the_same_bytes_in_pieces_resumed_and_from_modelopt() {
     run(&dir.join("in"), &dir.join("a.gguf"), &Settings { existing: Existing::Replace, ..small.clone() }).unwrap();
     std::fs::write(dir.join("notes.gguf"), "mine").unwrap();
     let kept = run(&dir.join("in"), &dir.join("notes.gguf"), &Settings { existing: Existing::Replace, ..small });
-    assert!(kept.unwrap_err().to_string().contains("is not a GGUF file") && dir.join("notes.gguf").exists());
+    assert!(kept.unwrap_err().to_string().contains("is neither a GGUF file") && dir.join("notes.gguf").exists());
 }
 
 #[test]
 fn biases_of_queries_come_along_and_others_are_refused() {
     let dir = Folder::new();
     source(&dir.join("in"), "Qwen2ForCausalLM", 0);
-    run(&dir.join("in"), &dir.join("out.gguf"), &to(Target::Gguf)).unwrap();
+    let refused = run(&dir.join("in"), &dir.join("out.gguf"), &to(Target::Gguf)).unwrap_err().to_string();
+    assert!(refused.contains("leaves out the tensor scales of Qwen2's MLP"), "{refused}");
+    let selection = Selection { skip: vec!["**.mlp.*".parse().unwrap()], ..Selection::default() };
+    run(&dir.join("in"), &dir.join("out.gguf"), &Settings { selection, ..to(Target::Gguf) }).unwrap();
     let file = GgufFile::open(&dir.join("out.gguf")).unwrap();
     assert_eq!(file.get("blk.1.attn_q.bias").unwrap().kind, Type::F32);
+    assert_eq!(file.get("blk.1.attn_q.weight").unwrap().kind, Type::NVFP4);
+    assert_eq!(file.get("blk.1.ffn_up.weight").unwrap().kind, Type::BF16);
 }
 
 #[test]

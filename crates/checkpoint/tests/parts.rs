@@ -62,6 +62,8 @@ fn every_target_has_the_bytes_of_one_process() {
     for_llama_cpp::source(&at("qwen"), "Qwen3MoeForCausalLM", 3);
     run(&at("llama"), &at("packed"), &Settings { acts: Acts::Constant(0.5), ..to(Target::ModelOpt) }).unwrap();
     let small = |target| Settings { shards: Shards::AtMost(8_000), ..to(target) };
+    let (preset, rules) = Rules::preset("mlp+fp8").unwrap();
+    let mixed = Settings { selection: Selection { preset, rules, ..Selection::default() }, ..small(Target::ModelOpt) };
     let cases = [
         ("llama", small(Target::ModelOpt)),
         ("llama", Settings { acts: Acts::Constant(2.0), kv: KvCache::Fp8Cast, ..to(Target::ModelOpt) }),
@@ -71,9 +73,15 @@ fn every_target_has_the_bytes_of_one_process() {
         ("packed", small(Target::CompressedTensors)),
         ("packed", small(Target::Plain(Precision::Bf16))),
         ("qwen", to(Target::Gguf)),
+        ("llama", to(Target::ComfyUi)),
+        ("llama", mixed),
     ];
     for (n, (source, settings)) in cases.into_iter().enumerate() {
-        let ending = if settings.target == Target::Gguf { ".gguf" } else { "" };
+        let ending = match settings.target {
+            Target::Gguf => ".gguf",
+            Target::ComfyUi => ".safetensors",
+            _ => "",
+        };
         let (alone, target) = (at(&format!("alone{n}{ending}")), at(&format!("out{n}{ending}")));
         let source = at(source);
         let one = run(&source, &alone, &settings).unwrap();

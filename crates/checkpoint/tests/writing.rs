@@ -58,7 +58,7 @@ fn a_folder_with_anything_but_a_checkpoint_is_not_replaced() {
         ("models", "holds 'other.safetensors'"),
         ("weights", "without config.json and"),
         ("file", "is a file"),
-        ("a.gguf", "not a GGUF"),
+        ("a.gguf", "neither a GGUF file"),
     ] {
         let path = dir.join(name);
         let settings = match name {
@@ -235,6 +235,27 @@ fn a_conversion_is_not_continued_from_another_configuration_or_tokenizer() {
         let said = refused(run(&source, &other, &with(Existing::Resume)));
         assert!(said.contains("begun with other settings or another source"), "{said}");
         fs::remove_dir_all(dir.join("other.partial")).unwrap();
+    }
+}
+
+/// Bytes may have changed from one version to the next: what one began, no other continues.
+#[test]
+fn a_conversion_that_another_version_began_is_not_continued() {
+    let (dir, source, target) = converted();
+    let (other, journal) = (dir.join("other"), dir.join("other.partial/.nvfp4-journal.json"));
+    for (key, of_before) in [("version", json!("0.0.9")), ("scale_offsets", json!([0, -1, 1, -2, 2, -3, -4]))] {
+        stopped(&source, &other);
+        let ours = fs::read(&journal).unwrap();
+        let mut value: serde_json::Value = serde_json::from_slice(&ours).unwrap();
+        assert!(value["request"][key].take() != serde_json::Value::Null);
+        value["request"][key] = of_before;
+        fs::write(&journal, value.to_string()).unwrap();
+        let said = refused(run(&source, &other, &with(Existing::Resume)));
+        assert!(said.contains("begun with other settings"), "{key}: {said}");
+        fs::write(&journal, ours).unwrap();
+        run(&source, &other, &with(Existing::Resume)).unwrap();
+        assert!(contents(&other) == contents(&target));
+        fs::remove_dir_all(&other).unwrap();
     }
 }
 

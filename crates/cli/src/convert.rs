@@ -36,10 +36,11 @@ use std::time::Instant;
 pub struct Args {
     /// Model folder or safetensors file.
     source: PathBuf,
-    /// Folder to write; with --to gguf, a file.
+    /// Folder to write; with --to gguf or comfyui, a file.
     target: PathBuf,
     /// Output format: modelopt (vLLM, SGLang, TensorRT-LLM), compressed-tensors (vLLM,
-    /// transformers), deepseek-v4 (vLLM; DeepSeek-V4's own) or gguf (llama.cpp; Llama and Qwen).
+    /// transformers), deepseek-v4 (vLLM; DeepSeek-V4's own), gguf (llama.cpp; Llama and Qwen) or
+    /// comfyui (one safetensors file).
     #[arg(long, default_value = "modelopt")]
     to: Target,
     /// Format of the source, when it cannot be detected.
@@ -446,6 +447,7 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
 fn checked(target: Target) -> &'static str {
     match target {
         Target::Gguf => "names, types, scales, scale bytes, tokenizer",
+        Target::ComfyUi => "names, shapes, scale bytes, markers",
         _ => "names, shapes, layers, shared scales, scale bytes, index, configuration",
     }
 }
@@ -459,7 +461,11 @@ fn check(out: &mut impl Write, args: &Args, summary: &Summary) -> Result<bool> {
         say(format_args!("{} in the result; see above", counted(problems, "problem")));
         return Ok(false);
     }
-    let next = if args.to == Target::Gguf { "llama-cli -m" } else { "vllm serve" };
+    let next = match args.to {
+        Target::Gguf => "llama-cli -m",
+        Target::ComfyUi => "load it in ComfyUI:",
+        _ => "vllm serve",
+    };
     let checked = checked(args.to);
     let next = match &summary.unserved {
         Some(finding) => verify::sentence(finding),

@@ -22,7 +22,8 @@ use std::process::ExitCode;
 pub struct Args {
     /// Model folder or file.
     dir: PathBuf,
-    /// The program that will load it: vllm, sglang, tensorrt-llm, llama.cpp or transformers.
+    /// The program that will load it: vllm, sglang, tensorrt-llm, llama.cpp,
+    /// transformers or comfyui.
     #[arg(long = "for", default_value = "vllm", value_name = "PROGRAM")]
     client: Client,
     /// Also say which kernels that program takes on a GPU of this compute capability, such as 9.0:

@@ -1,5 +1,5 @@
-//! The 4over6 choice by filter against the rule: near ties, extreme magnitudes, and very many
-//! random blocks.
+//! The choice of scales by filter against the rule, of 4over6 and of the searches: ties, near ties,
+//! extreme magnitudes, and very many random blocks.
 
 #[allow(dead_code)] // another test uses the rest
 mod runner;
@@ -10,12 +10,24 @@ use nvfp4_spec::four_over_six::{candidate_scales, tile_error};
 use nvfp4_spec::philox::philox4x32;
 use nvfp4_spec::scale::{Global, inverse_scale};
 use nvfp4_spec::tile::{self, Rows};
-use nvfp4_spec::{ErrorPath, Metric, Mode, Rounding, ScaleRule, Specials, Tile};
+use nvfp4_spec::{ErrorPath, Metric, Mode, Profile, Rounding, ScaleRule, Specials, Tile};
 use rayon::prelude::*;
 
 fn modes(tile: Tile) -> Vec<Mode> {
     let rules = ScaleRule::ALL.into_iter().filter(|rule| matches!(rule, ScaleRule::FourOverSix { .. }));
     rules.map(|rule| Mode { tile, rule, ..Mode::default() }).collect()
+}
+
+/// Those that search among more than two scales, with a profile that multiplies and one that divides.
+fn searches() -> Vec<Mode> {
+    let mode = |rule, profile| Mode { rule, profile, ..Mode::default() };
+    vec![
+        mode(ScaleRule::Mse, Profile::TransformerEngine),
+        mode(ScaleRule::Mse, Profile::ModelOpt),
+        mode(ScaleRule::Mse, Profile::LlmCompressor),
+        mode(ScaleRule::ModelOptMse, Profile::ModelOpt),
+        mode(ScaleRule::ModelOptFourOverSix, Profile::ModelOpt),
+    ]
 }
 
 /// A standard normal value.
@@ -174,6 +186,37 @@ fn blocks_outside_the_filters_range() {
     }
 }
 
+/// Small integers, of which most are zeros in some blocks: many scales have the same error, or none.
+#[test]
+fn searches_of_coarse_numbers_which_tie_often() {
+    searches().into_par_iter().for_each(|mode| {
+        for (largest, amax) in [(1, 1.0), (2, 6.0), (4, 64.0), (7, 7.0), (13, 1536.0), (40, 41.3), (127, 127.0)] {
+            let number = |i: usize| {
+                let [a, b, c, _] = philox4x32([i as u32, largest, 0, 47], [0, 0]);
+                let zero = b % 16 < (i / 16 % 17) as u32;
+                if zero { 0.0 } else { ((a % (2 * largest + 1)) as f32 - largest as f32) * [1.0, 1.5][c as usize % 2] }
+            };
+            let x: Vec<f32> = (0..16 * 17 * 24).map(number).collect();
+            check(&x, 16 * 17, &mode, amax);
+        }
+    });
+}
+
+/// Random blocks at every distance below the largest one, and magnitudes at the ends of the range that
+/// is filtered.
+#[test]
+fn searches_of_random_blocks() {
+    searches().into_par_iter().for_each(|mode| {
+        for exponent in [-60, -52, -44, 0, 44, 58] {
+            let unit = 2f32.powi(exponent);
+            let x: Vec<f32> = (0..16 * 1600)
+                .map(|i| unit * normal(exponent as u32, i) * 0.97f32.powi((i / 16 % 400) as i32))
+                .collect();
+            check(&x, 1600, &mode, 4.7 * unit);
+        }
+    });
+}
+
 /// 10⁸ random blocks over the eight 1×16 modes, then 10⁶ square tiles: `cargo test --release -p
 /// nvfp4-kernels --test four_over_six -- --ignored`. About two minutes on two cores.
 #[test]
@@ -192,5 +235,22 @@ fn a_hundred_million_random_blocks() {
                 }
             });
         }
+    }
+}
+
+/// 5·10⁶ random blocks of each search.
+#[test]
+#[ignore = "takes minutes; run it after a change to the filter"]
+fn millions_of_random_blocks_are_searched() {
+    const COLS: usize = 1024;
+    for mode in searches() {
+        (0..305).into_par_iter().for_each(|seed| {
+            let x: Vec<f32> = (0..256 * COLS).map(|i| normal(9000 + seed, i)).collect();
+            let amax = 5.0 * 1.7f32.powi(seed as i32 % 20);
+            let expected = run(Implementation::Scalar, &x, COLS, &mode, amax);
+            for implementation in Implementation::available() {
+                assert!(run(implementation, &x, COLS, &mode, amax) == expected, "{mode:?}, matrix {seed}");
+            }
+        });
     }
 }

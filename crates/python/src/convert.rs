@@ -35,8 +35,8 @@ const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 /// Converts a checkpoint, a folder or a safetensors file, to an NVFP4 checkpoint that servers load;
 /// needs no GPU and little memory.
 ///
-/// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf'; `from_` is the
-/// format of the source, where it cannot be detected. `skip` and `only` are patterns of module
+/// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf' or 'comfyui';
+/// `from_` is the format of the source, where it cannot be detected. `skip` and `only` are patterns of module
 /// names; `no_default_skips` quantizes embeddings, heads, routers and vision layers too. `acts` is
 /// None (weights only), one scale for all activations, or a dict of the amax of each module; `kv`
 /// is 'fp8-cast' to say that keys and values are kept in FP8. `any_architecture` also converts

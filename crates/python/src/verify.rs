@@ -28,9 +28,9 @@ pub const DIALECTS: Words<Dialect> = &[
 /// What is wrong with an NVFP4 checkpoint: a list of texts, empty if a program would load it, and
 /// load it right.
 ///
-/// `client` is the program: 'vllm', 'sglang', 'tensorrt-llm', 'llama.cpp' or 'transformers'; the
-/// default is 'vllm', for GGUF 'llama.cpp'. `from_` is the format of the checkpoint, where it cannot
-/// be detected.
+/// `client` is the program: 'vllm', 'sglang', 'tensorrt-llm', 'llama.cpp', 'transformers' or
+/// 'comfyui'; the default is 'vllm', for GGUF 'llama.cpp'. `from_` is the format of the checkpoint,
+/// where it cannot be detected.
 #[pyfunction]
 #[pyo3(signature = (path, *, client=None, from_=None))]
 pub fn verify(py: Python<'_>, path: PathBuf, client: Option<&str>, from_: Option<&str>) -> PyResult<Vec<String>> {

@@ -33,6 +33,13 @@ impl Family {
         })
     }
 
+    /// Whether llama.cpp has a product with this weight, by its name there or in the source, that it
+    /// does not multiply by the tensor scale: the calls of `build_ffn` in its `qwen2.cpp` (August
+    /// 2026) have none. Those in `llama.cpp`, `qwen3.cpp` and `qwen3moe.cpp` do.
+    pub fn loses_scale(self, name: &str) -> bool {
+        self == Family::Qwen2 && (name.contains(".mlp.") || name.contains(".ffn_"))
+    }
+
     /// llama.cpp's name for it.
     pub fn name(self) -> &'static str {
         FAMILIES.iter().find(|(family, ..)| *family == self).expect("every family is in the table").2

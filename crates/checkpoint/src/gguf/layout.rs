@@ -66,6 +66,12 @@ pub(in super::super) fn lay_out<'a>(model: &Model<'a>, plan: &Plan<'a>, activati
     // From here on, every size of config.json is the size of some tensor, which bounds what is made
     // with it.
     layout.check_complete(model, &config)?;
+    if let Some(module) = layout.quantized.iter().find(|module| family.loses_scale(module)) {
+        return Err(Error::Refused(format!(
+            "'{module}': llama.cpp leaves out the tensor scales of Qwen2's MLP, and its results are not numbers; skip \
+             '**.mlp.*', or convert it to modelopt"
+        )));
+    }
     let divisors = Rope::of(&config, family)?.divisors(sizes.head_dim);
     let divisors = divisors.map(|d| layout.slot("rope_freqs.weight", Type::F32, vec![d.len() as u64]).map(|s| (s, d)));
     let divisors = divisors.transpose()?;

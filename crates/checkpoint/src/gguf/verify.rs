@@ -52,7 +52,14 @@ pub fn verify(file: &GgufFile) -> Result<Vec<Finding>> {
     check.tokenizer();
     check.slots();
     let scaled = file.nvfp4().find(|tensor| check.has_scale(tensor)).map(|tensor| tensor.name.as_str());
+    let family = file.architecture().and_then(Family::named);
     for tensor in file.nvfp4() {
+        if family.is_some_and(|family| family.loses_scale(&tensor.name)) && check.has_scale(tensor) {
+            check.problem(
+                &tensor.name,
+                "llama.cpp leaves out the tensor scales of Qwen2's MLP: results are not numbers",
+            );
+        }
         check.weight(tensor, scaled)?;
     }
     check.findings.sort_by_key(|f| std::cmp::Reverse(f.severity));

@@ -7,7 +7,7 @@ use crate::source::{self, From};
 use crate::{json, sizes, until_closed, verify};
 use anyhow::{Context, Result, ensure};
 use nvfp4_checkpoint::gguf::{GgufFile, is_gguf};
-use nvfp4_checkpoint::{Buffer, Checkpoint, Client, Finding, Model, Statistics, Stored, Weight};
+use nvfp4_checkpoint::{Buffer, Checkpoint, Client, Dialect, Finding, Model, Statistics, Stored, Weight};
 use nvfp4_spec::{BLOCK, e2m1, e4m3};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -114,7 +114,10 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
         rows.clear();
     }
     let findings = match model.dialect.is_nvfp4() {
-        true => nvfp4_checkpoint::verify(model, Client::Vllm, threads)?,
+        true => {
+            let client = if model.dialect == Dialect::ComfyUi { Client::ComfyUi } else { Client::Vllm };
+            nvfp4_checkpoint::verify(model, client, threads)?
+        }
         false => Vec::new(),
     };
     let mut formats: BTreeMap<String, u64> = BTreeMap::new();

@@ -358,11 +358,11 @@ def convert(
     source: _Path,
     target: _Path,
     *,
-    to: Literal["modelopt", "compressed-tensors", "deepseek-v4", "gguf"] = "modelopt",
+    to: Literal["modelopt", "compressed-tensors", "deepseek-v4", "gguf", "comfyui"] = "modelopt",
     skip: Sequence[str] = ...,
     only: Sequence[str] = ...,
     preset: str = "all",
-    scale: Literal["max", "mse", "4over6"] = "max",
+    scale: Literal["max", "mse", "4over6", "modelopt-mse", "modelopt-4over6"] = "max",
     profile: Optional[str] = None,
     acts: Union[None, float, Mapping[str, float]] = None,
     fuse: Union[Literal["auto", "off"], Sequence[Sequence[str]]] = "auto",
@@ -383,7 +383,7 @@ def convert(
 def verify(
     path: _Path,
     *,
-    client: Optional[Literal["vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers"]] = None,
+    client: Optional[Literal["vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers", "comfyui"]] = None,
     from_: Optional[_Dialect] = None,
 ) -> List[str]: ...
 def command(words: Sequence[str], *, program: bool = False) -> int: ...

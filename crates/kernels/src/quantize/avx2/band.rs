@@ -7,7 +7,7 @@ use super::cuts::Table;
 use super::encode::{self, KEEP};
 use super::four_over_six::{self, Choices, Tiles};
 use super::modelopt::{self, Swept};
-use super::search::{self, Factors};
+use super::search::{self, Searched};
 use crate::avx2::small_float::{E4m3, codes, store_bytes};
 use crate::avx2::{
     Avx2, abs, infinity_bits, largest_of_eight, load, load_eight, max, philox, value_of, values_of, zero,
@@ -72,7 +72,7 @@ pub(super) struct Draw<'a> {
 pub(super) struct Worker {
     table: Table,
     /// Of the search of scales.
-    factors: Factors,
+    searched: Searched,
     /// Of ModelOpt's sweep.
     swept: Swept,
     /// Bits of the tiles' largest magnitudes.
@@ -88,7 +88,7 @@ impl Worker {
         Worker {
             // SAFETY: an Avx2 token is only made after detection.
             table: unsafe { Table::new(scaling) },
-            factors: Factors::new(),
+            searched: Searched::new(),
             swept: Swept::new(),
             magnitudes: Vec::new(),
             scales: Vec::new(),
@@ -220,10 +220,7 @@ impl Worker {
             }
             ScaleRule::Mse => {
                 self.map_to_six(T::PRECISION);
-                match self.table.divides() {
-                    true => self.search::<T, true>(band),
-                    false => self.search::<T, false>(band),
-                }
+                self.search(band);
             }
             ScaleRule::ModelOptMse => {
                 self.map_to_six(T::PRECISION);
@@ -279,12 +276,12 @@ impl Worker {
     /// is undecided.
     #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
     #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-    fn search<T: Element, const DIVIDE: bool>(&mut self, band: &Band<'_, T>) {
-        self.factors.set(self.table.scaling());
+    fn search<T: Element>(&mut self, band: &Band<'_, T>) {
+        self.searched.set(self.table.scaling());
         for i in 0..self.magnitudes.len() / 8 {
             let amaxes = values_of(load_eight(&self.magnitudes.as_chunks::<8>().0[i]), T::PRECISION);
             let centres = &self.scales.as_chunks::<8>().0[i];
-            self.take(i, search::choose::<T, DIVIDE>(&self.factors, centres, amaxes, &band.tiles(i)));
+            self.take(i, search::choose(&self.searched, centres, amaxes, &band.tiles(i)));
         }
     }
 

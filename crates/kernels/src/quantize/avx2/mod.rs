@@ -15,6 +15,7 @@ mod encode;
 mod four_over_six;
 mod modelopt;
 mod search;
+mod squares;
 mod target;
 
 use super::Direction;
