@@ -1,12 +1,15 @@
 //! Quantization of rows with scales that are chosen by what they do to a layer's outputs. **Exact**:
 //! the rules are [`nvfp4_spec::weighted`].
 
+mod search;
+
 use crate::input::check_len;
 use crate::{Input, Result};
 use nvfp4_spec::scaling::Scaling;
-use nvfp4_spec::weighted::{by_columns, by_hessian};
+use nvfp4_spec::weighted::BlockHessian;
 use nvfp4_spec::{BLOCK, Error, Mode, Rounding, e2m1};
 use rayon::prelude::*;
+use search::{Search, Turned};
 
 /// What is known of a layer's inputs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,7 +44,12 @@ pub fn quantize(
     if cols == 0 {
         return Ok(());
     }
-    let scaling = Scaling::new(amax, mode, x.values().precision());
+    let search = Search::new(Scaling::new(amax, mode, x.values().precision()));
+    let hessians: &[BlockHessian] = match weighting {
+        Weighting::Columns(_) => &[],
+        Weighting::Hessians(all) => all.as_chunks().0.as_chunks().0,
+    };
+    let turned: Vec<Turned> = hessians.iter().map(Turned::new).collect();
     let lines = codes.par_chunks_exact_mut(cols / 2).zip(scales.par_chunks_exact_mut(cols / BLOCK));
     lines.enumerate().for_each(|(r, (codes, scales))| {
         let row = x.rows_of(r..r + 1).to_matrix();
@@ -49,10 +57,8 @@ pub fn quantize(
         let out = codes.as_chunks_mut::<{ BLOCK / 2 }>().0.iter_mut().zip(scales);
         for (i, (block, (codes, scale))) in blocks.iter().zip(out).enumerate() {
             let q = match weighting {
-                Weighting::Columns(weights) => by_columns(block, &weights.as_chunks().0[i], &scaling),
-                Weighting::Hessians(hessians) => {
-                    by_hessian(block, &hessians.as_chunks::<BLOCK>().0.as_chunks().0[i], &scaling)
-                }
+                Weighting::Columns(weights) => search.by_columns(block, &weights.as_chunks().0[i]),
+                Weighting::Hessians(_) => search.by_hessian(block, &hessians[i], &turned[i]),
             };
             *scale = q.scale;
             let pairs = q.codes[0].as_chunks::<2>().0;
