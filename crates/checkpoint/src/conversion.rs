@@ -8,6 +8,7 @@ use super::shards::{self, Shard, Shards};
 use super::split::split_experts;
 use super::stamp::Stamp;
 use super::target::{Extras, Target};
+use super::weighing::Weighing;
 use super::{Checkpoint, comfyui, complete, gguf, inputs};
 use crate::{Error, Result, Setting};
 use nvfp4_files::durable::Disk;
@@ -42,6 +43,8 @@ pub(super) struct Conversion<'a, 'p> {
     pub files: Vec<Shard<'p>>,
     /// The activation scale of every weight.
     pub inputs: BTreeMap<String, f32>,
+    /// What is known of the inputs of layers.
+    pub weighing: Weighing,
     pub beside: Beside,
     /// The files of the source, as they were at the beginning.
     pub stamps: Vec<(PathBuf, Stamp)>,
@@ -80,7 +83,11 @@ pub(super) fn laid_out<R>(task: &Task<'_>, carry_out: impl FnOnce(Conversion<'_,
     let (files, extras) = lay_out(&model, &plan, settings)?;
     let inputs = inputs::scales(settings, &plan, extras.activations)?;
     let beside = Beside::new(settings.target, &model, &plan, extras, &files)?;
-    let stamps = beside::stamps(&checkpoint, &beside.companions)?;
+    let weighing = Weighing::new(settings, &plan)?;
+    let mut stamps = beside::stamps(&checkpoint, &beside.companions)?;
+    if let Some(path) = &settings.statistics {
+        stamps.push((path.clone(), Stamp::of(path)?));
+    }
     carry_out(Conversion {
         settings,
         target,
@@ -89,6 +96,7 @@ pub(super) fn laid_out<R>(task: &Task<'_>, carry_out: impl FnOnce(Conversion<'_,
         plan: &plan,
         files,
         inputs,
+        weighing,
         beside,
         stamps,
         amaxes: Amaxes::new(),

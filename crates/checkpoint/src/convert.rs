@@ -159,7 +159,11 @@ impl<'p> Conversion<'_, 'p> {
             Some(self.finished(item, *measure))
         };
         let (mut quantized, mut rescaled, mut decoded) = (Vec::new(), Vec::new(), Vec::new());
+        let mut plain = self.weighing.plain.clone();
         for weight in self.plan.items.iter().filter_map(done) {
+            if weight.measure.unfactored > 0 {
+                plain.insert(weight.module.clone(), "the Hessian of its inputs is not positive definite".to_string());
+            }
             match weight.action {
                 Action::Rescale => rescaled.push(weight),
                 Action::Decode(_) => decoded.push(weight),
@@ -176,6 +180,7 @@ impl<'p> Conversion<'_, 'p> {
             after: shards::byte_len(&self.files),
             files: self.files.iter().map(|f| f.file.clone()).collect(),
             findings,
+            plain,
             unserved,
         })
     }

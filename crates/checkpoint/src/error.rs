@@ -213,6 +213,8 @@ pub enum Setting {
     Differing,
     /// Whose arithmetic is reproduced.
     Profile,
+    /// Statistics of activations, and what is chosen by them.
+    Statistics,
     /// What is written.
     Target,
 }

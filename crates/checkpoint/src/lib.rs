@@ -7,11 +7,12 @@
 //!    and `dialect` (its format);
 //! 2. what is planned: `form`, `names`, `rules`, `joined`, `outline`, `keep`, `stacked`,
 //!    `architecture`, `target`, `plan` and `split`;
-//! 3. what is written, and where: `comfyui` and `written`, `eight` (weights in FP8), `configuration`, `mixed`
-//!    (several forms in one checkpoint), `shards` and `beside`; `gguf` for llama.cpp;
+//! 3. what is written, and where: `comfyui` and `written`, `eight` (weights in FP8),
+//!    `configuration`, `mixed` (several forms in one checkpoint), `shards` and `beside`; `gguf` for
+//!    llama.cpp;
 //! 4. the conversion: `settings` (what is asked for), `existing`, `there`, `journal` and `work`
-//!    (the files on the disk), `conversion`, `rows` (one piece of one weight), `passes` (the two
-//!    passes) and `convert`; in parts, `portion` and `share` (who makes what), `attempt` (a part on
+//!    (the files on the disk), `moments` and `weighing` (what is known of layers' inputs),
+//!    `conversion`, `rows` (one piece of one weight), `passes` (the two passes) and `convert`; in parts, `portion` and `share` (who makes what), `attempt` (a part on
 //!    the disk) and `parts`;
 //! 5. whether a server would load the result: `client` and `finding`, `described`, `promised`,
 //!    `place`, `dimension`, `layer`, `sizes`, `complete`, `finite` and `verify`; by which kernels,
@@ -75,6 +76,7 @@ mod kernel_path;
 mod layer;
 mod measure;
 mod mixed;
+mod moments;
 mod mx_sources;
 mod mxfp4;
 mod names;
@@ -104,6 +106,7 @@ mod target;
 mod there;
 mod transpose;
 mod verify;
+mod weighing;
 mod weight;
 mod work;
 mod written;
@@ -126,13 +129,14 @@ pub use fuzzed::check_config;
 pub use joined::fused;
 pub use kernel_path::{Capability, KernelPath, Path, gguf_kernel_path, kernel_path};
 pub use measure::Measure;
+pub use moments::Moments;
 pub use names::{Pattern, Preset};
 pub use parts::{PartSummary, convert_part, finish};
 pub use plan::{Group, Item, Plan};
 pub use portion::Portion;
 pub use rules::Rules;
 pub use selection::{DefaultSkips, Differing, Fuse, Selection};
-pub use settings::{Acts, Finished, KvCache, Observer, Pass, ScaleChoice, Settings, Summary};
+pub use settings::{Acts, Finished, KvCache, Observer, Pass, Round, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use share::{Share, shares};
 pub use split::{split_experts, split_like};

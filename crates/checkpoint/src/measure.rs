@@ -30,6 +30,9 @@ pub struct Measure {
     /// Elements beyond what their block can hold: coded as ±6 and nearer to a 7 or more. Counted
     /// where codes are known.
     pub clipped: u64,
+    /// Elements that were rounded to nearest, where GPTQ found no factor of the Hessian.
+    #[serde(default)]
+    pub unfactored: u64,
 }
 
 impl Measure {
@@ -45,6 +48,7 @@ impl Measure {
             largest: f64::from(sums.largest),
             zeroed: sums.zeroed,
             clipped: 0,
+            unfactored: 0,
         }
     }
 
@@ -65,6 +69,7 @@ impl Measure {
         self.largest = self.largest.max(other.largest);
         self.zeroed += other.zeroed;
         self.clipped += other.clipped;
+        self.unfactored += other.unfactored;
     }
 
     /// The norm of the error over the norm of the values.

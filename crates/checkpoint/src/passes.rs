@@ -14,6 +14,7 @@ use super::settings::{Finished, Pass};
 use super::shards::{Placed, RowOrder, Shard, Unit};
 use super::sink::Sink;
 use super::target::{Activations, Scale, Target};
+use super::weighing::Codes;
 use super::weight::{Stored, Weight, sized};
 use super::written::{self, Role};
 use super::{comfyui, first_not_finite, mxfp4, pool};
@@ -27,6 +28,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+
+/// Some rows of a weight, or bytes of another tensor, and where they go.
+type Task<'t, 'p> = (&'t Placed<'p>, Range<usize>);
+
+/// Tasks by the Hessian that decides about their codes, and its columns.
+type Batches<'t, 'p> = BTreeMap<Option<(String, usize)>, Vec<Task<'t, 'p>>>;
 
 impl<'p> Conversion<'_, 'p> {
     /// The first pass, over some weights; all that share a tensor scale must be among them.
@@ -81,7 +88,7 @@ impl<'p> Conversion<'_, 'p> {
 
     /// The second pass, over some units of a file.
     pub fn write_units(&self, units: &[Placed<'p>], sink: &Sink) -> Result<BTreeMap<String, Measure>> {
-        let mut tasks: Vec<(&Placed<'p>, Range<usize>)> = Vec::new();
+        let mut tasks: Vec<Task<'_, 'p>> = Vec::new();
         let mut left = BTreeMap::new();
         for placed in units {
             let pieces: Vec<Range<usize>> = match placed.unit {
@@ -94,33 +101,60 @@ impl<'p> Conversion<'_, 'p> {
             }
             tasks.extend(pieces.into_iter().map(|piece| (placed, piece)));
         }
-        pool::run(self.settings.threads, &tasks, self.stop, |(placed, range), memory: &mut Memory| {
-            let i = match placed.unit {
-                Unit::Other(tensor) => {
-                    copy(&tensor, range, sink, placed, memory)?;
-                    self.observer.advance(range.len() as u64);
-                    return Ok(());
-                }
-                Unit::Weight(i) => i,
+        for (hessian, tasks) in self.batches(tasks) {
+            let factor = hessian
+                .map(|(module, cols)| pool::divided(self.settings.threads, || self.weighing.factor(&module, cols))?);
+            let factor = factor.transpose()?;
+            let codes = match &factor {
+                None => Codes::Nearest,
+                Some(None) => Codes::Unfactored,
+                Some(Some(factor)) => Codes::Mended(factor),
             };
-            let item = &self.plan.items[i];
-            let piece = Piece { item, rows: range, sink, to: placed };
-            let measure = self.write_rows(&piece, memory)?;
-            self.observer.advance(bytes_of(item.weight.byte_len(), item.weight.rows, range.len()));
-            let (pieces, sum) = &left[&i];
-            sum.lock().expect("no worker panics while it holds this").add(&measure);
-            if pieces.fetch_sub(1, Ordering::AcqRel) == 1 {
-                let measure = *sum.lock().expect("no worker panics while it holds this");
-                self.observer.finished(&self.finished(item, measure));
-            }
-            Ok(())
-        })?;
+            pool::run(self.settings.threads, &tasks, self.stop, |(placed, range), memory: &mut Memory| {
+                let i = match placed.unit {
+                    Unit::Other(tensor) => {
+                        copy(&tensor, range, sink, placed, memory)?;
+                        self.observer.advance(range.len() as u64);
+                        return Ok(());
+                    }
+                    Unit::Weight(i) => i,
+                };
+                let item = &self.plan.items[i];
+                let piece = Piece { item, rows: range, sink, to: placed, codes };
+                let measure = self.write_rows(&piece, memory)?;
+                self.observer.advance(bytes_of(item.weight.byte_len(), item.weight.rows, range.len()));
+                let (pieces, sum) = &left[&i];
+                sum.lock().expect("no worker panics while it holds this").add(&measure);
+                if pieces.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    let measure = *sum.lock().expect("no worker panics while it holds this");
+                    self.observer.finished(&self.finished(item, measure));
+                }
+                Ok(())
+            })?;
+        }
         let measured = |(i, (_, sum)): (usize, (AtomicUsize, Mutex<Measure>))| {
             let item = &self.plan.items[i];
             let measure = sum.into_inner().expect("the workers are done");
             item.action.is_measured().then(|| (item.weight.module.clone(), measure))
         };
         Ok(left.into_iter().filter_map(measured).collect())
+    }
+
+    /// Tasks whose codes one Hessian decides about together, so that one factor is in memory at a
+    /// time; all others first.
+    fn batches<'t>(&self, tasks: Vec<Task<'t, 'p>>) -> Batches<'t, 'p> {
+        let mut batches = Batches::new();
+        for task in tasks {
+            let hessian = match task.0.unit {
+                Unit::Weight(i) => {
+                    let item = &self.plan.items[i];
+                    self.weighing.hessian_of(item).map(|module| (module.to_string(), item.weight.cols))
+                }
+                Unit::Other(_) => None,
+            };
+            batches.entry(hessian).or_default().push(task);
+        }
+        batches
     }
 
     fn write_scalars(&self, sink: &Sink, i: usize, offsets: &BTreeMap<Role, u64>) -> Result<()> {

@@ -19,7 +19,18 @@ pub(super) fn run<T: Sync, M: Default>(
     run_in(thread::Builder::new, threads, tasks, stop, work)
 }
 
-/// The same in threads that `builder` makes.
+/// Runs what divides its work by itself on this many threads.
+pub(super) fn divided<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> Result<R> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    let pool = pool.map_err(|error| refused(threads, &error))?;
+    Ok(pool.install(work))
+}
+
+fn refused(threads: usize, error: &dyn std::error::Error) -> Error {
+    Error::Refused(format!("cannot start {threads} threads: {error}; ask for fewer"))
+}
+
+/// [`run`] in threads that `builder` makes.
 fn run_in<T: Sync, M: Default>(
     builder: impl Fn() -> thread::Builder,
     threads: usize,
@@ -61,7 +72,7 @@ fn run_in<T: Sync, M: Default>(
         let begun = (0..count).try_for_each(|_| builder().spawn_scoped(scope, alone).map(drop));
         begun.map_err(|error| {
             halted.store(true, Ordering::Relaxed);
-            Error::Refused(format!("cannot start {count} threads: {error}; ask for fewer"))
+            refused(count, &error)
         })
     })?;
     outcome(failed, stop)

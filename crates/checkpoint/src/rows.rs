@@ -15,13 +15,14 @@ use super::shards::{Cast, Placed, RowOrder};
 use super::sink::Sink;
 use super::target::Target;
 use super::transpose::transpose;
+use super::weighing::Codes;
 use super::weight::{Buffer, MX_BLOCK, Stored, sized};
 use super::written::Role;
 use crate::{Decoding, Error, Result};
 use half::{bf16, f16};
 use nvfp4::{GlobalScale, Layout, Precision};
 use nvfp4_kernels::quantize::{self as kernel, Amax, Direction};
-use nvfp4_kernels::{Input, Values, dequantize, gguf};
+use nvfp4_kernels::{Input, Values, dequantize, gguf, gptq, weighted};
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit as ScaleUnit;
 use nvfp4_spec::{BLOCK, Rounding, e2m1, e4m3, e8m0, rescale};
@@ -35,6 +36,8 @@ pub(super) struct Memory {
     pub codes: Vec<u8>,
     pub exponents: Vec<u8>,
     scales: Vec<u8>,
+    /// What is known of a layer's inputs.
+    moments: Vec<f32>,
     decoded: Vec<f32>,
     /// Scales of FP8.
     floats: Vec<f32>,
@@ -60,6 +63,7 @@ pub(super) struct Piece<'c, 'p> {
     pub rows: &'c Range<usize>,
     pub sink: &'c Sink,
     pub to: &'c Placed<'p>,
+    pub codes: Codes<'c>,
 }
 
 impl Conversion<'_, '_> {
@@ -102,10 +106,8 @@ impl Conversion<'_, '_> {
                         (to, source.unit)
                     }
                     _ => {
-                        let codes = sized(&mut memory.codes, rows.len() * weight.cols / 2);
-                        let scales = sized(&mut memory.scales, rows.len() * weight.cols / BLOCK);
                         let (amax, profile) = (self.amax(item), self.mode.profile);
-                        self.quantize(&values, (rows.len(), weight.cols), amax, codes, scales)?;
+                        self.quantize(piece, &values, amax, memory)?;
                         (
                             profile.stored(amax, self.mode.rule.bound(), weight.precision()),
                             profile.unit(self.mode.rule.bound()),
@@ -113,7 +115,10 @@ impl Conversion<'_, '_> {
                     }
                 };
                 self.emit(piece, memory)?;
-                let measure = self.measure(&values, (rows.len(), weight.cols), stored, unit, memory)?;
+                let mut measure = self.measure(&values, (rows.len(), weight.cols), stored, unit, memory)?;
+                if matches!(piece.codes, Codes::Unfactored) {
+                    measure.unfactored = measure.elements;
+                }
                 memory.source = buffer;
                 Ok(measure)
             }
@@ -122,7 +127,7 @@ impl Conversion<'_, '_> {
 
     /// Rows in FP8.
     fn eight(&self, piece: &Piece<'_, '_>, eight: Eight, memory: &mut Memory) -> Result<Measure> {
-        let Piece { item, rows, sink, to } = *piece;
+        let Piece { item, rows, sink, to, .. } = *piece;
         let weight = &item.weight;
         let Memory { source, codes, floats, decoded, bytes, .. } = memory;
         let values = weight.values(rows.clone(), source)?;
@@ -173,7 +178,7 @@ impl Conversion<'_, '_> {
 
     /// Writes the codes and scales that are in memory, as the target has them.
     fn emit(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<()> {
-        let Piece { item, rows, sink, to } = *piece;
+        let Piece { item, rows, sink, to, .. } = *piece;
         let (cols, count) = (item.weight.cols, rows.len());
         let Memory { codes, scales, bytes, ordered, .. } = memory;
         if let Some(&start) = to.offsets.get(&Role::Blocks) {
@@ -203,7 +208,7 @@ impl Conversion<'_, '_> {
     /// Rows in the type of decoded weights, or in F32 where the target wants that. Returns what
     /// rounding did to them.
     fn decode(&self, piece: &Piece<'_, '_>, memory: &mut Memory) -> Result<Measure> {
-        let Piece { item, rows, sink, to } = *piece;
+        let Piece { item, rows, sink, to, .. } = *piece;
         let (weight, start) = (&item.weight, to.offsets[&Role::Whole]);
         let precision = match to.cast {
             Cast::None => self.settings.target.decoded(),
@@ -258,33 +263,40 @@ impl Conversion<'_, '_> {
         Ok(mxfp4::scale(top))
     }
 
-    /// Codes and scales of some rows.
-    fn quantize(
-        &self,
-        values: &Values<'_>,
-        (rows, cols): (usize, usize),
-        amax: f32,
-        codes: &mut [u8],
-        scales: &mut [u8],
-    ) -> Result<()> {
-        let direction = Direction {
-            mode: self.mode,
-            rounding: Rounding::NearestEven,
-            transform: None,
-            layout: Layout::Linear,
-            amax: Amax::Given(&[amax]),
-            codes,
-            scales,
-        };
+    /// Codes and scales of some rows, in memory.
+    fn quantize(&self, piece: &Piece<'_, '_>, values: &Values<'_>, amax: f32, memory: &mut Memory) -> Result<()> {
+        let (rows, cols) = (piece.rows.len(), piece.item.weight.cols);
+        let Memory { codes, scales, moments, .. } = memory;
+        let (codes, scales) = (sized(codes, rows * cols / 2), sized(scales, rows * cols / BLOCK));
         let input = Input::new(*values, rows, cols)?;
-        Ok(kernel::quantize(self.settings.implementation, &input, Some(direction), None)?)
+        match self.weighing.weighting(piece.item, moments)? {
+            Some(weighting) => weighted::quantize(&input, amax, &self.mode, weighting, codes, scales)?,
+            None => {
+                let direction = Direction {
+                    mode: self.mode,
+                    rounding: Rounding::NearestEven,
+                    transform: None,
+                    layout: Layout::Linear,
+                    amax: Amax::Given(&[amax]),
+                    codes,
+                    scales,
+                };
+                kernel::quantize(self.settings.implementation, &input, Some(direction), None)?;
+            }
+        }
+        if let Codes::Mended(factor) = piece.codes {
+            gptq::codes(&input, amax, &self.mode, factor, &memory.scales, &mut memory.codes)?;
+        }
+        Ok(())
     }
 
     /// The rows of a weight in pieces of bounded size, each within one matrix, and of whole heads
     /// where they are reordered.
     pub fn pieces(&self, item: &Item<'_>, order: RowOrder) -> impl Iterator<Item = Range<usize>> + use<> {
         let weight = &item.weight;
-        let rows = (self.settings.piece() / weight.cols.max(1)).max(1);
+        // GPTQ has rows in memory once more, and a factor.
+        let share = if self.weighing.hessian_of(item).is_some() { 3 } else { 1 };
+        let rows = (self.settings.piece() / share / weight.cols.max(1)).max(1);
         let rows = match order {
             // A block of FP8 is made as a whole.
             RowOrder::AsStored if item.action == Action::Eight(Eight::Block) => {

@@ -13,6 +13,7 @@ use super::target::Target;
 use crate::{Error, Result, Setting};
 use nvfp4::{Bound, ErrorPath, Metric, Profile, ScaleRule};
 use nvfp4_kernels::Implementation;
+use nvfp4_spec::gptq::Order;
 use nvfp4_spec::{Mode, Rounding, mse};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -33,6 +34,28 @@ pub enum ScaleChoice {
     ModelOptMse,
     /// ModelOpt's choice between 6 and 4; see [`nvfp4_spec::modelopt`].
     ModelOptFourOverSix,
+    /// The scale with the smallest squared error, weighted by the mean squares of inputs, of those
+    /// that `Mse` tries; see [`nvfp4_spec::weighted`].
+    Imatrix,
+    /// The scale with the smallest error of outputs, as far as the inputs of one block tell, of those
+    /// that `ModelOptMse` tries; see [`nvfp4_spec::weighted`].
+    LocalHessian,
+}
+
+/// How numbers become codes, when scales are found.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub enum Round {
+    /// To the nearest code.
+    #[default]
+    Nearest,
+    /// By GPTQ with fixed scales; see [`nvfp4_spec::gptq`].
+    Gptq {
+        /// The order of columns.
+        order: Order,
+        /// What is added to the diagonal of the Hessian, as a share of its mean.
+        damping: f64,
+    },
 }
 
 /// The activation scales.
@@ -75,6 +98,10 @@ pub struct Settings {
     /// The library whose arithmetic is reproduced. Default: ModelOpt; for 4over6 TransformerEngine,
     /// which alone has it.
     pub profile: Option<Profile>,
+    /// How numbers become codes.
+    pub round: Round,
+    /// A file of statistics of activations, for scales and codes that are chosen by them.
+    pub statistics: Option<PathBuf>,
     /// Activation scales.
     pub acts: Acts,
     /// The key-value cache.
@@ -99,6 +126,8 @@ impl Default for Settings {
             selection: Selection::default(),
             scale: ScaleChoice::default(),
             profile: None,
+            round: Round::default(),
+            statistics: None,
             acts: Acts::default(),
             kv: KvCache::default(),
             implementation: Implementation::best(),
@@ -177,6 +206,8 @@ pub struct Summary {
     /// What [`super::verify`] finds in the result, for vLLM or llama.cpp. A decoded result is only
     /// read back.
     pub findings: Vec<Finding>,
+    /// Weights that were quantized as without statistics, which were asked to decide, and why.
+    pub plain: BTreeMap<String, String>,
     /// Why no server runs the result, if none does. That is no fault of the conversion.
     pub unserved: Option<Finding>,
 }
@@ -186,8 +217,9 @@ impl Settings {
     pub(super) fn mode(&self) -> Result<Mode> {
         let (rule, default) = match self.scale {
             ScaleChoice::Max => (ScaleRule::Six, Profile::ModelOpt),
-            ScaleChoice::Mse => (ScaleRule::Mse, Profile::ModelOpt),
-            ScaleChoice::ModelOptMse => (ScaleRule::ModelOptMse, Profile::ModelOpt),
+            // With statistics the same bytes are tried, and their errors weighted.
+            ScaleChoice::Mse | ScaleChoice::Imatrix => (ScaleRule::Mse, Profile::ModelOpt),
+            ScaleChoice::ModelOptMse | ScaleChoice::LocalHessian => (ScaleRule::ModelOptMse, Profile::ModelOpt),
             ScaleChoice::ModelOptFourOverSix => (ScaleRule::ModelOptFourOverSix, Profile::ModelOpt),
             ScaleChoice::FourOverSix => (
                 ScaleRule::FourOverSix { metric: Metric::Mse, error: ErrorPath::Strict, bound: Bound::E256 },
@@ -230,6 +262,7 @@ impl Settings {
             "scale": format!("{:?}", self.scale),
             // Those of the repair of scales too.
             "scale_offsets": mse::OFFSETS,
+            "round": format!("{:?}", self.round),
             "profile": format!("{:?}", self.profile),
             "acts": format!("{:?}", self.acts),
             "kv": format!("{:?}", self.kv),

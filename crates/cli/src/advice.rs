@@ -66,6 +66,9 @@ fn flag(setting: Setting) -> Option<&'static str> {
         Setting::Fuse => "--fuse off turns joining off",
         Setting::Differing => "leave out --fix-scales, or --fuse off",
         Setting::Profile => "leave out --profile, or choose another --scale",
+        Setting::Statistics => {
+            "--stats names the file; --scale imatrix, --scale local-hessian and --round gptq read it"
+        }
         Setting::Target => "--to modelopt",
         _ => return None,
     })

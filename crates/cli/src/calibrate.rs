@@ -7,8 +7,9 @@ use crate::sizes::counted;
 use crate::text::{Bar, Text};
 use crate::{Host, json, until_closed};
 use anyhow::{Result, ensure};
+use clap::ValueEnum;
 use nvfp4_checkpoint::Checkpoint;
-use nvfp4_model::{Source, calibrate};
+use nvfp4_model::{Hessians, Source, calibrate_with};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -27,12 +28,27 @@ pub struct Args {
     /// Also write the magnitude that this many percent of blocks stay below.
     #[arg(long, default_value_t = 99.9)]
     percentile: f64,
+    /// Also write products of inputs: local, of the 16 columns of each block (for --scale
+    /// local-hessian), or full, of all columns (for --round gptq too).
+    #[arg(long, value_enum, default_value = "none")]
+    hessian: HessianArg,
+    /// Inputs with more columns than this have local products with --hessian full too. N columns
+    /// take 8·N² bytes of memory, and 4·N² in the file.
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    hessian_columns: usize,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     /// Show no progress.
     #[arg(long, short)]
     quiet: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum HessianArg {
+    None,
+    Local,
+    Full,
 }
 
 pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
@@ -43,7 +59,12 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     let source = Source::new(&checkpoint, args.text.from.map(|from| from.dialect()))?;
     let (rows, _) = args.text.rows(&args.model, source.config())?;
     let mut bar = Bar::new(if args.quiet { Voice::Quiet } else { Voice::Normal });
-    let found = calibrate(&source, &rows, &mut bar, interrupts(host)?);
+    let hessians = match args.hessian {
+        HessianArg::None => Hessians::None,
+        HessianArg::Local => Hessians::Local,
+        HessianArg::Full => Hessians::Full(args.hessian_columns),
+    };
+    let found = calibrate_with(&source, &rows, hessians, &args.output, &mut bar, interrupts(host)?);
     bar.finish();
     let found = found?;
     found.save(&args.output, &source, args.percentile)?;

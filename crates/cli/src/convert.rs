@@ -1,5 +1,6 @@
 //! `nvfp4 convert`: a checkpoint becomes an NVFP4 checkpoint that servers load.
 
+use crate::calibrated::{Calibrated, ScaleArg};
 use crate::device::Device;
 use crate::interrupt::interrupts;
 use crate::page::{self, Replaces};
@@ -15,8 +16,8 @@ use clap::ValueEnum;
 use nvfp4::Profile;
 use nvfp4_checkpoint::gguf::GgufFile;
 use nvfp4_checkpoint::{
-    Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, Portion, ScaleChoice, Settings,
-    Severity, Shards, Statistics, Summary, Target, check_free,
+    Action, Acts, Checkpoint, Existing, Finished, KvCache, Model, Outcome, Plan, Portion, Settings, Severity, Shards,
+    Statistics, Summary, Target, check_free,
 };
 use nvfp4_files::regular;
 use serde_json::{Value, json};
@@ -53,10 +54,8 @@ pub struct Args {
     acts: ActsArg,
     #[command(flatten)]
     weights: Weights,
-    /// How to choose block scales: by the largest value, by the least squared error, 4over6, or as
-    /// ModelOpt's searches do, to the bit.
-    #[arg(long, value_enum, default_value = "max")]
-    scale: ScaleArg,
+    #[command(flatten)]
+    calibrated: Calibrated,
     /// Reproduce this library's rounding exactly [default: modelopt; with --scale 4over6:
     /// transformer-engine].
     #[arg(long, value_enum)]
@@ -98,18 +97,6 @@ enum KvArg {
     None,
     Fp8Cast,
     Nvfp4Cast,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum ScaleArg {
-    Max,
-    Mse,
-    #[value(name = "4over6")]
-    FourOverSix,
-    #[value(name = "modelopt-mse")]
-    ModelOptMse,
-    #[value(name = "modelopt-4over6")]
-    ModelOptFourOverSix,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -155,13 +142,12 @@ impl Args {
             target: self.to,
             source: self.from.map(From::dialect),
             selection: self.weights.selection()?,
-            scale: match self.scale {
-                ScaleArg::Max => ScaleChoice::Max,
-                ScaleArg::Mse => ScaleChoice::Mse,
-                ScaleArg::FourOverSix => ScaleChoice::FourOverSix,
-                ScaleArg::ModelOptMse => ScaleChoice::ModelOptMse,
-                ScaleArg::ModelOptFourOverSix => ScaleChoice::ModelOptFourOverSix,
-            },
+            scale: self.calibrated.scale(),
+            round: self.calibrated.round(),
+            statistics: self.calibrated.statistics(match &self.acts {
+                ActsArg::File(path) => Some(path),
+                ActsArg::None | ActsArg::Constant(_) => None,
+            }),
             profile: self.profile.map(|profile| match profile {
                 ProfileArg::Modelopt => Profile::ModelOpt,
                 ProfileArg::TransformerEngine => Profile::TransformerEngine,
@@ -203,7 +189,7 @@ impl Args {
             0 => format!("ok: {}", checked(self.to)),
             _ => counted(problems, "problem"),
         };
-        let profile = self.profile.unwrap_or(match self.scale {
+        let profile = self.profile.unwrap_or(match self.calibrated.scale_arg() {
             ScaleArg::FourOverSix => ProfileArg::TransformerEngine,
             _ => ProfileArg::Modelopt,
         });
@@ -212,11 +198,11 @@ impl Args {
             ("source", self.source.display().to_string()),
             ("target", self.target.display().to_string()),
             ("--to", self.to.to_string()),
-            ("--scale", word(&|| self.scale.to_possible_value())),
             ("--profile", word(&|| profile.to_possible_value())),
             ("--acts", acts),
             ("--kv", word(&|| self.kv.to_possible_value())),
         ];
+        made.extend(self.calibrated.chosen());
         made.extend(self.weights.chosen());
         made.push(("checks", checks));
         made
@@ -332,6 +318,7 @@ fn to_json(args: &Args, model: &Model<'_>, summary: &Summary, seconds: f64, pass
     report["report"] = json!(args.report);
     report["weights"] = json!(list(&summary.quantized));
     report["rescaled"] = json!(list(&summary.rescaled));
+    report["plain"] = json!(summary.plain);
     report
 }
 
@@ -432,6 +419,14 @@ fn conclude(out: &mut impl Write, args: &Args, summary: &Summary, seconds: f64) 
     }
     if args.weights.fix_scales() {
         writeln!(out, "{:<8} {}", "fixed", report::fixed(summary))?;
+    }
+    for (i, (module, reason)) in summary.plain.iter().enumerate().take(3) {
+        let more = if i == 2 && summary.plain.len() > 3 {
+            format!(", and {} more", summary.plain.len() - 3)
+        } else {
+            String::new()
+        };
+        writeln!(out, "{:<8} {module} without statistics: {reason}{more}", if i == 0 { "plain" } else { "" })?;
     }
     let ratio = summary.before as f64 / summary.after.max(1) as f64;
     let error = total_error(summary).map_or(String::new(), |error| format!(", relerr {error:.4}"));

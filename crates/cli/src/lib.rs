@@ -4,6 +4,7 @@ mod advice;
 mod agreement;
 mod bench;
 mod calibrate;
+mod calibrated;
 mod chart;
 mod completions;
 mod conformance;

@@ -129,6 +129,9 @@ fn every_command_prints_what_the_schema_says() {
     assert_eq!((found["tokens"].as_u64(), found["layers"].as_array().unwrap().len()), (Some(64), 1));
     check(&["calibrate", &source, "--text", &text, "-q", "-o", &stats], "calibrate", 0);
     check(&["convert", &source, &path("w4a4"), "-q", "--acts", &stats], "convert", 0);
+    check(&["calibrate", &source, "--text", &text, "-q", "--hessian", "full", "-o", &stats], "calibrate", 0);
+    let gptq = ["--acts", &stats, "--scale", "local-hessian", "--round", "gptq", "--gptq-order", "static"];
+    check(&[&["convert", &source, &path("gptq"), "-q"][..], &gptq].concat(), "convert", 0);
     let page = path("page.html");
     let words = ["eval", &source, &path("w4a4"), "--text", &text, "-q", "--report", &page];
     let found = check(&words, "eval", 0);

@@ -24,6 +24,7 @@ pub mod finite;
 pub mod fp8;
 pub mod gemm;
 pub mod gguf;
+pub mod gptq;
 pub mod hadamard;
 mod implementation;
 mod input;
@@ -35,6 +36,7 @@ mod sources;
 pub mod swizzle;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod vector;
+pub mod weighted;
 
 #[cfg(target_arch = "x86_64")]
 pub use avx2::Avx2;

@@ -1,26 +1,20 @@
 //! What goes through a model on a text: the largest activations, their squares, experts, keys and
 //! values.
 
+use crate::Result;
 use crate::decoder::{Decoder, Rows};
 use crate::evaluate::Progress;
+use crate::hessian::{Collected, Hessians};
 use crate::linear::{Activations, KeysValues, Run, Watch};
 use crate::source::Source;
-use crate::state::save;
-use crate::{Result, refused};
-use nvfp4_checkpoint::{TensorFile, fused};
-use nvfp4_files::container;
+use nvfp4_checkpoint::{Moments, fused};
 use nvfp4_spec::BLOCK;
-use safetensors::Dtype;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 
-/// What a file of statistics says that it is.
-const MARK: &str = "nvfp4-calibration";
-/// The largest magnitude of a module's input.
-const AMAX: &str = ".input_amax";
 /// Bins per doubling of a histogram of blocks, and the exponent of the first.
 const BINS: f32 = 32.0;
 const FIRST: f32 = -40.0;
@@ -68,16 +62,15 @@ impl Seen {
 }
 
 /// Statistics of a text.
-#[derive(Debug, Default)]
 pub struct Calibration {
     inputs: BTreeMap<String, Seen>,
     experts: BTreeMap<String, Vec<u64>>,
     caches: BTreeMap<String, (f32, f32)>,
+    hessians: Collected,
     tokens: usize,
 }
 
 /// Collects them.
-#[derive(Default)]
 struct Collector(Mutex<Calibration>);
 
 fn largest(values: &[f32], before: f32) -> f32 {
@@ -86,7 +79,9 @@ fn largest(values: &[f32], before: f32) -> f32 {
 
 impl Watch for Collector {
     fn input(&self, module: &str, x: &[f32], cols: usize) {
-        self.0.lock().expect("no holder panics").inputs.entry(module.to_string()).or_default().take(x, cols);
+        let mut all = self.0.lock().expect("no holder panics");
+        all.inputs.entry(module.to_string()).or_default().take(x, cols);
+        all.hessians.take(module, x, cols);
     }
 
     fn routed(&self, module: &str, counts: &[u64]) {
@@ -109,7 +104,27 @@ pub fn calibrate(
     progress: &mut dyn Progress,
     stop: &AtomicBool,
 ) -> Result<Calibration> {
-    let (decoder, collector, layers) = (Decoder::new(source), Collector::default(), source.config().layers);
+    calibrate_with(source, rows, Hessians::None, Path::new(""), progress, stop)
+}
+
+/// Runs a model on a text, in one pass, and also sums up products of columns, which wait on the disk
+/// beside `output`.
+pub fn calibrate_with(
+    source: &Source<'_>,
+    rows: &Rows,
+    hessians: Hessians,
+    output: &Path,
+    progress: &mut dyn Progress,
+    stop: &AtomicBool,
+) -> Result<Calibration> {
+    let (decoder, layers) = (Decoder::new(source), source.config().layers);
+    let collector = Collector(Mutex::new(Calibration {
+        inputs: BTreeMap::new(),
+        experts: BTreeMap::new(),
+        caches: BTreeMap::new(),
+        hessians: Collected::new(hessians, output),
+        tokens: 0,
+    }));
     let run = Run { activations: Activations::Plain, keys_values: KeysValues::Plain, watch: &collector };
     let mut states = vec![decoder.embed(rows.tokens())?];
     progress.begin(layers as u64);
@@ -118,6 +133,7 @@ pub fn calibrate(
         progress.advance(1, &format!("layer {}", layer + 1));
     }
     let mut found = collector.0.into_inner().expect("no holder panics");
+    found.hessians.finish()?;
     found.tokens = rows.tokens().len();
     Ok(found)
 }
@@ -173,42 +189,30 @@ impl Calibration {
     pub fn save(&self, path: &Path, source: &Source<'_>, percentile: f64) -> Result<()> {
         let mut vectors: Vec<(String, Vec<f32>)> = Vec::new();
         for (module, amax) in self.amaxes(source) {
-            vectors.push((format!("{module}{AMAX}"), vec![amax]));
+            vectors.push((format!("{module}{}", Moments::AMAX), vec![amax]));
         }
         for (module, seen) in &self.inputs {
             vectors.push((format!("{module}.input_percentile"), vec![seen.percentile(percentile)]));
             let mean = seen.squares.iter().map(|sum| (sum / seen.rows.max(1) as f64) as f32).collect();
-            vectors.push((format!("{module}.input_mean_square"), mean));
+            vectors.push((format!("{module}{}", Moments::MEAN_SQUARES), mean));
         }
         for (module, counts) in &self.experts {
-            vectors.push((format!("{module}.expert_tokens"), counts.iter().map(|&count| count as f32).collect()));
+            vectors.push((
+                format!("{module}{}", Moments::EXPERT_TOKENS),
+                counts.iter().map(|&count| count as f32).collect(),
+            ));
         }
         for (module, (keys, values)) in &self.caches {
             vectors.push((format!("{module}.k_scale"), vec![keys / 448.0]));
             vectors.push((format!("{module}.v_scale"), vec![values / 448.0]));
         }
-        let about = json!({ "version": 1, "tokens": self.tokens, "percentile": percentile }).to_string();
-        let vectors = vectors.into_iter().map(|(name, values)| (name, values.len(), container::bytes(&values)));
-        save(path, vectors, MARK, about)
+        let same = &self.hessians.same;
+        let about = json!({ "version": 1, "tokens": self.tokens, "percentile": percentile, "same_input": same });
+        self.hessians.save(path, &vectors, Moments::MARK, &about.to_string())
     }
 }
 
 /// The largest input of every module, from a file of statistics.
 pub fn amaxes(path: &Path) -> Result<BTreeMap<String, f32>> {
-    let file = TensorFile::open(path)?;
-    let wrong = |reason: String| refused(format!("{}: {reason}; make it with `nvfp4 calibrate`", path.display()));
-    if !file.metadata().contains_key(MARK) {
-        return Err(wrong("these are no statistics of activations".to_string()));
-    }
-    let mut found = BTreeMap::new();
-    for tensor in file.tensors() {
-        let Some(module) = tensor.name.strip_suffix(AMAX) else { continue };
-        if tensor.dtype != Dtype::F32 || tensor.len != 4 {
-            return Err(wrong(format!("'{}' is not one number", tensor.name)));
-        }
-        let mut bytes = [0; 4];
-        file.read(tensor, 0, &mut bytes)?;
-        found.insert(module.to_string(), f32::from_le_bytes(bytes));
-    }
-    Ok(found)
+    Moments::open(path)?.amaxes()
 }

@@ -8,7 +8,8 @@
 //! 2. what is computed: `projection` and `linear`, `norm`, `attention`, `mlp`, `decoder` (a layer
 //!    over the hidden states of all rows);
 //! 3. what is found out: `score` (logits, of which none is kept), `drift` and `saturation`,
-//!    `summary`, `evaluate` (with `state`, to continue, and `memory`), `calibrate`, `generate`.
+//!    `summary`, `evaluate` (with `state`, to continue, and `memory`), `calibrate`
+//!    (with `hessian`), `generate`.
 //!
 //! A forward pass has one layer in memory, and the hidden states of all tokens.
 
@@ -22,6 +23,7 @@ mod drift;
 mod evaluate;
 mod fields;
 mod generate;
+mod hessian;
 mod linear;
 mod matrix;
 mod memory;
@@ -37,12 +39,13 @@ mod summary;
 mod tokens;
 
 pub use attention::{Attention, Cache};
-pub use calibrate::{Calibration, amaxes, calibrate};
+pub use calibrate::{Calibration, amaxes, calibrate, calibrate_with};
 pub use config::{Activation, Config, Experts, Family, FeedForward, Norms, Routing};
 pub use decoder::{Decoder, Layer, Rows};
 pub use drift::Drift;
 pub use evaluate::{Evaluate, Evaluation, Lane, Lanes, Progress};
 pub use generate::{Generation, Sampling, generate};
+pub use hessian::Hessians;
 pub use linear::{Activations, KeysValues, Linear, Run, Watch};
 pub use matrix::Matrix;
 pub use nvfp4_checkpoint::{Error, Result};

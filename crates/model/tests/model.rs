@@ -1,10 +1,10 @@
 //! Small generated models, without Python: what is refused, what is continued, what is the same by two ways.
 
 use half::bf16;
-use nvfp4_checkpoint::{Acts, Checkpoint, Settings, convert};
+use nvfp4_checkpoint::{Acts, Checkpoint, Moments, Round, ScaleChoice, Settings, convert};
 use nvfp4_model::{
-    Activations, Decoder, Divergence, Evaluate, Evaluation, Generation, Lane, Lanes, Progress, Rows, Run, Sampling,
-    Source, StateFile, amaxes, calibrate, generate, logits, perplexity,
+    Activations, Decoder, Divergence, Evaluate, Evaluation, Generation, Hessians, Lane, Lanes, Progress, Rows, Run,
+    Sampling, Source, StateFile, amaxes, calibrate, calibrate_with, generate, logits, perplexity,
 };
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -184,6 +184,52 @@ fn calibrated_scales_make_a_model_with_activations_in_4_bits() {
     let per_row = evaluate(Some(&here), &packed, Activations::PerRow).unwrap();
     assert!(per_row.blocks.is_empty() && per_row.said.len() == 3);
     [here, packed].iter().for_each(|path| std::fs::remove_dir_all(path).unwrap());
+}
+
+/// One pass writes the products of columns with each other, once for modules with the same input, and
+/// conversions read them.
+#[test]
+fn calibration_keeps_products_of_inputs() {
+    let (here, there) = (folder("products"), folder("products-stats"));
+    llama(&here, &config(), usual);
+    let checkpoint = Checkpoint::open(&here).unwrap();
+    let source = Source::new(&checkpoint, None).unwrap();
+    let stats = |hessians: Hessians, name: &str| {
+        let path = there.join(name);
+        let found = calibrate_with(&source, &rows(), hessians, &path, &mut (), &GO).unwrap();
+        found.save(&path, &source, 99.9).unwrap();
+        drop(found);
+        path
+    };
+    let (none, local) = (stats(Hessians::None, "none.safetensors"), stats(Hessians::Local, "local.safetensors"));
+    let full = stats(Hessians::Full(64), "full.safetensors");
+    assert_eq!(std::fs::read_dir(&there).unwrap().count(), 3, "nothing else is left");
+    let [none, blocks, whole] = [&none, &local, &full].map(|path| Moments::open(path).unwrap());
+    assert!(!none.has_any(Moments::HESSIAN) && !none.has_any(Moments::BLOCK_HESSIANS));
+    let (q, v, down) =
+        ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj", "model.layers.2.mlp.down_proj");
+    assert_eq!((whole.owner(v), whole.owner(q)), (q, q));
+    // 96 columns are more than 64.
+    assert!(whole.has(v, Moments::HESSIAN) && !whole.has(down, Moments::HESSIAN));
+    assert_eq!(whole.block_hessians(down, 96).unwrap(), blocks.block_hessians(down, 96).unwrap());
+    let (all, squares) = (whole.hessian(v, HIDDEN).unwrap(), none.mean_squares(v, HIDDEN).unwrap());
+    let near = |a: f32, b: f32| (a - b).abs() <= 1e-5 * squares.iter().fold(0.0, |most: f32, x| most.max(*x));
+    let own = blocks.block_hessians(q, HIDDEN).unwrap();
+    for i in 0..HIDDEN {
+        assert!(near(all[i * HIDDEN + i], squares[i]), "{i}");
+        for j in 0..HIDDEN {
+            assert_eq!(all[i * HIDDEN + j], all[j * HIDDEN + i]);
+            assert!(i / 16 != j / 16 || near(all[i * HIDDEN + j], own[i * 16 + j % 16]), "{i} {j}");
+        }
+    }
+    let round = Round::Gptq { order: nvfp4_spec::gptq::Order::Activation, damping: 0.01 };
+    let settings =
+        Settings { scale: ScaleChoice::LocalHessian, round, statistics: Some(full.clone()), ..Settings::default() };
+    let summary = convert(&here, &there.join("gptq"), &settings, &(), &GO).unwrap();
+    assert_eq!(summary.plain.len(), 3);
+    let found = evaluate(Some(&here), &there.join("gptq"), Activations::AsStored).unwrap();
+    assert!(Divergence::of(&found.said[0].1, &found.said[1].1).mean.mean < 0.05);
+    [here, there].iter().for_each(|path| std::fs::remove_dir_all(path).unwrap());
 }
 
 /// Stops when a layer is done.

@@ -5,9 +5,10 @@ use crate::verify::{self, ConversionError, DIALECTS};
 use crate::words::{PROFILES, Words, choose};
 use nvfp4::Implementation;
 use nvfp4_checkpoint::{
-    Acts, Architectures, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern, Rules,
-    ScaleChoice, Selection, Settings, Severity, Shards, Summary,
+    Acts, Architectures, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern, Round,
+    Rules, ScaleChoice, Selection, Settings, Severity, Shards, Summary,
 };
+use nvfp4_spec::gptq::{DAMPING, Order};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -24,7 +25,12 @@ const SCALES: Words<ScaleChoice> = &[
     ("4over6", ScaleChoice::FourOverSix),
     ("modelopt-mse", ScaleChoice::ModelOptMse),
     ("modelopt-4over6", ScaleChoice::ModelOptFourOverSix),
+    ("imatrix", ScaleChoice::Imatrix),
+    ("local-hessian", ScaleChoice::LocalHessian),
 ];
+const ROUNDS: Words<Round> =
+    &[("nearest", Round::Nearest), ("gptq", Round::Gptq { order: Order::Natural, damping: DAMPING })];
+const ORDERS: Words<Order> = &[("natural", Order::Natural), ("static", Order::Activation)];
 const EXISTING: Words<Existing> =
     &[("refuse", Existing::Refuse), ("resume", Existing::Resume), ("replace", Existing::Replace)];
 const FUSES: Words<Fuse> = &[("auto", Fuse::Auto), ("off", Fuse::Off)];
@@ -43,7 +49,9 @@ const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 /// models that no server loads. `fuse` says which weights share a tensor scale: 'auto', 'off', or
 /// lists of the last names of modules, as [['q_proj', 'k_proj']]. `fix_scales` gives weights of an
 /// NVFP4 source that share a tensor scale, but carry different ones, the largest. `device` is
-/// 'cpu', 'cuda' or 'cuda:N', for the same bytes.
+/// 'cpu', 'cuda' or 'cuda:N', for the same bytes. `stats` is a file that `nvfp4 calibrate` wrote: the
+/// scales 'imatrix' and 'local-hessian' read it, and round='gptq', with `gptq_order` ('natural' or
+/// 'static') and `gptq_damping`.
 ///
 /// The result is read back and checked as `verify` does: problems raise a ConversionError, with the
 /// target left where it is. Returns a dict of what was done: bytes before and after, files, the
@@ -54,8 +62,9 @@ const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 #[pyo3(signature = (source, target, *, to="modelopt", skip=Vec::new(), only=Vec::new(), preset="all", scale="max",
                     profile=None, acts=None, fuse=FuseWord::Word("auto".to_string()), fix_scales=false, max_shard=5_000_000_000,
                     threads=None, memory=2_000_000_000, existing="refuse", from_=None, no_default_skips=false, kv="none",
-                    device="cpu", keep_shards=false, any_architecture=false, progress=None, rules=None),
-       text_signature = "(source, target, *, to='modelopt', skip=(), only=(), preset='all', scale='max', profile=None, acts=None, fuse='auto', fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing='refuse', from_=None, no_default_skips=False, kv='none', device='cpu', keep_shards=False, any_architecture=False, progress=None, rules=None)")]
+                    device="cpu", keep_shards=false, any_architecture=false, progress=None, rules=None,
+                    stats=None, round="nearest", gptq_order="natural", gptq_damping=DAMPING),
+       text_signature = "(source, target, *, to='modelopt', skip=(), only=(), preset='all', scale='max', profile=None, acts=None, fuse='auto', fix_scales=False, max_shard=5000000000, threads=None, memory=2000000000, existing='refuse', from_=None, no_default_skips=False, kv='none', device='cpu', keep_shards=False, any_architecture=False, progress=None, rules=None, stats=None, round='nearest', gptq_order='natural', gptq_damping=0.01)")]
 #[allow(clippy::too_many_arguments)] // each is a setting with a name
 pub fn convert<'py>(
     py: Python<'py>,
@@ -82,11 +91,20 @@ pub fn convert<'py>(
     any_architecture: bool,
     progress: Option<Bound<'py, PyAny>>,
     rules: Option<&str>,
+    stats: Option<PathBuf>,
+    round: &str,
+    gptq_order: &str,
+    gptq_damping: f64,
 ) -> PyResult<Bound<'py, PyDict>> {
     let (preset, of_preset) = Rules::preset(preset).or_raise()?;
     let patterns =
         |texts: Vec<String>| texts.iter().map(|text| text.parse()).collect::<nvfp4_checkpoint::Result<Vec<Pattern>>>();
     let defaults = Settings::default();
+    let order = choose("gptq_order", ORDERS, gptq_order)?;
+    let round = match choose("round", ROUNDS, round)? {
+        Round::Gptq { .. } => Round::Gptq { order, damping: gptq_damping },
+        nearest => nearest,
+    };
     let settings = Settings {
         target: to.parse().or_raise()?,
         source: from_.map(|dialect| choose("from_", DIALECTS, dialect)).transpose()?,
@@ -105,6 +123,8 @@ pub fn convert<'py>(
         },
         scale: choose("scale", SCALES, scale)?,
         profile: profile.map(|profile| choose("profile", PROFILES, profile)).transpose()?,
+        round,
+        statistics: stats,
         acts: activations(acts)?,
         kv: choose("kv", KVS, kv)?,
         implementation: implementation(device)?,

@@ -100,6 +100,7 @@ fn argument(error: &nvfp4_checkpoint::Error) -> Option<String> {
         Error::Setting { setting: Setting::Fuse, .. } => "fuse='off'",
         Error::Setting { setting: Setting::Differing, .. } => "fix_scales=False",
         Error::Setting { setting: Setting::Profile, .. } => "profile=, scale=",
+        Error::Setting { setting: Setting::Statistics, .. } => "stats=, scale=, round=",
         Error::Setting { setting: Setting::Target, .. } => "to='modelopt'",
         _ => return None,
     };

@@ -15,7 +15,8 @@
 //! 9. [`gemm`]: products of quantized matrices;
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
 //! 11. [`profile`]: the same steps in the arithmetic of other producers;
-//! 12. [`mse`] and [`modelopt`]: a block's scale by trial; [`rescale`]: a block under another tensor
+//! 12. [`mse`] and [`modelopt`]: a block's scale by trial; [`weighted`]: by what it does to a layer's
+//!     outputs; [`gptq`]: codes by what they do to them; [`rescale`]: a block under another tensor
 //!     scale;
 //! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce
 //!     its output;
@@ -56,6 +57,7 @@ pub mod four_over_six;
 pub mod fp8;
 pub mod gemm;
 pub mod gguf;
+pub mod gptq;
 pub mod hadamard;
 pub mod matrix;
 pub mod mode;
@@ -71,6 +73,7 @@ pub mod stochastic;
 pub mod swizzle;
 pub mod tile;
 pub mod upstream;
+pub mod weighted;
 
 pub use element::{Element, Precision};
 pub use error::{Error, Result, area, check_len, zeros};

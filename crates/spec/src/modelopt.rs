@@ -44,13 +44,13 @@ pub const MULTIPLIERS: [f32; 2] = [1.0, 1.5];
 
 /// ModelOpt refuses what is not finite, and writes NaN for a tensor of zeros. Those have the
 /// rule "six".
-fn is_searched<const H: usize>(tile: &Rows<f32, H>, global: f32) -> bool {
+pub(crate) fn is_searched<const H: usize>(tile: &Rows<f32, H>, global: f32) -> bool {
     global > 0.0 && global.is_finite() && tile.as_flattened().iter().all(|x| x.is_finite())
 }
 
 /// The index of the first of the smallest errors.
-fn first_least(errors: impl IntoIterator<Item = f32>) -> usize {
-    let (mut best, mut least) = (0, f32::INFINITY);
+pub(crate) fn first_least<E: PartialOrd + From<f32>>(errors: impl IntoIterator<Item = E>) -> usize {
+    let (mut best, mut least) = (0, E::from(f32::INFINITY));
     for (i, error) in errors.into_iter().enumerate() {
         if error < least {
             (best, least) = (i, error);
@@ -106,7 +106,7 @@ pub fn error<const H: usize>(tile: &Rows<f32, H>, scale: f32) -> f32 {
 }
 
 /// The multiple of the scale that a magnitude is rounded to. A scale of 0 makes zeros.
-fn rounded(x: f32, scale: f32) -> f32 {
+pub(crate) fn rounded(x: f32, scale: f32) -> f32 {
     let usable = scale != 0.0 && scale.is_finite();
     let divisor = if usable { scale } else { 1.0 };
     let value = e2m1::decode(e2m1::encode(x / divisor, crate::Specials::Kernel)) * divisor;

@@ -21,7 +21,7 @@ pub fn quantize<const H: usize>(tile: &Rows<f32, H>, scaling: &Scaling) -> Quant
     if six > e4m3::MAX_BYTE {
         return candidate(tile, six, scaling); // NaN has no neighbours
     }
-    search(tile, six, |scale| candidate(tile, scale, scaling), |scale| decode_factor(scale, scaling))
+    search(six, |scale| candidate(tile, scale, scaling), |q| error(tile, q, decode_factor(q.scale, scaling)))
 }
 
 /// What codes with this scale byte are multiplied by to decode them.
@@ -31,20 +31,20 @@ pub fn decode_factor(scale: u8, scaling: &Scaling) -> f32 {
     profile.unit(scaling.global.bound).decode_factor(scale, stored)
 }
 
+/// The sum of squared errors of a quantized tile whose codes are multiplied by `factor` to decode
+/// them.
+pub(crate) fn error<const H: usize>(tile: &Rows<f32, H>, q: &Quantized<H>, factor: f32) -> f64 {
+    let pairs = tile.as_flattened().iter().zip(q.codes.as_flattened());
+    pairs.map(|(&x, &c)| (f64::from(x) - f64::from(e2m1::decode(c) * factor)).powi(2)).sum()
+}
+
 /// The quantized tile with the smallest error among those of the scale bytes around `centre`.
-/// `quantize` makes a tile with a scale byte, `factor` says what its codes are multiplied by to
-/// decode them.
+/// `quantize` makes a tile with a scale byte.
 pub(crate) fn search<const H: usize>(
-    tile: &Rows<f32, H>,
     centre: u8,
     quantize: impl Fn(u8) -> Quantized<H>,
-    factor: impl Fn(u8) -> f32,
+    error: impl Fn(&Quantized<H>) -> f64,
 ) -> Quantized<H> {
-    let error = |q: &Quantized<H>| -> f64 {
-        let factor = factor(q.scale);
-        let pairs = tile.as_flattened().iter().zip(q.codes.as_flattened());
-        pairs.map(|(&x, &c)| (f64::from(x) - f64::from(e2m1::decode(c) * factor)).powi(2)).sum()
-    };
     let (mut best, mut least) = (quantize(centre), f64::INFINITY);
     for offset in OFFSETS {
         let byte = i32::from(centre) + offset;

@@ -39,7 +39,7 @@ pub fn block(codes: &[u8; BLOCK], scale: u8, from: f32, to: f32, unit: Unit) -> 
         let factor = unit.decode_factor(scale, to);
         Quantized { scale, codes: [row.map(|x| e2m1::encode(x / factor, Specials::Kernel))] }
     };
-    let best = mse::search(&[row], nearest, quantize, |scale| unit.decode_factor(scale, to));
+    let best = mse::search(nearest, quantize, |q| mse::error(&[row], q, unit.decode_factor(q.scale, to)));
     Quantized { scale: sign | best.scale, ..best }
 }
 

@@ -362,7 +362,9 @@ def convert(
     skip: Sequence[str] = ...,
     only: Sequence[str] = ...,
     preset: str = "all",
-    scale: Literal["max", "mse", "4over6", "modelopt-mse", "modelopt-4over6"] = "max",
+    scale: Literal[
+        "max", "mse", "4over6", "modelopt-mse", "modelopt-4over6", "imatrix", "local-hessian"
+    ] = "max",
     profile: Optional[str] = None,
     acts: Union[None, float, Mapping[str, float]] = None,
     fuse: Union[Literal["auto", "off"], Sequence[Sequence[str]]] = "auto",
@@ -379,6 +381,10 @@ def convert(
     any_architecture: bool = False,
     progress: Optional[Callable[[str, int, int], object]] = None,
     rules: Optional[str] = None,
+    stats: Optional[_Path] = None,
+    round: Literal["nearest", "gptq"] = "nearest",
+    gptq_order: Literal["natural", "static"] = "natural",
+    gptq_damping: float = 0.01,
 ) -> Dict[str, Any]: ...
 def verify(
     path: _Path,
