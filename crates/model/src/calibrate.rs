@@ -195,6 +195,17 @@ impl Calibration {
 
 /// The largest input of every module, from a file of statistics.
 pub fn amaxes(path: &Path) -> Result<BTreeMap<String, f32>> {
+    numbers(path, |name| name.strip_suffix(AMAX))
+}
+
+/// The scales of keys and values of every attention, such as `model.layers.0.self_attn.k_scale`,
+/// from a file of statistics.
+pub fn cache_scales(path: &Path) -> Result<BTreeMap<String, f32>> {
+    numbers(path, |name| (name.ends_with(".k_scale") || name.ends_with(".v_scale")).then_some(name))
+}
+
+/// Numbers of a file of statistics, by what `wanted` calls them.
+fn numbers(path: &Path, wanted: impl Fn(&str) -> Option<&str>) -> Result<BTreeMap<String, f32>> {
     let file = TensorFile::open(path)?;
     let wrong = |reason: String| refused(format!("{}: {reason}; make it with `nvfp4 calibrate`", path.display()));
     if !file.metadata().contains_key(MARK) {
@@ -202,13 +213,13 @@ pub fn amaxes(path: &Path) -> Result<BTreeMap<String, f32>> {
     }
     let mut found = BTreeMap::new();
     for tensor in file.tensors() {
-        let Some(module) = tensor.name.strip_suffix(AMAX) else { continue };
+        let Some(name) = wanted(&tensor.name) else { continue };
         if tensor.dtype != Dtype::F32 || tensor.len != 4 {
             return Err(wrong(format!("'{}' is not one number", tensor.name)));
         }
         let mut bytes = [0; 4];
         file.read(tensor, 0, &mut bytes)?;
-        found.insert(module.to_string(), f32::from_le_bytes(bytes));
+        found.insert(name.to_string(), f32::from_le_bytes(bytes));
     }
     Ok(found)
 }

@@ -14,7 +14,8 @@
 //! 8. [`matrix`]: whole matrices, both directions, and back;
 //! 9. [`gemm`]: products of quantized matrices;
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
-//! 11. [`profile`]: the same steps in the arithmetic of other producers;
+//! 11. [`profile`]: the same steps in the arithmetic of other producers; [`activation`]: under a
+//!     scale that was stored before;
 //! 12. [`mse`] and [`modelopt`]: a block's scale by trial; [`rescale`]: a block under another tensor
 //!     scale;
 //! 13. [`fast_math`] and [`upstream`]: two habits of TransformerEngine that exist only to reproduce
@@ -44,6 +45,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod activation;
 pub mod block;
 pub mod e2m1;
 pub mod e4m3;
