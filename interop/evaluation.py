@@ -230,20 +230,77 @@ def four_bits_agree(folder):
     return failed
 
 
+def tokenizer(folder):
+    """A tokenizer of words that are called by their tokens."""
+    words = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(320)}, "unk_token": "w0"}
+    made = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+
+
+def text(path, tokens):
+    """A text of these tokens."""
+    path.write_text(" ".join(f"w{token}" for token in tokens.flatten()))
+
+
+def calibration_agrees(folder):
+    """Amaxes of inputs, and scales of keys and values, against ModelOpt's `max` calibration on the same tokens: to the bit for
+    the same inputs; and for the same tokens, as near as the inputs of the two programs are."""
+    import copy
+
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.quantization.calib import MaxCalibrator
+    from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
+
+    failed = 0
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        made, where = model(tf.LlamaConfig(**SMALL)).to(dtype), folder / f"calibrated-{dtype}".replace("torch.", "")
+        made.save_pretrained(where)
+        tokenizer(where)
+        tokens = torch.randint(3, 320, (4, 60))
+        text(where / "text.txt", tokens)
+        (where / "tokens.json").write_text(json.dumps(tokens.tolist()))
+        stats = where / "stats.safetensors.found.safetensors"
+        subprocess.run([BUILT / "nvfp4", "calibrate", where, "--text", where / "text.txt", "--context", "60", "-o", stats, "-q",
+                        "--json"], check=True, stdout=subprocess.DEVNULL)
+        ours = load_file(stats)
+        stats.unlink()
+        config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
+        config["quant_cfg"] = update_quant_cfg_with_kv_cache_quant(config, mtq.FP8_KV_CFG["quant_cfg"])["quant_cfg"]
+        mtq.quantize(made, config, lambda quantized: quantized(tokens))
+        theirs = {}
+        for name, module in made.named_modules():
+            if ".layers." in name and hasattr(module, "input_quantizer") and module.input_quantizer.amax is not None:
+                theirs[f"{name}.input_amax"] = module.input_quantizer.amax.float()
+            for letter in "kv":
+                if hasattr(module, f"{letter}_bmm_quantizer"):
+                    theirs[f"{name}.{letter}_scale"] = getattr(module, f"{letter}_bmm_quantizer").amax.float() / 448
+        away = max(abs(ours[name].item() / theirs[name].item() - 1) for name in theirs)
+        good = len(theirs) == 3 * 9 and away <= bound
+        print(f"{'ok' if good else 'FAILED':7} calibration, {dtype}: {len(theirs)} numbers, at most {away:.1e} from ModelOpt's")
+        subprocess.run([BUILT / "examples/layers", where, where / "tokens.json", where / "layers.dump"], check=True)
+        seen, equal = load_file(where / "layers.dump"), 0
+        for name in seen:
+            if name.endswith(".input"):
+                calibrator = MaxCalibrator(8, None, False)
+                calibrator.collect(seen[name])
+                equal += torch.equal(calibrator.compute_amax().reshape(1), ours[f"{name}_amax"])
+        same = equal == 3 * 7
+        print(f"{'ok' if same else 'FAILED':7} calibration, {dtype}: {equal} amaxes of the same inputs are ModelOpt's, to the bit")
+        failed += (not good) + (not same)
+    return failed
+
+
 def evaluation_agrees(folder):
     """Perplexity and divergence of a model from another one of the same shape, to 5 digits, against torch in binary64."""
     first, second = model(tf.LlamaConfig(**SMALL)), model(tf.LlamaConfig(**SMALL))
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
-    words = {f"w{i}": i for i in range(320)}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
-                 "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}}
     tokens = torch.randint(3, 320, (4, 60))
     for name, made in (("first", first), ("second", second)):
         made.save_pretrained(folder / name)
-        (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "text.txt").write_text(" ".join(f"w{token}" for token in tokens.flatten()))
+        tokenizer(folder / name)
+    text(folder / "text.txt", tokens)
     words = [BUILT / "nvfp4", "eval", folder / "first", folder / "second", "--text", folder / "text.txt", "--context", "60"]
     found = json.loads(subprocess.run([*words, "--json", "-q"], check=True, capture_output=True).stdout)
     with torch.no_grad():
@@ -263,7 +320,7 @@ def evaluation_agrees(folder):
 
 
 CHECKS = [families_agree, forms_agree, keys_and_values_agree, experts_in_one_tensor_agree,
-          four_bits_agree, evaluation_agrees]
+          four_bits_agree, calibration_agrees, evaluation_agrees]
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])

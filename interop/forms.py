@@ -144,7 +144,10 @@ def stacked(folder, target, inputs_first):
     layers = {name.split(".experts.")[0] for name in found if ".experts." in name}
     for layer in layers:
         count = 1 + max(int(name.split(".experts.")[1].split(".")[0]) for name in found if name.startswith(layer + ".experts."))
-        part = lambda i, names: next(found[f"{layer}.experts.{i}.{n}.weight"] for n in names if f"{layer}.experts.{i}.{n}.weight" in found)
+
+        def part(i, names):
+            return next(found[key] for key in (f"{layer}.experts.{i}.{n}.weight" for n in names) if key in found)
+
         both = [torch.cat([part(i, ("gate_proj", "w1")), part(i, ("up_proj", "w3"))]) for i in range(count)]
         down = [part(i, ("down_proj", "w2")) for i in range(count)]
         for name, matrices in (("gate_up_proj", both), ("down_proj", down)):

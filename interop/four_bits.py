@@ -29,7 +29,7 @@ def product(x, stored, module):
     """The output of a layer of a checkpoint for its input, in binary32."""
     if f"{module}.weight_packed" in stored:
         packed, one = stored[f"{module}.weight_packed"], torch.ones(())
-        g, weight = one / stored[f"{module}.input_global_scale"].reshape(()), one / stored[f"{module}.weight_global_scale"].reshape(())
+        g, weight = (one / stored[f"{module}.{name}_global_scale"].reshape(()) for name in ("input", "weight"))
     else:
         packed, g, weight = (stored[f"{module}.{name}"] for name in ("weight", "input_scale", "weight_scale_2"))
     values, scales = quantized(x, g)

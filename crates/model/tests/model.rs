@@ -78,6 +78,25 @@ fn calibrated_scales_make_a_model_with_activations_in_4_bits() {
     assert!(per_row.blocks.is_empty() && per_row.said.len() == 3);
 }
 
+/// A text of one token goes to two of four experts. The others get the scales that those have.
+#[test]
+fn experts_that_saw_no_token_take_the_amax_of_their_layer() {
+    let dir = Folder::new("unseen");
+    model(&dir.join("in"), &moe_config(32), usual);
+    let checkpoint = Checkpoint::open(&dir.join("in")).unwrap();
+    let source = Source::new(&checkpoint, None).unwrap();
+    let found = calibrate(&source, &Rows::new([&[5][..]]), &mut (), &GO).unwrap();
+    assert_eq!(found.unseen().values().collect::<Vec<_>>(), [&2, &2, &2]);
+    let amaxes = found.amaxes(&source);
+    for layer in 0..3 {
+        for part in ["gate_proj", "up_proj", "down_proj"] {
+            let own = |expert: usize| amaxes[&format!("model.layers.{layer}.mlp.experts.{expert}.{part}")];
+            assert!(own(0) > 0.0 && (1..4).all(|expert| own(expert) == own(0)));
+        }
+    }
+    converted(&dir.join("in"), &dir.join("packed"), &Settings { acts: Acts::Amaxes(amaxes), ..Settings::default() });
+}
+
 /// Stops when a layer is done.
 struct StopAfter<'s>(&'s AtomicBool, &'static str);
 
