@@ -3,6 +3,7 @@
 
 use super::dialect::Model;
 use super::form::{Eight, Form};
+use super::names::KvScale;
 use super::plan::{Item, Plan};
 use super::selection::Differing;
 use super::settings::{Acts, KvCache, Settings};
@@ -31,6 +32,9 @@ pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) ->
         };
         return Err(Error::setting(Setting::Kv, reason));
     }
+    if let KvCache::Fp8(scales) = &settings.kv {
+        check_kv_scales(scales, model, plan)?;
+    }
     let activations = activations(settings, plan)?;
     if settings.target == Target::DeepSeekV4 {
         if settings.kv != KvCache::Unsaid {
@@ -43,6 +47,30 @@ pub(super) fn extras(settings: &Settings, model: &Model<'_>, plan: &Plan<'_>) ->
         }
     }
     Ok(Extras { activations, kv: kv(settings, model) })
+}
+
+/// Every attention needs a scale of its keys and of its values, and all that are missing are named
+/// at once.
+fn check_kv_scales(scales: &BTreeMap<String, f32>, model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
+    let wrong = |reason: String| Error::setting(Setting::Kv, format!("scales of keys and values: {reason}"));
+    if let Some(own) = model.others.iter().find(|tensor| KvScale::named(&tensor.info.name).is_some()) {
+        let name = &own.info.name;
+        return Err(wrong(format!("the source has them already ('{name}'); leave the setting out to keep them")));
+    }
+    let names = plan.items.iter().filter_map(|item| KvScale::of_projection(&item.weight.module));
+    let names: Vec<String> = names.map(|scale| scale.compressed_tensors()).collect();
+    if names.is_empty() {
+        let reason = "no layer has a 'self_attn.k_proj' and 'v_proj', beside which they are written; use a cast to FP8";
+        return Err(wrong(reason.to_string()));
+    }
+    let missing: Vec<&str> = names.iter().map(String::as_str).filter(|name| !scales.contains_key(*name)).collect();
+    if !missing.is_empty() {
+        return Err(wrong(format!("there is none called '{}'; calibrate this very model", missing.join("', '"))));
+    }
+    match names.iter().map(|name| (name, scales[name])).find(|(_, scale)| !is_scale(*scale)) {
+        Some((name, scale)) => Err(wrong(format!("'{name}' is {scale}; expected a positive number"))),
+        None => Ok(()),
+    }
 }
 
 /// Whether activation scales are written. An NVFP4 source that has them for all of its weights
@@ -80,7 +108,7 @@ fn kv(settings: &Settings, model: &Model<'_>) -> Kv {
     let nvfp4 = [algorithm, scheme].into_iter().flatten().any(nvfp4) && settings.target == Target::ModelOpt;
     let says = [algorithm, scheme].into_iter().flatten().any(|said| !said.is_null());
     match settings.kv {
-        KvCache::Fp8Cast => Kv::Fp8,
+        KvCache::Fp8Cast | KvCache::Fp8(_) => Kv::Fp8,
         KvCache::Nvfp4Cast => Kv::Nvfp4,
         KvCache::Unsaid if fp8 => Kv::Fp8,
         KvCache::Unsaid if nvfp4 => Kv::Nvfp4,

@@ -139,7 +139,7 @@ pub use selection::{DefaultSkips, Differing, Fuse, Selection};
 pub use settings::{Acts, Finished, KvCache, Observer, Pass, Round, ScaleChoice, Settings, Summary};
 pub use shards::Shards;
 pub use share::{Share, shares};
-pub use split::{split_experts, split_like};
+pub use split::{split_all, split_experts, split_like};
 pub use statistics::{Statistics, statistics};
 pub use target::{Activations, Target};
 pub use there::check_free;

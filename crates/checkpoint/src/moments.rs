@@ -56,6 +56,18 @@ impl Moments {
         modules.map(|module| self.numbers(&module, Self::AMAX, &[1]).map(|amax| (module, amax[0]))).collect()
     }
 
+    /// The scales of keys and values of every attention, by the names of their tensors.
+    pub fn cache_scales(&self) -> Result<BTreeMap<String, f32>> {
+        let named = |tensor: &TensorInfo| {
+            let of = |ending: &'static str| tensor.name.strip_suffix(ending).map(|module| (module.to_string(), ending));
+            of(".k_scale").or_else(|| of(".v_scale"))
+        };
+        let found = self.file.tensors().iter().filter_map(named);
+        found
+            .map(|(module, ending)| Ok((format!("{module}{ending}"), self.numbers(&module, ending, &[1])?[0])))
+            .collect()
+    }
+
     /// Whether there is something of a module.
     pub fn has(&self, module: &str, ending: &str) -> bool {
         self.find(module, ending).is_some()

@@ -8,9 +8,10 @@ use super::action::Action;
 use super::conversion::{Amaxes, Conversion};
 use super::folder::Located;
 use super::measure::Measure;
+use super::names::KvScale;
 use super::plan::Item;
 use super::rows::{Memory, Piece, copy};
-use super::settings::{Finished, Pass};
+use super::settings::{Finished, KvCache, Pass};
 use super::shards::{Placed, RowOrder, Shard, Unit};
 use super::sink::Sink;
 use super::target::{Activations, Scale, Target};
@@ -165,7 +166,7 @@ impl<'p> Conversion<'_, 'p> {
             let same = input.filter(|input| input.info.dtype == Dtype::F32 || self.settings.target != Target::ModelOpt);
             if let (Some(input), Some(&at)) = (same, offsets.get(&Role::Input)) {
                 copy_whole(&input, sink, at)?;
-                return self.write_kv_scale(sink, offsets);
+                return self.write_kv_scale(sink, item, offsets);
             }
         }
         if let (Action::RetainMxFp4, Stored::MxFp4 { scales, .. }) = (&item.action, &item.weight.stored) {
@@ -191,7 +192,7 @@ impl<'p> Conversion<'_, 'p> {
                 sink.write_at(&self.settings.target.stored(scale).to_le_bytes(), at + 4 * matrix as u64)?;
             }
         }
-        self.write_kv_scale(sink, offsets)?;
+        self.write_kv_scale(sink, item, offsets)?;
         if let Some(&at) = offsets.get(&Role::Marker) {
             sink.write_at(comfyui::MARKER, at)?;
         }
@@ -201,9 +202,14 @@ impl<'p> Conversion<'_, 'p> {
         }
     }
 
-    /// The scale 1 of keys or values that the source has none for.
-    fn write_kv_scale(&self, sink: &Sink, offsets: &BTreeMap<Role, u64>) -> Result<()> {
-        offsets.get(&Role::KvScale).map_or(Ok(()), |&at| sink.write_at(&1f32.to_le_bytes(), at))
+    /// The scale of keys or values that the source has none for: the one that is given, or 1.
+    fn write_kv_scale(&self, sink: &Sink, item: &Item<'_>, offsets: &BTreeMap<Role, u64>) -> Result<()> {
+        let Some(&at) = offsets.get(&Role::KvScale) else { return Ok(()) };
+        let scale = match (&self.settings.kv, KvScale::of_projection(&item.weight.module)) {
+            (KvCache::Fp8(scales), Some(own)) => scales[&own.compressed_tensors()],
+            _ => 1.0,
+        };
+        sink.write_at(&scale.to_le_bytes(), at)
     }
 
     fn find_amax(&self, weight: &Weight<'_>, rows: &Range<usize>, memory: &mut Memory) -> Result<f32> {

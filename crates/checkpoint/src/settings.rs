@@ -72,7 +72,7 @@ pub enum Acts {
 }
 
 /// How a server keeps keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Debug, PartialEq, Default)]
 #[non_exhaustive]
 pub enum KvCache {
     /// The server decides. An NVFP4 source that says FP8 keeps saying so.
@@ -80,6 +80,9 @@ pub enum KvCache {
     Unsaid,
     /// In FP8 with the scale 1: a cast, which needs no data.
     Fp8Cast,
+    /// In FP8 with these scales, such as `model.layers.0.self_attn.k_scale`: the largest magnitude
+    /// of keys or values over 448.
+    Fp8(BTreeMap<String, f32>),
     /// In NVFP4 with the tensor scale 1, which needs no data either: ModelOpt's format alone.
     Nvfp4Cast,
 }

@@ -49,8 +49,17 @@ pub fn split_experts(
 
 /// The first checkpoint with experts split that the second has split.
 pub fn split_like(first: Checkpoint, second: &Checkpoint) -> Result<Checkpoint> {
-    let missing = |tensor: &Located<'_>| experts(tensor).is_some() && second.get(&tensor.info.name).is_none();
-    let split = |tensor: Located<'_>| Some((tensor.info.name.clone(), matrices(&first, &tensor).ok()?));
-    let parts: BTreeMap<_, _> = first.tensors().filter(missing).filter_map(split).collect();
-    if parts.is_empty() { Ok(first) } else { first.replace(parts) }
+    split_where(first, |tensor| second.get(&tensor.info.name).is_none())
+}
+
+/// The checkpoint with all experts split whose order is known; GPT-OSS's, with biases, are not.
+pub fn split_all(checkpoint: Checkpoint) -> Result<Checkpoint> {
+    split_where(checkpoint, |_| true)
+}
+
+fn split_where(checkpoint: Checkpoint, wanted: impl Fn(&Located<'_>) -> bool) -> Result<Checkpoint> {
+    let stacked = checkpoint.tensors().filter(|tensor| experts(tensor).is_some() && wanted(tensor));
+    let split = |tensor: Located<'_>| Some((tensor.info.name.clone(), matrices(&checkpoint, &tensor).ok()?));
+    let parts: BTreeMap<_, _> = stacked.filter_map(split).collect();
+    if parts.is_empty() { Ok(checkpoint) } else { checkpoint.replace(parts) }
 }

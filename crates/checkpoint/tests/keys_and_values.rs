@@ -9,6 +9,7 @@ use nvfp4::Precision;
 use nvfp4_checkpoint::*;
 use safetensors::Dtype;
 use serde_json::json;
+use std::collections::BTreeMap;
 
 #[test]
 fn a_key_value_cache_in_fp8_is_said_and_stays_said() {
@@ -110,4 +111,44 @@ fn a_scale_is_of_keys_only_where_the_source_says_that_they_are_quantized() {
     std::fs::write(&file, said.to_string()).unwrap();
     run(&dir.join("modelopt"), &dir.join("decoded"), &to(Target::Plain(Precision::Bf16))).unwrap();
     assert!(!tensors_of(&dir.join("decoded")).contains_key(name), "nothing is quantized there");
+}
+
+#[test]
+fn calibrated_scales_of_keys_and_values_are_written_under_the_names_of_each_target() {
+    let dir = Folder::new();
+    folder(&dir.join("in"), &llama(Dtype::BF16), &llama_config());
+    let names = ["0.self_attn.k_scale", "0.self_attn.v_scale", "1.self_attn.k_scale", "1.self_attn.v_scale"];
+    let scales: BTreeMap<String, f32> =
+        names.iter().zip(1..).map(|(name, i)| (format!("model.layers.{name}"), 0.01 * i as f32)).collect();
+    let calibrated =
+        |scales: &BTreeMap<String, f32>, target| Settings { kv: KvCache::Fp8(scales.clone()), ..to(target) };
+    for target in [Target::ModelOpt, Target::CompressedTensors] {
+        let made = dir.join(&target.to_string());
+        run(&dir.join("in"), &made, &calibrated(&scales, target)).unwrap();
+        let written = tensors_of(&made);
+        for (name, scale) in &scales {
+            let letter = if name.contains("k_scale") { "k" } else { "v" };
+            let name = match target {
+                Target::ModelOpt => name.replace("self_attn.", &format!("self_attn.{letter}_proj.")),
+                _ => name.clone(),
+            };
+            assert_eq!(written[&name].bytes, scale.to_le_bytes(), "{name}");
+        }
+        assert_eq!(beside_layers(verified(&made, Client::Transformers)), []);
+        // What is there stays, and is not replaced.
+        let again = run(&made, &dir.join("again"), &calibrated(&scales, target)).unwrap_err().to_string();
+        assert!(again.contains("the source has them already"), "{again}");
+    }
+    let refused = |scales: &BTreeMap<String, f32>| {
+        run(&dir.join("in"), &dir.join("refused"), &calibrated(scales, Target::ModelOpt)).unwrap_err().to_string()
+    };
+    let mut fewer = scales.clone();
+    fewer.retain(|name, _| !name.contains(".1."));
+    let said = refused(&fewer);
+    assert!(said.contains("layers.1.self_attn.k_scale', 'model.layers.1.self_attn.v_scale"), "{said}");
+    for wrong in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let mut scales = scales.clone();
+        scales.insert("model.layers.1.self_attn.v_scale".to_string(), wrong);
+        assert!(refused(&scales).contains("expected a positive number"), "{wrong}");
+    }
 }

@@ -8,8 +8,7 @@ use crate::text::{Bar, Text};
 use crate::{Host, json, until_closed};
 use anyhow::{Result, ensure};
 use clap::ValueEnum;
-use nvfp4_checkpoint::Checkpoint;
-use nvfp4_model::{Hessians, Source, calibrate_with};
+use nvfp4_model::{Hessians, Source, calibrate_with, open};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -55,7 +54,7 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     let extension = args.output.extension().is_some_and(|extension| extension == "safetensors");
     ensure!(extension, "-o {}: expected a name that ends in .safetensors", args.output.display());
     ensure!((0.0..=100.0).contains(&args.percentile), "--percentile: expected a number from 0 to 100");
-    let checkpoint = Checkpoint::open(&args.model)?;
+    let checkpoint = open(&args.model)?;
     let source = Source::new(&checkpoint, args.text.from.map(|from| from.dialect()))?;
     let (rows, _) = args.text.rows(&args.model, source.config())?;
     let mut bar = Bar::new(if args.quiet { Voice::Quiet } else { Voice::Normal });

@@ -11,7 +11,7 @@ use crate::sizes::counted;
 use crate::source::{self, From, Weights};
 use crate::writing::Writing;
 use crate::{Host, exit, json, part, plan, report, sizes, until_closed, verify};
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
 use nvfp4::Profile;
 use nvfp4_checkpoint::gguf::GgufFile;
@@ -60,8 +60,9 @@ pub struct Args {
     /// transformer-engine].
     #[arg(long, value_enum)]
     profile: Option<ProfileArg>,
-    /// KV cache format to record for servers: none (not recorded), fp8-cast (FP8 with a scale of 1)
-    /// or nvfp4-cast (NVFP4 with a tensor scale of 1; modelopt alone).
+    /// KV cache format to record for servers: none (not recorded), fp8 (with the scales of keys and
+    /// values in the --acts file of `nvfp4 calibrate`), fp8-cast (FP8 with a scale of 1) or nvfp4-cast
+    /// (NVFP4 with a tensor scale of 1; modelopt alone).
     #[arg(long, value_enum, default_value = "none")]
     kv: KvArg,
     /// Where to quantize: cpu, cuda or cuda:N. The bytes are the same.
@@ -95,6 +96,7 @@ pub struct Args {
 #[derive(Clone, Copy, ValueEnum)]
 enum KvArg {
     None,
+    Fp8,
     Fp8Cast,
     Nvfp4Cast,
 }
@@ -161,6 +163,7 @@ impl Args {
             },
             kv: match self.kv {
                 KvArg::None => KvCache::Unsaid,
+                KvArg::Fp8 => KvCache::Fp8(self.cache_scales()?),
                 KvArg::Fp8Cast => KvCache::Fp8Cast,
                 KvArg::Nvfp4Cast => KvCache::Nvfp4Cast,
             },
@@ -174,6 +177,19 @@ impl Args {
 }
 
 impl Args {
+    /// The scales of keys and values, from the statistics of `--acts`.
+    fn cache_scales(&self) -> Result<BTreeMap<String, f32>> {
+        match &self.acts {
+            ActsArg::File(path) if path.extension().is_some_and(|extension| extension == "safetensors") => {
+                nvfp4_model::cache_scales(path).map_err(|error| anyhow!("--acts {error}"))
+            }
+            _ => bail!(
+                "--kv fp8 takes the scales that `nvfp4 calibrate` finds: give --acts FILE.safetensors, or --kv \
+                 fp8-cast, which needs none"
+            ),
+        }
+    }
+
     /// How the checkpoint was made, for its report.
     fn made(&self, summary: &Summary) -> Vec<(&'static str, String)> {
         let word = |value: &dyn Fn() -> Option<clap::builder::PossibleValue>| {

@@ -4,9 +4,8 @@ use crate::interrupt::interrupts;
 use crate::source::From;
 use crate::{Host, json, until_closed};
 use anyhow::{Result, ensure};
-use nvfp4_checkpoint::Checkpoint;
 use nvfp4_files::regular;
-use nvfp4_model::{Activations, Generation, KeysValues, Run, Sampling, Source, Tokens, generate};
+use nvfp4_model::{Activations, Generation, KeysValues, Run, Sampling, Source, Tokens, generate, open};
 use serde_json::{Value, json};
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
@@ -44,7 +43,7 @@ pub struct Args {
 pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     ensure!(args.temperature >= 0.0 && args.temperature.is_finite(), "--temperature: expected 0 or more");
     ensure!(args.top_p > 0.0 && args.top_p <= 1.0, "--top-p: expected a share, above 0 and at most 1");
-    let checkpoint = Checkpoint::open(&args.model)?;
+    let checkpoint = open(&args.model)?;
     let source = Source::new(&checkpoint, args.from.map(|from| from.dialect()))?;
     let tokens = Tokens::read(&args.model)?;
     let prompt = [tokens.beginning()?, tokens.encode(&args.prompt)?].concat();

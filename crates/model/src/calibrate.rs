@@ -216,3 +216,9 @@ impl Calibration {
 pub fn amaxes(path: &Path) -> Result<BTreeMap<String, f32>> {
     Moments::open(path)?.amaxes()
 }
+
+/// The scales of keys and values of every attention, such as `model.layers.0.self_attn.k_scale`,
+/// from a file of statistics.
+pub fn cache_scales(path: &Path) -> Result<BTreeMap<String, f32>> {
+    Moments::open(path)?.cache_scales()
+}

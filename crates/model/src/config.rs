@@ -268,25 +268,31 @@ impl Fields<'_> {
     }
 
     fn read(&self, family: Family) -> Result<Config> {
-        let (hidden, layers, heads) =
-            (self.size("hidden_size")?, self.size("num_hidden_layers")?, self.size("num_attention_heads")?);
+        let (hidden, heads) = (self.size("hidden_size")?, self.size("num_attention_heads")?);
+        let layers = self.small_size("num_hidden_layers")?;
+        let layers = layers.ok_or_else(|| refused("config.json has no 'num_hidden_layers'"))?;
         let kv_heads = self.optional_size("num_key_value_heads")?.unwrap_or(heads);
-        let head_dim = match (self.optional_size("head_dim")?, family) {
+        let head_dim = match (self.small_size("head_dim")?, family) {
             (Some(dim), _) => dim,
             (None, Family::Gemma2 | Family::Gemma3) => 256,
             (None, Family::GptOss) => 64,
             (None, _) => hidden / heads,
         };
+        if head_dim == 0 || head_dim > 1 << 16 {
+            return Err(refused(format!(
+                "config.json: {heads} heads of a width of {hidden} have {head_dim} elements each"
+            )));
+        }
         if !heads.is_multiple_of(kv_heads) {
             return Err(refused(format!("config.json: {heads} heads cannot share {kv_heads} keys")));
         }
         let positions = self.optional_size("max_position_embeddings")?.unwrap_or(131_072);
         let gemma = matches!(family, Family::Gemma2 | Family::Gemma3);
-        let scalar = if gemma { self.number("query_pre_attn_scalar")?.unwrap_or(256.0) } else { head_dim as f64 };
+        let scalar = if gemma { self.positive("query_pre_attn_scalar")?.unwrap_or(256.0) } else { head_dim as f64 };
         let windows = self.windows(family, layers)?;
         let (rope, local_rope) = Rope::of(self, family == Family::Gemma3, head_dim, positions)?;
         let default_epsilon = if gemma { 1e-6 } else { 1e-5 };
-        let cap = |name: &str| Ok::<_, crate::Error>(self.number(name)?.map(|cap| cap as f32));
+        let cap = |name: &str| Ok::<_, crate::Error>(self.positive(name)?.map(|cap| cap as f32));
         let (attention_cap, logit_cap) = match gemma {
             true => (cap("attn_logit_softcapping")?, cap("final_logit_softcapping")?),
             false => (None, None),
@@ -299,7 +305,7 @@ impl Fields<'_> {
             kv_heads,
             head_dim,
             vocabulary: self.size("vocab_size")?,
-            epsilon: self.number("rms_norm_eps")?.unwrap_or(default_epsilon) as f32,
+            epsilon: self.positive("rms_norm_eps")?.unwrap_or(default_epsilon) as f32,
             norm_offset: if gemma { 1.0 } else { 0.0 },
             norms: if gemma { Norms::Around } else { Norms::Before },
             embedding_scale: if gemma { (hidden as f32).sqrt() } else { 1.0 },

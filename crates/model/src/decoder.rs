@@ -93,10 +93,11 @@ impl<'s, 'a> Decoder<'s, 'a> {
     pub fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
         let (config, name) = (self.source.config(), self.source.name("embed_tokens"));
         let weight = self.source.weight(&name)?;
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= weight.rows) {
-            let rows = weight.rows;
+        if let Some(token) = tokens.iter().find(|&&token| token as usize >= config.vocabulary) {
+            let known = config.vocabulary;
             return Err(refused(format!(
-                "the text has the token {token}, but the model knows {rows}; tokenizer.json and the weights are not of one model"
+                "the text has the token {token}, but the model knows {known}; tokenizer.json and config.json are not of \
+                 one model"
             )));
         }
         let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
@@ -105,6 +106,11 @@ impl<'s, 'a> Decoder<'s, 'a> {
         for (token, places) in places {
             let values = weight.values(token as usize..token as usize + 1, &mut buffer)?;
             let row: Vec<f32> = (0..hidden).map(|i| values.get(i) * config.embedding_scale).collect();
+            if row.iter().any(|x| !x.is_finite()) {
+                return Err(refused(format!(
+                    "'{name}' has numbers that are not finite for token {token}; it is damaged"
+                )));
+            }
             places.iter().for_each(|&i| out[i * hidden..(i + 1) * hidden].copy_from_slice(&row));
         }
         Ok(out)
@@ -212,13 +218,23 @@ impl<'s, 'a> Decoder<'s, 'a> {
     pub fn head(&self) -> Result<&'s Weight<'a>> {
         let source = self.source;
         let own = ["lm_head".to_string(), "language_model.lm_head".to_string(), source.name("lm_head")];
-        match own.iter().find_map(|name| source.find(name)) {
-            Some(head) if !source.config().tied => Ok(head),
+        let head = match own.iter().find_map(|name| source.find(name)) {
+            Some(head) if !source.config().tied => head,
             None if !source.config().tied => {
-                Err(refused("the checkpoint has no 'lm_head', and config.json does not tie it to the embeddings"))
+                return Err(refused(
+                    "the checkpoint has no 'lm_head', and config.json does not tie it to the embeddings",
+                ));
             }
-            _ => source.weight(&source.name("embed_tokens")),
+            _ => source.weight(&source.name("embed_tokens"))?,
+        };
+        let (vocabulary, hidden) = (source.config().vocabulary, source.config().hidden);
+        if head.cols != hidden || head.rows < vocabulary {
+            let (module, rows, cols) = (&head.module, head.rows, head.cols);
+            return Err(refused(format!(
+                "'{module}' is {rows} × {cols}; config.json asks for {vocabulary} × {hidden}"
+            )));
         }
+        Ok(head)
     }
 
     /// An error that names the layer if a state is not finite.

@@ -128,7 +128,14 @@ impl<'e, 'a> Evaluate<'e, 'a> {
         let routed = sources.into_iter().flatten().any(crate::memory::has_experts);
         // Experts see all tokens of all ways to run at once.
         let copies = if routed { 2 * lanes * state } else { 0 };
-        lanes * state + copies + weights + crate::memory::row(config, self.rows.longest()) + crate::memory::FIXED
+        // They are written as a whole.
+        let written = if self.state.is_some() { lanes * state } else { 0 };
+        lanes * state
+            + copies
+            + written
+            + weights
+            + crate::memory::row(config, self.rows.longest())
+            + crate::memory::FIXED
     }
 
     /// Runs both.
@@ -145,10 +152,17 @@ impl<'e, 'a> Evaluate<'e, 'a> {
         progress.begin(count * (layer_work * self.model.config().layers as u64 + head_work));
         let watch = Saturation::new(self.model, self.activations)?;
         let runs: Vec<Run<'_>> = lanes.iter().map(|lane| self.run_of(*lane, &watch)).collect();
+        let len = self.rows.tokens().len() * self.model.config().hidden;
+        let fits = |kept: &Kept| {
+            kept.states.len() == lanes.len()
+                && kept.states.iter().all(|state| state.len() == len)
+                && kept.layer <= self.model.config().layers
+                && kept.drift.len() == if reference.is_some() { kept.layer } else { 0 }
+        };
         let Kept { mut layer, mut states, mut drift, blocks } =
-            match self.state.map(StateFile::read).transpose()?.flatten() {
-                Some(kept) if kept.states.len() == lanes.len() => kept,
-                _ => {
+            match self.state.map(|file| file.read(fits)).transpose()?.flatten() {
+                Some(kept) => kept,
+                None => {
                     let embed = |lane: &Lane| match (lane, reference) {
                         (Lane::Reference, Some(reference)) => reference.embed(self.rows.tokens()),
                         _ => model.embed(self.rows.tokens()),
@@ -172,7 +186,9 @@ impl<'e, 'a> Evaluate<'e, 'a> {
             progress.advance(count * layer_work, &format!("layer {layer}"));
             let stopped = stop.load(Ordering::Relaxed);
             if let Some(file) = self.state.filter(|file| stopped || file.is_due()) {
-                file.write(&Kept { layer, states: states.clone(), drift: drift.clone(), blocks: watch.blocks() })?;
+                let kept = Kept { layer, states, drift: drift.clone(), blocks: watch.blocks() };
+                file.write(&kept)?;
+                states = kept.states;
             }
             if stopped {
                 return Err(Error::Interrupted);

@@ -23,6 +23,26 @@ impl Fields<'_> {
         Ok(Some(size as usize))
     }
 
+    /// A size that no real model has more of; so much is set aside before weights are looked at.
+    pub fn small_size(&self, name: &str) -> Result<Option<usize>> {
+        match self.optional_size(name)? {
+            Some(size) if size > 1 << 16 => {
+                Err(refused(format!("config.json: '{name}' is {size}; expected at most {}", 1 << 16)))
+            }
+            size => Ok(size),
+        }
+    }
+
+    /// A number above 0, if it is there.
+    pub fn positive(&self, name: &str) -> Result<Option<f64>> {
+        match self.number(name)? {
+            Some(number) if number <= 0.0 => {
+                Err(refused(format!("config.json: '{name}' is {number}; expected a positive number")))
+            }
+            number => Ok(number),
+        }
+    }
+
     pub fn number(&self, name: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let number = value.as_f64().filter(|number| number.is_finite());

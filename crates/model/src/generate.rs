@@ -52,9 +52,13 @@ pub fn generate(
     if generation.prompt.is_empty() {
         return Err(refused("the prompt has no tokens; give some text"));
     }
-    let length = generation.prompt.len() + generation.most;
+    let length = generation.prompt.len().saturating_add(generation.most);
     if length > config.positions {
-        return Err(refused(format!("{length} tokens are more than the {} that the model knows", config.positions)));
+        let (prompt, most, known) = (generation.prompt.len(), generation.most, config.positions);
+        return Err(refused(format!(
+            "a prompt of {prompt} tokens and {most} new ones are more than the {known} positions that the model knows; \
+             give a shorter prompt, or ask for fewer tokens"
+        )));
     }
     let layers = (0..config.layers).map(|layer| decoder.layer(layer)).collect::<Result<Vec<Layer>>>()?;
     let head = Weights(Arc::new(Matrix::read(decoder.head()?, 0..config.vocabulary)?));

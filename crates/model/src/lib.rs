@@ -39,7 +39,7 @@ mod summary;
 mod tokens;
 
 pub use attention::{Attention, Cache};
-pub use calibrate::{Calibration, amaxes, calibrate, calibrate_with};
+pub use calibrate::{Calibration, amaxes, cache_scales, calibrate, calibrate_with};
 pub use config::{Activation, Config, Experts, Family, FeedForward, Norms, Routing};
 pub use decoder::{Decoder, Layer, Rows};
 pub use drift::Drift;
@@ -53,7 +53,7 @@ pub use projection::{ActivationScale, FourBit, Projection, Weights};
 pub use rope::Rope;
 pub use saturation::Blocks;
 pub use score::{Said, Speaker, logits, positions, score};
-pub use source::{Source, input_amax};
+pub use source::{Source, input_scale, open};
 pub use state::StateFile;
 pub use summary::{Divergence, Mean, agreement, perplexity, ratio, verdict};
 pub use tokens::Tokens;

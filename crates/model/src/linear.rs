@@ -29,6 +29,8 @@ pub enum KeysValues {
 pub trait Watch: Sync {
     /// The input of a module, rows of `cols`.
     fn input(&self, _module: &str, _x: &[f32], _cols: usize) {}
+    /// The output of a module for its last input, without its bias, rows of `cols`.
+    fn output(&self, _module: &str, _y: &[f32], _cols: usize) {}
     /// How many tokens went to each expert of a module.
     fn routed(&self, _module: &str, _counts: &[u64]) {}
     /// Keys, after rotation, and values of an attention module.
@@ -66,12 +68,12 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer of a matrix; `amax` is that of its input, where it has one.
-    pub fn new(module: String, matrix: Matrix, amax: Option<f32>, bias: Option<Vec<f32>>) -> Result<Self> {
+    /// A layer of a matrix; `scale` is that of its input, where it has one.
+    pub fn new(module: String, matrix: Matrix, scale: Option<f32>, bias: Option<Vec<f32>>) -> Self {
         let (inputs, matrix) = (matrix.cols(), Arc::new(matrix));
-        let stored = amax.map(|amax| FourBit::new(matrix.clone(), ActivationScale::Amax(amax))).transpose()?.flatten();
-        let per_row = FourBit::new(matrix.clone(), ActivationScale::PerRow)?;
-        Ok(Linear { module, inputs, weights: Weights(matrix), stored, per_row, bias })
+        let stored = scale.and_then(|scale| FourBit::new(matrix.clone(), ActivationScale::Stored(scale)));
+        let per_row = FourBit::new(matrix.clone(), ActivationScale::PerRow);
+        Linear { module, inputs, weights: Weights(matrix), stored, per_row, bias }
     }
 
     /// How many numbers come out per row.
@@ -92,6 +94,7 @@ impl Linear {
             Some(projection) => projection.apply(x, rows)?,
             None => self.weights.apply(x, rows)?,
         };
+        run.watch.output(&self.module, &out, self.outputs());
         if let Some(bias) = &self.bias {
             out.chunks_exact_mut(bias.len()).for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
         }

@@ -17,7 +17,7 @@ enum Inputs {
     Apart(Linear, Linear),
     /// In one matrix: gates, then ups.
     Halves(Linear),
-    /// In one matrix, in turn.
+    /// In one matrix, in turn, as GPT-OSS has them.
     InTurn(Linear),
 }
 
@@ -152,11 +152,10 @@ impl Mlp {
             )));
         }
         let weights = Weights(Arc::new(Matrix::read(weight, 0..weight.rows)?));
-        let bias = source.vector(&format!("{router}.bias"))?;
+        let bias = format!("{router}.bias");
+        let bias = source.vector(&bias)?.map(|_| source.need_vector(&bias, experts.count)).transpose()?;
         let module = format!("{parent}.experts");
-        let stacked = source.find(&format!("{module}.gate_up_proj")).is_some()
-            || source.model().checkpoint.get(&format!("{module}.gate_up_proj")).is_some();
-        let layout = if stacked { Layout::Stacked } else { Layout::Apart };
+        let layout = if config.family == Family::GptOss { Layout::Stacked } else { Layout::Apart };
         Ok(Mlp::Experts(Router { module, weights, bias, experts, layout }))
     }
 }

@@ -3,8 +3,13 @@
 
 use crate::Result;
 use crate::matrix::Matrix;
-use nvfp4::{GlobalScale, Options, Product, Profile, Quantizer, Side, TensorRef, matmul};
+use nvfp4::{
+    Direction, GlobalScale, Layout, Nvfp4Description, Nvfp4Direction, Product, Profile, Quantizer, Side, TensorRef,
+    Unit, matmul,
+};
 use nvfp4_kernels::gemm::baseline;
+use nvfp4_spec::{BLOCK, activation, e2m1};
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Elements of a panel of decoded weights.
@@ -53,28 +58,22 @@ impl Projection for Weights {
 /// Which 32-bit scale activations are quantized with.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ActivationScale {
-    /// From this largest magnitude; what is beyond it saturates.
-    Amax(f32),
-    /// From the largest magnitude of each row.
+    /// This one, by the rule for activations ([`activation`]); what is beyond it saturates.
+    Stored(f32),
+    /// From the largest magnitude of each row, by ModelOpt's rule for weights.
     PerRow,
 }
 
-/// Weights and activations in NVFP4, by ModelOpt's rules. Sums are exact.
+/// Weights and activations in NVFP4. Sums are exact.
 pub struct FourBit {
     matrix: Arc<Matrix>,
-    quantizer: Quantizer,
     scale: ActivationScale,
 }
 
 impl FourBit {
     /// The projection by a matrix that is NVFP4; none for others.
-    pub fn new(matrix: Arc<Matrix>, scale: ActivationScale) -> Result<Option<Self>> {
-        let global = match scale {
-            ActivationScale::Amax(_) => GlobalScale::PerTensor,
-            ActivationScale::PerRow => GlobalScale::PerRow,
-        };
-        let quantizer = Quantizer::builder().profile(Profile::ModelOpt).global_scale(global).build()?;
-        Ok(matrix.codes().is_some().then(|| FourBit { matrix: matrix.clone(), quantizer, scale }))
+    pub fn new(matrix: Arc<Matrix>, scale: ActivationScale) -> Option<Self> {
+        matrix.codes().is_some().then_some(FourBit { matrix, scale })
     }
 }
 
@@ -84,13 +83,43 @@ impl Projection for FourBit {
     }
 
     fn apply(&self, x: &[f32], rows: usize) -> Result<Vec<f32>> {
-        let amax = match self.scale {
-            ActivationScale::Amax(amax) => Some([amax]),
-            ActivationScale::PerRow => None,
-        };
-        let options = Options { row_amax: amax.as_ref().map(|amax| &amax[..]), ..Options::default() };
-        let x = self.quantizer.quantize_with(&TensorRef::new(x, &[rows, self.matrix.cols()])?, &options)?;
         let weights = self.matrix.codes().expect("made of a matrix that has them");
-        Ok(matmul(x.direction(Side::Row)?, weights, &Product::default())?)
+        match self.scale {
+            ActivationScale::Stored(scale) => {
+                Ok(matmul(&stored(x, self.matrix.cols(), scale)?, weights, &Product::default())?)
+            }
+            ActivationScale::PerRow => {
+                let per_row = GlobalScale::PerRow;
+                let quantizer = Quantizer::builder().profile(Profile::ModelOpt).global_scale(per_row).build()?;
+                let x = quantizer.quantize(&TensorRef::new(x, &[rows, self.matrix.cols()])?)?;
+                Ok(matmul(x.direction(Side::Row)?, weights, &Product::default())?)
+            }
+        }
     }
+}
+
+/// Activations in 4 bits with a stored scale.
+fn stored(x: &[f32], cols: usize, scale: f32) -> Result<Direction> {
+    let mut codes = vec![0; x.len() / 2];
+    let mut scales = vec![0; x.len() / BLOCK];
+    // The number of columns is a multiple of 16: blocks of rows follow each other.
+    let blocks = x.as_chunks::<BLOCK>().0;
+    let part = 1 << 10;
+    let parts = codes.par_chunks_mut(part * BLOCK / 2).zip(scales.par_chunks_mut(part)).zip(blocks.par_chunks(part));
+    parts.for_each(|((codes, scales), blocks)| {
+        for ((codes, own), block) in codes.as_chunks_mut::<{ BLOCK / 2 }>().0.iter_mut().zip(scales).zip(blocks) {
+            let quantized = activation::quantize(block, scale);
+            *own = quantized.scale;
+            *codes = std::array::from_fn(|i| e2m1::pack(quantized.codes[0][2 * i], quantized.codes[0][2 * i + 1]));
+        }
+    });
+    let about = Nvfp4Description {
+        rows: x.len() / cols.max(1),
+        cols,
+        global: GlobalScale::PerTensor,
+        unit: Unit::Multiplier,
+        rotation: None,
+        layout: Layout::Linear,
+    };
+    Ok(Direction::Nvfp4(Nvfp4Direction::from_parts(about, codes, scales, vec![scale])?))
 }

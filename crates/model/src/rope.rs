@@ -37,6 +37,14 @@ impl Rope {
             let settings = Scaling { fields: Fields(settings.unwrap_or(&empty)), original: own_positions };
             settings.rope(theta, partial, head_dim, positions)
         };
+        let make = |settings: Option<&Value>, theta: f64| {
+            let rope = make(settings, theta)?;
+            let long = rope.long.iter().flat_map(|(_, long)| long);
+            let finite = rope.frequencies.iter().chain(long).chain([&rope.factor]).all(|x| x.is_finite());
+            finite.then_some(rope).ok_or_else(|| {
+                refused("config.json: the angles of positions are not numbers; check 'rope_theta' and its scaling")
+            })
+        };
         let per_kind = parameters.and_then(|all| Some((all.get("full_attention")?, all.get("sliding_attention")?)));
         if let Some((full, local)) = per_kind {
             return Ok((make(Some(full), theta.unwrap_or(1e6))?, Some(make(Some(local), 1e4)?)));

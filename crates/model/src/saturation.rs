@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::linear::{Activations, Watch};
-use crate::source::{Source, input_amax};
+use crate::source::{Source, input_scale};
 use nvfp4_spec::{BLOCK, Bound, e4m3};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
@@ -21,22 +21,22 @@ pub struct Blocks {
 
 /// Counts them in the inputs of modules that have an activation scale.
 pub(crate) struct Saturation {
-    amaxes: HashMap<String, f32>,
+    scales: HashMap<String, f32>,
     found: Mutex<BTreeMap<String, Blocks>>,
 }
 
 impl Saturation {
     /// Of a model whose activations are multiplied so.
     pub fn new(model: &Source<'_>, activations: Activations) -> Result<Self> {
-        let mut amaxes = HashMap::new();
+        let mut scales = HashMap::new();
         if activations == Activations::AsStored {
             for weight in &model.model().weights {
-                if let Some(amax) = input_amax(weight)? {
-                    amaxes.insert(weight.module.clone(), amax);
+                if let Some(scale) = input_scale(weight)? {
+                    scales.insert(weight.module.clone(), scale);
                 }
             }
         }
-        Ok(Saturation { amaxes, found: Mutex::default() })
+        Ok(Saturation { scales, found: Mutex::default() })
     }
 
     /// Takes over what was counted before.
@@ -52,13 +52,13 @@ impl Saturation {
 
 impl Watch for Saturation {
     fn input(&self, module: &str, x: &[f32], _cols: usize) {
-        let Some(&amax) = self.amaxes.get(module) else { return };
-        let least = e4m3::MIN_NORMAL * 6.0 * amax / Bound::E448.six_e();
+        let Some(&scale) = self.scales.get(module) else { return };
+        let (least, largest) = (e4m3::MIN_NORMAL * 6.0 * scale, Bound::E448.six_e() * scale);
         let mut own = Blocks::default();
         for block in x.chunks(BLOCK) {
             let most = block.iter().fold(0f32, |most, x| most.max(x.abs()));
             own.count += 1;
-            own.saturated += u64::from(most > amax);
+            own.saturated += u64::from(most > largest);
             own.underflowed += u64::from(most > 0.0 && most < least);
         }
         let mut found = self.found.lock().expect("no holder panics");

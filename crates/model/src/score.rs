@@ -105,12 +105,6 @@ pub fn score(
     for speaker in speakers {
         let head = speaker.decoder.head()?;
         let config = speaker.decoder.source().config();
-        if head.cols != hidden || head.rows < vocabulary || config.vocabulary != vocabulary {
-            return Err(refused(format!(
-                "'{}' is {} × {}, and the vocabulary {}; expected {vocabulary} × {hidden}: are both of one model?",
-                head.module, head.rows, head.cols, config.vocabulary
-            )));
-        }
         let mut states = speaker.states;
         speaker.decoder.last_norm()?.apply(&mut states);
         normed.push((head, config.logit_cap, states));
@@ -163,6 +157,11 @@ pub fn score(
             }
         }
         done(words);
+    }
+    for (said, (head, ..)) in said.iter().zip(&normed) {
+        if said.iter().any(|said| !(said.ln_z().is_finite() && said.label.is_finite())) {
+            return Err(refused(format!("the logits are not numbers; '{}' or the last norm is damaged", head.module)));
+        }
     }
     Ok(said)
 }

@@ -5,11 +5,18 @@ use crate::linear::Linear;
 use crate::matrix::Matrix;
 use crate::{Result, refused};
 use half::{bf16, f16};
-use nvfp4::{Bound, Unit};
-use nvfp4_checkpoint::{Checkpoint, Dialect, Located, Model, Stored, Weight};
+use nvfp4::Unit;
+use nvfp4_checkpoint::{Checkpoint, Dialect, Located, Model, Stored, Weight, split_all};
 use safetensors::Dtype;
 use serde_json::Value;
 use std::collections::HashMap;
+use std::path::Path;
+
+/// Opens a model's folder. Experts that lie in one tensor are matrices of their own, whichever
+/// order it has, but for GPT-OSS's.
+pub fn open(folder: &Path) -> Result<Checkpoint> {
+    split_all(Checkpoint::open(folder)?)
+}
 
 /// A checkpoint and what its configuration says.
 pub struct Source<'a> {
@@ -67,7 +74,20 @@ impl<'a> Source<'a> {
 
     /// A weight by the name of its module.
     pub fn weight(&self, module: &str) -> Result<&Weight<'a>> {
-        self.find(module).ok_or_else(|| refused(format!("the checkpoint has no weight '{module}'")))
+        self.find(module).ok_or_else(|| {
+            let prefix = format!("{module}.");
+            let other = self.model.checkpoint.tensors().find(|tensor| {
+                tensor.info.name.starts_with(&prefix) && tensor.info.name != format!("{prefix}bias")
+            });
+            match other {
+                Some(other) => refused(format!(
+                    "'{}' is not of the format of the other weights ({}); a checkpoint has one: convert it again, or name \
+                     the format with --from",
+                    other.info.name, self.model.dialect
+                )),
+                None => refused(format!("the checkpoint has no weight '{module}'; is the download complete?")),
+            }
+        })
     }
 
     /// A weight, if it is there.
@@ -99,13 +119,17 @@ impl<'a> Source<'a> {
         }
         let bias = format!("{module}.bias");
         let bias = self.model.checkpoint.get(&bias).map(|_| self.need_vector(&bias, outputs)).transpose()?;
-        Linear::new(module.to_string(), Matrix::read(weight, 0..outputs)?, input_amax(weight)?, bias)
+        Ok(Linear::new(module.to_string(), Matrix::read(weight, 0..outputs)?, input_scale(weight)?, bias))
     }
 
-    /// One of the experts that are stored in one tensor, inputs before outputs where it is plain.
+    /// One of GPT-OSS's experts, which are stored in one tensor, inputs before outputs where it is
+    /// plain.
     pub fn stacked(&self, module: &str, expert: usize, outputs: usize, inputs: usize) -> Result<Linear> {
-        let bias = self.vector(&format!("{module}_bias"))?;
-        let bias = bias.and_then(|all| all.get(expert * outputs..(expert + 1) * outputs).map(<[f32]>::to_vec));
+        let own = |all: Vec<f32>| match all.get(expert * outputs..(expert + 1) * outputs) {
+            Some(own) => Ok(own.to_vec()),
+            None => Err(refused(format!("'{module}_bias' has {} elements, too few for expert {expert}", all.len()))),
+        };
+        let bias = self.vector(&format!("{module}_bias"))?.map(own).transpose()?;
         if let Some(weight) = self.find(module) {
             if weight.cols != inputs || weight.rows != weight.matrices() * outputs || expert >= weight.matrices() {
                 let (rows, cols) = (weight.rows, weight.cols);
@@ -114,7 +138,7 @@ impl<'a> Source<'a> {
                 )));
             }
             let rows = expert * outputs..(expert + 1) * outputs;
-            return Linear::new(module.to_string(), Matrix::read(weight, rows)?, input_amax(weight)?, bias);
+            return Ok(Linear::new(module.to_string(), Matrix::read(weight, rows)?, input_scale(weight)?, bias));
         }
         let tensor = self.model.checkpoint.get(module);
         let tensor = tensor.ok_or_else(|| refused(format!("the checkpoint has no experts '{module}'")))?;
@@ -130,7 +154,7 @@ impl<'a> Source<'a> {
         tensor.read((expert * bytes.len()) as u64, &mut bytes)?;
         let values = decoded(&tensor, &bytes)?;
         let turned = (0..outputs).flat_map(|o| (0..inputs).map(move |i| (i, o))).map(|(i, o)| values[i * outputs + o]);
-        Linear::new(module.to_string(), Matrix::new(turned.collect(), inputs), None, bias)
+        Ok(Linear::new(module.to_string(), Matrix::new(turned.collect(), inputs), None, bias))
     }
 
     /// Whether the checkpoint says that keys and values are kept in FP8.
@@ -147,21 +171,20 @@ impl<'a> Source<'a> {
     }
 }
 
-/// The largest magnitude that the activation scale of a weight stands for, if it has one. Experts
-/// of one tensor share the largest, as servers do.
-pub fn input_amax(weight: &Weight<'_>) -> Result<Option<f32>> {
+/// The activation scale of a weight as a multiplier, if it has one. Experts of one tensor share the
+/// largest, as servers do.
+pub fn input_scale(weight: &Weight<'_>) -> Result<Option<f32>> {
     let Stored::Nvfp4(parts) = &weight.stored else { return Ok(None) };
     let Some(input) = parts.input.filter(|tensor| tensor.info.len > 0) else { return Ok(None) };
-    let six_e = Bound::E448.six_e();
-    let amax = |stored: f32| if parts.unit == Unit::Divisor { six_e / stored } else { six_e * stored };
-    let amaxes = floats(&input)?.into_iter().map(amax);
-    let largest = amaxes.reduce(f32::max).filter(|amax| amax.is_finite() && *amax > 0.0);
-    largest.map(Some).ok_or_else(|| {
-        refused(format!(
-            "the activation scale of '{}' is not a positive number; calibrate the model again",
+    let multiplier = |stored: f32| if parts.unit == Unit::Divisor { 1.0 / stored } else { stored };
+    let scales: Vec<f32> = floats(&input)?.into_iter().map(multiplier).collect();
+    if let Some(wrong) = scales.iter().find(|scale| !(scale.is_normal() && **scale > 0.0)) {
+        return Err(refused(format!(
+            "the activation scale of '{}' is {wrong}; expected a positive number: calibrate the model again",
             weight.module
-        ))
-    })
+        )));
+    }
+    Ok(scales.into_iter().reduce(f32::max))
 }
 
 /// The numbers of a plain tensor.

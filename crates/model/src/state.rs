@@ -58,14 +58,14 @@ impl StateFile {
         self.written.lock().expect("no holder panics").elapsed() >= EVERY
     }
 
-    /// What is there of this request. Another request's is an error.
-    pub(crate) fn read(&self) -> Result<Option<Kept>> {
+    /// What is there of this request. Another request's is an error, and so is what does not fit.
+    pub(crate) fn read(&self, fits: impl Fn(&Kept) -> bool) -> Result<Option<Kept>> {
         if !self.path.exists() {
             return Ok(None);
         }
         let wrong =
             |reason: &str| refused(format!("{}: {reason}; remove it, or name another file", self.path.display()));
-        let file = TensorFile::open(&self.path)?;
+        let file = TensorFile::open(&self.path).map_err(|error| wrong(&format!("it is damaged ({error})")))?;
         let about = file.metadata().get("nvfp4-eval").ok_or_else(|| wrong("this is not the state of an evaluation"))?;
         let about: About = serde_json::from_str(about).map_err(|_| wrong("the state of another version"))?;
         if about.request != self.request {
@@ -80,7 +80,8 @@ impl StateFile {
             Ok(bytes.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect())
         };
         let states = (0..about.lanes).map(state).collect::<Result<_>>()?;
-        Ok(Some(Kept { layer: about.layer, states, drift: about.drift, blocks: about.blocks }))
+        let kept = Kept { layer: about.layer, states, drift: about.drift, blocks: about.blocks };
+        if fits(&kept) { Ok(Some(kept)) } else { Err(wrong("it is damaged")) }
     }
 
     pub(crate) fn write(&self, kept: &Kept) -> Result<()> {
@@ -93,9 +94,8 @@ impl StateFile {
             blocks: blocks.clone(),
         };
         let about = serde_json::to_string(&about).map_err(|error| refused(error.to_string()))?;
-        let bytes: Vec<Vec<u8>> = states.iter().map(|state| container::bytes(state)).collect();
-        let view = |(lane, bytes): (usize, &'_ Vec<u8>)| (lane.to_string(), bytes.len() / 4, bytes.clone());
-        save(&self.path, bytes.iter().enumerate().map(view), "nvfp4-eval", about)?;
+        let vector = |(lane, state): (usize, &Vec<f32>)| (lane.to_string(), state.len(), container::bytes(state));
+        save(&self.path, states.iter().enumerate().map(vector), "nvfp4-eval", about)?;
         *self.written.lock().expect("no holder panics") = Instant::now();
         Ok(())
     }

@@ -1,144 +1,38 @@
 //! Small generated models, without Python: what is refused, what is continued, what is the same by two ways.
 
-use half::bf16;
+mod generated;
+
+use generated::*;
 use nvfp4_checkpoint::{Acts, Checkpoint, Moments, Round, ScaleChoice, Settings, convert};
 use nvfp4_model::{
-    Activations, Decoder, Divergence, Evaluate, Evaluation, Generation, Hessians, Lane, Lanes, Progress, Rows, Run,
-    Sampling, Source, StateFile, amaxes, calibrate, calibrate_with, generate, logits, perplexity,
+    Activations, Decoder, Divergence, Generation, Hessians, Lane, Progress, Rows, Run, Sampling, Source, StateFile,
+    amaxes, calibrate, calibrate_with, generate, logits, perplexity,
 };
-use safetensors::Dtype;
-use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-static GO: AtomicBool = AtomicBool::new(false);
-const HIDDEN: usize = 64;
-const WORDS: usize = 96;
-
-fn folder(name: &str) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("model-{name}-{}", std::process::id()));
-    let _ = std::fs::remove_dir_all(&folder);
-    std::fs::create_dir_all(&folder).unwrap();
-    folder
-}
-
-fn config() -> Value {
-    json!({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 96,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": WORDS,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5
-    })
-}
-
-/// Writes a Llama whose weights are what `value` says.
-fn llama(folder: &Path, config: &Value, value: impl Fn(&str, usize) -> f32) {
-    let mut shapes = vec![
-        ("model.embed_tokens".to_string(), vec![WORDS, HIDDEN]),
-        ("lm_head".to_string(), vec![WORDS, HIDDEN]),
-        ("model.norm".to_string(), vec![HIDDEN]),
-    ];
-    for layer in 0..3 {
-        let own = [
-            ("input_layernorm", vec![HIDDEN]),
-            ("post_attention_layernorm", vec![HIDDEN]),
-            ("self_attn.q_proj", vec![64, HIDDEN]),
-            ("self_attn.k_proj", vec![32, HIDDEN]),
-            ("self_attn.v_proj", vec![32, HIDDEN]),
-            ("self_attn.o_proj", vec![HIDDEN, 64]),
-            ("mlp.gate_proj", vec![96, HIDDEN]),
-            ("mlp.up_proj", vec![96, HIDDEN]),
-            ("mlp.down_proj", vec![HIDDEN, 96]),
-        ];
-        shapes.extend(own.map(|(name, shape)| (format!("model.layers.{layer}.{name}"), shape)));
-    }
-    let data: Vec<(String, Vec<usize>, Vec<u8>)> = shapes
-        .into_iter()
-        .map(|(name, shape)| {
-            let len: usize = shape.iter().product();
-            let bytes = (0..len).flat_map(|i| bf16::from_f32(value(&name, i)).to_le_bytes()).collect();
-            (name, shape, bytes)
-        })
-        .collect();
-    let view = |(name, shape, bytes): &'_ (String, Vec<usize>, Vec<u8>)| {
-        (format!("{name}.weight"), shape.clone(), bytes.clone())
-    };
-    let owned: Vec<_> = data.iter().map(view).collect();
-    let views =
-        owned.iter().map(|(name, shape, bytes)| (name, TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap()));
-    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
-    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
-}
-
-/// Numbers between -0.25 and 0.25 that depend on the name; norms are 1.
-fn usual(name: &str, i: usize) -> f32 {
-    let mut z = name.bytes().fold(i as u64 + 1, |z, b| z.wrapping_mul(0x100_0000_01B3) ^ u64::from(b));
-    z = (z ^ (z >> 31)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    let random = (z >> 40) as f32 / (1u64 << 24) as f32 - 0.5;
-    if name.ends_with("norm") { 1.0 } else { 0.5 * random }
-}
-
-fn rows() -> Rows {
-    let row = |seed: usize| (0..24).map(|i| ((i * 37 + seed * 11) % WORDS) as u32).collect::<Vec<u32>>();
-    Rows::new([&row(0)[..], &row(1), &row(2)[..9]])
-}
-
-fn evaluate(reference: Option<&Path>, model: &Path, activations: Activations) -> nvfp4_model::Result<Evaluation> {
-    run(reference, model, activations, None, &mut (), &GO)
-}
-
-fn run(
-    reference: Option<&Path>,
-    model: &Path,
-    activations: Activations,
-    state: Option<&StateFile>,
-    progress: &mut dyn Progress,
-    stop: &AtomicBool,
-) -> nvfp4_model::Result<Evaluation> {
-    let (first, second) = (reference.map(Checkpoint::open).transpose()?, Checkpoint::open(model)?);
-    let (first, second) = (first.as_ref().map(|c| Source::new(c, None)).transpose()?, Source::new(&second, None)?);
-    let rows = rows();
-    Evaluate {
-        reference: first.as_ref(),
-        model: &second,
-        rows: &rows,
-        given: 0,
-        activations,
-        lanes: Lanes::Each,
-        state,
-    }
-    .run(progress, stop)
-}
 
 #[test]
 fn a_model_is_no_further_from_itself_than_nothing() {
-    let here = folder("same");
-    llama(&here, &config(), usual);
+    let dir = Folder::new("same");
+    let here = dir.join("in");
+    model(&here, &config(), usual);
     let found = evaluate(Some(&here), &here, Activations::AsStored).unwrap();
     let [(Lane::Reference, a), (Lane::Served, b)] = &found.said[..] else { panic!("two runs") };
     let divergence = Divergence::of(a, b);
     assert!(divergence.mean.mean < 1e-12 && found.drift.iter().all(|d| d.relative_error() == 0.0));
     assert_eq!(a.len(), 23 + 23 + 8);
-    std::fs::remove_dir_all(here).unwrap();
 }
 
 /// What is summed panel by panel is what whole distributions give.
 #[test]
 fn perplexity_and_divergence_are_those_of_whole_distributions() {
-    let (here, packed) = (folder("whole"), folder("whole-packed"));
-    llama(&here, &config(), usual);
-    std::fs::remove_dir(&packed).unwrap();
-    convert(&here, &packed, &Settings::default(), &(), &GO).unwrap();
+    let dir = Folder::new("whole");
+    let (here, packed) = (dir.join("in"), dir.join("packed"));
+    model(&here, &config(), usual);
+    converted(&here, &packed, &Settings::default());
     let found = evaluate(Some(&here), &packed, Activations::AsStored).unwrap();
-    let all = |path: &Path| -> Vec<f32> {
-        let checkpoint = Checkpoint::open(path).unwrap();
-        let source = Source::new(&checkpoint, None).unwrap();
-        let (decoder, rows) = (Decoder::new(&source), rows());
-        let mut states = vec![decoder.embed(rows.tokens()).unwrap()];
-        (0..3).for_each(|layer| decoder.advance(layer, &rows, &mut states, &[Run::AS_STORED], &GO).unwrap());
-        logits(&decoder, states.remove(0)).unwrap()
-    };
-    let (p, q, rows) = (all(&here), all(&packed), rows());
+    let (p, q, rows) = (all_logits(&here), all_logits(&packed), rows());
     let log = |z: &[f32]| -> Vec<f64> {
         let sum: f64 = z.iter().map(|&z| f64::from(z).exp()).sum();
         z.iter().map(|&z| f64::from(z) - sum.ln()).collect()
@@ -156,14 +50,13 @@ fn perplexity_and_divergence_are_those_of_whole_distributions() {
     assert!((own / (loss / count).exp() - 1.0).abs() < 1e-6, "{own}");
     assert!((own_kl / (divergence / count) - 1.0).abs() < 1e-5, "{own_kl} {}", divergence / count);
     assert!(own_kl > 1e-5 && found.drift[2].relative_error() > 0.01);
-    [here, packed].iter().for_each(|path| std::fs::remove_dir_all(path).unwrap());
 }
 
 #[test]
 fn calibrated_scales_make_a_model_with_activations_in_4_bits() {
-    let (here, packed, stats) = (folder("acts"), folder("acts-packed"), folder("acts-stats").join("stats.safetensors"));
-    llama(&here, &config(), usual);
-    std::fs::remove_dir(&packed).unwrap();
+    let dir = Folder::new("acts");
+    let (here, packed, stats) = (dir.join("in"), dir.join("packed"), dir.join("stats.safetensors"));
+    model(&here, &config(), usual);
     let checkpoint = Checkpoint::open(&here).unwrap();
     let source = Source::new(&checkpoint, None).unwrap();
     calibrate(&source, &rows(), &mut (), &GO).unwrap().save(&stats, &source, 99.9).unwrap();
@@ -174,7 +67,7 @@ fn calibrated_scales_make_a_model_with_activations_in_4_bits() {
     same("self_attn.q_proj", "self_attn.v_proj");
     same("mlp.gate_proj", "mlp.up_proj");
     let settings = Settings { acts: Acts::Amaxes(amaxes), ..Settings::default() };
-    convert(&here, &packed, &settings, &(), &GO).unwrap();
+    converted(&here, &packed, &settings);
     let found = evaluate(Some(&here), &packed, Activations::AsStored).unwrap();
     let lanes: Vec<Lane> = found.said.iter().map(|(lane, _)| *lane).collect();
     assert_eq!(lanes, [Lane::Reference, Lane::Weights, Lane::Served]);
@@ -183,15 +76,35 @@ fn calibrated_scales_make_a_model_with_activations_in_4_bits() {
     assert_eq!(found.blocks.len(), 21);
     let per_row = evaluate(Some(&here), &packed, Activations::PerRow).unwrap();
     assert!(per_row.blocks.is_empty() && per_row.said.len() == 3);
-    [here, packed].iter().for_each(|path| std::fs::remove_dir_all(path).unwrap());
+}
+
+/// A text of one token goes to two of four experts. The others get the scales that those have.
+#[test]
+fn experts_that_saw_no_token_take_the_amax_of_their_layer() {
+    let dir = Folder::new("unseen");
+    model(&dir.join("in"), &moe_config(32), usual);
+    let checkpoint = Checkpoint::open(&dir.join("in")).unwrap();
+    let source = Source::new(&checkpoint, None).unwrap();
+    let found = calibrate(&source, &Rows::new([&[5][..]]), &mut (), &GO).unwrap();
+    assert_eq!(found.unseen().values().collect::<Vec<_>>(), [&2, &2, &2]);
+    let amaxes = found.amaxes(&source);
+    for layer in 0..3 {
+        for part in ["gate_proj", "up_proj", "down_proj"] {
+            let own = |expert: usize| amaxes[&format!("model.layers.{layer}.mlp.experts.{expert}.{part}")];
+            assert!(own(0) > 0.0 && (1..4).all(|expert| own(expert) == own(0)));
+        }
+    }
+    converted(&dir.join("in"), &dir.join("packed"), &Settings { acts: Acts::Amaxes(amaxes), ..Settings::default() });
 }
 
 /// One pass writes the products of columns with each other, once for modules with the same input, and
 /// conversions read them.
 #[test]
 fn calibration_keeps_products_of_inputs() {
-    let (here, there) = (folder("products"), folder("products-stats"));
-    llama(&here, &config(), usual);
+    let dir = Folder::new("products");
+    let (here, there) = (dir.join("in"), dir.join("stats"));
+    std::fs::create_dir(&there).unwrap();
+    model(&here, &config(), usual);
     let checkpoint = Checkpoint::open(&here).unwrap();
     let source = Source::new(&checkpoint, None).unwrap();
     let stats = |hessians: Hessians, name: &str| {
@@ -229,7 +142,6 @@ fn calibration_keeps_products_of_inputs() {
     assert_eq!(summary.plain.len(), 3);
     let found = evaluate(Some(&here), &there.join("gptq"), Activations::AsStored).unwrap();
     assert!(Divergence::of(&found.said[0].1, &found.said[1].1).mean.mean < 0.05);
-    [here, there].iter().for_each(|path| std::fs::remove_dir_all(path).unwrap());
 }
 
 /// Stops when a layer is done.
@@ -245,8 +157,9 @@ impl Progress for StopAfter<'_> {
 
 #[test]
 fn an_evaluation_that_was_stopped_continues_to_the_same_numbers() {
-    let (here, stop) = (folder("stop"), AtomicBool::new(false));
-    llama(&here, &config(), usual);
+    let dir = Folder::new("stop");
+    let (here, stop) = (dir.join("in"), AtomicBool::new(false));
+    model(&here, &config(), usual);
     let (path, whole) = (here.join("state"), evaluate(None, &here, Activations::AsStored).unwrap());
     let state = StateFile::new(&path, "this".to_string());
     let stopped = run(None, &here, Activations::AsStored, Some(&state), &mut StopAfter(&stop, "layer 2"), &stop);
@@ -258,21 +171,17 @@ fn an_evaluation_that_was_stopped_continues_to_the_same_numbers() {
     let continued = run(None, &here, Activations::AsStored, Some(&state), &mut (), &GO).unwrap();
     assert_eq!(continued.said, whole.said);
     assert!(!path.exists(), "it is removed when all is done");
-    std::fs::remove_dir_all(here).unwrap();
 }
 
 #[test]
 fn what_does_not_fit_is_refused_by_name() {
-    let here = folder("refused");
+    let dir = Folder::new("refused");
+    let here = dir.join("in");
     let error = |config: &Value, value: &dyn Fn(&str, usize) -> f32| {
-        llama(&here, config, value);
+        model(&here, config, value);
         evaluate(None, &here, Activations::AsStored).unwrap_err().to_string()
     };
-    let with = |name: &str, value: Value| {
-        let mut config = config();
-        config[name] = value;
-        config
-    };
+    let with = |name: &str, value: Value| with(config(), name, value);
     let nan = |name: &str, i: usize| {
         if name == "model.layers.1.mlp.up_proj" && i == 70 { f32::NAN } else { usual(name, i) }
     };
@@ -286,14 +195,14 @@ fn what_does_not_fit_is_refused_by_name() {
     ] {
         assert!(said.contains(wanted), "{said}");
     }
-    std::fs::remove_dir_all(here).unwrap();
 }
 
 /// A token at a time, with keys and values kept, gives what the whole context gives.
 #[test]
 fn generation_continues_with_the_most_likely_token_of_the_whole_context() {
-    let here = folder("generate");
-    llama(&here, &config(), usual);
+    let dir = Folder::new("generate");
+    let here = dir.join("in");
+    model(&here, &config(), usual);
     let checkpoint = Checkpoint::open(&here).unwrap();
     let source = Source::new(&checkpoint, None).unwrap();
     let prompt = [3, 14, 15, 92];
@@ -316,5 +225,4 @@ fn generation_continues_with_the_most_likely_token_of_the_whole_context() {
     };
     assert_eq!(random(1), random(1));
     assert_ne!(random(1), random(2));
-    std::fs::remove_dir_all(here).unwrap();
 }

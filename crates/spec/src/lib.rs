@@ -14,7 +14,8 @@
 //! 8. [`matrix`]: whole matrices, both directions, and back;
 //! 9. [`gemm`]: products of quantized matrices;
 //! 10. [`swizzle`] and [`gguf`]: other layouts of the same bytes;
-//! 11. [`profile`]: the same steps in the arithmetic of other producers;
+//! 11. [`profile`]: the same steps in the arithmetic of other producers; [`activation`]: under a
+//!     scale that was stored before;
 //! 12. [`mse`] and [`modelopt`]: a block's scale by trial; [`weighted`]: by what it does to a layer's
 //!     outputs; [`gptq`]: codes by what they do to them; [`rescale`]: a block under another tensor
 //!     scale;
@@ -45,6 +46,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod activation;
 pub mod block;
 pub mod e2m1;
 pub mod e4m3;

@@ -13,7 +13,7 @@ use anyhow::Result;
 use nvfp4_checkpoint::Checkpoint;
 use nvfp4_model::{
     Activations, Blocks, Divergence, Drift, Evaluate, Evaluation, Lane, Lanes, Mean, Source, StateFile, agreement,
-    perplexity, ratio, verdict,
+    open, perplexity, ratio, verdict,
 };
 use serde_json::{Value, json};
 use std::io::Write;
@@ -92,8 +92,7 @@ fn request(args: &Args, checkpoints: &[&Checkpoint], tokens: &[u32]) -> String {
 }
 
 fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<Value> {
-    let (first, second) =
-        (Checkpoint::open(&args.reference)?, args.model.as_deref().map(Checkpoint::open).transpose()?);
+    let (first, second) = (open(&args.reference)?, args.model.as_deref().map(open).transpose()?);
     if let Some(path) = &args.report {
         let models = [Some(args.reference.as_path()), args.model.as_deref()];
         page::check(
