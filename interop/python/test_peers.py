@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 import nvfp4
+import nvfp4.transformers
 
 EXAMPLES = Path(__file__).parents[2] / "examples/python"
 
@@ -126,3 +127,41 @@ def test_transformers_computes_what_pretrain_saved(tmp_path, monkeypatch):
     x = torch.tensor([tokens])
     with torch.no_grad():
         torch.testing.assert_close(model(x), theirs(x).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "mixtral", "gpt-oss"])
+def test_transformers_loads_what_modelopt_exports(tmp_path, name):
+    """Its own files, GPT-OSS with experts in one tensor; and calibration has its scales, to the bit."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from safetensors.torch import load_file
+
+    from test_transformers import TOKENS, decoded, layers, loaded, made
+
+    model = made(name)
+    model.config.architectures = [type(model).__name__]
+    quantized = mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, lambda model: model(TOKENS))
+    export_hf_checkpoint(quantized, dtype=torch.float32, export_dir=tmp_path)
+    scales = {key: t for key, t in load_file(tmp_path / "model.safetensors").items() if key.endswith(".input_scale")}
+    stats = nvfp4.calibrate(made(name), [TOKENS])
+    assert len(scales) >= 8
+    for key, scale in scales.items():
+        assert torch.equal(stats[key.replace("input_scale", "input_amax")].reshape([]) / 2688, scale), key
+    assert all(hasattr(layer, "input_amax") for layer in layers(loaded(tmp_path)).values())
+    ours = loaded(tmp_path, quantization_config=nvfp4.transformers.Config(activations="none"))
+    reference = decoded(made(name), ours)
+    with torch.no_grad():
+        own, theirs = ours(TOKENS).logits.double(), reference(TOKENS).logits.double()
+        exact = reference.double()(TOKENS).logits
+    assert (own - exact).abs().max() <= 2 * (theirs - exact).abs().max()
+
+
+def test_transformers_loads_fp8_of_compressed_tensors_by_itself(tmp_path):
+    from test_transformers import TOKENS, loaded, made
+
+    made("llama").save_pretrained(tmp_path / "plain")
+    nvfp4.convert(str(tmp_path / "plain"), str(tmp_path / "fp8"), to="compressed-tensors", preset="fp8")
+    model = loaded(tmp_path / "fp8")
+    assert type(model.hf_quantizer).__name__ == "CompressedTensorsHfQuantizer"
+    with torch.no_grad():
+        assert model(TOKENS).logits.isfinite().all()

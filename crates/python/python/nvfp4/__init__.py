@@ -45,6 +45,7 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "Role",
+    "calibrate",
     "convert",
     "dequantize",
     "layout",
@@ -79,6 +80,22 @@ def quantize(
 def dequantize(q: QuantTensor, dtype="float32", *, side: str = "row"):
     """The decoded values of a quantized tensor."""
     return q.dequantize(dtype, side=side)
+
+
+def calibrate(model, batches, path=None, *, percentile: float = 99.9):
+    """Runs batches through a model of torch and returns what goes through its layers: the statistics
+    of the command ``nvfp4 calibrate``, under the names of the checkpoint.
+
+    A batch is a tensor of tokens, or a dict or tuple of the model's arguments. Every
+    ``torch.nn.Linear`` has ``input_amax``, ``input_percentile`` (what ``percentile`` percent of its
+    blocks of 16 stay below) and ``input_mean_square`` of each column. Models of transformers have
+    experts by themselves with ``expert_tokens``, and attention with ``k_scale`` and ``v_scale``.
+    ``path`` names a file for ``nvfp4 convert --acts``. The model is evaluated, and nothing in it is
+    changed.
+    """
+    from ._calibrate import calibrate
+
+    return calibrate(model, batches, path, percentile=percentile)
 
 
 def _restored(data: bytes, torch: bool) -> QuantTensor:

@@ -188,6 +188,10 @@ class Layer(Delays):
 
     def _apply(self, fn, recurse=True):
         self.forget_weights()
+        amax = self._buffers.get("input_amax")
         super()._apply(fn, recurse)
+        moved = self._buffers.get("input_amax")
+        if amax is not None and moved is not None and not amax.is_meta and not moved.is_meta:
+            self._buffers["input_amax"] = amax.to(moved.device)  # to another device, but never to another type
         self._flags(next(self.parameters()).device)
         return self

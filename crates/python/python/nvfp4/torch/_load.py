@@ -58,7 +58,7 @@ def load(folder: Union[str, Path], model: torch.nn.Module, *, activations: str =
             continue
         names, make, amax = found
         used.update(names)
-        _put(module, part.path, make(), amax() if activations == "file" and amax is not None else None)
+        put(module, part.path, make(), amax() if activations == "file" and amax is not None else None)
         quantized.append(part.path)
     state = model.state_dict()
     plain = {name: get for name, get in tensors.items() if name in state and name not in used}
@@ -137,22 +137,19 @@ def _codes_of(tensors: Dict[str, _Get], path: str) -> Optional[_Found]:
     def named(*names: str) -> List[str]:
         return [prefix + name for name in names]
 
-    for codes, scale, spec, given, amax_of in (
-        ("weight_packed", "weight_global_scale", "nvfp4(llm-compressor)", "input_global_scale", lambda s: _LARGEST / s),
-        ("weight", "weight_scale_2", "nvfp4(modelopt)", "input_scale", lambda s: _LARGEST * s),
+    for codes, scale, spec, given in (
+        ("weight_packed", "weight_global_scale", "nvfp4(llm-compressor)", "input_global_scale"),
+        ("weight", "weight_scale_2", "nvfp4(modelopt)", "input_scale"),
     ):
         names = named(codes, "weight_scale", scale)
         if all(name in tensors for name in names):
             static = prefix + given if prefix + given in tensors else None
 
             def make(names=names, spec=spec) -> QuantizedTensor:
-                return _from_parts(names[0], spec, *(tensors[name]() for name in names))
+                return codes_of_parts(names[0], spec, *(tensors[name]() for name in names))
 
-            def amax(static=static, amax_of=amax_of) -> Tensor:
-                found = amax_of(tensors[static]().float()).reshape(-1).amax().reshape(1)
-                if not 0 < found.item() < float("inf"):
-                    raise ValueError(f'{static}: expected a positive number; activations="none" does without')
-                return found
+            def amax(static=static, spec=spec) -> Tensor:
+                return amax_of(str(static), spec, tensors[static]())  # type: ignore[index]
 
             return names + ([static] if static else []), make, amax if static else None
     name = prefix + "weight"
@@ -161,7 +158,18 @@ def _codes_of(tensors: Dict[str, _Get], path: str) -> Optional[_Found]:
     return None
 
 
-def _from_parts(name: str, spec: str, codes: Tensor, scales: Tensor, stored: Tensor) -> QuantizedTensor:
+def amax_of(name: str, spec: str, scale: Tensor) -> Tensor:
+    """The amax that the scale of an input stands for: ModelOpt multiplies by it, compressed-tensors
+    divides.
+    """
+    numbers = scale.float()
+    found = (numbers * _LARGEST if spec == "nvfp4(modelopt)" else _LARGEST / numbers).reshape(-1).amax().reshape(1)
+    if not 0 < found.item() < float("inf"):
+        raise ValueError(f'{name}: expected a positive number; activations="none" does without')
+    return found
+
+
+def codes_of_parts(name: str, spec: str, codes: Tensor, scales: Tensor, stored: Tensor) -> QuantizedTensor:
     if codes.dtype is not torch.uint8 or codes.dim() != 2:
         raise ValueError(f"{name}: expected a matrix of codes of uint8, got {tuple(codes.shape)} of {codes.dtype}")
     rows, packed = codes.shape
@@ -171,7 +179,7 @@ def _from_parts(name: str, spec: str, codes: Tensor, scales: Tensor, stored: Ten
         raise ValueError(f"{name}: expected scales {blocks} of E4M3, got {tuple(scales.shape)} of {scales.dtype}")
     if stored.numel() != 1 or stored.isnan().any():
         raise ValueError(f"{name}: expected one scale of the tensor, got {stored}")
-    parts = [codes, scales.contiguous().view(torch.uint8), stored.float().reshape(1)]
+    parts = [codes.contiguous(), scales.contiguous().view(torch.uint8), stored.float().reshape(1)]
     return QuantizedTensor(block_of(parts), None, spec, matrix, torch.get_default_dtype())
 
 
@@ -189,26 +197,26 @@ def _of_ours(name: str, tensor: nvfp4.QuantTensor) -> QuantizedTensor:
     return made
 
 
-def _put(module: torch.nn.Linear, path: str, codes: QuantizedTensor, amax: Optional[Tensor]) -> None:
+def put(module: torch.nn.Linear, path: str, codes: QuantizedTensor, amax: Optional[Tensor]) -> None:
     """Gives a layer its codes, in the type and on the device of its weight."""
     weight = module.weight
     if tuple(weight.shape) != codes.matrix:
         raise ValueError(f"{path}: the model's weight is {tuple(weight.shape)}, the checkpoint's {codes.matrix}")
-    device = torch.device("cpu") if weight.is_meta else weight.device
+    device = codes.device if weight.is_meta else weight.device
     there = codes.to(device=device, dtype=weight.dtype)
     module._parameters["weight"] = torch.nn.Parameter(there, requires_grad=False)
     if amax is None:
         module._buffers.pop("input_amax", None)  # of a file before
         if isinstance(module, Layer):
-            module.use_recipe(_recipe("high-precision"))
+            module.use_recipe(recipe_of("high-precision"))
         return
     if not isinstance(module, Layer):
         become(module, Linear, path, 0)
-    module.use_recipe(_recipe("nvfp4"))  # type: ignore[operator]
+    module.use_recipe(recipe_of("nvfp4"))  # type: ignore[operator]
     module.register_buffer("input_amax", amax.to(device))
 
 
-def _recipe(input: str) -> nvfp4.Recipe:
+def recipe_of(input: str) -> nvfp4.Recipe:
     """A layer with the weights of a file, and gradients in high precision."""
     column = "" if input == "high-precision" else " / high-precision"
     formats = {"input": input + column, "weight": "nvfp4 / high-precision", "grad_output": "high-precision"}
