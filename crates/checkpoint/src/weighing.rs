@@ -1,8 +1,9 @@
 //! Which weights are quantized by what their errors do to a layer's outputs, and what is known of
 //! the layer's inputs.
 
+use super::action::Action;
 use super::moments::Moments;
-use super::plan::{Action, Item, Plan};
+use super::plan::{Item, Plan};
 use super::settings::{Round, ScaleChoice, Settings};
 use super::weight::Stored;
 use crate::{Error, Result, Setting};
