@@ -235,6 +235,8 @@ def test_a_checkpoint_that_says_nothing_is_loaded_if_asked(checkpoints, tmp_path
     model = loaded(tmp_path / "old", quantization_config=nvfp4.transformers.Config())
     with torch.no_grad():
         assert torch.equal(model(TOKENS).logits, loaded(checkpoints("llama"))(TOKENS).logits)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "again")
 
 
 def test_fp8_beside_nvfp4_is_decoded(tmp_path, caplog):
@@ -345,6 +347,10 @@ def test_experts_in_one_tensor_of_codes(tmp_path):
     assert all(layer.input_amax.item() == pytest.approx(4) for layer in layers(quantizing).values())
     with pytest.raises(ValueError, match="not serializable"):
         quantizing.save_pretrained(tmp_path / "again")
+    half = {key: tensor for key, tensor in tensors.items() if "down_proj" not in key or key.endswith("bias")}
+    save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="experts: codes of gate_up_proj alone"):
+        loaded(folder)
 
 
 class Adapted(torch.nn.Module):

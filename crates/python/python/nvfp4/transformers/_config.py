@@ -40,7 +40,7 @@ class Config(QuantizationConfigMixin):
 
     def to_dict(self) -> Dict[str, Any]:
         """What the checkpoint says, so that a saved model says it too."""
-        return copy.deepcopy(self.described) or {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        return copy.deepcopy(self.described) or {"quant_method": self.quant_method}
 
 
 def is_ours(described: Dict[str, Any]) -> bool:

@@ -28,6 +28,7 @@ class Quantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    quantization_config: Config
 
     def __init__(self, quantization_config: Config, **kwargs: Any):
         # Weights are codes already, also where config.json does not say so.
@@ -53,6 +54,10 @@ class Quantizer(HfQuantizer):
         self._separate(model, files, names)
         for name, stored in files.joined.items():
             self._join(model, name, stored, names, activations)
+        for experts in self._joined:
+            alike = [one.last for one in self._joined if one.module is experts.module]
+            if set(alike) != set(experts.module.lasts):
+                raise ValueError(f"{experts.path}: codes of {', '.join(alike)} alone; of experts in one tensor all have codes or none")
         skipped = []
         for name, stored in files.matrices.items():
             found = self._layer(model, name, names)
@@ -146,6 +151,7 @@ class Quantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         why = "experts in one tensor" if self._joined else ""
+        why = why or ("a config.json that says nothing of it" if self.quantization_config.described is None else "")
         why = why or next(("FP8 that was decoded" for layer in self._layers if layer.stored.form is None), "")
         if why:
             _logger.warning("nvfp4: a model with %s is not saved; copy its checkpoint", why)
