@@ -11,7 +11,7 @@ fn model(dir: &Folder, words: &Value) -> String {
     let folder = dir.llama("llama", 2, 32);
     let path = Path::new(&folder);
     let mut config: Value = serde_json::from_slice(&std::fs::read(path.join("config.json")).unwrap()).unwrap();
-    config["model_type"] = json!("llama");
+    (config["model_type"], config["max_position_embeddings"]) = (json!("llama"), json!(1024));
     std::fs::write(path.join("config.json"), config.to_string()).unwrap();
     let model = json!({ "type": "WordLevel", "vocab": words, "unk_token": "[UNK]" });
     let tokenizer =
@@ -43,11 +43,11 @@ fn texts_and_tokenizers_that_do_not_fit_are_refused() {
         (said(b"a \xFF\xFE b", &[]), "UTF-8"),
         (said(b"a b far a", &[]), "the text has the token 64, but the model knows 64"),
         (said(b"a b a", &["--context", "1"]), "take a longer one"),
-        (said(b"a b a", &["--context", "129"]), "the model knows 128 positions"),
+        (said(b"a b a", &["--context", "1025"]), "the model knows 1024 positions"),
         (said(b"a b a", &["--context", "0"]), "take a longer one"),
         (said(b"a b a", &["--rows", "0"]), "nothing to predict"),
         (error(&["eval", &folder, "--text", &dir.path("absent.txt")]), "absent.txt"),
-        (error(&["generate", &folder, "--prompt", &"a ".repeat(128), "--tokens", "1"]), "give a shorter prompt"),
+        (error(&["generate", &folder, "--prompt", &"a ".repeat(1024), "--tokens", "1"]), "give a shorter prompt"),
         (error(&["generate", &folder, "--prompt", "a", "--tokens", "18446744073709551615"]), "ask for fewer tokens"),
         (error(&["generate", &folder, "--prompt", "far"]), "not of one model"),
         (error(&["generate", &folder, "--prompt", ""]), "give some text"),
