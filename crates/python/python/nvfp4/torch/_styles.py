@@ -78,7 +78,7 @@ class ColwiseRowwiseParallel(styles.ColwiseParallel):
         return _spread(self, module, device_mesh, lambda name: parts.get(name, Replicate()))
 
 
-def _spread(style: Any, module: Layer, mesh: Any, placement: Callable[[str], Any]) -> torch.nn.Module:
+def _spread(style: Any, module: Any, mesh: Any, placement: Callable[[str], Any]) -> torch.nn.Module:
     """Makes the parameters of a layer DTensors, and its input and output those of a style."""
     if hasattr(module, "following"):
         raise ValueError(f"{module.path}: modules of nvfp4.te are split by tp_group and parallel_mode")
