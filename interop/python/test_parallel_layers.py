@@ -82,7 +82,8 @@ def norms(rank, mesh):
 
 
 def experts(rank, mesh):
-    for style, outputs in ((layers.ColwiseParallel(), "features"), (layers.RowwiseParallel(input_layouts=Replicate()), "all")):
+    rowwise = layers.RowwiseParallel(input_layouts=Replicate())
+    for style, outputs in ((layers.ColwiseParallel(), "features"), (rowwise, "all")):
         with case("GroupedLinear", outputs):
             spread = parallel.parallelize_module(made("GroupedLinear"), mesh, style)
             same = compared(rank, made("GroupedLinear"), spread, False, outputs, SPLITS)

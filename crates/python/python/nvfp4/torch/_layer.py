@@ -102,12 +102,10 @@ class Layer(Delays):
         number: int = 0,
         handed: Optional[HandedOver] = None,
         store: Optional[Store] = None,
-        parallel: Optional[Parallel] = None,
     ) -> Tensor:
         """``x·wᵀ + bias`` in the formats of the product with this number.
 
-        ``handed`` says what is quantized already, ``store`` where the weight's gradient waits,
-        ``parallel`` how workers split it, where the layer does not say so.
+        ``handed`` says what is quantized already, ``store`` where the weight's gradient waits.
         """
         prefix, name, formats = self._products[number]
         if not fits(x, weight):
@@ -127,7 +125,7 @@ class Layer(Delays):
 
             self.__dict__["_spread"] = Workers(weight.device_mesh.get_group())  # type: ignore
             return spread_linear(x, weight, bias, given, later, self.output_layout)
-        parallel = parallel or self._parallel.get(number)
+        parallel = self._parallel.get(number)
         if store is None:
             return linear(x, weight, bias, *given, later, parallel)
         return _delaying(x, weight, bias, *given, later, parallel)

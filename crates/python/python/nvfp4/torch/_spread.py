@@ -93,24 +93,28 @@ def spread_experts(layer: Any, x: Any, splits: List[int]) -> Tensor:
             f"{layer.path}: main_grad of experts that are DTensors; leave out fuse_wgrad_accumulation"
         )
     mesh, (part,) = _checked_mesh(x, weights[0]), weights[0].placements
-    workers = Workers(mesh.get_group())
-    layer.__dict__["_spread"] = workers
+    workers, last = Workers(mesh.get_group()), x.ndim - 1
+    output: Any
     if part.is_shard(0):
-        x, parallel = x.redistribute(placements=[Replicate()]), Parallel("column", workers, sums="leave")
-        tokens, output = x.to_local(grad_placements=[Partial()]), Shard(x.ndim - 1)
+        parallel, output = Parallel("column", workers, sums="leave"), Shard(last)
+        x = x.redistribute(placements=[Replicate()])
+        tokens = x.to_local(grad_placements=[Partial()])
     elif part.is_shard(1):
-        x, parallel = x.redistribute(placements=[Shard(x.ndim - 1)]), Parallel("row", workers, sums="leave")
-        tokens, output = x.to_local(), Partial()
+        parallel, output = Parallel("row", workers, sums="leave"), Partial()
+        x = x.redistribute(placements=[Shard(last)])
+        tokens = x.to_local()
     else:
-        raise ValueError(f"{layer.path}: weights with the placement {part}; there are Shard(0), Shard(1)")
-    y = torch.cat([
-        layer.product(of, weight.to_local(), bias if bias is None else bias.to_local(), expert, parallel=parallel)
-        for expert, (of, weight, bias) in enumerate(
-            zip(tokens.flatten(0, -2).split(splits), weights, map(layer._bias, range(len(splits))))
+        raise ValueError(
+            f"{layer.path}: weights with the placement {part}; there are Shard(0), Shard(1)"
         )
+    layer._parallel = {expert: parallel for expert in range(len(weights))}
+    biases = [layer._bias(expert) for expert in range(len(weights))]
+    each = zip(tokens.reshape(-1, tokens.shape[-1]).split(splits), weights, biases)
+    y = torch.cat([
+        layer.product(of, weight.to_local(), None if bias is None else bias.to_local(), expert)
+        for expert, (of, weight, bias) in enumerate(each)
     ])  # fmt: skip
-    y = y.view(*x.shape[:-1], y.shape[-1])
-    return DTensor.from_local(y, mesh, [output], run_check=False)
+    return DTensor.from_local(y.view(*x.shape[:-1], y.shape[-1]), mesh, [output], run_check=False)
 
 
 def _checked_mesh(x: Any, weight: Any) -> Any:

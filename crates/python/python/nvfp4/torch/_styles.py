@@ -27,7 +27,8 @@ class ColwiseParallel(styles.ColwiseParallel):
         if isinstance(module, Layer) and not grouped and given.is_shard() and given.dim >= 0:
             self.desired_input_layouts = self.input_layouts  # type: ignore[assignment]
         if grouped or isinstance(module, LayerNormLinear):
-            return _spread(self, module, device_mesh, lambda name: Replicate() if "norm" in name else Shard(0))
+            parts = lambda name: Replicate() if "norm" in name else Shard(0)
+            return _spread(self, module, device_mesh, parts)
         return super()._apply(module, device_mesh)
 
 
@@ -44,7 +45,8 @@ class RowwiseParallel(styles.RowwiseParallel):
             raise ValueError(f"{module.path}: a norm reads all features of a token: use {style}")
         if isinstance(module, GroupedLinear):
             self.desired_input_layouts = (Shard(-1),)
-            return _spread(self, module, device_mesh, lambda name: Shard(1) if "weight" in name else Replicate())
+            parts = lambda name: Shard(1) if "weight" in name else Replicate()
+            return _spread(self, module, device_mesh, parts)
         if isinstance(module, Layer) and given.is_shard() and given.dim >= 0:
             module.output_layout = given  # type: ignore[assignment]
         return super()._apply(module, device_mesh)
@@ -57,10 +59,13 @@ class ColwiseRowwiseParallel(styles.ColwiseParallel):
     tokens.
     """
 
-    def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True):
-        output_layouts = output_layouts or Replicate()
+    def __init__(
+        self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True
+    ):
         super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
+            input_layouts=input_layouts,
+            output_layouts=output_layouts or Replicate(),
+            use_local_output=use_local_output,
         )
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
@@ -78,7 +83,7 @@ class ColwiseRowwiseParallel(styles.ColwiseParallel):
         return _spread(self, module, device_mesh, lambda name: parts.get(name, Replicate()))
 
 
-def _spread(style: Any, module: Layer, mesh: Any, placement: Callable[[str], Any]) -> torch.nn.Module:
+def _spread(style: Any, module: Any, mesh: Any, placement: Callable[[str], Any]) -> torch.nn.Module:
     """Makes the parameters of a layer DTensors, and its input and output those of a style."""
     if hasattr(module, "following"):
         raise ValueError(f"{module.path}: modules of nvfp4.te are split by tp_group and parallel_mode")
