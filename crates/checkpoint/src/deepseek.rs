@@ -6,7 +6,7 @@
 
 use super::dialect::{Dialect, Model};
 use super::finding::Report;
-use super::form::Form;
+use super::form::{Eight, Form};
 use super::plan::Plan;
 use super::stacked::is_expert;
 use super::weight::{Stored, Weight};
@@ -35,7 +35,8 @@ pub(super) fn check_plan(model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
         let (module, expert) = (&item.weight.module, is_expert(&item.weight.module));
         let left = matches!(item.form, None | Some(Form::Keep)) || item.action.eight() == item.form.and_then(eight);
         let made = matches!(item.form, None | Some(Form::Nvfp4 | Form::W4A4));
-        if expert && !(item.action.is_nvfp4() && made) || !expert && !left {
+        let fits = if expert { item.action.is_nvfp4() && made } else { left };
+        if !fits {
             let reason = format!(
                 "'{module}': in DeepSeek-V4's form all experts are NVFP4, with NVFP4 for activations, and everything \
                  else stays as it is"
@@ -47,7 +48,7 @@ pub(super) fn check_plan(model: &Model<'_>, plan: &Plan<'_>) -> Result<()> {
 }
 
 /// The kind of FP8 that a rule names.
-fn eight(form: Form) -> Option<super::form::Eight> {
+fn eight(form: Form) -> Option<Eight> {
     if let Form::Eight(eight) = form { Some(eight) } else { None }
 }
 
