@@ -1,14 +1,22 @@
-//! The token that proves the CPU has AVX-512 with the dot products of bytes.
+//! The token that proves the CPU has AVX-512 with the dot products of bytes. On ARM there is none.
 
+#[cfg(target_arch = "x86_64")]
 use crate::avx2::Avx2;
 
+/// What no ARM CPU has.
+#[cfg(target_arch = "aarch64")]
+#[derive(Clone, Copy)]
+pub(crate) enum Avx512 {}
+
 /// Proof that this CPU has AVX-512 (F, BW, VL, VNNI), and AVX2; it may have BF16 too.
+#[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Avx512 {
     avx2: Avx2,
     bf16: bool,
 }
 
+#[cfg(target_arch = "x86_64")]
 impl Avx512 {
     /// The token, if the CPU has the instructions.
     pub fn detect() -> Option<Self> {

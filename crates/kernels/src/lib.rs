@@ -9,7 +9,7 @@
 pub mod amax;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod avx2;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod avx512;
 #[cfg(feature = "cuda")]
 pub mod cuda;

@@ -8,6 +8,7 @@
 
 pub(crate) mod philox;
 pub(crate) mod small_float;
+pub(crate) mod transpose;
 
 use crate::vector::*;
 use nvfp4_spec::{BLOCK, Element, Precision, Specials};

@@ -165,11 +165,11 @@ pub fn quantize(
     match implementation {
         Implementation::Scalar => scalar::quantize(x, row, col),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(token) => avx2::quantize(token, x, row, col).map(drop),
+        Implementation::Avx2(token) => avx2::quantize(token, None, x, row, col).map(drop),
         #[cfg(target_arch = "aarch64")]
-        Implementation::Neon(token) => avx2::quantize(token, x, row, col).map(drop),
+        Implementation::Neon(token) => avx2::quantize(token, None, x, row, col).map(drop),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx512(token) => avx2::quantize(token.avx2(), x, row, col).map(drop),
+        Implementation::Avx512(token) => avx2::quantize(token.avx2(), Some(token), x, row, col).map(drop),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(device) => cuda::on_host(device, x, row, col),
     }

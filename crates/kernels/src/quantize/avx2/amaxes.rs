@@ -1,11 +1,11 @@
 //! The amaxes that a quantization needs before it starts.
 
 use super::target::Target;
-use super::{Job, PANEL, column};
+use super::{Job, PANEL, column, wide};
 use crate::Result;
 use crate::amax::{self, Outputs};
 use nvfp4_spec::hadamard::{FACTOR, PRECISION, Signs};
-use nvfp4_spec::{BLOCK, Element, GlobalScale, Mode, Specials};
+use nvfp4_spec::{BLOCK, Element, GlobalScale, Mode, Precision, Specials};
 use rayon::prelude::*;
 
 impl<T: Element> Job<'_, T> {
@@ -54,14 +54,30 @@ impl<T: Element> Job<'_, T> {
         Ok(())
     }
 
+    /// The rows in panels.
+    fn panels(&self) -> impl ParallelIterator<Item = (usize, usize)> {
+        let rows = self.x.rows();
+        (0..rows.div_ceil(PANEL)).into_par_iter().map(move |p| (p * PANEL, rows.min((p + 1) * PANEL)))
+    }
+
     /// The amax of the transformed columns: of the whole, or of each column.
     fn transformed_amax(&self, signs: Signs, mode: &Mode) -> Result<Vec<f32>> {
-        let (rows, cols) = (self.x.rows(), self.x.cols());
+        let cols = self.x.cols();
+        if let Some(token) = self.wide
+            && mode.global == GlobalScale::PerTensor
+            && T::PRECISION == Precision::Bf16
+        {
+            let largest = self.panels().map(|range| wide::largest(token, &self.submatrix(range, (0, cols)), signs));
+            // Without an infinity or NaN, of which the rest takes care.
+            let largest = largest.collect::<Option<Vec<_>>>();
+            if let Some(largest) = largest {
+                return Ok(vec![PRECISION.round(FACTOR * largest.into_iter().fold(0.0, f32::max))]);
+            }
+        }
         let empty = || (vec![0f32; cols.next_multiple_of(BLOCK)], false);
-        let (maxima, nan) = (0..rows.div_ceil(PANEL))
-            .into_par_iter()
-            .map(|p| {
-                let range = (p * PANEL, rows.min((p + 1) * PANEL));
+        let (maxima, nan) = self
+            .panels()
+            .map(|range| {
                 let (mut maxima, _) = empty();
                 // SAFETY: an Avx2 token is only made after detection.
                 let nan = unsafe { column::hadamard_maxima(&self.submatrix(range, (0, cols)), signs, &mut maxima) };

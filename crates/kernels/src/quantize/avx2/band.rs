@@ -8,17 +8,19 @@ use super::encode::{self, KEEP};
 use super::four_over_six::{self, Choices, Tiles};
 use super::modelopt::{self, Swept};
 use super::search::{self, Searched};
+use super::wide::Lookup;
 use crate::avx2::small_float::{E4m3, codes, store_bytes};
 use crate::avx2::{
     Avx2, abs, infinity_bits, largest_of_eight, load, load_eight, max, philox, value_of, values_of, zero,
 };
+use crate::avx512::Avx512;
 use crate::vector::*;
 use nvfp4_spec::block;
 use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::tile::Rows;
-use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Precision, Profile, Rounding, ScaleRule, Specials, e2m1};
+use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, Specials, e2m1};
 
 /// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix
 /// are zeros.
@@ -71,6 +73,7 @@ pub(super) struct Draw<'a> {
 /// What a thread keeps between bands of one direction: all of the same mode and type.
 pub(super) struct Worker {
     table: Table,
+    lookup: Option<Lookup>,
     /// Of the search of scales.
     searched: Searched,
     /// Of ModelOpt's sweep.
@@ -84,10 +87,11 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub fn new(_: Avx2, scaling: &Scaling) -> Self {
+    pub fn new(_: Avx2, wide: Option<Avx512>, scaling: &Scaling) -> Self {
         Worker {
             // SAFETY: an Avx2 token is only made after detection.
             table: unsafe { Table::new(scaling) },
+            lookup: wide.map(Lookup::new),
             searched: Searched::new(),
             swept: Swept::new(),
             magnitudes: Vec::new(),
@@ -122,6 +126,19 @@ impl Worker {
         self.table.set::<T>(scaling);
         let mode = self.table.scaling().mode;
         self.undecided.clear();
+        if let Some(lookup) = &mut self.lookup
+            && band.height == 1
+            && matches!(draw.rounding, Rounding::NearestEven)
+            && lookup.set::<T>(&self.table)
+        {
+            let (scales, codes) = (&mut out.scales[..band.blocks], &mut out.codes[..band.blocks * BLOCK / 2]);
+            // SAFETY: a `Lookup` is only made with a token of AVX-512, after detection.
+            unsafe { lookup.quantize(band.row(0), &self.table, scales, codes, &mut self.undecided) };
+            for i in 0..self.undecided.len() {
+                self.decide::<T, 1>(self.undecided[i], band, draw, out);
+            }
+            return;
+        }
         self.find_magnitudes(band);
         self.choose_scales(band);
         if !self.table.is_complete() {
@@ -211,7 +228,7 @@ impl Worker {
     fn choose_scales<T: Element>(&mut self, band: &Band<'_, T>) {
         self.scales.resize(self.magnitudes.len(), 0);
         match self.table.scaling().mode.rule {
-            ScaleRule::Six => self.map_to_six(T::PRECISION),
+            ScaleRule::Six => self.map_to_six(),
             ScaleRule::FourOverSix { metric: Metric::Mae, error, .. } => {
                 self.choose_four_over_six::<T, true>(band, error)
             }
@@ -219,11 +236,11 @@ impl Worker {
                 self.choose_four_over_six::<T, false>(band, error)
             }
             ScaleRule::Mse => {
-                self.map_to_six(T::PRECISION);
+                self.map_to_six();
                 self.search(band);
             }
             ScaleRule::ModelOptMse => {
-                self.map_to_six(T::PRECISION);
+                self.map_to_six();
                 self.swept.set(self.table.scaling());
                 for i in 0..self.magnitudes.len() / 8 {
                     let amaxes = values_of(load_eight(&self.magnitudes.as_chunks::<8>().0[i]), T::PRECISION);
@@ -244,20 +261,11 @@ impl Worker {
     /// The scales of the rule "six".
     #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
     #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-    fn map_to_six(&mut self, precision: Precision) {
+    fn map_to_six(&mut self) {
         let scaling = *self.table.scaling();
         let eights = self.magnitudes.as_chunks::<8>().0.iter().zip(self.scales.as_chunks_mut::<8>().0);
-        if scaling.mode.profile == Profile::TransformerEngine {
-            // Twin of `scale::block_scale`.
-            let multiplier = _mm256_set1_ps(scaling.global.encode * SIXTH);
-            for (bits, scales) in eights {
-                let amaxes = values_of(load_eight(bits), precision);
-                store_bytes(codes::<E4m3>(_mm256_mul_ps(amaxes, multiplier)), scales);
-            }
-        } else {
-            for (bits, scales) in eights {
-                *scales = bits.map(|b| scaling.block_scale(value_of(b, precision)));
-            }
+        for (bits, scales) in eights {
+            six(&scaling, bits, scales);
         }
     }
 
@@ -317,6 +325,21 @@ impl Worker {
                 *byte = e2m1::pack(pair[0], pair[1]);
             }
         }
+    }
+}
+
+/// The scales of eight tiles by the rule "six", from the bits of their largest magnitudes.
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[inline]
+fn six(scaling: &Scaling, bits: &[u32; 8], scales: &mut [u8; 8]) {
+    if scaling.mode.profile == Profile::TransformerEngine {
+        // Twin of `scale::block_scale`.
+        let multiplier = _mm256_set1_ps(scaling.global.encode * SIXTH);
+        let amaxes = values_of(load_eight(bits), scaling.precision);
+        store_bytes(codes::<E4m3>(_mm256_mul_ps(amaxes, multiplier)), scales);
+    } else {
+        *scales = bits.map(|b| scaling.block_scale(value_of(b, scaling.precision)));
     }
 }
 

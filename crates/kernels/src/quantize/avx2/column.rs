@@ -17,25 +17,25 @@ pub(super) struct Submatrix<'a, T> {
 }
 
 impl<'a, T: Element> Submatrix<'a, T> {
-    /// Hands the squares of 16 × 16 elements to `visit`, with the position of their first element.
-    /// A ragged one comes as a copy, padded with zeros.
+    /// Hands pieces of 16 rows and `WIDTH` columns to `visit`, with the position of their first
+    /// element. A ragged one comes as a copy, padded with zeros.
     #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
     #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     #[inline]
-    fn for_each_square(&self, mut visit: impl FnMut(usize, usize, &[T], usize)) {
+    pub fn for_each_piece<const WIDTH: usize>(&self, mut visit: impl FnMut(usize, usize, &[T], usize)) {
         for r in (0..self.rows).step_by(BLOCK) {
-            for c in (0..self.cols).step_by(BLOCK) {
-                let (height, width) = (BLOCK.min(self.rows - r), BLOCK.min(self.cols - c));
-                if height == BLOCK && width == BLOCK {
+            for c in (0..self.cols).step_by(WIDTH) {
+                let (height, width) = (BLOCK.min(self.rows - r), WIDTH.min(self.cols - c));
+                if height == BLOCK && width == WIDTH {
                     visit(r, c, &self.data[r * self.stride + c..], self.stride);
                     continue;
                 }
-                let mut padded = [T::default(); BLOCK * BLOCK];
-                for i in 0..height {
+                let mut padded = [[T::default(); WIDTH]; BLOCK];
+                for (i, out) in padded.iter_mut().enumerate().take(height) {
                     let row = &self.data[(r + i) * self.stride + c..][..width];
-                    padded[i * BLOCK..][..width].copy_from_slice(row);
+                    out[..width].copy_from_slice(row);
                 }
-                visit(r, c, &padded, BLOCK);
+                visit(r, c, padded.as_flattened(), WIDTH);
             }
         }
     }
@@ -46,7 +46,9 @@ impl<'a, T: Element> Submatrix<'a, T> {
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 pub(super) fn transpose<T: Element>(x: &Submatrix<'_, T>, pitch: usize, out: &mut [T]) {
-    x.for_each_square(|r, c, square, stride| transpose_square(square, stride, pitch, &mut out[c * pitch + r..]));
+    x.for_each_piece::<BLOCK>(|r, c, square, stride| {
+        transpose_square(square, stride, pitch, &mut out[c * pitch + r..])
+    });
 }
 
 /// The same for the transformed columns.
@@ -55,7 +57,7 @@ pub(super) fn transpose<T: Element>(x: &Submatrix<'_, T>, pitch: usize, out: &mu
 pub(super) fn transpose_hadamard<T: Element>(x: &Submatrix<'_, T>, signs: Signs, pitch: usize, out: &mut [bf16]) {
     let flips = flips::<T>(signs);
     let mut rows = [[bf16::ZERO; BLOCK]; BLOCK];
-    x.for_each_square(|r, c, square, stride| {
+    x.for_each_piece::<BLOCK>(|r, c, square, stride| {
         let left = hadamard::<T, 0>(square, stride, &flips);
         let right = hadamard::<T, 1>(square, stride, &flips);
         let quarter = _mm256_set1_ps(FACTOR);
@@ -87,7 +89,7 @@ pub(super) fn transpose_hadamard<T: Element>(x: &Submatrix<'_, T>, signs: Signs,
 pub(super) fn hadamard_maxima<T: Element>(x: &Submatrix<'_, T>, signs: Signs, maxima: &mut [f32]) -> bool {
     let flips = flips::<T>(signs);
     let mut nan = false;
-    x.for_each_square(|_, c, square, stride| {
+    x.for_each_piece::<BLOCK>(|_, c, square, stride| {
         let (left, right) = maxima[c..][..BLOCK].split_at_mut(8);
         nan |= join_maxima(hadamard::<T, 0>(square, stride, &flips), left);
         nan |= join_maxima(hadamard::<T, 1>(square, stride, &flips), right);

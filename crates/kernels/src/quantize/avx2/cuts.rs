@@ -85,6 +85,16 @@ impl Table {
         &self.cuts[usize::from(scale & 127)]
     }
 
+    /// The same cuts of a 16-bit type, one word each.
+    #[cfg(target_arch = "x86_64")]
+    pub fn words(&self, scale: u8) -> [u16; 8] {
+        self.cuts(scale).map(|cut| {
+            // SAFETY: a vector is 16 words of plain bits.
+            let words: [u16; 16] = unsafe { std::mem::transmute(cut) };
+            words[0]
+        })
+    }
+
     /// Its multiplier or divisor.
     #[inline]
     pub fn factor(&self, scale: u8) -> f32 {

@@ -17,10 +17,13 @@ mod modelopt;
 mod search;
 mod squares;
 mod target;
+#[cfg_attr(target_arch = "aarch64", path = "wide/absent.rs")]
+mod wide;
 
 use super::Direction;
 use crate::amax;
 use crate::avx2::{Avx2, prefetch, value_of};
+use crate::avx512::Avx512;
 use crate::{Input, Result, Values};
 use band::{Band, Draw, Output, Worker};
 use column::Submatrix;
@@ -30,6 +33,7 @@ use nvfp4_spec::{BLOCK, Element, GlobalScale, Rounding, e2m1};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use target::{ColContext, RowContext, RowPart, Target};
+use wide::{Columns, Strip};
 
 /// Rows of a panel with the column direction: two cache lines of codes per column.
 const PANEL: usize = 256;
@@ -45,6 +49,7 @@ const SQUARE_BLOCKS: usize = 32;
 /// Quantizes; returns how many tiles were left to the rules of `spec`.
 pub(super) fn quantize(
     token: Avx2,
+    wide: Option<Avx512>,
     x: &Input<'_>,
     row: Option<Direction<'_>>,
     col: Option<Direction<'_>>,
@@ -61,14 +66,16 @@ pub(super) fn quantize(
         row => row,
     };
     match x.values() {
-        Values::F32(values) => Job { token, values, x }.run(row, col),
-        Values::Bf16(values) => Job { token, values, x }.run(row, col),
-        Values::F16(values) => Job { token, values, x }.run(row, col),
+        Values::F32(values) => Job { token, wide, values, x }.run(row, col),
+        Values::Bf16(values) => Job { token, wide, values, x }.run(row, col),
+        Values::F16(values) => Job { token, wide, values, x }.run(row, col),
     }
 }
 
 struct Job<'a, T> {
     token: Avx2,
+    /// The column direction may use AVX-512.
+    wide: Option<Avx512>,
     values: &'a [T],
     x: &'a Input<'a>,
 }
@@ -80,15 +87,21 @@ impl<T: Element> Job<'_, T> {
         let mut col = col.map(|d| Target::new(self.token, d, cols, rows));
         self.find_amaxes(&mut row, &mut col)?;
         let undecided = AtomicUsize::new(0);
-        let height = if col.is_some() { PANEL } else { ROW_TASK.div_ceil(cols).next_multiple_of(BLOCK) };
+        let col_context = col.as_mut().map(Target::scatter);
+        let wide = col_context.as_ref().and_then(|context| Columns::new::<T>(self.wide, context));
+        let (height, chunk) = match (&col_context, &wide) {
+            (None, _) => (ROW_TASK.div_ceil(cols).next_multiple_of(BLOCK), cols),
+            (Some(_), None) => (PANEL, CHUNK),
+            (Some(_), Some(columns)) => columns.panel(rows, row.is_some()),
+        };
         let (row_context, row_parts) = match &mut row {
             Some(target) => target.split(height, rows.div_ceil(height)),
             None => (None, (0..rows.div_ceil(height)).map(|_| None).collect()),
         };
-        let col_context = col.as_mut().map(Target::scatter);
+        let columns = col_context.as_ref().map(|context| (context, wide.as_ref()));
         row_parts.into_par_iter().enumerate().for_each_init(Scratch::<T>::new, |scratch, (p, part)| {
             let range = (p * height, rows.min((p + 1) * height));
-            self.panel(scratch, range, row_context.as_ref().zip(part), col_context.as_ref(), &undecided);
+            self.panel(scratch, range, chunk, row_context.as_ref().zip(part), columns, &undecided);
         });
         for target in [row, col].into_iter().flatten() {
             target.finish()?;
@@ -100,14 +113,15 @@ impl<T: Element> Job<'_, T> {
         &self,
         scratch: &mut Scratch<T>,
         (first, end): (usize, usize),
+        chunk: usize,
         row: Option<(&RowContext<'_>, RowPart<'_>)>,
-        col: Option<&ColContext<'_>>,
+        col: Option<(&ColContext<'_>, Option<&Columns>)>,
         undecided: &AtomicUsize,
     ) {
         let cols = self.x.cols();
         let mut row = row;
         let mut left = 0;
-        let Some(context) = col else {
+        let Some((context, wide)) = col else {
             if let Some((context, part)) = &mut row {
                 let submatrix = self.submatrix((first, end), (0, cols));
                 left += self.rows(&mut scratch.row_worker, &submatrix, (first, 0), context, &mut part.rows_from(0));
@@ -115,23 +129,30 @@ impl<T: Element> Job<'_, T> {
             undecided.fetch_add(left, Ordering::Relaxed);
             return;
         };
-        let Scratch { row_worker, plain, transformed, output } = scratch;
+        let Scratch { row_worker, plain, transformed, output, strip } = scratch;
         let pitch = (end - first).next_multiple_of(BLOCK);
-        for c in (0..cols).step_by(CHUNK) {
-            let width = CHUNK.min(cols - c);
+        for c in (0..cols).step_by(chunk) {
+            let width = chunk.min(cols - c);
             let room = width.next_multiple_of(BLOCK) * pitch;
             match context.transform {
+                _ if wide.is_some() => strip.resize(end - first, width),
                 None => plain.resize(room, T::default()),
                 Some(_) => transformed.resize(room, bf16::ZERO),
             }
             for r in (first..end).step_by(BLOCK) {
                 match r + BLOCK < end {
+                    // Chunks of whole pages: the hardware prefetches.
+                    _ if wide.is_some() => {}
                     true => self.prefetch((r + BLOCK, end), c, width),
-                    false => self.prefetch((first, end), c + width, CHUNK.min(cols - c - width)),
+                    false => self.prefetch((first, end), c + width, chunk.min(cols - c - width)),
                 }
                 let submatrix = self.submatrix((r, end.min(r + BLOCK)), (c, width));
                 if let Some((context, part)) = &mut row {
                     left += self.rows(row_worker, &submatrix, (r, c), context, &mut part.rows_from(r - first));
+                }
+                if let Some(columns) = wide {
+                    columns.band(&submatrix, context, (r - first) / BLOCK, strip);
+                    continue;
                 }
                 match context.transform {
                     // SAFETY: an Avx2 token is only made after detection.
@@ -141,6 +162,10 @@ impl<T: Element> Job<'_, T> {
                         column::transpose_hadamard(&submatrix, signs, pitch, &mut transformed[r - first..])
                     },
                 }
+            }
+            if let Some(columns) = wide {
+                columns.write(strip, (first, end), (c, width), self.x.rows(), context);
+                continue;
             }
             for sub in (0..width).step_by(COLUMNS) {
                 let (shape, at) = ((end - first, COLUMNS.min(width - sub)), (first, c + sub));
@@ -193,7 +218,7 @@ impl<T: Element> Job<'_, T> {
                 None => context.amax[if context.mode.global == GlobalScale::PerRow { first + r } else { 0 }],
             };
             let scaling = Scaling::new(amax, &context.mode, T::PRECISION);
-            let worker = worker.get_or_insert_with(|| Worker::new(self.token, &scaling));
+            let worker = worker.get_or_insert_with(|| Worker::new(self.token, self.wide, &scaling));
             let inside = if r + height <= x.rows { x.cols / BLOCK } else { 0 };
             let draw = |b: usize| Draw {
                 rounding: context.rounding,
@@ -271,7 +296,7 @@ impl<T: Element> Job<'_, T> {
         for i in (0..padded).step_by(step) {
             let amax = context.amax[if context.mode.global == GlobalScale::PerRow { c + i } else { 0 }];
             let scaling = Scaling::new(amax, &context.mode, U::PRECISION);
-            let worker = worker.get_or_insert_with(|| Worker::new(self.token, &scaling));
+            let worker = worker.get_or_insert_with(|| Worker::new(self.token, self.wide, &scaling));
             let band = Band { data: &data[i * pitch..], stride: pitch, height, blocks: run };
             let draw = Draw { rounding: context.rounding, first: (c + i) * blocks + first / BLOCK, pitch: blocks };
             let mut out = Output {
@@ -311,6 +336,7 @@ struct Scratch<T> {
     plain: Vec<T>,
     transformed: Vec<bf16>,
     output: ColumnOutput,
+    strip: Strip,
 }
 
 struct ColumnOutput {
@@ -322,7 +348,7 @@ struct ColumnOutput {
 impl<T: Element> Scratch<T> {
     fn new() -> Self {
         let output = ColumnOutput { codes: Vec::new(), scales: Vec::new(), worker: None };
-        Scratch { row_worker: None, plain: Vec::new(), transformed: Vec::new(), output }
+        Scratch { row_worker: None, plain: Vec::new(), transformed: Vec::new(), output, strip: Strip::new() }
     }
 }
 
@@ -359,7 +385,7 @@ mod tests {
                 codes: &mut codes,
                 scales: &mut scales,
             };
-            let undecided = quantize(token, &input, Some(row), None).unwrap();
+            let undecided = quantize(token, None, &input, Some(row), None).unwrap();
             let share = undecided as f64 / (x.len() / 16) as f64;
             assert!(share < 0.003, "{rule:?}: {undecided} undecided, {:.3} %", share * 100.0);
             println!("{rule:?}: {:.4} % undecided", share * 100.0);

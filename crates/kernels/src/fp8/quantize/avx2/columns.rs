@@ -3,10 +3,10 @@
 
 use super::part::{Area, Part, Transposed, copy_some};
 use super::scales::EightScales;
-use super::transpose::{self, Codes};
 use super::{AHEAD, CHUNK, COLUMNS, Job, Scratch, encode, scales};
 use crate::amax::avx2::row_amax;
 use crate::avx2::small_float::SmallFloat;
+use crate::avx2::transpose::{self, Bytes};
 use crate::vector::__m256;
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, MX_BLOCK, Scales, Scaling};
 use nvfp4_spec::{Element, Specials};
@@ -41,7 +41,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
                 unsafe { out.scales.write((area.col / BLOCK + i) * down + area.row / BLOCK, &[*scale]) };
             }
         }
-        let codes = Codes { data: part.codes, stride: part.code_stride, rows: area.height, cols: area.width };
+        let codes = Bytes { data: part.codes, stride: part.code_stride, rows: area.height, cols: area.width };
         self.write_transposed(&mut scratch.transposed, codes, area, out);
         largest
     }
@@ -60,7 +60,7 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
         });
         scratch.codes.resize(BLOCK * CHUNK, 0);
         self.encode_columns(area, &scratch.multipliers, &mut scratch.codes, CHUNK);
-        let codes = Codes { data: &scratch.codes, stride: CHUNK, rows: area.height, cols: area.width };
+        let codes = Bytes { data: &scratch.codes, stride: CHUNK, rows: area.height, cols: area.width };
         self.write_transposed(&mut scratch.transposed, codes, area, out);
     }
 
@@ -147,11 +147,11 @@ impl<T: Element, F: SmallFloat> Job<'_, T, F> {
     /// Transposes the codes of an area and writes its columns.
     #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
     #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-    fn write_transposed(&self, transposed: &mut Vec<u8>, codes: Codes<'_>, area: Area, out: &Transposed<'_>) {
+    fn write_transposed(&self, transposed: &mut Vec<u8>, codes: Bytes<'_>, area: Area, out: &Transposed<'_>) {
         transposed.resize(COLUMNS * BLOCK, 0);
         for c in (0..area.width).step_by(COLUMNS) {
             let cols = COLUMNS.min(area.width - c);
-            transpose::transpose(Codes { data: &codes.data[c..], cols, ..codes }, BLOCK, transposed);
+            transpose::transpose(Bytes { data: &codes.data[c..], cols, ..codes }, BLOCK, transposed);
             for (i, column) in transposed.chunks_exact(BLOCK).take(cols).enumerate() {
                 let at = (area.col + c + i) * self.x.rows() + area.row;
                 // SAFETY: a panel writes the codes of its own rows only.

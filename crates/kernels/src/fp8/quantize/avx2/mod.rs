@@ -14,7 +14,6 @@ mod part;
 mod rows;
 mod scales;
 mod tiles;
-mod transpose;
 
 use super::{Direction, Outputs, ScaleMut, find_amax};
 use crate::avx2::small_float::{E4m3, E5m2, SmallFloat};

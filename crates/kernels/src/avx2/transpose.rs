@@ -1,13 +1,13 @@
-//! Transposes the codes of a panel: a transposition of bytes.
+//! Transposes bytes: the codes of FP8, the scale bytes of NVFP4.
 
 use crate::vector::*;
 
 /// Rows and columns that are transposed at a time.
 const SQUARE: usize = 16;
 
-/// Codes in rows, `stride` apart.
+/// Bytes in rows, `stride` apart.
 #[derive(Clone, Copy)]
-pub(super) struct Codes<'a> {
+pub(crate) struct Bytes<'a> {
     pub data: &'a [u8],
     pub stride: usize,
     pub rows: usize,
@@ -18,7 +18,7 @@ pub(super) struct Codes<'a> {
 /// to 16, and `out` has room for the number of columns rounded up to 16.
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-pub(super) fn transpose(x: Codes<'_>, pitch: usize, out: &mut [u8]) {
+pub(crate) fn transpose(x: Bytes<'_>, pitch: usize, out: &mut [u8]) {
     for c in (0..x.cols).step_by(SQUARE) {
         for r in (0..x.rows).step_by(SQUARE) {
             let (height, width) = (SQUARE.min(x.rows - r), SQUARE.min(x.cols - c));
