@@ -36,6 +36,10 @@ fn convert_verify_inspect_diff_and_back() {
 
     ok(&["convert", &out, &ct, "--to", "compressed-tensors", "-q"]);
     ok(&["verify", &ct, "--for", "transformers"]);
+    let comfy = dir.path("comfy.safetensors");
+    assert!(ok(&["convert", &out, &comfy, "--to", "comfyui"]).contains("load it in ComfyUI"));
+    assert!(ok(&["verify", &comfy, "--for", "comfyui"]).contains("14 NVFP4 weights (ComfyUI), for ComfyUI"));
+    assert!(ok(&["inspect", &comfy]).contains("dialect  ComfyUI"));
     let inspected = ok(&["inspect", &ct]);
     assert!(inspected.contains("dialect  compressed-tensors") && inspected.contains("entropy"), "{inspected}");
     assert_eq!(json_of(&["inspect", &out, "--json"])["nvfp4_weights"], 14);
