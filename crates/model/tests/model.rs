@@ -9,7 +9,6 @@ use nvfp4_model::{
     calibrate, generate, logits, perplexity,
 };
 use serde_json::{Value, json};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 #[test]
