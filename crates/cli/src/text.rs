@@ -18,9 +18,9 @@ pub struct Text {
     /// File of text (UTF-8).
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
-    /// Tokens in a row; each row is a context of its own.
-    #[arg(long, default_value_t = 512)]
-    context: usize,
+    /// Tokens in a row; each row is a context of its own [default: 512, or what the model knows].
+    #[arg(long)]
+    context: Option<usize>,
     /// Rows to read at most [default: the whole text].
     #[arg(long)]
     rows: Option<usize>,
@@ -32,19 +32,19 @@ pub struct Text {
 impl Text {
     /// The text as rows of a model's tokens, and how many positions of a row are given.
     pub fn rows(&self, model: &Path, config: &Config) -> Result<(Rows, usize)> {
+        let context = self.context.unwrap_or(config.positions.min(512));
         ensure!(
-            self.context <= config.positions,
-            "--context {}: the model knows {} positions",
-            self.context,
+            context <= config.positions,
+            "--context {context}: the model knows {} positions; take a shorter one",
             config.positions
         );
         let text = regular::read_text(&self.text, LARGEST)?;
-        Ok(Tokens::read(model)?.rows(&text, self.context, self.rows)?)
+        Ok(Tokens::read(model)?.rows(&text, context, self.rows)?)
     }
 
     /// What a request is known by.
     pub fn request(&self) -> String {
-        format!("{} {:?}", self.context, self.rows)
+        format!("{:?} {:?}", self.context, self.rows)
     }
 }
 

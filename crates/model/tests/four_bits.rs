@@ -10,9 +10,12 @@ use nvfp4_spec::{BLOCK, activation, e2m1, e4m3};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
+/// What goes into a module and what comes out.
+type Through = (Vec<f32>, Vec<f32>);
+
 /// Inputs and outputs of every module.
 #[derive(Default)]
-struct Seen(Mutex<BTreeMap<String, (Vec<f32>, Vec<f32>)>>);
+struct Seen(Mutex<BTreeMap<String, Through>>);
 
 impl Watch for Seen {
     fn input(&self, module: &str, x: &[f32], _cols: usize) {
@@ -46,7 +49,7 @@ fn every_layer_gives_the_bits_of_the_rule_for_scales_that_are_no_amax_over_2688(
     model(&dir.join("in"), &moe_config(32), usual);
     for target in [Target::ModelOpt, Target::CompressedTensors] {
         // The first two saturate or lose blocks; none is what an amax over 2688 rounds to.
-        for (i, scale) in [1e-5, 3.7, 0.0012345679f32].into_iter().enumerate() {
+        for (i, scale) in [1e-5, 3.7, 0.001_234_568_f32].into_iter().enumerate() {
             let made = dir.join(&format!("{target}-{i}"));
             let settings = Settings { target, acts: Acts::Constant(scale), ..Settings::default() };
             converted(&dir.join("in"), &made, &settings);
