@@ -53,30 +53,33 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
 /// Checks, and writes what was found. Returns the same as JSON, and whether there is no problem.
 pub fn perform(args: &Args, out: &mut impl Write) -> Result<(Value, bool)> {
-    let (dialect, weights, eights, findings, kernels) = if gguf::is_gguf(&args.dir) {
+    let (dialect, weights, beside, findings, kernels) = if gguf::is_gguf(&args.dir) {
         let file = GgufFile::open(&args.dir)?;
         let mut findings = gguf::verify(&file)?;
         if args.client != Client::LlamaCpp {
             let text = format!("{} does not load GGUF here; check it with --for llama.cpp", args.client);
             findings.insert(0, Finding::problem("file", text));
         }
-        ("GGUF".to_string(), file.nvfp4().count(), 0, findings, args.gpu.map(gguf_kernel_path))
+        ("GGUF".to_string(), file.nvfp4().count(), [0; 2], findings, args.gpu.map(gguf_kernel_path))
     } else {
         let checkpoint = Checkpoint::open(&args.dir)?;
         let model = source::model(&checkpoint, args.from)?;
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let findings = nvfp4_checkpoint::verify(&model, args.client, threads)?;
         let weights = model.weights.iter().filter(|w| w.format() == "NVFP4").count();
-        let eights = model.weights.iter().filter(|w| matches!(w.stored, Stored::Fp8 { .. })).count();
+        let count = |is: &dyn Fn(&Stored<'_>) -> bool| model.weights.iter().filter(|w| is(&w.stored)).count();
+        let fp8 = count(&|stored| matches!(stored, Stored::Fp8 { .. }));
+        let mxfp4 = count(&|stored| matches!(stored, Stored::MxFp4 { .. }));
         let kernels = args.gpu.map(|gpu| kernel_path(&model, args.client, gpu));
-        (model.dialect.to_string(), weights, eights, findings, kernels)
+        (model.dialect.to_string(), weights, [fp8, mxfp4], findings, kernels)
     };
     let passed = findings.iter().all(|f| f.severity != Severity::Problem);
     until_closed(print(out, &findings).and_then(|()| match passed {
         true => {
-            let eights = if eights > 0 { format!(", {}", counted(eights, "FP8 weight")) } else { String::new() };
+            let beside = beside.iter().zip(["FP8 weight", "MXFP4 weight"]).filter(|(count, _)| **count > 0);
+            let beside: String = beside.map(|(count, word)| format!(", {}", counted(*count, word))).collect();
             let weights = counted(weights, "NVFP4 weight");
-            writeln!(out, "ok       {weights}{eights} ({dialect}), for {}", args.client).map_err(Into::into)
+            writeln!(out, "ok       {weights}{beside} ({dialect}), for {}", args.client).map_err(Into::into)
         }
         false => Ok(()),
     }))?;

@@ -124,13 +124,16 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
     for tensor in model.checkpoint.tensors() {
         *formats.entry(format!("{:?}", tensor.info.dtype)).or_default() += tensor.info.len;
     }
-    let mut eights: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    let mut beside: BTreeMap<(&str, String), (usize, u64)> = BTreeMap::new();
     for weight in &model.weights {
-        if let Stored::Fp8 { eight, .. } = weight.stored {
-            let (count, bytes) = eights.entry(eight.to_string()).or_default();
-            *count += 1;
-            *bytes += weight.byte_len();
-        }
+        let form = match weight.stored {
+            Stored::Fp8 { eight, .. } => ("fp8", format!(" in {eight}")),
+            Stored::MxFp4 { .. } => ("mxfp4", String::new()),
+            Stored::Plain(_) | Stored::Nvfp4(_) => continue,
+        };
+        let (count, bytes) = beside.entry(form).or_default();
+        *count += 1;
+        *bytes += weight.byte_len();
     }
     let elements: u64 = quantized.iter().map(|w| w.elements()).sum();
     let bytes: u64 = quantized.iter().map(|w| w.byte_len()).sum();
@@ -142,7 +145,7 @@ fn show_model(out: &mut impl Write, args: &Args, model: &Model<'_>) -> Result<()
         rows,
         findings,
         formats,
-        eights,
+        beside,
         quantized: quantized.len(),
         elements,
         bytes,
@@ -164,8 +167,8 @@ struct Report<'m, 'a> {
     rows: Vec<Row>,
     findings: Vec<Finding>,
     formats: BTreeMap<String, u64>,
-    /// Weights in FP8 by their scales: how many, and their bytes.
-    eights: BTreeMap<String, (usize, u64)>,
+    /// Weights in FP8, by their scales, and in MXFP4: how many, and their bytes.
+    beside: BTreeMap<(&'static str, String), (usize, u64)>,
     quantized: usize,
     elements: u64,
     bytes: u64,
@@ -191,8 +194,8 @@ impl Report<'_, '_> {
         let formats: Vec<String> = self.formats.iter().map(|(f, n)| format!("{f} {}", sizes::show(*n))).collect();
         let (size, files) = (sizes::show(model.checkpoint.byte_len()), model.checkpoint.files().len());
         writeln!(out, "tensors  {} in {}, {size}: {}", self.tensors(), counted(files, "file"), formats.join(", "))?;
-        for (form, (count, bytes)) in &self.eights {
-            writeln!(out, "fp8      {} in {form}, {}", counted(*count, "weight"), sizes::show(*bytes))?;
+        for ((word, form), (count, bytes)) in &self.beside {
+            writeln!(out, "{word:<8} {}{form}, {}", counted(*count, "weight"), sizes::show(*bytes))?;
         }
         if self.quantized == 0 {
             self.print_rows(out)?;
