@@ -74,7 +74,7 @@ pub(super) fn quantize(
 
 struct Job<'a, T> {
     token: Avx2,
-    /// The column direction may use AVX-512.
+    /// Proof of AVX-512, for what [`wide`] has.
     wide: Option<Avx512>,
     values: &'a [T],
     x: &'a Input<'a>,

@@ -4,7 +4,7 @@
 //! The cuts of a scale byte are more than 2^[`Lookup::shift`] apart, so that each bucket of that
 //! many magnitudes above the first cut has one of them or none. An entry of a bucket has the code
 //! of its first magnitudes in the high bits and, below, what is missing to the next code at the
-//! cut: magnitude plus entry has the code in its high bits. That is one lookup and eight plain
+//! cut: magnitude plus entry has the code in its high bits. That is one lookup and nine plain
 //! operations for two blocks.
 
 use super::codes::{e4m3_codes, values_of};
