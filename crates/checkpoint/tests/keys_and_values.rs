@@ -134,7 +134,9 @@ fn calibrated_scales_of_keys_and_values_are_written_under_the_names_of_each_targ
             };
             assert_eq!(written[&name].bytes, scale.to_le_bytes(), "{name}");
         }
-        assert_eq!(beside_layers(verified(&made, Client::Transformers)), []);
+        if target == Target::CompressedTensors {
+            assert_eq!(beside_layers(verified(&made, Client::Transformers)), []);
+        }
         // What is there stays, and is not replaced.
         let again = run(&made, &dir.join("again"), &calibrated(&scales, target)).unwrap_err().to_string();
         assert!(again.contains("the source has them already"), "{again}");

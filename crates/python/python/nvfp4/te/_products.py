@@ -142,9 +142,10 @@ def general_grouped_gemm(
     gelu: bool = False, grad: bool = False, accumulate: bool = False,
     bias: Optional[List[Tensor]] = None, use_bias: bool = False,
     use_split_accumulator: bool = False, D_dtype: Any = None, single_output: bool = False,
-) -> Tuple[List[Tensor], Optional[List[Optional[Tensor]]], Optional[List[Optional[Tensor]]]]:  # fmt: skip
+) -> Tuple[Any, Optional[List[Optional[Tensor]]], Optional[List[Optional[Tensor]]]]:  # fmt: skip
     """:func:`general_gemm` for each pair, into ``out``: a tensor for each, or one whose rows are
-    those of all.
+    those of all. Of tokens with scales of their own that one is given back without its list, as
+    TransformerEngine does.
     """
     outs = list(out)
     if single_output:
@@ -164,7 +165,8 @@ def general_grouped_gemm(
                 biases[index], use_split_accumulator, grad,
             )  # fmt: skip
         )
-    return out, [one[1] for one in made], [one[2] for one in made]
+    alone = single_output and any(getattr(b, "_row_scaled_nvfp4", False) for b in B)
+    return out[0] if alone else out, [one[1] for one in made], [one[2] for one in made]
 
 
 class _Foreign(torch.autograd.Function):
