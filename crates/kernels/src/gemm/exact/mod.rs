@@ -21,13 +21,15 @@
 
 mod avx2;
 mod avx512;
+pub(super) mod prepared;
 pub(super) mod row;
-mod scales;
+pub(super) mod scales;
 
 use super::pieces::{in_pieces, rows_in_pieces};
 use super::writer::{MOST, Writer};
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
+pub(super) use avx2::for_rows;
 use nvfp4_spec::gemm::{Accumulate, Product, TERM_UNIT};
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Element};
@@ -39,13 +41,23 @@ use scales::{RUN, Range, runs};
 const SHIFT: i32 = 12;
 
 /// E2M1 values doubled, by code.
-const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(super) const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// Which instructions.
 #[derive(Clone, Copy)]
 pub(super) enum Vectors {
     Avx2(Avx2),
     Avx512(Avx512),
+}
+
+impl Vectors {
+    /// Those of AVX2, which few rows are multiplied with: they are bound by memory.
+    pub fn avx2(self) -> Avx2 {
+        match self {
+            Vectors::Avx2(token) => token,
+            Vectors::Avx512(token) => token.avx2(),
+        }
+    }
 }
 
 /// A block of a row of A.
@@ -217,8 +229,7 @@ trait Kernel<const N: usize>: Copy + Sync {
 pub(super) fn gemm<T: Element>(vectors: Vectors, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
     let few = a.rows <= FEW && product.accumulate == Accumulate::Exact;
     match vectors {
-        Vectors::Avx2(token) if few => few_rows::<T, 8>(token, a, b, product, out),
-        Vectors::Avx512(token) if few => few_rows::<T, 16>(token, a, b, product, out),
+        _ if few => few_rows::<T, 8>(vectors.avx2(), a, b, product, out),
         Vectors::Avx2(token) => run::<T, 8>(token, a, b, product, out),
         Vectors::Avx512(token) => run::<T, 16>(token, a, b, product, out),
     }
