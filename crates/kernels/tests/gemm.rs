@@ -349,6 +349,14 @@ fn prepared_weights_give_the_same_products() {
             }
         }
     }
+    for (n, k) in [(3, 0), (0, 16)] {
+        let (a, w) = (quantized(1, k, 1, GlobalScale::PerTensor), quantized(n, k, 2, GlobalScale::PerTensor));
+        let (view, mut out) = (w.view(), vec![77f32; n]);
+        let prepared = prepare(Implementation::best(), &view).unwrap();
+        let product = Product::default();
+        gemm_prepared(Implementation::best(), &a.view(), &view, prepared.as_deref(), &product, &mut out).unwrap();
+        assert!(out.iter().all(|y| y.to_bits() == 0));
+    }
     let w = quantized(8, 32, 1, GlobalScale::PerTensor);
     let a = quantized(1, 32, 2, GlobalScale::PerTensor);
     let implementation = Implementation::best();

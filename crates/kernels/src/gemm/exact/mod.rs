@@ -21,7 +21,6 @@
 
 mod avx2;
 mod avx512;
-pub(super) mod prepared;
 pub(super) mod row;
 pub(super) mod scales;
 
@@ -38,7 +37,7 @@ pub(super) use scales::SCALES;
 use scales::{RUN, Range, runs};
 
 /// What is added to B's doubled values.
-const SHIFT: i32 = 12;
+pub(super) const SHIFT: i32 = 12;
 
 /// E2M1 values doubled, by code.
 pub(super) const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
@@ -63,17 +62,17 @@ impl Vectors {
 /// A block of a row of A.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Step {
+pub(super) struct Step {
     /// Its values in fours.
-    values: [i32; 4],
+    pub values: [i32; 4],
     /// What undoes the shift of B's values.
-    offset: i32,
+    pub offset: i32,
     /// Half of that, in both halves of a word.
     halves: i32,
     /// The scale.
     scale: f32,
     /// The scale as an integer of its run, in both halves of a word; where it has one.
-    integer: u32,
+    pub integer: u32,
 }
 
 /// The rows of A.
@@ -106,7 +105,7 @@ impl Rows {
 }
 
 /// Row `i` of A; the ranges are those of its runs.
-fn steps<'a>(a: &View<'a>, i: usize, ranges: &'a [Range]) -> impl Iterator<Item = Step> + use<'a> {
+pub(super) fn steps<'a>(a: &View<'a>, i: usize, ranges: &'a [Range]) -> impl Iterator<Item = Step> + use<'a> {
     let (codes, scales, cols, table) = (a.code_row(i), a.scale_row(i), a.cols, &*SCALES);
     scales.iter().enumerate().map(move |(k, &scale)| {
         let mut values = [0i8; BLOCK];

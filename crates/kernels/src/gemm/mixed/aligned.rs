@@ -44,7 +44,7 @@ const LEAST: i32 = 40;
 
 /// A block of a row of A.
 #[derive(Clone, Copy)]
-pub(super) struct Step {
+pub(in super::super) struct Step {
     /// Its integers in pairs, as [`ORDER`] says.
     pub pairs: [i32; BLOCK / 2],
     /// Their unit, less what B's values are larger by.
@@ -52,13 +52,13 @@ pub(super) struct Step {
 }
 
 /// A row of A: an even number of blocks.
-pub(super) struct Row {
+pub(in super::super) struct Row {
     pub steps: Vec<Step>,
     pub small: Vec<Small>,
 }
 
 /// An element that is no integer of its block.
-pub(super) struct Small {
+pub(in super::super) struct Small {
     pub block: usize,
     pub pair: usize,
     /// How far to the left its word has to be shifted in the pair.
@@ -72,7 +72,7 @@ const LARGER: f32 = 512.0;
 
 /// The rows of A as integers; `None` where they are not bf16, or so many elements are small that
 /// binary32 is faster.
-pub(super) fn rows_of(_: Avx2, x: &Input<'_>) -> Option<Vec<Row>> {
+pub(in super::super) fn rows_of(_: Avx2, x: &Input<'_>) -> Option<Vec<Row>> {
     let Values::Bf16(values) = x.values() else { return None };
     let row = |i: usize| -> Option<Row> {
         let elements = &values[i * x.stride()..][..x.cols()];
@@ -219,7 +219,7 @@ fn add_small(small: &[Small], panel: &[PanelStep<N>], out: &mut [f32; N]) {
 /// Doubled values by code.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(super) fn doubled() -> __m256i {
+pub(in super::super) fn doubled() -> __m256i {
     // SAFETY: the source is an array of 16 bytes.
     _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(DOUBLED.as_ptr().cast()) })
 }
@@ -227,7 +227,7 @@ pub(super) fn doubled() -> __m256i {
 /// A shuffle: the first two bytes of each doubleword as the high bytes of its words.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(super) fn first_two() -> __m256i {
+pub(in super::super) fn first_two() -> __m256i {
     _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, 0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13))
 }
 

@@ -5,11 +5,10 @@
 //! AVX2 (`aligned`). Every other pair is decoded to binary32, some rows and columns at a time, and
 //! multiplied by one kernel (`decoded`).
 
-mod aligned;
+pub(super) mod aligned;
 mod avx512;
 mod decoded;
 mod panel;
-pub(super) mod prepared;
 mod streamed;
 
 use super::Operand;

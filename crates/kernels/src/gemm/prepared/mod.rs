@@ -1,7 +1,11 @@
 //! Products with NVFP4 weights that were brought into an order of their own, once.
 
 #[cfg(target_arch = "x86_64")]
-pub(super) mod tiles;
+mod exact;
+#[cfg(target_arch = "x86_64")]
+mod mixed;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use super::{Operand, Product, gemm};
 use crate::{Implementation, Result};
@@ -14,7 +18,7 @@ pub fn prepare(implementation: Implementation, b: &View<'_>) -> Result<Option<Ve
     b.check()?;
     match implementation {
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) | Implementation::Avx512(_) => tiles::prepare(b).map(Some),
+        Implementation::Avx2(_) | Implementation::Avx512(_) if b.cols > 0 => tiles::prepare(b).map(Some),
         _ => Ok(None),
     }
 }
@@ -65,12 +69,16 @@ fn few_rows<T: Element>(
     product: &Product<'_, T>,
     out: &mut [T],
 ) -> Result<bool> {
-    use super::{Accumulate, exact, mixed};
+    use super::Accumulate;
+    use super::exact::FEW;
     let Some(bytes) = prepared else { return Ok(false) };
     let outputs = super::check(a, &b.into(), product)?;
     crate::input::check_len("output", outputs, out.len())?;
+    if outputs == 0 || b.cols == 0 {
+        return Ok(false);
+    }
     let prepared = tiles::Prepared::new(b, bytes)?;
-    if outputs == 0 || b.cols == 0 || a.rows() > exact::FEW || product.accumulate != Accumulate::Exact {
+    if a.rows() > FEW || product.accumulate != Accumulate::Exact {
         return Ok(false);
     }
     // Few rows are bound by memory: they need no wider vectors.
@@ -80,8 +88,8 @@ fn few_rows<T: Element>(
         _ => return Ok(false),
     };
     Ok(match a {
-        Operand::Nvfp4(a) => exact::prepared::few_rows(token, a, &prepared, product, out),
-        Operand::Plain(x) => mixed::prepared::few_rows(token, x, &prepared, product, out),
+        Operand::Nvfp4(a) => exact::few_rows(token, a, &prepared, product, out),
+        Operand::Plain(x) => mixed::few_rows(token, x, &prepared, product, out),
         Operand::Fp8(_) => false,
     })
 }

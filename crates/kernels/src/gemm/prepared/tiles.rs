@@ -19,13 +19,13 @@ use nvfp4_spec::{BLOCK, Error, e4m3};
 use rayon::prelude::*;
 
 /// Rows of a tile.
-pub(in super::super) const ROWS: usize = 8;
+pub(super) const ROWS: usize = 8;
 /// Bytes of a vector: a doubleword of each row.
 const VECTOR: usize = 4 * ROWS;
 /// Bytes of a tile's codes.
-pub(in super::super) const CODES: usize = 4 * VECTOR;
+pub(super) const CODES: usize = 4 * VECTOR;
 /// Bytes of a tile.
-pub(in super::super) const TILE: usize = CODES + 2 * ROWS;
+pub(super) const TILE: usize = CODES + 2 * ROWS;
 /// Bytes of what is known of eight rows.
 const ABOUT: usize = ROWS + 2;
 
@@ -81,7 +81,7 @@ fn extremes(scales: &[u8]) -> [u8; 2] {
 
 /// A prepared matrix.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Prepared<'a> {
+pub(super) struct Prepared<'a> {
     pub view: &'a View<'a>,
     across: usize,
     tiles: &'a [[u8; TILE]],
@@ -89,7 +89,7 @@ pub(in super::super) struct Prepared<'a> {
 }
 
 /// Eight rows of one.
-pub(in super::super) struct Strip<'a> {
+pub(super) struct Strip<'a> {
     pub tiles: &'a [[u8; TILE]],
     /// The units of their scales.
     pub units: [f32; ROWS],

@@ -1,15 +1,15 @@
-//! bf16 × NVFP4 where A has few rows and B is prepared: the integers of [`aligned`](super::aligned)
+//! bf16 × NVFP4 where A has few rows and B is prepared: the integers of [`aligned`](crate::gemm::mixed::aligned)
 //! with eight rows of B at a time, whose values stay in registers.
 
-use super::aligned::{Row, Small, doubled, first_two, rows_of};
+use super::exact::{prefetch, tile_scales};
+use super::tiles::{Prepared, ROWS, Strip, TILE};
 use crate::Input;
 use crate::avx2::Avx2;
 use crate::gemm::exact::FEW;
-use crate::gemm::exact::prepared::{prefetch, tile_scales};
 use crate::gemm::exact::row::for_few_rows;
 use crate::gemm::exact::scales::Range;
+use crate::gemm::mixed::aligned::{Row, Small, doubled, first_two, rows_of};
 use crate::gemm::pieces::in_pieces;
-use crate::gemm::prepared::tiles::{Prepared, ROWS, Strip, TILE};
 use crate::gemm::spec;
 use crate::gemm::writer::Writer;
 use nvfp4_spec::Element;
@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use std::arch::x86_64::*;
 
 /// The product, unless A is not bf16 or some rows have no integers.
-pub(in super::super) fn few_rows<T: Element>(
+pub(super) fn few_rows<T: Element>(
     token: Avx2,
     x: &Input<'_>,
     b: &Prepared<'_>,
@@ -66,7 +66,7 @@ fn values(codes: &[u8; 32], table: __m256i) -> [__m256i; 2] {
     [even, odd]
 }
 
-/// The pair of [`Step`](super::aligned::Step) that nibbles of a vector of a tile belong to.
+/// The pair of [`Step`](crate::gemm::mixed::aligned::Step) that nibbles of a vector of a tile belong to.
 const fn pair(vector: usize, odd: usize) -> usize {
     vector / 2 * 4 + odd * 2 + vector % 2
 }

@@ -1,11 +1,11 @@
 //! NVFP4 × NVFP4 where A has few rows and B is prepared: eight rows of B at a time.
 
-use super::row::for_few_rows;
-use super::scales::{RUN, Range};
-use super::{DOUBLED, FEW, SHIFT, steps};
+use super::tiles::{CODES, Prepared, ROWS, Strip, TILE};
 use crate::avx2::Avx2;
+use crate::gemm::exact::row::for_few_rows;
+use crate::gemm::exact::scales::{RUN, Range};
+use crate::gemm::exact::{DOUBLED, FEW, SHIFT, Step, steps};
 use crate::gemm::pieces::in_pieces;
-use crate::gemm::prepared::tiles::{CODES, Prepared, ROWS, Strip, TILE};
 use crate::gemm::writer::Writer;
 use nvfp4_spec::Element;
 use nvfp4_spec::gemm::Product;
@@ -34,8 +34,8 @@ impl Row {
     fn new(a: &View<'_>, i: usize) -> Self {
         let range = Range::of(a.scale_row(i));
         let ranges = vec![range; a.scale_row(i).len().div_ceil(RUN)];
-        let steps: Vec<super::Step> = steps(a, i, &ranges).collect();
-        let pair = |both: &[super::Step]| {
+        let steps: Vec<Step> = steps(a, i, &ranges).collect();
+        let pair = |both: &[Step]| {
             let mut pair = Pair { values: [0; 8], offset: 0, scales: 0 };
             for (k, step) in both.iter().enumerate() {
                 let word = |low: u32, high: u32| ((low & 0xFF | (high & 0xFF) << 8) << (16 * k)) as i32;
@@ -54,7 +54,7 @@ impl Row {
 }
 
 /// The product, unless some rows have no integers that fit.
-pub(in super::super) fn few_rows<T: Element>(
+pub(super) fn few_rows<T: Element>(
     _token: Avx2,
     a: &View<'_>,
     b: &Prepared<'_>,
@@ -82,7 +82,7 @@ pub(in super::super) fn few_rows<T: Element>(
 /// The integers of a tile's scales, in words.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(in super::super) fn tile_scales(tile: &[u8; TILE]) -> __m256i {
+pub(super) fn tile_scales(tile: &[u8; TILE]) -> __m256i {
     let bytes: &[u8; 2 * ROWS] = tile[CODES..].first_chunk().expect("a tile ends in its scales");
     // SAFETY: the source is an array of 16 bytes.
     let bytes = unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) };
@@ -95,7 +95,7 @@ pub(in super::super) fn tile_scales(tile: &[u8; TILE]) -> __m256i {
 /// Asks for the tile that is needed in a while. Measured: 32 tiles ahead are better than 8 or none.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-pub(in super::super) fn prefetch(tile: &[u8; TILE]) {
+pub(super) fn prefetch(tile: &[u8; TILE]) {
     let ahead = tile.as_ptr().wrapping_add(32 * TILE).cast::<i8>();
     _mm_prefetch::<_MM_HINT_T0>(ahead);
     _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64));
