@@ -140,7 +140,7 @@ fn aligned(elements: &[bf16]) -> Row {
             let at = inexact.trailing_zeros() as usize;
             let word = at / 8 * 8 + at % 2 * 4 + at % 8 / 2;
             let value = bf16::from_bits(block[at]).to_f32() / LARGER;
-            row.small.push(Small { block: k, pair: word / 2, shift: if word % 2 == 0 { 16 } else { 0 }, value });
+            row.small.push(Small { block: k, pair: word / 2, shift: 16 - (word % 2 * 16) as i32, value });
             inexact &= inexact - 1;
         }
     }

@@ -84,8 +84,8 @@ fn strip_sums<const R: usize>(rows: [&Row; R], strip: &Strip<'_>, out: &mut [[f3
         let mut dots = [[_mm256_setzero_si256(); 2]; R];
         for (q, codes) in tile.as_chunks::<32>().0.iter().enumerate() {
             let both = values(codes, table);
-            for odd in 0..2 {
-                let blocks = [_mm256_shuffle_epi8(both[odd], two), _mm256_shuffle_epi8(both[odd], other)];
+            for (odd, &values) in both.iter().enumerate() {
+                let blocks = [_mm256_shuffle_epi8(values, two), _mm256_shuffle_epi8(values, other)];
                 for r in 0..R {
                     for h in 0..2 {
                         let a = rows[r].steps[2 * k + h].pairs[pair(q, odd)];
