@@ -4,7 +4,7 @@
 mod bounded;
 
 use half::bf16;
-use nvfp4_kernels::gemm::{Accumulate, Epilogue, Member, Operand, Product, gemm, grouped};
+use nvfp4_kernels::gemm::{Accumulate, Epilogue, Member, Operand, Product, gemm, gemm_prepared, grouped, prepare};
 use nvfp4_kernels::{Implementation, Input, Values};
 use nvfp4_spec::matrix::{self, Matrix, Quantized, View};
 use nvfp4_spec::philox::philox4x32;
@@ -279,5 +279,90 @@ fn a_plain_operand_has_the_epilogues_of_the_rule() {
                 assert_eq!(run(implementation), run(Implementation::Scalar), "{implementation} {epilogue:?}");
             }
         }
+    }
+}
+
+/// Elements of a block that are far apart, or not finite, beside others that are not.
+#[test]
+fn bf16_of_any_exponent_is_within_the_bound() {
+    let (m, n, k) = (13, 21, 200);
+    let weights = quantized(n, k, 3, GlobalScale::PerTensor);
+    let word = |i: usize| philox4x32([i as u32, 7, 0, 0], [1, 2]);
+    // From one element in 64 that is far below its neighbours, which takes one path, to all of them.
+    for rarely in [64, 8, 1] {
+        let value = |i: usize| {
+            let [a, b, c, _] = word(i);
+            let exponent = if a % rarely == 0 { 1 + b % 230 } else { 120 + b % 6 };
+            bf16::from_bits((c as u16 & 0x807F) | (exponent as u16) << 7)
+        };
+        let mut x: Vec<bf16> = (0..m * k).map(value).collect();
+        for implementation in Implementation::available() {
+            let input = Input::new(Values::Bf16(&x), m, k).unwrap();
+            check_bound::<f32>(implementation, (&input).into(), (&weights.view()).into(), &Product::default());
+        }
+        // Rows whose every element is tiny, zero, infinite or NaN.
+        for (i, bits) in [0x0080, 0x0000, 0x8000, 0x7F80, 0x7FC0].into_iter().enumerate() {
+            x[(2 * i + 1) * k..][..k].fill(bf16::from_bits(bits));
+        }
+        let input = Input::new(Values::Bf16(&x), m, k).unwrap();
+        let mut expected = vec![0f32; m * n];
+        gemm(Implementation::Scalar, &input, &weights.view(), &Product::default(), &mut expected).unwrap();
+        for implementation in Implementation::available() {
+            let mut out = vec![0f32; m * n];
+            gemm(implementation, &input, &weights.view(), &Product::default(), &mut out).unwrap();
+            for (at, (got, expected)) in out.into_iter().zip(&expected).enumerate() {
+                assert_eq!(got.is_finite(), expected.is_finite(), "{implementation}, {at}: {got} for {expected}");
+                assert_eq!(got.is_nan(), expected.is_nan(), "{implementation}, {at}: {got} for {expected}");
+            }
+        }
+    }
+}
+
+/// Few rows with a weight that was prepared: the same bits, or within the same bound.
+#[test]
+fn prepared_weights_give_the_same_products() {
+    for (m, n, k) in [(1, 1, 16), (1, 9, 30), (2, 8, 48), (3, 40, 96), (4, 33, 272), (1, 70, 1040), (5, 24, 64)] {
+        let a = quantized(m, k, 1, GlobalScale::PerRow);
+        let x: Vec<bf16> = values(m, k, 5);
+        let x = Input::new(Values::Bf16(&x), m, k).unwrap();
+        let mut weights = vec![quantized(n, k, 2, GlobalScale::PerRow), quantized(n, k, 3, GlobalScale::PerTensor)];
+        // Scales that have no integers: too far apart, negative, NaN.
+        for bytes in [[0x01, 0x7E], [0x38, 0xB8], [0x38, 0x7F]] {
+            let mut far = quantized(n, k, 4, GlobalScale::PerTensor);
+            far.scales.iter_mut().zip(bytes.into_iter().cycle()).for_each(|(to, byte)| *to = byte);
+            weights.push(far);
+        }
+        for implementation in Implementation::available().into_iter().filter(|i| !i.is_gpu()) {
+            for w in &weights {
+                let (view, product) = (w.view(), Product::<f32>::default());
+                let prepared = prepare(implementation, &view).unwrap();
+                let of = |a: Operand<'_>| {
+                    let mut out = vec![77f32; m * n];
+                    gemm_prepared(implementation, a, &view, prepared.as_deref(), &product, &mut out).unwrap();
+                    out
+                };
+                let bits = |y: &f32| if y.is_nan() { u32::MAX } else { y.to_bits() };
+                let got: Vec<u32> = of((&a.view()).into()).iter().map(bits).collect();
+                assert_eq!(got, product_of(Implementation::Scalar, &a.view(), &view, &product), "{implementation}");
+                let matrix = x.to_matrix();
+                bounded::check(&(&matrix).into(), &(&view).into(), &product, &of((&x).into()), "prepared");
+            }
+        }
+    }
+    for (n, k) in [(3, 0), (0, 16)] {
+        let (a, w) = (quantized(1, k, 1, GlobalScale::PerTensor), quantized(n, k, 2, GlobalScale::PerTensor));
+        let (view, mut out) = (w.view(), vec![77f32; n]);
+        let prepared = prepare(Implementation::best(), &view).unwrap();
+        let product = Product::default();
+        gemm_prepared(Implementation::best(), &a.view(), &view, prepared.as_deref(), &product, &mut out).unwrap();
+        assert!(out.iter().all(|y| y.to_bits() == 0));
+    }
+    let w = quantized(8, 32, 1, GlobalScale::PerTensor);
+    let a = quantized(1, 32, 2, GlobalScale::PerTensor);
+    let implementation = Implementation::best();
+    if prepare(implementation, &w.view()).unwrap().is_some() {
+        let (view, mut out) = (w.view(), [0f32; 8]);
+        let short = gemm_prepared(implementation, &a.view(), &view, Some(&[0; 5]), &Product::default(), &mut out);
+        assert!(short.unwrap_err().to_string().contains("prepared weight"));
     }
 }

@@ -49,8 +49,8 @@ pub use error::{Error, Result};
 pub use format::{Directions, Finite, Format, QuantSpec, QuantizerBuilder, Rounding, Side, Transform};
 pub use generator::{Generator, Randomness};
 pub use matmul::{
-    Accumulate, Accumulator, Epilogue, Operand, Product, matmul, matmul_grouped, matmul_grouped_with, matmul_plain,
-    matmul_plain_with, matmul_with,
+    Accumulate, Accumulator, Epilogue, Operand, PreparedWeight, Product, matmul, matmul_grouped, matmul_grouped_with,
+    matmul_plain, matmul_plain_with, matmul_with,
 };
 pub use nvfp4_kernels::quantize::Layout;
 pub use nvfp4_kernels::{Implementation, Values};

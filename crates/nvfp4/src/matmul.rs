@@ -5,6 +5,7 @@ use crate::format::Family;
 use crate::{Direction, Element, Error, QuantTensor, Result, Side, Signs, TensorRef};
 use nvfp4_kernels::{Implementation, gemm};
 use nvfp4_spec::{area, zeros};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 pub use nvfp4_kernels::gemm::{Accumulate, Accumulator, Epilogue, Product};
@@ -48,10 +49,11 @@ pub fn matmul_with<'a, T: Element>(
 ) -> Result<Vec<T>> {
     let (a, b) = (a.into(), b.into());
     check(a, b)?;
+    let prepared = b.prepared();
     let (a, b) = (Held::new(a)?, Held::new(b)?);
     let (a, b) = (a.operand()?, b.operand()?);
     let mut out = zeros(area(a.rows(), b.rows())?, a.rows(), b.rows())?;
-    gemm::gemm(implementation, a, b, product, &mut out)?;
+    multiply(implementation, a, b, prepared, product, &mut out)?;
     Ok(out)
 }
 
@@ -89,11 +91,30 @@ pub fn matmul_plain_with<'a, T: Element>(
     if rotation.is_some() {
         return Err(Error::Rotation { left: None, right: rotation });
     }
+    let prepared = w.prepared();
     let w = Held::new(w)?;
     let w = w.operand()?;
     let mut out = zeros(area(x.rows(), w.rows())?, x.rows(), w.rows())?;
-    x.with_input(|x| Ok(gemm::gemm(implementation, x, w, product, &mut out)?))?;
+    x.with_input(|x| multiply(implementation, x.into(), w, prepared, product, &mut out))?;
     Ok(out)
+}
+
+/// The product, with the bytes of a weight that was prepared.
+fn multiply<'a, T: Element>(
+    implementation: Implementation,
+    a: gemm::Operand<'a>,
+    b: gemm::Operand<'a>,
+    prepared: Option<&'a [u8]>,
+    product: &Product<'_, T>,
+    out: &mut [T],
+) -> Result<()> {
+    match (&b, prepared) {
+        (gemm::Operand::Nvfp4(view), Some(_)) => {
+            gemm::gemm_prepared(implementation, a, view, prepared, product, out)?;
+        }
+        _ => gemm::gemm(implementation, a, b, product, out)?,
+    }
+    Ok(())
 }
 
 /// Products that belong together, as those of the experts of a layer: a list of pairs of any sizes, and a result for each. The same
@@ -152,6 +173,61 @@ pub enum Operand<'a> {
     Direction(&'a Direction),
     /// The bytes of one.
     Block(BlockRef<'a>),
+    /// One of them that was prepared as the right operand of products with few rows.
+    Prepared(&'a PreparedWeight<'a>),
+}
+
+/// A weight in the order in which products with few rows read it fastest on this CPU, beside its own: 4.5 bits per element more. NVFP4
+/// alone has one, and other products read the weight as it is. The outputs are those of the weight itself: the same bits where both
+/// operands are NVFP4, and elsewhere within the same bound.
+///
+/// ```
+/// use nvfp4::{PreparedWeight, Product, Quantizer, Side, TensorRef, matmul_plain};
+///
+/// let x = TensorRef::new(&[2.0f32; 16][..], &[1, 16])?;
+/// let w = Quantizer::default().quantize(&TensorRef::new(&[0.5f32; 3 * 16][..], &[3, 16])?)?;
+/// let w = PreparedWeight::new(w.direction(Side::Row)?)?;
+/// let y: Vec<f32> = matmul_plain(&x, &w, &Product::default())?;
+/// assert_eq!(y, [16.0; 3]);
+/// # Ok::<(), nvfp4::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct PreparedWeight<'a> {
+    weight: Operand<'a>,
+    bytes: Option<Cow<'a, [u8]>>,
+}
+
+impl<'a> PreparedWeight<'a> {
+    /// Reorders a weight.
+    pub fn new(weight: impl Into<Operand<'a>>) -> Result<Self> {
+        let weight = weight.into();
+        let bytes = match Held::new(weight)? {
+            Held::Nvfp4(parts) => gemm::prepare(Implementation::best(), &parts.view())?,
+            Held::Fp8(_) | Held::Plain(..) => None,
+        };
+        Ok(PreparedWeight { weight, bytes: bytes.map(Cow::Owned) })
+    }
+
+    /// A weight and the bytes of [`PreparedWeight::bytes`] that were kept. A product refuses bytes of another length.
+    pub fn over(weight: impl Into<Operand<'a>>, bytes: &'a [u8]) -> Self {
+        PreparedWeight { weight: weight.into(), bytes: Some(Cow::Borrowed(bytes)) }
+    }
+
+    /// The bytes in the order of this CPU and version; nothing if it reads the weight as it is.
+    pub fn bytes(&self) -> Option<&[u8]> {
+        self.bytes.as_deref()
+    }
+
+    /// The same, without a copy where they are its own.
+    pub fn into_bytes(self) -> Option<Vec<u8>> {
+        self.bytes.map(Cow::into_owned)
+    }
+}
+
+impl<'a> From<&'a PreparedWeight<'a>> for Operand<'a> {
+    fn from(weight: &'a PreparedWeight<'a>) -> Self {
+        Operand::Prepared(weight)
+    }
 }
 
 impl<'a> From<&'a Direction> for Operand<'a> {
@@ -172,6 +248,15 @@ impl<'a> Operand<'a> {
         match self {
             Operand::Direction(direction) => direction,
             Operand::Block(block) => block.like(),
+            Operand::Prepared(prepared) => prepared.weight.like(),
+        }
+    }
+
+    /// Its bytes in the order of products with few rows.
+    fn prepared(self) -> Option<&'a [u8]> {
+        match self {
+            Operand::Prepared(prepared) => prepared.bytes(),
+            Operand::Direction(_) | Operand::Block(_) => None,
         }
     }
 }
@@ -193,6 +278,7 @@ impl<'a> Held<'a> {
                 Parts::Nvfp4(parts) => Held::Nvfp4(parts),
                 Parts::Fp8(parts) => Held::Fp8(parts),
             },
+            Operand::Prepared(prepared) => Held::new(prepared.weight)?,
         })
     }
 

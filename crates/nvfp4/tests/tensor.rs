@@ -381,3 +381,35 @@ fn grouped_products_are_the_products_one_by_one() {
         assert_eq!(&matmul::<f32>(*a, *b, &Product::default()).unwrap(), together);
     }
 }
+
+#[test]
+fn a_prepared_weight_multiplies_as_the_weight_does() {
+    let w = quantize(&per_row(), 2);
+    let w = w.row().unwrap();
+    let block = w.to_block().unwrap();
+    let made = PreparedWeight::new(w).unwrap();
+    // Bytes that were kept, over the block of the weight.
+    let kept = made.bytes().map(|bytes| PreparedWeight::over(w.in_block(ROWS, COLS, &block).unwrap(), bytes));
+    for rows in [1, 4, 5] {
+        let values = &values(1)[..rows * COLS];
+        let x = both().quantize(&TensorRef::new(values, &[rows, COLS]).unwrap()).unwrap();
+        let x = x.row().unwrap();
+        let expected: Vec<f32> = matmul(x, w, &Product::default()).unwrap();
+        for prepared in std::iter::once(&made).chain(&kept) {
+            assert_eq!(matmul::<f32>(x, prepared, &Product::default()).unwrap(), expected);
+        }
+        // As the left operand it is the weight.
+        let turned: Vec<f32> = matmul(&made, x, &Product::default()).unwrap();
+        assert_eq!(turned, matmul::<f32>(w, x, &Product::default()).unwrap());
+    }
+    let mx = Quantizer::with_scales(&"mxfp8".parse::<QuantSpec>().unwrap(), Directions::Row, |_| None).unwrap();
+    let mx = quantize(&mx, 3);
+    let mx = mx.direction(Side::Row).unwrap();
+    assert_eq!(PreparedWeight::new(mx).unwrap().bytes(), None, "NVFP4 alone has an order");
+    if made.bytes().is_some() {
+        let x = both().quantize(&TensorRef::new(&values(1)[..COLS], &[1, COLS]).unwrap()).unwrap();
+        let short = PreparedWeight::over(w, &[0; 3]);
+        let error = matmul::<f32>(x.row().unwrap(), &short, &Product::default()).unwrap_err();
+        assert!(error.to_string().contains("prepared weight"), "{error}");
+    }
+}

@@ -16,6 +16,7 @@ mod mixed;
 mod neon;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod pieces;
+mod prepared;
 mod units;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod writer;
@@ -25,6 +26,7 @@ use crate::{Implementation, Input, Result};
 use nvfp4_spec::matrix::{Matrix, View};
 use nvfp4_spec::{Element, Error, fp8, gemm as spec};
 
+pub use prepared::{gemm_prepared, prepare};
 pub use spec::{Accumulate, Accumulator, Epilogue, Product};
 pub use units::{Stored, Units, units};
 

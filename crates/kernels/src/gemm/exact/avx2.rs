@@ -26,7 +26,7 @@ macro_rules! for_rows {
         }
     };
 }
-pub(super) use for_rows;
+pub(in super::super) use for_rows;
 
 impl Kernel<8> for Avx2 {
     fn unpack(self, b: &View<'_>, first: usize, panel: &mut [PanelStep<8>]) {

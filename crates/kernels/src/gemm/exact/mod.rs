@@ -22,12 +22,13 @@
 mod avx2;
 mod avx512;
 pub(super) mod row;
-mod scales;
+pub(super) mod scales;
 
 use super::pieces::{in_pieces, rows_in_pieces};
 use super::writer::{MOST, Writer};
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
+pub(super) use avx2::for_rows;
 use nvfp4_spec::gemm::{Accumulate, Product, TERM_UNIT};
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Element};
@@ -36,10 +37,10 @@ pub(super) use scales::SCALES;
 use scales::{RUN, Range, runs};
 
 /// What is added to B's doubled values.
-const SHIFT: i32 = 12;
+pub(super) const SHIFT: i32 = 12;
 
 /// E2M1 values doubled, by code.
-const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(super) const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// Which instructions.
 #[derive(Clone, Copy)]
@@ -48,20 +49,30 @@ pub(super) enum Vectors {
     Avx512(Avx512),
 }
 
+impl Vectors {
+    /// Those of AVX2, which few rows are multiplied with: they are bound by memory.
+    pub fn avx2(self) -> Avx2 {
+        match self {
+            Vectors::Avx2(token) => token,
+            Vectors::Avx512(token) => token.avx2(),
+        }
+    }
+}
+
 /// A block of a row of A.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Step {
+pub(super) struct Step {
     /// Its values in fours.
-    values: [i32; 4],
+    pub values: [i32; 4],
     /// What undoes the shift of B's values.
-    offset: i32,
+    pub offset: i32,
     /// Half of that, in both halves of a word.
     halves: i32,
     /// The scale.
     scale: f32,
     /// The scale as an integer of its run, in both halves of a word; where it has one.
-    integer: u32,
+    pub integer: u32,
 }
 
 /// The rows of A.
@@ -94,7 +105,7 @@ impl Rows {
 }
 
 /// Row `i` of A; the ranges are those of its runs.
-fn steps<'a>(a: &View<'a>, i: usize, ranges: &'a [Range]) -> impl Iterator<Item = Step> + use<'a> {
+pub(super) fn steps<'a>(a: &View<'a>, i: usize, ranges: &'a [Range]) -> impl Iterator<Item = Step> + use<'a> {
     let (codes, scales, cols, table) = (a.code_row(i), a.scale_row(i), a.cols, &*SCALES);
     scales.iter().enumerate().map(move |(k, &scale)| {
         let mut values = [0i8; BLOCK];
@@ -217,8 +228,7 @@ trait Kernel<const N: usize>: Copy + Sync {
 pub(super) fn gemm<T: Element>(vectors: Vectors, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
     let few = a.rows <= FEW && product.accumulate == Accumulate::Exact;
     match vectors {
-        Vectors::Avx2(token) if few => few_rows::<T, 8>(token, a, b, product, out),
-        Vectors::Avx512(token) if few => few_rows::<T, 16>(token, a, b, product, out),
+        _ if few => few_rows::<T, 8>(vectors.avx2(), a, b, product, out),
         Vectors::Avx2(token) => run::<T, 8>(token, a, b, product, out),
         Vectors::Avx512(token) => run::<T, 16>(token, a, b, product, out),
     }

@@ -98,6 +98,21 @@ impl Range {
         self.sign == Sign::Positive && u64::from(self.largest) <= MOST
     }
 
+    /// The largest in units of the power of two that all are multiples of.
+    pub fn largest(self) -> u32 {
+        self.largest
+    }
+
+    /// Whether every scale is four significant bits and a shift of three.
+    pub fn has_shifts(self) -> bool {
+        self.has_integers() && self.largest <= 15 << 7
+    }
+
+    /// A scale as its significant bits, and above them how far they are shifted.
+    pub fn shifted(self, byte: u8) -> u8 {
+        integer(byte, power(byte)) as u8 | power(byte).saturating_sub(self.power) << 4
+    }
+
     /// The integer of a scale in both halves of a word, where there are integers.
     pub fn integers(self) -> &'static [u32; 128] {
         &INTEGERS[usize::from(self.power)]
@@ -138,6 +153,13 @@ mod tests {
             for largest in smallest..=e4m3::MAX_BYTE {
                 let range = Range::of(&[largest, 0, smallest]);
                 assert_eq!(range.largest as f32 * range.unit(), e4m3::decode(largest));
+                if range.has_shifts() {
+                    for byte in [0, smallest, largest] {
+                        let (significant, shift) = (range.shifted(byte) & 15, range.shifted(byte) >> 4);
+                        assert!(shift < 8);
+                        assert_eq!(f32::from(u16::from(significant) << shift) * range.unit(), e4m3::decode(byte));
+                    }
+                }
                 if range.has_integers() {
                     for byte in [0, smallest, largest] {
                         let both = range.integers()[usize::from(byte)];

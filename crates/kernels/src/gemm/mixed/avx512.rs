@@ -1,34 +1,26 @@
-//! Plain × NVFP4 with AVX-512: panels of bf16, and few rows of any type.
+//! bf16 × NVFP4 with AVX-512: panels of bf16.
 //!
 //! E2M1 values are exact in bf16, so pairs of them are multiplied directly, and a block's sum is
 //! multiplied by its scale once. (The instruction takes subnormal numbers, below 2⁻¹²⁶, as zero, and
 //! gives zero for them.)
 
-use super::{BYTES, plain_row};
+use super::BYTES;
+use super::panel::{PanelStep, Tiles, run_panels};
 use crate::avx2::{Avx2, codes_of, transposed};
 use crate::avx512::Avx512;
-use crate::gemm::exact::row::avx512::{LANES, block_words, decoded};
-use crate::gemm::exact::{CHUNK, SCALES};
-use crate::gemm::pieces::in_pieces;
+use crate::gemm::exact::SCALES;
 use crate::gemm::writer::Writer;
 use crate::{Input, Values};
 use nvfp4_spec::matrix::View;
-use nvfp4_spec::{BLOCK, Element, e2m1};
+use nvfp4_spec::{BLOCK, Element};
 use rayon::prelude::*;
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 /// Rows of B in a panel.
 const N: usize = 16;
 /// Rows of A that a tile has.
 const R: usize = 8;
-
-/// A block of 16 rows of B side by side: pairs of unscaled values as bf16, and scales.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct PanelStep {
-    pairs: [[u32; N]; BLOCK / 2],
-    scales: [f32; N],
-}
 
 /// Row `i` of A, two elements to a word; beyond the end there are zeros.
 fn pairs(x: &Input<'_>, i: usize, blocks: usize) -> Vec<u32> {
@@ -45,36 +37,35 @@ fn pairs(x: &Input<'_>, i: usize, blocks: usize) -> Vec<u32> {
 pub(super) fn panels<T: Element>(token: Avx512, x: &Input<'_>, weights: &View<'_>, writer: &Writer<'_, T>) {
     let blocks = weights.cols.div_ceil(BLOCK);
     let rows: Vec<Vec<u32>> = (0..x.rows()).into_par_iter().map(|i| pairs(x, i, blocks)).collect();
-    let columns = weights.rows;
-    let empty = PanelStep { pairs: [[0; N]; BLOCK / 2], scales: [0.0; N] };
-    (0..columns.div_ceil(N)).into_par_iter().for_each_init(
-        || vec![empty; blocks],
-        |panel, p| {
-            let first = p * N;
-            let width = N.min(columns - first);
-            if width < N {
-                panel.fill(empty);
-            }
-            // SAFETY: an Avx512 token is only made after detection, and holds the one of AVX2.
-            unsafe { unpack(token.avx2(), weights, first, panel) };
-            let mut tile = [[0f32; N]; R];
-            for group in (0..rows.len()).step_by(R) {
-                let height = R.min(rows.len() - group);
-                // A short group repeats its last row; those sums are ignored.
-                let some: [&[u32]; R] = std::array::from_fn(|r| &rows[group + r.min(height - 1)][..]);
-                // SAFETY: an Avx512 token is only made after detection.
-                unsafe { tile_of(some, panel, &mut tile) };
-                for (r, sums) in tile[..height].iter().enumerate() {
-                    // SAFETY: a panel writes the columns of its own rows of B only.
-                    unsafe { writer.write(group + r, first, &sums[..width]) };
-                }
-            }
-        },
-    );
+    run_panels(&Rows { token, rows }, weights, writer);
+}
+
+/// The rows of A, in pairs.
+struct Rows {
+    token: Avx512,
+    rows: Vec<Vec<u32>>,
+}
+
+impl Tiles<N, R> for Rows {
+    fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
+    fn unpack(&self, b: &View<'_>, first: usize, panel: &mut [PanelStep<N>]) {
+        // SAFETY: an Avx512 token is only made after detection, and holds the one of AVX2.
+        unsafe { unpack(self.token.avx2(), b, first, panel) };
+    }
+
+    fn tile(&self, group: Range<usize>, panel: &[PanelStep<N>], out: &mut [[f32; N]; R]) {
+        // A short group repeats its last row; those sums are ignored.
+        let some: [&[u32]; R] = std::array::from_fn(|r| &self.rows[group.start + r.min(group.len() - 1)][..]);
+        // SAFETY: an Avx512 token is only made after detection.
+        unsafe { tile_of(some, panel, out) };
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn tile_of(rows: [&[u32]; R], panel: &[PanelStep], out: &mut [[f32; N]; R]) {
+fn tile_of(rows: [&[u32]; R], panel: &[PanelStep<N>], out: &mut [[f32; N]; R]) {
     let rows: [&[[u32; BLOCK / 2]]; R] = rows.map(|row| &row.as_chunks().0[..panel.len()]);
     let mut sums = [_mm512_setzero_ps(); R];
     for (k, step) in panel.iter().enumerate() {
@@ -105,7 +96,7 @@ fn tile_of(rows: [&[u32]; R], panel: &[PanelStep], out: &mut [[f32; N]; R]) {
 
 /// Unpacks up to 16 rows of B from row `first` on.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
+fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep<N>]) {
     let width = N.min(b.rows - first);
     // SAFETY: the sources are arrays of 16 bytes.
     let tables = BYTES.map(|bytes| unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) });
@@ -146,61 +137,4 @@ fn unpack(_token: Avx2, b: &View<'_>, first: usize, panel: &mut [PanelStep]) {
             }
         }
     }
-}
-
-/// The product for few rows of A: B's rows are read without unpacking, for each row of A while they
-/// are in cache.
-pub(super) fn few_rows<T: Element>(_token: Avx512, x: &Input<'_>, weights: &View<'_>, writer: &Writer<'_, T>) {
-    let blocks = weights.cols.div_ceil(BLOCK);
-    // Element e of sixteen blocks side by side: a lane of a vector has a block.
-    let row = |i: usize| -> Vec<[[f32; LANES]; BLOCK]> {
-        let row = plain_row(x, i);
-        let element = |at: usize| row.get(at).copied().unwrap_or(0.0);
-        let group = |g: usize| -> [[f32; LANES]; BLOCK] {
-            std::array::from_fn(|e| std::array::from_fn(|lane| element((g * LANES + lane) * BLOCK + e)))
-        };
-        (0..blocks.div_ceil(LANES)).map(group).collect()
-    };
-    let rows: Vec<Vec<[[f32; LANES]; BLOCK]>> = (0..x.rows()).map(row).collect();
-    let columns = weights.rows;
-    in_pieces(columns.div_ceil(CHUNK), CHUNK * x.rows() * x.cols()).for_each(|chunk| {
-        let first = chunk * CHUNK;
-        let width = CHUNK.min(columns - first);
-        for (i, row) in rows.iter().enumerate() {
-            let mut sums = [0f32; CHUNK];
-            for (c, sum) in sums[..width].iter_mut().enumerate() {
-                // SAFETY: an Avx512 token is only made after detection.
-                *sum = unsafe { row_sum(row, weights.code_row(first + c), weights.scale_row(first + c)) };
-            }
-            // SAFETY: a chunk writes the columns of its own rows of B only.
-            unsafe { writer.write(i, first, &sums[..width]) };
-        }
-    });
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn row_sum(row: &[[[f32; LANES]; BLOCK]], codes: &[u8], scales: &[u8]) -> f32 {
-    let values: [f32; 16] = std::array::from_fn(|code| e2m1::decode(code as u8));
-    // SAFETY: the source is an array of 16 floats.
-    let table = unsafe { _mm512_loadu_ps(values.as_ptr()) };
-    let mut sum = _mm512_setzero_ps();
-    for (g, elements) in row.iter().enumerate() {
-        let words = block_words(&codes[8 * LANES * g..]);
-        let mut dots = [_mm512_setzero_ps(); 4];
-        // A look-up takes the low four bits of each lane. Written out, so that shifts are constants
-        // and sums stay in registers.
-        macro_rules! elements {
-            ($($e:literal: $word:literal >> $shift:literal),*) => { $(
-                let value = _mm512_permutexvar_ps(_mm512_srli_epi32::<$shift>(words[$word]), table);
-                // SAFETY: the source is an array of 16 floats.
-                let x = unsafe { _mm512_loadu_ps(elements[$e].as_ptr()) };
-                dots[$e % 4] = _mm512_fmadd_ps(value, x, dots[$e % 4]);
-            )* };
-        }
-        elements!(0: 0 >> 0, 1: 0 >> 4, 2: 0 >> 8, 3: 0 >> 12, 4: 0 >> 16, 5: 0 >> 20, 6: 0 >> 24, 7: 0 >> 28);
-        elements!(8: 1 >> 0, 9: 1 >> 4, 10: 1 >> 8, 11: 1 >> 12, 12: 1 >> 16, 13: 1 >> 20, 14: 1 >> 24, 15: 1 >> 28);
-        let dot = _mm512_add_ps(_mm512_add_ps(dots[0], dots[1]), _mm512_add_ps(dots[2], dots[3]));
-        sum = _mm512_fmadd_ps(dot, decoded(&scales[LANES * g..]), sum);
-    }
-    _mm512_reduce_add_ps(sum)
 }

@@ -1,12 +1,14 @@
 //! Products with an operand that is FP8 or plain, in vectors. **Bounded**: sums in binary32, see
 //! [`nvfp4_spec::gemm::bound`].
 //!
-//! Where A is plain, B is NVFP4 and A has few rows, B is read once, as it lies (`streamed`, or
-//! `avx512`). bf16 × NVFP4 has panels of its own with AVX-512 (`avx512`). Every other pair is
-//! decoded to binary32, some rows and columns at a time, and multiplied by one kernel (`decoded`).
+//! Where A is plain, B is NVFP4 and A has few rows, B is read once, as it lies (`streamed`). bf16 × NVFP4 has panels of its own, of bf16 with AVX-512 (`avx512`), of integers with
+//! AVX2 (`aligned`). Every other pair is decoded to binary32, some rows and columns at a time, and
+//! multiplied by one kernel (`decoded`).
 
+pub(super) mod aligned;
 mod avx512;
 mod decoded;
+mod panel;
 mod streamed;
 
 use super::Operand;
@@ -29,17 +31,18 @@ pub(super) fn gemm<T: Element>(
     let operands = (a.to_spec(matrices[0]), b.to_spec(matrices[1]));
     let writer = &Writer::new(operands, product, out);
     match (vectors, a, b) {
-        (Vectors::Avx512(token), Operand::Plain(x), Operand::Nvfp4(weights)) if x.rows() <= FEW => {
-            avx512::few_rows(token, x, weights, writer);
+        (_, Operand::Plain(x), Operand::Nvfp4(weights)) if x.rows() <= FEW => {
+            streamed::few_rows(vectors.avx2(), x, weights, writer);
         }
         (Vectors::Avx512(token), Operand::Plain(x), Operand::Nvfp4(weights))
             if matches!(x.values(), Values::Bf16(_)) && token.has_bf16() =>
         {
             avx512::panels(token, x, weights, writer);
         }
-        (Vectors::Avx2(token), Operand::Plain(x), Operand::Nvfp4(weights)) if x.rows() <= FEW => {
-            streamed::few_rows(token, x, weights, writer);
-        }
+        (Vectors::Avx2(token), Operand::Plain(x), Operand::Nvfp4(weights)) => match aligned::rows_of(token, x) {
+            Some(rows) => aligned::panels(token, rows, weights, writer),
+            None => decoded::run::<T, 3>(token, &operands, writer),
+        },
         (Vectors::Avx512(token), ..) => decoded::run::<T, 4>(token, &operands, writer),
         (Vectors::Avx2(token), ..) => decoded::run::<T, 3>(token, &operands, writer),
     }

@@ -145,6 +145,15 @@ fn positive(scales: [u8; BLOCKS]) -> __m256 {
     _mm256_mul_ps(_mm256_cvtph_ps(_mm_slli_epi16::<7>(words)), _mm256_set1_ps(256.0))
 }
 
+/// The values of scales, of which few are not positive.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+pub(super) fn scale_values(scales: [u8; BLOCKS]) -> __m256 {
+    // A positive one is at most the largest; NaN and negative ones have a byte above it.
+    let above = _mm_subs_epu8(_mm_cvtsi64_si128(i64::from_le_bytes(scales)), _mm_set1_epi8(e4m3::MAX_BYTE as i8));
+    if _mm_cvtsi128_si64(above) == 0 { positive(scales) } else { any(scales) }
+}
+
 /// The values of any scales.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[cold]

@@ -5,7 +5,6 @@
 //! into the same order beforehand, and dot products add up to a block's sum in its lane.
 
 mod avx2;
-pub(in super::super) mod avx512;
 
 /// Calls a function with an array of the rows, one to four, and other arguments.
 macro_rules! for_few_rows {
