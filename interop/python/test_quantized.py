@@ -391,6 +391,33 @@ def test_any_module_multiplies_by_codes():
     torch.testing.assert_close(layer.weight.grad, dy.reshape(-1, 32).t() @ x.reshape(-1, 64))
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_few_tokens_read_prepared_codes(tokens):
+    """On a CPU that has an order of its own for them: the same product."""
+    torch.manual_seed(3)
+    layer = nvfp4.torch.Linear(96, 40, recipe="nvfp4", dtype=torch.bfloat16)
+    quantize_parameters(layer, directions="row", requires_grad=False)
+    plain = torch.nn.Linear(96, 40, dtype=torch.bfloat16)
+    plain.weight = torch.nn.Parameter(QuantizedTensor.quantize(plain.weight, "nvfp4"), requires_grad=False)
+    x = torch.randn(tokens, 96, dtype=torch.bfloat16)
+    there = bool(torch.ops.nvfp4.prepare_block(layer.weight.row, layer.weight.spec, 40, 96))
+    with torch.no_grad():
+        for module in (layer, plain):
+            y = module(x)
+            assert (module.weight._prepared is not None) == (there and tokens <= 4)
+            # A compiled product takes what is there, and here it is not.
+            module.weight._prepared = None
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.compiler, "is_compiling", lambda: True)
+                unprepared = module(x)
+            assert module.weight._prepared is None
+            assert torch.equal(y, unprepared) if module is layer else torch.allclose(y, unprepared, rtol=2**-7)
+    if there and tokens == 1:
+        layer.weight._prepared = torch.zeros(5, dtype=torch.uint8)
+        with torch.no_grad(), pytest.raises(ValueError, match="prepared weight"):
+            layer(x)
+
+
 @pytest.mark.parametrize("settings", [{"directions": "both"}, {"directions": "row"}, {"masters": torch.float32}], ids=str)
 def test_codes_compile(settings):
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ use crate::words::{DIRECTIONS, choose};
 use half::{bf16, f16};
 #[cfg(feature = "cuda")]
 use nvfp4::cuda::Options as OnGpu;
-use nvfp4::{Direction, Directions, Elements, Finite, Options, Precision, Side};
+use nvfp4::{Direction, Directions, Elements, Finite, Options, Precision, PreparedWeight, Side};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -81,8 +81,9 @@ pub fn dequantize<'py>(
     }
 }
 
-/// A block in the order in which tensor cores read it, for a weight that many products with few rows
-/// read; none where products read the block itself: on the CPU, and in formats other than NVFP4.
+/// A block in the order in which tensor cores or this CPU's vectors read it, for a weight that many
+/// products with few rows read; none where products read the block itself: in formats other than
+/// NVFP4, and on CPUs without AVX2.
 #[pyfunction]
 #[pyo3(name = "_prepare_block")]
 pub fn prepare<'py>(block: Object<'py>, spec: &str, rows: usize, cols: usize) -> PyResult<Option<Object<'py>>> {
@@ -90,8 +91,10 @@ pub fn prepare<'py>(block: Object<'py>, spec: &str, rows: usize, cols: usize) ->
     let (like, tensor) = (row(&slot)?, Tensor::borrowed(&block)?);
     match (Place::of(&tensor)?, like) {
         (Place::Host, _) => {
-            like.in_block(rows, cols, host::bytes(&tensor)?).or_raise()?;
-            Ok(None)
+            let (bytes, py) = (host::bytes(&tensor)?, block.py());
+            let made =
+                || -> nvfp4::Result<_> { Ok(PreparedWeight::new(like.in_block(rows, cols, bytes)?)?.into_bytes()) };
+            threads::run(py, made)?.or_raise()?.map(|bytes| host::shown_block(py, bytes)).transpose()
         }
         #[cfg(feature = "cuda")]
         (Place::Cuda(id), Direction::Nvfp4(_)) if like.rotation().is_none() => {

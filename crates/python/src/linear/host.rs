@@ -7,8 +7,8 @@ use crate::error::{OrRaise, Raised};
 use crate::threads;
 use half::{bf16, f16};
 use nvfp4::{
-    Accumulator, Element, Elements, Observed, Operand, Options, Precision, Product, Quantizer, Randomness, Side,
-    TensorRef,
+    Accumulator, Element, Elements, Observed, Operand, Options, Precision, PreparedWeight, Product, Quantizer,
+    Randomness, Side, TensorRef,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -36,15 +36,18 @@ pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>) -> PyResult<Vec<Bo
     let x_maker = formats.input.maker([row, column], watched.finite())?;
     let (precision, shape, (_, cols)) = (x.precision(), with_last(x.shape(), weight.out_features()), flat(x.shape()));
     let x = x.tensor_ref()?;
-    // A weight to quantize, or its bytes.
-    let block = match weight {
-        Weight::Codes { block, .. } => Some(Tensor::borrowed(block)?),
-        Weight::Plain(..) => None,
+    // A weight to quantize, or its bytes, and those in the order of this CPU.
+    let [block, prepared] = match weight {
+        Weight::Codes { block, prepared, .. } => [Some(*block), *prepared],
+        Weight::Plain(..) => [None; 2],
     };
+    let [block, prepared] = [block.map(Tensor::borrowed).transpose()?, prepared.map(Tensor::borrowed).transpose()?];
     let rows = weight.out_features();
     let codes = block.as_ref().map(bytes).transpose()?;
     let codes =
         codes.map(|codes| formats.weight.like(Side::Row)?.in_block(rows, cols, codes).or_raise()).transpose()?;
+    let prepared = prepared.as_ref().map(bytes).transpose()?;
+    let prepared = codes.zip(prepared).map(|(codes, prepared)| PreparedWeight::over(codes, prepared));
     let plain = match weight {
         Weight::Plain(_, array) => {
             let maker = formats.weight.maker([weight_row, weight_column], watched.finite())?;
@@ -67,10 +70,11 @@ pub fn forward<'py>(py: Python<'py>, call: &Forward<'_, 'py>) -> PyResult<Vec<Bo
             None => None,
         };
         let made = || -> nvfp4::Result<_> {
-            let right = match (&weight, codes) {
-                (Some(weight), _) => Operand::from(weight.tensor.direction(Side::Row)?),
-                (None, Some(codes)) => codes.into(),
-                (None, None) => unreachable!("a weight is one of both"),
+            let right = match (&weight, &prepared, codes) {
+                (Some(weight), ..) => Operand::from(weight.tensor.direction(Side::Row)?),
+                (None, Some(prepared), _) => prepared.into(),
+                (None, None, Some(codes)) => codes.into(),
+                (None, None, None) => unreachable!("a weight is one of both"),
             };
             let left = match &x_made {
                 Some(made) => Left::Quantized(made.tensor.direction(Side::Row)?.into()),

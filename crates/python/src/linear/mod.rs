@@ -47,7 +47,7 @@ struct Forward<'a, 'py> {
 enum Weight<'a, 'py> {
     /// As it is.
     Plain(&'a Bound<'py, PyAny>, Array),
-    /// The block of its row direction; and its block in the order of tensor cores, if there is one.
+    /// The block of its row direction; and its block in the order of tensor cores or of this CPU, if there is one.
     Codes { block: &'a Bound<'py, PyAny>, prepared: Option<&'a Bound<'py, PyAny>>, out_features: usize },
 }
 
@@ -148,8 +148,8 @@ pub fn forward<'py>(
 }
 
 /// The same with a weight that is there as the block of its row direction: y, then what of the above
-/// is x's. `prepared` is the weight's block in the order of tensor cores, `amax` that of x where it
-/// is known before.
+/// is x's. `prepared` is the weight's block as `_prepare_block` gave it, `amax` that of x where it is
+/// known before.
 #[pyfunction]
 #[pyo3(name = "_linear_codes")]
 #[allow(clippy::too_many_arguments)] // they are the operator's

@@ -7,7 +7,7 @@ use crate::say::say;
 use anyhow::{Result, ensure};
 use half::bf16;
 use nvfp4_kernels::fp8::quantize as fp8_quantize;
-use nvfp4_kernels::gemm::{Operand, Product, gemm};
+use nvfp4_kernels::gemm::{Operand, Product, gemm, gemm_prepared, prepare};
 use nvfp4_kernels::quantize::{Amax, Direction, Layout, quantize};
 use nvfp4_kernels::{Implementation, Input, Values};
 use nvfp4_spec::fp8::{self, ScaleVec, Scales, Scaling, Side};
@@ -51,6 +51,18 @@ pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Res
     if !json {
         let threads = rayon::current_num_threads();
         writeln!(out, "N = {}, K = {}, {implementation}, threads: {threads}", sizes.n, sizes.k)?;
+    }
+    let weights = Weights::new(implementation, sizes.n, sizes.k)?;
+    let copy = copy_seconds_per_byte();
+    if !json {
+        let floor = weights.nvfp4[0].bytes() as f64 * copy;
+        writeln!(
+            out,
+            "copy: {:.1} GB/s read and written, {:.3} ms for the bytes of NVFP4 weights; sets of weights: {}",
+            1e-9 / copy,
+            floor * 1e3,
+            weights.nvfp4.len()
+        )?;
         writeln!(
             out,
             "{:>6} {:>9} {:>9} {:>8} {:>9} {:>12} {:>8} {:>9} {:>9} {:>8} {:>9} {:>8}",
@@ -66,18 +78,6 @@ pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Res
             "× f32",
             "FP8 ms",
             "× f32"
-        )?;
-    }
-    let weights = Weights::new(sizes.n, sizes.k)?;
-    let copy = copy_seconds_per_byte();
-    if !json {
-        let floor = weights.nvfp4[0].bytes() as f64 * copy;
-        writeln!(
-            out,
-            "copy: {:.1} GB/s read and written, {:.3} ms for the bytes of NVFP4 weights; sets of weights: {}",
-            1e-9 / copy,
-            floor * 1e3,
-            weights.nvfp4.len()
         )?;
     }
     let mut rows = Vec::new();
@@ -168,6 +168,8 @@ impl Quantized {
 /// them in cache.
 struct Weights {
     nvfp4: Vec<Quantized>,
+    /// Those, prepared, where the implementation has an order of its own.
+    prepared: Vec<Option<Vec<u8>>>,
     mxfp8: Fp8,
     fp8: Fp8,
 }
@@ -177,7 +179,7 @@ impl Weights {
     const ENOUGH: usize = 64 << 20;
     const MOST_SETS: usize = 16;
 
-    fn new(rows: usize, cols: usize) -> Result<Self> {
+    fn new(implementation: Implementation, rows: usize, cols: usize) -> Result<Self> {
         let first = Quantized::new(rows, cols, 1)?;
         let (mxfp8, fp8) = (Fp8::new(&first, Scaling::Mx)?, Fp8::new(&first, ONE_SCALE)?);
         let sets = Self::ENOUGH.div_ceil(first.bytes()).clamp(1, Self::MOST_SETS);
@@ -189,7 +191,9 @@ impl Weights {
             ..first
         };
         let others: Vec<Quantized> = (1..sets).map(again).collect();
-        Ok(Weights { nvfp4: std::iter::once(first).chain(others).collect(), mxfp8, fp8 })
+        let nvfp4: Vec<Quantized> = std::iter::once(first).chain(others).collect();
+        let prepared = nvfp4.iter().map(|q| prepare(implementation, &q.view())).collect::<Result<_, _>>()?;
+        Ok(Weights { nvfp4, prepared, mxfp8, fp8 })
     }
 }
 
@@ -265,10 +269,13 @@ fn measure(implementation: Implementation, m: usize, all: &Weights, copy: f64) -
                 Ok(())
             })?);
         }
-        let set = |at: usize| all.nvfp4[at % all.nvfp4.len()].view();
+        let set = |at: usize| (all.nvfp4[at % all.nvfp4.len()].view(), all.prepared[at % all.nvfp4.len()].as_deref());
         let (first, second) = (set(2 * times[1].len()), set(2 * times[1].len() + 1));
-        times[1].push(time(&mut || Ok(gemm(implementation, &a, &first, &product, &mut out)?))?);
-        times[2].push(time(&mut || Ok(gemm(implementation, &plain, &second, &product, &mut out)?))?);
+        let mut of = |x: Operand<'_>, (w, prepared): &(View<'_>, Option<&[u8]>)| {
+            time(&mut || Ok(gemm_prepared(implementation, x, w, *prepared, &product, &mut out)?))
+        };
+        times[1].push(of((&a).into(), &first)?);
+        times[2].push(of((&plain).into(), &second)?);
         times[3].push(time(&mut || Ok(gemm(implementation, &mxfp8.view(), &all.mxfp8.view(), &product, &mut out)?))?);
         times[4].push(time(&mut || Ok(gemm(implementation, &fp8.view(), &all.fp8.view(), &product, &mut out)?))?);
     }
@@ -314,7 +321,8 @@ fn check(implementation: Implementation, x: &Quantized, weights: &Quantized) -> 
     let (x, weights) = (part(x, 7)?, part(weights, 40)?);
     let run = |implementation, a: Operand<'_>| -> Result<Vec<f32>> {
         let mut out = vec![f32::NAN; x.rows * weights.rows];
-        gemm(implementation, a, &weights.view(), &Product::default(), &mut out)?;
+        let prepared = prepare(implementation, &weights.view())?;
+        gemm_prepared(implementation, a, &weights.view(), prepared.as_deref(), &Product::default(), &mut out)?;
         Ok(out)
     };
     let exact = |implementation| run(implementation, Operand::from(&x.view()));

@@ -18,11 +18,12 @@ use std::process::ExitCode;
 /// On the CPU, NVFP4 × NVFP4 gives the correctly rounded sum; bf16 × NVFP4 ("weight-only") adds in
 /// binary32, as do products of two matrices in MXFP8, or in FP8 with a scale per tensor. The same
 /// product of f32 matrices by the `gemm` crate (AVX2, also where the CPU has AVX-512) is timed in
-/// turns with them, on the same threads. NVFP4 weights are there several times, so that no product
-/// finds them in cache. The table shows medians, how many times faster than f32 ours are, and the
-/// fraction of the floor: the time that a copy takes to read and write the bytes that a product must
-/// read and write, over its own. Results are first checked on part of the outputs, NVFP4 × NVFP4 bit for bit,
-/// weight-only against its bound.
+/// turns with them, on the same threads. NVFP4 weights are prepared, which products with up to four
+/// rows read, and there several times, so that no product finds them in cache. The table shows
+/// medians, how many times faster than f32 ours are, and the fraction of the floor: the time that a
+/// copy takes to read and write the bytes that a product must read and write, over its own. Results
+/// are first checked on part of the outputs, NVFP4 × NVFP4 bit for bit, weight-only against its
+/// bound.
 ///
 /// On a GPU (--device cuda), all data is in its memory, the weights in the order of its tensor
 /// cores, and outputs are bf16. cuBLAS's bf16 product is timed beside ours, alone and after

@@ -60,7 +60,7 @@ class Weight(CodedWeight):
 
     def prepare(self: Any) -> None:
         codes = self.codes
-        if self._prepared is None or codes.prepared is not None or not codes.row.is_cuda:
+        if self._prepared is None or codes.prepared is not None or codes.row.is_meta:
             return
         if _kept.captured(codes.row):  # where they serve once
             return

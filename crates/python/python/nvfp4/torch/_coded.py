@@ -21,8 +21,8 @@ from ._once import once
 from ._ops import linear_codes as _linear_codes
 from ._quantized import QuantizedTensor, dequantize_block
 
-# Up to so many tokens, products read prepared weights faster on a GPU.
-FEW = 256
+# Up to so many tokens, products read prepared weights faster.
+FEW = {"cuda": 256, "cpu": 4}
 
 
 class Noted(NamedTuple):
@@ -76,18 +76,23 @@ def few(x: Tensor) -> bool:
     product takes what is there.
     """
     return (
-        x.is_cuda
-        and x.numel() <= FEW * x.shape[-1]
-        and not torch.compiler.is_compiling()
-        and not torch.cuda.is_current_stream_capturing()
+        not torch.compiler.is_compiling()
+        and x.numel() <= FEW.get(x.device.type, 0) * x.shape[-1]
+        and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
 def product(
-    x: Tensor, weight: Any, bias: Optional[Tensor], formats: str, amax: Optional[Tensor], noted: Noted
+    x: Tensor,
+    weight: Any,
+    bias: Optional[Tensor],
+    formats: str,
+    amax: Optional[Tensor],
+    noted: Noted,
+    trains: bool = False,
 ) -> Tensor:
-    """The forward pass alone."""
-    if few(x):
+    """The forward pass alone. On a CPU, the codes of a weight that trains are not worth preparing."""
+    if few(x) and (x.is_cuda or not trains):
         weight.prepare()
     codes, of = weight.codes, noted.scale
     bias = None if bias is None else bias.detach()
@@ -107,7 +112,7 @@ class FromCodes(torch.autograd.Function):
         needs_weight = ctx.needs_input_grad[1]
         ctx.save_for_backward(x if needs_weight else None, weight.codes.row)
         ctx.call = (weight.spec, weight.matrix, x.dtype, weight.dtype, None if bias is None else bias.dtype, main)
-        return product(x, weight, bias, formats, amax, noted)
+        return product(x, weight, bias, formats, amax, noted, trains=needs_weight)
 
     @staticmethod
     @once

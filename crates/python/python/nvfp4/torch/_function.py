@@ -176,7 +176,7 @@ def _evaluated(
 
 
 def _prepared(weight: Tensor, formats: Formats, codes: Codes, kept: Optional[Kept]) -> Codes:
-    """The codes of a weight that serves again, in the order of tensor cores too."""
+    """The codes of a weight that serves again, in the order of tensor cores or of this CPU too."""
     coded = coded_of(weight)
     if coded is not None:
         coded.prepare()

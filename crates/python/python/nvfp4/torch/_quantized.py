@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 class Codes(NamedTuple):
     """The blocks of a weight: its row direction, its column direction if it is there, and the row
-    direction in the order of tensor cores if it is prepared.
+    direction in the order of tensor cores, or of this CPU, if it is prepared.
     """
 
     row: Tensor
@@ -52,7 +52,7 @@ class CodedWeight:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Brings the codes in the order of tensor cores, once, where products have use for it."""
+        """Brings the codes in the order that few tokens read fastest, once, where there is one."""
 
 
 def coded(weight: Any) -> Any:
@@ -147,11 +147,12 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def prepare(self) -> None:
-        """Brings the codes in the order of tensor cores, once: for products with few tokens on a GPU.
+        """Brings the codes in the order of tensor cores or of this CPU, once: for products with few
+        tokens.
 
-        Elsewhere it does nothing. A copy, or a change of the codes, drops it.
+        Formats other than NVFP4 have none. A copy, or a change of the codes, drops it.
         """
-        if self._prepared is None and self.row.is_cuda:
+        if self._prepared is None and not self.row.is_meta:
             made = prepare_block(self.row, self.spec, *self.matrix)
             self._prepared = made[0] if made else None
 
@@ -185,7 +186,7 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
             inner["row"], inner.get("column"), spec, matrix, dtype, inner.get("master"), tuple(outer_size)
         )
 
-    # What is saved: not the order of one kind of GPU.
+    # What is saved: not the order of one kind of device.
 
     def __getstate__(self):
         return {**self.__dict__, "_prepared": None, "_seen": None}
