@@ -51,6 +51,12 @@ fn violations(schema: &Value, root: &Value, value: &Value, at: &str) -> Vec<Stri
                     }
                 }
             }
+            "additionalProperties" => {
+                let named = |key: &str| schema["properties"].get(key).is_some();
+                for (key, inner) in value.as_object().into_iter().flatten().filter(|(key, _)| !named(key)) {
+                    found.extend(violations(rule, root, inner, &format!("{at}.{key}")));
+                }
+            }
             "items" => {
                 for (i, inner) in value.as_array().into_iter().flatten().enumerate() {
                     found.extend(violations(rule, root, inner, &format!("{at}[{i}]")));
