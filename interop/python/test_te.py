@@ -147,6 +147,17 @@ def test_positions_mean_what_they_mean_there(x):
     assert te.NVFP4Quantizer(nvfp4_e4m3_max=256).nvfp4_e4m3_max == 448, "it says something of 4over6"
 
 
+def test_how_errors_of_4over6_are_computed_is_read_at_each_quantization(monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(256, 1024, dtype=torch.bfloat16)
+    quantizer = te.NVFP4Quantizer(nvfp4_use_4over6=True, columnwise=False)
+    strict, fast = (nvfp4.quantize(x, scale_rule=f"4over6-mae-{errors}-448") for errors in ("strict", "fast"))
+    assert strict != fast
+    assert quantizer(x).quantized == strict
+    monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "1")
+    assert quantizer(x).quantized == fast
+
+
 def test_the_arrays_of_a_tensor_are_the_tensor(x):
     for shape in ((48, 64), (3, 16, 64), (1, 64)):
         y = x.reshape(-1)[: torch.Size(shape).numel()].reshape(shape)

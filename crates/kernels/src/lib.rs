@@ -28,6 +28,8 @@ pub mod gptq;
 pub mod hadamard;
 mod implementation;
 mod input;
+#[cfg(target_arch = "x86_64")]
+mod pages;
 pub mod quantize;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod scatter;

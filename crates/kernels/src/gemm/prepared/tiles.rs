@@ -14,6 +14,7 @@
 use crate::Result;
 use crate::gemm::exact::scales::Range;
 use crate::input::check_len;
+use crate::pages;
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Error, e4m3};
 use rayon::prelude::*;
@@ -45,6 +46,7 @@ fn prepared_len(rows: usize, cols: usize) -> Result<usize> {
 pub(super) fn prepare(b: &View<'_>) -> Result<Vec<u8>> {
     let (strips, across) = tiles(b.rows, b.cols);
     let mut bytes = vec![0; prepared_len(b.rows, b.cols)?];
+    pages::large(&mut bytes);
     let (all, about) = bytes.split_at_mut(strips * across * TILE);
     all.par_chunks_mut(across * TILE).zip(about.par_chunks_mut(ABOUT)).enumerate().for_each(|(s, (tiles, about))| {
         let width = ROWS.min(b.rows - s * ROWS);

@@ -5,6 +5,7 @@ here.
 from __future__ import annotations
 
 import enum
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Tuple
 
@@ -76,6 +77,14 @@ def spec_of(name: str, *words: str) -> str:
     """A spec of these words; empty ones are left out."""
     given = [word for word in words if word]
     return f"{name}({', '.join(given)})" if given else name
+
+
+def four_over_six(errors: str, bound: int) -> str:
+    """The rule 4over6 in the words of specs. TransformerEngine has no setting for how errors are
+    computed: it asks the environment at each quantization.
+    """
+    fast = os.getenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1"
+    return f"4over6-{errors.lower()}-{'fast' if fast else 'strict'}-{bound}"
 
 
 def fp8_code(format: Format, direction: str) -> str:

@@ -12,7 +12,7 @@ import nvfp4
 from nvfp4._nvfp4 import _hadamard_matrix, _hadamard_signs
 
 from ._fsdp import Gathered
-from ._format import DType, spec_of
+from ._format import DType, four_over_six, spec_of
 from ._order import padded, swizzled, unswizzled
 from ._quantizer import matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
@@ -302,7 +302,7 @@ class NVFP4Quantizer(ValueQuantizer):
         return _spec(
             self.with_2d_quantization,
             self.row_scaled_nvfp4,
-            f"{self.nvfp4_4over6_err_mode.lower()}-strict-{self.nvfp4_e4m3_max}"
+            four_over_six(self.nvfp4_4over6_err_mode, self.nvfp4_e4m3_max)
             if self.nvfp4_use_4over6
             else "",
             self.stochastic_rounding,
@@ -357,7 +357,7 @@ class NVFP4Quantizer(ValueQuantizer):
 
 @functools.lru_cache(maxsize=None)
 def _spec(squares: bool, rows: bool, rule: str, stochastic: bool, signs: Optional[bool]) -> str:
-    words = ["16x16" if squares else "", "row-scaled" if rows else "", rule and f"4over6-{rule}"]
+    words = ["16x16" if squares else "", "row-scaled" if rows else "", rule]
     words.append("stochastic" if stochastic else "")
     words.append("" if signs is None else "hadamard" if signs else "hadamard=0x0000")
     return nvfp4.Quantizer(spec=spec_of("nvfp4", *words), directions="both").spec

@@ -18,7 +18,7 @@ from typing import Any, Callable, Optional, Union
 
 import nvfp4
 
-from ._format import Format, MMParams, QParams, delayed_spec, fp8_code, spec_of
+from ._format import Format, MMParams, QParams, delayed_spec, four_over_six, fp8_code, spec_of
 from ._products import is_foreign
 from ._roles import QuantizerRole, consumer, spec_of_answer
 
@@ -377,12 +377,8 @@ class NVFP4BlockScaling(Recipe):
     def _four_over_six(self, scope: str) -> str:
         if self.nvfp4_4over6 not in (scope, "all"):
             return ""
-        # TransformerEngine has no field for it, and reads it at each quantization.
-        errors = (
-            "fast" if os.getenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1" else "strict"
-        )
         bound = 256 if self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
-        return f"4over6-{self.nvfp4_4over6_err_mode.lower()}-{errors}-{bound}"
+        return four_over_six(self.nvfp4_4over6_err_mode, bound)
 
 
 _numbers = itertools.count()
