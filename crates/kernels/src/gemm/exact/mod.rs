@@ -228,7 +228,7 @@ trait Kernel<const N: usize>: Copy + Sync {
 pub(super) fn gemm<T: Element>(vectors: Vectors, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
     let few = a.rows <= FEW && product.accumulate == Accumulate::Exact;
     match vectors {
-        _ if few => few_rows::<T, 8>(vectors.avx2(), a, b, product, out),
+        _ if few => few_rows(vectors.avx2(), a, b, product, out),
         Vectors::Avx2(token) => run::<T, 8>(token, a, b, product, out),
         Vectors::Avx512(token) => run::<T, 16>(token, a, b, product, out),
     }
@@ -240,15 +240,9 @@ pub(super) const FEW: usize = 4;
 pub(super) const CHUNK: usize = MOST;
 
 /// The product where A has few rows.
-fn few_rows<T: Element, const L: usize>(
-    kernel: impl row::Kernel<L>,
-    a: &View<'_>,
-    b: &View<'_>,
-    product: &Product<'_, T>,
-    out: &mut [T],
-) {
+fn few_rows<T: Element>(token: Avx2, a: &View<'_>, b: &View<'_>, product: &Product<'_, T>, out: &mut [T]) {
     let blocks = a.cols.div_ceil(BLOCK);
-    let rows: Vec<row::Row<L>> = (0..a.rows).map(|i| row::Row::new(kernel, a, i)).collect();
+    let rows: Vec<row::Row> = (0..a.rows).map(|i| row::Row::new(a, i)).collect();
     let writer = Writer::new((a.into(), b.into()), product, out);
     in_pieces(b.rows.div_ceil(CHUNK), CHUNK * a.rows * a.cols).for_each(|chunk| {
         let first = chunk * CHUNK;
@@ -257,14 +251,13 @@ fn few_rows<T: Element, const L: usize>(
         for c in 0..width {
             let (codes, scales) = (b.code_row(first + c), b.scale_row(first + c));
             let range = Range::of(scales);
-            let all = |fits: fn(&row::Row<L>, Range) -> bool| rows.iter().all(|row| fits(row, range));
             let mut column = [0.0; FEW];
-            if all(|row, range| row.range.fits_integers(range)) {
-                kernel.integers(&rows, codes, scales, range, &mut column);
+            if rows.iter().all(|row| row.range.fits_integers(range)) {
+                row::integers_of(token, &rows, codes, scales, range, &mut column);
             } else {
                 let step = if rows.iter().all(|row| row.range.fits(range, blocks)) { blocks } else { RUN };
                 let tile = in_runs(blocks, step, |run, tile: &mut Tile<1>| {
-                    kernel.terms(&rows, codes, scales, run, &mut column);
+                    row::terms_of(token, &rows, codes, scales, run, &mut column);
                     tile.iter_mut().zip(column).for_each(|(to, sum)| to[0] = sum);
                 });
                 column.iter_mut().zip(tile).for_each(|(to, [sum])| *to = f64::from(sum));

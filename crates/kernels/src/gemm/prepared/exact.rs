@@ -92,7 +92,7 @@ pub(super) fn tile_scales(tile: &[u8; TILE]) -> __m256i {
     _mm256_mullo_epi16(_mm256_cvtepu8_epi16(powers), _mm256_cvtepu8_epi16(_mm_and_si128(bytes, mask)))
 }
 
-/// Asks for the tile that is needed in a while. Measured: 32 tiles ahead are better than 8 or none.
+/// Asks for the tile that is needed in a while: 32 tiles ahead were better than 8 or none.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 pub(super) fn prefetch(tile: &[u8; TILE]) {

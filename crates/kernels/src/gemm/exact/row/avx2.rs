@@ -1,6 +1,6 @@
 //! Eight blocks of a row of B at a time.
 
-use super::{Group, Kernel, Row, for_few_rows};
+use super::{Group, LANES, ORDER, Row, for_few_rows};
 use crate::avx2::Avx2;
 use crate::gemm::exact::scales::{RUN, Range, SCALES};
 use crate::gemm::exact::{DOUBLED, FEW, SHIFT};
@@ -8,22 +8,31 @@ use crate::gemm::pieces::padded;
 use std::arch::x86_64::*;
 use std::ops::Range as Blocks;
 
-/// Blocks that are worked on at a time.
-const LANES: usize = 8;
+/// The sums of a row of B with a few rows of A over all blocks, where the scales of both sides have
+/// integers that fit.
+pub(in super::super) fn integers_of(
+    _: Avx2,
+    rows: &[Row],
+    codes: &[u8],
+    scales: &[u8],
+    range: Range,
+    out: &mut [f64; FEW],
+) {
+    for_few_rows!(rows, integers(codes, scales, range, out));
+}
 
-impl Kernel<LANES> for Avx2 {
-    // As `words` leaves them.
-    const ORDER: [usize; LANES] = [0, 1, 4, 5, 2, 3, 6, 7];
-
-    fn integers(self, rows: &[Row<LANES>], codes: &[u8], scales: &[u8], range: Range, out: &mut [f64; FEW]) {
-        for_few_rows!(rows, integers(codes, scales, range, out));
-    }
-
-    fn terms(self, rows: &[Row<LANES>], codes: &[u8], scales: &[u8], blocks: Blocks<usize>, out: &mut [f64; FEW]) {
-        for (row, out) in rows.iter().zip(out) {
-            // SAFETY: an Avx2 token is only made after detection.
-            *out = unsafe { terms(row, codes, scales, blocks.clone()) };
-        }
+/// The sums over some blocks, from a multiple of [`LANES`] on, term by term; exact where binary64 is.
+pub(in super::super) fn terms_of(
+    _: Avx2,
+    rows: &[Row],
+    codes: &[u8],
+    scales: &[u8],
+    blocks: Blocks<usize>,
+    out: &mut [f64; FEW],
+) {
+    for (row, out) in rows.iter().zip(out) {
+        // SAFETY: an Avx2 token is only made after detection.
+        *out = unsafe { terms(row, codes, scales, blocks.clone()) };
     }
 }
 
@@ -49,7 +58,7 @@ fn values(codes: &[u8; 64]) -> [__m256i; 4] {
 /// The words of the products of eight blocks; the two of a doubleword add up to a block's sum.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn words(a: &Group<LANES>, b: &[__m256i; 4]) -> __m256i {
+fn words(a: &Group, b: &[__m256i; 4]) -> __m256i {
     let pair = |q: usize| {
         // SAFETY: the source is an array of 32 bytes.
         _mm256_maddubs_epi16(b[q], unsafe { _mm256_load_si256(a.values[q].as_ptr().cast()) })
@@ -60,9 +69,9 @@ fn words(a: &Group<LANES>, b: &[__m256i; 4]) -> __m256i {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn integers<const R: usize>(rows: [&Row<LANES>; R], codes: &[u8], scales: &[u8], range: Range, out: &mut [f64; FEW]) {
+fn integers<const R: usize>(rows: [&Row; R], codes: &[u8], scales: &[u8], range: Range, out: &mut [f64; FEW]) {
     let groups = rows[0].groups.len();
-    let parts: [&[Group<LANES>]; R] = rows.map(|row| &row.groups[..groups]);
+    let parts: [&[Group]; R] = rows.map(|row| &row.groups[..groups]);
     // As binary16 numbers scale bytes are 2⁻⁸ of their values.
     let units = _mm256_set1_ps(256.0 / range.unit());
     let both = _mm256_setr_epi8(
@@ -113,13 +122,13 @@ fn total(halves: [__m256d; 2]) -> f64 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn terms(row: &Row<LANES>, codes: &[u8], scales: &[u8], blocks: Blocks<usize>) -> f64 {
+fn terms(row: &Row, codes: &[u8], scales: &[u8], blocks: Blocks<usize>) -> f64 {
     let mut wide = [_mm256_setzero_pd(); 2];
     for g in blocks.start / LANES..blocks.end.div_ceil(LANES) {
         let a = &row.groups[g];
         let values = values(padded(&codes[8 * LANES * g..], &mut [0; 64]));
         let eight = *padded(&scales[LANES * g..], &mut [0; LANES]);
-        let decoded = <Avx2 as Kernel<LANES>>::ORDER.map(|block| SCALES[usize::from(eight[block])]);
+        let decoded = ORDER.map(|block| SCALES[usize::from(eight[block])]);
         // SAFETY: the source is an array of 8 floats.
         let b_scales = unsafe { _mm256_loadu_ps(decoded.as_ptr()) };
         // SAFETY: as above.

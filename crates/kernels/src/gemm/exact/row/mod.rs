@@ -6,6 +6,8 @@
 
 mod avx2;
 
+pub(super) use avx2::{integers_of, terms_of};
+
 /// Calls a function with an array of the rows, one to four, and other arguments.
 macro_rules! for_few_rows {
     ($rows:expr, $call:ident($($argument:expr),*)) => {
@@ -24,40 +26,49 @@ macro_rules! for_few_rows {
 }
 pub(in super::super) use for_few_rows;
 
+use super::BLOCK;
 use super::scales::{RUN, Range};
-use super::{BLOCK, FEW};
 use nvfp4_spec::matrix::View;
-use std::ops::Range as Blocks;
+
+/// Blocks that are worked on at a time, a lane each.
+const LANES: usize = 8;
+/// The block that each lane takes, as `words` of the kernel leaves them.
+const ORDER: [usize; LANES] = [0, 1, 4, 5, 2, 3, 6, 7];
 
 /// Some blocks of a row of A in the order of B's nibbles, a lane each.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(super) struct Group<const L: usize> {
-    values: [[[i8; 4]; L]; 4],
+pub(super) struct Group {
+    values: [[[i8; 4]; LANES]; 4],
     /// What undoes the shift of B's values.
-    offsets: [i32; L],
+    offsets: [i32; LANES],
     /// Half of that, in both halves of a word.
-    halves: [i32; L],
-    scales: [f32; L],
+    halves: [i32; LANES],
+    scales: [f32; LANES],
     /// Scales as integers of the row, in both halves of a word; where it has them.
-    integers: [u32; L],
+    integers: [u32; LANES],
 }
 
 /// A row of A; what is missing of the last blocks is zero.
-pub(super) struct Row<const L: usize> {
-    groups: Vec<Group<L>>,
+pub(super) struct Row {
+    groups: Vec<Group>,
     pub range: Range,
 }
 
-impl<const L: usize> Row<L> {
-    pub fn new<K: Kernel<L>>(_: K, a: &View<'_>, i: usize) -> Self {
+impl Row {
+    pub fn new(a: &View<'_>, i: usize) -> Self {
         let range = Range::of(a.scale_row(i));
         let ranges = vec![range; a.scale_row(i).len().div_ceil(RUN)];
         let steps: Vec<super::Step> = super::steps(a, i, &ranges).collect();
         let group = |some: &[super::Step]| {
-            let mut group =
-                Group { values: [[[0; 4]; L]; 4], offsets: [0; L], halves: [0; L], scales: [0.0; L], integers: [0; L] };
-            for (lane, &block) in K::ORDER.iter().enumerate() {
+            let mut group = Group {
+                values: [[[0; 4]; LANES]; 4],
+                offsets: [0; LANES],
+                halves: [0; LANES],
+                scales: [0.0; LANES],
+                integers: [0; LANES],
+            };
+            for (lane, &block) in ORDER.iter().enumerate() {
                 let Some(step) = some.get(block) else { continue };
                 for e in 0..BLOCK {
                     // Elements 0, 2, 4, 6; 1, 3, 5, 7; 8, 10, …; 9, 11, …
@@ -68,18 +79,6 @@ impl<const L: usize> Row<L> {
             }
             group
         };
-        Row { groups: steps.chunks(L).map(group).collect(), range }
+        Row { groups: steps.chunks(LANES).map(group).collect(), range }
     }
-}
-
-/// A kernel: the sums of a row of B with a few rows of A.
-pub(super) trait Kernel<const L: usize>: Copy + Sync {
-    /// The block that each lane takes.
-    const ORDER: [usize; L];
-
-    /// The sums over all blocks, where the scales of both sides have integers that fit.
-    fn integers(self, rows: &[Row<L>], codes: &[u8], scales: &[u8], range: Range, out: &mut [f64; FEW]);
-
-    /// The sums over some blocks, from a multiple of `L` on, term by term; exact where binary64 is.
-    fn terms(self, rows: &[Row<L>], codes: &[u8], scales: &[u8], blocks: Blocks<usize>, out: &mut [f64; FEW]);
 }
