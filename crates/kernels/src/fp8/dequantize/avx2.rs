@@ -83,21 +83,24 @@ fn by_the_rules<T: Element>(q: &View<'_>, r: usize, out: &mut [T]) {
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn decode_tiles(_: Avx2, format: Format, codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
     match format {
-        Format::E4m3 => decode_tiles_of::<E4m3>(codes, width, factors, out),
-        Format::E5m2 => decode_tiles_of::<E5m2>(codes, width, factors, out),
+        // SAFETY: an Avx2 token is only made after detection.
+        Format::E4m3 => unsafe { decode_tiles_of::<E4m3>(codes, width, factors, out) },
+        // SAFETY: as above.
+        Format::E5m2 => unsafe { decode_tiles_of::<E5m2>(codes, width, factors, out) },
     }
 }
 
 #[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
 fn decode_tiles_of<F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
-    let whole: Vec<f32> = factors.iter().map(|f| f * F::OF_HALF).collect();
-    if whole.iter().zip(factors).all(|(whole, f)| whole.is_finite() || !f.is_finite()) {
-        // SAFETY: an Avx2 token is only made after detection, and the only caller has one.
-        unsafe { tiles::<f32, F>(codes, width, &whole, out) };
-        return;
-    }
     for ((codes, out), &factor) in codes.chunks(width).zip(out.chunks_mut(width)).zip(factors) {
-        out.iter_mut().zip(codes).for_each(|(out, &code)| *out = F::FORMAT.decode(code) * factor);
+        let whole = factor * F::OF_HALF;
+        if whole.is_finite() || !factor.is_finite() {
+            let whole = _mm256_set1_ps(whole);
+            for_each_block::<f32, F>(codes, out, |_| [whole; 2]);
+        } else {
+            out.iter_mut().zip(codes).for_each(|(out, &code)| *out = F::FORMAT.decode(code) * factor);
+        }
     }
 }
 

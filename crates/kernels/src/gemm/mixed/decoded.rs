@@ -1,12 +1,13 @@
 //! Any two operands, decoded to binary32.
 //!
-//! A is decoded once. B is decoded by eight rows and 1024 columns at a time, 32 KiB, which stay in
-//! cache while all rows of A pass over them.
+//! A is decoded once. B is decoded by a few rows and 256 columns at a time, and transposed into a
+//! panel, which stays in cache while all rows of A pass over it: an element of A is multiplied with
+//! a column of the panel, so that no sum is spread over lanes.
 
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
 use crate::fp8::dequantize::avx2::decode_tiles;
-use crate::gemm::exact::SCALES;
+use crate::gemm::exact::{SCALES, for_rows};
 use crate::gemm::pieces::{in_pieces, padded, rows_in_pieces};
 use crate::gemm::spec;
 use crate::gemm::writer::{Operands, Writer};
@@ -15,70 +16,78 @@ use rayon::prelude::*;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// Rows of B that are decoded at a time.
-const ROWS: usize = 8;
-/// Columns that are: a multiple of every tile.
-const COLUMNS: usize = 1024;
+/// The most rows of A that are multiplied with a panel at a time.
+const MOST_ROWS: usize = 6;
+/// Columns of B that are decoded at a time: a multiple of every tile.
+const COLUMNS: usize = 256;
+/// The smallest tile of FP8.
+const SMALLEST: usize = 32;
+/// What rows of A are apart beyond their length, so that those of one tile do not share sets of the
+/// cache.
+const APART: usize = 4 * BLOCK;
 
-/// A kernel: the products of `R` rows with four others. Lengths are equal and multiples of 16.
-pub(super) trait Dots<const R: usize>: Copy + Sync {
+/// `N` rows of B side by side, column by column.
+#[derive(Clone)]
+#[repr(align(64))]
+struct Panel<const N: usize>([[f32; N]; COLUMNS]);
+
+/// A kernel: the products of some rows of A with the `N` rows of a panel.
+pub(super) trait Tiles<const N: usize>: Copy + Sync {
     fn avx2(self) -> Avx2;
-    fn dots(self, a: [&[f32]; R], b: [&[f32]; 4]) -> [[f32; 4]; R];
+    /// Adds them to sums. Rows are `stride` apart, and as long as the panel.
+    fn add(self, rows: &[f32], stride: usize, panel: &[[f32; N]], sums: &mut [[f32; N]]);
 }
 
-impl Dots<3> for Avx2 {
+impl Tiles<16> for Avx2 {
     fn avx2(self) -> Avx2 {
         self
     }
 
-    fn dots(self, a: [&[f32]; 3], b: [&[f32]; 4]) -> [[f32; 4]; 3] {
-        // SAFETY: an Avx2 token is only made after detection.
-        unsafe { dots_of_eight(a, b) }
+    fn add(self, rows: &[f32], stride: usize, panel: &[[f32; 16]], sums: &mut [[f32; 16]]) {
+        for_rows!(sums.len(), add_in_eights(rows, stride, panel, sums));
     }
 }
 
-impl Dots<4> for Avx512 {
+impl Tiles<32> for Avx512 {
     fn avx2(self) -> Avx2 {
         Avx512::avx2(self)
     }
 
-    fn dots(self, a: [&[f32]; 4], b: [&[f32]; 4]) -> [[f32; 4]; 4] {
-        // SAFETY: an Avx512 token is only made after detection.
-        unsafe { dots_of_sixteen(a, b) }
+    fn add(self, rows: &[f32], stride: usize, panel: &[[f32; 32]], sums: &mut [[f32; 32]]) {
+        for_rows!(sums.len(), add_in_sixteens(rows, stride, panel, sums));
     }
 }
 
-pub(super) fn run<T: Element, const R: usize>(kernel: impl Dots<R>, (a, b): &Operands<'_>, writer: &Writer<'_, T>) {
-    let (cols, columns) = (a.cols().next_multiple_of(BLOCK), b.rows());
-    let decoded = |i: usize| {
-        let mut row = vec![0.0; cols];
-        decode(kernel.avx2(), a, i, 0..a.cols(), &mut row);
-        row
-    };
-    let rows: Vec<Vec<f32>> = rows_in_pieces(a.rows(), a.cols()).map(decoded).collect();
-    in_pieces(columns.div_ceil(ROWS), ROWS * a.rows() * a.cols()).for_each_init(
-        || (vec![[0f32; COLUMNS]; ROWS], vec![[0f32; ROWS]; rows.len().next_multiple_of(R)]),
-        |(panel, sums), p| {
-            let first = p * ROWS;
-            let width = ROWS.min(columns - first);
-            sums.fill([0.0; ROWS]);
+pub(super) fn run<T: Element, const N: usize>(kernel: impl Tiles<N>, (a, b): &Operands<'_>, writer: &Writer<'_, T>) {
+    let (cols, columns, token) = (a.cols().next_multiple_of(BLOCK), b.rows(), kernel.avx2());
+    let stride = cols + APART;
+    let mut rows = vec![0.0; a.rows() * stride];
+    let places: Vec<&mut [f32]> = rows.chunks_mut(stride).map(|row| &mut row[..cols]).collect();
+    rows_in_pieces(a.rows(), a.cols()).zip(places).for_each(|(i, row)| {
+        for (k, piece) in row.chunks_mut(COLUMNS).enumerate() {
+            let start = k * COLUMNS;
+            decode(token, a, i, start..a.cols().min(start + piece.len()), piece);
+        }
+    });
+    in_pieces(columns.div_ceil(N), N * a.rows() * a.cols()).for_each_init(
+        || (vec![[0f32; COLUMNS]; N], Box::new(Panel([[0f32; N]; COLUMNS])), vec![[0f32; N]; a.rows()]),
+        |(decoded, panel, sums), p| {
+            let first = p * N;
+            let width = N.min(columns - first);
+            sums.fill([0.0; N]);
             for start in (0..cols).step_by(COLUMNS) {
                 let end = cols.min(start + COLUMNS);
-                for (j, row) in panel[..width].iter_mut().enumerate() {
-                    decode(kernel.avx2(), b, first + j, start..end.min(b.cols()), &mut row[..end - start]);
+                for (j, row) in decoded[..width].iter_mut().enumerate() {
+                    decode(token, b, first + j, start..end.min(b.cols()), &mut row[..end - start]);
                 }
-                for (some, sums) in rows.chunks(R).zip(sums.chunks_exact_mut(R)) {
-                    // A short group repeats its last row; those sums are ignored.
-                    let some: [&[f32]; R] = std::array::from_fn(|r| &some[r.min(some.len() - 1)][start..end]);
-                    for (f, four) in panel[..width].chunks(4).enumerate() {
-                        let four = std::array::from_fn(|j| &four[j.min(four.len() - 1)][..end - start]);
-                        for (sums, dots) in sums.iter_mut().zip(kernel.dots(some, four)) {
-                            sums[4 * f..4 * f + 4].iter_mut().zip(dots).for_each(|(sum, dot)| *sum += dot);
-                        }
-                    }
+                let panel = &mut panel.0[..end - start];
+                // SAFETY: an Avx2 token is only made after detection.
+                unsafe { transpose(decoded, panel) };
+                for (some, sums) in rows.chunks(MOST_ROWS * stride).zip(sums.chunks_mut(MOST_ROWS)) {
+                    kernel.add(&some[start..], stride, panel, sums);
                 }
             }
-            for (i, sums) in sums[..rows.len()].iter().enumerate() {
+            for (i, sums) in sums.iter().enumerate() {
                 // SAFETY: a panel writes the columns of its own rows of B only.
                 unsafe { writer.write(i, first, &sums[..width]) };
             }
@@ -86,7 +95,44 @@ pub(super) fn run<T: Element, const R: usize>(kernel: impl Dots<R>, (a, b): &Ope
     );
 }
 
-/// Some columns of a row without its global scale, from a multiple of [`COLUMNS`] on, and zeros
+/// Rows side by side: eight of them and eight columns at a time.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn transpose<const N: usize>(rows: &[[f32; COLUMNS]], panel: &mut [[f32; N]]) {
+    for (e, eight) in rows.as_chunks::<8>().0.iter().enumerate() {
+        for (c, columns) in panel.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            let mut fours = [_mm256_setzero_ps(); 8];
+            for r in 0..4 {
+                for half in 0..2 {
+                    let at = 8 * c + 4 * half;
+                    let (low, high): (&[f32; 4], &[f32; 4]) = (
+                        eight[r][at..].first_chunk().expect("in a row"),
+                        eight[r + 4][at..].first_chunk().expect("in a row"),
+                    );
+                    // SAFETY: the sources are arrays of 4 floats.
+                    fours[4 * half + r] = unsafe { _mm256_loadu2_m128(high.as_ptr(), low.as_ptr()) };
+                }
+            }
+            for half in 0..2 {
+                let [a, b, c, d] = [0, 1, 2, 3].map(|r| fours[4 * half + r]);
+                let (t0, t1) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+                let (t2, t3) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+                let four = [
+                    _mm256_shuffle_ps::<0b01_00_01_00>(t0, t2),
+                    _mm256_shuffle_ps::<0b11_10_11_10>(t0, t2),
+                    _mm256_shuffle_ps::<0b01_00_01_00>(t1, t3),
+                    _mm256_shuffle_ps::<0b11_10_11_10>(t1, t3),
+                ];
+                for (q, column) in four.into_iter().enumerate() {
+                    let to: &mut [f32; 8] = columns[4 * half + q][8 * e..].first_chunk_mut().expect("in a column");
+                    // SAFETY: the destination is an array of 8 floats.
+                    unsafe { _mm256_storeu_ps(to.as_mut_ptr(), column) };
+                }
+            }
+        }
+    }
+}
+
+/// Up to [`COLUMNS`] columns of a row without its global scale, from a multiple of that on, and zeros
 /// after them.
 fn decode(token: Avx2, operand: &spec::Operand<'_>, i: usize, at: Range<usize>, out: &mut [f32]) {
     out[at.len()..].fill(0.0);
@@ -108,19 +154,27 @@ fn decode(token: Avx2, operand: &spec::Operand<'_>, i: usize, at: Range<usize>, 
 /// Some columns of row `i` of an FP8 operand, without a scale of the whole matrix.
 fn decode_fp8(token: Avx2, view: &fp8::View<'_>, i: usize, at: Range<usize>, out: &mut [f32]) {
     let shape = (view.rows, view.cols);
-    let factor = |r: usize, c: usize| view.scales.factor(view.tile.index(shape, (r, c)));
     let (height, width) = view.tile.size(view.rows, view.cols);
+    // The factors of the tiles from the start on, `step` apart along K.
+    let factors = |step: usize, place: &dyn Fn(usize) -> (usize, usize)| {
+        let mut factors = [0.0; COLUMNS / SMALLEST];
+        for (factor, k) in factors.iter_mut().zip(at.clone().step_by(step)) {
+            *factor = view.scales.factor(view.tile.index(shape, place(k)));
+        }
+        factors
+    };
     match view.tile {
         fp8::Tile::Tensor => decode_tiles(token, view.format, &view.code_row(i)[at], usize::MAX, &[1.0], out),
         fp8::Tile::Row128 | fp8::Tile::Square128 | fp8::Tile::Row32 => {
-            let factors: Vec<f32> = at.clone().step_by(width).map(|c| factor(i, c)).collect();
+            let factors = factors(width, &|c| (i, c));
             decode_tiles(token, view.format, &view.code_row(i)[at], width, &factors, out);
         }
         // Tiles of 32 in a column: the operand is taken transposed.
         fp8::Tile::Column32 => {
-            let factors: Vec<f32> = at.clone().step_by(height).map(|r| factor(r, i)).collect();
-            let codes: Vec<u8> = at.map(|r| view.codes[r * view.cols + i]).collect();
-            decode_tiles(token, view.format, &codes, height, &factors, out);
+            let factors = factors(height, &|r| (r, i));
+            let mut codes = [0; COLUMNS];
+            codes.iter_mut().zip(at.clone()).for_each(|(code, r)| *code = view.codes[r * view.cols + i]);
+            decode_tiles(token, view.format, &codes[..at.len()], height, &factors, out);
         }
     }
 }
@@ -147,56 +201,51 @@ fn decode_nvfp4(codes: &[u8], scales: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The products of three rows with four others, added up in eight lanes: twelve sums, three
-/// elements of A and one of B fill the registers.
+/// Adds the products of `R` rows with the rows of a panel: twelve sums, two vectors of B and an
+/// element of A fill the registers.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn dots_of_eight(a: [&[f32]; 3], b: [&[f32]; 4]) -> [[f32; 4]; 3] {
-    let eights = a[0].len() / 8;
-    let (a, b) = (a.map(|row| &row.as_chunks::<8>().0[..eights]), b.map(|row| &row.as_chunks::<8>().0[..eights]));
-    let mut sums = [[_mm256_setzero_ps(); 4]; 3];
-    for k in 0..eights {
+fn add_in_eights<const R: usize>(rows: &[f32], stride: usize, panel: &[[f32; 16]], out: &mut [[f32; 16]]) {
+    let rows: [&[f32]; R] = std::array::from_fn(|r| &rows[r * stride..][..panel.len()]);
+    let mut sums = [[_mm256_setzero_ps(); 2]; R];
+    for (k, column) in panel.iter().enumerate() {
+        let halves = column.as_chunks::<8>().0;
         // SAFETY: the sources are arrays of 8 floats.
-        let x = a.map(|row| unsafe { _mm256_loadu_ps(row[k].as_ptr()) });
-        for j in 0..4 {
-            // SAFETY: as above.
-            let y = unsafe { _mm256_loadu_ps(b[j][k].as_ptr()) };
-            for r in 0..3 {
-                sums[r][j] = _mm256_fmadd_ps(x[r], y, sums[r][j]);
+        let b = [0, 1].map(|h| unsafe { _mm256_loadu_ps(halves[h].as_ptr()) });
+        for r in 0..R {
+            let a = _mm256_set1_ps(rows[r][k]);
+            for h in 0..2 {
+                sums[r][h] = _mm256_fmadd_ps(a, b[h], sums[r][h]);
             }
         }
     }
-    let mut out = [[0.0; 4]; 3];
-    for (out, [s0, s1, s2, s3]) in out.iter_mut().zip(sums) {
-        let pairs = _mm256_hadd_ps(_mm256_hadd_ps(s0, s1), _mm256_hadd_ps(s2, s3));
-        let four = _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps::<1>(pairs));
-        // SAFETY: the destination is an array of 4 floats.
-        unsafe { _mm_storeu_ps(out.as_mut_ptr(), four) };
+    for r in 0..R {
+        for (h, out) in out[r].as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            // SAFETY: source and destination are an array of 8 floats.
+            unsafe { _mm256_storeu_ps(out.as_mut_ptr(), _mm256_add_ps(_mm256_loadu_ps(out.as_ptr()), sums[r][h])) };
+        }
     }
-    out
 }
 
-/// The products of four rows with four others, added up in sixteen lanes.
+/// [`add_in_eights`] with vectors of sixteen.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn dots_of_sixteen(a: [&[f32]; 4], b: [&[f32]; 4]) -> [[f32; 4]; 4] {
-    let sixteens = a[0].len() / 16;
-    let (a, b) = (a.map(|row| &row.as_chunks::<16>().0[..sixteens]), b.map(|row| &row.as_chunks::<16>().0[..sixteens]));
-    let mut sums = [[_mm512_setzero_ps(); 4]; 4];
-    for k in 0..sixteens {
+fn add_in_sixteens<const R: usize>(rows: &[f32], stride: usize, panel: &[[f32; 32]], out: &mut [[f32; 32]]) {
+    let rows: [&[f32]; R] = std::array::from_fn(|r| &rows[r * stride..][..panel.len()]);
+    let mut sums = [[_mm512_setzero_ps(); 2]; R];
+    for (k, column) in panel.iter().enumerate() {
+        let halves = column.as_chunks::<16>().0;
         // SAFETY: the sources are arrays of 16 floats.
-        let x = a.map(|row| unsafe { _mm512_loadu_ps(row[k].as_ptr()) });
-        for j in 0..4 {
-            // SAFETY: as above.
-            let y = unsafe { _mm512_loadu_ps(b[j][k].as_ptr()) };
-            for r in 0..4 {
-                sums[r][j] = _mm512_fmadd_ps(x[r], y, sums[r][j]);
+        let b = [0, 1].map(|h| unsafe { _mm512_loadu_ps(halves[h].as_ptr()) });
+        for r in 0..R {
+            let a = _mm512_set1_ps(rows[r][k]);
+            for h in 0..2 {
+                sums[r][h] = _mm512_fmadd_ps(a, b[h], sums[r][h]);
             }
         }
     }
-    let mut out = [[0.0; 4]; 4];
-    for (out, four) in out.iter_mut().zip(sums) {
-        for (out, sum) in out.iter_mut().zip(four) {
-            *out = _mm512_reduce_add_ps(sum);
+    for r in 0..R {
+        for (h, out) in out[r].as_chunks_mut::<16>().0.iter_mut().enumerate() {
+            // SAFETY: source and destination are an array of 16 floats.
+            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_add_ps(_mm512_loadu_ps(out.as_ptr()), sums[r][h])) };
         }
     }
-    out
 }

@@ -41,10 +41,10 @@ pub(super) fn gemm<T: Element>(
         }
         (Vectors::Avx2(token), Operand::Plain(x), Operand::Nvfp4(weights)) => match aligned::rows_of(token, x) {
             Some(rows) => aligned::panels(token, rows, weights, writer),
-            None => decoded::run::<T, 3>(token, &operands, writer),
+            None => decoded::run::<T, 16>(token, &operands, writer),
         },
-        (Vectors::Avx512(token), ..) => decoded::run::<T, 4>(token, &operands, writer),
-        (Vectors::Avx2(token), ..) => decoded::run::<T, 3>(token, &operands, writer),
+        (Vectors::Avx512(token), ..) => decoded::run::<T, 32>(token, &operands, writer),
+        (Vectors::Avx2(token), ..) => decoded::run::<T, 16>(token, &operands, writer),
     }
 }
 
