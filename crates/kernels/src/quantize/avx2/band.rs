@@ -8,7 +8,7 @@ use super::encode::{self, KEEP};
 use super::four_over_six::{self, Choices, Tiles};
 use super::modelopt::{self, Swept};
 use super::search::{self, Searched};
-use super::wide::Lookup;
+use super::wide::{self, Lookup};
 use crate::avx2::small_float::{E4m3, codes, store_bytes};
 use crate::avx2::{
     Avx2, abs, infinity_bits, largest_of_eight, load, load_eight, max, philox, value_of, values_of, zero,
@@ -20,7 +20,7 @@ use nvfp4_spec::scale::SIXTH;
 use nvfp4_spec::scaling::Scaling;
 use nvfp4_spec::stochastic::Random;
 use nvfp4_spec::tile::Rows;
-use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Profile, Rounding, ScaleRule, Specials, e2m1};
+use nvfp4_spec::{BLOCK, Element, ErrorPath, Metric, Precision, Profile, Rounding, ScaleRule, Specials, e2m1};
 
 /// One row of blocks, or sixteen rows that form a row of square tiles. Elements outside the matrix
 /// are zeros.
@@ -73,6 +73,8 @@ pub(super) struct Draw<'a> {
 /// What a thread keeps between bands of one direction: all of the same mode and type.
 pub(super) struct Worker {
     table: Table,
+    /// Proof of AVX-512, for what [`wide`] has.
+    wide: Option<Avx512>,
     lookup: Option<Lookup>,
     /// Of the search of scales.
     searched: Searched,
@@ -91,6 +93,7 @@ impl Worker {
         Worker {
             // SAFETY: an Avx2 token is only made after detection.
             table: unsafe { Table::new(scaling) },
+            wide,
             lookup: wide.map(Lookup::new),
             searched: Searched::new(),
             swept: Swept::new(),
@@ -141,7 +144,8 @@ impl Worker {
         }
         self.find_magnitudes(band);
         self.choose_scales(band);
-        if !self.table.is_complete() {
+        let computed = self.wide.filter(|&token| wide::direct::computes(token, self.table.scaling()));
+        if computed.is_none() && !self.table.is_complete() {
             for b in 0..band.blocks {
                 if !self.table.prepare::<T>(self.scales[b]) {
                     self.undecided.push(b);
@@ -153,14 +157,22 @@ impl Worker {
         for r in 0..band.height {
             let codes = &mut out.codes[r * out.code_stride..][..band.blocks * BLOCK / 2];
             out.scales[r * out.scale_stride..][..band.blocks].copy_from_slice(&self.scales[..band.blocks]);
-            let (row, scales, table) = (band.row(r), &self.scales, &self.table);
+            let (row, scales, table) = (band.row(r), &self.scales[..band.blocks], &self.table);
+            let global = &table.scaling().global;
             match draw.rounding {
+                Rounding::NearestEven if let Some(token) = computed => {
+                    wide::direct::nearest(token, row, scales, global, codes)
+                }
                 Rounding::NearestEven if keep => encode::nearest::<T, KEEP>(row, scales, table, codes),
                 Rounding::NearestEven => encode::nearest::<T, { !KEEP }>(row, scales, table, codes),
                 Rounding::Stochastic(random) => {
                     let first = draw.first + r * draw.pitch;
-                    fill_random(&mut self.random, random, first, band.blocks);
+                    fill_random(self.wide, &mut self.random, random, first, band.blocks);
                     let random = &self.random;
+                    if let Some(token) = computed {
+                        wide::direct::stochastic(token, row, scales, random, global, codes);
+                        continue;
+                    }
                     match (keep, divide) {
                         (true, false) => encode::stochastic::<T, KEEP, false>(row, scales, random, table, codes),
                         (true, true) => encode::stochastic::<T, KEEP, true>(row, scales, random, table, codes),
@@ -184,6 +196,17 @@ impl Worker {
     fn find_magnitudes<T: Element>(&mut self, band: &Band<'_, T>) {
         // Whole vectors of eight, for what follows.
         self.magnitudes.resize(band.blocks.next_multiple_of(8), 0);
+        let infinity = infinity_bits(T::PRECISION);
+        if let Some(token) = self.wide
+            && T::PRECISION != Precision::F32
+        {
+            let (real, padding) = self.magnitudes.split_at_mut(band.blocks);
+            padding.fill(0);
+            if wide::direct::magnitudes(token, band.data, (band.stride, band.height), real, infinity) {
+                self.leave_nan(infinity);
+            }
+            return;
+        }
         let mut all = _mm256_setzero_si256();
         for (i, out) in self.magnitudes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             let bits = match band.row(0)[8 * i..].first_chunk::<8>() {
@@ -211,14 +234,19 @@ impl Worker {
             // SAFETY: the destination is an array of 8 doublewords.
             unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), bits) };
         }
-        let infinity = infinity_bits(T::PRECISION);
         let nan = _mm256_cmpgt_epi32(all, _mm256_set1_epi32(infinity as i32));
         if _mm256_movemask_epi8(nan) != 0 {
-            for (b, bits) in self.magnitudes.iter_mut().enumerate() {
-                if *bits > infinity {
-                    *bits = 0;
-                    self.undecided.push(b);
-                }
+            self.leave_nan(infinity);
+        }
+    }
+
+    /// Tiles with NaN, whose bits are above those of infinity, are undecided.
+    #[cold]
+    fn leave_nan(&mut self, infinity: u32) {
+        for (b, bits) in self.magnitudes.iter_mut().enumerate() {
+            if *bits > infinity {
+                *bits = 0;
+                self.undecided.push(b);
             }
         }
     }
@@ -274,6 +302,13 @@ impl Worker {
     #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
     fn choose_four_over_six<T: Element, const MAE: bool>(&mut self, band: &Band<'_, T>, error: ErrorPath) {
         let global = self.table.scaling().global;
+        if let Some(token) = self.wide {
+            let tiles = Tiles { data: band.data, stride: band.stride, height: band.height, count: band.blocks };
+            let (scales, undecided) = (&mut self.scales, &mut self.undecided);
+            let global = (&global, error);
+            wide::four_over_six::choose::<T, MAE>(token, global, &self.magnitudes, &tiles, scales, undecided);
+            return;
+        }
         for i in 0..self.magnitudes.len() / 8 {
             let amaxes = values_of(load_eight(&self.magnitudes.as_chunks::<8>().0[i]), T::PRECISION);
             self.take(i, four_over_six::choose::<T, MAE>(&global, error, amaxes, &band.tiles(i)));
@@ -346,11 +381,12 @@ fn six(scaling: &Scaling, bits: &[u32; 8], scales: &mut [u8; 8]) {
 /// The random bytes of `blocks` blocks from `first` on.
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-fn fill_random(out: &mut Vec<[u8; BLOCK]>, random: Random<'_>, first: usize, blocks: usize) {
+fn fill_random(wide: Option<Avx512>, out: &mut Vec<[u8; BLOCK]>, random: Random<'_>, first: usize, blocks: usize) {
     out.resize(blocks, [0; BLOCK]);
-    match random {
-        Random::Stream(stream) => philox::fill(&stream, first as u64, &mut out[..blocks]),
-        Random::Bytes(_) => {
+    match (random, wide) {
+        (Random::Stream(stream), Some(token)) => wide::philox::fill(token, &stream, first as u64, out),
+        (Random::Stream(stream), None) => philox::fill(&stream, first as u64, out),
+        (Random::Bytes(_), _) => {
             for (i, block) in out.iter_mut().enumerate() {
                 *block = random_block(random, first + i);
             }

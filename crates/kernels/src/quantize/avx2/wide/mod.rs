@@ -1,5 +1,6 @@
-//! What AVX-512 has of its own: 16-bit elements under one amax, the rule "six" and rounding to
-//! nearest. AVX2 has the rest. [`rows`] is the row direction; this file is the column direction.
+//! What AVX-512 has of its own. AVX2 has the rest. For 16-bit elements under one amax, the rule "six"
+//! and rounding to nearest, [`rows`] is the row direction and this file the column direction;
+//! [`direct`], [`philox`] and [`four_over_six`] are the sweeps of a band in other modes.
 //!
 //! A piece is 16 rows of 32 columns, a row per vector, and is not transposed: maxima over its rows
 //! are maxima of vectors, and each lane looks up the cuts of its own column's scale byte
@@ -7,7 +8,10 @@
 //! of a panel are written.
 
 mod codes;
+pub(super) mod direct;
+pub(super) mod four_over_six;
 mod hadamard;
+pub(super) mod philox;
 mod rows;
 
 use super::column::Submatrix;
@@ -217,4 +221,23 @@ fn transpose_codes(codes: &[[[[u8; 8]; 8]; 4]], pitch: usize, i: usize, bands: u
             }
         }
     }
+}
+
+/// The largest words of 16 blocks, of which each vector has two.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
+#[inline]
+fn largest_of_sixteen(pairs: [__m512i; 8]) -> __m256i {
+    // Blocks 4i to 4i + 3 in the quarters of fours[i], eight words each.
+    let mut fours = [_mm512_setzero_si512(); 4];
+    for (four, p) in fours.iter_mut().zip(pairs.as_chunks::<2>().0) {
+        let (low, high) = (_mm512_shuffle_i64x2::<0x88>(p[0], p[1]), _mm512_shuffle_i64x2::<0xDD>(p[0], p[1]));
+        *four = _mm512_max_epu16(low, high);
+    }
+    let halve_words = |x, y| _mm512_max_epu16(_mm512_unpacklo_epi16(x, y), _mm512_unpackhi_epi16(x, y));
+    let (x, y) = (halve_words(fours[0], fours[1]), halve_words(fours[2], fours[3]));
+    let x = _mm512_max_epu16(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
+    let x = _mm512_max_epu16(x, _mm512_shuffle_epi32::<0b01_00_11_10>(x));
+    // Block 4j + i is word j of quarter i.
+    let order = _mm256_setr_epi16(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
+    _mm512_castsi512_si256(_mm512_permutexvar_epi16(_mm512_castsi256_si512(order), x))
 }

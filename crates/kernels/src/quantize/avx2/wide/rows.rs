@@ -8,6 +8,7 @@
 //! operations for two blocks.
 
 use super::codes::{e4m3_codes, values_of};
+use super::largest_of_sixteen;
 use crate::avx2::infinity_bits;
 use crate::avx512::Avx512;
 use crate::quantize::avx2::cuts::Table;
@@ -136,22 +137,11 @@ impl Lookup {
         scales: &mut [u8; 16],
         undecided: &mut Vec<usize>,
     ) {
-        // Blocks 4i to 4i + 3 in the quarters of fours[i], eight words each.
-        let mut fours = [_mm512_setzero_si512(); 4];
-        for (four, x) in fours.iter_mut().zip(x.as_chunks::<4>().0) {
-            let mask = _mm512_set1_epi16(0x7FFF);
-            let pair = |i: usize| _mm512_and_si512(two_blocks(&x[i], &x[i + 1]), mask);
-            let (a, b) = (pair(0), pair(2));
-            let (low, high) = (_mm512_shuffle_i64x2::<0x88>(a, b), _mm512_shuffle_i64x2::<0xDD>(a, b));
-            *four = _mm512_max_epu16(low, high);
+        let mut pairs = [_mm512_setzero_si512(); 8];
+        for (pair, x) in pairs.iter_mut().zip(x.as_chunks::<2>().0) {
+            *pair = _mm512_and_si512(two_blocks(&x[0], &x[1]), _mm512_set1_epi16(0x7FFF));
         }
-        let halve_words = |x, y| _mm512_max_epu16(_mm512_unpacklo_epi16(x, y), _mm512_unpackhi_epi16(x, y));
-        let (x, y) = (halve_words(fours[0], fours[1]), halve_words(fours[2], fours[3]));
-        let x = _mm512_max_epu16(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
-        let x = _mm512_max_epu16(x, _mm512_shuffle_epi32::<0b01_00_11_10>(x));
-        // Block 4j + i is word j of quarter i.
-        let order = _mm256_setr_epi16(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
-        let mut largest = _mm512_castsi512_si256(_mm512_permutexvar_epi16(_mm512_castsi256_si512(order), x));
+        let mut largest = largest_of_sixteen(pairs);
         let infinity = _mm256_set1_epi16(infinity_bits(T::PRECISION) as i16);
         let mut nan = _mm256_cmpgt_epi16_mask(largest, infinity);
         largest = _mm256_maskz_mov_epi16(!nan, largest);
