@@ -1,11 +1,8 @@
 """MXFP4 that stays beside NVFP4 and FP8, and DeepSeek-V4's form, loaded by vLLM. `kept.py` ends in the number that passed."""
 
 import json
-import sys
-import tempfile
-import traceback
-from pathlib import Path
 
+import checks
 import loader
 import torch
 from families import make
@@ -146,20 +143,6 @@ CHECKS = {
 }
 
 
-def main():
-    loader.begin()
-    failed = 0
-    for title, check in CHECKS.items():
-        with tempfile.TemporaryDirectory(prefix="nvfp4-kept-") as root:
-            try:
-                print(f"{title}: {check(Path(root))}", flush=True)
-            except Exception:
-                traceback.print_exc()
-                print(f"{title}: failed", flush=True)
-                failed += 1
-    print(f"{len(CHECKS) - failed} passed, {failed} failed")
-    sys.exit(failed > 0)
-
-
 if __name__ == "__main__":
-    main()
+    loader.begin()
+    checks.run(CHECKS)

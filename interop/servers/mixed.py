@@ -1,10 +1,6 @@
 """Mixed checkpoints: the bytes of ModelOpt and of llm-compressor for the same rules. `mixed.py` ends in the number that agree."""
 
-import sys
-import tempfile
-import traceback
-from pathlib import Path
-
+import checks
 import torch
 import transformers
 from families import make
@@ -87,32 +83,26 @@ def same(a, b):
     return len(a)
 
 
-CASES = [
-    *((model, ("nvfp4-w4a16", "fp8-tensor"), of_modelopt, ["--acts", "const"]) for model in MODELS),
-    *((model, ("nvfp4-w4a4", "fp8-tensor"), of_modelopt, ["--acts", "const"]) for model in MODELS),
-    *((model, ("nvfp4-w4a16", "fp8-block"), of_modelopt, []) for model in MODELS),
-    *(("llama", ("nvfp4-w4a16", other), of_llm_compressor, ["--to", "compressed-tensors", "--profile", "llm-compressor"])
+def beside(model, forms, theirs, options):
+    """A check of one model with one form for MLPs and another for attention."""
+
+    def check(root):
+        # k_proj has whole blocks of 128 × 128, and two of them: ModelOpt takes the only block of a matrix for a tensor scale.
+        make(model, root / model, num_key_value_heads=4, hidden_size=256)
+        expected = theirs(root / model, root, forms)
+        return f"{same(ours(root / model, root, forms, *options), expected)} tensors are the same"
+
+    return f"{model}: {forms[0]} and {forms[1]}, {theirs.__name__.removeprefix('of_')}", check
+
+
+CHECKS = dict([
+    *(beside(model, ("nvfp4-w4a16", "fp8-tensor"), of_modelopt, ["--acts", "const"]) for model in MODELS),
+    *(beside(model, ("nvfp4-w4a4", "fp8-tensor"), of_modelopt, ["--acts", "const"]) for model in MODELS),
+    *(beside(model, ("nvfp4-w4a16", "fp8-block"), of_modelopt, []) for model in MODELS),
+    *(beside("llama", ("nvfp4-w4a16", other), of_llm_compressor, ["--to", "compressed-tensors", "--profile", "llm-compressor"])
       for other in ("fp8-channel", "fp8-block", "mxfp8")),
-]  # fmt: skip
-
-
-def main():
-    failed = 0
-    for model, forms, theirs, options in CASES:
-        with tempfile.TemporaryDirectory(prefix="nvfp4-mixed-") as folder:
-            root, title = Path(folder), f"{model}: {forms[0]} and {forms[1]}, {theirs.__name__.removeprefix('of_')}"
-            try:
-                # k_proj has whole blocks of 128 × 128, and two of them: ModelOpt takes the only block of a matrix for a tensor scale.
-                make(model, root / model, num_key_value_heads=4, hidden_size=256)
-                expected = theirs(root / model, root, forms)
-                print(f"{title}: {same(ours(root / model, root, forms, *options), expected)} tensors are the same", flush=True)
-            except Exception as error:
-                traceback.print_exc()
-                print(f"{title}: {type(error).__name__}: {error}", flush=True)
-                failed += 1
-    print(f"{len(CASES) - failed} passed, {failed} failed")
-    sys.exit(failed > 0)
+])  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    checks.run(CHECKS)
