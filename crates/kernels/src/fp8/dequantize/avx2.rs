@@ -93,15 +93,86 @@ pub(crate) fn decode_tiles(_: Avx2, format: Format, codes: &[u8], width: usize, 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn decode_tiles_of<F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
-    for ((codes, out), &factor) in codes.chunks(width).zip(out.chunks_mut(width)).zip(factors) {
-        let whole = factor * F::OF_HALF;
-        if whole.is_finite() || !factor.is_finite() {
-            let whole = _mm256_set1_ps(whole);
-            for_each_block::<f32, F>(codes, out, |_| [whole; 2]);
-        } else {
-            out.iter_mut().zip(codes).for_each(|(out, &code)| *out = F::FORMAT.decode(code) * factor);
+    // Tiles are 16 times a power of two wide.
+    let shift = (width / BLOCK).ilog2();
+    if factors.iter().all(|f| (f * F::OF_HALF).is_finite() || !f.is_finite()) {
+        for_each_block::<f32, F>(codes, out, |i| [_mm256_set1_ps(factors[i >> shift] * F::OF_HALF); 2]);
+    } else {
+        for (i, (codes, out)) in codes.chunks(BLOCK).zip(out.chunks_mut(BLOCK)).enumerate() {
+            out.iter_mut().zip(codes).for_each(|(out, &code)| *out = F::FORMAT.decode(code) * factors[i >> shift]);
         }
     }
+}
+
+/// Rows that are decoded side by side.
+#[cfg(target_arch = "x86_64")]
+pub(crate) const LANES: usize = 16;
+
+/// Decodes 32 columns of 16 rows from column `from` on, each row with a factor, and puts element `r`
+/// of column `from + c` at `out[c][at + r]`. Nothing is done, and false returned, where a factor does not take up the power
+/// of two.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn decode_side_by_side<const N: usize, const COLUMNS: usize>(
+    _: Avx2,
+    format: Format,
+    codes: &[[u8; COLUMNS]; LANES],
+    from: usize,
+    factors: &[f32; LANES],
+    out: &mut [[f32; N]],
+    at: usize,
+) -> bool {
+    match format {
+        // SAFETY: an Avx2 token is only made after detection.
+        Format::E4m3 => unsafe { side_by_side::<E4m3, N, COLUMNS>(codes, from, factors, out, at) },
+        // SAFETY: as above.
+        Format::E5m2 => unsafe { side_by_side::<E5m2, N, COLUMNS>(codes, from, factors, out, at) },
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn side_by_side<F: SmallFloat, const N: usize, const COLUMNS: usize>(
+    codes: &[[u8; COLUMNS]; LANES],
+    from: usize,
+    factors: &[f32; LANES],
+    out: &mut [[f32; N]],
+    at: usize,
+) -> bool {
+    let whole = factors.map(|f| f * F::OF_HALF);
+    if whole.iter().zip(factors).any(|(whole, f)| !whole.is_finite() && f.is_finite()) {
+        return false;
+    }
+    let whole = widen::<f32>(load(&whole));
+    let mut rows = [_mm256_setzero_si256(); LANES];
+    for (row, codes) in rows.iter_mut().zip(codes) {
+        let codes: &[u8; 32] = codes[from..].first_chunk().expect("32 columns");
+        // SAFETY: the source is an array of 32 bytes.
+        *row = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
+    }
+    // Rows r and r + 8 become one, four times: bytes of a column then lie in one lane.
+    for _ in 0..4 {
+        let mut mixed = [_mm256_setzero_si256(); LANES];
+        for r in 0..8 {
+            mixed[2 * r] = _mm256_unpacklo_epi8(rows[r], rows[r + 8]);
+            mixed[2 * r + 1] = _mm256_unpackhi_epi8(rows[r], rows[r + 8]);
+        }
+        rows = mixed;
+    }
+    for (c, column) in rows.iter().enumerate() {
+        for (lane, bytes) in
+            [_mm256_castsi256_si128(*column), _mm256_extracti128_si256::<1>(*column)].into_iter().enumerate()
+        {
+            let Some(out) = out.get_mut(16 * lane + c) else { continue };
+            let zero = _mm_setzero_si128();
+            let halves = [_mm_unpacklo_epi8(zero, bytes), _mm_unpackhi_epi8(zero, bytes)];
+            for (h, out) in out[at..][..LANES].as_chunks_mut::<8>().0.iter_mut().enumerate() {
+                let values = _mm256_mul_ps(_mm256_cvtph_ps(half::<F>(halves[h])), whole[h]);
+                // SAFETY: the destination is an array of 8 floats.
+                unsafe { _mm256_storeu_ps(out.as_mut_ptr(), values) };
+            }
+        }
+    }
+    true
 }
 
 /// Decodes a row of tiles, each with a factor.

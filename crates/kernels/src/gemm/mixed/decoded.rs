@@ -6,7 +6,7 @@
 
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
-use crate::fp8::dequantize::avx2::decode_tiles;
+use crate::fp8::dequantize::avx2::{LANES, decode_side_by_side, decode_tiles};
 use crate::gemm::exact::{SCALES, for_rows};
 use crate::gemm::pieces::{in_pieces, padded, rows_in_pieces};
 use crate::gemm::spec;
@@ -77,12 +77,14 @@ pub(super) fn run<T: Element, const N: usize>(kernel: impl Tiles<N>, (a, b): &Op
             sums.fill([0.0; N]);
             for start in (0..cols).step_by(COLUMNS) {
                 let end = cols.min(start + COLUMNS);
-                for (j, row) in decoded[..width].iter_mut().enumerate() {
-                    decode(token, b, first + j, start..end.min(b.cols()), &mut row[..end - start]);
-                }
                 let panel = &mut panel.0[..end - start];
-                // SAFETY: an Avx2 token is only made after detection.
-                unsafe { transpose(decoded, panel) };
+                if !fp8_panel(token, b, first, start..end.min(b.cols()), panel) {
+                    for (j, row) in decoded[..width].iter_mut().enumerate() {
+                        decode(token, b, first + j, start..end.min(b.cols()), &mut row[..end - start]);
+                    }
+                    // SAFETY: an Avx2 token is only made after detection.
+                    unsafe { transpose(decoded, panel) };
+                }
                 for (some, sums) in rows.chunks(MOST_ROWS * stride).zip(sums.chunks_mut(MOST_ROWS)) {
                     kernel.add(&some[start..], stride, panel, sums);
                 }
@@ -93,6 +95,42 @@ pub(super) fn run<T: Element, const N: usize>(kernel: impl Tiles<N>, (a, b): &Op
             }
         },
     );
+}
+
+/// [`decode`] and [`transpose`] at once, for FP8 with tiles along K: bytes are transposed. Whether it
+/// was done: some factors need the rules.
+fn fp8_panel<const N: usize>(
+    token: Avx2,
+    operand: &spec::Operand<'_>,
+    first: usize,
+    at: Range<usize>,
+    panel: &mut [[f32; N]],
+) -> bool {
+    let spec::Operand::Fp8(view) = operand else { return false };
+    if view.tile == fp8::Tile::Column32 {
+        return false;
+    }
+    let (shape, (_, width)) = ((view.rows, view.cols), view.tile.size(view.rows, view.cols));
+    for (e, start) in (first..view.rows.min(first + N)).step_by(LANES).enumerate() {
+        let mut codes = [[0; COLUMNS]; LANES];
+        let mut factors = [[1.0; LANES]; COLUMNS / SMALLEST];
+        for (r, i) in (start..view.rows.min(start + LANES)).enumerate() {
+            codes[r][..at.len()].copy_from_slice(&view.code_row(i)[at.clone()]);
+            if view.tile != fp8::Tile::Tensor {
+                let tile = view.tile.index(shape, (i, at.start));
+                for (k, factors) in factors[..at.len().div_ceil(SMALLEST)].iter_mut().enumerate() {
+                    factors[r] = view.scales.factor(tile + k * SMALLEST / width);
+                }
+            }
+        }
+        for (c, (columns, factors)) in panel.chunks_mut(SMALLEST).zip(&factors).enumerate() {
+            if !decode_side_by_side(token, view.format, &codes, SMALLEST * c, factors, columns, LANES * e) {
+                return false;
+            }
+        }
+    }
+    panel[at.len()..].fill([0.0; N]);
+    true
 }
 
 /// Rows side by side: eight of them and eight columns at a time.
@@ -155,11 +193,14 @@ fn decode(token: Avx2, operand: &spec::Operand<'_>, i: usize, at: Range<usize>, 
 fn decode_fp8(token: Avx2, view: &fp8::View<'_>, i: usize, at: Range<usize>, out: &mut [f32]) {
     let shape = (view.rows, view.cols);
     let (height, width) = view.tile.size(view.rows, view.cols);
-    // The factors of the tiles from the start on, `step` apart along K.
+    // The factors of the tiles from the start on, `step` apart along K. Their places are evenly apart.
     let factors = |step: usize, place: &dyn Fn(usize) -> (usize, usize)| {
+        let index = |k: usize| view.tile.index(shape, place(k));
+        let first = index(at.start);
+        let apart = if at.len() > step { index(at.start + step) - first } else { 0 };
         let mut factors = [0.0; COLUMNS / SMALLEST];
-        for (factor, k) in factors.iter_mut().zip(at.clone().step_by(step)) {
-            *factor = view.scales.factor(view.tile.index(shape, place(k)));
+        for (k, factor) in factors[..at.len().div_ceil(step)].iter_mut().enumerate() {
+            *factor = view.scales.factor(first + k * apart);
         }
         factors
     };
