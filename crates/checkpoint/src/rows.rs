@@ -22,10 +22,10 @@ use crate::{Decoding, Error, Result};
 use half::{bf16, f16};
 use nvfp4::{GlobalScale, Layout, Precision};
 use nvfp4_kernels::quantize::{self as kernel, Amax, Direction};
-use nvfp4_kernels::{Input, Values, dequantize, gguf, gptq, weighted};
+use nvfp4_kernels::{Input, Values, dequantize, gguf, gptq, rescale, weighted};
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::scale::Unit as ScaleUnit;
-use nvfp4_spec::{BLOCK, Rounding, e2m1, e4m3, e8m0, rescale};
+use nvfp4_spec::{BLOCK, Rounding, e4m3, e8m0};
 use safetensors::Dtype;
 use std::ops::Range;
 
@@ -102,7 +102,14 @@ impl Conversion<'_, '_> {
                         let matrix = rows.start / weight.matrix_rows();
                         let shared = self.rescaled(item).expect("a rescaled weight is in a rescaled group");
                         let (from, to) = (source.global(matrix)?, shared[matrix]);
-                        rescale_rows(&mut memory.codes, &mut memory.scales, from, to, source.unit);
+                        rescale::rescale(
+                            self.settings.implementation,
+                            &mut memory.codes,
+                            &mut memory.scales,
+                            from,
+                            to,
+                            source.unit,
+                        )?;
                         (to, source.unit)
                     }
                     _ => {
@@ -336,22 +343,6 @@ fn scale_not_held(piece: &Piece<'_, '_>, error: nvfp4_kernels::Error) -> Error {
         weight.module,
         e4m3::decode(byte)
     ))
-}
-
-/// Expresses blocks with another tensor scale, in place.
-fn rescale_rows(codes: &mut [u8], scales: &mut [u8], from: f32, to: f32, unit: ScaleUnit) {
-    for (packed, scale) in codes.as_chunks_mut::<{ BLOCK / 2 }>().0.iter_mut().zip(scales) {
-        let codes = std::array::from_fn(|i| e2m1::code_at(packed, i));
-        let block = rescale::block(&codes, *scale, from, to, unit);
-        *scale = block.scale;
-        pack(&block.codes[0], packed);
-    }
-}
-
-/// The codes of a block, two in a byte.
-fn pack(codes: &[u8; BLOCK], packed: &mut [u8]) {
-    let pairs = codes.as_chunks::<2>().0;
-    packed.iter_mut().zip(pairs).for_each(|(byte, &[even, odd])| *byte = e2m1::pack(even, odd));
 }
 
 /// Copies a range of a tensor's bytes, in F32 where the target wants that, and in its order.

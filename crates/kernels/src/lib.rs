@@ -31,6 +31,7 @@ mod input;
 #[cfg(target_arch = "x86_64")]
 mod pages;
 pub mod quantize;
+pub mod rescale;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod scatter;
 #[cfg(feature = "cuda")]

@@ -35,7 +35,19 @@ pub fn decode_factor(scale: u8, scaling: &Scaling) -> f32 {
 /// them.
 pub(crate) fn error<const H: usize>(tile: &Rows<f32, H>, q: &Quantized<H>, factor: f32) -> f64 {
     let pairs = tile.as_flattened().iter().zip(q.codes.as_flattened());
-    pairs.map(|(&x, &c)| (f64::from(x) - f64::from(e2m1::decode(c) * factor)).powi(2)).sum()
+    pairs.map(|(&x, &c)| squared(x, c, factor)).sum()
+}
+
+/// The squared error of an element whose code is multiplied by `factor` to decode it.
+pub fn squared(x: f32, code: u8, factor: f32) -> f64 {
+    (f64::from(x) - f64::from(e2m1::decode(code) * factor)).powi(2)
+}
+
+/// The scale bytes that a search around `centre` tries, in the order in which ties are won.
+pub fn candidates(centre: u8) -> impl Iterator<Item = u8> {
+    let bytes = OFFSETS.into_iter().map(move |offset| i32::from(centre) + offset);
+    let tried = move |byte: &i32| *byte == i32::from(centre) || (1..=i32::from(e4m3::MAX_BYTE)).contains(byte);
+    bytes.filter(tried).map(|byte| byte as u8)
 }
 
 /// The quantized tile with the smallest error among those of the scale bytes around `centre`.
@@ -46,12 +58,8 @@ pub(crate) fn search<const H: usize>(
     error: impl Fn(&Quantized<H>) -> f64,
 ) -> Quantized<H> {
     let (mut best, mut least) = (quantize(centre), f64::INFINITY);
-    for offset in OFFSETS {
-        let byte = i32::from(centre) + offset;
-        if offset != 0 && !(1..=i32::from(e4m3::MAX_BYTE)).contains(&byte) {
-            continue;
-        }
-        let other = quantize(byte as u8);
+    for byte in candidates(centre) {
+        let other = quantize(byte);
         let sum = error(&other);
         if sum < least {
             (best, least) = (other, sum);

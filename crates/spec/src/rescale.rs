@@ -9,7 +9,7 @@ use crate::tile::Quantized;
 use crate::{BLOCK, Specials, e2m1, e4m3, mse};
 
 /// The sign bit of a scale byte, which no producer sets and every reader obeys.
-const SIGN: u8 = 0x80;
+pub const SIGN: u8 = 0x80;
 
 /// The block of 16 codes with the scale byte `scale` and the stored number `from`, with the stored
 /// number `to`.
@@ -21,26 +21,53 @@ const SIGN: u8 = 0x80;
 /// errors wins.
 pub fn block(codes: &[u8; BLOCK], scale: u8, from: f32, to: f32, unit: Unit) -> Quantized<1> {
     let (sign, magnitude) = (scale & SIGN, scale & !SIGN);
-    let zeros = magnitude == 0 || codes.iter().all(|c| c & 7 == 0);
-    if zeros || magnitude == e4m3::NAN_BYTE {
+    if codes.iter().all(|c| c & 7 == 0) {
         return Quantized { scale, codes: [*codes] };
+    }
+    match change(magnitude, from, to, unit) {
+        Change::Scale(byte) => Quantized { scale: sign | byte, codes: [*codes] },
+        Change::Search(nearest) => {
+            let factor = unit.decode_factor(magnitude, from);
+            let row = codes.map(|c| e2m1::decode(c) * factor);
+            let quantize = |scale: u8| {
+                let factor = unit.decode_factor(scale, to);
+                Quantized { scale, codes: [row.map(|x| code(x, factor))] }
+            };
+            let best = mse::search(nearest, quantize, |q| mse::error(&[row], q, unit.decode_factor(q.scale, to)));
+            Quantized { scale: sign | best.scale, ..best }
+        }
+    }
+}
+
+/// What becomes of the blocks with a scale byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// They get this scale byte and keep their codes.
+    Scale(u8),
+    /// They are quantized again, with a scale byte around this one.
+    Search(u8),
+}
+
+/// What becomes of blocks with the scale byte `magnitude`, which has no sign, unless all of their
+/// elements are zeros.
+pub fn change(magnitude: u8, from: f32, to: f32, unit: Unit) -> Change {
+    if magnitude == 0 || magnitude == e4m3::NAN_BYTE {
+        return Change::Scale(magnitude);
     }
     // A stored number that divides has the ratio the other way around. Products of 4 and 24 bits
     // are exact in binary64.
     let (before, after) = if unit == Unit::Divisor { (to, from) } else { (from, to) };
     let wanted = f64::from(e4m3::decode(magnitude)) * f64::from(before);
     let nearest = e4m3::encode((wanted / f64::from(after)) as f32);
-    if f64::from(e4m3::decode(nearest)) * f64::from(after) == wanted {
-        return Quantized { scale: sign | nearest, codes: [*codes] };
+    match f64::from(e4m3::decode(nearest)) * f64::from(after) == wanted {
+        true => Change::Scale(nearest),
+        false => Change::Search(nearest),
     }
-    let factor = unit.decode_factor(magnitude, from);
-    let row = codes.map(|c| e2m1::decode(c) * factor);
-    let quantize = |scale: u8| {
-        let factor = unit.decode_factor(scale, to);
-        Quantized { scale, codes: [row.map(|x| e2m1::encode(x / factor, Specials::Kernel))] }
-    };
-    let best = mse::search(nearest, quantize, |q| mse::error(&[row], q, unit.decode_factor(q.scale, to)));
-    Quantized { scale: sign | best.scale, ..best }
+}
+
+/// The code of an element that is quantized again; `factor` is what decodes it.
+pub fn code(x: f32, factor: f32) -> u8 {
+    e2m1::encode(x / factor, Specials::Kernel)
 }
 
 #[cfg(test)]
