@@ -4,6 +4,8 @@
 use super::client::Client;
 use super::dialect::{Dialect, Model};
 use super::finding::{Finding, Fix, Severity};
+use super::form::Eight;
+use super::stacked::is_expert;
 use super::weight::{Stored, Weight};
 use crate::Result;
 use serde_json::Value;
@@ -28,7 +30,7 @@ enum Treatment {
 }
 
 /// Architectures that no server loads in NVFP4, by the beginnings of their names.
-const UNSERVED: [(&[&str], Treatment, &str); 4] = [
+const UNSERVED: [(&[&str], Treatment, &str); 5] = [
     (
         &["GPT2", "OpenAIGPT", "ImageGPT", "DecisionTransformer"],
         Treatment::Refuse,
@@ -52,10 +54,11 @@ const UNSERVED: [(&[&str], Treatment, &str); 4] = [
         "no server runs its kind of encoder and decoder in NVFP4",
     ),
     (&["Jamba"], Treatment::Refuse, "vLLM 0.32 does not load it in NVFP4, not even ModelOpt's own export"),
+    (&["MambaFor", "FalconMambaFor"], Treatment::Refuse, "vLLM 0.32 quantizes none of its layers"),
     (
-        &["Bert", "Roberta", "XLMRoberta", "DistilBert", "Electra", "Albert", "Deberta", "MPNet", "Camembert"],
+        &["DistilBert", "Electra", "Albert", "Deberta", "MPNet", "Camembert"],
         Treatment::Tell,
-        "vLLM 0.32 does not load it in NVFP4, not even ModelOpt's own export",
+        "vLLM 0.32 has no code for it",
     ),
 ];
 
@@ -182,6 +185,9 @@ pub fn loading(model: &Model<'_>, client: Client) -> Option<Finding> {
         );
         return Some(finding(Severity::Problem, text).with(Fix::Decode));
     }
+    if let Some(reason) = unread(model, architecture) {
+        return Some(finding(Severity::Problem, format!("{architecture}: {reason}")));
+    }
     if let Some((_, reason)) = unserved(architecture) {
         return Some(finding(Severity::Problem, format!("{architecture}: {reason}")).with(Fix::Decode));
     }
@@ -197,12 +203,67 @@ fn unserved(architecture: &str) -> Option<(Treatment, &'static str)> {
     found.map(|(_, treatment, reason)| (*treatment, *reason))
 }
 
-/// What vLLM calls an expert when it asks the configuration for its form, where that is not its name
-/// in the file. The first expert of a layer stands for all.
-pub(super) fn called_by_vllm(config: Option<&Value>, module: &str) -> Option<String> {
-    let architecture = config?.pointer("/architectures/0")?.as_str()?;
-    let other = architecture.starts_with("MiniMaxM2") && module.contains(".block_sparse_moe.experts.0.");
-    other.then(|| module.replace(".block_sparse_moe.", ".mlp."))
+/// Why vLLM does not read a form that it reads of other architectures.
+fn unread(model: &Model<'_>, architecture: &str) -> Option<&'static str> {
+    let one = |w: &Weight<'_>| matches!(w.stored, Stored::Nvfp4(_) | Stored::Fp8 { eight: Eight::Tensor, .. });
+    let by_heads = |w: &Weight<'_>| w.module.ends_with(".query_key_value") && one(w);
+    let scaled = |w: &Weight<'_>| match &w.stored {
+        Stored::Nvfp4(parts) => parts.input.is_some(),
+        Stored::Fp8 { input, .. } => input.is_some(),
+        Stored::Plain(_) | Stored::MxFp4 { .. } => false,
+    };
+    let adapter = |w: &Weight<'_>| w.module.contains("_adapter_list.") && scaled(w);
+    let has = |wanted: &dyn Fn(&Weight<'_>) -> bool| model.weights.iter().any(wanted);
+    match model.dialect {
+        Dialect::ModelOpt | Dialect::CompressedTensors if architecture.starts_with("Bloom") && has(&by_heads) => {
+            Some("vLLM 0.32 sorts its query_key_value by heads, and fails with the one number of a tensor scale")
+        }
+        Dialect::ModelOpt | Dialect::CompressedTensors if architecture.starts_with("Zamba2") && has(&adapter) => {
+            Some("vLLM 0.32 does not find the activation scales of its adapters; leave them out")
+        }
+        Dialect::ModelOpt
+            if architecture.starts_with("ExaoneMoe") && model.weight("lm_head").is_some() && !model.names_all() =>
+        {
+            Some(
+                "vLLM 0.32 asks for its output head without a name, so no list of ModelOpt's leaves it alone; use \
+                 compressed-tensors' format, or several forms",
+            )
+        }
+        Dialect::CompressedTensors
+            if architecture.starts_with("GraniteMoeHybrid") && has(&|w| is_expert(&w.module) && scaled(w)) =>
+        {
+            Some(
+                "vLLM 0.32 does not find the activation scales of its experts in compressed-tensors' format; use \
+                 ModelOpt's, or leave them out",
+            )
+        }
+        _ => None,
+    }
+}
+
+/// Names that vLLM has for modules of some architectures when it asks the configuration for their
+/// form: a part of the name in the file, and what stands there instead. The first expert of a layer
+/// stands for all. A joined module is here where the architecture's class does not say what it is
+/// joined from.
+const CALLED: [(&[&str], &str, &[&str]); 9] = [
+    (&["MiniMaxM2", "PhimoeFor"], ".block_sparse_moe.experts.0.", &[".mlp.experts.0."]),
+    (&["PhimoeFor"], ".block_sparse_moe.gate", &[".mlp.router"]),
+    (&["GraniteMoeHybrid"], ".mamba.", &[".mixer."]),
+    (&["Glm4v"], ".attn.qkv", &[".attn.q_proj", ".attn.k_proj", ".attn.v_proj"]),
+    (&["Glm4vFor", "StableLm", "StableLM", "Orion"], ".gate_proj", &[".gate_up_proj"]),
+    (&["Glm4vFor", "StableLm", "StableLM", "Orion"], ".up_proj", &[".gate_up_proj"]),
+    (&["StableLm", "StableLM", "Orion", "GPTJ"], ".q_proj", &[".qkv_proj"]),
+    (&["StableLm", "StableLM", "Orion", "GPTJ"], ".k_proj", &[".qkv_proj"]),
+    (&["StableLm", "StableLM", "Orion", "GPTJ"], ".v_proj", &[".qkv_proj"]),
+];
+
+/// What else vLLM calls a module when it asks the configuration for its form.
+pub(super) fn called_by_vllm(config: Option<&Value>, module: &str) -> Vec<String> {
+    let architecture = config.and_then(|c| c.pointer("/architectures/0")?.as_str()).unwrap_or_default();
+    let called = CALLED
+        .iter()
+        .filter(|(names, part, _)| module.contains(part) && names.iter().any(|name| architecture.starts_with(name)));
+    called.flat_map(|(_, part, others)| others.iter().map(move |other| module.replace(part, other))).collect()
 }
 
 /// The output heads that a server builds for an architecture whether or not the checkpoint has

@@ -175,6 +175,9 @@ pub(super) fn compressed_tensors_of(groups: Value, format: &str, ignore: &[Strin
 pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec<String> {
     let kept = |item: &&Item<'_>| matches!(item.action, Action::Keep(_) | Action::Decode(_));
     let mut names: Vec<String> = plan.items.iter().filter(kept).map(|i| i.weight.module.clone()).collect();
+    let config = model.checkpoint.config();
+    let others: Vec<String> = names.iter().flat_map(|name| architecture::called_by_vllm(config, name)).collect();
+    names.extend(others);
     for head in architecture::heads(model.architecture()) {
         if !plan.items.iter().any(|i| i.weight.module == *head) {
             names.push(head.to_string());
@@ -185,14 +188,24 @@ pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec
         // names in every family.
         if target == Target::CompressedTensors {
             names.extend(["gate_proj", "up_proj", "down_proj"].map(|name| format!("{experts}.0.{name}")));
-            // For GPT-OSS it gives an entry that ends in `.down_proj` another name, but no pattern.
-            if model.architecture() == Some("GptOssForCausalLM") {
-                names.push(format!("re:{}[.].*", experts.replace('.', "[.]")));
-            }
         }
+        names.extend(pattern(model.architecture().unwrap_or_default(), &experts, target));
         names.push(experts);
     }
     names.sort();
     names.dedup();
     names
+}
+
+/// A pattern for the experts of architectures for which vLLM gives entries of the list other names,
+/// but no pattern: GPT-OSS's that end in `.down_proj`, and Aria's that begin with `language_model`.
+fn pattern(architecture: &str, experts: &str, target: Target) -> Option<String> {
+    let inner = experts.find("layers.").map_or(experts, |at| &experts[at..]);
+    match target {
+        Target::CompressedTensors if ["GptOss", "Aria"].iter().any(|name| architecture.starts_with(name)) => {
+            Some(format!("re:.*{}[.].*", inner.replace('.', "[.]")))
+        }
+        Target::ModelOpt if architecture.starts_with("Aria") => Some(format!("*.{inner}*")),
+        _ => None,
+    }
 }

@@ -311,7 +311,7 @@ fn check_lists(model: &Model<'_>, client: Client, report: &mut Report) {
     };
     let is_fp4 = |weight: &Weight<'_>| matches!(weight.stored, Stored::Nvfp4(_));
     // Where every quantized module is named, the others are not expected to be.
-    let named = promised::names_all(model);
+    let named = model.names_all();
     for (file, list) in lists {
         let names = names(list);
         let patterns = Ignored::new(names.iter().map(String::as_str), client, model.dialect);

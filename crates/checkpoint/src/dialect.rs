@@ -139,6 +139,18 @@ impl<'a> Model<'a> {
     pub fn architecture(&self) -> Option<&str> {
         self.checkpoint.config()?.get("architectures")?.get(0)?.as_str()
     }
+
+    /// Whether the configuration names each quantized module, so that all others are not.
+    pub(super) fn names_all(&self) -> bool {
+        let algorithm = self.description().and_then(|d| d.get("quant_algo")).and_then(Value::as_str);
+        algorithm.is_some_and(|algorithm| algorithm.eq_ignore_ascii_case("MIXED_PRECISION"))
+    }
+
+    /// What servers go by: `config.json`, or ModelOpt's own file where that says nothing.
+    pub(super) fn description(&self) -> Option<&'a Value> {
+        let config = self.checkpoint.config().and_then(|c| c.get("quantization_config")).filter(|c| c.is_object());
+        config.or_else(|| self.checkpoint.quantization().and_then(|q| q.get("quantization")))
+    }
 }
 
 /// Detects the dialect of a checkpoint: by its marks, never by likelihood.

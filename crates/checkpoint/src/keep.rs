@@ -14,6 +14,7 @@ pub(super) enum Part {
     Prediction,
     Indexer,
     StateSpace,
+    ByHeads,
     Norm,
 }
 
@@ -27,6 +28,7 @@ impl fmt::Display for Part {
             Part::Prediction => "multi-token prediction",
             Part::Indexer => "indexer of sparse attention",
             Part::StateSpace => "state-space layer",
+            Part::ByHeads => "sorted by heads when vLLM loads it, which a tensor scale is not",
             Part::Norm => "norm",
         })
     }
@@ -36,8 +38,18 @@ impl fmt::Display for Part {
 /// `output` may be the projection of an attention, and Molmo's `ff_out` that of a feed-forward
 /// layer).
 const HEADS: [&str; 5] = ["lm_head", "output_layer", "embed_out", "v_head", "shared_head"];
-const OUTER_HEADS: [&str; 9] =
-    ["proj_out", "output", "head", "score", "classifier", "pooler", "ff_out", "qa_outputs", "codec_head"];
+const OUTER_HEADS: [&str; 10] = [
+    "predictions",
+    "proj_out",
+    "output",
+    "head",
+    "score",
+    "classifier",
+    "pooler",
+    "ff_out",
+    "qa_outputs",
+    "codec_head",
+];
 
 /// Parts of a name that vision and audio have. A part that begins with `vision`, `visual`, `audio`
 /// or `speech` is one too.
@@ -60,11 +72,14 @@ const OUTER_PERCEPTION: [&str; 7] =
 pub(super) struct Defaults {
     layers: Option<u64>,
     experts: Option<u64>,
+    /// Whether vLLM sorts the rows of `query_key_value` by heads, and its scales as if they were rows.
+    sorts: bool,
 }
 
 impl Defaults {
     pub fn new(outline: &Outline<'_>) -> Self {
-        Defaults { layers: outline.layers(), experts: outline.experts() }
+        let sorts = outline.architecture().is_some_and(|name| name.starts_with("Bloom"));
+        Defaults { layers: outline.layers(), experts: outline.experts(), sorts }
     }
 
     /// Why a weight with this many rows (outputs) is left alone.
@@ -98,6 +113,9 @@ impl Defaults {
         }
         if contains(&["linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "mixer.conv1d"]) {
             return Some(Part::StateSpace);
+        }
+        if self.sorts && last == "query_key_value" {
+            return Some(Part::ByHeads);
         }
         (last.contains("norm") || last.contains("LayerNorm")).then_some(Part::Norm)
     }
@@ -164,6 +182,7 @@ mod tests {
             ("v_head.summary", Some(Part::Head)),
             ("classifier.dense", Some(Part::Head)),
             ("bert.pooler.dense", Some(Part::Head)),
+            ("cls.predictions.transform.dense", Some(Part::Head)),
             ("model.transformer.ff_out", Some(Part::Head)),
             ("model.transformer.blocks.3.ff_out", None),
             ("encoder.layer.0.attention.output.dense", None),

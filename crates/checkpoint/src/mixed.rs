@@ -56,8 +56,9 @@ impl<'p> Mixed<'p> {
         for item in &plan.items {
             if let Some(scheme) = scheme(item, target, extras.activations) {
                 let module = &item.weight.module;
-                let names = [Some(module.clone()), architecture::called_by_vllm(source, module)];
-                schemes.entry(scheme).or_default().extend(names.into_iter().flatten());
+                let modules = schemes.entry(scheme).or_default();
+                modules.push(module.clone());
+                modules.extend(architecture::called_by_vllm(source, module));
             }
         }
         let mxfp4_inputs = mxfp4_inputs(source).cloned().unwrap_or_default();

@@ -146,9 +146,17 @@ impl<'c> Outline<'c> {
         self.get(&[key])?.as_str()
     }
 
+    /// The architecture, which is also the name of a server's code for it.
+    pub fn architecture(&self) -> Option<&'c str> {
+        self.config?.pointer("/architectures/0")?.as_str()
+    }
+
     /// Layers, without those that predict further tokens.
     pub fn layers(&self) -> Option<u64> {
-        self.number(&LAYERS)
+        // A layer of LongCat's has two attentions, and transformers counts these in `num_hidden_layers`.
+        let twice = self.text("model_type").is_some_and(|name| name.starts_with("longcat"));
+        let own = self.number(&["num_layers"]).filter(|_| twice);
+        own.or_else(|| self.number(&LAYERS))
     }
 
     /// Whether layers after the last one predict further tokens.
@@ -267,6 +275,10 @@ mod tests {
         assert_eq!((outline.tied(), outline.embedded()), (Some(true), None));
         assert_ne!(outline.kind(0), outline.kind(1));
         assert_eq!(outline.kind(2), None);
+        let mut twice = json!({ "model_type": "longcat_flash", "num_hidden_layers": 4, "num_layers": 2 });
+        assert_eq!(Outline::new(Some(&twice)).layers(), Some(2));
+        twice["num_layers"] = Value::Null;
+        assert_eq!(Outline::new(Some(&twice)).layers(), Some(4));
         assert_eq!(Outline::new(None).layers(), None);
         assert_eq!(Outline::new(Some(&json!([1]))).layers(), None);
     }

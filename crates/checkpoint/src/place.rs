@@ -47,14 +47,23 @@ pub(super) fn kind_of(rest: &str) -> Option<String> {
     if SCALES.iter().any(|end| rest.ends_with(end)) || parts.clone().any(sparse) {
         return None;
     }
-    let parts: Vec<&str> = parts.map(|part| if part.parse::<u64>().is_ok() { "#" } else { part }).collect();
-    let kind = parts.join(".");
+    let is_number = |part: &str| part.parse::<u64>().is_ok();
+    // A number after a number is a place in a sequence, not one of several that are alike.
+    let before = std::iter::once("").chain(parts.clone());
+    let named = before.zip(parts).map(|(before, part)| if is_number(part) && !is_number(before) { "#" } else { part });
+    let kind = named.collect::<Vec<&str>>().join(".");
     Some(kind.strip_suffix("_packed").map(str::to_string).unwrap_or(kind))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::layer_of;
+    use super::{kind_of, layer_of};
+
+    #[test]
+    fn a_number_after_a_number_is_a_place() {
+        assert_eq!(kind_of("mlp.experts.3.up_proj").as_deref(), Some("mlp.experts.#.up_proj"));
+        assert_eq!(kind_of("adapter_list.3.1").as_deref(), Some("adapter_list.#.1"));
+    }
 
     #[test]
     fn layers_are_found_below_the_prefix_of_an_encoder() {

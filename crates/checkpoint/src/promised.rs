@@ -52,25 +52,13 @@ const PLAIN: Promise = Promise { form: Form::Plain, inputs: Inputs::Absent };
 
 /// Whether a checkpoint has, or says that it has, other forms than NVFP4.
 pub(super) fn has_forms(model: &Model<'_>) -> bool {
-    names_all(model)
+    model.names_all()
         || model.weights.iter().any(|weight| matches!(weight.stored, Stored::Fp8 { .. } | Stored::MxFp4 { .. }))
-}
-
-/// Whether the configuration names each quantized module, so that all others are not.
-pub(super) fn names_all(model: &Model<'_>) -> bool {
-    let algorithm = description(model).and_then(|d| d.get("quant_algo")).and_then(Value::as_str);
-    algorithm.is_some_and(|algorithm| algorithm.eq_ignore_ascii_case("MIXED_PRECISION"))
-}
-
-/// What servers go by: `config.json`, or ModelOpt's own file where that says nothing.
-fn description<'m>(model: &'m Model<'_>) -> Option<&'m Value> {
-    let config = model.checkpoint.config().and_then(|c| c.get("quantization_config")).filter(|c| c.is_object());
-    config.or_else(|| model.checkpoint.quantization().and_then(|q| q.get("quantization")))
 }
 
 /// Checks what is said of every weight.
 pub(super) fn check(model: &Model<'_>, client: Client, report: &mut Report) -> Result<()> {
-    let Some(description) = description(model) else { return Ok(()) };
+    let Some(description) = model.description() else { return Ok(()) };
     let promises = match model.dialect {
         Dialect::CompressedTensors => groups(model, description, client, report),
         _ => layers(model, description, client, report),
@@ -200,7 +188,7 @@ fn check_layers(model: &Model<'_>, layers: &Map<String, Value>, report: &mut Rep
     let config = model.checkpoint.config();
     let modules = || model.weights.iter().map(|weight| weight.module.as_str());
     let mut known: BTreeSet<String> = modules().map(str::to_string).collect();
-    known.extend(modules().filter_map(|module| architecture::called_by_vllm(config, module)));
+    known.extend(modules().flat_map(|module| architecture::called_by_vllm(config, module)));
     let unknown = || layers.keys().filter(|module| !known.contains(*module));
     if let Some(first) = unknown().next() {
         let count = unknown().count();

@@ -52,7 +52,7 @@ impl Plan<'_> {
             forms
         };
         let architecture = model.architecture().unwrap_or_default();
-        let misnamed = ["FalconH1", "ModernBert"].iter().any(|name| architecture.starts_with(name));
+        let misnamed = ["FalconH1", "ModernBert", "Zamba2", "Aria"].iter().any(|name| architecture.starts_with(name));
         if forms.len() > 1 && misnamed && matches!(target, Target::ModelOpt | Target::CompressedTensors) {
             return refuse(format!(
                 "{architecture}: vLLM 0.32 asks for the forms of its layers by names that they do not have, so it has \

@@ -4,7 +4,6 @@
 //! |---|---|---|
 //! | transformers 5, Qwen 3.5, Gemma 4 | `experts.gate_up_proj`, [experts, 2·inner, hidden] | `experts.down_proj`, [experts, hidden, inner] |
 //! | Llama 4, Qwen3-VL | the same names, [experts, hidden, 2·inner] | [experts, inner, hidden] |
-//! | Aria | `experts.fc1.weight`, as Llama 4 | `experts.fc2.weight` |
 //! | Granite | `block_sparse_moe.input_linear.weight`, as transformers 5 | `….output_linear.weight` |
 //! | Step | `moe.gate_proj.weight` and `moe.up_proj.weight`, [experts, inner, hidden] | `moe.down_proj.weight` |
 //!
@@ -60,15 +59,13 @@ enum Holds {
     Down,
 }
 
-const NAMES: [(&str, Holds); 8] = [
+const NAMES: [(&str, Holds); 6] = [
     ("gate_up_proj", Holds::GateAndUp),
     ("input_linear", Holds::GateAndUp),
-    ("fc1", Holds::GateAndUp),
     ("gate_proj", Holds::Gate),
     ("up_proj", Holds::Up),
     ("down_proj", Holds::Down),
     ("output_linear", Holds::Down),
-    ("fc2", Holds::Down),
 ];
 
 /// Which of the two dimensions of an expert comes first.
@@ -150,9 +147,10 @@ pub(super) fn matrices(checkpoint: &Checkpoint, tensor: &Located<'_>) -> Result<
 }
 
 /// Architectures whose experts servers read in one tensor only, and not in NVFP4.
-const UNREAD: [(&str, &str); 2] = [
+const UNREAD: [(&str, &str); 3] = [
     ("GptOss", "vLLM 0.32 has no loader for GPT-OSS's experts in NVFP4"),
     ("Dbrx", "vLLM 0.32 has no loader for DBRX's experts in NVFP4"),
+    ("Aria", "vLLM 0.32 has no loader for Aria's experts in NVFP4"),
 ];
 
 /// Which dimension comes first, by what a projection makes and the next one takes.

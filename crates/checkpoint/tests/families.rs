@@ -203,7 +203,7 @@ fn heads_that_may_be_tied_are_always_listed() {
 fn models_that_no_server_loads_are_refused_by_name() {
     let weights = matrices(&[("h.0.attn.c_attn.weight", &[64, 64]), ("h.0.mlp.c_proj.weight", &[64, 64])]);
     let adapter = matrices(&[("base.layers.0.q_proj.lora_A.weight", &[16, 64])]);
-    let cases: [(&Tensors, Value, &str); 6] = [
+    let cases: [(&Tensors, Value, &str); 7] = [
         (
             &weights,
             json!({ "architectures": ["GPT2LMHeadModel"] }),
@@ -215,6 +215,7 @@ fn models_that_no_server_loads_are_refused_by_name() {
             "T5ForConditionalGeneration: no server runs",
         ),
         (&weights, json!({ "architectures": ["JambaForCausalLM"] }), "JambaForCausalLM: vLLM 0.32 does not load it"),
+        (&weights, json!({ "architectures": ["MambaForCausalLM"] }), "MambaForCausalLM: vLLM 0.32 quantizes none"),
         (&weights, json!({ "_class_name": "FluxTransformer2DModel" }), "a model of diffusers"),
         (&adapter, json!({}), "a LoRA adapter, not a model"),
         (&weights, json!({ "architectures": ["MT5EncoderModel"] }), "MT5EncoderModel: no server runs"),
@@ -242,17 +243,146 @@ fn models_that_no_server_loads_are_refused_by_name() {
     assert!(refused.starts_with("in Mistral's own form (params.json)"), "{refused}");
 }
 
-/// BERT and GPT-OSS are converted, and it is said that no server loads them.
+/// DistilBERT and GPT-OSS are converted, and it is said that no server loads them.
 #[test]
 fn models_that_only_we_read_are_converted_with_a_word() {
     let dir = Folder::new();
     let tensors = matrices(&[("encoder.layer.0.intermediate.dense.weight", &[64, 64])]);
-    folder(&dir.join("in"), &[tensors], &json!({ "architectures": ["BertModel"] }));
+    folder(&dir.join("in"), &[tensors], &json!({ "architectures": ["DistilBertModel"] }));
     run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap();
     let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
     let finding = loading(&Model::new(&checkpoint).unwrap(), Client::Vllm).unwrap();
     assert_eq!((finding.severity, finding.about.as_str()), (Severity::Problem, "architecture"));
-    assert!(finding.text.starts_with("BertModel: vLLM 0.32 does not load it in NVFP4"), "{}", finding.text);
+    assert!(finding.text.starts_with("DistilBertModel: vLLM 0.32 has no code for it"), "{}", finding.text);
+}
+
+/// What vLLM finds when it loads the result of a conversion.
+fn found(tensors: &Tensors, architecture: &str, settings: &Settings) -> Option<String> {
+    let dir = Folder::new();
+    folder(&dir.join("in"), std::slice::from_ref(tensors), &json!({ "architectures": [architecture] }));
+    run(&dir.join("in"), &dir.join("out"), settings).unwrap();
+    let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
+    loading(&Model::new(&checkpoint).unwrap(), Client::Vllm).map(|finding| finding.text)
+}
+
+/// An architecture, tensors that stay, a module that does not, and what vLLM calls those that stay.
+type Called<'a> = (&'a str, &'a [(&'a str, &'a [usize])], &'a str, &'a [&'a str]);
+
+/// vLLM asks for what stays by names that the files do not have.
+#[test]
+fn what_stays_is_also_named_as_vllm_calls_it() {
+    let cases: [Called<'_>; 4] = [
+        (
+            "PhimoeForCausalLM",
+            &[("model.layers.0.block_sparse_moe.gate.weight", &[4, 64])],
+            "model.layers.0.self_attn.o_proj",
+            &["model.layers.0.mlp.router"],
+        ),
+        (
+            "Glm4vForConditionalGeneration",
+            &[
+                ("model.visual.blocks.0.mlp.gate_proj.weight", &[64, 64]),
+                ("model.visual.blocks.0.mlp.up_proj.weight", &[64, 64]),
+                ("model.visual.blocks.0.attn.qkv.weight", &[192, 64]),
+            ],
+            "model.language_model.layers.0.self_attn.o_proj",
+            &["model.visual.blocks.0.mlp.gate_up_proj", "model.visual.blocks.0.attn.k_proj"],
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            &[("model.layers.0.mamba.norm.weight", &[64, 64])],
+            "model.layers.0.mamba.out_proj",
+            &["model.layers.0.mixer.norm"],
+        ),
+        (
+            "GPTJForCausalLM",
+            &[("transformer.h.0.attn.q_proj.weight", &[64, 8]), ("transformer.h.0.attn.k_proj.weight", &[64, 8])],
+            "transformer.h.0.attn.out_proj",
+            &["transformer.h.0.attn.qkv_proj"],
+        ),
+    ];
+    for (architecture, stay, other, called) in cases {
+        let mut tensors = matrices(stay);
+        tensors.insert(format!("{other}.weight"), random(Dtype::BF16, &[64, 64], 9));
+        for target in [Target::ModelOpt, Target::CompressedTensors] {
+            let (actions, ignore) = decided(&tensors, &json!({ "architectures": [architecture] }), target);
+            assert_eq!(kept(&actions).len(), stay.len(), "{actions:?}");
+            assert!(called.iter().all(|name| ignore.contains(&name.to_string())), "{ignore:?}");
+        }
+    }
+}
+
+/// Bloom's `query_key_value` stays, and vLLM does not load one with a tensor scale.
+#[test]
+fn what_vllm_sorts_by_heads_stays() {
+    let bloom = "BloomForCausalLM";
+    let module = "transformer.h.0.self_attention.query_key_value";
+    let tensors =
+        matrices(&[(&format!("{module}.weight"), &[192, 64]), ("transformer.h.0.mlp.dense_h_to_4h.weight", &[64, 64])]);
+    let (actions, _) = decided(&tensors, &json!({ "architectures": [bloom] }), Target::ModelOpt);
+    assert_eq!(kept(&actions), [module]);
+    let (actions, _) = decided(&tensors, &json!({ "architectures": ["FalconForCausalLM"] }), Target::ModelOpt);
+    assert_eq!(kept(&actions), [""; 0]);
+    assert_eq!(found(&tensors, bloom, &to(Target::ModelOpt)), None);
+    let selection = Selection { default_skips: DefaultSkips::Off, ..Selection::default() };
+    let text = found(&tensors, bloom, &Settings { selection, ..to(Target::ModelOpt) }).unwrap();
+    assert!(text.contains("sorts its query_key_value by heads"), "{text}");
+}
+
+/// Aria's experts stay in their tensor. vLLM gives other names to entries of the list, but not to patterns.
+#[test]
+fn arias_experts_stay_by_a_pattern() {
+    let experts = "language_model.model.layers.0.mlp.experts";
+    let tensors = matrices(&[
+        (&format!("{experts}.fc1.weight"), &[4, 64, 64]),
+        (&format!("{experts}.fc2.weight"), &[4, 32, 64]),
+        ("language_model.model.layers.0.self_attn.o_proj.weight", &[64, 64]),
+    ]);
+    let config = json!({ "architectures": ["AriaForConditionalGeneration"] });
+    for (target, pattern) in [
+        (Target::ModelOpt, "*.layers.0.mlp.experts*"),
+        (Target::CompressedTensors, "re:.*layers[.]0[.]mlp[.]experts[.].*"),
+    ] {
+        let (actions, ignore) = decided(&tensors, &config, target);
+        assert_eq!(actions.len(), 1);
+        assert!(ignore.contains(&pattern.to_string()), "{ignore:?}");
+    }
+}
+
+/// Forms that vLLM reads of other architectures are named where it does not.
+#[test]
+fn forms_that_vllm_does_not_read_of_some_architectures_are_named() {
+    let acts = |target| Settings { acts: Acts::Constant(1.0), ..to(target) };
+    let cases: [(&str, &str, Settings, Settings, &str); 3] = [
+        (
+            "ExaoneMoeForCausalLM",
+            "lm_head",
+            to(Target::ModelOpt),
+            to(Target::CompressedTensors),
+            "asks for its output head without a name",
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            "model.layers.0.block_sparse_moe.experts.0.down_proj",
+            acts(Target::CompressedTensors),
+            acts(Target::ModelOpt),
+            "the activation scales of its experts",
+        ),
+        (
+            "Zamba2ForCausalLM",
+            "model.layers.0.shared_transformer.feed_forward.gate_up_proj_adapter_list.0.0",
+            acts(Target::ModelOpt),
+            to(Target::ModelOpt),
+            "the activation scales of its adapters",
+        ),
+    ];
+    for (architecture, module, wrong, right, reason) in cases {
+        let other = "model.layers.0.self_attn.o_proj.weight";
+        let tensors = matrices(&[(&format!("{module}.weight"), &[64, 64]), (other, &[64, 64])]);
+        let text = found(&tensors, architecture, &wrong).unwrap();
+        assert!(text.contains(reason), "{text}");
+        assert_eq!(found(&tensors, architecture, &right), None, "{architecture}");
+    }
 }
 
 #[test]

@@ -404,3 +404,17 @@ fn parts_make_the_bytes_of_one_process() {
     assert_eq!((summary.quantized.len(), summary.findings), (14, vec![]));
     assert!(contents(&dir.join("one")) == contents(&dir.join("parts")));
 }
+
+/// vLLM asks for the layers of some architectures by names that they do not have: they have one form.
+#[test]
+fn layers_without_names_have_one_form() {
+    for architecture in ["FalconH1ForCausalLM", "Zamba2ForCausalLM", "AriaForConditionalGeneration"] {
+        let dir = Folder::new();
+        let tensors = ["mlp.down_proj", "self_attn.o_proj"]
+            .map(|name| (format!("model.layers.0.{name}.weight"), random(Dtype::BF16, &[128, 128], 3)));
+        folder(&dir.join("in"), &[tensors.into_iter().collect()], &json!({ "architectures": [architecture] }));
+        let refused = run(&dir.join("in"), &dir.join("out"), &preset(Target::ModelOpt, "mlp+fp8")).unwrap_err();
+        assert!(refused.to_string().contains("by names that they do not have"), "{refused}");
+        run(&dir.join("in"), &dir.join("out"), &preset(Target::ModelOpt, "fp8")).unwrap();
+    }
+}

@@ -31,7 +31,7 @@ enum Order {
     InputsFirst,
 }
 
-const FORMS: [Form; 5] = [
+const FORMS: [Form; 4] = [
     Form {
         architecture: "Qwen3_5MoeForConditionalGeneration",
         module: "model.language_model.layers.0.mlp.experts",
@@ -47,15 +47,6 @@ const FORMS: [Form; 5] = [
         tensors: &[
             ("language_model.model.layers.0.feed_forward.experts.gate_up_proj", &["gate_proj", "up_proj"]),
             ("language_model.model.layers.0.feed_forward.experts.down_proj", &["down_proj"]),
-        ],
-        order: Order::InputsFirst,
-    },
-    Form {
-        architecture: "AriaForConditionalGeneration",
-        module: "language_model.model.layers.0.mlp.experts",
-        tensors: &[
-            ("language_model.model.layers.0.mlp.experts.fc1.weight", &["gate_proj", "up_proj"]),
-            ("language_model.model.layers.0.mlp.experts.fc2.weight", &["down_proj"]),
         ],
         order: Order::InputsFirst,
     },

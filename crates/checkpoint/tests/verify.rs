@@ -358,7 +358,7 @@ fn layers_of_other_types_are_no_problem() {
 #[test]
 fn other_programs_are_asked_about_weights_alone() {
     let mut parts = Parts::convert(&llama(Dtype::BF16), &config(), &settings(Target::CompressedTensors, Acts::None));
-    parts.config["architectures"] = json!(["BertModel"]);
+    parts.config["architectures"] = json!(["DistilBertModel"]);
     assert_eq!(parts.verify(Client::Transformers), []);
 }
 

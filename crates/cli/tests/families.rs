@@ -118,9 +118,9 @@ fn the_last_line_says_who_reads_the_result() {
     let said = text(&unnamed);
     assert!(unnamed.status.success() && said.contains("next     config.json names no architecture"), "{said}");
     assert!(!said.contains("vllm serve"), "{said}");
-    let bert = convert("bert", json!({ "architectures": ["BertModel"] }), &[]);
+    let bert = convert("bert", json!({ "architectures": ["DistilBertModel"] }), &[]);
     assert!(
-        bert.status.success() && text(&bert).contains("next     BertModel: vLLM 0.32 does not load"),
+        bert.status.success() && text(&bert).contains("next     DistilBertModel: vLLM 0.32 has no code"),
         "{}",
         text(&bert)
     );
