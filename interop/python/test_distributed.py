@@ -18,6 +18,7 @@ import nvfp4.te as te
 import nvfp4.torch
 from nvfp4.torch._formats import Format
 from nvfp4.torch._composed import quantized as arrays_of
+from workers import end
 
 
 def worker(rank, folder):
@@ -77,7 +78,7 @@ def worker(rank, folder):
     for recipe in (te.Float8CurrentScaling(fp8_dpa=True), te.DelayedScaling(fp8_dpa=True, fp8_mha=True)):
         attended(recipe, whole, rank)
     torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes, scales], f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    end()
 
 
 SPECS = ["nvfp4", "nvfp4(hadamard)", "nvfp4(row-scaled)", "fp8", "mxfp8", "fp8 / nvfp4", "mxfp8 / nvfp4(row-scaled)", "nvfp4 / nvfp4 from row",
