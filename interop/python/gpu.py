@@ -233,6 +233,70 @@ def values():
         check(f"{inputs} to {outputs} within the bound", bool(((first[0] - exact).abs() <= magnitude * 2**-14 + exact.abs() * 2**-8 + 2**-8).all()))
 
 
+def experts():
+    """Experts in one launch multiply what they multiply one after the other: the results differ by the order of sums, and by
+    their rounding. Codes that are kept, a capture and a step from moved tensors change no bit; a changed weight is seen.
+    """
+    nearest = nvfp4.Recipe.from_toml('[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"')
+    # FP8's sums have about 14 bits.
+    for name, recipe, bits in (("nvfp4", nearest, 14), ("mxfp8", "mxfp8", 14), ("current_scaling", "current_scaling", 9), ("float8_block_scaling", "float8_block_scaling", 9)):
+        torch.manual_seed(3)
+        settings = {"device": "cuda", "dtype": torch.bfloat16}
+        module = nvfp4.torch.GroupedLinear(4, 256, 384, recipe=recipe, **settings)
+        splits, x, dy = [70, 0, 300, 33], tokens(403, 256), tokens(403, 384)
+        run = lambda t: module(t, splits)
+        run.parameters = module.parameters
+        apart = copy.deepcopy(module)
+        apart.formats_by_codes = lambda weights: None  # one after the other
+        by_itself = lambda t: apart(t, splits)
+        by_itself.parameters = apart.parameters
+        made, expected = gradients(run, x, dy), gradients(by_itself, x, dy)
+        weights = [getattr(module, f"weight{expert}").detach().abs().double() for expert in range(4)]
+        parts = list(zip(x.abs().double().split(splits), dy.abs().double().split(splits), weights))
+        magnitudes = [torch.cat([a @ w.t() for a, _, w in parts]), torch.cat([b @ w for _, b, w in parts])]
+        for a, b, w in parts:
+            magnitudes += [b.t() @ a, torch.zeros((), device="cuda")]  # the gradient of a bias is torch's own sum
+        for number, (a, b, magnitude) in enumerate(zip(made, expected, magnitudes)):
+            close = (a.double() - b.double()).abs() <= magnitude * 2.0**-bits + b.double().abs() * 2**-7
+            check(f"experts of {name} together, tensor {number}", a.shape == b.shape and bool(close.all()))
+        check(f"an expert of {name} without tokens has no gradient", not made[4].any())
+        with torch.no_grad():
+            check(f"experts of {name} evaluated", torch.equal(run(x), made[0]))
+        kept = gradients(run, x, dy)
+        check(f"experts of {name} from kept codes", all(torch.equal(a, b) for a, b in zip(made, kept)))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu(), lambda t: t.cuda()):
+            moved = gradients(run, x, dy)
+        check(f"what experts of {name} keep may be moved", all(torch.equal(a, b) for a, b in zip(made, moved)))
+        stream = torch.cuda.Stream()
+        graph, replayed, read = captured(run, x, dy, stream)
+        with torch.cuda.stream(stream):
+            replay(graph, replayed)
+        check(f"experts of {name} replayed", all(torch.equal(a, b) for a, b in zip(made, replayed)))
+        del graph, read
+        with torch.no_grad():
+            module.weight2.mul_(2)
+        check(f"a changed expert of {name} is seen", not torch.equal(run(x)[70:370], made[0][70:370]))
+        main = copy.deepcopy(module)
+        main.fuse_wgrad_accumulation = True
+        for expert in range(4):
+            weight = getattr(main, f"weight{expert}")
+            weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+        main(x, splits).backward(dy)
+        after = gradients(run, x, dy)
+        sums = [getattr(main, f"weight{expert}").main_grad - 1 for expert in range(4)]
+        check(f"gradients of experts of {name} go to main_grad", all(torch.allclose(a, b.float(), rtol=2**-7, atol=2**-7 * b.abs().max().item() + 1e-6) for a, b in zip(sums, after[2::2])))
+    # Of one seed the draws are the same, of another they are not, and the mean is that of the nearest.
+    module = nvfp4.torch.GroupedLinear(2, 128, 128, bias=False, device="cuda", dtype=torch.bfloat16)
+    x, dy, run = tokens(256, 128), tokens(256, 128), lambda t: module(t, [100, 156])
+    run.parameters = module.parameters
+    first, second = gradients(run, x, dy), gradients(run, x, dy)
+    check("experts draw by the seed", all(torch.equal(a, b) for a, b in zip(first, second)))
+    torch.cuda.manual_seed(8)
+    read = x.clone().requires_grad_()
+    run(read).backward(dy)
+    check("and afresh by another", not torch.equal(read.grad, first[1]))
+
+
 def threads(rounds=200):
     """Two threads, each with a stream, a captured step and eager steps of changing size between its replays."""
     failures, jobs, kept = [], [], []
@@ -581,7 +645,7 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here, and these checks are of nothing else")
     print(f"nvfp4 {nvfp4.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, values, threads, kept_weights, graphs_of_te, training_graph, codes, memory, foreign, watched, refused, bad_input, overhead)
+    parts = (bits, products, accumulators, delayed, copies, graphs, modules, passes, graphs_of_modules, values, experts, threads, kept_weights, graphs_of_te, training_graph, codes, memory, foreign, watched, refused, bad_input, overhead)
     for part in parts:
         part()
     print("all checks passed")

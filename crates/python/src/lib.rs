@@ -51,7 +51,9 @@ mod _nvfp4 {
     #[pymodule_export]
     use crate::generator::Generator;
     #[pymodule_export]
-    use crate::linear::{backward, dequantize, forward, forward_codes, prepare, quantize, sizes};
+    use crate::linear::{
+        backward, backward_groups, dequantize, forward, forward_codes, forward_groups, prepare, quantize, sizes,
+    };
     #[pymodule_export]
     use crate::matmul::matmul;
     #[pymodule_export]

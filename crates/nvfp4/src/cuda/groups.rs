@@ -2,10 +2,13 @@
 
 use super::matmul::check;
 use super::values::operand;
-use super::{Direction, Gpu, Groups, Input, Memory, Options, Plain, Product, Slice, SliceMut};
+use super::{
+    Direction, Fp8Direction, Gpu, Groups, Input, Memory, Nvfp4Direction, Options, Plain, Product, Slice, SliceMut,
+};
 use crate::format::Side;
-use crate::{Element, Error, Fp8Description, Nvfp4Description, Quantizer, Result};
+use crate::{Element, Error, Fp8Description, Fp8Tile, Nvfp4Description, Quantizer, Result};
 use nvfp4_kernels::gemm::cuda::{Along, GroupedOperand, Operand, multiply_groups};
+use nvfp4_spec::check_len;
 use nvfp4_spec::fp8::Scales;
 use std::sync::Arc;
 
@@ -100,11 +103,60 @@ impl GroupedTensor {
     }
 
     fn operand(&self, side: Side) -> Result<GroupedOperand<'_>> {
-        let along = match side {
-            Side::Row => Along::Rows,
-            Side::Column => Along::K,
+        Ok(GroupedOperand { operand: operand(self.direction(side)?), along: along(side), groups: &self.groups })
+    }
+
+    /// One direction of groups over the block that [`Gpu::quantize_groups`] made of it, in the format and with the settings of `like`. The
+    /// length is checked.
+    pub fn over_block(
+        like: &crate::Direction,
+        side: Side,
+        groups: &Arc<Groups>,
+        cols: usize,
+        block: Memory,
+    ) -> Result<Self> {
+        let shape = |padded: bool| match side {
+            Side::Row => (groups.rows(), cols),
+            Side::Column if padded => (cols, groups.padded_rows()),
+            Side::Column => (cols, groups.rows()),
         };
-        Ok(GroupedOperand { operand: operand(self.direction(side)?), along, groups: &self.groups })
+        let whole = |len| check_len("block of a direction of groups", len, block.len());
+        let direction = match like {
+            crate::Direction::Nvfp4(like) => {
+                let (rows, cols) = shape(true);
+                let about = Nvfp4Description { rows, cols, ..like.about };
+                let arrays = about.block_of(along(side).stored_count(about.global, groups, rows)?)?;
+                whole(arrays.len)?;
+                let [codes, scales, stored] = block.parts(arrays.arrays);
+                let (codes, scales, stored) = (codes.into(), scales.into(), stored.into());
+                Direction::Nvfp4(Nvfp4Direction { about, codes, scales, stored })
+            }
+            crate::Direction::Fp8(like) => {
+                let (rows, cols) = shape(like.about.tile != Fp8Tile::Column32);
+                let about = Fp8Description { rows, cols, ..like.about };
+                let arrays = about.block_of(along(side).scale_count(about.tile, groups, (rows, cols))?)?;
+                whole(arrays.len)?;
+                let [codes, scales] = block.parts(arrays.arrays);
+                let scales = match like.scales {
+                    Scales::F32(_) => Scales::F32(scales.into()),
+                    Scales::E8m0(_) => Scales::E8m0(scales.into()),
+                };
+                Direction::Fp8(Fp8Direction { about, codes: codes.into(), scales })
+            }
+            crate::Direction::Plain(_) => return Err(Error::PlainOnGpu),
+        };
+        let (row, col) = match side {
+            Side::Row => (Some(direction), None),
+            Side::Column => (None, Some(direction)),
+        };
+        Ok(GroupedTensor { groups: groups.clone(), cols, row, col })
+    }
+}
+
+fn along(side: Side) -> Along {
+    match side {
+        Side::Row => Along::Rows,
+        Side::Column => Along::K,
     }
 }
 

@@ -39,6 +39,8 @@ __all__ = [
     "_linear_backward",
     "_linear_blocks",
     "_linear_codes",
+    "_linear_groups",
+    "_linear_groups_backward",
     "_prepare_block",
     "_quantize_blocks",
     "command",
@@ -347,6 +349,27 @@ def _linear_codes(
     amax: Optional[_Array],
     scales: Sequence[Optional[_Array]],
     watched: str,
+) -> List[Any]: ...
+def _linear_groups(
+    x: _Array,
+    weights: _Array,
+    codes: bool,
+    bias: Optional[_Array],
+    formats: str,
+    sizes: Sequence[int],
+    out_features: int,
+) -> List[Any]: ...
+def _linear_groups_backward(
+    dy: _Array,
+    x: _Array,
+    weights: _Array,
+    formats: str,
+    sizes: Sequence[int],
+    in_features: int,
+    dx: Any,
+    dw: Any,
+    seed: int,
+    offset: Optional[_Array],
 ) -> List[Any]: ...
 def _quantize_blocks(x: _Array, spec: str, directions: _Directions) -> List[Any]: ...
 def _dequantize_block(block: _Array, spec: str, rows: int, cols: int, dtype: Any) -> Any: ...

@@ -14,6 +14,7 @@ mod blocks;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod formats;
+mod groups;
 mod host;
 
 use crate::array::Array;
@@ -23,6 +24,7 @@ use crate::place::Place;
 use crate::words::{self, PRECISIONS};
 pub use blocks::{dequantize, prepare, quantize};
 use formats::{Formats, Pass};
+pub use groups::{backward_groups, forward_groups};
 use nvfp4::{Finite, Precision, Side};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

@@ -19,6 +19,28 @@ pub enum Along {
     K,
 }
 
+impl Along {
+    /// How many 32-bit scales all groups of an NVFP4 operand of so many rows have.
+    pub fn stored_count(self, global: GlobalScale, groups: &Groups, rows: usize) -> Result<usize> {
+        Ok(match (global, self) {
+            (GlobalScale::PerTensor, _) => groups.count(),
+            (GlobalScale::PerRow, Along::Rows) => rows,
+            (GlobalScale::PerRow, Along::K) => area(groups.count(), rows)?,
+        })
+    }
+
+    /// How many scales all groups of an FP8 operand have, of which K is the second number.
+    pub fn scale_count(self, tile: Tile, groups: &Groups, (rows, cols): (usize, usize)) -> Result<usize> {
+        // Tiles that span rows begin anew in every group.
+        Ok(match (tile, self) {
+            (Tile::Tensor, _) => GROUP_SCALES * groups.count(),
+            (Tile::Square128, Along::Rows) => tile.scale_count(groups.padded_rows(), cols)?,
+            (Tile::Column32, _) => tile.scale_count(groups.padded_rows(), rows)?,
+            (tile, _) => tile.scale_count(rows, cols)?,
+        })
+    }
+}
+
 /// The operands of all groups, as [`quantize_grouped`](crate::quantize::cuda::quantize_grouped) or
 /// [FP8's](crate::fp8::cuda::quantize_grouped) writes them.
 #[derive(Clone, Copy, Debug)]
@@ -129,24 +151,8 @@ impl<'a> GroupedOperand<'a> {
             Operand::Nvfp4(view) if view.layout != Layout::Linear => {
                 Err(Error::Combination("operands in groups have linear scales").into())
             }
-            Operand::Nvfp4(view) => {
-                let stored = match (view.global, along) {
-                    (GlobalScale::PerTensor, _) => groups.count(),
-                    (GlobalScale::PerRow, Along::Rows) => rows,
-                    (GlobalScale::PerRow, Along::K) => area(groups.count(), rows)?,
-                };
-                view.check_with(device, stored)
-            }
-            Operand::Fp8(view) => {
-                // Tiles that span rows begin anew in every group.
-                let scales = match (view.tile, along) {
-                    (Tile::Tensor, _) => GROUP_SCALES * groups.count(),
-                    (Tile::Square128, Along::Rows) => view.tile.scale_count(groups.padded_rows(), cols)?,
-                    (Tile::Column32, _) => view.tile.scale_count(groups.padded_rows(), rows)?,
-                    (tile, _) => tile.scale_count(rows, cols)?,
-                };
-                view.check_with(device, scales)
-            }
+            Operand::Nvfp4(view) => view.check_with(device, along.stored_count(view.global, groups, rows)?),
+            Operand::Fp8(view) => view.check_with(device, along.scale_count(view.tile, groups, (rows, cols))?),
         }
     }
 

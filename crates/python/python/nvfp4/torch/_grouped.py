@@ -19,6 +19,8 @@ from ._norm import _parameter, _reset
 from ._parameters import as_asked
 from ._quantized import coded as coded_of
 from ._routes import Passage
+from ._together import Call as Together
+from ._together import can_be_together, linear_together
 
 
 class GroupedLinear(Layer):
@@ -101,6 +103,15 @@ class GroupedLinear(Layer):
         return shaped(self._experts(x, splits), (*input.shape[:-1], self.out_features))
 
     def _experts(self, x: Tensor, splits: List[int]) -> Tensor:
+        if x.is_cuda:
+            x = autocast(x)
+            weights = [getattr(self, name) for name in self.weights()]
+            formats = None if self._workers or self._parallel else self.formats_by_codes(weights)
+            if formats is not None and can_be_together(x, weights, formats):
+                mains = [self.main_of(weight) for weight in weights]
+                biases = [self._bias(expert) for expert in range(self.num_gemms)]
+                call = Together(formats[0], splits, self.seed, self._kept, mains)
+                return linear_together(x, weights, biases, call)
         parts = torch.split(x, splits)
         return torch.cat([self._expert(expert, tokens) for expert, tokens in enumerate(parts)])
 

@@ -383,7 +383,7 @@ _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._ge
 _compiling = torch.compiler.is_compiling
 
 
-def _unwatched(x: Tensor, other: Tensor) -> bool:
+def unwatched(x: Tensor, other: Tensor) -> bool:
     """Whether nothing but the operation itself would see a call: no compiler, no tracer, no mode and
     no transform, and tensors with memory. Then torch's dispatcher has nothing to add.
     """
@@ -401,17 +401,17 @@ def _unwatched(x: Tensor, other: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Tensor, *rest: Any) -> List[Tensor]:
     """``torch.ops.nvfp4.linear``, by the shortest way."""
-    call = _linear if _unwatched(x, weight) else torch.ops.nvfp4.linear.default
+    call = _linear if unwatched(x, weight) else torch.ops.nvfp4.linear.default
     return call(x, weight, *rest)
 
 
 def linear_codes(x: Tensor, weight: Tensor, *rest: Any) -> List[Tensor]:
     """``torch.ops.nvfp4.linear_codes``, by the shortest way."""
-    call = _linear_codes if _unwatched(x, weight) else torch.ops.nvfp4.linear_codes.default
+    call = _linear_codes if unwatched(x, weight) else torch.ops.nvfp4.linear_codes.default
     return call(x, weight, *rest)
 
 
 def linear_backward(dy: Tensor, x: Tensor, *rest: Any) -> List[Tensor]:
     """``torch.ops.nvfp4.linear_backward``, by the shortest way."""
-    call = _linear_backward if _unwatched(dy, x) else torch.ops.nvfp4.linear_backward.default
+    call = _linear_backward if unwatched(dy, x) else torch.ops.nvfp4.linear_backward.default
     return call(dy, x, *rest)

@@ -1,6 +1,8 @@
 //! On a GPU: everything is queued on torch's stream, and nothing waits, so the interpreter's lock
 //! is held throughout. Results are torch's own tensors; a quantized direction is one allocation.
 
+pub mod groups;
+
 use super::formats::Slot;
 use super::{Backward, Forward, Scales, Watched, Weight, flat, with_last};
 use crate::array::Array;
@@ -243,16 +245,16 @@ pub fn misaligned() -> PyErr {
     PyValueError::new_err("the tensor's memory is not aligned; clone it")
 }
 
+/// An offset that is read when the work runs.
+fn offset_in(tensor: &Tensor) -> PyResult<Offset<'_>> {
+    Ok(Offset::Memory { at: tensor.device_slice().ok_or_else(misaligned)?, plus: 0 })
+}
+
 fn quantize(gpu: &Gpu, array: &Array, slot: &Slot, given: Given<'_, '_>, id: i32) -> PyResult<Observed> {
     let [row, column] = given.scales.map(|scale| scale.map(|scale| one(scale, DataType::F32, "scale", id)).transpose());
     let (row, column) = (row?, column?);
-    let randomness = match given.drawn {
-        Some((seed, offset)) => {
-            let at = offset.device_slice().ok_or_else(misaligned)?;
-            Some(Randomness { seed, offset: Offset::Memory { at, plus: 0 } })
-        }
-        None => None,
-    };
+    let randomness = given.drawn.map(|(seed, offset)| Ok::<_, PyErr>(Randomness { seed, offset: offset_in(offset)? }));
+    let randomness = randomness.transpose()?;
     let [row_scale, col_scale]: [Option<Slice<'_, f32>>; 2] =
         [&row, &column].map(|scale| scale.as_ref().and_then(Tensor::device_slice));
     let row_amax = given.amax.map(|amax| amax.device_slice().ok_or_else(misaligned)).transpose()?;
