@@ -8,6 +8,7 @@ import torch
 import nvfp4.te as te
 from nvfp4.te._products import general_gemm, general_grouped_gemm
 from nvfp4.te.custom_recipes.gemm import GEMMType, custom_gemm
+from nvfp4.te.standin._extension import generic_gemm
 
 QUANTIZERS = {
     "fp8": lambda: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu"),
@@ -39,6 +40,10 @@ def test_a_product_is_that_of_the_values(name):
     torch.testing.assert_close(dx, qdy.dequantize() @ columns(qw), **close)
     dw = general_gemm(qx, qdy, torch.float32, layout="NT", grad=True)[0]
     torch.testing.assert_close(dw, columns(qdy).t() @ columns(qx), **close)
+    # The extension's product has one layout more.
+    qt = QUANTIZERS[name]()(torch.randn(128, 64))
+    y = generic_gemm(qw, True, qt, True, None, None, torch.float32, None, None, False, None, False, None, 0, False, False)[0]
+    torch.testing.assert_close(y, columns(qt).t() @ qw.dequantize().t(), **close)
 
 
 def test_what_is_added_to_a_product():

@@ -90,6 +90,18 @@ def general_gemm(
         raise NotImplementedError(
             "te.general_gemm: user buffers are not supported here; leave them out"
         )
+    return gemm_of_any_layout(
+        A, B, out_dtype, quantization_params, gelu, gelu_in, alpha, beta, accumulate, layout, out,
+        bias, use_split_accumulator, grad,
+    )  # fmt: skip
+
+
+def gemm_of_any_layout(
+    A: Any, B: Any, out_dtype: Optional[torch.dtype], quantization_params: Any, gelu: bool,
+    gelu_in: Optional[Tensor], alpha: float, beta: Optional[float], accumulate: bool, layout: str,
+    out: Any, bias: Optional[Tensor], use_split_accumulator: bool, grad: bool,
+) -> Tuple[Any, Optional[Tensor], Optional[Tensor], Any]:  # fmt: skip
+    """``general_gemm``, and ``Bᵀ·Aᵀ`` for "TT"."""
     if any(getattr(tensor, "custom", False) for tensor in (A, B)):
         return custom_gemm(
             A, B, None, out_dtype, quantization_params, gelu, gelu_in, accumulate, layout, out,
@@ -119,13 +131,13 @@ def general_gemm(
     if accumulate and out is not None:
         y = y + out * (1.0 if beta is None else beta)
     y = y.to(dtype)
-    if layout != "NT":
+    if layout[1] == "N":
         y = y.reshape(*B.shape[:-1], y.shape[-1])
     if quantization_params is not None:
         y = quantization_params(y) if out is None else quantization_params.update_quantized(y, out)
     elif out is not None:
         y = out.copy_(y.reshape(out.shape))
-    return y, bias_grad, before, extra_output
+    return y, bias_grad, before, None
 
 
 def _dtype(*tensors: Any) -> torch.dtype:

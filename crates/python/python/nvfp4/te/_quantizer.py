@@ -57,8 +57,14 @@ class Quantizer:
     def copy(self) -> Any:
         """Another one with the same settings."""
         new = type(self).__new__(type(self))
-        # A method that was replaced stays with the one that it was replaced on.
-        new.__dict__.update({n: v for n, v in self.__dict__.items() if not callable(v)})
+        # A method that was replaced stays with the one that it was replaced on. The module with the
+        # scale of delayed scaling can be called too, but is none.
+        settings = {
+            name: value
+            for name, value in self.__dict__.items()
+            if isinstance(value, torch.nn.Module) or not callable(value)
+        }
+        new.__dict__.update(settings)
         return new
 
     # Directions.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._algorithms import scale_of
 from .._format import DType
-from .._products import general_gemm
+from .._products import gemm_of_any_layout
 
 
 class FP8FwdTensors(enum.IntEnum):
@@ -74,8 +74,8 @@ def generic_gemm(
     workspace: Any, workspaceSize: int, accumulate: bool, use_split_accumulator: bool,
     *args: Any, alpha: float = 1.0, beta: Optional[float] = None, **kwargs: Any,
 ) -> Tuple[Any, Optional[Tensor], Optional[Tensor], Any]:  # fmt: skip
-    """A product of two tensors: ``general_gemm`` with the arguments of the extension."""
-    return general_gemm(
+    """A product of two tensors: ``general_gemm`` with the arguments of the extension, in any layout."""
+    return gemm_of_any_layout(
         A, B, _torch_dtype(output_dtype), quantizer, gelu, gelu_in, alpha, beta, accumulate,
         ("T" if transA else "N") + ("T" if transB else "N"), D, bias, use_split_accumulator, grad,
     )  # fmt: skip
