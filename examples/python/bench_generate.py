@@ -9,6 +9,7 @@ bits too. Random weights say nothing about text: the tokens only show that both 
 """
 
 import argparse
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -35,16 +36,15 @@ def saved(args, folder):
     return folder
 
 
-def timed(args, model, batch):
-    """Tokens a second, of all texts of a batch together."""
+def seconds(args, model, batch):
+    """Seconds for the tokens of a batch."""
     prompt = torch.randint(3, 1000, (batch, args.prompt), device=args.device)
     given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    model.generate(prompt, max_new_tokens=4, **given)
     begin = time.perf_counter()
     text = model.generate(prompt, max_new_tokens=args.tokens, **given)
-    seconds = time.perf_counter() - begin
+    taken = time.perf_counter() - begin
     assert text.shape == (batch, args.prompt + args.tokens), text.shape
-    return batch * args.tokens / seconds
+    return taken
 
 
 def main():
@@ -55,6 +55,7 @@ def main():
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--acts", type=float, metavar="SCALE", help="activations in 4 bits, with this scale")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -63,14 +64,23 @@ def main():
         begin = time.perf_counter()
         nvfp4.convert(source, Path(folder, "nvfp4"), acts=args.acts, device=args.device)
         print(f"converted in {time.perf_counter() - begin:.1f} s")
-        print("| weights | GB in memory | " + " | ".join(f"{batch} texts: tokens/s" for batch in args.batches) + " |")
-        print("|---|---|" + "---|" * len(args.batches))
+        models = {}
         for name, of in (("bf16", source), ("NVFP4", Path(folder, "nvfp4"))):
-            model = transformers.AutoModelForCausalLM.from_pretrained(of, dtype=torch.bfloat16).to(args.device).eval()
-            size = sum(p.nbytes for p in [*model.parameters(), *model.buffers()]) / 1e9
-            speeds = [f"{timed(args, model, batch):.0f}" for batch in args.batches]
-            print(f"| {name} | {size:.2f} | " + " | ".join(speeds) + " |", flush=True)
-            del model
+            model = transformers.AutoModelForCausalLM.from_pretrained(of, dtype=torch.bfloat16)
+            models[name] = model.to(args.device).eval()
+        print("| weights | GB in memory |" + "".join(f" {batch} texts: tokens/s |" for batch in args.batches))
+        print("|---|---|" + "---|" * len(args.batches))
+        speeds = {name: [] for name in models}
+        for batch in args.batches:
+            times = {name: [] for name in models}
+            for _ in range(args.rounds + 1):  # in turns; the first round is the warm-up
+                for name, model in models.items():
+                    times[name].append(seconds(args, model, batch))
+            for name, each in times.items():
+                speeds[name].append(batch * args.tokens / statistics.median(each[1:]))
+        for name, model in models.items():
+            size = sum(of.nbytes for of in [*model.parameters(), *model.buffers()]) / 1e9
+            print(f"| {name} | {size:.2f} |" + "".join(f" {speed:.0f} |" for speed in speeds[name]))
 
 
 if __name__ == "__main__":
