@@ -45,11 +45,15 @@ def test_statistics_are_those_of_the_command(tmp_path, name):
             assert torch.equal(found[key], tensor), key
         else:
             torch.testing.assert_close(found[key], tensor, rtol=2e-4, atol=1e-6, msg=key)
+    kv, acts = ("fp8" if any("k_scale" in key for key in found) else "none"), tmp_path / "hooks.safetensors"
     nvfp4_out = subprocess.run(
-        [*COMMAND, "convert", tmp_path / "model", tmp_path / "codes", "--acts", tmp_path / "hooks.safetensors", "-q"],
+        [*COMMAND, "convert", tmp_path / "model", tmp_path / "codes", "--acts", acts, "--kv", kv, "-q"],
         capture_output=True, text=True,
     )  # fmt: skip
     assert nvfp4_out.returncode == 0, nvfp4_out.stderr
+    nvfp4.convert(tmp_path / "model", tmp_path / "same", acts=acts, kv=kv)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("codes", "same")]
+    assert files[0] == files[1]
 
 
 def test_any_model_of_torch_is_calibrated():

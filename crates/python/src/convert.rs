@@ -5,8 +5,8 @@ use crate::verify::{self, ConversionError, DIALECTS};
 use crate::words::{PROFILES, Words, choose};
 use nvfp4::Implementation;
 use nvfp4_checkpoint::{
-    Acts, Architectures, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Observer, Pass, Pattern, Round,
-    Rules, ScaleChoice, Selection, Settings, Severity, Shards, Summary,
+    Acts, Architectures, DefaultSkips, Differing, Existing, Finding, Fuse, KvCache, Moments, Observer, Pass, Pattern,
+    Round, Rules, ScaleChoice, Selection, Settings, Severity, Shards, Summary,
 };
 use nvfp4_spec::gptq::{DAMPING, Order};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyTypeError, PyValueError};
@@ -34,8 +34,12 @@ const ORDERS: Words<Order> = &[("natural", Order::Natural), ("static", Order::Ac
 const EXISTING: Words<Existing> =
     &[("refuse", Existing::Refuse), ("resume", Existing::Resume), ("replace", Existing::Replace)];
 const FUSES: Words<Fuse> = &[("auto", Fuse::Auto), ("off", Fuse::Off)];
-const KVS: Words<KvCache> =
-    &[("none", KvCache::Unsaid), ("fp8-cast", KvCache::Fp8Cast), ("nvfp4-cast", KvCache::Nvfp4Cast)];
+const KVS: Words<KvCache> = &[
+    ("none", KvCache::Unsaid),
+    ("fp8", KvCache::Fp8(BTreeMap::new())),
+    ("fp8-cast", KvCache::Fp8Cast),
+    ("nvfp4-cast", KvCache::Nvfp4Cast),
+];
 const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 
 /// Converts a checkpoint, a folder or a safetensors file, to an NVFP4 checkpoint that servers load;
@@ -44,8 +48,9 @@ const PASSES: Words<Pass> = &[("amax", Pass::Amax), ("write", Pass::Write)];
 /// `to` is 'modelopt', 'compressed-tensors' or, for a target that is a file, 'gguf' or 'comfyui';
 /// `from_` is the format of the source, where it cannot be detected. `skip` and `only` are patterns of module
 /// names; `no_default_skips` quantizes embeddings, heads, routers and vision layers too. `acts` is
-/// None (weights only), one scale for all activations, or a dict of the amax of each module; `kv`
-/// is 'fp8-cast' to say that keys and values are kept in FP8. `any_architecture` also converts
+/// None (weights only), one scale for all activations, a dict of the amax of each module, or a
+/// .safetensors file of `nvfp4.calibrate`; `kv` is 'fp8-cast' to say that keys and values are kept in
+/// FP8, or 'fp8' to say so with the scales in that file. `any_architecture` also converts
 /// models that no server loads. `fuse` says which weights share a tensor scale: 'auto', 'off', or
 /// lists of the last names of modules, as [['q_proj', 'k_proj']]. `fix_scales` gives weights of an
 /// NVFP4 source that share a tensor scale, but carry different ones, the largest. `device` is
@@ -125,8 +130,11 @@ pub fn convert<'py>(
         profile: profile.map(|profile| choose("profile", PROFILES, profile)).transpose()?,
         round,
         statistics: stats,
-        acts: activations(acts)?,
-        kv: choose("kv", KVS, kv)?,
+        kv: match choose("kv", KVS, kv)? {
+            KvCache::Fp8(_) => KvCache::Fp8(cache_scales(acts.as_ref())?),
+            kv => kv,
+        },
+        acts: activations(acts.as_ref())?,
         implementation: implementation(device)?,
         shards: if keep_shards { Shards::AsSource } else { Shards::AtMost(max_shard) },
         threads: threads.unwrap_or(defaults.threads).max(1),
@@ -191,13 +199,32 @@ fn check(py: Python<'_>, target: &Path, findings: &[Finding]) -> PyResult<()> {
     Err(error)
 }
 
-fn activations(acts: Option<Bound<'_, PyAny>>) -> PyResult<Acts> {
+fn activations(acts: Option<&Bound<'_, PyAny>>) -> PyResult<Acts> {
     let Some(acts) = acts else { return Ok(Acts::None) };
-    match (acts.extract::<f32>(), acts.extract::<BTreeMap<String, f32>>()) {
-        (Ok(scale), _) => Ok(Acts::Constant(scale)),
-        (_, Ok(amaxes)) => Ok(Acts::Amaxes(amaxes)),
-        _ => Err(PyTypeError::new_err("acts: expected None, a number, or a dict of module names and amaxes")),
+    match (acts.extract::<f32>(), acts.extract::<BTreeMap<String, f32>>(), statistics(acts)) {
+        (Ok(scale), ..) => Ok(Acts::Constant(scale)),
+        (_, Ok(amaxes), _) => Ok(Acts::Amaxes(amaxes)),
+        (.., Some(path)) => Ok(Acts::Amaxes(Moments::open(&path).and_then(|file| file.amaxes()).or_raise()?)),
+        _ => Err(PyTypeError::new_err(
+            "acts: expected None, a number, a dict of module names and amaxes, or a .safetensors file of nvfp4.calibrate",
+        )),
     }
+}
+
+/// The path of a file of statistics.
+fn statistics(acts: &Bound<'_, PyAny>) -> Option<PathBuf> {
+    acts.extract::<PathBuf>().ok().filter(|path| path.extension().is_some_and(|of| of == "safetensors"))
+}
+
+/// The scales of keys and values in the file of `acts`.
+fn cache_scales(acts: Option<&Bound<'_, PyAny>>) -> PyResult<BTreeMap<String, f32>> {
+    let path = acts.and_then(statistics).ok_or_else(|| {
+        PyValueError::new_err(
+            "kv='fp8' takes the scales that nvfp4.calibrate finds: give acts='FILE.safetensors', or kv='fp8-cast', which \
+             needs none",
+        )
+    })?;
+    Moments::open(&path).and_then(|file| file.cache_scales()).or_raise()
 }
 
 /// The progress of a conversion: the pass, the bytes of it that are done, and all its bytes.

@@ -112,9 +112,13 @@ def test_bad_requests_of_a_conversion(checkpoint, tmp_path):
         nvfp4.convert(tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(TypeError, match="dict of module names"):
         nvfp4.convert(checkpoint, tmp_path / "out", acts="all")
-    for setting, word in (("kv", "fp8"), ("from_", "onnx"), ("fuse", "some"), ("device", "gpu")):
+    for setting, word in (("kv", "int8"), ("from_", "onnx"), ("fuse", "some"), ("device", "gpu")):
         with pytest.raises(ValueError, match=f"unknown {setting} '{word}'"):
             nvfp4.convert(checkpoint, tmp_path / "out", **{setting: word})
+    with pytest.raises(ValueError, match="kv='fp8' takes the scales that nvfp4.calibrate finds"):
+        nvfp4.convert(checkpoint, tmp_path / "out", kv="fp8", acts=1.0)
+    with pytest.raises(OSError, match="nowhere.safetensors"):
+        nvfp4.convert(checkpoint, tmp_path / "out", acts=tmp_path / "nowhere.safetensors")
     with pytest.raises(TypeError, match="fuse"):
         nvfp4.convert(checkpoint, tmp_path / "out", fuse=3)
     assert not (tmp_path / "out").exists()

@@ -389,7 +389,7 @@ def convert(
         "max", "mse", "4over6", "modelopt-mse", "modelopt-4over6", "imatrix", "local-hessian"
     ] = "max",
     profile: Optional[str] = None,
-    acts: Union[None, float, Mapping[str, float]] = None,
+    acts: Union[None, float, Mapping[str, float], _Path] = None,
     fuse: Union[Literal["auto", "off"], Sequence[Sequence[str]]] = "auto",
     fix_scales: bool = False,
     max_shard: int = 5_000_000_000,
@@ -398,7 +398,7 @@ def convert(
     existing: Literal["refuse", "resume", "replace"] = "refuse",
     from_: Optional[_Dialect] = None,
     no_default_skips: bool = False,
-    kv: Literal["none", "fp8-cast", "nvfp4-cast"] = "none",
+    kv: Literal["none", "fp8", "fp8-cast", "nvfp4-cast"] = "none",
     device: str = "cpu",
     keep_shards: bool = False,
     any_architecture: bool = False,

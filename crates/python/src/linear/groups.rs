@@ -50,6 +50,7 @@ pub struct Wanted<'a, 'py> {
 /// `bias` has their biases one after the other.
 #[pyfunction]
 #[pyo3(name = "_linear_groups")]
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub fn forward_groups<'py>(
     x: Object<'py>,
     weights: Object<'py>,
@@ -75,6 +76,7 @@ pub fn forward_groups<'py>(
 /// that have a type. An expert draws its random numbers two offsets after the one before it.
 #[pyfunction]
 #[pyo3(name = "_linear_groups_backward")]
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 #[allow(clippy::too_many_arguments)] // they are the operator's
 pub fn backward_groups<'py>(
     dy: Object<'py>,
