@@ -8,7 +8,8 @@ use half::{bf16, f16};
 use nvfp4::cuda::{Gpu, Input, Offset, Options, Owned, Product, QuantTensor, Randomness, Stream, Values, finite};
 use nvfp4::{Directions, Error, Finite, Profile, QuantSpec, Quantizer, Rounding, Side, TensorRef, Transform};
 use nvfp4_kernels::cuda::time_interleaved;
-use nvfp4_spec::gemm::Accumulator;
+use nvfp4_spec::gemm::{self, Accumulate, Accumulator, Interval, Operand, Sums};
+use nvfp4_spec::matrix::Matrix;
 use on_gpu::{check, gpu};
 
 const ROWS: usize = 160;
@@ -208,6 +209,48 @@ fn what_a_gpu_does_not_do_is_refused() {
     let stochastic = Quantizer::builder().rounding(Rounding::Stochastic).build().unwrap();
     assert!(matches!(gpu.quantize(&stochastic, &input, &Options::default()), Err(Error::NoRandomness)));
     assert!(Randomness::try_from(nvfp4::Randomness::Bytes { row: &[], col: &[] }).is_err());
+}
+
+/// Elements of any two types are multiplied as they are.
+#[test]
+fn products_of_plain_elements_are_within_the_bound() {
+    let Some(gpu) = gpu() else { return };
+    let (m, n, k) = (65, 130, COLS + 3);
+    let wide = |of: &[bf16]| of.iter().map(|x| x.to_f32() * 1.1).collect::<Vec<f32>>();
+    let (x, w) = (wide(&values(m * k, 1)), wide(&values(n * k, 2)));
+    fn types(values: &[f32]) -> (Vec<bf16>, Vec<f16>) {
+        (values.iter().map(|&x| bf16::from_f32(x)).collect(), values.iter().map(|&x| f16::from_f32(x)).collect())
+    }
+    let (x16, w16) = (types(&x), types(&w));
+    let of = |brain: &[bf16], half: &[f16], wide: &[f32], rows| {
+        [Matrix::new(rows, k, wide), Matrix::new(rows, k, brain), Matrix::new(rows, k, half)].map(Result::unwrap)
+    };
+    let (left, right) = (of(&x16.0, &x16.1, &x, m), of(&w16.0, &w16.1, &w, n));
+    let there = |wide: &[f32], of: &(Vec<bf16>, Vec<f16>)| {
+        (gpu.upload(wide).unwrap(), gpu.upload(&of.0).unwrap(), gpu.upload(&of.1).unwrap())
+    };
+    let (x, w) = (there(&x, &x16), there(&w, &w16));
+    fn inputs(of: &(Owned<f32>, Owned<bf16>, Owned<f16>), rows: usize, k: usize) -> [Input<'_>; 3] {
+        let values = [Values::F32(of.0.slice()), Values::Bf16(of.1.slice()), Values::F16(of.2.slice())];
+        values.map(|values| Input::new(values, rows, k).unwrap())
+    }
+    for (x, left) in inputs(&x, m, k).iter().zip(&left) {
+        for (w, right) in inputs(&w, n, k).iter().zip(&right) {
+            let mut out = gpu.alloc::<f32>(m * n).unwrap();
+            gpu.matmul_plain_by_plain(x, w, &Product::default(), out.slice_mut()).unwrap();
+            let (a, b) = (Operand::Plain(left), Operand::Plain(right));
+            let (sums, product) = (Sums::new(&a, &b, Accumulate::Exact), gemm::Product::<f32>::default());
+            for (at, got) in gpu.stream().to_host(out.slice()).unwrap().into_iter().enumerate() {
+                let (i, j) = (at / n, at % n);
+                let interval = Interval::new((&a, i), (&b, j), &product, &sums);
+                let types = (x.values().precision(), w.values().precision());
+                assert!(interval.holds(got), "{types:?} ({i}, {j}): {got} for {interval:?}");
+            }
+        }
+    }
+    let mut out = gpu.alloc::<f32>(m * n).unwrap();
+    let (x, w) = (inputs(&x, m, k)[0], inputs(&w, n * k, 1)[0]);
+    assert!(gpu.matmul_plain_by_plain(&x, &w, &Product::default(), out.slice_mut()).is_err());
 }
 
 /// Neither products with plain elements nor prepared weights undo a Hadamard transform.

@@ -47,6 +47,17 @@ impl Gpu {
         Ok(gemm(&self.stream, operand(a), *x, product, out, &*self.memory)?)
     }
 
+    /// [`Gpu::matmul`] with plain elements on both sides, which may be of two types: **Bounded**, as all products on a GPU.
+    pub fn matmul_plain_by_plain<T: Element + Plain>(
+        &self,
+        x: &Input<'_>,
+        w: &Input<'_>,
+        product: &Product<'_, T>,
+        out: SliceMut<'_, T>,
+    ) -> Result<()> {
+        Ok(gemm(&self.stream, *x, *w, product, out, &*self.memory)?)
+    }
+
     /// A weight in the order in which tensor cores read it, for many products with [`Gpu::matmul_prepared`]. NVFP4 alone has one, and a weight
     /// that is Hadamard-transformed is refused, as in [`Gpu::matmul_plain`].
     pub fn prepare(&self, weight: &Direction) -> Result<PreparedWeight> {

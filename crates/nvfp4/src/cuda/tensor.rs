@@ -86,7 +86,7 @@ impl QuantTensor {
 impl crate::QuantTensor {
     /// A copy in the memory of a GPU. Directions that are not quantized are refused: upload what they hold.
     pub fn to_gpu(&self, gpu: &Gpu) -> Result<QuantTensor> {
-        let copy = |direction: Option<&crate::Direction>| direction.map(|d| Direction::upload(gpu, d)).transpose();
+        let copy = |direction: Option<&crate::Direction>| direction.map(|d| d.to_gpu(gpu)).transpose();
         Ok(QuantTensor { shape: self.shape.clone(), row: copy(self.row())?, col: copy(self.col())? })
     }
 }
@@ -122,9 +122,12 @@ impl Direction {
             Direction::Plain(nothing) => match *nothing {},
         })
     }
+}
 
-    fn upload(gpu: &Gpu, direction: &crate::Direction) -> Result<Self> {
-        Ok(match direction {
+impl crate::Direction {
+    /// A copy in the memory of a GPU. One that is not quantized is refused: upload what it holds.
+    pub fn to_gpu(&self, gpu: &Gpu) -> Result<Direction> {
+        Ok(match self {
             crate::Direction::Nvfp4(d) => {
                 let (codes, scales) = (gpu.upload(&d.codes)?, gpu.upload(&d.scales)?);
                 Direction::Nvfp4(Nvfp4Direction::from_parts(d.about, codes, scales, gpu.upload(&d.stored)?)?)
@@ -136,7 +139,7 @@ impl Direction {
                 };
                 Direction::Fp8(Fp8Direction::from_parts(d.about, gpu.upload(&d.codes)?, scales)?)
             }
-            crate::Direction::Plain(_) => return Err(Error::NotNvfp4 { got: direction.family() }),
+            crate::Direction::Plain(_) => return Err(Error::NotNvfp4 { got: self.family() }),
         })
     }
 }

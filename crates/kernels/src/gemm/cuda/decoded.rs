@@ -240,7 +240,10 @@ pub(super) fn sources() -> Vec<(String, Source)> {
         let plain = Values::Plain(precision);
         entry((plain, plain, Kind { precision, order, add: Add::C, ..Kind::PLAIN }, Grouping::Alone), source)
     });
+    // Binary32 activations by weights of 16 bits.
+    let mixed = [Precision::Bf16, Precision::F16]
+        .map(|weights| entry((Values::Plain(Precision::F32), Values::Plain(weights), plain, Grouping::Alone), source));
     let mx = Values::Fp8(Format::E4m3, Fp8Scales::E8m0);
     let groups = [Grouping::Tokens, Grouping::K].map(|of| entry((mx, mx, plain, of), source));
-    pairs.chain(outputs).chain(groups).collect()
+    pairs.chain(outputs).chain(mixed).chain(groups).collect()
 }
