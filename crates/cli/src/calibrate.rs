@@ -1,5 +1,6 @@
 //! `nvfp4 calibrate`: the statistics of activations that `convert --acts` reads.
 
+use crate::device::Device;
 use crate::interrupt::interrupts;
 use crate::progress::Voice;
 use crate::say::out;
@@ -35,6 +36,9 @@ pub struct Args {
     /// take 8·N² bytes of memory, and 4·N² in the file.
     #[arg(long, value_name = "N", default_value_t = 4096)]
     hessian_columns: usize,
+    /// Where products with weights are computed: cpu, cuda or cuda:N.
+    #[arg(long, default_value = "cpu")]
+    device: Device,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -54,8 +58,8 @@ pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     let extension = args.output.extension().is_some_and(|extension| extension == "safetensors");
     ensure!(extension, "-o {}: expected a name that ends in .safetensors", args.output.display());
     ensure!((0.0..=100.0).contains(&args.percentile), "--percentile: expected a number from 0 to 100");
-    let checkpoint = open(&args.model)?;
-    let source = Source::new(&checkpoint, args.text.from.map(|from| from.dialect()))?;
+    let (place, checkpoint) = (args.device.place()?, open(&args.model)?);
+    let source = Source::new(&checkpoint, args.text.from.map(|from| from.dialect()))?.on(place);
     let (rows, _) = args.text.rows(&args.model, source.config())?;
     let mut bar = Bar::new(if args.quiet { Voice::Quiet } else { Voice::Normal });
     let hessians = match args.hessian {

@@ -1,6 +1,7 @@
 //! `--device`: where a command runs.
 
 use nvfp4::Implementation;
+use nvfp4_model::Place;
 use std::fmt;
 use std::str::FromStr;
 
@@ -38,6 +39,24 @@ impl Device {
     pub fn implementation(self) -> anyhow::Result<Implementation> {
         match self {
             Device::Cpu => Ok(Implementation::best()),
+            Device::Cuda(_) => anyhow::bail!(NOT_BUILT),
+        }
+    }
+
+    /// Where a model's products are computed; an error that names what is missing if nothing is.
+    #[cfg(feature = "cuda")]
+    pub fn place(self) -> anyhow::Result<Place> {
+        Ok(match self {
+            Device::Cpu => Place::Cpu,
+            Device::Cuda(ordinal) => Place::Gpu(nvfp4::cuda::Gpu::new(open(ordinal)?)?.into()),
+        })
+    }
+
+    /// Where a model's products are computed; an error that names what is missing if nothing is.
+    #[cfg(not(feature = "cuda"))]
+    pub fn place(self) -> anyhow::Result<Place> {
+        match self {
+            Device::Cpu => Ok(Place::Cpu),
             Device::Cuda(_) => anyhow::bail!(NOT_BUILT),
         }
     }

@@ -1,5 +1,6 @@
 //! `nvfp4 generate`: what a model says.
 
+use crate::device::Device;
 use crate::interrupt::interrupts;
 use crate::source::From;
 use crate::{Host, json, until_closed};
@@ -12,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Continue a text with a model, plain or quantized, on a CPU.
+/// Continue a text with a model, plain or quantized, on a CPU or a GPU.
 #[derive(clap::Args)]
 pub struct Args {
     /// Model folder.
@@ -35,6 +36,9 @@ pub struct Args {
     /// Format of the checkpoint, when it cannot be detected.
     #[arg(long, value_enum)]
     from: Option<From>,
+    /// Where products with weights are computed: cpu, cuda or cuda:N.
+    #[arg(long, default_value = "cpu")]
+    device: Device,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -43,8 +47,8 @@ pub struct Args {
 pub fn run(args: &Args, host: Host) -> Result<ExitCode> {
     ensure!(args.temperature >= 0.0 && args.temperature.is_finite(), "--temperature: expected 0 or more");
     ensure!(args.top_p > 0.0 && args.top_p <= 1.0, "--top-p: expected a share, above 0 and at most 1");
-    let checkpoint = open(&args.model)?;
-    let source = Source::new(&checkpoint, args.from.map(|from| from.dialect()))?;
+    let (place, checkpoint) = (args.device.place()?, open(&args.model)?);
+    let source = Source::new(&checkpoint, args.from.map(|from| from.dialect()))?.on(place);
     let tokens = Tokens::read(&args.model)?;
     let prompt = [tokens.beginning()?, tokens.encode(&args.prompt)?].concat();
     let sampling = match args.temperature {

@@ -2,9 +2,11 @@
 
 mod program;
 
+use nvfp4_testing::{Need, missing};
 use program::*;
 use serde_json::{Value, json};
 use std::path::Path;
+use std::process::Command;
 
 /// A small model with a tokenizer of words `a`, `b`, … and their numbers.
 fn model(dir: &Folder, words: &Value) -> String {
@@ -59,6 +61,69 @@ fn texts_and_tokenizers_that_do_not_fit_are_refused() {
     assert!(said(b"a b a", &[]).contains("tokenizer.json"));
     std::fs::remove_file(Path::new(&folder).join("tokenizer.json")).unwrap();
     assert!(said(b"a b a", &[]).contains("copy it from the original model"));
+}
+
+/// The words of each command that runs a model.
+fn commands<'a>(folder: &'a str, text: &'a str, stats: &'a str) -> [Vec<&'a str>; 3] {
+    [
+        vec!["eval", folder, "--text", text, "-q"],
+        vec!["calibrate", folder, "--text", text, "-q", "-o", stats],
+        vec!["generate", folder, "--prompt", "a b", "--tokens", "4"],
+    ]
+}
+
+#[test]
+fn devices_that_are_none_or_not_there_are_refused() {
+    let dir = Folder::new("devices");
+    let folder = model(&dir, &json!({ "[UNK]": 0, "a": 1, "b": 2 }));
+    let (text, stats) = (dir.path("text.txt"), dir.path("stats.safetensors"));
+    std::fs::write(&text, "a b a b a").unwrap();
+    for words in commands(&folder, &text, &stats) {
+        for device in ["gpu", "cuda:", "cuda:one", "cuda:-1"] {
+            let out = nvfp4(&[&words[..], &["--device", device]].concat());
+            let said = String::from_utf8_lossy(&out.stderr).into_owned();
+            assert_eq!(out.status.code(), Some(2), "{said}");
+            assert!(said.contains("expected cpu, cuda or cuda:N with N the number of a GPU"), "{said}");
+        }
+        // Hides the GPUs of a machine that has some.
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        let out = command.args(&words).args(["--device", "cuda"]).env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap();
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        let message = match cfg!(feature = "cuda") {
+            true => "error: the CUDA driver ",
+            false => "error: --device cuda: this build cannot use a GPU: build it with `--features cuda`",
+        };
+        assert_eq!(out.status.code(), Some(3), "{said}");
+        assert!(said.starts_with(message), "{said}");
+    }
+    assert!(!Path::new(&stats).exists());
+    ok(&["eval", &folder, "--text", &text, "-q", "--device", "cpu"]);
+}
+
+#[test]
+fn models_run_on_a_gpu() {
+    #[cfg(not(feature = "cuda"))]
+    let there = Err::<(), _>("the feature `cuda` is not in this build");
+    #[cfg(feature = "cuda")]
+    let there = nvfp4::cuda::Device::open(0);
+    if let Err(reason) = there {
+        return missing(Need::Gpu, reason);
+    }
+    let dir = Folder::new("on-gpu");
+    let folder = model(&dir, &json!({ "[UNK]": 0, "a": 1, "b": 2, "c": 63 }));
+    let (text, stats, made) = (dir.path("text.txt"), dir.path("stats.safetensors"), dir.path("made"));
+    std::fs::write(&text, "a b c b a c c a b b a c ".repeat(3)).unwrap();
+    for words in commands(&folder, &text, &stats) {
+        ok(&[&words[..], &["--device", "cuda"]].concat());
+    }
+    ok(&["convert", &folder, &made, "--acts", &stats, "-q"]);
+    let words = ["eval", &folder, &made, "--text", &text, "-q", "--json"];
+    let read = |more: &[&str]| json_of(&[&words[..], more].concat());
+    assert!(read(&["--dry-run"])["gpu_memory"].is_null());
+    assert!(read(&["--dry-run", "--device", "cuda"])["gpu_memory"].as_u64().unwrap() > 0);
+    let found = read(&["--device", "cuda"]);
+    assert_eq!(found["runs"].as_array().unwrap().len(), read(&[])["runs"].as_array().unwrap().len());
+    assert!(found["runs"][0]["perplexity"]["mean"].as_f64().unwrap() > 1.0);
 }
 
 #[test]

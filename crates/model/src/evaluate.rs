@@ -3,6 +3,7 @@
 use crate::decoder::{Decoder, Rows};
 use crate::drift::Drift;
 use crate::linear::{Activations, KeysValues, Run, Watch};
+use crate::memory;
 use crate::saturation::{Blocks, Saturation};
 use crate::score::{Said, Speaker, positions, score};
 use crate::source::Source;
@@ -124,18 +125,20 @@ impl<'e, 'a> Evaluate<'e, 'a> {
         let tokens = self.rows.tokens().len() as u64;
         let state = tokens * config.hidden as u64 * 4;
         let sources = [self.reference, Some(self.model)];
-        let weights = sources.into_iter().flatten().map(crate::memory::layer).max().unwrap_or(0);
-        let routed = sources.into_iter().flatten().any(crate::memory::has_experts);
+        let weights = sources.into_iter().flatten().map(memory::weights).max().unwrap_or(0);
+        let routed = sources.into_iter().flatten().any(memory::has_experts);
         // Experts see all tokens of all ways to run at once.
         let copies = if routed { 2 * lanes * state } else { 0 };
         // They are written as a whole.
         let written = if self.state.is_some() { lanes * state } else { 0 };
-        lanes * state
-            + copies
-            + written
-            + weights
-            + crate::memory::row(config, self.rows.longest())
-            + crate::memory::FIXED
+        lanes * state + copies + written + weights + memory::row(config, self.rows.longest()) + memory::FIXED
+    }
+
+    /// Bytes of a GPU's memory that it needs at most, about; none on a CPU. The driver's own come
+    /// beside them.
+    pub fn gpu_peak(&self) -> Option<u64> {
+        let sources = [self.reference, Some(self.model)].into_iter().flatten();
+        sources.filter_map(|source| memory::gpu(source, self.rows.tokens().len())).max()
     }
 
     /// Runs both.

@@ -3,7 +3,6 @@
 use crate::attention::Cache;
 use crate::decoder::{Decoder, Layer, go_on};
 use crate::linear::Run;
-use crate::matrix::Matrix;
 use crate::projection::{Projection, Weights};
 use crate::source::Source;
 use crate::{Result, refused};
@@ -39,8 +38,8 @@ pub struct Generation<'g> {
     pub sampling: Sampling,
 }
 
-/// Generates tokens, and hands out each as it comes. All layers are in memory; experts are read
-/// when a token goes to them.
+/// Generates tokens, and hands out each as it comes. All layers are in memory, on a GPU where
+/// that multiplies; experts are read when a token goes to them.
 pub fn generate(
     source: &Source<'_>,
     generation: &Generation<'_>,
@@ -61,7 +60,7 @@ pub fn generate(
         )));
     }
     let layers = (0..config.layers).map(|layer| decoder.layer(layer)).collect::<Result<Vec<Layer>>>()?;
-    let head = Weights(Arc::new(Matrix::read(decoder.head()?, 0..config.vocabulary)?));
+    let head = Weights(Arc::new(source.matrix(decoder.head()?, 0..config.vocabulary)?));
     let norm = decoder.last_norm()?;
     let mut caches = vec![Cache::default(); config.layers];
     let (mut next, mut out) = (generation.prompt.to_vec(), Vec::new());

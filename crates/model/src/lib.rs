@@ -3,15 +3,16 @@
 //!
 //! No module imports what imports it. Read in this order:
 //!
-//! 1. what is read: `fields`, `rope` and `config` (settings), `source` (a checkpoint by names), `matrix` (a
-//!    weight in memory), `tokens` (text);
+//! 1. what is read: `fields`, `rope` and `config` (settings), `matrix` (a weight in memory) and `gpu`
+//!    (one in a GPU's), `place` (which of both), `source` (a checkpoint by names), `tokens` (text);
 //! 2. what is computed: `projection` and `linear`, `norm`, `attention`, `mlp`, `decoder` (a layer
 //!    over the hidden states of all rows);
 //! 3. what is found out: `score` (logits, of which none is kept), `drift` and `saturation`,
 //!    `summary`, `evaluate` (with `state`, to continue, and `memory`), `calibrate`
 //!    (with `hessian`), `generate`.
 //!
-//! A forward pass has one layer in memory, and the hidden states of all tokens.
+//! A forward pass has one layer in memory, and the hidden states of all tokens. Products with weights
+//! are computed on the CPU, or with the feature `cuda` on a GPU.
 
 #![forbid(unsafe_code)]
 
@@ -23,12 +24,15 @@ mod drift;
 mod evaluate;
 mod fields;
 mod generate;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod hessian;
 mod linear;
 mod matrix;
 mod memory;
 mod mlp;
 mod norm;
+mod place;
 mod projection;
 mod rope;
 mod saturation;
@@ -45,10 +49,13 @@ pub use decoder::{Decoder, Layer, Rows};
 pub use drift::Drift;
 pub use evaluate::{Evaluate, Evaluation, Lane, Lanes, Progress};
 pub use generate::{Generation, Sampling, generate};
+#[cfg(feature = "cuda")]
+pub use gpu::GpuMatrix;
 pub use hessian::Hessians;
 pub use linear::{Activations, KeysValues, Linear, Run, Watch};
 pub use matrix::Matrix;
 pub use nvfp4_checkpoint::{Error, Result};
+pub use place::{Place, Placed};
 pub use projection::{ActivationScale, FourBit, Projection, Weights};
 pub use rope::Rope;
 pub use saturation::Blocks;

@@ -1,7 +1,7 @@
 //! A linear layer: a projection for each way to run it, and a bias.
 
 use crate::Result;
-use crate::matrix::Matrix;
+use crate::place::Placed;
 use crate::projection::{ActivationScale, FourBit, Projection, Weights};
 use std::sync::Arc;
 
@@ -69,7 +69,7 @@ pub struct Linear {
 
 impl Linear {
     /// A layer of a matrix; `scale` is that of its input, where it has one.
-    pub fn new(module: String, matrix: Matrix, scale: Option<f32>, bias: Option<Vec<f32>>) -> Self {
+    pub fn new(module: String, matrix: Placed, scale: Option<f32>, bias: Option<Vec<f32>>) -> Self {
         let (inputs, matrix) = (matrix.cols(), Arc::new(matrix));
         let stored = scale.and_then(|scale| FourBit::new(matrix.clone(), ActivationScale::Stored(scale)));
         let per_row = FourBit::new(matrix.clone(), ActivationScale::PerRow);

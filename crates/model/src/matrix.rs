@@ -2,8 +2,9 @@
 
 use crate::Result;
 use half::{bf16, f16};
-use nvfp4::{Direction, GlobalScale, Layout, Nvfp4Description, Nvfp4Direction, Values};
+use nvfp4::{Direction, GlobalScale, Layout, Nvfp4Description, Nvfp4Direction, Product, Values, matmul};
 use nvfp4_checkpoint::{Buffer, Stored, Weight};
+use nvfp4_kernels::gemm::baseline;
 use nvfp4_kernels::{Implementation, dequantize};
 use nvfp4_spec::matrix::View;
 use nvfp4_spec::{BLOCK, Precision};
@@ -12,6 +13,8 @@ use std::ops::Range;
 
 /// Rows that are read at a time, so that a weight is not in memory twice.
 const PIECE: usize = 1 << 20;
+/// Elements of a panel of decoded weights.
+pub(crate) const PANEL: usize = 1 << 21;
 
 /// A matrix of outputs by inputs.
 #[derive(Debug)]
@@ -21,8 +24,9 @@ pub struct Matrix {
     elements: Elements,
 }
 
+/// What it holds.
 #[derive(Debug)]
-enum Elements {
+pub(crate) enum Elements {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
     F16(Vec<f16>),
@@ -108,6 +112,55 @@ impl Matrix {
             Elements::Nvfp4(direction) => Some(direction),
             _ => None,
         }
+    }
+
+    /// What it holds.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn elements(&self) -> &Elements {
+        &self.elements
+    }
+
+    /// The same matrix of binary32 numbers, for many products.
+    pub fn decoded(self) -> Result<Self> {
+        if let Elements::F32(_) = self.elements {
+            return Ok(self);
+        }
+        let mut values = vec![0.0; self.rows * self.cols];
+        self.panel(0..self.rows, &mut values)?;
+        Ok(Matrix { elements: Elements::F32(values), ..self })
+    }
+
+    /// `x · wᵀ` for rows of binary32 inputs, one after the other. **Bounded**.
+    pub fn multiply(&self, x: &[f32], rows: usize) -> Result<Vec<f32>> {
+        let (outputs, cols) = (self.rows, self.cols);
+        let mut out = vec![0.0; rows * outputs];
+        if let Elements::F32(values) = &self.elements {
+            baseline::f32(x, values, (rows, outputs, cols), &mut out);
+            return Ok(out);
+        }
+        let step = (PANEL / cols.max(1)).clamp(1, outputs.max(1));
+        let (mut panel, mut part) = (Vec::new(), Vec::new());
+        for start in (0..outputs).step_by(step) {
+            let count = step.min(outputs - start);
+            panel.resize(count * cols, 0.0);
+            self.panel(start..start + count, &mut panel)?;
+            if count == outputs {
+                baseline::f32(x, &panel, (rows, count, cols), &mut out);
+                break;
+            }
+            part.resize(rows * count, 0.0);
+            baseline::f32(x, &panel, (rows, count, cols), &mut part);
+            for (to, from) in out.chunks_exact_mut(outputs).zip(part.chunks_exact(count)) {
+                to[start..start + count].copy_from_slice(from);
+            }
+        }
+        Ok(out)
+    }
+
+    /// `x · wᵀ` for rows of inputs in NVFP4, where the matrix is NVFP4 too. **Exact**.
+    pub fn multiply_codes(&self, x: &Direction) -> Result<Vec<f32>> {
+        let weights = self.codes().expect("the caller asked whether it has them");
+        Ok(matmul(x, weights, &Product::default())?)
     }
 
     /// The values of some rows.

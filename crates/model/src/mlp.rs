@@ -3,7 +3,6 @@
 use crate::Result;
 use crate::config::{Activation, Config, Experts, Family, FeedForward, Routing};
 use crate::linear::{Linear, Run};
-use crate::matrix::Matrix;
 use crate::projection::{Projection, Weights};
 use crate::source::Source;
 use rayon::prelude::*;
@@ -151,7 +150,7 @@ impl Mlp {
                 "'{router}' is {rows} × {cols}; config.json asks for {count} × {hidden}"
             )));
         }
-        let weights = Weights(Arc::new(Matrix::read(weight, 0..weight.rows)?));
+        let weights = Weights(Arc::new(source.matrix(weight, 0..weight.rows)?));
         let bias = format!("{router}.bias");
         let bias = source.vector(&bias)?.map(|_| source.need_vector(&bias, experts.count)).transpose()?;
         let module = format!("{parent}.experts");

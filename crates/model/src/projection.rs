@@ -2,18 +2,11 @@
 //! 4 bits.
 
 use crate::Result;
-use crate::matrix::Matrix;
-use nvfp4::{
-    Direction, GlobalScale, Layout, Nvfp4Description, Nvfp4Direction, Product, Profile, Quantizer, Side, TensorRef,
-    Unit, matmul,
-};
-use nvfp4_kernels::gemm::baseline;
+use crate::place::Placed;
+use nvfp4::{Direction, GlobalScale, Layout, Nvfp4Description, Nvfp4Direction, Profile, Quantizer, TensorRef, Unit};
 use nvfp4_spec::{BLOCK, activation, e2m1};
 use rayon::prelude::*;
 use std::sync::Arc;
-
-/// Elements of a panel of decoded weights.
-pub(crate) const PANEL: usize = 1 << 21;
 
 /// A matrix that hidden states are multiplied by.
 pub trait Projection: Send + Sync {
@@ -25,7 +18,7 @@ pub trait Projection: Send + Sync {
 }
 
 /// Weights in any form, activations in binary32. Sums are binary32.
-pub struct Weights(pub Arc<Matrix>);
+pub struct Weights(pub Arc<Placed>);
 
 impl Projection for Weights {
     fn outputs(&self) -> usize {
@@ -33,25 +26,7 @@ impl Projection for Weights {
     }
 
     fn apply(&self, x: &[f32], rows: usize) -> Result<Vec<f32>> {
-        let (matrix, outputs) = (&*self.0, self.0.rows());
-        let mut out = vec![0.0; rows * outputs];
-        let step = (PANEL / matrix.cols().max(1)).clamp(1, outputs.max(1));
-        let (mut panel, mut part) = (Vec::new(), Vec::new());
-        for start in (0..outputs).step_by(step) {
-            let count = step.min(outputs - start);
-            panel.resize(count * matrix.cols(), 0.0);
-            matrix.panel(start..start + count, &mut panel)?;
-            if count == outputs {
-                baseline::f32(x, &panel, (rows, count, matrix.cols()), &mut out);
-                break;
-            }
-            part.resize(rows * count, 0.0);
-            baseline::f32(x, &panel, (rows, count, matrix.cols()), &mut part);
-            for (to, from) in out.chunks_exact_mut(outputs).zip(part.chunks_exact(count)) {
-                to[start..start + count].copy_from_slice(from);
-            }
-        }
-        Ok(out)
+        in_steps(&self.0, x, rows, |x, rows| self.0.multiply(x, rows))
     }
 }
 
@@ -64,16 +39,29 @@ pub enum ActivationScale {
     PerRow,
 }
 
-/// Weights and activations in NVFP4. Sums are exact.
+/// Weights and activations in NVFP4. Sums are exact on a CPU, and binary32 on a GPU.
 pub struct FourBit {
-    matrix: Arc<Matrix>,
+    matrix: Arc<Placed>,
     scale: ActivationScale,
 }
 
 impl FourBit {
     /// The projection by a matrix that is NVFP4; none for others.
-    pub fn new(matrix: Arc<Matrix>, scale: ActivationScale) -> Option<Self> {
-        matrix.codes().is_some().then_some(FourBit { matrix, scale })
+    pub fn new(matrix: Arc<Placed>, scale: ActivationScale) -> Option<Self> {
+        matrix.has_codes().then_some(FourBit { matrix, scale })
+    }
+
+    /// Activations in 4 bits, wherever they are multiplied.
+    fn quantize(&self, x: &[f32], rows: usize) -> Result<Direction> {
+        match self.scale {
+            ActivationScale::Stored(scale) => stored(x, self.matrix.cols(), scale),
+            ActivationScale::PerRow => {
+                let per_row = GlobalScale::PerRow;
+                let quantizer = Quantizer::builder().profile(Profile::ModelOpt).global_scale(per_row).build()?;
+                let (x, _) = quantizer.quantize(&TensorRef::new(x, &[rows, self.matrix.cols()])?)?.into_directions();
+                Ok(x.expect("a quantizer makes rows unless it is asked for columns"))
+            }
+        }
     }
 }
 
@@ -83,19 +71,25 @@ impl Projection for FourBit {
     }
 
     fn apply(&self, x: &[f32], rows: usize) -> Result<Vec<f32>> {
-        let weights = self.matrix.codes().expect("made of a matrix that has them");
-        match self.scale {
-            ActivationScale::Stored(scale) => {
-                Ok(matmul(&stored(x, self.matrix.cols(), scale)?, weights, &Product::default())?)
-            }
-            ActivationScale::PerRow => {
-                let per_row = GlobalScale::PerRow;
-                let quantizer = Quantizer::builder().profile(Profile::ModelOpt).global_scale(per_row).build()?;
-                let x = quantizer.quantize(&TensorRef::new(x, &[rows, self.matrix.cols()])?)?;
-                Ok(matmul(x.direction(Side::Row)?, weights, &Product::default())?)
-            }
-        }
+        in_steps(&self.matrix, x, rows, |x, rows| self.matrix.multiply_codes(&self.quantize(x, rows)?))
     }
+}
+
+/// The outputs of all rows, as many rows at a time as the place of the matrix takes.
+fn in_steps(
+    matrix: &Placed,
+    x: &[f32],
+    rows: usize,
+    product: impl Fn(&[f32], usize) -> Result<Vec<f32>>,
+) -> Result<Vec<f32>> {
+    if rows <= matrix.step() {
+        return product(x, rows);
+    }
+    let mut out = Vec::with_capacity(rows * matrix.rows());
+    for x in x.chunks(matrix.step() * matrix.cols()) {
+        out.extend(product(x, x.len() / matrix.cols())?);
+    }
+    Ok(out)
 }
 
 /// Activations in 4 bits with a stored scale.

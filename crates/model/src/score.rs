@@ -3,8 +3,9 @@
 
 use crate::decoder::{Decoder, Rows, go_on};
 use crate::matrix::Matrix;
+use crate::place::{Place, Placed};
 use crate::{Result, refused};
-use nvfp4_kernels::gemm::baseline;
+use nvfp4_checkpoint::Weight;
 use rayon::prelude::*;
 use std::sync::atomic::AtomicBool;
 
@@ -85,6 +86,15 @@ pub struct Speaker<'d, 's, 'a> {
     pub states: Vec<f32>,
 }
 
+/// What logits are made of.
+struct Ready<'s, 'a> {
+    head: &'s Weight<'a>,
+    place: &'s Place,
+    cap: Option<f32>,
+    /// States after the last norm.
+    states: Vec<f32>,
+}
+
 /// The positions that predict a token of the text: those with a next token in their row, but for the
 /// first `given`.
 pub fn positions(rows: &Rows, given: usize) -> Vec<usize> {
@@ -104,43 +114,40 @@ pub fn score(
     let mut normed = Vec::with_capacity(speakers.len());
     for speaker in speakers {
         let head = speaker.decoder.head()?;
-        let config = speaker.decoder.source().config();
+        let (config, place) = (speaker.decoder.source().config(), speaker.decoder.source().place());
         let mut states = speaker.states;
         speaker.decoder.last_norm()?.apply(&mut states);
-        normed.push((head, config.logit_cap, states));
+        normed.push(Ready { head, place, cap: config.logit_cap, states });
     }
     let mut said = vec![vec![Said::NOTHING; positions.len()]; normed.len()];
     for first in (0..vocabulary).step_by(WORDS) {
         let words = WORDS.min(vocabulary - first);
         // Ways to run one model share its weights.
-        let mut panels: Vec<(&str, *const u8, Vec<f32>)> = Vec::new();
+        let mut panels: Vec<(*const Weight<'_>, Placed)> = Vec::new();
         let mut which = Vec::new();
-        for (head, ..) in &normed {
-            let key = std::ptr::from_ref(*head).cast();
-            let at = panels.iter().position(|(_, other, _)| *other == key);
+        for Ready { head, place, .. } in &normed {
+            let key = std::ptr::from_ref(*head);
+            let at = panels.iter().position(|(other, _)| *other == key);
             which.push(at.unwrap_or(panels.len()));
             if at.is_none() {
-                let mut panel = vec![0.0; words * hidden];
-                Matrix::read(head, first..first + words)?.panel(0..words, &mut panel)?;
-                panels.push((&head.module, key, panel));
+                panels.push((key, place.hold_for_many(Matrix::read(head, first..first + words)?)?));
             }
         }
         for (block, positions) in positions.chunks(POSITIONS).enumerate() {
             go_on(stop)?;
-            let logits: Vec<Vec<f32>> = normed
+            let logits = normed
                 .iter()
                 .zip(&which)
-                .map(|((_, cap, states), &panel)| {
+                .map(|(Ready { cap, states, .. }, &panel)| {
                     let x: Vec<f32> =
                         positions.iter().flat_map(|&p| &states[p * hidden..(p + 1) * hidden]).copied().collect();
-                    let mut out = vec![0.0; positions.len() * words];
-                    baseline::f32(&x, &panels[panel].2, (positions.len(), words, hidden), &mut out);
+                    let mut out = panels[panel].1.multiply(&x, positions.len())?;
                     if let Some(cap) = cap {
                         out.par_iter_mut().for_each(|z| *z = (*z / cap).tanh() * cap);
                     }
-                    out
+                    Ok(out)
                 })
-                .collect();
+                .collect::<Result<Vec<Vec<f32>>>>()?;
             let (head, tail) = said.split_at_mut(1);
             let at = block * POSITIONS..block * POSITIONS + positions.len();
             let labels = positions.iter().map(|&p| rows.tokens()[p + 1]);
@@ -158,7 +165,7 @@ pub fn score(
         }
         done(words);
     }
-    for (said, (head, ..)) in said.iter().zip(&normed) {
+    for (said, Ready { head, .. }) in said.iter().zip(&normed) {
         if said.iter().any(|said| !(said.ln_z().is_finite() && said.label.is_finite())) {
             return Err(refused(format!("the logits are not numbers; '{}' or the last norm is damaged", head.module)));
         }
@@ -170,12 +177,8 @@ pub fn score(
 pub fn logits(decoder: &Decoder<'_, '_>, mut states: Vec<f32>) -> Result<Vec<f32>> {
     let (config, head) = (decoder.source().config(), decoder.head()?);
     decoder.last_norm()?.apply(&mut states);
-    let matrix = Matrix::read(head, 0..config.vocabulary)?;
-    let mut panel = vec![0.0; config.vocabulary * config.hidden];
-    matrix.panel(0..config.vocabulary, &mut panel)?;
-    let rows = states.len() / config.hidden;
-    let mut out = vec![0.0; rows * config.vocabulary];
-    baseline::f32(&states, &panel, (rows, config.vocabulary, config.hidden), &mut out);
+    let matrix = decoder.source().place().hold_for_many(Matrix::read(head, 0..config.vocabulary)?)?;
+    let mut out = matrix.multiply(&states, states.len() / config.hidden)?;
     if let Some(cap) = config.logit_cap {
         out.iter_mut().for_each(|z| *z = (*z / cap).tanh() * cap);
     }

@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::linear::Linear;
 use crate::matrix::Matrix;
+use crate::place::{Place, Placed};
 use crate::{Result, refused};
 use half::{bf16, f16};
 use nvfp4::Unit;
@@ -10,6 +11,7 @@ use nvfp4_checkpoint::{Checkpoint, Dialect, Located, Model, Stored, Weight, spli
 use safetensors::Dtype;
 use serde_json::Value;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 
 /// Opens a model's folder. Experts that lie in one tensor are matrices of their own, whichever
@@ -25,10 +27,12 @@ pub struct Source<'a> {
     config: Config,
     /// What precedes `layers.0` and `embed_tokens`.
     prefix: String,
+    place: Place,
 }
 
 impl<'a> Source<'a> {
-    /// Reads the configuration of a checkpoint and finds its tensors.
+    /// Reads the configuration of a checkpoint and finds its tensors. Products are computed on the
+    /// CPU.
     pub fn new(checkpoint: &'a Checkpoint, dialect: Option<Dialect>) -> Result<Self> {
         let json = checkpoint.config().ok_or_else(|| {
             refused(format!("{}: there is no config.json; give the model's folder", checkpoint.root().display()))
@@ -45,7 +49,7 @@ impl<'a> Source<'a> {
         let prefix = prefix.ok_or_else(|| {
             refused(format!("{}: no tensor is called 'embed_tokens.weight'", checkpoint.root().display()))
         })?;
-        let source = Source { prefix: prefix.to_string(), index, config, model };
+        let source = Source { prefix: prefix.to_string(), index, config, model, place: Place::Cpu };
         let embeddings = source.weight(&source.name("embed_tokens"))?;
         let (rows, cols, config) = (embeddings.rows, embeddings.cols, &source.config);
         if cols != config.hidden || rows < config.vocabulary {
@@ -55,6 +59,17 @@ impl<'a> Source<'a> {
             )));
         }
         Ok(source)
+    }
+
+    /// The same, with products computed there.
+    #[must_use]
+    pub fn on(self, place: Place) -> Self {
+        Source { place, ..self }
+    }
+
+    /// Where products are computed.
+    pub fn place(&self) -> &Place {
+        &self.place
     }
 
     /// Its settings.
@@ -110,6 +125,11 @@ impl<'a> Source<'a> {
         Ok(found)
     }
 
+    /// Rows of a weight, where they are multiplied.
+    pub fn matrix(&self, weight: &Weight<'_>, rows: Range<usize>) -> Result<Placed> {
+        self.place.hold(Matrix::read(weight, rows)?)
+    }
+
     /// A linear layer of these outputs and inputs, with its bias if it has one.
     pub fn linear(&self, module: &str, outputs: usize, inputs: usize) -> Result<Linear> {
         let weight = self.weight(module)?;
@@ -119,7 +139,7 @@ impl<'a> Source<'a> {
         }
         let bias = format!("{module}.bias");
         let bias = self.model.checkpoint.get(&bias).map(|_| self.need_vector(&bias, outputs)).transpose()?;
-        Ok(Linear::new(module.to_string(), Matrix::read(weight, 0..outputs)?, input_scale(weight)?, bias))
+        Ok(Linear::new(module.to_string(), self.matrix(weight, 0..outputs)?, input_scale(weight)?, bias))
     }
 
     /// One of GPT-OSS's experts, which are stored in one tensor, inputs before outputs where it is
@@ -138,7 +158,7 @@ impl<'a> Source<'a> {
                 )));
             }
             let rows = expert * outputs..(expert + 1) * outputs;
-            return Ok(Linear::new(module.to_string(), Matrix::read(weight, rows)?, input_scale(weight)?, bias));
+            return Ok(Linear::new(module.to_string(), self.matrix(weight, rows)?, input_scale(weight)?, bias));
         }
         let tensor = self.model.checkpoint.get(module);
         let tensor = tensor.ok_or_else(|| refused(format!("the checkpoint has no experts '{module}'")))?;
@@ -154,7 +174,8 @@ impl<'a> Source<'a> {
         tensor.read((expert * bytes.len()) as u64, &mut bytes)?;
         let values = decoded(&tensor, &bytes)?;
         let turned = (0..outputs).flat_map(|o| (0..inputs).map(move |i| (i, o))).map(|(i, o)| values[i * outputs + o]);
-        Ok(Linear::new(module.to_string(), Matrix::new(turned.collect(), inputs), None, bias))
+        let matrix = self.place.hold(Matrix::new(turned.collect(), inputs))?;
+        Ok(Linear::new(module.to_string(), matrix, None, bias))
     }
 
     /// Whether the checkpoint says that keys and values are kept in FP8.

@@ -4,15 +4,11 @@ mod generated;
 
 use generated::*;
 use nvfp4::Precision;
-use nvfp4_checkpoint::{Acts, KvCache, Rules, Selection, Settings, Target};
+use nvfp4_checkpoint::{Acts, KvCache, Selection, Settings, Target};
 use nvfp4_model::{Activations, KeysValues, Lane, Run, Source, calibrate, open};
 use safetensors::Dtype;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::path::Path;
-
-fn to(target: Target) -> Settings {
-    Settings { target, ..Settings::default() }
-}
 
 /// Whether a model's logits are those of its decoded weights.
 fn is_as_decoded(dir: &Folder, folder: &Path) {
@@ -22,12 +18,6 @@ fn is_as_decoded(dir: &Folder, folder: &Path) {
     let (own, expected) = (all_logits(folder), all_logits(&decoded));
     assert!(own.iter().all(|z| z.is_finite()) && own.iter().any(|&z| z != own[0]));
     assert_eq!(own, expected, "{}", folder.display());
-}
-
-/// Rules that give one form to modules and leave the others.
-fn only(path: &str, form: &str) -> Selection {
-    let rules = format!("[[rule]]\npath = '{path}'\nform = '{form}'\n[default]\nform = 'keep'\n");
-    Selection { rules: Rules::from_toml(&rules).unwrap(), ..Selection::default() }
 }
 
 #[test]
@@ -85,27 +75,6 @@ fn fp8_with_inverse_block_scales_is_read() {
     let fp8 = json!({ "quant_method": "fp8", "weight_block_size": [128, 128] });
     write(&dir.join("fp8"), &with(config(), "quantization_config", fp8), &made);
     is_as_decoded(&dir, &dir.join("fp8"));
-}
-
-/// A GPT-OSS with experts in MXFP4, biases and sinks.
-fn oss() -> (Value, Tensors) {
-    let config = oss_config(32);
-    let mut made = tensors(&config, usual);
-    for layer in 0..3 {
-        let name = format!("model.layers.{layer}.");
-        for (part, outputs, inputs) in [("gate_up_proj", 64, HIDDEN), ("down_proj", HIDDEN, 32)] {
-            let part = format!("{name}mlp.experts.{part}");
-            let blocks = vec![4, outputs, inputs / 32, 16];
-            let codes = (0..4 * outputs * inputs / 2).map(|i| (usual(&part, i) * 512.0) as i32 as u8).collect();
-            let scales = (0..4 * outputs * inputs / 32).map(|i| 119 + (i % 4) as u8).collect();
-            made.insert(format!("{part}_blocks"), (Dtype::U8, blocks, codes));
-            made.insert(format!("{part}_scales"), (Dtype::U8, vec![4, outputs, inputs / 32], scales));
-            made.insert(format!("{part}_bias"), bf16s(&[4, outputs], |i| usual(&part, i + 9)));
-        }
-        made.insert(format!("{name}mlp.router.bias"), bf16s(&[4], |i| usual("router", i)));
-        made.insert(format!("{name}self_attn.sinks"), bf16s(&[4], |i| usual("sinks", i)));
-    }
-    (with(config, "quantization_config", json!({ "quant_method": "mxfp4" })), made)
 }
 
 #[test]

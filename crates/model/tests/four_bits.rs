@@ -4,43 +4,15 @@ mod generated;
 
 use generated::*;
 use nvfp4_checkpoint::{Acts, Settings, Target};
-use nvfp4_model::{Activations, KeysValues, Matrix, Run, Source, Watch, input_scale, open};
+use nvfp4_model::{Activations, KeysValues, Matrix, Run, Source, input_scale, open};
 use nvfp4_spec::scale::Unit;
-use nvfp4_spec::{BLOCK, activation, e2m1, e4m3};
-use std::collections::BTreeMap;
-use std::sync::Mutex;
-
-/// What goes into a module and what comes out.
-type Through = (Vec<f32>, Vec<f32>);
-
-/// Inputs and outputs of every module.
-#[derive(Default)]
-struct Seen(Mutex<BTreeMap<String, Through>>);
-
-impl Watch for Seen {
-    fn input(&self, module: &str, x: &[f32], _cols: usize) {
-        self.0.lock().unwrap().entry(module.to_string()).or_default().0.extend(x);
-    }
-
-    fn output(&self, module: &str, y: &[f32], _cols: usize) {
-        self.0.lock().unwrap().entry(module.to_string()).or_default().1.extend(y);
-    }
-}
+use nvfp4_spec::{BLOCK, e2m1, e4m3};
 
 /// Code values times block scales of packed rows, which binary64 holds exactly.
 fn decoded(codes: &[u8], scales: &[u8]) -> Vec<f64> {
     let code = |code: u8| f64::from(e2m1::decode(code));
     let values = codes.iter().flat_map(|&byte| e2m1::unpack(byte)).map(code);
     values.enumerate().map(|(i, x)| x * f64::from(e4m3::decode(scales[i / BLOCK]))).collect()
-}
-
-/// The input in 4 bits with a stored scale.
-fn rounded(x: &[f32], scale: f32) -> Vec<f64> {
-    let block = |block: &[f32; BLOCK]| {
-        let q = activation::quantize(block, scale);
-        q.codes[0].map(|code| f64::from(e2m1::decode(code)) * f64::from(e4m3::decode(q.scale)))
-    };
-    x.as_chunks::<BLOCK>().0.iter().flat_map(block).collect()
 }
 
 #[test]

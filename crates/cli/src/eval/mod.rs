@@ -2,6 +2,7 @@
 
 mod report;
 
+use crate::device::Device;
 use crate::interrupt::interrupts;
 use crate::page::{self, Replaces};
 use crate::progress::Voice;
@@ -21,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Measure what quantization cost: perplexity, KL divergence and drift per layer, on a CPU.
+/// Measure what quantization cost: perplexity, KL divergence and drift per layer, on a CPU or a GPU.
 ///
 /// Runs both models a layer at a time, side by side, and keeps no logits. With one model, prints
 /// its perplexity. Ctrl-C stops; with --state the same command continues.
@@ -39,6 +40,9 @@ pub struct Args {
     /// Run the model as it is served only, not also to see what weights and activations cost each.
     #[arg(long)]
     served_only: bool,
+    /// Where products with weights are computed: cpu, cuda or cuda:N.
+    #[arg(long, default_value = "cpu")]
+    device: Device,
     /// Keep states in this file, to continue from after Ctrl-C.
     #[arg(long, value_name = "FILE")]
     state: Option<PathBuf>,
@@ -83,15 +87,21 @@ fn request(args: &Args, checkpoints: &[&Checkpoint], tokens: &[u32]) -> String {
     });
     let text = nvfp4_files::fingerprint(bytes);
     format!(
-        "{text:x} {} {:?} {} {}",
+        "{text:x} {} {:?} {} {}{}",
         args.text.request(),
         args.acts,
         args.served_only,
-        files.collect::<Vec<_>>().join(" ")
+        files.collect::<Vec<_>>().join(" "),
+        // The order of sums differs.
+        match args.device {
+            Device::Cpu => "",
+            Device::Cuda(_) => " cuda",
+        }
     )
 }
 
 fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<Value> {
+    let place = args.device.place()?;
     let (first, second) = (open(&args.reference)?, args.model.as_deref().map(open).transpose()?);
     if let Some(path) = &args.report {
         let models = [Some(args.reference.as_path()), args.model.as_deref()];
@@ -103,7 +113,7 @@ fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<Value> {
     }
     let source = |checkpoint| {
         let dialect = args.text.from.filter(|_| nvfp4_checkpoint::detect(checkpoint).is_err());
-        Source::new(checkpoint, dialect.map(|from| from.dialect()))
+        Ok::<_, anyhow::Error>(Source::new(checkpoint, dialect.map(|from| from.dialect()))?.on(place.clone()))
     };
     let (reference, model) = (source(&first)?, second.as_ref().map(source).transpose()?);
     let (rows, given) = args.text.rows(&args.reference, reference.config())?;
@@ -125,14 +135,18 @@ fn perform(args: &Args, host: Host, out: &mut impl Write) -> Result<Value> {
     let (tokens, peak) = (rows.tokens().len(), evaluate.peak());
     if args.dry_run {
         let runs = counted(evaluate.lanes().len(), "run");
+        let gpu = evaluate.gpu_peak();
+        let on_gpu = gpu.map(|bytes| format!(", {} of a GPU's", sizes::show(bytes))).unwrap_or_default();
         let memory = sizes::show(peak);
         let text = format!(
-            "{} in {}, {runs}, at most {memory} of memory",
+            "{} in {}, {runs}, at most {memory} of memory{on_gpu}",
             counted(tokens, "token"),
             counted(rows.count(), "row")
         );
         until_closed(writeln!(out, "{text}").map_err(Into::into))?;
-        return Ok(json!({ "tokens": tokens, "rows": rows.count(), "runs": evaluate.lanes(), "memory": peak }));
+        return Ok(json!({
+            "tokens": tokens, "rows": rows.count(), "runs": evaluate.lanes(), "memory": peak, "gpu_memory": gpu
+        }));
     }
     let start = Instant::now();
     let mut bar = Bar::new(if args.quiet { Voice::Quiet } else { Voice::Normal });
@@ -267,5 +281,28 @@ impl Found {
             "layers": self.evaluation.drift.iter().enumerate().map(layer).collect::<Vec<_>>(),
             "blocks": self.evaluation.blocks
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Words {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    /// Sums of a GPU have another order, so states of a CPU are not continued there.
+    #[test]
+    fn states_belong_to_a_kind_of_device() {
+        let request = |device: &str| {
+            let words = ["eval", "model", "--text", "text", "--device", device];
+            request(&Words::parse_from(words).args, &[], &[1, 2])
+        };
+        assert_eq!(request("cuda"), request("cuda:1"));
+        assert_ne!(request("cuda"), request("cpu"));
     }
 }

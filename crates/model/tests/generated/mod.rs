@@ -3,15 +3,17 @@
 #![allow(dead_code)] // each test uses some of it
 
 use half::bf16;
-use nvfp4_checkpoint::{Checkpoint, Settings, convert};
+use nvfp4_checkpoint::{Checkpoint, Rules, Selection, Settings, Target, convert};
 use nvfp4_model::{
-    Activations, Decoder, Evaluate, Evaluation, Lanes, Progress, Rows, Run, Source, StateFile, logits, open,
+    Activations, Decoder, Evaluate, Evaluation, Lanes, Progress, Rows, Run, Source, StateFile, Watch, logits, open,
 };
+use nvfp4_spec::{BLOCK, activation, e2m1, e4m3};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 
 pub static GO: AtomicBool = AtomicBool::new(false);
@@ -181,8 +183,12 @@ pub fn rows() -> Rows {
 
 /// The logits of all positions, in one way to run.
 pub fn logits_of(checkpoint: &Checkpoint, run: &Run<'_>) -> nvfp4_model::Result<Vec<f32>> {
-    let source = Source::new(checkpoint, None)?;
-    let (decoder, rows) = (Decoder::new(&source), rows());
+    logits_from(&Source::new(checkpoint, None)?, run)
+}
+
+/// The same, where the source's products are computed.
+pub fn logits_from(source: &Source<'_>, run: &Run<'_>) -> nvfp4_model::Result<Vec<f32>> {
+    let (decoder, rows) = (Decoder::new(source), rows());
     let mut states = vec![decoder.embed(rows.tokens())?];
     for layer in 0..source.config().layers {
         decoder.advance(layer, &rows, &mut states, &[*run], &GO)?;
@@ -220,4 +226,62 @@ pub fn run(
         state,
     }
     .run(progress, stop)
+}
+
+/// Settings that write this format.
+pub fn to(target: Target) -> Settings {
+    Settings { target, ..Settings::default() }
+}
+
+/// Rules that give one form to modules and leave the others.
+pub fn only(path: &str, form: &str) -> Selection {
+    let rules = format!("[[rule]]\npath = '{path}'\nform = '{form}'\n[default]\nform = 'keep'\n");
+    Selection { rules: Rules::from_toml(&rules).unwrap(), ..Selection::default() }
+}
+
+/// A GPT-OSS with experts in MXFP4, biases and sinks.
+pub fn oss() -> (Value, Tensors) {
+    let config = oss_config(32);
+    let mut made = tensors(&config, usual);
+    for layer in 0..3 {
+        let name = format!("model.layers.{layer}.");
+        for (part, outputs, inputs) in [("gate_up_proj", 64, HIDDEN), ("down_proj", HIDDEN, 32)] {
+            let part = format!("{name}mlp.experts.{part}");
+            let blocks = vec![4, outputs, inputs / 32, 16];
+            let codes = (0..4 * outputs * inputs / 2).map(|i| (usual(&part, i) * 512.0) as i32 as u8).collect();
+            let scales = (0..4 * outputs * inputs / 32).map(|i| 119 + (i % 4) as u8).collect();
+            made.insert(format!("{part}_blocks"), (Dtype::U8, blocks, codes));
+            made.insert(format!("{part}_scales"), (Dtype::U8, vec![4, outputs, inputs / 32], scales));
+            made.insert(format!("{part}_bias"), bf16s(&[4, outputs], |i| usual(&part, i + 9)));
+        }
+        made.insert(format!("{name}mlp.router.bias"), bf16s(&[4], |i| usual("router", i)));
+        made.insert(format!("{name}self_attn.sinks"), bf16s(&[4], |i| usual("sinks", i)));
+    }
+    (with(config, "quantization_config", json!({ "quant_method": "mxfp4" })), made)
+}
+
+/// What goes into a module and what comes out.
+pub type Through = (Vec<f32>, Vec<f32>);
+
+/// Inputs and outputs of every module.
+#[derive(Default)]
+pub struct Seen(pub Mutex<BTreeMap<String, Through>>);
+
+impl Watch for Seen {
+    fn input(&self, module: &str, x: &[f32], _cols: usize) {
+        self.0.lock().unwrap().entry(module.to_string()).or_default().0.extend(x);
+    }
+
+    fn output(&self, module: &str, y: &[f32], _cols: usize) {
+        self.0.lock().unwrap().entry(module.to_string()).or_default().1.extend(y);
+    }
+}
+
+/// The input in 4 bits with a stored scale.
+pub fn rounded(x: &[f32], scale: f32) -> Vec<f64> {
+    let block = |block: &[f32; BLOCK]| {
+        let q = activation::quantize(block, scale);
+        q.codes[0].map(|code| f64::from(e2m1::decode(code)) * f64::from(e4m3::decode(q.scale)))
+    };
+    x.as_chunks::<BLOCK>().0.iter().flat_map(block).collect()
 }
