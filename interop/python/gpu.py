@@ -262,6 +262,8 @@ def experts():
         check(f"an expert of {name} without tokens has no gradient", not made[4].any())
         with torch.no_grad():
             check(f"experts of {name} evaluated", torch.equal(run(x), made[0]))
+            shifted = torch.empty(x.numel() + 1, **settings)[1:].view_as(x).copy_(x)
+            check(f"experts of {name} from memory that begins anywhere", torch.equal(run(shifted), made[0]))
         kept = gradients(run, x, dy)
         check(f"experts of {name} from kept codes", all(torch.equal(a, b) for a, b in zip(made, kept)))
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu(), lambda t: t.cuda()):

@@ -59,7 +59,7 @@ def linear_together(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Optio
     parameters = [*weights, *biases]
     trains = torch.is_grad_enabled() and any(of is not None and of.requires_grad for of in (x, *parameters))
     if not trains:
-        return _forward(x.contiguous(), weights, biases, call, call.formats.evaluated, False)[0]
+        return _forward(x, weights, biases, call, call.formats.evaluated, False)[0]
     offset = None
     if call.formats.grad_output.rounding == "stochastic":
         offset = torch.randint(2**62, (1,), device=x.device)
@@ -70,7 +70,7 @@ def _forward(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]], call: Call, text: str, trains: bool
 ) -> List[Any]:
     """y; the block of x's columns if it is made; the block of the weights' columns if it trains."""
-    codes = _found(weights, call, trains)
+    x, codes = _aligned(x), _found(weights, call, trains)
     bias = None if biases[0] is None else torch.cat([of.detach() for of in biases])  # type: ignore[union-attr]
     outputs = weights[0].shape[0]
     if codes is not None:
@@ -85,6 +85,12 @@ def _forward(
         for kept, weight in zip(call.kept, weights):
             kept.keep(weight, _key(call), codes)
     return made
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Tokens as kernels for groups read them: rows side by side, from a multiple of 16 bytes on."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _key(call: Call) -> str:
@@ -107,7 +113,7 @@ class _Together(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         trains_weights = any(ctx.needs_input_grad[3 : 3 + count])
         text = call.formats.trained if trains_weights else call.formats.frozen
-        made = _forward(x.contiguous(), weights, biases, call, text, True)
+        made = _forward(x, weights, biases, call, text, True)
         # Without gradients of the weights, nothing of x is read again.
         ctx.save_for_backward(made[1] if trains_weights else None, made[-1], offset)
         ctx.call = call, text
@@ -128,7 +134,7 @@ class _Together(torch.autograd.Function):
         w_dtype = dtype_of(call.mains[0], w_dtype)
         if needs_x or needs_w:
             made = _nvfp4._linear_groups_backward(
-                dy.contiguous(), weights if x is None else x, weights, text, call.splits, ctx.features,
+                _aligned(dy), weights if x is None else x, weights, text, call.splits, ctx.features,
                 x_dtype if needs_x else None, w_dtype if needs_w else None, call.seed, offset,
             )  # fmt: skip
             dx = made[0] if needs_x else None
