@@ -79,6 +79,7 @@ mod mixed;
 mod moments;
 mod mx_sources;
 mod mxfp4;
+mod mxfp4_values;
 mod names;
 mod outline;
 mod parts;

@@ -3,13 +3,14 @@
 use super::folder::Located;
 use super::form::Eight;
 use super::fp8;
+use super::mxfp4_values;
 use super::transpose::transpose;
 use crate::{Error, Result};
 use half::{bf16, f16};
 use nvfp4::{GlobalScale, Layout, Unit};
 use nvfp4_kernels::{Implementation, Values, dequantize};
 use nvfp4_spec::matrix::View;
-use nvfp4_spec::{BLOCK, Precision, e2m1, e8m0, swizzle};
+use nvfp4_spec::{BLOCK, Precision, e8m0, swizzle};
 use safetensors::Dtype;
 use std::ops::Range;
 
@@ -269,14 +270,7 @@ impl Weight<'_> {
                 let exponents = sized(&mut buffer.scales, len / MX_BLOCK);
                 scales.read((rows.start * self.cols / MX_BLOCK) as u64, exponents)?;
                 let values = sized(&mut buffer.f32, len);
-                for ((codes, &exponent), out) in
-                    codes.chunks_exact(MX_BLOCK / 2).zip(&*exponents).zip(values.chunks_exact_mut(MX_BLOCK))
-                {
-                    let scale = e8m0::decode(exponent);
-                    for (&byte, out) in codes.iter().zip(out.as_chunks_mut::<2>().0) {
-                        *out = e2m1::unpack(byte).map(|code| e2m1::decode(code) * scale);
-                    }
-                }
+                mxfp4_values::decode(codes, exponents, values);
                 Ok(Values::F32(values))
             }
             Stored::Nvfp4(parts) => {
