@@ -2,7 +2,7 @@
 //!
 //! What the rule computes of an element depends on its code, the block's scale byte and the
 //! candidate alone. So its squared errors and new codes are tables, made by the rule's own operations
-//! once for each scale byte that occurs ([`Entry`]). The errors of the candidates lie side by side,
+//! once for each scale byte that occurs (`Entry`). The errors of the candidates lie side by side,
 //! and a block's are added up in the order of the rule: the sums have its bits, and nothing is left
 //! undecided, as a filter like that of `--scale mse` would. It takes 16 additions of 12 lanes a block.
 //!
