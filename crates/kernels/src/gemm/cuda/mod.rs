@@ -16,9 +16,9 @@
 //! | `decoded.rs`: multiply-adds on binary32 | everything else |
 //!
 //! What a product is decides, and for NVFP4 the expected time by the [`Costs`] of the GPU. They ship,
-//! or were measured before and lie in a file; nothing is timed in a run. From compute capability
-//! 10.0 on, the first product of a kind that cuBLASLt computes from codes is preceded by small ones
-//! with known sums, which are waited for (`trial.rs`).
+//! or were measured before and lie in a file; nothing is timed in a run. On GPUs other than Hopper, the
+//! first product of a kind that cuBLASLt computes from codes is preceded by small ones with known
+//! sums, which are waited for (`trial.rs`).
 
 mod blocks;
 mod choice;

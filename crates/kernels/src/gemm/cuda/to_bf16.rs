@@ -157,9 +157,9 @@ impl<'a> ToBf16<'a> {
             bias: (params.bias != 0).then_some(params.bias),
             accumulator: Accumulator::Precise,
         };
-        let Some(workspace) = self.library.scratch(&call([0; 3]))? else { return Ok(false) };
+        let Some(workspace_bytes) = self.library.scratch(&call([0; 3]))? else { return Ok(false) };
         // Two factors, and whether a value lost bits.
-        let scratch = Scratch::new(stream, memory, [bytes(m, left), bytes(n, right), 16, workspace])?;
+        let scratch = Scratch::new(stream, memory, [bytes(m, left), bytes(n, right), 16, workspace_bytes])?;
         let [a_at, b_at, factors, workspace] = scratch.addresses;
         let call = call([a_at, b_at, factors]);
         let condition = Condition::new(factors + 8);
@@ -187,7 +187,7 @@ impl<'a> ToBf16<'a> {
             padding: 0,
         };
         decode.launch(stream, (left, right))?;
-        self.library.run_in(stream, &call, workspace)?;
+        self.library.run_in(stream, &call, (workspace, workspace_bytes))?;
         if let (true, Weights::Operand(b)) = (may_lose, &b) {
             decoded::run_if(stream, &a, b, output, Some(condition))?;
         }

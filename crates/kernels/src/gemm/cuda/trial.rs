@@ -13,7 +13,6 @@ use super::product_kind::ProductKind;
 use super::trial_data::{Factor, cases};
 use crate::Result;
 use crate::cuda::{Device, Error, Plain, Pool, Slice, Stream, Values, lock};
-use crate::gemm::units::LEAST_BLOCK_SCALED;
 use half::bf16;
 use nvfp4_spec::Element;
 use nvfp4_spec::gemm::{Accumulate, Interval, Operand, Product as SpecProduct, Sums};
@@ -62,13 +61,16 @@ pub fn verdict(device: Device, kind: ProductKind) -> Verdict {
     verdict_and(device, kind, |_| {})
 }
 
-/// Whether products of a kind go to the library. FP8 does without a trial on chips before Blackwell.
-/// While a graph is recorded from `stream` nothing can be tried, so what is unknown goes
-/// another way.
+/// The chip on which this project has run the library's products of codes: Hopper. The model of
+/// its FP8 sums was checked there.
+const RUN_ON: (u32, u32) = (9, 0);
+
+/// Whether products of a kind go to the library. On Hopper FP8 does without a trial. While a graph
+/// is recorded from `stream` nothing can be tried, so what is unknown goes another way.
 pub(super) fn allows(device: Device, kind: ProductKind, stream: Option<&Stream>) -> bool {
     let any = ON_ANY_CHIP.load(Ordering::Relaxed);
-    if !any && device.capability() < LEAST_BLOCK_SCALED {
-        return device.capability() >= kind.least();
+    if !any && device.capability() == RUN_ON {
+        return RUN_ON >= kind.least();
     }
     if let Some(verdict) = known(device, kind) {
         return verdict == Verdict::Used;

@@ -7,6 +7,7 @@
 
 mod library;
 mod plan;
+mod recent;
 
 use super::scratch::Scratch;
 use crate::Result;
@@ -18,6 +19,7 @@ use nvfp4_spec::fp8::Format;
 use nvfp4_spec::gemm::Accumulator;
 use nvfp4_spec::{Precision, area};
 use plan::{Key, Plan, set_addresses};
+use recent::Recent;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -26,9 +28,13 @@ use std::sync::Mutex;
 /// cuBLASLt on one GPU. Products of any number of streams and threads may use it.
 pub struct Cublas {
     /// `None` for what the library does not compute.
-    plans: Mutex<HashMap<Key, Option<Plan>>>,
+    plans: Mutex<Recent<Key, Option<Plan>>>,
     session: Session,
 }
+
+/// How many plans are kept. A model needs some tens, but experts have other numbers of tokens at
+/// every step.
+const PLANS: usize = 4096;
 
 /// The type of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -99,7 +105,7 @@ impl Cublas {
         let mut reason = Error::NoCublas;
         for api in candidates().iter().filter_map(Api::load) {
             match Session::new(device, api) {
-                Ok(session) => return Ok(Cublas { plans: Mutex::default(), session }),
+                Ok(session) => return Ok(Cublas { plans: Mutex::new(Recent::new(PLANS)), session }),
                 Err(error) => reason = error,
             }
         }
@@ -183,18 +189,18 @@ impl Cublas {
 
     /// The bytes of scratch of a product; `None` if the library does not compute it.
     pub(super) fn scratch(&self, call: &Call) -> cuda::Result<Option<usize>> {
-        self.workspace(&Key::new(call), call)
+        let mut plans = lock(&self.plans);
+        Ok(self.plan(&mut plans, call)?.map(|plan| plan.workspace))
     }
 
-    /// The bytes of scratch of a product; `None` if the library does not compute it.
-    fn workspace(&self, key: &Key, call: &Call) -> cuda::Result<Option<usize>> {
-        let mut plans = lock(&self.plans);
-        if let Some(plan) = plans.get(key) {
-            return Ok(plan.as_ref().map(|plan| plan.workspace));
-        }
-        let _current = self.session.device.enter()?;
-        let plan = Plan::new(&self.session, key, call)?;
-        Ok(plans.entry(*key).or_insert(plan).as_ref().map(|plan| plan.workspace))
+    /// How a product is computed; `None` if the library does not compute it.
+    fn plan<'a>(&self, plans: &'a mut Recent<Key, Option<Plan>>, call: &Call) -> cuda::Result<Option<&'a Plan>> {
+        let key = Key::new(call);
+        let make = || {
+            let _current = self.session.device.enter()?;
+            Plan::new(&self.session, &key, call)
+        };
+        Ok(plans.get_or_try_make(&key, make)?.as_ref())
     }
 
     /// Queues a product; an error unless the library [takes](Cublas::takes) it.
@@ -202,16 +208,16 @@ impl Cublas {
         // Before the lock: an allocator may wait for other threads.
         let bytes = self.scratch(call)?.ok_or_else(|| refused(call))?;
         let scratch = Scratch::new(stream, memory, [bytes])?;
-        self.run_in(stream, call, scratch.addresses[0])
+        self.run_in(stream, call, (scratch.addresses[0], bytes))
     }
 
-    /// [`Cublas::run`] with [scratch](Cublas::scratch) at an address, a multiple of 256.
-    pub(super) fn run_in(&self, stream: &Stream, call: &Call, scratch: u64) -> cuda::Result<()> {
-        let (api, key) = (self.session.api, Key::new(call));
+    /// [`Cublas::run`] with [scratch](Cublas::scratch): its address, a multiple of 256, and its bytes.
+    pub(super) fn run_in(&self, stream: &Stream, call: &Call, (scratch, bytes): (u64, usize)) -> cuda::Result<()> {
+        let api = self.session.api;
         let _current = self.session.device.enter()?;
         // Addresses are set in the plan's own description, so the lock is held until the call.
-        let plans = lock(&self.plans);
-        let plan = plans.get(&key).and_then(Option::as_ref).ok_or_else(|| refused(call))?;
+        let mut plans = lock(&self.plans);
+        let plan = self.plan(&mut plans, call)?.filter(|plan| plan.workspace <= bytes).ok_or_else(|| refused(call))?;
         set_addresses(&plan.operation, &api, call)?;
         let [b, a, c, d] = [call.b.address, call.a.address, call.c, call.out].map(|address| address as *mut c_void);
         let values: [f32; 2];
