@@ -222,7 +222,9 @@ fn unread(model: &Model<'_>, architecture: &str) -> Option<&'static str> {
             Some("vLLM 0.32 does not find the activation scales of its adapters; leave them out")
         }
         Dialect::ModelOpt
-            if architecture.starts_with("ExaoneMoe") && model.weight("lm_head").is_some() && !model.names_all() =>
+            if architecture.starts_with("ExaoneMoe")
+                && model.weight("lm_head").is_some_and(|head| matches!(head.stored, Stored::Plain(_)))
+                && !model.names_all() =>
         {
             Some(
                 "vLLM 0.32 asks for its output head without a name, so no list of ModelOpt's leaves it alone; use \

@@ -383,6 +383,13 @@ fn forms_that_vllm_does_not_read_of_some_architectures_are_named() {
         assert!(text.contains(reason), "{text}");
         assert_eq!(found(&tensors, architecture, &right), None, "{architecture}");
     }
+    // A head that is quantized itself is in no list.
+    let tensors = matrices(&[("lm_head.weight", &[64, 64])]);
+    let all = Settings {
+        selection: Selection { default_skips: DefaultSkips::Off, ..Selection::default() },
+        ..to(Target::ModelOpt)
+    };
+    assert_eq!(found(&tensors, "ExaoneMoeForCausalLM", &all), None);
 }
 
 #[test]
