@@ -114,6 +114,9 @@ def test_modules_call_quantizers_with_a_product_of_their_own():
     assert Rounds.products == [GEMMType.FPROP, GEMMType.DGRAD, GEMMType.WGRAD]
     with pytest.raises(TypeError, match="must be custom tensors"):
         custom_gemm(x, x)
+    square = Rounds().quantize(torch.randn(16, 16))
+    with pytest.raises(ValueError, match="TT not supported for custom tensors"):
+        generic_gemm(square, True, square, True, None, None, torch.float32, None, None, False, None, False, None, 0, False, False)
 
 
 def test_modules_call_quantizers_of_a_class_of_ones_own():

@@ -103,6 +103,8 @@ def gemm_of_any_layout(
 ) -> Tuple[Any, Optional[Tensor], Optional[Tensor], Any]:  # fmt: skip
     """``general_gemm``, and ``Bᵀ·Aᵀ`` for "TT"."""
     if any(getattr(tensor, "custom", False) for tensor in (A, B)):
+        if layout == "TT":
+            raise ValueError("GEMM layout TT not supported for custom tensors.")
         return custom_gemm(
             A, B, None, out_dtype, quantization_params, gelu, gelu_in, accumulate, layout, out,
             bias, use_split_accumulator, grad,
