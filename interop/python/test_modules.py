@@ -127,6 +127,7 @@ def test_experts_are_layers_side_by_side():
     torch.manual_seed(0)
     module, x = nvfp4.torch.GroupedLinear(3, 64, 48), torch.randn(50, 64)
     y = module(x, [20, 0, 30])
+    assert torch.equal(module(x, torch.tensor([20, 0, 30])), y)
     alone = nvfp4.torch.Linear(64, 48)
     with torch.no_grad():
         for expert, (start, end) in {0: (0, 20), 2: (20, 50)}.items():

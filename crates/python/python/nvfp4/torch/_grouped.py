@@ -72,10 +72,10 @@ class GroupedLinear(Layer):
     def weights(self) -> List[str]:
         return [f"weight{expert}" for expert in range(self.num_gemms)]
 
-    def forward(self, input: Tensor, m_splits: Union[List[int], Passage]) -> Tensor:
-        """``m_splits`` has the number of tokens of each expert; tokens are sorted by expert. Where
-        workers have some experts each, it is the way of tokens to them or back: ``dispatch`` or
-        ``combine`` of :class:`Routes`.
+    def forward(self, input: Tensor, m_splits: Union[List[int], Tensor, Passage]) -> Tensor:
+        """``m_splits`` has the number of tokens of each expert; tokens are sorted by expert. A tensor
+        of them on a GPU is waited for. Where workers have some experts each, it is the way of tokens
+        to them or back: ``dispatch`` or ``combine`` of :class:`Routes`.
         """
         if not fits(input, self.weight0):
             quantizes = any(formats.quantizes for formats in self.formats)
@@ -90,7 +90,7 @@ class GroupedLinear(Layer):
         if isinstance(m_splits, Passage):
             m_splits.checked(x, self.num_gemms, self.path)
             return self._routed(x, m_splits)
-        splits = list(m_splits)
+        splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         if len(splits) != self.num_gemms or sum(splits) != x.shape[0] or min(splits) < 0:
             raise ValueError(
                 f"{self.path}:m_splits: expected {self.num_gemms} numbers of tokens "
