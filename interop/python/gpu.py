@@ -250,6 +250,10 @@ def experts():
         apart.formats_by_codes = lambda weights: None  # one after the other
         by_itself = lambda t: apart(t, splits)
         by_itself.parameters = apart.parameters
+        for how, of, together in (("together", run, True), ("apart", by_itself, False)):
+            # A view lies between the result and what made it.
+            made_by = type(of(x).grad_fn.next_functions[0][0]).__name__
+            check(f"experts of {name} are computed {how}", ("Together" in made_by) == together)
         made, expected = gradients(run, x, dy), gradients(by_itself, x, dy)
         weights = [getattr(module, f"weight{expert}").detach().abs().double() for expert in range(4)]
         parts = list(zip(x.abs().double().split(splits), dy.abs().double().split(splits), weights))
