@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nvfp4.te as te
+from nvfp4.te.standin._quantization import FP8GlobalStateManager as State
 
 
 def modules():
@@ -293,3 +294,73 @@ def test_calibration_says_nothing_where_no_scale_is_kept():
             y = module(x)
         assert torch.equal(y, plain) is not enabled
     assert module.delayed is None
+
+
+def told():
+    return tuple(
+        getattr(State, name)()
+        for name in ("is_fp8_enabled", "is_fp8_calibration", "get_fp8_recipe", "get_fp8_group")
+    )
+
+
+def test_programs_are_told_what_their_region_was_told():
+    asked, group = te.NVFP4BlockScaling(), object()
+    outside = (False, False, te.get_default_recipe(), None)
+    assert told() == outside
+    for enabled in (True, False):
+        for calibrating in (True, False):
+            with te.autocast(enabled, calibrating, asked, group):
+                assert told() == (enabled, calibrating, asked, group)
+                with te.autocast(enabled=False):
+                    assert told() == outside
+                assert told() == (enabled, calibrating, asked, group)
+    assert told() == outside
+
+
+def test_a_region_can_be_left_and_taken_up_again():
+    x, module = torch.randn(32, 64), te.Linear(64, 48)
+    plain = module(x)
+    with te.autocast(recipe=te.MXFP8BlockScaling()):
+        expected, state = module(x), State.get_autocast_state()
+    assert torch.equal(module(x), plain) and not torch.equal(expected, plain)
+    before = State.get_autocast_state()
+    State.set_autocast_state(state)
+    assert State.is_fp8_enabled() and torch.equal(module(x), expected)
+    State.set_autocast_state(before)
+    assert not State.is_fp8_enabled() and torch.equal(module(x), plain)
+    State.set_autocast_state(state)
+    State.reset()
+    assert not State.is_fp8_enabled() and torch.equal(module(x), plain)
+    with pytest.raises(TypeError, match="expected what get_autocast_state.. gave, got tuple"):
+        State.set_autocast_state((False, False, None, None, False, False))
+
+
+def test_programs_are_told_how_new_weights_begin():
+    def asked():
+        return State.with_fp8_parameters(), State.with_high_precision_init_val()
+
+    assert asked() == (False, False)
+    with te.quantized_model_init(preserve_high_precision_init_val=True):
+        assert asked() == (True, True)
+        with te.quantized_model_init(enabled=False):
+            assert asked() == (False, False)
+        assert asked() == (True, True)
+    assert asked() == (False, False)
+
+
+def test_weights_that_are_said_to_be_the_same_are_noted():
+    assert State.get_skip_fp8_weight_update_tensor() is None
+    for said in (True, False):
+        State.set_skip_fp8_weight_update_tensor(said)
+        assert State.get_skip_fp8_weight_update_tensor().tolist() == [said]
+    State.reset()
+    assert State.get_skip_fp8_weight_update_tensor() is None
+    assert State.fp8_graph_capturing() is False
+
+
+def test_what_modules_do_by_themselves_is_refused_by_name():
+    for name in ("add_fp8_tensors_to_global_buffer", "is_first_fp8_module", "autocast_enter"):
+        with pytest.raises(AttributeError, match=f"FP8GlobalStateManager.{name} is not supported here: "):
+            getattr(State, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        State.nothing

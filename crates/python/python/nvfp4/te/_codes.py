@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import warnings
-from typing import Any, Iterator, List, Optional
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,12 @@ from ._identity import IdentityQuantizer
 from ._recipe import get_default_recipe
 from ._states import RecipeState
 from .recipe import of as recipe_of
+
+
+# Whether new modules have codes as weights here, and whether they keep what these began with.
+of_new_weights: contextvars.ContextVar[Tuple[bool, bool]] = contextvars.ContextVar(
+    "nvfp4_te_new_weights", default=(False, False)
+)
 
 
 class _Begun:
@@ -52,12 +59,16 @@ def quantized_model_init(
     """
     asked = get_default_recipe() if recipe is None else recipe
     ours = recipe_of(asked)
-    with asking(
-        (lambda layer: _quantize(layer, asked, ours, preserve_high_precision_init_val))
-        if enabled
-        else None
-    ):
-        yield
+    token = of_new_weights.set((bool(enabled), bool(preserve_high_precision_init_val)))
+    try:
+        with asking(
+            (lambda layer: _quantize(layer, asked, ours, preserve_high_precision_init_val))
+            if enabled
+            else None
+        ):
+            yield
+    finally:
+        of_new_weights.reset(token)
 
 
 def _quantizers(layer: Any, asked: Any, number: int) -> List[Any]:

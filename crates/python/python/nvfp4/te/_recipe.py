@@ -111,6 +111,15 @@ class Step:
         engine.queue_callback(lambda: self.end("backward"))
 
 
+class Told(NamedTuple):
+    """What ``autocast`` was told, for programs that ask: nothing outside of one."""
+
+    enabled: bool = False
+    calibrating: bool = False
+    recipe: Any = None
+    group: Any = None
+
+
 class Region(NamedTuple):
     """What modules follow inside ``autocast``.
 
@@ -128,6 +137,7 @@ class Region(NamedTuple):
     calibrating: bool = False
     # The recipe as it was given; None in high precision.
     asked: Any = None
+    told: Told = Told()
 
 
 # The last recipes that regions had, each with its key.
@@ -179,22 +189,24 @@ class autocast(contextlib.ContextDecorator):
                     f"{name}: expected True or False, got {type(given).__name__}; a recipe is the "
                     "argument recipe=, and modules are called inside of the region"
                 )
-        self._enabled, self._recipe, self._group = enabled, recipe, amax_reduction_group
-        # What is quantized notes its amaxes anyway.
-        self._calibrating = bool(calibrating) and not enabled
+        self._told = Told(bool(enabled), bool(calibrating), recipe, amax_reduction_group)
         self._token: Optional[contextvars.Token] = None
 
     def __enter__(self) -> "autocast":
         if self._token is not None:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
-        step = region().step or Step()
-        if not self._enabled and not self._calibrating:
-            new = _HIGH_PRECISION._replace(step=step, key=_key(_HIGH_PRECISION.recipe))
+        step, told = region().step or Step(), self._told
+        # What is quantized notes its amaxes anyway.
+        calibrates = told.calibrating and not told.enabled
+        if not told.enabled and not calibrates:
+            key = _key(_HIGH_PRECISION.recipe)
+            new = _HIGH_PRECISION._replace(step=step, key=key, told=told)
         else:
-            asked = get_default_recipe() if self._recipe is None else self._recipe
+            asked = get_default_recipe() if told.recipe is None else told.recipe
             recipe = recipe_of(asked)
-            handed = "none" if self._calibrating else hand_over_of(asked)
-            new = Region(recipe, self._group, step, _key(recipe), handed, self._calibrating, asked)
+            handed = "none" if calibrates else hand_over_of(asked)
+            key = _key(recipe)
+            new = Region(recipe, told.group, step, key, handed, calibrates, asked, told)
         self._token = _region.set(new)
         return self
 
@@ -204,12 +216,12 @@ class autocast(contextlib.ContextDecorator):
         step = region().step
         _region.reset(token)
         outermost = step is not None and region().step is None
-        if outermost and self._enabled and torch.is_grad_enabled():
+        if outermost and self._told.enabled and torch.is_grad_enabled():
             step.leave()  # type: ignore[union-attr]
 
     def _recreate_cm(self) -> "autocast":
         # As a decorator: every call has a region of its own.
-        return autocast(self._enabled, self._calibrating, self._recipe, self._group)
+        return autocast(*self._told)
 
 
 def fp8_autocast(
@@ -226,6 +238,11 @@ def get_default_recipe() -> Recipe:
 
 
 get_default_fp8_recipe = get_default_recipe
+
+
+def set_region(new: Optional[Region]) -> None:
+    """Has modules follow a region from now on; without one, high precision."""
+    _region.set(_HIGH_PRECISION if new is None else new)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ import torch
 from .. import _machine
 from .._algorithms import amax_and_scale_update as _amax_and_scale_update  # noqa: F401
 from .._algorithms import scale_of
+from .._codes import of_new_weights
 from .._format import DType, Format
-from .._recipe import get_default_recipe, region
+from .._recipe import Region, get_default_recipe, region, set_region
 from .._states import (
     CustomRecipeState,
     DelayedScalingRecipeState,
@@ -74,35 +75,122 @@ def _default_sf_compute(
     return scale.copy_(scale_of(amax, scale, fp8_max, margin))
 
 
-class FP8GlobalStateManager:
-    """The region around a call, as programs ask for it. There is no other state: a region belongs
-    to its thread.
-    """
+# What modules and regions do by themselves here, with no state that all of them share.
+_SCALES = "modules keep the scales of delayed scaling themselves, and the end of a region moves them on"
+_LEFT_OUT = {
+    **dict.fromkeys(
+        (
+            "add_fp8_tensors_to_global_buffer", "reduce_and_update_fp8_tensors",
+            "reduce_tensor_across_group_op_max", "get_buffer_info", "get_key_in_buffer",
+            "split_key_in_buffer",
+        ),
+        _SCALES,
+    ),
+    **dict.fromkeys(
+        (
+            "copy_forward_fp8_meta_tensors_for_recompute",
+            "get_old_fp8_meta_tensors_for_recompute", "restore_fp8_meta_tensors",
+        ),
+        "te.checkpoint computes again with the scales of the first time",
+    ),
+    **dict.fromkeys(
+        ("autocast_enter", "autocast_exit", "get_unique_autocast_key"),
+        "enter te.autocast",
+    ),
+    "is_first_fp8_module": "a region and its backward pass know their first module themselves",
+    "quantization_state": "ask is_fp8_enabled, get_fp8_recipe and the like",
+}  # fmt: skip
+
+
+class _Names(type):
+    """The class of what has no state to share, which says so."""
+
+    def __getattr__(cls, name: str) -> Any:
+        why = _LEFT_OUT.get(name)
+        raise AttributeError(
+            f"{cls.__name__} has no attribute '{name}'"
+            if why is None
+            else f"{cls.__name__}.{name} is not supported here: {why}"
+        )
+
+
+class FP8GlobalStateManager(metaclass=_Names):
+    """The region around a call, as programs ask for it. It belongs to its thread."""
+
+    _skip: Optional[torch.Tensor] = None
 
     @classmethod
     def reset(cls) -> None:
-        """Does nothing: what is set by a region ends with it."""
+        """Forgets what was set here. What is set by a region ends with it."""
+        cls._skip = None
+        set_region(None)
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
         """Whether modules compute in a recipe here."""
-        return region().asked is not None
+        return region().told.enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        """Whether modules watch without quantizing: they never do."""
-        return False
+        """Whether modules were told to note the amaxes that a recipe keeps."""
+        return region().told.calibrating
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Whether new modules have their weights as codes alone."""
+        return of_new_weights.get()[0]
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        """Whether they keep what these weights began with."""
+        return of_new_weights.get()[1]
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        """Whether a CUDA graph is being captured."""
+        if torch.compiler.is_compiling() or not torch.cuda.is_available():
+            return False
+        return torch.cuda.is_current_stream_capturing()
 
     @classmethod
     def get_fp8_recipe(cls) -> Any:
         """The recipe of this region, or the default one."""
-        asked = region().asked
-        return get_default_recipe() if asked is None else asked
+        recipe = region().told.recipe
+        return get_default_recipe() if recipe is None else recipe
 
     @classmethod
     def get_fp8_group(cls) -> Optional[Any]:
         """The workers that agree on amaxes."""
-        return region().group
+        return region().told.group
+
+    @classmethod
+    def get_autocast_state(cls) -> tuple:
+        """What modules follow here, for :meth:`set_autocast_state`."""
+        return region()
+
+    @classmethod
+    def set_autocast_state(cls, state: tuple) -> None:
+        """Has modules follow what they followed at :meth:`get_autocast_state`."""
+        if not isinstance(state, Region):
+            raise TypeError(
+                "set_autocast_state: expected what get_autocast_state() gave, "
+                f"got {type(state).__name__}"
+            )
+        set_region(state)
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
+        """Says that weights are those of the call before. It is noted and changes nothing: codes
+        are made again of weights that changed, and graphs make them again at every call.
+        """
+        if cls._skip is None:
+            cls._skip = torch.empty(1, dtype=torch.float32, device=_machine.place(None))
+        cls._skip.fill_(skip)
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> Optional[torch.Tensor]:
+        """What was said last, or None."""
+        return cls._skip
 
     @staticmethod
     def get_meta_tensor_key(forward: bool = True) -> str:
