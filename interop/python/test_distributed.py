@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -18,11 +17,10 @@ import nvfp4.te as te
 import nvfp4.torch
 from nvfp4.torch._formats import Format
 from nvfp4.torch._composed import quantized as arrays_of
-from workers import end
+from workers import run
 
 
-def worker(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def worker(rank, number, folder):
     torch.manual_seed(0)
     whole = torch.randn(64, 64) * torch.linspace(0.1, 4, 64)[:, None]
     mine = whole[rank * 32 : rank * 32 + 32]
@@ -77,8 +75,7 @@ def worker(rank, folder):
     assert losses[0] == losses[1]
     for recipe in (te.Float8CurrentScaling(fp8_dpa=True), te.DelayedScaling(fp8_dpa=True, fp8_mha=True)):
         attended(recipe, whole, rank)
-    torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes, scales], f"{folder}/{rank}.pt")
-    end()
+    torch.save([torch.equal(together, expected), torch.equal(local, expected), amaxes, scales], folder / f"{rank}.pt")
 
 
 SPECS = ["nvfp4", "nvfp4(hadamard)", "nvfp4(row-scaled)", "fp8", "mxfp8", "fp8 / nvfp4", "mxfp8 / nvfp4(row-scaled)", "nvfp4 / nvfp4 from row",
@@ -157,7 +154,7 @@ def sharded(order, x):
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch: this one has no distributed")
 def test_workers_quantize_with_the_scale_of_the_whole_batch(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    run(2, tmp_path, worker, tmp_path)
     (first, local, a, scales), (second, _, b, others) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first and second, "each has the rows that a single process would have"
     assert not local, "which it would not have by itself"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import gelu
 
 import nvfp4
@@ -13,7 +12,7 @@ from nvfp4.torch._composed import quantized
 from nvfp4.torch._experts import Call, quantize_tokens
 from nvfp4.torch._finite import Watch
 from nvfp4.torch._routes import Padding
-from workers import NEAREST, begin, close, end
+from workers import NEAREST, close, run
 
 ROWS = nvfp4.Recipe.from_toml(
     '[[rule]]\nslot = "input"\nspec = "nvfp4(row-scaled, hadamard)"\n[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"'
@@ -225,27 +224,23 @@ def plain(rank, number):
         nvfp4.torch.Routes([1] * (number + 1))
 
 
-def every(rank, number, folder):
-    begin(rank, number, folder)
+def every(rank, number):
     for check in (plain, codes, travels, odd, equals):
         check(rank, number)
-    end()
 
 
-def few(rank, number, folder):
+def few(rank, number):
     """With one expert for each worker."""
-    begin(rank, number, folder)
     codes(rank, number)
     for recipe in (NEAREST, ROWS):
         y, dx, gradients = compare(rank, number, recipe, splits_of(number, 16))
         for name, (found, expected) in {"y": y, "dx": dx, **gradients}.items():
             assert torch.equal(found, expected) or ("bias" in name and close(found, expected) is None), name
-    end()
 
 
 def test_two_workers_give_experts_the_codes_of_one_process(tmp_path):
-    mp.spawn(every, (2, str(tmp_path)), nprocs=2)
+    run(2, tmp_path, every)
 
 
 def test_four_workers_too(tmp_path):
-    mp.spawn(few, (4, str(tmp_path)), nprocs=4)
+    run(4, tmp_path, few)

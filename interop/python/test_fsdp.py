@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +15,7 @@ import nvfp4
 import nvfp4.torch
 from nvfp4.torch._gather import GathersCodes
 from nvfp4.torch._travel import columns_follow, receive, send
-from workers import end
+from workers import run
 
 RECIPES = ["nvfp4", "nvfp4_4over6", "nvfp4_1d_weight", "nvfp4_row_scaled", "current_scaling", "mxfp8", "float8_block_scaling"]
 POLICIES = [
@@ -58,11 +57,6 @@ def train(model, steps=2, ahead=False):
     return losses
 
 
-def begin(rank, number, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
-
-
 class Counted:
     """Counts the bytes that a worker gives to gathers, and the reductions of its amaxes."""
 
@@ -83,8 +77,7 @@ class Counted:
         patch.setattr(dist, "all_reduce", reduced)
 
 
-def losses(rank, number, folder):
-    begin(rank, number, folder)
+def losses(rank, number):
     for recipe in RECIPES:
         for policy in POLICIES if recipe == "nvfp4" else POLICIES[1:2]:
             plain, coded = model_of(recipe), model_of(recipe)
@@ -99,7 +92,6 @@ def losses(rank, number, folder):
     agreed(rank, number)
     switched()
     replicated(rank)
-    end()
 
 
 def codes(rank, number):
@@ -195,7 +187,6 @@ def replicated(rank):
 
 
 def saved(rank, number, folder):
-    begin(rank, number, folder)
     model = model_of("nvfp4")
     nvfp4.torch.gather_codes(model)
     shard(model)
@@ -227,17 +218,15 @@ def saved(rank, number, folder):
         single = model_of("nvfp4")
         single.load_state_dict(whole)
         assert torch.equal(model(x), single(x)) and expected
-    end()
 
 
 def test_losses_codes_and_bytes_are_those_of_one_process(tmp_path):
-    mp.spawn(losses, (2, str(tmp_path)), nprocs=2)
+    run(2, tmp_path, losses)
 
 
 def test_checkpoints_load_on_another_number_of_workers(tmp_path):
     for number in (2, 4):
-        (tmp_path / str(number)).mkdir()
-        mp.spawn(saved, (number, str(tmp_path / str(number))), nprocs=number)
+        run(number, tmp_path / str(number), saved, tmp_path / str(number))
     # A plain model, in one process, reads them as well.
     state = {name: torch.zeros_like(p) for name, p in model_of("nvfp4").named_parameters()}
     dcp.load(state, checkpoint_id=tmp_path / "4" / "files", no_dist=True)

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 import nvfp4.te as te
 import nvfp4.torch as layers
-from workers import NEAREST, begin, case, close, end
+from workers import NEAREST, case, close, run
 
 EACH = 32  # tokens of a worker
 SPLITS = [48, 0, 80]  # of experts
@@ -115,14 +114,12 @@ def refused(mesh):
         norm.normalized(torch.randn(4, 64))
 
 
-def two(rank, number, folder):
-    begin(rank, number, folder)
+def two(rank, number):
     mesh = init_device_mesh("cpu", (number,))
     norms(rank, mesh)
     experts(rank, mesh)
     refused(mesh)
-    end()
 
 
 def test_composed_layers_and_one_process_multiply_the_same_codes(tmp_path):
-    mp.spawn(two, (2, str(tmp_path)), nprocs=2)
+    run(2, tmp_path, two)

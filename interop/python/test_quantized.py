@@ -2,7 +2,6 @@
 
 import copy
 import io
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ import nvfp4
 import nvfp4.te as te
 import nvfp4.torch
 from nvfp4.torch import QuantizedTensor, quantize_parameters, quantized_model_init
+from workers import run
 
 SPECS = ["nvfp4", "nvfp4(16x16)", "nvfp4(row-scaled)", "fp8", "mxfp8", "fp8-block", "fp8-block(128x128)"]
 RECIPES = ["nvfp4", "nvfp4_4over6", "nvfp4_row_scaled", "mxfp8", "current_scaling", "float8_block_scaling"]
@@ -462,8 +462,7 @@ def of_codes(directions, masters, requires_grad=None):
     return model_of(nearest, directions=directions, masters=masters, requires_grad=requires_grad)
 
 
-def worker(rank, folder):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def worker(rank, number):
     torch.manual_seed(0)
     x = torch.randn(32, 128)
     for directions, masters in (("both", torch.float32), ("both", None), ("row", torch.float32)):
@@ -518,10 +517,7 @@ def worker(rank, folder):
     spread = DTensor.from_local(part, mesh, [Shard(0)])
     y = functional.linear(DTensor.from_local(x, mesh, [Replicate()]), spread)
     torch.testing.assert_close(y.full_tensor(), x @ weight.dequantize().t())
-    torch.distributed.destroy_process_group()
-    (Path(folder) / f"{rank}.done").touch()
 
 
 def test_codes_are_sharded_and_gathered_as_codes(tmp_path):
-    torch.multiprocessing.spawn(worker, (str(tmp_path),), 2)
-    assert all((tmp_path / f"{rank}.done").exists() for rank in range(2))
+    run(2, tmp_path, worker)

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -20,7 +19,7 @@ from nvfp4.torch._composed import quantized
 from nvfp4.torch._formats import Format
 from nvfp4.torch._parallel import gathered_arrays
 from nvfp4.torch._quantized import QuantizedTensor
-from workers import NEAREST, begin, case, close, end
+from workers import NEAREST, case, close, run
 
 EACH = 32  # tokens of a worker
 
@@ -156,22 +155,19 @@ def codes(rank, number):
         assert torch.equal(tensor.dequantize(), of_all.dequantize().chunk(number, 1)[rank]), spec
 
 
-def two(rank, number, folder):
-    begin(rank, number, folder)
+def two(rank, number):
     mesh = init_device_mesh("cpu", (number,))
     codes(rank, number)
     travels(rank, number, mesh)
     by_dtensors(rank, number, mesh)
-    end()
 
 
 def test_dtensors_and_one_process_multiply_the_same_codes(tmp_path):
-    mp.spawn(two, (2, str(tmp_path)), nprocs=2)
+    run(2, tmp_path, two)
 
 
-def sharded_twice(rank, number, folder):
+def sharded_twice(rank, number):
     """Two workers have parts of a weight each, of which two have shards each."""
-    begin(rank, number, folder)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x, dy = numbers(2)
     kinds = (nvfp4.torch.ColwiseParallel, nvfp4.torch.RowwiseParallel)
@@ -197,11 +193,10 @@ def sharded_twice(rank, number, folder):
     assert all(torch.equal(a, b) for a, b in zip(*results))
     for found, parameter in zip(results[1][1:], alone.parameters()):
         close(found, parameter.grad)
-    end()
 
 
 def test_tensor_parallelism_and_fsdp2_together(tmp_path):
-    mp.spawn(sharded_twice, (4, str(tmp_path)), nprocs=4)
+    run(4, tmp_path, sharded_twice)
 
 
 # TransformerEngine's arguments.
@@ -224,8 +219,7 @@ def part_of(name, parameter, whole, rank, number):
     return whole.chunk(number, parameter.partition_dim)[rank]
 
 
-def by_arguments(rank, number, folder):
-    begin(rank, number, folder)
+def by_arguments(rank, number):
     torch.manual_seed(7)
     x, dy = torch.randn(2, EACH * number, 2, 64)
     for recipe in (NEAREST, "delayed_scaling", None):
@@ -256,7 +250,6 @@ def by_arguments(rank, number, folder):
                 if name.endswith("scale") and "core_attention" not in name:
                     close(buffer, alone.get_buffer(name))
     arguments(rank, number)
-    end()
 
 
 def arguments(rank, number):
@@ -286,4 +279,4 @@ def arguments(rank, number):
 
 
 def test_the_arguments_of_transformer_engine(tmp_path):
-    mp.spawn(by_arguments, (2, str(tmp_path)), nprocs=2)
+    run(2, tmp_path, by_arguments)
