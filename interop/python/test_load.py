@@ -92,7 +92,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         ("weight", lambda t: t[None], r"first.weight: expected a matrix of codes of uint8, got \(1, 128, 32\)"),
         ("weight_scale_2", lambda t: t.expand(128), "first.weight: expected one scale"),
         ("weight_scale_2", lambda t: t * float("nan"), "first.weight: expected one scale"),
-        ("weight_scale_2", None, "first.weight: codes without their scales"),
+        ("weight_scale_2", None, "first: weight_scale is neither of NVFP4 nor of FP8"),
         ("input_scale", lambda t: t * 0, "first.input_scale: expected a positive number"),
     ],
 )
@@ -108,6 +108,60 @@ def test_codes_that_do_not_fit_are_refused(tmp_path, name, change, message):
         save_file(tensors, file)
     with pytest.raises(ValueError, match=message):
         nvfp4.torch.load(tmp_path, Small())
+
+
+@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("preset", ["mlp+fp8", "all"])
+def test_what_convert_writes_loads_as_transformers_loads_it(tmp_path, to, preset):
+    """Layers of FP8 are decoded, not copied as if their codes were values."""
+    import nvfp4.transformers  # noqa: F401
+    import transformers as tf
+
+    config = tf.LlamaConfig(vocab_size=160, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    source = tf.LlamaForCausalLM(config)
+    source.save_pretrained(tmp_path / "source")
+    nvfp4.convert(str(tmp_path / "source"), str(tmp_path / "made"), to=to, preset=preset, acts=1.0)
+    expected = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32).eval()
+    model, tokens = tf.LlamaForCausalLM(config).eval(), torch.randint(160, (2, 16))
+    if preset == "all":
+        report = nvfp4.torch.load(tmp_path / "made", model)
+        assert len(report.quantized) == 14 and report.decoded == []
+    else:
+        with pytest.warns(UserWarning, match="8 layers of FP8 .* are decoded"):
+            report = nvfp4.torch.load(tmp_path / "made", model)
+        assert len(report.quantized) == 6 and len(report.decoded) == 8 and "decoded 8 of FP8" in repr(report)
+    assert torch.equal(model(tokens).logits, expected(tokens).logits)
+
+
+class Embedded(Small):
+    """Layers that codes can be for, and some that they cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.experts, self.counted = torch.nn.Embedding(128, 64), torch.nn.Parameter(torch.zeros(2, 4, 8)), torch.nn.BatchNorm1d(4)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"first.pre_quant_scale": torch.ones(64)}, "first: pre_quant_scale beside its codes is not known"),
+        ({"lm_head.weight": torch.zeros(32, 128).to(torch.float8_e4m3fn)}, "lm_head: the checkpoint lacks weight_scale"),
+        ({"table.weight": torch.zeros(128, 64).to(torch.float8_e4m3fn), "table.weight_scale": torch.ones(())}, "table: expected a torch.nn.Linear for these codes, got Embedding"),
+        ({"experts": torch.zeros(2, 4, 8).to(torch.float8_e4m3fn)}, "experts: codes without their scales"),
+        ({"experts": torch.zeros(2, 4, 8, dtype=torch.uint8)}, "experts: codes without their scales"),
+    ],
+)
+def test_what_would_be_read_wrongly_is_refused(tmp_path, changes, message):
+    from safetensors.torch import load_file, save_file
+
+    written(tmp_path, "modelopt", Embedded(), False)
+    assert "counted.num_batches_tracked" in nvfp4.torch.load(tmp_path, Embedded()).copied
+    tensors = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()} | changes
+    folder = tmp_path / "changed"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        nvfp4.torch.load(folder, Embedded())
 
 
 def test_an_index_names_files_of_its_folder(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
@@ -17,23 +18,26 @@ from ._convert import _walk
 from ._layer import Layer
 from ._linear import Linear, become
 from ._quantized import QuantizedTensor
+from ._stored import decoded, matrix_of
 
 # What an amax is divided by for the scale of a tensor: 6 times 448.
 _LARGEST = 2688.0
 
 
 class Loaded(NamedTuple):
-    """What :func:`load` did: the layers that have codes now, the other tensors that were copied, and
-    what of the model the checkpoint does not have.
+    """What :func:`load` did: the layers that have codes now, the other tensors that were copied, what
+    of the model the checkpoint does not have, and the layers of FP8 whose weights were decoded.
     """
 
     quantized: List[str]
     copied: List[str]
     missing: List[str]
+    decoded: List[str]
 
     def __repr__(self) -> str:
+        decoded = f", decoded {len(self.decoded)} of FP8" if self.decoded else ""
         missing = f"; missing {', '.join(self.missing[:8])}" if self.missing else ""
-        return f"<nvfp4: loaded codes of {len(self.quantized)} layers, copied {len(self.copied)} tensors{missing}>"
+        return f"<nvfp4: loaded codes of {len(self.quantized)} layers{decoded}, copied {len(self.copied)} tensors{missing}>"
 
 
 def load(folder: Union[str, Path], model: torch.nn.Module, *, activations: str = "file", strict: bool = True) -> Loaded:
@@ -43,51 +47,87 @@ def load(folder: Union[str, Path], model: torch.nn.Module, *, activations: str =
     a file of :func:`nvfp4.save` with a tensor for each weight. Codes, scales and bits stay those of
     the file. A layer whose file has an activation scale quantizes its input by it (W4A4), unless
     ``activations`` is "none": then, and without one, weights alone are quantized. Codes are frozen;
-    gradients pass through them in high precision. All other tensors are copied by their names.
+    gradients pass through them in high precision. Weights in FP8 or MXFP8 are decoded, with a
+    warning; what is quantized in another way is refused. All other tensors are copied by their names.
     ``strict`` makes it an error if the checkpoint lacks a tensor of the model.
     """
     if activations not in ("file", "none"):
         raise ValueError(f"unknown activations '{activations}'; there are 'file', 'none'")
     tensors = _tensors(Path(folder))
+    modules: Dict[str, Dict[str, _Entry]] = {}
+    for name, entry in tensors.items():
+        path, _, last = name.rpartition(".")
+        modules.setdefault(path, {})[last] = entry
+    state = model.state_dict()
     quantized: List[str] = []
+    values: Dict[str, Tensor] = {}
     used: set = set()
     for part in _walk(model):
-        module = part.module
-        found = _codes_of(tensors, part.path) if isinstance(module, torch.nn.Linear) else None
-        if found is None or not isinstance(module, torch.nn.Linear):
+        path, module, of = part.path, part.module, modules.get(part.path, {})
+        stored = matrix_of(path, {last: entry.what for last, entry in of.items() if entry.what}) if _named(path, "weight") in state else None
+        ours: Any = of["weight"].get() if "weight" in of and of["weight"].what is None else None
+        if stored is None and not isinstance(ours, nvfp4.QuantTensor):
             continue
-        names, make, amax = found
-        used.update(names)
-        put(module, part.path, make(), amax() if activations == "file" and amax is not None else None)
-        quantized.append(part.path)
-    state = model.state_dict()
-    plain = {name: get for name, get in tensors.items() if name in state and name not in used}
-    copied = {name: get() for name, get in plain.items()}
-    meta = any(state[name].is_meta for name in copied)
-    wrong = [name for name, tensor in copied.items() if isinstance(tensor, Tensor) and not tensor.is_floating_point()]
+        if not isinstance(module, torch.nn.Linear):
+            raise ValueError(f"{path}: expected a torch.nn.Linear for these codes, got {type(module).__name__}")
+        used.update(_named(path, last) for last in (stored.parts if stored is not None else ["weight"]))
+        if stored is None:
+            put(module, path, _of_ours(_named(path, "weight"), ours), None)
+        elif stored.form is None:
+            scale = "weight_scale_inv" if "weight_scale_inv" in stored.parts else "weight_scale"
+            values[_named(path, "weight")] = decoded(path, of["weight"].get(), of[scale].get())
+            continue
+        else:
+            form = stored.form
+            codes = codes_of_parts(_named(path, form.codes), form.spec, *(of[last].get() for last in form[1:4]))
+            given = form.input in stored.parts and activations == "file"
+            put(module, path, codes, amax_of(_named(path, form.input), form.spec, of[form.input].get()) if given else None)
+        quantized.append(path)
+    copied = {name: entry.get() for name, entry in tensors.items() if name in state and name not in used}
+    wrong = [name for name, tensor in copied.items() if _is_plain(state[name]) and not _is_plain(tensor)]
     if wrong:
         raise ValueError(f"{', '.join(wrong[:4])}: codes without their scales, or of a layer that is no torch.nn.Linear of the model")
-    if meta:  # parameters on the meta device cannot be copied to, so all become those of the file
+    eight = sorted(name.removesuffix("weight").removesuffix(".") for name in values)
+    if eight:
+        warnings.warn(f"{len(eight)} layers of FP8 ({', '.join(eight[:4])}) are decoded: they multiply in high precision", stacklevel=2)
+    copied.update(values)
+    if any(state[name].is_meta for name in copied):  # parameters on the meta device cannot be copied to, so all become those of the file
         copied = {name: _beside(state[name], tensor) for name, tensor in copied.items()}
-    result = model.load_state_dict(copied, strict=False, assign=meta)
-    weights = {f"{path}.weight" for path in quantized}
-    amaxes = {f"{path}.input_amax" for path in quantized}
-    missing = [name for name in result.missing_keys if name not in weights and name not in amaxes]
+        result = model.load_state_dict(copied, strict=False, assign=True)
+    else:
+        result = model.load_state_dict(copied, strict=False)
+    of_codes = {_named(path, last) for path in quantized for last in ("weight", "input_amax")}
+    missing = [name for name in result.missing_keys if name not in of_codes]
     if not quantized:
         raise ValueError(f"{folder}: no codes for any torch.nn.Linear of the model; are the names of its layers those of the file?")
     if missing and strict:
         raise ValueError(f"{folder} lacks {', '.join(missing[:8])}{' and more' if len(missing) > 8 else ''}; strict=False leaves them as they are")
-    return Loaded(quantized, sorted(copied), missing)
+    return Loaded(quantized, sorted(copied), missing, eight)
 
 
-_Get = Callable[[], Any]
+class _Entry(NamedTuple):
+    """A tensor of a checkpoint: how to read it, and its type and shape, which a file of ours does not
+    say beforehand.
+    """
+
+    get: Callable[[], Any]
+    what: Optional[Tuple[str, Tuple[int, ...]]]
 
 
-def _tensors(folder: Path) -> Dict[str, _Get]:
+def _named(path: str, last: str) -> str:
+    return f"{path}.{last}" if path else last
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether these are numbers in high precision: FP8 without its scales is not."""
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def _tensors(folder: Path) -> Dict[str, _Entry]:
     """The tensors of a checkpoint by their names, each read when it is asked for."""
     if folder.is_file():
         ours = nvfp4.load(folder)
-        return {name: functools.partial(ours.__getitem__, name) for name in ours}
+        return {name: _Entry(functools.partial(ours.__getitem__, name), None) for name in ours}
     try:
         from safetensors import safe_open
     except ImportError:
@@ -99,11 +139,12 @@ def _tensors(folder: Path) -> Dict[str, _Get]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: expected *.safetensors, found none")
-    tensors: Dict[str, _Get] = {}
+    tensors: Dict[str, _Entry] = {}
     for file in files:
         opened = safe_open(str(file), framework="pt")
         for name in opened.keys():
-            tensors[name] = functools.partial(opened.get_tensor, name)
+            part = opened.get_slice(name)
+            tensors[name] = _Entry(functools.partial(opened.get_tensor, name), (part.get_dtype(), tuple(part.get_shape())))
     return tensors
 
 
@@ -123,39 +164,6 @@ def _beside(parameter: Tensor, tensor: Any) -> Any:
     """A tensor of a file in the type and on the device of a parameter, in memory if that has none."""
     device = None if parameter.is_meta else parameter.device
     return tensor.to(device=device, dtype=parameter.dtype) if isinstance(tensor, Tensor) else tensor
-
-
-_Found = Tuple[List[str], Callable[[], QuantizedTensor], Optional[Callable[[], Tensor]]]
-
-
-def _codes_of(tensors: Dict[str, _Get], path: str) -> Optional[_Found]:
-    """The codes of a layer: the names of their tensors, what makes them, and what gives the amax of
-    its input, if the file has one.
-    """
-    prefix = f"{path}." if path else ""
-
-    def named(*names: str) -> List[str]:
-        return [prefix + name for name in names]
-
-    for codes, scale, spec, given in (
-        ("weight_packed", "weight_global_scale", "nvfp4(llm-compressor)", "input_global_scale"),
-        ("weight", "weight_scale_2", "nvfp4(modelopt)", "input_scale"),
-    ):
-        names = named(codes, "weight_scale", scale)
-        if all(name in tensors for name in names):
-            static = prefix + given if prefix + given in tensors else None
-
-            def make(names=names, spec=spec) -> QuantizedTensor:
-                return codes_of_parts(names[0], spec, *(tensors[name]() for name in names))
-
-            def amax(static=static, spec=spec) -> Tensor:
-                return amax_of(str(static), spec, tensors[static]())  # type: ignore[index]
-
-            return names + ([static] if static else []), make, amax if static else None
-    name = prefix + "weight"
-    if name in tensors and isinstance(tensors[name](), nvfp4.QuantTensor):
-        return [name], lambda: _of_ours(name, tensors[name]()), None
-    return None
 
 
 def amax_of(name: str, spec: str, scale: Tensor) -> Tensor:

@@ -10,10 +10,8 @@ from torch import Tensor
 from ..torch._blocks import parts_of
 from ..torch._linear import Linear, become
 from ..torch._load import amax_of, codes_of_parts, put, recipe_of
+from ..torch._stored import Form, Stored, decoded
 from ._experts import Experts
-from ._files import Form, Stored
-
-_ROWS_OF_BLOCK = 128
 
 
 class Coming:
@@ -124,23 +122,3 @@ def give(layer: Any, path: str, form: Form, parts: Any, amax: Optional[Tensor], 
     # What it replaces says the type.
     layer._parameters["weight"] = torch.nn.Parameter(torch.empty(codes.matrix, dtype=dtype, device="meta"))
     put(layer, path, codes, amax)
-
-
-def decoded(path: str, codes: Tensor, scale: Tensor) -> Tensor:
-    """The values of an FP8 weight, ``fl(value · scale)``: with one scale, one for each row, for each
-    block of 128 × 128, or (MXFP8) for each 32 of a row.
-    """
-    rows, cols = codes.shape
-    if scale.dtype is torch.uint8:
-        scale = torch.ldexp(torch.ones(scale.shape), scale.int().cpu() - 127).to(codes.device)
-        tall, wide = 1, 32
-    else:
-        scale = scale.float()
-        tall, wide = _ROWS_OF_BLOCK, _ROWS_OF_BLOCK
-        if scale.numel() in (1, rows):
-            scale, tall, wide = scale.reshape(-1, 1), rows if scale.numel() == 1 else 1, cols
-    scale = scale.reshape([size for size in scale.shape if size > 1 or scale.dim() <= 2])
-    if tuple(scale.shape) != (-(-rows // tall), -(-cols // wide)):
-        raise ValueError(f"{path}: FP8 of {rows} × {cols} with scales of {tuple(scale.shape)} is not known")
-    whole = scale.repeat_interleave(tall, 0)[:rows].repeat_interleave(wide, 1)[:, :cols]
-    return codes.float() * whole

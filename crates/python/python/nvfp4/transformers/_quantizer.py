@@ -10,9 +10,10 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
+from ..torch._stored import Stored
 from ._config import METHOD, Config, register_configs
 from ._experts import Experts, in_place
-from ._files import Files, Stored, read
+from ._files import Files, read
 from ._layers import Coming, ComingTogether
 from ._names import Names, converts, is_experts
 
