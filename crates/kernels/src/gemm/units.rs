@@ -41,9 +41,9 @@ impl fmt::Display for Units {
 }
 
 /// The units that multiply two operands of this format on a GPU of this compute capability; `None`
-/// if there are no kernels for it. Where cuBLASLt is missing or refuses a shape, and on Blackwell
-/// where its first products are not right, all formats go to bf16 tensor cores; on Hopper most FP8
-/// stays on FP8 tensor cores, by a kernel of this crate.
+/// if there are no kernels for it. Where cuBLASLt is missing or refuses a shape, and on every chip
+/// but Hopper where its first products are not right, all formats go to bf16 tensor cores; on Hopper
+/// most FP8 stays on FP8 tensor cores, by a kernel of this crate.
 ///
 /// ```
 /// use nvfp4_kernels::gemm::{Accumulator, Stored, Units, units};
