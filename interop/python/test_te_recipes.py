@@ -1,11 +1,14 @@
 """TransformerEngine's recipes: fields, variables of the environment, and what they stand for."""
 
+import warnings
+
 import pytest
 import torch
 
 import nvfp4
 import nvfp4.te as te
 import nvfp4.torch
+from nvfp4.te.custom_recipes.quantizer_factories import nvfp4_factory
 from nvfp4.te.recipe import Format, MMParams, QParams
 
 HYBRID = [
@@ -155,6 +158,40 @@ def test_the_metric_in_fast_math_is_read_when_a_region_is_entered(monkeypatch):
     recipe = te.NVFP4BlockScaling(nvfp4_4over6="weights")
     monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "1")
     assert specs(recipe)[1] == "nvfp4(16x16, 4over6-mae-fast-256)"
+
+
+def entered(recipe):
+    with te.autocast(recipe=recipe):
+        te.Linear(64, 64)(torch.ones(32, 64))
+
+
+@pytest.mark.parametrize(
+    "quantize, says",
+    [
+        (lambda x: te.NVFP4Quantizer()(x), True),
+        (lambda x: te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(x), True),
+        (lambda x: te.NVFP4Quantizer(row_scaled_nvfp4=True)(x), True),
+        (lambda x: entered(te.NVFP4BlockScaling()), True),
+        (lambda x: entered(te.CustomRecipe(nvfp4_factory)), True),
+        (lambda x: te.NVFP4Quantizer(with_2d_quantization=True)(x), False),
+        (lambda x: te.NVFP4Quantizer(nvfp4_use_4over6=True)(x), False),
+        (lambda x: te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x), False),
+        (lambda x: entered(te.MXFP8BlockScaling()), False),
+    ],
+)
+def test_fast_math_changes_nothing_and_says_so_at_each_quantization(monkeypatch, quantize, says):
+    """Where TransformerEngine's kernels give other codes with it."""
+    x = torch.randn(64, 64).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = quantize(x)
+    monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        after = quantize(x)
+    said = {str(one.message) for one in noted}
+    assert any("NVTE_USE_FAST_MATH=1 changes nothing here" in text for text in said) is says
+    assert before is None or after.quantized == before.quantized
 
 
 @pytest.mark.parametrize(

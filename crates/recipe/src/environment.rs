@@ -67,10 +67,7 @@ impl Recipe {
         let backward = reader.read("NVTE_BACKWARD_OVERRIDE", BACKWARDS).unwrap_or_default();
         let mut notes = Vec::new();
         if reader.read("NVTE_USE_FAST_MATH", SWITCHES) == Some(Switch::On) {
-            notes.push(
-                "NVTE_USE_FAST_MATH=1 has no effect: the bytes are the same without it, and the kernels as fast"
-                    .to_string(),
-            );
+            notes.push("NVTE_USE_FAST_MATH=1 has no effect: the bytes are TransformerEngine's without it".to_string());
         }
         if !reader.problems.is_empty() {
             return Err(Error::Problems(Problems(reader.problems)));

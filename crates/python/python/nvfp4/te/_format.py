@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Tuple
 
@@ -85,6 +86,17 @@ def four_over_six(errors: str, bound: int) -> str:
     """
     fast = os.getenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1"
     return f"4over6-{errors.lower()}-{'fast' if fast else 'strict'}-{bound}"
+
+
+def notice_fast_math() -> None:
+    """Says that ``NVTE_USE_FAST_MATH`` changes nothing. TransformerEngine reads it at each
+    quantization: its kernels for bfloat16 and blocks of 1×16 then give other codes.
+    """
+    if os.getenv("NVTE_USE_FAST_MATH", "0") == "1":
+        warnings.warn(
+            "NVTE_USE_FAST_MATH=1 changes nothing here: codes are TransformerEngine's without it. "
+            "With it, its kernels for bfloat16 round blocks of 1x16 otherwise; unset it"
+        )
 
 
 def fp8_code(format: Format, direction: str) -> str:

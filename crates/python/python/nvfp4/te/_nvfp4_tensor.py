@@ -12,7 +12,7 @@ import nvfp4
 from nvfp4._nvfp4 import _hadamard_matrix, _hadamard_signs
 
 from ._fsdp import Gathered
-from ._format import DType, four_over_six, spec_of
+from ._format import DType, four_over_six, notice_fast_math, spec_of
 from ._order import padded, swizzled, unswizzled
 from ._quantizer import matrix_shape, up, whole_blocks
 from ._storage import ArrayStorage
@@ -285,18 +285,30 @@ class NVFP4Quantizer(ValueQuantizer):
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError("nvfp4_4over6_err_mode must be 'MAE' or 'MSE'.")
         self.rht_matrix_random_sign_mask_t = _hadamard_signs if with_random_sign_mask else 0
-        self.spec()  # an illegal combination fails here
+        self._words(self._signs)  # an illegal combination fails here
 
     @property
     def rht_matrix(self) -> Tensor:
         """The matrix that rotates 16 values."""
         return _rotation(self.rht_matrix_random_sign_mask_t)
 
+    @property
+    def _signs(self) -> Optional[int]:
+        return self.rht_matrix_random_sign_mask_t if self.with_rht else None
+
     def spec(self) -> str:
-        return self._words(self.rht_matrix_random_sign_mask_t if self.with_rht else None)
+        self._notice()
+        return self._words(self._signs)
 
     def row_spec(self) -> str:
+        self._notice()
         return self._words(None)
+
+    def _notice(self) -> None:
+        # Neither squares nor 4over6 have a fast variant.
+        slow = self.with_2d_quantization or self.nvfp4_use_4over6
+        if not slow and not torch.compiler.is_compiling():
+            notice_fast_math()
 
     def _words(self, signs: Optional[int]) -> str:
         return _spec(

@@ -18,7 +18,9 @@ from typing import Any, Callable, Optional, Union
 
 import nvfp4
 
-from ._format import Format, MMParams, QParams, delayed_spec, four_over_six, fp8_code, spec_of
+from ._format import (
+    Format, MMParams, QParams, delayed_spec, four_over_six, fp8_code, notice_fast_math, spec_of,
+)  # fmt: skip
 from ._products import is_foreign
 from ._roles import QuantizerRole, consumer, spec_of_answer
 
@@ -357,6 +359,8 @@ class NVFP4BlockScaling(Recipe):
         )
 
     def recipe(self) -> nvfp4.Recipe:
+        notice_fast_math()
+
         def spec(params: QParams, *more: str) -> str:
             return spec_of(
                 "nvfp4",
