@@ -37,7 +37,7 @@ LARGEST_SCALE = 0x7E
 STRIDE = 17
 
 
-def parsed():
+def parsed(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -85,7 +85,7 @@ def parsed():
         action="store_true",
         help="go on from the last checkpoint in OUT, if there is one",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.kv_heads = args.kv_heads or args.heads
     args.hidden = args.hidden or (args.width * 8 // 3 + 63) // 64 * 64
     if args.width % args.heads or args.heads % args.kv_heads:
@@ -224,8 +224,8 @@ def plot(folder):
     figure.savefig(folder / "loss.svg")
 
 
-def main():
-    args, parser = parsed()
+def main(argv=None):
+    args, parser = parsed(argv)
     workers = Workers(args, parser)
     text = Text(args, parser)
     device, first = workers.device, workers.rank == 0
