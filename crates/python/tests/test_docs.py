@@ -51,3 +51,16 @@ def test_every_link_of_the_documents_leads_somewhere():
         target = page.parent / name if name else page
         assert target.exists(), f"{page}: {link}"
         assert not anchor or anchor in anchors(target), f"{page}: {link}"
+
+
+def test_every_document_is_in_their_list_and_every_figure_has_its_source():
+    docs = ROOT / "docs"
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (docs / "README.md").read_text()))
+    assert listed == {page.name for page in docs.glob("*.md")} - {"README.md"}
+    for page in (ROOT / "README.md", docs / "README.md"):
+        named = re.findall(r'(?:src|srcset)="([^"]+)"', page.read_text())
+        assert len(named) == 4
+        for figure in named:
+            name, _, theme = pathlib.Path(figure).stem.rpartition("-")
+            assert (page.parent / figure).exists() and theme in ("light", "dark")
+            assert (docs / "figures" / f"{name}.json").exists(), figure
