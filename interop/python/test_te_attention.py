@@ -343,10 +343,16 @@ def test_keys_are_kept_for_inference(layout):
             ValueError,
             "needs a core_attention_bias",
         ),
-        (
-            lambda a: a(score_mod=print),
-            NotImplementedError,
-            "the argument score_mod is not supported",
+        *(
+            (
+                lambda a, given=given: a(**given),
+                NotImplementedError,
+                f"the argument {next(iter(given))} is not supported here, but for",
+            )
+            for given in (
+                {"score_mod": print}, {"score_mod_bprop": print}, {"score_mod_tensors": {}},
+                {"score_mod_bprop_tensors": {}}, {"bf16_backward": True}, {"num_splits": 2},
+            )
         ),
         (lambda a: te.DotProductAttention(4, 8, 3), ValueError, "expected a divisor of 4"),
         (

@@ -13,12 +13,19 @@ from torch.optim.optimizer import required
 
 import nvfp4.te as te
 
-SIGNATURES = json.loads((pathlib.Path(__file__).parent / "te-signatures.json").read_text())[
-    "signatures"
-]
+THEIRS = json.loads((pathlib.Path(__file__).parent / "te-signatures.json").read_text())
+SIGNATURES, METHODS = THEIRS["signatures"], THEIRS["methods"]
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "transformer-engine.md"
 # What differs, and why.
 DEVICE = "modules are made on torch's own default device, which may be a CPU"
+# Methods with other arguments.
+LONGER = {
+    "alloc_tensors": "a quantizer of one's own may pin the memory too, as make_empty does there",
+    "clone": "torch.Tensor.clone has a memory_format",
+    "get_data_tensors": "NVFP4 has the arguments of the other formats",
+    "size": "torch.Tensor.size has its dim",
+    "view": "torch.Tensor.view takes a shape in parts",
+}
 
 
 def offered(path):
@@ -32,7 +39,7 @@ def arguments(thing):
     """The names of arguments as the file has them: with the stars."""
     names, star = [], False
     for given in inspect.signature(thing).parameters.values():
-        if given.name == "self":
+        if given.name in ("self", "cls"):
             continue
         if given.kind is given.KEYWORD_ONLY and not star:
             names.append("*")
@@ -81,6 +88,46 @@ def test_arguments_stand_where_transformer_engines_stand(path):
     assert different <= {"device"} and all(found[name] is None for name in different), DEVICE
 
 
+METHOD_PATHS = [
+    f"{path}.{method}"
+    for path, methods in METHODS.items()
+    for method in methods
+    if offered(path) is not None
+]
+REFUSED = [path for path in METHOD_PATHS if hasattr(offered(path), "why")]
+
+
+@pytest.mark.parametrize("path", METHOD_PATHS)
+def test_methods_take_what_transformer_engines_take(path):
+    of, method = path.rsplit(".", 1)
+    theirs = METHODS[of][method]
+    found = inspect.getattr_static(offered(of), method, None)
+    assert found is not None
+    if theirs is None:
+        assert isinstance(found, property) or inspect.isgetsetdescriptor(found)
+    elif path not in REFUSED:
+        ours, theirs = arguments(offered(path)), [argument[0] for argument in theirs]
+        assert ours == theirs or (method in LONGER and ours != theirs), LONGER.get(method)
+
+
+def test_what_differs_in_arguments_differs():
+    different = {
+        path.rsplit(".", 1)[1]
+        for path in METHOD_PATHS
+        if (theirs := METHODS[path.rsplit(".", 1)[0]][path.rsplit(".", 1)[1]]) is not None
+        and path not in REFUSED
+        and arguments(offered(path)) != [argument[0] for argument in theirs]
+    }
+    assert different == LONGER.keys()
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_method_that_is_left_out_says_why(path):
+    method = path.rsplit(".", 1)[1]
+    with pytest.raises(NotImplementedError, match=f"{method} is not supported here: {offered(path).why}"):
+        offered(path)(None)
+
+
 def test_enumerations_have_transformer_engines_members():
     assert {name: tuple(member.value) for name, member in te.Format.__members__.items()} == {
         "E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344),
@@ -115,12 +162,14 @@ def rows():
 def test_the_guide_says_of_every_name_whether_it_is_there():
     table = rows()
     names = {path for path in SIGNATURES if not path.endswith((".forward", ".__call__"))}
-    assert names == table.keys()
+    assert names | set(REFUSED) == table.keys()
     assert {state for state, _ in table.values()} <= {"there", "limits", "not yet", "left out"}
     for name, (state, note) in table.items():
-        assert (offered(name) is not None) == (state in ("there", "limits")), name
+        there = offered(name) is not None and name not in REFUSED
+        assert there == (state in ("there", "limits")), name
         assert note or state in ("there", "not yet"), name
-    assert {name for name, (state, _) in table.items() if state == "left out"} == set(te._WHY)
+    left_out = {name for name, (state, _) in table.items() if state == "left out"}
+    assert left_out == set(te._WHY) | set(REFUSED)
 
 
 @pytest.mark.parametrize("name", te._WHY)

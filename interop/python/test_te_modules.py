@@ -365,3 +365,110 @@ def test_strides_change_no_number_of_a_norm(kind, centred):
         y.square().sum().backward()
         runs.append([y, *(parameter.grad for parameter in module.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*runs))
+
+
+MODULES = [
+    lambda: te.Linear(64, 64),
+    lambda: te.LayerNormMLP(64, 96),
+    lambda: te.GroupedLinear(2, 64, 64),
+    lambda: te.TransformerLayer(64, 96, 4, hidden_dropout=0, attention_dropout=0),
+]
+
+
+def delayed_step(module, x):
+    x = x.reshape(48, 1, 64) if isinstance(module, te.TransformerLayer) else x
+    module.zero_grad()
+    with te.autocast(recipe=te.DelayedScaling(amax_history_len=2)):
+        y = module(x, *([16, 32],) if isinstance(module, te.GroupedLinear) else ())
+    y.square().sum().backward()
+    return [y.detach(), *(parameter.grad for parameter in module.parameters())]
+
+
+@pytest.mark.parametrize("make", MODULES)
+@pytest.mark.parametrize("shown", [False, True], ids=["", "shown"])
+def test_scales_begin_again(make, shown, x):
+    module = make()
+    first, second = delayed_step(module, x), delayed_step(module, x)
+    assert not torch.equal(first[0], second[0])
+    if shown:
+        for part in module.modules():
+            getattr(part, "quantizers", None)
+    module.reset_fp8_meta_tensors()
+    assert all(map(torch.equal, delayed_step(module, x), first))
+    assert all(map(torch.equal, delayed_step(module, x), second))
+
+
+@pytest.mark.parametrize("make", MODULES[:3])
+def test_scales_are_put_back(make, x):
+    module = make()
+    assert module.get_fp8_meta_tensors() is None
+    delayed_step(module, x)
+    kept = module.get_fp8_meta_tensors()
+    second, _ = delayed_step(module, x), delayed_step(module, 9 * x)
+    assert not torch.equal(delayed_step(module, x)[0], second[0])
+    module.reset_fp8_meta_tensors(kept)
+    assert all(map(torch.equal, delayed_step(module, x), second))
+    with pytest.raises(KeyError, match="fp8_meta_tensors: expected 'scaling_fwd'"):
+        module.reset_fp8_meta_tensors({})
+
+
+def test_what_is_shown_is_made_of_a_recipe():
+    module, recipe = te.Linear(64, 64), te.MXFP8BlockScaling()
+    module.set_meta_tensor(True, recipe)
+    made = module.quantizers
+    assert isinstance(made["scaling_fwd"][0], te.MXFP8Quantizer)
+    module.set_meta_tensor(False, recipe)
+    assert module.quantizers is made and module.get_fp8_meta_tensors() is None
+    module.reset_fp8_meta_tensors()  # of which there are none
+
+
+@pytest.mark.parametrize("centre", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "make",
+    [te.LayerNorm, te.RMSNorm, lambda n, **k: te.LayerNormLinear(n, n, **k), lambda n, **k: te.LayerNormMLP(n, n, **k)],
+)  # fmt: skip
+def test_a_norm_begins_again_alone(make, centre):
+    module = make(64, zero_centered_gamma=centre == 0.0)
+    before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, 3.0)
+    kind = "rms" if isinstance(module, te.RMSNorm) else "layer"
+    with pytest.warns(DeprecationWarning, match="use reset_parameters"):
+        getattr(module, f"reset_{kind}_norm_parameters")()
+    alone = isinstance(module, (te.LayerNorm, te.RMSNorm))
+    for name, parameter in module.named_parameters():
+        again = alone or name.startswith("layer_norm_")
+        assert torch.equal(parameter, before[name] if again else torch.full_like(parameter, 3.0))
+
+
+def test_margins_are_zero():
+    for norm, name in ((te.LayerNorm(8), "ln"), (te.RMSNorm(8), "rmsnorm")):
+        for when in ("fwd", "bwd", "inf"):
+            margin = f"{when}_{name}_sm_margin"
+            setattr(norm, margin, 0)
+            assert getattr(norm, margin) == 0
+            with pytest.raises(NotImplementedError, match=margin):
+                setattr(norm, margin, 2)
+
+
+def test_attributes_are_set_beside_torch():
+    for module in (te.Linear(8, 8), te.LayerNorm(8), te.TransformerLayer(64, 96, 4)):
+        module.fast_setattr("noted", 3)
+        assert module.noted == 3
+
+
+def test_experts_say_how_they_would_be_split():
+    def said(parameter):
+        names = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+        return {name: getattr(parameter, name) for name in names if hasattr(parameter, name)}
+
+    def split(dim):
+        return {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
+
+    for mode, weight, bias in (
+        (None, split(0), {}),
+        ("column", split(0), split(0)),
+        ("row", split(1), {"sequence_parallel": False}),
+    ):
+        module = te.GroupedLinear(2, 64, 32, parallel_mode=mode)
+        assert said(module.weight1) == weight and said(module.bias1) == bias

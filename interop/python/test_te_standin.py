@@ -41,6 +41,7 @@ assert importlib.util.find_spec("transformer_engine.jax") is None
 layer = te.Linear(64, 64)
 assert isinstance(layer, TransformerEngineBaseModule)
 assert not FP8GlobalStateManager.is_fp8_enabled()
+assert te.utils.get_cudnn_version is te.get_cudnn_version and len(te.get_cudnn_version()) == 3
 asked = recipe.NVFP4BlockScaling()
 with te.autocast(recipe=asked):
     layer(torch.ones(32, 64))
@@ -54,6 +55,12 @@ def test_what_is_not_there_names_what_stands_in():
         ("te.nothing", "AttributeError transformer_engine.pytorch, for which nvfp4.te stands in, has no 'nothing'"),
         ("te.onnx_export", "has no 'onnx_export' (nvfp4.te has no 'onnx_export': use torch.export"),
         ("te._recipe", "has no '_recipe'"),
+        ("te.initialize_ub", "nvfp4.te has no 'initialize_ub': there are no user buffers"),
+        ("from transformer_engine.pytorch.module.base import destroy_ub", "ImportError"),
+        ("import transformer_engine.debug", "nothing for 'transformer_engine.debug': its debug tools are not here"),
+        ("from transformer_engine.debug.pytorch import debug_state", "'transformer_engine.debug': its debug tools"),
+        ("from transformer_engine.pytorch.export import onnx_export", "nothing for 'transformer_engine.pytorch.export': use"),
+        ("import transformer_engine.debugger", "ModuleNotFoundError No module named 'transformer_engine.debugger'"),
         ("from transformer_engine.pytorch.utils import _nothing", "nvfp4/te/standin/"),
         ("import transformer_engine.pytorch.nothing", "ModuleNotFoundError nvfp4.te stands in for transformer_engine"),
     ]  # fmt: skip

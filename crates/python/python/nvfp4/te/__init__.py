@@ -38,6 +38,7 @@ from ._glu import deinterleave_glu_tensor, interleave_glu_tensor
 from ._graph import make_graphed_callables
 from ._left_out import WHY as _WHY
 from ._machine import (
+    get_cudnn_version,
     get_device_compute_capability,
     is_bf16_available,
     is_fp8_available,
@@ -144,6 +145,7 @@ __all__ = [
     "deinterleave_glu_tensor",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
     "install",

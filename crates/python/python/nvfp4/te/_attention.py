@@ -225,7 +225,13 @@ class DotProductAttention(Follows, Delays):
         qkv_layer: Optional[Tensor] = None, kv_layer: Optional[Tensor] = None,
         qkv_interleave_dim: int = -3,
     ) -> Any:  # fmt: skip
-        refuse("DotProductAttention.forward", "score_mod", score_mod, None)
+        for name, value, default in (
+            ("bf16_backward", bf16_backward, False), ("num_splits", num_splits, 1),
+            ("score_mod", score_mod, None), ("score_mod_bprop", score_mod_bprop, None),
+            ("score_mod_tensors", score_mod_tensors, None),
+            ("score_mod_bprop_tensors", score_mod_bprop_tensors, None),
+        ):  # fmt: skip
+            refuse("DotProductAttention.forward", name, value, default)
         if qkv_layer is not None:
             query_layer, key_layer, value_layer = qkv_layer.unbind(qkv_interleave_dim)
         elif kv_layer is not None:

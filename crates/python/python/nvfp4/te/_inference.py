@@ -8,6 +8,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ._left_out import left_out
 from ._signature import supports
 
 
@@ -88,6 +89,8 @@ class InferenceParams:
             raise ValueError(
                 f"InferenceParams: expected at most {self.max_sequence_length} tokens in a sequence, got {longest}"
             )
+
+    convert_paged_to_nonpaged = left_out("convert_paged_to_nonpaged")
 
     def get_seqlens_pre_step(self) -> Tensor:
         """How many tokens each sequence had before this step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Callable, List, Optional, Tuple
 
 import torch
@@ -12,6 +13,7 @@ import nvfp4.torch
 
 from ._handover import handed_over
 from ._initial import Begins, Initial, joined
+from ._left_out import left_out
 from ._machine import place
 from ._modules import Follows
 from ._parallel import Shards, all_tokens, divided, part, size_of
@@ -22,6 +24,7 @@ class OneLinear(Shards, Begins, Follows):
     """A module with one linear layer."""
 
     return_bias: bool
+    onnx_forward = left_out("onnx_forward")
 
     def weights(self) -> List[str]:
         # Parts of a weight are quantized together.
@@ -131,6 +134,14 @@ class Normed(Begins):
     normalization: str
     eps: float
 
+    def reset_layer_norm_parameters(self) -> None:
+        """Begins the parameters of the norm again, as ``reset_parameters`` does with all."""
+        norm_alone_is_deprecated(self, "reset_layer_norm_parameters")
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if parameter is not None and name.startswith("layer_norm_"):
+                    self._initial.begin(name, parameter)
+
     def normalized(self, x: Tensor) -> Tensor:
         if not self.zero_centered_gamma and amp_dtype(x) is None:
             return super().normalized(x)  # type: ignore[misc]
@@ -139,6 +150,15 @@ class Normed(Begins):
         return wide_norm(
             x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, centre
         )
+
+
+def norm_alone_is_deprecated(module: torch.nn.Module, name: str) -> None:
+    """Says of a method what to call instead."""
+    warnings.warn(
+        f"te.{type(module).__name__}.{name} is deprecated: use reset_parameters",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 def amp_dtype(x: Tensor) -> Optional[torch.dtype]:

@@ -26,6 +26,13 @@ def get_device_compute_capability() -> Tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
+def get_cudnn_version() -> Tuple[int, int, int]:
+    """cuDNN's version as torch sees it, in three numbers; zeros where there is none."""
+    packed = torch.backends.cudnn.version() or 0 if torch.cuda.is_available() else 0
+    base = 10_000 if packed >= 90_000 else 1_000
+    return packed // base, packed % base // 100, packed % 100
+
+
 def _answer(return_reason: bool) -> Union[bool, Tuple[bool, str]]:
     """Whether formats are computed here: on every CPU, and on GPUs from Ampere on."""
     available = not torch.cuda.is_available() or get_device_compute_capability() >= (8, 0)

@@ -116,6 +116,49 @@ class ShowsQuantizers(torch.nn.Module):
                 self._share_scales(mode, made[key], made["quantizers"][key])
         self.__dict__.update(_shown=made, _stale=False)
 
+    def set_meta_tensor(self, fwd: bool, recipe: Any) -> None:
+        """Makes what is shown of a pass, and of the other one with it, if it is of another recipe."""
+        if self._shown is None or self._shown["recipe"] is not recipe:
+            self.init_fp8_meta_tensors(recipe)
+
+    def _states(self) -> Dict[str, Any]:
+        """The states that are shown of delayed scaling, by their passes' keys."""
+        shown = self._show()
+        of = {key: getattr(shown.get(key), "_ds_state", shown.get(key)) for key in _KEYS.values()}
+        kind = DelayedScalingRecipeState
+        return {key: state for key, state in of.items() if isinstance(state, kind)}
+
+    def get_fp8_meta_tensors(self) -> Optional[Dict[str, List[torch.Tensor]]]:
+        """Copies of the scales and amaxes of delayed scaling, by passes, if there are any."""
+        states = self._states()
+        return {
+            key: [state.scale.clone(), state.amax_history.clone()] for key, state in states.items()
+        } or None
+
+    def reset_fp8_meta_tensors(
+        self, fp8_meta_tensors: Optional[Dict[str, List[torch.Tensor]]] = None
+    ) -> None:
+        """Begins the scales and amaxes of delayed scaling again: from 1 and without amaxes, or from
+        what :meth:`get_fp8_meta_tensors` gave.
+        """
+        with torch.no_grad():
+            delayed = getattr(self, "delayed", None) if fp8_meta_tensors is None else None
+            for kept in () if delayed is None else delayed.children():
+                kept.scale.fill_(1)
+                kept.history.zero_()
+                kept.before = None
+            for key, state in self._states().items():
+                if fp8_meta_tensors is None:
+                    state.scale.fill_(1)
+                    state.amax_history.zero_()
+                    continue
+                if key not in fp8_meta_tensors:
+                    raise KeyError(f"fp8_meta_tensors: expected '{key}' among {list(fp8_meta_tensors)}")
+                scale, history = fp8_meta_tensors[key]
+                state.scale.copy_(scale)
+                state.amax_history.copy_(history)
+        self.forget_weights()  # type: ignore[operator]
+
     def _share_scales(self, mode: str, state: Any, quantizers: List[Any]) -> None:
         """Moves the module's scales of earlier steps to where they are shown."""
         state = getattr(state, "_ds_state", state)

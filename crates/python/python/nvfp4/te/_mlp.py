@@ -14,14 +14,17 @@ from nvfp4.torch._kept import captured
 
 from ._machine import place
 from ._initial import Begins, Initial
+from ._left_out import left_out
 from ._linear import Normed
 from ._modules import Follows
-from ._parallel import Shards, all_tokens, divided, one_worker, size_of
+from ._parallel import Shards, all_tokens, divided, marked, one_worker, size_of
 from ._signature import supports
 
 
 class LayerNormMLP(Shards, Normed, Follows, nvfp4.torch.LayerNormMLP):
     """``transformer_engine.pytorch.LayerNormMLP``."""
+
+    onnx_forward = left_out("onnx_forward")
 
     # What is listed and not used below says nothing with one worker, or nothing about numbers.
     @supports(
@@ -121,6 +124,7 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
     """``transformer_engine.pytorch.GroupedLinear``."""
 
     return_bias = False
+    make_grouped_weights = left_out("make_grouped_weights")
 
     @supports(
         "fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker",
@@ -147,6 +151,18 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
         self.made(name, return_bias, fuse_wgrad_accumulation)
         self.save_original_input = save_original_input
         self.postpones(delay_wgrad_compute)
+        self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel
+        self.set_tensor_parallel_attributes()
+
+    def set_tensor_parallel_attributes(self, defer_init: bool = False) -> None:
+        """Notes on weights and biases what Megatron reads: how they would be split."""
+        for name, parameter in self._parameters.items() if not defer_init else ():
+            if parameter is None or (name.startswith("bias") and self.parallel_mode is None):
+                continue
+            if name.startswith("bias") and self.parallel_mode == "row":
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            else:
+                marked(parameter, self.parallel_mode)
 
     def forward(  # type: ignore[override]
         self,

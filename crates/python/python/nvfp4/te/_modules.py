@@ -22,6 +22,7 @@ from ._later import Postpones, computed_again
 from ._meta import ShowsQuantizers
 from ._products import foreign_linear, is_foreign
 from ._recipe import Region, Step, in_backward, region
+from ._settable import Settable
 from .recipe import Recipe
 
 # Guards what several threads may change in a module: what it remembers of its calls.
@@ -61,7 +62,7 @@ class _Planned(NamedTuple):
     delayed: bool
 
 
-class TheirState(torch.nn.Module):
+class TheirState(Settable):
     """A module that loads a state dict of TransformerEngine's."""
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):

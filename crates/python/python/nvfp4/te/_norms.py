@@ -11,9 +11,10 @@ from torch import Tensor
 from nvfp4.torch._norm import norm
 
 from ._initial import made_real
-from ._linear import amp_dtype, wide_norm
+from ._linear import amp_dtype, norm_alone_is_deprecated, wide_norm
 from ._machine import place
 from ._modules import TheirState
+from ._signature import refuse
 
 
 class _Norm(TheirState):
@@ -92,16 +93,41 @@ class _Norm(TheirState):
         return f"{tuple(self.weight.shape)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
+def _margin(name: str) -> property:
+    """How many multiprocessors a norm leaves alone: none."""
+
+    def changed(self: Any, value: int) -> None:
+        refuse(f"{self.normalization}.{name}", "value", value, 0)
+
+    return property(lambda self: 0, changed)
+
+
 class LayerNorm(_Norm):
     """``transformer_engine.pytorch.LayerNorm``."""
 
     normalization = "LayerNorm"
+    fwd_ln_sm_margin = _margin("fwd_ln_sm_margin")
+    bwd_ln_sm_margin = _margin("bwd_ln_sm_margin")
+    inf_ln_sm_margin = _margin("inf_ln_sm_margin")
+
+    def reset_layer_norm_parameters(self) -> None:
+        """The old name of :meth:`reset_parameters`."""
+        norm_alone_is_deprecated(self, "reset_layer_norm_parameters")
+        self.reset_parameters()
 
 
 class RMSNorm(_Norm):
     """``transformer_engine.pytorch.RMSNorm``."""
 
     normalization = "RMSNorm"
+    fwd_rmsnorm_sm_margin = _margin("fwd_rmsnorm_sm_margin")
+    bwd_rmsnorm_sm_margin = _margin("bwd_rmsnorm_sm_margin")
+    inf_rmsnorm_sm_margin = _margin("inf_rmsnorm_sm_margin")
+
+    def reset_rms_norm_parameters(self) -> None:
+        """The old name of :meth:`reset_parameters`."""
+        norm_alone_is_deprecated(self, "reset_rms_norm_parameters")
+        self.reset_parameters()
 
 
 class L2Normalization(torch.nn.Module):

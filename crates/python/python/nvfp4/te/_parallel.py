@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nvfp4.torch._parallel import Parallel, Workers, gathered
 
+from ._settable import Settable
+
 _INSTEAD = "use torch's own (torch.distributed.tensor.parallel), FSDP or DDP"
 
 
@@ -51,6 +53,13 @@ def part(where: str, mode: Optional[str], sizes: Dict[str, int], tp_size: int) -
         key: divided(where, key, size, tp_size) if key == name else size
         for key, size in sizes.items()
     }
+
+
+def marked(parameter: Any, mode: Optional[str]) -> None:
+    """Notes on a parameter how it is split, which Megatron reads."""
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = 1 if mode == "row" else 0
+    parameter.partition_stride = 1
 
 
 class Shards(torch.nn.Module):
@@ -96,9 +105,7 @@ class Shards(torch.nn.Module):
         if norm or (bias and mode == "row"):
             parameter.sequence_parallel = self.sequence_parallel
         elif mode is not None:
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = 1 if mode == "row" else 0
-            parameter.partition_stride = 1
+            marked(parameter, mode)
 
     def set_tensor_parallel_group(self, tp_group) -> None:
         """Gives the process group to a module that was made with ``tp_size`` alone."""
@@ -110,7 +117,7 @@ class Shards(torch.nn.Module):
         self._set(tp_group)
 
 
-class ShardsOfParts(torch.nn.Module):
+class ShardsOfParts(Settable):
     """A module whose parts may have parts of weights."""
 
     def set_tensor_parallel_group(self, tp_group) -> None:

@@ -13,6 +13,8 @@ import nvfp4
 from nvfp4.torch._composed import quantized
 from nvfp4.torch._formats import Format
 
+from ._left_out import left_out
+
 
 class Quantizer:
     """What all quantizers have: the directions of the next tensor, and a spec.
@@ -239,6 +241,9 @@ class Quantizer:
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether workers gather the row direction alone."""
         return False
+
+    onnx_quantize = left_out("onnx_quantize")
+    onnx_dequantize = left_out("onnx_dequantize")
 
     def _get_compatible_recipe(self) -> Any:
         raise NotImplementedError(

@@ -11,6 +11,7 @@ from torch.nn import functional
 from ._linear import amp_dtype
 from ._masks import mask_type
 from ._mlp import LayerNormMLP
+from ._modules import Follows
 from ._multihead import MultiheadAttention
 from ._norms import LayerNorm, RMSNorm
 from ._parallel import ShardsOfParts
@@ -202,6 +203,12 @@ class TransformerLayer(ShardsOfParts):
         y, bias, *norm = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
         x = self._added(y, bias, norm[0] if norm else x, self.drop_path)
         return self.layernorm(x) if self.output_layernorm else x
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Begins the scales of delayed scaling of all parts again."""
+        for part in self.modules():
+            if isinstance(part, Follows):
+                part.reset_fp8_meta_tensors()
 
     def _added(
         self, y: Tensor, bias: Optional[Tensor], residual: Tensor, drop_path: Optional[DropPath]

@@ -10,6 +10,7 @@ import re
 import types
 from typing import Any, Callable, Iterable, Optional
 
+from .._left_out import MODULES
 from ._table import DISTRIBUTIONS, EXTENSION, ROOT, TABLE, VERSION
 
 # What stands for a name that is not there, by its module and itself; nothing does, unless a runner
@@ -52,9 +53,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name.split(".")[0] not in (ROOT, EXTENSION):
             return None
         if name not in TABLE and on_missing is None:
-            if name.startswith(f"{ROOT}.pytorch."):
+            below = (why for at, why in MODULES.items() if f"{name}.".startswith(f"{ROOT}.{at}."))
+            why = next(below, None)
+            if why is not None or name.startswith(f"{ROOT}.pytorch."):
+                reason = "" if why is None else f": {why}"
                 raise ModuleNotFoundError(
-                    f"nvfp4.te stands in for {ROOT} and has nothing for '{name}'", name=name
+                    f"nvfp4.te stands in for {ROOT} and has nothing for '{name}'{reason}", name=name
                 )
             return None
         # Errors of Python name the place where a module is from.

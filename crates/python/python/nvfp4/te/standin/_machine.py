@@ -22,13 +22,6 @@ def is_bf16_compatible() -> bool:
     return bool(is_bf16_available())
 
 
-def get_cudnn_version() -> Tuple[int, int, int]:
-    """cuDNN's version as torch sees it, in three numbers; zeros where there is none."""
-    packed = torch.backends.cudnn.version() or 0 if torch.cuda.is_available() else 0
-    base = 10_000 if packed >= 90_000 else 1_000
-    return packed // base, packed % base // 100, packed % 100
-
-
 def get_sm_count() -> int:
     """The multiprocessors of the current GPU."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
