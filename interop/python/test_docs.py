@@ -65,7 +65,7 @@ def test_the_example_fine_tunes():
 def test_the_example_trains_under_every_recipe():
     """The script fails if a loss is not finite or does not fall."""
     program = [sys.executable, str(ROOT / "examples/python/te_recipes.py"), "--device", "cpu"]
-    small = ["--steps", "3", "--layers", "1"]
+    small = ["--steps", "3", "--layers", "2"]
     done = subprocess.run(program + small, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert len(lines) == 13 and all("→" in line for line in lines)
