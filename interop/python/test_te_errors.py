@@ -5,6 +5,7 @@ import torch
 
 import nvfp4
 import nvfp4.te as te
+from nvfp4.te._checks import validate_grouped_quantizer_list
 from nvfp4.te.custom_recipes import quantizer_factories as factories
 from nvfp4.te.custom_recipes import quantizer_factory_zoo as zoo
 
@@ -172,3 +173,30 @@ def test_experts_of_which_some_are_in_high_precision_are_named():
     with pytest.raises(ValueError, match="input quantizers mix Identity-backed and quantized"):
         with te.autocast(recipe=te.CustomRecipe(factory)):
             te.GroupedLinear(2, 64, 64)(torch.randn(32, 64), [16, 16])
+
+
+def test_lists_of_quantizers_are_judged_as_transformer_engine_does():
+    """By the stand-in. Modules here compute what each expert asks for."""
+    current = lambda **given: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=None, **given)  # noqa: E731
+
+    def hybrid(column, **given):
+        return te.HybridQuantizer(rowwise_quantizer=current(), columnwise_quantizer=column, **given)
+
+    mxfp8 = te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+    delayed = [te.Float8Quantizer(torch.tensor(scale), torch.zeros(1), te.DType.kFloat8E4M3) for scale in (1.0, 2.0)]
+    usage = current()
+    usage.set_usage(columnwise=False)
+    for fitting in ([], [None, None], [current(), usage], delayed, [hybrid(mxfp8), hybrid(mxfp8.copy())]):
+        validate_grouped_quantizer_list(fitting)
+    for wrong, message in (
+        ([None, mxfp8], "mix None and concrete"),
+        ([mxfp8, hybrid(mxfp8)], "mix HybridQuantizer and non-hybrid"),
+        ([te.IdentityQuantizer(), mxfp8], "mix Identity-backed and quantized"),
+        ([current(), mxfp8], "incompatible plain backend families"),
+        ([current(), current(force_pow_2_scales=True)], "incompatible plain backend configurations"),
+        ([te.IdentityQuantizer(dtype=torch.float16), te.IdentityQuantizer()], "incompatible plain backend configurations"),
+        ([hybrid(mxfp8), hybrid(current())], "incompatible columnwise backend families"),
+        ([hybrid(mxfp8), hybrid(mxfp8, columnwise_source="rowwise_dequantized")], "mixed columnwise source policies"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"GroupedLinear input quantizers .*{message}"):
+            validate_grouped_quantizer_list(wrong, operand_name="input")

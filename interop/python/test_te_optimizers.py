@@ -179,7 +179,7 @@ def test_weights_are_quantized_from_their_masters():
     quantize_master_weights(weights[:1], [None], [None], None)
     assert torch.equal(weights[0].dequantize(), before)
     for master, start, says in (
-        (masters[0][5:], 5, r"master_weights\[0\]: the workers hold 2043 of 2048"),
+        (masters[0][5:], 5, r"master_weights\[0\]: a partial master shard, 2043 of 2048"),
         (masters[0], 1, r"start_offsets\[0\]: 2048 values from 1 on"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -194,6 +194,19 @@ def test_weights_are_quantized_from_their_masters():
         assert torch.equal(weight.dequantize(), values)
         with pytest.raises(ValueError, match="torch.uint8 and torch.float32"):
             replace_raw_data(weight, buffer.float())
+
+
+def test_both_directions_need_all_of_a_master():
+    current = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=None)
+    for source in ("original", "rowwise_dequantized"):
+        quantizer = te.HybridQuantizer(
+            rowwise_quantizer=current, columnwise_quantizer=current.copy(), columnwise_source=source
+        )
+        weight = quantizer(torch.randn(32, 64))
+        before = weight.dequantize()
+        with pytest.raises(ValueError, match=f"partial master shard, 2043 .*columnwise_source='{source}'.* full-master data"):
+            quantize_master_weights([weight], [torch.randn(2043)], [5], None)
+        assert torch.equal(weight.dequantize(), before)
 
 
 def test_values_without_a_master_keep_their_codes():

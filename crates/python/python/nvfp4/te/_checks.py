@@ -11,6 +11,7 @@ from ._float8 import Float8Quantizer
 from ._hybrid import HybridQuantizer
 from ._identity import IdentityQuantizer
 from ._roles import DelayedScalingRequest
+from ._values import ValueQuantizer
 from .recipe import DelayedScaling
 
 # What a factory answered, by path and expert, and then by slot.
@@ -65,7 +66,19 @@ def _plain(quantizer: Any) -> Tuple[bool, bool]:
     return identity, identity
 
 
-def validate_grouped_quantizer_list(quantizers: Sequence[Any], operand_name: str) -> None:
+# What a quantizer is told from call to call.
+_PER_CALL = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
+
+
+def _settings(quantizer: Any) -> Tuple[Any, ...]:
+    """What quantizers of one product have in common in TransformerEngine."""
+    if isinstance(quantizer, ValueQuantizer):
+        return tuple(item for item in quantizer._settings() if item[0] not in _PER_CALL)
+    known = isinstance(quantizer, (IdentityQuantizer, Float8Quantizer))
+    return (("dtype", quantizer.dtype),) if known else ()
+
+
+def _refuse_mixed(quantizers: Sequence[Any], operand_name: str) -> None:
     """Refuses experts of which some are in high precision."""
     if len({_plain(quantizer) for quantizer in quantizers}) > 1:
         raise ValueError(
@@ -74,11 +87,40 @@ def validate_grouped_quantizer_list(quantizers: Sequence[Any], operand_name: str
         )
 
 
+def validate_grouped_quantizer_list(
+    quantizers: Sequence[Any], *, operand_name: str = "operand"
+) -> None:
+    """Refuses experts' quantizers that TransformerEngine's grouped products do not take together.
+    Modules here compute what each expert asks for, and refuse no more than ``_refuse_mixed``.
+    """
+    where = f"GroupedLinear {operand_name} quantizers"
+    if len({quantizer is None for quantizer in quantizers}) > 1:
+        raise ValueError(f"{where} mix None and concrete quantizers")
+    if not quantizers or quantizers[0] is None:
+        return
+    if len({isinstance(quantizer, HybridQuantizer) for quantizer in quantizers}) > 1:
+        raise ValueError(f"{where} mix HybridQuantizer and non-hybrid quantizers")
+    _refuse_mixed(quantizers, operand_name)
+    sides: Dict[str, Sequence[Any]] = {"plain": quantizers}
+    if isinstance(quantizers[0], HybridQuantizer):
+        if len({quantizer.columnwise_source for quantizer in quantizers}) > 1:
+            raise ValueError(f"{where} have mixed columnwise source policies")
+        sides = {
+            side: [getattr(quantizer, f"{side}_quantizer") for quantizer in quantizers]
+            for side in ("rowwise", "columnwise")
+        }
+    for side, each in sides.items():
+        for what, of in (("families", type), ("configurations", _settings)):
+            kinds = dict.fromkeys(map(of, each))
+            if len(kinds) > 1:
+                raise ValueError(f"{where} have incompatible {side} backend {what}: {list(kinds)}")
+
+
 def validate_experts(answers: Answers) -> None:
-    """:func:`validate_grouped_quantizer_list` for each tensor that a factory was asked about."""
+    """Refuses tensors that a factory gave the experts in high precision and quantized."""
     slots: Dict[str, List[Any]] = {}
     for (_, expert), of in answers.items():
         for slot, answer in of.items() if expert is not None else ():
             slots.setdefault(slot, []).append(answer)
     for slot, quantizers in slots.items():
-        validate_grouped_quantizer_list(quantizers, slot)
+        _refuse_mixed(quantizers, slot)

@@ -44,9 +44,12 @@ def quantize_master_weights(
     held = counts.tolist()
     for number, (count, weight) in enumerate(zip(held, model_weights)):
         if count not in (0, weight.numel()) and not isinstance(weight, _IN_PARTS):
+            source = getattr(weight._quantizer, "columnwise_source", None)
+            how = "" if source is None else f" with columnwise_source={source!r}"
             raise ValueError(
-                f"master_weights[{number}]: the workers hold {count} of {weight.numel()} values; "
-                f"all parts of a {type(weight).__name__} are quantized together"
+                f"master_weights[{number}]: a partial master shard, {count} of {weight.numel()} "
+                f"values, for a {type(weight).__name__}{how}, whose parts are quantized together: "
+                "give full-master data"
             )
     for count, (weight, master, start) in zip(held, parts):
         if hasattr(weight, "clear_high_precision_init_val"):
