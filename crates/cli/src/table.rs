@@ -65,7 +65,6 @@ impl Table {
     }
 
     /// The same in Markdown, which a terminal shows as well.
-    #[cfg(feature = "train")]
     pub fn markdown(self) -> Vec<String> {
         self.laid_out(|table| {
             table.with(Style::markdown());
@@ -74,6 +73,12 @@ impl Table {
 
     pub fn write(self, out: &mut impl Write) -> io::Result<()> {
         self.lines().iter().try_for_each(|line| writeln!(out, "{line}"))
+    }
+
+    /// Writes it in Markdown, as a paragraph of its own.
+    pub fn write_markdown(self, out: &mut impl Write) -> io::Result<()> {
+        writeln!(out)?;
+        self.markdown().iter().try_for_each(|line| writeln!(out, "{line}"))
     }
 
     fn laid_out(self, style: impl FnOnce(&mut tabled::Table)) -> Vec<String> {
@@ -127,7 +132,6 @@ mod tests {
         assert_eq!(found[4], format!(r"a\u{{a}}b\u{{0}}{}     4  d", " ".repeat(WIDEST - 12)));
     }
 
-    #[cfg(feature = "train")]
     #[test]
     fn markdown_has_a_line_below_the_heading() {
         let mut table = Table::new([left("recipe"), right("loss")]);

@@ -69,6 +69,23 @@ fn a_filter_and_one_thread_and_the_scalar_implementation() {
 }
 
 #[test]
+fn tables_in_markdown_have_the_same_columns() {
+    for (args, heading, rows) in [
+        ("--size 32 --filter amax --markdown", "| operation | ms | GB/s | copies |", 4),
+        ("gemm --m 1,2 --n 32 --k 32 --markdown", "| M | f32 ms | NVFP4 ms | × f32 | of floor | weight-only |", 2),
+    ] {
+        let text = String::from_utf8(bench(&args.split(' ').collect::<Vec<_>>()).stdout).unwrap();
+        let table: Vec<&str> = text.lines().skip_while(|line| !line.is_empty()).skip(1).collect();
+        assert!(table[0].starts_with(heading) && table[1].starts_with("|---|---|"), "{text}");
+        let columns = |line: &&str| line.matches('|').count();
+        assert!(table.iter().all(|line| columns(line) == columns(&table[0])), "{text}");
+        assert!(table.len() >= 2 + rows, "{text}");
+    }
+    let both = bench(&["--markdown", "--json"]);
+    assert!(String::from_utf8(both.stderr).unwrap().contains("cannot be used with"));
+}
+
+#[test]
 fn settings_that_do_not_work_are_errors() {
     for (args, message) in [
         ("--size 100", "--size: expected a multiple of 16 up to 32768, got 100"),

@@ -1,6 +1,7 @@
 //! The bench of the CPU: operation and copy in turns.
 
 use super::operations::{Buffers, Kind, Operation, PLAIN, Side, Source};
+use super::style::{Columns, Style};
 use super::{fp8, median};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
@@ -25,23 +26,24 @@ pub fn run(
     implementation: Implementation,
     operations: &[&Operation],
     fp8_operations: &[&fp8::Operation],
-    json: bool,
+    style: Style,
 ) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    if !json {
+    let table = Columns { style, columns: &[("operation", -36), ("ms", 9), ("GB/s", 9), ("copies", 8)] };
+    if style != Style::Json {
         let threads = match rayon::current_num_threads() {
             1 => "1 thread".to_string(),
             n => format!("{n} threads"),
         };
         writeln!(out, "{size} × {size} bf16, {implementation}, {threads}")?;
-        writeln!(out, "{:<36} {:>9} {:>9} {:>8}", "operation", "ms", "GB/s", "copies")?;
+        table.headings(&mut out)?;
     }
     let mut bench = Bench::new(size, implementation)?;
     let mut rows = Vec::new();
     let mut print = |row: Row| -> Result<()> {
-        if !json {
-            writeln!(out, "{:<36} {:>9.3} {:>9.2} {:>8.2}", row.name, row.ms, row.gbps, row.copies)?;
-        }
+        let Row { name, ms, gbps, copies } = row;
+        let cells = [name.to_string(), format!("{ms:.3}"), format!("{gbps:.2}"), format!("{copies:.2}")];
+        table.row(&mut out, &cells)?;
         rows.push(row);
         Ok(())
     };
@@ -54,7 +56,7 @@ pub fn run(
         bench.check_fp8(operation).with_context(wrong(operation.name))?;
         print(bench.time_fp8(operation)?)?;
     }
-    if json {
+    if style == Style::Json {
         crate::json::print("bench", &rows)?;
     }
     Ok(())

@@ -9,6 +9,7 @@ mod gemm;
 mod linear;
 pub mod operations;
 mod place;
+mod style;
 
 #[cfg(feature = "cuda")]
 pub use gemm::Matrix;
@@ -18,6 +19,7 @@ use anyhow::{Result, ensure};
 use nvfp4_kernels::Implementation;
 use operations::Operation;
 use std::process::ExitCode;
+use style::Style;
 
 /// Measure every operation against a memory copy of its input.
 ///
@@ -69,6 +71,9 @@ pub struct Args {
     /// of_copy, amax}.
     #[arg(long)]
     json: bool,
+    /// Print the table in Markdown.
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
 }
 
 /// What else can be measured.
@@ -92,14 +97,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         args.filter
     );
     let pool = rayon::ThreadPoolBuilder::new().num_threads(args.threads.unwrap_or(0)).build()?;
+    let style = Style::of(args.json, args.markdown);
     crate::until_closed(pool.install(|| match args.device {
         Device::Cpu => {
             let (size, implementation) = args.on_cpu()?;
-            cpu::run(size, implementation, &operations, &fp8_operations, args.json)
+            cpu::run(size, implementation, &operations, &fp8_operations, style)
         }
         Device::Cuda(ordinal) => {
             let shape = args.on_gpu()?;
-            run_on_gpu(ordinal, shape, &operations, &fp8_operations, args.json)
+            run_on_gpu(ordinal, shape, &operations, &fp8_operations, style)
         }
     }))?;
     Ok(ExitCode::SUCCESS)
@@ -156,13 +162,13 @@ fn run_on_gpu(
     shape: (usize, usize),
     operations: &[&Operation],
     fp8_operations: &[&fp8::Operation],
-    json: bool,
+    style: Style,
 ) -> Result<()> {
-    cuda::run(crate::device::open(ordinal)?, shape, operations, fp8_operations, json)
+    cuda::run(crate::device::open(ordinal)?, shape, operations, fp8_operations, style)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run_on_gpu(_: usize, _: (usize, usize), _: &[&Operation], _: &[&fp8::Operation], _: bool) -> Result<()> {
+fn run_on_gpu(_: usize, _: (usize, usize), _: &[&Operation], _: &[&fp8::Operation], _: Style) -> Result<()> {
     anyhow::bail!(crate::device::NOT_BUILT)
 }
 

@@ -4,6 +4,7 @@ mod fp8;
 mod outputs;
 
 use super::operations::{Buffers, Kind, Operation, PLAIN, POISON, Settings, Side, Source};
+use super::style::{Columns, Style};
 use super::{fp8 as operations_of_fp8, median};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
@@ -43,13 +44,15 @@ pub fn run(
     (rows, cols): (usize, usize),
     operations: &[&Operation],
     fp8_operations: &[&operations_of_fp8::Operation],
-    json: bool,
+    style: Style,
 ) -> Result<()> {
     device.make_current()?;
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos() as u64);
     let reference = Implementation::best();
     let mut out = std::io::stdout().lock();
-    if !json {
+    let columns = [("operation", -36), ("amax", 9), ("µs", 9), ("MB", 9), ("TB/s", 7), ("of copy", 8)];
+    let table = Columns { style, columns: &columns };
+    if style != Style::Json {
         let (major, minor) = device.capability();
         let name = device.name();
         writeln!(out, "{rows} × {cols} bf16, {name}, compute capability {major}.{minor}, seed {seed}")?;
@@ -77,21 +80,19 @@ pub fn run(
     }
     // Only now is anything timed, so that the GPU does not idle between one operation and the next.
     let copy = bench.time_copy()?;
-    if !json {
+    if style != Style::Json {
         let rows = match checks[..] {
             [part] => format!("{part} rows"),
             _ => format!("the first {PART} rows and on all"),
         };
         writeln!(out, "checked: the bits are those of {reference} on the CPU, on {rows}")?;
-        writeln!(out, "{:<36} {:>9} {:>9} {:>9} {:>7} {:>8}", "operation", "amax", "µs", "MB", "TB/s", "of copy")?;
-        print(&mut out, &copy)?;
+        table.headings(&mut out)?;
+        table.row(&mut out, &copy.cells())?;
     }
-    let mut table = Vec::new();
+    let mut rows = Vec::new();
     let mut add = |row: Row| -> Result<()> {
-        if !json {
-            print(&mut out, &row)?;
-        }
-        table.push(row);
+        table.row(&mut out, &row.cells())?;
+        rows.push(row);
         Ok(())
     };
     for operation in operations {
@@ -100,16 +101,26 @@ pub fn run(
     for operation in fp8_operations {
         add(bench.time_fp8(operation, copy.tbps)?)?;
     }
-    if json {
-        crate::json::print("bench", &table)?;
+    if style == Style::Json {
+        crate::json::print("bench", &rows)?;
     }
     Ok(())
 }
 
-fn print(out: &mut impl Write, row: &Row) -> std::io::Result<()> {
-    let Row { name, us, tbps, of_copy, .. } = row;
-    let (amax, megabytes) = (row.amax.unwrap_or("-"), row.bytes as f64 / 1e6);
-    writeln!(out, "{name:<36} {amax:>9} {us:>9.1} {megabytes:>9.1} {tbps:>7.2} {of_copy:>8.2}")
+impl Row {
+    /// What the table shows.
+    fn cells(&self) -> [String; 6] {
+        let Row { name, us, tbps, of_copy, .. } = self;
+        let (amax, megabytes) = (self.amax.unwrap_or("-"), self.bytes as f64 / 1e6);
+        [
+            name.to_string(),
+            amax.to_string(),
+            format!("{us:.1}"),
+            format!("{megabytes:.1}"),
+            format!("{tbps:.2}"),
+            format!("{of_copy:.2}"),
+        ]
+    }
 }
 
 /// The input, its copy's destination and outputs large enough for every operation, `sets` of each:

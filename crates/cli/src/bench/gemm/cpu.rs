@@ -1,8 +1,9 @@
 //! Products on the CPU, beside the same product in binary32.
 
-use super::{Format, Sizes};
+use super::Sizes;
 use crate::bench::baseline::{F32, NOT_BUILT};
 use crate::bench::median;
+use crate::bench::style::{Columns, Style};
 use crate::say::say;
 use anyhow::{Result, ensure};
 use half::bf16;
@@ -42,19 +43,33 @@ struct Row {
     weights_floor_ms: f64,
 }
 
-pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Result<()> {
+pub fn run(sizes: &Sizes, implementation: Implementation, style: Style) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    let json = format == Format::Json;
+    let columns = [
+        ("M", 6),
+        ("f32 ms", 9),
+        ("NVFP4 ms", 9),
+        ("× f32", 8),
+        ("of floor", 9),
+        ("weight-only", 12),
+        ("× f32", 8),
+        ("of floor", 9),
+        ("MXFP8 ms", 9),
+        ("× f32", 8),
+        ("FP8 ms", 9),
+        ("× f32", 8),
+    ];
+    let table = Columns { style, columns: &columns };
     if F32.is_none() {
         say(NOT_BUILT);
     }
-    if !json {
+    if style != Style::Json {
         let threads = rayon::current_num_threads();
         writeln!(out, "N = {}, K = {}, {implementation}, threads: {threads}", sizes.n, sizes.k)?;
     }
     let weights = Weights::new(implementation, sizes.n, sizes.k)?;
     let copy = copy_seconds_per_byte();
-    if !json {
+    if style != Style::Json {
         let floor = weights.nvfp4[0].bytes() as f64 * copy;
         writeln!(
             out,
@@ -63,52 +78,40 @@ pub fn run(sizes: &Sizes, implementation: Implementation, format: Format) -> Res
             floor * 1e3,
             weights.nvfp4.len()
         )?;
-        writeln!(
-            out,
-            "{:>6} {:>9} {:>9} {:>8} {:>9} {:>12} {:>8} {:>9} {:>9} {:>8} {:>9} {:>8}",
-            "M",
-            "f32 ms",
-            "NVFP4 ms",
-            "× f32",
-            "of floor",
-            "weight-only",
-            "× f32",
-            "of floor",
-            "MXFP8 ms",
-            "× f32",
-            "FP8 ms",
-            "× f32"
-        )?;
+        table.headings(&mut out)?;
     }
     let mut rows = Vec::new();
     for &m in &sizes.m {
         let row = measure(implementation, m, &weights, copy)?;
-        if !json {
-            let known =
-                |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |value| format!("{value:.digits$}"));
-            writeln!(
-                out,
-                "{:>6} {:>9} {:>9.3} {:>8} {:>9.2} {:>12.3} {:>8} {:>9.2} {:>9.3} {:>8} {:>9.3} {:>8}",
-                row.m,
-                known(row.f32_ms, 3),
-                row.nvfp4_ms,
-                known(row.nvfp4_speedup, 2),
-                row.nvfp4_of_floor,
-                row.weight_only_ms,
-                known(row.weight_only_speedup, 2),
-                row.weight_only_of_floor,
-                row.mxfp8_ms,
-                known(row.mxfp8_speedup, 2),
-                row.fp8_ms,
-                known(row.fp8_speedup, 2)
-            )?;
-        }
+        table.row(&mut out, &row.cells())?;
         rows.push(row);
     }
-    if json {
+    if style == Style::Json {
         crate::json::print("bench gemm", &rows)?;
     }
     Ok(())
+}
+
+impl Row {
+    /// What the table shows.
+    fn cells(&self) -> [String; 12] {
+        let known =
+            |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |value| format!("{value:.digits$}"));
+        [
+            self.m.to_string(),
+            known(self.f32_ms, 3),
+            format!("{:.3}", self.nvfp4_ms),
+            known(self.nvfp4_speedup, 2),
+            format!("{:.2}", self.nvfp4_of_floor),
+            format!("{:.3}", self.weight_only_ms),
+            known(self.weight_only_speedup, 2),
+            format!("{:.2}", self.weight_only_of_floor),
+            format!("{:.3}", self.mxfp8_ms),
+            known(self.mxfp8_speedup, 2),
+            format!("{:.3}", self.fp8_ms),
+            known(self.fp8_speedup, 2),
+        ]
+    }
 }
 
 /// A matrix in bf16, in f32 and quantized.

@@ -9,6 +9,7 @@ mod cuda;
 pub use cuda::Matrix;
 
 use super::place::{Place, check_size};
+use super::style::Style;
 use anyhow::{Result, ensure};
 use nvfp4_kernels::Implementation;
 use std::process::ExitCode;
@@ -62,6 +63,9 @@ pub struct Args {
     /// nvfp4: {…}, cublas_us, decode_weights_us, decode_both_us}.
     #[arg(long)]
     json: bool,
+    /// Print the table in Markdown.
+    #[arg(long, conflicts_with_all = ["json", "verbose"])]
+    markdown: bool,
 }
 
 /// The format of operands.
@@ -99,16 +103,24 @@ struct Sizes {
 /// What to print.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Format {
-    Table,
-    /// A table, and the kernels that were chosen.
+    Table(Style),
+    /// A table of text, and the kernels that were chosen.
     Verbose,
-    Json,
+}
+
+impl Format {
+    fn style(self) -> Style {
+        match self {
+            Format::Table(style) => style,
+            Format::Verbose => Style::Text,
+        }
+    }
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let on_cpu = || {
         let (sizes, implementation) = args.on_cpu()?;
-        cpu::run(&sizes, implementation, args.format())
+        cpu::run(&sizes, implementation, args.format().style())
     };
     let on_gpu = |ordinal| run_on_gpu(ordinal, &args.on_gpu()?, args.format, args.format());
     crate::until_closed(args.place.run(on_cpu, on_gpu))?;
@@ -145,10 +157,9 @@ impl Args {
     }
 
     fn format(&self) -> Format {
-        match (self.json, self.verbose) {
-            (true, _) => Format::Json,
-            (false, true) => Format::Verbose,
-            (false, false) => Format::Table,
+        match (Style::of(self.json, self.markdown), self.verbose) {
+            (Style::Text, true) => Format::Verbose,
+            (style, _) => Format::Table(style),
         }
     }
 }
@@ -158,7 +169,7 @@ fn run_on_gpu(ordinal: usize, sizes: &Sizes, operands: Operands, format: Format)
     let device = crate::device::open(ordinal)?;
     match operands {
         Operands::Nvfp4 => cuda::run(device, sizes, format),
-        _ => cuda::fp8::run(device, sizes, operands, format),
+        _ => cuda::fp8::run(device, sizes, operands, format.style()),
     }
 }
 

@@ -6,6 +6,7 @@ mod cpu;
 mod cuda;
 
 use super::place::{Place, check_size};
+use super::style::Style;
 use crate::device::Device;
 use crate::table::{Table, left, right};
 use anyhow::{Result, ensure};
@@ -56,6 +57,9 @@ pub struct Args {
     /// plain_whole, of_plain, of_first}.
     #[arg(long)]
     json: bool,
+    /// Print the table in Markdown.
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
 }
 
 /// What is multiplied.
@@ -186,7 +190,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     let recipes = args.recipe.iter().map(|name| Quantizers::new(name)).collect::<Result<Vec<_>>>()?;
-    let printer = || Printer { json: args.json, rows: Vec::new() };
+    let printer = || Printer { style: Style::of(args.json, args.markdown), rows: Vec::new() };
     crate::until_closed(
         args.place
             .run(|| cpu::run(&sizes, &recipes, printer()), |ordinal| run_on_gpu(ordinal, &sizes, &recipes, printer())),
@@ -206,7 +210,7 @@ fn run_on_gpu(_: usize, _: &[Sizes], _: &[Quantizers], _: Printer) -> Result<()>
 
 /// Prints tables as they come, or JSON at the end.
 struct Printer {
-    json: bool,
+    style: Style,
     rows: Vec<Row>,
 }
 
@@ -243,22 +247,22 @@ impl Printer {
             of_first: times_of.whole / times[0].whole,
         });
         let rows: Vec<Row> = rows.collect();
-        match self.json {
-            true => self.rows.extend(rows),
-            false => print(&mut std::io::stdout().lock(), labels, &rows)?,
+        match self.style {
+            Style::Json => self.rows.extend(rows),
+            style => print(&mut std::io::stdout().lock(), labels, &rows, style)?,
         }
         Ok(())
     }
 
     fn finish(self) -> Result<()> {
-        if self.json {
+        if self.style == Style::Json {
             crate::json::print("bench linear", &self.rows)?;
         }
         Ok(())
     }
 }
 
-fn print(out: &mut impl Write, labels: &Labels, rows: &[Row]) -> Result<()> {
+fn print(out: &mut impl Write, labels: &Labels, rows: &[Row], style: Style) -> Result<()> {
     let Row { m, n, k, groups, plain_parts, plain_whole, .. } = &rows[0];
     let experts = if *groups == 1 { String::new() } else { format!(", {groups} experts") };
     writeln!(out, "M = {m}, N = {n}, K = {k}{experts}, {}", labels.machine)?;
@@ -275,7 +279,10 @@ fn print(out: &mut impl Write, labels: &Labels, rows: &[Row]) -> Result<()> {
     line("whole", &|row| number(Some(row.whole), 1), number(*plain_whole, 1));
     line("of plain", &|row| number(row.of_plain, 3), String::new());
     line("of first", &|row| number(Some(row.of_first), 3), String::new());
-    Ok(table.write(out)?)
+    Ok(match style {
+        Style::Markdown => table.write_markdown(out)?,
+        Style::Text | Style::Json => table.write(out)?,
+    })
 }
 
 /// The end of a name that may be a path.

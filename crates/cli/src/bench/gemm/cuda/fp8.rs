@@ -1,8 +1,9 @@
 //! Products of FP8 and MXFP8 on a GPU, beside bf16 products of cuBLAS.
 
 use super::{TURNS, calls};
-use crate::bench::gemm::{Format, Operands, Sizes};
+use crate::bench::gemm::{Operands, Sizes};
 use crate::bench::median;
+use crate::bench::style::Style;
 use crate::table::{Table, right};
 use anyhow::{Context, Result};
 use half::bf16;
@@ -70,7 +71,7 @@ impl Operands {
     }
 }
 
-pub fn run(device: Device, sizes: &Sizes, operands: Operands, format: Format) -> Result<()> {
+pub fn run(device: Device, sizes: &Sizes, operands: Operands, style: Style) -> Result<()> {
     device.make_current()?;
     let mut rows = Vec::new();
     for &m in &sizes.m {
@@ -79,7 +80,7 @@ pub fn run(device: Device, sizes: &Sizes, operands: Operands, format: Format) ->
         let mut bench = Bench::new(gpu.clone(), (m, sizes.n, sizes.k), operands, cublas)?;
         rows.extend(bench.rows(gpu.stream(), operands)?);
     }
-    if format == Format::Json {
+    if style == Style::Json {
         return crate::json::print("bench gemm", &rows);
     }
     let mut out = std::io::stdout().lock();
@@ -90,7 +91,10 @@ pub fn run(device: Device, sizes: &Sizes, operands: Operands, format: Format) ->
         let (cublas, speedup) = (number(*cublas_us, 1), number(*speedup, 2));
         table.row([m.to_string(), accumulator.to_string(), format!("{us:.1}"), cublas, speedup]);
     }
-    Ok(table.write(&mut out)?)
+    Ok(match style {
+        Style::Markdown => table.write_markdown(&mut out)?,
+        Style::Text | Style::Json => table.write(&mut out)?,
+    })
 }
 
 impl Bench {

@@ -8,6 +8,7 @@ pub use matrix::Matrix;
 
 use super::{Format, Sizes};
 use crate::bench::median;
+use crate::bench::style::Style;
 use crate::table::{Table, right};
 use anyhow::{Context, Result};
 use half::bf16;
@@ -71,7 +72,7 @@ pub fn run(device: Device, sizes: &Sizes, format: Format) -> Result<()> {
     device.make_current()?;
     let cublas = Cublas::open(device).map_err(|reason| crate::say::say(format_args!("without cuBLAS: {reason}"))).ok();
     let mut out = std::io::stdout().lock();
-    if format != Format::Json {
+    if format.style() != Style::Json {
         let (major, minor) = device.capability();
         let library = cublas.as_ref().map_or("no cuBLAS".to_string(), |cublas| format!("cuBLAS {}", cublas.version()));
         let Sizes { n, k, .. } = sizes;
@@ -89,9 +90,9 @@ pub fn run(device: Device, sizes: &Sizes, format: Format) -> Result<()> {
         speeds.saw_cublas(operations(m, sizes.n, sizes.k) / cublas.bf16);
     }
     let rows = times.iter().map(|times| bench.row(device, times, &speeds)).collect::<Result<Vec<Row>>>()?;
-    match format {
-        Format::Json => crate::json::print("bench gemm", &rows)?,
-        Format::Table | Format::Verbose => print(&mut out, &rows, &speeds, format)?,
+    match format.style() {
+        Style::Json => crate::json::print("bench gemm", &rows)?,
+        Style::Text | Style::Markdown => print(&mut out, &rows, &speeds, format)?,
     }
     Ok(())
 }
@@ -129,6 +130,9 @@ fn print(out: &mut impl Write, rows: &[Row], speeds: &Speeds, format: Format) ->
             number(*decode_weights_us, 1),
             number(*decode_both_us, 1),
         ]);
+    }
+    if format.style() == Style::Markdown {
+        return Ok(table.write_markdown(out)?);
     }
     let mut lines = table.lines().into_iter();
     lines.by_ref().take(1).try_for_each(|heading| writeln!(out, "{heading}"))?;
