@@ -362,6 +362,62 @@ def test_nvfp4_with_fp8_attention():
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "name, factory",
+    [
+        ("Float8CurrentScaling", nvfp4_linear_fp8_dpa_factory),
+        ("MXFP8BlockScaling", lambda role: NVFP4_AND_MXFP8[role.module_type == "linear"](role)),
+        ("DelayedScaling", lambda role: NVFP4_AND_DELAYED[role.module_type == "linear"](role)),
+    ],
+)  # fmt: skip
+def test_a_variable_names_the_recipe_of_attention(name, factory, monkeypatch):
+    """It has the numbers of a factory that gives attention these formats."""
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", name)
+    if name == "MXFP8BlockScaling":  # whose factory has E4M3 in both passes
+        monkeypatch.setenv("NVTE_DPA_FP8_FORMAT", "E4M3")
+    named = te.NVFP4BlockScaling(fp8_dpa=True)
+    monkeypatch.delenv("NVTE_DPA_FP8_RECIPE")
+    found = []
+    for recipe in (named, te.CustomRecipe(factory, fp8_dpa=True)):
+        torch.manual_seed(4)
+        module, x = multihead(), torch.randn(QUERIES, BATCH, HEADS * SIZE, requires_grad=True)
+        for _ in range(3):
+            torch.manual_seed(8)
+            module.zero_grad()
+            with te.autocast(recipe=recipe):
+                y = module(x)
+            gradients = torch.autograd.grad(y.sin().sum(), [x, *module.parameters()])
+        found.append([y, *gradients])
+        kinds = [type(one).__name__ for one in module.core_attention.fp8_meta["local_recipes"]]
+        assert kinds == [name, *["DelayedScaling"] * (name == "Float8CurrentScaling")]
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _last(role):
+    return te.DelayedScalingRequest(amax_history_len=1, amax_compute_algo="most_recent")
+
+
+NVFP4_AND_MXFP8 = (factories.mxfp8_factory, factories.nvfp4_factory)
+NVFP4_AND_DELAYED = (_last, factories.nvfp4_factory)
+
+
+def test_a_variable_says_what_attention_hands_over(monkeypatch):
+    x = torch.randn(QUERIES, BATCH, HEADS * SIZE, requires_grad=True)
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
+    for variable, output, both in (
+        (None, False, False), ("NVTE_DPA_FP8_RECIPE_DPA", True, False),
+        ("NVTE_DPA_FP8_RECIPE_MHA", True, True),
+    ):  # fmt: skip
+        if variable is not None:
+            monkeypatch.setenv(variable, "1")
+        module = multihead()
+        with te.autocast(recipe=te.DelayedScaling(fp8_dpa=True)):
+            module(x).sum().backward()
+        assert (module.proj.delayed.input.history[-1].item() > 0) is not output
+        assert (module.qkv.delayed.grad_output.history[-1].item() > 0) is not both
+
+
 @pytest.mark.parametrize("backward", ["high_precision", "dequantized"])
 def test_another_backward_pass_is_that_of_attention_too(backward):
     q, k, v = tensors()

@@ -9,6 +9,7 @@ import nvfp4
 import nvfp4.te as te
 import nvfp4.torch
 from nvfp4.te.custom_recipes.quantizer_factories import nvfp4_factory
+from nvfp4.te.custom_recipes.quantizer_factory_zoo import nvfp4_linear_fp8_dpa_factory
 from nvfp4.te.recipe import Format, MMParams, QParams
 
 HYBRID = [
@@ -192,6 +193,72 @@ def test_fast_math_changes_nothing_and_says_so_at_each_quantization(monkeypatch,
     said = {str(one.message) for one in noted}
     assert any("NVTE_USE_FAST_MATH=1 changes nothing here" in text for text in said) is says
     assert before is None or after.quantized == before.quantized
+
+
+ATTENTION = ("qkv", "s", "o", "do", "dp", "dqkv")
+CURRENT = ["fp8(e4m3)", "fp8-delayed(e4m3, history=1, most-recent)", "fp8(e4m3)", "fp8(e5m2)",
+           "fp8-delayed(e5m2, history=1, most-recent)", "fp8(e5m2)"]  # fmt: skip
+DELAYED = ["fp8-delayed(e4m3, history=3)"] * 3 + ["fp8-delayed(e5m2, history=3)"] * 3
+MXFP8 = ["mxfp8(e4m3)"] * 3 + ["mxfp8(e5m2)"] * 3
+
+
+def of_attention(recipe):
+    plan = nvfp4.Plan(recipe.recipe(), [("a", "attention"), ("fc", "linear")])
+    return [plan.quantizer("a", slot).spec for slot in ATTENTION]
+
+
+@pytest.mark.parametrize(
+    "make, name, more, expected",
+    [
+        (te.NVFP4BlockScaling, "Float8CurrentScaling", {}, CURRENT),
+        (te.MXFP8BlockScaling, "Float8CurrentScaling", {}, [spec.replace("e5m2", "e4m3") for spec in CURRENT]),
+        (te.DelayedScaling, "Float8CurrentScaling", {}, [spec.split(", history")[0] + ")" * (", " in spec) for spec in CURRENT]),
+        (te.NVFP4BlockScaling, "DelayedScaling", {"AMAX_HISTLEN": "3", "AMAX_ALGO": "max"}, DELAYED),
+        (te.Float8CurrentScaling, "DelayedScaling", {"AMAX_HISTLEN": "3", "AMAX_ALGO": "max"}, DELAYED),
+        (te.Float8CurrentScaling, "DelayedScaling", {"REDUCE_AMAX": "0"},
+         ["fp8-delayed(e4m3, history=1, most-recent, local)"] * 3 + ["fp8-delayed(e5m2, history=1, most-recent, local)"] * 3),
+        (te.NVFP4BlockScaling, "MXFP8BlockScaling", {}, MXFP8),
+        (te.DelayedScaling, "MXFP8BlockScaling", {}, MXFP8),
+        *((make, "F16", {}, ["high-precision"] * 6) for make in (te.NVFP4BlockScaling, te.MXFP8BlockScaling, te.DelayedScaling)),
+    ],
+)  # fmt: skip
+def test_a_variable_names_the_formats_of_attention(monkeypatch, make, name, more, expected):
+    plain = make()
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", name)
+    for key, value in more.items():
+        monkeypatch.setenv(f"NVTE_DPA_FP8DS_{key}", value)
+    named, without = make(fp8_dpa=True), make()
+    for variable in ("NVTE_DPA_FP8_RECIPE", *(f"NVTE_DPA_FP8DS_{key}" for key in more)):
+        monkeypatch.delenv(variable)
+    assert of_attention(named) == expected
+    # Linear layers have the formats of the recipe.
+    assert specs(named) == specs(without) == specs(plain)
+    assert of_attention(without) == of_attention(plain) == ["high-precision"] * 6
+
+
+def test_a_recipe_that_is_named_for_attention_again_is_itself(monkeypatch):
+    for make in (te.DelayedScaling, te.Float8CurrentScaling, te.MXFP8BlockScaling):
+        monkeypatch.delenv("NVTE_DPA_FP8_RECIPE", raising=False)
+        before = make(fp8_dpa=True)
+        monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", make.__name__)
+        assert of_attention(make(fp8_dpa=True)) == of_attention(before)
+        custom = te.CustomRecipe(nvfp4_linear_fp8_dpa_factory, fp8_dpa=True)
+        assert of_attention(custom) == CURRENT
+
+
+@pytest.mark.parametrize(
+    "variable, value, says",
+    [
+        ("NVTE_DPA_FP8_RECIPE", "NVFP4BlockScaling", "NVTE_DPA_FP8_RECIPE: expected one of F16, "),
+        ("NVTE_DPA_FP8_FORMAT", "E5M2", "NVTE_DPA_FP8_FORMAT: expected one of HYBRID, E4M3"),
+    ],
+)
+def test_a_variable_that_names_nothing_is_refused(monkeypatch, variable, value, says):
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=says):
+        te.NVFP4BlockScaling(fp8_dpa=True)
+    te.NVFP4BlockScaling()  # which asks for none
 
 
 @pytest.mark.parametrize(

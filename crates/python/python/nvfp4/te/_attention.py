@@ -16,6 +16,7 @@ from nvfp4.torch._finite import Watched
 from nvfp4.torch._formats import plan_of
 from nvfp4.torch._kept import captured
 
+from ._attention_recipe import attention_of, local_recipes
 from ._float8 import Float8CurrentScalingQuantizer
 from ._handover import hand_over
 from ._initial import made_real, random_state
@@ -136,6 +137,19 @@ class DotProductAttention(Follows, Delays):
 
     def _groups(self) -> int:
         return 3
+
+    def _recipe_of(self, recipe: Any) -> Any:
+        return attention_of(recipe) or recipe
+
+    @property
+    def fp8_meta(self) -> Dict[str, Any]:
+        """The recipe, the states of both passes, and recipes of the kinds that its tensors have."""
+        meta = super().fp8_meta
+        if meta["recipe"] is not None:
+            quantizers, places = meta["quantizers"]["scaling_fwd"], self._places("forward")
+            own = [quantizers[places[slot]] for slot in ("qkv", "s")]
+            meta["local_recipes"] = local_recipes(meta["recipe"], own)
+        return meta
 
     def _ask_about_edges(self, recipe: Any) -> None:
         """Asks nothing: O and the gradient of QKV are among the tensors of the recipe."""

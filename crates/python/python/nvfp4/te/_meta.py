@@ -99,14 +99,14 @@ class ShowsQuantizers(torch.nn.Module):
 
     def init_fp8_meta_tensors(self, recipe: Any) -> None:
         """Makes what is shown, of this recipe. Scales of earlier steps stay."""
-        old = self._shown
+        of, old = self._recipe_of(recipe), self._shown
         made: Dict[str, Any] = {"recipe": recipe, "quantizers": {}}
         numbers = self._groups()
         for mode, key in _KEYS.items():
             count = numbers * (3 if mode == "forward" else 2)
             roles = self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
             state = RecipeState.create(
-                recipe, mode=mode, num_quantizers=count, roles=roles,
+                of, mode=mode, num_quantizers=count, roles=roles,
                 device=self._home(),  # type: ignore[operator]
             )  # fmt: skip
             kept = old is not None and state.inherit_state_from(old[key])
@@ -115,6 +115,10 @@ class ShowsQuantizers(torch.nn.Module):
             if not kept:
                 self._share_scales(mode, made[key], made["quantizers"][key])
         self.__dict__.update(_shown=made, _stale=False)
+
+    def _recipe_of(self, recipe: Any) -> Any:
+        """The recipe that gives this module its quantizers."""
+        return recipe
 
     def set_meta_tensor(self, fwd: bool, recipe: Any) -> None:
         """Makes what is shown of a pass, and of the other one with it, if it is of another recipe."""

@@ -14,10 +14,11 @@ import functools
 import itertools
 import os
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional, Tuple, Union
 
 import nvfp4
 
+from ._attention_recipe import Variables, attention_specs
 from ._format import (
     Format, MMParams, QParams, delayed_spec, four_over_six, fp8_code, notice_fast_math, spec_of,
 )  # fmt: skip
@@ -39,6 +40,7 @@ __all__ = [
 
 _Mapped = nvfp4.Recipe  # in a class with a method of the module's name
 _SCOPES = ("none", "weights", "activations", "all")
+_LINEAR = ("input", "weight", "grad_output")
 _BACKWARD = (None, "high_precision", "dequantized")
 
 
@@ -58,6 +60,8 @@ class Recipe:
     backward_override: Optional[str] = None
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    # What the environment said about attention when it was made.
+    _attention: Optional[Variables] = None
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -100,6 +104,10 @@ class Recipe:
             f"{type(self).__name__} is no recipe by itself: use a class that derives from Recipe"
         )
 
+    def _begin(self) -> None:
+        self._attention = Variables.read()
+        self._check()
+
     def _check(self) -> None:
         """Refuses what no recipe of TransformerEngine takes."""
         _one_of("backward_override", self.backward_override, _BACKWARD)
@@ -107,11 +115,15 @@ class Recipe:
             raise ValueError(
                 "fp8_mha: attention that hands over FP8 computes in it; say fp8_dpa=True too"
             )
-        if self.fp8_dpa and (self.float8_block_scaling() or self.nvfp4()):
+        named = self._attention is not None and not self.custom()
+        if self.fp8_dpa and (self.float8_block_scaling() or (self.nvfp4() and not named)):
             raise ValueError(
                 f"fp8_dpa: {type(self).__name__} has no format that attention reads; a CustomRecipe "
-                "gives its tensors FP8 or MXFP8, as with nvfp4_linear_fp8_dpa_factory"
+                "gives its tensors FP8 or MXFP8, as with nvfp4_linear_fp8_dpa_factory, and so does "
+                "NVTE_DPA_FP8_RECIPE for NVFP4BlockScaling"
             )
+        if self.fp8_dpa and named:
+            self._attention.check()  # type: ignore[union-attr]
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
@@ -128,17 +140,21 @@ def _mapped(
     grad_output: str,
     backward: Optional[str],
     sums: Optional[tuple] = None,
-    attention: bool = False,
+    attention: Union[bool, Tuple[Tuple[str, str], ...]] = False,
 ) -> nvfp4.Recipe:
     """The preset if it has these specs, or else rules that give them. Attention stays in high
-    precision, or its tensors have the specs of inputs and of gradients.
+    precision, or its tensors have the specs of inputs and of gradients, or specs of their own.
     """
     specs = [
         nvfp4.Quantizer(spec=text, directions="both").spec for text in (input, weight, grad_output)
     ]
     recipe = nvfp4.Recipe(preset)
-    if specs != [recipe.spec("any", slot) for slot in ("input", "weight", "grad_output")]:
-        plain = "" if attention else '[[rule]]\nmodule = "attention"\nspec = "high-precision"\n'
+    of_its_own = isinstance(attention, tuple)
+    if of_its_own or specs != [recipe.spec("any", slot) for slot in _LINEAR]:
+        rule = '[[rule]]\nmodule = "attention"\n'
+        plain = "" if attention else f'{rule}spec = "high-precision"\n'
+        for slot, spec in attention if isinstance(attention, tuple) else ():
+            plain += f'{rule}slot = "{slot}"\nspec = "{spec}"\n'
         recipe = nvfp4.Recipe.from_toml(
             f'name = "{name}"\n{plain}'
             f'[[rule]]\nslot = "weight"\nspec = "{specs[1]}"\n[[rule]]\npass = "backward"\nspec = "{specs[2]}"\n'
@@ -171,7 +187,7 @@ class DelayedScaling(Recipe):
     backward_override: Optional[str] = _variable("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self) -> None:
-        self._check()
+        self._begin()
         if self.backward_override is not None:
             raise ValueError(
                 f"backward_override: delayed scaling takes None, got {self.backward_override!r} "
@@ -181,7 +197,7 @@ class DelayedScaling(Recipe):
 
     def recipe(self) -> nvfp4.Recipe:
         forward, backward = (delayed_spec(self, direction) for direction in ("forward", "backward"))
-        name, attention = type(self).__name__, self.fp8_dpa
+        name, attention = type(self).__name__, attention_specs(self)
         return _mapped(
             name, "delayed_scaling", forward, forward, backward, None, attention=attention
         )
@@ -205,7 +221,7 @@ class Float8CurrentScaling(Recipe):
     backward_override: Optional[str] = _variable("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self) -> None:
-        self._check()
+        self._begin()
         fp8_code(self.fp8_format, "forward")
         scales = QParams(power_2_scale=self.use_power_2_scales)
         self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = scales
@@ -218,7 +234,7 @@ class Float8CurrentScaling(Recipe):
         name = type(self).__name__
         return _mapped(
             name, "current_scaling", forward, forward, backward, self.backward_override,
-            _sums(self), self.fp8_dpa,
+            _sums(self), attention_specs(self),
         )  # fmt: skip
 
 
@@ -245,7 +261,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        self._check()
+        self._begin()
         fp8_code(self.fp8_format, "forward")
 
     def recipe(self) -> nvfp4.Recipe:
@@ -260,7 +276,7 @@ class MXFP8BlockScaling(Recipe):
         )
         return _mapped(
             name, "mxfp8", input, weight, grad_output, self.backward_override,
-            attention=self.fp8_dpa,
+            attention=attention_specs(self),
         )  # fmt: skip
 
 
@@ -285,7 +301,7 @@ class Float8BlockScaling(Recipe):
     backward_override: Optional[str] = _variable("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self) -> None:
-        self._check()
+        self._begin()
         fp8_code(self.fp8_format, "forward")
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         for name, dim in zip(("x", "w", "grad"), dims):
@@ -345,7 +361,7 @@ class NVFP4BlockScaling(Recipe):
     backward_override: Optional[str] = _variable("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self) -> None:
-        self._check()
+        self._begin()
         _one_of("fp4_format", self.fp4_format, (Format.E2M1,))
         _one_of("fp8_format", self.fp8_format, (Format.E4M3,))
         _one_of("nvfp4_4over6", self.nvfp4_4over6, _SCOPES)
@@ -375,8 +391,9 @@ class NVFP4BlockScaling(Recipe):
         weight = spec(self.fp4_quant_fwd_weight, self._four_over_six("weights"))
         grad_output = spec(self.fp4_quant_bwd_grad)
         return _mapped(
-            type(self).__name__, "nvfp4", input, weight, grad_output, self.backward_override
-        )
+            type(self).__name__, "nvfp4", input, weight, grad_output, self.backward_override,
+            attention=attention_specs(self),
+        )  # fmt: skip
 
     def _four_over_six(self, scope: str) -> str:
         if self.nvfp4_4over6 not in (scope, "all"):
@@ -416,7 +433,7 @@ class CustomRecipe(Recipe):
     quantization_alignment: int = 128
 
     def __post_init__(self) -> None:
-        self._check()
+        self._begin()
         # Quantizers can be called too, with tensors.
         if not callable(self.qfactory) or hasattr(self.qfactory, "spec"):
             raise TypeError(
@@ -468,6 +485,9 @@ def hand_over_of(recipe: Any) -> str:
     """
     if not isinstance(recipe, Recipe) or not recipe.fp8_dpa:
         return "none"
+    given = recipe._attention
+    if given is not None and not recipe.custom():
+        return "both" if given.both else "output" if given.output else "none"
     if recipe.fp8_mha:
         return "both"
     return "none" if recipe.custom() else "output"
