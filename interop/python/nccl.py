@@ -3,14 +3,20 @@
     torchrun --nproc-per-node N interop/python/nccl.py           # N GPUs; one is enough to run it
     torchrun --nproc-per-node 2 interop/python/nccl.py --cpu     # the same over gloo
 
-It prints a line for each check, and exits with 1 if one fails.
+It prints a line for each check, and exits with 1 if one fails. A layer does not gather within a
+group of one worker, so codes are gathered there by themselves.
 """
 
+import pathlib
+import shutil
 import sys
+import tempfile
 import traceback
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -19,9 +25,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 import nvfp4
 import nvfp4.te as te
 import nvfp4.torch
+from workers import NEAREST, gathered_codes, leave
 
 KIND = "cpu" if "--cpu" in sys.argv else "cuda"
-NEAREST = nvfp4.Recipe.from_toml('[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"')
 WIDE = 256
 
 
@@ -33,9 +39,9 @@ def model_of(recipe):
     return model
 
 
-def train(model):
+def train(model, optimizer=None):
     torch.manual_seed(5)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
+    optimizer, losses = optimizer or torch.optim.AdamW(model.parameters(), 1e-3), []
     for _ in range(4):
         for x in torch.randn(2, 64, WIDE, device=KIND):
             loss = model(x).square().mean()
@@ -45,6 +51,54 @@ def train(model):
         optimizer.zero_grad()
         nvfp4.torch.agree_on_weights(model)
     return losses
+
+
+def codes():
+    """Codes of tokens are gathered, also in a group of one worker."""
+    gathered_codes(dist.get_rank(), dist.get_world_size(), KIND)
+
+
+def replicated(recipe):
+    """DDP of workers with their own tokens gives the losses and gradients of one process."""
+    number, rank = dist.get_world_size(), dist.get_rank()
+    alone, model = model_of(recipe), nvfp4.torch.reduce_amaxes(model_of(recipe))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(9)
+    x = torch.randn(64 * number, WIDE, device=KIND)
+    mine = slice(rank * 64, rank * 64 + 64)
+    expected, y = alone(x), wrapped(x[mine])
+    torch.testing.assert_close(y, expected[mine], rtol=1e-3, atol=1e-3)
+    expected.square().mean().backward()
+    y.square().mean().backward()
+    for found, of in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(found.grad, of.grad, rtol=1e-2, atol=1e-4)
+
+
+def saved(recipe):
+    """A checkpoint has the weights and the state of the optimizer, and training goes on from it."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, device=torch.device(KIND))
+    found = []
+    for kind in ("on", "from a checkpoint"):
+        model = model_of(recipe)
+        nvfp4.torch.gather_codes(model)
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, reshard_after_forward=True)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        if kind == "on":
+            train(model, optimizer)
+        weights, states = get_state_dict(model, optimizer)
+        state, files = {"model": weights, "optimizer": states}, pathlib.Path(folder[0]) / "files"
+        if kind == "on":
+            dcp.save(state, checkpoint_id=files)
+        else:
+            dcp.load(state, checkpoint_id=files)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        found.append(train(model, optimizer))
+    assert found[0] == found[1], found
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
 
 
 def sharded(recipe, policy):
@@ -114,7 +168,8 @@ def routed(recipe):
         assert torch.isfinite(tokens.grad).all()
 
 
-CHECKS = [(sharded, recipe, policy) for recipe in ("nvfp4", "nvfp4_1d_weight", "current_scaling", "mxfp8")
+CHECKS = [(codes,), (replicated, NEAREST), (replicated, "current_scaling"), (saved, "nvfp4"), (saved, "current_scaling")]
+CHECKS += [(sharded, recipe, policy) for recipe in ("nvfp4", "nvfp4_1d_weight", "current_scaling", "mxfp8")
           for policy in (None, torch.bfloat16)]  # fmt: skip
 CHECKS += [(split, recipe) for recipe in (NEAREST, "current_scaling", "mxfp8")]
 CHECKS += [(routed, recipe) for recipe in (NEAREST, "nvfp4_row_scaled", "current_scaling", "mxfp8")]
@@ -127,7 +182,7 @@ def main():
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     failed = 0
     for check, *given in CHECKS:
-        name = f"{check.__name__}({', '.join(map(str, given))})"
+        name = f"{check.__name__}({', '.join('NEAREST' if of is NEAREST else str(of) for of in given)})"
         try:
             check(*given)
             said = "ok"
@@ -135,8 +190,8 @@ def main():
             failed, said = failed + 1, traceback.format_exc()
         if dist.get_rank() == 0:
             print(f"{name}: {said}", flush=True)
-    dist.destroy_process_group()
-    sys.exit(bool(failed))
+    dist.barrier()
+    leave(bool(failed))
 
 
 if __name__ == "__main__":

@@ -12,31 +12,12 @@ from nvfp4.torch._composed import quantized
 from nvfp4.torch._experts import Call, quantize_tokens
 from nvfp4.torch._finite import Watch
 from nvfp4.torch._routes import Padding
-from workers import NEAREST, close, run
+from workers import NEAREST, Counted, case, close, documented, evaluated, run
 
 ROWS = nvfp4.Recipe.from_toml(
     '[[rule]]\nslot = "input"\nspec = "nvfp4(row-scaled, hadamard)"\n[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"'
 )
 EXPERTS, WIDE, HIDDEN = 4, 64, 96
-
-
-class Counted:
-    """Counts the bytes that a worker gives to exchanges, by their type, and reductions of amaxes."""
-
-    def __init__(self, patch):
-        self.bytes, self.reduced = {}, []
-        exchange, reduce = dist.all_to_all_single, dist.all_reduce
-
-        def exchanges(output, input, *args, **kwargs):
-            self.bytes[input.dtype] = self.bytes.get(input.dtype, 0) + input.nbytes
-            return exchange(output, input, *args, **kwargs)
-
-        def reduces(tensor, *args, **kwargs):
-            self.reduced.append(tensor.numel())
-            return reduce(tensor, *args, **kwargs)
-
-        patch.setattr(dist, "all_to_all_single", exchanges)
-        patch.setattr(dist, "all_reduce", reduces)
 
 
 class Layers:
@@ -169,35 +150,58 @@ def codes(rank, number):
             assert all(torch.equal(a, b) for a, b in zip(arrived, expected)), (recipe, expert)
 
 
+# What docs/scale.md says of tokens that travel: a recipe for each row of the table.
+TRAVELLING = {
+    "bfloat16": "high_precision",
+    "FP8, one scale": "current_scaling",
+    "MXFP8": "mxfp8",
+    "NVFP4": NEAREST,
+    "NVFP4, x row-scaled": ROWS,
+}
+
+
 def travels(rank, number):
-    """Bytes: 4.5 bits for each number that goes to an expert, in each direction that is read there."""
-    splits = splits_of(number, 32)
+    """Bytes that go to experts: of x and dy in each direction that is read there."""
+    splits, table = splits_of(number, 32), documented("Expert parallelism")
     batch, routes = Batch(splits), nvfp4.torch.Routes(splits[rank])
     tokens, arrived = int(splits[rank].sum()), sum(routes.here)
-    code, plain = WIDE * 9 // 16, WIDE * 4
-    for recipe, more in ((NEAREST, 0), (ROWS, 4)):
-        layers, mine = Layers(recipe, number, rank), batch.at[rank]
-        with pytest.MonkeyPatch.context() as patch:
+    assert table.keys() == TRAVELLING.keys()
+    for name, recipe in TRAVELLING.items():
+        layers, ways = Layers(recipe, number, rank), (routes.dispatch, routes.combine)
+        for layer in layers.layers:
+            layer.bfloat16()
+        x, dy = (of[batch.at[rank]].bfloat16() for of in (batch.x, batch.dy))
+        forward, backward = (evaluated(formula, T=tokens, K=WIDE) for formula in table[name])
+        with case(name), pytest.MonkeyPatch.context() as patch:
             counted = Counted(patch)
-            y = layers(batch.x[mine].requires_grad_(), (routes.dispatch, routes.combine))
-            # x to its experts; y back, as it is.
-            assert counted.bytes == {torch.uint8: tokens * (code + more), torch.float32: arrived * plain}
-            first = counted.reduced.copy()
-            counted.bytes.clear()
-            y.backward(batch.dy[mine])
-            # dy in both directions, x in the other one; dx back, and sums of a bias's gradient.
-            assert counted.bytes == {
-                torch.uint8: tokens * 3 * code,
-                torch.float32: arrived * plain + EXPERTS * WIDE * 4,
-            }
+            y = layers(x.requires_grad_(), ways)
+            # What comes back are values, of as many tokens as arrived.
+            back, codes = {torch.bfloat16: arrived * WIDE * 2}, torch.uint8
+            if name == "bfloat16":
+                back[torch.bfloat16] += forward
+            else:
+                back[codes] = forward
+            assert counted.bytes == back
             # One reduction for a tensor of all experts: an amax for each direction, or, where tokens
             # have amaxes of their own, one for each feature of the column direction.
-            of_x = 2 * EXPERTS if recipe is NEAREST else EXPERTS * WIDE
-            assert first == [of_x] and counted.reduced == [of_x, 2 * EXPERTS]
-            counted.reduced.clear()
+            of_dy = [] if recipe in ("high_precision", "mxfp8") else [(1 if recipe == "current_scaling" else 2) * EXPERTS]
+            of_x = [EXPERTS * WIDE] if recipe is ROWS else of_dy
+            assert counted.reductions == of_x
+            counted.bytes.clear()
+            y.backward(dy)
+            # dx comes back, and a bias's gradient of the layer that combines is summed in float32.
+            back = {torch.bfloat16: arrived * WIDE * 2, torch.float32: EXPERTS * WIDE * 4}
+            if name == "bfloat16":
+                back[torch.bfloat16] += backward
+                del back[torch.float32]  # from the tokens that arrived
+            else:
+                back[codes] = backward
+            assert counted.bytes == back
+            assert counted.reductions == of_x + of_dy
+            counted.reductions.clear()
             with torch.no_grad():
-                layers(batch.x[mine], (routes.dispatch, routes.combine))
-            assert counted.reduced == ([EXPERTS] if recipe is NEAREST else [])
+                layers(x, ways)
+            assert counted.reductions == ([] if recipe is ROWS else [EXPERTS] * len(of_x))
 
 
 def plain(rank, number):

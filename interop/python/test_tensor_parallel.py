@@ -14,33 +14,11 @@ from torch.distributed.tensor import parallel as styles
 import nvfp4
 import nvfp4.te as te
 import nvfp4.torch
-from nvfp4.torch._agree import Split
-from nvfp4.torch._composed import quantized
-from nvfp4.torch._formats import Format
-from nvfp4.torch._parallel import gathered_arrays
+from nvfp4.torch import _composed
 from nvfp4.torch._quantized import QuantizedTensor
-from workers import NEAREST, case, close, run
+from workers import NEAREST, Counted, case, close, documented, evaluated, gathered_codes, run
 
 EACH = 32  # tokens of a worker
-
-
-class Counted:
-    """Counts the bytes that a worker gives to gathers, and the reductions of amaxes."""
-
-    def __init__(self, patch):
-        self.bytes = self.reductions = 0
-        gather, reduce = dist.all_gather_into_tensor, dist.all_reduce
-
-        def gathers(output, input, *args, **kwargs):
-            self.bytes += input.nbytes
-            return gather(output, input, *args, **kwargs)
-
-        def reduces(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
-            self.reductions += op == dist.ReduceOp.MAX
-            return reduce(tensor, op, *args, **kwargs)
-
-        patch.setattr(dist, "all_gather_into_tensor", gathers)
-        patch.setattr(dist, "all_reduce", reduces)
 
 
 # DTensors.
@@ -56,8 +34,8 @@ def rounded(x, bits):
 
 def model_of(recipe):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
-    nvfp4.torch.convert_module(model, recipe)
+    layers = [nvfp4.torch.Linear(*sizes, recipe=recipe) for sizes in ((64, 128), (128, 64))]
+    model = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
     with torch.no_grad():  # the largest values are one worker's alone
         model[0].weight[:16] *= 4
         model[2].weight[:, :16] *= 3
@@ -66,11 +44,11 @@ def model_of(recipe):
     return model
 
 
-def parallelized(recipe, mesh, kinds, sequence):
+def parallelized(recipe, mesh, kinds, sequence, dtype=torch.float32):
     colwise, rowwise = kinds
     plan = {"0": colwise(**({"input_layouts": Shard(1)} if sequence else {})),
             "2": rowwise(**({"output_layouts": Shard(1)} if sequence else {}))}  # fmt: skip
-    return styles.parallelize_module(model_of(recipe), mesh, plan)
+    return styles.parallelize_module(model_of(recipe).to(dtype), mesh, plan)
 
 
 def numbers(number):
@@ -79,11 +57,11 @@ def numbers(number):
     return rounded(x, 3), torch.randn(2, EACH * number, 64)
 
 
-def by_dtensors(rank, number, mesh):
+def by_dtensors(rank, number, mesh, recipes):
     x, dy = numbers(number)
-    theirs, ours = (styles.ColwiseParallel, styles.RowwiseParallel), (nvfp4.torch.ColwiseParallel, nvfp4.torch.RowwiseParallel)
-    for recipe in (NEAREST, "nvfp4_row_scaled", "current_scaling", "mxfp8", "high_precision_fwd_mxfp8_bwd", "nvfp4"):
-        for kinds, sequence in ((theirs, False), (theirs, True), (ours, True)):
+    theirs = (styles.ColwiseParallel, styles.RowwiseParallel)
+    for recipe in recipes:
+        for kinds, sequence in ((theirs, False), (theirs, True), (OURS, True)):
             with case(recipe, kinds, sequence):
                 by_layout(rank, mesh, recipe, kinds, sequence, x, dy)
 
@@ -110,56 +88,121 @@ def by_layout(rank, mesh, recipe, kinds, sequence, x, dy):
         close(model.eval()(part), alone.eval()(whole)[:, mine])
 
 
+# What docs/scale.md says of tokens that travel: a recipe for each row of the table.
+ROWS = nvfp4.Recipe.from_toml(
+    '[[rule]]\nslot = ["input", "grad_output"]\nspec = "nvfp4(row-scaled)"\n[default]\npreset = "nvfp4"\n[nvfp4]\ngradients = "nearest"'
+)
+TRAVELLING = {
+    "bfloat16": "high_precision",
+    "FP8, one scale": "current_scaling",
+    "MXFP8": "mxfp8",
+    "NVFP4": NEAREST,
+    "NVFP4, row-scaled": ROWS,
+}
+OURS = (nvfp4.torch.ColwiseParallel, nvfp4.torch.RowwiseParallel)
+
+
 def travels(rank, number, mesh):
-    """Tokens travel as codes: two directions forward of x, two backward of dy, in 4.5 bits each."""
-    x, dy = numbers(number)
-    mine = slice(rank * EACH, rank * EACH + EACH)
-    model = parallelized(NEAREST, mesh, (nvfp4.torch.ColwiseParallel, nvfp4.torch.RowwiseParallel), True)
-    tokens = 2 * EACH
-    with pytest.MonkeyPatch.context() as patch:
-        counted = Counted(patch)
-        y = model(x[:, mine])
-        assert counted.bytes == tokens * 64 * 9 // 16
-        # x and the weight of each product: one for both directions of a tensor.
-        assert counted.reductions == 4
-        y.backward(dy[:, mine])
-        assert counted.bytes == 4 * tokens * 64 * 9 // 16
-        assert counted.reductions == 6
+    """Tokens travel as codes: x of the first layer in both passes, dy of the second one backward."""
+    x, dy = (of.bfloat16() for of in numbers(number))
+    mine, table = slice(rank * EACH, rank * EACH + EACH), documented("Tensor and sequence parallelism")
+    assert table.keys() == TRAVELLING.keys()
+    for name, recipe in TRAVELLING.items():
+        model = parallelized(recipe, mesh, OURS, True, torch.bfloat16)
+        of_x, of_dy = (evaluated(formula, T=2 * EACH, K=64) for formula in table[name])
+        with case(name), pytest.MonkeyPatch.context() as patch:
+            counted = Counted(patch)
+            y = model(x[:, mine])
+            # In bfloat16 what arrived is kept; codes are gathered again, in the other direction.
+            forward = counted.taken()
+            scales = 4 * 2 * EACH if recipe is ROWS else 0
+            assert forward == (of_x if name == "bfloat16" else (of_x + scales) / 2)
+            # Of each product one for x and the weight, in both directions.
+            needed = 0 if recipe in ("high_precision", "mxfp8") else 2
+            assert len(counted.reductions) == needed
+            y.backward(dy[:, mine])
+            assert counted.taken() == of_x + of_dy - forward
+            assert len(counted.reductions) == 2 * needed
     with pytest.MonkeyPatch.context() as patch:
         # Row-scaled tokens have scales of their own: nothing is agreed on but weights.
         counted = Counted(patch)
-        model = parallelized("nvfp4_row_scaled", mesh, (nvfp4.torch.ColwiseParallel, nvfp4.torch.RowwiseParallel), True)
-        first = model[0].eval()
+        first = parallelized("nvfp4_row_scaled", mesh, OURS, True)[0].eval()
         with torch.no_grad():
-            first(x[:, mine])
-        assert counted.reductions == 1 and counted.bytes == tokens * (64 * 9 // 16 + 4)
+            first(x[:, mine].float())
+        assert counted.reductions == [1]
 
 
-def codes(rank, number):
-    """Gathered codes are those of all tokens, code for code."""
-    torch.manual_seed(1)
-    whole = torch.randn(EACH * number, 64) * torch.linspace(0.1, 4, EACH * number)[:, None]
-    mine = whole[rank * EACH : rank * EACH + EACH]
-    for spec in ("nvfp4", "nvfp4(hadamard)", "nvfp4(row-scaled)", "fp8(e4m3)", "mxfp8(e4m3)"):
-        format = Format.of(nvfp4.Quantizer(spec=spec, directions="both"))
-        expected = quantized(whole, format)
-        arrays = quantized(mine, format, group=Split((dist.group.WORLD,)))
-        sides = {"row": slice(0, format.row), "column": slice(format.row, None)}
-        for side, at in sides.items():
-            found = gathered_arrays(arrays[at], spec, side, tuple(mine.shape), dist.group.WORLD)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected[at])), (spec, side)
-        # Features that are split: a token's own scale is agreed on, too.
-        part = quantized(whole.chunk(number, 1)[rank].contiguous(), format, group=Split((), (dist.group.WORLD,)))
-        tensor = nvfp4.QuantTensor.from_parts(spec, (len(whole), 64 // number), row=part[: format.row])
-        of_all = nvfp4.QuantTensor.from_parts(spec, whole.shape, row=expected[: format.row])
-        assert torch.equal(tensor.dequantize(), of_all.dequantize().chunk(number, 1)[rank]), spec
+def kept(rank, number, mesh):
+    """A weight is quantized once for the micro-batches of a step, until something changes it."""
+    x, dy = numbers(number)
+    mine = slice(rank * EACH, rank * EACH + EACH)
+    by_argument = te.Linear(64, 128, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu")
+    for model in (parallelized(NEAREST, mesh, OURS, True), torch.nn.Sequential(by_argument)):
+        weights = [p for p in model.parameters() if p.ndim == 2]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def quantized_in(work):
+            """How many weights are quantized in some work."""
+            done, quantize = [], _composed.quantize
+
+            def counts(of, spec, *given):
+                done.append("16x16" in spec)
+                return quantize(of, spec, *given)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_composed, "quantize", counts)
+                work()
+            return sum(done) / 2  # once for its own amax, and once with that of all
+
+        def passes(anew=False):
+            """The gradients of two micro-batches."""
+            optimizer.zero_grad()
+            for part in (x[:, mine], 2 * x[:, mine]):
+                if anew:
+                    nvfp4.torch.weights_changed(model)
+                with te.autocast(recipe=NEAREST):
+                    model(part).square().mean().backward()
+            return [getattr(p.grad, "full_tensor", lambda: p.grad)().clone() for p in model.parameters()]
+
+        def agree():
+            found = []
+            assert quantized_in(lambda: found.append(passes())) == len(weights)
+            assert quantized_in(lambda: found.append(passes())) == 0
+            assert quantized_in(lambda: found.append(passes(anew=True))) == 2 * len(weights)
+            assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found))
+            return found[0]
+
+        before = agree()
+        optimizer.step()
+        after = agree()
+        assert not torch.equal(before[0], after[0])
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(2)
+        agree()
+        # A part that is written to through a state dict, as dcp.load writes, while nothing is said.
+        state = {name: value for name, value in model.state_dict().items() if name.endswith("weight")}
+        passes()
+        with torch.no_grad():
+            for name in state:
+                getattr(state[name], "_local_tensor", state[name]).mul_(0.25)
+        found = passes()
+        assert not torch.equal(found[0], after[0])
+        state.clear()
+        nvfp4.torch.weights_changed(model)
+        assert all(torch.equal(a, b) for a, b in zip(found, agree()))
+        # One worker that quantizes anew has others wait for nothing, and gets what it had.
+        if rank == 0:
+            nvfp4.torch.weights_changed(model)
+        assert all(torch.equal(a, b) for a, b in zip(found, passes()))
 
 
 def two(rank, number):
     mesh = init_device_mesh("cpu", (number,))
-    codes(rank, number)
+    gathered_codes(rank, number)
     travels(rank, number, mesh)
-    by_dtensors(rank, number, mesh)
+    kept(rank, number, mesh)
+    by_dtensors(rank, number, mesh, (NEAREST, "nvfp4_row_scaled", "current_scaling", "mxfp8", "high_precision_fwd_mxfp8_bwd", "nvfp4"))
 
 
 def test_dtensors_and_one_process_multiply_the_same_codes(tmp_path):
@@ -170,12 +213,11 @@ def sharded_twice(rank, number):
     """Two workers have parts of a weight each, of which two have shards each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x, dy = numbers(2)
-    kinds = (nvfp4.torch.ColwiseParallel, nvfp4.torch.RowwiseParallel)
     alone, results = model_of(NEAREST), []
     part = slice(mesh["tp"].get_local_rank() * EACH, mesh["tp"].get_local_rank() * EACH + EACH)
     alone(x).backward(dy)
     for coded in (False, True):
-        model = parallelized(NEAREST, mesh["tp"], kinds, True)
+        model = parallelized(NEAREST, mesh["tp"], OURS, True)
         if coded:
             assert [t.reason for t in nvfp4.torch.gather_codes(model, workers=2)] == [None, None]
         for layer in (model[0], model[2], model):
@@ -195,8 +237,17 @@ def sharded_twice(rank, number):
         close(found, parameter.grad)
 
 
-def test_tensor_parallelism_and_fsdp2_together(tmp_path):
-    run(4, tmp_path, sharded_twice)
+def four(rank, number):
+    sharded_twice(rank, number)
+    mesh = init_device_mesh("cpu", (number,))
+    gathered_codes(rank, number)
+    travels(rank, number, mesh)
+    by_dtensors(rank, number, mesh, (NEAREST, "current_scaling"))
+    by_arguments(rank, number, (NEAREST,))
+
+
+def test_four_workers_too_and_fsdp2_with_them(tmp_path):
+    run(4, tmp_path, four)
 
 
 # TransformerEngine's arguments.
@@ -206,7 +257,7 @@ def layer_of(**settings):
     torch.manual_seed(0)
     return te.TransformerLayer(
         64, 128, 4, hidden_dropout=0, attention_dropout=0, set_parallel_mode=True, layer_number=1,
-        device="cpu", activation="swiglu", num_gqa_groups=2, **settings,
+        device="cpu", activation="swiglu", **settings,
     )  # fmt: skip
 
 
@@ -219,13 +270,14 @@ def part_of(name, parameter, whole, rank, number):
     return whole.chunk(number, parameter.partition_dim)[rank]
 
 
-def by_arguments(rank, number):
+def by_arguments(rank, number, recipes=(NEAREST, "delayed_scaling", None)):
     torch.manual_seed(7)
     x, dy = torch.randn(2, EACH * number, 2, 64)
-    for recipe in (NEAREST, "delayed_scaling", None):
+    for recipe in recipes:
         for sequence, fused in ((False, True), (True, False)):
-            alone = layer_of(fuse_qkv_params=fused)
-            module = layer_of(fuse_qkv_params=fused, tp_size=number, sequence_parallel=sequence)
+            given = {"fuse_qkv_params": fused, "num_gqa_groups": number}
+            alone = layer_of(**given)
+            module = layer_of(**given, tp_size=number, sequence_parallel=sequence)
             module.set_tensor_parallel_group(dist.group.WORLD)
             with torch.no_grad():
                 for (name, whole), part in zip(alone.named_parameters(), module.parameters()):
@@ -249,7 +301,6 @@ def by_arguments(rank, number):
             for name, buffer in module.named_buffers():
                 if name.endswith("scale") and "core_attention" not in name:
                     close(buffer, alone.get_buffer(name))
-    arguments(rank, number)
 
 
 def arguments(rank, number):
@@ -278,5 +329,10 @@ def arguments(rank, number):
         te.Linear(64, 66, parallel_mode="column", tp_size=3).set_tensor_parallel_group(dist.group.WORLD)
 
 
+def with_arguments(rank, number):
+    by_arguments(rank, number)
+    arguments(rank, number)
+
+
 def test_the_arguments_of_transformer_engine(tmp_path):
-    run(2, tmp_path, by_arguments)
+    run(2, tmp_path, with_arguments)

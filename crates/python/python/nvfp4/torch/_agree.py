@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,15 @@ class Split(NamedTuple):
 
 class Part(NamedTuple):
     """A worker's part of a tensor. ``quantize`` makes its arrays, from the amaxes of the row and of
-    the column direction where they are given.
+    the column direction where they are given. ``known`` are its own amaxes, if they were found
+    before.
     """
 
     x: Tensor
     format: Format
     split: Split
     quantize: Callable[[Optional[Tensor], Optional[Tensor]], List[Tensor]]
+    known: Optional[Amaxes] = None
 
     @property
     def groups(self) -> List[Tuple[Any, ...]]:
@@ -62,6 +64,8 @@ class Part(NamedTuple):
 
     def amaxes(self) -> Amaxes:
         """Those of this part that are to be agreed on, and can be."""
+        if self.known is not None:
+            return [None if amax is None else amax.clone() for amax in self.known]
         (row, column), (of_row, of_column) = self.format.shared, self.groups
         if self.format.spec.endswith(" from row") and column == "tensor" and of_column:
             raise ValueError(
@@ -86,28 +90,58 @@ def agreed(parts: Sequence[Part]) -> List[Amaxes]:
     """The amaxes of whole tensors, in both directions; None where a part has its own. It takes one
     reduction, and one more where the columns of a tensor are made of its decoded rows.
     """
+    return agreeing(parts)()
+
+
+def agreeing(parts: Sequence[Part]) -> Callable[[], List[Amaxes]]:
+    """The same, begun: other work goes on until the amaxes are asked for."""
     found = [part.amaxes() for part in parts]
-    _reduce([pair for part, amaxes in zip(parts, found) for pair in zip(amaxes, part.groups)])
-    late = [(part, amaxes) for part, amaxes in zip(parts, found) if part.waits]
-    for part, amaxes in late:
-        amaxes[1] = part.stored(part.quantize(amaxes[0], None), "column")
-    _reduce([(amaxes[1], part.groups[1]) for part, amaxes in late])
-    return found
+    reduced = _reducing([pair for part, of in zip(parts, found) for pair in zip(of, part.groups)])
+
+    def finish() -> List[Amaxes]:
+        reduced()
+        late = [(part, amaxes) for part, amaxes in zip(parts, found) if part.waits]
+        for part, amaxes in late:
+            amaxes[1] = part.stored(part.quantize(amaxes[0], None), "column")
+        _reducing([(amaxes[1], part.groups[1]) for part, amaxes in late])()
+        return found
+
+    return finish
 
 
-def _reduce(amaxes: Sequence[Tuple[Optional[Tensor], Tuple[Any, ...]]]) -> None:
-    """Makes amaxes those of all workers of their groups, in place."""
-    together: Dict[Tuple[Any, ...], List[Tensor]] = {}
-    for amax, groups in amaxes:
-        if amax is not None:
-            together.setdefault(groups, []).append(amax)
-    for groups, of in together.items():
+def _reducing(amaxes: Sequence[Tuple[Optional[Tensor], Tuple[Any, ...]]]) -> Callable[[], None]:
+    """Makes amaxes those of all workers of their groups, in place, by one reduction for a group.
+    Begins with it, and gives what ends it.
+    """
+    there = [(amax, groups) for amax, groups in amaxes if amax is not None]
+    each = list(dict.fromkeys(group for _, groups in there for group in groups))
+
+    def reducing(group: Any) -> Callable[[], None]:
+        of = [amax for amax, groups in there if group in groups]
         flat = torch.cat([amax.reshape(-1) for amax in of]) if len(of) > 1 else of[0]
-        for group in groups:
-            torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
-        if len(of) > 1:
-            for amax, whole in zip(of, flat.split([amax.numel() for amax in of])):
-                amax.copy_(whole.view_as(amax))
+        wait = begun(torch.distributed.all_reduce, flat, torch.distributed.ReduceOp.MAX, group=group)
+
+        def finish() -> None:
+            wait()
+            if len(of) > 1:
+                for amax, whole in zip(of, flat.split([amax.numel() for amax in of])):
+                    amax.copy_(whole.view_as(amax))
+
+        return finish
+
+    for group in each[:-1]:  # what the last one reduces comes of these
+        reducing(group)()
+    return reducing(each[-1]) if each else lambda: None
+
+
+def begun(collective: Callable[..., Any], *args: Any, group: Any) -> Callable[[], Any]:
+    """Begins what workers do together, and gives what waits for its end. In a compiler's graph it
+    ends at once.
+    """
+    if torch.compiler.is_compiling():
+        collective(*args, group=group)
+        return lambda: None
+    return collective(*args, group=group, async_op=True).wait
 
 
 def amax_of(x: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ a pass in one operation, with the same numbers (``_function.py``).
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from . import _ops  # noqa: F401  (makes the operations known)
-from ._agree import Part, Split, agreed, amax_of  # noqa: F401  (the last is for others)
+from ._agree import Part, Split, agreed, agreeing, amax_of  # noqa: F401  (the last is for others)
 from ._blocks import parts_of
 from ._delayed import Kept, State
 from ._finite import Watch, Watched
@@ -44,20 +44,46 @@ def quantized(
 
     Those of delayed scaling, for which something is kept, they agree on later.
     """
+    part = part_of(x, format, seed, offset, group, kept, watched, alignment, amax)
+    return part.quantize(*agreed([part])[0]) if group is not None else part.quantize(None, None)
+
+
+def quantizing(part: Part) -> Callable[[], List[Tensor]]:
+    """The arrays of a tensor whose workers agree while other work goes on."""
+    amaxes = agreeing([part])
+    return lambda: part.quantize(*amaxes()[0])
+
+
+def part_of(
+    x: Tensor,
+    format: Format,
+    seed: int = 0,
+    offset: Optional[Tensor] = None,
+    group=None,
+    kept: Optional[Kept] = None,
+    watched: Optional[Watched] = None,
+    alignment: int = 1,
+    amax: Optional[Tensor] = None,
+) -> Part:
+    """A tensor that is to be quantized, as :func:`quantized` does it."""
     offset, watched = _drawn(x, format, offset), _seen(format, watched)
+    split = Split.of(group if kept is None and amax is None else None)
+    part = _part(x, format, seed, offset, split, watched, alignment)
     if kept is not None:
-        name = "" if watched is None else watched.name
-        given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name, alignment)
-        noted = _arrays(quantize_delayed(x, *given), watched)
-        end = len(noted) - kept.number()
-        kept.note(noted, end)
-        return noted[:end]
-    part = _part(x, format, seed, offset, Split.of(group), watched, alignment)
-    if amax is not None:
-        return part.quantize(amax, None)
-    if group is None:
-        return part.quantize(None, None)
-    return part.quantize(*agreed([part])[0])
+        return part._replace(quantize=lambda *_: _delayed(x, format, seed, offset, kept, watched, alignment))
+    return part if amax is None else part._replace(quantize=lambda *_: part.quantize(amax, None))
+
+
+def _delayed(
+    x: Tensor, format: Format, seed: int, offset: Optional[Tensor], kept: Kept, watched: Optional[Watched], alignment: int
+) -> List[Tensor]:
+    """The arrays by scales of earlier steps, and amaxes for those to come."""
+    name = "" if watched is None else watched.name
+    given = (format.spec, format.directions, seed, offset, kept.scale, kept.column_scale, name, alignment)
+    noted = _arrays(quantize_delayed(x, *given), watched)
+    end = len(noted) - kept.number()
+    kept.note(noted, end)
+    return noted[:end]
 
 
 def quantized_together(
@@ -126,14 +152,16 @@ def forward(
 ):
     (x_format, w_format), finite = pair, formats.finite
     watched = _watched(finite, watch, "input")
-    xq = quantized(
+    # Workers agree on x while this one quantizes the weight.
+    agreed_x = quantizing(part_of(
         x, x_format, group=group, kept=state.input, watched=watched, alignment=formats.alignment, amax=amax
-    )
+    ))  # fmt: skip
     coded = coded_of(weight)
     if coded is None:
         wq = quantized(weight, w_format, kept=state.weight, watched=_watched(finite, watch, "weight"))
     else:
         wq = arrays_of(coded, w_format.directions)
+    xq = agreed_x()
     y = matmul(
         xq[: x_format.row], x_format.spec, "row", _whole(x, formats),
         wq[: w_format.row], w_format.spec, "row", weight.shape,
@@ -183,14 +211,17 @@ class Composed(torch.autograd.Function):
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         offset, *arrays = ctx.saved_tensors
         xq, wq = arrays[: ctx.x_arrays], arrays[ctx.x_arrays :]
-        format = formats.grad_output
-        row, column = [], []
+        format, dx, dw, db = formats.grad_output, None, None, None
+        row, column, agreed_dy = [], [], None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             watched = _watched(formats.finite, watch, "grad_output")
             given = (format, seed, offset, group, state.grad_output, watched, formats.alignment)
-            dyq = quantized(dy.contiguous(), *given)
+            agreed_dy = quantizing(part_of(dy.contiguous(), *given))
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+        if agreed_dy is not None:
+            dyq = agreed_dy()
             row, column = dyq[: format.row], dyq[format.row :] if format.column else dyq
-        dx = dw = db = None
         dy_shape = _whole(dy, formats)
         if ctx.needs_input_grad[0]:
             dx = matmul(
@@ -203,6 +234,4 @@ class Composed(torch.autograd.Function):
                 column, format.spec, "column", dy_shape, xq, formats.input.spec, "column", x_shape,
                 None, dtype, sums,
             ))  # fmt: skip
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None, None, None, None, None, None, None, None

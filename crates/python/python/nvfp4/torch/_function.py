@@ -119,7 +119,7 @@ def linear(
     elif parallel is not None:
         unseen = state if trains else State(*(kept and kept.unseen() for kept in state))
         data = () if group is None else (group,)
-        settings_of_all = Settings(formats, seed, unseen, watch, parallel, data)
+        settings_of_all = Settings(formats, seed, unseen, watch, parallel, data, kept)
         y = parallel_linear(x, weight, bias, settings_of_all, trains, offset, main, later)
         if len(shape) > 2:
             tokens = y.shape[0] * shape[0] // max(shape[:-1].numel(), 1)

@@ -5,7 +5,8 @@ A layer keeps the codes of its weight beside it. They are those of one object, o
 counts changes in place) and one storage. They end with a step of any optimizer of torch, a state
 dict that is loaded, a parameter that is set, a switch between training and evaluation, and
 :func:`nvfp4.torch.update_scales`. What is written through ``.data`` or by a collective operation
-outside of an optimizer is not counted: :func:`weights_changed` says so.
+outside of an optimizer is not counted: :func:`weights_changed` says so. Those of a DTensor are
+of this worker's part, and there as long as nobody else has that memory, as a state dict does.
 
 A compiled or captured pass keeps nothing: what it replays must read the weights of that time. Nor
 is anything kept that others change unseen: weights in memory that processes share, and weights on
@@ -22,8 +23,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from ._quantized import Codes
 
 
 class _Epoch:
@@ -62,9 +61,9 @@ class Kept:
 
     def forget(self) -> None:
         """Drops the codes."""
-        self._held: Optional[Tuple[Any, StorageWeakRef, Tuple, Codes]] = None
+        self._held: Optional[Tuple[Any, StorageWeakRef, Tuple, Any]] = None
 
-    def find(self, weight: Tensor, formats: str, columns: bool) -> Optional[Codes]:
+    def find(self, weight: Tensor, formats: str, columns: bool) -> Optional[Any]:
         """The codes, if they are there and still those of this weight in these formats."""
         held = self._held
         if held is None:
@@ -77,8 +76,8 @@ class Kept:
             return None
         return None if columns and codes.column is None else codes
 
-    def keep(self, weight: Tensor, formats: str, codes: Codes) -> None:
-        """Keeps the codes of a weight."""
+    def keep(self, weight: Tensor, formats: str, codes: Any) -> None:
+        """Keeps the codes of a weight, or what else has a ``row`` and a ``column``."""
         if not isinstance(codes.row, FakeTensor):  # of a pass that is only imagined
             storage = StorageWeakRef(weight.untyped_storage())
             self._held = weakref.ref(weight), storage, _key(weight, formats), codes
@@ -91,13 +90,26 @@ def captured(tensor: Tensor) -> bool:
 
 def can_be_kept(weight: Tensor) -> bool:
     """Whether changes of a weight are seen."""
-    if type(weight) is not torch.nn.Parameter or torch.compiler.is_compiling() or weight.is_inference():
+    if torch.compiler.is_compiling() or weight.is_inference():
         return False
+    if type(weight) is not torch.nn.Parameter:
+        local = getattr(weight, "_local_tensor", None)
+        if type(local) is not Tensor or not _alone(local):
+            return False
+        weight = local
     if captured(weight):
         return False
     if weight.device.type == "cpu":
         return not weight.untyped_storage().is_shared()
     return weight.device.type == "cuda" and not _Epoch.replayed
+
+
+def _alone(local: Tensor) -> bool:
+    """Whether no other tensor has the memory of a DTensor's part. What a state dict has of it may be
+    written to uncounted, as ``dcp.load`` does.
+    """
+    known = 2  # the part, and the storage that Python has here
+    return torch._C._storage_Use_Count(local.untyped_storage()._cdata) <= known
 
 
 def _key(weight: Tensor, formats: str) -> Tuple:

@@ -28,11 +28,14 @@ def spread_linear(
     mesh = _checked_mesh(x, weight)
     (part,), (tokens,), workers = weight.placements, x.placements, Workers(mesh.get_group())
     last, kept = x.ndim - 1, later if later is None else later._replace(weight=weight.to_local())
-    # The codes of a weight are kept beside an object that lives; its part is made anew.
-    given = (*given[:5], None, *given[6:])
+    # Codes are kept beside the DTensor: its part is made anew for every pass.
+    whole = (*given[:5], None, *given[6:])
     seq = _tokens_split(tokens, last)
 
     def product(x: Tensor, w: Tensor, b: Optional[Tensor], parallel: Optional[Parallel]) -> Tensor:
+        if parallel is None:
+            return linear(x, w, b, *whole, later=kept)  # type: ignore[misc]
+        parallel = parallel._replace(lives=weight)
         return linear(x, w, b, *given, later=kept, parallel=parallel)  # type: ignore[misc]
 
     if part.is_replicate():
