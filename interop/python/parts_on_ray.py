@@ -9,6 +9,7 @@ worker is killed. The bytes must be those of one process.
 import json
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -114,13 +115,20 @@ def convert_in_parts(folder, hidden, layers, options=(), seed=20):
         most = [0.8 * part["new_bytes"] / count for part, count in zip(plan, files)]
         shares = [chance.uniform(0, share) for share in most]
         tasks = [killed.remote(words, parts, f"{part}/{PARTS}", shares[part]) for part in order]
-        kills = sum(ray.get(tasks))
+        ended = ray.get(tasks)
+        kills = sum(ended)
         print(f"killed {kills} of {PARTS} parts", flush=True)
-        for part in chance.sample(range(PARTS), 2):
+        made = chance.sample(range(PARTS), 2)
+        for part in made:
             part = f"{part}/{PARTS}"
             timed(f"part {part}, which will be made again", *words, "-q", "--part", part)
         refused = run(*words, "--finish")
-        assert "missing or not complete" in refused.stderr, refused.stderr
+        assert refused.returncode != 0 and "missing or not complete" in refused.stderr, refused.stderr
+        named = {int(part) for part in re.findall(rf"(\d+)/{PARTS}\b", refused.stderr)}
+        # A small part may have come to its end before it was killed.
+        unmade = {part for part, was_killed in zip(order, ended) if was_killed} - set(made)
+        assert named and named <= unmade, f"{refused.stderr}: not made are {unmade}"
+        assert not target.exists()
         lines = []
 
         def say(line):

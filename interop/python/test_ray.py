@@ -52,6 +52,25 @@ class TestOneNode:
         with pytest.raises(RuntimeError, match="failed 1 times: .*unexpected argument"):
             nvfp4.ray.convert(tmp_path / "in", tmp_path / "out", "--frobnicate", parts=1)
 
+    def test_what_the_cluster_has_not_is_refused(self, tmp_path, monkeypatch):
+        with pytest.raises(ValueError, match="cpus: expected at most 2, as the largest node has, got 3"):
+            nvfp4.ray.convert(tmp_path / "in", tmp_path / "out", cpus=3)
+        monkeypatch.setattr(nvfp4.ray, "_nodes", dict)
+        with pytest.raises(ValueError, match="cpus: expected at most 0, .* got 1"):
+            nvfp4.ray.convert(tmp_path / "in", tmp_path / "out")
+
+    @pytest.mark.parametrize("words", [["--threads", "2"], ["--threads=2"]])
+    def test_threads_are_those_of_the_options(self, tmp_path, monkeypatch, words):
+        given = []
+
+        def all_of(jobs, *_):
+            given.extend(jobs.values())
+            return nvfp4.ray._Result(0, "", "", 0.0)
+
+        monkeypatch.setattr(nvfp4.ray, "_all", all_of)
+        assert nvfp4.ray.convert(tmp_path / "in", tmp_path / "out", *words, parts=1)
+        assert len(given) == 2 and all(sum("--threads" in word for word in job) == 1 for job in given)
+
     def test_an_exception_cancels_all_parts(self, tmp_path):
         generate(tmp_path / "in", 64, 1)
 

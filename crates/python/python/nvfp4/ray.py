@@ -34,10 +34,9 @@ class _Result(NamedTuple):
 def _run(words: list[str], folder: str) -> tuple[int, str, str, float]:
     """Runs the command line on a node. An error is returned, and raised where it is understood."""
     start, node = time.monotonic(), ray.get_runtime_context().get_node_id()
-    there = folder if os.path.isdir(folder) else None
     with tempfile.TemporaryFile("w+", errors="replace") as said:
-        program = [sys.executable, "-m", "nvfp4", *words]
-        process = subprocess.Popen(program, stdout=said, stderr=said, cwd=there)
+        program, there = [sys.executable, "-m", "nvfp4", *words], os.path.isdir(folder)
+        process = subprocess.Popen(program, stdout=said, stderr=said, cwd=folder if there else None)
         try:
             # A task that is cancelled hears of it between two statements, not while it waits.
             while process.poll() is None:
@@ -109,21 +108,23 @@ def convert(
     say: Callable[[str], None] = print,
 ) -> bool:
     """Converts a checkpoint in ``parts`` parts (default: one for each node) of ``cpus`` CPUs each
-    (default: those of the smallest node). ``options`` are those of ``nvfp4 convert``; ``report`` is
-    its ``--report``. A part is tried ``retries`` more times. ``say`` gets lines about the progress.
-    An exception, such as Ctrl-C, cancels all tasks; the same call continues. Returns whether the
-    checks of the result found no problem."""
+    (default: the smallest node's). ``options`` are those of ``nvfp4 convert``, ``report`` is its
+    ``--report``. A part is tried ``retries`` more times. ``say`` gets lines about the progress. An
+    exception, as Ctrl-C, cancels all tasks; the same call continues. Gives whether all is right."""
     if not ray.is_initialized():
         ray.init(address="auto")
     nodes = _nodes()
-    cpus = cpus or max(1, int(min(nodes.values())))
+    cpus, most = cpus or max(1, int(min(nodes.values(), default=1))), max(nodes.values(), default=0)
+    if cpus > most:  # Ray would wait for such a node, without end
+        raise ValueError(f"cpus: expected at most {most:g}, as the largest node has, got {cpus}")
     parts = parts or len(nodes)
     words = ["convert", os.path.abspath(source), os.path.abspath(target), "-q", *options]
-    threads = [] if "--threads" in options else ["--threads", str(cpus)]
-    jobs = {f"part {i}/{parts}": [*words, *threads, "--part", f"{i}/{parts}"] for i in range(parts)}
+    if not any(option.split("=")[0] == "--threads" for option in options):
+        words += ["--threads", str(cpus)]
+    jobs = {f"part {i}/{parts}": [*words, "--part", f"{i}/{parts}"] for i in range(parts)}
     _all(jobs, cpus, retries, say)
-    page = [] if report is None else ["--report", os.path.abspath(report)]
-    end = _all({"finish": [*words, *threads, *page, "--finish"]}, cpus, retries, say)
+    words += ["--finish"] if report is None else ["--finish", "--report", os.path.abspath(report)]
+    end = _all({"finish": words}, cpus, retries, say)
     say(end.text)
     return end.code == 0
 
@@ -142,8 +143,7 @@ def main(words: Sequence[str] | None = None) -> None:
     known, options = parser.parse_known_args(words)
     ray.init(address=known.address, log_to_driver=False)
     sizes = {"parts": known.parts, "cpus": known.cpus, "retries": known.retries}
-    passed = convert(known.source, known.target, *options, report=known.report, **sizes)
-    sys.exit(0 if passed else 1)
+    sys.exit(not convert(known.source, known.target, *options, report=known.report, **sizes))
 
 
 if __name__ == "__main__":
