@@ -196,6 +196,25 @@ def test_weights_are_quantized_from_their_masters():
             replace_raw_data(weight, buffer.float())
 
 
+def test_a_state_begins_before_a_step():
+    weight = torch.nn.Parameter(torch.randn(8, 8).bfloat16())
+    optimizer = te.optimizers.FusedAdam([weight], master_weights=True, exp_avg_dtype=torch.bfloat16)
+    for _ in range(2):  # the second time it begins again
+        optimizer.initialize_state(weight, False)
+        assert {name: of.dtype for name, of in optimizer.state[weight].items()} == {
+            "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, "master_param": torch.float32,
+        }  # fmt: skip
+        assert torch.equal(optimizer.state[weight]["master_param"], weight.detach().float())
+        assert not optimizer.state[weight]["exp_avg"].any()
+        assert optimizer.get_unscaled_state(weight, "exp_avg").dtype == torch.float32
+        kept = optimizer.get_unscaled_state(weight, "exp_avg", skip_unscale=True)
+        assert kept is optimizer.state[weight]["exp_avg"]
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    with pytest.raises(NotImplementedError, match="initialize_state: the argument store_param_remainders"):
+        optimizer.initialize_state(weight, True)
+
+
 def test_both_directions_need_all_of_a_master():
     current = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=None)
     for source in ("original", "rowwise_dequantized"):

@@ -126,9 +126,7 @@ class FusedAdam(_Optimizer):
         return loss
 
     def _update(self, group: Dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
-        state = self._moments(parameter, self.name_to_dtype_map)
-        if self.master_weights and "master_param" not in state:
-            state["master_param"] = _values(parameter).to(self.master_weight_dtype, copy=True)
+        state = self._begun(parameter)
         master = state.get("master_param")
         weight = (_values(parameter) if master is None else master).float()
         beta1, beta2 = group["betas"]
@@ -150,9 +148,27 @@ class FusedAdam(_Optimizer):
             master.copy_(weight)
         parameter.copy_(weight)
 
-    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A state as float32."""
-        return self.state[param][state_name].float()
+    @torch.no_grad()
+    def _begun(self, parameter: Tensor) -> Dict[str, Any]:
+        """The state of a parameter, made if it is not there."""
+        state = self._moments(parameter, self.name_to_dtype_map)
+        if self.master_weights and "master_param" not in state:
+            state["master_param"] = _values(parameter).to(self.master_weight_dtype, copy=True)
+        return state
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
+        """Begins the state of a parameter again: zeros, and its values as a master."""
+        name = "store_param_remainders"
+        refuse("optimizers.FusedAdam.initialize_state", name, store_param_remainders, False)
+        self.state.pop(param, None)
+        self._begun(param)
+
+    def get_unscaled_state(
+        self, param: Tensor, state_name: str, skip_unscale: bool = False
+    ) -> Tensor:
+        """A state as float32, or as it is kept."""
+        state = self.state[param][state_name]
+        return state if skip_unscale else state.float()
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Sets a state from float32."""
