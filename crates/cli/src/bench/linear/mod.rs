@@ -279,10 +279,11 @@ fn print(out: &mut impl Write, labels: &Labels, rows: &[Row], style: Style) -> R
     line("whole", &|row| number(Some(row.whole), 1), number(*plain_whole, 1));
     line("of plain", &|row| number(row.of_plain, 3), String::new());
     line("of first", &|row| number(Some(row.of_first), 3), String::new());
-    Ok(match style {
+    match style {
         Style::Markdown => table.write_markdown(out)?,
         Style::Text | Style::Json => table.write(out)?,
-    })
+    }
+    Ok(())
 }
 
 /// The end of a name that may be a path.

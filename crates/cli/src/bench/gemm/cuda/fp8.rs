@@ -91,10 +91,11 @@ pub fn run(device: Device, sizes: &Sizes, operands: Operands, style: Style) -> R
         let (cublas, speedup) = (number(*cublas_us, 1), number(*speedup, 2));
         table.row([m.to_string(), accumulator.to_string(), format!("{us:.1}"), cublas, speedup]);
     }
-    Ok(match style {
+    match style {
         Style::Markdown => table.write_markdown(&mut out)?,
         Style::Text | Style::Json => table.write(&mut out)?,
-    })
+    }
+    Ok(())
 }
 
 impl Bench {
