@@ -7,8 +7,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
+
+import nvfp4.torch
 
 EPSILON = 1e-5
 BASE = 10000.0  # of rotary embeddings
@@ -111,19 +119,30 @@ def rotated(x, angles):
     return (x * angles.cos() + turned * angles.sin()).to(x.dtype)
 
 
-def split_over(model: Llama, mesh) -> None:
-    """Tensor parallelism: each worker has a part of the heads and of the hidden units."""
+def split_over(model: Llama, mesh, tokens: bool = False) -> None:
+    """Tensor parallelism: each worker has a part of the heads and of the hidden units. With
+    `tokens` also a part of the tokens between these layers, which quantized layers gather as codes.
+    """
+    spread = Shard(1) if tokens else Replicate()
+    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    columns += ["mlp.gate_proj", "mlp.up_proj"]
     for layer in model.model.layers:
-        columns = [
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-            "mlp.gate_proj",
-            "mlp.up_proj",
-        ]
-        plan = {name: ColwiseParallel() for name in columns}
-        plan |= {name: RowwiseParallel() for name in ["self_attn.o_proj", "mlp.down_proj"]}
+        colwise = lambda: nvfp4.torch.ColwiseParallel(input_layouts=spread)
+        rowwise = lambda: nvfp4.torch.RowwiseParallel(output_layouts=spread)
+        plan = {name: colwise() for name in columns}
+        plan |= {name: rowwise() for name in ["self_attn.o_proj", "mlp.down_proj"]}
+        if tokens:
+            plan |= {name: SequenceParallel() for name in ["input_layernorm", "post_attention_layernorm"]}
         parallelize_module(layer, mesh, plan)
+    if tokens:
+        ends = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=spread),
+            "model.norm": SequenceParallel(),
+            "lm_head": PrepareModuleInput(
+                input_layouts=spread, desired_input_layouts=Replicate(), use_local_output=True
+            ),
+        }
+        parallelize_module(model, mesh, ends)
 
 
 def save(folder: Path, shape: Shape, weights: dict) -> None:

@@ -72,6 +72,11 @@ def parsed(argv):
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--tensor-parallel", type=int, default=1, metavar="WORKERS")
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="workers of a tensor-parallel group have a part of the tokens each between layers",
+    )
     add("--data-parallel", choices=["fsdp", "ddp"], default="fsdp")
     add(
         "--agree",
@@ -92,6 +97,10 @@ def parsed(argv):
         parser.error("--width must be a multiple of --heads, and --heads of --kv-heads")
     if args.kv_heads % args.tensor_parallel or args.hidden % args.tensor_parallel:
         parser.error("--kv-heads and --hidden must be multiples of --tensor-parallel")
+    if args.sequence_parallel and args.tensor_parallel == 1:
+        parser.error("--sequence-parallel needs --tensor-parallel")
+    if args.sequence_parallel and args.context % args.tensor_parallel:
+        parser.error("--context must be a multiple of --tensor-parallel")
     return args, parser
 
 
@@ -242,7 +251,7 @@ def main(argv=None):
     if args.agree:
         nvfp4.torch.reduce_amaxes(model, workers.data.get_group())
     if args.tensor_parallel > 1:
-        split_over(model, workers.tensor)
+        split_over(model, workers.tensor, args.sequence_parallel)
     run = model
     if workers.share[1] > 1 and args.data_parallel == "ddp":
         run = nn.parallel.DistributedDataParallel(model)
@@ -288,6 +297,7 @@ def main(argv=None):
         norm = clip(groups, args.clip)
         optimizer.step()
         nvfp4.torch.update_scales(model)
+        nvfp4.torch.agree_on_weights(model)
         line = {
             "step": step,
             "tokens": step * args.batch * args.context,
