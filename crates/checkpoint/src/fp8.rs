@@ -2,9 +2,11 @@
 
 use super::folder::Located;
 use super::form::Eight;
-use nvfp4_spec::e4m3;
+use nvfp4_kernels::Implementation;
+use nvfp4_kernels::fp8::dequantize::dequantize_row;
+use nvfp4_spec::fp8::Format;
 use safetensors::Dtype;
-use std::sync::LazyLock;
+use std::num::NonZeroUsize;
 
 /// The kind of scales of an FP8 weight of this shape, by the shape of the tensor that holds them.
 pub(super) fn kind(rows: usize, cols: usize, scale: &Located<'_>) -> Option<Eight> {
@@ -25,12 +27,13 @@ pub(super) fn kind(rows: usize, cols: usize, scale: &Located<'_>) -> Option<Eigh
 
 /// The values of rows of codes, `fl(code · scale)`. Scales begin with those of the first row.
 pub(super) fn decode(eight: Eight, first_row: usize, cols: usize, codes: &[u8], scales: &[f32], out: &mut [f32]) {
-    let (table, per_row) = (&*VALUES, eight.scales(1, cols)[1]);
+    let (implementation, per_row) = (Implementation::best(), eight.scales(1, cols)[1]);
     let wide = match eight {
         Eight::Tensor | Eight::Channel => cols,
         Eight::Block => Eight::BLOCK,
         Eight::Mx => Eight::MX_BLOCK,
     };
+    let wide = NonZeroUsize::new(wide).expect("a quantized weight has columns");
     for (i, (row, out)) in codes.chunks_exact(cols).zip(out.chunks_exact_mut(cols)).enumerate() {
         let band = match eight {
             Eight::Tensor => 0,
@@ -38,11 +41,6 @@ pub(super) fn decode(eight: Eight, first_row: usize, cols: usize, codes: &[u8], 
             Eight::Block => (first_row + i) / Eight::BLOCK - first_row / Eight::BLOCK,
         };
         let scales = &scales[band * per_row..][..per_row];
-        for ((row, out), scale) in row.chunks(wide).zip(out.chunks_mut(wide)).zip(scales) {
-            row.iter().zip(out).for_each(|(&b, v)| *v = table[usize::from(b)] * scale);
-        }
+        dequantize_row(implementation, Format::E4m3, row, wide, scales, out).expect("every tile has a scale");
     }
 }
-
-/// The value of every E4M3 byte.
-static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|byte| e4m3::decode(byte as u8)));

@@ -4,6 +4,8 @@
 #[allow(dead_code)] // another test uses the rest
 mod runner;
 
+use nvfp4_kernels::Implementation;
+use nvfp4_kernels::fp8::dequantize::dequantize_row;
 use nvfp4_spec::Precision;
 use nvfp4_spec::fp8::{AmaxRule, Format, Mode, Scales, Scaling, Tile, View};
 use rayon::prelude::*;
@@ -137,6 +139,31 @@ fn every_code_with_every_scale_decodes() {
             let quiet = f32::from_bits(0x7FFF_FFFF);
             let scales = vec![quiet; count];
             check_decoded(&View { rows, cols, format, tile, codes: &codes, scales: Scales::F32(&scales) });
+        }
+    }
+}
+
+/// One row by itself: every code under every scale, in tiles of any width.
+#[test]
+fn a_row_of_any_width_of_tiles_decodes() {
+    let numbers = [0.0, -1.5, 1e-45, 1e-38, 0.1, 448.0, 1e35, f32::INFINITY, f32::NAN, 2e36, f32::MAX];
+    let codes: Vec<u8> = (0..=u8::MAX).cycle().take(1000).collect();
+    for (format, implementation) in
+        Format::ALL.into_iter().flat_map(|format| Implementation::available().into_iter().map(move |i| (format, i)))
+    {
+        for width in [1, 2, 15, 16, 17, 32, 128, 250, 1000, usize::MAX] {
+            // The last two are too large for vectors, so that whole rows go both ways.
+            for numbers in [&numbers[..9], &numbers] {
+                let scales: Vec<f32> = numbers.iter().copied().cycle().take(1000usize.div_ceil(width)).collect();
+                let mut out = vec![77.0; codes.len()];
+                let wide = width.try_into().unwrap();
+                dequantize_row(implementation, format, &codes, wide, &scales, &mut out).unwrap();
+                for (i, (&code, found)) in codes.iter().zip(out).enumerate() {
+                    let expected = format.decode(code) * scales[i / width];
+                    let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+                    assert!(same, "{implementation}, {format:?}, width {width}, at {i}: {found}, not {expected}");
+                }
+            }
         }
     }
 }

@@ -325,6 +325,25 @@ pub(crate) fn round_bits(x: __m256) -> __m256i {
     _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)))
 }
 
+/// As [`round_bits`], and a quiet NaN for NaN.
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[inline]
+pub(crate) fn round_or_nan(x: __m256) -> __m256i {
+    let quiet = _mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x0040_0000));
+    let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+    _mm256_blendv_epi8(round_bits(x), quiet, nan)
+}
+
+/// The high halves of 16 doublewords, 0–7 and 8–15, as words in order.
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[inline]
+pub(crate) fn high_halves(lo: __m256i, hi: __m256i) -> __m256i {
+    let (lo, hi) = (_mm256_srli_epi32::<16>(lo), _mm256_srli_epi32::<16>(hi));
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(lo, hi))
+}
+
 /// 16 words with the elements' signs in bit 3, everything else clear: the sign bits of E2M1 codes.
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]

@@ -2,6 +2,8 @@
 //! [Quantization](crate::quantize) has it built in; this is for callers that need the transformed
 //! values.
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod avx2;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
@@ -16,12 +18,17 @@ use rayon::prelude::*;
 /// of 16, into a contiguous matrix of bf16. Twin of [`nvfp4_spec::matrix::transform`].
 pub fn hadamard(implementation: Implementation, x: &Input<'_>, signs: Signs, out: &mut [bf16]) -> Result<()> {
     check(x.rows(), x.cols(), out.len())?;
+    if out.is_empty() {
+        return Ok(());
+    }
     match implementation {
         Implementation::Scalar => groups(x, signs, out),
         #[cfg(target_arch = "x86_64")]
-        Implementation::Avx2(_) | Implementation::Avx512(_) => groups(x, signs, out),
+        Implementation::Avx2(token) => avx2::hadamard(token, x, signs, out),
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx512(token) => avx2::hadamard(token.avx2(), x, signs, out),
         #[cfg(target_arch = "aarch64")]
-        Implementation::Neon(_) => groups(x, signs, out),
+        Implementation::Neon(token) => avx2::hadamard(token, x, signs, out),
         #[cfg(feature = "cuda")]
         Implementation::Cuda(device) => cuda::on_host(device, x, signs, out)?,
     }
@@ -36,11 +43,8 @@ fn check(rows: usize, cols: usize, out: usize) -> Result<()> {
     Ok(check_len("output", area(rows, cols)?, out)?)
 }
 
-/// The rule on all threads. The compiler vectorizes its butterflies.
+/// The rule on all threads.
 fn groups(x: &Input<'_>, signs: Signs, out: &mut [bf16]) {
-    if x.cols() == 0 {
-        return;
-    }
     let values = x.values();
     out.par_chunks_exact_mut(x.cols()).enumerate().for_each(|(r, row)| {
         for (g, group) in row.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {

@@ -6,7 +6,7 @@
 //! changes no rounding, as long as neither overflows.
 
 use crate::avx2::small_float::{E4m3, E5m2, SmallFloat};
-use crate::avx2::{Avx2, Block, load, round_bits, store, widen};
+use crate::avx2::{Avx2, Block, high_halves, load, round_bits, store, widen};
 use crate::vector::*;
 use nvfp4_spec::fp8::{Format, View};
 use nvfp4_spec::{BLOCK, Element, Precision, e4m3};
@@ -39,7 +39,7 @@ fn decode<T: Element, F: SmallFloat>(_: Avx2, q: &View<'_>, out: &mut [T]) {
                 unsafe { columns::<T, F>(q.code_row(r), &factors.values, out) };
             } else {
                 // SAFETY: an Avx2 token is only made after detection.
-                unsafe { tiles::<T, F>(q.code_row(r), tile_width, &factors.values, out) };
+                unsafe { tiles::<T, F>(q.code_row(r), tile_width, factors.values.iter().copied(), out) };
             }
         }
     });
@@ -49,7 +49,7 @@ fn decode<T: Element, F: SmallFloat>(_: Avx2, q: &View<'_>, out: &mut [T]) {
 #[derive(Default)]
 struct Factors {
     values: Vec<f32>,
-    /// Whether all factors are exact: a finite one may overflow when it takes up the power of two.
+    /// Whether all factors are [exact](is_exact).
     exact: bool,
     row: Option<usize>,
 }
@@ -61,7 +61,7 @@ impl Factors {
         }
         let factors = || (row * across..(row + 1) * across).map(|i| q.scales.factor(i));
         self.row = Some(row);
-        self.exact = factors().all(|f| (f * F::OF_HALF).is_finite() || !f.is_finite());
+        self.exact = factors().all(is_exact::<F>);
         self.values.clear();
         // One NaN for all: rounding to bf16 must not carry into its sign.
         self.values.extend(factors().map(|f| if f.is_nan() { f32::NAN } else { f * F::OF_HALF }));
@@ -77,6 +77,27 @@ fn by_the_rules<T: Element>(q: &View<'_>, r: usize, out: &mut [T]) {
         let factor = q.scales.factor(r / tile_height * across + c / tile_width);
         *out = T::from_f32(q.format.decode(code) * factor);
     }
+}
+
+/// Twin of [`super::row`].
+pub(super) fn dequantize_row(token: Avx2, format: Format, codes: &[u8], width: usize, scales: &[f32], out: &mut [f32]) {
+    match format {
+        Format::E4m3 => row::<E4m3>(token, codes, width, scales, out),
+        Format::E5m2 => row::<E5m2>(token, codes, width, scales, out),
+    }
+}
+
+fn row<F: SmallFloat>(_: Avx2, codes: &[u8], width: usize, scales: &[f32], out: &mut [f32]) {
+    if !scales.iter().all(|&scale| is_exact::<F>(scale)) {
+        return super::row(F::FORMAT, codes, width, scales, out);
+    }
+    // SAFETY: an Avx2 token is only made after detection.
+    unsafe { tiles::<f32, F>(codes, width, scales.iter().map(|scale| scale * F::OF_HALF), out) };
+}
+
+/// Whether a factor can take up the power of two: a finite one may overflow.
+fn is_exact<F: SmallFloat>(factor: f32) -> bool {
+    (factor * F::OF_HALF).is_finite() || !factor.is_finite()
 }
 
 /// Decodes codes along a row whose tiles are `width` wide and have these factors.
@@ -95,7 +116,7 @@ pub(crate) fn decode_tiles(_: Avx2, format: Format, codes: &[u8], width: usize, 
 fn decode_tiles_of<F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
     // Tiles are 16 times a power of two wide.
     let shift = (width / BLOCK).ilog2();
-    if factors.iter().all(|f| (f * F::OF_HALF).is_finite() || !f.is_finite()) {
+    if factors.iter().all(|&f| is_exact::<F>(f)) {
         for_each_block::<f32, F>(codes, out, |i| [_mm256_set1_ps(factors[i >> shift] * F::OF_HALF); 2]);
     } else {
         for (i, (codes, out)) in codes.chunks(BLOCK).zip(out.chunks_mut(BLOCK)).enumerate() {
@@ -178,8 +199,8 @@ fn side_by_side<F: SmallFloat, const N: usize, const COLUMNS: usize>(
 /// Decodes a row of tiles, each with a factor.
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-fn tiles<T: Element, F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [T]) {
-    for ((codes, out), &factor) in codes.chunks(width).zip(out.chunks_mut(width)).zip(factors) {
+fn tiles<T: Element, F: SmallFloat>(codes: &[u8], width: usize, factors: impl Iterator<Item = f32>, out: &mut [T]) {
+    for ((codes, out), factor) in codes.chunks(width).zip(out.chunks_mut(width)).zip(factors) {
         let factor = _mm256_set1_ps(factor);
         for_each_block::<T, F>(codes, out, |_| [factor; 2]);
     }
@@ -231,10 +252,7 @@ fn block<T: Element, F: SmallFloat>(codes: &[u8; BLOCK], factors: [__m256; 2], o
             unsafe { _mm256_storeu_ps(out.as_mut_ptr().cast::<f32>().add(8), values[1]) };
         }
         Precision::Bf16 => {
-            let low = _mm256_srli_epi32::<16>(round_bits(values[0]));
-            let high = _mm256_srli_epi32::<16>(round_bits(values[1]));
-            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
-            store(Block::of_words(words), out);
+            store(Block::of_words(high_halves(round_bits(values[0]), round_bits(values[1]))), out);
         }
         Precision::F16 => {
             let [low, high] = [_mm256_cvtps_ph::<0>(values[0]), _mm256_cvtps_ph::<0>(values[1])];

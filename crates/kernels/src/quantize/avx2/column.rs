@@ -1,7 +1,7 @@
 //! Columns of a panel as rows: the transposed input, Hadamard-transformed if asked. Twin of
 //! [`nvfp4_spec::matrix::columns`].
 
-use crate::avx2::{Block, load, round_bits, store, widen, zero};
+use crate::avx2::{Block, high_halves, load, round_bits, round_or_nan, store, widen, zero};
 use crate::vector::*;
 use half::bf16;
 use nvfp4_spec::hadamard::{FACTOR, Signs};
@@ -163,23 +163,10 @@ fn hadamard<T: Element, const HALF: usize>(square: &[T], stride: usize, flips: &
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[inline]
 fn join_bf16<T: Element>(a: __m256i, b: __m256i) -> Block {
-    let a = _mm256_srli_epi32::<16>(a);
     Block::of_words(match T::PRECISION {
-        Precision::Bf16 => _mm256_blend_epi16::<0b1010_1010>(a, b),
-        Precision::F32 | Precision::F16 => {
-            _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(a, _mm256_srli_epi32::<16>(b)))
-        }
+        Precision::Bf16 => _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(a), b),
+        Precision::F32 | Precision::F16 => high_halves(a, b),
     })
-}
-
-/// As [`round_bits`], and a quiet NaN for NaN.
-#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-#[inline]
-fn round_or_nan(x: __m256) -> __m256i {
-    let quiet = _mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x0040_0000));
-    let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
-    _mm256_blendv_epi8(round_bits(x), quiet, nan)
 }
 
 /// The sign bit for the rows that change sign, nothing for the others.
