@@ -5,7 +5,7 @@ use crate::avx2::Avx2;
 
 /// What no ARM CPU has.
 #[cfg(target_arch = "aarch64")]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Avx512 {}
 
 /// Proof that this CPU has AVX-512 (F, BW, VL, VNNI), and AVX2; it may have BF16 too.

@@ -31,7 +31,7 @@ pub enum Implementation {
     /// AVX2, FMA and F16C, on all threads of the current rayon pool.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
-    /// AVX-512 in quantization by the plain rules and, with VNNI and BF16, in products; AVX2
+    /// AVX-512 in quantization by TransformerEngine's rules and, with VNNI and BF16, in products; AVX2
     /// elsewhere.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),

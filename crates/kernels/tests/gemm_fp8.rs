@@ -137,6 +137,24 @@ fn epilogues_in_every_type() {
     }
 }
 
+/// Vectors decode E4M3 under a scale that is 2⁸ times larger. Where that is beyond binary32 they
+/// decode otherwise: here in one row of the first panel, halfway through K.
+#[test]
+fn scales_at_the_end_of_the_range() {
+    let (m, n, k) = (7, 70, 300usize);
+    let across = k.div_ceil(fp8::MX_BLOCK);
+    // Codes below 2⁻⁵, so that values stay finite.
+    let byte = |i: usize, seed| philox4x32([i as u32, 0, 0, 0], [seed, 9])[0] as u8 & 0x87;
+    let codes = |rows: usize, seed| -> Vec<u8> { (0..rows * k).map(|i| byte(i, seed)).collect() };
+    let (left, right) = (codes(m, 1), codes(n, 2));
+    let (small, mut large) = (vec![27; m * across], vec![127; n * across]);
+    large[3 * across + 4] = 250;
+    let (format, tile) = (Format::E4m3, Tile::Row32);
+    let a = View { rows: m, cols: k, format, tile, codes: &left, scales: Scales::E8m0(&small) };
+    let b = View { rows: n, codes: &right, scales: Scales::E8m0(&large), ..a };
+    check::<f32>(pair(&a), pair(&b), &Product::default());
+}
+
 /// The scale of a whole matrix is applied to sums of codes, which here are exact: the same bits
 /// everywhere, and those of the formula.
 #[test]

@@ -58,8 +58,7 @@ pub fn units(stored: Stored, accumulator: Accumulator, capability: (u32, u32)) -
     let reduced = accumulator != Accumulator::Precise && capability >= LEAST_FP8;
     (capability >= (8, 0)).then_some(match stored {
         Stored::Fp8 if reduced => Units::Fp8TensorCores,
-        // cuBLASLt has blocks of 128 on Hopper alone.
-        Stored::Fp8Block if reduced && capability.0 == 9 => Units::Fp8TensorCores,
+        Stored::Fp8Block if reduced && capability.0 == BLOCKS_OF_128 => Units::Fp8TensorCores,
         Stored::Nvfp4 | Stored::Mxfp8 if capability >= LEAST_BLOCK_SCALED => Units::BlockScaledTensorCores,
         Stored::Nvfp4 | Stored::Fp8 | Stored::Fp8Block | Stored::Mxfp8 => Units::Bf16TensorCores,
     })
@@ -67,6 +66,9 @@ pub fn units(stored: Stored, accumulator: Accumulator, capability: (u32, u32)) -
 
 /// FP8 tensor cores came with this compute capability.
 pub(crate) const LEAST_FP8: (u32, u32) = (8, 9);
+
+/// cuBLASLt has FP8 in blocks of 128 with this compute capability alone, Hopper's.
+pub(crate) const BLOCKS_OF_128: u32 = 9;
 
 /// Block-scaled tensor cores came with this compute capability.
 pub(crate) const LEAST_BLOCK_SCALED: (u32, u32) = (10, 0);

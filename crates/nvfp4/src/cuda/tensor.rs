@@ -139,7 +139,7 @@ impl crate::Direction {
                 };
                 Direction::Fp8(Fp8Direction::from_parts(d.about, gpu.upload(&d.codes)?, scales)?)
             }
-            crate::Direction::Plain(_) => return Err(Error::NotNvfp4 { got: self.family() }),
+            crate::Direction::Plain(_) => return Err(Error::PlainOnGpu),
         })
     }
 }

@@ -5,6 +5,7 @@ use super::Given;
 use super::formats::Formats;
 use crate::array::Array;
 use nvfp4::Precision;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
@@ -18,6 +19,18 @@ pub struct Tokens<'a, 'py> {
     pub array: Array,
     /// How many of them are each expert's.
     pub sizes: Vec<usize>,
+}
+
+impl<'a, 'py> Tokens<'a, 'py> {
+    pub fn of(x: &'a Object<'py>, formats: &str, sizes: Vec<usize>) -> PyResult<Self> {
+        let (formats, array) = (Formats::of(formats)?, Array::of_torch(x)?);
+        match array.shape().len() {
+            2 => Ok(Tokens { formats, x, array, sizes }),
+            dimensions => Err(PyValueError::new_err(format!(
+                "expected the tokens of all experts as a matrix, got {dimensions} dimensions"
+            ))),
+        }
+    }
 }
 
 /// The weights of all experts, one after the other.

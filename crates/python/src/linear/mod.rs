@@ -230,7 +230,7 @@ pub fn forward_groups<'py>(
     sizes: Vec<usize>,
     out_features: usize,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let tokens = Tokens { formats: Formats::of(formats)?, x: &x, array: Array::of_torch(&x)?, sizes };
+    let tokens = Tokens::of(&x, formats, sizes)?;
     let weights = match codes {
         true => Weights::Codes(&weights),
         false => Weights::Plain(Array::of_torch(&weights)?),
@@ -260,7 +260,7 @@ pub fn backward_groups<'py>(
     seed: u64,
     offset: Given<'py>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let tokens = Tokens { formats: Formats::of(formats)?, x: &dy, array: Array::of_torch(&dy)?, sizes };
+    let tokens = Tokens::of(&dy, formats, sizes)?;
     let dtype = |dtype: Given<'py>| dtype.map(|dtype| precision(&dtype)).transpose();
     let wanted = Wanted { kept: [&x, &weights], in_features, gradients: [dtype(dx)?, dtype(dw)?], seed, offset };
     match tokens.array.place {

@@ -9,7 +9,7 @@ use super::scratch::Scratch;
 use crate::cuda::text::{Variants, assemble};
 use crate::cuda::{Allocator, Device, Slice, Source, Stream, entry};
 use crate::fp8::cuda::View;
-use crate::gemm::units::{LEAST_BLOCK_SCALED, LEAST_FP8};
+use crate::gemm::units::{BLOCKS_OF_128, LEAST_FP8};
 use crate::{Result, cuda};
 use nvfp4_spec::Precision;
 use nvfp4_spec::fp8::{BLOCK, Format, Scales, Tile};
@@ -112,7 +112,7 @@ impl<'a> Codes<'a> {
         let fits = accumulator != Accumulator::Precise
             && device.capability() >= LEAST_FP8
             && tensors[0] == tensors[1]
-            && (tensors[0] || device.capability() < LEAST_BLOCK_SCALED)
+            && (tensors[0] || device.capability().0 == BLOCKS_OF_128)
             && (a.mode, b.mode) != (ScaleMode::Square128, ScaleMode::Square128)
             && (a.view.format, b.view.format) != (Format::E5m2, Format::E5m2)
             && output.kind.order == Order::Folded

@@ -47,8 +47,8 @@ use crate::vector::*;
 use nvfp4_spec::scale::Global;
 use nvfp4_spec::{BLOCK, Element, ErrorPath, e4m3};
 
-/// Eight neighbouring tiles of a band: `height` rows, `stride` elements apart, tile `j` at element
-/// `16·j`. `count` of them exist.
+/// Neighbouring tiles of a band: `height` rows, `stride` elements apart, tile `j` at element `16·j`.
+/// `count` of them exist.
 pub(super) struct Tiles<'a, T> {
     pub data: &'a [T],
     pub stride: usize,
@@ -77,10 +77,7 @@ pub(super) fn choose<T: Element, const MAE: bool>(
     // Twin of `four_over_six::candidate_scales`: a true division by 6 first.
     let base = _mm256_mul_ps(_mm256_div_ps(amax, _mm256_set1_ps(6.0)), _mm256_set1_ps(global.encode));
     let scales = [codes::<E4m3>(base), codes::<E4m3>(_mm256_mul_ps(base, _mm256_set1_ps(1.5)))];
-    let unit = match error {
-        ErrorPath::Strict => global.amax * (1.0 / global.bound.six_e()),
-        ErrorPath::Fast => global.decode,
-    };
+    let unit = unit(global, error);
 
     let mut filtered = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
     let (mut inverse, mut decode) = ([[0f32; 8]; 2], [[0f32; 8]; 2]);
@@ -99,7 +96,7 @@ pub(super) fn choose<T: Element, const MAE: bool>(
             _mm256_cmp_ps::<_CMP_GE_OQ>(f, _mm256_set1_ps(RANGE[0])),
             _mm256_cmp_ps::<_CMP_LE_OQ>(f, _mm256_set1_ps(RANGE[1])),
         );
-        let small = _mm256_cmp_ps::<_CMP_LE_OQ>(_mm256_mul_ps(amax, inv), _mm256_set1_ps(7.0));
+        let small = _mm256_cmp_ps::<_CMP_LE_OQ>(_mm256_mul_ps(amax, inv), _mm256_set1_ps(LARGEST));
         let holds = _mm256_and_ps(_mm256_and_ps(within, small), _mm256_castsi256_ps(normal));
         filtered = _mm256_and_ps(filtered, holds);
         factors[c] = f;
@@ -118,8 +115,8 @@ pub(super) fn choose<T: Element, const MAE: bool>(
     }
     let [six, four] = add_up(&sums);
 
-    let mut bound = _mm256_mul_ps(_mm256_set1_ps(64.0), _mm256_add_ps(six, four));
-    let weight = (if MAE { 32.0 } else { 68.0 }) * (tiles.height * BLOCK) as f32;
+    let mut bound = _mm256_mul_ps(_mm256_set1_ps(OF_ERRORS), _mm256_add_ps(six, four));
+    let weight = of_factors(MAE, tiles.height);
     for f in factors {
         let f = if MAE { f } else { _mm256_mul_ps(f, f) };
         bound = _mm256_fmadd_ps(f, _mm256_set1_ps(weight), bound);
@@ -139,6 +136,25 @@ pub(super) fn choose<T: Element, const MAE: bool>(
 
 /// The smallest and the largest decode factor for which the bound holds: 2⁻⁵⁰ and 2⁵⁰.
 pub(super) const RANGE: [f32; 2] = [f32::from_bits((127 - 50) << 23), f32::from_bits((127 + 50) << 23)];
+
+/// The largest scaled element for which it holds.
+pub(super) const LARGEST: f32 = 7.0;
+
+/// The part of both filtered errors in the bound, in units of 2⁻²⁴.
+pub(super) const OF_ERRORS: f32 = 64.0;
+
+/// The part of f (MAE) or f² (MSE) of each candidate in the bound, in units of 2⁻²⁴.
+pub(super) fn of_factors(mae: bool, height: usize) -> f32 {
+    (if mae { 32.0 } else { 68.0 }) * (height * BLOCK) as f32
+}
+
+/// f of a candidate over its scale value.
+pub(super) fn unit(global: &Global, error: ErrorPath) -> f32 {
+    match error {
+        ErrorPath::Strict => global.amax * (1.0 / global.bound.six_e()),
+        ErrorPath::Fast => global.decode,
+    }
+}
 
 /// The filtered errors of tile `j` in four parts: six, six, four, four.
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]

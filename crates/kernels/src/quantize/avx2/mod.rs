@@ -373,7 +373,12 @@ mod tests {
             })
             .collect();
         let input = Input::new(Values::Bf16(&x), rows, cols).unwrap();
-        for rule in ScaleRule::ALL {
+        let wides = [
+            None,
+            #[cfg(target_arch = "x86_64")]
+            Avx512::detect(),
+        ];
+        for (wide, rule) in wides.into_iter().flat_map(|wide| ScaleRule::ALL.map(|rule| (wide, rule))) {
             let profile = if rule.is_modelopt() { Profile::ModelOpt } else { Profile::TransformerEngine };
             let (mut codes, mut scales, mut amax) = (vec![0; x.len() / 2], vec![0; x.len() / 16], [0.0]);
             let row = Direction {
@@ -385,10 +390,10 @@ mod tests {
                 codes: &mut codes,
                 scales: &mut scales,
             };
-            let undecided = quantize(token, None, &input, Some(row), None).unwrap();
+            let undecided = quantize(token, wide, &input, Some(row), None).unwrap();
             let share = undecided as f64 / (x.len() / 16) as f64;
-            assert!(share < 0.003, "{rule:?}: {undecided} undecided, {:.3} %", share * 100.0);
-            println!("{rule:?}: {:.4} % undecided", share * 100.0);
+            assert!(share < 0.003, "{rule:?}, {wide:?}: {undecided} undecided, {:.3} %", share * 100.0);
+            println!("{rule:?}, {wide:?}: {:.4} % undecided", share * 100.0);
         }
     }
 }

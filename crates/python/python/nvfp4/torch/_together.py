@@ -130,8 +130,8 @@ class _Together(torch.autograd.Function):
         needs_x, _, _, *needs = ctx.needs_input_grad
         dx, dws, dbs = None, [None] * count, [None] * count
         needs_w = any(needs[:count])
-        # One type for all: that of the first.
-        w_dtype = dtype_of(call.mains[0], w_dtype)
+        # One type for all: that of what gradients are added to, if they are.
+        w_dtype = dtype_of(next((main for main in call.mains if main is not None), None), w_dtype)
         if needs_x or needs_w:
             made = _nvfp4._linear_groups_backward(
                 _aligned(dy), weights if x is None else x, weights, text, call.splits, ctx.features,

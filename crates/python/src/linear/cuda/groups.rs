@@ -1,6 +1,6 @@
 //! All experts of a layer at once.
 
-use super::{Blocks, Object, empty, memory_of, misaligned, offset_in, same_gpu};
+use super::{Blocks, Object, empty, memory_of, misaligned, randomness, same_gpu};
 use crate::array::Array;
 use crate::cuda::{Bias, gpu};
 use crate::dlpack::{DataType, Tensor};
@@ -8,7 +8,7 @@ use crate::error::OrRaise;
 use crate::linear::formats::{Formats, Slot};
 use crate::linear::groups::{Tokens, Wanted, Weights};
 use half::{bf16, f16};
-use nvfp4::cuda::{Gpu, GroupedTensor, Groups, Options, Plain, Product, Randomness, Values};
+use nvfp4::cuda::{Gpu, GroupedTensor, Groups, Options, Plain, Product, Values};
 use nvfp4::{Accumulator, Directions, Element, Finite, Precision, Side};
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -86,8 +86,7 @@ fn quantize(
     groups: &Arc<Groups>,
     drawn: Option<(u64, &Tensor)>,
 ) -> PyResult<GroupedTensor> {
-    let randomness = drawn.map(|(seed, offset)| Ok::<_, PyErr>(Randomness { seed, offset: offset_in(offset)? }));
-    let options = Options { randomness: randomness.transpose()?, ..Options::default() };
+    let options = Options { randomness: randomness(drawn)?, ..Options::default() };
     let x = array.input().ok_or_else(misaligned)?;
     let maker = slot.maker([None, None], Finite::Keep)?;
     Ok(gpu.quantize_groups(&maker, &x, groups, &options).or_raise()?.tensor)

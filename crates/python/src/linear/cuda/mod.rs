@@ -253,14 +253,18 @@ fn offset_in(tensor: &Tensor) -> PyResult<Offset<'_>> {
 fn quantize(gpu: &Gpu, array: &Array, slot: &Slot, given: Given<'_, '_>, id: i32) -> PyResult<Observed> {
     let [row, column] = given.scales.map(|scale| scale.map(|scale| one(scale, DataType::F32, "scale", id)).transpose());
     let (row, column) = (row?, column?);
-    let randomness = given.drawn.map(|(seed, offset)| Ok::<_, PyErr>(Randomness { seed, offset: offset_in(offset)? }));
-    let randomness = randomness.transpose()?;
+    let randomness = randomness(given.drawn)?;
     let [row_scale, col_scale]: [Option<Slice<'_, f32>>; 2] =
         [&row, &column].map(|scale| scale.as_ref().and_then(Tensor::device_slice));
     let row_amax = given.amax.map(|amax| amax.device_slice().ok_or_else(misaligned)).transpose()?;
     let options = Options { randomness, row_amax, row_scale, col_scale, values: given.values, ..Options::default() };
     let x = array.input().ok_or_else(misaligned)?;
     slot.maker([None, None], Finite::Keep)?.observe_on(gpu, &x, &options).or_raise()
+}
+
+/// The random numbers from a seed and an offset.
+fn randomness(drawn: Option<(u64, &Tensor)>) -> PyResult<Option<Randomness<'_>>> {
+    drawn.map(|(seed, offset)| Ok(Randomness { seed, offset: offset_in(offset)? })).transpose()
 }
 
 /// The left operand of a product.

@@ -4,7 +4,7 @@
 use super::codes::e4m3_codes;
 use super::direct::{Pair, RAISED, UNIT, first, inverse, of_pair, rounder, scaled, values_of_bytes};
 use crate::avx512::Avx512;
-use crate::quantize::avx2::four_over_six::{RANGE, Tiles};
+use crate::quantize::avx2::four_over_six::{LARGEST, OF_ERRORS, RANGE, Tiles, of_factors, unit};
 use nvfp4_spec::scale::Global;
 use nvfp4_spec::{BLOCK, Element, ErrorPath, Precision, e4m3};
 use std::arch::x86_64::*;
@@ -52,10 +52,7 @@ fn choose_sixteen<T: Element, const MAE: bool>(
     };
     let base = _mm512_mul_ps(_mm512_div_ps(amax, _mm512_set1_ps(6.0)), _mm512_set1_ps(global.encode));
     let scales = [e4m3_codes(base), e4m3_codes(_mm512_mul_ps(base, _mm512_set1_ps(1.5)))];
-    let unit = match error {
-        ErrorPath::Strict => global.amax * (1.0 / global.bound.six_e()),
-        ErrorPath::Fast => global.decode,
-    };
+    let unit = unit(global, error);
     let mut filtered = exist;
     let (mut inverses, mut factors) = ([_mm512_setzero_ps(); 2], [_mm512_setzero_ps(); 2]);
     for c in 0..2 {
@@ -65,12 +62,12 @@ fn choose_sixteen<T: Element, const MAE: bool>(
         filtered &= _mm512_cmpge_epi32_mask(scales[c], _mm512_set1_epi32(i32::from(e4m3::MIN_NORMAL_BYTE)));
         filtered &= _mm512_cmp_ps_mask::<_CMP_GE_OQ>(factors[c], _mm512_set1_ps(RANGE[0]));
         filtered &= _mm512_cmp_ps_mask::<_CMP_LE_OQ>(factors[c], _mm512_set1_ps(RANGE[1]));
-        filtered &= _mm512_cmp_ps_mask::<_CMP_LE_OQ>(_mm512_mul_ps(amax, inverses[c]), _mm512_set1_ps(7.0));
+        filtered &= _mm512_cmp_ps_mask::<_CMP_LE_OQ>(_mm512_mul_ps(amax, inverses[c]), _mm512_set1_ps(LARGEST));
     }
     let [six, four] = errors::<T, MAE>(tiles, inverses, factors);
 
-    let mut bound = _mm512_mul_ps(_mm512_set1_ps(64.0), _mm512_add_ps(six, four));
-    let weight = (if MAE { 32.0 } else { 68.0 }) * (tiles.height * BLOCK) as f32;
+    let mut bound = _mm512_mul_ps(_mm512_set1_ps(OF_ERRORS), _mm512_add_ps(six, four));
+    let weight = of_factors(MAE, tiles.height);
     for f in factors {
         let f = if MAE { f } else { _mm512_mul_ps(f, f) };
         bound = _mm512_fmadd_ps(f, _mm512_set1_ps(weight), bound);
