@@ -1,13 +1,13 @@
 //! The tensors of experts, quantized and multiplied together.
 
 use super::matmul::check;
-use super::values::operand;
+use super::values::{along, operand};
 use super::{
     Direction, Fp8Direction, Gpu, Groups, Input, Memory, Nvfp4Direction, Options, Plain, Product, Slice, SliceMut,
 };
 use crate::format::Side;
 use crate::{Element, Error, Fp8Description, Fp8Tile, Nvfp4Description, Quantizer, Result};
-use nvfp4_kernels::gemm::cuda::{Along, GroupedOperand, Operand, multiply_groups};
+use nvfp4_kernels::gemm::cuda::{GroupedOperand, Operand, multiply_groups};
 use nvfp4_spec::check_len;
 use nvfp4_spec::fp8::Scales;
 use std::sync::Arc;
@@ -150,13 +150,6 @@ impl GroupedTensor {
             Side::Column => (None, Some(direction)),
         };
         Ok(GroupedTensor { groups: groups.clone(), cols, row, col })
-    }
-}
-
-fn along(side: Side) -> Along {
-    match side {
-        Side::Row => Along::Rows,
-        Side::Column => Along::K,
     }
 }
 

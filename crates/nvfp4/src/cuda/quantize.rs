@@ -2,13 +2,13 @@
 
 use super::{
     Direction, DirectionValues, Factor, Gpu, Groups, Input, Memory, Nvfp4Direction, Offset, Owned, QuantTensor, Slice,
-    values,
+    values::{self, along},
 };
 use crate::format::{Directions, Finite, Nvfp4, Rounding, Side};
 use crate::{Error, Nvfp4Description, Profile, Quantizer, Result};
 use nvfp4_kernels::cuda::Matrix;
 use nvfp4_kernels::quantize::cuda as kernel;
-use nvfp4_spec::{GlobalScale, Precision, Rounding as Rule};
+use nvfp4_spec::{Precision, Rounding as Rule};
 
 /// Random numbers for one call: our position-keyed stream. The row direction draws at the offset, the column direction at the next.
 #[derive(Clone, Copy, Debug)]
@@ -127,9 +127,9 @@ impl Gpu {
         };
         let (rows, cols) = (x.rows(), x.cols());
         let padded = groups.map_or(rows, Groups::padded_rows);
-        let count = |format: &Nvfp4, rows: usize, repeated: usize| match (format.mode.global, groups) {
-            (GlobalScale::PerTensor, Some(groups)) => groups.count(),
-            (global, _) => global.count(rows) * repeated,
+        let count = |format: &Nvfp4, side: Side, rows: usize| match groups {
+            Some(groups) => along(side).stored_count(format.mode.global, groups, rows),
+            None => Ok(format.mode.global.count(rows)),
         };
         let row_about = row.map(|row| row.description(rows, cols, None));
         let col_about = col.map(|col| col.description(cols, padded, col.transform().signs()));
@@ -137,11 +137,11 @@ impl Gpu {
         let [row_values, col_values, maxima] = scratch;
         let row_room = row.zip(row_about).map(|(row, about)| match row_values {
             Some(memory) => Ok(Room::Values(DirectionValues::over(about, memory))),
-            None => self.room(Side::Row, about, count(row, rows, 1)),
+            None => self.room(Side::Row, about, count(row, Side::Row, rows)?),
         });
         let col_room = col.zip(col_about).map(|(col, about)| match col_values {
             Some(memory) => Ok(Room::Values(DirectionValues::over(about, memory))),
-            None => self.room(Side::Column, about, count(col, cols, groups.map_or(1, Groups::count))),
+            None => self.room(Side::Column, about, count(col, Side::Column, cols)?),
         });
         let (mut row_room, mut col_room) = (row_room.transpose()?, col_room.transpose()?);
         let row_target =

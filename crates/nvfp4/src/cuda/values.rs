@@ -1,10 +1,10 @@
 //! Directions that are written as values for a product that comes right after.
 
 use super::{Direction, Gpu, Input, Memory, Owned, Values};
-use crate::format::Family;
+use crate::format::{Family, Side};
 use crate::{Layout, Nvfp4Description, Result};
 use half::bf16;
-use nvfp4_kernels::gemm::cuda::{self as gemm, NvfpValues, Operand};
+use nvfp4_kernels::gemm::cuda::{self as gemm, Along, NvfpValues, Operand};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{GlobalScale, area};
 
@@ -58,6 +58,14 @@ pub(super) fn operand(direction: &Direction) -> Operand<'_> {
         Direction::Nvfp4(d) => d.view().into(),
         Direction::Fp8(d) => d.view().into(),
         Direction::Plain(nothing) => match *nothing {},
+    }
+}
+
+/// Where the groups of a direction lie.
+pub(super) fn along(side: Side) -> Along {
+    match side {
+        Side::Row => Along::Rows,
+        Side::Column => Along::K,
     }
 }
 
