@@ -9,13 +9,49 @@ use super::pool::{Allocator, Memory};
 use super::stream::Stream;
 use super::text::{Variants, assemble, entry};
 use crate::input::check_len;
-use nvfp4_spec::BLOCK;
+use nvfp4_spec::fp8::Tile;
+use nvfp4_spec::{BLOCK, GlobalScale, area};
 
 /// What kernels know of groups, to come after the rules.
 pub(crate) const GROUPS: &str = include_str!("groups.cuh");
 
 /// Where rows become columns, every group takes a multiple of so many.
 pub const GROUP_ROWS: usize = 128;
+
+/// The scales of groups that have one each are so many numbers apart: cuBLASLt reads a scale at a
+/// multiple of 16 bytes.
+pub const GROUP_SCALES: usize = 4;
+
+/// Where the groups of a direction lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Along {
+    /// One after the other along its rows: the row direction of a matrix in groups.
+    Rows,
+    /// Along K, a matrix by itself each: its column direction.
+    K,
+}
+
+impl Along {
+    /// How many 32-bit scales all groups of an NVFP4 direction of so many rows have.
+    pub fn stored_count(self, global: GlobalScale, groups: &Groups, rows: usize) -> nvfp4_spec::Result<usize> {
+        Ok(match (global, self) {
+            (GlobalScale::PerTensor, _) => groups.count(),
+            (GlobalScale::PerRow, Along::Rows) => rows,
+            (GlobalScale::PerRow, Along::K) => area(groups.count(), rows)?,
+        })
+    }
+
+    /// How many scales all groups of an FP8 direction have, of rows and K.
+    pub fn scale_count(self, tile: Tile, groups: &Groups, (rows, cols): (usize, usize)) -> nvfp4_spec::Result<usize> {
+        // Tiles that span rows begin anew in every group.
+        Ok(match (tile, self) {
+            (Tile::Tensor, _) => GROUP_SCALES * groups.count(),
+            (Tile::Square128, Along::Rows) => tile.scale_count(groups.padded_rows(), cols)?,
+            (Tile::Column32, _) => tile.scale_count(groups.padded_rows(), rows)?,
+            (tile, _) => tile.scale_count(rows, cols)?,
+        })
+    }
+}
 
 /// The rows of a matrix in groups, one after the other: the tokens of each expert, or its weights.
 /// Products and quantizers take all groups in one launch. Sizes may lie in the memory of the GPU,

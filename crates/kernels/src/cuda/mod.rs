@@ -37,7 +37,7 @@ pub use device::{Device, Properties};
 pub use doctor::{Cache, Report, doctor};
 pub use environment::Environment;
 pub use error::{Error, Result, Version};
-pub use groups::{GROUP_ROWS, Groups, Matrix};
+pub use groups::{Along, GROUP_ROWS, GROUP_SCALES, Groups, Matrix};
 pub(crate) use groups::{GROUPS, GroupsParams, sources as groups_sources};
 pub(crate) use input::Uploaded;
 pub use input::{Input, Values};

@@ -14,7 +14,6 @@ pub mod cuda {
     pub use super::delayed::cuda::{Entry, update};
     pub use super::dequantize::cuda::{ScaleRef, View, dequantize};
     pub use super::quantize::cuda::{
-        Amax, Direction, GROUP_SCALES, Mode, Outputs, Scale, ScaleMut, Scaling, grouped_shape, quantize,
-        quantize_grouped,
+        Amax, Direction, Mode, Outputs, Scale, ScaleMut, Scaling, grouped_shape, quantize, quantize_grouped,
     };
 }

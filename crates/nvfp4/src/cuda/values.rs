@@ -4,7 +4,8 @@ use super::{Direction, Gpu, Input, Memory, Owned, Values};
 use crate::format::{Family, Side};
 use crate::{Layout, Nvfp4Description, Result};
 use half::bf16;
-use nvfp4_kernels::gemm::cuda::{self as gemm, Along, NvfpValues, Operand};
+use nvfp4_kernels::cuda::Along;
+use nvfp4_kernels::gemm::cuda::{self as gemm, NvfpValues, Operand};
 use nvfp4_spec::hadamard::Signs;
 use nvfp4_spec::{GlobalScale, area};
 

@@ -1,7 +1,8 @@
 //! The 32-bit scales of operands.
 
+use crate::cuda::GROUP_SCALES;
 use crate::dequantize::cuda::View;
-use crate::fp8::cuda::{GROUP_SCALES, View as Fp8View};
+use crate::fp8::cuda::View as Fp8View;
 use nvfp4_spec::GlobalScale;
 use nvfp4_spec::fp8::{Scales, Tile};
 use nvfp4_spec::scale::Unit;

@@ -2,13 +2,13 @@
 
 use super::choice::{prefers_library_for_all, prefers_one_launch};
 use super::cublas::Cublas;
-use super::groups::{Along, GroupedOperand};
+use super::groups::GroupedOperand;
 use super::operand::{Operand, Weights};
 use super::output::{Output, Product};
 use super::prepared::TILE;
 use super::{Member, check, check_outputs, grouped, pipeline, promoted, tiles, to_bf16};
 use crate::Result;
-use crate::cuda::{Allocator, GROUP_ROWS, Plain, SliceMut, Stream};
+use crate::cuda::{Allocator, Along, GROUP_ROWS, Plain, SliceMut, Stream};
 use crate::gemm::units::LEAST_BLOCK_SCALED;
 use crate::input::check_len;
 use nvfp4_spec::{Element, Error, area};

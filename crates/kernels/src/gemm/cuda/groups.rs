@@ -2,44 +2,13 @@
 
 use super::operand::Operand;
 use crate::Result;
-use crate::cuda::{Device, GROUP_ROWS, Groups, GroupsParams};
+use crate::cuda::{Along, Device, GROUP_ROWS, GROUP_SCALES, Groups, GroupsParams};
 use crate::dequantize::cuda::View;
-use crate::fp8::cuda::{GROUP_SCALES, View as Fp8View};
+use crate::fp8::cuda::View as Fp8View;
 use crate::input::check_len;
 use crate::quantize::Layout;
 use nvfp4_spec::fp8::{BLOCK as WIDE, MX_BLOCK, Scales, Tile};
-use nvfp4_spec::{BLOCK, Error, GlobalScale, area};
-
-/// Where the groups of an operand lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Along {
-    /// One after the other along its rows: the row direction of a matrix in groups.
-    Rows,
-    /// Along K, a matrix by itself each: its column direction.
-    K,
-}
-
-impl Along {
-    /// How many 32-bit scales all groups of an NVFP4 operand of so many rows have.
-    pub fn stored_count(self, global: GlobalScale, groups: &Groups, rows: usize) -> Result<usize> {
-        Ok(match (global, self) {
-            (GlobalScale::PerTensor, _) => groups.count(),
-            (GlobalScale::PerRow, Along::Rows) => rows,
-            (GlobalScale::PerRow, Along::K) => area(groups.count(), rows)?,
-        })
-    }
-
-    /// How many scales all groups of an FP8 operand have, of which K is the second number.
-    pub fn scale_count(self, tile: Tile, groups: &Groups, (rows, cols): (usize, usize)) -> Result<usize> {
-        // Tiles that span rows begin anew in every group.
-        Ok(match (tile, self) {
-            (Tile::Tensor, _) => GROUP_SCALES * groups.count(),
-            (Tile::Square128, Along::Rows) => tile.scale_count(groups.padded_rows(), cols)?,
-            (Tile::Column32, _) => tile.scale_count(groups.padded_rows(), rows)?,
-            (tile, _) => tile.scale_count(rows, cols)?,
-        })
-    }
-}
+use nvfp4_spec::{BLOCK, Error, GlobalScale};
 
 /// The operands of all groups, as [`quantize_grouped`](crate::quantize::cuda::quantize_grouped) or
 /// [FP8's](crate::fp8::cuda::quantize_grouped) writes them.

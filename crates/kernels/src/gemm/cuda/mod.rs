@@ -50,7 +50,7 @@ pub use choice::prefers_values;
 pub use costs::{Cost, Costs};
 pub use cublas::Cublas;
 pub use grouped::multiply_groups;
-pub use groups::{Along, GroupedOperand};
+pub use groups::GroupedOperand;
 pub(super) use host::on_host;
 pub use kept::Kept;
 pub use operand::{NvfpValues, Operand, Weights};

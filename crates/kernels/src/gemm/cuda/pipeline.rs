@@ -1,7 +1,7 @@
 //! Products by tensor cores; `pipeline.cuh` says how.
 
 use super::choice::{Choice, shape_for_groups};
-use super::groups::{Along, Grouping};
+use super::groups::Grouping;
 use super::operand::Operand;
 use super::output::{self, Add, Kind, OperandOrder, Order, Output};
 use super::prepared::{self, PreparedWeight, TILE, TILE_BYTES, prepare, tiles};
@@ -10,8 +10,8 @@ use super::shape::{self, Chip, Instruction, Shape};
 use super::{COPIES, MMA, OUTPUT, TOKENS, WEIGHTS, WGMMA, math};
 use crate::cuda::text::{ELEMENTS, PRECISIONS, Variants, assemble};
 use crate::cuda::{
-    Allocator, Device, GROUP_ROWS, GROUPS, Groups, GroupsParams, Input, MapValues, SliceMut, Source, Stream, entry,
-    tensor_map,
+    Allocator, Along, Device, GROUP_ROWS, GROUPS, Groups, GroupsParams, Input, MapValues, SliceMut, Source, Stream,
+    entry, tensor_map,
 };
 use crate::dequantize::cuda::View;
 use crate::quantize::Layout;

@@ -1,13 +1,13 @@
 //! Products of FP8 codes on Hopper's FP8 tensor cores, also in groups; `promoted.cu` says how.
 
-use super::groups::{Along, GroupedOperand, Grouping, PARTS, Part};
+use super::groups::{GroupedOperand, Grouping, PARTS, Part};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
 use super::scratch::Scratch;
 use super::tiles::Side;
 use super::{CODES, COPIES, OUTPUT, WGMMA, group_maps};
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8};
-use crate::cuda::{Allocator, Device, GROUPS, MapValues, Source, Stream, entry, tensor_map};
+use crate::cuda::{Allocator, Along, Device, GROUPS, MapValues, Source, Stream, entry, tensor_map};
 use crate::fp8::cuda::View;
 use crate::{Result, cuda};
 use nvfp4_spec::fp8::{BLOCK, Format, Scales, Tile};

@@ -1,13 +1,13 @@
 //! Products of FP8 operands on bf16 tensor cores; `tiles.cu` says how.
 
 use super::decoded::{self, Condition};
-use super::groups::{Along, GroupedOperand, Grouping, PARTS, Part};
+use super::groups::{GroupedOperand, Grouping, PARTS, Part};
 use super::operand::Operand;
 use super::output::{self, Add, Kind, Order, Output};
 use super::scratch::Scratch;
 use super::{CODES, MMA, OUTPUT, math};
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8};
-use crate::cuda::{Allocator, GROUPS, Source, Stream, entry};
+use crate::cuda::{Allocator, Along, GROUPS, Source, Stream, entry};
 use crate::{Result, cuda};
 use nvfp4_spec::fp8::{Scales, Tile};
 use nvfp4_spec::{Error, Precision};

@@ -15,7 +15,7 @@ pub(crate) use variant::sources;
 use super::{Layout, Lens, check};
 use crate::Result;
 use crate::cuda::text::Variants;
-use crate::cuda::{self, Device, Groups, Input, Matrix, Slice, SliceMut, Stream, countable};
+use crate::cuda::{self, Along, Device, Groups, Input, Matrix, Slice, SliceMut, Stream, countable};
 use amaxes::{find_amaxes, find_parts};
 use half::bf16;
 use launch::{DirectionParams, full_panels, panels, row_blocks, squares, whole_rows};
@@ -295,15 +295,11 @@ pub fn quantize_grouped(
 ) -> Result<()> {
     let (rows, cols, padded) = (x.rows(), x.cols(), groups.padded_rows());
     groups.check_input(stream.device(), x)?;
-    let amaxes = |d: &Direction<'_>, each: usize| match d.mode.global {
-        GlobalScale::PerTensor => groups.count(),
-        GlobalScale::PerRow => each,
-    };
     if let Some(row) = &row {
-        row.check(stream.device(), (rows, cols), amaxes(row, rows))?;
+        row.check(stream.device(), (rows, cols), Along::Rows.stored_count(row.mode.global, groups, rows)?)?;
     }
     if let Some(col) = &col {
-        col.check(stream.device(), (cols, padded), amaxes(col, groups.count() * cols))?;
+        col.check(stream.device(), (cols, padded), Along::K.stored_count(col.mode.global, groups, cols)?)?;
     }
     for d in [&row, &col].into_iter().flatten() {
         if d.layout != Layout::Linear || matches!(d.rounding, Rounding::Stochastic(Random::Bytes(_))) {

@@ -1,9 +1,11 @@
 //! The two kernels, their variants and their parameters, laid out as in `units.cuh`.
 
-use super::{Direction, GROUP_SCALES, Mode, Scale, Scaling};
+use super::{Direction, Mode, Scale, Scaling};
 use crate::Result;
 use crate::cuda::text::{PRECISIONS, Variants, assemble_fp8, format, precision};
-use crate::cuda::{self, Device, GROUPS, Groups, GroupsParams, Input, Kernel, Matrix, Source, Stream, divisor};
+use crate::cuda::{
+    self, Device, GROUP_SCALES, GROUPS, Groups, GroupsParams, Input, Kernel, Matrix, Source, Stream, divisor,
+};
 use nvfp4_spec::fp8::{AmaxRule, BLOCK, Format, MX_BLOCK, ScaleValues};
 use nvfp4_spec::{BLOCK as UNIT, Precision};
 

@@ -12,10 +12,10 @@ pub(in crate::fp8) use launch::{Grid, Variant};
 use super::check;
 use crate::Result;
 use crate::amax::cuda as maxima;
-use crate::cuda::{Device, Groups, Input, Matrix, Slice, SliceMut, Stream};
+use crate::cuda::{Along, Device, Groups, Input, Matrix, Slice, SliceMut, Stream};
 use crate::input::check_len;
 use launch::Launch;
-use nvfp4_spec::fp8::{self, AmaxRule, Format, Scales, Side};
+use nvfp4_spec::fp8::{self, AmaxRule, Format, Scales, Side, Tile};
 use nvfp4_spec::{Error, Specials, area};
 
 /// The source of the scale of a whole matrix.
@@ -208,27 +208,17 @@ fn checked(stream: &Stream, matrix: Matrix<'_>, mode: &Mode<'_>, mut outputs: Ou
     launches.iter().try_for_each(|launch| launch.run(stream))
 }
 
-/// The scales of groups that have one each are so many numbers apart: cuBLASLt reads a scale at a
-/// multiple of 16 bytes.
-pub const GROUP_SCALES: usize = 4;
-
 /// The rows and columns of the codes of a direction of a matrix in groups, and the number of its
 /// scales: MXFP8's column direction has the rows of `x` as they lie, others have
 /// [`Groups::padded_rows`] in each row. Tiles begin anew in every group.
 pub fn grouped_shape(mode: &Mode<'_>, side: Side, cols: usize, groups: &Groups) -> Result<((usize, usize), usize)> {
-    let (padded, shapes) = (groups.padded_rows(), mode.shapes());
-    let codes = match (side, mode.scaling) {
-        (Side::Row, _) | (Side::Column, Scaling::Mx | Scaling::MxSquare) => (groups.rows(), cols),
-        (Side::Column, _) => (cols, padded),
+    let (along, shape) = match side {
+        Side::Row => (Along::Rows, (groups.rows(), cols)),
+        Side::Column => (Along::K, (cols, groups.padded_rows())),
     };
-    // Rows that have scales of their own are not padded.
-    let rows = if side == Side::Row && !matches!(mode.scaling, Scaling::Square128(_)) { groups.rows() } else { padded };
-    let (tile, shape) = (shapes.tile(side), shapes.shape(side, (rows, cols)));
-    let scales = match mode.scaling {
-        Scaling::Tensor(_) => GROUP_SCALES * groups.count(),
-        _ => tile.scale_count(shape.0, shape.1)?,
-    };
-    Ok((codes, scales))
+    let tile = mode.shapes().tile(side);
+    let codes = if tile == Tile::Column32 { (groups.rows(), cols) } else { shape };
+    Ok((codes, along.scale_count(tile, groups, shape)?))
 }
 
 /// Quantizes the groups of a matrix in the directions of `outputs`, all in one launch. Does not

@@ -32,7 +32,7 @@ pub struct Cublas {
     session: Session,
 }
 
-/// How many plans are kept. A model needs some tens, but experts have other numbers of tokens at
+/// How many plans are kept at least. A model needs some tens, but experts have other numbers of tokens at
 /// every step.
 const PLANS: usize = 4096;
 
