@@ -5,6 +5,7 @@ use super::client::Client;
 use super::dialect::{Dialect, Model};
 use super::finding::{Finding, Fix, Severity};
 use super::form::Eight;
+use super::outline::Outline;
 use super::stacked::is_expert;
 use super::weight::{Stored, Weight};
 use crate::Result;
@@ -215,9 +216,10 @@ fn unread(model: &Model<'_>, architecture: &str) -> Option<&'static str> {
     let adapter = |w: &Weight<'_>| w.module.contains("_adapter_list.") && scaled(w);
     let has = |wanted: &dyn Fn(&Weight<'_>) -> bool| model.weights.iter().any(wanted);
     match model.dialect {
-        Dialect::ModelOpt | Dialect::CompressedTensors if architecture.starts_with("Bloom") && has(&by_heads) => {
-            Some("vLLM 0.32 sorts its query_key_value by heads, and fails with the one number of a tensor scale")
-        }
+        Dialect::ModelOpt | Dialect::CompressedTensors if architecture.starts_with("Bloom") && has(&by_heads) => Some(
+            "vLLM 0.32 sorts its query_key_value by heads, and fails with the one number of a tensor scale; keep it \
+                 plain",
+        ),
         Dialect::ModelOpt | Dialect::CompressedTensors if architecture.starts_with("Zamba2") && has(&adapter) => {
             Some("vLLM 0.32 does not find the activation scales of its adapters; leave them out")
         }
@@ -261,7 +263,7 @@ const CALLED: [(&[&str], &str, &[&str]); 9] = [
 
 /// What else vLLM calls a module when it asks the configuration for its form.
 pub(super) fn called_by_vllm(config: Option<&Value>, module: &str) -> Vec<String> {
-    let architecture = config.and_then(|c| c.pointer("/architectures/0")?.as_str()).unwrap_or_default();
+    let architecture = Outline::new(config).architecture().unwrap_or_default();
     let called = CALLED
         .iter()
         .filter(|(names, part, _)| module.contains(part) && names.iter().any(|name| architecture.starts_with(name)));

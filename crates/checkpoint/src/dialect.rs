@@ -14,6 +14,7 @@
 use super::folder::{Checkpoint, Located};
 use super::form::Eight;
 use super::fp8;
+use super::outline::Outline;
 use super::weight::{Arrangement, Nibbles, Nvfp4, Stored, Weight};
 use crate::{Error, Result};
 use nvfp4::{Layout, Unit};
@@ -137,7 +138,7 @@ impl<'a> Model<'a> {
 
     /// The architecture that `config.json` names.
     pub fn architecture(&self) -> Option<&str> {
-        self.checkpoint.config()?.get("architectures")?.get(0)?.as_str()
+        Outline::new(self.checkpoint.config()).architecture()
     }
 
     /// Whether the configuration names each quantized module, so that all others are not.

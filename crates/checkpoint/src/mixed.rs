@@ -37,7 +37,7 @@ pub(super) struct Mixed<'p> {
     kv: Kv,
     /// How the source has activations beside its MXFP4.
     mxfp4_inputs: Value,
-    schemes: BTreeMap<Scheme, Vec<String>>,
+    schemes: BTreeMap<Scheme, BTreeSet<String>>,
 }
 
 impl<'p> Mixed<'p> {
@@ -52,12 +52,12 @@ impl<'p> Mixed<'p> {
         if !plan.is_mixed() || !matches!(target, Target::ModelOpt | Target::CompressedTensors) {
             return None;
         }
-        let mut schemes: BTreeMap<Scheme, Vec<String>> = BTreeMap::new();
+        let mut schemes: BTreeMap<Scheme, BTreeSet<String>> = BTreeMap::new();
         for item in &plan.items {
             if let Some(scheme) = scheme(item, target, extras.activations) {
                 let module = &item.weight.module;
                 let modules = schemes.entry(scheme).or_default();
-                modules.push(module.clone());
+                modules.insert(module.clone());
                 modules.extend(architecture::called_by_vllm(source, module));
             }
         }
@@ -131,7 +131,7 @@ impl<'p> Mixed<'p> {
     }
 
     fn compressed_tensors(&self) -> Value {
-        let group = |(i, (scheme, modules)): (usize, (&Scheme, &Vec<String>))| {
+        let group = |(i, (scheme, modules)): (usize, (&Scheme, &BTreeSet<String>))| {
             let targets = match self.single() {
                 Some(_) => vec!["Linear".to_string()],
                 None => targets(modules),
@@ -285,7 +285,7 @@ impl Scheme {
 /// all of them: a server tries every target for every module. vLLM gives the beginning of a name
 /// another form (`backbone.layers` is its `model.layers`), but not that of an expression; and of
 /// experts without a gate it asks for one that has no name.
-fn targets(modules: &[String]) -> Vec<String> {
+fn targets(modules: &BTreeSet<String>) -> Vec<String> {
     let parent =
         |parent: &str| match parent.match_indices("layers.").find(|(at, _)| *at == 0 || parent[..*at].ends_with('.')) {
             Some((at, _)) => format!("(.*\\.)?{}", regex_lite::escape(&parent[at..])),
@@ -307,6 +307,6 @@ mod tests {
         let modules = ["l.0.mlp.experts.0.up", "l.0.mlp.experts.11.up", "m.layers.0.mlp.experts.0.down", "l.0.attn.q"];
         let layers = r"re:(.*\.)?layers\.0\.mlp\.experts\.\d+\..*$";
         let expected = ["l.0.attn.q", layers, r"re:l\.0\.mlp\.experts\.\d+\..*$"];
-        assert_eq!(targets(&modules.map(str::to_string)), expected);
+        assert_eq!(targets(&modules.map(str::to_string).into()), expected);
     }
 }

@@ -80,7 +80,7 @@ enum First {
 pub(super) fn matrices(checkpoint: &Checkpoint, tensor: &Located<'_>) -> Result<Vec<TensorInfo>, String> {
     let Some(module) = experts(tensor) else { return Err("no experts".to_string()) };
     let config = checkpoint.config();
-    let architecture = config.and_then(|c| c.pointer("/architectures/0")?.as_str()).unwrap_or_default();
+    let architecture = Outline::new(config).architecture().unwrap_or_default();
     if let Some((_, reason)) = UNREAD.iter().find(|(begins, _)| architecture.starts_with(begins)) {
         return Err(reason.to_string());
     }

@@ -363,6 +363,24 @@ fn experts_are_also_named_as_vllm_calls_them() {
     }
 }
 
+/// q, k and v are one module of vLLM's StableLM, which a group names once.
+#[test]
+fn a_group_names_what_vllm_joins_once() {
+    let dir = Folder::new();
+    let mut config = wide_config();
+    config["architectures"] = json!(["StableLmForCausalLM"]);
+    folder(&dir.join("in"), &wide(), &config);
+    run(&dir.join("in"), &dir.join("out"), &preset(Target::ModelOpt, "mlp+fp8")).unwrap();
+    let config = json_of(&dir.join("out/config.json"))["quantization_config"].clone();
+    for joined in ["self_attn.qkv_proj", "mlp.gate_up_proj"] {
+        let joined = json!(format!("model.layers.0.{joined}"));
+        let groups = config["config_groups"].as_object().unwrap().values();
+        let count =
+            groups.flat_map(|group| group["targets"].as_array().unwrap()).filter(|target| **target == joined).count();
+        assert_eq!(count, 1, "{joined}");
+    }
+}
+
 #[test]
 fn keys_and_values_in_nvfp4_are_said() {
     let dir = Folder::new();
