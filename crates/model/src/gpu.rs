@@ -51,7 +51,7 @@ impl GpuMatrix {
     }
 
     /// Twin of [`Matrix::multiply`]: **Bounded** too. Waits.
-    pub fn multiply(&self, x: &[f32], rows: usize) -> Result<Vec<f32>> {
+    pub(crate) fn multiply(&self, x: &[f32], rows: usize) -> Result<Vec<f32>> {
         let x = self.gpu.upload(x)?;
         let x = Input::new(Values::F32(x.slice()), rows, self.cols)?;
         let values = match &self.held {
@@ -68,7 +68,7 @@ impl GpuMatrix {
     }
 
     /// Twin of [`Matrix::multiply_codes`]: **Bounded**, where that is exact. Waits.
-    pub fn multiply_codes(&self, x: &nvfp4::Direction) -> Result<Vec<f32>> {
+    pub(crate) fn multiply_codes(&self, x: &nvfp4::Direction) -> Result<Vec<f32>> {
         let Held::Nvfp4(weights) = &self.held else { unreachable!("the caller asked whether it has codes") };
         let (x, rows) = (x.to_gpu(&self.gpu)?, x.rows());
         self.fetch(rows, |out| self.gpu.matmul(&x, weights, &Product::default(), out.slice_mut()))

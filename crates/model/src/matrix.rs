@@ -121,7 +121,7 @@ impl Matrix {
     }
 
     /// The same matrix of binary32 numbers, for many products.
-    pub fn decoded(self) -> Result<Self> {
+    pub(crate) fn decoded(self) -> Result<Self> {
         if let Elements::F32(_) = self.elements {
             return Ok(self);
         }
@@ -131,7 +131,7 @@ impl Matrix {
     }
 
     /// `x · wᵀ` for rows of binary32 inputs, one after the other. **Bounded**.
-    pub fn multiply(&self, x: &[f32], rows: usize) -> Result<Vec<f32>> {
+    pub(crate) fn multiply(&self, x: &[f32], rows: usize) -> Result<Vec<f32>> {
         let (outputs, cols) = (self.rows, self.cols);
         let mut out = vec![0.0; rows * outputs];
         if let Elements::F32(values) = &self.elements {
@@ -158,7 +158,7 @@ impl Matrix {
     }
 
     /// `x · wᵀ` for rows of inputs in NVFP4, where the matrix is NVFP4 too. **Exact**.
-    pub fn multiply_codes(&self, x: &Direction) -> Result<Vec<f32>> {
+    pub(crate) fn multiply_codes(&self, x: &Direction) -> Result<Vec<f32>> {
         let weights = self.codes().expect("the caller asked whether it has them");
         Ok(matmul(x, weights, &Product::default())?)
     }

@@ -21,7 +21,7 @@ use serde_json::json;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 /// The first GPU, if there is one.
 fn place() -> Option<Place> {
@@ -219,17 +219,6 @@ fn evaluated(
     let evaluate = Evaluate { reference: Some(reference), model, rows: &rows, given: 0, activations, lanes, state };
     assert!(evaluate.gpu_peak().is_some());
     evaluate.run(progress, stop)
-}
-
-/// Stops when a layer is done.
-struct StopAfter<'s>(&'s AtomicBool, &'static str);
-
-impl Progress for StopAfter<'_> {
-    fn advance(&mut self, _work: u64, what: &str) {
-        if what == self.1 {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
 }
 
 #[test]

@@ -5,11 +5,11 @@ mod generated;
 use generated::*;
 use nvfp4_checkpoint::{Acts, Checkpoint, Moments, Round, ScaleChoice, Settings, convert};
 use nvfp4_model::{
-    Activations, Decoder, Divergence, Generation, Hessians, Lane, Progress, Rows, Run, Sampling, Source, StateFile,
-    amaxes, calibrate, calibrate_with, generate, logits, perplexity,
+    Activations, Decoder, Divergence, Generation, Hessians, Lane, Rows, Run, Sampling, Source, StateFile, amaxes,
+    calibrate, calibrate_with, generate, logits, perplexity,
 };
 use serde_json::{Value, json};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 #[test]
 fn a_model_is_no_further_from_itself_than_nothing() {
@@ -141,17 +141,6 @@ fn calibration_keeps_products_of_inputs() {
     assert_eq!(summary.plain.len(), 3);
     let found = evaluate(Some(&here), &there.join("gptq"), Activations::AsStored).unwrap();
     assert!(Divergence::of(&found.said[0].1, &found.said[1].1).mean.mean < 0.05);
-}
-
-/// Stops when a layer is done.
-struct StopAfter<'s>(&'s AtomicBool, &'static str);
-
-impl Progress for StopAfter<'_> {
-    fn advance(&mut self, _work: u64, what: &str) {
-        if what == self.1 {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
 }
 
 #[test]

@@ -14,11 +14,22 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 pub static GO: AtomicBool = AtomicBool::new(false);
 pub const HIDDEN: usize = 64;
 pub const WORDS: usize = 96;
+
+/// Stops when a layer is done.
+pub struct StopAfter<'s>(pub &'s AtomicBool, pub &'static str);
+
+impl Progress for StopAfter<'_> {
+    fn advance(&mut self, _work: u64, what: &str) {
+        if what == self.1 {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
 
 /// A folder that is gone when the test is done.
 pub struct Folder(PathBuf);
