@@ -31,8 +31,8 @@ pub enum Implementation {
     /// AVX2, FMA and F16C, on all threads of the current rayon pool.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
-    /// AVX-512 in quantization by TransformerEngine's rules and, with VNNI and BF16, in products; AVX2
-    /// elsewhere.
+    /// AVX-512 in quantization (rows by TransformerEngine's rules; columns of 16-bit elements by all)
+    /// and, with VNNI and BF16, in products; AVX2 elsewhere.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
     /// NEON, on all threads of the current rayon pool; in products also dot products of bytes, if

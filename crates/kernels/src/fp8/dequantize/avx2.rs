@@ -159,11 +159,10 @@ fn side_by_side<F: SmallFloat, const N: usize, const COLUMNS: usize>(
     out: &mut [[f32; N]],
     at: usize,
 ) -> bool {
-    let whole = factors.map(|f| f * F::OF_HALF);
-    if whole.iter().zip(factors).any(|(whole, f)| !whole.is_finite() && f.is_finite()) {
+    if !factors.iter().all(|&f| is_exact::<F>(f)) {
         return false;
     }
-    let whole = widen::<f32>(load(&whole));
+    let whole = widen::<f32>(load(&factors.map(|f| f * F::OF_HALF)));
     let mut rows = [_mm256_setzero_si256(); LANES];
     for (row, codes) in rows.iter_mut().zip(codes) {
         let codes: &[u8; 32] = codes[from..].first_chunk().expect("32 columns");

@@ -27,7 +27,6 @@ const SMALLEST: usize = 32;
 const APART: usize = 4 * BLOCK;
 
 /// `N` rows of B side by side, column by column.
-#[derive(Clone)]
 #[repr(align(64))]
 struct Panel<const N: usize>([[f32; N]; COLUMNS]);
 

@@ -1,7 +1,7 @@
 //! The 4over6 choice for sixteen tiles at once. Twin of [`crate::quantize::avx2::four_over_six`],
 //! which has the bound: a lane adds at most 32 terms here too, and the lanes add up in 3 more steps.
 
-use super::codes::e4m3_codes;
+use super::codes::{e4m3_codes, values_of};
 use super::direct::{Pair, RAISED, UNIT, first, inverse, of_pair, rounder, scaled, values_of_bytes};
 use crate::avx512::Avx512;
 use crate::quantize::avx2::four_over_six::{LARGEST, OF_ERRORS, RANGE, Tiles, of_factors, unit};
@@ -47,8 +47,7 @@ fn choose_sixteen<T: Element, const MAE: bool>(
     let bits = unsafe { _mm512_maskz_loadu_epi32(exist, magnitudes.as_ptr().cast()) };
     let amax = match T::PRECISION {
         Precision::F32 => _mm512_castsi512_ps(bits),
-        Precision::Bf16 => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)),
-        Precision::F16 => _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)),
+        narrow => values_of(_mm512_cvtepi32_epi16(bits), narrow),
     };
     let base = _mm512_mul_ps(_mm512_div_ps(amax, _mm512_set1_ps(6.0)), _mm512_set1_ps(global.encode));
     let scales = [e4m3_codes(base), e4m3_codes(_mm512_mul_ps(base, _mm512_set1_ps(1.5)))];
