@@ -164,6 +164,47 @@ def test_what_would_be_read_wrongly_is_refused(tmp_path, changes, message):
         nvfp4.torch.load(folder, Embedded())
 
 
+ROWS, COLS = 32, 4096  # as many rows as blocks of 128 × 128
+E8M0 = getattr(torch, "float8_e8m0fnu", None)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, tile",
+    [
+        ((), torch.float32, (ROWS, COLS)),
+        ((1,), torch.bfloat16, (ROWS, COLS)),
+        ((ROWS,), torch.float32, (1, COLS)),
+        ((ROWS, 1), torch.bfloat16, (1, COLS)),
+        ((1, COLS // 128), torch.float32, (128, 128)),
+        ((1, 1, COLS // 128, 1), torch.bfloat16, (128, 128)),
+        ((ROWS, COLS // 32), torch.uint8, (1, 32)),
+        *([((1, COLS // 128), E8M0, (128, 128))] if E8M0 else []),
+        ((COLS // 128, 1, 1), torch.float32, None),
+        ((1, COLS), torch.float32, None),
+        ((ROWS,), torch.uint8, None),
+    ],
+)
+def test_fp8_is_decoded_by_the_shape_of_its_scales(tmp_path, shape, dtype, tile):
+    from safetensors.torch import save_file
+
+    # Powers of two, which every type of scales has; MXFP8's are bytes.
+    exponents = torch.randint(-8, 8, shape)
+    scale = (exponents + 127).to(torch.uint8) if dtype is torch.uint8 else torch.ldexp(torch.ones(shape), exponents).to(dtype)
+    codes = torch.randn(ROWS, COLS).to(torch.float8_e4m3fn)
+    save_file({"0.weight": codes, "0.weight_scale": scale}, tmp_path / "model.safetensors")
+    model = torch.nn.Sequential(torch.nn.Linear(COLS, ROWS, bias=False))
+    if tile is None:
+        with pytest.raises(ValueError, match=f"0: FP8 of {ROWS} × {COLS} with scales of"):
+            nvfp4.torch.load(tmp_path, model)
+        return
+    with pytest.warns(UserWarning, match=r"1 layers of FP8 \(0\) are decoded"):
+        assert nvfp4.torch.load(tmp_path, model).decoded == ["0"]
+    exponents = exponents.reshape(-(-ROWS // tile[0]), -(-COLS // tile[1]))
+    for row, col in ((0, 0), (1, 31), (7, 200), (ROWS - 1, COLS - 1)):
+        expected = codes[row, col].float() * 2.0 ** exponents[row // tile[0], col // tile[1]].item()
+        assert model[0].weight[row, col] == expected, (row, col)
+
+
 def test_an_index_names_files_of_its_folder(tmp_path):
     written(tmp_path, "modelopt", Small(), False)
     index = tmp_path / "model.safetensors.index.json"

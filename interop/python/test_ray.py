@@ -56,7 +56,7 @@ class TestOneNode:
         with pytest.raises(ValueError, match="cpus: expected at most 2, as the largest node has, got 3"):
             nvfp4.ray.convert(tmp_path / "in", tmp_path / "out", cpus=3)
         monkeypatch.setattr(nvfp4.ray, "_nodes", dict)
-        with pytest.raises(ValueError, match="cpus: expected at most 0, .* got 1"):
+        with pytest.raises(ValueError, match="no node with a whole CPU"):
             nvfp4.ray.convert(tmp_path / "in", tmp_path / "out")
 
     @pytest.mark.parametrize("words", [["--threads", "2"], ["--threads=2"]])

@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/python"))
 import study  # noqa: E402
 
+COMMIT = "0" * 40  # a source archive has none
 SMALL = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --steps 2 --warmup 1 --device cpu".split()
 
 
@@ -21,7 +22,7 @@ def text(tmp_path_factory):
 
 
 def run(text, results, *words):
-    study.main(["run", "--text", str(text), "--results", str(results), *SMALL, *words])
+    study.main(["run", "--text", str(text), "--results", str(results), "--commit", COMMIT, *SMALL, *words])
 
 
 def test_runs_are_made_once_and_summed_up(text, tmp_path, capsys):
@@ -35,7 +36,7 @@ def test_runs_are_made_once_and_summed_up(text, tmp_path, capsys):
 
     made = {name: json.loads(text) for name, text in again.items()}
     one, other = made["nvfp4-0.json"], made["bf16-0.json"]
-    assert one["seed"] == 0 and one["machine"]["torch"] and len(one["commit"].rstrip("+")) == 40
+    assert one["seed"] == 0 and one["machine"]["torch"] and one["commit"] == COMMIT
     assert one["rules"] == "nvfp4" and other["rules"] is None and one["text"] == other["text"]
     # Both blocks stay in bf16, so nothing is quantized: the same weights, batches and losses.
     plain = made["nvfp4-last-two-bf16-0.json"]

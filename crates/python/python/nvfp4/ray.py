@@ -115,6 +115,8 @@ def convert(
         ray.init(address="auto")
     nodes = _nodes()
     cpus, most = cpus or max(1, int(min(nodes.values(), default=1))), max(nodes.values(), default=0)
+    if most < 1:
+        raise ValueError("the cluster has no node with a whole CPU, which a part needs")
     if cpus > most:  # Ray would wait for such a node, without end
         raise ValueError(f"cpus: expected at most {most:g}, as the largest node has, got {cpus}")
     parts = parts or len(nodes)

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import nvfp4
 
-from ._format import DType, Format, fp8_code
+from ._format import Format, fp8_dtype
 from ._roles import DelayedScalingRequest, QuantizerRole
 
 _NAMES = ("F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
@@ -72,9 +72,7 @@ class _Current(NamedTuple):
         if role.tensor_type in ("s", "dp"):
             return self.request
         backward = role.tensor_type in ("do", "dqkv") or "dpa_grad_input" in role.name
-        code = fp8_code(self.format, "backward" if backward else "forward")
-        dtype = DType.kFloat8E4M3 if code == "e4m3" else DType.kFloat8E5M2
-        return _te().Float8CurrentScalingQuantizer(dtype, device=None)
+        return _te().Float8CurrentScalingQuantizer(fp8_dtype(self.format, not backward), device=None)
 
 
 def attention_of(recipe: Any) -> Any:

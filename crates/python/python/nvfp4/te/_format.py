@@ -108,6 +108,12 @@ def fp8_code(format: Format, direction: str) -> str:
     raise ValueError(f"fp8_format: expected Format.HYBRID or Format.E4M3, got {format}")
 
 
+def fp8_dtype(format: Format, forward: bool) -> DType:
+    """The FP8 type of a pass; E5M2 in the backward pass of every format but E4M3."""
+    e4m3 = format is Format.E4M3 or (format is Format.HYBRID and forward)
+    return DType.kFloat8E4M3 if e4m3 else DType.kFloat8E5M2
+
+
 def fp8_code_of(dtype: Any) -> str:
     """The code of a quantizer's type."""
     codes = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2"}

@@ -182,9 +182,8 @@ class GroupedLinear(Begins, Follows, nvfp4.torch.GroupedLinear):
                     f"{self.path}:{name}: expected a buffer of ({rows}, {features}) for these "
                     f"tokens, got {tuple(buffer.shape)}"
                 )
-        splits = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
         inp = inp if dgrad_out is None else _GradientInto.apply(inp, dgrad_out)
-        y = super(GroupedLinear, self._follow(is_first_microbatch)).forward(inp, splits)
+        y = super(GroupedLinear, self._follow(is_first_microbatch)).forward(inp, m_splits)
         y = y if out is None else _Into.apply(y, out)
         if not self.return_bias:
             return y

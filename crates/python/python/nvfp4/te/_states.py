@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._format import DType, Format
+from ._format import fp8_dtype
 from ._roles import DelayedScalingRequest, QuantizerRole
 
 _TYPES = {
@@ -24,12 +24,6 @@ def _te() -> Any:
     import nvfp4.te  # which imports this file
 
     return nvfp4.te
-
-
-def fp8_dtype(recipe: Any, forward: bool) -> DType:
-    """The FP8 type of a pass."""
-    e4m3 = recipe.fp8_format is Format.E4M3 or (recipe.fp8_format is Format.HYBRID and forward)
-    return DType.kFloat8E4M3 if e4m3 else DType.kFloat8E5M2
 
 
 class RecipeState:
@@ -118,7 +112,7 @@ class DelayedScalingRecipeState(RecipeState):
 
     def __init__(self, recipe: Any, **settings: Any) -> None:
         super().__init__(recipe, **settings)
-        self.dtype = fp8_dtype(recipe, self.mode == "forward")
+        self.dtype = fp8_dtype(recipe.fp8_format, self.mode == "forward")
         self.scale = torch.ones(self.num_quantizers, device=self.device)
         steps = recipe.amax_history_len
         self.amax_history = torch.zeros(steps, self.num_quantizers, device=self.device)
@@ -138,7 +132,7 @@ class Float8CurrentScalingRecipeState(RecipeState):
             "grad_input": recipe.fp8_quant_bwd_grad,
         }.get(kind, recipe.fp8_quant_fwd_inp)  # fmt: skip
         return _te().Float8CurrentScalingQuantizer(
-            fp8_dtype(recipe, self.mode == "forward"), self.device,
+            fp8_dtype(recipe.fp8_format, self.mode == "forward"), self.device,
             force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon,
         )  # fmt: skip
 
@@ -150,7 +144,7 @@ class MXFP8BlockScalingRecipeState(RecipeState):
         role = self._slot_role(idx)
         linear = role.module_type in ("linear", "grouped_linear")
         squares = self.recipe.enable_2d_quantization and self.mode == "forward"
-        dtype = fp8_dtype(self.recipe, self.mode == "forward")
+        dtype = fp8_dtype(self.recipe.fp8_format, self.mode == "forward")
         of_weight = linear and role.tensor_type == "weight"
         return _te().MXFP8Quantizer(dtype, with_2d_quantization=squares and of_weight)
 
@@ -167,7 +161,7 @@ class Float8BlockScalingRecipeState(RecipeState):
         else:
             params, dim = recipe.fp8_quant_fwd_inp, recipe.x_block_scaling_dim
         return _te().Float8BlockQuantizer(
-            fp8_dtype(recipe, kind not in _TYPES["backward"]), rowwise=True, columnwise=True,
+            fp8_dtype(recipe.fp8_format, kind not in _TYPES["backward"]), rowwise=True, columnwise=True,
             amax_epsilon=params.amax_epsilon, force_pow_2_scales=params.power_2_scale,
             block_scaling_dim=dim,
         )  # fmt: skip

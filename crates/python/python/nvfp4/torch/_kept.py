@@ -3,7 +3,7 @@ recomputed passes, evaluation.
 
 A layer keeps the codes of its weight beside it. They are those of one object, one version (torch
 counts changes in place) and one storage. They end with a step of any optimizer of torch, a state
-dict that is loaded, a parameter that is set, a switch between training and evaluation, and
+dict that is made or loaded, a parameter that is set, a switch between training and evaluation, and
 :func:`nvfp4.torch.update_scales`. What is written through ``.data`` or by a collective operation
 outside of an optimizer is not counted: :func:`weights_changed` says so. Those of a DTensor are
 of this worker's part, and there as long as nobody else has that memory, as a state dict does.
@@ -108,8 +108,18 @@ def _alone(local: Tensor) -> bool:
     """Whether no other tensor has the memory of a DTensor's part. What a state dict has of it may be
     written to uncounted, as ``dcp.load`` does.
     """
-    known = 2  # the part, and the storage that Python has here
-    return torch._C._storage_Use_Count(local.untyped_storage()._cdata) <= known
+    return _ALONE is not None and _users(local) == _ALONE
+
+
+def _users(tensor: Tensor) -> int:
+    """How many refer to the memory of a tensor: itself, and in some versions of torch what Python
+    has of it.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+# Of memory that one tensor has; None where torch does not count, as before 2.8 without CUDA.
+_ALONE = _users(torch.empty(1)) if hasattr(torch._C, "_storage_Use_Count") else None
 
 
 def _key(weight: Tensor, formats: str) -> Tuple:

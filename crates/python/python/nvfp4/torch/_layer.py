@@ -179,6 +179,10 @@ class Layer(Delays):
             self.forget_weights()
         return super().train(mode)
 
+    def _save_to_state_dict(self, *args):
+        super()._save_to_state_dict(*args)
+        self.forget_weights()  # what has a DTensor of a state dict may write to it, uncounted
+
     def _load_from_state_dict(self, *args):
         self.forget_weights()  # nothing refers to a parameter that is swapped
         super()._load_from_state_dict(*args)

@@ -88,6 +88,8 @@ def load(folder: Union[str, Path], model: torch.nn.Module, *, activations: str =
     if wrong:
         raise ValueError(f"{', '.join(wrong[:4])}: codes without their scales, or of a layer that is no torch.nn.Linear of the model")
     eight = sorted(name.removesuffix("weight").removesuffix(".") for name in values)
+    if not quantized and not eight:
+        raise ValueError(f"{folder}: no codes for any torch.nn.Linear of the model; are the names of its layers those of the file?")
     if eight:
         warnings.warn(f"{len(eight)} layers of FP8 ({', '.join(eight[:4])}) are decoded: they multiply in high precision", stacklevel=2)
     copied.update(values)
@@ -98,8 +100,6 @@ def load(folder: Union[str, Path], model: torch.nn.Module, *, activations: str =
         result = model.load_state_dict(copied, strict=False)
     of_codes = {_named(path, last) for path in quantized for last in ("weight", "input_amax")}
     missing = [name for name in result.missing_keys if name not in of_codes]
-    if not quantized:
-        raise ValueError(f"{folder}: no codes for any torch.nn.Linear of the model; are the names of its layers those of the file?")
     if missing and strict:
         raise ValueError(f"{folder} lacks {', '.join(missing[:8])}{' and more' if len(missing) > 8 else ''}; strict=False leaves them as they are")
     return Loaded(quantized, sorted(copied), missing, eight)

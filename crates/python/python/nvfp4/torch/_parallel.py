@@ -218,7 +218,8 @@ def weight_of(weight: Tensor, format: Format, settings: Settings) -> Part:
     given = {"group": split, "kept": state, "watched": settings.watched("weight")}
     part = part_of(weight, format, **given)
     imagined = isinstance(weight, FakeTensor)
-    if kept is None or state is not None or part.waits or imagined or format.rounding == "stochastic":
+    plain = "high-precision" in format.spec  # a copy, as large as the weight
+    if kept is None or state is not None or part.waits or imagined or plain or format.rounding == "stochastic":
         return part
     lives, both = weight if parallel.lives is None else parallel.lives, format.directions == "both"
     # Of a DTensor, some changes are counted by itself, others by its part.

@@ -11,15 +11,17 @@ DTYPES = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.uint8,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 # Scales of keys and values, which transformers has no cache for.
 CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "output_scale")
 
 _SIDE_OF_BLOCK = 128
+_BLOCK_OF_MX = 32
 
 
 class Form(NamedTuple):
@@ -87,19 +89,29 @@ def parts_of_module(module: str, tensors: Dict[str, Tuple[str, Tuple[int, ...]]]
 
 def decoded(path: str, codes: Tensor, scale: Tensor) -> Tensor:
     """The values of an FP8 weight, ``fl(value · scale)``: with one scale, one for each row, for each
-    block of 128 × 128, or (MXFP8) for each 32 of a row.
+    block of 128 × 128, or (MXFP8, whose scales are bytes) for each 32 of a row.
     """
     rows, cols = codes.shape
+    tall, wide = _tile(rows, cols, scale)
+    if not tall:
+        raise ValueError(f"{path}: FP8 of {rows} × {cols} with scales of {tuple(scale.shape)} in {scale.dtype} is not known")
     if scale.dtype is torch.uint8:
         scale = torch.ldexp(torch.ones(scale.shape), scale.int().cpu() - 127).to(codes.device)
-        tall, wide = 1, 32
-    else:
-        scale = scale.float()
-        tall, wide = _SIDE_OF_BLOCK, _SIDE_OF_BLOCK
-        if scale.numel() in (1, rows):
-            scale, tall, wide = scale.reshape(-1, 1), rows if scale.numel() == 1 else 1, cols
-    scale = scale.reshape([size for size in scale.shape if size > 1 or scale.dim() <= 2])
-    if tuple(scale.shape) != (-(-rows // tall), -(-cols // wide)):
-        raise ValueError(f"{path}: FP8 of {rows} × {cols} with scales of {tuple(scale.shape)} is not known")
+    scale = scale.float().reshape(-(-rows // tall), -(-cols // wide))
     whole = scale.repeat_interleave(tall, 0)[:rows].repeat_interleave(wide, 1)[:, :cols]
     return codes.float() * whole
+
+
+def _tile(rows: int, cols: int, scale: Tensor) -> Tuple[int, int]:
+    """Rows and columns that share a scale, by its type and shape as the converter tells them apart;
+    (0, 0) if they are none of these.
+    """
+    shape = tuple(scale.shape)
+    tall, wide = -(-rows // _SIDE_OF_BLOCK), -(-cols // _SIDE_OF_BLOCK)
+    if scale.dtype is torch.uint8:
+        return (1, _BLOCK_OF_MX) if shape == (rows, -(-cols // _BLOCK_OF_MX)) else (0, 0)
+    if scale.numel() == 1:
+        return rows, cols
+    if shape in ((rows,), (rows, 1)):
+        return 1, cols
+    return (_SIDE_OF_BLOCK, _SIDE_OF_BLOCK) if shape in ((tall, wide), (tall, 1, wide, 1)) else (0, 0)

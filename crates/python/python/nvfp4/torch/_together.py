@@ -40,11 +40,11 @@ class Call(NamedTuple):
     mains: List[Optional[Tensor]]
 
 
-def can_be_together(x: Tensor, weights: Sequence[Tensor], formats: Optional[List[Formats]]) -> bool:
-    """Whether one launch serves all experts: on a GPU, in eager mode, with weights in high precision
-    and experts of one format.
+def can_be_together(x: Tensor, weights: Sequence[Tensor], formats: List[Formats]) -> bool:
+    """Whether one launch serves all experts of tokens on a GPU: in eager mode, with weights in high
+    precision and experts of one format.
     """
-    if not x.is_cuda or formats is None or x.shape[0] == 0:
+    if x.shape[0] == 0:
         return False
     first = formats[0]
     if not first.trained or first.finite == "refuse" or any(of != first for of in formats):

@@ -54,7 +54,7 @@ def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dty
 
 def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
     """The FP8 type of a pass, as quantizers name it."""
-    return fp8_dtype(fp8_recipe, fprop_tensor)
+    return fp8_dtype(fp8_recipe.fp8_format, fprop_tensor)
 
 
 def get_fp4_te_dtype(fp4_recipe: Any) -> DType:
