@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import nvfp4
@@ -17,7 +18,7 @@ import nvfp4.te as te
 import nvfp4.torch
 from nvfp4.torch._formats import Format
 from nvfp4.torch._composed import quantized as arrays_of
-from workers import run
+from workers import NEAREST, run
 
 
 def worker(rank, number, folder):
@@ -161,6 +162,33 @@ def test_workers_quantize_with_the_scale_of_the_whole_batch(tmp_path):
     assert torch.equal(a, b)
     for ours, whole in (scales, others):
         assert ours.keys() == whole.keys() and all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def compiled(rank, number):
+    """A compiler's graph has what workers do together in it."""
+    torch.manual_seed(0)
+    x, mesh = torch.randn(64, 64), init_device_mesh("cpu", (number,))
+    parts = {"0": nvfp4.torch.ColwiseParallel(), "2": nvfp4.torch.RowwiseParallel()}
+    for recipe in (NEAREST, "current_scaling", "mxfp8"):
+        for split in (False, True):
+            model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+            nvfp4.torch.convert_module(model, recipe)
+            if split:
+                parallelize_module(model, mesh, parts)
+            else:
+                nvfp4.torch.reduce_amaxes(model, dist.group.WORLD)
+            found = []
+            for called in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+                model.zero_grad()
+                y = called(x if split else x.chunk(number)[rank])
+                y.square().sum().backward()
+                found.append([y, *(getattr(p.grad, "full_tensor", lambda: p.grad)() for p in model.parameters())])
+            assert all(torch.equal(a, b) for a, b in zip(*found)), (recipe, split)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch: this one has no distributed")
+def test_workers_agree_inside_of_a_compilers_graph(tmp_path):
+    run(2, tmp_path, compiled)
 
 
 def test_workers_that_are_not_there_yet():
