@@ -7,7 +7,7 @@ use super::finding::Report;
 use super::keep::{Defaults, Part};
 use super::layer::{self, Parts};
 use super::outline::Outline;
-use super::place::{beside_layers, kind_of, layer_of};
+use super::place::{beside_layers, kind_of, layer_of, layer_of_any};
 use super::sizes::Sizes;
 use super::weight::Weight;
 use crate::Result;
@@ -144,11 +144,20 @@ struct Layers {
 
 impl Layers {
     /// The layers that write text. A model may have others, for vision or for the prediction of
-    /// further tokens.
+    /// further tokens. Where none has a name that is known, they are those with the most tensors.
     fn find(model: &Model<'_>, layers: u64) -> Self {
+        let most = |place: fn(&str) -> Option<(&str, usize, &str)>| {
+            let count = |found: &Layers| found.kinds.values().map(BTreeSet::len).sum::<usize>();
+            Self::all(model, layers, place).into_values().max_by_key(count)
+        };
+        most(layer_of).or_else(|| most(layer_of_any)).unwrap_or_else(|| Layers::of("layers"))
+    }
+
+    /// All layers by their prefixes.
+    fn all(model: &Model<'_>, layers: u64, place: fn(&str) -> Option<(&str, usize, &str)>) -> BTreeMap<String, Self> {
         let mut all: BTreeMap<String, Layers> = BTreeMap::new();
         for tensor in model.checkpoint.tensors() {
-            let Some((prefix, layer, rest)) = layer_of(&tensor.info.name) else { continue };
+            let Some((prefix, layer, rest)) = place(&tensor.info.name) else { continue };
             let found = all.entry(prefix.to_string()).or_insert_with(|| Layers::of(prefix));
             if layer as u64 >= layers {
                 found.further.entry(layer).or_default().insert(rest.to_string());
@@ -161,8 +170,7 @@ impl Layers {
             }
             kinds.insert(kind);
         }
-        let most = all.into_values().max_by_key(|found| found.kinds.values().map(BTreeSet::len).sum::<usize>());
-        most.unwrap_or_else(|| Layers::of("layers"))
+        all
     }
 
     fn of(prefix: &str) -> Self {

@@ -24,18 +24,29 @@ pub(super) fn beside_layers(module: &str) -> Option<&str> {
 
 /// The prefix of a layer of the text model, its number, and what follows.
 pub(super) fn layer_of(name: &str) -> Option<(&str, usize, &str)> {
+    layer_of_any(name).filter(|(prefix, ..)| {
+        let before = prefix.rsplit_once('.').map_or("", |(before, _)| before);
+        before.is_empty() || before.split('.').all(|part| WORDS.contains(&part))
+    })
+}
+
+/// The same of any model.
+pub(super) fn layer_of_any(name: &str) -> Option<(&str, usize, &str)> {
     let mut end = 0;
     for part in name.split('.') {
         end += part.len() + 1;
         if ["layers", "h", "blocks", "layer"].contains(&part) {
-            let (number, rest) = name.get(end..)?.split_once('.')?;
-            return Some((&name[..end - 1], number.parse().ok()?, rest));
-        }
-        if !WORDS.contains(&part) {
-            return None;
+            let prefix = &name[..end - 1];
+            return layer_below(prefix, name).map(|(layer, rest)| (prefix, layer, rest));
         }
     }
     None
+}
+
+/// The number of a layer with this prefix, and what follows.
+pub(super) fn layer_below<'n>(prefix: &str, name: &'n str) -> Option<(usize, &'n str)> {
+    let (number, rest) = name.strip_prefix(prefix)?.strip_prefix('.')?.split_once('.')?;
+    Some((number.parse().ok()?, rest))
 }
 
 /// The kind of a tensor of a layer; `None` for scales, and for parts that only some layers of a
@@ -57,7 +68,7 @@ pub(super) fn kind_of(rest: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{kind_of, layer_of};
+    use super::{kind_of, layer_of, layer_of_any};
 
     #[test]
     fn a_number_after_a_number_is_a_place() {
@@ -71,5 +82,8 @@ mod tests {
             let name = format!("{prefix}.1.output.dense.weight");
             assert_eq!(layer_of(&name), Some((prefix, 1, "output.dense.weight")));
         }
+        let other = "electra.encoder.layer.1.output.dense.weight";
+        assert_eq!(layer_of(other), None);
+        assert_eq!(layer_of_any(other), Some(("electra.encoder.layer", 1, "output.dense.weight")));
     }
 }

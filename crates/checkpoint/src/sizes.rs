@@ -10,7 +10,7 @@ use super::dialect::{Dialect, Model};
 use super::dimension::Dim;
 use super::finding::Report;
 use super::outline::Outline;
-use super::place::{beside_layers, kind_of, layer_of};
+use super::place::{beside_layers, kind_of, layer_below, layer_of};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 
@@ -155,8 +155,8 @@ impl<'m> Sizes<'m> {
         let mut wrong: BTreeMap<(String, String), (&str, usize)> = BTreeMap::new();
         let mut alike: BTreeMap<Alike, Vec<(&str, &[usize])>> = BTreeMap::new();
         for (module, shape) in &self.shapes {
-            let Some((start, layer, rest)) = layer_of(module) else { continue };
-            let Some(kind) = kind_of(rest).filter(|_| start == prefix && (layer as u64) < layers) else { continue };
+            let Some((layer, rest)) = layer_below(prefix, module) else { continue };
+            let Some(kind) = kind_of(rest).filter(|_| (layer as u64) < layers) else { continue };
             match self.contradiction(&self.expected(&kind), shape) {
                 Some(text) => wrong.entry((kind, text)).or_insert((module, 0)).1 += 1,
                 None if varies && !kind.contains("experts.#.") => {}

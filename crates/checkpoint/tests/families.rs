@@ -256,6 +256,25 @@ fn models_that_only_we_read_are_converted_with_a_word() {
     assert!(finding.text.starts_with("DistilBertModel: vLLM 0.32 has no code for it"), "{}", finding.text);
 }
 
+/// Layers below a name that is not known are counted all the same.
+#[test]
+fn layers_of_unknown_families_are_found() {
+    let config = json!({ "architectures": ["NovelForSequenceClassification"], "num_hidden_layers": 3 });
+    for (layers, problem) in [(vec![0, 1, 2], None), (vec![0, 2], Some("novel.encoder.layer.1"))] {
+        let dir = Folder::new();
+        let mut tensors = Tensors::new();
+        for layer in layers {
+            let name = format!("novel.encoder.layer.{layer}.output.dense.weight");
+            tensors.insert(name, random(Dtype::BF16, &[64, 64], layer + 1));
+        }
+        folder(&dir.join("in"), &[tensors], &config);
+        let summary = run(&dir.join("in"), &dir.join("out"), &to(Target::ModelOpt)).unwrap();
+        let problems = summary.findings.into_iter().filter(|f| f.severity == Severity::Problem);
+        let found: Vec<String> = problems.map(|f| f.about).collect();
+        assert_eq!(found, Vec::from_iter(problem.map(str::to_string)));
+    }
+}
+
 /// What vLLM finds when it loads the result of a conversion.
 fn found(tensors: &Tensors, architecture: &str, settings: &Settings) -> Option<String> {
     let dir = Folder::new();
