@@ -186,6 +186,63 @@ def test_a_graph_outside_of_regions():
         assert torch.equal(compiled(x), module(x))
 
 
+@pytest.mark.parametrize("recipe", [NEAREST, te.MXFP8BlockScaling(), te.Float8CurrentScaling(), "float8_block_scaling"], ids=["rules", "mxfp8", "current", "blocks"])
+def test_a_compiled_function_may_enter_regions(recipe):
+    first, second, outside = te.Linear(64, 64), te.LayerNormMLP(64, 96), te.Linear(64, 48)
+    modules = torch.nn.ModuleList([first, second, outside])
+
+    def function(x):
+        with te.autocast(recipe=recipe):
+            y = first(x)
+            with te.autocast(enabled=False):
+                y = first(y)
+            y = second(y)
+        with te.autocast(recipe="mxfp8"):
+            return first(y) + y
+
+    def passes(called):
+        x = torch.linspace(-2, 2, 32 * 64).reshape(32, 64).requires_grad_()
+        modules.zero_grad()
+        y = called(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad.clone() for p in [*first.parameters(), *second.parameters()])]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = passes(compiled)  # before any eager call
+    assert same(found, passes(function))
+    with once_compiled():
+        assert same(found, passes(compiled))
+        with te.autocast(recipe="nvfp4"):  # one around it changes nothing
+            assert same(found, passes(compiled))
+    x = torch.randn(32, 64)
+    assert torch.equal(outside(x), torch.nn.functional.linear(x, outside.weight, outside.bias))
+
+
+def test_a_region_in_which_a_graph_breaks():
+    model, twin, x = te.Linear(64, 64), te.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+    twin.load_state_dict(model.state_dict())
+
+    def function(module, x):
+        with te.autocast(recipe=NEAREST):
+            y = module(x)
+            torch._dynamo.graph_break()
+            return module(y)
+
+    def delayed(module, x):
+        with te.autocast(recipe="delayed_scaling"):
+            return module(x)
+
+    for called in (function, delayed, delayed):
+        compiled = torch.compile(called, backend="aot_eager")
+        found, expected = compiled(model, x), called(twin, x)
+        assert torch.equal(found, expected)
+        found.sum().backward(), expected.sum().backward()
+    assert same(list(model.buffers()), list(twin.buffers()))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="delayed scaling counts its steps outside of graphs"):
+        torch.compile(delayed, backend="aot_eager", fullgraph=True)(te.Linear(64, 64), x)
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_a_backward_pass_repeats_a_compiled_call_in_its_recipe(reentrant):
     module, twin, x = te.Linear(64, 48), te.Linear(64, 48), torch.randn(32, 64, requires_grad=True)

@@ -37,8 +37,6 @@ def codes_under(made, used):
 
 WRONG = [
     # Recipes.
-    (lambda: te.DelayedScaling(fp8_mha=True), ValueError, "fp8_mha: .* say fp8_dpa=True too"),
-    (lambda: te.CustomRecipe(str, fp8_mha=True), ValueError, "fp8_mha: .* say fp8_dpa=True too"),
     (lambda: te.Float8BlockScaling(fp8_dpa=True), ValueError, "fp8_dpa: Float8BlockScaling has no"),
     (lambda: te.Float8BlockScaling(**FLAGS), ValueError, "fp8_dpa: Float8BlockScaling has no"),
     (lambda: te.NVFP4BlockScaling(fp8_dpa=True), ValueError, "fp8_dpa: NVFP4BlockScaling has no"),

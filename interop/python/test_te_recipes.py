@@ -272,7 +272,6 @@ def test_a_variable_that_names_nothing_is_refused(monkeypatch, variable, value, 
         (lambda: te.DelayedScalingRequest(amax_compute_algo=max).spec_in("forward"),
          NotImplementedError, "amax_compute_algo is a function"),
         (lambda: te.Float8CurrentScaling(fp8_format=Format.E2M1), ValueError, "fp8_format"),
-        (lambda: te.Float8CurrentScaling(fp8_mha=True), ValueError, "fp8_mha: .* say fp8_dpa=True too"),
         (lambda: te.Float8BlockScaling(fp8_dpa=True), ValueError, "fp8_dpa: Float8BlockScaling has no format that attention"),
         (lambda: te.NVFP4BlockScaling(fp8_dpa=True), ValueError, "fp8_dpa: .* as with nvfp4_linear_fp8_dpa_factory"),
         (lambda: te.MXFP8BlockScaling(backward_override="none"), ValueError, "expected one of None, 'high_precision'"),
@@ -341,3 +340,11 @@ def test_a_region_without_a_recipe_has_the_default_one():
     assert te.get_default_recipe() == te.MXFP8BlockScaling()
     with te.autocast(recipe="mxfp8"):
         assert torch.equal(layer(x), made)
+
+
+@pytest.mark.parametrize("make", [te.DelayedScaling, te.Float8CurrentScaling, lambda **flags: te.CustomRecipe(str, **flags)])
+def test_attention_that_hands_over_fp8_computes_in_it(make):
+    with pytest.warns(UserWarning, match="fp8_mha: .* fp8_dpa=True is taken"):
+        assert make(fp8_mha=True).fp8_dpa
+    with pytest.warns(UserWarning, match="fp8_dpa=True is taken"), pytest.raises(ValueError, match="has no format that attention"):
+        te.Float8BlockScaling(fp8_mha=True)

@@ -21,7 +21,7 @@ from ._extra_state import load_extra_state
 from ._later import Postpones, computed_again
 from ._meta import ShowsQuantizers
 from ._products import foreign_linear, is_foreign
-from ._recipe import Region, Step, in_backward, region
+from ._recipe import Region, Step, in_backward, number_in_graph, numbered, region
 from ._settable import Settable
 from .recipe import Recipe
 
@@ -34,7 +34,8 @@ _PLAIN = nvfp4.Recipe("high_precision")
 _AT_HAND = 4
 # What a module remembers of its calls, which is no part of what is saved or copied.
 _REMEMBERED = ("_plans", "_ran", "_repeated", "_regional", "_compiled", "_step", "_foreign", "_asked", "_shown", "_stale")
-
+# What a recipe sets, for the region with a number inside of a compiler's graph.
+_OF_GRAPH = "_of_graph_"
 
 # What a compiler says that needs one graph and meets what cannot be in it.
 _WHY = (
@@ -114,7 +115,8 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
 
     def __getstate__(self):
         # The next call finds out what to follow.
-        return {name: value for name, value in self.__dict__.items() if name not in _REMEMBERED}
+        kept = self.__dict__.items()
+        return {name: value for name, value in kept if name not in _REMEMBERED and not name.startswith(_OF_GRAPH)}
 
     def following(self):
         """This module as the region around the call has it: with the formats and the workers of
@@ -126,9 +128,9 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         """The same in a graph, which is that of this region's recipe. A compiler sees what is
         assigned here in this call alone.
         """
-        self._plan_ahead()
-        here = region()
-        planned = self._plans[here.key]
+        here, number = region(), number_in_graph()
+        self._plan_ahead(number)
+        planned = self._plans[here.key] if number is None else getattr(self, f"{_OF_GRAPH}{number}")
         # Steps of delayed scaling are counted call by call. A call outside of all regions may be
         # one that a backward pass repeats, which no graph can tell.
         if here.calibrating or planned.delayed or (self._regional and not here.key):
@@ -142,11 +144,15 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         return self
 
     @torch.compiler.assume_constant_result
-    def _plan_ahead(self) -> None:
-        """Makes the plan of a region at hand while a compiler looks at the call."""
-        here = region()
-        self._planned(here)
+    def _plan_ahead(self, number: Optional[int]) -> None:
+        """Makes the plan of a region at hand while a compiler looks at the call. Those of regions
+        inside of its graph are attributes: what comes into a dictionary that it saw is not seen.
+        """
+        here = numbered(number)
+        planned = self._planned(here)
         self._regional = self._regional or bool(here.key)
+        if number is not None:
+            self.__dict__[f"{_OF_GRAPH}{number}"] = planned
 
     @outside_of_graphs(_WHY)
     def _kept_from_compilers(self):

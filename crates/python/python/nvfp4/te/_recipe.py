@@ -8,7 +8,7 @@ import itertools
 import threading
 import warnings
 from collections import deque
-from typing import Any, Callable, Deque, Dict, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -160,9 +160,32 @@ _HIGH_PRECISION = Region(nvfp4.Recipe("high_precision"))
 _region: contextvars.ContextVar[Region] = contextvars.ContextVar("nvfp4_te_region", default=_HIGH_PRECISION)
 
 
+# The regions that compiled functions enter themselves, which are the same in every call; and the
+# numbers of those that a compiler is in. It follows what happens to the second list, which is empty
+# whenever Python runs.
+_of_graphs: List[Region] = []
+_entered: List[int] = []
+
+
 def region() -> Region:
     """What modules follow here."""
-    return _region.get()
+    number = number_in_graph()
+    return _region.get() if number is None else _of_graph(number)
+
+
+@torch.compiler.assume_constant_result
+def _of_graph(number: int) -> Region:
+    return _of_graphs[number]
+
+
+def number_in_graph() -> Optional[int]:
+    """The number of the region that a compiled function has entered, if it is in one."""
+    return _entered[-1] if torch.compiler.is_compiling() and _entered else None
+
+
+def numbered(number: Optional[int]) -> Region:
+    """The region that a compiler is in, for what it does not follow."""
+    return region() if number is None else _of_graphs[number]
 
 
 class autocast(contextlib.ContextDecorator):
@@ -193,24 +216,18 @@ class autocast(contextlib.ContextDecorator):
         self._token: Optional[contextvars.Token] = None
 
     def __enter__(self) -> "autocast":
+        if torch.compiler.is_compiling() and _in_one_graph():
+            _entered.append(_number(*self._told))
+            return self
         if self._token is not None:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
-        step, told = region().step or Step(), self._told
-        # What is quantized notes its amaxes anyway.
-        calibrates = told.calibrating and not told.enabled
-        if not told.enabled and not calibrates:
-            key = _key(_HIGH_PRECISION.recipe)
-            new = _HIGH_PRECISION._replace(step=step, key=key, told=told)
-        else:
-            asked = get_default_recipe() if told.recipe is None else told.recipe
-            recipe = recipe_of(asked)
-            handed = "none" if calibrates else hand_over_of(asked)
-            key = _key(recipe)
-            new = Region(recipe, told.group, step, key, handed, calibrates, asked, told)
-        self._token = _region.set(new)
+        self._token = _region.set(_told(self._told, region().step or Step()))
         return self
 
     def __exit__(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() and _in_one_graph():
+            _entered.pop()
+            return
         token, self._token = self._token, None
         assert token is not None
         step = region().step
@@ -222,6 +239,38 @@ class autocast(contextlib.ContextDecorator):
     def _recreate_cm(self) -> "autocast":
         # As a decorator: every call has a region of its own.
         return autocast(*self._told)
+
+
+@torch.compiler.assume_constant_result
+def _in_one_graph() -> bool:
+    """Whether a compiler may not leave its graph (``fullgraph=True``). One that may leaves it here,
+    for what :class:`contextvars.ContextVar` does: between two graphs Python has to know the region.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return getattr(InstructionTranslator.current_tx(), "one_graph", False)
+
+
+def _told(told: Told, step: Optional[Step]) -> Region:
+    """The region of what ``autocast`` was told."""
+    # What is quantized notes its amaxes anyway.
+    calibrates = told.calibrating and not told.enabled
+    if not told.enabled and not calibrates:
+        key = _key(_HIGH_PRECISION.recipe)
+        return _HIGH_PRECISION._replace(step=step, key=key, told=told)
+    asked = get_default_recipe() if told.recipe is None else told.recipe
+    recipe = recipe_of(asked)
+    handed = "none" if calibrates else hand_over_of(asked)
+    return Region(recipe, told.group, step, _key(recipe), handed, calibrates, asked, told)
+
+
+@torch.compiler.assume_constant_result
+def _number(*told: Any) -> int:
+    """The number of a region among those of graphs, where no steps of delayed scaling are counted."""
+    new = _told(Told(*told), None)
+    if new not in _of_graphs:
+        _of_graphs.append(new)
+    return _of_graphs.index(new)
 
 
 def fp8_autocast(

@@ -17,13 +17,15 @@ def supports(*names: str) -> Callable[[_Function], _Function]:
     """
 
     def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        defaults = {name: given.default for name, given in signature.parameters.items() if given.default is not given.empty}
+        parameters = inspect.signature(function).parameters
+        order = list(parameters)
+        defaults = {name: given.default for name, given in parameters.items() if given.default is not given.empty}
         where = function.__qualname__.removesuffix(".__init__").removesuffix(".__post_init__")
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
+            # Compilers follow this, and no ``Signature.bind``; the call itself refuses what does not fit.
+            for name, value in [*zip(order, args), *kwargs.items()]:
                 if name in defaults and name not in names:
                     refuse(where, name, value, defaults[name])
             return function(*args, **kwargs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Tuple, Union
 
@@ -112,9 +113,11 @@ class Recipe:
         """Refuses what no recipe of TransformerEngine takes."""
         _one_of("backward_override", self.backward_override, _BACKWARD)
         if self.fp8_mha and not self.fp8_dpa:
-            raise ValueError(
-                "fp8_mha: attention that hands over FP8 computes in it; say fp8_dpa=True too"
+            warnings.warn(
+                "fp8_mha: attention that hands over FP8 computes in it: fp8_dpa=True is taken",
+                stacklevel=4,
             )
+            self.fp8_dpa = True
         named = self._attention is not None and not self.custom()
         if self.fp8_dpa and (self.float8_block_scaling() or (self.nvfp4() and not named)):
             raise ValueError(
