@@ -270,6 +270,22 @@ pub(super) fn called_by_vllm(config: Option<&Value>, module: &str) -> Vec<String
     called.flat_map(|(_, part, others)| others.iter().map(move |other| module.replace(part, other))).collect()
 }
 
+/// Whether transformers asks for weights of linear layers to set their initial values, also where
+/// the checkpoint has codes for them.
+pub(super) fn sets_weights_of_codes(model: &Model<'_>) -> bool {
+    let sets = |name: &str| ["FalconFor", "Mamba2For", "ModernBert"].iter().any(|start| name.starts_with(start));
+    model.architecture().is_some_and(sets)
+}
+
+/// What transformers 5 calls a module that stays, in a model of text and images: files keep older
+/// names, in which `model.` does not stand before the vision tower, or `vision_model.` inside of it.
+pub(super) fn called_by_transformers(config: Option<&Value>, module: &str) -> Option<String> {
+    let architecture = Outline::new(config).architecture()?;
+    let bare = module.replace(".vision_model.", ".");
+    let name = if bare.starts_with("model.") { bare } else { format!("model.{bare}") };
+    (architecture.ends_with("ForConditionalGeneration") && name != module).then_some(name)
+}
+
 /// The output heads that a server builds for an architecture whether or not the checkpoint has
 /// them: they may be tied to the embedding.
 pub(super) fn heads(architecture: Option<&str>) -> &'static [&'static str] {

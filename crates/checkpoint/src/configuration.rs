@@ -176,7 +176,10 @@ pub(super) fn ignored(plan: &Plan<'_>, model: &Model<'_>, target: Target) -> Vec
     let kept = |item: &&Item<'_>| matches!(item.action, Action::Keep(_) | Action::Decode(_));
     let mut names: Vec<String> = plan.items.iter().filter(kept).map(|i| i.weight.module.clone()).collect();
     let config = model.checkpoint.config();
-    let others: Vec<String> = names.iter().flat_map(|name| architecture::called_by_vllm(config, name)).collect();
+    let mut others: Vec<String> = names.iter().flat_map(|name| architecture::called_by_vllm(config, name)).collect();
+    if target == Target::CompressedTensors {
+        others.extend(names.iter().filter_map(|name| architecture::called_by_transformers(config, name)));
+    }
     names.extend(others);
     for head in architecture::heads(model.architecture()) {
         if !plan.items.iter().any(|i| i.weight.module == *head) {

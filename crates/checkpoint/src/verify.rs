@@ -92,6 +92,11 @@ fn check_dialect(model: &Model<'_>, client: Client, report: &mut Report) {
                     vLLM, or llama.cpp and GGUF";
         report.problem(&expert.module, text);
     }
+    if client == Client::Transformers && architecture::sets_weights_of_codes(model) {
+        let text = "transformers (5.17) gives weights of this architecture their initial values while \
+                    it loads, and fails where it finds codes; use vLLM";
+        report.problem("architecture", text);
+    }
     // The marker says high nibble first. With a configuration that says ModelOpt, the low nibble is
     // read first.
     let method = model.checkpoint.config().and_then(|c| c.pointer("/quantization_config/quant_method"));

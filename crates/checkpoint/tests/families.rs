@@ -331,6 +331,42 @@ fn what_stays_is_also_named_as_vllm_calls_it() {
     }
 }
 
+/// transformers 5 looks for vision modules by other names than those of the files that people have.
+#[test]
+fn what_stays_is_also_named_as_transformers_calls_it() {
+    let tower = "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj";
+    let tensors = matrices(&[
+        (&format!("{tower}.weight"), &[64, 64]),
+        ("language_model.model.layers.0.self_attn.o_proj.weight", &[64, 64]),
+    ]);
+    for (architecture, target, named) in [
+        ("LlavaForConditionalGeneration", Target::CompressedTensors, true),
+        ("LlavaForConditionalGeneration", Target::ModelOpt, false),
+        ("LlamaForCausalLM", Target::CompressedTensors, false),
+    ] {
+        let (_, ignore) = decided(&tensors, &json!({ "architectures": [architecture] }), target);
+        assert!(ignore.contains(&tower.to_string()), "{ignore:?}");
+        let other = "model.vision_tower.encoder.layers.0.self_attn.q_proj".to_string();
+        assert_eq!(ignore.contains(&other), named, "{architecture}: {ignore:?}");
+    }
+}
+
+/// What transformers does not load in compressed-tensors' format is named.
+#[test]
+fn weights_that_transformers_sets_while_it_loads_are_named() {
+    let tensors = matrices(&[("transformer.h.0.mlp.dense_h_to_4h.weight", &[64, 64])]);
+    for (architecture, expected) in [("FalconForCausalLM", true), ("FalconH1ForCausalLM", false)] {
+        let dir = Folder::new();
+        folder(&dir.join("in"), std::slice::from_ref(&tensors), &json!({ "architectures": [architecture] }));
+        run(&dir.join("in"), &dir.join("out"), &to(Target::CompressedTensors)).unwrap();
+        let checkpoint = Checkpoint::open(&dir.join("out")).unwrap();
+        let findings = verify(&Model::new(&checkpoint).unwrap(), Client::Transformers, 1).unwrap();
+        let named =
+            findings.iter().any(|f| f.severity == Severity::Problem && f.text.contains("fails where it finds codes"));
+        assert_eq!(named, expected, "{findings:?}");
+    }
+}
+
 /// Bloom's `query_key_value` stays, and vLLM does not load one with a tensor scale.
 #[test]
 fn what_vllm_sorts_by_heads_stays() {
