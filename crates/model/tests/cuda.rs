@@ -10,9 +10,8 @@ use nvfp4::cuda::{Device, Gpu};
 use nvfp4::{GlobalScale, Profile, Quantizer, Side, TensorRef};
 use nvfp4_checkpoint::{Acts, Checkpoint, Selection, Settings, Target};
 use nvfp4_model::{
-    ActivationScale, Activations, Decoder, Divergence, Evaluate, Evaluation, FourBit, Generation, KeysValues, Lanes,
-    Matrix, Place, Progress, Projection, Rows, Run, Sampling, Source, StateFile, Weights, calibrate, generate,
-    input_scale, logits, open,
+    ActivationScale, Activations, Divergence, Evaluate, Evaluation, FourBit, KeysValues, Lanes, Matrix, Place,
+    Progress, Projection, Run, Source, StateFile, Weights, calibrate, input_scale, open,
 };
 use nvfp4_spec::gemm::bound;
 use nvfp4_testing::{Need, missing};
@@ -267,19 +266,5 @@ fn generation_on_a_gpu_continues_with_the_most_likely_token_of_the_whole_context
     model(&here, &config(), usual);
     let checkpoint = Checkpoint::open(&here).unwrap();
     let source = Source::new(&checkpoint, None).unwrap().on(place);
-    let prompt = [3, 14, 15, 92];
-    let greedy = Generation { prompt: &prompt, most: 6, ends: &[], sampling: Sampling::Greedy };
-    let made = generate(&source, &greedy, &Run::AS_STORED, &GO, |_| Ok(())).unwrap();
-    assert_eq!(made.len(), 6);
-    let decoder = Decoder::new(&source);
-    for i in 0..made.len() {
-        let context = [&prompt[..], &made[..i]].concat();
-        let rows = Rows::new([&context[..]]);
-        let mut states = vec![decoder.embed(&context).unwrap()];
-        (0..3).for_each(|layer| decoder.advance(layer, &rows, &mut states, &[Run::AS_STORED], &GO).unwrap());
-        let all = logits(&decoder, states.remove(0)).unwrap();
-        let last = &all[all.len() - WORDS..];
-        let most = (0..WORDS).max_by(|&a, &b| last[a].total_cmp(&last[b])).unwrap();
-        assert_eq!(made[i], most as u32, "token {i}");
-    }
+    greedy_tokens_are_the_most_likely(&source);
 }

@@ -5,7 +5,8 @@
 use half::bf16;
 use nvfp4_checkpoint::{Checkpoint, Rules, Selection, Settings, Target, convert};
 use nvfp4_model::{
-    Activations, Decoder, Evaluate, Evaluation, Lanes, Progress, Rows, Run, Source, StateFile, Watch, logits, open,
+    Activations, Decoder, Evaluate, Evaluation, Generation, Lanes, Progress, Rows, Run, Sampling, Source, StateFile,
+    Watch, generate, logits, open,
 };
 use nvfp4_spec::{BLOCK, activation, e2m1, e4m3};
 use safetensors::Dtype;
@@ -19,6 +20,27 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub static GO: AtomicBool = AtomicBool::new(false);
 pub const HIDDEN: usize = 64;
 pub const WORDS: usize = 96;
+
+pub const PROMPT: [u32; 4] = [3, 14, 15, 92];
+
+/// Continues a prompt of a model of three layers, and compares each token with a pass over all before it.
+pub fn greedy_tokens_are_the_most_likely(source: &Source<'_>) -> Generation<'static> {
+    let greedy = Generation { prompt: &PROMPT, most: 6, ends: &[], sampling: Sampling::Greedy };
+    let made = generate(source, &greedy, &Run::AS_STORED, &GO, |_| Ok(())).unwrap();
+    assert_eq!(made.len(), 6);
+    let decoder = Decoder::new(source);
+    for i in 0..made.len() {
+        let context = [&PROMPT[..], &made[..i]].concat();
+        let rows = Rows::new([&context[..]]);
+        let mut states = vec![decoder.embed(&context).unwrap()];
+        (0..3).for_each(|layer| decoder.advance(layer, &rows, &mut states, &[Run::AS_STORED], &GO).unwrap());
+        let all = logits(&decoder, states.remove(0)).unwrap();
+        let last = &all[all.len() - WORDS..];
+        let most = (0..WORDS).max_by(|&a, &b| last[a].total_cmp(&last[b])).unwrap();
+        assert_eq!(made[i], most as u32, "token {i}");
+    }
+    greedy
+}
 
 /// Stops when a layer is done.
 pub struct StopAfter<'s>(pub &'s AtomicBool, pub &'static str);
