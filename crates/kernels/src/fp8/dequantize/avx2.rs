@@ -80,7 +80,7 @@ fn by_the_rules<T: Element>(q: &View<'_>, r: usize, out: &mut [T]) {
 }
 
 /// Twin of [`super::row`].
-pub(super) fn dequantize_row(token: Avx2, format: Format, codes: &[u8], width: usize, scales: &[f32], out: &mut [f32]) {
+pub(crate) fn dequantize_row(token: Avx2, format: Format, codes: &[u8], width: usize, scales: &[f32], out: &mut [f32]) {
     match format {
         Format::E4m3 => row::<E4m3>(token, codes, width, scales, out),
         Format::E5m2 => row::<E5m2>(token, codes, width, scales, out),
@@ -98,31 +98,6 @@ fn row<F: SmallFloat>(_: Avx2, codes: &[u8], width: usize, scales: &[f32], out: 
 /// Whether a factor can take up the power of two: a finite one may overflow.
 fn is_exact<F: SmallFloat>(factor: f32) -> bool {
     (factor * F::OF_HALF).is_finite() || !factor.is_finite()
-}
-
-/// Decodes codes along a row whose tiles are `width` wide and have these factors.
-#[cfg(target_arch = "x86_64")]
-pub(crate) fn decode_tiles(_: Avx2, format: Format, codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
-    match format {
-        // SAFETY: an Avx2 token is only made after detection.
-        Format::E4m3 => unsafe { decode_tiles_of::<E4m3>(codes, width, factors, out) },
-        // SAFETY: as above.
-        Format::E5m2 => unsafe { decode_tiles_of::<E5m2>(codes, width, factors, out) },
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn decode_tiles_of<F: SmallFloat>(codes: &[u8], width: usize, factors: &[f32], out: &mut [f32]) {
-    // Tiles are 16 times a power of two wide.
-    let shift = (width / BLOCK).ilog2();
-    if factors.iter().all(|&f| is_exact::<F>(f)) {
-        for_each_block::<f32, F>(codes, out, |i| [_mm256_set1_ps(factors[i >> shift] * F::OF_HALF); 2]);
-    } else {
-        for (i, (codes, out)) in codes.chunks(BLOCK).zip(out.chunks_mut(BLOCK)).enumerate() {
-            out.iter_mut().zip(codes).for_each(|(out, &code)| *out = F::FORMAT.decode(code) * factors[i >> shift]);
-        }
-    }
 }
 
 /// Rows that are decoded side by side.

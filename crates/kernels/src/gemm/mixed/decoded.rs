@@ -6,7 +6,7 @@
 
 use crate::avx2::Avx2;
 use crate::avx512::Avx512;
-use crate::fp8::dequantize::avx2::{LANES, decode_side_by_side, decode_tiles};
+use crate::fp8::dequantize::avx2::{LANES, decode_side_by_side, dequantize_row};
 use crate::gemm::exact::{SCALES, for_rows};
 use crate::gemm::pieces::{in_pieces, padded, rows_in_pieces};
 use crate::gemm::spec;
@@ -204,17 +204,17 @@ fn decode_fp8(token: Avx2, view: &fp8::View<'_>, i: usize, at: Range<usize>, out
         factors
     };
     match view.tile {
-        fp8::Tile::Tensor => decode_tiles(token, view.format, &view.code_row(i)[at], usize::MAX, &[1.0], out),
+        fp8::Tile::Tensor => dequantize_row(token, view.format, &view.code_row(i)[at], usize::MAX, &[1.0], out),
         fp8::Tile::Row128 | fp8::Tile::Square128 | fp8::Tile::Row32 => {
             let factors = factors(width, &|c| (i, c));
-            decode_tiles(token, view.format, &view.code_row(i)[at], width, &factors, out);
+            dequantize_row(token, view.format, &view.code_row(i)[at], width, &factors, out);
         }
         // Tiles of 32 in a column: the operand is taken transposed.
         fp8::Tile::Column32 => {
             let factors = factors(height, &|r| (r, i));
             let mut codes = [0; COLUMNS];
             codes.iter_mut().zip(at.clone()).for_each(|(code, r)| *code = view.codes[r * view.cols + i]);
-            decode_tiles(token, view.format, &codes[..at.len()], height, &factors, out);
+            dequantize_row(token, view.format, &codes[..at.len()], height, &factors, out);
         }
     }
 }
