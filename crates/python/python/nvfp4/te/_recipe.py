@@ -180,7 +180,7 @@ def _of_graph(number: int) -> Region:
 
 def number_in_graph() -> Optional[int]:
     """The number of the region that a compiled function has entered, if it is in one."""
-    return _entered[-1] if torch.compiler.is_compiling() and _entered else None
+    return _entered[-1] if _entered else None
 
 
 def numbered(number: Optional[int]) -> Region:
