@@ -14,9 +14,9 @@ class Text:
         texts = [path.read_bytes() for root in args.text for path in self._files(root, args.suffix)]
         held = [text for i, text in enumerate(texts) if i % 64 == 63]
         kept = [text for i, text in enumerate(texts) if i % 64 != 63]
-        if not held and texts:
-            cut = len(texts[-1]) * 63 // 64
-            kept, held = [*texts[:-1], texts[-1][:cut]], [texts[-1][cut:]]
+        if not held:  # the end of each
+            held = [text[len(text) * 63 // 64 :] for text in texts]
+            kept = [text[: len(text) * 63 // 64] for text in texts]
         self.training, self.held = self._tokens(kept), self._tokens(held)
         self.length, self.batch, self.seed = args.context + 1, args.batch, args.seed
         for tokens, what in [(self.training, "training"), (self.held, "evaluation")]:

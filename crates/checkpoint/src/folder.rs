@@ -16,7 +16,8 @@ const MAX_JSON: u64 = 256 << 20;
 pub(super) const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
 /// Weights in other formats, which are not copied to a converted checkpoint.
-const OTHER_WEIGHTS: [&str; 10] = ["safetensors", "bin", "pt", "pth", "ckpt", "gguf", "onnx", "h5", "msgpack", "part"];
+const OTHER_WEIGHTS: [&str; 11] =
+    ["safetensors", "bin", "pt", "pth", "ckpt", "distcp", "gguf", "onnx", "h5", "msgpack", "part"];
 
 /// A tensor of a checkpoint and the file that holds it.
 #[derive(Clone, Copy, Debug)]

@@ -9,7 +9,7 @@ use nvfp4_files::durable;
 use rayon::prelude::*;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, serialize_to_file};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
@@ -160,7 +160,25 @@ fn generate(folder: &Path, layers: usize, seed: u64) -> Result<u64> {
         "torch_dtype": "bfloat16", "tie_word_embeddings": false
     });
     durable::write(&folder.join("config.json"), &serde_json::to_vec_pretty(&config)?)?;
+    durable::write(&folder.join("tokenizer.json"), &serde_json::to_vec_pretty(&tokenizer())?)?;
     Ok(data.iter().map(|d| d.len() as u64).sum())
+}
+
+/// A tokenizer whose tokens are bytes: a byte-level BPE without merges.
+fn tokenizer() -> Value {
+    let level = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
+    // Bytes that have no printable character are named by the characters from U+0100 on.
+    let printable = |byte: &u8| matches!(byte, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
+    let others: Vec<u8> = (0..=255).filter(|byte| !printable(byte)).collect();
+    let name = |byte: u8| match others.iter().position(|&other| other == byte) {
+        Some(i) => char::from_u32(0x100 + i as u32).expect("U+0100 to U+0143 are characters"),
+        None => char::from(byte),
+    };
+    let vocabulary: Map<String, Value> = (0..=255).map(|byte| (name(byte).to_string(), json!(byte))).collect();
+    json!({
+        "version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level,
+        "model": { "type": "BPE", "vocab": vocabulary, "merges": [] }
+    })
 }
 
 /// Normal values whose spread varies, so that tails are heavy, as in trained weights; in some

@@ -40,6 +40,17 @@ fn converts_and_verifies_a_generated_checkpoint_and_writes_a_page() {
         }
         assert_eq!(dom.matches("<svg").count(), 3);
     }
+    // It has a tokenizer, of bytes.
+    let words = dir.with_extension("txt");
+    std::fs::write(&words, "The quick brown fox jumps over the lazy dog.").unwrap();
+    let eval = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+        .args(["eval", &format!("{text}/llama"), &format!("{text}/llama-NVFP4"), "--context", "22", "--text"])
+        .arg(&words)
+        .output()
+        .unwrap();
+    let said = String::from_utf8(eval.stdout).unwrap();
+    assert!(said.contains("44 tokens"), "{said} {}", String::from_utf8_lossy(&eval.stderr));
+    std::fs::remove_file(&words).unwrap();
     assert!(demo().status.success(), "a second run replaces the first");
     assert!(weights == std::fs::read(dir.join("llama-NVFP4/model.safetensors")).unwrap(), "deterministic");
     std::fs::remove_dir_all(&dir).unwrap();

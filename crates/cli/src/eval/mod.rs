@@ -241,7 +241,7 @@ impl Found {
             if lane == Lane::Served {
                 let shown = divergence.percentiles.iter().map(|(share, kl)| format!("{share}% {kl:.5}"));
                 writeln!(out, "         {}", shown.collect::<Vec<_>>().join("  "))?;
-                for (from, to, count, mean) in &divergence.by_confidence {
+                for (from, to, count, mean) in divergence.by_confidence.iter().filter(|band| band.2 > 0) {
                     writeln!(
                         out,
                         "         {mean:.6} where the reference gives {from:.1} to {to:.1} to its top token ({count})"
@@ -252,7 +252,7 @@ impl Found {
         for (i, (layer, growth, drift)) in self.worst().into_iter().take(3).enumerate() {
             let title = if i == 0 { "worst" } else { "" };
             let (error, cosine) = (drift.relative_error(), drift.cosine());
-            writeln!(out, "{title:<8} layer {layer}: relerr {error:.4} (+{growth:.4}), cosine {cosine:.5}")?;
+            writeln!(out, "{title:<8} layer {layer}: relerr {error:.4} ({growth:+.4}), cosine {cosine:.5}")?;
         }
         let blocks = self.blocks();
         if blocks.count > 0 {
