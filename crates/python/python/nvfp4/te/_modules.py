@@ -148,7 +148,7 @@ class Follows(Postpones, ShowsQuantizers, TheirState):
         """Makes the plan of a region at hand while a compiler looks at the call. Those of regions
         inside of its graph are attributes: what comes into a dictionary that it saw is not seen.
         """
-        here = numbered(number)
+        here = region() if number is None else numbered(number)
         planned = self._planned(here)
         self._regional = self._regional or bool(here.key)
         if number is not None:

@@ -170,22 +170,18 @@ _entered: List[int] = []
 def region() -> Region:
     """What modules follow here."""
     number = number_in_graph()
-    return _region.get() if number is None else _of_graph(number)
+    return _region.get() if number is None else numbered(number)
 
 
 @torch.compiler.assume_constant_result
-def _of_graph(number: int) -> Region:
+def numbered(number: int) -> Region:
+    """The region with a number among those of graphs."""
     return _of_graphs[number]
 
 
 def number_in_graph() -> Optional[int]:
     """The number of the region that a compiled function has entered, if it is in one."""
     return _entered[-1] if _entered else None
-
-
-def numbered(number: Optional[int]) -> Region:
-    """The region that a compiler is in, for what it does not follow."""
-    return region() if number is None else _of_graphs[number]
 
 
 class autocast(contextlib.ContextDecorator):

@@ -110,7 +110,7 @@ class Recipe:
         self._check()
 
     def _check(self) -> None:
-        """Refuses what no recipe of TransformerEngine takes."""
+        """Refuses what no recipe of TransformerEngine takes, and sets what it sets."""
         _one_of("backward_override", self.backward_override, _BACKWARD)
         if self.fp8_mha and not self.fp8_dpa:
             warnings.warn(
