@@ -4,15 +4,22 @@
     python docs/figures/draw.py measure    # makes formats.json anew, on this machine
 
 `speed-h200.json` has results of `nvfp4 bench`, with the command and the machine of the run;
-`formats.json` says what a value takes in each format, and what it loses.
+`formats.json` says what a value takes in each format, and what it loses; the runs of
+`examples/python/study.py` are in `../study`.
 """
 
 import argparse
 import json
 import platform
+import statistics
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+STUDY = HERE.parent / "study"
+sys.path.insert(0, str(HERE.parents[1] / "examples/python"))
+import study  # noqa: E402
+
 THEMES = {
     "light": {"text": "#1f2328", "grid": "#d1d9e0", "ours": "#0b6e4f", "other": "#8c959f"},
     "dark": {"text": "#e6edf3", "grid": "#3d444d", "ours": "#3fb98a", "other": "#6e7681"},
@@ -110,7 +117,42 @@ def speed_h200(axes, theme):
     bars(axes, theme, list(found), list(found.values()), "bytes per second, of a copy's, on an H200", 1.15)
 
 
-FIGURES = {"formats": formats, "speed-h200": speed_h200}
+def study_gap(axes, theme):
+    """What each recipe's loss is over that of bf16: every seed, and their mean."""
+    found = study.gaps(study.read(STUDY))
+    gaps = {name: [100 * gap for gap in of] for name, (_, of) in found.items() if of}
+    for at, of in enumerate(gaps.values()):
+        axes.plot(of, [at] * len(of), "o", color=theme["other"], markersize=4)
+        axes.plot(statistics.fmean(of), at, "|", color=theme["ours"], markersize=14, markeredgewidth=2.5)
+    axes.axvline(0, color=theme["other"], linewidth=1.2)
+    axes.set_yticks(range(len(gaps)), gaps)
+    axes.invert_yaxis()
+    axes.set(xlabel="held-out loss over that of bf16, %: seeds, and their mean")
+    axes.grid(axis="x", color=theme["grid"], linewidth=0.6)
+
+
+def study_loss(axes, theme):
+    """Losses over tokens, of bf16 and of one recipe."""
+    runs = study.read(STUDY)
+    for name, colour in (("nvfp4", theme["ours"]), (study.BASELINE, theme["other"])):
+        of = [run for run in runs if run["recipe"] == name]
+        for number, run in enumerate(of):
+            tokens, losses = zip(*run["held_out"])
+            axes.plot(
+                [count / 1e6 for count in tokens], losses, color=colour, linewidth=1.2,
+                label=None if number else f"{name}, {len(of)} seeds",
+            )  # fmt: skip
+    axes.set(xlabel="million tokens", ylabel="held-out loss, nats a byte")
+    axes.grid(color=theme["grid"], linewidth=0.6)
+    axes.legend(frameon=False, labelcolor=theme["text"])
+
+
+FIGURES = {
+    "formats": formats,
+    "speed-h200": speed_h200,
+    "study-gap": study_gap,
+    "study-loss": study_loss,
+}
 
 
 def draw():

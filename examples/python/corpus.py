@@ -1,5 +1,7 @@
 """Text files as tokens: bytes, and one that ends a text."""
 
+import functools
+
 import torch
 from llama import Shape
 
@@ -11,28 +13,11 @@ class Text:
         for root in args.text:
             if not root.exists():
                 parser.error(f"--text: there is no {root}")
-        texts = [path.read_bytes() for root in args.text for path in self._files(root, args.suffix)]
-        held = [text for i, text in enumerate(texts) if i % 64 == 63]
-        kept = [text for i, text in enumerate(texts) if i % 64 != 63]
-        if not held:  # the end of each
-            held = [text[len(text) * 63 // 64 :] for text in texts]
-            kept = [text[: len(text) * 63 // 64] for text in texts]
-        self.training, self.held = self._tokens(kept), self._tokens(held)
+        self.training, self.held = parts(tuple(args.text), args.suffix)
         self.length, self.batch, self.seed = args.context + 1, args.batch, args.seed
         for tokens, what in [(self.training, "training"), (self.held, "evaluation")]:
             if len(tokens) <= self.length:
                 parser.error(f"--text: {len(tokens)} bytes for {what}, fewer than --context + 2")
-
-    @staticmethod
-    def _files(root, suffix):
-        found = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
-        return [path for path in found if path.is_file()]
-
-    @staticmethod
-    def _tokens(texts):
-        end = torch.tensor([Shape.end], dtype=torch.short)
-        numbers = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts if text]
-        return torch.cat([part for each in numbers for part in (each.short(), end)] or [end])
 
     def windows(self, tokens, starts, share, device):
         """This worker's part of a batch."""
@@ -49,3 +34,26 @@ class Text:
         starts = torch.linspace(0, len(self.held) - self.length, batches * self.batch).long()
         for part in starts.view(batches, self.batch):
             yield self.windows(self.held, part, share, device)
+
+
+def files(root, suffix):
+    found = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
+    return [path for path in found if path.is_file()]
+
+
+@functools.cache
+def parts(roots, suffix):
+    """What models are trained on, and what is held out: each is read once by a process."""
+    texts = [path.read_bytes() for root in roots for path in files(root, suffix)]
+    held = [text for i, text in enumerate(texts) if i % 64 == 63]
+    kept = [text for i, text in enumerate(texts) if i % 64 != 63]
+    if not held:  # the end of each
+        held = [text[len(text) * 63 // 64 :] for text in texts]
+        kept = [text[: len(text) * 63 // 64] for text in texts]
+    return tokens(kept), tokens(held)
+
+
+def tokens(texts):
+    end = torch.tensor([Shape.end], dtype=torch.short)
+    numbers = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts if text]
+    return torch.cat([part for each in numbers for part in (each.short(), end)] or [end])

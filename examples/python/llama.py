@@ -63,7 +63,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x):
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -111,6 +111,10 @@ class Llama(nn.Module):
 
     def forward(self, tokens):
         return self.lm_head(self.model(tokens))
+
+
+def gated(gate, x):
+    return functional.silu(gate) * x
 
 
 def rotated(x, angles):

@@ -9,6 +9,7 @@ takes up again, also with another number of workers. A batch depends on the seed
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import shutil
 import time
 from pathlib import Path
 
+import llama
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -35,6 +37,8 @@ LARGEST_SCALE = 0x7E
 # Blocks are counted in one of so many tokens of a step. It has no divisor in common with a context,
 # so that tokens at every place of a text are looked at.
 STRIDE = 17
+# What --compile compiles: without it each is several passes over memory.
+BETWEEN = {"rotated": llama.rotated, "gated": llama.gated}
 
 
 def parsed(argv):
@@ -84,7 +88,19 @@ def parsed(argv):
         help="scales are those of the whole batch, not of a worker's part",
     )
     add("--evaluate-every", type=int, default=100, metavar="STEPS")
-    add("--save-every", type=int, default=500, metavar="STEPS")
+    add("--save-every", type=int, default=500, metavar="STEPS", help="0 keeps no checkpoints")
+    add(
+        "--blocks-every",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="count saturated and lost blocks in one of so many steps",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile rotations and gates, which lie between products",
+    )
     add(
         "--resume",
         action="store_true",
@@ -99,6 +115,9 @@ def parsed(argv):
         parser.error("--kv-heads and --hidden must be multiples of --tensor-parallel")
     if args.sequence_parallel and args.tensor_parallel == 1:
         parser.error("--sequence-parallel needs --tensor-parallel")
+    for name in ("evaluate_every", "blocks_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
     if args.sequence_parallel and args.context % args.tensor_parallel:
         parser.error("--context must be a multiple of --tensor-parallel")
     return args, parser
@@ -239,6 +258,8 @@ def main(argv=None):
     text = Text(args, parser)
     device, first = workers.device, workers.rank == 0
     torch.manual_seed(args.seed)
+    for name, function in BETWEEN.items():
+        setattr(llama, name, torch.compile(function) if args.compile else function)
     shape = Shape(args.layers, args.width, args.hidden, args.heads, args.kv_heads, args.context)
     with device:
         model = Llama(shape)
@@ -261,7 +282,11 @@ def main(argv=None):
             fully_shard(part, mesh=workers.data)
     groups = by_mesh(model.parameters())
     optimizer = torch.optim.AdamW(
-        [{"params": group} for group in groups], args.rate, (0.9, 0.95), weight_decay=args.decay
+        [{"params": group} for group in groups],
+        args.rate,
+        (0.9, 0.95),
+        weight_decay=args.decay,
+        fused=args.device == "cuda",
     )
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -290,7 +315,8 @@ def main(argv=None):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step - 1, args)
         evaluates = step % args.evaluate_every == 0 or step == args.steps
-        with Blocks(model, STRIDE) as blocks:
+        blocks = Blocks(model, STRIDE) if step % args.blocks_every == 0 else None
+        with blocks or contextlib.nullcontext():
             loss = loss_of(text.step(step, workers.share, device))
         optimizer.zero_grad()
         loss.backward()
@@ -304,7 +330,7 @@ def main(argv=None):
             "loss": workers.mean(loss.detach()),
         }
         taken += args.batch * args.context
-        line |= {"norm": norm.item(), **blocks.shares()}
+        line |= {"norm": norm.item(), **(blocks.shares() if blocks else {})}
         line["tokens_a_second"] = taken / (time.perf_counter() - since)
         if evaluates:
             line |= evaluated(model, text, workers, loss_of)
@@ -312,9 +338,10 @@ def main(argv=None):
             with metrics.open("a") as file:
                 file.write(json.dumps({**line, "recipe": args.recipe}) + "\n")
             print(said(line), flush=True)
-        if step % args.save_every == 0 or step == args.steps:
+        saves = args.save_every > 0 and (step % args.save_every == 0 or step == args.steps)
+        if saves:
             keep(args.out, step, model, optimizer, first)
-        if evaluates or step % args.save_every == 0:
+        if evaluates or saves:
             since, taken = time.perf_counter(), 0
 
     whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)

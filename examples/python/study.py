@@ -2,14 +2,16 @@
 
     python study.py run --text DIR --suffix .py --results FOLDER --minutes 25
     python study.py run --text DIR --suffix .py --results FOLDER --only nvfp4 --seeds 2
+    python study.py speed --text DIR --suffix .py --results FOLDER
     python study.py table --results FOLDER
     python study.py list
 
 `run` trains with pretrain.py what FOLDER does not have yet, a seed after the other, and leaves a
 JSON file for each run: its command, commit, machine, settings and losses. It begins no run that
-would not end within --minutes, so a study may be made in parts, and on several machines; `table`
-sums up what is there. All runs of a study have the same settings and the same text. From one seed,
-they begin with the same weights and see the same batches.
+would not end within --minutes, so a study may be made in parts, on several machines, and by several
+processes with seeds of their own; `speed` times each recipe, with nothing beside it; `table` sums
+up what is there. All runs of a study have the same settings and the same text. From one seed, they
+begin with the same weights and see the same batches.
 """
 
 import argparse
@@ -42,6 +44,10 @@ SETTINGS = {
 }
 # Points of a curve: each is the mean loss of training since the one before.
 POINTS = 50
+# Saturated blocks are counted in one of so many steps.
+BLOCKS_EVERY = 50
+# Steps that are timed, after as many that are not.
+TIMED = 30
 
 
 def blocks_in_bf16(name, blocks):
@@ -83,21 +89,25 @@ def parsed(argv):
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is missing")
-    run.add_argument("--text", nargs="+", required=True, metavar="PATH", help="files or folders")
-    run.add_argument("--suffix", default="", help="which files of folders are read")
-    run.add_argument("--only", nargs="+", metavar="NAME", help="these recipes; all, if not given")
     run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     run.add_argument("--minutes", type=float, help="begin no run that would end later")
-    run.add_argument("--commit", help="of the code, where git does not say")
-    run.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    for name, value in SETTINGS.items():
-        run.add_argument(f"--{name}", type=type(value), default=value)
+    speed = commands.add_parser("speed", help="time each recipe")
+    speed.add_argument("--rounds", type=int, default=2, help="how often, in turns")
+    for command in (run, speed):
+        add = command.add_argument
+        add("--text", nargs="+", required=True, type=Path, metavar="PATH", help="files or folders")
+        add("--suffix", default="", help="which files of folders are read")
+        add("--only", nargs="+", metavar="NAME", help="these recipes; all, if not given")
+        add("--commit", help="of the code, where git does not say")
+        add("--device", choices=["cpu", "cuda"], default="cuda")
+        for name, value in SETTINGS.items():
+            add(f"--{name}", type=type(value), default=value)
     table = commands.add_parser("table", help="sum up what is there, in Markdown")
-    for command in (run, table):
+    for command in (run, speed, table):
         command.add_argument("--results", required=True, type=Path, metavar="FOLDER")
     commands.add_parser("list", help="names of recipes")
     args = parser.parse_args(argv)
-    if args.command == "run":
+    if args.command in ("run", "speed"):
         unknown = sorted(set(args.only or []) - set(recipes(args.layers)))
         if unknown:
             known = ", ".join(recipes(args.layers))
@@ -111,15 +121,17 @@ def main(argv=None):
     args = parsed(argv)
     if args.command == "list":
         print("\n".join(recipes(SETTINGS["layers"])))
-    elif args.command == "run":
-        train(args)
+    elif args.command == "table":
+        print("\n".join(table(read(args.results), speeds(args.results))))
     else:
-        print("\n".join(table(read(args.results))))
+        sys.path.insert(0, str(HERE))
+        args.results.mkdir(parents=True, exist_ok=True)
+        {"run": train, "speed": time_all}[args.command](args)
 
 
 def read(folder):
     """The runs of a study."""
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*-[0-9]*.json"))]
     for run in runs[1:]:
         for what in ("settings", "text"):
             if run[what] != runs[0][what]:
@@ -130,10 +142,14 @@ def read(folder):
     return runs
 
 
+def speeds(folder):
+    """Tokens a second by recipe, where they were measured."""
+    file = folder / "speed.json"
+    return json.loads(file.read_text())["tokens_a_second"] if file.exists() else {}
+
+
 def train(args):
-    sys.path.insert(0, str(HERE))
     begin, longest = time.monotonic(), 0.0
-    args.results.mkdir(parents=True, exist_ok=True)
     settings = {name: getattr(args, name) for name in SETTINGS}
     text = fingerprint(args)
     for run in read(args.results):
@@ -151,21 +167,63 @@ def train(args):
             since = time.monotonic()
             result = once(args, name, wanted[name], seed, settings, text)
             longest = max(longest, time.monotonic() - since)
-            file.write_text(json.dumps(result, indent=1) + "\n")
-            held, rate = result["held_out"][-1][1], result["tokens_a_second"]
-            print(f"{name}, seed {seed}: held out {held:.4f}, {rate:,.0f} tokens/s", flush=True)
+            write(file, result)
+            print(f"{name}, seed {seed}: held out {result['held_out'][-1][1]:.4f}", flush=True)
+
+
+def write(file, result):
+    """JSON with a line for each entry."""
+    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def once(args, name, recipe, seed, settings, text):
-    """One run of pretrain.py, in this process."""
-    import pretrain
-    import torch
-
+    """One run, and what makes it again."""
     every = max(1, settings["steps"] // 10)
+    words = ["--evaluate-every", str(every), "--blocks-every", str(BLOCKS_EVERY)]
+    lines, rules = pretrained(args, name, recipe, seed, settings, words)
+    means, stride = [], max(1, len(lines) // POINTS)
+    for at in range(0, len(lines), stride):
+        part = lines[at : at + stride]
+        means.append([part[-1]["tokens"], statistics.fmean(line["loss"] for line in part)])
+    counted = [line["saturated"] for line in lines if "saturated" in line]
+    return {
+        "recipe": name,
+        "rules": rules,
+        "seed": seed,
+        **origin(args, "run", ["--only", name, "--seeds", str(seed)], settings),
+        "settings": settings,
+        "text": text,
+        "held_out": [[line["tokens"], line["held_out"]] for line in lines if "held_out" in line],
+        "training": means,
+        "saturated": statistics.fmean(counted) if counted else None,
+    }
+
+
+def time_all(args):
+    """Times recipes in turns, and leaves a JSON file."""
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    wanted = {name: recipe for name, recipe in recipes(args.layers).items() if name in (args.only or [name])}
+    short, found = {**settings, "steps": 2 * TIMED}, {name: [] for name in wanted}
+    words = ["--evaluate-every", str(TIMED), "--blocks-every", str(3 * TIMED)]
+    for _ in range(args.rounds):
+        for name, recipe in wanted.items():
+            lines, _ = pretrained(args, name, recipe, 0, short, words)
+            found[name].append(round(lines[-1]["tokens_a_second"]))
+            print(f"{name}: {found[name][-1]:,} tokens/s", flush=True)
+    only = ["--only", *args.only] if args.only else []
+    made = origin(args, "speed", [*only, "--rounds", str(args.rounds)], settings)
+    write(args.results / "speed.json", {**made, "settings": settings, "tokens_a_second": found})
+
+
+def pretrained(args, name, recipe, seed, settings, options):
+    """What pretrain.py, in this process, says of each step, and the rules of the recipe."""
+    import pretrain
+
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--text", *args.text, "--suffix", args.suffix, "--out", folder]
-        words += ["--device", args.device, "--seed", str(seed)]
-        words += ["--evaluate-every", str(every), "--save-every", str(settings["steps"] + 1)]
+        words = ["--text", *map(str, args.text), "--suffix", args.suffix, "--out", folder]
+        words += ["--device", args.device, "--seed", str(seed), "--save-every", "0", *options]
+        words += ["--compile"] if args.device == "cuda" else []
         for key, value in settings.items():
             words += [f"--{key}", str(value)]
         if isinstance(recipe, str) and "\n" in recipe:
@@ -178,45 +236,35 @@ def once(args, name, recipe, seed, settings, text):
             pretrain.main(words)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
         rules = Path(recipe).read_text() if isinstance(recipe, Path) else recipe
-    lines = [json.loads(line) for line in lines]
-    means, stride = [], max(1, len(lines) // POINTS)
-    for at in range(0, len(lines), stride):
-        part = lines[at : at + stride]
-        means.append([part[-1]["tokens"], statistics.fmean(line["loss"] for line in part)])
-    again = ["python", "examples/python/study.py", "run", "--text", "DIR", "--results", "FOLDER"]
-    again += ["--only", name, "--seeds", str(seed), "--device", args.device]
+    return [json.loads(line) for line in lines], rules
+
+
+def origin(args, what, options, settings):
+    """What makes a result again, and where it was made."""
+    import torch
+
+    again = ["python", "examples/python/study.py", what, "--text", "DIR", "--results", "FOLDER"]
+    again += [*options, "--device", args.device]
     again += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     if args.suffix:
         again += ["--suffix", args.suffix]
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     return {
-        "recipe": name,
-        "rules": rules,
-        "seed": seed,
         "command": shlex.join(again),
         "commit": args.commit or commit(),
         "machine": {"device": gpu, "torch": torch.__version__},
-        "settings": settings,
-        "text": text,
-        "held_out": [[line["tokens"], line["held_out"]] for line in lines if "held_out" in line],
-        "training": means,
-        # Without the first tenth, in which kernels are compiled.
-        "tokens_a_second": statistics.median(
-            line["tokens_a_second"] for line in lines[len(lines) // 10 :]
-        ),
-        "saturated": statistics.fmean(line.get("saturated", 0.0) for line in lines),
     }
 
 
 def fingerprint(args):
     """How much text there is, and which."""
-    from corpus import Text
+    from corpus import files
 
     digest, count = hashlib.sha256(), 0
-    for root in map(Path, args.text):
+    for root in args.text:
         if not root.exists():
             raise SystemExit(f"--text: there is no {root}")
-        for path in Text._files(root, args.suffix):
+        for path in files(root, args.suffix):
             data = path.read_bytes()
             digest.update(data)
             count += len(data)
@@ -256,18 +304,20 @@ def spread(numbers, form):
     return mean if len(numbers) == 1 else f"{mean} ({form(min(numbers))} to {form(max(numbers))})"
 
 
-def table(runs):
+def table(runs, rates):
     if not runs:
         raise SystemExit("no runs yet: `study.py run` makes them")
-    base = [run["tokens_a_second"] for run in runs if run["recipe"] == BASELINE]
     yield "| recipe | seeds | held-out loss, nats a byte | gap to bf16 | tokens a second, × bf16 |"
     yield "|---|---|---|---|---|"
     for name, (of, over) in gaps(runs).items():
         losses = spread([run["held_out"][-1][1] for run in of], "{:.4f}".format)
         gap = spread(over, "{:+.2%}".format).replace("%", " %") if over else "–"
-        rate = statistics.median(run["tokens_a_second"] for run in of)
-        beside = f" ({rate / statistics.median(base):.2f})" if base else ""
-        yield f"| `{name}` | {len(of)} | {losses} | {gap} | {rate:,.0f}{beside} |"
+        rate = "–"
+        if name in rates:
+            rate = f"{statistics.median(rates[name]):,.0f}"
+            if BASELINE in rates:
+                rate += f" ({statistics.median(rates[name]) / statistics.median(rates[BASELINE]):.2f})"
+        yield f"| `{name}` | {len(of)} | {losses} | {gap} | {rate} |"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def run(text, results, *words):
     study.main(["run", "--text", str(text), "--results", str(results), "--commit", COMMIT, *SMALL, *words])
 
 
-def test_runs_are_made_once_and_summed_up(text, tmp_path, capsys):
+def test_runs_are_made_once_and_summed_up(text, tmp_path, capsys, monkeypatch):
     results = tmp_path / "results"
     run(text, results, "--only", "bf16", "nvfp4-last-two-bf16", "--seeds", "0")
     first = {path.name: path.read_bytes() for path in results.glob("*.json")}
@@ -47,8 +47,18 @@ def test_runs_are_made_once_and_summed_up(text, tmp_path, capsys):
     study.main(["table", "--results", str(results)])
     lines = capsys.readouterr().out.splitlines()
     gap = one["held_out"][-1][1] / other["held_out"][-1][1] - 1
-    assert lines[2].startswith("| `bf16` | 1 |") and "(1.00)" in lines[2]
+    assert lines[2].startswith("| `bf16` | 1 |") and lines[2].endswith("| – | – |")
     assert f"| {gap:+.2%}".replace("%", " %") in lines[3] and "+0.00 %" in lines[4]
+
+    monkeypatch.setattr(study, "TIMED", 1)
+    words = ["--results", str(results), "--commit", COMMIT, "--only", "bf16", "nvfp4"]
+    study.main(["speed", "--text", str(text), "--rounds", "2", *words, *SMALL])
+    speed = json.loads((results / "speed.json").read_text())
+    assert {name: len(rates) for name, rates in speed["tokens_a_second"].items()} == {"bf16": 2, "nvfp4": 2}
+    capsys.readouterr()
+    study.main(["table", "--results", str(results)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "(1.00) |" in lines[2] and lines[4].endswith("| – |")
 
 
 def test_a_run_does_not_depend_on_those_before_it(text, tmp_path):
