@@ -15,6 +15,7 @@ class Text:
                 parser.error(f"--text: there is no {root}")
         self.training, self.held = parts(tuple(args.text), args.suffix)
         self.length, self.batch, self.seed = args.context + 1, args.batch, args.seed
+        self.batches = args.evaluate_batches
         for tokens, what in [(self.training, "training"), (self.held, "evaluation")]:
             if len(tokens) <= self.length:
                 parser.error(f"--text: {len(tokens)} bytes for {what}, fewer than --context + 2")
@@ -30,9 +31,9 @@ class Text:
         starts = torch.randint(len(self.training) - self.length, (self.batch,), generator=draw)
         return self.windows(self.training, starts, share, device)
 
-    def evaluation(self, share, device, batches=4):
-        starts = torch.linspace(0, len(self.held) - self.length, batches * self.batch).long()
-        for part in starts.view(batches, self.batch):
+    def evaluation(self, share, device):
+        starts = torch.linspace(0, len(self.held) - self.length, self.batches * self.batch).long()
+        for part in starts.view(self.batches, self.batch):
             yield self.windows(self.held, part, share, device)
 
 

@@ -74,8 +74,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.width, EPSILON)
 
     def forward(self, x, angles):
-        x = x + self.self_attn(self.input_layernorm(x), angles)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.self_attn(rounded(self.input_layernorm(x)), angles)
+        return x + self.mlp(rounded(self.post_attention_layernorm(x)))
 
 
 class Decoder(nn.Module):
@@ -111,6 +111,12 @@ class Llama(nn.Module):
 
     def forward(self, tokens):
         return self.lm_head(self.model(tokens))
+
+
+def rounded(x):
+    """In the type of autocast's products: once for all that read it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def gated(gate, x):

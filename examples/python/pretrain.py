@@ -88,6 +88,7 @@ def parsed(argv):
         help="scales are those of the whole batch, not of a worker's part",
     )
     add("--evaluate-every", type=int, default=100, metavar="STEPS")
+    add("--evaluate-batches", type=int, default=4, metavar="BATCHES")
     add("--save-every", type=int, default=500, metavar="STEPS", help="0 keeps no checkpoints")
     add(
         "--blocks-every",
@@ -115,7 +116,7 @@ def parsed(argv):
         parser.error("--kv-heads and --hidden must be multiples of --tensor-parallel")
     if args.sequence_parallel and args.tensor_parallel == 1:
         parser.error("--sequence-parallel needs --tensor-parallel")
-    for name in ("evaluate_every", "blocks_every"):
+    for name in ("evaluate_every", "evaluate_batches", "blocks_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
     if args.sequence_parallel and args.context % args.tensor_parallel:

@@ -31,19 +31,21 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parents[1] / "crates/cli/recipes"
 BASELINE = "bf16"
-# 57 M parameters, 33 M tokens.
+# 40 M parameters, 13.1 M tokens.
 SETTINGS = {
     "layers": 8,
-    "width": 768,
-    "heads": 12,
+    "width": 640,
+    "heads": 10,
     "context": 512,
-    "batch": 64,
-    "steps": 1000,
+    "batch": 32,
+    "steps": 800,
     "rate": 1e-3,
     "warmup": 100,
 }
 # Points of a curve: each is the mean loss of training since the one before.
 POINTS = 50
+# How often, and in how many batches, what is held out is looked at.
+EVALUATIONS, EVALUATED = 6, 16
 # Saturated blocks are counted in one of so many steps.
 BLOCKS_EVERY = 50
 # Steps that are timed, after as many that are not.
@@ -179,8 +181,9 @@ def write(file, result):
 
 def once(args, name, recipe, seed, settings, text):
     """One run, and what makes it again."""
-    every = max(1, settings["steps"] // 10)
+    every = max(1, settings["steps"] // EVALUATIONS)
     words = ["--evaluate-every", str(every), "--blocks-every", str(BLOCKS_EVERY)]
+    words += ["--evaluate-batches", str(EVALUATED)]
     lines, rules = pretrained(args, name, recipe, seed, settings, words)
     means, stride = [], max(1, len(lines) // POINTS)
     for at in range(0, len(lines), stride):
