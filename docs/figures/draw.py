@@ -137,12 +137,11 @@ def study_loss(axes, theme):
     for name, colour in (("nvfp4", theme["ours"]), (study.BASELINE, theme["other"])):
         of = [run for run in runs if run["recipe"] == name]
         for number, run in enumerate(of):
-            tokens, losses = zip(*run["held_out"])
-            axes.plot(
-                [count / 1e6 for count in tokens], losses, color=colour, linewidth=1.2,
-                label=None if number else f"{name}, {len(of)} seeds",
-            )  # fmt: skip
-    axes.set(xlabel="million tokens", ylabel="held-out loss, nats a byte")
+            label = None if number else f"{name}, {len(of)} seeds"
+            for what, style in (("training", {"label": label}), ("held_out", {"linestyle": "", "marker": "."})):
+                tokens, losses = zip(*run[what])
+                axes.plot([count / 1e6 for count in tokens], losses, color=colour, linewidth=0.9, **style)
+    axes.set(xlabel="million tokens; points are of held-out text", ylabel="loss, nats a byte", ylim=(0.7, 3))
     axes.grid(color=theme["grid"], linewidth=0.6)
     axes.legend(frameon=False, labelcolor=theme["text"])
 

@@ -209,14 +209,15 @@ def time_all(args):
     wanted = {name: recipe for name, recipe in recipes(args.layers).items() if name in (args.only or [name])}
     short, found = {**settings, "steps": 2 * TIMED}, {name: [] for name in wanted}
     words = ["--evaluate-every", str(TIMED), "--blocks-every", str(3 * TIMED)]
+    only = ["--only", *args.only] if args.only else []
+    made = origin(args, "speed", [*only, "--rounds", str(args.rounds)], settings)
     for _ in range(args.rounds):
         for name, recipe in wanted.items():
             lines, _ = pretrained(args, name, recipe, 0, short, words)
             found[name].append(round(lines[-1]["tokens_a_second"]))
             print(f"{name}: {found[name][-1]:,} tokens/s", flush=True)
-    only = ["--only", *args.only] if args.only else []
-    made = origin(args, "speed", [*only, "--rounds", str(args.rounds)], settings)
-    write(args.results / "speed.json", {**made, "settings": settings, "tokens_a_second": found})
+            # After each, so that what was measured is there if the program is stopped.
+            write(args.results / "speed.json", {**made, "settings": settings, "tokens_a_second": found})
 
 
 def pretrained(args, name, recipe, seed, settings, options):
