@@ -19,7 +19,7 @@ from ._finite import Watch
 from ._main_grad import added, dtype_of
 from ._once import once
 from ._ops import linear_codes as _linear_codes
-from ._quantized import QuantizedTensor, dequantize_block
+from ._quantized import FUNCTIONS, QuantizedTensor, dequantize_block
 
 # Up to so many tokens, products read prepared weights faster.
 FEW = {"cuda": 256, "cpu": 4}
@@ -40,6 +40,9 @@ def linear_codes(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -
         plain = [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (input, bias)]
         return torch.nn.functional.linear(plain[0], weight, plain[1])  # type: ignore[arg-type]
     return from_codes(autocast(input), weight, bias, _weight_only(weight.spec))
+
+
+FUNCTIONS[torch.nn.functional.linear] = linear_codes
 
 
 @functools.lru_cache(maxsize=None)
@@ -67,8 +70,9 @@ def from_codes(
     """The product, with its gradient if one is asked for."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return FromCodes.apply(x, weight, bias, formats, amax, noted, main)
-    unseen = noted._replace(scale=noted.scale and noted.scale.unseen())
-    return product(x, weight, bias, formats, amax, unseen)
+    if noted.scale is not None:
+        noted = noted._replace(scale=noted.scale.unseen())
+    return product(x, weight, bias, formats, amax, noted)
 
 
 def few(x: Tensor) -> bool:

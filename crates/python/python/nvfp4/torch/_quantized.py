@@ -223,14 +223,8 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.nn.functional.linear:
-            from ._coded import linear_codes
-
-            return linear_codes(*args, **(kwargs or {}))
-        if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            return args[0].detach().copy_(args[1])
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+            return FUNCTIONS.get(function, function)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -457,4 +451,9 @@ _KNOWN: Dict[Any, Any] = {
     _aten.empty_like.default: _like,
     _aten.rand_like.default: _like,
     _aten.randn_like.default: _like,
+}
+
+# Functions of torch that mean something else for such a tensor, to which modules add theirs.
+FUNCTIONS: Dict[Any, Any] = {
+    torch.Tensor.data.__set__: lambda tensor, values: tensor.detach().copy_(values),  # type: ignore[attr-defined]
 }
