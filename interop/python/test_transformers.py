@@ -1,5 +1,6 @@
 """NVFP4 checkpoints in transformers: loaded as they are, packed in memory, with the products of their codes."""
 
+import importlib
 import json
 import shutil
 
@@ -392,3 +393,11 @@ def test_adapters_learn_beside_codes(checkpoints, name, activations):
     assert losses[-1] < losses[0] - 0.5
     for path, row in before.items():
         assert torch.equal(model.get_submodule(path).layer.weight.row, row)
+
+
+def test_an_older_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    with pytest.raises(ImportError, match="needs transformers 5.21 or newer: pip install .*; this is 5.17.0"):
+        importlib.reload(nvfp4.transformers)
+    monkeypatch.undo()
+    importlib.reload(nvfp4.transformers)

@@ -12,10 +12,13 @@ a CPU or a GPU. Every other checkpoint goes the way that it went before.
 :class:`Config` changes how one is loaded: ``quantization_config=Config(activations="none")``.
 """
 
+_NEEDS = "nvfp4.transformers needs transformers 5.21 or newer: pip install 'nvfp4[transformers]'"
 try:
-    import transformers as _transformers  # noqa: F401
+    import transformers as _transformers
 except ImportError:
-    raise ImportError("nvfp4.transformers is for transformers 5: pip install 'nvfp4[transformers]'") from None
+    raise ImportError(_NEEDS) from None
+if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 21):
+    raise ImportError(f"{_NEEDS}; this is {_transformers.__version__}")
 
 from ._config import Config
 from ._quantizer import Quantizer, register
