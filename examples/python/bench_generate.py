@@ -3,6 +3,7 @@
     python bench_generate.py                        # a model of Llama's shape with random weights
     python bench_generate.py --model FOLDER         # a checkpoint that is here, in bf16
     python bench_generate.py --batches 1 16 --acts 1
+    python bench_generate.py --static               # on a GPU transformers compiles the step of a token
 
 The model is converted first. Its weights are codes in memory; with `--acts` its activations are in 4
 bits too. Random weights say nothing about text: the tokens only show that both models run.
@@ -40,6 +41,8 @@ def seconds(args, model, batch):
     """Seconds for the tokens of a batch."""
     prompt = torch.randint(3, 1000, (batch, args.prompt), device=args.device)
     given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    if args.static:
+        given["cache_implementation"] = "static"
     begin = time.perf_counter()
     text = model.generate(prompt, max_new_tokens=args.tokens, **given)
     taken = time.perf_counter() - begin
@@ -57,6 +60,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--acts", type=float, metavar="SCALE", help="activations in 4 bits, with this scale")
+    parser.add_argument("--static", action="store_true", help="keys and values in memory of a fixed size")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

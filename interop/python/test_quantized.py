@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -416,6 +417,33 @@ def test_few_tokens_read_prepared_codes(tokens):
         layer.weight._prepared = torch.zeros(5, dtype=torch.uint8)
         with torch.no_grad(), pytest.raises(ValueError, match="prepared weight"):
             layer(x)
+
+
+def test_compiled_products_read_the_prepared_codes_that_are_there():
+    torch._dynamo.reset()
+    torch.manual_seed(4)
+    layer = torch.nn.Linear(96, 40, dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(QuantizedTensor.quantize(layer.weight, "nvfp4"), requires_grad=False)
+    x, read = torch.randn(1, 96, dtype=torch.bfloat16), []
+
+    def backend(graph, _):
+        (call,) = [node for node in graph.graph.nodes if node.target is torch.ops.nvfp4.linear_codes.default]
+        read.append(call.args[2] is not None)
+        return graph
+
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+        layer.weight.prepare()
+        there = layer.weight._prepared is not None
+        for _ in range(2):
+            assert torch.equal(compiled(x), layer(x))
+        assert read == [False, True][: 1 + there]
+        # Other codes have none yet.
+        layer.weight.copy_(torch.randn(40, 96))
+        changed = compiled(x)
+        assert read == [False, True][: 1 + there] and layer.weight._prepared is None
+        assert torch.allclose(changed, layer(x), rtol=2**-7)
 
 
 @pytest.mark.parametrize("settings", [{"directions": "both"}, {"directions": "row"}, {"masters": torch.float32}], ids=str)

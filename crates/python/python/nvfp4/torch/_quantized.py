@@ -176,15 +176,18 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
     # How compilers see it.
 
     def __tensor_flatten__(self):
-        inner = [name for name in ("row", "column", "master") if getattr(self, name) is not None]
-        return inner, (self.spec, self.matrix, self.dtype)
+        inner = [name for name in ("row", "column", "master", "_prepared") if getattr(self, name) is not None]
+        # Compiled code is for tensors with the same ones.
+        return inner, (self.spec, self.matrix, self.dtype, tuple(inner))
 
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
-        spec, matrix, dtype = context
-        return QuantizedTensor(
+        spec, matrix, dtype, _ = context
+        made = QuantizedTensor(
             inner["row"], inner.get("column"), spec, matrix, dtype, inner.get("master"), tuple(outer_size)
         )
+        made._prepared = inner.get("_prepared")
+        return made
 
     # What is saved: not the order of one kind of device.
 
