@@ -190,6 +190,23 @@ def test_models_generate(checkpoints, name):
             assert torch.equal(model(text[:, :at]).logits[:, -1].argmax(-1), text[:, at])
 
 
+@pytest.mark.parametrize("name, activations", [("llama", False), ("llama", True), ("phi3", False)])
+def test_generate_compiles_the_step_of_a_token(checkpoints, name, activations):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, settings = loaded(checkpoints(name, activations=activations)), tf.CompileConfig(backend="aot_eager", fullgraph=True)
+    settings._compile_all_devices = True  # as on a GPU
+    given = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
+    eager = model.generate(TOKENS[:, :8], **given)
+    assert model.hf_quantizer.is_compileable and not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch.equal(model.generate(TOKENS[:, :8], **given, compile_config=settings), eager)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_experts_are_not_compiled_by_generate(checkpoints):
+    assert not loaded(checkpoints("mixtral")).hf_quantizer.is_compileable
+
+
 @pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("name", ["llama-biases-tied", "mixtral"])
 def test_a_saved_model_is_its_checkpoint(checkpoints, tmp_path, name, to):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple, Optional, Tuple, Union
 
+import torch
+
 import nvfp4
 
 
@@ -131,8 +133,13 @@ def _texts(
     return f"{text} | trained", f"{text} | frozen", f"{text} | evaluated", coded
 
 
-@functools.lru_cache(maxsize=None)
+@torch.compiler.assume_constant_result
 def _for_codes(formats: Formats, spec: str) -> Formats:
+    return _once_for_codes(formats, spec)
+
+
+@functools.lru_cache(maxsize=None)
+def _once_for_codes(formats: Formats, spec: str) -> Formats:
     weight = Format.of(nvfp4.Quantizer(spec=spec, directions="both"))
     texts = _texts(formats.input, weight, formats.grad_output, formats.accumulators)
     alone = formats.input_row, weight.alone("row")

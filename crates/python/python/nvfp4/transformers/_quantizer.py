@@ -172,6 +172,13 @@ class Quantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         return True  # adapters are; codes stay
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` compiles the step of a token, where keys and values have a place of fixed
+        size. How many tokens an expert has is known to the running program alone.
+        """
+        return not self._apart and not self._joined
+
 
 def register() -> None:
     """Makes transformers know the quantizer and the configurations that lead to it."""
