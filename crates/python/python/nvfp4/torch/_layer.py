@@ -20,7 +20,7 @@ from ._inputs import check_input, fits
 from ._kept import Kept, can_be_kept, weights_may_have_changed
 from ._main_grad import Later, Store
 from ._parallel import Parallel, Workers
-
+from ._quantized import QuantizedTensor
 
 # A graph has no place for what is computed after the backward pass.
 _delaying = torch.compiler.disable(linear)
@@ -107,6 +107,21 @@ class Layer(Delays):
 
         ``handed`` says what is quantized already, ``store`` where the weight's gradient waits.
         """
+        if type(weight) is not QuantizedTensor or torch.compiler.is_compiling():
+            return self._multiply(x, weight, bias, number, handed, store)
+        # Else Python is asked for each attribute of the weight.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._multiply(x, weight, bias, number, handed, store)
+
+    def _multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        number: int,
+        handed: Optional[HandedOver],
+        store: Optional[Store],
+    ) -> Tensor:
         prefix, name, formats = self._products[number]
         if not fits(x, weight):
             check_input(x, weight, name, formats.quantizes)
