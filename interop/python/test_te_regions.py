@@ -174,6 +174,34 @@ def test_weights_that_are_codes_alone_have_delayed_scaling(recipe):
     assert weight._quantizer.scale.item() == pytest.approx(before, rel=0.2)
 
 
+def test_a_hybrid_weight_of_codes_has_delayed_scaling_in_each_direction():
+    """With the same rule in both directions it is a weight of one quantizer, step by step."""
+    delayed = lambda: te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3)  # noqa: E731
+
+    def in_two(role):
+        if role is None or role.tensor_type != "weight":
+            return te.DelayedScalingRequest()
+        return te.HybridQuantizer(rowwise_quantizer=delayed(), columnwise_quantizer=delayed())
+
+    kinds = [te.CustomRecipe(in_two), te.CustomRecipe(lambda role: te.DelayedScalingRequest())]
+    trained = []
+    for recipe in kinds:
+        torch.manual_seed(2)
+        with te.quantized_model_init(recipe=recipe):
+            layer = te.Linear(64, 64)
+        optimizer, steps = torch.optim.SGD(layer.parameters(), 0.1), []
+        for step in range(3):
+            x = torch.randn(48, 64, generator=torch.Generator().manual_seed(step))
+            steps += [*results(layer, x, recipe), layer.weight.dequantize()]
+            optimizer.step()
+        trained.append((layer, steps))
+    (two, first), (one, second) = trained
+    assert type(two.weight) is te.HybridQuantizedTensor and type(one.weight) is te.Float8Tensor
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    scales = dict(two.delayed.named_children())
+    assert scales["weight_row"].scale == scales["weight_column"].scale == one.delayed.weight.scale != 1
+
+
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "fp8_block_scaling", "bf16"])
 def test_every_format_is_there(monkeypatch, name):
     ask = getattr(te, f"is_{name}_available")

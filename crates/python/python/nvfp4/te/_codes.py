@@ -93,17 +93,18 @@ def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) ->
         # Both are tensors of their own kind in high precision too.
         kinds = (IdentityQuantizer, HybridQuantizer)
         plain = formats.weight.spec == "high-precision" and isinstance(quantizer, kinds)
-        delayed = isinstance(quantizer, Float8Quantizer)
-        if delayed:
-            _bind(quantizer, layer.delayed._modules[f"{prefix}weight"])  # type: ignore[union-attr]
+        delayed = _delayed(quantizer)
+        for side, part in delayed:
+            _bind(part, layer.delayed._modules[f"{prefix}weight{side}"])  # type: ignore[union-attr]
         if weight is None or (formats.weight.spec == "high-precision" and not plain):
             continue
         try:
-            if not plain and not delayed:
+            if not plain:
                 # A direction may stay in high precision: it is stored beside the codes.
-                for part in formats.weight.spec.removesuffix(" from row").split(" / "):
-                    if part != "high-precision":
-                        check_spec(part)
+                for spec in formats.weight.spec.removesuffix(" from row").split(" / "):
+                    kept = delayed and nvfp4.Delayed.parts(spec)
+                    if spec != "high-precision" and not kept:
+                        check_spec(spec)
         except ValueError as error:
             raise ValueError(f"{layer.path}: {error}") from None
         with torch.no_grad():
@@ -120,6 +121,14 @@ def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) ->
         layer.use_recipe("high_precision")
 
 
+def _delayed(quantizer: Any) -> List[Tuple[str, Float8Quantizer]]:
+    """What has delayed scaling of a quantizer, by how the name of its scale ends."""
+    parts = [("", quantizer)]
+    if isinstance(quantizer, HybridQuantizer):
+        parts = [("_row", quantizer.rowwise_quantizer), ("_column", quantizer.columnwise_quantizer)]
+    return [(side, part) for side, part in parts if isinstance(part, Float8Quantizer)]
+
+
 def _bind(quantizer: Float8Quantizer, kept: Any) -> None:
     """Lets a quantizer read the scale and note amaxes where a layer keeps them."""
     quantizer.__dict__.update(scale=kept.scale, amax=kept.history[:1], _kept=kept)
@@ -131,15 +140,25 @@ def bind_codes(layer: Any) -> None:
     """
     for name, (prefix, _, formats) in zip(layer.weights(), layer._products):
         weight = layer._parameters.get(name)
-        quantizer = getattr(weight, "_quantizer", None)
-        if not isinstance(quantizer, Float8Quantizer) or not formats.weight.delayed:
+        if not formats.weight.delayed:
             continue
-        kept, before = layer.delayed._modules[f"{prefix}weight"], quantizer.__dict__.get("_kept")
-        if before is not None and before.history.numel() != kept.history.numel():
-            kept.scale.copy_(before.scale.to(kept.scale.device))
-            quantizer = copy.copy(quantizer)
+        quantizer = getattr(weight, "_quantizer", None)
+        delayed = [
+            (part, layer.delayed._modules[f"{prefix}weight{side}"])
+            for side, part in _delayed(quantizer)
+        ]
+        longer = False
+        for part, kept in delayed:
+            before = part.__dict__.get("_kept")
+            if before is not None and before.history.numel() != kept.history.numel():
+                kept.scale.copy_(before.scale.to(kept.scale.device))
+                longer = True
+        if longer:
+            quantizer = quantizer.copy() if isinstance(quantizer, HybridQuantizer) else copy.copy(quantizer)
             weight.update_quantizer(quantizer)  # which says so
-        _bind(quantizer, kept)
+            delayed = [(part, kept) for (_, part), (_, kept) in zip(_delayed(quantizer), delayed)]
+        for part, kept in delayed:
+            _bind(part, kept)
 
 
 @contextlib.contextmanager
