@@ -101,10 +101,27 @@ def test_quantize_rounds_a_tensor_and_its_gradient(override):
     with te.autocast(recipe=recipe):
         y = op(x)
     y.backward(dy)
-    assert torch.equal(y, quantizer(x.detach()).dequantize())
+    assert isinstance(y, te.MXFP8Tensor) and torch.equal(y.dequantize(), quantizer(x.detach()).dequantize())
     assert torch.equal(x.grad, dy if override else quantizer(dy).dequantize())
     with pytest.raises(NotImplementedError, match="delayed scaling"), te.autocast(recipe=DELAYED):
         op(x)
+
+
+def test_codes_go_on_to_other_operations():
+    recipe, x = te.MXFP8BlockScaling(), torch.randn(32, 64, requires_grad=True)
+    model = ops.Sequential(ops.RMSNorm(64), ops.Quantize(), ops.Linear(64, 32), ops.GELU())
+    with te.autocast(recipe=recipe):
+        y = model(x)
+    y.sum().backward()
+    grads = [x.grad, model[0].weight.grad, model[2].weight.grad]
+    x.grad = None
+    model.zero_grad()
+    with te.autocast(recipe=recipe):  # numbers of codes are quantized to the same codes
+        codes = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(model[0](x)).dequantize()
+        again = model[3](model[2](codes))
+    again.sum().backward()
+    assert torch.equal(y, again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, [x.grad, model[0].weight.grad, model[2].weight.grad]))
 
 
 def test_what_operations_do_not_take_is_named():

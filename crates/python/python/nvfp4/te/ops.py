@@ -24,6 +24,7 @@ from nvfp4.torch._activations import named
 from . import _linear, _norms
 from ._machine import place
 from ._states import RecipeState
+from ._tensor import QuantizedTensor
 from ._parallel import one_worker
 from ._recipe import region
 from ._signature import refuse, supports
@@ -228,23 +229,22 @@ class MakeExtraOutput(BasicOperation):
         return input, input.view_as(input)
 
 
-class _Rounded(torch.autograd.Function):
-    """The numbers that codes stand for, of the tensor and of its gradient."""
+class _RoundedGradient(torch.autograd.Function):
+    """The tensor, whose gradient has the numbers that codes stand for."""
 
     @staticmethod
-    def forward(ctx, x, forward, backward):
-        ctx.backward_quantizer = backward
-        return x.view_as(x) if forward is None else forward(x).dequantize(dtype=x.dtype)
+    def forward(ctx, x, quantizer):
+        ctx.quantizer = quantizer
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        quantizer = ctx.backward_quantizer
-        return dy if quantizer is None else quantizer(dy).dequantize(dtype=dy.dtype), None, None
+        return ctx.quantizer(dy).dequantize(dtype=dy.dtype), None
 
 
 class Quantize(BasicOperation):
-    """Quantizes a tensor, its gradient, or both, as the recipe around the call says. What it gives
-    has the numbers of the codes.
+    """Quantizes a tensor, its gradient, or both, as the recipe around the call says. It gives a
+    tensor of codes; the gradient has the numbers of its codes.
     """
 
     def __init__(self, forward: bool = True, backward: bool = False):
@@ -255,8 +255,9 @@ class Quantize(BasicOperation):
         asked = region().asked
         if not isinstance(asked, Recipe):
             return input
-        quantizers = {mode: self._quantizer(asked, mode) for mode in self._quantizes}
-        return _Rounded.apply(input, quantizers["forward"], quantizers["backward"])
+        forward, backward = (self._quantizer(asked, mode) for mode in ("forward", "backward"))
+        y = input if backward is None else _RoundedGradient.apply(input, backward)
+        return y if forward is None or isinstance(y, QuantizedTensor) else forward(y)
 
     def _quantizer(self, asked: Any, mode: str) -> Any:
         kept = asked.backward_override is not None and mode == "backward"
