@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import copy
 import warnings
 from typing import Any, Iterator, List, Optional, Tuple
 
@@ -142,23 +141,19 @@ def bind_codes(layer: Any) -> None:
         weight = layer._parameters.get(name)
         if not formats.weight.delayed:
             continue
-        quantizer = getattr(weight, "_quantizer", None)
-        delayed = [
-            (part, layer.delayed._modules[f"{prefix}weight{side}"])
-            for side, part in _delayed(quantizer)
-        ]
-        longer = False
-        for part, kept in delayed:
-            before = part.__dict__.get("_kept")
+        quantizer: Any = getattr(weight, "_quantizer", None)
+        changed = False
+        scale = lambda side: layer.delayed._modules[f"{prefix}weight{side}"]  # noqa: B023, E731
+        for side, part in _delayed(quantizer):
+            kept, before = scale(side), part.__dict__.get("_kept")
             if before is not None and before.history.numel() != kept.history.numel():
                 kept.scale.copy_(before.scale.to(kept.scale.device))
-                longer = True
-        if longer:
-            quantizer = quantizer.copy() if isinstance(quantizer, HybridQuantizer) else copy.copy(quantizer)
+                changed = True
+        if changed:
+            quantizer = quantizer.copy()
             weight.update_quantizer(quantizer)  # which says so
-            delayed = [(part, kept) for (_, part), (_, kept) in zip(_delayed(quantizer), delayed)]
-        for part, kept in delayed:
-            _bind(part, kept)
+        for side, part in _delayed(quantizer):
+            _bind(part, scale(side))
 
 
 @contextlib.contextmanager
