@@ -72,7 +72,7 @@ def main():
         for name, of in (("bf16", source), ("NVFP4", Path(folder, "nvfp4"))):
             model = transformers.AutoModelForCausalLM.from_pretrained(of, dtype=torch.bfloat16)
             models[name] = model.to(args.device).eval()
-        print("| weights | GB in memory |" + "".join(f" {batch} text{'s' * (batch > 1)}: tokens/s |" for batch in args.batches))
+        print("| weights | GB |" + "".join(f" {batch} text{'s' * (batch > 1)}: tokens/s |" for batch in args.batches))
         print("|---|---|" + "---|" * len(args.batches))
         speeds = {name: [] for name in models}
         for batch in args.batches:

@@ -124,7 +124,7 @@ def main(argv=None):
     if args.command == "list":
         print("\n".join(recipes(SETTINGS["layers"])))
     elif args.command == "table":
-        print("\n".join(table(read(args.results), speeds(args.results))))
+        print("\n".join(table(read(args.results), speeds(args.results)["tokens_a_second"])))
     else:
         sys.path.insert(0, str(HERE))
         args.results.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def read(folder):
 def speeds(folder):
     """Tokens a second by recipe, where they were measured."""
     file = folder / "speed.json"
-    return json.loads(file.read_text())["tokens_a_second"] if file.exists() else {}
+    return json.loads(file.read_text()) if file.exists() else {"tokens_a_second": {}}
 
 
 def train(args):
@@ -207,17 +207,20 @@ def time_all(args):
     """Times recipes in turns, and leaves a JSON file."""
     settings = {name: getattr(args, name) for name in SETTINGS}
     wanted = {name: recipe for name, recipe in recipes(args.layers).items() if name in (args.only or [name])}
-    short, found = {**settings, "steps": 2 * TIMED}, {name: [] for name in wanted}
+    short, there = {**settings, "steps": 2 * TIMED}, speeds(args.results)
     words = ["--evaluate-every", str(TIMED), "--blocks-every", str(3 * TIMED)]
     only = ["--only", *args.only] if args.only else []
-    made = origin(args, "speed", [*only, "--rounds", str(args.rounds)], settings)
+    made = {**origin(args, "speed", [*only, "--rounds", str(args.rounds)], settings), "settings": settings}
+    alike = all(made[what] == there.get(what) for what in ("machine", "settings"))
+    # Recipes that are not timed now keep what they have.
+    found = {name: rates for name, rates in there["tokens_a_second"].items() if alike and name not in wanted}
     for _ in range(args.rounds):
         for name, recipe in wanted.items():
             lines, _ = pretrained(args, name, recipe, 0, short, words)
-            found[name].append(round(lines[-1]["tokens_a_second"]))
+            found.setdefault(name, []).append(round(lines[-1]["tokens_a_second"]))
             print(f"{name}: {found[name][-1]:,} tokens/s", flush=True)
             # After each, so that what was measured is there if the program is stopped.
-            write(args.results / "speed.json", {**made, "settings": settings, "tokens_a_second": found})
+            write(args.results / "speed.json", {**made, "tokens_a_second": found})
 
 
 def pretrained(args, name, recipe, seed, settings, options):

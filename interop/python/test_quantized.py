@@ -414,17 +414,21 @@ def test_few_tokens_read_prepared_codes(tokens):
             assert module.weight._prepared is None
             assert torch.equal(y, unprepared) if module is layer else torch.allclose(y, unprepared, rtol=2**-7)
     if there and tokens == 1:
-        layer.weight._prepared = torch.zeros(5, dtype=torch.uint8)
+        layer.weight._prepared, layer.weight._prepared_at = torch.zeros(5, dtype=torch.uint8), layer.weight._versions()
         with torch.no_grad(), pytest.raises(ValueError, match="prepared weight"):
             layer(x)
 
 
+def frozen(rows=40, dtype=torch.bfloat16):
+    torch.manual_seed(4)
+    layer = torch.nn.Linear(96, rows, dtype=dtype)
+    layer.weight = torch.nn.Parameter(QuantizedTensor.quantize(layer.weight, "nvfp4"), requires_grad=False)
+    return layer
+
+
 def test_compiled_products_read_the_prepared_codes_that_are_there():
     torch._dynamo.reset()
-    torch.manual_seed(4)
-    layer = torch.nn.Linear(96, 40, dtype=torch.bfloat16)
-    layer.weight = torch.nn.Parameter(QuantizedTensor.quantize(layer.weight, "nvfp4"), requires_grad=False)
-    x, read = torch.randn(1, 96, dtype=torch.bfloat16), []
+    layer, x, read = frozen(), torch.randn(1, 96, dtype=torch.bfloat16), []
 
     def backend(graph, _):
         (call,) = [node for node in graph.graph.nodes if node.target is torch.ops.nvfp4.linear_codes.default]
@@ -439,11 +443,37 @@ def test_compiled_products_read_the_prepared_codes_that_are_there():
         for _ in range(2):
             assert torch.equal(compiled(x), layer(x))
         assert read == [False, True][: 1 + there]
-        # Other codes have none yet.
-        layer.weight.copy_(torch.randn(40, 96))
-        changed = compiled(x)
-        assert read == [False, True][: 1 + there] and layer.weight._prepared is None
-        assert torch.allclose(changed, layer(x), rtol=2**-7)
+        # Other codes have none yet, whichever way they came.
+        for change in (
+            lambda new: layer.weight.copy_(new),
+            lambda new: setattr(layer.weight, "data", new),
+            lambda new: layer.weight.detach().copy_(new),
+            torch.compile(lambda new: layer.weight.copy_(new), backend="aot_eager"),
+        ):
+            layer.weight.prepare()
+            change(torch.randn(40, 96, dtype=torch.bfloat16))
+            changed = compiled(x)
+            # Decoded weights and the sum are rounded to bf16.
+            left, right, bias = x.double(), layer.weight.dequantize().double().t(), layer.bias.double()
+            bound = 2**-7 * (left.abs() @ right.abs() + bias.abs())
+            assert ((changed - (left @ right + bias)).abs() <= bound).all()
+            assert torch.allclose(changed, layer(x), rtol=2**-7)
+        assert read == [False, True][: 1 + there]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_has_codes_in_the_order_of_all_devices(strict):
+    layer, x = frozen(dtype=torch.float32), torch.randn(1, 96)
+    with torch.no_grad():
+        y = layer(x)  # which prepares them
+        program = torch.export.export(layer, (x,), strict=strict)
+        for made in (program, program.run_decompositions()):
+            file = io.BytesIO()
+            torch.export.save(made, file)
+            file.seek(0)
+            loaded = torch.export.load(file).module()
+            assert torch.allclose(loaded(x), y, rtol=1e-6)
+            assert not any("original2" in name for name, _ in loaded.named_parameters())
 
 
 @pytest.mark.parametrize("settings", [{"directions": "both"}, {"directions": "row"}, {"masters": torch.float32}], ids=str)

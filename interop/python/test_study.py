@@ -59,6 +59,10 @@ def test_runs_are_made_once_and_summed_up(text, tmp_path, capsys, monkeypatch):
     study.main(["table", "--results", str(results)])
     lines = capsys.readouterr().out.splitlines()
     assert "(1.00) |" in lines[2] and lines[4].endswith("| – |")
+    words[-2:] = ["mxfp8"]  # beside what is there
+    study.main(["speed", "--text", str(text), "--rounds", "1", *words, *SMALL])
+    again = json.loads((results / "speed.json").read_text())["tokens_a_second"]
+    assert len(again.pop("mxfp8")) == 1 and again == speed["tokens_a_second"]
 
 
 def test_a_run_does_not_depend_on_those_before_it(text, tmp_path):

@@ -107,6 +107,20 @@ def test_quantize_rounds_a_tensor_and_its_gradient(override):
         op(x)
 
 
+def test_a_compiled_function_gives_the_numbers_of_codes():
+    torch._dynamo.reset()
+    op, x, found = ops.Quantize(forward=True, backward=True), torch.randn(32, 64), []
+    for function in (op, torch.compile(op, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        with te.autocast(recipe=te.MXFP8BlockScaling()):
+            y = function(leaf)
+        (y * x).sum().backward()
+        found.append((y, leaf.grad))
+    (codes, first), (numbers, second) = found
+    assert type(numbers) is torch.Tensor and torch.equal(codes.dequantize(), numbers)
+    assert torch.equal(first, second)
+
+
 def test_codes_go_on_to_other_operations():
     recipe, x = te.MXFP8BlockScaling(), torch.randn(32, 64, requires_grad=True)
     model = ops.Sequential(ops.RMSNorm(64), ops.Quantize(), ops.Linear(64, 32), ops.GELU())

@@ -94,7 +94,7 @@ def _quantize(layer: Layer, asked: Any, recipe: nvfp4.Recipe, preserve: bool) ->
         plain = formats.weight.spec == "high-precision" and isinstance(quantizer, kinds)
         delayed = _delayed(quantizer)
         for side, part in delayed:
-            _bind(part, layer.delayed._modules[f"{prefix}weight{side}"])  # type: ignore[union-attr]
+            _bind(part, _scale(layer, prefix, side))
         if weight is None or (formats.weight.spec == "high-precision" and not plain):
             continue
         try:
@@ -128,6 +128,11 @@ def _delayed(quantizer: Any) -> List[Tuple[str, Float8Quantizer]]:
     return [(side, part) for side, part in parts if isinstance(part, Float8Quantizer)]
 
 
+def _scale(layer: Any, prefix: str, side: str) -> Any:
+    """What a layer keeps for a weight, or for one of its directions."""
+    return layer.delayed._modules[f"{prefix}weight{side}"]
+
+
 def _bind(quantizer: Float8Quantizer, kept: Any) -> None:
     """Lets a quantizer read the scale and note amaxes where a layer keeps them."""
     quantizer.__dict__.update(scale=kept.scale, amax=kept.history[:1], _kept=kept)
@@ -143,9 +148,8 @@ def bind_codes(layer: Any) -> None:
             continue
         quantizer: Any = getattr(weight, "_quantizer", None)
         changed = False
-        scale = lambda side: layer.delayed._modules[f"{prefix}weight{side}"]  # noqa: B023, E731
         for side, part in _delayed(quantizer):
-            kept, before = scale(side), part.__dict__.get("_kept")
+            kept, before = _scale(layer, prefix, side), part.__dict__.get("_kept")
             if before is not None and before.history.numel() != kept.history.numel():
                 kept.scale.copy_(before.scale.to(kept.scale.device))
                 changed = True
@@ -153,7 +157,7 @@ def bind_codes(layer: Any) -> None:
             quantizer = quantizer.copy()
             weight.update_quantizer(quantizer)  # which says so
         for side, part in _delayed(quantizer):
-            _bind(part, scale(side))
+            _bind(part, _scale(layer, prefix, side))
 
 
 @contextlib.contextmanager

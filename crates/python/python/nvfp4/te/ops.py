@@ -244,7 +244,7 @@ class _RoundedGradient(torch.autograd.Function):
 
 class Quantize(BasicOperation):
     """Quantizes a tensor, its gradient, or both, as the recipe around the call says. It gives a
-    tensor of codes; the gradient has the numbers of its codes.
+    tensor of codes, or their numbers in a compiled function; a gradient gets the numbers of its codes.
     """
 
     def __init__(self, forward: bool = True, backward: bool = False):
@@ -257,7 +257,11 @@ class Quantize(BasicOperation):
             return input
         forward, backward = (self._quantizer(asked, mode) for mode in ("forward", "backward"))
         y = input if backward is None else _RoundedGradient.apply(input, backward)
-        return y if forward is None or isinstance(y, QuantizedTensor) else forward(y)
+        if forward is None or isinstance(y, QuantizedTensor):
+            return y
+        # Compilers want gradients of the kind of what leaves a graph.
+        compiling = torch.compiler.is_compiling()
+        return forward(y).dequantize(dtype=y.dtype) if compiling else forward(y)
 
     def _quantizer(self, asked: Any, mode: str) -> Any:
         kept = asked.backward_override is not None and mode == "backward"

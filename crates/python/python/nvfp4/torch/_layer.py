@@ -107,7 +107,8 @@ class Layer(Delays):
 
         ``handed`` says what is quantized already, ``store`` where the weight's gradient waits.
         """
-        if type(weight) is not QuantizedTensor or torch.compiler.is_compiling():
+        plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+        if type(weight) is not QuantizedTensor or not plain or torch.compiler.is_compiling():
             return self._multiply(x, weight, bias, number, handed, store)
         # Else Python is asked for each attribute of the weight.
         with torch._C.DisableTorchFunctionSubclass():

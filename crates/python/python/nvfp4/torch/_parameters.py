@@ -136,6 +136,8 @@ def weights_changed(model: torch.nn.Module) -> None:
         for parameter in module._parameters.values():
             if isinstance(parameter, CodedWeight):
                 parameter._prepared = None
+            if isinstance(parameter, QuantizedTensor):
+                parameter._seen = None
             shard = getattr(parameter, "_local_tensor", parameter)
             if isinstance(shard, GathersCodes):
                 shard._agreed.end()

@@ -95,8 +95,9 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
 
     def __init__(self, row, column, spec, matrix, dtype, master=None, shape=None):
         self.row, self.column, self.master = row, column, master
-        self.spec, self.matrix, self._prepared = spec, matrix, None
+        self.spec, self.matrix, self._prepared, self._prepared_at = spec, matrix, None, None
         self._part, self._changed, self._pending, self._seen = False, False, None, None
+        self._in_graphs = False
 
     @classmethod
     def quantize(
@@ -129,7 +130,7 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
     def codes(self) -> Codes:
         """The blocks that products read."""
         self._check()
-        return Codes(self.row, self.column, self._prepared)
+        return Codes(self.row, self.column, self._still_prepared())
 
     def _sides(self) -> List[Tuple[str, Tensor]]:
         """The blocks by their directions."""
@@ -142,8 +143,8 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of codes and scales, and of the master if there is one."""
-        kept = (self.row, self.column, self.master)
+        """Bytes of codes and scales, of the master if there is one, and of prepared codes."""
+        kept = (self.row, self.column, self.master, self._still_prepared())
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def prepare(self) -> None:
@@ -152,9 +153,21 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
 
         Formats other than NVFP4 have none. A copy, or a change of the codes, drops it.
         """
-        if self._prepared is None and not self.row.is_meta:
+        if self._still_prepared() is None and not self.row.is_meta:
             made = prepare_block(self.row, self.spec, *self.matrix)
-            self._prepared = made[0] if made else None
+            self._prepared, self._prepared_at = made[0] if made else None, self._versions()
+
+    def _still_prepared(self) -> Optional[Tensor]:
+        """What was prepared, unless the codes have changed since: also by way of other tensors that
+        have them, and in a compiled function.
+        """
+        if self._prepared is not None and not torch.compiler.is_compiling() and self._prepared_at != self._versions():
+            self._prepared = None
+        return self._prepared
+
+    def _versions(self) -> Optional[Tuple[int, int]]:
+        """How often this tensor was changed, and its codes, where torch counts it."""
+        return None if self.is_inference() or self.row.is_inference() else (self._version, self.row._version)
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         master = "" if self.master is None else f", master={self.master.dtype}"
@@ -176,9 +189,14 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
     # How compilers see it.
 
     def __tensor_flatten__(self):
-        inner = [name for name in ("row", "column", "master", "_prepared") if getattr(self, name) is not None]
-        # Compiled code is for tensors with the same ones.
-        return inner, (self.spec, self.matrix, self.dtype, tuple(inner))
+        inner = [name for name in ("row", "column", "master") if getattr(self, name) is not None]
+        # A compiled function is for tensors that have prepared codes, or for those that have none. An
+        # exported one is for all devices, whose orders differ.
+        if torch.compiler.is_compiling() and not _exporting():
+            self._in_graphs = True
+        if self._in_graphs and self._still_prepared() is not None:
+            inner.append("_prepared")
+        return inner, (self.spec, self.matrix, self.dtype, "_prepared" in inner)
 
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
@@ -186,13 +204,13 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
         made = QuantizedTensor(
             inner["row"], inner.get("column"), spec, matrix, dtype, inner.get("master"), tuple(outer_size)
         )
-        made._prepared = inner.get("_prepared")
+        made._prepared, made._prepared_at = inner.get("_prepared"), made._versions()
         return made
 
     # What is saved: not the order of one kind of device.
 
     def __getstate__(self):
-        return {**self.__dict__, "_prepared": None, "_seen": None}
+        return {**self.__dict__, "_prepared": None, "_seen": None, "_in_graphs": False}
 
     # How FSDP2 gathers the shards: codes and scales travel, not values.
 
@@ -226,8 +244,11 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        known = FUNCTIONS.get(function)
+        if known is not None and len(types) > 1:  # the others have a say in what it consists of
+            return known(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            return FUNCTIONS.get(function, function)(*args, **(kwargs or {}))
+            return (known or function)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -290,15 +311,20 @@ class QuantizedTensor(CodedWeight, torch.Tensor):
         """Makes it an error if a view of the values was written to: they are a copy, so the change
         would be lost. torch counts it as a change of this tensor; the codes are those of before.
         """
-        if torch.compiler.is_compiling() or self.is_inference() or self.row.is_inference():
+        now = None if torch.compiler.is_compiling() else self._versions()
+        if now is None:
             return
-        now = self._version, self.row._version
         if self._seen is not None and now[0] != self._seen[0] and now[1] == self._seen[1]:
             raise RuntimeError(
                 f"{self!r} was changed through a view of its values (as weight[0].zero_() does), which its codes do not follow: "
-                "change all of it, as by weight.copy_(values)"
+                "change all of it, as by weight.copy_(values). If a compiled function has changed all of it, call "
+                "nvfp4.torch.weights_changed(model) after it"
             )
         self._seen = now
+
+
+# As in torch 2.7 and newer.
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def check_spec(spec: str) -> None:
@@ -358,7 +384,7 @@ def _same(function, tensor, *args, **kwargs):
 def _alias(function, tensor, *args, **kwargs):
     # The same blocks, so that changes of either are counted for both.
     made = tensor.like_this(lambda inner: inner)
-    made._prepared = tensor._prepared
+    made._prepared, made._prepared_at = tensor._still_prepared(), made._versions()
     return made
 
 
