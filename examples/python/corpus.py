@@ -13,7 +13,7 @@ class Text:
         for root in args.text:
             if not root.exists():
                 parser.error(f"--text: there is no {root}")
-        self.training, self.held = parts(tuple(args.text), args.suffix)
+        self.training, self.held = halves(tuple(args.text), args.suffix)
         self.length, self.batch, self.seed = args.context + 1, args.batch, args.seed
         self.batches = args.evaluate_batches
         for tokens, what in [(self.training, "training"), (self.held, "evaluation")]:
@@ -43,7 +43,7 @@ def files(root, suffix):
 
 
 @functools.cache
-def parts(roots, suffix):
+def halves(roots, suffix):
     """What models are trained on, and what is held out: each is read once by a process."""
     texts = [path.read_bytes() for root in roots for path in files(root, suffix)]
     held = [text for i, text in enumerate(texts) if i % 64 == 63]
@@ -51,10 +51,11 @@ def parts(roots, suffix):
     if not held:  # the end of each
         held = [text[len(text) * 63 // 64 :] for text in texts]
         kept = [text[: len(text) * 63 // 64] for text in texts]
-    return tokens(kept), tokens(held)
+    return joined(kept), joined(held)
 
 
-def tokens(texts):
+def joined(texts):
+    """The tokens of texts, one after another."""
     end = torch.tensor([Shape.end], dtype=torch.short)
     numbers = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts if text]
     return torch.cat([part for each in numbers for part in (each.short(), end)] or [end])

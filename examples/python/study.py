@@ -144,6 +144,10 @@ def read(folder):
     return runs
 
 
+def settings_of(args):
+    return {name: getattr(args, name) for name in SETTINGS}
+
+
 def speeds(folder):
     """Tokens a second by recipe, where they were measured."""
     file = folder / "speed.json"
@@ -152,7 +156,7 @@ def speeds(folder):
 
 def train(args):
     begin, longest = time.monotonic(), 0.0
-    settings = {name: getattr(args, name) for name in SETTINGS}
+    settings = settings_of(args)
     text = fingerprint(args)
     for run in read(args.results):
         if run["settings"] != settings or run["text"] != text:
@@ -205,15 +209,16 @@ def once(args, name, recipe, seed, settings, text):
 
 def time_all(args):
     """Times recipes in turns, and leaves a JSON file."""
-    settings = {name: getattr(args, name) for name in SETTINGS}
+    settings = settings_of(args)
     wanted = {name: recipe for name, recipe in recipes(args.layers).items() if name in (args.only or [name])}
     short, there = {**settings, "steps": 2 * TIMED}, speeds(args.results)
     words = ["--evaluate-every", str(TIMED), "--blocks-every", str(3 * TIMED)]
     only = ["--only", *args.only] if args.only else []
     made = {**origin(args, "speed", [*only, "--rounds", str(args.rounds)], settings), "settings": settings}
-    alike = all(made[what] == there.get(what) for what in ("machine", "settings"))
+    if any(what in there and there[what] != made[what] for what in ("commit", "machine", "settings")):
+        raise SystemExit(f"{args.results}/speed.json is of another commit, machine or settings: take a new folder")
     # Recipes that are not timed now keep what they have.
-    found = {name: rates for name, rates in there["tokens_a_second"].items() if alike and name not in wanted}
+    found = {name: rates for name, rates in there["tokens_a_second"].items() if name not in wanted}
     for _ in range(args.rounds):
         for name, recipe in wanted.items():
             lines, _ = pretrained(args, name, recipe, 0, short, words)

@@ -83,6 +83,18 @@ def test_workers_that_split_layers_or_batches_learn_the_same(text, tmp_path):
         assert lines[0]["norm"] == pytest.approx(first["norm"], rel=5e-2)
 
 
+def test_compiled_steps_learn_the_same_and_keep_what_is_asked_for(text, tmp_path):
+    words = "--recipe nvfp4_row_scaled --steps 2 --save-every 0 --blocks-every 2"
+    for out, more in [(tmp_path / "eager", ""), (tmp_path / "compiled", " --compile")]:
+        done = pretrain(text, out, words + more)
+        assert done.returncode == 0, done.stderr
+        assert not (out / "checkpoints").exists() and (out / "model.safetensors").exists()
+    (eager, _), (compiled, lines) = losses(tmp_path / "eager"), losses(tmp_path / "compiled")
+    # A compiled gate is rounded to bf16 once, not twice.
+    assert compiled == pytest.approx(eager, rel=2**-8)
+    assert ["saturated" in line for line in lines] == [False, True]
+
+
 def test_the_result_is_a_folder_of_hugging_face(text, tmp_path):
     done = pretrain(text, tmp_path / "model", "--steps 1")
     assert done.returncode == 0, done.stderr
@@ -103,6 +115,7 @@ def test_the_result_is_a_folder_of_hugging_face(text, tmp_path):
         ("--heads 5", "--width must be a multiple of --heads"),
         ("--tensor-parallel 2", "1 workers are no multiple of --tensor-parallel 2"),
         ("--sequence-parallel", "--sequence-parallel needs --tensor-parallel"),
+        ("--blocks-every 0", "--blocks-every must be 1 or more"),
         ("--text nowhere", "there is no nowhere"),
     ],
 )

@@ -419,9 +419,9 @@ def test_few_tokens_read_prepared_codes(tokens):
             layer(x)
 
 
-def frozen(rows=40, dtype=torch.bfloat16):
+def frozen(dtype=torch.bfloat16):
     torch.manual_seed(4)
-    layer = torch.nn.Linear(96, rows, dtype=dtype)
+    layer = torch.nn.Linear(96, 40, dtype=dtype)
     layer.weight = torch.nn.Parameter(QuantizedTensor.quantize(layer.weight, "nvfp4"), requires_grad=False)
     return layer
 
@@ -459,6 +459,22 @@ def test_compiled_products_read_the_prepared_codes_that_are_there():
             assert ((changed - (left @ right + bias)).abs() <= bound).all()
             assert torch.allclose(changed, layer(x), rtol=2**-7)
         assert read == [False, True][: 1 + there]
+
+
+def test_changes_that_torch_does_not_count_are_said():
+    """As those of a function that Inductor compiled: the codes are new, their version is not."""
+    layer, x = frozen(), torch.randn(1, 96, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(x)
+        other = QuantizedTensor.quantize(torch.randn(40, 96), "nvfp4")
+        torch.autograd.graph.increment_version(layer.weight)
+        with torch.autograd._unsafe_preserve_version_counter(layer.weight.row):
+            layer.weight.row.copy_(other.row)
+        with pytest.raises(RuntimeError, match="call nvfp4.torch.weights_changed"):
+            layer(x)
+        nvfp4.torch.weights_changed(layer)
+        expected = functional.linear(x, torch.nn.Parameter(other, requires_grad=False).to(x.dtype), layer.bias)
+        assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -63,6 +63,9 @@ def test_runs_are_made_once_and_summed_up(text, tmp_path, capsys, monkeypatch):
     study.main(["speed", "--text", str(text), "--rounds", "1", *words, *SMALL])
     again = json.loads((results / "speed.json").read_text())["tokens_a_second"]
     assert len(again.pop("mxfp8")) == 1 and again == speed["tokens_a_second"]
+    words[words.index(COMMIT)] = "1" * 40
+    with pytest.raises(SystemExit, match="speed.json is of another commit, machine or settings: take a new folder"):
+        study.main(["speed", "--text", str(text), *words, *SMALL])
 
 
 def test_a_run_does_not_depend_on_those_before_it(text, tmp_path):

@@ -19,6 +19,7 @@ from ._gather import GathersCodes, hindrance_of
 from ._inputs import check_input, fits
 from ._kept import Kept, can_be_kept, weights_may_have_changed
 from ._main_grad import Later, Store
+from ._ops import PLAIN
 from ._parallel import Parallel, Workers
 from ._quantized import QuantizedTensor
 
@@ -107,8 +108,7 @@ class Layer(Delays):
 
         ``handed`` says what is quantized already, ``store`` where the weight's gradient waits.
         """
-        plain = type(x) is Tensor or type(x) is torch.nn.Parameter
-        if type(weight) is not QuantizedTensor or not plain or torch.compiler.is_compiling():
+        if type(weight) is not QuantizedTensor or type(x) not in PLAIN or torch.compiler.is_compiling():
             return self._multiply(x, weight, bias, number, handed, store)
         # Else Python is asked for each attribute of the weight.
         with torch._C.DisableTorchFunctionSubclass():

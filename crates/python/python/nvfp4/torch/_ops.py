@@ -377,7 +377,7 @@ _define(
     _linear_backward_fake,
 )
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _compiling = torch.compiler.is_compiling
@@ -389,8 +389,8 @@ def unwatched(x: Tensor, other: Tensor) -> bool:
     """
     return (
         not _compiling()
-        and type(x) in _PLAIN
-        and type(other) in _PLAIN
+        and type(x) in PLAIN
+        and type(other) in PLAIN
         and (x.is_cuda or x.is_cpu)
         and not _modes()
         and not _function_modes()
